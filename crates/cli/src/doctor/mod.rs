@@ -1,0 +1,167 @@
+//! `antiphon doctor`: what this machine can do, and what it lacks.
+
+mod cpu;
+mod gpu;
+mod kernel;
+mod memory;
+mod render;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use anstream::{AutoStream, ColorChoice};
+use serde::Serialize;
+
+use crate::machine::Files;
+
+/// Say what this machine can do for Antiphon, and what it lacks.
+///
+/// Each line is ok, a warning (it works, but slower or less safely) or missing. Nothing is changed, and nothing
+/// leaves the machine.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  antiphon doctor
+  antiphon doctor --json | jq '.checks[] | select(.status != \"ok\")'
+
+Exit status:
+  0 when everything that Antiphon requires is there, else 1.")]
+pub struct Args {
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub fn execute(args: Args) -> ExitCode {
+    let diagnosis = Diagnosis::new(&Files::system());
+    let text = if args.json {
+        diagnosis.json()
+    } else {
+        diagnosis.text(AutoStream::choice(&io::stdout()) != ColorChoice::Never)
+    };
+    match io::stdout().write_all(text.as_bytes()) {
+        Ok(()) if diagnosis.healthy => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    }
+}
+
+/// How one check went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// As it should be, or for information only.
+    Ok,
+    /// It works, but slower or less safely than it could.
+    Warning,
+    /// Not there.
+    Missing,
+}
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, Serialize)]
+pub struct Check {
+    /// The group it belongs to.
+    pub section: &'static str,
+    /// What was looked at.
+    pub name: &'static str,
+    /// How it went.
+    pub status: Status,
+    /// Whether Antiphon cannot work without it.
+    pub required: bool,
+    /// What was found.
+    pub value: String,
+    /// What that means, or what to do about it.
+    pub note: String,
+}
+
+impl Check {
+    fn ok(name: &'static str, value: impl Into<String>, note: impl Into<String>) -> Self {
+        let (value, note) = (value.into(), note.into());
+        Self { section: "", name, status: Status::Ok, required: false, value, note }
+    }
+
+    fn warning(name: &'static str, value: impl Into<String>, note: impl Into<String>) -> Self {
+        Self { status: Status::Warning, ..Self::ok(name, value, note) }
+    }
+
+    fn missing(name: &'static str, value: impl Into<String>, note: impl Into<String>) -> Self {
+        Self { status: Status::Missing, ..Self::ok(name, value, note) }
+    }
+
+    /// Something that Antiphon cannot work without, by the result of trying it.
+    fn required(
+        name: &'static str,
+        tried: io::Result<()>,
+        purpose: &'static str,
+        remedy: &'static str,
+    ) -> Self {
+        let check = match tried {
+            Ok(()) => Self::ok(name, "works", purpose),
+            Err(error) => Self::missing(name, error.to_string(), remedy),
+        };
+        Self { required: true, ..check }
+    }
+}
+
+/// Everything that was looked at.
+#[derive(Clone, Debug, Serialize)]
+pub struct Diagnosis {
+    /// The version of this layout of the JSON.
+    pub schema: u32,
+    /// The version of Antiphon that looked.
+    pub version: &'static str,
+    /// Whether all that is required is there.
+    pub healthy: bool,
+    /// The checks, section by section.
+    pub checks: Vec<Check>,
+}
+
+impl Diagnosis {
+    /// Looks at this machine; what is only read is read from `files`.
+    pub fn new(files: &Files) -> Self {
+        let sections = [
+            ("System", kernel::checks()),
+            ("Processor", cpu::checks(files)),
+            ("Memory", memory::checks(files)),
+            ("GPU", gpu::checks(files)),
+        ];
+        let checks: Vec<Check> = sections
+            .into_iter()
+            .flat_map(|(section, checks)| checks.into_iter().map(move |check| Check { section, ..check }))
+            .collect();
+        let healthy = !checks.iter().any(|check| check.required && check.status == Status::Missing);
+        Self { schema: 1, version: env!("CARGO_PKG_VERSION"), healthy, checks }
+    }
+
+    fn json(&self) -> String {
+        let mut text =
+            serde_json::to_string_pretty(self).expect("strings and numbers can be written as JSON");
+        text.push('\n');
+        text
+    }
+
+    fn text(&self, colored: bool) -> String {
+        render::text(self, colored)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_files_is_still_described() {
+        let folder = tempfile::tempdir().unwrap();
+        let diagnosis = Diagnosis::new(&Files::at(folder.path()));
+        assert!(diagnosis.checks.iter().all(|check| !check.value.is_empty() && !check.note.is_empty()));
+    }
+
+    #[test]
+    fn what_fails_is_missing_with_its_reason_and_remedy() {
+        let failed = Err(io::Error::from_raw_os_error(38));
+        let check = Check::required("memfd_create", failed, "purpose", "remedy");
+        assert_eq!((check.status, check.note.as_str()), (Status::Missing, "remedy"));
+        assert!(check.value.contains("os error 38"), "{}", check.value);
+    }
+}

@@ -1,0 +1,236 @@
+//! Starts a program on every rank of one machine and watches over it until the last rank has ended.
+//!
+//! [`Launch`] says what to start; [`Launch::run`] starts it, hands every line that a rank writes to a
+//! closure, passes signals on, and returns an [`Outcome`] that names the rank that failed first.
+//!
+//! ```no_run
+//! use antiphon_cli::launch::Launch;
+//!
+//! let launch = Launch::new("./worker", 4);
+//! let outcome = launch.run(|rank, _stream, line| {
+//!     println!("{rank}: {}", String::from_utf8_lossy(line));
+//!     Ok(())
+//! })?;
+//! assert!(outcome.success());
+//! # Ok::<(), antiphon_cli::launch::LaunchError>(())
+//! ```
+//!
+//! # What a rank gets
+//!
+//! * torchrun's environment, and `ANTIPHON_SECRET` (see [`Launch::env`]);
+//! * a session of its own, so that a terminal's Ctrl-C reaches it once, through the launcher, and so that a
+//!   signal reaches the programs that it started as well;
+//! * the launcher's standard input if it is rank 0 and [`Launch::stdin`] is set, else `/dev/null`;
+//! * its end with SIGKILL should the launcher die without being able to end it. That reaches the rank's own
+//!   process only: what a wrapper script started lives on in this one case.
+//!
+//! # How a launch ends
+//!
+//! When a rank fails, the others have [`Launch::grace`] to end by themselves, since ranks that communicate
+//! report the lost peer with more sense than a launcher can. Then they get SIGTERM, and after the same time
+//! again SIGKILL. What a rank left running when it ended well is let be.
+
+mod environment;
+mod lines;
+mod outcome;
+mod placement;
+mod pump;
+mod signals;
+mod spawn;
+mod supervisor;
+
+use std::ffi::OsString;
+use std::io;
+use std::thread;
+use std::time::{Duration, Instant};
+
+pub use outcome::{End, Outcome, RankReport};
+
+use environment::Environment;
+use pump::Pump;
+use spawn::Children;
+use supervisor::Supervisor;
+
+/// The most ranks that one launch starts.
+pub const MAX_RANKS: usize = 4096;
+
+/// A line longer than this many bytes is handed over in pieces, each a little longer than this.
+pub const MAX_LINE: usize = 1 << 20;
+
+/// Which of its two outputs a rank wrote to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stream {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+}
+
+/// What to start, and how to end it. Start from [`Launch::new`] and set the fields that differ.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The program: a path, or a name looked up in `PATH`.
+    pub program: OsString,
+    /// Its arguments.
+    pub args: Vec<OsString>,
+    /// How many ranks, from 1 to [`MAX_RANKS`].
+    pub ranks: usize,
+    /// Variables for every rank, which win over the launcher's own: RANK, LOCAL_RANK, GROUP_RANK and
+    /// ROLE_RANK, the four matching WORLD_SIZEs, ROLE_NAME, MASTER_ADDR, MASTER_PORT, the TORCHELASTIC ones,
+    /// OMP_NUM_THREADS=1 and a random ANTIPHON_SECRET (the last two only where the launcher's own
+    /// environment has none).
+    pub env: Vec<(OsString, OsString)>,
+    /// MASTER_PORT; a free one when `None`.
+    pub port: Option<u16>,
+    /// How long the other ranks have after the first failure, and once more between SIGTERM and SIGKILL.
+    pub grace: Duration,
+    /// Ends the whole launch after this time.
+    pub timeout: Option<Duration>,
+    /// Binds each rank to its own share of the cores that the launcher may use.
+    pub bind: bool,
+    /// Lets rank 0 read the launcher's standard input.
+    pub stdin: bool,
+    /// Reads what the ranks write. Otherwise they write straight to the launcher's own outputs.
+    pub capture: bool,
+}
+
+impl Launch {
+    /// `ranks` ranks of `program` without arguments: output captured, no standard input, no binding, no time
+    /// limit, and five seconds of grace.
+    pub fn new(program: impl Into<OsString>, ranks: usize) -> Self {
+        Self {
+            program: program.into(),
+            args: Vec::new(),
+            ranks,
+            env: Vec::new(),
+            port: None,
+            grace: Duration::from_secs(5),
+            timeout: None,
+            bind: false,
+            stdin: false,
+            capture: true,
+        }
+    }
+
+    /// Starts the ranks and returns once all have ended.
+    ///
+    /// `output` gets one line per call, in the order in which each stream wrote them, with its newline (which
+    /// a last line may lack, and a piece of a line longer than [`MAX_LINE`] does). It runs on a thread of its
+    /// own, so that a slow reader delays no signal. An error from it closes that stream: the rank then meets
+    /// a broken pipe, as it would without a launcher.
+    ///
+    /// While the launch is under way SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 go to the ranks
+    /// (those that the launcher was started to ignore stay ignored); afterwards they act as by default.
+    ///
+    /// The calling thread starts the ranks and stays until the last has ended, which their
+    /// end-with-the-parent needs: the kernel ties it to the thread, not to the process.
+    pub fn run<F>(&self, output: F) -> Result<Outcome, LaunchError>
+    where
+        F: FnMut(usize, Stream, &[u8]) -> io::Result<()> + Send,
+    {
+        if self.ranks == 0 || self.ranks > MAX_RANKS {
+            return Err(LaunchError::Ranks { ranks: self.ranks });
+        }
+        let environment = Environment::new(self)?;
+        let (inbox, subscription) = signals::subscribe().map_err(LaunchError::Signals)?;
+        let started = Instant::now();
+        let mut children = Children::start(self, &environment)?;
+        let (closing, running) = io::pipe().map_err(LaunchError::Output)?;
+        let pump = Pump::new(children.take_outputs(), closing);
+        let mut supervisor = Supervisor::new(self, children, started);
+
+        thread::scope(|scope| {
+            let pump = thread::Builder::new()
+                .name("antiphon-output".into())
+                .spawn_scoped(scope, move || pump.run(output))
+                .map_err(LaunchError::Output)?;
+            let supervised = supervisor.run(&inbox);
+            // A supervisor that failed leaves ranks behind: end them, or the pump would wait for their output.
+            let outcome = supervised.map(|()| supervisor.outcome());
+            drop(supervisor);
+            // From here on a signal ends the launcher, even while a reader that reads no more blocks the pump.
+            drop(subscription);
+            drop(running);
+            match pump.join() {
+                Ok(pumped) => pumped.map_err(LaunchError::Output)?,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+            outcome
+        })
+    }
+}
+
+/// Why a launch could not be started or watched. Ranks that had started have been ended.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// The number of ranks is out of range.
+    #[error("{ranks} ranks: must be from 1 to {MAX_RANKS}")]
+    Ranks {
+        /// The number asked for.
+        ranks: usize,
+    },
+    /// There is no such program.
+    #[error("cannot start {program:?}: {reason}")]
+    NotFound {
+        /// The program as it was given.
+        program: OsString,
+        /// Where it is missing from.
+        reason: &'static str,
+    },
+    /// The program is there but cannot be executed.
+    #[error("cannot execute {program:?}: {source}")]
+    NotExecutable {
+        /// The program as it was given.
+        program: OsString,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// The process of a rank could not be made.
+    #[error("cannot start rank {rank} of {ranks}: {source}")]
+    Spawn {
+        /// The rank that could not be started.
+        rank: usize,
+        /// The number of ranks asked for.
+        ranks: usize,
+        /// What the operating system said.
+        source: io::Error,
+    },
+    /// No free port was found for MASTER_PORT.
+    #[error("cannot find a free port on 127.0.0.1 for MASTER_PORT: {0}")]
+    Port(#[source] io::Error),
+    /// The system gave no random bytes for ANTIPHON_SECRET.
+    #[error("no random bytes for ANTIPHON_SECRET: {0}")]
+    Random(#[source] getrandom::Error),
+    /// The cores to bind to are unknown.
+    #[error("cannot tell which cores there are to bind to: {0}")]
+    Cores(#[source] io::Error),
+    /// Signals could not be caught.
+    #[error("cannot catch signals: {0}")]
+    Signals(#[source] io::Error),
+    /// The ranks' output could not be read.
+    #[error("cannot read what the ranks write: {0}")]
+    Output(#[source] io::Error),
+    /// The ranks' state could not be read.
+    #[error("cannot wait for rank {rank} (pid {pid}): {source}")]
+    Wait {
+        /// The rank waited for.
+        rank: usize,
+        /// Its process.
+        pid: u32,
+        /// What the operating system said.
+        source: io::Error,
+    },
+}
+
+impl LaunchError {
+    /// The exit status that a shell gives for the same failure: 127 for no such program, 126 for one that
+    /// cannot be executed, 2 for a wrong argument, else 1.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::NotFound { .. } => 127,
+            Self::NotExecutable { .. } => 126,
+            Self::Ranks { .. } => 2,
+            _ => 1,
+        }
+    }
+}

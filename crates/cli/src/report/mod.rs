@@ -1,0 +1,175 @@
+//! Shows measured rows: as a table while they arrive ([`Table`]), as a JSON file ([`write_json`]) and as a plot
+//! ([`plot`](fn@plot)).
+
+mod json;
+mod plot;
+mod table;
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::machine::{Cores, Files, cpu, kernel};
+
+pub use json::{JsonError, Recorded, SCHEMA, read_json, write_json};
+pub use plot::plot;
+pub use table::{Summary, Table};
+
+/// One measurement: one collective at one size with one algorithm.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The collective, such as `all_reduce`.
+    pub collective: String,
+    /// The size that the bandwidths are computed from: that of the whole vector, as in nccl-tests.
+    pub bytes: u64,
+    /// The number of elements in it.
+    pub count: u64,
+    /// Their type.
+    pub dtype: String,
+    /// The reduction; `None` for a collective that does not reduce.
+    pub op: Option<String>,
+    /// The algorithm that ran.
+    pub algorithm: String,
+    /// How many ranks took part.
+    pub ranks: usize,
+    /// Microseconds for one call: the median over iterations of the slowest rank.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub latency_us: f64,
+    /// The fastest iteration.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub min_us: f64,
+    /// The slowest iteration.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub max_us: f64,
+    /// Algorithm bandwidth: bytes by time, in 10^9 bytes per second.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub algbw_gbs: f64,
+    /// Bus bandwidth: the same times [`bus_factor`].
+    #[serde(deserialize_with = "null_is_nan")]
+    pub busbw_gbs: f64,
+    /// How many elements were wrong.
+    pub errors: u64,
+    /// The largest difference from the right value.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub max_error: f64,
+}
+
+/// JSON has no NaN and no infinity: both are written as null.
+fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+/// Where and when rows were measured. The host's name is left out: results are made to be shown.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// The processor's model.
+    pub cpu: String,
+    /// How many cores the ranks could keep busy.
+    pub cores: usize,
+    /// The kernel's release.
+    pub kernel: String,
+    /// When, in UTC, such as `2026-11-21T08:00:00Z`.
+    pub date: String,
+    /// The version of Antiphon.
+    pub version: String,
+}
+
+impl Machine {
+    /// This machine, now.
+    pub fn this() -> Self {
+        let files = Files::system();
+        Self {
+            cpu: cpu(&files),
+            cores: Cores::count(&files).usable(),
+            kernel: kernel(),
+            date: jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+            version: env!("CARGO_PKG_VERSION").into(),
+        }
+    }
+
+    fn cores_in_words(&self) -> String {
+        format!("{} core{}", self.cores, if self.cores == 1 { "" } else { "s" })
+    }
+}
+
+/// What turns algorithm bandwidth into bus bandwidth: the share of the data that must cross the busiest link,
+/// by nccl-tests' definitions, so that numbers are comparable over rank counts and with theirs. `None` for a
+/// collective without a definition.
+pub fn bus_factor(collective: &str, ranks: usize) -> Option<f64> {
+    let peers = ranks.saturating_sub(1) as f64 / ranks.max(1) as f64;
+    match collective {
+        "all_reduce" => Some(2.0 * peers),
+        "all_gather" | "reduce_scatter" | "all_to_all" | "gather" | "scatter" => Some(peers),
+        "broadcast" | "reduce" | "send_recv" => Some(1.0),
+        _ => None,
+    }
+}
+
+/// Algorithm bandwidth in 10^9 bytes per second.
+pub fn algbw_gbs(bytes: u64, latency_us: f64) -> f64 {
+    bytes as f64 / latency_us / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows as a benchmark would measure them, for the tests of all three shapes.
+    pub(super) fn rows() -> Vec<Row> {
+        let row = |algorithm: &str, bytes: u64, latency_us: f64| Row {
+            collective: "all_reduce".into(),
+            bytes,
+            count: bytes / 4,
+            dtype: "float32".into(),
+            op: Some("sum".into()),
+            algorithm: algorithm.into(),
+            ranks: 4,
+            latency_us,
+            min_us: latency_us * 0.9,
+            max_us: latency_us * 1.5,
+            algbw_gbs: algbw_gbs(bytes, latency_us),
+            busbw_gbs: algbw_gbs(bytes, latency_us) * 1.5,
+            errors: 0,
+            max_error: 0.0,
+        };
+        let sizes = (2..=26).step_by(2).map(|power| 1u64 << power);
+        sizes
+            .flat_map(|bytes| {
+                let size = bytes as f64;
+                [row("one_shot", bytes, 2.0 + size / 4e3), row("two_shot", bytes, 5.0 + size / 9e3)]
+            })
+            .collect()
+    }
+
+    pub(super) fn machine() -> Machine {
+        Machine {
+            cpu: "Example <CPU> & Co".into(),
+            cores: 8,
+            kernel: "6.8.0".into(),
+            date: "2026-11-21T08:00:00Z".into(),
+            version: "0.1.0".into(),
+        }
+    }
+
+    #[test]
+    fn factors_are_those_of_nccl_tests() {
+        assert_eq!(bus_factor("all_reduce", 4), Some(1.5));
+        for collective in ["all_gather", "reduce_scatter", "all_to_all"] {
+            assert_eq!(bus_factor(collective, 4), Some(0.75));
+        }
+        assert_eq!(bus_factor("broadcast", 4), Some(1.0));
+        assert_eq!(bus_factor("reduce", 4), Some(1.0));
+        assert_eq!(bus_factor("all_reduce", 1), Some(0.0));
+        assert_eq!(bus_factor("barrier", 4), None);
+    }
+
+    #[test]
+    fn bandwidth_counts_decimal_gigabytes() {
+        assert_eq!(algbw_gbs(1_000_000_000, 1e6), 1.0);
+    }
+
+    #[test]
+    fn this_machine_is_described_without_its_name() {
+        let machine = Machine::this();
+        assert!(!machine.cpu.is_empty() && machine.cores > 0 && !machine.kernel.is_empty());
+        assert!(machine.date.ends_with('Z') && machine.date.len() == 20, "{}", machine.date);
+    }
+}

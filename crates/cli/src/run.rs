@@ -1,0 +1,143 @@
+//! `antiphon run`: starts a program on every rank, as torchrun does on one machine.
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anstream::{AutoStream, ColorChoice};
+use anstyle::{AnsiColor, Color, Style};
+
+use crate::launch::{Launch, Stream};
+
+/// Start a program on every rank of this machine.
+///
+/// Each rank finds its place in the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+/// MASTER_PORT and the rest), so programs written for torchrun run as they are, and shares a fresh
+/// ANTIPHON_SECRET with its peers. Lines of output carry the rank that wrote them. Signals are passed on.
+/// Rank 0 reads standard input, the others find it empty.
+///
+/// When a rank fails, the others have the grace time to end by themselves, then they get SIGTERM and, after
+/// the same time again, SIGKILL. The last line then says which rank failed first and how.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  antiphon run -n 4 python train.py --lr 0.1
+  antiphon run -n 2 --timeout 60 -- ./worker --verbose
+  antiphon run -n 8 --bind --no-prefix ./server
+
+Exit status:
+  0 when every rank exits with 0, else that of the rank that failed first: its exit code, or 128 and
+  the number of the signal that killed it. 124 when the time limit passed, 126 when the program cannot
+  be executed, 127 when it does not exist.")]
+pub struct Args {
+    /// The number of ranks, from 1 to 4096
+    #[arg(short = 'n', long = "ranks", value_name = "RANKS")]
+    ranks: usize,
+
+    /// End the launch after this many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    timeout: Option<Duration>,
+
+    /// Seconds that the other ranks have once one has failed, and again between SIGTERM and SIGKILL
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "5")]
+    grace: Duration,
+
+    /// MASTER_PORT for the ranks [default: a free port]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+    port: Option<u16>,
+
+    /// Let the ranks write straight to this terminal or pipe, without "[rank] " before each line
+    #[arg(long)]
+    no_prefix: bool,
+
+    /// Bind each rank to its own share of the cores
+    #[arg(long, overrides_with = "no_bind")]
+    bind: bool,
+
+    /// Let each rank run on all cores (the default)
+    #[arg(long, overrides_with = "bind")]
+    no_bind: bool,
+
+    /// The program and its arguments
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "PROGRAM")]
+    command: Vec<OsString>,
+}
+
+/// Runs the command; problems and failed ranks are told on standard error.
+pub fn execute(args: Args) -> ExitCode {
+    let mut printer = Printer::new();
+    match args.launch().run(|rank, stream, line| printer.print(rank, stream, line)) {
+        Ok(outcome) => {
+            // Nowhere is left to report that standard error is gone.
+            let _ = io::stderr().write_all(tell(&outcome.report()).as_bytes());
+            outcome.exit_code().into()
+        }
+        Err(error) => {
+            let _ = writeln!(io::stderr(), "antiphon run: {error}");
+            error.exit_code().into()
+        }
+    }
+}
+
+impl Args {
+    fn launch(self) -> Launch {
+        let mut command = self.command.into_iter();
+        let program = command.next().unwrap_or_default(); // clap requires one
+        Launch {
+            args: command.collect(),
+            timeout: self.timeout,
+            grace: self.grace,
+            port: self.port,
+            bind: self.bind,
+            stdin: true,
+            capture: !self.no_prefix,
+            ..Launch::new(program, self.ranks)
+        }
+    }
+}
+
+fn tell(report: &str) -> String {
+    report.lines().map(|line| format!("antiphon run: {line}\n")).collect()
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 =
+        text.parse().map_err(|_| "must be a number of seconds, such as 5 or 0.5".to_owned())?;
+    Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
+}
+
+/// Writes lines with the rank before them.
+struct Printer {
+    colored: [bool; 2],
+    line: Vec<u8>,
+}
+
+impl Printer {
+    fn new() -> Self {
+        let colored = [AutoStream::choice(&io::stdout()), AutoStream::choice(&io::stderr())];
+        Self { colored: colored.map(|choice| choice != ColorChoice::Never), line: Vec::new() }
+    }
+
+    /// Writes prefix and line at once: two writes could have another process's words between them.
+    fn print(&mut self, rank: usize, stream: Stream, line: &[u8]) -> io::Result<()> {
+        self.line.clear();
+        let style = if self.colored[stream as usize] { style(rank) } else { Style::new() };
+        write!(self.line, "{style}[{rank}]{style:#} ")?;
+        self.line.extend_from_slice(line);
+        if !line.ends_with(b"\n") {
+            self.line.push(b'\n');
+        }
+        match stream {
+            Stream::Stdout => io::stdout().write_all(&self.line),
+            Stream::Stderr => io::stderr().write_all(&self.line),
+        }
+    }
+}
+
+/// Neighbouring ranks differ; red is left to errors.
+fn style(rank: usize) -> Style {
+    const COLORS: [AnsiColor; 5] =
+        [AnsiColor::Cyan, AnsiColor::Green, AnsiColor::Yellow, AnsiColor::Magenta, AnsiColor::Blue];
+    Style::new().fg_color(Some(Color::Ansi(COLORS[rank % COLORS.len()])))
+}

@@ -1,0 +1,93 @@
+//! All-reduce: every rank gets the reduction of what all ranks have.
+//!
+//! Two algorithms give the same bits, so which one runs is a question of speed alone:
+//!
+//! * **One-shot**: every rank posts its whole input and reduces everybody's. One round; `W·n` bytes read and reduced by
+//!   each of the `W` ranks. Best for small messages.
+//! * **Two-shot**: rank `r` reduces the `r`-th part only and posts the result, which the others copy
+//!   (reduce-scatter, then all-gather). Each rank reduces `n` bytes in all, whatever `W`. Large messages go through in
+//!   pieces, and a round carries the inputs of one piece together with the results of the one before.
+//!
+//! The floor for large messages is memory bandwidth: each rank must read its input and write its output once. The
+//! pieces are sized to stay in the L2 cache on their way through the mailboxes.
+
+mod choice;
+mod host;
+
+pub use choice::{AllReduceTable, tune};
+
+use antiphon_device::{ReduceOp, host::reduce::Reducer};
+use antiphon_fabric::{Communicator, Operation, Signature};
+
+use crate::{
+    arguments::{Input, Output, has_count, numeric, same_dtype},
+    error::Result,
+};
+
+/// How an all-reduce is carried out. The result has the same bits in every case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Algorithm {
+    /// Everyone reduces everything.
+    OneShot = 1,
+    /// Everyone reduces a part, and the parts are gathered.
+    TwoShot = 2,
+}
+
+impl Algorithm {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Self; 2] = [Self::OneShot, Self::TwoShot];
+
+    /// The name, as the command line and tables write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::OneShot => "one-shot",
+            Self::TwoShot => "two-shot",
+        }
+    }
+}
+
+impl std::fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The algorithm that [`all_reduce`](crate::Collectives::all_reduce) takes for so many bytes, on every rank alike.
+///
+/// # Errors
+/// As an object exchange, when this is the communicator's first question: rank 0's table is then given to all.
+pub fn algorithm_for(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
+    choice::choose(comm, bytes)
+}
+
+pub(crate) fn run(
+    comm: &Communicator,
+    input: Input,
+    output: Output,
+    op: ReduceOp,
+    algorithm: Option<Algorithm>,
+) -> Result<()> {
+    const OPERATION: Operation = Operation::AllReduce;
+    same_dtype(OPERATION, &input, &output)?;
+    numeric(OPERATION, input.dtype)?;
+    has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
+    let algorithm = match algorithm {
+        Some(given) => given,
+        None => choice::choose(comm, input.count * input.dtype.size())?,
+    };
+    let signature = Signature {
+        dtype: Some(input.dtype),
+        reduce: Some(op),
+        algorithm: algorithm as u8,
+        count: input.count as u64,
+        ..Signature::new(OPERATION)
+    };
+    let mut rounds = comm.rounds()?;
+    let reducer = Reducer::new(input.dtype, op);
+    match algorithm {
+        Algorithm::OneShot => host::one_shot(&mut rounds, &signature, &input, &output, &reducer)?,
+        Algorithm::TwoShot => host::two_shot(&mut rounds, &signature, &input, &output, &reducer)?,
+    }
+    Ok(())
+}

@@ -1,0 +1,106 @@
+//! Validating tensors once, at the door: what comes after works on plain addresses and counts.
+
+use antiphon_fabric::Operation;
+use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+
+use crate::error::{CollectiveError, Result};
+
+/// A tensor to read: contiguous, in host memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Input {
+    pub(crate) data: *const u8,
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+}
+
+/// A tensor to write: contiguous, in host memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Output {
+    pub(crate) data: *mut u8,
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+}
+
+impl Input {
+    #[inline]
+    pub(crate) fn new(operation: Operation, tensor: &TensorView<'_>) -> Result<Self> {
+        check(operation, "input", tensor)?;
+        Ok(Self { data: tensor.as_ptr(), count: tensor.numel(), dtype: tensor.dtype() })
+    }
+}
+
+impl Output {
+    #[inline]
+    pub(crate) fn new(operation: Operation, tensor: &mut TensorViewMut<'_>) -> Result<Self> {
+        check(operation, "output", &tensor.as_view())?;
+        Ok(Self { data: tensor.as_mut_ptr(), count: tensor.numel(), dtype: tensor.dtype() })
+    }
+
+    /// The same tensor to read: for operations in place.
+    #[inline]
+    pub(crate) fn as_input(&self) -> Input {
+        Input { data: self.data, count: self.count, dtype: self.dtype }
+    }
+}
+
+#[inline]
+fn check(operation: Operation, which: &'static str, tensor: &TensorView<'_>) -> Result<()> {
+    let operation = operation.name();
+    if tensor.device() != Device::Host {
+        return Err(CollectiveError::Device { operation, which, device: tensor.device() });
+    }
+    tensor.contiguous().map_err(|source| CollectiveError::Tensor { operation, which, source })
+}
+
+/// Input and output must hold the same kind of elements.
+#[inline]
+pub(crate) fn same_dtype(operation: Operation, input: &Input, output: &Output) -> Result<()> {
+    if input.dtype == output.dtype {
+        return Ok(());
+    }
+    Err(CollectiveError::DTypes { operation: operation.name(), input: input.dtype, output: output.dtype })
+}
+
+/// The tensor must have `expected` elements; `rule` says why.
+#[inline]
+pub(crate) fn has_count(
+    operation: Operation,
+    which: &'static str,
+    actual: usize,
+    expected: usize,
+    rule: impl FnOnce() -> String,
+) -> Result<()> {
+    if actual == expected {
+        return Ok(());
+    }
+    Err(CollectiveError::Count { operation: operation.name(), which, actual, expected, rule: rule() })
+}
+
+/// The tensor must fall into `parts` equal parts; returns the elements of each.
+#[inline]
+pub(crate) fn divided(
+    operation: Operation,
+    which: &'static str,
+    count: usize,
+    parts: usize,
+) -> Result<usize> {
+    let part = count / parts;
+    has_count(operation, which, count, part * parts, || format!("a multiple of the world size {parts}"))?;
+    Ok(part)
+}
+
+/// The dtype must have arithmetic.
+#[inline]
+pub(crate) fn numeric(operation: Operation, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F64
+        | DType::F32
+        | DType::F16
+        | DType::BF16
+        | DType::I64
+        | DType::I32
+        | DType::I8
+        | DType::U8 => Ok(()),
+        dtype => Err(CollectiveError::NotNumeric { operation: operation.name(), dtype }),
+    }
+}

@@ -1,0 +1,104 @@
+//! Why a collective was refused or failed.
+
+use antiphon_fabric::FabricError;
+use antiphon_tensor::{DType, Device, TensorError};
+
+/// Why a collective was refused or failed. Everything but [`Fabric`](Self::Fabric) and
+/// [`SplitsDisagree`](Self::SplitsDisagree) is found before this rank does anything; the communicator stays usable.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CollectiveError {
+    /// Something between the ranks: a lost peer, a timeout, ranks that disagree.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
+    /// A tensor that cannot be used: strided, for one.
+    #[error("{operation}: {which}: {source}")]
+    Tensor {
+        /// The operation.
+        operation: &'static str,
+        /// Which tensor.
+        which: &'static str,
+        /// What is wrong with it.
+        source: TensorError,
+    },
+    /// Input and output hold different kinds of elements.
+    #[error("{operation}: the input is {input}, the output is {output}")]
+    DTypes {
+        /// The operation.
+        operation: &'static str,
+        /// Of the input.
+        input: DType,
+        /// Of the output.
+        output: DType,
+    },
+    /// A tensor has the wrong number of elements.
+    #[error("{operation}: the {which} has {actual} elements, expected {expected} ({rule})")]
+    Count {
+        /// The operation.
+        operation: &'static str,
+        /// Which tensor.
+        which: &'static str,
+        /// How many it has.
+        actual: usize,
+        /// How many it should have.
+        expected: usize,
+        /// The rule with its numbers.
+        rule: String,
+    },
+    /// A tensor is in memory that this backend does not serve.
+    #[error("{operation}: the {which} is on {device}, this communicator serves host memory")]
+    Device {
+        /// The operation.
+        operation: &'static str,
+        /// Which tensor.
+        which: &'static str,
+        /// Where it is.
+        device: Device,
+    },
+    /// There is no such arithmetic.
+    #[error("{operation}: the dtype {dtype} cannot be reduced")]
+    NotNumeric {
+        /// The operation.
+        operation: &'static str,
+        /// The dtype.
+        dtype: DType,
+    },
+    /// An argument that the root must give, or nobody else may.
+    #[error("{operation}: rank {rank} must pass an {which}: it is the root")]
+    RootArgument {
+        /// The operation.
+        operation: &'static str,
+        /// Which tensor is missing.
+        which: &'static str,
+        /// The root.
+        rank: usize,
+    },
+    /// Split sizes are not one per rank.
+    #[error("all_to_all_v: {actual} {which} for {world_size} ranks")]
+    Splits {
+        /// Which list.
+        which: &'static str,
+        /// How long it is.
+        actual: usize,
+        /// How many ranks there are.
+        world_size: usize,
+    },
+    /// The tuning table could not be measured or kept.
+    #[error(transparent)]
+    Tuning(std::sync::Arc<antiphon_tuning::TuningError>),
+    /// What one rank sends is not what another expects.
+    #[error("all_to_all_v: rank {from} sends {sent} elements to rank {to}, which expects {expected}")]
+    SplitsDisagree {
+        /// The sender.
+        from: usize,
+        /// The receiver.
+        to: usize,
+        /// What the one sends.
+        sent: u64,
+        /// What the other expects.
+        expected: u64,
+    },
+}
+
+/// The result of a collective.
+pub type Result<T, E = CollectiveError> = std::result::Result<T, E>;

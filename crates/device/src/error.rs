@@ -1,0 +1,39 @@
+//! What can go wrong with one machine's resources.
+
+use std::sync::Arc;
+
+/// An operating-system resource that could not be had, with the call that failed.
+///
+/// Cloning is cheap: an error is often reported to several waiting callers.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// A system call failed.
+    #[error("{call} failed: {source} ({hint})")]
+    System {
+        /// The system call and its main argument.
+        call: String,
+        /// The operating system's word.
+        source: Arc<std::io::Error>,
+        /// What usually helps.
+        hint: &'static str,
+    },
+    /// A file descriptor that was handed over is not the shared memory it should be.
+    #[error("the shared memory handed over is {found}, expected {expected}")]
+    ForeignMemory {
+        /// What the descriptor turned out to be.
+        found: String,
+        /// What it should have been.
+        expected: String,
+    },
+}
+
+impl DeviceError {
+    pub(crate) fn system(
+        call: impl Into<String>,
+        source: impl Into<std::io::Error>,
+        hint: &'static str,
+    ) -> Self {
+        Self::System { call: call.into(), source: Arc::new(source.into()), hint }
+    }
+}

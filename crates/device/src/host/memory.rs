@@ -1,0 +1,175 @@
+//! Anonymous memory that several processes map.
+//!
+//! A [`SharedMemory`] is a Linux memfd: it has no name in any file system, so nothing is left behind when its users
+//! are killed; the kernel frees it with the last descriptor and mapping. It is sealed against resizing, so that no
+//! process can turn another's load into a SIGBUS by truncating it. Pages exist from their first touch on, so a large
+//! capacity costs address space only.
+
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    ptr::NonNull,
+};
+
+use rustix::{
+    fs::{FallocateFlags, MemfdFlags, SealFlags},
+    mm::{MapFlags, ProtFlags},
+};
+
+use crate::DeviceError;
+
+/// A shared mapping of a sealed memfd; unmapped on drop.
+#[derive(Debug)]
+pub struct SharedMemory {
+    base: NonNull<u8>,
+    len: usize,
+    fd: OwnedFd,
+}
+
+// SAFETY: the mapping is plain memory that lives as long as the value and is not tied to a thread. Access goes
+// through raw pointers, whose users answer for synchronisation.
+unsafe impl Send for SharedMemory {}
+// SAFETY: as for Send: `&SharedMemory` only hands out the address.
+unsafe impl Sync for SharedMemory {}
+
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+impl SharedMemory {
+    /// Creates `len` bytes of zeroed shared memory and maps them.
+    ///
+    /// # Errors
+    /// [`DeviceError::System`] when the kernel refuses the descriptor, the size or the mapping.
+    pub fn create(len: usize) -> Result<Self, DeviceError> {
+        let fd = rustix::fs::memfd_create("antiphon", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(|e| DeviceError::system("memfd_create", e, "Linux 3.17 or newer is needed"))?;
+        rustix::fs::ftruncate(&fd, len as u64).map_err(|e| {
+            DeviceError::system(format!("ftruncate to {len} bytes"), e, "lower ANTIPHON_ARENA_BYTES")
+        })?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS)
+            .map_err(|e| DeviceError::system("fcntl F_ADD_SEALS", e, "the kernel must support sealing"))?;
+        Self::map(fd, len)
+    }
+
+    /// Maps memory that another process created with [`create`](Self::create) and handed over.
+    ///
+    /// # Errors
+    /// [`DeviceError::ForeignMemory`] when the descriptor has another size or lacks the seals;
+    /// [`DeviceError::System`] when it cannot be mapped.
+    pub fn from_fd(fd: OwnedFd, len: usize) -> Result<Self, DeviceError> {
+        let size = rustix::fs::fstat(&fd)
+            .map_err(|e| DeviceError::system("fstat", e, "the descriptor is not a file"))?
+            .st_size;
+        if size != len as i64 {
+            return Err(DeviceError::ForeignMemory {
+                found: format!("{size} bytes long"),
+                expected: format!("{len} bytes"),
+            });
+        }
+        let seals = rustix::fs::fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
+        if !seals.contains(SEALS) {
+            return Err(DeviceError::ForeignMemory {
+                found: format!("sealed with {seals:?}"),
+                expected: format!("{SEALS:?}"),
+            });
+        }
+        Self::map(fd, len)
+    }
+
+    fn map(fd: OwnedFd, len: usize) -> Result<Self, DeviceError> {
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &fd,
+                0,
+            )
+        }
+        .map_err(|e| {
+            DeviceError::system(format!("mmap of {len} bytes"), e, "lower ANTIPHON_ARENA_BYTES, or ulimit -v")
+        })?;
+        let base = NonNull::new(base.cast()).expect("mmap does not return null on success");
+        Ok(Self { base, len, fd })
+    }
+
+    /// The first byte. Valid for [`len`](Self::len) bytes as long as the value lives.
+    pub fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    /// Size in bytes.
+    #[allow(clippy::len_without_is_empty)] // never empty: the kernel refuses to map nothing
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Gives the pages of a byte range back to the machine; they read as zero afterwards, in every process.
+    ///
+    /// # Errors
+    /// [`DeviceError::System`] when the kernel cannot punch holes.
+    ///
+    /// # Panics
+    /// When the range does not lie inside the memory.
+    pub fn release(&self, offset: usize, len: usize) -> Result<(), DeviceError> {
+        assert!(offset + len <= self.len, "{offset} + {len} exceeds {}", self.len);
+        if len == 0 {
+            return Ok(());
+        }
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.fd, mode, offset as u64, len as u64).map_err(|e| {
+            DeviceError::system(format!("fallocate punch of {len} bytes"), e, "tmpfs supports it")
+        })
+    }
+}
+
+impl AsFd for SharedMemory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for SharedMemory {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `len` are the mapping made in `map`, unmapped once; users of its addresses borrow from
+        // owners of this value.
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_mappings_see_the_same_bytes() {
+        let first = SharedMemory::create(8192).unwrap();
+        let second = SharedMemory::from_fd(first.as_fd().try_clone_to_owned().unwrap(), 8192).unwrap();
+        // SAFETY: both mappings are 8192 bytes long, and only this thread uses them.
+        unsafe {
+            first.base().add(5000).write(42);
+            assert_eq!(second.base().add(5000).read(), 42);
+            first.release(4096, 4096).unwrap();
+            assert_eq!(second.base().add(5000).read(), 0);
+        }
+    }
+
+    #[test]
+    fn a_descriptor_of_another_size_or_without_seals_is_refused() {
+        let memory = SharedMemory::create(4096).unwrap();
+        let fd = memory.as_fd().try_clone_to_owned().unwrap();
+        let error = SharedMemory::from_fd(fd, 8192).unwrap_err().to_string();
+        assert!(error.contains("4096") && error.contains("8192"), "{error}");
+
+        let unsealed = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&unsealed, 4096).unwrap();
+        assert!(matches!(SharedMemory::from_fd(unsealed, 4096), Err(DeviceError::ForeignMemory { .. })));
+    }
+
+    #[test]
+    fn sealed_memory_cannot_be_truncated() {
+        let memory = SharedMemory::create(4096).unwrap();
+        assert!(rustix::fs::ftruncate(memory.as_fd(), 0).is_err());
+    }
+}

@@ -1,0 +1,127 @@
+//! The element-wise reduction of any number of sources: the arithmetic of every collective.
+//!
+//! For each element: take it from the sources in the order given, widen it, combine, and round once at the end (the
+//! rule on this crate's first page). Each element is independent of its neighbours, so the result does not depend
+//! on vector width, blocking or alignment. That is why one-shot and two-shot algorithms agree to the last bit.
+//!
+//! | file | what |
+//! | --- | --- |
+//! | `arithmetic` | what widening, combining and rounding mean for each dtype: the definition |
+//! | `portable` | any dtype and operator, through an accumulator tile that stays in the L1 cache |
+//! | `x86` | f32, f16 and bf16 with the accumulators in AVX2 or AVX-512 registers |
+
+mod arithmetic;
+mod portable;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use antiphon_tensor::{DType, Element, bf16, f16};
+use arithmetic::{InF32, InF64, InI64, Max, Min, Native, Prod, Sum};
+
+use crate::{ReduceOp, host::cpu::Simd};
+
+/// Reduces `sources` into `destination` from element `start` to `count` (exclusive), dividing by the number of
+/// sources if `mean`. All pointers are valid for `count` elements of the type; the destination may be one of the
+/// sources, but may not overlap one in any other way.
+type Kernel = unsafe fn(destination: *mut u8, sources: &[*const u8], start: usize, count: usize, mean: bool);
+
+/// A reduction of one dtype by one operator, ready to run.
+///
+/// Choosing it looks at the machine once; running it allocates nothing.
+#[derive(Debug, Clone, Copy)]
+pub struct Reducer {
+    kernel: Kernel,
+    mean: bool,
+}
+
+impl Reducer {
+    /// The fastest reduction of this machine.
+    pub fn new(dtype: DType, op: ReduceOp) -> Self {
+        Self::with_simd(dtype, op, Simd::widest())
+    }
+
+    /// The reduction that uses at most the vector instructions of `simd`, which must be
+    /// [available](Simd::available). All levels give the same bits.
+    pub fn with_simd(dtype: DType, op: ReduceOp, simd: Simd) -> Self {
+        assert!(simd <= Simd::widest(), "{simd:?} is not available here: widest is {:?}", Simd::widest());
+        Self { kernel: select(dtype, op, simd), mean: op == ReduceOp::Avg }
+    }
+
+    /// Reduces `count` elements.
+    ///
+    /// # Safety
+    /// `destination` is valid for writes and every source for reads of `count` elements of the dtype, at any
+    /// alignment, and nobody writes the sources meanwhile. The destination may be exactly one of the sources, but
+    /// must not overlap a source otherwise. There is at least one source.
+    #[inline]
+    pub unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize) {
+        debug_assert!(!sources.is_empty());
+        // SAFETY: passed on to the caller.
+        unsafe { (self.kernel)(destination, sources, 0, count, self.mean) }
+    }
+}
+
+/// Reduces slices of equal length: the safe form, for tests and small work.
+///
+/// # Panics
+/// When there is no source, or a length differs from the destination's.
+pub fn reduce<T: Element>(op: ReduceOp, destination: &mut [T], sources: &[&[T]]) {
+    assert!(!sources.is_empty(), "a reduction needs a source");
+    for source in sources {
+        assert_eq!(source.len(), destination.len(), "all lengths must be equal");
+    }
+    let pointers: Vec<*const u8> = sources.iter().map(|s| s.as_ptr().cast()).collect();
+    // SAFETY: the slices are valid for their common length, and the borrow rules keep them apart.
+    unsafe { Reducer::new(T::DTYPE, op).run(destination.as_mut_ptr().cast(), &pointers, destination.len()) }
+}
+
+/// The kernel of a dtype and an operator at a level of vector instructions.
+fn select(dtype: DType, op: ReduceOp, simd: Simd) -> Kernel {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(kernel) = x86::select(dtype, op, simd) {
+        return kernel;
+    }
+    // `Native` wraps in the type itself, which for sums and products equals wrapping in i64 and truncating; only the
+    // mean needs the wide sum.
+    macro_rules! by_op {
+        ($t:ty, $domain:ty, $mean:ty) => {
+            match op {
+                ReduceOp::Sum => by_simd::<$t, $domain, Sum>(simd),
+                ReduceOp::Prod => by_simd::<$t, $domain, Prod>(simd),
+                ReduceOp::Min => by_simd::<$t, $domain, Min>(simd),
+                ReduceOp::Max => by_simd::<$t, $domain, Max>(simd),
+                ReduceOp::Avg => by_simd::<$t, $mean, Sum>(simd),
+            }
+        };
+    }
+    match dtype {
+        DType::F64 => by_op!(f64, InF64, InF64),
+        DType::F32 => by_op!(f32, InF32, InF32),
+        DType::F16 => by_op!(f16, InF32, InF32),
+        DType::BF16 => by_op!(bf16, InF32, InF32),
+        DType::I64 => by_op!(i64, Native, InI64),
+        DType::I32 => by_op!(i32, Native, InI64),
+        DType::I8 => by_op!(i8, Native, InI64),
+        DType::U8 => by_op!(u8, Native, InI64),
+        other => unreachable!("the dtype {other} has no arithmetic; collectives reject it before"),
+    }
+}
+
+/// The portable kernel compiled for a level of vector instructions.
+fn by_simd<T, D, C>(simd: Simd) -> Kernel
+where
+    T: Element,
+    D: arithmetic::Domain<T>,
+    C: arithmetic::Combine<D::Accumulator>,
+{
+    match simd {
+        #[cfg(target_arch = "x86_64")]
+        Simd::Avx512 => portable::avx512::<T, D, C>,
+        #[cfg(target_arch = "x86_64")]
+        Simd::Avx2 => portable::avx2::<T, D, C>,
+        _ => portable::baseline::<T, D, C>,
+    }
+}
+
+#[cfg(test)]
+mod tests;

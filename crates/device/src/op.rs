@@ -1,0 +1,76 @@
+//! The reduction operators.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+/// How contributions are combined, element by element, in ascending rank order.
+///
+/// Floating point: [`Min`](Self::Min) and [`Max`](Self::Max) are IEEE 754-2019 `minimum` and `maximum` (a NaN in
+/// any contribution gives NaN, and −0 < +0); [`Avg`](Self::Avg) is the sum divided by the number of contributions
+/// before the one rounding. Integers: sums and products wrap in i64 and are then truncated to the type;
+/// `Avg` divides the i64 sum and truncates towards zero, as NCCL's does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[repr(u8)]
+pub enum ReduceOp {
+    /// The sum.
+    Sum = 1,
+    /// The product.
+    Prod = 2,
+    /// The least; NaN if any is NaN.
+    Min = 3,
+    /// The greatest; NaN if any is NaN.
+    Max = 4,
+    /// The arithmetic mean.
+    Avg = 5,
+}
+
+/// A text that names no [`ReduceOp`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown reduction {0:?}: known are sum, prod, min, max, avg")]
+pub struct UnknownReduceOp(String);
+
+impl ReduceOp {
+    /// Every operator.
+    pub const ALL: [Self; 5] = [Self::Sum, Self::Prod, Self::Min, Self::Max, Self::Avg];
+
+    /// The lower-case name, as the command line and Python take it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Prod => "prod",
+            Self::Min => "min",
+            Self::Max => "max",
+            Self::Avg => "avg",
+        }
+    }
+
+    /// The stable number that stands for the operator in shared memory.
+    pub fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The operator of a [`code`](Self::code).
+    pub fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|op| op.code() == code)
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ReduceOp {
+    type Err = UnknownReduceOp;
+
+    fn from_str(text: &str) -> Result<Self, UnknownReduceOp> {
+        let lower = text.to_ascii_lowercase();
+        Self::ALL
+            .into_iter()
+            .find(|op| op.name() == lower || (lower == "mean" && *op == Self::Avg))
+            .ok_or_else(|| UnknownReduceOp(text.to_owned()))
+    }
+}

@@ -1,0 +1,126 @@
+//! Work that goes on while the caller does something else.
+
+use std::sync::{Arc, mpsc};
+
+use super::{Communicator, Shared};
+use crate::{FabricError, signal::channel::Ticket};
+
+type Job = Box<dyn FnOnce(&Communicator) + Send>;
+
+/// The thread that runs background work, in the order in which it was given.
+pub(super) struct Worker(mpsc::Sender<Job>);
+
+impl Worker {
+    pub(super) fn start(shared: Arc<Shared>) -> Result<Self, FabricError> {
+        let (sender, jobs) = mpsc::channel::<Job>();
+        let name = format!("antiphon-{}", shared.rank);
+        let run = move || {
+            let comm = Communicator::on_lane(shared, 1);
+            for job in jobs {
+                job(&comm);
+            }
+        };
+        std::thread::Builder::new()
+            .name(name)
+            .spawn(run)
+            .map_err(|e| FabricError::invalid(format!("no thread for background work: {e}")))?;
+        Ok(Self(sender))
+    }
+}
+
+impl Communicator {
+    /// Runs `work` in the background and returns at once with a handle to wait on.
+    ///
+    /// The background is a communicator of the same ranks with an order of its own: work given to it runs one after
+    /// the other on every rank, beside what the caller does meanwhile. All non-blocking collectives are this with
+    /// one call inside; several calls may as well go together.
+    ///
+    /// ```
+    /// use antiphon_fabric::LocalWorld;
+    ///
+    /// LocalWorld::run(2, |comm| {
+    ///     let pending = comm.spawn(|comm| comm.barrier())?;
+    ///     comm.barrier()?; // goes on at the same time
+    ///     pending.wait()
+    /// });
+    /// ```
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] when called in the background itself, or no thread can be had.
+    pub fn spawn<T, E>(
+        &self,
+        work: impl FnOnce(&Self) -> Result<T, E> + Send + 'static,
+    ) -> Result<Pending<T, E>, FabricError>
+    where
+        T: Send + 'static,
+        E: Send + 'static,
+    {
+        self.check_foreground("spawn")?;
+        if self.background.get().is_none() {
+            let worker = Worker::start(self.shared.clone())?;
+            self.background.get_or_init(|| worker);
+        }
+        let Worker(jobs) = self.background.get().expect("started above");
+        let (sender, result) = mpsc::sync_channel(1);
+        // The receiver may be dropped before: then nobody wants the result.
+        let job: Job = Box::new(move |comm| drop(sender.send(work(comm))));
+        jobs.send(job).map_err(|_| FabricError::invalid("earlier work in the background panicked"))?;
+        Ok(Pending(State::Background { result, early: None }))
+    }
+
+    pub(super) fn pending_transfer<T, E>(&self, ticket: Ticket, buffer: Handover<T>) -> Pending<T, E> {
+        Pending(State::Transfer { shared: self.shared.clone(), ticket, buffer })
+    }
+}
+
+/// Where a transfer leaves the buffer that it owned.
+pub(super) type Handover<T> = mpsc::Receiver<T>;
+
+/// Something in progress; see [`Communicator::spawn`] and [`Communicator::start_send`].
+///
+/// Dropping it does not cancel what it stands for: the buffers belong to the operation until that is over.
+#[must_use = "wait for it, to know how it ended and to get the buffers back"]
+pub struct Pending<T, E = FabricError>(State<T, E>);
+
+enum State<T, E> {
+    Background { result: mpsc::Receiver<Result<T, E>>, early: Option<Result<T, E>> },
+    Transfer { shared: Arc<Shared>, ticket: Ticket, buffer: Handover<T> },
+}
+
+impl<T, E: From<FabricError>> Pending<T, E> {
+    /// Waits until it is over and returns the result, usually the buffers that were given.
+    ///
+    /// # Errors
+    /// Those of the operation.
+    pub fn wait(self) -> Result<T, E> {
+        match self.0 {
+            State::Background { early: Some(result), .. } => result,
+            State::Background { result, .. } => result.recv().unwrap_or_else(|_| Err(panicked().into())),
+            State::Transfer { shared, ticket, buffer } => {
+                shared.messages.wait(&shared, &ticket)?;
+                buffer.recv().map_err(|_| panicked().into())
+            }
+        }
+    }
+
+    /// Whether it is over, so that [`wait`](Self::wait) returns at once.
+    pub fn is_finished(&mut self) -> bool {
+        match &mut self.0 {
+            State::Background { result, early } => {
+                if early.is_none() {
+                    *early = match result.try_recv() {
+                        Ok(value) => Some(value),
+                        Err(mpsc::TryRecvError::Empty) => None,
+                        Err(mpsc::TryRecvError::Disconnected) => Some(Err(panicked().into())),
+                    };
+                }
+                early.is_some()
+            }
+            State::Transfer { shared, ticket, .. } => shared.messages.is_over(shared, ticket).unwrap_or(true),
+        }
+    }
+}
+
+fn panicked() -> FabricError {
+    FabricError::invalid("the work in the background panicked")
+}

@@ -1,0 +1,133 @@
+//! Making a communicator.
+
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
+
+use antiphon_device::host::{cpu::allowed_cores, process::pid_namespace, wait::Patience};
+
+use super::{Communicator, Shared};
+use crate::{
+    FabricError,
+    health::Health,
+    layout::{Layout, Regions},
+    rendezvous::{self, Address, Card, Environment, Exchange, Secret, Ticket, exchange_ticket},
+    signal::channel::Messages,
+};
+
+/// Settings of a communicator to be; all ranks must give the same ones.
+///
+/// ```
+/// use std::time::Duration;
+/// use antiphon_fabric::Communicator;
+///
+/// let alone = Communicator::builder().timeout(Duration::from_secs(5)).at_path(0, 1, "/nowhere", "secret")?;
+/// assert_eq!(alone.world_size(), 1); // a world of one meets nobody
+/// # Ok::<(), antiphon_fabric::FabricError>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Builder {
+    timeout: Option<Duration>,
+    arena_bytes: Option<usize>,
+}
+
+impl Builder {
+    /// The timeout unless something else is said.
+    pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
+    /// The symmetric memory of each rank unless something else is said, in bytes. Only what is touched costs memory.
+    pub const DEFAULT_ARENA_BYTES: usize = 1 << 30;
+
+    /// How long a call waits for a peer before it fails.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+
+    /// How many bytes of symmetric memory each rank can have.
+    pub fn arena_bytes(mut self, bytes: usize) -> Self {
+        self.arena_bytes = Some(bytes);
+        self
+    }
+
+    /// Meets the ranks that torchrun's environment describes. What the builder says goes before `ANTIPHON_TIMEOUT`
+    /// and `ANTIPHON_ARENA_BYTES`.
+    ///
+    /// # Errors
+    /// [`FabricError::Rendezvous`].
+    pub fn from_env(mut self) -> Result<Communicator, FabricError> {
+        let environment = Environment::read()?;
+        self.timeout = self.timeout.or(environment.timeout);
+        self.arena_bytes = self.arena_bytes.or(environment.arena_bytes);
+        self.with_ticket(environment.rank, environment.world_size, &environment.ticket)
+    }
+
+    /// Meets at a path that all ranks know: a socket appears there until all have come.
+    ///
+    /// # Errors
+    /// [`FabricError::Rendezvous`].
+    pub fn at_path(
+        self,
+        rank: usize,
+        world_size: usize,
+        path: impl Into<PathBuf>,
+        secret: impl Into<Vec<u8>>,
+    ) -> Result<Communicator, FabricError> {
+        let ticket = Ticket { address: Address::Path(path.into()), secret: Secret::new(secret) };
+        self.with_ticket(rank, world_size, &ticket)
+    }
+
+    /// Meets through a channel that the caller already has.
+    ///
+    /// # Errors
+    /// [`FabricError::Rendezvous`].
+    pub fn by_exchange(
+        self,
+        rank: usize,
+        world_size: usize,
+        exchange: &mut dyn Exchange,
+    ) -> Result<Communicator, FabricError> {
+        let ticket = exchange_ticket(exchange, rank)?;
+        self.with_ticket(rank, world_size, &ticket)
+    }
+
+    /// Meets where the ticket says.
+    ///
+    /// # Errors
+    /// [`FabricError::Rendezvous`] when the ranks do not meet, [`FabricError::InvalidArgument`] for sizes beyond this
+    /// machine.
+    pub fn with_ticket(
+        self,
+        rank: usize,
+        world_size: usize,
+        ticket: &Ticket,
+    ) -> Result<Communicator, FabricError> {
+        let timeout = self.timeout.unwrap_or(Self::DEFAULT_TIMEOUT);
+        let arena_bytes = self.arena_bytes.unwrap_or(Self::DEFAULT_ARENA_BYTES);
+        let layout = Layout::new(world_size, arena_bytes).ok_or_else(|| {
+            FabricError::invalid(format!(
+                "{world_size} ranks with {arena_bytes} bytes each exceed the address space"
+            ))
+        })?;
+        let card = Card {
+            rank,
+            world_size,
+            pid: std::process::id(),
+            pid_namespace: pid_namespace(),
+            cores: allowed_cores(),
+            arena_bytes,
+        };
+        let meeting = rendezvous::meet(ticket, card, layout.total(), timeout)?;
+        let cores: BTreeSet<u32> = meeting.cards.iter().flat_map(|c| c.cores.iter().copied()).collect();
+        let shared = Shared {
+            rank,
+            world_size,
+            timeout,
+            patience: Patience::for_ranks(world_size, cores.len()),
+            health: Health::new(rank, &meeting.cards),
+            regions: Regions::new(meeting.memory, layout),
+            messages: Messages::new(world_size),
+        };
+        let comm = Communicator::on_lane(Arc::new(shared), 0);
+        // Whoever died between joining and mapping the memory is found now, and not by the first real call.
+        comm.barrier()?;
+        Ok(comm)
+    }
+}

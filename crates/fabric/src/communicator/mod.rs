@@ -1,0 +1,190 @@
+//! The communicator: a rank's end of a world.
+
+mod background;
+mod builder;
+mod extension;
+mod messages;
+mod objects;
+mod split;
+
+use std::{
+    cell::{OnceCell, RefCell, RefMut},
+    sync::Arc,
+    time::Duration,
+};
+
+use antiphon_device::host::wait::Patience;
+
+use crate::{
+    FabricError, Operation, Signature,
+    health::Health,
+    layout::Regions,
+    signal::{channel::Messages, rounds::Rounds},
+    symmetric::Allocator,
+};
+
+pub use background::Pending;
+pub use builder::Builder;
+
+/// What all parts of a communicator share: the caller's thread, the background, buffers that outlive it.
+pub(crate) struct Shared {
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+    pub(crate) timeout: Duration,
+    pub(crate) patience: Patience,
+    pub(crate) health: Health,
+    pub(crate) regions: Regions,
+    pub(crate) messages: Messages,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.health.depart(&self.regions);
+    }
+}
+
+/// A rank's end of a world of ranks that act together.
+///
+/// All ranks must make the same calls in the same order; a rank that calls something else gives every rank a
+/// [`FabricError::Mismatch`] that shows both sides. A call returns when this rank's part is done. No call waits longer
+/// than [`timeout`](Self::timeout) without news.
+///
+/// A communicator is one ordered stream of calls, so it can move between threads but not be used by two at once
+/// (`Send`, not `Sync`). Dropping it tells the others: those who still need this rank get
+/// [`PeerLost`](FabricError::PeerLost), instead of waiting.
+///
+/// The collectives themselves are in the crate `antiphon-collectives`; here is what they are made of.
+///
+/// ```
+/// use antiphon_fabric::LocalWorld;
+///
+/// let names = LocalWorld::run(3, |comm| {
+///     comm.barrier()?;
+///     comm.exchange_objects(&format!("rank {}", comm.rank()))
+/// });
+/// assert_eq!(names[2].as_ref().unwrap(), &["rank 0", "rank 1", "rank 2"]);
+/// ```
+pub struct Communicator {
+    shared: Arc<Shared>,
+    rounds: RefCell<Rounds>,
+    lane: usize,
+    allocator: RefCell<Allocator>,
+    background: OnceCell<background::Worker>,
+    extensions: extension::Extensions,
+}
+
+impl std::fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Shared { rank, world_size, timeout, .. } = &*self.shared;
+        write!(f, "Communicator {{ rank: {rank}, world_size: {world_size}, timeout: {timeout:?} }}")
+    }
+}
+
+impl Communicator {
+    /// Begins to make a communicator.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The communicator that torchrun's (or `antiphon run`'s) environment describes; see
+    /// [`Environment`](crate::rendezvous::Environment).
+    ///
+    /// # Errors
+    /// [`FabricError::Rendezvous`] that names the variable that is missing, or the ranks that are.
+    pub fn from_env() -> Result<Self, FabricError> {
+        Self::builder().from_env()
+    }
+
+    fn on_lane(shared: Arc<Shared>, lane: usize) -> Self {
+        let allocator = Allocator::new(shared.regions.layout().arena_bytes);
+        Self {
+            rounds: RefCell::new(Rounds::new(shared.clone(), lane)),
+            lane,
+            allocator: RefCell::new(allocator),
+            background: OnceCell::new(),
+            extensions: extension::Extensions::default(),
+            shared,
+        }
+    }
+
+    /// This rank, from 0.
+    #[inline]
+    pub fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    /// How many ranks there are.
+    #[inline]
+    pub fn world_size(&self) -> usize {
+        self.shared.world_size
+    }
+
+    /// How long a call waits for a peer before it fails.
+    pub fn timeout(&self) -> Duration {
+        self.shared.timeout
+    }
+
+    /// The rounds that collectives are made of.
+    ///
+    /// # Errors
+    /// [`FabricError::Failed`] when an earlier call failed.
+    ///
+    /// # Panics
+    /// When the rounds of an unfinished call are still borrowed.
+    #[inline]
+    pub fn rounds(&self) -> Result<RefMut<'_, Rounds>, FabricError> {
+        let rounds = self.rounds.borrow_mut();
+        rounds.check_usable()?;
+        Ok(rounds)
+    }
+
+    /// Waits until every rank has come here.
+    ///
+    /// # Errors
+    /// [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout),
+    /// [`Mismatch`](FabricError::Mismatch), [`Aborted`](FabricError::Aborted), [`Failed`](FabricError::Failed).
+    pub fn barrier(&self) -> Result<(), FabricError> {
+        self.rounds()?.exchange(&Signature::new(Operation::Barrier))
+    }
+
+    /// Checks that a rank exists.
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] with the numbers; `role` says what the rank was meant to be.
+    pub fn check_rank(&self, rank: usize, role: &str) -> Result<(), FabricError> {
+        if rank < self.world_size() {
+            return Ok(());
+        }
+        Err(FabricError::invalid(format!(
+            "{role} rank {rank} is not below the world size {}",
+            self.world_size()
+        )))
+    }
+
+    /// A value that lives as long as this communicator: made by `init` at the first call for its type, found again
+    /// later. Crates above keep their tables and workspaces here rather than in globals.
+    ///
+    /// # Errors
+    /// Whatever `init` returns.
+    pub fn extension<T: Send + 'static, E>(&self, init: impl FnOnce(&Self) -> Result<T, E>) -> Result<&T, E> {
+        self.extensions.get_or_try_init(|| init(self))
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    pub(crate) fn allocator(&self) -> &RefCell<Allocator> {
+        &self.allocator
+    }
+
+    /// Buffers are allocated in the order of the caller's calls; the background has an order of its own.
+    pub(crate) fn check_foreground(&self, what: &str) -> Result<(), FabricError> {
+        if self.lane == 0 {
+            return Ok(());
+        }
+        Err(FabricError::invalid(format!(
+            "{what} must be called on the communicator itself, not in the background"
+        )))
+    }
+}

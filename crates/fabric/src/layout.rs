@@ -1,0 +1,199 @@
+//! Where things lie in a rank's part of the shared memory.
+//!
+//! The memory is one piece, cut into equal *regions*, one per rank; every region is laid out alike, so an address is
+//! always "base + rank × stride + offset". A region holds, in this order: the control block, the mailboxes of the
+//! rounds (per lane and parity a head and a body), the rings of outgoing messages with the counters of consumed
+//! incoming ones, and the arena from which symmetric buffers are allocated. Untouched pages cost nothing, so generous
+//! sizes are free.
+
+use antiphon_device::{
+    host::{memory::SharedMemory, wait::Doorbell},
+    sync::{AtomicU32, AtomicU64},
+};
+
+use crate::signal::{Head, packet::INLINE};
+
+/// Independent sequences of rounds: one for the caller's thread, one for work in the background.
+pub(crate) const LANES: usize = 2;
+/// The doorbell after the lanes' is for messages.
+pub(crate) const MESSAGE_BELL: usize = LANES;
+/// The body of a mailbox, in bytes.
+pub(crate) const BODY: usize = 1 << 20;
+/// Packets in a ring of messages.
+pub(crate) const RING: usize = 4;
+/// The body of a packet in a ring, in bytes.
+pub(crate) const RING_BODY: usize = 64 << 10;
+
+const PAGE: usize = 4096;
+/// Heads stand alone in two lines: the adjacent-line prefetcher would otherwise fetch the neighbour's too.
+const HEAD: usize = 128;
+
+/// A value alone in its pair of cache lines.
+#[repr(C, align(128))]
+#[derive(Default)]
+pub(crate) struct Padded<T>(pub(crate) T);
+
+/// What a rank tells everybody about itself while it lives.
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct Control {
+    /// Where it sleeps, for each lane and for messages.
+    pub(crate) bells: [Padded<Doorbell>; LANES + 1],
+    /// Nonzero once it has dropped its communicator.
+    pub(crate) departed: Padded<AtomicU32>,
+    /// Why it gave up, if it did (see `health`).
+    pub(crate) fault: Padded<AtomicU64>,
+}
+
+/// The offsets within a region, for one world size.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Layout {
+    pub(crate) world_size: usize,
+    pub(crate) arena: usize,
+    pub(crate) arena_bytes: usize,
+    pub(crate) stride: usize,
+}
+
+const MAILBOXES: usize = PAGE;
+const MAILBOX: usize = HEAD + BODY;
+const COUNTERS: usize = MAILBOXES + LANES * 2 * MAILBOX;
+const RING_PACKET: usize = HEAD + RING_BODY;
+
+impl Layout {
+    /// The layout for `world_size` ranks with `arena_bytes` each (rounded up to whole pages).
+    pub(crate) fn new(world_size: usize, arena_bytes: usize) -> Option<Self> {
+        let arena =
+            Self::rings(world_size).checked_add(world_size * RING * RING_PACKET)?.next_multiple_of(PAGE);
+        let arena_bytes = arena_bytes.checked_next_multiple_of(PAGE)?;
+        let stride = arena.checked_add(arena_bytes)?.checked_next_multiple_of(2 << 20)?;
+        stride.checked_mul(world_size).filter(|&total| total <= isize::MAX as usize)?;
+        Some(Self { world_size, arena, arena_bytes, stride })
+    }
+
+    pub(crate) fn total(&self) -> usize {
+        self.stride * self.world_size
+    }
+
+    fn rings(world_size: usize) -> usize {
+        (COUNTERS + world_size * size_of::<Padded<AtomicU64>>()).next_multiple_of(PAGE)
+    }
+}
+
+/// The shared memory, seen through its layout. This is the only place that turns offsets into references.
+pub(crate) struct Regions {
+    memory: SharedMemory,
+    layout: Layout,
+}
+
+impl Regions {
+    pub(crate) fn new(memory: SharedMemory, layout: Layout) -> Self {
+        assert_eq!(memory.len(), layout.total());
+        Self { memory, layout }
+    }
+
+    pub(crate) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The address of a byte of a rank's region.
+    #[inline]
+    fn at(&self, rank: usize, offset: usize) -> *mut u8 {
+        debug_assert!(rank < self.layout.world_size && offset < self.layout.stride);
+        // SAFETY: rank and offset lie inside the mapping, whose size the constructor checked.
+        unsafe { self.memory.base().as_ptr().add(rank * self.layout.stride + offset) }
+    }
+
+    #[inline]
+    pub(crate) fn control(&self, rank: usize) -> &Control {
+        // SAFETY: a region begins, page-aligned, with its control block; all-zero bytes are a valid one, and it
+        // consists of atomics only.
+        unsafe { &*self.at(rank, 0).cast() }
+    }
+
+    #[inline]
+    fn head(&self, rank: usize, offset: usize) -> &Head {
+        debug_assert!(offset.is_multiple_of(64));
+        // SAFETY: callers pass the offset of a head; zero bytes are a valid head, and `Head` is Sync.
+        unsafe { &*self.at(rank, offset).cast() }
+    }
+
+    #[inline]
+    pub(crate) fn mailbox(&self, rank: usize, lane: usize, parity: usize) -> Packet<'_> {
+        let offset = MAILBOXES + (lane * 2 + parity) * MAILBOX;
+        Packet { head: self.head(rank, offset), body: self.at(rank, offset + HEAD) }
+    }
+
+    /// The packet of the ring of messages from one rank to another.
+    pub(crate) fn ring(&self, from: usize, to: usize, index: usize) -> Packet<'_> {
+        let offset = Layout::rings(self.layout.world_size) + (to * RING + index) * RING_PACKET;
+        Packet { head: self.head(from, offset), body: self.at(from, offset + HEAD) }
+    }
+
+    /// How many packets of messages from `from` the rank `to` has consumed; `to` writes it.
+    pub(crate) fn consumed(&self, from: usize, to: usize) -> &AtomicU64 {
+        let offset = COUNTERS + from * size_of::<Padded<AtomicU64>>();
+        // SAFETY: the offset is a counter's, aligned to 128 bytes.
+        unsafe { &*self.at(to, offset).cast() }
+    }
+
+    /// The address of an offset of a rank's arena.
+    pub(crate) fn arena(&self, rank: usize, offset: usize) -> *mut u8 {
+        self.at(rank, self.layout.arena + offset)
+    }
+
+    /// Gives pages of a rank's arena back.
+    pub(crate) fn release_arena(
+        &self,
+        rank: usize,
+        offset: usize,
+        len: usize,
+    ) -> Result<(), antiphon_device::DeviceError> {
+        self.memory.release(rank * self.layout.stride + self.layout.arena + offset, len)
+    }
+}
+
+/// A head and the data beside it.
+#[derive(Clone, Copy)]
+pub(crate) struct Packet<'a> {
+    pub(crate) head: &'a Head,
+    pub(crate) body: *mut u8,
+}
+
+impl Packet<'_> {
+    /// Where a payload of `len` bytes lies: in the head if it fits, else in the body.
+    #[inline]
+    pub(crate) fn payload(&self, len: usize) -> *mut u8 {
+        #[cfg(not(loom))]
+        if len <= INLINE {
+            return self.head.inline.get().cast();
+        }
+        let _ = (len, INLINE);
+        self.body
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_overlaps() {
+        for world_size in [1, 2, 3, 64, 1000] {
+            let layout = Layout::new(world_size, 12345).unwrap();
+            assert!(size_of::<Control>() <= MAILBOXES);
+            let rings = Layout::rings(world_size);
+            assert!(COUNTERS + world_size * 128 <= rings);
+            assert!(rings + world_size * RING * RING_PACKET <= layout.arena);
+            assert!(layout.arena_bytes >= 12345 && layout.arena + layout.arena_bytes <= layout.stride);
+            assert!(
+                MAILBOX.is_multiple_of(128) && RING_PACKET.is_multiple_of(128) && rings.is_multiple_of(PAGE)
+            );
+        }
+    }
+
+    #[test]
+    fn sizes_that_no_machine_has_are_refused() {
+        assert!(Layout::new(2, usize::MAX).is_none());
+        assert!(Layout::new(1 << 20, 1 << 60).is_none());
+    }
+}

@@ -1,0 +1,150 @@
+//! The environment that torchrun and `antiphon run` give to ranks.
+
+use std::{path::PathBuf, time::Duration};
+
+use super::{
+    Address, RendezvousError, Secret, Ticket,
+    secret::{fingerprint, random_hex},
+};
+
+/// What the environment says about this rank.
+///
+/// | variable | meaning | if unset |
+/// | --- | --- | --- |
+/// | `RANK`, `WORLD_SIZE` | who this is, and of how many | an error |
+/// | `LOCAL_WORLD_SIZE` | ranks on this machine; must equal `WORLD_SIZE` | `WORLD_SIZE` |
+/// | `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` | name the meeting place; no TCP port is opened | empty |
+/// | `ANTIPHON_RENDEZVOUS` | a path to meet at instead | an abstract socket |
+/// | `ANTIPHON_SECRET` | the secret that ranks prove to know | any process of the same user that knows the variables above may join |
+/// | `ANTIPHON_TIMEOUT` | seconds before a wait fails | 300 |
+/// | `ANTIPHON_ARENA_BYTES` | symmetric memory of each rank | 1 GiB |
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Environment {
+    /// `RANK`.
+    pub rank: usize,
+    /// `WORLD_SIZE`.
+    pub world_size: usize,
+    /// Where and with which secret to meet.
+    pub ticket: Ticket,
+    /// `ANTIPHON_TIMEOUT`.
+    pub timeout: Option<Duration>,
+    /// `ANTIPHON_ARENA_BYTES`.
+    pub arena_bytes: Option<usize>,
+}
+
+impl Environment {
+    /// Reads this process's environment.
+    ///
+    /// # Errors
+    /// [`RendezvousError::Environment`] that names the variable; [`RendezvousError::SeveralMachines`].
+    pub fn read() -> Result<Self, RendezvousError> {
+        Self::from_lookup(|name| std::env::var(name).ok())
+    }
+
+    /// Reads the environment that `lookup` describes.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn from_lookup(lookup: impl Fn(&'static str) -> Option<String>) -> Result<Self, RendezvousError> {
+        let world_size = required(&lookup, "WORLD_SIZE")?;
+        let rank = required(&lookup, "RANK")?;
+        if rank >= world_size {
+            return Err(RendezvousError::InvalidRank { rank, world_size });
+        }
+        let local = number(&lookup, "LOCAL_WORLD_SIZE")?.unwrap_or(world_size);
+        if local != world_size {
+            return Err(RendezvousError::SeveralMachines { local, world_size });
+        }
+        Ok(Self {
+            rank,
+            world_size,
+            ticket: ticket(&lookup, world_size),
+            timeout: seconds(&lookup, "ANTIPHON_TIMEOUT")?,
+            arena_bytes: number(&lookup, "ANTIPHON_ARENA_BYTES")?,
+        })
+    }
+}
+
+type Lookup<'a> = &'a dyn Fn(&'static str) -> Option<String>;
+
+fn ticket(lookup: Lookup<'_>, world_size: usize) -> Ticket {
+    let user = rustix::process::geteuid().as_raw().to_string();
+    let text = |name| lookup(name).unwrap_or_default();
+    let place = fingerprint(&[
+        &user,
+        &text("MASTER_ADDR"),
+        &text("MASTER_PORT"),
+        &text("TORCHELASTIC_RUN_ID"),
+        &text("TORCHELASTIC_RESTART_COUNT"),
+    ]);
+    let address = match lookup("ANTIPHON_RENDEZVOUS") {
+        Some(path) => Address::Path(PathBuf::from(path)),
+        None => Address::Abstract(format!("antiphon-{place}")),
+    };
+    // A world of one meets nobody; several may run at once under one name.
+    let address = if world_size == 1 { Address::Abstract(random_hex()) } else { address };
+    let secret = Secret::new(lookup("ANTIPHON_SECRET").unwrap_or(place));
+    Ticket { address, secret }
+}
+
+fn required(lookup: Lookup<'_>, name: &'static str) -> Result<usize, RendezvousError> {
+    number(lookup, name)?
+        .ok_or_else(|| RendezvousError::Environment { name, problem: "it is not set".into() })
+}
+
+fn number(lookup: Lookup<'_>, name: &'static str) -> Result<Option<usize>, RendezvousError> {
+    let Some(text) = lookup(name) else { return Ok(None) };
+    let problem = |_| RendezvousError::Environment { name, problem: format!("{text:?} is not a number") };
+    text.trim().parse().map(Some).map_err(problem)
+}
+
+fn seconds(lookup: Lookup<'_>, name: &'static str) -> Result<Option<Duration>, RendezvousError> {
+    let Some(text) = lookup(name) else { return Ok(None) };
+    let parsed = text.trim().parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
+    match parsed {
+        Some(duration) if !duration.is_zero() => Ok(Some(duration)),
+        _ => {
+            let problem = format!("{text:?} is not a positive number of seconds");
+            Err(RendezvousError::Environment { name, problem })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(variables: &[(&'static str, &str)]) -> Result<Environment, RendezvousError> {
+        Environment::from_lookup(|name| {
+            variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string())
+        })
+    }
+
+    #[test]
+    fn torchrun_describes_a_rank() {
+        let common = [("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+        let first = read(&[&common[..], &[("RANK", "0"), ("LOCAL_WORLD_SIZE", "4")]].concat()).unwrap();
+        let last = read(&[&common[..], &[("RANK", "3"), ("ANTIPHON_TIMEOUT", "1.5")]].concat()).unwrap();
+        assert_eq!((first.rank, first.world_size, last.rank), (0, 4, 3));
+        assert_eq!(first.ticket, last.ticket);
+        assert_eq!(last.timeout, Some(Duration::from_millis(1500)));
+        let other = read(&[("WORLD_SIZE", "4"), ("RANK", "0"), ("MASTER_PORT", "29501")]).unwrap();
+        assert_ne!(first.ticket.address, other.ticket.address);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let message = |variables: &[(&'static str, &str)]| read(variables).unwrap_err().to_string();
+        assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE"));
+        assert!(message(&[("WORLD_SIZE", "2")]).contains("RANK: it is not set"));
+        assert!(message(&[("WORLD_SIZE", "2"), ("RANK", "two")]).contains("\"two\" is not a number"));
+        assert!(
+            message(&[("WORLD_SIZE", "2"), ("RANK", "2")]).contains("rank 2 is not below the world size 2")
+        );
+        assert!(message(&[("WORLD_SIZE", "0"), ("RANK", "0")]).contains("world size 0"));
+        let two_machines = [("WORLD_SIZE", "16"), ("RANK", "9"), ("LOCAL_WORLD_SIZE", "8")];
+        assert!(message(&two_machines).contains("8 of 16 ranks"));
+        let no_time = [("WORLD_SIZE", "2"), ("RANK", "0"), ("ANTIPHON_TIMEOUT", "-1")];
+        assert!(message(&no_time).contains("ANTIPHON_TIMEOUT"));
+    }
+}

@@ -1,0 +1,218 @@
+//! The frames that ranks exchange while they meet.
+//!
+//! A frame is a 12-byte header (magic `ANTI`, protocol version, kind, payload length; little endian) and a JSON
+//! payload. Frames come from whoever can reach the socket, so decoding trusts nothing: the length is bounded before
+//! anything is allocated, and every malformed input is an error, never a panic (there is a fuzz target).
+
+use serde::{Deserialize, Serialize};
+
+/// The version of the protocol; ranks of different versions refuse each other.
+pub const VERSION: u16 = 1;
+/// The longest payload, in bytes: the cards of a thousand ranks.
+pub const MAX_PAYLOAD: usize = 1 << 20;
+
+const MAGIC: [u8; 4] = *b"ANTI";
+const HEADER: usize = 12;
+
+/// What a rank tells the others about itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Card {
+    /// Its rank.
+    pub rank: usize,
+    /// The world size that it expects.
+    pub world_size: usize,
+    /// Its process id, in its own PID namespace.
+    pub pid: u32,
+    /// The PID namespace that the id belongs to.
+    pub pid_namespace: u64,
+    /// The cores it may run on.
+    pub cores: Vec<u32>,
+    /// The bytes of symmetric memory that it expects every rank to have.
+    pub arena_bytes: usize,
+}
+
+/// Random bytes that make a proof worthless the second time, in hexadecimal.
+pub type Nonce = String;
+/// An HMAC-SHA256 over the whole conversation so far, in hexadecimal.
+pub type Proof = String;
+
+/// One message of the meeting.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Frame {
+    /// Rank 0 greets whoever connects.
+    Challenge {
+        /// To be covered by the joiner's proof.
+        nonce: Nonce,
+    },
+    /// A rank asks to join, and proves that it knows the secret.
+    Join {
+        /// Who it is.
+        card: Card,
+        /// To be covered by rank 0's proof.
+        nonce: Nonce,
+        /// Over both nonces and the card.
+        proof: Proof,
+    },
+    /// Rank 0 has noted the join; the rest are still awaited.
+    Noted,
+    /// Rank 0 turns the joiner away.
+    Refusal {
+        /// Why, with the numbers that differ.
+        reason: String,
+        /// Whether asking again later can help.
+        retry: bool,
+        /// The ranks that never arrived, if that is why.
+        missing: Vec<usize>,
+    },
+    /// Everyone is there. The shared memory's descriptor travels beside this frame.
+    Welcome {
+        /// Of all ranks, in order.
+        cards: Vec<Card>,
+        /// Over both nonces and the cards.
+        proof: Proof,
+    },
+}
+
+/// Bytes that are no frame.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// The first bytes are not ours.
+    #[error("not a frame of this protocol: it starts with {0:02x?}")]
+    Magic([u8; 4]),
+    /// The other side speaks another version.
+    #[error("protocol version {0}, this is version {VERSION}")]
+    Version(u16),
+    /// The length field exceeds the limit.
+    #[error("a payload of {0} bytes exceeds the limit of {MAX_PAYLOAD}")]
+    TooLong(u32),
+    /// The payload is not what the header says.
+    #[error("malformed payload: {0}")]
+    Payload(String),
+}
+
+impl Frame {
+    /// The bytes to send.
+    pub fn encode(&self) -> Vec<u8> {
+        let payload = serde_json::to_vec(self).expect("frames hold only strings and numbers");
+        let mut bytes = Vec::with_capacity(HEADER + payload.len());
+        bytes.extend_from_slice(&MAGIC);
+        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        bytes.extend_from_slice(&0u16.to_le_bytes());
+        bytes.extend_from_slice(&(payload.len() as u32).to_le_bytes());
+        bytes.extend_from_slice(&payload);
+        bytes
+    }
+
+    /// Takes the first frame off `bytes`: the frame and its length, or nothing while it is incomplete.
+    ///
+    /// # Errors
+    /// [`FrameError`] as soon as the bytes cannot become a frame.
+    pub fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, FrameError> {
+        let known = bytes.len().min(MAGIC.len());
+        if bytes[..known] != MAGIC[..known] {
+            let mut start = [0; 4];
+            start[..known].copy_from_slice(&bytes[..known]);
+            return Err(FrameError::Magic(start));
+        }
+        let Some(header) = bytes.first_chunk::<HEADER>() else { return Ok(None) };
+        let version = u16::from_le_bytes([header[4], header[5]]);
+        if version != VERSION {
+            return Err(FrameError::Version(version));
+        }
+        let length = u32::from_le_bytes([header[8], header[9], header[10], header[11]]);
+        if length as usize > MAX_PAYLOAD {
+            return Err(FrameError::TooLong(length));
+        }
+        let end = HEADER + length as usize;
+        let Some(payload) = bytes.get(HEADER..end) else { return Ok(None) };
+        let frame = serde_json::from_slice(payload).map_err(|e| FrameError::Payload(e.to_string()))?;
+        Ok(Some((frame, end)))
+    }
+}
+
+/// What the fuzz target runs: decoding any bytes must neither panic nor disagree with itself, whether they come at
+/// once or piece by piece, and what it accepts must survive a round trip.
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) {
+    let whole = Frame::decode(bytes);
+    if let Ok(Some((frame, length))) = &whole {
+        assert!(*length <= bytes.len());
+        let again = frame.encode();
+        assert_eq!(Frame::decode(&again), Ok(Some((frame.clone(), again.len()))));
+        assert_eq!(Frame::decode(&bytes[..length - 1]), Ok(None), "a frame must need all of its bytes");
+    }
+    for cut in [1, 4, HEADER, HEADER + 1] {
+        if let Some(start) = bytes.get(..cut)
+            && let Err(early) = Frame::decode(start)
+            && !matches!(early, FrameError::Magic(_))
+        {
+            assert_eq!(whole, Err(early), "what is wrong at {cut} bytes is wrong with more");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn card() -> Card {
+        Card { rank: 3, world_size: 4, pid: 77, pid_namespace: 1, cores: vec![0, 5], arena_bytes: 1 << 30 }
+    }
+
+    fn frames() -> Vec<Frame> {
+        vec![
+            Frame::Challenge { nonce: "00ff".into() },
+            Frame::Join { card: card(), nonce: "aa".into(), proof: "bb".into() },
+            Frame::Noted,
+            Frame::Refusal { reason: "no".into(), retry: true, missing: vec![1] },
+            Frame::Welcome { cards: vec![card(); 64], proof: "cc".into() },
+        ]
+    }
+
+    #[test]
+    fn frames_survive_the_wire_in_any_pieces() {
+        for frame in frames() {
+            let bytes = frame.encode();
+            for cut in 0..bytes.len() {
+                assert_eq!(Frame::decode(&bytes[..cut]), Ok(None));
+            }
+            let mut more = bytes.clone();
+            more.extend_from_slice(b"ANTI");
+            assert_eq!(Frame::decode(&more), Ok(Some((frame, bytes.len()))));
+        }
+    }
+
+    #[test]
+    fn strangers_are_recognised_at_once() {
+        assert_eq!(Frame::decode(b"GET / HTTP/1.1"), Err(FrameError::Magic(*b"GET ")));
+        assert_eq!(Frame::decode(b"\x16"), Err(FrameError::Magic([0x16, 0, 0, 0])));
+        let mut long = Frame::Noted.encode();
+        long[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert_eq!(Frame::decode(&long), Err(FrameError::TooLong(u32::MAX)));
+        let mut newer = Frame::Noted.encode();
+        newer[4] = 9;
+        assert_eq!(Frame::decode(&newer), Err(FrameError::Version(9)));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        /// The bounded run of the fuzz target: arbitrary bytes, and valid frames with a few bytes overwritten.
+        #[test]
+        fn decoding_never_panics(
+            noise in proptest::collection::vec(any::<u8>(), 0..200),
+            which in 0..5usize,
+            edits in proptest::collection::vec((any::<proptest::sample::Index>(), any::<u8>()), 0..4),
+        ) {
+            fuzz(&noise);
+            let mut bytes = frames()[which].encode();
+            for (index, byte) in edits {
+                let at = index.index(bytes.len());
+                bytes[at] = byte;
+            }
+            fuzz(&bytes);
+        }
+    }
+}

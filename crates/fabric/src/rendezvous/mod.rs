@@ -1,0 +1,187 @@
+//! Ranks finding each other.
+//!
+//! Every way to meet comes down to a [`Ticket`]: a socket's name and a secret. Rank 0 listens; the others connect,
+//! prove that they know the secret, and say who they are ([`Card`]); when all have come, rank 0 hands each of them
+//! all cards and the descriptor of the shared memory, and closes the socket. Where the ticket comes from is what
+//! differs:
+//!
+//! | way | ticket |
+//! | --- | --- |
+//! | [`Environment`]: torchrun, `antiphon run` | named after MASTER_ADDR, MASTER_PORT and the run id; secret from `ANTIPHON_SECRET` |
+//! | [`Address::Path`] | a path that the ranks agree on |
+//! | [`Exchange`]: a caller's own channel (MPI, a torch process group, a key-value store) | made up by rank 0, carried to the others by the caller |
+//! | threads of one process ([`LocalWorld`](crate::LocalWorld)), groups of a split | made up on the spot |
+//!
+//! Whoever else connects (a stranger without the secret, a port scanner, a client that says nothing, thousands of
+//! them) is dropped and keeps nobody from joining. Only processes of the same user are listened to at all.
+
+mod address;
+mod connection;
+mod environment;
+mod exchange;
+pub mod frame;
+mod member;
+mod root;
+mod secret;
+
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use antiphon_device::{DeviceError, host::memory::SharedMemory};
+
+pub use address::Address;
+pub use environment::Environment;
+pub use exchange::Exchange;
+pub(crate) use exchange::exchange_ticket;
+pub use frame::Card;
+pub use secret::Secret;
+
+/// How long both sides wait before they look again for something that gives no signal.
+const RETRY: Duration = Duration::from_millis(2);
+
+/// Everything a rank needs to find its world.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ticket {
+    /// Where rank 0 listens.
+    pub address: Address,
+    /// What proves that a rank belongs to the world.
+    pub secret: Secret,
+}
+
+impl Ticket {
+    /// A ticket that nobody else has: for ranks that can be told of it.
+    pub fn random() -> Self {
+        Self {
+            address: Address::Abstract(format!("antiphon-{}", secret::random_hex())),
+            secret: Secret::random(),
+        }
+    }
+}
+
+/// Why ranks did not meet.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum RendezvousError {
+    /// Not all ranks came in time.
+    #[error(
+        "rank {rank} of {world_size} waited {waited:.1?} at {address}: ranks {missing:?} never arrived{}",
+        last_word(.last_refusal)
+    )]
+    Missing {
+        /// Who waited.
+        rank: usize,
+        /// How many ranks there should be.
+        world_size: usize,
+        /// Where.
+        address: Address,
+        /// How long.
+        waited: Duration,
+        /// Who did not come, as far as this rank knows.
+        missing: Vec<usize>,
+        /// What rank 0 last said, if it said anything.
+        last_refusal: Option<String>,
+    },
+    /// Rank 0 turned this rank away.
+    #[error("rank {rank} was turned away at {address}: {reason}")]
+    Refused {
+        /// Who was refused.
+        rank: usize,
+        /// Where.
+        address: Address,
+        /// Why.
+        reason: String,
+    },
+    /// Rank 0 could not prove that it knows the secret.
+    #[error("whoever listens at {address} is not rank 0 of this world: {problem}")]
+    Impostor {
+        /// Where.
+        address: Address,
+        /// How it gave itself away.
+        problem: String,
+    },
+    /// Rank 0 ended after this rank had joined.
+    #[error("rank 0 ended while ranks were meeting at {address}")]
+    RootLost {
+        /// Where.
+        address: Address,
+    },
+    /// The socket could not be used.
+    #[error("socket {address}: {source}")]
+    Socket {
+        /// Which.
+        address: Address,
+        /// The system's word.
+        source: Arc<std::io::Error>,
+    },
+    /// The path for the socket is taken.
+    #[error("{} exists and is not a socket: choose another path to meet at", path.display())]
+    NotASocket {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The rank does not exist in a world of that size.
+    #[error("rank {rank} is not below the world size {world_size}")]
+    InvalidRank {
+        /// The rank asked for.
+        rank: usize,
+        /// The world size asked for.
+        world_size: usize,
+    },
+    /// An environment variable is missing or senseless.
+    #[error(
+        "environment variable {name}: {problem} (start the program with `antiphon run -n RANKS -- PROGRAM`, or with torchrun)"
+    )]
+    Environment {
+        /// Its name.
+        name: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The ranks are on several machines.
+    #[error(
+        "{local} of {world_size} ranks are on this machine: the host backend connects ranks of one machine only"
+    )]
+    SeveralMachines {
+        /// LOCAL_WORLD_SIZE.
+        local: usize,
+        /// WORLD_SIZE.
+        world_size: usize,
+    },
+    /// The caller's exchange failed, or carried something else.
+    #[error("the caller's exchange: {0}")]
+    Exchange(String),
+    /// The shared memory could not be made or mapped.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+fn last_word(refusal: &Option<String>) -> String {
+    refusal.as_ref().map_or(String::new(), |reason| format!(" (last answer: {reason})"))
+}
+
+/// What a rank has after the meeting.
+pub(crate) struct Meeting {
+    /// Of all ranks, in order.
+    pub(crate) cards: Vec<Card>,
+    /// Mapped by all ranks.
+    pub(crate) memory: SharedMemory,
+}
+
+/// Meets the other ranks and shares `bytes` of memory with them.
+pub(crate) fn meet(
+    ticket: &Ticket,
+    card: Card,
+    bytes: usize,
+    timeout: Duration,
+) -> Result<Meeting, RendezvousError> {
+    if card.rank >= card.world_size {
+        return Err(RendezvousError::InvalidRank { rank: card.rank, world_size: card.world_size });
+    }
+    if card.world_size == 1 {
+        return Ok(Meeting { cards: vec![card], memory: SharedMemory::create(bytes)? });
+    }
+    if card.rank == 0 {
+        root::await_all(ticket, card, bytes, timeout)
+    } else {
+        member::join(ticket, card, bytes, timeout)
+    }
+}

@@ -1,0 +1,43 @@
+//! The head of a packet.
+
+use antiphon_device::sync::{AtomicU64, Ordering};
+
+/// Payloads up to this many bytes travel inside the head: one cache line carries everything.
+pub(crate) const INLINE: usize = 40;
+
+/// The stamp, two words about the data, and room for a tiny payload: one cache line.
+#[repr(C, align(64))]
+#[derive(Debug, Default)]
+pub(crate) struct Head {
+    stamp: AtomicU64,
+    words: [AtomicU64; 2],
+    #[cfg(not(loom))]
+    pub(crate) inline: std::cell::UnsafeCell<[u64; INLINE / 8]>,
+}
+
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<Head>() == 64);
+
+// SAFETY: `inline` is written by the packet's owner before `publish` and read by others after `arrival`; see the
+// module's page for why these never overlap.
+#[cfg(not(loom))]
+unsafe impl Sync for Head {}
+
+impl Head {
+    /// Makes everything written before visible to whoever sees the stamp. Only the owner calls it.
+    #[inline]
+    pub(crate) fn publish(&self, stamp: u64, words: [u64; 2]) {
+        self.words[0].store(words[0], Ordering::Relaxed);
+        self.words[1].store(words[1], Ordering::Relaxed);
+        // Pairs with the acquire load in `arrival`.
+        self.stamp.store(stamp, Ordering::Release);
+    }
+
+    /// The words, once the packet with this stamp is here.
+    #[inline]
+    pub(crate) fn arrival(&self, stamp: u64) -> Option<[u64; 2]> {
+        // Pairs with the release store in `publish`.
+        (self.stamp.load(Ordering::Acquire) == stamp)
+            .then(|| [self.words[0].load(Ordering::Relaxed), self.words[1].load(Ordering::Relaxed)])
+    }
+}

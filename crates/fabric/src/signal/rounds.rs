@@ -1,0 +1,180 @@
+//! Rounds: every rank posts one packet and waits for everybody's.
+
+use std::{sync::Arc, time::Duration};
+
+use antiphon_device::host::wait::wait_for;
+
+use crate::{
+    FabricError, Signature,
+    communicator::Shared,
+    health::FirstError,
+    layout::{BODY, Packet},
+};
+
+/// One lane's sequence of rounds. Every collective is made of these.
+///
+/// A round goes: fill the [`outbox`](Self::outbox), [`post`](Self::post), [`wait`](Self::wait), read the
+/// [`inbox`](Self::inbox) of every rank. What is in the inboxes stays until this rank posts the next round but not
+/// longer; the outbox of the next round may be filled right after the wait.
+pub struct Rounds {
+    shared: Arc<Shared>,
+    lane: usize,
+    /// The round that was posted last.
+    sequence: u64,
+    failed: FirstError,
+    /// Room for the answer of `inboxes`, so that no call allocates.
+    pointers: Vec<*const u8>,
+}
+
+// SAFETY: the pointers lead into the shared memory, which `shared` keeps mapped for every thread.
+unsafe impl Send for Rounds {}
+
+impl Rounds {
+    /// The largest payload of one round, in bytes.
+    pub const CAPACITY: usize = BODY;
+
+    pub(crate) fn new(shared: Arc<Shared>, lane: usize) -> Self {
+        let pointers = Vec::with_capacity(shared.world_size);
+        Self { shared, lane, sequence: 0, failed: FirstError::default(), pointers }
+    }
+
+    /// This rank.
+    #[inline]
+    pub fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    /// How many ranks there are.
+    #[inline]
+    pub fn world_size(&self) -> usize {
+        self.shared.world_size
+    }
+
+    /// Fails if an earlier round failed: the ranks are then no longer in step.
+    #[inline]
+    pub(crate) fn check_usable(&self) -> Result<(), FabricError> {
+        self.failed.check()
+    }
+
+    #[inline]
+    fn packet(&self, rank: usize, round: u64) -> Packet<'_> {
+        self.shared.regions.mailbox(rank, self.lane, (round % 2) as usize)
+    }
+
+    /// Where this rank puts `len` bytes for the next round: valid for writing [`CAPACITY`](Self::CAPACITY) bytes if
+    /// `len` says so, until the next [`post`](Self::post). All ranks must pass the same `len` for one round, and to
+    /// [`inbox`](Self::inbox): tiny payloads have a place of their own.
+    #[inline]
+    pub fn outbox(&self, len: usize) -> *mut u8 {
+        debug_assert!(len <= Self::CAPACITY);
+        self.packet(self.shared.rank, self.sequence + 1).payload(len)
+    }
+
+    /// Where the `len` bytes of `rank` for this round lie: valid for reading from [`wait`](Self::wait) until the next
+    /// [`post`](Self::post).
+    #[inline]
+    pub fn inbox(&self, rank: usize, len: usize) -> *const u8 {
+        self.packet(rank, self.sequence).payload(len)
+    }
+
+    /// The [`inbox`](Self::inbox) of every rank, in rank order, this rank's own included.
+    #[inline]
+    pub fn inboxes(&mut self, len: usize) -> &mut [*const u8] {
+        self.pointers.clear();
+        let (shared, lane, parity) = (&self.shared, self.lane, (self.sequence % 2) as usize);
+        let inbox = |rank| shared.regions.mailbox(rank, lane, parity).payload(len).cast_const();
+        self.pointers.extend((0..shared.world_size).map(inbox));
+        &mut self.pointers
+    }
+
+    /// Opens the next round with what is in the outbox.
+    #[inline]
+    pub fn post(&mut self, signature: &Signature) {
+        self.sequence += 1;
+        self.packet(self.shared.rank, self.sequence).head.publish(self.sequence, signature.encode());
+        for rank in self.peers() {
+            self.shared.regions.control(rank).bells[self.lane].0.ring();
+        }
+    }
+
+    /// Waits until every rank has posted this round, with the same signature.
+    ///
+    /// # Errors
+    /// [`FabricError::Mismatch`], [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout) or
+    /// [`Aborted`](FabricError::Aborted); the lane is unusable afterwards.
+    #[inline]
+    pub fn wait(&mut self, signature: &Signature) -> Result<(), FabricError> {
+        let words = signature.encode();
+        for rank in self.peers() {
+            let head = self.packet(rank, self.sequence).head;
+            let arrived = wait_for(
+                &self.shared.regions.control(self.shared.rank).bells[self.lane].0,
+                self.shared.patience,
+                || head.arrival(self.sequence),
+                |waited| self.look_around(signature, waited),
+            );
+            match arrived {
+                Ok(theirs) if theirs == words => {}
+                Ok(theirs) => return Err(self.fail(self.mismatch(signature, rank, theirs))),
+                Err(error) => return Err(self.fail(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Posts and waits.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
+    #[inline]
+    pub fn exchange(&mut self, signature: &Signature) -> Result<(), FabricError> {
+        self.post(signature);
+        self.wait(signature)
+    }
+
+    /// Makes the lane unusable because of `error`, and tells the others; returns the error.
+    #[cold]
+    pub fn fail(&mut self, error: FabricError) -> FabricError {
+        self.failed.note(&error);
+        self.shared.health.report(&self.shared.regions, &error);
+        error
+    }
+
+    /// The other ranks, beginning after this one so that not all look at the same rank first.
+    #[inline]
+    fn peers(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, world_size) = (self.shared.rank, self.shared.world_size);
+        (rank + 1..world_size).chain(0..rank)
+    }
+
+    /// While waiting: is the wait hopeless?
+    #[cold]
+    fn look_around(&self, signature: &Signature, waited: Duration) -> Result<(), FabricError> {
+        // A peer may be unable to come here before a message of ours has moved on.
+        self.shared.messages.progress(&self.shared);
+        let arrival = |rank| self.packet(rank, self.sequence).head.arrival(self.sequence);
+        let words = signature.encode();
+        for rank in self.peers() {
+            if let Some(theirs) = arrival(rank).filter(|theirs| *theirs != words) {
+                return Err(self.mismatch(signature, rank, theirs));
+            }
+        }
+        let missing = || {
+            (0..self.shared.world_size).filter(|&r| r != self.shared.rank && arrival(r).is_none()).collect()
+        };
+        let Shared { health, regions, timeout, .. } = &*self.shared;
+        health.check(regions, *signature, missing, waited, *timeout)
+    }
+
+    fn mismatch(&self, mine: &Signature, peer: usize, theirs: [u64; 2]) -> FabricError {
+        let rank = self.shared.rank;
+        match Signature::decode(theirs) {
+            Some(theirs) => FabricError::Mismatch { rank, mine: *mine, peer, theirs },
+            None => FabricError::Aborted {
+                operation: *mine,
+                by: peer,
+                reason: format!("wrote {theirs:x?}, which is no operation"),
+            },
+        }
+    }
+}

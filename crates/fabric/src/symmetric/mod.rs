@@ -1,0 +1,105 @@
+//! Symmetric memory: buffers at the same offset of every rank's arena.
+//!
+//! Every rank can read and write every rank's copy through its own mapping. Who may touch what when is up to the
+//! users, who order themselves by barriers, rounds or signals of their own.
+
+mod allocator;
+
+use std::sync::Arc;
+
+pub(crate) use allocator::Allocator;
+
+use crate::{Communicator, FabricError, Operation, Signature, communicator::Shared};
+
+/// A buffer of which every rank has a copy, zeroed when it is made; see [`Communicator::create_shared_buffer`].
+///
+/// It keeps the memory mapped as long as it lives, even beyond its communicator.
+pub struct SharedBuffer {
+    shared: Arc<Shared>,
+    offset: usize,
+    len: usize,
+}
+
+impl std::fmt::Debug for SharedBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SharedBuffer {{ offset: {}, len: {} }}", self.offset, self.len)
+    }
+}
+
+impl SharedBuffer {
+    /// Where the copy of `rank` begins: readable and writable for [`len`](Self::len) bytes as long as the buffer is
+    /// not freed, aligned to 4096 bytes.
+    ///
+    /// # Panics
+    /// When there is no such rank.
+    pub fn as_mut_ptr(&self, rank: usize) -> *mut u8 {
+        assert!(rank < self.shared.world_size, "rank {rank} is not below {}", self.shared.world_size);
+        self.shared.regions.arena(rank, self.offset)
+    }
+
+    /// The size of each copy, in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is nothing in it.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The offset in the arena, equal on all ranks.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+}
+
+impl Communicator {
+    /// Makes a buffer of `len` bytes on every rank; all must ask for the same size. It is zeroed, and every rank may
+    /// use every copy when the call returns.
+    ///
+    /// ```
+    /// use antiphon_fabric::{FabricError, LocalWorld};
+    ///
+    /// LocalWorld::run(2, |comm| {
+    ///     let buffer = comm.create_shared_buffer(1024)?;
+    ///     let peer = 1 - comm.rank();
+    ///     // SAFETY: each rank writes to one place, and reads after the barrier.
+    ///     unsafe { buffer.as_mut_ptr(peer).write(comm.rank() as u8 + 1) };
+    ///     comm.barrier()?;
+    ///     assert_eq!(unsafe { buffer.as_mut_ptr(comm.rank()).read() }, peer as u8 + 1);
+    ///     comm.free_shared_buffer(buffer)
+    /// });
+    /// ```
+    ///
+    /// # Errors
+    /// [`FabricError::ArenaFull`] with the numbers (on every rank, and the communicator stays usable); as
+    /// [`barrier`](Self::barrier).
+    pub fn create_shared_buffer(&self, len: usize) -> Result<SharedBuffer, FabricError> {
+        self.check_foreground("create_shared_buffer")?;
+        let mut rounds = self.rounds()?;
+        let signature = Signature { count: len as u64, ..Signature::new(Operation::Allocate) };
+        // Allocation is the same calculation on every rank, so nothing but the size need be agreed upon. Memory that
+        // was freed has been given back to the machine, and so is zero again.
+        rounds.exchange(&signature)?;
+        let offset = self.allocator().borrow_mut().allocate(len)?;
+        Ok(SharedBuffer { shared: self.shared().clone(), offset, len })
+    }
+
+    /// Frees a buffer on all ranks, which must free the same one. Nobody may use any copy any more; the pages go back
+    /// to the machine. A buffer that is dropped instead keeps its place until its communicator ends.
+    ///
+    /// # Errors
+    /// As [`barrier`](Self::barrier); [`FabricError::InvalidArgument`] for a buffer of another communicator.
+    pub fn free_shared_buffer(&self, buffer: SharedBuffer) -> Result<(), FabricError> {
+        self.check_foreground("free_shared_buffer")?;
+        if !Arc::ptr_eq(&buffer.shared, self.shared()) {
+            return Err(FabricError::invalid("the buffer belongs to another communicator"));
+        }
+        let mut rounds = self.rounds()?;
+        let signature = Signature { count: buffer.offset as u64, ..Signature::new(Operation::Free) };
+        rounds.exchange(&signature)?; // all are done with it
+        let pages = self.allocator().borrow_mut().free(buffer.offset);
+        self.shared().regions.release_arena(self.rank(), buffer.offset, pages)?;
+        rounds.exchange(&signature) // all copies are zero again before anyone may get the place anew
+    }
+}

@@ -1,0 +1,36 @@
+//! Where a tensor's memory is.
+
+use std::fmt;
+
+/// The memory a tensor lives in.
+///
+/// ```
+/// use antiphon_tensor::Device;
+///
+/// assert_eq!(Device::Cuda(3).to_string(), "cuda:3");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Device {
+    /// Memory that this process's CPU code may read and write.
+    Host,
+    /// Memory of the CUDA device with this ordinal, as the process numbers its visible devices.
+    Cuda(u32),
+}
+
+impl Device {
+    /// Whether CPU code may touch the memory.
+    #[inline]
+    pub const fn is_host(self) -> bool {
+        matches!(self, Device::Host)
+    }
+}
+
+impl fmt::Display for Device {
+    /// Writes `host` or, for ordinal 0, `cuda:0`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Host => f.pad("host"),
+            Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}

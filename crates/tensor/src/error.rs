@@ -1,0 +1,176 @@
+//! Everything this crate refuses.
+
+use crate::{DType, Device, MAX_RANK};
+
+/// Why a type, a shape or a view was refused. Shapes are sizes in elements, strides steps in elements.
+#[non_exhaustive]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TensorError {
+    /// A name that is no element type's.
+    #[error("unknown dtype {input:?}: known are {}", DType::known())]
+    UnknownDType {
+        /// The name as given.
+        input: String,
+    },
+    /// More dimensions than a shape holds.
+    #[error("{rank} dimensions are more than the {MAX_RANK} supported")]
+    RankTooHigh {
+        /// The number of dimensions.
+        rank: usize,
+    },
+    /// A shape whose size cannot be addressed.
+    #[error(
+        "a tensor of shape {shape:?} with elements of {element_size} bytes is larger than an address space"
+    )]
+    ShapeOverflow {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The size of one element in bytes.
+        element_size: usize,
+    },
+    /// Strides that step further than can be addressed.
+    #[error("strides {strides:?} over shape {shape:?} reach further than an address space")]
+    StrideOverflow {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The strides.
+        strides: Vec<isize>,
+    },
+    /// A slice that holds more or fewer elements than the shape.
+    #[error("shape {shape:?} has {numel} elements but the slice has {len}")]
+    LengthMismatch {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The number of elements of the shape.
+        numel: usize,
+        /// The number of elements of the slice.
+        len: usize,
+    },
+    /// One stride for each dimension is needed.
+    #[error("shape {shape:?} needs {} strides but got {}: {strides:?}", shape.len(), strides.len())]
+    StrideCount {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The strides.
+        strides: Vec<isize>,
+    },
+    /// Strides that leave the slice.
+    #[error(
+        "strides {strides:?} over shape {shape:?} reach elements {lowest} to {highest}, outside a slice of {len}"
+    )]
+    OutOfBounds {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The strides.
+        strides: Vec<isize>,
+        /// The lowest element reached, relative to the slice's first.
+        lowest: isize,
+        /// The highest element reached, relative to the slice's first.
+        highest: isize,
+        /// The number of elements of the slice.
+        len: usize,
+    },
+    /// Strides of a mutable view by which two indices may reach the same element.
+    #[error("a mutable tensor of shape {shape:?} may overlap itself with strides {strides:?}")]
+    Overlap {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The strides.
+        strides: Vec<isize>,
+    },
+    /// A null pointer to a tensor that has elements.
+    #[error("null pointer for a tensor of shape {shape:?}")]
+    NullPointer {
+        /// The shape.
+        shape: Vec<usize>,
+    },
+    /// Elements asked for as another type than theirs.
+    #[error("the tensor's elements are {actual}, not {expected}")]
+    DTypeMismatch {
+        /// The type asked for.
+        expected: DType,
+        /// The tensor's type.
+        actual: DType,
+    },
+    /// An access that needs row-major memory.
+    #[error(
+        "a tensor of shape {shape:?} with strides {strides:?} is not contiguous: \
+         make it contiguous (row-major) first"
+    )]
+    NotContiguous {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The strides.
+        strides: Vec<isize>,
+    },
+    /// An address that a Rust reference to the element type must not have.
+    #[error("address {address:#x} is not aligned to the {align} bytes that {dtype} needs")]
+    Misaligned {
+        /// The tensor's type.
+        dtype: DType,
+        /// The address of its first element.
+        address: usize,
+        /// The alignment needed, in bytes.
+        align: usize,
+    },
+    /// Memory that the CPU must not touch.
+    #[error("the tensor is on {device}: copy it to the host to access its elements")]
+    NotOnHost {
+        /// Where the tensor is.
+        device: Device,
+    },
+    /// A dimension that the tensor does not have.
+    #[error("dimension {dim} of a tensor with {rank} dimensions")]
+    DimOutOfRange {
+        /// The dimension asked for, counted from 0.
+        dim: usize,
+        /// The number of dimensions.
+        rank: usize,
+    },
+    /// A part that leaves its dimension.
+    #[error("elements {start} to {start} + {len} of dimension {dim}, which has {size}")]
+    RangeOutOfRange {
+        /// The dimension.
+        dim: usize,
+        /// The first index asked for.
+        start: usize,
+        /// The number of indices asked for.
+        len: usize,
+        /// The size of the dimension.
+        size: usize,
+    },
+    /// An index outside the shape, or with another number of coordinates.
+    #[error("index {index:?} of a tensor of shape {shape:?}")]
+    IndexOutOfRange {
+        /// The index.
+        index: Vec<usize>,
+        /// The shape.
+        shape: Vec<usize>,
+    },
+    /// A reshape to another number of elements.
+    #[error("cannot reshape {shape:?} ({} elements) to {to:?} ({} elements)", count(shape), count(to))]
+    ReshapeCount {
+        /// The tensor's shape.
+        shape: Vec<usize>,
+        /// The shape asked for.
+        to: Vec<usize>,
+    },
+    /// A reshape that no strides can express.
+    #[error(
+        "cannot reshape {shape:?} with strides {strides:?} to {to:?} without a copy: \
+         make it contiguous (row-major) first"
+    )]
+    ReshapeNeedsCopy {
+        /// The tensor's shape.
+        shape: Vec<usize>,
+        /// The tensor's strides.
+        strides: Vec<isize>,
+        /// The shape asked for.
+        to: Vec<usize>,
+    },
+}
+
+/// The number of elements of a shape that has been found addressable.
+fn count(shape: &[usize]) -> usize {
+    shape.iter().product()
+}

@@ -1,0 +1,42 @@
+//! What a table is about.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// What a table was measured for; a table serves one key only.
+///
+/// Whatever else changes the times belongs into one of the strings: a fused epilogue into the operation, the
+/// driver and the links between the GPUs into the machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Key {
+    /// The operation, such as `all_reduce`.
+    pub operation: String,
+    /// The elements' type, such as `bf16`; empty if it does not matter.
+    #[serde(default)]
+    pub dtype: String,
+    /// The number of ranks that take part.
+    pub world_size: usize,
+    /// The kind of machine, such as `8x H200 NVLink`.
+    #[serde(default)]
+    pub machine: String,
+}
+
+impl Key {
+    /// A key of these parts.
+    pub fn new(
+        operation: impl Into<String>,
+        dtype: impl Into<String>,
+        world_size: usize,
+        machine: impl Into<String>,
+    ) -> Self {
+        Self { operation: operation.into(), dtype: dtype.into(), world_size, machine: machine.into() }
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { operation, dtype, world_size, machine } = self;
+        write!(f, "{operation} of \"{dtype}\" over {world_size} ranks on \"{machine}\"")
+    }
+}
