@@ -183,11 +183,16 @@ fn ranks_bind_to_their_share() {
         antiphon_cli::machine::cpu_list(list).unwrap()
     };
     let allowed = cores(&allowed);
-    for rank in 0..3 {
-        let own = cores(&text(&written, rank));
-        assert!(own.iter().all(|core| allowed.contains(core)));
-        assert_eq!(own.len(), if allowed.len() < 3 { 1 } else { own.len().min(allowed.len() / 3 + 1) });
+    let owned: Vec<Vec<usize>> = (0..3).map(|rank| cores(&text(&written, rank))).collect();
+    let least = allowed.len() / 3;
+    for own in &owned {
+        assert!(own.iter().all(|core| allowed.contains(core)), "{own:?} of {allowed:?}");
+        assert!((least.max(1)..=least + 1).contains(&own.len()), "{own:?} of {allowed:?}");
     }
+    let mut all = owned.concat();
+    all.sort();
+    all.dedup();
+    assert_eq!(all, allowed, "every core has a rank");
 }
 
 #[test]

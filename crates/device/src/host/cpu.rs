@@ -1,5 +1,7 @@
 //! Cores and vector instructions.
 
+use std::sync::OnceLock;
+
 use rustix::thread::CpuSet;
 
 /// The cores that the calling thread may run on, ascending.
@@ -47,8 +49,11 @@ impl Simd {
     }
 
     /// The widest level of this machine.
+    #[inline]
     pub fn widest() -> Self {
-        Self::available().last().unwrap_or(Self::Baseline)
+        // Asking for every feature takes as long as reducing a cache line.
+        static WIDEST: OnceLock<Simd> = OnceLock::new();
+        *WIDEST.get_or_init(|| Self::available().last().unwrap_or(Self::Baseline))
     }
 
     #[cfg(target_arch = "x86_64")]

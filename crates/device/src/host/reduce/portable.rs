@@ -1,5 +1,7 @@
 //! Any dtype, any operator, any number of sources: plain loops that the compiler vectorises.
 
+use std::mem::MaybeUninit;
+
 use antiphon_tensor::Element;
 
 use super::arithmetic::{Combine, Domain, read};
@@ -15,7 +17,7 @@ unsafe fn reduce<T: Element, D: Domain<T>, C: Combine<D::Accumulator>>(
     count: usize,
     mean: bool,
 ) {
-    let mut tile = [D::Accumulator::default(); TILE];
+    let mut tile = [const { MaybeUninit::<D::Accumulator>::uninit() }; TILE];
     let (first, rest) = sources.split_first().expect("a reduction has a source");
     for begin in (start..count).step_by(TILE) {
         let tile = &mut tile[..TILE.min(count - begin)];
@@ -23,8 +25,10 @@ unsafe fn reduce<T: Element, D: Domain<T>, C: Combine<D::Accumulator>>(
         // come before its writes, so the destination may be a source.
         unsafe {
             for (i, slot) in tile.iter_mut().enumerate() {
-                *slot = D::widen(read(*first, begin + i));
+                slot.write(D::widen(read(*first, begin + i)));
             }
+            // The loop above has written every slot of the tile.
+            let tile = &mut *(std::ptr::from_mut(tile) as *mut [D::Accumulator]);
             for source in rest {
                 for (i, slot) in tile.iter_mut().enumerate() {
                     *slot = C::combine(*slot, D::widen(read(*source, begin + i)));

@@ -234,9 +234,9 @@ combine_vectors! {
     Max, maximum;
 }
 
-/// Reduces whole blocks from `start` on; returns the first element that is left.
+/// Reduces whole blocks of `UNROLL` registers from `start` on; returns the first element that is left.
 #[inline(always)]
-unsafe fn reduce<V: Vector, S: Storage, C: CombineVectors>(
+unsafe fn reduce_blocks<V: Vector, S: Storage, C: CombineVectors, const UNROLL: usize>(
     destination: *mut u8,
     sources: &[*const u8],
     start: usize,
@@ -250,9 +250,8 @@ unsafe fn reduce<V: Vector, S: Storage, C: CombineVectors>(
     // so the destination may be a source.
     unsafe {
         while begin + block <= count {
-            let load =
-                |source: *const u8, k: usize| S::load::<V>(source.cast::<S>().add(begin + k * V::LANES));
-            let mut sums: [V; UNROLL] = [load(*first, 0), load(*first, 1), load(*first, 2), load(*first, 3)];
+            let load = |source: *const u8, k: usize| S::load::<V>(source.cast::<S>().add(begin + k * V::LANES));
+            let mut sums: [V; UNROLL] = std::array::from_fn(|k| load(*first, k));
             for &source in rest {
                 for (k, sum) in sums.iter_mut().enumerate() {
                     *sum = C::combine_vectors(*sum, load(source, k));
@@ -266,6 +265,22 @@ unsafe fn reduce<V: Vector, S: Storage, C: CombineVectors>(
         }
     }
     begin
+}
+
+/// Reduces whole registers; returns the first element that is left.
+#[inline(always)]
+unsafe fn reduce<V: Vector, S: Storage, C: CombineVectors>(
+    destination: *mut u8,
+    sources: &[*const u8],
+    start: usize,
+    count: usize,
+    mean: bool,
+) -> usize {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        let left = reduce_blocks::<V, S, C, UNROLL>(destination, sources, start, count, mean);
+        reduce_blocks::<V, S, C, 1>(destination, sources, left, count, mean)
+    }
 }
 
 #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq")]

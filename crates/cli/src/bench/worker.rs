@@ -1,0 +1,141 @@
+//! What a rank does: verify, time, verify again, case by case.
+
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use antiphon::{
+    collectives::{CollectiveError, Communicator, all_reduce::algorithm_for},
+    fabric::FabricError,
+    tensor::{Element, with_dtype},
+};
+
+use super::{
+    Args,
+    case::{Case, Collective},
+    pattern::{self, Reference, Wrong},
+};
+use crate::report::{Row, algbw_gbs, bus_factor};
+
+/// Batches of calls; their median is the time.
+const BATCHES: usize = 11;
+/// Calls before the timing, which also tell how many make a batch.
+const WARM_UP: u32 = 3;
+const MOST_ITERATIONS: f64 = 100_000.0;
+
+pub(super) fn execute(args: &Args) -> ExitCode {
+    match measure_all(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure_all(args: &Args) -> Result<(), CollectiveError> {
+    let comm = Communicator::from_env()?;
+    if args.cases().iter().any(|case| case.collective == Collective::SendRecv) && comm.world_size() < 2 {
+        return Err(FabricError::InvalidArgument("send-recv needs at least 2 ranks, there is 1".into()).into());
+    }
+    for case in args.cases() {
+        let row = with_dtype!(case.dtype, T => measure::<T>(&comm, case, args)?);
+        if comm.rank() == 0 {
+            let line = serde_json::to_string(&row).expect("a row is plain data");
+            // When nobody reads any more, the launcher has gone, and this process with it.
+            let _ = writeln!(io::stdout(), "{line}");
+        }
+    }
+    Ok(())
+}
+
+fn measure<T: Element>(comm: &Communicator, case: Case, args: &Args) -> Result<Row, CollectiveError> {
+    let (input_count, output_count) = case.counts(comm.world_size());
+    let input = pattern::input::<T>(case.op, comm.rank(), input_count);
+    let mut output = poisoned::<T>(output_count);
+    let reference = Reference::new::<T>(comm, case);
+
+    case.run(comm, &input, &mut output)?;
+    let first = reference.compare(&output);
+    let mut batch = |calls: u32| -> Result<f64, CollectiveError> {
+        comm.barrier()?;
+        let start = Instant::now();
+        for _ in 0..calls {
+            case.run(comm, &input, &mut output)?;
+        }
+        Ok(start.elapsed().as_secs_f64() * 1e6 / f64::from(calls))
+    };
+    // All ranks must make the same number of calls, so the slowest says how many.
+    let one = slowest(comm, &[batch(WARM_UP)?])?[0];
+    let calls = args.iterations.unwrap_or_else(|| iterations(args.seconds, one)).max(1);
+    let times: Vec<f64> = (0..BATCHES).map(|_| batch(calls)).collect::<Result<_, _>>()?;
+    let mut times = slowest(comm, &times)?;
+    let last = reference.compare(&output);
+
+    times.sort_by(f64::total_cmp);
+    let wrong = total(comm, [first, last])?;
+    row(comm, case, input_count.max(output_count), &times, wrong)
+}
+
+/// A value in every element that no collective may leave there.
+fn poisoned<T: Element>(count: usize) -> Vec<T> {
+    vec![T::from_f64(if T::DTYPE.is_float() { f64::NAN } else { 113.0 }); count]
+}
+
+fn iterations(budget: Duration, one_us: f64) -> u32 {
+    (budget.as_secs_f64() * 1e6 / BATCHES as f64 / one_us.max(0.01)).clamp(1.0, MOST_ITERATIONS) as u32
+}
+
+/// The largest of every rank's times, one by one.
+fn slowest(comm: &Communicator, times: &[f64]) -> Result<Vec<f64>, FabricError> {
+    let all = comm.exchange_objects(&times.to_vec())?;
+    Ok((0..times.len()).map(|i| all.iter().map(|theirs| theirs[i]).fold(0.0, f64::max)).collect())
+}
+
+/// Over all ranks and both checks.
+fn total(comm: &Communicator, checks: [Wrong; 2]) -> Result<Wrong, FabricError> {
+    let mine: Vec<(u64, u64)> = checks.iter().map(|w| (w.elements, w.worst.to_bits())).collect();
+    let mut sum = Wrong::default();
+    for (elements, worst) in comm.exchange_objects(&mine)?.into_iter().flatten() {
+        sum.elements += elements;
+        sum.worst = sum.worst.max(f64::from_bits(worst));
+    }
+    Ok(sum)
+}
+
+fn row(
+    comm: &Communicator,
+    case: Case,
+    count: usize,
+    times: &[f64],
+    wrong: Wrong,
+) -> Result<Row, CollectiveError> {
+    let ranks = comm.world_size();
+    let bytes = (count * case.dtype.size()) as u64;
+    let latency_us = times[times.len() / 2];
+    let algbw_gbs = algbw_gbs(bytes, latency_us);
+    let algorithm = match (case.collective, case.algorithm) {
+        (Collective::AllReduce, Some(given)) => given.name().to_owned(),
+        (Collective::AllReduce, None) => algorithm_for(comm, bytes as usize)?.name().to_owned(),
+        _ => "direct".to_owned(),
+    };
+    let name = case.collective.name();
+    Ok(Row {
+        collective: name.into(),
+        bytes,
+        count: count as u64,
+        dtype: case.dtype.name().into(),
+        op: case.collective.reduces().then(|| case.op.name().into()),
+        algorithm,
+        ranks,
+        latency_us,
+        min_us: times[0],
+        max_us: times[times.len() - 1],
+        algbw_gbs,
+        busbw_gbs: algbw_gbs * bus_factor(name, ranks).unwrap_or(1.0),
+        errors: wrong.elements,
+        max_error: wrong.worst,
+    })
+}
