@@ -112,22 +112,36 @@ impl Cores {
 /// The tightest limit of processor time on the way from this process's control group up to the root.
 fn cpu_quota(files: &Files) -> Option<f64> {
     let groups = files.read("proc/self/cgroup")?;
-    let unified = group_folder(&groups, "").and_then(|group| {
-        let folders = Path::new(&group).ancestors();
-        let limits = folders.filter_map(|folder| {
-            let relative = folder.strip_prefix("/").unwrap_or(folder);
-            quota_v2(&files.read(Path::new("sys/fs/cgroup").join(relative).join("cpu.max"))?)
-        });
-        limits.min_by(f64::total_cmp)
-    });
-    unified.or_else(|| {
-        let group = group_folder(&groups, "cpu")?;
-        let relative = group.trim_start_matches('/');
-        // Inside a container the group's own folder is mounted at the top.
-        let folders = [Path::new("sys/fs/cgroup/cpu").join(relative), "sys/fs/cgroup/cpu".into()];
-        let read = |name: &str| folders.iter().find_map(|folder| files.read(folder.join(name)));
+    let limits = unified_limits(files, &groups, "cpu.max");
+    limits.iter().filter_map(|limit| quota_v2(limit)).min_by(f64::total_cmp).or_else(|| {
+        let read = |name| file_v1(files, &groups, "cpu", name);
         quota_v1(&read("cpu.cfs_quota_us")?, &read("cpu.cfs_period_us")?)
     })
+}
+
+/// The tightest limit of memory, in bytes, on the same way; `None` without a limit. Shared memory counts.
+pub fn memory_limit(files: &Files) -> Option<u64> {
+    let groups = files.read("proc/self/cgroup")?;
+    let mut limits = unified_limits(files, &groups, "memory.max");
+    limits.extend(file_v1(files, &groups, "memory", "memory.limit_in_bytes"));
+    // Version 1 writes "no limit" as a number beyond any memory.
+    limits.iter().filter_map(|limit| limit.parse().ok()).filter(|&limit| limit < 1 << 62).min()
+}
+
+/// What the files `name` say in this process's group of version 2 and in all groups around it.
+fn unified_limits(files: &Files, groups: &str, name: &str) -> Vec<String> {
+    let Some(group) = group_folder(groups, "") else { return Vec::new() };
+    let folders = Path::new(&group).ancestors().map(|folder| folder.strip_prefix("/").unwrap_or(folder));
+    folders.filter_map(|folder| files.read(Path::new("sys/fs/cgroup").join(folder).join(name))).collect()
+}
+
+/// What the file `name` says in this process's group of version 1.
+fn file_v1(files: &Files, groups: &str, controller: &str, name: &str) -> Option<String> {
+    let group = group_folder(groups, controller)?;
+    let mount = Path::new("sys/fs/cgroup").join(controller);
+    // Inside a container the group's own folder is mounted at the top.
+    let folders = [mount.join(group.trim_start_matches('/')), mount];
+    folders.iter().find_map(|folder| files.read(folder.join(name)))
 }
 
 /// The folder of `controller` in the text of /proc/self/cgroup; that of version 2 has no name.
@@ -219,6 +233,21 @@ mod tests {
             ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n"),
         ]);
         assert_eq!(cpu_quota(&files), Some(0.5));
+    }
+
+    #[test]
+    fn memory_limits() {
+        let (_folder, files) = fake(&[
+            ("proc/self/cgroup", "0::/box\n"),
+            ("sys/fs/cgroup/memory.max", "max\n"),
+            ("sys/fs/cgroup/box/memory.max", "1048576\n"),
+        ]);
+        assert_eq!(memory_limit(&files), Some(1 << 20));
+        let (_folder, files) = fake(&[
+            ("proc/self/cgroup", "3:memory:/x\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+        ]);
+        assert_eq!(memory_limit(&files), None);
     }
 
     #[test]

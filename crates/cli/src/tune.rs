@@ -69,7 +69,8 @@ fn describe(table: &Table) -> String {
     for row in table.rows() {
         text += &format!("{:>10}", row.bytes);
         for timing in &row.timings {
-            text += &timing.as_ref().map_or(format!(" {:>12}", "-"), |t| format!(" {:>12.2}", t.median_ns / 1e3));
+            text +=
+                &timing.as_ref().map_or(format!(" {:>12}", "-"), |t| format!(" {:>12.2}", t.median_ns / 1e3));
         }
         text += &format!("  {}\n", table.candidates()[table.choose(row.bytes)]);
     }

@@ -141,6 +141,13 @@ impl Regions {
         self.at(rank, self.layout.arena + offset)
     }
 
+    /// The offset in a rank's arena of `len` bytes at `pointer`, if that is where they lie.
+    #[inline]
+    pub(crate) fn arena_offset(&self, rank: usize, pointer: *const u8, len: usize) -> Option<usize> {
+        let offset = (pointer as usize).checked_sub(self.arena(rank, 0) as usize)?;
+        (offset < self.layout.arena_bytes && len <= self.layout.arena_bytes - offset).then_some(offset)
+    }
+
     /// Gives pages of a rank's arena back.
     pub(crate) fn release_arena(
         &self,

@@ -50,6 +50,6 @@ mod symmetric;
 pub use communicator::{Builder, Communicator, Pending};
 pub use error::FabricError;
 pub use local::LocalWorld;
-pub use signal::rounds::Rounds;
+pub use signal::rounds::{Arenas, Rounds};
 pub use signature::{Operation, Signature};
 pub use symmetric::SharedBuffer;

@@ -82,7 +82,9 @@ impl Case {
         output: &mut [T],
     ) -> Result<(), CollectiveError> {
         match (self.collective, self.algorithm) {
-            (Collective::AllReduce, Some(algorithm)) => comm.all_reduce_with(input, output, self.op, algorithm),
+            (Collective::AllReduce, Some(algorithm)) => {
+                comm.all_reduce_with(input, output, self.op, algorithm)
+            }
             (Collective::AllReduce, None) => comm.all_reduce(input, output, self.op),
             (Collective::AllGather, _) => comm.all_gather(input, output),
             (Collective::ReduceScatter, _) => comm.reduce_scatter(input, output, self.op),

@@ -69,6 +69,10 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "auto")]
     algorithm: AlgorithmChoice,
 
+    /// Where the tensors are
+    #[arg(long, value_enum, default_value = "private")]
+    buffers: Buffers,
+
     /// Seconds to spend on each row, about
     #[arg(long, default_value = "0.25", value_parser = positive_seconds)]
     seconds: Duration,
@@ -124,6 +128,15 @@ enum AlgorithmChoice {
     TwoShot,
     /// One-shot and two-shot, for comparison
     Both,
+}
+
+/// Memory of the tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Buffers {
+    /// Each rank's own
+    Private,
+    /// Symmetric memory of the communicator
+    Symmetric,
 }
 
 fn positive_seconds(text: &str) -> Result<Duration, String> {

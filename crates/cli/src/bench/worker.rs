@@ -13,7 +13,7 @@ use antiphon::{
 };
 
 use super::{
-    Args,
+    Args, Buffers,
     case::{Case, Collective},
     pattern::{self, Reference, Wrong},
 };
@@ -38,7 +38,9 @@ pub(super) fn execute(args: &Args) -> ExitCode {
 fn measure_all(args: &Args) -> Result<(), CollectiveError> {
     let comm = Communicator::from_env()?;
     if args.cases().iter().any(|case| case.collective == Collective::SendRecv) && comm.world_size() < 2 {
-        return Err(FabricError::InvalidArgument("send-recv needs at least 2 ranks, there is 1".into()).into());
+        return Err(
+            FabricError::InvalidArgument("send-recv needs at least 2 ranks, there is 1".into()).into()
+        );
     }
     for case in args.cases() {
         let row = with_dtype!(case.dtype, T => measure::<T>(&comm, case, args)?);
@@ -54,16 +56,41 @@ fn measure_all(args: &Args) -> Result<(), CollectiveError> {
 fn measure<T: Element>(comm: &Communicator, case: Case, args: &Args) -> Result<Row, CollectiveError> {
     let (input_count, output_count) = case.counts(comm.world_size());
     let input = pattern::input::<T>(case.op, comm.rank(), input_count);
-    let mut output = poisoned::<T>(output_count);
-    let reference = Reference::new::<T>(comm, case);
+    let output = poisoned::<T>(output_count);
+    match args.buffers {
+        Buffers::Private => measure_with(comm, case, args, &input, &mut { output }),
+        Buffers::Symmetric => {
+            let [shared_input, shared_output] =
+                [input_count, output_count].map(|count| comm.create_shared_buffer(count * case.dtype.size()));
+            let (shared_input, shared_output) = (shared_input?, shared_output?);
+            // SAFETY: other ranks touch this rank's copies only within the collectives.
+            let (in_slice, out_slice) =
+                unsafe { (shared_input.slice_mut(comm.rank()), shared_output.slice_mut(comm.rank())) };
+            in_slice.copy_from_slice(&input);
+            out_slice.copy_from_slice(&output);
+            let row = measure_with(comm, case, args, in_slice, out_slice)?;
+            comm.free_shared_buffer(shared_input)?;
+            comm.free_shared_buffer(shared_output)?;
+            Ok(row)
+        }
+    }
+}
 
-    case.run(comm, &input, &mut output)?;
-    let first = reference.compare(&output);
+fn measure_with<T: Element>(
+    comm: &Communicator,
+    case: Case,
+    args: &Args,
+    input: &[T],
+    output: &mut [T],
+) -> Result<Row, CollectiveError> {
+    let reference = Reference::new::<T>(comm, case);
+    case.run(comm, input, output)?;
+    let first = reference.compare(output);
     let mut batch = |calls: u32| -> Result<f64, CollectiveError> {
         comm.barrier()?;
         let start = Instant::now();
         for _ in 0..calls {
-            case.run(comm, &input, &mut output)?;
+            case.run(comm, input, output)?;
         }
         Ok(start.elapsed().as_secs_f64() * 1e6 / f64::from(calls))
     };
@@ -72,11 +99,11 @@ fn measure<T: Element>(comm: &Communicator, case: Case, args: &Args) -> Result<R
     let calls = args.iterations.unwrap_or_else(|| iterations(args.seconds, one)).max(1);
     let times: Vec<f64> = (0..BATCHES).map(|_| batch(calls)).collect::<Result<_, _>>()?;
     let mut times = slowest(comm, &times)?;
-    let last = reference.compare(&output);
+    let last = reference.compare(output);
 
     times.sort_by(f64::total_cmp);
     let wrong = total(comm, [first, last])?;
-    row(comm, case, input_count.max(output_count), &times, wrong)
+    row(comm, case, input.len().max(output.len()), &times, wrong)
 }
 
 /// A value in every element that no collective may leave there.

@@ -4,7 +4,7 @@ use rustix::fs::statvfs;
 use rustix::process::{Resource, getrlimit};
 
 use super::Check;
-use crate::machine::Files;
+use crate::machine::{Files, memory_limit};
 use crate::sizes::Bytes;
 
 const SHMEM_HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/shmem_enabled";
@@ -14,7 +14,7 @@ const FEW_FILES: u64 = 256;
 
 pub(super) fn checks(files: &Files) -> Vec<Check> {
     vec![
-        ram(&files.read("proc/meminfo").unwrap_or_default()),
+        ram(&files.read("proc/meminfo").unwrap_or_default(), memory_limit(files)),
         huge_pages(files.read(SHMEM_HUGE_PAGES).as_deref()),
         overcommit(files.read("proc/sys/vm/overcommit_memory").as_deref()),
         memlock(getrlimit(Resource::Memlock).current),
@@ -23,13 +23,23 @@ pub(super) fn checks(files: &Files) -> Vec<Check> {
     ]
 }
 
-fn ram(meminfo: &str) -> Check {
-    match (meminfo_field(meminfo, "MemTotal"), meminfo_field(meminfo, "MemAvailable")) {
-        (Some(total), Some(available)) => {
-            let value = format!("{}, {} available", Bytes(total), Bytes(available));
-            Check::ok("RAM", value, "shared tensors live here")
+fn ram(meminfo: &str, limit: Option<u64>) -> Check {
+    const NAME: &str = "RAM";
+    let field = |name| meminfo_field(meminfo, name);
+    let (Some(total), Some(available)) = (field("MemTotal"), field("MemAvailable")) else {
+        return Check::warning(NAME, "unknown", "/proc/meminfo cannot be read: mount /proc.");
+    };
+    match limit.filter(|&limit| limit < total) {
+        Some(limit) => {
+            let value = format!("{} of {}", Bytes(limit), Bytes(total));
+            let note =
+                "More ends the control group's processes, and shared memory counts: see its memory.max.";
+            Check::warning(NAME, value, note)
         }
-        _ => Check::warning("RAM", "unknown", "/proc/meminfo cannot be read: mount /proc."),
+        None => {
+            let value = format!("{}, {} available", Bytes(total), Bytes(available));
+            Check::ok(NAME, value, "shared tensors live here")
+        }
     }
 }
 
@@ -104,9 +114,11 @@ mod tests {
     #[test]
     fn meminfo_is_read_in_bytes() {
         let meminfo = "MemTotal:       24575560 kB\nMemFree:  1 kB\nMemAvailable:   2097152 kB\n";
-        assert_eq!(ram(meminfo).value, "23.4 GiB, 2 GiB available");
-        assert_eq!(ram("").status, Status::Warning);
+        assert_eq!(ram(meminfo, None).value, "23.4 GiB, 2 GiB available");
+        assert_eq!(ram("", None).status, Status::Warning);
         assert_eq!(meminfo_field(meminfo, "Mem"), None);
+        let limited = ram(meminfo, Some(1 << 30));
+        assert_eq!((limited.status, limited.value.as_str()), (Status::Warning, "1 GiB of 23.4 GiB"));
     }
 
     #[test]

@@ -52,7 +52,90 @@ impl Piece {
     }
 }
 
+/// A message of this size is worth asking first whether everybody's tensors are symmetric memory.
+const WORTH_ASKING: usize = 64 << 10;
+/// Bytes that are reduced before the result is sent: they stay in L1.
+const SYMMETRIC_PIECE: usize = 8 << 10;
+
 pub(super) fn two_shot(
+    rounds: &mut Rounds,
+    signature: &Signature,
+    input: &Input,
+    output: &Output,
+    reducer: &Reducer,
+) -> Result<(), FabricError> {
+    if input.count * input.dtype.size() >= WORTH_ASKING && ask_where(rounds, signature, input, output)? {
+        return two_shot_symmetric(rounds, signature, input, reducer);
+    }
+    two_shot_staged(rounds, signature, input, output, reducer)
+}
+
+/// Where a rank's tensors lie in its arena, as it says in its packet; the input is read by all only after that.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Where {
+    symmetric: u64,
+    input: u64,
+    output: u64,
+}
+
+/// One round in which every rank says where its tensors are; whether all are in symmetric memory.
+fn ask_where(
+    rounds: &mut Rounds,
+    signature: &Signature,
+    input: &Input,
+    output: &Output,
+) -> Result<bool, FabricError> {
+    const LEN: usize = size_of::<Where>();
+    let len = input.count * input.dtype.size();
+    let offsets = rounds.arena_offset(input.data, len).zip(rounds.arena_offset(output.data, len));
+    let (from, to) = offsets.unwrap_or_default();
+    let mine = Where { symmetric: offsets.is_some().into(), input: from as u64, output: to as u64 };
+    // SAFETY: an outbox of its size.
+    unsafe { rounds.outbox(LEN).cast::<Where>().write_unaligned(mine) };
+    rounds.exchange(signature)?;
+    // SAFETY: every rank has posted its own.
+    Ok(rounds
+        .inboxes(LEN)
+        .iter()
+        .all(|inbox| unsafe { inbox.cast::<Where>().read_unaligned().symmetric } == 1))
+}
+
+/// Each rank reduces its part straight from everybody's input and writes it straight into everybody's output: nothing
+/// is staged, and no byte is moved twice. The inboxes hold everybody's [`Where`].
+fn two_shot_symmetric(
+    rounds: &mut Rounds,
+    signature: &Signature,
+    input: &Input,
+    reducer: &Reducer,
+) -> Result<(), FabricError> {
+    let (rank, world_size, size) = (rounds.rank(), rounds.world_size(), input.dtype.size());
+    let whole = Piece { range: 0..input.count * size, world_size, size };
+    let own = whole.part(rank);
+    let arenas = rounds.arenas();
+    // SAFETY: every rank has posted where its tensors are, and the round is open until the next exchange.
+    let of = |inbox: *const u8| unsafe { inbox.cast::<Where>().read_unaligned() };
+    for place in own.clone().step_by(SYMMETRIC_PIECE) {
+        let len = SYMMETRIC_PIECE.min(own.end - place);
+        let sources = rounds.inboxes(size_of::<Where>());
+        // SAFETY: all offsets are those of tensors of this length. This part of all inputs and outputs is this rank's
+        // alone until the next round, and each rank's input is apart from its output or exactly the same.
+        unsafe {
+            let result = arenas.at(rank, of(sources[rank]).output as usize + place);
+            for (peer, source) in sources.iter_mut().enumerate() {
+                *source = arenas.at(peer, of(*source).input as usize + place);
+            }
+            reducer.run(result, sources, len / size);
+            for peer in (0..world_size).filter(|&peer| peer != rank) {
+                let theirs = of(rounds.inbox(peer, size_of::<Where>()));
+                copy(result, arenas.at(peer, theirs.output as usize + place), len);
+            }
+        }
+    }
+    rounds.exchange(signature)
+}
+
+fn two_shot_staged(
     rounds: &mut Rounds,
     signature: &Signature,
     input: &Input,

@@ -8,6 +8,9 @@
 //!   (reduce-scatter, then all-gather). Each rank reduces `n` bytes in all, whatever `W`. Large messages go through in
 //!   pieces, and a round carries the inputs of one piece together with the results of the one before.
 //!
+//!   Tensors that lie in symmetric memory ([`create_shared_buffer`](Communicator::create_shared_buffer)) on all ranks go
+//!   without any staging: each rank reduces its part straight from everybody's input into everybody's output.
+//!
 //! The floor for large messages is memory bandwidth: each rank must read its input and write its output once. The
 //! pieces are sized to stay in the L2 cache on their way through the mailboxes.
 

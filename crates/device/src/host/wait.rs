@@ -57,7 +57,7 @@ impl Doorbell {
     fn wake(&self) {
         self.0.store(0, Ordering::Relaxed);
         #[cfg(not(loom))]
-        let _ = futex::wake(&self.0, futex::Flags::empty(), i32::MAX as u32);
+        let _ = futex::wake(self.0.as_core(), futex::Flags::empty(), i32::MAX as u32);
     }
 
     /// Announces that the caller is about to sleep. What it waits for must be checked once more after this.
@@ -74,7 +74,7 @@ impl Doorbell {
         {
             let nap = rustix::fs::Timespec { tv_sec: 0, tv_nsec: NAP.as_nanos() as _ };
             // Woken, timed out, interrupted or rung meanwhile: the caller looks again in every case.
-            let _ = futex::wait(&self.0, futex::Flags::empty(), 1, Some(&nap));
+            let _ = futex::wait(self.0.as_core(), futex::Flags::empty(), 1, Some(&nap));
         }
     }
 }

@@ -29,6 +29,25 @@ pub struct Rounds {
 // SAFETY: the pointers lead into the shared memory, which `shared` keeps mapped for every thread.
 unsafe impl Send for Rounds {}
 
+/// The arenas of all ranks, mapped as long as the communicator lives.
+#[derive(Debug, Clone, Copy)]
+pub struct Arenas {
+    first: *mut u8,
+    stride: usize,
+}
+
+impl Arenas {
+    /// The address of an offset in a rank's arena.
+    ///
+    /// # Safety
+    /// There is such a rank, and the offset lies within its arena.
+    #[inline]
+    pub unsafe fn at(&self, rank: usize, offset: usize) -> *mut u8 {
+        // SAFETY: passed on; regions lie one stride apart.
+        unsafe { self.first.add(rank * self.stride + offset) }
+    }
+}
+
 impl Rounds {
     /// The largest payload of one round, in bytes.
     pub const CAPACITY: usize = BODY;
@@ -85,6 +104,19 @@ impl Rounds {
         let inbox = |rank| shared.regions.mailbox(rank, lane, parity).payload(len).cast_const();
         self.pointers.extend((0..shared.world_size).map(inbox));
         &mut self.pointers
+    }
+
+    /// The offset in this rank's arena of `len` bytes at `pointer`, if they are symmetric memory of this communicator:
+    /// then every rank can reach them through [`arenas`](Self::arenas).
+    #[inline]
+    pub fn arena_offset(&self, pointer: *const u8, len: usize) -> Option<usize> {
+        self.shared.regions.arena_offset(self.shared.rank, pointer, len)
+    }
+
+    /// Where the arenas of all ranks lie, for this rank.
+    #[inline]
+    pub fn arenas(&self) -> Arenas {
+        Arenas { first: self.shared.regions.arena(0, 0), stride: self.shared.regions.layout().stride }
     }
 
     /// Opens the next round with what is in the outbox.

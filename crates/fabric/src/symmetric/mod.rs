@@ -7,6 +7,8 @@ mod allocator;
 
 use std::sync::Arc;
 
+use antiphon_tensor::Element;
+
 pub(crate) use allocator::Allocator;
 
 use crate::{Communicator, FabricError, Operation, Signature, communicator::Shared};
@@ -35,6 +37,32 @@ impl SharedBuffer {
     pub fn as_mut_ptr(&self, rank: usize) -> *mut u8 {
         assert!(rank < self.shared.world_size, "rank {rank} is not below {}", self.shared.world_size);
         self.shared.regions.arena(rank, self.offset)
+    }
+
+    /// The copy of `rank` as elements (as many as fit), to pass to collectives, say.
+    ///
+    /// # Safety
+    /// Nobody, on any rank, writes these elements while the slice lives.
+    ///
+    /// # Panics
+    /// When there is no such rank.
+    pub unsafe fn slice<T: Element>(&self, rank: usize) -> &[T] {
+        // SAFETY: the copy is `len` bytes long, page-aligned, mapped as long as `self`, and any bytes are a valid `T`;
+        // the caller answers for the writers.
+        unsafe { std::slice::from_raw_parts(self.as_mut_ptr(rank).cast(), self.len / size_of::<T>()) }
+    }
+
+    /// The copy of `rank` as elements, to write.
+    ///
+    /// # Safety
+    /// Nobody, on any rank, reads or writes these elements while the slice lives, but through it.
+    ///
+    /// # Panics
+    /// When there is no such rank.
+    #[allow(clippy::mut_from_ref)] // the memory belongs to all ranks; the caller answers for who uses it
+    pub unsafe fn slice_mut<T: Element>(&self, rank: usize) -> &mut [T] {
+        // SAFETY: as in `slice`.
+        unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr(rank).cast(), self.len / size_of::<T>()) }
     }
 
     /// The size of each copy, in bytes.

@@ -250,7 +250,8 @@ unsafe fn reduce_blocks<V: Vector, S: Storage, C: CombineVectors, const UNROLL: 
     // so the destination may be a source.
     unsafe {
         while begin + block <= count {
-            let load = |source: *const u8, k: usize| S::load::<V>(source.cast::<S>().add(begin + k * V::LANES));
+            let load =
+                |source: *const u8, k: usize| S::load::<V>(source.cast::<S>().add(begin + k * V::LANES));
             let mut sums: [V; UNROLL] = std::array::from_fn(|k| load(*first, k));
             for &source in rest {
                 for (k, sum) in sums.iter_mut().enumerate() {
