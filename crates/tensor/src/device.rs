@@ -30,7 +30,7 @@ impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Device::Host => f.pad("host"),
-            Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Device::Cuda(ordinal) => f.pad(&format!("cuda:{ordinal}")),
         }
     }
 }

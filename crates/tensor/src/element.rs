@@ -6,7 +6,19 @@ use crate::{DType, bf16, f16, round};
 
 /// A Rust type whose values are the elements of a tensor.
 ///
-/// Implemented for `f64`, `f32`, [`f16`], [`bf16`], `i64`, `i32`, `i8` and `u8`.
+/// Implemented for `f64`, `f32`, [`f16`](struct@f16), [`bf16`], `i64`, `i32`, `i8` and `u8`.
+///
+/// The half types have methods `from_f64` and `to_f64` of their own, which come first wherever the type is named:
+/// `bf16::from_f64` drops the low bits of its argument before it rounds. Write `<bf16 as Element>::from_f64`, and the
+/// same for an alias such as that of [`with_dtype!`](crate::with_dtype). A type parameter always means this trait.
+///
+/// ```
+/// use antiphon_tensor::{Element, bf16};
+///
+/// let above_midpoint = 1.0 + 1.0 / 256.0 + 1e-12;
+/// assert_eq!(<bf16 as Element>::from_f64(above_midpoint).to_bits(), 0x3F81);
+/// assert_eq!(bf16::from_f64(above_midpoint).to_bits(), 0x3F80); // not ours, and not the nearest
+/// ```
 ///
 /// # Safety
 ///
@@ -67,7 +79,8 @@ element!(u8, U8, |value| f64::from(value), |wide| wide as u8);
 
 /// Evaluates an expression with a type alias bound to the Rust type of a [`DType`] value.
 ///
-/// The expression is compiled once for each type, in place: `?`, `return` and borrows work as in a `match`.
+/// The expression is compiled once for each type, in place: `?`, `return` and borrows work as in a `match`. Being an
+/// alias, `T` finds a type's own methods before those of [`Element`](crate::Element): say `<T as Element>::from_f64`.
 ///
 /// ```
 /// use antiphon_tensor::{DType, Element, with_dtype};
@@ -77,7 +90,7 @@ element!(u8, U8, |value| f64::from(value), |wide| wide as u8);
 /// }
 ///
 /// assert_eq!(bytes(DType::BF16, 3), 6);
-/// assert_eq!(with_dtype!(DType::I8, T => T::from_f64(300.0).to_f64()), 127.0);
+/// assert_eq!(with_dtype!(DType::I8, T => <T as Element>::from_f64(300.0).to_f64()), 127.0);
 /// ```
 #[macro_export]
 macro_rules! with_dtype {

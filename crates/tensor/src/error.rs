@@ -120,16 +120,16 @@ pub enum TensorError {
         device: Device,
     },
     /// A dimension that the tensor does not have.
-    #[error("dimension {dim} of a tensor with {rank} dimensions")]
-    DimOutOfRange {
+    #[error("dimension {dim} of a tensor that has {rank}")]
+    DimOutOfBounds {
         /// The dimension asked for, counted from 0.
         dim: usize,
         /// The number of dimensions.
         rank: usize,
     },
     /// A part that leaves its dimension.
-    #[error("elements {start} to {start} + {len} of dimension {dim}, which has {size}")]
-    RangeOutOfRange {
+    #[error("indices {start}..{start}+{len} leave dimension {dim}, whose size is {size}")]
+    RangeOutOfBounds {
         /// The dimension.
         dim: usize,
         /// The first index asked for.
@@ -140,8 +140,8 @@ pub enum TensorError {
         size: usize,
     },
     /// An index outside the shape, or with another number of coordinates.
-    #[error("index {index:?} of a tensor of shape {shape:?}")]
-    IndexOutOfRange {
+    #[error("index {index:?} leaves a tensor of shape {shape:?}")]
+    IndexOutOfBounds {
         /// The index.
         index: Vec<usize>,
         /// The shape.

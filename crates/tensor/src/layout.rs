@@ -30,43 +30,46 @@ pub(crate) struct Part {
 }
 
 impl Layout {
+    /// The layout of a single element.
+    pub(crate) const SCALAR: Layout =
+        Layout { shape: Shape::SCALAR, strides: Strides::SCALAR, contiguous: true };
+
     /// The layout of a slice.
     #[inline]
     pub(crate) const fn vector(len: usize) -> Layout {
         Layout { shape: Shape::vector(len), strides: Strides::vector(), contiguous: true }
     }
 
-    /// Becomes a layout of this shape, row-major unless strides are given, checked for elements of `element_size`
-    /// bytes. What `self` is after an error does not matter.
+    /// Makes [`SCALAR`](Layout::SCALAR) a layout of this shape, row-major unless strides are given, checked for
+    /// elements of `element_size` bytes. What `self` is after an error does not matter.
     ///
     /// In place, because views are made on every call and moving a layout costs more than filling it in.
     #[inline]
-    pub(crate) fn set(
+    pub(crate) fn fill(
         &mut self,
         shape: &[usize],
         strides: Option<&[isize]>,
         element_size: usize,
     ) -> Result<(), TensorError> {
-        self.shape.set(shape)?;
+        self.shape.fill(shape)?;
         if self.numel() > isize::MAX as usize / element_size {
             return Err(too_large(shape, element_size));
         }
         match strides {
             None => {
-                self.strides.set_row_major(&self.shape);
-                self.contiguous = true;
+                self.strides.fill_row_major(&self.shape);
                 Ok(())
             }
-            Some(steps) => self.set_strides(steps, element_size),
+            Some(steps) => self.fill_strides(steps, element_size),
         }
     }
 
-    /// The strided case of [`set`](Layout::set), after the shape.
-    fn set_strides(&mut self, steps: &[isize], element_size: usize) -> Result<(), TensorError> {
+    /// The strided case of [`fill`](Layout::fill), after the shape.
+    fn fill_strides(&mut self, steps: &[isize], element_size: usize) -> Result<(), TensorError> {
         if steps.len() != self.shape.len() {
             return Err(TensorError::StrideCount { shape: self.shape.to_vec(), strides: steps.to_vec() });
         }
-        self.strides.set(steps)?;
+        self.strides.fill(steps)?;
         self.contiguous = in_order(&self.shape, &self.strides);
         // 128 bits are enough: the sizes' product fits 63 bits, so their sum does, and each stride fits 64.
         let (lowest, highest) = self.reach_wide();
@@ -159,7 +162,7 @@ impl Layout {
         let inside = index.len() == self.shape.len()
             && index.iter().zip(self.shape.iter()).all(|(at, size)| at < size);
         if !inside {
-            return Err(TensorError::IndexOutOfRange { index: index.to_vec(), shape: self.shape.to_vec() });
+            return Err(TensorError::IndexOutOfBounds { index: index.to_vec(), shape: self.shape.to_vec() });
         }
         Ok(index.iter().zip(self.strides.iter()).map(|(&at, &stride)| at as isize * stride).sum())
     }
@@ -168,7 +171,7 @@ impl Layout {
     pub(crate) fn narrow(self, dim: usize, start: usize, len: usize) -> Result<Part, TensorError> {
         let size = self.size(dim)?;
         if start.checked_add(len).is_none_or(|end| end > size) {
-            return Err(TensorError::RangeOutOfRange { dim, start, len, size });
+            return Err(TensorError::RangeOutOfBounds { dim, start, len, size });
         }
         let layout = Layout::from_parts(self.shape.shrunk(dim, len), self.strides);
         let offset = if layout.numel() == 0 { 0 } else { start as isize * self.strides[dim] };
@@ -250,7 +253,7 @@ impl Layout {
     /// The size of a dimension.
     fn size(&self, dim: usize) -> Result<usize, TensorError> {
         let rank = self.shape.len();
-        self.shape.get(dim).copied().ok_or(TensorError::DimOutOfRange { dim, rank })
+        self.shape.get(dim).copied().ok_or(TensorError::DimOutOfBounds { dim, rank })
     }
 }
 

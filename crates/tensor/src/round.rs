@@ -16,7 +16,7 @@
 //! assert_eq!(f32_to_bf16(-f32::NAN), 0x7FC0);
 //!
 //! // A little above the midpoint of two bf16 values: rounding to f32 first would lose the little.
-//! let above = 1.0 + 2f64.powi(-8) + 2f64.powi(-40);
+//! let above = 1.0 + 1.0 / 256.0 + 1e-12;
 //! assert_eq!(f32_to_bf16(above as f32), 0x3F80);
 //! assert_eq!(f64_to_bf16(above), 0x3F81);
 //! ```

@@ -31,6 +31,9 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// The shape without dimensions.
+    pub(crate) const SCALAR: Shape = Shape { sizes: [0; MAX_RANK], numel: 1, rank: 0 };
+
     /// A shape of these sizes.
     ///
     /// # Errors
@@ -39,17 +42,16 @@ impl Shape {
     /// elements would not fit an address space.
     #[inline]
     pub fn new(sizes: &[usize]) -> Result<Shape, TensorError> {
-        let mut shape = Shape::vector(0);
-        shape.set(sizes)?;
+        let mut shape = Shape::SCALAR;
+        shape.fill(sizes)?;
         Ok(shape)
     }
 
-    /// [`new`](Shape::new) in place; what `self` is after an error does not matter.
+    /// [`new`](Shape::new) in place of [`SCALAR`](Shape::SCALAR). What `self` is after an error does not matter.
     #[inline]
-    pub(crate) fn set(&mut self, sizes: &[usize]) -> Result<(), TensorError> {
+    pub(crate) fn fill(&mut self, sizes: &[usize]) -> Result<(), TensorError> {
         let rank = check_rank(sizes)?;
         let (mut numel, mut extent) = (1_usize, 1_usize);
-        self.sizes = [0; MAX_RANK];
         for (place, &size) in self.sizes.iter_mut().zip(sizes) {
             *place = size;
             numel = numel.wrapping_mul(size); // at most `extent`, unless that is refused
@@ -65,9 +67,9 @@ impl Shape {
     /// The shape of a slice, whose length the language already bounds.
     #[inline]
     pub(crate) const fn vector(len: usize) -> Shape {
-        let mut sizes = [0; MAX_RANK];
-        sizes[0] = len;
-        Shape { sizes, numel: len, rank: 1 }
+        let mut shape = Shape { numel: len, rank: 1, ..Shape::SCALAR };
+        shape.sizes[0] = len;
+        shape
     }
 
     /// The number of elements.
@@ -79,8 +81,8 @@ impl Shape {
     /// The strides of this shape in contiguous memory, the last dimension varying fastest. A size of 0 counts as 1.
     #[inline]
     pub fn row_major(&self) -> Strides {
-        let mut strides = Strides::vector();
-        strides.set_row_major(self);
+        let mut strides = Strides::SCALAR;
+        strides.fill_row_major(self);
         strides
     }
 
@@ -115,6 +117,9 @@ pub struct Strides {
 }
 
 impl Strides {
+    /// The strides without dimensions.
+    pub(crate) const SCALAR: Strides = Strides { steps: [0; MAX_RANK], rank: 0 };
+
     /// Strides of these steps.
     ///
     /// # Errors
@@ -122,25 +127,23 @@ impl Strides {
     /// [`TensorError::RankTooHigh`] beyond [`MAX_RANK`] steps.
     #[inline]
     pub fn new(steps: &[isize]) -> Result<Strides, TensorError> {
-        let mut strides = Strides::vector();
-        strides.set(steps)?;
+        let mut strides = Strides::SCALAR;
+        strides.fill(steps)?;
         Ok(strides)
     }
 
-    /// [`new`](Strides::new) in place; what `self` is after an error does not matter.
+    /// [`new`](Strides::new) in place of [`SCALAR`](Strides::SCALAR).
     #[inline]
-    pub(crate) fn set(&mut self, steps: &[isize]) -> Result<(), TensorError> {
+    pub(crate) fn fill(&mut self, steps: &[isize]) -> Result<(), TensorError> {
         self.rank = check_rank(steps)?;
-        self.steps = [0; MAX_RANK];
         self.steps[..steps.len()].copy_from_slice(steps);
         Ok(())
     }
 
-    /// [`Shape::row_major`] in place.
+    /// [`Shape::row_major`] in place of [`SCALAR`](Strides::SCALAR).
     #[inline]
-    pub(crate) fn set_row_major(&mut self, shape: &Shape) {
+    pub(crate) fn fill_row_major(&mut self, shape: &Shape) {
         self.rank = shape.rank;
-        self.steps = [0; MAX_RANK];
         let mut step = 1;
         for (place, &size) in self.steps.iter_mut().zip(shape.iter()).rev() {
             *place = step;
@@ -151,9 +154,9 @@ impl Strides {
     /// The stride of a slice.
     #[inline]
     pub(crate) const fn vector() -> Strides {
-        let mut steps = [0; MAX_RANK];
-        steps[0] = 1;
-        Strides { steps, rank: 1 }
+        let mut strides = Strides { rank: 1, ..Strides::SCALAR };
+        strides.steps[0] = 1;
+        strides
     }
 
     /// The steps, to change.

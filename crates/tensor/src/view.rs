@@ -76,13 +76,14 @@ macro_rules! common_methods {
         ///
         /// # Errors
         ///
-        /// [`TensorError::IndexOutOfRange`] if the index has another rank or leaves the shape,
+        /// [`TensorError::IndexOutOfBounds`] if the index has another rank or leaves the shape,
         /// [`TensorError::NotOnHost`] if the memory is not the CPU's.
         pub fn get_f64(&self, index: &[usize]) -> Result<f64, TensorError> {
             let address = self.raw.address(index)?.as_ptr();
             Ok(with_dtype!(self.dtype(), T => {
                 // SAFETY: the address is that of an element inside the borrowed memory, of the type that DType names.
-                unsafe { address.cast::<T>().read_unaligned() }.to_f64()
+                let element = unsafe { address.cast::<T>().read_unaligned() };
+                <T as Element>::to_f64(element)
             }))
         }
 
@@ -90,7 +91,7 @@ macro_rules! common_methods {
         ///
         /// # Errors
         ///
-        /// [`TensorError::DimOutOfRange`] and [`TensorError::RangeOutOfRange`].
+        /// [`TensorError::DimOutOfBounds`] and [`TensorError::RangeOutOfBounds`].
         pub fn select(self, dim: usize, index: usize) -> Result<Self, TensorError> {
             self.raw.select(dim, index).map(Self::wrap)
         }
@@ -99,7 +100,7 @@ macro_rules! common_methods {
         ///
         /// # Errors
         ///
-        /// [`TensorError::DimOutOfRange`] and [`TensorError::RangeOutOfRange`].
+        /// [`TensorError::DimOutOfBounds`] and [`TensorError::RangeOutOfBounds`].
         pub fn narrow(self, dim: usize, start: usize, len: usize) -> Result<Self, TensorError> {
             self.raw.narrow(dim, start, len).map(Self::wrap)
         }
@@ -108,7 +109,7 @@ macro_rules! common_methods {
         ///
         /// # Errors
         ///
-        /// [`TensorError::DimOutOfRange`].
+        /// [`TensorError::DimOutOfBounds`].
         pub fn transpose(self, first: usize, second: usize) -> Result<Self, TensorError> {
             self.raw.transpose(first, second).map(Self::wrap)
         }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, mpsc};
 
-use super::{Communicator, Shared};
+use super::{Communicator, Presence};
 use crate::{FabricError, signal::channel::Ticket};
 
 type Job = Box<dyn FnOnce(&Communicator) + Send>;
@@ -11,11 +11,11 @@ type Job = Box<dyn FnOnce(&Communicator) + Send>;
 pub(super) struct Worker(mpsc::Sender<Job>);
 
 impl Worker {
-    pub(super) fn start(shared: Arc<Shared>) -> Result<Self, FabricError> {
+    pub(super) fn start(presence: Arc<Presence>) -> Result<Self, FabricError> {
         let (sender, jobs) = mpsc::channel::<Job>();
-        let name = format!("antiphon-{}", shared.rank);
+        let name = format!("antiphon-{}", presence.0.rank);
         let run = move || {
-            let comm = Communicator::on_lane(shared, 1);
+            let comm = Communicator::on_lane(presence, 1);
             for job in jobs {
                 job(&comm);
             }
@@ -57,7 +57,7 @@ impl Communicator {
     {
         self.check_foreground("spawn")?;
         if self.background.get().is_none() {
-            let worker = Worker::start(self.shared.clone())?;
+            let worker = Worker::start(self.presence.clone())?;
             self.background.get_or_init(|| worker);
         }
         let Worker(jobs) = self.background.get().expect("started above");
@@ -69,7 +69,7 @@ impl Communicator {
     }
 
     pub(super) fn pending_transfer<T, E>(&self, ticket: Ticket, buffer: Handover<T>) -> Pending<T, E> {
-        Pending(State::Transfer { shared: self.shared.clone(), ticket, buffer })
+        Pending(State::Transfer { presence: self.presence.clone(), ticket, buffer })
     }
 }
 
@@ -84,7 +84,7 @@ pub struct Pending<T, E = FabricError>(State<T, E>);
 
 enum State<T, E> {
     Background { result: mpsc::Receiver<Result<T, E>>, early: Option<Result<T, E>> },
-    Transfer { shared: Arc<Shared>, ticket: Ticket, buffer: Handover<T> },
+    Transfer { presence: Arc<Presence>, ticket: Ticket, buffer: Handover<T> },
 }
 
 impl<T, E: From<FabricError>> Pending<T, E> {
@@ -96,8 +96,9 @@ impl<T, E: From<FabricError>> Pending<T, E> {
         match self.0 {
             State::Background { early: Some(result), .. } => result,
             State::Background { result, .. } => result.recv().unwrap_or_else(|_| Err(panicked().into())),
-            State::Transfer { shared, ticket, buffer } => {
-                shared.messages.wait(&shared, &ticket)?;
+            State::Transfer { presence, ticket, buffer } => {
+                let shared = &presence.0;
+                shared.messages.wait(shared, &ticket)?;
                 buffer.recv().map_err(|_| panicked().into())
             }
         }
@@ -116,7 +117,9 @@ impl<T, E: From<FabricError>> Pending<T, E> {
                 }
                 early.is_some()
             }
-            State::Transfer { shared, ticket, .. } => shared.messages.is_over(shared, ticket).unwrap_or(true),
+            State::Transfer { presence, ticket, .. } => {
+                presence.0.messages.is_over(&presence.0, ticket).unwrap_or(true)
+            },
         }
     }
 }

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
 use antiphon_device::host::{cpu::allowed_cores, process::pid_namespace, wait::Patience};
 
-use super::{Communicator, Shared};
+use super::{Communicator, Presence, Shared};
 use crate::{
     FabricError,
     health::Health,
@@ -125,7 +125,7 @@ impl Builder {
             regions: Regions::new(meeting.memory, layout),
             messages: Messages::new(world_size),
         };
-        let comm = Communicator::on_lane(Arc::new(shared), 0);
+        let comm = Communicator::on_lane(Arc::new(Presence(Arc::new(shared))), 0);
         // Whoever died between joining and mapping the memory is found now, and not by the first real call.
         comm.barrier()?;
         Ok(comm)

@@ -37,9 +37,12 @@ pub(crate) struct Shared {
     pub(crate) messages: Messages,
 }
 
-impl Drop for Shared {
+/// While one of these lives, this rank takes part. Buffers may outlive it, and only keep the memory mapped.
+pub(crate) struct Presence(pub(crate) Arc<Shared>);
+
+impl Drop for Presence {
     fn drop(&mut self) {
-        self.health.depart(&self.regions);
+        self.0.health.depart(&self.0.regions);
     }
 }
 
@@ -66,6 +69,7 @@ impl Drop for Shared {
 /// ```
 pub struct Communicator {
     shared: Arc<Shared>,
+    presence: Arc<Presence>,
     rounds: RefCell<Rounds>,
     lane: usize,
     allocator: RefCell<Allocator>,
@@ -95,7 +99,8 @@ impl Communicator {
         Self::builder().from_env()
     }
 
-    fn on_lane(shared: Arc<Shared>, lane: usize) -> Self {
+    fn on_lane(presence: Arc<Presence>, lane: usize) -> Self {
+        let shared = presence.0.clone();
         let allocator = Allocator::new(shared.regions.layout().arena_bytes);
         Self {
             rounds: RefCell::new(Rounds::new(shared.clone(), lane)),
@@ -103,6 +108,7 @@ impl Communicator {
             allocator: RefCell::new(allocator),
             background: OnceCell::new(),
             extensions: extension::Extensions::default(),
+            presence,
             shared,
         }
     }

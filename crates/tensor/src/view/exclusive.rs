@@ -187,7 +187,7 @@ impl<'a> TensorViewMut<'a> {
         with_dtype!(self.dtype(), T => {
             // SAFETY: the address is that of an element inside the memory that `self` borrows exclusively, of the type
             // that DType names.
-            unsafe { address.cast::<T>().write_unaligned(T::from_f64(value)) }
+            unsafe { address.cast::<T>().write_unaligned(<T as Element>::from_f64(value)) }
         });
         Ok(())
     }
@@ -207,7 +207,7 @@ impl<'a> TensorViewMut<'a> {
     ///
     /// # Errors
     ///
-    /// [`TensorError::DimOutOfRange`] and [`TensorError::RangeOutOfRange`].
+    /// [`TensorError::DimOutOfBounds`] and [`TensorError::RangeOutOfBounds`].
     pub fn split_at(self, dim: usize, middle: usize) -> Result<(Self, Self), TensorError> {
         // No two indices reach the same element, so the halves share none.
         let front = self.raw.narrow(dim, 0, middle)?;

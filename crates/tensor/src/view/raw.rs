@@ -28,8 +28,8 @@ impl Raw {
     /// All elements of a slice, in row-major order.
     #[inline]
     pub(super) fn shaped<T: Element>(data: NonNull<[T]>, shape: &[usize]) -> Result<Raw, TensorError> {
-        let mut raw = Raw::vector(data);
-        raw.layout.set(shape, None, size_of::<T>())?;
+        let mut raw = Raw { layout: Layout::SCALAR, ..Raw::vector(data) };
+        raw.layout.fill(shape, None, size_of::<T>())?;
         let (numel, len) = (raw.layout.numel(), data.len());
         if numel != len {
             return Err(TensorError::LengthMismatch { shape: shape.to_vec(), numel, len });
@@ -43,8 +43,8 @@ impl Raw {
         shape: &[usize],
         strides: &[isize],
     ) -> Result<Raw, TensorError> {
-        let mut raw = Raw::vector(data);
-        raw.layout.set(shape, Some(strides), size_of::<T>())?;
+        let mut raw = Raw { layout: Layout::SCALAR, ..Raw::vector(data) };
+        raw.layout.fill(shape, Some(strides), size_of::<T>())?;
         let len = data.len();
         match raw.layout.reach() {
             Some(reach) if reach.lowest < 0 || reach.highest >= len as isize => {
@@ -74,8 +74,8 @@ impl Raw {
         device: Device,
     ) -> Result<Raw, TensorError> {
         let at = NonNull::new(ptr);
-        let mut raw = Raw { ptr: at.unwrap_or(dangling(dtype)), layout: Layout::vector(0), dtype, device };
-        raw.layout.set(shape, strides, dtype.size())?;
+        let mut raw = Raw { ptr: at.unwrap_or(dangling(dtype)), layout: Layout::SCALAR, dtype, device };
+        raw.layout.fill(shape, strides, dtype.size())?;
         if at.is_none() && raw.layout.numel() > 0 {
             return Err(TensorError::NullPointer { shape: shape.to_vec() });
         }
@@ -167,9 +167,11 @@ impl Raw {
     /// The address of an element that the layout reaches, or of no element if `offset` is 0.
     #[inline]
     fn step(&self, offset: isize) -> NonNull<u8> {
-        // SAFETY: by the promise of the type the element is in the same memory, so the sum is not null and does not
-        // wrap; by that of the layout the distance in bytes fits an isize.
-        unsafe { self.ptr.offset(offset * self.dtype.size() as isize) }
+        // Wrapping, because the rules of `offset` are about Rust's own allocations, and a device's is none.
+        let address = self.ptr.as_ptr().wrapping_offset(offset * self.dtype.size() as isize);
+        // SAFETY: by the promise of the type the address is that of an element in the same memory as `ptr`, or `ptr`
+        // itself, so it is not null.
+        unsafe { NonNull::new_unchecked(address) }
     }
 
     /// An error unless the elements lie in row-major order without gaps.
