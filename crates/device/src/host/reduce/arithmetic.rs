@@ -42,7 +42,7 @@ macro_rules! in_f32 {
 }
 
 in_f32! {
-    f32, |x: f32| x, |x: f32| if x.is_nan() { f32::from_bits(0x7FC0_0000) } else { x };
+    f32, |x: f32| x, round::canonical_f32;
     f16, |x: f16| round::f16_to_f32(x.to_bits()), |x| f16::from_bits(round::f32_to_f16(x));
     bf16, |x: bf16| round::bf16_to_f32(x.to_bits()), |x| bf16::from_bits(round::f32_to_bf16(x));
 }
@@ -59,7 +59,7 @@ impl Domain<f64> for InF64 {
     }
     #[inline(always)]
     fn narrow(accumulator: f64) -> f64 {
-        if accumulator.is_nan() { f64::from_bits(0x7FF8_0000_0000_0000) } else { accumulator }
+        round::canonical_f64(accumulator)
     }
 }
 

@@ -84,7 +84,7 @@ fn small_integers_are_exact_in_every_dtype() {
             let columns: Vec<Vec<f64>> =
                 (0..4).map(|r| (0..77).map(|i| ((i * 7 + r * 3) % 4 + 1) as f64).collect()).collect();
             let sources: Vec<Vec<T>> =
-                columns.iter().map(|c| c.iter().map(|&x| T::from_f64(x)).collect()).collect();
+                columns.iter().map(|c| c.iter().map(|&x| <T as Element>::from_f64(x)).collect()).collect();
             let slices: Vec<&[T]> = sources.iter().map(Vec::as_slice).collect();
             for op in ReduceOp::ALL {
                 let mut out = vec![T::default(); 77];
@@ -99,7 +99,7 @@ fn small_integers_are_exact_in_every_dtype() {
                         ReduceOp::Avg if dtype.is_float() => column.sum::<f64>() / 4.0,
                         ReduceOp::Avg => (column.sum::<f64>() / 4.0).trunc(),
                     };
-                    assert_eq!(out[i].to_f64(), expected, "{dtype} {op} element {i}");
+                    assert_eq!(Element::to_f64(out[i]), expected, "{dtype} {op} element {i}");
                 }
             }
         });

@@ -10,7 +10,7 @@
 
 use std::arch::x86_64::*;
 
-use antiphon_tensor::{DType, Element, bf16, f16};
+use antiphon_tensor::{DType, Element, bf16, f16, round};
 
 use super::{
     Kernel,
@@ -109,7 +109,7 @@ impl Vector for __m512 {
     #[inline(always)]
     unsafe fn canonical(self) -> Self {
         let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self, self);
-        _mm512_mask_blend_ps(nan, self, Self::splat(f32::from_bits(0x7FC0_0000)))
+        _mm512_mask_blend_ps(nan, self, Self::splat(f32::from_bits(round::F32_NAN)))
     }
 }
 
@@ -180,7 +180,7 @@ impl Vector for __m256 {
     #[inline(always)]
     unsafe fn canonical(self) -> Self {
         let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(self, self);
-        _mm256_blendv_ps(self, Self::splat(f32::from_bits(0x7FC0_0000)), nan)
+        _mm256_blendv_ps(self, Self::splat(f32::from_bits(round::F32_NAN)), nan)
     }
 }
 
