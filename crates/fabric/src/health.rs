@@ -5,7 +5,10 @@
 //! What it finds it leaves in its own control block, so that the *cause* spreads and not its consequences: when rank 3
 //! is killed and rank 2 exits because of that, rank 0 hears of rank 3.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use antiphon_device::{
     host::process::{ProcessWatch, pid_namespace},
@@ -23,6 +26,8 @@ use crate::{
 pub(crate) struct Health {
     rank: usize,
     watches: Vec<Watch>,
+    /// What this communicator failed of, if it did.
+    first: OnceLock<Arc<FabricError>>,
 }
 
 /// What can be known of a peer's process.
@@ -93,7 +98,16 @@ impl Health {
             false => Watch::Unseen,
             true => ProcessWatch::open(card.pid).map_or(Watch::Gone, Watch::Running),
         };
-        Self { rank, watches: cards.iter().map(watch).collect() }
+        Self { rank, watches: cards.iter().map(watch).collect(), first: OnceLock::new() }
+    }
+
+    /// Fails if this communicator failed before: its ranks are no longer in step.
+    #[inline]
+    pub(crate) fn check_usable(&self) -> Result<(), FabricError> {
+        match self.first.get() {
+            None => Ok(()),
+            Some(first) => Err(FabricError::Failed(first.clone())),
+        }
     }
 
     /// Fails if the wait of this rank, doing `operation`, for those peers that are `missing`, is hopeless.
@@ -108,10 +122,14 @@ impl Health {
         self.faults(regions, operation)?;
         for rank in missing() {
             let ended = self.watches[rank].has_ended();
-            let left = regions.control(rank).departed.0.load(Ordering::Acquire) != 0;
+            let left = regions.control(rank).has_departed();
             // What it sent before it went counts: look once more.
             if (ended || left) && missing().contains(&rank) {
                 self.faults(regions, operation)?;
+                // If it gave up on another, that is why it went.
+                if let Some(Fault::TimedOut(other)) = fault_of(regions, rank) {
+                    return Err(gave_up(operation, rank, other));
+                }
                 let how = if left { Loss::Left } else { Loss::ProcessEnded };
                 return Err(FabricError::PeerLost { rank, operation, how });
             }
@@ -130,8 +148,7 @@ impl Health {
     fn faults(&self, regions: &Regions, operation: Signature) -> Result<(), FabricError> {
         let peers = (0..self.watches.len()).filter(|&rank| rank != self.rank);
         for by in peers {
-            let word = regions.control(by).fault.0.load(Ordering::Acquire);
-            let reason = match Fault::decode(word) {
+            let reason = match fault_of(regions, by) {
                 None => continue,
                 // It speaks of us: we live, and will see for ourselves what is wrong.
                 Some(Fault::Lost(rank)) if rank == self.rank => continue,
@@ -140,7 +157,7 @@ impl Health {
                 }
                 // Our own deadline will name all who are missing for us.
                 Some(Fault::TimedOut(rank)) if rank != self.rank => continue,
-                Some(Fault::TimedOut(rank)) => format!("gave up waiting for rank {rank}"),
+                Some(Fault::TimedOut(rank)) => return Err(gave_up(operation, by, rank)),
                 Some(Fault::Disagreed(rank)) => format!("disagreed with rank {rank} about what to do"),
                 Some(Fault::Other) => "failed".to_owned(),
             };
@@ -149,15 +166,18 @@ impl Health {
         Ok(())
     }
 
-    /// Leaves the reason for all to see, and wakes them.
+    /// Makes this communicator unusable, and leaves the reason for all to see. Only the first error counts: others
+    /// are its consequences.
     pub(crate) fn report(&self, regions: &Regions, error: &FabricError) {
-        regions.control(self.rank).fault.0.store(Fault::of(error).encode(), Ordering::Release);
-        self.wake_all(regions);
+        if self.first.set(Arc::new(error.clone())).is_ok() {
+            regions.control(self.rank).fault.0.store(Fault::of(error).encode(), Ordering::Release);
+            self.wake_all(regions);
+        }
     }
 
     /// Says that this rank is gone for good.
     pub(crate) fn depart(&self, regions: &Regions) {
-        regions.control(self.rank).departed.0.store(1, Ordering::Release);
+        regions.control(self.rank).depart();
         self.wake_all(regions);
     }
 
@@ -170,19 +190,47 @@ impl Health {
     }
 }
 
-/// Keeps the first error of a communicator; every later call is answered with it.
-#[derive(Default)]
-pub(crate) struct FirstError(Option<Arc<FabricError>>);
+fn fault_of(regions: &Regions, rank: usize) -> Option<Fault> {
+    Fault::decode(regions.control(rank).fault.0.load(Ordering::Acquire))
+}
 
-impl FirstError {
-    pub(crate) fn check(&self) -> Result<(), FabricError> {
-        match &self.0 {
-            None => Ok(()),
-            Some(first) => Err(FabricError::Failed(first.clone())),
-        }
+fn gave_up(operation: Signature, by: usize, on: usize) -> FabricError {
+    FabricError::Aborted { operation, by, reason: format!("gave up waiting for rank {on}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Operation;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_fault_says_whom_the_error_was_about() {
+        let operation = Signature::new(Operation::Barrier);
+        let lost = FabricError::PeerLost { rank: 3, operation, how: Loss::Left };
+        let timeout = |missing: &[usize]| {
+            let waited = Duration::ZERO;
+            FabricError::Timeout { operation, waited, missing: missing.to_vec(), world_size: 9 }
+        };
+        let mismatch = FabricError::Mismatch { rank: 1, mine: operation, peer: 5, theirs: operation };
+        assert_eq!(Fault::of(&lost), Fault::Lost(3));
+        assert_eq!(Fault::of(&timeout(&[7, 8])), Fault::TimedOut(7));
+        assert_eq!(Fault::of(&mismatch), Fault::Disagreed(5));
+        assert_eq!(Fault::of(&FabricError::invalid("a panic")), Fault::Other);
     }
 
-    pub(crate) fn note(&mut self, error: &FabricError) {
-        self.0.get_or_insert_with(|| Arc::new(error.clone()));
+    proptest! {
+        #[test]
+        fn faults_survive_the_word(kind in 0..4, rank in 0..=u32::MAX as usize) {
+            let fault = [Fault::Lost(rank), Fault::TimedOut(rank), Fault::Disagreed(rank), Fault::Other];
+            let fault = fault[kind as usize];
+            prop_assert_eq!(Fault::decode(fault.encode()), Some(fault));
+        }
+
+        /// A broken process may have scribbled on the word; and only an untouched one means that all is well.
+        #[test]
+        fn any_other_word_is_a_fault_too(word: u64) {
+            prop_assert_eq!(Fault::decode(word).is_none(), word >> 32 == 0);
+        }
     }
 }

@@ -8,10 +8,13 @@
 
 use antiphon_device::{
     host::{memory::SharedMemory, wait::Doorbell},
-    sync::{AtomicU32, AtomicU64},
+    sync::{AtomicU32, AtomicU64, Ordering},
 };
 
-use crate::signal::{Head, packet::INLINE};
+use crate::signal::{
+    Head,
+    packet::{Consumed, INLINE},
+};
 
 /// Independent sequences of rounds: one for the caller's thread, one for work in the background.
 pub(crate) const LANES: usize = 2;
@@ -43,6 +46,18 @@ pub(crate) struct Control {
     pub(crate) departed: Padded<AtomicU32>,
     /// Why it gave up, if it did (see `health`).
     pub(crate) fault: Padded<AtomicU64>,
+}
+
+impl Control {
+    /// Says that its rank is gone.
+    pub(crate) fn depart(&self) {
+        // Pairs with the acquire load in `has_departed`: who sees that we went sees what we posted before.
+        self.departed.0.store(1, Ordering::Release);
+    }
+
+    pub(crate) fn has_departed(&self) -> bool {
+        self.departed.0.load(Ordering::Acquire) != 0
+    }
 }
 
 /// The offsets within a region, for one world size.
@@ -130,7 +145,7 @@ impl Regions {
     }
 
     /// How many packets of messages from `from` the rank `to` has consumed; `to` writes it.
-    pub(crate) fn consumed(&self, from: usize, to: usize) -> &AtomicU64 {
+    pub(crate) fn consumed(&self, from: usize, to: usize) -> &Consumed {
         let offset = COUNTERS + from * size_of::<Padded<AtomicU64>>();
         // SAFETY: the offset is a counter's, aligned to 128 bytes.
         unsafe { &*self.at(to, offset).cast() }

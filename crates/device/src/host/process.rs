@@ -57,13 +57,11 @@ mod tests {
         let watch = ProcessWatch::open(child.id()).unwrap();
         assert!(!watch.has_ended());
         child.kill().unwrap();
-        for _ in 0..200 {
-            if watch.has_ended() {
-                child.wait().unwrap();
-                return;
-            }
+        let seen = (0..200).any(|_| {
             std::thread::sleep(Duration::from_millis(5));
-        }
-        panic!("the end of a killed process was not seen within a second");
+            watch.has_ended()
+        });
+        child.wait().unwrap();
+        assert!(seen, "the end of a killed process was not seen within a second");
     }
 }

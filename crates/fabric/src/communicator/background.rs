@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, mpsc};
 
-use super::{Communicator, Presence};
+use super::{Communicator, Presence, Shared};
 use crate::{FabricError, signal::channel::Ticket};
 
 type Job = Box<dyn FnOnce(&Communicator) + Send>;
@@ -28,6 +28,17 @@ impl Worker {
     }
 }
 
+/// Tells the others when the work panics: they may be waiting for it.
+struct Alarm<'a>(&'a Shared);
+
+impl Drop for Alarm<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.health.report(&self.0.regions, &panicked());
+        }
+    }
+}
+
 impl Communicator {
     /// Runs `work` in the background and returns at once with a handle to wait on.
     ///
@@ -46,7 +57,8 @@ impl Communicator {
     /// ```
     ///
     /// # Errors
-    /// [`FabricError::InvalidArgument`] when called in the background itself, or no thread can be had.
+    /// [`FabricError::InvalidArgument`] when called in the background itself, or no thread can be had;
+    /// [`Failed`](FabricError::Failed).
     pub fn spawn<T, E>(
         &self,
         work: impl FnOnce(&Self) -> Result<T, E> + Send + 'static,
@@ -56,6 +68,7 @@ impl Communicator {
         E: Send + 'static,
     {
         self.check_foreground("spawn")?;
+        self.shared.health.check_usable()?;
         if self.background.get().is_none() {
             let worker = Worker::start(self.presence.clone())?;
             self.background.get_or_init(|| worker);
@@ -63,7 +76,10 @@ impl Communicator {
         let Worker(jobs) = self.background.get().expect("started above");
         let (sender, result) = mpsc::sync_channel(1);
         // The receiver may be dropped before: then nobody wants the result.
-        let job: Job = Box::new(move |comm| drop(sender.send(work(comm))));
+        let job: Job = Box::new(move |comm| {
+            let _alarm = Alarm(&comm.shared);
+            drop(sender.send(work(comm)));
+        });
         jobs.send(job).map_err(|_| FabricError::invalid("earlier work in the background panicked"))?;
         Ok(Pending(State::Background { result, early: None }))
     }

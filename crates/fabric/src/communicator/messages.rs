@@ -35,7 +35,7 @@ impl Communicator {
         let signature = message(&tensor);
         let messages = &self.shared.messages;
         // SAFETY: the tensor is borrowed until `wait` returns, which leaves no transfer behind.
-        let ticket = unsafe { messages.start_send(to, bytes.as_ptr(), bytes.len(), signature, None)? };
+        let ticket = unsafe { messages.start_send(to, bytes.as_ptr(), bytes.len(), signature, None) };
         messages.wait(&self.shared, &ticket)
     }
 
@@ -52,7 +52,7 @@ impl Communicator {
         let (buffer, len) = (tensor.as_mut_ptr(), tensor.num_bytes());
         let messages = &self.shared.messages;
         // SAFETY: as in `send`.
-        let ticket = unsafe { messages.start_receive(from, buffer, len, signature, None)? };
+        let ticket = unsafe { messages.start_receive(from, buffer, len, signature, None) };
         messages.wait(&self.shared, &ticket)
     }
 
@@ -78,10 +78,8 @@ impl Communicator {
         // SAFETY: both tensors are borrowed until both waits have returned; a failed one leaves no transfer behind,
         // and the other is cancelled then.
         unsafe {
-            let outgoing = messages.start_send(to, bytes.as_ptr(), bytes.len(), sends, None)?;
-            let incoming = messages
-                .start_receive(from, buffer, len, receives, None)
-                .inspect_err(|_| messages.cancel(&outgoing))?;
+            let outgoing = messages.start_send(to, bytes.as_ptr(), bytes.len(), sends, None);
+            let incoming = messages.start_receive(from, buffer, len, receives, None);
             messages.wait(&self.shared, &incoming).inspect_err(|_| messages.cancel(&outgoing))?;
             messages.wait(&self.shared, &outgoing)
         }
@@ -94,12 +92,13 @@ impl Communicator {
     /// [`FabricError::InvalidArgument`] for a rank that does not exist; [`Failed`](FabricError::Failed).
     pub fn start_send<T: Element>(&self, buffer: Vec<T>, to: usize) -> Result<Pending<Vec<T>>, FabricError> {
         self.check_rank(to, "destination")?;
+        self.shared.health.check_usable()?;
         let view = TensorView::from(&buffer);
         let (signature, data, len) = (message(&view), buffer.as_ptr().cast(), view.num_bytes());
         let (sender, handover) = mpsc::sync_channel(1);
         let keep = Box::new(Kept(Some(buffer), sender));
         // SAFETY: the transfer owns the vector, whose heap memory does not move with it.
-        let ticket = unsafe { self.shared.messages.start_send(to, data, len, signature, Some(keep))? };
+        let ticket = unsafe { self.shared.messages.start_send(to, data, len, signature, Some(keep)) };
         self.shared.messages.progress(&self.shared);
         Ok(self.pending_transfer(ticket, handover))
     }
@@ -114,13 +113,14 @@ impl Communicator {
         from: usize,
     ) -> Result<Pending<Vec<T>>, FabricError> {
         self.check_rank(from, "source")?;
+        self.shared.health.check_usable()?;
         let view = TensorView::from(&buffer);
         let (signature, len) = (message(&view), view.num_bytes());
         let data = buffer.as_mut_ptr().cast();
         let (sender, handover) = mpsc::sync_channel(1);
         let keep = Box::new(Kept(Some(buffer), sender));
         // SAFETY: as in `start_send`.
-        let ticket = unsafe { self.shared.messages.start_receive(from, data, len, signature, Some(keep))? };
+        let ticket = unsafe { self.shared.messages.start_receive(from, data, len, signature, Some(keep)) };
         self.shared.messages.progress(&self.shared);
         Ok(self.pending_transfer(ticket, handover))
     }

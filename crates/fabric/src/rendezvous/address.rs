@@ -82,7 +82,7 @@ impl Address {
         if !metadata.file_type().is_socket() {
             return Err(RendezvousError::NotASocket { path: path.clone() });
         }
-        if matches!(self.connect(), Ok(None)) {
+        if matches!(self.try_connect(), Err(Errno::CONNREFUSED)) {
             let _ = std::fs::remove_file(path);
         }
         Ok(())
@@ -90,22 +90,24 @@ impl Address {
 
     /// Connects without blocking: `None` while nobody listens or the queue is full.
     pub(super) fn connect(&self) -> Result<Option<OwnedFd>, RendezvousError> {
-        let failed = |e: Errno| RendezvousError::Socket {
-            address: self.clone(),
-            source: std::sync::Arc::new(e.into()),
-        };
+        match self.try_connect() {
+            Ok(socket) => Ok(Some(socket)),
+            Err(Errno::CONNREFUSED | Errno::NOENT | Errno::AGAIN) => Ok(None),
+            Err(e) => {
+                let source = std::sync::Arc::new(e.into());
+                Err(RendezvousError::Socket { address: self.clone(), source })
+            }
+        }
+    }
+
+    fn try_connect(&self) -> Result<OwnedFd, Errno> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket =
-            rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         let address = match self {
             Self::Abstract(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
             Self::Path(path) => SocketAddrUnix::new(path),
-        }
-        .map_err(failed)?;
-        match rustix::net::connect(&socket, &address) {
-            Ok(()) => Ok(Some(socket)),
-            Err(Errno::CONNREFUSED | Errno::NOENT | Errno::AGAIN) => Ok(None),
-            Err(e) => Err(failed(e)),
-        }
+        }?;
+        rustix::net::connect(&socket, &address)?;
+        Ok(socket)
     }
 }

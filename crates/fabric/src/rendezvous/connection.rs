@@ -39,6 +39,12 @@ impl Connection {
         Self { socket, received: Vec::new(), unsent: Vec::new(), descriptor: None }
     }
 
+    /// The user at the other end, if it is not this process's own (or cannot be known).
+    pub(super) fn other_user(&self) -> Option<u32> {
+        let peer = rustix::net::sockopt::socket_peercred(&self.socket).map_or(u32::MAX, |c| c.uid.as_raw());
+        Some(peer).filter(|&user| user != rustix::process::geteuid().as_raw())
+    }
+
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

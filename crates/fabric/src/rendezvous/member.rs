@@ -69,19 +69,26 @@ impl Member<'_> {
         mut connection: Connection,
     ) -> Result<Option<(Vec<Card>, std::os::fd::OwnedFd)>, RendezvousError> {
         let mine = random_hex();
-        let mut theirs = String::new();
+        let mut theirs = None;
         let mut noted = false;
+        if let Some(user) = connection.other_user() {
+            return Err(self.impostor(format!("it belongs to user {user}")));
+        }
         loop {
             match connection.receive() {
-                Ok(Some(Frame::Challenge { nonce })) => {
+                Ok(Some(Frame::Challenge { nonce })) if theirs.is_none() => {
                     let proof = self.ticket.secret.prove_join(&nonce, &mine, &self.card);
-                    theirs = nonce;
+                    theirs = Some(nonce);
                     let join = Frame::Join { card: self.card.clone(), nonce: mine.clone(), proof };
                     if connection.send(&join).is_err() {
                         return Ok(None);
                     }
                 }
-                Ok(Some(Frame::Noted)) => noted = true,
+                Ok(Some(Frame::Noted)) if !noted => noted = true,
+                // Whoever chatters on must not keep us from looking at the clock.
+                Ok(Some(Frame::Challenge { .. } | Frame::Noted)) => {
+                    return Err(self.impostor("it says the same thing twice".into()));
+                }
                 Ok(Some(Frame::Refusal { missing, .. })) if !missing.is_empty() => {
                     return Err(self.missing(missing));
                 }
@@ -94,7 +101,8 @@ impl Member<'_> {
                     return Err(RendezvousError::Refused { rank, address: self.address(), reason });
                 }
                 Ok(Some(Frame::Welcome { cards, proof })) => {
-                    let proved = self.ticket.secret.verify_welcome(&theirs, &mine, &cards, &proof);
+                    let proved =
+                        self.ticket.secret.verify_welcome(&theirs.unwrap_or_default(), &mine, &cards, &proof);
                     return match connection.descriptor.take() {
                         Some(memory) if proved && cards.len() == self.card.world_size => {
                             Ok(Some((cards, memory)))

@@ -156,17 +156,11 @@ impl Door<'_> {
     }
 
     fn greet(&mut self, socket: OwnedFd) {
-        let same_user = rustix::net::sockopt::socket_peercred(&socket)
-            .is_ok_and(|peer| peer.uid == rustix::process::geteuid());
-        if !same_user {
+        let connection = Connection::new(socket);
+        if connection.other_user().is_some() {
             return;
         }
-        let mut guest = Guest {
-            connection: Connection::new(socket),
-            nonce: random_hex(),
-            since: Instant::now(),
-            seat: None,
-        };
+        let mut guest = Guest { connection, nonce: random_hex(), since: Instant::now(), seat: None };
         if guest.connection.send(&Frame::Challenge { nonce: guest.nonce.clone() }).is_ok() {
             self.guests.push(guest);
         }

@@ -1,13 +1,12 @@
 //! Messages from one rank to another: a ring of packets each way, and whatever number of transfers in flight.
 
-use std::{any::Any, collections::VecDeque, sync::Mutex, time::Duration};
+use std::{any::Any, cell::RefCell, collections::VecDeque, sync::Mutex, time::Duration};
 
-use antiphon_device::{host::wait::wait_for, sync::Ordering};
+use antiphon_device::host::wait::wait_for;
 
 use crate::{
     FabricError, Signature,
     communicator::Shared,
-    health::FirstError,
     layout::{MESSAGE_BELL, RING, RING_BODY},
 };
 
@@ -48,7 +47,6 @@ struct State {
     outgoing: Vec<Port>,
     incoming: Vec<Port>,
     active: usize,
-    failed: FirstError,
 }
 
 /// A message in flight; see [`Messages::start`].
@@ -63,8 +61,7 @@ pub(crate) struct Ticket {
 impl Messages {
     pub(crate) fn new(world_size: usize) -> Self {
         let ports = || (0..world_size).map(|_| Port::default()).collect();
-        let failed = FirstError::default();
-        Self(Mutex::new(State { next_id: 0, outgoing: ports(), incoming: ports(), active: 0, failed }))
+        Self(Mutex::new(State { next_id: 0, outgoing: ports(), incoming: ports(), active: 0 }))
     }
 
     /// Begins to send (or receive) a message and moves it as far as it goes.
@@ -80,15 +77,14 @@ impl Messages {
         len: usize,
         signature: Signature,
         keep: Option<Box<dyn Any + Send>>,
-    ) -> Result<Ticket, FabricError> {
+    ) -> Ticket {
         let mut state = self.lock();
-        state.failed.check()?;
         let id = state.next_id;
         state.next_id += 1;
         state.active += 1;
         let transfer = Transfer { id, buffer, len, done: 0, signature, _keep: keep };
         state.port(direction, peer).queue.push_back(transfer);
-        Ok(Ticket { id, peer, direction, signature })
+        Ticket { id, peer, direction, signature }
     }
 
     /// As [`start`](Self::start), for sending.
@@ -102,7 +98,7 @@ impl Messages {
         len: usize,
         signature: Signature,
         keep: Option<Box<dyn Any + Send>>,
-    ) -> Result<Ticket, FabricError> {
+    ) -> Ticket {
         // SAFETY: passed on; a transfer that sends only reads its buffer.
         unsafe { self.start(Direction::Send, to, data.cast_mut(), len, signature, keep) }
     }
@@ -118,15 +114,15 @@ impl Messages {
         len: usize,
         signature: Signature,
         keep: Option<Box<dyn Any + Send>>,
-    ) -> Result<Ticket, FabricError> {
+    ) -> Ticket {
         // SAFETY: passed on.
         unsafe { self.start(Direction::Receive, from, buffer, len, signature, keep) }
     }
 
     /// Whether the transfer is over, after moving everything as far as it goes.
     pub(crate) fn is_over(&self, shared: &Shared, ticket: &Ticket) -> Result<bool, FabricError> {
+        shared.health.check_usable()?;
         let mut state = self.lock();
-        state.failed.check()?;
         self.advance(shared, &mut state)?;
         Ok(!state.port(ticket.direction, ticket.peer).queue.iter().any(|t| t.id == ticket.id))
     }
@@ -180,7 +176,6 @@ impl Messages {
                     Ok(true) => {}
                     Ok(false) => break,
                     Err(error) => {
-                        state.failed.note(&error);
                         shared.health.report(&shared.regions, &error);
                         return Err(error);
                     }
@@ -193,12 +188,10 @@ impl Messages {
     /// Sends the next packet to `peer`, if there is one and room for it.
     fn send_packet(&self, shared: &Shared, peer: usize, port: &mut Port, active: &mut usize) -> bool {
         let Some(transfer) = port.queue.front_mut() else { return false };
-        // Pairs with the release store of the receiver: it has read the packet whose place we take.
-        let consumed = shared.regions.consumed(shared.rank, peer).load(Ordering::Acquire);
-        if port.sequence - consumed >= RING as u64 {
+        if !has_room(port.sequence, shared.regions.consumed(shared.rank, peer).count(), RING) {
             return false;
         }
-        let packet = shared.regions.ring(shared.rank, peer, (port.sequence % RING as u64) as usize);
+        let packet = shared.regions.ring(shared.rank, peer, place(port.sequence, RING));
         let part = (transfer.len - transfer.done).min(RING_BODY);
         // SAFETY: the buffer is valid for `len` bytes, the packet's body for RING_BODY, and the receiver is done with
         // it.
@@ -219,7 +212,7 @@ impl Messages {
         active: &mut usize,
     ) -> Result<bool, FabricError> {
         let Some(transfer) = port.queue.front_mut() else { return Ok(false) };
-        let packet = shared.regions.ring(peer, shared.rank, (port.sequence % RING as u64) as usize);
+        let packet = shared.regions.ring(peer, shared.rank, place(port.sequence, RING));
         let Some(words) = packet.head.arrival(port.sequence + 1) else { return Ok(false) };
         if words != transfer.signature.encode() {
             let theirs = Signature::decode(words).unwrap_or(transfer.signature);
@@ -230,8 +223,7 @@ impl Messages {
         // SAFETY: as in `send_packet`; equal signatures mean equal lengths, so the packet holds `part` bytes.
         unsafe { transfer.buffer.add(transfer.done).copy_from_nonoverlapping(packet.payload(part), part) };
         port.sequence += 1;
-        // Pairs with the acquire load of the sender: we have read the packet.
-        shared.regions.consumed(peer, shared.rank).store(port.sequence, Ordering::Release);
+        shared.regions.consumed(peer, shared.rank).announce(port.sequence);
         shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
         finish_part(port, part, active);
         Ok(true)
@@ -239,16 +231,20 @@ impl Messages {
 
     #[cold]
     fn look_around(&self, shared: &Shared, ticket: &Ticket, waited: Duration) -> Result<(), FabricError> {
+        // Looking moves the transfer on, which may fail: then there is nothing to wait for.
+        let failed = RefCell::new(None);
         let missing = || match self.is_over(shared, ticket) {
+            Ok(false) => vec![ticket.peer],
             Ok(true) => Vec::new(),
-            _ => vec![ticket.peer],
+            Err(error) => {
+                failed.borrow_mut().get_or_insert(error);
+                Vec::new()
+            }
         };
         let Shared { health, regions, timeout, .. } = shared;
         let checked = health.check(regions, ticket.signature, missing, waited, *timeout);
-        checked.inspect_err(|error| {
-            self.lock().failed.note(error);
-            health.report(regions, error);
-        })
+        let checked = failed.into_inner().map_or(checked, Err);
+        checked.inspect_err(|error| health.report(regions, error))
     }
 }
 
@@ -259,6 +255,16 @@ impl State {
             Direction::Receive => &mut self.incoming[peer],
         }
     }
+}
+
+/// Where in the ring the packet after the first `sequence` packets lies.
+pub(super) fn place(sequence: u64, ring: usize) -> usize {
+    (sequence % ring as u64) as usize
+}
+
+/// Whether that place is free: the receiver has consumed the packet that lay there before.
+pub(super) fn has_room(sequence: u64, consumed: u64, ring: usize) -> bool {
+    sequence - consumed < ring as u64
 }
 
 /// Notes that a part of the first transfer has moved, and removes the transfer when it was the last.

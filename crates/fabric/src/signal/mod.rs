@@ -11,6 +11,8 @@
 //! * In a **channel** from one rank to another, a ring of packets, the reader acknowledges what it has consumed.
 
 pub(crate) mod channel;
+#[cfg(all(test, loom))]
+mod model;
 pub(crate) mod packet;
 pub(crate) mod rounds;
 

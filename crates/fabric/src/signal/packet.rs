@@ -23,6 +23,25 @@ const _: () = assert!(size_of::<Head>() == 64);
 #[cfg(not(loom))]
 unsafe impl Sync for Head {}
 
+/// How many packets of a channel the receiver has consumed. Only the receiver writes it.
+#[repr(transparent)]
+#[derive(Debug, Default)]
+pub(crate) struct Consumed(AtomicU64);
+
+impl Consumed {
+    /// Gives the places of the first `count` packets back to the sender.
+    #[inline]
+    pub(crate) fn announce(&self, count: u64) {
+        // Pairs with the acquire load in `count`: we have read the packets.
+        self.0.store(count, Ordering::Release);
+    }
+
+    #[inline]
+    pub(crate) fn count(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
 impl Head {
     /// Makes everything written before visible to whoever sees the stamp. Only the owner calls it.
     #[inline]

@@ -7,9 +7,14 @@ use antiphon_device::host::wait::wait_for;
 use crate::{
     FabricError, Signature,
     communicator::Shared,
-    health::FirstError,
     layout::{BODY, Packet},
 };
+
+/// Which of a rank's two packets carries a round. Two are enough: see the module's page above.
+#[inline]
+pub(super) fn parity(round: u64) -> usize {
+    (round % 2) as usize
+}
 
 /// One lane's sequence of rounds. Every collective is made of these.
 ///
@@ -21,7 +26,6 @@ pub struct Rounds {
     lane: usize,
     /// The round that was posted last.
     sequence: u64,
-    failed: FirstError,
     /// Room for the answer of `inboxes`, so that no call allocates.
     pointers: Vec<*const u8>,
 }
@@ -54,7 +58,7 @@ impl Rounds {
 
     pub(crate) fn new(shared: Arc<Shared>, lane: usize) -> Self {
         let pointers = Vec::with_capacity(shared.world_size);
-        Self { shared, lane, sequence: 0, failed: FirstError::default(), pointers }
+        Self { shared, lane, sequence: 0, pointers }
     }
 
     /// This rank.
@@ -72,12 +76,12 @@ impl Rounds {
     /// Fails if an earlier round failed: the ranks are then no longer in step.
     #[inline]
     pub(crate) fn check_usable(&self) -> Result<(), FabricError> {
-        self.failed.check()
+        self.shared.health.check_usable()
     }
 
     #[inline]
     fn packet(&self, rank: usize, round: u64) -> Packet<'_> {
-        self.shared.regions.mailbox(rank, self.lane, (round % 2) as usize)
+        self.shared.regions.mailbox(rank, self.lane, parity(round))
     }
 
     /// Where this rank puts `len` bytes for the next round: valid for writing [`CAPACITY`](Self::CAPACITY) bytes if
@@ -100,7 +104,7 @@ impl Rounds {
     #[inline]
     pub fn inboxes(&mut self, len: usize) -> &mut [*const u8] {
         self.pointers.clear();
-        let (shared, lane, parity) = (&self.shared, self.lane, (self.sequence % 2) as usize);
+        let (shared, lane, parity) = (&self.shared, self.lane, parity(self.sequence));
         let inbox = |rank| shared.regions.mailbox(rank, lane, parity).payload(len).cast_const();
         self.pointers.extend((0..shared.world_size).map(inbox));
         &mut self.pointers
@@ -167,7 +171,6 @@ impl Rounds {
     /// Makes the lane unusable because of `error`, and tells the others; returns the error.
     #[cold]
     pub fn fail(&mut self, error: FabricError) -> FabricError {
-        self.failed.note(&error);
         self.shared.health.report(&self.shared.regions, &error);
         error
     }
