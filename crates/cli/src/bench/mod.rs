@@ -2,7 +2,7 @@
 //!
 //! The command starts one worker process per rank (itself, with a hidden flag) and shows the rows that rank 0 measures.
 //!
-//! * [`case`](self::case) says what is measured: which collective, with which buffers.
+//! * `case` says what is measured: which collective, with which buffers.
 //! * `pattern` makes inputs and knows every element of the outputs.
 //! * `worker` is what a rank does: verify, time, verify again.
 
