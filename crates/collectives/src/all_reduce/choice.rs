@@ -51,9 +51,13 @@ fn load(comm: &Communicator) -> Result<AllReduceTable> {
     })
 }
 
-/// What was measured on a 2-core machine (benches/results); `tune` finds what is true on another.
+/// What was measured on machines with 2 and 16 cores (benches/results); `tune` finds what is true on another.
 fn built_in(world_size: usize) -> Table {
-    let from_two_shot = if world_size <= 2 { 1 << 16 } else { 8 << 10 };
+    let from_two_shot = match world_size {
+        0..=2 => 32 << 10,
+        3..=4 => 4 << 10,
+        _ => 1 << 10,
+    };
     Table::from_thresholds(names(), [(0, 0), (from_two_shot, 1)]).expect("the thresholds ascend from 0")
 }
 

@@ -53,7 +53,7 @@ impl Piece {
 }
 
 /// A message of this size is worth asking first whether everybody's tensors are symmetric memory.
-const WORTH_ASKING: usize = 64 << 10;
+const WORTH_ASKING: usize = 32 << 10;
 /// Bytes that are reduced before the result is sent: they stay in L1.
 const SYMMETRIC_PIECE: usize = 8 << 10;
 
