@@ -1,0 +1,151 @@
+//! Processes that are killed, stopped, or leave in the middle of anything: the others hear of it at once.
+
+mod processes;
+
+use std::time::Duration;
+
+use antiphon_fabric::{Communicator, FabricError};
+use processes::{VICTIMS, World, kill_each, role, say, say_error};
+use rustix::process::Signal;
+
+/// The work of ranks that are about to lose one: one step of what goes on for ever.
+fn step(comm: &Communicator, work: &str) -> Result<(), FabricError> {
+    let (rank, world_size) = (comm.rank(), comm.world_size());
+    match work {
+        "barrier" => comm.barrier(),
+        "exchange" => comm.exchange_bytes(&vec![1; 3_000_000 >> rank]).map(drop),
+        "ring" => {
+            let (next, before) = ((rank + 1) % world_size, (rank + world_size - 1) % world_size);
+            comm.send_recv(&vec![1f32; 1 << 20], next, &mut vec![0f32; 1 << 20], before)
+        }
+        "messages" => {
+            for peer in (0..world_size).filter(|&peer| peer != rank) {
+                comm.send(&[1u8; 30], peer)?;
+            }
+            for peer in (0..world_size).filter(|&peer| peer != rank) {
+                comm.recv(&mut [0u8; 30], peer)?;
+            }
+            Ok(())
+        }
+        "memory" => {
+            let buffer = comm.create_shared_buffer(100_000)?;
+            // SAFETY: each rank writes to its own copy, which it has not freed yet.
+            unsafe { buffer.as_mut_ptr(rank).write_bytes(1, buffer.len()) };
+            comm.free_shared_buffer(buffer)
+        }
+        "background" => {
+            let pending = comm.spawn(|comm| comm.exchange_bytes(&[1; 10_000]))?;
+            comm.barrier()?;
+            pending.wait().map(drop)
+        }
+        other => panic!("{other} is no work"),
+    }
+}
+
+/// What a rank does when this binary is started as one.
+#[test]
+fn rank_process() {
+    let Some(role) = role() else { return };
+    let (work, end) = role.split_once(',').unwrap_or((&role, "never"));
+    let error = match work {
+        "meet" => {
+            say("ready");
+            Communicator::from_env().and_then(|comm| work_until(&comm, "barrier", usize::MAX)).unwrap_err()
+        }
+        _ => {
+            let comm = Communicator::from_env().unwrap();
+            say("ready");
+            let leaves = comm.rank() == 1 && end != "never";
+            match work_until(&comm, work, if leaves { 20 } else { usize::MAX }) {
+                Err(error) => error,
+                Ok(()) if end == "panics" => panic!("as planned"),
+                Ok(()) if end == "exits" => std::process::exit(0),
+                Ok(()) => return, // as a program that thinks it is done
+            }
+        }
+    };
+    say_error(&error);
+}
+
+fn work_until(comm: &Communicator, work: &str, steps: usize) -> Result<(), FabricError> {
+    (0..steps).try_for_each(|_| step(comm, work))
+}
+
+#[test]
+fn killed_while_ranks_meet() {
+    for (seed, victim) in [0, 1, 2, 0, 1, 2].into_iter().enumerate() {
+        // The socket of a killed rank 0 would stay, if it has a path, until the next run reclaims it.
+        let world = World::start(3, "meet", victim != 0, Duration::from_secs(1));
+        std::thread::sleep(Duration::from_micros(500) * seed as u32);
+        world.signal(victim, Signal::KILL);
+        for rank in world.others(victim) {
+            let said = world.hear(rank).1;
+            let root_ended = victim == 0 && said.starts_with("rank 0 ended");
+            let named = [format!("lost {victim}"), format!("missing [{victim}]")].contains(&said);
+            assert!(named || root_ended, "rank {rank} says {said:?} of rank {victim}");
+        }
+        world.end(&[victim]);
+    }
+}
+
+#[test]
+fn killed_in_a_barrier() {
+    kill_each(&VICTIMS, "barrier", Duration::from_millis(20));
+}
+
+#[test]
+fn killed_in_an_exchange() {
+    kill_each(&VICTIMS, "exchange", Duration::from_millis(50));
+}
+
+#[test]
+fn killed_in_a_ring_of_large_messages() {
+    kill_each(&VICTIMS, "ring", Duration::from_millis(50));
+}
+
+#[test]
+fn killed_among_many_small_messages() {
+    kill_each(&VICTIMS, "messages", Duration::from_millis(20));
+}
+
+#[test]
+fn killed_while_memory_comes_and_goes() {
+    kill_each(&VICTIMS, "memory", Duration::from_millis(20));
+}
+
+#[test]
+fn killed_while_the_background_works() {
+    kill_each(&VICTIMS, "background", Duration::from_millis(20));
+}
+
+#[test]
+fn a_rank_that_ends_otherwise_is_lost_too() {
+    for (end, failed) in [("returns", &[][..]), ("exits", &[]), ("panics", &[1])] {
+        for work in ["barrier", "ring"] {
+            let world = World::start(3, &format!("{work},{end}"), false, Duration::from_secs(30));
+            for rank in world.others(1) {
+                assert_eq!(world.hear(rank).1, "lost 1", "it {end} in {work}");
+            }
+            world.end(failed);
+        }
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_named_by_the_deadline_and_learns_of_it() {
+    let timeout = Duration::from_millis(500);
+    for (world_size, victim) in [(2, 0), (3, 2)] {
+        let world = World::start(world_size, "barrier", false, timeout);
+        let stopped = world.signal(victim, Signal::STOP);
+        for rank in world.others(victim) {
+            let (heard, said) = world.hear(rank);
+            assert_eq!(said, format!("timeout [{victim}]"));
+            let took = heard - stopped;
+            assert!(took >= timeout && took < timeout + Duration::from_secs(1), "{took:?}");
+        }
+        world.signal(victim, Signal::CONT);
+        let said = world.hear(victim).1;
+        assert!(said.contains(&format!("gave up waiting for rank {victim}")), "{said}");
+        world.end(&[]);
+    }
+}

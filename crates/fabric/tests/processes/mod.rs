@@ -1,0 +1,206 @@
+//! Ranks as processes, to be killed: the test binary starts itself again, once per rank, as the test `rank_process`.
+#![allow(dead_code)] // each test file uses its part
+
+use std::{
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Child, Command, Stdio},
+    sync::mpsc,
+    time::{Duration, Instant},
+};
+
+use antiphon_fabric::{FabricError, rendezvous::RendezvousError};
+use rustix::process::{Pid, Signal};
+
+/// No test waits longer than this for anything.
+const LIMIT: Duration = Duration::from_secs(30);
+/// What marks the lines of a rank among those of the test harness.
+const MARK: &str = "@@ ";
+const ROLE: &str = "TEST_ROLE";
+
+/// What this process is to do, if it is a rank. It does not outlive the process that started it.
+pub fn role() -> Option<String> {
+    let role = std::env::var(ROLE).ok()?;
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
+    Some(role)
+}
+
+/// Tells the test something.
+pub fn say(line: impl std::fmt::Display) {
+    println!("\n{MARK}{line}");
+}
+
+/// Tells how the work ended, in a form that tests compare.
+pub fn say_error(error: &FabricError) {
+    match error {
+        FabricError::PeerLost { rank, .. } => say(format_args!("lost {rank}")),
+        FabricError::Timeout { missing, .. } => say(format_args!("timeout {missing:?}")),
+        FabricError::Rendezvous(RendezvousError::Missing { missing, .. }) => {
+            say(format_args!("missing {missing:?}"));
+        }
+        other => say(other),
+    }
+}
+
+/// A world of processes; all are killed when it is dropped.
+pub struct World {
+    ranks: Vec<Rank>,
+    /// Where the ranks meet, if by path, and keep temporary files.
+    folder: tempfile::TempDir,
+}
+
+struct Rank {
+    child: Child,
+    lines: mpsc::Receiver<(Instant, String)>,
+}
+
+impl World {
+    /// Starts the ranks and waits until each says "ready".
+    pub fn start(world_size: usize, role: &str, by_path: bool, timeout: Duration) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let start = |rank| Rank::start(rank, world_size, role, folder.path(), by_path, timeout);
+        let ranks = (0..world_size).map(start).collect();
+        let world = Self { ranks, folder };
+        for rank in 0..world_size {
+            assert_eq!(world.hear(rank).1, "ready", "rank {rank}");
+        }
+        world
+    }
+
+    pub fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// All ranks but one.
+    pub fn others(&self, than: usize) -> impl Iterator<Item = usize> + use<> {
+        (0..self.size()).filter(move |&rank| rank != than)
+    }
+
+    /// The next line of a rank, and when it came.
+    #[track_caller]
+    pub fn hear(&self, rank: usize) -> (Instant, String) {
+        let line = self.ranks[rank].lines.recv_timeout(LIMIT);
+        line.unwrap_or_else(|_| panic!("rank {rank} says nothing, as if it hung or had crashed"))
+    }
+
+    pub fn signal(&self, rank: usize, signal: Signal) -> Instant {
+        let now = Instant::now();
+        rustix::process::kill_process(self.ranks[rank].pid(), signal).unwrap();
+        now
+    }
+
+    /// A living rank shares memory, and nothing that it has mapped or open has a name that could stay behind.
+    #[track_caller]
+    pub fn assert_nameless(&self, rank: usize) {
+        let process = format!("/proc/{}", self.ranks[rank].child.id());
+        let mut names = std::fs::read_to_string(format!("{process}/maps")).unwrap();
+        for entry in std::fs::read_dir(format!("{process}/fd")).unwrap() {
+            // It may be closed by now.
+            let target = std::fs::read_link(entry.unwrap().path()).unwrap_or_default();
+            names += &format!("{}\n", target.display());
+        }
+        assert!(names.contains("/memfd:antiphon (deleted)"));
+        for folder in [Path::new("/dev/shm"), self.folder.path()] {
+            assert!(!names.contains(folder.to_str().unwrap()), "{names}");
+        }
+    }
+
+    /// Waits for the processes, and finds nothing that they left: no process, no file, no shared memory. Ranks but
+    /// those in `failed` have exited successfully.
+    #[track_caller]
+    pub fn end(mut self, failed: &[usize]) {
+        for (number, rank) in self.ranks.iter_mut().enumerate() {
+            let start = Instant::now();
+            let status = loop {
+                match rank.child.try_wait().unwrap() {
+                    Some(status) => break status,
+                    None if start.elapsed() > LIMIT => panic!("rank {number} does not end"),
+                    None => std::thread::sleep(Duration::from_millis(1)),
+                }
+            };
+            assert_eq!(status.success(), !failed.contains(&number), "rank {number}: {status}");
+        }
+        assert_eq!(listing(self.folder.path()), [] as [&str; 0]);
+        // Other programs have theirs there.
+        assert!(!listing("/dev/shm").iter().any(|name| name.contains("antiphon")));
+    }
+}
+
+impl Rank {
+    fn start(
+        rank: usize,
+        world_size: usize,
+        role: &str,
+        folder: &Path,
+        by_path: bool,
+        timeout: Duration,
+    ) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "rank_process", "--nocapture"])
+            .env(ROLE, role)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", world_size.to_string())
+            .env("TORCHELASTIC_RUN_ID", folder)
+            .env("TMPDIR", folder)
+            .env("ANTIPHON_ARENA_BYTES", (16 << 20).to_string())
+            .env("ANTIPHON_TIMEOUT", timeout.as_secs_f64().to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
+        if by_path {
+            command.env("ANTIPHON_RENDEZVOUS", folder.join("meeting"));
+        }
+        let mut child = command.spawn().unwrap();
+        let (sender, lines) = mpsc::channel();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        std::thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                if let Some(said) = line.strip_prefix(MARK) {
+                    let _ = sender.send((Instant::now(), said.to_owned()));
+                }
+            }
+        });
+        Self { child, lines }
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn listing(folder: impl AsRef<Path>) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// World sizes, each with the rank that is killed.
+pub const VICTIMS: [(usize, usize); 8] = [(2, 1), (3, 0), (4, 2), (4, 3), (2, 0), (3, 1), (3, 2), (4, 0)];
+
+/// Kills each victim in the middle of `role`, and sees that the others soon hear of it.
+pub fn kill_each(victims: &[(usize, usize)], role: &str, longest_delay: Duration) {
+    for (seed, &(world_size, victim)) in victims.iter().enumerate() {
+        let world = World::start(world_size, role, seed % 2 == 0, LIMIT);
+        world.assert_nameless(victim);
+        // Any moment, but the same in every run.
+        let moment = (seed as u32 + 1).wrapping_mul(0x9E37_79B1) >> 22;
+        std::thread::sleep(longest_delay * moment / 1024);
+        let killed = world.signal(victim, Signal::KILL);
+        for rank in world.others(victim) {
+            let (heard, said) = world.hear(rank);
+            assert_eq!(said, format!("lost {victim}"), "rank {rank} of {world_size}, in {role}");
+            let took = heard - killed;
+            assert!(took < Duration::from_secs(1), "rank {rank} of {world_size} knew after {took:?}");
+        }
+        world.end(&[victim]);
+    }
+}

@@ -1,0 +1,321 @@
+//! Strangers at the meeting place: whatever they send, they join nothing, learn nothing and delay nobody.
+
+use std::{
+    io::{IoSlice, Read, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::AsFd,
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener, UnixStream},
+    },
+    sync::mpsc,
+    time::{Duration, Instant},
+};
+
+use antiphon_fabric::{
+    Builder, Communicator, FabricError,
+    rendezvous::{Address, Card, RendezvousError, Ticket, frame::Frame},
+};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+fn builder(timeout: Duration) -> Builder {
+    Communicator::builder().arena_bytes(1 << 16).timeout(timeout)
+}
+
+fn socket_address(ticket: &Ticket) -> SocketAddr {
+    let Address::Abstract(name) = &ticket.address else { unreachable!("a random ticket") };
+    SocketAddr::from_abstract_name(name).unwrap()
+}
+
+/// Connects as soon as somebody listens.
+fn knock(ticket: &Ticket) -> UnixStream {
+    let start = Instant::now();
+    loop {
+        match UnixStream::connect_addr(&socket_address(ticket)) {
+            Ok(stream) => return stream,
+            Err(error) if start.elapsed() > Duration::from_secs(10) => panic!("nobody listens: {error}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+}
+
+/// Rank 0 of a world of 3 listens; `strangers` come; the other two ranks come. Returns how long these took to join.
+fn besieged<T>(strangers: impl FnOnce(&Ticket) -> T) -> (Duration, T) {
+    let ticket = Ticket::random();
+    std::thread::scope(|scope| {
+        let join = |rank| {
+            let ticket = &ticket;
+            scope.spawn(move || {
+                let comm = builder(Duration::from_secs(15)).with_ticket(rank, 3, ticket)?;
+                comm.exchange_objects(&rank)
+            })
+        };
+        let root = join(0);
+        drop(knock(&ticket)); // it listens
+        let visit = strangers(&ticket);
+        let start = Instant::now();
+        let members = [join(1), join(2)];
+        for member in members {
+            assert_eq!(member.join().unwrap().unwrap(), [0, 1, 2]);
+        }
+        let took = start.elapsed();
+        assert_eq!(root.join().unwrap().unwrap(), [0, 1, 2]);
+        (took, visit)
+    })
+}
+
+fn card(rank: usize) -> Card {
+    Card { rank, world_size: 3, pid: 1, pid_namespace: 1, cores: vec![0], arena_bytes: 1 << 16 }
+}
+
+/// What a stranger can make up without the secret.
+fn join_request() -> Vec<u8> {
+    Frame::Join { card: card(1), nonce: "00".repeat(32), proof: "00".repeat(32) }.encode()
+}
+
+fn frame_header(length: u32) -> Vec<u8> {
+    let mut bytes = join_request()[..12].to_vec();
+    bytes[8..].copy_from_slice(&length.to_le_bytes());
+    bytes
+}
+
+/// Everything that rank 0 says until it hangs up, as frames.
+fn hear(mut stream: UnixStream) -> Vec<Frame> {
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let mut bytes = Vec::new();
+    let mut piece = [0; 4096];
+    // A reset ends the conversation as well as a farewell.
+    while let Ok(1..) = stream.read(&mut piece).inspect(|&n| bytes.extend_from_slice(&piece[..n])) {}
+    let mut frames = Vec::new();
+    while let Some((frame, length)) = Frame::decode(&bytes).unwrap() {
+        frames.push(frame);
+        bytes.drain(..length);
+    }
+    assert!(bytes.is_empty());
+    frames
+}
+
+#[test]
+fn nonsense_is_shown_the_door() {
+    let deep = "[".repeat(100_000);
+    let sayings: Vec<(&str, Vec<u8>)> = vec![
+        ("garbage", (0..5000u32).map(|i| (i * 7919 / 8) as u8).collect()),
+        ("HTTP", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".to_vec()),
+        ("a huge length", frame_header(u32::MAX)),
+        ("a frame that is no JSON", [&frame_header(5)[..], b"hello"].concat()),
+        ("deep JSON", [&frame_header(deep.len() as u32)[..], deep.as_bytes()].concat()),
+        ("rank 0's part", Frame::Welcome { cards: vec![card(0); 3], proof: String::new() }.encode()),
+        ("a join without the secret", join_request()),
+        ("two joins", join_request().repeat(2)),
+    ];
+    besieged(|ticket| {
+        for (what, bytes) in sayings {
+            let mut stream = knock(ticket);
+            // It may hang up before everything is said.
+            let _ = stream.write_all(&bytes);
+            let answers = hear(stream);
+            assert!(matches!(answers[0], Frame::Challenge { .. }), "{what}: {answers:?}");
+            match &answers[1..] {
+                [] => {}
+                [Frame::Refusal { reason, .. }] => {
+                    assert!(what.contains("join") && reason.contains("secret"))
+                }
+                more => panic!("{what}: {more:?}"),
+            }
+        }
+    });
+}
+
+#[test]
+fn silence_and_half_sentences_keep_nobody_waiting() {
+    let (took, _held) = besieged(|ticket| {
+        let whole = join_request();
+        let half = whole.len() / 2;
+        let sayings = [&[][..], &whole[..3], &whole[..12], &whole[..half], &frame_header(1 << 20)];
+        let say = |bytes: &[u8]| {
+            let mut stream = knock(ticket);
+            stream.write_all(bytes).unwrap();
+            stream
+        };
+        sayings.map(say)
+    });
+    assert!(took < Duration::from_secs(3), "{took:?}");
+}
+
+#[test]
+fn a_slow_speaker_keeps_nobody_waiting() {
+    std::thread::scope(|scope| {
+        let (took, ()) = besieged(|ticket| {
+            let mut stream = knock(ticket);
+            scope.spawn(move || {
+                for byte in join_request() {
+                    if stream.write_all(&[byte]).is_err() {
+                        return; // the meeting is over
+                    }
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+            });
+        });
+        assert!(took < Duration::from_secs(3), "{took:?}");
+    });
+}
+
+#[test]
+fn ten_thousand_connections_keep_nobody_from_joining() {
+    let (took, _held) = besieged(|ticket| {
+        let mut held = std::collections::VecDeque::new();
+        for _ in 0..10_000 {
+            held.push_back(knock(ticket));
+            if held.len() > 900 {
+                held.pop_front();
+            }
+        }
+        held
+    });
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}
+
+/// What a rank says about whoever listens in rank 0's place, and how soon; `host` does the talking, with each who comes.
+fn deceived(
+    timeout: Duration,
+    host: impl Fn(UnixStream) + Send + Sync,
+) -> (Result<(), RendezvousError>, Duration) {
+    let ticket = Ticket::random();
+    let listener = UnixListener::bind_addr(&socket_address(&ticket)).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let (over, is_over) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        let host = &host;
+        scope.spawn(move || {
+            while is_over.try_recv() == Err(mpsc::TryRecvError::Empty) {
+                match listener.accept() {
+                    Ok((stream, _)) => drop(scope.spawn(move || host(stream))),
+                    Err(_) => std::thread::sleep(Duration::from_millis(1)),
+                }
+            }
+        });
+        let start = Instant::now();
+        let result = builder(timeout).with_ticket(1, 3, &ticket).map(drop);
+        drop(over);
+        let result = result.map_err(|error| match error {
+            FabricError::Rendezvous(error) => error,
+            other => panic!("{other}"),
+        });
+        (result, start.elapsed())
+    })
+}
+
+const HASTY: Duration = Duration::from_millis(300);
+
+#[track_caller]
+fn assert_impostor(found: (Result<(), RendezvousError>, Duration), problem: &str) {
+    match found.0 {
+        Err(RendezvousError::Impostor { problem: seen, .. }) => assert!(seen.contains(problem), "{seen}"),
+        other => panic!("expected an impostor that {problem:?}, got {other:?}"),
+    }
+    assert!(found.1 < Duration::from_secs(2), "it is known as soon as it gives itself away");
+}
+
+/// Sends a frame with a descriptor beside it, as rank 0 sends the memory.
+fn send_with_memory(stream: &UnixStream, frame: &Frame) {
+    let memory = rustix::fs::memfd_create("trap", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [memory.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    rustix::net::sendmsg(stream, &[IoSlice::new(&frame.encode())], &mut control, SendFlags::empty()).unwrap();
+}
+
+#[test]
+fn an_impostor_is_found_out() {
+    let garbage = |mut stream: UnixStream| stream.write_all(b"SSH-2.0-OpenSSH_9.6\r\n").unwrap();
+    assert_impostor(deceived(HASTY, garbage), "not a frame");
+
+    let guest = |mut stream: UnixStream| stream.write_all(&join_request()).unwrap();
+    assert_impostor(deceived(HASTY, guest), "asks to join");
+
+    let welcome = || Frame::Welcome { cards: (0..3).map(card).collect(), proof: "00".repeat(32) };
+    let eager = |stream: UnixStream| send_with_memory(&stream, &welcome());
+    assert_impostor(deceived(HASTY, eager), "does not know the secret");
+
+    let careful = |mut stream: UnixStream| {
+        stream.write_all(&Frame::Challenge { nonce: "00".repeat(32) }.encode()).unwrap();
+        stream.write_all(&Frame::Noted.encode()).unwrap();
+        send_with_memory(&stream, &welcome());
+    };
+    assert_impostor(deceived(HASTY, careful), "does not know the secret");
+}
+
+#[test]
+fn an_impostor_cannot_hold_a_rank_beyond_its_deadline() {
+    let limit = HASTY + Duration::from_secs(2);
+    let silent = |mut stream: UnixStream| drop(stream.read(&mut [0]));
+    let (result, took) = deceived(HASTY, silent);
+    assert!(matches!(result, Err(RendezvousError::Missing { ref missing, .. }) if missing == &[0]));
+    assert!(took < limit, "{took:?}");
+
+    let rude = |stream: UnixStream| drop(stream); // hangs up, again and again
+    let (result, took) = deceived(HASTY, rude);
+    assert!(matches!(result, Err(RendezvousError::Missing { ref missing, .. }) if missing == &[0]));
+    assert!(took < limit, "{took:?}");
+
+    for endless in [Frame::Noted, Frame::Challenge { nonce: "00".into() }] {
+        let bytes = endless.encode().repeat(100);
+        let chatty = |mut stream: UnixStream| {
+            let start = Instant::now();
+            while stream.write_all(&bytes).is_ok() && start.elapsed() < Duration::from_secs(5) {}
+        };
+        assert_impostor(deceived(HASTY, chatty), "twice");
+    }
+}
+
+#[test]
+fn a_rank_that_was_noted_sees_its_root_die() {
+    let dying = |mut stream: UnixStream| {
+        stream.write_all(&Frame::Challenge { nonce: "00".repeat(32) }.encode()).unwrap();
+        stream.write_all(&Frame::Noted.encode()).unwrap();
+        let _ = stream.read(&mut [0; 4096]);
+    };
+    let (result, _) = deceived(Duration::from_secs(10), dying);
+    assert!(matches!(result, Err(RendezvousError::RootLost { .. })), "{result:?}");
+}
+
+/// The default secret is known to whoever can see the socket's name, so another user must not be believed at all.
+#[test]
+fn another_user_is_nobody() {
+    if !rustix::process::geteuid().is_root() {
+        return; // only root can become somebody else
+    }
+    // Of the calling thread only.
+    let become_nobody = || rustix::thread::set_thread_uid(rustix::fs::Uid::from_raw(65534)).unwrap();
+    let ticket = Ticket::random();
+    std::thread::scope(|scope| {
+        let impostor = scope.spawn(|| {
+            become_nobody();
+            let listener = UnixListener::bind_addr(&socket_address(&ticket)).unwrap();
+            let (mut stream, _) = listener.accept().unwrap();
+            let _ = stream.read(&mut [0]);
+        });
+        await_listener(&ticket);
+        let error = builder(HASTY).with_ticket(1, 2, &ticket).unwrap_err().to_string();
+        assert!(error.contains("user 65534"), "{error}");
+        impostor.join().unwrap();
+    });
+    besieged(|ticket| {
+        std::thread::scope(|scope| {
+            let stranger = scope.spawn(|| {
+                become_nobody();
+                hear(knock(ticket))
+            });
+            assert_eq!(stranger.join().unwrap(), [], "not even a challenge");
+        });
+    });
+}
+
+/// Waits until somebody listens.
+fn await_listener(ticket: &Ticket) {
+    let Address::Abstract(name) = &ticket.address else { unreachable!("a random ticket") };
+    while !std::fs::read_to_string("/proc/net/unix").unwrap().contains(name) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
