@@ -119,19 +119,11 @@ impl Health {
         waited: Duration,
         timeout: Duration,
     ) -> Result<(), FabricError> {
-        self.faults(regions, operation)?;
         for rank in missing() {
-            let ended = self.watches[rank].has_ended();
-            let left = regions.control(rank).has_departed();
+            let Some(error) = self.why_lost(regions, operation, rank) else { continue };
             // What it sent before it went counts: look once more.
-            if (ended || left) && missing().contains(&rank) {
-                self.faults(regions, operation)?;
-                // If it gave up on another, that is why it went.
-                if let Some(Fault::TimedOut(other)) = fault_of(regions, rank) {
-                    return Err(gave_up(operation, rank, other));
-                }
-                let how = if left { Loss::Left } else { Loss::ProcessEnded };
-                return Err(FabricError::PeerLost { rank, operation, how });
+            if missing().contains(&rank) {
+                return Err(error);
             }
         }
         if waited < timeout {
@@ -144,26 +136,25 @@ impl Health {
         }
     }
 
-    /// Fails if a peer gave up.
-    fn faults(&self, regions: &Regions, operation: Signature) -> Result<(), FabricError> {
-        let peers = (0..self.watches.len()).filter(|&rank| rank != self.rank);
-        for by in peers {
-            let reason = match fault_of(regions, by) {
-                None => continue,
-                // It speaks of us: we live, and will see for ourselves what is wrong.
-                Some(Fault::Lost(rank)) if rank == self.rank => continue,
-                Some(Fault::Lost(rank)) => {
-                    return Err(FabricError::PeerLost { rank, operation, how: Loss::Reported { by } });
-                }
-                // Our own deadline will name all who are missing for us.
-                Some(Fault::TimedOut(rank)) if rank != self.rank => continue,
-                Some(Fault::TimedOut(rank)) => return Err(gave_up(operation, by, rank)),
-                Some(Fault::Disagreed(rank)) => format!("disagreed with rank {rank} about what to do"),
-                Some(Fault::Other) => "failed".to_owned(),
-            };
-            return Err(FabricError::Aborted { operation, by, reason });
-        }
-        Ok(())
+    /// Why nothing more will come from rank `by`, if so. What made it give up goes before its being gone: the cause
+    /// spreads. (One that gave up later than what is awaited of it is not asked: that has arrived.)
+    fn why_lost(&self, regions: &Regions, operation: Signature, by: usize) -> Option<FabricError> {
+        let left = regions.control(by).has_departed();
+        let gone = left || self.watches[by].has_ended();
+        let how = if left { Loss::Left } else { Loss::ProcessEnded };
+        let reason = match fault_of(regions, by) {
+            None => return gone.then_some(FabricError::PeerLost { rank: by, operation, how }),
+            Some(Fault::Lost(rank)) if rank != self.rank => {
+                return Some(FabricError::PeerLost { rank, operation, how: Loss::Reported { by } });
+            }
+            Some(Fault::Lost(_)) => "took this rank for lost".to_owned(),
+            // Our own deadline will name all who are missing for us.
+            Some(Fault::TimedOut(rank)) if rank != self.rank && !gone => return None,
+            Some(Fault::TimedOut(rank)) => format!("gave up waiting for rank {rank}"),
+            Some(Fault::Disagreed(rank)) => format!("disagreed with rank {rank} about what to do"),
+            Some(Fault::Other) => "failed".to_owned(),
+        };
+        Some(FabricError::Aborted { operation, by, reason })
     }
 
     /// Makes this communicator unusable, and leaves the reason for all to see. Only the first error counts: others
@@ -192,10 +183,6 @@ impl Health {
 
 fn fault_of(regions: &Regions, rank: usize) -> Option<Fault> {
     Fault::decode(regions.control(rank).fault.0.load(Ordering::Acquire))
-}
-
-fn gave_up(operation: Signature, by: usize, on: usize) -> FabricError {
-    FabricError::Aborted { operation, by, reason: format!("gave up waiting for rank {on}") }
 }
 
 #[cfg(test)]

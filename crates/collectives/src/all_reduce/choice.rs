@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use antiphon_device::ReduceOp;
-use antiphon_fabric::{Communicator, FabricError};
+use antiphon_fabric::{Communicator, FabricError, Signature};
 use antiphon_tensor::DType;
 use antiphon_tuning::{Cache, Key, Plan, Table, TuningError, doubling, same_on_all_ranks};
 
@@ -33,8 +33,19 @@ impl AllReduceTable {
     }
 }
 
+/// The algorithm for a call of this signature, which has none yet. The first call loads the table; ranks that disagree
+/// about that very call must hear of the call and not of the table, so they meet for the call first.
 #[inline]
-pub(super) fn choose(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
+pub(super) fn choose(comm: &Communicator, call: &Signature, bytes: usize) -> Result<Algorithm> {
+    let meet_and_load = |comm: &Communicator| {
+        comm.rounds()?.exchange(call)?;
+        load(comm)
+    };
+    Ok(comm.extension(meet_and_load)?.choose(bytes))
+}
+
+/// The algorithm for a size, without a call.
+pub(super) fn look_up(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
     Ok(comm.extension(load)?.choose(bytes))
 }
 

@@ -61,7 +61,7 @@ impl std::fmt::Display for Algorithm {
 /// # Errors
 /// As an object exchange, when this is the communicator's first question: rank 0's table is then given to all.
 pub fn algorithm_for(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
-    choice::choose(comm, bytes)
+    choice::look_up(comm, bytes)
 }
 
 pub(crate) fn run(
@@ -75,17 +75,17 @@ pub(crate) fn run(
     same_dtype(OPERATION, &input, &output)?;
     numeric(OPERATION, input.dtype)?;
     has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
-    let algorithm = match algorithm {
-        Some(given) => given,
-        None => choice::choose(comm, input.count * input.dtype.size())?,
-    };
-    let signature = Signature {
+    let mut signature = Signature {
         dtype: Some(input.dtype),
         reduce: Some(op),
-        algorithm: algorithm as u8,
         count: input.count as u64,
         ..Signature::new(OPERATION)
     };
+    let algorithm = match algorithm {
+        Some(given) => given,
+        None => choice::choose(comm, &signature, input.count * input.dtype.size())?,
+    };
+    signature.algorithm = algorithm as u8;
     let mut rounds = comm.rounds()?;
     let reducer = Reducer::new(input.dtype, op);
     match algorithm {

@@ -27,15 +27,18 @@ pub(crate) fn all_to_all_v(
             return Err(CollectiveError::Splits { which, actual: list.len(), world_size });
         }
     }
-    has_count(OPERATION, "input", input.count, sends.iter().sum(), || "the sum of the send counts".into())?;
-    has_count(OPERATION, "output", output.count, receives.iter().sum(), || {
-        "the sum of the receive counts".into()
-    })?;
+    has_count(OPERATION, "input", input.count, total(sends), || "the sum of the send counts".into())?;
+    has_count(OPERATION, "output", output.count, total(receives), || "the sum of the receive counts".into())?;
     let signature = Signature { dtype: Some(input.dtype), algorithm: UNEVEN, ..Signature::new(OPERATION) };
     let mut rounds = comm.rounds()?;
     let longest = agree_on_splits(&mut rounds, &signature, sends, receives)?;
     let size = input.dtype.size();
     Ok(move_blocks(&mut rounds, &signature, longest * size, &input, sends, &output, receives, size)?)
+}
+
+/// The sum; one that overflows is larger than any tensor.
+fn total(counts: &[usize]) -> usize {
+    counts.iter().copied().fold(0, usize::saturating_add)
 }
 
 /// Exchanges the counts and checks that what each rank sends is what the other expects; the longest block.

@@ -135,7 +135,7 @@ impl<T, E: From<FabricError>> Pending<T, E> {
             }
             State::Transfer { presence, ticket, .. } => {
                 presence.0.messages.is_over(&presence.0, ticket).unwrap_or(true)
-            },
+            }
         }
     }
 }

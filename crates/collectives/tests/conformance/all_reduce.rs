@@ -1,0 +1,147 @@
+//! All-reduce: the same bits on every rank, in every way, for every size.
+
+use antiphon_collectives::{
+    Collectives, ReduceOp,
+    all_reduce::{Algorithm, algorithm_for},
+};
+use antiphon_tensor::DType;
+
+use crate::{
+    harness::{Backend, Place, assert_same_bits},
+    operations::{Rank, Way},
+    values::{Values, any_bits, special_combinations},
+};
+
+conformance! {
+    every_way_gives_the_reduction_in_rank_order: every_dtype, every_world;
+    tensors_may_begin_anywhere: every_dtype, [world_1 world_2 world_3 world_5];
+    results_are_as_close_to_f64_as_the_rule_says: every_dtype, every_world;
+    special_values_follow_the_rules: every_dtype, [world_1 world_2 world_3 world_5];
+    pieces_join_without_a_seam: [f64 f32 bf16 u8], [world_1 world_2 world_3 world_5];
+    every_pattern_of_16_bits_is_reduced_alike: [f16 bf16], [world_2 world_3];
+    the_choice_of_algorithm_is_equal_on_all_ranks: any_dtype, every_world;
+}
+
+/// Few elements, with those around what travels inside a packet's head (40 bytes).
+pub fn small_counts(dtype: DType) -> Vec<usize> {
+    let inline = 40 / dtype.size();
+    let mut counts = vec![0, 1, 2, 3, 5, 7, 9, 10, 11, inline, inline + 1, 63, 64, 65, 1000];
+    counts.sort_unstable();
+    counts.dedup();
+    counts
+}
+
+/// Counts whose bytes are around the sizes at which tensors are cut: 128 KiB, 256 KiB and 1 MiB.
+pub fn seams(dtype: DType) -> Vec<usize> {
+    let around = |bytes: usize| (bytes / dtype.size() - 1)..=(bytes / dtype.size() + 1);
+    let mut counts: Vec<usize> = [128 << 10, 256 << 10, 1 << 20].into_iter().flat_map(around).collect();
+    counts.push((3 << 20) / dtype.size() + 1);
+    counts
+}
+
+fn every_way_gives_the_reduction_in_rank_order<B: Backend>(dtype: DType, world: usize) {
+    B::run(world, |comm| {
+        let rank = Rank::<B>::new(&comm, dtype);
+        for count in small_counts(dtype) {
+            for op in ReduceOp::ALL {
+                for way in Way::ALL {
+                    rank.all_reduce(count, op, way);
+                }
+            }
+        }
+    });
+}
+
+fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
+    B::run(world, |comm| {
+        let rank = Rank::<B>::new(&comm, dtype).at(Place::Odd);
+        for count in [0, 1, 10, 65, 4099, (256 << 10) / dtype.size() + 1] {
+            for way in Way::ALL {
+                rank.all_reduce(count, ReduceOp::Sum, way);
+                rank.all_reduce(count, ReduceOp::Max, way);
+            }
+        }
+    });
+}
+
+fn results_are_as_close_to_f64_as_the_rule_says<B: Backend>(dtype: DType, world: usize) {
+    let inputs: Vec<Values> = (0..world).map(|rank| Values::moderate(dtype, rank as u64, 4099)).collect();
+    let expected = ReduceOp::ALL.map(|op| (op, Values::reduced(op, &inputs)));
+    for (op, expected) in &expected {
+        expected.assert_is_reduction(*op, &inputs);
+    }
+    every_way_gives::<B>(dtype, &inputs, &expected);
+}
+
+/// Signed zeros, subnormals, infinities, NaNs with payloads, the ends of integers, in all combinations.
+fn special_values_follow_the_rules<B: Backend>(dtype: DType, world: usize) {
+    let inputs = special_combinations(dtype, world);
+    let expected = ReduceOp::ALL.map(|op| (op, Values::reduced(op, &inputs)));
+    for (op, expected) in &expected {
+        // No step of these leaves the range, but the reference takes i64 through f64.
+        if matches!(op, ReduceOp::Min | ReduceOp::Max) && dtype != DType::I64 {
+            expected.assert_is_reduction(*op, &inputs);
+        }
+    }
+    every_way_gives::<B>(dtype, &inputs, &expected);
+}
+
+fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
+    let longest = seams(dtype).into_iter().max().unwrap();
+    let inputs: Vec<Values> = (0..world).map(|rank| Values::any_bits(dtype, rank as u64, longest)).collect();
+    let expected = Values::reduced(ReduceOp::Sum, &inputs);
+    for count in seams(dtype) {
+        let inputs: Vec<Values> = inputs.iter().map(|input| input.first(count)).collect();
+        every_way_gives::<B>(dtype, &inputs, &[(ReduceOp::Sum, expected.first(count))]);
+    }
+}
+
+/// All 65,536 patterns meet others in another order on each rank.
+fn every_pattern_of_16_bits_is_reduced_alike<B: Backend>(dtype: DType, world: usize) {
+    let pattern = |rank: usize, i: u64| i * [1, 40_503, 25_173][rank] + 99 * rank as u64;
+    let inputs: Vec<Values> =
+        (0..world).map(|rank| Values::from_bits(dtype, (0..1 << 16).map(|i| pattern(rank, i)))).collect();
+    let expected = ReduceOp::ALL.map(|op| (op, Values::reduced(op, &inputs)));
+    for (op, expected) in &expected {
+        // Only what leaves the range of f32 on the way may differ from the reference.
+        if dtype == DType::F16 || matches!(op, ReduceOp::Min | ReduceOp::Max) {
+            expected.assert_is_reduction(*op, &inputs);
+        }
+    }
+    every_way_gives::<B>(dtype, &inputs, &expected);
+}
+
+fn every_way_gives<B: Backend>(dtype: DType, inputs: &[Values], expected: &[(ReduceOp, Values)]) {
+    B::run(inputs.len(), |comm| {
+        let rank = Rank::<B>::new(&comm, dtype);
+        for (op, expected) in expected {
+            for way in Way::ALL {
+                rank.all_reduce_of(inputs, expected, *op, way);
+            }
+        }
+    });
+}
+
+fn the_choice_of_algorithm_is_equal_on_all_ranks<B: Backend>(world: usize) {
+    let chosen = B::run(world, |comm| {
+        let choose = |bytes: usize| algorithm_for(&comm, bytes).unwrap();
+        (0..28).map(|power| choose(1 << power)).collect::<Vec<Algorithm>>()
+    });
+    assert!(chosen.iter().all(|choice| *choice == chosen[0]), "{chosen:?}");
+}
+
+/// The promise spelled out once, for whoever reads this first.
+#[test]
+fn all_ranks_get_the_same_bits_from_both_algorithms() {
+    let results = antiphon_fabric::LocalWorld::run(3, |comm| {
+        let mine = any_bits::<f32>(comm.rank() as u64, 10_000);
+        Algorithm::ALL.map(|algorithm| {
+            let mut sum = vec![0f32; mine.len()];
+            comm.all_reduce_with(&mine, &mut sum, ReduceOp::Sum, algorithm).unwrap();
+            sum
+        })
+    });
+    for sum in results.as_flattened() {
+        assert_same_bits(sum, &results[0][0], "a sum");
+    }
+}

@@ -1,0 +1,235 @@
+//! Messages from one rank to another.
+
+use std::time::{Duration, Instant};
+
+use antiphon_collectives::Collectives;
+use antiphon_fabric::{Communicator, FabricError};
+use antiphon_tensor::{DType, TensorView};
+
+use crate::{
+    all_reduce::{seams, small_counts},
+    harness::{Backend, Place, assert_same_bits},
+    operations::Rank,
+    values::any_bits,
+};
+
+/// The bytes that travel in one packet, and in a whole ring of them.
+const PACKET: usize = 64 << 10;
+const RING: usize = 4 * PACKET;
+
+conformance! {
+    everyone_passes_a_message_round_the_ring: every_dtype, every_world;
+    tensors_may_begin_anywhere: every_dtype, [world_1 world_3];
+    messages_of_any_size_go_both_ways_at_once: [f32 bf16 u8], [world_1 world_2 world_3 world_5];
+    messages_arrive_in_the_order_they_were_sent: any_dtype, [world_1 world_2 world_3];
+    small_messages_do_not_wait_for_the_receiver: any_dtype, [world_1 world_2 world_3];
+    neighbours_may_exchange_by_starting_to_receive_first: any_dtype, [world_2 world_3 world_5];
+    a_started_message_comes_back_with_its_buffer: any_dtype, [world_1 world_2 world_3];
+    a_message_moves_on_while_its_receiver_waits_for_something_else: any_dtype, [world_2 world_3];
+    a_message_moves_on_while_its_sender_waits_for_something_else: any_dtype, [world_2 world_3];
+    a_message_goes_on_without_its_handle: any_dtype, [world_2 world_3];
+    a_message_of_another_length_or_dtype_is_a_mismatch: any_dtype, [world_2 world_3];
+    arguments_that_make_no_sense_are_refused: any_dtype, [world_1 world_2];
+}
+
+fn everyone_passes_a_message_round_the_ring<B: Backend>(dtype: DType, world: usize) {
+    B::run(world, |comm| {
+        let rank = Rank::<B>::new(&comm, dtype);
+        for count in small_counts(dtype).into_iter().chain([4099]) {
+            rank.ring(count);
+        }
+    });
+}
+
+fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
+    B::run(world, |comm| {
+        let rank = Rank::<B>::new(&comm, dtype).at(Place::Odd);
+        for count in [0, 3, 65, PACKET / dtype.size() + 1] {
+            rank.ring(count);
+        }
+    });
+}
+
+fn messages_of_any_size_go_both_ways_at_once<B: Backend>(dtype: DType, world: usize) {
+    B::run(world, |comm| {
+        let rank = Rank::<B>::new(&comm, dtype);
+        let packet = PACKET / dtype.size();
+        for count in [packet - 1, packet, packet + 1].into_iter().chain(seams(dtype)) {
+            rank.ring(count);
+        }
+        rank.ring((8 << 20) / dtype.size());
+    });
+}
+
+fn next_and_previous(comm: &Communicator) -> (usize, usize) {
+    let (rank, world) = (comm.rank(), comm.world_size());
+    ((rank + 1) % world, (rank + world - 1) % world)
+}
+
+fn messages_arrive_in_the_order_they_were_sent<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        let (next, previous) = next_and_previous(&comm);
+        let sends: Vec<_> =
+            (0..50usize).map(|i| comm.start_send(vec![i as i32; i * i * 11], next).unwrap()).collect();
+        for i in 0..50usize {
+            let mut got = vec![-1i32; i * i * 11];
+            comm.recv(&mut got, previous).unwrap();
+            assert!(got.iter().all(|&x| x == i as i32), "message {i}");
+        }
+        for send in sends {
+            send.wait().unwrap();
+        }
+    });
+}
+
+fn small_messages_do_not_wait_for_the_receiver<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        let (next, previous) = next_and_previous(&comm);
+        let message = any_bits::<u8>(comm.rank() as u64, RING);
+        comm.send(&message, next).unwrap();
+        let mut got = vec![0u8; RING];
+        comm.recv(&mut got, previous).unwrap();
+        assert_same_bits(&got, &any_bits::<u8>(previous as u64, RING), "a message");
+    });
+}
+
+fn neighbours_may_exchange_by_starting_to_receive_first<B: Backend>(world: usize) {
+    let data = |from: usize, to: usize| any_bits::<f32>((from * 100 + to) as u64, RING);
+    B::run(world, |comm| {
+        let (me, (next, previous)) = (comm.rank(), next_and_previous(&comm));
+        let receives = [previous, next].map(|peer| comm.start_recv(vec![0f32; RING], peer).unwrap());
+        for peer in [next, previous] {
+            comm.send(&data(me, peer), peer).unwrap();
+        }
+        for (receive, peer) in receives.into_iter().zip([previous, next]) {
+            assert_same_bits(&receive.wait().unwrap(), &data(peer, me), format_args!("from rank {peer}"));
+        }
+    });
+}
+
+fn a_started_message_comes_back_with_its_buffer<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        let (next, previous) = next_and_previous(&comm);
+        let message = any_bits::<f64>(comm.rank() as u64, RING);
+        let mut send = comm.start_send(message.clone(), next).unwrap();
+        let mut receive = comm.start_recv(vec![0f64; RING], previous).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !(receive.is_finished() && send.is_finished()) {
+            assert!(Instant::now() < deadline, "asking whether it is over does not move a message");
+            std::thread::yield_now();
+        }
+        assert_same_bits(&send.wait().unwrap(), &message, "what was sent");
+        assert_same_bits(&receive.wait().unwrap(), &any_bits::<f64>(previous as u64, RING), "what came");
+        comm.barrier().unwrap();
+    });
+}
+
+fn a_message_moves_on_while_its_receiver_waits_for_something_else<B: Backend>(world: usize) {
+    let message = any_bits::<u8>(1, 4 * RING + 1);
+    B::run(world, |comm| match comm.rank() {
+        0 => {
+            comm.send(&message, 1).unwrap();
+            comm.barrier().unwrap();
+        }
+        1 => {
+            let receive = comm.start_recv(vec![0u8; message.len()], 0).unwrap();
+            comm.barrier().unwrap();
+            assert_same_bits(&receive.wait().unwrap(), &message, "the message");
+        }
+        _ => comm.barrier().unwrap(),
+    });
+}
+
+fn a_message_moves_on_while_its_sender_waits_for_something_else<B: Backend>(world: usize) {
+    let message = any_bits::<u8>(1, 4 * RING + 1);
+    B::run(world, |comm| match comm.rank() {
+        0 => {
+            let send = comm.start_send(message.clone(), 1).unwrap();
+            comm.barrier().unwrap();
+            send.wait().unwrap();
+        }
+        1 => {
+            let mut got = vec![0u8; message.len()];
+            comm.recv(&mut got, 0).unwrap();
+            assert_same_bits(&got, &message, "the message");
+            comm.barrier().unwrap();
+        }
+        _ => comm.barrier().unwrap(),
+    });
+}
+
+fn a_message_goes_on_without_its_handle<B: Backend>(world: usize) {
+    let message = any_bits::<u8>(1, 4 * RING + 1);
+    B::run(world, |comm| {
+        match comm.rank() {
+            0 => drop(comm.start_send(message.clone(), 1).unwrap()),
+            1 => {
+                drop(comm.start_recv(vec![0u8; message.len()], 0).unwrap());
+                // The next one comes after the one that nobody waits for.
+                let mut got = [0u8];
+                comm.recv(&mut got, 0).unwrap();
+                assert_eq!(got, [42]);
+            }
+            _ => {}
+        }
+        if comm.rank() == 0 {
+            comm.send(&[42u8], 1).unwrap();
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+fn a_message_of_another_length_or_dtype_is_a_mismatch<B: Backend>(world: usize) {
+    // Too long for the ring, so that the sender is still there when the receiver finds out.
+    let (sent, sent_text) = (vec![0f32; RING], format!("send/recv({RING} × f32)"));
+    let shorter = |comm: &Communicator| comm.recv(&mut vec![0f32; 4], 0);
+    let integers = |comm: &Communicator| comm.recv(&mut vec![0i32; RING], 0);
+    type Receive<'r> = &'r (dyn Fn(&Communicator) -> Result<(), FabricError> + Sync);
+    let cases: [(Receive<'_>, String); 2] =
+        [(&shorter, "send/recv(4 × f32)".into()), (&integers, format!("send/recv({RING} × i32)"))];
+    for (receive, received_text) in cases {
+        let start = Instant::now();
+        B::run(world, |comm| match comm.rank() {
+            0 => {
+                let error = comm.send(&sent, 1).unwrap_err();
+                assert!(matches!(error, FabricError::Aborted { by: 1, .. }), "{error:?}");
+                let again = comm.send(&[1u8], 1).unwrap_err();
+                assert!(matches!(again, FabricError::Failed(_)), "{again:?}");
+            }
+            1 => {
+                let error = receive(&comm).unwrap_err();
+                assert!(matches!(error, FabricError::Mismatch { rank: 1, peer: 0, .. }), "{error:?}");
+                let text = error.to_string();
+                assert!(text.contains(&sent_text) && text.contains(&received_text), "{text}");
+                let again = comm.recv(&mut [1u8], 0).unwrap_err();
+                assert!(matches!(again, FabricError::Failed(_)), "{again:?}");
+            }
+            _ => {}
+        });
+        assert!(start.elapsed() < Duration::from_secs(5), "took {:?}", start.elapsed());
+    }
+}
+
+fn arguments_that_make_no_sense_are_refused<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        let (data, mut buffer) = ([0f32; 8], [0f32; 4]);
+        let strided = || TensorView::with_strides(&data, &[4], &[2]).unwrap();
+        let refusals = [
+            (comm.send(&data, world), format!("destination rank {world}")),
+            (comm.recv(&mut buffer, world + 5), format!("source rank {}", world + 5)),
+            (comm.send_recv(&data, world, &mut buffer, 0), format!("destination rank {world}")),
+            (comm.send_recv(&data, 0, &mut buffer, world), format!("source rank {world}")),
+            (comm.start_send(vec![0u8], world).map(drop), format!("destination rank {world}")),
+            (comm.start_recv(vec![0u8], world).map(drop), format!("source rank {world}")),
+            (comm.send(strided(), 0), "[4] with strides [2]".into()),
+            (comm.send_recv(strided(), 0, &mut buffer, 0), "[4] with strides [2]".into()),
+        ];
+        for (result, text) in refusals {
+            let error = result.unwrap_err();
+            assert!(matches!(error, FabricError::InvalidArgument(_)), "{error:?}");
+            assert!(error.to_string().contains(&text), "{error} does not say {text:?}");
+        }
+        Rank::<B>::new(&comm, DType::F32).ring(100);
+        comm.all_gather(&[1u8], &mut vec![0u8; world]).unwrap();
+    });
+}

@@ -1,0 +1,190 @@
+//! Inputs, reproducible and chosen to find what is wrong, and what reductions of them must give.
+
+use antiphon_collectives::{ReduceOp, reference::reduce_element};
+use antiphon_device::host::reduce::reduce;
+use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut, with_dtype};
+
+/// A small reproducible generator (SplitMix64).
+pub struct Bits(u64);
+
+impl Bits {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0xD129_0B26_8A4C_95A5))
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit as u64) as usize
+    }
+}
+
+/// Elements of some dtype, for whom only their bits count.
+#[derive(Clone)]
+pub struct Values {
+    dtype: DType,
+    bytes: Vec<u8>,
+}
+
+impl Values {
+    pub fn from_bytes(dtype: DType, bytes: Vec<u8>) -> Self {
+        assert!(bytes.len().is_multiple_of(dtype.size()));
+        Self { dtype, bytes }
+    }
+
+    /// Elements whose bits are the lowest of each number.
+    pub fn from_bits(dtype: DType, bits: impl IntoIterator<Item = u64>) -> Self {
+        let bytes = bits.into_iter().flat_map(|bits| bits.to_le_bytes().into_iter().take(dtype.size()));
+        Self { dtype, bytes: bytes.collect() }
+    }
+
+    /// Arbitrary bit patterns: numbers of every magnitude, subnormals, infinities, NaNs with payloads.
+    pub fn any_bits(dtype: DType, seed: u64, count: usize) -> Self {
+        let (mut bits, mut bytes) = (Bits::new(seed), vec![0; count * dtype.size()]);
+        for part in bytes.chunks_mut(8) {
+            part.copy_from_slice(&bits.next().to_le_bytes()[..part.len()]);
+        }
+        Self { dtype, bytes }
+    }
+
+    /// Numbers that no operator drives out of the type's range in the middle of a reduction of eight (but wrapping
+    /// integers), so that an f64 reference is close at every step. Those of i64 are exact in f64.
+    pub fn moderate(dtype: DType, seed: u64, count: usize) -> Self {
+        let mut bits = Bits::new(seed);
+        let number = |bits: u64| match dtype {
+            dtype if dtype.is_float() => f64::from(bits as i32) / 2f64.powi(29), // −4 to 4
+            DType::I64 => (bits as i64 >> 14) as f64,
+            DType::I32 => f64::from(bits as i32),
+            DType::I8 => f64::from(bits as i8),
+            _ => f64::from(bits as u8),
+        };
+        with_dtype!(dtype, T => {
+            Self::of(&(0..count).map(|_| <T as Element>::from_f64(number(bits.next()))).collect::<Vec<T>>())
+        })
+    }
+
+    pub fn of<T: Element>(elements: &[T]) -> Self {
+        Self { dtype: T::DTYPE, bytes: TensorView::from(elements).as_bytes().unwrap().to_vec() }
+    }
+
+    pub fn to_vec<T: Element>(&self) -> Vec<T> {
+        assert_eq!(T::DTYPE, self.dtype);
+        let mut elements = vec![T::default(); self.len()];
+        TensorViewMut::from(&mut elements).as_mut_bytes().unwrap().copy_from_slice(&self.bytes);
+        elements
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub fn len(&self) -> usize {
+        self.bytes.len() / self.dtype.size()
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    pub fn first(&self, count: usize) -> Self {
+        Self { dtype: self.dtype, bytes: self.bytes[..count * self.dtype.size()].to_vec() }
+    }
+
+    /// The block of a rank, of a row of blocks for `world` ranks.
+    pub fn block(&self, rank: usize, world: usize) -> Self {
+        let block = self.bytes.len() / world;
+        Self { dtype: self.dtype, bytes: self.bytes[rank * block..][..block].to_vec() }
+    }
+
+    /// A row with another block for one rank.
+    pub fn with_block(mut self, rank: usize, block: &Self) -> Self {
+        self.bytes[rank * block.bytes.len()..][..block.bytes.len()].copy_from_slice(&block.bytes);
+        self
+    }
+
+    pub fn concat(parts: &[Self]) -> Self {
+        let bytes = parts.iter().flat_map(|part| &part.bytes).copied().collect();
+        Self { dtype: parts[0].dtype, bytes }
+    }
+
+    /// The single-process reduction in rank order: what the promise "same bits" refers to.
+    pub fn reduced(op: ReduceOp, contributions: &[Self]) -> Self {
+        with_dtype!(contributions[0].dtype, T => {
+            let contributions: Vec<Vec<T>> = contributions.iter().map(Self::to_vec).collect();
+            let slices: Vec<&[T]> = contributions.iter().map(Vec::as_slice).collect();
+            let mut result = vec![T::default(); slices[0].len()];
+            reduce(op, &mut result, &slices);
+            Self::of(&result)
+        })
+    }
+
+    /// Panics unless this is what the reference says of a reduction. It knows nothing of the library's arithmetic, but
+    /// allows only what the rule about accumulating and rounding may cost.
+    pub fn assert_is_reduction(&self, op: ReduceOp, contributions: &[Self]) {
+        with_dtype!(self.dtype, T => {
+            let contributions: Vec<Vec<T>> = contributions.iter().map(Self::to_vec).collect();
+            for (i, actual) in self.to_vec::<T>().into_iter().enumerate() {
+                let column: Vec<T> = contributions.iter().map(|values| values[i]).collect();
+                let expected = reduce_element(op, &column);
+                assert!(
+                    expected.accepts(actual.to_f64()),
+                    "{op} of {column:?} is {actual:?}, which is not within {expected:?}"
+                );
+            }
+        })
+    }
+}
+
+impl<'v> From<&'v Values> for TensorView<'v> {
+    fn from(values: &'v Values) -> Self {
+        let (ptr, dtype, shape) = (values.bytes.as_ptr(), values.dtype, [values.len()]);
+        // SAFETY: the bytes are borrowed for 'v, and any are valid elements.
+        unsafe { Self::from_raw_parts(ptr, dtype, &shape, None, Device::Host) }.unwrap()
+    }
+}
+
+/// Arbitrary bits for calls that take vectors.
+pub fn any_bits<T: Element>(seed: u64, count: usize) -> Vec<T> {
+    Values::any_bits(T::DTYPE, seed, count).to_vec()
+}
+
+/// The bits of the values at which arithmetic goes wrong.
+fn special(dtype: DType) -> Vec<u64> {
+    let (exponent, fraction) = match dtype {
+        DType::F64 => (11, 52),
+        DType::F32 => (8, 23),
+        DType::F16 => (5, 10),
+        DType::BF16 => (8, 7),
+        _ => {
+            let lowest = 1u64 << (8 * dtype.size() - 1);
+            return vec![0, 1, 2, 3, u64::MAX, u64::MAX - 1, lowest, lowest + 1, lowest - 1, lowest - 2];
+        }
+    };
+    let infinity = ((1u64 << exponent) - 1) << fraction;
+    let one = infinity >> 1 & infinity;
+    let (least, greatest_subnormal, least_normal) = (1, (1 << fraction) - 1, 1 << fraction);
+    let (signalling_nan, quiet_nan) = (infinity | 1, infinity | 5 << (fraction - 3));
+    // One and a bit makes ties.
+    let numbers = [0, least, greatest_subnormal, least_normal, one, one + 1, infinity - 1];
+    let positive = numbers.into_iter().chain([infinity, signalling_nan, quiet_nan]);
+    positive.flat_map(|bits| [bits, bits | 1 << (exponent + fraction)]).collect()
+}
+
+/// What each rank contributes so that each combination of special values occurs (in the first three ranks; the others
+/// go on through the list).
+pub fn special_combinations(dtype: DType, world: usize) -> Vec<Values> {
+    let special = special(dtype);
+    let k = special.len();
+    let pick = |rank: usize, i: usize| match rank {
+        0..3 => i / k.pow(rank as u32) % k,
+        _ => (i * (2 * rank + 1) + i / k) % k,
+    };
+    let count = k.pow(world.min(3) as u32);
+    (0..world).map(|rank| Values::from_bits(dtype, (0..count).map(|i| special[pick(rank, i)]))).collect()
+}

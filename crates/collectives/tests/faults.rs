@@ -1,0 +1,81 @@
+//! Processes that are killed in the middle of a collective: the others hear of it at once, whatever it was.
+
+#[path = "../../fabric/tests/processes/mod.rs"]
+mod processes;
+
+use std::time::Duration;
+
+use antiphon_collectives::{CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp};
+use processes::{VICTIMS, kill_each, role, say, say_error};
+
+/// Elements of the larger tensor of an operation: 64 MiB where all of it is reduced, 16 MiB where it is moved.
+fn length(work: &str) -> usize {
+    let bytes = if work.contains("reduce") { 64 << 20 } else { 16 << 20 };
+    bytes / size_of::<f32>() / 12 * 12 // divisible by the world sizes
+}
+
+/// The work of ranks that are about to lose one: one step of what goes on for ever.
+fn step(comm: &Communicator, work: &str, buffer: &mut Vec<f32>) -> Result<(), CollectiveError> {
+    let (rank, world_size) = (comm.rank(), comm.world_size());
+    match work {
+        "all_reduce" => comm.all_reduce_in_place(buffer, ReduceOp::Max),
+        "all_reduce of little" => comm.all_reduce_in_place(&mut buffer[..100], ReduceOp::Max),
+        "all_gather" => comm.all_gather(&vec![1f32; buffer.len() / world_size], buffer),
+        "reduce_scatter" => {
+            comm.reduce_scatter(&*buffer, &mut vec![0f32; buffer.len() / world_size], ReduceOp::Max)
+        }
+        "all_to_all" => comm.all_to_all_in_place(buffer),
+        "broadcast" => comm.broadcast(buffer, 0),
+        "broadcast from the last" => comm.broadcast(buffer, world_size - 1),
+        "gather" => {
+            let block = vec![1f32; buffer.len() / world_size];
+            comm.gather(&block, (rank == 0).then_some(buffer.into()), 0)
+        }
+        "non-blocking" => {
+            let pending = comm.start_all_reduce(std::mem::take(buffer), ReduceOp::Max)?;
+            comm.barrier()?;
+            *buffer = pending.wait()?;
+            Ok(())
+        }
+        other => panic!("{other} is no work"),
+    }
+}
+
+/// What a rank does when this binary is started as one.
+#[test]
+fn rank_process() {
+    let Some(work) = role() else { return };
+    let comm = Communicator::from_env().unwrap();
+    let mut buffer = vec![1f32; length(&work)];
+    say("ready");
+    let error = loop {
+        if let Err(error) = step(&comm, &work, &mut buffer) {
+            break error;
+        }
+    };
+    match error {
+        CollectiveError::Fabric(error) => say_error(&error),
+        other => say(other),
+    }
+}
+
+macro_rules! killed_in {
+    ($($test:ident: $work:literal;)*) => {$(
+        #[test]
+        fn $test() {
+            kill_each(&VICTIMS[..4], $work, Duration::from_millis(100));
+        }
+    )*};
+}
+
+killed_in! {
+    killed_in_all_reduce: "all_reduce";
+    killed_in_a_small_all_reduce: "all_reduce of little";
+    killed_in_all_gather: "all_gather";
+    killed_in_reduce_scatter: "reduce_scatter";
+    killed_in_all_to_all: "all_to_all";
+    killed_in_broadcast: "broadcast";
+    killed_in_a_broadcast_by_the_last_rank: "broadcast from the last";
+    killed_in_gather: "gather";
+    killed_in_non_blocking_all_reduce: "non-blocking";
+}
