@@ -38,7 +38,8 @@
 //! * **Nothing hangs for ever.** A lost peer, a mismatched call or a missed deadline is an error that names the rank, the
 //!   operation and what was seen.
 //! * **Nothing is left behind.** Shared memory has no name; a killed process leaves no file.
-//! * **Nothing on the hot path.** A collective allocates nothing and takes no lock.
+//! * **Nothing on the hot path.** After its first call a collective allocates nothing and takes no lock
+//!   (messages and the background take one).
 
 pub use antiphon_collectives as collectives;
 pub use antiphon_device as device;

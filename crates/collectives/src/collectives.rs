@@ -19,7 +19,8 @@ use crate::{
 /// # Errors
 /// Every operation returns [`CollectiveError`](crate::CollectiveError): arguments that make no sense are found before
 /// anything happens; [`Fabric`](crate::CollectiveError::Fabric) holds what went wrong between the ranks, after which
-/// the communicator is unusable.
+/// the communicator is unusable. A rank whose arguments are refused takes no part: if the others' are not, they wait for
+/// it until it calls something else, leaves, or the deadline passes.
 pub trait Collectives {
     /// `output[i] = op over all ranks of input[i]`, on every rank; both of `n` elements.
     fn all_reduce<'i, 'o>(

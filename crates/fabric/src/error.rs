@@ -30,9 +30,9 @@ impl std::fmt::Display for Loss {
     }
 }
 
-/// Why an operation between ranks failed. After any of these (but [`InvalidArgument`](Self::InvalidArgument) and
-/// [`ArenaFull`](Self::ArenaFull)) the ranks are no longer in step, and the communicator answers every further call
-/// with [`Failed`](Self::Failed).
+/// Why an operation between ranks failed. After [`PeerLost`](Self::PeerLost), [`Timeout`](Self::Timeout),
+/// [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted) and [`Panicked`](Self::Panicked) the ranks are no longer in
+/// step, and the communicator answers every further call with [`Failed`](Self::Failed); after the others it stays usable.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FabricError {
@@ -89,6 +89,9 @@ pub enum FabricError {
     /// The communicator failed earlier.
     #[error("this communicator failed earlier: {0}")]
     Failed(Arc<FabricError>),
+    /// Work given to the background panicked.
+    #[error("the work in the background panicked")]
+    Panicked,
     /// The symmetric memory is used up.
     #[error(
         "{asked} bytes of symmetric memory do not fit: {free} of {capacity} bytes are free, the largest piece has \

@@ -96,7 +96,11 @@ impl Health {
         let (own, namespace) = (std::process::id(), pid_namespace());
         let watch = |card: &Card| match card.pid_namespace == namespace && card.pid != own {
             false => Watch::Unseen,
-            true => ProcessWatch::open(card.pid).map_or(Watch::Gone, Watch::Running),
+            true => match ProcessWatch::open(card.pid) {
+                Ok(process) => Watch::Running(process),
+                Err(error) if error.is_no_such_process() => Watch::Gone,
+                Err(_) => Watch::Unseen, // out of descriptors, or not allowed: the deadline must do
+            },
         };
         Self { rank, watches: cards.iter().map(watch).collect(), first: OnceLock::new() }
     }
@@ -119,10 +123,19 @@ impl Health {
         waited: Duration,
         timeout: Duration,
     ) -> Result<(), FabricError> {
+        // What a rank sent before it went counts, so whoever looks lost is looked for once more. Crashes come first:
+        // ranks that left because of one, in another group perhaps, are not to blame.
+        let crashed = |rank| self.has_crashed(regions, rank).then_some(Loss::ProcessEnded);
+        let reported = |rank| self.who_lost(regions, rank).map(|by| Loss::Reported { by });
         for rank in missing() {
-            let Some(error) = self.why_lost(regions, operation, rank) else { continue };
-            // What it sent before it went counts: look once more.
-            if missing().contains(&rank) {
+            let how = crashed(rank).or_else(|| reported(rank));
+            if let Some(how) = how.filter(|_| missing().contains(&rank)) {
+                return Err(FabricError::PeerLost { rank, operation, how });
+            }
+        }
+        for rank in missing() {
+            let why = self.why_lost(regions, operation, rank);
+            if let Some(error) = why.filter(|_| missing().contains(&rank)) {
                 return Err(error);
             }
         }
@@ -134,6 +147,27 @@ impl Health {
             none if none.is_empty() => Ok(()),
             missing => Err(FabricError::Timeout { operation, waited, missing, world_size }),
         }
+    }
+
+    /// Whether nothing will ever come from a rank again.
+    pub(crate) fn is_gone(&self, regions: &Regions, rank: usize) -> bool {
+        regions.control(rank).has_departed() || self.watches[rank].has_ended()
+    }
+
+    /// Whether the process of a rank ended without a word.
+    fn has_crashed(&self, regions: &Regions, rank: usize) -> bool {
+        !regions.control(rank).has_departed()
+            && fault_of(regions, rank).is_none()
+            && self.watches[rank].has_ended()
+            // It may have said something just before it ended.
+            && !regions.control(rank).has_departed()
+            && fault_of(regions, rank).is_none()
+    }
+
+    /// Who has seen that a rank is lost, perhaps from where more can be seen.
+    fn who_lost(&self, regions: &Regions, rank: usize) -> Option<usize> {
+        let peers = (0..self.watches.len()).filter(|&by| by != self.rank && by != rank);
+        peers.into_iter().find(|&by| fault_of(regions, by) == Some(Fault::Lost(rank)))
     }
 
     /// Why nothing more will come from rank `by`, if so. What made it give up goes before its being gone: the cause
@@ -161,7 +195,13 @@ impl Health {
     /// are its consequences.
     pub(crate) fn report(&self, regions: &Regions, error: &FabricError) {
         if self.first.set(Arc::new(error.clone())).is_ok() {
-            regions.control(self.rank).fault.0.store(Fault::of(error).encode(), Ordering::Release);
+            // Who was aborted passes the reason on.
+            let fault = match error {
+                FabricError::Aborted { by, .. } => fault_of(regions, *by),
+                _ => None,
+            };
+            let fault = fault.unwrap_or(Fault::of(error));
+            regions.control(self.rank).fault.0.store(fault.encode(), Ordering::Release);
             self.wake_all(regions);
         }
     }

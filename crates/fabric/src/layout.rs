@@ -23,9 +23,9 @@ pub(crate) const MESSAGE_BELL: usize = LANES;
 /// The body of a mailbox, in bytes.
 pub(crate) const BODY: usize = 1 << 20;
 /// Packets in a ring of messages.
-pub(crate) const RING: usize = 4;
+pub(crate) const RING: usize = 8;
 /// The body of a packet in a ring, in bytes.
-pub(crate) const RING_BODY: usize = 64 << 10;
+pub(crate) const RING_BODY: usize = 32 << 10;
 
 const PAGE: usize = 4096;
 /// Heads stand alone in two lines: the adjacent-line prefetcher would otherwise fetch the neighbour's too.
@@ -77,8 +77,9 @@ const RING_PACKET: usize = HEAD + RING_BODY;
 impl Layout {
     /// The layout for `world_size` ranks with `arena_bytes` each (rounded up to whole pages).
     pub(crate) fn new(world_size: usize, arena_bytes: usize) -> Option<Self> {
-        let arena =
-            Self::rings(world_size).checked_add(world_size * RING * RING_PACKET)?.next_multiple_of(PAGE);
+        // No address space holds more ranks; below, the first sums cannot overflow.
+        let world_size = Some(world_size).filter(|&size| size <= 1 << 20)?;
+        let arena = (Self::rings(world_size) + world_size * RING * RING_PACKET).next_multiple_of(PAGE);
         let arena_bytes = arena_bytes.checked_next_multiple_of(PAGE)?;
         let stride = arena.checked_add(arena_bytes)?.checked_next_multiple_of(2 << 20)?;
         stride.checked_mul(world_size).filter(|&total| total <= isize::MAX as usize)?;

@@ -120,6 +120,7 @@ impl fmt::Display for Signature {
         }
         match self.dtype {
             Some(dtype) => write!(f, "({} × {dtype}", self.count)?,
+            None if self.operation == Operation::Free => write!(f, "(offset {}", self.count)?,
             None => write!(f, "({} bytes", self.count)?,
         }
         if let Some(reduce) = self.reduce {
@@ -128,8 +129,12 @@ impl fmt::Display for Signature {
         if let Some(root) = self.root {
             write!(f, ", root {root}")?;
         }
-        if self.algorithm > 0 {
-            write!(f, ", algorithm {}", self.algorithm)?;
+        match (self.operation, self.algorithm) {
+            (_, 0) => {}
+            (Operation::AllReduce, 1) => f.write_str(", one-shot")?,
+            (Operation::AllReduce, 2) => f.write_str(", two-shot")?,
+            (Operation::AllToAll, 1) => f.write_str(", uneven")?,
+            (_, other) => write!(f, ", algorithm {other}")?,
         }
         f.write_str(")")
     }

@@ -227,9 +227,11 @@ fn measure(args: &Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         return Ok(outcome.exit_code().into());
     }
     if let Some(file) = json {
+        file.set_len(0)?;
         write_json(file, &machine, &rows)?;
     }
     if let Some(mut file) = svg {
+        file.set_len(0)?;
         file.write_all(plot(&machine, &rows).as_bytes())?;
     }
     let wrong: u64 = rows.iter().map(|row| row.errors).sum();
@@ -237,7 +239,9 @@ fn measure(args: &Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
 }
 
 fn create(path: &PathBuf) -> io::Result<File> {
-    File::create(path).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+    // What an earlier run has written stays until there is something to replace it.
+    let open = File::options().write(true).create(true).truncate(false).open(path);
+    open.map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }
 
 /// The same command on every rank, as workers.

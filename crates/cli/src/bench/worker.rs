@@ -106,7 +106,7 @@ fn measure_with<T: Element>(
     row(comm, case, input.len().max(output.len()), &times, wrong)
 }
 
-/// A value in every element that no collective may leave there.
+/// A value in every element that is no result (but, in 8 bits, of some sums).
 fn poisoned<T: Element>(count: usize) -> Vec<T> {
     vec![T::from_f64(if T::DTYPE.is_float() { f64::NAN } else { 113.0 }); count]
 }

@@ -38,7 +38,8 @@ impl AllReduceTable {
 #[inline]
 pub(super) fn choose(comm: &Communicator, call: &Signature, bytes: usize) -> Result<Algorithm> {
     let meet_and_load = |comm: &Communicator| {
-        comm.rounds()?.exchange(call)?;
+        // SAFETY: a round without payload.
+        unsafe { comm.rounds()? }.exchange(call)?;
         load(comm)
     };
     Ok(comm.extension(meet_and_load)?.choose(bytes))
@@ -80,7 +81,8 @@ fn key(world_size: usize) -> Key {
     let machine = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model =
         machine.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|m| m.1));
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    // The machine's cores and not this rank's: ranks may be bound to different ones, or to none.
+    let cores = machine.lines().filter(|line| line.starts_with("processor")).count();
     Key::new("all_reduce", "", world_size, format!("{cores} × {}", model.unwrap_or("unknown CPU")))
 }
 
@@ -97,7 +99,7 @@ fn maximum(comm: &Communicator, numbers: &mut [f64]) -> Result<(), FabricError> 
 }
 
 /// Measures both algorithms over `sizes` in bytes and writes the result to the cache file, from which every
-/// communicator of this world size on this machine takes it from then on. All ranks call it together.
+/// communicator of this world size that is made on this machine from then on takes it. All ranks call it together.
 ///
 /// # Errors
 /// As an all-reduce; [`CollectiveError::Tuning`] when the file cannot be written.

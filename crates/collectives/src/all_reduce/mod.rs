@@ -9,7 +9,8 @@
 //!   pieces, and a round carries the inputs of one piece together with the results of the one before.
 //!
 //!   Tensors that lie in symmetric memory ([`create_shared_buffer`](Communicator::create_shared_buffer)) on all ranks go
-//!   without any staging: each rank reduces its part straight from everybody's input into everybody's output.
+//!   without any staging: each rank reduces its part straight from everybody's input into everybody's output. (After
+//!   an error, slower ranks may still be at it: leave such tensors alone until all have left or met again.)
 //!
 //! The floor for large messages is memory bandwidth: each rank must read its input and write its output once. The
 //! pieces are sized to stay in the L2 cache on their way through the mailboxes.
@@ -56,10 +57,12 @@ impl std::fmt::Display for Algorithm {
     }
 }
 
-/// The algorithm that [`all_reduce`](crate::Collectives::all_reduce) takes for so many bytes, on every rank alike.
+/// The algorithm that [`all_reduce`](crate::Collectives::all_reduce) takes for so many bytes, on every rank alike. All
+/// ranks call it together.
 ///
 /// # Errors
-/// As an object exchange, when this is the communicator's first question: rank 0's table is then given to all.
+/// As an object exchange, when nobody asked before: ranks then see whether all have the same table in their cache, and
+/// take the built-in one if not.
 pub fn algorithm_for(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
     choice::look_up(comm, bytes)
 }
@@ -86,7 +89,8 @@ pub(crate) fn run(
         None => choice::choose(comm, &signature, input.count * input.dtype.size())?,
     };
     signature.algorithm = algorithm as u8;
-    let mut rounds = comm.rounds()?;
+    // SAFETY: every rank runs the algorithm that the signature names, which posts the same layouts everywhere.
+    let mut rounds = unsafe { comm.rounds()? };
     let reducer = Reducer::new(input.dtype, op);
     match algorithm {
         Algorithm::OneShot => host::one_shot(&mut rounds, &signature, &input, &output, &reducer)?,

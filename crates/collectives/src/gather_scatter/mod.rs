@@ -18,8 +18,10 @@
 mod host;
 mod uneven;
 
+use std::cell::RefMut;
+
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
-use antiphon_fabric::{Communicator, Operation, Signature};
+use antiphon_fabric::{Communicator, Operation, Rounds, Signature};
 use antiphon_tensor::DType;
 
 pub(crate) use uneven::all_to_all_v;
@@ -28,6 +30,12 @@ use crate::{
     arguments::{Input, Output, divided, has_count, numeric, same_dtype},
     error::{CollectiveError, Result},
 };
+
+/// The rounds for one of this module's operations.
+fn rounds(comm: &Communicator) -> Result<RefMut<'_, Rounds>> {
+    // SAFETY: every rank runs the operation that the signature names, in `host`, which posts the same layouts everywhere.
+    Ok(unsafe { comm.rounds()? })
+}
 
 fn signature(
     operation: Operation,
@@ -48,7 +56,7 @@ pub(crate) fn all_gather(comm: &Communicator, input: Input, output: Output) -> R
         format!("{world_size} ranks × {count} elements")
     })?;
     let signature = signature(OPERATION, input.dtype, count, None, None);
-    Ok(host::all_gather(&mut *comm.rounds()?, &signature, &input, &output)?)
+    Ok(host::all_gather(&mut *rounds(comm)?, &signature, &input, &output)?)
 }
 
 /// In place: the contribution of this rank is its own block of the buffer.
@@ -74,7 +82,7 @@ pub(crate) fn reduce_scatter(comm: &Communicator, input: Input, output: Output, 
     })?;
     let signature = signature(OPERATION, input.dtype, count, None, Some(op));
     let reducer = Reducer::new(input.dtype, op);
-    Ok(host::reduce_scatter(&mut *comm.rounds()?, &signature, &input, &output, &reducer)?)
+    Ok(host::reduce_scatter(&mut *rounds(comm)?, &signature, &input, &output, &reducer)?)
 }
 
 /// In place: the result is in this rank's own block of the buffer; the others are left as they are.
@@ -89,7 +97,7 @@ pub(crate) fn all_to_all(comm: &Communicator, input: Input, output: Output) -> R
     let count = divided(OPERATION, "input", input.count, comm.world_size())?;
     has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
     let signature = signature(OPERATION, input.dtype, count, None, None);
-    Ok(host::all_to_all(&mut *comm.rounds()?, &signature, &input, &output)?)
+    Ok(host::all_to_all(&mut *rounds(comm)?, &signature, &input, &output)?)
 }
 
 /// Broadcast from the root's `input` to everybody's `output`; in place when they are the same.
@@ -110,7 +118,7 @@ pub(crate) fn broadcast(
         None => root_only(comm, OPERATION, "input", root, None)?,
     };
     let signature = signature(OPERATION, output.dtype, output.count, Some(root), None);
-    Ok(host::broadcast(&mut *comm.rounds()?, &signature, input.as_ref(), &output, root)?)
+    Ok(host::broadcast(&mut *rounds(comm)?, &signature, input.as_ref(), &output, root)?)
 }
 
 /// What the root must pass and the others need not.
@@ -145,7 +153,7 @@ pub(crate) fn reduce(
     }
     let signature = signature(OPERATION, input.dtype, input.count, Some(root), Some(op));
     let reducer = Reducer::new(input.dtype, op);
-    Ok(host::reduce(&mut *comm.rounds()?, &signature, &input, output.as_ref(), &reducer)?)
+    Ok(host::reduce(&mut *rounds(comm)?, &signature, &input, output.as_ref(), &reducer)?)
 }
 
 pub(crate) fn gather(comm: &Communicator, input: Input, output: Option<Output>, root: usize) -> Result<()> {
@@ -160,7 +168,7 @@ pub(crate) fn gather(comm: &Communicator, input: Input, output: Option<Output>, 
         })?;
     }
     let signature = signature(OPERATION, input.dtype, input.count, Some(root), None);
-    Ok(host::gather(&mut *comm.rounds()?, &signature, &input, output.as_ref())?)
+    Ok(host::gather(&mut *rounds(comm)?, &signature, &input, output.as_ref())?)
 }
 
 pub(crate) fn scatter(comm: &Communicator, input: Option<Input>, output: Output, root: usize) -> Result<()> {
@@ -175,5 +183,5 @@ pub(crate) fn scatter(comm: &Communicator, input: Option<Input>, output: Output,
         })?;
     }
     let signature = signature(OPERATION, output.dtype, output.count, Some(root), None);
-    Ok(host::scatter(&mut *comm.rounds()?, &signature, input.as_ref(), &output, root)?)
+    Ok(host::scatter(&mut *rounds(comm)?, &signature, input.as_ref(), &output, root)?)
 }

@@ -222,15 +222,15 @@ fn about_the_root<B: Backend>(world: usize) {
 fn about_the_algorithm<B: Backend>(world: usize) {
     disagree::<B>(
         world,
-        (&|comm| all_reduce_by(comm, Algorithm::OneShot), "algorithm 1"),
-        (&|comm| all_reduce_by(comm, Algorithm::TwoShot), "algorithm 2"),
+        (&|comm| all_reduce_by(comm, Algorithm::OneShot), "one-shot"),
+        (&|comm| all_reduce_by(comm, Algorithm::TwoShot), "two-shot"),
     );
     // An even and an uneven all-to-all are not the same call, even when they move the same blocks.
     let uneven = |comm: &Communicator| {
         let (ones, mut out) = (vec![1usize; comm.world_size()], vec![0i64; comm.world_size()]);
         comm.all_to_all_v(&vec![0i64; comm.world_size()], &ones, &mut out, &ones)
     };
-    disagree::<B>(world, (&|comm| all_to_all(comm, 1), "all_to_all(1 × i64)"), (&uneven, "algorithm 1"));
+    disagree::<B>(world, (&|comm| all_to_all(comm, 1), "all_to_all(1 × i64)"), (&uneven, "uneven"));
 }
 
 fn about_the_operation<B: Backend>(world: usize) {

@@ -192,7 +192,9 @@ fn a_message_of_another_length_or_dtype_is_a_mismatch<B: Backend>(world: usize) 
         B::run(world, |comm| match comm.rank() {
             0 => {
                 let error = comm.send(&sent, 1).unwrap_err();
-                assert!(matches!(error, FabricError::Aborted { by: 1, .. }), "{error:?}");
+                assert!(matches!(error, FabricError::Mismatch { rank: 0, peer: 1, .. }), "{error:?}");
+                let text = error.to_string();
+                assert!(text.contains(&sent_text) && text.contains(&received_text), "{text}");
                 let again = comm.send(&[1u8], 1).unwrap_err();
                 assert!(matches!(again, FabricError::Failed(_)), "{again:?}");
             }

@@ -9,6 +9,7 @@
 
 use std::time::{Duration, Instant};
 
+#[cfg(not(loom))]
 use rustix::thread::futex;
 
 use crate::sync::{AtomicU32, Ordering, fence};
@@ -66,6 +67,12 @@ impl Doorbell {
         // Pairs with the waker's own program order: after this, either we see what it made ready, or it sees the
         // bell armed (or we are the rare one that naps, see the module's page).
         fence(Ordering::SeqCst);
+    }
+
+    /// Whether nobody has rung since [`arm`](Self::arm): for models, which do not sleep.
+    #[cfg(loom)]
+    pub fn is_armed(&self) -> bool {
+        self.0.load(Ordering::Relaxed) != 0
     }
 
     /// Sleeps until rung since [`arm`](Self::arm), for [`NAP`] at most.

@@ -80,12 +80,12 @@ impl Communicator {
             let _alarm = Alarm(&comm.shared);
             drop(sender.send(work(comm)));
         });
-        jobs.send(job).map_err(|_| FabricError::invalid("earlier work in the background panicked"))?;
+        jobs.send(job).map_err(|_| FabricError::Panicked)?;
         Ok(Pending(State::Background { result, early: None }))
     }
 
     pub(super) fn pending_transfer<T, E>(&self, ticket: Ticket, buffer: Handover<T>) -> Pending<T, E> {
-        Pending(State::Transfer { presence: self.presence.clone(), ticket, buffer })
+        Pending(State::Transfer { shared: self.shared.clone(), ticket, buffer })
     }
 }
 
@@ -100,7 +100,7 @@ pub struct Pending<T, E = FabricError>(State<T, E>);
 
 enum State<T, E> {
     Background { result: mpsc::Receiver<Result<T, E>>, early: Option<Result<T, E>> },
-    Transfer { presence: Arc<Presence>, ticket: Ticket, buffer: Handover<T> },
+    Transfer { shared: Arc<Shared>, ticket: Ticket, buffer: Handover<T> },
 }
 
 impl<T, E: From<FabricError>> Pending<T, E> {
@@ -112,9 +112,8 @@ impl<T, E: From<FabricError>> Pending<T, E> {
         match self.0 {
             State::Background { early: Some(result), .. } => result,
             State::Background { result, .. } => result.recv().unwrap_or_else(|_| Err(panicked().into())),
-            State::Transfer { presence, ticket, buffer } => {
-                let shared = &presence.0;
-                shared.messages.wait(shared, &ticket)?;
+            State::Transfer { shared, ticket, buffer } => {
+                shared.messages.wait(&shared, &ticket)?;
                 buffer.recv().map_err(|_| panicked().into())
             }
         }
@@ -133,13 +132,11 @@ impl<T, E: From<FabricError>> Pending<T, E> {
                 }
                 early.is_some()
             }
-            State::Transfer { presence, ticket, .. } => {
-                presence.0.messages.is_over(&presence.0, ticket).unwrap_or(true)
-            }
+            State::Transfer { shared, ticket, .. } => shared.messages.is_over(shared, ticket).unwrap_or(true),
         }
     }
 }
 
 fn panicked() -> FabricError {
-    FabricError::invalid("the work in the background panicked")
+    FabricError::Panicked
 }

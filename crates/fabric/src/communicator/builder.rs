@@ -99,6 +99,17 @@ impl Builder {
         world_size: usize,
         ticket: &Ticket,
     ) -> Result<Communicator, FabricError> {
+        self.watched(rank, world_size, ticket, &|| Ok(()))
+    }
+
+    /// As [`with_ticket`](Self::with_ticket), for ranks that can watch each other meanwhile.
+    pub(super) fn watched(
+        self,
+        rank: usize,
+        world_size: usize,
+        ticket: &Ticket,
+        watch: rendezvous::Watch<'_>,
+    ) -> Result<Communicator, FabricError> {
         let timeout = self.timeout.unwrap_or(Self::DEFAULT_TIMEOUT);
         let arena_bytes = self.arena_bytes.unwrap_or(Self::DEFAULT_ARENA_BYTES);
         let layout = Layout::new(world_size, arena_bytes).ok_or_else(|| {
@@ -114,7 +125,7 @@ impl Builder {
             cores: allowed_cores(),
             arena_bytes,
         };
-        let meeting = rendezvous::meet(ticket, card, layout.total(), timeout)?;
+        let meeting = rendezvous::meet(ticket, card, layout.total(), timeout, watch)?;
         let cores: BTreeSet<u32> = meeting.cards.iter().flat_map(|c| c.cores.iter().copied()).collect();
         let shared = Shared {
             rank,

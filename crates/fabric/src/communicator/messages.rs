@@ -21,8 +21,8 @@ impl<T: Send> Drop for Kept<T> {
 impl Communicator {
     /// Sends a tensor to a rank, which must [`recv`](Self::recv) one of the same dtype and number of elements.
     ///
-    /// Messages to one rank arrive in the order in which they were sent. Small ones (up to 256 KiB in all) are
-    /// buffered: the call returns before the other rank asks for them.
+    /// Messages to one rank arrive in the order in which they were sent. The first
+    /// few (8, of up to 32 KiB each) are buffered: the call returns before the other rank asks for them.
     ///
     /// # Errors
     /// [`FabricError::InvalidArgument`] for a rank that does not exist or a strided tensor;
@@ -85,8 +85,8 @@ impl Communicator {
         }
     }
 
-    /// Begins to send a buffer, which comes back from [`Pending::wait`]. It goes on whenever this rank calls anything
-    /// that waits.
+    /// Begins to send a buffer, which comes back from [`Pending::wait`]. It goes on whenever this rank
+    /// calls anything on this communicator that waits.
     ///
     /// # Errors
     /// [`FabricError::InvalidArgument`] for a rank that does not exist; [`Failed`](FabricError::Failed).

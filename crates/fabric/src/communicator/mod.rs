@@ -130,15 +130,24 @@ impl Communicator {
         self.shared.timeout
     }
 
-    /// The rounds that collectives are made of.
+    /// The rounds that collectives are made of: for crates that implement them.
     ///
     /// # Errors
     /// [`FabricError::Failed`] when an earlier call failed.
     ///
     /// # Panics
     /// When the rounds of an unfinished call are still borrowed.
+    ///
+    /// # Safety
+    /// What a rank posts is what every rank takes it for: equal signatures mean payloads of one layout. And the rounds
+    /// stay where they are: they are not exchanged for those of another communicator.
     #[inline]
-    pub fn rounds(&self) -> Result<RefMut<'_, Rounds>, FabricError> {
+    pub unsafe fn rounds(&self) -> Result<RefMut<'_, Rounds>, FabricError> {
+        self.own_rounds()
+    }
+
+    #[inline]
+    pub(crate) fn own_rounds(&self) -> Result<RefMut<'_, Rounds>, FabricError> {
         let rounds = self.rounds.borrow_mut();
         rounds.check_usable()?;
         Ok(rounds)
@@ -150,7 +159,7 @@ impl Communicator {
     /// [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout),
     /// [`Mismatch`](FabricError::Mismatch), [`Aborted`](FabricError::Aborted), [`Failed`](FabricError::Failed).
     pub fn barrier(&self) -> Result<(), FabricError> {
-        self.rounds()?.exchange(&Signature::new(Operation::Barrier))
+        self.own_rounds()?.exchange(&Signature::new(Operation::Barrier))
     }
 
     /// Checks that a rank exists.

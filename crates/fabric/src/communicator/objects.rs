@@ -12,9 +12,9 @@ impl Communicator {
     /// As [`barrier`](Self::barrier).
     pub fn exchange_bytes(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, FabricError> {
         let signature = Signature::new(Operation::ExchangeObjects);
-        let mut rounds = self.rounds()?;
+        let mut rounds = self.own_rounds()?;
         let lengths = exchange_lengths(&mut rounds, &signature, mine.len())?;
-        let mut all: Vec<Vec<u8>> = lengths.iter().map(|&len| Vec::with_capacity(len)).collect();
+        let mut all = vec![Vec::new(); lengths.len()];
         let longest = lengths.iter().copied().max().unwrap_or(0);
         for start in (0..longest).step_by(Rounds::CAPACITY) {
             let part = |len: usize| start.min(len)..(start + Rounds::CAPACITY).min(len);

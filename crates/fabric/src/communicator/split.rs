@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{Builder, Communicator};
 use crate::{
     FabricError,
-    rendezvous::{Address, Secret, Ticket},
+    rendezvous::{Address, RendezvousError, Secret, Ticket},
 };
 
 /// What a rank says about the group it wants.
@@ -53,7 +53,17 @@ impl Communicator {
         Builder::default()
             .timeout(self.timeout())
             .arena_bytes(self.shared().regions.layout().arena_bytes)
-            .with_ticket(place, group.len(), &ticket)
+            .watched(place, group.len(), &ticket, &|| self.all_there(&group))
             .map(Some)
+    }
+
+    /// Fails once a rank of the group is lost, which a meeting alone would take for being late.
+    fn all_there(&self, group: &[usize]) -> Result<(), RendezvousError> {
+        let shared = self.shared();
+        match group.iter().find(|&&rank| rank != shared.rank && shared.health.is_gone(&shared.regions, rank))
+        {
+            Some(&rank) => Err(RendezvousError::PeerLost { rank }),
+            None => Ok(()),
+        }
     }
 }

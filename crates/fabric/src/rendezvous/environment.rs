@@ -77,13 +77,13 @@ fn ticket(lookup: Lookup<'_>, world_size: usize) -> Ticket {
         &text("TORCHELASTIC_RUN_ID"),
         &text("TORCHELASTIC_RESTART_COUNT"),
     ]);
-    let address = match lookup("ANTIPHON_RENDEZVOUS") {
+    let address = match lookup("ANTIPHON_RENDEZVOUS").filter(|path| !path.is_empty()) {
         Some(path) => Address::Path(PathBuf::from(path)),
         None => Address::Abstract(format!("antiphon-{place}")),
     };
     // A world of one meets nobody; several may run at once under one name.
     let address = if world_size == 1 { Address::Abstract(random_hex()) } else { address };
-    let secret = Secret::new(lookup("ANTIPHON_SECRET").unwrap_or(place));
+    let secret = Secret::new(lookup("ANTIPHON_SECRET").filter(|secret| !secret.is_empty()).unwrap_or(place));
     Ticket { address, secret }
 }
 

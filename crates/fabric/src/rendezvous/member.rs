@@ -6,7 +6,7 @@ use antiphon_device::host::memory::SharedMemory;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::{
-    Address, Meeting, RETRY, RendezvousError, Ticket,
+    Address, Meeting, RETRY, RendezvousError, Ticket, Watch,
     connection::{Connection, Ended},
     frame::{Card, Frame},
     secret::random_hex,
@@ -20,8 +20,9 @@ pub(super) fn join(
     card: Card,
     bytes: usize,
     timeout: Duration,
+    watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
-    let mut member = Member { ticket, card, start: Instant::now(), timeout, last_refusal: None };
+    let mut member = Member { watch, ticket, card, start: Instant::now(), timeout, last_refusal: None };
     loop {
         if let Some(socket) = ticket.address.connect()?
             && let Some((cards, descriptor)) = member.converse(Connection::new(socket))?
@@ -31,11 +32,13 @@ pub(super) fn join(
         if member.start.elapsed() >= timeout {
             return Err(member.missing(vec![0]));
         }
+        watch()?;
         std::thread::sleep(RETRY);
     }
 }
 
 struct Member<'a> {
+    watch: Watch<'a>,
     ticket: &'a Ticket,
     card: Card,
     start: Instant,
@@ -123,10 +126,11 @@ impl Member<'_> {
 
     /// Waits for more bytes.
     fn wait(&mut self, connection: &Connection, noted: bool) -> Result<(), RendezvousError> {
-        let patience = if noted { self.timeout + GRACE } else { self.timeout };
+        let patience = if noted { self.timeout.saturating_add(GRACE) } else { self.timeout };
         if self.start.elapsed() >= patience {
             return Err(self.missing(if noted { vec![] } else { vec![0] }));
         }
+        (self.watch)()?;
         let mut fds = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)];
         // Woken, interrupted or not: the caller looks again.
         let _ = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 20_000_000 }));

@@ -104,6 +104,12 @@ pub enum RendezvousError {
         /// Where.
         address: Address,
     },
+    /// A rank of a group was lost while the group was meeting.
+    #[error("rank {rank} of the world that is being split was lost while its group was meeting")]
+    PeerLost {
+        /// The rank, in the world that is being split.
+        rank: usize,
+    },
     /// The socket could not be used.
     #[error("socket {address}: {source}")]
     Socket {
@@ -166,12 +172,17 @@ pub(crate) struct Meeting {
     pub(crate) memory: SharedMemory,
 }
 
+/// Asked now and then while ranks meet: an error ends the meeting. Ranks that know each other already see so that one of
+/// them is gone.
+pub(crate) type Watch<'a> = &'a dyn Fn() -> Result<(), RendezvousError>;
+
 /// Meets the other ranks and shares `bytes` of memory with them.
 pub(crate) fn meet(
     ticket: &Ticket,
     card: Card,
     bytes: usize,
     timeout: Duration,
+    watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
     if card.rank >= card.world_size {
         return Err(RendezvousError::InvalidRank { rank: card.rank, world_size: card.world_size });
@@ -180,8 +191,8 @@ pub(crate) fn meet(
         return Ok(Meeting { cards: vec![card], memory: SharedMemory::create(bytes)? });
     }
     if card.rank == 0 {
-        root::await_all(ticket, card, bytes, timeout)
+        root::await_all(ticket, card, bytes, timeout, watch)
     } else {
-        member::join(ticket, card, bytes, timeout)
+        member::join(ticket, card, bytes, timeout, watch)
     }
 }

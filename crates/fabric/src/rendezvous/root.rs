@@ -9,7 +9,7 @@ use antiphon_device::host::memory::SharedMemory;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::{
-    Meeting, RETRY, RendezvousError, Ticket,
+    Meeting, RETRY, RendezvousError, Ticket, Watch,
     address::Listener,
     connection::{Connection, Ended},
     frame::{Card, Frame, Nonce},
@@ -32,6 +32,7 @@ pub(super) fn await_all(
     card: Card,
     bytes: usize,
     timeout: Duration,
+    watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
     let start = Instant::now();
     let mut door = Door { ticket, seats: vec![None; card.world_size], guests: Vec::new(), start, timeout };
@@ -41,6 +42,7 @@ pub(super) fn await_all(
         if start.elapsed() >= timeout {
             return Err(door.give_up());
         }
+        watch()?;
         door.wait(Some(&listener));
         door.accept(&listener);
         door.look_after_guests();

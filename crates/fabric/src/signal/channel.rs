@@ -121,10 +121,12 @@ impl Messages {
 
     /// Whether the transfer is over, after moving everything as far as it goes.
     pub(crate) fn is_over(&self, shared: &Shared, ticket: &Ticket) -> Result<bool, FabricError> {
-        shared.health.check_usable()?;
         let mut state = self.lock();
+        if !state.is_active(ticket) {
+            return Ok(true); // also when something else has failed since
+        }
         self.advance(shared, &mut state)?;
-        Ok(!state.port(ticket.direction, ticket.peer).queue.iter().any(|t| t.id == ticket.id))
+        Ok(!state.is_active(ticket))
     }
 
     /// Waits until the transfer is over. After an error it is cancelled.
@@ -169,6 +171,8 @@ impl Messages {
         if state.active == 0 {
             return Ok(());
         }
+        // Under the lock: a transfer that was cancelled half-way, which takes a failure, is the last of its stream.
+        shared.health.check_usable()?;
         for peer in 0..shared.world_size {
             while self.send_packet(shared, peer, &mut state.outgoing[peer], &mut state.active) {}
             loop {
@@ -217,6 +221,7 @@ impl Messages {
         if words != transfer.signature.encode() {
             let theirs = Signature::decode(words).unwrap_or(transfer.signature);
             let (rank, mine) = (shared.rank, transfer.signature);
+            shared.regions.consumed(peer, rank).refuse(mine.encode());
             return Err(FabricError::Mismatch { rank, mine, peer, theirs });
         }
         let part = (transfer.len - transfer.done).min(RING_BODY);
@@ -243,18 +248,31 @@ impl Messages {
         };
         let Shared { health, regions, timeout, .. } = shared;
         let checked = health.check(regions, ticket.signature, missing, waited, *timeout);
+        let checked = checked.map_err(|error| refusal(shared, ticket).unwrap_or(error));
         let checked = failed.into_inner().map_or(checked, Err);
         checked.inspect_err(|error| health.report(regions, error))
     }
 }
 
 impl State {
+    fn is_active(&mut self, ticket: &Ticket) -> bool {
+        self.port(ticket.direction, ticket.peer).queue.iter().any(|t| t.id == ticket.id)
+    }
+
     fn port(&mut self, direction: Direction, peer: usize) -> &mut Port {
         match direction {
             Direction::Send => &mut self.outgoing[peer],
             Direction::Receive => &mut self.incoming[peer],
         }
     }
+}
+
+/// What the receiver expected instead, if it refused what this ticket sends.
+fn refusal(shared: &Shared, ticket: &Ticket) -> Option<FabricError> {
+    let (rank, peer, mine) = (shared.rank, ticket.peer, ticket.signature);
+    let sends = ticket.direction == Direction::Send;
+    let expected = shared.regions.consumed(rank, peer).refusal().filter(|_| sends)?;
+    Some(FabricError::Mismatch { rank, mine, peer, theirs: Signature::decode(expected)? })
 }
 
 /// Where in the ring the packet after the first `sequence` packets lies.

@@ -5,7 +5,7 @@
 //! read the data. The stamp is a sequence number, so nothing is ever reset.
 //!
 //! What makes it safe to *reuse* a packet differs:
-//! * In **rounds** ([`Mailboxes`](rounds::Rounds)) every rank posts one packet and waits for everybody's. There are two
+//! * In **rounds** ([`Rounds`](rounds::Rounds)) every rank posts one packet and waits for everybody's. There are two
 //!   packets per rank, used in turn: a rank that has seen everybody's packet of round `k` knows that all have read
 //!   those of round `k − 1`. No acknowledgement is ever sent.
 //! * In a **channel** from one rank to another, a ring of packets, the reader acknowledges what it has consumed.

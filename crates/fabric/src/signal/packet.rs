@@ -24,21 +24,38 @@ const _: () = assert!(size_of::<Head>() == 64);
 unsafe impl Sync for Head {}
 
 /// How many packets of a channel the receiver has consumed. Only the receiver writes it.
-#[repr(transparent)]
+#[repr(C)]
 #[derive(Debug, Default)]
-pub(crate) struct Consumed(AtomicU64);
+pub(crate) struct Consumed {
+    count: AtomicU64,
+    /// What the receiver expected instead of a packet that it refused; zero if it refused none.
+    expected: [AtomicU64; 2],
+}
 
 impl Consumed {
     /// Gives the places of the first `count` packets back to the sender.
     #[inline]
     pub(crate) fn announce(&self, count: u64) {
         // Pairs with the acquire load in `count`: we have read the packets.
-        self.0.store(count, Ordering::Release);
+        self.count.store(count, Ordering::Release);
     }
 
     #[inline]
     pub(crate) fn count(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
+        self.count.load(Ordering::Acquire)
+    }
+
+    /// Tells the sender what was expected instead of its packet. The report of the failure, which comes after it and is
+    /// released, makes it visible.
+    pub(crate) fn refuse(&self, expected: [u64; 2]) {
+        self.expected[1].store(expected[1], Ordering::Relaxed);
+        self.expected[0].store(expected[0], Ordering::Relaxed);
+    }
+
+    /// What the receiver expected, if it refused; to be asked once its failure has been seen.
+    pub(crate) fn refusal(&self) -> Option<[u64; 2]> {
+        let words = [self.expected[0].load(Ordering::Relaxed), self.expected[1].load(Ordering::Relaxed)];
+        (words[0] != 0).then_some(words)
     }
 }
 

@@ -137,7 +137,7 @@ impl Rounds {
     ///
     /// # Errors
     /// [`FabricError::Mismatch`], [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout) or
-    /// [`Aborted`](FabricError::Aborted); the lane is unusable afterwards.
+    /// [`Aborted`](FabricError::Aborted); the communicator is unusable afterwards.
     #[inline]
     pub fn wait(&mut self, signature: &Signature) -> Result<(), FabricError> {
         let words = signature.encode();
@@ -168,9 +168,9 @@ impl Rounds {
         self.wait(signature)
     }
 
-    /// Makes the lane unusable because of `error`, and tells the others; returns the error.
+    /// Makes the communicator unusable because of `error`, and tells the others; returns the error.
     #[cold]
-    pub fn fail(&mut self, error: FabricError) -> FabricError {
+    fn fail(&mut self, error: FabricError) -> FabricError {
         self.shared.health.report(&self.shared.regions, &error);
         error
     }

@@ -42,7 +42,8 @@ impl SharedBuffer {
     /// The copy of `rank` as elements (as many as fit), to pass to collectives, say.
     ///
     /// # Safety
-    /// Nobody, on any rank, writes these elements while the slice lives.
+    /// Nobody, on any rank, writes these elements while the slice lives. After a collective on them has failed, slower
+    /// ranks may still do so, until they have left or met again.
     ///
     /// # Panics
     /// When there is no such rank.
@@ -55,7 +56,8 @@ impl SharedBuffer {
     /// The copy of `rank` as elements, to write.
     ///
     /// # Safety
-    /// Nobody, on any rank, reads or writes these elements while the slice lives, but through it.
+    /// Nobody, on any rank, reads or writes these elements while the slice lives, but through it. After a collective on
+    /// them has failed, slower ranks may still do so, until they have left or met again.
     ///
     /// # Panics
     /// When there is no such rank.
@@ -104,7 +106,7 @@ impl Communicator {
     /// [`barrier`](Self::barrier).
     pub fn create_shared_buffer(&self, len: usize) -> Result<SharedBuffer, FabricError> {
         self.check_foreground("create_shared_buffer")?;
-        let mut rounds = self.rounds()?;
+        let mut rounds = self.own_rounds()?;
         let signature = Signature { count: len as u64, ..Signature::new(Operation::Allocate) };
         // Allocation is the same calculation on every rank, so nothing but the size need be agreed upon. Memory that
         // was freed has been given back to the machine, and so is zero again.
@@ -123,11 +125,12 @@ impl Communicator {
         if !Arc::ptr_eq(&buffer.shared, self.shared()) {
             return Err(FabricError::invalid("the buffer belongs to another communicator"));
         }
-        let mut rounds = self.rounds()?;
+        let mut rounds = self.own_rounds()?;
         let signature = Signature { count: buffer.offset as u64, ..Signature::new(Operation::Free) };
         rounds.exchange(&signature)?; // all are done with it
         let pages = self.allocator().borrow_mut().free(buffer.offset);
-        self.shared().regions.release_arena(self.rank(), buffer.offset, pages)?;
-        rounds.exchange(&signature) // all copies are zero again before anyone may get the place anew
+        let released = self.shared().regions.release_arena(self.rank(), buffer.offset, pages);
+        rounds.exchange(&signature)?; // all copies are zero again before anyone may get the place anew
+        Ok(released?)
     }
 }

@@ -1,0 +1,78 @@
+//! Nothing grows: neither descriptors nor memory, however often things are made and dropped.
+//!
+//! One test, so that nothing else goes on in this process while it counts.
+
+use antiphon_fabric::{Communicator, LocalWorld, rendezvous::Ticket};
+
+#[derive(Debug, Clone, Copy)]
+struct Usage {
+    descriptors: usize,
+    threads: usize,
+    resident_kib: usize,
+}
+
+fn usage() -> Usage {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let number = |name| -> usize {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    };
+    Usage {
+        descriptors: std::fs::read_dir("/proc/self/fd").unwrap().count(),
+        threads: number("Threads:"),
+        resident_kib: number("VmRSS:"),
+    }
+}
+
+/// Allocators keep a few megabytes for later; a leak of what is done here would be a hundred at least.
+#[track_caller]
+fn assert_no_growth(before: Usage, what: &str) {
+    let after = usage();
+    assert_eq!(after.descriptors, before.descriptors, "{what}");
+    assert_eq!(after.threads, before.threads, "{what}");
+    assert!(after.resident_kib < before.resident_kib + (32 << 10), "{what}: {before:?}, now {after:?}");
+}
+
+/// 1,000 buffers of a quarter of a megabyte on each rank: a leak would take half a gigabyte.
+fn buffers(comm: &Communicator) {
+    for _ in 0..1000 {
+        let buffer = comm.create_shared_buffer(256 << 10).unwrap();
+        // SAFETY: each rank writes to its own copy, once per page.
+        (0..buffer.len())
+            .step_by(4096)
+            .for_each(|at| unsafe { buffer.as_mut_ptr(comm.rank()).add(at).write(1) });
+        comm.free_shared_buffer(buffer).unwrap();
+    }
+}
+
+#[test]
+fn nothing_grows() {
+    LocalWorld::run(2, |comm| comm.barrier().unwrap()); // what is made once is made
+    let before = usage();
+
+    LocalWorld::run(2, |comm| buffers(&comm));
+    assert_no_growth(before, "buffers");
+
+    for _ in 0..50 {
+        LocalWorld::run(2, |comm| {
+            let group = comm.split(Some(0), 0).unwrap().unwrap();
+            group.exchange_bytes(&[1; 100_000]).unwrap();
+            comm.spawn(|comm| comm.barrier()).unwrap().wait().unwrap();
+            let sent = comm.start_send(vec![1u8; 1 << 20], 1 - comm.rank()).unwrap();
+            comm.recv(&mut vec![0u8; 1 << 20], 1 - comm.rank()).unwrap();
+            sent.wait().unwrap();
+        });
+    }
+    // The background ends by itself, soon after its communicator.
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(5);
+    while usage().threads > before.threads && std::time::Instant::now() < deadline {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert_no_growth(before, "worlds");
+
+    let hasty = || Communicator::builder().timeout(std::time::Duration::from_millis(1));
+    for rank in (0..200).map(|i| i % 2) {
+        hasty().with_ticket(rank, 2, &Ticket::random()).unwrap_err();
+    }
+    assert_no_growth(before, "meetings that fail");
+}
