@@ -141,7 +141,8 @@ fn a_stopped_rank_is_named_by_the_deadline_and_learns_of_it() {
             let (heard, said) = world.hear(rank);
             assert_eq!(said, format!("timeout [{victim}]"));
             let took = heard - stopped;
-            assert!(took >= timeout && took < timeout + Duration::from_secs(1), "{took:?}");
+            // They may have begun to wait a little before it was stopped.
+            assert!(took > timeout / 2 && took < timeout + Duration::from_secs(1), "{took:?}");
         }
         world.signal(victim, Signal::CONT);
         let said = world.hear(victim).1;

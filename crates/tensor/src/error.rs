@@ -168,6 +168,37 @@ pub enum TensorError {
         /// The shape asked for.
         to: Vec<usize>,
     },
+    /// Rows that blocks of a size do not fill.
+    #[error("rows of {columns} elements do not divide into blocks of {block}")]
+    BlockSize {
+        /// The elements of a row.
+        columns: usize,
+        /// The elements of a block.
+        block: usize,
+    },
+    /// A buffer of a quantiser that is longer or shorter than its shape.
+    #[error("the buffer of {what} has {actual} entries instead of {expected}")]
+    BufferLength {
+        /// What the buffer holds.
+        what: &'static str,
+        /// The number of entries that the shape needs.
+        expected: usize,
+        /// The number of entries it has.
+        actual: usize,
+    },
+    /// An integer that is no scale layout's.
+    #[error("unknown scale layout {code}: known are 0 (SWIZZLED_128x4), 1 (SWIZZLED_8x4) and 2 (LINEAR)")]
+    UnknownScaleLayout {
+        /// The integer as given.
+        code: i64,
+    },
+}
+
+impl TensorError {
+    /// Refuses a buffer that has another length than its shape.
+    pub(crate) fn check_length(what: &'static str, expected: usize, actual: usize) -> Result<(), Self> {
+        if expected == actual { Ok(()) } else { Err(TensorError::BufferLength { what, expected, actual }) }
+    }
 }
 
 /// The number of elements of a shape that has been found addressable.

@@ -1,5 +1,5 @@
-//! What a collective moves: element types, the one rounding that ends every reduction, and borrowed views of
-//! memory that somebody else owns.
+//! What a collective moves: element types, the one rounding that ends every reduction, borrowed views of memory that
+//! somebody else owns, and the quantised formats that travel instead where bytes are dear.
 //!
 //! Nothing here allocates, copies or knows a device's driver. A [`TensorView`] is a pointer with a [`DType`], a
 //! shape, strides and a [`Device`], all inline: making one from a slice costs a few stores, so an operation can
@@ -39,6 +39,28 @@
 //! holds only if the final conversion is the same function on every CPU and GPU: [`round`] defines it, to nearest
 //! with ties to even, subnormals kept, and *one* NaN, since hardware disagrees about NaN payloads.
 //!
+//! # Eight bits and four
+//!
+//! The scalar formats of FP8 and FP4 and the ways to quantise rows are defined here bit by bit, since every backend's
+//! kernels must agree on them. Codes and scales are bytes, in tensors of [`DType::U8`]: they can be moved, and
+//! reducing them would mean nothing without their scales.
+//!
+//! ```
+//! use antiphon_tensor::{E4M3, ScaleLayout, quantize::{NvFp4, fp8_static}};
+//!
+//! let row: Vec<f32> = (0..64).map(|i| i as f32 / 8.0).collect();
+//!
+//! let mut fp8 = vec![0; 64];
+//! fp8_static(&row, 1.0, &mut fp8)?;
+//! assert_eq!(E4M3::from_bits(fp8[20]).to_f32(), 2.5);
+//!
+//! let format = NvFp4::new(1, 64, ScaleLayout::Swizzled128x4)?;
+//! let (mut fp4, mut scales) = (vec![0; format.code_bytes()], vec![0; format.scale_grid().size()]);
+//! format.quantize(&row, 448.0 * 6.0 / 7.875, &mut fp4, &mut scales)?;
+//! assert_eq!((fp4.len(), scales.len()), (32, 512));
+//! # Ok::<(), antiphon_tensor::TensorError>(())
+//! ```
+//!
 //! # Where things are
 //!
 //! | concept | items |
@@ -47,21 +69,34 @@
 //! | conversions | [`round`] |
 //! | extents | [`Shape`], [`Strides`], [`MAX_RANK`] |
 //! | memory | [`TensorView`], [`TensorViewMut`], [`Device`] |
+//! | formats of eight and four bits | [`E4M3`], [`E5M2`], [`E2M1`], [`UE8M0`] |
+//! | quantised rows | [`quantize`] |
+//! | the order of scales | [`ScaleLayout`], [`ScaleGrid`], [`PackedScales`], [`compute_fp4_swizzled_layout_sf_size`] |
 //! | refusals | [`TensorError`] |
 
 mod device;
 mod dtype;
 mod element;
 mod error;
+mod float4;
+mod float8;
 mod layout;
+pub mod quantize;
 pub mod round;
+mod scale;
+mod scale_layout;
 mod shape;
+mod small_float;
 mod view;
 
 pub use device::Device;
 pub use dtype::DType;
 pub use element::Element;
 pub use error::TensorError;
+pub use float4::E2M1;
+pub use float8::{E4M3, E5M2};
 pub use half::{bf16, f16};
+pub use scale::UE8M0;
+pub use scale_layout::{PackedScales, ScaleGrid, ScaleLayout, compute_fp4_swizzled_layout_sf_size};
 pub use shape::{MAX_RANK, Shape, Strides};
 pub use view::{TensorView, TensorViewMut};

@@ -31,7 +31,7 @@ pub const F32_NAN: u32 = 0x7FC0_0000;
 pub const F64_NAN: u64 = 0x7FF8_0000_0000_0000;
 
 /// The bits of f32 infinity: above them, without the sign, is NaN.
-const F32_INFINITY: u32 = 0x7F80_0000;
+pub(crate) const F32_INFINITY: u32 = 0x7F80_0000;
 
 /// The value, or the canonical NaN if it is any NaN.
 #[inline]

@@ -34,8 +34,8 @@ fn every_dtype_dispatches_to_its_own_type() {
         with_dtype!(dtype, T => {
             assert_eq!(T::DTYPE, dtype);
             assert_eq!(size_of::<T>(), dtype.size());
-            assert_eq!(T::from_f64(0.5).to_f64() == 0.5, dtype.is_float());
-            assert_eq!(T::from_f64(0.0), T::default());
+            assert_eq!(<T as Element>::from_f64(0.5).to_f64() == 0.5, dtype.is_float());
+            assert_eq!(<T as Element>::from_f64(0.0), T::default());
         });
     }
 }

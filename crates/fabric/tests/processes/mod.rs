@@ -38,6 +38,8 @@ pub fn say_error(error: &FabricError) {
         FabricError::Rendezvous(RendezvousError::Missing { missing, .. }) => {
             say(format_args!("missing {missing:?}"));
         }
+        // The background may have heard of it before the foreground.
+        FabricError::Failed(first) => say_error(first),
         other => say(other),
     }
 }
