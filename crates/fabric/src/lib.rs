@@ -20,7 +20,7 @@
 //! given up; the error names the rank and the operation. *Nothing is confused.* Each packet carries the
 //! [`Signature`] of the call it belongs to, and each rank compares it with its own before it touches the data. The cost
 //! is two words in a cache line that travels anyway. *Nothing is left behind.* The memory has no name; a killed rank
-//! leaves no file.
+//! leaves no file (but for the socket at a path, if rank 0 is killed while ranks meet there; the next run reclaims it).
 //!
 //! ```
 //! use antiphon_fabric::{FabricError, LocalWorld};

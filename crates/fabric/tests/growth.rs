@@ -2,6 +2,8 @@
 //!
 //! One test, so that nothing else goes on in this process while it counts.
 
+use std::time::{Duration, Instant};
+
 use antiphon_fabric::{Communicator, LocalWorld, rendezvous::Ticket};
 
 #[derive(Debug, Clone, Copy)]
@@ -27,9 +29,15 @@ fn usage() -> Usage {
 /// Allocators keep a few megabytes for later; a leak of what is done here would be a hundred at least.
 #[track_caller]
 fn assert_no_growth(before: Usage, what: &str) {
+    // A thread that has been joined may be seen for a moment longer; the background ends by itself, soon after its
+    // communicator.
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while usage().threads > before.threads && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let after = usage();
     assert_eq!(after.descriptors, before.descriptors, "{what}");
-    assert_eq!(after.threads, before.threads, "{what}");
+    assert!(after.threads <= before.threads, "{what}: {before:?}, now {after:?}");
     assert!(after.resident_kib < before.resident_kib + (32 << 10), "{what}: {before:?}, now {after:?}");
 }
 
@@ -48,6 +56,7 @@ fn buffers(comm: &Communicator) {
 #[test]
 fn nothing_grows() {
     LocalWorld::run(2, |comm| comm.barrier().unwrap()); // what is made once is made
+    std::thread::sleep(Duration::from_millis(50));
     let before = usage();
 
     LocalWorld::run(2, |comm| buffers(&comm));
@@ -63,14 +72,9 @@ fn nothing_grows() {
             sent.wait().unwrap();
         });
     }
-    // The background ends by itself, soon after its communicator.
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(5);
-    while usage().threads > before.threads && std::time::Instant::now() < deadline {
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
     assert_no_growth(before, "worlds");
 
-    let hasty = || Communicator::builder().timeout(std::time::Duration::from_millis(1));
+    let hasty = || Communicator::builder().timeout(Duration::from_millis(1));
     for rank in (0..200).map(|i| i % 2) {
         hasty().with_ticket(rank, 2, &Ticket::random()).unwrap_err();
     }

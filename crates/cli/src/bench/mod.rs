@@ -111,7 +111,7 @@ enum Which {
     Reduce,
     Gather,
     Scatter,
-    /// One byte (of whatever size) from rank 0 to rank 1 and back
+    /// A tensor from rank 0 to rank 1 and back
     SendRecv,
     /// What any all-reduce must at least do: every rank reads its input and writes its output, all at once
     Memory,

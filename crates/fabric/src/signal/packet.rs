@@ -45,16 +45,16 @@ impl Consumed {
         self.count.load(Ordering::Acquire)
     }
 
-    /// Tells the sender what was expected instead of its packet. The report of the failure, which comes after it and is
-    /// released, makes it visible.
+    /// Tells the sender what was expected instead of its packet.
     pub(crate) fn refuse(&self, expected: [u64; 2]) {
         self.expected[1].store(expected[1], Ordering::Relaxed);
-        self.expected[0].store(expected[0], Ordering::Relaxed);
+        // Pairs with the acquire load in `refusal`: whoever sees the first word sees the second.
+        self.expected[0].store(expected[0], Ordering::Release);
     }
 
-    /// What the receiver expected, if it refused; to be asked once its failure has been seen.
+    /// What the receiver expected, if it refused.
     pub(crate) fn refusal(&self) -> Option<[u64; 2]> {
-        let words = [self.expected[0].load(Ordering::Relaxed), self.expected[1].load(Ordering::Relaxed)];
+        let words = [self.expected[0].load(Ordering::Acquire), self.expected[1].load(Ordering::Relaxed)];
         (words[0] != 0).then_some(words)
     }
 }
