@@ -47,8 +47,30 @@ pub trait NonBlocking {
     fn start_broadcast<T: Element>(&self, buffer: Vec<T>, root: usize) -> Handle<T>;
     /// [`Collectives::reduce_in_place`].
     fn start_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp, root: usize) -> Handle<T>;
+    /// [`Collectives::all_to_all_v`]; the handle gives what has come.
+    fn start_all_to_all_v<T: Element>(
+        &self,
+        input: Vec<T>,
+        sends: Vec<usize>,
+        receives: Vec<usize>,
+    ) -> Handle<T>;
+    /// [`Collectives::gather`]; the handle gives the root what it gathered, and the others nothing.
+    fn start_gather<T: Element>(&self, input: Vec<T>, root: usize) -> Handle<T>;
+    /// [`Collectives::scatter`] of blocks of `count` elements; the root gives its row, the others an empty vector. The
+    /// handle gives this rank's block.
+    fn start_scatter<T: Element>(&self, row: Vec<T>, count: usize, root: usize) -> Handle<T>;
     /// [`Communicator::barrier`].
     fn start_barrier(&self) -> Result<Pending<(), FabricError>>;
+}
+
+/// An output of so many elements, or an error that says how many.
+fn room<T: Element>(count: usize) -> Result<Vec<T>> {
+    let mut output = Vec::new();
+    output.try_reserve_exact(count).map_err(|e| {
+        FabricError::InvalidArgument(format!("no memory for {count} elements of {}: {e}", T::DTYPE))
+    })?;
+    output.resize(count, T::default());
+    Ok(output)
 }
 
 impl NonBlocking for Communicator {
@@ -58,14 +80,14 @@ impl NonBlocking for Communicator {
 
     fn start_all_gather<T: Element>(&self, input: Vec<T>) -> Handle<T> {
         Ok(self.spawn(move |comm| {
-            let mut output = vec![T::default(); input.len() * comm.world_size()];
+            let mut output = room(input.len().saturating_mul(comm.world_size()))?;
             comm.all_gather(&input, &mut output).map(|()| output)
         })?)
     }
 
     fn start_reduce_scatter<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Handle<T> {
         Ok(self.spawn(move |comm| {
-            let mut output = vec![T::default(); input.len() / comm.world_size()];
+            let mut output = room(input.len() / comm.world_size())?;
             comm.reduce_scatter(&input, &mut output, op).map(|()| output)
         })?)
     }
@@ -82,7 +104,64 @@ impl NonBlocking for Communicator {
         Ok(self.spawn(move |comm| comm.reduce_in_place(&mut buffer, op, root).map(|()| buffer))?)
     }
 
+    fn start_all_to_all_v<T: Element>(
+        &self,
+        input: Vec<T>,
+        sends: Vec<usize>,
+        receives: Vec<usize>,
+    ) -> Handle<T> {
+        Ok(self.spawn(move |comm| {
+            let mut output = room(receives.iter().fold(0, |sum: usize, &n| sum.saturating_add(n)))?;
+            comm.all_to_all_v(&input, &sends, &mut output, &receives).map(|()| output)
+        })?)
+    }
+
+    fn start_gather<T: Element>(&self, input: Vec<T>, root: usize) -> Handle<T> {
+        Ok(self.spawn(move |comm| {
+            let ranks = if comm.rank() == root { comm.world_size() } else { 0 };
+            let mut output = room(input.len().saturating_mul(ranks))?;
+            comm.gather(&input, Some((&mut output).into()), root).map(|()| output)
+        })?)
+    }
+
+    fn start_scatter<T: Element>(&self, row: Vec<T>, count: usize, root: usize) -> Handle<T> {
+        Ok(self.spawn(move |comm| {
+            let mut output = room(count)?;
+            comm.scatter(Some((&row).into()), &mut output, root).map(|()| output)
+        })?)
+    }
+
     fn start_barrier(&self) -> Result<Pending<(), FabricError>> {
         Ok(self.spawn(Communicator::barrier)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use antiphon_fabric::LocalWorld;
+
+    use super::*;
+
+    #[test]
+    fn rooted_and_uneven_forms_go_on_in_the_background() {
+        let results = LocalWorld::run(3, |comm| {
+            let rank = comm.rank() as i32;
+            let gathered = comm.start_gather(vec![rank, -rank], 1)?;
+            let row = if rank == 2 { (0..6).collect() } else { Vec::new() };
+            let block = comm.start_scatter(row, 2, 2)?;
+            // Rank r sends r elements to everybody.
+            let sent = comm.start_all_to_all_v(
+                vec![rank; 3 * rank as usize],
+                vec![rank as usize; 3],
+                vec![0, 1, 2],
+            )?;
+            Ok::<_, CollectiveError>((gathered.wait()?, block.wait()?, sent.wait()?))
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            let (gathered, block, come) = result.unwrap();
+            assert_eq!(gathered, if rank == 1 { vec![0, 0, 1, -1, 2, -2] } else { vec![] });
+            assert_eq!(block, [2 * rank as i32, 2 * rank as i32 + 1]);
+            assert_eq!(come, [1, 2, 2]);
+        }
     }
 }
