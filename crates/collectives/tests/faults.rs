@@ -31,6 +31,25 @@ fn step(comm: &Communicator, work: &str, buffer: &mut Vec<f32>) -> Result<(), Co
             let block = vec![1f32; buffer.len() / world_size];
             comm.gather(&block, (rank == 0).then_some(buffer.into()), 0)
         }
+        "scatter" => {
+            let mut block = vec![0f32; buffer.len() / world_size];
+            comm.scatter((rank == 0).then_some((&*buffer).into()), &mut block, 0)
+        }
+        "reduce to the last" => comm.reduce_in_place(buffer, ReduceOp::Max, world_size - 1),
+        "uneven all_to_all" => {
+            // Rank r gets r + 1 shares from everybody.
+            let share = buffer.len() / 24;
+            let sends: Vec<usize> = (1..=world_size).map(|shares| shares * share).collect();
+            let receives = vec![(rank + 1) * share; world_size];
+            let mut output = vec![0f32; receives.iter().sum()];
+            comm.all_to_all_v(&buffer[..sends.iter().sum()], &sends, &mut output, &receives)
+        }
+        "symmetric all_reduce" => {
+            let shared = comm.create_shared_buffer(12 << 20)?; // the worlds of these tests have 16 MiB
+            // SAFETY: the others touch this copy only within the collective, and after an error nobody here does.
+            comm.all_reduce_in_place(unsafe { shared.slice_mut::<f32>(rank) }, ReduceOp::Max)?;
+            Ok(comm.free_shared_buffer(shared)?)
+        }
         "non-blocking" => {
             let pending = comm.start_all_reduce(std::mem::take(buffer), ReduceOp::Max)?;
             comm.barrier()?;
@@ -77,5 +96,9 @@ killed_in! {
     killed_in_broadcast: "broadcast";
     killed_in_a_broadcast_by_the_last_rank: "broadcast from the last";
     killed_in_gather: "gather";
+    killed_in_scatter: "scatter";
+    killed_in_reduce: "reduce to the last";
+    killed_in_an_uneven_all_to_all: "uneven all_to_all";
+    killed_in_a_symmetric_all_reduce: "symmetric all_reduce";
     killed_in_non_blocking_all_reduce: "non-blocking";
 }

@@ -95,10 +95,8 @@ fn ask_where(
     unsafe { rounds.outbox(LEN).cast::<Where>().write_unaligned(mine) };
     rounds.exchange(signature)?;
     // SAFETY: every rank has posted its own.
-    Ok(rounds
-        .inboxes(LEN)
-        .iter()
-        .all(|inbox| unsafe { inbox.cast::<Where>().read_unaligned().symmetric } == 1))
+    let is_symmetric = |inbox: &*const u8| unsafe { inbox.cast::<Where>().read_unaligned().symmetric == 1 };
+    Ok(rounds.inboxes(LEN).iter().all(is_symmetric))
 }
 
 /// Each rank reduces its part straight from everybody's input and writes it straight into everybody's output: nothing
