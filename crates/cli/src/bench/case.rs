@@ -7,7 +7,7 @@ use antiphon::{
 };
 
 /// A collective that can be measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 #[allow(missing_docs)] // named after what they are
 pub enum Collective {
     AllReduce,
@@ -18,8 +18,9 @@ pub enum Collective {
     Reduce,
     Gather,
     Scatter,
+    /// A tensor from rank 0 to rank 1 and back
     SendRecv,
-    /// The floor: every rank reads its input and writes its output, and nothing else.
+    /// The floor of any all-reduce: every rank reads its input and writes its output, all at once
     Memory,
 }
 

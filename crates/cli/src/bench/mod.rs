@@ -19,7 +19,7 @@ use std::{
 };
 
 use antiphon::{collectives::all_reduce::Algorithm, device::ReduceOp, tensor::DType};
-use clap::ValueEnum;
+use clap::{ValueEnum, builder::PossibleValue};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::{
@@ -98,23 +98,41 @@ pub struct Args {
     worker: bool,
 }
 
-/// One collective, or the usual ones.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+/// One collective, or the usual five.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Which {
-    /// All-reduce, all-gather, reduce-scatter, all-to-all and broadcast
     All,
-    AllReduce,
-    AllGather,
-    ReduceScatter,
-    AllToAll,
-    Broadcast,
-    Reduce,
-    Gather,
-    Scatter,
-    /// A tensor from rank 0 to rank 1 and back
-    SendRecv,
-    /// What any all-reduce must at least do: every rank reads its input and writes its output, all at once
-    Memory,
+    One(Collective),
+}
+
+impl ValueEnum for Which {
+    fn value_variants<'a>() -> &'a [Self] {
+        use Collective::*;
+        const ALL: &[Which] = &[
+            Which::All,
+            Which::One(AllReduce),
+            Which::One(AllGather),
+            Which::One(ReduceScatter),
+            Which::One(AllToAll),
+            Which::One(Broadcast),
+            Which::One(Reduce),
+            Which::One(Gather),
+            Which::One(Scatter),
+            Which::One(SendRecv),
+            Which::One(Memory),
+        ];
+        ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        match self {
+            Self::All => {
+                let usual = "All-reduce, all-gather, reduce-scatter, all-to-all and broadcast";
+                Some(PossibleValue::new("all").help(usual))
+            }
+            Self::One(collective) => collective.to_possible_value(),
+        }
+    }
 }
 
 /// Which all-reduce.
@@ -152,16 +170,7 @@ impl Which {
         use Collective::*;
         match self {
             Self::All => vec![AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast],
-            Self::AllReduce => vec![AllReduce],
-            Self::AllGather => vec![AllGather],
-            Self::ReduceScatter => vec![ReduceScatter],
-            Self::AllToAll => vec![AllToAll],
-            Self::Broadcast => vec![Broadcast],
-            Self::Reduce => vec![Reduce],
-            Self::Gather => vec![Gather],
-            Self::Scatter => vec![Scatter],
-            Self::SendRecv => vec![SendRecv],
-            Self::Memory => vec![Memory],
+            Self::One(collective) => vec![collective],
         }
     }
 }
