@@ -1,5 +1,6 @@
 //! Everything this crate refuses.
 
+use crate::dlpack::ElementType;
 use crate::{DType, Device, MAX_RANK};
 
 /// Why a type, a shape or a view was refused. Shapes are sizes in elements, strides steps in elements.
@@ -191,6 +192,112 @@ pub enum TensorError {
     UnknownScaleLayout {
         /// The integer as given.
         code: i64,
+    },
+    /// A DLPack tensor whose version lays it out in an unknown way.
+    #[error("a tensor of DLPack {major}.{minor} cannot be read: only 1.x is known")]
+    DlpackVersion {
+        /// The major version.
+        major: u32,
+        /// The minor version.
+        minor: u32,
+    },
+    /// A DLPack device that is neither the host nor a CUDA device.
+    #[error(
+        "DLPack device type {device_type} (ordinal {device_id}) is none of CPU (1), CUDA (2) and CUDA host (3)"
+    )]
+    UnknownDlpackDevice {
+        /// DLPack's code of the kind of device.
+        device_type: i32,
+        /// The ordinal among the devices of the kind.
+        device_id: i32,
+    },
+    /// An integer that DLPack cannot have as a CUDA device's ordinal.
+    #[error("{ordinal} is no ordinal of a CUDA device: they are 0 to {}", i32::MAX)]
+    DeviceOrdinal {
+        /// The integer as given.
+        ordinal: i64,
+    },
+    /// A number of dimensions below 0.
+    #[error("a tensor cannot have {ndim} dimensions")]
+    NegativeRank {
+        /// The number of dimensions as given.
+        ndim: i32,
+    },
+    /// Dimensions without sizes.
+    #[error("null pointer for the sizes of {rank} dimensions")]
+    NullShape {
+        /// The number of dimensions.
+        rank: usize,
+    },
+    /// A size below 0, or beyond an address space.
+    #[error("dimension {dim} cannot have the size {size}")]
+    SizeOutOfRange {
+        /// The dimension, counted from 0.
+        dim: usize,
+        /// The size as given.
+        size: i64,
+    },
+    /// An offset from a base address beyond an address space.
+    #[error("{byte_offset} bytes behind address {address:#x} is outside the address space")]
+    ByteOffset {
+        /// The base address.
+        address: usize,
+        /// The offset in bytes.
+        byte_offset: u64,
+    },
+    /// Elements of a type that has no [`DType`].
+    #[error("elements of type {element_type} can be moved as bytes only: known are {}", DType::known())]
+    NoDType {
+        /// The type as DLPack denotes it.
+        element_type: ElementType,
+    },
+    /// A write to memory that its owner lends to read.
+    #[error("the tensor is read-only: copy it to write")]
+    ReadOnly,
+    /// An export that would lose the mark that a tensor is read-only.
+    #[error("an unversioned DLPack tensor cannot be marked read-only: export a versioned one")]
+    ReadOnlyUnversioned,
+    /// A quantity of 0 or less where there must be some.
+    #[error("the {what} is {value} but must be positive")]
+    NotPositive {
+        /// What the quantity is.
+        what: &'static str,
+        /// The quantity.
+        value: i64,
+    },
+    /// Elements that do not fill bytes.
+    #[error("elements of type {element_type} are no whole number of bytes")]
+    PartialByte {
+        /// The type as DLPack denotes it.
+        element_type: ElementType,
+    },
+    /// A number of bytes that elements do not fill.
+    #[error("the {what} of {bytes} bytes is no whole number of elements of {element_size} bytes")]
+    PartialElement {
+        /// What the bytes are.
+        what: &'static str,
+        /// The number of bytes.
+        bytes: i64,
+        /// The size of one element in bytes.
+        element_size: usize,
+    },
+    /// Segments that begin before the former one ends.
+    #[error("segments of {size} bytes overlap at a stride of {stride} bytes")]
+    SegmentOverlap {
+        /// The size of a segment in bytes.
+        size: i64,
+        /// The bytes from the start of one to the start of the next.
+        stride: i64,
+    },
+    /// As [`Misaligned`](TensorError::Misaligned), of a type that may have no [`DType`].
+    #[error("address {address:#x} is not aligned to the {align} bytes that {element_type} needs")]
+    MisalignedElement {
+        /// The type as DLPack denotes it.
+        element_type: ElementType,
+        /// The address of the first element.
+        address: usize,
+        /// The alignment needed, in bytes.
+        align: usize,
     },
 }
 

@@ -1,9 +1,9 @@
 //! What a collective moves: element types, the one rounding that ends every reduction, borrowed views of memory that
 //! somebody else owns, and the quantised formats that travel instead where bytes are dear.
 //!
-//! Nothing here allocates, copies or knows a device's driver. A [`TensorView`] is a pointer with a [`DType`], a
-//! shape, strides and a [`Device`], all inline: making one from a slice costs a few stores, so an operation can
-//! take `impl Into<TensorView<'_>>` and be called with a plain slice.
+//! Nothing here copies or knows a device's driver, and only an export to [`dlpack`] allocates. A [`TensorView`] is a
+//! pointer with a [`DType`], a shape, strides and a [`Device`], all inline: making one from a slice costs a few stores,
+//! so an operation can take `impl Into<TensorView<'_>>` and be called with a plain slice.
 //!
 //! ```
 //! use antiphon_tensor::{DType, TensorView, TensorViewMut, bf16};
@@ -72,9 +72,11 @@
 //! | formats of eight and four bits | [`E4M3`], [`E5M2`], [`E2M1`], [`UE8M0`] |
 //! | quantised rows | [`quantize`] |
 //! | the order of scales | [`ScaleLayout`], [`ScaleGrid`], [`PackedScales`], [`compute_fp4_swizzled_layout_sf_size`] |
+//! | tensors from and to PyTorch, NumPy and others | [`dlpack`] |
 //! | refusals | [`TensorError`] |
 
 mod device;
+pub mod dlpack;
 mod dtype;
 mod element;
 mod error;
