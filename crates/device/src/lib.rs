@@ -36,4 +36,4 @@ mod op;
 pub mod sync;
 
 pub use error::DeviceError;
-pub use op::ReduceOp;
+pub use op::{ReduceOp, UnknownReduceOp};

@@ -31,7 +31,8 @@ impl std::fmt::Display for Loss {
 }
 
 /// Why an operation between ranks failed. After [`PeerLost`](Self::PeerLost), [`Timeout`](Self::Timeout),
-/// [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted) and [`Panicked`](Self::Panicked) the ranks are no longer in
+/// [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted), [`Panicked`](Self::Panicked) and an operation that was
+/// [`Interrupted`](Self::Interrupted) the ranks are no longer in
 /// step, and the communicator answers every further call with [`Failed`](Self::Failed); after the others it stays usable.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -85,6 +86,12 @@ pub enum FabricError {
         by: usize,
         /// Why.
         reason: String,
+    },
+    /// This rank's program asked to stop waiting; see [`Builder::interrupt`](crate::Builder::interrupt).
+    #[error("{} was interrupted", operation.map_or("the wait for earlier calls".to_owned(), |o| o.to_string()))]
+    Interrupted {
+        /// What this rank was doing: nothing yet, if earlier calls kept it waiting.
+        operation: Option<Signature>,
     },
     /// The communicator failed earlier.
     #[error("this communicator failed earlier: {0}")]

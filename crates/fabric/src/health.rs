@@ -56,6 +56,7 @@ enum Fault {
     Lost(usize),
     TimedOut(usize),
     Disagreed(usize),
+    Interrupted,
     Other,
 }
 
@@ -65,6 +66,7 @@ impl Fault {
             FabricError::PeerLost { rank, .. } => Self::Lost(*rank),
             FabricError::Timeout { missing, .. } => Self::TimedOut(missing.first().copied().unwrap_or(0)),
             FabricError::Mismatch { peer, .. } => Self::Disagreed(*peer),
+            FabricError::Interrupted { .. } => Self::Interrupted,
             _ => Self::Other,
         }
     }
@@ -75,6 +77,7 @@ impl Fault {
             Self::TimedOut(rank) => (2, rank),
             Self::Disagreed(rank) => (3, rank),
             Self::Other => (4, 0),
+            Self::Interrupted => (5, 0),
         };
         kind << 32 | rank as u64
     }
@@ -86,6 +89,7 @@ impl Fault {
             1 => Some(Self::Lost(rank)),
             2 => Some(Self::TimedOut(rank)),
             3 => Some(Self::Disagreed(rank)),
+            5 => Some(Self::Interrupted),
             _ => Some(Self::Other),
         }
     }
@@ -186,6 +190,7 @@ impl Health {
             Some(Fault::TimedOut(rank)) if rank != self.rank && !gone => return None,
             Some(Fault::TimedOut(rank)) => format!("gave up waiting for rank {rank}"),
             Some(Fault::Disagreed(rank)) => format!("disagreed with rank {rank} about what to do"),
+            Some(Fault::Interrupted) => "was interrupted".to_owned(),
             Some(Fault::Other) => "failed".to_owned(),
         };
         Some(FabricError::Aborted { operation, by, reason })
@@ -248,9 +253,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn faults_survive_the_word(kind in 0..4, rank in 0..=u32::MAX as usize) {
-            let fault = [Fault::Lost(rank), Fault::TimedOut(rank), Fault::Disagreed(rank), Fault::Other];
-            let fault = fault[kind as usize];
+        fn faults_survive_the_word(kind in 0usize..5, rank in 0..=u32::MAX as usize) {
+            let about_a_rank = [Fault::Lost(rank), Fault::TimedOut(rank), Fault::Disagreed(rank)];
+            let fault = *about_a_rank.iter().chain(&[Fault::Interrupted, Fault::Other]).nth(kind).unwrap();
             prop_assert_eq!(Fault::decode(fault.encode()), Some(fault));
         }
 

@@ -47,9 +47,9 @@ mod signal;
 mod signature;
 mod symmetric;
 
-pub use communicator::{Builder, Communicator, Pending};
+pub use communicator::{Builder, Communicator, Messenger, Pending, Queue};
 pub use error::FabricError;
 pub use local::LocalWorld;
 pub use signal::rounds::{Arenas, Rounds};
 pub use signature::{Operation, Signature};
-pub use symmetric::SharedBuffer;
+pub use symmetric::{Mapped, SharedBuffer};

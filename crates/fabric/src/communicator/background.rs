@@ -1,11 +1,14 @@
 //! Work that goes on while the caller does something else.
 
-use std::sync::{Arc, mpsc};
+use std::{
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
 
 use super::{Communicator, Presence, Shared};
 use crate::{FabricError, signal::channel::Ticket};
 
-type Job = Box<dyn FnOnce(&Communicator) + Send>;
+pub(super) type Job = Box<dyn FnOnce(&Communicator) + Send>;
 
 /// The thread that runs background work, in the order in which it was given.
 pub(super) struct Worker(mpsc::Sender<Job>);
@@ -70,23 +73,27 @@ impl Communicator {
         self.check_foreground("spawn")?;
         self.shared.health.check_usable()?;
         if self.background.get().is_none() {
-            let worker = Worker::start(self.presence.clone())?;
+            let worker = Worker::start(self.messenger.presence.clone())?;
             self.background.get_or_init(|| worker);
         }
         let Worker(jobs) = self.background.get().expect("started above");
-        let (sender, result) = mpsc::sync_channel(1);
-        // The receiver may be dropped before: then nobody wants the result.
-        let job: Job = Box::new(move |comm| {
-            let _alarm = Alarm(&comm.shared);
-            drop(sender.send(work(comm)));
-        });
+        let (job, pending) = job(work);
         jobs.send(job).map_err(|_| FabricError::Panicked)?;
-        Ok(Pending(State::Background { result, early: None }))
+        Ok(pending)
     }
+}
 
-    pub(super) fn pending_transfer<T, E>(&self, ticket: Ticket, buffer: Handover<T>) -> Pending<T, E> {
-        Pending(State::Transfer { shared: self.shared.clone(), ticket, buffer })
-    }
+/// Work for a thread that has a communicator, and the handle to wait for it.
+pub(super) fn job<T: Send + 'static, E: Send + 'static>(
+    work: impl FnOnce(&Communicator) -> Result<T, E> + Send + 'static,
+) -> (Job, Pending<T, E>) {
+    let (sender, result) = mpsc::sync_channel(1);
+    // The receiver may be dropped before: then nobody wants the result.
+    let job = Box::new(move |comm: &Communicator| {
+        let _alarm = Alarm(&comm.shared);
+        drop(sender.send(work(comm)));
+    });
+    (job, Pending(State::Background { result, early: None }))
 }
 
 /// Where a transfer leaves the buffer that it owned.
@@ -99,8 +106,23 @@ pub(super) type Handover<T> = mpsc::Receiver<T>;
 pub struct Pending<T, E = FabricError>(State<T, E>);
 
 enum State<T, E> {
-    Background { result: mpsc::Receiver<Result<T, E>>, early: Option<Result<T, E>> },
-    Transfer { shared: Arc<Shared>, ticket: Ticket, buffer: Handover<T> },
+    Background {
+        result: mpsc::Receiver<Result<T, E>>,
+        early: Option<Result<T, E>>,
+    },
+    Transfer {
+        shared: Arc<Shared>,
+        ticket: Ticket,
+        buffer: Handover<T>,
+        waiting: Option<Instant>,
+        early: Option<FabricError>,
+    },
+}
+
+impl<T, E> Pending<T, E> {
+    pub(super) fn transfer(shared: Arc<Shared>, ticket: Ticket, buffer: Handover<T>) -> Self {
+        Self(State::Transfer { shared, ticket, buffer, waiting: None, early: None })
+    }
 }
 
 impl<T, E: From<FabricError>> Pending<T, E> {
@@ -112,7 +134,11 @@ impl<T, E: From<FabricError>> Pending<T, E> {
         match self.0 {
             State::Background { early: Some(result), .. } => result,
             State::Background { result, .. } => result.recv().unwrap_or_else(|_| Err(panicked().into())),
-            State::Transfer { shared, ticket, buffer } => {
+            State::Transfer { shared, ticket, early: Some(error), .. } => {
+                shared.messages.cancel(&ticket);
+                Err(error.into())
+            }
+            State::Transfer { shared, ticket, buffer, .. } => {
                 shared.messages.wait(&shared, &ticket)?;
                 buffer.recv().map_err(|_| panicked().into())
             }
@@ -121,18 +147,33 @@ impl<T, E: From<FabricError>> Pending<T, E> {
 
     /// Whether it is over, so that [`wait`](Self::wait) returns at once.
     pub fn is_finished(&mut self) -> bool {
+        self.wait_for(Duration::ZERO)
+    }
+
+    /// Waits for `limit` at most; whether it is over then. Whatever happens it can be waited for again.
+    pub fn wait_for(&mut self, limit: Duration) -> bool {
         match &mut self.0 {
             State::Background { result, early } => {
                 if early.is_none() {
-                    *early = match result.try_recv() {
+                    *early = match result.recv_timeout(limit) {
                         Ok(value) => Some(value),
-                        Err(mpsc::TryRecvError::Empty) => None,
-                        Err(mpsc::TryRecvError::Disconnected) => Some(Err(panicked().into())),
+                        Err(mpsc::RecvTimeoutError::Timeout) => None,
+                        Err(mpsc::RecvTimeoutError::Disconnected) => Some(Err(panicked().into())),
                     };
                 }
                 early.is_some()
             }
-            State::Transfer { shared, ticket, .. } => shared.messages.is_over(shared, ticket).unwrap_or(true),
+            State::Transfer { early: Some(_), .. } => true,
+            State::Transfer { shared, ticket, waiting, early, .. } => {
+                let since = *waiting.get_or_insert_with(Instant::now);
+                match shared.messages.wait_for(shared, ticket, limit, since) {
+                    Ok(over) => over,
+                    Err(error) => {
+                        *early = Some(error);
+                        true
+                    }
+                }
+            }
         }
     }
 }

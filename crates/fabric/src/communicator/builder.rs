@@ -4,12 +4,14 @@ use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
 use antiphon_device::host::{cpu::allowed_cores, process::pid_namespace, wait::Patience};
 
-use super::{Communicator, Presence, Shared};
+use super::{Communicator, Interrupt, Presence, Shared};
 use crate::{
     FabricError,
     health::Health,
     layout::{Layout, Regions},
-    rendezvous::{self, Address, Card, Environment, Exchange, Secret, Ticket, exchange_ticket},
+    rendezvous::{
+        self, Address, Card, Environment, Exchange, RendezvousError, Secret, Ticket, exchange_ticket,
+    },
     signal::channel::Messages,
 };
 
@@ -23,10 +25,18 @@ use crate::{
 /// assert_eq!(alone.world_size(), 1); // a world of one meets nobody
 /// # Ok::<(), antiphon_fabric::FabricError>(())
 /// ```
-#[derive(Debug, Clone, Default)]
+#[derive(Clone, Default)]
 pub struct Builder {
     timeout: Option<Duration>,
     arena_bytes: Option<usize>,
+    interrupt: Option<Interrupt>,
+}
+
+impl std::fmt::Debug for Builder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { timeout, arena_bytes, .. } = self;
+        write!(f, "Builder {{ timeout: {timeout:?}, arena_bytes: {arena_bytes:?} }}")
+    }
 }
 
 impl Builder {
@@ -44,6 +54,18 @@ impl Builder {
     /// How many bytes of symmetric memory each rank can have.
     pub fn arena_bytes(mut self, bytes: usize) -> Self {
         self.arena_bytes = Some(bytes);
+        self
+    }
+
+    /// What is asked about every millisecond while a call waits: true ends the wait with
+    /// [`FabricError::Interrupted`]. Bindings to languages with signals of their own need this. Groups that are
+    /// [split](Communicator::split) off inherit it.
+    pub fn interrupt(self, interrupted: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        self.interrupt_by(Some(Arc::new(interrupted)))
+    }
+
+    pub(super) fn interrupt_by(mut self, interrupted: Option<Interrupt>) -> Self {
+        self.interrupt = interrupted;
         self
     }
 
@@ -125,7 +147,9 @@ impl Builder {
             cores: allowed_cores(),
             arena_bytes,
         };
-        let meeting = rendezvous::meet(ticket, card, layout.total(), timeout, watch)?;
+        let interrupted = || self.interrupt.as_ref().is_some_and(|interrupted| interrupted());
+        let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { watch() };
+        let meeting = rendezvous::meet(ticket, card, layout.total(), timeout, &watch)?;
         let cores: BTreeSet<u32> = meeting.cards.iter().flat_map(|c| c.cores.iter().copied()).collect();
         let shared = Shared {
             rank,
@@ -135,8 +159,9 @@ impl Builder {
             health: Health::new(rank, &meeting.cards),
             regions: Regions::new(meeting.memory, layout),
             messages: Messages::new(world_size),
+            interrupt: self.interrupt,
         };
-        let comm = Communicator::on_lane(Arc::new(Presence(Arc::new(shared))), 0);
+        let comm = Communicator::on_lane(Arc::new(Presence::new(shared)), 0);
         // Whoever died between joining and mapping the memory is found now, and not by the first real call.
         comm.barrier()?;
         Ok(comm)

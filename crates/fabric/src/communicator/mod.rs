@@ -5,6 +5,7 @@ mod builder;
 mod extension;
 mod messages;
 mod objects;
+mod queue;
 mod split;
 
 use std::{
@@ -25,6 +26,8 @@ use crate::{
 
 pub use background::Pending;
 pub use builder::Builder;
+pub use messages::Messenger;
+pub use queue::Queue;
 
 /// What all parts of a communicator share: the caller's thread, the background, buffers that outlive it.
 pub(crate) struct Shared {
@@ -35,14 +38,49 @@ pub(crate) struct Shared {
     pub(crate) health: Health,
     pub(crate) regions: Regions,
     pub(crate) messages: Messages,
+    pub(crate) interrupt: Option<Interrupt>,
+}
+
+/// Whether the program wants to stop waiting; see [`Builder::interrupt`].
+pub(crate) type Interrupt = Arc<dyn Fn() -> bool + Send + Sync>;
+
+impl Shared {
+    pub(crate) fn check_rank(&self, rank: usize, role: &str) -> Result<(), FabricError> {
+        if rank < self.world_size {
+            return Ok(());
+        }
+        Err(FabricError::invalid(format!(
+            "{role} rank {rank} is not below the world size {}",
+            self.world_size
+        )))
+    }
+
+    /// Fails if the program wants to stop waiting.
+    pub(crate) fn check_interrupt(&self, operation: impl Into<Option<Signature>>) -> Result<(), FabricError> {
+        match &self.interrupt {
+            Some(interrupted) if interrupted() => {
+                Err(FabricError::Interrupted { operation: operation.into() })
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// While one of these lives, this rank takes part. Buffers may outlive it, and only keep the memory mapped.
-pub(crate) struct Presence(pub(crate) Arc<Shared>);
+pub(crate) struct Presence(pub(crate) Arc<Shared>, u32);
+
+impl Presence {
+    pub(crate) fn new(shared: Shared) -> Self {
+        Self(Arc::new(shared), std::process::id())
+    }
+}
 
 impl Drop for Presence {
     fn drop(&mut self) {
-        self.0.health.depart(&self.0.regions);
+        // A forked child inherits the value but not the part that it stands for.
+        if self.1 == std::process::id() {
+            self.0.health.depart(&self.0.regions);
+        }
     }
 }
 
@@ -69,7 +107,7 @@ impl Drop for Presence {
 /// ```
 pub struct Communicator {
     shared: Arc<Shared>,
-    presence: Arc<Presence>,
+    messenger: Messenger,
     rounds: RefCell<Rounds>,
     lane: usize,
     allocator: RefCell<Allocator>,
@@ -108,7 +146,7 @@ impl Communicator {
             allocator: RefCell::new(allocator),
             background: OnceCell::new(),
             extensions: extension::Extensions::default(),
-            presence,
+            messenger: Messenger { presence },
             shared,
         }
     }
@@ -167,13 +205,7 @@ impl Communicator {
     /// # Errors
     /// [`FabricError::InvalidArgument`] with the numbers; `role` says what the rank was meant to be.
     pub fn check_rank(&self, rank: usize, role: &str) -> Result<(), FabricError> {
-        if rank < self.world_size() {
-            return Ok(());
-        }
-        Err(FabricError::invalid(format!(
-            "{role} rank {rank} is not below the world size {}",
-            self.world_size()
-        )))
+        self.shared.check_rank(rank, role)
     }
 
     /// A value that lives as long as this communicator: made by `init` at the first call for its type, found again

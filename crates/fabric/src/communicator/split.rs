@@ -53,6 +53,7 @@ impl Communicator {
         Builder::default()
             .timeout(self.timeout())
             .arena_bytes(self.shared().regions.layout().arena_bytes)
+            .interrupt_by(self.shared().interrupt.clone())
             .watched(place, group.len(), &ticket, &|| self.all_there(&group))
             .map(Some)
     }

@@ -110,6 +110,9 @@ pub enum RendezvousError {
         /// The rank, in the world that is being split.
         rank: usize,
     },
+    /// This rank's program asked to stop waiting.
+    #[error("interrupted while ranks were meeting")]
+    Interrupted,
     /// The socket could not be used.
     #[error("socket {address}: {source}")]
     Socket {

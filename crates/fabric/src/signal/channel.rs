@@ -1,6 +1,12 @@
 //! Messages from one rank to another: a ring of packets each way, and whatever number of transfers in flight.
 
-use std::{any::Any, cell::RefCell, collections::VecDeque, sync::Mutex, time::Duration};
+use std::{
+    any::Any,
+    cell::RefCell,
+    collections::VecDeque,
+    sync::Mutex,
+    time::{Duration, Instant},
+};
 
 use antiphon_device::host::wait::wait_for;
 
@@ -139,9 +145,38 @@ impl Messages {
                 Ok(true) => Some(Ok(())),
                 Err(error) => Some(Err(error)),
             },
-            |waited| self.look_around(shared, ticket, waited),
+            |waited| {
+                let interrupted = shared.check_interrupt(ticket.signature);
+                interrupted.inspect_err(|error| shared.health.report(&shared.regions, error))?;
+                self.look_around(shared, ticket, waited)
+            },
         );
         over.and_then(|result| result).inspect_err(|_| self.cancel(ticket))
+    }
+
+    /// Waits for `limit` at most; whether the transfer is over then. `since` is when the wait for it began. After an
+    /// error it is still there.
+    pub(crate) fn wait_for(
+        &self,
+        shared: &Shared,
+        ticket: &Ticket,
+        limit: Duration,
+        since: Instant,
+    ) -> Result<bool, FabricError> {
+        if limit.is_zero() {
+            return self.is_over(shared, ticket);
+        }
+        let over = wait_for(
+            &shared.regions.control(shared.rank).bells[MESSAGE_BELL].0,
+            shared.patience,
+            || self.is_over(shared, ticket).map(|over| over.then_some(true)).transpose(),
+            |waited| match self.look_around(shared, ticket, since.elapsed()) {
+                Ok(()) if waited < limit => Ok(()),
+                Ok(()) => Err(Ok(false)),
+                Err(error) => Err(Err(error)),
+            },
+        );
+        over.unwrap_or_else(|ended| ended)
     }
 
     /// Forgets a transfer: its buffer is not touched any more.

@@ -185,6 +185,7 @@ impl Rounds {
     /// While waiting: is the wait hopeless?
     #[cold]
     fn look_around(&self, signature: &Signature, waited: Duration) -> Result<(), FabricError> {
+        self.shared.check_interrupt(*signature)?;
         // A peer may be unable to come here before a message of ours has moved on.
         self.shared.messages.progress(&self.shared);
         let arrival = |rank| self.packet(rank, self.sequence).head.arrival(self.sequence);

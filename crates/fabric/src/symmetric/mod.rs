@@ -83,6 +83,24 @@ impl SharedBuffer {
     }
 }
 
+/// Keeps the symmetric memory mapped as long as it lives, even when a buffer has been freed or its communicator is gone:
+/// for views in the hands of other libraries. (Memory that was freed is zero, or somebody else's.)
+#[derive(Clone)]
+pub struct Mapped(#[expect(dead_code, reason = "held, not used")] Arc<Shared>);
+
+impl std::fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Mapped")
+    }
+}
+
+impl SharedBuffer {
+    /// What keeps the memory of all copies mapped.
+    pub fn keep_mapped(&self) -> Mapped {
+        Mapped(self.shared.clone())
+    }
+}
+
 impl Communicator {
     /// Makes a buffer of `len` bytes on every rank; all must ask for the same size. It is zeroed, and every rank may
     /// use every copy when the call returns.

@@ -1,0 +1,193 @@
+//! One order for many callers.
+
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
+    thread::{self, ThreadId},
+    time::Duration,
+};
+
+use super::{
+    Communicator, Messenger, Pending,
+    background::{Job, job},
+};
+use crate::FabricError;
+
+/// How often a caller that waits for its turn looks for an interrupt.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// A communicator that any thread may use, with one order for all its calls.
+///
+/// Calls happen in the order in which they were made, whether they were [run](Self::run) (and waited for) or
+/// [started](Self::start). So it does not matter to the others whether a rank waits: what one rank starts, another may
+/// run. (The background of [`Communicator::spawn`] has an order of its own: it runs beside the caller's calls, and
+/// every rank must use it alike.) [Messages](Self::messenger) do not queue up.
+///
+/// ```
+/// use antiphon_fabric::{FabricError, LocalWorld, Queue};
+///
+/// LocalWorld::run(2, |comm| {
+///     let queue = Queue::new(comm);
+///     let greeting = format!("from rank {}", queue.messenger().rank());
+///     let all = match queue.messenger().rank() {
+///         0 => queue.run(|comm| comm.exchange_bytes(greeting.as_bytes()))?,
+///         _ => queue.start(move |comm| comm.exchange_bytes(greeting.as_bytes()))?.wait()?,
+///     };
+///     assert_eq!(all[1], b"from rank 1");
+///     queue.run(|comm| comm.barrier())
+/// });
+/// ```
+pub struct Queue {
+    lane: Arc<Lane>,
+    messenger: Messenger,
+    /// Locked while a turn is taken for a job, so that jobs come in the order of their turns.
+    worker: Mutex<Option<mpsc::Sender<(Turn, Job)>>>,
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Queue {{ {:?} }}", self.messenger)
+    }
+}
+
+/// The communicator, and whose turn it is.
+struct Lane {
+    comm: Mutex<Communicator>,
+    order: Mutex<Order>,
+    moved: Condvar,
+}
+
+#[derive(Default)]
+struct Order {
+    /// The number of the next to come.
+    next: u64,
+    /// The number whose turn it is.
+    serving: u64,
+    /// Those who left before their turn.
+    left: BTreeSet<u64>,
+    /// Who has the turn, once it uses it.
+    user: Option<ThreadId>,
+}
+
+/// A place in the order, given up when dropped.
+struct Turn {
+    lane: Arc<Lane>,
+    number: u64,
+}
+
+impl Queue {
+    /// Makes a queue of a communicator.
+    pub fn new(comm: Communicator) -> Self {
+        let messenger = comm.messenger().clone();
+        let lane = Lane { comm: Mutex::new(comm), order: Mutex::default(), moved: Condvar::new() };
+        Self { lane: Arc::new(lane), messenger, worker: Mutex::default() }
+    }
+
+    /// The messages of the communicator.
+    pub fn messenger(&self) -> &Messenger {
+        &self.messenger
+    }
+
+    /// Does `work` when all earlier calls are done, on this thread.
+    ///
+    /// # Errors
+    /// Those of `work`; [`FabricError::InvalidArgument`] when called inside a call of the same queue;
+    /// [`FabricError::Interrupted`] while earlier calls go on (the communicator stays usable then).
+    pub fn run<T, E: From<FabricError>>(
+        &self,
+        work: impl FnOnce(&Communicator) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let turn = Turn::take(&self.lane)?;
+        turn.wait(|| self.messenger.shared().check_interrupt(None))?;
+        let comm = lock(&self.lane.comm);
+        work(&comm)
+    }
+
+    /// Has `work` done when all earlier calls are done, on a thread of the queue, and returns at once with a handle.
+    ///
+    /// # Errors
+    /// As [`Communicator::spawn`].
+    pub fn start<T, E>(
+        &self,
+        work: impl FnOnce(&Communicator) -> Result<T, E> + Send + 'static,
+    ) -> Result<Pending<T, E>, FabricError>
+    where
+        T: Send + 'static,
+        E: Send + 'static,
+    {
+        self.messenger.shared().health.check_usable()?;
+        let (job, pending) = job(work);
+        let mut worker = lock(&self.worker);
+        let jobs = match &mut *worker {
+            Some(jobs) => jobs,
+            none => none.insert(start_worker(self.messenger.rank())?),
+        };
+        jobs.send((Turn::take(&self.lane)?, job)).map_err(|_| FabricError::Panicked)?;
+        Ok(pending)
+    }
+}
+
+fn start_worker(rank: usize) -> Result<mpsc::Sender<(Turn, Job)>, FabricError> {
+    let (sender, jobs) = mpsc::channel::<(Turn, Job)>();
+    let run = move || {
+        for (turn, job) in jobs {
+            // Nothing interrupts this wait: the callers before were told to give up, or finish.
+            if turn.wait(|| Ok(())).is_ok() {
+                job(&lock(&turn.lane.comm));
+            }
+        }
+    };
+    thread::Builder::new()
+        .name(format!("antiphon-{rank}"))
+        .spawn(run)
+        .map_err(|e| FabricError::invalid(format!("no thread for background work: {e}")))?;
+    Ok(sender)
+}
+
+impl Turn {
+    fn take(lane: &Arc<Lane>) -> Result<Self, FabricError> {
+        let mut order = lock(&lane.order);
+        if order.user == Some(thread::current().id()) {
+            return Err(FabricError::invalid(
+                "a call of this communicator was made inside another one, by a signal handler perhaps",
+            ));
+        }
+        let number = order.next;
+        order.next += 1;
+        Ok(Self { lane: lane.clone(), number })
+    }
+
+    fn wait(&self, mut check: impl FnMut() -> Result<(), FabricError>) -> Result<(), FabricError> {
+        let mut order = lock(&self.lane.order);
+        while order.serving != self.number {
+            order = self.lane.moved.wait_timeout(order, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+            check()?;
+        }
+        order.user = Some(thread::current().id());
+        Ok(())
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut order = lock(&self.lane.order);
+        if order.serving != self.number {
+            order.left.insert(self.number);
+            return;
+        }
+        order.user = None;
+        order.serving += 1;
+        while order.serving < order.next && {
+            let serving = order.serving;
+            order.left.remove(&serving)
+        } {
+            order.serving += 1;
+        }
+        self.lane.moved.notify_all();
+    }
+}
+
+/// A panic elsewhere has been told to all ranks; what is behind the lock is still whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
