@@ -1,4 +1,5 @@
-//! The parts of the command `antiphon`, as a library so that tests and other commands can reach them.
+//! The command `antiphon` as a library: [`main`] is all of it, for its binary and for `python -m antiphon`; tests reach
+//! the parts.
 //!
 //! * [`launch`] starts a program on every rank and watches over it; [`run`] is the command around it.
 //! * [`mod@bench`] verifies and times collectives; [`tune`] finds out which algorithm is fastest at which size.
@@ -6,6 +7,10 @@
 //! * [`report`] shows measured rows as a table, a JSON file and a plot.
 //! * [`sizes`] reads message sizes such as `1K..64M`.
 //! * [`machine`] reads what Linux tells about the machine.
+
+use std::ffi::OsString;
+
+use clap::{Parser, Subcommand};
 
 pub mod bench;
 pub mod doctor;
@@ -15,3 +20,43 @@ pub mod report;
 pub mod run;
 pub mod sizes;
 pub mod tune;
+
+/// An exit status.
+pub type ExitStatus = u8;
+
+const SUCCESS: ExitStatus = 0;
+const FAILURE: ExitStatus = 1;
+
+/// Antiphon: collectives between ranks, and the tools around them.
+#[derive(Parser)]
+#[command(name = "antiphon", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Bench(bench::Args),
+    Run(run::Args),
+    Doctor(doctor::Args),
+    Tune(tune::Args),
+}
+
+/// Runs the command with the arguments that follow its name, and returns its exit status. Commands that start ranks
+/// start this very process's command line on each.
+pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitStatus {
+    match Cli::try_parse_from(std::iter::once("antiphon".into()).chain(arguments)) {
+        Ok(cli) => match cli.command {
+            Command::Bench(args) => bench::execute(args),
+            Command::Run(args) => run::execute(args),
+            Command::Doctor(args) => doctor::execute(args),
+            Command::Tune(args) => tune::execute(args),
+        },
+        Err(error) => {
+            // Help goes to standard output, and nothing is left to tell if that is gone.
+            let _ = error.print();
+            error.exit_code() as ExitStatus
+        }
+    }
+}

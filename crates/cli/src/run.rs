@@ -2,12 +2,12 @@
 
 use std::ffi::OsString;
 use std::io::{self, Write};
-use std::process::ExitCode;
 use std::time::Duration;
 
 use anstream::{AutoStream, ColorChoice};
 use anstyle::{AnsiColor, Color, Style};
 
+use crate::ExitStatus;
 use crate::launch::{Launch, Stream};
 
 /// Start a program on every rank of this machine.
@@ -65,17 +65,17 @@ pub struct Args {
 }
 
 /// Runs the command; problems and failed ranks are told on standard error.
-pub fn execute(args: Args) -> ExitCode {
+pub fn execute(args: Args) -> ExitStatus {
     let mut printer = Printer::new();
     match args.launch().run(|rank, stream, line| printer.print(rank, stream, line)) {
         Ok(outcome) => {
             // Nowhere is left to report that standard error is gone.
             let _ = io::stderr().write_all(tell(&outcome.report()).as_bytes());
-            outcome.exit_code().into()
+            outcome.exit_code()
         }
         Err(error) => {
             let _ = writeln!(io::stderr(), "antiphon run: {error}");
-            error.exit_code().into()
+            error.exit_code()
         }
     }
 }

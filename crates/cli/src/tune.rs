@@ -1,12 +1,11 @@
 //! `antiphon tune`: measures which algorithm is fastest at which size, and keeps the answer.
 
-use std::process::ExitCode;
-
 use antiphon::{
     collectives::{CollectiveError, Communicator, all_reduce},
     tuning::Table,
 };
 
+use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
     launch::Launch,
     machine::{Cores, Files},
@@ -28,35 +27,35 @@ pub struct Args {
 }
 
 /// Runs the command.
-pub fn execute(args: Args) -> ExitCode {
+pub fn execute(args: Args) -> ExitStatus {
     let done = if args.worker { work().map_err(Into::into) } else { start(&args) };
     done.unwrap_or_else(|error: Box<dyn std::error::Error>| {
         eprintln!("antiphon tune: {error}");
-        ExitCode::FAILURE
+        FAILURE
     })
 }
 
-fn start(args: &Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
+fn start(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     let cores = Cores::count(&Files::system()).usable();
     let mut launch = Launch::new(std::env::current_exe()?, args.ranks.unwrap_or(cores.clamp(2, 8)));
-    launch.args = ["tune".into(), "--worker".into()].into();
+    launch.args = std::env::args_os().skip(1).chain(["--worker".into()]).collect();
     launch.bind = launch.ranks <= cores;
     launch.capture = false;
     let outcome = launch.run(|_, _, _| Ok(()))?;
     if !outcome.success() {
         eprint!("{}", outcome.report());
     }
-    Ok(outcome.exit_code().into())
+    Ok(outcome.exit_code())
 }
 
-fn work() -> Result<ExitCode, CollectiveError> {
+fn work() -> Result<ExitStatus, CollectiveError> {
     let comm = Communicator::from_env()?;
     let tuned = all_reduce::tune(&comm, 64..=16 << 20)?;
     if comm.rank() == 0 {
         print!("{}", describe(tuned.table()));
         println!("kept in {}", tuned.origin);
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(SUCCESS)
 }
 
 /// The medians of every size, and the choice.

@@ -14,7 +14,6 @@ use std::{
     fs::File,
     io::{self, Write},
     path::PathBuf,
-    process::ExitCode,
     time::Duration,
 };
 
@@ -22,6 +21,7 @@ use antiphon::{collectives::all_reduce::Algorithm, device::ReduceOp, tensor::DTy
 use clap::{ValueEnum, builder::PossibleValue};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
     launch::{Launch, Outcome, Stream},
     machine::{Cores, Files},
@@ -210,7 +210,7 @@ impl Args {
 }
 
 /// Runs the command: 0 when every element was right, 1 when one was not, else how the ranks failed.
-pub fn execute(args: Args) -> ExitCode {
+pub fn execute(args: Args) -> ExitStatus {
     if args.worker {
         return worker::execute(&args);
     }
@@ -218,12 +218,12 @@ pub fn execute(args: Args) -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             eprintln!("antiphon bench: {error}");
-            ExitCode::FAILURE
+            FAILURE
         }
     }
 }
 
-fn measure(args: &Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
+fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     // Files that cannot be written should be known before the minutes of measuring.
     let json = args.json.as_ref().map(create).transpose()?;
     let svg = args.plot.as_ref().map(create).transpose()?;
@@ -233,7 +233,7 @@ fn measure(args: &Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
     let rows = show.finish(&outcome)?;
     if !outcome.success() {
         eprint!("{}", outcome.report());
-        return Ok(outcome.exit_code().into());
+        return Ok(outcome.exit_code());
     }
     if let Some(file) = json {
         file.set_len(0)?;
@@ -244,7 +244,7 @@ fn measure(args: &Args) -> Result<ExitCode, Box<dyn std::error::Error>> {
         file.write_all(plot(&machine, &rows).as_bytes())?;
     }
     let wrong: u64 = rows.iter().map(|row| row.errors).sum();
-    Ok(if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if wrong == 0 { SUCCESS } else { FAILURE })
 }
 
 fn create(path: &PathBuf) -> io::Result<File> {

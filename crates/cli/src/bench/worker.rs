@@ -2,7 +2,6 @@
 
 use std::{
     io::{self, Write},
-    process::ExitCode,
     time::{Duration, Instant},
 };
 
@@ -18,6 +17,7 @@ use super::{
     pattern::{self, Reference, Wrong},
 };
 use crate::report::{Row, algbw_gbs, bus_factor};
+use crate::{ExitStatus, FAILURE, SUCCESS};
 
 /// Batches of calls; their median is the time.
 const BATCHES: usize = 11;
@@ -25,12 +25,12 @@ const BATCHES: usize = 11;
 const WARM_UP: u32 = 3;
 const MOST_ITERATIONS: f64 = 100_000.0;
 
-pub(super) fn execute(args: &Args) -> ExitCode {
+pub(super) fn execute(args: &Args) -> ExitStatus {
     match measure_all(args) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => SUCCESS,
         Err(error) => {
             eprintln!("{error}");
-            ExitCode::FAILURE
+            FAILURE
         }
     }
 }

@@ -7,12 +7,12 @@ mod memory;
 mod render;
 
 use std::io::{self, Write};
-use std::process::ExitCode;
 
 use anstream::{AutoStream, ColorChoice};
 use serde::Serialize;
 
 use crate::machine::Files;
+use crate::{ExitStatus, FAILURE, SUCCESS};
 
 /// Say what this machine can do for Antiphon, and what it lacks.
 ///
@@ -33,7 +33,7 @@ pub struct Args {
 }
 
 /// Runs the command.
-pub fn execute(args: Args) -> ExitCode {
+pub fn execute(args: Args) -> ExitStatus {
     let diagnosis = Diagnosis::new(&Files::system());
     let text = if args.json {
         diagnosis.json()
@@ -41,8 +41,8 @@ pub fn execute(args: Args) -> ExitCode {
         diagnosis.text(AutoStream::choice(&io::stdout()) != ColorChoice::Never)
     };
     match io::stdout().write_all(text.as_bytes()) {
-        Ok(()) if diagnosis.healthy => ExitCode::SUCCESS,
-        _ => ExitCode::FAILURE,
+        Ok(()) if diagnosis.healthy => SUCCESS,
+        _ => FAILURE,
     }
 }
 
