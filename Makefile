@@ -1,12 +1,30 @@
-.PHONY: test loom lint doc bench
+# The environment of the Python tests; any with tests/requirements.txt installed will do.
+VENV ?= .venv
+PYTHON = $(VENV)/bin/python
 
-# Everything that must pass, on any machine with a Rust toolchain.
-test: loom
+.PHONY: test rust python loom lint doc bench
+
+# Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer.
+test: loom rust python
+
+rust:
 	cargo test --workspace --all-features
 
 # Every interleaving of the fabric's signals. A target folder of its own, as --cfg loom rebuilds everything.
 loom:
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p antiphon-fabric --lib -- model
+
+# The package in place, its types, its stub against what was compiled, its tests.
+python: $(VENV)/installed
+	$(PYTHON) -m maturin develop --quiet
+	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy.stubtest antiphon._core
+	$(PYTHON) -m pytest
+
+$(VENV)/installed: tests/requirements.txt
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
 
 lint: doc
 	cargo fmt --check

@@ -37,8 +37,7 @@ pub fn execute(args: Args) -> ExitStatus {
 
 fn start(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     let cores = Cores::count(&Files::system()).usable();
-    let mut launch = Launch::new(std::env::current_exe()?, args.ranks.unwrap_or(cores.clamp(2, 8)));
-    launch.args = std::env::args_os().skip(1).chain(["--worker".into()]).collect();
+    let mut launch = Launch::again(args.ranks.unwrap_or(cores.clamp(2, 8)));
     launch.bind = launch.ranks <= cores;
     launch.capture = false;
     let outcome = launch.run(|_, _, _| Ok(()))?;

@@ -257,8 +257,7 @@ fn create(path: &PathBuf) -> io::Result<File> {
 fn launch(args: &Args) -> io::Result<Launch> {
     let cores = Cores::count(&Files::system()).usable();
     let ranks = args.ranks(cores);
-    let mut launch = Launch::new(std::env::current_exe()?, ranks);
-    launch.args = std::env::args_os().skip(1).chain(["--worker".into()]).collect();
+    let mut launch = Launch::again(ranks);
     launch.bind = !args.no_bind && ranks <= cores;
     // A benchmark that waits longer than this for a peer is broken, whatever the environment says.
     launch.env.push(("ANTIPHON_TIMEOUT".into(), "60".into()));

@@ -112,6 +112,14 @@ impl Launch {
         }
     }
 
+    /// This very command line on `ranks` ranks, with `--worker` behind it. (Not this executable: under Python that is
+    /// the interpreter, and not the one of the virtual environment.)
+    pub(crate) fn again(ranks: usize) -> Self {
+        let mut command = std::env::args_os();
+        let program = command.next().unwrap_or_default();
+        Self { args: command.chain(["--worker".into()]).collect(), ..Self::new(program, ranks) }
+    }
+
     /// Starts the ranks and returns once all have ended.
     ///
     /// `output` gets one line per call, in the order in which each stream wrote them, with its newline (which

@@ -67,6 +67,8 @@ struct Order {
     left: BTreeSet<u64>,
     /// Who has the turn, once it uses it.
     user: Option<ThreadId>,
+    /// How many sleep until it is their turn: waking nobody costs a system call too.
+    waiting: usize,
 }
 
 /// A place in the order, given up when dropped.
@@ -98,7 +100,7 @@ impl Queue {
         work: impl FnOnce(&Communicator) -> Result<T, E>,
     ) -> Result<T, E> {
         let turn = Turn::take(&self.lane)?;
-        turn.wait(|| self.messenger.shared().check_interrupt(None))?;
+        turn.begin(|| self.messenger.shared().check_interrupt(None))?;
         let comm = lock(&self.lane.comm);
         work(&comm)
     }
@@ -132,7 +134,7 @@ fn start_worker(rank: usize) -> Result<mpsc::Sender<(Turn, Job)>, FabricError> {
     let run = move || {
         for (turn, job) in jobs {
             // Nothing interrupts this wait: the callers before were told to give up, or finish.
-            if turn.wait(|| Ok(())).is_ok() {
+            if turn.begin(|| Ok(())).is_ok() {
                 job(&lock(&turn.lane.comm));
             }
         }
@@ -157,10 +159,13 @@ impl Turn {
         Ok(Self { lane: lane.clone(), number })
     }
 
-    fn wait(&self, mut check: impl FnMut() -> Result<(), FabricError>) -> Result<(), FabricError> {
+    /// Waits until it is its turn, which this thread then uses.
+    fn begin(&self, mut check: impl FnMut() -> Result<(), FabricError>) -> Result<(), FabricError> {
         let mut order = lock(&self.lane.order);
         while order.serving != self.number {
+            order.waiting += 1;
             order = self.lane.moved.wait_timeout(order, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+            order.waiting -= 1;
             check()?;
         }
         order.user = Some(thread::current().id());
@@ -183,7 +188,9 @@ impl Drop for Turn {
         } {
             order.serving += 1;
         }
-        self.lane.moved.notify_all();
+        if order.waiting > 0 {
+            self.lane.moved.notify_all();
+        }
     }
 }
 

@@ -76,6 +76,11 @@ impl ElementType {
         DType::ALL.iter().copied().find(|&dtype| ElementType::from(dtype) == self)
     }
 
+    /// Whether elements are complex numbers.
+    pub const fn is_complex(self) -> bool {
+        self.code == DLDataType::COMPLEX
+    }
+
     /// The size of one element, all its lanes together, in bytes; `None` if that is no whole number, or nothing.
     pub const fn bytes(self) -> Option<usize> {
         let bits = self.bits as usize * self.lanes as usize;

@@ -64,6 +64,8 @@ impl DLDataType {
     pub const FLOAT: u8 = 2;
     /// `kDLBfloat`: bfloat16, which is not a [`FLOAT`](DLDataType::FLOAT).
     pub const BFLOAT: u8 = 4;
+    /// `kDLComplex`: two floats of half the bits.
+    pub const COMPLEX: u8 = 5;
 }
 
 /// A tensor without an owner.

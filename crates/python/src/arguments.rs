@@ -1,0 +1,143 @@
+//! The arrays of one call: found, checked, and made where the caller gave none.
+
+use pyo3::{
+    exceptions::{PyTypeError, PyValueError},
+    prelude::*,
+};
+
+use crate::{
+    call::{Call, Kind, Place},
+    error::Result,
+    operand::{Lifetime, Operand, Tensor},
+};
+
+/// An operation that could begin now.
+pub(crate) struct Prepared<'py> {
+    pub(crate) call: Call,
+    /// What the caller gets: the output, or nothing.
+    pub(crate) result: Option<Bound<'py, PyAny>>,
+    /// Keeps the memory valid.
+    pub(crate) operands: Operands,
+}
+
+/// The input and the output, as far as there are any.
+pub(crate) type Operands = [Option<Operand>; 2];
+
+/// Where the output may lie, other than apart from the input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum InPlace {
+    Never,
+    /// It may be the input.
+    Same,
+    /// The input may be the block of this rank in the output.
+    InputBlock(usize),
+    /// It may be the block of this rank in the input.
+    OutputBlock(usize),
+}
+
+/// An array that the caller gave, as the argument of this name.
+pub(crate) type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// An operation that reads one array and writes another, on this rank.
+pub(crate) fn prepare<'py>(
+    kind: Kind,
+    input: &Bound<'py, PyAny>,
+    out: Given<'_, 'py>,
+    in_place: InPlace,
+    lifetime: Lifetime,
+    shape: impl FnOnce(&[usize]) -> Result<Vec<usize>>,
+) -> Result<Prepared<'py>> {
+    let read = Operand::import(input, "the input", lifetime)?;
+    let read = if kind.reduces() { read.numeric()? } else { read };
+    let Some(out) = out else {
+        let shape = shape(read.shape())?;
+        let (new, write) = read.new_like(input, &shape, lifetime)?;
+        return Ok(Prepared::apart(kind, Some(read), Some(write), Some(new)));
+    };
+    if out.is(input) && in_place == InPlace::Same {
+        return Ok(Prepared::in_place(kind, read.writable("the output")?, out.clone()));
+    }
+    let write = Operand::import(out, "the output", lifetime)?.writable("the output")?;
+    if read.element != write.element {
+        let text = format!("the input is {}, the output is {}", read.element, write.element);
+        return Err(PyTypeError::new_err(text).into());
+    }
+    if in_place.allows(&read.tensor, &write.tensor) {
+        let whole = match in_place {
+            InPlace::OutputBlock(_) => read.writable("the input")?,
+            _ => write,
+        };
+        return Ok(Prepared::in_place(kind, whole, out.clone()));
+    }
+    if overlap(&read.tensor, &write.tensor) {
+        let text = "input and output overlap: they must be apart, or the same where that is allowed";
+        return Err(PyValueError::new_err(text).into());
+    }
+    Ok(Prepared::apart(kind, Some(read), Some(write), Some(out.clone())))
+}
+
+/// An operation that only reads an array, on this rank.
+pub(crate) fn prepare_input<'py>(
+    kind: Kind,
+    input: &Bound<'py, PyAny>,
+    lifetime: Lifetime,
+) -> Result<Prepared<'py>> {
+    let read = Operand::import(input, "the input", lifetime)?;
+    let read = if kind.reduces() { read.numeric()? } else { read };
+    Ok(Prepared::apart(kind, Some(read), None, None))
+}
+
+/// An operation that only writes an array, on this rank.
+pub(crate) fn prepare_output<'py>(
+    kind: Kind,
+    out: &Bound<'py, PyAny>,
+    lifetime: Lifetime,
+) -> Result<Prepared<'py>> {
+    let write = Operand::import(out, "the output", lifetime)?.writable("the output")?;
+    Ok(Prepared::apart(kind, None, Some(write), Some(out.clone())))
+}
+
+impl<'py> Prepared<'py> {
+    fn in_place(kind: Kind, buffer: Operand, result: Bound<'py, PyAny>) -> Self {
+        let call = Call { kind, place: Place::Shared(buffer.tensor) };
+        Self { call, result: Some(result), operands: [None, Some(buffer)] }
+    }
+
+    fn apart(
+        kind: Kind,
+        input: Option<Operand>,
+        output: Option<Operand>,
+        result: Option<Bound<'py, PyAny>>,
+    ) -> Self {
+        let tensor = |operand: &Option<Operand>| operand.as_ref().map(|operand| operand.tensor);
+        let call = Call { kind, place: Place::Apart(tensor(&input), tensor(&output)) };
+        Self { call, result, operands: [input, output] }
+    }
+
+    /// An operation without arrays.
+    pub(crate) fn bare(kind: Kind) -> Self {
+        Self { call: Call { kind, place: Place::Nowhere }, result: None, operands: [None, None] }
+    }
+}
+
+impl InPlace {
+    /// Whether these two lie as it says.
+    fn allows(self, read: &Tensor, write: &Tensor) -> bool {
+        let block_of = |block: &Tensor, whole: &Tensor, rank: usize| {
+            block.data == whole.data.wrapping_add(rank * block.bytes())
+                && (rank + 1) * block.bytes() <= whole.bytes()
+        };
+        match self {
+            Self::Never => false,
+            Self::Same => read.data == write.data && read.bytes() == write.bytes(),
+            Self::InputBlock(rank) => block_of(read, write, rank),
+            Self::OutputBlock(rank) => block_of(write, read, rank),
+        }
+    }
+}
+
+/// Whether two tensors share a byte.
+pub(crate) fn overlap(a: &Tensor, b: &Tensor) -> bool {
+    let (first, second) = (a.data.addr(), b.data.addr());
+    first < second + b.bytes() && second < first + a.bytes()
+}

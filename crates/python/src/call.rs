@@ -1,0 +1,125 @@
+//! One collective as a value.
+
+use antiphon::{
+    collectives::all_reduce::Algorithm,
+    prelude::{CollectiveError, Collectives, Communicator, FabricError, ReduceOp},
+    tensor::TensorError,
+};
+
+use crate::operand::Tensor;
+
+/// What to do.
+#[derive(Debug, Clone)]
+pub(crate) enum Kind {
+    AllReduce(ReduceOp, Option<Algorithm>),
+    AllGather,
+    ReduceScatter(ReduceOp),
+    AllToAll,
+    /// Elements that go to, and come from, each rank.
+    AllToAllV(Vec<usize>, Vec<usize>),
+    /// Of the root's rank, as all below.
+    Broadcast(usize),
+    Reduce(ReduceOp, usize),
+    Gather(usize),
+    Scatter(usize),
+    Barrier,
+}
+
+impl Kind {
+    /// Whether it computes with the elements, and does not only move them.
+    pub(crate) fn reduces(&self) -> bool {
+        matches!(self, Self::AllReduce(..) | Self::ReduceScatter(_) | Self::Reduce(..))
+    }
+}
+
+/// Where to do it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Place {
+    /// Nothing to read or write.
+    Nowhere,
+    /// One buffer for input and output.
+    Shared(Tensor),
+    /// Two that do not overlap; some ranks lack one.
+    Apart(Option<Tensor>, Option<Tensor>),
+}
+
+/// A collective with its operands.
+#[derive(Debug, Clone)]
+pub(crate) struct Call {
+    pub(crate) kind: Kind,
+    pub(crate) place: Place,
+}
+
+impl Call {
+    /// Takes part in the collective.
+    ///
+    /// # Safety
+    /// The operands are valid until this returns; nobody writes the input, or uses the output, meanwhile.
+    pub(crate) unsafe fn run(&self, comm: &Communicator) -> Result<(), CollectiveError> {
+        // SAFETY: the caller answers for the memory.
+        unsafe {
+            match self.place {
+                Place::Nowhere => Ok(comm.barrier()?),
+                Place::Shared(buffer) => self.in_place(comm, buffer),
+                Place::Apart(input, output) => self.apart(comm, input, output),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`run`](Self::run).
+    unsafe fn in_place(&self, comm: &Communicator, buffer: Tensor) -> Result<(), CollectiveError> {
+        // SAFETY: the caller answers for the memory.
+        let view = unsafe { buffer.view_mut() }.map_err(refused)?;
+        match self.kind {
+            Kind::AllReduce(op, None) => comm.all_reduce_in_place(view, op),
+            Kind::AllGather => comm.all_gather_in_place(view),
+            Kind::ReduceScatter(op) => comm.reduce_scatter_in_place(view, op),
+            Kind::AllToAll => comm.all_to_all_in_place(view),
+            Kind::Broadcast(root) => comm.broadcast(view, root),
+            Kind::Reduce(op, root) => comm.reduce_in_place(view, op, root),
+            Kind::AllReduce(_, Some(_))
+            | Kind::AllToAllV(..)
+            | Kind::Gather(_)
+            | Kind::Scatter(_)
+            | Kind::Barrier => {
+                Err(FabricError::invalid("this does not work in place: input and output overlap").into())
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`run`](Self::run).
+    unsafe fn apart(
+        &self,
+        comm: &Communicator,
+        input: Option<Tensor>,
+        output: Option<Tensor>,
+    ) -> Result<(), CollectiveError> {
+        // SAFETY: the caller answers for the memory.
+        let read = input.map(|tensor| unsafe { tensor.view() }).transpose().map_err(refused)?;
+        // SAFETY: as above.
+        let write = output.map(|tensor| unsafe { tensor.view_mut() }).transpose().map_err(refused)?;
+        match (&self.kind, read, write) {
+            (Kind::AllReduce(op, None), Some(input), Some(output)) => comm.all_reduce(input, output, *op),
+            (Kind::AllReduce(op, Some(algorithm)), Some(input), Some(output)) => {
+                comm.all_reduce_with(input, output, *op, *algorithm)
+            }
+            (Kind::AllGather, Some(input), Some(output)) => comm.all_gather(input, output),
+            (Kind::ReduceScatter(op), Some(input), Some(output)) => comm.reduce_scatter(input, output, *op),
+            (Kind::AllToAll, Some(input), Some(output)) => comm.all_to_all(input, output),
+            (Kind::AllToAllV(sends, receives), Some(input), Some(output)) => {
+                comm.all_to_all_v(input, sends, output, receives)
+            }
+            (Kind::Broadcast(root), input, Some(output)) => comm.broadcast_from(input, output, *root),
+            (Kind::Reduce(op, root), Some(input), output) => comm.reduce(input, output, *op, *root),
+            (Kind::Gather(root), Some(input), output) => comm.gather(input, output, *root),
+            (Kind::Scatter(root), input, Some(output)) => comm.scatter(input, output, *root),
+            (kind, ..) => Err(FabricError::invalid(format!("{kind:?} lacks an operand")).into()),
+        }
+    }
+}
+
+fn refused(error: TensorError) -> CollectiveError {
+    FabricError::invalid(error.to_string()).into()
+}

@@ -1,0 +1,37 @@
+//! What `antiphon.comm` asks of Rust besides the classes.
+
+use antiphon::tensor::{
+    self, Device,
+    dlpack::{self, ElementType},
+};
+use pyo3::{exceptions::PyNotImplementedError, prelude::*, types::PyCapsule};
+
+use crate::{error::Result, mapping::unsigned};
+
+/// A capsule of segments of host memory as a matrix; see `_core.pyi`.
+#[pyfunction]
+pub(crate) fn strided_memory<'py>(
+    py: Python<'py>,
+    ptr: usize,
+    segment_size: i64,
+    segment_stride: i64,
+    num_segments: i64,
+    dtype: &str,
+) -> Result<Bound<'py, PyCapsule>> {
+    let element = ElementType::named(dtype)
+        .ok_or_else(|| PyNotImplementedError::new_err(format!("there are no tensors of {dtype} here")))?;
+    let ptr = std::ptr::with_exposed_provenance_mut(ptr);
+    // SAFETY: the caller answers for the memory, as the stub says: an address is all that Python has.
+    let exported = unsafe {
+        dlpack::strided_memory(ptr, segment_size, segment_stride, num_segments, element, Device::Host)
+    }?;
+    // Of the kind that every version of PyTorch takes.
+    crate::operand::capsule(py, exported, false)
+}
+
+/// The bytes of swizzled scales; see `_core.pyi`.
+#[pyfunction]
+pub(crate) fn compute_fp4_swizzled_layout_sf_size(total_row: i64, total_column: i64) -> Result<usize> {
+    let (rows, columns) = (unsigned("total_row", total_row)?, unsigned("total_column", total_column)?);
+    Ok(tensor::compute_fp4_swizzled_layout_sf_size(rows, columns)?)
+}

@@ -1,0 +1,518 @@
+//! The class `Communicator`: every method gathers the arrays of its call (see [`prepare`]), then waits for it or starts it.
+
+mod prepare;
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use antiphon::{
+    fabric::{self, Builder, Queue},
+    prelude::CollectiveError,
+};
+use pyo3::{
+    exceptions::{PyRuntimeError, PyValueError},
+    prelude::*,
+    pybacked::PyBackedBytes,
+    types::{PyBytes, PyList},
+};
+
+use crate::{
+    arguments::{Operands, Prepared, overlap},
+    call::Kind,
+    error::Result,
+    fork::Process,
+    handle::Handle,
+    interrupt,
+    operand::{Lifetime, Operand},
+    shared::SharedBuffer,
+};
+
+/// A rank's end of a world; see `_core.pyi`.
+#[pyclass(frozen, module = "antiphon", weakref)]
+pub(crate) struct Communicator {
+    rank: usize,
+    world_size: usize,
+    timeout: Duration,
+    process: Process,
+    /// Absent when closed. Calls hold a reference of their own.
+    queue: Mutex<Option<Arc<Queue>>>,
+}
+
+/// A number of seconds that someone gave.
+pub(crate) fn seconds(name: &str, seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    let duration = |seconds| {
+        Duration::try_from_secs_f64(seconds)
+            .map_err(|_| PyValueError::new_err(format!("{name} is {seconds}, which is no number of seconds")))
+    };
+    seconds.map(duration).transpose()
+}
+
+impl Communicator {
+    fn new(comm: fabric::Communicator) -> Self {
+        Self {
+            rank: comm.rank(),
+            world_size: comm.world_size(),
+            timeout: comm.timeout(),
+            process: Process::current(),
+            queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),
+        }
+    }
+
+    fn queue(&self) -> PyResult<Arc<Queue>> {
+        self.process.check(|| format!("communicator (rank {} of {})", self.rank, self.world_size))?;
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.clone().ok_or_else(|| {
+            let text = format!("this communicator (rank {} of {}) is closed", self.rank, self.world_size);
+            PyRuntimeError::new_err(text)
+        })
+    }
+
+    /// Waits for an operation.
+    fn run<'py>(&self, py: Python<'py>, prepared: Prepared<'py>) -> Result<Option<Bound<'py, PyAny>>> {
+        let queue = self.queue()?;
+        let Prepared { call, result, operands } = prepared;
+        // SAFETY: the operands, and the references of the caller, live until this returns.
+        interrupt::detached(py, || queue.run(|comm| unsafe { call.run(comm) }))?;
+        drop(operands);
+        Ok(result)
+    }
+
+    /// Begins an operation.
+    fn start(&self, prepared: Prepared<'_>) -> Result<Handle> {
+        let Prepared { call, result, operands } = prepared;
+        let pending = self.queue()?.start(move |comm| {
+            // SAFETY: the operands were made to last as long as they live, which is until this is over.
+            unsafe { call.run(comm) }?;
+            Ok::<Operands, CollectiveError>(operands)
+        })?;
+        Ok(Handle::new(pending, result))
+    }
+}
+
+#[pymethods]
+impl Communicator {
+    #[staticmethod]
+    #[pyo3(signature = (timeout = None, arena_bytes = None))]
+    fn from_env(py: Python<'_>, timeout: Option<f64>, arena_bytes: Option<usize>) -> Result<Self> {
+        let builder = builder(timeout, arena_bytes)?;
+        Ok(Self::new(interrupt::detached(py, || builder.from_env())?))
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (rank, world_size, path, secret, timeout = None, arena_bytes = None))]
+    fn at_path(
+        py: Python<'_>,
+        rank: usize,
+        world_size: usize,
+        path: std::path::PathBuf,
+        secret: Vec<u8>,
+        timeout: Option<f64>,
+        arena_bytes: Option<usize>,
+    ) -> Result<Self> {
+        let builder = builder(timeout, arena_bytes)?;
+        Ok(Self::new(interrupt::detached(py, || builder.at_path(rank, world_size, path, secret))?))
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (rank, world_size, exchange, timeout = None, arena_bytes = None))]
+    fn by_exchange(
+        py: Python<'_>,
+        rank: usize,
+        world_size: usize,
+        exchange: Py<PyAny>,
+        timeout: Option<f64>,
+        arena_bytes: Option<usize>,
+    ) -> Result<Self> {
+        let builder = builder(timeout, arena_bytes)?;
+        let mut raised = None;
+        let mut all_gather = |mine: Vec<u8>| {
+            Python::attach(|py| {
+                let all = exchange.call1(py, (PyBytes::new(py, &mine),));
+                all.and_then(|all| all.extract::<Vec<Vec<u8>>>(py)).map_err(|error| {
+                    let text = error.to_string();
+                    raised = Some(error);
+                    text
+                })
+            })
+        };
+        let comm = interrupt::detached(py, || builder.by_exchange(rank, world_size, &mut all_gather));
+        match raised {
+            Some(error) => Err(error.into()),
+            None => Ok(Self::new(comm?)),
+        }
+    }
+
+    #[getter]
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    #[getter]
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    #[getter]
+    fn timeout(&self) -> f64 {
+        self.timeout.as_secs_f64()
+    }
+
+    #[getter]
+    fn closed(&self) -> bool {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    fn close(&self, py: Python<'_>) -> Result<()> {
+        if !self.process.is_current() {
+            return Ok(()); // it was never this process's
+        }
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // What was started goes on to its end, as its handles promise.
+        let finished =
+            queue.map(|queue| interrupt::detached(py, || queue.run(|_| Ok::<_, fabric::FabricError>(()))));
+        match finished {
+            Some(Err(error @ fabric::FabricError::Interrupted { .. })) => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn __enter__(this: Py<Self>) -> Py<Self> {
+        this
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) -> Result<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        let closed = if self.closed() { ", closed" } else { "" };
+        format!("<antiphon.Communicator: rank {} of {}{closed}>", self.rank, self.world_size)
+    }
+
+    #[pyo3(signature = (color, key = 0))]
+    fn split(&self, py: Python<'_>, color: Option<u64>, key: i64) -> Result<Option<Self>> {
+        let queue = self.queue()?;
+        let group = interrupt::detached(py, || queue.run(|comm| comm.split(color, key)))?;
+        Ok(group.map(Self::new))
+    }
+
+    fn barrier(&self, py: Python<'_>) -> Result<()> {
+        self.run(py, Prepared::bare(Kind::Barrier)).map(drop)
+    }
+
+    fn start_barrier(&self) -> Result<Handle> {
+        self.start(Prepared::bare(Kind::Barrier))
+    }
+
+    fn exchange_bytes<'py>(&self, py: Python<'py>, mine: PyBackedBytes) -> Result<Bound<'py, PyList>> {
+        let queue = self.queue()?;
+        let all = interrupt::detached(py, || queue.run(|comm| comm.exchange_bytes(&mine)))?;
+        Ok(PyList::new(py, all.iter().map(|bytes| PyBytes::new(py, bytes)))?)
+    }
+
+    fn exchange_objects<'py>(
+        &self,
+        py: Python<'py>,
+        object: &Bound<'py, PyAny>,
+    ) -> Result<Bound<'py, PyList>> {
+        let pickle = py.import("pickle")?;
+        // Bytes go round even if pickling failed: the others must not be left waiting.
+        let pickled = pickle.call_method1("dumps", (object,)).and_then(|p| Ok(p.extract::<PyBackedBytes>()?));
+        let queue = self.queue()?;
+        let mine: &[u8] = pickled.as_deref().unwrap_or(&[]);
+        let all = interrupt::detached(py, || queue.run(|comm| comm.exchange_bytes(mine)))?;
+        pickled?;
+        let objects = PyList::empty(py);
+        for (rank, bytes) in all.iter().enumerate() {
+            if bytes.is_empty() {
+                let text = format!("the object of rank {rank} could not be pickled there");
+                return Err(PyRuntimeError::new_err(text).into());
+            }
+            objects.append(pickle.call_method1("loads", (PyBytes::new(py, bytes),))?)?;
+        }
+        Ok(objects)
+    }
+
+    #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
+    fn all_reduce<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+        algorithm: Option<&str>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_all_reduce(x, op, out, algorithm, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
+    fn start_all_reduce<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+        algorithm: Option<&str>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_all_reduce(x, op, out, algorithm, Lifetime::Operand)?)
+    }
+
+    #[pyo3(signature = (x, *, out = None))]
+    fn all_gather<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_all_gather(x, out, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, *, out = None))]
+    fn start_all_gather<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_all_gather(x, out, Lifetime::Operand)?)
+    }
+
+    #[pyo3(signature = (x, op = None, *, out = None))]
+    fn reduce_scatter<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_reduce_scatter(x, op, out, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, op = None, *, out = None))]
+    fn start_reduce_scatter<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_reduce_scatter(x, op, out, Lifetime::Operand)?)
+    }
+
+    #[pyo3(signature = (x, *, out = None))]
+    fn all_to_all<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_all_to_all(x, out, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, *, out = None))]
+    fn start_all_to_all<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_all_to_all(x, out, Lifetime::Operand)?)
+    }
+
+    #[pyo3(signature = (x, sends, receives, *, out = None))]
+    fn all_to_all_v<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        sends: Vec<usize>,
+        receives: Vec<usize>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_all_to_all_v(x, sends, receives, out, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, sends, receives, *, out = None))]
+    fn start_all_to_all_v<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        sends: Vec<usize>,
+        receives: Vec<usize>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_all_to_all_v(x, sends, receives, out, Lifetime::Operand)?)
+    }
+
+    #[pyo3(signature = (x, root = 0, *, out = None))]
+    fn broadcast<'py>(
+        &self,
+        py: Python<'py>,
+        x: Option<&Bound<'py, PyAny>>,
+        root: usize,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_broadcast(x, root, out, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, root = 0, *, out = None))]
+    fn start_broadcast<'py>(
+        &self,
+        x: Option<&Bound<'py, PyAny>>,
+        root: usize,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_broadcast(x, root, out, Lifetime::Operand)?)
+    }
+
+    #[pyo3(signature = (x, op = None, root = 0, *, out = None))]
+    fn reduce<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        root: usize,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_reduce(x, op, root, out, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, op = None, root = 0, *, out = None))]
+    fn start_reduce<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        root: usize,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_reduce(x, op, root, out, Lifetime::Operand)?)
+    }
+
+    #[pyo3(signature = (x, root = 0, *, out = None))]
+    fn gather<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        root: usize,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_gather(x, root, out, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, root = 0, *, out = None))]
+    fn start_gather<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        root: usize,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_gather(x, root, out, Lifetime::Operand)?)
+    }
+
+    #[pyo3(signature = (x, root = 0, *, out = None))]
+    fn scatter<'py>(
+        &self,
+        py: Python<'py>,
+        x: Option<&Bound<'py, PyAny>>,
+        root: usize,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        self.run(py, self.prepare_scatter(x, root, out, Lifetime::Call)?)
+    }
+
+    #[pyo3(signature = (x, root = 0, *, out = None))]
+    fn start_scatter<'py>(
+        &self,
+        x: Option<&Bound<'py, PyAny>>,
+        root: usize,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        self.start(self.prepare_scatter(x, root, out, Lifetime::Operand)?)
+    }
+
+    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: usize) -> Result<()> {
+        let operand = Operand::import(x, "the input", Lifetime::Call)?;
+        let (queue, tensor) = (self.queue()?, operand.tensor);
+        // SAFETY: the operand and the caller's reference live until this returns.
+        interrupt::detached(py, || queue.messenger().send(unsafe { tensor.view() }.map_err(refused)?, to))?;
+        Ok(())
+    }
+
+    fn recv<'py>(&self, py: Python<'py>, out: Bound<'py, PyAny>, source: usize) -> Result<Bound<'py, PyAny>> {
+        let operand = Operand::import(&out, "the output", Lifetime::Call)?.writable("the output")?;
+        let (queue, tensor) = (self.queue()?, operand.tensor);
+        interrupt::detached(py, || {
+            // SAFETY: as in `send`.
+            queue.messenger().recv(unsafe { tensor.view_mut() }.map_err(refused)?, source)
+        })?;
+        Ok(out)
+    }
+
+    fn send_recv<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        to: usize,
+        out: Bound<'py, PyAny>,
+        source: usize,
+    ) -> Result<Bound<'py, PyAny>> {
+        let read = Operand::import(x, "the input", Lifetime::Call)?;
+        let write = Operand::import(&out, "the output", Lifetime::Call)?.writable("the output")?;
+        if overlap(&read.tensor, &write.tensor) {
+            return Err(PyValueError::new_err("input and output overlap").into());
+        }
+        let (queue, read_from, write_to) = (self.queue()?, read.tensor, write.tensor);
+        interrupt::detached(py, || {
+            // SAFETY: as in `send`.
+            let (x, out) =
+                unsafe { (read_from.view().map_err(refused)?, write_to.view_mut().map_err(refused)?) };
+            queue.messenger().send_recv(x, to, out, source)
+        })?;
+        Ok(out)
+    }
+
+    fn start_send(&self, x: &Bound<'_, PyAny>, to: usize) -> Result<Handle> {
+        let operand = Operand::import(x, "the input", Lifetime::Operand)?;
+        let tensor = operand.tensor;
+        // SAFETY: the operand is the owner.
+        let pending = unsafe {
+            let view = tensor.view()?;
+            self.queue()?.messenger().start_send::<Operands>(view, [Some(operand), None], to)?
+        };
+        Ok(Handle::new(pending, None))
+    }
+
+    fn start_recv(&self, out: Bound<'_, PyAny>, source: usize) -> Result<Handle> {
+        let operand = Operand::import(&out, "the output", Lifetime::Operand)?.writable("the output")?;
+        let tensor = operand.tensor;
+        // SAFETY: the operand is the owner.
+        let pending = unsafe {
+            let view = tensor.view_mut()?;
+            self.queue()?.messenger().start_recv::<Operands>(view, [None, Some(operand)], source)?
+        };
+        Ok(Handle::new(pending, Some(out)))
+    }
+
+    fn create_shared_buffer(&self, py: Python<'_>, num_bytes: usize) -> Result<SharedBuffer> {
+        let queue = self.queue()?;
+        let buffer = interrupt::detached(py, || queue.run(|comm| comm.create_shared_buffer(num_bytes)))?;
+        Ok(SharedBuffer::new(buffer, self.rank, self.world_size))
+    }
+
+    fn free_shared_buffer(&self, py: Python<'_>, buffer: &SharedBuffer) -> Result<()> {
+        let (queue, buffer) = (self.queue()?, buffer.take()?);
+        Ok(interrupt::detached(py, || queue.run(|comm| comm.free_shared_buffer(buffer)))?)
+    }
+}
+
+fn builder(timeout: Option<f64>, arena_bytes: Option<usize>) -> Result<Builder> {
+    let mut builder = fabric::Communicator::builder().interrupt(interrupt::check);
+    if let Some(timeout) = seconds("timeout", timeout)? {
+        builder = builder.timeout(timeout);
+    }
+    if let Some(bytes) = arena_bytes {
+        builder = builder.arena_bytes(bytes);
+    }
+    Ok(builder)
+}
+
+fn refused(error: antiphon::tensor::TensorError) -> fabric::FabricError {
+    fabric::FabricError::invalid(error.to_string())
+}

@@ -1,0 +1,195 @@
+//! What each collective needs of its arrays, on this rank.
+
+use antiphon::{collectives::all_reduce::Algorithm, prelude::ReduceOp};
+use pyo3::{
+    exceptions::{PyTypeError, PyValueError},
+    prelude::*,
+    types::PyString,
+};
+
+use super::Communicator;
+use crate::{
+    arguments::{Given, InPlace, Prepared, prepare, prepare_input, prepare_output},
+    call::Kind,
+    error::Result,
+    operand::{Lifetime, Operand},
+};
+
+/// An operator as its name or its enum, whose values are the names.
+fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> PyResult<ReduceOp> {
+    let Some(op) = op else { return Ok(ReduceOp::Sum) };
+    let name = op.cast::<PyString>().map_err(|_| {
+        PyTypeError::new_err(format!("op is {op:?}: pass a name such as \"sum\", or an antiphon.ReduceOp"))
+    })?;
+    name.to_cow()?
+        .parse()
+        .map_err(|e: antiphon::device::UnknownReduceOp| PyValueError::new_err(e.to_string()))
+}
+
+fn algorithm(name: &str) -> PyResult<Algorithm> {
+    Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name).ok_or_else(|| {
+        let known = Algorithm::ALL.map(Algorithm::name).join(", ");
+        PyValueError::new_err(format!("unknown algorithm {name:?}: known are {known}"))
+    })
+}
+
+/// A shape whose first dimension is `change`d; a scalar counts as one row.
+fn rows(shape: &[usize], change: impl FnOnce(usize) -> Result<usize>) -> Result<Vec<usize>> {
+    let (&first, rest) = shape.split_first().unwrap_or((&1, &[]));
+    Ok([&[change(first)?], rest].concat())
+}
+
+impl Communicator {
+    pub(super) fn check_root(&self, root: usize) -> Result<bool> {
+        if root < self.world_size {
+            return Ok(root == self.rank);
+        }
+        let text = format!("root rank {root} is not below the world size {}", self.world_size);
+        Err(PyValueError::new_err(text).into())
+    }
+
+    fn gathered(&self, shape: &[usize]) -> Result<Vec<usize>> {
+        let rows = rows(shape, |first| Ok(first.saturating_mul(self.world_size)));
+        if shape.is_empty() { Ok(vec![self.world_size]) } else { rows }
+    }
+
+    fn scattered(&self, shape: &[usize]) -> Result<Vec<usize>> {
+        rows(shape, |first| match first % self.world_size {
+            0 => Ok(first / self.world_size),
+            _ => {
+                let text = format!(
+                    "{first} rows (of shape {shape:?}) cannot be divided among {} ranks",
+                    self.world_size
+                );
+                Err(PyValueError::new_err(text).into())
+            }
+        })
+    }
+
+    pub(super) fn prepare_all_reduce<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Given<'_, 'py>,
+        chosen: Option<&str>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        let kind = Kind::AllReduce(reduce_op(op)?, chosen.map(algorithm).transpose()?);
+        prepare(kind, input, out, InPlace::Same, lifetime, |shape| Ok(shape.to_vec()))
+    }
+
+    pub(super) fn prepare_all_gather<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        out: Given<'_, 'py>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        let in_place = InPlace::InputBlock(self.rank);
+        prepare(Kind::AllGather, input, out, in_place, lifetime, |shape| self.gathered(shape))
+    }
+
+    pub(super) fn prepare_reduce_scatter<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Given<'_, 'py>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        let kind = Kind::ReduceScatter(reduce_op(op)?);
+        prepare(kind, input, out, InPlace::OutputBlock(self.rank), lifetime, |shape| self.scattered(shape))
+    }
+
+    pub(super) fn prepare_all_to_all<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        out: Given<'_, 'py>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        prepare(Kind::AllToAll, input, out, InPlace::Same, lifetime, |shape| Ok(shape.to_vec()))
+    }
+
+    pub(super) fn prepare_all_to_all_v<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        sends: Vec<usize>,
+        receives: Vec<usize>,
+        out: Given<'_, 'py>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        // Rows become elements, of which a type without a name has several to the byte count.
+        let read = Operand::import(input, "the input", Lifetime::Call)?;
+        let whole: usize = read.shape().iter().skip(1).product();
+        let scale = whole * read.units();
+        let scaled = |rows: &[usize]| rows.iter().map(|rows| rows.saturating_mul(scale)).collect();
+        let kind = Kind::AllToAllV(scaled(&sends), scaled(&receives));
+        let total = receives.iter().fold(0usize, |sum, rows| sum.saturating_add(*rows));
+        prepare(kind, input, out, InPlace::Never, lifetime, |shape| rows(shape, |_| Ok(total)))
+    }
+
+    pub(super) fn prepare_broadcast<'py>(
+        &self,
+        array: Given<'_, 'py>,
+        root: usize,
+        out: Given<'_, 'py>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        let kind = Kind::Broadcast(root);
+        match (self.check_root(root)?, array, out) {
+            (true, Some(array), Some(out)) => {
+                prepare(kind, array, Some(out), InPlace::Same, lifetime, |shape| Ok(shape.to_vec()))
+            }
+            (true, Some(array), None) => {
+                prepare(kind, array, Some(array), InPlace::Same, lifetime, |shape| Ok(shape.to_vec()))
+            }
+            (false, _, Some(out)) | (false, Some(out), None) => prepare_output(kind, out, lifetime),
+            (_, None, _) => Err(PyTypeError::new_err("broadcast: pass the array").into()),
+        }
+    }
+
+    pub(super) fn prepare_reduce<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        root: usize,
+        out: Given<'_, 'py>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        let kind = Kind::Reduce(reduce_op(op)?, root);
+        match self.check_root(root)? {
+            true => prepare(kind, input, out, InPlace::Same, lifetime, |shape| Ok(shape.to_vec())),
+            false => prepare_input(kind, input, lifetime),
+        }
+    }
+
+    pub(super) fn prepare_gather<'py>(
+        &self,
+        input: &Bound<'py, PyAny>,
+        root: usize,
+        out: Given<'_, 'py>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        let kind = Kind::Gather(root);
+        match self.check_root(root)? {
+            true => prepare(kind, input, out, InPlace::Never, lifetime, |shape| self.gathered(shape)),
+            false => prepare_input(kind, input, lifetime),
+        }
+    }
+
+    pub(super) fn prepare_scatter<'py>(
+        &self,
+        input: Given<'_, 'py>,
+        root: usize,
+        out: Given<'_, 'py>,
+        lifetime: Lifetime,
+    ) -> Result<Prepared<'py>> {
+        let kind = Kind::Scatter(root);
+        match (self.check_root(root)?, input, out) {
+            (true, Some(input), out) => {
+                prepare(kind, input, out, InPlace::Never, lifetime, |shape| self.scattered(shape))
+            }
+            (false, _, Some(out)) => prepare_output(kind, out, lifetime),
+            (true, None, _) => Err(PyTypeError::new_err("scatter: the root must pass the array").into()),
+            (false, _, None) => Err(PyTypeError::new_err("scatter: all but the root must pass out=").into()),
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Which exception an error becomes. The text is the error's own.
+
+use antiphon::{
+    fabric::rendezvous::RendezvousError,
+    prelude::{CollectiveError, FabricError},
+    tensor::TensorError,
+    topology::TopologyError,
+};
+use pyo3::{
+    create_exception,
+    exceptions::{
+        PyAssertionError, PyKeyboardInterrupt, PyNotImplementedError, PyRuntimeError, PyTimeoutError,
+        PyTypeError, PyValueError,
+    },
+    prelude::*,
+};
+
+use crate::interrupt;
+
+create_exception!(
+    antiphon,
+    PeerLostError,
+    PyRuntimeError,
+    "A peer is gone: its process ended, or it closed its communicator. `rank` says which."
+);
+
+/// An error on its way to Python.
+pub(crate) struct Error(PyErr);
+
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl From<Error> for PyErr {
+    fn from(error: Error) -> Self {
+        error.0
+    }
+}
+
+impl From<PyErr> for Error {
+    fn from(error: PyErr) -> Self {
+        Self(error)
+    }
+}
+
+impl From<CollectiveError> for Error {
+    fn from(error: CollectiveError) -> Self {
+        match error {
+            CollectiveError::Fabric(error) => error.into(),
+            CollectiveError::DTypes { .. } | CollectiveError::NotNumeric { .. } => {
+                Self(PyTypeError::new_err(error.to_string()))
+            }
+            CollectiveError::Tuning(_) => Self(PyRuntimeError::new_err(error.to_string())),
+            _ => Self(PyValueError::new_err(error.to_string())),
+        }
+    }
+}
+
+impl From<FabricError> for Error {
+    fn from(error: FabricError) -> Self {
+        let text = error.to_string();
+        Self(kind(&error)(text))
+    }
+}
+
+impl From<TensorError> for Error {
+    fn from(error: TensorError) -> Self {
+        Self(PyValueError::new_err(error.to_string()))
+    }
+}
+
+impl From<TopologyError> for Error {
+    fn from(error: TopologyError) -> Self {
+        let text = error.to_string();
+        // As FlashInfer's `Mapping` raises them.
+        Self(match error {
+            TopologyError::ExpertsWithContext { .. } => PyNotImplementedError::new_err(text),
+            TopologyError::ExpertsWithClusters { .. } => PyAssertionError::new_err(text),
+            _ => PyValueError::new_err(text),
+        })
+    }
+}
+
+fn kind(error: &FabricError) -> Box<dyn FnOnce(String) -> PyErr> {
+    match error {
+        FabricError::Interrupted { .. } | FabricError::Rendezvous(RendezvousError::Interrupted) => {
+            Box::new(|text| interrupt::take().unwrap_or_else(|| PyKeyboardInterrupt::new_err(text)))
+        }
+        FabricError::PeerLost { rank, .. } | FabricError::Rendezvous(RendezvousError::PeerLost { rank }) => {
+            peer_lost(*rank)
+        }
+        FabricError::Rendezvous(RendezvousError::RootLost { .. }) => peer_lost(0),
+        FabricError::Timeout { .. } | FabricError::Rendezvous(RendezvousError::Missing { .. }) => {
+            Box::new(PyTimeoutError::new_err)
+        }
+        FabricError::InvalidArgument(_) | FabricError::Rendezvous(RendezvousError::InvalidRank { .. }) => {
+            Box::new(PyValueError::new_err)
+        }
+        // A communicator that failed says why again, in the same words and with the same type.
+        FabricError::Failed(first) if !matches!(**first, FabricError::Interrupted { .. }) => kind(first),
+        _ => Box::new(PyRuntimeError::new_err),
+    }
+}
+
+fn peer_lost(rank: usize) -> Box<dyn FnOnce(String) -> PyErr> {
+    Box::new(move |text| {
+        let error = PeerLostError::new_err(text);
+        // Setting an attribute of a fresh exception does not fail; without it the text still has the rank.
+        Python::attach(|py| drop(error.value(py).setattr("rank", rank)));
+        error
+    })
+}

@@ -1,0 +1,45 @@
+//! The Python module `antiphon._core`: the crates of Antiphon as Python sees them.
+//!
+//! Here is conversion and error mapping only. What a call does is in the crates below; how it looks to a user is in
+//! `python/antiphon/`, whose stub `_core.pyi` documents this module.
+//!
+//! * `operand` finds the memory of any array: the buffer protocol, DLPack's C exchange API, DLPack.
+//! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
+//!   `call` is one collective as a value, which can be run at once or started.
+//! * `communicator`, `handle`, `shared` and `mapping` are the classes.
+//! * `comm` is what `antiphon.comm` asks for besides.
+//! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
+//!   forked child must not use.
+
+mod arguments;
+mod call;
+mod comm;
+mod command;
+mod communicator;
+mod error;
+mod fork;
+mod handle;
+mod interrupt;
+mod mapping;
+mod operand;
+mod shared;
+
+/// See the crate's page.
+#[pyo3::pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use crate::{
+        comm::{compute_fp4_swizzled_layout_sf_size, strided_memory},
+        command::main,
+        communicator::Communicator,
+        error::PeerLostError,
+        fork::after_fork,
+        handle::Handle,
+        mapping::Mapping,
+        shared::{Memory, SharedBuffer},
+    };
+
+    #[pymodule_export]
+    #[allow(non_upper_case_globals)]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}

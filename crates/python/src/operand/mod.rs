@@ -1,0 +1,239 @@
+//! Arrays of any library as plain memory.
+
+mod buffer;
+mod exchange;
+mod protocol;
+
+use antiphon::{
+    prelude::{DType, TensorView, TensorViewMut},
+    tensor::{
+        Device, TensorError,
+        dlpack::{ElementType, Imported},
+    },
+};
+use pyo3::{
+    exceptions::{PyTypeError, PyValueError},
+    intern,
+    prelude::*,
+    sync::PyOnceLock,
+    types::PyTuple,
+};
+
+use crate::error::{Error, Result};
+use buffer::Buffer;
+use exchange::ExchangeApi;
+pub(crate) use protocol::capsule;
+
+/// The memory of an array, contiguous in row-major order.
+pub(crate) struct Operand {
+    pub(crate) tensor: Tensor,
+    pub(crate) element: ElementType,
+    read_only: bool,
+    source: Source,
+}
+
+/// What the operation works on: plain values, so that it can go to another thread.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tensor {
+    pub(crate) data: *mut u8,
+    /// In elements of `dtype`.
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+    pub(crate) device: Device,
+}
+
+// SAFETY: whoever uses the memory says for how long it is valid, on whatever thread.
+unsafe impl Send for Tensor {}
+// SAFETY: as above.
+unsafe impl Sync for Tensor {}
+
+/// What keeps the memory alive, and knows its shape.
+enum Source {
+    Buffer(Buffer),
+    Borrowed { shape: Vec<usize> },
+    Managed(Box<Imported>),
+}
+
+/// How long an operand is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lifetime {
+    /// Until the call returns, which the caller's own reference outlives.
+    Call,
+    /// Until the operand is dropped.
+    Operand,
+}
+
+/// An array as its library describes it.
+struct Description<'a> {
+    data: *mut u8,
+    element: ElementType,
+    device: Device,
+    shape: &'a [usize],
+    /// In elements; absent for row-major.
+    strides: Option<&'a [isize]>,
+    read_only: bool,
+}
+
+impl Operand {
+    /// Finds the memory of `array`; `name` is the argument's, for errors.
+    pub(crate) fn import(array: &Bound<'_, PyAny>, name: &str, lifetime: Lifetime) -> Result<Self> {
+        if buffer::is_supported(array) {
+            return Buffer::operand(array, name);
+        }
+        if let Some(api) = ExchangeApi::of(array)? {
+            return api.operand(array, name, lifetime);
+        }
+        if array.hasattr(intern!(array.py(), "__dlpack__"))? {
+            return protocol::operand(array, name);
+        }
+        let kind = array.get_type();
+        let text = format!(
+            "{name} is a {}, which is no array: it has neither the buffer protocol nor DLPack",
+            kind.name()?
+        );
+        Err(PyTypeError::new_err(text).into())
+    }
+
+    fn new(name: &str, described: &Description<'_>, source: Source) -> Result<Self> {
+        let &Description { data, element, device, shape, strides, read_only } = described;
+        let size = element.bytes().ok_or_else(|| {
+            PyTypeError::new_err(format!("{name}: elements of type {element} are not whole bytes"))
+        })?;
+        let bytes = shape.iter().try_fold(size, |bytes, &n| bytes.checked_mul(n));
+        let count = bytes.map(|bytes| bytes / size);
+        let count =
+            count.ok_or_else(|| PyValueError::new_err(format!("{name}: impossible shape {shape:?}")))?;
+        if let Some(strides) = strides.filter(|strides| !is_row_major(shape, strides)) {
+            return Err(not_contiguous(name, shape, strides));
+        }
+        let (count, dtype) = match element.dtype() {
+            Some(dtype) => (count, dtype),
+            None => (count * size, DType::U8),
+        };
+        Ok(Self { tensor: Tensor { data, count, dtype, device }, element, read_only, source })
+    }
+
+    /// A new array of the same library, element type and device.
+    pub(crate) fn new_like<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        shape: &[usize],
+        lifetime: Lifetime,
+    ) -> Result<(Bound<'py, PyAny>, Self)> {
+        if let Some(api) = ExchangeApi::of_foreign(array, &self.source)? {
+            let new = api.allocate(array.py(), self, shape)?;
+            let operand = api.operand(&new, "the output", lifetime)?;
+            return Ok((new, operand));
+        }
+        let new = numpy_empty(array, shape, self.element)?;
+        let operand = Self::import(&new, "the output", lifetime)?;
+        Ok((new, operand))
+    }
+
+    /// Sizes of the dimensions, outermost first.
+    pub(crate) fn shape(&self) -> &[usize] {
+        match &self.source {
+            Source::Buffer(buffer) => buffer.shape(),
+            Source::Borrowed { shape } => shape,
+            Source::Managed(tensor) => tensor.shape(),
+        }
+    }
+
+    /// How many elements of the [`Tensor`] one of the array is: several, if it is only moved as bytes.
+    pub(crate) fn units(&self) -> usize {
+        if self.element.dtype().is_some() { 1 } else { self.element.bytes().unwrap_or(1) }
+    }
+
+    /// Refuses memory that must not be written.
+    pub(crate) fn writable(self, name: &str) -> Result<Self> {
+        if self.read_only {
+            return Err(PyValueError::new_err(format!("{name} is read-only")).into());
+        }
+        Ok(self)
+    }
+
+    /// Refuses elements that have no arithmetic here.
+    pub(crate) fn numeric(self) -> Result<Self> {
+        if self.element.dtype().is_none() {
+            let known = DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
+            let text = format!("elements of type {} cannot be reduced, only {known}", self.element);
+            return Err(PyTypeError::new_err(text).into());
+        }
+        Ok(self)
+    }
+}
+
+impl Tensor {
+    /// The size in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+
+    /// The tensor to read.
+    ///
+    /// # Safety
+    /// The memory is valid and not written by others for `'a`.
+    pub(crate) unsafe fn view<'a>(&self) -> Result<TensorView<'a>, TensorError> {
+        // SAFETY: passed on; the memory is contiguous.
+        unsafe { TensorView::from_raw_parts(self.data, self.dtype, &[self.count], None, self.device) }
+    }
+
+    /// The tensor to write.
+    ///
+    /// # Safety
+    /// The memory is valid and not used by others for `'a`.
+    pub(crate) unsafe fn view_mut<'a>(&self) -> Result<TensorViewMut<'a>, TensorError> {
+        // SAFETY: passed on; the memory is contiguous.
+        unsafe { TensorViewMut::from_raw_parts(self.data, self.dtype, &[self.count], None, self.device) }
+    }
+}
+
+// The C interfaces count in `i64` and `Py_ssize_t`.
+const _: () = assert!(size_of::<usize>() == 8, "made for machines of 64 bits");
+
+/// An array without elements is, whatever its strides.
+fn is_row_major(shape: &[usize], strides: &[isize]) -> bool {
+    let mut step = 1;
+    shape.contains(&0)
+        || shape.iter().zip(strides).rev().all(|(&n, &stride)| {
+            let fits = n == 1 || stride == step;
+            step *= n as isize;
+            fits
+        })
+}
+
+#[cold]
+fn not_contiguous(name: &str, shape: &[usize], strides: &[isize]) -> Error {
+    PyValueError::new_err(format!(
+        "{name} of shape {shape:?} with strides {strides:?} (in elements) is not contiguous: \
+         pass numpy.ascontiguousarray(x), or x.contiguous() in torch"
+    ))
+    .into()
+}
+
+/// `numpy.empty`, for arrays whose library cannot allocate for others.
+fn numpy_empty<'py>(
+    array: &Bound<'py, PyAny>,
+    shape: &[usize],
+    element: ElementType,
+) -> Result<Bound<'py, PyAny>> {
+    static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = array.py();
+    let unavailable = |e: PyErr| {
+        let text = format!("no output can be made without NumPy ({e}): pass out=");
+        Error::from(PyTypeError::new_err(text))
+    };
+    let empty = EMPTY
+        .get_or_try_init(py, || Ok::<_, PyErr>(py.import("numpy")?.getattr("empty")?.unbind()))
+        .map_err(unavailable)?;
+    let shape = PyTuple::new(py, shape)?;
+    // NumPy's own dtype where there is one: it may be of an extension, such as ml_dtypes' bfloat16.
+    let dtype = match array.getattr(intern!(py, "dtype")) {
+        Ok(dtype) if buffer::is_supported(array) => dtype,
+        _ => element.to_string().into_pyobject(py).map(|name| name.into_any()).expect("a string"),
+    };
+    empty.bind(py).call1((shape, dtype)).map_err(|e| {
+        let text = format!("NumPy has no array for elements of type {element} ({e}): pass out=");
+        PyTypeError::new_err(text).into()
+    })
+}

@@ -1,0 +1,123 @@
+"""Collectives between the processes of one machine, on NumPy arrays, torch tensors and anything that speaks DLPack.
+
+    import antiphon, numpy as np
+
+    comm = antiphon.init()                  # under `antiphon run -n 4 python script.py`, or torchrun
+    total = comm.all_reduce(np.ones(3))     # array([4., 4., 4.]) on every rank
+    comm.all_reduce(total, "max", out=total)  # in place
+
+Every call waits until this rank's part is done, and never without a deadline: a lost peer raises
+:class:`PeerLostError`, one that does not come ``TimeoutError``, ranks that call different things ``RuntimeError``.
+Each blocking call ``x`` has a form ``start_x`` that returns a :class:`Handle`.
+"""
+
+import enum
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from antiphon._core import Communicator, Handle, Memory, PeerLostError, SharedBuffer, __version__, after_fork
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "Communicator",
+    "Handle",
+    "Memory",
+    "PeerLostError",
+    "ReduceOp",
+    "SharedBuffer",
+    "__version__",
+    "init",
+]
+
+# The child of a fork must not act for its parent's rank.
+os.register_at_fork(after_in_child=after_fork)
+
+
+class ReduceOp(str, enum.Enum):
+    """How contributions are combined; the names themselves (``"sum"``) do as well.
+
+    Sums, products and averages accumulate in float32 (float64 for float64, wrapping int64 for integers) in ascending
+    rank order and round once. ``MIN`` and ``MAX`` give NaN if any contribution is NaN. ``AVG`` of integers
+    truncates towards zero.
+    """
+
+    SUM = "sum"
+    PROD = "prod"
+    MIN = "min"
+    MAX = "max"
+    AVG = "avg"
+
+
+def init(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    path: str | os.PathLike[str] | None = None,
+    secret: str | bytes | None = None,
+    group: "ProcessGroup | None" = None,
+    exchange: Callable[[bytes], list[bytes]] | None = None,
+    timeout: float | None = None,
+    arena_bytes: int | None = None,
+) -> Communicator:
+    """Meets the other ranks and returns this rank's communicator. All ranks must call it alike.
+
+    With no way given the environment says who meets (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, as
+    ``antiphon run`` and torchrun set them). Otherwise exactly one of these:
+
+    * ``path``: a Unix socket appears there until all have come. Needs ``rank`` and ``world_size``. Whoever joins
+      must know ``secret``, which is the path itself unless given.
+    * ``group``: a ``torch.distributed`` process group that is there already, whatever its backend. It is used once, to
+      exchange a few bytes.
+    * ``exchange``: any other channel, as a function that takes this rank's bytes and returns the bytes of all ranks
+      in order (``MPI.COMM_WORLD.allgather``, for one). Needs ``rank`` and ``world_size``.
+
+    ``timeout`` is how many seconds a call waits for a peer (300), ``arena_bytes`` how much symmetric memory each rank can
+    have (1 GiB; only what is used costs memory). The environment may set them by ``ANTIPHON_TIMEOUT`` and
+    ``ANTIPHON_ARENA_BYTES`` where it says who meets.
+
+    Raises ``TimeoutError`` naming the ranks that never came, ``ValueError`` for arguments that make no sense,
+    ``RuntimeError`` for what else keeps ranks from meeting.
+    """
+    ways = [name for name, way in (("path", path), ("group", group), ("exchange", exchange)) if way is not None]
+    if len(ways) > 1:
+        raise ValueError(f"init: pass one way to meet, not {' and '.join(ways)}")
+    if group is not None:
+        if rank is not None or world_size is not None:
+            raise ValueError("init: the group says rank and world_size")
+        rank, world_size, exchange = _of_group(group)
+    if secret is not None and path is None:
+        raise ValueError("init: secret is for meeting at a path")
+    if not ways:
+        if rank is not None or world_size is not None:
+            raise ValueError("init: rank and world_size need path or exchange; from the environment both are read")
+        return Communicator.from_env(timeout, arena_bytes)
+    if rank is None or world_size is None:
+        raise ValueError(f"init: {ways[0]} needs rank and world_size")
+    if rank < 0 or world_size < 1 or rank >= world_size:
+        raise ValueError(f"init: rank {rank} is not below the world size {world_size}")
+    if exchange is not None:
+        return Communicator.by_exchange(rank, world_size, exchange, timeout, arena_bytes)
+    assert path is not None
+    where = os.fsdecode(path)
+    known = where if secret is None else secret
+    known = known.encode() if isinstance(known, str) else known
+    return Communicator.at_path(rank, world_size, where, known, timeout, arena_bytes)
+
+
+def _of_group(group: "ProcessGroup") -> tuple[int, int, Callable[[bytes], list[bytes]]]:
+    """Who this process is in a torch process group, and how its members exchange bytes."""
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("init: this process is not in the group")
+
+    def exchange(mine: bytes) -> list[bytes]:
+        everybody: list[bytes] = [b""] * world_size
+        dist.all_gather_object(everybody, mine, group=group)
+        return everybody
+
+    return rank, world_size, exchange

@@ -1,0 +1,415 @@
+"""The compiled part of the package. Users find everything under `antiphon`."""
+
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
+
+from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
+
+class _SupportsDLPack(Protocol):
+    def __dlpack__(self) -> CapsuleType: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+# NumPy arrays and torch tensors; CuPy's and JAX's arrays, bytearrays, memoryviews, array.array, ...
+_Array: TypeAlias = Buffer | _SupportsDLPack
+_A = TypeVar("_A", bound=_Array)
+_O = TypeVar("_O", bound=_Array)
+_T = TypeVar("_T")
+_Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"] | str
+_Algorithm: TypeAlias = Literal["one-shot", "two-shot"]
+
+__all__ = [
+    "Communicator",
+    "Handle",
+    "Mapping",
+    "Memory",
+    "PeerLostError",
+    "SharedBuffer",
+    "__version__",
+    "after_fork",
+    "compute_fp4_swizzled_layout_sf_size",
+    "main",
+    "strided_memory",
+]
+__version__: str
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command ``antiphon`` and returns its exit status."""
+
+def after_fork() -> None:
+    """Tells the library that this process is the child of a fork."""
+
+class PeerLostError(RuntimeError):
+    """A peer is gone: its process ended, or it closed its communicator."""
+
+    rank: int
+    """Who is gone."""
+
+@final
+class Handle:
+    """An operation that goes on. Its arrays stay alive, even if the handle and all other references are dropped; do not
+    write the input, or use the output, before it is over."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Waits until it is over and returns what the blocking form returns. May be called again.
+
+        Raises what the blocking form raises; ``TimeoutError`` if it still goes on after ``timeout`` seconds. Neither
+        that nor Ctrl-C ends the operation."""
+
+    def is_finished(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+
+@final
+class Communicator:
+    """A rank's end of a world of ranks that act together; :func:`antiphon.init` makes it.
+
+    All ranks make the same calls with the same dtype, counts, operator and root, in the same order; whether a rank
+    waits for a call or starts it does not matter. Messages (``send``, ``recv``) have an order of their own, from rank
+    to rank. Threads may share a communicator.
+
+    Arrays are NumPy arrays, torch tensors (on CPU), or anything that has the buffer protocol or DLPack, and must be
+    contiguous. Without ``out=`` the result is a new array of the input's library (a NumPy array for plain buffers).
+    ``out=`` may be any writable array of the right dtype and number of elements. ``out=x`` works in place; so does an
+    ``out`` of ``all_gather`` whose block for this rank is ``x``, and an ``out`` of ``reduce_scatter`` that is this
+    rank's block of ``x``. Gradients are not tracked.
+
+    Reductions work on float64, float32, float16, bfloat16, int64, int32, int8 and uint8, and give the same bits on
+    every rank. Everything else takes elements of any whole number of bytes.
+
+    Raises ``ValueError`` and ``TypeError`` for arguments that make no sense, before anything happens;
+    :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError`` for what goes wrong between ranks, after which every call
+    raises the same; ``RuntimeError`` when closed, or in the child of a fork. While a call waits other threads run,
+    and Ctrl-C ends the wait.
+    """
+
+    @staticmethod
+    def from_env(timeout: float | None = None, arena_bytes: int | None = None) -> Communicator:
+        """See :func:`antiphon.init`, as for the other two."""
+
+    @staticmethod
+    def at_path(
+        rank: int,
+        world_size: int,
+        path: str | os.PathLike[str],
+        secret: bytes,
+        timeout: float | None = None,
+        arena_bytes: int | None = None,
+    ) -> Communicator: ...
+    @staticmethod
+    def by_exchange(
+        rank: int,
+        world_size: int,
+        exchange: Callable[[bytes], Sequence[bytes]],
+        timeout: float | None = None,
+        arena_bytes: int | None = None,
+    ) -> Communicator: ...
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def timeout(self) -> float:
+        """How many seconds a call waits for a peer before it fails."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+
+    def close(self) -> None:
+        """Waits for what was started, then leaves: others that still need this rank get :class:`PeerLostError`."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """A communicator for the ranks that give the same ``color``, ordered by ``key`` and then by rank; ``None``
+        for a rank whose colour is ``None``."""
+
+    def barrier(self) -> None:
+        """Waits until every rank has come here."""
+
+    def exchange_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of all ranks, in rank order. Lengths may differ."""
+
+    def exchange_objects(self, object: _T) -> list[_T]:
+        """The objects of all ranks, in rank order; they are pickled, so trust your peers."""
+
+    def all_reduce(
+        self, x: _A, op: _Op | None = None, *, out: _O | None = None, algorithm: _Algorithm | None = None
+    ) -> _A | _O:
+        """The reduction of all ranks' ``x`` by ``op`` (``"sum"``), of the shape of ``x``.
+
+        The algorithm is chosen from measured tables unless given; that needs another ``out`` than ``x``."""
+
+    def all_gather(self, x: _A, *, out: _O | None = None) -> _A | _O:
+        """All ranks' ``x``, one after the other along the first dimension: ``(n, ...)`` in, ``(world_size * n,
+        ...)`` out."""
+
+    def reduce_scatter(self, x: _A, op: _Op | None = None, *, out: _O | None = None) -> _A | _O:
+        """The reduction of every rank's block of ``x`` for this rank: ``(world_size * n, ...)`` in, ``(n, ...)`` out."""
+
+    def all_to_all(self, x: _A, *, out: _O | None = None) -> _A | _O:
+        """Block ``r`` of ``x`` goes to rank ``r``, whose block comes to the same place: ``(world_size * n, ...)`` in
+        and out."""
+
+    def all_to_all_v(
+        self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
+    ) -> _A | _O:
+        """:meth:`all_to_all` with blocks of ``sends[r]`` rows to rank ``r`` and ``receives[r]`` rows from it, packed in
+        rank order. Counts that disagree raise ``ValueError`` on every rank and leave the communicator usable."""
+
+    def broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> _A | _O:
+        """Everybody's ``x`` becomes the root's, in place. With ``out`` that is written instead, and only the root's
+        ``x`` is read; others may pass ``None``."""
+
+    def reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
+        """:meth:`all_reduce` whose result only the root gets; others get ``None``."""
+
+    def gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
+        """:meth:`all_gather` whose result only the root gets; others get ``None``."""
+
+    def scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> _A | _O:
+        """Rank ``r`` gets the ``r``-th block of the root's ``x``: ``(world_size * n, ...)`` there, ``(n, ...)`` out.
+        Others pass ``None``, and ``out``."""
+
+    def send(self, x: _Array, to: int) -> None:
+        """Sends an array to a rank, which must :meth:`recv` one of the same dtype and number of elements. The first few
+        messages (8, of up to 32 KiB each) do not wait for that."""
+
+    def recv(self, out: _O, source: int) -> _O:
+        """Receives an array from a rank."""
+
+    def send_recv(self, x: _Array, to: int, out: _O, source: int) -> _O:
+        """Sends one array and receives another at the same time, as rings do."""
+
+    def start_barrier(self) -> Handle: ...
+    def start_all_reduce(
+        self, x: _A, op: _Op | None = None, *, out: _O | None = None, algorithm: _Algorithm | None = None
+    ) -> Handle: ...
+    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle: ...
+    def start_reduce_scatter(self, x: _A, op: _Op | None = None, *, out: _O | None = None) -> Handle: ...
+    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle: ...
+    def start_all_to_all_v(
+        self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
+    ) -> Handle: ...
+    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
+    def start_reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
+    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle: ...
+    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
+    def start_send(self, x: _Array, to: int) -> Handle: ...
+    def start_recv(self, out: _O, source: int) -> Handle: ...
+    def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
+        """Makes a buffer of which every rank has a zeroed copy that every rank can read and write. Collectives on
+        parts of it skip a copy. ``RuntimeError`` with the numbers when the symmetric memory is used up."""
+
+    def free_shared_buffer(self, buffer: SharedBuffer) -> None:
+        """Frees it on all ranks; nobody may use any copy any more."""
+
+@final
+class SharedBuffer:
+    """Symmetric memory: a buffer at the same offset on every rank. Ranks order their accesses themselves, by barriers
+    or collectives."""
+
+    def __len__(self) -> int:
+        """The size of each copy in bytes."""
+
+    def pointer(self, rank: int) -> int:
+        """The address, in this process, of a rank's copy."""
+
+    def memory(self, dtype: str, shape: Sequence[int] | None = None, rank: int | None = None) -> Memory:
+        """The start of a rank's copy (this rank's, unless said otherwise) as a tensor of this dtype (``"float32"``,
+        ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given)."""
+
+@final
+class Memory:
+    """A part of a :class:`SharedBuffer`, for ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like, without a copy.
+    It stays mapped as long as anybody uses it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> CapsuleType: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@disjoint_base
+class Mapping:
+    """Which groups a rank belongs to, from the sizes of tensor, context, pipeline and expert parallelism.
+
+    Tensor ranks are neighbours, then come context ranks, then pipeline stages:
+    ``rank = tp_rank + tp_size * (cp_rank + cp_size * pp_rank)``. Experts cut the tensor ranks once more:
+    ``tp_rank = moe_ep_rank + moe_ep_size * (moe_cluster_rank + moe_cluster_size * moe_tp_rank)``.
+
+        mapping = Mapping(world_size=8, rank=5, tp_size=4, pp_size=2)
+        mapping.tp_group                 # [4, 5, 6, 7]
+        mapping.pp_layers(61)            # the second half, 31 to 60
+
+    A size of -1 follows from the others: ``moe_cluster_size`` is 1; ``moe_tp_size`` takes the tensor ranks that
+    clusters and ``moe_ep_size`` (1) leave; ``attn_tp_size`` is ``tp_size * cp_size`` and ``attn_cp_size`` 1.
+
+    Raises ``ValueError`` with the numbers if the sizes do not multiply to ``world_size`` (those of experts to
+    ``tp_size``), if ``rank`` is not in the world, if ``attn_cp_size`` is not 1, and if ``auto_parallel`` comes with
+    sizes; ``NotImplementedError`` for experts under context parallelism, ``AssertionError`` for experts with clusters.
+
+    Mappings are equal if the twelve values of :meth:`to_dict` are. Source: FlashInfer 0.6.18 comm/mapping.py. Other
+    than there a rank outside the world is always refused; expert groups cover the ranks of every context rank; experts
+    must divide evenly; and under ``auto_parallel`` each rank is alone in its groups, as no layout is chosen yet.
+    """
+
+    cp_config: Any
+    """As it was given."""
+
+    def __new__(
+        cls,
+        world_size: int = 1,
+        rank: int = 0,
+        gpus_per_node: int = 8,
+        *,
+        cp_size: int = 1,
+        cp_config: Any = None,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        moe_cluster_size: int = -1,
+        moe_tp_size: int = -1,
+        moe_ep_size: int = -1,
+        attn_tp_size: int = -1,
+        attn_cp_size: int = -1,
+        auto_parallel: bool = False,
+        enable_attention_dp: bool = False,
+    ) -> Self: ...
+    @property
+    def rank(self) -> int:
+        """This rank. Setting it gives the view of another; ``ValueError`` if the world has no such rank."""
+
+    @rank.setter
+    def rank(self, rank: int) -> None: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def gpus_per_node(self) -> int: ...
+    @property
+    def cp_size(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def moe_tp_size(self) -> int: ...
+    @property
+    def moe_cluster_size(self) -> int: ...
+    @property
+    def moe_ep_size(self) -> int: ...
+    @property
+    def attn_tp_size(self) -> int: ...
+    @property
+    def attn_cp_size(self) -> int: ...
+    @property
+    def auto_parallel(self) -> bool: ...
+    @property
+    def enable_attention_dp(self) -> bool:
+        """For layers to read: nothing here depends on it."""
+
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def cp_rank(self) -> int: ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def moe_tp_rank(self) -> int: ...
+    @property
+    def moe_cluster_rank(self) -> int: ...
+    @property
+    def moe_ep_rank(self) -> int: ...
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def tp_group(self) -> list[int]: ...
+    @property
+    def cp_group(self) -> list[int]: ...
+    @property
+    def pp_group(self) -> list[int]: ...
+    @property
+    def moe_tp_group(self) -> list[int]: ...
+    @property
+    def moe_cluster_group(self) -> list[int]: ...
+    @property
+    def moe_ep_group(self) -> list[int]: ...
+    @property
+    def tp_groups(self) -> list[list[int]]: ...
+    @property
+    def cp_groups(self) -> list[list[int]]: ...
+    @property
+    def pp_groups(self) -> list[list[int]]: ...
+    @property
+    def moe_tp_groups(self) -> list[list[int]]: ...
+    @property
+    def moe_cluster_groups(self) -> list[list[int]]: ...
+    @property
+    def moe_ep_groups(self) -> list[list[int]]: ...
+    def has_tp(self) -> bool: ...
+    def has_cp(self) -> bool: ...
+    def has_pp(self) -> bool: ...
+    def has_moe_tp(self) -> bool: ...
+    def has_moe_cluster(self) -> bool: ...
+    def has_moe_ep(self) -> bool: ...
+    def is_multi_node(self) -> bool:
+        """Whether the world has more ranks than a node."""
+
+    def get_node_rank(self, rank: int) -> int: ...
+    def get_local_rank(self, rank: int) -> int: ...
+    def is_first_pp_rank(self) -> bool: ...
+    def is_last_pp_rank(self) -> bool: ...
+    def is_second_last_pp_rank(self) -> bool: ...
+    def prev_pp_rank(self) -> int:
+        """The rank with this one's place in the previous stage; before the first comes the last."""
+
+    def next_pp_rank(self) -> int:
+        """The rank with this one's place in the next stage; after the last comes the first."""
+
+    def pp_layers(self, num_layers: int) -> list[int]:
+        """The layers of this rank's stage. The first stages take one more each if they do not divide evenly."""
+
+    def ep_experts(self, num_experts: int) -> list[int]:
+        """The experts that this rank holds, as many as any other. ``ValueError`` if they do not divide evenly,
+        ``AssertionError`` under context parallelism."""
+
+    @classmethod
+    def from_dict(cls, mapping: dict[str, Any]) -> Self:
+        """A mapping of these keywords of the constructor."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but ``cp_config`` and ``enable_attention_dp``, as keywords of the constructor."""
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
+    """The bytes of an FP4 matrix's scales in layout ``SWIZZLED_128x4``: rows rounded up to a multiple of 128 times
+    columns of *scales* (a row's elements / 16) rounded up to one of 4. ``ValueError`` for a number below 0, or more
+    than can be addressed. Source: FlashInfer 0.6.18 comm/trtllm_ar.py."""
+
+def strided_memory(
+    ptr: int, segment_size: int, segment_stride: int, num_segments: int, dtype: str
+) -> CapsuleType:
+    """A DLPack capsule of what :func:`antiphon.comm.pack_strided_memory` returns, on the host. Nobody checks that there
+    is memory at ``ptr``, or keeps it."""

@@ -1,0 +1,84 @@
+"""Memory that every rank of a group can read and write. After FlashInfer 0.6.18 comm/cuda_ipc.py.
+
+On host memory, until Antiphon supports CUDA. The group meets once, in its first call; what Antiphon keeps for it lives
+as long as the group.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
+
+import antiphon
+from antiphon import Communicator, SharedBuffer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["create_shared_buffer", "free_shared_buffer"]
+
+_Group: TypeAlias = "ProcessGroup | Communicator | None"
+
+# What torch's groups and our communicators have no place of their own for.
+_communicators: "WeakKeyDictionary[ProcessGroup, Communicator]" = WeakKeyDictionary()
+_buffers: "WeakKeyDictionary[Communicator, dict[int, SharedBuffer]]" = WeakKeyDictionary()
+
+
+def create_shared_buffer(size_in_bytes: int, group: _Group = None) -> list[int]:
+    """Makes a buffer on every rank and returns the address of each rank's copy, in this process, in the group's order.
+
+    All ranks of the group must call it, with the same size. The copies are zero. ``group`` is a torch process group of
+    any backend (that of all ranks, unless given) or an :class:`antiphon.Communicator`.
+
+    Raises ``ValueError`` if there is no group, ``RuntimeError`` with the numbers when the symmetric memory is used up
+    (``ANTIPHON_ARENA_BYTES`` sets its size), and what a collective raises when a peer is lost or late.
+    """
+    if size_in_bytes < 0:
+        raise ValueError(f"create_shared_buffer: size_in_bytes must not be negative, but it is {size_in_bytes}")
+    comm = _communicator("create_shared_buffer", group)
+    buffer = comm.create_shared_buffer(size_in_bytes)
+    pointers = [buffer.pointer(rank) for rank in range(comm.world_size)]
+    _buffers.setdefault(comm, {})[pointers[comm.rank]] = buffer
+    return pointers
+
+
+def free_shared_buffer(pointers: Sequence[int | None] | None, group: _Group = None) -> None:
+    """Frees what :func:`create_shared_buffer` made, on all ranks of the group, which must all call it.
+
+    Nobody may use any copy any more. Without this rank's own address, in a list that is ``None`` or too short, on all
+    ranks, it only waits for the others, as FlashInfer does.
+
+    Raises ``ValueError`` naming the address if that is not of a buffer of this group, or was freed already.
+    """
+    comm = _communicator("free_shared_buffer", group)
+    given = {rank: pointer for rank, pointer in enumerate(pointers or ()) if pointer is not None}
+    if comm.rank not in given:
+        return comm.barrier()
+    buffers = _buffers.get(comm, {})
+    buffer = buffers.get(given[comm.rank])
+    for rank, pointer in given.items():
+        if buffer is None or rank >= comm.world_size or buffer.pointer(rank) != pointer:
+            raise ValueError(
+                f"free_shared_buffer: {pointer:#x}, given for rank {rank}, is not the address of a buffer of {comm}"
+            )
+    comm.free_shared_buffer(buffers.pop(given[comm.rank]))
+
+
+def _communicator(caller: str, group: _Group) -> Communicator:
+    """The communicator of a group, which meets for it the first time."""
+    if isinstance(group, Communicator):
+        return group
+    if group is None:
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                f"{caller}: no group: pass an antiphon.Communicator, or call torch.distributed.init_process_group first"
+            )
+        world: ProcessGroup = dist.group.WORLD
+        group = world
+    if isinstance(group, int):  # what torch gives those who are not in a group
+        raise ValueError(f"{caller}: this process is not in the group")
+    comm = _communicators.get(group)
+    if comm is None:
+        comm = _communicators[group] = antiphon.init(group=group)
+    return comm

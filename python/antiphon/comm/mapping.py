@@ -1,0 +1,5 @@
+"""Who is in which group. After FlashInfer 0.6.18 comm/mapping.py."""
+
+from antiphon._core import Mapping
+
+__all__ = ["Mapping"]

@@ -1,0 +1,178 @@
+"""Scripts written for other libraries, on Antiphon, unchanged.
+
+    python -m antiphon.compat run script.py --its --arguments
+    python -m antiphon.compat run -m torch.distributed.run --nproc-per-node 2 script.py
+
+runs a script that says ``import flashinfer.comm`` with :mod:`antiphon.comm` under that name. In a program of one's own,
+before such imports::
+
+    antiphon.compat.install()               # all of PEERS, in this process
+    antiphon.compat.install(children=True)  # and in the processes it starts, other than by fork
+
+A name of :data:`PEERS` stands for our module and its submodules: ``flashinfer.comm.mapping`` is the very module
+``antiphon.comm.mapping``. If the peer is installed, that one module of it is hidden, with its submodules, also from the
+rest of the peer (``flashinfer.norm``), which stays; if it is not, its parent (``flashinfer``) is an empty package. What
+is not served yet raises ``ImportError`` with a list of what is.
+
+Children know it from the environment: ``ANTIPHON_COMPAT`` names the peers, and ``PYTHONPATH`` starts with a folder whose
+``sitecustomize`` reads it (and goes on to any other ``sitecustomize``). Python's options ``-S``, ``-E`` and ``-I`` turn
+that off.
+"""
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Collection, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["PEERS", "install", "uninstall"]
+
+#: Our module for each module of a peer.
+PEERS = {"flashinfer.comm": "antiphon.comm"}
+
+#: The environment's names of peers that a process serves, and the folder in which it finds our ``sitecustomize``.
+_VARIABLE = "ANTIPHON_COMPAT"
+_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")
+
+
+def install(*peers: str, children: bool = False) -> None:
+    """Serves our modules under the names of these peers: all of :data:`PEERS`, unless given.
+
+    ``children`` does so too for processes that this one starts from now on, by whatever means. Modules of those names
+    that are imported already are put aside; whoever holds one keeps it.
+
+    Raises ``ValueError`` for a name that is not in :data:`PEERS`.
+    """
+    names = _known(peers)
+    for name in names:
+        if name not in _finder.hidden:
+            _finder.hidden[name] = _take(name)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+        sys.meta_path.append(_parents)
+    if children:
+        tell_children({*told_children(), *names})
+
+
+def uninstall(*peers: str) -> None:
+    """Undoes :func:`install` for these peers (all of :data:`PEERS`, unless given), for children as well.
+
+    Raises ``ValueError`` for a name that is not in :data:`PEERS`.
+    """
+    names = _known(peers)
+    for name in names:
+        if name in _finder.hidden:
+            _take(name)
+            _put_back(name, _finder.hidden.pop(name))
+    _parents.forget()
+    if not _finder.hidden:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in (_finder, _parents)]
+    tell_children(set(told_children()) - set(names))
+
+
+def told_children() -> list[str]:
+    """The peers that this process's environment names."""
+    return [name for name in os.environ.get(_VARIABLE, "").split(",") if name]
+
+
+def tell_children(peers: Collection[str]) -> None:
+    """Has the processes that this one starts serve these peers and no others, from their start."""
+    path = os.environ.get("PYTHONPATH")
+    folders = [folder for folder in path.split(os.pathsep) if folder != _HOOK] if path else []
+    if peers:
+        folders.insert(0, _HOOK)
+    for variable, value in (_VARIABLE, ",".join(sorted(peers))), ("PYTHONPATH", os.pathsep.join(folders)):
+        if value:
+            os.environ[variable] = value
+        else:
+            os.environ.pop(variable, None)
+
+
+def _known(peers: Sequence[str]) -> Sequence[str]:
+    for name in peers:
+        if name not in PEERS:
+            raise ValueError(f"antiphon.compat: no peer {name!r} is served; served are {', '.join(PEERS)}")
+    return peers or list(PEERS)
+
+
+def _take(name: str) -> dict[str, ModuleType]:
+    """Takes a module and its submodules out of those that are imported."""
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules:
+        vars(sys.modules[parent]).pop(child, None)
+    return {each: sys.modules.pop(each) for each in list(sys.modules) if f"{each}.".startswith(f"{name}.")}
+
+
+def _put_back(name: str, modules: dict[str, ModuleType]) -> None:
+    parent, _, child = name.rpartition(".")
+    sys.modules.update(modules)
+    if name in modules and parent in sys.modules:
+        setattr(sys.modules[parent], child, modules[name])
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds our modules under the peers' names. Asked first."""
+
+    def __init__(self) -> None:
+        #: The peers that are served, each with the modules that had its names before.
+        self.hidden: dict[str, dict[str, ModuleType]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for peer in self.hidden:
+            if f"{fullname}.".startswith(f"{peer}."):
+                ours = PEERS[peer] + fullname.removeprefix(peer)
+                if importlib.util.find_spec(ours) is None:
+                    raise ModuleNotFoundError(_not_served(fullname, peer), name=fullname)
+                return ModuleSpec(fullname, self, origin=ours)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        assert spec.origin is not None
+        module = importlib.import_module(spec.origin)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its own name, in place of the one it was just found by.
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+class _Parents(MetaPathFinder):
+    """Makes the packages around the peers' modules up. Asked last, so only for what is not installed."""
+
+    def __init__(self) -> None:
+        self.made: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not self.is_parent(fullname):
+            return None
+        self.made.add(fullname)
+        return ModuleSpec(fullname, None, is_package=True)
+
+    def is_parent(self, name: str) -> bool:
+        return any(peer.startswith(f"{name}.") for peer in _finder.hidden)
+
+    def forget(self) -> None:
+        """Takes back those that nothing is in any more."""
+        for name in {name for name in self.made if not self.is_parent(name)}:
+            self.made.remove(name)
+            sys.modules.pop(name, None)
+
+
+def _not_served(name: str, peer: str) -> str:
+    modules = pkgutil.iter_modules(importlib.import_module(PEERS[peer]).__path__, f"{peer}.")
+    served = ", ".join([peer, *(module.name for module in modules)])
+    return f"Antiphon does not serve the module {name} yet; it serves {served}"
+
+
+_finder = _Finder()
+_parents = _Parents()

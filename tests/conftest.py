@@ -1,0 +1,1 @@
+"""Tests of the Python package; ``ranks.py`` beside this runs the worlds."""

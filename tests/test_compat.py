@@ -1,0 +1,257 @@
+"""``antiphon.compat``: our modules under the names of others."""
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import antiphon.comm
+from antiphon import compat
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in "ANTIPHON_COMPAT", "PYTHONPATH":
+        if variable in os.environ:
+            monkeypatch.setenv(variable, os.environ[variable])  # to be put back
+    before = sys.modules.keys() - {"flashinfer"}
+    yield
+    compat.uninstall()
+    assert not {name for name in sys.modules.keys() - before if name.split(".")[0] == "flashinfer"}
+
+
+def python(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python process that must succeed; ``environment`` is added to this one's."""
+    done = output_of(*arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def output_of(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, **environment})
+
+
+def run(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    return output_of("-m", "antiphon.compat", "run", *arguments, **environment)
+
+
+def file(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the peer itself, on this process's path."""
+    file(tmp_path / "flashinfer/__init__.py", "version = 'real'")
+    file(tmp_path / "flashinfer/comm/__init__.py", "real = True")
+    file(tmp_path / "flashinfer/comm/mapping.py", "class Mapping: pass")
+    file(tmp_path / "flashinfer/norm.py", "real = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+# In one process.
+
+
+def test_the_peers_name_is_our_module() -> None:
+    compat.install("flashinfer.comm")
+    import flashinfer.comm
+    import flashinfer.comm.cuda_ipc as cuda_ipc
+    from flashinfer.comm import Mapping
+    from flashinfer.comm.dlpack_utils import pack_strided_memory
+
+    assert flashinfer.comm is antiphon.comm and Mapping is antiphon.comm.Mapping
+    assert cuda_ipc.create_shared_buffer is antiphon.comm.create_shared_buffer
+    assert pack_strided_memory is antiphon.comm.pack_strided_memory
+
+
+def test_our_module_keeps_its_own_name() -> None:
+    compat.install()
+    importlib.import_module("flashinfer.comm.mapping")
+    for name in "antiphon.comm", "antiphon.comm.mapping":
+        module = sys.modules[name]
+        assert module.__name__ == name and module.__spec__ is not None and module.__spec__.name == name
+
+
+def test_what_is_not_served_says_so_and_lists_what_is() -> None:
+    compat.install()
+    with pytest.raises(ImportError, match="Antiphon does not serve 'vllm_all_reduce' .* it serves .*Mapping"):
+        from flashinfer.comm import vllm_all_reduce  # noqa: F401
+    with pytest.raises(ImportError, match="not serve the module flashinfer.comm.mnnvl yet; it serves .*comm.mapping"):
+        import flashinfer.comm.mnnvl
+    import flashinfer.comm
+
+    assert not hasattr(flashinfer.comm, "trtllm_allreduce_fusion")
+    with pytest.raises(ImportError, match="flashinfer.norm"):
+        import flashinfer.norm  # noqa: F401
+
+
+def test_unknown_peers_are_refused() -> None:
+    for call in compat.install, compat.uninstall:
+        with pytest.raises(ValueError, match="no peer 'flashinfer' is served; served are flashinfer.comm"):
+            call("flashinfer")
+
+
+def test_uninstall_leaves_nothing() -> None:
+    finders = list(sys.meta_path)
+    compat.install()
+    compat.install()
+    importlib.import_module("flashinfer.comm.mapping")
+    compat.uninstall()
+    assert sys.meta_path == finders
+    with pytest.raises(ModuleNotFoundError):
+        import flashinfer  # noqa: F401
+
+
+def test_an_installed_peer_is_hidden_and_comes_back(real: Path) -> None:
+    for imported_before in True, False:
+        if imported_before:
+            from flashinfer.comm.mapping import Mapping as theirs
+        compat.install()
+        import flashinfer
+        from flashinfer import comm
+        from flashinfer.comm.mapping import Mapping
+
+        assert comm is antiphon.comm and Mapping is antiphon.comm.Mapping
+        assert flashinfer.version == "real" and importlib.import_module("flashinfer.norm").real
+        compat.uninstall()
+        from flashinfer import comm
+        from flashinfer.comm.mapping import Mapping
+
+        assert comm.real and comm is sys.modules["flashinfer.comm"]
+        assert Mapping is theirs or not imported_before
+        for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+            del sys.modules[name]
+
+
+# In children.
+
+SERVED = "import flashinfer.comm; assert flashinfer.comm.__name__ == 'antiphon.comm'"
+
+
+def test_children_are_served_if_asked_for() -> None:
+    compat.install()
+    assert output_of("-c", SERVED).returncode == 1
+    compat.install(children=True)
+    compat.install(children=True)
+    python("-c", SERVED)
+    python("-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SERVED!r}], check=True)")
+    compat.uninstall()
+    assert output_of("-c", SERVED).returncode == 1
+
+
+def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in None, "/somewhere", f"/somewhere{os.pathsep}/else":
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        if path:
+            monkeypatch.setenv("PYTHONPATH", path)
+        before = dict(os.environ)
+        compat.install(children=True)
+        assert os.environ["ANTIPHON_COMPAT"] == "flashinfer.comm"
+        compat.uninstall()
+        assert dict(os.environ) == before
+
+
+def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
+    file(tmp_path / "sitecustomize.py", "import os; os.environ['OTHER'] = __file__")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    script = "import os, sitecustomize, flashinfer.comm; print(os.environ['OTHER'], sitecustomize.__file__)"
+    done = run("-c", script, PYTHONPATH=path)
+    assert done.stdout.split() == [str(tmp_path / "sitecustomize.py")] * 2, done.stderr
+
+
+# The command.
+
+
+def test_run_looks_to_the_script_as_python_does(tmp_path: Path) -> None:
+    file(tmp_path / "beside.py", "")
+    script = file(
+        tmp_path / "script.py",
+        """
+        import sys, __main__, beside
+        print(sys.argv, sys.path, __name__, __file__, __spec__, __main__.__file__)
+        """,
+    )
+    arguments = [script, "-x", "--peer", "a b"]
+    assert run(*arguments).stdout == python(*arguments).stdout
+
+
+def test_run_serves_modules_code_and_options_of_python(tmp_path: Path) -> None:
+    file(tmp_path / "package/__main__.py", f"import sys\n{SERVED}\nprint(sys.argv[1:], sys.flags.optimize)")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    assert run("-O", "-m", "package", "-m", "x", PYTHONPATH=path).stdout == "['-m', 'x'] 1\n"
+    assert run("--peer", "flashinfer.comm", "--peer=flashinfer.comm", "-c", SERVED).returncode == 0
+
+
+def test_run_passes_on_how_the_script_ends(tmp_path: Path) -> None:
+    assert run("-c", "raise SystemExit(7)").returncode == 7
+    script = file(tmp_path / "script.py", "def f():\n    1 / 0\nf()\n")
+    for done in run(script), output_of(script):
+        assert done.returncode == 1
+        assert done.stderr.startswith("Traceback") and f'File "{script}", line 2, in f' in done.stderr
+    assert run(script).stderr == output_of(script).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "the only command is `run`"),
+        (["go"], "the only command is `run`"),
+        (["run"], "no program to run"),
+        (["run", "--peer", "deep_sea", "x.py"], "no peer 'deep_sea' is served"),
+        (["run", "--peer"], "no peer '' is served"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments: list[str], text: str) -> None:
+    done = output_of("-m", "antiphon.compat", *arguments)
+    assert done.returncode == 2 and text in done.stderr and done.stderr.startswith("usage:")
+
+
+def test_the_command_explains_itself() -> None:
+    for arguments in ["--help"], ["run", "-h"]:
+        assert python("-m", "antiphon.compat", *arguments).stdout.startswith("usage: python -m antiphon.compat run")
+
+
+# A script as FlashInfer's users write them, which nobody changed.
+
+SCRIPT = """
+    import ctypes, sys
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+    import flashinfer.comm as comm
+    from flashinfer.comm.mapping import Mapping
+
+    def worker(rank, world_size, folder):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        group = dist.group.WORLD
+        assert Mapping(world_size=world_size, rank=rank, tp_size=world_size).tp_group == [0, 1]
+        pointers = comm.create_shared_buffer(4 * world_size, group=group)
+        value = ctypes.c_float(rank + 1)
+        for pointer in pointers:
+            ctypes.memmove(pointer + 4 * rank, ctypes.byref(value), 4)
+        dist.barrier(group)
+        seen = comm.pack_strided_memory(pointers[rank], 4, 4, world_size, torch.float32, -1)
+        assert seen.flatten().tolist() == [1.0, 2.0]
+        comm.free_shared_buffer(pointers, group=group)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(worker, args=(2, sys.argv[1]), nprocs=2)
+        print("all ranks agree")
+"""
+
+
+def test_a_script_of_spawned_ranks_runs_unchanged(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = run(file(tmp_path / "script.py", SCRIPT), tmp_path, OMP_NUM_THREADS="1")
+    assert done.stdout == "all ranks agree\n", done.stderr
