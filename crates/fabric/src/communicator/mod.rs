@@ -2,6 +2,7 @@
 
 mod background;
 mod builder;
+mod descriptors;
 mod extension;
 mod messages;
 mod objects;

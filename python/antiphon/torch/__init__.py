@@ -1,0 +1,81 @@
+"""The ``torch.distributed`` backend ``"antiphon"``: importing this module registers it.
+
+    import antiphon.torch
+    import torch.distributed as dist
+
+    dist.init_process_group("antiphon")     # under `antiphon run`, torchrun, or any init_method
+    dist.all_reduce(tensor)                 # and DDP, DTensor, FSDP2, functional collectives, torch.compile
+
+It serves CPU tensors of the ranks of one machine. Any element type can be moved; float64, float32, float16, bfloat16,
+int64, int32, int8 and uint8 can be reduced, bool as 0 and 1, complex sums as pairs of reals. Reductions are those of
+:class:`antiphon.ReduceOp`: the same bits on every rank.
+
+A failure raises at the call, or at ``wait()`` of the work that ``async_op=True`` returned, with the exceptions of
+:mod:`antiphon`. Where C++ waits for a future (DDP does), its text arrives in a ``RuntimeError``. What is not supported
+raises ``NotImplementedError`` that names it. Ranks in messages are ranks in the group.
+"""
+
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, _DistributedBackendOptions
+
+import antiphon
+from antiphon.torch.group import Group
+from antiphon.torch.tensors import unsupported
+
+__all__ = ["communicator"]
+
+
+def communicator(group: dist.ProcessGroup | None = None) -> antiphon.Communicator:
+    """The communicator of a group of this backend (the default group unless given), which closes it when destroyed.
+
+    Its calls and those of the group are one sequence: all ranks must make them in the same order. Raises ``ValueError``
+    if the group has another backend or this process is not in it.
+    """
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, Group):
+        text = "there is no default group" if found is None else f"the backend of the group is {_backend(found)}"
+        raise ValueError(f'communicator: {text}, not "antiphon"')
+    return found.comm
+
+
+def _backend(group: object) -> str:
+    if isinstance(group, dist.ProcessGroup):
+        return f'"{dist.get_backend(group)}"'
+    return "unknown (is this process in it?)"
+
+
+def _exchange(store: Store, rank: int, size: int, timeout: timedelta) -> Callable[[bytes], list[bytes]]:
+    """An all-gather of bytes through a store, in which old keys of earlier groups may lie."""
+    generation = store.add(f"antiphon/{rank}", 1)
+    rounds = itertools.count()
+
+    def exchange(mine: bytes) -> list[bytes]:
+        this = next(rounds)
+        keys = [f"antiphon/{generation}/{this}/{rank}" for rank in range(size)]
+        store.set(keys[rank], mine.hex())
+        try:
+            store.wait(keys, timeout)
+        except dist.DistStoreError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if not missing:
+                raise
+            raise TimeoutError(f"ranks {missing} of {size} did not come to the store within {timeout}") from error
+        return [bytes.fromhex(store.get(key).decode()) for key in keys]
+
+    return exchange
+
+
+def _create(options: _DistributedBackendOptions, backend_options: object) -> Group:
+    if backend_options is not None:
+        raise unsupported("pg_options", "pass the timeout to init_process_group or new_group")
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    meet = _exchange(store, rank, size, timeout)
+    comm = antiphon.init(rank=rank, world_size=size, exchange=meet, timeout=timeout.total_seconds())
+    return Group(store, rank, size, comm)
+
+
+dist.Backend.register_backend("antiphon", _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,144 @@
+"""Torch's tensors and operators as the communicator takes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: Any: torch's types keep the members of this enum, and the operators that hold one, apart.
+SUM: Any = dist.ReduceOp(dist.ReduceOp.SUM)
+#: By number, as comparing operators takes microseconds.
+PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)  # type: ignore[call-overload]
+OPS = {
+    int(op): name  # type: ignore[call-overload]
+    for op, name in (
+        (dist.ReduceOp.SUM, "sum"),
+        (dist.ReduceOp.AVG, "avg"),
+        (dist.ReduceOp.PRODUCT, "prod"),
+        (dist.ReduceOp.MIN, "min"),
+        (dist.ReduceOp.MAX, "max"),
+    )
+}
+#: What needs no other view to be reduced.
+NUMERIC = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+#: Of truth values, as NCCL reads them.
+BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+
+
+def unsupported(what: str, instead: str = "") -> NotImplementedError:
+    return NotImplementedError(f"antiphon: {what} is not supported" + (instead and f": {instead}"))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the values lie in memory one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+class Copies(list[tuple[Tensor, Tensor]]):
+    """Outputs that are not contiguous, each with the contiguous tensor that stands in for it."""
+
+    def output(self, tensor: Tensor) -> Tensor:
+        """What to write in place of ``tensor``."""
+        if is_plain(tensor):
+            return tensor
+        return self.stand_in(tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
+
+    def in_out(self, tensor: Tensor) -> Tensor:
+        """What to read and write in place of ``tensor``."""
+        return tensor if is_plain(tensor) else self.stand_in(tensor, contiguous(tensor))
+
+    def outputs(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One flat tensor to write in place of several."""
+        sizes = [tensor.numel() for tensor in tensors]
+        flat = torch.empty(sum(sizes), dtype=tensors[0].dtype)
+        for tensor, part in zip(tensors, torch.split(flat, sizes)):
+            self.stand_in(tensor, part.view(tensor.shape))
+        return flat
+
+    def stand_in(self, tensor: Tensor, substitute: Tensor) -> Tensor:
+        self.append((tensor, substitute))
+        return substitute
+
+    def finish(self) -> None:
+        """Copies what has come to where it was asked for."""
+        for tensor, substitute in self:
+            tensor.detach().copy_(substitute)
+        self.clear()
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy."""
+    return tensor if is_plain(tensor) else tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def check(what: str, *tensors: Tensor) -> None:
+    """Refuses tensors that are not of this backend, or not of one type."""
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            kind = f"tensor on device {tensor.device}" if not tensor.is_cpu else f"{tensor.layout} tensor"
+            raise unsupported(f"{what} of a {kind}", "pass dense tensors on the CPU")
+        if tensor.dtype is not tensors[0].dtype:
+            raise TypeError(f"{what}: tensors of {tensors[0].dtype} and of {tensor.dtype} in one call")
+
+
+def only(what: str, items: Sequence[Any]) -> Any:
+    if len(items) != 1:
+        raise unsupported(f"{what} of {len(items)} tensors of one rank", "pass one")
+    return items[0]
+
+
+def reduction(what: str, op: Any, *tensors: Tensor) -> tuple[str, list[Tensor], Any]:
+    """Our name of a reduction, the tensors as they are reduced, and the factor that inputs take first, or ``None``."""
+    number = int(op.op)
+    name = "sum" if number == PREMUL_SUM else OPS.get(number)
+    if name is None:
+        raise unsupported(f"{what} with {op_name(op)}", "use SUM, AVG, PRODUCT, MIN or MAX")
+    check(what, *tensors)
+    dtype, factor, views = tensors[0].dtype, None, list(tensors)
+    if number == PREMUL_SUM:
+        factor = op.__getstate__()[1]  # it has no other way out
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise TypeError(f"{what}: PREMUL_SUM multiplies {dtype} by a factor, which needs floating point")
+    if dtype is torch.bool:
+        if name not in BOOL_OPS:
+            raise TypeError(f"{what}: truth values have no {op_name(op)}")
+        return BOOL_OPS[name], [tensor.view(torch.uint8) for tensor in tensors], factor
+    if dtype.is_complex and name in ("sum", "avg"):
+        views = [torch.view_as_real(tensor.detach().resolve_conj()) for tensor in tensors]
+    return name, views, factor
+
+
+def op_name(op: Any) -> str:
+    return str(op.op).replace("RedOpType", "ReduceOp")
+
+
+def scaled(tensor: Tensor, factor: Any) -> Tensor:
+    """What to read: a contiguous tensor, multiplied by the factor of PREMUL_SUM if there is one."""
+    return contiguous(tensor) if factor is None else contiguous((tensor.detach() * factor).to(tensor.dtype))
+
+
+def rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """How many rows go to, or come from, each rank."""
+    rows = tensor.size(0) if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ValueError(f"all_to_all_single: {rows} rows cannot be divided among {size} ranks")
+        return [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(f"all_to_all_single: splits {list(splits)} of {rows} rows for {size} ranks")
+    return list(splits)

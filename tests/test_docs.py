@@ -1,0 +1,53 @@
+"""What docs/python.md shows, as a reader would try it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import antiphon
+import ranks
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+HELLO, PENDING, SHARED, BACKEND = PROGRAMS
+
+
+def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(HELLO)
+    command = [sys.executable, "-m", "antiphon", "run", "-n", "4", sys.executable, str(tmp_path / "hello.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed in PAGE
+
+
+def test_the_snippets_run() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        names = {"comm": comm, "np": np, "torch": torch, "gradient": np.ones(4)}
+        exec(PENDING, names)
+        assert names["gradient"].tolist() == [2, 2, 2, 2]
+        exec(SHARED, names)
+        assert names["mine"].shape == (512, 512) and names["theirs"].dtype == torch.bfloat16
+
+    ranks.threads(2, body)
+
+
+def backend() -> str:
+    import torch.distributed as dist
+
+    exec(BACKEND)
+    name = dist.get_backend()
+    dist.destroy_process_group()
+    return name
+
+
+def test_the_backend_is_registered() -> None:
+    assert ranks.processes(1, backend) == ["antiphon"]
+
+
+def test_every_call_is_in_the_table() -> None:
+    shown = set(re.findall(r"`(\w+)\(", PAGE))
+    blocking = {name for name in dir(antiphon.Communicator) if f"start_{name}" in dir(antiphon.Communicator)}
+    assert blocking - shown == set()

@@ -1,0 +1,42 @@
+"""The examples, as a user runs them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "python"
+SAYS = {
+    "all_reduce.py": r"the sum over \d ranks of \[1. 1. 1. 1.\], ... is \[",
+    "tensor_parallel_mlp.py": r"largest error \S+e-\d+, allowed",
+    "ddp.py": r"20 steps, loss \S+: weights within \S+ of training alone",
+}
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in FOLDER.glob("*.py")} == set(SAYS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_on_ranks(name: str, world_size: int) -> None:
+    done = run("-m", "antiphon", "run", "-n", str(world_size), sys.executable, str(FOLDER / name))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(SAYS[name], done.stdout)) == 1, done.stdout  # rank 0 alone speaks
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_without_ranks_says_how_to_run_it(name: str) -> None:
+    done = run(str(FOLDER / name))
+    assert done.returncode == 1 and f"antiphon run -n 2 python {FOLDER / name}" in done.stderr, done.stderr

@@ -1,0 +1,683 @@
+"""The ``torch.distributed`` backend against plain torch on all ranks' inputs.
+
+Starting ranks with torch takes seconds, so that one world runs all checks, each in a group of its own, and the tests
+look up how a check went.
+"""
+
+import functools
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import antiphon.torch
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+NUMERIC = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+]
+MOVED = [*NUMERIC, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+
+Group = dist.ProcessGroup
+CHECKS: dict[str, Callable[[int, int, Group], None]] = {}
+
+
+def check(body: Callable[[int, int, Group], None]) -> Callable[[int, int, Group], None]:
+    """Registers what every rank runs, as ``body(rank, world_size, group)``."""
+    CHECKS[body.__name__] = body
+    return body
+
+
+@functools.cache
+def outcomes(world_size: int) -> list[dict[str, str | None]]:
+    """How each check went on each rank: nothing, or a traceback."""
+    try:
+        return ranks.processes(world_size, run_checks)
+    except Exception:  # for every check, rather than again and again
+        return [dict.fromkeys(CHECKS, traceback.format_exc())]
+
+
+def run_checks() -> dict[str, str | None]:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("antiphon", timeout=timedelta(seconds=60))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found: dict[str, str | None] = {}
+    for name, body in CHECKS.items():
+        group = dist.new_group(backend="antiphon", timeout=timedelta(seconds=60))
+        try:
+            body(rank, world_size, group)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+        dist.destroy_process_group(group)
+    dist.destroy_process_group()
+    return found
+
+
+def everybody(
+    world_size: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (4, 3)
+) -> list[torch.Tensor]:
+    """Each rank's input: small whole numbers, whose sums and products are exact in every type."""
+    generator = torch.Generator().manual_seed(7)
+    low = 0 if dtype in (torch.uint8, torch.uint16, torch.bool) else -3
+    return [torch.randint(low, 4, shape, generator=generator).to(dtype) for _ in range(world_size)]
+
+
+def reduced(tensors: list[torch.Tensor], op: Any) -> torch.Tensor:
+    """The reference, in the widest type."""
+    dtype = tensors[0].dtype
+    wide = torch.stack(tensors).to(torch.float64 if dtype.is_floating_point else torch.int64)
+    result = {
+        dist.ReduceOp.SUM: lambda: wide.sum(0),
+        dist.ReduceOp.PRODUCT: lambda: wide.prod(0),
+        dist.ReduceOp.MIN: lambda: wide.amin(0),
+        dist.ReduceOp.MAX: lambda: wide.amax(0),
+        dist.ReduceOp.AVG: lambda: torch.div(
+            wide.sum(0), len(tensors), rounding_mode=None if dtype.is_floating_point else "trunc"
+        ),
+    }[op]()
+    return result.to(dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype is expected.dtype and found.shape == expected.shape, (found, expected)
+    bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)]
+    assert torch.equal(*bits), (found, expected)
+
+
+def raises(kind: type[BaseException], text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=text):
+        call()
+
+
+# Collectives
+
+
+@check
+def all_reduce_of_every_type_and_operator(rank: int, world: int, group: Group) -> None:
+    op = dist.ReduceOp
+    for dtype in NUMERIC:
+        for each in (op.SUM, op.PRODUCT, op.MIN, op.MAX, op.AVG):
+            inputs = everybody(world, dtype)
+            found = inputs[rank].clone()
+            dist.all_reduce(found, each, group=group)
+            if each == op.AVG and dtype.is_floating_point:
+                torch.testing.assert_close(found, reduced(inputs, each))
+            else:
+                same(found, reduced(inputs, each))
+
+
+@check
+def all_reduce_of_truth_values(rank: int, world: int, group: Group) -> None:
+    op = dist.ReduceOp
+    inputs = everybody(world, torch.bool)
+    for each, expected in [
+        (op.SUM, torch.stack(inputs).any(0)),
+        (op.MAX, torch.stack(inputs).any(0)),
+        (op.PRODUCT, torch.stack(inputs).all(0)),
+        (op.MIN, torch.stack(inputs).all(0)),
+    ]:
+        found = inputs[rank].clone()
+        dist.all_reduce(found, each, group=group)
+        same(found, expected)
+    raises(TypeError, "no ReduceOp.AVG", lambda: dist.all_reduce(inputs[rank], op.AVG, group=group))
+
+
+@check
+def reductions_of_complex_numbers(rank: int, world: int, group: Group) -> None:
+    inputs = [tensor * (1 + 2j) for tensor in everybody(world, torch.complex64)]
+    total = torch.stack(inputs).sum(0)
+    found = inputs[rank].clone()
+    dist.all_reduce(found, group=group)
+    same(found, total)
+    found = inputs[rank].clone()
+    dist.reduce(found, group_dst=0, group=group)
+    same(found, total if rank == 0 else inputs[rank])
+    raises(TypeError, "complex", lambda: dist.reduce(found, 0, dist.ReduceOp.MAX, group=group))
+
+
+@check
+def a_sum_of_scaled_inputs(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world)
+    found, op = inputs[rank].clone(), dist._make_nccl_premul_sum(0.5)
+    dist.all_reduce(found, op, group=group)
+    same(found, torch.stack(inputs).mul(0.5).sum(0))
+    whole = torch.cat([inputs[rank]] * world)
+    dist.reduce_scatter_tensor(found, whole, op, group=group)
+    same(found, torch.stack(inputs).mul(0.5).sum(0))
+    same(whole, torch.cat([inputs[rank]] * world))
+
+
+@check
+def types_without_arithmetic_are_refused_by_reductions(rank: int, world: int, group: Group) -> None:
+    for dtype in (torch.int16, torch.float8_e4m3fn):
+        tensor = torch.zeros(3, dtype=dtype)
+        raises(TypeError, "cannot be reduced", lambda: dist.all_reduce(tensor, group=group))
+
+
+@check
+def broadcast_of_every_type(rank: int, world: int, group: Group) -> None:
+    for dtype in MOVED:
+        for root in range(world):
+            inputs = everybody(world, dtype)
+            found = inputs[rank].clone()
+            dist.broadcast(found, group_src=root, group=group)
+            same(found, inputs[root])
+
+
+@check
+def reduce_changes_the_root_alone(rank: int, world: int, group: Group) -> None:
+    for root in range(world):
+        inputs = everybody(world)
+        found = inputs[rank].clone()
+        dist.reduce(found, group_dst=root, op=dist.ReduceOp.MAX, group=group)
+        same(found, reduced(inputs, dist.ReduceOp.MAX) if rank == root else inputs[rank])
+
+
+@check
+def all_gather_into_a_list(rank: int, world: int, group: Group) -> None:
+    for dtype in MOVED:
+        inputs = everybody(world, dtype)
+        found = [torch.zeros_like(tensor) for tensor in inputs]
+        dist.all_gather(found, inputs[rank], group=group)
+        for mine, expected in zip(found, inputs):
+            same(mine, expected)
+
+
+@check
+def all_gather_of_uneven_shapes(rank: int, world: int, group: Group) -> None:
+    inputs = [torch.arange(5.0 * each) + each for each in range(world)]  # none of rank 0
+    found = [torch.zeros_like(tensor) for tensor in inputs]
+    dist.all_gather(found, inputs[rank], group=group)
+    for mine, expected in zip(found, inputs):
+        same(mine, expected)
+
+
+@check
+def all_gather_into_a_tensor(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world)
+    for expected in (torch.cat(inputs), torch.stack(inputs)):
+        found = torch.zeros_like(expected)
+        dist.all_gather_into_tensor(found, inputs[rank], group=group)
+        same(found, expected)
+    found = torch.zeros_like(torch.stack(inputs))
+    found[rank] = inputs[rank]
+    dist.all_gather_into_tensor(found, found[rank], group=group)  # in place
+    same(found, torch.stack(inputs))
+
+
+@check
+def reduce_scatter_of_a_list(rank: int, world: int, group: Group) -> None:
+    for rows in ([2] * world, list(range(world))):  # even, and uneven with nothing for rank 0
+        lists = [[torch.full((n, 3), float(10 * r + i)) for i, n in enumerate(rows)] for r in range(world)]
+        found = torch.zeros(rows[rank], 3)
+        dist.reduce_scatter(found, lists[rank], group=group)
+        same(found, torch.stack([of_rank[rank] for of_rank in lists]).sum(0))
+
+
+@check
+def reduce_scatter_of_a_tensor(rank: int, world: int, group: Group) -> None:
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        inputs = everybody(world, shape=(2 * world, 3))
+        found = torch.zeros(2, 3)
+        dist.reduce_scatter_tensor(found, inputs[rank], op, group=group)
+        same(found, reduced(inputs, op).chunk(world)[rank])
+
+
+@check
+def all_to_all_of_lists(rank: int, world: int, group: Group) -> None:
+    def sent(source: int, to: int) -> torch.Tensor:
+        return torch.full((source, to + 1), float(10 * source + to))
+
+    found = [torch.zeros_like(sent(source, rank)) for source in range(world)]
+    dist.all_to_all(found, [sent(rank, to) for to in range(world)], group=group)
+    for source, mine in enumerate(found):
+        same(mine, sent(source, rank))
+
+
+@check
+def all_to_all_of_a_tensor(rank: int, world: int, group: Group) -> None:
+    for dtype in MOVED:
+        inputs = everybody(world, dtype, (2 * world, 3))
+        found = torch.zeros_like(inputs[rank])
+        dist.all_to_all_single(found, inputs[rank], group=group)
+        same(found, torch.cat([tensor.chunk(world)[rank] for tensor in inputs]))
+
+
+@check
+def all_to_all_with_splits(rank: int, world: int, group: Group) -> None:
+    rows = [[(source + to) % 3 for to in range(world)] for source in range(world)]  # some are 0
+    inputs = [everybody(world, shape=(sum(rows[source]), 2))[source] for source in range(world)]
+    receives = [rows[source][rank] for source in range(world)]
+    found = torch.zeros(sum(receives), 2)
+    dist.all_to_all_single(found, inputs[rank], receives, rows[rank], group=group)
+    same(found, torch.cat([inputs[source].split(rows[source])[rank] for source in range(world)]))
+    raises(ValueError, "splits", lambda: dist.all_to_all_single(found, found, [99] * world, [99] * world, group=group))
+
+
+@check
+def gather_and_scatter(rank: int, world: int, group: Group) -> None:
+    root, inputs = world - 1, everybody(world)
+    found = [torch.zeros_like(tensor) for tensor in inputs] if rank == root else None
+    dist.gather(inputs[rank], found, group_dst=root, group=group)
+    for mine, expected in zip(found or [], inputs):
+        same(mine, expected)
+    back = torch.zeros_like(inputs[rank])
+    dist.scatter(back, found, group_src=root, group=group)
+    same(back, inputs[rank])
+
+
+@check
+def barriers(rank: int, world: int, group: Group) -> None:
+    dist.barrier(group=group)
+    work = dist.barrier(group=group, async_op=True)
+    assert work.wait()
+
+
+@check
+def coalesced_forms(rank: int, world: int, group: Group) -> None:
+    pairs = [everybody(world), everybody(world, shape=(5,))]
+    mine = [inputs[rank].clone() for inputs in pairs]
+    dist.all_reduce_coalesced(mine, group=group)
+    for found, inputs in zip(mine, pairs):
+        same(found, torch.stack(inputs).sum(0))
+
+    outputs = [torch.zeros_like(torch.cat(inputs)) for inputs in pairs]
+    with dist._coalescing_manager(group, async_ops=True) as work:
+        for found, inputs in zip(outputs, pairs):
+            dist.all_gather_into_tensor(found, inputs[rank], group=group)
+    work.wait()
+    for found, inputs in zip(outputs, pairs):
+        same(found, torch.cat(inputs))
+
+    with dist._coalescing_manager(group):
+        for found, whole in zip(mine, outputs):
+            dist.reduce_scatter_tensor(found, whole, group=group)
+    for found, inputs in zip(mine, pairs):
+        same(found, inputs[rank] * world)
+
+    lists = [[torch.zeros_like(inputs[each]) for inputs in pairs] for each in range(world)]
+    dist.all_gather_coalesced(lists, [inputs[rank] for inputs in pairs], group=group)
+    for each, of_rank in enumerate(lists):
+        for found, inputs in zip(of_rank, pairs):
+            same(found, inputs[each])
+
+    from_root = [inputs[rank].clone() for inputs in pairs]
+    dist._broadcast_coalesced(group, from_root, 1 << 20, 0)
+    for found, inputs in zip(from_root, pairs):
+        same(found, inputs[0])
+
+
+@check
+def objects(rank: int, world: int, group: Group) -> None:
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * rank}, group=group)
+    assert gathered == [{"rank": each, "text": "x" * each} for each in range(world)]
+    shared = ["from rank 0", 7] if rank == 0 else [None, None]
+    dist.broadcast_object_list(shared, group_src=0, group=group)
+    assert shared == ["from rank 0", 7]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [f"to {each}" for each in range(world)] if rank == 0 else None, 0, group=group)
+    assert mine == [f"to {rank}"]
+    on_root = [None] * world if rank == 0 else None
+    dist.gather_object(rank, on_root, group_dst=0, group=group)
+    assert on_root == (list(range(world)) if rank == 0 else None)
+
+
+# Messages
+
+
+@check
+def messages(rank: int, world: int, group: Group) -> None:
+    inputs, after, before = everybody(world), (rank + 1) % world, (rank - 1) % world
+    found = torch.zeros_like(inputs[rank])
+    if rank == 0:
+        dist.send(inputs[0], group_dst=1, group=group)
+    if rank == 1:
+        assert dist.recv(found, group_src=0, group=group) is not None
+        same(found, inputs[0])
+    sent = dist.isend(inputs[rank], group_dst=after, group=group)
+    received = dist.irecv(found, group_src=before, group=group)
+    assert sent is not None and received is not None
+    assert received.wait() and sent.wait()
+    same(found, inputs[before])
+    found.zero_()
+    ring = [
+        dist.P2POp(dist.isend, inputs[rank], group=group, group_peer=after),
+        dist.P2POp(dist.irecv, found, group=group, group_peer=before),
+    ]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    same(found, inputs[before])
+
+
+@check
+def a_wait_with_a_timeout_can_be_repeated(rank: int, world: int, group: Group) -> None:
+    found = torch.zeros(3)
+    if rank == 0:
+        work = dist.irecv(found, group_src=1, group=group)
+        assert work is not None and not work.is_completed() and not work.is_success() and work.exception() is None
+        raises(TimeoutError, "still under way", lambda: work.wait(timedelta(milliseconds=20)))
+        future = work.get_future()
+    dist.barrier(group=group)
+    if rank == 1:
+        dist.send(torch.ones(3), group_dst=0, group=group)
+    if rank == 0:
+        assert work.wait() and work.is_success() and work._source_rank() == 1
+        same(found, torch.ones(3))
+        assert future.wait() is work.result() or torch.equal(future.wait()[0], found)
+
+
+# Work
+
+
+@check
+def works_and_futures(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world)
+    works = []
+    for _ in range(5):
+        found = inputs[rank].clone()
+        works.append((found, dist.all_reduce(found, group=group, async_op=True)))
+    futures = [work.get_future() for _, work in works]
+    for (found, work), future in zip(works, futures):
+        (result,) = future.wait()
+        same(result, torch.stack(inputs).sum(0))
+        assert result.data_ptr() == found.data_ptr() and work.wait() and work.is_success()
+    doubled = works[0][1].get_future().then(lambda done: done.value()[0] * 2).wait()
+    same(doubled, torch.stack(inputs).sum(0) * 2)
+
+
+@check
+def blocking_and_started_calls_are_one_sequence(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world)
+    found = [inputs[rank].clone() for _ in range(6)]
+    works = [dist.all_reduce(each, group=group, async_op=(index + rank) % 2 == 0) for index, each in enumerate(found)]
+    for each, work in zip(found, works):
+        if work is not None:
+            work.wait()
+        same(each, torch.stack(inputs).sum(0))
+
+
+# Tensors of all kinds
+
+
+@check
+def tensors_that_are_not_contiguous(rank: int, world: int, group: Group) -> None:
+    for async_op in (False, True):
+
+        def finish(work: Any) -> None:
+            if async_op:
+                work.wait()
+
+        inputs = everybody(world)
+        total, whole = torch.stack(inputs).sum(0), torch.cat(inputs)
+
+        def strided(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.t().contiguous().t()
+
+        found = strided(inputs[rank])
+        assert not found.is_contiguous()
+        finish(dist.all_reduce(found, group=group, async_op=async_op))
+        same(found, total)
+        found = strided(inputs[rank])
+        finish(dist.broadcast(found, group_src=0, group=group, async_op=async_op))
+        same(found, inputs[0])
+        found = strided(torch.zeros_like(whole))
+        finish(dist.all_gather_into_tensor(found, strided(inputs[rank]), group=group, async_op=async_op))
+        same(found, whole)
+        back = strided(torch.zeros_like(inputs[rank]))
+        finish(dist.reduce_scatter_tensor(back, found, group=group, async_op=async_op))
+        same(back, inputs[rank] * world)
+        lists = [strided(torch.zeros_like(tensor)) for tensor in inputs]
+        finish(dist.all_gather(lists, strided(inputs[rank]), group=group, async_op=async_op))
+        for mine, expected in zip(lists, inputs):
+            same(mine, expected)
+        grid = torch.arange(world * 6.0).reshape(world, 6)
+        found = strided(torch.zeros(world, 6))
+        finish(dist.all_to_all_single(found, strided(grid), group=group, async_op=async_op))
+        same(found, grid[rank].expand(world, 6))
+
+
+@check
+def views_that_only_promise_to_negate(rank: int, world: int, group: Group) -> None:
+    conjugate = torch.full((2,), 1 + 2j).conj()
+    negative = conjugate.imag
+    assert negative.is_neg()
+    found = torch.zeros(2 * world)
+    dist.all_gather_into_tensor(found, negative, group=group)
+    same(found, torch.full((2 * world,), -2.0))
+
+
+@check
+def parameters(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world)
+    leaf = torch.nn.Parameter(inputs[rank].clone())
+    dist.broadcast(leaf, group_src=0, group=group)
+    same(leaf, inputs[0])
+    dist.all_reduce(leaf, group=group, async_op=True).wait()
+    same(leaf, inputs[0] * world)
+    strided = torch.nn.Parameter(inputs[rank].clone().t())
+    dist.all_reduce(strided, group=group)
+    same(strided, torch.stack(inputs).sum(0).t())
+    result = leaf * 2  # has a history
+    dist.all_reduce(result, group=group)
+    same(result, inputs[0] * world * 2 * world)
+
+
+@check
+def nothing_at_all(rank: int, world: int, group: Group) -> None:
+    empty = torch.zeros(0, 3)
+    dist.all_reduce(empty, group=group)
+    dist.broadcast(empty, group_src=0, group=group)
+    dist.all_gather_into_tensor(torch.zeros(0, 3), empty, group=group)
+    dist.all_gather([torch.zeros(0, 3) for _ in range(world)], empty, group=group)
+    dist.reduce_scatter_tensor(torch.zeros(0, 3), empty, group=group)
+    dist.all_to_all_single(torch.zeros(0, 3), empty, group=group)
+    dist.reduce(empty, group_dst=0, group=group)
+
+
+@check
+def scalars(rank: int, world: int, group: Group) -> None:
+    found = torch.tensor(float(rank))
+    dist.all_reduce(found, group=group)
+    same(found, torch.tensor(float(sum(range(world)))))
+    gathered = torch.zeros(world)
+    dist.all_gather_into_tensor(gathered, torch.tensor(float(rank)), group=group)
+    same(gathered, torch.arange(float(world)))
+
+
+# Groups
+
+
+@check
+def the_group_says_what_it_is(rank: int, world: int, group: Group) -> None:
+    assert dist.get_backend() == dist.get_backend(group) == "antiphon"
+    assert (group.rank(), group.size(), group.name()) == (rank, world, "antiphon")
+    assert group.group_name and group.group_name != dist.group.WORLD.group_name
+    assert str(rank) in repr(group)
+
+
+@check
+def a_group_lends_its_communicator(rank: int, world: int, group: Group) -> None:
+    comm = antiphon.torch.communicator(group)
+    assert (comm.rank, comm.world_size, comm.timeout) == (rank, world, 60.0)
+    same(comm.all_reduce(torch.ones(3)), torch.full((3,), float(world)))
+    assert antiphon.torch.communicator() is antiphon.torch.communicator(dist.group.WORLD) is not comm
+    gloo = dist.new_group(backend="gloo")
+    raises(ValueError, '"gloo", not "antiphon"', lambda: antiphon.torch.communicator(gloo))
+    dist.destroy_process_group(gloo)
+
+
+@check
+def subgroups(rank: int, world: int, group: Group) -> None:
+    pair = dist.new_group([world - 2, world - 1], backend="antiphon")
+    if rank >= world - 2:
+        found = torch.tensor([float(rank)])
+        dist.all_reduce(found, group=pair)
+        assert found.item() == 2 * world - 3
+        dist.broadcast(found, src=world - 1, group=pair)  # a global rank
+        dist.destroy_process_group(pair)
+    else:
+        raises(ValueError, "is this process in it", lambda: antiphon.torch.communicator(pair))
+
+
+@check
+def groups_come_and_go(rank: int, world: int, group: Group) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(open("/proc/self/maps").readlines())
+
+    def come_and_go() -> None:
+        new = dist.new_group(backend="antiphon")
+        work = dist.all_reduce(torch.ones(1000), group=new, async_op=True)
+        work.get_future().wait()
+        dist.destroy_process_group(new)
+
+    for _ in range(3):
+        come_and_go()
+    descriptors, mappings = held()
+    for _ in range(50):
+        come_and_go()
+    for _ in range(50):  # a lost connection is closed in the background
+        now = held()
+        if now[0] <= descriptors and now[1] <= mappings + 10:  # malloc's arenas vary
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{descriptors} descriptors and {mappings} mappings became {now}")
+
+
+# Errors
+
+
+@check
+def what_is_not_supported_says_so(rank: int, world: int, group: Group) -> None:
+    op, tensor = dist.ReduceOp, torch.ones(2, dtype=torch.int32)
+    for name in ("BAND", "BOR", "BXOR"):
+        call = functools.partial(dist.all_reduce, tensor, getattr(op, name), group=group)
+        raises(NotImplementedError, f"antiphon: all_reduce with ReduceOp.{name} is not supported", call)
+    outputs = [tensor] * world
+    for what, call in {
+        "reduce with ReduceOp.BOR": lambda: dist.reduce(tensor, 0, op.BOR, group=group),
+        "reduce_scatter with ReduceOp.BOR": lambda: dist.reduce_scatter(tensor, outputs, op.BOR, group=group),
+        "recv_anysource": lambda: dist.recv(tensor, group=group),
+        "send with tag 3": lambda: dist.isend(tensor, group_dst=0, group=group, tag=3),
+        "recv with tag 3": lambda: dist.irecv(tensor, group_src=0, group=group, tag=3),
+        "all_reduce of a tensor on device meta": lambda: dist.all_reduce(tensor.to("meta"), group=group),
+        "all_reduce of a torch.sparse_coo tensor": lambda: dist.all_reduce(tensor.to_sparse(), group=group),
+        "broadcast of a tensor on device meta": lambda: dist.broadcast(tensor.to("meta"), 0, group=group),
+        "all_reduce of 2 tensors": lambda: group.allreduce([tensor, tensor]),
+        "monitored_barrier": lambda: group.monitored_barrier(timedelta(1)),
+        "abort": lambda: group.abort(),
+        "set_timeout": lambda: group.set_timeout(timedelta(1)),
+        "pg_options": lambda: dist.new_group(backend="antiphon", pg_options=object()),
+    }.items():
+        raises(NotImplementedError, f"antiphon: {what}.* is not supported", call)
+
+
+@check
+def ranks_that_disagree_all_hear_of_it(rank: int, world: int, group: Group) -> None:
+    mismatch = r"all_reduce\(\d × f32, sum\)"
+    raises(RuntimeError, mismatch, lambda: dist.all_reduce(torch.ones(3 + rank), group=group))
+    other = dist.new_group(backend="antiphon")
+    work = dist.all_reduce(torch.ones(3 + rank), group=other, async_op=True)
+    raises(RuntimeError, mismatch, work.wait)
+    assert isinstance(work.exception(), RuntimeError) and not work.is_success()
+    raises(RuntimeError, type(work.exception()).__name__, work.get_future().wait)
+
+
+# What is built on it
+
+
+def placed(mesh: Any, placement: Any, rank: int, world: int) -> tuple[DTensor, torch.Tensor]:
+    """A distributed tensor, and the whole of it."""
+    inputs = everybody(world, shape=(2 * world, world))
+    if isinstance(placement, Partial):
+        return DTensor.from_local(inputs[rank], mesh, [placement]), torch.stack(inputs).sum(0)
+    return distribute_tensor(inputs[0], mesh, [placement]), inputs[0]
+
+
+@check
+def dtensors_move_between_all_placements(rank: int, world: int, group: Group) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for source in (Shard(0), Shard(1), Replicate(), Partial()):
+        for target in (Shard(0), Shard(1), Replicate()):
+            tensor, whole = placed(mesh, source, rank, world)
+            found = tensor.redistribute(placements=[target])
+            same(found.full_tensor(), whole)
+            same(found.to_local(), whole.chunk(world, target.dim)[rank] if isinstance(target, Shard) else whole)
+
+
+@check
+def dtensors_multiply(rank: int, world: int, group: Group) -> None:
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    x, weight = everybody(world, shape=(3, 2 * world))[0], everybody(world, shape=(2 * world, 5))[0]
+    product = distribute_tensor(x, mesh["tp"], [Shard(1)]) @ distribute_tensor(weight, mesh["tp"], [Shard(0)])
+    same(product.full_tensor(), x @ weight)
+
+
+def chain(x: torch.Tensor, group: Group, world: int) -> torch.Tensor:
+    """Every functional collective, one after the other."""
+    x = funcol.all_reduce(x, "sum", group)
+    x = funcol.all_gather_tensor(x * 2, 0, group)
+    x = funcol.reduce_scatter_tensor(x + 1, "sum", 0, group)
+    x = funcol.all_to_all_single(x, None, None, group)
+    x = funcol.broadcast(x, 0, group)
+    first, second = funcol.all_reduce_coalesced([x, x + 1], "avg", group)
+    first, second = funcol.all_gather_into_tensor_coalesced([first, second], group)
+    first, second = funcol.reduce_scatter_tensor_coalesced([first, second], "max", [0, 0], group)
+    return first * second / world
+
+
+def chain_alone(inputs: list[torch.Tensor]) -> torch.Tensor:
+    """What the chain gives on every rank, as a plain computation."""
+    world = len(inputs)
+    x = (torch.stack(inputs).sum(0) * 2 + 1) * world  # equal on all ranks
+    x = torch.cat([x.chunk(world)[0]] * world)  # of rank 0, which got everybody's first block
+    return x * (x + 1) / world
+
+
+@check
+def functional_collectives(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world, shape=(2 * world, 3))
+    torch.testing.assert_close(chain(inputs[rank], group, world), chain_alone(inputs))
+
+
+@check
+def functional_collectives_compiled(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world, shape=(2 * world, 3))
+    compiled = torch.compile(functools.partial(chain, group=group, world=world), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(inputs[rank]), chain_alone(inputs))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def legacy(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=group)
+        return x + 1
+
+    same(legacy(inputs[rank].clone()), torch.stack(inputs).sum(0) + 1)
+
+
+@check
+def exchange_of_init_works_over_a_group(rank: int, world: int, group: Group) -> None:
+    with antiphon.init(group=group) as comm:
+        assert comm.exchange_objects(rank) == list(range(world))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CHECKS)
+def test_torch(name: str, world_size: int) -> None:
+    failures = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(outcomes(world_size)) if of_rank[name]]
+    assert not failures, "\n".join(failures)
