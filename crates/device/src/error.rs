@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-/// An operating-system resource that could not be had, with the call that failed.
+/// A resource of this machine that could not be had, with the call that failed.
 ///
 /// Cloning is cheap: an error is often reported to several waiting callers.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -26,6 +26,10 @@ pub enum DeviceError {
         /// What it should have been.
         expected: String,
     },
+    /// CUDA is missing, or a call of it failed.
+    #[cfg(not(loom))]
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::CudaError),
 }
 
 impl DeviceError {

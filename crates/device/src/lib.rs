@@ -11,6 +11,7 @@
 //! | [`host::process`] | watching a process by pidfd, so that a killed peer is noticed and not waited for |
 //! | [`host::cpu`] | cores this process may use, and the widest vector instructions they have |
 //! | [`host::reduce`] | the element-wise reduction of any number of sources, vectorised, in one fixed order |
+//! | [`cuda`] | the GPUs: the driver opened at run time, memory for peers, kernels compiled on the spot, launches |
 //! | [`sync`] | the only place that names atomics; loom's stand in under `cfg(loom)` |
 //!
 //! ## The one rule of arithmetic
@@ -30,6 +31,8 @@
 //! assert_eq!(sum[2].to_bits(), 0x7FC0_0000);
 //! ```
 
+#[cfg(not(loom))]
+pub mod cuda;
 pub mod error;
 pub mod host;
 mod op;

@@ -1,0 +1,214 @@
+//! Machine code that outlives a process.
+//!
+//! One file per program, named by the SHA-256 of everything that went into it (source, options, NVRTC's version,
+//! architecture), so an entry is never out of date: it is right or it is not there. A file carries its key, its length
+//! and a checksum. It is written under another name and then renamed, so a reader sees a whole file or none, and of
+//! any number of writers the last one wins with the same bytes. What is truncated or corrupt is compiled again and
+//! replaced.
+
+use std::{
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use sha2::{Digest, Sha256};
+
+use super::{CudaError, Nvrtc, Program};
+
+/// What a file begins with: the format, then the key, the checksum and the length of the code.
+const MAGIC: &[u8; 8] = b"ANTIPHK1";
+const HEADER: usize = 8 + 32 + 32 + 8;
+
+/// A folder of compiled kernels.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelCache {
+    folder: Option<PathBuf>,
+}
+
+/// A program's machine code, ready to load.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cubin {
+    /// The code.
+    pub bytes: Vec<u8>,
+    /// Where it is from.
+    pub origin: Origin,
+}
+
+/// Where machine code is from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Origin {
+    /// From the cache.
+    Cached,
+    /// Compiled, and now in the cache.
+    Compiled,
+    /// Compiled, but not stored, for this reason; the next process compiles it again.
+    NotStored(String),
+}
+
+impl KernelCache {
+    /// The user's cache: `kernels` in [the library's cache folder](antiphon_tuning::cache_dir). Without a folder
+    /// everything is compiled every time.
+    pub fn open() -> Self {
+        Self { folder: antiphon_tuning::cache_dir().ok().map(|folder| folder.join("kernels")) }
+    }
+
+    /// A cache in this folder, which is created when something is stored.
+    pub fn at(folder: impl Into<PathBuf>) -> Self {
+        Self { folder: Some(folder.into()) }
+    }
+
+    /// The folder, if there is one.
+    pub fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
+    }
+
+    /// The program's machine code, from the cache or compiled now. A cache that cannot be used is no error:
+    /// [`Cubin::origin`] says what was wrong with it.
+    ///
+    /// # Errors
+    /// As [`Nvrtc::compile`].
+    pub fn compile(&self, nvrtc: &Nvrtc, program: &Program) -> Result<Cubin, CudaError> {
+        self.get_or_make(program.key(nvrtc.version()), || Ok(nvrtc.compile(program)?.cubin))
+    }
+
+    fn get_or_make<E>(&self, key: [u8; 32], make: impl FnOnce() -> Result<Vec<u8>, E>) -> Result<Cubin, E> {
+        let path = self.folder.as_ref().map(|folder| folder.join(file_name(&key)));
+        if let Some(bytes) = path.as_ref().and_then(|path| fs::read(path).ok()).and_then(|b| open(b, &key)) {
+            return Ok(Cubin { bytes, origin: Origin::Cached });
+        }
+        let bytes = make()?;
+        let origin = match path.as_ref().map(|path| (path, store(path, &key, &bytes))) {
+            Some((_, Ok(()))) => Origin::Compiled,
+            Some((path, Err(error))) => Origin::NotStored(format!("{}: {error}", path.display())),
+            None => {
+                Origin::NotStored("no cache folder: set ANTIPHON_CACHE_DIR, XDG_CACHE_HOME or HOME".into())
+            }
+        };
+        Ok(Cubin { bytes, origin })
+    }
+}
+
+fn file_name(key: &[u8; 32]) -> String {
+    let mut name: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
+    name.push_str(".cubin");
+    name
+}
+
+/// The code of a file, if the file is what it should be.
+fn open(mut file: Vec<u8>, key: &[u8; 32]) -> Option<Vec<u8>> {
+    let (header, code) = file.split_at_checked(HEADER)?;
+    let (magic, header) = header.split_at(8);
+    let (its_key, header) = header.split_at(32);
+    let (checksum, len) = header.split_at(32);
+    let right = magic == MAGIC
+        && its_key == key
+        && len == (code.len() as u64).to_le_bytes()
+        && checksum == Sha256::digest(code).as_slice();
+    right.then(|| {
+        file.drain(..HEADER);
+        file
+    })
+}
+
+fn store(path: &Path, key: &[u8; 32], code: &[u8]) -> io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder)?;
+    // A temporary file goes away if it is not renamed; one that a killed process left is never looked at.
+    let mut file = tempfile::Builder::new().prefix(".kernel-").suffix(".tmp").tempfile_in(folder)?;
+    let mut contents = Vec::with_capacity(HEADER + code.len());
+    contents.extend_from_slice(MAGIC);
+    contents.extend_from_slice(key);
+    contents.extend_from_slice(&Sha256::digest(code));
+    contents.extend_from_slice(&(code.len() as u64).to_le_bytes());
+    contents.extend_from_slice(code);
+    file.write_all(&contents)?;
+    file.persist(path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+
+    const KEY: [u8; 32] = [7; 32];
+
+    fn get(cache: &KernelCache, key: [u8; 32], code: &[u8]) -> Cubin {
+        cache.get_or_make(key, || Ok::<_, Infallible>(code.to_vec())).unwrap()
+    }
+
+    #[test]
+    fn what_was_compiled_once_is_not_compiled_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = KernelCache::at(folder.path().join("new"));
+        assert_eq!(get(&cache, KEY, b"code").origin, Origin::Compiled);
+        let again = get(&cache, KEY, b"never made");
+        assert_eq!((&again.bytes[..], again.origin), (&b"code"[..], Origin::Cached));
+        assert_eq!(get(&cache, [8; 32], b"other").origin, Origin::Compiled);
+        let files: Vec<_> = fs::read_dir(folder.path().join("new")).unwrap().collect();
+        assert_eq!(files.len(), 2, "temporary files were left: {files:?}");
+    }
+
+    #[test]
+    fn what_is_corrupt_or_truncated_in_any_byte_is_compiled_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = KernelCache::at(folder.path());
+        get(&cache, KEY, b"code");
+        let path = folder.path().join(file_name(&KEY));
+        let good = fs::read(&path).unwrap();
+        for at in 0..good.len() {
+            let mut flipped = good.clone();
+            flipped[at] ^= 0x10;
+            for bad in [&flipped[..], &good[..at]] {
+                fs::write(&path, bad).unwrap();
+                let cubin = get(&cache, KEY, b"code");
+                assert_eq!(
+                    (&cubin.bytes[..], cubin.origin),
+                    (&b"code"[..], Origin::Compiled),
+                    "at byte {at}"
+                );
+                assert_eq!(fs::read(&path).unwrap(), good);
+            }
+        }
+        // A whole and valid file, but of another program.
+        get(&cache, [8; 32], b"other");
+        fs::copy(folder.path().join(file_name(&[8; 32])), &path).unwrap();
+        assert_eq!(get(&cache, KEY, b"code").bytes, b"code");
+    }
+
+    #[test]
+    fn writers_and_readers_at_once_see_whole_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = KernelCache::at(folder.path());
+        let code: Vec<u8> = (0..100_000u32).map(|index| index as u8).collect();
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let (cache, code) = (&cache, &code);
+                scope.spawn(move || {
+                    for round in 0..20u8 {
+                        let cubin = get(cache, [round; 32], code);
+                        assert_eq!(&cubin.bytes, code, "thread {thread}");
+                        assert!(!matches!(cubin.origin, Origin::NotStored(_)), "{:?}", cubin.origin);
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 20);
+    }
+
+    #[test]
+    fn a_cache_that_cannot_be_written_says_so_and_does_no_harm() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "in the way").unwrap();
+        let cubin = get(&KernelCache::at(file.join("kernels")), KEY, b"code");
+        assert_eq!(cubin.bytes, b"code");
+        assert!(
+            matches!(&cubin.origin, Origin::NotStored(why) if why.contains("Not a directory")),
+            "{cubin:?}"
+        );
+        let cubin = get(&KernelCache { folder: None }, KEY, b"code");
+        assert!(matches!(&cubin.origin, Origin::NotStored(why) if why.contains("ANTIPHON_CACHE_DIR")));
+    }
+}

@@ -1,0 +1,145 @@
+//! A device's context, and making it current.
+
+use std::{marker::PhantomData, ptr, sync::Arc};
+
+use cudarc::driver::sys;
+
+use super::{CudaError, Device, Stream, StreamRef, driver::call};
+
+/// A device's primary context: the one that PyTorch and the CUDA runtime use too, so that memory, streams and events
+/// are shared with them. Cloning shares it; it is released with the last clone.
+#[derive(Debug, Clone)]
+pub struct Context(Arc<Retained>);
+
+#[derive(Debug)]
+struct Retained {
+    device: Device,
+    raw: sys::CUcontext,
+}
+
+// SAFETY: a context may be used from any thread; which is current is a matter of each thread.
+unsafe impl Send for Retained {}
+// SAFETY: as for Send: the driver locks for itself.
+unsafe impl Sync for Retained {}
+
+impl Context {
+    /// The primary context of a device, which is initialised if nobody in this process uses it yet.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`], for instance when the device is in exclusive use by another process.
+    pub fn primary(device: Device) -> Result<Self, CudaError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: writes one handle; the retained context is released in drop.
+        unsafe { call!(cuDevicePrimaryCtxRetain(&mut raw, device.raw())) }?;
+        Ok(Self(Arc::new(Retained { device, raw })))
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        self.0.device
+    }
+
+    /// Makes the context current in this thread until the result is dropped, which restores what was current before.
+    /// Where it is current already, as in a thread of PyTorch's, this is one look and no change.
+    ///
+    /// Every method of this module does this itself; callers need it only for calls of their own.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    #[inline]
+    pub fn current(&self) -> Result<Current<'_>, CudaError> {
+        let mut current = ptr::null_mut();
+        // SAFETY: writes one handle, null if none is current.
+        unsafe { call!(cuCtxGetCurrent(&mut current)) }?;
+        let pushed = current != self.0.raw;
+        if pushed {
+            // SAFETY: the context is retained by `self`, which outlives the guard that pops it.
+            unsafe { call!(cuCtxPushCurrent_v2(self.0.raw)) }?;
+        }
+        Ok(Current { pushed, context: PhantomData })
+    }
+
+    /// Waits for all work of the context, of every stream and every library. For shutting down; never on a hot path.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] with what went wrong in any of the work.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        let _current = self.current()?;
+        // SAFETY: the context is current.
+        unsafe { call!(cuCtxSynchronize()) }
+    }
+
+    /// Lets this context's kernels use memory that `peer` allocated with [`DeviceMemory`](super::DeviceMemory).
+    /// Memory mapped by [`Allocation::map`](super::Allocation::map) does not need it. Enabling twice is harmless.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] when the devices have no link.
+    pub fn enable_peer_access(&self, peer: &Context) -> Result<(), CudaError> {
+        if self.device() == peer.device() {
+            return Ok(());
+        }
+        let _current = self.current()?;
+        // SAFETY: both contexts are retained.
+        let enabled = unsafe { call!(cuCtxEnablePeerAccess(peer.0.raw, 0)) };
+        const ALREADY: u32 = sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED as u32;
+        match enabled {
+            Err(CudaError::Call { code: ALREADY, .. }) => Ok(()),
+            other => other,
+        }
+    }
+
+    /// A new stream of this context. See [`Stream::new`].
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn stream(&self) -> Result<Stream, CudaError> {
+        Stream::new(self)
+    }
+
+    /// A stream that somebody else owns, such as the integer that `torch.cuda.current_stream().cuda_stream` is; 0 is
+    /// the legacy default stream. Costs nothing: made anew for every call.
+    ///
+    /// # Safety
+    /// `raw` is 0, 1, 2 (the default streams by their fixed handles) or a stream of this context that lives as long
+    /// as the result is used.
+    #[inline]
+    pub unsafe fn borrow_stream(&self, raw: usize) -> StreamRef<'_> {
+        StreamRef::new(self, raw as sys::CUstream)
+    }
+}
+
+impl PartialEq for Context {
+    /// Whether both are the same context of the driver's.
+    fn eq(&self, other: &Self) -> bool {
+        self.0.raw == other.0.raw
+    }
+}
+
+impl Eq for Context {}
+
+impl Drop for Retained {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `primary`. An error (the driver is shutting down) leaves nothing to do.
+        let _ = unsafe { call!(cuDevicePrimaryCtxRelease_v2(self.device.raw())) };
+    }
+}
+
+/// A context that is current in this thread; see [`Context::current`].
+#[derive(Debug)]
+#[must_use = "the context is current only as long as this lives"]
+pub struct Current<'a> {
+    pushed: bool,
+    // Not Send: it must be dropped in the thread whose stack it changed.
+    context: PhantomData<(&'a Context, *const ())>,
+}
+
+impl Drop for Current<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut popped = ptr::null_mut();
+            // SAFETY: pops what `current` pushed in this thread; guards are dropped in the reverse of their order.
+            let _ = unsafe { call!(cuCtxPopCurrent_v2(&mut popped)) };
+        }
+    }
+}

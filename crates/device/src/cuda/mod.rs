@@ -1,0 +1,102 @@
+//! CUDA: the driver, memory that peers share, kernels compiled on the spot, launches.
+//!
+//! A thin layer: every type is one object of the driver with its lifetime, and every function is one call of it with
+//! its error. It exists because a program must start where there is no CUDA and say what is missing, because memory
+//! must be exchanged between processes, and because a launch may neither allocate nor lock.
+//!
+//! | type | what it is |
+//! | --- | --- |
+//! | [`Driver`] | libcuda, found and initialised once; everything else is made from it |
+//! | [`Device`] | one GPU: what it is, what it can do, how it reaches the others |
+//! | [`Context`] | the device's primary context, shared with PyTorch, and making it current |
+//! | [`Stream`], [`StreamRef`] | a queue of work, ours or borrowed from a framework by its integer |
+//! | [`Event`] | a point in a stream, with or without a time |
+//! | [`DeviceMemory`], [`PinnedMemory`] | memory of this process, on the device and on the host |
+//! | [`Allocation`], [`Mapping`] | memory for peers: exported and imported as file descriptors |
+//! | [`IpcExport`], [`IpcMemory`] | memory that a framework allocated, opened by peers; [`PointerInfo`] tells which kind |
+//! | [`Nvrtc`], [`Program`], [`KernelCache`] | CUDA C++ to machine code, remembered on disk |
+//! | [`Module`], [`Function`] | machine code loaded, and launched with a [`LaunchConfig`] |
+//! | [`Graph`], [`GraphExec`] | work recorded once and launched many times |
+//! | [`WaitBoard`], [`WaitReport`] | who waited for whom, from a kernel that gave up; how to make it give up |
+//! | [`PRELUDE`] | what every kernel begins with |
+//!
+//! ```no_run
+//! use antiphon_device::cuda::{
+//!     Architecture, Context, CudaError, DeviceMemory, Driver, KernelCache, LaunchConfig, Module, Nvrtc, Program,
+//! };
+//!
+//! # fn main() -> Result<(), CudaError> {
+//! let context = Context::primary(Driver::load()?.device(0)?)?;
+//! let source = "extern \"C\" __global__ void fill(u32* to, u32 value) { to[threadIdx.x] = value; }";
+//! let program = Program::new("fill.cu", source, context.device().architecture()?);
+//! let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;
+//! let fill = Module::load(&context, &cubin.bytes)?.function("fill")?;
+//!
+//! let (stream, memory) = (context.stream()?, DeviceMemory::allocate(&context, 128)?);
+//! let (to, value) = (memory.pointer(), 7u32);
+//! // SAFETY: the kernel takes a pointer and a number, and writes 32 words of 4 bytes.
+//! unsafe { fill.launch(&stream, &LaunchConfig::new(1, 32), &[(&to).into(), (&value).into()]) }?;
+//! let mut words = [0; 128];
+//! memory.read(&stream, 0, &mut words)?;
+//! assert_eq!(words, [7, 0, 0, 0].repeat(32)[..]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Where libraries are found
+//!
+//! Nothing of CUDA is linked. libcuda is where the dynamic loader looks, or nowhere. NVRTC and NCCL are looked for in
+//! this order: at the path in `ANTIPHON_NVRTC` or `ANTIPHON_NCCL` (a file, or its folder; one that is wrong is an
+//! error); in this process, where PyTorch may have loaded them; where the dynamic loader looks (`LD_LIBRARY_PATH`, the
+//! system's folders); among the packages of Python, where pip puts them (this process's Python, `VIRTUAL_ENV`,
+//! `CONDA_PREFIX`, the `python3` in `PATH`, `~/.local`); in a CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`).
+//!
+//! ```
+//! // On a machine without a GPU this prints what is missing and what to install, and nothing panics.
+//! match antiphon_device::cuda::Driver::load() {
+//!     Ok(driver) => println!("CUDA {}, {:?} devices", driver.version(), driver.device_count()),
+//!     Err(error) => println!("{error}"),
+//! }
+//! ```
+//!
+//! # Threads and the current context
+//!
+//! Everything may be used from any thread. A call that needs the context current makes it so for its own duration and
+//! restores what was there, so a framework in the same thread notices nothing. Errors of asynchronous work come with
+//! whatever call notices them first.
+
+mod cache;
+mod context;
+mod device;
+mod driver;
+mod error;
+mod event;
+mod graph;
+mod ipc;
+mod launch;
+mod library;
+pub mod memory;
+mod module;
+mod nvrtc;
+mod program;
+mod report;
+mod stream;
+mod vmm;
+
+pub use cache::{Cubin, KernelCache, Origin};
+pub use context::{Context, Current};
+pub use device::{Device, DeviceProperties, PeerLink};
+pub use driver::Driver;
+pub use error::{CudaError, CudaVersion};
+pub use event::Event;
+pub use graph::{Graph, GraphExec};
+pub use ipc::{IpcExport, IpcHandle, IpcMemory, MemoryKind, PointerInfo};
+pub use launch::{Argument, KernelArgument, LaunchConfig, MAX_ARGUMENTS};
+pub use library::Library;
+pub use memory::{DeviceMemory, DevicePointer, PinnedMemory};
+pub use module::{Function, FunctionAttributes, Module};
+pub use nvrtc::{Compiled, Nvrtc};
+pub use program::{Architecture, PRELUDE, Program};
+pub use report::{GaveUp, WaitBoard, WaitReport};
+pub use stream::{Stream, StreamRef};
+pub use vmm::{Allocation, Mapping};

@@ -1,0 +1,178 @@
+//! Streams: queues of work on one device.
+
+use std::{
+    fmt, ptr,
+    time::{Duration, Instant},
+};
+
+use cudarc::driver::sys;
+
+use super::{
+    Context, CudaError, Event,
+    driver::{call, check},
+};
+
+/// A stream of our own; destroyed on drop, after which work already in it still completes.
+#[derive(Debug)]
+pub struct Stream {
+    context: Context,
+    raw: sys::CUstream,
+}
+
+// SAFETY: a stream may be used from any thread.
+unsafe impl Send for Stream {}
+// SAFETY: as for Send: the driver locks for itself.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A stream that does not wait for the legacy default stream, nor makes it wait.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn new(context: &Context) -> Result<Self, CudaError> {
+        let _current = context.current()?;
+        let mut raw = ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: writes one handle; the stream is destroyed in drop.
+        unsafe { call!(cuStreamCreate(&mut raw, flags)) }?;
+        Ok(Self { context: context.clone(), raw })
+    }
+
+    /// The stream as every operation takes it.
+    #[inline]
+    pub fn borrow(&self) -> StreamRef<'_> {
+        StreamRef::new(&self.context, self.raw)
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: created in `new` and destroyed once. An error leaves nothing to do.
+        let _ = unsafe { call!(cuStreamDestroy_v2(self.raw)) };
+    }
+}
+
+/// A stream, ours or a framework's, for as long as it is used. Two words, copied freely.
+#[derive(Clone, Copy)]
+pub struct StreamRef<'a> {
+    context: &'a Context,
+    raw: sys::CUstream,
+}
+
+impl<'a> StreamRef<'a> {
+    #[inline]
+    pub(super) fn new(context: &'a Context, raw: sys::CUstream) -> Self {
+        Self { context, raw }
+    }
+
+    /// The context it belongs to.
+    #[inline]
+    pub fn context(&self) -> &'a Context {
+        self.context
+    }
+
+    /// The driver's handle, as frameworks exchange it.
+    pub fn as_raw(&self) -> usize {
+        self.raw as usize
+    }
+
+    #[inline]
+    pub(super) fn raw(&self) -> sys::CUstream {
+        self.raw
+    }
+
+    /// Whether what is submitted now goes into a graph instead of running.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`]; for the legacy default stream also while another, blocking stream captures.
+    pub fn is_capturing(&self) -> Result<bool, CudaError> {
+        let _current = self.context.current()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream lives; writes one status.
+        unsafe { call!(cuStreamIsCapturing(self.raw, &mut status)) }?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Whether all work submitted so far is done.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] with what went wrong in the work.
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        let _current = self.context.current()?;
+        // SAFETY: the stream lives.
+        ready("cuStreamQuery", unsafe { sys::cuStreamQuery(self.raw) })
+    }
+
+    /// Waits for all work submitted so far, without a deadline: for work that has one itself.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] with what went wrong in the work.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        let _current = self.context.current()?;
+        // SAFETY: the stream lives.
+        unsafe { call!(cuStreamSynchronize(self.raw)) }
+    }
+
+    /// Waits for all work submitted so far, for `limit` at most.
+    ///
+    /// # Errors
+    /// [`CudaError::Deadline`], with the work still going on; [`CudaError::Call`] with what went wrong in it.
+    pub fn synchronize_within(&self, limit: Duration) -> Result<(), CudaError> {
+        let start = Instant::now();
+        while !self.is_done()? {
+            let waited = start.elapsed();
+            if waited > limit {
+                return Err(CudaError::Deadline { what: "the work in a stream", waited });
+            }
+            // What takes longer than a few microseconds is worth a core to somebody else.
+            if waited > Duration::from_micros(50) {
+                std::thread::sleep(Duration::from_micros(20));
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes what is submitted from now on wait for an event, which may be another stream's or another device's.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        self.wait_with(event, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT)
+    }
+
+    /// As [`wait`](Self::wait), but where the stream is being captured the event stays outside the graph: every
+    /// launch of the graph waits for its latest record.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn wait_external(&self, event: &Event) -> Result<(), CudaError> {
+        self.wait_with(event, sys::CUevent_wait_flags::CU_EVENT_WAIT_EXTERNAL)
+    }
+
+    fn wait_with(&self, event: &Event, flags: sys::CUevent_wait_flags) -> Result<(), CudaError> {
+        let _current = self.context.current()?;
+        // SAFETY: the stream and the event live.
+        unsafe { call!(cuStreamWaitEvent(self.raw, event.raw(), flags as u32)) }
+    }
+}
+
+impl<'a> From<&'a Stream> for StreamRef<'a> {
+    #[inline]
+    fn from(stream: &'a Stream) -> Self {
+        stream.borrow()
+    }
+}
+
+impl fmt::Debug for StreamRef<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StreamRef({:#x} on {})", self.as_raw(), self.context.device())
+    }
+}
+
+/// Tells "not yet" from the failures of a query.
+pub(super) fn ready(function: &'static str, code: sys::CUresult) -> Result<bool, CudaError> {
+    match code {
+        sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        code => check(function, code).map(|()| true),
+    }
+}
