@@ -33,13 +33,14 @@ def worker() -> None:
         "NumPy, in place": lambda: comm.all_reduce(array, out=array),
         "NumPy, out=": lambda: comm.all_reduce(array, out=other),
         "NumPy, new array": lambda: comm.all_reduce(array),
-        "torch, in place": lambda: comm.all_reduce(tensor, "max", out=tensor),
+        "torch, in place": lambda: comm.all_reduce(tensor, out=tensor),
         "torch, out=": lambda: comm.all_reduce(tensor, out=other_tensor),
         "torch, new tensor": lambda: comm.all_reduce(tensor),
     }
     result = {}
     for name, call in ways.items():
-        array.fill(0)
+        array.fill(0)  # a sum in place grows
+        tensor.zero_()
         batches = []
         for _ in range(1 + BATCHES):
             comm.barrier()
@@ -62,7 +63,7 @@ def rust() -> float:
 
 
 def python() -> dict[str, float]:
-    command = [*ANTIPHON, "run", "-n", "2", "--bind", "--no-prefix", "--", sys.executable, __file__, "--worker"]
+    command = [*ANTIPHON, "run", "-n", "2", "--no-prefix", "--bind", "--", sys.executable, __file__, "--worker"]
     return dict(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
 
 

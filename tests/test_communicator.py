@@ -151,6 +151,7 @@ def read_only() -> Any:
 
 
 F32 = np.zeros(4, np.float32)
+NEGATED = torch.zeros(4, dtype=torch.complex64).conj().imag.as_strided((2,), (1,))
 BAD = {
     "strided": (lambda c: c.all_reduce(F32[::2]), ValueError, r"strides \[2\] .* is not contiguous"),
     "transposed": (lambda c: c.all_reduce(torch.zeros(2, 3).T), ValueError, r"shape \[3, 2\] with strides \[1, 3\]"),
@@ -185,10 +186,15 @@ BAD = {
     "meta": (lambda c: c.all_reduce(torch.zeros(2, device="meta")), ValueError, "no memory .*: Cannot pack tensors on meta$"),
     "sparse": (lambda c: c.all_reduce(torch.zeros(2, 2).to_sparse()), ValueError, "no memory that could be exchanged"),
     "conjugated": (lambda c: c.all_gather(torch.zeros(2, dtype=torch.complex64).conj()), ValueError, "resolve_conj"),
-    "negated": (lambda c: c.start_all_reduce(torch.zeros(1) .mul(1j).conj().imag), ValueError, "resolve_neg"),
+    "negated": (lambda c: c.start_all_reduce(torch.zeros(1).mul(1j).conj().imag), ValueError, "resolve_neg"),
     "root": (lambda c: c.broadcast(F32, 7), ValueError, "root rank 7 is not below the world size 1"),
     "destination": (lambda c: c.send(F32, 7), ValueError, "destination rank 7"),
-    "negative rank": (lambda c: c.send(F32, -1), OverflowError, "negative"),
+    "negated, longer": (lambda c: c.all_reduce(NEGATED), ValueError, "resolve_neg"),
+    "negative rank": (lambda c: c.send(F32, -1), ValueError, "-1 is negative"),
+    "negative root": (lambda c: c.broadcast(F32, -1), ValueError, "-1 is negative"),
+    "negative color": (lambda c: c.split(-1), ValueError, "-1 is negative"),
+    "negative size": (lambda c: c.create_shared_buffer(-1), ValueError, "-1 is negative"),
+    "negative splits": (lambda c: c.all_to_all_v(F32, [-4], [4]), ValueError, "-4 is negative"),
     "no scattered array": (lambda c: c.scatter(None), TypeError, "the root must pass the array"),
     "splits": (lambda c: c.all_to_all_v(F32, [4, 0], [4]), ValueError, "2 .* for 1 ranks"),
     "in place uneven": (lambda c: c.all_to_all_v(F32, [4], [4], out=F32), ValueError, "overlap"),
@@ -214,6 +220,29 @@ def test_rows_that_cannot_be_divided() -> None:
             comm.reduce_scatter(np.zeros((3, 2)))
         with pytest.raises(ValueError, match="the input has 3 elements, expected 2"):
             comm.reduce_scatter(np.zeros(3), out=np.zeros(1))
+
+    ranks.threads(2, body)
+
+
+def test_blocks_that_do_not_fit_are_not_taken_for_in_place() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        whole, rank = np.zeros(6, np.float32), comm.rank
+        with pytest.raises(ValueError, match="overlap"):
+            comm.all_gather(whole[2 * rank : 2 * rank + 2], out=whole)
+        with pytest.raises(ValueError, match="overlap"):
+            comm.reduce_scatter(whole, out=whole[2 * rank : 2 * rank + 2])
+
+    ranks.threads(2, body)
+
+
+def test_a_buffer_is_freed_by_its_own_communicator_or_not_at_all() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        other = comm.split(0)
+        assert other is not None
+        buffer = comm.create_shared_buffer(64)
+        with pytest.raises(ValueError, match="another communicator"):
+            other.free_shared_buffer(buffer)
+        comm.free_shared_buffer(buffer)
 
     ranks.threads(2, body)
 
@@ -385,7 +414,108 @@ def test_it_does_not_matter_who_waits() -> None:
     ranks.threads(2, body)
 
 
-# Threads, signals, forks, the end.
+def test_asking_whether_a_message_is_over_hears_of_a_lost_peer() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        if comm.rank == 0:
+            handle = comm.start_recv(bytearray(1), 1)
+            deadline = time.monotonic() + 20
+            while not handle.is_finished():
+                assert time.monotonic() < deadline
+            with pytest.raises(antiphon.PeerLostError):
+                handle.wait()
+
+    ranks.threads(2, body)
+
+
+def test_closing_waits_for_what_is_being_sent() -> None:
+    def body(comm: antiphon.Communicator) -> Any:
+        if comm.rank == 0:
+            handle = comm.start_send(np.ones(1 << 20), 1)
+            comm.close()
+            return handle.wait()
+        time.sleep(0.1)
+        return comm.recv(np.empty(1 << 20), 0).sum()
+
+    assert ranks.threads(2, body) == [None, 1 << 20]
+
+
+# Threads, signals, forks, the end. No lock may be held by who waits for the interpreter: the first tests hung before.
+
+
+def test_starting_while_another_thread_waits_for_its_turn() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        for _ in range(20):
+            if comm.rank == 1:
+                comm.recv(bytearray(1), 0)
+            handles = [comm.start_barrier()]
+            waiter = threading.Thread(target=comm.barrier)
+            waiter.start()
+            time.sleep(0.02)  # it looks for signals meanwhile, for which it needs the interpreter
+            handles += [comm.start_barrier() for _ in range(20)]
+            if comm.rank == 0:
+                comm.send(b"x", 1)
+            for handle in handles:
+                handle.wait()
+            waiter.join()
+
+    ranks.threads(2, body)
+
+
+def test_dropping_a_send_while_another_thread_receives() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        peer = 1 - comm.rank
+        for _ in range(50):
+            receiver = threading.Thread(target=comm.recv, args=(np.empty(50_000), peer))
+            receiver.start()
+            comm.start_send(np.ones(50_000), peer)  # its handle goes at once
+            receiver.join()
+
+    ranks.threads(2, body)
+
+
+def test_threads_wait_for_one_handle_whose_array_runs_python_when_it_goes() -> None:
+    class Slow(np.ndarray):
+        def __del__(self) -> None:
+            time.sleep(0.02)
+
+    def body(comm: antiphon.Communicator) -> None:
+        for _ in range(5):
+            handle = comm.start_all_gather(np.ones(4).view(Slow))
+            waiters = [threading.Thread(target=handle.wait) for _ in range(4)]
+            for waiter in waiters:
+                waiter.start()
+            for waiter in waiters:
+                waiter.join()
+            assert handle.wait().tolist() == [1] * 8
+
+    ranks.threads(2, body)
+
+
+def test_a_signal_handler_cannot_call_a_communicator_that_waits(tmp_path: Path) -> None:
+    program = f"""
+import signal, sys, threading, antiphon
+comm = antiphon.init(rank=int(sys.argv[1]), world_size=2, path={str(tmp_path / "world")!r}, timeout=20)
+if comm.rank == 1:
+    comm.recv(bytearray(1), 0)
+    comm.barrier()
+    comm.barrier()
+else:
+    def handler(*_):
+        try:
+            comm.barrier()
+        except ValueError as error:
+            print("inside another one" in str(error))
+        comm.send(b"x", 1)
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    started = comm.start_barrier()
+    comm.barrier()
+    started.wait()
+"""
+    start = [sys.executable, "-c", program]
+    both = [subprocess.Popen([*start, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    assert [process.communicate(timeout=60)[0] for process in both] == ["True\n", ""]
+
 
 
 def test_other_threads_run_while_a_call_waits() -> None:

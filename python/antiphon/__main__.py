@@ -1,11 +1,14 @@
 """The command ``antiphon``: ``python -m antiphon bench``, ``run``, ``doctor``, ``tune``."""
 
+import signal
 import sys
 
 from antiphon import _core
 
 
 def main() -> None:
+    # No Python runs meanwhile, so Python's handler would never.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(_core.main(sys.argv[1:]))
 
 

@@ -75,11 +75,12 @@ class Communicator:
     rank's block of ``x``. Gradients are not tracked.
 
     Reductions work on float64, float32, float16, bfloat16, int64, int32, int8 and uint8, and give the same bits on
-    every rank. Everything else takes elements of any whole number of bytes.
+    every rank. Everything else takes elements of any whole number of bytes; of types outside that list the ranks compare
+    only the number of bytes.
 
     Raises ``ValueError`` and ``TypeError`` for arguments that make no sense, before anything happens;
     :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError`` for what goes wrong between ranks, after which every call
-    raises the same; ``RuntimeError`` when closed, or in the child of a fork. While a call waits other threads run,
+    raises the same (``RuntimeError`` after Ctrl-C); ``RuntimeError`` when closed, or in the child of a fork. While a call waits other threads run,
     and Ctrl-C ends the wait.
     """
 
@@ -121,7 +122,7 @@ class Communicator:
         """Whether :meth:`close` has been called."""
 
     def close(self) -> None:
-        """Waits for what was started, then leaves: others that still need this rank get :class:`PeerLostError`."""
+        """Waits for what was started (messages to receive excepted), then leaves: others that still need this rank get :class:`PeerLostError`."""
 
     def __enter__(self) -> Self: ...
     def __exit__(

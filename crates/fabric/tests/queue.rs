@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         mpsc::{self, Receiver, Sender},
     },
     time::{Duration, Instant},
@@ -242,6 +242,117 @@ fn an_interrupt_while_earlier_calls_go_on_leaves_the_communicator_usable() {
     go.send(()).unwrap();
     pending.wait().unwrap();
     queue.run(|comm| comm.barrier()).unwrap();
+}
+
+/// A handler that runs while its thread waits for its turn may not call, and must not hang.
+#[test]
+fn a_call_from_the_hook_of_a_waiting_call_is_refused() {
+    let queue = Arc::new(OnceLock::<Queue>::new());
+    let refused = Arc::new(Mutex::new(None));
+    let (handle, answer) = (queue.clone(), refused.clone());
+    let hook = move || {
+        if let Some(queue) = handle.get() {
+            let error = queue.run(|comm| comm.barrier()).unwrap_err();
+            *answer.lock().unwrap() = Some(error.to_string());
+        }
+        false
+    };
+    let comm = Communicator::builder().interrupt(hook).with_ticket(0, 1, &Ticket::random()).unwrap();
+    queue.set(Queue::new(comm)).unwrap();
+    let queue = queue.get().unwrap();
+    let (go, gate): (Sender<()>, Receiver<()>) = mpsc::channel();
+    let pending = queue
+        .start(move |_| {
+            gate.recv().unwrap();
+            Ok::<_, FabricError>(())
+        })
+        .unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while refused.lock().unwrap().is_none() {
+                std::thread::yield_now();
+            }
+            go.send(()).unwrap();
+        });
+        queue.run(|comm| comm.barrier()).unwrap();
+    });
+    pending.wait().unwrap();
+    assert!(refused.lock().unwrap().as_ref().unwrap().contains("inside another one"));
+}
+
+#[test]
+fn a_message_that_was_started_goes_on_while_its_rank_does_something_else() {
+    LocalWorld::run(2, |comm| -> Outcome {
+        if comm.rank() == 0 {
+            let pending = comm.start_send(vec![1u8; 4 << 20], 1)?; // much more than is buffered
+            std::thread::sleep(Duration::from_millis(300));
+            return pending.wait().map(drop);
+        }
+        let mut received = vec![0u8; 4 << 20];
+        let start = Instant::now();
+        comm.recv(&mut received, 0)?;
+        assert!(start.elapsed() < Duration::from_millis(250), "{:?}", start.elapsed());
+        Ok(())
+    })
+    .into_iter()
+    .for_each(|result| result.unwrap());
+}
+
+#[test]
+fn whoever_only_asks_hears_of_a_lost_peer_too() {
+    let results = LocalWorld::run(2, |comm| -> Outcome {
+        if comm.rank() == 1 {
+            return Ok(());
+        }
+        let mut pending = comm.start_recv(vec![0u8; 3], 1)?;
+        let start = Instant::now();
+        while !pending.is_finished() {
+            assert!(start.elapsed() < Duration::from_secs(10));
+        }
+        pending.wait().map(drop)
+    });
+    assert!(matches!(results[0], Err(FabricError::PeerLost { rank: 1, .. })), "{:?}", results[0]);
+}
+
+#[test]
+fn flushing_waits_for_what_is_being_sent() {
+    LocalWorld::run(2, |comm| -> Outcome {
+        if comm.rank() == 0 {
+            let pending = comm.start_send(vec![1u8; 4 << 20], 1)?;
+            comm.messenger().flush()?;
+            drop((pending, comm)); // leaves at once
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        comm.recv(&mut vec![0u8; 4 << 20], 0)
+    })
+    .into_iter()
+    .for_each(|result| result.unwrap());
+}
+
+/// The owner of a buffer is dropped without any lock held: it may be anything, and call us.
+#[test]
+fn an_owner_may_use_the_messages_when_it_is_dropped() {
+    struct Owner(Vec<u8>, Messenger);
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            drop(self.1.send(&[9u8], 1));
+        }
+    }
+    LocalWorld::run(2, |comm| -> Outcome {
+        if comm.rank() == 0 {
+            let owner = Owner(vec![1u8; 100_000], comm.messenger().clone());
+            let bytes: *const [u8] = &*owner.0;
+            // SAFETY: the owner owns the bytes.
+            drop(unsafe { comm.messenger().start_send(TensorView::from(&*bytes), owner, 1)? });
+            return comm.barrier();
+        }
+        comm.recv(&mut vec![0u8; 100_000], 0)?;
+        comm.recv(&mut [0u8], 0)?;
+        comm.barrier()
+    })
+    .into_iter()
+    .for_each(|result| result.unwrap());
 }
 
 fn alone() -> Communicator {

@@ -29,10 +29,10 @@ pub(crate) enum InPlace {
     Never,
     /// It may be the input.
     Same,
-    /// The input may be the block of this rank in the output.
-    InputBlock(usize),
-    /// It may be the block of this rank in the input.
-    OutputBlock(usize),
+    /// The input may be a rank's block of the output, of so many.
+    InputBlock(usize, usize),
+    /// It may be a rank's block of the input, of so many.
+    OutputBlock(usize, usize),
 }
 
 /// An array that the caller gave, as the argument of this name.
@@ -64,7 +64,7 @@ pub(crate) fn prepare<'py>(
     }
     if in_place.allows(&read.tensor, &write.tensor) {
         let whole = match in_place {
-            InPlace::OutputBlock(_) => read.writable("the input")?,
+            InPlace::OutputBlock(..) => read.writable("the input")?,
             _ => write,
         };
         return Ok(Prepared::in_place(kind, whole, out.clone()));
@@ -123,16 +123,30 @@ impl<'py> Prepared<'py> {
 impl InPlace {
     /// Whether these two lie as it says.
     fn allows(self, read: &Tensor, write: &Tensor) -> bool {
-        let block_of = |block: &Tensor, whole: &Tensor, rank: usize| {
+        let block_of = |block: &Tensor, whole: &Tensor, rank: usize, blocks: usize| {
             block.data == whole.data.wrapping_add(rank * block.bytes())
-                && (rank + 1) * block.bytes() <= whole.bytes()
+                && block.bytes().checked_mul(blocks) == Some(whole.bytes())
         };
         match self {
             Self::Never => false,
             Self::Same => read.data == write.data && read.bytes() == write.bytes(),
-            Self::InputBlock(rank) => block_of(read, write, rank),
-            Self::OutputBlock(rank) => block_of(write, read, rank),
+            Self::InputBlock(rank, blocks) => block_of(read, write, rank, blocks),
+            Self::OutputBlock(rank, blocks) => block_of(write, read, rank, blocks),
         }
+    }
+}
+
+/// A number that must not be negative: a rank, a count. (As a `usize` Python would raise `OverflowError`.)
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Count(pub(crate) usize);
+
+impl<'py> FromPyObject<'_, 'py> for Count {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let number: i64 = object.extract()?;
+        let negative = |_| PyValueError::new_err(format!("{number} is negative"));
+        usize::try_from(number).map(Self).map_err(negative)
     }
 }
 

@@ -1,7 +1,7 @@
 //! What `start_…` returns.
 
 use std::{
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -12,6 +12,8 @@ use crate::{arguments::Operands, error::Error, fork::Process};
 
 /// How long a wait goes on before Python's signal handlers have their turn.
 const LOOK: Duration = Duration::from_millis(10);
+/// How long one thread waits for another to say how an operation ended.
+const SHORT_LOOK: Duration = Duration::from_micros(100);
 
 /// An operation that goes on; see `_core.pyi`.
 #[pyclass(frozen, module = "antiphon")]
@@ -24,6 +26,8 @@ pub(crate) struct Handle {
 
 enum State {
     Pending(Box<dyn Work>),
+    /// A thread is finding out how it ended.
+    Ending,
     /// How it ended; kept, as one may wait again.
     Over(Result<(), Py<PyAny>>),
 }
@@ -53,28 +57,49 @@ impl Handle {
         Self { process: Process::current(), state, result: result.map(Bound::unbind) }
     }
 
-    /// Whether it is over after `limit` at most. The interpreter must be detached: another thread may hold the lock.
+    /// Whether it is over after `limit` at most. Like every look at the state it happens detached from the interpreter:
+    /// whoever holds the lock does not need the interpreter, and whoever needs the interpreter does not hold the lock.
     fn is_over_in(&self, limit: Duration) -> bool {
-        match &mut *self.state.lock().unwrap_or_else(PoisonError::into_inner) {
+        let mut state = self.state();
+        match &mut *state {
             State::Pending(work) => work.wait_for(limit),
+            State::Ending => {
+                drop(state);
+                std::thread::sleep(limit.min(SHORT_LOOK));
+                false
+            }
             State::Over(_) => true,
         }
     }
 
-    fn outcome(&self, py: Python<'_>) -> PyResult<()> {
-        // Over, so nobody holds the lock for long.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if let State::Pending(_) = &*state {
-            let State::Pending(work) = std::mem::replace(&mut *state, State::Over(Ok(()))) else {
-                unreachable!()
-            };
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the work, if it is over, to be ended by this thread alone.
+    fn take_ended(&self) -> Option<Box<dyn Work>> {
+        let mut state = self.state();
+        match std::mem::replace(&mut *state, State::Ending) {
+            State::Pending(work) => Some(work),
+            other => {
+                *state = other;
+                None
+            }
+        }
+    }
+
+    /// How it ended, if that is known.
+    fn outcome(&self, py: Python<'_>) -> Option<PyResult<()>> {
+        if let Some(work) = py.detach(|| self.take_ended()) {
             let outcome =
                 work.finish().map(drop).map_err(|error| PyErr::from(error).into_value(py).into_any());
-            *state = State::Over(outcome);
+            py.detach(|| *self.state() = State::Over(outcome));
         }
-        match &*state {
-            State::Over(Err(error)) => Err(PyErr::from_value(error.bind(py).clone())),
-            _ => Ok(()),
+        // Nobody holds the lock while waiting any more.
+        match &*self.state() {
+            State::Over(Ok(())) => Some(Ok(())),
+            State::Over(Err(error)) => Some(Err(PyErr::from_value(error.bind(py).clone()))),
+            _ => None,
         }
     }
 }
@@ -88,8 +113,10 @@ impl Handle {
         let start = Instant::now();
         loop {
             let left = limit.map_or(LOOK, |limit| limit.saturating_sub(start.elapsed()).min(LOOK));
-            if py.detach(|| self.is_over_in(left)) {
-                self.outcome(py)?;
+            if py.detach(|| self.is_over_in(left))
+                && let Some(outcome) = self.outcome(py)
+            {
+                outcome?;
                 return Ok(self.result.as_ref().map(|result| result.clone_ref(py)));
             }
             py.check_signals()?;

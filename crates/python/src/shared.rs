@@ -1,9 +1,9 @@
 //! Symmetric memory as Python sees it.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use antiphon::{
-    fabric::{self, Mapped},
+    fabric::{self, FabricError, Mapped, Queue},
     tensor::{
         Device,
         dlpack::{ElementType, Exported},
@@ -15,26 +15,49 @@ use pyo3::{
     types::{PyCapsule, PyTuple},
 };
 
-use crate::error::Result;
+use crate::{error::Result, fork::Process};
 
 /// A buffer of which every rank has a copy; see `_core.pyi`.
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct SharedBuffer {
     /// Absent when freed.
     buffer: Mutex<Option<fabric::SharedBuffer>>,
+    owner: Weak<Queue>,
+    process: Process,
     rank: usize,
     world_size: usize,
     num_bytes: usize,
 }
 
 impl SharedBuffer {
-    pub(crate) fn new(buffer: fabric::SharedBuffer, rank: usize, world_size: usize) -> Self {
-        Self { num_bytes: buffer.len(), buffer: Mutex::new(Some(buffer)), rank, world_size }
+    pub(crate) fn new(
+        buffer: fabric::SharedBuffer,
+        owner: &Arc<Queue>,
+        rank: usize,
+        world_size: usize,
+    ) -> Self {
+        let (num_bytes, owner, process) = (buffer.len(), Arc::downgrade(owner), Process::current());
+        Self { num_bytes, buffer: Mutex::new(Some(buffer)), owner, process, rank, world_size }
     }
 
-    pub(crate) fn take(&self) -> Result<fabric::SharedBuffer> {
-        let buffer = self.buffer.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Ok(buffer.ok_or_else(freed)?)
+    /// Refuses a communicator that has not made it, or a buffer that has been freed.
+    pub(crate) fn check_owner(&self, queue: &Arc<Queue>) -> Result<()> {
+        if !std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(queue)) {
+            return Err(PyValueError::new_err("the buffer belongs to another communicator").into());
+        }
+        match &*self.lock() {
+            Some(_) => Ok(()),
+            None => Err(freed().into()),
+        }
+    }
+
+    /// The buffer, to be freed.
+    pub(crate) fn take(&self) -> std::result::Result<fabric::SharedBuffer, FabricError> {
+        self.lock().take().ok_or_else(|| FabricError::invalid("the buffer has been freed"))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<fabric::SharedBuffer>> {
+        self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where the copy of a rank begins, and what keeps it mapped.
@@ -43,7 +66,8 @@ impl SharedBuffer {
             let text = format!("rank {rank} is not below the world size {}", self.world_size);
             return Err(PyValueError::new_err(text).into());
         }
-        let buffer = self.buffer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.process.check(|| "buffer".to_owned())?;
+        let buffer = self.lock();
         let buffer = buffer.as_ref().ok_or_else(freed)?;
         Ok((buffer.as_mut_ptr(rank), buffer.keep_mapped()))
     }

@@ -8,7 +8,7 @@ use std::{
 use antiphon_tensor::{Element, TensorView, TensorViewMut};
 
 use super::{Communicator, Pending, Presence, Shared};
-use crate::{FabricError, Operation, Signature};
+use crate::{FabricError, Operation, Signature, signal::channel::Messages};
 
 /// The messages of a communicator, for any thread at any time: they have an order of their own, from rank to rank.
 ///
@@ -122,8 +122,15 @@ impl Messenger {
         }
     }
 
-    /// Begins to send a tensor and keeps `owner`, which [`Pending::wait`] hands back. It goes on whenever this rank
-    /// calls anything on this communicator that waits.
+    /// Waits until all that was [started](Self::start_send) is sent.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn flush(&self) -> Result<(), FabricError> {
+        self.shared().messages.flush(self.shared())
+    }
+
+    /// Begins to send a tensor and keeps `owner`, which [`Pending::wait`] hands back. It goes on by itself.
     ///
     /// # Errors
     /// As [`send`](Self::send), for the arguments; [`Failed`](FabricError::Failed).
@@ -145,6 +152,7 @@ impl Messenger {
         // SAFETY: the transfer owns what keeps the memory valid.
         let ticket = unsafe { messages.start_send(to, data, len, message(&tensor), Some(keep)) };
         messages.progress(self.shared());
+        Messages::pump(&self.presence.0);
         Ok(Pending::transfer(self.presence.0.clone(), ticket, handover))
     }
 
@@ -171,6 +179,7 @@ impl Messenger {
         // SAFETY: as in `start_send`.
         let ticket = unsafe { messages.start_receive(from, tensor.as_mut_ptr(), len, signature, Some(keep)) };
         messages.progress(self.shared());
+        Messages::pump(&self.presence.0);
         Ok(Pending::transfer(self.presence.0.clone(), ticket, handover))
     }
 }
@@ -211,8 +220,7 @@ impl Communicator {
         self.messenger.send_recv(send, to, receive, from)
     }
 
-    /// Begins to send a buffer, which comes back from [`Pending::wait`]. It goes on whenever this rank
-    /// calls anything on this communicator that waits.
+    /// Begins to send a buffer, which comes back from [`Pending::wait`]. It goes on by itself.
     ///
     /// # Errors
     /// [`FabricError::InvalidArgument`] for a rank that does not exist; [`Failed`](FabricError::Failed).

@@ -1,6 +1,7 @@
 //! One order for many callers.
 
 use std::{
+    cell::Cell,
     collections::BTreeSet,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
     thread::{self, ThreadId},
@@ -65,8 +66,8 @@ struct Order {
     serving: u64,
     /// Those who left before their turn.
     left: BTreeSet<u64>,
-    /// Who has the turn, once it uses it.
-    user: Option<ThreadId>,
+    /// The threads that wait for their turn, or have it.
+    inside: Vec<ThreadId>,
     /// How many sleep until it is their turn: waking nobody costs a system call too.
     waiting: usize,
 }
@@ -75,6 +76,8 @@ struct Order {
 struct Turn {
     lane: Arc<Lane>,
     number: u64,
+    /// The thread that waits for it, or has it.
+    begun: Cell<Option<ThreadId>>,
 }
 
 impl Queue {
@@ -94,7 +97,8 @@ impl Queue {
     ///
     /// # Errors
     /// Those of `work`; [`FabricError::InvalidArgument`] when called inside a call of the same queue;
-    /// [`FabricError::Interrupted`] while earlier calls go on (the communicator stays usable then).
+    /// [`FabricError::Interrupted`] while earlier calls go on (the communicator stays usable then). The hook of
+    /// [`Builder::interrupt`](crate::Builder::interrupt) is asked without any lock held.
     pub fn run<T, E: From<FabricError>>(
         &self,
         work: impl FnOnce(&Communicator) -> Result<T, E>,
@@ -149,26 +153,33 @@ fn start_worker(rank: usize) -> Result<mpsc::Sender<(Turn, Job)>, FabricError> {
 impl Turn {
     fn take(lane: &Arc<Lane>) -> Result<Self, FabricError> {
         let mut order = lock(&lane.order);
-        if order.user == Some(thread::current().id()) {
+        if order.inside.contains(&thread::current().id()) {
             return Err(FabricError::invalid(
                 "a call of this communicator was made inside another one, by a signal handler perhaps",
             ));
         }
         let number = order.next;
         order.next += 1;
-        Ok(Self { lane: lane.clone(), number })
+        Ok(Self { lane: lane.clone(), number, begun: Cell::new(None) })
     }
 
-    /// Waits until it is its turn, which this thread then uses.
+    /// Waits until it is its turn, which this thread then uses. No lock is held while `check` runs: it may run anybody's
+    /// code, such as a signal handler.
     fn begin(&self, mut check: impl FnMut() -> Result<(), FabricError>) -> Result<(), FabricError> {
+        let thread = thread::current().id();
         let mut order = lock(&self.lane.order);
+        order.inside.push(thread);
+        self.begun.set(Some(thread));
         while order.serving != self.number {
             order.waiting += 1;
             order = self.lane.moved.wait_timeout(order, LOOK).unwrap_or_else(PoisonError::into_inner).0;
             order.waiting -= 1;
-            check()?;
+            if order.serving != self.number {
+                drop(order);
+                check()?;
+                order = lock(&self.lane.order);
+            }
         }
-        order.user = Some(thread::current().id());
         Ok(())
     }
 }
@@ -176,11 +187,13 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         let mut order = lock(&self.lane.order);
+        if let Some(thread) = self.begun.get() {
+            order.inside.retain(|inside| *inside != thread);
+        }
         if order.serving != self.number {
             order.left.insert(self.number);
             return;
         }
-        order.user = None;
         order.serving += 1;
         while order.serving < order.next && {
             let serving = order.serving;

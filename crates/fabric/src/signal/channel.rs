@@ -4,11 +4,12 @@ use std::{
     any::Any,
     cell::RefCell,
     collections::VecDeque,
-    sync::Mutex,
+    ops::{Deref, DerefMut},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
-use antiphon_device::host::wait::wait_for;
+use antiphon_device::host::wait::{Patience, wait_for};
 
 use crate::{
     FabricError, Signature,
@@ -31,8 +32,11 @@ struct Transfer {
     done: usize,
     signature: Signature,
     /// Keeps the buffer alive.
-    _keep: Option<Box<dyn Any + Send>>,
+    keep: Option<Keep>,
 }
+
+/// Whatever owns a buffer. Dropping it may run anybody's code, and so happens without our lock.
+type Keep = Box<dyn Any + Send>;
 
 // SAFETY: the buffer is used only under the lock of `Messages`, and stays valid as said above.
 unsafe impl Send for Transfer {}
@@ -53,6 +57,34 @@ struct State {
     outgoing: Vec<Port>,
     incoming: Vec<Port>,
     active: usize,
+    /// Owners of buffers whose transfers are over, on their way out of the lock.
+    released: Vec<Keep>,
+    /// Whether a thread moves transfers that nobody waits for.
+    pumped: bool,
+}
+
+/// The state, locked. What was released meanwhile is dropped after the lock.
+struct Locked<'a>(Option<MutexGuard<'a, State>>);
+
+impl Deref for Locked<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        self.0.as_ref().expect("locked until dropped")
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        self.0.as_mut().expect("locked until dropped")
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let released = self.0.take().map(|mut state| std::mem::take(&mut state.released));
+        drop(released);
+    }
 }
 
 /// A message in flight; see [`Messages::start`].
@@ -67,7 +99,8 @@ pub(crate) struct Ticket {
 impl Messages {
     pub(crate) fn new(world_size: usize) -> Self {
         let ports = || (0..world_size).map(|_| Port::default()).collect();
-        Self(Mutex::new(State { next_id: 0, outgoing: ports(), incoming: ports(), active: 0 }))
+        let (outgoing, incoming, released) = (ports(), ports(), Vec::new());
+        Self(Mutex::new(State { next_id: 0, outgoing, incoming, active: 0, released, pumped: false }))
     }
 
     /// Begins to send (or receive) a message and moves it as far as it goes.
@@ -82,13 +115,13 @@ impl Messages {
         buffer: *mut u8,
         len: usize,
         signature: Signature,
-        keep: Option<Box<dyn Any + Send>>,
+        keep: Option<Keep>,
     ) -> Ticket {
         let mut state = self.lock();
         let id = state.next_id;
         state.next_id += 1;
         state.active += 1;
-        let transfer = Transfer { id, buffer, len, done: 0, signature, _keep: keep };
+        let transfer = Transfer { id, buffer, len, done: 0, signature, keep };
         state.port(direction, peer).queue.push_back(transfer);
         Ticket { id, peer, direction, signature }
     }
@@ -103,7 +136,7 @@ impl Messages {
         data: *const u8,
         len: usize,
         signature: Signature,
-        keep: Option<Box<dyn Any + Send>>,
+        keep: Option<Keep>,
     ) -> Ticket {
         // SAFETY: passed on; a transfer that sends only reads its buffer.
         unsafe { self.start(Direction::Send, to, data.cast_mut(), len, signature, keep) }
@@ -119,7 +152,7 @@ impl Messages {
         buffer: *mut u8,
         len: usize,
         signature: Signature,
-        keep: Option<Box<dyn Any + Send>>,
+        keep: Option<Keep>,
     ) -> Ticket {
         // SAFETY: passed on.
         unsafe { self.start(Direction::Receive, from, buffer, len, signature, keep) }
@@ -164,7 +197,13 @@ impl Messages {
         since: Instant,
     ) -> Result<bool, FabricError> {
         if limit.is_zero() {
-            return self.is_over(shared, ticket);
+            // Who only ever asks must hear of a lost peer too.
+            let over = self.is_over(shared, ticket)?;
+            return if over {
+                Ok(true)
+            } else {
+                self.look_around(shared, ticket, since.elapsed()).map(|()| false)
+            };
         }
         let over = wait_for(
             &shared.regions.control(shared.rank).bells[MESSAGE_BELL].0,
@@ -183,23 +222,71 @@ impl Messages {
     pub(crate) fn cancel(&self, ticket: &Ticket) {
         let mut state = self.lock();
         let queue = &mut state.port(ticket.direction, ticket.peer).queue;
-        let before = queue.len();
-        queue.retain(|t| t.id != ticket.id);
-        state.active -= before - state.port(ticket.direction, ticket.peer).queue.len();
+        if let Some(place) = queue.iter().position(|t| t.id == ticket.id) {
+            let keep = queue.remove(place).and_then(|transfer| transfer.keep);
+            state.released.extend(keep);
+            state.active -= 1;
+        }
     }
 
     /// Moves every transfer as far as it goes, without waiting: for those who wait for something else.
     pub(crate) fn progress(&self, shared: &Shared) {
         // Whoever holds the lock is moving them already; an error is for the transfers' own callers.
-        if let Ok(mut state) = self.0.try_lock()
+        if let Ok(state) = self.0.try_lock()
             && state.active > 0
         {
-            let _ = self.advance(shared, &mut state);
+            let _ = self.advance(shared, &mut Locked(Some(state)));
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    /// Has a thread move transfers until none is left: for those that nobody waits for yet, while this rank does
+    /// something else, on another communicator perhaps.
+    pub(crate) fn pump(shared: &Arc<Shared>) {
+        let mut state = shared.messages.lock();
+        if state.active == 0 || state.pumped {
+            return;
+        }
+        let shared = shared.clone();
+        let run = move || shared.messages.pump_until_idle(&shared);
+        // Without a thread they move whenever this rank waits.
+        state.pumped = std::thread::Builder::new().name("antiphon-messages".into()).spawn(run).is_ok();
+    }
+
+    fn pump_until_idle(&self, shared: &Shared) {
+        let control = shared.regions.control(shared.rank);
+        let done = |state: &mut State| {
+            state.pumped = self.advance(shared, state).is_ok() && state.active > 0;
+            !state.pumped
+        };
+        let stop = |waited| {
+            // Whoever waits for a transfer finds out why it does not move; this thread only leaves.
+            let hopeless = waited > shared.timeout || control.has_departed();
+            if hopeless { Err(()) } else { Ok(()) }
+        };
+        let bell = &control.bells[MESSAGE_BELL].0;
+        let ready = || done(&mut self.lock()).then_some(());
+        if wait_for(bell, Patience::SHARED_CORE, ready, stop).is_err() {
+            self.lock().pumped = false;
+        }
+    }
+
+    /// Waits until everything is sent that was going to be.
+    pub(crate) fn flush(&self, shared: &Shared) -> Result<(), FabricError> {
+        let unsent = |state: &State| {
+            let of_port = |(peer, port): (usize, &Port)| {
+                port.queue.back().map(|last| {
+                    let (id, signature) = (last.id, last.signature);
+                    Ticket { id, peer, direction: Direction::Send, signature }
+                })
+            };
+            state.outgoing.iter().enumerate().filter_map(of_port).collect::<Vec<_>>()
+        };
+        let tickets = unsent(&self.lock());
+        tickets.iter().try_for_each(|ticket| self.wait(shared, ticket))
+    }
+
+    fn lock(&self) -> Locked<'_> {
+        Locked(Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
     fn advance(&self, shared: &Shared, state: &mut State) -> Result<(), FabricError> {
@@ -208,10 +295,11 @@ impl Messages {
         }
         // Under the lock: a transfer that was cancelled half-way, which takes a failure, is the last of its stream.
         shared.health.check_usable()?;
+        let State { outgoing, incoming, active, released, .. } = state;
         for peer in 0..shared.world_size {
-            while self.send_packet(shared, peer, &mut state.outgoing[peer], &mut state.active) {}
+            while self.send_packet(shared, peer, &mut outgoing[peer], active, released) {}
             loop {
-                match self.receive_packet(shared, peer, &mut state.incoming[peer], &mut state.active) {
+                match self.receive_packet(shared, peer, &mut incoming[peer], active, released) {
                     Ok(true) => {}
                     Ok(false) => break,
                     Err(error) => {
@@ -225,7 +313,14 @@ impl Messages {
     }
 
     /// Sends the next packet to `peer`, if there is one and room for it.
-    fn send_packet(&self, shared: &Shared, peer: usize, port: &mut Port, active: &mut usize) -> bool {
+    fn send_packet(
+        &self,
+        shared: &Shared,
+        peer: usize,
+        port: &mut Port,
+        active: &mut usize,
+        released: &mut Vec<Keep>,
+    ) -> bool {
         let Some(transfer) = port.queue.front_mut() else { return false };
         if !has_room(port.sequence, shared.regions.consumed(shared.rank, peer).count(), RING) {
             return false;
@@ -238,7 +333,7 @@ impl Messages {
         port.sequence += 1;
         packet.head.publish(port.sequence, transfer.signature.encode());
         shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
-        finish_part(port, part, active);
+        finish_part(port, part, active, released);
         true
     }
 
@@ -249,6 +344,7 @@ impl Messages {
         peer: usize,
         port: &mut Port,
         active: &mut usize,
+        released: &mut Vec<Keep>,
     ) -> Result<bool, FabricError> {
         let Some(transfer) = port.queue.front_mut() else { return Ok(false) };
         let packet = shared.regions.ring(peer, shared.rank, place(port.sequence, RING));
@@ -265,7 +361,7 @@ impl Messages {
         port.sequence += 1;
         shared.regions.consumed(peer, shared.rank).announce(port.sequence);
         shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
-        finish_part(port, part, active);
+        finish_part(port, part, active, released);
         Ok(true)
     }
 
@@ -321,11 +417,11 @@ pub(super) fn has_room(sequence: u64, consumed: u64, ring: usize) -> bool {
 }
 
 /// Notes that a part of the first transfer has moved, and removes the transfer when it was the last.
-fn finish_part(port: &mut Port, part: usize, active: &mut usize) {
+fn finish_part(port: &mut Port, part: usize, active: &mut usize, released: &mut Vec<Keep>) {
     let transfer = port.queue.front_mut().expect("a part belongs to a transfer");
     transfer.done += part;
     if transfer.done == transfer.len {
-        port.queue.pop_front();
+        released.extend(port.queue.pop_front().and_then(|transfer| transfer.keep));
         *active -= 1;
     }
 }

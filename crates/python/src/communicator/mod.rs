@@ -19,7 +19,7 @@ use pyo3::{
 };
 
 use crate::{
-    arguments::{Operands, Prepared, overlap},
+    arguments::{Count, Operands, Prepared, overlap},
     call::Kind,
     error::Result,
     fork::Process,
@@ -193,9 +193,10 @@ impl Communicator {
     }
 
     #[pyo3(signature = (color, key = 0))]
-    fn split(&self, py: Python<'_>, color: Option<u64>, key: i64) -> Result<Option<Self>> {
+    fn split(&self, py: Python<'_>, color: Option<Count>, key: i64) -> Result<Option<Self>> {
         let queue = self.queue()?;
-        let group = interrupt::detached(py, || queue.run(|comm| comm.split(color, key)))?;
+        let group =
+            interrupt::detached(py, || queue.run(|comm| comm.split(color.map(|color| color.0 as u64), key)))?;
         Ok(group.map(Self::new))
     }
 
@@ -323,124 +324,124 @@ impl Communicator {
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
-        sends: Vec<usize>,
-        receives: Vec<usize>,
+        sends: Vec<Count>,
+        receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_to_all_v(x, sends, receives, out, Lifetime::Call)?)
+        self.run(py, self.prepare_all_to_all_v(x, &sends, &receives, out, Lifetime::Call)?)
     }
 
     #[pyo3(signature = (x, sends, receives, *, out = None))]
     fn start_all_to_all_v<'py>(
         &self,
         x: &Bound<'py, PyAny>,
-        sends: Vec<usize>,
-        receives: Vec<usize>,
+        sends: Vec<Count>,
+        receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_to_all_v(x, sends, receives, out, Lifetime::Operand)?)
+        self.start(self.prepare_all_to_all_v(x, &sends, &receives, out, Lifetime::Operand)?)
     }
 
-    #[pyo3(signature = (x, root = 0, *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None))]
     fn broadcast<'py>(
         &self,
         py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
-        root: usize,
+        root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         self.run(py, self.prepare_broadcast(x, root, out, Lifetime::Call)?)
     }
 
-    #[pyo3(signature = (x, root = 0, *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None))]
     fn start_broadcast<'py>(
         &self,
         x: Option<&Bound<'py, PyAny>>,
-        root: usize,
+        root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
         self.start(self.prepare_broadcast(x, root, out, Lifetime::Operand)?)
     }
 
-    #[pyo3(signature = (x, op = None, root = 0, *, out = None))]
+    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None))]
     fn reduce<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
-        root: usize,
+        root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         self.run(py, self.prepare_reduce(x, op, root, out, Lifetime::Call)?)
     }
 
-    #[pyo3(signature = (x, op = None, root = 0, *, out = None))]
+    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None))]
     fn start_reduce<'py>(
         &self,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
-        root: usize,
+        root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
         self.start(self.prepare_reduce(x, op, root, out, Lifetime::Operand)?)
     }
 
-    #[pyo3(signature = (x, root = 0, *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None))]
     fn gather<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
-        root: usize,
+        root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         self.run(py, self.prepare_gather(x, root, out, Lifetime::Call)?)
     }
 
-    #[pyo3(signature = (x, root = 0, *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None))]
     fn start_gather<'py>(
         &self,
         x: &Bound<'py, PyAny>,
-        root: usize,
+        root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
         self.start(self.prepare_gather(x, root, out, Lifetime::Operand)?)
     }
 
-    #[pyo3(signature = (x, root = 0, *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None))]
     fn scatter<'py>(
         &self,
         py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
-        root: usize,
+        root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         self.run(py, self.prepare_scatter(x, root, out, Lifetime::Call)?)
     }
 
-    #[pyo3(signature = (x, root = 0, *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None))]
     fn start_scatter<'py>(
         &self,
         x: Option<&Bound<'py, PyAny>>,
-        root: usize,
+        root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
         self.start(self.prepare_scatter(x, root, out, Lifetime::Operand)?)
     }
 
-    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: usize) -> Result<()> {
+    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<()> {
         let operand = Operand::import(x, "the input", Lifetime::Call)?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         // SAFETY: the operand and the caller's reference live until this returns.
-        interrupt::detached(py, || queue.messenger().send(unsafe { tensor.view() }.map_err(refused)?, to))?;
+        interrupt::detached(py, || queue.messenger().send(unsafe { tensor.view() }.map_err(refused)?, to.0))?;
         Ok(())
     }
 
-    fn recv<'py>(&self, py: Python<'py>, out: Bound<'py, PyAny>, source: usize) -> Result<Bound<'py, PyAny>> {
+    fn recv<'py>(&self, py: Python<'py>, out: Bound<'py, PyAny>, source: Count) -> Result<Bound<'py, PyAny>> {
         let operand = Operand::import(&out, "the output", Lifetime::Call)?.writable("the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         interrupt::detached(py, || {
             // SAFETY: as in `send`.
-            queue.messenger().recv(unsafe { tensor.view_mut() }.map_err(refused)?, source)
+            queue.messenger().recv(unsafe { tensor.view_mut() }.map_err(refused)?, source.0)
         })?;
         Ok(out)
     }
@@ -449,9 +450,9 @@ impl Communicator {
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
-        to: usize,
+        to: Count,
         out: Bound<'py, PyAny>,
-        source: usize,
+        source: Count,
     ) -> Result<Bound<'py, PyAny>> {
         let read = Operand::import(x, "the input", Lifetime::Call)?;
         let write = Operand::import(&out, "the output", Lifetime::Call)?.writable("the output")?;
@@ -463,42 +464,49 @@ impl Communicator {
             // SAFETY: as in `send`.
             let (x, out) =
                 unsafe { (read_from.view().map_err(refused)?, write_to.view_mut().map_err(refused)?) };
-            queue.messenger().send_recv(x, to, out, source)
+            queue.messenger().send_recv(x, to.0, out, source.0)
         })?;
         Ok(out)
     }
 
-    fn start_send(&self, x: &Bound<'_, PyAny>, to: usize) -> Result<Handle> {
+    fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<Handle> {
         let operand = Operand::import(x, "the input", Lifetime::Operand)?;
-        let tensor = operand.tensor;
-        // SAFETY: the operand is the owner.
-        let pending = unsafe {
-            let view = tensor.view()?;
-            self.queue()?.messenger().start_send::<Operands>(view, [Some(operand), None], to)?
-        };
+        let (queue, tensor) = (self.queue()?, operand.tensor);
+        // Detached, as no lock is taken while attached that others hold while they attach.
+        let pending = py.detach(|| {
+            // SAFETY: the operand is the owner.
+            unsafe {
+                let view = tensor.view().map_err(refused)?;
+                queue.messenger().start_send::<Operands>(view, [Some(operand), None], to.0)
+            }
+        })?;
         Ok(Handle::new(pending, None))
     }
 
-    fn start_recv(&self, out: Bound<'_, PyAny>, source: usize) -> Result<Handle> {
+    fn start_recv(&self, py: Python<'_>, out: Bound<'_, PyAny>, source: Count) -> Result<Handle> {
         let operand = Operand::import(&out, "the output", Lifetime::Operand)?.writable("the output")?;
-        let tensor = operand.tensor;
-        // SAFETY: the operand is the owner.
-        let pending = unsafe {
-            let view = tensor.view_mut()?;
-            self.queue()?.messenger().start_recv::<Operands>(view, [None, Some(operand)], source)?
-        };
+        let (queue, tensor) = (self.queue()?, operand.tensor);
+        let pending = py.detach(|| {
+            // SAFETY: the operand is the owner.
+            unsafe {
+                let view = tensor.view_mut().map_err(refused)?;
+                queue.messenger().start_recv::<Operands>(view, [None, Some(operand)], source.0)
+            }
+        })?;
         Ok(Handle::new(pending, Some(out)))
     }
 
-    fn create_shared_buffer(&self, py: Python<'_>, num_bytes: usize) -> Result<SharedBuffer> {
+    fn create_shared_buffer(&self, py: Python<'_>, num_bytes: Count) -> Result<SharedBuffer> {
         let queue = self.queue()?;
-        let buffer = interrupt::detached(py, || queue.run(|comm| comm.create_shared_buffer(num_bytes)))?;
-        Ok(SharedBuffer::new(buffer, self.rank, self.world_size))
+        let buffer = interrupt::detached(py, || queue.run(|comm| comm.create_shared_buffer(num_bytes.0)))?;
+        Ok(SharedBuffer::new(buffer, &queue, self.rank, self.world_size))
     }
 
     fn free_shared_buffer(&self, py: Python<'_>, buffer: &SharedBuffer) -> Result<()> {
-        let (queue, buffer) = (self.queue()?, buffer.take()?);
-        Ok(interrupt::detached(py, || queue.run(|comm| comm.free_shared_buffer(buffer)))?)
+        let queue = self.queue()?;
+        buffer.check_owner(&queue)?;
+        // Taken when its turn has come: a call that ends before leaves it where it is.
+        Ok(interrupt::detached(py, || queue.run(|comm| comm.free_shared_buffer(buffer.take()?)))?)
     }
 }
 

@@ -9,7 +9,7 @@ use pyo3::{
 
 use super::Communicator;
 use crate::{
-    arguments::{Given, InPlace, Prepared, prepare, prepare_input, prepare_output},
+    arguments::{Count, Given, InPlace, Prepared, prepare, prepare_input, prepare_output},
     call::Kind,
     error::Result,
     operand::{Lifetime, Operand},
@@ -84,7 +84,7 @@ impl Communicator {
         out: Given<'_, 'py>,
         lifetime: Lifetime,
     ) -> Result<Prepared<'py>> {
-        let in_place = InPlace::InputBlock(self.rank);
+        let in_place = InPlace::InputBlock(self.rank, self.world_size);
         prepare(Kind::AllGather, input, out, in_place, lifetime, |shape| self.gathered(shape))
     }
 
@@ -96,7 +96,9 @@ impl Communicator {
         lifetime: Lifetime,
     ) -> Result<Prepared<'py>> {
         let kind = Kind::ReduceScatter(reduce_op(op)?);
-        prepare(kind, input, out, InPlace::OutputBlock(self.rank), lifetime, |shape| self.scattered(shape))
+        prepare(kind, input, out, InPlace::OutputBlock(self.rank, self.world_size), lifetime, |shape| {
+            self.scattered(shape)
+        })
     }
 
     pub(super) fn prepare_all_to_all<'py>(
@@ -111,8 +113,8 @@ impl Communicator {
     pub(super) fn prepare_all_to_all_v<'py>(
         &self,
         input: &Bound<'py, PyAny>,
-        sends: Vec<usize>,
-        receives: Vec<usize>,
+        sends: &[Count],
+        receives: &[Count],
         out: Given<'_, 'py>,
         lifetime: Lifetime,
     ) -> Result<Prepared<'py>> {
@@ -120,16 +122,16 @@ impl Communicator {
         let read = Operand::import(input, "the input", Lifetime::Call)?;
         let whole: usize = read.shape().iter().skip(1).product();
         let scale = whole * read.units();
-        let scaled = |rows: &[usize]| rows.iter().map(|rows| rows.saturating_mul(scale)).collect();
-        let kind = Kind::AllToAllV(scaled(&sends), scaled(&receives));
-        let total = receives.iter().fold(0usize, |sum, rows| sum.saturating_add(*rows));
+        let scaled = |rows: &[Count]| rows.iter().map(|rows| rows.0.saturating_mul(scale)).collect();
+        let kind = Kind::AllToAllV(scaled(sends), scaled(receives));
+        let total = receives.iter().fold(0usize, |sum, rows| sum.saturating_add(rows.0));
         prepare(kind, input, out, InPlace::Never, lifetime, |shape| rows(shape, |_| Ok(total)))
     }
 
     pub(super) fn prepare_broadcast<'py>(
         &self,
         array: Given<'_, 'py>,
-        root: usize,
+        Count(root): Count,
         out: Given<'_, 'py>,
         lifetime: Lifetime,
     ) -> Result<Prepared<'py>> {
@@ -150,7 +152,7 @@ impl Communicator {
         &self,
         input: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
-        root: usize,
+        Count(root): Count,
         out: Given<'_, 'py>,
         lifetime: Lifetime,
     ) -> Result<Prepared<'py>> {
@@ -164,7 +166,7 @@ impl Communicator {
     pub(super) fn prepare_gather<'py>(
         &self,
         input: &Bound<'py, PyAny>,
-        root: usize,
+        Count(root): Count,
         out: Given<'_, 'py>,
         lifetime: Lifetime,
     ) -> Result<Prepared<'py>> {
@@ -178,7 +180,7 @@ impl Communicator {
     pub(super) fn prepare_scatter<'py>(
         &self,
         input: Given<'_, 'py>,
-        root: usize,
+        Count(root): Count,
         out: Given<'_, 'py>,
         lifetime: Lifetime,
     ) -> Result<Prepared<'py>> {

@@ -15,7 +15,7 @@ use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
     intern,
     prelude::*,
-    types::PyCapsule,
+    types::{PyBool, PyCapsule},
 };
 
 use super::{Description, Lifetime, Operand, Source};
@@ -141,19 +141,17 @@ fn not_exchanged(array: &Bound<'_, PyAny>, name: &str) -> Error {
     PyValueError::new_err(format!("{name} has no memory that could be exchanged: {reason}")).into()
 }
 
-/// torch keeps conjugation and negation as bits beside the memory, and does not tell DLPack. Only complex tensors have the
-/// one, only imaginary parts of such the other, which are contiguous if they have a single element.
+/// torch keeps conjugation and negation as bits beside the memory, and does not tell DLPack. Complex tensors may have the
+/// one, floats (imaginary parts of such) the other.
 fn check_lazy_bits(array: &Bound<'_, PyAny>, operand: &Operand, name: &str) -> Result<()> {
     let py = array.py();
     let (bit, resolve) = match operand.element.dtype() {
         None if operand.element.is_complex() => (intern!(py, "is_conj"), "resolve_conj"),
-        Some(dtype) if dtype.is_float() && operand.tensor.count == 1 => {
-            (intern!(py, "is_neg"), "resolve_neg")
-        }
+        Some(dtype) if dtype.is_float() => (intern!(py, "is_neg"), "resolve_neg"),
         _ => return Ok(()),
     };
     match array.call_method0(bit) {
-        Ok(set) if set.is_truthy()? => {
+        Ok(set) if set.is(PyBool::new(py, true)) => {
             let text =
                 format!("{name}: its values are not what is in memory ({bit} is set): pass x.{resolve}()");
             Err(PyValueError::new_err(text).into())
