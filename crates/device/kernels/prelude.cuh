@@ -477,9 +477,10 @@ struct wait_report {
 };
 static_assert(sizeof(wait_report) == 56, "report.rs has the same layout");
 
-// One thread's patience, made at the start of a kernel: the deadline is of the kernel, not of each wait.
+// One thread's patience: the deadline is of the kernel, not of each wait. The clock is first read when something is
+// late, since reading it takes as long as a small message.
 struct waiter {
-    u64 started_ns, limit_ns;
+    u64 started_ns, limit_ns;  // 0: nothing was late yet
     const u32* abort;
     wait_report* report;
     u32 rank, operation;
@@ -493,7 +494,7 @@ DEVICE u64 global_ns() {
 }
 
 DEVICE waiter start_waiting(u64 limit_ns, const u32* abort, wait_report* report, u32 rank, u32 operation) {
-    return waiter{global_ns(), limit_ns, abort, report, rank, operation};
+    return waiter{0, limit_ns, abort, report, rank, operation};
 }
 
 // How many polls there are between two looks at the clock and at the host's word.
@@ -517,8 +518,10 @@ static __device__ __noinline__ void record_wait(wait_report* r, u32 reason, u32 
 }
 
 // Whether to stop waiting; if so, the report is written.
-DEVICE bool gives_up(const waiter& w, u32 peer, u64 expected, u64 seen) {
-    u64 waited = global_ns() - w.started_ns;
+DEVICE bool gives_up(waiter& w, u32 peer, u64 expected, u64 seen) {
+    u64 now = global_ns();
+    if (w.started_ns == 0) w.started_ns = now;
+    u64 waited = now - w.started_ns;
     bool aborted = w.abort != nullptr && ld_relaxed_sys(w.abort) != 0;
     if (waited < w.limit_ns && !aborted) return false;
     if (w.report != nullptr)
@@ -528,8 +531,9 @@ DEVICE bool gives_up(const waiter& w, u32 peer, u64 expected, u64 seen) {
 
 // Calls `ready(seen)` until it returns true, and returns true; or gives up and returns false, and then the thread must
 // not wait again (a further wait would give up at its first look) but lead its block out of the kernel. `ready` may
-// leave in `seen` what it saw; `expected` is only for the report.
-template <class Ready> DEVICE bool wait_until(const waiter& w, u32 peer, u64 expected, Ready ready) {
+// leave in `seen` what it saw, and in what `peer` refers to whom it still waits for; they and `expected` are only for
+// the report.
+template <class Ready> DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready) {
     u64 seen = 0;
     for (;;) {
 #pragma unroll 1
@@ -540,7 +544,7 @@ template <class Ready> DEVICE bool wait_until(const waiter& w, u32 peer, u64 exp
 }
 
 // Waits until a counter that `peer` raises with release has reached `expected`, across wrapping.
-DEVICE bool wait_for_signal(const waiter& w, u32 peer, const u32* signal, u32 expected) {
+DEVICE bool wait_for_signal(waiter& w, u32 peer, const u32* signal, u32 expected) {
     return wait_until(w, peer, expected, [&](u64& seen) {
         u32 value = ld_acquire_sys(signal);
         seen = value;

@@ -52,4 +52,6 @@ pub use error::FabricError;
 pub use local::LocalWorld;
 pub use signal::rounds::{Arenas, Rounds};
 pub use signature::{Operation, Signature};
+#[cfg(not(loom))]
+pub use symmetric::CudaArena;
 pub use symmetric::{Mapped, SharedBuffer};

@@ -4,12 +4,16 @@
 //! users, who order themselves by barriers, rounds or signals of their own.
 
 mod allocator;
+#[cfg(not(loom))]
+mod cuda;
 
 use std::sync::Arc;
 
 use antiphon_tensor::Element;
 
 pub(crate) use allocator::Allocator;
+#[cfg(not(loom))]
+pub use cuda::CudaArena;
 
 use crate::{Communicator, FabricError, Operation, Signature, communicator::Shared};
 
