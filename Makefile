@@ -7,8 +7,9 @@ PYTHON = $(VENV)/bin/python
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer.
 test: loom rust python
 
-rust:
-	cargo test --workspace --all-features
+# The environment has NVRTC, which compiles every kernel without a GPU.
+rust: $(VENV)/installed
+	VIRTUAL_ENV=$(abspath $(VENV)) cargo test --workspace --all-features
 
 # Every interleaving of the fabric's signals. A target folder of its own, as --cfg loom rebuilds everything.
 loom:

@@ -257,6 +257,8 @@ def all_to_all_of_a_tensor(rank: int, world: int, group: Group) -> None:
         found = torch.zeros_like(inputs[rank])
         dist.all_to_all_single(found, inputs[rank], group=group)
         same(found, torch.cat([tensor.chunk(world)[rank] for tensor in inputs]))
+        dist.all_to_all_single(inputs[rank], inputs[rank], group=group)  # in place
+        same(inputs[rank], found)
 
 
 @check
@@ -268,6 +270,18 @@ def all_to_all_with_splits(rank: int, world: int, group: Group) -> None:
     dist.all_to_all_single(found, inputs[rank], receives, rows[rank], group=group)
     same(found, torch.cat([inputs[source].split(rows[source])[rank] for source in range(world)]))
     raises(ValueError, "splits", lambda: dist.all_to_all_single(found, found, [99] * world, [99] * world, group=group))
+
+
+@check
+def all_to_all_with_splits_on_one_rank(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world, shape=(2 * world, 3))
+    expected = torch.cat([tensor.chunk(world)[rank] for tensor in inputs])
+    found, splits = torch.zeros_like(expected), [2] * world if rank == 0 else None
+    dist.all_to_all_single(found, inputs[rank], splits, splits, group=group)
+    same(found, expected)
+    found = torch.zeros(6 * world)  # another shape, which is another size of rows
+    dist.all_to_all_single(found, inputs[rank], [6] * world if rank == 0 else None, group=group)
+    same(found, expected.reshape(-1))
 
 
 @check
@@ -383,6 +397,33 @@ def a_wait_with_a_timeout_can_be_repeated(rank: int, world: int, group: Group) -
         assert future.wait() is work.result() or torch.equal(future.wait()[0], found)
 
 
+@check
+def a_destroyed_group_has_sent_what_was_started(rank: int, world: int, group: Group) -> None:
+    other = dist.new_group(backend="antiphon")
+    if rank == 0:
+        for each in range(20):  # none of which is waited for; too many, and too large, not to wait for the receiver
+            dist.isend(torch.full((20_000,), float(each)), group_dst=1, group=other)
+    if rank == 1:
+        time.sleep(0.2)
+        for each in range(20):
+            found = torch.zeros(20_000)
+            dist.recv(found, group_src=0, group=other)
+            same(found, torch.full((20_000,), float(each)))
+    if rank == 0:
+        dist.irecv(torch.zeros(1), group_src=1, group=other)  # which is not waited for
+    dist.destroy_process_group(other)
+
+
+@check
+def works_of_messages_that_are_polled(rank: int, world: int, group: Group) -> None:
+    if rank == 0:
+        dist.send(torch.arange(6.0), group_dst=1, group=group)
+    if rank == 1:
+        found = torch.zeros(3, 2).t()
+        polled(dist.irecv(found, group_src=0, group=group))
+        same(found, torch.arange(6.0).view(2, 3))
+
+
 # Work
 
 
@@ -400,6 +441,61 @@ def works_and_futures(rank: int, world: int, group: Group) -> None:
         assert result.data_ptr() == found.data_ptr() and work.wait() and work.is_success()
     doubled = works[0][1].get_future().then(lambda done: done.value()[0] * 2).wait()
     same(doubled, torch.stack(inputs).sum(0) * 2)
+
+
+def polled(work: Any) -> None:
+    """Sees a work through without a wait."""
+    end = time.monotonic() + 60
+    while not work.is_completed():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@check
+def outputs_of_works_that_are_polled(rank: int, world: int, group: Group) -> None:
+    inputs = everybody(world)
+    found = [torch.zeros_like(tensor) for tensor in inputs]
+    polled(dist.all_gather(found, inputs[rank], group=group, async_op=True))
+    for mine, expected in zip(found, inputs):
+        same(mine, expected)
+    transposed = inputs[rank].t().contiguous().t()
+    polled(dist.all_reduce(transposed, group=group, async_op=True))
+    same(transposed, torch.stack(inputs).sum(0))
+    found = [torch.zeros_like(tensor) for tensor in inputs]
+    polled(dist.all_to_all(found, [inputs[rank]] * world, group=group, async_op=True))
+    for mine, expected in zip(found, inputs):
+        same(mine, expected)
+
+
+@check
+def failed_works_that_are_polled(rank: int, world: int, group: Group) -> None:
+    found = [torch.zeros(3 + rank) for _ in range(world)]
+    work = dist.all_gather(found, torch.ones(3 + rank), group=group, async_op=True)
+    polled(work)
+    assert work.is_completed() and not work.is_success() and isinstance(work.exception(), RuntimeError)
+    raises(RuntimeError, "all_gather", work.wait)
+    for mine in found:
+        same(mine, torch.zeros(3 + rank))
+
+
+@check
+def futures_asked_for_once_the_group_is_gone(rank: int, world: int, group: Group) -> None:
+    other = dist.new_group(backend="antiphon")
+    futures = antiphon.torch.work.Futures()
+    for close in (lambda: None, futures.close, futures.close):  # before, after, and after that again
+        close()
+        found = torch.zeros(2)
+        if rank == 0:
+            work = dist.irecv(found, group_src=1, group=other)
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            assert not work.is_completed()
+            futures.complete(work, done)
+        dist.barrier(group=other)
+        if rank == 1:
+            dist.send(torch.ones(2), group_dst=0, group=other)
+        if rank == 0:
+            same(done.wait()[0], torch.ones(2))
+    dist.destroy_process_group(other)
 
 
 @check
@@ -461,6 +557,70 @@ def views_that_only_promise_to_negate(rank: int, world: int, group: Group) -> No
     found = torch.zeros(2 * world)
     dist.all_gather_into_tensor(found, negative, group=group)
     same(found, torch.full((2 * world,), -2.0))
+
+
+def lazy(values: torch.Tensor) -> list[torch.Tensor]:
+    """Views of these values over memory with others: conjugate, negative, both, and not contiguous either."""
+    return [
+        values.conj().resolve_conj().conj(),
+        torch._neg_view(-values),
+        torch._neg_view(-values.conj().resolve_conj()).conj(),
+        values.t().conj().resolve_conj().conj().t(),
+    ]
+
+
+@check
+def outputs_that_only_promise_to_conjugate(rank: int, world: int, group: Group) -> None:
+    inputs = [tensor * (1 + 2j) for tensor in everybody(world, torch.complex64)]
+    total, whole, nothing = torch.stack(inputs).sum(0), torch.cat(inputs), torch.zeros_like(inputs[0])
+    assert [(each.is_conj(), each.is_neg()) for each in lazy(total)] == [
+        (True, False),
+        (False, True),
+        (True, True),
+        (True, False),
+    ]
+
+    def equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+        assert torch.equal(found.resolve_conj().resolve_neg(), expected), (found, expected)
+
+    # Methods of the group are called where torch's functions refuse conjugates.
+    for kind in range(4):
+
+        def mine() -> torch.Tensor:
+            return lazy(inputs[rank])[kind]
+
+        def empty(like: torch.Tensor) -> torch.Tensor:
+            return lazy(torch.zeros_like(like))[kind]
+
+        equal(mine(), inputs[rank])
+        for op, expected in ((dist.ReduceOp.SUM, total), (dist._make_nccl_premul_sum(0.5), total * 0.5)):
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+            polled(group.allreduce([found := mine()], options))
+            equal(found, expected)
+        dist.reduce(found := mine(), group_dst=0, group=group)
+        equal(found, total if rank == 0 else inputs[rank])
+        group.broadcast([found := mine()], dist.BroadcastOptions()).wait()  # of rank 0
+        equal(found, inputs[0])
+        group._allgather_base(found := empty(whole), mine()).wait()
+        equal(found, whole)
+        dist.reduce_scatter_tensor(back := empty(nothing), found, group=group)
+        equal(back, inputs[rank] * world)
+        dist.reduce_scatter(back := empty(nothing), [mine()] * world, group=group)
+        equal(back, total)
+        uneven = [torch.zeros(each, 3, dtype=torch.complex64) + (each + 1j) for each in range(world)]
+        ours = [lazy(tensor)[kind] for tensor in uneven]
+        dist.reduce_scatter(back := empty(uneven[rank]), ours, group=group)
+        equal(back, uneven[rank] * world)
+        for of_ranks in (inputs, uneven):
+            gathered = [empty(tensor) for tensor in of_ranks]
+            group.allgather([gathered], [lazy(of_ranks[rank])[kind]]).wait()
+            for each, expected in zip(gathered, of_ranks):
+                equal(each, expected)
+        gathered = [empty(nothing) for _ in inputs]
+        dist.gather(mine(), gathered if rank == 1 else None, group_dst=1, group=group)
+        for each, expected in zip(gathered if rank == 1 else [], inputs):
+            equal(each, expected)
 
 
 @check

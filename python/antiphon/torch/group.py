@@ -16,15 +16,15 @@ from antiphon.torch.tensors import (
     Copies,
     check,
     contiguous,
+    counts,
     flat,
     is_plain,
     only,
     reduction,
-    rows,
     scaled,
     unsupported,
 )
-from antiphon.torch.work import Completed, Futures, Work
+from antiphon.torch.work import Completed, Futures, Sends, Work
 
 #: The name of a method of the communicator, its arguments, and ``out``.
 Call = tuple[str, tuple[Any, ...], Tensor | None]
@@ -40,7 +40,7 @@ class Group(dist.ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, comm: antiphon.Communicator) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # with the store no subclass can be made
         self.comm, self._store = comm, store
-        self._futures = Futures()
+        self._futures, self._sends = Futures(), Sends()
         self._done = Completed([], [])
         self._name = self._description = ""
 
@@ -68,17 +68,18 @@ class Group(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         copies, calls = Copies(), list[Call]()
         for tensor in tensors:
-            op, (view,), factor = reduction("all_reduce", SUM if opts is None else opts.reduceOp, tensor)
-            view = copies.in_out(view) if factor is None else copies.stand_in(view, scaled(view, factor))
-            calls.append(("all_reduce", (view, op), view))
+            op, view, factor = reduction("all_reduce", SUM if opts is None else opts.reduceOp, tensor)
+            array = copies.in_out(tensor) if factor is None else copies.stand_in(tensor, scaled(tensor, factor))
+            array = view(array)
+            calls.append(("all_reduce", (array, op), array))
         return self._run(opts, calls, tensors, copies)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         copies, tensor = Copies(), only("reduce", tensors)
-        op, (view,), factor = reduction("reduce", SUM if opts is None else opts.reduceOp, tensor)
+        op, view, factor = reduction("reduce", SUM if opts is None else opts.reduceOp, tensor)
         root = 0 if opts is None else opts.rootRank
-        read = scaled(view, factor)
-        out = copies.output(view) if root == self.rank() else None
+        read = view(scaled(tensor, factor))
+        out = view(copies.output(tensor)) if root == self.rank() else None
         return self._run(opts, [("reduce", (read, op, root), out)], tensors, copies)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -166,8 +167,8 @@ class Group(dist.ProcessGroup):
         copies, calls = Copies(), list[Call]()
         for out, read in zip(outputTensors, inputTensors, strict=True):
             asked = SUM if opts is None else opts.reduceOp
-            op, (read, out), factor = reduction("reduce_scatter_tensor", asked, read, out)
-            calls.append(("reduce_scatter", (scaled(read, factor), op), copies.output(out)))
+            op, view, factor = reduction("reduce_scatter_tensor", asked, read, out)
+            calls.append(("reduce_scatter", (view(scaled(read, factor)), op), view(copies.output(out))))
         return self._run(opts, calls, outputTensors, copies)
 
     def reduce_scatter(  # type: ignore[override]
@@ -177,14 +178,14 @@ class Group(dist.ProcessGroup):
         self._check_list("reduce_scatter", inputs)
         asked = SUM if opts is None else opts.reduceOp
         copies = Copies()
-        op, (view, *views), factor = reduction("reduce_scatter", asked, output, *inputs)
-        if len({view.numel() for view in views}) == 1:
-            calls: list[Call] = [("reduce_scatter", (scaled(flat(views), factor), op), copies.output(view))]
+        op, view, factor = reduction("reduce_scatter", asked, output, *inputs)
+        out = view(copies.output(output))
+        if len({input.numel() for input in inputs}) == 1:
+            calls: list[Call] = [("reduce_scatter", (view(scaled(flat(inputs), factor)), op), out)]
         else:  # ranks get different numbers of elements: one after the other
-            out = copies.output(view)
             calls = [
-                ("reduce", (scaled(read, factor), op, root), out if root == self.rank() else None)
-                for root, read in enumerate(views)
+                ("reduce", (view(scaled(read, factor)), op, root), out if root == self.rank() else None)
+                for root, read in enumerate(inputs)
             ]
         return self._run(opts, calls, output_tensors, copies)
 
@@ -193,12 +194,12 @@ class Group(dist.ProcessGroup):
     ) -> dist.Work:
         check("all_to_all_single", input, output)
         copies, size = Copies(), self.size()
-        splits = (rows(input, input_splits, size), rows(output, output_splits, size))
-        read, out = contiguous(input), copies.output(output)
-        # Without splits, on all ranks, there is a faster way.
-        even = not input_splits and not output_splits
-        call: Call = ("all_to_all", (read,), out) if even else ("all_to_all_v", (read, *splits), out)
-        return self._run(opts, [call], [output], copies)
+        sends, receives = counts(input, input_splits, size), counts(output, output_splits, size)
+        read, out = contiguous(input).detach().view(-1), copies.output(output).detach().view(-1)
+        if read.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+            read = read.clone()  # as they may be the same
+        # A rank without splits cannot know whether others have none: it makes the call that they make.
+        return self._run(opts, [("all_to_all_v", (read, sends, receives), out)], [output], copies)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         check("all_to_all", *inputs, *outputs)
@@ -217,7 +218,9 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:
         tensor = self._message("send", tensors, tag)
-        return Work([self.comm.start_send(contiguous(tensor), dstRank)], tensors)
+        handle = self.comm.start_send(contiguous(tensor), dstRank)
+        self._sends.add(handle)
+        return Work([handle], tensors)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:
         copies, tensor = Copies(), self._message("recv", tensors, tag)
@@ -235,9 +238,16 @@ class Group(dist.ProcessGroup):
             raise ValueError(f"{what}: {len(tensors)} tensors in the list for {self.size()} ranks")
 
     def shutdown(self) -> None:
-        """Closes the communicator, once what was started is over."""
+        """Closes the communicator, once the collectives and sends that were started are over, which is bounded by the
+        timeout.
+
+        Receives are not waited for, as a message may never come: one still under way may fail.
+        """
         self._futures.close()
-        self.comm.close()
+        try:
+            self._sends.wait()
+        finally:
+            self.comm.close()
 
     # What torch asks a group about itself, and would otherwise ask C++ backends, of which there are none.
 

@@ -1,6 +1,6 @@
 """Torch's tensors and operators as the communicator takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,14 +102,14 @@ def only(what: str, items: Sequence[Any]) -> Any:
     return items[0]
 
 
-def reduction(what: str, op: Any, *tensors: Tensor) -> tuple[str, list[Tensor], Any]:
-    """Our name of a reduction, the tensors as they are reduced, and the factor that inputs take first, or ``None``."""
+def reduction(what: str, op: Any, *tensors: Tensor) -> tuple[str, Callable[[Tensor], Tensor], Any]:
+    """Our name of a reduction, how to view a plain tensor to reduce it, and the factor of inputs, or ``None``."""
     number = int(op.op)
     name = "sum" if number == PREMUL_SUM else OPS.get(number)
     if name is None:
         raise unsupported(f"{what} with {op_name(op)}", "use SUM, AVG, PRODUCT, MIN or MAX")
     check(what, *tensors)
-    dtype, factor, views = tensors[0].dtype, None, list(tensors)
+    dtype, factor = tensors[0].dtype, None
     if number == PREMUL_SUM:
         factor = op.__getstate__()[1]  # it has no other way out
         if not (dtype.is_floating_point or dtype.is_complex):
@@ -117,10 +117,12 @@ def reduction(what: str, op: Any, *tensors: Tensor) -> tuple[str, list[Tensor], 
     if dtype is torch.bool:
         if name not in BOOL_OPS:
             raise TypeError(f"{what}: truth values have no {op_name(op)}")
-        return BOOL_OPS[name], [tensor.view(torch.uint8) for tensor in tensors], factor
-    if dtype.is_complex and name in ("sum", "avg"):
-        views = [torch.view_as_real(tensor.detach().resolve_conj()) for tensor in tensors]
-    return name, views, factor
+        return BOOL_OPS[name], as_bytes, factor
+    return name, torch.view_as_real if dtype.is_complex and name in ("sum", "avg") else torch.detach, factor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
 
 
 def op_name(op: Any) -> str:
@@ -132,13 +134,13 @@ def scaled(tensor: Tensor, factor: Any) -> Tensor:
     return contiguous(tensor) if factor is None else contiguous((tensor.detach() * factor).to(tensor.dtype))
 
 
-def rows(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many rows go to, or come from, each rank."""
+def counts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """How many elements go to, or come from, each rank, by the rows that do."""
     rows = tensor.size(0) if tensor.dim() else 1
     if not splits:
         if rows % size:
             raise ValueError(f"all_to_all_single: {rows} rows cannot be divided among {size} ranks")
-        return [rows // size] * size
-    if len(splits) != size or sum(splits) != rows:
+        splits = [rows // size] * size
+    elif len(splits) != size or sum(splits) != rows:
         raise ValueError(f"all_to_all_single: splits {list(splits)} of {rows} rows for {size} ranks")
-    return list(splits)
+    return [split * tensor.numel() // max(rows, 1) for split in splits]

@@ -1,6 +1,7 @@
 """What a call returns, and the futures on it."""
 
 import atexit
+import contextlib
 import queue
 import threading
 from collections.abc import Sequence
@@ -45,7 +46,12 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return all(handle.is_finished() for handle in self._handles)
+        """Whether all is over; what has come then lies in the outputs, as after ``wait``."""
+        if not all(handle.is_finished() for handle in self._handles):
+            return False
+        with contextlib.suppress(Exception):  # which is for ``wait`` to raise
+            self.wait()
+        return True
 
     def exception(self) -> BaseException | None:
         """What went wrong, if it is over and something did."""
@@ -93,44 +99,93 @@ class Completed(Work):
         return True
 
 
+class Sends:
+    """Sends under way, which are to come to their end even if nobody waits for them."""
+
+    _FEW = 16
+
+    def __init__(self) -> None:
+        self._handles: list[antiphon.Handle] = []
+        self._limit = self._FEW
+        self._lock = threading.Lock()
+
+    def add(self, handle: antiphon.Handle) -> None:
+        with self._lock:
+            if len(self._handles) >= self._limit:  # seldom, so that it costs little for each
+                self._handles = [handle for handle in self._handles if not handle.is_finished()]
+                self._limit = max(self._FEW, 2 * len(self._handles))
+            self._handles.append(handle)
+
+    def wait(self) -> None:
+        """Waits until all are over, which is bounded by the timeout of the group, however they end."""
+        with self._lock:
+            handles, self._handles = self._handles, []
+        for handle in handles:
+            with contextlib.suppress(Exception):
+                handle.wait()
+
+
+#: What a thread of futures has to do, up to ``None``.
+_Queue = queue.SimpleQueue[tuple[Work, Future[list[Tensor]]] | None]
+
+
 class Futures:
     """Completes the futures of works in their order, on a thread: futures want to be told, and works can only wait."""
 
-    _running: "set[Futures]" = set()
+    _running: dict[threading.Thread, _Queue] = {}
     _leave = threading.Event()
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Work, Future[list[Tensor]]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._queue: _Queue | None = None
+        self._closed = False
+        self._lock = threading.Lock()
 
     def complete(self, work: Work, future: Future[list[Tensor]]) -> None:
         if work.is_completed():
             self._finish(work, future)  # which spares waking a thread
             return
-        self._queue.put((work, future))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="antiphon-futures", daemon=True)
-            self._running.add(self)
-            self._thread.start()
+        with self._lock:
+            if self._queue is None:
+                self._queue = self._start()
+            self._queue.put((work, future))
+            if self._closed:  # the future came late, and its thread ends with it
+                self._end()
 
     def close(self) -> None:
         """Lets the thread end after what it has to do."""
-        self._queue.put(None)
+        with self._lock:
+            self._closed = True
+            self._end()
 
-    def _main(self) -> None:
-        while (item := self._queue.get()) is not None and self._see_through(*item):
+    def _end(self) -> None:
+        if self._queue is not None:
+            self._queue.put(None)
+            self._queue = None
+
+    @classmethod
+    def _start(cls) -> _Queue:
+        todo: _Queue = queue.SimpleQueue()
+        thread = threading.Thread(target=cls._main, args=(todo,), name="antiphon-futures", daemon=True)
+        cls._running[thread] = todo
+        thread.start()
+        return todo
+
+    @classmethod
+    def _main(cls, todo: _Queue) -> None:
+        while (item := todo.get()) is not None and cls._see_through(*item):
             del item  # it keeps tensors
-        self._running.discard(self)
+        cls._running.pop(threading.current_thread(), None)
 
-    def _see_through(self, work: Work, future: Future[list[Tensor]]) -> bool:
+    @classmethod
+    def _see_through(cls, work: Work, future: Future[list[Tensor]]) -> bool:
         while not work.is_completed():
-            if self._leave.is_set():
+            if cls._leave.is_set():
                 return False
             try:
                 work.wait(timedelta(seconds=0.1))
             except Exception:
                 pass  # not yet over; or a failure, which is found again
-        self._finish(work, future)
+        cls._finish(work, future)
         return True
 
     @staticmethod
@@ -145,10 +200,9 @@ class Futures:
     def leave(cls) -> None:
         """Ends the threads: one that outlives the interpreter is killed in the middle of what it does."""
         cls._leave.set()
-        for futures in list(cls._running):
-            futures.close()
-            if futures._thread is not None:
-                futures._thread.join(1)
+        for thread, todo in list(cls._running.items()):
+            todo.put(None)
+            thread.join(1)
 
 
 atexit.register(Futures.leave)
