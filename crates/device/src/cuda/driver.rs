@@ -39,7 +39,7 @@ impl Driver {
         // SAFETY: only opens libraries of the driver's names, one of which is open already.
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::MissingLibrary {
-                library: library::DRIVER.library,
+                library: library::DRIVER.what,
                 install: library::DRIVER.install,
                 searched: format!("{} opens, but by no name that cudarc knows", library.path().display()),
             });

@@ -27,7 +27,7 @@ use super::CudaError;
 /// What to look for.
 pub(crate) struct Wanted {
     /// What it is, for a person.
-    pub(crate) library: &'static str,
+    pub(crate) what: &'static str,
     /// The variable with its path.
     pub(crate) variable: Option<&'static str>,
     /// The file's names, the preferred one first.
@@ -41,7 +41,7 @@ pub(crate) struct Wanted {
 }
 
 pub(crate) const DRIVER: Wanted = Wanted {
-    library: "CUDA driver (libcuda)",
+    what: "CUDA driver (libcuda)",
     variable: None,
     names: &["libcuda.so.1"],
     packages: &[],
@@ -50,7 +50,7 @@ pub(crate) const DRIVER: Wanted = Wanted {
 };
 
 pub(crate) const NVRTC: Wanted = Wanted {
-    library: "NVRTC (libnvrtc)",
+    what: "NVRTC (libnvrtc)",
     variable: Some("ANTIPHON_NVRTC"),
     names: &["libnvrtc.so.13", "libnvrtc.so.12"],
     packages: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
@@ -59,7 +59,7 @@ pub(crate) const NVRTC: Wanted = Wanted {
 };
 
 const NCCL: Wanted = Wanted {
-    library: "NCCL (libnccl)",
+    what: "NCCL (libnccl)",
     variable: Some("ANTIPHON_NCCL"),
     names: &["libnccl.so.2"],
     packages: &["nvidia/nccl/lib"],
@@ -158,13 +158,13 @@ fn first(wanted: &Wanted, candidates: impl IntoIterator<Item = PathBuf>) -> Resu
         match unsafe { Handle::open(Some(&path), RTLD_NOW | RTLD_LOCAL) } {
             Ok(handle) => {
                 wanted.companions.iter().for_each(|name| open_companions(&path, name));
-                return Ok(Library { what: wanted.library, path, handle: ManuallyDrop::new(handle) });
+                return Ok(Library { what: wanted.what, path, handle: ManuallyDrop::new(handle) });
             }
             Err(error) => searched.push(reason(&path, &error)),
         }
     }
     Err(CudaError::MissingLibrary {
-        library: wanted.library,
+        library: wanted.what,
         install: wanted.install,
         searched: searched.join("; "),
     })
@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     const NOTHING: Wanted = Wanted {
-        library: "Nothing (libnothing)",
+        what: "Nothing (libnothing)",
         variable: Some("ANTIPHON_NOTHING"),
         names: &["libantiphon-nothing.so.1"],
         packages: &["nvidia/nothing/lib"],

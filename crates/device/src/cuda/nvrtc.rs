@@ -21,7 +21,7 @@ type Strings = *const *const c_char;
 /// NVRTC, ready to compile.
 #[derive(Debug)]
 pub struct Nvrtc {
-    library: Library,
+    opened: Library,
     version: CudaVersion,
     functions: Functions,
 }
@@ -88,7 +88,7 @@ impl Nvrtc {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two integers.
         functions.check("nvrtcVersion", unsafe { version(&mut major, &mut minor) })?;
-        Ok(Self { library, version: CudaVersion::new(major as u32, minor as u32), functions })
+        Ok(Self { opened: library, version: CudaVersion::new(major as u32, minor as u32), functions })
     }
 
     /// Its version. The driver's must have at least the same major number for the code to load.
@@ -98,7 +98,7 @@ impl Nvrtc {
 
     /// The file that was opened, or the name that the dynamic loader found it by.
     pub fn path(&self) -> &Path {
-        self.library.path()
+        self.opened.path()
     }
 
     /// Compiles a program, which takes from a tenth of a second to a few. [`KernelCache`](super::KernelCache)
