@@ -342,7 +342,7 @@ impl Communicator {
         self.start(self.prepare_all_to_all_v(x, &sends, &receives, out, Lifetime::Operand)?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn broadcast<'py>(
         &self,
         py: Python<'py>,
@@ -353,7 +353,7 @@ impl Communicator {
         self.run(py, self.prepare_broadcast(x, root, out, Lifetime::Call)?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_broadcast<'py>(
         &self,
         x: Option<&Bound<'py, PyAny>>,
@@ -363,7 +363,7 @@ impl Communicator {
         self.start(self.prepare_broadcast(x, root, out, Lifetime::Operand)?)
     }
 
-    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None))]
+    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
     fn reduce<'py>(
         &self,
         py: Python<'py>,
@@ -375,7 +375,7 @@ impl Communicator {
         self.run(py, self.prepare_reduce(x, op, root, out, Lifetime::Call)?)
     }
 
-    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None))]
+    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
     fn start_reduce<'py>(
         &self,
         x: &Bound<'py, PyAny>,
@@ -386,7 +386,7 @@ impl Communicator {
         self.start(self.prepare_reduce(x, op, root, out, Lifetime::Operand)?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn gather<'py>(
         &self,
         py: Python<'py>,
@@ -397,7 +397,7 @@ impl Communicator {
         self.run(py, self.prepare_gather(x, root, out, Lifetime::Call)?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_gather<'py>(
         &self,
         x: &Bound<'py, PyAny>,
@@ -407,7 +407,7 @@ impl Communicator {
         self.start(self.prepare_gather(x, root, out, Lifetime::Operand)?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn scatter<'py>(
         &self,
         py: Python<'py>,
@@ -418,7 +418,7 @@ impl Communicator {
         self.run(py, self.prepare_scatter(x, root, out, Lifetime::Call)?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None))]
+    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_scatter<'py>(
         &self,
         x: Option<&Bound<'py, PyAny>>,
