@@ -20,7 +20,8 @@ pub const MAX_WORLD: usize = 8;
 /// The largest message, in bytes, that one launch of each algorithm takes; more go in pieces.
 const ONE_SHOT_BYTES: usize = 1 << 20;
 const TWO_SHOT_BYTES: usize = 32 << 20;
-/// From how many bytes on two-shot is the faster one. Measured on 4 H200s; with two ranks it sends as much as one-shot.
+/// From how many bytes on two-shot is the faster one with more than two ranks: where one-shot's (W − 1)·n bytes weigh more
+/// than a second hop. Not yet measured with this code. With two ranks both send as much.
 const TWO_SHOT_FROM: usize = 320 << 10;
 const THREADS: u32 = 128;
 const MAX_BLOCKS: u32 = 132 * 4;
