@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python loom lint doc bench
+.PHONY: test rust python loom lint doc bench gpu-bundle
 
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer.
 test: loom rust python
@@ -33,6 +33,10 @@ lint: doc
 
 doc:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --all-features
+
+# All that a GPU machine without Rust or network needs, in one folder with a script that runs it: see CONTRIBUTING.md.
+gpu-bundle: $(VENV)/installed
+	PYTHON=$(abspath $(PYTHON)) scripts/gpu-bundle/build.sh
 
 # Needs Open MPI and mpi4py: see benches/README.md.
 bench:

@@ -28,9 +28,20 @@ fn the_json_holds_every_check() {
     for name in ["memfd_create", "file sealing", "shared futex", "pidfd_open", "fd passing"] {
         assert_eq!(status(name), "ok", "{name}");
     }
-    for name in
-        ["cores", "SIMD", "NUMA nodes", "caches", "RAM", "huge pages for shmem", "overcommit", "libcuda"]
-    {
+    for name in [
+        "cores",
+        "SIMD",
+        "NUMA nodes",
+        "caches",
+        "RAM",
+        "huge pages for shmem",
+        "overcommit",
+        "driver",
+        "NVRTC",
+        "NCCL",
+    ] {
         assert!(["ok", "warning", "missing"].contains(&status(name).as_str().unwrap()));
     }
+    // A machine without GPUs is healthy, and its survey is whole.
+    assert!(value["gpu"]["devices"].is_array() && value["gpu"]["driver"].is_object(), "{text}");
 }

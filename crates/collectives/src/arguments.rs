@@ -5,7 +5,7 @@ use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::error::{CollectiveError, Result};
 
-/// A tensor to read: contiguous, in host memory.
+/// A tensor to read: contiguous, where it is served.
 #[derive(Clone, Copy)]
 pub(crate) struct Input {
     pub(crate) data: *const u8,
@@ -13,7 +13,7 @@ pub(crate) struct Input {
     pub(crate) dtype: DType,
 }
 
-/// A tensor to write: contiguous, in host memory.
+/// A tensor to write: contiguous, where it is served.
 #[derive(Clone, Copy)]
 pub(crate) struct Output {
     pub(crate) data: *mut u8,
@@ -24,7 +24,13 @@ pub(crate) struct Output {
 impl Input {
     #[inline]
     pub(crate) fn new(operation: Operation, tensor: &TensorView<'_>) -> Result<Self> {
-        check(operation, "input", tensor)?;
+        Self::on(Device::Host, operation, tensor)
+    }
+
+    /// On a device.
+    #[inline]
+    pub(crate) fn on(device: Device, operation: Operation, tensor: &TensorView<'_>) -> Result<Self> {
+        check(device, operation, "input", tensor)?;
         Ok(Self { data: tensor.as_ptr(), count: tensor.numel(), dtype: tensor.dtype() })
     }
 }
@@ -32,7 +38,13 @@ impl Input {
 impl Output {
     #[inline]
     pub(crate) fn new(operation: Operation, tensor: &mut TensorViewMut<'_>) -> Result<Self> {
-        check(operation, "output", &tensor.as_view())?;
+        Self::on(Device::Host, operation, tensor)
+    }
+
+    /// On a device.
+    #[inline]
+    pub(crate) fn on(device: Device, operation: Operation, tensor: &mut TensorViewMut<'_>) -> Result<Self> {
+        check(device, operation, "output", &tensor.as_view())?;
         Ok(Self { data: tensor.as_mut_ptr(), count: tensor.numel(), dtype: tensor.dtype() })
     }
 
@@ -44,10 +56,15 @@ impl Output {
 }
 
 #[inline]
-fn check(operation: Operation, which: &'static str, tensor: &TensorView<'_>) -> Result<()> {
+fn check(
+    serves: Device,
+    operation: Operation,
+    which: &'static str,
+    tensor: &TensorView<'_>,
+) -> Result<()> {
     let operation = operation.name();
-    if tensor.device() != Device::Host {
-        return Err(CollectiveError::Device { operation, which, device: tensor.device() });
+    if tensor.device() != serves {
+        return Err(CollectiveError::Device { operation, which, device: tensor.device(), serves });
     }
     tensor.contiguous().map_err(|source| CollectiveError::Tensor { operation, which, source })
 }

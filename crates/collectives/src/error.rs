@@ -46,7 +46,7 @@ pub enum CollectiveError {
         rule: String,
     },
     /// A tensor is in memory that this backend does not serve.
-    #[error("{operation}: the {which} is on {device}, this communicator serves host memory")]
+    #[error("{operation}: the {which} is on {device}, these collectives serve {serves}")]
     Device {
         /// The operation.
         operation: &'static str,
@@ -54,6 +54,8 @@ pub enum CollectiveError {
         which: &'static str,
         /// Where it is.
         device: Device,
+        /// Where it should be.
+        serves: Device,
     },
     /// There is no such arithmetic.
     #[error("{operation}: the dtype {dtype} cannot be reduced")]

@@ -35,8 +35,10 @@
 pub mod all_reduce;
 mod arguments;
 mod collectives;
+pub mod cuda;
 pub mod error;
 pub mod gather_scatter;
+pub mod nccl;
 mod pending;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;

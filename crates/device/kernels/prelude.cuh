@@ -234,6 +234,16 @@ DEVICE void store16_volatile(void* to, uint4 v) {
     asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+// A tag as one indivisible access, for peers that poll it.
+DEVICE void store_tag(void* to, u64 low, u64 high) {
+    asm volatile("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }"
+                 :: "l"(to), "l"(low), "l"(high) : "memory");
+}
+DEVICE void load_tag(const void* from, u64& low, u64& high) {
+    asm volatile("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }"
+                 : "=l"(low), "=l"(high) : "l"(from) : "memory");
+}
+
 // The elements of a vec16 in the type that they accumulate in, converted in pairs where that is cheaper.
 template <class T> struct wide_vec { typename wide<T>::type lane[vec16<T>::LANES]; };
 
@@ -471,11 +481,16 @@ DEVICE void pdl_launch_dependents() {
 // Nothing waits for ever. A kernel that gives up says why in a wait_report and returns; the host, which finds the
 // report (WaitBoard), turns it into an error that names the rank. State 0: empty, 1: being written, 2: complete.
 
+// Two words that only the host understands: what a kernel is doing.
+struct alignas(16) tag { u64 low, high; };
+
 struct wait_report {
-    u32 state, reason, rank, peer, operation, block, thread, reserved;
-    u64 expected, seen, waited_ns;
+    u32 state, reason, rank, peer, block, thread;
+    u64 doing[2], expected, seen[2], waited_ns;
 };
-static_assert(sizeof(wait_report) == 56, "report.rs has the same layout");
+static_assert(sizeof(wait_report) == 72, "report.rs has the same layout");
+
+constexpr u32 DEADLINE = 1, ABORTED = 2, DISAGREED = 3;
 
 // One thread's patience: the deadline is of the kernel, not of each wait. The clock is first read when something is
 // late, since reading it takes as long as a small message.
@@ -483,7 +498,8 @@ struct waiter {
     u64 started_ns, limit_ns;  // 0: nothing was late yet
     const u32* abort;
     wait_report* report;
-    u32 rank, operation;
+    u32 rank;
+    tag doing;
 };
 
 // Nanoseconds of this device's clock, which ticks about once a microsecond.
@@ -493,40 +509,47 @@ DEVICE u64 global_ns() {
     return ns;
 }
 
-DEVICE waiter start_waiting(u64 limit_ns, const u32* abort, wait_report* report, u32 rank, u32 operation) {
-    return waiter{0, limit_ns, abort, report, rank, operation};
+DEVICE waiter start_waiting(u64 limit_ns, const u32* abort, wait_report* report, u32 rank, tag doing) {
+    return waiter{0, limit_ns, abort, report, rank, doing};
 }
 
-// How many polls there are between two looks at the clock and at the host's word.
+// How many polls there are between two looks at the clock and at the host's words.
 constexpr u32 POLLS_PER_LOOK = 256;
 
 // Writes the report, unless somebody else has. Not inlined, and given plain words, so that it costs a kernel neither
 // registers nor local memory.
-static __device__ __noinline__ void record_wait(wait_report* r, u32 reason, u32 rank, u32 peer, u32 operation,
-                                                u64 expected, u64 seen, u64 waited_ns) {
-    if (cas_relaxed_sys(&r->state, 0, 1) != 0) return;
+static __device__ __noinline__ void record_wait(wait_report* r, u32 reason, u32 rank, u32 peer, tag doing,
+                                                u64 expected, tag seen, u64 waited_ns) {
+    if (r == nullptr || cas_relaxed_sys(&r->state, 0, 1) != 0) return;
     r->reason = reason;
     r->rank = rank;
     r->peer = peer;
-    r->operation = operation;
     r->block = blockIdx.x;
     r->thread = thread_in_block();
+    r->doing[0] = doing.low;
+    r->doing[1] = doing.high;
     r->expected = expected;
-    r->seen = seen;
+    r->seen[0] = seen.low;
+    r->seen[1] = seen.high;
     r->waited_ns = waited_ns;
     st_release_sys(&r->state, 2u);  // pairs with the host's acquire load in WaitBoard::report
 }
 
-// Whether to stop waiting; if so, the report is written.
-DEVICE bool gives_up(waiter& w, u32 peer, u64 expected, u64 seen) {
+// Reports that `peer` does something else, which ends all waits of this rank.
+DEVICE void disagree(const waiter& w, u32 peer, tag theirs) {
+    record_wait(w.report, DISAGREED, w.rank, peer, w.doing, 0, theirs, 0);
+}
+
+constexpr u32 GO_ON = 0, SILENTLY = 4;
+
+// Why to stop waiting; SILENTLY where another thread of this rank has said so already.
+DEVICE u32 reason_to_stop(waiter& w, u64& waited) {
     u64 now = global_ns();
     if (w.started_ns == 0) w.started_ns = now;
-    u64 waited = now - w.started_ns;
-    bool aborted = w.abort != nullptr && ld_relaxed_sys(w.abort) != 0;
-    if (waited < w.limit_ns && !aborted) return false;
-    if (w.report != nullptr)
-        record_wait(w.report, aborted ? 2 : 1, w.rank, peer, w.operation, expected, seen, waited);
-    return true;
+    waited = now - w.started_ns;
+    if (w.abort != nullptr && ld_relaxed_sys(w.abort) != 0) return ABORTED;
+    if (w.report != nullptr && ld_relaxed_sys(&w.report->state) != 0) return SILENTLY;
+    return waited < w.limit_ns ? GO_ON : DEADLINE;
 }
 
 // Calls `ready(seen)` until it returns true, and returns true; or gives up and returns false, and then the thread must
@@ -534,20 +557,25 @@ DEVICE bool gives_up(waiter& w, u32 peer, u64 expected, u64 seen) {
 // leave in `seen` what it saw, and in what `peer` refers to whom it still waits for; they and `expected` are only for
 // the report.
 template <class Ready> DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready) {
-    u64 seen = 0;
-    for (;;) {
+    tag seen{0, 0};
+    u64 waited = 0;
+    for (u32 reason = GO_ON;;) {
 #pragma unroll 1
         for (u32 poll = 0; poll < POLLS_PER_LOOK; ++poll)
             if (ready(seen)) return true;
-        if (gives_up(w, peer, expected, seen)) return false;
+        if (reason != GO_ON) {  // and what came before the reason has been seen by now
+            if (reason != SILENTLY) record_wait(w.report, reason, w.rank, peer, w.doing, expected, seen, waited);
+            return false;
+        }
+        reason = reason_to_stop(w, waited);
     }
 }
 
 // Waits until a counter that `peer` raises with release has reached `expected`, across wrapping.
 DEVICE bool wait_for_signal(waiter& w, u32 peer, const u32* signal, u32 expected) {
-    return wait_until(w, peer, expected, [&](u64& seen) {
+    return wait_until(w, peer, expected, [&](tag& seen) {
         u32 value = ld_acquire_sys(signal);
-        seen = value;
+        seen.low = value;
         return (i32)(value - expected) >= 0;
     });
 }

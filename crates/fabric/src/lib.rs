@@ -47,7 +47,7 @@ mod signal;
 mod signature;
 mod symmetric;
 
-pub use communicator::{Builder, Communicator, Messenger, Pending, Queue};
+pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue};
 pub use error::FabricError;
 pub use local::LocalWorld;
 pub use signal::rounds::{Arenas, Rounds};

@@ -87,9 +87,9 @@ impl Signature {
         Self { operation, dtype: None, reduce: None, algorithm: 0, root: None, count: 0 }
     }
 
-    /// The two words. Zero stands for "none", and no valid signature is zero.
+    /// The two words. Zero stands for "none", and no valid signature is zero, nor all ones in the first word.
     #[inline]
-    pub(crate) fn encode(&self) -> [u64; 2] {
+    pub fn to_words(&self) -> [u64; 2] {
         let dtype = self.dtype.map_or(0, |d| u64::from(d.code()) + 1);
         let reduce = self.reduce.map_or(0, |r| u64::from(r.code()));
         let root = self.root.map_or(0, |r| u64::from(r) + 1);
@@ -98,7 +98,7 @@ impl Signature {
     }
 
     /// What a peer's words say. They come from memory that a broken process may have scribbled on.
-    pub(crate) fn decode([word, count]: [u64; 2]) -> Option<Self> {
+    pub fn from_words([word, count]: [u64; 2]) -> Option<Self> {
         let byte = |shift: u32| (word >> shift) as u8;
         let optional = |code: u8| code.checked_sub(1);
         Some(Self {
@@ -133,6 +133,7 @@ impl fmt::Display for Signature {
             (_, 0) => {}
             (Operation::AllReduce, 1) => f.write_str(", one-shot")?,
             (Operation::AllReduce, 2) => f.write_str(", two-shot")?,
+            (Operation::AllReduce, 3) => f.write_str(", copy-engine")?,
             (Operation::AllToAll, 1) => f.write_str(", uneven")?,
             (_, other) => write!(f, ", algorithm {other}")?,
         }
@@ -168,12 +169,12 @@ mod tests {
             count: u64,
         ) {
             let signature = Signature { operation, dtype, reduce, algorithm, root, count };
-            prop_assert_eq!(Signature::decode(signature.encode()), Some(signature));
+            prop_assert_eq!(Signature::from_words(signature.to_words()), Some(signature));
         }
 
         #[test]
         fn scribbled_words_do_not_panic(word: u64, count: u64) {
-            if let Some(signature) = Signature::decode([word, count]) {
+            if let Some(signature) = Signature::from_words([word, count]) {
                 let _ = signature.to_string();
             }
         }

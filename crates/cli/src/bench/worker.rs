@@ -102,8 +102,14 @@ fn measure_with<T: Element>(
     let last = reference.compare(output);
 
     times.sort_by(f64::total_cmp);
-    let wrong = total(comm, [first, last])?;
-    row(comm, case, input.len().max(output.len()), &times, wrong)
+    let wrong = total(comm, &[first, last])?;
+    let count = input.len().max(output.len());
+    let algorithm = match (case.collective, case.algorithm) {
+        (Collective::AllReduce, Some(given)) => given.name(),
+        (Collective::AllReduce, None) => algorithm_for(comm, count * case.dtype.size())?.name(),
+        _ => "direct",
+    };
+    Ok(row(comm, case, algorithm.to_owned(), count, &times, wrong))
 }
 
 /// A value in every element that is no result (but, in 8 bits, of some sums).
@@ -116,13 +122,13 @@ fn iterations(budget: Duration, one_us: f64) -> u32 {
 }
 
 /// The largest of every rank's times, one by one.
-fn slowest(comm: &Communicator, times: &[f64]) -> Result<Vec<f64>, FabricError> {
+pub(super) fn slowest(comm: &Communicator, times: &[f64]) -> Result<Vec<f64>, FabricError> {
     let all = comm.exchange_objects(&times.to_vec())?;
     Ok((0..times.len()).map(|i| all.iter().map(|theirs| theirs[i]).fold(0.0, f64::max)).collect())
 }
 
-/// Over all ranks and both checks.
-fn total(comm: &Communicator, checks: [Wrong; 2]) -> Result<Wrong, FabricError> {
+/// Over all ranks and checks.
+pub(super) fn total(comm: &Communicator, checks: &[Wrong]) -> Result<Wrong, FabricError> {
     let mine: Vec<(u64, u64)> = checks.iter().map(|w| (w.elements, w.worst.to_bits())).collect();
     let mut sum = Wrong::default();
     for (elements, worst) in comm.exchange_objects(&mine)?.into_iter().flatten() {
@@ -132,24 +138,21 @@ fn total(comm: &Communicator, checks: [Wrong; 2]) -> Result<Wrong, FabricError> 
     Ok(sum)
 }
 
-fn row(
+/// A row of sorted times.
+pub(super) fn row(
     comm: &Communicator,
     case: Case,
+    algorithm: String,
     count: usize,
     times: &[f64],
     wrong: Wrong,
-) -> Result<Row, CollectiveError> {
+) -> Row {
     let ranks = comm.world_size();
     let bytes = (count * case.dtype.size()) as u64;
     let latency_us = times[times.len() / 2];
     let algbw_gbs = algbw_gbs(bytes, latency_us);
-    let algorithm = match (case.collective, case.algorithm) {
-        (Collective::AllReduce, Some(given)) => given.name().to_owned(),
-        (Collective::AllReduce, None) => algorithm_for(comm, bytes as usize)?.name().to_owned(),
-        _ => "direct".to_owned(),
-    };
     let name = case.collective.name();
-    Ok(Row {
+    Row {
         collective: name.into(),
         bytes,
         count: count as u64,
@@ -164,5 +167,6 @@ fn row(
         busbw_gbs: algbw_gbs * bus_factor(name, ranks).unwrap_or(1.0),
         errors: wrong.elements,
         max_error: wrong.worst,
-    })
+        gpu: None,
+    }
 }

@@ -1,88 +1,175 @@
-//! What there is for GPUs. Only looked for by name: nothing of a driver is loaded.
+//! The GPUs: drivers, devices, how they reach each other, what their memory can do.
 
-use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
-use std::{env, os::unix::ffi::OsStrExt};
+use std::collections::BTreeMap;
 
-use super::Check;
-use crate::machine::Files;
+use antiphon::device::cuda::{Answer, Capabilities, DeviceSurvey, Finding, PeerLink, Survey};
 
-const DRIVER: &str = "libcuda.so.1";
+use super::{Check, Status};
+use crate::sizes::Bytes;
 
-/// Where a driver is even when the linker's cache does not list it.
-const FOLDERS: [&str; 8] = [
-    "/usr/lib/x86_64-linux-gnu",
-    "/usr/lib/aarch64-linux-gnu",
-    "/usr/lib64",
-    "/usr/lib",
-    "/lib64",
-    "/lib",
-    "/usr/lib/wsl/lib",
-    "/usr/local/nvidia/lib64",
-];
+/// What a machine without a driver is told besides.
+const NO_DRIVER: &str = "Ranks use the processor. For GPUs:";
 
-pub(super) fn checks(files: &Files) -> Vec<Check> {
-    let searched = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    vec![libcuda(find(files, &searched))]
+pub(super) fn checks(survey: &Survey) -> Vec<Check> {
+    let mut checks = vec![
+        driver(&survey.driver, &survey.nvml),
+        library("NVRTC", &survey.nvrtc, "compiles kernels at their first use"),
+        library("NCCL", &survey.nccl, "serves as yardstick and fallback"),
+    ];
+    let devices = &survey.devices;
+    checks.extend(devices.iter().enumerate().map(|(ordinal, found)| device(ordinal, found)));
+    if devices.is_empty() {
+        return checks;
+    }
+    let links = survey.links.iter().enumerate().filter(|_| devices.len() > 1);
+    checks.extend(links.map(|(ordinal, row)| peers(ordinal, row)));
+    checks.push(nvlink(devices));
+    let found: Vec<_> = devices.iter().map(|device| abilities(&device.capabilities)).collect();
+    checks.extend((0..found[0].len()).map(|index| {
+        let (name, _, needed) = found[0][index];
+        let answers: Vec<&Answer> = found.iter().map(|abilities| abilities[index].1).collect();
+        ability(name, &answers, needed)
+    }));
+    checks
 }
 
-fn libcuda(found: Option<PathBuf>) -> Check {
-    const LATER: &str = "The CUDA backend is not part of this build yet: ranks use the processor.";
-    match found {
-        Some(path) => Check::ok("libcuda", format!("found: {}", path.display()), LATER),
-        None => Check::missing("libcuda", "not found", LATER),
+/// Each ability's name, its answer, and whether something here works worse without it.
+fn abilities(of: &Capabilities) -> [(&'static str, &Answer, bool); 5] {
+    [
+        ("VMM", &of.virtual_memory, true),
+        ("POSIX-fd handles", &of.posix_fd, true),
+        ("CUDA IPC", &of.ipc, true),
+        ("fabric handles", &of.fabric, false),
+        ("multicast", &of.multicast, false),
+    ]
+}
+
+fn driver(driver: &Finding, nvml: &Finding) -> Check {
+    const NAME: &str = "driver";
+    match (driver, nvml) {
+        (Finding::Found { version, place }, Finding::Found { version: own, .. }) => {
+            Check::ok(NAME, format!("{own}, for CUDA {version}"), place.as_str())
+        }
+        (Finding::Found { version, place }, Finding::Missing { .. }) => {
+            Check::ok(NAME, format!("for CUDA {version}"), place.as_str())
+        }
+        (Finding::Missing { what, remedy }, _) => {
+            Check::missing(NAME, what.as_str(), format!("{NO_DRIVER} {remedy}."))
+        }
     }
 }
 
-/// The driver, in the order in which the dynamic linker would look.
-fn find(files: &Files, library_path: &OsStr) -> Option<PathBuf> {
-    let named = env::split_paths(library_path).filter(|folder| folder.is_absolute()).map(|f| f.join(DRIVER));
-    let cached = cached(&files.bytes("etc/ld.so.cache").unwrap_or_default());
-    let usual = FOLDERS.iter().map(|folder| Path::new(folder).join(DRIVER));
-    named.chain(cached).chain(usual).find(|path| files.path(path).is_file())
+fn library(name: &'static str, found: &Finding, purpose: &str) -> Check {
+    match found {
+        Finding::Found { version, place } => Check::ok(name, version.as_str(), format!("{purpose}; {place}")),
+        Finding::Missing { what, remedy } => {
+            Check::missing(name, what.as_str(), format!("It {purpose}: {remedy}."))
+        }
+    }
 }
 
-/// The paths of the driver in the linker's cache. The file ends in a table of strings that end in NUL, of which
-/// the paths are those that start with a slash.
-fn cached(cache: &[u8]) -> Vec<PathBuf> {
-    let strings = cache.split(|&byte| byte == 0).filter(|string| string.starts_with(b"/"));
-    let paths = strings.map(|string| Path::new(OsStr::from_bytes(string)));
-    paths.filter(|path| path.file_name() == Some(OsStr::new(DRIVER))).map(Path::to_owned).collect()
+fn device(ordinal: usize, found: &DeviceSurvey) -> Check {
+    let of = &found.properties;
+    let (major, minor) = of.compute_capability;
+    let value = format!("{}, {}", of.name, Bytes(of.memory_bytes));
+    let divided = match found.divided {
+        Some(true) => "divided into instances (MIG)",
+        Some(false) => "MIG off",
+        None => "MIG unknown",
+    };
+    let (units, place) = (of.multiprocessors, &of.pci_bus_id);
+    let note = format!("compute capability {major}.{minor}, {units} multiprocessors, at {place}, {divided}");
+    Check::ok(format!("cuda:{ordinal}"), value, note)
+}
+
+/// How a device reaches the others, those that it reaches in the same way together.
+fn peers(from: usize, row: &[PeerLink]) -> Check {
+    let mut ways: BTreeMap<(bool, bool, i32), Vec<usize>> = BTreeMap::new();
+    for (to, link) in row.iter().enumerate().filter(|(to, _)| *to != from) {
+        // The best first.
+        let way = (!link.access, !link.native_atomics, link.performance_rank);
+        ways.entry(way).or_default().push(to);
+    }
+    let all_reach = ways.keys().all(|(no_access, ..)| !no_access);
+    let described = ways.into_iter().map(|((no_access, no_atomics, rank), peers)| {
+        let way = match (no_access, no_atomics) {
+            (true, _) => "no".to_owned(),
+            (false, true) => format!("yes, without atomics, rank {rank}"),
+            (false, false) => format!("yes, with atomics, rank {rank}"),
+        };
+        format!("{}: {way}", ordinals(&peers))
+    });
+    let (name, value) = (format!("P2P from cuda:{from}"), described.collect::<Vec<_>>().join("; "));
+    match all_reach {
+        true => Check::ok(name, value, "loads and stores; rank is the driver's, 0 the fastest"),
+        false => {
+            Check::warning(name, value, "Ranks on devices that do not reach each other cannot be peers.")
+        }
+    }
+}
+
+fn nvlink(devices: &[DeviceSurvey]) -> Check {
+    const NAME: &str = "NVLink";
+    let links: Option<Vec<u32>> = devices.iter().map(|device| device.active_links).collect();
+    let Some(links) = links else {
+        return Check::ok(NAME, "untested", "libnvidia-ml is not there to tell, or cannot");
+    };
+    let value = match links.iter().all(|count| *count == links[0]) {
+        true => links[0].to_string(),
+        false => links.iter().map(u32::to_string).collect::<Vec<_>>().join(", "),
+    };
+    Check::ok(NAME, value, "active links of each device")
+}
+
+/// One ability of all devices: in one word where they agree, else device by device.
+fn ability(name: &'static str, answers: &[&Answer], needed: bool) -> Check {
+    let mut by_answer: Vec<(&Answer, Vec<usize>)> = Vec::new();
+    for (ordinal, answer) in answers.iter().enumerate() {
+        match by_answer.iter_mut().find(|(known, _)| known == answer) {
+            Some((_, ordinals)) => ordinals.push(ordinal),
+            None => by_answer.push((answer, vec![ordinal])),
+        }
+    }
+    let (value, note) = match &by_answer[..] {
+        [(answer, _)] => (word(answer).to_owned(), how(answer).to_owned()),
+        several => {
+            let each = |show: fn(&Answer) -> &str| -> String {
+                let each =
+                    several.iter().map(|(answer, which)| format!("{}: {}", ordinals(which), show(answer)));
+                each.collect::<Vec<_>>().join("; ")
+            };
+            (each(word), each(how))
+        }
+    };
+    let lacking = needed && answers.iter().any(|answer| matches!(answer, Answer::No(_)));
+    Check { status: if lacking { Status::Warning } else { Status::Ok }, ..Check::ok(name, value, note) }
+}
+
+fn word(answer: &Answer) -> &str {
+    match answer {
+        Answer::Yes(_) => "yes",
+        Answer::No(_) => "no",
+        Answer::Untested(_) => "untested",
+    }
+}
+
+fn how(answer: &Answer) -> &str {
+    match answer {
+        Answer::Yes(how) | Answer::No(how) | Answer::Untested(how) => how,
+    }
+}
+
+/// `0, 1, 3`, with `0-3` for three or more in a row.
+fn ordinals(of: &[usize]) -> String {
+    let runs = of.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [one] => one.to_string(),
+        [one, two] => format!("{one}, {two}"),
+        [first, .., last] => format!("{first}-{last}"),
+        [] => String::new(),
+    });
+    runs.collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn fake(path: &str) -> (tempfile::TempDir, Files) {
-        let folder = tempfile::tempdir().unwrap();
-        let files = Files::at(folder.path());
-        let library = files.path(path);
-        std::fs::create_dir_all(library.parent().unwrap()).unwrap();
-        std::fs::write(library, "").unwrap();
-        (folder, files)
-    }
-
-    #[test]
-    fn the_library_path_the_cache_and_the_usual_folders_are_searched() {
-        let (_folder, files) = fake("/opt/driver/libcuda.so.1");
-        assert_eq!(find(&files, OsStr::new("")), None);
-        let found = Some(PathBuf::from("/opt/driver/libcuda.so.1"));
-        assert_eq!(find(&files, OsStr::new("relative:/elsewhere:/opt/driver")), found);
-        std::fs::create_dir(files.path("etc")).unwrap();
-        let cache =
-            b"glibc-ld.so.cache1.1\x01\x00\x00libcuda.so.1\0/opt/driver/libcuda.so.1\0/lib/libc.so.6\0";
-        std::fs::write(files.path("etc/ld.so.cache"), cache).unwrap();
-        assert_eq!(find(&files, OsStr::new("")), found);
-
-        let (_folder, files) = fake("/usr/lib64/libcuda.so.1");
-        assert_eq!(find(&files, OsStr::new("")), Some("/usr/lib64/libcuda.so.1".into()));
-    }
-
-    #[test]
-    fn a_stale_cache_entry_is_not_a_driver() {
-        let (_folder, files) = fake("/etc/ld.so.cache");
-        std::fs::write(files.path("etc/ld.so.cache"), b"\0/gone/libcuda.so.1\0").unwrap();
-        assert_eq!(find(&files, OsStr::new("")), None);
-    }
-}
+#[path = "gpu_tests.rs"]
+mod tests;

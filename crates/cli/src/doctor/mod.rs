@@ -6,9 +6,11 @@ mod kernel;
 mod memory;
 mod render;
 
+use std::borrow::Cow;
 use std::io::{self, Write};
 
 use anstream::{AutoStream, ColorChoice};
+use antiphon::device::cuda::Survey;
 use serde::Serialize;
 
 use crate::machine::Files;
@@ -34,7 +36,7 @@ pub struct Args {
 
 /// Runs the command.
 pub fn execute(args: Args) -> ExitStatus {
-    let diagnosis = Diagnosis::new(&Files::system());
+    let diagnosis = Diagnosis::new(&Files::system(), Survey::take());
     let text = if args.json {
         diagnosis.json()
     } else {
@@ -64,7 +66,7 @@ pub struct Check {
     /// The group it belongs to.
     pub section: &'static str,
     /// What was looked at.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
     /// How it went.
     pub status: Status,
     /// Whether Antiphon cannot work without it.
@@ -76,12 +78,16 @@ pub struct Check {
 }
 
 impl Check {
-    fn ok(name: &'static str, value: impl Into<String>, note: impl Into<String>) -> Self {
+    fn ok(name: impl Into<Cow<'static, str>>, value: impl Into<String>, note: impl Into<String>) -> Self {
         let (value, note) = (value.into(), note.into());
-        Self { section: "", name, status: Status::Ok, required: false, value, note }
+        Self { section: "", name: name.into(), status: Status::Ok, required: false, value, note }
     }
 
-    fn warning(name: &'static str, value: impl Into<String>, note: impl Into<String>) -> Self {
+    fn warning(
+        name: impl Into<Cow<'static, str>>,
+        value: impl Into<String>,
+        note: impl Into<String>,
+    ) -> Self {
         Self { status: Status::Warning, ..Self::ok(name, value, note) }
     }
 
@@ -115,23 +121,25 @@ pub struct Diagnosis {
     pub healthy: bool,
     /// The checks, section by section.
     pub checks: Vec<Check>,
+    /// What is known about GPUs, of which the checks show the most.
+    pub gpu: Survey,
 }
 
 impl Diagnosis {
-    /// Looks at this machine; what is only read is read from `files`.
-    pub fn new(files: &Files) -> Self {
+    /// Looks at this machine; what is only read is read from `files`, and `gpu` was found out before.
+    pub fn new(files: &Files, gpu: Survey) -> Self {
         let sections = [
             ("System", kernel::checks()),
             ("Processor", cpu::checks(files)),
             ("Memory", memory::checks(files)),
-            ("GPU", gpu::checks(files)),
+            ("GPU", gpu::checks(&gpu)),
         ];
         let checks: Vec<Check> = sections
             .into_iter()
             .flat_map(|(section, checks)| checks.into_iter().map(move |check| Check { section, ..check }))
             .collect();
         let healthy = !checks.iter().any(|check| check.required && check.status == Status::Missing);
-        Self { schema: 1, version: env!("CARGO_PKG_VERSION"), healthy, checks }
+        Self { schema: 1, version: env!("CARGO_PKG_VERSION"), healthy, checks, gpu }
     }
 
     fn json(&self) -> String {
@@ -153,7 +161,7 @@ mod tests {
     #[test]
     fn a_machine_without_files_is_still_described() {
         let folder = tempfile::tempdir().unwrap();
-        let diagnosis = Diagnosis::new(&Files::at(folder.path()));
+        let diagnosis = Diagnosis::new(&Files::at(folder.path()), Survey::take());
         assert!(diagnosis.checks.iter().all(|check| !check.value.is_empty() && !check.note.is_empty()));
     }
 

@@ -79,7 +79,7 @@ fn style(style: Style, colored: bool) -> Style {
 fn verdict(diagnosis: &Diagnosis) -> String {
     let count = |status| diagnosis.checks.iter().filter(|check| check.status == status).count();
     let lacking = diagnosis.checks.iter().filter(|check| check.required && check.status == Status::Missing);
-    let lacking: Vec<&str> = lacking.map(|check| check.name).collect();
+    let lacking: Vec<&str> = lacking.map(|check| &*check.name).collect();
     let warnings = match count(Status::Warning) {
         0 => String::new(),
         1 => " (1 warning)".into(),
@@ -95,6 +95,7 @@ fn verdict(diagnosis: &Diagnosis) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use antiphon::device::cuda::Survey;
 
     fn diagnosis(broken: bool) -> Diagnosis {
         let tried = if broken { Err(std::io::Error::from_raw_os_error(38)) } else { Ok(()) };
@@ -106,7 +107,7 @@ mod tests {
             Check { section: "Memory", ..Check::warning("huge pages", "never", "Turn them on.") },
             Check { section: "Memory", ..Check::ok("RAM", "16 GiB", "for tensors") },
         ];
-        Diagnosis { schema: 1, version: "0", healthy: !broken, checks }
+        Diagnosis { schema: 1, version: "0", healthy: !broken, checks, gpu: Survey::take() }
     }
 
     #[test]

@@ -64,7 +64,10 @@ pub fn read_json(reader: impl Read) -> Result<Recorded, JsonError> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{machine, rows};
+    use super::super::{
+        OnGpu,
+        tests::{gpus, machine, rows},
+    };
     use super::*;
 
     fn written(rows: &[Row]) -> Vec<u8> {
@@ -78,6 +81,18 @@ mod tests {
         let text = written(&rows());
         assert!(text.starts_with(b"{\n  \"schema\": 1,\n") && text.ends_with(b"}\n"));
         assert_eq!(read_json(&text[..]).unwrap(), Recorded { machine: machine(), rows: rows() });
+    }
+
+    #[test]
+    fn what_gpus_add_is_read_back_too() {
+        let machine = Machine { gpus: Some(gpus()), ..machine() };
+        let mut rows = rows();
+        let gpu =
+            OnGpu { calls: 100, host_us: None, launch_us: 1.9, nccl_us: Some(12.5), nccl_host_us: None };
+        rows[0].gpu = Some(gpu);
+        let mut text = Vec::new();
+        write_json(&mut text, &machine, &rows).unwrap();
+        assert_eq!(read_json(&text[..]).unwrap(), Recorded { machine, rows });
     }
 
     #[test]

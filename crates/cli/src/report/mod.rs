@@ -50,6 +50,24 @@ pub struct Row {
     /// The largest difference from the right value.
     #[serde(deserialize_with = "null_is_nan")]
     pub max_error: f64,
+    /// What only GPUs have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<OnGpu>,
+}
+
+/// What a row measured on GPUs has beside the others. Times are those of the slowest rank, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OnGpu {
+    /// How many calls were in the graph that was timed.
+    pub calls: u32,
+    /// The host's time for one call that is not in a graph; `None` where the GPU's time hides it.
+    pub host_us: Option<f64>,
+    /// The host's time for launching an empty kernel.
+    pub launch_us: f64,
+    /// The time of NCCL for the same call in the same run; `None` without NCCL.
+    pub nccl_us: Option<f64>,
+    /// The host's time for NCCL's call.
+    pub nccl_host_us: Option<f64>,
 }
 
 /// JSON has no NaN and no infinity: both are written as null.
@@ -70,6 +88,45 @@ pub struct Machine {
     pub date: String,
     /// The version of Antiphon.
     pub version: String,
+    /// The GPUs, if the rows were measured on them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpus: Option<Gpus>,
+}
+
+/// The GPUs of the ranks, and what drove them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpus {
+    /// The products' names, by rank.
+    pub names: Vec<String>,
+    /// The driver's own version, such as `580.95.05`, where NVML tells it.
+    pub driver: Option<String>,
+    /// The newest CUDA that the driver supports.
+    pub cuda: String,
+    /// The version of the compiler, if there is one.
+    pub nvrtc: Option<String>,
+    /// The version of NCCL, if it is there.
+    pub nccl: Option<String>,
+}
+
+impl Gpus {
+    /// In one line: how many of what, and the versions.
+    fn in_words(&self) -> String {
+        let mut kinds: Vec<(&str, usize)> = Vec::new();
+        for name in &self.names {
+            match kinds.iter_mut().find(|(known, _)| known == name) {
+                Some((_, count)) => *count += 1,
+                None => kinds.push((name, 1)),
+            }
+        }
+        let kinds: Vec<String> = kinds.iter().map(|(name, count)| format!("{count} × {name}")).collect();
+        let version = |what, version: &Option<String>| match version {
+            Some(version) => format!("{what} {version}"),
+            None => format!("no {what}"),
+        };
+        let driver = self.driver.as_deref().map_or(String::new(), |driver| format!("driver {driver}, "));
+        let [nvrtc, nccl] = [version("NVRTC", &self.nvrtc), version("NCCL", &self.nccl)];
+        format!("{}, {driver}CUDA {}, {nvrtc}, {nccl}", kinds.join(" + "), self.cuda)
+    }
 }
 
 impl Machine {
@@ -82,6 +139,7 @@ impl Machine {
             kernel: kernel(),
             date: jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
             version: env!("CARGO_PKG_VERSION").into(),
+            gpus: None,
         }
     }
 
@@ -129,6 +187,7 @@ mod tests {
             busbw_gbs: algbw_gbs(bytes, latency_us) * 1.5,
             errors: 0,
             max_error: 0.0,
+            gpu: None,
         };
         let sizes = (2..=26).step_by(2).map(|power| 1u64 << power);
         sizes
@@ -146,7 +205,24 @@ mod tests {
             kernel: "6.8.0".into(),
             date: "2026-11-21T08:00:00Z".into(),
             version: "0.1.0".into(),
+            gpus: None,
         }
+    }
+
+    pub(super) fn gpus() -> Gpus {
+        Gpus {
+            names: vec!["NVIDIA H200".into(); 4],
+            driver: Some("580.95.05".into()),
+            cuda: "13.0".into(),
+            nvrtc: Some("13.0".into()),
+            nccl: None,
+        }
+    }
+
+    #[test]
+    fn gpus_are_counted_by_name_and_what_is_missing_is_said() {
+        let expected = "4 × NVIDIA H200, driver 580.95.05, CUDA 13.0, NVRTC 13.0, no NCCL";
+        assert_eq!(gpus().in_words(), expected);
     }
 
     #[test]

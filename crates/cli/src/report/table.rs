@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use super::{Machine, Row};
+use super::{Machine, OnGpu, Row};
 
 /// Writes each row as it arrives. Lines that start with `#` are for eyes.
 #[derive(Debug)]
@@ -42,6 +42,9 @@ impl<W: Write> Table<W> {
         let Machine { cpu, kernel, date, version, .. } = machine;
         writeln!(writer, "# antiphon {version}, {date}")?;
         writeln!(writer, "# {cpu}, {}, Linux {kernel}", machine.cores_in_words())?;
+        if let Some(gpus) = &machine.gpus {
+            writeln!(writer, "# {}", gpus.in_words())?;
+        }
         writer.flush()?;
         Ok(Self { writer, section: None, summary: Summary::default() })
     }
@@ -50,10 +53,11 @@ impl<W: Write> Table<W> {
     pub fn row(&mut self, row: &Row) -> io::Result<()> {
         let section = (row.collective.clone(), row.ranks);
         if self.section.as_ref() != Some(&section) {
-            self.header(&section.0, section.1)?;
+            self.header(&section.0, section.1, row.gpu.as_ref())?;
             self.section = Some(section);
         }
-        self.line([
+        let more = row.gpu.as_ref().map_or(Vec::new(), |gpu| gpu_cells(gpu, row.latency_us));
+        let cells: [&str; 9] = [
             &row.bytes.to_string(),
             &row.count.to_string(),
             &row.dtype,
@@ -63,7 +67,8 @@ impl<W: Write> Table<W> {
             &format!("{:.2}", row.algbw_gbs),
             &format!("{:.2}", row.busbw_gbs),
             &row.errors.to_string(),
-        ])?;
+        ];
+        self.line(cells, &more)?;
         self.summary.rows += 1;
         self.summary.errors += row.errors;
         self.summary.busbw_sum += row.busbw_gbs;
@@ -80,25 +85,51 @@ impl<W: Write> Table<W> {
         Ok(self.summary)
     }
 
-    fn header(&mut self, collective: &str, ranks: usize) -> io::Result<()> {
+    fn header(&mut self, collective: &str, ranks: usize, gpu: Option<&OnGpu>) -> io::Result<()> {
         let plural = if ranks == 1 { "" } else { "s" };
         writeln!(self.writer, "#\n# {collective}, {ranks} rank{plural}")?;
-        self.line(["#  size", "count", "type", "redop", "algorithm", "time", "algbw", "busbw", "#wrong"])?;
-        self.line(["#   (B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", ""])
+        if let Some(gpu) = gpu {
+            let launch = four_digits(gpu.launch_us);
+            writeln!(
+                self.writer,
+                "# host: its time for one eager call; an empty kernel's launch takes {launch} us"
+            )?;
+        }
+        let [names, units]: [&[&str]; 2] = match gpu {
+            None => [&[], &[]],
+            Some(OnGpu { nccl_us: None, .. }) => [&["host"], &["(us)"]],
+            Some(_) => [&["host", "nccl", "ratio"], &["(us)", "(us)", ""]],
+        };
+        let own = |cells: &[&str]| cells.iter().map(|&cell| cell.to_owned()).collect::<Vec<_>>();
+        self.line(
+            ["#  size", "count", "type", "redop", "algorithm", "time", "algbw", "busbw", "#wrong"],
+            &own(names),
+        )?;
+        self.line(["#   (B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", ""], &own(units))
     }
 
-    fn line(&mut self, cells: [&str; 9]) -> io::Result<()> {
+    fn line(&mut self, cells: [&str; 9], more: &[String]) -> io::Result<()> {
         let [bytes, count, dtype, op, algorithm, time, algbw, busbw, wrong] = cells;
         // The mark of a header stands in the first column, wherever the cell's text ends up.
         let (mark, bytes) = match bytes.strip_prefix('#') {
             Some(bytes) => ("#", bytes),
             None => (" ", bytes),
         };
-        let line = format!(
+        let mut line = format!(
             "{mark}{bytes:>11} {count:>12} {dtype:>9} {op:>6} {algorithm:>16} \
              {time:>9} {algbw:>8} {busbw:>8} {wrong:>7}"
         );
+        more.iter().for_each(|cell| line += &format!(" {cell:>9}"));
         writeln!(self.writer, "{}", line.trim_end())
+    }
+}
+
+/// What a row measured on GPUs shows behind the others: the host's time, NCCL's, and the ratio of ours to it.
+fn gpu_cells(gpu: &OnGpu, latency_us: f64) -> Vec<String> {
+    let host = gpu.host_us.map_or("-".into(), four_digits);
+    match gpu.nccl_us {
+        None => vec![host],
+        Some(nccl) => vec![host, four_digits(nccl), format!("{:.2}", latency_us / nccl)],
     }
 }
 
@@ -147,6 +178,29 @@ mod tests {
         let (text, summary) = written(&rows);
         assert!(text.contains("# Out of bounds values : 3 FAILED\n"));
         assert_eq!(summary.errors, 3);
+    }
+
+    #[test]
+    fn rows_of_gpus_show_nccl_beside_ours() {
+        let gpu =
+            OnGpu { calls: 100, host_us: Some(4.25), launch_us: 1.9, nccl_us: None, nccl_host_us: None };
+        let mut rows = rows()[10..12].to_vec();
+        rows[0].gpu = Some(OnGpu { nccl_us: Some(12.0), ..gpu });
+        rows[1].gpu = Some(OnGpu { nccl_us: Some(12.0), host_us: None, ..gpu });
+        let (text, _) = written(&rows);
+        let expected = "\
+# all_reduce, 4 ranks
+# host: its time for one eager call; an empty kernel's launch takes 1.900 us
+#       size        count      type  redop        algorithm      time    algbw    busbw  #wrong      host      nccl     ratio
+#        (B)   (elements)                                        (us)   (GB/s)   (GB/s)              (us)      (us)
+        4096         1024   float32    sum         one_shot     3.024     1.35     2.03       0     4.250     12.00      0.25
+        4096         1024   float32    sum         two_shot     5.455     0.75     1.13       0         -     12.00      0.45
+";
+        assert!(text.contains(expected), "{text}");
+
+        rows.iter_mut().for_each(|row| row.gpu = Some(gpu));
+        let (text, _) = written(&rows);
+        assert!(text.contains("#wrong      host\n") && text.contains("  0     4.250\n"), "{text}");
     }
 
     #[test]

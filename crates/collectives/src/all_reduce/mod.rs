@@ -12,18 +12,17 @@
 //!   without any staging: each rank reduces its part straight from everybody's input into everybody's output. (After
 //!   an error, slower ranks may still be at it: leave such tensors alone until all have left or met again.)
 //!
-//! On GPUs ([`CudaAllReduce`]) both push through NVLink into the peers' memory, with data that tells by itself whether it has
+//! On GPUs ([`CudaCollectives`](crate::cuda::CudaCollectives)) both push through NVLink into the peers' memory, with data that tells by itself whether it has
 //! arrived: one hop, or two, and no flags.
 //!
 //! The floor for large messages on the host is memory bandwidth: each rank must read its input and write its output once. The
 //! pieces are sized to stay in the L2 cache on their way through the mailboxes.
 
 mod choice;
-mod cuda;
+pub(crate) mod cuda;
 mod host;
 
 pub use choice::{AllReduceTable, tune};
-pub use cuda::{CudaAllReduce, MAX_WORLD};
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Signature};

@@ -15,6 +15,8 @@
 //! Every rank takes part in every round, also where it neither gives nor gets: that is how ranks that disagree find
 //! out, and how a rank that is gone is noticed by all.
 
+#[cfg(not(loom))]
+mod cuda;
 mod host;
 mod uneven;
 

@@ -4,7 +4,7 @@ use std::fmt;
 
 use antiphon_tensor::Device as Place;
 use cudarc::driver::sys::{self, CUdevice_P2PAttribute as Link, CUdevice_attribute as Attribute};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::{Architecture, CudaError, CudaVersion, Driver, driver::call};
 
@@ -17,7 +17,7 @@ pub struct Device {
 }
 
 /// What a device is and what it can do, as plain data.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceProperties {
     /// The product's name, such as `NVIDIA H200`.
@@ -55,7 +55,7 @@ pub struct DeviceProperties {
 }
 
 /// How one device reaches another's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerLink {
     /// Whether it can load and store there.
     pub access: bool,

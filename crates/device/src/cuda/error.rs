@@ -64,6 +64,18 @@ pub enum CudaError {
         /// What the library says that it means.
         text: &'static str,
     },
+    /// A function of NCCL returned an error code.
+    #[error("{function} failed: {text} ({code}){}{detail}", if .detail.is_empty() { "" } else { ": " })]
+    Nccl {
+        /// The function.
+        function: &'static str,
+        /// The number of the code.
+        code: u32,
+        /// What the code means.
+        text: &'static str,
+        /// What NCCL noted last, which may be empty.
+        detail: String,
+    },
     /// The driver is older than what was asked of it.
     #[error("{what} needs a driver for CUDA {needed}, and this one is for {found}: update the NVIDIA driver")]
     DriverTooOld {

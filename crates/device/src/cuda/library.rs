@@ -10,7 +10,8 @@
 //!    process is, then of `VIRTUAL_ENV`, `CONDA_PREFIX`, the `python3` in `PATH`, and the user's own;
 //! 5. in a CUDA toolkit: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`.
 //!
-//! The driver's own library, libcuda, comes with the kernel module and is only ever where the dynamic loader looks.
+//! The driver's own libraries, libcuda and libnvidia-ml, come with the kernel module and are only ever where the dynamic
+//! loader looks.
 
 use std::{
     env,
@@ -49,6 +50,15 @@ pub(crate) const DRIVER: Wanted = Wanted {
     install: "install the NVIDIA driver, or start the container with access to its GPUs",
 };
 
+pub(crate) const NVML: Wanted = Wanted {
+    what: "NVML (libnvidia-ml)",
+    variable: None,
+    names: &["libnvidia-ml.so.1"],
+    packages: &[],
+    companions: None,
+    install: "it comes with the NVIDIA driver: let the container have the driver's `utility` capability",
+};
+
 pub(crate) const NVRTC: Wanted = Wanted {
     what: "NVRTC (libnvrtc)",
     variable: Some("ANTIPHON_NVRTC"),
@@ -58,7 +68,7 @@ pub(crate) const NVRTC: Wanted = Wanted {
     install: "`pip install nvidia-cuda-nvrtc`, or install the CUDA toolkit, or set ANTIPHON_NVRTC to libnvrtc.so.13",
 };
 
-const NCCL: Wanted = Wanted {
+pub(crate) const NCCL: Wanted = Wanted {
     what: "NCCL (libnccl)",
     variable: Some("ANTIPHON_NCCL"),
     names: &["libnccl.so.2"],

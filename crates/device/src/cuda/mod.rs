@@ -18,6 +18,8 @@
 //! | [`Module`], [`Function`] | machine code loaded, and launched with a [`LaunchConfig`] |
 //! | [`Graph`], [`GraphExec`] | work recorded once and launched many times |
 //! | [`WaitBoard`], [`WaitReport`] | who waited for whom, from a kernel that gave up; how to make it give up |
+//! | [`Survey`], [`Capabilities`], [`Nvml`] | all that a machine has for GPUs, and which ways of sharing memory work |
+//! | [`Nccl`], [`NcclCommunicator`] | NCCL, if it is there: the yardstick, and the fallback for whole collectives |
 //! | [`PRELUDE`] | what every kernel begins with |
 //!
 //! ```no_run
@@ -66,6 +68,7 @@
 //! whatever call notices them first.
 
 mod cache;
+mod capabilities;
 mod context;
 mod device;
 mod driver;
@@ -77,13 +80,17 @@ mod launch;
 mod library;
 pub mod memory;
 mod module;
+mod nccl;
+mod nvml;
 mod nvrtc;
 mod program;
 mod report;
 mod stream;
+mod survey;
 mod vmm;
 
 pub use cache::{Cubin, KernelCache, Origin};
+pub use capabilities::{Answer, Capabilities};
 pub use context::{Context, Current};
 pub use device::{Device, DeviceProperties, PeerLink};
 pub use driver::Driver;
@@ -95,8 +102,11 @@ pub use launch::{Argument, KernelArgument, LaunchConfig, MAX_ARGUMENTS};
 pub use library::Library;
 pub use memory::{DeviceMemory, DevicePointer, PinnedMemory};
 pub use module::{Function, FunctionAttributes, Module};
+pub use nccl::{Nccl, NcclCommunicator, NcclVersion, UniqueId};
+pub use nvml::Nvml;
 pub use nvrtc::{Compiled, Nvrtc};
 pub use program::{Architecture, PRELUDE, Program};
 pub use report::{GaveUp, WaitBoard, WaitReport};
 pub use stream::{Stream, StreamRef};
+pub use survey::{DeviceSurvey, Finding, Survey};
 pub use vmm::{Allocation, Mapping};

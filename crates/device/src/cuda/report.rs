@@ -15,16 +15,16 @@ pub struct WaitReport {
     pub rank: u32,
     /// The rank that it waited for.
     pub peer: u32,
-    /// What it was doing, by the number that the kernel was given.
-    pub operation: u32,
+    /// What it was doing, by the two words that the kernel was given.
+    pub doing: [u64; 2],
     /// The block that waited.
     pub block: u32,
     /// The thread in it.
     pub thread: u32,
     /// What it waited to see.
     pub expected: u64,
-    /// What it saw last.
-    pub seen: u64,
+    /// What it saw last; where ranks disagree, the two words of what the peer does.
+    pub seen: [u64; 2],
     /// How long it waited, in nanoseconds.
     pub waited_ns: u64,
 }
@@ -36,6 +36,8 @@ pub enum GaveUp {
     Deadline,
     /// The host said so.
     Aborted,
+    /// The peer does something else.
+    Disagreed,
 }
 
 /// The `wait_report` of the prelude.
@@ -45,12 +47,11 @@ struct Raw {
     reason: u32,
     rank: u32,
     peer: u32,
-    operation: u32,
     block: u32,
     thread: u32,
-    reserved: u32,
+    doing: [u64; 2],
     expected: u64,
-    seen: u64,
+    seen: [u64; 2],
     waited_ns: u64,
 }
 
@@ -104,10 +105,14 @@ impl WaitBoard {
         let report = unsafe {
             let raw = raw.as_ptr();
             WaitReport {
-                reason: if (*raw).reason == 1 { GaveUp::Deadline } else { GaveUp::Aborted },
+                reason: match (*raw).reason {
+                    1 => GaveUp::Deadline,
+                    2 => GaveUp::Aborted,
+                    _ => GaveUp::Disagreed,
+                },
                 rank: (*raw).rank,
                 peer: (*raw).peer,
-                operation: (*raw).operation,
+                doing: (*raw).doing,
                 block: (*raw).block,
                 thread: (*raw).thread,
                 expected: (*raw).expected,
@@ -150,6 +155,6 @@ mod tests {
             offset_of!(Raw, expected),
             offset_of!(Raw, waited_ns),
         ];
-        assert_eq!((offsets, size_of::<Raw>()), ([0, 24, 32, 48], 56));
+        assert_eq!((offsets, size_of::<Raw>()), ([0, 20, 40, 64], 72));
     }
 }

@@ -29,7 +29,9 @@ use cudarc::driver::sys::{
 
 use super::{Context, CudaError, Device, DevicePointer, driver::call};
 
-const POSIX_FD: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+pub(super) const POSIX_FD: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+pub(super) const FABRIC: HandleType = HandleType::CU_MEM_HANDLE_TYPE_FABRIC;
+pub(super) const PRIVATE: HandleType = HandleType::CU_MEM_HANDLE_TYPE_NONE;
 
 /// Physical device memory without an address; released on drop, unless mapped or exported elsewhere.
 #[derive(Debug)]
@@ -45,7 +47,7 @@ impl Allocation {
     /// # Errors
     /// [`CudaError::Call`].
     pub fn granularity(context: &Context) -> Result<usize, CudaError> {
-        granularity(&properties(context.device())?)
+        granularity(&properties(context.device(), POSIX_FD)?)
     }
 
     /// Creates at least `len` bytes on the context's device, rounded up to the [granularity](Self::granularity);
@@ -55,14 +57,19 @@ impl Allocation {
     /// [`CudaError::Unsupported`] when the device's memory cannot be handed over as a descriptor;
     /// [`CudaError::Call`].
     pub fn create(context: &Context, len: usize) -> Result<Self, CudaError> {
-        let _current = context.current()?;
         let device = context.device();
         let abilities = device.properties()?;
         if !(abilities.virtual_memory && abilities.posix_fd_handles) {
             let what = "memory that is handed over as a file descriptor (VMM with POSIX handles)";
             return Err(CudaError::Unsupported { device: device.ordinal(), what });
         }
-        let properties = properties(device)?;
+        Self::create_for(context, len, POSIX_FD)
+    }
+
+    /// As [`create`](Self::create), to be handed over in another way, or in none.
+    pub(super) fn create_for(context: &Context, len: usize, way: HandleType) -> Result<Self, CudaError> {
+        let _current = context.current()?;
+        let properties = properties(context.device(), way)?;
         let len = len.max(1).next_multiple_of(granularity(&properties)?);
         let mut handle = 0;
         // SAFETY: writes one handle, which is released in drop.
@@ -120,6 +127,16 @@ impl Allocation {
         // At worst a child inherits it, and keeps memory alive a little longer.
         let _ = rustix::io::fcntl_setfd(&descriptor, rustix::io::FdFlags::CLOEXEC);
         Ok(descriptor)
+    }
+
+    /// Whether the driver gives a handle that other machines of the NVLink domain can import. Only asked, to tell
+    /// what a machine can do.
+    pub(super) fn try_export_fabric(&self) -> Result<(), CudaError> {
+        let _current = self.context.current()?;
+        let mut handle = sys::CUmemFabricHandle { data: [0; 64] };
+        let to: *mut sys::CUmemFabricHandle = &mut handle;
+        // SAFETY: for this type 64 bytes are written. They own nothing.
+        unsafe { call!(cuMemExportToShareableHandle(to.cast(), self.handle, FABRIC, 0)) }
     }
 
     /// Size in bytes, a multiple of the granularity.
@@ -224,10 +241,10 @@ fn location(device: Device) -> CUmemLocation {
     CUmemLocation { type_: LocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device.raw() }
 }
 
-fn properties(device: Device) -> Result<sys::CUmemAllocationProp, CudaError> {
+fn properties(device: Device, way: HandleType) -> Result<sys::CUmemAllocationProp, CudaError> {
     Ok(sys::CUmemAllocationProp {
         type_: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes: POSIX_FD,
+        requestedHandleTypes: way,
         location: location(device),
         win32HandleMetaData: std::ptr::null_mut(),
         allocFlags: sys::CUmemAllocationProp_st__bindgen_ty_1 {

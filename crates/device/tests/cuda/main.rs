@@ -11,9 +11,12 @@ mod compile;
 mod conversions;
 mod device;
 mod launch;
+mod machine_code;
 mod memory;
+mod nccl;
 mod reductions;
 mod sharing;
+mod survey;
 mod waiting;
 
 use std::path::{Path, PathBuf};

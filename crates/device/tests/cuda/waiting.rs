@@ -89,9 +89,9 @@ fn a_signal_that_never_comes_ends_in_a_report() {
         reason: GaveUp::Deadline,
         rank: 3,
         peer: 5,
-        operation: 42,
+        doing: [42, 43],
         expected: 9,
-        seen: 0,
+        seen: [0, 0],
         ..report
     };
     assert_eq!(report, expected);

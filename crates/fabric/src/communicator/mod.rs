@@ -5,6 +5,7 @@ mod builder;
 mod descriptors;
 mod extension;
 mod messages;
+mod monitor;
 mod objects;
 mod queue;
 mod split;
@@ -28,6 +29,7 @@ use crate::{
 pub use background::Pending;
 pub use builder::Builder;
 pub use messages::Messenger;
+pub use monitor::Monitor;
 pub use queue::Queue;
 
 /// What all parts of a communicator share: the caller's thread, the background, buffers that outlive it.

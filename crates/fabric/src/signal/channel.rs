@@ -331,7 +331,7 @@ impl Messages {
         // it.
         unsafe { packet.payload(part).copy_from_nonoverlapping(transfer.buffer.add(transfer.done), part) };
         port.sequence += 1;
-        packet.head.publish(port.sequence, transfer.signature.encode());
+        packet.head.publish(port.sequence, transfer.signature.to_words());
         shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
         finish_part(port, part, active, released);
         true
@@ -349,10 +349,10 @@ impl Messages {
         let Some(transfer) = port.queue.front_mut() else { return Ok(false) };
         let packet = shared.regions.ring(peer, shared.rank, place(port.sequence, RING));
         let Some(words) = packet.head.arrival(port.sequence + 1) else { return Ok(false) };
-        if words != transfer.signature.encode() {
-            let theirs = Signature::decode(words).unwrap_or(transfer.signature);
+        if words != transfer.signature.to_words() {
+            let theirs = Signature::from_words(words).unwrap_or(transfer.signature);
             let (rank, mine) = (shared.rank, transfer.signature);
-            shared.regions.consumed(peer, rank).refuse(mine.encode());
+            shared.regions.consumed(peer, rank).refuse(mine.to_words());
             return Err(FabricError::Mismatch { rank, mine, peer, theirs });
         }
         let part = (transfer.len - transfer.done).min(RING_BODY);
@@ -403,7 +403,7 @@ fn refusal(shared: &Shared, ticket: &Ticket) -> Option<FabricError> {
     let (rank, peer, mine) = (shared.rank, ticket.peer, ticket.signature);
     let sends = ticket.direction == Direction::Send;
     let expected = shared.regions.consumed(rank, peer).refusal().filter(|_| sends)?;
-    Some(FabricError::Mismatch { rank, mine, peer, theirs: Signature::decode(expected)? })
+    Some(FabricError::Mismatch { rank, mine, peer, theirs: Signature::from_words(expected)? })
 }
 
 /// Where in the ring the packet after the first `sequence` packets lies.

@@ -127,7 +127,7 @@ impl Rounds {
     #[inline]
     pub fn post(&mut self, signature: &Signature) {
         self.sequence += 1;
-        self.packet(self.shared.rank, self.sequence).head.publish(self.sequence, signature.encode());
+        self.packet(self.shared.rank, self.sequence).head.publish(self.sequence, signature.to_words());
         for rank in self.peers() {
             self.shared.regions.control(rank).bells[self.lane].0.ring();
         }
@@ -140,7 +140,7 @@ impl Rounds {
     /// [`Aborted`](FabricError::Aborted); the communicator is unusable afterwards.
     #[inline]
     pub fn wait(&mut self, signature: &Signature) -> Result<(), FabricError> {
-        let words = signature.encode();
+        let words = signature.to_words();
         for rank in self.peers() {
             let head = self.packet(rank, self.sequence).head;
             let arrived = wait_for(
@@ -189,7 +189,7 @@ impl Rounds {
         // A peer may be unable to come here before a message of ours has moved on.
         self.shared.messages.progress(&self.shared);
         let arrival = |rank| self.packet(rank, self.sequence).head.arrival(self.sequence);
-        let words = signature.encode();
+        let words = signature.to_words();
         for rank in self.peers() {
             if let Some(theirs) = arrival(rank).filter(|theirs| *theirs != words) {
                 return Err(self.mismatch(signature, rank, theirs));
@@ -204,7 +204,7 @@ impl Rounds {
 
     fn mismatch(&self, mine: &Signature, peer: usize, theirs: [u64; 2]) -> FabricError {
         let rank = self.shared.rank;
-        match Signature::decode(theirs) {
+        match Signature::from_words(theirs) {
             Some(theirs) => FabricError::Mismatch { rank, mine: *mine, peer, theirs },
             None => FabricError::Aborted {
                 operation: *mine,

@@ -38,8 +38,11 @@ extern "C" __global__ void exchange(u8* mine, u8* theirs, u32* my_signal, u32* t
                                     u64 limit_ns, const u32* abort, wait_report* report, u32 epoch) {
     pdl_wait();
     pdl_launch_dependents();
-    waiter w = start_waiting(limit_ns, abort, report, 0, 7);
+    waiter w = start_waiting(limit_ns, abort, report, 0, tag{7, 0});
     u64 i = grid_thread() * 16;
+    tag read;
+    load_tag(mine, read.low, read.high);
+    store_tag(theirs, read.low, read.high);
     store16(theirs + i, load16(mine + i));
     store16_volatile(theirs + i + grid_threads() * 16, load16_volatile(mine + i));
     __syncthreads();

@@ -1,0 +1,105 @@
+//! Those who are compared.
+
+use antiphon::{
+    collectives::{
+        CollectiveError,
+        cuda::{Algorithm, CudaCollectives},
+        nccl::NcclCollectives,
+    },
+    device::cuda::{DeviceMemory, StreamRef},
+    tensor::{DType, Device, TensorView, TensorViewMut},
+};
+
+use super::super::case::{Case, Collective};
+
+/// One of those who are compared.
+#[derive(Clone, Copy)]
+pub(super) enum Contender<'a> {
+    /// Ours, by a given algorithm or as it chooses.
+    Ours(&'a CudaCollectives, Option<Algorithm>),
+    Nccl(&'a NcclCollectives),
+}
+
+/// A rank's tensors.
+pub(super) struct Tensors {
+    pub(super) input: DeviceMemory,
+    pub(super) output: DeviceMemory,
+    /// Elements of the input and of the output.
+    pub(super) counts: (usize, usize),
+    pub(super) device: Device,
+}
+
+impl Contender<'_> {
+    /// The algorithm's name in the table.
+    pub(super) fn name(self, case: &Case, bytes: usize) -> String {
+        match self {
+            Self::Ours(ours, None) if case.collective == Collective::AllReduce => {
+                format!("auto={}", ours.algorithm_for(bytes))
+            }
+            Self::Ours(_, None) => "direct".into(),
+            Self::Ours(_, Some(algorithm)) => algorithm.to_string(),
+            Self::Nccl(_) => "nccl".into(),
+        }
+    }
+
+    /// Puts one call into the stream.
+    ///
+    /// # Safety
+    /// The tensors live until the stream, and every graph that captured the call, is done with them.
+    pub(super) unsafe fn call(
+        self,
+        case: &Case,
+        tensors: &Tensors,
+        stream: StreamRef<'_>,
+    ) -> Result<(), CollectiveError> {
+        let (dtype, op) = (case.dtype, case.op);
+        // SAFETY: passed on: both are as large as their counts say.
+        let (input, mut output) = unsafe { (tensors.input(dtype), tensors.output(dtype)) };
+        let output = &mut output;
+        // SAFETY: passed on; all calls of this program are on this stream.
+        unsafe {
+            match (self, case.collective) {
+                (Self::Ours(ours, Some(algorithm)), Collective::AllReduce) => {
+                    ours.all_reduce_with(&input, output, op, algorithm, stream)
+                }
+                (Self::Ours(ours, _), Collective::AllReduce) => ours.all_reduce(&input, output, op, stream),
+                (Self::Ours(ours, _), Collective::AllGather) => ours.all_gather(&input, output, stream),
+                (Self::Ours(ours, _), Collective::ReduceScatter) => {
+                    ours.reduce_scatter(&input, output, op, stream)
+                }
+                (Self::Ours(ours, _), Collective::AllToAll) => ours.all_to_all(&input, output, stream),
+                (Self::Ours(ours, _), Collective::Broadcast) => ours.broadcast(output, ROOT, stream),
+                (Self::Nccl(nccl), Collective::AllReduce) => nccl.all_reduce(&input, output, op, stream),
+                (Self::Nccl(nccl), Collective::AllGather) => nccl.all_gather(&input, output, stream),
+                (Self::Nccl(nccl), Collective::ReduceScatter) => {
+                    nccl.reduce_scatter(&input, output, op, stream)
+                }
+                (Self::Nccl(nccl), Collective::AllToAll) => nccl.all_to_all(&input, output, stream),
+                (Self::Nccl(nccl), Collective::Broadcast) => nccl.broadcast(output, ROOT, stream),
+                (_, other) => unreachable!("{} was refused", other.name()),
+            }
+        }
+    }
+}
+
+/// The rank that broadcasts; see `pattern`.
+const ROOT: usize = 0;
+
+impl Tensors {
+    /// # Safety
+    /// The view is not used when `self` is gone.
+    unsafe fn input(&self, dtype: DType) -> TensorView<'_> {
+        let at = self.input.pointer().0 as usize as *mut u8;
+        // SAFETY: the memory has so many elements, of any bits, and nobody else uses it meanwhile.
+        unsafe { TensorView::from_raw_parts(at, dtype, &[self.counts.0], None, self.device) }.expect("plain")
+    }
+
+    /// # Safety
+    /// As [`input`](Self::input).
+    unsafe fn output(&self, dtype: DType) -> TensorViewMut<'_> {
+        let at = self.output.pointer().0 as usize as *mut u8;
+        // SAFETY: as above.
+        unsafe { TensorViewMut::from_raw_parts(at, dtype, &[self.counts.1], None, self.device) }
+            .expect("plain")
+    }
+}

@@ -1,0 +1,168 @@
+//! The benchmark on GPUs: ours beside NCCL, in the same processes, size by size in turn.
+//!
+//! * `contender` is one of those who are compared: an algorithm of ours, or NCCL.
+//! * `timing` is how they are timed: graphs of many calls, with the ranks' GPUs lined up.
+//! * `worker` is what a rank does: verify, time, go on.
+
+mod contender;
+mod timing;
+mod worker;
+
+use std::io;
+
+use antiphon::{
+    collectives::cuda::Algorithm,
+    device::cuda::{CudaError, Driver, Nccl, Nvml, Nvrtc},
+};
+use clap::ValueEnum;
+
+use super::{AlgorithmChoice, Args, Buffers, Collective, case::Case};
+use crate::{launch::Launch, report::Gpus};
+
+pub(super) use worker::execute;
+
+/// Replays of the graph for one time.
+const REPLAYS: usize = 9;
+
+pub(super) const SIZES: &str = "1K..256M:4";
+
+/// Calls in one graph: enough that neither the graph's launch nor what is left of the ranks' skew shows.
+fn calls(bytes: u64) -> u32 {
+    match bytes {
+        0..0x10_0000 => 100,
+        0x10_0000..0x100_0000 => 40,
+        _ => 15,
+    }
+}
+
+/// Everything to measure, in order. Every rank makes the same list.
+fn cases(args: &Args) -> Vec<Case> {
+    let collectives = args.collective.collectives().into_iter();
+    let case =
+        |collective, bytes| Case { collective, bytes, algorithm: None, dtype: args.dtype, op: args.op };
+    collectives
+        .flat_map(|collective| args.sizes().into_iter().map(move |bytes| case(collective, bytes)))
+        .collect()
+}
+
+/// The rows of a collective at one size; `None` is what we choose ourselves.
+fn algorithms(args: &Args, collective: Collective) -> Vec<Option<Algorithm>> {
+    let choice = args.algorithm.unwrap_or(AlgorithmChoice::All);
+    if collective != Collective::AllReduce || choice == AlgorithmChoice::Auto {
+        return vec![None];
+    }
+    let name = choice.to_possible_value().expect("no value is hidden");
+    let wanted =
+        |algorithm: &Algorithm| choice == AlgorithmChoice::All || name.matches(algorithm.name(), false);
+    let given = Algorithm::ALL.into_iter().filter(wanted).map(Some);
+    (choice == AlgorithmChoice::All).then_some(None).into_iter().chain(given).collect()
+}
+
+/// How many rows there will be.
+pub(super) fn rows(args: &Args) -> usize {
+    cases(args).iter().map(|case| algorithms(args, case.collective).len()).sum()
+}
+
+/// What of the arguments makes no sense on GPUs.
+pub(super) fn refuse(args: &Args) -> Result<(), String> {
+    if args.buffers != Buffers::Private {
+        return Err("--buffers symmetric is for --device host: there are none on GPUs yet".into());
+    }
+    use Collective::*;
+    let known = [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast];
+    match args.collective.collectives().into_iter().find(|collective| !known.contains(collective)) {
+        Some(other) => Err(format!("{} is for --device host: there is none on GPUs yet", other.name())),
+        None => Ok(()),
+    }
+}
+
+/// The GPUs that the ranks will use, one each.
+pub(super) fn gpus(ranks: Option<usize>) -> Result<Gpus, Box<dyn std::error::Error>> {
+    let driver = Driver::load()?;
+    let devices = driver.devices()?;
+    let ranks = ranks.unwrap_or(devices.len());
+    if ranks < 2 || ranks > devices.len() {
+        let text =
+            format!("{ranks} ranks: from 2 to {}, a GPU for each that this process sees", devices.len());
+        return Err(text.into());
+    }
+    let names = devices[..ranks].iter().map(|device| Ok(device.properties()?.name));
+    Ok(Gpus {
+        names: names.collect::<Result<_, CudaError>>()?,
+        driver: Nvml::load().and_then(Nvml::driver_version).ok(),
+        cuda: driver.version().to_string(),
+        nvrtc: Nvrtc::load().map(|nvrtc| nvrtc.version().to_string()).ok(),
+        nccl: Nccl::load().map(|nccl| nccl.version().to_string()).ok(),
+    })
+}
+
+/// What the ranks' processes get beside the command line.
+pub(super) fn prepare(launch: &mut Launch) {
+    // Multicast is never assumed, and NCCL would use it where it can; who wants to see it sets the variable.
+    const MULTICAST: &str = "NCCL_NVLS_ENABLE";
+    if std::env::var_os(MULTICAST).is_none() {
+        launch.env.push((MULTICAST.into(), "0".into()));
+    }
+}
+
+/// The result of a step of a rank.
+type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
+
+/// A note for people, from one rank.
+fn note(rank: usize, text: impl std::fmt::Display) {
+    if rank == 0 {
+        // When nobody reads any more, the launcher has gone, and this process with it.
+        let _ = io::Write::write_fmt(&mut io::stderr(), format_args!("{text}\n"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Bench {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn args(text: &str) -> Args {
+        Bench::parse_from(["bench", "--device", "cuda"].into_iter().chain(text.split_whitespace())).args
+    }
+
+    fn names(text: &str) -> Vec<&'static str> {
+        let all = algorithms(&args(text), Collective::AllReduce);
+        all.into_iter().map(|algorithm| algorithm.map_or("auto", Algorithm::name)).collect()
+    }
+
+    #[test]
+    fn all_algorithms_are_compared_unless_one_is_asked_for() {
+        assert_eq!(names("")[..3], ["auto", "one-shot", "two-shot"]);
+        assert_eq!(names("--algorithm both"), names(""));
+        assert_eq!(names("--algorithm auto"), ["auto"]);
+        assert_eq!(names("--algorithm two-shot"), ["two-shot"]);
+        assert_eq!(algorithms(&args("--algorithm two-shot"), Collective::AllGather), [None]);
+    }
+
+    #[test]
+    fn sizes_times_collectives_times_algorithms_are_the_rows() {
+        let args = args("--sizes 4K,1M");
+        assert_eq!(cases(&args).len(), 2 * 5);
+        assert_eq!(rows(&args), 2 * (names("").len() + 4));
+    }
+
+    #[test]
+    fn a_graph_always_holds_at_least_fifteen_calls() {
+        assert_eq!([1 << 10, 1 << 20, 1 << 24, 1 << 30].map(calls), [100, 40, 15, 15]);
+    }
+
+    #[test]
+    fn what_gpus_cannot_do_is_refused_by_name() {
+        assert_eq!(refuse(&args("")), Ok(()));
+        let error = refuse(&args("send-recv")).unwrap_err();
+        assert_eq!(error, "send_recv is for --device host: there is none on GPUs yet");
+        let error = refuse(&args("--buffers symmetric")).unwrap_err();
+        assert!(error.starts_with("--buffers symmetric is for --device host"), "{error}");
+    }
+}

@@ -1,0 +1,138 @@
+//! How calls are timed.
+
+use std::time::Instant;
+
+use antiphon::{
+    collectives::{Communicator, cuda::CudaCollectives},
+    device::{
+        ReduceOp,
+        cuda::{
+            Architecture, Context, CudaError, DeviceMemory, Event, Function, Graph, GraphExec, KernelCache,
+            LaunchConfig, Module, Nvrtc, Program, Stream, StreamRef,
+        },
+    },
+    tensor::{DType, Device, TensorView, TensorViewMut},
+};
+
+use super::Result;
+
+/// How long the GPU is kept busy while the host submits what is timed.
+const DELAY_NS: u64 = 200_000;
+/// Elements of the all-reduce that lines the GPUs up.
+const LINE_UP: usize = 64;
+/// Calls that the host submits without waiting, for the time that it takes; a stream holds about a thousand.
+const EAGER_CALLS: u32 = 200;
+const EAGER_BATCHES: usize = 5;
+
+/// What timing needs on a rank.
+pub(super) struct Clock<'a> {
+    comm: &'a Communicator,
+    ours: &'a CudaCollectives,
+    pub(super) stream: &'a Stream,
+    start: Event,
+    end: Event,
+    delay: Function,
+    empty: Function,
+    line: DeviceMemory,
+}
+
+impl<'a> Clock<'a> {
+    pub(super) fn new(comm: &'a Communicator, ours: &'a CudaCollectives, stream: &'a Stream) -> Result<Self> {
+        let context = ours.context();
+        let [delay, empty] = kernels(context)?;
+        ours.prepare(DType::F32, ReduceOp::Sum)?;
+        let line = DeviceMemory::allocate(context, 2 * LINE_UP * 4)?;
+        line.write(stream, 0, &[0; 2 * LINE_UP * 4])?;
+        let (start, end) = (Event::with_time(context)?, Event::with_time(context)?);
+        Ok(Self { comm, ours, stream, start, end, delay, empty, line })
+    }
+
+    /// Captures so many calls.
+    pub(super) fn graph(&self, calls: u32, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<GraphExec> {
+        let graph = Graph::capture(self.stream, |stream| (0..calls).try_for_each(|_| call(stream)))?;
+        Ok(graph.instantiate()?)
+    }
+
+    /// Replays a graph once and gives the microseconds that it took on this rank's GPU.
+    ///
+    /// The stream waits a moment, for the host to submit the rest, and then for all other ranks' streams, so that the
+    /// GPUs start together: whoever came early would count its waiting for the others.
+    ///
+    /// # Safety
+    /// What the graph uses is alive.
+    pub(super) unsafe fn replay(&self, graph: &GraphExec) -> Result<f64> {
+        self.comm.barrier()?;
+        let config = LaunchConfig::new(1, 1);
+        // SAFETY: the kernel takes one number and touches no memory.
+        unsafe { self.delay.launch(self.stream, &config, &[(&DELAY_NS).into()]) }?;
+        self.line_up()?;
+        self.start.record(self.stream)?;
+        // SAFETY: passed on.
+        unsafe { graph.launch(self.stream) }?;
+        self.end.record(self.stream)?;
+        self.stream.borrow().synchronize()?;
+        self.ours.check()?;
+        Ok(self.end.elapsed_since(&self.start)?.as_secs_f64() * 1e6)
+    }
+
+    fn line_up(&self) -> Result<()> {
+        let at = self.line.pointer().0 as usize as *mut u8;
+        let device = Device::Cuda(self.ours.context().device().ordinal());
+        // SAFETY: both halves of memory that lives until the stream is done, which `replay` waits for.
+        unsafe {
+            let input = TensorView::from_raw_parts(at, DType::F32, &[LINE_UP], None, device)?;
+            let half = at.wrapping_add(4 * LINE_UP);
+            let mut output = TensorViewMut::from_raw_parts(half, DType::F32, &[LINE_UP], None, device)?;
+            Ok(self.ours.all_reduce(&input, &mut output, ReduceOp::Sum, self.stream.borrow())?)
+        }
+    }
+
+    /// Microseconds of the host's time for one call that is not captured: the median over batches of their means.
+    pub(super) fn host(&self, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<f64> {
+        let batch = || -> Result<f64> {
+            self.comm.barrier()?;
+            let start = Instant::now();
+            for _ in 0..EAGER_CALLS {
+                call(self.stream.borrow())?;
+            }
+            let took = start.elapsed();
+            self.stream.borrow().synchronize()?;
+            Ok(took.as_secs_f64() * 1e6 / f64::from(EAGER_CALLS))
+        };
+        batch()?; // warm-up
+        let mut times = (0..EAGER_BATCHES).map(|_| batch()).collect::<Result<Vec<f64>>>()?;
+        times.sort_by(f64::total_cmp);
+        Ok(times[EAGER_BATCHES / 2])
+    }
+
+    /// The same for a bare launch of a kernel that does nothing.
+    pub(super) fn host_launch(&self) -> Result<f64> {
+        let config = LaunchConfig::new(1, 32);
+        // SAFETY: the kernel has no parameters and touches no memory.
+        self.host(|stream| Ok(unsafe { self.empty.launch(stream, &config, &[]) }?))
+    }
+}
+
+fn program(architecture: Architecture) -> Program {
+    Program::new("bench/kernels.cuh", include_str!("kernels.cuh"), architecture)
+}
+
+fn kernels(context: &Context) -> Result<[Function; 2], CudaError> {
+    let program = program(context.device().architecture()?);
+    let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;
+    let module = Module::load(context, &cubin.bytes)?;
+    Ok([module.function("delay")?, module.function("empty")?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_compile() {
+        match Nvrtc::load() {
+            Ok(nvrtc) => assert_eq!(nvrtc.compile(&program(Architecture::SM_90A)).unwrap().log, ""),
+            Err(error) => eprintln!("skipped: {error}"),
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! What a rank does: for each size, verify everybody who is compared, time them in turn, tell.
+
+use std::io::{self, Write};
+
+use antiphon::{
+    collectives::{
+        Communicator,
+        cuda::{Algorithm, CudaCollectives},
+        nccl::NcclCollectives,
+    },
+    device::cuda::{Context, DeviceMemory, Driver, GraphExec, StreamRef, memory},
+    tensor::{Device, Element, TensorView, TensorViewMut, with_dtype},
+};
+
+use super::{
+    REPLAYS, Result, algorithms, calls, cases,
+    contender::{Contender, Tensors},
+    note,
+    timing::Clock,
+};
+use crate::{
+    ExitStatus, FAILURE, SUCCESS,
+    bench::{
+        Args,
+        case::{Case, Collective},
+        pattern::{self, Reference, Wrong},
+        worker::{row, slowest, total},
+    },
+    report::{OnGpu, Row},
+};
+
+/// The largest message for which the host's time is taken: beyond, the GPU's hides it.
+const HOST_BYTES: usize = 1 << 20;
+
+pub(in crate::bench) fn execute(args: &Args) -> ExitStatus {
+    match measure_all(args) {
+        Ok(()) => SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            FAILURE
+        }
+    }
+}
+
+/// All that a rank measures with.
+struct Bench<'a> {
+    args: &'a Args,
+    comm: &'a Communicator,
+    ours: &'a CudaCollectives,
+    nccl: Option<&'a NcclCollectives>,
+    clock: Clock<'a>,
+    launch_us: f64,
+}
+
+/// One who is compared, with what was measured so far.
+struct Run<'a> {
+    contender: Contender<'a>,
+    graph: GraphExec,
+    wrong: Wrong,
+    /// Microseconds of one call on this rank, by replay.
+    times: Vec<f64>,
+    host_us: Option<f64>,
+}
+
+fn measure_all(args: &Args) -> Result<()> {
+    let comm = Communicator::from_env()?;
+    let context = Context::primary(Driver::load()?.device(comm.rank() as u32)?)?;
+    let ours = CudaCollectives::new(&comm, &context)?;
+    let nccl = NcclCollectives::new(&comm, &context);
+    let nccl = nccl.map_err(|error| note(comm.rank(), format_args!("without NCCL beside it: {error}"))).ok();
+    let stream = context.stream()?;
+    let clock = Clock::new(&comm, &ours, &stream)?;
+    let launch_us = slowest(&comm, &[clock.host_launch()?])?[0];
+    let bench = Bench { args, comm: &comm, ours: &ours, nccl: nccl.as_ref(), clock, launch_us };
+    for case in cases(args) {
+        let rows = with_dtype!(case.dtype, T => bench.measure::<T>(case)?);
+        if comm.rank() == 0 {
+            for row in rows {
+                let line = serde_json::to_string(&row).expect("a row is plain data");
+                // When nobody reads any more, the launcher has gone, and this process with it.
+                let _ = writeln!(io::stdout(), "{line}");
+            }
+        }
+    }
+    Ok(())
+}
+
+impl<'a> Bench<'a> {
+    /// All rows of one collective and size.
+    fn measure<T: Element>(&self, case: Case) -> Result<Vec<Row>> {
+        let tensors = self.tensors::<T>(&case)?;
+        let reference = Reference::new::<T>(self.comm, case);
+        let calls = self.args.iterations.unwrap_or_else(|| calls(case.bytes)).max(1);
+        if case.collective.reduces() {
+            self.ours.prepare(case.dtype, case.op)?;
+        }
+        let mut runs = Vec::new();
+        for contender in self.contenders(case.collective) {
+            runs.push(self.start::<T>(contender, &case, &tensors, &reference, calls)?);
+        }
+        // In turn, so that whatever drifts hits all alike.
+        for _ in 0..REPLAYS {
+            for run in &mut runs {
+                // SAFETY: the tensors and the collectives live until the end, and the replay is waited for.
+                let took = unsafe { self.clock.replay(&run.graph) }?;
+                run.times.push(took / f64::from(calls));
+            }
+        }
+        self.rows(case, &tensors, runs, calls)
+    }
+
+    /// Everybody of ours, then NCCL.
+    fn contenders(&self, collective: Collective) -> Vec<Contender<'a>> {
+        let ours = algorithms(self.args, collective).into_iter();
+        let ours = ours.map(|algorithm: Option<Algorithm>| Contender::Ours(self.ours, algorithm));
+        ours.chain(self.nccl.map(Contender::Nccl)).collect()
+    }
+
+    fn tensors<T: Element>(&self, case: &Case) -> Result<Tensors> {
+        let counts = case.counts(self.comm.world_size());
+        let context = self.ours.context();
+        let memory = |count: usize| DeviceMemory::allocate(context, count * case.dtype.size());
+        let (input, output) = (memory(counts.0)?, memory(counts.1)?);
+        let values = pattern::input::<T>(case.op, self.comm.rank(), counts.0);
+        input.write(self.clock.stream, 0, TensorView::from(&values).as_bytes()?)?;
+        Ok(Tensors { input, output, counts, device: Device::Cuda(context.device().ordinal()) })
+    }
+
+    /// Makes the graph, and checks what it computes.
+    fn start<T: Element>(
+        &self,
+        contender: Contender<'a>,
+        case: &Case,
+        tensors: &Tensors,
+        reference: &Reference,
+        calls: u32,
+    ) -> Result<Run<'a>> {
+        let stream = self.clock.stream;
+        let call = |stream: StreamRef<'_>| -> Result<()> {
+            // SAFETY: the tensors outlive all that is made here, and every use of the stream is waited for.
+            Ok(unsafe { contender.call(case, tensors, stream) }?)
+        };
+        call(stream.borrow())?; // NCCL connects the ranks on the first call, which should not be captured
+        stream.borrow().synchronize()?;
+        let graph = self.clock.graph(calls, call)?;
+        self.spoil(case, tensors)?;
+        // SAFETY: as above.
+        unsafe { self.clock.replay(&graph) }?;
+        let mut result = vec![T::default(); tensors.counts.1];
+        tensors.output.read(stream, 0, TensorViewMut::from(&mut result[..]).as_mut_bytes()?)?;
+        let wrong = total(self.comm, &[reference.compare(&result)])?;
+        if let (Contender::Nccl(_), 1..) = (contender, wrong.elements) {
+            let (name, elements) = (case.collective.name(), wrong.elements);
+            let text = format_args!("NCCL: {elements} elements of {name} are not as expected");
+            note(self.comm.rank(), text);
+        }
+        let small = tensors.input.len().max(tensors.output.len()) <= HOST_BYTES;
+        let host_us = small.then(|| self.clock.host(call)).transpose()?;
+        Ok(Run { contender, graph, wrong, times: Vec::new(), host_us })
+    }
+
+    /// Puts into the output what is no result; what is broadcast is the root's, so there everybody has its own input.
+    fn spoil(&self, case: &Case, tensors: &Tensors) -> Result<()> {
+        let (stream, to, len) = (self.clock.stream.borrow(), tensors.output.pointer(), tensors.output.len());
+        if case.collective == Collective::Broadcast {
+            // SAFETY: two memories of that size, and the stream is waited for before anybody else uses them.
+            unsafe { memory::copy(stream, to, tensors.input.pointer(), len) }?;
+        } else {
+            // SAFETY: as above.
+            unsafe { memory::fill(stream, to, 0xFF, len) }?;
+        }
+        Ok(stream.synchronize()?)
+    }
+
+    fn rows(&self, case: Case, tensors: &Tensors, runs: Vec<Run<'a>>, calls: u32) -> Result<Vec<Row>> {
+        let count = tensors.counts.0.max(tensors.counts.1);
+        let mut measured = Vec::new();
+        for Run { contender, wrong, times, host_us, .. } in runs {
+            let mut times = slowest(self.comm, &times)?;
+            times.sort_by(f64::total_cmp);
+            let host = slowest(self.comm, &Vec::from_iter(host_us))?;
+            measured.push((contender, wrong, times, host.first().copied()));
+        }
+        let nccl = measured.pop_if(|(contender, ..)| matches!(contender, Contender::Nccl(_)));
+        let rows = measured.into_iter().map(|(contender, wrong, times, host_us)| {
+            let name = contender.name(&case, count * case.dtype.size());
+            let gpu = OnGpu {
+                calls,
+                host_us,
+                launch_us: self.launch_us,
+                nccl_us: nccl.as_ref().map(|(_, _, times, _)| times[times.len() / 2]),
+                nccl_host_us: nccl.as_ref().and_then(|(.., host)| *host),
+            };
+            Row { gpu: Some(gpu), ..row(self.comm, case, name, count, &times, wrong) }
+        });
+        Ok(rows.collect())
+    }
+}

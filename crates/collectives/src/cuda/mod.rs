@@ -1,0 +1,208 @@
+//! The collectives between GPUs.
+//!
+//! [`CudaCollectives`] is for the GPUs of a communicator's ranks what [`Collectives`](crate::Collectives) is for host
+//! memory: the same operations with the same bits. Ranks are processes or threads, with a GPU each that reaches the others'
+//! over NVLink (or PCIe). Its methods put kernels into the caller's stream: they allocate nothing, wait for nothing, and
+//! may be captured in a graph.
+//!
+//! ```no_run
+//! use antiphon_collectives::{ReduceOp, cuda::CudaCollectives};
+//! use antiphon_device::cuda::{Context, DeviceMemory, Driver};
+//! use antiphon_fabric::LocalWorld;
+//! use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+//!
+//! # type Error = Box<dyn std::error::Error + Send + Sync>;
+//! let driver = Driver::load()?;
+//! LocalWorld::run(2, |comm| -> Result<(), Error> {
+//!     let device = driver.device(comm.rank() as u32)?;
+//!     let context = Context::primary(device)?;
+//!     let collectives = CudaCollectives::new(&comm, &context)?;
+//!     let (stream, memory) = (context.stream()?, DeviceMemory::allocate(&context, 4096)?);
+//!     let at = memory.pointer().0 as usize as *mut u8;
+//!     // SAFETY: the memory has 1024 floats, and lives until the stream is done.
+//!     unsafe {
+//!         let device = Device::Cuda(device.ordinal());
+//!         let input = TensorView::from_raw_parts(at, DType::F32, &[1024], None, device)?;
+//!         let mut output = TensorViewMut::from_raw_parts(at, DType::F32, &[1024], None, device)?;
+//!         collectives.all_reduce(&input, &mut output, ReduceOp::Sum, stream.borrow())?;
+//!     }
+//!     stream.borrow().synchronize()?;
+//!     Ok(collectives.check()?)
+//! });
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! ## When ranks fail
+//!
+//! A kernel waits for its peers until the communicator's timeout at most, and not longer than it takes to notice that one
+//! has died. It then ends without its result, and the next call on the host (or [`check`](CudaCollectives::check)) returns
+//! the error: [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout), or
+//! [`Mismatch`](FabricError::Mismatch) when ranks called different things. The GPUs stay usable.
+
+pub(crate) mod kernels;
+pub(crate) mod launch;
+mod watch;
+
+use std::{cell::RefCell, sync::Arc};
+
+use antiphon_device::{
+    DeviceError, ReduceOp,
+    cuda::{Context, CudaError, WaitBoard, memory},
+};
+use antiphon_fabric::{Communicator, CudaArena, FabricError, Monitor, Operation, Signature};
+use antiphon_tensor::DType;
+
+pub use crate::all_reduce::cuda::Algorithm;
+use crate::error::Result;
+use kernels::{Family, Kernels};
+use watch::Watch;
+
+/// The most ranks whose arenas fit a kernel's arguments; all of one NVLink domain.
+pub const MAX_WORLD: usize = 8;
+/// All ranks' lanes of a slot's lower or upper half together, in bytes.
+const LANES_BYTES: usize = 32 << 20;
+/// Calls in flight use three slots in turn.
+const SLOTS: usize = 3;
+const TAGS_BYTES: usize = 4096;
+const THREADS: u32 = 128;
+const MAX_BLOCKS: u32 = 132 * 4;
+/// Where the slots begin in an arena, behind the control words.
+const SLOTS_AT: usize = (MAX_BLOCKS as usize * 16).next_multiple_of(4096);
+
+/// Collectives between the GPUs of a communicator's ranks, over their own loads and stores.
+///
+/// All ranks make the same calls in the same order. On each rank the calls are made on one stream, or on several that
+/// wait for each other (events): two that run at once would take each other's data.
+///
+/// It takes part as long as it lives, as its [`Communicator`] does.
+pub struct CudaCollectives {
+    monitor: Monitor,
+    arena: CudaArena,
+    board: Arc<WaitBoard>,
+    watch: Watch,
+    lane_stride: usize,
+    max_blocks: u32,
+    kernels: RefCell<Kernels>,
+}
+
+impl std::fmt::Debug for CudaCollectives {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaCollectives {{ {:?}, arena: {} bytes }}", self.monitor, self.arena.len())
+    }
+}
+
+impl CudaCollectives {
+    /// Shares memory between the ranks' devices, about 200 MB on each, and loads the first kernels. All ranks call it
+    /// together.
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] for one rank, or more than [`MAX_WORLD`]; as [`CudaArena::new`];
+    /// [`FabricError::Device`] with what is missing to compile kernels.
+    pub fn new(comm: &Communicator, context: &Context) -> Result<Self> {
+        let world_size = comm.world_size();
+        if !(2..=MAX_WORLD).contains(&world_size) {
+            let text = format!("collectives on CUDA work between 2 to {MAX_WORLD} ranks, not {world_size}");
+            return Err(FabricError::InvalidArgument(text).into());
+        }
+        let lane_stride = LANES_BYTES.div_ceil(world_size).next_multiple_of(4096);
+        let len = SLOTS_AT + SLOTS * (TAGS_BYTES + 2 * world_size * lane_stride);
+        let arena = CudaArena::new(comm, context, len, 0xFF)?; // EMPTY, everywhere
+        let board = Arc::new(WaitBoard::new(context).map_err(device)?);
+        clear_control(&arena, comm.rank()).map_err(device)?;
+        let multiprocessors = context.device().properties().map_err(device)?.multiprocessors;
+        let mut kernels = Kernels::new(context, world_size);
+        kernels.load(Family::Movement)?;
+        comm.barrier()?;
+        let monitor = comm.monitor();
+        let watch = Watch::start(monitor.clone(), board.clone())?;
+        Ok(Self {
+            monitor,
+            arena,
+            board,
+            watch,
+            lane_stride,
+            max_blocks: (4 * multiprocessors).min(MAX_BLOCKS),
+            kernels: RefCell::new(kernels),
+        })
+    }
+
+    /// Compiles and loads the kernels that reduce a dtype by an operator, so that no call has to: from the cache on disk
+    /// in some milliseconds, else in about a second. Not while a stream is being captured.
+    ///
+    /// # Errors
+    /// [`CollectiveError::NotNumeric`](crate::CollectiveError::NotNumeric) for dtypes other than f32, f16 and bf16;
+    /// [`FabricError::Device`].
+    pub fn prepare(&self, dtype: DType, op: ReduceOp) -> Result<()> {
+        self.kernels.borrow_mut().load(Family::Reduction(dtype, op)).map(drop)
+    }
+
+    /// This rank, from 0.
+    pub fn rank(&self) -> usize {
+        self.monitor.rank()
+    }
+
+    /// How many ranks there are.
+    pub fn world_size(&self) -> usize {
+        self.monitor.world_size()
+    }
+
+    /// The context of this rank's device.
+    pub fn context(&self) -> &Context {
+        self.arena.context()
+    }
+
+    /// Whether all calls that are over have done what they should. It does not wait: synchronise with the stream first.
+    ///
+    /// # Errors
+    /// Why a kernel gave up: [`FabricError::PeerLost`], [`FabricError::Timeout`], [`FabricError::Mismatch`]; from then on
+    /// [`FabricError::Failed`].
+    pub fn check(&self) -> Result<()> {
+        self.monitor.check_usable()?;
+        match self.board.report() {
+            None => Ok(()),
+            Some(report) => self.fail(watch::explain(&self.monitor, &report, self.watch.found())),
+        }
+    }
+
+    /// That a call may be made now, which needs all peers.
+    #[inline]
+    pub(crate) fn check_ready(&self) -> Result<()> {
+        self.check()?;
+        match self.watch.found() {
+            None => Ok(()),
+            Some(lost) => self.fail(lost.clone()),
+        }
+    }
+
+    /// Ends this communicator: whatever waits does so in vain.
+    #[cold]
+    fn fail(&self, error: FabricError) -> Result<()> {
+        self.board.abort();
+        self.monitor.report(&error);
+        Err(error.into())
+    }
+}
+
+impl Drop for CudaCollectives {
+    fn drop(&mut self) {
+        // Kernels under way use the arena. They end by their deadline at the latest; an error has nobody to go to.
+        let _ = self.context().synchronize();
+    }
+}
+
+/// The control words of this rank begin as zeros.
+fn clear_control(arena: &CudaArena, rank: usize) -> std::result::Result<(), CudaError> {
+    let stream = arena.context().stream()?;
+    // SAFETY: the arena is larger, and nobody uses it yet.
+    unsafe { memory::fill(stream.borrow(), arena.pointer(rank), 0, SLOTS_AT) }?;
+    stream.borrow().synchronize()
+}
+
+pub(crate) fn device(error: CudaError) -> crate::CollectiveError {
+    FabricError::from(DeviceError::from(error)).into()
+}
+
+/// An operation with what all ranks must agree on.
+pub(crate) fn signature(operation: Operation, dtype: DType, count: usize) -> Signature {
+    Signature { dtype: Some(dtype), count: count as u64, ..Signature::new(operation) }
+}

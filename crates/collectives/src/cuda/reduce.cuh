@@ -1,0 +1,89 @@
+// Reducing vectors of one type: for a program that has T, OPERATOR and AVERAGE. Behind slots.cuh.
+//
+// EMPTY is a NaN (two of them in half precision) that no reduction gives and that senders replace by the canonical one, so
+// no value is lost: a sum with a NaN is the canonical NaN whichever NaN went in.
+
+typedef ELEMENT T;
+typedef wide<T>::type A;
+constexpr u32 LANES = vec16<T>::LANES;
+
+DEVICE u64 vectors_of(u64 elements) { return (elements + LANES - 1) / LANES; }
+
+DEVICE uint4 without_empty(uint4 v) {
+    constexpr u32 NANS = sizeof(T) == 4 ? 0x7FC00000u : NAN_PAIR;
+    if (v.x == EMPTY) v.x = NANS;
+    if (v.y == EMPTY) v.y = NANS;
+    if (v.z == EMPTY) v.z = NANS;
+    if (v.w == EMPTY) v.w = NANS;
+    return v;
+}
+
+// Elements in this GPU's memory, of any number and at any address.
+struct elements {
+    T* data;
+    u64 count;
+    bool aligned;
+
+    DEVICE elements(const void* at, u64 count) : data((T*)at), count(count), aligned((u64)at % 16 == 0) {}
+
+    // The vector at `index`; elements past the end are zero.
+    DEVICE uint4 load(u64 index) const {
+        u64 first = index * LANES;
+        if (aligned && first + LANES <= count) return load16(data + first);
+        vec16<T> v;
+        v.words = make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (u32 k = 0; k < LANES; ++k)
+            if (first + k < count) v.lane[k] = data[first + k];
+        return v.words;
+    }
+
+    DEVICE void store(u64 index, uint4 words) const {
+        u64 first = index * LANES;
+        if (aligned && first + LANES <= count) return store16(data + first, words);
+        vec16<T> v;
+        v.words = words;
+#pragma unroll
+        for (u32 k = 0; k < LANES; ++k)
+            if (first + k < count) data[first + k] = v.lane[k];
+    }
+};
+
+// In ascending rank order, rounded once. The result has no EMPTY: a NaN is the canonical one.
+DEVICE uint4 reduce(const uint4 (&values)[WORLD]) {
+    vec16<T> v;
+    v.words = values[0];
+    wide_vec<T> sum = widen_vec(v);
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+        v.words = values[k];
+        wide_vec<T> x = widen_vec(v);
+#pragma unroll
+        for (u32 lane = 0; lane < LANES; ++lane) sum.lane[lane] = OPERATOR<A>()(sum.lane[lane], x.lane[lane]);
+    }
+    if (AVERAGE)
+#pragma unroll
+        for (u32 lane = 0; lane < LANES; ++lane) sum.lane[lane] /= (A)WORLD;
+    return narrow_vec<T>(sum).words;
+}
+
+// Waits for everybody's vector at `index` of the lower lanes, and reduces them with this rank's own.
+DEVICE bool collect_and_reduce(reader& r, u64 index, uint4 mine, uint4& result) {
+    uint4 got[WORLD];
+#pragma unroll
+    for (u32 k = 0; k < WORLD; ++k) got[k] = mine; // an index known at run time would need local memory
+    if (!collect(r, 0, index, got)) return false;
+    result = reduce(got);
+    return true;
+}
+
+// Sends each peer its own vectors, `of(peer)` telling which elements. Every block serves one peer, so that bursts are long;
+// there are a multiple of WORLD - 1 blocks.
+template <class Of> DEVICE void scatter(const arguments& a, const turn& t, u64 vectors, Of of) {
+    const u32 peer = (a.rank + 1 + blockIdx.x % (WORLD - 1)) % WORLD;
+    const elements block = of(peer);
+    u8* to = vector_at(a, peer, t.slot, a.rank, 0);
+    const u32 step = gridDim.x / (WORLD - 1) * blockDim.x;
+    for (u64 i = blockIdx.x / (WORLD - 1) * blockDim.x + threadIdx.x; i < vectors; i += step)
+        store16_volatile(to + i * 16, without_empty(block.load(i)));
+}

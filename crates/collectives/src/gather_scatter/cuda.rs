@@ -1,0 +1,183 @@
+//! The collectives that move data, on GPUs; `kernels.cuh` and `reduce_scatter.cuh` have the algorithms.
+
+use antiphon_device::{ReduceOp, cuda::StreamRef};
+use antiphon_fabric::{FabricError, Operation, Signature};
+use antiphon_tensor::{TensorView, TensorViewMut};
+
+use crate::{
+    arguments::{divided, has_count, same_dtype},
+    cuda::{
+        CudaCollectives,
+        kernels::{Family, Kernel},
+        launch::Work,
+        signature,
+    },
+    error::Result,
+};
+
+/// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in kernels.cuh.
+const ROW_BYTES: usize = 512;
+const ROW_DATA: usize = 496;
+
+impl CudaCollectives {
+    /// The inputs of all ranks, one after the other: `n` elements in, `W·n` out, in the order of the stream. The input may
+    /// be this rank's block of the output.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn all_gather(
+        &self,
+        input: &TensorView<'_>,
+        output: &mut TensorViewMut<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let signature = signature(Operation::AllGather, input.dtype(), input.numel());
+        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
+        same_dtype(signature.operation, &input, &output)?;
+        let (world_size, count) = (self.world_size(), input.count);
+        has_count(signature.operation, "output", output.count, world_size * count, || {
+            format!("{world_size} ranks × {count} elements")
+        })?;
+        let bytes = count * input.dtype.size();
+        let work = Work {
+            input: input.data.addr(),
+            output: output.data.addr(),
+            count: bytes,
+            stride: bytes,
+            root: 0,
+            signature,
+        };
+        // SAFETY: passed on.
+        unsafe { self.move_rows(Kernel::AllGather, &work, stream) }
+    }
+
+    /// Block `r` of the input goes to rank `r`, whose block comes to the same place of the output: `W·n` elements in, as
+    /// many out, in the order of the stream. `output` may be `input`.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn all_to_all(
+        &self,
+        input: &TensorView<'_>,
+        output: &mut TensorViewMut<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let signature = signature(Operation::AllToAll, input.dtype(), input.numel());
+        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
+        same_dtype(signature.operation, &input, &output)?;
+        has_count(signature.operation, "output", output.count, input.count, || "as many as the input".into())?;
+        let count = divided(signature.operation, "input", input.count, self.world_size())?;
+        let bytes = count * input.dtype.size();
+        let work = Work {
+            input: input.data.addr(),
+            output: output.data.addr(),
+            count: bytes,
+            stride: bytes,
+            root: 0,
+            signature,
+        };
+        // SAFETY: passed on.
+        unsafe { self.move_rows(Kernel::AllToAll, &work, stream) }
+    }
+
+    /// Everybody's buffer becomes the root's, in the order of the stream.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] for a root that does not exist.
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn broadcast(
+        &self,
+        buffer: &mut TensorViewMut<'_>,
+        root: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let mut signature = signature(Operation::Broadcast, buffer.dtype(), buffer.numel());
+        if root >= self.world_size() {
+            let text = format!("root rank {root} is not below the world size {}", self.world_size());
+            return Err(FabricError::InvalidArgument(text).into());
+        }
+        signature.root = Some(root as u32);
+        let buffer = self.output(&signature, buffer)?;
+        let (at, bytes) = (buffer.data.addr(), buffer.count * buffer.dtype.size());
+        let work = Work { input: at, output: at, count: bytes, stride: bytes, root, signature };
+        // SAFETY: passed on.
+        unsafe { self.move_rows(Kernel::Broadcast, &work, stream) }
+    }
+
+    /// Rank `r` gets the reduction of everybody's `r`-th block: `W·n` elements of f32, f16 or bf16 in, `n` out, in the order
+    /// of the stream. The output may be this rank's block of the input.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn reduce_scatter(
+        &self,
+        input: &TensorView<'_>,
+        output: &mut TensorViewMut<'_>,
+        op: ReduceOp,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let mut signature = signature(Operation::ReduceScatter, input.dtype(), input.numel());
+        signature.reduce = Some(op);
+        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
+        same_dtype(signature.operation, &input, &output)?;
+        let count = divided(signature.operation, "input", input.count, self.world_size())?;
+        has_count(signature.operation, "output", output.count, count, || "a block of the input".into())?;
+        let loaded = self.ready(Family::Reduction(input.dtype, op))?;
+        let size = input.dtype.size();
+        let bytes = count * size;
+        for start in (0..bytes).step_by(self.lane_bytes()) {
+            let len = (bytes - start).min(self.lane_bytes());
+            let (input, output) = (input.data.addr() + start, output.data.addr() + start);
+            let work = Work { input, output, count: len / size, stride: bytes, root: 0, signature };
+            let blocks = self.blocks_for_peers(len.div_ceil(16));
+            // SAFETY: passed on.
+            unsafe { self.launch(&loaded, Kernel::ReduceScatter, blocks, &work, stream) }?;
+        }
+        Ok(())
+    }
+
+    /// Waits, in the order of the stream, until the streams of all ranks have come here.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn barrier(&self, stream: StreamRef<'_>) -> Result<()> {
+        let loaded = self.ready(Family::Movement)?;
+        let signature = Signature::new(Operation::Barrier);
+        let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
+        // SAFETY: it uses no memory of the caller's.
+        unsafe { self.launch(&loaded, Kernel::Barrier, 1, &work, stream) }
+    }
+
+    /// Moves blocks of `work.count` bytes by a kernel that works in rows, piece by piece.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    unsafe fn move_rows(&self, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
+        let loaded = self.ready(Family::Movement)?;
+        let piece = self.lane_bytes() / ROW_BYTES * ROW_DATA;
+        for start in (0..work.count).step_by(piece) {
+            let count = (work.count - start).min(piece);
+            let work =
+                Work { input: work.input + start, output: work.output + start, count, ..*work };
+            let threads = count.div_ceil(ROW_DATA) * 32;
+            let blocks = match kernel {
+                Kernel::AllToAll => self.blocks_for_peers(threads),
+                _ => self.blocks_for(threads),
+            };
+            // SAFETY: passed on.
+            unsafe { self.launch(&loaded, kernel, blocks, &work, stream) }?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,83 @@
+//! Ranks that do not come, leave, or do something else: named within the deadline, with the GPUs usable afterwards.
+
+use std::time::{Duration, Instant};
+
+use antiphon_collectives::{CollectiveError, ReduceOp, cuda::CudaCollectives};
+use antiphon_device::cuda::Context;
+use antiphon_fabric::{FabricError, LocalWorld};
+use antiphon_tensor::DType;
+
+use crate::harness::{At, Outcome, Rank, What, gpus, on_gpus};
+
+const SUM: What = What::AllReduce(ReduceOp::Sum, None);
+
+/// Runs `body` on two GPUs with a deadline, and then a sound call on new communicators.
+fn with_deadline<T: Send>(timeout: Duration, body: impl Fn(Rank) -> Outcome<T> + Sync) -> Vec<T> {
+    let Some(driver) = gpus(2) else { return Vec::new() };
+    let outcomes = LocalWorld::run_with(2, timeout, |comm| -> Outcome<T> {
+        let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+        let collectives = CudaCollectives::new(&comm, &context)?;
+        collectives.prepare(DType::F32, ReduceOp::Sum)?;
+        let stream = context.stream()?;
+        comm.barrier()?;
+        body(Rank { comm, stream, collectives })
+    });
+    on_gpus(2, |rank| rank.compare(SUM, &[1.0f32; 1000], 0));
+    outcomes.into_iter().map(|outcome| outcome.unwrap_or_else(|error| panic!("{error}"))).collect()
+}
+
+fn call(rank: &Rank, count: usize) -> Outcome<CollectiveError> {
+    let memory = rank.upload(&vec![1.0f32; count])?;
+    let at = At(memory.pointer().0, DType::F32, count);
+    rank.queue(SUM, at, at)?;
+    rank.stream.borrow().synchronize()?;
+    Ok(rank.queue(SUM, at, at).expect_err("the first call failed"))
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_at_the_deadline() {
+    let timeout = Duration::from_millis(500);
+    let texts = with_deadline(timeout, |rank| match rank.comm.rank() {
+        0 => {
+            let text = call(&rank, 64)?.to_string();
+            assert!(rank.collectives.check().unwrap_err().to_string().contains("failed earlier"));
+            Ok(text)
+        }
+        _ => {
+            std::thread::sleep(2 * timeout);
+            Ok(String::new())
+        }
+    });
+    let Some(text) = texts.first() else { return };
+    assert!(text.contains("all_reduce(64 × f32, sum") && text.contains("timed out"), "{text}");
+    assert!(text.contains("ranks [1] of 2"), "{text}");
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_long_before_the_deadline() {
+    let errors = with_deadline(Duration::from_secs(60), |rank| match rank.comm.rank() {
+        0 => {
+            let start = Instant::now();
+            let error = call(&rank, 1 << 20)?;
+            assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+            Ok(Some(error))
+        }
+        _ => {
+            std::thread::sleep(Duration::from_millis(100));
+            Ok(None)
+        }
+    });
+    let Some(error) = errors.first() else { return };
+    let lost = matches!(error, Some(CollectiveError::Fabric(FabricError::PeerLost { rank: 1, .. })));
+    assert!(lost, "{error:?}");
+}
+
+#[test]
+fn ranks_that_call_different_things_are_told_so() {
+    let errors = with_deadline(Duration::from_secs(60), |rank| call(&rank, 64 + rank.comm.rank()));
+    let [first, second] = errors.as_slice() else { return };
+    let texts = [first.to_string(), second.to_string()];
+    for text in texts {
+        assert!(text.contains("64 × f32") && text.contains("65 × f32"), "{text}");
+    }
+}

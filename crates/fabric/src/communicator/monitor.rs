@@ -1,0 +1,120 @@
+//! News of the peers for who waits elsewhere, as on a GPU.
+
+use std::{sync::Arc, time::Duration};
+
+use super::{Communicator, Presence, Shared};
+use crate::{FabricError, Signature};
+
+/// Whether the ranks of a communicator are still there: for work that does not wait in the communicator itself.
+///
+/// Any thread may ask. It takes part as long as it lives, as its [`Communicator`] does.
+///
+/// ```
+/// use antiphon_fabric::{FabricError, LocalWorld, Operation, Signature};
+///
+/// LocalWorld::run(2, |comm| {
+///     let monitor = comm.monitor();
+///     monitor.check(Signature::new(Operation::Barrier))?;
+///     comm.barrier() // nobody leaves before all have asked
+/// });
+/// ```
+#[derive(Clone)]
+pub struct Monitor {
+    presence: Arc<Presence>,
+}
+
+impl std::fmt::Debug for Monitor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Monitor {{ rank: {}, world_size: {} }}", self.rank(), self.world_size())
+    }
+}
+
+impl Communicator {
+    /// A look at the peers from elsewhere.
+    pub fn monitor(&self) -> Monitor {
+        Monitor { presence: self.messenger.presence.clone() }
+    }
+}
+
+impl Monitor {
+    fn shared(&self) -> &Shared {
+        &self.presence.0
+    }
+
+    /// This rank, from 0.
+    #[inline]
+    pub fn rank(&self) -> usize {
+        self.shared().rank
+    }
+
+    /// How many ranks there are.
+    #[inline]
+    pub fn world_size(&self) -> usize {
+        self.shared().world_size
+    }
+
+    /// How long a call waits for a peer before it fails.
+    pub fn timeout(&self) -> Duration {
+        self.shared().timeout
+    }
+
+    /// Whether the communicator has not failed before.
+    ///
+    /// # Errors
+    /// [`FabricError::Failed`].
+    #[inline]
+    pub fn check_usable(&self) -> Result<(), FabricError> {
+        self.shared().health.check_usable()
+    }
+
+    /// Whether all peers are there, and none has given up; `doing` is what an error says this rank was doing. It takes a
+    /// system call for every peer.
+    ///
+    /// # Errors
+    /// [`FabricError::PeerLost`], [`FabricError::Aborted`].
+    pub fn check(&self, doing: Signature) -> Result<(), FabricError> {
+        let Shared { rank, world_size, health, regions, .. } = self.shared();
+        let peers = || (0..*world_size).filter(|peer| peer != rank).collect();
+        match health.check(regions, doing, peers, Duration::ZERO, Duration::MAX) {
+            Err(FabricError::Timeout { .. }) | Ok(()) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes the communicator unusable because of something that went wrong elsewhere, and lets the peers know.
+    pub fn report(&self, error: &FabricError) {
+        self.shared().health.report(&self.shared().regions, error);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{LocalWorld, Operation};
+
+    #[test]
+    fn who_left_is_named_and_what_is_reported_spreads() {
+        let doing = Signature::new(Operation::AllReduce);
+        let errors = LocalWorld::run(3, |comm| {
+            let monitor = comm.monitor();
+            comm.barrier()?;
+            match comm.rank() {
+                0 => {
+                    monitor.report(&FabricError::invalid("a kernel failed"));
+                    Ok(comm.barrier().unwrap_err().to_string())
+                }
+                1 => loop {
+                    match monitor.check(doing) {
+                        Ok(()) => std::thread::yield_now(),
+                        Err(error) => break Ok(error.to_string()),
+                    }
+                },
+                _ => Ok::<_, FabricError>(comm.barrier().unwrap_err().to_string()),
+            }
+        });
+        let texts: Vec<_> = errors.into_iter().map(Result::unwrap).collect();
+        assert!(texts[0].contains("failed earlier") && texts[0].contains("a kernel failed"), "{texts:?}");
+        assert!(texts[1].contains("all_reduce"), "{texts:?}");
+        assert!(texts[2].contains("rank"), "{texts:?}");
+    }
+}

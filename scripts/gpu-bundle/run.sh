@@ -1,0 +1,164 @@
+#!/usr/bin/env bash
+# Runs what `make gpu-bundle` has built, on a machine with GPUs:
+#
+#   run.sh RESULTS [STEP...]    all steps, or these, each under its own time limit
+#   run.sh --list               the names of the steps
+#
+# A step's output goes to RESULTS/STEP.log, and a line with its outcome to RESULTS/summary.txt: PASS, FAIL, TIMEOUT, or
+# SKIP where what it needs is not there. Exits with 1 if a step failed or was stopped.
+#
+# LIMIT=SECONDS replaces every step's time limit.
+set -uo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+# NVLink multicast is never to be used: its objects belong to the switches, which others share.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+# --- the steps, by what the bundle holds: a name, a limit in seconds, a kind and a file -------------------------------
+
+# Benchmarks of the host are here to be run by name; without a name, only those that begin with cuda.
+steps() {
+    local file name
+    printf '%s\n' "doctor 60 command -"
+    for file in "$here"/tests/*; do
+        [[ -x $file ]] && printf '%s\n' "test-${file##*/} 300 test $file"
+    done
+    printf '%s\n' "pytest 400 pytest -"
+    for file in "$here"/examples/*; do
+        [[ -x $file ]] && printf '%s\n' "example-${file##*/} 150 example $file"
+    done
+    for file in "$here"/python/benches/*.py; do
+        name=${file##*/}
+        [[ -f $file ]] && printf '%s\n' "bench-${name%.py} 300 bench $file"
+    done
+}
+
+by_default() { [[ $1 != bench-* || $1 == bench-cuda* ]]; }
+
+# --- what they need -----------------------------------------------------------------------------------------------------
+
+gpus() { compgen -G '/dev/nvidia[0-9]*' | wc -l; }
+
+has_module() { python3 -c 'import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)' "$1" 2>/dev/null; }
+
+# The wheels, in a folder beside, so that nothing of the machine changes.
+install() {
+    local to=$here/installed
+    command -v python3 >/dev/null || { reason="no python3"; return 1; }
+    if [[ ! -d $to ]]; then
+        python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$to.new" \
+            "$here"/wheels/*.whl >"$results/install.log" 2>&1 && mv "$to.new" "$to" ||
+            { reason="the wheel cannot be installed: see install.log"; return 1; }
+    fi
+    [[ :${PYTHONPATH:-}: == *:$to:* ]] || export PYTHONPATH=$to${PYTHONPATH:+:$PYTHONPATH}
+}
+
+# Antiphon itself looks where pip puts libraries, but only for the Python that stands in PATH as a plain file.
+hint() {
+    local variable=$1 name=$2 folder=$3 found
+    [[ -n ${!variable:-} ]] && return
+    ldconfig -p 2>/dev/null | grep -qF "$name" && return
+    found=$(python3 - "$folder" "$name" <<'PYTHON' 2>/dev/null
+import pathlib, sys
+import nvidia
+files = (pathlib.Path(path) / sys.argv[1] / sys.argv[2] for path in nvidia.__path__)
+print(next(str(file) for file in files if file.exists()))
+PYTHON
+    ) && export "$variable=$found"
+}
+
+# --- one step -------------------------------------------------------------------------------------------------------------
+
+# Runs in the limit of the step; what it prints goes to the log.
+limited() { timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1 </dev/null; }
+
+# Each sets `reason` and returns 75 for what cannot be run here.
+run_command() { limited "$here/antiphon" doctor; }
+
+# A test that needs more GPUs than there are says so, and passes.
+run_test() {
+    limited "$file" --nocapture --test-threads 1 || return
+    local passed skipped
+    passed=$(sed -n 's/^test result: ok\. \([0-9]*\) passed.*/\1/p' "$log" | tail -1)
+    skipped=$(grep -c 'skipped: ' "$log")
+    ((skipped == 0)) || reason="$skipped of $passed tests skipped"
+    ((skipped < passed)) || return 75
+}
+
+run_pytest() {
+    install || return 75
+    has_module pytest || { reason="no pytest"; return 75; }
+    cd "$here/python" || return
+    # Only their files: the others may need what is not here.
+    local files
+    files=$(grep --files-with-matches 'mark\.cuda' tests/*.py) || { reason="no test is marked cuda"; return 75; }
+    # shellcheck disable=SC2086 # a list
+    limited python3 -m pytest $files -m cuda -p no:cacheprovider --color no -ra
+    local status=$?
+    case $status in
+        0) reason=$(tail -1 "$log" | tr -d =) ;;
+        5) reason="no test is marked cuda"; return 75 ;;
+    esac
+    return $status
+}
+
+run_example() {
+    (($(gpus) > 0)) || { reason="no GPU"; return 75; }
+    limited "$file"
+}
+
+run_bench() {
+    install || return 75
+    [[ $step != bench-cuda* ]] || (($(gpus) > 0)) || { reason="no GPU"; return 75; }
+    cd "$here/python" || return
+    PATH=$here:$PATH limited python3 "$file"
+}
+
+# In a shell of its own, so that folders and variables stay with the step.
+run_step() {
+    local step=$1 limit=${LIMIT:-$2} kind=$3 file=$4 reason="" outcome status start=$SECONDS
+    local log=$results/$step.log
+    : >"$log"
+    "run_$kind"
+    status=$?
+    case $status in
+        0) outcome=PASS ;;
+        75) outcome=SKIP ;;
+        124 | 137) outcome=TIMEOUT reason="stopped after $limit s" ;;
+        *) outcome=FAIL reason="status $status: $(grep -v '^[[:space:]]*$' "$log" | tail -1 | cut -c 1-120)" ;;
+    esac
+    printf '%-8s %-34s %4d s  %s\n' "$outcome" "$step" $((SECONDS - start)) "$reason" | tee -a "$results/summary.txt"
+    [[ $outcome == PASS || $outcome == SKIP ]]
+}
+
+# --- all of them ----------------------------------------------------------------------------------------------------------
+
+if [[ ${1:-} == --list ]]; then
+    steps | while read -r step _; do
+        by_default "$step" && printf '%s\n' "$step" || printf '%s (by name only)\n' "$step"
+    done
+    exit
+fi
+[[ $# -ge 1 && $1 != -* ]] || { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
+
+mkdir -p "$1" && results=$(cd "$1" && pwd) || exit 2
+shift
+for wanted in "$@"; do
+    steps | grep -q "^$wanted " || { echo "there is no step $wanted: see --list" >&2; exit 2; }
+done
+
+hint ANTIPHON_NVRTC libnvrtc.so.13 cu13/lib
+hint ANTIPHON_NCCL libnccl.so.2 nccl/lib
+: >"$results/summary.txt"
+echo "$(gpus) GPUs, NVRTC: ${ANTIPHON_NVRTC:-where it is found}, NCCL: ${ANTIPHON_NCCL:-where it is found}"
+failed=0
+while read -r step limit kind file; do
+    if (($# > 0)); then
+        [[ " $* " == *" $step "* ]] || continue
+    else
+        by_default "$step" || continue
+    fi
+    (run_step "$step" "$limit" "$kind" "$file") || failed=1
+done < <(steps)
+exit $failed
