@@ -10,7 +10,7 @@ use antiphon_device::cuda::{Context, CudaError, DeviceMemory, Driver, Event, Gra
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
-const SIZES: [usize; 14] = [
+const SIZES: [usize; 15] = [
     1 << 10,
     14_336,
     28_672,
@@ -24,6 +24,7 @@ const SIZES: [usize; 14] = [
     7_340_032,
     16_777_216,
     29_360_128,
+    67_108_864,
     268_435_456,
 ];
 const REPLAYS: usize = 9;
@@ -64,7 +65,7 @@ fn rank_main(comm: &Communicator, driver: &'static Driver) -> Result<(), Error> 
     collectives.prepare(DType::BF16, ReduceOp::Sum)?;
     let mut columns: Vec<What> = Algorithm::ALL.into_iter().map(What::AllReduce).collect();
     if std::env::var("MOST").is_err() {
-    columns.extend([What::AllGather, What::ReduceScatter, What::AllToAll, What::Broadcast]);
+        columns.extend([What::AllGather, What::ReduceScatter, What::AllToAll, What::Broadcast]);
     }
     if comm.rank() == 0 {
         print!("{:>10}", "bytes");
@@ -136,8 +137,8 @@ impl<'a> Timing<'a> {
 
     fn time(&self, what: What) -> Result<f64, Error> {
         let calls = match self.bytes {
-            ..1_000_000 => 100,
-            ..10_000_000 => 45,
+            0..1_000_000 => 100,
+            1_000_000..10_000_000 => 45,
             _ => 15,
         };
         let graph = Graph::capture(&self.stream, |_| -> Result<(), Error> {

@@ -56,12 +56,7 @@ impl Output {
 }
 
 #[inline]
-fn check(
-    serves: Device,
-    operation: Operation,
-    which: &'static str,
-    tensor: &TensorView<'_>,
-) -> Result<()> {
+fn check(serves: Device, operation: Operation, which: &'static str, tensor: &TensorView<'_>) -> Result<()> {
     let operation = operation.name();
     if tensor.device() != serves {
         return Err(CollectiveError::Device { operation, which, device: tensor.device(), serves });

@@ -1,5 +1,6 @@
 //! Why a collective was refused or failed.
 
+use antiphon_device::{DeviceError, cuda::CudaError};
 use antiphon_fabric::FabricError;
 use antiphon_tensor::{DType, Device, TensorError};
 
@@ -100,6 +101,12 @@ pub enum CollectiveError {
         /// What the other expects.
         expected: u64,
     },
+}
+
+impl From<CudaError> for CollectiveError {
+    fn from(error: CudaError) -> Self {
+        FabricError::from(DeviceError::from(error)).into()
+    }
 }
 
 /// The result of a collective.

@@ -535,11 +535,6 @@ static __device__ __noinline__ void record_wait(wait_report* r, u32 reason, u32 
     st_release_sys(&r->state, 2u);  // pairs with the host's acquire load in WaitBoard::report
 }
 
-// Reports that `peer` does something else, which ends all waits of this rank.
-DEVICE void disagree(const waiter& w, u32 peer, tag theirs) {
-    record_wait(w.report, DISAGREED, w.rank, peer, w.doing, 0, theirs, 0);
-}
-
 constexpr u32 GO_ON = 0, SILENTLY = 4;
 
 // Why to stop waiting; SILENTLY where another thread of this rank has said so already.
@@ -555,8 +550,9 @@ DEVICE u32 reason_to_stop(waiter& w, u64& waited) {
 // Calls `ready(seen)` until it returns true, and returns true; or gives up and returns false, and then the thread must
 // not wait again (a further wait would give up at its first look) but lead its block out of the kernel. `ready` may
 // leave in `seen` what it saw, and in what `peer` refers to whom it still waits for; they and `expected` are only for
-// the report.
-template <class Ready> DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready) {
+// the report. `look` is called now and then, when something is late.
+template <class Ready, class Look>
+DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready, Look look) {
     tag seen{0, 0};
     u64 waited = 0;
     for (u32 reason = GO_ON;;) {
@@ -567,8 +563,12 @@ template <class Ready> DEVICE bool wait_until(waiter& w, const u32& peer, u64 ex
             if (reason != SILENTLY) record_wait(w.report, reason, w.rank, peer, w.doing, expected, seen, waited);
             return false;
         }
+        look();
         reason = reason_to_stop(w, waited);
     }
+}
+template <class Ready> DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready) {
+    return wait_until(w, peer, expected, ready, [] {});
 }
 
 // Waits until a counter that `peer` raises with release has reached `expected`, across wrapping.

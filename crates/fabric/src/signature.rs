@@ -133,7 +133,6 @@ impl fmt::Display for Signature {
             (_, 0) => {}
             (Operation::AllReduce, 1) => f.write_str(", one-shot")?,
             (Operation::AllReduce, 2) => f.write_str(", two-shot")?,
-            (Operation::AllReduce, 3) => f.write_str(", copy-engine")?,
             (Operation::AllToAll, 1) => f.write_str(", uneven")?,
             (_, other) => write!(f, ", algorithm {other}")?,
         }

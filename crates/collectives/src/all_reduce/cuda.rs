@@ -9,7 +9,7 @@ use crate::{
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
-        launch::Work,
+        launch::{Launch, Work},
         signature,
     },
     error::Result,
@@ -91,27 +91,28 @@ impl CudaCollectives {
         (signature.reduce, signature.algorithm) = (Some(op), algorithm as u8);
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
         same_dtype(signature.operation, &input, &output)?;
-        has_count(signature.operation, "output", output.count, input.count, || "as many as the input".into())?;
+        has_count(signature.operation, "output", output.count, input.count, || {
+            "as many as the input".into()
+        })?;
         let loaded = self.ready(Family::Reduction(input.dtype, op))?;
         let (size, world_size) = (input.dtype.size(), self.world_size());
-        let (kernel, piece) = match algorithm {
-            Algorithm::OneShot => (Kernel::OneShot, self.lane_bytes()),
-            Algorithm::TwoShot => (Kernel::TwoShot, self.lane_bytes() * world_size),
-        };
         let bytes = input.count * size;
-        for start in (0..bytes).step_by(piece) {
-            let len = (bytes - start).min(piece);
-            let vectors = len.div_ceil(16);
-            let blocks = match algorithm {
-                Algorithm::OneShot => self.blocks_for(vectors),
-                Algorithm::TwoShot => self.blocks_for_peers(vectors.div_ceil(world_size)),
-            };
-            let (input, output) = (input.data.addr() + start, output.data.addr() + start);
+        let parts = if algorithm == Algorithm::OneShot { 1 } else { world_size };
+        let (from, to) = (input.data.addr(), output.data.addr());
+        let of = |start: usize, len: usize| {
+            let (input, output) = (from + start, to + start);
             let work = Work { input, output, count: len / size, stride: 0, root: 0, signature };
-            // SAFETY: passed on.
-            unsafe { self.launch(&loaded, kernel, blocks, &work, stream) }?;
-        }
-        Ok(())
+            let plain = (input | output) % 16 == 0 && len % (16 * parts) == 0;
+            let kernel = match algorithm {
+                Algorithm::OneShot if plain => Kernel::OneShotPlain,
+                Algorithm::OneShot => Kernel::OneShot,
+                Algorithm::TwoShot if plain => Kernel::TwoShotPlain,
+                Algorithm::TwoShot => Kernel::TwoShot,
+            };
+            Launch { kernel, items: len.div_ceil(16 * parts), by_peer: parts > 1, work }
+        };
+        // SAFETY: passed on.
+        unsafe { self.run(&loaded, bytes, self.lane_bytes() * parts, stream, of) }
     }
 
     /// The algorithm that [`all_reduce`](Self::all_reduce) takes for so many bytes.

@@ -21,8 +21,10 @@
 mod choice;
 pub(crate) mod cuda;
 mod host;
+mod table;
 
-pub use choice::{AllReduceTable, tune};
+pub use choice::tune;
+pub use table::AllReduceTable;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Signature};

@@ -9,7 +9,7 @@ use antiphon_device::{
 use antiphon_fabric::Operation;
 use antiphon_tensor::DType;
 
-use super::{MAX_BLOCKS, SLOTS_AT, THREADS, device};
+use super::{MAX_BLOCKS, SLOTS_AT, THREADS, device, resident_blocks};
 use crate::error::{CollectiveError, Result};
 
 /// Kernels that are compiled together.
@@ -29,30 +29,43 @@ pub(crate) enum Kernel {
     AllToAll,
     Broadcast,
     OneShot,
+    OneShotPlain,
     TwoShot,
+    TwoShotPlain,
     ReduceScatter,
+    ReduceScatterPlain,
 }
 
 impl Kernel {
     /// The name in the source.
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Barrier => "barrier",
             Self::AllGather => "all_gather",
             Self::AllToAll => "all_to_all",
             Self::Broadcast => "broadcast",
             Self::OneShot => "one_shot",
+            Self::OneShotPlain => "one_shot_plain",
             Self::TwoShot => "two_shot",
+            Self::TwoShotPlain => "two_shot_plain",
             Self::ReduceScatter => "reduce_scatter",
+            Self::ReduceScatterPlain => "reduce_scatter_plain",
         }
     }
 }
 
 impl Family {
-    fn kernels(self) -> &'static [Kernel] {
+    pub(super) fn kernels(self) -> &'static [Kernel] {
         match self {
             Self::Movement => &[Kernel::Barrier, Kernel::AllGather, Kernel::AllToAll, Kernel::Broadcast],
-            Self::Reduction(..) => &[Kernel::OneShot, Kernel::TwoShot, Kernel::ReduceScatter],
+            Self::Reduction(..) => &[
+                Kernel::OneShot,
+                Kernel::OneShotPlain,
+                Kernel::TwoShot,
+                Kernel::TwoShotPlain,
+                Kernel::ReduceScatter,
+                Kernel::ReduceScatterPlain,
+            ],
         }
     }
 
@@ -89,6 +102,7 @@ impl Family {
         Ok(program
             .define("WORLD", world_size)
             .define("THREADS", THREADS)
+            .define("RESIDENT", resident_blocks(world_size))
             .define("MAX_BLOCKS", MAX_BLOCKS)
             .define("SLOTS_AT", SLOTS_AT))
     }
@@ -156,31 +170,6 @@ impl Kernels {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::MAX_WORLD;
-
-    /// Every variant for every architecture, on any machine that has NVRTC.
-    #[test]
-    fn every_kernel_compiles() {
-        let nvrtc = match Nvrtc::load() {
-            Ok(nvrtc) => nvrtc,
-            Err(error) => return eprintln!("skipped: {error}"),
-        };
-        for architecture in [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A] {
-            let compile = |family: Family, world_size| {
-                let program = family.program(architecture, world_size).unwrap();
-                let compiled = nvrtc.compile(&program).unwrap_or_else(|error| {
-                    panic!("{family:?} on {architecture} for {world_size} ranks: {error}")
-                });
-                assert_eq!(compiled.log, "");
-            };
-            [2, 4, MAX_WORLD].into_iter().for_each(|world_size| compile(Family::Movement, world_size));
-            for dtype in [DType::F32, DType::F16, DType::BF16] {
-                ReduceOp::ALL.into_iter().for_each(|op| compile(Family::Reduction(dtype, op), 2));
-                let sum = Family::Reduction(dtype, ReduceOp::Sum);
-                [4, MAX_WORLD].into_iter().for_each(|world_size| compile(sum, world_size));
-            }
-        }
-    }
 
     #[test]
     fn other_types_are_refused() {

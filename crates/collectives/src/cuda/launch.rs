@@ -1,17 +1,23 @@
 //! Putting kernels into a stream.
 
-use antiphon_device::cuda::{DevicePointer, KernelArgument, LaunchConfig, StreamRef};
+use antiphon_device::cuda::{
+    Context, CudaError, DevicePointer, Event, KernelArgument, LaunchConfig, Stream, StreamRef,
+};
 use antiphon_fabric::Signature;
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use super::{
-    CudaCollectives, THREADS, device,
+    CHANNELS, CudaCollectives, THREADS, channel_bytes, device,
     kernels::{Family, Kernel, Loaded},
+    slot_stride,
 };
 use crate::{
     arguments::{Input, Output},
     error::Result,
 };
+
+/// Pieces are multiples of this many bytes: whole rows (kernels.cuh), and whole vectors for each of up to 8 ranks.
+const PIECE_UNIT: usize = 496 * 8;
 
 /// What differs from kernel to kernel; see `arguments` in slots.cuh.
 #[derive(Clone, Copy)]
@@ -27,26 +33,51 @@ pub(crate) struct Work {
     pub(crate) signature: Signature,
 }
 
+/// What a call of several pieces needs to use both channels: a stream for the second, and what joins it to the caller's.
+pub(super) struct Second {
+    stream: Stream,
+    forked: Event,
+    joined: Event,
+}
+
+impl Second {
+    pub(super) fn new(context: &Context) -> std::result::Result<Self, CudaError> {
+        Ok(Self { stream: context.stream()?, forked: Event::new(context)?, joined: Event::new(context)? })
+    }
+}
+
+/// A kernel to launch, and for how many items: one for each thread, of each peer where blocks serve one peer each.
+#[derive(Clone, Copy)]
+pub(crate) struct Launch {
+    pub(crate) kernel: Kernel,
+    pub(crate) items: usize,
+    pub(crate) by_peer: bool,
+    pub(crate) work: Work,
+}
+
 /// `arguments` of slots.cuh.
 #[repr(C, align(16))]
 #[derive(Clone, Copy)]
-struct Arguments<const W: usize> {
+struct Arguments<const PEERS: usize> {
     doing: [u64; 2],
-    arena: [DevicePointer; W],
-    lane_stride: u64,
+    own: DevicePointer,
+    peer: [DevicePointer; PEERS],
     limit_ns: u64,
     abort: DevicePointer,
     report: DevicePointer,
     input: u64,
     output: u64,
-    count: u64,
     stride: u64,
+    count: u32,
     rank: u32,
     root: u32,
+    lane_stride: u32,
+    slot_stride: u32,
+    reserved: u32,
 }
 
-// SAFETY: the layout of the kernel's struct: 64-bit words, then two of 32, all aligned to 16.
-unsafe impl<const W: usize> KernelArgument for Arguments<W> {}
+// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, all aligned to 16.
+unsafe impl<const PEERS: usize> KernelArgument for Arguments<PEERS> {}
 
 impl CudaCollectives {
     pub(crate) fn input(&self, signature: &Signature, tensor: &TensorView<'_>) -> Result<Input> {
@@ -74,57 +105,92 @@ impl CudaCollectives {
         self.lane_stride
     }
 
-    /// How many blocks serve so many items, one for a thread.
+    /// How many blocks a launch gets, if it may have so many.
     #[inline]
-    pub(crate) fn blocks_for(&self, items: usize) -> u32 {
-        (items as u64).div_ceil(u64::from(THREADS)).clamp(1, u64::from(self.max_blocks)) as u32
+    fn blocks(&self, launch: &Launch, most: u32) -> u32 {
+        let unit = if launch.by_peer { self.world_size() as u32 - 1 } else { 1 };
+        (launch.items as u64).div_ceil(u64::from(THREADS)).clamp(1, u64::from(most / unit)) as u32 * unit
     }
 
-    /// As [`blocks_for`](Self::blocks_for), where every block serves one peer: `items` of each.
-    #[inline]
-    pub(crate) fn blocks_for_peers(&self, items: usize) -> u32 {
-        let peers = self.world_size() as u32 - 1;
-        let most = u64::from(self.max_blocks / peers);
-        (items as u64).div_ceil(u64::from(THREADS)).clamp(1, most) as u32 * peers
+    /// Runs a call of `bytes` (of each block), cut into pieces of at most `piece`: `of(start, len)` tells what to launch for
+    /// each. Several pieces go through both channels in turn.
+    ///
+    /// # Safety
+    /// As the operation that this is of: the addresses are of this rank's device, and good until the stream has passed.
+    pub(crate) unsafe fn run(
+        &self,
+        loaded: &Loaded,
+        bytes: usize,
+        piece: usize,
+        stream: StreamRef<'_>,
+        of: impl Fn(usize, usize) -> Launch,
+    ) -> Result<()> {
+        let all = self.max_blocks;
+        if bytes <= piece {
+            // SAFETY: passed on.
+            return match bytes {
+                0 => Ok(()),
+                _ => unsafe { self.launch(loaded, 0, all, &of(0, bytes), stream) },
+            };
+        }
+        // Pieces of one size, so that none is too small to be worth a channel.
+        let pieces = bytes.div_ceil(piece / PIECE_UNIT * PIECE_UNIT).next_multiple_of(CHANNELS);
+        let piece = bytes.div_ceil(pieces).next_multiple_of(PIECE_UNIT);
+        let second = self.second.stream.borrow();
+        let (forked, joined) = (&self.second.forked, &self.second.joined);
+        forked.record(stream).and_then(|()| second.wait(forked)).map_err(device)?;
+        for (index, start) in (0..bytes).step_by(piece).enumerate() {
+            let (launch, channel) = (of(start, (bytes - start).min(piece)), index % CHANNELS);
+            let stream = if channel == 0 { stream } else { second };
+            // SAFETY: passed on.
+            unsafe { self.launch(loaded, channel, all / CHANNELS as u32, &launch, stream) }?;
+        }
+        joined.record(second).and_then(|()| stream.wait(joined)).map_err(device)
     }
 
     /// # Safety
-    /// As the operation that this is of: the addresses are of this rank's device, and good for `work.count` (and blocks
-    /// of `work.stride`) until the stream has passed.
-    pub(crate) unsafe fn launch(
+    /// As [`run`](Self::run).
+    unsafe fn launch(
         &self,
         loaded: &Loaded,
-        kernel: Kernel,
-        blocks: u32,
-        work: &Work,
+        channel: usize,
+        most_blocks: u32,
+        launch: &Launch,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let config = LaunchConfig::new(blocks, THREADS).programmatic();
+        let Launch { kernel, work, .. } = launch;
+        let config = LaunchConfig::new(self.blocks(launch, most_blocks), THREADS).programmatic();
+        let channel = (channel * channel_bytes(self.world_size(), self.lane_stride)) as u64;
         macro_rules! launch {
-            ($($world:literal)*) => {
-                match self.world_size() {
-                    $($world => {
-                        let arguments = Arguments::<$world> {
+            ($($peers:literal)*) => {
+                match self.world_size() - 1 {
+                    $($peers => {
+                        let arguments = Arguments::<$peers> {
                             doing: work.signature.to_words(),
-                            arena: std::array::from_fn(|rank| self.arena.pointer(rank)),
-                            lane_stride: self.lane_stride as u64,
-                            limit_ns: self.monitor.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
+                            own: self.arena.pointer(self.rank()).offset(channel),
+                            peer: std::array::from_fn(|k| {
+                                self.arena.pointer((self.rank() + 1 + k) % self.world_size()).offset(channel)
+                            }),
+                            limit_ns: self.limit_ns,
                             abort: self.board.abort_pointer(),
                             report: self.board.report_pointer(),
                             input: work.input as u64,
                             output: work.output as u64,
-                            count: work.count as u64,
                             stride: work.stride as u64,
+                            count: work.count as u32,
                             rank: self.rank() as u32,
                             root: work.root as u32,
+                            lane_stride: self.lane_stride as u32,
+                            slot_stride: slot_stride(self.world_size(), self.lane_stride) as u32,
+                            reserved: 0,
                         };
                         // SAFETY: the kernel's own arguments; the arenas live as long as `self`, whose drop waits.
-                        unsafe { loaded.get(kernel).launch(stream, &config, &[(&arguments).into()]) }
+                        unsafe { loaded.get(*kernel).launch(stream, &config, &[(&arguments).into()]) }
                     })*
-                    world => unreachable!("a world of {world} was refused"),
+                    peers => unreachable!("a world with {peers} peers was refused"),
                 }
             };
         }
-        launch!(2 3 4 5 6 7 8).map_err(device)
+        launch!(1 2 3 4 5 6 7).map_err(device)
     }
 }

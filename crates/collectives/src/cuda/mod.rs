@@ -39,35 +39,63 @@
 //! the error: [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout), or
 //! [`Mismatch`](FabricError::Mismatch) when ranks called different things. The GPUs stay usable.
 
+mod choice;
 pub(crate) mod kernels;
 pub(crate) mod launch;
+#[cfg(test)]
+mod machine_code;
 mod watch;
 
 use std::{cell::RefCell, sync::Arc};
 
 use antiphon_device::{
     DeviceError, ReduceOp,
-    cuda::{Context, CudaError, WaitBoard, memory},
+    cuda::{Context, CudaError, DevicePointer, WaitBoard, memory},
 };
 use antiphon_fabric::{Communicator, CudaArena, FabricError, Monitor, Operation, Signature};
 use antiphon_tensor::DType;
 
 pub use crate::all_reduce::cuda::Algorithm;
-use crate::error::Result;
+pub use choice::tune;
+use crate::{all_reduce::AllReduceTable, error::Result};
 use kernels::{Family, Kernels};
+use launch::Second;
 use watch::Watch;
 
 /// The most ranks whose arenas fit a kernel's arguments; all of one NVLink domain.
 pub const MAX_WORLD: usize = 8;
-/// All ranks' lanes of a slot's lower or upper half together, in bytes.
-const LANES_BYTES: usize = 32 << 20;
+/// All ranks' lanes of a slot's lower or upper half together, in bytes: the size of a piece.
+const LANES_BYTES: usize = 16 << 20;
+/// Sets of slots. Large messages go in pieces through both, in two streams: while one piece is reduced or stored, the next
+/// is already on the links.
+const CHANNELS: usize = 2;
 /// Calls in flight use three slots in turn.
 const SLOTS: usize = 3;
 const TAGS_BYTES: usize = 4096;
-const THREADS: u32 = 128;
-const MAX_BLOCKS: u32 = 132 * 4;
-/// Where the slots begin in an arena, behind the control words.
+pub(crate) const THREADS: u32 = 128;
+/// Blocks of a grid for each multiprocessor, at most: with more ranks a thread needs more registers.
+const fn blocks_each(world_size: usize) -> u32 {
+    if world_size <= 4 { 2 } else { 1 }
+}
+/// How many blocks must fit a multiprocessor: the kernel behind may be there already, and so may two of another
+/// communicator's.
+const fn resident_blocks(world_size: usize) -> u32 {
+    4 * blocks_each(world_size)
+}
+/// The most blocks of a grid on any device.
+const MAX_BLOCKS: u32 = 320;
+/// Where the slots begin in a channel, behind the control words.
 const SLOTS_AT: usize = (MAX_BLOCKS as usize * 16).next_multiple_of(4096);
+
+/// Bytes from slot to slot.
+fn slot_stride(world_size: usize, lane_stride: usize) -> usize {
+    TAGS_BYTES + 2 * world_size * lane_stride
+}
+
+/// Bytes of a set of slots with its control words.
+fn channel_bytes(world_size: usize, lane_stride: usize) -> usize {
+    SLOTS_AT + SLOTS * slot_stride(world_size, lane_stride)
+}
 
 /// Collectives between the GPUs of a communicator's ranks, over their own loads and stores.
 ///
@@ -78,10 +106,14 @@ const SLOTS_AT: usize = (MAX_BLOCKS as usize * 16).next_multiple_of(4096);
 pub struct CudaCollectives {
     monitor: Monitor,
     arena: CudaArena,
+    second: Second,
     board: Arc<WaitBoard>,
     watch: Watch,
     lane_stride: usize,
+    limit_ns: u64,
     max_blocks: u32,
+    /// Which all-reduce for which size.
+    pub(crate) table: AllReduceTable,
     kernels: RefCell<Kernels>,
 }
 
@@ -105,23 +137,32 @@ impl CudaCollectives {
             return Err(FabricError::InvalidArgument(text).into());
         }
         let lane_stride = LANES_BYTES.div_ceil(world_size).next_multiple_of(4096);
-        let len = SLOTS_AT + SLOTS * (TAGS_BYTES + 2 * world_size * lane_stride);
+        let len = CHANNELS * channel_bytes(world_size, lane_stride);
         let arena = CudaArena::new(comm, context, len, 0xFF)?; // EMPTY, everywhere
         let board = Arc::new(WaitBoard::new(context).map_err(device)?);
-        clear_control(&arena, comm.rank()).map_err(device)?;
-        let multiprocessors = context.device().properties().map_err(device)?.multiprocessors;
+        for channel in 0..CHANNELS {
+            let at =
+                arena.pointer(comm.rank()).offset((channel * channel_bytes(world_size, lane_stride)) as u64);
+            clear_control(context, at).map_err(device)?;
+        }
+        let second = Second::new(context).map_err(device)?;
+        let properties = context.device().properties().map_err(device)?;
         let mut kernels = Kernels::new(context, world_size);
         kernels.load(Family::Movement)?;
+        let table = choice::load(comm, &properties.name)?;
         comm.barrier()?;
         let monitor = comm.monitor();
         let watch = Watch::start(monitor.clone(), board.clone())?;
         Ok(Self {
             monitor,
             arena,
+            second,
             board,
             watch,
             lane_stride,
-            max_blocks: (4 * multiprocessors).min(MAX_BLOCKS),
+            limit_ns: comm.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
+            max_blocks: (blocks_each(world_size) * properties.multiprocessors).min(MAX_BLOCKS),
+            table,
             kernels: RefCell::new(kernels),
         })
     }
@@ -190,11 +231,11 @@ impl Drop for CudaCollectives {
     }
 }
 
-/// The control words of this rank begin as zeros.
-fn clear_control(arena: &CudaArena, rank: usize) -> std::result::Result<(), CudaError> {
-    let stream = arena.context().stream()?;
-    // SAFETY: the arena is larger, and nobody uses it yet.
-    unsafe { memory::fill(stream.borrow(), arena.pointer(rank), 0, SLOTS_AT) }?;
+/// A channel's control words begin as zeros.
+fn clear_control(context: &Context, at: DevicePointer) -> std::result::Result<(), CudaError> {
+    let stream = context.stream()?;
+    // SAFETY: a channel is larger, and nobody uses it yet.
+    unsafe { memory::fill(stream.borrow(), at, 0, SLOTS_AT) }?;
     stream.borrow().synchronize()
 }
 

@@ -7,7 +7,7 @@ typedef ELEMENT T;
 typedef wide<T>::type A;
 constexpr u32 LANES = vec16<T>::LANES;
 
-DEVICE u64 vectors_of(u64 elements) { return (elements + LANES - 1) / LANES; }
+DEVICE u32 vectors_of(u32 elements) { return (elements + LANES - 1) / LANES; }
 
 DEVICE uint4 without_empty(uint4 v) {
     constexpr u32 NANS = sizeof(T) == 4 ? 0x7FC00000u : NAN_PAIR;
@@ -18,18 +18,19 @@ DEVICE uint4 without_empty(uint4 v) {
     return v;
 }
 
-// Elements in this GPU's memory, of any number and at any address.
-struct elements {
+// Elements in this GPU's memory: PLAIN, whole vectors at a multiple of 16; else of any number and at any address.
+template <bool PLAIN> struct elements {
     T* data;
-    u64 count;
+    u32 count;
     bool aligned;
 
-    DEVICE elements(const void* at, u64 count) : data((T*)at), count(count), aligned((u64)at % 16 == 0) {}
+    DEVICE elements(const void* at, u32 count)
+        : data((T*)at), count(count), aligned(PLAIN || (u64)at % 16 == 0) {}
 
     // The vector at `index`; elements past the end are zero.
-    DEVICE uint4 load(u64 index) const {
-        u64 first = index * LANES;
-        if (aligned && first + LANES <= count) return load16(data + first);
+    DEVICE uint4 load(u32 index) const {
+        const u32 first = index * LANES;
+        if (PLAIN || aligned && first + LANES <= count) return load16(data + first);
         vec16<T> v;
         v.words = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -38,9 +39,9 @@ struct elements {
         return v.words;
     }
 
-    DEVICE void store(u64 index, uint4 words) const {
-        u64 first = index * LANES;
-        if (aligned && first + LANES <= count) return store16(data + first, words);
+    DEVICE void store(u32 index, uint4 words) const {
+        const u32 first = index * LANES;
+        if (PLAIN || aligned && first + LANES <= count) return store16(data + first, words);
         vec16<T> v;
         v.words = words;
 #pragma unroll
@@ -68,7 +69,7 @@ DEVICE uint4 reduce(const uint4 (&values)[WORLD]) {
 }
 
 // Waits for everybody's vector at `index` of the lower lanes, and reduces them with this rank's own.
-DEVICE bool collect_and_reduce(reader& r, u64 index, uint4 mine, uint4& result) {
+DEVICE bool collect_and_reduce(reader& r, u32 index, uint4 mine, uint4& result) {
     uint4 got[WORLD];
 #pragma unroll
     for (u32 k = 0; k < WORLD; ++k) got[k] = mine; // an index known at run time would need local memory
@@ -79,11 +80,11 @@ DEVICE bool collect_and_reduce(reader& r, u64 index, uint4 mine, uint4& result) 
 
 // Sends each peer its own vectors, `of(peer)` telling which elements. Every block serves one peer, so that bursts are long;
 // there are a multiple of WORLD - 1 blocks.
-template <class Of> DEVICE void scatter(const arguments& a, const turn& t, u64 vectors, Of of) {
-    const u32 peer = (a.rank + 1 + blockIdx.x % (WORLD - 1)) % WORLD;
-    const elements block = of(peer);
-    u8* to = vector_at(a, peer, t.slot, a.rank, 0);
-    const u32 step = gridDim.x / (WORLD - 1) * blockDim.x;
-    for (u64 i = blockIdx.x / (WORLD - 1) * blockDim.x + threadIdx.x; i < vectors; i += step)
+template <class Of> DEVICE void scatter(const arguments& a, const turn& t, u32 vectors, Of of) {
+    const u32 peer = blockIdx.x % PEERS;
+    const auto block = of(rank_of(a, peer));
+    u8* to = a.peer[peer] + lane_at(a, t.slot, a.rank);
+    const u32 step = gridDim.x / PEERS * blockDim.x;
+    for (u32 i = blockIdx.x / PEERS * blockDim.x + threadIdx.x; i < vectors; i += step)
         store16_volatile(to + i * 16, without_empty(block.load(i)));
 }

@@ -14,11 +14,13 @@
 // every block that a grid can have: a block reads its own and advances its own (and shares in advancing those that no
 // block of this grid reads), and so blocks need not wait for each other.
 //
-// The first warp sends the tags, and its first threads look for a peer's each while they wait for data.
+// How long a small call takes is how soon its data is on the way: what is not needed for that comes after, while the data
+// travels, and the code before has no branches that can be spared.
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;
 constexpr u32 SLOTS = 3;
 constexpr u32 TAGS_BYTES = 4096;
+constexpr u32 PEERS = WORLD - 1;
 
 // At the start of an arena, MAX_BLOCKS times. Begins as zeros.
 struct control {
@@ -30,116 +32,126 @@ struct control {
 // What a kernel is given. Rust's `Arguments` has the same layout.
 struct arguments {
     tag doing;
-    u8* arena[WORLD];
-    u64 lane_stride; // bytes from lane to lane
+    u8* own;          // this rank's arena
+    u8* peer[PEERS];  // the others', beginning with the next rank's
     u64 limit_ns;
     const u32* abort;
     wait_report* report;
     const u8* input;
     u8* output;
-    u64 count;       // elements, or bytes where nothing is reduced: of the tensor, or of one block of it
-    u64 stride;      // bytes from block to block, where a tensor has one for each rank
+    u64 stride;       // bytes from block to block, where a tensor has one for each rank
+    u32 count;        // elements, or bytes where nothing is reduced: of the tensor, or of one block of it
     u32 rank, root;
+    u32 lane_stride;  // bytes from lane to lane
+    u32 slot_stride;  // bytes from slot to slot
+    u32 reserved;
 };
 
 // A call's view of the slots.
 struct turn {
-    u64 slot, before; // bytes from the start of an arena
+    u32 slot, before; // bytes from the start of an arena
     uint4 words;      // a control
 };
 
-DEVICE control* controls(const arguments& a) { return (control*)a.arena[a.rank]; }
-
-DEVICE bool has_tag(const arguments& a) {
-    return blockIdx.x == 0 && threadIdx.x < WORLD && threadIdx.x != a.rank;
+// The rank of the peer with this index.
+DEVICE u32 rank_of(const arguments& a, u32 peer) {
+    const u32 rank = a.rank + 1 + peer;
+    return rank < WORLD ? rank : rank - WORLD;
 }
 
-// Begins a call, once the block's control words are there: sends the tags.
+// Where a lane of a slot begins, from the start of an arena.
+DEVICE u32 lane_at(const arguments& a, u32 slot, u32 lane) { return slot + TAGS_BYTES + lane * a.lane_stride; }
+
+// This block's control words.
+DEVICE uint4 load_control(const arguments& a) { return load16_volatile((control*)a.own + blockIdx.x); }
+
+// Begins a call, once the block's control words are there.
 DEVICE turn begin(const arguments& a, uint4 words) {
-    u64 slot_bytes = TAGS_BYTES + 2 * WORLD * a.lane_stride;
-    u32 before = words.x == 0 ? SLOTS - 1 : words.x - 1;
-    turn t{SLOTS_AT + words.x * slot_bytes, SLOTS_AT + before * slot_bytes, words};
-    if (has_tag(a)) store_tag(a.arena[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
-    return t;
+    const u32 before = words.x == 0 ? SLOTS - 1 : words.x - 1;
+    return turn{SLOTS_AT + words.x * a.slot_stride, SLOTS_AT + before * a.slot_stride, words};
 }
 
-DEVICE u8* vector_at(const arguments& a, u32 rank, u64 slot, u32 lane, u64 index) {
-    return a.arena[rank] + slot + TAGS_BYTES + lane * a.lane_stride + index * 16;
-}
+// The threads that have a peer's tag to send and to read.
+DEVICE bool has_tag() { return blockIdx.x == 0 && threadIdx.x < PEERS; }
 
 // Empties what the call before has filled; a lane of this rank itself was never written.
 DEVICE void empty_lanes(const arguments& a, const turn& t, u32 first, u32 count) {
     const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-    for (u64 i = grid_thread(); i < count; i += grid_threads())
+    for (u32 i = grid_thread(); i < count; i += grid_threads())
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k)
-            if (k != a.rank) store16(vector_at(a, a.rank, t.before, first + k, i), empty);
+            if (k != a.rank) store16(a.own + lane_at(a, t.before, first + k) + i * 16, empty);
 }
 
-// Hands over to the call behind, which reads this after this one has ended: the next slot, with `lower` and `upper` vectors
-// of its lanes to be emptied; and empties those of the call before.
+// While data travels: sends the tags, empties the slot of the call before, and hands over to the call behind, which reads
+// this after this one has ended: the next slot, with `lower` and `upper` vectors of its lanes to be emptied.
 DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper) {
+    if (has_tag()) {
+        store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
+        store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+    }
     __syncthreads(); // all threads have read the block's own copy
-    u32 next = t.words.x == SLOTS - 1 ? 0 : t.words.x + 1;
+    const u32 next = t.words.x == SLOTS - 1 ? 0 : t.words.x + 1;
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x)
-        store16((control*)a.arena[a.rank] + copy, make_uint4(next, lower, upper, 0));
-    if (has_tag(a)) store16(a.arena[a.rank] + t.before + threadIdx.x * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+        store16((control*)a.own + copy, make_uint4(next, lower, upper, 0));
     empty_lanes(a, t, 0, t.words.y);
-    empty_lanes(a, t, WORLD, t.words.z);
+    if (t.words.z != 0) empty_lanes(a, t, WORLD, t.words.z);
 }
 
-// This block's control words.
-DEVICE uint4 load_control(const arguments& a) { return load16_volatile((control*)a.arena[a.rank] + blockIdx.x); }
+// Whether all tags that are in a slot are ours; reports the first that is not.
+static __device__ __noinline__ void compare_tags(const u8* tags, wait_report* report, u32 rank, tag doing) {
+    for (u32 peer = 0; peer < WORLD; ++peer) {
+        tag theirs;
+        load_tag(tags + peer * 16, theirs.low, theirs.high);
+        const bool there = peer != rank && theirs.low != ~0ull;
+        if (there && (theirs.low != doing.low || theirs.high != doing.high))
+            return record_wait(report, DISAGREED, rank, peer, doing, 0, theirs, 0);
+    }
+}
 
 // One thread's wait for its peers.
 struct reader {
     const arguments& a;
-    u64 slot;
+    u32 slot;
     waiter patience;
-    bool tag_missing; // of the peer with this thread's number
 
     DEVICE reader(const arguments& a, const turn& t)
-        : a(a), slot(t.slot), patience(start_waiting(a.limit_ns, a.abort, a.report, a.rank, a.doing)),
-          tag_missing(has_tag(a)) {}
+        : a(a), slot(t.slot), patience(start_waiting(a.limit_ns, a.abort, a.report, a.rank, a.doing)) {}
 
-    // Looks for the tag; whether it is still missing.
-    DEVICE void look_for_tag() {
-        tag theirs;
-        load_tag(a.arena[a.rank] + slot + threadIdx.x * 16, theirs.low, theirs.high);
-        if (theirs.low == ~0ull) return;
-        tag_missing = false;
-        if (theirs.low != a.doing.low || theirs.high != a.doing.high) disagree(patience, threadIdx.x, theirs);
-    }
-
-    // Waits until what `ready(missing)` asks for is there, which else says of whom it is missing.
+    // Waits until what `ready(missing)` asks for is there, which else says of whom it is missing. Who waits in vain may do
+    // so because the ranks disagree.
     template <class Ready> DEVICE bool wait(Ready ready) {
         u32 missing = a.rank;
-        return wait_until(patience, missing, 0, [&](tag&) {
-            if (tag_missing) look_for_tag();
-            return ready(missing);
-        });
+        return wait_until(patience, missing, 0, [&](tag&) { return ready(missing); },
+                          [&] { compare_tags(a.own + slot, a.report, a.rank, a.doing); });
     }
 
-    // At the end: every peer has come.
+    // At the end: every peer has come, and does the same.
     DEVICE void finish() {
-        if (!tag_missing) return;
-        wait_until(patience, threadIdx.x, 0, [&](tag&) {
-            look_for_tag();
-            return !tag_missing;
+        if (!has_tag()) return;
+        const u32 peer = rank_of(a, threadIdx.x);
+        tag theirs;
+        const bool came = wait([&](u32& missing) {
+            missing = peer;
+            load_tag(a.own + slot + peer * 16, theirs.low, theirs.high);
+            return theirs.low != ~0ull;
         });
+        if (came && (theirs.low != a.doing.low || theirs.high != a.doing.high))
+            record_wait(a.report, DISAGREED, a.rank, peer, a.doing, 0, theirs, 0);
     }
 };
 
 DEVICE bool has_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
 // Waits for the vectors of all peers at `index` of the lanes from `first`; false if it gave up.
-DEVICE bool collect(reader& r, u32 first, u64 index, uint4 (&got)[WORLD]) {
+DEVICE bool collect(reader& r, u32 first, u32 index, uint4 (&got)[WORLD]) {
     const arguments& a = r.a;
+    const u8* at = a.own + lane_at(a, r.slot, first) + index * 16;
     return r.wait([&](u32& missing) {
         bool complete = true;
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k)
-            if (k != a.rank) got[k] = load16_volatile(vector_at(a, a.rank, r.slot, first + k, index));
+            if (k != a.rank) got[k] = load16_volatile(at + k * a.lane_stride);
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k)
             if (k != a.rank && has_empty(got[k])) {
@@ -151,7 +163,21 @@ DEVICE bool collect(reader& r, u32 first, u64 index, uint4 (&got)[WORLD]) {
 }
 
 // The same vector to every peer, beginning with the next so that they are not all written to at once.
-DEVICE void push(const arguments& a, const turn& t, u32 lane, u64 index, uint4 v) {
+DEVICE void push(const arguments& a, const turn& t, u32 lane, u32 index, uint4 v) {
+    const u32 at = lane_at(a, t.slot, lane) + index * 16;
 #pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) store16_volatile(vector_at(a, (a.rank + k) % WORLD, t.slot, lane, index), v);
+    for (u32 k = 0; k < PEERS; ++k) store16_volatile(a.peer[k] + at, v);
 }
+
+// A kernel of these arguments, which the kernel ahead in the stream does not hold up while it ends. Its blocks wait for
+// those of other GPUs, so it must not wait for room: RESIDENT blocks fit a multiprocessor, four times what a grid has, for
+// the kernel behind and for another communicator's two.
+#define KERNEL(name)                                                                                        \
+    DEVICE void name##_body(const arguments& a);                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
+    name(const __grid_constant__ arguments a) {                                                             \
+        pdl_wait();                                                                                         \
+        pdl_launch_dependents();                                                                            \
+        name##_body(a);                                                                                     \
+    }                                                                                                       \
+    DEVICE void name##_body(const arguments& a)

@@ -9,7 +9,7 @@ use crate::{
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
-        launch::Work,
+        launch::{Launch, Work},
         signature,
     },
     error::Result,
@@ -71,7 +71,9 @@ impl CudaCollectives {
         let signature = signature(Operation::AllToAll, input.dtype(), input.numel());
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
         same_dtype(signature.operation, &input, &output)?;
-        has_count(signature.operation, "output", output.count, input.count, || "as many as the input".into())?;
+        has_count(signature.operation, "output", output.count, input.count, || {
+            "as many as the input".into()
+        })?;
         let count = divided(signature.operation, "input", input.count, self.world_size())?;
         let bytes = count * input.dtype.size();
         let work = Work {
@@ -136,15 +138,22 @@ impl CudaCollectives {
         let loaded = self.ready(Family::Reduction(input.dtype, op))?;
         let size = input.dtype.size();
         let bytes = count * size;
-        for start in (0..bytes).step_by(self.lane_bytes()) {
-            let len = (bytes - start).min(self.lane_bytes());
-            let (input, output) = (input.data.addr() + start, output.data.addr() + start);
-            let work = Work { input, output, count: len / size, stride: bytes, root: 0, signature };
-            let blocks = self.blocks_for_peers(len.div_ceil(16));
-            // SAFETY: passed on.
-            unsafe { self.launch(&loaded, Kernel::ReduceScatter, blocks, &work, stream) }?;
-        }
-        Ok(())
+        let (from, to) = (input.data.addr(), output.data.addr());
+        let of = |start: usize, len: usize| {
+            let work = Work {
+                input: from + start,
+                output: to + start,
+                count: len / size,
+                stride: bytes,
+                root: 0,
+                signature,
+            };
+            let plain = (work.input | work.output | bytes | len) % 16 == 0;
+            let kernel = if plain { Kernel::ReduceScatterPlain } else { Kernel::ReduceScatter };
+            Launch { kernel, items: len.div_ceil(16), by_peer: true, work }
+        };
+        // SAFETY: passed on.
+        unsafe { self.run(&loaded, bytes, self.lane_bytes(), stream, of) }
     }
 
     /// Waits, in the order of the stream, until the streams of all ranks have come here.
@@ -155,29 +164,23 @@ impl CudaCollectives {
         let loaded = self.ready(Family::Movement)?;
         let signature = Signature::new(Operation::Barrier);
         let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
+        let barrier = |_, _| Launch { kernel: Kernel::Barrier, items: 1, by_peer: false, work };
         // SAFETY: it uses no memory of the caller's.
-        unsafe { self.launch(&loaded, Kernel::Barrier, 1, &work, stream) }
+        unsafe { self.run(&loaded, 1, 1, stream, barrier) }
     }
 
-    /// Moves blocks of `work.count` bytes by a kernel that works in rows, piece by piece.
+    /// Moves blocks of `work.count` bytes by a kernel that works in rows.
     ///
     /// # Safety
-    /// As [`launch`](Self::launch).
+    /// As [`run`](Self::run).
     unsafe fn move_rows(&self, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
         let loaded = self.ready(Family::Movement)?;
-        let piece = self.lane_bytes() / ROW_BYTES * ROW_DATA;
-        for start in (0..work.count).step_by(piece) {
-            let count = (work.count - start).min(piece);
-            let work =
-                Work { input: work.input + start, output: work.output + start, count, ..*work };
-            let threads = count.div_ceil(ROW_DATA) * 32;
-            let blocks = match kernel {
-                Kernel::AllToAll => self.blocks_for_peers(threads),
-                _ => self.blocks_for(threads),
-            };
-            // SAFETY: passed on.
-            unsafe { self.launch(&loaded, kernel, blocks, &work, stream) }?;
-        }
-        Ok(())
+        let of = |start: usize, len: usize| {
+            let work = Work { input: work.input + start, output: work.output + start, count: len, ..*work };
+            let by_peer = kernel == Kernel::AllToAll;
+            Launch { kernel, items: len.div_ceil(ROW_DATA) * 32, by_peer, work }
+        };
+        // SAFETY: passed on.
+        unsafe { self.run(&loaded, work.count, self.lane_bytes() / ROW_BYTES * ROW_DATA, stream, of) }
     }
 }

@@ -107,6 +107,7 @@ impl Rank {
     pub fn download(&self, memory: &DeviceMemory, offset: usize, bytes: usize) -> Outcome<Vec<u8>> {
         let mut read = vec![0; bytes];
         memory.read(&self.stream, offset, &mut read)?;
+        self.collectives.check()?; // what a kernel says of itself explains more than what it left
         Ok(read)
     }
 
@@ -147,12 +148,10 @@ impl Rank {
         {
             device_out.write(&self.stream, offset * size, TensorView::from(input).as_bytes()?)?;
         }
-        let at = |memory: &DeviceMemory, count| {
-            At(memory.pointer().0 + (offset * size) as u64, T::DTYPE, count)
-        };
+        let at =
+            |memory: &DeviceMemory, count| At(memory.pointer().0 + (offset * size) as u64, T::DTYPE, count);
         self.queue(what, at(&device_in, from), at(&device_out, to))?;
         let got = self.download(&device_out, offset * size, to * size)?;
-        self.collectives.check()?;
         self.same::<T>(&format!("{what:?} of {from} behind {offset}"), &got, &expected)
     }
 
@@ -164,7 +163,8 @@ impl Rank {
             Some(at) => {
                 let of = |bytes: &[u8]| bytes[at * size..][..size].to_vec();
                 let (got, expected) = (of(got), of(&expected));
-                Err(format!("{} {what}: element {at} is {got:x?}, on the host {expected:x?}", T::DTYPE).into())
+                Err(format!("{} {what}: element {at} is {got:x?}, on the host {expected:x?}", T::DTYPE)
+                    .into())
             }
         }
     }

@@ -151,7 +151,7 @@ fn misaligned_tensors_are_served() {
 fn in_place() {
     on_gpus(2, |rank| {
         let (me, world_size) = (rank.comm.rank(), rank.comm.world_size());
-        for count in [5000, 4999, 400_000] {
+        for count in [5000, 4999, 400_000, 20_000_000] {
             let whats = ALGORITHMS.map(|algorithm| What::AllReduce(ReduceOp::Sum, algorithm));
             let others = [What::AllGather, What::ReduceScatter(ReduceOp::Sum), What::AllToAll];
             for what in whats.into_iter().chain(others) {
@@ -178,11 +178,24 @@ fn in_place() {
 
 #[test]
 fn the_largest_messages() {
-    on_gpus(2, |rank| {
+    largest(2);
+}
+
+#[test]
+fn the_largest_messages_on_4_gpus() {
+    largest(4);
+}
+
+fn largest(world_size: usize) {
+    on_gpus(world_size, |rank| {
         let mine = values::<bf16>(rank.comm.rank(), 70_000_001);
-        rank.compare(What::AllReduce(ReduceOp::Sum, None), &mine, 0)?;
+        for algorithm in ALGORITHMS {
+            rank.compare(What::AllReduce(ReduceOp::Sum, algorithm), &mine, 0)?;
+            rank.compare(What::AllReduce(ReduceOp::Sum, algorithm), &mine, 1)?;
+        }
         let half = &mine[..50_000_000];
-        for what in [What::AllGather, What::AllToAll, What::ReduceScatter(ReduceOp::Sum), What::Broadcast(1)] {
+        for what in [What::AllGather, What::AllToAll, What::ReduceScatter(ReduceOp::Sum), What::Broadcast(1)]
+        {
             rank.compare(what, half, 0)?;
         }
         Ok(())
@@ -194,7 +207,9 @@ fn nothing_is_moved_where_there_is_nothing() {
     on_gpus(2, |rank| {
         let memory = rank.allocate(16)?;
         let none = At(memory.pointer().0, DType::F32, 0);
-        for what in [What::AllReduce(ReduceOp::Sum, None), What::AllGather, What::AllToAll, What::Broadcast(0)] {
+        for what in
+            [What::AllReduce(ReduceOp::Sum, None), What::AllGather, What::AllToAll, What::Broadcast(0)]
+        {
             rank.queue(what, none, none)?;
         }
         rank.collectives.barrier(rank.stream.borrow())?;

@@ -1,0 +1,89 @@
+//! Tables of which algorithm is fastest at which size: the same on all ranks, found in the cache and kept there.
+
+use std::{ops::RangeInclusive, time::Duration};
+
+use antiphon_fabric::{Communicator, FabricError};
+use antiphon_tuning::{Cache, Key, Plan, Table, TuningError, doubling, same_on_all_ranks};
+
+use crate::error::{CollectiveError, Result};
+
+/// Which algorithm for which size, in the order of their numbers.
+#[derive(Debug, Clone)]
+pub struct AllReduceTable {
+    table: Table,
+    /// Where the table comes from, for people: a cache file, or built in.
+    pub origin: String,
+}
+
+impl AllReduceTable {
+    /// The measurements and choices.
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// Which of the algorithms: a search among a few integers.
+    #[inline]
+    pub(crate) fn choose(&self, bytes: usize) -> usize {
+        self.table.choose(bytes)
+    }
+
+    /// The table in the cache if all ranks find the same there, else the one with these thresholds: from so many bytes on,
+    /// that algorithm. All ranks call it together.
+    pub(crate) fn load(
+        comm: &Communicator,
+        key: &Key,
+        algorithms: &[&'static str],
+        built_in: &[(usize, usize)],
+    ) -> Result<Self> {
+        let cached = Cache::open().ok().and_then(|cache| {
+            let table = cache.get(key, algorithms).ok().flatten()?;
+            Some((table, cache.path().display().to_string()))
+        });
+        let same =
+            same_on_all_ranks(cached.as_ref().map(|(table, _)| table), |numbers| maximum(comm, numbers))?;
+        Ok(match cached {
+            Some((table, origin)) if same => Self { table, origin },
+            _ => Self {
+                table: Table::from_thresholds(algorithms.iter().copied(), built_in.iter().copied())?,
+                origin: "built in".into(),
+            },
+        })
+    }
+
+    /// Measures all algorithms over `sizes` in bytes, and writes the result to the cache file. `run` is of
+    /// [`Plan::measure`]. All ranks call it together.
+    pub(crate) fn measure(
+        comm: &Communicator,
+        key: &Key,
+        algorithms: &[&'static str],
+        sizes: RangeInclusive<usize>,
+        run: impl FnMut(usize, usize) -> Result<Option<Duration>>,
+    ) -> Result<Self> {
+        let plan = Plan::new(algorithms.iter().copied(), doubling(sizes))?;
+        let table = plan.measure(run, |samples| Ok::<_, CollectiveError>(maximum(comm, samples)?))?;
+        let cache = Cache::open()?;
+        if comm.rank() == 0 {
+            cache.put(key, &table)?;
+        }
+        comm.barrier()?;
+        Ok(Self { table, origin: cache.path().display().to_string() })
+    }
+}
+
+/// Each number becomes its maximum over all ranks.
+fn maximum(comm: &Communicator, numbers: &mut [f64]) -> Result<(), FabricError> {
+    // As bits: JSON has no infinity, which stands for "does not serve".
+    let bits: Vec<u64> = numbers.iter().map(|x| x.to_bits()).collect();
+    for theirs in comm.exchange_objects(&bits)? {
+        for (number, other) in numbers.iter_mut().zip(theirs) {
+            *number = number.max(f64::from_bits(other));
+        }
+    }
+    Ok(())
+}
+
+impl From<TuningError> for CollectiveError {
+    fn from(error: TuningError) -> Self {
+        Self::Tuning(std::sync::Arc::new(error))
+    }
+}

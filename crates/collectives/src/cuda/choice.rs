@@ -1,0 +1,138 @@
+//! Which all-reduce for which size on GPUs: measured, and equal on all ranks.
+
+use std::{ops::RangeInclusive, time::Duration};
+
+use antiphon_device::{
+    ReduceOp,
+    cuda::{DeviceMemory, Event, Graph, Stream, StreamRef, memory},
+};
+use antiphon_fabric::Communicator;
+use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use antiphon_tuning::Key;
+
+use super::{Algorithm, CudaCollectives};
+use crate::{all_reduce::AllReduceTable, error::Result};
+
+/// From how many bytes on two-shot is the faster one with more than two ranks: where one-shot's (W − 1)·n bytes weigh more
+/// than a second hop. With two ranks both send as much. Measured on H200s (benches/results).
+const TWO_SHOT_FROM: usize = 320 << 10;
+const TWO_SHOT_FROM_BETWEEN_TWO: usize = 1 << 20;
+
+/// What is measured with: time depends on the bytes, and hardly on what they mean.
+const DTYPE: DType = DType::BF16;
+const OP: ReduceOp = ReduceOp::Sum;
+
+/// The table in the cache if all ranks find the same there, else the built-in one.
+pub(super) fn load(comm: &Communicator, gpu: &str) -> Result<AllReduceTable> {
+    let world_size = comm.world_size();
+    AllReduceTable::load(comm, &key(world_size, gpu), &names(), &built_in(world_size))
+}
+
+fn built_in(world_size: usize) -> [(usize, usize); 2] {
+    let two_shot_from = if world_size == 2 { TWO_SHOT_FROM_BETWEEN_TWO } else { TWO_SHOT_FROM };
+    [(0, Algorithm::OneShot), (two_shot_from, Algorithm::TwoShot)]
+        .map(|(from, algorithm)| (from, algorithm as usize - Algorithm::ALL[0] as usize))
+}
+
+fn names() -> [&'static str; Algorithm::ALL.len()] {
+    Algorithm::ALL.map(Algorithm::name)
+}
+
+fn key(world_size: usize, gpu: &str) -> Key {
+    Key::new("all_reduce", "", world_size, gpu)
+}
+
+/// Measures all algorithms over `sizes` in bytes and writes the result to the cache file, from which the collectives of
+/// every communicator of this world size between such GPUs take it that are made from then on. It takes some seconds, and
+/// twice the largest size of each GPU's memory. All ranks call it together, with nothing under way on `collectives`.
+///
+/// # Errors
+/// As an all-reduce; [`FabricError::Device`](antiphon_fabric::FabricError::Device);
+/// [`CollectiveError::Tuning`](crate::CollectiveError::Tuning) when the file cannot be written.
+pub fn tune(
+    comm: &Communicator,
+    collectives: &CudaCollectives,
+    sizes: RangeInclusive<usize>,
+) -> Result<AllReduceTable> {
+    let key = key(comm.world_size(), &collectives.context().device().properties()?.name);
+    let clock = Clock::new(collectives, *sizes.end())?;
+    AllReduceTable::measure(comm, &key, &names(), sizes, |candidate, bytes| {
+        comm.barrier()?; // hosts in step, so that no GPU waits for long
+        clock.time(Algorithm::ALL[candidate], bytes).map(Some)
+    })
+}
+
+/// What a rank measures with.
+struct Clock<'a> {
+    collectives: &'a CudaCollectives,
+    stream: Stream,
+    start: Event,
+    end: Event,
+    input: DeviceMemory,
+    output: DeviceMemory,
+}
+
+impl<'a> Clock<'a> {
+    fn new(collectives: &'a CudaCollectives, largest: usize) -> Result<Self> {
+        let context = collectives.context();
+        let (stream, len) = (context.stream()?, largest.max(DTYPE.size()));
+        let (input, output) = (DeviceMemory::allocate(context, len)?, DeviceMemory::allocate(context, len)?);
+        // SAFETY: memory of that size, which nobody else has.
+        unsafe { memory::fill(stream.borrow(), input.pointer(), 0, len) }?;
+        collectives.prepare(DTYPE, OP)?;
+        let (start, end) = (Event::with_time(context)?, Event::with_time(context)?);
+        Ok(Self { collectives, stream, start, end, input, output })
+    }
+
+    /// The time of one call among several: of a graph, so that the host's share is none of it, in which the GPUs wait for
+    /// each other before the clock starts.
+    fn time(&self, algorithm: Algorithm, bytes: usize) -> Result<Duration> {
+        let calls = (32 << 20) / (bytes + (512 << 10)) + 4;
+        let graph = Graph::capture(&self.stream, |stream| -> Result<()> {
+            self.collectives.barrier(stream)?;
+            self.start.record_external(stream)?;
+            (0..calls).try_for_each(|_| self.call(algorithm, bytes, stream))?;
+            Ok(self.end.record_external(stream)?)
+        })?;
+        let graph = graph.instantiate()?;
+        // SAFETY: what the graph uses lives in `self`, and the run is waited for.
+        unsafe { graph.launch(&self.stream) }?;
+        self.stream.borrow().synchronize()?;
+        self.collectives.check()?;
+        Ok(self.end.elapsed_since(&self.start)? / calls as u32)
+    }
+
+    fn call(&self, algorithm: Algorithm, bytes: usize, stream: StreamRef<'_>) -> Result<()> {
+        let device = Device::Cuda(self.collectives.context().device().ordinal());
+        let shape = [(bytes / DTYPE.size()).max(1)];
+        let at = |memory: &DeviceMemory| memory.pointer().0 as usize as *mut u8;
+        // SAFETY: both memories are as large, and live until the run has been waited for.
+        unsafe {
+            let input = TensorView::from_raw_parts(at(&self.input), DTYPE, &shape, None, device);
+            let output = TensorViewMut::from_raw_parts(at(&self.output), DTYPE, &shape, None, device);
+            let (input, mut output) = (input.expect("plain"), output.expect("plain"));
+            self.collectives.all_reduce_with(&input, &mut output, OP, algorithm, stream)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use antiphon_fabric::LocalWorld;
+
+    #[test]
+    fn the_built_in_table_changes_where_the_second_hop_pays() {
+        for (world_size, from) in [(2, TWO_SHOT_FROM_BETWEEN_TWO), (4, TWO_SHOT_FROM)] {
+            let chosen = LocalWorld::run(world_size, |comm| -> Result<_> {
+                let table = load(&comm, "a GPU that nobody has")?;
+                assert_eq!(table.origin, "built in");
+                Ok([1, from - 1, from, 1 << 30].map(|bytes| Algorithm::ALL[table.choose(bytes)]))
+            });
+            use Algorithm::{OneShot, TwoShot};
+            for rank in chosen {
+                assert_eq!(rank.unwrap(), [OneShot, OneShot, TwoShot, TwoShot]);
+            }
+        }
+    }
+}

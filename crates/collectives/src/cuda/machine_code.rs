@@ -1,0 +1,89 @@
+//! What the kernels are compiled to, every variant for every architecture, on any machine that has NVRTC.
+
+use std::thread;
+
+use antiphon_device::{
+    ReduceOp,
+    cuda::{Architecture, Nvrtc},
+};
+use antiphon_sass::{Disassembler, Kernel as Code, Rules};
+use antiphon_tensor::DType;
+
+use super::{MAX_WORLD, THREADS, kernels::Family, resident_blocks};
+
+const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
+
+/// Registers of a multiprocessor of any of them.
+const REGISTERS: u32 = 65_536;
+
+/// Families and world sizes, such that every line of the sources is compiled for every type, operator and world size.
+fn variants() -> Vec<(Family, usize)> {
+    let worlds = [2, 4, MAX_WORLD];
+    let mut variants = Vec::from(worlds.map(|world_size| (Family::Movement, world_size)));
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        variants.extend(ReduceOp::ALL.map(|op| (Family::Reduction(dtype, op), 2)));
+        variants
+            .extend([4, MAX_WORLD].map(|world_size| (Family::Reduction(dtype, ReduceOp::Sum), world_size)));
+    }
+    variants
+}
+
+/// What is wrong with a kernel.
+fn broken(code: &Code, world_size: usize) -> Vec<String> {
+    // Kernels wait for each other's blocks, so all must fit.
+    let registers = REGISTERS / (THREADS * resident_blocks(world_size));
+    // Vectors (and tags) come and go whole, and past every cache.
+    let needed = &["LDG.128.STRONG.SYS", "STG.128.STRONG.SYS"];
+    // Sums are rounded one by one; a division by 2, 4 or 8 is a product.
+    let rules = Rules { registers, needed, forbidden: &["FFMA", "DFMA"], ..Rules::default() };
+    let mut broken = code.broken(&rules);
+    if code.instructions.keys().any(|words| words.starts_with("LD.") || words.starts_with("ST.")) {
+        broken.push(format!(
+            "{}: accesses of which the compiler does not know that they are global",
+            code.name
+        ));
+    }
+    broken
+}
+
+/// What is wrong with the kernels for an architecture.
+fn check(architecture: Architecture, nvrtc: &Nvrtc, disassembler: Option<&Disassembler>) -> Vec<String> {
+    let variants = variants();
+    let (mut cubins, mut wrong) = (Vec::new(), Vec::new());
+    for &(family, world_size) in &variants {
+        let compiled = nvrtc.compile(&family.program(architecture, world_size).unwrap());
+        let compiled =
+            compiled.unwrap_or_else(|e| panic!("{family:?} on {architecture} for {world_size} ranks: {e}"));
+        if !compiled.log.is_empty() {
+            wrong.push(format!("{family:?} on {architecture} for {world_size} ranks: {}", compiled.log));
+        }
+        cubins.push(compiled.cubin);
+    }
+    let codes = disassembler.map_or_else(Vec::new, |disassembler| disassembler.read(&cubins).unwrap());
+    for (&(family, world_size), code) in variants.iter().zip(&codes) {
+        for kernel in family.kernels() {
+            let found = broken(code.kernel(kernel.name()).unwrap(), world_size);
+            let place = format!("{family:?} on {architecture} for {world_size} ranks");
+            wrong.extend(found.iter().map(|what| format!("{place}: {what}")));
+        }
+    }
+    wrong
+}
+
+#[test]
+fn every_kernel_is_compiled_to_what_was_meant() {
+    let nvrtc = match Nvrtc::load() {
+        Ok(nvrtc) => nvrtc,
+        Err(error) => return eprintln!("skipped: {error}"),
+    };
+    let disassembler = Disassembler::find();
+    if let Err(error) = &disassembler {
+        eprintln!("compiled, but not looked at: {error}");
+    }
+    let disassembler = disassembler.as_ref().ok();
+    let wrong: Vec<String> = thread::scope(|scope| {
+        let checks = ARCHITECTURES.map(|to| scope.spawn(move || check(to, nvrtc, disassembler)));
+        checks.into_iter().flat_map(|check| check.join().unwrap()).collect()
+    });
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
