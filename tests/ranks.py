@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import antiphon
@@ -46,10 +46,12 @@ def outcomes(world_size: int, body: Callable[..., Any], *arguments: Any, timeout
     return threads(world_size, caught, timeout=timeout)
 
 
-def processes(world_size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
+def processes(
+    world_size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 60.0, dying: Container[int] = ()
+) -> list[Any]:
     """What ``body(*arguments)`` returns on each rank; ranks are fresh processes with torchrun's environment.
 
-    ``body`` must be a function of a module, ``arguments`` and results must pickle.
+    ``body`` must be a function of a module, ``arguments`` and results must pickle. Ranks that are ``dying`` return nothing.
     """
     context = multiprocessing.get_context("spawn")
     name = f"{os.getpid()}-{next(_worlds)}"
@@ -72,7 +74,7 @@ def processes(world_size: int, body: Callable[..., Any], *arguments: Any, timeou
         sender.close()
         started.append((process, receiver))
     try:
-        return [_result(rank, *each) for rank, each in enumerate(started)]
+        return [None if rank in dying else _result(rank, *each) for rank, each in enumerate(started)]
     finally:
         for process, _ in started:
             process.kill()

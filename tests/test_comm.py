@@ -1,4 +1,4 @@
-"""``antiphon.comm``: FlashInfer's names on host memory."""
+"""``antiphon.comm``: FlashInfer's names on host memory; test_vllm.py and test_devices.py have what is on GPUs too."""
 
 import ctypes
 import gc
@@ -194,12 +194,13 @@ def test_addresses_that_cannot_be_are_refused() -> None:
         pack_strided_memory(0, 16, 32, 2, torch.float32, None)
 
 
-def test_other_dtypes_and_devices_are_not_implemented() -> None:
+def test_other_dtypes_and_devices_are_refused() -> None:
     memory = torch.zeros(96, dtype=torch.uint8)
     with pytest.raises(NotImplementedError, match="quint8"):
         pack_strided_memory(memory.data_ptr(), 16, 32, 2, torch.quint8, None)
-    with pytest.raises(NotImplementedError, match="CUDA"):
-        pack_strided_memory(memory.data_ptr(), 16, 32, 2, torch.float32, 0)
+    for device in -2, "cuda:0":
+        with pytest.raises(ValueError, match="pass a CUDA device's number, or -1"):
+            pack_strided_memory(memory.data_ptr(), 16, 32, 2, torch.float32, device)
 
 
 # Integers.
@@ -247,8 +248,8 @@ def test_the_size_of_swizzled_scales() -> None:
 
 def test_what_is_not_served_is_absent_and_says_so() -> None:
     assert not hasattr(peer, "trtllm_allreduce_fusion")
-    with pytest.raises(AttributeError, match="'vllm_all_reduce' of flashinfer.comm yet; it serves .*Mapping"):
-        peer.vllm_all_reduce
+    with pytest.raises(AttributeError, match="'trtllm_allreduce_fusion' of flashinfer.comm yet; it serves .*Mapping"):
+        peer.trtllm_allreduce_fusion
     with pytest.raises(ImportError, match="'CudaRTLibrary' of flashinfer.comm yet; it serves .*create_shared_buffer"):
         from antiphon.comm import CudaRTLibrary  # noqa: F401
     for name in peer.__all__:

@@ -19,6 +19,7 @@ import torch
 
 import antiphon
 import ranks
+from antiphon._core import strided_memory
 
 # Meeting.
 
@@ -137,11 +138,14 @@ def test_objects_that_do_not_pickle() -> None:
 
 
 class CudaArray:
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0)
+    """Says that it is on a GPU that no machine has."""
 
-    def __dlpack__(self, **options: Any) -> Any:
-        raise AssertionError("must not be exported")
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 99)
+
+    def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> Any:
+        assert stream in (1, 7)  # the legacy default stream, unless another is given
+        return strided_memory(F32.ctypes.data, 16, 16, 1, "float32", 99)
 
 
 def read_only() -> Any:
@@ -182,7 +186,20 @@ BAD = {
     "dates": (lambda c: c.all_gather(np.zeros(2, "M8[s]")), TypeError, "cannot be exchanged"),
     "big-endian": (lambda c: c.all_reduce(np.zeros(2, ">f4")), TypeError, "not supported"),
     "structs": (lambda c: c.all_gather(np.zeros(2, [("a", "f4"), ("b", "f4")])), TypeError, "not supported"),
-    "another device": (lambda c: c.all_reduce(CudaArray()), ValueError, "serves host memory"),
+    "no such device": (lambda c: c.all_reduce(CudaArray(), out=CudaArray(), stream=7), RuntimeError, "libcuda|device 99"),
+    "nothing like it": (lambda c: c.all_reduce(CudaArray()), TypeError, "no output can be made like this array .* pass out="),
+    "two memories": (lambda c: c.all_reduce(F32, out=CudaArray()), ValueError, "input is on host, the output on cuda:99"),
+    "and back": (lambda c: c.all_gather(CudaArray(), out=F32), ValueError, "input is on cuda:99, the output on host"),
+    "a stream of host memory": (lambda c: c.all_reduce(F32, stream=1), ValueError, "host memory has no stream 1"),
+    "no kernel": (lambda c: c.reduce(CudaArray(), out=CudaArray()), NotImplementedError, "reduce on cuda:99: .*all_to_all"),
+    "no message": (lambda c: c.send(CudaArray(), 0), NotImplementedError, "send on cuda:99: .*all_to_all"),
+    "not started": (lambda c: c.start_broadcast(CudaArray()), NotImplementedError, "so call broadcast"),
+    "no message started": (lambda c: c.start_recv(CudaArray(), 0), NotImplementedError, "start_recv on cuda:99"),
+    "a barrier of no device": (lambda c: c.barrier(stream=1), ValueError, "a stream needs its device"),
+    "a barrier on no device": (lambda c: c.barrier(device=99, stream=1), RuntimeError, "libcuda|device 99"),
+    "nothing to prepare": (lambda c: c.prepare_cuda(99), RuntimeError, "libcuda|device 99"),
+    "unknown to prepare": (lambda c: c.prepare_cuda(99, dtypes=["int8"]), ValueError, "'?\"?int8.* is not reduced on CUDA"),
+    "no buffer": (lambda c: c.create_cuda_buffer(64, 99), RuntimeError, "libcuda|device 99"),
     "meta": (lambda c: c.all_reduce(torch.zeros(2, device="meta")), ValueError, "no memory .*: Cannot pack tensors on meta$"),
     "sparse": (lambda c: c.all_reduce(torch.zeros(2, 2).to_sparse()), ValueError, "no memory that could be exchanged"),
     "conjugated": (lambda c: c.all_gather(torch.zeros(2, dtype=torch.complex64).conj()), ValueError, "resolve_conj"),

@@ -84,8 +84,8 @@ def test_our_module_keeps_its_own_name() -> None:
 
 def test_what_is_not_served_says_so_and_lists_what_is() -> None:
     compat.install()
-    with pytest.raises(ImportError, match="Antiphon does not serve 'vllm_all_reduce' .* it serves .*Mapping"):
-        from flashinfer.comm import vllm_all_reduce  # noqa: F401
+    with pytest.raises(ImportError, match="Antiphon does not serve 'trtllm_allreduce_fusion' .* it serves .*Mapping"):
+        from flashinfer.comm import trtllm_allreduce_fusion  # noqa: F401
     with pytest.raises(ImportError, match="not serve the module flashinfer.comm.mnnvl yet; it serves .*comm.mapping"):
         import flashinfer.comm.mnnvl
     import flashinfer.comm

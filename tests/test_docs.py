@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import antiphon
 import ranks
+import worlds
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELLO, PENDING, SHARED, BACKEND = PROGRAMS
+HELLO, PENDING, SHARED, CUDA, COMPILED, BACKEND = PROGRAMS
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -32,6 +34,30 @@ def test_the_snippets_run() -> None:
         assert names["mine"].shape == (512, 512) and names["theirs"].dtype == torch.bfloat16
 
     ranks.threads(2, body)
+
+
+def compiled() -> bool:
+    with antiphon.init() as comm:
+        names = {"comm": comm, "torch": torch}
+        exec(COMPILED, names)
+        return bool(names["layer"](torch.ones(2, 3), torch.ones(3, 2)).eq(6).all())
+
+
+def test_the_compiled_program_runs() -> None:
+    assert ranks.processes(2, compiled) == [True, True]
+
+
+def on_a_gpu() -> bool:
+    with antiphon.init() as comm:
+        names = {"comm": comm, "torch": torch}
+        exec(CUDA, names)
+        return bool(names["total"].eq(2).all())
+
+
+@pytest.mark.cuda
+def test_the_program_for_gpus_runs() -> None:
+    worlds.need("cuda", 2)
+    assert ranks.processes(2, on_a_gpu) == [True, True]
 
 
 def backend() -> str:

@@ -10,6 +10,8 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "python"
 SAYS = {
+    "call_overhead.py": r"\d+\.\d µs for each call of all_reduce, in place",
+    "cuda_graph.py": r"20 steps (replayed as a graph|one by one) on (cuda|cpu): as computed alone",
     "all_reduce.py": r"the sum over \d ranks of \[1. 1. 1. 1.\], ... is \[",
     "tensor_parallel_mlp.py": r"largest error \S+e-\d+, allowed",
     "ddp.py": r"20 steps, loss \S+: weights within \S+ of training alone",

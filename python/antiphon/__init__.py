@@ -16,13 +16,14 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from antiphon._core import Communicator, Handle, Memory, PeerLostError, SharedBuffer, __version__, after_fork
+from antiphon._core import Communicator, CudaBuffer, Handle, Memory, PeerLostError, SharedBuffer, __version__, after_fork
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
     "Communicator",
+    "CudaBuffer",
     "Handle",
     "Memory",
     "PeerLostError",

@@ -21,6 +21,7 @@ _Algorithm: TypeAlias = Literal["one-shot", "two-shot"]
 
 __all__ = [
     "Communicator",
+    "CudaBuffer",
     "Handle",
     "Mapping",
     "Memory",
@@ -68,8 +69,8 @@ class Communicator:
     waits for a call or starts it does not matter. Messages (``send``, ``recv``) have an order of their own, from rank
     to rank. Threads may share a communicator.
 
-    Arrays are NumPy arrays, torch tensors (on CPU), or anything that has the buffer protocol or DLPack, and must be
-    contiguous. Without ``out=`` the result is a new array of the input's library (a NumPy array for plain buffers).
+    Arrays are NumPy arrays, torch tensors, or anything that has the buffer protocol or DLPack, and must be contiguous.
+    Without ``out=`` the result is a new array of the input's library (a NumPy array for plain buffers).
     ``out=`` may be any writable array of the right dtype and number of elements. ``out=x`` works in place; so does an
     ``out`` of ``all_gather`` whose block for this rank is ``x``, and an ``out`` of ``reduce_scatter`` that is this
     rank's block of ``x``. Gradients are not tracked.
@@ -82,6 +83,14 @@ class Communicator:
     :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError`` for what goes wrong between ranks, after which every call
     raises the same (``RuntimeError`` after Ctrl-C); ``RuntimeError`` when closed, or in the child of a fork. While a call waits other threads run,
     and Ctrl-C ends the wait.
+
+    **On CUDA.** ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` and ``broadcast`` also take tensors of
+    a GPU (reductions those of float32, float16 and bfloat16) and put their work into the stream that torch or CuPy works
+    on at present, or into ``stream``, the integer of one. They do not wait for it, and may be captured in graphs. On each
+    rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
+    caller sees to the order with what else uses the tensors, and keeps them until the stream has passed. The first CUDA
+    call brings the ranks' GPUs together and compiles kernels: :meth:`prepare_cuda` does it in advance. What goes wrong
+    between ranks is raised by a later call, or by :meth:`check`. What has no form on CUDA raises ``NotImplementedError``.
     """
 
     @staticmethod
@@ -135,8 +144,28 @@ class Communicator:
         """A communicator for the ranks that give the same ``color``, ordered by ``key`` and then by rank; ``None``
         for a rank whose colour is ``None``."""
 
-    def barrier(self) -> None:
-        """Waits until every rank has come here."""
+    def barrier(self, *, device: int | None = None, stream: int | None = None) -> None:
+        """Waits until every rank has come here. With a CUDA device its stream waits, in its order, and this does not."""
+
+    def prepare_cuda(
+        self, device: int | None = None, *, dtypes: Sequence[str] | None = None, ops: Sequence[_Op] | None = None
+    ) -> None:
+        """Brings the ranks' GPUs together and loads kernels, so that no call has to: needed before a graph is captured.
+
+        All ranks call it together. ``device`` is torch's or CuPy's current one unless given. It loads what reduces
+        ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); what is not in the cache on
+        disk takes about a second for each. It takes about 200 MB on each GPU. Raises ``RuntimeError`` that says what is
+        missing."""
+
+    def check(self) -> None:
+        """Raises what kernels that are over have left behind: :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError``.
+        It does not wait: synchronise with the stream first."""
+
+    def create_cuda_buffer(self, num_bytes: int, device: int | None = None) -> CudaBuffer:
+        """Memory of this size on every rank's GPU, all zeros. All ranks call it together, with the same size."""
+
+    def free_cuda_buffer(self, buffer: CudaBuffer) -> None:
+        """Frees it on all ranks, which must all call it, once all work on the GPUs is over."""
 
     def exchange_bytes(self, mine: bytes) -> list[bytes]:
         """The bytes of all ranks, in rank order. Lengths may differ."""
@@ -145,20 +174,28 @@ class Communicator:
         """The objects of all ranks, in rank order; they are pickled, so trust your peers."""
 
     def all_reduce(
-        self, x: _A, op: _Op | None = None, *, out: _O | None = None, algorithm: _Algorithm | None = None
+        self,
+        x: _A,
+        op: _Op | None = None,
+        *,
+        out: _O | None = None,
+        algorithm: _Algorithm | None = None,
+        stream: int | None = None,
     ) -> _A | _O:
         """The reduction of all ranks' ``x`` by ``op`` (``"sum"``), of the shape of ``x``.
 
         The algorithm is chosen from measured tables unless given; that needs another ``out`` than ``x``."""
 
-    def all_gather(self, x: _A, *, out: _O | None = None) -> _A | _O:
+    def all_gather(self, x: _A, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """All ranks' ``x``, one after the other along the first dimension: ``(n, ...)`` in, ``(world_size * n,
         ...)`` out."""
 
-    def reduce_scatter(self, x: _A, op: _Op | None = None, *, out: _O | None = None) -> _A | _O:
+    def reduce_scatter(
+        self, x: _A, op: _Op | None = None, *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O:
         """The reduction of every rank's block of ``x`` for this rank: ``(world_size * n, ...)`` in, ``(n, ...)`` out."""
 
-    def all_to_all(self, x: _A, *, out: _O | None = None) -> _A | _O:
+    def all_to_all(self, x: _A, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """Block ``r`` of ``x`` goes to rank ``r``, whose block comes to the same place: ``(world_size * n, ...)`` in
         and out."""
 
@@ -168,7 +205,7 @@ class Communicator:
         """:meth:`all_to_all` with blocks of ``sends[r]`` rows to rank ``r`` and ``receives[r]`` rows from it, packed in
         rank order. Counts that disagree raise ``ValueError`` on every rank and leave the communicator usable."""
 
-    def broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> _A | _O:
+    def broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """Everybody's ``x`` becomes the root's, in place. With ``out`` that is written instead, and only the root's
         ``x`` is read; others may pass ``None``."""
 
@@ -248,6 +285,19 @@ class Memory:
         copy: bool | None = None,
     ) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
+
+@final
+class CudaBuffer:
+    """Memory of one size on the GPU of every rank, which all of them read and write; see
+    :meth:`Communicator.create_cuda_buffer`. ``len`` is its size on each, in bytes."""
+
+    def __len__(self) -> int: ...
+    @property
+    def device(self) -> int:
+        """The number of this rank's GPU."""
+
+    def pointer(self, rank: int) -> int:
+        """The address of a rank's memory, for this rank's GPU."""
 
 @disjoint_base
 class Mapping:
@@ -410,7 +460,12 @@ def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> in
     than can be addressed. Source: FlashInfer 0.6.18 comm/trtllm_ar.py."""
 
 def strided_memory(
-    ptr: int, segment_size: int, segment_stride: int, num_segments: int, dtype: str
+    ptr: int,
+    segment_size: int,
+    segment_stride: int,
+    num_segments: int,
+    dtype: str,
+    device: int | None = None,
 ) -> CapsuleType:
-    """A DLPack capsule of what :func:`antiphon.comm.pack_strided_memory` returns, on the host. Nobody checks that there
-    is memory at ``ptr``, or keeps it."""
+    """A DLPack capsule of what :func:`antiphon.comm.pack_strided_memory` returns, on a CUDA device or else the host.
+    Nobody checks that there is memory at ``ptr``, or keeps it."""

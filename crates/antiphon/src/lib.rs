@@ -3,7 +3,7 @@
 //!
 //! An antiphon is music sung by two choirs in answer to each other. This library moves tensors between ranks in answer
 //! to each other: all-reduce and the other collectives, symmetric memory, groups, messages. Ranks are processes of one
-//! machine that share memory (or threads, for tests).
+//! machine that share memory, with or without a GPU each (or threads, for tests).
 //!
 //! ```
 //! use antiphon::prelude::*;
@@ -17,6 +17,28 @@
 //! assert_eq!(sums[0].as_ref().unwrap(), &2.5);
 //! ```
 //!
+//! On GPUs the same operations go into a stream, wait for nothing on the host, and may be captured in a graph:
+//!
+//! ```no_run
+//! use antiphon::prelude::*;
+//!
+//! let comm = Communicator::from_env()?; // a process for each GPU
+//! let context = cuda::Context::primary(cuda::Driver::load()?.device(comm.rank() as u32)?)?;
+//! let (stream, collectives) = (context.stream()?, CudaCollectives::new(&comm, &context)?);
+//!
+//! let (gradient, count) = (cuda::DeviceMemory::allocate(&context, 4 << 20)?, 1 << 20);
+//! let (at, device) = (gradient.pointer().0 as usize as *mut u8, Device::Cuda(context.device().ordinal()));
+//! // SAFETY: the memory has so many floats, and lives until the stream is done.
+//! unsafe {
+//!     let input = TensorView::from_raw_parts(at, DType::F32, &[count], None, device)?;
+//!     let mut output = TensorViewMut::from_raw_parts(at, DType::F32, &[count], None, device)?;
+//!     collectives.all_reduce(&input, &mut output, ReduceOp::Avg, stream.borrow())?;
+//! }
+//! stream.borrow().synchronize()?;
+//! collectives.check()?; // a lost peer, a deadline or a disagreement comes out here, or in the next call
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! ## Chapters
 //!
 //! 1. **Meeting.** A [`Communicator`](fabric::Communicator) is a rank's end of a world. It comes from the environment
@@ -28,7 +50,8 @@
 //! 3. **Tensors.** [`tensor`] has the dtypes with their exact conversions, and views of anybody's memory.
 //! 4. **Who is where.** [`topology`] computes groups for tensor, pipeline, context and expert parallelism.
 //! 5. **Memory that all ranks see.** [`create_shared_buffer`](fabric::Communicator::create_shared_buffer).
-//! 6. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`tuning`] the tables of
+//! 6. **GPUs.** [`cuda`] has the collectives between them and what it takes to use them, [`nccl`] the same through NCCL.
+//! 7. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`tuning`] the tables of
 //!    what is fastest.
 //!
 //! ## Promises
@@ -48,10 +71,27 @@ pub use antiphon_tensor as tensor;
 pub use antiphon_topology as topology;
 pub use antiphon_tuning as tuning;
 
+/// GPUs: the collectives between those of the ranks, and what a program needs to use one. [`device::cuda`] has the rest.
+pub mod cuda {
+    pub use antiphon_collectives::cuda::{Algorithm, CudaCollectives, MAX_WORLD, tune};
+    pub use antiphon_device::cuda::{
+        Context, CudaError, DeviceMemory, DevicePointer, Driver, Event, Graph, GraphExec, PinnedMemory,
+        Stream, StreamRef,
+    };
+    pub use antiphon_fabric::CudaArena;
+}
+
+/// The collectives between GPUs through NCCL: the yardstick, and the fallback.
+pub mod nccl {
+    pub use antiphon_collectives::nccl::NcclCollectives;
+    pub use antiphon_device::cuda::NcclVersion;
+}
+
 /// What most programs need.
 pub mod prelude {
+    pub use crate::cuda::{self, CudaCollectives};
     pub use antiphon_collectives::{CollectiveError, Collectives, NonBlocking, ReduceOp};
     pub use antiphon_fabric::{Communicator, FabricError, LocalWorld, Pending};
-    pub use antiphon_tensor::{DType, TensorView, TensorViewMut, bf16, f16};
+    pub use antiphon_tensor::{DType, Device, TensorView, TensorViewMut, bf16, f16};
     pub use antiphon_topology::{Mapping, MixedLayout};
 }

@@ -1,12 +1,18 @@
 //! `antiphon tune`: measures which algorithm is fastest at which size, and keeps the answer.
 
 use antiphon::{
-    collectives::{CollectiveError, Communicator, all_reduce},
+    collectives::{
+        Communicator,
+        all_reduce::{self, AllReduceTable},
+        cuda::{self, CudaCollectives},
+    },
+    device::cuda::{Context, Driver},
     tuning::Table,
 };
 
 use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
+    bench::{Where, gpus},
     launch::Launch,
     machine::{Cores, Files},
 };
@@ -16,8 +22,17 @@ use crate::{
 /// The table goes into tuning.json in the cache folder (ANTIPHON_CACHE_DIR, else antiphon in XDG_CACHE_HOME or ~/.cache),
 /// where every communicator with as many ranks finds it. The file holds all measurements and can be read and edited.
 #[derive(Debug, Clone, clap::Args)]
+#[command(after_help = "\
+Examples:
+  antiphon tune
+  antiphon tune --ranks 4
+  antiphon tune --device cuda")]
 pub struct Args {
-    /// How many ranks, each a process [default: one per core, at least 2 and at most 8]
+    /// Where the tensors are, and who computes
+    #[arg(long, value_enum, default_value = "host")]
+    device: Where,
+
+    /// How many ranks, each a process [default: one per core, at least 2 and at most 8; on cuda one per GPU]
     #[arg(short = 'n', long)]
     ranks: Option<usize>,
 
@@ -26,18 +41,24 @@ pub struct Args {
     worker: bool,
 }
 
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
 /// Runs the command.
 pub fn execute(args: Args) -> ExitStatus {
-    let done = if args.worker { work().map_err(Into::into) } else { start(&args) };
-    done.unwrap_or_else(|error: Box<dyn std::error::Error>| {
+    let done = if args.worker { work(args.device) } else { start(&args) };
+    done.unwrap_or_else(|error| {
         eprintln!("antiphon tune: {error}");
         FAILURE
     })
 }
 
-fn start(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
+fn start(args: &Args) -> Result<ExitStatus> {
     let cores = Cores::count(&Files::system()).usable();
-    let mut launch = Launch::again(args.ranks.unwrap_or(cores.clamp(2, 8)));
+    let ranks = match args.device {
+        Where::Host => args.ranks.unwrap_or(cores.clamp(2, 8)),
+        Where::Cuda => gpus(args.ranks)?.names.len(),
+    };
+    let mut launch = Launch::again(ranks);
     launch.bind = launch.ranks <= cores;
     launch.capture = false;
     let outcome = launch.run(|_, _, _| Ok(()))?;
@@ -47,14 +68,23 @@ fn start(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     Ok(outcome.exit_code())
 }
 
-fn work() -> Result<ExitStatus, CollectiveError> {
+fn work(device: Where) -> Result<ExitStatus> {
     let comm = Communicator::from_env()?;
-    let tuned = all_reduce::tune(&comm, 64..=16 << 20)?;
+    let tuned = match device {
+        Where::Host => all_reduce::tune(&comm, 64..=16 << 20)?,
+        Where::Cuda => tune_gpus(&comm)?,
+    };
     if comm.rank() == 0 {
         print!("{}", describe(tuned.table()));
         println!("kept in {}", tuned.origin);
     }
     Ok(SUCCESS)
+}
+
+fn tune_gpus(comm: &Communicator) -> Result<AllReduceTable> {
+    let context = Context::primary(Driver::load()?.device(comm.rank() as u32)?)?;
+    let collectives = CudaCollectives::new(comm, &context)?;
+    Ok(cuda::tune(comm, &collectives, 1 << 10..=256 << 20)?)
 }
 
 /// The medians of every size, and the choice.
@@ -73,4 +103,39 @@ fn describe(table: &Table) -> String {
         text += &format!("  {}\n", table.candidates()[table.choose(row.bytes)]);
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use antiphon::tuning::Timing;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Tune {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn it_is_about_the_host_unless_told_otherwise() {
+        let args = |text: &str| Tune::parse_from(["tune"].into_iter().chain(text.split_whitespace())).args;
+        assert_eq!(args("").device, Where::Host);
+        let args = args("--device cuda -n 4");
+        assert_eq!((args.device, args.ranks), (Where::Cuda, Some(4)));
+    }
+
+    #[test]
+    fn every_size_is_shown_with_its_times_and_the_choice() {
+        let names = ["one-shot", "two-shot"].map(String::from).to_vec();
+        let row = |bytes, times: [Option<f64>; 2]| {
+            (bytes, times.map(|time| Timing::of(&time.map_or(vec![], |ns| vec![ns]))).to_vec())
+        };
+        let rows = vec![row(1024, [Some(2000.0), None]), row(2048, [Some(9000.0), Some(4560.0)])];
+        let text = describe(&Table::from_timings(names, rows).unwrap());
+        let expected = "     bytes  one-shot µs  two-shot µs  chosen\n      \
+                        1024         2.00            -  one-shot\n      \
+                        2048         9.00         4.56  two-shot\n";
+        assert_eq!(text, expected);
+    }
 }

@@ -8,7 +8,7 @@ use pyo3::{
 use crate::{
     call::{Call, Kind, Place},
     error::Result,
-    operand::{Lifetime, Operand, Tensor},
+    operand::{Operand, Tensor, Usage},
 };
 
 /// An operation that could begin now.
@@ -44,20 +44,22 @@ pub(crate) fn prepare<'py>(
     input: &Bound<'py, PyAny>,
     out: Given<'_, 'py>,
     in_place: InPlace,
-    lifetime: Lifetime,
+    usage: Usage,
     shape: impl FnOnce(&[usize]) -> Result<Vec<usize>>,
 ) -> Result<Prepared<'py>> {
-    let read = Operand::import(input, "the input", lifetime)?;
+    let read = Operand::import(input, "the input", usage)?;
     let read = if kind.reduces() { read.numeric()? } else { read };
     let Some(out) = out else {
         let shape = shape(read.shape())?;
-        let (new, write) = read.new_like(input, &shape, lifetime)?;
+        let (new, write) = read.new_like(input, &shape, usage)?;
+        same_device(&read.tensor, &write.tensor)?;
         return Ok(Prepared::apart(kind, Some(read), Some(write), Some(new)));
     };
     if out.is(input) && in_place == InPlace::Same {
         return Ok(Prepared::in_place(kind, read.writable("the output")?, out.clone()));
     }
-    let write = Operand::import(out, "the output", lifetime)?.writable("the output")?;
+    let write = Operand::import(out, "the output", usage)?.writable("the output")?;
+    same_device(&read.tensor, &write.tensor)?;
     if read.element != write.element {
         let text = format!("the input is {}, the output is {}", read.element, write.element);
         return Err(PyTypeError::new_err(text).into());
@@ -80,9 +82,9 @@ pub(crate) fn prepare<'py>(
 pub(crate) fn prepare_input<'py>(
     kind: Kind,
     input: &Bound<'py, PyAny>,
-    lifetime: Lifetime,
+    usage: Usage,
 ) -> Result<Prepared<'py>> {
-    let read = Operand::import(input, "the input", lifetime)?;
+    let read = Operand::import(input, "the input", usage)?;
     let read = if kind.reduces() { read.numeric()? } else { read };
     Ok(Prepared::apart(kind, Some(read), None, None))
 }
@@ -91,9 +93,9 @@ pub(crate) fn prepare_input<'py>(
 pub(crate) fn prepare_output<'py>(
     kind: Kind,
     out: &Bound<'py, PyAny>,
-    lifetime: Lifetime,
+    usage: Usage,
 ) -> Result<Prepared<'py>> {
-    let write = Operand::import(out, "the output", lifetime)?.writable("the output")?;
+    let write = Operand::import(out, "the output", usage)?.writable("the output")?;
     Ok(Prepared::apart(kind, None, Some(write), Some(out.clone())))
 }
 
@@ -148,6 +150,15 @@ impl<'py> FromPyObject<'_, 'py> for Count {
         let negative = |_| PyValueError::new_err(format!("{number} is negative"));
         usize::try_from(number).map(Self).map_err(negative)
     }
+}
+
+/// Refuses tensors in different memories.
+pub(crate) fn same_device(input: &Tensor, output: &Tensor) -> PyResult<()> {
+    if input.device == output.device {
+        return Ok(());
+    }
+    let text = format!("the input is on {}, the output on {}", input.device, output.device);
+    Err(PyValueError::new_err(text))
 }
 
 /// Whether two tensors share a byte.

@@ -2,11 +2,11 @@
 
 use antiphon::{
     collectives::all_reduce::Algorithm,
-    prelude::{CollectiveError, Collectives, Communicator, FabricError, ReduceOp},
+    prelude::{CollectiveError, Collectives, Communicator, DType, FabricError, ReduceOp},
     tensor::TensorError,
 };
 
-use crate::operand::Tensor;
+use crate::{cuda::ordinal, operand::Tensor};
 
 /// What to do.
 #[derive(Debug, Clone)]
@@ -26,6 +26,34 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
+    /// The name of the method.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::AllReduce(..) => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter(_) => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::AllToAllV(..) => "all_to_all_v",
+            Self::Broadcast(_) => "broadcast",
+            Self::Reduce(..) => "reduce",
+            Self::Gather(_) => "gather",
+            Self::Scatter(_) => "scatter",
+            Self::Barrier => "barrier",
+        }
+    }
+
+    /// Whether there are kernels for it.
+    pub(crate) fn is_on_cuda(&self) -> bool {
+        matches!(
+            self,
+            Self::AllReduce(..)
+                | Self::AllGather
+                | Self::ReduceScatter(_)
+                | Self::AllToAll
+                | Self::Broadcast(_)
+        )
+    }
+
     /// Whether it computes with the elements, and does not only move them.
     pub(crate) fn reduces(&self) -> bool {
         matches!(self, Self::AllReduce(..) | Self::ReduceScatter(_) | Self::Reduce(..))
@@ -51,6 +79,25 @@ pub(crate) struct Call {
 }
 
 impl Call {
+    /// A tensor of the call, which all are like.
+    fn tensor(&self) -> Option<&Tensor> {
+        match &self.place {
+            Place::Nowhere => None,
+            Place::Shared(tensor) => Some(tensor),
+            Place::Apart(input, output) => input.as_ref().or(output.as_ref()),
+        }
+    }
+
+    /// The GPU that it is on.
+    pub(crate) fn cuda_device(&self) -> Option<u32> {
+        self.tensor().and_then(|tensor| ordinal(tensor.device))
+    }
+
+    /// What it works on.
+    pub(crate) fn dtype(&self) -> Option<DType> {
+        self.tensor().map(|tensor| tensor.dtype)
+    }
+
     /// Takes part in the collective.
     ///
     /// # Safety
@@ -120,6 +167,6 @@ impl Call {
     }
 }
 
-fn refused(error: TensorError) -> CollectiveError {
+pub(crate) fn refused(error: TensorError) -> CollectiveError {
     FabricError::invalid(error.to_string()).into()
 }

@@ -8,8 +8,9 @@ use pyo3::{exceptions::PyNotImplementedError, prelude::*, types::PyCapsule};
 
 use crate::{error::Result, mapping::unsigned};
 
-/// A capsule of segments of host memory as a matrix; see `_core.pyi`.
+/// A capsule of segments of memory as a matrix; see `_core.pyi`.
 #[pyfunction]
+#[pyo3(signature = (ptr, segment_size, segment_stride, num_segments, dtype, device = None))]
 pub(crate) fn strided_memory<'py>(
     py: Python<'py>,
     ptr: usize,
@@ -17,14 +18,15 @@ pub(crate) fn strided_memory<'py>(
     segment_stride: i64,
     num_segments: i64,
     dtype: &str,
+    device: Option<u32>,
 ) -> Result<Bound<'py, PyCapsule>> {
     let element = ElementType::named(dtype)
         .ok_or_else(|| PyNotImplementedError::new_err(format!("there are no tensors of {dtype} here")))?;
+    let device = device.map_or(Device::Host, Device::Cuda);
     let ptr = std::ptr::with_exposed_provenance_mut(ptr);
     // SAFETY: the caller answers for the memory, as the stub says: an address is all that Python has.
-    let exported = unsafe {
-        dlpack::strided_memory(ptr, segment_size, segment_stride, num_segments, element, Device::Host)
-    }?;
+    let exported =
+        unsafe { dlpack::strided_memory(ptr, segment_size, segment_stride, num_segments, element, device) }?;
     // Of the kind that every version of PyTorch takes.
     crate::operand::capsule(py, exported, false)
 }

@@ -7,6 +7,7 @@
 //! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
 //!   `call` is one collective as a value, which can be run at once or started.
 //! * `communicator`, `handle`, `shared` and `mapping` are the classes.
+//! * `cuda` puts collectives into streams of GPUs.
 //! * `comm` is what `antiphon.comm` asks for besides.
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
 //!   forked child must not use.
@@ -16,6 +17,7 @@ mod call;
 mod comm;
 mod command;
 mod communicator;
+mod cuda;
 mod error;
 mod fork;
 mod handle;
@@ -32,6 +34,7 @@ mod _core {
         comm::{compute_fp4_swizzled_layout_sf_size, strided_memory},
         command::main,
         communicator::Communicator,
+        cuda::CudaBuffer,
         error::PeerLostError,
         fork::after_fork,
         handle::Handle,

@@ -4,7 +4,7 @@
 
 Signatures, integers and results are those of FlashInfer 0.6.18 (flashinfer/comm); :mod:`antiphon.compat` serves these
 modules under FlashInfer's own names, to scripts that cannot be changed. What is not served yet is absent, so that
-``hasattr`` and ``try: import`` tell the truth. Memory is host memory.
+``hasattr`` and ``try: import`` tell the truth. Everything works on host memory and on GPUs.
 """
 
 import sys
@@ -22,6 +22,13 @@ from antiphon.comm.trtllm_ar import (
     QuantizationSFLayout,
     compute_fp4_swizzled_layout_sf_size,
 )
+from antiphon.comm.vllm_ar import all_reduce as vllm_all_reduce
+from antiphon.comm.vllm_ar import dispose as vllm_dispose
+from antiphon.comm.vllm_ar import get_graph_buffer_ipc_meta as vllm_get_graph_buffer_ipc_meta
+from antiphon.comm.vllm_ar import init_custom_ar as vllm_init_custom_ar
+from antiphon.comm.vllm_ar import meta_size as vllm_meta_size
+from antiphon.comm.vllm_ar import register_buffer as vllm_register_buffer
+from antiphon.comm.vllm_ar import register_graph_buffers as vllm_register_graph_buffers
 
 __all__ = [
     "AllReduceFusionOp",
@@ -35,6 +42,13 @@ __all__ = [
     "create_shared_buffer",
     "free_shared_buffer",
     "pack_strided_memory",
+    "vllm_all_reduce",
+    "vllm_dispose",
+    "vllm_get_graph_buffer_ipc_meta",
+    "vllm_init_custom_ar",
+    "vllm_meta_size",
+    "vllm_register_buffer",
+    "vllm_register_graph_buffers",
 ]
 
 

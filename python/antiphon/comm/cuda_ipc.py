@@ -1,7 +1,7 @@
 """Memory that every rank of a group can read and write. After FlashInfer 0.6.18 comm/cuda_ipc.py.
 
-On host memory, until Antiphon supports CUDA. The group meets once, in its first call; what Antiphon keeps for it lives
-as long as the group.
+On the GPUs of the ranks in a process that uses CUDA through torch, on host memory otherwise. The group meets once, in its
+first call; what Antiphon keeps for it lives as long as the group.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
 import antiphon
-from antiphon import Communicator, SharedBuffer
+from antiphon import Communicator, CudaBuffer, SharedBuffer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,22 +21,32 @@ _Group: TypeAlias = "ProcessGroup | Communicator | None"
 
 # What torch's groups and our communicators have no place of their own for.
 _communicators: "WeakKeyDictionary[ProcessGroup, Communicator]" = WeakKeyDictionary()
-_buffers: "WeakKeyDictionary[Communicator, dict[int, SharedBuffer]]" = WeakKeyDictionary()
+_buffers: "WeakKeyDictionary[Communicator, dict[int, SharedBuffer | CudaBuffer]]" = WeakKeyDictionary()
 
 
-def create_shared_buffer(size_in_bytes: int, group: _Group = None) -> list[int]:
+def create_shared_buffer(
+    size_in_bytes: int, group: _Group = None, *, device: int | str | None = None
+) -> list[int]:
     """Makes a buffer on every rank and returns the address of each rank's copy, in this process, in the group's order.
 
     All ranks of the group must call it, with the same size. The copies are zero. ``group`` is a torch process group of
-    any backend (that of all ranks, unless given) or an :class:`antiphon.Communicator`.
+    any backend (that of all ranks, unless given) or an :class:`antiphon.Communicator`. The copies are on the current CUDA
+    device of each rank if torch has initialised CUDA in this process (``torch.cuda.set_device`` does), else on the host;
+    ``device``, which FlashInfer does not have, says which: the number of a GPU, or ``"cpu"``.
 
     Raises ``ValueError`` if there is no group, ``RuntimeError`` with the numbers when the symmetric memory is used up
-    (``ANTIPHON_ARENA_BYTES`` sets its size), and what a collective raises when a peer is lost or late.
+    (``ANTIPHON_ARENA_BYTES`` sets its size on the host), and what a collective raises when a peer is lost or late.
     """
     if size_in_bytes < 0:
         raise ValueError(f"create_shared_buffer: size_in_bytes must not be negative, but it is {size_in_bytes}")
-    comm = _communicator("create_shared_buffer", group)
-    buffer = comm.create_shared_buffer(size_in_bytes)
+    if isinstance(device, str) and device != "cpu":
+        raise ValueError(f'create_shared_buffer: device is {device!r}: pass the number of a GPU, or "cpu"')
+    comm = communicator("create_shared_buffer", group)
+    buffer: SharedBuffer | CudaBuffer
+    if device == "cpu" or (device is None and not _uses_cuda()):
+        buffer = comm.create_shared_buffer(size_in_bytes)
+    else:
+        buffer = comm.create_cuda_buffer(size_in_bytes, None if device is None else int(device))
     pointers = [buffer.pointer(rank) for rank in range(comm.world_size)]
     _buffers.setdefault(comm, {})[pointers[comm.rank]] = buffer
     return pointers
@@ -45,12 +55,12 @@ def create_shared_buffer(size_in_bytes: int, group: _Group = None) -> list[int]:
 def free_shared_buffer(pointers: Sequence[int | None] | None, group: _Group = None) -> None:
     """Frees what :func:`create_shared_buffer` made, on all ranks of the group, which must all call it.
 
-    Nobody may use any copy any more. Without this rank's own address, in a list that is ``None`` or too short, on all
-    ranks, it only waits for the others, as FlashInfer does.
+    Nobody may use any copy any more; work on the GPU is waited for. Without this rank's own address, in a list that is
+    ``None`` or too short, on all ranks, it only waits for the others, as FlashInfer does.
 
     Raises ``ValueError`` naming the address if that is not of a buffer of this group, or was freed already.
     """
-    comm = _communicator("free_shared_buffer", group)
+    comm = communicator("free_shared_buffer", group)
     given = {rank: pointer for rank, pointer in enumerate(pointers or ()) if pointer is not None}
     if comm.rank not in given:
         return comm.barrier()
@@ -61,10 +71,23 @@ def free_shared_buffer(pointers: Sequence[int | None] | None, group: _Group = No
             raise ValueError(
                 f"free_shared_buffer: {pointer:#x}, given for rank {rank}, is not the address of a buffer of {comm}"
             )
-    comm.free_shared_buffer(buffers.pop(given[comm.rank]))
+    buffer = buffers.pop(given[comm.rank])
+    if isinstance(buffer, CudaBuffer):
+        comm.free_cuda_buffer(buffer)
+    else:
+        comm.free_shared_buffer(buffer)
 
 
-def _communicator(caller: str, group: _Group) -> Communicator:
+def owner(pointers: Sequence[int], rank: int) -> Communicator | None:
+    """The communicator whose buffer has these addresses, this process being that rank of it."""
+    for comm, buffers in _buffers.items():
+        buffer = buffers.get(pointers[rank]) if (comm.rank, comm.world_size) == (rank, len(pointers)) else None
+        if buffer is not None and pointers == [buffer.pointer(each) for each in range(comm.world_size)]:
+            return comm
+    return None
+
+
+def communicator(caller: str, group: _Group) -> Communicator:
     """The communicator of a group, which meets for it the first time."""
     if isinstance(group, Communicator):
         return group
@@ -82,3 +105,9 @@ def _communicator(caller: str, group: _Group) -> Communicator:
     if comm is None:
         comm = _communicators[group] = antiphon.init(group=group)
     return comm
+
+
+def _uses_cuda() -> bool:
+    """Whether this process uses CUDA through torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())

@@ -6,9 +6,14 @@
     dist.init_process_group("antiphon")     # under `antiphon run`, torchrun, or any init_method
     dist.all_reduce(tensor)                 # and DDP, DTensor, FSDP2, functional collectives, torch.compile
 
-It serves CPU tensors of the ranks of one machine. Any element type can be moved; float64, float32, float16, bfloat16,
-int64, int32, int8 and uint8 can be reduced, bool as 0 and 1, complex sums as pairs of reals. Reductions are those of
-:class:`antiphon.ReduceOp`: the same bits on every rank.
+It serves CPU and CUDA tensors of the ranks of one machine. Any element type can be moved; float64, float32, float16,
+bfloat16, int64, int32, int8 and uint8 can be reduced, bool as 0 and 1, complex sums as pairs of reals. Reductions are
+those of :class:`antiphon.ReduceOp`: the same bits on every rank.
+
+On CUDA there are all_reduce, all_gather, reduce_scatter and all_to_all with equal parts, broadcast and barrier, and
+float32, float16 and bfloat16 can be reduced. A call runs on the current stream; with ``async_op=True`` on a stream of the
+group, after what is in the current one, which ``wait()`` of the work lets wait in turn. A barrier also waits for the
+current stream. :mod:`antiphon.torch.ops` has operators for ``torch.compile``.
 
 A failure raises at the call, or at ``wait()`` of the work that ``async_op=True`` returned, with the exceptions of
 :mod:`antiphon`. Where C++ waits for a future (DDP does), its text arrives in a ``RuntimeError``. What is not supported
@@ -23,10 +28,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 
 import antiphon
+from antiphon.torch import ops
 from antiphon.torch.group import Group
 from antiphon.torch.tensors import unsupported
 
-__all__ = ["communicator"]
+__all__ = ["communicator", "ops"]
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> antiphon.Communicator:
@@ -78,4 +84,4 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Gro
     return Group(store, rank, size, comm)
 
 
-dist.Backend.register_backend("antiphon", _create, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend("antiphon", _create, extended_api=True, devices=["cpu", "cuda"])

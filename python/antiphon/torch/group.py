@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 import antiphon
+from antiphon.torch.cuda import Streams
 from antiphon.torch.tensors import (
     NUMERIC,
     OPS,
@@ -43,11 +44,18 @@ class Group(dist.ProcessGroup):
         self._futures, self._sends = Futures(), Sends()
         self._done = Completed([], [])
         self._name = self._description = ""
+        self._streams: dict[int, Streams] = {}
 
     def _run(self, opts: Any, calls: list[Call], result: Sequence[Tensor], copies: Copies) -> dist.Work:
         """Makes the calls in order, then the copies."""
-        comm = self.comm
-        if opts is None or opts.asyncOp:
+        comm, started = self.comm, opts is None or opts.asyncOp
+        device = next((tensor.get_device() for tensor in result if tensor.is_cuda), None)
+        if device is not None:
+            streams = self._on(device)
+            if started:
+                return streams.aside(calls, result, copies)
+            streams.enter()
+        elif started:
             handles = [getattr(comm, f"start_{name}")(*arguments, out=out) for name, arguments, out in calls]
             return Work(handles, result, copies, self._futures)
         for name, arguments, out in calls:
@@ -55,12 +63,22 @@ class Group(dist.ProcessGroup):
         copies.finish()
         return self._done
 
+    def _on(self, device: int) -> Streams:
+        """The order of the calls on a GPU."""
+        streams = self._streams.get(device)
+        if streams is None:
+            streams = self._streams[device] = Streams(self.comm, device)
+        return streams
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         tensor: Tensor = only("all_reduce", tensors)
         # The most frequent case, without what the others need.
         if opts is not None and not opts.asyncOp and tensor.dtype in NUMERIC:
             op = OPS.get(int(opts.reduceOp.op))
-            if op is not None and tensor.is_cpu and tensor.layout is torch.strided and is_plain(tensor):
+            served = tensor.is_cpu or tensor.is_cuda
+            if op is not None and served and tensor.layout is torch.strided and is_plain(tensor):
+                if tensor.is_cuda:
+                    self._on(tensor.get_device()).enter()
                 self.comm.all_reduce(tensor, op, out=tensor)
                 return self._done
         return self.allreduce_coalesced(tensors, opts)
@@ -196,6 +214,8 @@ class Group(dist.ProcessGroup):
         copies, size = Copies(), self.size()
         sends, receives = counts(input, input_splits, size), counts(output, output_splits, size)
         read, out = contiguous(input).detach().view(-1), copies.output(output).detach().view(-1)
+        if input.is_cuda:
+            return self._run(opts, [self._even("all_to_all_single", read, out, sends, receives)], [output], copies)
         if read.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
             read = read.clone()  # as they may be the same
         # A rank without splits cannot know whether others have none: it makes the call that they make.
@@ -207,10 +227,23 @@ class Group(dist.ProcessGroup):
         self._check_list("all_to_all", outputs)
         copies = Copies()
         sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
-        call = ("all_to_all_v", (flat(inputs), sends, receives), copies.outputs(outputs))
-        return self._run(opts, [call], outputs, copies)
+        read, out = flat(inputs), copies.outputs(outputs)
+        if read.is_cuda:
+            return self._run(opts, [self._even("all_to_all", read, out, sends, receives)], outputs, copies)
+        return self._run(opts, [("all_to_all_v", (read, sends, receives), out)], outputs, copies)
+
+    def _even(self, what: str, read: Tensor, out: Tensor, sends: list[int], receives: list[int]) -> Call:
+        """An all-to-all on CUDA, where there is one of equal parts only."""
+        if len({*sends, *receives}) > 1:
+            asked = f"parts of {sends} and {receives} elements were asked for"
+            raise unsupported(f"{what} with unequal parts on CUDA", asked)
+        if read.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and read.data_ptr() != out.data_ptr():
+            read = read.clone()
+        return "all_to_all", (read,), out
 
     def barrier(self, opts: Any = None) -> dist.Work:
+        for streams in self._streams.values():
+            streams.synchronize()
         if opts is None or opts.asyncOp:
             return Work([self.comm.start_barrier()], [], futures=self._futures)
         self.comm.barrier()
@@ -275,7 +308,7 @@ class Group(dist.ProcessGroup):
     group_desc = property(getGroupDesc)
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
-    _device_types = property(lambda self: [torch.device("cpu")])
+    _device_types = property(lambda self: [torch.device("cpu"), torch.device("cuda")])
 
     def __repr__(self) -> str:
         return f"<antiphon.torch group {self._name!r}: rank {self.rank()} of {self.size()}>"

@@ -61,7 +61,7 @@ class Copies(list[tuple[Tensor, Tensor]]):
     def outputs(self, tensors: Sequence[Tensor]) -> Tensor:
         """One flat tensor to write in place of several."""
         sizes = [tensor.numel() for tensor in tensors]
-        flat = torch.empty(sum(sizes), dtype=tensors[0].dtype)
+        flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device)
         for tensor, part in zip(tensors, torch.split(flat, sizes)):
             self.stand_in(tensor, part.view(tensor.shape))
         return flat
@@ -87,11 +87,14 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def check(what: str, *tensors: Tensor) -> None:
-    """Refuses tensors that are not of this backend, or not of one type."""
+    """Refuses tensors that are not of this backend, or not of one type on one device."""
     for tensor in tensors:
-        if not tensor.is_cpu or tensor.layout is not torch.strided:
-            kind = f"tensor on device {tensor.device}" if not tensor.is_cpu else f"{tensor.layout} tensor"
-            raise unsupported(f"{what} of a {kind}", "pass dense tensors on the CPU")
+        served = tensor.is_cpu or tensor.is_cuda
+        if not served or tensor.layout is not torch.strided:
+            kind = f"{tensor.layout} tensor" if served else f"tensor on device {tensor.device}"
+            raise unsupported(f"{what} of a {kind}", "pass dense tensors on the CPU or on CUDA")
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"{what}: tensors on {tensors[0].device} and on {tensor.device} in one call")
         if tensor.dtype is not tensors[0].dtype:
             raise TypeError(f"{what}: tensors of {tensors[0].dtype} and of {tensor.dtype} in one call")
 

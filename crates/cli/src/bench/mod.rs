@@ -31,6 +31,7 @@ use crate::{
 };
 
 pub use case::Collective;
+pub(crate) use cuda::gpus;
 
 /// Verify and time collectives between processes of this machine.
 ///
@@ -162,7 +163,7 @@ enum AlgorithmChoice {
 
 /// What the ranks are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Where {
+pub(crate) enum Where {
     /// Processes on the cores of this machine
     Host,
     /// Processes with a GPU each

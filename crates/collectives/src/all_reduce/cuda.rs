@@ -44,11 +44,6 @@ impl std::fmt::Display for Algorithm {
     }
 }
 
-/// From how many bytes on two-shot is the faster one with more than two ranks: where one-shot's (W − 1)·n bytes weigh more
-/// than a second hop. With two ranks both send as much.
-const TWO_SHOT_FROM: usize = 320 << 10;
-const TWO_SHOT_FROM_BETWEEN_TWO: usize = 1 << 20;
-
 impl CudaCollectives {
     /// `output[i] = op over all ranks of input[i]`, on every rank, in the order of the stream; both of `n` elements of f32,
     /// f16 or bf16. `output` may be `input`.
@@ -102,7 +97,7 @@ impl CudaCollectives {
         let of = |start: usize, len: usize| {
             let (input, output) = (from + start, to + start);
             let work = Work { input, output, count: len / size, stride: 0, root: 0, signature };
-            let plain = (input | output) % 16 == 0 && len % (16 * parts) == 0;
+            let plain = (input | output).is_multiple_of(16) && len.is_multiple_of(16 * parts);
             let kernel = match algorithm {
                 Algorithm::OneShot if plain => Kernel::OneShotPlain,
                 Algorithm::OneShot => Kernel::OneShot,
@@ -117,10 +112,6 @@ impl CudaCollectives {
 
     /// The algorithm that [`all_reduce`](Self::all_reduce) takes for so many bytes.
     pub fn algorithm_for(&self, bytes: usize) -> Algorithm {
-        let from = match self.world_size() {
-            2 => TWO_SHOT_FROM_BETWEEN_TWO,
-            _ => TWO_SHOT_FROM,
-        };
-        if bytes < from { Algorithm::OneShot } else { Algorithm::TwoShot }
+        Algorithm::ALL[self.table.choose(bytes)]
     }
 }

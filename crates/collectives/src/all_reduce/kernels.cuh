@@ -9,12 +9,13 @@ template <bool PLAIN> DEVICE void one_shot_of(const arguments& a) {
     const uint4 first = start < vectors ? in.load(start) : make_uint4(0, 0, 0, 0);
     const turn t = begin(a, words);
     if (start < vectors) push(a, t, a.rank, start, without_empty(first));
+#pragma unroll 1
     for (u32 i = start + step; i < vectors; i += step) push(a, t, a.rank, i, without_empty(in.load(i)));
     advance(a, t, vectors, 0);
     reader r(a, t);
     for (u32 i = start; i < vectors; i += step) {
         uint4 sum;
-        if (!collect_and_reduce(r, i, i == start ? first : in.load(i), sum)) return;
+        if (!collect_and_reduce(r, i, in.load(i), sum)) return; // read again, rather than kept in registers
         out.store(i, sum);
     }
     r.finish();
@@ -26,7 +27,7 @@ template <bool PLAIN> DEVICE void two_shot_of(const arguments& a) {
     const elements<PLAIN> in(a.input, a.count), out(a.output, a.count);
     const u32 part = (vectors_of(a.count) + WORLD - 1) / WORLD;
     const turn t = begin(a, load_control(a));
-    scatter(a, t, part, [&](u32 peer) {
+    scatter<PLAIN>(a, t, part, [&](u32 peer) {
         const u32 first = peer * part * LANES;
         return elements<PLAIN>(in.data + first, first < a.count ? a.count - first : 0);
     });

@@ -9,7 +9,7 @@ use antiphon_device::{
 use antiphon_fabric::Operation;
 use antiphon_tensor::DType;
 
-use super::{MAX_BLOCKS, SLOTS_AT, THREADS, device, resident_blocks};
+use super::{MAX_BLOCKS, SLOTS_AT, THREADS, device, most_blocks};
 use crate::error::{CollectiveError, Result};
 
 /// Kernels that are compiled together.
@@ -102,7 +102,7 @@ impl Family {
         Ok(program
             .define("WORLD", world_size)
             .define("THREADS", THREADS)
-            .define("RESIDENT", resident_blocks(world_size))
+            .define("RESIDENT", 2 * most_blocks(world_size))
             .define("MAX_BLOCKS", MAX_BLOCKS)
             .define("SLOTS_AT", SLOTS_AT))
     }

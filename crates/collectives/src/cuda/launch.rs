@@ -73,7 +73,7 @@ struct Arguments<const PEERS: usize> {
     root: u32,
     lane_stride: u32,
     slot_stride: u32,
-    reserved: u32,
+    is_small: u32,
 }
 
 // SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, all aligned to 16.
@@ -105,11 +105,19 @@ impl CudaCollectives {
         self.lane_stride
     }
 
-    /// How many blocks a launch gets, if it may have so many.
+    /// How many blocks a launch gets of those that one channel may have, and whether they are few; see `KERNEL` in slots.cuh.
     #[inline]
-    fn blocks(&self, launch: &Launch, most: u32) -> u32 {
+    fn blocks(&self, launch: &Launch, channels: u32) -> (u32, bool) {
         let unit = if launch.by_peer { self.world_size() as u32 - 1 } else { 1 };
-        (launch.items as u64).div_ceil(u64::from(THREADS)).clamp(1, u64::from(most / unit)) as u32 * unit
+        let wanted = (launch.items as u64).div_ceil(u64::from(THREADS)) * u64::from(unit);
+        let few = self.max_blocks / 2;
+        // Up to two rounds of a small grid take less time than the start of the kernel behind.
+        let (most, is_small) = match wanted <= 2 * u64::from(few) && channels == 1 {
+            true => (few, true),
+            false => (self.max_blocks / channels, false),
+        };
+        let blocks = wanted.clamp(1, u64::from(most)) as u32;
+        ((blocks / unit).max(1) * unit, is_small)
     }
 
     /// Runs a call of `bytes` (of each block), cut into pieces of at most `piece`: `of(start, len)` tells what to launch for
@@ -125,27 +133,36 @@ impl CudaCollectives {
         stream: StreamRef<'_>,
         of: impl Fn(usize, usize) -> Launch,
     ) -> Result<()> {
-        let all = self.max_blocks;
         if bytes <= piece {
             // SAFETY: passed on.
             return match bytes {
                 0 => Ok(()),
-                _ => unsafe { self.launch(loaded, 0, all, &of(0, bytes), stream) },
+                _ => unsafe { self.launch(loaded, 0, 1, &of(0, bytes), stream) },
             };
         }
-        // Pieces of one size, so that none is too small to be worth a channel.
+        // Pieces of one size, so that none is too small to be worth a channel; but for the first of the second channel,
+        // which is half of that, so that the channels take turns on the links.
         let pieces = bytes.div_ceil(piece / PIECE_UNIT * PIECE_UNIT).next_multiple_of(CHANNELS);
         let piece = bytes.div_ceil(pieces).next_multiple_of(PIECE_UNIT);
         let second = self.second.stream.borrow();
         let (forked, joined) = (&self.second.forked, &self.second.joined);
         forked.record(stream).and_then(|()| second.wait(forked)).map_err(device)?;
-        for (index, start) in (0..bytes).step_by(piece).enumerate() {
-            let (launch, channel) = (of(start, (bytes - start).min(piece)), index % CHANNELS);
-            let stream = if channel == 0 { stream } else { second };
-            // SAFETY: passed on.
-            unsafe { self.launch(loaded, channel, all / CHANNELS as u32, &launch, stream) }?;
-        }
-        joined.record(second).and_then(|()| stream.wait(joined)).map_err(device)
+        let launches = || {
+            let (mut start, mut index) = (0, 0);
+            while start < bytes {
+                let size = if index == 1 { (piece / 2).next_multiple_of(PIECE_UNIT) } else { piece };
+                let (launch, channel) = (of(start, (bytes - start).min(size)), index % CHANNELS);
+                let stream = if channel == 0 { stream } else { second };
+                // SAFETY: passed on.
+                unsafe { self.launch(loaded, channel, CHANNELS, &launch, stream) }?;
+                (start, index) = (start + size, index + 1);
+            }
+            Ok(())
+        };
+        let launched = launches();
+        // Whatever happened: a capture may not end with a stream that was forked and not joined.
+        joined.record(second).and_then(|()| stream.wait(joined)).map_err(device)?;
+        launched
     }
 
     /// # Safety
@@ -154,12 +171,13 @@ impl CudaCollectives {
         &self,
         loaded: &Loaded,
         channel: usize,
-        most_blocks: u32,
+        channels: usize,
         launch: &Launch,
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let Launch { kernel, work, .. } = launch;
-        let config = LaunchConfig::new(self.blocks(launch, most_blocks), THREADS).programmatic();
+        let (blocks, is_small) = self.blocks(launch, channels as u32);
+        let config = LaunchConfig::new(blocks, THREADS).programmatic();
         let channel = (channel * channel_bytes(self.world_size(), self.lane_stride)) as u64;
         macro_rules! launch {
             ($($peers:literal)*) => {
@@ -182,7 +200,7 @@ impl CudaCollectives {
                             root: work.root as u32,
                             lane_stride: self.lane_stride as u32,
                             slot_stride: slot_stride(self.world_size(), self.lane_stride) as u32,
-                            reserved: 0,
+                            is_small: u32::from(is_small),
                         };
                         // SAFETY: the kernel's own arguments; the arenas live as long as `self`, whose drop waits.
                         unsafe { loaded.get(*kernel).launch(stream, &config, &[(&arguments).into()]) }

@@ -56,8 +56,8 @@ use antiphon_fabric::{Communicator, CudaArena, FabricError, Monitor, Operation, 
 use antiphon_tensor::DType;
 
 pub use crate::all_reduce::cuda::Algorithm;
-pub use choice::tune;
 use crate::{all_reduce::AllReduceTable, error::Result};
+pub use choice::tune;
 use kernels::{Family, Kernels};
 use launch::Second;
 use watch::Watch;
@@ -65,7 +65,7 @@ use watch::Watch;
 /// The most ranks whose arenas fit a kernel's arguments; all of one NVLink domain.
 pub const MAX_WORLD: usize = 8;
 /// All ranks' lanes of a slot's lower or upper half together, in bytes: the size of a piece.
-const LANES_BYTES: usize = 16 << 20;
+const LANES_BYTES: usize = 32 << 20;
 /// Sets of slots. Large messages go in pieces through both, in two streams: while one piece is reduced or stored, the next
 /// is already on the links.
 const CHANNELS: usize = 2;
@@ -73,17 +73,13 @@ const CHANNELS: usize = 2;
 const SLOTS: usize = 3;
 const TAGS_BYTES: usize = 4096;
 pub(crate) const THREADS: u32 = 128;
-/// Blocks of a grid for each multiprocessor, at most: with more ranks a thread needs more registers.
-const fn blocks_each(world_size: usize) -> u32 {
-    if world_size <= 4 { 2 } else { 1 }
-}
-/// How many blocks must fit a multiprocessor: the kernel behind may be there already, and so may two of another
-/// communicator's.
-const fn resident_blocks(world_size: usize) -> u32 {
-    4 * blocks_each(world_size)
+/// Blocks of a grid for each multiprocessor, at most. Blocks wait for those of other GPUs, so they must not wait for room:
+/// twice as many fit, for those of another communicator.
+const fn most_blocks(world_size: usize) -> u32 {
+    if world_size <= 4 { 4 } else { 2 } // with more ranks a thread needs more registers
 }
 /// The most blocks of a grid on any device.
-const MAX_BLOCKS: u32 = 320;
+const MAX_BLOCKS: u32 = 640;
 /// Where the slots begin in a channel, behind the control words.
 const SLOTS_AT: usize = (MAX_BLOCKS as usize * 16).next_multiple_of(4096);
 
@@ -124,7 +120,7 @@ impl std::fmt::Debug for CudaCollectives {
 }
 
 impl CudaCollectives {
-    /// Shares memory between the ranks' devices, about 200 MB on each, and loads the first kernels. All ranks call it
+    /// Shares memory between the ranks' devices, about 400 MB on each, and loads the first kernels. All ranks call it
     /// together.
     ///
     /// # Errors
@@ -161,7 +157,7 @@ impl CudaCollectives {
             watch,
             lane_stride,
             limit_ns: comm.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
-            max_blocks: (blocks_each(world_size) * properties.multiprocessors).min(MAX_BLOCKS),
+            max_blocks: (most_blocks(world_size) * properties.multiprocessors).min(MAX_BLOCKS),
             table,
             kernels: RefCell::new(kernels),
         })

@@ -79,12 +79,24 @@ DEVICE bool collect_and_reduce(reader& r, u32 index, uint4 mine, uint4& result) 
 }
 
 // Sends each peer its own vectors, `of(peer)` telling which elements. Every block serves one peer, so that bursts are long;
-// there are a multiple of WORLD - 1 blocks.
-template <class Of> DEVICE void scatter(const arguments& a, const turn& t, u32 vectors, Of of) {
-    const u32 peer = blockIdx.x % PEERS;
-    const auto block = of(rank_of(a, peer));
+// there are a multiple of WORLD - 1 blocks. A thread has COUNT loads under way, which take as long as many stores.
+template <u32 COUNT, bool PLAIN>
+DEVICE void scatter_by(const elements<PLAIN>& block, u8* to, u32 vectors, u32 step) {
+    for (u32 i = blockIdx.x / PEERS * blockDim.x + threadIdx.x; i < vectors; i += COUNT * step) {
+        uint4 v[COUNT];
+#pragma unroll
+        for (u32 k = 0; k < COUNT; ++k)
+            if (i + k * step < vectors) v[k] = block.load(i + k * step);
+#pragma unroll
+        for (u32 k = 0; k < COUNT; ++k)
+            if (i + k * step < vectors) store16_volatile(to + (i + k * step) * 16, without_empty(v[k]));
+    }
+}
+template <bool PLAIN, class Of> DEVICE void scatter(const arguments& a, const turn& t, u32 vectors, Of of) {
+    const u32 peer = blockIdx.x % PEERS, step = gridDim.x / PEERS * blockDim.x;
+    const elements<PLAIN> block = of(rank_of(a, peer));
     u8* to = a.peer[peer] + lane_at(a, t.slot, a.rank);
-    const u32 step = gridDim.x / PEERS * blockDim.x;
-    for (u32 i = blockIdx.x / PEERS * blockDim.x + threadIdx.x; i < vectors; i += step)
-        store16_volatile(to + i * 16, without_empty(block.load(i)));
+    // Where there are many rounds, other warps' loads are under way anyway, and more of them only get into each other's way.
+    if (PLAIN && vectors <= DEPTH * step) scatter_by<DEPTH>(block, to, vectors, step);
+    else scatter_by<1>(block, to, vectors, step);
 }

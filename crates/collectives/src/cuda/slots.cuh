@@ -21,6 +21,7 @@ constexpr u32 EMPTY = 0xFFFFFFFFu;
 constexpr u32 SLOTS = 3;
 constexpr u32 TAGS_BYTES = 4096;
 constexpr u32 PEERS = WORLD - 1;
+constexpr u32 DEPTH = 2; // loads that a thread has under way where there is much to move
 
 // At the start of an arena, MAX_BLOCKS times. Begins as zeros.
 struct control {
@@ -44,7 +45,7 @@ struct arguments {
     u32 rank, root;
     u32 lane_stride;  // bytes from lane to lane
     u32 slot_stride;  // bytes from slot to slot
-    u32 reserved;
+    u32 is_small;     // whether the grid is
 };
 
 // A call's view of the slots.
@@ -90,10 +91,10 @@ DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
         store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
     }
+    const uint4 handed = make_uint4(t.words.x == SLOTS - 1 ? 0 : t.words.x + 1, lower, upper, 0);
     __syncthreads(); // all threads have read the block's own copy
-    const u32 next = t.words.x == SLOTS - 1 ? 0 : t.words.x + 1;
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x)
-        store16((control*)a.own + copy, make_uint4(next, lower, upper, 0));
+        store16((control*)a.own + copy, handed);
     empty_lanes(a, t, 0, t.words.y);
     if (t.words.z != 0) empty_lanes(a, t, WORLD, t.words.z);
 }
@@ -169,15 +170,15 @@ DEVICE void push(const arguments& a, const turn& t, u32 lane, u32 index, uint4 v
     for (u32 k = 0; k < PEERS; ++k) store16_volatile(a.peer[k] + at, v);
 }
 
-// A kernel of these arguments, which the kernel ahead in the stream does not hold up while it ends. Its blocks wait for
-// those of other GPUs, so it must not wait for room: RESIDENT blocks fit a multiprocessor, four times what a grid has, for
-// the kernel behind and for another communicator's two.
+// A kernel of these arguments, which the kernel ahead in the stream does not hold up while it ends. RESIDENT blocks fit a
+// multiprocessor; see `most_blocks` in mod.rs. So that there is room for other communicators, only small grids let the
+// kernel behind come early.
 #define KERNEL(name)                                                                                        \
     DEVICE void name##_body(const arguments& a);                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a) {                                                             \
         pdl_wait();                                                                                         \
-        pdl_launch_dependents();                                                                            \
+        if (a.is_small) pdl_launch_dependents();                                                            \
         name##_body(a);                                                                                     \
     }                                                                                                       \
     DEVICE void name##_body(const arguments& a)

@@ -148,7 +148,7 @@ impl CudaCollectives {
                 root: 0,
                 signature,
             };
-            let plain = (work.input | work.output | bytes | len) % 16 == 0;
+            let plain = (work.input | work.output | bytes | len).is_multiple_of(16);
             let kernel = if plain { Kernel::ReduceScatterPlain } else { Kernel::ReduceScatter };
             Launch { kernel, items: len.div_ceil(16), by_peer: true, work }
         };

@@ -25,11 +25,14 @@ struct bytes {
                 return make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
-        u32 words[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (u32 k = 0; k < 16; ++k)
-            if (first + k < count) words[k / 4] |= (u32)data[first + k] << (k % 4 * 8);
-        return make_uint4(words[0], words[1], words[2], words[3]);
+        u64 low = 0, high = 0;
+#pragma unroll 1
+        for (u32 k = 0; k < 16 && first + k < count; ++k) {
+            const u64 byte = data[first + k];
+            if (k < 8) low |= byte << (k * 8);
+            else high |= byte << (k * 8 - 64);
+        }
+        return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
     }
 
     DEVICE void store(u32 index, uint4 v) const {
@@ -42,10 +45,10 @@ struct bytes {
                 return;
             }
         }
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (u32 k = 0; k < 16; ++k)
-            if (first + k < count) data[first + k] = (u8)(words[k / 4] >> (k % 4 * 8));
+        const u64 low = (u64)v.y << 32 | v.x, high = (u64)v.w << 32 | v.z;
+#pragma unroll 1
+        for (u32 k = 0; k < 16 && first + k < count; ++k)
+            data[first + k] = (u8)((k < 8 ? low : high) >> (k % 8 * 8));
     }
 };
 
@@ -84,14 +87,14 @@ DEVICE void store_row(const bytes& to, u32 row, uint4 v) {
     if (lane_id() < ROW) to.store(row * ROW + lane_id(), v);
 }
 
-// Waits for a row of each of some peers; false, in all lanes, if one gave up.
-template <u32 COUNT> DEVICE bool collect_rows(reader& r, const u32 (&peers)[COUNT], u32 row, uint4 (&got)[COUNT]) {
-    const arguments& a = r.a;
-    const u8* at = a.own + lane_at(a, r.slot, 0) + (row * 32 + lane_id()) * 16;
+// Waits for some rows, at these places of the slot, of these peers; false, in all lanes, if one gave up.
+template <u32 COUNT>
+DEVICE bool collect_rows(reader& r, const u32 (&at)[COUNT], const u32 (&peers)[COUNT], uint4 (&got)[COUNT]) {
+    const u8* slot = r.a.own + lane_at(r.a, r.slot, 0) + lane_id() * 16;
     const bool came = r.wait([&](u32& missing) {
         bool complete = true;
 #pragma unroll
-        for (u32 k = 0; k < COUNT; ++k) got[k] = load16_volatile(at + peers[k] * a.lane_stride);
+        for (u32 k = 0; k < COUNT; ++k) got[k] = load16_volatile(slot + at[k]);
 #pragma unroll
         for (u32 k = 0; k < COUNT; ++k)
             if (has_empty(got[k])) {
@@ -115,6 +118,40 @@ DEVICE rows rows_of_warp(u32 block, u32 blocks) {
     return rows{block * warps + threadIdx.x / 32, blocks * warps};
 }
 
+// Calls send(row, vector) for a warp's share of `count` rows.
+template <class Send> DEVICE void load_rows(const bytes& from, const rows& mine, u32 count, Send send) {
+    for (u32 row = mine.first; row < count; row += DEPTH * mine.step) {
+        uint4 v[DEPTH];
+#pragma unroll
+        for (u32 k = 0; k < DEPTH; ++k)
+            if (row + k * mine.step < count) v[k] = load_row(from, row + k * mine.step);
+#pragma unroll
+        for (u32 k = 0; k < DEPTH; ++k)
+            if (row + k * mine.step < count) send(row + k * mine.step, v[k]);
+    }
+}
+
+// Stores a warp's share of the rows that a peer has sent; false if it gave up.
+DEVICE bool receive_rows(reader& r, u32 peer, const rows& mine, u32 count, const bytes& to) {
+    const u32 lane = peer * r.a.lane_stride;
+    u32 row = mine.first;
+    for (; row + (DEPTH - 1) * mine.step < count; row += DEPTH * mine.step) {
+        u32 at[DEPTH], peers[DEPTH];
+        uint4 got[DEPTH];
+#pragma unroll
+        for (u32 k = 0; k < DEPTH; ++k) at[k] = lane + (row + k * mine.step) * 512, peers[k] = peer;
+        if (!collect_rows(r, at, peers, got)) return false;
+#pragma unroll
+        for (u32 k = 0; k < DEPTH; ++k) store_row(to, row + k * mine.step, got[k]);
+    }
+    for (; row < count; row += mine.step) {
+        uint4 got[1];
+        if (!collect_rows(r, {lane + row * 512}, {peer}, got)) return false;
+        store_row(to, row, got[0]);
+    }
+    return true;
+}
+
 // Nothing moves: waits until everyone is here. One block.
 KERNEL(barrier) {
     const turn t = begin(a, load_control(a));
@@ -128,19 +165,21 @@ KERNEL(all_gather) {
     const turn t = begin(a, load_control(a));
     const bytes in(a.input, a.count), own(a.output + a.rank * a.stride, a.count);
     const rows mine = rows_of_warp(blockIdx.x, gridDim.x);
-    for (u32 row = mine.first; row < count; row += mine.step) {
-        const uint4 v = load_row(in, row);
+    load_rows(in, mine, count, [&](u32 row, uint4 v) {
         push(a, t, a.rank, row * 32 + lane_id(), masked(v));
         if (own.data != in.data) store_row(own, row, v);
-    }
+    });
     advance(a, t, count * 32, 0);
     reader r(a, t);
     u32 peers[PEERS];
 #pragma unroll
     for (u32 k = 0; k < PEERS; ++k) peers[k] = rank_of(a, k);
     for (u32 row = mine.first; row < count; row += mine.step) {
+        u32 at[PEERS];
         uint4 got[PEERS];
-        if (!collect_rows(r, peers, row, got)) return;
+#pragma unroll
+        for (u32 k = 0; k < PEERS; ++k) at[k] = peers[k] * a.lane_stride + row * 512;
+        if (!collect_rows(r, at, peers, got)) return;
 #pragma unroll
         for (u32 k = 0; k < PEERS; ++k) store_row(bytes(a.output + peers[k] * a.stride, a.count), row, got[k]);
     }
@@ -154,21 +193,15 @@ KERNEL(all_to_all) {
     const turn t = begin(a, load_control(a));
     const u32 next = blockIdx.x % PEERS, peer = rank_of(a, next);
     const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
-    u8* theirs = a.peer[next] + lane_at(a, t.slot, a.rank);
     const bytes in(a.input + peer * a.stride, a.count), out(a.output + peer * a.stride, a.count);
-    for (u32 row = mine.first; row < count; row += mine.step)
-        store16_volatile(theirs + (row * 32 + lane_id()) * 16, masked(load_row(in, row)));
+    u8* theirs = a.peer[next] + lane_at(a, t.slot, a.rank) + lane_id() * 16;
+    load_rows(in, mine, count, [&](u32 row, uint4 v) { store16_volatile(theirs + row * 512, masked(v)); });
     advance(a, t, count * 32, 0);
     const bytes own(a.input + a.rank * a.stride, a.count), to(a.output + a.rank * a.stride, a.count);
-    const rows all = rows_of_warp(blockIdx.x, gridDim.x);
     if (own.data != to.data)
-        for (u32 row = all.first; row < count; row += all.step) store_row(to, row, load_row(own, row));
+        load_rows(own, rows_of_warp(blockIdx.x, gridDim.x), count, [&](u32 row, uint4 v) { store_row(to, row, v); });
     reader r(a, t);
-    for (u32 row = mine.first; row < count; row += mine.step) {
-        uint4 got[1];
-        if (!collect_rows(r, {peer}, row, got)) return;
-        store_row(out, row, got[0]);
-    }
+    if (!receive_rows(r, peer, mine, count, out)) return;
     r.finish();
 }
 
@@ -179,18 +212,12 @@ KERNEL(broadcast) {
     const bytes in(a.input, a.count), out(a.output, a.count);
     const rows mine = rows_of_warp(blockIdx.x, gridDim.x);
     if (a.rank == a.root)
-        for (u32 row = mine.first; row < count; row += mine.step) {
-            const uint4 v = load_row(in, row);
+        load_rows(in, mine, count, [&](u32 row, uint4 v) {
             push(a, t, a.rank, row * 32 + lane_id(), masked(v));
             if (out.data != in.data) store_row(out, row, v);
-        }
+        });
     advance(a, t, count * 32, 0);
     reader r(a, t);
-    if (a.rank != a.root)
-        for (u32 row = mine.first; row < count; row += mine.step) {
-            uint4 got[1];
-            if (!collect_rows(r, {a.root}, row, got)) return;
-            store_row(out, row, got[0]);
-        }
+    if (a.rank != a.root && !receive_rows(r, a.root, mine, count, out)) return;
     r.finish();
 }

@@ -4,7 +4,7 @@
 template <bool PLAIN> DEVICE void reduce_scatter_of(const arguments& a) {
     const u32 vectors = vectors_of(a.count);
     const turn t = begin(a, load_control(a));
-    scatter(a, t, vectors, [&](u32 peer) { return elements<PLAIN>(a.input + peer * a.stride, a.count); });
+    scatter<PLAIN>(a, t, vectors, [&](u32 peer) { return elements<PLAIN>(a.input + peer * a.stride, a.count); });
     advance(a, t, vectors, 0);
     const elements<PLAIN> mine(a.input + a.rank * a.stride, a.count), out(a.output, a.count);
     reader r(a, t);

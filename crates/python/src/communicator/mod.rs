@@ -1,6 +1,7 @@
 //! The class `Communicator`: every method gathers the arrays of its call (see [`prepare`]), then waits for it or starts it.
 
 mod prepare;
+mod run;
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -21,11 +22,12 @@ use pyo3::{
 use crate::{
     arguments::{Count, Operands, Prepared, overlap},
     call::Kind,
+    cuda::{self, CudaBuffer, Gpus, RawStream},
     error::Result,
     fork::Process,
     handle::Handle,
     interrupt,
-    operand::{Lifetime, Operand},
+    operand::{Operand, Usage},
     shared::SharedBuffer,
 };
 
@@ -38,6 +40,7 @@ pub(crate) struct Communicator {
     process: Process,
     /// Absent when closed. Calls hold a reference of their own.
     queue: Mutex<Option<Arc<Queue>>>,
+    gpus: Gpus,
 }
 
 /// A number of seconds that someone gave.
@@ -47,48 +50,6 @@ pub(crate) fn seconds(name: &str, seconds: Option<f64>) -> PyResult<Option<Durat
             .map_err(|_| PyValueError::new_err(format!("{name} is {seconds}, which is no number of seconds")))
     };
     seconds.map(duration).transpose()
-}
-
-impl Communicator {
-    fn new(comm: fabric::Communicator) -> Self {
-        Self {
-            rank: comm.rank(),
-            world_size: comm.world_size(),
-            timeout: comm.timeout(),
-            process: Process::current(),
-            queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),
-        }
-    }
-
-    fn queue(&self) -> PyResult<Arc<Queue>> {
-        self.process.check(|| format!("communicator (rank {} of {})", self.rank, self.world_size))?;
-        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.clone().ok_or_else(|| {
-            let text = format!("this communicator (rank {} of {}) is closed", self.rank, self.world_size);
-            PyRuntimeError::new_err(text)
-        })
-    }
-
-    /// Waits for an operation.
-    fn run<'py>(&self, py: Python<'py>, prepared: Prepared<'py>) -> Result<Option<Bound<'py, PyAny>>> {
-        let queue = self.queue()?;
-        let Prepared { call, result, operands } = prepared;
-        // SAFETY: the operands, and the references of the caller, live until this returns.
-        interrupt::detached(py, || queue.run(|comm| unsafe { call.run(comm) }))?;
-        drop(operands);
-        Ok(result)
-    }
-
-    /// Begins an operation.
-    fn start(&self, prepared: Prepared<'_>) -> Result<Handle> {
-        let Prepared { call, result, operands } = prepared;
-        let pending = self.queue()?.start(move |comm| {
-            // SAFETY: the operands were made to last as long as they live, which is until this is over.
-            unsafe { call.run(comm) }?;
-            Ok::<Operands, CollectiveError>(operands)
-        })?;
-        Ok(Handle::new(pending, result))
-    }
 }
 
 #[pymethods]
@@ -172,6 +133,7 @@ impl Communicator {
         // What was started goes on to its end, as its handles promise.
         let finished =
             queue.map(|queue| interrupt::detached(py, || queue.run(|_| Ok::<_, fabric::FabricError>(()))));
+        py.detach(|| self.gpus.close());
         match finished {
             Some(Err(error @ fabric::FabricError::Interrupted { .. })) => Err(error.into()),
             _ => Ok(()),
@@ -200,8 +162,15 @@ impl Communicator {
         Ok(group.map(Self::new))
     }
 
-    fn barrier(&self, py: Python<'_>) -> Result<()> {
-        self.run(py, Prepared::bare(Kind::Barrier)).map(drop)
+    #[pyo3(signature = (*, device = None, stream = None))]
+    fn barrier(&self, py: Python<'_>, device: Option<u32>, stream: Option<RawStream>) -> Result<()> {
+        match device {
+            None if stream.is_some() => {
+                Err(PyValueError::new_err("barrier: a stream needs its device").into())
+            }
+            None => self.run(py, Prepared::bare(Kind::Barrier), None).map(drop),
+            Some(device) => self.run_barrier(py, device, stream),
+        }
     }
 
     fn start_barrier(&self) -> Result<Handle> {
@@ -237,7 +206,7 @@ impl Communicator {
         Ok(objects)
     }
 
-    #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
+    #[pyo3(signature = (x, op = None, *, out = None, algorithm = None, stream = None))]
     fn all_reduce<'py>(
         &self,
         py: Python<'py>,
@@ -245,8 +214,9 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
         algorithm: Option<&str>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_reduce(x, op, out, algorithm, Lifetime::Call)?)
+        self.run(py, self.prepare_all_reduce(x, op, out, algorithm, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
@@ -257,17 +227,18 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         algorithm: Option<&str>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_reduce(x, op, out, algorithm, Lifetime::Operand)?)
+        self.start(self.prepare_all_reduce(x, op, out, algorithm, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, *, out = None))]
+    #[pyo3(signature = (x, *, out = None, stream = None))]
     fn all_gather<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_gather(x, out, Lifetime::Call)?)
+        self.run(py, self.prepare_all_gather(x, out, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, *, out = None))]
@@ -276,18 +247,19 @@ impl Communicator {
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_gather(x, out, Lifetime::Operand)?)
+        self.start(self.prepare_all_gather(x, out, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, op = None, *, out = None))]
+    #[pyo3(signature = (x, op = None, *, out = None, stream = None))]
     fn reduce_scatter<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_reduce_scatter(x, op, out, Lifetime::Call)?)
+        self.run(py, self.prepare_reduce_scatter(x, op, out, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, op = None, *, out = None))]
@@ -297,17 +269,18 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_reduce_scatter(x, op, out, Lifetime::Operand)?)
+        self.start(self.prepare_reduce_scatter(x, op, out, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, *, out = None))]
+    #[pyo3(signature = (x, *, out = None, stream = None))]
     fn all_to_all<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_to_all(x, out, Lifetime::Call)?)
+        self.run(py, self.prepare_all_to_all(x, out, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, *, out = None))]
@@ -316,7 +289,7 @@ impl Communicator {
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_to_all(x, out, Lifetime::Operand)?)
+        self.start(self.prepare_all_to_all(x, out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, sends, receives, *, out = None))]
@@ -328,7 +301,7 @@ impl Communicator {
         receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_to_all_v(x, &sends, &receives, out, Lifetime::Call)?)
+        self.run(py, self.prepare_all_to_all_v(x, &sends, &receives, out, Usage::Call(None))?, None)
     }
 
     #[pyo3(signature = (x, sends, receives, *, out = None))]
@@ -339,18 +312,19 @@ impl Communicator {
         receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_to_all_v(x, &sends, &receives, out, Lifetime::Operand)?)
+        self.start(self.prepare_all_to_all_v(x, &sends, &receives, out, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
+    #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn broadcast<'py>(
         &self,
         py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_broadcast(x, root, out, Lifetime::Call)?)
+        self.run(py, self.prepare_broadcast(x, root, out, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -360,7 +334,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_broadcast(x, root, out, Lifetime::Operand)?)
+        self.start(self.prepare_broadcast(x, root, out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
@@ -372,7 +346,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_reduce(x, op, root, out, Lifetime::Call)?)
+        self.run(py, self.prepare_reduce(x, op, root, out, Usage::Call(None))?, None)
     }
 
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
@@ -383,7 +357,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_reduce(x, op, root, out, Lifetime::Operand)?)
+        self.start(self.prepare_reduce(x, op, root, out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -394,7 +368,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_gather(x, root, out, Lifetime::Call)?)
+        self.run(py, self.prepare_gather(x, root, out, Usage::Call(None))?, None)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -404,7 +378,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_gather(x, root, out, Lifetime::Operand)?)
+        self.start(self.prepare_gather(x, root, out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -415,7 +389,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_scatter(x, root, out, Lifetime::Call)?)
+        self.run(py, self.prepare_scatter(x, root, out, Usage::Call(None))?, None)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -425,11 +399,11 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_scatter(x, root, out, Lifetime::Operand)?)
+        self.start(self.prepare_scatter(x, root, out, Usage::Started)?)
     }
 
     fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<()> {
-        let operand = Operand::import(x, "the input", Lifetime::Call)?;
+        let operand = Operand::import(x, "the input", Usage::Call(None))?.on_host("send")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         // SAFETY: the operand and the caller's reference live until this returns.
         interrupt::detached(py, || queue.messenger().send(unsafe { tensor.view() }.map_err(refused)?, to.0))?;
@@ -437,7 +411,9 @@ impl Communicator {
     }
 
     fn recv<'py>(&self, py: Python<'py>, out: Bound<'py, PyAny>, source: Count) -> Result<Bound<'py, PyAny>> {
-        let operand = Operand::import(&out, "the output", Lifetime::Call)?.writable("the output")?;
+        let operand = Operand::import(&out, "the output", Usage::Call(None))?
+            .on_host("recv")?
+            .writable("the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         interrupt::detached(py, || {
             // SAFETY: as in `send`.
@@ -454,8 +430,9 @@ impl Communicator {
         out: Bound<'py, PyAny>,
         source: Count,
     ) -> Result<Bound<'py, PyAny>> {
-        let read = Operand::import(x, "the input", Lifetime::Call)?;
-        let write = Operand::import(&out, "the output", Lifetime::Call)?.writable("the output")?;
+        let read = Operand::import(x, "the input", Usage::Call(None))?.on_host("send_recv")?;
+        let write = Operand::import(&out, "the output", Usage::Call(None))?;
+        let write = write.on_host("send_recv")?.writable("the output")?;
         if overlap(&read.tensor, &write.tensor) {
             return Err(PyValueError::new_err("input and output overlap").into());
         }
@@ -470,7 +447,7 @@ impl Communicator {
     }
 
     fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<Handle> {
-        let operand = Operand::import(x, "the input", Lifetime::Operand)?;
+        let operand = Operand::import(x, "the input", Usage::Started)?.on_host("start_send")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         // Detached, as no lock is taken while attached that others hold while they attach.
         let pending = py.detach(|| {
@@ -484,7 +461,8 @@ impl Communicator {
     }
 
     fn start_recv(&self, py: Python<'_>, out: Bound<'_, PyAny>, source: Count) -> Result<Handle> {
-        let operand = Operand::import(&out, "the output", Lifetime::Operand)?.writable("the output")?;
+        let operand = Operand::import(&out, "the output", Usage::Started)?;
+        let operand = operand.on_host("start_recv")?.writable("the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         let pending = py.detach(|| {
             // SAFETY: the operand is the owner.
@@ -494,6 +472,44 @@ impl Communicator {
             }
         })?;
         Ok(Handle::new(pending, Some(out)))
+    }
+
+    #[pyo3(signature = (device = None, *, dtypes = None, ops = None))]
+    fn prepare_cuda(
+        &self,
+        py: Python<'_>,
+        device: Option<u32>,
+        dtypes: Option<Vec<String>>,
+        ops: Option<Vec<Bound<'_, PyAny>>>,
+    ) -> Result<()> {
+        let kernels = prepare::kernels(dtypes, ops)?;
+        let (queue, device) = (self.queue()?, cuda::device_or_current(py, device)?);
+        Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels))?)
+    }
+
+    fn check(&self, py: Python<'_>) -> Result<()> {
+        self.queue()?;
+        Ok(py.detach(|| self.gpus.check())?)
+    }
+
+    #[pyo3(signature = (num_bytes, device = None))]
+    fn create_cuda_buffer(
+        &self,
+        py: Python<'_>,
+        num_bytes: Count,
+        device: Option<u32>,
+    ) -> Result<CudaBuffer> {
+        let (queue, device) = (self.queue()?, cuda::device_or_current(py, device)?);
+        Ok(interrupt::detached(py, || {
+            let context = cuda::primary(device).map_err(cuda::failed)?;
+            Ok::<_, CollectiveError>(CudaBuffer::new(&queue, &context, num_bytes.0)?)
+        })?)
+    }
+
+    fn free_cuda_buffer(&self, py: Python<'_>, buffer: &CudaBuffer) -> Result<()> {
+        let queue = self.queue()?;
+        buffer.check_owner(&queue)?;
+        Ok(interrupt::detached(py, || buffer.free(&queue))?)
     }
 
     fn create_shared_buffer(&self, py: Python<'_>, num_bytes: Count) -> Result<SharedBuffer> {

@@ -1,6 +1,10 @@
 //! What each collective needs of its arrays, on this rank.
 
-use antiphon::{collectives::all_reduce::Algorithm, prelude::ReduceOp};
+use antiphon::{
+    collectives::all_reduce::Algorithm,
+    prelude::{DType, ReduceOp},
+    tensor::dlpack::ElementType,
+};
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
     prelude::*,
@@ -11,8 +15,9 @@ use super::Communicator;
 use crate::{
     arguments::{Count, Given, InPlace, Prepared, prepare, prepare_input, prepare_output},
     call::Kind,
+    cuda::REDUCED,
     error::Result,
-    operand::{Lifetime, Operand},
+    operand::{Operand, Usage},
 };
 
 /// An operator as its name or its enum, whose values are the names.
@@ -31,6 +36,30 @@ fn algorithm(name: &str) -> PyResult<Algorithm> {
         let known = Algorithm::ALL.map(Algorithm::name).join(", ");
         PyValueError::new_err(format!("unknown algorithm {name:?}: known are {known}"))
     })
+}
+
+/// The kernels of these dtypes by these operators: of all dtypes, and sums, unless given.
+pub(super) fn kernels(
+    dtypes: Option<Vec<String>>,
+    ops: Option<Vec<Bound<'_, PyAny>>>,
+) -> Result<Vec<(DType, ReduceOp)>> {
+    let find = |name: String| {
+        let found = REDUCED.into_iter().find(|dtype| ElementType::from(*dtype).to_string() == name);
+        found.ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "{name:?} is not reduced on CUDA, only float32, float16 and bfloat16"
+            ))
+        })
+    };
+    let dtypes = match dtypes {
+        None => REDUCED.to_vec(),
+        Some(names) => names.into_iter().map(find).collect::<PyResult<_>>()?,
+    };
+    let ops = match ops {
+        None => vec![ReduceOp::Sum],
+        Some(ops) => ops.iter().map(|op| reduce_op(Some(op))).collect::<PyResult<_>>()?,
+    };
+    Ok(dtypes.iter().flat_map(|&dtype| ops.iter().map(move |&op| (dtype, op))).collect())
 }
 
 /// A shape whose first dimension is `change`d; a scalar counts as one row.
@@ -72,20 +101,20 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         out: Given<'_, 'py>,
         chosen: Option<&str>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
         let kind = Kind::AllReduce(reduce_op(op)?, chosen.map(algorithm).transpose()?);
-        prepare(kind, input, out, InPlace::Same, lifetime, |shape| Ok(shape.to_vec()))
+        prepare(kind, input, out, InPlace::Same, usage, |shape| Ok(shape.to_vec()))
     }
 
     pub(super) fn prepare_all_gather<'py>(
         &self,
         input: &Bound<'py, PyAny>,
         out: Given<'_, 'py>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
         let in_place = InPlace::InputBlock(self.rank, self.world_size);
-        prepare(Kind::AllGather, input, out, in_place, lifetime, |shape| self.gathered(shape))
+        prepare(Kind::AllGather, input, out, in_place, usage, |shape| self.gathered(shape))
     }
 
     pub(super) fn prepare_reduce_scatter<'py>(
@@ -93,10 +122,10 @@ impl Communicator {
         input: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
         out: Given<'_, 'py>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
         let kind = Kind::ReduceScatter(reduce_op(op)?);
-        prepare(kind, input, out, InPlace::OutputBlock(self.rank, self.world_size), lifetime, |shape| {
+        prepare(kind, input, out, InPlace::OutputBlock(self.rank, self.world_size), usage, |shape| {
             self.scattered(shape)
         })
     }
@@ -105,9 +134,9 @@ impl Communicator {
         &self,
         input: &Bound<'py, PyAny>,
         out: Given<'_, 'py>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
-        prepare(Kind::AllToAll, input, out, InPlace::Same, lifetime, |shape| Ok(shape.to_vec()))
+        prepare(Kind::AllToAll, input, out, InPlace::Same, usage, |shape| Ok(shape.to_vec()))
     }
 
     pub(super) fn prepare_all_to_all_v<'py>(
@@ -116,16 +145,16 @@ impl Communicator {
         sends: &[Count],
         receives: &[Count],
         out: Given<'_, 'py>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
         // Rows become elements, of which a type without a name has several to the byte count.
-        let read = Operand::import(input, "the input", Lifetime::Call)?;
+        let read = Operand::import(input, "the input", Usage::Call(None))?;
         let whole: usize = read.shape().iter().skip(1).product();
         let scale = whole * read.units();
         let scaled = |rows: &[Count]| rows.iter().map(|rows| rows.0.saturating_mul(scale)).collect();
         let kind = Kind::AllToAllV(scaled(sends), scaled(receives));
         let total = receives.iter().fold(0usize, |sum, rows| sum.saturating_add(rows.0));
-        prepare(kind, input, out, InPlace::Never, lifetime, |shape| rows(shape, |_| Ok(total)))
+        prepare(kind, input, out, InPlace::Never, usage, |shape| rows(shape, |_| Ok(total)))
     }
 
     pub(super) fn prepare_broadcast<'py>(
@@ -133,17 +162,17 @@ impl Communicator {
         array: Given<'_, 'py>,
         Count(root): Count,
         out: Given<'_, 'py>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
         let kind = Kind::Broadcast(root);
         match (self.check_root(root)?, array, out) {
             (true, Some(array), Some(out)) => {
-                prepare(kind, array, Some(out), InPlace::Same, lifetime, |shape| Ok(shape.to_vec()))
+                prepare(kind, array, Some(out), InPlace::Same, usage, |shape| Ok(shape.to_vec()))
             }
             (true, Some(array), None) => {
-                prepare(kind, array, Some(array), InPlace::Same, lifetime, |shape| Ok(shape.to_vec()))
+                prepare(kind, array, Some(array), InPlace::Same, usage, |shape| Ok(shape.to_vec()))
             }
-            (false, _, Some(out)) | (false, Some(out), None) => prepare_output(kind, out, lifetime),
+            (false, _, Some(out)) | (false, Some(out), None) => prepare_output(kind, out, usage),
             (_, None, _) => Err(PyTypeError::new_err("broadcast: pass the array").into()),
         }
     }
@@ -154,12 +183,12 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         Count(root): Count,
         out: Given<'_, 'py>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
         let kind = Kind::Reduce(reduce_op(op)?, root);
         match self.check_root(root)? {
-            true => prepare(kind, input, out, InPlace::Same, lifetime, |shape| Ok(shape.to_vec())),
-            false => prepare_input(kind, input, lifetime),
+            true => prepare(kind, input, out, InPlace::Same, usage, |shape| Ok(shape.to_vec())),
+            false => prepare_input(kind, input, usage),
         }
     }
 
@@ -168,12 +197,12 @@ impl Communicator {
         input: &Bound<'py, PyAny>,
         Count(root): Count,
         out: Given<'_, 'py>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
         let kind = Kind::Gather(root);
         match self.check_root(root)? {
-            true => prepare(kind, input, out, InPlace::Never, lifetime, |shape| self.gathered(shape)),
-            false => prepare_input(kind, input, lifetime),
+            true => prepare(kind, input, out, InPlace::Never, usage, |shape| self.gathered(shape)),
+            false => prepare_input(kind, input, usage),
         }
     }
 
@@ -182,14 +211,14 @@ impl Communicator {
         input: Given<'_, 'py>,
         Count(root): Count,
         out: Given<'_, 'py>,
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<Prepared<'py>> {
         let kind = Kind::Scatter(root);
         match (self.check_root(root)?, input, out) {
             (true, Some(input), out) => {
-                prepare(kind, input, out, InPlace::Never, lifetime, |shape| self.scattered(shape))
+                prepare(kind, input, out, InPlace::Never, usage, |shape| self.scattered(shape))
             }
-            (false, _, Some(out)) => prepare_output(kind, out, lifetime),
+            (false, _, Some(out)) => prepare_output(kind, out, usage),
             (true, None, _) => Err(PyTypeError::new_err("scatter: the root must pass the array").into()),
             (false, _, None) => Err(PyTypeError::new_err("scatter: all but the root must pass out=").into()),
         }

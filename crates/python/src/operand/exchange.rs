@@ -18,8 +18,11 @@ use pyo3::{
     types::{PyBool, PyCapsule},
 };
 
-use super::{Description, Lifetime, Operand, Source};
-use crate::error::{Error, Result};
+use super::{Description, Operand, Source, Usage};
+use crate::{
+    cuda::{RawStream, library_stream},
+    error::{Error, Result},
+};
 
 #[derive(Clone, Copy)]
 pub(super) struct ExchangeApi(NonNull<sys::DLPackExchangeAPI>);
@@ -48,14 +51,9 @@ impl ExchangeApi {
         unsafe { self.0.as_ref() }
     }
 
-    pub(super) fn operand(
-        &self,
-        array: &Bound<'_, PyAny>,
-        name: &str,
-        lifetime: Lifetime,
-    ) -> Result<Operand> {
+    pub(super) fn operand(&self, array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Operand> {
         match self.table().dltensor_from_py_object_no_sync {
-            Some(describe) if lifetime == Lifetime::Call => {
+            Some(describe) if matches!(usage, Usage::Call(_)) => {
                 let mut tensor = MaybeUninit::<sys::DLTensor>::uninit();
                 // SAFETY: the array is alive and of the type that the table belongs to.
                 let status = unsafe { describe(array.as_ptr().cast(), tensor.as_mut_ptr().cast()) };
@@ -64,7 +62,8 @@ impl ExchangeApi {
                 }
                 // SAFETY: filled, as the function says.
                 let tensor = unsafe { tensor.assume_init() };
-                let operand = borrowed(&tensor, name)?;
+                let mut operand = borrowed(&tensor, name)?;
+                operand.stream = self.stream(array, operand.tensor.device)?;
                 check_lazy_bits(array, &operand, name)?;
                 Ok(operand)
             }
@@ -81,11 +80,26 @@ impl ExchangeApi {
             Some(tensor) if status == 0 => {
                 // SAFETY: the tensor is ours now.
                 let tensor = unsafe { Imported::from_versioned(tensor) }?;
-                let operand = super::protocol::managed(tensor, name)?;
+                let mut operand = super::protocol::managed(tensor, name)?;
+                operand.stream = self.stream(array, operand.tensor.device)?;
                 check_lazy_bits(array, &operand, name)?;
                 Ok(operand)
             }
             _ => Err(not_exchanged(array, name)),
+        }
+    }
+
+    /// The stream on which the array's library works on a device at present.
+    fn stream(&self, array: &Bound<'_, PyAny>, device: Device) -> Result<Option<RawStream>> {
+        let Device::Cuda(id) = device else { return Ok(None) };
+        let Some(current) = self.table().current_work_stream else {
+            return Ok(library_stream(array.py(), &super::library_of(array)?.to_cow()?, id)?);
+        };
+        let mut stream = null_mut();
+        // SAFETY: it writes one handle.
+        match unsafe { current(sys::DLDevice::CUDA, id as i32, &mut stream) } {
+            0 => Ok(Some(stream.addr())),
+            _ => Err(PyErr::fetch(array.py()).into()),
         }
     }
 

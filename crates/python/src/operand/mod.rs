@@ -16,10 +16,13 @@ use pyo3::{
     intern,
     prelude::*,
     sync::PyOnceLock,
-    types::PyTuple,
+    types::{IntoPyDict, PyString, PyTuple},
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    cuda::RawStream,
+    error::{Error, Result},
+};
 use buffer::Buffer;
 use exchange::ExchangeApi;
 pub(crate) use protocol::capsule;
@@ -28,6 +31,8 @@ pub(crate) use protocol::capsule;
 pub(crate) struct Operand {
     pub(crate) tensor: Tensor,
     pub(crate) element: ElementType,
+    /// The stream on which its library works on its device at present.
+    pub(crate) stream: Option<RawStream>,
     read_only: bool,
     source: Source,
 }
@@ -54,13 +59,13 @@ enum Source {
     Managed(Box<Imported>),
 }
 
-/// How long an operand is used.
+/// How long an operand is used, and where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Lifetime {
-    /// Until the call returns, which the caller's own reference outlives.
-    Call,
+pub(crate) enum Usage {
+    /// Until the call returns, which the caller's own reference outlives; on a device, in this stream, if it was given.
+    Call(Option<RawStream>),
     /// Until the operand is dropped.
-    Operand,
+    Started,
 }
 
 /// An array as its library describes it.
@@ -76,15 +81,15 @@ struct Description<'a> {
 
 impl Operand {
     /// Finds the memory of `array`; `name` is the argument's, for errors.
-    pub(crate) fn import(array: &Bound<'_, PyAny>, name: &str, lifetime: Lifetime) -> Result<Self> {
+    pub(crate) fn import(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Self> {
         if buffer::is_supported(array) {
             return Buffer::operand(array, name);
         }
         if let Some(api) = ExchangeApi::of(array)? {
-            return api.operand(array, name, lifetime);
+            return api.operand(array, name, usage);
         }
         if array.hasattr(intern!(array.py(), "__dlpack__"))? {
-            return protocol::operand(array, name);
+            return protocol::operand(array, name, usage);
         }
         let kind = array.get_type();
         let text = format!(
@@ -110,7 +115,7 @@ impl Operand {
             Some(dtype) => (count, dtype),
             None => (count * size, DType::U8),
         };
-        Ok(Self { tensor: Tensor { data, count, dtype, device }, element, read_only, source })
+        Ok(Self { tensor: Tensor { data, count, dtype, device }, element, stream: None, read_only, source })
     }
 
     /// A new array of the same library, element type and device.
@@ -118,15 +123,18 @@ impl Operand {
         &self,
         array: &Bound<'py, PyAny>,
         shape: &[usize],
-        lifetime: Lifetime,
+        usage: Usage,
     ) -> Result<(Bound<'py, PyAny>, Self)> {
         if let Some(api) = ExchangeApi::of_foreign(array, &self.source)? {
             let new = api.allocate(array.py(), self, shape)?;
-            let operand = api.operand(&new, "the output", lifetime)?;
+            let operand = api.operand(&new, "the output", usage)?;
             return Ok((new, operand));
         }
-        let new = numpy_empty(array, shape, self.element)?;
-        let operand = Self::import(&new, "the output", lifetime)?;
+        let new = match self.tensor.device.is_host() {
+            true => numpy_empty(array, shape, self.element)?,
+            false => foreign_empty(array, shape)?,
+        };
+        let operand = Self::import(&new, "the output", usage)?;
         Ok((new, operand))
     }
 
@@ -169,6 +177,12 @@ impl Tensor {
         self.count * self.dtype.size()
     }
 
+    /// One of so many equal parts.
+    pub(crate) fn block(&self, index: usize, parts: usize) -> Self {
+        let count = self.count / parts;
+        Self { data: self.data.wrapping_add(index * count * self.dtype.size()), count, ..*self }
+    }
+
     /// The tensor to read.
     ///
     /// # Safety
@@ -209,6 +223,27 @@ fn not_contiguous(name: &str, shape: &[usize], strides: &[isize]) -> Error {
          pass numpy.ascontiguousarray(x), or x.contiguous() in torch"
     ))
     .into()
+}
+
+/// `empty` of an array's own library, such as CuPy, which puts it on its current device.
+fn foreign_empty<'py>(array: &Bound<'py, PyAny>, shape: &[usize]) -> Result<Bound<'py, PyAny>> {
+    let py = array.py();
+    let make = || {
+        let library = library_of(array)?;
+        let options = [("dtype", array.getattr(intern!(py, "dtype"))?)].into_py_dict(py)?;
+        py.import(library)?.getattr(intern!(py, "empty"))?.call((PyTuple::new(py, shape)?,), Some(&options))
+    };
+    make().map_err(|error| {
+        let text = format!("no output can be made like this array ({error}): pass out=");
+        PyTypeError::new_err(text).into()
+    })
+}
+
+/// The package that an array's type is of.
+fn library_of<'py>(array: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyString>> {
+    let module = array.get_type().module()?;
+    let package = module.to_cow()?.split('.').next().unwrap_or_default().to_owned();
+    Ok(PyString::new(array.py(), &package))
 }
 
 /// `numpy.empty`, for arrays whose library cannot allocate for others.

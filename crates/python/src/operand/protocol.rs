@@ -13,11 +13,14 @@ use pyo3::{
     exceptions::{PyTypeError, PyValueError},
     ffi, intern,
     prelude::*,
-    types::{IntoPyDict, PyCapsule},
+    types::{PyCapsule, PyDict},
 };
 
-use super::{Description, Operand, Source};
-use crate::error::Result;
+use super::{Description, Operand, Source, Usage};
+use crate::{
+    cuda::{RawStream, library_stream},
+    error::Result,
+};
 
 const VERSIONED: &CStr = c"dltensor_versioned";
 const UNVERSIONED: &CStr = c"dltensor";
@@ -26,24 +29,41 @@ const UNVERSIONED: &CStr = c"dltensor";
 const VERSION: (u32, u32) = (1, 1);
 
 /// Imports an array by `__dlpack__`.
-pub(super) fn operand(array: &Bound<'_, PyAny>, name: &str) -> Result<Operand> {
+pub(super) fn operand(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Operand> {
     let py = array.py();
     let (device_type, device_id) = array.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
-    if !Device::try_from(sys::DLDevice { device_type, device_id })?.is_host() {
-        // Exporting from a device needs a stream, which host memory has none of.
-        return Err(PyValueError::new_err(format!(
-            "{name} is on DLPack device ({device_type}, {device_id}), this communicator serves host memory"
-        ))
-        .into());
-    }
+    let device = Device::try_from(sys::DLDevice { device_type, device_id })?;
     let export = array.getattr(intern!(py, "__dlpack__"))?;
-    let options = [("max_version", VERSION)].into_py_dict(py)?;
+    let old = PyDict::new(py); // what libraries from before DLPack 1.0 know
+    let mut stream = None;
+    if let Device::Cuda(ordinal) = device {
+        let ready: i64;
+        (stream, ready) = streams(array, ordinal, usage)?;
+        old.set_item(intern!(py, "stream"), ready)?;
+    }
+    let options = old.copy()?;
+    options.set_item(intern!(py, "max_version"), VERSION)?;
     let capsule = match export.call((), Some(&options)) {
-        // Libraries from before DLPack 1.0 know no options.
-        Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0()?,
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call((), Some(&old))?,
         result => result?,
     };
-    managed(take(capsule.cast::<PyCapsule>().map_err(PyErr::from)?)?, name)
+    let mut operand = managed(take(capsule.cast::<PyCapsule>().map_err(PyErr::from)?)?, name)?;
+    operand.stream = stream;
+    Ok(operand)
+}
+
+/// The stream to work in, and the one that the library makes wait for what it has under way, as DLPack numbers them.
+fn streams(array: &Bound<'_, PyAny>, device: u32, usage: Usage) -> Result<(Option<RawStream>, i64)> {
+    const LEGACY_DEFAULT: RawStream = 1;
+    const NO_NEED: i64 = -1;
+    if let Usage::Call(Some(stream)) = usage {
+        return Ok((Some(stream), stream.max(LEGACY_DEFAULT) as i64));
+    }
+    let library = super::library_of(array)?;
+    Ok(match library_stream(array.py(), &library.to_cow()?, device)? {
+        Some(stream) => (Some(stream), NO_NEED),
+        None => (Some(LEGACY_DEFAULT), LEGACY_DEFAULT as i64),
+    })
 }
 
 /// Takes the tensor out of a capsule, and marks the capsule as used.

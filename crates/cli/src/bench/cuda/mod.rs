@@ -77,7 +77,7 @@ pub(super) fn refuse(args: &Args) -> Result<(), String> {
 }
 
 /// The GPUs that the ranks will use, one each.
-pub(super) fn gpus(ranks: Option<usize>) -> Result<Gpus, Box<dyn std::error::Error>> {
+pub(crate) fn gpus(ranks: Option<usize>) -> Result<Gpus, Box<dyn std::error::Error>> {
     let driver = Driver::load()?;
     let devices = driver.devices()?;
     let ranks = ranks.unwrap_or(devices.len());

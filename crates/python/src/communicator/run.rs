@@ -1,0 +1,121 @@
+//! Carrying a collective out: on the host, waited for or started, or in a stream of a GPU.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use antiphon::{
+    fabric::{self, Queue},
+    prelude::CollectiveError,
+};
+use pyo3::{
+    exceptions::{PyNotImplementedError, PyRuntimeError},
+    prelude::*,
+};
+
+use super::Communicator;
+use crate::{
+    arguments::{Operands, Prepared},
+    cuda::{self, Gpus, RawStream},
+    error::{Error, Result},
+    fork::Process,
+    handle::Handle,
+    interrupt,
+    operand::Operand,
+};
+
+impl Communicator {
+    pub(super) fn new(comm: fabric::Communicator) -> Self {
+        Self {
+            rank: comm.rank(),
+            world_size: comm.world_size(),
+            timeout: comm.timeout(),
+            process: Process::current(),
+            queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),
+            gpus: Gpus::default(),
+        }
+    }
+
+    pub(super) fn queue(&self) -> PyResult<Arc<Queue>> {
+        self.process.check(|| format!("communicator (rank {} of {})", self.rank, self.world_size))?;
+        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.clone().ok_or_else(|| {
+            let text = format!("this communicator (rank {} of {}) is closed", self.rank, self.world_size);
+            PyRuntimeError::new_err(text)
+        })
+    }
+
+    /// Waits for an operation on the host; puts one on a GPU into the stream, or the current one of the arrays' library.
+    pub(super) fn run<'py>(
+        &self,
+        py: Python<'py>,
+        prepared: Prepared<'py>,
+        stream: Option<RawStream>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        let queue = self.queue()?;
+        let Prepared { call, result, operands } = prepared;
+        if let Some(device) = call.cuda_device() {
+            if !call.kind.is_on_cuda() {
+                return Err(not_on_cuda(call.kind.name(), device));
+            }
+            let current = || operands.iter().flatten().find_map(|operand| operand.stream);
+            let stream = stream.or_else(current).unwrap_or(0);
+            // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
+            // one the caller answers for the order, as the stub says.
+            interrupt::detached(py, || unsafe { self.gpus.run(&queue, device, stream, &call) })?;
+        } else if let Some(stream) = stream {
+            let text = format!("{}: host memory has no stream {stream}", call.kind.name());
+            return Err(pyo3::exceptions::PyValueError::new_err(text).into());
+        } else {
+            // SAFETY: the operands, and the references of the caller, live until this returns.
+            interrupt::detached(py, || queue.run(|comm| unsafe { call.run(comm) }))?;
+        }
+        drop(operands);
+        Ok(result)
+    }
+
+    pub(super) fn run_barrier(&self, py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<()> {
+        let (queue, stream) = (self.queue()?, cuda::stream_or_current(py, device, stream)?);
+        // SAFETY: the stream is the library's current one of the device, or the caller says that it is one of it.
+        Ok(interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?)
+    }
+
+    /// Begins an operation.
+    pub(super) fn start(&self, prepared: Prepared<'_>) -> Result<Handle> {
+        let Prepared { call, result, operands } = prepared;
+        if let Some(device) = call.cuda_device() {
+            let name = call.kind.name();
+            if !call.kind.is_on_cuda() {
+                return Err(not_on_cuda(name, device));
+            }
+            let text = format!(
+                "start_{name} on cuda:{device}: collectives on CUDA never wait on the host, so call {name}, on a stream \
+                 of its own if it is to overlap with other work"
+            );
+            return Err(PyNotImplementedError::new_err(text).into());
+        }
+        let pending = self.queue()?.start(move |comm| {
+            // SAFETY: the operands were made to last as long as they live, which is until this is over.
+            unsafe { call.run(comm) }?;
+            Ok::<Operands, CollectiveError>(operands)
+        })?;
+        Ok(Handle::new(pending, result))
+    }
+}
+
+impl Operand {
+    /// Refuses memory of a GPU, for what has no kernel.
+    pub(super) fn on_host(self, operation: &str) -> Result<Self> {
+        match cuda::ordinal(self.tensor.device) {
+            Some(device) => Err(not_on_cuda(operation, device)),
+            None => Ok(self),
+        }
+    }
+}
+
+#[cold]
+fn not_on_cuda(operation: &str, device: u32) -> Error {
+    let text = format!(
+        "{operation} on cuda:{device}: on CUDA there are all_reduce, all_gather, reduce_scatter, all_to_all, broadcast \
+         and barrier"
+    );
+    PyNotImplementedError::new_err(text).into()
+}

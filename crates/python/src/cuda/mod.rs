@@ -1,0 +1,232 @@
+//! Collectives on CUDA tensors: put into the caller's stream, in its order.
+//!
+//! The lock of a communicator's GPUs is taken detached from the interpreter, and nobody who holds it needs the
+//! interpreter.
+
+mod buffer;
+mod work;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use antiphon::{
+    collectives::cuda::CudaCollectives,
+    device::{
+        DeviceError,
+        cuda::{Context, CudaError, Driver, StreamRef},
+    },
+    fabric::Queue,
+    prelude::{CollectiveError, DType, FabricError, ReduceOp},
+    tensor::Device,
+};
+use pyo3::{exceptions::PyValueError, intern, prelude::*};
+
+pub(crate) use buffer::CudaBuffer;
+
+use crate::{call::Call, error::Result};
+
+type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
+
+/// A stream as frameworks exchange it.
+pub(crate) type RawStream = usize;
+
+/// What the kernels reduce.
+pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// The GPUs that a communicator of this rank has been used with; one, as a rule.
+#[derive(Default)]
+pub(crate) struct Gpus(Mutex<Vec<Gpu>>);
+
+struct Gpu {
+    context: Context,
+    /// Absent for a rank that is alone.
+    peers: Option<CudaCollectives>,
+    /// The kernels that are loaded.
+    loaded: Vec<(DType, ReduceOp)>,
+}
+
+impl Gpus {
+    /// Puts a collective into a stream of a device. The first call on a device brings the ranks' devices together.
+    ///
+    /// # Safety
+    /// The operands are of the device and valid, and nobody uses them in another way, until the stream has passed the call;
+    /// the stream is one of the device.
+    pub(crate) unsafe fn run(&self, queue: &Queue, device: u32, stream: RawStream, call: &Call) -> Outcome {
+        self.with(queue, device, Some(stream), |gpu| {
+            // SAFETY: passed on.
+            unsafe { gpu.run(call, stream) }
+        })
+    }
+
+    /// Waits, in the order of a stream, until the streams of all ranks have come here.
+    ///
+    /// # Safety
+    /// The stream is one of the device.
+    pub(crate) unsafe fn barrier(&self, queue: &Queue, device: u32, stream: RawStream) -> Outcome {
+        self.with(queue, device, Some(stream), |gpu| match &gpu.peers {
+            // SAFETY: passed on.
+            Some(peers) => peers.barrier(unsafe { gpu.context.borrow_stream(stream) }),
+            None => Ok(()),
+        })
+    }
+
+    /// Does now what the first calls on a device would.
+    pub(crate) fn prepare(&self, queue: &Queue, device: u32, kernels: &[(DType, ReduceOp)]) -> Outcome {
+        self.with(queue, device, None, |gpu| {
+            kernels.iter().try_for_each(|&(dtype, op)| gpu.load(dtype, op, None))
+        })
+    }
+
+    /// What kernels have left behind.
+    pub(crate) fn check(&self) -> Outcome {
+        self.lock().iter().filter_map(|gpu| gpu.peers.as_ref()).try_for_each(CudaCollectives::check)
+    }
+
+    /// Leaves the peers, once the kernels under way are over.
+    pub(crate) fn close(&self) {
+        let gpus = std::mem::take(&mut *self.lock());
+        drop(gpus); // without the lock, as it waits
+    }
+
+    fn with<T>(
+        &self,
+        queue: &Queue,
+        device: u32,
+        stream: Option<RawStream>,
+        work: impl FnOnce(&mut Gpu) -> Outcome<T>,
+    ) -> Outcome<T> {
+        let serves = |gpu: &&mut Gpu| gpu.context.device().ordinal() == device;
+        if let Some(gpu) = self.lock().iter_mut().find(serves) {
+            return work(gpu);
+        }
+        self.open(queue, device, stream)?;
+        match self.lock().iter_mut().find(serves) {
+            Some(gpu) => work(gpu),
+            None => Err(FabricError::invalid("the communicator was closed meanwhile").into()),
+        }
+    }
+
+    #[cold]
+    fn open(&self, queue: &Queue, device: u32, stream: Option<RawStream>) -> Outcome {
+        let context = primary(device).map_err(failed)?;
+        if let Some(stream) = stream {
+            // SAFETY: the caller's stream.
+            not_captured(unsafe { context.borrow_stream(stream) }, "the first CUDA call of a communicator")?;
+        }
+        queue.run(|comm| {
+            if self.lock().iter().any(|gpu| gpu.context == context) {
+                return Ok(()); // another thread was faster
+            }
+            let peers = match comm.world_size() {
+                1 => None,
+                _ => Some(CudaCollectives::new(comm, &context)?),
+            };
+            self.lock().push(Gpu { context, peers, loaded: Vec::new() });
+            Ok(())
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Gpu>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Gpus {
+    fn drop(&mut self) {
+        // Without an interpreter there is nobody to detach from.
+        if Python::try_attach(|py| py.detach(|| self.close())).is_none() {
+            self.close();
+        }
+    }
+}
+
+impl Gpu {
+    /// Loads the kernels that reduce a dtype, unless they are.
+    fn load(&mut self, dtype: DType, op: ReduceOp, stream: Option<RawStream>) -> Outcome {
+        if self.loaded.contains(&(dtype, op)) {
+            return Ok(());
+        }
+        if let Some(peers) = &self.peers {
+            if let Some(stream) = stream {
+                let what = "the first reduction of a dtype by an operator";
+                // SAFETY: the caller's stream.
+                not_captured(unsafe { self.context.borrow_stream(stream) }, what)?;
+            }
+            peers.prepare(dtype, op)?;
+        }
+        self.loaded.push((dtype, op));
+        Ok(())
+    }
+}
+
+/// Refuses to set up in the middle of a capture, which would end it.
+fn not_captured(stream: StreamRef<'_>, what: &str) -> Outcome {
+    if stream.is_capturing().map_err(failed)? {
+        let text = format!(
+            "{what} sets up memory or kernels, and this stream is being captured: call comm.prepare_cuda() before \
+             the capture, with the dtypes and operators that it will use"
+        );
+        return Err(FabricError::invalid(text).into());
+    }
+    Ok(())
+}
+
+pub(crate) fn primary(device: u32) -> std::result::Result<Context, CudaError> {
+    Context::primary(Driver::load()?.device(device)?)
+}
+
+pub(crate) fn failed(error: CudaError) -> CollectiveError {
+    FabricError::from(DeviceError::from(error)).into()
+}
+
+/// The device that the caller names, or else the current one of torch or CuPy, whichever is imported.
+pub(crate) fn device_or_current(py: Python<'_>, device: Option<u32>) -> Result<u32> {
+    if let Some(device) = device {
+        return Ok(device);
+    }
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    if let Ok(torch) = modules.get_item("torch") {
+        return Ok(torch.getattr("cuda")?.call_method0("current_device")?.extract()?);
+    }
+    if let Ok(cupy) = modules.get_item("cupy") {
+        return Ok(cupy.getattr("cuda")?.call_method0("Device")?.getattr("id")?.extract()?);
+    }
+    Err(PyValueError::new_err("no device: pass its number, as neither torch nor CuPy is imported").into())
+}
+
+/// The stream that the caller names, or else torch's or CuPy's current one on the device, or the legacy default.
+pub(crate) fn stream_or_current(py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<RawStream> {
+    if let Some(stream) = stream {
+        return Ok(stream);
+    }
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    for library in ["torch", "cupy"] {
+        if modules.contains(library)? {
+            return Ok(library_stream(py, library, device)?.unwrap_or_default());
+        }
+    }
+    Ok(0)
+}
+
+/// The stream on which torch or CuPy works at present; nothing for other libraries.
+pub(crate) fn library_stream(py: Python<'_>, library: &str, device: u32) -> PyResult<Option<RawStream>> {
+    let cuda = |name: &str| py.import(name)?.getattr(intern!(py, "cuda"));
+    match library {
+        "torch" => {
+            let current = cuda("torch")?.call_method1(intern!(py, "current_stream"), (device,))?;
+            current.getattr(intern!(py, "cuda_stream"))?.extract().map(Some)
+        }
+        "cupy" => {
+            let current = cuda("cupy")?.call_method0(intern!(py, "get_current_stream"))?;
+            current.getattr(intern!(py, "ptr"))?.extract().map(Some)
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Where the memory of a call is: on one device.
+pub(crate) fn ordinal(device: Device) -> Option<u32> {
+    match device {
+        Device::Cuda(ordinal) => Some(ordinal),
+        _ => None,
+    }
+}

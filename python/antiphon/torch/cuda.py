@@ -1,0 +1,122 @@
+"""A group's calls on CUDA tensors: on the current stream, or beside it, on a stream of the group."""
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+import antiphon
+from antiphon.torch.tensors import Copies
+
+
+class Streams:
+    """The order of a group's calls on one GPU.
+
+    Calls of a communicator must not run at once. So each waits for the one before, on whatever stream that was; and what is
+    asked for with ``async_op=True`` has a stream of its own, which waits for the caller's too.
+    """
+
+    def __init__(self, comm: antiphon.Communicator, device: int) -> None:
+        self.comm, self.device = comm, device
+        self._side: torch.cuda.Stream | None = None
+        #: The stream of the call before, and its number, which is faster to compare.
+        self._last: torch.cuda.Stream | None = None
+        self._raw = -1
+
+    def enter(self) -> None:
+        """Makes a call on the current stream come after the one before."""
+        if torch._C._cuda_getCurrentRawStream(self.device) != self._raw:
+            self._follow(torch.cuda.current_stream(self.device))
+
+    def aside(
+        self, calls: Iterable[tuple[str, tuple[Any, ...], Tensor | None]], result: Sequence[Tensor], copies: Copies
+    ) -> dist.Work:
+        """Makes calls beside the current stream, but not before what is in it."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side, used = self._side, [*result, *(tensor for pair in copies for tensor in pair)]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        self._follow(side)
+        with torch.cuda.stream(side):
+            for name, arguments, out in calls:
+                getattr(self.comm, name)(*arguments, out=out)
+                used += [tensor for tensor in (*arguments, out) if isinstance(tensor, Tensor)]
+            copies.finish()
+            end = side.record_event()
+        for tensor in used:
+            tensor.record_stream(side)  # whoever frees it meanwhile does not get it back before
+        return StreamWork(self, side, end, result)
+
+    def synchronize(self) -> None:
+        """Waits for the work of the current stream and for all calls, and raises what went wrong."""
+        self.enter()
+        torch.cuda.current_stream(self.device).synchronize()
+        self.comm.check()
+
+    def _follow(self, stream: torch.cuda.Stream) -> None:
+        last, self._last, self._raw = self._last, stream, stream.cuda_stream
+        # A graph cannot wait for what is outside of it: that is for who replays it to see to.
+        if last is not None and last != stream and _is_captured(last) == _is_captured(stream):
+            stream.wait_stream(last)
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class StreamWork(dist.Work):
+    """Operations in a stream."""
+
+    def __init__(
+        self, streams: Streams, stream: torch.cuda.Stream, end: torch.cuda.Event, result: Sequence[Tensor]
+    ) -> None:
+        super().__init__()
+        self._streams, self._stream, self._end, self._result = streams, stream, end, list(result)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Has the current stream wait for the end. With a ``timeout`` the caller itself waits, so long at most, and gets
+        ``TimeoutError``, or what went wrong."""
+        torch.cuda.current_stream(self._streams.device).wait_event(self._end)
+        if timeout > timedelta(0):
+            end = time.monotonic() + timeout.total_seconds()
+            while not self.is_completed():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"still under way after {timeout}: wait again")
+                time.sleep(1e-4)
+            self._streams.comm.check()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the GPU is done with it."""
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
+
+    def exception(self) -> BaseException | None:
+        """What went wrong in this group, if something did."""
+        try:
+            self._streams.comm.check()
+        except Exception as error:
+            return error
+        return None
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[Tensor]:
+        """The outputs."""
+        return self._result
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Complete at once: who waits for it has its current stream wait for the end."""
+        future: Future[list[Tensor]] = Future(devices=[torch.device("cuda", self._streams.device)])
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._result)
+        return future

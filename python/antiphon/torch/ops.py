@@ -1,0 +1,135 @@
+"""Collectives as operators of torch, for ``torch.compile``, ``torch.export`` and whatever else traces.
+
+    import antiphon.torch
+
+    group = antiphon.torch.ops.register(comm)       # a name for the communicator
+
+    @torch.compile(fullgraph=True)
+    def layer(x, weight):
+        return torch.ops.antiphon.all_reduce(x @ weight, group)
+
+A compiled program holds the name, so that a name must mean the same group later on. The name of a ``torch.distributed``
+group of the backend ``"antiphon"`` does as well.
+
+=====================================================================  ============================================
+``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()``            in place
+``all_reduce(Tensor x, str group, str op="sum") -> Tensor``             like ``x``
+``all_gather(Tensor x, str group) -> Tensor``                           ``(n, ...)`` to ``(world_size * n, ...)``
+``reduce_scatter(Tensor x, str group, str op="sum") -> Tensor``         ``(world_size * n, ...)`` to ``(n, ...)``
+``all_to_all(Tensor x, str group) -> Tensor``                           like ``x``
+=====================================================================  ============================================
+
+They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
+is not contiguous is copied. Gradients are not tracked.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import antiphon
+
+__all__ = ["register"]
+
+_groups: WeakValueDictionary[str, antiphon.Communicator] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(comm: antiphon.Communicator, name: str | None = None) -> str:
+    """Makes a name for a communicator, which lasts as long as that does, and returns it.
+
+    Unless given it is ``antiphon-`` and a number: equal on all ranks if all register in the same order. Raises
+    ``ValueError`` for a name that another communicator has.
+    """
+    if name is None:
+        name = f"antiphon-{next(_numbers)}"
+    if _groups.setdefault(name, comm) is not comm:
+        raise ValueError(f"register: {name!r} is the name of {_groups[name]}")
+    return name
+
+
+def _group(name: str) -> antiphon.Communicator:
+    found = _groups.get(name)
+    return _of_torch(name) if found is None else found
+
+
+def _of_torch(name: str) -> antiphon.Communicator:
+    """The communicator of a process group of this name."""
+    from antiphon.torch.group import Group
+
+    try:
+        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    except (RuntimeError, ValueError, LookupError):
+        group = None
+    if not isinstance(group, Group):
+        raise ValueError(f"there is no group {name!r} of antiphon: register a communicator, which must not be dropped")
+    _groups[name] = group.comm
+    return group.comm
+
+
+def _like(x: Tensor, group: str, op: str = "sum") -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _gathered(x: Tensor, group: str) -> Tensor:
+    rows = x.shape[0] if x.dim() else 1
+    return x.new_empty((_group(group).world_size * rows, *x.shape[1:]))
+
+
+def _scattered(x: Tensor, group: str, op: str = "sum") -> Tensor:
+    world_size = _group(group).world_size
+    rows = x.shape[0] if x.dim() else 1
+    if rows % world_size:
+        raise ValueError(f"reduce_scatter: {rows} rows cannot be divided among {world_size} ranks")
+    return x.new_empty((rows // world_size, *x.shape[1:]))
+
+
+def _all_reduce_in_place(x: Tensor, group: str, op: str = "sum") -> None:
+    plain = x.contiguous()
+    _group(group).all_reduce(plain, op, out=plain)
+    if plain is not x:
+        x.copy_(plain)
+
+
+def _all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
+    return _group(group).all_reduce(x.contiguous(), op)
+
+
+def _all_gather(x: Tensor, group: str) -> Tensor:
+    return _group(group).all_gather(x.contiguous())
+
+
+def _reduce_scatter(x: Tensor, group: str, op: str = "sum") -> Tensor:
+    return _group(group).reduce_scatter(x.contiguous(), op)
+
+
+def _all_to_all(x: Tensor, group: str) -> Tensor:
+    return _group(group).all_to_all(x.contiguous())
+
+
+_library = torch.library.Library("antiphon", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+    # Plain kernels: those of `torch.library.custom_op` take several times as long for each call.
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"antiphon::{name}", fake, lib=_library)
+
+
+def _nothing(x: Tensor, group: str, op: str = "sum") -> None:
+    pass
+
+
+_define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
+_define('all_reduce(Tensor x, str group, str op="sum") -> Tensor', _all_reduce, _like)
+_define("all_gather(Tensor x, str group) -> Tensor", _all_gather, _gathered)
+_define('reduce_scatter(Tensor x, str group, str op="sum") -> Tensor', _reduce_scatter, _scattered)
+_define("all_to_all(Tensor x, str group) -> Tensor", _all_to_all, _like)

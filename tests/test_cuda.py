@@ -1,0 +1,242 @@
+"""What there is on GPUs alone: streams, graphs, setting up in advance, and ranks that die in the middle of a call."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import antiphon
+import ranks
+import worlds
+from antiphon.comm import create_shared_buffer, free_shared_buffer, pack_strided_memory
+from worlds import Checks
+
+pytestmark = pytest.mark.cuda
+
+CHECKS = check = Checks()
+
+Comm, Device = antiphon.Communicator, torch.device
+
+
+def filled(comm: Comm, device: Device, count: int = 1000) -> torch.Tensor:
+    return torch.full((count,), comm.rank + 1.0, device=device)
+
+
+def total(comm: Comm) -> float:
+    return sum(range(1, comm.world_size + 1)) * 1.0
+
+
+@check
+def a_call_does_not_wait(comm: Comm, device: Device) -> None:
+    x = filled(comm, device)
+    comm.all_reduce(x)
+    torch.cuda.synchronize()
+    comm.barrier()
+    torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+    start = time.perf_counter()
+    found = comm.all_reduce(x)
+    assert time.perf_counter() - start < 0.2
+    assert found.eq(total(comm)).all()
+
+
+@check
+def calls_follow_the_current_stream(comm: Comm, device: Device) -> None:
+    stream = torch.cuda.Stream()
+    x = torch.zeros(1 << 20, device=device)
+    comm.prepare_cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for turn in range(20):
+            torch.cuda._sleep(1_000_000)
+            x.fill_(comm.rank + turn)
+            found = comm.all_reduce(x)
+            x.fill_(-1)
+            assert found.eq(total(comm) + comm.world_size * (turn - 1)).all()
+    # A stream by its number, which the current one waits for.
+    x.fill_(comm.rank + 1)
+    stream.wait_stream(torch.cuda.current_stream())
+    comm.all_reduce(x, out=x, stream=stream.cuda_stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert x.eq(total(comm)).all()
+
+
+@check
+def graphs(comm: Comm, device: Device) -> None:
+    world, rank = comm.world_size, comm.rank
+    comm.prepare_cuda(dtypes=["float32", "bfloat16"], ops=["sum", "avg"])
+    x = torch.zeros(world * 3000, device=device)
+    half = torch.zeros(77, device=device, dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reduced = comm.all_reduce(x)
+        gathered = comm.all_gather(half)
+        comm.all_reduce(half, "avg", out=half)
+        scattered = comm.reduce_scatter(reduced)
+        mixed = comm.all_to_all(x)
+        comm.broadcast(mixed, 1)
+        comm.barrier(device=device.index)
+    for turn in range(30):
+        x.copy_(torch.arange(world * 3000) % 50 + rank + turn)
+        half.fill_(float(rank + turn % 9))
+        graph.replay()
+        xs = [torch.arange(world * 3000, device=device) % 50 + float(each + turn) for each in range(world)]
+        assert torch.equal(reduced, torch.stack(xs).sum(0))
+        assert gathered.chunk(world)[1].eq(1 + turn % 9).all()
+        assert half.eq((world - 1) / 2 + turn % 9).all()
+        assert torch.equal(scattered, reduced.chunk(world)[rank] * world)
+        assert torch.equal(mixed, torch.cat([each.chunk(world)[1] for each in xs]))
+        assert comm.all_reduce(torch.ones(5, device=device)).eq(world).all()  # between two replays
+    comm.check()
+
+
+@check
+def a_capture_without_setting_up_says_what_to_do(comm: Comm, device: Device) -> None:
+    x = filled(comm, device)
+    for prepared in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            with pytest.raises(ValueError, match=r"call comm.prepare_cuda\(\) before the capture"):
+                comm.all_reduce(x, "prod" if prepared else "sum")
+            x.add_(1)
+        comm.prepare_cuda()
+    assert comm.all_reduce(filled(comm, device)).eq(total(comm)).all()
+
+
+@check
+def many_graphs_of_many_sizes(comm: Comm, device: Device) -> None:
+    comm.prepare_cuda(dtypes=["float32"])
+    made: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    for count in (1, 16, 1000, 50_000, 1 << 20):
+        x, graph = filled(comm, device, count), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(5):
+                out = comm.all_reduce(x)
+        made.append((graph, x, out))
+    for turn in range(40):
+        graph, x, out = made[turn * 3 % 5]
+        x.fill_(comm.rank + turn)
+        graph.replay()
+        assert out.eq(total(comm) + comm.world_size * (turn - 1)).all()
+
+
+@check
+def shared_buffers_of_who_uses_cuda_are_on_the_gpu(comm: Comm, device: Device) -> None:
+    pointers = create_shared_buffer(64, comm)
+    mine = pack_strided_memory(pointers[comm.rank], 64, 64, 1, torch.float32, device.index)
+    assert mine.device == device and mine.eq(0).all()
+    comm.barrier()
+    theirs = pack_strided_memory(pointers[1 - comm.rank % 2], 64, 64, 1, torch.float32, device.index)
+    assert theirs.eq(0).all()
+    free_shared_buffer(pointers, comm)
+
+
+@check
+def two_communicators_at_once(comm: Comm, device: Device) -> None:
+    other = comm.split(0)
+    assert other is not None
+    with other:
+        for turn in range(50):
+            x = filled(comm, device, 1 + 997 * turn)
+            first, second = comm.all_reduce(x), other.all_reduce(x, "max")
+            assert first.eq(total(comm)).all() and second.eq(comm.world_size).all()
+
+
+@check
+def what_has_no_form_on_cuda_is_refused(comm: Comm, device: Device) -> None:
+    x = filled(comm, device)
+    even = [x.numel() // comm.world_size] * comm.world_size
+    for name, call in {
+        "reduce": lambda: comm.reduce(x),
+        "gather": lambda: comm.gather(x),
+        "send": lambda: comm.send(x, 0),
+        "recv": lambda: comm.recv(x, 0),
+        "all_to_all_v": lambda: comm.all_to_all_v(x, even, even),
+        "start_all_reduce": lambda: comm.start_all_reduce(x),
+    }.items():
+        with pytest.raises(NotImplementedError, match=f"{name} on cuda:{device.index}: .*all_"):
+            call()
+    with pytest.raises(ValueError, match="the input is on cuda:., the output on host"):
+        comm.all_reduce(x, out=x.cpu())
+    with pytest.raises(TypeError, match="i32 cannot be reduced"):
+        comm.all_reduce(x.int())
+
+
+@check
+def the_host_works_beside_it(comm: Comm, device: Device) -> None:
+    for _ in range(20):
+        on_device = comm.all_reduce(filled(comm, device))
+        on_host = comm.all_reduce(torch.full((3,), comm.rank + 1.0))
+        assert on_host.eq(total(comm)).all() and on_device.eq(total(comm)).all()
+
+
+@check
+def arrays_of_cupy(comm: Comm, device: Device) -> None:
+    try:
+        import cupy
+    except ImportError:
+        return
+    with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True):
+        x = cupy.full(1000, comm.rank + 1, dtype=cupy.float32)
+        for found in (comm.all_reduce(x), comm.all_reduce(x, out=x)):
+            assert type(found) is cupy.ndarray and bool((found == total(comm)).all())
+        assert comm.all_gather(x.astype(cupy.int64)).shape == (1000 * comm.world_size,)
+
+
+@check
+def ranks_that_call_different_things(comm: Comm, device: Device) -> None:
+    x = filled(comm, device)
+    comm.all_reduce(x)
+    comm.all_gather(x) if comm.rank == 0 else comm.all_reduce(x)
+    torch.cuda.synchronize()
+    with pytest.raises((RuntimeError, TimeoutError), match="ranks disagree|aborted|failed|timed out"):
+        comm.check()
+    assert torch.ones(3, device=device).sum().item() == 3
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_cuda(name: str, world_size: int) -> None:
+    worlds.expect("test_cuda", name, "cuda", world_size)
+
+
+def after_a_death(captured: bool) -> str:
+    """What a rank hears of one that is killed while the others wait for it on their GPUs."""
+    with antiphon.init() as comm:
+        device = worlds.place("cuda", comm.rank)
+        comm.prepare_cuda()
+        x = filled(comm, device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = comm.all_reduce(x)
+        graph.replay()
+        assert out.eq(total(comm)).all()
+        comm.barrier()
+        if comm.rank == comm.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        if captured:
+            graph.replay()
+        else:
+            comm.all_reduce(x)
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 15
+        try:
+            comm.check()
+        except (antiphon.PeerLostError, TimeoutError, RuntimeError) as error:
+            told = f"{type(error).__name__}: {error}"
+        assert torch.ones(1000, device=device).sum().item() == 1000  # the GPU is as good as before
+        with pytest.raises(RuntimeError):
+            comm.all_reduce(x)
+        return told
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_killed_rank_is_named_and_gpus_stay_usable(world_size: int, captured: bool) -> None:
+    worlds.need("cuda", world_size)
+    told = ranks.processes(world_size, after_a_death, captured, timeout=10, dying={world_size - 1})
+    assert any("PeerLostError" in text and f"rank {world_size - 1}" in text for text in told[:-1]), told
+    assert all(text.startswith(("PeerLostError", "TimeoutError", "RuntimeError")) for text in told[:-1]), told

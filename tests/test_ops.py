@@ -1,0 +1,94 @@
+"""The operators ``torch.ops.antiphon``, eager and compiled, on host memory and on GPUs."""
+
+import tempfile
+from pathlib import Path
+
+import antiphon.torch
+import pytest
+import torch
+import worlds
+from worlds import Checks
+
+CHECKS = check = Checks()
+
+Comm, Device = antiphon.Communicator, torch.device
+ops = torch.ops.antiphon
+
+
+def layer(x: torch.Tensor, group: str) -> tuple[torch.Tensor, ...]:
+    """All operators, with something before and after each that a compiler may fuse or move."""
+    doubled = x * 2
+    ops.all_reduce_(doubled, group)  # whose result is read below
+    total = ops.all_reduce(x.t(), group, "max") + 1  # not contiguous
+    gathered = ops.all_gather(x, group).sum(0)
+    scattered = ops.reduce_scatter(ops.all_gather(x, group), group)
+    mixed = ops.all_to_all(ops.all_gather(x, group), group)
+    return doubled + 1, total, gathered, scattered, mixed
+
+
+def expected(world: int, rank: int, device: Device) -> tuple[torch.Tensor, ...]:
+    xs = [x_of(each, device) for each in range(world)]
+    total = torch.stack(xs).sum(0)
+    largest, mixed = torch.stack(xs).amax(0), torch.cat([xs[rank]] * world)
+    return total * 2 + 1, largest.t() + 1, torch.cat(xs).sum(0), xs[rank] * world, mixed
+
+
+def x_of(rank: int, device: Device) -> torch.Tensor:
+    return (torch.arange(12.0, device=device).reshape(4, 3) + 1) * (rank + 1)
+
+
+@check
+def eager(comm: Comm, device: Device) -> None:
+    group = antiphon.torch.ops.register(comm)
+    for found, wanted in zip(layer(x_of(comm.rank, device), group), expected(comm.world_size, comm.rank, device)):
+        assert torch.equal(found, wanted)
+
+
+@check
+def compiled_by_aot_eager(comm: Comm, device: Device) -> None:
+    compiled(comm, device, "aot_eager")
+
+
+@check
+def compiled_by_inductor(comm: Comm, device: Device) -> None:
+    compiled(comm, device, "inductor")
+
+
+def compiled(comm: Comm, device: Device, backend: str) -> None:
+    torch._dynamo.reset()
+    group = antiphon.torch.ops.register(comm, f"of {backend}")
+    program = torch.compile(layer, fullgraph=True, backend=backend)
+    if device.type == "cuda":
+        comm.prepare_cuda(ops=["sum", "max"])
+    for _ in range(3):
+        found = program(x_of(comm.rank, device), group)
+        for mine, wanted in zip(found, expected(comm.world_size, comm.rank, device)):
+            torch.testing.assert_close(mine, wanted)
+
+
+@check
+def names_of_groups(comm: Comm, device: Device) -> None:
+    name = antiphon.torch.ops.register(comm, "mine")
+    assert antiphon.torch.ops.register(comm, "mine") == name
+    assert antiphon.torch.ops.register(comm) != antiphon.torch.ops.register(comm)
+    other = comm.split(0)
+    with pytest.raises(ValueError, match="'mine' is the name of <antiphon.Communicator"):
+        antiphon.torch.ops.register(other, "mine")
+    with pytest.raises(ValueError, match="no group 'nobody' of antiphon"):
+        ops.all_reduce(torch.ones(1, device=device), "nobody")
+
+
+@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("name", CHECKS)
+def test_on(name: str, device: str) -> None:
+    worlds.expect("test_ops", name, device, 2)
+
+
+@pytest.mark.parametrize("name", ["all_reduce_", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("device", worlds.DEVICES)
+def test_torch_finds_no_fault_with_an_operator(name: str, device: str) -> None:
+    worlds.need(device, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        with antiphon.init(rank=0, world_size=1, path=Path(folder) / "world") as comm:
+            x = torch.ones(4, 3, device="cpu" if device == "host" else "cuda:0")
+            torch.library.opcheck(getattr(ops, name).default, (x, antiphon.torch.ops.register(comm)))

@@ -1,0 +1,244 @@
+"""The ``torch.distributed`` backend on host memory and on GPUs, by the same checks; test_torch_backend.py has the rest."""
+
+import functools
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import antiphon.torch
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import worlds
+
+CHECKS: dict[str, Callable[[dist.ProcessGroup, torch.device], None]] = {}
+Group, Device = dist.ProcessGroup, torch.device
+
+
+def check(body: Callable[[Group, Device], None]) -> Callable[[Group, Device], None]:
+    CHECKS[body.__name__] = body
+    return body
+
+
+@functools.cache
+def outcomes(device: str, world_size: int) -> list[dict[str, str | None]]:
+    try:
+        return ranks.processes(world_size, run_checks, device)
+    except Exception:
+        return [dict.fromkeys(CHECKS, traceback.format_exc())]
+
+
+def run_checks(device: str) -> dict[str, str | None]:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("antiphon", timeout=timedelta(seconds=60))
+    where = worlds.place(device, dist.get_rank())
+    found: dict[str, str | None] = {}
+    for name, body in CHECKS.items():
+        group = dist.new_group(backend="antiphon", timeout=timedelta(seconds=60))
+        try:
+            body(group, where)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+        dist.destroy_process_group(group)
+    dist.destroy_process_group()
+    return found
+
+
+def inputs(group: Group, device: Device, dtype: torch.dtype = torch.float32, rows: int = 4) -> list[torch.Tensor]:
+    count = rows * 3
+    values = [(torch.arange(count) * (rank + 2)) % 7 - 3 for rank in range(group.size())]
+    return [each.reshape(rows, 3).to(dtype).to(device) for each in values]
+
+
+def reductions_of(xs: list[torch.Tensor]) -> dict[Any, torch.Tensor]:
+    wide, op = torch.stack(xs).double(), dist.ReduceOp
+    values = {op.SUM: wide.sum(0), op.AVG: wide.mean(0), op.PRODUCT: wide.prod(0), op.MIN: wide.amin(0), op.MAX: wide.amax(0)}
+    return {each: value.to(xs[0].dtype) for each, value in values.items()}
+
+
+@check
+def all_reduce(group: Group, device: Device) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        xs = inputs(group, device, dtype)
+        for op, wanted in reductions_of(xs).items():
+            found = xs[group.rank()].clone()
+            dist.all_reduce(found, op, group=group)
+            torch.testing.assert_close(found, wanted)
+            transposed = xs[group.rank()].clone().t()
+            dist.all_reduce(transposed, op, group=group)
+            torch.testing.assert_close(transposed, wanted.t())
+
+
+@check
+def all_gather(group: Group, device: Device) -> None:
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        xs = inputs(group, device, dtype)
+        found = [torch.zeros_like(x) for x in xs]
+        dist.all_gather(found, xs[group.rank()], group=group)
+        assert all(torch.equal(*pair) for pair in zip(found, xs))
+        whole = torch.cat([torch.zeros_like(x) for x in xs])
+        dist.all_gather_into_tensor(whole, xs[group.rank()], group=group)
+        assert torch.equal(whole, torch.cat(xs))
+
+
+@check
+def reduce_scatter(group: Group, device: Device) -> None:
+    xs = inputs(group, device, rows=2 * group.size())
+    for op, wanted in reductions_of(xs).items():
+        found = torch.zeros(2, 3, device=device)
+        dist.reduce_scatter_tensor(found, xs[group.rank()], op, group=group)
+        torch.testing.assert_close(found, wanted.chunk(group.size())[group.rank()])
+        dist.reduce_scatter(found, list(xs[group.rank()].chunk(group.size())), op, group=group)
+        torch.testing.assert_close(found, wanted.chunk(group.size())[group.rank()])
+
+
+@check
+def all_to_all(group: Group, device: Device) -> None:
+    size, rank = group.size(), group.rank()
+    xs = inputs(group, device, rows=2 * size)
+    wanted = torch.cat([x.chunk(size)[rank] for x in xs])
+    found = torch.zeros_like(wanted)
+    dist.all_to_all_single(found, xs[rank], group=group)
+    assert torch.equal(found, wanted)
+    dist.all_to_all_single(found, xs[rank], [2] * size, [2] * size, group=group)
+    assert torch.equal(found, wanted)
+    parts = [torch.zeros(2, 3, device=device) for _ in range(size)]
+    dist.all_to_all(parts, list(xs[rank].chunk(size)), group=group)
+    assert torch.equal(torch.cat(parts), wanted)
+
+
+@check
+def broadcast_and_barrier(group: Group, device: Device) -> None:
+    xs = inputs(group, device)
+    for root in range(group.size()):
+        found = xs[group.rank()].clone()
+        dist.broadcast(found, group_src=root, group=group)
+        assert torch.equal(found, xs[root])
+        dist.barrier(group=group)
+    work = dist.barrier(group=group, async_op=True)
+    assert work is not None and work.wait()
+
+
+@check
+def works_beside_the_caller(group: Group, device: Device) -> None:
+    size, rank = group.size(), group.rank()
+    for turn in range(20):
+        x = torch.full((100_000,), float(rank + turn), device=device)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        y = torch.full((1000,), float(rank), device=device)
+        gathered = [torch.zeros_like(y) for _ in range(size)]
+        second = dist.all_gather(gathered, y, group=group, async_op=True)
+        del y  # its memory must not be given to others before the call is over
+        z = torch.full((1000,), -1.0, device=device)
+        assert work is not None and second is not None
+        work.wait()
+        assert x.eq(size * (size - 1) / 2 + size * turn).all()
+        if turn % 2:
+            dist.all_reduce(z, group=group)  # on the caller's stream, after what runs beside it
+            assert z.eq(-size).all()
+        second.wait(timedelta(seconds=10))
+        assert second.is_completed() and second.exception() is None
+        assert all(part.eq(each).all() for each, part in enumerate(gathered))
+        future = dist.all_reduce(z.fill_(1.0), group=group, async_op=True).get_future()
+        assert (future.then(lambda done: done.value()[0] + 1).wait() == size + 1).all()
+
+
+@check
+def calls_on_several_streams(group: Group, device: Device) -> None:
+    if device.type == "cpu":
+        return
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    xs = [torch.full((50_000 * (turn % 5 + 1),), float(turn), device=device) for turn in range(30)]
+    torch.cuda.synchronize()
+    for turn, x in enumerate(xs):
+        with torch.cuda.stream(streams[turn % 3]):
+            dist.all_reduce(x, group=group, async_op=turn % 4 == 3)
+    dist.barrier(group=group)
+    for turn, x in enumerate(xs):
+        assert x.eq(turn * group.size()).all()
+
+
+@check
+def all_reduce_in_a_graph(group: Group, device: Device) -> None:
+    if device.type == "cpu":
+        return
+    x = torch.ones(1000, device=device)
+    antiphon.torch.communicator(group).prepare_cuda()
+    dist.all_reduce(x, group=group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x, group=group)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+    x.fill_(1.0)
+    for _ in range(3):
+        graph.replay()
+    assert x.eq(float(group.size() ** 6)).all()
+
+
+@check
+def functional_collectives(group: Group, device: Device) -> None:
+    xs = inputs(group, device)
+    found = funcol.wait_tensor(funcol.all_reduce(xs[group.rank()], "sum", group))
+    assert torch.equal(found, torch.stack(xs).sum(0))
+    found = funcol.wait_tensor(funcol.all_gather_tensor(xs[group.rank()], 0, group))
+    assert torch.equal(found, torch.cat(xs))
+
+
+@check
+def operators_by_the_name_of_a_group(group: Group, device: Device) -> None:
+    xs = inputs(group, device)
+    assert torch.equal(torch.ops.antiphon.all_reduce(xs[group.rank()], group.group_name), torch.stack(xs).sum(0))
+
+
+@check
+def data_parallel_training(group: Group, device: Device) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    alone = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    alone.load_state_dict(module.state_dict())
+    together = torch.nn.parallel.DistributedDataParallel(module, process_group=group)
+    x = torch.randn(8 * group.size(), 8, device="cpu").to(device)
+    for model, mine in ((together, x[group.rank() :: group.size()]), (alone, x)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(mine).square().mean().backward()
+            optimizer.step()
+    for mine, wanted in zip(module.parameters(), alone.parameters()):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+@check
+def what_is_not_served_says_so(group: Group, device: Device) -> None:
+    if device.type == "cpu":
+        return
+    x, size = torch.ones(12, device=device), group.size()
+    parts = [12] + [0] * (size - 1)
+    for text, call in {
+        "reduce on cuda": lambda: dist.reduce(x, group_dst=0, group=group),
+        "gather on cuda": lambda: group.gather([[x] * size] if group.rank() == 0 else [], [x]),
+        "unequal parts on CUDA": lambda: dist.all_to_all_single(x, x, parts, parts, group=group),
+        "send on cuda": lambda: dist.send(x, group_dst=(group.rank() + 1) % size, group=group),
+    }.items():
+        with pytest.raises(NotImplementedError, match=text):
+            call()
+    with pytest.raises(TypeError, match="cannot be reduced"):
+        dist.all_reduce(x.int(), group=group)
+    with pytest.raises(ValueError, match="tensors on cuda:. and on cpu in one call"):
+        dist.all_gather_into_tensor(torch.ones(12 * size), x, group=group)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("name", CHECKS)
+def test_on(name: str, device: str, world_size: int) -> None:
+    worlds.need(device, world_size)
+    failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(device, world_size)) if of[name]]
+    assert not failures, "\n".join(failures)

@@ -1,0 +1,78 @@
+"""Checks that run on host memory and on GPUs under one name.
+
+Starting ranks with torch takes seconds, so that one world runs all checks of a module, each with a communicator of its own,
+and the tests look up how a check went.
+"""
+
+import functools
+import importlib
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import antiphon
+import ranks
+
+#: What every rank runs: ``body(comm, device)``.
+Body = Callable[[antiphon.Communicator, torch.device], None]
+
+#: Where checks run. GPUs are marked, so that `pytest -m cuda` runs those alone.
+DEVICES = ["host", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+class Checks(dict[str, Body]):
+    """The checks of a module, by name."""
+
+    def __call__(self, body: Body) -> Body:
+        self[body.__name__] = body
+        return body
+
+
+def need(device: str, world_size: int) -> None:
+    """Skips a test for which there are too few GPUs."""
+    found = torch.cuda.device_count()
+    if device == "cuda" and found < world_size:
+        pytest.skip(f"no CUDA device for each rank: {found} of {world_size}")
+
+
+def place(device: str, rank: int) -> torch.device:
+    """The device of this rank's tensors, which is the current one from now on."""
+    if device == "host":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def expect(module: str, name: str, device: str, world_size: int) -> None:
+    """Fails if a check of a module went wrong on any rank."""
+    need(device, world_size)
+    failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(module, device, world_size)) if of[name]]
+    assert not failures, "\n".join(failures)
+
+
+@functools.cache
+def outcomes(module: str, device: str, world_size: int) -> list[dict[str, str | None]]:
+    """How each check went on each rank: nothing, or a traceback."""
+    try:
+        return ranks.processes(world_size, run, module, device)
+    except Exception:  # for every check, rather than again and again
+        return [dict.fromkeys(importlib.import_module(module).CHECKS, traceback.format_exc())]
+
+
+def run(module: str, device: str) -> dict[str, str | None]:
+    checks: Checks = importlib.import_module(module).CHECKS
+    found: dict[str, str | None] = {}
+    with antiphon.init() as world:
+        where = place(device, world.rank)
+        for name, body in checks.items():
+            comm: Any = world.split(0)
+            with comm:
+                try:
+                    body(comm, where)
+                    found[name] = None
+                except Exception:
+                    found[name] = traceback.format_exc()
+    return found
