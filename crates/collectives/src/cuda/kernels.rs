@@ -28,6 +28,7 @@ pub(crate) enum Kernel {
     AllGather,
     AllToAll,
     Broadcast,
+    BroadcastParts,
     OneShot,
     OneShotPlain,
     TwoShot,
@@ -44,6 +45,7 @@ impl Kernel {
             Self::AllGather => "all_gather",
             Self::AllToAll => "all_to_all",
             Self::Broadcast => "broadcast",
+            Self::BroadcastParts => "broadcast_parts",
             Self::OneShot => "one_shot",
             Self::OneShotPlain => "one_shot_plain",
             Self::TwoShot => "two_shot",
@@ -57,7 +59,13 @@ impl Kernel {
 impl Family {
     pub(super) fn kernels(self) -> &'static [Kernel] {
         match self {
-            Self::Movement => &[Kernel::Barrier, Kernel::AllGather, Kernel::AllToAll, Kernel::Broadcast],
+            Self::Movement => &[
+                Kernel::Barrier,
+                Kernel::AllGather,
+                Kernel::AllToAll,
+                Kernel::Broadcast,
+                Kernel::BroadcastParts,
+            ],
             Self::Reduction(..) => &[
                 Kernel::OneShot,
                 Kernel::OneShotPlain,

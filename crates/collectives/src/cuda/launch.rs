@@ -134,9 +134,9 @@ impl CudaCollectives {
         of: impl Fn(usize, usize) -> Launch,
     ) -> Result<()> {
         if bytes <= piece {
-            // SAFETY: passed on.
             return match bytes {
                 0 => Ok(()),
+                // SAFETY: passed on.
                 _ => unsafe { self.launch(loaded, 0, 1, &of(0, bytes), stream) },
             };
         }

@@ -18,6 +18,8 @@ use crate::{
 /// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in kernels.cuh.
 const ROW_BYTES: usize = 512;
 const ROW_DATA: usize = 496;
+/// From how many bytes on a broadcast goes in parts: where (W − 1)·n bytes out of the root weigh more than a second hop.
+const PARTS_FROM: usize = 256 << 10;
 
 impl CudaCollectives {
     /// The inputs of all ranks, one after the other: `n` elements in, `W·n` out, in the order of the stream. The input may
@@ -110,8 +112,12 @@ impl CudaCollectives {
         let buffer = self.output(&signature, buffer)?;
         let (at, bytes) = (buffer.data.addr(), buffer.count * buffer.dtype.size());
         let work = Work { input: at, output: at, count: bytes, stride: bytes, root, signature };
+        let kernel = match bytes < PARTS_FROM || self.world_size() == 2 {
+            true => Kernel::Broadcast,
+            false => Kernel::BroadcastParts,
+        };
         // SAFETY: passed on.
-        unsafe { self.move_rows(Kernel::Broadcast, &work, stream) }
+        unsafe { self.move_rows(kernel, &work, stream) }
     }
 
     /// Rank `r` gets the reduction of everybody's `r`-th block: `W·n` elements of f32, f16 or bf16 in, `n` out, in the order
@@ -175,12 +181,15 @@ impl CudaCollectives {
     /// As [`run`](Self::run).
     unsafe fn move_rows(&self, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
         let loaded = self.ready(Family::Movement)?;
+        // Of a part, a peer gets one and passes it on.
+        let parts = if kernel == Kernel::BroadcastParts { self.world_size() - 1 } else { 1 };
         let of = |start: usize, len: usize| {
             let work = Work { input: work.input + start, output: work.output + start, count: len, ..*work };
-            let by_peer = kernel == Kernel::AllToAll;
-            Launch { kernel, items: len.div_ceil(ROW_DATA) * 32, by_peer, work }
+            let by_peer = matches!(kernel, Kernel::AllToAll | Kernel::BroadcastParts);
+            Launch { kernel, items: len.div_ceil(ROW_DATA * parts) * 32, by_peer, work }
         };
+        let piece = self.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, work.count, self.lane_bytes() / ROW_BYTES * ROW_DATA, stream, of) }
+        unsafe { self.run(&loaded, work.count, piece, stream, of) }
     }
 }

@@ -87,7 +87,8 @@ DEVICE void store_row(const bytes& to, u32 row, uint4 v) {
     if (lane_id() < ROW) to.store(row * ROW + lane_id(), v);
 }
 
-// Waits for some rows, at these places of the slot, of these peers; false, in all lanes, if one gave up.
+// Waits for some rows, at these places of the slot, of these peers; they are still masked. False, in all lanes, if one
+// gave up.
 template <u32 COUNT>
 DEVICE bool collect_rows(reader& r, const u32 (&at)[COUNT], const u32 (&peers)[COUNT], uint4 (&got)[COUNT]) {
     const u8* slot = r.a.own + lane_at(r.a, r.slot, 0) + lane_id() * 16;
@@ -103,10 +104,7 @@ DEVICE bool collect_rows(reader& r, const u32 (&at)[COUNT], const u32 (&peers)[C
             }
         return complete;
     });
-    if (!__all_sync(~0u, came)) return false;
-#pragma unroll
-    for (u32 k = 0; k < COUNT; ++k) got[k] = unmasked(got[k]);
-    return true;
+    return __all_sync(~0u, came);
 }
 
 // A warp's share of rows, where so many blocks share them.
@@ -142,12 +140,12 @@ DEVICE bool receive_rows(reader& r, u32 peer, const rows& mine, u32 count, const
         for (u32 k = 0; k < DEPTH; ++k) at[k] = lane + (row + k * mine.step) * 512, peers[k] = peer;
         if (!collect_rows(r, at, peers, got)) return false;
 #pragma unroll
-        for (u32 k = 0; k < DEPTH; ++k) store_row(to, row + k * mine.step, got[k]);
+        for (u32 k = 0; k < DEPTH; ++k) store_row(to, row + k * mine.step, unmasked(got[k]));
     }
     for (; row < count; row += mine.step) {
         uint4 got[1];
         if (!collect_rows(r, {lane + row * 512}, {peer}, got)) return false;
-        store_row(to, row, got[0]);
+        store_row(to, row, unmasked(got[0]));
     }
     return true;
 }
@@ -181,7 +179,8 @@ KERNEL(all_gather) {
         for (u32 k = 0; k < PEERS; ++k) at[k] = peers[k] * a.lane_stride + row * 512;
         if (!collect_rows(r, at, peers, got)) return;
 #pragma unroll
-        for (u32 k = 0; k < PEERS; ++k) store_row(bytes(a.output + peers[k] * a.stride, a.count), row, got[k]);
+        for (u32 k = 0; k < PEERS; ++k)
+            store_row(bytes(a.output + peers[k] * a.stride, a.count), row, unmasked(got[k]));
     }
     r.finish();
 }
@@ -219,5 +218,49 @@ KERNEL(broadcast) {
     advance(a, t, count * 32, 0);
     reader r(a, t);
     if (a.rank != a.root && !receive_rows(r, a.root, mine, count, out)) return;
+    r.finish();
+}
+
+// The root sends every peer a part, which that one passes on to the others: n bytes out of the root, two hops.
+KERNEL(broadcast_parts) {
+    const u32 count = rows_of(a.count), part = (count + PEERS - 1) / PEERS;
+    const turn t = begin(a, load_control(a));
+    const bytes in(a.input, a.count), out(a.output, a.count);
+    // Which part a rank passes on: they are numbered from the root on.
+    const auto number_of = [&](u32 rank) { return (rank + WORLD - a.root - 1) % WORLD; };
+    const auto rows_in = [&](u32 number) {
+        const u32 first = number * part;
+        return first < count ? (count - first < part ? count - first : part) : 0;
+    };
+    if (a.rank == a.root) {
+        const u32 next = blockIdx.x % PEERS, first = next * part; // the root's peers are numbered alike
+        u8* theirs = a.peer[next] + lane_at(a, t.slot, a.rank) + lane_id() * 16;
+        const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
+        for (u32 row = mine.first; row < rows_in(next); row += mine.step)
+            store16_volatile(theirs + row * 512, masked(load_row(in, first + row)));
+    }
+    advance(a, t, part * 32, part * 32);
+    reader r(a, t);
+    if (a.rank != a.root) {
+        const rows mine = rows_of_warp(blockIdx.x, gridDim.x);
+        const u32 own = number_of(a.rank), to = lane_at(a, t.slot, WORLD + a.rank) + lane_id() * 16;
+        for (u32 row = mine.first; row < rows_in(own); row += mine.step) {
+            uint4 got[1];
+            if (!collect_rows(r, {a.root * a.lane_stride + row * 512}, {a.root}, got)) return;
+#pragma unroll
+            for (u32 k = 0; k < PEERS; ++k)
+                if (rank_of(a, k) != a.root) store16_volatile(a.peer[k] + to + row * 512, got[0]);
+            store_row(out, own * part + row, unmasked(got[0]));
+        }
+        for (u32 k = 0; k < PEERS; ++k) {
+            const u32 peer = rank_of(a, k), number = number_of(peer);
+            if (peer == a.root) continue;
+            for (u32 row = mine.first; row < rows_in(number); row += mine.step) {
+                uint4 got[1];
+                if (!collect_rows(r, {(WORLD + peer) * a.lane_stride + row * 512}, {peer}, got)) return;
+                store_row(out, number * part + row, unmasked(got[0]));
+            }
+        }
+    }
     r.finish();
 }

@@ -83,7 +83,11 @@ impl Operand {
     /// Finds the memory of `array`; `name` is the argument's, for errors.
     pub(crate) fn import(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Self> {
         if buffer::is_supported(array) {
-            return Buffer::operand(array, name);
+            return match Buffer::operand(array, name) {
+                // CuPy's arrays have the protocol, to refuse it.
+                Err(_) if protocol::is_on_device(array) => protocol::operand(array, name, usage),
+                operand => operand,
+            };
         }
         if let Some(api) = ExchangeApi::of(array)? {
             return api.operand(array, name, usage);

@@ -28,6 +28,16 @@ const UNVERSIONED: &CStr = c"dltensor";
 /// What we can read.
 const VERSION: (u32, u32) = (1, 1);
 
+/// Whether an array says that it is in the memory of a device.
+#[cold]
+pub(super) fn is_on_device(array: &Bound<'_, PyAny>) -> bool {
+    let device = array.call_method0(intern!(array.py(), "__dlpack_device__"));
+    let device = device.and_then(|device| device.extract::<(i32, i32)>());
+    device.is_ok_and(|(device_type, device_id)| {
+        Device::try_from(sys::DLDevice { device_type, device_id }).is_ok_and(|device| !device.is_host())
+    })
+}
+
 /// Imports an array by `__dlpack__`.
 pub(super) fn operand(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Operand> {
     let py = array.py();

@@ -1,0 +1,124 @@
+"""All-reduce on GPUs beside NCCL and torch's symmetric memory, in the same processes; benches/README.md says how to read it.
+
+    python benches/cuda_vs_torch.py --record benches/results/MACHINE/DATE-cuda-all-reduce.json
+
+It starts a process for every GPU, by `antiphon run`, if it is not one of them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+# Multicast objects belong to the switches, which others share.
+for name, value in {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}.items():
+    os.environ.setdefault(name, value)
+
+import antiphon
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+SIZES = [14336, 57344, 229376, 917504, 3670016, 7340032, 29360128, 268435456]
+REPLAYS = 7
+# Larger ones than their own users give them, and they take minutes.
+ONE_SHOT_MOST, TWO_SHOT_MOST = 4 << 20, 64 << 20
+
+
+def calls_for(size: int) -> int:
+    """Calls in a graph: enough that what a launch takes does not show."""
+    return 100 if size < 1 << 20 else 40 if size < 16 << 20 else 15
+
+
+def capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def measure(comm: antiphon.Communicator, contenders: dict[str, Callable[[], object]], size: int) -> dict[str, float]:
+    """Microseconds per call: the slowest rank of each replay, the median of the replays, in which all take turns."""
+    calls = calls_for(size)
+    graphs = {name: capture(call, calls) for name, call in contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for replay in range(REPLAYS + 1):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            comm.barrier()
+            torch.cuda._sleep(200_000)  # while it lasts, everything is submitted
+            comm.barrier(device=torch.cuda.current_device(), stream=torch.cuda.current_stream().cuda_stream)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            slowest = max(comm.exchange_objects(begin.elapsed_time(end) / calls * 1e3))
+            if replay:
+                times[name].append(slowest)
+    return {name: round(statistics.median(found), 2) for name, found in times.items()}
+
+
+def contenders_for(comm: antiphon.Communicator, size: int) -> dict[str, Callable[[], object]]:
+    count, group = size // 2, dist.group.WORLD.group_name
+    x = (torch.arange(count, device="cuda") % 61).to(torch.bfloat16)
+    out, for_nccl = torch.empty_like(x), x.clone()
+    shared = symmetric.empty(count, dtype=torch.bfloat16, device=x.device)
+    shared.copy_(x)
+    symmetric.rendezvous(shared, group)
+    comm.all_reduce(x, out=out)
+    assert out.equal(x * comm.world_size), "the sum is wrong"
+    contenders: dict[str, Callable[[], object]] = {
+        "antiphon": lambda: comm.all_reduce(x, out=out),
+        "nccl": lambda: dist.all_reduce(for_nccl),
+    }
+    if size <= ONE_SHOT_MOST:
+        contenders["torch one-shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group)
+    if size <= TWO_SHOT_MOST:
+        contenders["torch two-shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group)
+    return contenders
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
+    parser.add_argument("--record", type=Path, help="file to write the figures to")
+    arguments = parser.parse_args()
+    with antiphon.init() as comm:
+        torch.cuda.set_device(comm.rank)
+        store = f"/tmp/antiphon-bench-{os.getppid()}"
+        dist.init_process_group(
+            "nccl", init_method=f"file://{store}", rank=comm.rank, world_size=comm.world_size,
+            device_id=torch.device("cuda", comm.rank),
+        )  # fmt: skip
+        comm.prepare_cuda(comm.rank, dtypes=["bfloat16"])
+        rows = []
+        for size in arguments.sizes:
+            row = measure(comm, contenders_for(comm, size), size)
+            peers = {name: time for name, time in row.items() if name != "antiphon"}
+            row = {"bytes": size, **row, "ratio to nccl": round(row["antiphon"] / row["nccl"], 3)}
+            row["ratio to best"] = round(row["antiphon"] / min(peers.values()), 3)
+            rows.append(row)
+            if comm.rank == 0:
+                print(row, flush=True)
+        comm.check()
+        if comm.rank == 0 and arguments.record:
+            machine = {"gpus": f"{comm.world_size} × {torch.cuda.get_device_name()}", "torch": torch.__version__}
+            machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            record = {"date": date.today().isoformat(), **machine, "dtype": "bfloat16, sum, µs", "rows": rows}
+            arguments.record.parent.mkdir(parents=True, exist_ok=True)
+            arguments.record.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        ranks = str(torch.cuda.device_count())
+        os.execv(sys.executable, [sys.executable, "-m", "antiphon", "run", "-n", ranks, sys.executable, *sys.argv])
+    main()
