@@ -154,7 +154,7 @@ class Communicator:
 
         All ranks call it together. ``device`` is torch's or CuPy's current one unless given. It loads what reduces
         ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); what is not in the cache on
-        disk takes about a second for each. It takes about 200 MB on each GPU. Raises ``RuntimeError`` that says what is
+        disk takes about a second for each. It takes about 400 MB on each GPU. Raises ``RuntimeError`` that says what is
         missing."""
 
     def check(self) -> None:
