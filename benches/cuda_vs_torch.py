@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -92,9 +93,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with antiphon.init() as comm:
         torch.cuda.set_device(comm.rank)
-        store = f"/tmp/antiphon-bench-{os.getppid()}"
+        folder = comm.exchange_objects(tempfile.mkdtemp() if comm.rank == 0 else "")[0]
         dist.init_process_group(
-            "nccl", init_method=f"file://{store}", rank=comm.rank, world_size=comm.world_size,
+            "nccl", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.world_size,
             device_id=torch.device("cuda", comm.rank),
         )  # fmt: skip
         comm.prepare_cuda(comm.rank, dtypes=["bfloat16"])

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,6 +228,26 @@ def test_bad_arguments_are_refused_and_do_no_harm(name: str) -> None:
         with pytest.raises(kind, match=message):
             call(comm)
         assert comm.all_reduce(np.ones(1)) == 1
+
+    ranks.threads(1, body)
+
+
+def test_a_new_output_is_refused_on_another_stream_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = SimpleNamespace(ptr=5)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: current))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    x = type("CupyArray", (CudaArray,), {"__module__": "cupy"})()
+
+    def body(comm: antiphon.Communicator) -> None:
+        for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter, comm.all_to_all):
+            with pytest.raises(ValueError, match=r"stream 7 is not the current one \(5\).*: pass out="):
+                call(x, stream=7)
+        with pytest.raises(RuntimeError, match="libcuda|device 99"):
+            comm.all_reduce(x, out=x, stream=7)
+        for current.ptr, same in ((7, 7), (0, 1)):  # two numbers of the default stream
+            with pytest.raises(Exception) as caught:
+                comm.all_reduce(x, stream=same)
+            assert "is not the current one" not in str(caught.value)
 
     ranks.threads(1, body)
 

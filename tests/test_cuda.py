@@ -58,6 +58,8 @@ def calls_follow_the_current_stream(comm: Comm, device: Device) -> None:
     # A stream by its number, which the current one waits for.
     x.fill_(comm.rank + 1)
     stream.wait_stream(torch.cuda.current_stream())
+    with pytest.raises(ValueError, match="is not the current one .* pass out="):
+        comm.all_reduce(x, stream=stream.cuda_stream)
     comm.all_reduce(x, out=x, stream=stream.cuda_stream)
     torch.cuda.current_stream().wait_stream(stream)
     assert x.eq(total(comm)).all()

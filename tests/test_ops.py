@@ -66,6 +66,25 @@ def compiled(comm: Comm, device: Device, backend: str) -> None:
             torch.testing.assert_close(mine, wanted)
 
 
+def unused(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Results that nobody uses, before one that is."""
+    ops.all_reduce(x, group)
+    ops.all_gather(x, group)
+    ops.reduce_scatter(x, group)
+    return ops.all_to_all(x, group)  # type: ignore[no-any-return]
+
+
+@check
+def calls_that_nobody_uses_are_kept(comm: Comm, device: Device) -> None:
+    group, x = antiphon.torch.ops.register(comm), x_of(comm.rank, device)
+    wanted = torch.cat([x_of(rank, device).chunk(comm.world_size)[comm.rank] for rank in range(comm.world_size)])
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        program = torch.compile(unused, fullgraph=True, backend=backend)
+        call = program if comm.rank else unused  # ranks disagree if one of the two lacks a call
+        assert torch.equal(call(x, group), wanted)
+
+
 @check
 def names_of_groups(comm: Comm, device: Device) -> None:
     name = antiphon.torch.ops.register(comm, "mine")

@@ -193,8 +193,24 @@ def functional_collectives(group: Group, device: Device) -> None:
 
 @check
 def operators_by_the_name_of_a_group(group: Group, device: Device) -> None:
-    xs = inputs(group, device)
-    assert torch.equal(torch.ops.antiphon.all_reduce(xs[group.rank()], group.group_name), torch.stack(xs).sum(0))
+    name, xs = group.group_name, inputs(group, device)
+    assert torch.equal(torch.ops.antiphon.all_reduce(xs[group.rank()], name), torch.stack(xs).sum(0))
+    for turn in range(20):  # beside the group's own calls, for which nobody has waited yet
+        x = torch.full((1_000_000,), float(turn), device=device)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        found = torch.ops.antiphon.all_gather(xs[group.rank()], name)
+        assert work is not None and work.wait()
+        assert torch.equal(found, torch.cat(xs)) and x.eq(turn * group.size()).all()
+
+
+@check
+def the_name_of_a_destroyed_group_is_forgotten(group: Group, device: Device) -> None:
+    other = dist.new_group(backend="antiphon")
+    x, name = torch.ones(3, device=device), other.group_name
+    assert torch.ops.antiphon.all_reduce(x, name).eq(group.size()).all()
+    dist.destroy_process_group(other)
+    with pytest.raises(ValueError, match="there is no group"):
+        torch.ops.antiphon.all_reduce(x, name)
 
 
 @check

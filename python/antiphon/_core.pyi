@@ -88,9 +88,12 @@ class Communicator:
     a GPU (reductions those of float32, float16 and bfloat16) and put their work into the stream that torch or CuPy works
     on at present, or into ``stream``, the integer of one. They do not wait for it, and may be captured in graphs. On each
     rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
-    caller sees to the order with what else uses the tensors, and keeps them until the stream has passed. The first CUDA
-    call brings the ranks' GPUs together and compiles kernels: :meth:`prepare_cuda` does it in advance. What goes wrong
-    between ranks is raised by a later call, or by :meth:`check`. What has no form on CUDA raises ``NotImplementedError``.
+    caller sees to the order with what else uses the tensors, and keeps them until the stream has passed; it needs ``out``
+    (else ``ValueError``) unless it is the library's current one. A communicator must outlive the replays of its graphs:
+    afterwards they touch unmapped memory, a fatal CUDA error. Of the communicators of the same GPUs, at most two may have
+    large calls under way at once; more may wait for each other until the timeout. The first CUDA call brings the ranks'
+    GPUs together and compiles kernels: :meth:`prepare_cuda` does it in advance. What goes wrong between ranks is raised
+    by a later call, or by :meth:`check`. What has no form on CUDA raises ``NotImplementedError``.
     """
 
     @staticmethod
@@ -131,7 +134,8 @@ class Communicator:
         """Whether :meth:`close` has been called."""
 
     def close(self) -> None:
-        """Waits for what was started (messages to receive excepted), then leaves: others that still need this rank get :class:`PeerLostError`."""
+        """Waits for what was started (messages to receive excepted), then leaves: others that still need this rank get :class:`PeerLostError`.
+        Graphs that hold its calls must not be replayed any more."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -154,8 +158,8 @@ class Communicator:
 
         All ranks call it together. ``device`` is torch's or CuPy's current one unless given. It loads what reduces
         ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); what is not in the cache on
-        disk takes about a second for each. It takes about 400 MB on each GPU. Raises ``RuntimeError`` that says what is
-        missing."""
+        disk takes about a second for each. It takes about 400 MB on each GPU, for each communicator. Raises
+        ``RuntimeError`` that says what is missing."""
 
     def check(self) -> None:
         """Raises what kernels that are over have left behind: :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError``.

@@ -12,14 +12,15 @@
 //! libnccl is opened at run time; [`antiphon_device::cuda`] says where it is looked for.
 
 use antiphon_device::{
-    DeviceError, ReduceOp,
-    cuda::{Context, CudaError, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef, UniqueId},
+    ReduceOp,
+    cuda::{Context, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef, UniqueId},
 };
 use antiphon_fabric::{Communicator, FabricError, Operation};
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use crate::{
     arguments::{Input, Output, divided, has_count, same_dtype},
+    cuda::device,
     error::Result,
 };
 
@@ -44,11 +45,11 @@ impl NcclCollectives {
     pub fn new(comm: &Communicator, context: &Context) -> Result<Self> {
         // Only rank 0 makes an id, but nobody waits for a rank that cannot follow.
         let id = Nccl::load().and_then(|nccl| (comm.rank() == 0).then(|| nccl.unique_id()).transpose());
-        let id = agree(comm, "has no NCCL", id)?.map(|id| id.to_bytes());
+        let id = comm.agree("has no NCCL", id.map_err(device))?.map(|id| id.to_bytes());
         let ids = comm.exchange_bytes(id.as_ref().map_or(&[], |id| &id[..]))?;
         let made = UniqueId::from_bytes(&ids[0])
             .and_then(|id| NcclCommunicator::new(context, &id, comm.rank(), comm.world_size()));
-        Ok(Self { nccl: agree(comm, "cannot meet the others through NCCL", made)? })
+        Ok(Self { nccl: comm.agree("cannot meet the others through NCCL", made.map_err(device))? })
     }
 
     /// The version of the library.
@@ -213,20 +214,4 @@ impl NcclCollectives {
 
 fn ends(from: &Input, to: &Output) -> (DevicePointer, DevicePointer) {
     (DevicePointer(from.data.addr() as u64), DevicePointer(to.data.addr() as u64))
-}
-
-/// Tells all ranks whether this one succeeded, so that all fail if one does.
-fn agree<T>(comm: &Communicator, problem: &str, mine: Result<T, CudaError>) -> Result<T> {
-    let all = comm.exchange_objects(&mine.as_ref().err().map(ToString::to_string))?;
-    let mine = mine.map_err(device)?;
-    match all.iter().enumerate().find_map(|(rank, error)| error.as_ref().map(|error| (rank, error))) {
-        None => Ok(mine),
-        Some((rank, error)) => {
-            Err(FabricError::InvalidArgument(format!("rank {rank} {problem}: {error}")).into())
-        }
-    }
-}
-
-fn device(error: CudaError) -> crate::CollectiveError {
-    FabricError::from(DeviceError::from(error)).into()
 }

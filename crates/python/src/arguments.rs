@@ -50,6 +50,7 @@ pub(crate) fn prepare<'py>(
     let read = Operand::import(input, "the input", usage)?;
     let read = if kind.reduces() { read.numeric()? } else { read };
     let Some(out) = out else {
+        read.allocates_in_order(usage)?;
         let shape = shape(read.shape())?;
         let (new, write) = read.new_like(input, &shape, usage)?;
         same_device(&read.tensor, &write.tensor)?;

@@ -16,8 +16,10 @@ group, after what is in the current one, which ``wait()`` of the work lets wait 
 current stream. :mod:`antiphon.torch.ops` has operators for ``torch.compile``.
 
 A failure raises at the call, or at ``wait()`` of the work that ``async_op=True`` returned, with the exceptions of
-:mod:`antiphon`. Where C++ waits for a future (DDP does), its text arrives in a ``RuntimeError``. What is not supported
-raises ``NotImplementedError`` that names it. Ranks in messages are ranks in the group.
+:mod:`antiphon`. On CUDA neither waits for the GPU, and tells only what is known by then: the rest is raised by a later
+call, ``wait()`` with a timeout, a barrier, or ``communicator(group).check()`` after ``torch.cuda.synchronize()``. Where C++
+waits for a future (DDP does), its text arrives in a ``RuntimeError``. What is not supported raises ``NotImplementedError``
+that names it. Ranks in messages are ranks in the group.
 """
 
 import itertools
@@ -38,8 +40,9 @@ __all__ = ["communicator", "ops"]
 def communicator(group: dist.ProcessGroup | None = None) -> antiphon.Communicator:
     """The communicator of a group of this backend (the default group unless given), which closes it when destroyed.
 
-    Its calls and those of the group are one sequence: all ranks must make them in the same order. Raises ``ValueError``
-    if the group has another backend or this process is not in it.
+    Its calls and those of the group are one sequence: all ranks must make them in the same order. On CUDA the
+    caller orders its calls, and replays of graphs, against the group's: ``wait()`` first for all work that was asked for
+    with ``async_op=True``. Raises ``ValueError`` if the group has another backend or this process is not in it.
     """
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, Group):

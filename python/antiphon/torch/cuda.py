@@ -42,14 +42,16 @@ class Streams:
         side, used = self._side, [*result, *(tensor for pair in copies for tensor in pair)]
         side.wait_stream(torch.cuda.current_stream(self.device))
         self._follow(side)
-        with torch.cuda.stream(side):
-            for name, arguments, out in calls:
-                getattr(self.comm, name)(*arguments, out=out)
-                used += [tensor for tensor in (*arguments, out) if isinstance(tensor, Tensor)]
-            copies.finish()
-            end = side.record_event()
-        for tensor in used:
-            tensor.record_stream(side)  # whoever frees it meanwhile does not get it back before
+        try:
+            with torch.cuda.stream(side):
+                for name, arguments, out in calls:
+                    used += [tensor for tensor in (*arguments, out) if isinstance(tensor, Tensor)]
+                    getattr(self.comm, name)(*arguments, out=out)
+                copies.finish()
+                end = side.record_event()
+        finally:  # also when a later call raises: those before are under way
+            for tensor in used:
+                tensor.record_stream(side)  # whoever frees it meanwhile does not get it back before
         return StreamWork(self, side, end, result)
 
     def synchronize(self) -> None:
@@ -80,8 +82,8 @@ class StreamWork(dist.Work):
         self._streams, self._stream, self._end, self._result = streams, stream, end, list(result)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Has the current stream wait for the end. With a ``timeout`` the caller itself waits, so long at most, and gets
-        ``TimeoutError``, or what went wrong."""
+        """Has the current stream wait for the end, and raises what is known by now to have gone wrong in this group. With a
+        ``timeout`` the caller itself waits, so long at most, and gets ``TimeoutError``, or what went wrong."""
         torch.cuda.current_stream(self._streams.device).wait_event(self._end)
         if timeout > timedelta(0):
             end = time.monotonic() + timeout.total_seconds()
@@ -89,6 +91,7 @@ class StreamWork(dist.Work):
                 if time.monotonic() > end:
                     raise TimeoutError(f"still under way after {timeout}: wait again")
                 time.sleep(1e-4)
+        if not self._streams.comm.closed:
             self._streams.comm.check()
         return True
 

@@ -63,6 +63,12 @@ class Group(dist.ProcessGroup):
         copies.finish()
         return self._done
 
+    def enter(self, tensor: Tensor) -> antiphon.Communicator:
+        """The communicator, for a call on such a tensor that comes after those before, on the current stream."""
+        if tensor.is_cuda:
+            self._on(tensor.get_device()).enter()
+        return self.comm
+
     def _on(self, device: int) -> Streams:
         """The order of the calls on a GPU."""
         streams = self._streams.get(device)
@@ -77,9 +83,7 @@ class Group(dist.ProcessGroup):
             op = OPS.get(int(opts.reduceOp.op))
             served = tensor.is_cpu or tensor.is_cuda
             if op is not None and served and tensor.layout is torch.strided and is_plain(tensor):
-                if tensor.is_cuda:
-                    self._on(tensor.get_device()).enter()
-                self.comm.all_reduce(tensor, op, out=tensor)
+                self.enter(tensor).all_reduce(tensor, op, out=tensor)
                 return self._done
         return self.allreduce_coalesced(tensors, opts)
 

@@ -9,7 +9,7 @@
         return torch.ops.antiphon.all_reduce(x @ weight, group)
 
 A compiled program holds the name, so that a name must mean the same group later on. The name of a ``torch.distributed``
-group of the backend ``"antiphon"`` does as well.
+group of the backend ``"antiphon"`` does as well: such calls take their turn among the group's own, on whatever stream.
 
 =====================================================================  ============================================
 ``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()``            in place
@@ -20,7 +20,8 @@ group of the backend ``"antiphon"`` does as well.
 =====================================================================  ============================================
 
 They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
-is not contiguous is copied. Gradients are not tracked.
+is not contiguous is copied. Gradients are not tracked. A compiler keeps a call whose result nobody uses, which the other
+ranks wait for.
 """
 
 import itertools
@@ -31,8 +32,10 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 import antiphon
+from antiphon.torch.group import Group
 
 __all__ = ["register"]
 
@@ -53,23 +56,29 @@ def register(comm: antiphon.Communicator, name: str | None = None) -> str:
     return name
 
 
-def _group(name: str) -> antiphon.Communicator:
+def _group(name: str) -> antiphon.Communicator | Group:
+    """What has this name: looked up each time, as a group may be destroyed and another one get its name."""
     found = _groups.get(name)
-    return _of_torch(name) if found is None else found
-
-
-def _of_torch(name: str) -> antiphon.Communicator:
-    """The communicator of a process group of this name."""
-    from antiphon.torch.group import Group
-
+    if found is not None:
+        return found
     try:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     except (RuntimeError, ValueError, LookupError):
         group = None
     if not isinstance(group, Group):
         raise ValueError(f"there is no group {name!r} of antiphon: register a communicator, which must not be dropped")
-    _groups[name] = group.comm
-    return group.comm
+    return group
+
+
+def _comm(name: str, x: Tensor) -> antiphon.Communicator:
+    """The communicator for a call on ``x``, which comes after those of the process group, if it is one's."""
+    group = _group(name)
+    return group.enter(x) if isinstance(group, Group) else group
+
+
+def _world_size(name: str) -> int:
+    group = _group(name)
+    return group.size() if isinstance(group, Group) else group.world_size
 
 
 def _like(x: Tensor, group: str, op: str = "sum") -> Tensor:
@@ -78,11 +87,11 @@ def _like(x: Tensor, group: str, op: str = "sum") -> Tensor:
 
 def _gathered(x: Tensor, group: str) -> Tensor:
     rows = x.shape[0] if x.dim() else 1
-    return x.new_empty((_group(group).world_size * rows, *x.shape[1:]))
+    return x.new_empty((_world_size(group) * rows, *x.shape[1:]))
 
 
 def _scattered(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    world_size = _group(group).world_size
+    world_size = _world_size(group)
     rows = x.shape[0] if x.dim() else 1
     if rows % world_size:
         raise ValueError(f"reduce_scatter: {rows} rows cannot be divided among {world_size} ranks")
@@ -91,25 +100,25 @@ def _scattered(x: Tensor, group: str, op: str = "sum") -> Tensor:
 
 def _all_reduce_in_place(x: Tensor, group: str, op: str = "sum") -> None:
     plain = x.contiguous()
-    _group(group).all_reduce(plain, op, out=plain)
+    _comm(group, plain).all_reduce(plain, op, out=plain)
     if plain is not x:
         x.copy_(plain)
 
 
 def _all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    return _group(group).all_reduce(x.contiguous(), op)
+    return _comm(group, x).all_reduce(x.contiguous(), op)
 
 
 def _all_gather(x: Tensor, group: str) -> Tensor:
-    return _group(group).all_gather(x.contiguous())
+    return _comm(group, x).all_gather(x.contiguous())
 
 
 def _reduce_scatter(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    return _group(group).reduce_scatter(x.contiguous(), op)
+    return _comm(group, x).reduce_scatter(x.contiguous(), op)
 
 
 def _all_to_all(x: Tensor, group: str) -> Tensor:
-    return _group(group).all_to_all(x.contiguous())
+    return _comm(group, x).all_to_all(x.contiguous())
 
 
 _library = torch.library.Library("antiphon", "DEF")  # type: ignore[no-untyped-call]
@@ -122,6 +131,7 @@ def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"antiphon::{name}", fake, lib=_library)
+    has_side_effect(getattr(torch.ops.antiphon, name).default)
 
 
 def _nothing(x: Tensor, group: str, op: str = "sum") -> None:

@@ -44,6 +44,9 @@ impl std::fmt::Display for Algorithm {
     }
 }
 
+/// From how many bytes on a thread of one-shot has more than one vector, between two ranks, on 132 multiprocessors.
+const PAIRS_FROM: usize = 528 << 10;
+
 impl CudaCollectives {
     /// `output[i] = op over all ranks of input[i]`, on every rank, in the order of the stream; both of `n` elements of f32,
     /// f16 or bf16. `output` may be `input`.
@@ -99,6 +102,7 @@ impl CudaCollectives {
             let work = Work { input, output, count: len / size, stride: 0, root: 0, signature };
             let plain = (input | output).is_multiple_of(16) && len.is_multiple_of(16 * parts);
             let kernel = match algorithm {
+                Algorithm::OneShot if plain && world_size == 2 && len > PAIRS_FROM => Kernel::OneShotPairs,
                 Algorithm::OneShot if plain => Kernel::OneShotPlain,
                 Algorithm::OneShot => Kernel::OneShot,
                 Algorithm::TwoShot if plain => Kernel::TwoShotPlain,

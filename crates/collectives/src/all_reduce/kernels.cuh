@@ -1,22 +1,31 @@
 // All-reduce over NVLink: one-shot and two-shot. Behind cuda/slots.cuh and cuda/reduce.cuh.
 
-// Everyone gets everything and reduces everything: (WORLD - 1) · n bytes out, one hop.
-template <bool PLAIN> DEVICE void one_shot_of(const arguments& a) {
+// Everyone gets everything and reduces everything: (WORLD - 1) · n bytes out, one hop. A thread has ROUND vectors at a time.
+template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
     const elements<PLAIN> in(a.input, a.count), out(a.output, a.count);
     const u32 vectors = vectors_of(a.count), start = grid_thread(), step = grid_threads();
-    // Both loads are under way before either is needed.
+    // All loads are under way before any is needed.
     const uint4 words = load_control(a);
-    const uint4 first = start < vectors ? in.load(start) : make_uint4(0, 0, 0, 0);
+    uint4 first[ROUND];
+#pragma unroll
+    for (u32 n = 0; n < ROUND; ++n)
+        if (start + n * step < vectors) first[n] = in.load(start + n * step);
     const turn t = begin(a, words);
-    if (start < vectors) push(a, t, a.rank, start, without_empty(first));
+    if (t.has_failed()) return;
+#pragma unroll
+    for (u32 n = 0; n < ROUND; ++n)
+        if (start + n * step < vectors) push(a, t, a.rank, start + n * step, without_empty(first[n]));
 #pragma unroll 1
-    for (u32 i = start + step; i < vectors; i += step) push(a, t, a.rank, i, without_empty(in.load(i)));
+    for (u32 i = start + ROUND * step; i < vectors; i += step) push(a, t, a.rank, i, without_empty(in.load(i)));
     advance(a, t, vectors, 0);
     reader r(a, t);
-    for (u32 i = start; i < vectors; i += step) {
-        uint4 sum;
-        if (!collect_and_reduce(r, i, in.load(i), sum)) return; // read again, rather than kept in registers
-        out.store(i, sum);
+    for (u32 i = start; i < vectors; i += ROUND * step) {
+        uint4 sums[ROUND];
+        const auto mine = [&](u32 i) { return in.load(i); }; // again, rather than kept in registers
+        if (!collect_and_reduce(r, i, step, vectors, mine, sums)) return;
+#pragma unroll
+        for (u32 n = 0; n < ROUND; ++n)
+            if (n == 0 || i + n * step < vectors) out.store(i + n * step, sums[n]);
     }
     r.finish();
 }
@@ -27,29 +36,34 @@ template <bool PLAIN> DEVICE void two_shot_of(const arguments& a) {
     const elements<PLAIN> in(a.input, a.count), out(a.output, a.count);
     const u32 part = (vectors_of(a.count) + WORLD - 1) / WORLD;
     const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
     scatter<PLAIN>(a, t, part, [&](u32 peer) {
         const u32 first = peer * part * LANES;
         return elements<PLAIN>(in.data + first, first < a.count ? a.count - first : 0);
     });
     advance(a, t, part, part);
     reader r(a, t);
-    for (u32 i = grid_thread(); i < part; i += grid_threads()) {
-        uint4 sum;
-        if (!collect_and_reduce(r, i, in.load(a.rank * part + i), sum)) return;
-        push(a, t, WORLD + a.rank, i, sum);
-        out.store(a.rank * part + i, sum);
+    const u32 start = grid_thread(), step = grid_threads();
+    for (u32 i = start; i < part; i += step) {
+        uint4 sum[1];
+        const auto mine = [&](u32 i) { return in.load(a.rank * part + i); };
+        if (!collect_and_reduce(r, i, step, part, mine, sum)) return;
+        push(a, t, WORLD + a.rank, i, sum[0]);
+        out.store(a.rank * part + i, sum[0]);
     }
-    for (u32 i = grid_thread(); i < part; i += grid_threads()) {
-        uint4 got[WORLD];
-        if (!collect(r, WORLD, i, got)) return;
+    for (u32 i = start; i < part; i += step) {
+        uint4 got[1][WORLD];
+        if (!collect(r, WORLD, i, step, part, got)) return;
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k)
-            if (k != a.rank) out.store(k * part + i, got[k]);
+            if (k != a.rank) out.store(k * part + i, got[0][k]);
     }
     r.finish();
 }
 
-KERNEL(one_shot) { one_shot_of<false>(a); }
-KERNEL(one_shot_plain) { one_shot_of<true>(a); }
+KERNEL(one_shot) { one_shot_of<false, 1>(a); }
+KERNEL(one_shot_plain) { one_shot_of<true, 1>(a); }
+// With more ranks there are no registers for two.
+KERNEL(one_shot_pairs) { one_shot_of<true, WORLD == 2 ? 2 : 1>(a); }
 KERNEL(two_shot) { two_shot_of<false>(a); }
 KERNEL(two_shot_plain) { two_shot_of<true>(a); }

@@ -14,9 +14,9 @@ use super::{Algorithm, CudaCollectives};
 use crate::{all_reduce::AllReduceTable, error::Result};
 
 /// From how many bytes on two-shot is the faster one with more than two ranks: where one-shot's (W − 1)·n bytes weigh more
-/// than a second hop. With two ranks both send as much, but one-shot by fewer blocks. Measured on H200s (benches/results).
+/// than a second hop. With two ranks both send as much, but two-shot in longer bursts. Measured on H200s (benches/results).
 const TWO_SHOT_FROM: usize = 208 << 10;
-const TWO_SHOT_FROM_BETWEEN_TWO: usize = 704 << 10;
+const TWO_SHOT_FROM_BETWEEN_TWO: usize = 4 << 20;
 
 /// What is measured with: time depends on the bytes, and hardly on what they mean.
 const DTYPE: DType = DType::BF16;

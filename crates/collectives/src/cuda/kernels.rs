@@ -31,6 +31,7 @@ pub(crate) enum Kernel {
     BroadcastParts,
     OneShot,
     OneShotPlain,
+    OneShotPairs,
     TwoShot,
     TwoShotPlain,
     ReduceScatter,
@@ -48,6 +49,7 @@ impl Kernel {
             Self::BroadcastParts => "broadcast_parts",
             Self::OneShot => "one_shot",
             Self::OneShotPlain => "one_shot_plain",
+            Self::OneShotPairs => "one_shot_pairs",
             Self::TwoShot => "two_shot",
             Self::TwoShotPlain => "two_shot_plain",
             Self::ReduceScatter => "reduce_scatter",
@@ -69,6 +71,7 @@ impl Family {
             Self::Reduction(..) => &[
                 Kernel::OneShot,
                 Kernel::OneShotPlain,
+                Kernel::OneShotPairs,
                 Kernel::TwoShot,
                 Kernel::TwoShotPlain,
                 Kernel::ReduceScatter,

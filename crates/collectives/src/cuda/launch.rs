@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     arguments::{Input, Output},
-    error::Result,
+    error::{CollectiveError, Result},
 };
 
 /// Pieces are multiples of this many bytes: whole rows (kernels.cuh), and whole vectors for each of up to 8 ranks.
@@ -62,6 +62,7 @@ struct Arguments<const PEERS: usize> {
     doing: [u64; 2],
     own: DevicePointer,
     peer: [DevicePointer; PEERS],
+    other: DevicePointer,
     limit_ns: u64,
     abort: DevicePointer,
     report: DevicePointer,
@@ -161,8 +162,12 @@ impl CudaCollectives {
         };
         let launched = launches();
         // Whatever happened: a capture may not end with a stream that was forked and not joined.
-        joined.record(second).and_then(|()| stream.wait(joined)).map_err(device)?;
-        launched
+        let joined = joined.record(second).and_then(|()| stream.wait(joined)).map_err(device);
+        // The peers count on all pieces, so there is no going on without some.
+        launched.and(joined).or_else(|error| match error {
+            CollectiveError::Fabric(error) => self.fail(error),
+            other => Err(other),
+        })
     }
 
     /// # Safety
@@ -178,7 +183,8 @@ impl CudaCollectives {
         let Launch { kernel, work, .. } = launch;
         let (blocks, is_small) = self.blocks(launch, channels as u32);
         let config = LaunchConfig::new(blocks, THREADS).programmatic();
-        let channel = (channel * channel_bytes(self.world_size(), self.lane_stride)) as u64;
+        let at = |channel: usize| (channel * channel_bytes(self.world_size(), self.lane_stride)) as u64;
+        let (channel, other) = (at(channel), at(CHANNELS - 1 - channel));
         macro_rules! launch {
             ($($peers:literal)*) => {
                 match self.world_size() - 1 {
@@ -189,6 +195,7 @@ impl CudaCollectives {
                             peer: std::array::from_fn(|k| {
                                 self.arena.pointer((self.rank() + 1 + k) % self.world_size()).offset(channel)
                             }),
+                            other: self.arena.pointer(self.rank()).offset(other),
                             limit_ns: self.limit_ns,
                             abort: self.board.abort_pointer(),
                             report: self.board.report_pointer(),

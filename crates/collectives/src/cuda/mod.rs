@@ -46,7 +46,11 @@ pub(crate) mod launch;
 mod machine_code;
 mod watch;
 
-use std::{cell::RefCell, sync::Arc};
+use std::{
+    cell::{Cell, RefCell},
+    mem::ManuallyDrop,
+    sync::Arc,
+};
 
 use antiphon_device::{
     DeviceError, ReduceOp,
@@ -101,7 +105,7 @@ fn channel_bytes(world_size: usize, lane_stride: usize) -> usize {
 /// It takes part as long as it lives, as its [`Communicator`] does.
 pub struct CudaCollectives {
     monitor: Monitor,
-    arena: CudaArena,
+    arena: ManuallyDrop<CudaArena>,
     second: Second,
     board: Arc<WaitBoard>,
     watch: Watch,
@@ -111,6 +115,8 @@ pub struct CudaCollectives {
     /// Which all-reduce for which size.
     pub(crate) table: AllReduceTable,
     kernels: RefCell<Kernels>,
+    /// Whether an error has been returned as what it is.
+    has_told: Cell<bool>,
 }
 
 impl std::fmt::Debug for CudaCollectives {
@@ -135,31 +141,25 @@ impl CudaCollectives {
         let lane_stride = LANES_BYTES.div_ceil(world_size).next_multiple_of(4096);
         let len = CHANNELS * channel_bytes(world_size, lane_stride);
         let arena = CudaArena::new(comm, context, len, 0xFF)?; // EMPTY, everywhere
-        let board = Arc::new(WaitBoard::new(context).map_err(device)?);
-        for channel in 0..CHANNELS {
-            let at =
-                arena.pointer(comm.rank()).offset((channel * channel_bytes(world_size, lane_stride)) as u64);
-            clear_control(context, at).map_err(device)?;
-        }
-        let second = Second::new(context).map_err(device)?;
-        let properties = context.device().properties().map_err(device)?;
-        let mut kernels = Kernels::new(context, world_size);
-        kernels.load(Family::Movement)?;
-        let table = choice::load(comm, &properties.name)?;
+        let parts = Parts::new(context, world_size, arena.pointer(comm.rank()), lane_stride);
+        let Parts { board, second, kernels, name, multiprocessors } =
+            comm.agree("cannot prepare its GPU", parts)?;
+        let table = choice::load(comm, &name)?;
         comm.barrier()?;
         let monitor = comm.monitor();
-        let watch = Watch::start(monitor.clone(), board.clone())?;
+        let watch = comm.agree("cannot watch its peers", Watch::start(monitor.clone(), board.clone()))?;
         Ok(Self {
             monitor,
-            arena,
+            arena: ManuallyDrop::new(arena),
             second,
             board,
             watch,
             lane_stride,
             limit_ns: comm.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
-            max_blocks: (most_blocks(world_size) * properties.multiprocessors).min(MAX_BLOCKS),
+            max_blocks: (most_blocks(world_size) * multiprocessors).min(MAX_BLOCKS),
             table,
             kernels: RefCell::new(kernels),
+            has_told: Cell::new(false),
         })
     }
 
@@ -191,12 +191,12 @@ impl CudaCollectives {
     /// Whether all calls that are over have done what they should. It does not wait: synchronise with the stream first.
     ///
     /// # Errors
-    /// Why a kernel gave up: [`FabricError::PeerLost`], [`FabricError::Timeout`], [`FabricError::Mismatch`]; from then on
-    /// [`FabricError::Failed`].
+    /// Why a kernel gave up: [`FabricError::PeerLost`], [`FabricError::Timeout`], [`FabricError::Mismatch`],
+    /// [`FabricError::Aborted`]; from then on [`FabricError::Failed`].
+    #[inline]
     pub fn check(&self) -> Result<()> {
-        self.monitor.check_usable()?;
         match self.board.report() {
-            None => Ok(()),
+            None => Ok(self.monitor.check_usable()?),
             Some(report) => self.fail(watch::explain(&self.monitor, &report, self.watch.found())),
         }
     }
@@ -211,9 +211,12 @@ impl CudaCollectives {
         }
     }
 
-    /// Ends this communicator: whatever waits does so in vain.
+    /// Ends this communicator: whatever waits does so in vain. The first to ask hears why.
     #[cold]
-    fn fail(&self, error: FabricError) -> Result<()> {
+    pub(crate) fn fail(&self, error: FabricError) -> Result<()> {
+        if self.has_told.replace(true) {
+            self.monitor.check_usable()?;
+        }
         self.board.abort();
         self.monitor.report(&error);
         Err(error.into())
@@ -222,8 +225,41 @@ impl CudaCollectives {
 
 impl Drop for CudaCollectives {
     fn drop(&mut self) {
-        // Kernels under way use the arena. They end by their deadline at the latest; an error has nobody to go to.
-        let _ = self.context().synchronize();
+        // Kernels under way use the arena. They end by their deadline at the latest. Where that cannot be waited for (as
+        // during a capture) the memory stays mapped: better lost than pulled away from under a kernel.
+        if self.context().synchronize().is_ok() {
+            // SAFETY: dropped once, here, and not used any more.
+            unsafe { ManuallyDrop::drop(&mut self.arena) };
+        }
+    }
+}
+
+/// What one rank needs for itself.
+struct Parts {
+    board: Arc<WaitBoard>,
+    second: Second,
+    kernels: Kernels,
+    /// Of the GPU.
+    name: String,
+    multiprocessors: u32,
+}
+
+impl Parts {
+    fn new(context: &Context, world_size: usize, arena: DevicePointer, lane_stride: usize) -> Result<Self> {
+        for channel in 0..CHANNELS {
+            let at = arena.offset((channel * channel_bytes(world_size, lane_stride)) as u64);
+            clear_control(context, at).map_err(device)?;
+        }
+        let mut kernels = Kernels::new(context, world_size);
+        kernels.load(Family::Movement)?;
+        let properties = context.device().properties().map_err(device)?;
+        Ok(Self {
+            board: Arc::new(WaitBoard::new(context).map_err(device)?),
+            second: Second::new(context).map_err(device)?,
+            kernels,
+            name: properties.name,
+            multiprocessors: properties.multiprocessors,
+        })
     }
 }
 

@@ -27,7 +27,7 @@ constexpr u32 DEPTH = 2; // loads that a thread has under way where there is muc
 struct control {
     u32 slot;                     // of this call
     u32 dirty_lower, dirty_upper; // vectors of the lower and upper lanes that the call before has used
-    u32 reserved;
+    u32 failed;                   // whether a call has failed: then none sends any more
 };
 
 // What a kernel is given. Rust's `Arguments` has the same layout.
@@ -35,6 +35,7 @@ struct arguments {
     tag doing;
     u8* own;          // this rank's arena
     u8* peer[PEERS];  // the others', beginning with the next rank's
+    u8* other;        // this rank's other channel
     u64 limit_ns;
     const u32* abort;
     wait_report* report;
@@ -52,6 +53,8 @@ struct arguments {
 struct turn {
     u32 slot, before; // bytes from the start of an arena
     uint4 words;      // a control
+
+    DEVICE bool has_failed() const { return words.w != 0; }
 };
 
 // The rank of the peer with this index.
@@ -66,7 +69,7 @@ DEVICE u32 lane_at(const arguments& a, u32 slot, u32 lane) { return slot + TAGS_
 // This block's control words.
 DEVICE uint4 load_control(const arguments& a) { return load16_volatile((control*)a.own + blockIdx.x); }
 
-// Begins a call, once the block's control words are there.
+// Begins a call, once the block's control words are there. If one has failed, that is all.
 DEVICE turn begin(const arguments& a, uint4 words) {
     const u32 before = words.x == 0 ? SLOTS - 1 : words.x - 1;
     return turn{SLOTS_AT + words.x * a.slot_stride, SLOTS_AT + before * a.slot_stride, words};
@@ -110,6 +113,16 @@ static __device__ __noinline__ void compare_tags(const u8* tags, wait_report* re
     }
 }
 
+// After a call that failed no later one sends: the peers may not have read what is in their slots. Marks all copies of both
+// channels, the last one last; or, where somebody has, those that this block may have handed over since.
+static __device__ __noinline__ void stop_calls(control* own, control* other) {
+    const bool marked = ld_relaxed_sys(&own[MAX_BLOCKS - 1].failed) && ld_relaxed_sys(&other[MAX_BLOCKS - 1].failed);
+    for (u32 copy = marked ? blockIdx.x : 0; copy < MAX_BLOCKS; copy += marked ? gridDim.x : 1) {
+        st_relaxed_sys(&own[copy].failed, 1u);
+        st_relaxed_sys(&other[copy].failed, 1u);
+    }
+}
+
 // One thread's wait for its peers.
 struct reader {
     const arguments& a;
@@ -123,8 +136,10 @@ struct reader {
     // so because the ranks disagree.
     template <class Ready> DEVICE bool wait(Ready ready) {
         u32 missing = a.rank;
-        return wait_until(patience, missing, 0, [&](tag&) { return ready(missing); },
-                          [&] { compare_tags(a.own + slot, a.report, a.rank, a.doing); });
+        const bool came = wait_until(patience, missing, 0, [&](tag&) { return ready(missing); },
+                                     [&] { compare_tags(a.own + slot, a.report, a.rank, a.doing); });
+        if (!came) stop_calls((control*)a.own, (control*)a.other);
+        return came;
     }
 
     // At the end: every peer has come, and does the same.
@@ -137,28 +152,37 @@ struct reader {
             load_tag(a.own + slot + peer * 16, theirs.low, theirs.high);
             return theirs.low != ~0ull;
         });
-        if (came && (theirs.low != a.doing.low || theirs.high != a.doing.high))
+        if (came && (theirs.low != a.doing.low || theirs.high != a.doing.high)) {
+            stop_calls((control*)a.own, (control*)a.other);
             record_wait(a.report, DISAGREED, a.rank, peer, a.doing, 0, theirs, 0);
+        }
     }
 };
 
 DEVICE bool has_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
-// Waits for the vectors of all peers at `index` of the lanes from `first`; false if it gave up.
-DEVICE bool collect(reader& r, u32 first, u32 index, uint4 (&got)[WORLD]) {
+// Waits for the vectors of all peers at `index` of the lanes from `first`, and at up to COUNT - 1 further ones in steps that
+// come before `end`; false if it gave up.
+template <u32 COUNT>
+DEVICE bool collect(reader& r, u32 first, u32 index, u32 step, u32 end, uint4 (&got)[COUNT][WORLD]) {
     const arguments& a = r.a;
     const u8* at = a.own + lane_at(a, r.slot, first) + index * 16;
     return r.wait([&](u32& missing) {
         bool complete = true;
 #pragma unroll
-        for (u32 k = 0; k < WORLD; ++k)
-            if (k != a.rank) got[k] = load16_volatile(at + k * a.lane_stride);
+        for (u32 n = 0; n < COUNT; ++n)
 #pragma unroll
-        for (u32 k = 0; k < WORLD; ++k)
-            if (k != a.rank && has_empty(got[k])) {
-                complete = false;
-                missing = k;
-            }
+            for (u32 k = 0; k < WORLD; ++k)
+                if (k != a.rank && (n == 0 || index + n * step < end))
+                    got[n][k] = load16_volatile(at + n * step * 16 + k * a.lane_stride);
+#pragma unroll
+        for (u32 n = 0; n < COUNT; ++n)
+#pragma unroll
+            for (u32 k = 0; k < WORLD; ++k)
+                if (k != a.rank && (n == 0 || index + n * step < end) && has_empty(got[n][k])) {
+                    complete = false;
+                    missing = k;
+                }
         return complete;
     });
 }

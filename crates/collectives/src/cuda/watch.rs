@@ -12,7 +12,8 @@ use antiphon_fabric::{FabricError, Monitor, Operation, Signature};
 /// How often the watch looks for peers that are gone. A look is a system call for each.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// A thread that makes waiting kernels give up as soon as a peer is lost, and not only at the deadline.
+/// A thread that makes waiting kernels give up as soon as a peer is lost, and not only at the deadline; and that tells the
+/// peers when one has given up.
 pub(super) struct Watch {
     found: Arc<OnceLock<FabricError>>,
     stop: Option<mpsc::Sender<()>>,
@@ -26,10 +27,15 @@ impl Watch {
         let leave = found.clone();
         let run = move || {
             while stopped.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout) {
+                // The peers hear of a kernel that gave up, and do not wait for this rank's next call.
+                if let Some(report) = board.report() {
+                    return monitor.report(&explain(&monitor, &report, None));
+                }
                 // What kernels were doing is in their report, if any was.
-                let Err(error) = monitor.check(Signature::new(Operation::Barrier)) else { continue };
-                leave.get_or_init(|| error);
-                return board.abort();
+                if let Err(error) = monitor.check(Signature::new(Operation::Barrier)) {
+                    leave.get_or_init(|| error);
+                    return board.abort();
+                }
             }
         };
         let thread = std::thread::Builder::new()

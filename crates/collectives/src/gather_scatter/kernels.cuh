@@ -153,6 +153,7 @@ DEVICE bool receive_rows(reader& r, u32 peer, const rows& mine, u32 count, const
 // Nothing moves: waits until everyone is here. One block.
 KERNEL(barrier) {
     const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
     advance(a, t, 0, 0);
     reader(a, t).finish();
 }
@@ -161,6 +162,7 @@ KERNEL(barrier) {
 KERNEL(all_gather) {
     const u32 count = rows_of(a.count);
     const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
     const bytes in(a.input, a.count), own(a.output + a.rank * a.stride, a.count);
     const rows mine = rows_of_warp(blockIdx.x, gridDim.x);
     load_rows(in, mine, count, [&](u32 row, uint4 v) {
@@ -190,6 +192,7 @@ KERNEL(all_gather) {
 KERNEL(all_to_all) {
     const u32 count = rows_of(a.count);
     const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
     const u32 next = blockIdx.x % PEERS, peer = rank_of(a, next);
     const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
     const bytes in(a.input + peer * a.stride, a.count), out(a.output + peer * a.stride, a.count);
@@ -208,6 +211,7 @@ KERNEL(all_to_all) {
 KERNEL(broadcast) {
     const u32 count = rows_of(a.count);
     const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
     const bytes in(a.input, a.count), out(a.output, a.count);
     const rows mine = rows_of_warp(blockIdx.x, gridDim.x);
     if (a.rank == a.root)
@@ -225,6 +229,7 @@ KERNEL(broadcast) {
 KERNEL(broadcast_parts) {
     const u32 count = rows_of(a.count), part = (count + PEERS - 1) / PEERS;
     const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
     const bytes in(a.input, a.count), out(a.output, a.count);
     // Which part a rank passes on: they are numbered from the root on.
     const auto number_of = [&](u32 rank) { return (rank + WORLD - a.root - 1) % WORLD; };

@@ -4,14 +4,16 @@
 template <bool PLAIN> DEVICE void reduce_scatter_of(const arguments& a) {
     const u32 vectors = vectors_of(a.count);
     const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
     scatter<PLAIN>(a, t, vectors, [&](u32 peer) { return elements<PLAIN>(a.input + peer * a.stride, a.count); });
     advance(a, t, vectors, 0);
     const elements<PLAIN> mine(a.input + a.rank * a.stride, a.count), out(a.output, a.count);
     reader r(a, t);
     for (u32 i = grid_thread(); i < vectors; i += grid_threads()) {
-        uint4 sum;
-        if (!collect_and_reduce(r, i, mine.load(i), sum)) return;
-        out.store(i, sum);
+        uint4 sum[1];
+        const auto own = [&](u32 i) { return mine.load(i); };
+        if (!collect_and_reduce(r, i, grid_threads(), vectors, own, sum)) return;
+        out.store(i, sum[0]);
     }
     r.finish();
 }

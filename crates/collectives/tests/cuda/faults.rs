@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use antiphon_collectives::{CollectiveError, ReduceOp, cuda::CudaCollectives};
-use antiphon_device::cuda::Context;
+use antiphon_device::cuda::{Context, DeviceMemory, memory};
 use antiphon_fabric::{FabricError, LocalWorld};
 use antiphon_tensor::DType;
 
@@ -79,5 +79,47 @@ fn ranks_that_call_different_things_are_told_so() {
     let texts = [first.to_string(), second.to_string()];
     for text in texts {
         assert!(text.contains("64 × f32") && text.contains("65 × f32"), "{text}");
+    }
+}
+
+/// Calls that a rank has in its stream behind one that gave up send nothing: the peers may not have read what was sent
+/// before, and would take the one for the other.
+#[test]
+fn a_late_rank_does_not_get_what_is_of_later_calls() {
+    const CALLS: usize = 6;
+    const COUNT: usize = 1000;
+    let timeout = Duration::from_millis(300);
+    let errors = with_deadline(timeout, |rank| {
+        let me = rank.comm.rank();
+        // The value of a call tells it from the others.
+        let inputs: Outcome<Vec<_>> =
+            (0..CALLS).map(|call| rank.upload(&[(call + 1) as f32; COUNT])).collect();
+        let outputs: Outcome<Vec<_>> = (0..CALLS).map(|_| rank.allocate(4 * COUNT)).collect();
+        let (inputs, outputs) = (inputs?, outputs?);
+        let busy = rank.allocate(8 << 30)?;
+        rank.comm.barrier()?;
+        if me == 0 {
+            // About two milliseconds each: its GPU is late by more than the deadline, its host is not.
+            for _ in 0..400 {
+                // SAFETY: the memory has as many bytes, and lives until the stream is done.
+                unsafe { memory::fill(rank.stream.borrow(), busy.pointer(), 1, busy.len()) }?;
+            }
+        }
+        for (input, output) in inputs.iter().zip(&outputs) {
+            let at = |memory: &DeviceMemory| At(memory.pointer().0, DType::F32, COUNT);
+            rank.queue(SUM, at(input), at(output))?;
+        }
+        rank.stream.borrow().synchronize()?;
+        let error = rank.collectives.check().expect_err("a call failed");
+        // The first call of the late rank has all that it needs, and must not have more.
+        let mut first = vec![0; 4 * COUNT];
+        outputs[0].read(&rank.stream, 0, &mut first)?;
+        if me == 0 {
+            rank.same("the first call", &first, &[2.0f32; COUNT])?;
+        }
+        Ok(error.to_string())
+    });
+    for error in errors {
+        assert!(error.contains("all_reduce(1000 × f32"), "{error}");
     }
 }

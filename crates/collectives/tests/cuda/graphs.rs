@@ -6,7 +6,7 @@ use antiphon_collectives::{
     CollectiveError, Collectives, ReduceOp,
     cuda::{Algorithm, CudaCollectives},
 };
-use antiphon_device::cuda::Graph;
+use antiphon_device::cuda::{DeviceMemory, Graph, memory};
 use antiphon_tensor::{DType, bf16};
 
 use crate::harness::{At, Outcome, Rank, What, on_gpus, values};
@@ -36,15 +36,16 @@ const MIX: [(What, usize); 9] = [
 /// The calls of the mix, with their memory and what they should give.
 struct Mix<'a> {
     rank: &'a Rank,
-    input: antiphon_device::cuda::DeviceMemory,
-    outputs: Vec<antiphon_device::cuda::DeviceMemory>,
+    input: DeviceMemory,
+    outputs: Vec<DeviceMemory>,
     expected: Vec<Vec<bf16>>,
 }
 
 impl<'a> Mix<'a> {
-    fn new(rank: &'a Rank) -> Outcome<Self> {
+    /// Mixes of different seeds have different values, so that what is left of one is wrong for the other.
+    fn new(rank: &'a Rank, seed: usize) -> Outcome<Self> {
         let (me, world_size) = (rank.comm.rank(), rank.comm.world_size());
-        let mine = values::<bf16>(me, 200_000 * world_size);
+        let mine = values::<bf16>(me + 100 * seed, 200_000 * world_size);
         let input = rank.upload(&mine)?;
         let (mut outputs, mut expected) = (Vec::new(), Vec::new());
         for (what, count) in MIX {
@@ -63,9 +64,19 @@ impl<'a> Mix<'a> {
     fn queue(&self, which: usize) -> Result<(), CollectiveError> {
         let (what, count) = MIX[which];
         let (from, to) = what.counts(count, self.rank.comm.world_size());
-        let at =
-            |memory: &antiphon_device::cuda::DeviceMemory, count| At(memory.pointer().0, DType::BF16, count);
+        let at = |memory: &DeviceMemory, count| At(memory.pointer().0, DType::BF16, count);
         self.rank.queue(what, at(&self.input, from), at(&self.outputs[which], to))
+    }
+
+    /// Makes every result wrong that only the root of a broadcast has to begin with.
+    fn spoil(&self) -> Outcome {
+        for ((what, _), output) in MIX.iter().zip(&self.outputs) {
+            if !matches!(what, What::Broadcast(root) if *root == self.rank.comm.rank()) {
+                // SAFETY: the output has as many bytes, and the stream keeps the order.
+                unsafe { memory::fill(self.rank.stream.borrow(), output.pointer(), 0x5A, output.len()) }?;
+            }
+        }
+        Ok(())
     }
 
     fn check(&self) -> Outcome {
@@ -79,7 +90,7 @@ impl<'a> Mix<'a> {
 
 fn graphs_between_eager_calls(world_size: usize) {
     on_gpus(world_size, |rank| {
-        let mix = Mix::new(rank)?;
+        let mix = Mix::new(rank, 0)?;
         rank.collectives.prepare(DType::BF16, SUM)?;
         let graph = Graph::capture(&rank.stream, |_| -> Result<(), GraphError> {
             (0..MIX.len()).try_for_each(|which| mix.queue(which).map_err(GraphError::from))
@@ -108,23 +119,27 @@ fn graphs_are_replayed_between_eager_calls_on_4_gpus() {
 #[test]
 fn many_mixed_calls_with_delays() {
     on_gpus(2, |rank| {
-        let mix = Mix::new(rank)?;
+        let mixes = [Mix::new(rank, 0)?, Mix::new(rank, 1)?];
         let mut state = 1u64;
         let mut next = |range: usize| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) as usize % range
         };
         for call in 0..100_000 {
-            mix.queue(next(MIX.len()))?;
+            mixes[next(2)].queue(next(MIX.len()))?;
             let (late, often, delay) = (next(rank.comm.world_size()), next(500), next(300) as u64);
             if often == 0 && late == rank.comm.rank() {
                 std::thread::sleep(Duration::from_micros(delay));
             }
-            if call % 10_000 == 9_999 {
-                mix.check()?;
+            if call % 2_000 == 1_999 {
+                mixes.iter().try_for_each(Mix::spoil)?;
+                for which in 0..MIX.len() {
+                    mixes.iter().try_for_each(|mix| mix.queue(which))?;
+                }
+                mixes.iter().try_for_each(Mix::check)?;
             }
         }
-        mix.check()
+        Ok(())
     });
 }
 
@@ -136,13 +151,40 @@ fn two_communicators_at_once() {
         let collectives = CudaCollectives::new(&other, context)?;
         let stream = context.stream()?;
         let second = Rank { comm: other, stream, collectives };
-        let (first_mix, second_mix) = (Mix::new(rank)?, Mix::new(&second)?);
+        let (first_mix, second_mix) = (Mix::new(rank, 0)?, Mix::new(&second, 1)?);
         for call in 0..2000 {
             first_mix.queue(call % MIX.len())?;
             second_mix.queue((call + 4) % MIX.len())?;
         }
         first_mix.check()?;
         second_mix.check()
+    });
+}
+
+/// Each fills all the blocks that it may have, in both channels.
+#[test]
+fn two_communicators_with_large_messages() {
+    on_gpus(2, |rank| {
+        const COUNT: usize = 40_000_003;
+        let other = rank.comm.split(Some(0), 0)?.ok_or("everybody is in the group")?;
+        let context = rank.collectives.context();
+        let collectives = CudaCollectives::new(&other, context)?;
+        let second = Rank { comm: other, stream: context.stream()?, collectives };
+        let mine = values::<bf16>(rank.comm.rank(), COUNT);
+        let mut expected = vec![bf16::ZERO; COUNT];
+        rank.comm.all_reduce(&mine, &mut expected, SUM)?;
+        let input = rank.upload(&mine)?;
+        let at = |memory: &DeviceMemory| At(memory.pointer().0, DType::BF16, COUNT);
+        let outputs = [rank.allocate(2 * COUNT)?, rank.allocate(2 * COUNT)?];
+        let turns = [rank, &second];
+        for call in 0..20 {
+            turns[call % 2].queue(What::AllReduce(SUM, None), at(&input), at(&outputs[call % 2]))?;
+        }
+        for (turn, output) in turns.iter().zip(&outputs) {
+            let got = turn.download(output, 0, 2 * COUNT)?;
+            turn.same("a large all_reduce beside another", &got, &expected)?;
+        }
+        Ok(())
     });
 }
 

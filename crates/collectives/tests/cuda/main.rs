@@ -38,6 +38,11 @@ fn sums_have_the_hosts_bits_on_2_gpus() {
 }
 
 #[test]
+fn sums_have_the_hosts_bits_on_3_gpus() {
+    every_type(3);
+}
+
+#[test]
 fn sums_have_the_hosts_bits_on_4_gpus() {
     every_type(4);
 }
@@ -69,6 +74,11 @@ fn every_moved_type(world_size: usize) {
 #[test]
 fn what_moves_keeps_its_bits_on_2_gpus() {
     every_moved_type(2);
+}
+
+#[test]
+fn what_moves_keeps_its_bits_on_3_gpus() {
+    every_moved_type(3);
 }
 
 #[test]

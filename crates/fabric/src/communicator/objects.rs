@@ -36,6 +36,25 @@ impl Communicator {
         Ok(all)
     }
 
+    /// Tells all ranks whether this one succeeded, so that all fail if one does: with its own error there, with one that
+    /// names it and its `problem` (as in "rank 2 has no memory: ...") elsewhere.
+    ///
+    /// # Errors
+    /// The rank's own; [`FabricError::InvalidArgument`] for another's; as [`barrier`](Self::barrier).
+    pub fn agree<T, E>(&self, problem: &str, mine: Result<T, E>) -> Result<T, E>
+    where
+        E: std::fmt::Display + From<FabricError>,
+    {
+        let all = self.exchange_objects(&mine.as_ref().err().map(ToString::to_string))?;
+        let mine = mine?;
+        match all.iter().enumerate().find_map(|(rank, error)| Some((rank, error.as_ref()?))) {
+            None => Ok(mine),
+            Some((rank, error)) => {
+                Err(FabricError::invalid(format!("rank {rank} {problem}: {error}")).into())
+            }
+        }
+    }
+
     /// Gives every rank the objects of all ranks, in rank order. They travel as JSON.
     ///
     /// # Errors

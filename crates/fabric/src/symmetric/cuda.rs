@@ -27,7 +27,7 @@ impl CudaArena {
     /// On every rank, if one fails: its own error there, [`FabricError::InvalidArgument`] that names it elsewhere.
     /// [`FabricError::InvalidArgument`] too when ranks ask for different sizes; as [`Communicator::barrier`].
     pub fn new(comm: &Communicator, context: &Context, len: usize, fill: u8) -> Result<Self, FabricError> {
-        let made = agree(comm, "has no memory to share", make(context, len))?;
+        let made = comm.agree("has no memory to share", make(context, len).map_err(device))?;
         let sizes = comm.exchange_objects(&made.0.len())?;
         if let Some(rank) = sizes.iter().position(|&size| size != sizes[0]) {
             let text =
@@ -36,10 +36,10 @@ impl CudaArena {
         }
         let (allocation, descriptor) = made;
         let descriptors = comm.exchange_descriptors(descriptor.as_fd())?;
-        let mapped = map(context, comm.rank(), allocation, &descriptors);
-        let mappings = agree(comm, "cannot map the memory of its peers", mapped)?;
-        let filled = fill_all(context, &mappings[comm.rank()], fill);
-        agree(comm, "cannot fill its memory", filled)?; // and nobody uses it before
+        let mapped = map(context, comm.rank(), allocation, &descriptors).map_err(device);
+        let mappings = comm.agree("cannot map the memory of its peers", mapped)?;
+        let filled = fill_all(context, &mappings[comm.rank()], fill).map_err(device);
+        comm.agree("cannot fill its memory", filled)?; // and nobody uses it before
         Ok(Self { context: context.clone(), mappings })
     }
 
@@ -98,12 +98,6 @@ fn fill_all(context: &Context, mapping: &Mapping, value: u8) -> Result<(), CudaE
     stream.borrow().synchronize()
 }
 
-/// Tells all ranks whether this one succeeded, so that all fail if one does.
-fn agree<T>(comm: &Communicator, problem: &str, mine: Result<T, CudaError>) -> Result<T, FabricError> {
-    let all = comm.exchange_objects(&mine.as_ref().err().map(ToString::to_string))?;
-    let mine = mine.map_err(DeviceError::from)?;
-    match all.iter().enumerate().find_map(|(rank, error)| error.as_ref().map(|error| (rank, error))) {
-        None => Ok(mine),
-        Some((rank, error)) => Err(FabricError::invalid(format!("rank {rank} {problem}: {error}"))),
-    }
+fn device(error: CudaError) -> FabricError {
+    DeviceError::from(error).into()
 }

@@ -29,6 +29,9 @@ type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
 /// A stream as frameworks exchange it.
 pub(crate) type RawStream = usize;
 
+/// The legacy default stream, which 0 names too.
+pub(crate) const LEGACY_DEFAULT: RawStream = 1;
+
 /// What the kernels reduce.
 pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 

@@ -20,7 +20,7 @@ use pyo3::{
 };
 
 use crate::{
-    cuda::RawStream,
+    cuda::{LEGACY_DEFAULT, RawStream},
     error::{Error, Result},
 };
 use buffer::Buffer;
@@ -120,6 +120,23 @@ impl Operand {
             None => (count * size, DType::U8),
         };
         Ok(Self { tensor: Tensor { data, count, dtype, device }, element, stream: None, read_only, source })
+    }
+
+    /// Refuses a new array for work in a stream where its library does not work at present: it may give memory that its
+    /// own stream still uses.
+    pub(crate) fn allocates_in_order(&self, usage: Usage) -> Result<()> {
+        match (usage, self.stream) {
+            (Usage::Call(Some(asked)), Some(current))
+                if asked.max(LEGACY_DEFAULT) != current.max(LEGACY_DEFAULT) =>
+            {
+                let text = format!(
+                    "stream {asked} is not the current one ({current}), where a new output is made: pass out=, or make it \
+                     the current one"
+                );
+                Err(PyValueError::new_err(text).into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A new array of the same library, element type and device.

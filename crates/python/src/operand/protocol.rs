@@ -18,7 +18,7 @@ use pyo3::{
 
 use super::{Description, Operand, Source, Usage};
 use crate::{
-    cuda::{RawStream, library_stream},
+    cuda::{LEGACY_DEFAULT, RawStream, library_stream},
     error::Result,
 };
 
@@ -62,17 +62,16 @@ pub(super) fn operand(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Res
     Ok(operand)
 }
 
-/// The stream to work in, and the one that the library makes wait for what it has under way, as DLPack numbers them.
+/// The stream to work in unless the caller names one, and the one that the library makes wait for what it has under way, as
+/// DLPack numbers them.
 fn streams(array: &Bound<'_, PyAny>, device: u32, usage: Usage) -> Result<(Option<RawStream>, i64)> {
-    const LEGACY_DEFAULT: RawStream = 1;
     const NO_NEED: i64 = -1;
-    if let Usage::Call(Some(stream)) = usage {
-        return Ok((Some(stream), stream.max(LEGACY_DEFAULT) as i64));
-    }
     let library = super::library_of(array)?;
-    Ok(match library_stream(array.py(), &library.to_cow()?, device)? {
-        Some(stream) => (Some(stream), NO_NEED),
-        None => (Some(LEGACY_DEFAULT), LEGACY_DEFAULT as i64),
+    let current = library_stream(array.py(), &library.to_cow()?, device)?;
+    Ok(match (usage, current) {
+        (Usage::Call(Some(stream)), _) => (current, stream.max(LEGACY_DEFAULT) as i64),
+        (_, Some(_)) => (current, NO_NEED),
+        (_, None) => (Some(LEGACY_DEFAULT), LEGACY_DEFAULT as i64),
     })
 }
 
