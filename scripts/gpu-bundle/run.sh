@@ -24,6 +24,9 @@ steps() {
     for file in "$here"/tests/*; do
         [[ -x $file ]] && printf '%s\n' "test-${file##*/} 300 test $file"
     done
+    for name in memcheck racecheck; do
+        printf '%s\n' "$name 120 sanitizer $here/tests/collectives-cuda"
+    done
     printf '%s\n' "pytest 400 pytest -"
     for file in "$here"/examples/*; do
         [[ -x $file ]] && printf '%s\n' "example-${file##*/} 150 example $file"
@@ -84,6 +87,15 @@ run_test() {
     skipped=$(grep -c 'skipped: ' "$log")
     ((skipped == 0)) || reason="$skipped of $passed tests skipped"
     ((skipped < passed)) || return 75
+}
+
+# Small cases only: it takes a hundred times as long. How many parameters a kernel has is found by asking for one too many,
+# which is no error.
+run_sanitizer() {
+    (($(gpus) > 1)) || { reason="2 GPUs needed"; return 75; }
+    command -v compute-sanitizer >/dev/null || { reason="no compute-sanitizer"; return 75; }
+    limited compute-sanitizer --tool "$step" --report-api-errors no --error-exitcode 9 "$file" --test-threads 1 \
+        misaligned nothing_is_moved words_that
 }
 
 run_pytest() {

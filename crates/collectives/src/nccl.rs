@@ -40,8 +40,9 @@ impl NcclCollectives {
     /// NCCL uses NVLink multicast (NVLS) where it finds it, unless `NCCL_NVLS_ENABLE=0` is in the environment.
     ///
     /// # Errors
-    /// On every rank, if one fails: its own error there ([`FabricError::Device`], which says what to install where
-    /// there is no libnccl), [`FabricError::InvalidArgument`] that names it elsewhere; as [`Communicator::barrier`].
+    /// On every rank, if one has no libnccl or NCCL refuses it: its own error there ([`FabricError::Device`], which says what
+    /// to install), [`FabricError::InvalidArgument`] that names it elsewhere; as [`Communicator::barrier`]. A rank that
+    /// ends while they meet in NCCL leaves the others there: NCCL has no deadline.
     pub fn new(comm: &Communicator, context: &Context) -> Result<Self> {
         // Only rank 0 makes an id, but nobody waits for a rank that cannot follow.
         let id = Nccl::load().and_then(|nccl| (comm.rank() == 0).then(|| nccl.unique_id()).transpose());

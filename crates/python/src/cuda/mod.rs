@@ -37,7 +37,14 @@ pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// The GPUs that a communicator of this rank has been used with; one, as a rule.
 #[derive(Default)]
-pub(crate) struct Gpus(Mutex<Vec<Gpu>>);
+pub(crate) struct Gpus(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    open: Vec<Gpu>,
+    /// Nothing is opened any more.
+    is_closed: bool,
+}
 
 struct Gpu {
     context: Context,
@@ -81,12 +88,15 @@ impl Gpus {
 
     /// What kernels have left behind.
     pub(crate) fn check(&self) -> Outcome {
-        self.lock().iter().filter_map(|gpu| gpu.peers.as_ref()).try_for_each(CudaCollectives::check)
+        self.lock().open.iter().filter_map(|gpu| gpu.peers.as_ref()).try_for_each(CudaCollectives::check)
     }
 
     /// Leaves the peers, once the kernels under way are over.
     pub(crate) fn close(&self) {
-        let gpus = std::mem::take(&mut *self.lock());
+        let mut state = self.lock();
+        state.is_closed = true;
+        let gpus = std::mem::take(&mut state.open);
+        drop(state);
         drop(gpus); // without the lock, as it waits
     }
 
@@ -98,11 +108,11 @@ impl Gpus {
         work: impl FnOnce(&mut Gpu) -> Outcome<T>,
     ) -> Outcome<T> {
         let serves = |gpu: &&mut Gpu| gpu.context.device().ordinal() == device;
-        if let Some(gpu) = self.lock().iter_mut().find(serves) {
+        if let Some(gpu) = self.lock().open.iter_mut().find(serves) {
             return work(gpu);
         }
         self.open(queue, device, stream)?;
-        match self.lock().iter_mut().find(serves) {
+        match self.lock().open.iter_mut().find(serves) {
             Some(gpu) => work(gpu),
             None => Err(FabricError::invalid("the communicator was closed meanwhile").into()),
         }
@@ -116,19 +126,25 @@ impl Gpus {
             not_captured(unsafe { context.borrow_stream(stream) }, "the first CUDA call of a communicator")?;
         }
         queue.run(|comm| {
-            if self.lock().iter().any(|gpu| gpu.context == context) {
+            if self.lock().open.iter().any(|gpu| gpu.context == context) {
                 return Ok(()); // another thread was faster
             }
             let peers = match comm.world_size() {
                 1 => None,
                 _ => Some(CudaCollectives::new(comm, &context)?),
             };
-            self.lock().push(Gpu { context, peers, loaded: Vec::new() });
+            let gpu = Gpu { context, peers, loaded: Vec::new() };
+            let mut state = self.lock();
+            if state.is_closed {
+                drop(state); // first, as the end of the GPU's part waits
+                return Err(FabricError::invalid("the communicator was closed meanwhile").into());
+            }
+            state.open.push(gpu);
             Ok(())
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Gpu>> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
