@@ -131,8 +131,11 @@ impl Communicator {
         }
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner).take();
         // What was started goes on to its end, as its handles promise.
-        let finished =
-            queue.map(|queue| interrupt::detached(py, || queue.run(|_| Ok::<_, fabric::FabricError>(()))));
+        let finish = |queue: Arc<fabric::Queue>| {
+            queue.run(|_| Ok::<_, fabric::FabricError>(()))?;
+            queue.messenger().flush()
+        };
+        let finished = queue.map(|queue| interrupt::detached(py, || finish(queue)));
         py.detach(|| self.gpus.close());
         match finished {
             Some(Err(error @ fabric::FabricError::Interrupted { .. })) => Err(error.into()),
