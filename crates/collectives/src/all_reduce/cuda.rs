@@ -4,6 +4,7 @@ use antiphon_device::{ReduceOp, cuda::StreamRef};
 use antiphon_fabric::Operation;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
+use super::Algorithm;
 use crate::{
     arguments::{has_count, same_dtype},
     cuda::{
@@ -14,35 +15,6 @@ use crate::{
     },
     error::Result,
 };
-
-/// How an all-reduce between GPUs is carried out. The result has the same bits in every case.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Algorithm {
-    /// Everyone sends everything to everyone, and reduces everything: one hop, `(W − 1)·n` bytes out.
-    OneShot = 1,
-    /// Everyone reduces a part, and the parts are gathered: two hops, `2·(W − 1)/W·n` bytes out.
-    TwoShot = 2,
-}
-
-impl Algorithm {
-    /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 2] = [Self::OneShot, Self::TwoShot];
-
-    /// The name, as the command line and tables write it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::OneShot => "one-shot",
-            Self::TwoShot => "two-shot",
-        }
-    }
-}
-
-impl std::fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// From how many bytes on a thread of one-shot has more than one vector, between two ranks, on 132 multiprocessors.
 const PAIRS_FROM: usize = 528 << 10;

@@ -19,7 +19,7 @@
 //! pieces are sized to stay in the L2 cache on their way through the mailboxes.
 
 mod choice;
-pub(crate) mod cuda;
+mod cuda;
 mod host;
 mod table;
 
@@ -34,7 +34,7 @@ use crate::{
     error::Result,
 };
 
-/// How an all-reduce is carried out. The result has the same bits in every case.
+/// How an all-reduce is carried out, on the host and on GPUs. The result has the same bits in every case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Algorithm {

@@ -59,7 +59,7 @@ use antiphon_device::{
 use antiphon_fabric::{Communicator, CudaArena, FabricError, Monitor, Operation, Signature};
 use antiphon_tensor::DType;
 
-pub use crate::all_reduce::cuda::Algorithm;
+pub use crate::all_reduce::Algorithm;
 use crate::{all_reduce::AllReduceTable, error::Result};
 pub use choice::tune;
 use kernels::{Family, Kernels};
