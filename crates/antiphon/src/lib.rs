@@ -46,7 +46,8 @@
 //!    ([`builder`](fabric::Communicator::builder)); [`fabric::rendezvous`] says how ranks find and trust each other.
 //! 2. **Collectives.** [`Collectives`](collectives::Collectives) are the operations,
 //!    [`NonBlocking`](collectives::NonBlocking) the forms that return a handle;
-//!    [`collectives::all_reduce`] explains the algorithms and how one is chosen.
+//!    [`collectives::all_reduce`] explains the algorithms and how one is chosen, [`collectives::fusion`] what can be done
+//!    with a sum in the same call: residual, RMS norm, quantisation, mixtures of experts.
 //! 3. **Tensors.** [`tensor`] has the dtypes with their exact conversions, and views of anybody's memory.
 //! 4. **Who is where.** [`topology`] computes groups for tensor, pipeline, context and expert parallelism.
 //! 5. **Memory that all ranks see.** [`create_shared_buffer`](fabric::Communicator::create_shared_buffer).
@@ -90,7 +91,9 @@ pub mod nccl {
 /// What most programs need.
 pub mod prelude {
     pub use crate::cuda::{self, CudaCollectives};
-    pub use antiphon_collectives::{CollectiveError, Collectives, NonBlocking, ReduceOp};
+    pub use antiphon_collectives::{
+        CollectiveError, Collectives, NonBlocking, ReduceOp, fusion::FusedAllReduce,
+    };
     pub use antiphon_fabric::{Communicator, FabricError, LocalWorld, Pending};
     pub use antiphon_tensor::{DType, Device, TensorView, TensorViewMut, bf16, f16};
     pub use antiphon_topology::{Mapping, MixedLayout};

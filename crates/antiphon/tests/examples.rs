@@ -50,6 +50,11 @@ fn all_reduce() {
 }
 
 #[test]
+fn fused_all_reduce() {
+    runs_as_threads_and_processes("fused_all_reduce");
+}
+
+#[test]
 fn ring_send_recv() {
     runs_as_threads_and_processes("ring_send_recv");
 }

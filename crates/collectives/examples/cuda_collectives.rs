@@ -1,14 +1,16 @@
-//! Times the collectives on the GPUs of this machine: `cuda_collectives [RANKS]`. Graphs of calls on bf16 tensors, lined up
-//! by a call before; the slowest rank of each replay, the median of the replays. `antiphon bench --device cuda` has NCCL
-//! beside it.
+//! Times the collectives on the GPUs of this machine: `cuda_collectives [RANKS]`, on bf16 tensors. `antiphon bench --device
+//! cuda` has NCCL beside it.
+
+mod timing;
 
 use antiphon_collectives::{
     CollectiveError, ReduceOp,
     cuda::{Algorithm, CudaCollectives},
 };
-use antiphon_device::cuda::{Context, CudaError, DeviceMemory, Driver, Event, Graph, Stream};
+use antiphon_device::cuda::{Context, DeviceMemory, Driver, Stream};
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use timing::{Error, REPLAYS};
 
 const SIZES: [usize; 15] = [
     1 << 10,
@@ -27,17 +29,6 @@ const SIZES: [usize; 15] = [
     67_108_864,
     268_435_456,
 ];
-const REPLAYS: usize = 9;
-
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-    #[error(transparent)]
-    Collective(#[from] CollectiveError),
-    #[error(transparent)]
-    Fabric(#[from] antiphon_fabric::FabricError),
-}
 
 #[derive(Debug, Clone, Copy)]
 enum What {
@@ -141,29 +132,6 @@ impl<'a> Timing<'a> {
             1_000_000..10_000_000 => 45,
             _ => 15,
         };
-        let graph = Graph::capture(&self.stream, |_| -> Result<(), Error> {
-            (0..calls).try_for_each(|_| self.call(what, self.bytes)).map_err(Error::from)
-        })?
-        .instantiate()?;
-        let context = self.collectives.context();
-        let (begin, end) = (Event::with_time(context)?, Event::with_time(context)?);
-        let mut times = Vec::new();
-        for replay in 0..=REPLAYS {
-            self.comm.barrier()?;
-            self.collectives.barrier(self.stream.borrow())?; // lines the GPUs up
-            begin.record(&self.stream)?;
-            // SAFETY: the memory lives; the next line waits.
-            unsafe { graph.launch(&self.stream) }?;
-            end.record(&self.stream)?;
-            self.stream.borrow().synchronize()?;
-            let mine = end.elapsed_since(&begin)?.as_secs_f64() * 1e6 / calls as f64;
-            let slowest = self.comm.exchange_objects(&mine)?.into_iter().fold(0.0, f64::max);
-            if replay > 0 {
-                times.push(slowest);
-            }
-        }
-        self.collectives.check()?;
-        times.sort_by(f64::total_cmp);
-        Ok(times[times.len() / 2])
+        timing::time(self.comm, self.collectives, &self.stream, calls, || self.call(what, self.bytes))
     }
 }

@@ -30,7 +30,18 @@ impl Input {
     /// On a device.
     #[inline]
     pub(crate) fn on(device: Device, operation: Operation, tensor: &TensorView<'_>) -> Result<Self> {
-        check(device, operation, "input", tensor)?;
+        Self::named(device, operation, "input", tensor)
+    }
+
+    /// Of an operation with several.
+    #[inline]
+    pub(crate) fn named(
+        device: Device,
+        operation: Operation,
+        which: &'static str,
+        tensor: &TensorView<'_>,
+    ) -> Result<Self> {
+        check(device, operation, which, tensor)?;
         Ok(Self { data: tensor.as_ptr(), count: tensor.numel(), dtype: tensor.dtype() })
     }
 }
@@ -44,7 +55,18 @@ impl Output {
     /// On a device.
     #[inline]
     pub(crate) fn on(device: Device, operation: Operation, tensor: &mut TensorViewMut<'_>) -> Result<Self> {
-        check(device, operation, "output", &tensor.as_view())?;
+        Self::named(device, operation, "output", tensor)
+    }
+
+    /// Of an operation with several.
+    #[inline]
+    pub(crate) fn named(
+        device: Device,
+        operation: Operation,
+        which: &'static str,
+        tensor: &mut TensorViewMut<'_>,
+    ) -> Result<Self> {
+        check(device, operation, which, &tensor.as_view())?;
         Ok(Self { data: tensor.as_mut_ptr(), count: tensor.numel(), dtype: tensor.dtype() })
     }
 

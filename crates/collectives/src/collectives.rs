@@ -1,13 +1,14 @@
 //! The operations, as methods of a communicator.
 
 use antiphon_fabric::{Communicator, Operation};
-use antiphon_tensor::{TensorView, TensorViewMut};
+use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use crate::{
     ReduceOp,
     all_reduce::{self, Algorithm},
     arguments::{Input, Output},
     error::Result,
+    fusion::{self, Checked, FusedAllReduce},
     gather_scatter,
 };
 
@@ -42,6 +43,9 @@ pub trait Collectives {
         op: ReduceOp,
         algorithm: Algorithm,
     ) -> Result<()>;
+
+    /// A sum with what a transformer layer does with it: residual, RMS norm, quantisation. See [`fusion`](crate::fusion).
+    fn all_reduce_fused(&self, call: FusedAllReduce<'_>) -> Result<()>;
 
     /// The inputs of all ranks, one after the other: `n` elements in, `W·n` out.
     fn all_gather<'i, 'o>(
@@ -161,6 +165,10 @@ impl Collectives for Communicator {
         let (input, mut output) = (input.into(), output.into());
         let input = Input::new(Operation::AllReduce, &input)?;
         all_reduce::run(self, input, Output::new(Operation::AllReduce, &mut output)?, op, Some(algorithm))
+    }
+
+    fn all_reduce_fused(&self, call: FusedAllReduce<'_>) -> Result<()> {
+        fusion::run(self, Checked::new(Device::Host, call)?)
     }
 
     fn all_gather<'i, 'o>(

@@ -46,6 +46,16 @@ pub enum CollectiveError {
         /// The rule with its numbers.
         rule: String,
     },
+    /// An argument is not what the operation needs.
+    #[error("{operation}: the {which} must be {expected}")]
+    Refused {
+        /// The operation.
+        operation: &'static str,
+        /// Which argument.
+        which: &'static str,
+        /// What is needed, and what there is.
+        expected: String,
+    },
     /// A tensor is in memory that this backend does not serve.
     #[error("{operation}: the {which} is on {device}, these collectives serve {serves}")]
     Device {

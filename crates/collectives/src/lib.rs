@@ -30,13 +30,15 @@
 //!
 //! ## Reading on
 //!
-//! [`all_reduce`] tells of the algorithms and how one is chosen, [`gather_scatter`] of all the others.
+//! [`all_reduce`] tells of the algorithms and how one is chosen, [`fusion`] of what can be done with a sum in the same call,
+//! [`gather_scatter`] of all the others.
 
 pub mod all_reduce;
 mod arguments;
 mod collectives;
 pub mod cuda;
 pub mod error;
+pub mod fusion;
 pub mod gather_scatter;
 pub mod nccl;
 mod pending;

@@ -6,6 +6,8 @@
 //   memory order     acquire, release and relaxed accesses of one word, for the system (other GPUs, the host)
 //   operators        sum, prod, min, max, and reductions over a warp and a block in one fixed order
 //   work             which part of a range is this block's
+//   clusters         blocks that write into each other's shared memory
+//   shared memory    copies into it
 //   PDL              starting before the kernel ahead has ended
 //   waiting          until something is ready, or the deadline has come, or the host says stop
 //
@@ -459,6 +461,91 @@ DEVICE work_range work_of_block(u64 count) { return split_work(count, blockIdx.x
 DEVICE u64 grid_thread() { return (u64)blockIdx.x * blockDim.x + threadIdx.x; }
 DEVICE u64 grid_threads() { return (u64)gridDim.x * blockDim.x; }
 
+// ------------------------------------------------------------------------------------------------------- clusters
+//
+// For launches with LaunchConfig::cluster, on Hopper and newer; a block without is a cluster of its own. Addresses are of
+// shared memory.
+
+DEVICE u32 cluster_rank() {
+    u32 rank = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+DEVICE u32 cluster_size() {
+    u32 size = 1;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
+#endif
+    return size;
+}
+
+// Which cluster, and how many there are, of a grid of one dimension.
+DEVICE u32 cluster_index() {
+#if __CUDA_ARCH__ >= 900
+    u32 index;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+    return index;
+#else
+    return blockIdx.x;
+#endif
+}
+DEVICE u32 cluster_count() {
+#if __CUDA_ARCH__ >= 900
+    u32 count;
+    asm("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+    return count;
+#else
+    return gridDim.x;
+#endif
+}
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// All threads of a cluster come here. What they wrote to their shared memory before is there after the wait.
+DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// One word, to the same place in the shared memory of a block of the cluster, whole or not at all; for a reader that polls.
+DEVICE void store_to_block(u64* place, u32 block, u64 value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .b32 place; mapa.shared::cluster.u32 place, %0, %1; "
+                 "st.relaxed.cluster.shared::cluster.u64 [place], %2; }"
+                 :: "r"(shared_address(place)), "r"(block), "l"(value) : "memory");
+#else
+    asm volatile("st.volatile.shared.u64 [%0], %1;" :: "r"(shared_address(place)), "l"(value) : "memory");
+#endif
+}
+DEVICE u64 load_from_blocks(const u64* place) {
+    u64 value;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.relaxed.cluster.shared.u64 %0, [%1];" : "=l"(value) : "r"(shared_address(place)) : "memory");
+#else
+    asm volatile("ld.volatile.shared.u64 %0, [%1];" : "=l"(value) : "r"(shared_address(place)) : "memory");
+#endif
+    return value;
+}
+
+// --------------------------------------------------------------------------------------------------- shared memory
+
+// Copies 16 bytes from global memory without a register; this thread sees them after copies_wait_all, or copies_wait of all
+// groups but the last `GROUPS`.
+DEVICE void copy_async16(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
+}
+DEVICE void copies_end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copies_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+template <u32 GROUPS> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory"); }
+
 // ------------------------------------------------------------------------------------------------------------ PDL
 //
 // For launches with LaunchConfig::programmatic; without it, and before Hopper, both do nothing.
@@ -560,7 +647,8 @@ DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready, Lo
         for (u32 poll = 0; poll < POLLS_PER_LOOK; ++poll)
             if (ready(seen)) return true;
         if (reason != GO_ON) {  // and what came before the reason has been seen by now
-            if (reason != SILENTLY) record_wait(w.report, reason, w.rank, peer, w.doing, expected, seen, waited);
+            // Who waits for another thread of its own GPU leaves it to that to say for whom.
+            if (reason != SILENTLY && peer != w.rank) record_wait(w.report, reason, w.rank, peer, w.doing, expected, seen, waited);
             return false;
         }
         look();

@@ -24,10 +24,11 @@ pub enum Operation {
     Gather,
     Scatter,
     Message,
+    FusedAllReduce,
 }
 
 impl Operation {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Barrier,
         Self::ExchangeObjects,
         Self::Allocate,
@@ -41,6 +42,7 @@ impl Operation {
         Self::Gather,
         Self::Scatter,
         Self::Message,
+        Self::FusedAllReduce,
     ];
 
     /// The name that callers know it by.
@@ -59,6 +61,7 @@ impl Operation {
             Self::Gather => "gather",
             Self::Scatter => "scatter",
             Self::Message => "send/recv",
+            Self::FusedAllReduce => "all_reduce_fused",
         }
     }
 }
@@ -75,7 +78,7 @@ pub struct Signature {
     pub reduce: Option<ReduceOp>,
     /// By which algorithm, numbered by the operation.
     pub algorithm: u8,
-    /// From or to which rank.
+    /// From or to which rank; of a fused operation, how many elements a row has.
     pub root: Option<u32>,
     /// How many elements (bytes, where there is no dtype).
     pub count: u64,
@@ -126,13 +129,18 @@ impl fmt::Display for Signature {
         if let Some(reduce) = self.reduce {
             write!(f, ", {reduce}")?;
         }
-        if let Some(root) = self.root {
-            write!(f, ", root {root}")?;
+        match (self.operation, self.root) {
+            (_, None) => {}
+            (Operation::FusedAllReduce, Some(hidden)) => write!(f, ", rows of {hidden}")?,
+            (_, Some(root)) => write!(f, ", root {root}")?,
         }
         match (self.operation, self.algorithm) {
             (_, 0) => {}
-            (Operation::AllReduce, 1) => f.write_str(", one-shot")?,
-            (Operation::AllReduce, 2) => f.write_str(", two-shot")?,
+            (Operation::AllReduce | Operation::FusedAllReduce, 1) => f.write_str(", one-shot")?,
+            (Operation::AllReduce | Operation::FusedAllReduce, 2) => f.write_str(", two-shot")?,
+            (Operation::FusedAllReduce, 0x10) => f.write_str(", rounded")?,
+            (Operation::FusedAllReduce, 0x11) => f.write_str(", one-shot, rounded")?,
+            (Operation::FusedAllReduce, 0x12) => f.write_str(", two-shot, rounded")?,
             (Operation::AllToAll, 1) => f.write_str(", uneven")?,
             (_, other) => write!(f, ", algorithm {other}")?,
         }

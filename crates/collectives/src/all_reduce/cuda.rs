@@ -10,7 +10,7 @@ use crate::{
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
-        launch::{Launch, Work},
+        launch::{Cut, Grid, Launch, Work},
         signature,
     },
     error::Result,
@@ -69,7 +69,7 @@ impl CudaCollectives {
         let bytes = input.count * size;
         let parts = if algorithm == Algorithm::OneShot { 1 } else { world_size };
         let (from, to) = (input.data.addr(), output.data.addr());
-        let of = |start: usize, len: usize| {
+        let of = |start: usize, len: usize, _| {
             let (input, output) = (from + start, to + start);
             let work = Work { input, output, count: len / size, stride: 0, root: 0, signature };
             let plain = (input | output).is_multiple_of(16) && len.is_multiple_of(16 * parts);
@@ -80,10 +80,12 @@ impl CudaCollectives {
                 Algorithm::TwoShot if plain => Kernel::TwoShotPlain,
                 Algorithm::TwoShot => Kernel::TwoShot,
             };
-            Launch { kernel, items: len.div_ceil(16 * parts), by_peer: parts > 1, work }
+            let items = len.div_ceil(16 * parts);
+            let grid = if parts > 1 { Grid::ItemsByPeer(items) } else { Grid::Items(items) };
+            Launch { kernel, grid, work, fused: None }
         };
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, bytes, self.lane_bytes() * parts, stream, of) }
+        unsafe { self.run(&loaded, Cut::bytes(bytes, self.lane_bytes() * parts), stream, of) }
     }
 
     /// The algorithm that [`all_reduce`](Self::all_reduce) takes for so many bytes.

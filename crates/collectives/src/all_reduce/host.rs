@@ -1,4 +1,4 @@
-//! The algorithms on host memory.
+//! The algorithms on host memory. `arrived` hears up to which byte the output is complete.
 
 use std::ops::Range;
 
@@ -10,6 +10,23 @@ use crate::{
     stream::{copy, piece_for, stream},
 };
 
+/// What makes one of everybody's contributions.
+pub(crate) trait Reduce {
+    /// Reduces `count` elements.
+    ///
+    /// # Safety
+    /// As [`Reducer::run`].
+    unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize);
+}
+
+impl Reduce for Reducer {
+    #[inline]
+    unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize) {
+        // SAFETY: passed on.
+        unsafe { self.run(destination, sources, count) }
+    }
+}
+
 /// Bytes of one piece of a one-shot: a rank's two mailboxes and its part of input and output stay in L2.
 const ONE_SHOT_PIECE: usize = 128 << 10;
 /// Bytes of one piece of a two-shot; the results take as much again.
@@ -20,7 +37,8 @@ pub(super) fn one_shot(
     signature: &Signature,
     input: &Input,
     output: &Output,
-    reducer: &Reducer,
+    reducer: &impl Reduce,
+    mut arrived: impl FnMut(usize),
 ) -> Result<(), FabricError> {
     let size = input.dtype.size();
     stream(
@@ -31,8 +49,11 @@ pub(super) fn one_shot(
         1,
         // SAFETY: the part lies within the input, and the outbox has room for it.
         |part, outbox| unsafe { copy(input.data.add(part.start), outbox, part.len()) },
-        // SAFETY: every rank has posted as many bytes; the output is nobody's mailbox.
-        |part, inboxes| unsafe { reducer.run(output.data.add(part.start), inboxes, part.len() / size) },
+        |part, inboxes| {
+            // SAFETY: every rank has posted as many bytes; the output is nobody's mailbox.
+            unsafe { reducer.run(output.data.add(part.start), inboxes, part.len() / size) };
+            arrived(part.end);
+        },
     )
 }
 
@@ -62,12 +83,16 @@ pub(super) fn two_shot(
     signature: &Signature,
     input: &Input,
     output: &Output,
-    reducer: &Reducer,
+    reducer: &impl Reduce,
+    mut arrived: impl FnMut(usize),
 ) -> Result<(), FabricError> {
-    if input.count * input.dtype.size() >= WORTH_ASKING && ask_where(rounds, signature, input, output)? {
-        return two_shot_symmetric(rounds, signature, input, reducer);
+    let len = input.count * input.dtype.size();
+    if len >= WORTH_ASKING && ask_where(rounds, signature, input, output)? {
+        two_shot_symmetric(rounds, signature, input, reducer)?;
+        arrived(len);
+        return Ok(());
     }
-    two_shot_staged(rounds, signature, input, output, reducer)
+    two_shot_staged(rounds, signature, input, output, reducer, arrived)
 }
 
 /// Where a rank's tensors lie in its arena, as it says in its packet; the input is read by all only after that.
@@ -105,7 +130,7 @@ fn two_shot_symmetric(
     rounds: &mut Rounds,
     signature: &Signature,
     input: &Input,
-    reducer: &Reducer,
+    reducer: &impl Reduce,
 ) -> Result<(), FabricError> {
     let (rank, world_size, size) = (rounds.rank(), rounds.world_size(), input.dtype.size());
     let whole = Piece { range: 0..input.count * size, world_size, size };
@@ -138,7 +163,8 @@ fn two_shot_staged(
     signature: &Signature,
     input: &Input,
     output: &Output,
-    reducer: &Reducer,
+    reducer: &impl Reduce,
+    mut arrived: impl FnMut(usize),
 ) -> Result<(), FabricError> {
     let (rank, world_size, size) = (rounds.rank(), rounds.world_size(), input.dtype.size());
     let len = input.count * size;
@@ -171,6 +197,7 @@ fn two_shot_staged(
                     copy(results, output.data.add(piece.range.start + part.start), part.len());
                 }
             }
+            arrived(piece.range.end);
         }
         if round < pieces {
             let piece = piece(round);

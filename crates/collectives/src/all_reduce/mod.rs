@@ -24,6 +24,7 @@ mod host;
 mod table;
 
 pub use choice::tune;
+pub(crate) use host::Reduce;
 pub use table::AllReduceTable;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
@@ -84,23 +85,38 @@ pub(crate) fn run(
     same_dtype(OPERATION, &input, &output)?;
     numeric(OPERATION, input.dtype)?;
     has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
-    let mut signature = Signature {
+    let signature = |algorithm| Signature {
         dtype: Some(input.dtype),
         reduce: Some(op),
+        algorithm,
         count: input.count as u64,
         ..Signature::new(OPERATION)
     };
+    carry_out(comm, algorithm, signature, &input, &output, &Reducer::new(input.dtype, op), |_| ())
+}
+
+/// The all-reduce that a signature stands for, which is made from the algorithm's number (0 as long as there is none).
+/// `arrived` hears up to which byte the output is complete.
+#[inline]
+pub(crate) fn carry_out(
+    comm: &Communicator,
+    algorithm: Option<Algorithm>,
+    signature: impl Fn(u8) -> Signature,
+    input: &Input,
+    output: &Output,
+    reducer: &impl Reduce,
+    arrived: impl FnMut(usize),
+) -> Result<()> {
     let algorithm = match algorithm {
         Some(given) => given,
-        None => choice::choose(comm, &signature, input.count * input.dtype.size())?,
+        None => choice::choose(comm, &signature(0), input.count * input.dtype.size())?,
     };
-    signature.algorithm = algorithm as u8;
+    let signature = signature(algorithm as u8);
     // SAFETY: every rank runs the algorithm that the signature names, which posts the same layouts everywhere.
     let mut rounds = unsafe { comm.rounds()? };
-    let reducer = Reducer::new(input.dtype, op);
     match algorithm {
-        Algorithm::OneShot => host::one_shot(&mut rounds, &signature, &input, &output, &reducer)?,
-        Algorithm::TwoShot => host::two_shot(&mut rounds, &signature, &input, &output, &reducer)?,
+        Algorithm::OneShot => host::one_shot(&mut rounds, &signature, input, output, reducer, arrived)?,
+        Algorithm::TwoShot => host::two_shot(&mut rounds, &signature, input, output, reducer, arrived)?,
     }
     Ok(())
 }

@@ -4,13 +4,17 @@ use std::sync::Arc;
 
 use antiphon_device::{
     ReduceOp,
-    cuda::{Architecture, Context, CudaError, Function, KernelCache, Module, Nvrtc, Program},
+    cuda::{Architecture, Context, CudaError, Function, KernelCache, Module, Nvrtc, Program, relaxed},
 };
 use antiphon_fabric::Operation;
 use antiphon_tensor::DType;
 
 use super::{MAX_BLOCKS, SLOTS_AT, THREADS, device, most_blocks};
-use crate::error::{CollectiveError, Result};
+use crate::{
+    all_reduce::Algorithm,
+    error::{CollectiveError, Result},
+    fusion::{Accumulation, Shape, Teams},
+};
 
 /// Kernels that are compiled together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,6 +23,8 @@ pub(crate) enum Family {
     Movement,
     /// What reduces elements of a type.
     Reduction(DType, ReduceOp),
+    /// What sums rows and goes on with them.
+    Fusion(Fusion),
 }
 
 /// A kernel of a program.
@@ -36,6 +42,21 @@ pub(crate) enum Kernel {
     TwoShotPlain,
     ReduceScatter,
     ReduceScatterPlain,
+    FusedAllReduce,
+}
+
+/// What the kernels with an epilogue are specialised in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fusion {
+    pub(crate) dtype: DType,
+    pub(crate) accumulation: Accumulation,
+    /// In the words of source.cuh.
+    pub(crate) source: &'static str,
+    pub(crate) quantization: &'static str,
+    /// Which inputs and outputs there are; see source.cuh.
+    pub(crate) has: u32,
+    pub(crate) algorithm: Algorithm,
+    pub(crate) shape: Shape,
 }
 
 impl Kernel {
@@ -54,6 +75,7 @@ impl Kernel {
             Self::TwoShotPlain => "two_shot_plain",
             Self::ReduceScatter => "reduce_scatter",
             Self::ReduceScatterPlain => "reduce_scatter_plain",
+            Self::FusedAllReduce => "fused_all_reduce",
         }
     }
 }
@@ -77,6 +99,7 @@ impl Family {
                 Kernel::ReduceScatter,
                 Kernel::ReduceScatterPlain,
             ],
+            Self::Fusion(_) => &[Kernel::FusedAllReduce],
         }
     }
 
@@ -93,6 +116,21 @@ impl Family {
             "\n",
             include_str!("../gather_scatter/reduce_scatter.cuh")
         );
+        const FUSION: &str = concat!(
+            include_str!("slots.cuh"),
+            "\n",
+            include_str!("reduce.cuh"),
+            "\n",
+            include_str!("../fusion/source.cuh"),
+            "\n",
+            include_str!("../fusion/team.cuh"),
+            "\n",
+            include_str!("../fusion/quantize.cuh"),
+            "\n",
+            include_str!("../fusion/epilogue.cuh"),
+            "\n",
+            include_str!("../fusion/kernels.cuh")
+        );
         let program = match self {
             Self::Movement => Program::new("movement.cuh", MOVEMENT, architecture),
             Self::Reduction(dtype, op) => {
@@ -108,14 +146,53 @@ impl Family {
                     .define("NAN_PAIR", nan_pair)
                     .define("OPERATOR", operator)
                     .define("AVERAGE", u8::from(op == ReduceOp::Avg))
+                    .define("ROUND_EACH", 0)
+            }
+            Self::Fusion(fusion) => {
+                let (element, nan_pair) = element(fusion.dtype)?;
+                Program::new("fusion.cuh", FUSION, architecture)
+                    .define("ELEMENT", element)
+                    .define("NAN_PAIR", nan_pair)
+                    .define("OPERATOR", "sum_of")
+                    .define("AVERAGE", 0)
+                    .define("ROUND_EACH", u8::from(fusion.accumulation == Accumulation::Rounded))
+                    .define("SOURCE", fusion.source)
+                    .define("QUANTIZATION", fusion.quantization)
+                    .define("HAS", fusion.has)
+                    .define("ALGORITHM", fusion.algorithm.name().replace('-', "_"))
+                    .define("IS_ONE_SHOT", u8::from(fusion.algorithm == Algorithm::OneShot))
+                    .define("SHORT", u8::from(fusion.shape.is_short()))
             }
         };
         Ok(program
             .define("WORLD", world_size)
-            .define("THREADS", THREADS)
-            .define("RESIDENT", 2 * most_blocks(world_size))
+            .define("THREADS", self.threads())
+            .define("RESIDENT", 2 * self.most_blocks(world_size))
             .define("MAX_BLOCKS", MAX_BLOCKS)
             .define("SLOTS_AT", SLOTS_AT))
+    }
+}
+
+impl Family {
+    /// The most threads of a block.
+    pub(super) fn threads(self) -> u32 {
+        match self {
+            Self::Fusion(fusion) => fusion.shape.threads() as u32,
+            _ => THREADS,
+        }
+    }
+
+    /// Blocks for each multiprocessor, at most.
+    pub(super) fn most_blocks(self, world_size: usize) -> u32 {
+        match self {
+            Self::Fusion(fusion) => fusion.shape.most_blocks(world_size, fusion.algorithm),
+            _ => most_blocks(world_size),
+        }
+    }
+
+    /// Bytes of shared memory that a block may have, if that must be said.
+    fn shared_bytes(self) -> Option<u32> {
+        matches!(self, Self::Fusion(_)).then_some(Teams::most_shared_bytes())
     }
 }
 
@@ -168,8 +245,15 @@ impl Kernels {
         let program = family.program(architecture, self.world_size)?;
         let load = || {
             let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;
-            let module = Module::load(&self.context, &cubin.bytes)?;
-            let function = |&kernel: &Kernel| Ok((kernel, module.function(kernel.name())?));
+            // So that a graph may have the first call of its kind.
+            let module = relaxed(|| Module::load(&self.context, &cubin.bytes))??;
+            let function = |&kernel: &Kernel| {
+                let function = module.function(kernel.name())?;
+                if let Some(bytes) = family.shared_bytes() {
+                    function.allow_dynamic_shared(bytes)?;
+                }
+                Ok((kernel, function))
+            };
             family.kernels().iter().map(function).collect::<std::result::Result<_, CudaError>>()
         };
         let loaded = Loaded(load().map_err(device)?);

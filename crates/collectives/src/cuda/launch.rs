@@ -9,15 +9,28 @@ use antiphon_tensor::{Device, TensorView, TensorViewMut};
 use super::{
     CHANNELS, CudaCollectives, THREADS, channel_bytes, device,
     kernels::{Family, Kernel, Loaded},
-    slot_stride,
+    most_blocks, slot_stride,
 };
 use crate::{
     arguments::{Input, Output},
     error::{CollectiveError, Result},
+    fusion::{Fused, Room, Teams},
 };
 
-/// Pieces are multiples of this many bytes: whole rows (kernels.cuh), and whole vectors for each of up to 8 ranks.
-const PIECE_UNIT: usize = 496 * 8;
+/// How a call is cut into pieces: of at most so much, in multiples of a unit.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Cut {
+    pub(crate) total: usize,
+    pub(crate) most: usize,
+    pub(crate) unit: usize,
+}
+
+impl Cut {
+    /// Of so many bytes (of each block): whole rows (kernels.cuh), and whole vectors for each of up to 8 ranks.
+    pub(crate) fn bytes(total: usize, most: usize) -> Self {
+        Self { total, most, unit: 496 * 8 }
+    }
+}
 
 /// What differs from kernel to kernel; see `arguments` in slots.cuh.
 #[derive(Clone, Copy)]
@@ -46,13 +59,25 @@ impl Second {
     }
 }
 
-/// A kernel to launch, and for how many items: one for each thread, of each peer where blocks serve one peer each.
+/// A kernel to launch.
 #[derive(Clone, Copy)]
 pub(crate) struct Launch {
     pub(crate) kernel: Kernel,
-    pub(crate) items: usize,
-    pub(crate) by_peer: bool,
+    pub(crate) grid: Grid,
     pub(crate) work: Work,
+    /// What kernels with an epilogue get as well.
+    pub(crate) fused: Option<Fused>,
+}
+
+/// What there is to do, from which the number of blocks follows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Grid {
+    /// Items, one for each thread.
+    Items(usize),
+    /// Items of each peer, where a block serves one peer.
+    ItemsByPeer(usize),
+    /// Rows for teams of blocks.
+    Teams(Teams),
 }
 
 /// `arguments` of slots.cuh.
@@ -106,11 +131,23 @@ impl CudaCollectives {
         self.lane_stride
     }
 
+    /// What a call with an epilogue may use, in one channel.
+    #[inline]
+    pub(crate) fn room_for_teams(&self, channels: usize) -> Room {
+        let (world_size, multiprocessors) =
+            (self.world_size(), self.max_blocks / most_blocks(self.world_size()));
+        Room { world_size, multiprocessors, has_clusters: self.has_clusters, channels }
+    }
+
     /// How many blocks a launch gets of those that one channel may have, and whether they are few; see `KERNEL` in slots.cuh.
     #[inline]
     fn blocks(&self, launch: &Launch, channels: u32) -> (u32, bool) {
-        let unit = if launch.by_peer { self.world_size() as u32 - 1 } else { 1 };
-        let wanted = (launch.items as u64).div_ceil(u64::from(THREADS)) * u64::from(unit);
+        let (items, unit) = match launch.grid {
+            Grid::Items(items) => (items, 1),
+            Grid::ItemsByPeer(items) => (items, self.world_size() as u32 - 1),
+            Grid::Teams(teams) => return (teams.blocks(), false),
+        };
+        let wanted = (items as u64).div_ceil(u64::from(THREADS)) * u64::from(unit);
         let few = self.max_blocks / 2;
         // Up to two rounds of a small grid take less time than the start of the kernel behind.
         let (most, is_small) = match wanted <= 2 * u64::from(few) && channels == 1 {
@@ -121,38 +158,37 @@ impl CudaCollectives {
         ((blocks / unit).max(1) * unit, is_small)
     }
 
-    /// Runs a call of `bytes` (of each block), cut into pieces of at most `piece`: `of(start, len)` tells what to launch for
-    /// each. Several pieces go through both channels in turn.
+    /// Runs a call in pieces: `of(start, len, channels)` tells what to launch for each. Several pieces go through both
+    /// channels in turn.
     ///
     /// # Safety
     /// As the operation that this is of: the addresses are of this rank's device, and good until the stream has passed.
     pub(crate) unsafe fn run(
         &self,
         loaded: &Loaded,
-        bytes: usize,
-        piece: usize,
+        Cut { total, most, unit }: Cut,
         stream: StreamRef<'_>,
-        of: impl Fn(usize, usize) -> Launch,
+        of: impl Fn(usize, usize, usize) -> Launch,
     ) -> Result<()> {
-        if bytes <= piece {
-            return match bytes {
+        if total <= most {
+            return match total {
                 0 => Ok(()),
                 // SAFETY: passed on.
-                _ => unsafe { self.launch(loaded, 0, 1, &of(0, bytes), stream) },
+                _ => unsafe { self.launch(loaded, 0, 1, &of(0, total, 1), stream) },
             };
         }
         // Pieces of one size, so that none is too small to be worth a channel; but for the first of the second channel,
         // which is half of that, so that the channels take turns on the links.
-        let pieces = bytes.div_ceil(piece / PIECE_UNIT * PIECE_UNIT).next_multiple_of(CHANNELS);
-        let piece = bytes.div_ceil(pieces).next_multiple_of(PIECE_UNIT);
+        let pieces = total.div_ceil(most / unit * unit).next_multiple_of(CHANNELS);
+        let piece = total.div_ceil(pieces).next_multiple_of(unit);
         let second = self.second.stream.borrow();
         let (forked, joined) = (&self.second.forked, &self.second.joined);
         forked.record(stream).and_then(|()| second.wait(forked)).map_err(device)?;
         let launches = || {
             let (mut start, mut index) = (0, 0);
-            while start < bytes {
-                let size = if index == 1 { (piece / 2).next_multiple_of(PIECE_UNIT) } else { piece };
-                let (launch, channel) = (of(start, (bytes - start).min(size)), index % CHANNELS);
+            while start < total {
+                let size = if index == 1 { (piece / 2).next_multiple_of(unit) } else { piece };
+                let (launch, channel) = (of(start, (total - start).min(size), CHANNELS), index % CHANNELS);
                 let stream = if channel == 0 { stream } else { second };
                 // SAFETY: passed on.
                 unsafe { self.launch(loaded, channel, CHANNELS, &launch, stream) }?;
@@ -182,7 +218,11 @@ impl CudaCollectives {
     ) -> Result<()> {
         let Launch { kernel, work, .. } = launch;
         let (blocks, is_small) = self.blocks(launch, channels as u32);
-        let config = LaunchConfig::new(blocks, THREADS).programmatic();
+        let config = match launch.grid {
+            Grid::Teams(teams) => teams.config(),
+            _ => LaunchConfig::new(blocks, THREADS),
+        };
+        let config = config.programmatic();
         let at = |channel: usize| (channel * channel_bytes(self.world_size(), self.lane_stride)) as u64;
         let (channel, other) = (at(channel), at(CHANNELS - 1 - channel));
         macro_rules! launch {
@@ -209,8 +249,16 @@ impl CudaCollectives {
                             slot_stride: slot_stride(self.world_size(), self.lane_stride) as u32,
                             is_small: u32::from(is_small),
                         };
+                        let kernel = loaded.get(*kernel);
                         // SAFETY: the kernel's own arguments; the arenas live as long as `self`, whose drop waits.
-                        unsafe { loaded.get(*kernel).launch(stream, &config, &[(&arguments).into()]) }
+                        unsafe {
+                            match &launch.fused {
+                                None => kernel.launch(stream, &config, &[(&arguments).into()]),
+                                Some(fused) => {
+                                    kernel.launch(stream, &config, &[(&arguments).into(), fused.into()])
+                                }
+                            }
+                        }
                     })*
                     peers => unreachable!("a world with {peers} peers was refused"),
                 }

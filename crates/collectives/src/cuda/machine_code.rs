@@ -9,7 +9,14 @@ use antiphon_device::{
 use antiphon_sass::{Disassembler, Kernel as Code, Rules};
 use antiphon_tensor::DType;
 
-use super::{MAX_WORLD, kernels::Family};
+use super::{
+    MAX_WORLD,
+    kernels::{Family, Fusion},
+};
+use crate::{
+    all_reduce::Algorithm,
+    fusion::{Accumulation, Shape},
+};
 
 const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
 
@@ -22,19 +29,68 @@ fn variants() -> Vec<(Family, usize)> {
         variants
             .extend([4, MAX_WORLD].map(|world_size| (Family::Reduction(dtype, ReduceOp::Sum), world_size)));
     }
+    variants.extend(fusions());
     variants
 }
 
+/// Calls with an epilogue: every algorithm and shape, every source, every quantisation, every input and output, each of
+/// them with some of the others.
+fn fusions() -> Vec<(Family, usize)> {
+    const NORM: u32 = 0x1F0; // residual and norm, in and out
+    const ALL: u32 = 0x1FF;
+    let usual = Fusion {
+        dtype: DType::BF16,
+        accumulation: Accumulation::F32,
+        source: "TENSOR",
+        quantization: "NONE",
+        has: NORM,
+        algorithm: Algorithm::OneShot,
+        shape: Shape::Short,
+    };
+    let mut fusions = Vec::new();
+    for algorithm in Algorithm::ALL {
+        for shape in [Shape::Short, Shape::ShortWide, Shape::Long, Shape::LongWide] {
+            fusions.push((Fusion { algorithm, shape, ..usual }, 4));
+        }
+    }
+    let (two_shot, long) = (Algorithm::TwoShot, Shape::Long);
+    fusions.push((usual, 2));
+    fusions.push((usual, MAX_WORLD));
+    fusions.push((Fusion { algorithm: two_shot, shape: long, ..usual }, MAX_WORLD));
+    for quantization in ["FP8", "FP8_TOKENS", "FP8_GROUPS", "NVFP4"] {
+        fusions.push((Fusion { quantization, ..usual }, 4));
+    }
+    fusions.push((Fusion { quantization: "NVFP4", has: ALL, algorithm: two_shot, shape: long, ..usual }, 4));
+    fusions.push((Fusion { quantization: "FP8_ODD_GROUPS", shape: Shape::LongWide, ..usual }, 4));
+    for source in ["MOE_REDUCTION", "MOE_FINALIZE"] {
+        fusions.push((Fusion { source, accumulation: Accumulation::Rounded, ..usual }, 4));
+        fusions.push((Fusion { source, algorithm: two_shot, shape: long, ..usual }, 4));
+    }
+    for dtype in [DType::F32, DType::F16] {
+        fusions.push((Fusion { dtype, quantization: "FP8_TOKENS", has: ALL, ..usual }, 4));
+    }
+    fusions.push((Fusion { has: 1, ..usual }, 4));
+    fusions.into_iter().map(|(fusion, world_size)| (Family::Fusion(fusion), world_size)).collect()
+}
+
 /// What is wrong with a kernel.
-fn broken(code: &Code, world_size: usize) -> Vec<String> {
-    // Of the 65536 of a multiprocessor: 8 blocks of 128 threads fit, or 4 with many peers, and none waits for room.
-    let registers = if world_size <= 4 { 64 } else { 128 };
+fn broken(code: &Code, family: Family, world_size: usize) -> Vec<String> {
+    // Of the 65536 of a multiprocessor: twice the blocks fit that a grid may have, and none waits for room.
+    let registers = 65536 / (2 * family.most_blocks(world_size) * family.threads()) / 8 * 8;
     // Vectors (and tags) come and go whole, and past every cache.
     let needed = &["LDG.128.STRONG.SYS", "STG.128.STRONG.SYS"];
-    // Sums are rounded one by one; a division by 2, 4 or 8 is a product.
-    let rules = Rules { registers, needed, forbidden: &["FFMA", "DFMA"], ..Rules::default() };
+    let rules = match family {
+        // IEEE's division and root are made of such instructions; and some words are kept in the first cache.
+        Family::Fusion(_) => Rules { registers, needed, local_bytes: 128, ..Rules::default() },
+        // Sums are rounded one by one; a division by 2, 4 or 8 is a product.
+        _ => Rules { registers, needed, forbidden: &["FFMA", "DFMA"], ..Rules::default() },
+    };
     let mut broken = code.broken(&rules);
-    if code.instructions.keys().any(|words| words.starts_with("LD.") || words.starts_with("ST.")) {
+    // Those into another block's shared memory are such, in machine code.
+    let may_be_any = matches!(family, Family::Fusion(_));
+    if !may_be_any
+        && code.instructions.keys().any(|words| words.starts_with("LD.") || words.starts_with("ST."))
+    {
         broken.push(format!(
             "{}: accesses of which the compiler does not know that they are global",
             code.name
@@ -59,7 +115,7 @@ fn check(architecture: Architecture, nvrtc: &Nvrtc, disassembler: Option<&Disass
     let codes = disassembler.map_or_else(Vec::new, |disassembler| disassembler.read(&cubins).unwrap());
     for (&(family, world_size), code) in variants.iter().zip(&codes) {
         for kernel in family.kernels() {
-            let found = broken(code.kernel(kernel.name()).unwrap(), world_size);
+            let found = broken(code.kernel(kernel.name()).unwrap(), family, world_size);
             let place = format!("{family:?} on {architecture} for {world_size} ranks");
             wrong.extend(found.iter().map(|what| format!("{place}: {what}")));
         }

@@ -112,6 +112,8 @@ pub struct CudaCollectives {
     lane_stride: usize,
     limit_ns: u64,
     max_blocks: u32,
+    /// Whether blocks can reach each other's shared memory.
+    has_clusters: bool,
     /// Which all-reduce for which size.
     pub(crate) table: AllReduceTable,
     kernels: RefCell<Kernels>,
@@ -142,7 +144,7 @@ impl CudaCollectives {
         let len = CHANNELS * channel_bytes(world_size, lane_stride);
         let arena = CudaArena::new(comm, context, len, 0xFF)?; // EMPTY, everywhere
         let parts = Parts::new(context, world_size, arena.pointer(comm.rank()), lane_stride);
-        let Parts { board, second, kernels, name, multiprocessors } =
+        let Parts { board, second, kernels, name, multiprocessors, has_clusters } =
             comm.agree("cannot prepare its GPU", parts)?;
         let table = choice::load(comm, &name)?;
         comm.barrier()?;
@@ -157,6 +159,7 @@ impl CudaCollectives {
             lane_stride,
             limit_ns: comm.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
             max_blocks: (most_blocks(world_size) * multiprocessors).min(MAX_BLOCKS),
+            has_clusters,
             table,
             kernels: RefCell::new(kernels),
             has_told: Cell::new(false),
@@ -242,6 +245,7 @@ struct Parts {
     /// Of the GPU.
     name: String,
     multiprocessors: u32,
+    has_clusters: bool,
 }
 
 impl Parts {
@@ -259,6 +263,7 @@ impl Parts {
             kernels,
             name: properties.name,
             multiprocessors: properties.multiprocessors,
+            has_clusters: properties.cluster_launch,
         })
     }
 }

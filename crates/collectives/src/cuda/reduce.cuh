@@ -1,4 +1,4 @@
-// Reducing vectors of one type: for a program that has T, OPERATOR and AVERAGE. Behind slots.cuh.
+// Reducing vectors of one type: for a program that has ELEMENT, OPERATOR, AVERAGE and ROUND_EACH. Behind slots.cuh.
 //
 // EMPTY is a NaN (two of them in half precision) that no reduction gives and that senders replace by the canonical one, so
 // no value is lost: a sum with a NaN is the canonical NaN whichever NaN went in.
@@ -50,7 +50,7 @@ template <bool PLAIN> struct elements {
     }
 };
 
-// In ascending rank order, rounded once. The result has no EMPTY: a NaN is the canonical one.
+// In ascending rank order, rounded once (ROUND_EACH: after each). The result has no EMPTY: a NaN is the canonical one.
 DEVICE uint4 reduce(const uint4 (&values)[WORLD]) {
     vec16<T> v;
     v.words = values[0];
@@ -61,6 +61,7 @@ DEVICE uint4 reduce(const uint4 (&values)[WORLD]) {
         wide_vec<T> x = widen_vec(v);
 #pragma unroll
         for (u32 lane = 0; lane < LANES; ++lane) sum.lane[lane] = OPERATOR<A>()(sum.lane[lane], x.lane[lane]);
+        if (ROUND_EACH) sum = widen_vec(narrow_vec<T>(sum));
     }
     if (AVERAGE)
 #pragma unroll

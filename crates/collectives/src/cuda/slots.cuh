@@ -21,7 +21,8 @@ constexpr u32 EMPTY = 0xFFFFFFFFu;
 constexpr u32 SLOTS = 3;
 constexpr u32 TAGS_BYTES = 4096;
 constexpr u32 PEERS = WORLD - 1;
-constexpr u32 DEPTH = 2; // loads that a thread has under way where there is much to move
+constexpr u32 OWN_TOO = 0x80000000u; // beside a number of vectors: in the lane of this rank itself as well
+[[maybe_unused]] constexpr u32 DEPTH = 2; // loads that a thread has under way where there is much to move
 
 // At the start of an arena, MAX_BLOCKS times. Begins as zeros.
 struct control {
@@ -78,13 +79,15 @@ DEVICE turn begin(const arguments& a, uint4 words) {
 // The threads that have a peer's tag to send and to read.
 DEVICE bool has_tag() { return blockIdx.x == 0 && threadIdx.x < PEERS; }
 
-// Empties what the call before has filled; a lane of this rank itself was never written.
+// Empties what the call before has filled; in the lane of this rank itself only where it says so.
 DEVICE void empty_lanes(const arguments& a, const turn& t, u32 first, u32 count) {
     const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+    const u32 spared = count & OWN_TOO ? WORLD : a.rank;
+    count &= ~OWN_TOO;
     for (u32 i = grid_thread(); i < count; i += grid_threads())
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k)
-            if (k != a.rank) store16(a.own + lane_at(a, t.before, first + k) + i * 16, empty);
+            if (k != spared) store16(a.own + lane_at(a, t.before, first + k) + i * 16, empty);
 }
 
 // While data travels: sends the tags, empties the slot of the call before, and hands over to the call behind, which reads
@@ -128,9 +131,21 @@ struct reader {
     const arguments& a;
     u32 slot;
     waiter patience;
+    bool has_asked;
 
     DEVICE reader(const arguments& a, const turn& t)
-        : a(a), slot(t.slot), patience(start_waiting(a.limit_ns, a.abort, a.report, a.rank, a.doing)) {}
+        : a(a), slot(t.slot), patience(start_waiting(a.limit_ns, a.abort, a.report, a.rank, a.doing)), has_asked(false) {}
+
+    // Asks for the tag that `finish` waits for, so that it may be there by then. It needs no register meanwhile; what comes is
+    // no more than a hint, as such a copy is not indivisible.
+    DEVICE void ask_for_tag() {
+        if (has_tag()) copy_async16(hint(), a.own + slot + rank_of(a, threadIdx.x) * 16);
+        has_asked = true;
+    }
+    static DEVICE uint4* hint() {
+        __shared__ uint4 hints[PEERS];
+        return hints + threadIdx.x;
+    }
 
     // Waits until what `ready(missing)` asks for is there, which else says of whom it is missing. Who waits in vain may do
     // so because the ranks disagree.
@@ -146,6 +161,12 @@ struct reader {
     DEVICE void finish() {
         if (!has_tag()) return;
         const u32 peer = rank_of(a, threadIdx.x);
+        if (has_asked) {
+            copies_wait_all();
+            const uint4 hinted = *hint();
+            const bool is_low = (hinted.x | (u64)hinted.y << 32) == a.doing.low;
+            if (is_low && (hinted.z | (u64)hinted.w << 32) == a.doing.high) return;
+        }
         tag theirs;
         const bool came = wait([&](u32& missing) {
             missing = peer;
@@ -161,9 +182,9 @@ struct reader {
 
 DEVICE bool has_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
-// Waits for the vectors of all peers at `index` of the lanes from `first`, and at up to COUNT - 1 further ones in steps that
-// come before `end`; false if it gave up.
-template <u32 COUNT>
+// Waits for the vectors of all peers (OWN: and of this rank) at `index` of the lanes from `first`, and at up to COUNT - 1
+// further ones in steps that come before `end`; false if it gave up.
+template <u32 COUNT, bool OWN = false>
 DEVICE bool collect(reader& r, u32 first, u32 index, u32 step, u32 end, uint4 (&got)[COUNT][WORLD]) {
     const arguments& a = r.a;
     const u8* at = a.own + lane_at(a, r.slot, first) + index * 16;
@@ -173,16 +194,33 @@ DEVICE bool collect(reader& r, u32 first, u32 index, u32 step, u32 end, uint4 (&
         for (u32 n = 0; n < COUNT; ++n)
 #pragma unroll
             for (u32 k = 0; k < WORLD; ++k)
-                if (k != a.rank && (n == 0 || index + n * step < end))
+                if ((OWN || k != a.rank) && (n == 0 || index + n * step < end))
                     got[n][k] = load16_volatile(at + n * step * 16 + k * a.lane_stride);
 #pragma unroll
         for (u32 n = 0; n < COUNT; ++n)
 #pragma unroll
             for (u32 k = 0; k < WORLD; ++k)
-                if (k != a.rank && (n == 0 || index + n * step < end) && has_empty(got[n][k])) {
+                if ((OWN || k != a.rank) && (n == 0 || index + n * step < end) && has_empty(got[n][k])) {
                     complete = false;
-                    missing = k;
+                    if (k != a.rank) missing = k;
                 }
+        return complete;
+    });
+}
+
+// As `collect`, of one peer's lane.
+template <u32 COUNT>
+DEVICE bool collect_from(reader& r, u32 peer, u32 lane, u32 index, u32 step, u32 end, uint4 (&got)[COUNT]) {
+    const u8* at = r.a.own + lane_at(r.a, r.slot, lane) + index * 16;
+    return r.wait([&](u32& missing) {
+        bool complete = true;
+        missing = peer;
+#pragma unroll
+        for (u32 n = 0; n < COUNT; ++n)
+            if (n == 0 || index + n * step < end) got[n] = load16_volatile(at + n * step * 16);
+#pragma unroll
+        for (u32 n = 0; n < COUNT; ++n)
+            if (n == 0 || index + n * step < end) complete &= !has_empty(got[n]);
         return complete;
     });
 }

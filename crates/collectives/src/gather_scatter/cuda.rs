@@ -9,7 +9,7 @@ use crate::{
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
-        launch::{Launch, Work},
+        launch::{Cut, Grid, Launch, Work},
         signature,
     },
     error::Result,
@@ -145,7 +145,7 @@ impl CudaCollectives {
         let size = input.dtype.size();
         let bytes = count * size;
         let (from, to) = (input.data.addr(), output.data.addr());
-        let of = |start: usize, len: usize| {
+        let of = |start: usize, len: usize, _| {
             let work = Work {
                 input: from + start,
                 output: to + start,
@@ -156,10 +156,10 @@ impl CudaCollectives {
             };
             let plain = (work.input | work.output | bytes | len).is_multiple_of(16);
             let kernel = if plain { Kernel::ReduceScatterPlain } else { Kernel::ReduceScatter };
-            Launch { kernel, items: len.div_ceil(16), by_peer: true, work }
+            Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, fused: None }
         };
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, bytes, self.lane_bytes(), stream, of) }
+        unsafe { self.run(&loaded, Cut::bytes(bytes, self.lane_bytes()), stream, of) }
     }
 
     /// Waits, in the order of the stream, until the streams of all ranks have come here.
@@ -170,9 +170,9 @@ impl CudaCollectives {
         let loaded = self.ready(Family::Movement)?;
         let signature = Signature::new(Operation::Barrier);
         let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
-        let barrier = |_, _| Launch { kernel: Kernel::Barrier, items: 1, by_peer: false, work };
+        let barrier = |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, fused: None };
         // SAFETY: it uses no memory of the caller's.
-        unsafe { self.run(&loaded, 1, 1, stream, barrier) }
+        unsafe { self.run(&loaded, Cut::bytes(1, 1), stream, barrier) }
     }
 
     /// Moves blocks of `work.count` bytes by a kernel that works in rows.
@@ -183,13 +183,17 @@ impl CudaCollectives {
         let loaded = self.ready(Family::Movement)?;
         // Of a part, a peer gets one and passes it on.
         let parts = if kernel == Kernel::BroadcastParts { self.world_size() - 1 } else { 1 };
-        let of = |start: usize, len: usize| {
+        let of = |start: usize, len: usize, _| {
             let work = Work { input: work.input + start, output: work.output + start, count: len, ..*work };
-            let by_peer = matches!(kernel, Kernel::AllToAll | Kernel::BroadcastParts);
-            Launch { kernel, items: len.div_ceil(ROW_DATA * parts) * 32, by_peer, work }
+            let items = len.div_ceil(ROW_DATA * parts) * 32;
+            let grid = match kernel {
+                Kernel::AllToAll | Kernel::BroadcastParts => Grid::ItemsByPeer(items),
+                _ => Grid::Items(items),
+            };
+            Launch { kernel, grid, work, fused: None }
         };
         let piece = self.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, work.count, piece, stream, of) }
+        unsafe { self.run(&loaded, Cut::bytes(work.count, piece), stream, of) }
     }
 }

@@ -8,7 +8,9 @@ use std::{
 };
 
 use antiphon_collectives::{
-    CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp, all_reduce::Algorithm,
+    CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp,
+    all_reduce::Algorithm,
+    fusion::{Accumulation, FusedAllReduce},
 };
 use antiphon_fabric::{FabricError, LocalWorld, error::Loss};
 use antiphon_tensor::{Element, TensorView};
@@ -24,6 +26,7 @@ conformance! {
     about_the_operation: any_dtype, [world_2 world_3 world_5];
     about_the_order: any_dtype, [world_2 world_3 world_5];
     about_a_barrier: any_dtype, [world_2 world_3 world_5];
+    about_a_fused_call: any_dtype, [world_2 world_3 world_5];
     in_the_very_first_call: any_dtype, [world_2];
     one_rank_in_the_background: any_dtype, [world_2];
     one_rank_that_leaves: any_dtype, [world_2 world_3 world_5];
@@ -271,6 +274,28 @@ fn about_a_barrier<B: Backend>(world: usize) {
     let reduce_first = |comm: &Communicator| all_reduce::<f32>(comm, 9, ReduceOp::Sum);
     disagree::<B>(world, (&barrier, "barrier"), (&reduce_first, "all_reduce(9 × f32, sum"));
     disagree::<B>(world, (&reduce_first, "all_reduce(9 × f32, sum"), (&barrier, "barrier"));
+}
+
+fn about_a_fused_call<B: Backend>(world: usize) {
+    let fused = |comm: &Communicator, tokens, hidden, accumulation| {
+        let (input, mut sum) = (vec![0f32; tokens * hidden], vec![0f32; tokens * hidden]);
+        let input = TensorView::new(&input, &[tokens, hidden]).unwrap();
+        comm.all_reduce_fused(FusedAllReduce::of(input).accumulation(accumulation).sum_out(&mut sum))
+    };
+    let rows_of_8: Call<'_> = &|comm| fused(comm, 4, 8, Accumulation::F32);
+    let rows_of_16: Call<'_> = &|comm| fused(comm, 2, 16, Accumulation::F32);
+    let rounded: Call<'_> = &|comm| fused(comm, 4, 8, Accumulation::Rounded);
+    let no_rows: Call<'_> = &|comm| fused(comm, 0, 8, Accumulation::F32);
+    let bare: Call<'_> = &|comm| all_reduce::<f32>(comm, 32, ReduceOp::Sum);
+    let text = "all_reduce_fused(32 × f32, sum, rows of 8, one-shot)";
+    for (other, other_text) in [
+        (rows_of_16, "all_reduce_fused(32 × f32, sum, rows of 16, one-shot)"),
+        (rounded, "all_reduce_fused(32 × f32, sum, rows of 8, one-shot, rounded)"),
+        (no_rows, "all_reduce_fused(0 × f32, sum, rows of 8, one-shot)"),
+        (bare, "all_reduce(32 × f32, sum, one-shot)"),
+    ] {
+        disagree::<B>(world, (rows_of_8, text), (other, other_text));
+    }
 }
 
 /// Also when nothing was called before, the error speaks of what the user called.

@@ -95,7 +95,7 @@ pub enum Place {
 const GUARD: usize = 64;
 const GUARD_BYTE: u8 = 0xA5;
 /// What an output holds before: neither zero nor anything that results are.
-const UNWRITTEN: u8 = 0x5C;
+pub const UNWRITTEN: u8 = 0x5C;
 
 /// A tensor between guards.
 pub struct Tensor<B: Backend> {
@@ -136,15 +136,20 @@ impl<B: Backend> Tensor<B> {
         .unwrap()
     }
 
-    /// Panics unless the tensor holds these values and its guards are whole.
-    pub fn assert_holds(&self, expected: &Values, what: impl Display) {
+    /// What the tensor holds. Panics unless its guards are whole.
+    pub fn values(&self, what: impl Display) -> Values {
         let mut content = B::read(&self.memory);
         let end = self.start + self.count * self.dtype.size();
         let guards = content[..self.start].iter().chain(&content[end..end + GUARD]);
         assert!(guards.copied().all(|byte| byte == GUARD_BYTE), "{what}: wrote beside a tensor");
         content.truncate(end);
         content.drain(..self.start);
-        assert_same_bits(&Values::from_bytes(self.dtype, content), expected, what);
+        Values::from_bytes(self.dtype, content)
+    }
+
+    /// Panics unless the tensor holds these values and its guards are whole.
+    pub fn assert_holds(&self, expected: &Values, what: impl Display) {
+        assert_same_bits(&self.values(&what), expected, what);
     }
 }
 

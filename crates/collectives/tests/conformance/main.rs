@@ -63,6 +63,7 @@ mod values;
 mod all_reduce;
 mod arguments;
 mod disagreement;
+mod fusion;
 mod gather_scatter;
 mod groups;
 mod in_step;

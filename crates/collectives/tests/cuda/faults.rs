@@ -2,12 +2,19 @@
 
 use std::time::{Duration, Instant};
 
-use antiphon_collectives::{CollectiveError, ReduceOp, cuda::CudaCollectives};
+use antiphon_collectives::{
+    CollectiveError, ReduceOp,
+    cuda::{Algorithm, CudaCollectives},
+    fusion::Accumulation,
+};
 use antiphon_device::cuda::{Context, DeviceMemory, memory};
 use antiphon_fabric::{FabricError, LocalWorld};
 use antiphon_tensor::DType;
 
-use crate::harness::{At, Outcome, Rank, What, gpus, on_gpus};
+use crate::{
+    fused::{Case, Form, From, Fused},
+    harness::{At, Outcome, Rank, What, gpus, on_gpus},
+};
 
 const SUM: What = What::AllReduce(ReduceOp::Sum, None);
 
@@ -121,5 +128,99 @@ fn a_late_rank_does_not_get_what_is_of_later_calls() {
     });
     for error in errors {
         assert!(error.contains("all_reduce(1000 × f32"), "{error}");
+    }
+}
+
+/// From one block to all that a device has, in clusters and in pieces.
+fn fused_cases() -> [Case; 5] {
+    let (one, two) = (Some(Algorithm::OneShot), Some(Algorithm::TwoShot));
+    let bf16 = |tokens, hidden| Case::new(DType::BF16, tokens, hidden);
+    [
+        Case { algorithm: one, ..bf16(1, 1024) },
+        Case { algorithm: one, ..bf16(16, 16_384) },
+        Case { algorithm: two, ..Case::quantized(DType::BF16, 64, 7168, Form::Fp8Tokens) },
+        Case { from: From::Experts(8), ..bf16(256, 7168) },
+        Case { algorithm: two, ..bf16(2500, 16_384) },
+    ]
+}
+
+/// Queues a call that cannot be completed, and others behind it; how long they took, and why they failed.
+fn fails(rank: &Rank, fused: &Fused) -> Outcome<(Duration, CollectiveError)> {
+    let start = Instant::now();
+    fused.queue()?;
+    // Unless the first is over already: these must not wait for anything.
+    let _ = fused.queue().and_then(|()| fused.queue());
+    rank.stream.borrow().synchronize()?;
+    let elapsed = start.elapsed();
+    Ok((elapsed, rank.collectives.check().expect_err("a peer is missing")))
+}
+
+#[test]
+fn a_rank_that_does_not_come_to_a_fused_call_is_named_at_the_deadline() {
+    let timeout = Duration::from_millis(500);
+    for case in fused_cases() {
+        let texts = with_deadline(timeout, |rank| {
+            let fused = Fused::without_host(&rank, case)?;
+            fused.queue()?; // compiles the kernels
+            rank.stream.borrow().synchronize()?;
+            rank.comm.barrier()?;
+            if rank.comm.rank() == 1 {
+                std::thread::sleep(4 * timeout);
+                return Ok(String::new());
+            }
+            let (elapsed, error) = fails(&rank, &fused)?;
+            assert!(elapsed < 3 * timeout, "{case:?}: {elapsed:?}");
+            Ok(error.to_string())
+        });
+        let Some(text) = texts.first() else { return };
+        assert!(text.contains("all_reduce_fused(") && text.contains("timed out"), "{case:?}: {text}");
+        assert!(text.contains("ranks [1] of 2"), "{case:?}: {text}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_a_fused_call_is_named_long_before_the_deadline() {
+    for case in fused_cases() {
+        let errors = with_deadline(Duration::from_secs(60), |rank| {
+            let fused = Fused::without_host(&rank, case)?;
+            fused.queue()?;
+            rank.stream.borrow().synchronize()?;
+            rank.comm.barrier()?;
+            if rank.comm.rank() == 1 {
+                return Ok(None);
+            }
+            let (elapsed, error) = fails(&rank, &fused)?;
+            assert!(elapsed < Duration::from_secs(10), "{case:?}: {elapsed:?}");
+            Ok(Some(error))
+        });
+        let Some(error) = errors.first() else { return };
+        let lost = matches!(error, Some(CollectiveError::Fabric(FabricError::PeerLost { rank: 1, .. })));
+        assert!(lost, "{case:?}: {error:?}");
+    }
+}
+
+#[test]
+fn ranks_that_fuse_different_things_are_told_so() {
+    let bf16 = |tokens, hidden| Case::new(DType::BF16, tokens, hidden);
+    let by = |algorithm| Case { algorithm: Some(algorithm), ..bf16(8, 1024) };
+    let rounded = Case { accumulation: Accumulation::Rounded, ..by(Algorithm::OneShot) };
+    let pairs = [
+        // As many elements, in other rows.
+        ([bf16(8, 1024), bf16(4, 2048)], ["rows of 1024", "rows of 2048"]),
+        ([bf16(600, 16_384), bf16(601, 16_384)], ["9830400 × bf16", "9846784 × bf16"]),
+        ([by(Algorithm::OneShot), by(Algorithm::TwoShot)], ["one-shot", "two-shot"]),
+        ([by(Algorithm::OneShot), rounded], ["one-shot)", "one-shot, rounded)"]),
+        ([bf16(8, 1024), Case::plain(DType::BF16, 8, 1024)], ["all_reduce_fused(", "all_reduce("]),
+    ];
+    for (cases, said) in pairs {
+        let errors = with_deadline(Duration::from_secs(60), |rank| {
+            let fused = Fused::without_host(&rank, cases[rank.comm.rank()])?;
+            fused.queue()?;
+            rank.stream.borrow().synchronize()?;
+            Ok(fused.queue().expect_err("the first call failed").to_string())
+        });
+        for text in errors {
+            assert!(said.iter().all(|said| text.contains(said)), "{cases:?}: {text}");
+        }
     }
 }

@@ -1,7 +1,5 @@
 //! Graphs, eager calls and several communicators, mixed.
 
-use std::time::Duration;
-
 use antiphon_collectives::{
     CollectiveError, Collectives, ReduceOp,
     cuda::{Algorithm, CudaCollectives},
@@ -9,10 +7,10 @@ use antiphon_collectives::{
 use antiphon_device::cuda::{DeviceMemory, Graph, memory};
 use antiphon_tensor::{DType, bf16};
 
-use crate::harness::{At, Outcome, Rank, What, on_gpus, values};
+use crate::harness::{At, Outcome, Random, Rank, What, on_gpus, values};
 
 #[derive(Debug, thiserror::Error)]
-enum GraphError {
+pub enum GraphError {
     #[error(transparent)]
     Cuda(#[from] antiphon_device::cuda::CudaError),
     #[error(transparent)]
@@ -120,17 +118,10 @@ fn graphs_are_replayed_between_eager_calls_on_4_gpus() {
 fn many_mixed_calls_with_delays() {
     on_gpus(2, |rank| {
         let mixes = [Mix::new(rank, 0)?, Mix::new(rank, 1)?];
-        let mut state = 1u64;
-        let mut next = |range: usize| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (state >> 33) as usize % range
-        };
+        let mut random = Random(1);
         for call in 0..100_000 {
-            mixes[next(2)].queue(next(MIX.len()))?;
-            let (late, often, delay) = (next(rank.comm.world_size()), next(500), next(300) as u64);
-            if often == 0 && late == rank.comm.rank() {
-                std::thread::sleep(Duration::from_micros(delay));
-            }
+            mixes[random.below(2)].queue(random.below(MIX.len()))?;
+            random.delay(&rank.comm);
             if call % 2_000 == 1_999 {
                 mixes.iter().try_for_each(Mix::spoil)?;
                 for which in 0..MIX.len() {

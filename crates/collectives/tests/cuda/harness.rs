@@ -113,7 +113,7 @@ impl Rank {
 
     /// Queues an operation. A broadcast uses the output alone.
     pub fn queue(&self, what: What, from: At, to: At) -> Result<(), CollectiveError> {
-        let device = Device::Cuda(self.comm.rank() as u32);
+        let device = Device::Cuda(self.collectives.context().device().ordinal());
         let at = |address: u64| address as usize as *mut u8;
         // SAFETY: the tests keep the memory until they have synchronised with the stream.
         unsafe {
@@ -166,6 +166,24 @@ impl Rank {
                 Err(format!("{} {what}: element {at} is {got:x?}, on the host {expected:x?}", T::DTYPE)
                     .into())
             }
+        }
+    }
+}
+
+/// Numbers that look random and are the same on all ranks.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, range: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % range
+    }
+
+    /// Lets one rank be late by up to 300 µs, once in 500 times.
+    pub fn delay(&mut self, comm: &Communicator) {
+        let (late, often, delay) = (self.below(comm.world_size()), self.below(500), self.below(300) as u64);
+        if often == 0 && late == comm.rank() {
+            std::thread::sleep(std::time::Duration::from_micros(delay));
         }
     }
 }

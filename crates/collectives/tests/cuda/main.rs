@@ -2,8 +2,12 @@
 //! rank a test says so and skips.
 
 mod faults;
+mod fused;
+mod fusion;
+mod fusion_mixed;
 mod graphs;
 mod harness;
+mod image;
 
 use antiphon_collectives::{CollectiveError, ReduceOp, cuda::Algorithm};
 use antiphon_tensor::{DType, Element, TensorView, TensorViewMut, bf16, f16};

@@ -65,6 +65,21 @@ impl Graph {
     }
 }
 
+/// Runs `work`, which sets things up (memory, modules), whether or not a stream is being captured: this thread's calls are
+/// not held meanwhile to what a capture allows. What it submits to a stream that is being captured is recorded as always.
+///
+/// # Errors
+/// [`CudaError::Call`].
+pub fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, CudaError> {
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: exchanges this thread's mode with the one that is given.
+    unsafe { call!(cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
+    let done = work();
+    // SAFETY: as above, back again.
+    unsafe { call!(cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
+    Ok(done)
+}
+
 impl Drop for Graph {
     fn drop(&mut self) {
         // SAFETY: made by one capture and destroyed once.

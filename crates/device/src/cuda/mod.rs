@@ -96,7 +96,7 @@ pub use device::{Device, DeviceProperties, PeerLink};
 pub use driver::Driver;
 pub use error::{CudaError, CudaVersion};
 pub use event::Event;
-pub use graph::{Graph, GraphExec};
+pub use graph::{Graph, GraphExec, relaxed};
 pub use ipc::{IpcExport, IpcHandle, IpcMemory, MemoryKind, PointerInfo};
 pub use launch::{Argument, KernelArgument, LaunchConfig, MAX_ARGUMENTS};
 pub use library::Library;

@@ -1,0 +1,425 @@
+//! A call that has been validated: what the backends work with.
+
+use std::ptr::null;
+
+use antiphon_device::ReduceOp;
+use antiphon_fabric::{Operation, Signature};
+use antiphon_tensor::{
+    DType, Device, ScaleGrid, ScaleLayout, TensorView, TensorViewMut,
+    quantize::{Fp8Groups, GroupRule, NvFp4},
+};
+
+use super::{Accumulation, FusedAllReduce, Norm, Quantization, Scale, Source};
+use crate::{
+    all_reduce::Algorithm,
+    arguments::{Input, Output, has_count},
+    error::{CollectiveError, Result},
+};
+
+const OPERATION: Operation = Operation::FusedAllReduce;
+
+/// Bytes that GPUs move at once.
+const VECTOR: usize = 16;
+
+/// Plain addresses and numbers; null for what there is not.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Checked {
+    pub(crate) dtype: DType,
+    pub(crate) tokens: usize,
+    pub(crate) hidden: usize,
+    pub(crate) source: CheckedSource,
+    pub(crate) accumulation: Accumulation,
+    pub(crate) algorithm: Option<Algorithm>,
+    pub(crate) sum_out: *mut u8,
+    pub(crate) bias: *const u8,
+    pub(crate) pre_norm: Option<CheckedNorm>,
+    pub(crate) residual: *const u8,
+    pub(crate) residual_out: *mut u8,
+    pub(crate) norm: Option<CheckedNorm>,
+    pub(crate) weight_bias: f32,
+    pub(crate) norm_out: *mut u8,
+    pub(crate) quantization: Option<CheckedQuantization>,
+    pub(crate) codes: *mut u8,
+    pub(crate) scales: *mut u8,
+}
+
+/// [`Source`], by addresses.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum CheckedSource {
+    Tensor {
+        input: *const u8,
+    },
+    MoeReduction {
+        experts: *const u8,
+        count: usize,
+        scales: *const u8,
+        shared: *const u8,
+    },
+    MoeFinalize {
+        rows: *const u8,
+        count: usize,
+        index: *const u8,
+        top_k: usize,
+        scales: *const u8,
+        shared: *const u8,
+        routed_scaling: f32,
+    },
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CheckedNorm {
+    pub(crate) weight: *const u8,
+    pub(crate) eps: f32,
+}
+
+/// [`Quantization`], by addresses.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum CheckedQuantization {
+    Fp8 { scale: CheckedScale },
+    Fp8Tokens,
+    Fp8Groups { groups: Fp8Groups, group: usize },
+    NvFp4 { format: NvFp4, scale: CheckedScale, layout: ScaleLayout },
+}
+
+/// A factor: at an address unless that is null.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CheckedScale {
+    pub(crate) at: *const u8,
+    pub(crate) value: f32,
+}
+
+impl Checked {
+    /// Refuses whatever a backend that serves this device could not do, before anything happens.
+    pub(crate) fn new(serves: Device, call: FusedAllReduce<'_>) -> Result<Self> {
+        let (dtype, tokens, hidden) = shape(&call.source)?;
+        let door = Door { serves, dtype, tokens, hidden };
+        door.check_dtype()?;
+        door.check_outputs(&call)?;
+        let (residual, residual_out) = match call.residual_in_place {
+            Some(residual) => {
+                let residual = door.matrix_out("residual", Some(residual))?;
+                (residual.cast_const(), residual)
+            }
+            None => (
+                door.matrix("residual", call.residual.as_ref())?,
+                door.matrix_out("residual_out", call.residual_out)?,
+            ),
+        };
+        Ok(Self {
+            dtype,
+            tokens,
+            hidden,
+            source: door.source(&call.source)?,
+            accumulation: call.accumulation,
+            algorithm: call.algorithm,
+            sum_out: door.matrix_out("sum_out", call.sum_out)?,
+            bias: door.row("bias", call.bias.as_ref())?,
+            pre_norm: door.norm("pre-norm weight", call.pre_norm)?,
+            residual,
+            residual_out,
+            norm: door.norm("gamma", call.norm)?,
+            weight_bias: call.weight_bias,
+            norm_out: door.matrix_out("norm_out", call.norm_out)?,
+            quantization: call
+                .quantization
+                .map(|quantization| door.quantization(quantization))
+                .transpose()?,
+            codes: door.bytes_out(
+                "codes",
+                call.codes,
+                code_bytes(call.quantization.as_ref(), tokens, hidden),
+                VECTOR,
+            )?,
+            scales: door.scales(call.quantization.as_ref(), call.scales)?,
+        })
+    }
+
+    /// Bytes of a row.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.hidden * self.dtype.size()
+    }
+
+    /// Bytes of the sum.
+    pub(crate) fn num_bytes(&self) -> usize {
+        self.tokens * self.hidden * self.dtype.size()
+    }
+
+    /// What the ranks must agree on, once the algorithm is known.
+    pub(crate) fn signature(&self, algorithm: u8) -> Signature {
+        let rounded = u8::from(self.accumulation == Accumulation::Rounded);
+        Signature {
+            dtype: Some(self.dtype),
+            reduce: Some(ReduceOp::Sum),
+            algorithm: algorithm | rounded << 4,
+            root: Some(self.hidden as u32),
+            count: (self.tokens * self.hidden) as u64,
+            ..Signature::new(OPERATION)
+        }
+    }
+}
+
+/// Tokens and hidden size, as the source has them.
+fn shape(source: &Source<'_>) -> Result<(DType, usize, usize)> {
+    let (which, dtype, shape) = match source {
+        Source::Tensor { input } => ("input", input.dtype(), input.shape()),
+        Source::MoeReduction { shared, .. } => ("shared expert's output", shared.dtype(), shared.shape()),
+        Source::MoeFinalize { rows, index, .. } => {
+            let (&[_, hidden], &[tokens, _]) = (rows.shape(), index.shape()) else {
+                let text = format!("two dimensions each, not {:?} and {:?}", rows.shape(), index.shape());
+                return Err(refused("rows and index", text));
+            };
+            return Ok((rows.dtype(), tokens, hidden));
+        }
+    };
+    match *shape {
+        [tokens, hidden] => Ok((dtype, tokens, hidden)),
+        _ => Err(refused(which, format!("[tokens, hidden], not {shape:?}"))),
+    }
+}
+
+#[cold]
+fn refused(which: &'static str, expected: String) -> CollectiveError {
+    CollectiveError::Refused { operation: OPERATION.name(), which, expected }
+}
+
+fn code_bytes(quantization: Option<&Quantization<'_>>, tokens: usize, hidden: usize) -> usize {
+    match quantization {
+        None => 0,
+        Some(Quantization::NvFp4 { .. }) => tokens * hidden / 2,
+        Some(_) => tokens * hidden,
+    }
+}
+
+/// Where tensors come in, and what they are held to.
+struct Door {
+    serves: Device,
+    dtype: DType,
+    tokens: usize,
+    hidden: usize,
+}
+
+impl Door {
+    fn check_dtype(&self) -> Result<()> {
+        let dtype = self.dtype;
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(CollectiveError::NotNumeric { operation: OPERATION.name(), dtype });
+        }
+        if self.hidden == 0 || !self.hidden.is_multiple_of(16 / dtype.size()) {
+            let text =
+                format!("a multiple of {} elements of {dtype}, not {}", 16 / dtype.size(), self.hidden);
+            return Err(refused("hidden size", text));
+        }
+        if u32::try_from(self.hidden).is_err() || self.tokens.checked_mul(self.hidden * 4).is_none() {
+            return Err(refused("shape", format!("less than {} × {}", self.tokens, self.hidden)));
+        }
+        Ok(())
+    }
+
+    /// Some output is wanted, and what it is made of is there.
+    fn check_outputs(&self, call: &FusedAllReduce<'_>) -> Result<()> {
+        if call.residual_in_place.is_some() && (call.residual.is_some() || call.residual_out.is_some()) {
+            return Err(refused(
+                "residual",
+                "given once: in place, or apart from where the sum with it goes".into(),
+            ));
+        }
+        let outputs =
+            [&call.sum_out, &call.residual_out, &call.residual_in_place, &call.norm_out, &call.codes];
+        if outputs.iter().all(|output| output.is_none()) {
+            return Err(refused("outputs", "at least one".into()));
+        }
+        if call.norm.is_none() && (call.norm_out.is_some() || call.codes.is_some()) {
+            return Err(refused(
+                "outputs",
+                "a norm for norm_out and codes, as no rms_norm is asked for".into(),
+            ));
+        }
+        if self.dtype == DType::F32 && matches!(call.quantization, Some(Quantization::NvFp4 { .. })) {
+            return Err(refused("dtype", "f16 or bf16 for FP4, not f32".into()));
+        }
+        Ok(())
+    }
+
+    fn source(&self, source: &Source<'_>) -> Result<CheckedSource> {
+        Ok(match source {
+            Source::Tensor { input } => CheckedSource::Tensor { input: self.matrix("input", Some(input))? },
+            Source::MoeReduction { experts, scales, shared } => {
+                let &[count, tokens, hidden] = experts.shape() else {
+                    let text = format!("[experts, tokens, hidden], not {:?}", experts.shape());
+                    return Err(refused("experts' outputs", text));
+                };
+                if (tokens, hidden) != (self.tokens, self.hidden) {
+                    let text =
+                        format!("[experts, {}, {}], not {:?}", self.tokens, self.hidden, experts.shape());
+                    return Err(refused("experts' outputs", text));
+                }
+                let elements = count * self.tokens * self.hidden;
+                CheckedSource::MoeReduction {
+                    experts: self.tensor("experts' outputs", experts, self.dtype, elements)?,
+                    count,
+                    scales: self.unaligned("experts' scales", scales, DType::F32, count * self.tokens)?,
+                    shared: self.matrix("shared expert's output", Some(shared))?,
+                }
+            }
+            Source::MoeFinalize { rows, index, scales, shared, routed_scaling } => {
+                let (count, top_k) = (rows.shape()[0], index.shape()[1]);
+                let entries = self.tokens * top_k;
+                let scales = scales.as_ref();
+                let scales =
+                    scales.map(|scales| self.unaligned("experts' scales", scales, self.dtype, entries));
+                CheckedSource::MoeFinalize {
+                    rows: self.tensor("rows", rows, self.dtype, count * self.hidden)?,
+                    count,
+                    index: self.unaligned("index", index, DType::I32, entries)?,
+                    top_k,
+                    scales: scales.transpose()?.unwrap_or(null()),
+                    shared: self.matrix("shared expert's output", shared.as_ref())?,
+                    routed_scaling: *routed_scaling,
+                }
+            }
+        })
+    }
+
+    fn norm(&self, which: &'static str, norm: Option<Norm<'_>>) -> Result<Option<CheckedNorm>> {
+        let checked = |norm: Norm<'_>| {
+            Ok(CheckedNorm { weight: self.row(which, norm.weight.as_ref())?, eps: norm.eps })
+        };
+        norm.map(checked).transpose()
+    }
+
+    fn quantization(&self, quantization: Quantization<'_>) -> Result<CheckedQuantization> {
+        let tensor = |source| CollectiveError::Tensor { operation: OPERATION.name(), which: "codes", source };
+        let (tokens, hidden) = (self.tokens, self.hidden);
+        Ok(match quantization {
+            Quantization::Fp8 { scale } => CheckedQuantization::Fp8 { scale: self.scale(scale)? },
+            Quantization::Fp8Tokens => CheckedQuantization::Fp8Tokens,
+            Quantization::Fp8Groups { group } => {
+                if group == 0 || !group.is_multiple_of(16 / self.dtype.size()) {
+                    let text = format!("a multiple of {} elements, not {group}", 16 / self.dtype.size());
+                    return Err(refused("group", text));
+                }
+                let groups = Fp8Groups::new(tokens, hidden, group, GroupRule::FlashInfer).map_err(tensor)?;
+                CheckedQuantization::Fp8Groups { groups, group }
+            }
+            Quantization::NvFp4 { scale, layout } => {
+                let format = NvFp4::new(tokens, hidden, layout).map_err(tensor)?;
+                CheckedQuantization::NvFp4 { format, scale: self.scale(scale)?, layout }
+            }
+        })
+    }
+
+    fn scale(&self, scale: Scale<'_>) -> Result<CheckedScale> {
+        Ok(match scale {
+            Scale::Value(value) => CheckedScale { at: null(), value },
+            Scale::Tensor(tensor) => {
+                CheckedScale { at: self.unaligned("scale", &tensor, DType::F32, 1)?, value: 0.0 }
+            }
+        })
+    }
+
+    /// The scales that a form of quantisation writes.
+    fn scales(
+        &self,
+        quantization: Option<&Quantization<'_>>,
+        scales: Option<TensorViewMut<'_>>,
+    ) -> Result<*mut u8> {
+        let tensor =
+            |source| CollectiveError::Tensor { operation: OPERATION.name(), which: "scales", source };
+        let needed = match quantization {
+            None | Some(Quantization::Fp8 { .. }) => return Ok(std::ptr::null_mut()),
+            Some(Quantization::Fp8Tokens) => self.tokens * size_of::<f32>(),
+            Some(Quantization::Fp8Groups { group }) => {
+                let groups = Fp8Groups::new(self.tokens, self.hidden, *group, GroupRule::FlashInfer);
+                groups.map_err(tensor)?.packed_scales().size()
+            }
+            Some(Quantization::NvFp4 { layout, .. }) => {
+                ScaleGrid::new(*layout, self.tokens, self.hidden / NvFp4::BLOCK).map_err(tensor)?.size()
+            }
+        };
+        if scales.is_none() {
+            return Err(refused("scales", format!("{needed} bytes, not nothing")));
+        }
+        self.bytes_out("scales", scales, needed, 4)
+    }
+
+    fn matrix(&self, which: &'static str, tensor: Option<&TensorView<'_>>) -> Result<*const u8> {
+        let count = self.tokens * self.hidden;
+        tensor.map_or(Ok(null()), |tensor| self.tensor(which, tensor, self.dtype, count))
+    }
+
+    fn row(&self, which: &'static str, tensor: Option<&TensorView<'_>>) -> Result<*const u8> {
+        tensor.map_or(Ok(null()), |tensor| self.tensor(which, tensor, self.dtype, self.hidden))
+    }
+
+    /// Something that is read in vectors.
+    fn tensor(
+        &self,
+        which: &'static str,
+        tensor: &TensorView<'_>,
+        dtype: DType,
+        count: usize,
+    ) -> Result<*const u8> {
+        let at = self.unaligned(which, tensor, dtype, count)?;
+        self.aligned(which, at, VECTOR)?;
+        Ok(at)
+    }
+
+    fn unaligned(
+        &self,
+        which: &'static str,
+        tensor: &TensorView<'_>,
+        dtype: DType,
+        count: usize,
+    ) -> Result<*const u8> {
+        let input = Input::named(self.serves, OPERATION, which, tensor)?;
+        self.holds(which, input.dtype, dtype)?;
+        has_count(OPERATION, which, input.count, count, || self.rule())?;
+        Ok(input.data)
+    }
+
+    fn matrix_out(&self, which: &'static str, tensor: Option<TensorViewMut<'_>>) -> Result<*mut u8> {
+        let Some(mut tensor) = tensor else { return Ok(std::ptr::null_mut()) };
+        let output = Output::named(self.serves, OPERATION, which, &mut tensor)?;
+        self.holds(which, output.dtype, self.dtype)?;
+        has_count(OPERATION, which, output.count, self.tokens * self.hidden, || self.rule())?;
+        self.aligned(which, output.data, VECTOR)?;
+        Ok(output.data)
+    }
+
+    /// Something of which only the bytes count.
+    fn bytes_out(
+        &self,
+        which: &'static str,
+        tensor: Option<TensorViewMut<'_>>,
+        needed: usize,
+        alignment: usize,
+    ) -> Result<*mut u8> {
+        let Some(mut tensor) = tensor else { return Ok(std::ptr::null_mut()) };
+        let output = Output::named(self.serves, OPERATION, which, &mut tensor)?;
+        let bytes = output.count * output.dtype.size();
+        if bytes < needed {
+            return Err(refused(which, format!("at least {needed} bytes, not {bytes}")));
+        }
+        self.aligned(which, output.data, alignment)?;
+        Ok(output.data)
+    }
+
+    fn holds(&self, which: &'static str, actual: DType, expected: DType) -> Result<()> {
+        if actual == expected {
+            return Ok(());
+        }
+        Err(refused(which, format!("elements of {expected}, not {actual}")))
+    }
+
+    /// GPUs move whole vectors, and scales in words.
+    fn aligned(&self, which: &'static str, at: *const u8, alignment: usize) -> Result<()> {
+        if self.serves == Device::Host || at.addr().is_multiple_of(alignment) {
+            return Ok(());
+        }
+        Err(refused(which, format!("a tensor at a multiple of {alignment} bytes, not at {at:p}")))
+    }
+
+    fn rule(&self) -> String {
+        format!("of {} tokens of {} elements", self.tokens, self.hidden)
+    }
+}

@@ -1,0 +1,215 @@
+//! The fused all-reduce on GPUs; `kernels.cuh` has the algorithms, `epilogue.cuh` what is done with the sum.
+
+use std::ptr::null;
+
+use antiphon_device::cuda::{KernelArgument, StreamRef};
+use antiphon_fabric::Operation;
+use antiphon_tensor::Device;
+
+use super::{
+    Checked, FusedAllReduce, Shape, Teams,
+    checked::{CheckedNorm, CheckedQuantization, CheckedScale, CheckedSource},
+};
+use crate::{
+    all_reduce::Algorithm,
+    cuda::{
+        CudaCollectives,
+        kernels::{Family, Fusion, Kernel},
+        launch::{Cut, Grid, Launch, Work},
+    },
+    error::{CollectiveError, Result},
+};
+
+impl CudaCollectives {
+    /// A sum with what a transformer layer does with it, in the order of the stream; see [`fusion`](crate::fusion).
+    ///
+    /// # Errors
+    /// [`CollectiveError`](crate::CollectiveError) for arguments that make no sense; what an earlier call left behind, as
+    /// [`check`](Self::check).
+    ///
+    /// # Safety
+    /// The tensors stay valid, and are not used in another way, until the stream has passed this call.
+    pub unsafe fn all_reduce_fused(&self, call: FusedAllReduce<'_>, stream: StreamRef<'_>) -> Result<()> {
+        let call = Checked::new(Device::Cuda(self.context().device().ordinal()), call)?;
+        let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
+        let loaded = self.ready(Family::Fusion(call.program(algorithm, teams.shape)))?;
+        let signature = call.signature(algorithm as u8);
+        let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
+        let of = |start: usize, rows: usize, channels: usize| {
+            let room = self.room_for_teams(channels);
+            let of_piece = || Teams::of(teams.shape, &call, rows, algorithm, room).expect("a row fits");
+            let teams = if rows == call.tokens { teams } else { of_piece() };
+            let fused = Some(Fused::new(&call, start, rows, &teams));
+            Launch { kernel: Kernel::FusedAllReduce, grid: Grid::Teams(teams), work, fused }
+        };
+        let parts = if algorithm == Algorithm::OneShot { 1 } else { self.world_size() };
+        let cut = Cut { total: call.tokens, most: self.lane_bytes() / call.row_bytes() * parts, unit: parts };
+        // SAFETY: passed on.
+        unsafe { self.run(&loaded, cut, stream, of) }
+    }
+
+    /// By which algorithm and in which teams, if a row fits any.
+    fn plan(&self, call: &Checked) -> Option<(Algorithm, Teams)> {
+        let room = self.room_for_teams(1);
+        let of = |algorithm| Some((algorithm, Teams::new(call, algorithm, room)?));
+        match call.algorithm {
+            Some(algorithm) => of(algorithm),
+            None => of(self.algorithm_for(call.num_bytes())),
+        }
+    }
+}
+
+#[cold]
+fn too_long(call: &Checked) -> CollectiveError {
+    let expected =
+        format!("small enough for a row to fit the shared memory of its blocks, not {}", call.hidden);
+    CollectiveError::Refused { operation: Operation::FusedAllReduce.name(), which: "hidden size", expected }
+}
+
+impl Checked {
+    /// Which inputs and outputs there are, by the bits of source.cuh.
+    fn has(&self) -> u32 {
+        let weight = |norm: Option<CheckedNorm>| norm.is_some_and(|norm| !norm.weight.is_null());
+        let there = [
+            !self.sum_out.is_null(),
+            !self.bias.is_null(),
+            self.pre_norm.is_some(),
+            weight(self.pre_norm),
+            !self.residual.is_null(),
+            !self.residual_out.is_null(),
+            self.norm.is_some(),
+            weight(self.norm),
+            !self.norm_out.is_null(),
+        ];
+        there.iter().enumerate().map(|(bit, &is_there)| u32::from(is_there) << bit).sum()
+    }
+
+    /// The program that serves it.
+    fn program(&self, algorithm: Algorithm, shape: Shape) -> Fusion {
+        Fusion {
+            dtype: self.dtype,
+            accumulation: self.accumulation,
+            source: match self.source {
+                CheckedSource::Tensor { .. } => "TENSOR",
+                CheckedSource::MoeReduction { .. } => "MOE_REDUCTION",
+                CheckedSource::MoeFinalize { .. } => "MOE_FINALIZE",
+            },
+            quantization: match self.quantization {
+                None => "NONE",
+                Some(CheckedQuantization::Fp8 { .. }) => "FP8",
+                Some(CheckedQuantization::Fp8Tokens) => "FP8_TOKENS",
+                Some(CheckedQuantization::Fp8Groups { .. }) if self.odd_groups().is_some() => {
+                    "FP8_ODD_GROUPS"
+                }
+                Some(CheckedQuantization::Fp8Groups { .. }) => "FP8_GROUPS",
+                Some(CheckedQuantization::NvFp4 { .. }) => "NVFP4",
+            },
+            has: self.has(),
+            algorithm,
+            shape,
+        }
+    }
+}
+
+/// `fused` of source.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fused {
+    input: *const u8,
+    shared: *const u8,
+    weights: *const u8,
+    index: *const u8,
+    bias: *const u8,
+    pre_weight: *const u8,
+    residual: *const u8,
+    gamma: *const u8,
+    sum_out: *mut u8,
+    residual_out: *mut u8,
+    norm_out: *mut u8,
+    codes: *mut u8,
+    scales: *mut u8,
+    scale: *const u8,
+    tokens: u32,
+    first: u32,
+    count: u32,
+    vectors: u32,
+    experts: u32,
+    rows: u32,
+    group: u32,
+    layout: u32,
+    slices: u32,
+    rounds: u32,
+    reducing: u32,
+    inverse_hidden: f32,
+    scale_value: f32,
+    eps: f32,
+    pre_eps: f32,
+    weight_bias: f32,
+    routed_scaling: f32,
+}
+
+// SAFETY: the layout of the kernel's struct: addresses, then words of 32 bits.
+unsafe impl KernelArgument for Fused {}
+
+impl Fused {
+    /// Of `count` tokens from `first` on.
+    fn new(call: &Checked, first: usize, count: usize, teams: &Teams) -> Self {
+        let (mut scale, mut group, mut layout) = (CheckedScale { at: null(), value: 0.0 }, 0, 0);
+        match call.quantization {
+            None | Some(CheckedQuantization::Fp8Tokens) => {}
+            Some(CheckedQuantization::Fp8 { scale: given }) => scale = given,
+            Some(CheckedQuantization::Fp8Groups { group: elements, .. }) => {
+                group = (elements * call.dtype.size() / 16) as u32;
+            }
+            Some(CheckedQuantization::NvFp4 { scale: given, layout: code, .. }) => {
+                (scale, layout) = (given, u32::from(code.code()));
+            }
+        }
+        let mut fused = Self {
+            input: null(),
+            shared: null(),
+            weights: null(),
+            index: null(),
+            bias: call.bias,
+            pre_weight: call.pre_norm.map_or(null(), |norm| norm.weight),
+            residual: call.residual,
+            gamma: call.norm.map_or(null(), |norm| norm.weight),
+            sum_out: call.sum_out,
+            residual_out: call.residual_out,
+            norm_out: call.norm_out,
+            codes: call.codes,
+            scales: call.scales,
+            scale: scale.at,
+            tokens: call.tokens as u32,
+            first: first as u32,
+            count: count as u32,
+            vectors: call.vectors() as u32,
+            experts: 0,
+            rows: 0,
+            group,
+            layout,
+            slices: call.slices() as u32,
+            rounds: teams.rounds,
+            reducing: teams.reducing,
+            inverse_hidden: 1.0 / call.hidden as f32,
+            scale_value: scale.value,
+            eps: call.norm.map_or(0.0, |norm| norm.eps),
+            pre_eps: call.pre_norm.map_or(0.0, |norm| norm.eps),
+            weight_bias: call.weight_bias,
+            routed_scaling: 1.0,
+        };
+        match call.source {
+            CheckedSource::Tensor { input } => fused.input = input,
+            CheckedSource::MoeReduction { experts, count, scales, shared } => {
+                (fused.input, fused.experts) = (experts, count as u32);
+                (fused.weights, fused.shared) = (scales, shared);
+            }
+            CheckedSource::MoeFinalize { rows, count, index, top_k, scales, shared, routed_scaling } => {
+                (fused.input, fused.rows, fused.index) = (rows, count as u32, index);
+                (fused.experts, fused.weights) = (top_k as u32, scales);
+                (fused.shared, fused.routed_scaling) = (shared, routed_scaling);
+            }
+        }
+        fused
+    }
+}

@@ -1,0 +1,156 @@
+// All-reduce with an epilogue over NVLink: one-shot and two-shot, as all_reduce/kernels.cuh, but that whoever has a vector of
+// the sum goes on with it. Behind cuda/slots.cuh, cuda/reduce.cuh and epilogue.cuh.
+//
+// Vectors travel as in a plain all-reduce; sums are then read by rows, each by a team. Nobody returns before the end, as
+// a team's blocks wait for each other: a call that has failed goes on with NaN.
+
+// Contributions that are computed are kept in this rank's own lane; a tensor is read again.
+constexpr bool KEEPS_OWN = SOURCE != TENSOR;
+
+// Waits for everybody's vectors at `index` of the lower lanes, and reduces them; and at further ones in steps that come
+// before `end`. `first` is where this rank's own begin.
+template <u32 COUNT>
+DEVICE bool reduce_at(reader& r, const fused& f, u32 first, u32 index, u32 step, u32 end, uint4 (&sums)[COUNT]) {
+    if (KEEPS_OWN) {
+        uint4 got[COUNT][WORLD];
+        if (!collect<COUNT, true>(r, 0, index, step, end, got)) return false;
+#pragma unroll
+        for (u32 n = 0; n < COUNT; ++n) sums[n] = reduce(got[n]);
+        return true;
+    }
+    return collect_and_reduce(r, index, step, end, [&](u32 index) { return contribution(f, first + index); }, sums);
+}
+
+// What `wait` brings, or NaN from the first time on that it was in vain.
+template <u32 COUNT, class Wait> DEVICE void sums_or_nan(reader& r, bool& alive, uint4 (&sums)[COUNT], Wait wait) {
+    if (alive) alive = wait();
+    if (alive) r.ask_for_tag();
+#pragma unroll
+    for (u32 n = 0; n < COUNT; ++n)
+        if (!alive) sums[n] = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
+}
+
+// Everyone gets everything and reduces everything. Who sends a vector also writes what becomes of it, so that outputs may take
+// the input's place.
+DEVICE void one_shot(const arguments& a, const fused& f, row_team& team) {
+    const u32 start = team.index * f.vectors + team.thread;
+    const bool has_any = team.index < f.count && team.thread < f.vectors;
+    // All loads are under way before any is needed.
+    const uint4 words = load_control(a);
+    uint4 first;
+    if (has_any) first = contribution(f, start);
+    const turn t = begin(a, words);
+    bool alive = !t.has_failed();
+    if (alive) {
+        const auto send = [&](u32 index, uint4 v) {
+            v = without_empty(v);
+            push(a, t, a.rank, index, v);
+            if (KEEPS_OWN) store16_volatile(a.own + lane_at(a, t.slot, a.rank) + index * 16, v);
+        };
+        if (has_any) send(start, first);
+        for (u32 row = team.index; !SHORT && row < f.count; row += team.teams)
+#pragma unroll 1
+            for (u32 v = team.thread; v < f.vectors; v += team.threads)
+                if (row * f.vectors + v != start) send(row * f.vectors + v, contribution(f, row * f.vectors + v));
+        const u32 vectors = f.count * f.vectors;
+        advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, 0);
+    }
+    begin_epilogue(f, team);
+    epilogue e(f, team, team.index, team.index < f.count);
+    reader r(a, t);
+    for (u32 row = team.index, next; row < f.count; row = next) {
+        next = row + team.teams;
+        e.run(row, next, next < f.count, [&](u32 v, uint4 (&sums)[BATCH]) {
+            const u32 begin = row * f.vectors;
+            sums_or_nan(r, alive, sums,
+                        [&] { return reduce_at(r, f, 0, begin + v, team.threads, begin + f.vectors, sums); });
+        });
+    }
+    if (alive) r.finish();
+}
+
+// Everyone reduces some of the rows, which are then gathered.
+DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
+    constexpr u32 TARGETS = KEEPS_OWN ? WORLD : PEERS;
+    const u32 part = (f.count + WORLD - 1) / WORLD; // rows of a rank; the last ones may have fewer
+    const auto rows_of = [&](u32 rank) {
+        const u32 begin = rank * part;
+        return begin >= f.count ? 0 : f.count - begin < part ? f.count - begin : part;
+    };
+    const turn t = begin(a, load_control(a));
+    bool alive = !t.has_failed();
+    if (alive) {
+        // Every block serves one rank, so that bursts are long.
+        const u32 target = blockIdx.x % TARGETS, share = gridDim.x / TARGETS, place = blockIdx.x / TARGETS;
+        const u32 to = target < PEERS ? rank_of(a, target) : a.rank;
+        u8* lane = (target < PEERS ? a.peer[target] : a.own) + lane_at(a, t.slot, a.rank);
+        const u32 first = to * part * f.vectors, count = place < share ? rows_of(to) * f.vectors : 0;
+        const u32 step = share * blockDim.x;
+        for (u32 i = place * blockDim.x + threadIdx.x; i < count; i += DEPTH * step) {
+            uint4 v[DEPTH];
+#pragma unroll
+            for (u32 k = 0; k < DEPTH; ++k)
+                if (i + k * step < count) v[k] = contribution(f, first + i + k * step);
+#pragma unroll
+            for (u32 k = 0; k < DEPTH; ++k)
+                if (i + k * step < count) store16_volatile(lane + (i + k * step) * 16, without_empty(v[k]));
+        }
+        const u32 vectors = part * f.vectors;
+        advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, SHORT ? vectors : vectors | OWN_TOO);
+    }
+    begin_epilogue(f, team);
+    reader r(a, t);
+    const u32 own = a.rank * part * f.vectors;
+    // Where there is much to do some teams reduce, and nothing but the links holds them up; the others go on with the rows
+    // as they come.
+    if (!SHORT && team.index < f.reducing) {
+        const u32 end = rows_of(a.rank) * f.vectors, step = f.reducing * team.threads;
+        for (u32 i = team.index * team.threads + team.thread; i < end; i += step) {
+            uint4 sum[1];
+            sums_or_nan(r, alive, sum, [&] { return reduce_at(r, f, own, i, 0, 0, sum); });
+            if (!alive) break;
+            push(a, t, WORLD + a.rank, i, sum[0]);
+            store16_volatile(a.own + lane_at(a, t.slot, WORLD + a.rank) + i * 16, sum[0]);
+        }
+    } else {
+        // The ranks' first rows, this rank's before the others', then their second ones and so on: what is sent on is so
+        // soon. Whoever waits for a row waits for a team that has only earlier ones before it.
+        const u32 items = part * WORLD, teams = team.teams - f.reducing;
+        const auto owner_of = [&](u32 item) {
+            const u32 owner = a.rank + item % WORLD;
+            return owner < WORLD ? owner : owner - WORLD;
+        };
+        const auto row_of = [&](u32 item) { return owner_of(item) * part + item / WORLD; };
+        const auto from = [&](u32 item) { // the next one that there is
+            while (item < items && item / WORLD >= rows_of(owner_of(item))) item += teams;
+            return item;
+        };
+        u32 item = from(team.index - f.reducing);
+        epilogue e(f, team, row_of(item), item < items);
+        for (u32 next; item < items; item = next) {
+            next = from(item + teams);
+            const u32 owner = owner_of(item), begin = item / WORLD * f.vectors, end = begin + f.vectors;
+            const bool is_reduced = !SHORT || owner != a.rank; // by another team
+            e.run(row_of(item), row_of(next), next < items, [&](u32 v, uint4 (&sums)[BATCH]) {
+                sums_or_nan(r, alive, sums, [&] {
+                    if (is_reduced) return collect_from(r, owner, WORLD + owner, begin + v, team.threads, end, sums);
+                    if (!reduce_at(r, f, own, begin + v, team.threads, end, sums)) return false;
+#pragma unroll
+                    for (u32 n = 0; n < BATCH; ++n)
+                        if (n == 0 || begin + v + n * team.threads < end)
+                            push(a, t, WORLD + a.rank, begin + v + n * team.threads, sums[n]);
+                    return true;
+                });
+            });
+        }
+    }
+    if (alive) r.finish();
+}
+
+// As KERNEL in slots.cuh, but for when the kernel behind may come; ALGORITHM is one of the two.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+fused_all_reduce(const __grid_constant__ arguments a, const __grid_constant__ fused f) {
+    row_team team(f);
+    pdl_wait();
+    ALGORITHM(a, f, team);
+}

@@ -1,0 +1,97 @@
+// What a rank contributes to a fused all-reduce, and what the kernels are given. For a program that has SOURCE. Behind
+// cuda/reduce.cuh.
+
+enum { TENSOR, MOE_REDUCTION, MOE_FINALIZE };                      // SOURCE
+enum { NONE, FP8, FP8_TOKENS, FP8_GROUPS, FP8_ODD_GROUPS, NVFP4 }; // QUANTIZATION
+enum {                                                             // HAS
+    SUM_OUT = 1, BIAS = 2, PRE_NORM = 4, PRE_WEIGHT = 8, RESIDUAL = 16, RESIDUAL_OUT = 32, NORM = 64, GAMMA = 128, NORM_OUT = 256
+};
+DEVICE constexpr bool has(u32 what) { return HAS & what; }
+enum { SWIZZLED_128X4, SWIZZLED_8X4, LINEAR };                     // layout
+
+// Rust's `Fused` has the same layout. Null for what there is not.
+struct fused {
+    const u8* input;      // the tensor; the experts' outputs; the rows
+    const u8* shared;     // the shared expert's output
+    const u8* weights;    // of the experts
+    const i32* index;     // of the rows
+    const u8* bias;
+    const u8* pre_weight;
+    const u8* residual;
+    const u8* gamma;
+    u8* sum_out;
+    u8* residual_out;
+    u8* norm_out;
+    u8* codes;
+    u8* scales;
+    const float* scale;
+    u32 tokens;           // of the call
+    u32 first, count;     // tokens of this piece
+    u32 vectors;          // of a row
+    u32 experts;          // of the rank, or of a token
+    u32 rows;             // that there are
+    u32 group;            // vectors that share a scale
+    u32 layout;           // of the scales
+    u32 slices;           // of a row: 32 vectors each
+    u32 rounds;           // vectors of a row that a thread has at most
+    u32 reducing;         // teams that reduce, where others do the rest
+    float inverse_hidden;
+    float scale_value, eps, pre_eps, weight_bias, routed_scaling;
+};
+
+DEVICE wide_vec<T> widen_words(uint4 words) {
+    vec16<T> v;
+    v.words = words;
+    return widen_vec(v);
+}
+
+// One more addend: ROUND_EACH as the peer, which keeps the sum in T.
+DEVICE void add_product(wide_vec<T>& sum, uint4 words, float weight) {
+    wide_vec<T> x = widen_words(words);
+#pragma unroll
+    for (u32 k = 0; k < LANES; ++k) x.lane[k] *= weight;
+    if (ROUND_EACH) x = widen_vec(narrow_vec<T>(x));
+#pragma unroll
+    for (u32 k = 0; k < LANES; ++k) sum.lane[k] += x.lane[k];
+    if (ROUND_EACH) sum = widen_vec(narrow_vec<T>(sum));
+}
+DEVICE void add(wide_vec<T>& sum, uint4 words) {
+    const wide_vec<T> x = widen_words(words);
+#pragma unroll
+    for (u32 k = 0; k < LANES; ++k) sum.lane[k] += x.lane[k];
+}
+
+// The vector with this index, among those of this piece.
+DEVICE uint4 contribution(const fused& f, u32 index) {
+    const u64 first = (u64)f.first * f.vectors;
+    if (SOURCE == TENSOR) return load16(f.input + (first + index) * 16);
+    const u32 row = index / f.vectors;
+    const u64 token = f.first + row, v = index - row * f.vectors;
+    wide_vec<T> sum;
+#pragma unroll
+    for (u32 k = 0; k < LANES; ++k) sum.lane[k] = 0;
+    if (SOURCE == MOE_REDUCTION) {
+        const float* weights = (const float*)f.weights + token;
+        const u8* from = f.input + (first + index) * 16;
+        const u64 stride = (u64)f.tokens * f.vectors * 16;
+#pragma unroll 4
+        for (u32 e = 0; e < f.experts; ++e) add_product(sum, load16_once(from + e * stride), weights[e * (u64)f.tokens]);
+    } else {
+        const i32* rows = f.index + token * f.experts;
+        const T* weights = f.weights ? (const T*)f.weights + token * f.experts : nullptr;
+#pragma unroll 4
+        for (u32 e = 0; e < f.experts; ++e) {
+            const i32 row = rows[e];
+            if (row == -1) continue;
+            const bool is_there = (u32)row < f.rows;
+            const u8* from = f.input + ((is_there ? (u64)row : 0) * f.vectors + v) * 16;
+            const uint4 nans = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
+            add_product(sum, is_there ? load16_once(from) : nans, weights ? widen(weights[e]) : 1.0f);
+        }
+#pragma unroll
+        for (u32 k = 0; k < LANES; ++k) sum.lane[k] *= f.routed_scaling;
+        if (ROUND_EACH) sum = widen_vec(narrow_vec<T>(sum));
+    }
+    if (f.shared) add(sum, load16_once(f.shared + (first + index) * 16));
+    return narrow_vec<T>(sum).words;
+}

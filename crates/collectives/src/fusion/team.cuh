@@ -1,0 +1,105 @@
+// Teams: the threads that share a row, a block or a cluster of blocks. Every thread has each `threads`-th vector. Behind
+// source.cuh.
+//
+// The sum of a row's squares does not depend on the team. A vector's are added in their order. The sums of 32 neighbouring
+// vectors, a slice, are added as a warp does: those 16 apart, then those 8 apart and so on. So are the sums of 32
+// neighbouring slices, and those of such groups in their order.
+
+DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+
+struct row_team {
+    static constexpr bool MOST = QUANTIZATION == FP8_TOKENS;
+    static constexpr u32 WORDS = MOST ? 2 : 1; // of a slice: its squares and, where that is asked for, its largest magnitude
+
+    u32 index, teams;    // which team, and how many there are
+    u32 rank, blocks;    // which block of the team, and how many
+    u32 thread, threads; // among all of the team
+    u32 exchanges;       // that there have been
+
+    // Before anything is waited for.
+    DEVICE row_team(const fused& f)
+        : index(cluster_index()), teams(cluster_count()), rank(cluster_rank()), blocks(cluster_size()),
+          thread(rank * blockDim.x + threadIdx.x), threads(blocks * blockDim.x), exchanges(0) {
+        for (u32 i = threadIdx.x; i < 2 * WORDS * f.slices; i += blockDim.x) shares()[i] = 0;
+        if (blocks > 1) cluster_arrive();
+        else __syncthreads();
+    }
+
+    // Before the first exchange, and long after the start.
+    DEVICE void meet() const {
+        if (blocks > 1) cluster_wait();
+    }
+
+    // Shared memory: what slices add, for two exchanges in turn, as a block that is done with one may begin the next while
+    // others still read. A word has a number and, in its upper half, the exchange that it is of: so it tells by itself
+    // whether it has come. Behind that is room for the epilogue.
+    static DEVICE u64* shares() {
+        extern __shared__ uint4 memory[];
+        return (u64*)memory;
+    }
+    static DEVICE uint4* room(const fused& f) { return (uint4*)shares() + WORDS * f.slices; }
+
+    // Whether this warp has any vector of a row. Only such warps take part in exchanges: others could fall behind.
+    DEVICE bool takes_part(const fused& f) const { return thread - threadIdx.x % 32 < f.vectors; }
+
+    // What a warp has of the slice in which vector v is, and of the next ones of its. Every warp tells every block.
+    template <u32 COUNT>
+    DEVICE void share(const fused& f, u32 v, float (&squares)[COUNT], u32 (&most)[COUNT]) const {
+        combine(squares, most);
+        const u32 lane = threadIdx.x % 32;
+        const u64 tag = (u64)(exchanges + 1) << 32;
+#pragma unroll
+        for (u32 n = 0; n < COUNT; ++n) {
+            const u32 slice = (v + n * threads) / 32;
+            if (lane >= blocks || slice >= f.slices) return;
+            u64* place = shares() + (exchanges % 2 * f.slices + slice) * WORDS;
+            if (blocks == 1) {
+                *(volatile u64*)place = tag | __float_as_uint(squares[n]);
+                if (MOST) *(volatile u64*)(place + 1) = tag | most[n];
+            } else {
+                store_to_block(place, lane, tag | __float_as_uint(squares[n]));
+                if (MOST) store_to_block(place + 1, lane, tag | most[n]);
+            }
+        }
+    }
+
+    // The sum over the row, and the largest, once all are there: the team's blocks all run, and wait for nothing else.
+    DEVICE float end_exchange(const fused& f, u32& most) {
+        const u64* of_slices = shares() + exchanges % 2 * f.slices * WORDS;
+        float sum = 0;
+        most = 0;
+        ++exchanges;
+        for (u32 first = 0; first < f.slices; first += 32) {
+            const u32 slice = first + threadIdx.x % 32;
+            float squares[1] = {0};
+            u32 magnitude[1] = {0};
+            if (slice < f.slices) {
+                squares[0] = __uint_as_float(wait_for(of_slices + slice * WORDS));
+                if (MOST) magnitude[0] = wait_for(of_slices + slice * WORDS + 1);
+            }
+            __syncwarp();
+            combine(squares, magnitude);
+            sum = first == 0 ? squares[0] : sum + squares[0];
+            most = larger(most, magnitude[0]);
+        }
+        return sum;
+    }
+
+private:
+    template <u32 COUNT> static DEVICE void combine(float (&squares)[COUNT], u32 (&most)[COUNT]) {
+#pragma unroll
+        for (u32 distance = 16; distance > 0; distance /= 2)
+#pragma unroll
+            for (u32 n = 0; n < COUNT; ++n) {
+                squares[n] += __shfl_xor_sync(0xFFFFFFFFu, squares[n], distance);
+                if (MOST) most[n] = larger(most[n], __shfl_xor_sync(0xFFFFFFFFu, most[n], distance));
+            }
+    }
+
+    DEVICE u32 wait_for(const u64* place) const {
+        u64 word;
+        do word = load_from_blocks(place);
+        while ((u32)(word >> 32) != exchanges);
+        return (u32)word;
+    }
+};

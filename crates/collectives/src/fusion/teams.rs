@@ -1,0 +1,256 @@
+//! Which blocks work on which rows: the shape of a grid. See `team.cuh`.
+
+use antiphon_device::cuda::LaunchConfig;
+
+use super::{Checked, checked::CheckedQuantization};
+use crate::all_reduce::Algorithm;
+
+/// Blocks of a cluster that every GPU with clusters can have.
+const MOST_BLOCKS: usize = 8;
+/// Bytes of shared memory of a multiprocessor: what every GPU lets a block have, and less than half of what data centres.
+/// have. The rest is another communicator.s, as half the registers are.
+const SHARED_BYTES: usize = 99 << 10;
+/// Lanes of a warp.
+const WARP: usize = 32;
+/// From so many rows on it is throughput that counts, and before how long a row takes.
+const MANY_ROWS: usize = 1024;
+
+/// How a block is made, for which a program is compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Shape {
+    /// Few threads, with one vector of a row each.
+    Short,
+    /// Many threads, with one vector of a row each.
+    ShortWide,
+    /// Few threads, with several vectors of a row each.
+    Long,
+    /// Many threads, with several vectors of a row each.
+    LongWide,
+}
+
+impl Shape {
+    /// The most threads of a block.
+    pub(crate) const fn threads(self) -> usize {
+        match self {
+            Self::Short | Self::Long => 128,
+            Self::ShortWide | Self::LongWide => 448,
+        }
+    }
+
+    /// Whether a thread has one vector of a row at most.
+    pub(crate) const fn is_short(self) -> bool {
+        matches!(self, Self::Short | Self::ShortWide)
+    }
+
+    /// Blocks for each multiprocessor, at most, if it serves so many ranks: as many as fit half its registers.
+    pub(crate) const fn most_blocks(self, world_size: usize, algorithm: Algorithm) -> u32 {
+        match self {
+            Self::Short if world_size <= 4 => 3,
+            Self::Long if world_size <= 4 && matches!(algorithm, Algorithm::TwoShot) => 4,
+            Self::Short | Self::Long => 2,
+            Self::ShortWide | Self::LongWide => 1,
+        }
+    }
+
+    /// Of a hundred teams, those that do nothing but reduce this rank's part. Measured on H200s.
+    const fn reducing(self, world_size: usize) -> usize {
+        match self {
+            Self::Long => 108 / world_size,
+            _ => 27,
+        }
+    }
+
+    /// Whether there are registers for it.
+    pub(crate) const fn serves(self, world_size: usize) -> bool {
+        world_size <= 4 || matches!(self, Self::Short | Self::Long)
+    }
+}
+
+/// What a call may use of a GPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Room {
+    pub(crate) world_size: usize,
+    pub(crate) multiprocessors: u32,
+    /// Whether blocks reach each other's shared memory.
+    pub(crate) has_clusters: bool,
+    /// The parts of it that are in use at a time.
+    pub(crate) channels: usize,
+}
+
+/// The blocks of a grid, in teams of which each works on one row at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Teams {
+    pub(crate) shape: Shape,
+    teams: u32,
+    blocks_of_team: u32,
+    threads: u32,
+    /// Vectors of a row that a thread has.
+    pub(crate) rounds: u32,
+    /// Teams that reduce, where others do the rest.
+    pub(crate) reducing: u32,
+    shared_bytes: u32,
+}
+
+impl Teams {
+    /// For all rows of a call: a thread for each vector if there is room, else what is fastest; none if a row fits nothing.
+    pub(crate) fn new(call: &Checked, algorithm: Algorithm, room: Room) -> Option<Self> {
+        let rows = call.tokens;
+        let all_at_once = |shape: Shape| {
+            let teams = Self::of(shape, call, rows, algorithm, room)?;
+            (shape.is_short() && teams.teams as usize >= rows).then_some(teams)
+        };
+        let many = rows >= MANY_ROWS && algorithm == Algorithm::TwoShot;
+        let [first, second] =
+            if many { [Shape::Long, Shape::LongWide] } else { [Shape::LongWide, Shape::Long] };
+        all_at_once(Shape::Short)
+            .or_else(|| all_at_once(Shape::ShortWide))
+            .or_else(|| Self::of(first, call, rows, algorithm, room))
+            .or_else(|| Self::of(second, call, rows, algorithm, room))
+    }
+
+    /// For some rows of a call, of blocks of this shape; none if a row does not fit.
+    pub(crate) fn of(
+        shape: Shape,
+        call: &Checked,
+        rows: usize,
+        algorithm: Algorithm,
+        room: Room,
+    ) -> Option<Self> {
+        let groups = call.odd_groups();
+        if !shape.serves(room.world_size) || shape.is_short() && groups.is_some() {
+            return None;
+        }
+        let (vectors, most_threads) = (call.vectors(), shape.threads());
+        let per_multiprocessor = shape.most_blocks(room.world_size, algorithm);
+        // A group that is not a warp's neighbouring lanes' is a block's.
+        let most_of_team = if room.has_clusters && groups.is_none() { MOST_BLOCKS } else { 1 };
+        let most = (room.multiprocessors * per_multiprocessor) as usize / room.channels;
+        let shared = |threads: usize, rounds: usize| {
+            let word = if matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens)) { 2 } else { 1 };
+            // What is kept of rows: see epilogue.cuh.
+            let kept = match (shape.is_short(), groups) {
+                (true, _) => 0,
+                (false, Some(_)) => 1,
+                (false, None) => 3,
+            };
+            vectors.div_ceil(WARP) * 2 * word * 8 + kept * rounds * threads * 16 + groups.unwrap_or(0) * 4
+        };
+        let fitting = (1..=most_of_team).find_map(|blocks| {
+            let threads = vectors.div_ceil(blocks).next_multiple_of(WARP).min(most_threads);
+            // A block without any vector would leave the cluster before the others are done with it.
+            let blocks = blocks.min(vectors.div_ceil(threads));
+            let rounds = vectors.div_ceil(blocks * threads);
+            let shared_bytes = shared(threads, rounds);
+            let fits = shared_bytes <= SHARED_BYTES / per_multiprocessor as usize;
+            (fits && (rounds == 1 || !shape.is_short())).then_some((blocks, threads, rounds, shared_bytes))
+        });
+        let (blocks, threads, rounds, shared_bytes) = fitting?;
+        let (most, ranks) = (most / blocks, room.world_size);
+        let (reducing, least) = match algorithm {
+            Algorithm::OneShot => (0, 1),
+            // Every rank's lane is some block's in the first step.
+            Algorithm::TwoShot if shape.is_short() => (0, ranks.div_ceil(blocks)),
+            Algorithm::TwoShot => {
+                let useful = (rows.div_ceil(ranks) * vectors).div_ceil(blocks * threads);
+                ((most * shape.reducing(ranks) / 100).min(useful).max(1), ranks.div_ceil(blocks))
+            }
+        };
+        let teams = rows.max(least).min(most - reducing) + reducing;
+        Some(Self {
+            shape,
+            teams: teams as u32,
+            blocks_of_team: blocks as u32,
+            threads: threads as u32,
+            rounds: rounds as u32,
+            reducing: reducing as u32,
+            shared_bytes: shared_bytes as u32,
+        })
+    }
+
+    pub(crate) fn blocks(&self) -> u32 {
+        self.teams * self.blocks_of_team
+    }
+
+    pub(crate) fn config(&self) -> LaunchConfig {
+        let config = LaunchConfig::new(self.blocks(), self.threads).shared_bytes(self.shared_bytes);
+        if self.blocks_of_team == 1 { config } else { config.cluster(self.blocks_of_team) }
+    }
+
+    /// The most shared memory that a block of any program has.
+    pub(crate) const fn most_shared_bytes() -> u32 {
+        SHARED_BYTES as u32
+    }
+}
+
+impl Checked {
+    /// Vectors of 16 bytes of a row.
+    pub(super) fn vectors(&self) -> usize {
+        self.hidden * self.dtype.size() / 16
+    }
+
+    /// Slices of 32 vectors of a row.
+    pub(super) fn slices(&self) -> usize {
+        self.vectors().div_ceil(WARP)
+    }
+
+    /// How many groups a row has, if they are not those of some neighbouring lanes of a warp.
+    pub(super) fn odd_groups(&self) -> Option<usize> {
+        let Some(CheckedQuantization::Fp8Groups { group, .. }) = self.quantization else { return None };
+        let vectors = group * self.dtype.size() / 16;
+        (!vectors.is_power_of_two() || vectors > WARP).then(|| self.hidden / group)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fusion::FusedAllReduce;
+    use antiphon_tensor::{Device, TensorView, TensorViewMut, bf16};
+
+    /// The teams for so many rows of bf16 on a GPU with 132 multiprocessors.
+    fn teams(tokens: usize, hidden: usize, algorithm: Algorithm, world_size: usize) -> Teams {
+        let (x, mut sum) = (vec![bf16::ZERO; tokens * hidden], vec![bf16::ZERO; tokens * hidden]);
+        let call = FusedAllReduce::of(TensorView::new(&x, &[tokens, hidden]).unwrap())
+            .sum_out(TensorViewMut::new(&mut sum, &[tokens, hidden]).unwrap());
+        let call = Checked::new(Device::Host, call).unwrap();
+        let room = Room { world_size, multiprocessors: 132, has_clusters: true, channels: 1 };
+        Teams::new(&call, algorithm, room).unwrap()
+    }
+
+    #[test]
+    fn few_rows_have_a_thread_for_every_vector() {
+        use Algorithm::{OneShot, TwoShot};
+        use Shape::{Long, LongWide, Short, ShortWide};
+        for (tokens, algorithm, world_size, shape) in [
+            (1, OneShot, 4, Short),
+            (56, TwoShot, 4, Short), // 7 blocks for each: 392 of 396
+            (57, TwoShot, 4, ShortWide),
+            (66, OneShot, 2, ShortWide),
+            (67, OneShot, 2, LongWide),
+            (1024, OneShot, 2, LongWide),
+            (1023, TwoShot, 4, LongWide),
+            (1024, TwoShot, 4, Long),
+            (37, OneShot, 8, Short), // 259 of 264
+            (38, OneShot, 8, Long),
+        ] {
+            let teams = teams(tokens, 7168, algorithm, world_size);
+            assert_eq!(teams.shape, shape, "{tokens} tokens, {world_size} ranks: {teams:?}");
+        }
+    }
+
+    #[test]
+    fn no_block_is_without_a_vector_and_all_fit_the_gpu() {
+        for hidden in [8, 1024, 1040, 7168, 8192, 16_384] {
+            for tokens in [1, 2, 7, 64, 300, 2048] {
+                for algorithm in Algorithm::ALL {
+                    let teams = teams(tokens, hidden, algorithm, 4);
+                    let vectors = (hidden / 8) as u32;
+                    assert!((teams.blocks_of_team - 1) * teams.threads < vectors, "{teams:?}");
+                    assert!(teams.blocks_of_team * teams.threads * teams.rounds >= vectors, "{teams:?}");
+                    assert!(teams.blocks() <= 132 * teams.shape.most_blocks(4, algorithm), "{teams:?}");
+                    assert!(teams.reducing < teams.teams, "{teams:?}");
+                }
+            }
+        }
+    }
+}
