@@ -11,7 +11,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
@@ -86,11 +87,9 @@ def contenders_for(comm: antiphon.Communicator, size: int) -> dict[str, Callable
     return contenders
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
-    parser.add_argument("--record", type=Path, help="file to write the figures to")
-    arguments = parser.parse_args()
+@contextmanager
+def ranks() -> Iterator[antiphon.Communicator]:
+    """This rank, with its GPU and with NCCL."""
     with antiphon.init() as comm:
         torch.cuda.set_device(comm.rank)
         folder = comm.exchange_objects(tempfile.mkdtemp() if comm.rank == 0 else "")[0]
@@ -99,6 +98,33 @@ def main() -> None:
             device_id=torch.device("cuda", comm.rank),
         )  # fmt: skip
         comm.prepare_cuda(comm.rank, dtypes=["bfloat16"])
+        yield comm
+        comm.check()
+        dist.destroy_process_group()
+
+
+def record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[str, float]]) -> None:
+    machine = {"gpus": f"{comm.world_size} × {torch.cuda.get_device_name()}", "torch": torch.__version__}
+    machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    figures = {"date": date.today().isoformat(), **machine, "dtype": what, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+
+
+def become_ranks() -> None:
+    """Starts a process for every GPU in this one's place, if it is not one of them."""
+    if "RANK" not in os.environ:
+        count = str(torch.cuda.device_count())
+        os.execv(sys.executable, [sys.executable, "-m", "antiphon", "run", "-n", count, sys.executable, *sys.argv])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
+    parser.add_argument("--record", type=Path, help="file to write the figures to")
+    arguments = parser.parse_args()
+    become_ranks()
+    with ranks() as comm:
         rows = []
         for size in arguments.sizes:
             row = measure(comm, contenders_for(comm, size), size)
@@ -108,18 +134,9 @@ def main() -> None:
             rows.append(row)
             if comm.rank == 0:
                 print(row, flush=True)
-        comm.check()
         if comm.rank == 0 and arguments.record:
-            machine = {"gpus": f"{comm.world_size} × {torch.cuda.get_device_name()}", "torch": torch.__version__}
-            machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-            record = {"date": date.today().isoformat(), **machine, "dtype": "bfloat16, sum, µs", "rows": rows}
-            arguments.record.parent.mkdir(parents=True, exist_ok=True)
-            arguments.record.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        dist.destroy_process_group()
+            record(comm, arguments.record, "bfloat16, sum, µs", rows)
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        ranks = str(torch.cuda.device_count())
-        os.execv(sys.executable, [sys.executable, "-m", "antiphon", "run", "-n", ranks, sys.executable, *sys.argv])
     main()

@@ -247,13 +247,21 @@ def test_the_size_of_swizzled_scales() -> None:
 
 
 def test_what_is_not_served_is_absent_and_says_so() -> None:
-    assert not hasattr(peer, "trtllm_allreduce_fusion")
-    with pytest.raises(AttributeError, match="'trtllm_allreduce_fusion' of flashinfer.comm yet; it serves .*Mapping"):
-        peer.trtllm_allreduce_fusion
-    with pytest.raises(ImportError, match="'CudaRTLibrary' of flashinfer.comm yet; it serves .*create_shared_buffer"):
-        from antiphon.comm import CudaRTLibrary  # noqa: F401
+    assert not hasattr(peer, "UlyssesCommunicator")
+    with pytest.raises(AttributeError, match="'UlyssesCommunicator' of flashinfer.comm yet; it serves .*Mapping"):
+        peer.UlyssesCommunicator
+    with pytest.raises(ImportError, match="'MoeAlltoAll' of flashinfer.comm yet; it serves .*create_shared_buffer"):
+        from antiphon.comm import MoeAlltoAll  # noqa: F401
     for name in peer.__all__:
         assert hasattr(peer, name)
+
+
+def test_the_runtime_of_cuda_is_what_is_loaded_or_named(tmp_path: Any) -> None:
+    if "libcudart" not in open("/proc/self/maps").read():
+        with pytest.raises(AssertionError, match="libcudart is not loaded"):
+            peer.CudaRTLibrary()
+    with pytest.raises(OSError):
+        peer.CudaRTLibrary(str(tmp_path / "libcudart.so"))
 
 
 def test_importing_it_does_not_import_torch() -> None:

@@ -84,15 +84,43 @@ def test_our_module_keeps_its_own_name() -> None:
 
 def test_what_is_not_served_says_so_and_lists_what_is() -> None:
     compat.install()
-    with pytest.raises(ImportError, match="Antiphon does not serve 'trtllm_allreduce_fusion' .* it serves .*Mapping"):
-        from flashinfer.comm import trtllm_allreduce_fusion  # noqa: F401
-    with pytest.raises(ImportError, match="not serve the module flashinfer.comm.mnnvl yet; it serves .*comm.mapping"):
-        import flashinfer.comm.mnnvl
+    with pytest.raises(ImportError, match="Antiphon does not serve 'UlyssesCommunicator' .* it serves .*Mapping"):
+        from flashinfer.comm import UlyssesCommunicator  # noqa: F401
+    with pytest.raises(ImportError, match="not serve the module flashinfer.comm.nvshmem yet; it serves .*comm.mapping"):
+        import flashinfer.comm.nvshmem
     import flashinfer.comm
 
-    assert not hasattr(flashinfer.comm, "trtllm_allreduce_fusion")
+    assert not hasattr(flashinfer.comm, "UlyssesCommunicator")
     with pytest.raises(ImportError, match="flashinfer.norm"):
         import flashinfer.norm  # noqa: F401
+
+
+def test_every_module_that_scripts_name_is_served() -> None:
+    torch = pytest.importorskip("torch")
+    compat.install()
+    import flashinfer.comm as comm
+    from flashinfer.comm.allreduce import allreduce_fusion
+    from flashinfer.comm.cuda_ipc import CudaRTLibrary
+    from flashinfer.comm.mnnvl import MnnvlMemory, TorchDistBackend
+    from flashinfer.comm.workspace_base import AllReduceFusionWorkspace
+    from flashinfer.utils import get_compute_capability
+
+    assert allreduce_fusion is comm.allreduce_fusion and CudaRTLibrary is comm.CudaRTLibrary
+    assert issubclass(comm.TRTLLMAllReduceFusionWorkspace, AllReduceFusionWorkspace)
+    assert comm.trtllm_ar.LamportTokenNumThreshold == 16 and comm.trtllm_ar.MAX_COMM_SIZE == 2145386496
+    assert not MnnvlMemory.supports_mnnvl()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        TorchDistBackend()
+    with pytest.raises(ValueError, match="cpu is no CUDA device"):
+        get_compute_capability(torch.device("cpu"))
+
+
+def test_what_is_beside_an_installed_peer_is_the_peers(real: Path) -> None:
+    file(real / "flashinfer/utils.py", "real = True")
+    compat.install()
+    assert importlib.import_module("flashinfer.utils").real
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        del sys.modules[name]
 
 
 def test_unknown_peers_are_refused() -> None:
@@ -230,6 +258,7 @@ SCRIPT = """
     import torch.multiprocessing as mp
     import flashinfer.comm as comm
     from flashinfer.comm.mapping import Mapping
+    from flashinfer.comm.mnnvl import TorchDistBackend
 
     def worker(rank, world_size, folder):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
@@ -243,6 +272,15 @@ SCRIPT = """
         seen = comm.pack_strided_memory(pointers[rank], 4, 4, world_size, torch.float32, -1)
         assert seen.flatten().tolist() == [1.0, 2.0]
         comm.free_shared_buffer(pointers, group=group)
+
+        sizes = dict(world_size=world_size, rank=rank, max_token_num=8, hidden_dim=64, dtype=torch.float32)
+        workspace = comm.create_allreduce_fusion_workspace(backend="trtllm", comm_backend=TorchDistBackend(), **sizes)
+        pattern = comm.AllReduceFusionPattern.kAllReduce
+        total = comm.allreduce_fusion(input=torch.ones(2, 64), workspace=workspace, launch_with_pdl=True, pattern=pattern)
+        assert total.eq(2).all()
+        workspace.destroy()
+        handles, tensor = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, world_size, 8, 64, group=group)
+        comm.trtllm_destroy_ipc_workspace_for_all_reduce(handles, group=group)
         dist.destroy_process_group()
 
     if __name__ == "__main__":

@@ -15,7 +15,7 @@ import worlds
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELLO, PENDING, SHARED, CUDA, COMPILED, BACKEND = PROGRAMS
+HELLO, PENDING, SHARED, CUDA, COMPILED, FUSED, BACKEND, PEER = PROGRAMS
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -32,6 +32,18 @@ def test_the_snippets_run() -> None:
         assert names["gradient"].tolist() == [2, 2, 2, 2]
         exec(SHARED, names)
         assert names["mine"].shape == (512, 512) and names["theirs"].dtype == torch.bfloat16
+
+    ranks.threads(2, body)
+
+
+def test_the_fused_calls_run() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        tensors = {name: torch.ones(3, 16, dtype=torch.bfloat16) for name in ("partial", "residual")}
+        names = {"comm": comm, "torch": torch, "weight": tensors["partial"][0], **tensors}
+        exec(FUSED, names)
+        assert names["hidden"].eq(1).all() and names["residual"].eq(5).all() and names["fp8"].norm is None
+        exec(PEER, names)
+        assert names["norm"].eq(1).all()
 
     ranks.threads(2, body)
 

@@ -8,7 +8,8 @@
 
 Every call waits until this rank's part is done, and never without a deadline: a lost peer raises
 :class:`PeerLostError`, one that does not come ``TimeoutError``, ranks that call different things ``RuntimeError``.
-Each blocking call ``x`` has a form ``start_x`` that returns a :class:`Handle`.
+Each blocking call ``x`` has a form ``start_x`` that returns a :class:`Handle`. Under one communicator for everything it
+need not be named: :func:`all_reduce` and :func:`all_reduce_rms_norm` are calls of the :func:`default` one.
 """
 
 import enum
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from antiphon._core import Communicator, CudaBuffer, Handle, Memory, PeerLostError, SharedBuffer, __version__, after_fork
+from antiphon._default import all_reduce, all_reduce_rms_norm, default, set_default
+from antiphon._results import RmsNormResult
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,9 +31,14 @@ __all__ = [
     "Memory",
     "PeerLostError",
     "ReduceOp",
+    "RmsNormResult",
     "SharedBuffer",
     "__version__",
+    "all_reduce",
+    "all_reduce_rms_norm",
+    "default",
     "init",
+    "set_default",
 ]
 
 # The child of a fork must not act for its parent's rank.

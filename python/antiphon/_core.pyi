@@ -7,6 +7,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
 
 from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
 
+from antiphon._results import RmsNormResult
+
 class _SupportsDLPack(Protocol):
     def __dlpack__(self) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
@@ -17,7 +19,9 @@ _A = TypeVar("_A", bound=_Array)
 _O = TypeVar("_O", bound=_Array)
 _T = TypeVar("_T")
 _Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"] | str
-_Algorithm: TypeAlias = Literal["one-shot", "two-shot"]
+_Algorithm: TypeAlias = Literal["one-shot", "two-shot"] | str
+_Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-groups", "nvfp4"] | str
+_ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"] | str | int
 
 __all__ = [
     "Communicator",
@@ -189,6 +193,107 @@ class Communicator:
         """The reduction of all ranks' ``x`` by ``op`` (``"sum"``), of the shape of ``x``.
 
         The algorithm is chosen from measured tables unless given; that needs another ``out`` than ``x``."""
+
+    def all_reduce_rms_norm(
+        self,
+        x: _Array,
+        residual: _Array | None = None,
+        weight: _Array | None = None,
+        *,
+        eps: float = 1e-6,
+        weight_bias: float = 0.0,
+        bias: _Array | None = None,
+        pre_norm: bool = False,
+        pre_weight: _Array | None = None,
+        quantize: _Quantize | None = None,
+        scale: float | _Array | None = None,
+        group_size: int = 128,
+        scale_layout: _ScaleLayout | None = None,
+        keep_norm: bool = False,
+        out: _Array | None = None,
+        residual_out: _Array | None = None,
+        codes: _Array | None = None,
+        scales: _Array | None = None,
+        rounded: bool = False,
+        algorithm: _Algorithm | None = None,
+        stream: int | None = None,
+    ) -> RmsNormResult:
+        """The sum of all ranks' ``x`` with the residual, and its RMS norm, in one pass: what follows each matrix
+        product of a tensor-parallel transformer layer.
+
+            norm, residual, _, _ = comm.all_reduce_rms_norm(x, residual, weight)
+
+        ``x`` is ``(..., hidden)`` of float32, float16 or bfloat16, ``hidden`` a multiple of 16 bytes; ``residual`` like
+        it; ``weight``, ``bias`` and ``pre_weight`` are ``(hidden,)`` of the same dtype, a weight 1 and the others
+        nothing unless given. In the order of the result, with f32 inside and one rounding in each line::
+
+            total    = sum over the ranks of x, with the bits of all_reduce
+            total    = rms_norm(total + bias) * pre_weight         with pre_norm, which is Gemma 2's; else total + bias
+            residual = total + residual
+            norm     = residual * (weight_bias + weight) / sqrt(mean(residual ** 2) + eps)
+            codes, scales = quantised norm
+
+        ``quantize`` makes ``codes``, like ``x``, and ``scales``; the norm itself only with ``keep_norm``, or ``out``:
+
+        * ``"fp8"``: E4M3 of the norm divided by ``scale``; no ``scales``.
+        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``.
+        * ``"fp8-groups"``: E4M3, with a power of two for each ``group_size`` elements, four exponents in an int32:
+          ``(tokens, packs)``, columns first, each padded to a multiple of 4 tokens.
+        * ``"nvfp4"``: E2M1, two in a byte, ``(..., hidden / 2)``, with an E4M3 scale for each 16, which includes the
+          factor ``scale``, in the order ``scale_layout`` (``"128x4"``). Not of float32.
+
+        E4M3 codes are torch's ``float8_e4m3fn``, and bytes in other libraries. ``scale`` is a number (1 unless given)
+        or an array of one float32. The result's ``residual`` is ``None`` if there was none and no ``residual_out``,
+        which may be ``residual`` itself. ``rounded`` rounds after each addition of ranks. All ranks pass the same
+        shape, dtype, ``rounded`` and ``algorithm``. On CUDA tensors begin at multiples of 16 bytes, and the first call
+        of a dtype must not be captured."""
+
+    def all_reduce_fused(
+        self,
+        x: _Array | None = None,
+        *,
+        hidden: int | None = None,
+        experts: _Array | None = None,
+        expert_scales: _Array | None = None,
+        shared: _Array | None = None,
+        rows: _Array | None = None,
+        index: _Array | None = None,
+        routed_scaling: float = 1.0,
+        rounded: bool = False,
+        bias: _Array | None = None,
+        pre_norm: bool = False,
+        pre_weight: _Array | None = None,
+        residual: _Array | None = None,
+        weight: _Array | None = None,
+        weight_bias: float = 0.0,
+        eps: float = 1e-6,
+        quantize: _Quantize | None = None,
+        scale: float | _Array | None = None,
+        group_size: int = 128,
+        scale_layout: _ScaleLayout | None = None,
+        sum_out: _Array | None = None,
+        residual_out: _Array | None = None,
+        norm_out: _Array | None = None,
+        codes: _Array | None = None,
+        scales: _Array | None = None,
+        algorithm: _Algorithm | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """:meth:`all_reduce_rms_norm` of any source, into outputs that the caller has; those that are not given are not
+        computed. ``sum_out`` is the sum before everything else. ``codes`` and ``scales`` may be of any dtype and
+        longer.
+
+        The source is one of
+
+        * ``x``: ``(tokens, hidden)``, of whatever shape; ``hidden`` is its last dimension unless given;
+        * ``experts`` ``(experts, tokens, hidden)``, weighted by ``expert_scales``, float32 ``(experts, tokens)``, and
+          ``shared`` ``(tokens, hidden)``: what the experts here computed for every token, and the shared expert;
+        * ``rows`` ``(rows, hidden)`` and ``index``, int32 ``(tokens, top_k)``: what the experts here computed for the
+          tokens that were sent to them, and which rows are a token's (-1: none). With ``expert_scales`` ``(tokens,
+          top_k)``, ``routed_scaling`` for their sum, and ``shared``.
+
+        Outputs must not overlap what is read, but for ``residual_out``, which may be ``residual``. Raises
+        ``ValueError`` and ``TypeError`` that name what does not fit, before anything happens."""
 
     def all_gather(self, x: _A, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """All ranks' ``x``, one after the other along the first dimension: ``(n, ...)`` in, ``(world_size * n,

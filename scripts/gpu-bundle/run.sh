@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
 # --- the steps, by what the bundle holds: a name, a limit in seconds, a kind and a file -------------------------------
 
-# Benchmarks of the host are here to be run by name; without a name, only those that begin with cuda.
+# Benchmarks of the host are here to be run by name; without a name, only those of GPUs.
 steps() {
     local file name
     printf '%s\n' "doctor 60 command -"
@@ -37,7 +37,9 @@ steps() {
     done
 }
 
-by_default() { [[ $1 != bench-* || $1 == bench-cuda* ]]; }
+of_gpus() { [[ $1 == bench-cuda* || $1 == bench-fusion* ]]; }
+
+by_default() { [[ $1 != bench-* ]] || of_gpus "$1"; }
 
 # --- what they need -----------------------------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ run_example() {
 
 run_bench() {
     install || return 75
-    [[ $step != bench-cuda* ]] || (($(gpus) > 0)) || { reason="no GPU"; return 75; }
+    ! of_gpus "$step" || (($(gpus) > 0)) || { reason="no GPU"; return 75; }
     cd "$here/python" || return
     PATH=$here:$PATH limited python3 "$file"
 }

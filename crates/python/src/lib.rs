@@ -5,7 +5,7 @@
 //!
 //! * `operand` finds the memory of any array: the buffer protocol, DLPack's C exchange API, DLPack.
 //! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
-//!   `call` is one collective as a value, which can be run at once or started.
+//!   `call` is one collective as a value, which can be run at once or started, and `fused` a fused all-reduce.
 //! * `communicator`, `handle`, `shared` and `mapping` are the classes.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `comm` is what `antiphon.comm` asks for besides.
@@ -20,6 +20,7 @@ mod communicator;
 mod cuda;
 mod error;
 mod fork;
+mod fused;
 mod handle;
 mod interrupt;
 mod mapping;

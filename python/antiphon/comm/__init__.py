@@ -5,12 +5,20 @@
 Signatures, integers and results are those of FlashInfer 0.6.18 (flashinfer/comm); :mod:`antiphon.compat` serves these
 modules under FlashInfer's own names, to scripts that cannot be changed. What is not served yet is absent, so that
 ``hasattr`` and ``try: import`` tell the truth. Everything works on host memory and on GPUs.
+
+New programs have :meth:`antiphon.Communicator.all_reduce_rms_norm`, which needs no workspace and makes its outputs.
 """
 
 import sys
 from typing import NoReturn
 
-from antiphon.comm.cuda_ipc import create_shared_buffer, free_shared_buffer
+from antiphon.comm.allreduce import (
+    AllReduceFusionWorkspace,
+    TRTLLMAllReduceFusionWorkspace,
+    allreduce_fusion,
+    create_allreduce_fusion_workspace,
+)
+from antiphon.comm.cuda_ipc import CudaRTLibrary, create_shared_buffer, free_shared_buffer
 from antiphon.comm.dlpack_utils import pack_strided_memory
 from antiphon.comm.mapping import Mapping
 from antiphon.comm.trtllm_ar import (
@@ -21,6 +29,16 @@ from antiphon.comm.trtllm_ar import (
     FP4QuantizationSFLayout,
     QuantizationSFLayout,
     compute_fp4_swizzled_layout_sf_size,
+    trtllm_allreduce_fusion,
+    trtllm_create_ipc_workspace_for_all_reduce,
+    trtllm_create_ipc_workspace_for_all_reduce_fusion,
+    trtllm_custom_all_reduce,
+    trtllm_destroy_ipc_workspace_for_all_reduce,
+    trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+    trtllm_lamport_initialize,
+    trtllm_lamport_initialize_all,
+    trtllm_moe_allreduce_fusion,
+    trtllm_moe_finalize_allreduce_fusion,
 )
 from antiphon.comm.vllm_ar import all_reduce as vllm_all_reduce
 from antiphon.comm.vllm_ar import dispose as vllm_dispose
@@ -33,15 +51,30 @@ from antiphon.comm.vllm_ar import register_graph_buffers as vllm_register_graph_
 __all__ = [
     "AllReduceFusionOp",
     "AllReduceFusionPattern",
+    "AllReduceFusionWorkspace",
     "AllReduceStrategyConfig",
     "AllReduceStrategyType",
+    "CudaRTLibrary",
     "FP4QuantizationSFLayout",
     "Mapping",
     "QuantizationSFLayout",
+    "TRTLLMAllReduceFusionWorkspace",
+    "allreduce_fusion",
     "compute_fp4_swizzled_layout_sf_size",
+    "create_allreduce_fusion_workspace",
     "create_shared_buffer",
     "free_shared_buffer",
     "pack_strided_memory",
+    "trtllm_allreduce_fusion",
+    "trtllm_create_ipc_workspace_for_all_reduce",
+    "trtllm_create_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_custom_all_reduce",
+    "trtllm_destroy_ipc_workspace_for_all_reduce",
+    "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_lamport_initialize",
+    "trtllm_lamport_initialize_all",
+    "trtllm_moe_allreduce_fusion",
+    "trtllm_moe_finalize_allreduce_fusion",
     "vllm_all_reduce",
     "vllm_dispose",
     "vllm_get_graph_buffer_ipc_meta",

@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 
 import antiphon
 from antiphon import Communicator, CudaBuffer, SharedBuffer
+from antiphon.comm._cudart import CudaRTLibrary
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["create_shared_buffer", "free_shared_buffer"]
+__all__ = ["CudaRTLibrary", "create_shared_buffer", "free_shared_buffer"]
 
 _Group: TypeAlias = "ProcessGroup | Communicator | None"
 
@@ -43,7 +44,7 @@ def create_shared_buffer(
         raise ValueError(f'create_shared_buffer: device is {device!r}: pass the number of a GPU, or "cpu"')
     comm = communicator("create_shared_buffer", group)
     buffer: SharedBuffer | CudaBuffer
-    if device == "cpu" or (device is None and not _uses_cuda()):
+    if device == "cpu" or (device is None and not uses_cuda()):
         buffer = comm.create_shared_buffer(size_in_bytes)
     else:
         buffer = comm.create_cuda_buffer(size_in_bytes, None if device is None else int(device))
@@ -107,7 +108,7 @@ def communicator(caller: str, group: _Group) -> Communicator:
     return comm
 
 
-def _uses_cuda() -> bool:
+def uses_cuda() -> bool:
     """Whether this process uses CUDA through torch."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())

@@ -11,8 +11,9 @@ before such imports::
 
 A name of :data:`PEERS` stands for our module and its submodules: ``flashinfer.comm.mapping`` is the very module
 ``antiphon.comm.mapping``. If the peer is installed, that one module of it is hidden, with its submodules, also from the
-rest of the peer (``flashinfer.norm``), which stays; if it is not, its parent (``flashinfer``) is an empty package. What
-is not served yet raises ``ImportError`` with a list of what is.
+rest of the peer (``flashinfer.norm``), which stays; if it is not, its parent (``flashinfer``) is a package with nothing but
+the few names that scripts take from the rest of it (``flashinfer.utils.get_compute_capability``). What is not served yet
+raises ``ImportError`` with a list of what is.
 
 Children know it from the environment: ``ANTIPHON_COMPAT`` names the peers, and ``PYTHONPATH`` starts with a folder whose
 ``sitecustomize`` reads it (and goes on to any other ``sitecustomize``). Python's options ``-S``, ``-E`` and ``-I`` turn
@@ -33,6 +34,9 @@ __all__ = ["PEERS", "install", "uninstall"]
 
 #: Our module for each module of a peer.
 PEERS = {"flashinfer.comm": "antiphon.comm"}
+
+#: Our module for modules beside those, where the peer is not installed.
+_BESIDE = {"flashinfer.utils": "antiphon.compat.flashinfer_utils"}
 
 #: The environment's names of peers that a process serves, and the folder in which it finds our ``sitecustomize``.
 _VARIABLE = "ANTIPHON_COMPAT"
@@ -145,7 +149,8 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Parents(MetaPathFinder):
-    """Makes the packages around the peers' modules up. Asked last, so only for what is not installed."""
+    """Makes the packages around the peers' modules up, and what is beside them. Asked last, so only for what is not
+    installed."""
 
     def __init__(self) -> None:
         self.made: set[str] = set()
@@ -153,24 +158,30 @@ class _Parents(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not self.is_parent(fullname):
+        if not self.is_served(fullname):
             return None
         self.made.add(fullname)
+        if fullname in _BESIDE:
+            return ModuleSpec(fullname, _finder, origin=_BESIDE[fullname])
         return ModuleSpec(fullname, None, is_package=True)
+
+    def is_served(self, name: str) -> bool:
+        return self.is_parent(name.rpartition(".")[0] if name in _BESIDE else name)
 
     def is_parent(self, name: str) -> bool:
         return any(peer.startswith(f"{name}.") for peer in _finder.hidden)
 
     def forget(self) -> None:
         """Takes back those that nothing is in any more."""
-        for name in {name for name in self.made if not self.is_parent(name)}:
+        for name in {name for name in self.made if not self.is_served(name)}:
             self.made.remove(name)
             sys.modules.pop(name, None)
 
 
 def _not_served(name: str, peer: str) -> str:
     modules = pkgutil.iter_modules(importlib.import_module(PEERS[peer]).__path__, f"{peer}.")
-    served = ", ".join([peer, *(module.name for module in modules)])
+    names = [module.name for module in modules if "._" not in module.name]
+    served = ", ".join([peer, *names])
     return f"Antiphon does not serve the module {name} yet; it serves {served}"
 
 

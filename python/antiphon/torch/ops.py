@@ -17,6 +17,9 @@ group of the backend ``"antiphon"`` does as well: such calls take their turn amo
 ``all_gather(Tensor x, str group) -> Tensor``                           ``(n, ...)`` to ``(world_size * n, ...)``
 ``reduce_scatter(Tensor x, str group, str op="sum") -> Tensor``         ``(world_size * n, ...)`` to ``(n, ...)``
 ``all_to_all(Tensor x, str group) -> Tensor``                           like ``x``
+``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None,``     the norm, and what it is of: the sum with
+``Tensor? weight=None, float eps=1e-6, float weight_bias=0.,``          ``bias`` and ``residual``; both like ``x``
+``Tensor? bias=None) -> (Tensor, Tensor)``
 =====================================================================  ============================================
 
 They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
@@ -25,16 +28,15 @@ ranks wait for.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx.node import has_side_effect
 
 import antiphon
+from antiphon._operators import Operators
 from antiphon.torch.group import Group
 
 __all__ = ["register"]
@@ -121,25 +123,47 @@ def _all_to_all(x: Tensor, group: str) -> Tensor:
     return _comm(group, x).all_to_all(x.contiguous())
 
 
-_library = torch.library.Library("antiphon", "DEF")  # type: ignore[no-untyped-call]
+def _all_reduce_rms_norm(
+    x: Tensor,
+    group: str,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    plain = x.contiguous()
+    norm, total = torch.empty_like(plain), torch.empty_like(plain)
+    _comm(group, plain).all_reduce_fused(
+        plain,
+        residual=None if residual is None else residual.contiguous(),
+        weight=weight,
+        eps=eps,
+        weight_bias=weight_bias,
+        bias=bias,
+        residual_out=total,
+        norm_out=norm,
+    )
+    return norm, total
 
 
-def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
-    # Plain kernels: those of `torch.library.custom_op` take several times as long for each call.
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"antiphon::{name}", fake, lib=_library)
-    has_side_effect(getattr(torch.ops.antiphon, name).default)
+def _two_like(x: Tensor, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
+    return _like(x, ""), _like(x, "")
 
 
 def _nothing(x: Tensor, group: str, op: str = "sum") -> None:
     pass
 
 
-_define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
-_define('all_reduce(Tensor x, str group, str op="sum") -> Tensor', _all_reduce, _like)
-_define("all_gather(Tensor x, str group) -> Tensor", _all_gather, _gathered)
-_define('reduce_scatter(Tensor x, str group, str op="sum") -> Tensor', _reduce_scatter, _scattered)
-_define("all_to_all(Tensor x, str group) -> Tensor", _all_to_all, _like)
+_operators = Operators("DEF")
+_operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
+_operators.define('all_reduce(Tensor x, str group, str op="sum") -> Tensor', _all_reduce, _like)
+_operators.define("all_gather(Tensor x, str group) -> Tensor", _all_gather, _gathered)
+_operators.define('reduce_scatter(Tensor x, str group, str op="sum") -> Tensor', _reduce_scatter, _scattered)
+_operators.define("all_to_all(Tensor x, str group) -> Tensor", _all_to_all, _like)
+_operators.define(
+    "all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
+    " float weight_bias=0., Tensor? bias=None) -> (Tensor, Tensor)",
+    _all_reduce_rms_norm,
+    _two_like,
+)

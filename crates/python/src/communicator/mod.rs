@@ -1,5 +1,6 @@
 //! The class `Communicator`: every method gathers the arrays of its call (see [`prepare`]), then waits for it or starts it.
 
+mod fused;
 mod prepare;
 mod run;
 
@@ -19,8 +20,10 @@ use pyo3::{
     types::{PyBytes, PyList},
 };
 
+use fused::Arguments;
+
 use crate::{
-    arguments::{Count, Operands, Prepared, overlap},
+    arguments::{Count, Given, Operands, Prepared, overlap},
     call::Kind,
     cuda::{self, CudaBuffer, Gpus, RawStream},
     error::Result,
@@ -231,6 +234,122 @@ impl Communicator {
         algorithm: Option<&str>,
     ) -> Result<Handle> {
         self.start(self.prepare_all_reduce(x, op, out, algorithm, Usage::Started)?)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
+    #[pyo3(signature = (x = None, *, hidden = None, experts = None, expert_scales = None, shared = None, rows = None, index = None, routed_scaling = 1.0, rounded = false, bias = None, pre_norm = false, pre_weight = None, residual = None, weight = None, weight_bias = 0.0, eps = 1e-6, quantize = None, scale = None, group_size = 128, scale_layout = None, sum_out = None, residual_out = None, norm_out = None, codes = None, scales = None, algorithm = None, stream = None))]
+    fn all_reduce_fused<'py>(
+        &self,
+        py: Python<'py>,
+        x: Given<'_, 'py>,
+        hidden: Option<usize>,
+        experts: Given<'_, 'py>,
+        expert_scales: Given<'_, 'py>,
+        shared: Given<'_, 'py>,
+        rows: Given<'_, 'py>,
+        index: Given<'_, 'py>,
+        routed_scaling: f32,
+        rounded: bool,
+        bias: Given<'_, 'py>,
+        pre_norm: bool,
+        pre_weight: Given<'_, 'py>,
+        residual: Given<'_, 'py>,
+        weight: Given<'_, 'py>,
+        weight_bias: f32,
+        eps: f32,
+        quantize: Option<&str>,
+        scale: Given<'_, 'py>,
+        group_size: usize,
+        scale_layout: Given<'_, 'py>,
+        sum_out: Given<'_, 'py>,
+        residual_out: Given<'_, 'py>,
+        norm_out: Given<'_, 'py>,
+        codes: Given<'_, 'py>,
+        scales: Given<'_, 'py>,
+        algorithm: Option<&str>,
+        stream: Option<RawStream>,
+    ) -> Result<()> {
+        let arguments = Arguments {
+            x,
+            hidden,
+            experts,
+            expert_scales,
+            shared,
+            rows,
+            index,
+            routed_scaling,
+            rounded,
+            bias,
+            pre_norm,
+            pre_weight,
+            residual,
+            weight,
+            weight_bias,
+            eps,
+            quantize,
+            scale,
+            group_size,
+            scale_layout,
+            sum_out,
+            residual_out,
+            norm_out,
+            codes,
+            scales,
+            algorithm,
+            stream,
+        };
+        self.run_fused(py, &arguments)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
+    #[pyo3(signature = (x, residual = None, weight = None, *, eps = 1e-6, weight_bias = 0.0, bias = None, pre_norm = false, pre_weight = None, quantize = None, scale = None, group_size = 128, scale_layout = None, keep_norm = false, out = None, residual_out = None, codes = None, scales = None, rounded = false, algorithm = None, stream = None))]
+    fn all_reduce_rms_norm<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        residual: Given<'_, 'py>,
+        weight: Given<'_, 'py>,
+        eps: f32,
+        weight_bias: f32,
+        bias: Given<'_, 'py>,
+        pre_norm: bool,
+        pre_weight: Given<'_, 'py>,
+        quantize: Option<&str>,
+        scale: Given<'_, 'py>,
+        group_size: usize,
+        scale_layout: Given<'_, 'py>,
+        keep_norm: bool,
+        out: Given<'_, 'py>,
+        residual_out: Given<'_, 'py>,
+        codes: Given<'_, 'py>,
+        scales: Given<'_, 'py>,
+        rounded: bool,
+        algorithm: Option<&str>,
+        stream: Option<RawStream>,
+    ) -> Result<Bound<'py, PyAny>> {
+        let arguments = Arguments {
+            x: Some(x),
+            residual,
+            weight,
+            eps,
+            weight_bias,
+            bias,
+            pre_norm,
+            pre_weight,
+            quantize,
+            scale,
+            group_size,
+            scale_layout,
+            norm_out: out,
+            residual_out,
+            codes,
+            scales,
+            rounded,
+            algorithm,
+            stream,
+            ..Arguments::default()
+        };
+        self.run_rms_norm(py, arguments, keep_norm)
     }
 
     #[pyo3(signature = (x, *, out = None, stream = None))]

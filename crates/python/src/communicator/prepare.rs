@@ -31,7 +31,7 @@ fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> PyResult<ReduceOp> {
         .map_err(|e: antiphon::device::UnknownReduceOp| PyValueError::new_err(e.to_string()))
 }
 
-fn algorithm(name: &str) -> PyResult<Algorithm> {
+pub(super) fn algorithm(name: &str) -> PyResult<Algorithm> {
     Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name).ok_or_else(|| {
         let known = Algorithm::ALL.map(Algorithm::name).join(", ");
         PyValueError::new_err(format!("unknown algorithm {name:?}: known are {known}"))

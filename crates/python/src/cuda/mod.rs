@@ -22,7 +22,7 @@ use pyo3::{exceptions::PyValueError, intern, prelude::*};
 
 pub(crate) use buffer::CudaBuffer;
 
-use crate::{call::Call, error::Result};
+use crate::{call::Call, error::Result, fused::Fused};
 
 type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
 
@@ -67,6 +67,23 @@ impl Gpus {
         })
     }
 
+    /// Puts a fused all-reduce into a stream of a device, as [`run`](Self::run).
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    pub(crate) unsafe fn run_fused(
+        &self,
+        queue: &Queue,
+        device: u32,
+        stream: RawStream,
+        fused: &Fused,
+    ) -> Outcome {
+        self.with(queue, device, Some(stream), |gpu| {
+            // SAFETY: passed on.
+            unsafe { gpu.run_fused(fused, stream) }
+        })
+    }
+
     /// Waits, in the order of a stream, until the streams of all ranks have come here.
     ///
     /// # Safety
@@ -81,9 +98,7 @@ impl Gpus {
 
     /// Does now what the first calls on a device would.
     pub(crate) fn prepare(&self, queue: &Queue, device: u32, kernels: &[(DType, ReduceOp)]) -> Outcome {
-        self.with(queue, device, None, |gpu| {
-            kernels.iter().try_for_each(|&(dtype, op)| gpu.load(dtype, op, None))
-        })
+        self.with(queue, device, None, |gpu| kernels.iter().try_for_each(|&(dtype, op)| gpu.load(dtype, op)))
     }
 
     /// What kernels have left behind.
@@ -160,16 +175,11 @@ impl Drop for Gpus {
 
 impl Gpu {
     /// Loads the kernels that reduce a dtype, unless they are.
-    fn load(&mut self, dtype: DType, op: ReduceOp, stream: Option<RawStream>) -> Outcome {
+    fn load(&mut self, dtype: DType, op: ReduceOp) -> Outcome {
         if self.loaded.contains(&(dtype, op)) {
             return Ok(());
         }
         if let Some(peers) = &self.peers {
-            if let Some(stream) = stream {
-                let what = "the first reduction of a dtype by an operator";
-                // SAFETY: the caller's stream.
-                not_captured(unsafe { self.context.borrow_stream(stream) }, what)?;
-            }
             peers.prepare(dtype, op)?;
         }
         self.loaded.push((dtype, op));

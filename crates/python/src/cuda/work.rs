@@ -12,6 +12,7 @@ use antiphon::{
 use super::{Gpu, Outcome, REDUCED, RawStream, failed};
 use crate::{
     call::{Call, Kind, Place, refused},
+    fused::Fused,
     operand::Tensor,
 };
 
@@ -22,7 +23,7 @@ impl Gpu {
         if let Kind::AllReduce(op, _) | Kind::ReduceScatter(op) = call.kind
             && let Some(dtype) = call.dtype().filter(|dtype| REDUCED.contains(dtype))
         {
-            self.load(dtype, op, Some(stream))?; // of others the call says that they cannot be reduced
+            self.load(dtype, op)?; // of others the call says that they cannot be reduced
         }
         // SAFETY: passed on.
         let stream = unsafe { self.context.borrow_stream(stream) };
@@ -32,6 +33,20 @@ impl Gpu {
             // SAFETY: passed on.
             None => unsafe { alone(call, stream) },
         }
+    }
+
+    /// # Safety
+    /// As [`Gpus::run`](super::Gpus::run).
+    pub(super) unsafe fn run_fused(&mut self, fused: &Fused, stream: RawStream) -> Outcome {
+        let Some(peers) = &self.peers else {
+            let text =
+                "all_reduce_fused on CUDA needs 2 ranks or more: of one rank there is nothing to reduce";
+            return Err(FabricError::invalid(text).into());
+        };
+        // SAFETY: passed on.
+        let stream = unsafe { self.context.borrow_stream(stream) };
+        // SAFETY: the caller answers for the memory, which only the device touches.
+        unsafe { peers.all_reduce_fused(fused.call().map_err(refused)?, stream) }
     }
 }
 

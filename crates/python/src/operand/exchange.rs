@@ -103,18 +103,19 @@ impl ExchangeApi {
         }
     }
 
-    /// A new array like `model`, but of another shape.
+    /// A new array.
     pub(super) fn allocate<'py>(
         &self,
         py: Python<'py>,
-        model: &Operand,
+        device: Device,
+        element: ElementType,
         shape: &[usize],
     ) -> Result<Bound<'py, PyAny>> {
         let table = self.table();
         let allocate = table.managed_tensor_allocator.ok_or_else(incomplete)?;
         let wrap = table.managed_tensor_to_py_object_no_sync.ok_or_else(incomplete)?;
         let mut shape: Vec<i64> = shape.iter().map(|&n| n as i64).collect();
-        let device = match model.tensor.device {
+        let device = match device {
             Device::Host => sys::DLDevice { device_type: sys::DLDevice::CPU, device_id: 0 },
             Device::Cuda(id) => sys::DLDevice { device_type: sys::DLDevice::CUDA, device_id: id as i32 },
         };
@@ -122,7 +123,7 @@ impl ExchangeApi {
             data: null_mut(),
             device,
             ndim: shape.len() as i32,
-            dtype: model.element.into(),
+            dtype: element.into(),
             shape: shape.as_mut_ptr(),
             strides: null_mut(),
             byte_offset: 0,

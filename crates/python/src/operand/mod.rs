@@ -27,13 +27,15 @@ use buffer::Buffer;
 use exchange::ExchangeApi;
 pub(crate) use protocol::capsule;
 
-/// The memory of an array, contiguous in row-major order.
+/// The memory of an array.
 pub(crate) struct Operand {
     pub(crate) tensor: Tensor,
     pub(crate) element: ElementType,
     /// The stream on which its library works on its device at present.
     pub(crate) stream: Option<RawStream>,
     read_only: bool,
+    /// In elements, unless it is row-major.
+    strides: Option<Vec<isize>>,
     source: Source,
 }
 
@@ -80,8 +82,30 @@ struct Description<'a> {
 }
 
 impl Operand {
-    /// Finds the memory of `array`; `name` is the argument's, for errors.
+    /// Finds the memory of `array`, contiguous in row-major order; `name` is the argument's, for errors.
     pub(crate) fn import(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Self> {
+        let operand = Self::find(array, name, usage)?;
+        match &operand.strides {
+            None => Ok(operand),
+            Some(strides) => Err(not_contiguous(name, operand.shape(), strides)),
+        }
+    }
+
+    /// Finds the memory of `array` from its first element to its last, in whatever order.
+    pub(crate) fn import_span(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Self> {
+        let mut operand = Self::find(array, name, usage)?;
+        if let Some(strides) = &operand.strides {
+            let last = operand.shape().iter().zip(strides).try_fold(0, |last: usize, (&n, &stride)| {
+                last.checked_add(usize::try_from(stride).ok()?.checked_mul(n - 1)?)
+            });
+            let units = operand.units();
+            let count = last.and_then(|last| last.checked_add(1)?.checked_mul(units));
+            operand.tensor.count = count.ok_or_else(|| not_contiguous(name, operand.shape(), strides))?;
+        }
+        Ok(operand)
+    }
+
+    fn find(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Self> {
         if buffer::is_supported(array) {
             return match Buffer::operand(array, name) {
                 // CuPy's arrays have the protocol, to refuse it.
@@ -112,14 +136,13 @@ impl Operand {
         let count = bytes.map(|bytes| bytes / size);
         let count =
             count.ok_or_else(|| PyValueError::new_err(format!("{name}: impossible shape {shape:?}")))?;
-        if let Some(strides) = strides.filter(|strides| !is_row_major(shape, strides)) {
-            return Err(not_contiguous(name, shape, strides));
-        }
+        let strides = strides.filter(|strides| !is_row_major(shape, strides)).map(<[isize]>::to_vec);
         let (count, dtype) = match element.dtype() {
             Some(dtype) => (count, dtype),
             None => (count * size, DType::U8),
         };
-        Ok(Self { tensor: Tensor { data, count, dtype, device }, element, stream: None, read_only, source })
+        let tensor = Tensor { data, count, dtype, device };
+        Ok(Self { tensor, element, stream: None, read_only, strides, source })
     }
 
     /// Refuses a new array for work in a stream where its library does not work at present: it may give memory that its
@@ -146,17 +169,35 @@ impl Operand {
         shape: &[usize],
         usage: Usage,
     ) -> Result<(Bound<'py, PyAny>, Self)> {
+        self.new_of(array, self.element, shape, usage)
+    }
+
+    /// A new array of the same library and device, of any element type.
+    pub(crate) fn new_of<'py>(
+        &self,
+        array: &Bound<'py, PyAny>,
+        element: ElementType,
+        shape: &[usize],
+        usage: Usage,
+    ) -> Result<(Bound<'py, PyAny>, Self)> {
         if let Some(api) = ExchangeApi::of_foreign(array, &self.source)? {
-            let new = api.allocate(array.py(), self, shape)?;
+            let new = api.allocate(array.py(), self.tensor.device, element, shape)?;
             let operand = api.operand(&new, "the output", usage)?;
             return Ok((new, operand));
         }
+        let same = element == self.element;
         let new = match self.tensor.device.is_host() {
-            true => numpy_empty(array, shape, self.element)?,
-            false => foreign_empty(array, shape)?,
+            true => numpy_empty(array, shape, element, same)?,
+            false => foreign_empty(array, shape, element, same)?,
         };
         let operand = Self::import(&new, "the output", usage)?;
         Ok((new, operand))
+    }
+
+    /// What libraries keep E4M3 codes as: their type for them if they exchange types by number, else bytes.
+    pub(crate) fn float8(&self, array: &Bound<'_, PyAny>) -> Result<ElementType> {
+        let exchanges = ExchangeApi::of_foreign(array, &self.source)?.is_some();
+        Ok(ElementType::named("float8_e4m3fn").filter(|_| exchanges).unwrap_or(DType::U8.into()))
     }
 
     /// Sizes of the dimensions, outermost first.
@@ -209,8 +250,18 @@ impl Tensor {
     /// # Safety
     /// The memory is valid and not written by others for `'a`.
     pub(crate) unsafe fn view<'a>(&self) -> Result<TensorView<'a>, TensorError> {
+        // SAFETY: passed on.
+        unsafe { self.view_as(&[self.count]) }
+    }
+
+    /// The tensor to read, in a shape of as many elements.
+    ///
+    /// # Safety
+    /// As [`view`](Self::view).
+    pub(crate) unsafe fn view_as<'a>(&self, shape: &[usize]) -> Result<TensorView<'a>, TensorError> {
+        debug_assert_eq!(shape.iter().product::<usize>(), self.count);
         // SAFETY: passed on; the memory is contiguous.
-        unsafe { TensorView::from_raw_parts(self.data, self.dtype, &[self.count], None, self.device) }
+        unsafe { TensorView::from_raw_parts(self.data, self.dtype, shape, None, self.device) }
     }
 
     /// The tensor to write.
@@ -246,13 +297,23 @@ fn not_contiguous(name: &str, shape: &[usize], strides: &[isize]) -> Error {
     .into()
 }
 
-/// `empty` of an array's own library, such as CuPy, which puts it on its current device.
-fn foreign_empty<'py>(array: &Bound<'py, PyAny>, shape: &[usize]) -> Result<Bound<'py, PyAny>> {
+/// `empty` of an array's own library, such as CuPy, which puts it on its current device: of the array's dtype if that is
+/// the `same`.
+fn foreign_empty<'py>(
+    array: &Bound<'py, PyAny>,
+    shape: &[usize],
+    element: ElementType,
+    same: bool,
+) -> Result<Bound<'py, PyAny>> {
     let py = array.py();
     let make = || {
-        let library = library_of(array)?;
-        let options = [("dtype", array.getattr(intern!(py, "dtype"))?)].into_py_dict(py)?;
-        py.import(library)?.getattr(intern!(py, "empty"))?.call((PyTuple::new(py, shape)?,), Some(&options))
+        let library = py.import(library_of(array)?)?;
+        let dtype = match same {
+            true => array.getattr(intern!(py, "dtype"))?,
+            false => library.getattr(element.to_string())?,
+        };
+        let options = [("dtype", dtype)].into_py_dict(py)?;
+        library.getattr(intern!(py, "empty"))?.call((PyTuple::new(py, shape)?,), Some(&options))
     };
     make().map_err(|error| {
         let text = format!("no output can be made like this array ({error}): pass out=");
@@ -272,6 +333,7 @@ fn numpy_empty<'py>(
     array: &Bound<'py, PyAny>,
     shape: &[usize],
     element: ElementType,
+    same: bool,
 ) -> Result<Bound<'py, PyAny>> {
     static EMPTY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = array.py();
@@ -285,7 +347,7 @@ fn numpy_empty<'py>(
     let shape = PyTuple::new(py, shape)?;
     // NumPy's own dtype where there is one: it may be of an extension, such as ml_dtypes' bfloat16.
     let dtype = match array.getattr(intern!(py, "dtype")) {
-        Ok(dtype) if buffer::is_supported(array) => dtype,
+        Ok(dtype) if same && buffer::is_supported(array) => dtype,
         _ => element.to_string().into_pyobject(py).map(|name| name.into_any()).expect("a string"),
     };
     empty.bind(py).call1((shape, dtype)).map_err(|e| {

@@ -1,0 +1,100 @@
+"""Fused all-reduces on GPUs beside NCCL's and torch's kernels behind it, in the same processes, all in CUDA graphs.
+
+    python benches/fusion_vs_torch.py --record benches/results/MACHINE/DATE-cuda-fusion.json
+
+Sum, residual and RMS norm, with and without static FP8, of bf16 tokens; benches/README.md says how times are taken. It starts
+a process for every GPU, by `antiphon run`, if it is not one of them.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import antiphon
+import torch
+import torch.distributed as dist
+from cuda_vs_torch import become_ranks, measure, ranks, record
+from torch.nn.functional import rms_norm
+
+TOKENS = [1, 4, 16, 64, 256, 512, 2048]
+EPS, SCALE = 1e-6, 1 / 64
+
+
+class Layer:
+    """The tensors between two matrix products, and what is done with them."""
+
+    def __init__(self, comm: antiphon.Communicator, tokens: int, hidden: int) -> None:
+        torch.manual_seed(comm.rank)
+        shape = (tokens, hidden)
+        self.comm = comm
+        self.x, self.residual = (torch.randn(shape, device="cuda").to(torch.bfloat16) for _ in range(2))
+        self.weight = torch.rand(hidden, device="cuda").to(torch.bfloat16)
+        self.norm, self.sum = torch.empty_like(self.x), torch.empty_like(self.x)
+        self.codes = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
+        self.for_nccl = self.x.clone()
+
+    def fused(self, quantize: str | None = None) -> None:
+        if quantize:
+            self.comm.all_reduce_rms_norm(
+                self.x, self.residual, self.weight, eps=EPS, residual_out=self.sum, quantize=quantize, scale=SCALE,
+                codes=self.codes,
+            )  # fmt: skip
+        else:
+            self.comm.all_reduce_rms_norm(self.x, self.residual, self.weight, eps=EPS, residual_out=self.sum, out=self.norm)
+
+    def after_the_sum(self, total: torch.Tensor, fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a model without fusion runs: three kernels, four with FP8."""
+        total = total + self.residual
+        norm = rms_norm(total, (total.shape[-1],), self.weight, EPS)
+        return total, (norm * (1 / SCALE)).to(torch.float8_e4m3fn) if fp8 else norm
+
+    def separate(self, fp8: bool = False) -> None:
+        dist.all_reduce(self.for_nccl)
+        self.after_the_sum(self.for_nccl, fp8)
+
+    def check(self) -> None:
+        """The same but for roundings: of the norm one by each, and of the codes what that makes of them."""
+        summed = self.comm.all_reduce(self.x)
+        for fp8 in (False, True):
+            self.fused("fp8" if fp8 else None)
+            total, expected = self.after_the_sum(summed, fp8)
+            assert self.sum.equal(total), "the sum is wrong"
+            found = self.codes if fp8 else self.norm
+            torch.testing.assert_close(found.float(), expected.float(), rtol=1 / 8 if fp8 else 1 / 64, atol=1 / 512)
+
+    def contenders(self) -> dict[str, Callable[[], object]]:
+        return {
+            "antiphon norm": self.fused,
+            "nccl, torch norm": self.separate,
+            "antiphon fp8": lambda: self.fused("fp8"),
+            "nccl, torch fp8": lambda: self.separate(fp8=True),
+            "antiphon sum": lambda: self.comm.all_reduce(self.x, out=self.sum),
+            "nccl sum": lambda: dist.all_reduce(self.for_nccl),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--record", type=Path, help="file to write the figures to")
+    arguments = parser.parse_args()
+    become_ranks()
+    with ranks() as comm:
+        rows = []
+        for tokens in arguments.tokens:
+            layer = Layer(comm, tokens, arguments.hidden)
+            layer.check()
+            times = measure(comm, layer.contenders(), 2 * tokens * arguments.hidden)
+            row = {"tokens": tokens, "hidden": arguments.hidden, **times}
+            for what, peer in {"norm": "nccl, torch norm", "fp8": "nccl, torch fp8", "sum": "nccl sum"}.items():
+                row[f"ratio {what}"] = round(times[f"antiphon {what}"] / times[peer], 3)
+            rows.append(row)
+            if comm.rank == 0:
+                print(row, flush=True)
+        if comm.rank == 0 and arguments.record:
+            record(comm, arguments.record, "bfloat16, µs", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+//! The arrays of a fused all-reduce: found, checked, and made where the caller gave none.
+
+use antiphon::{
+    collectives::fusion::Accumulation,
+    prelude::DType,
+    tensor::{ScaleLayout, dlpack::ElementType, quantize::NvFp4},
+};
+use pyo3::{
+    exceptions::{PyTypeError, PyValueError},
+    prelude::*,
+    sync::PyOnceLock,
+    types::{PyBool, PyFloat, PyInt, PySlice, PyString},
+};
+
+use super::{Communicator, prepare::algorithm};
+use crate::{
+    arguments::Given,
+    cuda::RawStream,
+    error::Result,
+    fused::{Factor, Fused, Quantize, Source},
+    interrupt,
+    operand::{Operand, Tensor, Usage},
+};
+
+/// The keywords of `all_reduce_fused`, as they were given.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Arguments<'a, 'py> {
+    pub(super) x: Given<'a, 'py>,
+    pub(super) hidden: Option<usize>,
+    pub(super) experts: Given<'a, 'py>,
+    pub(super) expert_scales: Given<'a, 'py>,
+    pub(super) shared: Given<'a, 'py>,
+    pub(super) rows: Given<'a, 'py>,
+    pub(super) index: Given<'a, 'py>,
+    pub(super) routed_scaling: f32,
+    pub(super) bias: Given<'a, 'py>,
+    pub(super) pre_norm: bool,
+    pub(super) pre_weight: Given<'a, 'py>,
+    pub(super) residual: Given<'a, 'py>,
+    pub(super) weight: Given<'a, 'py>,
+    pub(super) weight_bias: f32,
+    pub(super) eps: f32,
+    pub(super) quantize: Option<&'a str>,
+    pub(super) scale: Given<'a, 'py>,
+    pub(super) group_size: usize,
+    pub(super) scale_layout: Given<'a, 'py>,
+    pub(super) sum_out: Given<'a, 'py>,
+    pub(super) residual_out: Given<'a, 'py>,
+    pub(super) norm_out: Given<'a, 'py>,
+    pub(super) codes: Given<'a, 'py>,
+    pub(super) scales: Given<'a, 'py>,
+    pub(super) rounded: bool,
+    pub(super) algorithm: Option<&'a str>,
+    pub(super) stream: Option<RawStream>,
+}
+
+/// What keeps the memory of a call valid, as it is found.
+struct Found {
+    usage: Usage,
+    operands: Vec<Operand>,
+}
+
+impl Found {
+    fn keep(&mut self, operand: Operand) -> Tensor {
+        let tensor = operand.tensor;
+        self.operands.push(operand);
+        tensor
+    }
+
+    fn need(&mut self, name: &str, array: Given<'_, '_>) -> Result<Tensor> {
+        let array = array.ok_or_else(|| PyTypeError::new_err(format!("all_reduce_fused: pass {name}")))?;
+        let operand = Operand::import(array, name, self.usage)?.numeric()?;
+        Ok(self.keep(operand))
+    }
+
+    fn read(&mut self, name: &str, array: Given<'_, '_>) -> Result<Option<Tensor>> {
+        array.map(|array| self.need(name, Some(array))).transpose()
+    }
+
+    fn write(&mut self, name: &str, array: Given<'_, '_>) -> Result<Option<Tensor>> {
+        let Some(array) = array else { return Ok(None) };
+        let operand = Operand::import(array, name, self.usage)?.writable(name)?;
+        Ok(Some(self.keep(operand)))
+    }
+
+    /// Something of which only the bytes count, in whatever order its elements are.
+    fn write_bytes(&mut self, name: &str, array: Given<'_, '_>) -> Result<Option<Tensor>> {
+        let Some(array) = array else { return Ok(None) };
+        let operand = Operand::import_span(array, name, self.usage)?.writable(name)?;
+        Ok(Some(self.keep(operand)))
+    }
+
+    /// A number, or an array of one. Numbers are told by their type: asking an array for its value would wait for the GPU.
+    fn factor(&mut self, array: Given<'_, '_>) -> Result<Factor> {
+        Ok(match array {
+            None => Factor::Value(1.0),
+            Some(array) if array.is_instance_of::<PyFloat>() || array.is_instance_of::<PyInt>() => {
+                Factor::Value(array.extract()?)
+            }
+            Some(array) => Factor::Tensor(self.need("scale", Some(array))?),
+        })
+    }
+
+    /// The last dimension of what was found last.
+    fn columns(&self) -> usize {
+        self.operands.last().and_then(|operand| operand.shape().last().copied()).unwrap_or(1)
+    }
+}
+
+/// How many rows of so many elements there are.
+fn rows_of(name: &str, tensor: &Tensor, hidden: usize) -> Result<usize> {
+    match tensor.count.checked_rem(hidden) {
+        Some(0) => Ok(tensor.count / hidden),
+        _ => {
+            let text = format!("{name}: {} elements are no rows of {hidden}", tensor.count);
+            Err(PyValueError::new_err(text).into())
+        }
+    }
+}
+
+/// A layout of scales as its name or its integer.
+fn scale_layout(layout: Given<'_, '_>) -> Result<ScaleLayout> {
+    let Some(layout) = layout else { return Ok(ScaleLayout::default()) };
+    if layout.is_instance_of::<PyInt>() && !layout.is_instance_of::<PyBool>() {
+        return Ok(ScaleLayout::from_code(layout.extract()?)?);
+    }
+    match layout.cast::<PyString>().map_err(PyErr::from)?.to_cow()?.as_ref() {
+        "128x4" => Ok(ScaleLayout::Swizzled128x4),
+        "8x4" => Ok(ScaleLayout::Swizzled8x4),
+        "linear" => Ok(ScaleLayout::Linear),
+        other => {
+            let text = format!("unknown layout of scales {other:?}: known are 128x4, 8x4, linear");
+            Err(PyValueError::new_err(text).into())
+        }
+    }
+}
+
+impl Arguments<'_, '_> {
+    fn gather(&self) -> Result<(Fused, Found)> {
+        let mut found = Found { usage: Usage::Call(self.stream), operands: Vec::with_capacity(12) };
+        let (source, tokens, hidden) = self.source(&mut found)?;
+        let fused = Fused {
+            source,
+            tokens,
+            hidden,
+            accumulation: if self.rounded { Accumulation::Rounded } else { Accumulation::F32 },
+            algorithm: self.algorithm.map(algorithm).transpose()?,
+            bias: found.read("bias", self.bias)?,
+            has_pre_norm: self.pre_norm,
+            pre_weight: found.read("pre_weight", self.pre_weight)?,
+            residual: found.read("residual", self.residual)?,
+            weight: found.read("weight", self.weight)?,
+            weight_bias: self.weight_bias,
+            eps: self.eps,
+            sum_out: found.write("sum_out", self.sum_out)?,
+            residual_out: found.write("residual_out", self.residual_out)?,
+            norm_out: found.write("norm_out", self.norm_out)?,
+            quantize: self.quantize(&mut found)?,
+            codes: found.write_bytes("codes", self.codes)?,
+            scales: found.write_bytes("scales", self.scales)?,
+        };
+        if fused.quantize.is_some() != fused.codes.is_some() {
+            let text = "all_reduce_fused: quantize and codes need each other";
+            return Err(PyValueError::new_err(text).into());
+        }
+        fused.check_overlap()?;
+        Ok((fused, found))
+    }
+
+    /// The source, with its tokens and their elements.
+    fn source(&self, found: &mut Found) -> Result<(Source, usize, usize)> {
+        match (self.x, self.experts, self.rows) {
+            (Some(x), None, None) => {
+                let x = found.need("x", Some(x))?;
+                let hidden = self.hidden.unwrap_or_else(|| found.columns());
+                Ok((Source::Tensor(x), rows_of("x", &x, hidden)?, hidden))
+            }
+            (None, Some(experts), None) => {
+                let shared = found.need("shared", self.shared)?;
+                let hidden = self.hidden.unwrap_or_else(|| found.columns());
+                let tokens = rows_of("shared", &shared, hidden)?;
+                let experts = found.need("experts", Some(experts))?;
+                if shared.count > 0 {
+                    rows_of("experts", &experts, shared.count)?;
+                }
+                let scales = found.need("expert_scales", self.expert_scales)?;
+                Ok((Source::MoeReduction { experts, scales, shared }, tokens, hidden))
+            }
+            (None, None, Some(rows)) => {
+                let rows = found.need("rows", Some(rows))?;
+                let hidden = self.hidden.unwrap_or_else(|| found.columns());
+                rows_of("rows", &rows, hidden)?;
+                let index = found.need("index", self.index)?;
+                let tokens = rows_of("index", &index, found.columns())?;
+                let source = Source::MoeFinalize {
+                    rows,
+                    index,
+                    scales: found.read("expert_scales", self.expert_scales)?,
+                    shared: found.read("shared", self.shared)?,
+                    routed: self.routed_scaling,
+                };
+                Ok((source, tokens, hidden))
+            }
+            _ => {
+                let text =
+                    "all_reduce_fused: pass x, or experts with expert_scales and shared, or rows with index";
+                Err(PyTypeError::new_err(text).into())
+            }
+        }
+    }
+
+    fn quantize(&self, found: &mut Found) -> Result<Option<Quantize>> {
+        let Some(name) = self.quantize else { return Ok(None) };
+        Ok(Some(match name {
+            "fp8" => Quantize::Fp8(found.factor(self.scale)?),
+            "fp8-tokens" => Quantize::Fp8Tokens,
+            "fp8-groups" => Quantize::Fp8Groups(self.group_size),
+            "nvfp4" => Quantize::NvFp4(found.factor(self.scale)?, scale_layout(self.scale_layout)?),
+            other => {
+                let text =
+                    format!("unknown quantisation {other:?}: known are fp8, fp8-tokens, fp8-groups, nvfp4");
+                return Err(PyValueError::new_err(text).into());
+            }
+        }))
+    }
+}
+
+impl Communicator {
+    /// Waits for a fused all-reduce on the host; puts one on a GPU into the stream, or the current one of the arrays'
+    /// library.
+    pub(super) fn run_fused(&self, py: Python<'_>, arguments: &Arguments<'_, '_>) -> Result<()> {
+        let queue = self.queue()?;
+        let (fused, found) = arguments.gather()?;
+        match (fused.cuda_device(), arguments.stream) {
+            (Some(device), stream) => {
+                let current = || found.operands.iter().find_map(|operand| operand.stream);
+                let stream = stream.or_else(current).unwrap_or(0);
+                // SAFETY: as in `run`.
+                interrupt::detached(py, || unsafe { self.gpus.run_fused(&queue, device, stream, &fused) })?;
+            }
+            (None, Some(stream)) => {
+                let text = format!("all_reduce_fused: host memory has no stream {stream}");
+                return Err(PyValueError::new_err(text).into());
+            }
+            // SAFETY: the operands, and the references of the caller, live until this returns.
+            (None, None) => interrupt::detached(py, || queue.run(|comm| unsafe { fused.run(comm) }))?,
+        }
+        Ok(())
+    }
+
+    /// What `all_reduce_rms_norm` returns, for arguments with an `x`: outputs that were not given are made.
+    pub(super) fn run_rms_norm<'py>(
+        &self,
+        py: Python<'py>,
+        arguments: Arguments<'_, 'py>,
+        keep_norm: bool,
+    ) -> Result<Bound<'py, PyAny>> {
+        let x = arguments.x.expect("the method has it");
+        let outputs = Outputs { x, like: Operand::import(x, "x", Usage::Call(arguments.stream))?, arguments };
+        let wants_norm = arguments.quantize.is_none() || keep_norm;
+        let norm = outputs.make(arguments.norm_out, wants_norm, |outputs| outputs.new_like())?;
+        let wants_residual = arguments.residual.is_some();
+        let residual = outputs.make(arguments.residual_out, wants_residual, |outputs| outputs.new_like())?;
+        let quantizes = arguments.quantize.is_some();
+        let codes = outputs.make(arguments.codes, quantizes, Outputs::new_codes)?;
+        let needs_scales = quantizes && arguments.quantize != Some("fp8");
+        let scales = outputs.make(arguments.scales, needs_scales, Outputs::new_scales)?;
+        let complete = Arguments {
+            norm_out: norm.as_ref(),
+            residual_out: residual.as_ref(),
+            codes: codes.as_ref(),
+            scales: scales.as_ref(),
+            ..arguments
+        };
+        self.run_fused(py, &complete)?;
+        let made_groups = arguments.scales.is_none() && arguments.quantize == Some("fp8-groups");
+        let scales = match &scales {
+            Some(made) if made_groups => Some(outputs.packed(made)?),
+            _ => scales,
+        };
+        static RESULT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let class = RESULT.get_or_try_init(py, || {
+            Ok::<_, PyErr>(py.import("antiphon._results")?.getattr("RmsNormResult")?.unbind())
+        })?;
+        Ok(class.bind(py).call1((norm, residual, codes, scales))?)
+    }
+}
+
+/// Makes the outputs of a call.
+struct Outputs<'a, 'py> {
+    x: &'a Bound<'py, PyAny>,
+    like: Operand,
+    arguments: Arguments<'a, 'py>,
+}
+
+impl<'py> Outputs<'_, 'py> {
+    /// What was given, or something new if it is wanted.
+    fn make(
+        &self,
+        given: Given<'_, 'py>,
+        is_wanted: bool,
+        new: impl FnOnce(&Self) -> Result<Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        match given {
+            Some(given) => Ok(Some(given.clone())),
+            None if is_wanted => {
+                self.like.allocates_in_order(Usage::Call(self.arguments.stream))?;
+                new(self).map(Some)
+            }
+            None => Ok(None),
+        }
+    }
+
+    fn empty(&self, element: ElementType, shape: &[usize]) -> Result<Bound<'py, PyAny>> {
+        Ok(self.like.new_of(self.x, element, shape, Usage::Call(self.arguments.stream))?.0)
+    }
+
+    fn new_like(&self) -> Result<Bound<'py, PyAny>> {
+        self.empty(self.like.element, self.like.shape())
+    }
+
+    /// Tokens and their elements.
+    fn size(&self) -> (usize, usize) {
+        let hidden = self.like.shape().last().copied().unwrap_or(1);
+        (self.like.tensor.count.checked_div(hidden).unwrap_or(0), hidden)
+    }
+
+    /// The shape of `x` with another last dimension.
+    fn with_columns(&self, columns: usize) -> Vec<usize> {
+        let mut shape = self.like.shape().to_vec();
+        shape.pop();
+        shape.push(columns);
+        shape
+    }
+
+    fn new_codes(&self) -> Result<Bound<'py, PyAny>> {
+        let (_, hidden) = self.size();
+        match self.arguments.quantize {
+            Some("nvfp4") => self.empty(DType::U8.into(), &self.with_columns(hidden / 2)),
+            _ => self.empty(self.like.float8(self.x)?, self.like.shape()),
+        }
+    }
+
+    fn new_scales(&self) -> Result<Bound<'py, PyAny>> {
+        let (tokens, hidden) = self.size();
+        match self.arguments.quantize {
+            Some("fp8-groups") => {
+                let packs = (hidden / self.arguments.group_size.max(1)).div_ceil(4);
+                self.empty(DType::I32.into(), &[packs, tokens.next_multiple_of(4)])
+            }
+            Some("nvfp4") => {
+                let (columns, padded) = (hidden / NvFp4::BLOCK, (hidden / NvFp4::BLOCK).next_multiple_of(4));
+                let shape = match scale_layout(self.arguments.scale_layout)? {
+                    ScaleLayout::Swizzled128x4 => [tokens.next_multiple_of(128), padded],
+                    ScaleLayout::Swizzled8x4 => [tokens.next_multiple_of(8), padded],
+                    ScaleLayout::Linear => [tokens, columns],
+                };
+                self.empty(DType::U8.into(), &shape)
+            }
+            _ => self.empty(DType::F32.into(), &self.with_columns(1)),
+        }
+    }
+
+    /// Whole columns of packed scales as `[tokens, packs]`.
+    fn packed(&self, columns: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+        let (py, tokens) = (columns.py(), self.size().0 as isize);
+        let (all, first) = (PySlice::full(py), PySlice::new(py, 0, tokens, 1));
+        Ok(columns.get_item((all, first))?.getattr("T")?)
+    }
+}

@@ -1,0 +1,251 @@
+//! A fused all-reduce as a value.
+
+use antiphon::{
+    collectives::{
+        all_reduce::Algorithm,
+        fusion::{Accumulation, FusedAllReduce, Quantization, Scale, Source as SourceOf},
+    },
+    prelude::{CollectiveError, Collectives, Communicator},
+    tensor::{ScaleLayout, TensorError},
+};
+use pyo3::{exceptions::PyValueError, prelude::*};
+
+use crate::{arguments::overlap, call::refused, cuda::ordinal, operand::Tensor};
+
+/// What to do, and with which memory: plain values, so that it can go to another thread.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fused {
+    pub(crate) source: Source,
+    pub(crate) tokens: usize,
+    pub(crate) hidden: usize,
+    pub(crate) accumulation: Accumulation,
+    pub(crate) algorithm: Option<Algorithm>,
+    pub(crate) bias: Option<Tensor>,
+    pub(crate) has_pre_norm: bool,
+    pub(crate) pre_weight: Option<Tensor>,
+    pub(crate) residual: Option<Tensor>,
+    pub(crate) weight: Option<Tensor>,
+    pub(crate) weight_bias: f32,
+    pub(crate) eps: f32,
+    pub(crate) sum_out: Option<Tensor>,
+    pub(crate) residual_out: Option<Tensor>,
+    pub(crate) norm_out: Option<Tensor>,
+    pub(crate) quantize: Option<Quantize>,
+    pub(crate) codes: Option<Tensor>,
+    pub(crate) scales: Option<Tensor>,
+}
+
+/// See [`SourceOf`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Source {
+    Tensor(Tensor),
+    MoeReduction { experts: Tensor, scales: Tensor, shared: Tensor },
+    MoeFinalize { rows: Tensor, index: Tensor, scales: Option<Tensor>, shared: Option<Tensor>, routed: f32 },
+}
+
+/// See [`Quantization`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Quantize {
+    Fp8(Factor),
+    Fp8Tokens,
+    Fp8Groups(usize),
+    NvFp4(Factor, ScaleLayout),
+}
+
+/// See [`Scale`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Factor {
+    Value(f32),
+    Tensor(Tensor),
+}
+
+impl Source {
+    /// A tensor of the dtype of the sum.
+    pub(crate) fn tensor(&self) -> &Tensor {
+        match self {
+            Self::Tensor(tensor) | Self::MoeReduction { shared: tensor, .. } => tensor,
+            Self::MoeFinalize { rows, .. } => rows,
+        }
+    }
+
+    fn tensors(&self) -> [Option<(&'static str, Tensor)>; 4] {
+        match *self {
+            Self::Tensor(x) => [Some(("x", x)), None, None, None],
+            Self::MoeReduction { experts, scales, shared } => {
+                [Some(("experts", experts)), Some(("expert_scales", scales)), Some(("shared", shared)), None]
+            }
+            Self::MoeFinalize { rows, index, scales, shared, .. } => [
+                Some(("rows", rows)),
+                Some(("index", index)),
+                scales.map(|scales| ("expert_scales", scales)),
+                shared.map(|shared| ("shared", shared)),
+            ],
+        }
+    }
+}
+
+impl Factor {
+    fn tensor(&self) -> Option<Tensor> {
+        match *self {
+            Self::Value(_) => None,
+            Self::Tensor(tensor) => Some(tensor),
+        }
+    }
+
+    /// # Safety
+    /// As [`Tensor::view`].
+    unsafe fn scale<'a>(&self) -> Result<Scale<'a>, TensorError> {
+        Ok(match self {
+            Self::Value(value) => Scale::Value(*value),
+            // SAFETY: passed on.
+            Self::Tensor(tensor) => Scale::Tensor(unsafe { tensor.view() }?),
+        })
+    }
+}
+
+impl Fused {
+    /// The GPU that it is on.
+    pub(crate) fn cuda_device(&self) -> Option<u32> {
+        ordinal(self.source.tensor().device)
+    }
+
+    /// Refuses outputs that share memory with something else. `residual_out` may be the residual.
+    pub(crate) fn check_overlap(&self) -> PyResult<()> {
+        let outputs = [
+            ("sum_out", self.sum_out),
+            ("residual_out", self.residual_out),
+            ("norm_out", self.norm_out),
+            ("codes", self.codes),
+            ("scales", self.scales),
+        ];
+        let factor = match &self.quantize {
+            Some(Quantize::Fp8(scale) | Quantize::NvFp4(scale, _)) => scale.tensor(),
+            _ => None,
+        };
+        let residual = if self.is_in_place() { None } else { self.residual };
+        let named = |name, tensor: Option<Tensor>| tensor.map(|tensor| (name, tensor));
+        let more = [
+            named("bias", self.bias),
+            named("pre_weight", self.pre_weight),
+            named("residual", residual),
+            named("weight", self.weight),
+            named("scale", factor),
+        ];
+        for (index, (name, output)) in outputs.iter().enumerate() {
+            let Some(output) = output else { continue };
+            let after = outputs[index + 1..].iter().map(|&(name, tensor)| named(name, tensor));
+            let others = after.chain(self.source.tensors()).chain(more).flatten();
+            for (other, tensor) in others {
+                if overlap(output, &tensor) {
+                    let text = format!("all_reduce_fused: {name} and {other} overlap: they must be apart");
+                    return Err(PyValueError::new_err(text));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn is_in_place(&self) -> bool {
+        match (&self.residual, &self.residual_out) {
+            (Some(residual), Some(out)) => residual.data == out.data && residual.bytes() == out.bytes(),
+            _ => false,
+        }
+    }
+
+    /// Takes part in the call.
+    ///
+    /// # Safety
+    /// The memory is valid until this returns; nobody writes what is read, or uses what is written, meanwhile.
+    pub(crate) unsafe fn run(&self, comm: &Communicator) -> Result<(), CollectiveError> {
+        // SAFETY: passed on.
+        comm.all_reduce_fused(unsafe { self.call() }.map_err(refused)?)
+    }
+
+    /// The call.
+    ///
+    /// # Safety
+    /// For `'a` the memory is valid; nobody writes what is read, or uses what is written.
+    pub(crate) unsafe fn call<'a>(&self) -> Result<FusedAllReduce<'a>, TensorError> {
+        // SAFETY: the caller answers for all memory.
+        let read = |tensor: Option<Tensor>| tensor.map(|tensor| unsafe { tensor.view() }).transpose();
+        // SAFETY: as above; outputs were checked to be apart.
+        let write = |tensor: Option<Tensor>| tensor.map(|tensor| unsafe { tensor.view_mut() }).transpose();
+        // SAFETY: as above.
+        let source = unsafe { self.source_of() }?;
+        let mut call =
+            FusedAllReduce::of_source(source).accumulation(self.accumulation).algorithm(self.algorithm);
+        if let Some(sum) = write(self.sum_out)? {
+            call = call.sum_out(sum);
+        }
+        if let Some(bias) = read(self.bias)? {
+            call = call.bias(bias);
+        }
+        if self.has_pre_norm {
+            call = call.pre_norm(read(self.pre_weight)?, self.eps);
+        }
+        if let Some(residual) = write(self.residual_out)? {
+            call = match self.is_in_place() {
+                true => call.residual_in_place(residual),
+                false => call.residual_out(residual),
+            };
+        }
+        if let Some(residual) = read(self.residual.filter(|_| !self.is_in_place()))? {
+            call = call.residual(residual);
+        }
+        if self.norm_out.is_some() || self.codes.is_some() {
+            call = call.rms_norm(read(self.weight)?, self.eps).weight_bias(self.weight_bias);
+        }
+        if let Some(norm) = write(self.norm_out)? {
+            call = call.norm_out(norm);
+        }
+        if let (Some(quantize), Some(codes)) = (&self.quantize, write(self.codes)?) {
+            // SAFETY: as above.
+            let quantization = unsafe { quantize.quantization() }?;
+            call = call.quantize(quantization, codes, write(self.scales)?);
+        }
+        Ok(call)
+    }
+
+    /// # Safety
+    /// As [`call`](Self::call).
+    unsafe fn source_of<'a>(&self) -> Result<SourceOf<'a>, TensorError> {
+        let (tokens, hidden) = (self.tokens, self.hidden);
+        // SAFETY: the caller answers for the memory; that the counts are right was found when these were gathered.
+        let of = |tensor: &Tensor, shape: &[usize]| unsafe { tensor.view_as(shape) };
+        Ok(match &self.source {
+            Source::Tensor(x) => SourceOf::Tensor { input: of(x, &[tokens, hidden])? },
+            Source::MoeReduction { experts, scales, shared } => {
+                let count = experts.count.checked_div(tokens * hidden).unwrap_or(0);
+                SourceOf::MoeReduction {
+                    experts: of(experts, &[count, tokens, hidden])?,
+                    scales: of(scales, &[scales.count])?,
+                    shared: of(shared, &[tokens, hidden])?,
+                }
+            }
+            Source::MoeFinalize { rows, index, scales, shared, routed } => SourceOf::MoeFinalize {
+                rows: of(rows, &[rows.count / hidden, hidden])?,
+                index: of(index, &[tokens, index.count.checked_div(tokens).unwrap_or(0)])?,
+                scales: scales.map(|scales| of(&scales, &[scales.count])).transpose()?,
+                shared: shared.map(|shared| of(&shared, &[shared.count])).transpose()?,
+                routed_scaling: *routed,
+            },
+        })
+    }
+}
+
+impl Quantize {
+    /// # Safety
+    /// As [`Tensor::view`].
+    unsafe fn quantization<'a>(&self) -> Result<Quantization<'a>, TensorError> {
+        Ok(match self {
+            // SAFETY: passed on.
+            Self::Fp8(scale) => Quantization::Fp8 { scale: unsafe { scale.scale() }? },
+            Self::Fp8Tokens => Quantization::Fp8Tokens,
+            Self::Fp8Groups(group) => Quantization::Fp8Groups { group: *group },
+            Self::NvFp4(scale, layout) => {
+                // SAFETY: passed on.
+                Quantization::NvFp4 { scale: unsafe { scale.scale() }?, layout: *layout }
+            }
+        })
+    }
+}

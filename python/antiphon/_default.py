@@ -1,0 +1,48 @@
+"""The communicator of calls that name none."""
+
+import threading
+from typing import Any, TypeVar
+
+from antiphon._core import Communicator
+from antiphon._results import RmsNormResult
+
+__all__ = ["all_reduce", "all_reduce_rms_norm", "default", "set_default"]
+
+_A = TypeVar("_A")
+
+_lock = threading.Lock()
+_default: Communicator | None = None
+
+
+def default() -> Communicator:
+    """The communicator of :func:`antiphon.all_reduce` and :func:`antiphon.all_reduce_rms_norm`.
+
+    It is the one that :func:`set_default` was given. Without one, the first call meets the other ranks as
+    ``antiphon.init()`` does, and keeps what that gives until the process ends: all ranks must come to it alike.
+    """
+    global _default
+    with _lock:
+        if _default is None:
+            from antiphon import init
+
+            _default = init()
+        return _default
+
+
+def set_default(comm: Communicator | None) -> None:
+    """Makes a communicator the default one. ``None`` forgets it, so that the next call meets anew; it closes
+    nothing."""
+    global _default
+    with _lock:
+        _default = comm
+
+
+def all_reduce(x: _A, op: str | None = None, **options: Any) -> _A:
+    """:meth:`antiphon.Communicator.all_reduce` of the default communicator."""
+    result: _A = default().all_reduce(x, op, **options)  # type: ignore[type-var]
+    return result
+
+
+def all_reduce_rms_norm(x: Any, residual: Any = None, weight: Any = None, **options: Any) -> RmsNormResult:
+    """:meth:`antiphon.Communicator.all_reduce_rms_norm` of the default communicator."""
+    return default().all_reduce_rms_norm(x, residual, weight, **options)
