@@ -24,7 +24,7 @@ impl CudaCollectives {
     /// A sum with what a transformer layer does with it, in the order of the stream; see [`fusion`](crate::fusion).
     ///
     /// # Errors
-    /// [`CollectiveError`](crate::CollectiveError) for arguments that make no sense; what an earlier call left behind, as
+    /// [`CollectiveError`] for arguments that make no sense; what an earlier call left behind, as
     /// [`check`](Self::check).
     ///
     /// # Safety
