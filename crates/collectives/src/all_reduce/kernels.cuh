@@ -23,7 +23,6 @@ template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
         uint4 sums[ROUND];
         const auto mine = [&](u32 i) { return in.load(i); }; // again, rather than kept in registers
         if (!collect_and_reduce(r, i, step, vectors, mine, sums)) return;
-        r.ask_for_tag();
 #pragma unroll
         for (u32 n = 0; n < ROUND; ++n)
             if (n == 0 || i + n * step < vectors) out.store(i + n * step, sums[n]);
