@@ -35,12 +35,12 @@ template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
 template <bool PLAIN> DEVICE void two_shot_of(const arguments& a) {
     const elements<PLAIN> in(a.input, a.count), out(a.output, a.count);
     const u32 part = (vectors_of(a.count) + WORLD - 1) / WORLD;
-    const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
-    scatter<PLAIN>(a, t, part, [&](u32 peer) {
+    turn t;
+    const auto part_of = [&](u32 peer) {
         const u32 first = peer * part * LANES;
         return elements<PLAIN>(in.data + first, first < a.count ? a.count - first : 0);
-    });
+    };
+    if (!begin_and_scatter<PLAIN>(a, t, part, part_of)) return;
     advance(a, t, part, part);
     reader r(a, t);
     const u32 start = grid_thread(), step = grid_threads();

@@ -87,25 +87,17 @@ DEVICE bool collect_and_reduce(reader& r, u32 index, u32 step, u32 end, Mine min
     return true;
 }
 
-// Sends each peer its own vectors, `of(peer)` telling which elements. Every block serves one peer, so that bursts are long;
-// there are a multiple of WORLD - 1 blocks. A thread has COUNT loads under way, which take as long as many stores.
-template <u32 COUNT, bool PLAIN>
-DEVICE void scatter_by(const elements<PLAIN>& block, u8* to, u32 vectors, u32 step) {
-    for (u32 i = blockIdx.x / PEERS * blockDim.x + threadIdx.x; i < vectors; i += COUNT * step) {
-        uint4 v[COUNT];
-#pragma unroll
-        for (u32 k = 0; k < COUNT; ++k)
-            if (i + k * step < vectors) v[k] = block.load(i + k * step);
-#pragma unroll
-        for (u32 k = 0; k < COUNT; ++k)
-            if (i + k * step < vectors) store16_volatile(to + (i + k * step) * 16, without_empty(v[k]));
-    }
-}
-template <bool PLAIN, class Of> DEVICE void scatter(const arguments& a, const turn& t, u32 vectors, Of of) {
+// Begins a call, and sends each peer its own vectors, `of(peer)` telling which elements. Every block serves one peer, so that
+// bursts are long; there are a multiple of WORLD - 1 blocks.
+template <bool PLAIN, class Of> DEVICE bool begin_and_scatter(const arguments& a, turn& t, u32 vectors, Of of) {
     const u32 peer = blockIdx.x % PEERS, step = gridDim.x / PEERS * blockDim.x;
+    const u32 first = blockIdx.x / PEERS * blockDim.x + threadIdx.x;
     const elements<PLAIN> block = of(rank_of(a, peer));
-    u8* to = a.peer[peer] + lane_at(a, t.slot, a.rank);
+    const auto load = [&](u32 i) { return block.load(i); };
+    const auto send = [&](const turn& t, u32 i, uint4 v) {
+        store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
+    };
     // Where there are many rounds, other warps' loads are under way anyway, and more of them only get into each other's way.
-    if (PLAIN && vectors <= DEPTH * step) scatter_by<DEPTH>(block, to, vectors, step);
-    else scatter_by<1>(block, to, vectors, step);
+    if (PLAIN && vectors <= DEPTH * step) return begin_and_send<DEPTH>(a, t, first, step, vectors, load, send);
+    return begin_and_send<1>(a, t, first, step, vectors, load, send);
 }

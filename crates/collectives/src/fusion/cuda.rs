@@ -52,9 +52,14 @@ impl CudaCollectives {
     fn plan(&self, call: &Checked) -> Option<(Algorithm, Teams)> {
         let room = self.room_for_teams(1);
         let of = |algorithm| Some((algorithm, Teams::new(call, algorithm, room)?));
-        match call.algorithm {
-            Some(algorithm) => of(algorithm),
-            None => of(self.algorithm_for(call.num_bytes())),
+        if let Some(algorithm) = call.algorithm {
+            return of(algorithm);
+        }
+        let best = of(self.algorithm_for(call.num_bytes()))?;
+        match best {
+            // A plain sum of this size would be faster so, but here whole rows wait for each other.
+            (Algorithm::OneShot, teams) if !teams.have_a_row_each(call.tokens) => of(Algorithm::TwoShot),
+            _ => Some(best),
         }
     }
 }

@@ -25,13 +25,13 @@ struct epilogue {
 
     // `row` is the first one to come, if there is one.
     DEVICE epilogue(const fused& f, row_team& team, u32 row, bool is_there) : f(f), team(team), turn(0) {
-        if (is_there) prefetch(row);
         each<1>([&](u32 round, u32 v) {
             if (!KEEPS_GAMMA || v >= f.vectors) return;
-            const uint4 words = load16_once(f.gamma + v * 16);
-            if (SHORT) only_gamma = words;
-            else *slot(2, round) = words;
+            if (SHORT) only_gamma = load16_once(f.gamma + v * 16);
+            else copy_async16(slot(2, round), f.gamma + v * 16);
         });
+        copies_end_group();
+        if (is_there) prefetch(row);
         if (QUANTIZATION == FP8 || QUANTIZATION == NVFP4) scale = f.scale ? *f.scale : f.scale_value;
         if (QUANTIZATION == FP8) scale = 1.0f / scale;
         // In the constant cache before it is needed.
@@ -46,7 +46,7 @@ struct epilogue {
             turn ^= 1;
             if (has_next) prefetch(next);
             has_next ? copies_wait<1>() : copies_wait<0>();
-        }
+        } else if (!SHORT && KEEPS_GAMMA) copies_wait<0>();
         each<BATCH>([&](u32 round, u32 v) {
             uint4 residual[BATCH], sums[BATCH];
             at_once(v, [&](u32 n, u32 v) { // on the way before the sum is waited for

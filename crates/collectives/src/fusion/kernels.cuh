@@ -77,24 +77,18 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
         const u32 begin = rank * part;
         return begin >= f.count ? 0 : f.count - begin < part ? f.count - begin : part;
     };
-    const turn t = begin(a, load_control(a));
-    bool alive = !t.has_failed();
+    // Every block serves one rank, so that bursts are long.
+    const u32 target = blockIdx.x % TARGETS, share = gridDim.x / TARGETS, place = blockIdx.x / TARGETS;
+    const u32 to = target < PEERS ? rank_of(a, target) : a.rank;
+    const u32 first = to * part * f.vectors, count = place < share ? rows_of(to) * f.vectors : 0;
+    u8* arena = target < PEERS ? a.peer[target] : a.own;
+    turn t;
+    const auto load = [&](u32 i) { return contribution(f, first + i); };
+    const auto send = [&](const turn& t, u32 i, uint4 v) {
+        store16_volatile(arena + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
+    };
+    bool alive = begin_and_send<DEPTH>(a, t, place * blockDim.x + threadIdx.x, share * blockDim.x, count, load, send);
     if (alive) {
-        // Every block serves one rank, so that bursts are long.
-        const u32 target = blockIdx.x % TARGETS, share = gridDim.x / TARGETS, place = blockIdx.x / TARGETS;
-        const u32 to = target < PEERS ? rank_of(a, target) : a.rank;
-        u8* lane = (target < PEERS ? a.peer[target] : a.own) + lane_at(a, t.slot, a.rank);
-        const u32 first = to * part * f.vectors, count = place < share ? rows_of(to) * f.vectors : 0;
-        const u32 step = share * blockDim.x;
-        for (u32 i = place * blockDim.x + threadIdx.x; i < count; i += DEPTH * step) {
-            uint4 v[DEPTH];
-#pragma unroll
-            for (u32 k = 0; k < DEPTH; ++k)
-                if (i + k * step < count) v[k] = contribution(f, first + i + k * step);
-#pragma unroll
-            for (u32 k = 0; k < DEPTH; ++k)
-                if (i + k * step < count) store16_volatile(lane + (i + k * step) * 16, without_empty(v[k]));
-        }
         const u32 vectors = part * f.vectors;
         advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, SHORT ? vectors : vectors | OWN_TOO);
     }

@@ -97,7 +97,7 @@ impl Teams {
         let rows = call.tokens;
         let all_at_once = |shape: Shape| {
             let teams = Self::of(shape, call, rows, algorithm, room)?;
-            (shape.is_short() && teams.teams as usize >= rows).then_some(teams)
+            (shape.is_short() && teams.have_a_row_each(rows)).then_some(teams)
         };
         let many = rows >= MANY_ROWS && algorithm == Algorithm::TwoShot;
         let [first, second] =
@@ -165,6 +165,11 @@ impl Teams {
             reducing: reducing as u32,
             shared_bytes: shared_bytes as u32,
         })
+    }
+
+    /// Whether none of so many rows waits for another to be done.
+    pub(crate) fn have_a_row_each(&self, rows: usize) -> bool {
+        self.teams as usize >= rows
     }
 
     pub(crate) fn blocks(&self) -> u32 {

@@ -116,17 +116,10 @@ DEVICE rows rows_of_warp(u32 block, u32 blocks) {
     return rows{block * warps + threadIdx.x / 32, blocks * warps};
 }
 
-// Calls send(row, vector) for a warp's share of `count` rows.
-template <class Send> DEVICE void load_rows(const bytes& from, const rows& mine, u32 count, Send send) {
-    for (u32 row = mine.first; row < count; row += DEPTH * mine.step) {
-        uint4 v[DEPTH];
-#pragma unroll
-        for (u32 k = 0; k < DEPTH; ++k)
-            if (row + k * mine.step < count) v[k] = load_row(from, row + k * mine.step);
-#pragma unroll
-        for (u32 k = 0; k < DEPTH; ++k)
-            if (row + k * mine.step < count) send(row + k * mine.step, v[k]);
-    }
+// Begins a call, and calls send(t, row, vector) for a warp's share of `count` rows.
+template <class Send>
+DEVICE bool begin_and_send_rows(const arguments& a, turn& t, const bytes& from, const rows& mine, u32 count, Send send) {
+    return begin_and_send<DEPTH>(a, t, mine.first, mine.step, count, [&](u32 row) { return load_row(from, row); }, send);
 }
 
 // Stores a warp's share of the rows that a peer has sent; false if it gave up.
@@ -161,14 +154,14 @@ KERNEL(barrier) {
 // Everyone sends its block to everyone: (WORLD - 1) · n bytes out.
 KERNEL(all_gather) {
     const u32 count = rows_of(a.count);
-    const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
     const bytes in(a.input, a.count), own(a.output + a.rank * a.stride, a.count);
     const rows mine = rows_of_warp(blockIdx.x, gridDim.x);
-    load_rows(in, mine, count, [&](u32 row, uint4 v) {
+    turn t;
+    const auto send = [&](const turn& t, u32 row, uint4 v) {
         push(a, t, a.rank, row * 32 + lane_id(), masked(v));
         if (own.data != in.data) store_row(own, row, v);
-    });
+    };
+    if (!begin_and_send_rows(a, t, in, mine, count, send)) return;
     advance(a, t, count * 32, 0);
     reader r(a, t);
     u32 peers[PEERS];
@@ -191,17 +184,18 @@ KERNEL(all_gather) {
 // rows in both directions, so that the output may be the input.
 KERNEL(all_to_all) {
     const u32 count = rows_of(a.count);
-    const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
     const u32 next = blockIdx.x % PEERS, peer = rank_of(a, next);
     const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
     const bytes in(a.input + peer * a.stride, a.count), out(a.output + peer * a.stride, a.count);
-    u8* theirs = a.peer[next] + lane_at(a, t.slot, a.rank) + lane_id() * 16;
-    load_rows(in, mine, count, [&](u32 row, uint4 v) { store16_volatile(theirs + row * 512, masked(v)); });
+    turn t;
+    const auto send = [&](const turn& t, u32 row, uint4 v) {
+        store16_volatile(a.peer[next] + lane_at(a, t.slot, a.rank) + (row * 32 + lane_id()) * 16, masked(v));
+    };
+    if (!begin_and_send_rows(a, t, in, mine, count, send)) return;
     advance(a, t, count * 32, 0);
     const bytes own(a.input + a.rank * a.stride, a.count), to(a.output + a.rank * a.stride, a.count);
-    if (own.data != to.data)
-        load_rows(own, rows_of_warp(blockIdx.x, gridDim.x), count, [&](u32 row, uint4 v) { store_row(to, row, v); });
+    const rows copied = rows_of_warp(blockIdx.x, gridDim.x);
+    for (u32 row = copied.first; own.data != to.data && row < count; row += copied.step) store_row(to, row, load_row(own, row));
     reader r(a, t);
     if (!receive_rows(r, peer, mine, count, out)) return;
     r.finish();
@@ -210,15 +204,14 @@ KERNEL(all_to_all) {
 // The root sends the same to everyone: (WORLD - 1) · n bytes out of the root.
 KERNEL(broadcast) {
     const u32 count = rows_of(a.count);
-    const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
     const bytes in(a.input, a.count), out(a.output, a.count);
     const rows mine = rows_of_warp(blockIdx.x, gridDim.x);
-    if (a.rank == a.root)
-        load_rows(in, mine, count, [&](u32 row, uint4 v) {
-            push(a, t, a.rank, row * 32 + lane_id(), masked(v));
-            if (out.data != in.data) store_row(out, row, v);
-        });
+    turn t;
+    const auto send = [&](const turn& t, u32 row, uint4 v) {
+        push(a, t, a.rank, row * 32 + lane_id(), masked(v));
+        if (out.data != in.data) store_row(out, row, v);
+    };
+    if (!begin_and_send_rows(a, t, in, mine, a.rank == a.root ? count : 0, send)) return;
     advance(a, t, count * 32, 0);
     reader r(a, t);
     if (a.rank != a.root && !receive_rows(r, a.root, mine, count, out)) return;

@@ -3,9 +3,9 @@
 
 template <bool PLAIN> DEVICE void reduce_scatter_of(const arguments& a) {
     const u32 vectors = vectors_of(a.count);
-    const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
-    scatter<PLAIN>(a, t, vectors, [&](u32 peer) { return elements<PLAIN>(a.input + peer * a.stride, a.count); });
+    turn t;
+    const auto block_of = [&](u32 peer) { return elements<PLAIN>(a.input + peer * a.stride, a.count); };
+    if (!begin_and_scatter<PLAIN>(a, t, vectors, block_of)) return;
     advance(a, t, vectors, 0);
     const elements<PLAIN> mine(a.input + a.rank * a.stride, a.count), out(a.output, a.count);
     reader r(a, t);
