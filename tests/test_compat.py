@@ -91,8 +91,8 @@ def test_what_is_not_served_says_so_and_lists_what_is() -> None:
     import flashinfer.comm
 
     assert not hasattr(flashinfer.comm, "UlyssesCommunicator")
-    with pytest.raises(ImportError, match="flashinfer.norm"):
-        import flashinfer.norm  # noqa: F401
+    with pytest.raises(ImportError, match="flashinfer.rope"):
+        import flashinfer.rope  # noqa: F401
 
 
 def test_every_module_that_scripts_name_is_served() -> None:
@@ -113,6 +113,26 @@ def test_every_module_that_scripts_name_is_served() -> None:
         TorchDistBackend()
     with pytest.raises(ValueError, match="cpu is no CUDA device"):
         get_compute_capability(torch.device("cpu"))
+
+
+def test_norms_to_compare_with() -> None:
+    torch = pytest.importorskip("torch")
+    compat.install()
+    from flashinfer.norm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
+
+    x, residual = torch.tensor([[1.0, 2.0, 3.0, 5.0]]), torch.tensor([[0.0, 1.0, 2.0, 2.0]])
+    weight = torch.tensor([0.5, 1.0, 2.0, -1.0])
+    total = torch.tensor([[1.0, 3.0, 5.0, 7.0]])
+    of_x, of_total = x / (39 / 4 + 1) ** 0.5, total / (84 / 4 + 1) ** 0.5  # eps is 1
+    out = torch.empty_like(x)
+    assert rmsnorm(x, weight, 1.0, out=out) is out
+    torch.testing.assert_close(out, of_x * weight)
+    torch.testing.assert_close(gemma_rmsnorm(x, weight, eps=1.0), of_x * (1 + weight))
+    for call, factor in (fused_add_rmsnorm, weight), (gemma_fused_add_rmsnorm, 1 + weight):
+        a, b = x.clone(), residual.clone()
+        call(a, b, weight, eps=1.0)
+        torch.testing.assert_close(a, of_total * factor)
+        assert torch.equal(b, total)
 
 
 def test_what_is_beside_an_installed_peer_is_the_peers(real: Path) -> None:

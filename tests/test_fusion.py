@@ -17,9 +17,6 @@ import ranks
 
 CHECKS = check = Checks()
 
-# On the host two ranks are enough for what is the same with more: tests of Rust have those.
-WORLDS = [("host", 2), *(pytest.param("cuda", size, marks=pytest.mark.cuda) for size in (2, 4))]
-
 Comm, Device = antiphon.Communicator, torch.device
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -97,6 +94,21 @@ def outputs_that_were_given(comm: Comm, device: Device) -> None:
     found = comm.all_reduce_rms_norm(layer.x, residual, layer.weight, out=out, residual_out=residual)
     assert found.norm is out and found.residual is residual
     assert torch.equal(out, wanted.norm) and torch.equal(residual, wanted.residual)
+
+    for algorithm in "one-shot", "two-shot":  # in the place of what they are made of
+        x, residual = layer.x.clone(), layer.residual.clone()
+        comm.all_reduce_rms_norm(x, residual, layer.weight, out=x, residual_out=residual, algorithm=algorithm)
+        assert torch.equal(x, wanted.norm) and torch.equal(residual, wanted.residual)
+        x = layer.x.clone()
+        norm = comm.all_reduce_rms_norm(x, layer.residual, layer.weight, residual_out=x, algorithm=algorithm).norm
+        assert torch.equal(x, wanted.residual) and torch.equal(norm, wanted.norm)
+        x = layer.x.clone()
+        comm.all_reduce_fused(x, sum_out=x, algorithm=algorithm)
+        assert torch.equal(x.cpu(), layer.total)
+
+    longer = torch.zeros(7, 256, dtype=layer.x.dtype, device=device)  # what comes first counts
+    comm.all_reduce_fused(torch.cat([layer.x, layer.x]), tokens=4, hidden=256, sum_out=longer)
+    assert torch.equal(longer[:4].cpu(), layer.total) and longer[4:].eq(0).all()
 
     plain, total = torch.empty_like(layer.x), torch.empty_like(layer.x)
     comm.all_reduce_fused(layer.x, bias=layer.bias, sum_out=plain, residual_out=total)
@@ -179,7 +191,7 @@ def mixtures_of_experts(comm: Comm, device: Device) -> None:
 @check
 def arguments_that_make_no_sense(comm: Comm, device: Device) -> None:
     layer = Layer(comm, device, 4, 256, torch.float16)
-    x, out = layer.x, torch.empty_like(layer.x)
+    x, out, wide_x = layer.x, torch.empty_like(layer.x), layer.x.repeat(2, 1)
     fused: Any = comm.all_reduce_fused
     norm: Any = comm.all_reduce_rms_norm
 
@@ -190,10 +202,18 @@ def arguments_that_make_no_sense(comm: Comm, device: Device) -> None:
     refused(TypeError, "pass x, or experts .*, or rows", fused, sum_out=out)
     refused(TypeError, "pass x, or experts .*, or rows", fused, x, rows=x, sum_out=out)
     refused(TypeError, "pass index", fused, rows=x, sum_out=out)
+    refused(TypeError, "tokens needs x, and hidden", fused, x, tokens=2, sum_out=out)
+    refused(ValueError, "sum_out has 1024 elements, and 1280 are needed", fused, wide_x, tokens=5, hidden=256, sum_out=out)
     refused(ValueError, "outputs must be at least one", fused, x)
     refused(ValueError, "x: 1024 elements are no rows of 300", fused, x, hidden=300, sum_out=out)
     refused(ValueError, "hidden size must be a multiple of 8", fused, x, hidden=4, sum_out=out)
-    refused(ValueError, "sum_out and x overlap", fused, x, sum_out=x)
+    both = torch.empty(5, 256, dtype=x.dtype, device=device)
+    text = r"norm_out and x overlap: they must be apart, or the same, not 2048 bytes at 0x\w+ and 2048 bytes at 0x"
+    refused(ValueError, text, fused, both[:4], norm_out=both[1:])
+    refused(ValueError, "residual_out and residual overlap", fused, x, residual=both[1:], residual_out=both[:4])
+    refused(ValueError, "codes and x overlap: they must be apart, not", fused, x, quantize="fp8", codes=x)
+    refused(ValueError, "sum_out and norm_out overlap", fused, x, sum_out=x, norm_out=x)
+    refused(ValueError, "residual_out and residual overlap", fused, x, residual=x, residual_out=x)
     refused(ValueError, "norm_out and residual overlap", fused, x, residual=out, norm_out=out)
     refused(ValueError, "residual_out and norm_out overlap", fused, x, norm_out=out, residual_out=out)
     refused(ValueError, "quantize and codes need each other", fused, x, quantize="fp8", norm_out=out)
@@ -249,7 +269,7 @@ def calls_in_a_graph(comm: Comm, device: Device) -> None:
         assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("device", "world_size"), WORLDS)
+@pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
     worlds.expect("test_fusion", name, device, world_size)

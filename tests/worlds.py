@@ -21,6 +21,8 @@ Body = Callable[[antiphon.Communicator, torch.device], None]
 
 #: Where checks run. GPUs are marked, so that `pytest -m cuda` runs those alone.
 DEVICES = ["host", pytest.param("cuda", marks=pytest.mark.cuda)]
+#: The same with numbers of ranks. On the host two are enough for what is the same with more: tests of Rust have those.
+WORLDS = [("host", 2), *(pytest.param("cuda", size, marks=pytest.mark.cuda) for size in (2, 4))]
 
 
 class Checks(dict[str, Body]):

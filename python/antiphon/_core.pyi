@@ -244,7 +244,7 @@ class Communicator:
 
         E4M3 codes are torch's ``float8_e4m3fn``, and bytes in other libraries. ``scale`` is a number (1 unless given)
         or an array of one float32. The result's ``residual`` is ``None`` if there was none and no ``residual_out``,
-        which may be ``residual`` itself. ``rounded`` rounds after each addition of ranks. All ranks pass the same
+        which may be ``residual`` itself; ``out`` or ``residual_out`` may be ``x``. ``rounded`` rounds after each addition of ranks. All ranks pass the same
         shape, dtype, ``rounded`` and ``algorithm``. On CUDA tensors begin at multiples of 16 bytes, and the first call
         of a dtype must not be captured."""
 
@@ -252,6 +252,7 @@ class Communicator:
         self,
         x: _Array | None = None,
         *,
+        tokens: int | None = None,
         hidden: int | None = None,
         experts: _Array | None = None,
         expert_scales: _Array | None = None,
@@ -285,15 +286,17 @@ class Communicator:
 
         The source is one of
 
-        * ``x``: ``(tokens, hidden)``, of whatever shape; ``hidden`` is its last dimension unless given;
+        * ``x``: ``(tokens, hidden)``, of whatever shape; ``hidden`` is its last dimension unless given. With ``tokens``
+          too, it and the other ``(tokens, hidden)`` may be longer: what comes first counts;
         * ``experts`` ``(experts, tokens, hidden)``, weighted by ``expert_scales``, float32 ``(experts, tokens)``, and
           ``shared`` ``(tokens, hidden)``: what the experts here computed for every token, and the shared expert;
         * ``rows`` ``(rows, hidden)`` and ``index``, int32 ``(tokens, top_k)``: what the experts here computed for the
           tokens that were sent to them, and which rows are a token's (-1: none). With ``expert_scales`` ``(tokens,
           top_k)``, ``routed_scaling`` for their sum, and ``shared``.
 
-        Outputs must not overlap what is read, but for ``residual_out``, which may be ``residual``. Raises
-        ``ValueError`` and ``TypeError`` that name what does not fit, before anything happens."""
+        Outputs must not overlap each other or what is read. But ``residual_out`` may be ``residual``, and one of
+        ``sum_out``, ``residual_out`` and ``norm_out`` may be ``x``. Raises ``ValueError`` and ``TypeError`` that name
+        what does not fit, before anything happens."""
 
     def all_gather(self, x: _A, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """All ranks' ``x``, one after the other along the first dimension: ``(n, ...)`` in, ``(world_size * n,

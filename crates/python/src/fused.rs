@@ -3,7 +3,7 @@
 use antiphon::{
     collectives::{
         all_reduce::Algorithm,
-        fusion::{Accumulation, FusedAllReduce, Quantization, Scale, Source as SourceOf},
+        fusion::{Accumulation, FusedAllReduce, InPlace, Quantization, Scale, Source as SourceOf},
     },
     prelude::{CollectiveError, Collectives, Communicator},
     tensor::{ScaleLayout, TensorError},
@@ -109,7 +109,8 @@ impl Fused {
         ordinal(self.source.tensor().device)
     }
 
-    /// Refuses outputs that share memory with something else. `residual_out` may be the residual.
+    /// Refuses outputs that share memory with something else, but for those that [`FusedAllReduce`] does in place: one in
+    /// the place of `x`, and `residual_out` in that of the residual.
     pub(crate) fn check_overlap(&self) -> PyResult<()> {
         let outputs = [
             ("sum_out", self.sum_out),
@@ -122,34 +123,49 @@ impl Fused {
             Some(Quantize::Fp8(scale) | Quantize::NvFp4(scale, _)) => scale.tensor(),
             _ => None,
         };
-        let residual = if self.is_in_place() { None } else { self.residual };
         let named = |name, tensor: Option<Tensor>| tensor.map(|tensor| (name, tensor));
         let more = [
             named("bias", self.bias),
             named("pre_weight", self.pre_weight),
-            named("residual", residual),
+            named("residual", self.residual),
             named("weight", self.weight),
             named("scale", factor),
         ];
+        let is_in_place_of_x = matches!(self.in_place(), Some((_, InPlace::Residual)));
         for (index, (name, output)) in outputs.iter().enumerate() {
             let Some(output) = output else { continue };
             let after = outputs[index + 1..].iter().map(|&(name, tensor)| named(name, tensor));
             let others = after.chain(self.source.tensors()).chain(more).flatten();
             for (other, tensor) in others {
-                if overlap(output, &tensor) {
-                    let text = format!("all_reduce_fused: {name} and {other} overlap: they must be apart");
-                    return Err(PyValueError::new_err(text));
+                let may_be_same = match other {
+                    "x" => matches!(*name, "sum_out" | "residual_out" | "norm_out"),
+                    "residual" => *name == "residual_out" && !is_in_place_of_x,
+                    _ => false,
+                };
+                if overlap(output, &tensor) && !(may_be_same && same_place(output, &tensor)) {
+                    return Err(too_close(name, output, other, &tensor, may_be_same));
                 }
             }
         }
         Ok(())
     }
 
-    fn is_in_place(&self) -> bool {
-        match (&self.residual, &self.residual_out) {
-            (Some(residual), Some(out)) => residual.data == out.data && residual.bytes() == out.bytes(),
-            _ => false,
-        }
+    fn has_residual_in_place(&self) -> bool {
+        matches!((&self.residual, &self.residual_out), (Some(residual), Some(out)) if same_place(residual, out))
+    }
+
+    /// The output that goes in the place of `x`, if one does.
+    fn in_place(&self) -> Option<(Tensor, InPlace)> {
+        let Source::Tensor(x) = self.source else { return None };
+        let outputs = [
+            (self.sum_out, InPlace::Sum),
+            (self.residual_out, InPlace::Residual),
+            (self.norm_out, InPlace::Norm),
+        ];
+        let taken = |(tensor, output): (Option<Tensor>, _)| {
+            Some((tensor.filter(|tensor| same_place(tensor, &x))?, output))
+        };
+        outputs.into_iter().find_map(taken)
     }
 
     /// Takes part in the call.
@@ -168,13 +184,20 @@ impl Fused {
     pub(crate) unsafe fn call<'a>(&self) -> Result<FusedAllReduce<'a>, TensorError> {
         // SAFETY: the caller answers for all memory.
         let read = |tensor: Option<Tensor>| tensor.map(|tensor| unsafe { tensor.view() }).transpose();
-        // SAFETY: as above; outputs were checked to be apart.
+        // SAFETY: as above; outputs were checked to be apart, or are given for what they take the place of.
         let write = |tensor: Option<Tensor>| tensor.map(|tensor| unsafe { tensor.view_mut() }).transpose();
-        // SAFETY: as above.
-        let source = unsafe { self.source_of() }?;
-        let mut call =
-            FusedAllReduce::of_source(source).accumulation(self.accumulation).algorithm(self.algorithm);
-        if let Some(sum) = write(self.sum_out)? {
+        let (call, in_place) = match self.in_place() {
+            Some((tensor, output)) => {
+                // SAFETY: as above.
+                let tensor = unsafe { tensor.view_mut() }?.reshape(&[self.tokens, self.hidden])?;
+                (FusedAllReduce::of_in_place(tensor, output), Some(output))
+            }
+            // SAFETY: as above.
+            None => (FusedAllReduce::of_source(unsafe { self.source_of() }?), None),
+        };
+        let apart = |tensor: Option<Tensor>, output| tensor.filter(|_| in_place != Some(output));
+        let mut call = call.accumulation(self.accumulation).algorithm(self.algorithm);
+        if let Some(sum) = write(apart(self.sum_out, InPlace::Sum))? {
             call = call.sum_out(sum);
         }
         if let Some(bias) = read(self.bias)? {
@@ -183,19 +206,20 @@ impl Fused {
         if self.has_pre_norm {
             call = call.pre_norm(read(self.pre_weight)?, self.eps);
         }
-        if let Some(residual) = write(self.residual_out)? {
-            call = match self.is_in_place() {
+        let has_residual_in_place = self.has_residual_in_place();
+        if let Some(residual) = write(apart(self.residual_out, InPlace::Residual))? {
+            call = match has_residual_in_place {
                 true => call.residual_in_place(residual),
                 false => call.residual_out(residual),
             };
         }
-        if let Some(residual) = read(self.residual.filter(|_| !self.is_in_place()))? {
+        if let Some(residual) = read(self.residual.filter(|_| !has_residual_in_place))? {
             call = call.residual(residual);
         }
         if self.norm_out.is_some() || self.codes.is_some() {
             call = call.rms_norm(read(self.weight)?, self.eps).weight_bias(self.weight_bias);
         }
-        if let Some(norm) = write(self.norm_out)? {
+        if let Some(norm) = write(apart(self.norm_out, InPlace::Norm))? {
             call = call.norm_out(norm);
         }
         if let (Some(quantize), Some(codes)) = (&self.quantize, write(self.codes)?) {
@@ -231,6 +255,21 @@ impl Fused {
             },
         })
     }
+}
+
+/// Whether these are the same bytes, and any.
+fn same_place(a: &Tensor, b: &Tensor) -> bool {
+    a.data == b.data && a.bytes() == b.bytes() && a.bytes() > 0
+}
+
+#[cold]
+fn too_close(name: &str, output: &Tensor, other: &str, tensor: &Tensor, may_be_same: bool) -> PyErr {
+    let place = |tensor: &Tensor| format!("{} bytes at {:p}", tensor.bytes(), tensor.data);
+    let rule = if may_be_same { "apart, or the same" } else { "apart" };
+    let places = format!("{} and {}", place(output), place(tensor));
+    PyValueError::new_err(format!(
+        "all_reduce_fused: {name} and {other} overlap: they must be {rule}, not {places}"
+    ))
 }
 
 impl Quantize {

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from antiphon.comm._integers import AllReduceFusionOp, AllReduceStrategyConfig, AllReduceStrategyType
-from antiphon.comm._tensors import apart, missing
+from antiphon.comm._tensors import missing
 from antiphon.comm._workspaces import of_pointers
 from antiphon.comm.vllm_ar import Refused
 
@@ -108,7 +108,7 @@ def run(
         raise Refused(f"{_NAME}: configuration unsupported: {count} elements are no {tokens} rows of whole 16 bytes")
     hidden = count // tokens
     if operation == AllReduceFusionOp.NONE:
-        comm.all_reduce_fused(apart(x, out), hidden=hidden, sum_out=out, algorithm=algorithm)
+        comm.all_reduce_fused(x, hidden=hidden, sum_out=out, algorithm=algorithm)
         return
     has_pre_norm = operation == AllReduceFusionOp.RESIDUAL_RMS_PREPOST_NORM
     if operation != AllReduceFusionOp.RESIDUAL_RMS_NORM and not has_pre_norm:
@@ -117,7 +117,7 @@ def run(
     if residual is None or intermediate is None:
         raise missing(_NAME, residual=residual, intermediate_buffer=intermediate)
     comm.all_reduce_fused(
-        apart(x, out, intermediate),
+        x,
         hidden=hidden,
         bias=bias,
         pre_norm=has_pre_norm,

@@ -1,9 +1,10 @@
 """The all-reduce with residual, norm and quantisation. After FlashInfer 0.6.18 comm/trtllm_ar.py."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from antiphon.comm._integers import AllReduceFusionPattern
-from antiphon.comm._tensors import algorithm, apart, factor, first, fp4_scales, missing
+from antiphon.comm._tensors import factor, fp4_scales, missing, parted
 from antiphon.comm._workspaces import of_tensor
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["trtllm_allreduce_fusion"]
 
 _NAME = "trtllm_allreduce_fusion"
+
+_SUM = AllReduceFusionPattern.kAllReduce
 
 #: How each pattern quantises, and whether it gives the norm.
 PATTERNS: dict[int, tuple[str | None, bool]] = {
@@ -74,7 +77,8 @@ def trtllm_allreduce_fusion(
     10, 11   11                       E4M3; a float32 scale for each token
     ======== ======================== ====================================================================================
 
-    Outputs may take the place of ``allreduce_in`` (which costs a copy), and ``residual_out`` that of ``residual_in``.
+    ``allreduce_out``, ``residual_out`` or ``norm_out`` may be ``allreduce_in``, and ``residual_out`` may be
+    ``residual_in``.
     ``fp32_acc=False`` rounds after each addition, as FlashInfer does. ``use_oneshot=None`` takes what was measured to
     be faster. ``scale_factor`` is a number or a tensor of any float type. ``rms_eps`` and ``weight_bias``, which is
     added to ``rms_gamma``, are 0 unless given. ``launch_with_pdl`` and ``trigger_completion_at_end`` have no effect.
@@ -85,42 +89,8 @@ def trtllm_allreduce_fusion(
     rank and size, and for what does not fit ``metadata``; ``AssertionError`` for two-shot of ``world_size`` tokens or
     fewer; what :meth:`antiphon.Communicator.all_reduce_fused` raises.
     """
-    import torch
-
-    number = None
-    if metadata is not None:
-        _check(metadata, allreduce_in, world_size, token_num, hidden_dim)
-        number = metadata.get("workspace_id")
-    if torch.compiler.is_compiling():
-        tensor = scale_factor if isinstance(scale_factor, torch.Tensor) else None
-        value = None if tensor is not None or scale_factor is None else float(scale_factor)
-        torch.ops.antiphon.trtllm_allreduce_fusion(
-            allreduce_in,
-            workspace_ptrs,
-            world_size,
-            world_rank,
-            token_num,
-            hidden_dim,
-            fp32_acc,
-            pattern_code,
-            use_oneshot,
-            allreduce_out,
-            residual_in,
-            residual_out,
-            norm_out,
-            quant_out,
-            scale_out,
-            rms_gamma,
-            rms_eps,
-            tensor,
-            value,
-            layout_code,
-            block_quant_group_size,
-            weight_bias,
-            number,
-        )
-        return
-    run(
+    tensor, number = parted(scale_factor)
+    chosen()(
         allreduce_in,
         workspace_ptrs,
         world_size,
@@ -138,12 +108,23 @@ def trtllm_allreduce_fusion(
         scale_out,
         rms_gamma,
         rms_eps,
-        scale_factor,
+        tensor,
+        number,
         layout_code,
         block_quant_group_size,
         weight_bias,
-        number,
+        None if metadata is None else check(metadata, allreduce_in, world_size, token_num, hidden_dim),
     )
+
+
+def chosen() -> Callable[..., None]:
+    """What does it: :func:`run`, or the operator for it in a program that is being compiled."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        operator: Callable[..., None] = torch.ops.antiphon.trtllm_allreduce_fusion
+        return operator
+    return run
 
 
 def run(
@@ -164,7 +145,8 @@ def run(
     scales: "torch.Tensor | None",
     weight: "torch.Tensor | None",
     eps: float | None,
-    scale: "torch.Tensor | float | None",
+    scale_tensor: "torch.Tensor | None",
+    scale: float | None,
     layout: int | None,
     group_size: int | None,
     weight_bias: float | None,
@@ -174,31 +156,23 @@ def run(
     comm = of_tensor(_NAME, workspace, world_size, world_rank, number)
     if use_oneshot is False and tokens <= world_size:
         raise AssertionError(f"sequence length should be larger than tp_size: {tokens} tokens of {world_size} ranks")
-    count = tokens * hidden
-    x = first(_NAME, "allreduce_in", x, count)
-    if pattern == AllReduceFusionPattern.kAllReduce:
+    algorithm = None if use_oneshot is None else "one-shot" if use_oneshot else "two-shot"
+    if pattern == _SUM:
         if sum_out is None:
             raise missing(_NAME, allreduce_out=sum_out)
-        sum_out = first(_NAME, "allreduce_out", sum_out, count)
-        x = apart(x, sum_out)
         comm.all_reduce_fused(
-            x, hidden=hidden, rounded=not fp32_acc, sum_out=sum_out, algorithm=algorithm(use_oneshot)
+            x, tokens=tokens, hidden=hidden, rounded=not fp32_acc, sum_out=sum_out, algorithm=algorithm
         )
         return
-    quantize, gives_norm = _pattern(pattern)
+    quantize, gives_norm = PATTERNS.get(pattern) or _refuse(pattern)
     if residual is None or residual_out is None or weight is None:
         raise missing(_NAME, residual_in=residual, residual_out=residual_out, rms_gamma=weight)
-    if gives_norm:
-        if norm_out is None:
-            raise missing(_NAME, norm_out=norm_out)
-        norm_out = first(_NAME, "norm_out", norm_out, count)
-    else:
-        norm_out = None
-    residual = first(_NAME, "residual_in", residual, count)
-    residual_out = first(_NAME, "residual_out", residual_out, count)
+    if gives_norm and norm_out is None:
+        raise missing(_NAME, norm_out=norm_out)
     if quantize is None:  # without keywords that say nothing, which take time
         comm.all_reduce_fused(
-            apart(x, residual_out, norm_out),
+            x,
+            tokens=tokens,
             hidden=hidden,
             rounded=not fp32_acc,
             residual=residual,
@@ -207,12 +181,24 @@ def run(
             eps=eps or 0.0,
             residual_out=residual_out,
             norm_out=norm_out,
-            algorithm=algorithm(use_oneshot),
+            algorithm=algorithm,
         )
         return
-    codes, scales, scale = _quantized(quantize, x, tokens, hidden, codes, scales, scale, layout, group_size)
+    if codes is None:
+        raise missing(_NAME, quant_out=codes)
+    if quantize in ("fp8", "nvfp4") and scale_tensor is None and scale is None:
+        raise missing(_NAME, scale_factor=scale)
+    if quantize == "fp8":
+        scales = None
+    elif scales is None:
+        raise missing(_NAME, scale_out=scales)
+    elif quantize == "nvfp4":
+        scales = fp4_scales(_NAME, scales, tokens, hidden, layout or 0)
+    elif quantize == "fp8-groups" and not group_size:
+        raise missing(_NAME, block_quant_group_size=None)
     comm.all_reduce_fused(
-        apart(x, residual_out, norm_out, codes),
+        x,
+        tokens=tokens,
         hidden=hidden,
         rounded=not fp32_acc,
         residual=residual,
@@ -220,71 +206,42 @@ def run(
         weight_bias=weight_bias or 0.0,
         eps=eps or 0.0,
         quantize=quantize,
-        scale=scale,
+        scale=factor(scale_tensor, scale, x),
         group_size=group_size or 0,
         scale_layout=layout or 0,
         residual_out=residual_out,
-        norm_out=norm_out,
+        norm_out=norm_out if gives_norm else None,
         codes=codes,
         scales=scales,
-        algorithm=algorithm(use_oneshot),
+        algorithm=algorithm,
     )
 
 
-def _pattern(code: int) -> tuple[str | None, bool]:
-    try:
-        return PATTERNS[code]
-    except KeyError:
-        moe = (
-            AllReduceFusionPattern.kMoEReductionARResidualRMSNorm,
-            AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm,
-        )
-        instead = "is one of trtllm_moe_allreduce_fusion and trtllm_moe_finalize_allreduce_fusion"
-        raise ValueError(f"{_NAME}: pattern {code} {instead if code in moe else 'is unknown'}") from None
+def _refuse(pattern: int) -> NoReturn:
+    moe = (
+        AllReduceFusionPattern.kMoEReductionARResidualRMSNorm,
+        AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm,
+    )
+    instead = "is one of trtllm_moe_allreduce_fusion and trtllm_moe_finalize_allreduce_fusion"
+    raise ValueError(f"{_NAME}: pattern {pattern} {instead if pattern in moe else 'is unknown'}")
 
 
-def _quantized(
-    quantize: str,
-    x: "torch.Tensor",
-    tokens: int,
-    hidden: int,
-    codes: "torch.Tensor | None",
-    scales: "torch.Tensor | None",
-    scale: "torch.Tensor | float | None",
-    layout: int | None,
-    group_size: int | None,
-) -> "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | float | None]":
-    """Codes, scales and the scale of the tensor, as this form needs them."""
-    if codes is None:
-        raise missing(_NAME, quant_out=codes)
-    if quantize in ("fp8", "nvfp4"):
-        if scale is None:
-            raise missing(_NAME, scale_factor=scale)
-        scale = factor(scale, x)
-    else:
-        scale = None
-    if quantize == "fp8":
-        return codes, None, scale
-    if scales is None:
-        raise missing(_NAME, scale_out=scales)
-    if quantize == "nvfp4":
-        scales = fp4_scales(_NAME, scales, tokens, hidden, layout or 0)
-    if quantize == "fp8-groups" and not group_size:
-        raise missing(_NAME, block_quant_group_size=None)
-    return codes, scales, scale
-
-
-def _check(metadata: dict[str, Any], x: "torch.Tensor", world_size: int, tokens: int, hidden: int) -> None:
-    """Refuses what FlashInfer's workspace would not hold."""
+def check(metadata: dict[str, Any], x: "torch.Tensor", world_size: int, tokens: int, hidden: int) -> int | None:
+    """Refuses what FlashInfer's workspace would not hold. The number of the workspace."""
     import torch
 
-    absent = [name for name in ("tp_size", "max_token_num", "hidden_dim", "use_fp32_lamport") if name not in metadata]
-    if absent:
-        raise ValueError(f"{_NAME}: metadata lacks {', '.join(absent)}")
-    if metadata["tp_size"] != world_size:
-        raise ValueError(f"{_NAME}: the workspace is of {metadata['tp_size']} ranks, not {world_size}")
-    if tokens * hidden > metadata["max_token_num"] * metadata["hidden_dim"]:
-        most = f"{metadata['max_token_num']} tokens of {metadata['hidden_dim']}"
+    try:
+        ranks, most_tokens, most_hidden = metadata["tp_size"], metadata["max_token_num"], metadata["hidden_dim"]
+        is_fp32: bool = metadata["use_fp32_lamport"]
+    except KeyError:
+        needed = "tp_size", "max_token_num", "hidden_dim", "use_fp32_lamport"
+        absent = [name for name in needed if name not in metadata]
+        raise ValueError(f"{_NAME}: metadata lacks {', '.join(absent)}") from None
+    if ranks != world_size:
+        raise ValueError(f"{_NAME}: the workspace is of {ranks} ranks, not {world_size}")
+    if tokens * hidden > most_tokens * most_hidden:
+        most = f"{most_tokens} tokens of {most_hidden}"
         raise ValueError(f"{_NAME}: {tokens} tokens of {hidden} are more than the workspace's {most}")
-    if (x.dtype == torch.float32) != metadata["use_fp32_lamport"]:
-        raise ValueError(f"{_NAME}: use_fp32_lamport is {metadata['use_fp32_lamport']}, and the input {x.dtype}")
+    if (x.dtype == torch.float32) != is_fp32:
+        raise ValueError(f"{_NAME}: use_fp32_lamport is {is_fp32}, and the input {x.dtype}")
+    return metadata.get("workspace_id")

@@ -3,20 +3,6 @@
 The classes hold plain ``int`` constants, which go into calls as they are.
 """
 
-__all__ = [
-    "AllReduceFusionOp",
-    "AllReduceFusionPattern",
-    "AllReduceStrategyConfig",
-    "AllReduceStrategyType",
-    "BarrierFlagCount",
-    "FP4QuantizationSFLayout",
-    "LamportTokenNumThreshold",
-    "MAX_ALL_REDUCE_BLOCKS",
-    "MAX_COMM_SIZE",
-    "OneShotMaxToken",
-    "QuantizationSFLayout",
-]
-
 # What FlashInfer's kernels are limited to. Nothing here depends on them, but for the sizes that a workspace names.
 OneShotMaxToken = 128
 MAX_ALL_REDUCE_BLOCKS = 24

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from antiphon.comm._tensors import apart, factor, fp4_scales, missing
+from antiphon.comm._tensors import apart, factor, fp4_scales, missing, parted
 from antiphon.comm._workspaces import of_tensor
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def trtllm_moe_allreduce_fusion(
     """
     import torch
 
-    tensor = scale_factor if isinstance(scale_factor, torch.Tensor) else None
-    number = None if tensor is not None or scale_factor is None else float(scale_factor)
+    tensor, number = parted(scale_factor)
     call = torch.ops.antiphon.trtllm_moe_allreduce_fusion if torch.compiler.is_compiling() else run_reduction
     call(
         workspace_ptrs,
@@ -124,7 +123,7 @@ def run_reduction(
         weight_bias=weight_bias or 0.0,
         eps=eps or 0.0,
         quantize=None if codes is None else "nvfp4",
-        scale=scale if scale_tensor is None else factor(scale_tensor, shared),
+        scale=factor(scale_tensor, scale, shared),
         scale_layout=layout or 0,
         sum_out=sum_out,
         residual_out=residual_out,
@@ -174,8 +173,7 @@ def trtllm_moe_finalize_allreduce_fusion(
     workspace = workspace_ptrs if workspace is None else workspace
     if workspace is None:
         raise missing(_FINALIZE, workspace_ptrs=workspace)
-    tensor = scale_factor if isinstance(scale_factor, torch.Tensor) else None
-    number = None if tensor is not None or scale_factor is None else float(scale_factor)
+    tensor, number = parted(scale_factor)
     call = torch.ops.antiphon.trtllm_moe_finalize_allreduce_fusion if torch.compiler.is_compiling() else run_finalize
     call(
         allreduce_in,
@@ -245,7 +243,7 @@ def run_finalize(
         weight_bias=weight_bias or 0.0,
         eps=eps or 0.0,
         quantize=None if codes is None else "nvfp4",
-        scale=scale if scale_tensor is None else factor(scale_tensor, rows),
+        scale=factor(scale_tensor, scale, rows),
         scale_layout=layout or 0,
         residual_out=residual_out,
         norm_out=norm_out,

@@ -1,19 +1,11 @@
 """The fused calls as operators of torch, which a compiled program holds in place of the functions."""
 
-from collections.abc import Callable
 from typing import Any
 
 from antiphon._operators import Operators
 from antiphon.comm import _custom, _fusion, _moe
 
 _operators = Operators("FRAGMENT")
-
-
-def _allreduce_fusion(*arguments: Any) -> None:
-    """With a scale as a tensor or else a number, as schemas have no unions."""
-    before, (tensor, number), after = arguments[:-6], arguments[-6:-4], arguments[-4:]
-    run: Callable[..., None] = _fusion.run
-    run(*before, number if tensor is None else tensor, *after)
 
 
 def _nothing(*arguments: Any) -> None:
@@ -27,7 +19,7 @@ _operators.define(
     " Tensor(d!)? quant_out, Tensor(e!)? scale_out, Tensor? rms_gamma, float? rms_eps, Tensor? scale_tensor,"
     " float? scale_factor, int? layout_code, int? block_quant_group_size, float? weight_bias,"
     " int? workspace_id) -> ()",
-    _allreduce_fusion,
+    _fusion.run,
     _nothing,
 )
 _operators.define(

@@ -17,16 +17,6 @@ def missing(caller: str, **tensors: object) -> ValueError:
     return ValueError(f"{caller}: {names} must be given")
 
 
-def first(caller: str, name: str, tensor: "torch.Tensor", count: int) -> "torch.Tensor":
-    """The first elements: FlashInfer looks at addresses only, so that buffers may be longer."""
-    have = tensor.numel()
-    if have == count:
-        return tensor
-    if have < count:
-        raise ValueError(f"{caller}: {name} has {have} elements, and {count} are needed")
-    return tensor.view(-1)[:count]
-
-
 def apart(x: "torch.Tensor", *outputs: "torch.Tensor | None") -> "torch.Tensor":
     """The input, or a copy if an output takes its place."""
     at = x.data_ptr()
@@ -36,24 +26,26 @@ def apart(x: "torch.Tensor", *outputs: "torch.Tensor | None") -> "torch.Tensor":
     return x
 
 
-def factor(scale: "float | torch.Tensor | None", x: "torch.Tensor") -> "float | torch.Tensor | None":
-    """A scale as a number, or as one f32 beside ``x``; the GPU is not waited for."""
-    if scale is None or isinstance(scale, (int, float)):
-        return scale
+def parted(scale: "float | torch.Tensor | None") -> "tuple[torch.Tensor | None, float | None]":
+    """A scale as a tensor, or else a number: schemas of operators have no unions."""
+    if scale is None:
+        return None, None
     import torch
 
-    if scale.is_cpu and not x.is_cpu:
-        return float(scale.flatten()[0])
-    if scale.dtype != torch.float32:
-        scale = scale.to(torch.float32)
-    return scale if scale.numel() == 1 else scale.view(-1)[:1]
+    return (scale, None) if isinstance(scale, torch.Tensor) else (None, float(scale))
 
 
-def algorithm(use_oneshot: bool | None) -> str | None:
-    """The name of a choice."""
-    if use_oneshot is None:
-        return None
-    return "one-shot" if use_oneshot else "two-shot"
+def factor(tensor: "torch.Tensor | None", number: float | None, x: "torch.Tensor") -> "float | torch.Tensor | None":
+    """A scale as a number, or as one f32 beside ``x``; the GPU is not waited for."""
+    if tensor is None:
+        return number
+    import torch
+
+    if tensor.is_cpu and not x.is_cpu:
+        return float(tensor.flatten()[0])
+    if tensor.dtype != torch.float32:
+        tensor = tensor.to(torch.float32)
+    return tensor if tensor.numel() == 1 else tensor.view(-1)[:1]
 
 
 def fp4_scale_bytes(tokens: int, hidden: int, layout: int) -> int:

@@ -14,19 +14,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from antiphon import Communicator
 from antiphon.comm._integers import MAX_COMM_SIZE, BarrierFlagCount
 from antiphon.comm.cuda_ipc import _Group, communicator, uses_cuda
-from antiphon.comm.mnnvl import communicator_of
+from antiphon.comm.mnnvl import TorchDistBackend, communicator_of
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "trtllm_create_ipc_workspace_for_all_reduce",
-    "trtllm_create_ipc_workspace_for_all_reduce_fusion",
-    "trtllm_destroy_ipc_workspace_for_all_reduce",
-    "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
-    "trtllm_lamport_initialize",
-    "trtllm_lamport_initialize_all",
-]
 
 #: Addresses from here on are of no memory on any processor. Those of a workspace share all but the last bits.
 _NOWHERE, _BITS = 0x4160 << 48, 16
@@ -34,6 +25,8 @@ _NOWHERE, _BITS = 0x4160 << 48, 16
 _numbers = itertools.count(1)
 #: The communicator of each workspace, by its number, and by the address of the tensor that names it.
 _found: "WeakValueDictionary[int, Communicator]" = WeakValueDictionary()
+#: Those of workspaces whose group was met for through a backend of the caller's, who may keep neither.
+_kept: dict[int, Communicator] = {}
 #: The workspaces of a communicator: number, and address of the tensor.
 _owned: "WeakKeyDictionary[Communicator, dict[int, int | None]]" = WeakKeyDictionary()
 
@@ -70,7 +63,8 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     keep it as long as they are called. With ``create_metadata`` a dictionary follows, which lets the functions check
     sizes as FlashInfer's memory would need it; with ``use_symm_dev_mem`` an empty list comes before it. All ranks of
     the group call it together. Without a ``group`` it is that of ``comm_backend``, such as
-    :class:`antiphon.comm.mnnvl.TorchDistBackend`.
+    :class:`antiphon.comm.mnnvl.TorchDistBackend`; for one of another kind the ranks meet anew, and part when both the
+    backend and the workspace are gone.
 
     Raises ``ValueError`` if the group has another rank or size, and for ``use_symm_dev_mem`` without
     ``create_metadata``.
@@ -88,6 +82,8 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     device = torch.device("cuda", torch.cuda.current_device()) if uses_cuda() else torch.device("cpu")
     workspace = torch.empty(3 * tp_size + 1, dtype=torch.int64, device=device)
     number = _own(comm, workspace.data_ptr())
+    if group is None and comm_backend is not None and not isinstance(comm_backend, TorchDistBackend):
+        _kept[number] = comm
     handles = _addresses(number, 3, tp_size)
     control = _address(number, 3, 0)
     workspace.copy_(torch.tensor([*itertools.chain(*handles), control], dtype=torch.int64))
@@ -119,9 +115,11 @@ def trtllm_destroy_ipc_workspace_for_all_reduce(workspace: Sequence[Sequence[int
         comm = None if number is None else _found.pop(number, None)
         if comm is None or number is None:
             continue
+        _kept.pop(number, None)
         tensor = _owned[comm].pop(number)
-        if tensor is not None and tensor not in _owned[comm].values():
-            _found.pop(tensor, None)
+        # Another workspace's tensor may be at its address by now.
+        if tensor is not None and tensor not in _owned[comm].values() and _found.get(tensor) is comm:
+            del _found[tensor]
 
 
 def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from antiphon.comm._fusion import PATTERNS, trtllm_allreduce_fusion
+from antiphon.comm import _fusion
+from antiphon.comm._fusion import PATTERNS
 from antiphon.comm._integers import AllReduceFusionPattern
 from antiphon.comm._moe import trtllm_moe_allreduce_fusion, trtllm_moe_finalize_allreduce_fusion
-from antiphon.comm._tensors import fp4_scale_bytes, missing
+from antiphon.comm._tensors import fp4_scale_bytes, missing, parted
 from antiphon.comm._workspaces import (
     trtllm_create_ipc_workspace_for_all_reduce_fusion,
     trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
@@ -24,6 +25,10 @@ __all__ = [
 ]
 
 _NAME = "allreduce_fusion"
+
+_SUM = AllReduceFusionPattern.kAllReduce
+_MOE_REDUCTION = AllReduceFusionPattern.kMoEReductionARResidualRMSNorm
+_MOE_FINALIZE = AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm
 
 
 class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
@@ -47,6 +52,7 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         import torch
 
         super().__init__(tp_size, tp_rank)
+        self.mem_handles: list[Any] = []  # scripts look for it
         self.ipc_handles, self.workspace_tensor, self.metadata = trtllm_create_ipc_workspace_for_all_reduce_fusion(
             tp_rank,
             tp_size,
@@ -153,9 +159,10 @@ def allreduce_fusion(
     """
     if not isinstance(workspace, TRTLLMAllReduceFusionWorkspace):
         raise TypeError(f"{_NAME}: {workspace!r} is no workspace of create_allreduce_fusion_workspace")
-    if input.dim() != 2:
-        raise ValueError(f"{_NAME}: input must be [tokens, hidden], not {list(input.shape)}")
-    if pattern == AllReduceFusionPattern.kMoEReductionARResidualRMSNorm:
+    shape = input.shape
+    if len(shape) != 2:
+        raise ValueError(f"{_NAME}: input must be [tokens, hidden], not {list(shape)}")
+    if pattern == _MOE_REDUCTION:
         experts, scales = moe_reduction_active_experts_token_input, moe_reduction_scale_input
         if experts is None or scales is None or moe_reduction_device_num_experts is None:
             raise missing(
@@ -166,11 +173,12 @@ def allreduce_fusion(
             )
         shared = input if moe_reduction_token_input is None else moe_reduction_token_input
         norm_out = _like(input) if norm_out is None and quant_out is None else norm_out
+        tokens, hidden = (shared if residual_in is None else residual_in).shape
         trtllm_moe_allreduce_fusion(
             workspace.world_size,
             workspace.rank,
-            shared.shape[0],
-            shared.shape[1],
+            tokens,
+            hidden,
             workspace.workspace_tensor,
             launch_with_pdl,
             residual_in,
@@ -190,7 +198,7 @@ def allreduce_fusion(
             weight_bias,
         )
         return _result(norm_out, quant_out)
-    if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm:
+    if pattern == _MOE_FINALIZE:
         if residual_in is None or rms_gamma is None or expanded_idx_to_permuted_idx is None:
             raise missing(
                 _NAME,
@@ -221,9 +229,9 @@ def allreduce_fusion(
             layout_code=layout_code,
         )
         return _result(norm_out, quant_out)
-    tokens, hidden = input.shape
+    tokens, hidden = shape
     quantize, gives_norm = PATTERNS.get(pattern, (None, False))
-    if pattern == AllReduceFusionPattern.kAllReduce:
+    if pattern == _SUM:
         output = _like(input) if output is None else output
     else:
         residual_out = _like(input) if residual_out is None else residual_out
@@ -232,15 +240,15 @@ def allreduce_fusion(
         quant_out = _codes(input, quantize)
     if quantize not in (None, "fp8") and scale_out is None:
         scale_out = _scales(input, str(quantize), layout_code or 0, block_quant_group_size or hidden)
-    trtllm_allreduce_fusion(
+    tensor, number = parted(scale_factor)
+    world_size = workspace.world_size
+    _fusion.chosen()(
         input,
-        workspace.world_size,
+        workspace.workspace_tensor,
+        world_size,
         workspace.rank,
         tokens,
         hidden,
-        workspace.workspace_tensor,
-        launch_with_pdl,
-        trigger_completion_at_end,
         fp32_acc,
         pattern,
         use_oneshot,
@@ -252,13 +260,14 @@ def allreduce_fusion(
         scale_out,
         rms_gamma,
         rms_eps,
-        scale_factor,
+        tensor,
+        number,
         layout_code,
-        workspace.metadata,
         block_quant_group_size,
         weight_bias,
+        _fusion.check(workspace.metadata, input, world_size, tokens, hidden),
     )
-    if pattern == AllReduceFusionPattern.kAllReduce:
+    if pattern == _SUM:
         return _result(output, None)
     return _result(norm_out if gives_norm else None, quant_out)
 

@@ -12,8 +12,8 @@ before such imports::
 A name of :data:`PEERS` stands for our module and its submodules: ``flashinfer.comm.mapping`` is the very module
 ``antiphon.comm.mapping``. If the peer is installed, that one module of it is hidden, with its submodules, also from the
 rest of the peer (``flashinfer.norm``), which stays; if it is not, its parent (``flashinfer``) is a package with nothing but
-the few names that scripts take from the rest of it (``flashinfer.utils.get_compute_capability``). What is not served yet
-raises ``ImportError`` with a list of what is.
+the few names that scripts take from the rest of it (``flashinfer.utils.get_compute_capability``, norms of
+``flashinfer.norm``). What is not served yet raises ``ImportError`` with a list of what is.
 
 Children know it from the environment: ``ANTIPHON_COMPAT`` names the peers, and ``PYTHONPATH`` starts with a folder whose
 ``sitecustomize`` reads it (and goes on to any other ``sitecustomize``). Python's options ``-S``, ``-E`` and ``-I`` turn
@@ -36,7 +36,10 @@ __all__ = ["PEERS", "install", "uninstall"]
 PEERS = {"flashinfer.comm": "antiphon.comm"}
 
 #: Our module for modules beside those, where the peer is not installed.
-_BESIDE = {"flashinfer.utils": "antiphon.compat.flashinfer_utils"}
+_BESIDE = {
+    "flashinfer.norm": "antiphon.compat.flashinfer_norm",
+    "flashinfer.utils": "antiphon.compat.flashinfer_utils",
+}
 
 #: The environment's names of peers that a process serves, and the folder in which it finds our ``sitecustomize``.
 _VARIABLE = "ANTIPHON_COMPAT"

@@ -9,7 +9,7 @@ use antiphon_tensor::{
     quantize::{Fp8Groups, GroupRule, NvFp4},
 };
 
-use super::{Accumulation, FusedAllReduce, Norm, Quantization, Scale, Source};
+use super::{Accumulation, FusedAllReduce, InPlace, Norm, Origin, Quantization, Scale, Source};
 use crate::{
     all_reduce::Algorithm,
     arguments::{Input, Output, has_count},
@@ -91,10 +91,18 @@ pub(crate) struct CheckedScale {
 impl Checked {
     /// Refuses whatever a backend that serves this device could not do, before anything happens.
     pub(crate) fn new(serves: Device, call: FusedAllReduce<'_>) -> Result<Self> {
-        let (dtype, tokens, hidden) = shape(&call.source)?;
+        let source = call.source.source();
+        let (dtype, tokens, hidden) = shape(&source)?;
         let door = Door { serves, dtype, tokens, hidden };
         door.check_dtype()?;
         door.check_outputs(&call)?;
+        let source = door.source(&source)?;
+        let (sum_out, residual_out, norm_out) = match call.source {
+            Origin::Apart(_) => (call.sum_out, call.residual_out, call.norm_out),
+            Origin::InPlace(tensor, InPlace::Sum) => (Some(tensor), call.residual_out, call.norm_out),
+            Origin::InPlace(tensor, InPlace::Residual) => (call.sum_out, Some(tensor), call.norm_out),
+            Origin::InPlace(tensor, InPlace::Norm) => (call.sum_out, call.residual_out, Some(tensor)),
+        };
         let (residual, residual_out) = match call.residual_in_place {
             Some(residual) => {
                 let residual = door.matrix_out("residual", Some(residual))?;
@@ -102,24 +110,24 @@ impl Checked {
             }
             None => (
                 door.matrix("residual", call.residual.as_ref())?,
-                door.matrix_out("residual_out", call.residual_out)?,
+                door.matrix_out("residual_out", residual_out)?,
             ),
         };
         Ok(Self {
             dtype,
             tokens,
             hidden,
-            source: door.source(&call.source)?,
+            source,
             accumulation: call.accumulation,
             algorithm: call.algorithm,
-            sum_out: door.matrix_out("sum_out", call.sum_out)?,
+            sum_out: door.matrix_out("sum_out", sum_out)?,
             bias: door.row("bias", call.bias.as_ref())?,
             pre_norm: door.norm("pre-norm weight", call.pre_norm)?,
             residual,
             residual_out,
             norm: door.norm("gamma", call.norm)?,
             weight_bias: call.weight_bias,
-            norm_out: door.matrix_out("norm_out", call.norm_out)?,
+            norm_out: door.matrix_out("norm_out", norm_out)?,
             quantization: call
                 .quantization
                 .map(|quantization| door.quantization(quantization))
@@ -217,18 +225,29 @@ impl Door {
 
     /// Some output is wanted, and what it is made of is there.
     fn check_outputs(&self, call: &FusedAllReduce<'_>) -> Result<()> {
-        if call.residual_in_place.is_some() && (call.residual.is_some() || call.residual_out.is_some()) {
+        let in_place = |output| call.source.takes(output);
+        let has_residual_out = call.residual_out.is_some() || in_place(InPlace::Residual);
+        if call.residual_in_place.is_some() && (call.residual.is_some() || has_residual_out) {
             return Err(refused(
                 "residual",
                 "given once: in place, or apart from where the sum with it goes".into(),
             ));
         }
+        let twice = [
+            (&call.sum_out, InPlace::Sum),
+            (&call.residual_out, InPlace::Residual),
+            (&call.norm_out, InPlace::Norm),
+        ];
+        if twice.into_iter().any(|(apart, output)| apart.is_some() && in_place(output)) {
+            return Err(refused("outputs", "given once: in the place of the input, or apart from it".into()));
+        }
         let outputs =
             [&call.sum_out, &call.residual_out, &call.residual_in_place, &call.norm_out, &call.codes];
-        if outputs.iter().all(|output| output.is_none()) {
+        if matches!(call.source, Origin::Apart(_)) && outputs.iter().all(|output| output.is_none()) {
             return Err(refused("outputs", "at least one".into()));
         }
-        if call.norm.is_none() && (call.norm_out.is_some() || call.codes.is_some()) {
+        let has_norm = call.norm_out.is_some() || in_place(InPlace::Norm);
+        if call.norm.is_none() && (has_norm || call.codes.is_some()) {
             return Err(refused(
                 "outputs",
                 "a norm for norm_out and codes, as no rms_norm is asked for".into(),

@@ -1,6 +1,9 @@
 // All-reduce with an epilogue over NVLink: one-shot and two-shot, as all_reduce/kernels.cuh, but that whoever has a vector of
 // the sum goes on with it. Behind cuda/slots.cuh, cuda/reduce.cuh and epilogue.cuh.
 //
+// Sums, residuals and norms may take a tensor's place: what becomes of a vector is written by a thread that has the vector's
+// sum, to which everybody's contribution, this rank's too, was read before.
+//
 // Vectors travel as in a plain all-reduce; sums are then read by rows, each by a team. Nobody returns before the end, as
 // a team's blocks wait for each other: a call that has failed goes on with NaN.
 
@@ -30,8 +33,7 @@ template <u32 COUNT, class Wait> DEVICE void sums_or_nan(reader& r, bool& alive,
         if (!alive) sums[n] = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
 }
 
-// Everyone gets everything and reduces everything. Who sends a vector also writes what becomes of it, so that outputs may take
-// the input's place.
+// Everyone gets everything and reduces everything. Who sends a vector also writes what becomes of it.
 DEVICE void one_shot(const arguments& a, const fused& f, row_team& team) {
     const u32 start = team.index * f.vectors + team.thread;
     const bool has_any = team.index < f.count && team.thread < f.vectors;

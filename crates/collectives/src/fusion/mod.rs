@@ -170,14 +170,15 @@ pub enum Quantization<'a> {
 /// One fused all-reduce: a source, what is done with the sum, and which of the results are wanted.
 ///
 /// Tensors are contiguous, where the collectives' tensors are; on GPUs they begin at multiples of 16 bytes. `hidden` is a
-/// multiple of 16 bytes. Outputs are apart from each other and from what is read, but for
-/// [`residual_in_place`](Self::residual_in_place).
+/// multiple of 16 bytes. Outputs are apart from each other and from what is read, but for two: the residual may have
+/// the sum with it put [in its place](Self::residual_in_place), and a tensor one of the outputs [in its
+/// own](Self::of_in_place), by every algorithm. What is in the way of an output is read before, on all ranks.
 ///
 /// All ranks pass the same shape, dtype, accumulation and algorithm. What is done with the sum is each rank's own affair.
 #[derive(Debug)]
 #[must_use = "this describes a call"]
 pub struct FusedAllReduce<'a> {
-    source: Source<'a>,
+    source: Origin<'a>,
     accumulation: Accumulation,
     algorithm: Option<Algorithm>,
     sum_out: Option<TensorViewMut<'a>>,
@@ -192,6 +193,39 @@ pub struct FusedAllReduce<'a> {
     quantization: Option<Quantization<'a>>,
     codes: Option<TensorViewMut<'a>>,
     scales: Option<TensorViewMut<'a>>,
+}
+
+/// Which output goes where the tensor was, see [`FusedAllReduce::of_in_place`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum InPlace {
+    /// The sum, instead of [`sum_out`](FusedAllReduce::sum_out).
+    Sum,
+    /// The sum with the residual, instead of [`residual_out`](FusedAllReduce::residual_out).
+    Residual,
+    /// The norm, instead of [`norm_out`](FusedAllReduce::norm_out).
+    Norm,
+}
+
+/// Where a rank's contribution comes from, and what goes there.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "views are large, and a call holds one of these")]
+enum Origin<'a> {
+    Apart(Source<'a>),
+    InPlace(TensorViewMut<'a>, InPlace),
+}
+
+impl Origin<'_> {
+    fn source(&self) -> Source<'_> {
+        match self {
+            Self::Apart(source) => *source,
+            Self::InPlace(tensor, _) => Source::Tensor { input: tensor.as_view() },
+        }
+    }
+
+    /// Whether this output goes there.
+    fn takes(&self, output: InPlace) -> bool {
+        matches!(self, Self::InPlace(_, taken) if *taken == output)
+    }
 }
 
 /// An RMS norm.
@@ -209,6 +243,15 @@ impl<'a> FusedAllReduce<'a> {
 
     /// Of what a source gives.
     pub fn of_source(source: Source<'a>) -> Self {
+        Self::new(Origin::Apart(source))
+    }
+
+    /// Of a tensor `T [tokens, hidden]`, in whose place an output goes.
+    pub fn of_in_place(tensor: impl Into<TensorViewMut<'a>>, output: InPlace) -> Self {
+        Self::new(Origin::InPlace(tensor.into(), output))
+    }
+
+    fn new(source: Origin<'a>) -> Self {
         Self {
             source,
             accumulation: Accumulation::F32,

@@ -3,7 +3,7 @@
 use antiphon_collectives::{
     CollectiveError, Collectives, ReduceOp,
     cuda::Algorithm,
-    fusion::{Accumulation, FusedAllReduce, Quantization, Scale, Source},
+    fusion::{Accumulation, FusedAllReduce, InPlace, Quantization, Scale, Source},
 };
 use antiphon_device::cuda::DeviceMemory;
 use antiphon_tensor::{
@@ -59,6 +59,8 @@ pub struct Case {
     pub tokens: usize,
     pub hidden: usize,
     pub from: From,
+    /// Which of the outputs goes in the place of a tensor.
+    pub in_place: Option<InPlace>,
     pub rows: Rows,
     pub accumulation: Accumulation,
     pub algorithm: Option<Algorithm>,
@@ -89,6 +91,7 @@ impl Case {
             tokens,
             hidden,
             from: From::Tensor,
+            in_place: None,
             rows: Rows::Ordinary,
             accumulation: Accumulation::F32,
             algorithm: None,
@@ -127,7 +130,7 @@ impl Case {
         let room = if self.roomy { 5 } else { 0 };
         match slot {
             Slot::Source => match self.from {
-                From::Tensor => matrix,
+                From::Tensor => if_wanted(self.in_place.is_none(), matrix),
                 From::Experts(count) => count * matrix,
                 From::Rows { .. } => self.row_count() * row,
             },
@@ -175,6 +178,21 @@ impl Case {
         }
     }
 
+    /// The slot of the output that goes in the place of a tensor.
+    fn slot_in_place(&self) -> Option<Slot> {
+        self.in_place.map(|output| match output {
+            InPlace::Sum => Slot::SumOut,
+            InPlace::Residual => Slot::ResidualOut,
+            InPlace::Norm => Slot::NormOut,
+        })
+    }
+
+    /// Whether a slot is read, though it may be written later.
+    pub fn reads(&self, slot: Slot) -> bool {
+        let residual_in_place = slot == Slot::ResidualOut && self.residual == Residual::InPlace;
+        !slot.is_output() || residual_in_place || self.slot_in_place() == Some(slot)
+    }
+
     /// Rows of the experts for finalize: fewer than there are entries in the index, so that some serve two tokens.
     pub fn row_count(&self) -> usize {
         match self.from {
@@ -208,7 +226,7 @@ impl Case {
         let matrix = |slot: Slot| view(slot, dtype, &[tokens, hidden]);
         let matrix_mut = |slot: Slot| view_mut(slot, dtype, &[tokens, hidden]);
         let row = |slot: Slot| has(slot).then(|| view(slot, dtype, &[hidden]));
-        let source = match self.from {
+        let source = || match self.from {
             From::Tensor => Source::Tensor { input: matrix(Slot::Source) },
             From::Experts(count) => Source::MoeReduction {
                 experts: view(Slot::Source, dtype, &[count, tokens, hidden]),
@@ -223,9 +241,13 @@ impl Case {
                 routed_scaling: 0.75,
             },
         };
-        let mut call =
-            FusedAllReduce::of_source(source).accumulation(self.accumulation).algorithm(self.algorithm);
-        if self.sum_out {
+        let call = match (self.in_place, self.slot_in_place()) {
+            (Some(output), Some(slot)) => FusedAllReduce::of_in_place(matrix_mut(slot), output),
+            _ => FusedAllReduce::of_source(source()),
+        };
+        let is_apart = |output| self.in_place != Some(output);
+        let mut call = call.accumulation(self.accumulation).algorithm(self.algorithm);
+        if self.sum_out && is_apart(InPlace::Sum) {
             call = call.sum_out(matrix_mut(Slot::SumOut));
         }
         if let Some(bias) = row(Slot::Bias) {
@@ -239,13 +261,13 @@ impl Case {
             Residual::Apart => call.residual(matrix(Slot::Residual)),
             Residual::No => call,
         };
-        if self.residual_out && self.residual != Residual::InPlace {
+        if self.residual_out && self.residual != Residual::InPlace && is_apart(InPlace::Residual) {
             call = call.residual_out(matrix_mut(Slot::ResidualOut));
         }
         if self.norm != Norm::No {
             call = call.rms_norm(row(Slot::Gamma), 1e-6).weight_bias(self.weight_bias);
         }
-        if self.norm_out {
+        if self.norm_out && is_apart(InPlace::Norm) {
             call = call.norm_out(matrix_mut(Slot::NormOut));
         }
         let Some(form) = self.form else { return call };

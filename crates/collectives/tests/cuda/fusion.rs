@@ -2,7 +2,7 @@
 
 use antiphon_collectives::{
     cuda::Algorithm,
-    fusion::{Accumulation, FusedAllReduce},
+    fusion::{Accumulation, FusedAllReduce, InPlace},
 };
 use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut};
 
@@ -162,6 +162,10 @@ fn options(dtype: DType, tokens: usize, hidden: usize) -> Vec<Case> {
         Case { norm: Norm::Plain, ..norm },
         Case { residual: Residual::InPlace, ..norm },
         Case { residual: Residual::InPlace, ..fp8 },
+        Case { in_place: Some(InPlace::Sum), ..norm },
+        Case { in_place: Some(InPlace::Residual), ..norm },
+        Case { in_place: Some(InPlace::Norm), residual: Residual::InPlace, sum_out: false, ..norm },
+        Case { in_place: Some(InPlace::Norm), norm_out: true, ..fp8 },
         Case { residual: no_residual, ..norm },
         Case { residual: no_residual, residual_out: false, ..norm },
         // Only some of the results, down to one.
@@ -264,6 +268,12 @@ fn several_pieces(world_size: usize) {
         rank.fuse_by_all(Case {
             residual: Residual::InPlace,
             ..Case::quantized(DType::BF16, tokens, hidden, group)
+        })?;
+        rank.fuse_by_all(Case {
+            in_place: Some(InPlace::Norm),
+            residual: Residual::InPlace,
+            sum_out: false,
+            ..Case::new(DType::BF16, tokens, hidden)
         })?;
         let fp4 = Form::NvFp4(ScaleLayout::Swizzled128x4);
         rank.fuse(Case::quantized(DType::F16, 5001, 8192, fp4))?;

@@ -4,7 +4,7 @@
 use antiphon_tensor::{DType, Element, with_dtype};
 
 use crate::{
-    fused::{Case, From, Residual},
+    fused::{Case, From},
     harness::Outcome,
 };
 
@@ -45,7 +45,7 @@ impl Slot {
         Self::Scales,
     ];
 
-    fn is_output(self) -> bool {
+    pub fn is_output(self) -> bool {
         self as usize >= Self::SumOut as usize
     }
 
@@ -143,7 +143,7 @@ impl Image {
                     .enumerate()
                     .for_each(|(i, x)| *x = ordinary(i, seed) as f32);
             }
-            _ if slot.is_output() && !(slot == Slot::ResidualOut && case.residual == Residual::InPlace) => {}
+            _ if !case.reads(slot) => {}
             _ => with_dtype!(case.dtype, T => {
                 let is_strange = case.rows == Rows::Strange && matches!(slot, Slot::Source | Slot::Residual);
                 for (i, element) in self.elements_mut::<T>(slot).iter_mut().enumerate() {

@@ -26,6 +26,7 @@ use crate::{
 #[derive(Clone, Copy, Default)]
 pub(super) struct Arguments<'a, 'py> {
     pub(super) x: Given<'a, 'py>,
+    pub(super) tokens: Option<usize>,
     pub(super) hidden: Option<usize>,
     pub(super) experts: Given<'a, 'py>,
     pub(super) expert_scales: Given<'a, 'py>,
@@ -58,6 +59,8 @@ pub(super) struct Arguments<'a, 'py> {
 struct Found {
     usage: Usage,
     operands: Vec<Operand>,
+    /// How many elements matrices have, if the caller said so: of longer ones the first count.
+    count: Option<usize>,
 }
 
 impl Found {
@@ -81,6 +84,24 @@ impl Found {
         let Some(array) = array else { return Ok(None) };
         let operand = Operand::import(array, name, self.usage)?.writable(name)?;
         Ok(Some(self.keep(operand)))
+    }
+
+    fn first(&self, name: &str, tensor: Tensor) -> Result<Tensor> {
+        let Some(count) = self.count.filter(|&count| count != tensor.count) else { return Ok(tensor) };
+        if tensor.count < count {
+            let text =
+                format!("all_reduce_fused: {name} has {} elements, and {count} are needed", tensor.count);
+            return Err(PyValueError::new_err(text).into());
+        }
+        Ok(Tensor { count, ..tensor })
+    }
+
+    fn read_matrix(&mut self, name: &str, array: Given<'_, '_>) -> Result<Option<Tensor>> {
+        self.read(name, array)?.map(|tensor| self.first(name, tensor)).transpose()
+    }
+
+    fn write_matrix(&mut self, name: &str, array: Given<'_, '_>) -> Result<Option<Tensor>> {
+        self.write(name, array)?.map(|tensor| self.first(name, tensor)).transpose()
     }
 
     /// Something of which only the bytes count, in whatever order its elements are.
@@ -137,7 +158,8 @@ fn scale_layout(layout: Given<'_, '_>) -> Result<ScaleLayout> {
 
 impl Arguments<'_, '_> {
     fn gather(&self) -> Result<(Fused, Found)> {
-        let mut found = Found { usage: Usage::Call(self.stream), operands: Vec::with_capacity(12) };
+        let mut found =
+            Found { usage: Usage::Call(self.stream), operands: Vec::with_capacity(12), count: self.count()? };
         let (source, tokens, hidden) = self.source(&mut found)?;
         let fused = Fused {
             source,
@@ -148,13 +170,13 @@ impl Arguments<'_, '_> {
             bias: found.read("bias", self.bias)?,
             has_pre_norm: self.pre_norm,
             pre_weight: found.read("pre_weight", self.pre_weight)?,
-            residual: found.read("residual", self.residual)?,
+            residual: found.read_matrix("residual", self.residual)?,
             weight: found.read("weight", self.weight)?,
             weight_bias: self.weight_bias,
             eps: self.eps,
-            sum_out: found.write("sum_out", self.sum_out)?,
-            residual_out: found.write("residual_out", self.residual_out)?,
-            norm_out: found.write("norm_out", self.norm_out)?,
+            sum_out: found.write_matrix("sum_out", self.sum_out)?,
+            residual_out: found.write_matrix("residual_out", self.residual_out)?,
+            norm_out: found.write_matrix("norm_out", self.norm_out)?,
             quantize: self.quantize(&mut found)?,
             codes: found.write_bytes("codes", self.codes)?,
             scales: found.write_bytes("scales", self.scales)?,
@@ -167,11 +189,23 @@ impl Arguments<'_, '_> {
         Ok((fused, found))
     }
 
+    /// The elements of a matrix, where `tokens` and `hidden` say.
+    fn count(&self) -> Result<Option<usize>> {
+        let Some(tokens) = self.tokens else { return Ok(None) };
+        let count = self.hidden.and_then(|hidden| tokens.checked_mul(hidden));
+        if count.is_none() || self.x.is_none() {
+            let text = "all_reduce_fused: tokens needs x, and hidden";
+            return Err(PyTypeError::new_err(text).into());
+        }
+        Ok(count)
+    }
+
     /// The source, with its tokens and their elements.
     fn source(&self, found: &mut Found) -> Result<(Source, usize, usize)> {
         match (self.x, self.experts, self.rows) {
             (Some(x), None, None) => {
                 let x = found.need("x", Some(x))?;
+                let x = found.first("x", x)?;
                 let hidden = self.hidden.unwrap_or_else(|| found.columns());
                 Ok((Source::Tensor(x), rows_of("x", &x, hidden)?, hidden))
             }

@@ -237,11 +237,12 @@ impl Communicator {
     }
 
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
-    #[pyo3(signature = (x = None, *, hidden = None, experts = None, expert_scales = None, shared = None, rows = None, index = None, routed_scaling = 1.0, rounded = false, bias = None, pre_norm = false, pre_weight = None, residual = None, weight = None, weight_bias = 0.0, eps = 1e-6, quantize = None, scale = None, group_size = 128, scale_layout = None, sum_out = None, residual_out = None, norm_out = None, codes = None, scales = None, algorithm = None, stream = None))]
+    #[pyo3(signature = (x = None, *, tokens = None, hidden = None, experts = None, expert_scales = None, shared = None, rows = None, index = None, routed_scaling = 1.0, rounded = false, bias = None, pre_norm = false, pre_weight = None, residual = None, weight = None, weight_bias = 0.0, eps = 1e-6, quantize = None, scale = None, group_size = 128, scale_layout = None, sum_out = None, residual_out = None, norm_out = None, codes = None, scales = None, algorithm = None, stream = None))]
     fn all_reduce_fused<'py>(
         &self,
         py: Python<'py>,
         x: Given<'_, 'py>,
+        tokens: Option<usize>,
         hidden: Option<usize>,
         experts: Given<'_, 'py>,
         expert_scales: Given<'_, 'py>,
@@ -271,6 +272,7 @@ impl Communicator {
     ) -> Result<()> {
         let arguments = Arguments {
             x,
+            tokens,
             hidden,
             experts,
             expert_scales,

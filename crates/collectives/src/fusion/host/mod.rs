@@ -71,7 +71,7 @@ pub(crate) fn run(comm: &Communicator, call: Checked) -> Result<()> {
 }
 
 /// An output that the sum may lie in until its rows are finished: itself, or one that is written later and read by
-/// nobody before. Null if there is none.
+/// nobody before, but as the input of an all-reduce in place. Null if there is none.
 fn landing(call: &Checked) -> *mut u8 {
     let residual_out =
         if call.residual == call.residual_out { std::ptr::null_mut() } else { call.residual_out };

@@ -3,7 +3,7 @@
 use antiphon_collectives::{
     Collectives, Communicator,
     all_reduce::Algorithm,
-    fusion::{Accumulation, FusedAllReduce, Quantization, Scale},
+    fusion::{Accumulation, FusedAllReduce, InPlace, Quantization, Scale},
 };
 use antiphon_tensor::{
     DType, ScaleLayout, TensorView,
@@ -23,6 +23,8 @@ pub struct Case {
     pub tokens: usize,
     pub hidden: usize,
     pub source: Kind,
+    /// Which of the outputs goes in the place of a tensor, instead of memory of its own.
+    pub in_place: Option<InPlace>,
     pub accumulation: Accumulation,
     pub algorithm: Option<Algorithm>,
     pub place: Place,
@@ -73,6 +75,7 @@ impl Case {
             tokens,
             hidden,
             source: Kind::Tensor,
+            in_place: None,
             accumulation: Accumulation::F32,
             algorithm: None,
             place: Place::Aligned,
@@ -132,6 +135,14 @@ impl Case {
         case.residual_out &= case.residual != Residual::InPlace;
         // Some output.
         case.sum_out |= !case.residual_out && !case.norm_out && form.is_none();
+        let places = [
+            (InPlace::Sum, case.sum_out),
+            (InPlace::Residual, case.residual_out),
+            (InPlace::Norm, case.norm_out),
+        ];
+        let wanted = places.into_iter().filter(|&(_, is_wanted)| is_wanted && source == Kind::Tensor);
+        let wanted: Vec<InPlace> = wanted.map(|(place, _)| place).collect();
+        case.in_place = wanted.get(bits.below(2 * wanted.len().max(1))).copied();
         case
     }
 
@@ -161,24 +172,33 @@ impl Case {
     pub fn run<B: Backend>(&self, comm: &Communicator, data: &Data) -> Outcome {
         let (dtype, count, shape) = (self.dtype, self.count(), [self.tokens, self.hidden]);
         let held = |values: &Values| Tensor::<B>::holding(values, self.place);
-        let output = |wanted: bool| wanted.then(|| Tensor::<B>::unwritten(dtype, count, self.place));
+        let output = |wanted: bool, place| {
+            let is_apart = wanted && self.in_place != Some(place);
+            is_apart.then(|| Tensor::<B>::unwritten(dtype, count, self.place))
+        };
         let bytes = |count| Tensor::<B>::unwritten(DType::U8, count + self.spare, self.place);
 
         let parts = &data.contributions[comm.rank()];
         let mut source = parts.hold::<B>(self.place);
         let (mut bias, mut gamma) = (held(&data.bias), held(&data.gamma));
         let (mut pre_weight, mut residual) = (held(&data.pre_weight), held(&data.residual));
-        let (mut sum_out, mut norm_out) = (output(self.sum_out), output(self.norm_out));
-        let mut residual_out = output(self.residual_out);
+        let mut sum_out = output(self.sum_out, InPlace::Sum);
+        let mut residual_out = output(self.residual_out, InPlace::Residual);
+        let mut norm_out = output(self.norm_out, InPlace::Norm);
         let (code_bytes, scale_bytes) = self.quantized_bytes();
         let (mut codes, mut scales) = (bytes(code_bytes), bytes(scale_bytes));
         let factor = self.form.map_or(0.0, Form::factor);
         let mut factor = held(&Values::of(&[factor]));
 
-        let mut call = FusedAllReduce::of_source(parts.source(shape, &mut source))
-            .accumulation(self.accumulation)
-            .algorithm(self.algorithm)
-            .weight_bias(self.weight_bias);
+        let call = match self.in_place {
+            None => FusedAllReduce::of_source(parts.source(shape, &mut source)),
+            Some(output) => {
+                let tensor = source[0].view_mut().reshape(&shape).unwrap();
+                FusedAllReduce::of_in_place(tensor, output)
+            }
+        };
+        let mut call =
+            call.accumulation(self.accumulation).algorithm(self.algorithm).weight_bias(self.weight_bias);
         if let Some(sum) = &mut sum_out {
             call = call.sum_out(sum.view_mut());
         }
@@ -209,15 +229,22 @@ impl Case {
         }
         comm.all_reduce_fused(call).unwrap_or_else(|error| panic!("{self:?}: {error}"));
 
-        for (tensor, values) in source.iter().zip(parts.values()) {
-            tensor.assert_holds(&values, "a source");
+        if self.in_place.is_none() {
+            for (tensor, values) in source.iter().zip(parts.values()) {
+                tensor.assert_holds(&values, "a source");
+            }
         }
-        let taken = |tensor: Option<Tensor<B>>, what| tensor.map(|tensor| tensor.values(what));
-        let in_place = (self.residual == Residual::InPlace).then(|| residual.values("the residual"));
+        let taken = |tensor: Option<Tensor<B>>, place| match tensor {
+            Some(tensor) => Some(tensor.values(format_args!("{place:?}"))),
+            None => {
+                (self.in_place == Some(place)).then(|| source[0].values(format_args!("{place:?} in place")))
+            }
+        };
+        let residual_in_place = (self.residual == Residual::InPlace).then(|| residual.values("the residual"));
         Outcome {
-            sum: taken(sum_out, "sum_out"),
-            residual: taken(residual_out, "residual_out").or(in_place),
-            norm: taken(norm_out, "norm_out"),
+            sum: taken(sum_out, InPlace::Sum),
+            residual: taken(residual_out, InPlace::Residual).or(residual_in_place),
+            norm: taken(norm_out, InPlace::Norm),
             codes: codes.values("codes"),
             scales: scales.values("scales"),
         }

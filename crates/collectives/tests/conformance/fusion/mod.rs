@@ -9,7 +9,7 @@ mod refusals;
 use antiphon_collectives::{
     Collectives, Communicator, ReduceOp,
     all_reduce::Algorithm,
-    fusion::{Accumulation, FusedAllReduce},
+    fusion::{Accumulation, FusedAllReduce, InPlace},
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
@@ -182,7 +182,21 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
                 .norm_out(norm.view_mut());
             comm.all_reduce_fused(call).unwrap();
             let flat = residual.as_view().reshape(&[case.count()]).unwrap();
-            assert_same_bits(flat, &expected.residual.unwrap(), "residual_out");
+            assert_same_bits(flat, expected.residual.as_ref().unwrap(), "residual_out");
+            norm.assert_holds(expected.norm.as_ref().unwrap(), "norm_out");
+
+            // The sum lies where peers read the input, and in the end the sum with the residual.
+            // SAFETY: as above.
+            let place = unsafe { TensorViewMut::from_raw_parts(base, dtype, &shape, None, B::DEVICE) };
+            let call = FusedAllReduce::of_in_place(place.unwrap(), InPlace::Residual)
+                .algorithm(Algorithm::TwoShot)
+                .residual(&data.residual)
+                .rms_norm(None, case.eps)
+                .norm_out(norm.view_mut());
+            comm.all_reduce_fused(call).unwrap();
+            // SAFETY: as above.
+            let place = unsafe { TensorView::from_raw_parts(base, dtype, &[case.count()], None, B::DEVICE) };
+            assert_same_bits(place.unwrap(), &expected.residual.unwrap(), "residual_out in place");
             norm.assert_holds(&expected.norm.unwrap(), "norm_out");
             comm.free_shared_buffer(buffer).unwrap();
         }

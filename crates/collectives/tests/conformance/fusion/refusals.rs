@@ -2,7 +2,7 @@
 
 use antiphon_collectives::{
     Collectives, Communicator, ReduceOp,
-    fusion::{FusedAllReduce, Quantization, Scale, Source},
+    fusion::{FusedAllReduce, InPlace, Quantization, Scale, Source},
 };
 use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, bf16};
 
@@ -48,6 +48,11 @@ fn of<'a>(source: Source<'a>, sum: &'a mut [f32; 16]) -> FusedAllReduce<'a> {
 /// Two tokens of eight elements.
 fn plain(sum: &mut [f32; 16]) -> FusedAllReduce<'_> {
     of(Source::Tensor { input: ones(&[2, 8]) }, sum)
+}
+
+/// The same, with an output in its place.
+fn in_place(tensor: &mut [f32; 16], output: InPlace) -> FusedAllReduce<'_> {
+    FusedAllReduce::of_in_place(TensorViewMut::new(tensor, &[2, 8]).unwrap(), output)
 }
 
 /// The same to be normed and quantised.
@@ -131,6 +136,12 @@ fn calls_without_an_output<B: Backend>(world: usize) {
         let twice = "the residual must be given once: in place, or apart from where the sum with it goes";
         refuse(call().residual_in_place(&mut nothing()).residual_out(&mut nothing()), twice);
         refuse(call().residual(&ONES[..16]).residual_in_place(&mut nothing()), twice);
+        refuse(in_place(&mut nothing(), InPlace::Residual).residual_in_place(&mut nothing()), twice);
+        refuse(in_place(&mut nothing(), InPlace::Norm), missing);
+        let twice = "the outputs must be given once: in the place of the input, or apart from it";
+        refuse(in_place(&mut nothing(), InPlace::Sum).sum_out(&mut nothing()), twice);
+        refuse(in_place(&mut nothing(), InPlace::Residual).residual_out(&mut nothing()), twice);
+        refuse(in_place(&mut nothing(), InPlace::Norm).rms_norm(None, 0.0).norm_out(&mut nothing()), twice);
     });
 }
 
