@@ -22,7 +22,7 @@ steps() {
     local file name
     printf '%s\n' "doctor 60 command -"
     for file in "$here"/tests/*; do
-        [[ -x $file ]] && printf '%s\n' "test-${file##*/} 300 test $file"
+        [[ -x $file ]] && printf '%s\n' "test-${file##*/} 420 test $file"
     done
     for name in memcheck racecheck; do
         printf '%s\n' "$name 120 sanitizer $here/tests/collectives-cuda"

@@ -98,6 +98,5 @@ template <bool PLAIN, class Of> DEVICE bool begin_and_scatter(const arguments& a
         store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
     };
     // Where there are many rounds, other warps' loads are under way anyway, and more of them only get into each other's way.
-    if (PLAIN && vectors <= DEPTH * step) return begin_and_send<DEPTH>(a, t, first, step, vectors, load, send);
-    return begin_and_send<1>(a, t, first, step, vectors, load, send);
+    return begin_and_send<PLAIN ? DEPTH : 1, 1>(a, t, first, step, vectors, load, send);
 }

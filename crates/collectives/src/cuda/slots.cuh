@@ -76,29 +76,28 @@ DEVICE turn begin(const arguments& a, uint4 words) {
     return turn{SLOTS_AT + words.x * a.slot_stride, SLOTS_AT + before * a.slot_stride, words};
 }
 
-// Begins a call, and calls send(t, i, load(i)) for every `step`-th i from `first` on that is before `end`, with COUNT loads under
-// way at a time: the first ones before the control words are needed. False if a call has failed.
-template <u32 COUNT, class Load, class Send>
+// Begins a call, and calls send(t, i, load(i)) for every `step`-th i from `first` on that is before `end`: with FIRST loads under
+// way before the control words are needed, and then COUNT at a time. False if a call has failed.
+template <u32 FIRST, u32 COUNT, class Load, class Send>
 DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32 end, Load load, Send send) {
-    uint4 v[COUNT];
-    const auto load_from = [&](u32 i) {
+    const uint4 words = load_control(a);
+    uint4 v[FIRST];
+#pragma unroll
+    for (u32 k = 0; k < FIRST; ++k)
+        if (first + k * step < end) v[k] = load(first + k * step);
+    t = begin(a, words);
+    if (t.has_failed()) return false;
+#pragma unroll
+    for (u32 k = 0; k < FIRST; ++k)
+        if (first + k * step < end) send(t, first + k * step, v[k]);
+    for (u32 i = first + FIRST * step; i < end; i += COUNT * step) {
+        uint4 v[COUNT];
 #pragma unroll
         for (u32 k = 0; k < COUNT; ++k)
             if (i + k * step < end) v[k] = load(i + k * step);
-    };
-    const auto send_from = [&](u32 i) {
 #pragma unroll
         for (u32 k = 0; k < COUNT; ++k)
             if (i + k * step < end) send(t, i + k * step, v[k]);
-    };
-    const uint4 words = load_control(a);
-    load_from(first);
-    t = begin(a, words);
-    if (t.has_failed()) return false;
-    send_from(first);
-    for (u32 i = first + COUNT * step; i < end; i += COUNT * step) {
-        load_from(i);
-        send_from(i);
     }
     return true;
 }

@@ -89,7 +89,8 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     const auto send = [&](const turn& t, u32 i, uint4 v) {
         store16_volatile(arena + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
     };
-    bool alive = begin_and_send<DEPTH>(a, t, place * blockDim.x + threadIdx.x, share * blockDim.x, count, load, send);
+    const u32 start = place * blockDim.x + threadIdx.x, step = share * blockDim.x;
+    bool alive = begin_and_send<DEPTH, DEPTH>(a, t, start, step, count, load, send);
     if (alive) {
         const u32 vectors = part * f.vectors;
         advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, SHORT ? vectors : vectors | OWN_TOO);
