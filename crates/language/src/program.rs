@@ -63,6 +63,24 @@ impl Default for Options {
     }
 }
 
+impl Options {
+    /// What [`Program::plan`] makes of a [draft](Program::draft): fused, ordered and replicated, not checked for pairing.
+    ///
+    /// # Errors
+    /// [`LanguageError::Plan`] if instances have no room.
+    pub fn finish(&self, draft: Plan) -> Result<Plan> {
+        let mut plan = draft;
+        if self.instr_fusion {
+            plan = passes::fuse(plan);
+        }
+        plan = passes::insert_data_sync(plan);
+        if self.auto_sync {
+            plan = passes::insert_dependency_sync(plan);
+        }
+        Ok(passes::replicate(plan, self.instances, self.replication_policy)?)
+    }
+}
+
 /// A collective algorithm as it is written down, call by call.
 ///
 /// Ranks, channels and semaphores that it gives out hold on to it and add to it, through shared references: a program is
@@ -237,15 +255,7 @@ impl Program {
     /// # Errors
     /// [`LanguageError::Plan`] if instances have no room.
     pub fn plan_unpaired(&self) -> Result<Plan> {
-        let mut plan = self.draft();
-        if self.options.instr_fusion {
-            plan = passes::fuse(plan);
-        }
-        plan = passes::insert_data_sync(plan);
-        if self.options.auto_sync {
-            plan = passes::insert_dependency_sync(plan);
-        }
-        Ok(passes::replicate(plan, self.options.instances, self.options.replication_policy)?)
+        self.options.finish(self.draft())
     }
 
     /// The plan before any pass, as the program says it.

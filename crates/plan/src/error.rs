@@ -60,6 +60,12 @@ pub enum PlanError {
         /// Why, with the numbers.
         what: String,
     },
+    /// Thread blocks cannot be made many under a policy that divides no chunks.
+    #[error("rank {rank} has an operation that touches chunks, which the policy `none` cannot divide")]
+    Undivided {
+        /// Whose.
+        rank: Rank,
+    },
     /// The tensors do not fit the plan.
     #[error("plan {plan:?}: {what}")]
     Sizes {

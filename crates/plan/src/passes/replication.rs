@@ -27,39 +27,47 @@ pub enum ReplicationPolicy {
 /// `v × instances + i × size`, as many.
 ///
 /// # Errors
-/// [`PlanError::Replication`] if there are too many instances or thread blocks, if a number has no room in its type, or if an operation touches chunks under
-/// [`ReplicationPolicy::None`].
-pub fn replicate(
-    mut plan: Plan,
-    instances: u32,
-    policy: ReplicationPolicy,
-) -> std::result::Result<Plan, PlanError> {
-    let spread = Spread { instances, policy };
-    if instances > MAX_INSTANCES {
-        let what = format!("there can be {MAX_INSTANCES} at most");
-        return Err(PlanError::Replication { rank: Rank(0), instances, what });
-    }
+/// [`PlanError::Replication`] if there are too many instances or thread blocks, or if a number has no room in its type;
+/// [`PlanError::Undivided`] if an operation touches chunks under [`ReplicationPolicy::None`].
+pub fn replicate(mut plan: Plan, instances: u32, policy: ReplicationPolicy) -> Result<Plan> {
     for gpu in &mut plan.gpus {
-        spread.gpu(gpu).map_err(|what| PlanError::Replication { rank: gpu.id, instances, what })?;
+        let spread = Spread { rank: gpu.id, instances, policy };
+        if instances > MAX_INSTANCES {
+            return Err(spread.wrong(format!("there can be {MAX_INSTANCES} at most")));
+        }
+        spread.gpu(gpu)?;
     }
     Ok(plan)
 }
 
+type Result<T> = std::result::Result<T, PlanError>;
+
+/// What becomes of the numbers of one rank.
 struct Spread {
+    rank: Rank,
     instances: u32,
     policy: ReplicationPolicy,
 }
 
-type Result<T> = std::result::Result<T, String>;
-
 impl Spread {
+    fn wrong(&self, what: String) -> PlanError {
+        PlanError::Replication { rank: self.rank, instances: self.instances, what }
+    }
+
+    fn too_many(&self, what: &str, count: u64) -> PlanError {
+        self.wrong(format!("too many {what}: {count} as it is"))
+    }
+
     fn gpu(&self, gpu: &mut Gpu) -> Result<()> {
         for chunks in [&mut gpu.input_chunks, &mut gpu.output_chunks, &mut gpu.scratch_chunks] {
-            *chunks = chunks.checked_mul(self.instances.into()).ok_or_else(|| too_many("chunks", *chunks))?;
+            *chunks =
+                chunks.checked_mul(self.instances.into()).ok_or_else(|| self.too_many("chunks", *chunks))?;
         }
         let count = gpu.threadblocks.len();
         if count.saturating_mul(self.instances as usize) > MAX_THREAD_BLOCKS {
-            return Err(format!("{count} thread blocks each would be more than {MAX_THREAD_BLOCKS}"));
+            return Err(
+                self.wrong(format!("{count} thread blocks each would be more than {MAX_THREAD_BLOCKS}"))
+            );
         }
         for entry in &mut gpu.channels {
             if let GpuChannels::Peers { connected_to, .. } = entry {
@@ -101,17 +109,17 @@ impl Spread {
 
     fn id(&self, id: u32, instance: u32) -> Result<u32> {
         let spread = id.checked_mul(self.instances).and_then(|id| id.checked_add(instance));
-        spread.ok_or_else(|| too_many("numbered things", id.into()))
+        spread.ok_or_else(|| self.too_many("numbered things", id.into()))
     }
 
     fn index(&self, index: &mut u64, size: u64, instance: u32) -> Result<()> {
         if self.policy == ReplicationPolicy::None {
-            return Err("an operation touches chunks, which the policy `none` cannot divide".into());
+            return Err(PlanError::Undivided { rank: self.rank });
         }
         let share = size.checked_mul(instance.into());
         let spread =
             index.checked_mul(self.instances.into()).zip(share).and_then(|(at, by)| at.checked_add(by));
-        *index = spread.ok_or_else(|| too_many("chunks", *index))?;
+        *index = spread.ok_or_else(|| self.too_many("chunks", *index))?;
         Ok(())
     }
 
@@ -160,8 +168,4 @@ impl Spread {
             OpKind::Pipeline(pipeline) => pipeline.ops.iter_mut().try_for_each(|op| self.op(op, instance)),
         }
     }
-}
-
-fn too_many(what: &str, count: u64) -> String {
-    format!("too many {what}: {count} as it is")
 }
