@@ -1,10 +1,11 @@
 //! The program.
 
 use std::cell::RefCell;
+use std::mem;
 use std::panic::Location;
 
 use antiphon_plan::{
-    BufferType, ChannelType, Plan, Protocol,
+    BufferType, ChannelType, Gpu, Plan, Protocol,
     passes::{self, ReplicationPolicy},
 };
 
@@ -238,8 +239,9 @@ impl Program {
     /// # Errors
     /// [`LanguageError::Plan`] if signals and waits do not match, or if instances have no room.
     pub fn plan(&self) -> Result<Plan> {
-        self.check_pairing()?;
-        self.plan_unpaired()
+        let draft = self.draft();
+        passes::check_pairing(&draft)?;
+        self.options.finish(draft)
     }
 
     /// Checks that every signal has its wait ([`passes::check_pairing`]).
@@ -247,7 +249,11 @@ impl Program {
     /// # Errors
     /// [`LanguageError::Plan`] if one has none.
     pub fn check_pairing(&self) -> Result<()> {
-        Ok(passes::check_pairing(&self.draft())?)
+        let gpus = mem::take(&mut self.state.borrow_mut().gpus);
+        let draft = self.with_header(gpus);
+        let checked = passes::check_pairing(&draft);
+        self.state.borrow_mut().gpus = draft.gpus;
+        Ok(checked?)
     }
 
     /// The finished plan, whether or not signals have their waits: a part of an algorithm, to look at.
@@ -261,6 +267,10 @@ impl Program {
     /// The plan before any pass, as the program says it.
     pub fn draft(&self) -> Plan {
         let state = self.state.borrow();
+        Plan { origins: state.origins.clone(), ..self.with_header(state.gpus.clone()) }
+    }
+
+    fn with_header(&self, gpus: Vec<Gpu>) -> Plan {
         let options = &self.options;
         let (collective, inplace) = &self.collective;
         Plan {
@@ -269,13 +279,13 @@ impl Program {
             protocol: options.protocol,
             inplace: *inplace,
             reuse_resources: options.reuse_resources,
-            gpus: state.gpus.clone(),
+            gpus,
             num_threads_per_block: options.num_threads_per_block,
             use_double_scratch_buffer: options.use_double_scratch_buffer,
             buffer_alignment: options.buffer_alignment,
             min_message_size: options.min_message_size,
             max_message_size: options.max_message_size,
-            origins: state.origins.clone(),
+            origins: Vec::new(),
         }
     }
 

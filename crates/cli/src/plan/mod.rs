@@ -2,6 +2,8 @@
 //!
 //! A file for each of its commands; all they know of plans is in `antiphon-plan` and the crates above it.
 
+mod build;
+
 use std::path::Path;
 
 use antiphon_plan::Plan;
@@ -17,13 +19,17 @@ pub struct Args {
 }
 
 #[derive(Debug, Clone, Subcommand)]
-enum Command {}
+enum Command {
+    Build(build::Args),
+}
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Runs the command.
 pub fn execute(args: Args) -> ExitStatus {
-    let done: Result<ExitStatus> = match args.command {};
+    let done: Result<ExitStatus> = match args.command {
+        Command::Build(args) => build::execute(args),
+    };
     done.unwrap_or_else(|error| {
         eprintln!("antiphon plan: {error}");
         FAILURE

@@ -3,6 +3,8 @@
 
 use std::fmt::Write;
 
+use itoa::Buffer;
+
 use crate::op::{
     BufferType, ChannelType, Copy, Get, GroupShare, LocalChunk, Notify, Op, OpKind, Pipeline, Put, RankChunk,
     Reduce, ReduceOp, RemoteChunk, SemaphoreOp, SwitchBroadcast, SwitchChunk, SwitchReduce,
@@ -12,7 +14,7 @@ use crate::plan::{Gpu, GpuChannels, Plan, Protocol, ThreadBlock};
 
 /// The plan as text.
 pub(super) fn plan(plan: &Plan) -> String {
-    let mut to = Writer { text: String::new(), depth: 0, first: true };
+    let mut to = Writer { text: String::with_capacity(estimate(plan)), depth: 0, first: true };
     to.object(|to| {
         to.key("name");
         match &plan.name {
@@ -33,6 +35,14 @@ pub(super) fn plan(plan: &Plan) -> String {
     to.text
 }
 
+/// About as many bytes as there will be, or more: a plan of many ranks is copied often otherwise, while it grows.
+fn estimate(plan: &Plan) -> usize {
+    const OP: usize = 512;
+    let blocks = || plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks);
+    let ops: usize = blocks().map(|block| 1 + block.ops.len()).sum();
+    (1 + plan.gpus.len() + ops) * OP
+}
+
 fn gpu(to: &mut Writer, gpu: &Gpu) {
     to.object(|to| {
         to.number("id", gpu.id.0);
@@ -44,7 +54,7 @@ fn gpu(to: &mut Writer, gpu: &Gpu) {
         to.list("remote_buffers", &gpu.remote_buffers, |to, remote| {
             to.object(|to| {
                 to.number("rank", remote.rank.0);
-                to.text("type", buffer(remote.buffer));
+                to.word("type", buffer(remote.buffer));
                 to.list("access_channel_types", &remote.access_channel_types, |to, of| {
                     to.string(channel_type(*of))
                 });
@@ -59,12 +69,12 @@ fn gpu(to: &mut Writer, gpu: &Gpu) {
 fn channels(to: &mut Writer, channels: &GpuChannels) {
     to.object(|to| match channels {
         GpuChannels::Peers { channel_type: of, connected_to } => {
-            to.text("channel_type", channel_type(*of));
+            to.word("channel_type", channel_type(*of));
             to.numbers("connected_to", connected_to.iter().map(|rank| rank.0));
         }
         GpuChannels::Switch { buffer: of, rank_groups } => {
-            to.text("channel_type", channel_type(ChannelType::Switch));
-            to.text("buffer_type", buffer(*of));
+            to.word("channel_type", channel_type(ChannelType::Switch));
+            to.word("buffer_type", buffer(*of));
             to.list("rank_groups", rank_groups, |to, ranks| {
                 to.object(|to| {
                     to.number("size", ranks.len());
@@ -81,13 +91,13 @@ fn threadblock(to: &mut Writer, block: &ThreadBlock) {
         to.list("ops", &block.ops, op);
         to.list("channels", &block.channels, |to, refs| {
             to.object(|to| {
-                to.text("channel_type", channel_type(refs.channel_type));
+                to.word("channel_type", channel_type(refs.channel_type));
                 to.numbers("channel_ids", refs.channel_ids.iter().map(|id| id.0));
             });
         });
         to.list("remote_buffer_refs", &block.remote_buffer_refs, |to, refs| {
             to.object(|to| {
-                to.text("access_channel_type", channel_type(refs.access_channel_type));
+                to.word("access_channel_type", channel_type(refs.access_channel_type));
                 to.numbers("remote_buffer_ids", refs.remote_buffer_ids.iter().map(|id| id.0));
             });
         });
@@ -105,7 +115,7 @@ fn op(to: &mut Writer, op: &Op) {
             }
             OpKind::Notify(Notify { channels, channel_type: of, .. }) => {
                 to.numbers("channel_ids", channels.iter().map(|id| id.0));
-                to.text("channel_type", channel_type(*of));
+                to.word("channel_type", channel_type(*of));
             }
             OpKind::Semaphore(SemaphoreOp { semaphores, .. }) => {
                 to.numbers("semaphore_ids", semaphores.iter().map(|id| id.0));
@@ -121,37 +131,37 @@ fn op(to: &mut Writer, op: &Op) {
                 if *of == ChannelType::Port {
                     to.numbers("channel_ids", channels.iter().map(|id| id.0));
                 }
-                to.text("channel_type", channel_type(*of));
+                to.word("channel_type", channel_type(*of));
                 to.group(*group);
             }
             OpKind::Get(Get { src, dst, channels, channel_type: of, group }) => {
                 to.list("src_buff", src, remote);
                 to.list("dst_buff", dst, local);
                 to.numbers("channel_ids", channels.iter().map(|id| id.0));
-                to.text("channel_type", channel_type(*of));
+                to.word("channel_type", channel_type(*of));
                 to.group(*group);
             }
             OpKind::Reduce(reduce) => reduction(to, reduce),
             OpKind::SwitchReduce(SwitchReduce { buffer: of, offset, size, dst, channels, op }) => {
-                to.text("buffer_type", buffer(*of));
+                to.word("buffer_type", buffer(*of));
                 to.number("buffer_offset", *offset);
                 to.number("size", *size);
                 to.key("dst_chunk");
                 of_rank(to, dst);
                 to.numbers("channel_ids", channels.iter().map(|id| id.0));
-                to.text("channel_type", channel_type(ChannelType::Switch));
-                to.text("reduce_op", reduce_op(*op));
+                to.word("channel_type", channel_type(ChannelType::Switch));
+                to.word("reduce_op", reduce_op(*op));
             }
             OpKind::SwitchBroadcast(SwitchBroadcast { src, dst, .. }) => {
                 to.list("src_buff", std::slice::from_ref(src), of_rank);
                 to.list("dst_buff", std::slice::from_ref(dst), switch);
-                to.text("channel_type", channel_type(ChannelType::Switch));
+                to.word("channel_type", channel_type(ChannelType::Switch));
             }
             OpKind::SwitchReduceBroadcast(SwitchReduceBroadcast { src, dst, op }) => {
                 to.list("src_buff", std::slice::from_ref(src), switch);
                 to.list("dst_buff", std::slice::from_ref(dst), switch);
-                to.text("channel_type", channel_type(ChannelType::Switch));
-                to.text("reduce_op", reduce_op(*op));
+                to.word("channel_type", channel_type(ChannelType::Switch));
+                to.word("reduce_op", reduce_op(*op));
             }
             OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) => {
                 to.key("iter_context");
@@ -178,15 +188,15 @@ fn reduction(to: &mut Writer, reduce: &Reduce) {
         reduce.remote_dst.iter().for_each(|chunk| to.item(chunk, remote));
     });
     if let Some(of) = reduce.channel_type {
-        to.text("channel_type", channel_type(of));
+        to.word("channel_type", channel_type(of));
     }
-    to.text("reduce_op", reduce_op(reduce.op));
+    to.word("reduce_op", reduce_op(reduce.op));
     to.group(reduce.group);
 }
 
 fn local(to: &mut Writer, chunk: &LocalChunk) {
     to.object(|to| {
-        to.text("type", buffer(chunk.buffer));
+        to.word("type", buffer(chunk.buffer));
         to.number("index", chunk.index);
         to.number("size", chunk.size);
     });
@@ -211,7 +221,7 @@ fn switch(to: &mut Writer, chunk: &SwitchChunk) {
 fn of_rank(to: &mut Writer, chunk: &RankChunk) {
     to.object(|to| {
         to.number("rank", chunk.rank.0);
-        to.text("type", buffer(chunk.buffer));
+        to.word("type", buffer(chunk.buffer));
         to.number("index", chunk.index);
         to.number("size", chunk.size);
     });
@@ -279,13 +289,9 @@ impl Writer {
 
     /// A new line in the list or object that is open.
     fn next(&mut self) {
-        const SPACES: &str = "                                ";
-        if !self.first {
-            self.text.push(',');
-        }
+        const LINE: &str = ",\n                                ";
+        self.text.push_str(&LINE[usize::from(self.first)..2 + 2 * self.depth]);
         self.first = false;
-        self.text.push('\n');
-        self.text.push_str(&SPACES[..2 * self.depth]);
     }
 
     fn nested(&mut self, open: char, close: char, body: impl FnOnce(&mut Self)) {
@@ -322,6 +328,14 @@ impl Writer {
         self.raw("\": ");
     }
 
+    /// A string without anything to escape.
+    fn word(&mut self, key: &str, value: &'static str) {
+        self.key(key);
+        self.text.push('"');
+        self.raw(value);
+        self.text.push('"');
+    }
+
     fn text(&mut self, key: &str, value: &str) {
         self.key(key);
         self.string(value);
@@ -332,9 +346,9 @@ impl Writer {
         self.raw(if value { "true" } else { "false" });
     }
 
-    fn number(&mut self, key: &str, value: impl std::fmt::Display) {
+    fn number(&mut self, key: &str, value: impl itoa::Integer) {
         self.key(key);
-        write!(self.text, "{value}").expect("a String takes all");
+        self.raw(Buffer::new().format(value));
     }
 
     fn numbers(&mut self, key: &str, values: impl Iterator<Item = u32>) {
@@ -342,7 +356,7 @@ impl Writer {
         self.array(|to| {
             for value in values {
                 to.next();
-                write!(to.text, "{value}").expect("a String takes all");
+                to.raw(Buffer::new().format(value));
             }
         });
     }

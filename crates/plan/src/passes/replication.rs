@@ -80,12 +80,18 @@ impl Spread {
         let switches = gpu.channels.split_off(peers);
         gpu.channels.extend(self.repeated(&switches));
         gpu.semaphores = self.repeated(&gpu.semaphores);
+        let Some(last) = self.instances.checked_sub(1) else {
+            gpu.threadblocks.clear();
+            return Ok(());
+        };
         let blocks = std::mem::take(&mut gpu.threadblocks);
         gpu.threadblocks.reserve(count * self.instances as usize);
-        for block in &blocks {
-            for instance in 0..self.instances {
-                gpu.threadblocks.push(self.block(block, instance)?);
+        for block in blocks {
+            for instance in 0..last {
+                gpu.threadblocks.push(self.block(block.clone(), instance)?);
             }
+            // The block itself, since copies are most of the pass's time.
+            gpu.threadblocks.push(self.block(block, last)?);
         }
         Ok(())
     }
@@ -95,8 +101,7 @@ impl Spread {
         items.iter().flat_map(|item| std::iter::repeat_n(item, times)).cloned().collect()
     }
 
-    fn block(&self, block: &ThreadBlock, instance: u32) -> Result<ThreadBlock> {
-        let mut block = block.clone();
+    fn block(&self, mut block: ThreadBlock, instance: u32) -> Result<ThreadBlock> {
         block.id = self.id(block.id, instance)?;
         for refs in &mut block.channels {
             for ChannelId(id) in &mut refs.channel_ids {
