@@ -842,3 +842,25 @@ class Program:
         max_message_size: int,
     ) -> str:
         """The finished plan's text. That signals have their waits is not checked."""
+
+    def lines(
+        self,
+        rank: int,
+        threadblock: int,
+        *,
+        name: str | None,
+        collective: str,
+        protocol: str,
+        inplace: bool,
+        instances: int,
+        instr_fusion: bool,
+        auto_sync: bool,
+        replication_policy: ReplicationPolicy,
+        reuse_resources: bool,
+        num_threads_per_block: int,
+        use_double_scratch_buffer: bool,
+        buffer_alignment: int,
+        min_message_size: int,
+        max_message_size: int,
+    ) -> list[tuple[str, int] | None]:
+        """Of each operation of a thread block of the finished plan, the file and line that asked for it."""

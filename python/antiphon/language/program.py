@@ -2,7 +2,7 @@
 
 import json
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from antiphon import _core
 from antiphon.language._context import get_program, set_program
@@ -14,6 +14,25 @@ from antiphon.language.utils import AlgoSpec, ReplicationPolicy
 
 if TYPE_CHECKING:
     from antiphon.language.loop import LoopIterationContext
+
+
+class _Header(TypedDict):
+    """All of a plan but its operations, and how they are made."""
+
+    name: str | None
+    collective: str
+    protocol: str
+    inplace: bool
+    instances: int
+    instr_fusion: bool
+    auto_sync: bool
+    replication_policy: ReplicationPolicy
+    reuse_resources: bool
+    num_threads_per_block: int
+    use_double_scratch_buffer: bool
+    buffer_alignment: int
+    min_message_size: int
+    max_message_size: int
 
 
 class CollectiveProgram:
@@ -111,25 +130,33 @@ class CollectiveProgram:
         ``indent`` and ``json_kwargs`` are those of :func:`json.dumps`.
         """
         self.validate_signal_wait_pairing()
-        text = self._core.to_json(
-            name=self.name,
-            collective=self.collective.name,
-            protocol=self.protocol,
-            inplace=self.collective.inplace,
-            instances=self.instances,
-            instr_fusion=self.instr_fusion,
-            auto_sync=self.auto_sync,
-            replication_policy=self.replication_policy,
-            reuse_resources=self.reuse_resources,
-            num_threads_per_block=self.num_threads_per_block,
-            use_double_scratch_buffer=self.use_double_scratch_buffer,
-            buffer_alignment=self.buffer_alignment,
-            min_message_size=self.min_message_size,
-            max_message_size=self.max_message_size,
-        )
+        text = self._core.to_json(**self._header())
         if indent == 2 and not json_kwargs:
             return text
         return json.dumps(json.loads(text), indent=indent, **json_kwargs)
+
+    def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
+        """Of each operation of a thread block of the finished plan, the file and the line that asked for it: of fused
+        ones the first one's, of what was put in the one's that needs it."""
+        return self._core.lines(rank, threadblock, **self._header())
+
+    def _header(self) -> "_Header":
+        return {
+            "name": self.name,
+            "collective": self.collective.name,
+            "protocol": self.protocol,
+            "inplace": self.collective.inplace,
+            "instances": self.instances,
+            "instr_fusion": self.instr_fusion,
+            "auto_sync": self.auto_sync,
+            "replication_policy": self.replication_policy,
+            "reuse_resources": self.reuse_resources,
+            "num_threads_per_block": self.num_threads_per_block,
+            "use_double_scratch_buffer": self.use_double_scratch_buffer,
+            "buffer_alignment": self.buffer_alignment,
+            "min_message_size": self.min_message_size,
+            "max_message_size": self.max_message_size,
+        }
 
     def post_process_operations(self) -> None:
         """Checks that the plan can be made. In MSCCL++ 0.9.0 this changes the program; here nothing needs to."""

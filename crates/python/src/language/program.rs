@@ -5,7 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use antiphon_language::{
     self as language, BufferChunks, BufferType, Collective, Options, SemaphoreId, SwitchEnds,
 };
-use pyo3::{intern, prelude::*, types::PyDict};
+use antiphon_plan::{Op, Plan};
+use pyo3::{exceptions::PyIndexError, intern, prelude::*, types::PyDict};
 
 use super::{
     channel::{Channel, Switch},
@@ -181,14 +182,36 @@ impl Program {
     /// The finished plan's text. All but the operations comes as keywords. The pairing is not checked.
     #[pyo3(signature = (**header))]
     fn to_json(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<String> {
+        Ok(self.plan(py, header)?.to_json())
+    }
+
+    /// Of each operation of a thread block of the finished plan, the line that asked for it.
+    #[pyo3(signature = (rank, threadblock, **header))]
+    fn lines(
+        &self,
+        py: Python<'_>,
+        rank: usize,
+        threadblock: usize,
+        header: Option<&Bound<'_, PyDict>>,
+    ) -> Result<Vec<Option<(String, u32)>>> {
+        let plan = self.plan(py, header)?;
+        let block = plan.gpus.get(rank).and_then(|gpu| gpu.threadblocks.get(threadblock));
+        let missing = || PyIndexError::new_err(format!("rank {rank} has no thread block {threadblock}"));
+        let line = |op: &Op| plan.origin(op.origin).map(|origin| (origin.file.clone(), origin.line));
+        Ok(block.ok_or_else(missing)?.ops.iter().map(line).collect())
+    }
+}
+
+impl Program {
+    fn plan(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<Plan> {
         let mut program = self.lock();
         if let Some(header) = header {
             configure(&mut program, header)?;
         }
         let (draft, options) = (program.draft(), program.options.clone());
         drop(program);
-        // Passes and text need nothing of Python, and may take a while.
-        Ok(py.detach(|| options.finish(draft).map(|plan| plan.to_json()))?)
+        // The passes need nothing of Python, and may take a while.
+        Ok(py.detach(|| options.finish(draft))?)
     }
 }
 
