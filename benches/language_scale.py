@@ -9,6 +9,7 @@ The programs are equal; the difference between the two is the Python layer: call
 
 import argparse
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -72,8 +73,8 @@ def main() -> None:
             }
         )
     if record:
-        command = "python benches/language_scale.py (fastest of 9)"
-        record.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+        about = {"command": "python benches/language_scale.py", "figures": "the fastest of 9", "load": os.getloadavg()[0]}
+        record.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

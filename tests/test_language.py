@@ -112,6 +112,13 @@ def test_ranks_and_thread_blocks_count_from_the_end() -> None:
     assert [op["name"] for op in plan["gpus"][2]["threadblocks"][4]["ops"]] == ["nop", "copy"]
 
 
+def test_a_program_knows_its_chunks_so_far() -> None:
+    with CollectiveProgram("chunks", AllGather(2, 3, False), 2) as program:
+        Buffer(1, 5)
+        Buffer(1, -1)  # as scripts may; it sets none aside
+    assert [tuple(gpu) for gpu in program.gpus] == [(0, 3, 6, 0), (1, 3, 6, 5)]
+
+
 def test_channels_of_another_program_are_refused() -> None:
     with CollectiveProgram("large", TestCollective(3, 1, 1), 3):
         channel, switch, semaphore = MemoryChannel(2, 1), SwitchChannel([0, 2], BufferType.input), Semaphore(2, 0)

@@ -2,7 +2,7 @@
 
 import json
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from antiphon import _core
 from antiphon.language._context import get_program, set_program
@@ -14,6 +14,15 @@ from antiphon.language.utils import AlgoSpec, ReplicationPolicy
 
 if TYPE_CHECKING:
     from antiphon.language.loop import LoopIterationContext
+
+
+class Gpu(NamedTuple):
+    """The chunks of a rank's buffers."""
+
+    id: int
+    input_chunks: int
+    output_chunks: int
+    scratch_chunks: int
 
 
 class _Header(TypedDict):
@@ -119,6 +128,11 @@ class CollectiveProgram:
     ) -> None:
         # Not the program around it: as in MSCCL++ 0.9.0, programs do not nest.
         set_program(None)
+
+    @property
+    def gpus(self) -> "list[Gpu]":
+        """The chunks of each rank's buffers; of scratch, so far."""
+        return [Gpu(rank, *self._core.num_chunks(rank)) for rank in range(self._core.num_ranks)]
 
     def validate_signal_wait_pairing(self) -> None:
         """``RuntimeError`` unless each rank waits as often for another as that one signals it."""
