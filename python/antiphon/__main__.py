@@ -1,5 +1,6 @@
-"""The command ``antiphon``: ``python -m antiphon bench``, ``run``, ``doctor``, ``tune``."""
+"""The command ``antiphon``: ``python -m antiphon bench``, ``run``, ``doctor``, ``tune``, ``plan``."""
 
+import os
 import signal
 import sys
 
@@ -9,6 +10,8 @@ from antiphon import _core
 def main() -> None:
     # No Python runs meanwhile, so Python's handler would never.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # `plan build` runs scripts, by a Python that has this package.
+    os.environ.setdefault("ANTIPHON_PYTHON", sys.executable)
     sys.exit(_core.main(sys.argv[1:]))
 
 

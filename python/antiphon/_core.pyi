@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
 
 from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
 
 from antiphon._results import RmsNormResult
+from antiphon.language._types import BufferType, ReduceOperationType, SyncType
+from antiphon.language.utils import ReplicationPolicy
 
 class _SupportsDLPack(Protocol):
     def __dlpack__(self) -> CapsuleType: ...
@@ -24,13 +26,19 @@ _Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-groups", "nvfp4"] | str
 _ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"] | str | int
 
 __all__ = [
+    "BaseBuffer",
+    "Channel",
+    "Chunk",
     "Communicator",
     "CudaBuffer",
     "Handle",
     "Mapping",
     "Memory",
     "PeerLostError",
+    "Program",
     "SharedBuffer",
+    "Switch",
+    "ThreadBlockGroup",
     "__version__",
     "after_fork",
     "compute_fp4_swizzled_layout_sf_size",
@@ -581,3 +589,281 @@ def strided_memory(
 ) -> CapsuleType:
     """A DLPack capsule of what :func:`antiphon.comm.pack_strided_memory` returns, on a CUDA device or else the host.
     Nobody checks that there is memory at ``ptr``, or keeps it."""
+
+@final
+class Chunk:
+    """Chunks ``index`` to ``index + size`` of a buffer of a rank. Equal by its fields, and hashable."""
+
+    def __new__(cls, rank: int, buffer: BufferType, index: int, size: int) -> Self: ...
+    @property
+    def rank(self) -> int:
+        """Whose buffer."""
+
+    @property
+    def buffer(self) -> BufferType:
+        """Which buffer."""
+
+    @property
+    def index(self) -> int:
+        """The first chunk."""
+
+    @property
+    def size(self) -> int:
+        """The number of chunks."""
+
+    def to_dict(self) -> dict[str, int | str]:
+        """``rank``, ``type``, ``index`` and ``size``, as in the plan."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@disjoint_base
+class BaseBuffer:
+    """A buffer of a rank: ``size`` chunks from ``offset`` on."""
+
+    def __new__(cls, rank: int, buffer_type: BufferType, offset: int, size: int) -> Self: ...
+    @property
+    def rank(self) -> int:
+        """Whose."""
+
+    @property
+    def buffer_type(self) -> BufferType:
+        """Which."""
+
+    @property
+    def offset(self) -> int:
+        """The first chunk."""
+
+    @property
+    def size(self) -> int:
+        """Where it ends: ``offset`` and the number of chunks together, as in MSCCL++ 0.9.0."""
+
+    def __getitem__(self, key: slice, /) -> Chunk:
+        """Some chunks, counted from the buffer's start: ``buffer[first:behind_last]``.
+
+        ``TypeError`` for what is no slice, ``ValueError`` for steps, negative numbers and an end before the start,
+        ``RuntimeError`` for chunks beyond the end."""
+
+@disjoint_base
+class ThreadBlockGroup:
+    """Thread blocks that do operations together, each its share of the bytes. ``ValueError`` if one is in it twice."""
+
+    def __new__(cls, tb_list: Sequence[int]) -> Self: ...
+    @property
+    def tb_list(self) -> list[int]:
+        """The thread blocks."""
+
+    def get_internal_id(self, tb: int) -> int:
+        """The place of a thread block in the group; ``ValueError`` if it is not in it."""
+
+    def numtb(self) -> int:
+        """How many there are."""
+
+@final
+class Channel:
+    """A memory or port channel of a program. Operations are noted as the line's at which the frame is."""
+
+    @property
+    def dst(self) -> int:
+        """The rank at the other end."""
+
+    @property
+    def src(self) -> int:
+        """Whose operations."""
+
+    @property
+    def id(self) -> int:
+        """Its number among the rank's channels of its type."""
+
+    def notify(
+        self,
+        program: Program,
+        kind: Literal["signal", "wait", "flush"],
+        tb: int,
+        data_sync: SyncType,
+        relaxed: bool,
+        frame: FrameType,
+    ) -> None:
+        """An operation without data."""
+
+    def put(
+        self,
+        program: Program,
+        kind: str,
+        dst: Chunk,
+        src: Chunk,
+        tb: int | None,
+        tb_group: ThreadBlockGroup | None,
+        frame: FrameType,
+    ) -> None:
+        """An operation of a chunk at each end; ``kind`` is its name in ``antiphon.language``."""
+
+    def reduce(
+        self,
+        program: Program,
+        local_src: Chunk,
+        remote_src: Sequence[Chunk],
+        tb: int | None,
+        tb_group: ThreadBlockGroup | None,
+        local_dst: Chunk | None,
+        reduce_op: ReduceOperationType,
+        frame: FrameType,
+    ) -> None:
+        """A reduction of chunks of both ends."""
+
+@final
+class Switch:
+    """A switch channel of a program."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its members."""
+
+    @property
+    def ids(self) -> dict[int, int]:
+        """Its number among the switch channels of each member."""
+
+    def member(self, program: Program, rank: int) -> int:
+        """The rank, counted from the start; ``RuntimeError`` if it is no member."""
+
+    def reduce(
+        self,
+        program: Program,
+        rank: int,
+        buffer_offset: int,
+        size: int,
+        dst: Chunk,
+        tb: int,
+        reduce_op: ReduceOperationType,
+        frame: FrameType,
+    ) -> None:
+        """A reduction by the switch."""
+
+    def broadcast(
+        self,
+        program: Program,
+        packets: bool,
+        rank: int,
+        src: Chunk,
+        buffer_offset: int,
+        size: int,
+        tb: int,
+        frame: FrameType,
+    ) -> None:
+        """A broadcast by the switch."""
+
+@final
+class Program:
+    """A program of ``antiphon.language`` as its operations come in. ``buffers`` has the chunks of each rank's input and
+    output. Ranks may count from the end."""
+
+    def __new__(cls, buffers: Sequence[tuple[int, int]]) -> Self: ...
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it is for."""
+
+    def num_chunks(self, rank: int) -> tuple[int, int, int]:
+        """A rank's chunks of input, output and, so far, scratch."""
+
+    def rank(self, rank: int) -> int:
+        """The rank, counted from the start; ``AttributeError`` if there is none."""
+
+    def scratch(self, rank: int, size: int) -> int:
+        """Sets scratch aside, and returns its first chunk. A negative size sets none aside."""
+
+    def memory_channel(self, dst: int, src: int) -> Channel:
+        """A new channel."""
+
+    def port_channel(self, dst: int, src: int) -> Channel:
+        """A new channel."""
+
+    def switch_channel(self, ranks: Sequence[int], buffer: BufferType) -> Switch:
+        """A new channel."""
+
+    def semaphore(self, rank: int, initial_value: int) -> tuple[int, int]:
+        """A new semaphore: its rank and its number."""
+
+    def semaphore_op(
+        self, acquire: bool, semaphore: tuple[int, int], tb: int, data_sync: SyncType, frame: FrameType
+    ) -> None:
+        """Acquires or releases it."""
+
+    def copy(
+        self,
+        kind: str,
+        rank: int,
+        dst: Chunk,
+        src: Chunk,
+        tb: int | None,
+        tb_group: ThreadBlockGroup | None,
+        frame: FrameType,
+    ) -> None:
+        """An operation of two chunks of one rank; ``kind`` is its name in ``antiphon.language``."""
+
+    def reduce(
+        self,
+        rank: int,
+        src: Chunk,
+        others: Sequence[Chunk],
+        tb: int | None,
+        tb_group: ThreadBlockGroup | None,
+        dst: Chunk | None,
+        reduce_op: ReduceOperationType,
+        packet: bool,
+        frame: FrameType,
+    ) -> None:
+        """A reduction of chunks of one rank."""
+
+    def barrier(self, rank: int, tb_list: Sequence[int], frame: FrameType) -> None:
+        """A barrier of thread blocks of one rank."""
+
+    def begin_pipeline(self, unit: int, num_chunks: int, frame: FrameType) -> None:
+        """What follows is a loop's."""
+
+    def end_pipeline(self) -> None:
+        """The loop ends."""
+
+    def check_pairing(self) -> None:
+        """``RuntimeError`` if signals and waits do not match."""
+
+    def to_json(
+        self,
+        *,
+        name: str | None,
+        collective: str,
+        protocol: str,
+        inplace: bool,
+        instances: int,
+        instr_fusion: bool,
+        auto_sync: bool,
+        replication_policy: ReplicationPolicy,
+        reuse_resources: bool,
+        num_threads_per_block: int,
+        use_double_scratch_buffer: bool,
+        buffer_alignment: int,
+        min_message_size: int,
+        max_message_size: int,
+    ) -> str:
+        """The finished plan's text. That signals have their waits is not checked."""
+
+    def lines(
+        self,
+        rank: int,
+        threadblock: int,
+        *,
+        name: str | None,
+        collective: str,
+        protocol: str,
+        inplace: bool,
+        instances: int,
+        instr_fusion: bool,
+        auto_sync: bool,
+        replication_policy: ReplicationPolicy,
+        reuse_resources: bool,
+        num_threads_per_block: int,
+        use_double_scratch_buffer: bool,
+        buffer_alignment: int,
+        min_message_size: int,
+        max_message_size: int,
+    ) -> list[tuple[str, int] | None]:
+        """Of each operation of a thread block of the finished plan, the file and line that asked for it."""

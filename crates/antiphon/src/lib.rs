@@ -52,7 +52,8 @@
 //! 4. **Who is where.** [`topology`] computes groups for tensor, pipeline, context and expert parallelism.
 //! 5. **Memory that all ranks see.** [`create_shared_buffer`](fabric::Communicator::create_shared_buffer).
 //! 6. **GPUs.** [`cuda`] has the collectives between them and what it takes to use them, [`nccl`] the same through NCCL.
-//! 7. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`tuning`] the tables of
+//! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which can be looked at before it is run.
+//! 8. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`tuning`] the tables of
 //!    what is fastest.
 //!
 //! ## Promises
@@ -68,6 +69,8 @@
 pub use antiphon_collectives as collectives;
 pub use antiphon_device as device;
 pub use antiphon_fabric as fabric;
+pub use antiphon_language as language;
+pub use antiphon_plan as plan;
 pub use antiphon_tensor as tensor;
 pub use antiphon_topology as topology;
 pub use antiphon_tuning as tuning;

@@ -3,6 +3,7 @@
 //!
 //! * [`launch`] starts a program on every rank and watches over it; [`run`] is the command around it.
 //! * [`mod@bench`] verifies and times collectives; [`tune`] finds out which algorithm is fastest at which size.
+//! * [`plan`] has the tools around execution plans.
 //! * [`doctor`] says what this machine can do and what it lacks.
 //! * [`report`] shows measured rows as a table, a JSON file and a plot.
 //! * [`sizes`] reads message sizes such as `1K..64M`.
@@ -16,6 +17,7 @@ pub mod bench;
 pub mod doctor;
 pub mod launch;
 pub mod machine;
+pub mod plan;
 pub mod report;
 pub mod run;
 pub mod sizes;
@@ -41,6 +43,7 @@ enum Command {
     Run(run::Args),
     Doctor(doctor::Args),
     Tune(tune::Args),
+    Plan(plan::Args),
 }
 
 /// Runs the command with the arguments that follow its name, and returns its exit status. Commands that start ranks
@@ -52,6 +55,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitStatus {
             Command::Run(args) => run::execute(args),
             Command::Doctor(args) => doctor::execute(args),
             Command::Tune(args) => tune::execute(args),
+            Command::Plan(args) => plan::execute(args),
         },
         Err(error) => {
             // Help goes to standard output, and nothing is left to tell if that is gone.

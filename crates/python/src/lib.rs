@@ -8,6 +8,7 @@
 //!   `call` is one collective as a value, which can be run at once or started, and `fused` a fused all-reduce.
 //! * `communicator`, `handle`, `shared` and `mapping` are the classes.
 //! * `cuda` puts collectives into streams of GPUs.
+//! * `language` has programs of collective algorithms, for `antiphon.language`.
 //! * `comm` is what `antiphon.comm` asks for besides.
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
 //!   forked child must not use.
@@ -23,6 +24,7 @@ mod fork;
 mod fused;
 mod handle;
 mod interrupt;
+mod language;
 mod mapping;
 mod operand;
 mod shared;
@@ -39,6 +41,7 @@ mod _core {
         error::PeerLostError,
         fork::after_fork,
         handle::Handle,
+        language::{BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup},
         mapping::Mapping,
         shared::{Memory, SharedBuffer},
     };

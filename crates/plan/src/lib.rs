@@ -1,0 +1,57 @@
+//! The execution plan of a collective algorithm: what every thread block of every rank does.
+//!
+//! A plan says in terms of *chunks* who copies, sends, reduces, signals and waits. It does not say how large a chunk is:
+//! that follows from the message, so one plan serves many sizes. Programs are written with `antiphon-language` and become
+//! plans; executors run them. Between the two stands this crate, which knows what plans mean and runs nothing:
+//!
+//! * [`Plan`] is plain data. Every number in it that names something is typed ([`Rank`], [`ChannelIndex`], …).
+//! * [`Plan::from_json`] and [`Plan::to_json`] read and write the format of MSCCL++ 0.9.0 (`ExecutionPlan`).
+//! * [`Block`] answers what an operation's numbers stand for: which peer, whose buffer, which bytes ([`Block::accesses`]).
+//!   [`Wiring`] says which channel is whose counterpart.
+//! * [`passes`] make of what a program asks for what thread blocks do: fused, ordered, replicated.
+//! * [`Extent`] says where chunks begin in bytes, for a message.
+//!
+//! ```
+//! use antiphon_plan::Plan;
+//!
+//! let text = r#"{"name": "nothing", "collective": "custom", "gpus": []}"#;
+//! let plan = Plan::from_json(text.as_bytes())?;
+//! assert_eq!(plan.buffer_alignment, 16);
+//! assert_eq!(Plan::from_json(plan.to_json().as_bytes())?, plan);
+//!
+//! let cut = Plan::from_json(&text.as_bytes()[..20]).unwrap_err();
+//! assert_eq!(cut.to_string(), "the plan's text: EOF while parsing a value (line 1, column 20)");
+//! # Ok::<(), antiphon_plan::PlanError>(())
+//! ```
+
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod check;
+mod error;
+mod extent;
+mod ids;
+mod json;
+mod op;
+pub mod passes;
+mod place;
+mod plan;
+mod resolve;
+
+pub use error::PlanError;
+pub use extent::Extent;
+pub use ids::{
+    BarrierId, ChannelId, ChannelIndex, OriginId, Rank, RemoteBufferId, RemoteBufferIndex, SemaphoreId,
+    ThreadBlockId,
+};
+pub use op::{
+    BufferType, ChannelType, Copy, CopyKind, DataSync, Get, GroupShare, LocalChunk, Notify, NotifyKind, Op,
+    OpKind, Pipeline, Put, PutKind, RankChunk, Reduce, ReduceOp, RemoteChunk, SemaphoreOp, SwitchBroadcast,
+    SwitchChunk, SwitchReduce, SwitchReduceBroadcast,
+};
+pub use place::Place;
+pub use plan::{
+    ChannelRefs, Gpu, GpuChannels, Origin, Plan, Protocol, RemoteBuffer, RemoteBufferRefs, Semaphore,
+    ThreadBlock,
+};
+pub use resolve::{Access, Block, Mode, Wiring};

@@ -1,0 +1,163 @@
+//! The plan: what every thread block of every rank does.
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{ChannelId, OriginId, Rank, RemoteBufferId};
+use crate::op::{BufferType, ChannelType, Op};
+
+/// What every thread block of every rank does, in terms of chunks; how large a chunk is follows from the message.
+///
+/// The format is that of MSCCL++ 0.9.0's `ExecutionPlan`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// The program's name.
+    pub name: Option<String>,
+    /// What it does: `allgather`, `allreduce`, `reducescatter`, `alltoall`, `sendrecv`, or any other.
+    pub collective: String,
+    /// How data travels.
+    pub protocol: Protocol,
+    /// Whether input and output share memory.
+    pub inplace: bool,
+    /// Whether scratch is shared with other plans.
+    pub reuse_resources: bool,
+    /// One for each rank.
+    pub gpus: Vec<Gpu>,
+    /// Threads of each thread block.
+    pub num_threads_per_block: u64,
+    /// Whether calls take turns between two halves of the scratch.
+    pub use_double_scratch_buffer: bool,
+    /// Bytes; messages are multiples of it.
+    pub buffer_alignment: u64,
+    /// Bytes of the smallest message.
+    pub min_message_size: u64,
+    /// Bytes of the largest message.
+    pub max_message_size: u64,
+    /// Lines of the program that made the plan; not in the JSON.
+    pub origins: Vec<Origin>,
+}
+
+/// A line of the program that made the plan.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Origin {
+    /// The file.
+    pub file: String,
+    /// The line, from 1.
+    pub line: u32,
+}
+
+impl Plan {
+    /// How many ranks it is for.
+    pub fn num_ranks(&self) -> usize {
+        self.gpus.len()
+    }
+
+    /// The line that made an operation, where it is known.
+    pub fn origin(&self, id: Option<OriginId>) -> Option<&Origin> {
+        self.origins.get(id?.index())
+    }
+}
+
+/// How data travels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Protocol {
+    /// Plain data, ordered by signals.
+    Simple,
+    /// Packets: data with a flag that says that it is there.
+    LL,
+}
+
+/// One rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gpu {
+    /// Its number: its place in [`Plan::gpus`].
+    pub id: Rank,
+    /// Chunks of the input.
+    pub input_chunks: u64,
+    /// Chunks of the output.
+    pub output_chunks: u64,
+    /// Chunks of the scratch.
+    pub scratch_chunks: u64,
+    /// Its thread blocks.
+    pub threadblocks: Vec<ThreadBlock>,
+    /// Its channels: at most one entry of memory and of port channels, then an entry for each switch channel.
+    pub channels: Vec<GpuChannels>,
+    /// Other ranks' buffers that it accesses.
+    pub remote_buffers: Vec<RemoteBuffer>,
+    /// Its semaphores.
+    pub semaphores: Vec<Semaphore>,
+}
+
+/// Channels of a rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GpuChannels {
+    /// To one rank each. A place in the list is a [`ChannelId`].
+    Peers {
+        /// Memory or port.
+        channel_type: ChannelType,
+        /// The peer of each channel.
+        connected_to: Vec<Rank>,
+    },
+    /// One switch channel. Its place among the switch channels is its [`ChannelId`].
+    Switch {
+        /// Which buffer it binds.
+        buffer: BufferType,
+        /// Who is in it: one group.
+        rank_groups: Vec<Vec<Rank>>,
+    },
+}
+
+/// A buffer of another rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemoteBuffer {
+    /// Whose.
+    pub rank: Rank,
+    /// Which.
+    #[serde(rename = "type")]
+    pub buffer: BufferType,
+    /// Through what it is accessed, ascending.
+    pub access_channel_types: Vec<ChannelType>,
+}
+
+/// A counting semaphore of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Semaphore {
+    /// Its count before the first call.
+    pub init_value: i64,
+}
+
+/// One thread block.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ThreadBlock {
+    /// Its number: its place in [`Gpu::threadblocks`].
+    pub id: u32,
+    /// What it does.
+    pub ops: Vec<Op>,
+    /// The channels that it uses: an entry for each type. A place in `channel_ids` is a
+    /// [`ChannelIndex`](crate::ChannelIndex).
+    pub channels: Vec<ChannelRefs>,
+    /// The remote buffers that it uses: an entry for each type of channel. A place in `remote_buffer_ids` is a
+    /// [`RemoteBufferIndex`](crate::RemoteBufferIndex).
+    pub remote_buffer_refs: Vec<RemoteBufferRefs>,
+}
+
+/// See [`ThreadBlock::channels`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChannelRefs {
+    /// The type.
+    pub channel_type: ChannelType,
+    /// The rank's channels of that type.
+    pub channel_ids: Vec<ChannelId>,
+}
+
+/// See [`ThreadBlock::remote_buffer_refs`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemoteBufferRefs {
+    /// The type.
+    pub access_channel_type: ChannelType,
+    /// The rank's remote buffers.
+    pub remote_buffer_ids: Vec<RemoteBufferId>,
+}

@@ -1,0 +1,23 @@
+//! Plans that MSCCL++ 0.9.0 prints, read and written again.
+
+use std::path::Path;
+
+use antiphon_plan::Plan;
+
+#[test]
+fn plans_are_the_same_bytes_after_reading_and_writing() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/golden/mscclpp/plans");
+    let Ok(files) = std::fs::read_dir(&folder) else {
+        return eprintln!("skipped: no {}", folder.display());
+    };
+    let mut seen = 0;
+    for file in files {
+        let path = file.expect("a readable folder").path();
+        let text = std::fs::read_to_string(&path).expect("a readable file");
+        let plan =
+            Plan::from_json(text.as_bytes()).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        assert_eq!(plan.to_json(), text.trim_end(), "{}", path.display());
+        seen += 1;
+    }
+    assert!(seen > 0);
+}

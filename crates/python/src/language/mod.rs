@@ -1,0 +1,14 @@
+//! What `antiphon.language` is made of: programs, and the chunks that their operations name.
+//!
+//! The modules of that package hold the names, defaults and the current program; here arguments become those of
+//! `antiphon-language`.
+
+mod channel;
+mod chunk;
+mod convert;
+mod error;
+mod program;
+
+pub(crate) use channel::{Channel, Switch};
+pub(crate) use chunk::{BaseBuffer, Chunk, ThreadBlockGroup};
+pub(crate) use program::Program;

@@ -1,0 +1,177 @@
+"""Programs."""
+
+import json
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+from antiphon import _core
+from antiphon.language._context import get_program, set_program
+from antiphon.language._types import BufferType
+from antiphon.language.channel import *
+from antiphon.language.collectives import *
+from antiphon.language.rank import Buffer, Rank, Semaphore
+from antiphon.language.utils import AlgoSpec, ReplicationPolicy
+
+if TYPE_CHECKING:
+    from antiphon.language.loop import LoopIterationContext
+
+
+class Gpu(NamedTuple):
+    """The chunks of a rank's buffers."""
+
+    id: int
+    input_chunks: int
+    output_chunks: int
+    scratch_chunks: int
+
+
+class _Header(TypedDict):
+    """All of a plan but its operations, and how they are made."""
+
+    name: str | None
+    collective: str
+    protocol: str
+    inplace: bool
+    instances: int
+    instr_fusion: bool
+    auto_sync: bool
+    replication_policy: ReplicationPolicy
+    reuse_resources: bool
+    num_threads_per_block: int
+    use_double_scratch_buffer: bool
+    buffer_alignment: int
+    min_message_size: int
+    max_message_size: int
+
+
+class CollectiveProgram:
+    """A collective algorithm, as the calls inside ``with CollectiveProgram(...):`` write it down.
+
+    ``instances`` of each thread block share the work as ``replication_policy`` says. ``protocol`` is ``"Simple"`` or
+    ``"LL"`` (packets). ``instr_fusion`` makes one operation of neighbours where one can do the work of both, ``auto_sync``
+    has threads meet between operations of a thread block that touch the same chunks. The rest stands in the plan: whether
+    scratch is shared with other plans, the threads of a block, whether calls take turns between two halves of scratch,
+    and messages' alignment and limits in bytes.
+
+    ``AssertionError`` for another protocol, ``IndexError`` for more ranks than the collective has, ``TypeError`` for a
+    collective without buffers.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        collective: Collective,
+        num_ranks: int,
+        instances: int = 1,
+        protocol: str = "Simple",
+        instr_fusion: bool = True,
+        auto_sync: bool = True,
+        replication_policy: ReplicationPolicy = ReplicationPolicy.interleaved,
+        reuse_resources: bool = False,
+        num_threads_per_block: int = 1024,
+        use_double_scratch_buffer: bool = False,
+        buffer_alignment: int = 16,
+        min_message_size: int = 0,
+        max_message_size: int = 2**64 - 1,
+    ) -> None:
+        if protocol not in ("Simple", "LL"):
+            raise AssertionError(f'protocol {protocol!r} is neither "Simple" nor "LL"')
+        self.name = name
+        self.collective = collective
+        self.num_ranks = num_ranks
+        self.instances = instances
+        self.protocol = protocol
+        self.instr_fusion = instr_fusion
+        self.auto_sync = auto_sync
+        self.replication_policy = replication_policy
+        self.reuse_resources = reuse_resources
+        self.num_threads_per_block = num_threads_per_block
+        self.use_double_scratch_buffer = use_double_scratch_buffer
+        self.buffer_alignment = buffer_alignment
+        self.min_message_size = min_message_size
+        self.max_message_size = max_message_size
+        #: The loop that is open, if one is.
+        self.loop_context: "LoopIterationContext | None" = None
+        #: For each rank, its input and its output.
+        self.buffers: list[dict[BufferType, BaseBuffer]] = collective.init_buffers()
+        sizes = [self.buffers[rank] for rank in range(num_ranks)]
+        self._core = _core.Program(
+            [(buffers[BufferType.input].size, buffers[BufferType.output].size) for buffers in sizes]
+        )
+
+    @classmethod
+    def from_spec(cls, spec: AlgoSpec) -> "CollectiveProgram":
+        """A program with what a specification says; ``nranks_per_node``, ``in_place`` and ``tags`` say nothing about it."""
+        return cls(
+            spec.name,
+            spec.collective,
+            spec.world_size,
+            instances=spec.instances,
+            protocol=spec.protocol,
+            instr_fusion=spec.instr_fusion,
+            auto_sync=spec.auto_sync,
+            replication_policy=spec.replication_policy,
+            reuse_resources=spec.reuse_resources,
+            num_threads_per_block=spec.num_threads_per_block,
+            use_double_scratch_buffer=spec.use_double_scratch_buffer,
+            buffer_alignment=spec.buffer_alignment,
+            min_message_size=spec.min_message_size,
+            max_message_size=spec.max_message_size,
+        )
+
+    def __enter__(self) -> "CollectiveProgram":
+        set_program(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Not the program around it: as in MSCCL++ 0.9.0, programs do not nest.
+        set_program(None)
+
+    @property
+    def gpus(self) -> "list[Gpu]":
+        """The chunks of each rank's buffers; of scratch, so far."""
+        return [Gpu(rank, *self._core.num_chunks(rank)) for rank in range(self._core.num_ranks)]
+
+    def validate_signal_wait_pairing(self) -> None:
+        """``RuntimeError`` unless each rank waits as often for another as that one signals it."""
+        self._core.check_pairing()
+
+    def to_json(self, indent: int | str | None = 2, **json_kwargs: Any) -> str:
+        """The finished plan as text: checked for pairing, fused, ordered and replicated. The program stays as it is.
+
+        ``indent`` and ``json_kwargs`` are those of :func:`json.dumps`.
+        """
+        self.validate_signal_wait_pairing()
+        text = self._core.to_json(**self._header())
+        if indent == 2 and not json_kwargs:
+            return text
+        return json.dumps(json.loads(text), indent=indent, **json_kwargs)
+
+    def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
+        """Of each operation of a thread block of the finished plan, the file and the line that asked for it: of fused
+        ones the first one's, of what was put in the one's that needs it."""
+        return self._core.lines(rank, threadblock, **self._header())
+
+    def _header(self) -> "_Header":
+        return {
+            "name": self.name,
+            "collective": self.collective.name,
+            "protocol": self.protocol,
+            "inplace": self.collective.inplace,
+            "instances": self.instances,
+            "instr_fusion": self.instr_fusion,
+            "auto_sync": self.auto_sync,
+            "replication_policy": self.replication_policy,
+            "reuse_resources": self.reuse_resources,
+            "num_threads_per_block": self.num_threads_per_block,
+            "use_double_scratch_buffer": self.use_double_scratch_buffer,
+            "buffer_alignment": self.buffer_alignment,
+            "min_message_size": self.min_message_size,
+            "max_message_size": self.max_message_size,
+        }
+
+    def post_process_operations(self) -> None:
+        """Checks that the plan can be made. In MSCCL++ 0.9.0 this changes the program; here nothing needs to."""
+        self.to_json()

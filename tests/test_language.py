@@ -1,0 +1,192 @@
+"""What scripts can rely on beside what the probes show."""
+
+import importlib
+import json
+import subprocess
+import sys
+from inspect import currentframe
+from pathlib import Path
+
+import pytest
+
+from antiphon import compat
+from antiphon.language import *
+
+
+def copies(**options: object) -> CollectiveProgram:
+    with CollectiveProgram("copies", TestCollective(2, 2, 2), 2, **options) as program:
+        Rank(1).copy(Rank(1).get_output_buffer()[0:1], Rank(1).get_input_buffer()[1:2], tb=0)
+    return program
+
+
+def test_a_plan_is_the_same_however_often_it_is_made() -> None:
+    program = copies(instances=4)
+    assert program.to_json() == program.to_json()
+    program.post_process_operations()
+    assert len(json.loads(program.to_json())["gpus"][1]["threadblocks"]) == 4
+
+
+def test_the_text_is_json_dumps_of_itself() -> None:
+    program = copies()
+    plan = json.loads(program.to_json())
+    assert program.to_json() == json.dumps(plan, indent=2)
+    assert program.to_json(indent=None, separators=(",", ":")) == json.dumps(plan, separators=(",", ":"))
+    assert program.to_json(sort_keys=True) == json.dumps(plan, indent=2, sort_keys=True)
+
+
+def test_names_are_escaped_as_json_dumps_does() -> None:
+    program = copies()
+    program.name = 'über "alles"\t\U0001f3b5\x07'
+    assert program.to_json() == json.dumps(json.loads(program.to_json()), indent=2)
+    program.name = None
+    assert json.loads(program.to_json())["name"] is None
+
+
+def test_the_header_is_what_the_program_says_at_last() -> None:
+    program = copies(protocol="LL", reuse_resources=True, use_double_scratch_buffer=True, buffer_alignment=128)
+    program.max_message_size = 2**20
+    header = {key: value for key, value in json.loads(program.to_json()).items() if key != "gpus"}
+    assert header == {
+        "name": "copies",
+        "collective": "test",
+        "protocol": "LL",
+        "inplace": False,
+        "reuse_resources": True,
+        "num_threads_per_block": 1024,
+        "use_double_scratch_buffer": True,
+        "buffer_alignment": 128,
+        "min_message_size": 0,
+        "max_message_size": 2**20,
+    }
+
+
+def test_a_specification_says_all_but_the_body() -> None:
+    spec = AlgoSpec("spec", AllReduce(2, 1, True), 2, 2, True, 3, "LL", tags={"a": 1}, min_message_size=64)
+    with CollectiveProgram.from_spec(spec) as program:
+        plan = json.loads(program.to_json())
+    assert (plan["name"], plan["collective"], plan["inplace"], plan["protocol"]) == ("spec", "allreduce", True, "LL")
+    assert (plan["min_message_size"], plan["gpus"][1]["input_chunks"]) == (64, 6)
+
+
+def test_a_collective_of_ones_own() -> None:
+    class OneSided(Collective):
+        def __init__(self) -> None:
+            super().__init__(2, 1, False)
+            self.name = "one-sided"
+
+        def init_buffers(self) -> list[dict[BufferType, BaseBuffer]]:
+            sizes = (4, 0), (0, 4)
+            kinds = BufferType.input, BufferType.output
+            return [
+                {kind: BaseBuffer(rank, kind, 0, size) for kind, size in zip(kinds, sizes[rank], strict=True)}
+                for rank in range(2)
+            ]
+
+    with CollectiveProgram("own", OneSided(), 2):
+        MemoryChannel(1, 0).put(Rank(1).get_output_buffer()[:], Rank(0).get_input_buffer()[:], tb=0)
+        plan = json.loads(JSON())
+    assert plan["collective"] == "one-sided"
+    assert [(gpu["input_chunks"], gpu["output_chunks"]) for gpu in plan["gpus"]] == [(4, 0), (0, 4)]
+
+
+def test_operations_know_the_line_of_the_script() -> None:
+    with CollectiveProgram("lines", TestCollective(2, 2, 2), 2) as program:
+        channel = MemoryChannel(1, 0)
+        channel.put(Rank(1).get_output_buffer()[0:1], Rank(0).get_input_buffer()[0:1], tb=0)
+        line = currentframe().f_lineno
+        channel.signal(tb=0, data_sync=SyncType.before)
+    assert program.lines(0, 0) == [(__file__, line - 1), (__file__, line + 1), (__file__, line + 1)]
+    with pytest.raises(IndexError, match="rank 1 has no thread block 0"):
+        program.lines(1, 0)
+
+
+def test_ranks_and_thread_blocks_count_from_the_end() -> None:
+    with CollectiveProgram("end", TestCollective(3, 1, 1), 3) as program:
+        last = Rank(-1)
+        last.barrier([4])
+        last.copy(last.get_output_buffer()[:], last.get_input_buffer()[:], tb=-1)
+        assert (last.rank, Buffer(-1, 2).rank, MemoryChannel(-1, 0).dst_rank) == (2, 2, 2)
+        with pytest.raises(IndexError):
+            Rank(-4)
+        plan = json.loads(program.to_json())
+    assert [op["name"] for op in plan["gpus"][2]["threadblocks"][4]["ops"]] == ["nop", "copy"]
+
+
+def test_a_program_knows_its_chunks_so_far() -> None:
+    with CollectiveProgram("chunks", AllGather(2, 3, False), 2) as program:
+        Buffer(1, 5)
+        Buffer(1, -1)  # as scripts may; it sets none aside
+    assert [tuple(gpu) for gpu in program.gpus] == [(0, 3, 6, 0), (1, 3, 6, 5)]
+
+
+def test_channels_of_another_program_are_refused() -> None:
+    with CollectiveProgram("large", TestCollective(3, 1, 1), 3):
+        channel, switch, semaphore = MemoryChannel(2, 1), SwitchChannel([0, 2], BufferType.input), Semaphore(2, 0)
+    with CollectiveProgram("small", TestCollective(1, 1, 1), 1):
+        with pytest.raises(IndexError):
+            channel.signal(0)
+        with pytest.raises(IndexError):
+            switch.broadcast(0, Rank(0).get_input_buffer()[:], 0, 1, 0)
+    semaphore.acquire(0)  # its own program's
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"instances": -1}, OverflowError),
+        ({"instances": 2**20}, RuntimeError),
+        ({"max_message_size": 2**64}, OverflowError),
+        ({"replication_policy": "interleaved"}, TypeError),
+    ],
+)
+def test_impossible_options_are_errors(options: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        copies(**options).to_json()
+
+
+NAMES = {
+    "channel": "MemoryChannel PortChannel SwitchChannel SyncType ReduceOperationType BufferType ChannelType Chunk RankGroup "
+    "ThreadBlockGroup List Dict dataclass defaultdict get_program",
+    "rank": "Rank BaseBuffer Buffer Semaphore SyncType ReduceOperationType BufferType Chunk",
+    "collectives": "Collective TestCollective AllGather AllReduce ReduceScatter AllToAll SendRecv BufferType BaseBuffer",
+    "program": "CollectiveProgram MemoryChannel PortChannel SwitchChannel AllGather Semaphore ReplicationPolicy AlgoSpec",
+    "loop": "LoopIterationContext",
+    "thread_block_group": "ThreadBlockGroup",
+    "general": "JSON",
+    "utils": "AlgoSpec ReplicationPolicy",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_star_imports_give_the_peers_names(module: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from antiphon.language.{module} import *", names)
+    assert set(NAMES[module].split()) <= names.keys()
+    package = vars(importlib.import_module("antiphon.language"))
+    assert all(package[name] is names[name] for name in NAMES[module].split())
+
+
+def test_scripts_import_the_peer_unchanged(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "import mscclpp\n"
+        "from mscclpp.language.collectives import AllGather\n"
+        "from mscclpp.language import CollectiveProgram\n"
+        "from mscclpp.language.general import JSON\n"
+        "with CollectiveProgram(sys.argv[1], AllGather(2, 1, True), 2):\n"
+        "    print(JSON())\n"
+    )
+    command = [sys.executable, "-m", "antiphon.compat", "run", "--peer", "mscclpp.language", str(script), "mine"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["name"] == "mine"
+
+
+def test_install_serves_the_peer_in_this_process() -> None:
+    compat.install("mscclpp.language")
+    try:
+        served = importlib.import_module("mscclpp.language.rank")
+        assert served is importlib.import_module("antiphon.language.rank")
+    finally:
+        compat.uninstall("mscclpp.language")
+    assert "mscclpp" not in sys.modules
