@@ -35,6 +35,7 @@ mod op;
 mod place;
 mod plan;
 mod resolve;
+pub mod verify;
 
 pub use error::PlanError;
 pub use extent::Extent;
