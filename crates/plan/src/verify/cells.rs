@@ -14,6 +14,9 @@ use crate::op::BufferType;
 /// Most cells, and most pieces of moves.
 const LIMIT: usize = 1 << 24;
 
+/// Most steps of carrying cuts from one end of moves to the other.
+const WORK: usize = 1 << 26;
+
 /// The cells of all views.
 #[derive(Debug)]
 pub(super) struct Cells {
@@ -38,10 +41,11 @@ pub(super) fn cut(program: &mut Program<'_>, more: &[(View, u64)]) -> Result<Cel
             fresh.extend([(place.view, place.start), (place.view, place.start + each.len)]);
         }
     }
-    let mut total = 0;
+    let (mut total, mut work) = (0, 0);
     while !fresh.is_empty() {
         total += insert(&mut cuts, std::mem::take(&mut fresh));
-        if total > LIMIT {
+        work += total + program.locations.len();
+        if total > LIMIT || work > WORK.max(8 * program.locations.len()) {
             return Err(Kind::TooLarge { what: "pieces of memory", limit: LIMIT as u64 });
         }
         carry(program, &cuts, &mut fresh);

@@ -125,7 +125,8 @@ pub enum Kind {
         /// Who (as the places of the finding) waits for what.
         waits: Vec<Missing>,
     },
-    /// Several blocks take from one counter, and whether all get what they need depends on who comes first.
+    /// Several blocks take from one counter, and whether all get what they need, or what else was found is really so, may
+    /// depend on who comes first.
     Contended {
         /// Which counter.
         counter: Counted,
@@ -356,8 +357,8 @@ impl fmt::Display for Kind {
             }
             Kind::Contended { counter, blocks } => write!(
                 f,
-                "not decided, and so rejected: thread blocks {blocks:?} take from {counter}, and whether all get what they \
-                 need may depend on who comes first",
+                "not decided, and so rejected: thread blocks {blocks:?} take from {counter}, and whether all goes well may \
+                 depend on who comes first",
                 blocks = blocks.iter().map(|block| block.0).collect::<Vec<_>>()
             ),
             Kind::Race { hazard, region } => {

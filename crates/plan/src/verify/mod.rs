@@ -188,7 +188,11 @@ fn at_size(
         }
     };
     let orders = order::orders(&program, &cells, &schedule).map_err(whole)?;
-    findings.extend(races::find(&program, &cells, &schedule, &orders, FINDINGS));
+    let races = races::find(&program, &cells, &schedule, &orders, FINDINGS);
+    if races.iter().any(|finding| finding.severity() == Severity::Error) {
+        findings.extend(schedule::contended(&program));
+    }
+    findings.extend(races);
     findings.extend(values::check(&program, &cells, &schedule, expectation, FINDINGS).map_err(whole)?);
     stop(findings)
 }

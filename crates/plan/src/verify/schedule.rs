@@ -293,6 +293,16 @@ impl Run<'_, '_> {
     }
 }
 
+/// A counter from which several blocks take, if there is one. What each of them knows behind it is less than what it could:
+/// a race may be no race then.
+pub(super) fn contended(program: &Program<'_>) -> Option<Finding> {
+    let counter = program.counters.iter().find(|counter| counter.acquirers.len() > 1)?;
+    let agents = || counter.acquirers.iter().map(|&(who, _)| who);
+    let blocks = agents().map(|who| program.agents[who as usize].block).collect();
+    let places = agents().filter_map(|who| first_use(program, who, counter.counted)).collect();
+    Some(Finding::new(program.plan, Kind::Contended { counter: counter.counted, blocks }, places))
+}
+
 /// Counters to which a launch adds as many as it takes find the next launch as they found this one.
 pub(super) fn unbalanced(program: &Program<'_>) -> Vec<Finding> {
     let sum = |each: &[(u32, u32)]| each.iter().map(|&(_, times)| u64::from(times)).sum::<u64>();

@@ -182,6 +182,66 @@ pub fn switch(ranks: u32) -> Result<Plan> {
     program.plan()
 }
 
+/// All-reduce over `nodes` nodes of `per_node` ranks, in place. Inside a node, each rank reduces its block of the chunks;
+/// between nodes, the ranks with the same place reduce a chunk of their block each and give it to each other; then each gives
+/// its block to its node.
+pub fn hierarchical(nodes: u32, per_node: u32, instances: u32) -> Result<Plan> {
+    let ranks = nodes * per_node;
+    let collective = Collective::all_reduce(ranks, 1).inplace(true);
+    let program =
+        Program::new("hierarchical", &collective, Options { instances, ..Options::default() });
+    let block = u64::from(nodes);
+    let scratch: Vec<_> =
+        (0..ranks).map(|rank| program.rank(rank)?.scratch(block)).collect::<Result<_>>()?;
+    for own in 0..ranks {
+        let (node, place) = (own / per_node, own % per_node);
+        let rank = program.rank(own)?;
+        let from = block * u64::from(place);
+        let near_peers: Vec<_> = peers(per_node, place)
+            .map(|peer| node * per_node + peer)
+            .map(|peer| Ok((peer, program.memory_channel(peer, own)?)))
+            .collect::<Result<_>>()?;
+        let far_peers: Vec<_> = peers(nodes, node)
+            .map(|node| (node, node * per_node + place))
+            .map(|(node, peer)| Ok((node, peer, program.port_channel(peer, own)?)))
+            .collect::<Result<_>>()?;
+
+        near_peers.iter().try_for_each(|(_, channel)| channel.signal(0, BEFORE))?;
+        near_peers.iter().try_for_each(|(_, channel)| channel.wait(0, AFTER))?;
+        // One chunk at a time: instances divide chunks, not blocks of them.
+        let chunk = |of: u32, node: u32| program.rank(of)?.input().chunk(from + u64::from(node));
+        for node in 0..nodes {
+            for (peer, channel) in &near_peers {
+                channel.reduce(chunk(own, node)?, &[chunk(*peer, node)?], 0, chunk(own, node)?, ReduceOp::Sum)?;
+            }
+        }
+        rank.barrier(&[0])?;
+        for (to, peer, channel) in &far_peers {
+            let there = scratch[*peer as usize].chunk(u64::from(node))?;
+            channel.put_with_signal(there, chunk(own, *to)?, 0)?;
+        }
+        far_peers.iter().try_for_each(|(_, _, channel)| channel.wait(0, AFTER))?;
+        for (from, ..) in &far_peers {
+            let arrived = scratch[own as usize].chunk(u64::from(*from))?;
+            rank.reduce(chunk(own, node)?, &[arrived], 0, chunk(own, node)?, ReduceOp::Sum)?;
+        }
+        rank.barrier(&[0])?;
+        for (_, peer, channel) in &far_peers {
+            channel.put_with_signal(chunk(*peer, node)?, chunk(own, node)?, 0)?;
+        }
+        far_peers.iter().try_for_each(|(_, _, channel)| channel.wait(0, AFTER))?;
+
+        for node in 0..nodes {
+            for (peer, channel) in &near_peers {
+                channel.put(chunk(*peer, node)?, chunk(own, node)?, 0)?;
+            }
+        }
+        near_peers.iter().try_for_each(|(_, channel)| channel.signal(0, BEFORE))?;
+        near_peers.iter().try_for_each(|(_, channel)| channel.wait(0, AFTER))?;
+    }
+    program.plan()
+}
+
 /// All of them, with their names.
 pub fn all() -> Vec<(&'static str, Plan)> {
     let plans = [
@@ -192,8 +252,39 @@ pub fn all() -> Vec<(&'static str, Plan)> {
         ("port_ring", port_ring(3)),
         ("port_ring of two", port_ring(2)),
         ("pipeline", pipeline()),
+        ("hierarchical", hierarchical(2, 2, 2)),
         ("group", group()),
+        ("stages", stages()),
         ("switch", switch(3)),
     ];
     plans.map(|(name, plan)| (name, plan.unwrap_or_else(|error| panic!("{name}: {error}")))).into()
+}
+
+/// Those that are small enough for every interleaving of theirs.
+pub fn tiny() -> Vec<(&'static str, Plan)> {
+    let plans = [
+        ("all_gather", all_gather(2)),
+        ("two_shot", two_shot(2, ReduceOp::Sum)),
+        ("port_ring of two", port_ring(2)),
+        ("port_ring", port_ring(3)),
+        ("stages", stages()),
+    ];
+    plans.map(|(name, plan)| (name, plan.unwrap_or_else(|error| panic!("{name}: {error}")))).into()
+}
+
+/// Two thread blocks, of which one hands the other its place in scratch and gets it back, twice.
+pub fn stages() -> Result<Plan> {
+    let program = Program::new("stages", &Collective::all_gather(1, 2), Options::default());
+    let rank = program.rank(0)?;
+    let scratch = rank.scratch(1)?.chunk(0)?;
+    let (full, empty) = (program.semaphore(0, 0)?, program.semaphore(0, 1)?);
+    for part in 0..2 {
+        empty.acquire(0, BOTH)?;
+        rank.copy(scratch, rank.input().chunk(part)?, 0)?;
+        full.release(0, BOTH)?;
+        full.acquire(1, BOTH)?;
+        rank.copy(rank.output().chunk(part)?, scratch, 1)?;
+        empty.release(1, BOTH)?;
+    }
+    program.plan()
 }
