@@ -41,7 +41,8 @@ impl Clock {
         loop {
             joined.push(match (l.peek(), r.peek()) {
                 (Some(&&a), Some(&&b)) if a.0 == b.0 => {
-                    (l.next(), r.next());
+                    l.next();
+                    r.next();
                     (a.0, a.1.max(b.1))
                 }
                 (Some(&&a), Some(&&b)) if a.0 < b.0 => {

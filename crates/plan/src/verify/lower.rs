@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use crate::extent::Extent;
-use crate::ids::{BarrierId, ChannelId, ChannelIndex, Rank, SemaphoreId};
+use crate::ids::{BarrierId, ChannelId, ChannelIndex, Rank};
 use crate::op::{
     BufferType, ChannelType, CopyKind, GroupShare, LocalChunk, Notify, NotifyKind, OpKind, Pipeline, Put,
     PutKind, Reduce, ReduceOp, RemoteChunk, SwitchChunk,
@@ -13,10 +13,9 @@ use crate::place::Place;
 use crate::plan::Plan;
 use crate::resolve::{Block, Wiring};
 
+use super::counters::Counters;
 use super::finding::{Finding, Kind};
-use super::program::{
-    Agent, Counted, Counter, Home, Link, Location, Meeting, Move, Program, Step, View, What, home,
-};
+use super::program::{Agent, Home, Link, Location, Meeting, Move, Program, Step, View, What, home};
 
 /// Most steps and places in memory that a program may have.
 const LIMIT: usize = 1 << 25;
@@ -69,61 +68,15 @@ pub(super) fn program<'a>(
     if wrong.is_empty() { Ok(lower.program) } else { Err(wrong) }
 }
 
-/// Where the counters of each rank begin: signals that arrive through memory and port channels, then semaphores.
-struct Counters {
-    first: Vec<[u32; 3]>,
-}
-
-impl Counters {
-    fn new(plan: &Plan) -> Self {
-        let mut next = 0;
-        let mut take = |count: usize| {
-            next += count as u32;
-            next - count as u32
-        };
-        let first = plan.gpus.iter().map(|gpu| {
-            [gpu.peers(ChannelType::Memory).len(), gpu.peers(ChannelType::Port).len(), gpu.semaphores.len()]
-                .map(&mut take)
-        });
-        Counters { first: first.collect() }
-    }
-
-    fn list(&self, plan: &Plan) -> Vec<Counter> {
-        let mut list = Vec::new();
-        let mut add = |counted, initial| {
-            list.push(Counter { counted, initial, releasers: Vec::new(), acquirers: Vec::new() });
-        };
-        for gpu in &plan.gpus {
-            let rank = gpu.id;
-            for channel_type in [ChannelType::Memory, ChannelType::Port] {
-                for id in 0..gpu.peers(channel_type).len() {
-                    add(Counted::Channel { rank, channel_type, channel: ChannelId(id as u32) }, 0);
-                }
-            }
-            for (id, semaphore) in gpu.semaphores.iter().enumerate() {
-                let counted = Counted::Semaphore { rank, semaphore: SemaphoreId(id as u32) };
-                add(counted, semaphore.init_value);
-            }
-        }
-        list
-    }
-
-    fn channel(&self, rank: Rank, channel_type: ChannelType, channel: ChannelId) -> u32 {
-        self.first[rank.index()][usize::from(channel_type == ChannelType::Port)] + channel.0
-    }
-
-    fn semaphore(&self, rank: Rank, semaphore: SemaphoreId) -> u32 {
-        self.first[rank.index()][2] + semaphore.0
-    }
-}
+/// A barrier's number in the program, and for how many blocks each of its operations is.
+type Barrier = (u32, Vec<(u32, Place)>);
 
 struct Lower<'a, 'w> {
     program: Program<'a>,
     wiring: &'w Wiring,
     extent: Extent,
     counters: Counters,
-    /// For each barrier its number in the program, and for how many blocks its operations are.
-    barriers: BTreeMap<(Rank, BarrierId), (u32, Vec<(u32, Place)>)>,
+    barriers: BTreeMap<(Rank, BarrierId), Barrier>,
     /// The port timelines of each agent.
     ports: HashMap<(u32, ChannelId), u32>,
 }
@@ -190,8 +143,7 @@ impl Lower<'_, '_> {
     fn barrier(&mut self, place: Place, barrier: BarrierId, blocks: u32) -> What {
         let agent = self.agent();
         let next = self.program.meetings.len() as u32;
-        let (number, ops) =
-            self.barriers.entry((place.rank, barrier)).or_insert_with(|| (next, Vec::new()));
+        let (number, ops) = self.barriers.entry((place.rank, barrier)).or_insert_with(|| (next, Vec::new()));
         if ops.last() != Some(&(blocks, place)) {
             ops.push((blocks, place));
         }
@@ -345,14 +297,11 @@ impl Lower<'_, '_> {
             OpKind::Reduce(reduce) => self.reduce(reduce, own, remote, grouped(reduce.group)),
             OpKind::SwitchReduce(op) => {
                 let (_, ranks) = block.switch(op.channels[0]);
-                let from = |&rank: &Rank| Chunks { rank, buffer: op.buffer, index: op.offset, packets: false };
+                let from =
+                    |&rank: &Rank| Chunks { rank, buffer: op.buffer, index: op.offset, packets: false };
                 let from: Vec<_> = ranks.iter().map(from).collect();
-                let to = Chunks {
-                    rank: op.dst.rank,
-                    buffer: op.dst.buffer,
-                    index: op.dst.index,
-                    packets: false,
-                };
+                let to =
+                    Chunks { rank: op.dst.rank, buffer: op.dst.buffer, index: op.dst.index, packets: false };
                 self.transfer(op.size, slice, &from, &[to], Some(op.op), None);
             }
             OpKind::SwitchBroadcast(op) => {
@@ -409,7 +358,16 @@ impl Lower<'_, '_> {
         let sources = self.locations(from, part.start);
         let dests = self.locations(to, part.start);
         let len = part.end - part.start;
-        self.program.moves.push(Move { len, sources, dests, combine, awaits, port, pieces: 0, first_piece: 0 });
+        self.program.moves.push(Move {
+            len,
+            sources,
+            dests,
+            combine,
+            awaits,
+            port,
+            pieces: 0,
+            first_piece: 0,
+        });
     }
 
     /// Of `size` chunks, the bytes from their first one.

@@ -1,7 +1,71 @@
 //! Proof that a plan does what its collective must do, or a counterexample.
+//!
+//! [`verify`] answers for every size of message that the plan serves, and never "perhaps": a plan is proved, or there are
+//! errors. What cannot be decided is an error too, and says so ([`Kind::Contended`], [`Kind::MixedScratch`],
+//! [`Kind::TooLarge`]).
+//!
+//! # What is proved
+//!
+//! * **Form**: everything that is named exists, chunk ranges lie in their buffers, ranges that meet are equally long, packets
+//!   are in scratch, channels lead where the buffers are and have a counterpart, all that a barrier is for come to it.
+//! * **Balance**: a launch takes from each channel and semaphore as much as it adds, so the next one finds it as this one did.
+//! * **No deadlock**: every run ends.
+//! * **No race**: of two accesses to the same bytes of which one writes, one happens before the other, in every run. And
+//!   whoever uses a rank's input or output is done before the rank has ended.
+//! * **Values**: nothing is read that was not written, and the outputs hold what the collective says ([`Expectation`]), each
+//!   contribution once (sums; for minima and maxima once is enough).
+//!
+//! # The memory model
+//!
+//! A plan must be right however many threads a thread block has, and whichever thread does what.
+//!
+//! * *With one thread*, operations are done one after the other: that is where everything that can get stuck does.
+//! * *With many*, the operations between two meetings of the block's threads (`nop`, `barrier`) are done in any order and at
+//!   the same time. Two of them that touch the same bytes race, even where the peer's kernels happen to give a byte to the
+//!   same thread in both.
+//! * A **signal** or release tells of what was done before its block's threads met the last time; a **wait** or acquire makes
+//!   that known to what is done after they meet the next time. If several blocks add to one count, who takes from it knows
+//!   only what must have been added, whoever came first.
+//! * **Relaxed** signals and waits order execution, but not data: what was read before the signal may be overwritten after
+//!   the wait, but what was written before need not be seen.
+//! * A **packet** is read once it is there: the reader of some bytes knows what their writer knew, and that the writer is done
+//!   with these bytes, in its other buffers too. Packets are of one launch: those of an earlier one are not taken for new.
+//! * A **port** does what its block pushes behind the block's back, in order: from when the threads met last, until a flush
+//!   (for the block) or a signal behind it through the same channel (for who waits for it). The chunks of one operation are
+//!   in no order.
+//! * In place, input and output are the same memory; of an all-gather, the input is the rank's part of the output, of a
+//!   reduce-scatter the output the rank's part of the input.
+//!
+//! # What the caller must do
+//!
+//! The proof is about one launch. A rank has ended when its blocks have and its ports have done what was pushed. Who starts
+//! launches must see to it that no rank begins one before all ranks have ended the one before and own their buffers: by
+//! letting the ranks meet before each call. Where a plan depends on it for the callers' buffers, there is a warning
+//! ([`Kind::Unstarted`]); for scratch, and for packets with single or double scratch, it is not looked at. Scratch has as
+//! many bytes for a chunk as the other buffers, also where it is shared with other plans.
+//!
+//! # How
+//!
+//! The plan is written out at a few sizes of a chunk that stand for all (pipelines turn by turn), and memory is cut into cells
+//! that every operation takes whole: whatever the size, there are only as many as the plan tells apart. One run is as good as
+//! any, because what is waited for stays there until it is taken. Along it go vector clocks over thread blocks, ports and
+//! packets, which order accesses in all runs, and the set of contributions that every cell holds.
+//!
+//! ```
+//! use antiphon_plan::{Plan, verify::{Options, verify}};
+//!
+//! let plan = Plan::from_json(br#"{"name": "lost", "collective": "custom", "gpus": [{"id": 0, "input_chunks": 1,
+//!     "output_chunks": 1, "scratch_chunks": 0, "channels": [], "semaphores": [{"init_value": 0}],
+//!     "threadblocks": [{"id": 0, "ops": [{"name": "sem_acquire", "semaphore_ids": [0]}]}]}]}"#)?;
+//! let report = verify(&plan, &Options::default());
+//! assert!(!report.proved);
+//! assert!(report.to_string().contains("deadlock: each waits for ever, for a release of semaphore 0 of rank 0"));
+//! # Ok::<(), antiphon_plan::PlanError>(())
+//! ```
 
 mod cells;
 mod clock;
+mod counters;
 mod expect;
 mod finding;
 mod lower;
@@ -11,6 +75,7 @@ mod races;
 mod schedule;
 mod sizes;
 mod structure;
+mod text;
 mod usage;
 mod values;
 
@@ -72,7 +137,10 @@ impl fmt::Display for Report {
                 write!(f, "proved: in bounds, balanced, free of deadlocks and races, right results{also}")
             }
             (true, false) => {
-                write!(f, "proved: in bounds, balanced, free of deadlocks and races; results not judged{also}")
+                write!(
+                    f,
+                    "proved: in bounds, balanced, free of deadlocks and races; results not judged{also}"
+                )
             }
             (false, _) => write!(f, "rejected: {errors} errors{also}"),
         }

@@ -1,16 +1,19 @@
 //! What a plan has and does not use.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use crate::ids::{ChannelId, SemaphoreId};
-use crate::op::{BufferType, ChannelType, OpKind};
+use crate::op::{BufferType, ChannelType, GroupShare, OpKind};
 use crate::plan::{Gpu, Plan};
-use crate::resolve::Block;
+use crate::resolve::{Access, Block, Mode};
 
-use super::finding::{Finding, Kind};
+use super::finding::{Finding, Kind, Region};
 
-/// Scratch, channels and semaphores that nobody uses.
+/// Scratch, channels and semaphores that nobody uses, and groups that are not complete.
 pub(super) fn unused(plan: &Plan) -> Vec<Finding> {
     let mut kinds = Vec::new();
     scratch(plan, &mut kinds);
+    groups(plan, &mut kinds);
     for gpu in &plan.gpus {
         channels(gpu, &mut kinds);
         semaphores(gpu, &mut kinds);
@@ -43,6 +46,27 @@ fn scratch(plan: &Plan, kinds: &mut Vec<Kind>) {
         if end < gpu.scratch_chunks {
             let (rank, chunks) = (gpu.id, gpu.scratch_chunks);
             kinds.push(Kind::UnusedScratch { rank, unused: chunks - end, chunks });
+        }
+    }
+}
+
+/// A group's members each do the same, so that whatever one of them writes, all do.
+fn groups(plan: &Plan, kinds: &mut Vec<Kind>) {
+    let mut members: BTreeMap<_, BTreeSet<u32>> = BTreeMap::new();
+    for block in Block::all(plan) {
+        each_op(&block.get().ops, |op| {
+            block.accesses(op, |Access { rank, buffer, chunks, mode, packets, group }| {
+                if let (Mode::Write, Some(GroupShare { tb_id, tbg_size })) = (mode, group) {
+                    let key = (block.rank(), rank, buffer, packets, chunks.start, chunks.end, tbg_size);
+                    members.entry(key).or_default().insert(tb_id);
+                }
+            });
+        });
+    }
+    for ((_, rank, buffer, packets, start, end, size), members) in members {
+        if members.len() < size as usize {
+            let region = Region { rank, buffer, packets, chunks: start as f64..end as f64 };
+            kinds.push(Kind::Group { region, size, present: members.len() });
         }
     }
 }

@@ -165,7 +165,9 @@ impl Oracle<'_> {
     }
 
     fn rank_ended(&self, state: &State, rank: Rank) -> bool {
-        (0..self.blocks.len()).filter(|&block| self.blocks[block].rank() == rank).all(|block| self.ended(state, block))
+        (0..self.blocks.len())
+            .filter(|&block| self.blocks[block].rank() == rank)
+            .all(|block| self.ended(state, block))
     }
 
     /// All states that one step leads to.
@@ -322,7 +324,10 @@ impl Oracle<'_> {
             let done = state.phase[block].iter().enumerate().all(|(at, &op)| {
                 let id = state.from[block] + at;
                 // A push with a flush is done when the port has done it.
-                let flushes = matches!(self.ops(block).nth(id), Some(OpKind::Put(Put { kind: PutKind::WithSignalAndFlush, .. })));
+                let flushes = matches!(
+                    self.ops(block).nth(id),
+                    Some(OpKind::Put(Put { kind: PutKind::WithSignalAndFlush, .. }))
+                );
                 op == 2 && !(flushes && state.ports[block].iter().any(|&(_, pushed, _)| pushed == id))
             });
             done.then(|| self.ops(block).nth(state.from[block] + state.phase[block].len())).flatten()
@@ -380,10 +385,16 @@ impl Oracle<'_> {
     fn count(&self, rank: Rank, of: ChannelType, at: usize) -> usize {
         let before: usize = (self.plan.gpus[..rank.index()].iter())
             .map(|gpu| {
-                gpu.peers(ChannelType::Memory).len() + gpu.peers(ChannelType::Port).len() + gpu.semaphores.len()
+                gpu.peers(ChannelType::Memory).len()
+                    + gpu.peers(ChannelType::Port).len()
+                    + gpu.semaphores.len()
             })
             .sum();
-        let ports = if of == ChannelType::Port { self.plan.gpus[rank.index()].peers(ChannelType::Memory).len() } else { 0 };
+        let ports = if of == ChannelType::Port {
+            self.plan.gpus[rank.index()].peers(ChannelType::Memory).len()
+        } else {
+            0
+        };
         before + ports + at
     }
 

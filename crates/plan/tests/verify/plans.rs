@@ -99,13 +99,14 @@ pub fn packets(ranks: u32) -> Result<Plan> {
 /// Around a ring through ports, each step with a signal behind its data, the last flushed.
 pub fn port_ring(ranks: u32) -> Result<Plan> {
     let program = Program::new("port_ring", &Collective::all_gather(ranks, 1), Options::default());
-    let next: Vec<_> = (0..ranks)
-        .map(|own| program.port_channel((own + 1) % ranks, own))
-        .collect::<Result<_>>()?;
+    let next: Vec<_> =
+        (0..ranks).map(|own| program.port_channel((own + 1) % ranks, own)).collect::<Result<_>>()?;
     // With two ranks, the one channel leads both ways.
     let previous: Vec<_> = match ranks {
         2 => Vec::new(),
-        _ => (0..ranks).map(|own| program.port_channel((own + ranks - 1) % ranks, own)).collect::<Result<_>>()?,
+        _ => (0..ranks)
+            .map(|own| program.port_channel((own + ranks - 1) % ranks, own))
+            .collect::<Result<_>>()?,
     };
     for own in 0..ranks {
         let rank = program.rank(own)?;
@@ -140,7 +141,13 @@ pub fn pipeline() -> Result<Plan> {
             staged[at].acquire(1, BOTH)?;
             channels[at].signal(1, BOTH)?;
             channels[at].wait(1, BOTH)?;
-            channels[at].reduce(here.chunks(0..2)?, &[there.chunks(0..2)?], 1, here.chunks(2..4)?, ReduceOp::Sum)?;
+            channels[at].reduce(
+                here.chunks(0..2)?,
+                &[there.chunks(0..2)?],
+                1,
+                here.chunks(2..4)?,
+                ReduceOp::Sum,
+            )?;
             reduced[at].release(1, BOTH)?;
             reduced[at].acquire(2, BOTH)?;
             rank.copy(rank.output().chunks(0..2)?, here.chunks(2..4)?, 2)?;
@@ -188,11 +195,9 @@ pub fn switch(ranks: u32) -> Result<Plan> {
 pub fn hierarchical(nodes: u32, per_node: u32, instances: u32) -> Result<Plan> {
     let ranks = nodes * per_node;
     let collective = Collective::all_reduce(ranks, 1).inplace(true);
-    let program =
-        Program::new("hierarchical", &collective, Options { instances, ..Options::default() });
+    let program = Program::new("hierarchical", &collective, Options { instances, ..Options::default() });
     let block = u64::from(nodes);
-    let scratch: Vec<_> =
-        (0..ranks).map(|rank| program.rank(rank)?.scratch(block)).collect::<Result<_>>()?;
+    let scratch: Vec<_> = (0..ranks).map(|rank| program.rank(rank)?.scratch(block)).collect::<Result<_>>()?;
     for own in 0..ranks {
         let (node, place) = (own / per_node, own % per_node);
         let rank = program.rank(own)?;
@@ -212,7 +217,13 @@ pub fn hierarchical(nodes: u32, per_node: u32, instances: u32) -> Result<Plan> {
         let chunk = |of: u32, node: u32| program.rank(of)?.input().chunk(from + u64::from(node));
         for node in 0..nodes {
             for (peer, channel) in &near_peers {
-                channel.reduce(chunk(own, node)?, &[chunk(*peer, node)?], 0, chunk(own, node)?, ReduceOp::Sum)?;
+                channel.reduce(
+                    chunk(own, node)?,
+                    &[chunk(*peer, node)?],
+                    0,
+                    chunk(own, node)?,
+                    ReduceOp::Sum,
+                )?;
             }
         }
         rank.barrier(&[0])?;
