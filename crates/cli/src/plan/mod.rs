@@ -3,6 +3,7 @@
 //! A file for each of its commands; all they know of plans is in `antiphon-plan` and the crates above it.
 
 mod build;
+mod verify;
 
 use std::path::Path;
 
@@ -21,6 +22,7 @@ pub struct Args {
 #[derive(Debug, Clone, Subcommand)]
 enum Command {
     Build(build::Args),
+    Verify(verify::Args),
 }
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -29,6 +31,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 pub fn execute(args: Args) -> ExitStatus {
     let done: Result<ExitStatus> = match args.command {
         Command::Build(args) => build::execute(args),
+        Command::Verify(args) => verify::execute(args),
     };
     done.unwrap_or_else(|error| {
         eprintln!("antiphon plan: {error}");
@@ -37,7 +40,6 @@ pub fn execute(args: Args) -> ExitStatus {
 }
 
 /// Reads a plan's file.
-#[expect(dead_code, reason = "the first command comes")]
 fn read(file: &Path) -> Result<Plan> {
     let text = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
     Ok(Plan::from_json(&text).map_err(|error| format!("{}: {error}", file.display()))?)

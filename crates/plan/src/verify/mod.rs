@@ -1,0 +1,266 @@
+//! Proof that a plan does what its collective must do, or a counterexample.
+//!
+//! [`verify`] answers for every size of message that the plan serves, and never "perhaps": a plan is proved, or there are
+//! errors. What cannot be decided is an error too, and says so ([`Kind::Contended`], [`Kind::MixedScratch`],
+//! [`Kind::TooLarge`]).
+//!
+//! # What is proved
+//!
+//! * **Form**: everything that is named exists, chunk ranges lie in their buffers, ranges that meet are equally long, packets
+//!   are in scratch, channels lead where the buffers are and have a counterpart, all that a barrier is for come to it.
+//! * **Balance**: a launch takes from each channel and semaphore as much as it adds, so the next one finds it as this one did.
+//! * **No deadlock**: every run ends.
+//! * **No race**: of two accesses to the same bytes of which one writes, one happens before the other, in every run. And
+//!   whoever uses a rank's input or output is done before the rank has ended.
+//! * **Values**: nothing is read that was not written, and the outputs hold what the collective says ([`Expectation`]), each
+//!   contribution once (sums; for minima and maxima once is enough).
+//!
+//! # The memory model
+//!
+//! A plan must be right however many threads a thread block has, and whichever thread does what.
+//!
+//! * *With one thread*, operations are done one after the other: that is where everything that can get stuck does.
+//! * *With many*, the operations between two meetings of the block's threads (`nop`, `barrier`) are done in any order and at
+//!   the same time. Two of them that touch the same bytes race, even where the peer's kernels happen to give a byte to the
+//!   same thread in both.
+//! * A **signal** or release tells of what was done before its block's threads met the last time; a **wait** or acquire makes
+//!   that known to what is done after they meet the next time. If several blocks add to one count, who takes from it knows
+//!   only what must have been added, whoever came first.
+//! * **Relaxed** signals and waits order execution, but not data: what was read before the signal may be overwritten after
+//!   the wait, but what was written before need not be seen.
+//! * A **packet** is read once it is there: the reader of some bytes knows what their writer knew, and that the writer is done
+//!   with these bytes, in its other buffers too. Packets are of one launch: those of an earlier one are not taken for new.
+//! * A **port** does what its block pushes behind the block's back, in order: from when the threads met last, until a flush
+//!   (for the block) or a signal behind it through the same channel (for who waits for it). The chunks of one operation are
+//!   in no order.
+//! * In place, input and output are the same memory; of an all-gather, the input is the rank's part of the output, of a
+//!   reduce-scatter the output the rank's part of the input.
+//!
+//! # What the caller must do
+//!
+//! The proof is about one launch. A rank has ended when its blocks have and its ports have done what was pushed. Who starts
+//! launches must see to it that no rank begins one before all ranks have ended the one before and own their buffers: by
+//! letting the ranks meet before each call. Where a plan depends on it for the callers' buffers, there is a warning
+//! ([`Kind::Unstarted`]); for scratch, and for packets with single or double scratch, it is not looked at. Scratch has as
+//! many bytes for a chunk as the other buffers, also where it is shared with other plans.
+//!
+//! # How
+//!
+//! The plan is written out at a few sizes of a chunk that stand for all (pipelines turn by turn), and memory is cut into cells
+//! that every operation takes whole: whatever the size, there are only as many as the plan tells apart. One run is as good as
+//! any, because what is waited for stays there until it is taken. Along it go vector clocks over thread blocks, ports and
+//! packets, which order accesses in all runs, and the set of contributions that every cell holds.
+//!
+//! ```
+//! use antiphon_plan::{Plan, verify::{Options, verify}};
+//!
+//! let plan = Plan::from_json(br#"{"name": "lost", "collective": "custom", "gpus": [{"id": 0, "input_chunks": 1,
+//!     "output_chunks": 1, "scratch_chunks": 0, "channels": [], "semaphores": [{"init_value": 0}],
+//!     "threadblocks": [{"id": 0, "ops": [{"name": "sem_acquire", "semaphore_ids": [0]}]}]}]}"#)?;
+//! let report = verify(&plan, &Options::default());
+//! assert!(!report.proved);
+//! assert!(report.to_string().contains("deadlock: each waits for ever, for a release of semaphore 0 of rank 0"));
+//! # Ok::<(), antiphon_plan::PlanError>(())
+//! ```
+
+mod cells;
+mod clock;
+mod counters;
+mod expect;
+mod finding;
+mod lower;
+mod order;
+mod program;
+mod races;
+mod schedule;
+mod sizes;
+mod structure;
+mod text;
+mod usage;
+mod values;
+
+use std::fmt;
+
+use crate::extent::Extent;
+use crate::plan::Plan;
+use crate::resolve::Wiring;
+
+pub use expect::{Expectation, Expected, Source};
+pub use finding::{Finding, Hazard, Kind, Missing, Region, Severity};
+pub use program::Counted;
+
+/// Most findings of one sort.
+const FINDINGS: usize = 32;
+
+/// What is to be proved.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// What the outputs must hold; if none, what the plan's collective says.
+    pub expectation: Option<Expectation>,
+}
+
+/// What was proved, or what stands against it.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Report {
+    /// Errors, then warnings.
+    pub findings: Vec<Finding>,
+    /// Whether there are no errors.
+    pub proved: bool,
+    /// Whether what the outputs hold was part of it.
+    pub meaning: bool,
+    /// The sizes of a chunk, in bytes, that stand for all sizes.
+    pub chunk_sizes: Vec<u64>,
+}
+
+impl Report {
+    /// What forbids the plan to run.
+    pub fn errors(&self) -> impl Iterator<Item = &Finding> {
+        self.findings.iter().filter(|finding| finding.severity() == Severity::Error)
+    }
+
+    /// What does not.
+    pub fn warnings(&self) -> impl Iterator<Item = &Finding> {
+        self.findings.iter().filter(|finding| finding.severity() == Severity::Warning)
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for finding in &self.findings {
+            writeln!(f, "{finding}")?;
+        }
+        let (errors, warnings) = (self.errors().count(), self.warnings().count());
+        let also = if warnings > 0 { format!(" ({warnings} warnings)") } else { String::new() };
+        match (self.proved, self.meaning) {
+            (true, true) => {
+                write!(f, "proved: in bounds, balanced, free of deadlocks and races, right results{also}")
+            }
+            (true, false) => {
+                write!(
+                    f,
+                    "proved: in bounds, balanced, free of deadlocks and races; results not judged{also}"
+                )
+            }
+            (false, _) => write!(f, "rejected: {errors} errors{also}"),
+        }
+    }
+}
+
+/// A plan that [`verify`] has proved. Nothing else makes one, so whoever has one may run it.
+#[derive(Clone, Debug)]
+pub struct VerifiedPlan {
+    plan: Plan,
+    report: Report,
+}
+
+impl VerifiedPlan {
+    /// Proves a plan.
+    ///
+    /// # Errors
+    /// The report, if it has errors.
+    pub fn new(plan: Plan, options: &Options) -> Result<Self, Box<Report>> {
+        let report = verify(&plan, options);
+        if report.proved { Ok(VerifiedPlan { plan, report }) } else { Err(Box::new(report)) }
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// What was proved, and the warnings.
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+}
+
+/// Proves that a plan is right, or says what is wrong.
+pub fn verify(plan: &Plan, options: &Options) -> Report {
+    let mut verifier = Verifier { plan, findings: Vec::new(), chunk_sizes: Vec::new(), meaning: false };
+    if let Err(findings) = verifier.run(options) {
+        verifier.findings.extend(findings);
+    }
+    let Verifier { mut findings, chunk_sizes, meaning, .. } = verifier;
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity()));
+    let proved = findings.iter().all(|finding| finding.severity() == Severity::Warning);
+    Report { findings, proved, meaning, chunk_sizes }
+}
+
+struct Verifier<'a> {
+    plan: &'a Plan,
+    findings: Vec<Finding>,
+    chunk_sizes: Vec<u64>,
+    meaning: bool,
+}
+
+impl Verifier<'_> {
+    fn run(&mut self, options: &Options) -> Result<(), Vec<Finding>> {
+        let plan = self.plan;
+        let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
+        plan.check().map_err(|error| whole(Kind::Form { error: error.to_string() }))?;
+        let wiring = Wiring::new(plan);
+        stop(structure::check(plan, &wiring, FINDINGS))?;
+        self.chunk_sizes = sizes::of(plan).map_err(whole)?;
+        let known = match &options.expectation {
+            Some(expectation) => Some(expectation.clone()),
+            None => Expectation::of(plan).map_err(whole)?,
+        };
+        if let Some(expectation) = &known {
+            expectation.check(plan).map_err(whole)?;
+        }
+        self.meaning = known.is_some();
+        self.findings = usage::unused(plan);
+        for &chunk in &self.chunk_sizes.clone() {
+            let extent = Extent::of_chunk(chunk, plan.buffer_alignment);
+            for finding in at_size(plan, &wiring, extent, known.as_ref())? {
+                if !self.findings.contains(&finding) {
+                    self.findings.push(finding);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Errors end the proof; the rest goes on.
+fn stop(findings: Vec<Finding>) -> Result<Vec<Finding>, Vec<Finding>> {
+    match findings.iter().any(|finding| finding.severity() == Severity::Error) {
+        true => Err(findings),
+        false => Ok(findings),
+    }
+}
+
+/// The warnings at one size of the chunks.
+///
+/// # Errors
+/// All findings, if there are errors.
+fn at_size(
+    plan: &Plan,
+    wiring: &Wiring,
+    extent: Extent,
+    expectation: Option<&Expectation>,
+) -> Result<Vec<Finding>, Vec<Finding>> {
+    let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
+    let mut program = lower::program(plan, wiring, extent)?;
+    let mut findings = schedule::unbalanced(&program);
+    findings.truncate(FINDINGS);
+    findings.extend(races::mixed_scratch(&program));
+    let cuts = values::cuts(&program, expectation);
+    let cells = cells::cut(&mut program, &cuts).map_err(whole)?;
+    let schedule = match schedule::run(&program, &cells) {
+        Ok(schedule) => schedule,
+        Err(deadlock) => {
+            findings.push(deadlock);
+            return Err(findings);
+        }
+    };
+    let orders = order::orders(&program, &cells, &schedule).map_err(whole)?;
+    let races = races::find(&program, &cells, &schedule, &orders, FINDINGS);
+    if races.iter().any(|finding| finding.severity() == Severity::Error) {
+        findings.extend(schedule::contended(&program));
+    }
+    findings.extend(races);
+    findings.extend(values::check(&program, &cells, &schedule, expectation, FINDINGS).map_err(whole)?);
+    stop(findings)
+}

@@ -1,0 +1,195 @@
+//! Random small plans: the verifier and the model checker agree.
+
+use std::cell::RefCell;
+
+use antiphon_plan::verify::{Kind, Options, verify};
+use antiphon_plan::*;
+use proptest::prelude::*;
+use proptest::test_runner::{RngSeed, TestRunner};
+
+use crate::oracle;
+
+/// Two ranks with two blocks each; all buffers have two chunks; a memory and a port channel each way; two semaphores.
+fn plan(blocks: Vec<Vec<OpKind>>) -> Plan {
+    let text = r#"{"name": "random", "collective": "custom", "protocol": "LL", "gpus": []}"#;
+    let mut plan = Plan::from_json(text.as_bytes()).expect("a plan");
+    for rank in 0..2 {
+        let peer = Rank(1 - rank);
+        let types = [ChannelType::Memory, ChannelType::Port];
+        let peers = |channel_type| GpuChannels::Peers { channel_type, connected_to: vec![peer] };
+        let buffers = [BufferType::Input, BufferType::Output, BufferType::Scratch];
+        let remote = |buffer| RemoteBuffer { rank: peer, buffer, access_channel_types: types.to_vec() };
+        let block = |id: u32| ThreadBlock {
+            id,
+            ops: blocks.get((2 * rank + id) as usize).into_iter().flatten().cloned().map(Op::from).collect(),
+            channels: types
+                .map(|channel_type| ChannelRefs { channel_type, channel_ids: vec![ChannelId(0)] })
+                .to_vec(),
+            remote_buffer_refs: types
+                .map(|access_channel_type| RemoteBufferRefs {
+                    access_channel_type,
+                    remote_buffer_ids: (0..3).map(RemoteBufferId).collect(),
+                })
+                .to_vec(),
+        };
+        plan.gpus.push(Gpu {
+            id: Rank(rank),
+            input_chunks: 2,
+            output_chunks: 2,
+            scratch_chunks: 4,
+            threadblocks: (0..2).map(block).collect(),
+            channels: types.map(peers).to_vec(),
+            remote_buffers: buffers.map(remote).to_vec(),
+            semaphores: vec![Semaphore { init_value: 0 }, Semaphore { init_value: 1 }],
+        });
+    }
+    plan
+}
+
+fn notify(kind: NotifyKind, channel_type: ChannelType) -> OpKind {
+    let channels = vec![ChannelIndex(0)];
+    OpKind::Notify(Notify { kind, relaxed: false, channels, channel_type, data_sync: DataSync::NONE })
+}
+
+fn semaphore(acquire: bool, id: u32) -> OpKind {
+    OpKind::Semaphore(SemaphoreOp { acquire, semaphores: vec![SemaphoreId(id)], data_sync: DataSync::NONE })
+}
+
+fn put(kind: PutKind, channel_type: ChannelType, from: LocalChunk, to: (u32, u64)) -> OpKind {
+    let port = channel_type == ChannelType::Port;
+    OpKind::Put(Put {
+        kind,
+        src: vec![from],
+        dst: vec![RemoteChunk { buffer_id: RemoteBufferIndex(to.0), index: to.1, size: 1 }],
+        channels: if port { vec![ChannelIndex(0)] } else { Vec::new() },
+        channel_type,
+        group: None,
+    })
+}
+
+/// Plain data lies in chunks 2 and 3 of scratch, packets in 0.
+fn chunk(buffer: BufferType) -> impl Strategy<Value = LocalChunk> {
+    let first = if buffer == BufferType::Scratch { 2 } else { 0 };
+    (0..2u64).prop_map(move |at| LocalChunk { buffer, index: first + at, size: 1 })
+}
+
+/// Mostly what has been written.
+fn from() -> impl Strategy<Value = LocalChunk> {
+    use BufferType::*;
+    prop_oneof![12 => chunk(Input), 1 => chunk(Output), 1 => chunk(Scratch)]
+}
+
+/// Mostly what is not read.
+fn to() -> impl Strategy<Value = LocalChunk> {
+    use BufferType::*;
+    prop_oneof![1 => chunk(Input), 6 => chunk(Output), 3 => chunk(Scratch)]
+}
+
+fn remote() -> impl Strategy<Value = (u32, u64)> {
+    prop_oneof![1 => (Just(0), 0..2u64), 6 => (Just(1), 0..2u64), 3 => (Just(2), 2..4u64)]
+}
+
+fn op() -> impl Strategy<Value = OpKind> {
+    let packets = LocalChunk { buffer: BufferType::Scratch, index: 0, size: 1 };
+    let copy = |kind, src, dst| OpKind::Copy(Copy { kind, src, dst, group: None });
+    let (memory, port) = (ChannelType::Memory, ChannelType::Port);
+    prop_oneof![
+        6 => Just(OpKind::Nop),
+        2 => Just(OpKind::Barrier { barrier: BarrierId(0), num_threadblocks: 2 }),
+        4 => Just(notify(NotifyKind::Signal, memory)),
+        2 => Just(notify(NotifyKind::Wait, memory)),
+        1 => Just(notify(NotifyKind::Signal, port)),
+        1 => Just(notify(NotifyKind::Wait, port)),
+        1 => Just(notify(NotifyKind::Flush, port)),
+        2 => (0..2u32).prop_map(|id| semaphore(false, id)),
+        1 => (0..2u32).prop_map(|id| semaphore(true, id)),
+        4 => (from(), to()).prop_map(move |(src, dst)| copy(CopyKind::Plain, src, dst)),
+        2 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::Plain, memory, src, dst)),
+        1 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::Plain, port, src, dst)),
+        2 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::WithSignal, port, src, dst)),
+        1 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::WithSignalAndFlush, port, src, dst)),
+        1 => from().prop_map(move |src| copy(CopyKind::Pack, src, packets)),
+        1 => to().prop_map(move |dst| copy(CopyKind::Unpack, packets, dst)),
+        2 => from().prop_map(move |src| put(PutKind::Packets, memory, src, (2, 0))),
+    ]
+}
+
+/// Adds what random plans hardly ever have: as much to every counter as is taken from it.
+fn balanced(mut blocks: Vec<Vec<OpKind>>, at: usize) -> Vec<Vec<OpKind>> {
+    for rank in 0..2 {
+        for of in [ChannelType::Memory, ChannelType::Port] {
+            let wait = notify(NotifyKind::Wait, of);
+            let waits: usize =
+                blocks[2 * rank..2 * rank + 2].iter().flatten().filter(|op| **op == wait).count();
+            let signals = blocks[2 - 2 * rank..4 - 2 * rank].iter().flatten().filter(|op| match op {
+                OpKind::Notify(notify) => notify.kind == NotifyKind::Signal && notify.channel_type == of,
+                OpKind::Put(put) => {
+                    of == ChannelType::Port && put.kind != PutKind::Plain && put.channel_type == of
+                }
+                _ => false,
+            });
+            for _ in signals.count()..waits {
+                blocks[2 - 2 * rank + at % 2].extend([OpKind::Nop, notify(NotifyKind::Signal, of)]);
+            }
+        }
+        for id in 0..2 {
+            let count =
+                |op| blocks[2 * rank..2 * rank + 2].iter().flatten().filter(|other| **other == op).count();
+            for _ in count(semaphore(false, id))..count(semaphore(true, id)) {
+                blocks[2 * rank + at % 2].extend([OpKind::Nop, semaphore(false, id)]);
+            }
+        }
+    }
+    blocks
+}
+
+/// What the model checker found in how many plans; both sides must be there for the comparison to mean anything.
+#[derive(Default, Debug)]
+struct Seen {
+    right: usize,
+    right_with_data: usize,
+    bad: std::collections::BTreeMap<String, usize>,
+}
+
+#[test]
+fn the_verifier_says_what_the_model_checker_says() {
+    // Other plans: PROPTEST_CASES=100000 PROPTEST_RNG_SEED=7 cargo test …
+    let config = match std::env::var("PROPTEST_CASES") {
+        Ok(_) => ProptestConfig { failure_persistence: None, ..ProptestConfig::default() },
+        Err(_) => ProptestConfig {
+            cases: 2_000,
+            failure_persistence: None,
+            rng_seed: RngSeed::Fixed(1),
+            ..ProptestConfig::default()
+        },
+    };
+    let plans = (prop::collection::vec(prop::collection::vec(op(), 0..5), 4), 0..2usize);
+    let seen = RefCell::new(Seen::default());
+    let agree = TestRunner::new(config).run(&plans, |(blocks, at)| {
+        let plan = plan(balanced(blocks, at));
+        let report = verify(&plan, &Options::default());
+        // What several blocks take from may be rejected though it is right; so are barriers to which not all come.
+        let more = |kind: &Kind| {
+            matches!(kind, Kind::Contended { .. } | Kind::MixedScratch { .. } | Kind::Barrier { .. })
+        };
+        let Ok(bad) = oracle::judge(&plan) else { return Ok(()) };
+        if !report.errors().any(|error| more(&error.kind)) {
+            prop_assert_eq!(bad.is_none(), report.proved, "{:?}, but {}\n{}", bad, report, plan.to_json());
+        }
+        let mut seen = seen.borrow_mut();
+        let data = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
+        let data = data.filter(|op| matches!(op.kind, OpKind::Copy(_) | OpKind::Put(_))).count();
+        match bad {
+            None => {
+                seen.right += 1;
+                seen.right_with_data += usize::from(data > 1);
+            }
+            Some(bad) => *seen.bad.entry(format!("{bad:?}")).or_default() += 1,
+        }
+        Ok(())
+    });
+    agree.unwrap_or_else(|error| panic!("{error}"));
+    let seen = seen.into_inner();
+    assert!(seen.right_with_data > 10 && seen.bad.values().all(|&bad| bad > 5), "{seen:?}");
+    println!("{seen:?}");
+}
