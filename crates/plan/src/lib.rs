@@ -8,6 +8,7 @@
 //! * [`Plan::from_json`] and [`Plan::to_json`] read and write the format of MSCCL++ 0.9.0 (`ExecutionPlan`).
 //! * [`Block`] answers what an operation's numbers stand for: which peer, whose buffer, which bytes ([`Block::accesses`]).
 //!   [`Wiring`] says which channel is whose counterpart.
+//! * [`simulate`](mod@simulate) tells how long a plan takes on a cluster.
 //! * [`Extent`] says where chunks begin in bytes, for a message.
 //!
 //! ```
@@ -35,6 +36,7 @@ mod op;
 mod place;
 mod plan;
 mod resolve;
+pub mod simulate;
 
 pub use error::PlanError;
 pub use extent::Extent;
