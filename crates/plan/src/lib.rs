@@ -8,7 +8,7 @@
 //! * [`Plan::from_json`] and [`Plan::to_json`] read and write the format of MSCCL++ 0.9.0 (`ExecutionPlan`).
 //! * [`Block`] answers what an operation's numbers stand for: which peer, whose buffer, which bytes ([`Block::accesses`]).
 //!   [`Wiring`] says which channel is whose counterpart.
-//! * [`simulate`](mod@simulate) tells how long a plan takes on a cluster.
+//! * [`simulate`](mod@simulate) tells how long a plan takes on a cluster; [`picture`] draws that as a page.
 //! * [`Extent`] says where chunks begin in bytes, for a message.
 //!
 //! ```
@@ -33,6 +33,7 @@ mod extent;
 mod ids;
 mod json;
 mod op;
+pub mod picture;
 mod place;
 mod plan;
 mod resolve;

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::cluster::Cluster;
 use super::cost::{Costs, Turn, Work};
-use super::error::SimulateError;
+use super::error::Waiting;
 use super::limits;
 use super::network::{Completion, Network, Ordered};
 use super::port::Ports;
@@ -181,8 +181,8 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Plays the plan to its end.
-    pub fn run(mut self, message_bytes: u64) -> Result<Simulation, SimulateError> {
+    /// Plays the plan until nothing happens any more, and says who waits then.
+    pub fn run(mut self, message_bytes: u64) -> (Simulation, Vec<Waiting>) {
         for worker in 0..self.states.len() as Worker {
             self.states[worker as usize].seek(false, &self.costs.extent);
             self.begin(worker, None);
@@ -198,18 +198,20 @@ impl<'a> Engine<'a> {
             self.settle();
         }
         let waiting = self.waiting();
-        if !waiting.is_empty() {
-            return Err(SimulateError::Deadlock { time_ns: self.now, blocks: self.states.len(), waiting });
+        for state in self.states.iter().filter(|state| state.phase != Phase::Done) {
+            self.spans[state.span.index()].end_ns = self.now;
         }
         let time_ns = self.now + self.costs.cluster.launch_ns;
-        Ok(Simulation {
+        let simulation = Simulation {
             message_bytes,
             time_ns,
+            launch_ns: self.costs.cluster.launch_ns,
             links: self.costs.links.uses(&self.network, time_ns),
             bus_factor: result::bus_factor(self.plan),
             spans: self.spans,
             arrows: self.arrows,
-        })
+        };
+        (simulation, waiting)
     }
 
     pub fn at(&mut self, time: f64, event: Event) {

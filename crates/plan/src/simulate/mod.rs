@@ -61,11 +61,29 @@ pub use result::{Arrow, ArrowKind, Lane, LinkUse, Simulation, Span, SpanId, Step
 /// # Errors
 /// [`SimulateError`], also if the plan cannot end.
 pub fn simulate(plan: &Plan, cluster: &Cluster, message_bytes: u64) -> Result<Simulation, SimulateError> {
+    let (simulation, waiting) = play(plan, cluster, message_bytes)?;
+    if waiting.is_empty() {
+        return Ok(simulation);
+    }
+    let blocks = plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).sum();
+    Err(SimulateError::Deadlock { time_ns: simulation.end_ns(), blocks, waiting })
+}
+
+/// Like [`simulate`], but a plan that cannot end is played until nothing can happen any more; who waits then is said
+/// beside it.
+///
+/// # Errors
+/// [`SimulateError`], all but [`SimulateError::Deadlock`].
+pub fn play(
+    plan: &Plan,
+    cluster: &Cluster,
+    message_bytes: u64,
+) -> Result<(Simulation, Vec<Waiting>), SimulateError> {
     plan.check()?;
     cluster.check()?;
     let extent = limits::extent(plan, message_bytes)?;
     limits::length(plan, cluster, &extent)?;
-    engine::Engine::new(plan, cluster, extent).run(message_bytes)
+    Ok(engine::Engine::new(plan, cluster, extent).run(message_bytes))
 }
 
 /// The smallest message of at least so many bytes that divides into the plan's chunks.

@@ -108,6 +108,8 @@ pub struct Simulation {
     pub message_bytes: u64,
     /// The whole time, launch included, in ns.
     pub time_ns: f64,
+    /// Of that, the launch; spans count from its end.
+    pub launch_ns: f64,
     /// All operations and transfers, in the order in which they began.
     pub spans: Vec<Span>,
     /// What went between them.
@@ -118,6 +120,11 @@ pub struct Simulation {
 }
 
 impl Simulation {
+    /// When the last thing happened, in ns from the kernel's start.
+    pub fn end_ns(&self) -> f64 {
+        self.time_ns - self.launch_ns
+    }
+
     /// Message bytes by time, in GB/s.
     pub fn algorithm_bandwidth(&self) -> f64 {
         if self.time_ns > 0.0 { self.message_bytes as f64 / self.time_ns } else { 0.0 }
@@ -133,7 +140,7 @@ impl Simulation {
     /// What made it take so long, in time's order: from the first operation to the last one that ended, each either the
     /// lane's next or released by the one before. A step begins where the one before ended.
     pub fn critical_path(&self) -> Vec<Step> {
-        let by_end = |a: &usize, b: &usize| self.spans[*a].end_ns.total_cmp(&self.spans[*b].end_ns).then(b.cmp(a));
+        let by_end = |a: &usize, b: &usize| self.spans[*a].end_ns.total_cmp(&self.spans[*b].end_ns).then(a.cmp(b));
         let last = (0..self.spans.len()).max_by(by_end);
         let mut path = Vec::new();
         let mut at = last.map(|at| (SpanId(at as u32), self.spans[at].end_ns));
