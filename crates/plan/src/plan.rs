@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{ChannelId, OriginId, Rank, RemoteBufferId};
-use crate::op::{BufferType, ChannelType, Op};
+use crate::op::{BufferType, ChannelType, Op, OpKind};
+use crate::place::Place;
 
 /// What every thread block of every rank does, in terms of chunks; how large a chunk is follows from the message.
 ///
@@ -49,6 +50,15 @@ impl Plan {
     /// How many ranks it is for.
     pub fn num_ranks(&self) -> usize {
         self.gpus.len()
+    }
+
+    /// The operation at a place of this plan; panics at any other.
+    pub fn operation(&self, place: Place) -> &Op {
+        let op = &self.gpus[place.rank.index()].threadblocks[place.threadblock.index()].ops[place.op as usize];
+        match (&op.kind, place.inner) {
+            (OpKind::Pipeline(pipeline), Some(inner)) => &pipeline.ops[inner as usize],
+            _ => op,
+        }
     }
 
     /// The line that made an operation, where it is known.

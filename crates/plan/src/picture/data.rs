@@ -153,7 +153,7 @@ fn spans(plan: &Plan, simulation: &Simulation, lanes: &Lanes, texts: &mut Texts)
     let mut columns = Spans::default();
     for span in &simulation.spans {
         let place = span.place;
-        let op = operation(plan, place);
+        let op = plan.operation(place);
         let name = match span.lane {
             Lane::Block => op.kind.name().to_owned(),
             Lane::CopyEngine(to) | Lane::Nic(to) => format!("{} to rank {to}", op.kind.name()),
@@ -169,14 +169,6 @@ fn spans(plan: &Plan, simulation: &Simulation, lanes: &Lanes, texts: &mut Texts)
         columns.text.push(texts.id(describe(plan, place, op)));
     }
     columns
-}
-
-fn operation(plan: &Plan, place: Place) -> &Op {
-    let op = &Block::new(plan, place.rank, place.threadblock).get().ops[place.op as usize];
-    match (&op.kind, place.inner) {
-        (OpKind::Pipeline(pipeline), Some(inner)) => &pipeline.ops[inner as usize],
-        _ => op,
-    }
 }
 
 /// What an operation does, in words; then the line that made it.

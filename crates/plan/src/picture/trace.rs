@@ -24,16 +24,9 @@ pub fn trace(plan: &Plan, simulation: &Simulation) -> String {
         events.push(name(rank, COPY_ENGINE, "thread_name", "copy engine".into()));
         events.push(name(rank, NIC, "thread_name", "network card".into()));
     }
-    let op_name = |span: &Span| {
-        let block = &plan.gpus[span.place.rank.index()].threadblocks[span.place.threadblock.index()];
-        match (&block.ops[span.place.op as usize].kind, span.place.inner) {
-            (crate::OpKind::Pipeline(pipeline), Some(inner)) => pipeline.ops[inner as usize].kind.name(),
-            (kind, _) => kind.name(),
-        }
-    };
     for span in &simulation.spans {
         events.push(json!({
-            "ph": "X", "pid": span.place.rank.0, "tid": track(span), "name": op_name(span), "cat": "op",
+            "ph": "X", "pid": span.place.rank.0, "tid": track(span), "name": plan.operation(span.place).kind.name(), "cat": "op",
             "ts": micro(span.start_ns), "dur": micro(span.end_ns - span.start_ns),
             "args": {"op": span.place.op, "inner": span.place.inner, "turn": span.turn, "bytes": span.bytes},
         }));

@@ -122,9 +122,9 @@ mod tests {
         let mut packets = Packets::default();
         packets.wait(0..8, 1);
         packets.wait(2..4, 2);
-        assert_eq!(packets.arrive(6..8), []);
+        assert!(packets.arrive(6..8).is_empty());
         assert_eq!(packets.arrive(2..4), [2]);
-        assert_eq!(packets.arrive(0..2), []);
+        assert!(packets.arrive(0..2).is_empty());
         assert!(packets.has(&(0..4)) && !packets.has(&(3..5)));
         assert_eq!(packets.arrive(3..7), [1]);
         assert!(packets.has(&(0..8)) && !packets.has(&(0..9)));
