@@ -281,7 +281,7 @@ impl Fair {
 mod tests {
     use super::*;
 
-    /// When each flow is done, in the order in which they are.
+    /// When each flow is done, the earliest first.
     fn play(capacities: &[f64], flows: &[(f64, &[ResourceId], f64, f64)]) -> Vec<(u64, f64)> {
         let mut network = Network::new(capacities.to_vec());
         let mut foreseen: Vec<Completion> = Vec::new();
@@ -293,6 +293,7 @@ mod tests {
             let end = foreseen.last().map_or(f64::INFINITY, |completion| completion.at);
             let now = begin.min(end);
             if now == f64::INFINITY {
+                ends.sort_by(|a: &(u64, f64), b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)));
                 return ends;
             }
             if begin <= end {
