@@ -2,7 +2,7 @@
 // The timeline on a canvas. Only what is in view is drawn, and of spans below a pixel one for each pixel, so the cost
 // follows the window and not the plan.
 
-const LANE = 18, GAP = 24, RULER = 26, GUTTER = 128, MOST_ARROWS = 3000;
+const LANE = 18, GAP = 24, RULER = 26, GUTTER = 128, MOST_ARROWS = 1500;
 const KINDS = [
   ["move", "move data", /^(copy|cpkt|upkt|put|pws|pwsf|ppkt|rppkt|get|gstore|gstorepkt)$/],
   ["reduce", "reduce", /^(re|res|rre|rres|repkt|respkt|recpkt|recspkt|glre|glres)$/],
@@ -257,14 +257,15 @@ class Chart {
     this.onHint(many ? "zoom in to see all arrows" : "");
     if (many) all = [];
     const colours = [colour("arrow-signal"), colour("arrow-signal"), colour("arrow-data"), colour("arrow-data")];
-    for (const [list, alpha, width] of [[all, all.length > 400 ? 0.25 : 0.55, 1], [own, 1, 1.75]]) {
+    for (const [list, alpha, width] of [[all, Math.min(0.55, 6 / Math.sqrt(all.length)), 1], [own, 1, 1.75]]) {
       c.globalAlpha = chosen >= 0 && list === all ? alpha * 0.5 : alpha;
       c.lineWidth = width;
       for (const at of list) {
         c.strokeStyle = c.fillStyle = colours[kind[at]];
         const target = to[at] < 0 ? this.y[lane[at]] - LANE / 2 : this.y[spans.lane[to[at]]] + LANE / 2;
         const source = kind[at] === 3 ? this.start[from[at]] : this.end[from[at]];
-        this.arrow(c, this.x(source), this.y[spans.lane[from[at]]] + LANE / 2, this.x(this.arrived[at]), target);
+        const lane0 = this.y[spans.lane[from[at]]];
+        this.arrow(c, this.x(source), target > lane0 ? lane0 + LANE - 2 : lane0 + 2, this.x(this.arrived[at]), target);
       }
     }
     c.globalAlpha = 1;
