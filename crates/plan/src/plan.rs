@@ -54,7 +54,8 @@ impl Plan {
 
     /// The operation at a place of this plan; panics at any other.
     pub fn operation(&self, place: Place) -> &Op {
-        let op = &self.gpus[place.rank.index()].threadblocks[place.threadblock.index()].ops[place.op as usize];
+        let op =
+            &self.gpus[place.rank.index()].threadblocks[place.threadblock.index()].ops[place.op as usize];
         match (&op.kind, place.inner) {
             (OpKind::Pipeline(pipeline), Some(inner)) => &pipeline.ops[inner as usize],
             _ => op,

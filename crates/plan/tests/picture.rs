@@ -57,7 +57,8 @@ fn engines_have_lanes_of_their_own() {
     let page = html(&plan, &cluster, &simulation, &[]);
     keep("hierarchical.html", &page);
     let data = data(&page);
-    let lanes: Vec<_> = data["lanes"].as_array().unwrap().iter().map(|lane| lane["name"].as_str().unwrap()).collect();
+    let lanes: Vec<_> =
+        data["lanes"].as_array().unwrap().iter().map(|lane| lane["name"].as_str().unwrap()).collect();
     assert_eq!(lanes, ["block 0", "network card"].repeat(4));
 }
 

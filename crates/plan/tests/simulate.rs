@@ -39,8 +39,10 @@ fn blocks_to_a_peer(blocks: u64, push: bool) -> Plan {
 fn one_put_is_arithmetic() {
     let costs = cluster("h200x2");
     let time = play(&blocks_to_a_peer(1, true), "h200x2", 1 << 20).time_ns;
-    let expected =
-        costs.launch_ns + costs.block.op_ns + costs.block.memory_ns + (1 << 20) as f64 / costs.block.store_gb_s;
+    let expected = costs.launch_ns
+        + costs.block.op_ns
+        + costs.block.memory_ns
+        + (1 << 20) as f64 / costs.block.store_gb_s;
     near(time, expected, 1e-9);
 }
 
@@ -112,7 +114,10 @@ fn all_reduces_are_about_as_fast_as_hand_written_ones() {
         (&two_shot, 64 << 20, 337.03, 10.0),
     ] {
         let time = play(plan, "h200x4", fitting(plan, bytes)).time_ns / 1e3;
-        println!("{bytes}: {time:.2} predicted, {measured} measured, {:+.0} %", 100.0 * (time / measured - 1.0));
+        println!(
+            "{bytes}: {time:.2} predicted, {measured} measured, {:+.0} %",
+            100.0 * (time / measured - 1.0)
+        );
         near(time, measured, percent);
     }
 }
@@ -123,7 +128,11 @@ fn a_port_is_asynchronous_and_a_flush_is_not() {
     let run = |flush: bool| {
         let mut sketch = Sketch::new("custom", 2, [1, 1, 0]);
         let author = sketch.on(0, 0).put(Port, 1, chunk, (Input, 0, 1));
-        if flush { author.flush(1) } else { author };
+        if flush {
+            author.flush(1)
+        } else {
+            author
+        };
         sketch.on(1, 0);
         play(&sketch.0, "h200x2", 4 << 20)
     };
@@ -176,7 +185,8 @@ fn semaphores_and_barriers_order_thread_blocks() {
     };
     assert!(span(1, 1).start_ns > span(0, 0).end_ns);
     assert_eq!(span(0, 2).end_ns, span(1, 2).end_ns);
-    let path: Vec<_> = done.critical_path().iter().map(|step| done.spans[step.span.index()].place.to_string()).collect();
+    let path: Vec<_> =
+        done.critical_path().iter().map(|step| done.spans[step.span.index()].place.to_string()).collect();
     let expected = ["block 0, op 0", "block 0, op 1", "block 1, op 0", "block 1, op 1", "block 1, op 2"];
     assert_eq!(path, expected.map(|place| format!("rank 0, thread {place}")));
 }
@@ -239,11 +249,60 @@ fn a_hierarchical_all_reduce_is_bound_by_the_cards_and_always_the_same() {
     let part = bytes as f64 / f64::from(gpus);
     let cards = part * 2.0 * f64::from(nodes - 1) / f64::from(nodes) / 48.0;
     let links = 2.0 * f64::from(gpus - 1) * part / 19.3;
-    assert!(done.time_ns > cards + links && done.time_ns < 1.5 * (cards + links), "{} {cards} {links}", done.time_ns);
+    assert!(
+        done.time_ns > cards + links && done.time_ns < 1.5 * (cards + links),
+        "{} {cards} {links}",
+        done.time_ns
+    );
     let path = done.critical_path();
     assert!(path.windows(2).all(|pair| pair[0].until_ns == pair[1].from_ns), "without gaps");
     assert_eq!(path.last().unwrap().until_ns + 510.0, done.time_ns);
     assert!(path.iter().any(|step| matches!(done.spans[step.span.index()].lane, Lane::Nic(_))));
+}
+
+#[test]
+fn a_switch_reduces_and_replicates_where_the_cluster_has_multicast() {
+    let ranks = 4;
+    let mut sketch = Sketch::new("allreduce", ranks, [ranks.into(), ranks.into(), 0]);
+    for rank in 0..ranks {
+        sketch.on(rank, 0).switch_all_reduce(u64::from(rank), (0..ranks).collect());
+    }
+    let bytes = 4 << 20;
+    let carried = |spec: &str| {
+        let done = play(&sketch.0, spec, bytes);
+        let of = |way: &str| {
+            done.links.iter().find(|link| link.name == format!("rank 0 link {way}")).unwrap().bytes
+        };
+        [of("out"), of("in")]
+    };
+    let part = bytes / u64::from(ranks);
+    // By loads and stores three parts leave for others' sums and three copies of the own sum; and as many come.
+    assert_eq!(carried("h200x4"), [6 * part, 6 * part]);
+    // In the switch the others' sums take three parts out, and the own sum leaves once; the same way back.
+    assert_eq!(carried(r#"{"base": "h200x4", "link": {"multicast": true}}"#), [4 * part, 4 * part]);
+}
+
+#[test]
+fn a_cluster_is_described_by_what_differs_and_every_figure_is_checked() {
+    let differs =
+        cluster(r#"{"base": "h200x8-nodes4", "name": "mine", "nics_per_node": 2, "block": {"op_ns": 1}}"#);
+    assert_eq!((differs.gpus(), differs.nics_per_node, differs.block.op_ns), (32, 2, 1.0));
+    assert_eq!(differs.block.sync_ns, cluster("h200x8").block.sync_ns);
+    for (spec, expected) in [
+        ("h100x8", "\"h100x8\" is no cluster: write h200xG"),
+        ("h200x9", "\"h200x9\" is no cluster"),
+        ("h200x8-nodes0", "is no cluster"),
+        (r#"{"base": "h200x8", "speed": 1}"#, "the cluster's description: unknown field `speed`"),
+        (
+            r#"{"base": "h200x8", "link": {"latency_ns": -1}}"#,
+            "link.latency_ns is -1, not between 0 and 10^12 ns",
+        ),
+        (r#"{"base": "h200x8", "memory_gb_s": 0}"#, "memory_gb_s is 0, not between 10^-3 and 10^9 GB/s"),
+        (r#"{"base": "h200x8", "nodes": 1e99}"#, "the cluster's description: invalid"),
+    ] {
+        let error = Cluster::from_spec(spec).unwrap_err().to_string();
+        assert!(error.contains(expected), "{spec}: {error}");
+    }
 }
 
 /// `cargo test --release -p antiphon-plan --test simulate -- --ignored --nocapture`

@@ -54,8 +54,14 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
     let marks: Vec<Mark> = stuck.collect();
     if let Some(file) = &args.html {
         write(file, &picture::html(&plan, &cluster, &simulation, &marks))?;
-        let (time, blocks) = (simulation.time_ns / 1e3, plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).sum::<usize>());
-        println!("{}: {} on {}, {time:.2} µs, {blocks} thread blocks", file.display(), Bytes(bytes), cluster.name);
+        let (time, blocks) =
+            (simulation.time_ns / 1e3, plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).sum::<usize>());
+        println!(
+            "{}: {} on {}, {time:.2} µs, {blocks} thread blocks",
+            file.display(),
+            Bytes(bytes),
+            cluster.name
+        );
     }
     if let Some(file) = &args.trace {
         write(file, &picture::trace(&plan, &simulation))?;

@@ -95,10 +95,14 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
 fn served(plan: &Plan, sizes: &Sizes) -> Result<Vec<u64>> {
     let (min, max) = (plan.min_message_size, plan.max_message_size);
     let inside = sizes.0.iter().filter(|&&bytes| bytes >= min);
-    let mut whole: Vec<u64> = inside.map(|&bytes| simulate::fitting(plan, bytes)).filter(|&bytes| bytes <= max).collect();
+    let mut whole: Vec<u64> =
+        inside.map(|&bytes| simulate::fitting(plan, bytes)).filter(|&bytes| bytes <= max).collect();
     whole.dedup();
     if whole.is_empty() {
-        return Err(format!("the plan serves messages of {min} to {max} bytes, and none of --sizes is in there").into());
+        return Err(format!(
+            "the plan serves messages of {min} to {max} bytes, and none of --sizes is in there"
+        )
+        .into());
     }
     Ok(whole)
 }
@@ -193,7 +197,8 @@ impl Prediction {
 
     fn table(&self) -> String {
         const SHOWN: usize = 24;
-        let mut text = format!("{} ({}, {} ranks) on {}\n\n", self.plan, self.collective, self.ranks, self.cluster);
+        let mut text =
+            format!("{} ({}, {} ranks) on {}\n\n", self.plan, self.collective, self.ranks, self.cluster);
         text += &format!("{:>12} {:>12} {:>12} {:>12}\n", "bytes", "time µs", "alg GB/s", "bus GB/s");
         for Row { bytes, time_us, algorithm_gb_s, bus_gb_s } in &self.rows {
             text += &format!("{bytes:>12} {time_us:>12.2} {algorithm_gb_s:>12.2} {bus_gb_s:>12.2}\n");
@@ -217,5 +222,9 @@ impl Prediction {
 }
 
 fn more(count: usize, shown: usize) -> String {
-    if count > shown { format!("{:>27} {} more; --json has all\n", "and", count - shown) } else { String::new() }
+    if count > shown {
+        format!("{:>27} {} more; --json has all\n", "and", count - shown)
+    } else {
+        String::new()
+    }
 }

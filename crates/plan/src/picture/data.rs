@@ -137,7 +137,8 @@ impl Track {
 fn lanes(plan: &Plan, simulation: &Simulation) -> (Lanes, Vec<LaneRow>) {
     let blocks = Block::all(plan).map(|block| (block.rank(), Track::Block(block.id())));
     let spans = simulation.spans.iter().map(|span| (span.place.rank, Track::of(span.place, span.lane)));
-    let mut tracks: Vec<_> = blocks.chain(spans.filter(|(_, track)| !matches!(track, Track::Block(_)))).collect();
+    let mut tracks: Vec<_> =
+        blocks.chain(spans.filter(|(_, track)| !matches!(track, Track::Block(_)))).collect();
     tracks.sort_unstable();
     tracks.dedup();
     let name = |track| match track {
@@ -200,7 +201,8 @@ fn describe(plan: &Plan, place: Place, op: &Op) -> String {
         };
         let verb = if access.mode == Mode::Read { "reads" } else { "writes" };
         let what = if access.packets { " packets in" } else { "" };
-        let whose = if access.rank == place.rank { String::new() } else { format!(" of rank {}", access.rank) };
+        let whose =
+            if access.rank == place.rank { String::new() } else { format!(" of rank {}", access.rank) };
         let separator = if text.is_empty() { "" } else { "\n" };
         let (from, to) = (access.chunks.start, access.chunks.end);
         let _ = write!(text, "{separator}{verb}{what} {buffer}[{from}..{to}]{whose}");

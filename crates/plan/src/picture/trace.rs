@@ -17,7 +17,9 @@ pub fn trace(plan: &Plan, simulation: &Simulation) -> String {
     for (rank, gpu) in plan.gpus.iter().enumerate() {
         let rank = Rank(rank as u32);
         events.push(name(rank, 0, "process_name", format!("rank {rank}")));
-        events.push(json!({"ph": "M", "pid": rank.0, "name": "process_sort_index", "args": {"sort_index": rank.0}}));
+        events.push(
+            json!({"ph": "M", "pid": rank.0, "name": "process_sort_index", "args": {"sort_index": rank.0}}),
+        );
         for block in &gpu.threadblocks {
             events.push(name(rank, block.id, "thread_name", format!("thread block {}", block.id)));
         }

@@ -155,8 +155,12 @@ impl Cluster {
             ("nic.start_ns", nic.start_ns),
             ("nic.latency_ns", nic.latency_ns),
         ];
-        let wrong =
-            |field, value, expected| SimulateError::Figure { cluster: self.name.clone(), field, value, expected };
+        let wrong = |field, value, expected| SimulateError::Figure {
+            cluster: self.name.clone(),
+            field,
+            value,
+            expected,
+        };
         for (field, value) in counts {
             if !(1..=1 << 16).contains(&value) {
                 return Err(wrong(field, f64::from(value), "between 1 and 65536"));
@@ -203,7 +207,8 @@ fn preset(name: &str) -> Result<Cluster, SimulateError> {
     let unknown = || SimulateError::NoPreset(name.to_owned());
     let shape = name.strip_prefix("h200x").ok_or_else(unknown)?;
     let (gpus, nodes) = shape.split_once("-nodes").unwrap_or((shape, "1"));
-    let number = |text: &str, most| text.parse().ok().filter(|number| (1..=most).contains(number)).ok_or_else(unknown);
+    let number =
+        |text: &str, most| text.parse().ok().filter(|number| (1..=most).contains(number)).ok_or_else(unknown);
     Ok(h200(name, number(gpus, 8)?, number(nodes, 4096)?))
 }
 
@@ -232,7 +237,12 @@ fn h200(name: &str, gpus_per_node: u32, nodes: u32) -> Cluster {
             multicast: false,
         },
         copy_engine: PortEngine { gb_s: 394.0, issue_ns: 500.0, start_ns: 3000.0, latency_ns: 1000.0 },
-        nic: (nodes > 1).then_some(PortEngine { gb_s: 48.0, issue_ns: 500.0, start_ns: 2000.0, latency_ns: 3000.0 }),
+        nic: (nodes > 1).then_some(PortEngine {
+            gb_s: 48.0,
+            issue_ns: 500.0,
+            start_ns: 2000.0,
+            latency_ns: 3000.0,
+        }),
         nics_per_node: gpus_per_node,
     }
 }

@@ -60,7 +60,12 @@ pub(super) struct Costs<'a> {
 
 impl Costs<'_> {
     /// The bytes of an access: of a pipeline the turn's piece, except of packets, and of that the block's share.
-    pub fn bytes(&self, chunks: &Range<u64>, group: Option<crate::GroupShare>, turn: Option<Turn>) -> Range<u64> {
+    pub fn bytes(
+        &self,
+        chunks: &Range<u64>,
+        group: Option<crate::GroupShare>,
+        turn: Option<Turn>,
+    ) -> Range<u64> {
         let whole = self.extent.bytes(chunks).expect("checked before the start");
         let piece = match turn {
             Some(Turn { turn, unit }) => {
@@ -126,7 +131,8 @@ impl Costs<'_> {
         if !sides.loads.is_empty() {
             work.latency_ns = work.latency_ns.max(2.0 * link.latency_ns);
         }
-        let total = |list: &[(Rank, u64)]| list.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+        let total =
+            |list: &[(Rank, u64)]| list.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
         let (stored, loaded) = (total(&sides.stores), total(&sides.loads));
         work.bytes = if stored + loaded > 0 { stored.saturating_add(loaded) } else { sides.local };
         let in_switch = link.multicast

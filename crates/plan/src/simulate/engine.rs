@@ -270,7 +270,9 @@ impl<'a> Engine<'a> {
         let block = &self.costs.cluster.block;
         let ends_after = match op {
             OpKind::Nop => block.sync_ns,
-            OpKind::Barrier { barrier, num_threadblocks } => return self.meet(worker, *barrier, *num_threadblocks),
+            OpKind::Barrier { barrier, num_threadblocks } => {
+                return self.meet(worker, *barrier, *num_threadblocks);
+            }
             OpKind::Notify(notify) => return self.notify(worker, notify),
             OpKind::Semaphore(semaphore) if semaphore.acquire => return self.acquire(worker, semaphore),
             OpKind::Semaphore(_) => block.op_ns,
@@ -370,7 +372,14 @@ impl<'a> Engine<'a> {
         }
         let (sent_ns, arrived_ns) = (self.spans[span.index()].start_ns, now + costs.link.latency_ns);
         for (rank, _) in work.sends {
-            self.arrows.push(Arrow { kind: ArrowKind::Data, from: span, rank, to: None, sent_ns, arrived_ns });
+            self.arrows.push(Arrow {
+                kind: ArrowKind::Data,
+                from: span,
+                rank,
+                to: None,
+                sent_ns,
+                arrived_ns,
+            });
         }
         match op {
             Some(OpKind::Notify(notify)) => self.signal(own, worker, notify, token),

@@ -70,12 +70,7 @@ pub(super) fn turns(pipeline: &Pipeline, extent: &Extent) -> u64 {
     pipeline.num_chunks.saturating_mul(extent.chunk()).div_ceil(pipeline.unit_size)
 }
 
-fn accesses(
-    block: Block<'_>,
-    place: Place,
-    op: &OpKind,
-    extent: &Extent,
-) -> Result<u64, SimulateError> {
+fn accesses(block: Block<'_>, place: Place, op: &OpKind, extent: &Extent) -> Result<u64, SimulateError> {
     let (mut count, mut beyond) = (0, None);
     block.accesses(op, |access| {
         count += 1;
@@ -85,11 +80,8 @@ fn accesses(
     });
     match beyond {
         None => Ok(count),
-        Some(chunks) => Err(SimulateError::Beyond {
-            place,
-            first: chunks.start,
-            end: chunks.end,
-            chunk: extent.chunk(),
-        }),
+        Some(chunks) => {
+            Err(SimulateError::Beyond { place, first: chunks.start, end: chunks.end, chunk: extent.chunk() })
+        }
     }
 }

@@ -80,7 +80,12 @@ pub(super) struct Completion {
 impl Network {
     pub fn new(capacities: Vec<f64>) -> Self {
         let count = capacities.len();
-        Network { capacities, carried: vec![0.0; count], users: vec![Vec::new(); count], ..Network::default() }
+        Network {
+            capacities,
+            carried: vec![0.0; count],
+            users: vec![Vec::new(); count],
+            ..Network::default()
+        }
     }
 
     /// Begins a flow of more than zero bytes; `flow` names it when it is done.
@@ -242,8 +247,9 @@ impl Fair {
         }
         self.rates.clear();
         self.rates.resize(self.members.len(), 0.0);
-        let mut open: Vec<usize> =
-            (0..self.members.len()).filter(|&at| !classes[self.members[at] as usize].flows.is_empty()).collect();
+        let mut open: Vec<usize> = (0..self.members.len())
+            .filter(|&at| !classes[self.members[at] as usize].flows.is_empty())
+            .collect();
         let mut shares = Vec::new();
         while !open.is_empty() {
             let of = |&r: &ResourceId| self.left[r as usize].0.max(0.0) / self.left[r as usize].1;

@@ -81,9 +81,15 @@ impl Engine<'_> {
             asked += plain;
             let bytes = if packets { plain.saturating_mul(2) } else { plain };
             let packets = (packets && plain > 0).then_some(range);
-            self.transfer(block.rank(), block.channel(ChannelType::Port, channel), signals, span, |transfer| {
-                (transfer.to, transfer.bytes, transfer.packets) = (to, bytes, packets);
-            });
+            self.transfer(
+                block.rank(),
+                block.channel(ChannelType::Port, channel),
+                signals,
+                span,
+                |transfer| {
+                    (transfer.to, transfer.bytes, transfer.packets) = (to, bytes, packets);
+                },
+            );
         }
         self.spans[span.index()].bytes = asked;
         match put.kind {
@@ -178,7 +184,8 @@ impl Engine<'_> {
         let block = self.states[worker as usize].block;
         let mut missing = 0;
         for &channel in channels {
-            let id = self.sync.channel(block.rank(), ChannelType::Port, block.channel(ChannelType::Port, channel));
+            let id =
+                self.sync.channel(block.rank(), ChannelType::Port, block.channel(ChannelType::Port, channel));
             let channel = &mut self.sync.channels[id as usize];
             if channel.done < channel.asked {
                 channel.flushing.push((channel.asked, worker));

@@ -29,7 +29,8 @@ impl Links {
 
     pub fn network(&self, cluster: &Cluster) -> Network {
         let link = &cluster.link;
-        let gpu = [link.direction_gb_s, link.direction_gb_s, link.duplex_gb_s, link.sm_gb_s, cluster.memory_gb_s];
+        let gpu =
+            [link.direction_gb_s, link.direction_gb_s, link.duplex_gb_s, link.sm_gb_s, cluster.memory_gb_s];
         let nic = cluster.nic.as_ref().map_or(0.0, |nic| nic.gb_s);
         let nics = if cluster.nic.is_some() { self.nodes() * self.nics_per_node } else { 0 };
         let gpus = (0..self.ranks).flat_map(|_| gpu);
@@ -84,7 +85,8 @@ impl Links {
         let gpus = (0..self.ranks).flat_map(|rank| {
             kinds.map(|(kind, what)| use_of(format!("rank {rank} {what}"), gpu(Rank(rank), kind)))
         });
-        let cards = if network.len() as u32 > self.ranks * PER_GPU { self.nodes() * self.nics_per_node } else { 0 };
+        let cards =
+            if network.len() as u32 > self.ranks * PER_GPU { self.nodes() * self.nics_per_node } else { 0 };
         let cards = (0..cards).flat_map(|card| {
             let (node, at) = (card / self.nics_per_node, card % self.nics_per_node);
             let first = self.ranks * PER_GPU + 2 * card;

@@ -140,7 +140,8 @@ impl Simulation {
     /// What made it take so long, in time's order: from the first operation to the last one that ended, each either the
     /// lane's next or released by the one before. A step begins where the one before ended.
     pub fn critical_path(&self) -> Vec<Step> {
-        let by_end = |a: &usize, b: &usize| self.spans[*a].end_ns.total_cmp(&self.spans[*b].end_ns).then(a.cmp(b));
+        let by_end =
+            |a: &usize, b: &usize| self.spans[*a].end_ns.total_cmp(&self.spans[*b].end_ns).then(a.cmp(b));
         let last = (0..self.spans.len()).max_by(by_end);
         let mut path = Vec::new();
         let mut at = last.map(|at| (SpanId(at as u32), self.spans[at].end_ns));
@@ -149,7 +150,8 @@ impl Simulation {
             at = self.before(span, until_ns);
             let from_ns = at.map_or(span.start_ns.min(until_ns), |(_, until)| until);
             path.push(Step { span: id, from_ns, until_ns });
-            if path.len() > self.spans.len() {
+            // A put that flushes is there twice: from its begin to its transfer's, and at its end.
+            if path.len() > 2 * self.spans.len() {
                 break;
             }
         }

@@ -169,8 +169,11 @@ impl Engine<'_> {
 
     /// The thread blocks that have not ended, and why.
     pub fn waiting(&self) -> Vec<Waiting> {
-        let stuck = (0..self.states.len() as Worker).filter(|&at| self.states[at as usize].phase != Phase::Done);
-        stuck.map(|worker| Waiting { place: self.states[worker as usize].place(), what: self.missing(worker) }).collect()
+        let stuck =
+            (0..self.states.len() as Worker).filter(|&at| self.states[at as usize].phase != Phase::Done);
+        stuck
+            .map(|worker| Waiting { place: self.states[worker as usize].place(), what: self.missing(worker) })
+            .collect()
     }
 
     fn missing(&self, worker: Worker) -> String {

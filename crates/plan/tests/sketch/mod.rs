@@ -2,10 +2,10 @@
 #![allow(dead_code, reason = "each test uses some of it")]
 
 use antiphon_plan::{
-    BarrierId, BufferType, ChannelId, ChannelIndex, ChannelRefs, ChannelType, Copy, CopyKind, DataSync, Get, Gpu,
-    GpuChannels, LocalChunk, Notify, NotifyKind, OpKind, Plan, Protocol, Put, PutKind, Rank, Reduce, ReduceOp,
-    RemoteBuffer, RemoteBufferId, RemoteBufferIndex, RemoteBufferRefs, RemoteChunk, Semaphore, SemaphoreId,
-    SemaphoreOp, ThreadBlock,
+    BarrierId, BufferType, ChannelId, ChannelIndex, ChannelRefs, ChannelType, Copy, CopyKind, DataSync, Get,
+    Gpu, GpuChannels, LocalChunk, Notify, NotifyKind, OpKind, Plan, Protocol, Put, PutKind, Rank, Reduce,
+    ReduceOp, RemoteBuffer, RemoteBufferId, RemoteBufferIndex, RemoteBufferRefs, RemoteChunk, Semaphore,
+    SemaphoreId, SemaphoreOp, SwitchChunk, SwitchReduceBroadcast, ThreadBlock,
 };
 
 pub use BufferType::{Input, Output, Scratch};
@@ -55,7 +55,12 @@ impl Sketch {
         let gpu = &mut self.0.gpus[rank as usize];
         while gpu.threadblocks.len() <= block {
             let id = gpu.threadblocks.len() as u32;
-            gpu.threadblocks.push(ThreadBlock { id, ops: vec![], channels: vec![], remote_buffer_refs: vec![] });
+            gpu.threadblocks.push(ThreadBlock {
+                id,
+                ops: vec![],
+                channels: vec![],
+                remote_buffer_refs: vec![],
+            });
         }
         Author { gpu, block }
     }
@@ -100,7 +105,13 @@ impl Author<'_> {
 
     fn notify(mut self, kind: NotifyKind, channel_type: ChannelType, peer: u32) -> Self {
         let channels = vec![self.channel(channel_type, peer)];
-        self.op(OpKind::Notify(Notify { kind, relaxed: false, channels, channel_type, data_sync: DataSync::NONE }))
+        self.op(OpKind::Notify(Notify {
+            kind,
+            relaxed: false,
+            channels,
+            channel_type,
+            data_sync: DataSync::NONE,
+        }))
     }
 
     pub fn copy(self, kind: CopyKind, dst: Chunks, src: Chunks) -> Self {
@@ -111,7 +122,14 @@ impl Author<'_> {
         self.put_as(PutKind::Plain, of, peer, dst, src)
     }
 
-    pub fn put_as(mut self, kind: PutKind, channel_type: ChannelType, peer: u32, dst: Chunks, src: Chunks) -> Self {
+    pub fn put_as(
+        mut self,
+        kind: PutKind,
+        channel_type: ChannelType,
+        peer: u32,
+        dst: Chunks,
+        src: Chunks,
+    ) -> Self {
         let channel = self.channel(channel_type, peer);
         let dst = vec![self.remote(channel_type, peer, dst)];
         let channels = if channel_type == Port { vec![channel] } else { vec![] };
@@ -144,7 +162,8 @@ impl Author<'_> {
         packet_dst: Option<Chunks>,
         peers: Vec<(u32, Chunks)>,
     ) -> Self {
-        let remote_dst: Vec<_> = peers.iter().map(|&(peer, chunks)| self.remote(Memory, peer, chunks)).collect();
+        let remote_dst: Vec<_> =
+            peers.iter().map(|&(peer, chunks)| self.remote(Memory, peer, chunks)).collect();
         self.op(OpKind::Reduce(Box::new(Reduce {
             packets,
             src: src.into_iter().map(local).collect(),
@@ -162,7 +181,9 @@ impl Author<'_> {
     pub fn reduce_from(mut self, dst: Chunks, src: Chunks, peers: Vec<(u32, Chunks)>) -> Self {
         let remote_src = peers.iter().map(|&(peer, chunks)| self.remote(Memory, peer, chunks)).collect();
         self = self.reduce(dst, vec![src]);
-        let Some(OpKind::Reduce(reduce)) = self.block().ops.last_mut().map(|op| &mut op.kind) else { unreachable!() };
+        let Some(OpKind::Reduce(reduce)) = self.block().ops.last_mut().map(|op| &mut op.kind) else {
+            unreachable!()
+        };
         (reduce.remote_src, reduce.channel_type) = (remote_src, Some(Memory));
         self
     }
@@ -172,6 +193,25 @@ impl Author<'_> {
         let (src, dst) = parts.map(|(peer, part)| (self.remote(Memory, peer, part), local(part))).unzip();
         let channels = vec![];
         self.op(OpKind::Get(Get { src, dst, channels, channel_type: Memory, group: None }))
+    }
+
+    /// A chunk of all members' inputs, summed into the same of all members' outputs.
+    pub fn switch_all_reduce(mut self, index: u64, members: Vec<u32>) -> Self {
+        let ranks: Vec<_> = members.into_iter().map(Rank).collect();
+        for (id, buffer) in [Input, Output].into_iter().enumerate() {
+            self.gpu.channels.push(GpuChannels::Switch { buffer, rank_groups: vec![ranks.clone()] });
+            let refs = &mut self.block().channels;
+            match refs.last_mut() {
+                Some(refs) => refs.channel_ids.push(ChannelId(id as u32)),
+                None => {
+                    let (channel_type, channel_ids) = (ChannelType::Switch, vec![ChannelId(id as u32)]);
+                    refs.push(ChannelRefs { channel_type, channel_ids });
+                }
+            }
+        }
+        let chunk = |id| SwitchChunk { switch_channel_id: ChannelIndex(id), index, size: 1 };
+        let op = SwitchReduceBroadcast { src: chunk(0), dst: chunk(1), op: ReduceOp::Sum };
+        self.op(OpKind::SwitchReduceBroadcast(op))
     }
 
     /// All peers have come here too.
@@ -217,16 +257,26 @@ impl Author<'_> {
     }
 
     fn remote(&mut self, of: ChannelType, peer: u32, (buffer, index, size): Chunks) -> RemoteChunk {
-        let known = self.gpu.remote_buffers.iter().position(|remote| (remote.rank, remote.buffer) == (Rank(peer), buffer));
+        let known = self
+            .gpu
+            .remote_buffers
+            .iter()
+            .position(|remote| (remote.rank, remote.buffer) == (Rank(peer), buffer));
         let id = RemoteBufferId(known.unwrap_or_else(|| {
-            self.gpu.remote_buffers.push(RemoteBuffer { rank: Rank(peer), buffer, access_channel_types: vec![of] });
+            self.gpu.remote_buffers.push(RemoteBuffer {
+                rank: Rank(peer),
+                buffer,
+                access_channel_types: vec![of],
+            });
             self.gpu.remote_buffers.len() - 1
         }) as u32);
         let block = self.block();
         let refs = match block.remote_buffer_refs.iter_mut().position(|refs| refs.access_channel_type == of) {
             Some(at) => &mut block.remote_buffer_refs[at],
             None => {
-                block.remote_buffer_refs.push(RemoteBufferRefs { access_channel_type: of, remote_buffer_ids: vec![] });
+                block
+                    .remote_buffer_refs
+                    .push(RemoteBufferRefs { access_channel_type: of, remote_buffer_ids: vec![] });
                 block.remote_buffer_refs.last_mut().unwrap()
             }
         };
@@ -250,9 +300,13 @@ pub fn one_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
             let peers: Vec<u32> = (1..ranks).map(|k| (rank + k) % ranks).collect();
             let src = [own].into_iter().chain(peers.iter().map(|&peer| slot(peer))).collect();
             let author = sketch.on(rank, block as usize);
-            author
-                .put_to_all(PutKind::Packets, peers.iter().map(|&peer| (peer, slot(rank), own)))
-                .reduce_as(true, (Output, block * share, share), src, None, vec![]);
+            author.put_to_all(PutKind::Packets, peers.iter().map(|&peer| (peer, slot(rank), own))).reduce_as(
+                true,
+                (Output, block * share, share),
+                src,
+                None,
+                vec![],
+            );
         }
     }
     sketch.0
@@ -270,7 +324,8 @@ pub fn two_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
             let came = |from: u32| (Scratch, part(from), 1);
             let sum = (Scratch, chunks + part(rank), 1);
             let peers: Vec<u32> = (1..ranks).map(|k| (rank + k) % ranks).collect();
-            let src = [(Input, part(rank), 1)].into_iter().chain(peers.iter().map(|&peer| came(peer))).collect();
+            let src =
+                [(Input, part(rank), 1)].into_iter().chain(peers.iter().map(|&peer| came(peer))).collect();
             let sums = peers.iter().map(|&peer| (peer, sum)).collect();
             let author = sketch.on(rank, block as usize);
             author
@@ -329,7 +384,9 @@ pub fn hierarchical_all_reduce(nodes: u32, gpus: u32) -> Plan {
         let mine = (Output, part(own), n);
         let mut author = sketch.on(rank, 0);
         for &peer in &peers {
-            author = author.put(Memory, at(peer), (Scratch, part(own), n), (Input, part(peer), n)).signal(Memory, at(peer));
+            author = author
+                .put(Memory, at(peer), (Scratch, part(own), n), (Input, part(peer), n))
+                .signal(Memory, at(peer));
         }
         let mut src = vec![(Input, part(own), n)];
         for &peer in &peers {
@@ -347,7 +404,13 @@ pub fn hierarchical_all_reduce(nodes: u32, gpus: u32) -> Plan {
 }
 
 /// The ring of all-reduce over nodes: reduce-scatter, then all-gather, a chunk at a time.
-fn ring<'a>(mut author: Author<'a>, [node, nodes]: [u32; 2], [gpu, gpus]: [u32; 2], part: u64, scratch: u64) -> Author<'a> {
+fn ring<'a>(
+    mut author: Author<'a>,
+    [node, nodes]: [u32; 2],
+    [gpu, gpus]: [u32; 2],
+    part: u64,
+    scratch: u64,
+) -> Author<'a> {
     let (next, before) = ((node + 1) % nodes * gpus + gpu, (node + nodes - 1) % nodes * gpus + gpu);
     let chunk = |back: u32| part + u64::from((node + 2 * nodes - back) % nodes);
     for step in 0..nodes - 1 {
