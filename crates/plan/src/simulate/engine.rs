@@ -206,6 +206,7 @@ impl<'a> Engine<'a> {
             message_bytes,
             time_ns,
             launch_ns: self.costs.cluster.launch_ns,
+            end_ns: self.now,
             links: self.costs.links.uses(&self.network, time_ns),
             bus_factor: result::bus_factor(self.plan),
             spans: self.spans,

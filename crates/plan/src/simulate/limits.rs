@@ -10,8 +10,8 @@ use crate::place::Place;
 use crate::plan::Plan;
 use crate::resolve::Block;
 
-/// Operations and accesses that are played at most: about a minute's and 4 GB's worth.
-const STEPS: u64 = 1 << 24;
+/// Operations and accesses that are played at most. A span and its arrows take some 200 bytes, so it is a few GB at most.
+const STEPS: u64 = 1 << 23;
 /// Bytes from a buffer's start: enough for any memory, and safe to calculate with.
 const FAR: u64 = 1 << 60;
 /// Network cards of all nodes together.

@@ -116,13 +116,14 @@ pub struct Simulation {
     pub arrows: Vec<Arrow>,
     /// The links, in order: for each rank out, in, memory; then the network cards.
     pub links: Vec<LinkUse>,
+    pub(super) end_ns: f64,
     pub(super) bus_factor: f64,
 }
 
 impl Simulation {
     /// When the last thing happened, in ns from the kernel's start.
     pub fn end_ns(&self) -> f64 {
-        self.time_ns - self.launch_ns
+        self.end_ns
     }
 
     /// Message bytes by time, in GB/s.
