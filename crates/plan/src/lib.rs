@@ -9,6 +9,7 @@
 //! * [`Block`] answers what an operation's numbers stand for: which peer, whose buffer, which bytes ([`Block::accesses`]).
 //!   [`Wiring`] says which channel is whose counterpart.
 //! * [`passes`] make of what a program asks for what thread blocks do: fused, ordered, replicated.
+//! * [`simulate`](mod@simulate) tells how long a plan takes on a cluster; [`picture`] draws that as a page.
 //! * [`Extent`] says where chunks begin in bytes, for a message.
 //!
 //! ```
@@ -38,6 +39,11 @@ mod place;
 mod plan;
 mod resolve;
 pub mod verify;
+pub mod picture;
+mod place;
+mod plan;
+mod resolve;
+pub mod simulate;
 
 pub use error::PlanError;
 pub use extent::Extent;

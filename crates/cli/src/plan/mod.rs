@@ -4,6 +4,8 @@
 
 mod build;
 mod verify;
+mod show;
+mod simulate;
 
 use std::path::Path;
 
@@ -23,6 +25,8 @@ pub struct Args {
 enum Command {
     Build(build::Args),
     Verify(verify::Args),
+    Simulate(simulate::Args),
+    Show(show::Args),
 }
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -32,6 +36,8 @@ pub fn execute(args: Args) -> ExitStatus {
     let done: Result<ExitStatus> = match args.command {
         Command::Build(args) => build::execute(args),
         Command::Verify(args) => verify::execute(args),
+        Command::Simulate(args) => simulate::execute(args),
+        Command::Show(args) => show::execute(args),
     };
     done.unwrap_or_else(|error| {
         eprintln!("antiphon plan: {error}");

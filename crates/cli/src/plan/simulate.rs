@@ -1,0 +1,230 @@
+//! `antiphon plan simulate`: how long a plan takes on a cluster, for many sizes, and what makes it so.
+
+use std::path::PathBuf;
+
+use antiphon_plan::Plan;
+use antiphon_plan::picture;
+use antiphon_plan::simulate::{self, Cluster, Lane, Simulation};
+use serde::Serialize;
+
+use super::Result;
+use crate::sizes::{Bytes, Sizes};
+use crate::{ExitStatus, SUCCESS};
+
+/// Predict how long a plan takes on a cluster.
+///
+/// A discrete-event model of thread blocks, links, copy engines and network cards, calibrated against 4 × H200. A table
+/// over message sizes, then for the largest the critical path and the links' use. Sizes are rounded up to whole chunks;
+/// those that the plan does not serve are left out.
+#[derive(Debug, Clone, clap::Args)]
+#[command(after_help = "\
+Examples:
+  antiphon plan simulate all_reduce.json
+  antiphon plan simulate all_reduce.json --cluster h200x8-nodes2 --sizes 64K..1G
+  antiphon plan simulate all_reduce.json --cluster mine.json --sizes 1M --json --trace trace.json")]
+pub struct Args {
+    /// The plan
+    file: PathBuf,
+
+    #[command(flatten)]
+    on: On,
+
+    /// Message sizes in bytes: the output of allgather, the input of all others
+    #[arg(long, default_value = "1K..64M")]
+    sizes: Sizes,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+
+    /// Write the largest size's events to this file, for ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+/// Where a plan runs.
+#[derive(Debug, Clone, clap::Args)]
+pub(super) struct On {
+    /// h200xG (1 to 8 GPUs), h200xG-nodesN, or a JSON file that describes a cluster [default: h200x8, as many nodes as
+    /// the plan needs]
+    #[arg(long, value_name = "SPEC")]
+    cluster: Option<String>,
+}
+
+impl On {
+    pub(super) fn cluster(&self, plan: &Plan) -> Result<Cluster> {
+        let ranks = plan.num_ranks().max(1);
+        let spec = match &self.cluster {
+            Some(spec) if spec.ends_with(".json") => {
+                let cluster = std::fs::read_to_string(spec).map_err(|error| format!("{spec}: {error}"))?;
+                return Ok(Cluster::from_spec(&cluster).map_err(|error| format!("{spec}: {error}"))?);
+            }
+            Some(spec) => spec.clone(),
+            None if ranks <= 8 => format!("h200x{ranks}"),
+            None => format!("h200x8-nodes{}", ranks.div_ceil(8)),
+        };
+        Ok(Cluster::from_spec(&spec)?)
+    }
+}
+
+/// Runs the command.
+pub fn execute(args: Args) -> Result<ExitStatus> {
+    let plan = super::read(&args.file)?;
+    let cluster = args.on.cluster(&plan)?;
+    let sizes = served(&plan, &args.sizes)?;
+    let mut rows = Vec::new();
+    let mut last = None;
+    for bytes in sizes {
+        let done = simulate::simulate(&plan, &cluster, bytes)?;
+        rows.push(Row::of(&done));
+        last = Some(done);
+    }
+    let Some(last) = last else { return Ok(SUCCESS) };
+    if let Some(file) = &args.trace {
+        write(file, &picture::trace(&plan, &last))?;
+    }
+    let prediction = Prediction::new(&plan, &cluster, rows, &last);
+    match args.json {
+        true => println!("{}", serde_json::to_string_pretty(&prediction)?),
+        false => print!("{}", prediction.table()),
+    }
+    Ok(SUCCESS)
+}
+
+/// The sizes in whole chunks that the plan serves.
+fn served(plan: &Plan, sizes: &Sizes) -> Result<Vec<u64>> {
+    let (min, max) = (plan.min_message_size, plan.max_message_size);
+    let inside = sizes.0.iter().filter(|&&bytes| bytes >= min);
+    let mut whole: Vec<u64> =
+        inside.map(|&bytes| simulate::fitting(plan, bytes)).filter(|&bytes| bytes <= max).collect();
+    whole.dedup();
+    if whole.is_empty() {
+        return Err(format!(
+            "the plan serves messages of {min} to {max} bytes, and none of --sizes is in there"
+        )
+        .into());
+    }
+    Ok(whole)
+}
+
+pub(super) fn write(file: &std::path::Path, text: &str) -> Result<()> {
+    Ok(std::fs::write(file, text).map_err(|error| format!("{}: {error}", file.display()))?)
+}
+
+#[derive(Serialize)]
+struct Row {
+    bytes: u64,
+    time_us: f64,
+    algorithm_gb_s: f64,
+    bus_gb_s: f64,
+}
+
+impl Row {
+    fn of(done: &Simulation) -> Self {
+        Row {
+            bytes: done.message_bytes,
+            time_us: done.time_ns / 1e3,
+            algorithm_gb_s: done.algorithm_bandwidth(),
+            bus_gb_s: done.bus_bandwidth(),
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Step {
+    from_us: f64,
+    until_us: f64,
+    operation: String,
+    lane: String,
+    bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Link {
+    link: String,
+    bytes: u64,
+    capacity_gb_s: f64,
+    busy: f64,
+}
+
+/// All that the command prints.
+#[derive(Serialize)]
+struct Prediction {
+    plan: String,
+    collective: String,
+    ranks: usize,
+    cluster: String,
+    rows: Vec<Row>,
+    /// Of the last row; times from the kernel's start.
+    critical_path: Vec<Step>,
+    /// Of the last row.
+    links: Vec<Link>,
+}
+
+impl Prediction {
+    fn new(plan: &Plan, cluster: &Cluster, rows: Vec<Row>, last: &Simulation) -> Self {
+        let step = |step: &simulate::Step| {
+            let span = &last.spans[step.span.index()];
+            let lane = match span.lane {
+                Lane::Block => String::new(),
+                Lane::CopyEngine(to) => format!(" (copy engine to rank {to})"),
+                Lane::Nic(to) => format!(" (network card to rank {to})"),
+            };
+            Step {
+                from_us: step.from_ns / 1e3,
+                until_us: step.until_ns / 1e3,
+                operation: plan.operation(span.place).kind.name().to_owned(),
+                lane: format!("{}{lane}", span.place),
+                bytes: span.bytes,
+            }
+        };
+        let link = |link: &simulate::LinkUse| Link {
+            link: link.name.clone(),
+            bytes: link.bytes,
+            capacity_gb_s: link.capacity_gb_s,
+            busy: link.busy,
+        };
+        Prediction {
+            plan: plan.name.clone().unwrap_or_else(|| "plan".into()),
+            collective: plan.collective.clone(),
+            ranks: plan.num_ranks(),
+            cluster: cluster.name.clone(),
+            rows,
+            critical_path: last.critical_path().iter().map(step).collect(),
+            links: last.links.iter().map(link).collect(),
+        }
+    }
+
+    fn table(&self) -> String {
+        const SHOWN: usize = 24;
+        let mut text =
+            format!("{} ({}, {} ranks) on {}\n\n", self.plan, self.collective, self.ranks, self.cluster);
+        text += &format!("{:>12} {:>12} {:>12} {:>12}\n", "bytes", "time µs", "alg GB/s", "bus GB/s");
+        for Row { bytes, time_us, algorithm_gb_s, bus_gb_s } in &self.rows {
+            text += &format!("{bytes:>12} {time_us:>12.2} {algorithm_gb_s:>12.2} {bus_gb_s:>12.2}\n");
+        }
+        let bytes = Bytes(self.rows.last().map_or(0, |row| row.bytes));
+        text += &format!("\nCritical path at {bytes}, from the kernel's start\n");
+        text += &format!("{:>12} {:>12}  what\n", "from µs", "until µs");
+        for Step { from_us, until_us, operation, lane, bytes } in self.critical_path.iter().take(SHOWN) {
+            let moved = if *bytes > 0 { format!(", {}", Bytes(*bytes)) } else { String::new() };
+            text += &format!("{from_us:>12.2} {until_us:>12.2}  {operation}: {lane}{moved}\n");
+        }
+        text += &more(self.critical_path.len(), SHOWN);
+        text += &format!("\nLinks at {bytes}, busiest first\n{:>12} {:>12}  link\n", "busy", "GB/s at most");
+        let mut busiest: Vec<_> = self.links.iter().filter(|link| link.bytes > 0).collect();
+        busiest.sort_by(|a, b| b.busy.total_cmp(&a.busy));
+        for Link { link, capacity_gb_s, busy, bytes } in busiest.iter().take(SHOWN) {
+            text += &format!("{:>11.1}% {capacity_gb_s:>12.0}  {link}, {}\n", busy * 100.0, Bytes(*bytes));
+        }
+        text + &more(busiest.len(), SHOWN)
+    }
+}
+
+fn more(count: usize, shown: usize) -> String {
+    if count > shown {
+        format!("{:>27} {} more; --json has all\n", "and", count - shown)
+    } else {
+        String::new()
+    }
+}

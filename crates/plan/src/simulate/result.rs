@@ -1,0 +1,186 @@
+//! What a simulation tells.
+
+use crate::ids::Rank;
+use crate::place::Place;
+use crate::plan::Plan;
+
+/// A place in [`Simulation::spans`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SpanId(pub u32);
+
+impl SpanId {
+    /// The place as an index.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Who does something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lane {
+    /// The thread block of the operation.
+    Block,
+    /// The rank's copy engine, for an operation on a port channel, to this rank.
+    CopyEngine(Rank),
+    /// The rank's network card, likewise.
+    Nic(Rank),
+}
+
+/// An operation, or a transfer of an engine, from its begin to its end.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Span {
+    /// The operation; of a transfer, the one that asked for it.
+    pub place: Place,
+    /// Who does it.
+    pub lane: Lane,
+    /// Which turn of its pipeline, from 0.
+    pub turn: u32,
+    /// When it begins, in ns from the kernel's start.
+    pub start_ns: f64,
+    /// When it ends.
+    pub end_ns: f64,
+    /// Bytes that it moves: over links, or within the rank if there are no others; packets with their flags.
+    pub bytes: u64,
+    /// What was before it in its lane.
+    pub previous: Option<SpanId>,
+    /// What it waited for last, if it waited; of a transfer, the operation that asked for it.
+    pub cause: Option<SpanId>,
+}
+
+/// Something that goes from an operation to another rank or thread block.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Arrow {
+    /// What goes.
+    pub kind: ArrowKind,
+    /// From what.
+    pub from: SpanId,
+    /// To whom.
+    pub rank: Rank,
+    /// The operation that took it; none of plain data.
+    pub to: Option<SpanId>,
+    /// When it left, in ns.
+    pub sent_ns: f64,
+    /// When it was there.
+    pub arrived_ns: f64,
+}
+
+/// What an [`Arrow`] stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ArrowKind {
+    /// A channel's signal.
+    Signal,
+    /// A semaphore's release.
+    Semaphore,
+    /// Packets that a reader waited for.
+    Packets,
+    /// Bytes.
+    Data,
+}
+
+/// How much a link carried.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinkUse {
+    /// Which link.
+    pub name: String,
+    /// Bytes.
+    pub bytes: u64,
+    /// What it can, in GB/s.
+    pub capacity_gb_s: f64,
+    /// Its use over the whole time, from 0 to 1.
+    pub busy: f64,
+}
+
+/// A part of the critical path: until when which span was what all waited for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Step {
+    /// The span.
+    pub span: SpanId,
+    /// From then, in ns; before that the step before counted. Latency on the way from that step is in here.
+    pub from_ns: f64,
+    /// Until then.
+    pub until_ns: f64,
+}
+
+/// How a plan went.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Simulation {
+    /// Bytes of the message.
+    pub message_bytes: u64,
+    /// The whole time, launch included, in ns.
+    pub time_ns: f64,
+    /// Of that, the launch; spans count from its end.
+    pub launch_ns: f64,
+    /// All operations and transfers, in the order in which they began.
+    pub spans: Vec<Span>,
+    /// What went between them.
+    pub arrows: Vec<Arrow>,
+    /// The links, in order: for each rank out, in, memory; then the network cards.
+    pub links: Vec<LinkUse>,
+    pub(super) end_ns: f64,
+    pub(super) bus_factor: f64,
+}
+
+impl Simulation {
+    /// When the last thing happened, in ns from the kernel's start.
+    pub fn end_ns(&self) -> f64 {
+        self.end_ns
+    }
+
+    /// Message bytes by time, in GB/s.
+    pub fn algorithm_bandwidth(&self) -> f64 {
+        if self.time_ns > 0.0 { self.message_bytes as f64 / self.time_ns } else { 0.0 }
+    }
+
+    /// The algorithm bandwidth times what the collective must move over each rank's link for a byte of the message, as
+    /// nccl-tests define it (doc/PERFORMANCE.md): 2(n−1)/n of `allreduce`; (n−1)/n of `allgather`, `reducescatter` and
+    /// `alltoall`; 1 of all others. In GB/s.
+    pub fn bus_bandwidth(&self) -> f64 {
+        self.algorithm_bandwidth() * self.bus_factor
+    }
+
+    /// What made it take so long, in time's order: from the first operation to the last one that ended, each either the
+    /// lane's next or released by the one before. A step begins where the one before ended.
+    pub fn critical_path(&self) -> Vec<Step> {
+        let by_end =
+            |a: &usize, b: &usize| self.spans[*a].end_ns.total_cmp(&self.spans[*b].end_ns).then(a.cmp(b));
+        let last = (0..self.spans.len()).max_by(by_end);
+        let mut path = Vec::new();
+        let mut at = last.map(|at| (SpanId(at as u32), self.spans[at].end_ns));
+        while let Some((id, until_ns)) = at {
+            let span = &self.spans[id.index()];
+            at = self.before(span, until_ns);
+            let from_ns = at.map_or(span.start_ns.min(until_ns), |(_, until)| until);
+            path.push(Step { span: id, from_ns, until_ns });
+            // A put that flushes is there twice: from its begin to its transfer's, and at its end.
+            if path.len() > 2 * self.spans.len() {
+                break;
+            }
+        }
+        path.reverse();
+        path
+    }
+
+    /// What a span, as far as it had got at a time, waited for; and until when.
+    fn before(&self, span: &Span, until_ns: f64) -> Option<(SpanId, f64)> {
+        let end_of = |id: SpanId| (id, self.spans[id.index()].end_ns.min(until_ns));
+        let previous = span.previous.map(end_of);
+        match span.lane {
+            Lane::Block if until_ns < span.end_ns => previous,
+            Lane::Block => span.cause.map(end_of).or(previous),
+            // It queued behind another one, or began when it was asked for.
+            Lane::CopyEngine(_) | Lane::Nic(_) => match previous {
+                Some((_, end)) if end >= span.start_ns => previous,
+                _ => span.cause.map(|id| (id, self.spans[id.index()].end_ns.min(span.start_ns))),
+            },
+        }
+    }
+}
+
+pub(super) fn bus_factor(plan: &Plan) -> f64 {
+    let ranks = plan.num_ranks().max(1) as f64;
+    match plan.collective.as_str() {
+        "allreduce" => 2.0 * (ranks - 1.0) / ranks,
+        "allgather" | "reducescatter" | "alltoall" => (ranks - 1.0) / ranks,
+        _ => 1.0,
+    }
+}
