@@ -2,6 +2,8 @@
 
 use thiserror::Error;
 
+use crate::ids::Rank;
+use crate::op::ChannelType;
 use crate::place::Place;
 
 /// What is wrong with a plan, or with what is done with it.
@@ -30,6 +32,32 @@ pub enum PlanError {
         /// Where.
         place: Place,
         /// What, with the numbers.
+        what: String,
+    },
+    /// A rank waits more or less often for another than that one signals it.
+    #[error(
+        "rank {from} signals rank {to} {signals} times over {channel_type:?} channels, which waits for it {waits} times"
+    )]
+    Pairing {
+        /// Who signals.
+        from: Rank,
+        /// Who waits.
+        to: Rank,
+        /// Memory or port channels.
+        channel_type: ChannelType,
+        /// How often it signals, by itself or behind a put.
+        signals: u64,
+        /// How often the other waits.
+        waits: u64,
+    },
+    /// Thread blocks cannot be made many.
+    #[error("rank {rank} cannot have {instances} instances: {what}")]
+    Replication {
+        /// Whose.
+        rank: Rank,
+        /// How many of each were asked for.
+        instances: u32,
+        /// Why, with the numbers.
         what: String,
     },
     /// The tensors do not fit the plan.

@@ -8,6 +8,7 @@
 //! * [`Plan::from_json`] and [`Plan::to_json`] read and write the format of MSCCL++ 0.9.0 (`ExecutionPlan`).
 //! * [`Block`] answers what an operation's numbers stand for: which peer, whose buffer, which bytes ([`Block::accesses`]).
 //!   [`Wiring`] says which channel is whose counterpart.
+//! * [`passes`] make of what a program asks for what thread blocks do: fused, ordered, replicated.
 //! * [`Extent`] says where chunks begin in bytes, for a message.
 //!
 //! ```
@@ -32,6 +33,7 @@ mod extent;
 mod ids;
 mod json;
 mod op;
+pub mod passes;
 mod place;
 mod plan;
 mod resolve;

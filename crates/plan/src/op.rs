@@ -104,6 +104,10 @@ pub struct DataSync {
 impl DataSync {
     /// On neither side.
     pub const NONE: Self = DataSync { before: false, after: false };
+    /// Before it only.
+    pub const BEFORE: Self = DataSync { before: true, after: false };
+    /// After it only.
+    pub const AFTER: Self = DataSync { before: false, after: true };
     /// On both sides.
     pub const BOTH: Self = DataSync { before: true, after: true };
 }
