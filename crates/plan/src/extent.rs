@@ -53,6 +53,11 @@ impl Extent {
         }
     }
 
+    /// With chunks of some bytes, a multiple of the alignment.
+    pub(crate) fn of_chunk(chunk: u64, alignment: u64) -> Self {
+        Extent { chunk, alignment }
+    }
+
     /// Bytes of a chunk.
     pub fn chunk(&self) -> u64 {
         self.chunk

@@ -37,6 +37,7 @@ pub mod passes;
 mod place;
 mod plan;
 mod resolve;
+pub mod verify;
 
 pub use error::PlanError;
 pub use extent::Extent;

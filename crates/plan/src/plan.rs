@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{ChannelId, OriginId, Rank, RemoteBufferId};
-use crate::op::{BufferType, ChannelType, Op};
+use crate::op::{BufferType, ChannelType, Op, OpKind};
+use crate::place::Place;
 
 /// What every thread block of every rank does, in terms of chunks; how large a chunk is follows from the message.
 ///
@@ -49,6 +50,17 @@ impl Plan {
     /// How many ranks it is for.
     pub fn num_ranks(&self) -> usize {
         self.gpus.len()
+    }
+
+    /// The operation that stands somewhere, if there is one.
+    pub fn op(&self, place: Place) -> Option<&Op> {
+        let block = self.gpus.get(place.rank.index())?.threadblocks.get(place.threadblock.index())?;
+        let op = block.ops.get(place.op as usize)?;
+        match (place.inner, &op.kind) {
+            (None, _) => Some(op),
+            (Some(inner), OpKind::Pipeline(pipeline)) => pipeline.ops.get(inner as usize),
+            (Some(_), _) => None,
+        }
     }
 
     /// The line that made an operation, where it is known.

@@ -2,6 +2,8 @@
 //!
 //! A file for each of its commands; all they know of plans is in `antiphon-plan` and the crates above it.
 
+mod verify;
+
 use std::path::Path;
 
 use antiphon_plan::Plan;
@@ -17,13 +19,17 @@ pub struct Args {
 }
 
 #[derive(Debug, Clone, Subcommand)]
-enum Command {}
+enum Command {
+    Verify(verify::Args),
+}
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Runs the command.
 pub fn execute(args: Args) -> ExitStatus {
-    let done: Result<ExitStatus> = match args.command {};
+    let done: Result<ExitStatus> = match args.command {
+        Command::Verify(args) => verify::execute(args),
+    };
     done.unwrap_or_else(|error| {
         eprintln!("antiphon plan: {error}");
         FAILURE
@@ -31,7 +37,6 @@ pub fn execute(args: Args) -> ExitStatus {
 }
 
 /// Reads a plan's file.
-#[expect(dead_code, reason = "the first command comes")]
 fn read(file: &Path) -> Result<Plan> {
     let text = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
     Ok(Plan::from_json(&text).map_err(|error| format!("{}: {error}", file.display()))?)

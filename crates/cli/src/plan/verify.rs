@@ -1,0 +1,81 @@
+//! `antiphon plan verify`: proves a plan, or says what is wrong with it.
+
+use std::path::{Path, PathBuf};
+
+use antiphon_plan::verify::{Expectation, Expected, Finding, Options, Report, verify};
+use serde_json::{Value, json};
+
+use super::Result;
+use crate::{ExitStatus, FAILURE, SUCCESS};
+
+/// Prove that a plan does what its collective must do, or show what is wrong.
+///
+/// Bounds, pairing of signals and waits, deadlocks, races and, for all-gather, all-reduce, reduce-scatter, all-to-all and
+/// send/receive, what the outputs hold. The exit code is 0 if all is proved.
+#[derive(Debug, Clone, clap::Args)]
+#[command(after_help = "\
+Examples:
+  antiphon plan verify plan.json
+  antiphon plan verify plan.json --json
+  antiphon plan verify plan.json --expect outputs.json
+
+A file for --expect is a list of what outputs must hold, in chunks:
+  [{\"rank\": 0, \"index\": 0, \"size\": 1, \"op\": \"sum\", \"from\": [{\"rank\": 0, \"index\": 0}, {\"rank\": 1, \"index\": 0}]}]")]
+pub struct Args {
+    /// The plan
+    file: PathBuf,
+
+    /// What the outputs must hold, instead of what the collective says
+    #[arg(long, value_name = "FILE")]
+    expect: Option<PathBuf>,
+
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub fn execute(args: Args) -> Result<ExitStatus> {
+    let plan = super::read(&args.file)?;
+    let expectation = args.expect.as_deref().map(table).transpose()?;
+    let report = verify(&plan, &Options { expectation });
+    match args.json {
+        true => println!("{:#}", describe(&report)),
+        false => println!("{report}"),
+    }
+    Ok(if report.proved { SUCCESS } else { FAILURE })
+}
+
+fn table(file: &Path) -> Result<Expectation> {
+    let text = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let rows: Vec<Expected> =
+        serde_json::from_slice(&text).map_err(|error| format!("{}: {error}", file.display()))?;
+    Ok(Expectation::Table(rows))
+}
+
+fn describe(report: &Report) -> Value {
+    json!({
+        "proved": report.proved,
+        "results_judged": report.meaning,
+        "chunk_bytes": report.chunk_sizes,
+        "findings": report.findings.iter().map(finding).collect::<Vec<_>>(),
+    })
+}
+
+fn finding(finding: &Finding) -> Value {
+    let places = finding.places.iter().zip(&finding.origins).map(|(place, origin)| {
+        json!({
+            "rank": place.rank,
+            "threadblock": place.threadblock,
+            "op": place.op,
+            "inner": place.inner,
+            "origin": origin.as_ref().map(|origin| format!("{}:{}", origin.file, origin.line)),
+        })
+    });
+    json!({
+        "severity": finding.severity(),
+        "kind": finding.kind.name(),
+        "message": finding.kind.to_string(),
+        "places": places.collect::<Vec<_>>(),
+    })
+}

@@ -1,0 +1,195 @@
+//! Memory cut into cells: so fine that every move takes whole cells to whole cells, and no finer than that needs.
+//!
+//! Whatever happens to one byte of a cell happens to all of it, so everything else is about cells, however many bytes a
+//! chunk has. Cuts are where some access begins or ends, and where a move carries a cut from one of its ends to another.
+
+use std::ops::Range;
+
+use crate::ids::Rank;
+
+use super::finding::{Kind, Region};
+use super::program::{KINDS, Location, Program, View, home};
+use crate::op::BufferType;
+
+/// Most cells, and most pieces of moves.
+const LIMIT: usize = 1 << 24;
+
+/// The cells of all views.
+#[derive(Debug)]
+pub(super) struct Cells {
+    /// Of each view, where cells begin, ascending, and where the last one ends.
+    cuts: Vec<Vec<u64>>,
+    /// The number of each view's first cell, and that behind the last.
+    first: Vec<u32>,
+    chunk: u64,
+    inplace: bool,
+    pub pieces: usize,
+}
+
+/// Cuts memory, and tells every location and move of its cells. `more` are places to cut besides.
+///
+/// # Errors
+/// [`Kind::TooLarge`]
+pub(super) fn cut(program: &mut Program<'_>, more: &[(View, u64)]) -> Result<Cells, Kind> {
+    let mut cuts = vec![Vec::new(); program.plan.gpus.len() * KINDS as usize];
+    let mut fresh: Vec<(View, u64)> = more.to_vec();
+    for each in &program.moves {
+        for place in program.sources(each).iter().chain(program.dests(each)) {
+            fresh.extend([(place.view, place.start), (place.view, place.start + each.len)]);
+        }
+    }
+    let mut total = 0;
+    while !fresh.is_empty() {
+        total += insert(&mut cuts, std::mem::take(&mut fresh));
+        if total > LIMIT {
+            return Err(Kind::TooLarge { what: "pieces of memory", limit: LIMIT as u64 });
+        }
+        carry(program, &cuts, &mut fresh);
+        if fresh.len() > LIMIT {
+            return Err(Kind::TooLarge { what: "pieces of memory", limit: LIMIT as u64 });
+        }
+    }
+    let mut first = Vec::with_capacity(cuts.len() + 1);
+    let mut next = 0;
+    for cuts in &cuts {
+        first.push(next);
+        next += cuts.len().saturating_sub(1) as u32;
+    }
+    first.push(next);
+    let (chunk, inplace) = (program.chunk, program.plan.inplace);
+    let mut cells = Cells { cuts, first, chunk, inplace, pieces: 0 };
+    cells.tell(program)?;
+    Ok(cells)
+}
+
+/// Adds cuts, and says how many were new.
+fn insert(cuts: &mut [Vec<u64>], fresh: Vec<(View, u64)>) -> usize {
+    let mut touched: Vec<usize> = fresh.iter().map(|(view, _)| view.index()).collect();
+    touched.sort_unstable();
+    touched.dedup();
+    let before: usize = touched.iter().map(|&view| cuts[view].len()).sum();
+    for (view, at) in fresh {
+        cuts[view.index()].push(at);
+    }
+    for &view in &touched {
+        cuts[view].sort_unstable();
+        cuts[view].dedup();
+    }
+    touched.iter().map(|&view| cuts[view].len()).sum::<usize>() - before
+}
+
+/// The cuts that lie strictly in a location.
+fn inside<'c>(cuts: &'c [Vec<u64>], place: &Location, len: u64) -> &'c [u64] {
+    let cuts = &cuts[place.view.index()];
+    let from = cuts.partition_point(|&at| at <= place.start);
+    let to = from + cuts[from..].partition_point(|&at| at < place.start + len);
+    &cuts[from..to]
+}
+
+/// Cuts that moves carry to where there are none yet.
+fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>) {
+    let mut relative: Vec<u64> = Vec::new();
+    for each in &program.moves {
+        let places = || program.sources(each).iter().chain(program.dests(each));
+        relative.clear();
+        let mut uneven = false;
+        let mut count = None;
+        for place in places() {
+            let inside = inside(cuts, place, each.len);
+            uneven |= count.replace(inside.len()).is_some_and(|count| count != inside.len());
+            relative.extend(inside.iter().map(|at| at - place.start));
+        }
+        relative.sort_unstable();
+        relative.dedup();
+        if !uneven && count == Some(relative.len()) {
+            continue;
+        }
+        for place in places() {
+            let inside = inside(cuts, place, each.len);
+            let missing = relative
+                .iter()
+                .map(|at| place.start + at)
+                .filter(|at| inside.binary_search(at).is_err());
+            fresh.extend(missing.map(|at| (place.view, at)));
+        }
+        if fresh.len() > LIMIT {
+            return;
+        }
+    }
+}
+
+impl Cells {
+    fn tell(&mut self, program: &mut Program<'_>) -> Result<(), Kind> {
+        for at in 0..program.moves.len() {
+            let each = &mut program.moves[at];
+            each.first_piece = self.pieces as u32;
+            let places = [each.sources.clone(), each.dests.clone()];
+            let len = each.len;
+            for place in places.into_iter().flatten() {
+                let place = &mut program.locations[place as usize];
+                let cells = self.within(place.view, place.start..place.start + len).expect("cut there");
+                place.cell = cells.start;
+                program.moves[at].pieces = cells.end - cells.start;
+            }
+            self.pieces += program.moves[at].pieces as usize;
+            if self.pieces > LIMIT {
+                return Err(Kind::TooLarge { what: "pieces of accesses", limit: LIMIT as u64 });
+            }
+        }
+        Ok(())
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.first.last().map_or(0, |&behind| behind as usize)
+    }
+
+    /// The cells of a range that begins and ends at cuts.
+    pub fn within(&self, view: View, bytes: Range<u64>) -> Option<Range<u32>> {
+        let cuts = &self.cuts[view.index()];
+        let at = |byte: u64| cuts.binary_search(&byte).ok().map(|at| self.first[view.index()] + at as u32);
+        Some(at(bytes.start)?..at(bytes.end)?)
+    }
+
+    /// All cells of a view.
+    pub fn of(&self, view: View) -> Range<u32> {
+        self.first[view.index()]..self.first[view.index() + 1]
+    }
+
+    /// A cell's view and bytes.
+    pub fn place(&self, cell: u32) -> (View, Range<u64>) {
+        let view = self.first.partition_point(|&first| first <= cell) - 1;
+        let at = (cell - self.first[view]) as usize;
+        (View(view as u32), self.cuts[view][at]..self.cuts[view][at + 1])
+    }
+
+    /// For people.
+    pub fn region(&self, cell: u32) -> Region {
+        let (view, bytes) = self.place(cell);
+        self.region_of(view, bytes)
+    }
+
+    /// Some bytes of a view, for people.
+    pub fn region_of(&self, view: View, bytes: Range<u64>) -> Region {
+        let buffer = match view.kind() {
+            View::INPUT if self.inplace => BufferType::Output,
+            View::INPUT => BufferType::Input,
+            View::OUTPUT => BufferType::Output,
+            _ => BufferType::Scratch,
+        };
+        let chunks = |at: u64| at as f64 / self.chunk as f64;
+        Region {
+            rank: view.rank(),
+            buffer,
+            packets: view.packets(),
+            chunks: chunks(bytes.start)..chunks(bytes.end),
+        }
+    }
+}
+
+/// The bytes of a rank's whole buffer.
+pub(super) fn buffer(program: &Program<'_>, rank: Rank, buffer: BufferType) -> (View, Range<u64>) {
+    let home = home(program.plan, rank, buffer);
+    let start = home.base * program.chunk;
+    (home.view, start..start + program.plan.gpus[rank.index()].chunks(buffer) * program.chunk)
+}

@@ -1,0 +1,420 @@
+//! What is found.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::Serialize;
+
+use super::program::Counted;
+use crate::ids::{BarrierId, ChannelId, Rank, SemaphoreId, ThreadBlockId};
+use crate::op::{BufferType, ChannelType};
+use crate::place::Place;
+use crate::plan::{Origin, Plan};
+
+/// How bad it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// The plan does what it must, but has something that it does not need, or needs something of its caller.
+    Warning,
+    /// The plan must not run.
+    Error,
+}
+
+/// Bytes of a rank's buffer, in chunks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Region {
+    /// Whose.
+    pub rank: Rank,
+    /// Which.
+    pub buffer: BufferType,
+    /// As packets.
+    pub packets: bool,
+    /// From and to, in chunks; whole numbers unless thread blocks or turns of a pipeline share a chunk.
+    pub chunks: Range<f64>,
+}
+
+/// Which accesses meet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Hazard {
+    /// The first writes, the second reads.
+    ReadAfterWrite,
+    /// The first reads, the second writes.
+    WriteAfterRead,
+    /// Both write.
+    WriteAfterWrite,
+}
+
+/// What a thread block waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// One more of something that is counted.
+    Count(Counted),
+    /// The other thread blocks of a barrier.
+    Barrier(BarrierId),
+    /// Packets that nobody has written.
+    Packets,
+}
+
+/// What is wrong, or noteworthy. Of the places of a [`Finding`], the first is where it is.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Kind {
+    /// Numbers name what does not exist ([`Plan::check`]).
+    Form {
+        /// What it says.
+        error: String,
+    },
+    /// No message fits the plan.
+    NoSize {
+        /// What stands against it, with the numbers.
+        why: String,
+    },
+    /// More than can be decided in bounded time and memory.
+    TooLarge {
+        /// What there is too much of.
+        what: &'static str,
+        /// How much of it can be decided.
+        limit: u64,
+    },
+    /// An operation is impossible.
+    Operation {
+        /// Why, with the numbers.
+        why: String,
+    },
+    /// Chunks beyond the end of a buffer.
+    Bounds {
+        /// The chunks.
+        chunks: Range<u64>,
+        /// Whose buffer.
+        rank: Rank,
+        /// Which buffer.
+        buffer: BufferType,
+        /// How many it has; of scratch, if it is used for packets, how many packets' chunks it can hold.
+        have: u64,
+    },
+    /// A channel that leads nowhere.
+    NoCounterpart {
+        /// Memory or port.
+        channel_type: ChannelType,
+        /// The channel.
+        channel: ChannelId,
+        /// The rank to which it leads, which has fewer channels back.
+        peer: Rank,
+    },
+    /// Not as many blocks come to a barrier as it is for, or not equally often.
+    Barrier {
+        /// Which barrier.
+        barrier: BarrierId,
+        /// For how many it is.
+        expected: u32,
+        /// Who comes, and how often.
+        comes: Vec<(ThreadBlockId, u32)>,
+    },
+    /// A launch takes more from a counter than it adds, or less: the next launch finds another count.
+    Unbalanced {
+        /// Which counter.
+        counter: Counted,
+        /// How many are added.
+        added: u64,
+        /// How many are taken.
+        taken: u64,
+    },
+    /// Thread blocks wait for each other, or for nothing.
+    Deadlock {
+        /// Who (as the places of the finding) waits for what.
+        waits: Vec<Missing>,
+    },
+    /// Several blocks take from one counter, and whether all get what they need depends on who comes first.
+    Contended {
+        /// Which counter.
+        counter: Counted,
+        /// Who takes from it.
+        blocks: Vec<ThreadBlockId>,
+    },
+    /// Two accesses to the same bytes, of which nothing says which comes first.
+    Race {
+        /// Which accesses.
+        hazard: Hazard,
+        /// Which bytes.
+        region: Region,
+    },
+    /// A rank's buffer is still used when the rank may be done.
+    Late {
+        /// Which bytes.
+        region: Region,
+        /// Whether they are written.
+        written: bool,
+    },
+    /// Scratch bytes are used as packets and plain.
+    MixedScratch {
+        /// Whose scratch.
+        rank: Rank,
+    },
+    /// What is read was never written.
+    Unwritten {
+        /// Which bytes.
+        region: Region,
+    },
+    /// The result is wrong.
+    Wrong {
+        /// Where in the output.
+        region: Region,
+        /// What must be there.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// Another rank's buffer is used without knowing that the rank has begun.
+    Unstarted {
+        /// Who uses.
+        rank: Rank,
+        /// Whose buffers.
+        owner: Rank,
+    },
+    /// An input is overwritten, though the plan is not in place.
+    InputOverwritten {
+        /// Which bytes.
+        region: Region,
+    },
+    /// Some of a group's thread blocks leave out an operation that the others share.
+    Group {
+        /// The size of the group.
+        size: u32,
+        /// Who does it, and how often.
+        members: Vec<(u32, u32)>,
+    },
+    /// Scratch that nobody uses.
+    UnusedScratch {
+        /// Whose.
+        rank: Rank,
+        /// How many chunks from the end.
+        unused: u64,
+        /// Of how many.
+        chunks: u64,
+    },
+    /// A channel that no thread block lists.
+    UnusedChannel {
+        /// Whose.
+        rank: Rank,
+        /// Its type.
+        channel_type: ChannelType,
+        /// Which.
+        channel: ChannelId,
+    },
+    /// A semaphore that nobody acquires or releases.
+    UnusedSemaphore {
+        /// Whose.
+        rank: Rank,
+        /// Which.
+        semaphore: SemaphoreId,
+    },
+}
+
+impl Kind {
+    /// Errors forbid the plan to run.
+    pub fn severity(&self) -> Severity {
+        match self {
+            Kind::Unstarted { .. }
+            | Kind::InputOverwritten { .. }
+            | Kind::Group { .. }
+            | Kind::UnusedScratch { .. }
+            | Kind::UnusedChannel { .. }
+            | Kind::UnusedSemaphore { .. } => Severity::Warning,
+            _ => Severity::Error,
+        }
+    }
+
+    /// Its name in JSON.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Kind::Form { .. } => "form",
+            Kind::NoSize { .. } => "no_size",
+            Kind::TooLarge { .. } => "too_large",
+            Kind::Operation { .. } => "operation",
+            Kind::Bounds { .. } => "bounds",
+            Kind::NoCounterpart { .. } => "no_counterpart",
+            Kind::Barrier { .. } => "barrier",
+            Kind::Unbalanced { .. } => "unbalanced",
+            Kind::Deadlock { .. } => "deadlock",
+            Kind::Contended { .. } => "contended",
+            Kind::Race { .. } => "race",
+            Kind::Late { .. } => "late",
+            Kind::MixedScratch { .. } => "mixed_scratch",
+            Kind::Unwritten { .. } => "unwritten",
+            Kind::Wrong { .. } => "wrong",
+            Kind::Unstarted { .. } => "unstarted",
+            Kind::InputOverwritten { .. } => "input_overwritten",
+            Kind::Group { .. } => "group",
+            Kind::UnusedScratch { .. } => "unused_scratch",
+            Kind::UnusedChannel { .. } => "unused_channel",
+            Kind::UnusedSemaphore { .. } => "unused_semaphore",
+        }
+    }
+}
+
+/// Something that was found, and where.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Finding {
+    /// What.
+    pub kind: Kind,
+    /// The operations that take part, the one that cannot be first.
+    pub places: Vec<Place>,
+    /// For each of them, the line that made it, where it is known.
+    pub origins: Vec<Option<Origin>>,
+}
+
+impl Finding {
+    /// With the origins that the plan knows.
+    pub(super) fn new(plan: &Plan, kind: Kind, places: Vec<Place>) -> Self {
+        let origins = places.iter().map(|&place| origin(plan, place)).collect();
+        Finding { kind, places, origins }
+    }
+
+    /// See [`Kind::severity`].
+    pub fn severity(&self) -> Severity {
+        self.kind.severity()
+    }
+}
+
+fn origin(plan: &Plan, place: Place) -> Option<Origin> {
+    let op = plan.op(place)?;
+    plan.origin(op.origin).cloned()
+}
+
+impl fmt::Display for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self.buffer {
+            BufferType::Input => "input",
+            BufferType::Output => "output",
+            BufferType::Scratch => "scratch",
+        };
+        let packets = if self.packets { " (packets)" } else { "" };
+        let Range { start, end } = self.chunks;
+        write!(f, "chunks {start} to {end} of rank {}'s {name}{packets}", self.rank)
+    }
+}
+
+impl fmt::Display for Counted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Counted::Channel { rank, channel_type, channel } => {
+                let name = if *channel_type == ChannelType::Port { "port" } else { "memory" };
+                write!(f, "{name} channel {channel} of rank {rank}")
+            }
+            Counted::Semaphore { rank, semaphore } => write!(f, "semaphore {semaphore} of rank {rank}"),
+        }
+    }
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Missing::Count(counted @ Counted::Channel { .. }) => write!(f, "a signal on {counted}"),
+            Missing::Count(counted) => write!(f, "a release of {counted}"),
+            Missing::Barrier(barrier) => write!(f, "the other thread blocks at barrier {barrier}"),
+            Missing::Packets => write!(f, "packets that have not been written"),
+        }
+    }
+}
+
+fn counts<T: fmt::Display>(of: &str, counts: &[(T, u32)]) -> String {
+    let each: Vec<_> = counts.iter().map(|(who, times)| format!("{of} {who} {times}×")).collect();
+    if each.is_empty() { "nobody".into() } else { each.join(", ") }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Kind::Form { error } => write!(f, "malformed: {error}"),
+            Kind::NoSize { why } => write!(f, "no message fits the plan: {why}"),
+            Kind::TooLarge { what, limit } => {
+                write!(f, "not decided, and so rejected: more than {limit} {what}")
+            }
+            Kind::Operation { why } => write!(f, "impossible operation: {why}"),
+            Kind::Bounds { chunks, rank, buffer, have } => write!(
+                f,
+                "out of bounds: chunks {} to {} of rank {rank}'s {buffer:?}, which has {have}",
+                chunks.start, chunks.end
+            ),
+            Kind::NoCounterpart { channel_type, channel, peer } => write!(
+                f,
+                "{channel_type:?} channel {channel} has no counterpart: rank {peer} has fewer channels back"
+            ),
+            Kind::Barrier { barrier, expected, comes } => write!(
+                f,
+                "barrier {barrier} is for {expected} thread blocks, equally often; there come {}",
+                counts("thread block", comes)
+            ),
+            Kind::Unbalanced { counter, added, taken } => write!(
+                f,
+                "unbalanced: a launch adds {added} to {counter} and takes {taken}; the next one would find another count"
+            ),
+            Kind::Deadlock { waits } => {
+                let waits: Vec<_> = waits.iter().map(Missing::to_string).collect();
+                write!(f, "deadlock: each waits for ever, for {}", waits.join("; for "))
+            }
+            Kind::Contended { counter, blocks } => write!(
+                f,
+                "not decided, and so rejected: thread blocks {blocks:?} take from {counter}, and whether all get what they \
+                 need may depend on who comes first",
+                blocks = blocks.iter().map(|block| block.0).collect::<Vec<_>>()
+            ),
+            Kind::Race { hazard, region } => {
+                let what = match hazard {
+                    Hazard::ReadAfterWrite => "the first writes what the second reads",
+                    Hazard::WriteAfterRead => "the first reads what the second overwrites",
+                    Hazard::WriteAfterWrite => "both write",
+                };
+                write!(f, "race: {what}, and nothing orders them: {region}")
+            }
+            Kind::Late { region, written } => write!(
+                f,
+                "{region} may still be {} when rank {} has ended",
+                if *written { "written" } else { "read" },
+                region.rank
+            ),
+            Kind::MixedScratch { rank } => write!(
+                f,
+                "not decided, and so rejected: the same bytes of rank {rank}'s scratch hold packets and plain data"
+            ),
+            Kind::Unwritten { region } => write!(f, "reads what was never written: {region}"),
+            Kind::Wrong { region, expected, found } => {
+                write!(f, "wrong result: {region} must hold {expected}, and holds {found}")
+            }
+            Kind::Unstarted { rank, owner } => write!(
+                f,
+                "rank {rank} uses buffers of rank {owner} without waiting for it to begin: the ranks must meet before each call"
+            ),
+            Kind::InputOverwritten { region } => write!(f, "overwrites the input, out of place: {region}"),
+            Kind::Group { size, members } => write!(
+                f,
+                "an operation shared by a group of {size} thread blocks is done by {}",
+                counts("member", members)
+            ),
+            Kind::UnusedScratch { rank, unused, chunks } => {
+                write!(f, "{unused} of rank {rank}'s {chunks} chunks of scratch are not used")
+            }
+            Kind::UnusedChannel { rank, channel_type, channel } => {
+                write!(f, "{channel_type:?} channel {channel} of rank {rank} is not used")
+            }
+            Kind::UnusedSemaphore { rank, semaphore } => {
+                write!(f, "semaphore {semaphore} of rank {rank} is not used")
+            }
+        }
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let severity = if self.severity() == Severity::Error { "error" } else { "warning" };
+        write!(f, "{severity}: {}", self.kind)?;
+        for (place, origin) in self.places.iter().zip(&self.origins) {
+            write!(f, "\n    {place}")?;
+            if let Some(Origin { file, line }) = origin {
+                write!(f, " ({file}:{line})")?;
+            }
+        }
+        Ok(())
+    }
+}

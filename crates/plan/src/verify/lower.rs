@@ -1,0 +1,446 @@
+//! From plan to program.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+use crate::extent::Extent;
+use crate::ids::{BarrierId, ChannelId, ChannelIndex, Rank, SemaphoreId};
+use crate::op::{
+    BufferType, ChannelType, CopyKind, GroupShare, LocalChunk, Notify, NotifyKind, OpKind, Pipeline, Put,
+    PutKind, Reduce, ReduceOp, RemoteChunk, SwitchChunk,
+};
+use crate::place::Place;
+use crate::plan::Plan;
+use crate::resolve::{Block, Wiring};
+
+use super::finding::{Finding, Kind};
+use super::program::{
+    Agent, Counted, Counter, Home, Link, Location, Meeting, Move, Program, Step, View, What, home,
+};
+
+/// Most steps and places in memory that a program may have.
+const LIMIT: usize = 1 << 25;
+
+/// Chunks of someone's buffer, perhaps as packets.
+#[derive(Clone, Copy)]
+struct Chunks {
+    rank: Rank,
+    buffer: BufferType,
+    index: u64,
+    packets: bool,
+}
+
+/// Of a range of bytes, those that an operation takes.
+#[derive(Clone, Copy)]
+struct Slice {
+    group: Option<GroupShare>,
+    /// The turn of the pipeline and the bytes of each.
+    turn: Option<(u64, u64)>,
+}
+
+/// A plan that [`structure::check`](super::structure::check) has passed, at chunks of `chunk` bytes.
+///
+/// # Errors
+/// [`Kind::TooLarge`], and barriers to which not all come.
+pub(super) fn program<'a>(
+    plan: &'a Plan,
+    wiring: &Wiring,
+    extent: Extent,
+) -> Result<Program<'a>, Vec<Finding>> {
+    let counters = Counters::new(plan);
+    let empty = Program {
+        plan,
+        chunk: extent.chunk(),
+        agents: Vec::new(),
+        steps: Vec::new(),
+        moves: Vec::new(),
+        locations: Vec::new(),
+        links: Vec::new(),
+        counters: counters.list(plan),
+        meetings: Vec::new(),
+        ports: Vec::new(),
+    };
+    let mut lower =
+        Lower { program: empty, wiring, extent, counters, barriers: BTreeMap::new(), ports: HashMap::new() };
+    for block in Block::all(plan) {
+        lower.block(&block).map_err(|kind| vec![Finding::new(plan, kind, Vec::new())])?;
+    }
+    let wrong = lower.wrong_barriers();
+    if wrong.is_empty() { Ok(lower.program) } else { Err(wrong) }
+}
+
+/// Where the counters of each rank begin: signals that arrive through memory and port channels, then semaphores.
+struct Counters {
+    first: Vec<[u32; 3]>,
+}
+
+impl Counters {
+    fn new(plan: &Plan) -> Self {
+        let mut next = 0;
+        let mut take = |count: usize| {
+            next += count as u32;
+            next - count as u32
+        };
+        let first = plan.gpus.iter().map(|gpu| {
+            [gpu.peers(ChannelType::Memory).len(), gpu.peers(ChannelType::Port).len(), gpu.semaphores.len()]
+                .map(&mut take)
+        });
+        Counters { first: first.collect() }
+    }
+
+    fn list(&self, plan: &Plan) -> Vec<Counter> {
+        let mut list = Vec::new();
+        let mut add = |counted, initial| {
+            list.push(Counter { counted, initial, releasers: Vec::new(), acquirers: Vec::new() });
+        };
+        for gpu in &plan.gpus {
+            let rank = gpu.id;
+            for channel_type in [ChannelType::Memory, ChannelType::Port] {
+                for id in 0..gpu.peers(channel_type).len() {
+                    add(Counted::Channel { rank, channel_type, channel: ChannelId(id as u32) }, 0);
+                }
+            }
+            for (id, semaphore) in gpu.semaphores.iter().enumerate() {
+                let counted = Counted::Semaphore { rank, semaphore: SemaphoreId(id as u32) };
+                add(counted, semaphore.init_value);
+            }
+        }
+        list
+    }
+
+    fn channel(&self, rank: Rank, channel_type: ChannelType, channel: ChannelId) -> u32 {
+        self.first[rank.index()][usize::from(channel_type == ChannelType::Port)] + channel.0
+    }
+
+    fn semaphore(&self, rank: Rank, semaphore: SemaphoreId) -> u32 {
+        self.first[rank.index()][2] + semaphore.0
+    }
+}
+
+struct Lower<'a, 'w> {
+    program: Program<'a>,
+    wiring: &'w Wiring,
+    extent: Extent,
+    counters: Counters,
+    /// For each barrier its number in the program, and for how many blocks its operations are.
+    barriers: BTreeMap<(Rank, BarrierId), (u32, Vec<(u32, Place)>)>,
+    /// The port timelines of each agent.
+    ports: HashMap<(u32, ChannelId), u32>,
+}
+
+impl Lower<'_, '_> {
+    fn block(&mut self, block: &Block<'_>) -> Result<(), Kind> {
+        let first = self.program.steps.len() as u32;
+        let whole = Slice { group: None, turn: None };
+        for (at, op) in block.get().ops.iter().enumerate() {
+            let OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) = &op.kind else {
+                self.op(block, block.place(at, None), &op.kind, whole)?;
+                continue;
+            };
+            for turn in 0..num_chunks.saturating_mul(self.extent.chunk()).div_ceil(*unit_size) {
+                let slice = Slice { group: None, turn: Some((turn, *unit_size)) };
+                if ops.is_empty() {
+                    break;
+                }
+                for (inner, op) in ops.iter().enumerate() {
+                    self.op(block, block.place(at, Some(inner)), &op.kind, slice)?;
+                }
+            }
+        }
+        let steps = first..self.program.steps.len() as u32;
+        self.program.agents.push(Agent { rank: block.rank(), block: block.id(), steps });
+        Ok(())
+    }
+
+    fn op(&mut self, block: &Block<'_>, place: Place, op: &OpKind, slice: Slice) -> Result<(), Kind> {
+        let sizes = [self.program.steps.len(), self.program.locations.len(), self.program.links.len()];
+        if sizes.into_iter().any(|size| size > LIMIT) {
+            return Err(Kind::TooLarge {
+                what: "steps, signals and accesses in all turns",
+                limit: LIMIT as u64,
+            });
+        }
+        let what = match op {
+            OpKind::Nop => What::Nop,
+            OpKind::Barrier { barrier, num_threadblocks } => self.barrier(place, *barrier, *num_threadblocks),
+            OpKind::Notify(notify) => self.notify(block, notify),
+            OpKind::Semaphore(op) => {
+                let rank = block.rank();
+                let counters: Vec<_> =
+                    op.semaphores.iter().map(|&id| self.counters.semaphore(rank, id)).collect();
+                let links =
+                    self.link(op.acquire, counters.into_iter().map(|counter| Link { counter, port: None }));
+                match op.acquire {
+                    true => What::Acquire { links, relaxed: false },
+                    false => What::Release { links, relaxed: false },
+                }
+            }
+            OpKind::Put(put) if put.channel_type == ChannelType::Port => self.push(block, put, slice),
+            _ => What::Move(self.data(block, op, slice)),
+        };
+        self.program.steps.push(Step { place, what });
+        Ok(())
+    }
+
+    /// The agent that is being written.
+    fn agent(&self) -> u32 {
+        self.program.agents.len() as u32
+    }
+
+    fn barrier(&mut self, place: Place, barrier: BarrierId, blocks: u32) -> What {
+        let agent = self.agent();
+        let next = self.program.meetings.len() as u32;
+        let (number, ops) =
+            self.barriers.entry((place.rank, barrier)).or_insert_with(|| (next, Vec::new()));
+        if ops.last() != Some(&(blocks, place)) {
+            ops.push((blocks, place));
+        }
+        if *number == next {
+            self.program.meetings.push(Meeting::default());
+        }
+        count(&mut self.program.meetings[*number as usize].agents, agent);
+        What::Barrier(*number)
+    }
+
+    fn wrong_barriers(&self) -> Vec<Finding> {
+        let mut wrong = Vec::new();
+        for (&(_, barrier), (number, ops)) in &self.barriers {
+            let agents = &self.program.meetings[*number as usize].agents;
+            let expected = ops[0].0;
+            let equal = agents.iter().all(|&(_, times)| times == agents[0].1);
+            let odd = ops.iter().find(|&&(blocks, _)| blocks as usize != agents.len());
+            if let (Some(&(expected, place)), _) | (None, Some((expected, place))) =
+                (odd, (!equal).then_some((expected, ops[0].1)))
+            {
+                let block = |agent: u32| self.program.agents[agent as usize].block;
+                let comes = agents.iter().map(|&(agent, times)| (block(agent), times)).collect();
+                let kind = Kind::Barrier { barrier, expected, comes };
+                wrong.push(Finding::new(self.program.plan, kind, vec![place]));
+            }
+        }
+        wrong
+    }
+
+    /// Links to counters, and who takes from or adds to them.
+    fn link(&mut self, acquire: bool, links: impl IntoIterator<Item = Link>) -> Range<u32> {
+        let agent = self.agent();
+        let first = self.program.links.len() as u32;
+        for link in links {
+            let counter = &mut self.program.counters[link.counter as usize];
+            count(if acquire { &mut counter.acquirers } else { &mut counter.releasers }, agent);
+            self.program.links.push(link);
+        }
+        first..self.program.links.len() as u32
+    }
+
+    /// The timeline of a block's port channel.
+    fn port(&mut self, block: &Block<'_>, index: ChannelIndex) -> u32 {
+        let agent = self.agent();
+        let ports = &mut self.program.ports;
+        let channel = block.channel(ChannelType::Port, index);
+        *self.ports.entry((agent, channel)).or_insert_with(|| {
+            ports.push(agent);
+            ports.len() as u32 - 1
+        })
+    }
+
+    fn notify(&mut self, block: &Block<'_>, notify: &Notify) -> What {
+        let (of, rank, relaxed) = (notify.channel_type, block.rank(), notify.relaxed);
+        let is_port = of == ChannelType::Port;
+        match notify.kind {
+            NotifyKind::Signal => {
+                let links: Vec<_> = (notify.channels.iter())
+                    .map(|&index| Link {
+                        counter: self.peers_counter(block, of, index),
+                        port: is_port.then(|| self.port(block, index)),
+                    })
+                    .collect();
+                // The relaxed form of a port's signal is the same as the other.
+                What::Release { links: self.link(false, links), relaxed: relaxed && !is_port }
+            }
+            NotifyKind::Wait => {
+                let own = |index| self.counters.channel(rank, of, block.channel(of, index));
+                let links: Vec<_> =
+                    notify.channels.iter().map(|&index| Link { counter: own(index), port: None }).collect();
+                What::Acquire { links: self.link(true, links), relaxed: relaxed && !is_port }
+            }
+            NotifyKind::Flush => {
+                let first = self.program.links.len() as u32;
+                for &index in &notify.channels {
+                    let port = Some(self.port(block, index));
+                    self.program.links.push(Link { counter: u32::MAX, port });
+                }
+                What::Flush(first..self.program.links.len() as u32)
+            }
+        }
+    }
+
+    /// The counter at the other end of a channel.
+    fn peers_counter(&self, block: &Block<'_>, of: ChannelType, index: ChannelIndex) -> u32 {
+        let channel = self.wiring.counterpart(block.rank(), of, block.channel(of, index));
+        self.counters.channel(block.peer(of, index), of, channel.expect("the structure is checked"))
+    }
+
+    fn push(&mut self, block: &Block<'_>, put: &Put, slice: Slice) -> What {
+        let moves = self.data(block, &OpKind::Put(put.clone()), slice);
+        let signals = matches!(put.kind, PutKind::WithSignal | PutKind::WithSignalAndFlush);
+        let links: Vec<_> = (put.channels.iter())
+            .filter(|_| signals)
+            .map(|&index| Link {
+                counter: self.peers_counter(block, ChannelType::Port, index),
+                port: Some(self.port(block, index)),
+            })
+            .collect();
+        let links = self.link(false, links);
+        What::Push { moves, links, flush: put.kind == PutKind::WithSignalAndFlush }
+    }
+
+    /// The moves of an operation. All have its kind's length; those of no bytes are left out.
+    fn data(&mut self, block: &Block<'_>, op: &OpKind, slice: Slice) -> Range<u32> {
+        let first = self.program.moves.len() as u32;
+        let own = |chunk: &LocalChunk, packets| Chunks {
+            rank: block.rank(),
+            buffer: chunk.buffer,
+            index: chunk.index,
+            packets,
+        };
+        let remote = |of, chunk: &RemoteChunk, packets| {
+            let there = block.remote(of, chunk.buffer_id);
+            Chunks { rank: there.rank, buffer: there.buffer, index: chunk.index, packets }
+        };
+        let members = |chunk: &SwitchChunk, packets| -> Vec<Chunks> {
+            let (buffer, members) = block.switch(chunk.switch_channel_id);
+            members.iter().map(|&rank| Chunks { rank, buffer, index: chunk.index, packets }).collect()
+        };
+        let grouped = |group| Slice { group, ..slice };
+        match op {
+            OpKind::Copy(copy) => {
+                let src = own(&copy.src, copy.kind == CopyKind::Unpack);
+                let dst = own(&copy.dst, copy.kind == CopyKind::Pack);
+                self.transfer(copy.src.size, grouped(copy.group), &[src], &[dst], None, None);
+            }
+            OpKind::Put(put) => {
+                let packets = matches!(put.kind, PutKind::Packets | PutKind::ReadPackets);
+                let is_port = put.channel_type == ChannelType::Port;
+                // A packet is read once and written to all.
+                for (at, dst) in put.dst.iter().enumerate() {
+                    let src = &put.src[if put.src.len() == 1 { 0 } else { at }];
+                    // A port moves packets as they are: what it puts was packed before.
+                    let from = own(src, put.kind == PutKind::ReadPackets || (packets && is_port));
+                    let to = remote(put.channel_type, dst, packets);
+                    let port = is_port.then(|| self.port(block, put.channels[at]));
+                    let before = self.program.moves.len();
+                    self.transfer(dst.size, grouped(put.group), &[from], &[to], None, port);
+                    if put.kind == PutKind::Packets {
+                        self.program.moves[before..].iter_mut().for_each(|put| put.awaits = false);
+                    }
+                }
+            }
+            OpKind::Get(get) => {
+                for (src, dst) in get.src.iter().zip(&get.dst) {
+                    let (from, to) = (remote(get.channel_type, src, false), own(dst, false));
+                    self.transfer(dst.size, grouped(get.group), &[from], &[to], None, None);
+                }
+            }
+            OpKind::Reduce(reduce) => self.reduce(reduce, own, remote, grouped(reduce.group)),
+            OpKind::SwitchReduce(op) => {
+                let (_, ranks) = block.switch(op.channels[0]);
+                let from = |&rank: &Rank| Chunks { rank, buffer: op.buffer, index: op.offset, packets: false };
+                let from: Vec<_> = ranks.iter().map(from).collect();
+                let to = Chunks {
+                    rank: op.dst.rank,
+                    buffer: op.dst.buffer,
+                    index: op.dst.index,
+                    packets: false,
+                };
+                self.transfer(op.size, slice, &from, &[to], Some(op.op), None);
+            }
+            OpKind::SwitchBroadcast(op) => {
+                let (rank, buffer, index) = (op.src.rank, op.src.buffer, op.src.index);
+                let from = Chunks { rank, buffer, index, packets: op.packets };
+                self.transfer(op.src.size, slice, &[from], &members(&op.dst, op.packets), None, None);
+            }
+            OpKind::SwitchReduceBroadcast(op) => {
+                let (from, to) = (members(&op.src, false), members(&op.dst, false));
+                self.transfer(op.src.size, slice, &from, &to, Some(op.op), None);
+            }
+            OpKind::Nop
+            | OpKind::Barrier { .. }
+            | OpKind::Notify(_)
+            | OpKind::Semaphore(_)
+            | OpKind::Pipeline(_) => {}
+        }
+        first..self.program.moves.len() as u32
+    }
+
+    fn reduce(
+        &mut self,
+        reduce: &Reduce,
+        own: impl Fn(&LocalChunk, bool) -> Chunks,
+        remote: impl Fn(ChannelType, &RemoteChunk, bool) -> Chunks,
+        slice: Slice,
+    ) {
+        let of = reduce.channel_type.unwrap_or(ChannelType::Memory);
+        let local = reduce.src.iter().enumerate().map(|(at, chunk)| own(chunk, reduce.packets && at > 0));
+        let from: Vec<_> =
+            local.chain(reduce.remote_src.iter().map(|chunk| remote(of, chunk, false))).collect();
+        let mut to = vec![own(&reduce.dst, false)];
+        to.extend(reduce.packet_dst.iter().map(|chunk| own(chunk, true)));
+        to.extend(reduce.remote_dst.iter().map(|chunk| remote(of, chunk, reduce.packets)));
+        self.transfer(reduce.dst.size, slice, &from, &to, Some(reduce.op), None);
+    }
+
+    fn transfer(
+        &mut self,
+        size: u64,
+        slice: Slice,
+        from: &[Chunks],
+        to: &[Chunks],
+        combine: Option<ReduceOp>,
+        port: Option<u32>,
+    ) {
+        // The turns of a pipeline cut plain data only; packets carry no turn.
+        let packets = from.iter().chain(to).any(|chunks| chunks.packets);
+        let part = self.part(size, Slice { turn: slice.turn.filter(|_| !packets), ..slice });
+        if part.is_empty() {
+            return;
+        }
+        let awaits = from.iter().any(|chunks| chunks.packets);
+        let sources = self.locations(from, part.start);
+        let dests = self.locations(to, part.start);
+        let len = part.end - part.start;
+        self.program.moves.push(Move { len, sources, dests, combine, awaits, port, pieces: 0, first_piece: 0 });
+    }
+
+    /// Of `size` chunks, the bytes from their first one.
+    fn part(&self, size: u64, slice: Slice) -> Range<u64> {
+        let all = 0..size * self.extent.chunk();
+        let shared = slice.group.map_or(all.clone(), |group| self.extent.share(&all, group));
+        match slice.turn {
+            None => shared,
+            Some((turn, unit)) => {
+                let start = shared.start.saturating_add(turn.saturating_mul(unit)).min(shared.end);
+                start..start.saturating_add(unit).min(shared.end)
+            }
+        }
+    }
+
+    fn locations(&mut self, chunks: &[Chunks], offset: u64) -> Range<u32> {
+        let first = self.program.locations.len() as u32;
+        for part in chunks {
+            let Home { view, base } = home(self.program.plan, part.rank, part.buffer);
+            let view = if part.packets { View::new(view.rank(), View::PACKETS) } else { view };
+            let start = (base + part.index) * self.extent.chunk() + offset;
+            self.program.locations.push(Location { view, start, cell: 0 });
+        }
+        first..self.program.locations.len() as u32
+    }
+}
+
+/// Agents come in ascending order: only the last one's count can grow.
+fn count(times: &mut Vec<(u32, u32)>, agent: u32) {
+    match times.last_mut() {
+        Some((last, times)) if *last == agent => *times += 1,
+        _ => times.push((agent, 1)),
+    }
+}

@@ -1,0 +1,361 @@
+//! What happens before what, whatever the run: a clock for each access.
+//!
+//! A timeline is a thread block, a port channel of one, or a single piece of a move that writes packets. A block's level
+//! grows where its threads meet, a port's with each push. A block comes to know something where its threads meet after the
+//! step that brought the news, and passes on what it knew when its threads met before the step that sends them.
+
+use std::rc::Rc;
+
+use super::cells::Cells;
+use super::clock::Clock;
+use super::finding::Kind;
+use super::program::{Link, Move, Program, What};
+use super::schedule::Schedule;
+
+/// Most entries of all clocks.
+const LIMIT: usize = 1 << 27;
+
+/// How often knowledge is used to gain more; what is known after any of them holds.
+const ROUNDS: usize = 6;
+
+/// What is known before each access.
+pub(super) struct Order {
+    /// Of each piece of a move, what is known before it.
+    pub before: Vec<Rc<Clock>>,
+    /// Of each move, the level that its timeline has when it is done.
+    pub level: Vec<u32>,
+    /// Of each rank, what is known when it has ended: its blocks have, and its ports are flushed.
+    pub end: Vec<Clock>,
+    /// The clocks that were added to each counter, by each of its releasers in turn.
+    sent: Vec<Vec<Vec<Rc<Clock>>>>,
+    /// How many of those each acquired step is known to be behind: equal if nothing new was found.
+    found: Vec<u32>,
+}
+
+/// The order of data, and that of execution, in which relaxed signals count too: what was read before one has been read,
+/// but what was written need not be seen.
+pub(super) struct Orders {
+    pub data: Rc<Order>,
+    pub execution: Rc<Order>,
+}
+
+/// Timelines are numbered: agents, then ports, then pieces.
+#[derive(Clone, Copy)]
+pub(super) struct Timelines {
+    agents: u32,
+    ports: u32,
+}
+
+impl Timelines {
+    pub fn new(program: &Program<'_>) -> Self {
+        Timelines { agents: program.agents.len() as u32, ports: program.ports.len() as u32 }
+    }
+
+    pub fn port(self, port: u32) -> u32 {
+        self.agents + port
+    }
+
+    pub fn piece(self, piece: u32) -> u32 {
+        self.agents + self.ports + piece
+    }
+}
+
+/// Both orders of a program.
+///
+/// # Errors
+/// [`Kind::TooLarge`]
+pub(super) fn orders(program: &Program<'_>, cells: &Cells, schedule: &Schedule) -> Result<Orders, Kind> {
+    let walk = |relaxed, earlier: Option<&Order>| Walk::new(program, cells, relaxed, earlier).walk(schedule);
+    let mut execution = walk(true, None)?;
+    if program.counters.iter().any(|counter| counter.releasers.len() > 1) {
+        for _ in 0..ROUNDS {
+            let again = walk(true, Some(&execution))?;
+            let settled = again.found == execution.found;
+            execution = again;
+            if settled {
+                break;
+            }
+        }
+    }
+    let relaxed = program.steps.iter().any(|step| {
+        matches!(step.what, What::Acquire { relaxed: true, .. } | What::Release { relaxed: true, .. })
+    });
+    let data = if relaxed { Some(Rc::new(walk(false, Some(&execution))?)) } else { None };
+    let execution = Rc::new(execution);
+    Ok(Orders { data: data.unwrap_or_else(|| execution.clone()), execution })
+}
+
+/// A timeline as far as it has been walked.
+struct Line {
+    known: Rc<Clock>,
+    level: u32,
+    /// What will be known when the threads meet.
+    news: Vec<Rc<Clock>>,
+}
+
+struct Walk<'p, 'a> {
+    program: &'p Program<'a>,
+    lines: Timelines,
+    /// Whether relaxed signals order.
+    relaxed: bool,
+    earlier: Option<&'p Order>,
+    agents: Vec<Line>,
+    ports: Vec<Line>,
+    come: Vec<usize>,
+    /// How many each acquirer of a counter has taken.
+    taken: Vec<Vec<u32>>,
+    /// The piece that wrote each cell of packets first, and what is known behind it.
+    packets: Vec<Option<Rc<Clock>>>,
+    entries: usize,
+    order: Order,
+}
+
+impl<'p, 'a> Walk<'p, 'a> {
+    fn new(program: &'p Program<'a>, cells: &Cells, relaxed: bool, earlier: Option<&'p Order>) -> Self {
+        let lines = Timelines::new(program);
+        let line = |timeline| {
+            let mut known = Clock::default();
+            known.set(timeline, 0);
+            Line { known: Rc::new(known), level: 0, news: Vec::new() }
+        };
+        let nothing = Rc::new(Clock::default());
+        Walk {
+            program,
+            lines,
+            relaxed,
+            earlier,
+            agents: (0..lines.agents).map(line).collect(),
+            ports: (0..lines.ports).map(|port| line(lines.port(port))).collect(),
+            come: vec![0; program.meetings.len()],
+            taken: program.counters.iter().map(|counter| vec![0; counter.acquirers.len()]).collect(),
+            packets: vec![None; cells.len()],
+            entries: 0,
+            order: Order {
+                before: vec![nothing; cells.pieces],
+                level: vec![0; program.moves.len()],
+                end: Vec::new(),
+                sent: (program.counters.iter())
+                    .map(|counter| vec![Vec::new(); counter.releasers.len()])
+                    .collect(),
+                found: Vec::new(),
+            },
+        }
+    }
+
+    fn walk(mut self, schedule: &Schedule) -> Result<Order, Kind> {
+        for &(agent, step) in schedule {
+            self.step(agent, step);
+            if self.entries > LIMIT {
+                return Err(Kind::TooLarge { what: "orders between thread blocks", limit: LIMIT as u64 });
+            }
+        }
+        self.order.end = vec![Clock::default(); self.program.plan.gpus.len()];
+        for agent in 0..self.lines.agents {
+            self.meet(agent);
+            let rank = self.program.agents[agent as usize].rank.index();
+            self.order.end[rank].join(&self.agents[agent as usize].known);
+        }
+        for (port, &agent) in self.program.ports.iter().enumerate() {
+            let rank = self.program.agents[agent as usize].rank.index();
+            self.order.end[rank].join(&self.ports[port].known);
+        }
+        Ok(self.order)
+    }
+
+    fn step(&mut self, agent: u32, step: u32) {
+        let program = self.program;
+        match &program.steps[step as usize].what {
+            What::Nop => self.meet(agent),
+            What::Barrier(barrier) => self.barrier(*barrier),
+            What::Acquire { links, relaxed } => {
+                for link in program.links(links) {
+                    self.acquire(agent, link.counter, !relaxed || self.relaxed);
+                }
+            }
+            What::Release { links, relaxed } => {
+                for link in program.links(links) {
+                    let known = match link.port {
+                        Some(port) => self.reach(agent, port),
+                        None if *relaxed && !self.relaxed => Rc::new(Clock::default()),
+                        None => self.agents[agent as usize].known.clone(),
+                    };
+                    self.release(agent, link.counter, known);
+                }
+            }
+            What::Flush(links) => self.flush(agent, program.links(links)),
+            What::Move(moves) => {
+                for at in moves.clone() {
+                    let level = self.agents[agent as usize].level + 1;
+                    let known = self.agents[agent as usize].known.clone();
+                    self.pieces(agent, at, known, level);
+                }
+            }
+            What::Push { moves, links, flush } => {
+                let starts: Vec<_> =
+                    program.links(links).iter().map(|link| link.port.map(|port| self.reach(agent, port))).collect();
+                let mut pushed: Vec<u32> = program.links(links).iter().filter_map(|link| link.port).collect();
+                for at in moves.clone() {
+                    let port = program.moves[at as usize].port.expect("pushes have ports");
+                    let known = self.reach(agent, port);
+                    self.pieces(agent, at, known, self.ports[port as usize].level + 1);
+                    pushed.push(port);
+                }
+                pushed.sort_unstable();
+                pushed.dedup();
+                pushed.into_iter().for_each(|port| self.pushed(port));
+                self.signal(agent, program.links(links), starts);
+                if *flush {
+                    self.flush(agent, program.links(links));
+                }
+            }
+        }
+    }
+
+    /// Where an agent's threads meet.
+    fn meet(&mut self, agent: u32) {
+        let line = &mut self.agents[agent as usize];
+        line.level += 1;
+        let news = std::mem::take(&mut line.news);
+        let mut known = (*line.known).clone();
+        for (at, clock) in news.iter().enumerate() {
+            if !news[..at].iter().rev().take(1).any(|other| Rc::ptr_eq(other, clock)) {
+                known.join(clock);
+            }
+        }
+        known.set(agent, line.level);
+        self.entries += known.len();
+        line.known = Rc::new(known);
+    }
+
+    /// Those who meet stand together in the schedule, so the last of them finds all of them there.
+    fn barrier(&mut self, barrier: u32) {
+        let agents = &self.program.meetings[barrier as usize].agents;
+        self.come[barrier as usize] += 1;
+        if self.come[barrier as usize] < agents.len() {
+            return;
+        }
+        self.come[barrier as usize] = 0;
+        let mut all = Clock::default();
+        for &(agent, _) in agents {
+            self.meet(agent);
+            all.join(&self.agents[agent as usize].known);
+        }
+        self.entries += all.len();
+        let all = Rc::new(all);
+        for &(agent, _) in agents {
+            self.agents[agent as usize].known = all.clone();
+        }
+    }
+
+    /// What a port's next push knows: the pushes before it, and what its block knows.
+    fn reach(&mut self, agent: u32, port: u32) -> Rc<Clock> {
+        let line = &mut self.ports[port as usize];
+        let mut known = (*line.known).clone();
+        known.join(&self.agents[agent as usize].known);
+        self.entries += known.len();
+        line.known = Rc::new(known);
+        line.known.clone()
+    }
+
+    fn pushed(&mut self, port: u32) {
+        let line = &mut self.ports[port as usize];
+        line.level += 1;
+        let mut known = (*line.known).clone();
+        known.set(self.lines.port(port), line.level);
+        line.known = Rc::new(known);
+    }
+
+    /// The signals behind pushes. Those of one operation through one port are in no order, so that only the last to
+    /// arrive says that all are done.
+    fn signal(&mut self, agent: u32, links: &[Link], starts: Vec<Option<Rc<Clock>>>) {
+        for ((at, link), start) in links.iter().enumerate().zip(starts) {
+            let port = link.port.expect("signals behind pushes go through ports");
+            let last = links[at + 1..].iter().all(|other| other.port != link.port);
+            let known = if last { self.ports[port as usize].known.clone() } else { start.expect("a port's") };
+            self.release(agent, link.counter, known);
+        }
+    }
+
+    fn flush(&mut self, agent: u32, links: &[Link]) {
+        for port in links.iter().filter_map(|link| link.port) {
+            let known = self.ports[port as usize].known.clone();
+            self.agents[agent as usize].news.push(known);
+        }
+    }
+
+    fn release(&mut self, agent: u32, counter: u32, known: Rc<Clock>) {
+        let of = &self.program.counters[counter as usize];
+        let at = of.releasers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered");
+        self.order.sent[counter as usize][at].push(known);
+    }
+
+    /// Of everybody who adds to the counter, how much must have been added when this agent takes one more: all that is
+    /// needed, less all that the others can have added by then.
+    fn acquire(&mut self, agent: u32, counter: u32, orders: bool) {
+        let of = &self.program.counters[counter as usize];
+        let own = of.acquirers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered");
+        let taken = &mut self.taken[counter as usize][own];
+        *taken += 1;
+        let needed = i64::from(*taken).saturating_sub(of.initial);
+        let level = self.agents[agent as usize].level + 1;
+        let possible: Vec<i64> = (0..of.releasers.len())
+            .map(|who| match self.earlier {
+                // What comes after this step cannot have come before it.
+                Some(earlier) => {
+                    let sent = &earlier.sent[counter as usize][who];
+                    sent.partition_point(|clock| !clock.reaches(agent, level)) as i64
+                }
+                None => i64::from(of.releasers[who].1),
+            })
+            .collect();
+        let all: i64 = possible.iter().sum();
+        for (who, &possible) in possible.iter().enumerate() {
+            let sure = needed.saturating_sub(all - possible).clamp(0, possible);
+            self.order.found.push(sure as u32);
+            if sure > 0 && orders {
+                let known = self.order.sent[counter as usize][who][sure as usize - 1].clone();
+                self.agents[agent as usize].news.push(known);
+            }
+        }
+    }
+
+    /// The pieces of a move, each of which knows what its packets' writers knew.
+    fn pieces(&mut self, agent: u32, at: u32, known: Rc<Clock>, level: u32) {
+        let program = self.program;
+        let each = &program.moves[at as usize];
+        self.order.level[at as usize] = level;
+        for piece in 0..each.pieces {
+            let known = if each.awaits { self.behind_packets(each, piece, &known) } else { known.clone() };
+            if each.awaits {
+                self.agents[agent as usize].news.push(known.clone());
+            }
+            self.write_packets(each, piece, &known);
+            self.order.before[(each.first_piece + piece) as usize] = known;
+        }
+    }
+
+    fn behind_packets(&mut self, each: &Move, piece: u32, known: &Clock) -> Rc<Clock> {
+        let mut joined = known.clone();
+        for source in self.program.sources(each).iter().filter(|source| source.view.packets()) {
+            let writer = &self.packets[(source.cell + piece) as usize];
+            joined.join(writer.as_ref().expect("the schedule waited for it"));
+        }
+        self.entries += joined.len();
+        Rc::new(joined)
+    }
+
+    fn write_packets(&mut self, each: &Move, piece: u32, known: &Clock) {
+        let mut behind = None;
+        for dest in self.program.dests(each).iter().filter(|dest| dest.view.packets()) {
+            let writer = &mut self.packets[(dest.cell + piece) as usize];
+            if writer.is_none() {
+                let behind = behind.get_or_insert_with(|| {
+                    let mut behind = known.clone();
+                    behind.set(self.lines.piece(each.first_piece + piece), 1);
+                    Rc::new(behind)
+                });
+                *writer = Some(behind.clone());
+            }
+        }
+    }
+}

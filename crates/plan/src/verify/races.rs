@@ -1,0 +1,219 @@
+//! Accesses to one cell between which there is no order.
+
+use std::collections::{BTreeSet, HashSet};
+
+use super::cells::Cells;
+use super::clock::Clock;
+use super::finding::{Finding, Hazard, Kind};
+use super::order::{Orders, Timelines};
+use super::program::{Move, Program, View, What};
+use super::schedule::Schedule;
+use crate::ids::Rank;
+
+/// An access, as later ones see it: it is done when its timeline has come to the level.
+#[derive(Clone, Copy)]
+struct Done {
+    timeline: u32,
+    level: u32,
+    piece: u32,
+    step: u32,
+    packets: bool,
+}
+
+/// The last write of a cell, and the reads since.
+#[derive(Clone, Default)]
+struct History {
+    write: Option<Done>,
+    reads: Vec<Done>,
+}
+
+/// Races, buffers that are still used when their rank has ended, and ranks whose buffers are used before they begin.
+pub(super) fn find(
+    program: &Program<'_>,
+    cells: &Cells,
+    schedule: &Schedule,
+    orders: &Orders,
+    limit: usize,
+) -> Vec<Finding> {
+    let mut races = Races {
+        program,
+        cells,
+        orders,
+        lines: Timelines::new(program),
+        agents: agents(program),
+        history: vec![History::default(); cells.len()],
+        early: BTreeSet::new(),
+        seen: HashSet::new(),
+        found: Vec::new(),
+    };
+    for &(agent, step) in schedule {
+        if let What::Move(moves) | What::Push { moves, .. } = &program.steps[step as usize].what {
+            moves.clone().for_each(|at| races.accesses(agent, step, at));
+        }
+        if races.found.len() >= limit {
+            return races.found;
+        }
+    }
+    races.late();
+    for &(rank, owner) in &races.early {
+        races.found.push(Finding::new(program.plan, Kind::Unstarted { rank, owner }, Vec::new()));
+    }
+    races.found
+}
+
+/// The agents of each rank.
+fn agents(program: &Program<'_>) -> Vec<std::ops::Range<u32>> {
+    let mut next = 0;
+    let ranks = program.plan.gpus.iter().map(|gpu| {
+        let first = next;
+        next += gpu.threadblocks.len() as u32;
+        first..next
+    });
+    ranks.collect()
+}
+
+struct Races<'p, 'a> {
+    program: &'p Program<'a>,
+    cells: &'p Cells,
+    orders: &'p Orders,
+    lines: Timelines,
+    agents: Vec<std::ops::Range<u32>>,
+    history: Vec<History>,
+    early: BTreeSet<(Rank, Rank)>,
+    /// Pairs of steps that have been reported.
+    seen: HashSet<(u32, u32)>,
+    found: Vec<Finding>,
+}
+
+impl Races<'_, '_> {
+    fn accesses(&mut self, agent: u32, step: u32, at: u32) {
+        let program = self.program;
+        let each = &program.moves[at as usize];
+        let timeline = each.port.map_or(agent, |port| self.lines.port(port));
+        let packets = program.dests(each).iter().any(|dest| dest.view.packets());
+        let level = self.orders.execution.level[at as usize];
+        for piece in 0..each.pieces {
+            let done = Done { timeline, level, piece: each.first_piece + piece, step, packets };
+            for source in program.sources(each) {
+                self.started(agent, source.view, done.piece);
+                self.read(source.cell + piece, done);
+            }
+            for dest in program.dests(each) {
+                self.started(agent, dest.view, done.piece);
+                self.write(dest.cell + piece, done);
+            }
+        }
+    }
+
+    fn started(&mut self, agent: u32, view: View, piece: u32) {
+        let (rank, owner) = (self.program.agents[agent as usize].rank, view.rank());
+        if view.callers() && rank != owner {
+            let known = &self.orders.execution.before[piece as usize];
+            if !known.knows(self.agents[owner.index()].clone()) {
+                self.early.insert((rank, owner));
+            }
+        }
+    }
+
+    fn read(&mut self, cell: u32, done: Done) {
+        if let Some(write) = self.history[cell as usize].write
+            && !self.before(write, &self.orders.data.before[done.piece as usize])
+        {
+            self.race(Hazard::ReadAfterWrite, cell, write, done);
+        }
+        self.history[cell as usize].reads.push(done);
+    }
+
+    fn write(&mut self, cell: u32, done: Done) {
+        let history = std::mem::take(&mut self.history[cell as usize]);
+        if let Some(write) = history.write
+            && !self.before(write, &self.orders.data.before[done.piece as usize])
+        {
+            self.race(Hazard::WriteAfterWrite, cell, write, done);
+        }
+        for read in history.reads {
+            // A move reads a byte before it writes it.
+            let same = read.piece == done.piece;
+            if !same && !self.before(read, &self.orders.execution.before[done.piece as usize]) {
+                self.race(Hazard::WriteAfterRead, cell, read, done);
+            }
+        }
+        self.history[cell as usize].write = Some(done);
+    }
+
+    fn before(&self, first: Done, known: &Clock) -> bool {
+        known.reaches(first.timeline, first.level)
+            || first.packets && known.reaches(self.lines.piece(first.piece), 1)
+    }
+
+    fn race(&mut self, hazard: Hazard, cell: u32, first: Done, second: Done) {
+        if self.seen.insert((first.step, second.step)) {
+            let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
+            let kind = Kind::Race { hazard, region: self.cells.region(cell) };
+            self.found.push(Finding::new(self.program.plan, kind, places.to_vec()));
+        }
+    }
+
+    /// The caller has its buffers back when its rank has ended.
+    fn late(&mut self) {
+        for gpu in &self.program.plan.gpus {
+            let (data, execution) =
+                (&self.orders.data.end[gpu.id.index()], &self.orders.execution.end[gpu.id.index()]);
+            for kind in [View::INPUT, View::OUTPUT] {
+                for cell in self.cells.of(View::new(gpu.id, kind)) {
+                    let History { write, reads } = &self.history[cell as usize];
+                    let write = write.filter(|&write| !self.before(write, data));
+                    let read = reads.iter().copied().find(|&read| !self.before(read, execution));
+                    let Some(late) = write.or(read) else { continue };
+                    if self.seen.insert((late.step, u32::MAX)) {
+                        let place = self.program.steps[late.step as usize].place;
+                        let kind = Kind::Late { region: self.cells.region(cell), written: write.is_some() };
+                        self.found.push(Finding::new(self.program.plan, kind, vec![place]));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Ranks whose scratch holds packets and plain data in the same bytes: packets of some bytes take twice as many, from twice
+/// as far.
+pub(super) fn mixed_scratch(program: &Program<'_>) -> Vec<Finding> {
+    let places = |each: &Move| [each.sources.clone(), each.dests.clone()];
+    let ranks = program.plan.gpus.len();
+    let (mut plain, mut packets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);
+    for each in &program.moves {
+        for place in places(each).into_iter().flatten() {
+            let place = program.locations[place as usize];
+            let (rank, bytes) = (place.view.rank().index(), (place.start, place.start + each.len));
+            match place.view.kind() {
+                View::SCRATCH => plain[rank].push(bytes),
+                View::PACKETS => packets[rank].push((2 * bytes.0, 2 * bytes.1)),
+                _ => {}
+            }
+        }
+    }
+    let mixed = (0..ranks).filter(|&rank| overlap(&mut plain[rank], &mut packets[rank]));
+    mixed
+        .map(|rank| {
+            Finding::new(program.plan, Kind::MixedScratch { rank: Rank(rank as u32) }, Vec::new())
+        })
+        .collect()
+}
+
+/// Whether some range of the one overlaps some of the other.
+fn overlap(left: &mut [(u64, u64)], right: &mut [(u64, u64)]) -> bool {
+    left.sort_unstable();
+    right.sort_unstable();
+    // For each start on the left, how far ranges reach that began before.
+    let mut reach = Vec::with_capacity(left.len());
+    let mut far = 0;
+    for &(_, end) in left.iter() {
+        far = far.max(end);
+        reach.push(far);
+    }
+    right.iter().any(|&(start, end)| {
+        let begun = left.partition_point(|&(other, _)| other < end);
+        begun > 0 && reach[begun - 1] > start
+    })
+}

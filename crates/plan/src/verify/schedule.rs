@@ -1,0 +1,320 @@
+//! One run of the program, or the state in which it stands still.
+//!
+//! A run is decided by itself where each counter has one block that takes from it: what a step waits for stays true until
+//! that step takes it, so steps that can be done may be done in any order, and every run does the same steps or stops in the
+//! same state. Where several blocks take from one counter, each waits here until there is enough for it and for all that the
+//! others could ever take before it. If that run ends, so does every other: of the first step in its order that another run
+//! has not done, everything that it waits for is done there too, whoever came first.
+
+use super::cells::Cells;
+use super::finding::{Finding, Kind, Missing};
+use super::program::{Counted, Move, Program, What};
+use crate::ids::BarrierId;
+use crate::place::Place;
+
+/// The steps in an order in which they can be done: who (an agent), and which of all steps. Those that meet at a barrier
+/// stand together.
+pub(super) type Schedule = Vec<(u32, u32)>;
+
+/// What a run waits for.
+#[derive(Clone, Copy)]
+enum Waiting {
+    Counter(u32),
+    Barrier(u32),
+    Cell(u32),
+}
+
+struct Run<'p, 'a> {
+    program: &'p Program<'a>,
+    /// Of each agent, the next step, and of that the next link.
+    next: Vec<(u32, u32)>,
+    /// What each agent waits for.
+    waits: Vec<Option<Waiting>>,
+    /// Of each counter, how many were added.
+    added: Vec<i64>,
+    /// Of each counter, how many each of its acquirers has taken.
+    taken: Vec<Vec<u32>>,
+    /// Of each barrier, who has come.
+    come: Vec<Vec<u32>>,
+    /// Which cells have been written.
+    written: Vec<bool>,
+    counter_waiters: Vec<Vec<u32>>,
+    cell_waiters: std::collections::HashMap<u32, Vec<u32>>,
+    ready: Vec<u32>,
+    schedule: Schedule,
+}
+
+/// A run of the program.
+///
+/// # Errors
+/// The deadlock, or who contends for what.
+pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Finding> {
+    let mut run = Run {
+        program,
+        next: program.agents.iter().map(|agent| (agent.steps.start, 0)).collect(),
+        waits: vec![None; program.agents.len()],
+        added: program.counters.iter().map(|counter| counter.initial).collect(),
+        taken: program.counters.iter().map(|counter| vec![0; counter.acquirers.len()]).collect(),
+        come: vec![Vec::new(); program.meetings.len()],
+        written: vec![false; cells.len()],
+        counter_waiters: vec![Vec::new(); program.counters.len()],
+        cell_waiters: std::collections::HashMap::new(),
+        ready: (0..program.agents.len() as u32).rev().collect(),
+        schedule: Vec::with_capacity(program.steps.len()),
+    };
+    while let Some(agent) = run.ready.pop() {
+        run.advance(agent);
+    }
+    match run.waits.iter().any(Option::is_some) {
+        true => Err(run.stuck()),
+        false => Ok(run.schedule),
+    }
+}
+
+impl Run<'_, '_> {
+    /// Does an agent's steps until it waits.
+    fn advance(&mut self, agent: u32) {
+        let end = self.program.agents[agent as usize].steps.end;
+        while self.next[agent as usize].0 < end {
+            let step = self.next[agent as usize].0;
+            let waiting = self.step(agent, step);
+            self.waits[agent as usize] = waiting;
+            match waiting {
+                None => {
+                    self.schedule.push((agent, step));
+                    self.next[agent as usize] = (step + 1, 0);
+                }
+                Some(Waiting::Counter(counter)) => {
+                    self.counter_waiters[counter as usize].push(agent);
+                    return;
+                }
+                Some(Waiting::Cell(cell)) => {
+                    self.cell_waiters.entry(cell).or_default().push(agent);
+                    return;
+                }
+                Some(Waiting::Barrier(barrier)) => {
+                    self.meet(barrier, agent);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Does a step, or says what it waits for.
+    fn step(&mut self, agent: u32, step: u32) -> Option<Waiting> {
+        let program = self.program;
+        match &program.steps[step as usize].what {
+            What::Nop | What::Flush(_) => None,
+            What::Barrier(barrier) => Some(Waiting::Barrier(*barrier)),
+            What::Acquire { links, .. } => {
+                let links = program.links(links);
+                while let Some(link) = links.get(self.next[agent as usize].1 as usize) {
+                    if !self.take(agent, link.counter) {
+                        return Some(Waiting::Counter(link.counter));
+                    }
+                    self.next[agent as usize].1 += 1;
+                }
+                None
+            }
+            What::Release { links, .. } => {
+                program.links(links).iter().for_each(|link| self.add(link.counter));
+                None
+            }
+            What::Move(moves) => self.moves(program.moves(moves)),
+            What::Push { moves, links, .. } => {
+                if let waiting @ Some(_) = self.moves(program.moves(moves)) {
+                    return waiting;
+                }
+                program.links(links).iter().for_each(|link| self.add(link.counter));
+                None
+            }
+        }
+    }
+
+    /// Takes one, if there is one for this agent whatever the others do.
+    fn take(&mut self, agent: u32, counter: u32) -> bool {
+        let of = &self.program.counters[counter as usize];
+        let taken = &mut self.taken[counter as usize];
+        let own = of.acquirers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered");
+        let others: i64 = (of.acquirers.iter().enumerate())
+            .filter(|&(at, _)| at != own)
+            .map(|(_, &(_, times))| i64::from(times))
+            .sum();
+        let enough = self.added[counter as usize] > others + i64::from(taken[own]);
+        if enough {
+            taken[own] += 1;
+        }
+        enough
+    }
+
+    fn add(&mut self, counter: u32) {
+        let added = &mut self.added[counter as usize];
+        *added = added.saturating_add(1);
+        self.ready.append(&mut self.counter_waiters[counter as usize]);
+    }
+
+    fn moves(&mut self, moves: &[Move]) -> Option<Waiting> {
+        let program = self.program;
+        for each in moves.iter().filter(|each| each.awaits) {
+            for source in program.sources(each).iter().filter(|source| source.view.packets()) {
+                let mut cells = source.cell..source.cell + each.pieces;
+                if let Some(cell) = cells.find(|&cell| !self.written[cell as usize]) {
+                    return Some(Waiting::Cell(cell));
+                }
+            }
+        }
+        for each in moves {
+            for dest in program.dests(each).iter().filter(|dest| dest.view.packets()) {
+                for cell in dest.cell..dest.cell + each.pieces {
+                    self.written[cell as usize] = true;
+                    self.ready.extend(self.cell_waiters.remove(&cell).unwrap_or_default());
+                }
+            }
+        }
+        None
+    }
+
+    fn meet(&mut self, barrier: u32, agent: u32) {
+        let come = &mut self.come[barrier as usize];
+        come.push(agent);
+        if come.len() < self.program.meetings[barrier as usize].agents.len() {
+            return;
+        }
+        for agent in std::mem::take(come) {
+            let next = &mut self.next[agent as usize];
+            self.schedule.push((agent, next.0));
+            *next = (next.0 + 1, 0);
+            self.waits[agent as usize] = None;
+            self.ready.push(agent);
+        }
+    }
+
+    /// Why nothing more can be done.
+    fn stuck(&self) -> Finding {
+        let program = self.program;
+        if let Some(found) = self.contended() {
+            return found;
+        }
+        let mut places: Vec<Place> = Vec::new();
+        let mut waits = Vec::new();
+        for (agent, waiting) in self.cycle() {
+            places.push(program.steps[self.next[agent as usize].0 as usize].place);
+            waits.push(match waiting {
+                Waiting::Counter(counter) => Missing::Count(program.counters[counter as usize].counted),
+                Waiting::Barrier(_) => Missing::Barrier(self.barrier(agent)),
+                Waiting::Cell(_) => Missing::Packets,
+            });
+        }
+        Finding::new(program.plan, Kind::Deadlock { waits }, places)
+    }
+
+    fn barrier(&self, agent: u32) -> BarrierId {
+        let place = self.program.steps[self.next[agent as usize].0 as usize].place;
+        match self.program.plan.op(place).map(|op| &op.kind) {
+            Some(&crate::OpKind::Barrier { barrier, .. }) => barrier,
+            _ => unreachable!("the step was made from a barrier"),
+        }
+    }
+
+    /// A counter of which somebody waits for more than what all take before it in fact.
+    fn contended(&self) -> Option<Finding> {
+        for (agent, waiting) in self.waits.iter().enumerate() {
+            let Some(Waiting::Counter(counter)) = *waiting else { continue };
+            let of = &self.program.counters[counter as usize];
+            let taken: i64 = self.taken[counter as usize].iter().map(|&taken| i64::from(taken)).sum();
+            if of.acquirers.len() > 1 && self.added[counter as usize] > taken {
+                let place = self.program.steps[self.next[agent].0 as usize].place;
+                let blocks = of.acquirers.iter().map(|&(who, _)| self.program.agents[who as usize].block);
+                let kind = Kind::Contended { counter: of.counted, blocks: blocks.collect() };
+                return Some(Finding::new(self.program.plan, kind, vec![place]));
+            }
+        }
+        None
+    }
+
+    /// Agents each of which waits for the next one: a circle if there is one, else a chain to somebody for whom nobody
+    /// is left.
+    fn cycle(&self) -> Vec<(u32, Waiting)> {
+        let start = self.waits.iter().position(Option::is_some).expect("somebody waits") as u32;
+        let mut chain: Vec<(u32, Waiting)> = Vec::new();
+        let mut agent = Some(start);
+        while let Some(at) = agent {
+            if let Some(from) = chain.iter().position(|&(before, _)| before == at) {
+                chain.drain(..from);
+                break;
+            }
+            let Some(waiting) = self.waits[at as usize] else { break };
+            chain.push((at, waiting));
+            agent = self.awaited(waiting);
+        }
+        chain
+    }
+
+    /// Somebody who would end a wait, and waits too.
+    fn awaited(&self, waiting: Waiting) -> Option<u32> {
+        let waits = |agent: &u32| self.waits[*agent as usize].is_some();
+        match waiting {
+            Waiting::Counter(counter) => {
+                let of = &self.program.counters[counter as usize];
+                of.releasers.iter().map(|&(agent, _)| agent).filter(waits).find(|&agent| {
+                    let rest = self.next[agent as usize].0..self.program.agents[agent as usize].steps.end;
+                    rest.into_iter().any(|step| self.adds(step, counter))
+                })
+            }
+            Waiting::Barrier(barrier) => {
+                let all = self.program.meetings[barrier as usize].agents.iter().map(|&(agent, _)| agent);
+                let come = &self.come[barrier as usize];
+                all.filter(waits).find(|agent| !come.contains(agent))
+            }
+            Waiting::Cell(cell) => (0..self.program.agents.len() as u32).filter(waits).find(|&agent| {
+                let rest = self.next[agent as usize].0..self.program.agents[agent as usize].steps.end;
+                rest.into_iter().any(|step| self.writes(step, cell))
+            }),
+        }
+    }
+
+    fn adds(&self, step: u32, counter: u32) -> bool {
+        match &self.program.steps[step as usize].what {
+            What::Release { links, .. } | What::Push { links, .. } => {
+                self.program.links(links).iter().any(|link| link.counter == counter)
+            }
+            _ => false,
+        }
+    }
+
+    fn writes(&self, step: u32, cell: u32) -> bool {
+        match &self.program.steps[step as usize].what {
+            What::Move(moves) | What::Push { moves, .. } => self.program.moves(moves).iter().any(|each| {
+                let mut dests = self.program.dests(each).iter();
+                dests.any(|dest| (dest.cell..dest.cell + each.pieces).contains(&cell))
+            }),
+            _ => false,
+        }
+    }
+}
+
+/// Counters to which a launch adds as many as it takes find the next launch as they found this one.
+pub(super) fn unbalanced(program: &Program<'_>) -> Vec<Finding> {
+    let sum = |each: &[(u32, u32)]| each.iter().map(|&(_, times)| u64::from(times)).sum::<u64>();
+    let off = program.counters.iter().filter(|counter| sum(&counter.releasers) != sum(&counter.acquirers));
+    off.map(|counter| {
+        let (added, taken) = (sum(&counter.releasers), sum(&counter.acquirers));
+        let who = counter.acquirers.first().or(counter.releasers.first());
+        let place = who.and_then(|&(agent, _)| first_use(program, agent, counter.counted));
+        let kind = Kind::Unbalanced { counter: counter.counted, added, taken };
+        Finding::new(program.plan, kind, place.into_iter().collect())
+    })
+    .collect()
+}
+
+fn first_use(program: &Program<'_>, agent: u32, counted: Counted) -> Option<Place> {
+    let steps = program.agents[agent as usize].steps.clone();
+    let steps = &program.steps[steps.start as usize..steps.end as usize];
+    let uses = |what: &What| match what {
+        What::Acquire { links, .. } | What::Release { links, .. } | What::Push { links, .. } => {
+            program.links(links).iter().any(|link| program.counters[link.counter as usize].counted == counted)
+        }
+        _ => false,
+    };
+    steps.iter().find(|step| uses(&step.what)).map(|step| step.place)
+}

@@ -1,0 +1,323 @@
+//! What every cell holds, as a set of contributions, and whether it is what the collective must deliver.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::rc::Rc;
+
+use super::cells::{Cells, buffer};
+use super::expect::{Expectation, Expected};
+use super::finding::{Finding, Kind};
+use super::program::{Move, Program, View, What};
+use super::schedule::Schedule;
+use crate::ids::Rank;
+use crate::op::{BufferType, ReduceOp};
+
+/// Most contributions in all values together.
+const LIMIT: usize = 1 << 26;
+
+/// What a cell holds.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Value {
+    /// Nothing that anybody wrote.
+    Nothing,
+    /// Something made of that, which has been reported.
+    Reported,
+    /// What the caller gave, in this cell.
+    Input(u32),
+    /// Several reduced, ascending; in a sum, what contributes twice counts twice.
+    Reduced(ReduceOp, Rc<[u32]>),
+}
+
+/// Values by number, equal ones by the same.
+struct Values {
+    values: Vec<Value>,
+    numbers: HashMap<Value, u32>,
+    contributions: usize,
+}
+
+const NOTHING: u32 = 0;
+const REPORTED: u32 = 1;
+
+impl Values {
+    fn new() -> Self {
+        let mut values = Values { values: Vec::new(), numbers: HashMap::new(), contributions: 0 };
+        values.number(Value::Nothing);
+        values.number(Value::Reported);
+        values
+    }
+
+    fn number(&mut self, value: Value) -> u32 {
+        let next = self.values.len() as u32;
+        *self.numbers.entry(value).or_insert_with_key(|value| {
+            self.values.push(value.clone());
+            next
+        })
+    }
+
+    fn reduced(&mut self, op: ReduceOp, parts: &[u32]) -> u32 {
+        if parts.contains(&REPORTED) {
+            return REPORTED;
+        }
+        let mut all = Vec::new();
+        for &part in parts {
+            match &self.values[part as usize] {
+                Value::Reduced(of, parts) if *of == op => all.extend_from_slice(parts),
+                _ => all.push(part),
+            }
+        }
+        all.sort_unstable();
+        if op != ReduceOp::Sum {
+            all.dedup();
+        }
+        match all[..] {
+            [one] => one,
+            _ => {
+                self.contributions += all.len();
+                self.number(Value::Reduced(op, all.into()))
+            }
+        }
+    }
+
+    /// In words.
+    fn describe(&self, cells: &Cells, value: u32) -> String {
+        match &self.values[value as usize] {
+            Value::Nothing => "nothing that was written".into(),
+            Value::Reported => "what was never written".into(),
+            Value::Input(cell) => {
+                let (view, bytes) = cells.place(*cell);
+                let region = cells.region_of(view, bytes);
+                format!("rank {}'s input (chunk {})", region.rank, region.chunks.start)
+            }
+            Value::Reduced(op, parts) => {
+                let each: Vec<_> = parts.iter().map(|&part| self.describe(cells, part)).collect();
+                format!("the {op:?} of {}", each.join(", ")).replace("Sum", "sum").replace("M", "m")
+            }
+        }
+    }
+}
+
+/// Wrong results, and reads of what was never written. `collective` says that inputs are the caller's to keep.
+///
+/// # Errors
+/// [`Kind::TooLarge`]
+pub(super) fn check(
+    program: &Program<'_>,
+    cells: &Cells,
+    schedule: &Schedule,
+    expectation: Option<&Expectation>,
+    limit: usize,
+) -> Result<Vec<Finding>, Kind> {
+    let mut run = Run::new(program, cells);
+    for &(_, step) in schedule {
+        if let What::Move(moves) | What::Push { moves, .. } = &program.steps[step as usize].what {
+            program.moves(moves).iter().for_each(|each| run.transfer(step, each));
+        }
+        if run.values.contributions > LIMIT {
+            return Err(Kind::TooLarge { what: "contributions", limit: LIMIT as u64 });
+        }
+        if run.found.len() >= limit {
+            return Ok(run.found);
+        }
+    }
+    match expectation {
+        None => {}
+        Some(Expectation::Table(rows)) => {
+            let rows = rows.iter().filter_map(|row| run.wrong(row)).take(limit);
+            let wrong: Vec<_> = rows.collect();
+            run.found.extend(wrong);
+        }
+        Some(Expectation::SendReceive) => run.send_receive(),
+    }
+    Ok(run.found)
+}
+
+struct Run<'p, 'a> {
+    program: &'p Program<'a>,
+    cells: &'p Cells,
+    values: Values,
+    /// What each cell holds.
+    holds: Vec<u32>,
+    seen: HashSet<u32>,
+    overwritten: HashSet<Rank>,
+    found: Vec<Finding>,
+}
+
+impl<'p, 'a> Run<'p, 'a> {
+    fn new(program: &'p Program<'a>, cells: &'p Cells) -> Self {
+        let mut values = Values::new();
+        let mut holds = vec![NOTHING; cells.len()];
+        for gpu in &program.plan.gpus {
+            let (view, bytes) = buffer(program, gpu.id, BufferType::Input);
+            for cell in cells.of(view) {
+                let (_, at) = cells.place(cell);
+                if bytes.start <= at.start && at.end <= bytes.end {
+                    holds[cell as usize] = values.number(Value::Input(cell));
+                }
+            }
+        }
+        let (seen, overwritten) = (HashSet::new(), HashSet::new());
+        Run { program, cells, values, holds, seen, overwritten, found: Vec::new() }
+    }
+
+    fn transfer(&mut self, step: u32, each: &Move) {
+        let program = self.program;
+        let mut parts = Vec::new();
+        for piece in 0..each.pieces {
+            parts.clear();
+            for source in program.sources(each) {
+                let cell = source.cell + piece;
+                parts.push(match self.holds[cell as usize] {
+                    NOTHING => {
+                        self.unwritten(step, cell);
+                        REPORTED
+                    }
+                    value => value,
+                });
+            }
+            let value = match each.combine {
+                Some(op) => self.values.reduced(op, &parts),
+                None => parts[0],
+            };
+            for dest in program.dests(each) {
+                self.holds[(dest.cell + piece) as usize] = value;
+                self.overwrites(step, dest.view, dest.cell + piece);
+            }
+        }
+    }
+
+    fn unwritten(&mut self, step: u32, cell: u32) {
+        if self.seen.insert(step) {
+            self.report(Kind::Unwritten { region: self.cells.region(cell) }, step);
+        }
+    }
+
+    fn overwrites(&mut self, step: u32, view: View, cell: u32) {
+        let plan = self.program.plan;
+        let keeps = !plan.inplace && !matches!(plan.collective.as_str(), "test" | "custom");
+        if keeps && view.kind() == View::INPUT && self.overwritten.insert(view.rank()) {
+            self.report(Kind::InputOverwritten { region: self.cells.region(cell) }, step);
+        }
+    }
+
+    fn report(&mut self, kind: Kind, step: u32) {
+        let place = self.program.steps[step as usize].place;
+        self.found.push(Finding::new(self.program.plan, kind, vec![place]));
+    }
+
+    fn bytes(&self, rank: Rank, of: BufferType, index: u64, size: u64) -> (View, Range<u64>) {
+        let (view, whole) = buffer(self.program, rank, of);
+        let start = whole.start + index * self.program.chunk;
+        (view, start..start + size * self.program.chunk)
+    }
+
+    /// The first of a row's cells that is wrong.
+    fn wrong(&mut self, row: &Expected) -> Option<Finding> {
+        let (view, bytes) = self.bytes(row.rank, BufferType::Output, row.index, row.size);
+        let cells = self.cells.within(view, bytes.clone()).expect("cut there");
+        for cell in cells {
+            let (_, at) = self.cells.place(cell);
+            let offset = at.start - bytes.start;
+            let parts: Vec<_> = (row.from.iter())
+                .map(|from| {
+                    let (view, whole) = self.bytes(from.rank, BufferType::Input, from.index, row.size);
+                    let start = whole.start + offset;
+                    let cell = self.cells.within(view, start..start + (at.end - at.start));
+                    // Cells that are cut otherwise have never met.
+                    cell.filter(|cell| cell.len() == 1).map(|cell| self.values.number(Value::Input(cell.start)))
+                })
+                .collect();
+            let expected =
+                parts.into_iter().collect::<Option<Vec<_>>>().map(|parts| self.values.reduced(row.op, &parts));
+            let found = self.holds[cell as usize];
+            if found == REPORTED || expected == Some(found) {
+                continue;
+            }
+            let expected = match expected {
+                Some(expected) => self.values.describe(self.cells, expected),
+                None => self.row(row, offset),
+            };
+            let region = self.cells.region_of(view, at);
+            let found = self.values.describe(self.cells, found);
+            let kind = Kind::Wrong { region, expected, found };
+            return Some(Finding::new(self.program.plan, kind, Vec::new()));
+        }
+        None
+    }
+
+    /// A row in words, where its cells are cut otherwise than what is there.
+    fn row(&self, row: &Expected, offset: u64) -> String {
+        let chunk = |index: u64| index as f64 + offset as f64 / self.program.chunk as f64;
+        let each: Vec<_> =
+            row.from.iter().map(|from| format!("rank {}'s input (chunk {})", from.rank, chunk(from.index))).collect();
+        each.join(", ")
+    }
+
+    /// Each output that is written is somebody's whole input.
+    fn send_receive(&mut self) {
+        let mut received = 0;
+        for gpu in &self.program.plan.gpus {
+            let (view, bytes) = buffer(self.program, gpu.id, BufferType::Output);
+            let cells = self.cells.within(view, bytes).expect("cut there");
+            let untouched = |cell: u32| match self.values.values[self.holds[cell as usize] as usize] {
+                Value::Nothing => true,
+                Value::Input(from) => from == cell,
+                _ => false,
+            };
+            if cells.clone().all(untouched) {
+                continue;
+            }
+            received += 1;
+            let sender = |cell: u32| match self.values.values[self.holds[cell as usize] as usize] {
+                Value::Input(from) => {
+                    let (from, at) = self.cells.place(from);
+                    let (input, bytes) = buffer(self.program, from.rank(), BufferType::Input);
+                    let here = self.cells.place(cell).1.start - buffer(self.program, gpu.id, BufferType::Output).1.start;
+                    (from == input && at.start - bytes.start == here).then_some(from.rank())
+                }
+                _ => None,
+            };
+            let first = cells.clone().next().and_then(sender);
+            let wrong = cells.clone().find(|&cell| {
+                first.is_none_or(|rank| rank == gpu.id) || sender(cell) != first
+            });
+            if let Some(cell) = wrong.filter(|&cell| self.holds[cell as usize] != REPORTED) {
+                let kind = Kind::Wrong {
+                    region: self.cells.region(cell),
+                    expected: "the same place of one other rank's input".into(),
+                    found: self.values.describe(self.cells, self.holds[cell as usize]),
+                };
+                self.found.push(Finding::new(self.program.plan, kind, Vec::new()));
+            }
+        }
+        if received == 0 && self.program.plan.gpus.iter().any(|gpu| gpu.output_chunks > 0) {
+            let (view, bytes) = buffer(self.program, Rank(0), BufferType::Output);
+            let kind = Kind::Wrong {
+                region: self.cells.region_of(view, bytes),
+                expected: "another rank's input, there or at some other rank".into(),
+                found: "nothing that was written".into(),
+            };
+            self.found.push(Finding::new(self.program.plan, kind, Vec::new()));
+        }
+    }
+}
+
+/// Where cells must end for the comparison with what is expected.
+pub(super) fn cuts(program: &Program<'_>, expectation: Option<&Expectation>) -> Vec<(View, u64)> {
+    let mut cuts = Vec::new();
+    for gpu in &program.plan.gpus {
+        for of in [BufferType::Input, BufferType::Output] {
+            let (view, bytes) = buffer(program, gpu.id, of);
+            cuts.extend([(view, bytes.start), (view, bytes.end)]);
+        }
+    }
+    let Some(Expectation::Table(rows)) = expectation else { return cuts };
+    let mut cut = |rank, of, index: u64, size: u64| {
+        let (view, whole) = buffer(program, rank, of);
+        cuts.extend([index, index + size].map(|at| (view, whole.start + at * program.chunk)));
+    };
+    for row in rows {
+        cut(row.rank, BufferType::Output, row.index, row.size);
+        row.from.iter().for_each(|from| cut(from.rank, BufferType::Input, from.index, row.size));
+    }
+    cuts
+}
