@@ -1,12 +1,13 @@
 //! # antiphon-executor: plans at work
 //!
 //! A [`Plan`](antiphon_plan::Plan) says what every thread block of every rank does. [`LoadedPlan`] does it, on a
-//! communicator, as often as it is told to, with tensors of any size and dtype that the plan serves.
+//! communicator, as often as it is told to, with tensors of any size and dtype that the plan serves. [`AlgorithmCollection`] has
+//! several, and takes the one that serves a call.
 //!
 //! ```
 //! use antiphon_executor::{ExecutorError, LoadedPlan, Options};
 //! use antiphon_fabric::LocalWorld;
-//! use antiphon_plan::Plan;
+//! use antiphon_plan::{Plan, verify::{Options as Proof, VerifiedPlan}};
 //!
 //! // One rank, which copies its input.
 //! let text = r#"{"name": "copy", "collective": "test", "gpus": [{
@@ -14,13 +15,15 @@
 //!     "threadblocks": [{"id": 0, "channels": [], "remote_buffer_refs": [], "ops": [
 //!         {"name": "copy", "src_buff": [{"type": "i", "index": 0, "size": 1}],
 //!          "dst_buff": [{"type": "o", "index": 0, "size": 1}]}]}]}]}"#;
+//! let proved = VerifiedPlan::new(Plan::from_json(text.as_bytes())?, &Proof::default()).expect("a plan that is right");
 //! let outputs = LocalWorld::run(1, |comm| {
-//!     let mut plan = LoadedPlan::load(&comm, Plan::from_json(text.as_bytes())?, Options::default())?;
+//!     let mut plan = LoadedPlan::load(&comm, &proved, Options::default())?;
 //!     let mut output = [0f32; 4];
 //!     plan.execute(&comm, &[1f32, 2.0, 3.0, 4.0], &mut output)?;
 //!     Ok::<_, ExecutorError>(output)
 //! });
 //! assert_eq!(outputs[0].as_ref().unwrap(), &[1.0, 2.0, 3.0, 4.0]);
+//! # Ok::<(), antiphon_plan::PlanError>(())
 //! ```
 //!
 //! ## What a call costs
@@ -44,15 +47,17 @@
 //! ## What can go wrong
 //!
 //! Every wait has the communicator's deadline and looks for lost peers: [`ExecutorError::Stuck`] names the rank, the thread
-//! block and the operation, what it waited for and what it saw. Plans may be anybody's: no access leaves its buffer,
-//! which is checked when a plan is loaded and when it is compiled for a size.
+//! block and the operation, what it waited for and what it saw. Only plans that are proved
+//! run ([`VerifiedPlan`](antiphon_plan::verify::VerifiedPlan)); apart from that, no access leaves its buffer, which is checked when a plan is loaded and when it is compiled for a size.
 
 #![warn(missing_docs)]
 
+mod collection;
 mod error;
 mod host;
 mod waiting;
 
+pub use collection::AlgorithmCollection;
 pub use error::{ExecutorError, Result};
 pub use host::{LoadedPlan, Options, PacketKind};
 pub use waiting::Waiting;

@@ -2,6 +2,7 @@
 //!
 //! A file for each of its commands; all they know of plans is in `antiphon-plan` and the crates above it.
 
+mod run;
 mod verify;
 
 use std::path::Path;
@@ -20,6 +21,7 @@ pub struct Args {
 
 #[derive(Debug, Clone, Subcommand)]
 enum Command {
+    Run(run::Args),
     Verify(verify::Args),
 }
 
@@ -28,6 +30,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Runs the command.
 pub fn execute(args: Args) -> ExitStatus {
     let done: Result<ExitStatus> = match args.command {
+        Command::Run(args) => run::execute(args),
         Command::Verify(args) => verify::execute(args),
     };
     done.unwrap_or_else(|error| {

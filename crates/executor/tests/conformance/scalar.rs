@@ -12,8 +12,9 @@ pub struct World<'p> {
     dtype: DType,
     /// Elements of a chunk.
     chunk: usize,
-    plain: HashMap<(Rank, BufferType, usize), f64>,
-    packets: HashMap<(Rank, usize), f64>,
+    /// Of each rank's input, output and scratch.
+    plain: Vec<[Vec<Option<f64>>; 3]>,
+    packets: Vec<Vec<Option<f64>>>,
     signals: HashMap<(Rank, ChannelType, ChannelId), i64>,
     semaphores: HashMap<(Rank, SemaphoreId), i64>,
     arrived: HashMap<(Rank, BarrierId), Vec<(u32, usize)>>,
@@ -27,45 +28,52 @@ impl<'p> World<'p> {
     pub fn run(plan: &'p Plan, dtype: DType, inputs: &[Vec<f64>]) -> Vec<Vec<Option<f64>>> {
         let gpu = &plan.gpus[0];
         let chunk = inputs[0].len() / gpu.input_chunks as usize;
+        let larger = |gpu: &Gpu| gpu.input_chunks.max(gpu.output_chunks);
+        let buffers: [&dyn Fn(&Gpu) -> u64; 3] =
+            [&|gpu| gpu.input_chunks, &larger, &|gpu| gpu.scratch_chunks];
         let mut world = World {
             plan,
             dtype,
             chunk,
-            plain: HashMap::new(),
-            packets: HashMap::new(),
+            plain: plan
+                .gpus
+                .iter()
+                .map(|gpu| buffers.map(|of| vec![None; of(gpu) as usize * chunk]))
+                .collect(),
+            packets: plan.gpus.iter().map(|gpu| vec![None; gpu.scratch_chunks as usize * chunk]).collect(),
             signals: HashMap::new(),
             semaphores: HashMap::new(),
             arrived: HashMap::new(),
         };
         for (gpu, input) in plan.gpus.iter().zip(inputs) {
             for (at, value) in input.iter().enumerate() {
-                let place = world.place(gpu.id, BufferType::Input, at);
-                world.plain.insert(place, *value);
+                *world.place(gpu.id, BufferType::Input, at) = Some(*value);
             }
             for (id, semaphore) in gpu.semaphores.iter().enumerate() {
                 world.semaphores.insert((gpu.id, SemaphoreId(id as u32)), semaphore.init_value);
             }
         }
         world.go();
-        let output = |gpu: &Gpu| {
+        let mut output = |gpu: &Gpu| {
             let elements = 0..gpu.output_chunks as usize * chunk;
-            let value = |at| world.plain.get(&world.place(gpu.id, BufferType::Output, at)).copied();
-            elements.map(value).collect()
+            elements.map(|at| *world.place(gpu.id, BufferType::Output, at)).collect()
         };
-        plan.gpus.iter().map(output).collect()
+        plan.gpus.iter().map(&mut output).collect()
     }
 
     /// Input and output are one where the plan says so, the smaller one at its rank's part of the larger one.
-    fn place(&self, rank: Rank, buffer: BufferType, at: usize) -> (Rank, BufferType, usize) {
+    fn place(&mut self, rank: Rank, buffer: BufferType, at: usize) -> &mut Option<f64> {
         let gpu = &self.plan.gpus[0];
         let part = gpu.input_chunks.min(gpu.output_chunks) as usize * self.chunk * rank.index();
-        match buffer {
-            BufferType::Scratch => (rank, buffer, at),
-            _ if !self.plan.inplace => (rank, buffer, at),
-            BufferType::Input if gpu.input_chunks < gpu.output_chunks => (rank, BufferType::Output, part + at),
-            BufferType::Output if gpu.output_chunks < gpu.input_chunks => (rank, BufferType::Output, part + at),
-            _ => (rank, BufferType::Output, at),
-        }
+        let (smaller, united) =
+            (gpu.chunks(buffer) < gpu.input_chunks.max(gpu.output_chunks), self.plan.inplace);
+        let (list, at) = match buffer {
+            BufferType::Scratch => (2, at),
+            BufferType::Input if !united => (0, at),
+            BufferType::Output if !united => (1, at),
+            _ => (1, if smaller { part + at } else { at }),
+        };
+        &mut self.plain[rank.index()][list][at]
     }
 
     fn go(&mut self) {
@@ -121,10 +129,14 @@ impl<'p> World<'p> {
             }
             OpKind::Notify(notify) => {
                 let key = |index| (rank, notify.channel_type, block.channel(notify.channel_type, index));
-                let there = |index: &ChannelIndex| self.signals.get(&key(*index)).is_some_and(|&count| count > 0);
+                let there =
+                    |index: &ChannelIndex| self.signals.get(&key(*index)).is_some_and(|&count| count > 0);
                 let ready = notify.channels.iter().all(there);
                 if ready {
-                    notify.channels.iter().for_each(|&index| *self.signals.get_mut(&key(index)).unwrap() -= 1);
+                    notify
+                        .channels
+                        .iter()
+                        .for_each(|&index| *self.signals.get_mut(&key(index)).unwrap() -= 1);
                 }
                 ready
             }
@@ -132,7 +144,9 @@ impl<'p> World<'p> {
                 let (least, change) = if op.acquire { (1, -1) } else { (i64::MIN, 1) };
                 let ready = op.semaphores.iter().all(|&id| self.semaphores[&(rank, id)] >= least);
                 if ready {
-                    op.semaphores.iter().for_each(|&id| *self.semaphores.get_mut(&(rank, id)).unwrap() += change);
+                    op.semaphores
+                        .iter()
+                        .for_each(|&id| *self.semaphores.get_mut(&(rank, id)).unwrap() += change);
                 }
                 ready
             }
@@ -175,7 +189,7 @@ impl<'p> World<'p> {
         };
         let there = |read: &Access| {
             let mut elements = self.elements(read, turn).into_iter();
-            !read.packets || elements.all(|at| self.packets.contains_key(&(read.rank, at)))
+            !read.packets || elements.all(|at| self.packets[read.rank.index()][at].is_some())
         };
         if !jobs.iter().flat_map(|(reads, _)| reads).all(there) {
             return false;
@@ -187,10 +201,9 @@ impl<'p> World<'p> {
                     let values = columns.iter().map(|column| column[nth]);
                     let value = self.round(values.reduce(|a, b| combine(reduce, a, b)).unwrap());
                     if write.packets {
-                        self.packets.insert((write.rank, at), value);
+                        self.packets[write.rank.index()][at] = Some(value);
                     } else {
-                        let place = self.place(write.rank, write.buffer, at);
-                        self.plain.insert(place, value);
+                        *self.place(write.rank, write.buffer, at) = Some(value);
                     }
                 }
             }
@@ -198,12 +211,13 @@ impl<'p> World<'p> {
         true
     }
 
-    fn read(&self, read: &Access, turn: Option<(usize, &Pipeline)>) -> Vec<f64> {
-        let value = |at| match read.packets {
-            true => self.packets[&(read.rank, at)],
-            false => self.plain.get(&self.place(read.rank, read.buffer, at)).copied().unwrap_or(f64::NAN),
+    fn read(&mut self, read: &Access, turn: Option<(usize, &Pipeline)>) -> Vec<f64> {
+        let elements = self.elements(read, turn);
+        let value = |at: usize| match read.packets {
+            true => self.packets[read.rank.index()][at].unwrap_or(f64::NAN),
+            false => self.place(read.rank, read.buffer, at).unwrap_or(f64::NAN),
         };
-        self.elements(read, turn).into_iter().map(value).collect()
+        elements.into_iter().map(value).collect()
     }
 
     /// The elements of an access, one by one: those of the turn, dealt out to the group in aligned units.

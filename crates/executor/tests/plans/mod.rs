@@ -2,16 +2,16 @@
 #![allow(dead_code)] // each test file uses its part
 
 use antiphon_language::{
-    Collective, DataSync, MemoryChannel, Options, Plan, PortChannel, Program, Protocol, Rank, ReduceOp, Result,
-    ThreadBlockGroup,
+    Collective, DataSync, MemoryChannel, Options, Plan, PortChannel, Program, Protocol, Rank, ReduceOp,
+    Result, ThreadBlockGroup,
 };
 
 const BOTH: DataSync = DataSync::BOTH;
 
-
 /// Every ordered pair of ranks.
 fn pairs(ranks: u32) -> impl Iterator<Item = (u32, u32)> {
-    (0..ranks).flat_map(move |rank| (0..ranks).filter(move |&peer| peer != rank).map(move |peer| (rank, peer)))
+    (0..ranks)
+        .flat_map(move |rank| (0..ranks).filter(move |&peer| peer != rank).map(move |peer| (rank, peer)))
 }
 
 /// Memory channels between all ranks: `[rank][peer]`.
@@ -29,6 +29,17 @@ impl<'p> Mesh<'p> {
 
     fn at(&self, rank: u32, peer: u32) -> &MemoryChannel<'p> {
         self.0[rank as usize][peer as usize].as_ref().expect("two ranks")
+    }
+
+    /// Ranks have begun, and nothing is said of what they did before.
+    fn begin(&self, tb: u32) -> Result<()> {
+        for (rank, peer) in pairs(self.0.len() as u32) {
+            self.at(rank, peer).relaxed_signal(tb, DataSync::NONE)?;
+        }
+        for (rank, peer) in pairs(self.0.len() as u32) {
+            self.at(rank, peer).relaxed_wait(tb, BOTH)?;
+        }
+        Ok(())
     }
 
     /// Ranks meet: what each did before is done before any goes on.
@@ -92,8 +103,19 @@ pub fn packets(ranks: u32, op: ReduceOp, reuse_resources: bool) -> Result<Plan> 
     program.plan()
 }
 
-/// Two-shot with packets both ways: reduced chunks are packed and kept (`recspkt`), then unpacked (`upkt`).
-pub fn packets_two_shot(ranks: u32, op: ReduceOp) -> Result<Plan> {
+/// How a rank hands on what it has reduced from packets.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Relay {
+    /// Packed and kept, and sent on at once (`recspkt`).
+    Together,
+    /// Sent on at once (`respkt`).
+    Sent,
+    /// Packed and kept (`recpkt`), and sent on by another thread block (`rppkt`).
+    Apart,
+}
+
+/// Two-shot with packets both ways; what comes is unpacked (`upkt`).
+pub fn packets_two_shot(ranks: u32, op: ReduceOp, relay: Relay) -> Result<Plan> {
     let options = Options { protocol: Protocol::LL, ..Options::default() };
     let program = Program::new("packets_two_shot", &Collective::all_reduce(ranks, 1), options);
     let mesh = Mesh::new(&program)?;
@@ -109,13 +131,16 @@ pub fn packets_two_shot(ranks: u32, op: ReduceOp) -> Result<Plan> {
         let come = peers().map(|peer| mine.chunk(peer.into())).collect::<Result<Vec<_>>>()?;
         let result = rank.output().chunk(place)?;
         rank.reduce_packets(rank.input().chunk(place)?, &come, 0, result, op)?;
-        rank.copy_packets(mine.chunk(n + place)?, result, 0)?;
+        if relay != Relay::Sent {
+            rank.copy_packets(mine.chunk(n + place)?, result, 0)?;
+        }
         for peer in peers() {
-            mesh.at(own, peer).read_put_packets(
-                scratch[peer as usize].chunk(n + place)?,
-                mine.chunk(n + place)?,
-                0,
-            )?;
+            let (there, channel) = (scratch[peer as usize].chunk(n + place)?, mesh.at(own, peer));
+            match relay {
+                Relay::Together => channel.read_put_packets(there, mine.chunk(n + place)?, 0)?,
+                Relay::Apart => channel.read_put_packets(there, mine.chunk(n + place)?, 2)?,
+                Relay::Sent => channel.put_packets(there, result, 0)?,
+            }
         }
         for peer in peers() {
             rank.unpack_packets(rank.output().chunk(peer.into())?, mine.chunk(n + u64::from(peer))?, 1)?;
@@ -128,10 +153,12 @@ pub fn packets_two_shot(ranks: u32, op: ReduceOp) -> Result<Plan> {
 pub fn ring_all_gather(ranks: u32) -> Result<Plan> {
     let program = Program::new("ring_all_gather", &Collective::all_gather(ranks, 2), Options::default());
     let next = |rank: u32| (rank + 1) % ranks;
-    let ports: Vec<PortChannel> =
-        (0..ranks).map(|rank| program.port_channel(next(rank), rank)).collect::<Result<_>>()?;
-    let back: Vec<PortChannel> =
-        (0..ranks).map(|rank| program.port_channel(rank, next(rank))).collect::<Result<_>>()?;
+    let (mut ports, mut back): (Vec<PortChannel>, Vec<PortChannel>) = (Vec::new(), Vec::new());
+    // Of two ranks, the first channel each way is rank 0's, and the second rank 1's.
+    for rank in 0..ranks {
+        ports.push(program.port_channel(next(rank), rank)?);
+        back.push(program.port_channel(rank, next(rank))?);
+    }
     for own in 0..ranks {
         let (rank, place) = (program.rank(own)?, u64::from(own) * 2);
         rank.copy(rank.output().chunks(place..place + 2)?, rank.input().chunks(..2)?, 0)?;
@@ -183,7 +210,7 @@ pub fn in_place_all_gather(ranks: u32) -> Result<Plan> {
     let collective = Collective::all_gather(ranks, 1).inplace(true);
     let program = Program::new("in_place_all_gather", &collective, Options::default());
     let mesh = Mesh::new(&program)?;
-    mesh.meet(0)?;
+    mesh.begin(0)?;
     for (own, peer) in pairs(ranks) {
         let place = u64::from(own);
         let there = program.rank(peer)?.output().chunk(place)?;
@@ -278,10 +305,10 @@ pub fn switch_packets(ranks: u32) -> Result<Plan> {
     program.plan()
 }
 
-/// Each rank reduces parts of its own input, shared by a group of thread blocks (`re`), and sends the result (`res`).
+/// Each rank reduces parts of its own input, shared by a group of thread blocks (`re`); even ranks send the result
+/// (`res`).
 pub fn local_reduce(ranks: u32, op: ReduceOp) -> Result<Plan> {
-    let program =
-        Program::new("local_reduce", &Collective::custom("test", ranks, 3, 2), Options::default());
+    let program = Program::new("local_reduce", &Collective::custom("test", ranks, 3, 2), Options::default());
     let mesh = Mesh::new(&program)?;
     let group = ThreadBlockGroup::new([0, 1, 2])?;
     mesh.meet(0)?;
@@ -291,7 +318,9 @@ pub fn local_reduce(ranks: u32, op: ReduceOp) -> Result<Plan> {
         let input = rank.input();
         let mine = rank.output().chunk(0)?;
         rank.reduce(input.chunk(2)?, &[input.chunk(0)?, input.chunk(1)?], &group, mine, op)?;
-        mesh.at(own, peer).put(program.rank(peer)?.output().chunk(1)?, mine, &group)?;
+        if own % 2 == 0 {
+            mesh.at(own, peer).put(program.rank(peer)?.output().chunk(1)?, mine, &group)?;
+        }
         rank.barrier(group.blocks())?;
     }
     mesh.meet(0)?;

@@ -106,10 +106,8 @@ fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>)
         }
         for place in places() {
             let inside = inside(cuts, place, each.len);
-            let missing = relative
-                .iter()
-                .map(|at| place.start + at)
-                .filter(|at| inside.binary_search(at).is_err());
+            let missing =
+                relative.iter().map(|at| place.start + at).filter(|at| inside.binary_search(at).is_err());
             fresh.extend(missing.map(|at| (place.view, at)));
         }
         if fresh.len() > LIMIT {

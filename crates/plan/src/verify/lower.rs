@@ -190,8 +190,7 @@ impl Lower<'_, '_> {
     fn barrier(&mut self, place: Place, barrier: BarrierId, blocks: u32) -> What {
         let agent = self.agent();
         let next = self.program.meetings.len() as u32;
-        let (number, ops) =
-            self.barriers.entry((place.rank, barrier)).or_insert_with(|| (next, Vec::new()));
+        let (number, ops) = self.barriers.entry((place.rank, barrier)).or_insert_with(|| (next, Vec::new()));
         if ops.last() != Some(&(blocks, place)) {
             ops.push((blocks, place));
         }
@@ -345,14 +344,11 @@ impl Lower<'_, '_> {
             OpKind::Reduce(reduce) => self.reduce(reduce, own, remote, grouped(reduce.group)),
             OpKind::SwitchReduce(op) => {
                 let (_, ranks) = block.switch(op.channels[0]);
-                let from = |&rank: &Rank| Chunks { rank, buffer: op.buffer, index: op.offset, packets: false };
+                let from =
+                    |&rank: &Rank| Chunks { rank, buffer: op.buffer, index: op.offset, packets: false };
                 let from: Vec<_> = ranks.iter().map(from).collect();
-                let to = Chunks {
-                    rank: op.dst.rank,
-                    buffer: op.dst.buffer,
-                    index: op.dst.index,
-                    packets: false,
-                };
+                let to =
+                    Chunks { rank: op.dst.rank, buffer: op.dst.buffer, index: op.dst.index, packets: false };
                 self.transfer(op.size, slice, &from, &[to], Some(op.op), None);
             }
             OpKind::SwitchBroadcast(op) => {
@@ -409,7 +405,16 @@ impl Lower<'_, '_> {
         let sources = self.locations(from, part.start);
         let dests = self.locations(to, part.start);
         let len = part.end - part.start;
-        self.program.moves.push(Move { len, sources, dests, combine, awaits, port, pieces: 0, first_piece: 0 });
+        self.program.moves.push(Move {
+            len,
+            sources,
+            dests,
+            combine,
+            awaits,
+            port,
+            pieces: 0,
+            first_piece: 0,
+        });
     }
 
     /// Of `size` chunks, the bytes from their first one.

@@ -72,7 +72,10 @@ impl fmt::Display for Report {
                 write!(f, "proved: in bounds, balanced, free of deadlocks and races, right results{also}")
             }
             (true, false) => {
-                write!(f, "proved: in bounds, balanced, free of deadlocks and races; results not judged{also}")
+                write!(
+                    f,
+                    "proved: in bounds, balanced, free of deadlocks and races; results not judged{also}"
+                )
             }
             (false, _) => write!(f, "rejected: {errors} errors{also}"),
         }

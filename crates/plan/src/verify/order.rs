@@ -191,8 +191,11 @@ impl<'p, 'a> Walk<'p, 'a> {
                 }
             }
             What::Push { moves, links, flush } => {
-                let starts: Vec<_> =
-                    program.links(links).iter().map(|link| link.port.map(|port| self.reach(agent, port))).collect();
+                let starts: Vec<_> = program
+                    .links(links)
+                    .iter()
+                    .map(|link| link.port.map(|port| self.reach(agent, port)))
+                    .collect();
                 let mut pushed: Vec<u32> = program.links(links).iter().filter_map(|link| link.port).collect();
                 for at in moves.clone() {
                     let port = program.moves[at as usize].port.expect("pushes have ports");

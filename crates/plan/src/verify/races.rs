@@ -195,9 +195,7 @@ pub(super) fn mixed_scratch(program: &Program<'_>) -> Vec<Finding> {
     }
     let mixed = (0..ranks).filter(|&rank| overlap(&mut plain[rank], &mut packets[rank]));
     mixed
-        .map(|rank| {
-            Finding::new(program.plan, Kind::MixedScratch { rank: Rank(rank as u32) }, Vec::new())
-        })
+        .map(|rank| Finding::new(program.plan, Kind::MixedScratch { rank: Rank(rank as u32) }, Vec::new()))
         .collect()
 }
 

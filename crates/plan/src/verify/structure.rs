@@ -220,7 +220,10 @@ fn reaches(
             Some(&index) => leads(block.peer(channel_type, index), remote.rank)?,
             None if connected(block, channel_type, remote.rank) => {}
             None => {
-                return Err(format!("no {channel_type:?} channel of its block leads to rank {}", remote.rank));
+                return Err(format!(
+                    "no {channel_type:?} channel of its block leads to rank {}",
+                    remote.rank
+                ));
             }
         }
     }

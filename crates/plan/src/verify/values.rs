@@ -223,11 +223,14 @@ impl<'p, 'a> Run<'p, 'a> {
                     let start = whole.start + offset;
                     let cell = self.cells.within(view, start..start + (at.end - at.start));
                     // Cells that are cut otherwise have never met.
-                    cell.filter(|cell| cell.len() == 1).map(|cell| self.values.number(Value::Input(cell.start)))
+                    cell.filter(|cell| cell.len() == 1)
+                        .map(|cell| self.values.number(Value::Input(cell.start)))
                 })
                 .collect();
-            let expected =
-                parts.into_iter().collect::<Option<Vec<_>>>().map(|parts| self.values.reduced(row.op, &parts));
+            let expected = parts
+                .into_iter()
+                .collect::<Option<Vec<_>>>()
+                .map(|parts| self.values.reduced(row.op, &parts));
             let found = self.holds[cell as usize];
             if found == REPORTED || expected == Some(found) {
                 continue;
@@ -247,8 +250,11 @@ impl<'p, 'a> Run<'p, 'a> {
     /// A row in words, where its cells are cut otherwise than what is there.
     fn row(&self, row: &Expected, offset: u64) -> String {
         let chunk = |index: u64| index as f64 + offset as f64 / self.program.chunk as f64;
-        let each: Vec<_> =
-            row.from.iter().map(|from| format!("rank {}'s input (chunk {})", from.rank, chunk(from.index))).collect();
+        let each: Vec<_> = row
+            .from
+            .iter()
+            .map(|from| format!("rank {}'s input (chunk {})", from.rank, chunk(from.index)))
+            .collect();
         each.join(", ")
     }
 
@@ -271,15 +277,15 @@ impl<'p, 'a> Run<'p, 'a> {
                 Value::Input(from) => {
                     let (from, at) = self.cells.place(from);
                     let (input, bytes) = buffer(self.program, from.rank(), BufferType::Input);
-                    let here = self.cells.place(cell).1.start - buffer(self.program, gpu.id, BufferType::Output).1.start;
+                    let here = self.cells.place(cell).1.start
+                        - buffer(self.program, gpu.id, BufferType::Output).1.start;
                     (from == input && at.start - bytes.start == here).then_some(from.rank())
                 }
                 _ => None,
             };
             let first = cells.clone().next().and_then(sender);
-            let wrong = cells.clone().find(|&cell| {
-                first.is_none_or(|rank| rank == gpu.id) || sender(cell) != first
-            });
+            let wrong =
+                cells.clone().find(|&cell| first.is_none_or(|rank| rank == gpu.id) || sender(cell) != first);
             if let Some(cell) = wrong.filter(|&cell| self.holds[cell as usize] != REPORTED) {
                 let kind = Kind::Wrong {
                     region: self.cells.region(cell),

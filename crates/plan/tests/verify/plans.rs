@@ -99,13 +99,14 @@ pub fn packets(ranks: u32) -> Result<Plan> {
 /// Around a ring through ports, each step with a signal behind its data, the last flushed.
 pub fn port_ring(ranks: u32) -> Result<Plan> {
     let program = Program::new("port_ring", &Collective::all_gather(ranks, 1), Options::default());
-    let next: Vec<_> = (0..ranks)
-        .map(|own| program.port_channel((own + 1) % ranks, own))
-        .collect::<Result<_>>()?;
+    let next: Vec<_> =
+        (0..ranks).map(|own| program.port_channel((own + 1) % ranks, own)).collect::<Result<_>>()?;
     // With two ranks, the one channel leads both ways.
     let previous: Vec<_> = match ranks {
         2 => Vec::new(),
-        _ => (0..ranks).map(|own| program.port_channel((own + ranks - 1) % ranks, own)).collect::<Result<_>>()?,
+        _ => (0..ranks)
+            .map(|own| program.port_channel((own + ranks - 1) % ranks, own))
+            .collect::<Result<_>>()?,
     };
     for own in 0..ranks {
         let rank = program.rank(own)?;
@@ -140,7 +141,13 @@ pub fn pipeline() -> Result<Plan> {
             staged[at].acquire(1, BOTH)?;
             channels[at].signal(1, BOTH)?;
             channels[at].wait(1, BOTH)?;
-            channels[at].reduce(here.chunks(0..2)?, &[there.chunks(0..2)?], 1, here.chunks(2..4)?, ReduceOp::Sum)?;
+            channels[at].reduce(
+                here.chunks(0..2)?,
+                &[there.chunks(0..2)?],
+                1,
+                here.chunks(2..4)?,
+                ReduceOp::Sum,
+            )?;
             reduced[at].release(1, BOTH)?;
             reduced[at].acquire(2, BOTH)?;
             rank.copy(rank.output().chunks(0..2)?, here.chunks(2..4)?, 2)?;
