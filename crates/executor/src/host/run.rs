@@ -23,8 +23,9 @@ use super::{
 };
 use crate::{ExecutorError, error::Result};
 
-/// Bytes that a launch may stage of a tensor: two of them stay in L2.
-const STAGE: usize = 256 << 10;
+/// Bytes of a tensor, or of scratch, that go through a launch: few enough to stay in the cache, and enough for a launch's
+/// rounds and signals to be worth their while.
+const STAGE: usize = 1 << 20;
 /// Bytes of the least slice of a chunk, so that steps are worth their while.
 const LEAST_SLICE: usize = 4 << 10;
 /// Programs that are kept.

@@ -282,6 +282,9 @@ pub fn switch_all_reduce(ranks: u32, op: ReduceOp, fused: bool) -> Result<Plan> 
         let (view, place) = (switch.at_rank(own)?, u64::from(own));
         let mine = program.rank(own)?.input().chunk(place)?;
         view.reduce(mine, place..place + 1, 0, op)?;
+        if !fused {
+            program.rank(own)?.barrier(&[0])?;
+        }
         view.broadcast(mine, place..place + 1, 0)?;
     }
     mesh.meet(0)?;
