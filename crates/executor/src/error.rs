@@ -102,7 +102,7 @@ pub enum ExecutorError {
         /// What it waited for, and what it saw.
         waiting: Waiting,
         /// Why the wait ended: a lost peer, the deadline, an interrupt.
-        reason: FabricError,
+        reason: Box<FabricError>,
     },
     /// No plan of a collection serves a call.
     #[error("no plan serves {collective} of {bytes} bytes of {dtype} on {world_size} ranks: {known}")]

@@ -36,7 +36,8 @@ fn rank_process() {
         }
     };
     match error {
-        ExecutorError::Fabric(error) | ExecutorError::Stuck { reason: error, .. } => say_error(&error),
+        ExecutorError::Fabric(error) => say_error(&error),
+        ExecutorError::Stuck { reason, .. } => say_error(&reason),
         other => say(other),
     }
 }

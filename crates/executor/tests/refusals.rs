@@ -117,7 +117,7 @@ fn a_signal_that_never_comes_is_named() {
     let ExecutorError::Stuck { place, waiting, reason } = &results[0] else { panic!("{}", results[0]) };
     assert_eq!((place.rank, place.threadblock.0), (Rank(0), 0));
     assert!(matches!(waiting, Waiting::Signal { peer: Rank(1), expected: 2, seen: 1, .. }), "{waiting}");
-    assert!(matches!(reason, FabricError::Timeout { missing, .. } if *missing == [1]), "{reason}");
+    assert!(matches!(&**reason, FabricError::Timeout { missing, .. } if *missing == [1]), "{reason}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Loading a plan: once, on all ranks together.
 
-use antiphon_fabric::{Communicator, FabricError};
+use antiphon_fabric::Communicator;
 use antiphon_plan::{
     Access, Block, BufferType, ChannelId, ChannelType, OpKind, Plan, Rank, Wiring, verify::VerifiedPlan,
 };
@@ -286,7 +286,7 @@ fn channels(plan: &Plan, rank: Rank) -> impl Iterator<Item = Channel> {
 }
 
 fn same_everywhere(comm: &Communicator, plan: &Plan, digest: &[u8; 32]) -> Result<()> {
-    let all = comm.exchange_bytes(digest).map_err(FabricError::from)?;
+    let all = comm.exchange_bytes(digest)?;
     match all.iter().position(|theirs| theirs != digest) {
         None => Ok(()),
         Some(peer) => Err(ExecutorError::PlansDiffer {

@@ -255,7 +255,7 @@ impl LoadedPlan {
         self.machine.run(&launch, check).map_err(|stuck| {
             let Stuck { place, waiting, reason } = *stuck;
             monitor.report(&reason);
-            ExecutorError::Stuck { place, waiting, reason }
+            ExecutorError::Stuck { place, waiting, reason: reason.into() }
         })
     }
 }

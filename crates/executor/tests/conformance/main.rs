@@ -33,7 +33,7 @@ impl Tensors {
     fn symmetric(self, rank: usize) -> bool {
         match self {
             Self::Symmetric | Self::SymmetricInPlace => true,
-            Self::Mixed => rank % 2 == 0,
+            Self::Mixed => rank.is_multiple_of(2),
             _ => false,
         }
     }

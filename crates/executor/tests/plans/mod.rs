@@ -330,3 +330,21 @@ pub fn local_reduce(ranks: u32, op: ReduceOp) -> Result<Plan> {
 
     program.plan()
 }
+
+/// One rank, two thread blocks: packets, a reduction, semaphores in a pipeline, a barrier.
+pub fn alone() -> Result<Plan> {
+    let program = Program::new("alone", &Collective::custom("test", 1, 3, 2), Options::default());
+    let (rank, ready) = (program.rank(0)?, program.semaphore(0, 0)?);
+    let (input, output, scratch) = (rank.input(), rank.output(), rank.scratch(2)?);
+    rank.copy_packets(scratch.chunk(0)?, input.chunk(0)?, 0)?;
+    rank.reduce_packets(input.chunk(1)?, &[scratch.chunk(0)?], 1, output.chunk(0)?, ReduceOp::Sum)?;
+    program.pipeline(48, 1, || {
+        rank.copy(scratch.chunk(1)?, input.chunk(2)?, 0)?;
+        ready.release(0, BOTH)?;
+        ready.acquire(1, BOTH)?;
+        rank.copy(output.chunk(1)?, scratch.chunk(1)?, 1)
+    })?;
+    rank.barrier(&[0, 1])?;
+    rank.reduce(output.chunk(1)?, &[output.chunk(0)?], 0, output.chunk(1)?, ReduceOp::Max)?;
+    program.plan()
+}
