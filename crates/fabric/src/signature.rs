@@ -25,10 +25,11 @@ pub enum Operation {
     Scatter,
     Message,
     FusedAllReduce,
+    ExecutePlan,
 }
 
 impl Operation {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Barrier,
         Self::ExchangeObjects,
         Self::Allocate,
@@ -43,6 +44,7 @@ impl Operation {
         Self::Scatter,
         Self::Message,
         Self::FusedAllReduce,
+        Self::ExecutePlan,
     ];
 
     /// The name that callers know it by.
@@ -62,6 +64,7 @@ impl Operation {
             Self::Scatter => "scatter",
             Self::Message => "send/recv",
             Self::FusedAllReduce => "all_reduce_fused",
+            Self::ExecutePlan => "execute",
         }
     }
 }
@@ -78,7 +81,8 @@ pub struct Signature {
     pub reduce: Option<ReduceOp>,
     /// By which algorithm, numbered by the operation.
     pub algorithm: u8,
-    /// From or to which rank; of a fused operation, how many elements a row has.
+    /// From or to which rank; of a fused operation, how many elements a row has; of a plan, the
+    /// beginning of its digest.
     pub root: Option<u32>,
     /// How many elements (bytes, where there is no dtype).
     pub count: u64,
@@ -132,6 +136,7 @@ impl fmt::Display for Signature {
         match (self.operation, self.root) {
             (_, None) => {}
             (Operation::FusedAllReduce, Some(hidden)) => write!(f, ", rows of {hidden}")?,
+            (Operation::ExecutePlan, Some(digest)) => write!(f, ", plan {digest:08x}")?,
             (_, Some(root)) => write!(f, ", root {root}")?,
         }
         match (self.operation, self.algorithm) {
@@ -141,6 +146,7 @@ impl fmt::Display for Signature {
             (Operation::FusedAllReduce, 0x10) => f.write_str(", rounded")?,
             (Operation::FusedAllReduce, 0x11) => f.write_str(", one-shot, rounded")?,
             (Operation::FusedAllReduce, 0x12) => f.write_str(", two-shot, rounded")?,
+            (Operation::ExecutePlan, 1) => f.write_str(", in place")?,
             (Operation::AllToAll, 1) => f.write_str(", uneven")?,
             (_, other) => write!(f, ", algorithm {other}")?,
         }

@@ -63,6 +63,17 @@ impl Extent {
         self.chunk
     }
 
+    /// The same message, of whose chunks only `chunk` bytes each are looked at: what a plan does with chunks it does with
+    /// equal parts of them.
+    pub fn part(&self, chunk: u64) -> Self {
+        Extent { chunk, ..*self }
+    }
+
+    /// Bytes of which a thread block's share is a multiple.
+    pub fn alignment(&self) -> u64 {
+        self.alignment
+    }
+
     /// The bytes of some chunks; if they overflow 64 bits, none.
     pub fn bytes(&self, chunks: &Range<u64>) -> Option<Range<u64>> {
         Some(chunks.start.checked_mul(self.chunk)?..chunks.end.checked_mul(self.chunk)?)

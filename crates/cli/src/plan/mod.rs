@@ -3,6 +3,7 @@
 //! A file for each of its commands; all they know of plans is in `antiphon-plan` and the crates above it.
 
 mod build;
+mod run;
 mod verify;
 mod show;
 mod simulate;
@@ -24,6 +25,7 @@ pub struct Args {
 #[derive(Debug, Clone, Subcommand)]
 enum Command {
     Build(build::Args),
+    Run(run::Args),
     Verify(verify::Args),
     Simulate(simulate::Args),
     Show(show::Args),
@@ -35,6 +37,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 pub fn execute(args: Args) -> ExitStatus {
     let done: Result<ExitStatus> = match args.command {
         Command::Build(args) => build::execute(args),
+        Command::Run(args) => run::execute(args),
         Command::Verify(args) => verify::execute(args),
         Command::Simulate(args) => simulate::execute(args),
         Command::Show(args) => show::execute(args),

@@ -2,6 +2,8 @@
 
 use std::{sync::Arc, time::Duration};
 
+use antiphon_device::host::wait::Patience;
+
 use super::{Communicator, Presence, Shared};
 use crate::{FabricError, Signature};
 
@@ -79,6 +81,19 @@ impl Monitor {
             Err(FabricError::Timeout { .. }) | Ok(()) => Ok(()),
             Err(error) => Err(error),
         }
+    }
+
+    /// Whether this rank's program does not want to stop waiting (see [`Builder::interrupt`](crate::Builder::interrupt)).
+    ///
+    /// # Errors
+    /// [`FabricError::Interrupted`].
+    pub fn check_interrupt(&self, doing: Signature) -> Result<(), FabricError> {
+        self.shared().check_interrupt(doing)
+    }
+
+    /// How patiently a wait for a peer spins, which depends on whether each rank has a core of its own.
+    pub fn patience(&self) -> Patience {
+        self.shared().patience
     }
 
     /// Makes the communicator unusable because of something that went wrong elsewhere, and lets the peers know.

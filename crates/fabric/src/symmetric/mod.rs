@@ -81,6 +81,11 @@ impl SharedBuffer {
         self.len == 0
     }
 
+    /// Whether `comm` made it.
+    pub fn belongs_to(&self, comm: &Communicator) -> bool {
+        Arc::ptr_eq(&self.shared, comm.shared())
+    }
+
     /// The offset in the arena, equal on all ranks.
     pub fn offset(&self) -> usize {
         self.offset
@@ -144,7 +149,7 @@ impl Communicator {
     /// As [`barrier`](Self::barrier); [`FabricError::InvalidArgument`] for a buffer of another communicator.
     pub fn free_shared_buffer(&self, buffer: SharedBuffer) -> Result<(), FabricError> {
         self.check_foreground("free_shared_buffer")?;
-        if !Arc::ptr_eq(&buffer.shared, self.shared()) {
+        if !buffer.belongs_to(self) {
             return Err(FabricError::invalid("the buffer belongs to another communicator"));
         }
         let mut rounds = self.own_rounds()?;

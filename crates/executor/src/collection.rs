@@ -1,0 +1,111 @@
+//! Many plans, of which a call takes one.
+
+use antiphon_fabric::Communicator;
+use antiphon_plan::{Extent, verify::VerifiedPlan};
+use antiphon_tensor::{DType, TensorView, TensorViewMut};
+
+use crate::{ExecutorError, LoadedPlan, Options, error::Result};
+
+/// The plans of a communicator, from which every call takes the first that serves it: its collective, the sizes of its
+/// tensors, and their dtype if the plan was added for some only.
+///
+/// Every rank adds the same plans in the same order, and so takes the same.
+#[derive(Debug, Default)]
+pub struct AlgorithmCollection(Vec<Entry>);
+
+#[derive(Debug)]
+struct Entry {
+    plan: LoadedPlan,
+    /// All, if there is none.
+    dtypes: Vec<DType>,
+}
+
+impl AlgorithmCollection {
+    /// A collection without plans.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Loads a plan, for tensors of these dtypes, or of all if none is named. All ranks call it together.
+    ///
+    /// # Errors
+    /// As [`LoadedPlan::load`].
+    pub fn add(
+        &mut self,
+        comm: &Communicator,
+        plan: &VerifiedPlan,
+        dtypes: &[DType],
+        options: Options,
+    ) -> Result<()> {
+        let plan = LoadedPlan::load(comm, plan, options)?;
+        self.0.push(Entry { plan, dtypes: dtypes.to_vec() });
+        Ok(())
+    }
+
+    /// The first plan that does `collective` (`allreduce`, …) with an input and an output of these sizes in bytes.
+    ///
+    /// # Errors
+    /// [`ExecutorError::NoPlan`], with what each plan serves.
+    pub fn select(
+        &mut self,
+        comm: &Communicator,
+        collective: &str,
+        [input, output]: [usize; 2],
+        dtype: DType,
+    ) -> Result<&mut LoadedPlan> {
+        let serves = |entry: &Entry| {
+            let plan = entry.plan.plan();
+            plan.collective == collective
+                && (entry.dtypes.is_empty() || entry.dtypes.contains(&dtype))
+                && Extent::new(plan, input as u64, output as u64).is_ok()
+        };
+        match self.0.iter().position(serves) {
+            Some(place) => Ok(&mut self.0[place].plan),
+            None => Err(ExecutorError::NoPlan {
+                collective: collective.to_owned(),
+                bytes: input.max(output),
+                dtype,
+                world_size: comm.world_size(),
+                known: self.known(),
+            }),
+        }
+    }
+
+    /// [Selects](Self::select) a plan and [executes](LoadedPlan::execute) it.
+    ///
+    /// # Errors
+    /// As these two.
+    pub fn execute<'i, 'o>(
+        &mut self,
+        comm: &Communicator,
+        collective: &str,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
+    ) -> Result<()> {
+        let (input, output) = (input.into(), output.into());
+        let bytes = [input.num_bytes(), output.num_bytes()];
+        self.select(comm, collective, bytes, input.dtype())?.execute(comm, input, output)
+    }
+
+    fn known(&self) -> String {
+        let describe = |entry: &Entry| {
+            let plan = entry.plan.plan();
+            let (name, limits) = (plan.name.as_deref().unwrap_or("?"), limits(plan));
+            let dtypes: Vec<_> = entry.dtypes.iter().map(|dtype| dtype.name()).collect();
+            let dtypes = if dtypes.is_empty() { String::new() } else { format!(" of {}", dtypes.join("/")) };
+            format!("{name:?} does {} of {limits} bytes{dtypes}", plan.collective)
+        };
+        match self.0.is_empty() {
+            true => "there are none".to_owned(),
+            false => self.0.iter().map(describe).collect::<Vec<_>>().join("; "),
+        }
+    }
+}
+
+fn limits(plan: &antiphon_plan::Plan) -> String {
+    match (plan.min_message_size, plan.max_message_size) {
+        (0, u64::MAX) => "any number of".to_owned(),
+        (min, u64::MAX) => format!("at least {min}"),
+        (min, max) => format!("{min} to {max}"),
+    }
+}

@@ -1,0 +1,130 @@
+//! Why a plan was not loaded, or its execution failed.
+
+use antiphon_fabric::FabricError;
+use antiphon_plan::{Place, PlanError};
+use antiphon_tensor::{DType, Device, TensorError};
+
+use crate::Waiting;
+
+/// Why a plan was not loaded, or its execution failed. After [`Stuck`](Self::Stuck) and most of
+/// [`Fabric`](Self::Fabric) the communicator is unusable; the others leave it as it was.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExecutorError {
+    /// Something between the ranks: a lost peer, a timeout, ranks that disagree.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
+    /// The plan makes no sense, or does not serve tensors of these sizes.
+    #[error(transparent)]
+    Plan(std::sync::Arc<PlanError>),
+    /// The plan is for another number of ranks.
+    #[error("plan {plan:?} is for {ranks} ranks, and there are {world_size}")]
+    WorldSize {
+        /// The plan's name.
+        plan: String,
+        /// For how many ranks it is.
+        ranks: usize,
+        /// How many there are.
+        world_size: usize,
+    },
+    /// Ranks load different plans, or the same with different options.
+    #[error(
+        "ranks load different plans: rank {rank} has {plan:?} ({mine}), rank {peer} another one ({theirs})"
+    )]
+    PlansDiffer {
+        /// This plan's name.
+        plan: String,
+        /// This rank.
+        rank: usize,
+        /// A rank that has another plan.
+        peer: usize,
+        /// The digest of this rank's.
+        mine: String,
+        /// The digest of the other's.
+        theirs: String,
+    },
+    /// The ranks' buffers are not alike, or too large.
+    #[error("plan {plan:?}: {what}")]
+    Buffers {
+        /// The plan's name.
+        plan: String,
+        /// What, with the numbers.
+        what: String,
+    },
+    /// An operation that cannot be carried out on these tensors.
+    #[error("{place}: {what}")]
+    Operation {
+        /// Which operation.
+        place: Place,
+        /// What, with the numbers.
+        what: String,
+    },
+    /// A tensor that cannot be used: strided, for one.
+    #[error("the {which}: {source}")]
+    Tensor {
+        /// Which tensor.
+        which: &'static str,
+        /// What is wrong with it.
+        source: TensorError,
+    },
+    /// A tensor that is elsewhere.
+    #[error("the {which} is on {device}, and this executor serves {serves}")]
+    Device {
+        /// Which tensor.
+        which: &'static str,
+        /// Where it is.
+        device: Device,
+        /// Where it should be.
+        serves: Device,
+    },
+    /// Input and output hold different kinds of elements.
+    #[error("the input is {input}, the output is {output}")]
+    DTypes {
+        /// Of the input.
+        input: DType,
+        /// Of the output.
+        output: DType,
+    },
+    /// Input and output share some memory, but not as the plan would have it.
+    #[error("input and output overlap: use execute_in_place, or tensors that are apart")]
+    Overlap,
+    /// The plan was loaded on another communicator.
+    #[error("plan {plan:?} was loaded on another communicator")]
+    OtherCommunicator {
+        /// The plan's name.
+        plan: String,
+    },
+    /// An operation waited in vain.
+    #[error("{place}: {waiting}: {reason}")]
+    Stuck {
+        /// Which operation; others may wait too.
+        place: Place,
+        /// What it waited for, and what it saw.
+        waiting: Waiting,
+        /// Why the wait ended: a lost peer, the deadline, an interrupt.
+        reason: Box<FabricError>,
+    },
+    /// No plan of a collection serves a call.
+    #[error("no plan serves {collective} of {bytes} bytes of {dtype} on {world_size} ranks: {known}")]
+    NoPlan {
+        /// The collective.
+        collective: String,
+        /// The size of the larger tensor.
+        bytes: usize,
+        /// The kind of elements.
+        dtype: DType,
+        /// How many ranks there are.
+        world_size: usize,
+        /// Which plans there are.
+        known: String,
+    },
+}
+
+impl From<PlanError> for ExecutorError {
+    fn from(error: PlanError) -> Self {
+        Self::Plan(error.into())
+    }
+}
+
+/// The result of loading or executing.
+pub type Result<T, E = ExecutorError> = std::result::Result<T, E>;

@@ -1,0 +1,149 @@
+//! Where chunks begin in a launch: addresses from sizes, tensors and the workspace.
+
+use antiphon_fabric::Rounds;
+
+use super::{
+    call::Call,
+    home::{Base, Move},
+    memory::{Book, Workspace},
+    program::Layout,
+};
+
+/// Where a rank's tensors lie in its arena, plus one; 0 if they do not.
+#[repr(C)]
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Where {
+    pub(super) input: u64,
+    pub(super) output: u64,
+}
+
+/// A rank's tensors, as this rank sees them.
+pub(super) struct Tensors {
+    /// Null if they cannot be reached, nor need to.
+    input: *mut u8,
+    output: *mut u8,
+    /// Whether the other ranks reach them.
+    is_symmetric: [bool; 2],
+}
+
+impl Tensors {
+    pub(super) fn own(rounds: &Rounds, call: &Call) -> Self {
+        let is_symmetric = [(call.input, call.input_bytes), (call.output.cast_const(), call.output_bytes)]
+            .map(|(pointer, bytes)| rounds.arena_offset(pointer, bytes).is_some());
+        // The input is written to only where it is the output too.
+        Tensors { input: call.input.cast_mut(), output: call.output, is_symmetric }
+    }
+
+    pub(super) fn of_peer(rounds: &Rounds, rank: usize, at: Where) -> Self {
+        let arenas = rounds.arenas();
+        let address = |offset: u64| match offset {
+            0 => std::ptr::null_mut(),
+            // SAFETY: the rank has said that its tensor lies there.
+            place => unsafe { arenas.at(rank, place as usize - 1) },
+        };
+        let is_symmetric = [at.input > 0, at.output > 0];
+        Tensors { input: address(at.input), output: address(at.output), is_symmetric }
+    }
+}
+
+/// How a call is cut.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cut {
+    /// Bytes of a chunk.
+    pub(super) chunk: usize,
+    /// Bytes of a slice of it.
+    pub(super) slice: usize,
+}
+
+impl Cut {
+    pub(super) fn launches(&self) -> usize {
+        self.chunk.div_ceil(self.slice.max(1)).max(1)
+    }
+
+    /// Bytes of a slice; the last one may be shorter.
+    pub(super) fn len(&self, launch: usize) -> usize {
+        self.slice.min(self.chunk - launch * self.slice)
+    }
+}
+
+/// Bytes of the workspace's areas, for chunks of some size.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Areas {
+    /// Of the staged input, and of input and output.
+    pub(super) staged_input: usize,
+    pub(super) staging: usize,
+    /// Of plain scratch, and of scratch with its packets.
+    pub(super) plain: usize,
+    pub(super) scratch: usize,
+    /// Whether launches take turns between two such scratches.
+    pub(super) double: bool,
+}
+
+/// One launch of a call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Slice {
+    pub(super) cut: Cut,
+    pub(super) areas: Areas,
+    pub(super) number: usize,
+    pub(super) flag: u32,
+}
+
+/// The address books of one rank.
+pub(super) type BookSet = [Book; Base::COUNT];
+
+impl Slice {
+    /// Bytes of this slice of a chunk.
+    pub(super) fn len(&self) -> usize {
+        self.cut.len(self.number)
+    }
+
+    pub(super) fn books(&self, rank: usize, tensors: &Tensors, workspace: &Workspace) -> BookSet {
+        let tensor = |base: *mut u8| match base.is_null() {
+            true => Book::NOWHERE,
+            false => Book { base: base.wrapping_add(self.number * self.cut.slice), stride: self.cut.chunk },
+        };
+        let staging = workspace.staging(rank).wrapping_add(self.number % 2 * self.areas.staging);
+        let staged = |offset| Book { base: staging.wrapping_add(offset), stride: self.len() };
+        let half = usize::from(self.areas.double && self.flag.is_multiple_of(2));
+        let scratch = workspace.scratch(rank).wrapping_add(half * self.areas.scratch);
+        let packets = Layout::packets(self.len()).unwrap_or(0);
+
+        let mut books = [Book::NOWHERE; Base::COUNT];
+        let mut set = |base: Base, book| books[base as usize] = book;
+        let [input, output] = [tensor(tensors.input), tensor(tensors.output)];
+        let [staged_input, staged_output] = [staged(0), staged(self.areas.staged_input)];
+        set(Base::Input, input);
+        set(Base::Output, output);
+        set(Base::SharedInput, if tensors.is_symmetric[0] { input } else { staged_input });
+        set(Base::SharedOutput, if tensors.is_symmetric[1] { output } else { staged_output });
+        set(Base::StagedInput, staged_input);
+        set(Base::StagedOutput, staged_output);
+        set(Base::Scratch, Book { base: scratch, stride: self.len() });
+        set(Base::Packets, Book { base: scratch.wrapping_add(self.areas.plain), stride: packets });
+        books
+    }
+
+    /// Copies this slice of some chunks of this rank, unless they are in place.
+    pub(super) fn move_all(&self, moves: &[Move], books: &BookSet) {
+        for Move { from, to, chunks } in moves {
+            let book = |(base, chunk): (Base, u64)| {
+                let book = books[base as usize];
+                (book.base.wrapping_add(chunk as usize * book.stride), book.stride)
+            };
+            let ((from, from_stride), (to, to_stride)) = (book(*from), book(*to));
+            if std::ptr::eq(from, to) {
+                continue;
+            }
+            let (chunks, len) = (*chunks as usize, self.len());
+            let whole = from_stride == len && to_stride == len;
+            let (times, len) = if whole { (1, chunks * len) } else { (chunks, len) };
+            for at in 0..times {
+                // SAFETY: both ends hold so many chunks: the tensors were found to be as long as the plan's buffers, and
+                // the workspace has room for them. Nobody else touches this rank's tensors and staging now.
+                unsafe {
+                    std::ptr::copy(from.wrapping_add(at * from_stride), to.wrapping_add(at * to_stride), len)
+                };
+            }
+        }
+    }
+}

@@ -1,0 +1,484 @@
+//! From a plan to the steps of one rank.
+
+use std::{collections::HashMap, ops::Range};
+
+use antiphon_plan::{
+    Block, BufferType, ChannelId, ChannelIndex, ChannelType, Copy, CopyKind, Extent, Get, GroupShare,
+    LocalChunk, Notify, NotifyKind, Op, OpKind, Pipeline, Place, Plan, Put, PutKind, Rank, RankChunk, Reduce,
+    RemoteChunk, SemaphoreOp, SwitchChunk, ThreadBlockId, Wiring,
+};
+
+use super::{
+    home::{Base, Homes, Piece},
+    program::{Frame, Layout, Operand, Program, Reduction, Signal, Step, Steps, Work},
+};
+use crate::{ExecutorError, PacketKind, error::Result};
+
+/// More steps than any sensible plan has: a hostile one must not fill the memory.
+const MOST_STEPS: usize = 1 << 22;
+/// More turns of loops than any sensible message needs.
+const MOST_TURNS: u64 = 1 << 28;
+
+/// What a plan is compiled for.
+#[derive(Clone, Copy)]
+pub(super) struct Target<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) wiring: &'a Wiring,
+    pub(super) homes: &'a Homes,
+    pub(super) rank: usize,
+    pub(super) packets: PacketKind,
+    /// Bytes of an element.
+    pub(super) element: usize,
+    /// Of a chunk; its bytes fit into memory.
+    pub(super) extent: Extent,
+    /// Whether chunks are parts of the tensors' chunks.
+    pub(super) sliced: bool,
+}
+
+/// Compiles the part of one rank of a plan that has passed [`Plan::check`].
+///
+/// # Errors
+/// [`ExecutorError::Operation`] for what cannot be executed, or only by leaving a buffer.
+pub(super) fn compile(target: Target<'_>) -> Result<Program> {
+    let chunk = target.extent.chunk() as usize;
+    let layout = Layout { extent: target.extent, chunk, cut: target.sliced || !chunk.is_multiple_of(8) };
+    let mut compiler = Compiler {
+        target,
+        chunk,
+        barriers: HashMap::new(),
+        steps: 0,
+        turns: 0,
+        sources: 1,
+        packet_sources: 0,
+    };
+    let blocks = 0..target.plan.gpus[target.rank].threadblocks.len();
+    let block = |id| Block::new(target.plan, Rank(target.rank as u32), ThreadBlockId(id as u32));
+    let blocks = blocks.map(|id| compiler.block(block(id))).collect::<Result<_>>()?;
+    let Compiler { barriers, sources, packet_sources, .. } = compiler;
+    Ok(Program { blocks, layout, barriers: barriers.len(), sources, packet_sources })
+}
+
+struct Compiler<'a> {
+    target: Target<'a>,
+    chunk: usize,
+    barriers: HashMap<u32, usize>,
+    steps: usize,
+    turns: u64,
+    sources: usize,
+    packet_sources: usize,
+}
+
+/// Chunks that an operation is about.
+struct Chunks {
+    rank: Rank,
+    buffer: BufferType,
+    chunks: Range<u64>,
+    packets: bool,
+}
+
+/// Where an operation stands, and what that means for its bytes.
+#[derive(Clone, Copy)]
+struct Scope<'a> {
+    block: Block<'a>,
+    place: Place,
+    /// The unit of the pipeline around it.
+    unit: Option<u64>,
+}
+
+impl Scope<'_> {
+    fn refuse(&self, op: &OpKind, what: impl std::fmt::Display) -> ExecutorError {
+        ExecutorError::Operation { place: self.place, what: format!("{}: {what}", op.name()) }
+    }
+}
+
+impl<'a> Compiler<'a> {
+    fn block(&mut self, block: Block<'a>) -> Result<Steps> {
+        let mut steps = Steps { steps: Vec::new(), places: Vec::new() };
+        for (at, op) in block.get().ops.iter().enumerate() {
+            let scope = Scope { block, place: block.place(at, None), unit: None };
+            match &op.kind {
+                OpKind::Pipeline(pipeline) => self.pipeline(scope, &op.kind, pipeline, &mut steps)?,
+                kind => self.op(scope, kind, &mut steps)?,
+            }
+        }
+        Ok(steps)
+    }
+
+    fn pipeline(
+        &mut self,
+        scope: Scope<'a>,
+        kind: &OpKind,
+        pipeline: &Pipeline,
+        steps: &mut Steps,
+    ) -> Result<()> {
+        let bytes = u128::from(pipeline.num_chunks) * self.chunk as u128;
+        let iterations = bytes.div_ceil(u128::from(pipeline.unit_size));
+        let turns = iterations.saturating_mul(pipeline.ops.len() as u128 + 1);
+        self.turns = self.turns.saturating_add(u64::try_from(turns).unwrap_or(u64::MAX));
+        if self.turns > MOST_TURNS {
+            return Err(scope.refuse(kind, format!("{iterations} turns are too many")));
+        }
+        // Larger than any operation is as good as infinite.
+        let unit = usize::try_from(pipeline.unit_size).unwrap_or(usize::MAX);
+        let head = steps.steps.len();
+        self.push(scope, Step::Loop { iterations: iterations as u64, unit, steps: 0 }, steps)?;
+        for (at, Op { kind, .. }) in pipeline.ops.iter().enumerate() {
+            let place = Place { inner: Some(at as u32), ..scope.place };
+            self.op(Scope { place, unit: Some(pipeline.unit_size), ..scope }, kind, steps)?;
+        }
+        let inside = steps.steps.len() - head - 1;
+        steps.steps[head] = Step::Loop { iterations: iterations as u64, unit, steps: inside };
+        Ok(())
+    }
+
+    fn push(&mut self, scope: Scope<'a>, step: Step, steps: &mut Steps) -> Result<()> {
+        self.steps += 1;
+        if self.steps > MOST_STEPS {
+            let what = format!("more than {MOST_STEPS} steps");
+            return Err(ExecutorError::Operation { place: scope.place, what });
+        }
+        steps.steps.push(step);
+        steps.places.push(scope.place);
+        Ok(())
+    }
+
+    fn op(&mut self, scope: Scope<'a>, op: &OpKind, steps: &mut Steps) -> Result<()> {
+        match op {
+            // One thread runs all blocks: its program order is the order that these ask for.
+            OpKind::Nop => Ok(()),
+            OpKind::Barrier { barrier, num_threadblocks } => {
+                let next = self.barriers.len();
+                let barrier = *self.barriers.entry(barrier.0).or_insert(next);
+                self.push(scope, Step::Barrier { barrier, of: *num_threadblocks }, steps)
+            }
+            OpKind::Notify(notify) => self.notify(scope, op, notify, steps),
+            OpKind::Semaphore(SemaphoreOp { acquire, semaphores, .. }) => {
+                let ids = semaphores.iter().map(|id| id.index()).collect();
+                self.push(scope, if *acquire { Step::Acquire(ids) } else { Step::Release(ids) }, steps)
+            }
+            OpKind::Copy(copy) => self.copy(scope, op, copy, steps),
+            OpKind::Put(put) => self.put(scope, op, put, steps),
+            OpKind::Get(get) => self.get(scope, op, get, steps),
+            OpKind::Reduce(reduce) => self.reduce(scope, op, reduce, steps),
+            OpKind::SwitchReduce(reduce) => {
+                let from = LocalChunk { buffer: reduce.buffer, index: reduce.offset, size: reduce.size };
+                let members = scope.block.switch(reduce.channels[0]).1;
+                let plain = members.iter().map(|&member| local(member, from, false)).collect();
+                self.switch_reduction(scope, op, reduce.op, plain, vec![of_rank(reduce.dst, false)], steps)
+            }
+            OpKind::SwitchReduceBroadcast(reduce) => {
+                let (plain, to) = (members(scope, reduce.src, false), members(scope, reduce.dst, false));
+                self.switch_reduction(scope, op, reduce.op, plain, to, steps)
+            }
+            OpKind::SwitchBroadcast(broadcast) => {
+                let packets = broadcast.packets;
+                let mut operands = vec![of_rank(broadcast.src, packets)];
+                operands.extend(members(scope, broadcast.dst, packets));
+                self.data(scope, op, None, operands, steps, |operands| {
+                    let (from, to) = (operands[0], operands[1..].to_vec());
+                    if packets { Work::Forward { from, to } } else { Work::Copy { from, to } }
+                })
+            }
+            OpKind::Pipeline(_) => Err(scope.refuse(op, "stands in a pipeline")),
+        }
+    }
+
+    fn notify(&mut self, scope: Scope<'a>, op: &OpKind, notify: &Notify, steps: &mut Steps) -> Result<()> {
+        let Notify { channel_type, channels, .. } = notify;
+        match notify.kind {
+            NotifyKind::Signal => self.signal(scope, op, *channel_type, channels, steps),
+            NotifyKind::Wait => {
+                let ends = channels.iter().map(|&index| {
+                    self.counterpart(scope, op, *channel_type, index)?;
+                    Ok(self.place(
+                        scope.block.rank(),
+                        *channel_type,
+                        scope.block.channel(*channel_type, index),
+                    ))
+                });
+                let step = Step::Wait(ends.collect::<Result<_>>()?);
+                self.push(scope, step, steps)
+            }
+            // What is put through a port has arrived when the step is over, so nothing is left to flush.
+            NotifyKind::Flush => Ok(()),
+        }
+    }
+
+    fn signal(
+        &mut self,
+        scope: Scope<'a>,
+        op: &OpKind,
+        channel_type: ChannelType,
+        channels: &[ChannelIndex],
+        steps: &mut Steps,
+    ) -> Result<()> {
+        let signals = channels.iter().map(|&index| {
+            let (peer, end) = self.counterpart(scope, op, channel_type, index)?;
+            let own = self.place(scope.block.rank(), channel_type, scope.block.channel(channel_type, index));
+            Ok(Signal { rank: peer.index(), channel: self.place(peer, channel_type, end), own })
+        });
+        let step = Step::Signal(signals.collect::<Result<_>>()?);
+        self.push(scope, step, steps)
+    }
+
+    /// The other end of a channel.
+    fn counterpart(
+        &self,
+        scope: Scope<'a>,
+        op: &OpKind,
+        channel_type: ChannelType,
+        index: ChannelIndex,
+    ) -> Result<(Rank, ChannelId)> {
+        let (id, peer) = (scope.block.channel(channel_type, index), scope.block.peer(channel_type, index));
+        let end = self.target.wiring.counterpart(scope.block.rank(), channel_type, id);
+        end.map(|end| (peer, end)).ok_or_else(|| {
+            scope.refuse(op, format!("{channel_type:?} channel {id} to rank {peer}, which has none back"))
+        })
+    }
+
+    /// The place of a channel's count among its rank's.
+    fn place(&self, rank: Rank, channel_type: ChannelType, id: ChannelId) -> usize {
+        let before = match channel_type {
+            ChannelType::Port => self.target.plan.gpus[rank.index()].peers(ChannelType::Memory).len(),
+            _ => 0,
+        };
+        before + id.index()
+    }
+
+    fn copy(&mut self, scope: Scope<'a>, op: &OpKind, copy: &Copy, steps: &mut Steps) -> Result<()> {
+        let rank = scope.block.rank();
+        let src = local(rank, copy.src, copy.kind == CopyKind::Unpack);
+        let dst = local(rank, copy.dst, copy.kind == CopyKind::Pack);
+        self.data(scope, op, copy.group, vec![src, dst], steps, |operands| {
+            let (from, to) = (operands[0], operands[1]);
+            match copy.kind {
+                CopyKind::Plain => Work::Copy { from, to: vec![to] },
+                CopyKind::Pack => Work::Pack { from, to: vec![to] },
+                CopyKind::Unpack => Work::Unpack { from, to },
+            }
+        })
+    }
+
+    fn put(&mut self, scope: Scope<'a>, op: &OpKind, put: &Put, steps: &mut Steps) -> Result<()> {
+        let rank = scope.block.rank();
+        let reads_packets = put.kind == PutKind::ReadPackets;
+        let packets = reads_packets || put.kind == PutKind::Packets;
+        let to = |chunk: &RemoteChunk| remote(scope, put.channel_type, chunk, packets);
+        if reads_packets {
+            let mut operands = vec![local(rank, put.src[0], true)];
+            operands.extend(put.dst.iter().map(to));
+            return self.data(scope, op, put.group, operands, steps, |operands| Work::Forward {
+                from: operands[0],
+                to: operands[1..].to_vec(),
+            });
+        }
+        for (at, (src, dst)) in put.src.iter().zip(&put.dst).enumerate() {
+            let operands = vec![local(rank, *src, false), to(dst)];
+            self.data(scope, op, put.group, operands, steps, |operands| {
+                let (from, to) = (operands[0], vec![operands[1]]);
+                if packets { Work::Pack { from, to } } else { Work::Copy { from, to } }
+            })?;
+            if matches!(put.kind, PutKind::WithSignal | PutKind::WithSignalAndFlush) {
+                let Some(channel) = put.channels.get(at) else {
+                    return Err(scope.refuse(op, "does not say through which channel it signals"));
+                };
+                self.signal(scope, op, put.channel_type, &[*channel], steps)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn get(&mut self, scope: Scope<'a>, op: &OpKind, get: &Get, steps: &mut Steps) -> Result<()> {
+        for (src, dst) in get.src.iter().zip(&get.dst) {
+            let operands =
+                vec![remote(scope, get.channel_type, src, false), local(scope.block.rank(), *dst, false)];
+            let work = |operands: &[Operand]| Work::Copy { from: operands[0], to: vec![operands[1]] };
+            self.data(scope, op, get.group, operands, steps, work)?;
+        }
+        Ok(())
+    }
+
+    fn reduce(&mut self, scope: Scope<'a>, op: &OpKind, reduce: &Reduce, steps: &mut Steps) -> Result<()> {
+        let rank = scope.block.rank();
+        let through = reduce.channel_type.unwrap_or(ChannelType::Memory);
+        let (first, others) = reduce.src.split_first().expect("a checked reduction has a source");
+        // Plain sources, packets, the result, plain copies of it, copies as packets.
+        let mut lists: [Vec<Chunks>; 5] = Default::default();
+        lists[0].push(local(rank, *first, false));
+        let others = others.iter().map(|chunk| local(rank, *chunk, reduce.packets));
+        lists[usize::from(reduce.packets)].extend(others);
+        lists[0].extend(reduce.remote_src.iter().map(|chunk| remote(scope, through, chunk, false)));
+        lists[2].push(local(rank, reduce.dst, false));
+        lists[4].extend(reduce.packet_dst.iter().map(|chunk| local(rank, *chunk, true)));
+        let sent = reduce.remote_dst.iter().map(|chunk| remote(scope, through, chunk, reduce.packets));
+        lists[3 + usize::from(reduce.packets)].extend(sent);
+        self.reduction(scope, op, reduce.op, reduce.group, lists, steps)
+    }
+
+    fn switch_reduction(
+        &mut self,
+        scope: Scope<'a>,
+        op: &OpKind,
+        reduce: antiphon_plan::ReduceOp,
+        plain: Vec<Chunks>,
+        mut to: Vec<Chunks>,
+        steps: &mut Steps,
+    ) -> Result<()> {
+        if plain.is_empty() || to.is_empty() {
+            return Err(scope.refuse(op, "its switch channel has no members"));
+        }
+        let copies = to.split_off(1);
+        self.reduction(scope, op, reduce, None, [plain, Vec::new(), to, copies, Vec::new()], steps)
+    }
+
+    fn reduction(
+        &mut self,
+        scope: Scope<'a>,
+        op: &OpKind,
+        reduce: antiphon_plan::ReduceOp,
+        group: Option<GroupShare>,
+        lists: [Vec<Chunks>; 5],
+        steps: &mut Steps,
+    ) -> Result<()> {
+        let lens = lists.each_ref().map(Vec::len);
+        let element = self.target.element as u64;
+        let cuts = [Some(self.chunk as u64), group.map(|_| self.target.extent.alignment()), scope.unit];
+        if let Some(cut) = cuts.into_iter().flatten().find(|cut| !cut.is_multiple_of(element)) {
+            return Err(scope.refuse(op, format!("pieces of {cut} bytes cut elements of {element} bytes")));
+        }
+        self.no_partial_overlap(scope, op, &lists)?;
+        self.sources = self.sources.max(lens[0] + lens[1]);
+        self.packet_sources = self.packet_sources.max(lens[1]);
+        self.data(scope, op, group, lists.into_iter().flatten().collect(), steps, |operands| {
+            let mut rest = operands;
+            let mut take = |len| {
+                let (taken, left) = rest.split_at(len);
+                rest = left;
+                taken.to_vec()
+            };
+            let [plain, packets, to, copies, packed] = lens.map(&mut take);
+            Work::Reduce(Box::new(Reduction { op: reduce, plain, packets, to: to[0], copies, packed }))
+        })
+    }
+
+    /// A reduction may write to one of its sources, but not beside one.
+    fn no_partial_overlap(&self, scope: Scope<'a>, op: &OpKind, lists: &[Vec<Chunks>; 5]) -> Result<()> {
+        let to = &lists[2][0];
+        for (at, piece) in self.pieces(scope, op, to)?.iter().enumerate() {
+            for source in lists[0].iter().filter(|source| source.rank == to.rank) {
+                let pieces = self.pieces(scope, op, source)?;
+                let same = pieces.get(at) == Some(piece);
+                let touches = |other: &Piece| {
+                    let (a, b) = (&other.chunks, &piece.chunks);
+                    other.base == piece.base && a.start < b.end && b.start < a.end
+                };
+                if !same && pieces.iter().any(touches) {
+                    let (source, to) = (&source.chunks, &to.chunks);
+                    return Err(
+                        scope.refuse(op, format!("source {source:?} and destination {to:?} overlap in part"))
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The pieces of some chunks, which exist.
+    fn pieces(&self, scope: Scope<'a>, op: &OpKind, chunks: &Chunks) -> Result<Vec<Piece>> {
+        let Chunks { rank, buffer, chunks: range, packets } = chunks;
+        let there = self.target.plan.gpus[rank.index()].chunks(*buffer);
+        if range.end > there {
+            let what = format!("chunks {range:?} of the {there} of rank {rank}'s {buffer:?}");
+            return Err(scope.refuse(op, what));
+        }
+        match (buffer, packets) {
+            (BufferType::Scratch, true) => Ok(vec![Piece { base: Base::Packets, chunks: range.clone() }]),
+            (BufferType::Scratch, false) => Ok(vec![Piece { base: Base::Scratch, chunks: range.clone() }]),
+            (_, true) => {
+                Err(scope.refuse(op, format!("packets in the {buffer:?}; they belong into scratch")))
+            }
+            (_, false) => Ok(self.target.homes.pieces(*rank, *buffer, range)),
+        }
+    }
+
+    /// Emits the steps of an operation on chunks: one for each part whose operands lie in one place each.
+    fn data(
+        &mut self,
+        scope: Scope<'a>,
+        op: &OpKind,
+        group: Option<GroupShare>,
+        chunks: Vec<Chunks>,
+        steps: &mut Steps,
+        work: impl Fn(&[Operand]) -> Work,
+    ) -> Result<()> {
+        let size = chunks[0].chunks.end - chunks[0].chunks.start;
+        if let Some(other) = chunks.iter().find(|other| other.chunks.end - other.chunks.start != size) {
+            let other = other.chunks.end - other.chunks.start;
+            return Err(scope.refuse(op, format!("{size} chunks here, {other} there")));
+        }
+        if chunks.iter().any(|chunks| chunks.packets) {
+            self.whole_packets(scope, op, group)?;
+        }
+        let pieces: Vec<Vec<Piece>> =
+            chunks.iter().map(|chunks| self.pieces(scope, op, chunks)).collect::<Result<_>>()?;
+        // Every range lies in a buffer whose bytes fit into memory.
+        let total = size as usize * self.chunk;
+        let (mut start, mut next) = (0, vec![(0usize, 0u64); pieces.len()]);
+        while start < size {
+            let ends = pieces.iter().zip(&next).map(|(list, &(at, done))| {
+                let piece: &Piece = &list[at];
+                done + (piece.chunks.end - piece.chunks.start)
+            });
+            let end = ends.min().unwrap_or(size);
+            let mut operands = Vec::with_capacity(pieces.len());
+            for ((list, next), chunks) in pieces.iter().zip(&mut next).zip(&chunks) {
+                let piece = &list[next.0];
+                // Where the operation's first chunk would lie if all of it were here.
+                let first = (piece.chunks.start as usize).wrapping_sub(next.1 as usize);
+                operands.push(Operand::new(chunks.rank.index(), piece.base, first));
+                let until = next.1 + (piece.chunks.end - piece.chunks.start);
+                if until == end {
+                    *next = (next.0 + 1, until);
+                }
+            }
+            let span = start as usize * self.chunk..end as usize * self.chunk;
+            let frame = Frame { total, group, span };
+            self.push(scope, Step::Data { frame, work: work(&operands) }, steps)?;
+            start = end;
+        }
+        Ok(())
+    }
+
+    /// Shares and turns must not begin inside a packet.
+    fn whole_packets(&self, scope: Scope<'a>, op: &OpKind, group: Option<GroupShare>) -> Result<()> {
+        let payload = self.target.packets.payload() as u64;
+        let cuts = [group.map(|_| self.target.extent.alignment()), scope.unit];
+        match cuts.into_iter().flatten().find(|cut| !cut.is_multiple_of(payload)) {
+            None => Ok(()),
+            Some(cut) => {
+                Err(scope.refuse(op, format!("pieces of {cut} bytes cut packets of {payload} bytes")))
+            }
+        }
+    }
+}
+
+fn local(rank: Rank, chunk: LocalChunk, packets: bool) -> Chunks {
+    Chunks { rank, buffer: chunk.buffer, chunks: chunk.index..chunk.index + chunk.size, packets }
+}
+
+fn remote(scope: Scope<'_>, through: ChannelType, chunk: &RemoteChunk, packets: bool) -> Chunks {
+    let of = scope.block.remote(through, chunk.buffer_id);
+    Chunks { rank: of.rank, buffer: of.buffer, chunks: chunk.index..chunk.index + chunk.size, packets }
+}
+
+fn of_rank(chunk: RankChunk, packets: bool) -> Chunks {
+    let RankChunk { rank, buffer, index, size } = chunk;
+    local(rank, LocalChunk { buffer, index, size }, packets)
+}
+
+/// The chunks of every member of a switch channel.
+fn members(scope: Scope<'_>, chunk: SwitchChunk, packets: bool) -> Vec<Chunks> {
+    let (buffer, members) = scope.block.switch(chunk.switch_channel_id);
+    let chunk = LocalChunk { buffer, index: chunk.index, size: chunk.size };
+    members.iter().map(|&member| local(member, chunk, packets)).collect()
+}

@@ -1,0 +1,296 @@
+//! Running a loaded plan.
+//!
+//! A call is one launch of the plan's program, or several: of messages that need staging or scratch, a launch handles a
+//! slice of every chunk, so that what is staged stays in the cache and any message does with a bounded workspace. (What a
+//! plan does with chunks it does with equal parts of them.) Ranks meet before every launch and after the last one, which
+//! is where calls that do not match are noticed, and why no rank touches another's memory when the call has returned.
+
+use std::convert::Infallible;
+
+use antiphon_device::{ReduceOp, host::reduce::Reducer};
+use antiphon_fabric::{Communicator, FabricError, Operation, Rounds, Signature};
+use antiphon_plan::Extent;
+
+use super::{
+    books::{Areas, BookSet, Cut, Slice, Tensors, Where},
+    call::Call,
+    compile::{Target, compile},
+    home::Base,
+    load::{Key, LoadedPlan, Mode},
+    machine::{Launch, Stuck},
+    memory::{SharedWorkspace, Workspace},
+    program::{Layout, slot},
+};
+use crate::{ExecutorError, error::Result};
+
+/// Bytes of a tensor, or of scratch, that go through a launch: few enough to stay in the cache, and enough for a launch's
+/// rounds and signals to be worth their while.
+const STAGE: usize = 1 << 20;
+/// Bytes of the least slice of a chunk, so that steps are worth their while.
+const LEAST_SLICE: usize = 4 << 10;
+/// Programs that are kept.
+const MOST_PROGRAMS: usize = 64;
+
+impl LoadedPlan {
+    pub(super) fn run(&mut self, comm: &Communicator, call: &Call) -> Result<()> {
+        if !self.sync.buffer().belongs_to(comm) {
+            return Err(ExecutorError::OtherCommunicator { plan: self.name.clone() });
+        }
+        let extent = Extent::new(&self.plan, call.input_bytes as u64, call.output_bytes as u64)?;
+        // Chunks are parts of tensors, and so fit into memory.
+        let mut cut = Cut { chunk: extent.chunk() as usize, slice: extent.chunk() as usize };
+        let slice = self.slice(&extent);
+        let signature = self.signature(call);
+        if cut.chunk > slice && !self.can_be_whole(comm, call, &signature)? {
+            cut.slice = slice;
+        }
+        self.make_ready(comm, call, &extent, cut, &signature)?;
+        match self.workspace.take() {
+            Some(mut workspace) => {
+                let done = self.launch_all(comm, call, cut, &signature, &mut workspace);
+                self.workspace = Some(workspace);
+                done
+            }
+            None => {
+                let shared = shared(comm);
+                self.launch_all(comm, call, cut, &signature, &mut shared.0.borrow_mut())
+            }
+        }
+    }
+
+    fn signature(&self, call: &Call) -> Signature {
+        Signature {
+            dtype: Some(call.dtype),
+            algorithm: call.in_place.into(),
+            root: Some(self.digest),
+            count: (call.input_bytes / call.dtype.size()) as u64,
+            ..Signature::new(Operation::ExecutePlan)
+        }
+    }
+
+    /// Bytes of a slice of a chunk, for messages that are cut.
+    fn slice(&self, extent: &Extent) -> usize {
+        let gpu = &self.plan.gpus[self.rank];
+        let chunks = gpu.input_chunks.max(gpu.output_chunks).max(self.scratch_chunks).max(1);
+        let unit = least_common_multiple(extent.alignment(), 64).unwrap_or(u64::MAX);
+        let wanted = (STAGE as u64 / chunks).max(LEAST_SLICE as u64);
+        let slice = (wanted / unit).max(1).saturating_mul(unit);
+        usize::try_from(slice).unwrap_or(usize::MAX)
+    }
+
+    /// Whether nothing of a large message is staged on any rank, nor goes through scratch: then it need not be cut.
+    fn can_be_whole(&self, comm: &Communicator, call: &Call, signature: &Signature) -> Result<bool> {
+        // SAFETY: every rank posts where its tensors are, as long as `Where`.
+        let mut rounds = unsafe { comm.rounds()? };
+        post_where(&mut rounds, call);
+        rounds.exchange(signature)?;
+        let whole = |rank| {
+            let at = where_of(&rounds, rank);
+            at.input > 0 && at.output > 0
+        };
+        Ok(self.scratch_chunks == 0 && (0..rounds.world_size()).all(whole))
+    }
+
+    fn areas(&self, chunk: usize) -> Result<Areas> {
+        let gpu = &self.plan.gpus[self.rank];
+        let times = |count: u64, bytes: usize| usize::try_from(count).ok()?.checked_mul(bytes);
+        let areas = || {
+            let staged_input = times(gpu.input_chunks, chunk)?.checked_next_multiple_of(64)?;
+            let output = times(gpu.output_chunks, chunk)?.checked_next_multiple_of(64)?;
+            let plain = times(self.scratch_chunks, chunk)?.checked_next_multiple_of(64)?;
+            let packets = if self.uses_packets { Layout::packets(chunk)? } else { 0 };
+            let scratch = plain.checked_add(times(self.scratch_chunks, packets)?)?;
+            let double = self.plan.use_double_scratch_buffer;
+            Some(Areas { staged_input, staging: staged_input.checked_add(output)?, plain, scratch, double })
+        };
+        areas().ok_or_else(|| ExecutorError::Buffers {
+            plan: self.name.clone(),
+            what: format!("{} chunks of scratch of {chunk} bytes exceed the memory", self.scratch_chunks),
+        })
+    }
+
+    /// Sees to it that there are programs and room for a call. Only the first one of its kind has anything to do.
+    fn make_ready(
+        &mut self,
+        comm: &Communicator,
+        call: &Call,
+        extent: &Extent,
+        cut: Cut,
+        signature: &Signature,
+    ) -> Result<()> {
+        let last = cut.len(cut.launches() - 1);
+        let keys = [cut.slice, last].map(|chunk| Key::new(call, cut, chunk));
+        let areas = self.areas(cut.slice)?;
+        let scratch = areas.scratch.saturating_mul(1 + usize::from(areas.double));
+        let staging = if self.mode(call).may_stage { areas.staging.saturating_mul(2) } else { 0 };
+        let known = |key: &Key| self.programs.iter().any(|(known, _)| known == key);
+        let has_room = match &self.workspace {
+            Some(workspace) => workspace.has_room(staging, scratch),
+            None => shared(comm).0.borrow().has_room(staging, scratch),
+        };
+        if keys.iter().all(known) && has_room {
+            return Ok(());
+        }
+        // Whoever calls something else must hear of that, and not of a missing allocation.
+        // SAFETY: nothing but the signature is posted.
+        unsafe { comm.rounds()? }.exchange(signature)?;
+        let compiled = keys.iter().try_for_each(|key| self.add_program(*key, extent));
+        comm.agree("cannot execute its plan", compiled)?;
+        match &mut self.workspace {
+            Some(workspace) => workspace.reserve(comm, staging, scratch)?,
+            None => shared(comm).0.borrow_mut().reserve(comm, staging, scratch)?,
+        }
+        Ok(())
+    }
+
+    fn add_program(&mut self, key: Key, extent: &Extent) -> Result<()> {
+        if self.programs.iter().any(|(known, _)| *known == key) {
+            return Ok(());
+        }
+        let homes =
+            &self.modes[usize::from(key.in_place)].as_ref().expect("calls in place are possible").homes;
+        let program = compile(Target {
+            plan: &self.plan,
+            wiring: &self.wiring,
+            homes,
+            rank: self.rank,
+            packets: self.packets,
+            element: key.element,
+            extent: extent.part(key.chunk as u64),
+            sliced: key.sliced,
+        })?;
+        self.machine.reserve(&program);
+        if self.programs.len() >= MOST_PROGRAMS {
+            self.programs.remove(0);
+        }
+        self.programs.push((key, program));
+        Ok(())
+    }
+
+    /// Launch after launch. Ranks meet before each, with what is staged in place; when they meet again, what was staged
+    /// before can be fetched, for staging has two halves.
+    fn launch_all(
+        &mut self,
+        comm: &Communicator,
+        call: &Call,
+        cut: Cut,
+        signature: &Signature,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let areas = self.areas(cut.slice)?;
+        // SAFETY: the first round carries where the tensors are, the others nothing.
+        let mut rounds = unsafe { comm.rounds()? };
+        let own = Tensors::own(&rounds, call);
+        let mut previous: Option<(Slice, BookSet)> = None;
+        for number in 0..cut.launches() {
+            let slice = Slice { cut, areas, number, flag: workspace.next_flag() };
+            let books = slice.books(self.rank, &own, workspace);
+            slice.move_all(&self.mode(call).loads, &books);
+            if number == 0 {
+                post_where(&mut rounds, call);
+            }
+            rounds.exchange(signature)?;
+            if let Some((slice, books)) = previous {
+                slice.move_all(&self.mode(call).stores, &books);
+            }
+            self.open_books(&slice, &rounds, workspace, books);
+            self.launch(comm, &slice, call, signature)?;
+            previous = Some((slice, books));
+        }
+        rounds.exchange(signature)?;
+        if let Some((slice, books)) = previous {
+            slice.move_all(&self.mode(call).stores, &books);
+        }
+        Ok(())
+    }
+
+    fn mode(&self, call: &Call) -> &Mode {
+        self.modes[usize::from(call.in_place)].as_ref().expect("calls in place are possible")
+    }
+
+    /// Fills in where everybody's chunks begin.
+    fn open_books(&mut self, slice: &Slice, rounds: &Rounds, workspace: &Workspace, own: BookSet) {
+        for rank in 0..rounds.world_size() {
+            if slice.number == 0 {
+                self.places[rank] = where_of(rounds, rank);
+            }
+            let books = match rank == self.rank {
+                true => own,
+                false => slice.books(rank, &Tensors::of_peer(rounds, rank, self.places[rank]), workspace),
+            };
+            self.books[slot(rank, Base::Input)..][..Base::COUNT].copy_from_slice(&books);
+        }
+    }
+
+    fn launch(
+        &mut self,
+        comm: &Communicator,
+        slice: &Slice,
+        call: &Call,
+        signature: &Signature,
+    ) -> Result<()> {
+        let key = Key::new(call, slice.cut, slice.len());
+        let program = self.programs.iter().find(|(known, _)| *known == key).map(|(_, program)| program);
+        let monitor = comm.monitor();
+        let launch = Launch {
+            rank: self.rank,
+            program: program.expect("programs were made ready"),
+            books: &self.books,
+            sync: &self.sync,
+            flag: slice.flag,
+            packets: self.packets,
+            reducers: [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max].map(|op| Reducer::new(call.dtype, op)),
+            element: call.dtype.size(),
+            patience: monitor.patience(),
+        };
+        let check = |waited, awaited: &dyn Fn() -> Vec<usize>| {
+            monitor.check_interrupt(*signature)?;
+            monitor.check(*signature)?;
+            if waited < monitor.timeout() {
+                return Ok(());
+            }
+            let (operation, world_size) = (*signature, comm.world_size());
+            Err(FabricError::Timeout { operation, waited, missing: awaited(), world_size })
+        };
+        self.machine.run(&launch, check).map_err(|stuck| {
+            let Stuck { place, waiting, reason } = *stuck;
+            monitor.report(&reason);
+            ExecutorError::Stuck { place, waiting, reason: reason.into() }
+        })
+    }
+}
+
+impl Key {
+    fn new(call: &Call, cut: Cut, chunk: usize) -> Self {
+        let sliced = cut.slice < cut.chunk;
+        Key { chunk, sliced, element: call.dtype.size(), in_place: call.in_place }
+    }
+}
+
+/// What plans that share resources share.
+fn shared(comm: &Communicator) -> &SharedWorkspace {
+    let made = comm.extension(|_| Ok::<_, Infallible>(SharedWorkspace::default()));
+    made.unwrap_or_else(|never| match never {})
+}
+
+fn post_where(rounds: &mut Rounds, call: &Call) {
+    let offset = |pointer, bytes| rounds.arena_offset(pointer, bytes).map_or(0, |offset| offset as u64 + 1);
+    let (input, output) =
+        (offset(call.input, call.input_bytes), offset(call.output.cast_const(), call.output_bytes));
+    // SAFETY: an outbox of its size.
+    unsafe { rounds.outbox(size_of::<Where>()).cast::<Where>().write_unaligned(Where { input, output }) };
+}
+
+/// Where the tensors of a rank are, in the round that says it.
+fn where_of(rounds: &Rounds, rank: usize) -> Where {
+    // SAFETY: every rank has posted its own.
+    unsafe { rounds.inbox(rank, size_of::<Where>()).cast::<Where>().read_unaligned() }
+}
+
+fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    (a / x).checked_mul(b)
+}
