@@ -35,15 +35,12 @@ mod ids;
 mod json;
 mod op;
 pub mod passes;
-mod place;
-mod plan;
-mod resolve;
-pub mod verify;
 pub mod picture;
 mod place;
 mod plan;
 mod resolve;
 pub mod simulate;
+pub mod verify;
 
 pub use error::PlanError;
 pub use extent::Extent;

@@ -60,13 +60,6 @@ impl Plan {
             (None, _) => Some(op),
             (Some(inner), OpKind::Pipeline(pipeline)) => pipeline.ops.get(inner as usize),
             (Some(_), _) => None,
-    /// The operation at a place of this plan; panics at any other.
-    pub fn operation(&self, place: Place) -> &Op {
-        let op =
-            &self.gpus[place.rank.index()].threadblocks[place.threadblock.index()].ops[place.op as usize];
-        match (&op.kind, place.inner) {
-            (OpKind::Pipeline(pipeline), Some(inner)) => &pipeline.ops[inner as usize],
-            _ => op,
         }
     }
 

@@ -4,9 +4,9 @@
 
 mod build;
 mod run;
-mod verify;
 mod show;
 mod simulate;
+mod verify;
 
 use std::path::Path;
 
