@@ -52,13 +52,14 @@ impl Plan {
         self.gpus.len()
     }
 
-    /// The operation at a place of this plan; panics at any other.
-    pub fn operation(&self, place: Place) -> &Op {
-        let op =
-            &self.gpus[place.rank.index()].threadblocks[place.threadblock.index()].ops[place.op as usize];
-        match (&op.kind, place.inner) {
-            (OpKind::Pipeline(pipeline), Some(inner)) => &pipeline.ops[inner as usize],
-            _ => op,
+    /// The operation that stands somewhere, if there is one.
+    pub fn op(&self, place: Place) -> Option<&Op> {
+        let block = self.gpus.get(place.rank.index())?.threadblocks.get(place.threadblock.index())?;
+        let op = block.ops.get(place.op as usize)?;
+        match (place.inner, &op.kind) {
+            (None, _) => Some(op),
+            (Some(inner), OpKind::Pipeline(pipeline)) => pipeline.ops.get(inner as usize),
+            (Some(_), _) => None,
         }
     }
 

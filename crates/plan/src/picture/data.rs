@@ -154,7 +154,7 @@ fn spans(plan: &Plan, simulation: &Simulation, lanes: &Lanes, texts: &mut Texts)
     let mut columns = Spans::default();
     for span in &simulation.spans {
         let place = span.place;
-        let op = plan.operation(place);
+        let op = plan.op(place).expect("a place of the plan that was simulated");
         let name = match span.lane {
             Lane::Block => op.kind.name().to_owned(),
             Lane::CopyEngine(to) | Lane::Nic(to) => format!("{} to rank {to}", op.kind.name()),
