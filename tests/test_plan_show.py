@@ -122,25 +122,19 @@ def drawn(dom: str) -> dict[str, int]:
 def test_the_page_is_drawn(tmp_path: Path, scheme: str) -> None:
     page = show(tmp_path, plan("all-gather", 4))
     dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
-    dom = browse(tmp_path, page, "--dump-dom", *dark)
+    dom = browse(tmp_path, page, "--dump-dom", *dark, fragment="#span=3")
     counts = drawn(dom)
     assert counts["lanes"] == 4 * 2
     assert counts["spans"] == 4 * 2 * 3
     assert counts["arrows"] == 4 * 2 * 3 * 2  # a signal and bytes to each peer
     assert "4 ranks on h200x4" in dom and "Critical path" in dom
+    details = re.search(r'<div id="details">(.*?)</div>', dom, re.DOTALL)
+    assert details and "put" in details[1] and "writes output[" in details[1] and "GB/s" in details[1], dom
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     picture = SCREENSHOTS / f"plan_show_{scheme}.png"
     picture.unlink(missing_ok=True)
     browse(tmp_path, page, f"--screenshot={picture}", *dark, fragment="#span=3")
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
-
-
-@needs_chromium
-def test_a_link_to_an_operation_shows_its_details(tmp_path: Path) -> None:
-    dom = browse(tmp_path, show(tmp_path, plan("all-gather", 4)), "--dump-dom", fragment="#span=3")
-    drawn(dom)
-    details = re.search(r'<div id="details">(.*?)</div>', dom, re.DOTALL)
-    assert details and "put" in details[1] and "writes output[" in details[1] and "GB/s" in details[1], dom
 
 
 @needs_chromium

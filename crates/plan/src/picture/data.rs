@@ -155,6 +155,7 @@ fn spans(plan: &Plan, simulation: &Simulation, lanes: &Lanes, texts: &mut Texts)
     for span in &simulation.spans {
         let place = span.place;
         let op = plan.op(place).expect("a place of this plan");
+        let op = plan.op(place).expect("a place of the plan that was simulated");
         let name = match span.lane {
             Lane::Block => op.kind.name().to_owned(),
             Lane::CopyEngine(to) | Lane::Nic(to) => format!("{} to rank {to}", op.kind.name()),
