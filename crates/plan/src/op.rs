@@ -225,7 +225,7 @@ pub struct Copy {
     pub group: Option<GroupShare>,
 }
 
-/// See [`Copy`].
+/// See [`struct@Copy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CopyKind {
     /// Plain to plain (`copy`).
