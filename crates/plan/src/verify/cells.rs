@@ -15,7 +15,7 @@ use crate::op::BufferType;
 const LIMIT: usize = 1 << 24;
 
 /// Most steps of carrying cuts from one end of moves to the other.
-const WORK: usize = 1 << 26;
+const WORK: usize = 1 << 24;
 
 /// The cells of all views.
 #[derive(Debug)]

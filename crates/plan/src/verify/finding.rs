@@ -92,7 +92,7 @@ pub enum Kind {
         /// How many it has; of scratch, if it is used for packets, how many packets' chunks it can hold.
         have: u64,
     },
-    /// A channel that leads nowhere.
+    /// A signal or wait on a channel that leads nowhere.
     NoCounterpart {
         /// Memory or port.
         channel_type: ChannelType,

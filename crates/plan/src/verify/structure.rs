@@ -1,9 +1,9 @@
 //! What can be seen of each operation by itself: sizes, bounds, types, and where channels lead.
 
-use crate::ids::{ChannelId, ChannelIndex, Rank};
+use crate::ids::{ChannelIndex, Rank};
 use crate::op::{
-    BufferType, ChannelType, CopyKind, LocalChunk, OpKind, Put, PutKind, RankChunk, Reduce, RemoteChunk,
-    SwitchChunk,
+    BufferType, ChannelType, CopyKind, LocalChunk, NotifyKind, OpKind, Put, PutKind, RankChunk, Reduce,
+    RemoteChunk, SwitchChunk,
 };
 use crate::plan::{Plan, Protocol};
 use crate::resolve::{Access, Block, Wiring};
@@ -13,21 +13,10 @@ use super::finding::{Finding, Kind};
 /// Everything of that sort, in the plan's order, but no more than `limit`.
 pub(super) fn check(plan: &Plan, wiring: &Wiring, limit: usize) -> Vec<Finding> {
     let mut found = Vec::new();
-    for gpu in &plan.gpus {
-        for channel_type in [ChannelType::Memory, ChannelType::Port] {
-            for (id, &peer) in gpu.peers(channel_type).iter().enumerate() {
-                let channel = ChannelId(id as u32);
-                if wiring.counterpart(gpu.id, channel_type, channel).is_none() {
-                    let kind = Kind::NoCounterpart { channel_type, channel, peer };
-                    found.push(Finding::new(plan, kind, Vec::new()));
-                }
-            }
-        }
-    }
     for block in Block::all(plan) {
         for (at, op) in block.get().ops.iter().enumerate() {
             let mut check = |inner, kind: &OpKind| {
-                if let Some(kind) = wrong(plan, &block, kind) {
+                if let Some(kind) = wrong(plan, wiring, &block, kind) {
                     found.push(Finding::new(plan, kind, vec![block.place(at, inner)]));
                 }
             };
@@ -44,9 +33,12 @@ pub(super) fn check(plan: &Plan, wiring: &Wiring, limit: usize) -> Vec<Finding> 
 }
 
 /// What is wrong with an operation, if anything is.
-fn wrong(plan: &Plan, block: &Block<'_>, op: &OpKind) -> Option<Kind> {
+fn wrong(plan: &Plan, wiring: &Wiring, block: &Block<'_>, op: &OpKind) -> Option<Kind> {
     if let Err(why) = possible(block, op) {
         return Some(Kind::Operation { why: format!("{}: {why}", op.name()) });
+    }
+    if let alone @ Some(_) = alone(wiring, block, op) {
+        return alone;
     }
     let mut outside = None;
     block.accesses(op, |access| {
@@ -55,6 +47,23 @@ fn wrong(plan: &Plan, block: &Block<'_>, op: &OpKind) -> Option<Kind> {
         }
     });
     outside
+}
+
+/// A channel that signals or waits and leads nowhere. For data alone it needs no counterpart.
+fn alone(wiring: &Wiring, block: &Block<'_>, op: &OpKind) -> Option<Kind> {
+    let (channel_type, channels) = match op {
+        OpKind::Notify(notify) if notify.kind != NotifyKind::Flush => (notify.channel_type, &notify.channels),
+        OpKind::Put(put) if matches!(put.kind, PutKind::WithSignal | PutKind::WithSignalAndFlush) => {
+            (put.channel_type, &put.channels)
+        }
+        _ => return None,
+    };
+    channels.iter().find_map(|&index| {
+        let channel = block.channel(channel_type, index);
+        let there = wiring.counterpart(block.rank(), channel_type, channel);
+        let peer = block.peer(channel_type, index);
+        there.is_none().then_some(Kind::NoCounterpart { channel_type, channel, peer })
+    })
 }
 
 fn bounds(plan: &Plan, access: Access) -> Option<Kind> {
