@@ -1,5 +1,6 @@
 //! `antiphon plan verify`: proves a plan, or says what is wrong with it.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use antiphon_plan::verify::{Expectation, Expected, Finding, Options, Report, verify};
@@ -39,9 +40,11 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
     let plan = super::read(&args.file)?;
     let expectation = args.expect.as_deref().map(table).transpose()?;
     let report = verify(&plan, &Options { expectation });
+    // Whoever reads it may have seen enough.
+    let mut out = std::io::stdout();
     match args.json {
-        true => println!("{:#}", describe(&report)),
-        false => println!("{report}"),
+        true => writeln!(out, "{:#}", describe(&report))?,
+        false => writeln!(out, "{report}")?,
     }
     Ok(if report.proved { SUCCESS } else { FAILURE })
 }
