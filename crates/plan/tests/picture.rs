@@ -2,8 +2,9 @@
 
 mod sketch;
 
-use antiphon_plan::picture::{Mark, Severity, html, trace};
+use antiphon_plan::picture::{Mark, html, trace};
 use antiphon_plan::simulate::{Cluster, Simulation, play};
+use antiphon_plan::verify::Severity;
 use antiphon_plan::{Place, Plan, Rank, ThreadBlockId};
 use serde_json::Value;
 use sketch::*;
@@ -34,7 +35,8 @@ fn keep(name: &str, page: &str) {
 fn a_page_has_every_operation_and_fetches_nothing() {
     let plan = pulled_two_shot(4, 8);
     let (cluster, simulation) = played(&plan, "h200x4", 1 << 20);
-    let mark = Mark { place: place(2, 1, 2), severity: Severity::Error, text: "races with itself".into() };
+    let mark =
+        Mark { place: Some(place(2, 1, 2)), severity: Severity::Error, text: "races with itself".into() };
     let page = html(&plan, &cluster, &simulation, &[mark]);
     keep("two_shot.html", &page);
     let data = data(&page);
@@ -69,7 +71,7 @@ fn what_a_plan_is_called_cannot_become_markup() {
     plan.name = Some(evil.into());
     plan.collective = evil.into();
     let (cluster, simulation) = played(&plan, "h200x2", 1 << 10);
-    let mark = Mark { place: place(9, 9, 9), severity: Severity::Note, text: evil.into() };
+    let mark = Mark { place: Some(place(9, 9, 9)), severity: Severity::Warning, text: evil.into() };
     let page = html(&plan, &cluster, &simulation, &[mark]);
     assert_eq!(page.matches("<script").count(), 3, "the page's own");
     assert_eq!(page.matches("alert(1)").count(), 4, "as text, in the title and the data");

@@ -2,15 +2,16 @@
 
 use std::path::PathBuf;
 
-use antiphon_plan::picture::{self, Mark, Severity};
+use antiphon_plan::picture::{self, Mark};
 use antiphon_plan::simulate;
+use antiphon_plan::verify::{self, Severity, verify};
 
 use super::Result;
 use super::simulate::{On, write};
 use crate::sizes::{Bytes, Sizes};
 use crate::{ExitStatus, SUCCESS};
 
-/// Draw a plan: a page that shows what every thread block does and when, by the simulator.
+/// Draw a plan: a page that shows what every thread block does and when, by the simulator, and what the verifier finds.
 ///
 /// One file that needs nothing else: open it in a browser. Also a plan that cannot end is drawn, up to where all wait.
 #[derive(Debug, Clone, clap::Args)]
@@ -46,12 +47,13 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
     let &[size] = &args.size.0[..] else { return Err("--size takes one size".into()) };
     let bytes = simulate::fitting(&plan, size).min(plan.max_message_size);
     let (simulation, waiting) = simulate::play(&plan, &cluster, bytes)?;
+    let report = verify(&plan, &verify::Options::default());
     let stuck = waiting.into_iter().map(|waiting| Mark {
-        place: waiting.place,
+        place: Some(waiting.place),
         severity: Severity::Error,
         text: format!("waits for ever for {}", waiting.what),
     });
-    let marks: Vec<Mark> = stuck.collect();
+    let marks: Vec<Mark> = report.findings.iter().map(Mark::from).chain(stuck).collect();
     if let Some(file) = &args.html {
         write(file, &picture::html(&plan, &cluster, &simulation, &marks))?;
         let (time, blocks) =

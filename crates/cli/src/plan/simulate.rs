@@ -173,7 +173,6 @@ impl Prediction {
             Step {
                 from_us: step.from_ns / 1e3,
                 until_us: step.until_ns / 1e3,
-                operation: plan.op(span.place).expect("a place of this plan").kind.name().to_owned(),
                 operation: plan.op(span.place).map_or("", |op| op.kind.name()).to_owned(),
                 lane: format!("{}{lane}", span.place),
                 bytes: span.bytes,

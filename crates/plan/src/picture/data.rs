@@ -5,13 +5,14 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-use super::{Mark, Severity};
+use super::Mark;
 use crate::ids::{Rank, ThreadBlockId};
 use crate::op::{BufferType, Op, OpKind};
 use crate::place::Place;
 use crate::plan::Plan;
 use crate::resolve::{Block, Mode};
 use crate::simulate::{ArrowKind, Cluster, Lane, Simulation};
+use crate::verify::Severity;
 
 /// One entry of a column for each span.
 #[derive(Default, Serialize)]
@@ -154,7 +155,6 @@ fn spans(plan: &Plan, simulation: &Simulation, lanes: &Lanes, texts: &mut Texts)
     let mut columns = Spans::default();
     for span in &simulation.spans {
         let place = span.place;
-        let op = plan.op(place).expect("a place of this plan");
         let op = plan.op(place).expect("a place of the plan that was simulated");
         let name = match span.lane {
             Lane::Block => op.kind.name().to_owned(),
@@ -235,10 +235,10 @@ fn arrows(simulation: &Simulation, rows: &[LaneRow]) -> Arrows {
 fn row<'a>(mark: &'a Mark, lanes: &Lanes) -> MarkRow<'a> {
     let place = mark.place;
     MarkRow {
-        lane: lanes.get(&(place.rank, Track::Block(place.threadblock))).copied(),
-        op: place.op,
-        inner: place.inner.map_or(-1, i64::from),
-        place: place.to_string(),
+        lane: place.and_then(|place| lanes.get(&(place.rank, Track::Block(place.threadblock))).copied()),
+        op: place.map_or(0, |place| place.op),
+        inner: place.and_then(|place| place.inner).map_or(-1, i64::from),
+        place: place.map_or_else(String::new, |place| place.to_string()),
         severity: mark.severity,
         text: &mark.text,
     }

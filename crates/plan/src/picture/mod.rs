@@ -12,28 +12,24 @@ pub use trace::trace;
 use crate::place::Place;
 use crate::plan::Plan;
 use crate::simulate::{Cluster, Simulation};
+use crate::verify::{Finding, Severity};
 
-/// Something to say about an operation, such as what a verifier found.
+/// Something to say, such as what the verifier has found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mark {
-    /// Which operation.
-    pub place: Place,
+    /// About which operation, if about one.
+    pub place: Option<Place>,
     /// How bad it is.
     pub severity: Severity,
     /// What there is to say, as plain text.
     pub text: String,
 }
 
-/// How bad something is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Severity {
-    /// Worth knowing.
-    Note,
-    /// Perhaps not meant.
-    Warning,
-    /// Wrong.
-    Error,
+impl From<&Finding> for Mark {
+    fn from(finding: &Finding) -> Self {
+        let place = finding.places.first().copied();
+        Mark { place, severity: finding.severity(), text: finding.kind.to_string() }
+    }
 }
 
 const PAGE: &str = include_str!("page.html");

@@ -28,7 +28,6 @@ pub fn trace(plan: &Plan, simulation: &Simulation) -> String {
     }
     for span in &simulation.spans {
         events.push(json!({
-            "ph": "X", "pid": span.place.rank.0, "tid": track(span), "name": plan.op(span.place).expect("a place of this plan").kind.name(), "cat": "op",
             "ph": "X", "pid": span.place.rank.0, "tid": track(span), "name": plan.op(span.place).map(|op| op.kind.name()), "cat": "op",
             "ts": micro(span.start_ns), "dur": micro(span.end_ns - span.start_ns),
             "args": {"op": span.place.op, "inner": span.place.inner, "turn": span.turn, "bytes": span.bytes},
