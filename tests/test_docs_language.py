@@ -40,6 +40,16 @@ def test_examples_are_for_any_number_of_ranks(example: Path, size: int, tmp_path
     assert len(built(example, size, tmp_path / "plan.json")["gpus"]) == size
 
 
+def test_the_tour(tmp_path: Path) -> None:
+    [tour] = re.findall(r"## The tour\n.*?```sh\n(.*?)```", PAGE, re.DOTALL)
+    for line in tour.splitlines():
+        words = line.split("#")[0].replace("two_shot.json", str(tmp_path / "two_shot.json")).split()
+        words = [word.replace("two_shot.html", str(tmp_path / "two_shot.html")) for word in words]
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+    assert (tmp_path / "two_shot.html").read_text().startswith("<!")
+
+
 def test_a_script_without_a_plan_is_an_error(tmp_path: Path) -> None:
     for text, said in ("print('hello')", "printed"), ("raise SystemExit(3)", "failed (exit status: 3)"):
         script = tmp_path / "script.py"

@@ -157,8 +157,8 @@ def test_a_plan_that_cannot_end_is_marked_where_it_waits(tmp_path: Path) -> None
     stuck = plan("stuck", 2, blocks=1)
     stuck["gpus"][0]["threadblocks"][0]["ops"].pop(1)  # its signal
     dom = browse(tmp_path, show(tmp_path, stuck), "--dump-dom")
-    assert drawn(dom)["marks"] == 1
-    assert "waits for ever for a signal of rank 0" in dom
+    assert drawn(dom)["marks"] == 2  # of the verifier: a signal too few, and the deadlock
+    assert "waits for ever, for a signal on memory channel 0 of rank 1" in dom
 
 
 def test_the_trace_is_what_perfetto_reads(tmp_path: Path) -> None:

@@ -48,12 +48,14 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
     let bytes = simulate::fitting(&plan, size).min(plan.max_message_size);
     let (simulation, waiting) = simulate::play(&plan, &cluster, bytes)?;
     let report = verify(&plan, &verify::Options::default());
-    let stuck = waiting.into_iter().map(|waiting| Mark {
+    let mut marks: Vec<Mark> = report.findings.iter().map(Mark::from).collect();
+    let found: Vec<_> = marks.iter().filter_map(|mark| mark.place).collect();
+    let unseen = waiting.into_iter().filter(|waiting| !found.contains(&waiting.place));
+    marks.extend(unseen.map(|waiting| Mark {
         place: Some(waiting.place),
         severity: Severity::Error,
         text: format!("waits for ever for {}", waiting.what),
-    });
-    let marks: Vec<Mark> = report.findings.iter().map(Mark::from).chain(stuck).collect();
+    }));
     if let Some(file) = &args.html {
         write(file, &picture::html(&plan, &cluster, &simulation, &marks))?;
         let (time, blocks) =
