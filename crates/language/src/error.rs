@@ -148,6 +148,18 @@ pub enum LanguageError {
     /// A pipeline ends that did not begin.
     #[error("no pipeline is open")]
     NoPipeline,
+    /// An algorithm of the library is not for this.
+    #[error("{algorithm} for {ranks} ranks ({nodes} nodes): {why}")]
+    Unsuited {
+        /// The algorithm.
+        algorithm: &'static str,
+        /// How many ranks.
+        ranks: u32,
+        /// On how many nodes, where that matters.
+        nodes: u32,
+        /// What it needs.
+        why: &'static str,
+    },
     /// Something has too large a number.
     #[error("{what} {number}: there can be {limit} at most")]
     TooMany {
