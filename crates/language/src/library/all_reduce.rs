@@ -194,8 +194,8 @@ pub fn hierarchical(setting: &Setting) -> Result<Program> {
 ///    place that is one operation.
 /// 2. It tells all others, and waits for them.
 ///
-/// A rank's link carries S bytes to the switch and S/n results, half of [`two_shot`]'s: the fastest for large messages where
-/// the switch can reduce (NVLink SHARP, `multimem`). Where it cannot, executors load and store for it.
+/// About S bytes leave a rank, half of [`two_shot`]'s: the fastest for large messages where the switch can reduce (NVLink
+/// SHARP, `multimem`). Where it cannot, executors load and store for it, and it is [`two_shot`].
 pub fn switch(setting: &Setting) -> Result<Program> {
     let n = setting.ranks;
     let program = setting.program("switch-all-reduce", Collective::all_reduce(n, 1))?;

@@ -8,13 +8,13 @@
 //! | --- | --- | --- | --- |
 //! | all-reduce | [`one_shot`](all_reduce::one_shot) | 1 | 2 (n − 1) S, packets |
 //! | | [`packet_two_shot`](all_reduce::packet_two_shot) | 2 | 4 (n − 1)/n S, packets |
-//! | | [`two_shot`](all_reduce::two_shot) | 2 | 2 (n − 1)/n S, half of it read by the others |
+//! | | [`two_shot`](all_reduce::two_shot) | 2 | 2 (n − 1)/n S, half of which the others read |
 //! | | [`ring`](all_reduce::ring) | 2 (n − 1) | 2 (n − 1)/n S |
-//! | | [`hierarchical`](all_reduce::hierarchical) | 3 | 2 (k − 1)/k S in the node, (m − 1)/k S to other nodes |
-//! | | [`switch`](all_reduce::switch) | 2 | S, and S/n of results |
+//! | | [`hierarchical`](all_reduce::hierarchical) | 3 | 2 (k − 1)/k S in its node, (m − 1)/k S to others |
+//! | | [`switch`](all_reduce::switch) | 2 | about S |
 //! | all-gather | [`direct`](all_gather::direct) | 1 | (n − 1)/n S |
 //! | | [`ring`](all_gather::ring) | n − 1 | (n − 1)/n S |
-//! | reduce-scatter | [`direct`](reduce_scatter::direct) | 1 | (n − 1)/n S, read by the others |
+//! | reduce-scatter | [`direct`](reduce_scatter::direct) | 1 | (n − 1)/n S, which the others read |
 //! | | [`ring`](reduce_scatter::ring) | n − 1 | (n − 1)/n S |
 //! | all-to-all | [`direct`](all_to_all::direct) | 1 | (n − 1)/n S |
 //! | | [`pipelined`](all_to_all::pipelined) | 1 for each piece | (n − 1)/n S |
