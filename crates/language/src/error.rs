@@ -149,16 +149,12 @@ pub enum LanguageError {
     #[error("no pipeline is open")]
     NoPipeline,
     /// An algorithm of the library is not for this.
-    #[error("{algorithm} for {ranks} ranks ({nodes} nodes): {why}")]
+    #[error("{algorithm} {why}")]
     Unsuited {
         /// The algorithm.
         algorithm: &'static str,
-        /// How many ranks.
-        ranks: u32,
-        /// On how many nodes, where that matters.
-        nodes: u32,
-        /// What it needs.
-        why: &'static str,
+        /// What it needs or cannot do, with the numbers.
+        why: String,
     },
     /// Something has too large a number.
     #[error("{what} {number}: there can be {limit} at most")]

@@ -155,7 +155,7 @@ fn what_an_algorithm_cannot_do_is_refused() {
     let error = refused("hierarchical-all-reduce", Setting { nodes: 2, ..Setting::new(5) });
     assert_eq!(
         error.to_string(),
-        "hierarchical-all-reduce for 5 ranks (2 nodes): it needs 2 nodes, with equally many ranks on each"
+        "hierarchical-all-reduce needs 2 nodes with as many ranks each: not 5 ranks on 2 nodes"
     );
     assert!(unsuited(refused("hierarchical-all-reduce", Setting { nodes: 0, ..Setting::new(4) })));
     assert!(library::find("three-shot").is_none());

@@ -28,7 +28,7 @@ Examples:
   antiphon plan build --library hierarchical-all-reduce --ranks 16 --nodes 2 --in-place --instances 8")]
 pub struct Args {
     /// The script
-    #[arg(required_unless_present_any = ["library", "list"], conflicts_with_all = ["library", "list"])]
+    #[arg(required_unless_present_any = ["library", "list"], conflicts_with = "Library")]
     script: Option<PathBuf>,
 
     #[command(flatten)]
@@ -89,10 +89,11 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
         print!("{}", list());
         return Ok(SUCCESS);
     }
-    let plan = match (&args.script, &args.library.library) {
-        (Some(script), _) => run(script, &args.arguments)?,
-        (None, Some(name)) => args.library.plan(name)?,
-        (None, None) => unreachable!("one of them is required"),
+    let plan = match &args.library.library {
+        Some(name) => args.library.plan(name)?,
+        None => {
+            run(&args.script.ok_or("neither a script nor an algorithm of the library")?, &args.arguments)?
+        }
     };
     let text = plan.to_json() + "\n";
     match &args.output {
@@ -121,7 +122,8 @@ fn run(script: &Path, arguments: &[OsString]) -> Result<Plan> {
 
 impl Library {
     fn plan(&self, name: &str) -> Result<Plan> {
-        let unknown = || format!("the library has no {name:?}; `antiphon plan build --list` shows what it has");
+        let unknown =
+            || format!("the library has no {name:?}; `antiphon plan build --list` shows what it has");
         let algorithm = library::find(name).ok_or_else(unknown)?;
         let defaults = Setting::new(self.ranks.unwrap_or_default());
         let instances = self.instances.unwrap_or(1);

@@ -106,20 +106,20 @@ impl Setting {
     }
 
     fn check(&self, algorithm: &Algorithm) -> Result<()> {
-        let refused = |why| {
-            let (ranks, nodes) = (self.ranks, self.nodes);
-            Err(LanguageError::Unsuited { algorithm: algorithm.name, ranks, nodes, why })
-        };
-        let pairs = u64::from(self.ranks).pow(2).saturating_mul(self.options.instances.into());
-        if self.ranks < 2 {
-            return refused("it needs 2 ranks");
+        let Setting { ranks, nodes, inplace, .. } = *self;
+        let refused = |why| Err(LanguageError::Unsuited { algorithm: algorithm.name, why });
+        if ranks < 2 {
+            return refused(format!("needs 2 ranks, and there are {ranks}"));
         }
-        if self.inplace && !algorithm.inplace {
-            return refused("it does not work in place");
+        if inplace && !algorithm.inplace {
+            return refused("does not work in place".into());
         }
-        if algorithm.nodes && (self.nodes < 2 || !self.ranks.is_multiple_of(self.nodes)) {
-            return refused("it needs 2 nodes, with equally many ranks on each");
+        if algorithm.nodes && (nodes < 2 || !ranks.is_multiple_of(nodes)) {
+            return refused(format!(
+                "needs 2 nodes with as many ranks each: not {ranks} ranks on {nodes} nodes"
+            ));
         }
+        let pairs = u64::from(ranks).pow(2).saturating_mul(self.options.instances.into());
         if pairs > PAIRS {
             let what = "pairs of ranks times instances";
             return Err(LanguageError::TooMany { what, number: pairs, limit: PAIRS });
