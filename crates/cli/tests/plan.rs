@@ -32,6 +32,15 @@ fn the_library_is_listed_built_proved_simulated_and_run() {
 }
 
 #[test]
+fn what_is_sent_and_received_is_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("plan.json");
+    assert!(plan(&["build", "--library", "port-send-recv", "-n", "2", "-o"], Some(&file)).status.success());
+    let ran = plan(&["run", "--size", "64K", "--iterations", "1"], Some(&file));
+    assert!(ran.status.success() && text(&ran.stdout).contains("right"), "{ran:?}");
+}
+
+#[test]
 fn what_cannot_be_built_is_refused() {
     let refused = |arguments: &[&str], says: &str| {
         let output = plan(&[&["build"], arguments].concat(), None);
