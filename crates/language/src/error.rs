@@ -148,6 +148,14 @@ pub enum LanguageError {
     /// A pipeline ends that did not begin.
     #[error("no pipeline is open")]
     NoPipeline,
+    /// An algorithm of the library is not for this.
+    #[error("{algorithm} {why}")]
+    Unsuited {
+        /// The algorithm.
+        algorithm: &'static str,
+        /// What it needs or cannot do, with the numbers.
+        why: String,
+    },
     /// Something has too large a number.
     #[error("{what} {number}: there can be {limit} at most")]
     TooMany {

@@ -29,6 +29,8 @@
 //! # Ok::<(), antiphon_language::LanguageError>(())
 //! ```
 //!
+//! The usual algorithms are in the [`library`].
+//!
 //! [`DataSync`] says on which sides of a signal, wait, flush, acquire or release the threads of the block meet.
 
 #![forbid(unsafe_code)]
@@ -40,6 +42,7 @@ mod channel;
 mod check;
 mod collective;
 mod error;
+pub mod library;
 mod program;
 mod rank;
 mod state;
