@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from antiphon._core import Communicator, CudaBuffer, Handle, Memory, PeerLostError, SharedBuffer, __version__, after_fork
+from antiphon._core import Communicator, CudaBuffer, Handle, Memory, PeerLostError, Plan, SharedBuffer, __version__, after_fork
 from antiphon._default import all_reduce, all_reduce_rms_norm, default, set_default
 from antiphon._results import RmsNormResult
 
@@ -30,6 +30,7 @@ __all__ = [
     "Handle",
     "Memory",
     "PeerLostError",
+    "Plan",
     "ReduceOp",
     "RmsNormResult",
     "SharedBuffer",

@@ -3,13 +3,16 @@
 import os
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
 from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
 
 from antiphon._results import RmsNormResult
 from antiphon.language._types import BufferType, ReduceOperationType, SyncType
 from antiphon.language.utils import ReplicationPolicy
+
+class _Program(Protocol):
+    def to_json(self) -> str: ...
 
 class _SupportsDLPack(Protocol):
     def __dlpack__(self) -> CapsuleType: ...
@@ -35,6 +38,7 @@ __all__ = [
     "Mapping",
     "Memory",
     "PeerLostError",
+    "Plan",
     "Program",
     "SharedBuffer",
     "Switch",
@@ -371,6 +375,44 @@ class Communicator:
 
     def free_shared_buffer(self, buffer: SharedBuffer) -> None:
         """Frees it on all ranks; nobody may use any copy any more."""
+
+    def load_plan(self, plan: str | os.PathLike[str] | _Program) -> Plan:
+        """Makes an execution plan ready: a ``CollectiveProgram`` of :mod:`antiphon.language`, the text of a plan (JSON), or
+        the path of its file. All ranks call it together, with the same plan.
+
+        The plan is proved first. ``ValueError`` with what stands against it if it is not right, or is for another number
+        of ranks; ``RuntimeError`` if ranks load different plans, ``OSError`` for a file that cannot be read. The
+        communicator stays usable."""
+
+@final
+class Plan:
+    """An execution plan on the ranks of a communicator, as :meth:`Communicator.load_plan` makes it."""
+
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def collective(self) -> str:
+        """``"allreduce"``, ``"allgather"``, ``"reducescatter"``, ``"alltoall"``, ... as the plan says."""
+
+    @overload
+    def execute(self, x: _A, out: None = None) -> _A: ...
+    @overload
+    def execute(self, x: _Array, out: _O) -> _O:
+        """Does what the plan says to ``x``, and returns the output: ``out`` if given, else ``x`` if the plan works in place,
+        else a new array like ``x``, with as many times its rows as the plan has chunks of output for each of input. All
+        ranks call it together, with arrays of the same size and dtype in host memory.
+
+        With ``x`` as ``out``, or a plan that works in place and no ``out``, ``x`` is both; if input and output differ in
+        size, ``x`` is the larger one, and the other is this rank's own part of it.
+
+        The first call of a size costs more than later ones. ``ValueError`` for arrays that are not a whole number of the
+        plan's aligned chunks, overlap in part, or are outside the plan's limits, ``TypeError`` for dtypes that differ or
+        cannot be reduced, ``NotImplementedError`` for memory of a GPU. After ``TimeoutError`` or :class:`PeerLostError`,
+        which name the rank, the thread block and the operation that waited, the communicator is unusable."""
+
+    def close(self) -> None:
+        """Gives the plan's memory back. All ranks call it together; a plan that is dropped keeps its memory until the
+        communicator is closed."""
 
 @final
 class SharedBuffer:

@@ -163,8 +163,10 @@ impl<'a> Block<'a> {
             }
             OpKind::Put(put) => {
                 let packets = matches!(put.kind, PutKind::Packets | PutKind::ReadPackets);
+                // A port moves packets as they are: what it puts was packed before.
+                let packed = put.kind == PutKind::ReadPackets || put.channel_type == ChannelType::Port;
                 for chunk in &put.src {
-                    let packets = put.kind == PutKind::ReadPackets;
+                    let packets = packets && packed;
                     emit(rank, chunk.buffer, chunk.index, chunk.size, read, packets, put.group);
                 }
                 for chunk in &put.dst {

@@ -6,6 +6,7 @@ use antiphon::{
     tensor::TensorError,
     topology::TopologyError,
 };
+use antiphon_executor::ExecutorError;
 use pyo3::{
     create_exception,
     exceptions::{
@@ -51,6 +52,19 @@ impl From<CollectiveError> for Error {
             CollectiveError::Tuning(_) => Self(PyRuntimeError::new_err(error.to_string())),
             _ => Self(PyValueError::new_err(error.to_string())),
         }
+    }
+}
+
+impl From<ExecutorError> for Error {
+    fn from(error: ExecutorError) -> Self {
+        let text = error.to_string();
+        Self(match error {
+            ExecutorError::Fabric(error) => return error.into(),
+            ExecutorError::Stuck { reason, .. } => kind(&reason)(text),
+            ExecutorError::DTypes { .. } => PyTypeError::new_err(text),
+            ExecutorError::PlansDiffer { .. } => PyRuntimeError::new_err(text),
+            _ => PyValueError::new_err(text),
+        })
     }
 }
 

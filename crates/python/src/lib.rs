@@ -6,7 +6,7 @@
 //! * `operand` finds the memory of any array: the buffer protocol, DLPack's C exchange API, DLPack.
 //! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
 //!   `call` is one collective as a value, which can be run at once or started, and `fused` a fused all-reduce.
-//! * `communicator`, `handle`, `shared` and `mapping` are the classes.
+//! * `communicator`, `handle`, `shared` and `mapping` are the classes; `communicator/plan` has execution plans.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
 //! * `comm` is what `antiphon.comm` asks for besides.
@@ -36,7 +36,7 @@ mod _core {
     use crate::{
         comm::{compute_fp4_swizzled_layout_sf_size, strided_memory},
         command::main,
-        communicator::Communicator,
+        communicator::{Communicator, Plan},
         cuda::CudaBuffer,
         error::PeerLostError,
         fork::after_fork,

@@ -41,7 +41,7 @@ pub(super) struct Target<'a> {
 /// [`ExecutorError::Operation`] for what cannot be executed, or only by leaving a buffer.
 pub(super) fn compile(target: Target<'_>) -> Result<Program> {
     let chunk = target.extent.chunk() as usize;
-    let layout = Layout { extent: target.extent, chunk, cut: target.sliced || !chunk.is_multiple_of(8) };
+    let layout = Layout { chunk, cut: target.sliced || !chunk.is_multiple_of(8) };
     let mut compiler = Compiler {
         target,
         chunk,
@@ -264,19 +264,20 @@ impl<'a> Compiler<'a> {
         let reads_packets = put.kind == PutKind::ReadPackets;
         let packets = reads_packets || put.kind == PutKind::Packets;
         let to = |chunk: &RemoteChunk| remote(scope, put.channel_type, chunk, packets);
+        let forward = |operands: &[Operand]| Work::Forward { from: operands[0], to: operands[1..].to_vec() };
         if reads_packets {
             let mut operands = vec![local(rank, put.src[0], true)];
             operands.extend(put.dst.iter().map(to));
-            return self.data(scope, op, put.group, operands, steps, |operands| Work::Forward {
-                from: operands[0],
-                to: operands[1..].to_vec(),
-            });
+            return self.data(scope, op, put.group, operands, steps, forward);
         }
+        // A port moves bytes as they are: what it puts as packets was packed before.
+        let packed = packets && put.channel_type == ChannelType::Port;
         for (at, (src, dst)) in put.src.iter().zip(&put.dst).enumerate() {
-            let operands = vec![local(rank, *src, false), to(dst)];
-            self.data(scope, op, put.group, operands, steps, |operands| {
-                let (from, to) = (operands[0], vec![operands[1]]);
-                if packets { Work::Pack { from, to } } else { Work::Copy { from, to } }
+            let operands = vec![local(rank, *src, packed), to(dst)];
+            self.data(scope, op, put.group, operands, steps, |operands| match (packets, packed) {
+                (false, _) => Work::Copy { from: operands[0], to: vec![operands[1]] },
+                (true, false) => Work::Pack { from: operands[0], to: vec![operands[1]] },
+                (true, true) => forward(operands),
             })?;
             if matches!(put.kind, PutKind::WithSignal | PutKind::WithSignalAndFlush) {
                 let Some(channel) = put.channels.get(at) else {
@@ -342,7 +343,8 @@ impl<'a> Compiler<'a> {
     ) -> Result<()> {
         let lens = lists.each_ref().map(Vec::len);
         let element = self.target.element as u64;
-        let cuts = [Some(self.chunk as u64), group.map(|_| self.target.extent.alignment()), scope.unit];
+        let unit = scope.unit.filter(|_| lists[1].is_empty() && lists[4].is_empty());
+        let cuts = [Some(self.chunk as u64), group.map(|_| self.target.extent.alignment()), unit];
         if let Some(cut) = cuts.into_iter().flatten().find(|cut| !cut.is_multiple_of(element)) {
             return Err(scope.refuse(op, format!("pieces of {cut} bytes cut elements of {element} bytes")));
         }
@@ -416,13 +418,16 @@ impl<'a> Compiler<'a> {
             let other = other.chunks.end - other.chunks.start;
             return Err(scope.refuse(op, format!("{size} chunks here, {other} there")));
         }
-        if chunks.iter().any(|chunks| chunks.packets) {
-            self.whole_packets(scope, op, group)?;
+        let by_turn = !chunks.iter().any(|chunks| chunks.packets);
+        if !by_turn && group.is_some() {
+            self.whole_packets(scope, op)?;
         }
         let pieces: Vec<Vec<Piece>> =
             chunks.iter().map(|chunks| self.pieces(scope, op, chunks)).collect::<Result<_>>()?;
         // Every range lies in a buffer whose bytes fit into memory.
-        let total = size as usize * self.chunk;
+        let all = 0..size * self.chunk as u64;
+        let share = group.map_or(all.clone(), |group| self.target.extent.share(&all, group));
+        let share = share.start as usize..share.end as usize;
         let (mut start, mut next) = (0, vec![(0usize, 0u64); pieces.len()]);
         while start < size {
             let ends = pieces.iter().zip(&next).map(|(list, &(at, done))| {
@@ -442,22 +447,19 @@ impl<'a> Compiler<'a> {
                 }
             }
             let span = start as usize * self.chunk..end as usize * self.chunk;
-            let frame = Frame { total, group, span };
+            let frame = Frame { share: share.clone(), span, by_turn };
             self.push(scope, Step::Data { frame, work: work(&operands) }, steps)?;
             start = end;
         }
         Ok(())
     }
 
-    /// Shares and turns must not begin inside a packet.
-    fn whole_packets(&self, scope: Scope<'a>, op: &OpKind, group: Option<GroupShare>) -> Result<()> {
-        let payload = self.target.packets.payload() as u64;
-        let cuts = [group.map(|_| self.target.extent.alignment()), scope.unit];
-        match cuts.into_iter().flatten().find(|cut| !cut.is_multiple_of(payload)) {
-            None => Ok(()),
-            Some(cut) => {
-                Err(scope.refuse(op, format!("pieces of {cut} bytes cut packets of {payload} bytes")))
-            }
+    /// Shares must not begin inside a packet.
+    fn whole_packets(&self, scope: Scope<'a>, op: &OpKind) -> Result<()> {
+        let (unit, payload) = (self.target.extent.alignment(), self.target.packets.payload());
+        match unit.is_multiple_of(payload as u64) {
+            true => Ok(()),
+            false => Err(scope.refuse(op, format!("shares of {unit} bytes cut packets of {payload} bytes"))),
         }
     }
 }

@@ -255,7 +255,7 @@ impl Machine {
             Step::Loop { .. } => true,
             Step::Data { frame, work } => {
                 let turn = state.turn.map(|turn| (turn.number, turn.unit));
-                let window = frame.window(turn, &launch.program.layout.extent);
+                let window = frame.window(turn);
                 self.data(launch, work, window, state)
             }
         }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use antiphon_plan::{Extent, GroupShare, Place, ReduceOp};
+use antiphon_plan::{Place, ReduceOp};
 
 use super::home::Base;
 
@@ -26,7 +26,6 @@ pub(super) struct Program {
 /// How large chunks are.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
-    pub(super) extent: Extent,
     /// Bytes of a chunk.
     pub(super) chunk: usize,
     /// Whether operands are contiguous only within a chunk.
@@ -72,25 +71,22 @@ pub(super) struct Signal {
 /// Which bytes of an operation a step is about.
 #[derive(Debug, Clone)]
 pub(super) struct Frame {
-    /// Bytes of the operation.
-    pub(super) total: usize,
-    /// The block's share of them.
-    pub(super) group: Option<GroupShare>,
-    /// The step's part of them.
+    /// The block's share of the operation's bytes.
+    pub(super) share: Range<usize>,
+    /// The step's part of the operation's bytes.
     pub(super) span: Range<usize>,
+    /// Whether the turns of a loop each do a part of the share. Packets carry no turn: every turn does all of them.
+    pub(super) by_turn: bool,
 }
 
 impl Frame {
-    /// The bytes, of the given turn of a loop with this unit.
-    pub(super) fn window(&self, turn: Option<(u64, usize)>, extent: &Extent) -> Range<usize> {
-        let at = |turn: u64, unit: usize| (turn as usize).saturating_mul(unit).min(self.total);
-        let whole = turn.map_or(0..self.total, |(turn, unit)| at(turn, unit)..at(turn + 1, unit));
-        let share = match self.group {
-            None => whole,
-            Some(group) => {
-                let share = extent.share(&(whole.start as u64..whole.end as u64), group);
-                share.start as usize..share.end as usize
-            }
+    /// The bytes, in a turn of a loop with this unit: of the share its `turn`-th unit, of that the step's part.
+    pub(super) fn window(&self, turn: Option<(u64, usize)>) -> Range<usize> {
+        let Range { start, end } = self.share;
+        let at = |turn: u64, unit| start.saturating_add((turn as usize).saturating_mul(unit)).min(end);
+        let share = match turn.filter(|_| self.by_turn) {
+            None => start..end,
+            Some((turn, unit)) => at(turn, unit)..at(turn + 1, unit),
         };
         let start = share.start.max(self.span.start);
         start..share.end.min(self.span.end).max(start)
@@ -150,35 +146,39 @@ pub(super) struct Reduction {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use antiphon_plan::Plan;
 
-    fn extent() -> Extent {
-        let text = r#"{"name": null, "collective": "test", "gpus": [{"id": 0, "input_chunks": 1, "output_chunks": 1,
-            "scratch_chunks": 0, "threadblocks": [], "channels": []}]}"#;
-        Extent::new(&Plan::from_json(text.as_bytes()).unwrap(), 160, 160).unwrap()
-    }
-
-    /// Every byte of an operation belongs to exactly one share of one turn, also where nothing divides evenly.
+    /// Every byte of a share belongs to exactly one turn and one step, also where nothing divides evenly.
     #[test]
-    fn windows_cover_all_bytes_once() {
-        for (total, unit, blocks) in [(160, 48, 3), (160, 160, 4), (160, 1000, 1), (16, 16, 5), (0, 16, 2)] {
-            let mut seen = vec![0; total];
-            for turn in 0..(total as u64).div_ceil(unit as u64) {
-                for tb_id in 0..blocks {
-                    let group = Some(GroupShare { tb_id, tbg_size: blocks });
-                    for span in [0..total / 3, total / 3..total] {
-                        let frame = Frame { total, group, span };
-                        frame.window(Some((turn, unit)), &extent()).for_each(|byte| seen[byte] += 1);
-                    }
+    fn turns_cover_a_share_once() {
+        for (share, unit) in [(0..160, 48), (40..160, 160), (100..101, 1000), (16..16, 16)] {
+            let mut seen = [0; 160];
+            for turn in 0..(160u64).div_ceil(unit as u64) {
+                for span in [0..53, 53..160] {
+                    let frame = Frame { share: share.clone(), span, by_turn: true };
+                    frame.window(Some((turn, unit))).for_each(|byte| seen[byte] += 1);
                 }
             }
-            assert_eq!(seen, vec![1; total], "{total} bytes by {unit}, {blocks} blocks");
+            let expected: Vec<_> = (0..160).map(|byte| i32::from(share.contains(&byte))).collect();
+            assert_eq!(seen[..], expected, "{share:?} by {unit}");
         }
+    }
+
+    /// A block's share is cut into turns, and not each turn into shares.
+    #[test]
+    fn turns_begin_where_the_share_begins() {
+        let frame = Frame { share: 64..128, span: 0..128, by_turn: true };
+        assert_eq!([0, 1, 2].map(|turn| frame.window(Some((turn, 48)))), [64..112, 112..128, 128..128]);
+    }
+
+    #[test]
+    fn every_turn_does_all_packets() {
+        let frame = Frame { share: 64..128, span: 0..128, by_turn: false };
+        assert_eq!([0, 1].map(|turn| frame.window(Some((turn, 48)))), [64..128, 64..128]);
     }
 
     #[test]
     fn a_turn_far_beyond_the_end_is_empty() {
-        let frame = Frame { total: 100, group: None, span: 0..100 };
-        assert!(frame.window(Some((1 << 62, 1 << 20)), &extent()).is_empty());
+        let frame = Frame { share: 0..100, span: 0..100, by_turn: true };
+        assert!(frame.window(Some((1 << 62, 1 << 20))).is_empty());
     }
 }

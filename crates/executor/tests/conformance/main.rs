@@ -185,6 +185,8 @@ fn all(ranks: u32, op: ReduceOp) -> Vec<Plan> {
         plans::switch_all_reduce(ranks, op, false),
         plans::switch_packets(ranks),
         plans::local_reduce(ranks, op),
+        plans::turns(ranks),
+        plans::port_packets(ranks),
     ];
     plans.into_iter().map(Result::unwrap).collect()
 }
@@ -257,6 +259,18 @@ fn ragged_chunks() {
             check(&plan, DType::F32, Options { packets }, Tensors::Private, &[4, 12, 20, 52, 100]);
         }
     }
+}
+
+/// The turns of a pipeline cut each thread block's share of plain data, and packets not at all.
+#[test]
+fn turns_cut_shares_and_no_packets() {
+    let plan = plans::turns(1).unwrap();
+    for bytes in [16, 48, 128] {
+        let call = Call::new(&plan, DType::F32, bytes, 0);
+        let copied: Vec<_> = call.inputs[0].iter().copied().map(Some).collect();
+        assert_eq!(call.outputs[0], copied, "{bytes} bytes a chunk");
+    }
+    check(&plan, DType::F32, Options::default(), Tensors::Private, &[16, 48, 128]);
 }
 
 /// Messages so large that they go in slices, the last of which is shorter.

@@ -181,6 +181,9 @@ impl<'p> World<'p> {
             true => reads.into_iter().zip(writes).map(|(read, write)| (vec![read], vec![write])).collect(),
             false => vec![(reads, writes)],
         };
+        // Packets carry no turn: each turn handles all of them.
+        let packets = jobs.iter().any(|(reads, writes)| reads.iter().chain(writes).any(|part| part.packets));
+        let turn = turn.filter(|_| !packets);
         let reduce = match op {
             OpKind::Reduce(reduce) => reduce.op,
             OpKind::SwitchReduce(reduce) => reduce.op,
@@ -220,15 +223,13 @@ impl<'p> World<'p> {
         elements.into_iter().map(value).collect()
     }
 
-    /// The elements of an access, one by one: those of the turn, dealt out to the group in aligned units.
+    /// The elements of an access, one by one: dealt out to the group in aligned units, and of the block's own those of
+    /// the turn, unless they are packets.
     fn elements(&self, access: &Access, turn: Option<(usize, &Pipeline)>) -> Vec<usize> {
         let size = self.dtype.size();
         let first = access.chunks.start as usize * self.chunk;
         let count = (access.chunks.end - access.chunks.start) as usize * self.chunk;
         let mut elements: Vec<usize> = (0..count).collect();
-        if let Some((turn, pipeline)) = turn {
-            elements.retain(|at| at * size / pipeline.unit_size as usize == turn);
-        }
         if let Some(GroupShare { tb_id, tbg_size }) = access.group {
             let unit = self.plan.buffer_alignment as usize / size;
             let units: Vec<Vec<usize>> = elements.chunks(unit).map(<[usize]>::to_vec).collect();
@@ -238,6 +239,10 @@ impl<'p> World<'p> {
                 let mine: Vec<_> = units.by_ref().take(each + usize::from(block < more)).flatten().collect();
                 elements = mine;
             }
+        }
+        if let Some((turn, pipeline)) = turn {
+            let unit = pipeline.unit_size as usize / size;
+            elements = elements.chunks(unit).nth(turn).map_or(Vec::new(), <[usize]>::to_vec);
         }
         elements.into_iter().map(|at| first + at).collect()
     }

@@ -331,6 +331,51 @@ pub fn local_reduce(ranks: u32, op: ReduceOp) -> Result<Plan> {
     program.plan()
 }
 
+/// What turns of a pipeline do, told by a copy: the pipeline is about one chunk and its operations about two, of which
+/// thread blocks of a group each have one, and packets all in every turn.
+pub fn turns(ranks: u32) -> Result<Plan> {
+    let options = Options { protocol: Protocol::LL, ..Options::default() };
+    let program = Program::new("turns", &Collective::custom("test", ranks, 4, 4), options);
+    let group = ThreadBlockGroup::new([0, 1])?;
+    let scratch = (0..ranks).map(|rank| program.rank(rank)?.scratch(2)).collect::<Result<Vec<_>>>()?;
+    program.pipeline(16, 1, || {
+        for own in 0..ranks {
+            let (rank, packets) = (program.rank(own)?, scratch[own as usize]);
+            let (input, output) = (rank.input(), rank.output());
+            rank.copy(output.chunks(..2)?, input.chunks(..2)?, &group)?;
+            rank.copy_packets(packets.chunks(..)?, input.chunks(2..4)?, 2)?;
+            rank.barrier(&[2])?;
+            rank.unpack_packets(output.chunks(2..4)?, packets.chunks(..)?, 2)?;
+            rank.barrier(&[2])?;
+        }
+        Ok(())
+    })?;
+    program.plan()
+}
+
+/// All-gather by packets that ranks pack and then put through ports as they are (`cpkt`, `ppkt`).
+pub fn port_packets(ranks: u32) -> Result<Plan> {
+    let options = Options { protocol: Protocol::LL, ..Options::default() };
+    let program = Program::new("port_packets", &Collective::all_gather(ranks, 1), options);
+    let n = u64::from(ranks);
+    let scratch = (0..ranks).map(|rank| program.rank(rank)?.scratch(n)).collect::<Result<Vec<_>>>()?;
+    for own in 0..ranks {
+        let (rank, place) = (program.rank(own)?, u64::from(own));
+        rank.copy_packets(scratch[own as usize].chunk(place)?, rank.input().chunk(0)?, 0)?;
+        rank.barrier(&[0])?;
+    }
+    for (own, peer) in pairs(ranks) {
+        let (port, place) = (program.port_channel(peer, own)?, u64::from(own));
+        port.put_packets(scratch[peer as usize].chunk(place)?, scratch[own as usize].chunk(place)?, 0)?;
+        port.flush(0, BOTH)?;
+    }
+    for own in 0..ranks {
+        let rank = program.rank(own)?;
+        rank.unpack_packets(rank.output().chunks(..n)?, scratch[own as usize].chunks(..n)?, 1)?;
+    }
+    program.plan()
+}
+
 /// One rank, two thread blocks: packets, a reduction, semaphores in a pipeline, a barrier.
 pub fn alone() -> Result<Plan> {
     let program = Program::new("alone", &Collective::custom("test", 1, 3, 2), Options::default());

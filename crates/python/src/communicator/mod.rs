@@ -1,6 +1,7 @@
 //! The class `Communicator`: every method gathers the arrays of its call (see [`prepare`]), then waits for it or starts it.
 
 mod fused;
+mod plan;
 mod prepare;
 mod run;
 
@@ -21,6 +22,7 @@ use pyo3::{
 };
 
 use fused::Arguments;
+pub(crate) use plan::Plan;
 
 use crate::{
     arguments::{Count, Given, Operands, Prepared, overlap},
@@ -596,6 +598,10 @@ impl Communicator {
             }
         })?;
         Ok(Handle::new(pending, Some(out)))
+    }
+
+    fn load_plan(&self, py: Python<'_>, plan: &Bound<'_, PyAny>) -> Result<Plan> {
+        self.load(py, plan)
     }
 
     #[pyo3(signature = (device = None, *, dtypes = None, ops = None))]
