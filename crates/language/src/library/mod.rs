@@ -213,7 +213,7 @@ pub const ALGORITHMS: &[Algorithm] = &[
         "packet-all-reduce",
         "allreduce",
         all_reduce::packet_two_shot,
-        "two-shot as packets: for messages between small and large",
+        "two-shot as packets: for messages between small and large, where signals are slow",
     )
     .reducing(),
     algorithm(
@@ -279,7 +279,12 @@ pub const ALGORITHMS: &[Algorithm] = &[
         all_to_all::pipelined,
         "piece by piece through scratch: for large messages in place",
     ),
-    algorithm("packet-all-to-all", "alltoall", all_to_all::packets, "as packets: for small messages"),
+    algorithm(
+        "packet-all-to-all",
+        "alltoall",
+        all_to_all::packets,
+        "as packets: for small messages, where signals are slow",
+    ),
     algorithm("send-recv", "sendrecv", send_recv::shift, "each writes to the next, not in place")
         .out_of_place(),
     algorithm(
