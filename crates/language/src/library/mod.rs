@@ -65,7 +65,7 @@ pub struct Setting {
     pub inplace: bool,
     /// How reductions reduce.
     pub op: ReduceOp,
-    /// Bytes of a pipeline's turn.
+    /// Bytes of a pipeline's turn; not 0.
     pub unit_size: u64,
     /// Instances, limits and the like. Fusion and automatic meetings of threads are on whatever it says, and protocol and
     /// double scratch are the algorithm's.
@@ -126,6 +126,9 @@ impl Setting {
                 "needs 2 nodes with as many ranks each: not {ranks} ranks on {nodes} nodes"
             ));
         }
+        if self.unit_size == 0 {
+            return refused("needs turns of more than 0 bytes".into());
+        }
         let pairs = u64::from(ranks).pow(2).saturating_mul(self.options.instances.into());
         if pairs > PAIRS {
             let what = "pairs of ranks times instances";
@@ -169,7 +172,7 @@ impl Algorithm {
     /// Its plan.
     ///
     /// # Errors
-    /// [`LanguageError::Unsuited`] if there are too few ranks, if it does not work in place or if the nodes do not fit;
+    /// [`LanguageError::Unsuited`] if there are too few ranks, if it does not work in place, if the nodes do not fit or if turns are empty;
     /// [`LanguageError::TooMany`] beyond 2²⁰ pairs of ranks times instances; [`LanguageError::Plan`] if instances have no
     /// room.
     pub fn plan(&self, setting: &Setting) -> Result<Plan> {
