@@ -172,9 +172,9 @@ impl Algorithm {
     /// Its plan.
     ///
     /// # Errors
-    /// [`LanguageError::Unsuited`] if there are too few ranks, if it does not work in place, if the nodes do not fit or if turns are empty;
-    /// [`LanguageError::TooMany`] beyond 2²⁰ pairs of ranks times instances; [`LanguageError::Plan`] if instances have no
-    /// room.
+    /// [`LanguageError::Unsuited`] if there are too few ranks, if it does not work in place, if the nodes do not fit or if
+    /// turns are empty; [`LanguageError::TooMany`] beyond 2²⁰ pairs of ranks times instances; [`LanguageError::Plan`] if
+    /// instances have no room.
     pub fn plan(&self, setting: &Setting) -> Result<Plan> {
         self.program(setting)?.plan()
     }
