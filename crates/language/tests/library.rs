@@ -157,6 +157,9 @@ fn what_an_algorithm_cannot_do_is_refused() {
         error.to_string(),
         "hierarchical-all-reduce needs 2 nodes with as many ranks each: not 5 ranks on 2 nodes"
     );
+    assert!(unsuited(refused("pipelined-all-to-all", Setting { unit_size: 0, ..Setting::new(4) })));
     assert!(unsuited(refused("hierarchical-all-reduce", Setting { nodes: 0, ..Setting::new(4) })));
+    let nowhere = Setting { nodes: 0, ..Setting::new(4) };
+    assert!(library::all_reduce::hierarchical(&nowhere).is_err(), "also where the list is not asked");
     assert!(library::find("three-shot").is_none());
 }

@@ -23,9 +23,12 @@ fn keep(setting: &Setting, rank: &Rank) -> Result<()> {
 /// 2. It tells them, and waits for them.
 ///
 /// (n − 1)/n S bytes leave a rank. The right one where all ranks reach each other directly.
+///
+/// # Errors
+/// As [`Algorithm::program`](super::Algorithm::program).
 pub fn direct(setting: &Setting) -> Result<Program> {
+    let program = setting.program("direct-all-gather", |n| Collective::all_gather(n, 1))?;
     let n = setting.ranks;
-    let program = setting.program("direct-all-gather", Collective::all_gather(n, 1))?;
     let mesh = Mesh::<MemoryChannel>::all(&program)?;
     for own in 0..n {
         let rank = program.rank(own)?;
@@ -44,9 +47,12 @@ pub fn direct(setting: &Setting) -> Result<Program> {
 ///
 /// A rank writes its input to the next one's output, and then, for n − 2 steps, what has come from the one before.
 /// (n − 1)/n S bytes leave a rank, all to its neighbour: for large messages where links are a ring.
+///
+/// # Errors
+/// As [`Algorithm::program`](super::Algorithm::program).
 pub fn ring(setting: &Setting) -> Result<Program> {
+    let program = setting.program("ring-all-gather", |n| Collective::all_gather(n, 1))?;
     let n = setting.ranks;
-    let program = setting.program("ring-all-gather", Collective::all_gather(n, 1))?;
     let ring = Ring::of_memory(&program)?;
     for own in 0..n {
         let (rank, there) = (program.rank(own)?, program.rank((own + 1) % n)?.output());

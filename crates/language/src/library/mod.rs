@@ -65,7 +65,7 @@ pub struct Setting {
     pub inplace: bool,
     /// How reductions reduce.
     pub op: ReduceOp,
-    /// Bytes of a pipeline's turn.
+    /// Bytes of a pipeline's turn; not 0.
     pub unit_size: u64,
     /// Instances, limits and the like. Fusion and automatic meetings of threads are on whatever it says, and protocol and
     /// double scratch are the algorithm's.
@@ -79,17 +79,24 @@ impl Setting {
         Setting { ranks, nodes: 2, inplace: false, op: ReduceOp::Sum, unit_size: 256 << 10, options }
     }
 
-    /// A program in which data travels plainly.
-    fn program(&self, name: &str, collective: Collective) -> Result<Program> {
+    /// The program of a listed algorithm, in which data travels plainly.
+    fn program(&self, name: &str, collective: impl FnOnce(u32) -> Collective) -> Result<Program> {
         self.program_as(name, collective, Protocol::Simple)
     }
 
-    /// A program in which data travels as packets, and calls take turns between two scratches.
-    fn packet_program(&self, name: &str, collective: Collective) -> Result<Program> {
+    /// The program of a listed algorithm, in which data travels as packets, and calls take turns between two scratches.
+    fn packet_program(&self, name: &str, collective: impl FnOnce(u32) -> Collective) -> Result<Program> {
         self.program_as(name, collective, Protocol::LL)
     }
 
-    fn program_as(&self, name: &str, collective: Collective, protocol: Protocol) -> Result<Program> {
+    /// Nothing is computed of numbers that the algorithm is not for.
+    fn program_as(
+        &self,
+        name: &str,
+        collective: impl FnOnce(u32) -> Collective,
+        protocol: Protocol,
+    ) -> Result<Program> {
+        self.check(find(name).expect("every algorithm is listed"))?;
         let options = Options {
             protocol,
             use_double_scratch_buffer: protocol == Protocol::LL,
@@ -97,7 +104,7 @@ impl Setting {
             auto_sync: true,
             ..self.options.clone()
         };
-        Ok(Program::new(name, &collective.inplace(self.inplace), options))
+        Ok(Program::new(name, &collective(self.ranks).inplace(self.inplace), options))
     }
 
     /// What a rank gets, of a collective whose input and output are the same memory if in place.
@@ -118,6 +125,9 @@ impl Setting {
             return refused(format!(
                 "needs 2 nodes with as many ranks each: not {ranks} ranks on {nodes} nodes"
             ));
+        }
+        if self.unit_size == 0 {
+            return refused("needs turns of more than 0 bytes".into());
         }
         let pairs = u64::from(ranks).pow(2).saturating_mul(self.options.instances.into());
         if pairs > PAIRS {
@@ -147,12 +157,24 @@ pub struct Algorithm {
 }
 
 impl Algorithm {
+    const fn reducing(self) -> Self {
+        Algorithm { reduces: true, ..self }
+    }
+
+    const fn of_nodes(self) -> Self {
+        Algorithm { nodes: true, ..self }
+    }
+
+    const fn out_of_place(self) -> Self {
+        Algorithm { inplace: false, ..self }
+    }
+
     /// Its plan.
     ///
     /// # Errors
-    /// [`LanguageError::Unsuited`] if there are too few ranks, if it does not work in place or if the nodes do not fit;
-    /// [`LanguageError::TooMany`] beyond 2²⁰ pairs of ranks times instances; [`LanguageError::Plan`] if instances have no
-    /// room.
+    /// [`LanguageError::Unsuited`] if there are too few ranks, if it does not work in place, if the nodes do not fit or if
+    /// turns are empty; [`LanguageError::TooMany`] beyond 2²⁰ pairs of ranks times instances; [`LanguageError::Plan`] if
+    /// instances have no room.
     pub fn plan(&self, setting: &Setting) -> Result<Plan> {
         self.program(setting)?.plan()
     }
@@ -162,7 +184,6 @@ impl Algorithm {
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn program(&self, setting: &Setting) -> Result<Program> {
-        setting.check(self)?;
         (self.program)(setting)
     }
 }
@@ -172,6 +193,7 @@ pub fn find(name: &str) -> Option<&'static Algorithm> {
     ALGORITHMS.iter().find(|algorithm| algorithm.name == name)
 }
 
+/// One that works in place, reduces nothing and knows of no nodes, unless it is said otherwise.
 const fn algorithm(
     name: &'static str,
     collective: &'static str,
@@ -183,61 +205,49 @@ const fn algorithm(
 
 /// All algorithms, by collective.
 pub const ALGORITHMS: &[Algorithm] = &[
-    Algorithm {
-        reduces: true,
-        ..algorithm(
-            "one-shot-all-reduce",
-            "allreduce",
-            all_reduce::one_shot,
-            "all send all to all, as packets: for small messages",
-        )
-    },
-    Algorithm {
-        reduces: true,
-        ..algorithm(
-            "packet-all-reduce",
-            "allreduce",
-            all_reduce::packet_two_shot,
-            "two-shot as packets: for messages between small and large",
-        )
-    },
-    Algorithm {
-        reduces: true,
-        ..algorithm(
-            "two-shot-all-reduce",
-            "allreduce",
-            all_reduce::two_shot,
-            "each rank reduces its part, and writes it to all: for large messages",
-        )
-    },
-    Algorithm {
-        reduces: true,
-        ..algorithm(
-            "ring-all-reduce",
-            "allreduce",
-            all_reduce::ring,
-            "parts go round twice: for large messages where links are a ring",
-        )
-    },
-    Algorithm {
-        reduces: true,
-        nodes: true,
-        ..algorithm(
-            "hierarchical-all-reduce",
-            "allreduce",
-            all_reduce::hierarchical,
-            "in nodes, between nodes through ports, and in nodes again: for few nodes",
-        )
-    },
-    Algorithm {
-        reduces: true,
-        ..algorithm(
-            "switch-all-reduce",
-            "allreduce",
-            all_reduce::switch,
-            "the switch reduces and stores: for large messages, where it can",
-        )
-    },
+    algorithm(
+        "one-shot-all-reduce",
+        "allreduce",
+        all_reduce::one_shot,
+        "all send all to all, as packets: for small messages",
+    )
+    .reducing(),
+    algorithm(
+        "packet-all-reduce",
+        "allreduce",
+        all_reduce::packet_two_shot,
+        "two-shot as packets: for messages between small and large, where signals are slow",
+    )
+    .reducing(),
+    algorithm(
+        "two-shot-all-reduce",
+        "allreduce",
+        all_reduce::two_shot,
+        "each rank reduces its part, and writes it to all: for large messages",
+    )
+    .reducing(),
+    algorithm(
+        "ring-all-reduce",
+        "allreduce",
+        all_reduce::ring,
+        "parts go round twice: for large messages where links are a ring",
+    )
+    .reducing(),
+    algorithm(
+        "hierarchical-all-reduce",
+        "allreduce",
+        all_reduce::hierarchical,
+        "in nodes, between nodes through ports, and in nodes again: for few nodes",
+    )
+    .reducing()
+    .of_nodes(),
+    algorithm(
+        "switch-all-reduce",
+        "allreduce",
+        all_reduce::switch,
+        "the switch reduces and stores: for large messages, where it can",
+    )
+    .reducing(),
     algorithm(
         "direct-all-gather",
         "allgather",
@@ -245,51 +255,46 @@ pub const ALGORITHMS: &[Algorithm] = &[
         "all write to all: where all ranks reach each other",
     ),
     algorithm("ring-all-gather", "allgather", all_gather::ring, "inputs go round: where links are a ring"),
-    Algorithm {
-        reduces: true,
-        ..algorithm(
-            "direct-reduce-scatter",
-            "reducescatter",
-            reduce_scatter::direct,
-            "all read from all: where all ranks reach each other",
-        )
-    },
-    Algorithm {
-        reduces: true,
-        ..algorithm(
-            "ring-reduce-scatter",
-            "reducescatter",
-            reduce_scatter::ring,
-            "parts go round: where links are a ring",
-        )
-    },
-    Algorithm {
-        inplace: false,
-        ..algorithm(
-            "direct-all-to-all",
-            "alltoall",
-            all_to_all::direct,
-            "all write to all: for large messages, not in place",
-        )
-    },
+    algorithm(
+        "direct-reduce-scatter",
+        "reducescatter",
+        reduce_scatter::direct,
+        "all read from all: where all ranks reach each other",
+    )
+    .reducing(),
+    algorithm(
+        "ring-reduce-scatter",
+        "reducescatter",
+        reduce_scatter::ring,
+        "parts go round: where links are a ring",
+    )
+    .reducing(),
+    algorithm(
+        "direct-all-to-all",
+        "alltoall",
+        all_to_all::direct,
+        "all write to all: for large messages, not in place",
+    )
+    .out_of_place(),
     algorithm(
         "pipelined-all-to-all",
         "alltoall",
         all_to_all::pipelined,
         "piece by piece through scratch: for large messages in place",
     ),
-    algorithm("packet-all-to-all", "alltoall", all_to_all::packets, "as packets: for small messages"),
-    Algorithm {
-        inplace: false,
-        ..algorithm("send-recv", "sendrecv", send_recv::shift, "each writes to the next, not in place")
-    },
-    Algorithm {
-        inplace: false,
-        ..algorithm(
-            "port-send-recv",
-            "sendrecv",
-            send_recv::port_shift,
-            "an engine moves each input to the next, not in place",
-        )
-    },
+    algorithm(
+        "packet-all-to-all",
+        "alltoall",
+        all_to_all::packets,
+        "as packets: for small messages, where signals are slow",
+    ),
+    algorithm("send-recv", "sendrecv", send_recv::shift, "each writes to the next, not in place")
+        .out_of_place(),
+    algorithm(
+        "port-send-recv",
+        "sendrecv",
+        send_recv::port_shift,
+        "an engine moves each input to the next, not in place",
+    )
+    .out_of_place(),
 ];

@@ -15,9 +15,12 @@ fn result(setting: &Setting, rank: &Rank) -> Result<Chunk> {
 /// 2. It tells all others, and waits for them, since they read its input.
 ///
 /// (n − 1)/n S bytes come to a rank. The right one where all ranks reach each other directly.
+///
+/// # Errors
+/// As [`Algorithm::program`](super::Algorithm::program).
 pub fn direct(setting: &Setting) -> Result<Program> {
+    let program = setting.program("direct-reduce-scatter", |n| Collective::reduce_scatter(n, 1))?;
     let n = setting.ranks;
-    let program = setting.program("direct-reduce-scatter", Collective::reduce_scatter(n, 1))?;
     let mesh = Mesh::<MemoryChannel>::all(&program)?;
     for own in 0..n {
         let (rank, part) = (program.rank(own)?, own.into());
@@ -35,9 +38,12 @@ pub fn direct(setting: &Setting) -> Result<Program> {
 ///
 /// Part r sets out from rank r + 1. Each rank adds its own to what comes and sends it to the next one; after n − 1 steps
 /// rank r has all of it. (n − 1)/n S bytes leave a rank, all to its neighbour: for large messages where links are a ring.
+///
+/// # Errors
+/// As [`Algorithm::program`](super::Algorithm::program).
 pub fn ring(setting: &Setting) -> Result<Program> {
+    let program = setting.program("ring-reduce-scatter", |n| Collective::reduce_scatter(n, 1))?;
     let n = setting.ranks;
-    let program = setting.program("ring-reduce-scatter", Collective::reduce_scatter(n, 1))?;
     let ring = Ring::of_memory(&program)?;
     let scratch = scratch(&program, u64::from(n) - 1)?;
     for own in 0..n {

@@ -8,9 +8,12 @@ use crate::{Collective, DataSync, Program, Result};
 /// Every rank writes its input to the next one's output.
 ///
 /// When the next rank has begun, S bytes go there, and a signal behind them.
+///
+/// # Errors
+/// As [`Algorithm::program`](super::Algorithm::program).
 pub fn shift(setting: &Setting) -> Result<Program> {
+    let program = setting.program("send-recv", |n| Collective::send_recv(n, 1))?;
     let n = setting.ranks;
-    let program = setting.program("send-recv", Collective::send_recv(n, 1))?;
     let ring = Ring::of_memory(&program)?;
     for own in 0..n {
         let there = program.rank((own + 1) % n)?.output().chunk(0)?;
@@ -23,9 +26,12 @@ pub fn shift(setting: &Setting) -> Result<Program> {
 }
 
 /// The same through ports: an engine moves the bytes, between nodes as well, and the thread block only waits.
+///
+/// # Errors
+/// As [`Algorithm::program`](super::Algorithm::program).
 pub fn port_shift(setting: &Setting) -> Result<Program> {
+    let program = setting.program("port-send-recv", |n| Collective::send_recv(n, 1))?;
     let n = setting.ranks;
-    let program = setting.program("port-send-recv", Collective::send_recv(n, 1))?;
     let ring = Ring::of_ports(&program)?;
     for own in 0..n {
         let there = program.rank((own + 1) % n)?.output().chunk(0)?;
