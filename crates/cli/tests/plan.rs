@@ -7,7 +7,7 @@ use std::{
     process::{Command, Output},
 };
 
-use antiphon_language::{Collective, DataSync, Options, Plan, Program, ReduceOp, Result};
+use antiphon_language::{Collective, DataSync, Options, Plan, Program, Protocol, ReduceOp, Result};
 
 /// Of two ranks, each reduces its chunk of both inputs into both outputs. In the end they meet, or do not.
 fn two_shot(ends_well: bool) -> Result<Plan> {
@@ -26,6 +26,21 @@ fn two_shot(ends_well: bool) -> Result<Plan> {
     }
     if ends_well {
         meet()?;
+    }
+    program.plan()
+}
+
+/// Each of two ranks sends its input as packets, and reduces its own with what comes.
+fn packets() -> Result<Plan> {
+    let options = Options { protocol: Protocol::LL, use_double_scratch_buffer: true, ..Options::default() };
+    let program = Program::new("packets", &Collective::all_reduce(2, 1), options);
+    let scratch = [program.rank(0)?.scratch(2)?, program.rank(1)?.scratch(2)?];
+    for own in [0, 1] {
+        let (rank, peer) = (program.rank(own)?, 1 - own);
+        let there = scratch[peer as usize].chunks(..)?;
+        program.memory_channel(peer, own)?.put_packets(there, rank.input().chunks(..2)?, 0)?;
+        let (come, sum) = (scratch[own as usize].chunks(..)?, rank.output().chunks(..2)?);
+        rank.reduce_packets(rank.input().chunks(..2)?, &[come], 1, sum, ReduceOp::Max)?;
     }
     program.plan()
 }
@@ -93,6 +108,16 @@ fn a_plan_that_is_not_proved_does_not_run() {
     let ran = folder.plan("run written.json --size 64K");
     assert!(!ran.status.success() && text(&ran.stderr).contains("error: "), "{}", text(&ran.stderr));
     assert_eq!(text(&ran.stdout), "");
+}
+
+/// Both forms of packets, of sizes that go in one launch and in several, in tensors of either kind.
+#[test]
+fn packets_travel_between_processes() {
+    let folder = Folder::with(&packets().unwrap());
+    for options in ["--packets ll8 --dtype bf16", "--packets ll16 --dtype i32 --symmetric"] {
+        let ran = folder.printed(&format!("run written.json --size 4K,2M --iterations 1 {options}"));
+        assert_eq!(ran.lines().filter(|line| line.ends_with("right")).count(), 2, "{options}: {ran}");
+    }
 }
 
 #[test]
