@@ -1,5 +1,6 @@
 """What docs/python.md shows, as a reader would try it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import worlds
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELLO, PENDING, SHARED, CUDA, COMPILED, FUSED, BACKEND, PEER = PROGRAMS
+HELLO, PENDING, SHARED, PLAN, CUDA, COMPILED, FUSED, BACKEND, PEER = PROGRAMS
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -32,6 +33,20 @@ def test_the_snippets_run() -> None:
         assert names["gradient"].tolist() == [2, 2, 2, 2]
         exec(SHARED, names)
         assert names["mine"].shape == (512, 512) and names["theirs"].dtype == torch.bfloat16
+
+    ranks.threads(2, body)
+
+
+def test_a_plan_runs(tmp_path: Path) -> None:
+    ring = Path(__file__).resolve().parent.parent / "examples" / "python" / "plans" / "all_gather_ring.py"
+    file = tmp_path / "ring.json"
+    build = [sys.executable, "-m", "antiphon", "plan", "build", str(ring), "-o", str(file), "--", "2"]
+    subprocess.run(build, check=True, env={**os.environ, "ANTIPHON_PYTHON": sys.executable})
+
+    def body(comm: antiphon.Communicator) -> None:
+        names = {"comm": comm, "np": np}
+        exec(PLAN.replace("ring.json", str(file)), names)
+        assert names["gathered"].tolist() == np.ones((8, 8)).tolist()  # type: ignore[attr-defined]
 
     ranks.threads(2, body)
 

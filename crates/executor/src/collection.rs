@@ -6,10 +6,11 @@ use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use crate::{ExecutorError, LoadedPlan, Options, error::Result};
 
-/// The plans of a communicator, from which every call takes the first that serves it: its collective, the sizes of its
-/// tensors, and their dtype if the plan was added for some only.
+/// The plans of a communicator, from which every call takes one: in the order in which they were added, the first that
+/// does its collective, whose limits and alignment fit the sizes of its tensors, and that was added for their dtype or for
+/// all. Nothing is measured and nothing preferred beyond that order, so plans for narrow ranges of sizes come first.
 ///
-/// Every rank adds the same plans in the same order, and so takes the same.
+/// Every rank adds the same plans in the same order, and so takes the same without asking the others.
 #[derive(Debug, Default)]
 pub struct AlgorithmCollection(Vec<Entry>);
 
