@@ -9,7 +9,8 @@ use antiphon_executor::{LoadedPlan, Options};
 use antiphon_fabric::LocalWorld;
 use antiphon_plan::{
     Plan, ReduceOp,
-    verify::{Options as Proof, VerifiedPlan},
+    simulate::{Cluster, fitting, simulate},
+    verify::{Options as Proof, VerifiedPlan, verify},
 };
 
 /// A small generator of numbers, the same in every run.
@@ -92,4 +93,25 @@ fn mutated_plans_that_are_proved_run() {
         ran += usize::from(done.iter().all(Result::is_ok));
     }
     assert!(ran > 3, "only {ran} ran");
+}
+
+/// The fuzzer begins with plans of the library. They are proved, and whatever is made of them is judged and played.
+#[test]
+fn mutated_plans_of_the_corpus_are_judged_and_played() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/corpus/plan_file");
+    let mut files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect();
+    files.sort();
+    let (cluster, mut numbers, mut judged) = (Cluster::from_spec("h200x2").unwrap(), Numbers(3), 0);
+    for file in &files {
+        let text = std::fs::read_to_string(file).unwrap();
+        let plan = Plan::from_json(text.as_bytes()).unwrap();
+        assert!(verify(&plan, &Proof::default()).proved, "{}", file.display());
+        for _ in 0..40 {
+            let Ok(plan) = Plan::from_json(&mutated(&text, &mut numbers)) else { continue };
+            let _ = verify(&plan, &Proof::default());
+            let _ = simulate(&plan, &cluster, fitting(&plan, 1 << 16));
+            judged += 1;
+        }
+    }
+    assert!(files.len() > 10 && judged > 100, "{judged} of {} files", files.len());
 }
