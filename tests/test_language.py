@@ -190,3 +190,15 @@ def test_install_serves_the_peer_in_this_process() -> None:
     finally:
         compat.uninstall("mscclpp.language")
     assert "mscclpp" not in sys.modules
+
+
+def test_the_verifier_names_lines_of_the_script() -> None:
+    with CollectiveProgram("lost", SendRecv(2, 1, False), 2) as program:
+        there, here = MemoryChannel(1, 0), MemoryChannel(0, 1)
+        there.put(Rank(1).get_output_buffer()[0:1], Rank(0).get_input_buffer()[0:1], tb=0)
+        there.signal(tb=0)
+        line = sys._getframe().f_lineno + 1
+        here.wait(tb=0), here.wait(tb=0)
+        proved, report = program.verify()
+    assert not proved
+    assert "deadlock" in report and "rank 1, thread block 0, op" in report and f"{__file__}:{line}" in report

@@ -888,6 +888,26 @@ class Program:
     ) -> str:
         """The finished plan's text. That signals have their waits is not checked."""
 
+    def verify(
+        self,
+        *,
+        name: str | None,
+        collective: str,
+        protocol: str,
+        inplace: bool,
+        instances: int,
+        instr_fusion: bool,
+        auto_sync: bool,
+        replication_policy: ReplicationPolicy,
+        reuse_resources: bool,
+        num_threads_per_block: int,
+        use_double_scratch_buffer: bool,
+        buffer_alignment: int,
+        min_message_size: int,
+        max_message_size: int,
+    ) -> tuple[bool, str]:
+        """Whether the finished plan is proved, and what the verifier says of it."""
+
     def lines(
         self,
         rank: int,

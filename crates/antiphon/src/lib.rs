@@ -52,8 +52,8 @@
 //! 4. **Who is where.** [`topology`] computes groups for tensor, pipeline, context and expert parallelism.
 //! 5. **Memory that all ranks see.** [`create_shared_buffer`](fabric::Communicator::create_shared_buffer).
 //! 6. **GPUs.** [`cuda`] has the collectives between them and what it takes to use them, [`nccl`] the same through NCCL.
-//! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which can be looked at before it is run. The usual
-//!    ones are in its [`library`](language::library).
+//! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which is proved and simulated before the
+//!    [`executor`] runs it. The usual ones are in its [`library`](language::library).
 //! 8. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`tuning`] the tables of
 //!    what is fastest.
 //!
@@ -69,6 +69,7 @@
 
 pub use antiphon_collectives as collectives;
 pub use antiphon_device as device;
+pub use antiphon_executor as executor;
 pub use antiphon_fabric as fabric;
 pub use antiphon_language as language;
 pub use antiphon_plan as plan;

@@ -25,6 +25,15 @@ class Gpu(NamedTuple):
     scratch_chunks: int
 
 
+class Verdict(NamedTuple):
+    """What the verifier says of a plan."""
+
+    #: Whether it is proved.
+    proved: bool
+    #: What was found.
+    report: str
+
+
 class _Header(TypedDict):
     """All of a plan but its operations, and how they are made."""
 
@@ -148,6 +157,11 @@ class CollectiveProgram:
         if indent == 2 and not json_kwargs:
             return text
         return json.dumps(json.loads(text), indent=indent, **json_kwargs)
+
+    def verify(self) -> Verdict:
+        """Proves the finished plan, or says what is wrong: with rank, thread block and operation, and the line of the script
+        that asked for it. Unlike :meth:`to_json` it takes any plan, also one whose signals and waits do not pair."""
+        return Verdict(*self._core.verify(**self._header()))
 
     def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
         """Of each operation of a thread block of the finished plan, the file and the line that asked for it: of fused

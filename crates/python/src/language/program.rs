@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use antiphon_language::{
     self as language, BufferChunks, BufferType, Collective, Options, SemaphoreId, SwitchEnds,
 };
-use antiphon_plan::{Op, Plan};
+use antiphon_plan::{Op, Plan, verify};
 use pyo3::{exceptions::PyIndexError, intern, prelude::*, types::PyDict};
 
 use super::{
@@ -183,6 +183,14 @@ impl Program {
     #[pyo3(signature = (**header))]
     fn to_json(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<String> {
         Ok(self.plan(py, header)?.to_json())
+    }
+
+    /// Whether the finished plan is proved, and what the verifier says of it, with the lines that asked for operations.
+    #[pyo3(signature = (**header))]
+    fn verify(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<(bool, String)> {
+        let plan = self.plan(py, header)?;
+        let report = py.detach(|| verify::verify(&plan, &verify::Options::default()));
+        Ok((report.proved, report.to_string()))
     }
 
     /// Of each operation of a thread block of the finished plan, the line that asked for it.
