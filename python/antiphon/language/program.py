@@ -5,8 +5,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from antiphon import _core
-from antiphon.language._context import get_program, set_program
-from antiphon.language._types import BufferType
+from antiphon.language.internal.globals import get_program, set_program
+from antiphon.language.internal.types import BufferType
 from antiphon.language.channel import *
 from antiphon.language.collectives import *
 from antiphon.language.rank import Buffer, Rank, Semaphore
