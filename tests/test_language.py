@@ -91,6 +91,14 @@ def test_a_collective_of_ones_own() -> None:
     assert [(gpu["input_chunks"], gpu["output_chunks"]) for gpu in plan["gpus"]] == [(4, 0), (0, 4)]
 
 
+def test_a_program_needs_buffers_of_all_its_ranks() -> None:
+    with pytest.raises(TypeError, match="init_buffers of Collective"):
+        CollectiveProgram("none", Collective(2, 1, False), 2)
+    with pytest.raises(IndexError, match="3 ranks, and .* of 2"):
+        CollectiveProgram("few", AllReduce(2, 1, False), 3)
+    assert len(CollectiveProgram("many", AllReduce(3, 1, False), 2).gpus) == 2
+
+
 def test_operations_know_the_line_of_the_script() -> None:
     with CollectiveProgram("lines", TestCollective(2, 2, 2), 2) as program:
         channel = MemoryChannel(1, 0)
