@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
 
 from antiphon._results import RmsNormResult
-from antiphon.language._types import BufferType, ReduceOperationType, SyncType
+from antiphon.language.internal.types import BufferType, ReduceOperationType, SyncType
 from antiphon.language.utils import ReplicationPolicy
 
 class _Program(Protocol):
@@ -46,6 +46,8 @@ __all__ = [
     "__version__",
     "after_fork",
     "compute_fp4_swizzled_layout_sf_size",
+    "library_names",
+    "library_plan",
     "main",
     "strided_memory",
 ]
@@ -946,3 +948,23 @@ class Program:
         max_message_size: int,
     ) -> list[tuple[str, int] | None]:
         """Of each operation of a thread block of the finished plan, the file and line that asked for it."""
+
+def library_names() -> list[str]:
+    """The algorithms of ``antiphon.language.library``."""
+
+def library_plan(
+    name: str,
+    ranks: int,
+    *,
+    nodes: int,
+    inplace: bool,
+    reduce_op: ReduceOperationType,
+    unit_size: int,
+    instances: int,
+    reuse_resources: bool,
+    num_threads_per_block: int,
+    buffer_alignment: int,
+    min_message_size: int,
+    max_message_size: int,
+) -> str:
+    """The plan's text; see ``antiphon.language.library.build``."""
