@@ -198,8 +198,10 @@ fn groups_of_2_on_4_gpus() {
         let mut expected = mine.clone();
         pair.all_reduce_in_place(&mut expected, SUM)?;
         let buffer = rank.upload(&mine)?;
-        let device = antiphon_tensor::Device::Cuda(me as u32);
+        let device = antiphon_tensor::Device::Cuda(context.device().ordinal());
         let at = buffer.pointer().0 as usize as *mut u8;
+        collectives.prepare(DType::BF16, SUM)?;
+        rank.meet()?;
         // SAFETY: the buffer lives until `download` has waited.
         unsafe {
             let shape = [mine.len()];
@@ -210,6 +212,7 @@ fn groups_of_2_on_4_gpus() {
         }
         let got = rank.download(&buffer, 0, 2 * mine.len())?;
         collectives.check()?;
+        rank.meet()?;
         rank.same("all_reduce in a group", &got, &expected)
     });
 }

@@ -18,6 +18,9 @@ fn symmetric_memory(world_size: usize) {
         let arena = CudaArena::new(&rank.comm, context, 8 << 20, 0)?;
         let (own, len) = (arena.pointer(rank.comm.rank()), arena.len() as u64);
         rank.collectives.register(Arc::new(arena).into())?;
+        [ReduceOp::Sum, ReduceOp::Max]
+            .into_iter()
+            .try_for_each(|op| rank.collectives.prepare(DType::F32, op))?;
         for count in [1, 1000, 1_000_000] {
             let mine = values::<f32>(rank.comm.rank(), count);
             let mut expected = vec![0.0f32; count];
@@ -26,6 +29,7 @@ fn symmetric_memory(world_size: usize) {
             let at = |pointer: DevicePointer| At(pointer.0, DType::F32, count);
             // SAFETY: both have as many bytes and live until the stream is done.
             unsafe { memory::copy(rank.stream.borrow(), there, output.pointer(), 4 * count) }?;
+            rank.meet()?;
             rank.queue(ONE, at(there), at(output.pointer()))?;
             let got = rank.download(&output, 0, 4 * count)?;
             rank.same("one-shot from an arena", &got, &expected)?;
@@ -33,6 +37,7 @@ fn symmetric_memory(world_size: usize) {
             rank.queue(What::AllReduce(ReduceOp::Max, None), at(there), at(output.pointer()))?;
             let got = rank.download(&output, 0, 4 * count)?;
             rank.same("two-shot in place of an arena", &got, &expected)?;
+            rank.meet()?;
         }
         let beyond = At(own.offset(len - 8).0, DType::F32, 4);
         let error = rank.queue(TWO, beyond, beyond).unwrap_err().to_string();
