@@ -124,14 +124,6 @@ pub enum Kind {
         /// Who (as the places of the finding) waits for what.
         waits: Vec<Missing>,
     },
-    /// Several blocks take from one counter, and whether all get what they need, or what else was found is really so, may
-    /// depend on who comes first.
-    Contended {
-        /// Which counter.
-        counter: Counted,
-        /// Who takes from it.
-        blocks: Vec<ThreadBlockId>,
-    },
     /// Two accesses to the same bytes, of which nothing says which comes first.
     Race {
         /// Which accesses.
@@ -239,7 +231,6 @@ impl Kind {
             Kind::Barrier { .. } => "barrier",
             Kind::Unbalanced { .. } => "unbalanced",
             Kind::Deadlock { .. } => "deadlock",
-            Kind::Contended { .. } => "contended",
             Kind::Race { .. } => "race",
             Kind::Late { .. } => "late",
             Kind::MixedScratch { .. } => "mixed_scratch",
@@ -255,6 +246,17 @@ impl Kind {
     }
 }
 
+/// A thread block took from a counter from which another could have taken in its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Served {
+    /// From which.
+    pub counter: Counted,
+    /// Whose block.
+    pub rank: Rank,
+    /// Which block.
+    pub block: ThreadBlockId,
+}
+
 /// Something that was found, and where.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finding {
@@ -264,13 +266,20 @@ pub struct Finding {
     pub places: Vec<Place>,
     /// For each of them, the line that made it, where it is known.
     pub origins: Vec<Option<Origin>>,
+    /// Where it depends on who takes from a counter first: who does, in order, in a run in which it happens.
+    pub served: Vec<Served>,
 }
 
 impl Finding {
     /// With the origins that the plan knows.
     pub(super) fn new(plan: &Plan, kind: Kind, places: Vec<Place>) -> Self {
         let origins = places.iter().map(|&place| origin(plan, place)).collect();
-        Finding { kind, places, origins }
+        Finding { kind, places, origins, served: Vec::new() }
+    }
+
+    /// In a run with these takes.
+    pub(super) fn served(self, served: Vec<Served>) -> Self {
+        Finding { served, ..self }
     }
 
     /// See [`Kind::severity`].

@@ -72,6 +72,7 @@ mod lower;
 mod order;
 mod program;
 mod races;
+mod runs;
 mod schedule;
 mod sizes;
 mod structure;
@@ -86,8 +87,9 @@ use crate::plan::Plan;
 use crate::resolve::Wiring;
 
 pub use expect::{Expectation, Expected, Source};
-pub use finding::{Finding, Hazard, Kind, Missing, Region, Severity};
+pub use finding::{Finding, Hazard, Kind, Missing, Region, Served, Severity};
 pub use program::Counted;
+use runs::Runs;
 
 /// Most findings of one sort.
 const FINDINGS: usize = 32;
@@ -256,11 +258,12 @@ fn at_size(
         }
     };
     let orders = order::orders(&program, &cells, &schedule).map_err(whole)?;
-    let races = races::find(&program, &cells, &schedule, &orders, FINDINGS);
-    if races.iter().any(|finding| finding.severity() == Severity::Error) {
-        findings.extend(schedule::contended(&program));
-    }
-    findings.extend(races);
-    findings.extend(values::check(&program, &cells, &schedule, expectation, FINDINGS).map_err(whole)?);
+    let runs = Runs::new(&program, &cells);
+    findings.extend(races::find(&program, &cells, &schedule, &orders, &runs, FINDINGS).map_err(whole)?);
+    let values = match program.contended() {
+        true => values::check_runs(&program, &cells, &runs, expectation, FINDINGS),
+        false => values::check(&program, &cells, &schedule, expectation, FINDINGS),
+    };
+    findings.extend(values.map_err(whole)?);
     stop(findings)
 }

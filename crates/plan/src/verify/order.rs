@@ -93,6 +93,27 @@ struct Line {
     news: Vec<Rc<Clock>>,
 }
 
+/// Nothing is known yet of who writes packets. Where several do and it depends on who takes from a counter first which of
+/// them is the first, nothing will be.
+fn first_writers(program: &Program<'_>, cells: &Cells) -> Vec<Option<Rc<Clock>>> {
+    let mut first = vec![None; cells.len()];
+    if program.contended() {
+        let nothing = Rc::new(Clock::default());
+        let mut writers = vec![0u32; cells.len()];
+        for each in &program.moves {
+            for dest in program.dests(each).iter().filter(|dest| dest.view.packets()) {
+                for cell in dest.cell as usize..(dest.cell + each.pieces) as usize {
+                    writers[cell] += 1;
+                    if writers[cell] > 1 {
+                        first[cell] = Some(nothing.clone());
+                    }
+                }
+            }
+        }
+    }
+    first
+}
+
 struct Walk<'p, 'a> {
     program: &'p Program<'a>,
     lines: Timelines,
@@ -128,7 +149,7 @@ impl<'p, 'a> Walk<'p, 'a> {
             ports: (0..lines.ports).map(|port| line(lines.port(port))).collect(),
             come: vec![0; program.meetings.len()],
             taken: program.counters.iter().map(|counter| vec![0; counter.acquirers.len()]).collect(),
-            packets: vec![None; cells.len()],
+            packets: first_writers(program, cells),
             entries: 0,
             order: Order {
                 before: vec![nothing; cells.pieces],
@@ -296,7 +317,7 @@ impl<'p, 'a> Walk<'p, 'a> {
     /// needed, less all that the others can have added by then.
     fn acquire(&mut self, agent: u32, counter: u32, orders: bool) {
         let of = &self.program.counters[counter as usize];
-        let own = of.acquirers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered");
+        let own = of.acquirer(agent);
         let taken = &mut self.taken[counter as usize][own];
         *taken += 1;
         let needed = i64::from(*taken).saturating_sub(of.initial);

@@ -4,9 +4,10 @@ use std::collections::{BTreeSet, HashSet};
 
 use super::cells::Cells;
 use super::clock::Clock;
-use super::finding::{Finding, Hazard, Kind};
+use super::finding::{Finding, Hazard, Kind, Served};
 use super::order::{Orders, Timelines};
 use super::program::{Move, Program, View, What};
+use super::runs::{Goal, Hold, Runs};
 use super::schedule::Schedule;
 use crate::ids::Rank;
 
@@ -20,25 +21,43 @@ struct Done {
     packets: bool,
 }
 
-/// The last write of a cell, and the reads since.
+/// The last write of a cell, and the reads since; all of them, where it depends on the run which was the last.
 #[derive(Clone, Default)]
 struct History {
-    write: Option<Done>,
+    writes: Vec<Done>,
     reads: Vec<Done>,
 }
 
+/// Most pairs of accesses to one cell.
+const LIMIT: u64 = 1 << 28;
+
 /// Races, buffers that are still used when their rank has ended, and ranks whose buffers are used before they begin.
+///
+/// The clocks know what is ordered in every run, but where several blocks add to a counter or take from it perhaps not all
+/// of it: there, what they leave open is looked for in the runs.
+///
+/// # Errors
+/// [`Kind::TooLarge`]
 pub(super) fn find(
     program: &Program<'_>,
     cells: &Cells,
     schedule: &Schedule,
     orders: &Orders,
+    runs: &Runs<'_, '_>,
     limit: usize,
-) -> Vec<Finding> {
+) -> Result<Vec<Finding>, Kind> {
+    let single = |each: &[(u32, u32)]| each.len() <= 1;
     let mut races = Races {
         program,
         cells,
         orders,
+        runs,
+        sure: program
+            .counters
+            .iter()
+            .all(|counter| single(&counter.acquirers) && single(&counter.releasers)),
+        contended: program.contended(),
+        pairs: 0,
         lines: Timelines::new(program),
         agents: agents(program),
         history: vec![History::default(); cells.len()],
@@ -48,17 +67,20 @@ pub(super) fn find(
     };
     for &(agent, step) in schedule {
         if let What::Move(moves) | What::Push { moves, .. } = &program.steps[step as usize].what {
-            moves.clone().for_each(|at| races.accesses(agent, step, at));
+            moves.clone().try_for_each(|at| races.accesses(agent, step, at))?;
         }
         if races.found.len() >= limit {
-            return races.found;
+            return Ok(races.found);
+        }
+        if races.pairs > LIMIT {
+            return Err(Kind::TooLarge { what: "pairs of accesses to the same bytes", limit: LIMIT });
         }
     }
-    races.late();
+    races.late()?;
     for &(rank, owner) in &races.early {
         races.found.push(Finding::new(program.plan, Kind::Unstarted { rank, owner }, Vec::new()));
     }
-    races.found
+    Ok(races.found)
 }
 
 /// The agents of each rank.
@@ -76,6 +98,12 @@ struct Races<'p, 'a> {
     program: &'p Program<'a>,
     cells: &'p Cells,
     orders: &'p Orders,
+    runs: &'p Runs<'p, 'a>,
+    /// Whether the clocks know everything.
+    sure: bool,
+    /// Whether the order of accesses depends on the run.
+    contended: bool,
+    pairs: u64,
     lines: Timelines,
     agents: Vec<std::ops::Range<u32>>,
     history: Vec<History>,
@@ -86,7 +114,7 @@ struct Races<'p, 'a> {
 }
 
 impl Races<'_, '_> {
-    fn accesses(&mut self, agent: u32, step: u32, at: u32) {
+    fn accesses(&mut self, agent: u32, step: u32, at: u32) -> Result<(), Kind> {
         let program = self.program;
         let each = &program.moves[at as usize];
         let timeline = each.port.map_or(agent, |port| self.lines.port(port));
@@ -96,13 +124,14 @@ impl Races<'_, '_> {
             let done = Done { timeline, level, piece: each.first_piece + piece, step, packets };
             for source in program.sources(each) {
                 self.started(agent, source.view, done.piece);
-                self.read(source.cell + piece, done);
+                self.read(source.cell + piece, done)?;
             }
             for dest in program.dests(each) {
                 self.started(agent, dest.view, done.piece);
-                self.write(dest.cell + piece, done);
+                self.write(dest.cell + piece, done)?;
             }
         }
+        Ok(())
     }
 
     fn started(&mut self, agent: u32, view: View, piece: u32) {
@@ -115,30 +144,40 @@ impl Races<'_, '_> {
         }
     }
 
-    fn read(&mut self, cell: u32, done: Done) {
-        if let Some(write) = self.history[cell as usize].write
-            && !self.before(write, &self.orders.data.before[done.piece as usize])
-        {
-            self.race(Hazard::ReadAfterWrite, cell, write, done);
+    fn read(&mut self, cell: u32, done: Done) -> Result<(), Kind> {
+        let mut history = std::mem::take(&mut self.history[cell as usize]);
+        for &write in &history.writes {
+            self.pairs += 1;
+            if !self.before(write, &self.orders.data.before[done.piece as usize]) {
+                self.race(Hazard::ReadAfterWrite, cell, write, done)?;
+            }
         }
-        self.history[cell as usize].reads.push(done);
+        history.reads.push(done);
+        self.history[cell as usize] = history;
+        Ok(())
     }
 
-    fn write(&mut self, cell: u32, done: Done) {
-        let history = std::mem::take(&mut self.history[cell as usize]);
-        if let Some(write) = history.write
-            && !self.before(write, &self.orders.data.before[done.piece as usize])
-        {
-            self.race(Hazard::WriteAfterWrite, cell, write, done);
+    fn write(&mut self, cell: u32, done: Done) -> Result<(), Kind> {
+        let mut history = std::mem::take(&mut self.history[cell as usize]);
+        self.pairs += (history.writes.len() + history.reads.len()) as u64;
+        for &write in &history.writes {
+            if !self.before(write, &self.orders.data.before[done.piece as usize]) {
+                self.race(Hazard::WriteAfterWrite, cell, write, done)?;
+            }
         }
-        for read in history.reads {
+        for &read in &history.reads {
             // A move reads a byte before it writes it.
             let same = read.piece == done.piece;
             if !same && !self.before(read, &self.orders.execution.before[done.piece as usize]) {
-                self.race(Hazard::WriteAfterRead, cell, read, done);
+                self.race(Hazard::WriteAfterRead, cell, read, done)?;
             }
         }
-        self.history[cell as usize].write = Some(done);
+        if !self.contended {
+            history = History::default();
+        }
+        history.writes.push(done);
+        self.history[cell as usize] = history;
+        Ok(())
     }
 
     fn before(&self, first: Done, known: &Clock) -> bool {
@@ -146,33 +185,61 @@ impl Races<'_, '_> {
             || first.packets && known.reaches(self.lines.piece(first.piece), 1)
     }
 
-    fn race(&mut self, hazard: Hazard, cell: u32, first: Done, second: Done) {
-        if self.seen.insert((first.step, second.step)) {
-            let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
-            let kind = Kind::Race { hazard, region: self.cells.region(cell) };
-            self.found.push(Finding::new(self.program.plan, kind, places.to_vec()));
+    /// Two accesses that the clocks do not order.
+    fn race(&mut self, hazard: Hazard, cell: u32, first: Done, second: Done) -> Result<(), Kind> {
+        if self.seen.contains(&(first.step, second.step)) {
+            return Ok(());
         }
+        let Some(served) = self.happens([Some(first.piece), Some(second.piece)], Goal::Together)? else {
+            return Ok(());
+        };
+        self.seen.insert((first.step, second.step));
+        let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
+        let kind = Kind::Race { hazard, region: self.cells.region(cell) };
+        self.found.push(Finding::new(self.program.plan, kind, places.to_vec()).served(served));
+        Ok(())
+    }
+
+    /// Who takes in which order in a run in which what the clocks leave open happens. What relaxed signals leave unseen is
+    /// open in every run: the clocks are believed.
+    fn happens(&self, pieces: [Option<u32>; 2], goal: Goal) -> Result<Option<Vec<Served>>, Kind> {
+        if self.sure {
+            return Ok(Some(Vec::new()));
+        }
+        let relaxed = !std::rc::Rc::ptr_eq(&self.orders.data, &self.orders.execution);
+        let state = self.runs.find(Hold { pieces }, goal)?;
+        Ok(state.map(|state| state.served).or_else(|| relaxed.then(Vec::new)))
     }
 
     /// The caller has its buffers back when its rank has ended.
-    fn late(&mut self) {
+    fn late(&mut self) -> Result<(), Kind> {
         for gpu in &self.program.plan.gpus {
             let (data, execution) =
                 (&self.orders.data.end[gpu.id.index()], &self.orders.execution.end[gpu.id.index()]);
             for kind in [View::INPUT, View::OUTPUT] {
                 for cell in self.cells.of(View::new(gpu.id, kind)) {
-                    let History { write, reads } = &self.history[cell as usize];
-                    let write = write.filter(|&write| !self.before(write, data));
-                    let read = reads.iter().copied().find(|&read| !self.before(read, execution));
-                    let Some(late) = write.or(read) else { continue };
-                    if self.seen.insert((late.step, u32::MAX)) {
+                    let History { writes, reads } = &self.history[cell as usize];
+                    let writes = writes.iter().filter(|&&write| !self.before(write, data));
+                    let reads = reads.iter().filter(|&&read| !self.before(read, execution));
+                    let open: Vec<_> =
+                        writes.map(|&write| (write, true)).chain(reads.map(|&read| (read, false))).collect();
+                    for (late, written) in open {
+                        if self.seen.contains(&(late.step, u32::MAX)) {
+                            break;
+                        }
+                        let goal = Goal::Ended(gpu.id);
+                        let Some(served) = self.happens([Some(late.piece), None], goal)? else { continue };
+                        self.seen.insert((late.step, u32::MAX));
                         let place = self.program.steps[late.step as usize].place;
-                        let kind = Kind::Late { region: self.cells.region(cell), written: write.is_some() };
-                        self.found.push(Finding::new(self.program.plan, kind, vec![place]));
+                        let kind = Kind::Late { region: self.cells.region(cell), written };
+                        let finding = Finding::new(self.program.plan, kind, vec![place]);
+                        self.found.push(finding.served(served));
+                        break;
                     }
                 }
             }
         }
+        Ok(())
     }
 }
 

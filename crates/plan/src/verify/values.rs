@@ -6,8 +6,9 @@ use std::rc::Rc;
 
 use super::cells::{Cells, buffer};
 use super::expect::{Expectation, Expected};
-use super::finding::{Finding, Kind};
+use super::finding::{Finding, Kind, Served};
 use super::program::{Move, Program, View, What};
+use super::runs::{Runs, State, Watch};
 use super::schedule::Schedule;
 use crate::ids::Rank;
 use crate::op::{BufferType, ReduceOp};
@@ -107,10 +108,12 @@ pub(super) fn check(
     expectation: Option<&Expectation>,
     limit: usize,
 ) -> Result<Vec<Finding>, Kind> {
-    let mut run = Run::new(program, cells);
+    let mut run = Run::new(program, cells, expectation, limit);
     for &(_, step) in schedule {
         if let What::Move(moves) | What::Push { moves, .. } = &program.steps[step as usize].what {
-            program.moves(moves).iter().for_each(|each| run.transfer(step, each));
+            for each in program.moves(moves) {
+                (0..each.pieces).for_each(|piece| run.transfer(step, each, piece));
+            }
         }
         if run.values.contributions > LIMIT {
             return Err(Kind::TooLarge { what: "contributions", limit: LIMIT as u64 });
@@ -119,14 +122,30 @@ pub(super) fn check(
             return Ok(run.found);
         }
     }
-    match expectation {
-        None => {}
-        Some(Expectation::Table(rows)) => {
-            let rows = rows.iter().filter_map(|row| run.wrong(row)).take(limit);
-            let wrong: Vec<_> = rows.collect();
-            run.found.extend(wrong);
-        }
-        Some(Expectation::SendReceive) => run.send_receive(),
+    run.results();
+    Ok(run.found)
+}
+
+/// The same in every run, and runs that do not end.
+///
+/// # Errors
+/// [`Kind::TooLarge`]
+pub(super) fn check_runs(
+    program: &Program<'_>,
+    cells: &Cells,
+    runs: &Runs<'_, '_>,
+    expectation: Option<&Expectation>,
+    limit: usize,
+) -> Result<Vec<Finding>, Kind> {
+    let mut run = Run::new(program, cells, expectation, limit);
+    let stuck = runs.watch(run.holds.clone(), &mut run)?;
+    if run.values.contributions > LIMIT {
+        return Err(Kind::TooLarge { what: "contributions", limit: LIMIT as u64 });
+    }
+    if let Some(state) = stuck {
+        let (places, waits) = runs.waits(&state).into_iter().unzip();
+        let finding = Finding::new(program.plan, Kind::Deadlock { waits }, places);
+        run.found.push(finding.served(state.served));
     }
     Ok(run.found)
 }
@@ -134,6 +153,8 @@ pub(super) fn check(
 struct Run<'p, 'a> {
     program: &'p Program<'a>,
     cells: &'p Cells,
+    expectation: Option<&'p Expectation>,
+    limit: usize,
     values: Values,
     /// What each cell holds.
     holds: Vec<u32>,
@@ -143,7 +164,12 @@ struct Run<'p, 'a> {
 }
 
 impl<'p, 'a> Run<'p, 'a> {
-    fn new(program: &'p Program<'a>, cells: &'p Cells) -> Self {
+    fn new(
+        program: &'p Program<'a>,
+        cells: &'p Cells,
+        expectation: Option<&'p Expectation>,
+        limit: usize,
+    ) -> Self {
         let mut values = Values::new();
         let mut holds = vec![NOTHING; cells.len()];
         for gpu in &program.plan.gpus {
@@ -156,31 +182,51 @@ impl<'p, 'a> Run<'p, 'a> {
             }
         }
         let (seen, overwritten) = (HashSet::new(), HashSet::new());
-        Run { program, cells, values, holds, seen, overwritten, found: Vec::new() }
+        Run { program, cells, expectation, limit, values, holds, seen, overwritten, found: Vec::new() }
     }
 
-    fn transfer(&mut self, step: u32, each: &Move) {
+    fn transfer(&mut self, step: u32, each: &Move, piece: u32) {
         let program = self.program;
         let mut parts = Vec::new();
-        for piece in 0..each.pieces {
-            parts.clear();
-            for source in program.sources(each) {
-                let cell = source.cell + piece;
-                parts.push(match self.holds[cell as usize] {
-                    NOTHING => {
-                        self.unwritten(step, cell);
-                        REPORTED
-                    }
-                    value => value,
-                });
+        for source in program.sources(each) {
+            let cell = source.cell + piece;
+            parts.push(match self.holds[cell as usize] {
+                NOTHING => {
+                    self.unwritten(step, cell);
+                    REPORTED
+                }
+                value => value,
+            });
+        }
+        let value = match each.combine {
+            Some(op) => self.values.reduced(op, &parts),
+            None => parts[0],
+        };
+        for dest in program.dests(each) {
+            self.holds[(dest.cell + piece) as usize] = value;
+            self.overwrites(step, dest.view, dest.cell + piece);
+        }
+    }
+
+    /// What is wrong at the end of a run.
+    fn results(&mut self) {
+        match self.expectation {
+            None => {}
+            Some(Expectation::Table(rows)) => {
+                let limit = self.limit;
+                let rows = rows.iter().filter_map(|row| self.wrong(row)).take(limit);
+                let wrong: Vec<_> = rows.collect();
+                self.found.extend(wrong);
             }
-            let value = match each.combine {
-                Some(op) => self.values.reduced(op, &parts),
-                None => parts[0],
-            };
-            for dest in program.dests(each) {
-                self.holds[(dest.cell + piece) as usize] = value;
-                self.overwrites(step, dest.view, dest.cell + piece);
+            Some(Expectation::SendReceive) => self.send_receive(),
+        }
+    }
+
+    /// What has been found since there were `before`, if it is new, is of a run with these takes.
+    fn found_in(&mut self, before: usize, served: &[Served]) {
+        for finding in self.found.split_off(before) {
+            if self.found.iter().all(|other| other.kind != finding.kind || other.places != finding.places) {
+                self.found.push(finding.served(served.to_vec()));
             }
         }
     }
@@ -304,6 +350,27 @@ impl<'p, 'a> Run<'p, 'a> {
             };
             self.found.push(Finding::new(self.program.plan, kind, Vec::new()));
         }
+    }
+}
+
+impl Watch for Run<'_, '_> {
+    fn moved(&mut self, holds: &mut Vec<u32>, served: &[Served], step: u32, (at, piece): (u32, u32)) {
+        let before = self.found.len();
+        std::mem::swap(holds, &mut self.holds);
+        self.transfer(step, &self.program.moves[at as usize], piece);
+        std::mem::swap(holds, &mut self.holds);
+        self.found_in(before, served);
+    }
+
+    fn ended(&mut self, state: &State) {
+        let before = self.found.len();
+        self.holds.clone_from(&state.holds);
+        self.results();
+        self.found_in(before, &state.served);
+    }
+
+    fn enough(&self) -> bool {
+        self.found.len() >= self.limit || self.values.contributions > LIMIT
     }
 }
 
