@@ -55,6 +55,17 @@ pub enum Missing {
     Packets,
 }
 
+/// What bytes of scratch are taken for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mistake {
+    /// Packets for plain data: their flags are read.
+    PacketsForData,
+    /// Plain data for packets: it may equal their flag.
+    DataForPackets,
+    /// The same, the data being what the launch before left there.
+    LaunchBefore,
+}
+
 /// What is wrong, or noteworthy. Of the places of a [`Finding`], the first is where it is.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -138,10 +149,12 @@ pub enum Kind {
         /// Whether they are written.
         written: bool,
     },
-    /// Scratch bytes are used as packets and plain.
+    /// Scratch bytes that are used as packets and plain are taken for what they are not. The second place wrote them.
     MixedScratch {
-        /// Whose scratch.
-        rank: Rank,
+        /// The bytes, as their reader reads them.
+        region: Region,
+        /// What they are taken for.
+        mistake: Mistake,
     },
     /// What is read was never written.
     Unwritten {

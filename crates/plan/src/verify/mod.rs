@@ -69,6 +69,7 @@ mod counters;
 mod expect;
 mod finding;
 mod lower;
+mod mixed;
 mod order;
 mod program;
 mod races;
@@ -87,7 +88,7 @@ use crate::plan::Plan;
 use crate::resolve::Wiring;
 
 pub use expect::{Expectation, Expected, Source};
-pub use finding::{Finding, Hazard, Kind, Missing, Region, Served, Severity};
+pub use finding::{Finding, Hazard, Kind, Missing, Mistake, Region, Served, Severity};
 pub use program::Counted;
 use runs::Runs;
 
@@ -247,7 +248,6 @@ fn at_size(
     let mut program = lower::program(plan, wiring, extent)?;
     let mut findings = schedule::unbalanced(&program);
     findings.truncate(FINDINGS);
-    findings.extend(races::mixed_scratch(&program));
     let cuts = values::cuts(&program, expectation);
     let cells = cells::cut(&mut program, &cuts).map_err(whole)?;
     let schedule = match schedule::run(&program, &cells) {
@@ -264,6 +264,12 @@ fn at_size(
         true => values::check_runs(&program, &cells, &runs, expectation, FINDINGS),
         false => values::check(&program, &cells, &schedule, expectation, FINDINGS),
     };
-    findings.extend(values.map_err(whole)?);
-    stop(findings)
+    let (wrong, left) = values.map_err(whole)?;
+    findings.extend(wrong);
+    let findings = stop(findings)?;
+    if cells.mixed() {
+        let fooled = mixed::find(&program, &cells, &schedule, &orders, &runs, &left, FINDINGS);
+        stop(fooled.map_err(whole)?)?;
+    }
+    Ok(findings)
 }

@@ -22,6 +22,8 @@ const ROUNDS: usize = 6;
 pub(super) struct Order {
     /// Of each piece of a move, what is known before it.
     pub before: Vec<Rc<Clock>>,
+    /// Of each move, what is known before any packets that it waits for.
+    pub start: Vec<Rc<Clock>>,
     /// Of each move, the level that its timeline has when it is done.
     pub level: Vec<u32>,
     /// Of each rank, what is known when it has ended: its blocks have, and its ports are flushed.
@@ -37,6 +39,13 @@ pub(super) struct Order {
 pub(super) struct Orders {
     pub data: Rc<Order>,
     pub execution: Rc<Order>,
+}
+
+impl Orders {
+    /// Whether relaxed signals make a difference.
+    pub fn relaxed(&self) -> bool {
+        !Rc::ptr_eq(&self.data, &self.execution)
+    }
 }
 
 /// Timelines are numbered: agents, then ports, then pieces.
@@ -152,7 +161,8 @@ impl<'p, 'a> Walk<'p, 'a> {
             packets: first_writers(program, cells),
             entries: 0,
             order: Order {
-                before: vec![nothing; cells.pieces],
+                before: vec![nothing.clone(); cells.pieces],
+                start: vec![nothing; program.moves.len()],
                 level: vec![0; program.moves.len()],
                 end: Vec::new(),
                 sent: (program.counters.iter())
@@ -348,6 +358,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         let program = self.program;
         let each = &program.moves[at as usize];
         self.order.level[at as usize] = level;
+        self.order.start[at as usize] = known.clone();
         for piece in 0..each.pieces {
             let known = if each.awaits { self.behind_packets(each, piece, &known) } else { known.clone() };
             if each.awaits {

@@ -5,8 +5,8 @@ use std::collections::{BTreeSet, HashSet};
 use super::cells::Cells;
 use super::clock::Clock;
 use super::finding::{Finding, Hazard, Kind, Served};
-use super::order::{Orders, Timelines};
-use super::program::{Move, Program, View, What};
+use super::order::{Order, Orders, Timelines};
+use super::program::{Program, View, What};
 use super::runs::{Goal, Hold, Runs};
 use super::schedule::Schedule;
 use crate::ids::Rank;
@@ -16,9 +16,14 @@ use crate::ids::Rank;
 struct Done {
     timeline: u32,
     level: u32,
+    at: u32,
     piece: u32,
     step: u32,
     packets: bool,
+    /// As packets, in the history of the plain bytes that they take.
+    foreign: bool,
+    /// Whether it begins when it looks for packets, and not when they are there.
+    polls: bool,
 }
 
 /// The last write of a cell, and the reads since; all of them, where it depends on the run which was the last.
@@ -52,11 +57,8 @@ pub(super) fn find(
         cells,
         orders,
         runs,
-        sure: program
-            .counters
-            .iter()
-            .all(|counter| single(&counter.acquirers) && single(&counter.releasers)),
-        contended: program.contended(),
+        sure: program.counters.iter().all(|counter| single(&counter.acquirers) && single(&counter.releasers)),
+        every: program.contended() || cells.mixed(),
         pairs: 0,
         lines: Timelines::new(program),
         agents: agents(program),
@@ -101,8 +103,8 @@ struct Races<'p, 'a> {
     runs: &'p Runs<'p, 'a>,
     /// Whether the clocks know everything.
     sure: bool,
-    /// Whether the order of accesses depends on the run.
-    contended: bool,
+    /// Whether all accesses of a cell are kept: their order depends on the run, or not each takes all of its bytes.
+    every: bool,
     pairs: u64,
     lines: Timelines,
     agents: Vec<std::ops::Range<u32>>,
@@ -121,14 +123,25 @@ impl Races<'_, '_> {
         let packets = program.dests(each).iter().any(|dest| dest.view.packets());
         let level = self.orders.execution.level[at as usize];
         for piece in 0..each.pieces {
-            let done = Done { timeline, level, piece: each.first_piece + piece, step, packets };
+            let (foreign, polls, number) = (false, false, each.first_piece + piece);
+            let done = Done { timeline, level, at, piece: number, step, packets, foreign, polls };
             for source in program.sources(each) {
                 self.started(agent, source.view, done.piece);
                 self.read(source.cell + piece, done)?;
+                if source.view.packets() {
+                    for plain in self.cells.shared(source.view, source.cell + piece) {
+                        self.read(plain, Done { foreign: true, polls: each.awaits, ..done })?;
+                    }
+                }
             }
             for dest in program.dests(each) {
                 self.started(agent, dest.view, done.piece);
                 self.write(dest.cell + piece, done)?;
+                if dest.view.packets() {
+                    for plain in self.cells.shared(dest.view, dest.cell + piece) {
+                        self.write(plain, Done { foreign: true, ..done })?;
+                    }
+                }
             }
         }
         Ok(())
@@ -148,7 +161,7 @@ impl Races<'_, '_> {
         let mut history = std::mem::take(&mut self.history[cell as usize]);
         for &write in &history.writes {
             self.pairs += 1;
-            if !self.before(write, &self.orders.data.before[done.piece as usize]) {
+            if !self.ordered(write, done, &self.orders.data) {
                 self.race(Hazard::ReadAfterWrite, cell, write, done)?;
             }
         }
@@ -161,23 +174,32 @@ impl Races<'_, '_> {
         let mut history = std::mem::take(&mut self.history[cell as usize]);
         self.pairs += (history.writes.len() + history.reads.len()) as u64;
         for &write in &history.writes {
-            if !self.before(write, &self.orders.data.before[done.piece as usize]) {
+            if !self.ordered(write, done, &self.orders.data) {
                 self.race(Hazard::WriteAfterWrite, cell, write, done)?;
             }
         }
         for &read in &history.reads {
             // A move reads a byte before it writes it.
-            let same = read.piece == done.piece;
-            if !same && !self.before(read, &self.orders.execution.before[done.piece as usize]) {
+            let same = read.piece == done.piece && read.foreign == done.foreign;
+            if !same && !self.ordered(read, done, &self.orders.execution) {
                 self.race(Hazard::WriteAfterRead, cell, read, done)?;
             }
         }
-        if !self.contended {
+        if !self.every {
             history = History::default();
         }
         history.writes.push(done);
         self.history[cell as usize] = history;
         Ok(())
+    }
+
+    /// Whether an access is over before another begins. Those of packets are compared where packets are.
+    fn ordered(&self, first: Done, second: Done, order: &Order) -> bool {
+        let known = match second.polls {
+            true => &order.start[second.at as usize],
+            false => &order.before[second.piece as usize],
+        };
+        first.foreign && second.foreign || self.before(first, known)
     }
 
     fn before(&self, first: Done, known: &Clock) -> bool {
@@ -190,7 +212,8 @@ impl Races<'_, '_> {
         if self.seen.contains(&(first.step, second.step)) {
             return Ok(());
         }
-        let Some(served) = self.happens([Some(first.piece), Some(second.piece)], Goal::Together)? else {
+        let (pieces, polls) = ([Some(first.piece), Some(second.piece)], [first.polls, second.polls]);
+        let Some(served) = self.happens(Hold { pieces, polls, ..Hold::default() }, Goal::Together)? else {
             return Ok(());
         };
         self.seen.insert((first.step, second.step));
@@ -202,13 +225,12 @@ impl Races<'_, '_> {
 
     /// Who takes in which order in a run in which what the clocks leave open happens. What relaxed signals leave unseen is
     /// open in every run: the clocks are believed.
-    fn happens(&self, pieces: [Option<u32>; 2], goal: Goal) -> Result<Option<Vec<Served>>, Kind> {
+    fn happens(&self, hold: Hold, goal: Goal) -> Result<Option<Vec<Served>>, Kind> {
         if self.sure {
             return Ok(Some(Vec::new()));
         }
-        let relaxed = !std::rc::Rc::ptr_eq(&self.orders.data, &self.orders.execution);
-        let state = self.runs.find(Hold { pieces }, goal)?;
-        Ok(state.map(|state| state.served).or_else(|| relaxed.then(Vec::new)))
+        let state = self.runs.find(hold, goal)?;
+        Ok(state.map(|state| state.served).or_else(|| self.orders.relaxed().then(Vec::new)))
     }
 
     /// The caller has its buffers back when its rank has ended.
@@ -228,7 +250,8 @@ impl Races<'_, '_> {
                             break;
                         }
                         let goal = Goal::Ended(gpu.id);
-                        let Some(served) = self.happens([Some(late.piece), None], goal)? else { continue };
+                        let hold = Hold { pieces: [Some(late.piece), None], ..Hold::default() };
+                        let Some(served) = self.happens(hold, goal)? else { continue };
                         self.seen.insert((late.step, u32::MAX));
                         let place = self.program.steps[late.step as usize].place;
                         let kind = Kind::Late { region: self.cells.region(cell), written };
@@ -241,44 +264,4 @@ impl Races<'_, '_> {
         }
         Ok(())
     }
-}
-
-/// Ranks whose scratch holds packets and plain data in the same bytes: packets of some bytes take twice as many, from twice
-/// as far.
-pub(super) fn mixed_scratch(program: &Program<'_>) -> Vec<Finding> {
-    let places = |each: &Move| [each.sources.clone(), each.dests.clone()];
-    let ranks = program.plan.gpus.len();
-    let (mut plain, mut packets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);
-    for each in &program.moves {
-        for place in places(each).into_iter().flatten() {
-            let place = program.locations[place as usize];
-            let (rank, bytes) = (place.view.rank().index(), (place.start, place.start + each.len));
-            match place.view.kind() {
-                View::SCRATCH => plain[rank].push(bytes),
-                View::PACKETS => packets[rank].push((2 * bytes.0, 2 * bytes.1)),
-                _ => {}
-            }
-        }
-    }
-    let mixed = (0..ranks).filter(|&rank| overlap(&mut plain[rank], &mut packets[rank]));
-    mixed
-        .map(|rank| Finding::new(program.plan, Kind::MixedScratch { rank: Rank(rank as u32) }, Vec::new()))
-        .collect()
-}
-
-/// Whether some range of the one overlaps some of the other.
-fn overlap(left: &mut [(u64, u64)], right: &mut [(u64, u64)]) -> bool {
-    left.sort_unstable();
-    right.sort_unstable();
-    // For each start on the left, how far ranges reach that began before.
-    let mut reach = Vec::with_capacity(left.len());
-    let mut far = 0;
-    for &(_, end) in left.iter() {
-        far = far.max(end);
-        reach.push(far);
-    }
-    right.iter().any(|&(start, end)| {
-        let begun = left.partition_point(|&(other, _)| other < end);
-        begun > 0 && reach[begun - 1] > start
-    })
 }

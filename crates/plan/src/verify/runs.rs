@@ -35,6 +35,9 @@ pub(super) enum Goal {
     Together,
     /// The end of a rank, the held piece not being done.
     Ended(Rank),
+    /// The first held piece under way, and plain data in the bytes of the packets that are watched; also what the launch
+    /// before left there, if it leaves such.
+    Mistaken(bool),
 }
 
 /// Pieces that are begun and never done.
@@ -42,6 +45,23 @@ pub(super) enum Goal {
 pub(super) struct Hold {
     /// Their numbers among those of all moves.
     pub pieces: [Option<u32>; 2],
+    /// Whether they begin when they look for packets, and not when these are there.
+    pub polls: [bool; 2],
+    /// A cell of packets that is watched, and the cells of plain data from and to which share its bytes.
+    pub cell: Option<(u32, u32, u32)>,
+    /// A piece that is done, and its packets not seen.
+    pub unseen: Option<u32>,
+}
+
+/// What is in the cell that is watched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// What the launch before left there.
+    Before,
+    /// Packets.
+    Packets,
+    /// Plain data of a step.
+    Data(u32),
 }
 
 /// What a block's threads have not done since they met.
@@ -102,6 +122,7 @@ pub(super) struct State {
     /// Which packets have been written.
     written: Vec<bool>,
     begun: [bool; 2],
+    pub content: Content,
     dirty: Vec<u32>,
     /// What memory holds, where that matters.
     pub holds: Vec<u32>,
@@ -192,7 +213,9 @@ impl<'p, 'a> Runs<'p, 'a> {
             if self.reached(&state, hold, goal, takers.is_empty()) {
                 return Ok(Some(state));
             }
-            if takers.is_empty() && let Some(watch) = &mut play.watch {
+            if takers.is_empty()
+                && let Some(watch) = &mut play.watch
+            {
                 watch.ended(&state);
             }
             if play.watch.as_ref().is_some_and(|watch| watch.enough()) {
@@ -228,6 +251,7 @@ impl<'p, 'a> Runs<'p, 'a> {
             come: vec![0; program.meetings.len()],
             written: vec![false; self.cells.len()],
             begun: [false; 2],
+            content: Content::Before,
             dirty: Vec::new(),
             holds,
             served: Vec::new(),
@@ -262,6 +286,14 @@ impl<'p, 'a> Runs<'p, 'a> {
             Goal::Deadlock => last && (0..self.program.agents.len()).any(|agent| !self.ended(state, agent)),
             Goal::Together => {
                 hold.pieces.iter().zip(state.begun).all(|(piece, begun)| piece.is_none() || begun)
+            }
+            Goal::Mistaken(before) => {
+                let data = match state.content {
+                    Content::Before => before,
+                    Content::Packets => false,
+                    Content::Data(_) => true,
+                };
+                data && state.begun[0]
             }
             Goal::Ended(rank) => {
                 let agents = self.program.agents.iter().enumerate();
@@ -539,18 +571,24 @@ impl Play<'_, '_, '_, '_> {
         let program = self.runs.program;
         let each = &program.moves[at as usize];
         let mut awaited = program.sources(each).iter().filter(|source| each.awaits && source.view.packets());
-        if !awaited.all(|source| self.state.written[(source.cell + piece) as usize]) {
-            return false;
-        }
+        let there = awaited.all(|source| self.state.written[(source.cell + piece) as usize]);
+        let number = each.first_piece + piece;
         let mut held = false;
-        for (hold, begun) in self.hold.pieces.iter().zip(&mut self.state.begun) {
-            if *hold == Some(each.first_piece + piece) {
-                *begun = true;
-                held = true;
-            }
+        for (at, _) in self.hold.pieces.iter().enumerate().filter(|&(_, hold)| *hold == Some(number)) {
+            self.state.begun[at] |= there || self.hold.polls[at];
+            held = true;
         }
-        if held {
+        if held || !there {
             return false;
+        }
+        if let Some((packets, from, to)) = self.hold.cell {
+            for dest in program.dests(each).iter().map(|dest| dest.cell + piece) {
+                if dest == packets && self.hold.unseen != Some(number) {
+                    self.state.content = Content::Packets;
+                } else if (from..to).contains(&dest) {
+                    self.state.content = Content::Data(step);
+                }
+            }
         }
         for dest in program.dests(each).iter().filter(|dest| dest.view.packets()) {
             let cell = dest.cell + piece;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use super::finding::{Finding, Hazard, Kind, Missing, Region, Served, Severity};
+use super::finding::{Finding, Hazard, Kind, Missing, Mistake, Region, Served, Severity};
 use super::program::Counted;
 use crate::op::{BufferType, ChannelType};
 use crate::plan::Origin;
@@ -103,10 +103,21 @@ impl fmt::Display for Kind {
                 if *written { "written" } else { "read" },
                 region.rank
             ),
-            Kind::MixedScratch { rank } => write!(
-                f,
-                "not decided, and so rejected: the same bytes of rank {rank}'s scratch hold packets and plain data"
-            ),
+            Kind::MixedScratch { region, mistake } => {
+                let what = match mistake {
+                    Mistake::PacketsForData => {
+                        "the first reads as plain data the packets that the second wrote"
+                    }
+                    Mistake::DataForPackets => {
+                        "the first takes for packets the plain data that the second wrote, which may equal their flag"
+                    }
+                    Mistake::LaunchBefore => {
+                        "the first takes for packets the plain data that the second wrote in the launch before, which may \
+                         equal their flag"
+                    }
+                };
+                write!(f, "mixed scratch: {what}: {region}")
+            }
             Kind::Unwritten { region } => write!(f, "reads what was never written: {region}"),
             Kind::Wrong { region, expected, found } => {
                 write!(f, "wrong result: {region} must hold {expected}, and holds {found}")

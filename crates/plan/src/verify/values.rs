@@ -1,12 +1,12 @@
 //! What every cell holds, as a set of contributions, and whether it is what the collective must deliver.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::rc::Rc;
 
 use super::cells::{Cells, buffer};
 use super::expect::{Expectation, Expected};
-use super::finding::{Finding, Kind, Served};
+use super::finding::{Finding, Kind, Mistake, Served};
 use super::program::{Move, Program, View, What};
 use super::runs::{Runs, State, Watch};
 use super::schedule::Schedule;
@@ -25,6 +25,8 @@ enum Value {
     Reported,
     /// What the caller gave, in this cell.
     Input(u32),
+    /// What a step wrote into the same bytes in the other form, packets or plain.
+    Overwritten(u32),
     /// Several reduced, ascending; in a sum, what contributes twice counts twice.
     Reduced(ReduceOp, Rc<[u32]>),
 }
@@ -35,6 +37,9 @@ struct Values {
     numbers: HashMap<Value, u32>,
     contributions: usize,
 }
+
+/// The cells of packets in which a launch leaves plain data, and the steps that wrote these.
+type Left = BTreeMap<u32, u32>;
 
 const NOTHING: u32 = 0;
 const REPORTED: u32 = 1;
@@ -84,6 +89,7 @@ impl Values {
         match &self.values[value as usize] {
             Value::Nothing => "nothing that was written".into(),
             Value::Reported => "what was never written".into(),
+            Value::Overwritten(_) => "data in another form".into(),
             Value::Input(cell) => {
                 let (view, bytes) = cells.place(*cell);
                 let region = cells.region_of(view, bytes);
@@ -107,7 +113,7 @@ pub(super) fn check(
     schedule: &Schedule,
     expectation: Option<&Expectation>,
     limit: usize,
-) -> Result<Vec<Finding>, Kind> {
+) -> Result<(Vec<Finding>, Left), Kind> {
     let mut run = Run::new(program, cells, expectation, limit);
     for &(_, step) in schedule {
         if let What::Move(moves) | What::Push { moves, .. } = &program.steps[step as usize].what {
@@ -119,11 +125,11 @@ pub(super) fn check(
             return Err(Kind::TooLarge { what: "contributions", limit: LIMIT as u64 });
         }
         if run.found.len() >= limit {
-            return Ok(run.found);
+            return Ok((run.found, run.left));
         }
     }
     run.results();
-    Ok(run.found)
+    Ok((run.found, run.left))
 }
 
 /// The same in every run, and runs that do not end.
@@ -136,7 +142,7 @@ pub(super) fn check_runs(
     runs: &Runs<'_, '_>,
     expectation: Option<&Expectation>,
     limit: usize,
-) -> Result<Vec<Finding>, Kind> {
+) -> Result<(Vec<Finding>, Left), Kind> {
     let mut run = Run::new(program, cells, expectation, limit);
     let stuck = runs.watch(run.holds.clone(), &mut run)?;
     if run.values.contributions > LIMIT {
@@ -147,7 +153,7 @@ pub(super) fn check_runs(
         let finding = Finding::new(program.plan, Kind::Deadlock { waits }, places);
         run.found.push(finding.served(state.served));
     }
-    Ok(run.found)
+    Ok((run.found, run.left))
 }
 
 struct Run<'p, 'a> {
@@ -160,6 +166,7 @@ struct Run<'p, 'a> {
     holds: Vec<u32>,
     seen: HashSet<u32>,
     overwritten: HashSet<Rank>,
+    left: Left,
     found: Vec<Finding>,
 }
 
@@ -181,8 +188,18 @@ impl<'p, 'a> Run<'p, 'a> {
                 }
             }
         }
-        let (seen, overwritten) = (HashSet::new(), HashSet::new());
-        Run { program, cells, expectation, limit, values, holds, seen, overwritten, found: Vec::new() }
+        Run {
+            program,
+            cells,
+            expectation,
+            limit,
+            values,
+            holds,
+            seen: HashSet::new(),
+            overwritten: HashSet::new(),
+            left: Left::new(),
+            found: Vec::new(),
+        }
     }
 
     fn transfer(&mut self, step: u32, each: &Move, piece: u32) {
@@ -190,12 +207,17 @@ impl<'p, 'a> Run<'p, 'a> {
         let mut parts = Vec::new();
         for source in program.sources(each) {
             let cell = source.cell + piece;
-            parts.push(match self.holds[cell as usize] {
-                NOTHING => {
+            let value = self.holds[cell as usize];
+            parts.push(match self.values.values[value as usize] {
+                Value::Nothing => {
                     self.unwritten(step, cell);
                     REPORTED
                 }
-                value => value,
+                Value::Overwritten(writer) => {
+                    self.mistaken(step, source.view, cell, writer);
+                    REPORTED
+                }
+                _ => value,
             });
         }
         let value = match each.combine {
@@ -204,12 +226,24 @@ impl<'p, 'a> Run<'p, 'a> {
         };
         for dest in program.dests(each) {
             self.holds[(dest.cell + piece) as usize] = value;
+            let shared = self.cells.shared(dest.view, dest.cell + piece);
+            if !shared.is_empty() {
+                let overwritten = self.values.number(Value::Overwritten(step));
+                self.holds[shared.start as usize..shared.end as usize].fill(overwritten);
+            }
             self.overwrites(step, dest.view, dest.cell + piece);
         }
     }
 
-    /// What is wrong at the end of a run.
+    /// What is wrong at the end of a run, and what it leaves in place of packets.
     fn results(&mut self) {
+        for gpu in self.program.plan.gpus.iter().filter(|_| self.cells.mixed()) {
+            for cell in self.cells.of(View::new(gpu.id, View::PACKETS)) {
+                if let Value::Overwritten(step) = self.values.values[self.holds[cell as usize] as usize] {
+                    self.left.insert(cell, step);
+                }
+            }
+        }
         match self.expectation {
             None => {}
             Some(Expectation::Table(rows)) => {
@@ -234,6 +268,15 @@ impl<'p, 'a> Run<'p, 'a> {
     fn unwritten(&mut self, step: u32, cell: u32) {
         if self.seen.insert(step) {
             self.report(Kind::Unwritten { region: self.cells.region(cell) }, step);
+        }
+    }
+
+    fn mistaken(&mut self, step: u32, view: View, cell: u32, writer: u32) {
+        if self.seen.insert(step) {
+            let mistake = if view.packets() { Mistake::DataForPackets } else { Mistake::PacketsForData };
+            let places = [step, writer].map(|step| self.program.steps[step as usize].place);
+            let kind = Kind::MixedScratch { region: self.cells.region(cell), mistake };
+            self.found.push(Finding::new(self.program.plan, kind, places.to_vec()));
         }
     }
 

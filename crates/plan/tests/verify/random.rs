@@ -156,9 +156,8 @@ struct Seen {
 /// Whether two blocks of a rank take from one semaphore.
 fn contended(plan: &Plan) -> bool {
     let takes = |block: &ThreadBlock, id| block.ops.iter().any(|op| op.kind == semaphore(true, id));
-    let several = |gpu: &Gpu| {
-        (0..2).any(|id| gpu.threadblocks.iter().filter(|block| takes(block, id)).count() > 1)
-    };
+    let several =
+        |gpu: &Gpu| (0..2).any(|id| gpu.threadblocks.iter().filter(|block| takes(block, id)).count() > 1);
     plan.gpus.iter().any(several)
 }
 
@@ -262,4 +261,75 @@ fn the_same_where_blocks_take_from_one_semaphore() {
         plan([&own, &[other]])
     });
     assert!(seen.contended.iter().all(|&plans| plans > 50), "{seen:?}");
+}
+
+/// Something goes through scratch as packets or plain, in the same bytes; of that the first half, the second or both.
+fn mixed() -> impl Strategy<Value = Vec<OpKind>> {
+    let copy = |kind, src, dst| OpKind::Copy(Copy { kind, src, dst, group: None });
+    let half = prop_oneof![4 => Just([true, true]), 1 => Just([true, false]), 1 => Just([false, true])];
+    let meets = (prop::bool::weighted(0.9), prop::bool::weighted(0.9));
+    let ends = (chunk(BufferType::Input), chunk(BufferType::Output));
+    let through = prop_oneof![
+        3 => (0..2u64, half.clone(), ends, meets).prop_map(move |(index, half, (from, to), meets)| {
+            let packets = LocalChunk { buffer: BufferType::Scratch, index, size: 1 };
+            (half, [copy(CopyKind::Pack, from, packets), copy(CopyKind::Unpack, packets, to)], meets)
+        }),
+        2 => (0..4u64, half, (from(), to()), meets).prop_map(move |(index, half, (from, to), meets)| {
+            let plain = LocalChunk { buffer: BufferType::Scratch, index, size: 1 };
+            (half, [copy(CopyKind::Plain, from, plain), copy(CopyKind::Plain, plain, to)], meets)
+        }),
+    ];
+    let through = through.prop_map(|(half, ops, meets)| {
+        let ops = half.into_iter().zip(ops).zip([meets.0, meets.1]);
+        let each = ops
+            .filter(|((here, _), _)| *here)
+            .flat_map(|((_, op), meets)| [op].into_iter().chain(meets.then_some(OpKind::Nop)));
+        each.collect()
+    });
+    let packets = (chunk(BufferType::Input), 0..2u64)
+        .prop_map(|(src, at)| vec![put(PutKind::Packets, ChannelType::Memory, src, (2, at)), OpKind::Nop]);
+    prop_oneof![
+        8 => through,
+        1 => packets,
+        1 => Just(vec![OpKind::Barrier { barrier: BarrierId(0), num_threadblocks: 2 }]),
+        1 => (0..2u32, any::<bool>()).prop_map(|(id, acquire)| vec![semaphore(acquire, id), OpKind::Nop]),
+        1 => Just(vec![notify(NotifyKind::Signal, ChannelType::Memory)]),
+        1 => Just(vec![notify(NotifyKind::Wait, ChannelType::Memory), OpKind::Nop]),
+    ]
+}
+
+/// Whether some bytes of scratch are packets and plain data.
+fn mixes(plan: &Plan) -> bool {
+    let mut used = [Vec::new(), Vec::new()];
+    for block in Block::all(plan) {
+        for op in &block.get().ops {
+            block.accesses(&op.kind, |access| {
+                if access.buffer == BufferType::Scratch {
+                    let times = if access.packets { 2 } else { 1 };
+                    let bytes = times * access.chunks.start..times * access.chunks.end;
+                    used[usize::from(access.packets)].extend(bytes.map(|at| (access.rank, at)));
+                }
+            });
+        }
+    }
+    used[0].iter().any(|at| used[1].contains(at))
+}
+
+#[test]
+fn the_same_where_packets_and_plain_data_share_scratch() {
+    let seen = RefCell::new([0, 0]);
+    let block = |len| prop::collection::vec(mixed(), len).prop_map(|each| each.concat());
+    let blocks = ([block(1..5), block(0..3), block(0..3), block(0..1)], 0..2usize);
+    let all = agree(2_000, blocks, |(blocks, at)| {
+        let blocks = balanced(blocks.to_vec(), at);
+        let plan = plan([&blocks[..2], &blocks[2..]]);
+        if mixes(&plan) {
+            let proved = verify(&plan, &Options::default()).proved;
+            seen.borrow_mut()[usize::from(proved)] += 1;
+        }
+        plan
+    });
+    let seen = seen.into_inner();
+    println!("{seen:?} of these mix");
+    assert!(seen.iter().all(|&plans| plans > 20) && all.bad["Mistaken"] > 20, "{seen:?}");
 }
