@@ -53,7 +53,7 @@ struct Run<'p, 'a> {
 ///
 /// # Errors
 /// The deadlock, or [`Kind::TooLarge`].
-pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Finding> {
+pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Box<Finding>> {
     let mut run = Run {
         program,
         next: program.agents.iter().map(|agent| (agent.steps.start, 0)).collect(),
@@ -80,7 +80,7 @@ pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Find
         }
         let takers = run.takers();
         if takers.is_empty() {
-            return Err(run.stuck());
+            return Err(Box::new(run.stuck()));
         }
         for (agent, counter) in takers {
             let mut next = run.clone();
@@ -89,7 +89,7 @@ pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Find
                 todo.push_back(next);
             }
             if seen.len() > limit {
-                return Err(Finding::new(program.plan, runs::too_large(limit), Vec::new()));
+                return Err(Box::new(Finding::new(program.plan, runs::too_large(limit), Vec::new())));
             }
         }
     }
@@ -270,21 +270,23 @@ impl Run<'_, '_> {
             }
             let Some(waiting) = self.waits[at as usize] else { break };
             chain.push((at, waiting));
-            agent = self.awaited(waiting);
+            agent = self.awaited(at, waiting);
         }
         chain
     }
 
-    /// Somebody who would end a wait, and waits too.
-    fn awaited(&self, waiting: Waiting) -> Option<u32> {
+    /// Somebody who would end an agent's wait, and waits too; another one, if there is one.
+    fn awaited(&self, own: u32, waiting: Waiting) -> Option<u32> {
         let waits = |agent: &u32| self.waits[*agent as usize].is_some();
         match waiting {
             Waiting::Counter(counter) => {
                 let of = &self.program.counters[counter as usize];
-                of.releasers.iter().map(|&(agent, _)| agent).filter(waits).find(|&agent| {
+                let adds = |&agent: &u32| {
                     let rest = self.next[agent as usize].0..self.program.agents[agent as usize].steps.end;
                     rest.into_iter().any(|step| self.adds(step, counter))
-                })
+                };
+                let all = of.releasers.iter().map(|&(agent, _)| agent).filter(waits).filter(adds);
+                all.min_by_key(|&agent| agent == own)
             }
             Waiting::Barrier(barrier) => {
                 let all = self.program.meetings[barrier as usize].agents.iter().map(|&(agent, _)| agent);

@@ -3,6 +3,7 @@
 mod hostile;
 mod mutants;
 mod oracle;
+mod orders;
 mod plans;
 mod random;
 
