@@ -51,17 +51,17 @@ pub(super) fn find(
                 continue;
             }
             let reader = each.first_piece + piece;
-            let hold = |writer, unseen| Hold {
-                pieces: [Some(reader), writer],
+            let hold = |writer, strict| Hold {
+                pieces: [Some(reader), Some(writer)],
                 polls: [true, false],
                 cell: Some((cell, shared.start, shared.end)),
-                unseen,
+                strict,
             };
             let goal = Goal::Mistaken(left.contains_key(&cell));
             for &(.., writer) in writers {
-                let mut state = runs.find(hold(Some(writer), None), goal)?;
+                let mut state = runs.find(hold(writer, false), goal)?;
                 if state.is_none() && orders.relaxed() {
-                    state = runs.find(hold(None, Some(writer)), goal)?;
+                    state = runs.find(hold(writer, true), goal)?;
                 }
                 let Some(state) = state else { continue };
                 let (mistake, writer) = match state.content {

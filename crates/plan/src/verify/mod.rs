@@ -59,7 +59,7 @@
 //! in which they do are all tried. Along a run go vector clocks over thread blocks, ports and packets, which order accesses in
 //! all runs, and the set of contributions that every cell holds. Where clocks do not know everything, because several blocks
 //! add to a counter or take from it, two accesses that they leave open are looked for in the runs: a race is one that happens.
-//! Of relaxed signals among several of one count, the clocks are believed.
+//! What only relaxed waits order is looked for in runs that pass them over.
 //!
 //! ```
 //! use antiphon_plan::{Plan, verify::{Options, verify}};

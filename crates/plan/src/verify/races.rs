@@ -213,9 +213,10 @@ impl Races<'_, '_> {
             return Ok(());
         }
         let (pieces, polls) = ([Some(first.piece), Some(second.piece)], [first.polls, second.polls]);
-        let Some(served) = self.happens(Hold { pieces, polls, ..Hold::default() }, Goal::Together)? else {
-            return Ok(());
-        };
+        // Where the order depends on the run, the write may also be the first.
+        let written = hazard != Hazard::WriteAfterRead || self.every;
+        let hold = Hold { pieces, polls, ..Hold::default() };
+        let Some(served) = self.happens(hold, Goal::Together, written)? else { return Ok(()) };
         self.seen.insert((first.step, second.step));
         let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
         let kind = Kind::Race { hazard, region: self.cells.region(cell) };
@@ -223,14 +224,17 @@ impl Races<'_, '_> {
         Ok(())
     }
 
-    /// Who takes in which order in a run in which what the clocks leave open happens. What relaxed signals leave unseen is
-    /// open in every run: the clocks are believed.
-    fn happens(&self, hold: Hold, goal: Goal) -> Result<Option<Vec<Served>>, Kind> {
+    /// Who takes in which order in a run in which what the clocks leave open happens. What was `written` may not be seen
+    /// where only relaxed waits order.
+    fn happens(&self, hold: Hold, goal: Goal, written: bool) -> Result<Option<Vec<Served>>, Kind> {
         if self.sure {
             return Ok(Some(Vec::new()));
         }
-        let state = self.runs.find(hold, goal)?;
-        Ok(state.map(|state| state.served).or_else(|| self.orders.relaxed().then(Vec::new)))
+        let mut state = self.runs.find(hold, goal)?;
+        if state.is_none() && written && self.orders.relaxed() {
+            state = self.runs.find(Hold { strict: true, ..hold }, goal)?;
+        }
+        Ok(state.map(|state| state.served))
     }
 
     /// The caller has its buffers back when its rank has ended.
@@ -251,7 +255,7 @@ impl Races<'_, '_> {
                         }
                         let goal = Goal::Ended(gpu.id);
                         let hold = Hold { pieces: [Some(late.piece), None], ..Hold::default() };
-                        let Some(served) = self.happens(hold, goal)? else { continue };
+                        let Some(served) = self.happens(hold, goal, written)? else { continue };
                         self.seen.insert((late.step, u32::MAX));
                         let place = self.program.steps[late.step as usize].place;
                         let kind = Kind::Late { region: self.cells.region(cell), written };

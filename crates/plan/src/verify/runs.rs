@@ -17,11 +17,14 @@ use super::program::{Link, Program, What};
 use crate::ids::Rank;
 use crate::place::Place;
 
-/// Most states of all runs together.
+/// Most states in all searches together.
 const STATES: usize = 1 << 16;
 
-/// Most words of all states together.
+/// Most words of all states of one search.
 const WORDS: usize = 1 << 26;
+
+/// How many searches with as many states as their words allow may be made.
+const SEARCHES: usize = 16;
 
 /// A piece of a move.
 type Piece = (u32, u32);
@@ -49,8 +52,8 @@ pub(super) struct Hold {
     pub polls: [bool; 2],
     /// A cell of packets that is watched, and the cells of plain data from and to which share its bytes.
     pub cell: Option<(u32, u32, u32)>,
-    /// A piece that is done, and its packets not seen.
-    pub unseen: Option<u32>,
+    /// Whether relaxed waits are passed over: what remains ordered is so by the others alone.
+    pub strict: bool,
 }
 
 /// What is in the cell that is watched.
@@ -149,6 +152,7 @@ pub(super) struct Runs<'p, 'a> {
     ports: Vec<Vec<u32>>,
     /// Counters of which several take.
     contended: Vec<u32>,
+    /// Most states of one search, and how many there may still be in all searches.
     limit: usize,
     left: Cell<usize>,
 }
@@ -170,7 +174,15 @@ impl<'p, 'a> Runs<'p, 'a> {
             .filter(|&counter| program.counters[counter as usize].acquirers.len() > 1)
             .collect();
         let limit = states(program, cells);
-        Runs { program, cells, readers: OnceCell::new(), ports, contended, limit, left: Cell::new(limit) }
+        Runs {
+            program,
+            cells,
+            readers: OnceCell::new(),
+            ports,
+            contended,
+            limit,
+            left: Cell::new((SEARCHES * limit).min(STATES)),
+        }
     }
 
     /// Who took in which order in a run that comes to the goal, if there is one.
@@ -206,7 +218,7 @@ impl<'p, 'a> Runs<'p, 'a> {
         while let Some(state) = todo.pop_front() {
             let left = self.left.get();
             if left == 0 {
-                return Err(self.too_large());
+                return Err(too_large((SEARCHES * self.limit).min(STATES)));
             }
             self.left.set(left - 1);
             let takers = self.takers(&state);
@@ -228,16 +240,12 @@ impl<'p, 'a> Runs<'p, 'a> {
                 if seen.insert(self.key(&play.state)) {
                     todo.push_back(play.state.clone());
                 }
-                if todo.len() > self.left.get() {
-                    return Err(self.too_large());
+                if seen.len() > self.limit {
+                    return Err(too_large(self.limit));
                 }
             }
         }
         Ok(None)
-    }
-
-    fn too_large(&self) -> Kind {
-        too_large(self.limit)
     }
 
     fn start(&self, holds: Vec<u32>) -> State {
@@ -338,10 +346,10 @@ impl<'p, 'a> Runs<'p, 'a> {
     }
 }
 
-/// How many states there may be of a program of its size.
+/// How many states there may be in one search, of a program of its size.
 pub(super) fn states(program: &Program<'_>, cells: &Cells) -> usize {
     let words = program.steps.len() + cells.pieces + cells.len() + program.counters.len() + 64;
-    (WORDS / words).clamp(64, STATES)
+    (WORDS / words).clamp(4, STATES)
 }
 
 /// More states than these.
@@ -388,6 +396,7 @@ impl Play<'_, '_, '_, '_> {
         while step < end {
             match &program.steps[step as usize].what {
                 What::Nop | What::Barrier(_) => break,
+                What::Acquire { relaxed: true, .. } if self.hold.strict => {}
                 What::Acquire { links, .. } => {
                     let counters = program.links(links).iter().map(|link| link.counter).collect();
                     items.push(Item { step, left: Left::Takes(counters) });
@@ -583,7 +592,7 @@ impl Play<'_, '_, '_, '_> {
         }
         if let Some((packets, from, to)) = self.hold.cell {
             for dest in program.dests(each).iter().map(|dest| dest.cell + piece) {
-                if dest == packets && self.hold.unseen != Some(number) {
+                if dest == packets {
                     self.state.content = Content::Packets;
                 } else if (from..to).contains(&dest) {
                     self.state.content = Content::Data(step);
