@@ -123,6 +123,18 @@ fn who_comes_first_may_find_too_little() {
     assert!(race.len() == 1 && served(race[0]) == [2], "{report}");
 }
 
+/// Packets tell what their writer knew; which of two writers is the first depends on the run.
+#[test]
+fn who_packs_first_may_be_another() {
+    let pack = "take:0 - pack:i0:s0 - take:1 - give:0";
+    let reader = "unpack:s0:o0 - give:1 - copy:o1:o2 - give:1";
+    let copied = format!("copy:i0:o1 {pack}");
+    proved(&[1, 0], &[&copied, &format!("copy:i0:o3 {pack}"), &reader.replace("copy:o1:o2", "copy:i0:o2")]);
+    let report = judge(&[1, 0], &[&copied, pack, reader]);
+    let finding = error(&report);
+    assert!(matches!(finding.kind, Kind::Race { .. }) && served(finding)[0] == 1, "{report}");
+}
+
 #[test]
 fn who_wants_both_in_another_order_may_wait_for_ever() {
     let both = |first: &str, second: &str| format!("{first} - {second} - give:0:1");
