@@ -291,7 +291,7 @@ impl Finding {
     }
 
     /// In a run with these takes.
-    pub(super) fn served(self, served: Vec<Served>) -> Self {
+    pub(super) fn in_run(self, served: Vec<Served>) -> Self {
         Finding { served, ..self }
     }
 

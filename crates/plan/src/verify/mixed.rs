@@ -70,7 +70,7 @@ pub(super) fn find(
                 };
                 let places = [step, writer].map(|step| program.steps[step as usize].place);
                 let kind = Kind::MixedScratch { region: cells.region(cell), mistake };
-                found.push(Finding::new(program.plan, kind, places.to_vec()).served(state.served));
+                found.push(Finding::new(program.plan, kind, places.to_vec()).in_run(state.served));
                 break;
             }
         }

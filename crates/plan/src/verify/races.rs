@@ -220,7 +220,7 @@ impl Races<'_, '_> {
         self.seen.insert((first.step, second.step));
         let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
         let kind = Kind::Race { hazard, region: self.cells.region(cell) };
-        self.found.push(Finding::new(self.program.plan, kind, places.to_vec()).served(served));
+        self.found.push(Finding::new(self.program.plan, kind, places.to_vec()).in_run(served));
         Ok(())
     }
 
@@ -260,7 +260,7 @@ impl Races<'_, '_> {
                         let place = self.program.steps[late.step as usize].place;
                         let kind = Kind::Late { region: self.cells.region(cell), written };
                         let finding = Finding::new(self.program.plan, kind, vec![place]);
-                        self.found.push(finding.served(served));
+                        self.found.push(finding.in_run(served));
                         break;
                     }
                 }

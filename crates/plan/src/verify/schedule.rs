@@ -254,7 +254,7 @@ impl Run<'_, '_> {
                 Waiting::Cell(_) => Missing::Packets,
             });
         }
-        Finding::new(program.plan, Kind::Deadlock { waits }, places).served(self.served.clone())
+        Finding::new(program.plan, Kind::Deadlock { waits }, places).in_run(self.served.clone())
     }
 
     /// Agents each of which waits for the next one: a circle if there is one, else a chain to somebody for whom nobody

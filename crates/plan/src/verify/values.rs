@@ -151,7 +151,7 @@ pub(super) fn check_runs(
     if let Some(state) = stuck {
         let (places, waits) = runs.waits(&state).into_iter().unzip();
         let finding = Finding::new(program.plan, Kind::Deadlock { waits }, places);
-        run.found.push(finding.served(state.served));
+        run.found.push(finding.in_run(state.served));
     }
     Ok((run.found, run.left))
 }
@@ -260,7 +260,7 @@ impl<'p, 'a> Run<'p, 'a> {
     fn found_in(&mut self, before: usize, served: &[Served]) {
         for finding in self.found.split_off(before) {
             if self.found.iter().all(|other| other.kind != finding.kind || other.places != finding.places) {
-                self.found.push(finding.served(served.to_vec()));
+                self.found.push(finding.in_run(served.to_vec()));
             }
         }
     }
