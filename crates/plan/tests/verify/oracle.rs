@@ -19,6 +19,8 @@ pub enum Bad {
     Late,
     Unbalanced,
     Unwritten,
+    /// Plain data taken for packets: they may equal the flag.
+    Mistaken,
 }
 
 /// More states than these are not tried.
@@ -37,6 +39,8 @@ struct State {
     packets: Vec<(u32, u64)>,
     /// Plain bytes that have been written or given: rank, buffer, chunk.
     written: Vec<(u32, BufferType, u64)>,
+    /// Where plain data lie in place of packets, perhaps of the launch before: rank and chunk.
+    spoilt: Vec<(u32, u64)>,
 }
 
 pub struct Oracle<'a> {
@@ -50,15 +54,24 @@ pub struct Oracle<'a> {
 /// What can go wrong with a plan, if anything can; `Err` if it has too many states.
 pub fn judge(plan: &Plan) -> Result<Option<Bad>, ()> {
     let oracle = |many| Oracle { plan, blocks: Block::all(plan).collect(), wiring: Wiring::new(plan), many };
-    match oracle(false).explore()? {
-        Some(bad) => Ok(Some(bad)),
-        None => oracle(true).explore(),
+    let mut spoilt = Vec::new();
+    // What a launch leaves in place of packets, the next one finds.
+    for launch in 0..2 {
+        for many in [false, true] {
+            if (launch == 0 || !spoilt.is_empty())
+                && let bad @ Some(_) = oracle(many).explore(&mut spoilt)?
+            {
+                return Ok(bad);
+            }
+        }
     }
+    Ok(None)
 }
 
 impl Oracle<'_> {
-    fn explore(&self) -> Result<Option<Bad>, ()> {
-        let start = self.start();
+    fn explore(&self, spoilt: &mut Vec<(u32, u64)>) -> Result<Option<Bad>, ()> {
+        let mut start = self.start();
+        start.spoilt.clone_from(spoilt);
         let mut seen = HashSet::from([start.clone()]);
         let mut todo = vec![start.clone()];
         while let Some(state) = todo.pop() {
@@ -76,6 +89,7 @@ impl Oracle<'_> {
                 if state.counts != start.counts {
                     return Ok(Some(Bad::Unbalanced));
                 }
+                spoilt.extend(&state.spoilt);
             }
             for state in next {
                 if seen.insert(state.clone()) {
@@ -106,6 +120,7 @@ impl Oracle<'_> {
             ports: vec![VecDeque::new(); blocks],
             packets: Vec::new(),
             written,
+            spoilt: Vec::new(),
         }
     }
 
@@ -152,6 +167,9 @@ impl Oracle<'_> {
                 let own = access.rank == self.blocks[block].rank();
                 if !own && access.buffer != BufferType::Scratch && self.rank_ended(state, access.rank) {
                     return Some(Bad::Late);
+                }
+                if accesses.iter().any(|other| other.packets != access.packets && conflict(access, other)) {
+                    return Some(Bad::Race);
                 }
             }
             for &(other_block, other_op) in &under_way[..at] {
@@ -261,6 +279,13 @@ impl Oracle<'_> {
                     let packet = |chunk| state.packets.contains(&(access.rank.0, chunk));
                     access.mode == Mode::Read && access.packets && !access.chunks.clone().all(packet)
                 };
+                let spoilt = |access: &Access| {
+                    let there = |chunk| state.spoilt.contains(&(access.rank.0, chunk));
+                    access.mode == Mode::Read && access.packets && access.chunks.clone().any(there)
+                };
+                if reads.iter().any(spoilt) {
+                    return Err(Bad::Mistaken);
+                }
                 if reads.iter().any(|access| missing(&access)) {
                     return Ok(None);
                 }
@@ -370,14 +395,30 @@ impl Oracle<'_> {
     fn write(&self, after: &mut State, block: usize, op: usize) {
         for access in self.accesses(block, op).into_iter().filter(|access| access.mode == Mode::Write) {
             for chunk in access.chunks {
+                let rank = access.rank.0;
+                let scratch = access.buffer == BufferType::Scratch;
                 match access.packets {
-                    true => after.packets.push((access.rank.0, chunk)),
-                    false => after.written.push((access.rank.0, access.buffer, chunk)),
+                    true => {
+                        after.packets.push((rank, chunk));
+                        after.spoilt.retain(|other| *other != (rank, chunk));
+                        after.written.retain(|&(of, buffer, plain)| {
+                            of != rank || buffer != BufferType::Scratch || plain / 2 != chunk
+                        });
+                    }
+                    false => {
+                        after.written.push((rank, access.buffer, chunk));
+                        if scratch {
+                            after.packets.retain(|other| *other != (rank, chunk / 2));
+                            after.spoilt.push((rank, chunk / 2));
+                        }
+                    }
                 }
             }
         }
         after.packets.sort_unstable();
         after.packets.dedup();
+        after.spoilt.sort_unstable();
+        after.spoilt.dedup();
         after.written.sort_unstable();
         after.written.dedup();
     }
@@ -406,11 +447,13 @@ impl Oracle<'_> {
     }
 }
 
+/// Packets take twice the bytes of plain data, from twice as far.
 fn conflict(one: &Access, other: &Access) -> bool {
+    let times = |access: &Access| if access.packets && one.packets != other.packets { 2 } else { 1 };
+    let (left, right) = (times(one), times(other));
     one.rank == other.rank
         && one.buffer == other.buffer
-        && one.packets == other.packets
-        && one.chunks.start < other.chunks.end
-        && other.chunks.start < one.chunks.end
+        && left * one.chunks.start < right * other.chunks.end
+        && right * other.chunks.start < left * one.chunks.end
         && (one.mode == Mode::Write || other.mode == Mode::Write)
 }
