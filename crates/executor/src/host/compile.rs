@@ -15,9 +15,9 @@ use super::{
 use crate::{ExecutorError, PacketKind, error::Result};
 
 /// More steps than any sensible plan has: a hostile one must not fill the memory.
-const MOST_STEPS: usize = 1 << 22;
-/// More turns of loops than any sensible message needs.
-const MOST_TURNS: u64 = 1 << 28;
+const MOST_STEPS: usize = 1 << 20;
+/// More work in loops than any sensible message needs, in units of [`Step::cost`]: a few lines may ask for any number of turns.
+const MOST_WORK: u64 = 1 << 26;
 
 /// What a plan is compiled for.
 #[derive(Clone, Copy)]
@@ -47,7 +47,7 @@ pub(super) fn compile(target: Target<'_>) -> Result<Program> {
         chunk,
         barriers: HashMap::new(),
         steps: 0,
-        turns: 0,
+        work: 0,
         sources: 1,
         packet_sources: 0,
     };
@@ -63,7 +63,7 @@ struct Compiler<'a> {
     chunk: usize,
     barriers: HashMap<u32, usize>,
     steps: usize,
-    turns: u64,
+    work: u64,
     sources: usize,
     packet_sources: usize,
 }
@@ -112,22 +112,22 @@ impl<'a> Compiler<'a> {
         steps: &mut Steps,
     ) -> Result<()> {
         let bytes = u128::from(pipeline.num_chunks) * self.chunk as u128;
-        let iterations = bytes.div_ceil(u128::from(pipeline.unit_size));
-        let turns = iterations.saturating_mul(pipeline.ops.len() as u128 + 1);
-        self.turns = self.turns.saturating_add(u64::try_from(turns).unwrap_or(u64::MAX));
-        if self.turns > MOST_TURNS {
-            return Err(scope.refuse(kind, format!("{iterations} turns are too many")));
-        }
+        let iterations = bytes.div_ceil(u128::from(pipeline.unit_size)).min(u128::from(u64::MAX)) as u64;
         // Larger than any operation is as good as infinite.
         let unit = usize::try_from(pipeline.unit_size).unwrap_or(usize::MAX);
         let head = steps.steps.len();
-        self.push(scope, Step::Loop { iterations: iterations as u64, unit, steps: 0 }, steps)?;
+        self.push(scope, Step::Loop { iterations, unit, steps: 0 }, steps)?;
         for (at, Op { kind, .. }) in pipeline.ops.iter().enumerate() {
             let place = Place { inner: Some(at as u32), ..scope.place };
             self.op(Scope { place, unit: Some(pipeline.unit_size), ..scope }, kind, steps)?;
         }
-        let inside = steps.steps.len() - head - 1;
-        steps.steps[head] = Step::Loop { iterations: iterations as u64, unit, steps: inside };
+        let inside = &steps.steps[head + 1..];
+        let turn = inside.iter().map(Step::cost).fold(0, u64::saturating_add);
+        self.work = self.work.saturating_add(iterations.saturating_mul(turn));
+        if self.work > MOST_WORK {
+            return Err(scope.refuse(kind, format!("{iterations} turns are too many")));
+        }
+        steps.steps[head] = Step::Loop { iterations, unit, steps: inside.len() };
         Ok(())
     }
 
