@@ -14,8 +14,8 @@ use crate::op::BufferType;
 /// Most cells, and most pieces of moves.
 const LIMIT: usize = 1 << 24;
 
-/// Most steps of carrying cuts from one end of moves to the other.
-const WORK: usize = 1 << 24;
+/// Most cuts that are looked at in carrying them from one end of moves to the other.
+const WORK: usize = 1 << 25;
 
 /// The cells of all views.
 #[derive(Debug)]
@@ -47,11 +47,11 @@ pub(super) fn cut(program: &mut Program<'_>, more: &[(View, u64)]) -> Result<Cel
     while !fresh.is_empty() {
         total += insert(&mut cuts, std::mem::take(&mut fresh));
         work += total + program.locations.len();
-        if total > LIMIT || work > WORK.max(8 * program.locations.len()) {
-            return Err(Kind::TooLarge { what: "pieces of memory", limit: LIMIT as u64 });
+        let most = WORK.max(8 * program.locations.len());
+        if total <= LIMIT && work <= most {
+            work += carry(program, &cuts, &mut fresh, most - work);
         }
-        carry(program, &cuts, &mut fresh);
-        if fresh.len() > LIMIT {
+        if total > LIMIT || work > most || fresh.len() > LIMIT {
             return Err(Kind::TooLarge { what: "pieces of memory", limit: LIMIT as u64 });
         }
     }
@@ -93,9 +93,9 @@ fn inside<'c>(cuts: &'c [Vec<u64>], place: &Location, len: u64) -> &'c [u64] {
     &cuts[from..to]
 }
 
-/// Cuts that moves carry to where there are none yet.
-fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>) {
-    let mut relative: Vec<u64> = Vec::new();
+/// Cuts that moves carry to where there are none yet, and how many were looked at: hardly more than `most`.
+fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>, most: usize) -> usize {
+    let (mut relative, mut work): (Vec<u64>, _) = (Vec::new(), 0);
     for each in &program.moves {
         let places = || program.sources(each).iter().chain(program.dests(each));
         relative.clear();
@@ -105,6 +105,10 @@ fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>)
             let inside = inside(cuts, place, each.len);
             uneven |= count.replace(inside.len()).is_some_and(|count| count != inside.len());
             relative.extend(inside.iter().map(|at| at - place.start));
+        }
+        work += relative.len();
+        if work > most {
+            break;
         }
         relative.sort_unstable();
         relative.dedup();
@@ -118,9 +122,10 @@ fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>)
             fresh.extend(missing.map(|at| (place.view, at)));
         }
         if fresh.len() > LIMIT {
-            return;
+            break;
         }
     }
+    work
 }
 
 impl Cells {

@@ -224,9 +224,10 @@ impl Verifier<'_> {
         }
         self.meaning = known.is_some();
         self.findings = usage::unused(plan);
+        let mut budget = lower::Budget::new();
         for &chunk in &self.chunk_sizes.clone() {
             let extent = Extent::of_chunk(chunk, plan.buffer_alignment);
-            for finding in at_size(plan, &wiring, extent, known.as_ref())? {
+            for finding in at_size(plan, &wiring, extent, known.as_ref(), &mut budget)? {
                 if !self.findings.contains(&finding) {
                     self.findings.push(finding);
                 }
@@ -253,9 +254,10 @@ fn at_size(
     wiring: &Wiring,
     extent: Extent,
     expectation: Option<&Expectation>,
+    budget: &mut lower::Budget,
 ) -> Result<Vec<Finding>, Vec<Finding>> {
     let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
-    let mut program = lower::program(plan, wiring, extent)?;
+    let mut program = lower::program(plan, wiring, extent, budget)?;
     let mut findings = schedule::unbalanced(&program);
     findings.truncate(FINDINGS);
     let cuts = values::cuts(&program, expectation);
