@@ -48,6 +48,10 @@ struct Place {
 }
 
 impl Registry {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.known.is_empty()
+    }
+
     fn find(&self, rank: usize, address: u64, bytes: u64) -> Option<Place> {
         self.known.iter().find_map(|(number, memory)| {
             let offset = address.checked_sub(memory.pointer(rank).0)?;
@@ -67,7 +71,7 @@ impl Place {
     /// What differs, as a rule, for ranks whose tensors are in different places.
     fn digest(places: [Option<Place>; 2]) -> u32 {
         let words =
-            places.into_iter().map(|place| place.map_or(0, |p| p.offset << 8 | u64::from(p.number) + 1));
+            places.into_iter().map(|place| place.map_or(0, |p| (p.offset << 8) | (u64::from(p.number) + 1)));
         let mixed = words.fold(0u64, |sum, word| (sum ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         (mixed >> 33) as u32
     }
@@ -180,7 +184,7 @@ impl CudaCollectives {
         let source = find("input", from)?;
         let target = if one_shot { None } else { Some(find("output", to)?) };
         signature.root = Some(Place::digest([Some(source), target]));
-        let loaded = self.ready(Family::Reduction(input.dtype, op))?;
+        let loaded = self.ready(Family::Registered(input.dtype, op))?;
         let places = Places { input: source.at, output: target.map_or([0; MAX_WORLD], |target| target.at) };
         let parts = if one_shot { 1 } else { self.world_size() };
         let of = |start: usize, len: usize, _| {

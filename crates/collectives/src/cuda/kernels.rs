@@ -23,6 +23,8 @@ pub(crate) enum Family {
     Movement,
     /// What reduces elements of a type.
     Reduction(DType, ReduceOp),
+    /// What reduces those in registered memory.
+    Registered(DType, ReduceOp),
     /// What sums rows and goes on with them.
     Fusion(Fusion),
 }
@@ -104,12 +106,14 @@ impl Family {
                 Kernel::OneShotPairs,
                 Kernel::TwoShot,
                 Kernel::TwoShotPlain,
+                Kernel::ReduceScatter,
+                Kernel::ReduceScatterPlain,
+            ],
+            Self::Registered(..) => &[
                 Kernel::OneShotRegistered,
                 Kernel::OneShotRegisteredPlain,
                 Kernel::TwoShotRegistered,
                 Kernel::TwoShotRegisteredPlain,
-                Kernel::ReduceScatter,
-                Kernel::ReduceScatterPlain,
             ],
             Self::Fusion(_) => &[Kernel::FusedAllReduce],
         }
@@ -126,9 +130,14 @@ impl Family {
             "\n",
             include_str!("../all_reduce/kernels.cuh"),
             "\n",
-            include_str!("../all_reduce/registered.cuh"),
-            "\n",
             include_str!("../gather_scatter/reduce_scatter.cuh")
+        );
+        const REGISTERED: &str = concat!(
+            include_str!("slots.cuh"),
+            "\n",
+            include_str!("reduce.cuh"),
+            "\n",
+            include_str!("../all_reduce/registered.cuh")
         );
         const FUSION: &str = concat!(
             include_str!("slots.cuh"),
@@ -147,7 +156,7 @@ impl Family {
         );
         let program = match self {
             Self::Movement => Program::new("movement.cuh", MOVEMENT, architecture),
-            Self::Reduction(dtype, op) => {
+            Self::Reduction(dtype, op) | Self::Registered(dtype, op) => {
                 let (element, nan_pair) = element(dtype)?;
                 let operator = match op {
                     ReduceOp::Sum | ReduceOp::Avg => "sum_of",
@@ -155,7 +164,11 @@ impl Family {
                     ReduceOp::Min => "min_of",
                     ReduceOp::Max => "max_of",
                 };
-                Program::new("reduction.cuh", REDUCTION, architecture)
+                let (name, source) = match self {
+                    Self::Registered(..) => ("registered.cuh", REGISTERED),
+                    _ => ("reduction.cuh", REDUCTION),
+                };
+                Program::new(name, source, architecture)
                     .define("ELEMENT", element)
                     .define("NAN_PAIR", nan_pair)
                     .define("OPERATOR", operator)

@@ -175,14 +175,20 @@ impl CudaCollectives {
         })
     }
 
-    /// Compiles and loads the kernels that reduce a dtype by an operator, so that no call has to: from the cache on disk
-    /// in some milliseconds, else in about a second. Not while a stream is being captured.
+    /// Compiles and loads the kernels that reduce a dtype by an operator, so that no call has to; once memory is
+    /// [registered](Self::register), those for that too. From the cache on disk it takes some milliseconds, else about a
+    /// second. Not while a stream is being captured.
     ///
     /// # Errors
     /// [`CollectiveError::NotNumeric`](crate::CollectiveError::NotNumeric) for dtypes other than f32, f16 and bf16;
     /// [`FabricError::Device`].
     pub fn prepare(&self, dtype: DType, op: ReduceOp) -> Result<()> {
-        self.kernels.borrow_mut().load(Family::Reduction(dtype, op)).map(drop)
+        let mut kernels = self.kernels.borrow_mut();
+        kernels.load(Family::Reduction(dtype, op))?;
+        if !self.registry.borrow().is_empty() {
+            kernels.load(Family::Registered(dtype, op))?;
+        }
+        Ok(())
     }
 
     /// This rank, from 0.
