@@ -216,10 +216,12 @@ impl<'a> Verifier<'a> {
     }
 
     fn run(&mut self, options: &Options) -> Result<(), Vec<Finding>> {
-        let wiring = self.checked()?;
-        let sizes = sizes::of(self.plan).map_err(|kind| vec![Finding::new(self.plan, kind, Vec::new())])?;
+        let (plan, wiring) = (self.plan, self.checked()?);
+        let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
+        let sizes = sizes::of(plan).map_err(whole)?;
         self.prove(&wiring, options, &sizes)?;
-        turns::check(self.plan, &wiring)
+        sizes::follow(plan).map_err(whole)?;
+        turns::check(plan, &wiring)
     }
 
     fn checked(&self) -> Result<Wiring, Vec<Finding>> {

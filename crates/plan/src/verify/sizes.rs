@@ -42,17 +42,17 @@
 //! * Without groups, if every unit divides `U`, and the alignment every unit, `C = U` is the last size: at a larger `C′` the
 //!   fiber `y` has nothing that the fiber `min(y, C − 1)` at `C` has not. For the turns of different `k` lie apart by
 //!   whole `C / u` here and by no less there, and neither are there fewer bytes before them nor behind them.
-//! * Otherwise let `N` be the largest number of chunks of a pipeline, `L` the `M` of the groups in pipelines alone, `m` the
-//!   largest group, all in units of the alignment, and `w = max(L(U + m), Mm) + M`. From `w − M` on, all that begins and
-//!   ends in a fiber is in one order or at constant distances; what turns differently differs by more than a unit, and by
-//!   ever more: `1/L` byte for each byte of a chunk, and rounding is less than `m`. Of a size from `(2N + 3)Mw` on, take
-//!   the one below `w` with the same `r`. There the same operations meet, and turns lie closer by two or more before
-//!   rounding, so by no more after. Of the turns before (or behind) a fiber, only if there are fewer than all turns there is
-//!   anything to show, and they cannot be fewer both before one operation and behind another: take the fiber as far from
-//!   what begins last, or the last of the chunk.
+//! * Otherwise let `L` be the `M` of the groups in pipelines alone, `m` the largest group, all in units of the alignment,
+//!   and `w = max(L(U + m), Mm) + M`. From `w − M` on, all that begins and ends in a fiber is in one order for all sizes of
+//!   one `r`, and what is at no constant distance moves apart, by `1/M` byte at least for each byte of a chunk (`1/L` in
+//!   pipelines; rounding is less than `m`); what turns differently is more than a unit apart. `w + 2MU` is the last size: of
+//!   a larger one take that below `w` with the same `r`, and of a fiber, one that the same operations meet there. Turns lie
+//!   at least two units closer to each other, so their distances are no larger. What begins first and what ends last in the
+//!   fiber are two units closer too, so that there is a `y` with no more bytes before it in any share, and a unit less behind
+//!   it in any pipeline; or it is the last of its chunk, and in the last turn of those for which there is not.
 //!
 //! For the second, nothing may turn differently at a constant distance, which shares of different groups can, and no share
-//! may be longer than its pipeline. Else the plan is rejected ([`Kind::Turns`]).
+//! may be longer than its pipeline. Else the plan is rejected ([`follow`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -83,8 +83,28 @@ const WORK: u64 = 1 << 27;
 /// Bytes of a chunk, ascending.
 ///
 /// # Errors
-/// [`Kind::NoSize`], [`Kind::TooLarge`] or [`Kind::Turns`]
+/// [`Kind::NoSize`] or [`Kind::TooLarge`]
 pub(super) fn of(plan: &Plan) -> Result<Vec<u64>, Kind> {
+    let most = most(plan)?;
+    let mut sizes = Sizes::new(plan);
+    let classes = sizes.classes(sizes.last().map_or(most, |last| last.min(most)))?;
+    Ok(cover(&least(&sizes, &classes)))
+}
+
+/// Whether all sizes follow from these, if the plan is right at these.
+///
+/// # Errors
+/// [`Kind::Turns`], and those of [`of`].
+pub(super) fn follow(plan: &Plan) -> Result<(), Kind> {
+    let sizes = Sizes::new(plan);
+    match sizes.last() {
+        Some(last) if last < most(plan)? => sizes.unbounded(),
+        _ => Ok(()),
+    }
+}
+
+/// The largest chunk, in units of the alignment.
+fn most(plan: &Plan) -> Result<u64, Kind> {
     let alignment = plan.buffer_alignment;
     let largest = plan.gpus.iter().flat_map(|gpu| [gpu.input_chunks, gpu.output_chunks, gpu.scratch_chunks]);
     let largest = largest.max().unwrap_or(0);
@@ -98,10 +118,7 @@ pub(super) fn of(plan: &Plan) -> Result<Vec<u64>, Kind> {
     if alignment > ALIGNMENT || most == 0 {
         return Err(Kind::TooLarge { what: "bytes of a buffer", limit: BUFFER });
     }
-    let mut sizes = Sizes::new(plan);
-    let last = sizes.last(most)?;
-    let classes = sizes.classes(last)?;
-    Ok(cover(&least(&sizes, &classes), &classes))
+    Ok(most)
 }
 
 /// The largest chunk that a message can have, in units of the alignment.
@@ -237,29 +254,23 @@ impl Sizes {
         })
     }
 
-    /// The last size, in units, behind which there is nothing new, up to `most`.
-    fn last(&self, most: u64) -> Result<u64, Kind> {
-        let Some(unit) = self.pipelines.iter().map(|&(unit, _)| unit).max() else { return Ok(most) };
+    /// The last size, in units, behind which there is nothing new, if pipelines turn.
+    fn last(&self) -> Option<u64> {
+        let unit = self.pipelines.iter().map(|&(unit, _)| unit).max()?;
         let units = unit.div_ceil(self.alignment);
         let all = self.multiple(|_| true);
         let nested = self
             .pipelines
             .iter()
             .all(|(each, _)| each.is_multiple_of(self.alignment) && unit.is_multiple_of(*each));
-        let last = if all == 1 && nested {
+        Some(if all == 1 && nested {
             units
         } else {
             let within = self.multiple(|cut| cut.pipeline.is_some());
-            let chunks = self.pipelines.iter().map(|&(_, chunks)| chunks).max().unwrap_or(0);
             let group = self.cuts.iter().map(|cut| u64::from(cut.group.1)).max().unwrap_or(1);
-            let begin = within.saturating_mul(units.saturating_add(group)).max(all.saturating_mul(group));
-            let begin = begin.saturating_add(all).saturating_mul(all);
-            chunks.saturating_mul(2).saturating_add(3).saturating_mul(begin)
-        };
-        if most > last {
-            self.unbounded()?;
-        }
-        Ok(most.min(last))
+            let order = within.saturating_mul(units.saturating_add(group)).max(all.saturating_mul(group));
+            order.saturating_add(all).saturating_add(all.saturating_mul(units).saturating_mul(2))
+        })
     }
 
     /// Whether pipelines are such that large sizes follow from small ones.
@@ -466,7 +477,7 @@ fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, 
 }
 
 /// A few sizes that together have all numbers.
-fn cover(of: &BTreeMap<u64, BTreeSet<usize>>, classes: &BTreeMap<u64, Rc<Patterns>>) -> Vec<u64> {
+fn cover(of: &BTreeMap<u64, BTreeSet<usize>>) -> Vec<u64> {
     let mut missing: BTreeSet<usize> = of.values().flatten().copied().collect();
     let mut sizes = BTreeSet::new();
     while !missing.is_empty() {
@@ -478,6 +489,5 @@ fn cover(of: &BTreeMap<u64, BTreeSet<usize>>, classes: &BTreeMap<u64, Rc<Pattern
             missing.remove(number);
         });
     }
-    debug_assert!(sizes.iter().all(|size| classes.contains_key(size)));
     sizes.into_iter().collect()
 }

@@ -5,6 +5,7 @@ mod mutants;
 mod oracle;
 mod plans;
 mod random;
+mod sizes;
 
 use antiphon_plan::verify::{Expectation, Expected, Options, Report, Source, verify};
 use antiphon_plan::{Plan, Rank, ReduceOp};
