@@ -52,15 +52,18 @@
 //!   it in any pipeline; or it is the last of its chunk, and in the last turn of those for which there is not.
 //!
 //! For the second, nothing may turn differently at a constant distance, which shares of different groups can, and no share
-//! may be longer than its pipeline. Else the plan is rejected ([`follow`]).
+//! may be longer than its pipeline; and where groups or turns cut chunks, no bytes of scratch may hold packets and plain
+//! data. Else the plan is rejected ([`follow`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use super::finding::Kind;
 use crate::extent::Extent;
-use crate::op::{CopyKind, GroupShare, Op, OpKind, PutKind};
+use crate::ids::Rank;
+use crate::op::{BufferType, CopyKind, GroupShare, Op, OpKind, PutKind};
 use crate::plan::Plan;
+use crate::resolve::{Access, Block};
 
 /// Most chunks of a buffer: no memory holds more.
 const CHUNKS: u64 = 1 << 36;
@@ -97,10 +100,49 @@ pub(super) fn of(plan: &Plan) -> Result<Vec<u64>, Kind> {
 /// [`Kind::Turns`], and those of [`of`].
 pub(super) fn follow(plan: &Plan) -> Result<(), Kind> {
     let sizes = Sizes::new(plan);
+    if !sizes.cuts.is_empty()
+        && let Some(rank) = mixed_scratch(plan)
+    {
+        return Err(Kind::MixedScratch { rank });
+    }
     match sizes.last() {
         Some(last) if last < most(plan)? => sizes.unbounded(),
         _ => Ok(()),
     }
+}
+
+/// A rank whose scratch has chunks in whose bytes are packets and plain data: packets of a chunk take two, from twice as
+/// far. So they meet bytes of other fibers.
+fn mixed_scratch(plan: &Plan) -> Option<Rank> {
+    let mut all = vec![[Vec::new(), Vec::new()]; plan.gpus.len()];
+    for block in Block::all(plan) {
+        let ops = block.get().ops.iter().flat_map(|op| match &op.kind {
+            OpKind::Pipeline(pipeline) => &pipeline.ops[..],
+            _ => std::slice::from_ref(op),
+        });
+        for op in ops {
+            block.accesses(&op.kind, |Access { rank, buffer, chunks, packets, .. }| {
+                if buffer == BufferType::Scratch && !chunks.is_empty() {
+                    let times = 1 + u64::from(packets);
+                    all[rank.index()][usize::from(packets)].push((times * chunks.start, times * chunks.end));
+                }
+            });
+        }
+    }
+    let mixed = all.iter_mut().position(|[plain, packets]| {
+        plain.sort_unstable();
+        // Up to each, how far those reach that begin no later.
+        let reach = plain.iter().scan(0, |far, &(_, end)| {
+            *far = end.max(*far);
+            Some(*far)
+        });
+        let reach: Vec<u64> = reach.collect();
+        packets.iter().any(|&(start, end)| {
+            let begun = plain.partition_point(|&(other, _)| other < end);
+            begun > 0 && reach[begun - 1] > start
+        })
+    });
+    mixed.map(|rank| Rank(rank as u32))
 }
 
 /// The largest chunk, in units of the alignment.
