@@ -4,11 +4,19 @@
 //! would: between two meetings of its threads a block has its operations begin in any order, and each is under way for a
 //! while; no two that conflict may be under way together, and none may touch a caller's buffers when their rank has ended.
 //! What ports were given goes on behind the block's back, in order.
+//!
+//! Chunks are a few units long, a unit being the alignment, and everything is told for each unit of each buffer (a *cell*):
+//! which inputs it holds, and, if there are relaxed signals, which blocks have been told of the last write. A block may
+//! touch only what it has been told of.
 
-use std::collections::{HashSet, VecDeque};
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::ops::Range;
 
+use antiphon_plan::verify::{Expected, Source};
 use antiphon_plan::{
-    Access, Block, BufferType, ChannelType, Mode, NotifyKind, OpKind, Plan, Put, PutKind, Rank, Wiring,
+    Access, Block, BufferType, ChannelIndex, ChannelType, GroupShare, Mode, Notify, NotifyKind, OpKind,
+    Pipeline, Plan, Put, PutKind, Rank, ReduceOp, Wiring,
 };
 
 /// What can go wrong.
@@ -19,10 +27,18 @@ pub enum Bad {
     Late,
     Unbalanced,
     Unwritten,
+    Wrong,
 }
 
 /// More states than these are not tried.
 const STATES: usize = 300_000;
+
+/// Cells, as bits.
+type Mask = u128;
+
+/// The place of what inputs a cell holds among all that any holds.
+type Value = u32;
+const NOTHING: Value = 0;
 
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct State {
@@ -31,51 +47,225 @@ struct State {
     /// Of each block, what operations of the phase are: 0 to do, 1 under way, 2 done.
     phase: Vec<Vec<u8>>,
     counts: Vec<i64>,
-    /// Of each block, what its ports have to do: (port, operation, whether it is under way).
-    ports: Vec<VecDeque<(u32, usize, bool)>>,
-    /// Packets that have been written: rank and chunk.
-    packets: Vec<(u32, u64)>,
-    /// Plain bytes that have been written or given: rank, buffer, chunk.
-    written: Vec<(u32, BufferType, u64)>,
+    /// Of each block, what its ports have to do.
+    ports: Vec<VecDeque<Pushed>>,
+    /// What each cell holds.
+    holds: Vec<Value>,
+    /// Who has been told what; empty if there is nothing relaxed.
+    told: Told,
 }
+
+/// What a block gave one of its ports.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Pushed {
+    port: u32,
+    op: usize,
+    under_way: bool,
+    /// What the block had been told.
+    told: Mask,
+}
+
+/// Of which cells who has been told the last write.
+#[derive(Clone, Default, PartialEq, Eq, Hash)]
+struct Told {
+    /// Of each block, when its threads met last.
+    blocks: Vec<Mask>,
+    /// What comes to that when they meet next.
+    news: Vec<Mask>,
+    /// Each port of each block.
+    ports: Vec<Vec<Mask>>,
+    /// Of each counter, what those tell that have been added and not taken.
+    signals: Vec<VecDeque<Mask>>,
+    /// Of each cell of packets, what its writer had been told.
+    packets: Vec<Mask>,
+}
+
+impl Told {
+    fn all(&mut self) -> impl Iterator<Item = &mut Mask> {
+        let Told { blocks, news, ports, signals, packets } = self;
+        let many = ports.iter_mut().flatten().chain(signals.iter_mut().flatten());
+        blocks.iter_mut().chain(news).chain(packets).chain(many)
+    }
+}
+
+/// An operation in one turn.
+struct Item<'a> {
+    kind: &'a OpKind,
+    /// Unit by unit, from which cells to which.
+    pieces: Vec<(Vec<usize>, Vec<usize>)>,
+    reads: Mask,
+    writes: Mask,
+}
+
+/// A cell: rank, buffer, whether it is for packets, and unit.
+type Cell = (Rank, BufferType, bool, u64);
 
 pub struct Oracle<'a> {
     plan: &'a Plan,
     blocks: Vec<Block<'a>>,
+    items: Vec<Vec<Item<'a>>>,
+    cells: Vec<Cell>,
     wiring: Wiring,
+    /// Of which cells there must be which inputs.
+    expected: Vec<(usize, Vec<usize>)>,
+    values: RefCell<Vec<Vec<usize>>>,
     /// Whether blocks have many threads.
     many: bool,
+    relaxed: bool,
 }
 
-/// What can go wrong with a plan, if anything can; `Err` if it has too many states.
-pub fn judge(plan: &Plan) -> Result<Option<Bad>, ()> {
-    let oracle = |many| Oracle { plan, blocks: Block::all(plan).collect(), wiring: Wiring::new(plan), many };
-    match oracle(false).explore()? {
+/// What can go wrong with a plan at chunks of some units, of which the outputs must hold this, if anything can; `Err` if it
+/// has too many states.
+pub fn judge_at(plan: &Plan, units: u64, expected: &[Expected]) -> Result<Option<Bad>, ()> {
+    match Oracle::new(plan, units, expected, false).explore()?.0 {
         Some(bad) => Ok(Some(bad)),
-        None => oracle(true).explore(),
+        None => Ok(Oracle::new(plan, units, expected, true).explore()?.0),
     }
 }
 
-impl Oracle<'_> {
-    fn explore(&self) -> Result<Option<Bad>, ()> {
+/// What the outputs hold at the end of some run, chunk by chunk, where they hold the same everywhere in a chunk.
+pub fn outputs(plan: &Plan) -> Option<Vec<Expected>> {
+    let oracle = Oracle::new(plan, 1, &[], false);
+    let Ok((None, Some(end))) = oracle.explore() else { return None };
+    let values = oracle.values.borrow();
+    let row = |(cell, &(rank, buffer, packets, index)): (usize, &Cell)| {
+        let value = &values[end.holds[cell] as usize];
+        let from =
+            value.iter().map(|&cell| Source { rank: oracle.cells[cell].0, index: oracle.cells[cell].3 });
+        let from: Vec<_> = from.collect();
+        let is_output = !packets && buffer == home(plan, BufferType::Output);
+        (is_output && !from.is_empty()).then_some(Expected {
+            rank,
+            index,
+            size: 1,
+            from,
+            op: reduction(plan),
+        })
+    };
+    Some(oracle.cells.iter().enumerate().filter_map(row).collect())
+}
+
+/// In place, of an all-reduce or what has no name, input and output are the same.
+fn home(plan: &Plan, buffer: BufferType) -> BufferType {
+    match buffer {
+        BufferType::Output if plan.inplace => BufferType::Input,
+        buffer => buffer,
+    }
+}
+
+/// Plans have one reduction.
+fn reduction(plan: &Plan) -> ReduceOp {
+    let ops = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
+    let mut found = ops.filter_map(|op| match &op.kind {
+        OpKind::Reduce(reduce) => Some(reduce.op),
+        _ => None,
+    });
+    found.next().unwrap_or(ReduceOp::Sum)
+}
+
+/// Of some units, those of one thread block of a group, and of these those of one turn.
+fn units(all: Range<u64>, group: Option<GroupShare>, turn: Option<(u64, u64)>) -> Range<u64> {
+    let mut own = all.clone();
+    if let Some(GroupShare { tb_id, tbg_size }) = group {
+        // The first gets the first unit, and so on in turns; then each takes as many in one piece.
+        let len = |block: u32| all.clone().skip(block as usize).step_by(tbg_size as usize).count() as u64;
+        let before: u64 = (0..tb_id).map(len).sum();
+        own = all.start + before..all.start + before + len(tb_id);
+    }
+    match turn {
+        Some((turn, unit)) => {
+            let at = |turn: u64| (own.start + turn * unit).min(own.end);
+            at(turn)..at(turn + 1)
+        }
+        None => own,
+    }
+}
+
+impl<'a> Oracle<'a> {
+    fn new(plan: &'a Plan, chunk: u64, expected: &[Expected], many: bool) -> Self {
+        let mut cells = Vec::new();
+        let mut numbers: HashMap<Cell, usize> = HashMap::new();
+        let mut number = |cell: Cell| {
+            *numbers.entry(cell).or_insert_with(|| {
+                cells.push(cell);
+                cells.len() - 1
+            })
+        };
+        let expected = expected.iter().flat_map(|row| (0..row.size * chunk).map(move |unit| (row, unit)));
+        let expected: Vec<_> = expected
+            .map(|(row, unit)| {
+                let to = (row.rank, home(plan, BufferType::Output), false, row.index * chunk + unit);
+                let from = row
+                    .from
+                    .iter()
+                    .map(|from| (from.rank, BufferType::Input, false, from.index * chunk + unit));
+                let mut from: Vec<_> = from.map(&mut number).collect();
+                from.sort_unstable();
+                (number(to), from)
+            })
+            .collect();
+        for gpu in &plan.gpus {
+            for unit in 0..gpu.input_chunks * chunk {
+                number((gpu.id, BufferType::Input, false, unit));
+            }
+        }
+        let blocks: Vec<_> = Block::all(plan).collect();
+        let items = blocks.iter().map(|block| {
+            let mut items = Vec::new();
+            for op in &block.get().ops {
+                let OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) = &op.kind else {
+                    items.push(Item::new(plan, block, &op.kind, chunk, None, &mut number));
+                    continue;
+                };
+                let unit = unit_size / plan.buffer_alignment;
+                for turn in (0..num_chunks * chunk).step_by(unit as usize).map(|at| at / unit) {
+                    let turn = Some((turn, unit));
+                    items.extend(
+                        ops.iter().map(|op| Item::new(plan, block, &op.kind, chunk, turn, &mut number)),
+                    );
+                }
+            }
+            items
+        });
+        let mut items: Vec<Vec<Item<'_>>> = items.collect();
+        if many {
+            // Each packet by itself: it is read once it is there, whatever the others do.
+            let packets = |item: &Item<'_>| {
+                let port = matches!(item.kind, OpKind::Put(Put { channel_type: ChannelType::Port, .. }));
+                !port && item.pieces.iter().any(|(from, to)| from.iter().chain(to).any(|&cell| cells[cell].2))
+            };
+            let split = |item: Item<'a>| match packets(&item) {
+                true => item.pieces.into_iter().map(|piece| Item::of(item.kind, vec![piece])).collect(),
+                false => vec![item],
+            };
+            items = items.into_iter().map(|items| items.into_iter().flat_map(split).collect()).collect();
+        }
+        let relaxed = |item: &Item<'_>| matches!(item.kind, OpKind::Notify(Notify { relaxed: true, .. }));
+        let relaxed = many && items.iter().flatten().any(relaxed);
+        assert!(cells.len() <= Mask::BITS as usize);
+        let values = RefCell::new(vec![Vec::new()]);
+        Oracle { plan, blocks, items, cells, wiring: Wiring::new(plan), expected, values, many, relaxed }
+    }
+
+    /// What is wrong with some run, if anything is with any, and the end of a run.
+    fn explore(&self) -> Result<(Option<Bad>, Option<State>), ()> {
         let start = self.start();
         let mut seen = HashSet::from([start.clone()]);
         let mut todo = vec![start.clone()];
+        let mut end = None;
         while let Some(state) = todo.pop() {
             if let Some(bad) = self.bad(&state) {
-                return Ok(Some(bad));
+                return Ok((Some(bad), end));
             }
             let next = match self.next(&state) {
                 Ok(next) => next,
-                Err(bad) => return Ok(Some(bad)),
+                Err(bad) => return Ok((Some(bad), end)),
             };
             if next.is_empty() {
-                if (0..self.blocks.len()).any(|block| !self.ended(&state, block)) {
-                    return Ok(Some(Bad::Deadlock));
+                if let Some(bad) = self.bad_end(&state, &start) {
+                    return Ok((Some(bad), end));
                 }
-                if state.counts != start.counts {
-                    return Ok(Some(Bad::Unbalanced));
-                }
+                end = Some(state);
             }
             for state in next {
                 if seen.insert(state.clone()) {
@@ -86,31 +276,93 @@ impl Oracle<'_> {
                 return Err(());
             }
         }
-        Ok(None)
+        Ok((None, end))
+    }
+
+    fn bad_end(&self, state: &State, start: &State) -> Option<Bad> {
+        if (0..self.blocks.len()).any(|block| !self.ended(state, block)) {
+            return Some(Bad::Deadlock);
+        }
+        if state.counts != start.counts {
+            return Some(Bad::Unbalanced);
+        }
+        if self.relaxed {
+            for gpu in &self.plan.gpus {
+                let of = (0..self.blocks.len()).filter(|&block| self.blocks[block].rank() == gpu.id);
+                let Told { blocks, news, ports, .. } = &state.told;
+                let told =
+                    of.flat_map(|block| ports[block].iter().copied().chain([blocks[block], news[block]]));
+                let told = told.fold(0, |all, each| all | each);
+                let callers = |&(rank, buffer, packets, _): &Cell| {
+                    rank == gpu.id && buffer != BufferType::Scratch && !packets
+                };
+                if self.cells.iter().enumerate().any(|(cell, of)| callers(of) && told & 1 << cell == 0) {
+                    return Some(Bad::Late);
+                }
+            }
+        }
+        let values = self.values.borrow();
+        let wrong = |(cell, from): &(usize, Vec<usize>)| values[state.holds[*cell] as usize] != *from;
+        self.expected.iter().any(wrong).then_some(Bad::Wrong)
+    }
+
+    fn value(&self, inputs: Vec<usize>) -> Value {
+        let mut values = self.values.borrow_mut();
+        let known = values.iter().position(|value| *value == inputs);
+        known.unwrap_or_else(|| {
+            values.push(inputs);
+            values.len() - 1
+        }) as Value
     }
 
     fn start(&self) -> State {
         let mut counts = Vec::new();
-        let mut written = Vec::new();
         for gpu in &self.plan.gpus {
             counts.extend(gpu.peers(ChannelType::Memory).iter().map(|_| 0));
             counts.extend(gpu.peers(ChannelType::Port).iter().map(|_| 0));
             counts.extend(gpu.semaphores.iter().map(|semaphore| semaphore.init_value));
-            written.extend((0..gpu.input_chunks).map(|chunk| (gpu.id.0, BufferType::Input, chunk)));
         }
         let blocks = self.blocks.len();
+        let holds = self.cells.iter().enumerate().map(|(cell, &(rank, buffer, packets, unit))| {
+            let chunk = unit < self.input_units(rank);
+            match buffer == BufferType::Input && !packets && chunk {
+                true => self.value(vec![cell]),
+                false => NOTHING,
+            }
+        });
+        let holds = holds.collect();
+        let told = match self.relaxed {
+            true => Told {
+                blocks: vec![Mask::MAX; blocks],
+                news: vec![0; blocks],
+                ports: self
+                    .blocks
+                    .iter()
+                    .map(|block| vec![0; block.gpu().peers(ChannelType::Port).len()])
+                    .collect(),
+                signals: counts.iter().map(|&count| (0..count).map(|_| 0).collect()).collect(),
+                packets: vec![0; self.cells.len()],
+            },
+            false => Told::default(),
+        };
         State {
             from: vec![0; blocks],
             phase: (0..blocks).map(|block| vec![0; self.phase_len(block, 0)]).collect(),
             counts,
             ports: vec![VecDeque::new(); blocks],
-            packets: Vec::new(),
-            written,
+            holds,
+            told,
         }
     }
 
+    fn input_units(&self, rank: Rank) -> u64 {
+        let inputs =
+            self.cells.iter().filter(|cell| cell.0 == rank && cell.1 == BufferType::Input && !cell.2);
+        inputs.map(|cell| cell.3 + 1).max().unwrap_or(0)
+    }
+
     fn ops(&self, block: usize) -> impl Iterator<Item = &OpKind> {
-        self.blocks[block].get().ops.iter().map(|op| &op.kind)
+        self.items[block].iter().map(|item| item.kind)
     }
 
     /// How many operations stand before the next meeting; alone, one.
@@ -131,37 +383,31 @@ impl Oracle<'_> {
         for block in 0..self.blocks.len() {
             let phase = state.phase[block].iter().enumerate().filter(|(_, op)| **op == 1);
             all.extend(phase.map(|(at, _)| (block, state.from[block] + at)));
-            let ports = state.ports[block].iter().filter(|(.., under_way)| *under_way);
-            all.extend(ports.map(|&(_, op, _)| (block, op)));
+            let ports = state.ports[block].iter().filter(|pushed| pushed.under_way);
+            all.extend(ports.map(|pushed| (block, pushed.op)));
         }
-        all
-    }
-
-    fn accesses(&self, block: usize, op: usize) -> Vec<Access> {
-        let mut all = Vec::new();
-        let kind = self.ops(block).nth(op).expect("an operation");
-        self.blocks[block].accesses(kind, |access| all.push(access));
         all
     }
 
     fn bad(&self, state: &State) -> Option<Bad> {
         let under_way = self.under_way(state);
         for (at, &(block, op)) in under_way.iter().enumerate() {
-            let accesses = self.accesses(block, op);
-            for access in &accesses {
-                let own = access.rank == self.blocks[block].rank();
-                if !own && access.buffer != BufferType::Scratch && self.rank_ended(state, access.rank) {
+            let item = &self.items[block][op];
+            for &(rank, buffer, ..) in self.of(item.reads | item.writes) {
+                let own = rank == self.blocks[block].rank();
+                if !own && buffer != BufferType::Scratch && self.rank_ended(state, rank) {
                     return Some(Bad::Late);
                 }
             }
-            for &(other_block, other_op) in &under_way[..at] {
-                let others = self.accesses(other_block, other_op);
-                if accesses.iter().any(|one| others.iter().any(|other| conflict(one, other))) {
-                    return Some(Bad::Race);
-                }
+            if under_way[..at].iter().any(|&(block, op)| conflict(item, &self.items[block][op])) {
+                return Some(Bad::Race);
             }
         }
         None
+    }
+
+    fn of(&self, mask: Mask) -> impl Iterator<Item = &Cell> {
+        self.cells.iter().enumerate().filter(move |(cell, _)| mask & 1 << cell != 0).map(|(_, cell)| cell)
     }
 
     fn rank_ended(&self, state: &State, rank: Rank) -> bool {
@@ -187,11 +433,11 @@ impl Oracle<'_> {
     fn step(&self, state: &State, block: usize, at: usize) -> Result<Option<State>, Bad> {
         let mut after = state.clone();
         let op = state.from[block] + at;
-        let kind = self.ops(block).nth(op).expect("an operation");
+        let kind = self.items[block][op].kind;
         match state.phase[block][at] {
             1 => {
                 after.phase[block][at] = 2;
-                self.write(&mut after, block, op);
+                self.write(&mut after, block, op, None);
                 return Ok(Some(after));
             }
             2 => return Ok(None),
@@ -203,12 +449,17 @@ impl Oracle<'_> {
         after.phase[block][at] = 2;
         match kind {
             OpKind::Notify(notify) if notify.kind == NotifyKind::Flush => {
-                let done = state.ports[block].iter().all(|&(port, pushed, _)| {
-                    pushed > op || notify.channels.iter().all(|index| index.0 != port)
+                let done = state.ports[block].iter().all(|pushed| {
+                    pushed.op > op || notify.channels.iter().all(|index| index.0 != pushed.port)
                 });
                 // In order with what is pushed before and after.
                 if !done || !self.pushes_before_begun(state, block, at) {
                     return Ok(None);
+                }
+                if self.relaxed {
+                    for &index in &notify.channels {
+                        after.told.news[block] |= state.told.ports[block][index.index()];
+                    }
                 }
             }
             OpKind::Notify(notify) if notify.kind == NotifyKind::Signal => {
@@ -217,9 +468,10 @@ impl Oracle<'_> {
                         if !self.pushes_before_begun(state, block, at) {
                             return Ok(None);
                         }
-                        after.ports[block].push_back((index.0, op, false));
+                        after.ports[block].push_back(self.pushed(state, block, index, op));
                     } else {
-                        after.counts[self.peers_count(block, notify.channel_type, index)] += 1;
+                        let told = if notify.relaxed { 0 } else { self.told(state, block) };
+                        self.add(&mut after, self.peers_count(block, notify.channel_type, index), told);
                     }
                 }
             }
@@ -227,9 +479,9 @@ impl Oracle<'_> {
                 for &index in &notify.channels {
                     let of = notify.channel_type;
                     let channel = self.blocks[block].channel(of, index);
-                    let count = &mut after.counts[self.count(self.blocks[block].rank(), of, channel.index())];
-                    *count -= 1;
-                    if *count < 0 {
+                    let counter = self.count(self.blocks[block].rank(), of, channel.index());
+                    let relaxed = notify.relaxed && of != ChannelType::Port;
+                    if !self.take(&mut after, counter, block, relaxed) {
                         return Ok(None);
                     }
                 }
@@ -238,9 +490,10 @@ impl Oracle<'_> {
                 let gpu = self.blocks[block].gpu();
                 let first = self.count(gpu.id, ChannelType::Port, gpu.peers(ChannelType::Port).len());
                 for id in &op.semaphores {
-                    let count = &mut after.counts[first + id.index()];
-                    *count += if op.acquire { -1 } else { 1 };
-                    if op.acquire && *count < 0 {
+                    let counter = first + id.index();
+                    if !op.acquire {
+                        self.add(&mut after, counter, self.told(state, block));
+                    } else if !self.take(&mut after, counter, block, false) {
                         return Ok(None);
                     }
                 }
@@ -249,22 +502,15 @@ impl Oracle<'_> {
                 if !self.pushes_before_begun(state, block, at) {
                     return Ok(None);
                 }
-                let waiting = state.ports[block].iter().any(|&(_, pushed, _)| pushed == op);
-                match put.kind {
-                    PutKind::WithSignalAndFlush if waiting => return Ok(None),
-                    _ => after.ports[block].push_back((put.channels[0].0, op, false)),
-                }
+                let [index] = put.channels[..] else { panic!("one channel") };
+                after.ports[block].push_back(self.pushed(state, block, index, op));
             }
             _ => {
-                let reads = self.accesses(block, op);
-                let missing = |access: &&Access| {
-                    let packet = |chunk| state.packets.contains(&(access.rank.0, chunk));
-                    access.mode == Mode::Read && access.packets && !access.chunks.clone().all(packet)
-                };
-                if reads.iter().any(|access| missing(&access)) {
+                let absent = |cell: &usize| self.cells[*cell].2 && state.holds[*cell] == NOTHING;
+                if self.items[block][op].pieces.iter().any(|(from, _)| from.iter().any(absent)) {
                     return Ok(None);
                 }
-                self.read(state, block, op)?;
+                self.read(state, block, op, None)?;
                 after.phase[block][at] = 1;
             }
         }
@@ -289,29 +535,34 @@ impl Oracle<'_> {
     fn drain(&self, state: &State, block: usize, next: &mut Vec<State>) -> Result<(), Bad> {
         let mut heads = HashSet::new();
         for at in 0..state.ports[block].len() {
-            let (port, op, under_way) = state.ports[block][at];
+            let pushed = &state.ports[block][at];
+            let (port, op) = (pushed.port, pushed.op);
             if !heads.insert(port) {
                 continue;
             }
             let mut after = state.clone();
-            let kind = self.ops(block).nth(op).expect("an operation");
-            match kind {
-                OpKind::Put(_) if !under_way => {
-                    self.read(state, block, op)?;
-                    after.ports[block][at].2 = true;
-                }
+            let index = ChannelIndex(port);
+            let kind = self.items[block][op].kind;
+            if matches!(kind, OpKind::Put(_)) && !pushed.under_way {
+                self.read(state, block, op, Some(pushed))?;
+                after.ports[block][at].under_way = true;
+                next.push(after);
+                continue;
+            }
+            after.ports[block].remove(at);
+            if self.relaxed {
+                after.told.ports[block][index.index()] |= pushed.told;
+            }
+            let signals = match kind {
                 OpKind::Put(put) => {
-                    self.write(&mut after, block, op);
-                    after.ports[block].remove(at);
-                    if put.kind != PutKind::Plain {
-                        after.counts[self.peers_count(block, ChannelType::Port, put.channels[0])] += 1;
-                    }
+                    self.write(&mut after, block, op, Some(pushed));
+                    put.kind != PutKind::Plain && put.kind != PutKind::Packets
                 }
-                _ => {
-                    let index = antiphon_plan::ChannelIndex(port);
-                    after.ports[block].remove(at);
-                    after.counts[self.peers_count(block, ChannelType::Port, index)] += 1;
-                }
+                _ => true,
+            };
+            if signals {
+                let told = if self.relaxed { after.told.ports[block][index.index()] } else { 0 };
+                self.add(&mut after, self.peers_count(block, ChannelType::Port, index), told);
             }
             next.push(after);
         }
@@ -328,7 +579,7 @@ impl Oracle<'_> {
                     self.ops(block).nth(id),
                     Some(OpKind::Put(Put { kind: PutKind::WithSignalAndFlush, .. }))
                 );
-                op == 2 && !(flushes && state.ports[block].iter().any(|&(_, pushed, _)| pushed == id))
+                op == 2 && !(flushes && state.ports[block].iter().any(|pushed| pushed.op == id))
             });
             done.then(|| self.ops(block).nth(state.from[block] + state.phase[block].len())).flatten()
         };
@@ -349,6 +600,13 @@ impl Oracle<'_> {
             _ => return,
         };
         let mut after = state.clone();
+        if self.relaxed {
+            let told = all.iter().fold(0, |told, &block| told | self.at_meeting(state, block));
+            for &block in &all {
+                after.told.blocks[block] = told;
+                after.told.news[block] = 0;
+            }
+        }
         for block in all {
             after.from[block] += state.phase[block].len() + 1;
             after.phase[block] = vec![0; self.phase_len(block, after.from[block])];
@@ -356,30 +614,103 @@ impl Oracle<'_> {
         next.push(after);
     }
 
-    fn read(&self, state: &State, block: usize, op: usize) -> Result<(), Bad> {
-        for access in self.accesses(block, op) {
-            let plain = access.mode == Mode::Read && !access.packets;
-            let there = |chunk| state.written.contains(&(access.rank.0, access.buffer, chunk));
-            if plain && !access.chunks.clone().all(there) {
+    /// What a block knows whose threads meet.
+    fn at_meeting(&self, state: &State, block: usize) -> Mask {
+        let (told, first) = (&state.told, state.from[block]);
+        let flushed = (first..first + state.phase[block].len()).map(|op| match self.items[block][op].kind {
+            OpKind::Put(put) if put.kind == PutKind::WithSignalAndFlush => {
+                told.ports[block][put.channels[0].index()]
+            }
+            _ => 0,
+        });
+        flushed.fold(told.blocks[block] | told.news[block], |all, each| all | each)
+    }
+
+    fn told(&self, state: &State, block: usize) -> Mask {
+        state.told.blocks.get(block).copied().unwrap_or_default()
+    }
+
+    fn pushed(&self, state: &State, block: usize, port: ChannelIndex, op: usize) -> Pushed {
+        Pushed { port: port.0, op, under_way: false, told: self.told(state, block) }
+    }
+
+    fn add(&self, after: &mut State, counter: usize, told: Mask) {
+        after.counts[counter] += 1;
+        if self.relaxed {
+            after.told.signals[counter].push_back(told);
+        }
+    }
+
+    fn take(&self, after: &mut State, counter: usize, block: usize, relaxed: bool) -> bool {
+        after.counts[counter] -= 1;
+        if after.counts[counter] < 0 {
+            return false;
+        }
+        if self.relaxed {
+            let told = after.told.signals[counter].pop_front().expect("as many as are counted");
+            after.told.news[block] |= if relaxed { 0 } else { told };
+        }
+        true
+    }
+
+    /// What is known of a piece: by a block or its port, and by who wrote the packets in it.
+    fn known(&self, state: &State, block: usize, from: &[usize], pushed: Option<&Pushed>) -> Mask {
+        let who = match pushed {
+            Some(pushed) => pushed.told | state.told.ports[block][pushed.port as usize],
+            None => state.told.blocks[block],
+        };
+        from.iter().fold(who, |told, &cell| told | state.told.packets[cell])
+    }
+
+    fn read(&self, state: &State, block: usize, op: usize, pushed: Option<&Pushed>) -> Result<(), Bad> {
+        for (from, to) in &self.items[block][op].pieces {
+            if self.relaxed {
+                let known = self.known(state, block, from, pushed);
+                let unknown = |cell: &&usize| !self.cells[**cell].2 && known & 1 << **cell == 0;
+                if from.iter().chain(to).any(|cell| unknown(&cell)) {
+                    return Err(Bad::Race);
+                }
+            }
+            if from.iter().any(|&cell| state.holds[cell] == NOTHING) {
                 return Err(Bad::Unwritten);
             }
         }
         Ok(())
     }
 
-    fn write(&self, after: &mut State, block: usize, op: usize) {
-        for access in self.accesses(block, op).into_iter().filter(|access| access.mode == Mode::Write) {
-            for chunk in access.chunks {
-                match access.packets {
-                    true => after.packets.push((access.rank.0, chunk)),
-                    false => after.written.push((access.rank.0, access.buffer, chunk)),
+    /// What an operation wrote is there, and its block or port knows.
+    fn write(&self, after: &mut State, block: usize, op: usize, pushed: Option<&Pushed>) {
+        let item = &self.items[block][op];
+        for (from, to) in &item.pieces {
+            let mut inputs = Vec::new();
+            for &cell in from {
+                inputs.extend_from_slice(&self.values.borrow()[after.holds[cell] as usize]);
+            }
+            inputs.sort_unstable();
+            if reduction(self.plan) != ReduceOp::Sum {
+                inputs.dedup();
+            }
+            let value = self.value(inputs);
+            let plain = to.iter().filter(|&&cell| !self.cells[cell].2).fold(0, |all, cell| all | 1 << cell);
+            if self.relaxed {
+                let known = self.known(after, block, from, pushed);
+                after.told.all().for_each(|told| *told &= !plain);
+                after.ports.iter_mut().flatten().for_each(|pushed| pushed.told &= !plain);
+                for &cell in to {
+                    if self.cells[cell].2 && after.holds[cell] == NOTHING {
+                        after.told.packets[cell] = known | plain;
+                    }
+                }
+                match pushed {
+                    Some(pushed) => after.told.ports[block][pushed.port as usize] |= plain,
+                    None => {
+                        let behind = from.iter().fold(0, |told, &cell| told | after.told.packets[cell]);
+                        after.told.news[block] |= plain | behind;
+                    }
                 }
             }
+            to.iter().for_each(|&cell| after.holds[cell] = value);
         }
-        after.packets.sort_unstable();
-        after.packets.dedup();
-        after.written.sort_unstable();
-        after.written.dedup();
     }
 
     fn count(&self, rank: Rank, of: ChannelType, at: usize) -> usize {
@@ -406,11 +737,53 @@ impl Oracle<'_> {
     }
 }
 
-fn conflict(one: &Access, other: &Access) -> bool {
-    one.rank == other.rank
-        && one.buffer == other.buffer
-        && one.packets == other.packets
-        && one.chunks.start < other.chunks.end
-        && other.chunks.start < one.chunks.end
-        && (one.mode == Mode::Write || other.mode == Mode::Write)
+fn conflict(one: &Item<'_>, other: &Item<'_>) -> bool {
+    one.writes & (other.reads | other.writes) | one.reads & other.writes != 0
+}
+
+impl<'a> Item<'a> {
+    fn new(
+        plan: &Plan,
+        block: &Block<'_>,
+        kind: &'a OpKind,
+        chunk: u64,
+        turn: Option<(u64, u64)>,
+        number: &mut impl FnMut(Cell) -> usize,
+    ) -> Self {
+        let mut accesses = Vec::new();
+        block.accesses(kind, |access| accesses.push(access));
+        let packets = accesses.iter().any(|access| access.packets);
+        let mut cells = |access: &Access| -> Vec<usize> {
+            let Access { rank, buffer, chunks, packets: is_packets, group, .. } = access;
+            let all = chunks.start * chunk..chunks.end * chunk;
+            let units = units(all, *group, turn.filter(|_| !packets));
+            units.map(|unit| number((*rank, home(plan, *buffer), *is_packets, unit))).collect()
+        };
+        let mut of = |mode| -> Vec<Vec<usize>> {
+            accesses.iter().filter(|access| access.mode == mode).map(&mut cells).collect()
+        };
+        let (from, to) = (of(Mode::Read), of(Mode::Write));
+        // Puts of several chunks pair them; all else combines its sources for all destinations.
+        let paired = matches!(kind, OpKind::Put(_) | OpKind::Get(_)) && from.len() == to.len();
+        let groups: Vec<(&[Vec<usize>], &[Vec<usize>])> = match paired {
+            true => from.chunks(1).zip(to.chunks(1)).collect(),
+            false => vec![(&from, &to)],
+        };
+        let pieces: Vec<(Vec<usize>, Vec<usize>)> = groups
+            .into_iter()
+            .flat_map(|(from, to)| {
+                let len = from.first().map_or(0, Vec::len);
+                let at = |unit: usize, of: &[Vec<usize>]| of.iter().map(|cells| cells[unit]).collect();
+                (0..len).map(|unit| (at(unit, from), at(unit, to))).collect::<Vec<_>>()
+            })
+            .collect();
+        Item::of(kind, pieces)
+    }
+
+    fn of(kind: &'a OpKind, pieces: Vec<(Vec<usize>, Vec<usize>)>) -> Self {
+        let mask = |cells: &mut dyn Iterator<Item = &usize>| cells.fold(0, |mask, cell| mask | 1 << cell);
+        let reads = mask(&mut pieces.iter().flat_map(|(from, _)| from));
+        let writes = mask(&mut pieces.iter().flat_map(|(_, to)| to));
+        Item { kind, pieces, reads, writes }
+    }
 }

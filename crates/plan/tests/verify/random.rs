@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use antiphon_plan::verify::{Kind, Options, verify};
+use antiphon_plan::verify::{Expectation, Expected, Kind, Options, Source, verify, verify_at};
 use antiphon_plan::*;
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
@@ -53,6 +53,21 @@ fn notify(kind: NotifyKind, channel_type: ChannelType) -> OpKind {
 
 fn semaphore(acquire: bool, id: u32) -> OpKind {
     OpKind::Semaphore(SemaphoreOp { acquire, semaphores: vec![SemaphoreId(id)], data_sync: DataSync::NONE })
+}
+
+fn reduce(src: Vec<LocalChunk>, remote_src: Option<(u32, u64)>, dst: LocalChunk) -> OpKind {
+    let remote = |(id, index)| RemoteChunk { buffer_id: RemoteBufferIndex(id), index, size: 1 };
+    OpKind::Reduce(Box::new(Reduce {
+        packets: false,
+        src,
+        remote_src: remote_src.map(remote).into_iter().collect(),
+        dst,
+        packet_dst: None,
+        remote_dst: Vec::new(),
+        channel_type: remote_src.map(|_| ChannelType::Memory),
+        op: ReduceOp::Sum,
+        group: None,
+    }))
 }
 
 fn put(kind: PutKind, channel_type: ChannelType, from: LocalChunk, to: (u32, u64)) -> OpKind {
@@ -108,6 +123,8 @@ fn op() -> impl Strategy<Value = OpKind> {
         1 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::Plain, port, src, dst)),
         2 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::WithSignal, port, src, dst)),
         1 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::WithSignalAndFlush, port, src, dst)),
+        1 => (from(), from(), to()).prop_map(|(one, other, dst)| reduce(vec![one, other], None, dst)),
+        1 => (from(), (Just(0), 0..2u64), to()).prop_map(|(one, other, dst)| reduce(vec![one], Some(other), dst)),
         1 => from().prop_map(move |src| copy(CopyKind::Pack, src, packets)),
         1 => to().prop_map(move |dst| copy(CopyKind::Unpack, packets, dst)),
         2 => from().prop_map(move |src| put(PutKind::Packets, memory, src, (2, 0))),
@@ -143,12 +160,208 @@ fn balanced(mut blocks: Vec<Vec<OpKind>>, at: usize) -> Vec<Vec<OpKind>> {
     blocks
 }
 
+/// One thread block gives another some data, and that does something with it: what they do each, from right plans.
+#[derive(Clone, Debug)]
+struct Handover {
+    /// Through a memory channel, a port, a semaphore, or as packets; or only a signal back.
+    how: usize,
+    /// From which rank.
+    rank: usize,
+    /// What is given, where it goes, and where it ends.
+    from: LocalChunk,
+    at: u64,
+    to: LocalChunk,
+    /// Whether it is added to something.
+    adds: Option<LocalChunk>,
+    /// Whether threads meet between data and signals.
+    meets: [bool; 2],
+}
+
+fn handover() -> impl Strategy<Value = Handover> {
+    let input = || chunk(BufferType::Input);
+    let meets = [prop::bool::weighted(0.9), prop::bool::weighted(0.9)];
+    let to = prop_oneof![8 => chunk(BufferType::Output), 1 => chunk(BufferType::Input)];
+    (0..5usize, 0..2usize, input(), 2..4u64, to, prop::option::weighted(0.3, input()), meets)
+        .prop_map(|(how, rank, from, at, to, adds, meets)| Handover { how, rank, from, at, to, adds, meets })
+}
+
+impl Handover {
+    fn append(&self, blocks: &mut [Vec<OpKind>]) {
+        let (memory, port) = (ChannelType::Memory, ChannelType::Port);
+        let (here, there) = (2 * self.rank, 2 * (1 - self.rank));
+        let scratch = |index| LocalChunk { buffer: BufferType::Scratch, index, size: 1 };
+        let copy = |kind, src, dst| OpKind::Copy(Copy { kind, src, dst, group: None });
+        let taken = match self.adds {
+            Some(other) => reduce(vec![other, scratch(self.at)], None, self.to),
+            None => copy(CopyKind::Plain, scratch(self.at), self.to),
+        };
+        let nop = |meets: bool| meets.then_some(OpKind::Nop);
+        let mut append =
+            |block: usize, ops: Vec<Option<OpKind>>| blocks[block].extend(ops.into_iter().flatten());
+        let [before, behind] = self.meets.map(nop);
+        match self.how {
+            0 => {
+                let data = put(PutKind::Plain, memory, self.from, (2, self.at));
+                append(here, vec![Some(data), before, Some(notify(NotifyKind::Signal, memory))]);
+                append(there, vec![Some(notify(NotifyKind::Wait, memory)), behind, Some(taken)]);
+            }
+            1 => {
+                append(here + 1, vec![before, Some(put(PutKind::WithSignal, port, self.from, (2, self.at)))]);
+                append(there + 1, vec![Some(notify(NotifyKind::Wait, port)), behind, Some(taken)]);
+            }
+            2 => {
+                let data = copy(CopyKind::Plain, self.from, scratch(self.at));
+                append(here, vec![Some(data), before, Some(semaphore(false, 0))]);
+                append(here + 1, vec![Some(semaphore(true, 0)), behind, Some(taken)]);
+            }
+            3 => {
+                append(here, vec![before, Some(put(PutKind::Packets, memory, self.from, (2, 0)))]);
+                append(there + 1, vec![Some(copy(CopyKind::Unpack, scratch(0), self.to)), behind]);
+            }
+            _ => {
+                append(there, vec![before, Some(notify(NotifyKind::Signal, memory))]);
+                append(here, vec![Some(notify(NotifyKind::Wait, memory)), behind]);
+            }
+        }
+    }
+}
+
+/// Some of these, perhaps without one operation.
+fn handovers() -> impl Strategy<Value = Vec<Vec<OpKind>>> {
+    let missing = prop::option::weighted(0.3, (0..4usize, 0..6usize));
+    (prop::collection::vec(handover(), 1..4), missing).prop_map(|(all, missing)| {
+        let mut blocks = vec![Vec::new(); 4];
+        all.iter().for_each(|each| each.append(&mut blocks));
+        if let Some((block, op)) = missing
+            && op < blocks[block].len()
+        {
+            blocks[block].remove(op);
+        }
+        blocks
+    })
+}
+
+/// What is changed about a plan.
+#[derive(Clone, Debug)]
+struct Changes {
+    /// The rank's block that signals and releases what is missing.
+    at: usize,
+    /// Of each rank, whether signals and waits through its memory channel are relaxed.
+    relaxed: [[bool; 2]; 2],
+    /// Of each block, whether its operations stand in a pipeline.
+    turned: Vec<bool>,
+    /// The shares of some operations: of which block, which, and which half.
+    shares: Vec<(usize, usize, u32)>,
+    /// What is expected instead of what comes out: which row, and which input is in it that is not, or is not that is.
+    wrong: Option<(usize, u32, u64)>,
+}
+
+fn changes() -> impl Strategy<Value = Changes> {
+    let turned = prop_oneof![
+        12 => Just(vec![false; 4]),
+        4 => Just(vec![true; 4]),
+        1 => prop::collection::vec(any::<bool>(), 4),
+    ];
+    let relaxed = prop_oneof![2 => Just([[false; 2]; 2]), 1 => any::<[[bool; 2]; 2]>()];
+    let shares =
+        prop_oneof![3 => Just(Vec::new()), 1 => prop::collection::vec((0..4usize, 0..5usize, 0..2u32), 1..4)];
+    let wrong = prop::option::weighted(0.15, (0..4usize, 0..2u32, 0..2u64));
+    (0..2usize, relaxed, turned, shares, wrong).prop_map(|(at, relaxed, turned, shares, wrong)| Changes {
+        at,
+        relaxed,
+        turned,
+        shares,
+        wrong,
+    })
+}
+
+impl Changes {
+    fn apply(&self, mut blocks: Vec<Vec<OpKind>>) -> Plan {
+        for &(block, op, tb_id) in &self.shares {
+            let share = Some(GroupShare { tb_id, tbg_size: 2 });
+            match blocks[block].get_mut(op) {
+                Some(OpKind::Copy(copy)) => copy.group = share,
+                Some(OpKind::Put(put)) => put.group = share,
+                Some(OpKind::Reduce(reduce)) => reduce.group = share,
+                _ => {}
+            }
+        }
+        let mut blocks = balanced(blocks, self.at);
+        for (number, block) in blocks.iter_mut().enumerate() {
+            for op in block.iter_mut() {
+                if let OpKind::Notify(notify) = op
+                    && notify.channel_type == ChannelType::Memory
+                {
+                    notify.relaxed = self.relaxed[number / 2][usize::from(notify.kind == NotifyKind::Wait)];
+                }
+            }
+            if self.turned[number] && !block.is_empty() {
+                let ops = std::mem::take(block).into_iter().map(Op::from).collect();
+                block.push(OpKind::Pipeline(Pipeline { unit_size: UNIT, num_chunks: 1, ops }));
+            }
+        }
+        let mut plan = plan(blocks);
+        plan.buffer_alignment = UNIT;
+        plan
+    }
+
+    /// What some run delivers, or something else.
+    fn expected(&self, plan: &Plan) -> Vec<Expected> {
+        let mut rows = oracle::outputs(plan).unwrap_or_default();
+        if let Some((row, rank, index)) = self.wrong
+            && !rows.is_empty()
+        {
+            let at = row % rows.len();
+            let (from, source) = (&mut rows[at].from, Source { rank: Rank(rank), index });
+            match from.iter().position(|from| *from == source) {
+                Some(there) if from.len() > 1 => _ = from.remove(there),
+                _ => from.push(source),
+            }
+        }
+        rows
+    }
+}
+
+/// Bytes of the alignment, and of a turn.
+const UNIT: u64 = 8;
+
 /// What the model checker found in how many plans; both sides must be there for the comparison to mean anything.
 #[derive(Default, Debug)]
 struct Seen {
     right: usize,
     right_with_data: usize,
+    /// With outputs that are judged; those of several inputs; with relaxed signals that are waited for, which are right
+    /// or would be without; with pipelines; with groups.
+    right_with: std::collections::BTreeMap<&'static str, usize>,
+    bad_with: std::collections::BTreeMap<&'static str, usize>,
     bad: std::collections::BTreeMap<String, usize>,
+}
+
+/// What there is in a plan, flat.
+fn ops(plan: &Plan) -> impl Iterator<Item = &OpKind> {
+    let blocks = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks);
+    let ops = blocks.flat_map(|block| &block.ops).flat_map(|op| match &op.kind {
+        OpKind::Pipeline(pipeline) => &pipeline.ops[..],
+        _ => std::slice::from_ref(op),
+    });
+    ops.map(|op| &op.kind)
+}
+
+/// The same with nothing relaxed.
+fn strict(plan: &Plan) -> Plan {
+    let mut plan = plan.clone();
+    for op in plan.gpus.iter_mut().flat_map(|gpu| &mut gpu.threadblocks).flat_map(|block| &mut block.ops) {
+        let ops = match &mut op.kind {
+            OpKind::Pipeline(pipeline) => &mut pipeline.ops[..],
+            _ => std::slice::from_mut(op),
+        };
+        for op in ops {
+            if let OpKind::Notify(notify) = &mut op.kind {
+                notify.relaxed = false;
+            }
+        }
+    }
+    plan
 }
 
 #[test]
@@ -157,39 +370,65 @@ fn the_verifier_says_what_the_model_checker_says() {
     let config = match std::env::var("PROPTEST_CASES") {
         Ok(_) => ProptestConfig { failure_persistence: None, ..ProptestConfig::default() },
         Err(_) => ProptestConfig {
-            cases: 2_000,
+            cases: 4_000,
             failure_persistence: None,
             rng_seed: RngSeed::Fixed(1),
             ..ProptestConfig::default()
         },
     };
-    let plans = (prop::collection::vec(prop::collection::vec(op(), 0..5), 4), 0..2usize);
+    let blocks = prop_oneof![prop::collection::vec(prop::collection::vec(op(), 0..5), 4), handovers()];
+    let plans = (blocks, changes());
     let seen = RefCell::new(Seen::default());
-    let agree = TestRunner::new(config).run(&plans, |(blocks, at)| {
-        let plan = plan(balanced(blocks, at));
-        let report = verify(&plan, &Options::default());
-        // What several blocks take from may be rejected though it is right; so are barriers to which not all come.
-        let more = |kind: &Kind| {
-            matches!(kind, Kind::Contended { .. } | Kind::MixedScratch { .. } | Kind::Barrier { .. })
-        };
-        let Ok(bad) = oracle::judge(&plan) else { return Ok(()) };
-        if !report.errors().any(|error| more(&error.kind)) {
-            prop_assert_eq!(bad.is_none(), report.proved, "{:?}, but {}\n{}", bad, report, plan.to_json());
-        }
-        let mut seen = seen.borrow_mut();
-        let data = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
-        let data = data.filter(|op| matches!(op.kind, OpKind::Copy(_) | OpKind::Put(_))).count();
-        match bad {
-            None => {
-                seen.right += 1;
-                seen.right_with_data += usize::from(data > 1);
+    let agree = TestRunner::new(config).run(&plans, |(blocks, changes)| {
+        let plan = changes.apply(blocks);
+        let expected = changes.expected(&plan);
+        let options = Options { expectation: Some(Expectation::Table(expected.clone())) };
+        let whole = verify(&plan, &options);
+        for units in 1..3 {
+            let report = verify_at(&plan, &options, units * UNIT);
+            // What several blocks take from may be rejected though it is right; so are barriers to which not all come.
+            let more = |kind: &Kind| {
+                matches!(kind, Kind::Contended { .. } | Kind::MixedScratch { .. } | Kind::Barrier { .. })
+            };
+            let Ok(bad) = oracle::judge_at(&plan, units, &expected) else { continue };
+            if !report.errors().any(|error| more(&error.kind)) {
+                prop_assert_eq!(
+                    bad.is_none(), report.proved, "{} units: {:?}, but {}\n{}", units, bad, report, plan.to_json()
+                );
             }
-            Some(bad) => *seen.bad.entry(format!("{bad:?}")).or_default() += 1,
+            prop_assert!(bad.is_none() || !whole.proved, "{} units: {:?}\n{}", units, bad, plan.to_json());
+            let mut seen = seen.borrow_mut();
+            let data = |op: &&OpKind| matches!(op, OpKind::Copy(_) | OpKind::Put(_) | OpKind::Reduce(_));
+            let relaxed = ops(&plan).any(
+                |op| matches!(op, OpKind::Notify(notify) if notify.relaxed && notify.kind == NotifyKind::Wait),
+            );
+            let with = [
+                ("values", !expected.is_empty()),
+                ("sums", expected.iter().any(|row| row.from.len() > 1)),
+                // Only what is relaxed is wrong about it.
+                ("relaxed", relaxed && (bad.is_none() || oracle::judge_at(&strict(&plan), units, &expected) == Ok(None))),
+                ("pipeline", changes.turned.contains(&true) && ops(&plan).filter(data).count() > 1),
+                ("group", !changes.shares.is_empty() && ops(&plan).filter(data).count() > 1),
+            ];
+            let of = if bad.is_none() { &mut seen.right_with } else { &mut seen.bad_with };
+            with.into_iter().for_each(|(what, has)| *of.entry(what).or_default() += usize::from(has));
+            match bad {
+                None => {
+                    seen.right += 1;
+                    seen.right_with_data += usize::from(ops(&plan).filter(data).count() > 1);
+                }
+                Some(bad) => *seen.bad.entry(format!("{bad:?}")).or_default() += 1,
+            }
         }
         Ok(())
     });
     agree.unwrap_or_else(|error| panic!("{error}"));
     let seen = seen.into_inner();
-    assert!(seen.right_with_data > 10 && seen.bad.values().all(|&bad| bad > 5), "{seen:?}");
     println!("{seen:?}");
+    assert!(
+        seen.right_with_data > 100 && seen.bad.len() == 6 && seen.bad.values().all(|&bad| bad > 50),
+        "{seen:?}"
+    );
+    let enough = |with: &std::collections::BTreeMap<_, usize>| with.values().all(|&plans| plans > 50);
+    assert!(enough(&seen.right_with) && enough(&seen.bad_with), "{seen:?}");
 }
