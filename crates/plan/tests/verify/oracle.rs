@@ -765,12 +765,8 @@ impl<'a> Item<'a> {
         let (from, to) = (of(Mode::Read), of(Mode::Write));
         // Puts of several chunks pair them; all else combines its sources for all destinations.
         let paired = matches!(kind, OpKind::Put(_) | OpKind::Get(_)) && from.len() == to.len();
-        let groups: Vec<(&[Vec<usize>], &[Vec<usize>])> = match paired {
-            true => from.chunks(1).zip(to.chunks(1)).collect(),
-            false => vec![(&from, &to)],
-        };
-        let pieces: Vec<(Vec<usize>, Vec<usize>)> = groups
-            .into_iter()
+        let each = if paired { 1 } else { usize::MAX };
+        let pieces: Vec<(Vec<usize>, Vec<usize>)> = (from.chunks(each).zip(to.chunks(each)))
             .flat_map(|(from, to)| {
                 let len = from.first().map_or(0, Vec::len);
                 let at = |unit: usize, of: &[Vec<usize>]| of.iter().map(|cells| cells[unit]).collect();
