@@ -35,15 +35,21 @@
 //! same order (and equal where they are equal), no larger distances between them, from the first turn, and to the last.
 //! The least patterns of this order are looked at, all others follow.
 //!
+//! Packets in a pipeline, which a thread block can only keep for itself, are those of the first turn, and met in every turn.
+//! Where there are any, a distance of less than three turns follows only from an equal one, and one of three or more only
+//! from such.
+//!
 //! # No more sizes
 //!
 //! Without pipelines, halving goes up to the largest size. With pipelines, let `U` be the largest unit.
 //!
-//! * Without groups, if every unit divides `U`, and the alignment every unit, `C = U` is the last size: at a larger `C′` the
-//!   fiber `y` has nothing that the fiber `min(y, C − 1)` at `C` has not. For the turns of different `k` lie apart by
-//!   whole `C / u` here and by no less there, and neither are there fewer bytes before them nor behind them.
-//! * Otherwise let `L` be the `M` of the groups in pipelines alone, `m` the largest group, all in units of the alignment,
-//!   and `w = max(L(U + m), Mm) + M`. From `w − M` on, all that begins and ends in a fiber is in one order for all sizes of
+//! * Without groups and without packets in pipelines, if every unit divides `U`, and the alignment every unit, `C = U` is
+//!   the last size: at a larger `C′` the fiber `y` has nothing that the fiber `min(y, C − 1)` at `C` has not. For the turns
+//!   of different `k` lie apart by whole `C / u` here and by no less there, and neither are there fewer bytes before them
+//!   nor behind them.
+//! * Otherwise let `L` be the `M` of the groups in pipelines alone and `m` the largest group, all in units of the alignment,
+//!   and `w = max(L(U + m), Mm) + M`. (If packets are in pipelines, take `M` for `L` and `4U` for `U`.) From `w − M` on, all
+//!   that begins and ends in a fiber is in one order for all sizes of
 //!   one `r`, and what is at no constant distance moves apart, by `1/M` byte at least for each byte of a chunk (`1/L` in
 //!   pipelines; rounding is less than `m`); what turns differently is more than a unit apart. `w + 2MU` is the last size: of
 //!   a larger one take that below `w` with the same `r`, and of a fiber, one that the same operations meet there. Turns lie
@@ -51,9 +57,9 @@
 //!   fiber are two units closer too, so that there is a `y` with no more bytes before it in any share, and a unit less behind
 //!   it in any pipeline; or it is the last of its chunk, and in the last turn of those for which there is not.
 //!
-//! For the second, nothing may turn differently at a constant distance, which shares of different groups can, and no share
-//! may be longer than its pipeline; and where groups or turns cut chunks, no bytes of scratch may hold packets and plain
-//! data. Else the plan is rejected ([`follow`]).
+//! For this, nothing may turn differently at a constant distance, which shares of different groups can, and no share may be
+//! longer than its pipeline; and where groups or turns cut chunks, no bytes of scratch may hold packets and plain data. Else
+//! the plan is rejected ([`follow`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -73,6 +79,9 @@ const ALIGNMENT: u64 = 1 << 26;
 
 /// Most bytes that a buffer may have.
 const BUFFER: u64 = 1 << 60;
+
+/// So many turns are any number, where packets are in pipelines.
+const FEW: u64 = 3;
 
 /// Most residues of sizes.
 const RESIDUES: u64 = 1 << 12;
@@ -246,6 +255,8 @@ struct Sizes {
     cuts: Vec<Cut>,
     /// All that occur among the cuts, and others.
     pipelines: Vec<(u64, u64)>,
+    /// Whether packets stand in one: then the first turn is not like the others.
+    first: bool,
     work: u64,
 }
 
@@ -253,8 +264,10 @@ impl Sizes {
     fn new(plan: &Plan) -> Self {
         let mut cuts = BTreeSet::new();
         let mut pipelines = BTreeSet::new();
+        let mut first = false;
         let mut add = |op: &Op, pipeline: Option<(u64, u64)>| {
             moves(&op.kind, |chunks, group, packets| {
+                first |= packets && pipeline.is_some();
                 let group = group.map_or((0, 1), |group| (group.tb_id, group.tbg_size));
                 // Packets carry no turn.
                 let pipeline = pipeline.filter(|_| !packets);
@@ -280,6 +293,7 @@ impl Sizes {
             alignment: plan.buffer_alignment,
             cuts: cuts.collect(),
             pipelines: pipelines.into_iter().collect(),
+            first,
             work: 0,
         }
     }
@@ -305,10 +319,11 @@ impl Sizes {
             .pipelines
             .iter()
             .all(|(each, _)| each.is_multiple_of(self.alignment) && unit.is_multiple_of(*each));
-        Some(if all == 1 && nested {
+        Some(if all == 1 && nested && !self.first {
             units
         } else {
-            let within = self.multiple(|cut| cut.pipeline.is_some());
+            let within = if self.first { all } else { self.multiple(|cut| cut.pipeline.is_some()) };
+            let units = if self.first { units.saturating_mul(1 + FEW) } else { units };
             let group = self.cuts.iter().map(|cut| u64::from(cut.group.1)).max().unwrap_or(1);
             let order = within.saturating_mul(units.saturating_add(group)).max(all.saturating_mul(group));
             order.saturating_add(all).saturating_add(all.saturating_mul(units).saturating_mul(2))
@@ -467,18 +482,18 @@ fn too_large() -> Kind {
 /// How many turns a pipeline has, and then those that meet a fiber, ascending.
 type Turns = Vec<Vec<u64>>;
 
+/// From the beginning to the first turn that meets a fiber, from each to the next, and from the last to the end.
+fn distances(turns: &[u64]) -> impl Iterator<Item = u64> {
+    let mut before = 0;
+    turns[1..].iter().chain(&turns[..1]).map(move |&turn| turn - std::mem::replace(&mut before, turn))
+}
+
 /// Whether one pattern follows from another that has the same operations, in turns of the same order.
 fn follows(turns: &Turns, from: &Turns) -> bool {
-    let distances = |turns: &[u64]| {
-        let mut before = 0;
-        let mut all: Vec<u64> =
-            turns[1..].iter().map(|turn| turn - std::mem::replace(&mut before, *turn)).collect();
-        all.push(turns[0] - before);
-        all
-    };
-    let each = turns.iter().zip(from);
-    each.into_iter()
-        .all(|(turns, from)| distances(turns).iter().zip(distances(from)).all(|(all, less)| less <= *all))
+    turns
+        .iter()
+        .zip(from)
+        .all(|(turns, from)| distances(turns).zip(distances(from)).all(|(all, less)| less <= all))
 }
 
 /// Of each size the patterns that follow from no others, by number.
@@ -491,6 +506,10 @@ fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, 
         };
         patterns.each.iter().map(meets).collect()
     };
+    let few = |turns: &Turns| -> Vec<u64> {
+        let turns = turns.iter().filter(|_| sizes.first);
+        turns.flat_map(|turns| distances(turns)).map(|distance| distance.min(FEW)).collect()
+    };
     let mut known: BTreeMap<_, Vec<(Turns, usize)>> = BTreeMap::new();
     let mut next = 0;
     let mut of: BTreeMap<u64, BTreeSet<usize>> = BTreeMap::new();
@@ -498,7 +517,7 @@ fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, 
         let meets = meets(patterns);
         for states in &patterns.each {
             let (common, turns) = sizes.parts(patterns, states);
-            let known = known.entry((meets.clone(), common)).or_default();
+            let known = known.entry((meets.clone(), few(&turns), common)).or_default();
             match known.iter().find(|(other, _)| follows(&turns, other)) {
                 Some((other, number)) if *other == turns => {
                     of.entry(size).or_default().insert(*number);

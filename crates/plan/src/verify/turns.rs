@@ -10,6 +10,8 @@
 //! the first did, and what comes after the last finds what it finds after one. (One run ends if and only if all do; see
 //! [`schedule`](super::schedule).) This run is tried.
 //!
+//! Packets in a pipeline are not passed on between thread blocks.
+//!
 //! What is rejected here may be right, but is nothing that a loop over pieces needs.
 
 use std::collections::{BTreeMap, HashMap};
@@ -22,7 +24,7 @@ use crate::ids::{Rank, SemaphoreId};
 use crate::op::OpKind;
 use crate::place::Place;
 use crate::plan::Plan;
-use crate::resolve::Wiring;
+use crate::resolve::{Block, Wiring};
 
 /// What of a pipeline must be equal in all of its section: bytes of a turn, and chunks of all turns.
 type Form = (u64, u64);
@@ -57,6 +59,9 @@ pub(super) fn check(plan: &Plan, wiring: &Wiring) -> Result<(), Vec<Finding>> {
     if !ops.clone().any(|op| matches!(op.kind, OpKind::Pipeline(_))) {
         return Ok(());
     }
+    own_packets(plan).map_err(|place| {
+        reject(plan, vec![place], "packets carry no turn, and thread blocks pass some to each other")
+    })?;
     let extent = Extent::of_chunk(plan.buffer_alignment, plan.buffer_alignment);
     let mut program = lower::program(plan, wiring, extent)?;
     let loops = sections(&program).map_err(|(place, why)| reject(plan, vec![place], why))?;
@@ -76,12 +81,55 @@ fn reject(plan: &Plan, places: Vec<Place>, why: &str) -> Vec<Finding> {
     vec![Finding::new(plan, Kind::Turns { why: why.into() }, places)]
 }
 
+/// Packets in a pipeline are those of the first turn, whenever they are read. So a thread block may keep some for itself,
+/// and that is all.
+///
+/// # Errors
+/// Where packets in a pipeline are another thread block's too.
+fn own_packets(plan: &Plan) -> Result<(), Place> {
+    let mut all = vec![Vec::new(); plan.gpus.len()];
+    for block in Block::all(plan) {
+        let mut add = |kind: &OpKind, place: Place| {
+            block.accesses(kind, |access| {
+                if access.packets {
+                    all[access.rank.index()].push((access.chunks.start, access.chunks.end, place));
+                }
+            });
+        };
+        for (at, op) in block.get().ops.iter().enumerate() {
+            add(&op.kind, block.place(at, None));
+            if let OpKind::Pipeline(pipeline) = &op.kind {
+                let inner = pipeline.ops.iter().enumerate();
+                inner.for_each(|(inner, op)| add(&op.kind, block.place(at, Some(inner))));
+            }
+        }
+    }
+    for mut accesses in all {
+        accesses.sort_unstable_by_key(|&(start, ..)| start);
+        // One after the other, all that overlap.
+        let mut reach = 0;
+        let overlapping = accesses.chunk_by(|&(_, end, _), &(start, ..)| {
+            reach = end.max(reach);
+            start < reach
+        });
+        for each in overlapping {
+            let block = |place: &Place| (place.rank, place.threadblock);
+            let turned = each.iter().find(|(.., place)| place.inner.is_some());
+            let alone = each.iter().all(|(.., place)| block(place) == block(&each[0].2));
+            if let (Some(&(.., place)), false) = (turned, alone) {
+                return Err(place);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// All pipelines, thread block by thread block, with their sections.
 ///
 /// # Errors
 /// Where and why there is no telling.
 fn sections(program: &Program<'_>) -> Result<Vec<Loop>, (Place, &'static str)> {
-    let mut loops = loops(program)?;
+    let mut loops = loops(program);
     // The pipelines that use something, in order, of each agent that does.
     let mut users: BTreeMap<Use, Vec<usize>> = BTreeMap::new();
     for (number, each) in loops.iter().enumerate() {
@@ -153,7 +201,7 @@ fn root(loops: &[Loop], mut number: usize) -> usize {
     number
 }
 
-fn loops(program: &Program<'_>) -> Result<Vec<Loop>, (Place, &'static str)> {
+fn loops(program: &Program<'_>) -> Vec<Loop> {
     let mut loops = Vec::new();
     for (agent, Agent { steps, .. }) in program.agents.iter().enumerate() {
         let mut at = steps.start;
@@ -168,17 +216,18 @@ fn loops(program: &Program<'_>) -> Result<Vec<Loop>, (Place, &'static str)> {
                 continue;
             };
             let turn = pipeline.ops.len() as u32;
-            let uses = uses(program, &all[..turn as usize])?;
+            let uses = uses(program, &all[..turn as usize]);
             let (steps, section) = (at..at + len, loops.len());
             let form = (pipeline.unit_size, pipeline.num_chunks);
             loops.push(Loop { agent: agent as u32, form, steps, turn, uses, section });
             at += len;
         }
     }
-    Ok(loops)
+    loops
 }
 
-fn uses(program: &Program<'_>, turn: &[Step]) -> Result<BTreeMap<Use, u32>, (Place, &'static str)> {
+/// How often a turn uses what.
+fn uses(program: &Program<'_>, turn: &[Step]) -> BTreeMap<Use, u32> {
     let mut uses = BTreeMap::new();
     for step in turn {
         match &step.what {
@@ -198,17 +247,8 @@ fn uses(program: &Program<'_>, turn: &[Step]) -> Result<BTreeMap<Use, u32>, (Pla
             }
             What::Move(_) => {}
         }
-        if let What::Move(moves) | What::Push { moves, .. } = &step.what {
-            let mut places = program
-                .moves(moves)
-                .iter()
-                .flat_map(|each| program.sources(each).iter().chain(program.dests(each)));
-            if places.any(|place| place.view.packets()) {
-                return Err((step.place, "packets carry no turn"));
-            }
-        }
     }
-    Ok(uses)
+    uses
 }
 
 /// Has the thread blocks of each section meet before its first turn and after each, by counters of its own: all tell one,

@@ -28,8 +28,9 @@ struct Stages {
     room: Option<i64>,
     /// Whether the second stage takes all that is told before it copies anything.
     apart: bool,
-    /// A thread block that copies the rest of the output, in turns that nothing waits for.
-    more: Option<(u64, u64)>,
+    /// A thread block that copies the rest of the output, in turns that nothing waits for; perhaps as packets, and then
+    /// whether its threads meet behind each step.
+    more: Option<((u64, u64), Option<[bool; 2]>)>,
     /// An operation that is missing: of which thread block, and which.
     missing: Option<(usize, usize)>,
 }
@@ -51,7 +52,8 @@ fn stages() -> impl Strategy<Value = Stages> {
         2 => Just((0..16).map(|at| at % 5 == 0).collect()),
     ];
     let room = prop::option::of(0..9i64);
-    let more = prop::option::weighted(0.2, pipeline);
+    let packets = prop::option::of([prop::bool::weighted(0.7), prop::bool::weighted(0.7)]);
+    let more = prop::option::weighted(0.3, (pipeline, packets));
     let missing = prop::option::weighted(0.2, (0..4usize, 0..5usize));
     let apart = prop::bool::weighted(0.2);
     (pipelines, groups, 1..3u64, at, told, room, apart, more, missing).prop_map(
@@ -130,13 +132,22 @@ impl Stages {
         let mut plan = Plan::from_json(text.as_bytes()).expect("a plan");
         plan.buffer_alignment = ALIGNMENT;
         let blocks = (0..2).flat_map(|stage| (0..self.groups[stage]).map(move |own| self.block(stage, own)));
-        let more = self.more.map(|pipeline| {
+        let more = self.more.map(|(pipeline, packets)| {
             let chunk = |buffer| LocalChunk { buffer, index: 2, size: 1 };
-            let (src, dst) = (chunk(BufferType::Input), chunk(BufferType::Output));
-            self.turned(
-                Some(pipeline),
-                vec![OpKind::Copy(Copy { kind: CopyKind::Plain, src, dst, group: None })],
-            )
+            let copy =
+                |kind, src, dst| OpKind::Copy(Copy { kind, src: chunk(src), dst: chunk(dst), group: None });
+            let (input, scratch, output) = (BufferType::Input, BufferType::Scratch, BufferType::Output);
+            let ops = match packets {
+                None => vec![copy(CopyKind::Plain, input, output)],
+                Some([packed, unpacked]) => [
+                    vec![copy(CopyKind::Pack, input, scratch)],
+                    vec![OpKind::Nop; packed.into()],
+                    vec![copy(CopyKind::Unpack, scratch, output)],
+                    vec![OpKind::Nop; unpacked.into()],
+                ]
+                .concat(),
+            };
+            self.turned(Some(pipeline), ops)
         });
         let block = |(id, ops): (usize, Vec<OpKind>)| ThreadBlock {
             id: id as u32,
@@ -149,7 +160,7 @@ impl Stages {
             id: Rank(0),
             input_chunks: 3,
             output_chunks: 3,
-            scratch_chunks: 3,
+            scratch_chunks: 8,
             threadblocks: blocks.chain(more).enumerate().map(block).collect(),
             channels: Vec::new(),
             remote_buffers: Vec::new(),
@@ -176,7 +187,7 @@ impl Stages {
 #[derive(Default, Debug)]
 struct Seen {
     proved: usize,
-    proved_with: [usize; 4],
+    proved_with: [usize; 5],
     /// Right at one size, and wrong at another.
     by_size: usize,
     /// Rejected, though nothing is wrong at the sizes that were tried.
@@ -221,8 +232,9 @@ fn what_is_proved_holds_at_every_size() {
                 turned,
                 turned && stages.groups != [1, 1],
                 turned && stages.room.is_some_and(|room| room > 0),
+                stages.more.is_some_and(|(_, packets)| packets.is_some()),
             ];
-            (0..4).for_each(|kind| seen.proved_with[kind] += usize::from(with[kind]));
+            (0..5).for_each(|kind| seen.proved_with[kind] += usize::from(with[kind]));
             return Ok(());
         }
         let wrong = (1..25).filter(|&units| !at(units).proved).count();
@@ -240,4 +252,44 @@ fn what_is_proved_holds_at_every_size() {
     let seen = seen.into_inner();
     println!("{seen:?}");
     assert!(seen.proved_with.iter().all(|&proved| proved > 5) && seen.by_size > 20, "{seen:?}");
+}
+
+/// What the sizes must be chosen for: right at most sizes, wrong at some.
+#[test]
+fn what_goes_wrong_at_some_sizes_is_rejected() {
+    let same = [Some((16, 1)); 2];
+    let all = vec![true; 16];
+    let right = Stages {
+        pipelines: same,
+        groups: [1, 1],
+        chunks: 1,
+        at: [0, 0],
+        told: all.clone(),
+        room: None,
+        apart: false,
+        more: None,
+        missing: None,
+    };
+    // Of each half, only the two quarters are told that it is there: enough where four divides a chunk.
+    let halves = (0..16).map(|pair| pair / 4 == pair % 4 / 2).collect();
+    let quarters = Stages { pipelines: [None, None], groups: [2, 4], told: halves, ..right.clone() };
+    // The second stage takes all that is told before it makes room: right as long as that is for all turns.
+    let ahead = Stages { room: Some(9), apart: true, ..right.clone() };
+    // Two units, of which one is no multiple of the other: equally many turns at small sizes.
+    let units = Stages { pipelines: [Some((16, 1)), Some((24, 1))], ..right.clone() };
+    // Packets are awaited in the first turn only.
+    let packets = Stages { more: Some(((16, 1), Some([false, true]))), ..right.clone() };
+    for (name, stages, right, wrong) in [
+        ("quarters", quarters, 4..5, 6..7),
+        ("ahead", ahead, 1..19, 20..24),
+        ("units", units, 1..3, 3..4),
+        ("packets", packets, 1..3, 3..24),
+    ] {
+        let (plan, options) = (stages.plan(), stages.options());
+        let proved = |units: u64| verify_at(&plan, &options, units * ALIGNMENT).proved;
+        assert!(right.into_iter().all(proved), "{name}");
+        assert!(!wrong.into_iter().any(proved), "{name}");
+        assert!(!verify(&plan, &options).proved, "{name}");
+    }
+    assert!(verify(&right.plan(), &right.options()).proved);
 }
