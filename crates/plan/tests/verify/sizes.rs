@@ -10,12 +10,15 @@ use proptest::test_runner::{RngSeed, TestRunner};
 /// Bytes.
 const ALIGNMENT: u64 = 8;
 
+/// Bytes of a turn, and chunks of all turns.
+type Turned = (u64, u64);
+
 /// Some thread blocks copy the input to scratch, in shares; others, in other shares, from there to the output. Semaphores
 /// tell the others that it is there, and perhaps that there is room again.
 #[derive(Clone, Debug)]
 struct Stages {
-    /// Bytes of a turn and chunks of all turns of each stage, if it is a pipeline.
-    pipelines: [Option<(u64, u64)>; 2],
+    /// Of each stage, if it is a pipeline.
+    pipelines: [Option<Turned>; 2],
     /// Thread blocks of each stage.
     groups: [u32; 2],
     /// Chunks that are copied.
@@ -30,7 +33,7 @@ struct Stages {
     apart: bool,
     /// A thread block that copies the rest of the output, in turns that nothing waits for; perhaps as packets, and then
     /// whether its threads meet behind each step.
-    more: Option<((u64, u64), Option<[bool; 2]>)>,
+    more: Option<(Turned, Option<[bool; 2]>)>,
     /// An operation that is missing: of which thread block, and which.
     missing: Option<(usize, usize)>,
 }
@@ -117,7 +120,7 @@ impl Stages {
         parts.collect()
     }
 
-    fn turned(&self, pipeline: Option<(u64, u64)>, ops: Vec<OpKind>) -> Vec<OpKind> {
+    fn turned(&self, pipeline: Option<Turned>, ops: Vec<OpKind>) -> Vec<OpKind> {
         match pipeline {
             Some((unit_size, num_chunks)) => {
                 let ops = ops.into_iter().map(Op::from).collect();
