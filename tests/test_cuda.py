@@ -144,6 +144,38 @@ def shared_buffers_of_who_uses_cuda_are_on_the_gpu(comm: Comm, device: Device) -
 
 
 @check
+def registered_memory_is_reduced_where_it_lies(comm: Comm, device: Device) -> None:
+    x = torch.empty(3_000_000, device=device)[1000:2_001_000]  # somewhere inside an allocation
+    comm.register_cuda(x)
+    part = x[7:1_000_008]
+    part.fill_(comm.rank + 1.0)
+    assert comm.all_reduce(part, registered=True).eq(total(comm)).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_reduce(part, out=part, registered=True)
+    for turn in range(3):
+        part.fill_(comm.rank + turn)
+        graph.replay()
+        assert part.eq(total(comm) + comm.world_size * (turn - 1)).all()
+    with pytest.raises(ValueError, match="the output must be in registered memory"):
+        comm.all_reduce(part, registered=True, algorithm="two-shot")
+    comm.unregister_cuda(x)
+    with pytest.raises(ValueError, match="the input must be in registered memory: no memory has the 4000004 bytes"):
+        comm.all_reduce(part, registered=True)
+    with pytest.raises(ValueError, match="no registered memory begins at"):
+        comm.unregister_cuda(x)
+    with pytest.raises(ValueError, match="the memory to register is on host"):
+        comm.register_cuda(torch.zeros(3))
+    buffer = comm.create_cuda_buffer(4096)
+    comm.register_cuda(buffer)
+    mine = pack_strided_memory(buffer.pointer(comm.rank), 4096, 4096, 1, torch.float32, device.index).view(-1)
+    mine.fill_(comm.rank + 1.0)
+    assert comm.all_reduce(mine, out=mine, registered=True).eq(total(comm)).all()
+    comm.unregister_cuda(buffer)
+    comm.free_cuda_buffer(buffer)
+
+
+@check
 def two_communicators_at_once(comm: Comm, device: Device) -> None:
     other = comm.split(0)
     assert other is not None

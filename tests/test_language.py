@@ -1,7 +1,9 @@
 """What scripts can rely on beside what the probes show."""
 
+import copy
 import importlib
 import json
+import pickle
 import subprocess
 import sys
 from inspect import currentframe
@@ -89,6 +91,14 @@ def test_a_collective_of_ones_own() -> None:
     assert [(gpu["input_chunks"], gpu["output_chunks"]) for gpu in plan["gpus"]] == [(4, 0), (0, 4)]
 
 
+def test_a_program_needs_buffers_of_all_its_ranks() -> None:
+    with pytest.raises(TypeError, match="init_buffers of Collective"):
+        CollectiveProgram("none", Collective(2, 1, False), 2)
+    with pytest.raises(IndexError, match="3 ranks, and .* of 2"):
+        CollectiveProgram("few", AllReduce(2, 1, False), 3)
+    assert len(CollectiveProgram("many", AllReduce(3, 1, False), 2).gpus) == 2
+
+
 def test_operations_know_the_line_of_the_script() -> None:
     with CollectiveProgram("lines", TestCollective(2, 2, 2), 2) as program:
         channel = MemoryChannel(1, 0)
@@ -127,7 +137,65 @@ def test_channels_of_another_program_are_refused() -> None:
             channel.signal(0)
         with pytest.raises(IndexError):
             switch.broadcast(0, Rank(0).get_input_buffer()[:], 0, 1, 0)
-    semaphore.acquire(0)  # its own program's
+        with pytest.raises(IndexError):
+            semaphore.acquire(0)
+
+
+def test_nothing_is_added_when_no_program_is_current() -> None:
+    with CollectiveProgram("over", TestCollective(2, 2, 2), 2) as program:
+        rank, channel, semaphore = Rank(0), MemoryChannel(1, 0), Semaphore(0, 0)
+        switch = SwitchChannel([0, 1], BufferType.input)
+        own, other = (Rank(each).get_input_buffer()[0:1] for each in (0, 1))
+    calls = [
+        rank.get_input_buffer,
+        rank.get_output_buffer,
+        lambda: rank.copy(own, own, tb=0),
+        lambda: rank.reduce(own, [own], tb=0),
+        lambda: rank.barrier([0]),
+        lambda: channel.signal(0),
+        lambda: channel.put(other, own, tb=0),
+        lambda: semaphore.acquire(0),
+        lambda: semaphore.release(0),
+        lambda: switch.at_rank(0),
+        lambda: switch.broadcast(0, own, 0, 1, 0),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="no program"):
+            call()
+    assert json.loads(program.to_json())["gpus"][0]["threadblocks"] == []
+
+
+def test_a_rank_is_one_of_whichever_program_is_current() -> None:
+    with CollectiveProgram("first", TestCollective(2, 1, 1), 2) as first:
+        rank = Rank(1)
+        assert rank == Rank(1) != Rank(0) and len({rank, Rank(1)}) == 1
+    with CollectiveProgram("second", TestCollective(2, 3, 3), 2) as second:
+        rank.copy(rank.get_output_buffer()[2:3], rank.get_input_buffer()[2:3], tb=0)
+    assert [len(json.loads(program.to_json())["gpus"][1]["threadblocks"]) for program in (first, second)] == [0, 1]
+
+
+def test_what_is_no_rank_or_thread_block_is_an_error() -> None:
+    with CollectiveProgram("nobody", TestCollective(3, 1, 1), 3):
+        switch, port = SwitchChannel([0, 1], BufferType.input), PortChannel(1, 0)
+        here, there = (Rank(rank).get_input_buffer()[:] for rank in (0, 1))
+        for rank in 2, 3:  # beside the channel, beyond the program
+            with pytest.raises(KeyError):
+                switch.reduce(rank, 0, 1, here, 0)
+            with pytest.raises(KeyError):
+                switch.broadcast(rank, here, 0, 1, 0)
+        with pytest.raises(TypeError, match="tb"):
+            port.put(there, here, tb=None)
+    group = ThreadBlockGroup(range(3))
+    for tb in -1, 3:
+        with pytest.raises(ValueError, match=str(tb)):
+            group.get_internal_id(tb)
+    with pytest.raises(ValueError, match="-1"):
+        ThreadBlockGroup([0, -1])
+
+
+def test_chunks_can_be_copied_and_pickled() -> None:
+    chunk = Chunk(rank=1, buffer=BufferType.scratch, index=2, size=3)
+    assert copy.copy(chunk) == copy.deepcopy(chunk) == pickle.loads(pickle.dumps(chunk)) == chunk
 
 
 @pytest.mark.parametrize(
@@ -147,13 +215,15 @@ def test_impossible_options_are_errors(options: dict[str, object], error: type[E
 NAMES = {
     "channel": "MemoryChannel PortChannel SwitchChannel SyncType ReduceOperationType BufferType ChannelType Chunk RankGroup "
     "ThreadBlockGroup List Dict dataclass defaultdict get_program",
-    "rank": "Rank BaseBuffer Buffer Semaphore SyncType ReduceOperationType BufferType Chunk",
+    "rank": "Rank BaseBuffer Buffer Semaphore SyncType ReduceOperationType BufferType ChannelType Chunk",
     "collectives": "Collective TestCollective AllGather AllReduce ReduceScatter AllToAll SendRecv BufferType BaseBuffer",
     "program": "CollectiveProgram MemoryChannel PortChannel SwitchChannel AllGather Semaphore ReplicationPolicy AlgoSpec",
     "loop": "LoopIterationContext",
     "thread_block_group": "ThreadBlockGroup",
     "general": "JSON",
     "utils": "AlgoSpec ReplicationPolicy",
+    "internal.types": "SyncType ReduceOperationType BufferType ChannelType ReplicationPolicy Chunk RankGroup",
+    "internal.globals": "get_program",
 }
 
 

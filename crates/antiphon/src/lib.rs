@@ -84,7 +84,7 @@ pub mod cuda {
         Context, CudaError, DeviceMemory, DevicePointer, Driver, Event, Graph, GraphExec, PinnedMemory,
         Stream, StreamRef,
     };
-    pub use antiphon_fabric::CudaArena;
+    pub use antiphon_fabric::{CudaArena, RegisteredMemory};
 }
 
 /// The collectives between GPUs through NCCL: the yardstick, and the fallback.

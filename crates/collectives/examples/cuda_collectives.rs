@@ -8,7 +8,7 @@ use antiphon_collectives::{
     cuda::{Algorithm, CudaCollectives},
 };
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Stream};
-use antiphon_fabric::{Communicator, LocalWorld};
+use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 use timing::{Error, REPLAYS};
 
@@ -33,6 +33,7 @@ const SIZES: [usize; 15] = [
 #[derive(Debug, Clone, Copy)]
 enum What {
     AllReduce(Algorithm),
+    Registered(Algorithm),
     AllGather,
     ReduceScatter,
     AllToAll,
@@ -54,7 +55,8 @@ fn rank_main(comm: &Communicator, driver: &'static Driver) -> Result<(), Error> 
     let context = Context::primary(driver.device(comm.rank() as u32)?)?;
     let collectives = CudaCollectives::new(comm, &context)?;
     collectives.prepare(DType::BF16, ReduceOp::Sum)?;
-    let mut columns: Vec<What> = Algorithm::ALL.into_iter().map(What::AllReduce).collect();
+    let mut columns = Vec::from(Algorithm::ALL.map(What::AllReduce));
+    columns.extend(Algorithm::ALL.map(What::Registered));
     if std::env::var("MOST").is_err() {
         columns.extend([What::AllGather, What::ReduceScatter, What::AllToAll, What::Broadcast]);
     }
@@ -67,7 +69,7 @@ fn rank_main(comm: &Communicator, driver: &'static Driver) -> Result<(), Error> 
     for bytes in SIZES.into_iter().filter(|&b| b <= most) {
         let mut row = Vec::new();
         for &what in &columns {
-            let skip = matches!(what, What::AllReduce(Algorithm::OneShot)) && bytes > 8 << 20;
+            let skip = format!("{what:?}").contains("OneShot") && bytes > 8 << 20;
             row.push(if skip { f64::NAN } else { Timing::new(comm, &collectives, bytes)?.time(what)? });
         }
         if comm.rank() == 0 {
@@ -95,6 +97,10 @@ impl<'a> Timing<'a> {
         let (stream, input, output) = (context.stream()?, allocate()?, allocate()?);
         let pattern: Vec<u8> = (0..bytes).map(|i| (i % 61) as u8).collect();
         input.write(&stream, 0, &pattern)?;
+        for memory in [&input, &output] {
+            let memory = RegisteredMemory::new(comm, context, memory.pointer(), bytes as u64)?;
+            collectives.register(memory)?;
+        }
         Ok(Self { comm, collectives, stream, input, output, bytes })
     }
 
@@ -102,7 +108,7 @@ impl<'a> Timing<'a> {
         let device = Device::Cuda(self.collectives.context().device().ordinal());
         let block = bytes / self.comm.world_size();
         let (from, to) = match what {
-            What::AllReduce(_) | What::AllToAll | What::Broadcast => (bytes, bytes),
+            What::AllReduce(_) | What::Registered(_) | What::AllToAll | What::Broadcast => (bytes, bytes),
             What::AllGather => (block, block * self.comm.world_size()),
             What::ReduceScatter => (block * self.comm.world_size(), block),
         };
@@ -118,6 +124,9 @@ impl<'a> Timing<'a> {
                 What::AllReduce(algorithm) => {
                     collectives.all_reduce_with(&x, &mut y, ReduceOp::Sum, algorithm, stream)
                 }
+                What::Registered(algorithm) => {
+                    collectives.all_reduce_registered(&x, &mut y, ReduceOp::Sum, algorithm, stream)
+                }
                 What::AllGather => collectives.all_gather(&x, &mut y, stream),
                 What::ReduceScatter => collectives.reduce_scatter(&x, &mut y, ReduceOp::Sum, stream),
                 What::AllToAll => collectives.all_to_all(&x, &mut y, stream),
@@ -132,6 +141,11 @@ impl<'a> Timing<'a> {
             1_000_000..10_000_000 => 45,
             _ => 15,
         };
-        timing::time(self.comm, self.collectives, &self.stream, calls, || self.call(what, self.bytes))
+        let time =
+            timing::time(self.comm, self.collectives, &self.stream, calls, || self.call(what, self.bytes))?;
+        for memory in [&self.input, &self.output] {
+            self.collectives.unregister(self.comm, memory.pointer())?;
+        }
+        Ok(time)
     }
 }

@@ -1,7 +1,8 @@
-//! The two-shot plan beside the hand-written two-shot all-reduce, in the same run, size by size in turn.
+//! A plan beside the hand-written two-shot all-reduce, in the same run, size by size in turn.
 //!
 //! `cargo run --release -p antiphon-executor --example against_all_reduce` (ranks are threads; 2 of them, or as many as the
-//! first argument says). Times are medians over rounds of the slowest rank, in microseconds.
+//! first argument says; the plan is the two-shot one, or with `packets` behind it the one-shot one with packets). Times are
+//! medians over rounds of the slowest rank, in microseconds.
 
 #[path = "../tests/plans/mod.rs"]
 mod plans;
@@ -78,7 +79,11 @@ fn measure(comm: &Communicator, proved: &VerifiedPlan) -> Result<(), Failure> {
 
 fn main() -> Result<(), Failure> {
     let ranks = std::env::args().nth(1).map_or(Ok(2), |text| text.parse())?;
-    let plan = plans::two_shot(ranks, ReduceOp::Sum, false)?;
+    let plan = match std::env::args().nth(2).as_deref() {
+        Some("packets") => plans::packets(ranks, ReduceOp::Sum, false)?,
+        None => plans::two_shot(ranks, ReduceOp::Sum, false)?,
+        Some(other) => return Err(format!("no plan {other:?}").into()),
+    };
     let proved = VerifiedPlan::new(plan, &Proof::default()).map_err(|report| report.to_string())?;
     LocalWorld::run(ranks as usize, |comm| measure(&comm, &proved).unwrap_or_else(|error| panic!("{error}")));
     Ok(())

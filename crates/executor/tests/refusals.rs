@@ -79,6 +79,31 @@ fn limits_of_the_message_are_kept() {
     });
 }
 
+/// A reduction may write to a source, but not to another part of it.
+#[test]
+fn a_reduction_onto_a_part_of_its_source_is_refused() {
+    let run = |at: u32| {
+        let text = format!(
+            r#"{{"name": "shifted", "collective": "test", "gpus": [{{"id": 0, "input_chunks": 4, "output_chunks": 4,
+                "scratch_chunks": 0, "channels": [], "threadblocks": [{{"id": 0, "ops": [{{"name": "re",
+                "src_buff": [{{"type": "i", "index": 0, "size": 2}}, {{"type": "o", "index": 1, "size": 2}}],
+                "dst_buff": [{{"type": "o", "index": {at}, "size": 2}}], "reduce_op": "sum"}}]}}]}}]}}"#
+        );
+        let plan = Plan::from_json(text.as_bytes()).unwrap();
+        let done = LocalWorld::run(1, |comm| {
+            // SAFETY: there is one rank.
+            let mut loaded = unsafe { LoadedPlan::load_unproved(&comm, plan.clone(), Options::default())? };
+            loaded.execute(&comm, &[1f32; 16], &mut [2f32; 16])
+        });
+        done[0].as_ref().map_err(ToString::to_string).copied()
+    };
+    assert_eq!(run(1), Ok(()));
+    for at in [0, 2] {
+        let error = run(at).unwrap_err();
+        assert!(error.contains("source 1..3") && error.contains("overlap in part"), "{error}");
+    }
+}
+
 #[test]
 fn elements_are_not_cut() {
     let mut plan = plans::two_shot(2, ReduceOp::Sum, false).unwrap();

@@ -53,5 +53,5 @@ pub use local::LocalWorld;
 pub use signal::rounds::{Arenas, Rounds};
 pub use signature::{Operation, Signature};
 #[cfg(not(loom))]
-pub use symmetric::CudaArena;
+pub use symmetric::{CudaArena, RegisteredMemory};
 pub use symmetric::{Mapped, SharedBuffer};

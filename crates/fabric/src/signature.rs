@@ -82,7 +82,7 @@ pub struct Signature {
     /// By which algorithm, numbered by the operation.
     pub algorithm: u8,
     /// From or to which rank; of a fused operation, how many elements a row has; of a plan, the
-    /// beginning of its digest.
+    /// beginning of its digest; of an all-reduce on registered memory, a digest of where in it.
     pub root: Option<u32>,
     /// How many elements (bytes, where there is no dtype).
     pub count: u64,
@@ -137,12 +137,15 @@ impl fmt::Display for Signature {
             (_, None) => {}
             (Operation::FusedAllReduce, Some(hidden)) => write!(f, ", rows of {hidden}")?,
             (Operation::ExecutePlan, Some(digest)) => write!(f, ", plan {digest:08x}")?,
+            (Operation::AllReduce, Some(place)) => write!(f, ", place {place:08x}")?,
             (_, Some(root)) => write!(f, ", root {root}")?,
         }
         match (self.operation, self.algorithm) {
             (_, 0) => {}
             (Operation::AllReduce | Operation::FusedAllReduce, 1) => f.write_str(", one-shot")?,
             (Operation::AllReduce | Operation::FusedAllReduce, 2) => f.write_str(", two-shot")?,
+            (Operation::AllReduce, 3) => f.write_str(", one-shot, registered")?,
+            (Operation::AllReduce, 4) => f.write_str(", two-shot, registered")?,
             (Operation::FusedAllReduce, 0x10) => f.write_str(", rounded")?,
             (Operation::FusedAllReduce, 0x11) => f.write_str(", one-shot, rounded")?,
             (Operation::FusedAllReduce, 0x12) => f.write_str(", two-shot, rounded")?,

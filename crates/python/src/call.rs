@@ -12,6 +12,8 @@ use crate::{cuda::ordinal, operand::Tensor};
 #[derive(Debug, Clone)]
 pub(crate) enum Kind {
     AllReduce(ReduceOp, Option<Algorithm>),
+    /// Of registered memory on GPUs; in place by two-shot and else by one-shot, unless given.
+    AllReduceRegistered(ReduceOp, Option<Algorithm>),
     AllGather,
     ReduceScatter(ReduceOp),
     AllToAll,
@@ -29,7 +31,7 @@ impl Kind {
     /// The name of the method.
     pub(crate) fn name(&self) -> &'static str {
         match self {
-            Self::AllReduce(..) => "all_reduce",
+            Self::AllReduce(..) | Self::AllReduceRegistered(..) => "all_reduce",
             Self::AllGather => "all_gather",
             Self::ReduceScatter(_) => "reduce_scatter",
             Self::AllToAll => "all_to_all",
@@ -47,6 +49,7 @@ impl Kind {
         matches!(
             self,
             Self::AllReduce(..)
+                | Self::AllReduceRegistered(..)
                 | Self::AllGather
                 | Self::ReduceScatter(_)
                 | Self::AllToAll
@@ -56,7 +59,10 @@ impl Kind {
 
     /// Whether it computes with the elements, and does not only move them.
     pub(crate) fn reduces(&self) -> bool {
-        matches!(self, Self::AllReduce(..) | Self::ReduceScatter(_) | Self::Reduce(..))
+        matches!(
+            self,
+            Self::AllReduce(..) | Self::AllReduceRegistered(..) | Self::ReduceScatter(_) | Self::Reduce(..)
+        )
     }
 }
 
@@ -103,6 +109,11 @@ impl Call {
     /// # Safety
     /// The operands are valid until this returns; nobody writes the input, or uses the output, meanwhile.
     pub(crate) unsafe fn run(&self, comm: &Communicator) -> Result<(), CollectiveError> {
+        if matches!(self.kind, Kind::AllReduceRegistered(..)) {
+            let text = "all_reduce: registered is for tensors on CUDA; on the host, those of shared buffers are reduced \
+                        where they lie without being asked";
+            return Err(FabricError::invalid(text).into());
+        }
         // SAFETY: the caller answers for the memory.
         unsafe {
             match self.place {
@@ -126,6 +137,7 @@ impl Call {
             Kind::Broadcast(root) => comm.broadcast(view, root),
             Kind::Reduce(op, root) => comm.reduce_in_place(view, op, root),
             Kind::AllReduce(_, Some(_))
+            | Kind::AllReduceRegistered(..)
             | Kind::AllToAllV(..)
             | Kind::Gather(_)
             | Kind::Scatter(_)

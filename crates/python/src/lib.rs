@@ -41,7 +41,9 @@ mod _core {
         error::PeerLostError,
         fork::after_fork,
         handle::Handle,
-        language::{BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup},
+        language::{
+            BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup, library_names, library_plan,
+        },
         mapping::Mapping,
         shared::{Memory, SharedBuffer},
     };

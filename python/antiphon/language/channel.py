@@ -7,8 +7,8 @@ from sys import _getframe
 from typing import Dict, List
 
 from antiphon._core import Chunk, ThreadBlockGroup
-from antiphon.language._context import get_program
-from antiphon.language._types import BufferType, ChannelType, RankGroup, ReduceOperationType, SyncType
+from antiphon.language.internal.globals import get_program
+from antiphon.language.internal.types import BufferType, ChannelType, RankGroup, ReduceOperationType, SyncType
 
 # Scripts take more from here than is defined here, by star imports.
 __all__ = [

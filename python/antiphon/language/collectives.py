@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from antiphon._core import BaseBuffer
-from antiphon.language._types import BufferType
+from antiphon.language.internal.types import BufferType
 
 if TYPE_CHECKING:
     from antiphon.language.program import CollectiveProgram

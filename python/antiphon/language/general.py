@@ -1,6 +1,6 @@
 """The plan of the current program."""
 
-from antiphon.language._context import get_program
+from antiphon.language.internal.globals import get_program
 
 __all__ = ["JSON", "get_program"]
 

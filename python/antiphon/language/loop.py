@@ -3,7 +3,7 @@
 from sys import _getframe
 from types import TracebackType
 
-from antiphon.language._context import get_program
+from antiphon.language.internal.globals import get_program
 
 __all__ = ["LoopIterationContext", "get_program"]
 

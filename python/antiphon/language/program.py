@@ -5,8 +5,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from antiphon import _core
-from antiphon.language._context import get_program, set_program
-from antiphon.language._types import BufferType
+from antiphon.language.internal.globals import get_program, set_program
+from antiphon.language.internal.types import BufferType
 from antiphon.language.channel import *
 from antiphon.language.collectives import *
 from antiphon.language.rank import Buffer, Rank, Semaphore
@@ -103,6 +103,10 @@ class CollectiveProgram:
         self.loop_context: "LoopIterationContext | None" = None
         #: For each rank, its input and its output.
         self.buffers: list[dict[BufferType, BaseBuffer]] = collective.init_buffers()
+        if self.buffers is None:
+            raise TypeError(f"init_buffers of {type(collective).__name__} gives no buffers: a subclass says which there are")
+        if len(self.buffers) < num_ranks:
+            raise IndexError(f"{num_ranks} ranks, and the collective has buffers of {len(self.buffers)}")
         sizes = [self.buffers[rank] for rank in range(num_ranks)]
         self._core = _core.Program(
             [(buffers[BufferType.input].size, buffers[BufferType.output].size) for buffers in sizes]

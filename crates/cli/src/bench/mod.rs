@@ -175,7 +175,7 @@ pub(crate) enum Where {
 enum Buffers {
     /// Each rank's own
     Private,
-    /// Symmetric memory of the communicator
+    /// Symmetric memory of the communicator (on cuda registered, and all-reduce alone)
     Symmetric,
 }
 

@@ -75,10 +75,18 @@ fn finding(finding: &Finding) -> Value {
             "origin": origin.as_ref().map(|origin| format!("{}:{}", origin.file, origin.line)),
         })
     });
+    let served = finding.served.iter().map(|served| {
+        json!({
+            "counter": served.counter.to_string(),
+            "rank": served.rank,
+            "threadblock": served.block,
+        })
+    });
     json!({
         "severity": finding.severity(),
         "kind": finding.kind.name(),
         "message": finding.kind.to_string(),
         "places": places.collect::<Vec<_>>(),
+        "served": served.collect::<Vec<_>>(),
     })
 }

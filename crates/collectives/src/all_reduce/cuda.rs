@@ -10,7 +10,7 @@ use crate::{
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
-        launch::{Cut, Grid, Launch, Work},
+        launch::{Cut, Grid, Launch, More, Work},
         signature,
     },
     error::Result,
@@ -82,7 +82,7 @@ impl CudaCollectives {
             };
             let items = len.div_ceil(16 * parts);
             let grid = if parts > 1 { Grid::ItemsByPeer(items) } else { Grid::Items(items) };
-            Launch { kernel, grid, work, fused: None }
+            Launch { kernel, grid, work, more: More::Nothing }
         };
         // SAFETY: passed on.
         unsafe { self.run(&loaded, Cut::bytes(bytes, self.lane_bytes() * parts), stream, of) }

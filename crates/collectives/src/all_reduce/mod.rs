@@ -21,10 +21,12 @@
 mod choice;
 mod cuda;
 mod host;
+mod registered;
 mod table;
 
 pub use choice::tune;
 pub(crate) use host::Reduce;
+pub(crate) use registered::{Places, Registry};
 pub use table::AllReduceTable;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};

@@ -9,7 +9,7 @@ use antiphon_device::{
 use antiphon_fabric::Operation;
 use antiphon_tensor::DType;
 
-use super::{MAX_BLOCKS, SLOTS_AT, THREADS, device, most_blocks};
+use super::{MAX_BLOCKS, MAX_WORLD, SLOTS_AT, THREADS, device, most_blocks};
 use crate::{
     all_reduce::Algorithm,
     error::{CollectiveError, Result},
@@ -40,6 +40,10 @@ pub(crate) enum Kernel {
     OneShotPairs,
     TwoShot,
     TwoShotPlain,
+    OneShotRegistered,
+    OneShotRegisteredPlain,
+    TwoShotRegistered,
+    TwoShotRegisteredPlain,
     ReduceScatter,
     ReduceScatterPlain,
     FusedAllReduce,
@@ -73,6 +77,10 @@ impl Kernel {
             Self::OneShotPairs => "one_shot_pairs",
             Self::TwoShot => "two_shot",
             Self::TwoShotPlain => "two_shot_plain",
+            Self::OneShotRegistered => "one_shot_registered",
+            Self::OneShotRegisteredPlain => "one_shot_registered_plain",
+            Self::TwoShotRegistered => "two_shot_registered",
+            Self::TwoShotRegisteredPlain => "two_shot_registered_plain",
             Self::ReduceScatter => "reduce_scatter",
             Self::ReduceScatterPlain => "reduce_scatter_plain",
             Self::FusedAllReduce => "fused_all_reduce",
@@ -96,6 +104,10 @@ impl Family {
                 Kernel::OneShotPairs,
                 Kernel::TwoShot,
                 Kernel::TwoShotPlain,
+                Kernel::OneShotRegistered,
+                Kernel::OneShotRegisteredPlain,
+                Kernel::TwoShotRegistered,
+                Kernel::TwoShotRegisteredPlain,
                 Kernel::ReduceScatter,
                 Kernel::ReduceScatterPlain,
             ],
@@ -113,6 +125,8 @@ impl Family {
             include_str!("reduce.cuh"),
             "\n",
             include_str!("../all_reduce/kernels.cuh"),
+            "\n",
+            include_str!("../all_reduce/registered.cuh"),
             "\n",
             include_str!("../gather_scatter/reduce_scatter.cuh")
         );
@@ -168,6 +182,7 @@ impl Family {
             .define("WORLD", world_size)
             .define("THREADS", self.threads())
             .define("RESIDENT", 2 * self.most_blocks(world_size))
+            .define("MAX_WORLD", MAX_WORLD)
             .define("MAX_BLOCKS", MAX_BLOCKS)
             .define("SLOTS_AT", SLOTS_AT))
     }

@@ -12,6 +12,7 @@ use super::{
     most_blocks, slot_stride,
 };
 use crate::{
+    all_reduce::Places,
     arguments::{Input, Output},
     error::{CollectiveError, Result},
     fusion::{Fused, Room, Teams},
@@ -65,8 +66,17 @@ pub(crate) struct Launch {
     pub(crate) kernel: Kernel,
     pub(crate) grid: Grid,
     pub(crate) work: Work,
-    /// What kernels with an epilogue get as well.
-    pub(crate) fused: Option<Fused>,
+    pub(crate) more: More,
+}
+
+/// What some kernels get as well.
+#[derive(Clone, Copy)]
+pub(crate) enum More {
+    Nothing,
+    /// What to do with the sum.
+    Epilogue(Fused),
+    /// Where tensors in registered memory are.
+    Places(Places),
 }
 
 /// What there is to do, from which the number of blocks follows.
@@ -252,11 +262,11 @@ impl CudaCollectives {
                         let kernel = loaded.get(*kernel);
                         // SAFETY: the kernel's own arguments; the arenas live as long as `self`, whose drop waits.
                         unsafe {
-                            match &launch.fused {
-                                None => kernel.launch(stream, &config, &[(&arguments).into()]),
-                                Some(fused) => {
-                                    kernel.launch(stream, &config, &[(&arguments).into(), fused.into()])
-                                }
+                            let first = (&arguments).into();
+                            match &launch.more {
+                                More::Nothing => kernel.launch(stream, &config, &[first]),
+                                More::Epilogue(fused) => kernel.launch(stream, &config, &[first, fused.into()]),
+                                More::Places(places) => kernel.launch(stream, &config, &[first, places.into()]),
                             }
                         }
                     })*

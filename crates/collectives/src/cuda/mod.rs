@@ -60,7 +60,10 @@ use antiphon_fabric::{Communicator, CudaArena, FabricError, Monitor, Operation, 
 use antiphon_tensor::DType;
 
 pub use crate::all_reduce::Algorithm;
-use crate::{all_reduce::AllReduceTable, error::Result};
+use crate::{
+    all_reduce::{AllReduceTable, Registry},
+    error::Result,
+};
 pub use choice::tune;
 use kernels::{Family, Kernels};
 use launch::Second;
@@ -117,6 +120,8 @@ pub struct CudaCollectives {
     /// Which all-reduce for which size.
     pub(crate) table: AllReduceTable,
     kernels: RefCell<Kernels>,
+    /// What all-reduces need not stage.
+    pub(crate) registry: RefCell<Registry>,
     /// Whether an error has been returned as what it is.
     has_told: Cell<bool>,
 }
@@ -146,6 +151,9 @@ impl CudaCollectives {
         let parts = Parts::new(context, world_size, arena.pointer(comm.rank()), lane_stride);
         let Parts { board, second, kernels, name, multiprocessors, has_clusters } =
             comm.agree("cannot prepare its GPU", parts)?;
+        // Blocks of one index meet, so grids are equal though GPUs may not be.
+        let multiprocessors =
+            comm.exchange_objects(&multiprocessors)?.into_iter().min().unwrap_or(multiprocessors);
         let table = choice::load(comm, &name)?;
         comm.barrier()?;
         let monitor = comm.monitor();
@@ -162,6 +170,7 @@ impl CudaCollectives {
             has_clusters,
             table,
             kernels: RefCell::new(kernels),
+            registry: RefCell::default(),
             has_told: Cell::new(false),
         })
     }
@@ -233,6 +242,8 @@ impl Drop for CudaCollectives {
         if self.context().synchronize().is_ok() {
             // SAFETY: dropped once, here, and not used any more.
             unsafe { ManuallyDrop::drop(&mut self.arena) };
+        } else {
+            std::mem::forget(self.registry.take());
         }
     }
 }

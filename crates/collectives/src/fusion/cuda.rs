@@ -15,7 +15,7 @@ use crate::{
     cuda::{
         CudaCollectives,
         kernels::{Family, Fusion, Kernel},
-        launch::{Cut, Grid, Launch, Work},
+        launch::{Cut, Grid, Launch, More, Work},
     },
     error::{CollectiveError, Result},
 };
@@ -39,8 +39,8 @@ impl CudaCollectives {
             let room = self.room_for_teams(channels);
             let of_piece = || Teams::of(teams.shape, &call, rows, algorithm, room).expect("a row fits");
             let teams = if rows == call.tokens { teams } else { of_piece() };
-            let fused = Some(Fused::new(&call, start, rows, &teams));
-            Launch { kernel: Kernel::FusedAllReduce, grid: Grid::Teams(teams), work, fused }
+            let more = More::Epilogue(Fused::new(&call, start, rows, &teams));
+            Launch { kernel: Kernel::FusedAllReduce, grid: Grid::Teams(teams), work, more }
         };
         let parts = if algorithm == Algorithm::OneShot { 1 } else { self.world_size() };
         let cut = Cut { total: call.tokens, most: self.lane_bytes() / call.row_bytes() * parts, unit: parts };

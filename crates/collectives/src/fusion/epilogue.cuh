@@ -68,7 +68,7 @@ struct epilogue {
         if (has(PRE_NORM) && team.takes_part(f)) pre_norm(begin);
         if (!has(NORM)) return;
         float rms = 0;
-        u32 most = 0;
+        float most = 0;
         if (team.takes_part(f)) rms = root(team.end_exchange(f, most), f.eps);
         norm(row, begin, rms, most);
     }
@@ -131,11 +131,10 @@ private:
     // What the team must know of vectors: the squares, and the largest product with a weight.
     template <u32 COUNT, bool LAST> DEVICE void share(u32 round, u32 v, const uint4 (&words)[COUNT]) const {
         float squares[COUNT];
-        u32 most[COUNT];
+        float most[COUNT];
 #pragma unroll
         for (u32 n = 0; n < COUNT; ++n) {
-            squares[n] = 0;
-            most[n] = 0;
+            squares[n] = most[n] = 0;
             if (v + n * team.threads >= f.vectors) continue;
             const wide_vec<T> x = widen_words(words[n]);
             squares[n] = x.lane[0] * x.lane[0];
@@ -144,14 +143,14 @@ private:
             if (QUANTIZATION == FP8_TOKENS && LAST) {
                 const wide_vec<T> w = weight(round + n, v + n * team.threads);
 #pragma unroll
-                for (u32 k = 0; k < LANES; ++k) most[n] = larger(most[n], magnitude_of_number(x.lane[k] * w.lane[k]));
+                for (u32 k = 0; k < LANES; ++k) most[n] = larger_number(most[n], x.lane[k] * w.lane[k]);
             }
         }
         team.share(f, v, squares, most);
     }
 
     DEVICE void pre_norm(u64 begin) {
-        u32 unused;
+        float unused;
         const float rms = root(team.end_exchange(f, unused), f.pre_eps);
         each<1>([&](u32 round, u32 v) {
             uint4 sum[1];
@@ -175,15 +174,15 @@ private:
         return w;
     }
 
-    DEVICE void norm(u32 row, u64 begin, float rms, u32 most) {
+    DEVICE void norm(u32 row, u64 begin, float rms, float most) {
         const u32 token = f.first + row;
         quotient scaled;
         if (QUANTIZATION == FP8_TOKENS) {
             // A product with the root and the rounding keep the order, so the largest one stays the largest.
-            const float amax = widen(narrow<T>(__uint_as_float(most) * rms)), least = 0.001953125f / 448.0f;
+            const float amax = widen(narrow<T>(most * rms)), least = 0.001953125f / 448.0f;
             const float divisor = amax == amax ? amax / 448.0f : 0.0f;
             scaled = quotient(divisor < least ? least : divisor);
-            if (team.thread == 0) ((float*)f.scales)[token] = scaled.divisor;
+            if (team.thread == 0) ((float*)f.scales)[token] = divisor < least ? least : divisor;
         }
         if (QUANTIZATION == FP8_ODD_GROUPS) {
             for (u32 g = threadIdx.x; g < f.vectors / f.group; g += blockDim.x) group_most()[g] = 0;

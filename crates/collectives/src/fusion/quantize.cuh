@@ -48,7 +48,8 @@ DEVICE void zero_padding(const fused& f) {
 // ----------------------------------------------------------------------------------------------------------- codes
 
 DEVICE u32 magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
-DEVICE u32 magnitude_of_number(float x) { return x == x ? magnitude(x) : 0; }
+// The larger magnitude; a NaN has none.
+DEVICE float larger_number(float most, float x) { return fmaxf(most, fabsf(x)); }
 
 DEVICE u32 most_of(const wide_vec<T>& x) {
     u32 most = magnitude(x.lane[0]);
@@ -57,25 +58,30 @@ DEVICE u32 most_of(const wide_vec<T>& x) {
     return most;
 }
 DEVICE u32 most_of_numbers(const wide_vec<T>& x) {
-    u32 most = magnitude_of_number(x.lane[0]);
+    float most = 0;
 #pragma unroll
-    for (u32 k = 1; k < LANES; ++k) most = larger(most, magnitude_of_number(x.lane[k]));
-    return most;
+    for (u32 k = 0; k < LANES; ++k) most = larger_number(most, x.lane[k]);
+    return __float_as_uint(most);
 }
 
 // Divides by the same number many times: what IEEE's division gives, where it makes a difference for a code. A product with
-// the inverse is put right by its remainder, twice; remainders are exact unless the quotient is far below any code.
+// the inverse is put right by its remainder, twice; remainders are exact unless the quotient is far below any code. Where the
+// inverse would be too small for that, both are made smaller; by infinity it is a product with 0. There are no branches.
 struct quotient {
-    float divisor, inverse;
-    bool is_plain; // neither infinite nor near it
+    float unit, divisor, inverse;
 
     DEVICE quotient() {}
-    DEVICE quotient(float divisor) : divisor(divisor), inverse(__frcp_rn(divisor)), is_plain(divisor < 1e30f) {}
+    DEVICE quotient(float given) {
+        const bool is_large = given >= 1e30f, is_infinite = given == __uint_as_float(0x7F800000u);
+        unit = is_large ? 0x1p-32f : 1.0f;
+        divisor = is_infinite ? 0.0f : given * unit;
+        inverse = is_infinite ? 0.0f : __frcp_rn(divisor);
+    }
     DEVICE float operator()(float x) const {
-        if (!is_plain) return x / divisor;
-        float q = x * inverse;
-        q = __fmaf_rn(__fmaf_rn(-q, divisor, x), inverse, q);
-        q = __fmaf_rn(__fmaf_rn(-q, divisor, x), inverse, q);
+        const float scaled = x * unit;
+        float q = scaled * inverse;
+        q = __fmaf_rn(__fmaf_rn(-q, divisor, scaled), inverse, q);
+        q = __fmaf_rn(__fmaf_rn(-q, divisor, scaled), inverse, q);
         return __uint_as_float(__float_as_uint(q) & 0x7FFFFFFFu | __float_as_uint(x) & 0x80000000u); // of zeros as well
     }
 };
@@ -92,10 +98,11 @@ template <class Scaled> DEVICE void store_e4m3(const fused& f, u64 at, const wid
 
 // A power of two is shared by a group, whose largest magnitude is known. A product with its inverse is the quotient.
 DEVICE void store_group(const fused& f, u32 token, u64 begin, u32 v, u32 group, const wide_vec<T>& n, u32 amax) {
-    float exact = __uint_as_float(amax) / 448.0f;
-    if (exact < 1e-10f) exact = 1e-10f;
-    const u32 exponent = (__float_as_uint(exact) + 0x7FFFFFu) >> 23;
-    const float inverse = __uint_as_float(exponent < 254 ? 254 - exponent << 23 : exponent == 254 ? 1 << 22 : 0);
+    // The least power of two that is no less than amax / 448 and 1e-10. A mantissa above that of 448 is by more than a division
+    // could round away.
+    const int above = ((int)amax - 0x43E00000 + 0x3F800000 + 0x7FFFFF) >> 23;
+    const u32 exponent = amax == 0x7F800000u ? 255 : above < 94 ? 94 : above;
+    const float inverse = __uint_as_float(exponent == 255 ? 0 : 254 - exponent << 23);
     store_e4m3(f, begin + v, n, [&](float x) { return x * inverse; });
     if (v == group * f.group) f.scales[packed_at(f, token, group)] = (u8)exponent;
 }

@@ -44,7 +44,7 @@ struct row_team {
 
     // What a warp has of the slice in which vector v is, and of the next ones of its. Every warp tells every block.
     template <u32 COUNT>
-    DEVICE void share(const fused& f, u32 v, float (&squares)[COUNT], u32 (&most)[COUNT]) const {
+    DEVICE void share(const fused& f, u32 v, float (&squares)[COUNT], float (&most)[COUNT]) const {
         combine(squares, most);
         const u32 lane = threadIdx.x % 32;
         const u64 tag = (u64)(exchanges + 1) << 32;
@@ -55,16 +55,16 @@ struct row_team {
             u64* place = shares() + (exchanges % 2 * f.slices + slice) * WORDS;
             if (blocks == 1) {
                 *(volatile u64*)place = tag | __float_as_uint(squares[n]);
-                if (MOST) *(volatile u64*)(place + 1) = tag | most[n];
+                if (MOST) *(volatile u64*)(place + 1) = tag | __float_as_uint(most[n]);
             } else {
                 store_to_block(place, lane, tag | __float_as_uint(squares[n]));
-                if (MOST) store_to_block(place + 1, lane, tag | most[n]);
+                if (MOST) store_to_block(place + 1, lane, tag | __float_as_uint(most[n]));
             }
         }
     }
 
     // The sum over the row, and the largest, once all are there: the team's blocks all run, and wait for nothing else.
-    DEVICE float end_exchange(const fused& f, u32& most) {
+    DEVICE float end_exchange(const fused& f, float& most) {
         const u64* of_slices = shares() + exchanges % 2 * f.slices * WORDS;
         float sum = 0;
         most = 0;
@@ -72,27 +72,27 @@ struct row_team {
         for (u32 first = 0; first < f.slices; first += 32) {
             const u32 slice = first + threadIdx.x % 32;
             float squares[1] = {0};
-            u32 magnitude[1] = {0};
+            float magnitude[1] = {0};
             if (slice < f.slices) {
                 squares[0] = __uint_as_float(wait_for(of_slices + slice * WORDS));
-                if (MOST) magnitude[0] = wait_for(of_slices + slice * WORDS + 1);
+                if (MOST) magnitude[0] = __uint_as_float(wait_for(of_slices + slice * WORDS + 1));
             }
             __syncwarp();
             combine(squares, magnitude);
             sum = first == 0 ? squares[0] : sum + squares[0];
-            most = larger(most, magnitude[0]);
+            most = fmaxf(most, magnitude[0]);
         }
         return sum;
     }
 
 private:
-    template <u32 COUNT> static DEVICE void combine(float (&squares)[COUNT], u32 (&most)[COUNT]) {
+    template <u32 COUNT> static DEVICE void combine(float (&squares)[COUNT], float (&most)[COUNT]) {
 #pragma unroll
         for (u32 distance = 16; distance > 0; distance /= 2)
 #pragma unroll
             for (u32 n = 0; n < COUNT; ++n) {
                 squares[n] += __shfl_xor_sync(0xFFFFFFFFu, squares[n], distance);
-                if (MOST) most[n] = larger(most[n], __shfl_xor_sync(0xFFFFFFFFu, most[n], distance));
+                if (MOST) most[n] = fmaxf(most[n], __shfl_xor_sync(0xFFFFFFFFu, most[n], distance));
             }
     }
 

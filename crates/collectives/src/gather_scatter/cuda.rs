@@ -9,7 +9,7 @@ use crate::{
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
-        launch::{Cut, Grid, Launch, Work},
+        launch::{Cut, Grid, Launch, More, Work},
         signature,
     },
     error::Result,
@@ -156,7 +156,7 @@ impl CudaCollectives {
             };
             let plain = (work.input | work.output | bytes | len).is_multiple_of(16);
             let kernel = if plain { Kernel::ReduceScatterPlain } else { Kernel::ReduceScatter };
-            Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, fused: None }
+            Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, more: More::Nothing }
         };
         // SAFETY: passed on.
         unsafe { self.run(&loaded, Cut::bytes(bytes, self.lane_bytes()), stream, of) }
@@ -170,7 +170,8 @@ impl CudaCollectives {
         let loaded = self.ready(Family::Movement)?;
         let signature = Signature::new(Operation::Barrier);
         let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
-        let barrier = |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, fused: None };
+        let barrier =
+            |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, more: More::Nothing };
         // SAFETY: it uses no memory of the caller's.
         unsafe { self.run(&loaded, Cut::bytes(1, 1), stream, barrier) }
     }
@@ -190,7 +191,7 @@ impl CudaCollectives {
                 Kernel::AllToAll | Kernel::BroadcastParts => Grid::ItemsByPeer(items),
                 _ => Grid::Items(items),
             };
-            Launch { kernel, grid, work, fused: None }
+            Launch { kernel, grid, work, more: More::Nothing }
         };
         let piece = self.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
         // SAFETY: passed on.

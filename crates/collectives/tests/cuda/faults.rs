@@ -89,6 +89,42 @@ fn ranks_that_call_different_things_are_told_so() {
     }
 }
 
+#[test]
+fn ranks_whose_tensors_are_in_different_places_are_told_so() {
+    let errors = with_deadline(Duration::from_secs(60), |rank| {
+        let memory = rank.upload(&[1.0f32; 256])?;
+        rank.register(&memory)?;
+        let at = At(memory.pointer().0 + 512 * rank.comm.rank() as u64, DType::F32, 64);
+        rank.queue(What::Registered(ReduceOp::Sum, Algorithm::TwoShot), at, at)?;
+        rank.stream.borrow().synchronize()?;
+        Ok(rank.collectives.check().expect_err("they disagree"))
+    });
+    for error in errors {
+        assert!(matches!(error, CollectiveError::Fabric(FabricError::Mismatch { .. })), "{error}");
+        assert!(error.to_string().contains("two-shot, registered"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_with_its_registered_memory_is_named_at_the_deadline() {
+    let timeout = Duration::from_millis(500);
+    let texts = with_deadline(timeout, |rank| {
+        let (input, output) = (rank.upload(&[1.0f32; 64])?, rank.upload(&[1.0f32; 64])?);
+        rank.register(&input)?;
+        rank.comm.barrier()?;
+        if rank.comm.rank() == 1 {
+            std::thread::sleep(2 * timeout);
+            return Ok(String::new());
+        }
+        let at = |memory: &DeviceMemory| At(memory.pointer().0, DType::F32, 64);
+        rank.queue(What::Registered(ReduceOp::Sum, Algorithm::OneShot), at(&input), at(&output))?;
+        rank.stream.borrow().synchronize()?;
+        Ok(rank.collectives.check().expect_err("nobody else came").to_string())
+    });
+    let Some(text) = texts.first() else { return };
+    assert!(text.contains("one-shot, registered") && text.contains("ranks [1] of 2"), "{text}");
+}
+
 /// Calls that a rank has in its stream behind one that gave up send nothing: the peers may not have read what was sent
 /// before, and would take the one for the other.
 #[test]

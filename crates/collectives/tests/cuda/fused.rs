@@ -375,7 +375,7 @@ impl Rank {
     /// By every algorithm, against one result of the host.
     pub fn fuse_by_all(&self, case: Case) -> Outcome {
         let mut fused = Fused::new(self, case)?;
-        for algorithm in crate::ALGORITHMS {
+        for algorithm in [None].into_iter().chain(Algorithm::ALL.map(Some)) {
             fused.case.algorithm = algorithm;
             fused.reset()?;
             fused.queue()?;

@@ -19,14 +19,16 @@ pub enum GraphError {
 
 const SUM: ReduceOp = ReduceOp::Sum;
 /// Operations of different kinds, sizes and algorithms; the count is of a block.
-const MIX: [(What, usize); 9] = [
+const MIX: [(What, usize); 11] = [
     (What::AllReduce(SUM, Some(Algorithm::OneShot)), 7168),
     (What::AllReduce(SUM, Some(Algorithm::TwoShot)), 100),
     (What::AllGather, 3001),
     (What::AllReduce(SUM, Some(Algorithm::TwoShot)), 200_000),
     (What::AllToAll, 57_344),
     (What::Broadcast(1), 77),
+    (What::Registered(SUM, Algorithm::TwoShot), 30_000),
     (What::ReduceScatter(SUM), 9000),
+    (What::Registered(SUM, Algorithm::OneShot), 7168),
     (What::AllReduce(SUM, Some(Algorithm::OneShot)), 8),
     (What::Broadcast(0), 50_000),
 ];
@@ -45,6 +47,7 @@ impl<'a> Mix<'a> {
         let (me, world_size) = (rank.comm.rank(), rank.comm.world_size());
         let mine = values::<bf16>(me + 100 * seed, 200_000 * world_size);
         let input = rank.upload(&mine)?;
+        rank.register(&input)?;
         let (mut outputs, mut expected) = (Vec::new(), Vec::new());
         for (what, count) in MIX {
             let (from, to) = what.counts(count, world_size);
@@ -53,7 +56,11 @@ impl<'a> Mix<'a> {
             // The root of a broadcast has its buffer right from the beginning.
             let of_root = matches!(what, What::Broadcast(root) if root == me);
             let before = if of_root { result.clone() } else { vec![bf16::ONE; to] };
-            outputs.push(rank.upload(&before)?);
+            let output = rank.upload(&before)?;
+            if matches!(what, What::Registered(_, Algorithm::TwoShot)) {
+                rank.register(&output)?;
+            }
+            outputs.push(output);
             expected.push(result);
         }
         Ok(Self { rank, input, outputs, expected })
@@ -82,7 +89,7 @@ impl<'a> Mix<'a> {
             let got = self.rank.download(&self.outputs[which], 0, 2 * expected.len())?;
             self.rank.same(&format!("{:?}", MIX[which]), &got, expected)?;
         }
-        Ok(())
+        self.rank.meet()
     }
 }
 
@@ -94,6 +101,7 @@ fn graphs_between_eager_calls(world_size: usize) {
             (0..MIX.len()).try_for_each(|which| mix.queue(which).map_err(GraphError::from))
         })?;
         let graph = graph.instantiate()?;
+        rank.meet()?;
         for replay in 0..200 {
             // SAFETY: all memory of the graph lives until the end of the test, which synchronises.
             unsafe { graph.launch(&rank.stream) }?;
@@ -190,8 +198,10 @@ fn groups_of_2_on_4_gpus() {
         let mut expected = mine.clone();
         pair.all_reduce_in_place(&mut expected, SUM)?;
         let buffer = rank.upload(&mine)?;
-        let device = antiphon_tensor::Device::Cuda(me as u32);
+        let device = antiphon_tensor::Device::Cuda(context.device().ordinal());
         let at = buffer.pointer().0 as usize as *mut u8;
+        collectives.prepare(DType::BF16, SUM)?;
+        rank.meet()?;
         // SAFETY: the buffer lives until `download` has waited.
         unsafe {
             let shape = [mine.len()];
@@ -202,6 +212,7 @@ fn groups_of_2_on_4_gpus() {
         }
         let got = rank.download(&buffer, 0, 2 * mine.len())?;
         collectives.check()?;
+        rank.meet()?;
         rank.same("all_reduce in a group", &got, &expected)
     });
 }

@@ -4,8 +4,8 @@ use antiphon_collectives::{
     CollectiveError, Collectives, ReduceOp,
     cuda::{Algorithm, CudaCollectives},
 };
-use antiphon_device::cuda::{Context, DeviceMemory, Driver, Stream};
-use antiphon_fabric::{Communicator, LocalWorld};
+use antiphon_device::cuda::{Context, Device as CudaDevice, DeviceMemory, Driver, Stream};
+use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
 use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut};
 
 pub type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -17,7 +17,8 @@ pub struct Rank {
     pub collectives: CudaCollectives,
 }
 
-/// The GPUs' driver, if there are enough of them for a test; it says so if not.
+/// The GPUs' driver, if there are enough of them for a test; it says so if not. With `ANTIPHON_TEST_RANKS_PER_GPU=2` half as
+/// many are enough: two ranks have a GPU then, which has room for the blocks of two.
 pub fn gpus(world_size: usize) -> Option<&'static Driver> {
     let driver = match Driver::load() {
         Ok(driver) => driver,
@@ -27,11 +28,21 @@ pub fn gpus(world_size: usize) -> Option<&'static Driver> {
         }
     };
     let count = driver.device_count().unwrap() as usize;
-    if count < world_size {
-        eprintln!("skipped: {count} GPUs, {world_size} needed");
+    let needed = world_size.div_ceil(ranks_per_gpu());
+    if count < needed {
+        eprintln!("skipped: {count} GPUs, {needed} needed");
         return None;
     }
     Some(driver)
+}
+
+fn ranks_per_gpu() -> usize {
+    std::env::var("ANTIPHON_TEST_RANKS_PER_GPU").map_or(1, |ranks| ranks.parse().expect("1 or 2"))
+}
+
+/// The device of a rank: the first ranks have one each.
+pub fn device_of(driver: &'static Driver, rank: usize) -> Outcome<CudaDevice> {
+    Ok(driver.device(rank as u32 % driver.device_count()?)?)
 }
 
 /// Runs `body` on as many GPUs; skips where there are fewer.
@@ -39,7 +50,7 @@ pub fn on_gpus(world_size: usize, body: impl Fn(&Rank) -> Outcome + Sync) {
     let Some(driver) = gpus(world_size) else { return };
     let timeout = std::time::Duration::from_secs(20);
     let outcomes = LocalWorld::run_with(world_size, timeout, |comm| -> Outcome {
-        let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+        let context = Context::primary(device_of(driver, comm.rank())?)?;
         let collectives = CudaCollectives::new(&comm, &context)?;
         let stream = context.stream()?;
         let rank = Rank { comm, stream, collectives };
@@ -56,6 +67,8 @@ pub fn on_gpus(world_size: usize, body: impl Fn(&Rank) -> Outcome + Sync) {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum What {
     AllReduce(ReduceOp, Option<Algorithm>),
+    /// All-reduce of registered memory.
+    Registered(ReduceOp, Algorithm),
     AllGather,
     ReduceScatter(ReduceOp),
     AllToAll,
@@ -66,7 +79,7 @@ impl What {
     /// Elements of input and output, where a rank's block has `count`.
     pub fn counts(self, count: usize, world_size: usize) -> (usize, usize) {
         match self {
-            Self::AllReduce(..) | Self::Broadcast(_) => (count, count),
+            Self::AllReduce(..) | Self::Registered(..) | Self::Broadcast(_) => (count, count),
             Self::AllGather => (count, world_size * count),
             Self::ReduceScatter(_) => (world_size * count, count),
             Self::AllToAll => (world_size * count, world_size * count),
@@ -80,7 +93,7 @@ impl What {
         output: &mut [T],
     ) -> Result<(), CollectiveError> {
         match self {
-            Self::AllReduce(op, _) => comm.all_reduce(input, output, op),
+            Self::AllReduce(op, _) | Self::Registered(op, _) => comm.all_reduce(input, output, op),
             Self::AllGather => comm.all_gather(input, output),
             Self::ReduceScatter(op) => comm.reduce_scatter(input, output, op),
             Self::AllToAll => comm.all_to_all(input, output),
@@ -104,11 +117,27 @@ impl Rank {
         Ok(DeviceMemory::allocate(self.collectives.context(), bytes.max(16))?)
     }
 
+    /// Registers some memory; all ranks do.
+    pub fn register(&self, memory: &DeviceMemory) -> Outcome {
+        let (context, len) = (self.collectives.context(), memory.len() as u64);
+        let memory = RegisteredMemory::new(&self.comm, context, memory.pointer(), len)?;
+        Ok(self.collectives.register(memory)?)
+    }
+
     pub fn download(&self, memory: &DeviceMemory, offset: usize, bytes: usize) -> Outcome<Vec<u8>> {
         let mut read = vec![0; bytes];
         memory.read(&self.stream, offset, &mut read)?;
         self.collectives.check()?; // what a kernel says of itself explains more than what it left
         Ok(read)
+    }
+
+    /// Where ranks share a GPU, they share a context, in which making and freeing memory or loading kernels waits for all that
+    /// is under way: so they meet between that and calls.
+    pub fn meet(&self) -> Outcome {
+        if ranks_per_gpu() > 1 {
+            self.comm.barrier()?;
+        }
+        Ok(())
     }
 
     /// Queues an operation. A broadcast uses the output alone.
@@ -124,6 +153,9 @@ impl Rank {
                 What::AllReduce(op, None) => collectives.all_reduce(&input, &mut output, op, stream),
                 What::AllReduce(op, Some(algorithm)) => {
                     collectives.all_reduce_with(&input, &mut output, op, algorithm, stream)
+                }
+                What::Registered(op, algorithm) => {
+                    collectives.all_reduce_registered(&input, &mut output, op, algorithm, stream)
                 }
                 What::AllGather => collectives.all_gather(&input, &mut output, stream),
                 What::ReduceScatter(op) => collectives.reduce_scatter(&input, &mut output, op, stream),
@@ -143,6 +175,12 @@ impl Rank {
         what.on_host(&self.comm, input, &mut expected)?;
         let size = size_of::<T>();
         let (device_in, device_out) = (self.upload(values)?, self.allocate((offset + to) * size)?);
+        let registered = match what {
+            What::Registered(_, Algorithm::OneShot) => vec![&device_in],
+            What::Registered(_, Algorithm::TwoShot) => vec![&device_in, &device_out],
+            _ => Vec::new(),
+        };
+        registered.iter().try_for_each(|memory| self.register(memory))?;
         if let What::Broadcast(root) = what
             && root == self.comm.rank()
         {
@@ -150,8 +188,16 @@ impl Rank {
         }
         let at =
             |memory: &DeviceMemory, count| At(memory.pointer().0 + (offset * size) as u64, T::DTYPE, count);
+        if let What::AllReduce(op, _) | What::Registered(op, _) | What::ReduceScatter(op) = what {
+            self.collectives.prepare(T::DTYPE, op)?;
+        }
+        self.meet()?;
         self.queue(what, at(&device_in, from), at(&device_out, to))?;
         let got = self.download(&device_out, offset * size, to * size)?;
+        self.meet()?;
+        for memory in registered {
+            self.collectives.unregister(&self.comm, memory.pointer())?;
+        }
         self.same::<T>(&format!("{what:?} of {from} behind {offset}"), &got, &expected)
     }
 

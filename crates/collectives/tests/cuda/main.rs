@@ -8,19 +8,31 @@ mod fusion_mixed;
 mod graphs;
 mod harness;
 mod image;
+mod registered;
 
 use antiphon_collectives::{CollectiveError, ReduceOp, cuda::Algorithm};
 use antiphon_tensor::{DType, Element, TensorView, TensorViewMut, bf16, f16};
 use harness::{At, Outcome, Rank, What, on_gpus, values};
 
-const ALGORITHMS: [Option<Algorithm>; 3] = [None, Some(Algorithm::OneShot), Some(Algorithm::TwoShot)];
+/// All-reduce in every way.
+fn all_reduces(op: ReduceOp) -> [What; 5] {
+    let [one, two] = Algorithm::ALL;
+    [
+        What::AllReduce(op, None),
+        What::AllReduce(op, Some(one)),
+        What::AllReduce(op, Some(two)),
+        What::Registered(op, one),
+        What::Registered(op, two),
+    ]
+}
+
 const COUNTS: [usize; 12] = [1, 3, 8, 9, 248, 249, 1000, 4096, 7168, 65_537, 300_001, 1_500_000];
 
 fn every_count<T: Element>(rank: &Rank) -> Outcome {
     for count in COUNTS {
         let mine = values::<T>(rank.comm.rank(), count);
-        for algorithm in ALGORITHMS {
-            rank.compare(What::AllReduce(ReduceOp::Sum, algorithm), &mine, 0)?;
+        for what in all_reduces(ReduceOp::Sum) {
+            rank.compare(what, &mine, 0)?;
         }
         let blocks = values::<T>(rank.comm.rank(), count * rank.comm.world_size());
         rank.compare(What::ReduceScatter(ReduceOp::Sum), &blocks, 0)?;
@@ -109,8 +121,7 @@ fn words_that_mean_not_arrived_are_moved_like_others() {
 fn every_operator_has_the_hosts_bits() {
     on_gpus(2, |rank| {
         for op in ReduceOp::ALL {
-            for algorithm in ALGORITHMS {
-                let what = What::AllReduce(op, algorithm);
+            for what in all_reduces(op) {
                 rank.compare(what, &values::<bf16>(rank.comm.rank(), 1001), 0)?;
                 rank.compare(what, &values::<f32>(rank.comm.rank(), 1001), 0)?;
             }
@@ -133,8 +144,7 @@ fn every_pattern_of_16_bits_survives() {
             // The same patterns as the words that mean "not arrived", and their neighbours.
             let f32s: Vec<f32> =
                 bits.iter().map(|&bits| f32::from_bits(u32::from(bits) << 16 | 0xFFFF)).collect();
-            let whats = ALGORITHMS.map(|algorithm| What::AllReduce(ReduceOp::Sum, algorithm));
-            for what in whats.into_iter().chain([What::ReduceScatter(ReduceOp::Sum)]) {
+            for what in all_reduces(ReduceOp::Sum).into_iter().chain([What::ReduceScatter(ReduceOp::Sum)]) {
                 rank.compare(what, &bf16s, 0)?;
                 rank.compare(what, &f16s, 0)?;
                 rank.compare(what, &f32s, 0)?;
@@ -152,8 +162,8 @@ fn misaligned_tensors_are_served() {
     on_gpus(2, |rank| {
         for (offset, count) in [(1, 4999), (3, 70_001)] {
             let mine = values::<bf16>(rank.comm.rank(), offset + 2 * count);
-            for algorithm in ALGORITHMS {
-                rank.compare(What::AllReduce(ReduceOp::Sum, algorithm), &mine, offset)?;
+            for what in all_reduces(ReduceOp::Sum) {
+                rank.compare(what, &mine, offset)?;
             }
             rank.compare(What::ReduceScatter(ReduceOp::Sum), &mine, offset)?;
         }
@@ -166,9 +176,10 @@ fn in_place() {
     on_gpus(2, |rank| {
         let (me, world_size) = (rank.comm.rank(), rank.comm.world_size());
         for count in [5000, 4999, 400_000, 20_000_000] {
-            let whats = ALGORITHMS.map(|algorithm| What::AllReduce(ReduceOp::Sum, algorithm));
+            let apart = What::Registered(ReduceOp::Sum, Algorithm::OneShot);
+            let all_reduces = all_reduces(ReduceOp::Sum).into_iter().filter(|&what| what != apart);
             let others = [What::AllGather, What::ReduceScatter(ReduceOp::Sum), What::AllToAll];
-            for what in whats.into_iter().chain(others) {
+            for what in all_reduces.chain(others) {
                 let (from, to) = what.counts(count, world_size);
                 let mine = values::<bf16>(me, from.max(to));
                 // Where the smaller one lies in the larger one.
@@ -180,10 +191,17 @@ fn in_place() {
                 let mut expected = vec![bf16::ZERO; to];
                 what.on_host(&rank.comm, &mine[in_at..in_at + from], &mut expected)?;
                 let buffer = rank.upload(&mine)?;
+                let registered = matches!(what, What::Registered(..));
+                if registered {
+                    rank.register(&buffer)?;
+                }
                 let at = |first: usize, count| At(buffer.pointer().0 + 2 * first as u64, DType::BF16, count);
                 rank.queue(what, at(in_at, from), at(out_at, to))?;
                 let got = rank.download(&buffer, 2 * out_at, 2 * to)?;
                 rank.same(&format!("{what:?} of {count} in place"), &got, &expected)?;
+                if registered {
+                    rank.collectives.unregister(&rank.comm, buffer.pointer())?;
+                }
             }
         }
         Ok(())
@@ -203,9 +221,9 @@ fn the_largest_messages_on_4_gpus() {
 fn largest(world_size: usize) {
     on_gpus(world_size, |rank| {
         let mine = values::<bf16>(rank.comm.rank(), 70_000_001);
-        for algorithm in ALGORITHMS {
-            rank.compare(What::AllReduce(ReduceOp::Sum, algorithm), &mine, 0)?;
-            rank.compare(What::AllReduce(ReduceOp::Sum, algorithm), &mine, 1)?;
+        for what in all_reduces(ReduceOp::Sum) {
+            rank.compare(what, &mine, 0)?;
+            rank.compare(what, &mine, 1)?;
         }
         let half = &mine[..50_000_000];
         for what in [What::AllGather, What::AllToAll, What::ReduceScatter(ReduceOp::Sum), What::Broadcast(1)]

@@ -1,26 +1,20 @@
-//! A plan's file from a stranger: read, judged, played, loaded on one rank, executed.
+//! A plan file from a stranger.
 #![no_main]
 
-use std::time::Duration;
-
-use antiphon_executor::{LoadedPlan, Options};
-use antiphon_fabric::LocalWorld;
-use antiphon_plan::{
-    Plan,
-    simulate::{Cluster, fitting, simulate},
-    verify::{self, verify},
-};
+#[path = "../stranger.rs"]
+mod stranger;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    let Ok(plan) = Plan::from_json(bytes) else { return };
-    let _ = verify(&plan, &verify::Options::default());
-    let cluster = Cluster::from_spec("h200x8").expect("a preset");
-    let _ = simulate(&plan, &cluster, fitting(&plan, 1 << 20));
-    let Some(gpu) = plan.gpus.first() else { return };
-    let [input, output] = [gpu.input_chunks, gpu.output_chunks].map(|chunks| vec![0f32; 8 * chunks.min(64) as usize]);
-    LocalWorld::run_with(1, Duration::from_millis(20), |comm| {
-        // SAFETY: there is one rank, whose thread blocks share a thread.
-        let loaded = unsafe { LoadedPlan::load_unproved(&comm, plan.clone(), Options::default()) };
-        let _ = loaded.and_then(|mut plan| plan.execute(&comm, &input, &mut output.clone()));
-    });
+    stranger::receive(bytes);
+});
+
+// Bytes at random are seldom a plan: every other change is one that a plan may survive.
+libfuzzer_sys::fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
+    if seed.is_multiple_of(2) {
+        return libfuzzer_sys::fuzzer_mutate(data, size, max_size);
+    }
+    let mut changed = stranger::mutated(&data[..size], &mut stranger::Numbers(seed.into()));
+    changed.truncate(max_size);
+    data[..changed.len()].copy_from_slice(&changed);
+    changed.len()
 });

@@ -21,6 +21,10 @@ use crate::{ExecutorError, error::Result};
 /// More chunks than any sensible plan has; sums of them cannot overflow.
 const MOST_CHUNKS: u64 = 1 << 31;
 
+/// More accesses of all ranks than any sensible plan has. A short file may have many: an operation on a switch channel is
+/// one on each of its members.
+const MOST_ACCESSES: usize = 1 << 23;
+
 /// How a plan is executed; the same on all ranks.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
@@ -243,13 +247,15 @@ fn check_buffers(plan: &Plan) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// Every access of every rank lies in its buffer. Returns whether there are packets.
+/// Every access of every rank lies in its buffer, and there are not too many. Returns whether there are packets.
 fn check_ranges(plan: &Plan) -> Result<bool> {
-    let (mut uses_packets, mut wrong) = (false, None);
+    let (mut uses_packets, mut accesses) = (false, 0);
     for block in Block::all(plan) {
         for (at, op) in block.get().ops.iter().enumerate() {
+            let mut wrong = None;
             let mut check = |kind: &OpKind, inner| {
                 block.accesses(kind, |access: Access| {
+                    accesses += 1;
                     uses_packets |= access.packets;
                     let there = plan.gpus[access.rank.index()].chunks(access.buffer);
                     if access.chunks.end > there && wrong.is_none() {
@@ -265,9 +271,16 @@ fn check_ranges(plan: &Plan) -> Result<bool> {
             if let OpKind::Pipeline(pipeline) = &op.kind {
                 (pipeline.ops.iter().enumerate()).for_each(|(inner, op)| check(&op.kind, Some(inner)));
             }
+            if accesses > MOST_ACCESSES && wrong.is_none() {
+                let what = format!("more than {MOST_ACCESSES} accesses up to here");
+                wrong = Some(ExecutorError::Operation { place: block.place(at, None), what });
+            }
+            if let Some(wrong) = wrong {
+                return Err(wrong);
+            }
         }
     }
-    wrong.map_or(Ok(uses_packets), Err)
+    Ok(uses_packets)
 }
 
 /// The memory channels of a rank, then its port channels: in the order of their counts.

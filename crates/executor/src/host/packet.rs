@@ -4,7 +4,7 @@
 //! data. A packet is one such word (LL8) or two (LL16), all of which must carry the flag. Words keep their places whatever
 //! the message's size, and are never written by anything else, so that no data is ever taken for a flag.
 
-use antiphon_device::sync::{AtomicU64, Ordering};
+use antiphon_device::sync::{AtomicU64, Ordering, fence};
 
 /// How much a packet carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -25,7 +25,9 @@ impl PacketKind {
 }
 
 /// Bytes of data in a word.
-const DATA: usize = 4;
+const DATA: usize = size_of::<u32>();
+/// Words that are looked at together, without a branch each: those of a cache line.
+const LINE: usize = 8;
 
 /// # Safety
 /// `packets` is that of a packet area, and its word number `at` lies in it.
@@ -46,21 +48,22 @@ fn words(kind: PacketKind, len: usize) -> usize {
 /// # Safety
 /// `from` is valid for reading `len` bytes; `to` is the beginning of a packet, and as many fit as the bytes need.
 pub(super) unsafe fn pack(kind: PacketKind, from: *const u8, to: *mut u8, len: usize, flag: u32) {
-    for at in 0..words(kind, len) {
-        let mut data = [0; DATA];
-        let part = len.saturating_sub(at * DATA).min(DATA);
-        // SAFETY: the part lies within the bytes. (Of whole words the compiler makes one load.)
-        unsafe {
-            if part == DATA {
-                data = from.add(at * DATA).cast::<[u8; DATA]>().read_unaligned();
-            } else {
-                from.add((at * DATA).min(len)).copy_to_nonoverlapping(data.as_mut_ptr(), part);
-            }
-        }
+    let write = |at: usize, data: [u8; DATA]| {
         let value = u64::from(u32::from_le_bytes(data)) | u64::from(flag) << 32;
-        // Release: pairs with the load in `unpack`, as a signal would; the data itself needs no order.
+        // Release: pairs with the fence in `unpack`, as a signal would with a wait.
         // SAFETY: as the caller says.
         unsafe { word(to, at) }.store(value, Ordering::Release);
+    };
+    let whole = len / DATA;
+    for at in 0..whole {
+        // SAFETY: the four bytes lie within the others.
+        write(at, unsafe { from.cast::<[u8; DATA]>().add(at).read_unaligned() });
+    }
+    let mut rest = [0; DATA];
+    // SAFETY: these are the last bytes.
+    unsafe { from.add(whole * DATA).copy_to_nonoverlapping(rest.as_mut_ptr(), len % DATA) };
+    for at in whole..words(kind, len) {
+        write(at, std::mem::take(&mut rest));
     }
 }
 
@@ -75,25 +78,31 @@ pub(super) unsafe fn unpack(
     len: usize,
     flag: u32,
 ) -> Result<(), usize> {
-    let per_packet = kind.payload() / DATA;
-    for first in (0..words(kind, len)).step_by(per_packet) {
+    let (words, whole) = (words(kind, len), len / DATA);
+    // The high half is zero if a word is there.
+    // SAFETY: as the caller says.
+    let differs = |at: usize| unsafe { word(from, at) }.load(Ordering::Relaxed) ^ u64::from(flag) << 32;
+    let is_whole = |line: &usize| (0..LINE).fold(0, |any, at| any | differs(line * LINE + at)) >> 32 == 0;
+    let first = (0..words / LINE).take_while(is_whole).count() * LINE;
+    if let Some(missing) = (first..words).find(|&at| differs(at) >> 32 != 0) {
+        return Err(missing * size_of::<u64>());
+    }
+    // Pairs with the stores in `pack`: they happen before what follows. And since a plan has no races, nobody writes these
+    // words again before they are read, so that plain reads do for the data, which the compiler can widen.
+    fence(Ordering::Acquire);
+    let data = |at: usize| {
         // SAFETY: as the caller says.
-        let value = |at: usize| unsafe { word(from, at) }.load(Ordering::Acquire);
-        let packet = [value(first), if per_packet == 2 { value(first + 1) } else { u64::from(flag) << 32 }];
-        if let Some(missing) = packet.iter().position(|value| (value >> 32) as u32 != flag) {
-            return Err((first + missing) * size_of::<u64>());
+        let word = unsafe { from.cast::<u64>().add(at).read() };
+        (word as u32).to_le_bytes()
+    };
+    // SAFETY: the words' bytes, and what is left, lie within the others.
+    unsafe {
+        for at in 0..whole {
+            to.cast::<[u8; DATA]>().add(at).write_unaligned(data(at));
         }
-        for (at, value) in (first..).zip(packet).take(per_packet) {
-            let part = len.saturating_sub(at * DATA).min(DATA);
-            let data = (value as u32).to_le_bytes();
-            // SAFETY: the part lies within the bytes.
-            unsafe {
-                if part == DATA {
-                    to.add(at * DATA).cast::<[u8; DATA]>().write_unaligned(data);
-                } else {
-                    data.as_ptr().copy_to_nonoverlapping(to.add((at * DATA).min(len)), part);
-                }
-            }
+        if whole * DATA < len {
+            let last = data(whole);
+            last.as_ptr().copy_to_nonoverlapping(to.add(whole * DATA), len % DATA);
         }
     }
     Ok(())

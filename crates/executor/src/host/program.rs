@@ -58,6 +58,21 @@ pub(super) enum Step {
     Data { frame: Frame, work: Work },
 }
 
+impl Step {
+    /// What a turn of a loop costs with it beyond the turn's part of the data: channels and semaphores, and packets, of
+    /// which every turn does all, in cache lines.
+    pub(super) fn cost(&self) -> u64 {
+        let items = match self {
+            Step::Barrier { .. } | Step::Loop { .. } => 0,
+            Step::Signal(signals) => signals.len(),
+            Step::Wait(items) | Step::Acquire(items) | Step::Release(items) => items.len(),
+            Step::Data { frame, .. } if frame.by_turn => 0,
+            Step::Data { frame, work } => (frame.window(None).len() / 32).saturating_mul(work.operands()),
+        };
+        (items as u64).saturating_add(1)
+    }
+}
+
 /// Somebody's count of signals.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Signal {
@@ -130,6 +145,20 @@ pub(super) enum Work {
     Forward { from: Operand, to: Vec<Operand> },
     /// Plain sources, then packets, to one plain destination, and from there to others.
     Reduce(Box<Reduction>),
+}
+
+impl Work {
+    /// How many places it touches.
+    fn operands(&self) -> usize {
+        match self {
+            Work::Copy { to, .. } | Work::Pack { to, .. } | Work::Forward { to, .. } => 1 + to.len(),
+            Work::Unpack { .. } => 2,
+            Work::Reduce(reduction) => {
+                let Reduction { plain, packets, copies, packed, .. } = &**reduction;
+                1 + plain.len() + packets.len() + copies.len() + packed.len()
+            }
+        }
+    }
 }
 
 /// A reduction and where its result goes.

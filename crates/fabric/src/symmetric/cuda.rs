@@ -51,6 +51,11 @@ impl CudaArena {
         self.mappings[rank].pointer()
     }
 
+    /// How many ranks have one.
+    pub fn world_size(&self) -> usize {
+        self.mappings.len()
+    }
+
     /// The size of each arena, in bytes.
     pub fn len(&self) -> usize {
         self.mappings[0].len()

@@ -6,6 +6,8 @@
 mod allocator;
 #[cfg(not(loom))]
 mod cuda;
+#[cfg(not(loom))]
+mod registered;
 
 use std::sync::Arc;
 
@@ -14,6 +16,8 @@ use antiphon_tensor::Element;
 pub(crate) use allocator::Allocator;
 #[cfg(not(loom))]
 pub use cuda::CudaArena;
+#[cfg(not(loom))]
+pub use registered::RegisteredMemory;
 
 use crate::{Communicator, FabricError, Operation, Signature, communicator::Shared};
 

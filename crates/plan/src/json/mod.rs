@@ -5,6 +5,7 @@
 //! cannot be, it refuses by name and place.
 
 mod read;
+mod read_op;
 mod write;
 
 use crate::error::PlanError;

@@ -14,8 +14,8 @@ use crate::op::BufferType;
 /// Most cells, and most pieces of moves.
 const LIMIT: usize = 1 << 24;
 
-/// Most steps of carrying cuts from one end of moves to the other.
-const WORK: usize = 1 << 24;
+/// Most cuts that are looked at in carrying them from one end of moves to the other.
+const WORK: usize = 1 << 25;
 
 /// The cells of all views.
 #[derive(Debug)]
@@ -26,6 +26,8 @@ pub(super) struct Cells {
     first: Vec<u32>,
     chunk: u64,
     inplace: bool,
+    /// Of each rank, whether packets and plain data share bytes of its scratch.
+    mixed: Vec<bool>,
     pub pieces: usize,
 }
 
@@ -45,11 +47,11 @@ pub(super) fn cut(program: &mut Program<'_>, more: &[(View, u64)]) -> Result<Cel
     while !fresh.is_empty() {
         total += insert(&mut cuts, std::mem::take(&mut fresh));
         work += total + program.locations.len();
-        if total > LIMIT || work > WORK.max(8 * program.locations.len()) {
-            return Err(Kind::TooLarge { what: "pieces of memory", limit: LIMIT as u64 });
+        let most = WORK.max(8 * program.locations.len());
+        if total <= LIMIT && work <= most {
+            work += carry(program, &cuts, &mut fresh, most - work);
         }
-        carry(program, &cuts, &mut fresh);
-        if fresh.len() > LIMIT {
+        if total > LIMIT || work > most || fresh.len() > LIMIT {
             return Err(Kind::TooLarge { what: "pieces of memory", limit: LIMIT as u64 });
         }
     }
@@ -61,7 +63,8 @@ pub(super) fn cut(program: &mut Program<'_>, more: &[(View, u64)]) -> Result<Cel
     }
     first.push(next);
     let (chunk, inplace) = (program.chunk, program.plan.inplace);
-    let mut cells = Cells { cuts, first, chunk, inplace, pieces: 0 };
+    let mixed = mixed(program);
+    let mut cells = Cells { cuts, first, chunk, inplace, mixed, pieces: 0 };
     cells.tell(program)?;
     Ok(cells)
 }
@@ -90,9 +93,9 @@ fn inside<'c>(cuts: &'c [Vec<u64>], place: &Location, len: u64) -> &'c [u64] {
     &cuts[from..to]
 }
 
-/// Cuts that moves carry to where there are none yet.
-fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>) {
-    let mut relative: Vec<u64> = Vec::new();
+/// Cuts that moves carry to where there are none yet, and how many were looked at: hardly more than `most`.
+fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>, most: usize) -> usize {
+    let (mut relative, mut work): (Vec<u64>, _) = (Vec::new(), 0);
     for each in &program.moves {
         let places = || program.sources(each).iter().chain(program.dests(each));
         relative.clear();
@@ -102,6 +105,10 @@ fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>)
             let inside = inside(cuts, place, each.len);
             uneven |= count.replace(inside.len()).is_some_and(|count| count != inside.len());
             relative.extend(inside.iter().map(|at| at - place.start));
+        }
+        work += relative.len();
+        if work > most {
+            break;
         }
         relative.sort_unstable();
         relative.dedup();
@@ -115,9 +122,10 @@ fn carry(program: &Program<'_>, cuts: &[Vec<u64>], fresh: &mut Vec<(View, u64)>)
             fresh.extend(missing.map(|at| (place.view, at)));
         }
         if fresh.len() > LIMIT {
-            return;
+            break;
         }
     }
+    work
 }
 
 impl Cells {
@@ -165,6 +173,33 @@ impl Cells {
         (View(view as u32), self.cuts[view][at]..self.cuts[view][at + 1])
     }
 
+    /// Whether packets and plain data share bytes of any scratch.
+    pub fn mixed(&self) -> bool {
+        self.mixed.contains(&true)
+    }
+
+    /// The cells of plain scratch that share bytes with a cell of packets, and the other way round: packets of some bytes
+    /// take twice as many, from twice as far.
+    pub fn shared(&self, view: View, cell: u32) -> Range<u32> {
+        let other = match view.kind() {
+            View::SCRATCH => View::PACKETS,
+            View::PACKETS => View::SCRATCH,
+            _ => return 0..0,
+        };
+        if !self.mixed[view.rank().index()] {
+            return 0..0;
+        }
+        let at = (cell - self.first[view.index()]) as usize;
+        let (start, end) = (self.cuts[view.index()][at], self.cuts[view.index()][at + 1]);
+        let bytes = if view.packets() { 2 * start..2 * end } else { start / 2..end.div_ceil(2) };
+        let other = View::new(view.rank(), other);
+        let (first, cuts) = (self.first[other.index()], &self.cuts[other.index()]);
+        let cells = cuts.len().saturating_sub(1);
+        let from = cuts.partition_point(|&cut| cut <= bytes.start).saturating_sub(1).min(cells);
+        let to = cuts.partition_point(|&cut| cut < bytes.end).min(cells).max(from);
+        first + from as u32..first + to as u32
+    }
+
     /// For people.
     pub fn region(&self, cell: u32) -> Region {
         let (view, bytes) = self.place(cell);
@@ -194,4 +229,38 @@ pub(super) fn buffer(program: &Program<'_>, rank: Rank, buffer: BufferType) -> (
     let home = home(program.plan, rank, buffer);
     let start = home.base * program.chunk;
     (home.view, start..start + program.plan.gpus[rank.index()].chunks(buffer) * program.chunk)
+}
+
+/// Of each rank, whether its scratch is used as packets and plain in the same bytes.
+fn mixed(program: &Program<'_>) -> Vec<bool> {
+    let ranks = program.plan.gpus.len();
+    let (mut plain, mut packets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);
+    for each in &program.moves {
+        for place in program.sources(each).iter().chain(program.dests(each)) {
+            let (rank, bytes) = (place.view.rank().index(), (place.start, place.start + each.len));
+            match place.view.kind() {
+                View::SCRATCH => plain[rank].push(bytes),
+                View::PACKETS => packets[rank].push((2 * bytes.0, 2 * bytes.1)),
+                _ => {}
+            }
+        }
+    }
+    (0..ranks).map(|rank| overlap(&mut plain[rank], &mut packets[rank])).collect()
+}
+
+/// Whether some range of the one overlaps some of the other.
+fn overlap(left: &mut [(u64, u64)], right: &mut [(u64, u64)]) -> bool {
+    left.sort_unstable();
+    right.sort_unstable();
+    // For each start on the left, how far ranges reach that began before.
+    let mut reach = Vec::with_capacity(left.len());
+    let mut far = 0;
+    for &(_, end) in left.iter() {
+        far = far.max(end);
+        reach.push(far);
+    }
+    right.iter().any(|&(start, end)| {
+        let begun = left.partition_point(|&(other, _)| other < end);
+        begun > 0 && reach[begun - 1] > start
+    })
 }

@@ -55,6 +55,17 @@ pub enum Missing {
     Packets,
 }
 
+/// What bytes of scratch are taken for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mistake {
+    /// Packets for plain data: their flags are read.
+    PacketsForData,
+    /// Plain data for packets: it may equal their flag.
+    DataForPackets,
+    /// The same, the data being what the launch before left there.
+    LaunchBefore,
+}
+
 /// What is wrong, or noteworthy. Of the places of a [`Finding`], the first is where it is.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
@@ -129,14 +140,6 @@ pub enum Kind {
         /// Who (as the places of the finding) waits for what.
         waits: Vec<Missing>,
     },
-    /// Several blocks take from one counter, and whether all get what they need, or what else was found is really so, may
-    /// depend on who comes first.
-    Contended {
-        /// Which counter.
-        counter: Counted,
-        /// Who takes from it.
-        blocks: Vec<ThreadBlockId>,
-    },
     /// Two accesses to the same bytes, of which nothing says which comes first.
     Race {
         /// Which accesses.
@@ -151,10 +154,12 @@ pub enum Kind {
         /// Whether they are written.
         written: bool,
     },
-    /// Scratch bytes are used as packets and plain.
+    /// Scratch bytes that are used as packets and plain are taken for what they are not. The second place wrote them.
     MixedScratch {
-        /// Whose scratch.
-        rank: Rank,
+        /// The bytes, as their reader reads them.
+        region: Region,
+        /// What they are taken for.
+        mistake: Mistake,
     },
     /// What is read was never written.
     Unwritten {
@@ -245,7 +250,6 @@ impl Kind {
             Kind::Barrier { .. } => "barrier",
             Kind::Unbalanced { .. } => "unbalanced",
             Kind::Deadlock { .. } => "deadlock",
-            Kind::Contended { .. } => "contended",
             Kind::Race { .. } => "race",
             Kind::Late { .. } => "late",
             Kind::MixedScratch { .. } => "mixed_scratch",
@@ -261,6 +265,17 @@ impl Kind {
     }
 }
 
+/// A thread block took from a counter from which another could have taken in its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Served {
+    /// From which.
+    pub counter: Counted,
+    /// Whose block.
+    pub rank: Rank,
+    /// Which block.
+    pub block: ThreadBlockId,
+}
+
 /// Something that was found, and where.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finding {
@@ -270,13 +285,20 @@ pub struct Finding {
     pub places: Vec<Place>,
     /// For each of them, the line that made it, where it is known.
     pub origins: Vec<Option<Origin>>,
+    /// Where it depends on who takes from a counter first: who does, in order, in a run in which it happens.
+    pub served: Vec<Served>,
 }
 
 impl Finding {
     /// With the origins that the plan knows.
     pub(super) fn new(plan: &Plan, kind: Kind, places: Vec<Place>) -> Self {
         let origins = places.iter().map(|&place| origin(plan, place)).collect();
-        Finding { kind, places, origins }
+        Finding { kind, places, origins, served: Vec::new() }
+    }
+
+    /// In a run with these takes.
+    pub(super) fn in_run(self, served: Vec<Served>) -> Self {
+        Finding { served, ..self }
     }
 
     /// See [`Kind::severity`].

@@ -17,8 +17,35 @@ use super::counters::Counters;
 use super::finding::{Finding, Kind};
 use super::program::{Agent, Home, Link, Location, Meeting, Move, Program, Step, View, What, home};
 
-/// Most steps and places in memory that a program may have.
-const LIMIT: usize = 1 << 25;
+/// Most steps, signals and accesses of a program, which bounds memory.
+const PROGRAM: u64 = 1 << 25;
+
+/// Most of the programs of all sizes together, which bounds time.
+const ALL: u64 = 1 << 27;
+
+/// What one in a pipeline counts for: in a few lines there may be any number of turns.
+const IN_TURNS: u64 = 1 << 3;
+
+/// How many steps, signals and accesses there may be.
+pub(super) struct Budget {
+    program: u64,
+    all: u64,
+}
+
+impl Budget {
+    pub fn new() -> Self {
+        Budget { program: PROGRAM, all: ALL }
+    }
+
+    fn spend(&mut self, count: u64) -> Result<(), Kind> {
+        let take = |left: u64| {
+            let what = "steps, signals and accesses in all turns";
+            left.checked_sub(count).ok_or(Kind::TooLarge { what, limit: PROGRAM / IN_TURNS })
+        };
+        (self.program, self.all) = (take(self.program)?, take(self.all)?);
+        Ok(())
+    }
+}
 
 /// Chunks of someone's buffer, perhaps as packets.
 #[derive(Clone, Copy)]
@@ -45,7 +72,9 @@ pub(super) fn program<'a>(
     plan: &'a Plan,
     wiring: &Wiring,
     extent: Extent,
+    budget: &mut Budget,
 ) -> Result<Program<'a>, Vec<Finding>> {
+    budget.program = PROGRAM;
     let counters = Counters::new(plan);
     let empty = Program {
         plan,
@@ -62,7 +91,7 @@ pub(super) fn program<'a>(
     let mut lower =
         Lower { program: empty, wiring, extent, counters, barriers: BTreeMap::new(), ports: HashMap::new() };
     for block in Block::all(plan) {
-        lower.block(&block).map_err(|kind| vec![Finding::new(plan, kind, Vec::new())])?;
+        lower.block(&block, budget).map_err(|kind| vec![Finding::new(plan, kind, Vec::new())])?;
     }
     let wrong = lower.wrong_barriers();
     if wrong.is_empty() { Ok(lower.program) } else { Err(wrong) }
@@ -82,21 +111,22 @@ struct Lower<'a, 'w> {
 }
 
 impl Lower<'_, '_> {
-    fn block(&mut self, block: &Block<'_>) -> Result<(), Kind> {
+    fn block(&mut self, block: &Block<'_>, budget: &mut Budget) -> Result<(), Kind> {
         let first = self.program.steps.len() as u32;
         let whole = Slice { group: None, turn: None };
         for (at, op) in block.get().ops.iter().enumerate() {
             let OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) = &op.kind else {
-                self.op(block, block.place(at, None), &op.kind, whole)?;
+                budget.spend(cost(block, &op.kind))?;
+                self.op(block, block.place(at, None), &op.kind, whole);
                 continue;
             };
-            for turn in 0..num_chunks.saturating_mul(self.extent.chunk()).div_ceil(*unit_size) {
+            let turns = num_chunks.saturating_mul(self.extent.chunk()).div_ceil(*unit_size);
+            let of_turn: u64 = ops.iter().map(|op| cost(block, &op.kind)).sum();
+            budget.spend(of_turn.saturating_mul(turns).saturating_mul(IN_TURNS))?;
+            for turn in 0..if ops.is_empty() { 0 } else { turns } {
                 let slice = Slice { group: None, turn: Some((turn, *unit_size)) };
-                if ops.is_empty() {
-                    break;
-                }
                 for (inner, op) in ops.iter().enumerate() {
-                    self.op(block, block.place(at, Some(inner)), &op.kind, slice)?;
+                    self.op(block, block.place(at, Some(inner)), &op.kind, slice);
                 }
             }
         }
@@ -105,14 +135,7 @@ impl Lower<'_, '_> {
         Ok(())
     }
 
-    fn op(&mut self, block: &Block<'_>, place: Place, op: &OpKind, slice: Slice) -> Result<(), Kind> {
-        let sizes = [self.program.steps.len(), self.program.locations.len(), self.program.links.len()];
-        if sizes.into_iter().any(|size| size > LIMIT) {
-            return Err(Kind::TooLarge {
-                what: "steps, signals and accesses in all turns",
-                limit: LIMIT as u64,
-            });
-        }
+    fn op(&mut self, block: &Block<'_>, place: Place, op: &OpKind, slice: Slice) {
         let what = match op {
             OpKind::Nop => What::Nop,
             OpKind::Barrier { barrier, num_threadblocks } => self.barrier(place, *barrier, *num_threadblocks),
@@ -132,7 +155,6 @@ impl Lower<'_, '_> {
             _ => What::Move(self.data(block, op, slice)),
         };
         self.program.steps.push(Step { place, what });
-        Ok(())
     }
 
     /// The agent that is being written.
@@ -393,6 +415,19 @@ impl Lower<'_, '_> {
         }
         first..self.program.locations.len() as u32
     }
+}
+
+/// Of an operation the step, the signals and the accesses.
+fn cost(block: &Block<'_>, op: &OpKind) -> u64 {
+    let signals = match op {
+        OpKind::Notify(notify) => notify.channels.len(),
+        OpKind::Semaphore(op) => op.semaphores.len(),
+        OpKind::Put(put) => put.channels.len(),
+        _ => 0,
+    };
+    let mut cost = 1 + signals as u64;
+    block.accesses(op, |_| cost += 1);
+    cost
 }
 
 /// Agents come in ascending order: only the last one's count can grow.

@@ -1,8 +1,9 @@
 //! Proof that a plan does what its collective must do, or a counterexample.
 //!
-//! [`verify`] answers for every size of message that the plan serves, and never "perhaps": a plan is proved, or there are
-//! errors. What cannot be decided is an error too, and says so ([`Kind::Contended`], [`Kind::MixedScratch`],
-//! [`Kind::TooLarge`]).
+//! [`verify`] answers for every size of message that the plan serves, and never "perhaps": a plan is proved, or there is a
+//! counterexample: the operations that take part and, where it depends on it, who took from a counter before others
+//! ([`Finding::served`]). Only a plan that is too large to be decided in bounded time and memory is rejected without one, and
+//! the error says so ([`Kind::TooLarge`]).
 //!
 //! # What is proved
 //!
@@ -24,12 +25,17 @@
 //!   the same time. Two of them that touch the same bytes race, even where the peer's kernels happen to give a byte to the
 //!   same thread in both.
 //! * A **signal** or release tells of what was done before its block's threads met the last time; a **wait** or acquire makes
-//!   that known to what is done after they meet the next time. If several blocks add to one count, who takes from it knows
-//!   only what must have been added, whoever came first.
+//!   that known to what is done after they meet the next time. What is added is counted, and not told apart: if several
+//!   blocks add to one count, who takes from it knows only what must have been added, whoever came first. If several take from
+//!   one, any of them may come first, and those of one operation are taken from in any order.
 //! * **Relaxed** signals and waits order execution, but not data: what was read before the signal may be overwritten after
 //!   the wait, but what was written before need not be seen.
 //! * A **packet** is read once it is there: the reader of some bytes knows what their writer knew, and that the writer is done
 //!   with these bytes, in its other buffers too. Packets are of one launch: those of an earlier one are not taken for new.
+//!   They lie in scratch in twice the bytes of what they carry, from twice as far.
+//! * **Packets and plain data** may share bytes of scratch, one after the other. Whoever reads such bytes must find there what
+//!   it reads them as. Plain data may equal any flag: so whoever waits for packets must not begin to look while plain data
+//!   lie there, of this launch or of the one before, unless the packets are known to come first.
 //! * A **port** does what its block pushes behind the block's back, in order: from when the threads met last, until a flush
 //!   (for the block) or a signal behind it through the same channel (for who waits for it). The chunks of one operation are
 //!   in no order.
@@ -42,14 +48,18 @@
 //! launches must see to it that no rank begins one before all ranks have ended the one before and own their buffers: by
 //! letting the ranks meet before each call. Where a plan depends on it for the callers' buffers, there is a warning
 //! ([`Kind::Unstarted`]); for scratch, and for packets with single or double scratch, it is not looked at. Scratch has as
-//! many bytes for a chunk as the other buffers, also where it is shared with other plans.
+//! many bytes for a chunk as the other buffers, also where it is shared with other plans. Launches of other sizes or plans
+//! leave no plain data where a launch waits for packets.
 //!
 //! # How
 //!
 //! The plan is written out at a few sizes of a chunk that stand for all (pipelines turn by turn), and memory is cut into cells
 //! that every operation takes whole: whatever the size, there are only as many as the plan tells apart. One run is as good as
-//! any, because what is waited for stays there until it is taken. Along it go vector clocks over thread blocks, ports and
-//! packets, which order accesses in all runs, and the set of contributions that every cell holds.
+//! any, because what is waited for stays there until it is taken; only where several blocks take from one counter, the orders
+//! in which they do are all tried. Along a run go vector clocks over thread blocks, ports and packets, which order accesses in
+//! all runs, and the set of contributions that every cell holds. Where clocks do not know everything, because several blocks
+//! add to a counter or take from it, two accesses that they leave open are looked for in the runs: a race is one that happens.
+//! What only relaxed waits order is looked for in runs that pass them over.
 //!
 //! ```
 //! use antiphon_plan::{Plan, verify::{Options, verify}};
@@ -69,9 +79,11 @@ mod counters;
 mod expect;
 mod finding;
 mod lower;
+mod mixed;
 mod order;
 mod program;
 mod races;
+mod runs;
 mod schedule;
 mod sizes;
 mod structure;
@@ -88,8 +100,9 @@ use crate::plan::Plan;
 use crate::resolve::Wiring;
 
 pub use expect::{Expectation, Expected, Source};
-pub use finding::{Finding, Hazard, Kind, Missing, Region, Severity};
+pub use finding::{Finding, Hazard, Kind, Missing, Mistake, Region, Served, Severity};
 pub use program::Counted;
+use runs::Runs;
 
 /// Most findings of one sort.
 const FINDINGS: usize = 32;
@@ -247,9 +260,10 @@ impl<'a> Verifier<'a> {
         }
         self.meaning = known.is_some();
         self.findings = usage::unused(plan);
+        let mut budget = lower::Budget::new();
         for &chunk in sizes {
             let extent = Extent::of_chunk(chunk, plan.buffer_alignment);
-            for finding in at_size(plan, wiring, extent, known.as_ref())? {
+            for finding in at_size(plan, wiring, extent, known.as_ref(), &mut budget)? {
                 if !self.findings.contains(&finding) {
                     self.findings.push(finding);
                 }
@@ -276,27 +290,34 @@ fn at_size(
     wiring: &Wiring,
     extent: Extent,
     expectation: Option<&Expectation>,
+    budget: &mut lower::Budget,
 ) -> Result<Vec<Finding>, Vec<Finding>> {
     let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
-    let mut program = lower::program(plan, wiring, extent)?;
+    let mut program = lower::program(plan, wiring, extent, budget)?;
     let mut findings = schedule::unbalanced(&program);
     findings.truncate(FINDINGS);
-    findings.extend(races::mixed_scratch(&program));
     let cuts = values::cuts(&program, expectation);
     let cells = cells::cut(&mut program, &cuts).map_err(whole)?;
     let schedule = match schedule::run(&program, &cells) {
         Ok(schedule) => schedule,
         Err(deadlock) => {
-            findings.push(deadlock);
+            findings.push(*deadlock);
             return Err(findings);
         }
     };
     let orders = order::orders(&program, &cells, &schedule).map_err(whole)?;
-    let races = races::find(&program, &cells, &schedule, &orders, FINDINGS);
-    if races.iter().any(|finding| finding.severity() == Severity::Error) {
-        findings.extend(schedule::contended(&program));
+    let runs = Runs::new(&program, &cells);
+    findings.extend(races::find(&program, &cells, &schedule, &orders, &runs, FINDINGS).map_err(whole)?);
+    let values = match program.contended() {
+        true => values::check_runs(&program, &cells, &runs, expectation, FINDINGS),
+        false => values::check(&program, &cells, &schedule, expectation, FINDINGS),
+    };
+    let (wrong, left) = values.map_err(whole)?;
+    findings.extend(wrong);
+    let findings = stop(findings)?;
+    if cells.mixed() {
+        let fooled = mixed::find(&program, &cells, &schedule, &orders, &runs, &left, FINDINGS);
+        stop(fooled.map_err(whole)?)?;
     }
-    findings.extend(races);
-    findings.extend(values::check(&program, &cells, &schedule, expectation, FINDINGS).map_err(whole)?);
-    stop(findings)
+    Ok(findings)
 }

@@ -22,6 +22,8 @@ const ROUNDS: usize = 6;
 pub(super) struct Order {
     /// Of each piece of a move, what is known before it.
     pub before: Vec<Rc<Clock>>,
+    /// Of each move, what is known before any packets that it waits for.
+    pub start: Vec<Rc<Clock>>,
     /// Of each move, the level that its timeline has when it is done.
     pub level: Vec<u32>,
     /// Of each rank, what is known when it has ended: its blocks have, and its ports are flushed.
@@ -37,6 +39,13 @@ pub(super) struct Order {
 pub(super) struct Orders {
     pub data: Rc<Order>,
     pub execution: Rc<Order>,
+}
+
+impl Orders {
+    /// Whether relaxed signals make a difference.
+    pub fn relaxed(&self) -> bool {
+        !Rc::ptr_eq(&self.data, &self.execution)
+    }
 }
 
 /// Timelines are numbered: agents, then ports, then pieces.
@@ -93,6 +102,27 @@ struct Line {
     news: Vec<Rc<Clock>>,
 }
 
+/// Nothing is known yet of who writes packets. Where several do and it depends on who takes from a counter first which of
+/// them is the first, nothing will be.
+fn first_writers(program: &Program<'_>, cells: &Cells) -> Vec<Option<Rc<Clock>>> {
+    let mut first = vec![None; cells.len()];
+    if program.contended() {
+        let nothing = Rc::new(Clock::default());
+        let mut writers = vec![0u32; cells.len()];
+        for each in &program.moves {
+            for dest in program.dests(each).iter().filter(|dest| dest.view.packets()) {
+                for cell in dest.cell as usize..(dest.cell + each.pieces) as usize {
+                    writers[cell] += 1;
+                    if writers[cell] > 1 {
+                        first[cell] = Some(nothing.clone());
+                    }
+                }
+            }
+        }
+    }
+    first
+}
+
 struct Walk<'p, 'a> {
     program: &'p Program<'a>,
     lines: Timelines,
@@ -128,10 +158,11 @@ impl<'p, 'a> Walk<'p, 'a> {
             ports: (0..lines.ports).map(|port| line(lines.port(port))).collect(),
             come: vec![0; program.meetings.len()],
             taken: program.counters.iter().map(|counter| vec![0; counter.acquirers.len()]).collect(),
-            packets: vec![None; cells.len()],
+            packets: first_writers(program, cells),
             entries: 0,
             order: Order {
-                before: vec![nothing; cells.pieces],
+                before: vec![nothing.clone(); cells.pieces],
+                start: vec![nothing; program.moves.len()],
                 level: vec![0; program.moves.len()],
                 end: Vec::new(),
                 sent: (program.counters.iter())
@@ -296,7 +327,7 @@ impl<'p, 'a> Walk<'p, 'a> {
     /// needed, less all that the others can have added by then.
     fn acquire(&mut self, agent: u32, counter: u32, orders: bool) {
         let of = &self.program.counters[counter as usize];
-        let own = of.acquirers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered");
+        let own = of.acquirer(agent);
         let taken = &mut self.taken[counter as usize][own];
         *taken += 1;
         let needed = i64::from(*taken).saturating_sub(of.initial);
@@ -327,6 +358,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         let program = self.program;
         let each = &program.moves[at as usize];
         self.order.level[at as usize] = level;
+        self.order.start[at as usize] = known.clone();
         for piece in 0..each.pieces {
             let known = if each.awaits { self.behind_packets(each, piece, &known) } else { known.clone() };
             if each.awaits {

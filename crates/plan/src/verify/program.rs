@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use crate::ids::{ChannelId, Rank, SemaphoreId, ThreadBlockId};
-use crate::op::{BufferType, ChannelType, ReduceOp};
+use crate::ids::{BarrierId, ChannelId, Rank, SemaphoreId, ThreadBlockId};
+use crate::op::{BufferType, ChannelType, OpKind, ReduceOp};
 use crate::place::Place;
 use crate::plan::Plan;
 
@@ -168,6 +168,19 @@ pub(super) struct Counter {
     pub acquirers: Vec<(u32, u32)>,
 }
 
+impl Counter {
+    /// Which of its acquirers an agent is.
+    pub fn acquirer(&self, agent: u32) -> usize {
+        self.acquirers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered")
+    }
+
+    /// How many all acquirers but one take.
+    pub fn others(&self, own: usize) -> i64 {
+        let others = self.acquirers.iter().enumerate().filter(|&(at, _)| at != own);
+        others.map(|(_, &(_, times))| i64::from(times)).sum()
+    }
+}
+
 /// A barrier of one rank: its agents, ascending, and how often each comes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Meeting {
@@ -202,6 +215,19 @@ impl Program<'_> {
 
     pub fn links(&self, links: &Range<u32>) -> &[Link] {
         &self.links[links.start as usize..links.end as usize]
+    }
+
+    /// The barrier from which a step was made.
+    pub fn barrier(&self, step: u32) -> BarrierId {
+        match self.plan.op(self.steps[step as usize].place).map(|op| &op.kind) {
+            Some(&OpKind::Barrier { barrier, .. }) => barrier,
+            _ => unreachable!("the step was made from a barrier"),
+        }
+    }
+
+    /// Whether several agents take from some counter.
+    pub fn contended(&self) -> bool {
+        self.counters.iter().any(|counter| counter.acquirers.len() > 1)
     }
 
     pub fn moves(&self, moves: &Range<u32>) -> &[Move] {

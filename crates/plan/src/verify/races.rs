@@ -4,9 +4,10 @@ use std::collections::{BTreeSet, HashSet};
 
 use super::cells::Cells;
 use super::clock::Clock;
-use super::finding::{Finding, Hazard, Kind};
-use super::order::{Orders, Timelines};
-use super::program::{Move, Program, View, What};
+use super::finding::{Finding, Hazard, Kind, Served};
+use super::order::{Order, Orders, Timelines};
+use super::program::{Program, View, What};
+use super::runs::{Goal, Hold, Runs};
 use super::schedule::Schedule;
 use crate::ids::Rank;
 
@@ -15,30 +16,50 @@ use crate::ids::Rank;
 struct Done {
     timeline: u32,
     level: u32,
+    at: u32,
     piece: u32,
     step: u32,
     packets: bool,
+    /// As packets, in the history of the plain bytes that they take.
+    foreign: bool,
+    /// Whether it begins when it looks for packets, and not when they are there.
+    polls: bool,
 }
 
-/// The last write of a cell, and the reads since.
+/// The last write of a cell, and the reads since; all of them, where it depends on the run which was the last.
 #[derive(Clone, Default)]
 struct History {
-    write: Option<Done>,
+    writes: Vec<Done>,
     reads: Vec<Done>,
 }
 
+/// Most pairs of accesses to one cell.
+const LIMIT: u64 = 1 << 28;
+
 /// Races, buffers that are still used when their rank has ended, and ranks whose buffers are used before they begin.
+///
+/// The clocks know what is ordered in every run, but where several blocks add to a counter or take from it perhaps not all
+/// of it: there, what they leave open is looked for in the runs.
+///
+/// # Errors
+/// [`Kind::TooLarge`]
 pub(super) fn find(
     program: &Program<'_>,
     cells: &Cells,
     schedule: &Schedule,
     orders: &Orders,
+    runs: &Runs<'_, '_>,
     limit: usize,
-) -> Vec<Finding> {
+) -> Result<Vec<Finding>, Kind> {
+    let single = |each: &[(u32, u32)]| each.len() <= 1;
     let mut races = Races {
         program,
         cells,
         orders,
+        runs,
+        sure: program.counters.iter().all(|counter| single(&counter.acquirers) && single(&counter.releasers)),
+        every: program.contended() || cells.mixed(),
+        pairs: 0,
         lines: Timelines::new(program),
         agents: agents(program),
         history: vec![History::default(); cells.len()],
@@ -48,17 +69,20 @@ pub(super) fn find(
     };
     for &(agent, step) in schedule {
         if let What::Move(moves) | What::Push { moves, .. } = &program.steps[step as usize].what {
-            moves.clone().for_each(|at| races.accesses(agent, step, at));
+            moves.clone().try_for_each(|at| races.accesses(agent, step, at))?;
         }
         if races.found.len() >= limit {
-            return races.found;
+            return Ok(races.found);
+        }
+        if races.pairs > LIMIT {
+            return Err(Kind::TooLarge { what: "pairs of accesses to the same bytes", limit: LIMIT });
         }
     }
-    races.late();
+    races.late()?;
     for &(rank, owner) in &races.early {
         races.found.push(Finding::new(program.plan, Kind::Unstarted { rank, owner }, Vec::new()));
     }
-    races.found
+    Ok(races.found)
 }
 
 /// The agents of each rank.
@@ -76,6 +100,12 @@ struct Races<'p, 'a> {
     program: &'p Program<'a>,
     cells: &'p Cells,
     orders: &'p Orders,
+    runs: &'p Runs<'p, 'a>,
+    /// Whether the clocks know everything.
+    sure: bool,
+    /// Whether all accesses of a cell are kept: their order depends on the run, or not each takes all of its bytes.
+    every: bool,
+    pairs: u64,
     lines: Timelines,
     agents: Vec<std::ops::Range<u32>>,
     history: Vec<History>,
@@ -86,23 +116,35 @@ struct Races<'p, 'a> {
 }
 
 impl Races<'_, '_> {
-    fn accesses(&mut self, agent: u32, step: u32, at: u32) {
+    fn accesses(&mut self, agent: u32, step: u32, at: u32) -> Result<(), Kind> {
         let program = self.program;
         let each = &program.moves[at as usize];
         let timeline = each.port.map_or(agent, |port| self.lines.port(port));
         let packets = program.dests(each).iter().any(|dest| dest.view.packets());
         let level = self.orders.execution.level[at as usize];
         for piece in 0..each.pieces {
-            let done = Done { timeline, level, piece: each.first_piece + piece, step, packets };
+            let (foreign, polls, number) = (false, false, each.first_piece + piece);
+            let done = Done { timeline, level, at, piece: number, step, packets, foreign, polls };
             for source in program.sources(each) {
                 self.started(agent, source.view, done.piece);
-                self.read(source.cell + piece, done);
+                self.read(source.cell + piece, done)?;
+                if source.view.packets() {
+                    for plain in self.cells.shared(source.view, source.cell + piece) {
+                        self.read(plain, Done { foreign: true, polls: each.awaits, ..done })?;
+                    }
+                }
             }
             for dest in program.dests(each) {
                 self.started(agent, dest.view, done.piece);
-                self.write(dest.cell + piece, done);
+                self.write(dest.cell + piece, done)?;
+                if dest.view.packets() {
+                    for plain in self.cells.shared(dest.view, dest.cell + piece) {
+                        self.write(plain, Done { foreign: true, ..done })?;
+                    }
+                }
             }
         }
+        Ok(())
     }
 
     fn started(&mut self, agent: u32, view: View, piece: u32) {
@@ -115,30 +157,49 @@ impl Races<'_, '_> {
         }
     }
 
-    fn read(&mut self, cell: u32, done: Done) {
-        if let Some(write) = self.history[cell as usize].write
-            && !self.before(write, &self.orders.data.before[done.piece as usize])
-        {
-            self.race(Hazard::ReadAfterWrite, cell, write, done);
-        }
-        self.history[cell as usize].reads.push(done);
-    }
-
-    fn write(&mut self, cell: u32, done: Done) {
-        let history = std::mem::take(&mut self.history[cell as usize]);
-        if let Some(write) = history.write
-            && !self.before(write, &self.orders.data.before[done.piece as usize])
-        {
-            self.race(Hazard::WriteAfterWrite, cell, write, done);
-        }
-        for read in history.reads {
-            // A move reads a byte before it writes it.
-            let same = read.piece == done.piece;
-            if !same && !self.before(read, &self.orders.execution.before[done.piece as usize]) {
-                self.race(Hazard::WriteAfterRead, cell, read, done);
+    fn read(&mut self, cell: u32, done: Done) -> Result<(), Kind> {
+        let mut history = std::mem::take(&mut self.history[cell as usize]);
+        for &write in &history.writes {
+            self.pairs += 1;
+            if !self.ordered(write, done, &self.orders.data) {
+                self.race(Hazard::ReadAfterWrite, cell, write, done)?;
             }
         }
-        self.history[cell as usize].write = Some(done);
+        history.reads.push(done);
+        self.history[cell as usize] = history;
+        Ok(())
+    }
+
+    fn write(&mut self, cell: u32, done: Done) -> Result<(), Kind> {
+        let mut history = std::mem::take(&mut self.history[cell as usize]);
+        self.pairs += (history.writes.len() + history.reads.len()) as u64;
+        for &write in &history.writes {
+            if !self.ordered(write, done, &self.orders.data) {
+                self.race(Hazard::WriteAfterWrite, cell, write, done)?;
+            }
+        }
+        for &read in &history.reads {
+            // A move reads a byte before it writes it.
+            let same = read.piece == done.piece && read.foreign == done.foreign;
+            if !same && !self.ordered(read, done, &self.orders.execution) {
+                self.race(Hazard::WriteAfterRead, cell, read, done)?;
+            }
+        }
+        if !self.every {
+            history = History::default();
+        }
+        history.writes.push(done);
+        self.history[cell as usize] = history;
+        Ok(())
+    }
+
+    /// Whether an access is over before another begins. Those of packets are compared where packets are.
+    fn ordered(&self, first: Done, second: Done, order: &Order) -> bool {
+        let known = match second.polls {
+            true => &order.start[second.at as usize],
+            false => &order.before[second.piece as usize],
+        };
+        first.foreign && second.foreign || self.before(first, known)
     }
 
     fn before(&self, first: Done, known: &Clock) -> bool {
@@ -146,72 +207,65 @@ impl Races<'_, '_> {
             || first.packets && known.reaches(self.lines.piece(first.piece), 1)
     }
 
-    fn race(&mut self, hazard: Hazard, cell: u32, first: Done, second: Done) {
-        if self.seen.insert((first.step, second.step)) {
-            let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
-            let kind = Kind::Race { hazard, region: self.cells.region(cell) };
-            self.found.push(Finding::new(self.program.plan, kind, places.to_vec()));
+    /// Two accesses that the clocks do not order.
+    fn race(&mut self, hazard: Hazard, cell: u32, first: Done, second: Done) -> Result<(), Kind> {
+        if self.seen.contains(&(first.step, second.step)) {
+            return Ok(());
         }
+        let (pieces, polls) = ([Some(first.piece), Some(second.piece)], [first.polls, second.polls]);
+        // Where the order depends on the run, the write may also be the first.
+        let written = hazard != Hazard::WriteAfterRead || self.every;
+        let hold = Hold { pieces, polls, ..Hold::default() };
+        let Some(served) = self.happens(hold, Goal::Together, written)? else { return Ok(()) };
+        self.seen.insert((first.step, second.step));
+        let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
+        let kind = Kind::Race { hazard, region: self.cells.region(cell) };
+        self.found.push(Finding::new(self.program.plan, kind, places.to_vec()).in_run(served));
+        Ok(())
+    }
+
+    /// Who takes in which order in a run in which what the clocks leave open happens. What was `written` may not be seen
+    /// where only relaxed waits order.
+    fn happens(&self, hold: Hold, goal: Goal, written: bool) -> Result<Option<Vec<Served>>, Kind> {
+        if self.sure {
+            return Ok(Some(Vec::new()));
+        }
+        let mut state = self.runs.find(hold, goal)?;
+        if state.is_none() && written && self.orders.relaxed() {
+            state = self.runs.find(Hold { strict: true, ..hold }, goal)?;
+        }
+        Ok(state.map(|state| state.served))
     }
 
     /// The caller has its buffers back when its rank has ended.
-    fn late(&mut self) {
+    fn late(&mut self) -> Result<(), Kind> {
         for gpu in &self.program.plan.gpus {
             let (data, execution) =
                 (&self.orders.data.end[gpu.id.index()], &self.orders.execution.end[gpu.id.index()]);
             for kind in [View::INPUT, View::OUTPUT] {
                 for cell in self.cells.of(View::new(gpu.id, kind)) {
-                    let History { write, reads } = &self.history[cell as usize];
-                    let write = write.filter(|&write| !self.before(write, data));
-                    let read = reads.iter().copied().find(|&read| !self.before(read, execution));
-                    let Some(late) = write.or(read) else { continue };
-                    if self.seen.insert((late.step, u32::MAX)) {
+                    let History { writes, reads } = &self.history[cell as usize];
+                    let writes = writes.iter().filter(|&&write| !self.before(write, data));
+                    let reads = reads.iter().filter(|&&read| !self.before(read, execution));
+                    let open: Vec<_> =
+                        writes.map(|&write| (write, true)).chain(reads.map(|&read| (read, false))).collect();
+                    for (late, written) in open {
+                        if self.seen.contains(&(late.step, u32::MAX)) {
+                            break;
+                        }
+                        let goal = Goal::Ended(gpu.id);
+                        let hold = Hold { pieces: [Some(late.piece), None], ..Hold::default() };
+                        let Some(served) = self.happens(hold, goal, written)? else { continue };
+                        self.seen.insert((late.step, u32::MAX));
                         let place = self.program.steps[late.step as usize].place;
-                        let kind = Kind::Late { region: self.cells.region(cell), written: write.is_some() };
-                        self.found.push(Finding::new(self.program.plan, kind, vec![place]));
+                        let kind = Kind::Late { region: self.cells.region(cell), written };
+                        let finding = Finding::new(self.program.plan, kind, vec![place]);
+                        self.found.push(finding.in_run(served));
+                        break;
                     }
                 }
             }
         }
+        Ok(())
     }
-}
-
-/// Ranks whose scratch holds packets and plain data in the same bytes: packets of some bytes take twice as many, from twice
-/// as far.
-pub(super) fn mixed_scratch(program: &Program<'_>) -> Vec<Finding> {
-    let places = |each: &Move| [each.sources.clone(), each.dests.clone()];
-    let ranks = program.plan.gpus.len();
-    let (mut plain, mut packets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);
-    for each in &program.moves {
-        for place in places(each).into_iter().flatten() {
-            let place = program.locations[place as usize];
-            let (rank, bytes) = (place.view.rank().index(), (place.start, place.start + each.len));
-            match place.view.kind() {
-                View::SCRATCH => plain[rank].push(bytes),
-                View::PACKETS => packets[rank].push((2 * bytes.0, 2 * bytes.1)),
-                _ => {}
-            }
-        }
-    }
-    let mixed = (0..ranks).filter(|&rank| overlap(&mut plain[rank], &mut packets[rank]));
-    mixed
-        .map(|rank| Finding::new(program.plan, Kind::MixedScratch { rank: Rank(rank as u32) }, Vec::new()))
-        .collect()
-}
-
-/// Whether some range of the one overlaps some of the other.
-fn overlap(left: &mut [(u64, u64)], right: &mut [(u64, u64)]) -> bool {
-    left.sort_unstable();
-    right.sort_unstable();
-    // For each start on the left, how far ranges reach that began before.
-    let mut reach = Vec::with_capacity(left.len());
-    let mut far = 0;
-    for &(_, end) in left.iter() {
-        far = far.max(end);
-        reach.push(far);
-    }
-    right.iter().any(|&(start, end)| {
-        let begun = left.partition_point(|&(other, _)| other < end);
-        begun > 0 && reach[begun - 1] > start
-    })
 }

@@ -2,14 +2,16 @@
 //!
 //! A run is decided by itself where each counter has one block that takes from it: what a step waits for stays true until
 //! that step takes it, so steps that can be done may be done in any order, and every run does the same steps or stops in the
-//! same state. Where several blocks take from one counter, each waits here until there is enough for it and for all that the
-//! others could ever take before it. If that run ends, so does every other: of the first step in its order that another run
-//! has not done, everything that it waits for is done there too, whoever came first.
+//! same state. Where several blocks take from one counter, each takes where there is enough for it and for all that the others
+//! could ever take. Otherwise it matters who comes first, and every order is tried: blocks that have taken as often each are
+//! in the same state, whatever the order was.
+
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::cells::Cells;
-use super::finding::{Finding, Kind, Missing};
+use super::finding::{Finding, Kind, Missing, Served};
 use super::program::{Counted, Move, Program, What};
-use crate::ids::BarrierId;
+use super::runs;
 use crate::place::Place;
 
 /// The steps in an order in which they can be done: who (an agent), and which of all steps. Those that meet at a barrier
@@ -24,6 +26,7 @@ enum Waiting {
     Cell(u32),
 }
 
+#[derive(Clone)]
 struct Run<'p, 'a> {
     program: &'p Program<'a>,
     /// Of each agent, the next step, and of that the next link.
@@ -39,16 +42,18 @@ struct Run<'p, 'a> {
     /// Which cells have been written.
     written: Vec<bool>,
     counter_waiters: Vec<Vec<u32>>,
-    cell_waiters: std::collections::HashMap<u32, Vec<u32>>,
+    cell_waiters: HashMap<u32, Vec<u32>>,
     ready: Vec<u32>,
     schedule: Schedule,
+    /// Who took, where another could have.
+    served: Vec<Served>,
 }
 
-/// A run of the program.
+/// One of the runs of the program, all of which end.
 ///
 /// # Errors
-/// The deadlock, or who contends for what.
-pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Finding> {
+/// The deadlock, or [`Kind::TooLarge`].
+pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Box<Finding>> {
     let mut run = Run {
         program,
         next: program.agents.iter().map(|agent| (agent.steps.start, 0)).collect(),
@@ -58,20 +63,71 @@ pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Find
         come: vec![Vec::new(); program.meetings.len()],
         written: vec![false; cells.len()],
         counter_waiters: vec![Vec::new(); program.counters.len()],
-        cell_waiters: std::collections::HashMap::new(),
+        cell_waiters: HashMap::new(),
         ready: (0..program.agents.len() as u32).rev().collect(),
         schedule: Vec::with_capacity(program.steps.len()),
+        served: Vec::new(),
     };
-    while let Some(agent) = run.ready.pop() {
-        run.advance(agent);
+    run.go();
+    let limit = runs::states(program, cells);
+    let mut seen = HashSet::from([run.taken.clone()]);
+    let mut todo = VecDeque::from([run]);
+    let mut ended = None;
+    while let Some(run) = todo.pop_front() {
+        if run.waits.iter().all(Option::is_none) {
+            ended.get_or_insert(run.schedule);
+            continue;
+        }
+        let takers = run.takers();
+        if takers.is_empty() {
+            return Err(Box::new(run.stuck()));
+        }
+        for (agent, counter) in takers {
+            let mut next = run.clone();
+            next.serve(agent, counter);
+            if seen.insert(next.taken.clone()) {
+                todo.push_back(next);
+            }
+            if seen.len() > limit {
+                return Err(Box::new(Finding::new(program.plan, runs::too_large(limit), Vec::new())));
+            }
+        }
     }
-    match run.waits.iter().any(Option::is_some) {
-        true => Err(run.stuck()),
-        false => Ok(run.schedule),
-    }
+    Ok(ended.expect("some run ends, or none does"))
 }
 
 impl Run<'_, '_> {
+    fn go(&mut self) {
+        while let Some(agent) = self.ready.pop() {
+            self.advance(agent);
+        }
+    }
+
+    /// Who could take from a counter of which there is not enough for all.
+    fn takers(&self) -> Vec<(u32, u32)> {
+        let waits = self.waits.iter().enumerate().filter_map(|(agent, waiting)| match *waiting {
+            Some(Waiting::Counter(counter)) => Some((agent as u32, counter)),
+            _ => None,
+        });
+        let there = |&(_, counter): &(u32, u32)| {
+            let taken: i64 = self.taken[counter as usize].iter().map(|&taken| i64::from(taken)).sum();
+            self.added[counter as usize] > taken
+        };
+        waits.filter(there).collect()
+    }
+
+    /// Gives one to an agent that waits for it, though others may want it.
+    fn serve(&mut self, agent: u32, counter: u32) {
+        let of = &self.program.counters[counter as usize];
+        self.taken[counter as usize][of.acquirer(agent)] += 1;
+        let who = &self.program.agents[agent as usize];
+        self.served.push(Served { counter: of.counted, rank: who.rank, block: who.block });
+        self.next[agent as usize].1 += 1;
+        self.counter_waiters[counter as usize].retain(|&other| other != agent);
+        self.ready.push(agent);
+        self.go();
+    }
+
     /// Does an agent's steps until it waits.
     fn advance(&mut self, agent: u32) {
         let end = self.program.agents[agent as usize].steps.end;
@@ -135,12 +191,8 @@ impl Run<'_, '_> {
     fn take(&mut self, agent: u32, counter: u32) -> bool {
         let of = &self.program.counters[counter as usize];
         let taken = &mut self.taken[counter as usize];
-        let own = of.acquirers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered");
-        let others: i64 = (of.acquirers.iter().enumerate())
-            .filter(|&(at, _)| at != own)
-            .map(|(_, &(_, times))| i64::from(times))
-            .sum();
-        let enough = self.added[counter as usize] > others + i64::from(taken[own]);
+        let own = of.acquirer(agent);
+        let enough = self.added[counter as usize] > of.others(own) + i64::from(taken[own]);
         if enough {
             taken[own] += 1;
         }
@@ -192,44 +244,17 @@ impl Run<'_, '_> {
     /// Why nothing more can be done.
     fn stuck(&self) -> Finding {
         let program = self.program;
-        if let Some(found) = self.contended() {
-            return found;
-        }
         let mut places: Vec<Place> = Vec::new();
         let mut waits = Vec::new();
         for (agent, waiting) in self.cycle() {
             places.push(program.steps[self.next[agent as usize].0 as usize].place);
             waits.push(match waiting {
                 Waiting::Counter(counter) => Missing::Count(program.counters[counter as usize].counted),
-                Waiting::Barrier(_) => Missing::Barrier(self.barrier(agent)),
+                Waiting::Barrier(_) => Missing::Barrier(program.barrier(self.next[agent as usize].0)),
                 Waiting::Cell(_) => Missing::Packets,
             });
         }
-        Finding::new(program.plan, Kind::Deadlock { waits }, places)
-    }
-
-    fn barrier(&self, agent: u32) -> BarrierId {
-        let place = self.program.steps[self.next[agent as usize].0 as usize].place;
-        match self.program.plan.op(place).map(|op| &op.kind) {
-            Some(&crate::OpKind::Barrier { barrier, .. }) => barrier,
-            _ => unreachable!("the step was made from a barrier"),
-        }
-    }
-
-    /// A counter of which somebody waits for more than what all take before it in fact.
-    fn contended(&self) -> Option<Finding> {
-        for (agent, waiting) in self.waits.iter().enumerate() {
-            let Some(Waiting::Counter(counter)) = *waiting else { continue };
-            let of = &self.program.counters[counter as usize];
-            let taken: i64 = self.taken[counter as usize].iter().map(|&taken| i64::from(taken)).sum();
-            if of.acquirers.len() > 1 && self.added[counter as usize] > taken {
-                let place = self.program.steps[self.next[agent].0 as usize].place;
-                let blocks = of.acquirers.iter().map(|&(who, _)| self.program.agents[who as usize].block);
-                let kind = Kind::Contended { counter: of.counted, blocks: blocks.collect() };
-                return Some(Finding::new(self.program.plan, kind, vec![place]));
-            }
-        }
-        None
+        Finding::new(program.plan, Kind::Deadlock { waits }, places).in_run(self.served.clone())
     }
 
     /// Agents each of which waits for the next one: a circle if there is one, else a chain to somebody for whom nobody
@@ -245,21 +270,23 @@ impl Run<'_, '_> {
             }
             let Some(waiting) = self.waits[at as usize] else { break };
             chain.push((at, waiting));
-            agent = self.awaited(waiting);
+            agent = self.awaited(at, waiting);
         }
         chain
     }
 
-    /// Somebody who would end a wait, and waits too.
-    fn awaited(&self, waiting: Waiting) -> Option<u32> {
+    /// Somebody who would end an agent's wait, and waits too; another one, if there is one.
+    fn awaited(&self, own: u32, waiting: Waiting) -> Option<u32> {
         let waits = |agent: &u32| self.waits[*agent as usize].is_some();
         match waiting {
             Waiting::Counter(counter) => {
                 let of = &self.program.counters[counter as usize];
-                of.releasers.iter().map(|&(agent, _)| agent).filter(waits).find(|&agent| {
+                let adds = |&agent: &u32| {
                     let rest = self.next[agent as usize].0..self.program.agents[agent as usize].steps.end;
                     rest.into_iter().any(|step| self.adds(step, counter))
-                })
+                };
+                let all = of.releasers.iter().map(|&(agent, _)| agent).filter(waits).filter(adds);
+                all.min_by_key(|&agent| agent == own)
             }
             Waiting::Barrier(barrier) => {
                 let all = self.program.meetings[barrier as usize].agents.iter().map(|&(agent, _)| agent);
@@ -291,16 +318,6 @@ impl Run<'_, '_> {
             _ => false,
         }
     }
-}
-
-/// A counter from which several blocks take, if there is one. What each of them knows behind it is less than what it could:
-/// a race may be no race then.
-pub(super) fn contended(program: &Program<'_>) -> Option<Finding> {
-    let counter = program.counters.iter().find(|counter| counter.acquirers.len() > 1)?;
-    let agents = || counter.acquirers.iter().map(|&(who, _)| who);
-    let blocks = agents().map(|who| program.agents[who as usize].block).collect();
-    let places = agents().filter_map(|who| first_use(program, who, counter.counted)).collect();
-    Some(Finding::new(program.plan, Kind::Contended { counter: counter.counted, blocks }, places))
 }
 
 /// Counters to which a launch adds as many as it takes find the next launch as they found this one.

@@ -112,7 +112,10 @@ pub(super) fn follow(plan: &Plan) -> Result<(), Kind> {
     if !sizes.cuts.is_empty()
         && let Some(rank) = mixed_scratch(plan)
     {
-        return Err(Kind::MixedScratch { rank });
+        let why = format!(
+            "groups or turns cut chunks of rank {rank}'s scratch that hold packets and plain data in the same bytes"
+        );
+        return Err(Kind::Turns { why });
     }
     match sizes.last() {
         Some(last) if last < most(plan)? => sizes.unbounded(),

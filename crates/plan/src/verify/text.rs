@@ -3,10 +3,13 @@
 use std::fmt;
 use std::ops::Range;
 
-use super::finding::{Finding, Hazard, Kind, Missing, Region, Severity};
+use super::finding::{Finding, Hazard, Kind, Missing, Mistake, Region, Served, Severity};
 use super::program::Counted;
 use crate::op::{BufferType, ChannelType};
 use crate::plan::Origin;
+
+/// Most takes of a run that are listed.
+const SERVED: usize = 24;
 
 impl fmt::Display for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -30,6 +33,12 @@ impl fmt::Display for Counted {
             }
             Counted::Semaphore { rank, semaphore } => write!(f, "semaphore {semaphore} of rank {rank}"),
         }
+    }
+}
+
+impl fmt::Display for Served {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "thread block {} of rank {} from {}", self.block, self.rank, self.counter)
     }
 }
 
@@ -83,12 +92,6 @@ impl fmt::Display for Kind {
                 let waits: Vec<_> = waits.iter().map(Missing::to_string).collect();
                 write!(f, "deadlock: each waits for ever, for {}", waits.join("; for "))
             }
-            Kind::Contended { counter, blocks } => write!(
-                f,
-                "not decided, and so rejected: thread blocks {blocks:?} take from {counter}, and whether all goes well may \
-                 depend on who comes first",
-                blocks = blocks.iter().map(|block| block.0).collect::<Vec<_>>()
-            ),
             Kind::Race { hazard, region } => {
                 let what = match hazard {
                     Hazard::ReadAfterWrite => "the first writes what the second reads",
@@ -103,10 +106,21 @@ impl fmt::Display for Kind {
                 if *written { "written" } else { "read" },
                 region.rank
             ),
-            Kind::MixedScratch { rank } => write!(
-                f,
-                "not decided, and so rejected: the same bytes of rank {rank}'s scratch hold packets and plain data"
-            ),
+            Kind::MixedScratch { region, mistake } => {
+                let what = match mistake {
+                    Mistake::PacketsForData => {
+                        "the first reads as plain data the packets that the second wrote"
+                    }
+                    Mistake::DataForPackets => {
+                        "the first takes for packets the plain data that the second wrote, which may equal their flag"
+                    }
+                    Mistake::LaunchBefore => {
+                        "the first takes for packets the plain data that the second wrote in the launch before, which may \
+                         equal their flag"
+                    }
+                };
+                write!(f, "mixed scratch: {what}: {region}")
+            }
             Kind::Unwritten { region } => write!(f, "reads what was never written: {region}"),
             Kind::Wrong { region, expected, found } => {
                 write!(f, "wrong result: {region} must hold {expected}, and holds {found}")
@@ -140,6 +154,15 @@ impl fmt::Display for Finding {
             write!(f, "\n    {place}")?;
             if let Some(Origin { file, line }) = origin {
                 write!(f, " ({file}:{line})")?;
+            }
+        }
+        if !self.served.is_empty() {
+            write!(f, "\n    if these take first, in this order: ")?;
+            for (at, served) in self.served.iter().take(SERVED).enumerate() {
+                write!(f, "{}{served}", if at > 0 { ", " } else { "" })?;
+            }
+            if self.served.len() > SERVED {
+                write!(f, ", and {} more", self.served.len() - SERVED)?;
             }
         }
         Ok(())

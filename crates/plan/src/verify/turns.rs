@@ -63,7 +63,7 @@ pub(super) fn check(plan: &Plan, wiring: &Wiring) -> Result<(), Vec<Finding>> {
         reject(plan, vec![place], "packets carry no turn, and thread blocks pass some to each other")
     })?;
     let extent = Extent::of_chunk(plan.buffer_alignment, plan.buffer_alignment);
-    let mut program = lower::program(plan, wiring, extent)?;
+    let mut program = lower::program(plan, wiring, extent, &mut lower::Budget::new())?;
     let loops = sections(&program).map_err(|(place, why)| reject(plan, vec![place], why))?;
     let first = loops.first().map(|first| program.steps[first.steps.start as usize].place);
     meet(&mut program, &loops);

@@ -1,13 +1,14 @@
 //! What every cell holds, as a set of contributions, and whether it is what the collective must deliver.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::rc::Rc;
 
 use super::cells::{Cells, buffer};
 use super::expect::{Expectation, Expected};
-use super::finding::{Finding, Kind};
+use super::finding::{Finding, Kind, Mistake, Served};
 use super::program::{Move, Program, View, What};
+use super::runs::{Goal, Hold, Runs, State, Watch};
 use super::schedule::Schedule;
 use crate::ids::Rank;
 use crate::op::{BufferType, ReduceOp};
@@ -24,6 +25,8 @@ enum Value {
     Reported,
     /// What the caller gave, in this cell.
     Input(u32),
+    /// What a step wrote into the same bytes in the other form, packets or plain.
+    Overwritten(u32),
     /// Several reduced, ascending; in a sum, what contributes twice counts twice.
     Reduced(ReduceOp, Rc<[u32]>),
 }
@@ -34,6 +37,9 @@ struct Values {
     numbers: HashMap<Value, u32>,
     contributions: usize,
 }
+
+/// The cells of packets in which a launch leaves plain data, and the steps that wrote these.
+type Left = BTreeMap<u32, u32>;
 
 const NOTHING: u32 = 0;
 const REPORTED: u32 = 1;
@@ -83,6 +89,7 @@ impl Values {
         match &self.values[value as usize] {
             Value::Nothing => "nothing that was written".into(),
             Value::Reported => "what was never written".into(),
+            Value::Overwritten(_) => "data in another form".into(),
             Value::Input(cell) => {
                 let (view, bytes) = cells.place(*cell);
                 let region = cells.region_of(view, bytes);
@@ -106,44 +113,73 @@ pub(super) fn check(
     schedule: &Schedule,
     expectation: Option<&Expectation>,
     limit: usize,
-) -> Result<Vec<Finding>, Kind> {
-    let mut run = Run::new(program, cells);
+) -> Result<(Vec<Finding>, Left), Kind> {
+    let mut run = Run::new(program, cells, expectation, limit);
     for &(_, step) in schedule {
         if let What::Move(moves) | What::Push { moves, .. } = &program.steps[step as usize].what {
-            program.moves(moves).iter().for_each(|each| run.transfer(step, each));
+            for each in program.moves(moves) {
+                (0..each.pieces).for_each(|piece| run.transfer(step, each, piece));
+            }
         }
         if run.values.contributions > LIMIT {
             return Err(Kind::TooLarge { what: "contributions", limit: LIMIT as u64 });
         }
         if run.found.len() >= limit {
-            return Ok(run.found);
+            return Ok((run.found, run.left));
         }
     }
-    match expectation {
-        None => {}
-        Some(Expectation::Table(rows)) => {
-            let rows = rows.iter().filter_map(|row| run.wrong(row)).take(limit);
-            let wrong: Vec<_> = rows.collect();
-            run.found.extend(wrong);
-        }
-        Some(Expectation::SendReceive) => run.send_receive(),
+    run.results();
+    Ok((run.found, run.left))
+}
+
+/// The same in every run, and runs that do not end.
+///
+/// # Errors
+/// [`Kind::TooLarge`]
+pub(super) fn check_runs(
+    program: &Program<'_>,
+    cells: &Cells,
+    runs: &Runs<'_, '_>,
+    expectation: Option<&Expectation>,
+    limit: usize,
+) -> Result<(Vec<Finding>, Left), Kind> {
+    let mut run = Run::new(program, cells, expectation, limit);
+    let stuck = match runs.find(Hold { alone: true, ..Hold::default() }, Goal::Deadlock)? {
+        None => runs.watch(run.holds.clone(), &mut run)?,
+        stuck => stuck,
+    };
+    if run.values.contributions > LIMIT {
+        return Err(Kind::TooLarge { what: "contributions", limit: LIMIT as u64 });
     }
-    Ok(run.found)
+    if let Some(state) = stuck {
+        let (places, waits) = runs.waits(&state).into_iter().unzip();
+        let finding = Finding::new(program.plan, Kind::Deadlock { waits }, places);
+        run.found.push(finding.in_run(state.served));
+    }
+    Ok((run.found, run.left))
 }
 
 struct Run<'p, 'a> {
     program: &'p Program<'a>,
     cells: &'p Cells,
+    expectation: Option<&'p Expectation>,
+    limit: usize,
     values: Values,
     /// What each cell holds.
     holds: Vec<u32>,
     seen: HashSet<u32>,
     overwritten: HashSet<Rank>,
+    left: Left,
     found: Vec<Finding>,
 }
 
 impl<'p, 'a> Run<'p, 'a> {
-    fn new(program: &'p Program<'a>, cells: &'p Cells) -> Self {
+    fn new(
+        program: &'p Program<'a>,
+        cells: &'p Cells,
+        expectation: Option<&'p Expectation>,
+        limit: usize,
+    ) -> Self {
         let mut values = Values::new();
         let mut holds = vec![NOTHING; cells.len()];
         for gpu in &program.plan.gpus {
@@ -155,32 +191,79 @@ impl<'p, 'a> Run<'p, 'a> {
                 }
             }
         }
-        let (seen, overwritten) = (HashSet::new(), HashSet::new());
-        Run { program, cells, values, holds, seen, overwritten, found: Vec::new() }
+        Run {
+            program,
+            cells,
+            expectation,
+            limit,
+            values,
+            holds,
+            seen: HashSet::new(),
+            overwritten: HashSet::new(),
+            left: Left::new(),
+            found: Vec::new(),
+        }
     }
 
-    fn transfer(&mut self, step: u32, each: &Move) {
+    fn transfer(&mut self, step: u32, each: &Move, piece: u32) {
         let program = self.program;
         let mut parts = Vec::new();
-        for piece in 0..each.pieces {
-            parts.clear();
-            for source in program.sources(each) {
-                let cell = source.cell + piece;
-                parts.push(match self.holds[cell as usize] {
-                    NOTHING => {
-                        self.unwritten(step, cell);
-                        REPORTED
-                    }
-                    value => value,
-                });
+        for source in program.sources(each) {
+            let cell = source.cell + piece;
+            let value = self.holds[cell as usize];
+            parts.push(match self.values.values[value as usize] {
+                Value::Nothing => {
+                    self.unwritten(step, cell);
+                    REPORTED
+                }
+                Value::Overwritten(writer) => {
+                    self.mistaken(step, source.view, cell, writer);
+                    REPORTED
+                }
+                _ => value,
+            });
+        }
+        let value = match each.combine {
+            Some(op) => self.values.reduced(op, &parts),
+            None => parts[0],
+        };
+        for dest in program.dests(each) {
+            self.holds[(dest.cell + piece) as usize] = value;
+            let shared = self.cells.shared(dest.view, dest.cell + piece);
+            if !shared.is_empty() {
+                let overwritten = self.values.number(Value::Overwritten(step));
+                self.holds[shared.start as usize..shared.end as usize].fill(overwritten);
             }
-            let value = match each.combine {
-                Some(op) => self.values.reduced(op, &parts),
-                None => parts[0],
-            };
-            for dest in program.dests(each) {
-                self.holds[(dest.cell + piece) as usize] = value;
-                self.overwrites(step, dest.view, dest.cell + piece);
+            self.overwrites(step, dest.view, dest.cell + piece);
+        }
+    }
+
+    /// What is wrong at the end of a run, and what it leaves in place of packets.
+    fn results(&mut self) {
+        for gpu in self.program.plan.gpus.iter().filter(|_| self.cells.mixed()) {
+            for cell in self.cells.of(View::new(gpu.id, View::PACKETS)) {
+                if let Value::Overwritten(step) = self.values.values[self.holds[cell as usize] as usize] {
+                    self.left.insert(cell, step);
+                }
+            }
+        }
+        match self.expectation {
+            None => {}
+            Some(Expectation::Table(rows)) => {
+                let limit = self.limit;
+                let rows = rows.iter().filter_map(|row| self.wrong(row)).take(limit);
+                let wrong: Vec<_> = rows.collect();
+                self.found.extend(wrong);
+            }
+            Some(Expectation::SendReceive) => self.send_receive(),
+        }
+    }
+
+    /// What has been found since there were `before`, if it is new, is of a run with these takes.
+    fn found_in(&mut self, before: usize, served: &[Served]) {
+        for finding in self.found.split_off(before) {
+            if self.found.iter().all(|other| other.kind != finding.kind || other.places != finding.places) {
+                self.found.push(finding.in_run(served.to_vec()));
             }
         }
     }
@@ -188,6 +271,15 @@ impl<'p, 'a> Run<'p, 'a> {
     fn unwritten(&mut self, step: u32, cell: u32) {
         if self.seen.insert(step) {
             self.report(Kind::Unwritten { region: self.cells.region(cell) }, step);
+        }
+    }
+
+    fn mistaken(&mut self, step: u32, view: View, cell: u32, writer: u32) {
+        if self.seen.insert(step) {
+            let mistake = if view.packets() { Mistake::DataForPackets } else { Mistake::PacketsForData };
+            let places = [step, writer].map(|step| self.program.steps[step as usize].place);
+            let kind = Kind::MixedScratch { region: self.cells.region(cell), mistake };
+            self.found.push(Finding::new(self.program.plan, kind, places.to_vec()));
         }
     }
 
@@ -304,6 +396,27 @@ impl<'p, 'a> Run<'p, 'a> {
             };
             self.found.push(Finding::new(self.program.plan, kind, Vec::new()));
         }
+    }
+}
+
+impl Watch for Run<'_, '_> {
+    fn moved(&mut self, holds: &mut Vec<u32>, served: &[Served], step: u32, (at, piece): (u32, u32)) {
+        let before = self.found.len();
+        std::mem::swap(holds, &mut self.holds);
+        self.transfer(step, &self.program.moves[at as usize], piece);
+        std::mem::swap(holds, &mut self.holds);
+        self.found_in(before, served);
+    }
+
+    fn ended(&mut self, state: &State) {
+        let before = self.found.len();
+        self.holds.clone_from(&state.holds);
+        self.results();
+        self.found_in(before, &state.served);
+    }
+
+    fn enough(&self) -> bool {
+        self.found.len() >= self.limit || self.values.contributions > LIMIT
     }
 }
 

@@ -67,6 +67,35 @@ fn memory_in_ever_smaller_pieces_is_refused_or_judged() {
     assert!(matches!(report.findings[0].kind, Kind::TooLarge { .. }), "{report}");
 }
 
+/// Cuts that each copy doubles: what is looked at is bounded, not only what is left.
+#[test]
+fn cuts_that_many_copies_carry_on_are_refused() {
+    let copy = |to: u64| {
+        format!(
+            r#"{{"name": "copy", "src_buff": [{{"type": "s", "index": 0, "size": 65536}}],
+                "dst_buff": [{{"type": "s", "index": {to}, "size": 65536}}]}}"#
+        )
+    };
+    let ops = (0..100).map(|at| copy(1 + at % 2 * 2)).collect::<Vec<_>>().join(",");
+    let report = judge(&copying(1 << 18, &ops));
+    assert!(matches!(report.findings[0].kind, Kind::TooLarge { .. }), "{report}");
+}
+
+/// Every pipeline brings sizes of its own, and at each of them all have turns.
+#[test]
+fn turns_at_all_sizes_together_are_bounded() {
+    let pipeline = |at: u64| {
+        format!(
+            r#"{{"name": "pipeline", "iter_context": {{"unit_size": {}, "num_chunks": 1}},
+                "ops": [{{"name": "nop"}}]}}"#,
+            16 << (at % 20)
+        )
+    };
+    let ops = (0..2000).map(pipeline).collect::<Vec<_>>().join(",");
+    let report = judge(&copying(2, &ops));
+    assert!(matches!(report.findings[0].kind, Kind::TooLarge { .. }), "{report}");
+}
+
 #[test]
 fn who_waits_for_each_other_is_named() {
     let block = |id: u32, first: u32, second: u32| {

@@ -3,6 +3,7 @@
 mod hostile;
 mod mutants;
 mod oracle;
+mod orders;
 mod plans;
 mod random;
 mod sizes;
@@ -26,6 +27,9 @@ fn a_large_plan_in_a_file() {
     let file = std::env::temp_dir().join("hierarchical_4x8.json");
     std::fs::write(&file, plan.to_json()).expect("a writable folder");
     println!("{}: {} bytes", file.display(), plan.to_json().len());
+    let start = std::time::Instant::now();
+    let report = verify(&plan, &Options::default());
+    println!("{report}, in {:?}", start.elapsed());
 }
 
 /// A channel that carries data one way needs none back; one that carries signals does.

@@ -8,6 +8,9 @@
 //! Chunks are a few units long, a unit being the alignment, and everything is told for each unit of each buffer (a *cell*):
 //! which inputs it holds, and, if there are relaxed signals, which blocks have been told of the last write. A block may
 //! touch only what it has been told of.
+//!
+//! Packets and plain data of scratch may share bytes, and then end each other. Plain data may equal any flag: nobody may
+//! look for packets where they lie, be they of this launch or of the one before.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -28,6 +31,8 @@ pub enum Bad {
     Unbalanced,
     Unwritten,
     Wrong,
+    /// Plain data taken for packets: they may equal the flag.
+    Mistaken,
 }
 
 /// More states than these are not tried.
@@ -44,13 +49,16 @@ const NOTHING: Value = 0;
 struct State {
     /// Of each block, the phase's first operation.
     from: Vec<usize>,
-    /// Of each block, what operations of the phase are: 0 to do, 1 under way, 2 done.
+    /// Of each block, what operations of the phase are: 0 to do, 1 under way, 2 done. Those that take from several counters
+    /// have from there on, as bits, from which they have.
     phase: Vec<Vec<u8>>,
     counts: Vec<i64>,
     /// Of each block, what its ports have to do.
     ports: Vec<VecDeque<Pushed>>,
     /// What each cell holds.
     holds: Vec<Value>,
+    /// Where plain data lie in place of packets, perhaps of the launch before.
+    spoilt: Mask,
     /// Who has been told what; empty if there is nothing relaxed.
     told: Told,
 }
@@ -95,6 +103,8 @@ struct Item<'a> {
     pieces: Vec<(Vec<usize>, Vec<usize>)>,
     reads: Mask,
     writes: Mask,
+    /// The same and what shares bytes with it.
+    bytes: [Mask; 2],
 }
 
 /// A cell: rank, buffer, whether it is for packets, and unit.
@@ -105,6 +115,8 @@ pub struct Oracle<'a> {
     blocks: Vec<Block<'a>>,
     items: Vec<Vec<Item<'a>>>,
     cells: Vec<Cell>,
+    /// Of each cell, those of the other kind that share bytes with it.
+    shared: Vec<Mask>,
     wiring: Wiring,
     /// Of which cells there must be which inputs.
     expected: Vec<(usize, Vec<usize>)>,
@@ -117,16 +129,24 @@ pub struct Oracle<'a> {
 /// What can go wrong with a plan at chunks of some units, of which the outputs must hold this, if anything can; `Err` if it
 /// has too many states.
 pub fn judge_at(plan: &Plan, units: u64, expected: &[Expected]) -> Result<Option<Bad>, ()> {
-    match Oracle::new(plan, units, expected, false).explore()?.0 {
-        Some(bad) => Ok(Some(bad)),
-        None => Ok(Oracle::new(plan, units, expected, true).explore()?.0),
+    let mut spoilt = 0;
+    // What a launch leaves in place of packets, the next one finds.
+    for launch in 0..2 {
+        for many in [false, true] {
+            if (launch == 0 || spoilt != 0)
+                && let bad @ Some(_) = Oracle::new(plan, units, expected, many).explore(&mut spoilt)?.0
+            {
+                return Ok(bad);
+            }
+        }
     }
+    Ok(None)
 }
 
 /// What the outputs hold at the end of some run, chunk by chunk, where they hold the same everywhere in a chunk.
 pub fn outputs(plan: &Plan) -> Option<Vec<Expected>> {
     let oracle = Oracle::new(plan, 1, &[], false);
-    let Ok((None, Some(end))) = oracle.explore() else { return None };
+    let Ok((None, Some(end))) = oracle.explore(&mut 0) else { return None };
     let values = oracle.values.borrow();
     let row = |(cell, &(rank, buffer, packets, index)): (usize, &Cell)| {
         let value = &values[end.holds[cell] as usize];
@@ -214,20 +234,23 @@ impl<'a> Oracle<'a> {
             let mut items = Vec::new();
             for op in &block.get().ops {
                 let OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) = &op.kind else {
-                    items.push(Item::new(plan, block, &op.kind, chunk, None, &mut number));
+                    items.push(pieces(plan, block, &op.kind, chunk, None, &mut number));
                     continue;
                 };
                 let unit = unit_size / plan.buffer_alignment;
                 for turn in (0..num_chunks * chunk).step_by(unit as usize).map(|at| at / unit) {
                     let turn = Some((turn, unit));
-                    items.extend(
-                        ops.iter().map(|op| Item::new(plan, block, &op.kind, chunk, turn, &mut number)),
-                    );
+                    items
+                        .extend(ops.iter().map(|op| pieces(plan, block, &op.kind, chunk, turn, &mut number)));
                 }
             }
             items
         });
-        let mut items: Vec<Vec<Item<'_>>> = items.collect();
+        let items: Vec<Vec<_>> = items.collect();
+        let shared: Vec<Mask> = cells.iter().map(|cell| sharing(&cells, cell)).collect();
+        let of = |(kind, pieces)| Item::of(kind, pieces, &shared);
+        let mut items: Vec<Vec<Item<'_>>> =
+            items.into_iter().map(|items| items.into_iter().map(of).collect()).collect();
         if many {
             // Each packet by itself: it is read once it is there, whatever the others do.
             let packets = |item: &Item<'_>| {
@@ -235,7 +258,9 @@ impl<'a> Oracle<'a> {
                 !port && item.pieces.iter().any(|(from, to)| from.iter().chain(to).any(|&cell| cells[cell].2))
             };
             let split = |item: Item<'a>| match packets(&item) {
-                true => item.pieces.into_iter().map(|piece| Item::of(item.kind, vec![piece])).collect(),
+                true => {
+                    item.pieces.into_iter().map(|piece| Item::of(item.kind, vec![piece], &shared)).collect()
+                }
                 false => vec![item],
             };
             items = items.into_iter().map(|items| items.into_iter().flat_map(split).collect()).collect();
@@ -244,12 +269,14 @@ impl<'a> Oracle<'a> {
         let relaxed = many && items.iter().flatten().any(relaxed);
         assert!(cells.len() <= Mask::BITS as usize);
         let values = RefCell::new(vec![Vec::new()]);
-        Oracle { plan, blocks, items, cells, wiring: Wiring::new(plan), expected, values, many, relaxed }
+        let wiring = Wiring::new(plan);
+        Oracle { plan, blocks, items, cells, shared, wiring, expected, values, many, relaxed }
     }
 
-    /// What is wrong with some run, if anything is with any, and the end of a run.
-    fn explore(&self) -> Result<(Option<Bad>, Option<State>), ()> {
-        let start = self.start();
+    /// What is wrong with some run, if anything is with any, and the end of a run. `spoilt` is what runs before left in
+    /// place of packets, and then these too.
+    fn explore(&self, spoilt: &mut Mask) -> Result<(Option<Bad>, Option<State>), ()> {
+        let start = State { spoilt: *spoilt, ..self.start() };
         let mut seen = HashSet::from([start.clone()]);
         let mut todo = vec![start.clone()];
         let mut end = None;
@@ -265,6 +292,7 @@ impl<'a> Oracle<'a> {
                 if let Some(bad) = self.bad_end(&state, &start) {
                     return Ok((Some(bad), end));
                 }
+                *spoilt |= state.spoilt;
                 end = Some(state);
             }
             for state in next {
@@ -351,6 +379,7 @@ impl<'a> Oracle<'a> {
             counts,
             ports: vec![VecDeque::new(); blocks],
             holds,
+            spoilt: 0,
             told,
         }
     }
@@ -399,6 +428,11 @@ impl<'a> Oracle<'a> {
                     return Some(Bad::Late);
                 }
             }
+            // A move reads a byte before it writes it, but not as something else.
+            let [reads, writes] = [item.bytes[0] & !item.reads, item.bytes[1] & !item.writes];
+            if item.writes & (reads | writes) | item.reads & writes != 0 {
+                return Some(Bad::Race);
+            }
             if under_way[..at].iter().any(|&(block, op)| conflict(item, &self.items[block][op])) {
                 return Some(Bad::Race);
             }
@@ -430,7 +464,7 @@ impl<'a> Oracle<'a> {
     }
 
     /// An operation begins, or ends.
-    fn step(&self, state: &State, block: usize, at: usize) -> Result<Option<State>, Bad> {
+    fn step(&self, state: &State, block: usize, at: usize) -> Result<Vec<State>, Bad> {
         let mut after = state.clone();
         let op = state.from[block] + at;
         let kind = self.items[block][op].kind;
@@ -438,13 +472,13 @@ impl<'a> Oracle<'a> {
             1 => {
                 after.phase[block][at] = 2;
                 self.write(&mut after, block, op, None);
-                return Ok(Some(after));
+                return Ok(vec![after]);
             }
-            2 => return Ok(None),
+            2 => return Ok(Vec::new()),
             _ => {}
         }
         if !self.many && state.phase[block][..at].iter().any(|&op| op != 2) {
-            return Ok(None);
+            return Ok(Vec::new());
         }
         after.phase[block][at] = 2;
         match kind {
@@ -454,7 +488,7 @@ impl<'a> Oracle<'a> {
                 });
                 // In order with what is pushed before and after.
                 if !done || !self.pushes_before_begun(state, block, at) {
-                    return Ok(None);
+                    return Ok(Vec::new());
                 }
                 if self.relaxed {
                     for &index in &notify.channels {
@@ -466,7 +500,7 @@ impl<'a> Oracle<'a> {
                 for &index in &notify.channels {
                     if notify.channel_type == ChannelType::Port {
                         if !self.pushes_before_begun(state, block, at) {
-                            return Ok(None);
+                            return Ok(Vec::new());
                         }
                         after.ports[block].push_back(self.pushed(state, block, index, op));
                     } else {
@@ -476,45 +510,60 @@ impl<'a> Oracle<'a> {
                 }
             }
             OpKind::Notify(notify) => {
-                for &index in &notify.channels {
-                    let of = notify.channel_type;
+                let of = notify.channel_type;
+                let counter = |&index: &ChannelIndex| {
                     let channel = self.blocks[block].channel(of, index);
-                    let counter = self.count(self.blocks[block].rank(), of, channel.index());
-                    let relaxed = notify.relaxed && of != ChannelType::Port;
-                    if !self.take(&mut after, counter, block, relaxed) {
-                        return Ok(None);
-                    }
-                }
+                    self.count(self.blocks[block].rank(), of, channel.index())
+                };
+                let counters: Vec<_> = notify.channels.iter().map(counter).collect();
+                let relaxed = notify.relaxed && of != ChannelType::Port;
+                return Ok(self.takes(state, [block, at], &counters, relaxed));
             }
             OpKind::Semaphore(op) => {
                 let gpu = self.blocks[block].gpu();
                 let first = self.count(gpu.id, ChannelType::Port, gpu.peers(ChannelType::Port).len());
-                for id in &op.semaphores {
-                    let counter = first + id.index();
-                    if !op.acquire {
-                        self.add(&mut after, counter, self.told(state, block));
-                    } else if !self.take(&mut after, counter, block, false) {
-                        return Ok(None);
-                    }
+                let counters: Vec<_> = op.semaphores.iter().map(|id| first + id.index()).collect();
+                if op.acquire {
+                    return Ok(self.takes(state, [block, at], &counters, false));
+                }
+                for counter in counters {
+                    self.add(&mut after, counter, self.told(state, block));
                 }
             }
             OpKind::Put(put) if put.channel_type == ChannelType::Port => {
                 if !self.pushes_before_begun(state, block, at) {
-                    return Ok(None);
+                    return Ok(Vec::new());
                 }
                 let [index] = put.channels[..] else { panic!("one channel") };
                 after.ports[block].push_back(self.pushed(state, block, index, op));
             }
             _ => {
+                let item = &self.items[block][op];
+                if item.reads & state.spoilt != 0 {
+                    return Err(Bad::Mistaken);
+                }
                 let absent = |cell: &usize| self.cells[*cell].2 && state.holds[*cell] == NOTHING;
-                if self.items[block][op].pieces.iter().any(|(from, _)| from.iter().any(absent)) {
-                    return Ok(None);
+                if item.pieces.iter().any(|(from, _)| from.iter().any(absent)) {
+                    return Ok(Vec::new());
                 }
                 self.read(state, block, op, None)?;
                 after.phase[block][at] = 1;
             }
         }
-        Ok(Some(after))
+        Ok(vec![after])
+    }
+
+    /// An operation takes one of what it takes, in any order: whatever is there.
+    fn takes(&self, state: &State, [block, at]: [usize; 2], counters: &[usize], relaxed: bool) -> Vec<State> {
+        let taken = state.phase[block][at] >> 2;
+        let open = (0..counters.len()).filter(|link| taken & 1 << link == 0);
+        let take = |link: usize| {
+            let mut after = state.clone();
+            let all = taken | 1 << link;
+            after.phase[block][at] = if all.count_ones() as usize == counters.len() { 2 } else { all << 2 };
+            self.take(&mut after, counters[link], block, relaxed).then_some(after)
+        };
+        open.filter_map(take).collect()
     }
 
     /// What a block gives its ports is in order.
@@ -666,8 +715,9 @@ impl<'a> Oracle<'a> {
         for (from, to) in &self.items[block][op].pieces {
             if self.relaxed {
                 let known = self.known(state, block, from, pushed);
-                let unknown = |cell: &&usize| !self.cells[**cell].2 && known & 1 << **cell == 0;
-                if from.iter().chain(to).any(|cell| unknown(&cell)) {
+                let plain = from.iter().filter(|&&cell| !self.cells[cell].2);
+                let unknown = |&cell: &usize| (1 << cell | self.shared[cell]) & !known != 0;
+                if plain.chain(to).any(unknown) {
                     return Err(Bad::Race);
                 }
             }
@@ -691,22 +741,32 @@ impl<'a> Oracle<'a> {
                 inputs.dedup();
             }
             let value = self.value(inputs);
-            let plain = to.iter().filter(|&&cell| !self.cells[cell].2).fold(0, |all, cell| all | 1 << cell);
+            let written = to.iter().fold(0, |all, &cell| all | 1 << cell | self.shared[cell]);
             if self.relaxed {
                 let known = self.known(after, block, from, pushed);
-                after.told.all().for_each(|told| *told &= !plain);
-                after.ports.iter_mut().flatten().for_each(|pushed| pushed.told &= !plain);
+                after.told.all().for_each(|told| *told &= !written);
+                after.ports.iter_mut().flatten().for_each(|pushed| pushed.told &= !written);
                 for &cell in to {
                     if self.cells[cell].2 && after.holds[cell] == NOTHING {
-                        after.told.packets[cell] = known | plain;
+                        after.told.packets[cell] = known | written;
                     }
                 }
                 match pushed {
-                    Some(pushed) => after.told.ports[block][pushed.port as usize] |= plain,
+                    Some(pushed) => after.told.ports[block][pushed.port as usize] |= written,
                     None => {
                         let behind = from.iter().fold(0, |told, &cell| told | after.told.packets[cell]);
-                        after.told.news[block] |= plain | behind;
+                        after.told.news[block] |= written | behind;
                     }
+                }
+            }
+            for &cell in to {
+                for other in (0..self.cells.len()).filter(|other| self.shared[cell] & 1 << other != 0) {
+                    after.holds[other] = NOTHING;
+                }
+                if self.cells[cell].2 {
+                    after.spoilt &= !(1 << cell);
+                } else {
+                    after.spoilt |= self.shared[cell];
                 }
             }
             to.iter().for_each(|&cell| after.holds[cell] = value);
@@ -738,48 +798,63 @@ impl<'a> Oracle<'a> {
 }
 
 fn conflict(one: &Item<'_>, other: &Item<'_>) -> bool {
-    one.writes & (other.reads | other.writes) | one.reads & other.writes != 0
+    let [reads, writes] = other.bytes;
+    one.writes & (reads | writes) | one.reads & writes != 0
+}
+
+/// Packets take twice the bytes of plain data, from twice as far.
+fn sharing(cells: &[Cell], &(rank, buffer, packets, unit): &Cell) -> Mask {
+    let shares = |&(_, (of, other, others, at)): &(usize, &Cell)| {
+        let same = (rank, buffer, !packets) == (*of, *other, *others);
+        same && buffer == BufferType::Scratch && if packets { at / 2 == unit } else { *at == unit / 2 }
+    };
+    cells.iter().enumerate().filter(shares).fold(0, |mask, (cell, _)| mask | 1 << cell)
+}
+
+type Pieces = Vec<(Vec<usize>, Vec<usize>)>;
+
+/// What an operation does in one turn.
+fn pieces<'a>(
+    plan: &Plan,
+    block: &Block<'_>,
+    kind: &'a OpKind,
+    chunk: u64,
+    turn: Option<(u64, u64)>,
+    number: &mut impl FnMut(Cell) -> usize,
+) -> (&'a OpKind, Pieces) {
+    let mut accesses = Vec::new();
+    block.accesses(kind, |access| accesses.push(access));
+    let packets = accesses.iter().any(|access| access.packets);
+    let mut cells = |access: &Access| -> Vec<usize> {
+        let Access { rank, buffer, chunks, packets: is_packets, group, .. } = access;
+        let all = chunks.start * chunk..chunks.end * chunk;
+        let units = units(all, *group, turn.filter(|_| !packets));
+        units.map(|unit| number((*rank, home(plan, *buffer), *is_packets, unit))).collect()
+    };
+    let mut of = |mode| -> Vec<Vec<usize>> {
+        accesses.iter().filter(|access| access.mode == mode).map(&mut cells).collect()
+    };
+    let (from, to) = (of(Mode::Read), of(Mode::Write));
+    // Puts of several chunks pair them; all else combines its sources for all destinations.
+    let paired = matches!(kind, OpKind::Put(_) | OpKind::Get(_)) && from.len() == to.len();
+    let each = if paired { 1 } else { usize::MAX };
+    let all = from.chunks(each).zip(to.chunks(each)).flat_map(|(from, to)| {
+        let len = from.first().map_or(0, Vec::len);
+        let at = |unit: usize, of: &[Vec<usize>]| of.iter().map(|cells| cells[unit]).collect();
+        (0..len).map(|unit| (at(unit, from), at(unit, to))).collect::<Vec<_>>()
+    });
+    (kind, all.collect())
 }
 
 impl<'a> Item<'a> {
-    fn new(
-        plan: &Plan,
-        block: &Block<'_>,
-        kind: &'a OpKind,
-        chunk: u64,
-        turn: Option<(u64, u64)>,
-        number: &mut impl FnMut(Cell) -> usize,
-    ) -> Self {
-        let mut accesses = Vec::new();
-        block.accesses(kind, |access| accesses.push(access));
-        let packets = accesses.iter().any(|access| access.packets);
-        let mut cells = |access: &Access| -> Vec<usize> {
-            let Access { rank, buffer, chunks, packets: is_packets, group, .. } = access;
-            let all = chunks.start * chunk..chunks.end * chunk;
-            let units = units(all, *group, turn.filter(|_| !packets));
-            units.map(|unit| number((*rank, home(plan, *buffer), *is_packets, unit))).collect()
-        };
-        let mut of = |mode| -> Vec<Vec<usize>> {
-            accesses.iter().filter(|access| access.mode == mode).map(&mut cells).collect()
-        };
-        let (from, to) = (of(Mode::Read), of(Mode::Write));
-        // Puts of several chunks pair them; all else combines its sources for all destinations.
-        let paired = matches!(kind, OpKind::Put(_) | OpKind::Get(_)) && from.len() == to.len();
-        let each = if paired { 1 } else { usize::MAX };
-        let pieces: Vec<(Vec<usize>, Vec<usize>)> = (from.chunks(each).zip(to.chunks(each)))
-            .flat_map(|(from, to)| {
-                let len = from.first().map_or(0, Vec::len);
-                let at = |unit: usize, of: &[Vec<usize>]| of.iter().map(|cells| cells[unit]).collect();
-                (0..len).map(|unit| (at(unit, from), at(unit, to))).collect::<Vec<_>>()
-            })
-            .collect();
-        Item::of(kind, pieces)
-    }
-
-    fn of(kind: &'a OpKind, pieces: Vec<(Vec<usize>, Vec<usize>)>) -> Self {
+    fn of(kind: &'a OpKind, pieces: Pieces, shared: &[Mask]) -> Self {
         let mask = |cells: &mut dyn Iterator<Item = &usize>| cells.fold(0, |mask, cell| mask | 1 << cell);
         let reads = mask(&mut pieces.iter().flat_map(|(from, _)| from));
         let writes = mask(&mut pieces.iter().flat_map(|(_, to)| to));
-        Item { kind, pieces, reads, writes }
+        let bytes = [reads, writes].map(|cells| {
+            let each = shared.iter().enumerate().filter(|(cell, _)| cells & 1 << cell != 0);
+            each.fold(cells, |all, (_, shared)| all | shared)
+        });
+        Item { kind, pieces, reads, writes, bytes }
     }
 }

@@ -214,7 +214,8 @@ impl Communicator {
         Ok(objects)
     }
 
-    #[pyo3(signature = (x, op = None, *, out = None, algorithm = None, stream = None))]
+    #[pyo3(signature = (x, op = None, *, out = None, algorithm = None, registered = false, stream = None))]
+    #[allow(clippy::too_many_arguments)] // of which Python names the last four
     fn all_reduce<'py>(
         &self,
         py: Python<'py>,
@@ -222,9 +223,11 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
         algorithm: Option<&str>,
+        registered: bool,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_reduce(x, op, out, algorithm, Usage::Call(stream))?, stream)
+        let usage = Usage::Call(stream);
+        self.run(py, self.prepare_all_reduce(x, op, out, algorithm, registered, usage)?, stream)
     }
 
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
@@ -235,7 +238,7 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         algorithm: Option<&str>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_reduce(x, op, out, algorithm, Usage::Started)?)
+        self.start(self.prepare_all_reduce(x, op, out, algorithm, false, Usage::Started)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
@@ -640,6 +643,19 @@ impl Communicator {
         let queue = self.queue()?;
         buffer.check_owner(&queue)?;
         Ok(interrupt::detached(py, || buffer.free(&queue))?)
+    }
+
+    fn register_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
+        let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
+        if let cuda::Registrable::Buffer(buffer) = &memory {
+            buffer.get().check_owner(&queue)?;
+        }
+        Ok(interrupt::detached(py, || self.gpus.register(&queue, &memory))?)
+    }
+
+    fn unregister_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
+        let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
+        Ok(interrupt::detached(py, || self.gpus.unregister(&queue, &memory))?)
     }
 
     fn create_shared_buffer(&self, py: Python<'_>, num_bytes: Count) -> Result<SharedBuffer> {

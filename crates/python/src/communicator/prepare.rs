@@ -101,9 +101,12 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         out: Given<'_, 'py>,
         chosen: Option<&str>,
+        registered: bool,
         usage: Usage,
     ) -> Result<Prepared<'py>> {
-        let kind = Kind::AllReduce(reduce_op(op)?, chosen.map(algorithm).transpose()?);
+        let (op, chosen) = (reduce_op(op)?, chosen.map(algorithm).transpose()?);
+        let kind =
+            if registered { Kind::AllReduceRegistered(op, chosen) } else { Kind::AllReduce(op, chosen) };
         prepare(kind, input, out, InPlace::Same, usage, |shape| Ok(shape.to_vec()))
     }
 

@@ -14,7 +14,7 @@ use crate::{error::Result, fork::Process};
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct CudaBuffer {
     /// Absent when freed.
-    arena: Mutex<Option<CudaArena>>,
+    arena: Mutex<Option<Arc<CudaArena>>>,
     owner: Weak<Queue>,
     process: Process,
     world_size: usize,
@@ -31,7 +31,7 @@ impl CudaBuffer {
     ) -> std::result::Result<Self, FabricError> {
         let arena = queue.run(|comm| CudaArena::new(comm, context, num_bytes.max(1), 0))?;
         Ok(Self {
-            arena: Mutex::new(Some(arena)),
+            arena: Mutex::new(Some(Arc::new(arena))),
             owner: Arc::downgrade(queue),
             process: Process::current(),
             world_size: queue.messenger().world_size(),
@@ -51,16 +51,19 @@ impl CudaBuffer {
     /// Gives the memory back when the work of every rank's device is over.
     pub(crate) fn free(&self, queue: &Queue) -> std::result::Result<(), FabricError> {
         queue.run(|comm| {
-            let context = self.arena().as_ref().map(|arena| arena.context().clone());
-            let context = context.ok_or_else(|| FabricError::invalid("the buffer has been freed"))?;
-            context.synchronize().map_err(DeviceError::from)?;
+            self.shared()?.context().synchronize().map_err(DeviceError::from)?;
             comm.barrier()?;
             drop(self.arena().take());
             comm.barrier()
         })
     }
 
-    fn arena(&self) -> MutexGuard<'_, Option<CudaArena>> {
+    /// The memory, to be kept beyond the buffer.
+    pub(crate) fn shared(&self) -> std::result::Result<Arc<CudaArena>, FabricError> {
+        self.arena().clone().ok_or_else(|| FabricError::invalid("the buffer has been freed"))
+    }
+
+    fn arena(&self) -> MutexGuard<'_, Option<Arc<CudaArena>>> {
         self.arena.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -76,7 +79,7 @@ impl CudaBuffer {
     }
 
     #[getter]
-    fn device(&self) -> u32 {
+    pub(crate) fn device(&self) -> u32 {
         self.device
     }
 

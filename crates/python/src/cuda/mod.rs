@@ -4,6 +4,7 @@
 //! interpreter.
 
 mod buffer;
+mod register;
 mod work;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -21,6 +22,7 @@ use antiphon::{
 use pyo3::{exceptions::PyValueError, intern, prelude::*};
 
 pub(crate) use buffer::CudaBuffer;
+pub(crate) use register::Registrable;
 
 use crate::{call::Call, error::Result, fused::Fused};
 

@@ -1,10 +1,7 @@
 //! One collective, put into a stream.
 
 use antiphon::{
-    collectives::{
-        all_reduce::Algorithm as OnHost,
-        cuda::{Algorithm, CudaCollectives},
-    },
+    collectives::cuda::{Algorithm, CudaCollectives},
     device::cuda::{DevicePointer, StreamRef, memory},
     prelude::{CollectiveError, FabricError},
 };
@@ -20,7 +17,7 @@ impl Gpu {
     /// # Safety
     /// As [`Gpus::run`](super::Gpus::run).
     pub(super) unsafe fn run(&mut self, call: &Call, stream: RawStream) -> Outcome {
-        if let Kind::AllReduce(op, _) | Kind::ReduceScatter(op) = call.kind
+        if let Kind::AllReduce(op, _) | Kind::AllReduceRegistered(op, _) | Kind::ReduceScatter(op) = call.kind
             && let Some(dtype) = call.dtype().filter(|dtype| REDUCED.contains(dtype))
         {
             self.load(dtype, op)?; // of others the call says that they cannot be reduced
@@ -61,11 +58,12 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
         match call.kind {
             Kind::AllReduce(op, None) => peers.all_reduce(&read, &mut write, op, stream),
             Kind::AllReduce(op, Some(algorithm)) => {
-                let algorithm = match algorithm {
-                    OnHost::OneShot => Algorithm::OneShot,
-                    OnHost::TwoShot => Algorithm::TwoShot,
-                };
                 peers.all_reduce_with(&read, &mut write, op, algorithm, stream)
+            }
+            Kind::AllReduceRegistered(op, algorithm) => {
+                let in_place = input.data == output.data;
+                let usual = if in_place { Algorithm::TwoShot } else { Algorithm::OneShot };
+                peers.all_reduce_registered(&read, &mut write, op, algorithm.unwrap_or(usual), stream)
             }
             Kind::AllGather => peers.all_gather(&read, &mut write, stream),
             Kind::ReduceScatter(op) => peers.reduce_scatter(&read, &mut write, op, stream),

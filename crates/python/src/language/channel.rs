@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use antiphon_language::{ChannelId, MemoryChannel, PortChannel, SwitchChannel, SwitchEnds};
-use pyo3::prelude::*;
+use pyo3::{exceptions::PyTypeError, prelude::*};
 
 use super::{
     chunk::{Chunk, ThreadBlockGroup},
@@ -85,7 +85,9 @@ impl Channel {
             if kind == "read_put_packets" {
                 return Ok(channel.read_put_packets(dst, src, on(count)?)?);
             }
-            let tb = convert::thread_block(tb.unwrap_or(0), count)?;
+            let tb =
+                tb.ok_or_else(|| PyTypeError::new_err("tb says which thread block does it: None does not"))?;
+            let tb = convert::thread_block(tb, count)?;
             return Ok(match kind {
                 "put_with_signal" => channel.put_with_signal(dst, src, tb),
                 "put_with_signal_and_flush" => channel.put_with_signal_and_flush(dst, src, tb),
@@ -164,7 +166,8 @@ impl Switch {
         let program = program.get().at(frame)?;
         let channel = SwitchChannel::existing(&program, &self.ends)?;
         let rank = convert::rank(rank, program.num_ranks())?;
-        let tb = convert::thread_block(tb, program.num_thread_blocks(rank)?)?;
+        // That the rank is none of the program's is for the channel to say.
+        let tb = convert::thread_block(tb, program.num_thread_blocks(rank).unwrap_or(0))?;
         let from = buffer_offset..buffer_offset.saturating_add(size);
         Ok(channel.reduce(rank, dst.chunk, from, tb, convert::reduce_op(reduce_op)?)?)
     }
@@ -184,7 +187,8 @@ impl Switch {
         let program = program.get().at(frame)?;
         let channel = SwitchChannel::existing(&program, &self.ends)?;
         let rank = convert::rank(rank, program.num_ranks())?;
-        let tb = convert::thread_block(tb, program.num_thread_blocks(rank)?)?;
+        // As in `reduce`.
+        let tb = convert::thread_block(tb, program.num_thread_blocks(rank).unwrap_or(0))?;
         let to = buffer_offset..buffer_offset.saturating_add(size);
         Ok(match packets {
             false => channel.broadcast(rank, src.chunk, to, tb),

@@ -62,6 +62,11 @@ impl Chunk {
         Ok(dict)
     }
 
+    /// For copies and pickles.
+    fn __getnewargs__(&self, py: Python<'_>) -> (u32, Py<PyAny>, u64, u64) {
+        (self.rank(), self.buffer.clone_ref(py), self.index(), self.size())
+    }
+
     fn __hash__(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         self.chunk.hash(&mut hasher);
@@ -131,8 +136,9 @@ pub(crate) struct ThreadBlockGroup(pub language::ThreadBlockGroup);
 #[pymethods]
 impl ThreadBlockGroup {
     #[new]
-    fn new(tb_list: Vec<u32>) -> Result<Self> {
-        Ok(ThreadBlockGroup(language::ThreadBlockGroup::new(tb_list)?))
+    fn new(tb_list: Vec<i64>) -> Result<Self> {
+        let blocks = tb_list.into_iter().map(convert::member_of_group);
+        Ok(ThreadBlockGroup(language::ThreadBlockGroup::new(blocks.collect::<Result<Vec<_>>>()?)?))
     }
 
     #[getter]
@@ -140,8 +146,8 @@ impl ThreadBlockGroup {
         self.0.blocks().to_vec()
     }
 
-    fn get_internal_id(&self, tb: u32) -> Result<u32> {
-        Ok(self.0.share(tb)?.tb_id)
+    fn get_internal_id(&self, tb: i64) -> Result<u32> {
+        Ok(self.0.share(convert::member_of_group(tb)?)?.tb_id)
     }
 
     fn numtb(&self) -> usize {

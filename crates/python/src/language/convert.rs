@@ -77,6 +77,11 @@ pub(super) fn thread_block(tb: i64, blocks: u32) -> Result<u32> {
         .ok_or_else(|| PyIndexError::new_err(format!("there is no thread block {tb}, but {blocks}")).into())
 }
 
+/// A thread block of a group, which is of no rank yet and so does not count from the end.
+pub(super) fn member_of_group(tb: i64) -> Result<u32> {
+    u32::try_from(tb).map_err(|_| PyValueError::new_err(format!("a group has no thread block {tb}")).into())
+}
+
 fn from_end(index: i64, count: u32) -> Option<u32> {
     let from_start = if index < 0 { index + i64::from(count) } else { index };
     match from_start {

@@ -7,8 +7,10 @@ mod channel;
 mod chunk;
 mod convert;
 mod error;
+mod library;
 mod program;
 
 pub(crate) use channel::{Channel, Switch};
 pub(crate) use chunk::{BaseBuffer, Chunk, ThreadBlockGroup};
+pub(crate) use library::{library_names, library_plan};
 pub(crate) use program::Program;

@@ -17,6 +17,8 @@ use super::super::case::{Case, Collective};
 pub(super) enum Contender<'a> {
     /// Ours, by a given algorithm or as it chooses.
     Ours(&'a CudaCollectives, Option<Algorithm>),
+    /// Ours, on registered memory.
+    Registered(&'a CudaCollectives, Algorithm),
     Nccl(&'a NcclCollectives),
 }
 
@@ -38,6 +40,7 @@ impl Contender<'_> {
             }
             Self::Ours(_, None) => "direct".into(),
             Self::Ours(_, Some(algorithm)) => algorithm.to_string(),
+            Self::Registered(_, algorithm) => format!("{algorithm} registered"),
             Self::Nccl(_) => "nccl".into(),
         }
     }
@@ -61,6 +64,9 @@ impl Contender<'_> {
             match (self, case.collective) {
                 (Self::Ours(ours, Some(algorithm)), Collective::AllReduce) => {
                     ours.all_reduce_with(&input, output, op, algorithm, stream)
+                }
+                (Self::Registered(ours, algorithm), Collective::AllReduce) => {
+                    ours.all_reduce_registered(&input, output, op, algorithm, stream)
                 }
                 (Self::Ours(ours, _), Collective::AllReduce) => ours.all_reduce(&input, output, op, stream),
                 (Self::Ours(ours, _), Collective::AllGather) => ours.all_gather(&input, output, stream),

@@ -47,7 +47,13 @@ fn cases(args: &Args) -> Vec<Case> {
 
 /// The rows of a collective at one size; `None` is what we choose ourselves.
 fn algorithms(args: &Args, collective: Collective) -> Vec<Option<Algorithm>> {
-    let choice = args.algorithm.unwrap_or(AlgorithmChoice::All);
+    // Nothing chooses registered memory by itself.
+    let is_registered = args.buffers == Buffers::Symmetric;
+    let choice = match args.algorithm {
+        None => AlgorithmChoice::All,
+        Some(AlgorithmChoice::Auto) if is_registered => AlgorithmChoice::All,
+        Some(choice) => choice,
+    };
     if collective != Collective::AllReduce || choice == AlgorithmChoice::Auto {
         return vec![None];
     }
@@ -55,7 +61,7 @@ fn algorithms(args: &Args, collective: Collective) -> Vec<Option<Algorithm>> {
     let wanted =
         |algorithm: &Algorithm| choice == AlgorithmChoice::All || name.matches(algorithm.name(), false);
     let given = Algorithm::ALL.into_iter().filter(wanted).map(Some);
-    (choice == AlgorithmChoice::All).then_some(None).into_iter().chain(given).collect()
+    (choice == AlgorithmChoice::All && !is_registered).then_some(None).into_iter().chain(given).collect()
 }
 
 /// How many rows there will be.
@@ -65,10 +71,11 @@ pub(super) fn rows(args: &Args) -> usize {
 
 /// What of the arguments makes no sense on GPUs.
 pub(super) fn refuse(args: &Args) -> Result<(), String> {
-    if args.buffers != Buffers::Private {
-        return Err("--buffers symmetric is for --device host: there are none on GPUs yet".into());
-    }
     use Collective::*;
+    let other = args.collective.collectives().into_iter().find(|&collective| collective != AllReduce);
+    if let (Buffers::Symmetric, Some(other)) = (args.buffers, other) {
+        return Err(format!("--buffers symmetric on GPUs is for all-reduce alone, not for {}", other.name()));
+    }
     let known = [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast];
     match args.collective.collectives().into_iter().find(|collective| !known.contains(collective)) {
         Some(other) => Err(format!("{} is for --device host: there is none on GPUs yet", other.name())),
@@ -143,6 +150,9 @@ mod tests {
         assert_eq!(names("--algorithm auto"), ["auto"]);
         assert_eq!(names("--algorithm two-shot"), ["two-shot"]);
         assert_eq!(algorithms(&args("--algorithm two-shot"), Collective::AllGather), [None]);
+        assert_eq!(names("--buffers symmetric"), ["one-shot", "two-shot"]);
+        assert_eq!(names("--buffers symmetric --algorithm auto"), ["one-shot", "two-shot"]);
+        assert_eq!(names("--buffers symmetric --algorithm two-shot"), ["two-shot"]);
     }
 
     #[test]
@@ -163,6 +173,7 @@ mod tests {
         let error = refuse(&args("send-recv")).unwrap_err();
         assert_eq!(error, "send_recv is for --device host: there is none on GPUs yet");
         let error = refuse(&args("--buffers symmetric")).unwrap_err();
-        assert!(error.starts_with("--buffers symmetric is for --device host"), "{error}");
+        assert_eq!(error, "--buffers symmetric on GPUs is for all-reduce alone, not for all_gather");
+        assert_eq!(refuse(&args("all-reduce --buffers symmetric")), Ok(()));
     }
 }

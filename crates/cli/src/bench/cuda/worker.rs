@@ -9,6 +9,7 @@ use antiphon::{
         nccl::NcclCollectives,
     },
     device::cuda::{Context, DeviceMemory, Driver, GraphExec, StreamRef, memory},
+    fabric::RegisteredMemory,
     tensor::{Device, Element, TensorView, TensorViewMut, with_dtype},
 };
 
@@ -21,7 +22,7 @@ use super::{
 use crate::{
     ExitStatus, FAILURE, SUCCESS,
     bench::{
-        Args,
+        Args, Buffers,
         case::{Case, Collective},
         pattern::{self, Reference, Wrong},
         worker::{row, slowest, total},
@@ -106,13 +107,22 @@ impl<'a> Bench<'a> {
                 run.times.push(took / f64::from(calls));
             }
         }
-        self.rows(case, &tensors, runs, calls)
+        let rows = self.rows(case, &tensors, runs, calls)?;
+        if self.args.buffers == Buffers::Symmetric {
+            for memory in [&tensors.input, &tensors.output] {
+                self.ours.unregister(self.comm, memory.pointer())?;
+            }
+        }
+        Ok(rows)
     }
 
     /// Everybody of ours, then NCCL.
     fn contenders(&self, collective: Collective) -> Vec<Contender<'a>> {
         let ours = algorithms(self.args, collective).into_iter();
-        let ours = ours.map(|algorithm: Option<Algorithm>| Contender::Ours(self.ours, algorithm));
+        let ours = ours.map(|algorithm: Option<Algorithm>| match (self.args.buffers, algorithm) {
+            (Buffers::Symmetric, Some(algorithm)) => Contender::Registered(self.ours, algorithm),
+            _ => Contender::Ours(self.ours, algorithm),
+        });
         ours.chain(self.nccl.map(Contender::Nccl)).collect()
     }
 
@@ -123,6 +133,13 @@ impl<'a> Bench<'a> {
         let (input, output) = (memory(counts.0)?, memory(counts.1)?);
         let values = pattern::input::<T>(case.op, self.comm.rank(), counts.0);
         input.write(self.clock.stream, 0, TensorView::from(&values).as_bytes()?)?;
+        if self.args.buffers == Buffers::Symmetric {
+            for memory in [&input, &output] {
+                let len = memory.len() as u64;
+                let memory = RegisteredMemory::new(self.comm, context, memory.pointer(), len)?;
+                self.ours.register(memory)?;
+            }
+        }
         Ok(Tensors { input, output, counts, device: Device::Cuda(context.device().ordinal()) })
     }
 

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["BufferType", "ChannelType", "RankGroup", "ReduceOperationType", "SyncType"]
+from antiphon._core import Chunk
+from antiphon.language.utils import ReplicationPolicy
+
+__all__ = ["BufferType", "ChannelType", "Chunk", "RankGroup", "ReduceOperationType", "ReplicationPolicy", "SyncType"]
 
 _SIDES = {"none": 0, "before": 1, "after": 2, "both": 3}
 

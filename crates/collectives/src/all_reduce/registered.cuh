@@ -1,0 +1,83 @@
+// All-reduce on registered memory: every rank loads what it reduces from where its peers have it. Behind cuda/slots.cuh and
+// cuda/reduce.cuh.
+//
+// Nothing is staged: the lanes carry flags alone, a vector for each block. A block meets those of the same index on the other
+// GPUs before it loads, as their inputs are there then, and before it ends: nobody loads from its input any more, and what
+// the others stored into its output has come. A flag is released and acquired, as it speaks of other data.
+
+// Where the tensors are, in rank order. Rust's `Places` has the same layout.
+struct places {
+    const u8* input[MAX_WORLD];
+    u8* output[MAX_WORLD]; // of one-shot this rank's alone
+};
+
+// Meets the peers' blocks of this index, in the lanes from `first`; false if somebody did not come.
+DEVICE bool meet(const arguments& a, reader& r, u32 first) {
+    __syncthreads();
+    bool came = true;
+    if (threadIdx.x < PEERS) {
+        const u32 peer = rank_of(a, threadIdx.x);
+        st_release_sys((u32*)(a.peer[threadIdx.x] + lane_at(a, r.slot, first + a.rank)) + blockIdx.x * 4, 1u);
+        const u32* flag = (const u32*)(a.own + lane_at(a, r.slot, first + peer)) + blockIdx.x * 4;
+        came = r.wait([&](u32& missing) {
+            missing = peer;
+            return ld_acquire_sys(flag) != EMPTY;
+        });
+    }
+    return __syncthreads_and(came);
+}
+
+// Between two meetings, calls store(i, reduced) for the vectors of all ranks' inputs from `first` to `end`.
+template <bool PLAIN, class Store>
+DEVICE void reduce_registered(const arguments& a, const places& p, u32 first, u32 end, Store store) {
+    const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
+    advance(a, t, gridDim.x, gridDim.x);
+    reader r(a, t);
+    if (!meet(a, r, 0)) return;
+    const u32 step = grid_threads();
+    for (u32 i = first + grid_thread(); i < end; i += DEPTH * step) {
+        uint4 got[DEPTH][WORLD];
+#pragma unroll
+        for (u32 n = 0; n < DEPTH; ++n)
+#pragma unroll
+            for (u32 k = 0; k < WORLD; ++k)
+                if (n == 0 || i + n * step < end) got[n][k] = elements<PLAIN>(p.input[k], a.count).load(i + n * step);
+#pragma unroll
+        for (u32 n = 0; n < DEPTH; ++n)
+            if (n == 0 || i + n * step < end) store(i + n * step, reduce(got[n]));
+    }
+    if (!meet(a, r, WORLD)) return;
+    r.finish();
+}
+
+// Everyone loads and reduces everything: (WORLD - 1) · n bytes in.
+template <bool PLAIN> DEVICE void one_shot_registered_of(const arguments& a, const places& p) {
+    const elements<PLAIN> out(a.output, a.count);
+    reduce_registered<PLAIN>(a, p, 0, vectors_of(a.count), [&](u32 i, uint4 sum) { out.store(i, sum); });
+}
+
+// Everyone loads and reduces a part, and stores it to everyone: (WORLD - 1) / WORLD · n bytes in, and as many out. In place or
+// not: nobody else loads or stores that part of any rank.
+template <bool PLAIN> DEVICE void two_shot_registered_of(const arguments& a, const places& p) {
+    const u32 vectors = vectors_of(a.count), part = (vectors + WORLD - 1) / WORLD;
+    const u32 first = a.rank * part < vectors ? a.rank * part : vectors;
+    const u32 end = first + part < vectors ? first + part : vectors;
+    reduce_registered<PLAIN>(a, p, first, end, [&](u32 i, uint4 sum) {
+#pragma unroll
+        for (u32 k = 0; k < WORLD; ++k) elements<PLAIN>(p.output[k], a.count).store(i, sum);
+    });
+}
+
+#define REGISTERED(name, PLAIN)                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
+    name(const __grid_constant__ arguments a, const __grid_constant__ places p) {                           \
+        pdl_wait();                                                                                         \
+        if (a.is_small) pdl_launch_dependents();                                                            \
+        PLAIN(a, p);                                                                                        \
+    }
+
+REGISTERED(one_shot_registered, one_shot_registered_of<false>)
+REGISTERED(one_shot_registered_plain, one_shot_registered_of<true>)
+REGISTERED(two_shot_registered, two_shot_registered_of<false>)
+REGISTERED(two_shot_registered_plain, two_shot_registered_of<true>)

@@ -1,0 +1,239 @@
+//! All-reduce on GPUs' registered memory; `registered.cuh` has the algorithms.
+
+use antiphon_device::{
+    ReduceOp,
+    cuda::{DevicePointer, KernelArgument, StreamRef},
+};
+use antiphon_fabric::{Communicator, FabricError, Operation, RegisteredMemory};
+use antiphon_tensor::{TensorView, TensorViewMut};
+
+use super::Algorithm;
+use crate::{
+    arguments::{has_count, same_dtype},
+    cuda::{
+        CudaCollectives, MAX_WORLD, device,
+        kernels::{Family, Kernel},
+        launch::{Cut, Grid, Launch, More, Work},
+        signature,
+    },
+    error::{CollectiveError, Result},
+};
+
+/// `places` of registered.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Places {
+    input: [u64; MAX_WORLD],
+    output: [u64; MAX_WORLD],
+}
+
+// SAFETY: the layout of the kernel's struct: addresses.
+unsafe impl KernelArgument for Places {}
+
+/// The memory that a rank's collectives know, each with the number of its registration.
+#[derive(Debug, Default)]
+pub(crate) struct Registry {
+    known: Vec<(u32, RegisteredMemory)>,
+    next: u32,
+}
+
+/// A tensor in registered memory.
+#[derive(Clone, Copy)]
+struct Place {
+    /// Of the registration, and in it: equal on all ranks.
+    number: u32,
+    offset: u64,
+    /// On every rank.
+    at: [u64; MAX_WORLD],
+}
+
+impl Registry {
+    fn find(&self, rank: usize, address: u64, bytes: u64) -> Option<Place> {
+        self.known.iter().find_map(|(number, memory)| {
+            let offset = address.checked_sub(memory.pointer(rank).0)?;
+            if offset.checked_add(bytes)? > memory.len() {
+                return None;
+            }
+            let mut at = [0; MAX_WORLD];
+            for (rank, at) in at.iter_mut().enumerate().take(memory.world_size()) {
+                *at = memory.pointer(rank).offset(offset).0;
+            }
+            Some(Place { number: *number, offset, at })
+        })
+    }
+}
+
+impl Place {
+    /// What differs, as a rule, for ranks whose tensors are in different places.
+    fn digest(places: [Option<Place>; 2]) -> u32 {
+        let words =
+            places.into_iter().map(|place| place.map_or(0, |p| p.offset << 8 | u64::from(p.number) + 1));
+        let mixed = words.fold(0u64, |sum, word| (sum ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        (mixed >> 33) as u32
+    }
+}
+
+impl CudaCollectives {
+    /// Lets [`all_reduce_registered`](Self::all_reduce_registered) use some memory. All ranks register the same memories in
+    /// the same order. They are kept until they are [taken back](Self::unregister), or these collectives are dropped.
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] for memory of another number of ranks or of another device.
+    pub fn register(&self, memory: RegisteredMemory) -> Result<()> {
+        let (device, ours) = (memory.context().device().ordinal(), self.context().device().ordinal());
+        if (memory.world_size(), device) != (self.world_size(), ours) {
+            let text = format!(
+                "the memory is of {} ranks and device {device} here, the collectives are of {} and device {ours}",
+                memory.world_size(),
+                self.world_size()
+            );
+            return Err(FabricError::invalid(text).into());
+        }
+        let mut registry = self.registry.borrow_mut();
+        let number = registry.next;
+        registry.next += 1;
+        registry.known.push((number, memory));
+        Ok(())
+    }
+
+    /// Gives registered memory back, when the work of every rank's device is over. All ranks call it together, each with the
+    /// address of its own.
+    ///
+    /// # Errors
+    /// On every rank: [`FabricError::InvalidArgument`] for an address at which no registered memory begins, and when ranks name
+    /// different memory; [`FabricError::Device`] for what went wrong in earlier work; as [`Communicator::barrier`].
+    pub fn unregister(&self, comm: &Communicator, address: DevicePointer) -> Result<()> {
+        const PROBLEM: &str = "cannot give memory back";
+        let rank = self.rank();
+        let found =
+            self.registry.borrow().known.iter().position(|(_, memory)| memory.pointer(rank) == address);
+        let index = comm.agree(
+            PROBLEM,
+            found.ok_or_else(|| {
+                FabricError::invalid(format!("no registered memory begins at {:#x}", address.0))
+            }),
+        )?;
+        comm.agree(PROBLEM, self.context().synchronize().map_err(device))?;
+        let number = self.registry.borrow().known[index].0;
+        let numbers = comm.exchange_objects(&number)?;
+        if let Some(other) = numbers.iter().position(|&theirs| theirs != numbers[0]) {
+            let text = format!(
+                "rank 0 gives back registration {}, but rank {other} registration {}",
+                numbers[0], numbers[other]
+            );
+            return Err(FabricError::invalid(text).into());
+        }
+        self.registry.borrow_mut().known.remove(index);
+        Ok(comm.barrier()?)
+    }
+
+    /// [`all_reduce`](Self::all_reduce) of tensors in [registered](Self::register) memory, at the same place of it on all
+    /// ranks: peers load the input where it lies, and nothing is staged. How fast it is beside the staged form stands in
+    /// docs/cuda.md.
+    ///
+    /// `algorithm` is the same on all ranks. One-shot's output is any other memory of this rank; two-shot's is registered
+    /// too, and may be the input.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Refused`] for tensors that are not in registered memory, and for an output that the input is in the
+    /// way of; else as [`all_reduce`](Self::all_reduce). Ranks whose tensors are in different places of the
+    /// memory find out, as all that disagree.
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce). After an error slower peers may still use what is registered: such memory is left
+    /// alone until all ranks have met or left.
+    pub unsafe fn all_reduce_registered(
+        &self,
+        input: &TensorView<'_>,
+        output: &mut TensorViewMut<'_>,
+        op: ReduceOp,
+        algorithm: Algorithm,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        const OPERATION: Operation = Operation::AllReduce;
+        let mut signature = signature(OPERATION, input.dtype(), input.numel());
+        (signature.reduce, signature.algorithm) = (Some(op), algorithm as u8 + Algorithm::ALL.len() as u8);
+        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
+        same_dtype(OPERATION, &input, &output)?;
+        has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
+        let (size, one_shot) = (input.dtype.size(), algorithm == Algorithm::OneShot);
+        let bytes = input.count * size;
+        let (from, to) = (input.data.addr(), output.data.addr());
+        let apart = from + bytes <= to || to + bytes <= from;
+        if bytes > 0 && !apart && (one_shot || from != to) {
+            let form = if one_shot {
+                "apart from the input, from which peers load"
+            } else {
+                "the input or apart from it"
+            };
+            return Err(refused("output", format!("{form}: {bytes} bytes are at {from:#x} and {to:#x}")));
+        }
+        let find = |which, address: usize| {
+            let found = self.registry.borrow().find(self.rank(), address as u64, bytes as u64);
+            found.ok_or_else(|| {
+                refused(
+                    which,
+                    format!("in registered memory: no memory has the {bytes} bytes at {address:#x}"),
+                )
+            })
+        };
+        let source = find("input", from)?;
+        let target = if one_shot { None } else { Some(find("output", to)?) };
+        signature.root = Some(Place::digest([Some(source), target]));
+        let loaded = self.ready(Family::Reduction(input.dtype, op))?;
+        let places = Places { input: source.at, output: target.map_or([0; MAX_WORLD], |target| target.at) };
+        let parts = if one_shot { 1 } else { self.world_size() };
+        let of = |start: usize, len: usize, _| {
+            let there = |at: u64| if at == 0 { 0 } else { at + start as u64 };
+            let places = Places { input: places.input.map(there), output: places.output.map(there) };
+            let work = Work {
+                input: from + start,
+                output: to + start,
+                count: len / size,
+                stride: 0,
+                root: 0,
+                signature,
+            };
+            let all = places.input.into_iter().chain(places.output).chain([to as u64 + start as u64]);
+            let plain = all.fold(0, |bits, at| bits | at).is_multiple_of(16) && len.is_multiple_of(16);
+            let kernel = match (algorithm, plain) {
+                (Algorithm::OneShot, true) => Kernel::OneShotRegisteredPlain,
+                (Algorithm::OneShot, false) => Kernel::OneShotRegistered,
+                (Algorithm::TwoShot, true) => Kernel::TwoShotRegisteredPlain,
+                (Algorithm::TwoShot, false) => Kernel::TwoShotRegistered,
+            };
+            Launch { kernel, grid: Grid::Items(len.div_ceil(16 * parts)), work, more: More::Places(places) }
+        };
+        // SAFETY: passed on; registered memory is mapped as long as it is known.
+        unsafe { self.run(&loaded, Cut::bytes(bytes, MOST_BYTES), stream, of) }
+    }
+}
+
+/// Bytes of a launch. In longer ones blocks drift apart, until they miss each other's pages: 256 MiB took 1.7 times as long.
+const MOST_BYTES: usize = 64 << 20;
+
+fn refused(which: &'static str, expected: String) -> CollectiveError {
+    CollectiveError::Refused { operation: Operation::AllReduce.name(), which, expected }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_differ_by_registration_offset_and_which_is_which() {
+        let place = |number, offset| Some(Place { number, offset, at: [0; MAX_WORLD] });
+        let digests = [
+            [place(0, 0), None],
+            [place(1, 0), None],
+            [place(0, 16), None],
+            [place(0, 0), place(0, 0)],
+            [place(0, 0), place(0, 4096)],
+            [place(0, 4096), place(0, 0)],
+        ]
+        .map(Place::digest);
+        for (index, digest) in digests.iter().enumerate() {
+            assert!(!digests[..index].contains(digest), "{digests:x?}");
+        }
+    }
+}

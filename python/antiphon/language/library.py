@@ -1,0 +1,60 @@
+"""The usual algorithms, written already.
+
+    from antiphon.language import library
+
+    plan = library.build("ring-all-reduce", 4, inplace=True)
+    print(library.names())
+
+They are those of ``antiphon plan build --library``; the pages of the crate ``antiphon_language::library`` say of each who
+sends what when, and when it is the right one.
+"""
+
+from antiphon import _core
+from antiphon.language.internal.types import ReduceOperationType
+
+__all__ = ["build", "names"]
+
+
+def names() -> list[str]:
+    """The algorithms, by collective."""
+    return _core.library_names()
+
+
+def build(
+    name: str,
+    ranks: int,
+    *,
+    nodes: int = 2,
+    inplace: bool = False,
+    reduce_op: ReduceOperationType = ReduceOperationType.sum,
+    unit_size: int = 2**18,
+    instances: int = 1,
+    reuse_resources: bool = False,
+    num_threads_per_block: int = 1024,
+    buffer_alignment: int = 16,
+    min_message_size: int = 0,
+    max_message_size: int = 2**64 - 1,
+) -> str:
+    """The plan of an algorithm for so many ranks, as text (JSON).
+
+    Hierarchical algorithms take them to be on so many ``nodes``, numbered node by node, with as many on each. In place,
+    input and output share memory. Reductions reduce by ``reduce_op``. A pipeline's turn has ``unit_size`` bytes. The rest
+    is as for :class:`~antiphon.language.CollectiveProgram`.
+
+    ``ValueError`` for a name that is not among :func:`names`, and for what the algorithm is not for: fewer than two ranks,
+    in place where it cannot, ranks that the nodes do not divide, turns of no bytes, or too many ranks or instances.
+    """
+    return _core.library_plan(
+        name,
+        ranks,
+        nodes=nodes,
+        inplace=inplace,
+        reduce_op=reduce_op,
+        unit_size=unit_size,
+        instances=instances,
+        reuse_resources=reuse_resources,
+        num_threads_per_block=num_threads_per_block,
+        buffer_alignment=buffer_alignment,
+        min_message_size=min_message_size,
+        max_message_size=max_message_size,
+    )
