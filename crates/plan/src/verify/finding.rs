@@ -87,6 +87,11 @@ pub enum Kind {
         /// How much of it can be decided.
         limit: u64,
     },
+    /// Pipelines of which it cannot be told whether they go well however often they turn.
+    Turns {
+        /// What stands against it.
+        why: String,
+    },
     /// An operation is impossible.
     Operation {
         /// Why, with the numbers.
@@ -238,6 +243,7 @@ impl Kind {
             Kind::Form { .. } => "form",
             Kind::NoSize { .. } => "no_size",
             Kind::TooLarge { .. } => "too_large",
+            Kind::Turns { .. } => "turns",
             Kind::Operation { .. } => "operation",
             Kind::Bounds { .. } => "bounds",
             Kind::NoCounterpart { .. } => "no_counterpart",

@@ -88,11 +88,13 @@ mod schedule;
 mod sizes;
 mod structure;
 mod text;
+mod turns;
 mod usage;
 mod values;
 
 use std::fmt;
 
+use crate::error::PlanError;
 use crate::extent::Extent;
 use crate::plan::Plan;
 use crate::resolve::Wiring;
@@ -190,14 +192,18 @@ impl VerifiedPlan {
 
 /// Proves that a plan is right, or says what is wrong.
 pub fn verify(plan: &Plan, options: &Options) -> Report {
-    let mut verifier = Verifier { plan, findings: Vec::new(), chunk_sizes: Vec::new(), meaning: false };
-    if let Err(findings) = verifier.run(options) {
-        verifier.findings.extend(findings);
-    }
-    let Verifier { mut findings, chunk_sizes, meaning, .. } = verifier;
-    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity()));
-    let proved = findings.iter().all(|finding| finding.severity() == Severity::Warning);
-    Report { findings, proved, meaning, chunk_sizes }
+    Verifier::new(plan).report(|verifier| verifier.run(options))
+}
+
+/// Proves that a plan is right at one size of a chunk, in bytes, or says what is wrong there.
+///
+/// What is proved at the sizes that [`verify`] chooses is so at all sizes: this is how to try it.
+#[doc(hidden)]
+pub fn verify_at(plan: &Plan, options: &Options, chunk: u64) -> Report {
+    Verifier::new(plan).report(|verifier| {
+        let wiring = verifier.checked()?;
+        verifier.prove(&wiring, options, &[chunk])
+    })
 }
 
 struct Verifier<'a> {
@@ -207,14 +213,44 @@ struct Verifier<'a> {
     meaning: bool,
 }
 
-impl Verifier<'_> {
+impl<'a> Verifier<'a> {
+    fn new(plan: &'a Plan) -> Self {
+        Verifier { plan, findings: Vec::new(), chunk_sizes: Vec::new(), meaning: false }
+    }
+
+    fn report(mut self, run: impl FnOnce(&mut Self) -> Result<(), Vec<Finding>>) -> Report {
+        if let Err(findings) = run(&mut self) {
+            self.findings.extend(findings);
+        }
+        let Verifier { mut findings, chunk_sizes, meaning, .. } = self;
+        findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity()));
+        let proved = findings.iter().all(|finding| finding.severity() == Severity::Warning);
+        Report { findings, proved, meaning, chunk_sizes }
+    }
+
     fn run(&mut self, options: &Options) -> Result<(), Vec<Finding>> {
+        let (plan, wiring) = (self.plan, self.checked()?);
+        let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
+        let sizes = sizes::of(plan).map_err(whole)?;
+        self.prove(&wiring, options, &sizes)?;
+        sizes::follow(plan).map_err(whole)?;
+        turns::check(plan, &wiring)
+    }
+
+    fn checked(&self) -> Result<Wiring, Vec<Finding>> {
+        let form = |error: PlanError| {
+            vec![Finding::new(self.plan, Kind::Form { error: error.to_string() }, Vec::new())]
+        };
+        self.plan.check().map_err(form)?;
+        let wiring = Wiring::new(self.plan);
+        stop(structure::check(self.plan, &wiring, FINDINGS))?;
+        Ok(wiring)
+    }
+
+    fn prove(&mut self, wiring: &Wiring, options: &Options, sizes: &[u64]) -> Result<(), Vec<Finding>> {
         let plan = self.plan;
         let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
-        plan.check().map_err(|error| whole(Kind::Form { error: error.to_string() }))?;
-        let wiring = Wiring::new(plan);
-        stop(structure::check(plan, &wiring, FINDINGS))?;
-        self.chunk_sizes = sizes::of(plan).map_err(whole)?;
+        self.chunk_sizes = sizes.to_vec();
         let known = match &options.expectation {
             Some(expectation) => Some(expectation.clone()),
             None => Expectation::of(plan).map_err(whole)?,
@@ -225,9 +261,9 @@ impl Verifier<'_> {
         self.meaning = known.is_some();
         self.findings = usage::unused(plan);
         let mut budget = lower::Budget::new();
-        for &chunk in &self.chunk_sizes.clone() {
+        for &chunk in sizes {
             let extent = Extent::of_chunk(chunk, plan.buffer_alignment);
-            for finding in at_size(plan, &wiring, extent, known.as_ref(), &mut budget)? {
+            for finding in at_size(plan, wiring, extent, known.as_ref(), &mut budget)? {
                 if !self.findings.contains(&finding) {
                     self.findings.push(finding);
                 }

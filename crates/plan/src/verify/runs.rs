@@ -1,4 +1,4 @@
-//! The runs of the program, as thread blocks of many threads do it.
+//! The runs of the program, as thread blocks of many threads do it; or of one, which is more easily stuck.
 //!
 //! A run is decided by itself except where several blocks may take the same one from a counter: all else that can be done
 //! stays so until it is done, and is done at once. So only these takes are tried in every order, and what can happen in any
@@ -54,6 +54,8 @@ pub(super) struct Hold {
     pub cell: Option<(u32, u32, u32)>,
     /// Whether relaxed waits are passed over: what remains ordered is so by the others alone.
     pub strict: bool,
+    /// Whether blocks do one operation after the other, as with one thread.
+    pub alone: bool,
 }
 
 /// What is in the cell that is watched.
@@ -89,7 +91,7 @@ enum Left {
 #[derive(Clone)]
 struct Block {
     items: Vec<Item>,
-    /// The step where they meet next, or the end.
+    /// The step where they meet next, or the end; of one alone, the step that it is at.
     meets: u32,
     /// Whether they wait at a barrier.
     came: bool,
@@ -387,7 +389,7 @@ impl Play<'_, '_, '_, '_> {
         }
     }
 
-    /// A block's threads go on from a step until they meet.
+    /// A block's threads go on from a step until they meet; one alone, to the next step.
     fn enter(&mut self, agent: u32, from: u32) {
         let program = self.runs.program;
         let end = program.agents[agent as usize].steps.end;
@@ -422,6 +424,9 @@ impl Play<'_, '_, '_, '_> {
                         self.flushes(step, program.links(links), &mut items);
                     }
                 }
+            }
+            if self.hold.alone {
+                break;
             }
             step += 1;
         }

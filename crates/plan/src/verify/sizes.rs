@@ -1,67 +1,182 @@
 //! At which sizes a plan is proved, so that it is proved at all.
 //!
-//! What depends on the size of a chunk is where groups of thread blocks and the turns of pipelines cut it, and how many turns
-//! there are; all else is the same at every size. So one size is enough for a plan without them. A group's shares are in the
-//! same order at every size, and empty at small ones: one size at which they divide a chunk evenly, one at which they do not
-//! and the smallest stand for all. Of a pipeline, the first turn, one in the middle and the last, whole or in part, are all
-//! there is; more turns repeat the middle one. What lets a block be ahead of another are the counts that semaphores begin
-//! with: the turns that are looked at are more than these.
+//! Sizes are those of a chunk: whole units of the alignment, from one unit up to what the largest message allows. The
+//! smallest message is no limit, for a chunk may be run in parts ([`Extent::part`]).
+//!
+//! # What a size decides
+//!
+//! Let `C` be the bytes of a chunk. All ranges begin at whole chunks, and a move takes byte `z` of one range to byte `z` of
+//! another: so a byte only ever meets bytes that lie as far from the beginning of their chunk, `y`. Call all bytes of one `y`
+//! a *fiber*. An operation on `n` chunks meets a fiber in bytes `kC + y` of its range, `k < n`, each time unless another
+//! thread block of its group takes that byte, and, in a pipeline of units of `u` bytes, in turn `⌊(kC + y − a) / u⌋`, where
+//! `a` is where the block's share begins. The *pattern* of a fiber says all that: for each kind of operation and each `k`
+//! whether it meets the fiber and in which turn, and of each pipeline how many turns `T` there are.
+//!
+//! What happens before what follows from the steps and from how often pipelines turn, not from bytes. So whether there are
+//! races or wrong values in a fiber depends on its pattern alone, and a plan is right at a size if it is right for each
+//! pattern there, and deadlocks at none. (Packets are waited for: who writes packets that whom awaits adds to what
+//! happens before what. Where groups share packets, patterns are compared only between sizes at which the same
+//! operations meet in packets.)
+//!
+//! # Sizes with the same patterns
+//!
+//! Let `M` be the least common multiple of the sizes of groups. For sizes `r + qM` with one `r`, where shares begin and end
+//! is affine in `q`. While `T` is the same, "the fiber `y` has the pattern `p`" is a number of affine inequalities in `q` and
+//! `y` (before a share, in turn `t` of it, or behind it), so how many `y` have `p` is a concave function of `q` where any
+//! has. If two sizes have the same set of patterns, those counts add up to `C` at both, hence to at least `C` between
+//! them: there, too, these are the patterns, and no others. So halving finds all sets of patterns there are.
+//!
+//! # Fewer turns
+//!
+//! Where the turns of all thread blocks go in step ([`turns`](super::turns) proves it or rejects the plan), a step of turn
+//! `t` waits for steps at most as late and of always the same distance in turns. Then whatever is ordered stays ordered when
+//! turns are added before, between and behind: if a step in turn `t` comes before one in turn `t + d`, it does so for all
+//! `t` and all larger `d`. So a pattern is right if another is that has the same operations, the turns of a pipeline in the
+//! same order (and equal where they are equal), no larger distances between them, from the first turn, and to the last.
+//! The least patterns of this order are looked at, all others follow.
+//!
+//! Packets in a pipeline, which a thread block can only keep for itself, are those of the first turn, and met in every turn.
+//! Where there are any, a distance of less than three turns follows only from an equal one, and one of three or more only
+//! from such.
+//!
+//! # No more sizes
+//!
+//! Without pipelines, halving goes up to the largest size. With pipelines, let `U` be the largest unit.
+//!
+//! * Without groups and without packets in pipelines, if every unit divides `U`, and the alignment every unit, `C = U` is
+//!   the last size: at a larger `C′` the fiber `y` has nothing that the fiber `min(y, C − 1)` at `C` has not. For the turns
+//!   of different `k` lie apart by whole `C / u` here and by no less there, and neither are there fewer bytes before them
+//!   nor behind them.
+//! * Otherwise let `L` be the `M` of the groups in pipelines alone and `m` the largest group, all in units of the alignment,
+//!   and `w = max(L(U + m), Mm) + M`. (If packets are in pipelines, take `M` for `L` and `4U` for `U`.) From `w − M` on, all
+//!   that begins and ends in a fiber is in one order for all sizes of
+//!   one `r`, and what is at no constant distance moves apart, by `1/M` byte at least for each byte of a chunk (`1/L` in
+//!   pipelines; rounding is less than `m`); what turns differently is more than a unit apart. `w + 2MU` is the last size: of
+//!   a larger one take that below `w` with the same `r`, and of a fiber, one that the same operations meet there. Turns lie
+//!   at least two units closer to each other, so their distances are no larger. What begins first and what ends last in the
+//!   fiber are two units closer too, so that there is a `y` with no more bytes before it in any share, and a unit less behind
+//!   it in any pipeline; or it is the last of its chunk, and in the last turn of those for which there is not.
+//!
+//! For this, nothing may turn differently at a constant distance, which shares of different groups can, and no share may be
+//! longer than its pipeline; and where groups or turns cut chunks, no bytes of scratch may hold packets and plain data. Else
+//! the plan is rejected ([`follow`]).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use super::finding::Kind;
-use crate::op::{GroupShare, Op, OpKind};
+use crate::extent::Extent;
+use crate::ids::Rank;
+use crate::op::{BufferType, CopyKind, GroupShare, Op, OpKind, PutKind};
 use crate::plan::Plan;
+use crate::resolve::{Access, Block};
 
 /// Most chunks of a buffer: no memory holds more.
 const CHUNKS: u64 = 1 << 36;
 
-/// Most bytes of a chunk at which anything is tried.
-const BYTES: u64 = 1 << 26;
+/// Most bytes of the alignment.
+const ALIGNMENT: u64 = 1 << 26;
 
-/// Most bytes that a buffer may have at these sizes.
+/// Most bytes that a buffer may have.
 const BUFFER: u64 = 1 << 60;
+
+/// So many turns are any number, where packets are in pipelines.
+const FEW: u64 = 3;
+
+/// Most residues of sizes.
+const RESIDUES: u64 = 1 << 12;
+
+/// Most sets of patterns.
+const CLASSES: usize = 1 << 13;
+
+/// Most steps of looking for patterns.
+const WORK: u64 = 1 << 27;
 
 /// Bytes of a chunk, ascending.
 ///
 /// # Errors
 /// [`Kind::NoSize`] or [`Kind::TooLarge`]
 pub(super) fn of(plan: &Plan) -> Result<Vec<u64>, Kind> {
-    let alignment = plan.buffer_alignment;
-    let (min, max) = chunk_limits(plan)?;
-    let mut sizes = BTreeSet::from([min]);
-    let mut add = |bytes: u64| {
-        let bytes = (bytes / alignment).max(1).saturating_mul(alignment);
-        sizes.insert(bytes.clamp(min, max));
-    };
-    let blocks = uneven_groups(plan);
-    if blocks > 1 {
-        add(blocks.saturating_mul(alignment));
-        add((blocks + 1).saturating_mul(alignment));
+    let most = most(plan)?;
+    let mut sizes = Sizes::new(plan);
+    let classes = sizes.classes(sizes.last().map_or(most, |last| last.min(most)))?;
+    Ok(cover(&least(&sizes, &classes)))
+}
+
+/// Whether all sizes follow from these, if the plan is right at these.
+///
+/// # Errors
+/// [`Kind::Turns`], and those of [`of`].
+pub(super) fn follow(plan: &Plan) -> Result<(), Kind> {
+    let sizes = Sizes::new(plan);
+    if !sizes.cuts.is_empty()
+        && let Some(rank) = mixed_scratch(plan)
+    {
+        let why = format!(
+            "groups or turns cut chunks of rank {rank}'s scratch that hold packets and plain data in the same bytes"
+        );
+        return Err(Kind::Turns { why });
     }
-    let turns = 3 + ahead(plan);
-    for (unit, chunks) in pipelines(plan) {
-        for turn in 0..turns {
-            let whole = unit.saturating_mul(turn + 1) / chunks;
-            add(whole);
-            add((unit.saturating_mul(turn) / chunks).saturating_add(alignment));
+    match sizes.last() {
+        Some(last) if last < most(plan)? => sizes.unbounded(),
+        _ => Ok(()),
+    }
+}
+
+/// A rank whose scratch has chunks in whose bytes are packets and plain data: packets of a chunk take two, from twice as
+/// far. So they meet bytes of other fibers.
+fn mixed_scratch(plan: &Plan) -> Option<Rank> {
+    let mut all = vec![[Vec::new(), Vec::new()]; plan.gpus.len()];
+    for block in Block::all(plan) {
+        let ops = block.get().ops.iter().flat_map(|op| match &op.kind {
+            OpKind::Pipeline(pipeline) => &pipeline.ops[..],
+            _ => std::slice::from_ref(op),
+        });
+        for op in ops {
+            block.accesses(&op.kind, |Access { rank, buffer, chunks, packets, .. }| {
+                if buffer == BufferType::Scratch && !chunks.is_empty() {
+                    let times = 1 + u64::from(packets);
+                    all[rank.index()][usize::from(packets)].push((times * chunks.start, times * chunks.end));
+                }
+            });
         }
     }
+    let mixed = all.iter_mut().position(|[plain, packets]| {
+        plain.sort_unstable();
+        // Up to each, how far those reach that begin no later.
+        let reach = plain.iter().scan(0, |far, &(_, end)| {
+            *far = end.max(*far);
+            Some(*far)
+        });
+        let reach: Vec<u64> = reach.collect();
+        packets.iter().any(|&(start, end)| {
+            let begun = plain.partition_point(|&(other, _)| other < end);
+            begun > 0 && reach[begun - 1] > start
+        })
+    });
+    mixed.map(|rank| Rank(rank as u32))
+}
+
+/// The largest chunk, in units of the alignment.
+fn most(plan: &Plan) -> Result<u64, Kind> {
+    let alignment = plan.buffer_alignment;
     let largest = plan.gpus.iter().flat_map(|gpu| [gpu.input_chunks, gpu.output_chunks, gpu.scratch_chunks]);
     let largest = largest.max().unwrap_or(0);
+    let most = most_units(plan)?;
     if largest > CHUNKS {
         return Err(Kind::TooLarge { what: "chunks of a buffer", limit: CHUNKS });
     }
     // In place, a rank's part begins behind those of all before it.
-    let far = largest.saturating_mul(plan.num_ranks() as u64 + 1);
-    if alignment > BYTES || far.saturating_mul(*sizes.last().expect("the smallest")) > BUFFER {
+    let far = largest.saturating_mul(plan.num_ranks() as u64 + 1).max(1);
+    let most = most.min(BUFFER / far.saturating_mul(alignment));
+    if alignment > ALIGNMENT || most == 0 {
         return Err(Kind::TooLarge { what: "bytes of a buffer", limit: BUFFER });
     }
-    Ok(sizes.into_iter().collect())
+    Ok(most)
 }
 
-/// The smallest and the largest chunk that a message can have.
-fn chunk_limits(plan: &Plan) -> Result<(u64, u64), Kind> {
+/// The largest chunk that a message can have, in units of the alignment.
+fn most_units(plan: &Plan) -> Result<u64, Kind> {
     let (alignment, smallest, largest) =
         (plan.buffer_alignment, plan.min_message_size, plan.max_message_size);
     let chunks = plan.gpus.first().map_or(0, |gpu| match plan.collective.as_str() {
@@ -69,13 +184,12 @@ fn chunk_limits(plan: &Plan) -> Result<(u64, u64), Kind> {
         _ => gpu.input_chunks,
     });
     if chunks == 0 {
-        return Ok((alignment, u64::MAX / alignment * alignment));
+        return Ok(u64::MAX / alignment);
     }
-    let min = smallest.div_ceil(chunks).div_ceil(alignment).max(1).checked_mul(alignment);
-    let max = largest / chunks / alignment * alignment;
-    match min {
-        Some(min) if min <= max => Ok((min, max)),
-        _ => Err(Kind::NoSize {
+    let (min, max) = (smallest.div_ceil(chunks).div_ceil(alignment).max(1), largest / chunks / alignment);
+    match min <= max {
+        true => Ok(max),
+        false => Err(Kind::NoSize {
             why: format!(
                 "{smallest} to {largest} bytes hold no {chunks} chunks of whole multiples of {alignment} bytes"
             ),
@@ -83,51 +197,361 @@ fn chunk_limits(plan: &Plan) -> Result<(u64, u64), Kind> {
     }
 }
 
-fn ops(plan: &Plan) -> impl Iterator<Item = &Op> {
-    plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops)
+/// A kind of operation: how it takes its bytes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Cut {
+    chunks: u64,
+    /// The place in the group and its size; of no group, one alone.
+    group: (u32, u32),
+    /// The unit of the pipeline, and how many chunks it covers.
+    pipeline: Option<(u64, u64)>,
+    packets: bool,
 }
 
-/// The least common multiple of groups that may divide their chunks unevenly, as far as it is small.
-fn uneven_groups(plan: &Plan) -> u64 {
-    let mut sizes = BTreeSet::new();
-    let mut add = |op: &OpKind| {
-        let group = match op {
-            OpKind::Copy(op) => op.group,
-            OpKind::Put(op) => op.group,
-            OpKind::Get(op) => op.group,
-            OpKind::Reduce(op) => op.group,
-            _ => None,
+impl Cut {
+    fn share(&self, extent: Extent) -> std::ops::Range<u64> {
+        let (tb_id, tbg_size) = self.group;
+        extent.share(&(0..self.chunks * extent.chunk()), GroupShare { tb_id, tbg_size })
+    }
+}
+
+/// Calls `each` with the chunks, the group and whether there are packets, for all moves of an operation.
+fn moves(op: &OpKind, mut each: impl FnMut(u64, Option<GroupShare>, bool)) {
+    match op {
+        OpKind::Nop
+        | OpKind::Barrier { .. }
+        | OpKind::Notify(_)
+        | OpKind::Semaphore(_)
+        | OpKind::Pipeline(_) => {}
+        OpKind::Copy(copy) => each(copy.src.size, copy.group, copy.kind != CopyKind::Plain),
+        OpKind::Put(put) => {
+            let packets = matches!(put.kind, PutKind::Packets | PutKind::ReadPackets);
+            put.dst.iter().for_each(|dst| each(dst.size, put.group, packets));
+        }
+        OpKind::Get(get) => get.dst.iter().for_each(|dst| each(dst.size, get.group, false)),
+        OpKind::Reduce(reduce) => each(reduce.dst.size, reduce.group, reduce.packets),
+        OpKind::SwitchReduce(op) => each(op.size, None, false),
+        OpKind::SwitchBroadcast(op) => each(op.src.size, None, op.packets),
+        OpKind::SwitchReduceBroadcast(op) => each(op.src.size, None, false),
+    }
+}
+
+/// What a chunk of an operation is to a fiber: one of these, or the turn, counted from [`MET`].
+type State = u64;
+const BEFORE: State = 0;
+const BEHIND: State = 1;
+/// In a turn that the pipeline does not have.
+const BEYOND: State = 2;
+const MET: State = 3;
+
+/// All fibers' patterns at one size.
+#[derive(PartialEq, Eq)]
+struct Patterns {
+    /// Of each pipeline, how many turns it has.
+    turns: Vec<u64>,
+    /// Of each pattern, the states of all chunks of all cuts.
+    each: BTreeSet<Vec<State>>,
+}
+
+struct Sizes {
+    alignment: u64,
+    cuts: Vec<Cut>,
+    /// All that occur among the cuts, and others.
+    pipelines: Vec<(u64, u64)>,
+    /// Whether packets stand in one: then the first turn is not like the others.
+    first: bool,
+    work: u64,
+}
+
+impl Sizes {
+    fn new(plan: &Plan) -> Self {
+        let mut cuts = BTreeSet::new();
+        let mut pipelines = BTreeSet::new();
+        let mut first = false;
+        let mut add = |op: &Op, pipeline: Option<(u64, u64)>| {
+            moves(&op.kind, |chunks, group, packets| {
+                first |= packets && pipeline.is_some();
+                let group = group.map_or((0, 1), |group| (group.tb_id, group.tbg_size));
+                // Packets carry no turn.
+                let pipeline = pipeline.filter(|_| !packets);
+                if chunks > 0 && (group.1 > 1 || pipeline.is_some()) {
+                    cuts.insert(Cut { chunks, group, pipeline, packets });
+                }
+            });
         };
-        sizes.extend(group.map(|GroupShare { tbg_size, .. }| u64::from(tbg_size)));
-    };
-    for op in ops(plan) {
-        match &op.kind {
-            OpKind::Pipeline(pipeline) => pipeline.ops.iter().for_each(|op| add(&op.kind)),
-            kind => add(kind),
+        for op in plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops) {
+            match &op.kind {
+                OpKind::Pipeline(of) => {
+                    let pipeline = (of.unit_size, of.num_chunks);
+                    of.ops.iter().for_each(|op| add(op, Some(pipeline)));
+                    if of.num_chunks > 0 && !of.ops.is_empty() {
+                        pipelines.insert(pipeline);
+                    }
+                }
+                _ => add(op, None),
+            }
+        }
+        let cuts = cuts.into_iter().filter(|cut| cut.pipeline.is_none_or(|(_, chunks)| chunks > 0));
+        Sizes {
+            alignment: plan.buffer_alignment,
+            cuts: cuts.collect(),
+            pipelines: pipelines.into_iter().collect(),
+            first,
+            work: 0,
         }
     }
-    sizes.into_iter().fold(1, |multiple, size| {
-        let (mut a, mut b) = (multiple, size);
-        while b > 0 {
-            (a, b) = (b, a % b);
+
+    /// The least common multiple of the groups of some cuts; above the limit, any number above it.
+    fn multiple(&self, of: impl Fn(&Cut) -> bool) -> u64 {
+        let groups = self.cuts.iter().filter(|cut| of(cut)).map(|cut| u64::from(cut.group.1));
+        groups.fold(1, |multiple, size| {
+            let (mut a, mut b) = (multiple, size);
+            while b > 0 {
+                (a, b) = (b, a % b);
+            }
+            (multiple / a).saturating_mul(size).min(RESIDUES + 1)
+        })
+    }
+
+    /// The last size, in units, behind which there is nothing new, if pipelines turn.
+    fn last(&self) -> Option<u64> {
+        let unit = self.pipelines.iter().map(|&(unit, _)| unit).max()?;
+        let units = unit.div_ceil(self.alignment);
+        let all = self.multiple(|_| true);
+        let nested = self
+            .pipelines
+            .iter()
+            .all(|(each, _)| each.is_multiple_of(self.alignment) && unit.is_multiple_of(*each));
+        Some(if all == 1 && nested && !self.first {
+            units
+        } else {
+            let within = if self.first { all } else { self.multiple(|cut| cut.pipeline.is_some()) };
+            let units = if self.first { units.saturating_mul(1 + FEW) } else { units };
+            let group = self.cuts.iter().map(|cut| u64::from(cut.group.1)).max().unwrap_or(1);
+            let order = within.saturating_mul(units.saturating_add(group)).max(all.saturating_mul(group));
+            order.saturating_add(all).saturating_add(all.saturating_mul(units).saturating_mul(2))
+        })
+    }
+
+    /// Whether pipelines are such that large sizes follow from small ones.
+    fn unbounded(&self) -> Result<(), Kind> {
+        let turned = || self.cuts.iter().filter_map(|cut| cut.pipeline.map(|pipeline| (cut, pipeline)));
+        for (cut, (_, covered)) in turned() {
+            let (chunks, group) = (cut.chunks, u64::from(cut.group.1));
+            if chunks > covered.saturating_mul(group) {
+                return Err(Kind::Turns {
+                    why: format!("its turns cover {covered} chunks, and an operation in it has {chunks}"),
+                });
+            }
         }
-        (multiple / a.max(1)).saturating_mul(size).min(1 << 12)
-    })
+        // Where the shares of each group begin, to the unit, at every residue; equal on average must be equal.
+        let multiple = self.multiple(|cut| cut.pipeline.is_some());
+        let mut begins = BTreeMap::new();
+        for (cut, pipeline) in turned().filter(|_| multiple <= RESIDUES) {
+            let (place, size) = (u64::from(cut.group.0), u64::from(cut.group.1));
+            let average = place * (cut.chunks % size) % size * (multiple / size);
+            // By how much it is more than the average, as a fraction.
+            let rounding = |units: u64| {
+                let extent = Extent::of_chunk(units * self.alignment, self.alignment);
+                let begins = cut.share(extent).start / self.alignment;
+                let average = i128::from(place) * i128::from(cut.chunks) * i128::from(units);
+                (i128::from(begins) * i128::from(size) - average) * i128::from(multiple / size)
+            };
+            let rounding: Vec<_> = (1..=multiple).map(rounding).collect();
+            if *begins.entry((pipeline, average)).or_insert_with(|| rounding.clone()) != rounding {
+                return Err(Kind::Turns {
+                    why: "groups divide the same chunks in almost the same places".into(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The patterns at one size, in units.
+    fn patterns(&mut self, units: u64) -> Result<Rc<Patterns>, Kind> {
+        let extent = Extent::of_chunk(units * self.alignment, self.alignment);
+        let chunk = extent.chunk();
+        let turns = |&(unit, chunks): &(u64, u64)| chunks.saturating_mul(chunk).div_ceil(unit);
+        let slots: u64 = self.cuts.iter().map(|cut| cut.chunks).fold(0, u64::saturating_add);
+        self.spend(slots)?;
+        let mut marks = vec![0];
+        for cut in &self.cuts {
+            let share = cut.share(extent);
+            for k in 0..cut.chunks {
+                let from = share.start.max(k * chunk);
+                let to = share.end.min((k + 1) * chunk);
+                if from >= to {
+                    continue;
+                }
+                marks.extend([from - k * chunk, to - k * chunk]);
+                let Some((unit, _)) = cut.pipeline else { continue };
+                let first = (from - share.start) / unit + 1;
+                let last = (to - 1 - share.start) / unit;
+                if (last + 1).saturating_sub(first) + marks.len() as u64 > WORK {
+                    return Err(too_large());
+                }
+                marks.extend((first..=last).map(|turn| share.start + turn * unit - k * chunk));
+            }
+        }
+        marks.sort_unstable();
+        marks.dedup();
+        marks.retain(|&mark| mark < chunk);
+        self.spend(slots.saturating_mul(marks.len() as u64))?;
+        let each = marks.iter().map(|&y| {
+            let state = |cut: &Cut, k: u64| {
+                let (share, at) = (cut.share(extent), k * chunk + y);
+                match cut.pipeline {
+                    _ if at < share.start => BEFORE,
+                    _ if at >= share.end => BEHIND,
+                    None => MET,
+                    Some(pipeline) => match (at - share.start) / pipeline.0 {
+                        turn if turn < turns(&pipeline) => MET + turn,
+                        _ => BEYOND,
+                    },
+                }
+            };
+            let states = self.cuts.iter().flat_map(|cut| (0..cut.chunks).map(move |k| state(cut, k)));
+            states.collect()
+        });
+        let each = each.collect();
+        Ok(Rc::new(Patterns { turns: self.pipelines.iter().map(turns).collect(), each }))
+    }
+
+    fn spend(&mut self, work: u64) -> Result<(), Kind> {
+        self.work = self.work.saturating_add(work).saturating_add(1);
+        if self.work > WORK { Err(too_large()) } else { Ok(()) }
+    }
+
+    /// Sizes in bytes, ascending, with all sets of patterns that there are up to `last` units.
+    fn classes(&mut self, last: u64) -> Result<BTreeMap<u64, Rc<Patterns>>, Kind> {
+        let step = self.multiple(|_| true);
+        if step > RESIDUES {
+            return Err(Kind::TooLarge { what: "ways in which groups divide a chunk", limit: RESIDUES });
+        }
+        let mut classes = BTreeMap::new();
+        for first in 1..=step.min(last) {
+            let behind = (last - first) / step;
+            let mut todo = vec![(0, self.patterns(first)?, behind, self.patterns(first + behind * step)?)];
+            while let Some((low, at_low, high, at_high)) = todo.pop() {
+                classes.insert((first + low * step) * self.alignment, at_low.clone());
+                if at_low == at_high {
+                    continue;
+                }
+                classes.insert((first + high * step) * self.alignment, at_high.clone());
+                let middle = low + (high - low) / 2;
+                if middle > low {
+                    let at_middle = self.patterns(first + middle * step)?;
+                    todo.push((middle, at_middle.clone(), high, at_high));
+                    todo.push((low, at_low, middle, at_middle));
+                }
+                if classes.len() > CLASSES {
+                    return Err(too_large());
+                }
+            }
+        }
+        Ok(classes)
+    }
+
+    /// What two patterns must have in common to be compared (which chunks of which cuts meet the fiber, and in the how
+    /// manieth of the turns that do), and what is compared.
+    fn parts(&self, patterns: &Patterns, states: &[State]) -> (Vec<(usize, usize)>, Turns) {
+        let slots = self.cuts.iter().flat_map(|cut| (0..cut.chunks).map(move |_| cut));
+        let met = slots.zip(states).enumerate().filter(|(_, (_, state))| **state >= MET);
+        let met: Vec<_> = met
+            .map(|(slot, (cut, state))| {
+                let pipeline = |of| self.pipelines.iter().position(|pipeline| *pipeline == of);
+                (slot, cut.pipeline.and_then(pipeline), state - MET)
+            })
+            .collect();
+        let levels = |of| -> Vec<u64> {
+            let levels: BTreeSet<_> =
+                met.iter().filter(|(_, pipeline, _)| *pipeline == of).map(|(.., turn)| *turn).collect();
+            levels.into_iter().collect()
+        };
+        let levels: Vec<_> = (0..self.pipelines.len()).map(|pipeline| levels(Some(pipeline))).collect();
+        let rank = |pipeline: Option<usize>, turn: u64| {
+            pipeline.map_or(0, |pipeline| levels[pipeline].partition_point(|&level| level < turn))
+        };
+        let common = met.iter().map(|&(slot, pipeline, turn)| (slot, rank(pipeline, turn))).collect();
+        let turns = patterns.turns.iter().zip(&levels);
+        (common, turns.map(|(&turns, levels)| [&[turns][..], levels].concat()).collect())
+    }
 }
 
-/// Bytes of each turn, and chunks of all, of all pipelines.
-fn pipelines(plan: &Plan) -> BTreeSet<(u64, u64)> {
-    let pipelines = ops(plan).filter_map(|op| match &op.kind {
-        OpKind::Pipeline(pipeline) if pipeline.num_chunks > 0 => {
-            Some((pipeline.unit_size, pipeline.num_chunks))
-        }
-        _ => None,
-    });
-    pipelines.collect()
+fn too_large() -> Kind {
+    Kind::TooLarge { what: "steps of looking for sizes", limit: WORK }
 }
 
-/// How far one thread block can be ahead of another because semaphores do not begin at zero.
-fn ahead(plan: &Plan) -> u64 {
-    let counts = plan.gpus.iter().flat_map(|gpu| &gpu.semaphores).map(|semaphore| semaphore.init_value);
-    counts.max().unwrap_or(0).clamp(0, 5) as u64
+/// How many turns a pipeline has, and then those that meet a fiber, ascending.
+type Turns = Vec<Vec<u64>>;
+
+/// From the beginning to the first turn that meets a fiber, from each to the next, and from the last to the end.
+fn distances(turns: &[u64]) -> impl Iterator<Item = u64> {
+    let mut before = 0;
+    turns[1..].iter().chain(&turns[..1]).map(move |&turn| turn - std::mem::replace(&mut before, turn))
+}
+
+/// Whether one pattern follows from another that has the same operations, in turns of the same order.
+fn follows(turns: &Turns, from: &Turns) -> bool {
+    turns
+        .iter()
+        .zip(from)
+        .all(|(turns, from)| distances(turns).zip(distances(from)).all(|(all, less)| less <= all))
+}
+
+/// Of each size the patterns that follow from no others, by number.
+fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, BTreeSet<usize>> {
+    let packets = sizes.cuts.iter().flat_map(|cut| (0..cut.chunks).map(|_| cut.packets));
+    let packets: Vec<bool> = packets.collect();
+    let meets = |patterns: &Patterns| -> BTreeSet<Vec<bool>> {
+        let meets = |states: &Vec<State>| -> Vec<bool> {
+            states.iter().zip(&packets).map(|(&state, &packets)| packets && state >= MET).collect()
+        };
+        patterns.each.iter().map(meets).collect()
+    };
+    let few = |turns: &Turns| -> Vec<u64> {
+        let turns = turns.iter().filter(|_| sizes.first);
+        turns.flat_map(|turns| distances(turns)).map(|distance| distance.min(FEW)).collect()
+    };
+    let mut known: BTreeMap<_, Vec<(Turns, usize)>> = BTreeMap::new();
+    let mut next = 0;
+    let mut of: BTreeMap<u64, BTreeSet<usize>> = BTreeMap::new();
+    for (&size, patterns) in classes {
+        let meets = meets(patterns);
+        for states in &patterns.each {
+            let (common, turns) = sizes.parts(patterns, states);
+            let known = known.entry((meets.clone(), few(&turns), common)).or_default();
+            match known.iter().find(|(other, _)| follows(&turns, other)) {
+                Some((other, number)) if *other == turns => {
+                    of.entry(size).or_default().insert(*number);
+                }
+                Some(_) => {}
+                None => {
+                    known.retain(|(other, _)| !follows(other, &turns));
+                    known.push((turns, next));
+                    of.entry(size).or_default().insert(next);
+                    next += 1;
+                }
+            }
+        }
+    }
+    let least: BTreeSet<usize> = known.values().flatten().map(|(_, number)| *number).collect();
+    of.values_mut().for_each(|numbers| numbers.retain(|number| least.contains(number)));
+    of
+}
+
+/// A few sizes that together have all numbers.
+fn cover(of: &BTreeMap<u64, BTreeSet<usize>>) -> Vec<u64> {
+    let mut missing: BTreeSet<usize> = of.values().flatten().copied().collect();
+    let mut sizes = BTreeSet::new();
+    while !missing.is_empty() {
+        let new = |numbers: &BTreeSet<usize>| numbers.intersection(&missing).count();
+        // Of those with most, the smallest.
+        let best = of.iter().rev().max_by_key(|(_, numbers)| new(numbers)).expect("some size has it");
+        sizes.insert(*best.0);
+        best.1.iter().for_each(|number| {
+            missing.remove(number);
+        });
+    }
+    sizes.into_iter().collect()
 }

@@ -66,6 +66,9 @@ impl fmt::Display for Kind {
             Kind::TooLarge { what, limit } => {
                 write!(f, "not decided, and so rejected: more than {limit} {what}")
             }
+            Kind::Turns { why } => {
+                write!(f, "not decided for every number of turns of the pipeline, and so rejected: {why}")
+            }
             Kind::Operation { why } => write!(f, "impossible operation: {why}"),
             Kind::Bounds { chunks, rank, buffer, have } => write!(
                 f,

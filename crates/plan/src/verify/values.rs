@@ -8,7 +8,7 @@ use super::cells::{Cells, buffer};
 use super::expect::{Expectation, Expected};
 use super::finding::{Finding, Kind, Mistake, Served};
 use super::program::{Move, Program, View, What};
-use super::runs::{Runs, State, Watch};
+use super::runs::{Goal, Hold, Runs, State, Watch};
 use super::schedule::Schedule;
 use crate::ids::Rank;
 use crate::op::{BufferType, ReduceOp};
@@ -144,7 +144,10 @@ pub(super) fn check_runs(
     limit: usize,
 ) -> Result<(Vec<Finding>, Left), Kind> {
     let mut run = Run::new(program, cells, expectation, limit);
-    let stuck = runs.watch(run.holds.clone(), &mut run)?;
+    let stuck = match runs.find(Hold { alone: true, ..Hold::default() }, Goal::Deadlock)? {
+        None => runs.watch(run.holds.clone(), &mut run)?,
+        stuck => stuck,
+    };
     if run.values.contributions > LIMIT {
         return Err(Kind::TooLarge { what: "contributions", limit: LIMIT as u64 });
     }

@@ -6,8 +6,9 @@ mod oracle;
 mod orders;
 mod plans;
 mod random;
+mod sizes;
 
-use antiphon_plan::verify::{Expectation, Expected, Options, Report, Source, verify};
+use antiphon_plan::verify::{Expectation, Expected, Hazard, Kind, Options, Report, Source, verify};
 use antiphon_plan::{Plan, Rank, ReduceOp};
 
 #[test]
@@ -67,4 +68,52 @@ fn a_table_takes_the_place_of_the_collective() {
         text.contains("must hold rank 1's input (chunk 0), and holds rank 0's input (chunk 0)"),
         "{text}"
     );
+}
+
+/// Rank 1's output holds rank 0's input, chunk by chunk.
+fn handed_over() -> Options {
+    let row = |index| Expected {
+        rank: Rank(1),
+        index,
+        size: 1,
+        from: vec![Source { rank: Rank(0), index }],
+        op: ReduceOp::Sum,
+    };
+    Options { expectation: Some(Expectation::Table((0..2).map(row).collect())) }
+}
+
+fn races(report: &Report) -> Vec<Hazard> {
+    let hazard = |kind: &Kind| match kind {
+        Kind::Race { hazard, .. } => Some(*hazard),
+        _ => None,
+    };
+    report.errors().filter_map(|error| hazard(&error.kind)).collect()
+}
+
+/// A relaxed signal or wait does not show what was written before it: the reader may find what was there before.
+#[test]
+fn data_behind_a_relaxed_signal_need_not_be_seen() {
+    for relaxed in [[true, false], [false, true], [true, true]] {
+        let plan = plans::hand_over(relaxed, Some([true, true])).expect("a plan");
+        let report = verify(&plan, &handed_over());
+        let races = races(&report);
+        assert!(!races.is_empty() && races.iter().all(|race| *race == Hazard::ReadAfterWrite), "{report}");
+        assert_eq!(report.errors().count(), races.len(), "{report}");
+    }
+    let plan = plans::hand_over([false, false], Some([true, true])).expect("a plan");
+    let report = verify(&plan, &handed_over());
+    assert!(report.proved && report.meaning, "{report}");
+}
+
+/// What was read before a relaxed signal may be overwritten behind it: reading leaves nothing to be seen. But not without
+/// any signal.
+#[test]
+fn a_relaxed_signal_is_enough_to_overwrite() {
+    for relaxed in [[true, true], [true, false], [false, true], [false, false]] {
+        let plan = plans::hand_over([false, false], Some(relaxed)).expect("a plan");
+        let report = verify(&plan, &handed_over());
+        assert!(report.proved && report.meaning, "{relaxed:?}: {report}");
+    }
+    let plan = plans::hand_over([false, false], None).expect("a plan");
+    assert!(!races(&verify(&plan, &handed_over())).is_empty());
 }

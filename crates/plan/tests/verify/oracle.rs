@@ -4,11 +4,22 @@
 //! would: between two meetings of its threads a block has its operations begin in any order, and each is under way for a
 //! while; no two that conflict may be under way together, and none may touch a caller's buffers when their rank has ended.
 //! What ports were given goes on behind the block's back, in order.
+//!
+//! Chunks are a few units long, a unit being the alignment, and everything is told for each unit of each buffer (a *cell*):
+//! which inputs it holds, and, if there are relaxed signals, which blocks have been told of the last write. A block may
+//! touch only what it has been told of.
+//!
+//! Packets and plain data of scratch may share bytes, and then end each other. Plain data may equal any flag: nobody may
+//! look for packets where they lie, be they of this launch or of the one before.
 
-use std::collections::{HashSet, VecDeque};
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::ops::Range;
 
+use antiphon_plan::verify::{Expected, Source};
 use antiphon_plan::{
-    Access, Block, BufferType, ChannelType, Mode, NotifyKind, OpKind, Plan, Put, PutKind, Rank, Wiring,
+    Access, Block, BufferType, ChannelIndex, ChannelType, GroupShare, Mode, Notify, NotifyKind, OpKind,
+    Pipeline, Plan, Put, PutKind, Rank, ReduceOp, Wiring,
 };
 
 /// What can go wrong.
@@ -19,6 +30,7 @@ pub enum Bad {
     Late,
     Unbalanced,
     Unwritten,
+    Wrong,
     /// Plain data taken for packets: they may equal the flag.
     Mistaken,
 }
@@ -26,40 +38,103 @@ pub enum Bad {
 /// More states than these are not tried.
 const STATES: usize = 300_000;
 
+/// Cells, as bits.
+type Mask = u128;
+
+/// The place of what inputs a cell holds among all that any holds.
+type Value = u32;
+const NOTHING: Value = 0;
+
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct State {
     /// Of each block, the phase's first operation.
     from: Vec<usize>,
-    /// Of each block, what operations of the phase are: 0 to do, 1 under way, 2 done.
+    /// Of each block, what operations of the phase are: 0 to do, 1 under way, 2 done. Those that take from several counters
+    /// have from there on, as bits, from which they have.
     phase: Vec<Vec<u8>>,
     counts: Vec<i64>,
-    /// Of each block, what its ports have to do: (port, operation, whether it is under way).
-    ports: Vec<VecDeque<(u32, usize, bool)>>,
-    /// Packets that have been written: rank and chunk.
-    packets: Vec<(u32, u64)>,
-    /// Plain bytes that have been written or given: rank, buffer, chunk.
-    written: Vec<(u32, BufferType, u64)>,
-    /// Where plain data lie in place of packets, perhaps of the launch before: rank and chunk.
-    spoilt: Vec<(u32, u64)>,
+    /// Of each block, what its ports have to do.
+    ports: Vec<VecDeque<Pushed>>,
+    /// What each cell holds.
+    holds: Vec<Value>,
+    /// Where plain data lie in place of packets, perhaps of the launch before.
+    spoilt: Mask,
+    /// Who has been told what; empty if there is nothing relaxed.
+    told: Told,
 }
+
+/// What a block gave one of its ports.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Pushed {
+    port: u32,
+    op: usize,
+    under_way: bool,
+    /// What the block had been told.
+    told: Mask,
+}
+
+/// Of which cells who has been told the last write.
+#[derive(Clone, Default, PartialEq, Eq, Hash)]
+struct Told {
+    /// Of each block, when its threads met last.
+    blocks: Vec<Mask>,
+    /// What comes to that when they meet next.
+    news: Vec<Mask>,
+    /// Each port of each block.
+    ports: Vec<Vec<Mask>>,
+    /// Of each counter, what those tell that have been added and not taken.
+    signals: Vec<VecDeque<Mask>>,
+    /// Of each cell of packets, what its writer had been told.
+    packets: Vec<Mask>,
+}
+
+impl Told {
+    fn all(&mut self) -> impl Iterator<Item = &mut Mask> {
+        let Told { blocks, news, ports, signals, packets } = self;
+        let many = ports.iter_mut().flatten().chain(signals.iter_mut().flatten());
+        blocks.iter_mut().chain(news).chain(packets).chain(many)
+    }
+}
+
+/// An operation in one turn.
+struct Item<'a> {
+    kind: &'a OpKind,
+    /// Unit by unit, from which cells to which.
+    pieces: Vec<(Vec<usize>, Vec<usize>)>,
+    reads: Mask,
+    writes: Mask,
+    /// The same and what shares bytes with it.
+    bytes: [Mask; 2],
+}
+
+/// A cell: rank, buffer, whether it is for packets, and unit.
+type Cell = (Rank, BufferType, bool, u64);
 
 pub struct Oracle<'a> {
     plan: &'a Plan,
     blocks: Vec<Block<'a>>,
+    items: Vec<Vec<Item<'a>>>,
+    cells: Vec<Cell>,
+    /// Of each cell, those of the other kind that share bytes with it.
+    shared: Vec<Mask>,
     wiring: Wiring,
+    /// Of which cells there must be which inputs.
+    expected: Vec<(usize, Vec<usize>)>,
+    values: RefCell<Vec<Vec<usize>>>,
     /// Whether blocks have many threads.
     many: bool,
+    relaxed: bool,
 }
 
-/// What can go wrong with a plan, if anything can; `Err` if it has too many states.
-pub fn judge(plan: &Plan) -> Result<Option<Bad>, ()> {
-    let oracle = |many| Oracle { plan, blocks: Block::all(plan).collect(), wiring: Wiring::new(plan), many };
-    let mut spoilt = Vec::new();
+/// What can go wrong with a plan at chunks of some units, of which the outputs must hold this, if anything can; `Err` if it
+/// has too many states.
+pub fn judge_at(plan: &Plan, units: u64, expected: &[Expected]) -> Result<Option<Bad>, ()> {
+    let mut spoilt = 0;
     // What a launch leaves in place of packets, the next one finds.
     for launch in 0..2 {
         for many in [false, true] {
-            if (launch == 0 || !spoilt.is_empty())
-                && let bad @ Some(_) = oracle(many).explore(&mut spoilt)?
+            if (launch == 0 || spoilt != 0)
+                && let bad @ Some(_) = Oracle::new(plan, units, expected, many).explore(&mut spoilt)?.0
             {
                 return Ok(bad);
             }
@@ -68,28 +143,157 @@ pub fn judge(plan: &Plan) -> Result<Option<Bad>, ()> {
     Ok(None)
 }
 
-impl Oracle<'_> {
-    fn explore(&self, spoilt: &mut Vec<(u32, u64)>) -> Result<Option<Bad>, ()> {
-        let mut start = self.start();
-        start.spoilt.clone_from(spoilt);
+/// What the outputs hold at the end of some run, chunk by chunk, where they hold the same everywhere in a chunk.
+pub fn outputs(plan: &Plan) -> Option<Vec<Expected>> {
+    let oracle = Oracle::new(plan, 1, &[], false);
+    let Ok((None, Some(end))) = oracle.explore(&mut 0) else { return None };
+    let values = oracle.values.borrow();
+    let row = |(cell, &(rank, buffer, packets, index)): (usize, &Cell)| {
+        let value = &values[end.holds[cell] as usize];
+        let from =
+            value.iter().map(|&cell| Source { rank: oracle.cells[cell].0, index: oracle.cells[cell].3 });
+        let from: Vec<_> = from.collect();
+        let is_output = !packets && buffer == home(plan, BufferType::Output);
+        (is_output && !from.is_empty()).then_some(Expected {
+            rank,
+            index,
+            size: 1,
+            from,
+            op: reduction(plan),
+        })
+    };
+    Some(oracle.cells.iter().enumerate().filter_map(row).collect())
+}
+
+/// In place, of an all-reduce or what has no name, input and output are the same.
+fn home(plan: &Plan, buffer: BufferType) -> BufferType {
+    match buffer {
+        BufferType::Output if plan.inplace => BufferType::Input,
+        buffer => buffer,
+    }
+}
+
+/// Plans have one reduction.
+fn reduction(plan: &Plan) -> ReduceOp {
+    let ops = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
+    let mut found = ops.filter_map(|op| match &op.kind {
+        OpKind::Reduce(reduce) => Some(reduce.op),
+        _ => None,
+    });
+    found.next().unwrap_or(ReduceOp::Sum)
+}
+
+/// Of some units, those of one thread block of a group, and of these those of one turn.
+fn units(all: Range<u64>, group: Option<GroupShare>, turn: Option<(u64, u64)>) -> Range<u64> {
+    let mut own = all.clone();
+    if let Some(GroupShare { tb_id, tbg_size }) = group {
+        // The first gets the first unit, and so on in turns; then each takes as many in one piece.
+        let len = |block: u32| all.clone().skip(block as usize).step_by(tbg_size as usize).count() as u64;
+        let before: u64 = (0..tb_id).map(len).sum();
+        own = all.start + before..all.start + before + len(tb_id);
+    }
+    match turn {
+        Some((turn, unit)) => {
+            let at = |turn: u64| (own.start + turn * unit).min(own.end);
+            at(turn)..at(turn + 1)
+        }
+        None => own,
+    }
+}
+
+impl<'a> Oracle<'a> {
+    fn new(plan: &'a Plan, chunk: u64, expected: &[Expected], many: bool) -> Self {
+        let mut cells = Vec::new();
+        let mut numbers: HashMap<Cell, usize> = HashMap::new();
+        let mut number = |cell: Cell| {
+            *numbers.entry(cell).or_insert_with(|| {
+                cells.push(cell);
+                cells.len() - 1
+            })
+        };
+        let expected = expected.iter().flat_map(|row| (0..row.size * chunk).map(move |unit| (row, unit)));
+        let expected: Vec<_> = expected
+            .map(|(row, unit)| {
+                let to = (row.rank, home(plan, BufferType::Output), false, row.index * chunk + unit);
+                let from = row
+                    .from
+                    .iter()
+                    .map(|from| (from.rank, BufferType::Input, false, from.index * chunk + unit));
+                let mut from: Vec<_> = from.map(&mut number).collect();
+                from.sort_unstable();
+                (number(to), from)
+            })
+            .collect();
+        for gpu in &plan.gpus {
+            for unit in 0..gpu.input_chunks * chunk {
+                number((gpu.id, BufferType::Input, false, unit));
+            }
+        }
+        let blocks: Vec<_> = Block::all(plan).collect();
+        let items = blocks.iter().map(|block| {
+            let mut items = Vec::new();
+            for op in &block.get().ops {
+                let OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) = &op.kind else {
+                    items.push(pieces(plan, block, &op.kind, chunk, None, &mut number));
+                    continue;
+                };
+                let unit = unit_size / plan.buffer_alignment;
+                for turn in (0..num_chunks * chunk).step_by(unit as usize).map(|at| at / unit) {
+                    let turn = Some((turn, unit));
+                    items
+                        .extend(ops.iter().map(|op| pieces(plan, block, &op.kind, chunk, turn, &mut number)));
+                }
+            }
+            items
+        });
+        let items: Vec<Vec<_>> = items.collect();
+        let shared: Vec<Mask> = cells.iter().map(|cell| sharing(&cells, cell)).collect();
+        let of = |(kind, pieces)| Item::of(kind, pieces, &shared);
+        let mut items: Vec<Vec<Item<'_>>> =
+            items.into_iter().map(|items| items.into_iter().map(of).collect()).collect();
+        if many {
+            // Each packet by itself: it is read once it is there, whatever the others do.
+            let packets = |item: &Item<'_>| {
+                let port = matches!(item.kind, OpKind::Put(Put { channel_type: ChannelType::Port, .. }));
+                !port && item.pieces.iter().any(|(from, to)| from.iter().chain(to).any(|&cell| cells[cell].2))
+            };
+            let split = |item: Item<'a>| match packets(&item) {
+                true => {
+                    item.pieces.into_iter().map(|piece| Item::of(item.kind, vec![piece], &shared)).collect()
+                }
+                false => vec![item],
+            };
+            items = items.into_iter().map(|items| items.into_iter().flat_map(split).collect()).collect();
+        }
+        let relaxed = |item: &Item<'_>| matches!(item.kind, OpKind::Notify(Notify { relaxed: true, .. }));
+        let relaxed = many && items.iter().flatten().any(relaxed);
+        assert!(cells.len() <= Mask::BITS as usize);
+        let values = RefCell::new(vec![Vec::new()]);
+        let wiring = Wiring::new(plan);
+        Oracle { plan, blocks, items, cells, shared, wiring, expected, values, many, relaxed }
+    }
+
+    /// What is wrong with some run, if anything is with any, and the end of a run. `spoilt` is what runs before left in
+    /// place of packets, and then these too.
+    fn explore(&self, spoilt: &mut Mask) -> Result<(Option<Bad>, Option<State>), ()> {
+        let start = State { spoilt: *spoilt, ..self.start() };
         let mut seen = HashSet::from([start.clone()]);
         let mut todo = vec![start.clone()];
+        let mut end = None;
         while let Some(state) = todo.pop() {
             if let Some(bad) = self.bad(&state) {
-                return Ok(Some(bad));
+                return Ok((Some(bad), end));
             }
             let next = match self.next(&state) {
                 Ok(next) => next,
-                Err(bad) => return Ok(Some(bad)),
+                Err(bad) => return Ok((Some(bad), end)),
             };
             if next.is_empty() {
-                if (0..self.blocks.len()).any(|block| !self.ended(&state, block)) {
-                    return Ok(Some(Bad::Deadlock));
+                if let Some(bad) = self.bad_end(&state, &start) {
+                    return Ok((Some(bad), end));
                 }
-                if state.counts != start.counts {
-                    return Ok(Some(Bad::Unbalanced));
-                }
-                spoilt.extend(&state.spoilt);
+                *spoilt |= state.spoilt;
+                end = Some(state);
             }
             for state in next {
                 if seen.insert(state.clone()) {
@@ -100,32 +304,94 @@ impl Oracle<'_> {
                 return Err(());
             }
         }
-        Ok(None)
+        Ok((None, end))
+    }
+
+    fn bad_end(&self, state: &State, start: &State) -> Option<Bad> {
+        if (0..self.blocks.len()).any(|block| !self.ended(state, block)) {
+            return Some(Bad::Deadlock);
+        }
+        if state.counts != start.counts {
+            return Some(Bad::Unbalanced);
+        }
+        if self.relaxed {
+            for gpu in &self.plan.gpus {
+                let of = (0..self.blocks.len()).filter(|&block| self.blocks[block].rank() == gpu.id);
+                let Told { blocks, news, ports, .. } = &state.told;
+                let told =
+                    of.flat_map(|block| ports[block].iter().copied().chain([blocks[block], news[block]]));
+                let told = told.fold(0, |all, each| all | each);
+                let callers = |&(rank, buffer, packets, _): &Cell| {
+                    rank == gpu.id && buffer != BufferType::Scratch && !packets
+                };
+                if self.cells.iter().enumerate().any(|(cell, of)| callers(of) && told & 1 << cell == 0) {
+                    return Some(Bad::Late);
+                }
+            }
+        }
+        let values = self.values.borrow();
+        let wrong = |(cell, from): &(usize, Vec<usize>)| values[state.holds[*cell] as usize] != *from;
+        self.expected.iter().any(wrong).then_some(Bad::Wrong)
+    }
+
+    fn value(&self, inputs: Vec<usize>) -> Value {
+        let mut values = self.values.borrow_mut();
+        let known = values.iter().position(|value| *value == inputs);
+        known.unwrap_or_else(|| {
+            values.push(inputs);
+            values.len() - 1
+        }) as Value
     }
 
     fn start(&self) -> State {
         let mut counts = Vec::new();
-        let mut written = Vec::new();
         for gpu in &self.plan.gpus {
             counts.extend(gpu.peers(ChannelType::Memory).iter().map(|_| 0));
             counts.extend(gpu.peers(ChannelType::Port).iter().map(|_| 0));
             counts.extend(gpu.semaphores.iter().map(|semaphore| semaphore.init_value));
-            written.extend((0..gpu.input_chunks).map(|chunk| (gpu.id.0, BufferType::Input, chunk)));
         }
         let blocks = self.blocks.len();
+        let holds = self.cells.iter().enumerate().map(|(cell, &(rank, buffer, packets, unit))| {
+            let chunk = unit < self.input_units(rank);
+            match buffer == BufferType::Input && !packets && chunk {
+                true => self.value(vec![cell]),
+                false => NOTHING,
+            }
+        });
+        let holds = holds.collect();
+        let told = match self.relaxed {
+            true => Told {
+                blocks: vec![Mask::MAX; blocks],
+                news: vec![0; blocks],
+                ports: self
+                    .blocks
+                    .iter()
+                    .map(|block| vec![0; block.gpu().peers(ChannelType::Port).len()])
+                    .collect(),
+                signals: counts.iter().map(|&count| (0..count).map(|_| 0).collect()).collect(),
+                packets: vec![0; self.cells.len()],
+            },
+            false => Told::default(),
+        };
         State {
             from: vec![0; blocks],
             phase: (0..blocks).map(|block| vec![0; self.phase_len(block, 0)]).collect(),
             counts,
             ports: vec![VecDeque::new(); blocks],
-            packets: Vec::new(),
-            written,
-            spoilt: Vec::new(),
+            holds,
+            spoilt: 0,
+            told,
         }
     }
 
+    fn input_units(&self, rank: Rank) -> u64 {
+        let inputs =
+            self.cells.iter().filter(|cell| cell.0 == rank && cell.1 == BufferType::Input && !cell.2);
+        inputs.map(|cell| cell.3 + 1).max().unwrap_or(0)
+    }
+
     fn ops(&self, block: usize) -> impl Iterator<Item = &OpKind> {
-        self.blocks[block].get().ops.iter().map(|op| &op.kind)
+        self.items[block].iter().map(|item| item.kind)
     }
 
     /// How many operations stand before the next meeting; alone, one.
@@ -146,40 +412,36 @@ impl Oracle<'_> {
         for block in 0..self.blocks.len() {
             let phase = state.phase[block].iter().enumerate().filter(|(_, op)| **op == 1);
             all.extend(phase.map(|(at, _)| (block, state.from[block] + at)));
-            let ports = state.ports[block].iter().filter(|(.., under_way)| *under_way);
-            all.extend(ports.map(|&(_, op, _)| (block, op)));
+            let ports = state.ports[block].iter().filter(|pushed| pushed.under_way);
+            all.extend(ports.map(|pushed| (block, pushed.op)));
         }
-        all
-    }
-
-    fn accesses(&self, block: usize, op: usize) -> Vec<Access> {
-        let mut all = Vec::new();
-        let kind = self.ops(block).nth(op).expect("an operation");
-        self.blocks[block].accesses(kind, |access| all.push(access));
         all
     }
 
     fn bad(&self, state: &State) -> Option<Bad> {
         let under_way = self.under_way(state);
         for (at, &(block, op)) in under_way.iter().enumerate() {
-            let accesses = self.accesses(block, op);
-            for access in &accesses {
-                let own = access.rank == self.blocks[block].rank();
-                if !own && access.buffer != BufferType::Scratch && self.rank_ended(state, access.rank) {
+            let item = &self.items[block][op];
+            for &(rank, buffer, ..) in self.of(item.reads | item.writes) {
+                let own = rank == self.blocks[block].rank();
+                if !own && buffer != BufferType::Scratch && self.rank_ended(state, rank) {
                     return Some(Bad::Late);
                 }
-                if accesses.iter().any(|other| other.packets != access.packets && conflict(access, other)) {
-                    return Some(Bad::Race);
-                }
             }
-            for &(other_block, other_op) in &under_way[..at] {
-                let others = self.accesses(other_block, other_op);
-                if accesses.iter().any(|one| others.iter().any(|other| conflict(one, other))) {
-                    return Some(Bad::Race);
-                }
+            // A move reads a byte before it writes it, but not as something else.
+            let [reads, writes] = [item.bytes[0] & !item.reads, item.bytes[1] & !item.writes];
+            if item.writes & (reads | writes) | item.reads & writes != 0 {
+                return Some(Bad::Race);
+            }
+            if under_way[..at].iter().any(|&(block, op)| conflict(item, &self.items[block][op])) {
+                return Some(Bad::Race);
             }
         }
         None
+    }
+
+    fn of(&self, mask: Mask) -> impl Iterator<Item = &Cell> {
+        self.cells.iter().enumerate().filter(move |(cell, _)| mask & 1 << cell != 0).map(|(_, cell)| cell)
     }
 
     fn rank_ended(&self, state: &State, rank: Rank) -> bool {
@@ -202,98 +464,106 @@ impl Oracle<'_> {
     }
 
     /// An operation begins, or ends.
-    fn step(&self, state: &State, block: usize, at: usize) -> Result<Option<State>, Bad> {
+    fn step(&self, state: &State, block: usize, at: usize) -> Result<Vec<State>, Bad> {
         let mut after = state.clone();
         let op = state.from[block] + at;
-        let kind = self.ops(block).nth(op).expect("an operation");
+        let kind = self.items[block][op].kind;
         match state.phase[block][at] {
             1 => {
                 after.phase[block][at] = 2;
-                self.write(&mut after, block, op);
-                return Ok(Some(after));
+                self.write(&mut after, block, op, None);
+                return Ok(vec![after]);
             }
-            2 => return Ok(None),
+            2 => return Ok(Vec::new()),
             _ => {}
         }
         if !self.many && state.phase[block][..at].iter().any(|&op| op != 2) {
-            return Ok(None);
+            return Ok(Vec::new());
         }
         after.phase[block][at] = 2;
         match kind {
             OpKind::Notify(notify) if notify.kind == NotifyKind::Flush => {
-                let done = state.ports[block].iter().all(|&(port, pushed, _)| {
-                    pushed > op || notify.channels.iter().all(|index| index.0 != port)
+                let done = state.ports[block].iter().all(|pushed| {
+                    pushed.op > op || notify.channels.iter().all(|index| index.0 != pushed.port)
                 });
                 // In order with what is pushed before and after.
                 if !done || !self.pushes_before_begun(state, block, at) {
-                    return Ok(None);
+                    return Ok(Vec::new());
+                }
+                if self.relaxed {
+                    for &index in &notify.channels {
+                        after.told.news[block] |= state.told.ports[block][index.index()];
+                    }
                 }
             }
             OpKind::Notify(notify) if notify.kind == NotifyKind::Signal => {
                 for &index in &notify.channels {
                     if notify.channel_type == ChannelType::Port {
                         if !self.pushes_before_begun(state, block, at) {
-                            return Ok(None);
+                            return Ok(Vec::new());
                         }
-                        after.ports[block].push_back((index.0, op, false));
+                        after.ports[block].push_back(self.pushed(state, block, index, op));
                     } else {
-                        after.counts[self.peers_count(block, notify.channel_type, index)] += 1;
+                        let told = if notify.relaxed { 0 } else { self.told(state, block) };
+                        self.add(&mut after, self.peers_count(block, notify.channel_type, index), told);
                     }
                 }
             }
             OpKind::Notify(notify) => {
-                for &index in &notify.channels {
-                    let of = notify.channel_type;
+                let of = notify.channel_type;
+                let counter = |&index: &ChannelIndex| {
                     let channel = self.blocks[block].channel(of, index);
-                    let count = &mut after.counts[self.count(self.blocks[block].rank(), of, channel.index())];
-                    *count -= 1;
-                    if *count < 0 {
-                        return Ok(None);
-                    }
-                }
+                    self.count(self.blocks[block].rank(), of, channel.index())
+                };
+                let counters: Vec<_> = notify.channels.iter().map(counter).collect();
+                let relaxed = notify.relaxed && of != ChannelType::Port;
+                return Ok(self.takes(state, [block, at], &counters, relaxed));
             }
             OpKind::Semaphore(op) => {
                 let gpu = self.blocks[block].gpu();
                 let first = self.count(gpu.id, ChannelType::Port, gpu.peers(ChannelType::Port).len());
-                for id in &op.semaphores {
-                    let count = &mut after.counts[first + id.index()];
-                    *count += if op.acquire { -1 } else { 1 };
-                    if op.acquire && *count < 0 {
-                        return Ok(None);
-                    }
+                let counters: Vec<_> = op.semaphores.iter().map(|id| first + id.index()).collect();
+                if op.acquire {
+                    return Ok(self.takes(state, [block, at], &counters, false));
+                }
+                for counter in counters {
+                    self.add(&mut after, counter, self.told(state, block));
                 }
             }
             OpKind::Put(put) if put.channel_type == ChannelType::Port => {
                 if !self.pushes_before_begun(state, block, at) {
-                    return Ok(None);
+                    return Ok(Vec::new());
                 }
-                let waiting = state.ports[block].iter().any(|&(_, pushed, _)| pushed == op);
-                match put.kind {
-                    PutKind::WithSignalAndFlush if waiting => return Ok(None),
-                    _ => after.ports[block].push_back((put.channels[0].0, op, false)),
-                }
+                let [index] = put.channels[..] else { panic!("one channel") };
+                after.ports[block].push_back(self.pushed(state, block, index, op));
             }
             _ => {
-                let reads = self.accesses(block, op);
-                let missing = |access: &&Access| {
-                    let packet = |chunk| state.packets.contains(&(access.rank.0, chunk));
-                    access.mode == Mode::Read && access.packets && !access.chunks.clone().all(packet)
-                };
-                let spoilt = |access: &Access| {
-                    let there = |chunk| state.spoilt.contains(&(access.rank.0, chunk));
-                    access.mode == Mode::Read && access.packets && access.chunks.clone().any(there)
-                };
-                if reads.iter().any(spoilt) {
+                let item = &self.items[block][op];
+                if item.reads & state.spoilt != 0 {
                     return Err(Bad::Mistaken);
                 }
-                if reads.iter().any(|access| missing(&access)) {
-                    return Ok(None);
+                let absent = |cell: &usize| self.cells[*cell].2 && state.holds[*cell] == NOTHING;
+                if item.pieces.iter().any(|(from, _)| from.iter().any(absent)) {
+                    return Ok(Vec::new());
                 }
-                self.read(state, block, op)?;
+                self.read(state, block, op, None)?;
                 after.phase[block][at] = 1;
             }
         }
-        Ok(Some(after))
+        Ok(vec![after])
+    }
+
+    /// An operation takes one of what it takes, in any order: whatever is there.
+    fn takes(&self, state: &State, [block, at]: [usize; 2], counters: &[usize], relaxed: bool) -> Vec<State> {
+        let taken = state.phase[block][at] >> 2;
+        let open = (0..counters.len()).filter(|link| taken & 1 << link == 0);
+        let take = |link: usize| {
+            let mut after = state.clone();
+            let all = taken | 1 << link;
+            after.phase[block][at] = if all.count_ones() as usize == counters.len() { 2 } else { all << 2 };
+            self.take(&mut after, counters[link], block, relaxed).then_some(after)
+        };
+        open.filter_map(take).collect()
     }
 
     /// What a block gives its ports is in order.
@@ -314,29 +584,34 @@ impl Oracle<'_> {
     fn drain(&self, state: &State, block: usize, next: &mut Vec<State>) -> Result<(), Bad> {
         let mut heads = HashSet::new();
         for at in 0..state.ports[block].len() {
-            let (port, op, under_way) = state.ports[block][at];
+            let pushed = &state.ports[block][at];
+            let (port, op) = (pushed.port, pushed.op);
             if !heads.insert(port) {
                 continue;
             }
             let mut after = state.clone();
-            let kind = self.ops(block).nth(op).expect("an operation");
-            match kind {
-                OpKind::Put(_) if !under_way => {
-                    self.read(state, block, op)?;
-                    after.ports[block][at].2 = true;
-                }
+            let index = ChannelIndex(port);
+            let kind = self.items[block][op].kind;
+            if matches!(kind, OpKind::Put(_)) && !pushed.under_way {
+                self.read(state, block, op, Some(pushed))?;
+                after.ports[block][at].under_way = true;
+                next.push(after);
+                continue;
+            }
+            after.ports[block].remove(at);
+            if self.relaxed {
+                after.told.ports[block][index.index()] |= pushed.told;
+            }
+            let signals = match kind {
                 OpKind::Put(put) => {
-                    self.write(&mut after, block, op);
-                    after.ports[block].remove(at);
-                    if put.kind != PutKind::Plain {
-                        after.counts[self.peers_count(block, ChannelType::Port, put.channels[0])] += 1;
-                    }
+                    self.write(&mut after, block, op, Some(pushed));
+                    put.kind != PutKind::Plain && put.kind != PutKind::Packets
                 }
-                _ => {
-                    let index = antiphon_plan::ChannelIndex(port);
-                    after.ports[block].remove(at);
-                    after.counts[self.peers_count(block, ChannelType::Port, index)] += 1;
-                }
+                _ => true,
+            };
+            if signals {
+                let told = if self.relaxed { after.told.ports[block][index.index()] } else { 0 };
+                self.add(&mut after, self.peers_count(block, ChannelType::Port, index), told);
             }
             next.push(after);
         }
@@ -353,7 +628,7 @@ impl Oracle<'_> {
                     self.ops(block).nth(id),
                     Some(OpKind::Put(Put { kind: PutKind::WithSignalAndFlush, .. }))
                 );
-                op == 2 && !(flushes && state.ports[block].iter().any(|&(_, pushed, _)| pushed == id))
+                op == 2 && !(flushes && state.ports[block].iter().any(|pushed| pushed.op == id))
             });
             done.then(|| self.ops(block).nth(state.from[block] + state.phase[block].len())).flatten()
         };
@@ -374,6 +649,13 @@ impl Oracle<'_> {
             _ => return,
         };
         let mut after = state.clone();
+        if self.relaxed {
+            let told = all.iter().fold(0, |told, &block| told | self.at_meeting(state, block));
+            for &block in &all {
+                after.told.blocks[block] = told;
+                after.told.news[block] = 0;
+            }
+        }
         for block in all {
             after.from[block] += state.phase[block].len() + 1;
             after.phase[block] = vec![0; self.phase_len(block, after.from[block])];
@@ -381,46 +663,114 @@ impl Oracle<'_> {
         next.push(after);
     }
 
-    fn read(&self, state: &State, block: usize, op: usize) -> Result<(), Bad> {
-        for access in self.accesses(block, op) {
-            let plain = access.mode == Mode::Read && !access.packets;
-            let there = |chunk| state.written.contains(&(access.rank.0, access.buffer, chunk));
-            if plain && !access.chunks.clone().all(there) {
+    /// What a block knows whose threads meet.
+    fn at_meeting(&self, state: &State, block: usize) -> Mask {
+        let (told, first) = (&state.told, state.from[block]);
+        let flushed = (first..first + state.phase[block].len()).map(|op| match self.items[block][op].kind {
+            OpKind::Put(put) if put.kind == PutKind::WithSignalAndFlush => {
+                told.ports[block][put.channels[0].index()]
+            }
+            _ => 0,
+        });
+        flushed.fold(told.blocks[block] | told.news[block], |all, each| all | each)
+    }
+
+    fn told(&self, state: &State, block: usize) -> Mask {
+        state.told.blocks.get(block).copied().unwrap_or_default()
+    }
+
+    fn pushed(&self, state: &State, block: usize, port: ChannelIndex, op: usize) -> Pushed {
+        Pushed { port: port.0, op, under_way: false, told: self.told(state, block) }
+    }
+
+    fn add(&self, after: &mut State, counter: usize, told: Mask) {
+        after.counts[counter] += 1;
+        if self.relaxed {
+            after.told.signals[counter].push_back(told);
+        }
+    }
+
+    fn take(&self, after: &mut State, counter: usize, block: usize, relaxed: bool) -> bool {
+        after.counts[counter] -= 1;
+        if after.counts[counter] < 0 {
+            return false;
+        }
+        if self.relaxed {
+            let told = after.told.signals[counter].pop_front().expect("as many as are counted");
+            after.told.news[block] |= if relaxed { 0 } else { told };
+        }
+        true
+    }
+
+    /// What is known of a piece: by a block or its port, and by who wrote the packets in it.
+    fn known(&self, state: &State, block: usize, from: &[usize], pushed: Option<&Pushed>) -> Mask {
+        let who = match pushed {
+            Some(pushed) => pushed.told | state.told.ports[block][pushed.port as usize],
+            None => state.told.blocks[block],
+        };
+        from.iter().fold(who, |told, &cell| told | state.told.packets[cell])
+    }
+
+    fn read(&self, state: &State, block: usize, op: usize, pushed: Option<&Pushed>) -> Result<(), Bad> {
+        for (from, to) in &self.items[block][op].pieces {
+            if self.relaxed {
+                let known = self.known(state, block, from, pushed);
+                let plain = from.iter().filter(|&&cell| !self.cells[cell].2);
+                let unknown = |&cell: &usize| (1 << cell | self.shared[cell]) & !known != 0;
+                if plain.chain(to).any(unknown) {
+                    return Err(Bad::Race);
+                }
+            }
+            if from.iter().any(|&cell| state.holds[cell] == NOTHING) {
                 return Err(Bad::Unwritten);
             }
         }
         Ok(())
     }
 
-    fn write(&self, after: &mut State, block: usize, op: usize) {
-        for access in self.accesses(block, op).into_iter().filter(|access| access.mode == Mode::Write) {
-            for chunk in access.chunks {
-                let rank = access.rank.0;
-                let scratch = access.buffer == BufferType::Scratch;
-                match access.packets {
-                    true => {
-                        after.packets.push((rank, chunk));
-                        after.spoilt.retain(|other| *other != (rank, chunk));
-                        after.written.retain(|&(of, buffer, plain)| {
-                            of != rank || buffer != BufferType::Scratch || plain / 2 != chunk
-                        });
+    /// What an operation wrote is there, and its block or port knows.
+    fn write(&self, after: &mut State, block: usize, op: usize, pushed: Option<&Pushed>) {
+        let item = &self.items[block][op];
+        for (from, to) in &item.pieces {
+            let mut inputs = Vec::new();
+            for &cell in from {
+                inputs.extend_from_slice(&self.values.borrow()[after.holds[cell] as usize]);
+            }
+            inputs.sort_unstable();
+            if reduction(self.plan) != ReduceOp::Sum {
+                inputs.dedup();
+            }
+            let value = self.value(inputs);
+            let written = to.iter().fold(0, |all, &cell| all | 1 << cell | self.shared[cell]);
+            if self.relaxed {
+                let known = self.known(after, block, from, pushed);
+                after.told.all().for_each(|told| *told &= !written);
+                after.ports.iter_mut().flatten().for_each(|pushed| pushed.told &= !written);
+                for &cell in to {
+                    if self.cells[cell].2 && after.holds[cell] == NOTHING {
+                        after.told.packets[cell] = known | written;
                     }
-                    false => {
-                        after.written.push((rank, access.buffer, chunk));
-                        if scratch {
-                            after.packets.retain(|other| *other != (rank, chunk / 2));
-                            after.spoilt.push((rank, chunk / 2));
-                        }
+                }
+                match pushed {
+                    Some(pushed) => after.told.ports[block][pushed.port as usize] |= written,
+                    None => {
+                        let behind = from.iter().fold(0, |told, &cell| told | after.told.packets[cell]);
+                        after.told.news[block] |= written | behind;
                     }
                 }
             }
+            for &cell in to {
+                for other in (0..self.cells.len()).filter(|other| self.shared[cell] & 1 << other != 0) {
+                    after.holds[other] = NOTHING;
+                }
+                if self.cells[cell].2 {
+                    after.spoilt &= !(1 << cell);
+                } else {
+                    after.spoilt |= self.shared[cell];
+                }
+            }
+            to.iter().for_each(|&cell| after.holds[cell] = value);
         }
-        after.packets.sort_unstable();
-        after.packets.dedup();
-        after.spoilt.sort_unstable();
-        after.spoilt.dedup();
-        after.written.sort_unstable();
-        after.written.dedup();
     }
 
     fn count(&self, rank: Rank, of: ChannelType, at: usize) -> usize {
@@ -447,13 +797,64 @@ impl Oracle<'_> {
     }
 }
 
+fn conflict(one: &Item<'_>, other: &Item<'_>) -> bool {
+    let [reads, writes] = other.bytes;
+    one.writes & (reads | writes) | one.reads & writes != 0
+}
+
 /// Packets take twice the bytes of plain data, from twice as far.
-fn conflict(one: &Access, other: &Access) -> bool {
-    let times = |access: &Access| if access.packets && one.packets != other.packets { 2 } else { 1 };
-    let (left, right) = (times(one), times(other));
-    one.rank == other.rank
-        && one.buffer == other.buffer
-        && left * one.chunks.start < right * other.chunks.end
-        && right * other.chunks.start < left * one.chunks.end
-        && (one.mode == Mode::Write || other.mode == Mode::Write)
+fn sharing(cells: &[Cell], &(rank, buffer, packets, unit): &Cell) -> Mask {
+    let shares = |&(_, (of, other, others, at)): &(usize, &Cell)| {
+        let same = (rank, buffer, !packets) == (*of, *other, *others);
+        same && buffer == BufferType::Scratch && if packets { at / 2 == unit } else { *at == unit / 2 }
+    };
+    cells.iter().enumerate().filter(shares).fold(0, |mask, (cell, _)| mask | 1 << cell)
+}
+
+type Pieces = Vec<(Vec<usize>, Vec<usize>)>;
+
+/// What an operation does in one turn.
+fn pieces<'a>(
+    plan: &Plan,
+    block: &Block<'_>,
+    kind: &'a OpKind,
+    chunk: u64,
+    turn: Option<(u64, u64)>,
+    number: &mut impl FnMut(Cell) -> usize,
+) -> (&'a OpKind, Pieces) {
+    let mut accesses = Vec::new();
+    block.accesses(kind, |access| accesses.push(access));
+    let packets = accesses.iter().any(|access| access.packets);
+    let mut cells = |access: &Access| -> Vec<usize> {
+        let Access { rank, buffer, chunks, packets: is_packets, group, .. } = access;
+        let all = chunks.start * chunk..chunks.end * chunk;
+        let units = units(all, *group, turn.filter(|_| !packets));
+        units.map(|unit| number((*rank, home(plan, *buffer), *is_packets, unit))).collect()
+    };
+    let mut of = |mode| -> Vec<Vec<usize>> {
+        accesses.iter().filter(|access| access.mode == mode).map(&mut cells).collect()
+    };
+    let (from, to) = (of(Mode::Read), of(Mode::Write));
+    // Puts of several chunks pair them; all else combines its sources for all destinations.
+    let paired = matches!(kind, OpKind::Put(_) | OpKind::Get(_)) && from.len() == to.len();
+    let each = if paired { 1 } else { usize::MAX };
+    let all = from.chunks(each).zip(to.chunks(each)).flat_map(|(from, to)| {
+        let len = from.first().map_or(0, Vec::len);
+        let at = |unit: usize, of: &[Vec<usize>]| of.iter().map(|cells| cells[unit]).collect();
+        (0..len).map(|unit| (at(unit, from), at(unit, to))).collect::<Vec<_>>()
+    });
+    (kind, all.collect())
+}
+
+impl<'a> Item<'a> {
+    fn of(kind: &'a OpKind, pieces: Pieces, shared: &[Mask]) -> Self {
+        let mask = |cells: &mut dyn Iterator<Item = &usize>| cells.fold(0, |mask, cell| mask | 1 << cell);
+        let reads = mask(&mut pieces.iter().flat_map(|(from, _)| from));
+        let writes = mask(&mut pieces.iter().flat_map(|(_, to)| to));
+        let bytes = [reads, writes].map(|cells| {
+            let each = shared.iter().enumerate().filter(|(cell, _)| cells & 1 << cell != 0);
+            each.fold(cells, |all, (_, shared)| all | shared)
+        });
+        Item { kind, pieces, reads, writes, bytes }
+    }
 }

@@ -159,6 +159,18 @@ fn threads_that_take_side_by_side_may_wait_for_ever() {
     }
 }
 
+/// A block of one thread gives back only what it has taken.
+#[test]
+fn what_many_threads_give_first_one_may_wait_for_ever() {
+    for [first, meets] in [["take:0:1 -", ""], ["take:1 - take:0 -", ""], ["take:0:1 -", "-"]] {
+        let report = judge(&[0, 1], &[first, &format!("take:1 {meets} give:1 - give:0 - give:1")]);
+        let finding = error(&report);
+        assert!(matches!(finding.kind, Kind::Deadlock { .. }), "{report}");
+        assert_eq!(served(finding), [0], "{report}");
+    }
+    proved(&[0, 1], &["take:0 - take:1 -", "take:1 give:1 - give:0 - give:1"]);
+}
+
 #[test]
 fn more_orders_than_can_be_tried_are_refused() {
     let block = "take:0 - give:0 - ".repeat(8);

@@ -299,3 +299,37 @@ pub fn stages() -> Result<Plan> {
     }
     program.plan()
 }
+
+/// Rank 0 puts one chunk after the other into the same place of rank 1's scratch, and rank 1 copies each to its output.
+/// `full` says whether the signal and the wait that tell that a chunk is there are relaxed; `empty`, of those that tell
+/// that it has been copied, if there are any.
+pub fn hand_over(full: [bool; 2], empty: Option<[bool; 2]>) -> Result<Plan> {
+    let program = Program::new("hand_over", &Collective::all_gather(2, 2), Options::default());
+    let scratch = program.rank(1)?.scratch(1)?.chunk(0)?;
+    let (there, back) = (program.memory_channel(1, 0)?, program.memory_channel(0, 1)?);
+    let signal = |channel: &MemoryChannel<'_>, relaxed| match relaxed {
+        true => channel.relaxed_signal(0, BOTH),
+        false => channel.signal(0, BOTH),
+    };
+    let wait = |channel: &MemoryChannel<'_>, relaxed| match relaxed {
+        true => channel.relaxed_wait(0, BOTH),
+        false => channel.wait(0, BOTH),
+    };
+    for part in 0..2 {
+        if let Some([_, relaxed]) = empty
+            && part > 0
+        {
+            wait(&there, relaxed)?;
+        }
+        there.put(scratch, program.rank(0)?.input().chunk(part)?, 0)?;
+        signal(&there, full[0])?;
+        wait(&back, full[1])?;
+        program.rank(1)?.copy(program.rank(1)?.output().chunk(part)?, scratch, 0)?;
+        if let Some([relaxed, _]) = empty
+            && part == 0
+        {
+            signal(&back, relaxed)?;
+        }
+    }
+    program.plan()
+}

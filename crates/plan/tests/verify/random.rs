@@ -1,16 +1,20 @@
 //! Random small plans: the verifier and the model checker agree.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 
-use antiphon_plan::verify::{Kind, Options, verify};
+use antiphon_plan::verify::{Expectation, Expected, Kind, Options, Source, verify, verify_at};
 use antiphon_plan::*;
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
 
 use crate::oracle;
 
+/// What the thread blocks of each of two ranks do.
+type Blocks = [Vec<Vec<OpKind>>; 2];
+
 /// Two ranks with these blocks; all buffers have two chunks; a memory and a port channel each way; two semaphores.
-fn plan(blocks: [&[Vec<OpKind>]; 2]) -> Plan {
+fn plan(blocks: &Blocks) -> Plan {
     let text = r#"{"name": "random", "collective": "custom", "protocol": "LL", "gpus": []}"#;
     let mut plan = Plan::from_json(text.as_bytes()).expect("a plan");
     for rank in 0..2 {
@@ -53,6 +57,27 @@ fn notify(kind: NotifyKind, channel_type: ChannelType) -> OpKind {
 
 fn semaphore(acquire: bool, id: u32) -> OpKind {
     OpKind::Semaphore(SemaphoreOp { acquire, semaphores: vec![SemaphoreId(id)], data_sync: DataSync::NONE })
+}
+
+/// Both semaphores in one operation.
+fn both(acquire: bool) -> OpKind {
+    let semaphores = vec![SemaphoreId(0), SemaphoreId(1)];
+    OpKind::Semaphore(SemaphoreOp { acquire, semaphores, data_sync: DataSync::NONE })
+}
+
+fn reduce(src: Vec<LocalChunk>, remote_src: Option<(u32, u64)>, dst: LocalChunk) -> OpKind {
+    let remote = |(id, index)| RemoteChunk { buffer_id: RemoteBufferIndex(id), index, size: 1 };
+    OpKind::Reduce(Box::new(Reduce {
+        packets: false,
+        src,
+        remote_src: remote_src.map(remote).into_iter().collect(),
+        dst,
+        packet_dst: None,
+        remote_dst: Vec::new(),
+        channel_type: remote_src.map(|_| ChannelType::Memory),
+        op: ReduceOp::Sum,
+        group: None,
+    }))
 }
 
 fn put(kind: PutKind, channel_type: ChannelType, from: LocalChunk, to: (u32, u64)) -> OpKind {
@@ -103,45 +128,234 @@ fn op() -> impl Strategy<Value = OpKind> {
         1 => Just(notify(NotifyKind::Flush, port)),
         2 => (0..2u32).prop_map(|id| semaphore(false, id)),
         2 => (0..2u32).prop_map(|id| semaphore(true, id)),
+        1 => Just(both(true)),
         4 => (from(), to()).prop_map(move |(src, dst)| copy(CopyKind::Plain, src, dst)),
         2 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::Plain, memory, src, dst)),
         1 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::Plain, port, src, dst)),
         2 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::WithSignal, port, src, dst)),
         1 => (from(), remote()).prop_map(move |(src, dst)| put(PutKind::WithSignalAndFlush, port, src, dst)),
+        1 => (from(), from(), to()).prop_map(|(one, other, dst)| reduce(vec![one, other], None, dst)),
+        1 => (from(), (Just(0), 0..2u64), to()).prop_map(|(one, other, dst)| reduce(vec![one], Some(other), dst)),
         1 => from().prop_map(move |src| copy(CopyKind::Pack, src, packets)),
         1 => to().prop_map(move |dst| copy(CopyKind::Unpack, packets, dst)),
         2 => from().prop_map(move |src| put(PutKind::Packets, memory, src, (2, 0))),
     ]
 }
 
+/// How often a rank's blocks take from or add to a semaphore.
+fn count(blocks: &[Vec<OpKind>], acquire: bool, id: u32) -> usize {
+    let times = |op: &OpKind| match op {
+        OpKind::Semaphore(op) if op.acquire == acquire => {
+            op.semaphores.iter().filter(|other| other.0 == id).count()
+        }
+        _ => 0,
+    };
+    blocks.iter().flatten().map(times).sum()
+}
+
 /// Adds what random plans hardly ever have: as much to every counter as is taken from it.
-fn balanced(mut blocks: Vec<Vec<OpKind>>, at: usize) -> Vec<Vec<OpKind>> {
+fn balanced(mut blocks: Blocks, at: usize) -> Blocks {
     for rank in 0..2 {
         for of in [ChannelType::Memory, ChannelType::Port] {
             let wait = notify(NotifyKind::Wait, of);
-            let waits: usize =
-                blocks[2 * rank..2 * rank + 2].iter().flatten().filter(|op| **op == wait).count();
-            let signals = blocks[2 - 2 * rank..4 - 2 * rank].iter().flatten().filter(|op| match op {
+            let waits: usize = blocks[rank].iter().flatten().filter(|op| **op == wait).count();
+            let signals = blocks[1 - rank].iter().flatten().filter(|op| match op {
                 OpKind::Notify(notify) => notify.kind == NotifyKind::Signal && notify.channel_type == of,
                 OpKind::Put(put) => {
                     of == ChannelType::Port && put.kind != PutKind::Plain && put.channel_type == of
                 }
                 _ => false,
             });
+            let signaller = at % blocks[1 - rank].len();
             for _ in signals.count()..waits {
-                blocks[2 - 2 * rank + at % 2].extend([OpKind::Nop, notify(NotifyKind::Signal, of)]);
+                blocks[1 - rank][signaller].extend([OpKind::Nop, notify(NotifyKind::Signal, of)]);
             }
         }
         for id in 0..2 {
-            let count =
-                |op| blocks[2 * rank..2 * rank + 2].iter().flatten().filter(|other| **other == op).count();
-            for _ in count(semaphore(false, id))..count(semaphore(true, id)) {
-                blocks[2 * rank + at % 2].extend([OpKind::Nop, semaphore(false, id)]);
+            let releaser = at % blocks[rank].len();
+            for _ in count(&blocks[rank], false, id)..count(&blocks[rank], true, id) {
+                blocks[rank][releaser].extend([OpKind::Nop, semaphore(false, id)]);
             }
         }
     }
     blocks
 }
+
+/// Of each rank the first two of four blocks, and the others.
+fn in_pairs(mut blocks: Vec<Vec<OpKind>>) -> Blocks {
+    let others = blocks.split_off(2);
+    [blocks, others]
+}
+
+/// One thread block gives another some data, and that does something with it: what they do each, from right plans.
+#[derive(Clone, Debug)]
+struct Handover {
+    /// Through a memory channel, a port, a semaphore, or as packets; or only a signal back.
+    how: usize,
+    /// From which rank.
+    rank: usize,
+    /// What is given, where it goes, and where it ends.
+    from: LocalChunk,
+    at: u64,
+    to: LocalChunk,
+    /// Whether it is added to something.
+    adds: Option<LocalChunk>,
+    /// Whether threads meet between data and signals.
+    meets: [bool; 2],
+}
+
+fn handover() -> impl Strategy<Value = Handover> {
+    let input = || chunk(BufferType::Input);
+    let meets = [prop::bool::weighted(0.9), prop::bool::weighted(0.9)];
+    let to = prop_oneof![8 => chunk(BufferType::Output), 1 => chunk(BufferType::Input)];
+    (0..5usize, 0..2usize, input(), 2..4u64, to, prop::option::weighted(0.3, input()), meets)
+        .prop_map(|(how, rank, from, at, to, adds, meets)| Handover { how, rank, from, at, to, adds, meets })
+}
+
+impl Handover {
+    fn append(&self, blocks: &mut [Vec<OpKind>]) {
+        let (memory, port) = (ChannelType::Memory, ChannelType::Port);
+        let (here, there) = (2 * self.rank, 2 * (1 - self.rank));
+        let scratch = |index| LocalChunk { buffer: BufferType::Scratch, index, size: 1 };
+        let copy = |kind, src, dst| OpKind::Copy(Copy { kind, src, dst, group: None });
+        let taken = match self.adds {
+            Some(other) => reduce(vec![other, scratch(self.at)], None, self.to),
+            None => copy(CopyKind::Plain, scratch(self.at), self.to),
+        };
+        let nop = |meets: bool| meets.then_some(OpKind::Nop);
+        let mut append =
+            |block: usize, ops: Vec<Option<OpKind>>| blocks[block].extend(ops.into_iter().flatten());
+        let [before, behind] = self.meets.map(nop);
+        match self.how {
+            0 => {
+                let data = put(PutKind::Plain, memory, self.from, (2, self.at));
+                append(here, vec![Some(data), before, Some(notify(NotifyKind::Signal, memory))]);
+                append(there, vec![Some(notify(NotifyKind::Wait, memory)), behind, Some(taken)]);
+            }
+            1 => {
+                append(here + 1, vec![before, Some(put(PutKind::WithSignal, port, self.from, (2, self.at)))]);
+                append(there + 1, vec![Some(notify(NotifyKind::Wait, port)), behind, Some(taken)]);
+            }
+            2 => {
+                let data = copy(CopyKind::Plain, self.from, scratch(self.at));
+                append(here, vec![Some(data), before, Some(semaphore(false, 0))]);
+                append(here + 1, vec![Some(semaphore(true, 0)), behind, Some(taken)]);
+            }
+            3 => {
+                append(here, vec![before, Some(put(PutKind::Packets, memory, self.from, (2, 0)))]);
+                append(there + 1, vec![Some(copy(CopyKind::Unpack, scratch(0), self.to)), behind]);
+            }
+            _ => {
+                append(there, vec![before, Some(notify(NotifyKind::Signal, memory))]);
+                append(here, vec![Some(notify(NotifyKind::Wait, memory)), behind]);
+            }
+        }
+    }
+}
+
+/// Some of these, perhaps without one operation.
+fn handovers() -> impl Strategy<Value = Blocks> {
+    let missing = prop::option::weighted(0.3, (0..4usize, 0..6usize));
+    (prop::collection::vec(handover(), 1..4), missing).prop_map(|(all, missing)| {
+        let mut blocks = vec![Vec::new(); 4];
+        all.iter().for_each(|each| each.append(&mut blocks));
+        if let Some((block, op)) = missing
+            && op < blocks[block].len()
+        {
+            blocks[block].remove(op);
+        }
+        in_pairs(blocks)
+    })
+}
+
+/// What is changed about a plan.
+#[derive(Clone, Debug)]
+struct Changes {
+    /// The rank's block that signals and releases what is missing.
+    at: usize,
+    /// Of each rank, whether signals and waits through its memory channel are relaxed.
+    relaxed: [[bool; 2]; 2],
+    /// Of each block, whether its operations stand in a pipeline.
+    turned: Vec<bool>,
+    /// The shares of some operations: of which block, which, and which half.
+    shares: Vec<(usize, usize, u32)>,
+    /// What is expected instead of what comes out: which row, and which input is in it that is not, or is not that is.
+    wrong: Option<(usize, u32, u64)>,
+}
+
+fn changes() -> impl Strategy<Value = Changes> {
+    let turned = prop_oneof![
+        12 => Just(vec![false; 4]),
+        4 => Just(vec![true; 4]),
+        1 => prop::collection::vec(any::<bool>(), 4),
+    ];
+    let relaxed = prop_oneof![2 => Just([[false; 2]; 2]), 1 => any::<[[bool; 2]; 2]>()];
+    let shares =
+        prop_oneof![3 => Just(Vec::new()), 1 => prop::collection::vec((0..4usize, 0..5usize, 0..2u32), 1..4)];
+    let wrong = prop::option::weighted(0.15, (0..4usize, 0..2u32, 0..2u64));
+    (0..2usize, relaxed, turned, shares, wrong).prop_map(|(at, relaxed, turned, shares, wrong)| Changes {
+        at,
+        relaxed,
+        turned,
+        shares,
+        wrong,
+    })
+}
+
+impl Changes {
+    fn apply(&self, mut blocks: Blocks) -> Plan {
+        for &(block, op, tb_id) in &self.shares {
+            let Some(block) = blocks.iter_mut().flatten().nth(block) else { continue };
+            let share = Some(GroupShare { tb_id, tbg_size: 2 });
+            match block.get_mut(op) {
+                Some(OpKind::Copy(copy)) => copy.group = share,
+                Some(OpKind::Put(put)) => put.group = share,
+                Some(OpKind::Reduce(reduce)) => reduce.group = share,
+                _ => {}
+            }
+        }
+        let mut blocks = balanced(blocks, self.at);
+        let all = blocks
+            .iter_mut()
+            .enumerate()
+            .flat_map(|(rank, of)| of.iter_mut().map(move |block| (rank, block)));
+        for (number, (rank, block)) in all.enumerate() {
+            for op in block.iter_mut() {
+                if let OpKind::Notify(notify) = op
+                    && notify.channel_type == ChannelType::Memory
+                {
+                    notify.relaxed = self.relaxed[rank][usize::from(notify.kind == NotifyKind::Wait)];
+                }
+            }
+            if self.turned.get(number) == Some(&true) && !block.is_empty() {
+                let ops = std::mem::take(block).into_iter().map(Op::from).collect();
+                block.push(OpKind::Pipeline(Pipeline { unit_size: UNIT, num_chunks: 1, ops }));
+            }
+        }
+        let mut plan = plan(&blocks);
+        plan.buffer_alignment = UNIT;
+        plan
+    }
+
+    /// What some run delivers, or something else.
+    fn expected(&self, plan: &Plan) -> Vec<Expected> {
+        let mut rows = oracle::outputs(plan).unwrap_or_default();
+        if let Some((row, rank, index)) = self.wrong
+            && !rows.is_empty()
+        {
+            let at = row % rows.len();
+            let (from, source) = (&mut rows[at].from, Source { rank: Rank(rank), index });
+            match from.iter().position(|from| *from == source) {
+                Some(there) if from.len() > 1 => _ = from.remove(there),
+                _ => from.push(source),
+            }
+        }
+        rows
+    }
+}
+
+/// Bytes of the alignment, and of a turn.
+const UNIT: u64 = 8;
 
 /// What the model checker found in how many plans; both sides must be there for the comparison to mean anything.
 #[derive(Default, Debug)]
@@ -150,19 +364,82 @@ struct Seen {
     right_with_data: usize,
     /// Those in which two blocks take from one semaphore: right, and not.
     contended: [usize; 2],
-    bad: std::collections::BTreeMap<String, usize>,
+    /// Those in which packets and plain data share bytes of scratch: right, and not.
+    mixed: [usize; 2],
+    /// With outputs that are judged; those of several inputs; with relaxed signals that are waited for, which are right
+    /// or would be without; with pipelines; with groups.
+    right_with: BTreeMap<&'static str, usize>,
+    bad_with: BTreeMap<&'static str, usize>,
+    bad: BTreeMap<String, usize>,
+}
+
+/// What there is in a plan, flat.
+fn ops(plan: &Plan) -> impl Iterator<Item = &OpKind> {
+    let blocks = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks);
+    let ops = blocks.flat_map(|block| &block.ops).flat_map(|op| match &op.kind {
+        OpKind::Pipeline(pipeline) => &pipeline.ops[..],
+        _ => std::slice::from_ref(op),
+    });
+    ops.map(|op| &op.kind)
+}
+
+/// The same with nothing relaxed.
+fn strict(plan: &Plan) -> Plan {
+    let mut plan = plan.clone();
+    for op in plan.gpus.iter_mut().flat_map(|gpu| &mut gpu.threadblocks).flat_map(|block| &mut block.ops) {
+        let ops = match &mut op.kind {
+            OpKind::Pipeline(pipeline) => &mut pipeline.ops[..],
+            _ => std::slice::from_mut(op),
+        };
+        for op in ops {
+            if let OpKind::Notify(notify) = &mut op.kind {
+                notify.relaxed = false;
+            }
+        }
+    }
+    plan
 }
 
 /// Whether two blocks of a rank take from one semaphore.
 fn contended(plan: &Plan) -> bool {
-    let takes = |block: &ThreadBlock, id| block.ops.iter().any(|op| op.kind == semaphore(true, id));
+    let takes = |block: &ThreadBlock, id| {
+        let ops = block.ops.iter().flat_map(|op| match &op.kind {
+            OpKind::Pipeline(pipeline) => &pipeline.ops[..],
+            _ => std::slice::from_ref(op),
+        });
+        let ops: Vec<_> = ops.map(|op| op.kind.clone()).collect();
+        count(&[ops], true, id) > 0
+    };
     let several =
         |gpu: &Gpu| (0..2).any(|id| gpu.threadblocks.iter().filter(|block| takes(block, id)).count() > 1);
     plan.gpus.iter().any(several)
 }
 
+/// Whether some bytes of scratch are packets and plain data.
+fn mixes(plan: &Plan) -> bool {
+    let mut used = [Vec::new(), Vec::new()];
+    for block in Block::all(plan) {
+        for op in &block.get().ops {
+            let ops = match &op.kind {
+                OpKind::Pipeline(pipeline) => &pipeline.ops[..],
+                _ => std::slice::from_ref(op),
+            };
+            for op in ops {
+                block.accesses(&op.kind, |access| {
+                    if access.buffer == BufferType::Scratch {
+                        let times = if access.packets { 2 } else { 1 };
+                        let bytes = times * access.chunks.start..times * access.chunks.end;
+                        used[usize::from(access.packets)].extend(bytes.map(|at| (access.rank, at)));
+                    }
+                });
+            }
+        }
+    }
+    used[0].iter().any(|at| used[1].contains(at))
+}
+
 /// Of every plan that the model checker can judge, the verifier says the same.
-fn agree<T: std::fmt::Debug>(cases: u32, plans: impl Strategy<Value = T>, plan: impl Fn(T) -> Plan) -> Seen {
+fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
     // Other plans: PROPTEST_CASES=100000 PROPTEST_RNG_SEED=7 cargo test …
     let config = match std::env::var("PROPTEST_CASES") {
         Ok(_) => ProptestConfig { failure_persistence: None, ..ProptestConfig::default() },
@@ -174,40 +451,71 @@ fn agree<T: std::fmt::Debug>(cases: u32, plans: impl Strategy<Value = T>, plan: 
         },
     };
     let seen = RefCell::new(Seen::default());
-    let agree = TestRunner::new(config).run(&plans, |parts| {
-        let plan = plan(parts);
-        let report = verify(&plan, &Options::default());
-        let undecided = |kind: &Kind| matches!(kind, Kind::TooLarge { .. });
-        prop_assert!(!report.errors().any(|error| undecided(&error.kind)), "{}\n{}", report, plan.to_json());
-        let Ok(bad) = oracle::judge(&plan) else { return Ok(()) };
-        prop_assert_eq!(bad.is_none(), report.proved, "{:?}, but {}\n{}", bad, report, plan.to_json());
-        let mut seen = seen.borrow_mut();
-        seen.contended[usize::from(bad.is_some())] += usize::from(contended(&plan));
-        let data = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
-        let data = data.filter(|op| matches!(op.kind, OpKind::Copy(_) | OpKind::Put(_))).count();
-        match bad {
-            None => {
-                seen.right += 1;
-                seen.right_with_data += usize::from(data > 1);
+    let agree = TestRunner::new(config).run(&(blocks, changes()), |(blocks, changes)| {
+        let plan = changes.apply(blocks);
+        let expected = changes.expected(&plan);
+        let options = Options { expectation: Some(Expectation::Table(expected.clone())) };
+        let whole = verify(&plan, &options);
+        for units in 1..3 {
+            let report = verify_at(&plan, &options, units * UNIT);
+            let undecided = |kind: &Kind| matches!(kind, Kind::TooLarge { .. });
+            prop_assert!(!report.errors().any(|error| undecided(&error.kind)), "{}\n{}", report, plan.to_json());
+            let Ok(bad) = oracle::judge_at(&plan, units, &expected) else { continue };
+            prop_assert_eq!(
+                bad.is_none(),
+                report.proved,
+                "{} units: {:?}, but {}\n{}",
+                units,
+                bad,
+                report,
+                plan.to_json()
+            );
+            prop_assert!(bad.is_none() || !whole.proved, "{} units: {:?}\n{}", units, bad, plan.to_json());
+            let mut seen = seen.borrow_mut();
+            let wrong = usize::from(bad.is_some());
+            seen.contended[wrong] += usize::from(contended(&plan));
+            seen.mixed[wrong] += usize::from(mixes(&plan));
+            let data = |op: &&OpKind| matches!(op, OpKind::Copy(_) | OpKind::Put(_) | OpKind::Reduce(_));
+            let relaxed = ops(&plan).any(
+                |op| matches!(op, OpKind::Notify(notify) if notify.relaxed && notify.kind == NotifyKind::Wait),
+            );
+            let with = [
+                ("values", !expected.is_empty()),
+                ("sums", expected.iter().any(|row| row.from.len() > 1)),
+                // Only what is relaxed is wrong about it.
+                ("relaxed", relaxed && (bad.is_none() || oracle::judge_at(&strict(&plan), units, &expected) == Ok(None))),
+                ("pipeline", changes.turned.contains(&true) && ops(&plan).filter(data).count() > 1),
+                ("group", !changes.shares.is_empty() && ops(&plan).filter(data).count() > 1),
+            ];
+            let of = if bad.is_none() { &mut seen.right_with } else { &mut seen.bad_with };
+            with.into_iter().for_each(|(what, has)| *of.entry(what).or_default() += usize::from(has));
+            match bad {
+                None => {
+                    seen.right += 1;
+                    seen.right_with_data += usize::from(ops(&plan).filter(data).count() > 1);
+                }
+                Some(bad) => *seen.bad.entry(format!("{bad:?}")).or_default() += 1,
             }
-            Some(bad) => *seen.bad.entry(format!("{bad:?}")).or_default() += 1,
         }
         Ok(())
     });
     agree.unwrap_or_else(|error| panic!("{error}"));
     let seen = seen.into_inner();
     println!("{seen:?}");
-    assert!(seen.right_with_data > 10 && seen.bad.values().all(|&bad| bad > 5), "{seen:?}");
     seen
+}
+
+/// Whether there are so many on both sides.
+fn enough(with: &BTreeMap<impl Ord, usize>, least: usize) -> bool {
+    with.values().all(|&plans| plans > least)
 }
 
 #[test]
 fn the_verifier_says_what_the_model_checker_says() {
-    let blocks = (prop::collection::vec(prop::collection::vec(op(), 0..5), 4), 0..2usize);
-    agree(2_000, blocks, |(blocks, at)| {
-        let blocks = balanced(blocks, at);
-        plan([&blocks[..2], &blocks[2..]])
-    });
+    let random = prop::collection::vec(prop::collection::vec(op(), 0..5), 4).prop_map(in_pairs);
+    let seen = agree(4_000, prop_oneof![random, handovers()]);
+    assert!(seen.right_with_data > 100 && seen.bad.len() == 6 && enough(&seen.bad, 50), "{seen:?}");
+    assert!(enough(&seen.right_with, 50) && enough(&seen.bad_with, 50), "{seen:?}");
 }
 
 /// Some of an operation between taking and giving back, with the meetings of threads that this needs, mostly.
@@ -223,10 +531,11 @@ fn section() -> impl Strategy<Value = Vec<OpKind>> {
         1 => Just(notify(NotifyKind::Wait, memory)),
     ];
     let meets = prop::collection::vec(prop::bool::weighted(0.8), 3);
-    (0..4u32, data, meets, (0..2u32, 0..2u32)).prop_map(|(kind, data, meets, (from, to))| {
+    (0..4u32, data, meets, (0..3u32, 0..3u32)).prop_map(|(kind, data, meets, (from, to))| {
+        let some = |acquire, id| if id == 2 { both(acquire) } else { semaphore(acquire, id) };
         let mut ops = Vec::new();
         if kind != 1 {
-            ops.push(semaphore(true, if kind == 0 { 1 } else { from }));
+            ops.push(some(true, if kind == 0 { 1 } else { from }));
         }
         let nop = |meets: bool| meets.then_some(OpKind::Nop);
         ops.extend(nop(meets[0]));
@@ -235,7 +544,7 @@ fn section() -> impl Strategy<Value = Vec<OpKind>> {
         }
         ops.extend(nop(meets[1]));
         if kind != 2 {
-            ops.push(semaphore(false, if kind == 0 { 1 } else { to }));
+            ops.push(some(false, if kind == 0 { 1 } else { to }));
         }
         ops.extend(nop(meets[2]));
         ops
@@ -247,10 +556,9 @@ fn section() -> impl Strategy<Value = Vec<OpKind>> {
 fn the_same_where_blocks_take_from_one_semaphore() {
     let block = |sections| prop::collection::vec(section(), sections).prop_map(|each| each.concat());
     let blocks = (prop::collection::vec(block(0..3), 3), block(0..2), 0..3usize);
-    let seen = agree(2_000, blocks, |(mut own, other, at)| {
+    let blocks = blocks.prop_map(|(mut own, other, at)| {
         for id in 0..2 {
-            let count = |op| own.iter().flatten().filter(|other| **other == op).count();
-            let (added, taken) = (count(semaphore(false, id)), count(semaphore(true, id)));
+            let (added, taken) = (count(&own, false, id), count(&own, true, id));
             for _ in added..taken {
                 own[at].extend([OpKind::Nop, semaphore(false, id)]);
             }
@@ -258,8 +566,9 @@ fn the_same_where_blocks_take_from_one_semaphore() {
                 own[(at + 1) % 3].extend([semaphore(true, id), OpKind::Nop]);
             }
         }
-        plan([&own, &[other]])
+        [own, vec![other]]
     });
+    let seen = agree(1_500, blocks);
     assert!(seen.contended.iter().all(|&plans| plans > 50), "{seen:?}");
 }
 
@@ -298,38 +607,10 @@ fn mixed() -> impl Strategy<Value = Vec<OpKind>> {
     ]
 }
 
-/// Whether some bytes of scratch are packets and plain data.
-fn mixes(plan: &Plan) -> bool {
-    let mut used = [Vec::new(), Vec::new()];
-    for block in Block::all(plan) {
-        for op in &block.get().ops {
-            block.accesses(&op.kind, |access| {
-                if access.buffer == BufferType::Scratch {
-                    let times = if access.packets { 2 } else { 1 };
-                    let bytes = times * access.chunks.start..times * access.chunks.end;
-                    used[usize::from(access.packets)].extend(bytes.map(|at| (access.rank, at)));
-                }
-            });
-        }
-    }
-    used[0].iter().any(|at| used[1].contains(at))
-}
-
 #[test]
 fn the_same_where_packets_and_plain_data_share_scratch() {
-    let seen = RefCell::new([0, 0]);
     let block = |len| prop::collection::vec(mixed(), len).prop_map(|each| each.concat());
-    let blocks = ([block(1..5), block(0..3), block(0..3), block(0..1)], 0..2usize);
-    let all = agree(2_000, blocks, |(blocks, at)| {
-        let blocks = balanced(blocks.to_vec(), at);
-        let plan = plan([&blocks[..2], &blocks[2..]]);
-        if mixes(&plan) {
-            let proved = verify(&plan, &Options::default()).proved;
-            seen.borrow_mut()[usize::from(proved)] += 1;
-        }
-        plan
-    });
-    let seen = seen.into_inner();
-    println!("{seen:?} of these mix");
-    assert!(seen.iter().all(|&plans| plans > 20) && all.bad["Mistaken"] > 20, "{seen:?}");
+    let blocks = [block(1..5), block(0..3), block(0..3), block(0..1)];
+    let seen = agree(1_500, blocks.prop_map(|blocks| in_pairs(blocks.to_vec())));
+    assert!(seen.mixed.iter().all(|&plans| plans > 20) && seen.bad["Mistaken"] > 20, "{seen:?}");
 }

@@ -1,0 +1,312 @@
+//! Whether pipelines go well however often they turn.
+//!
+//! Pipelines that signal each other, or meet at barriers, make up a *section*. They turn equally often, and a counter that is
+//! used in one has one thread block that adds to it and one that takes from it, in each turn as much as the other. Then the
+//! `i`-th that is taken in a turn is always the same one, of this turn or of one that is always as many before it: what a
+//! turn waits for does not depend on its number.
+//!
+//! Nobody can be stuck, however many turns there are, if there is a run in which the thread blocks of a section meet before
+//! its first turn and after each: between two such meetings every counter comes to what it was, so that each turn goes as
+//! the first did, and what comes after the last finds what it finds after one. (One run ends if and only if all do; see
+//! [`schedule`](super::schedule).) This run is tried.
+//!
+//! Packets in a pipeline are not passed on between thread blocks.
+//!
+//! What is rejected here may be right, but is nothing that a loop over pieces needs.
+
+use std::collections::{BTreeMap, HashMap};
+
+use super::finding::{Finding, Kind};
+use super::program::{Agent, Counted, Counter, Link, Program, Step, What};
+use super::{cells, lower, schedule};
+use crate::extent::Extent;
+use crate::ids::{Rank, SemaphoreId};
+use crate::op::OpKind;
+use crate::place::Place;
+use crate::plan::Plan;
+use crate::resolve::{Block, Wiring};
+
+/// What of a pipeline must be equal in all of its section: bytes of a turn, and chunks of all turns.
+type Form = (u64, u64);
+
+/// A thread block's pipeline.
+struct Loop {
+    agent: u32,
+    form: Form,
+    /// The steps of all turns, and how many steps each has.
+    steps: std::ops::Range<u32>,
+    turn: u32,
+    /// How often a turn uses what.
+    uses: BTreeMap<Use, u32>,
+    /// Another pipeline of its section; that of the section's first, itself.
+    section: usize,
+}
+
+/// What pipelines meet through.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Use {
+    Adds(u32),
+    Takes(u32),
+    Meets(u32),
+}
+
+/// Why a plan's pipelines may not go well, if they may not.
+///
+/// # Errors
+/// As findings: all sorts that lowering has.
+pub(super) fn check(plan: &Plan, wiring: &Wiring) -> Result<(), Vec<Finding>> {
+    let ops = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
+    if !ops.clone().any(|op| matches!(op.kind, OpKind::Pipeline(_))) {
+        return Ok(());
+    }
+    own_packets(plan).map_err(|place| {
+        reject(plan, vec![place], "packets carry no turn, and thread blocks pass some to each other")
+    })?;
+    let extent = Extent::of_chunk(plan.buffer_alignment, plan.buffer_alignment);
+    let mut program = lower::program(plan, wiring, extent, &mut lower::Budget::new())?;
+    let loops = sections(&program).map_err(|(place, why)| reject(plan, vec![place], why))?;
+    let first = loops.first().map(|first| program.steps[first.steps.start as usize].place);
+    meet(&mut program, &loops);
+    let cells = cells::cut(&mut program, &[]).map_err(|kind| vec![Finding::new(plan, kind, Vec::new())])?;
+    match schedule::run(&program, &cells) {
+        Ok(_) => Ok(()),
+        Err(stuck) => {
+            let places = if stuck.places.is_empty() { first.into_iter().collect() } else { stuck.places };
+            Err(reject(plan, places, "it does not end if its thread blocks take every turn together"))
+        }
+    }
+}
+
+fn reject(plan: &Plan, places: Vec<Place>, why: &str) -> Vec<Finding> {
+    vec![Finding::new(plan, Kind::Turns { why: why.into() }, places)]
+}
+
+/// Packets in a pipeline are those of the first turn, whenever they are read. So a thread block may keep some for itself,
+/// and that is all.
+///
+/// # Errors
+/// Where packets in a pipeline are another thread block's too.
+fn own_packets(plan: &Plan) -> Result<(), Place> {
+    let mut all = vec![Vec::new(); plan.gpus.len()];
+    for block in Block::all(plan) {
+        let mut add = |kind: &OpKind, place: Place| {
+            block.accesses(kind, |access| {
+                if access.packets {
+                    all[access.rank.index()].push((access.chunks.start, access.chunks.end, place));
+                }
+            });
+        };
+        for (at, op) in block.get().ops.iter().enumerate() {
+            add(&op.kind, block.place(at, None));
+            if let OpKind::Pipeline(pipeline) = &op.kind {
+                let inner = pipeline.ops.iter().enumerate();
+                inner.for_each(|(inner, op)| add(&op.kind, block.place(at, Some(inner))));
+            }
+        }
+    }
+    for mut accesses in all {
+        accesses.sort_unstable_by_key(|&(start, ..)| start);
+        // One after the other, all that overlap.
+        let mut reach = 0;
+        let overlapping = accesses.chunk_by(|&(_, end, _), &(start, ..)| {
+            reach = end.max(reach);
+            start < reach
+        });
+        for each in overlapping {
+            let block = |place: &Place| (place.rank, place.threadblock);
+            let turned = each.iter().find(|(.., place)| place.inner.is_some());
+            let alone = each.iter().all(|(.., place)| block(place) == block(&each[0].2));
+            if let (Some(&(.., place)), false) = (turned, alone) {
+                return Err(place);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// All pipelines, thread block by thread block, with their sections.
+///
+/// # Errors
+/// Where and why there is no telling.
+fn sections(program: &Program<'_>) -> Result<Vec<Loop>, (Place, &'static str)> {
+    let mut loops = loops(program);
+    // The pipelines that use something, in order, of each agent that does.
+    let mut users: BTreeMap<Use, Vec<usize>> = BTreeMap::new();
+    for (number, each) in loops.iter().enumerate() {
+        for &used in each.uses.keys() {
+            users.entry(used).or_default().push(number);
+        }
+    }
+    let place = |loops: &[Loop], number: usize| program.steps[loops[number].steps.start as usize].place;
+    for (&used, numbers) in &users {
+        let pairs = match used {
+            Use::Meets(barrier) => {
+                let agents = &program.meetings[barrier as usize].agents;
+                let lists: Vec<Vec<usize>> = agents
+                    .iter()
+                    .map(|&(agent, _)| {
+                        numbers.iter().copied().filter(|&number| loops[number].agent == agent).collect()
+                    })
+                    .collect();
+                if lists.iter().any(|list| list.len() != lists[0].len()) {
+                    return Err((
+                        place(&loops, numbers[0]),
+                        "a barrier is in it for some thread blocks and not for others",
+                    ));
+                }
+                let rest =
+                    lists[1..].iter().flat_map(|list| lists[0].iter().copied().zip(list.iter().copied()));
+                rest.map(|(one, other)| (one, other, used)).collect::<Vec<_>>()
+            }
+            Use::Adds(counter) | Use::Takes(counter) => {
+                let of = &program.counters[counter as usize];
+                if of.releasers.len() > 1 || of.acquirers.len() > 1 {
+                    return Err((
+                        place(&loops, numbers[0]),
+                        "several thread blocks add to or take from what is counted in it",
+                    ));
+                }
+                let other = match used {
+                    Use::Adds(_) => Use::Takes(counter),
+                    _ => Use::Adds(counter),
+                };
+                let others = users.get(&other).map_or(&[][..], Vec::as_slice);
+                if others.len() != numbers.len() {
+                    return Err((
+                        place(&loops, numbers[0]),
+                        "what is added in it is not taken in one, or the reverse",
+                    ));
+                }
+                numbers.iter().zip(others).map(|(&one, &another)| (one, another, other)).collect()
+            }
+        };
+        for (one, other, by) in pairs {
+            if loops[one].form != loops[other].form || loops[one].uses[&used] != loops[other].uses[&by] {
+                return Err((
+                    place(&loops, one),
+                    "thread blocks that wait for each other take unequal turns",
+                ));
+            }
+            let (one, other) = (root(&loops, one), root(&loops, other));
+            loops[one.max(other)].section = one.min(other);
+        }
+    }
+    Ok(loops)
+}
+
+fn root(loops: &[Loop], mut number: usize) -> usize {
+    while loops[number].section != number {
+        number = loops[number].section;
+    }
+    number
+}
+
+fn loops(program: &Program<'_>) -> Vec<Loop> {
+    let mut loops = Vec::new();
+    for (agent, Agent { steps, .. }) in program.agents.iter().enumerate() {
+        let mut at = steps.start;
+        while at < steps.end {
+            let first = program.steps[at as usize].place;
+            let same = |step: &Step| step.place.inner.is_some() && step.place.op == first.op;
+            let all = &program.steps[at as usize..steps.end as usize];
+            let len = all.iter().take_while(|step| same(step)).count() as u32;
+            let outer = program.plan.op(Place { inner: None, ..first }).map(|op| &op.kind);
+            let (Some(OpKind::Pipeline(pipeline)), 1..) = (outer, len) else {
+                at += 1;
+                continue;
+            };
+            let turn = pipeline.ops.len() as u32;
+            let uses = uses(program, &all[..turn as usize]);
+            let (steps, section) = (at..at + len, loops.len());
+            let form = (pipeline.unit_size, pipeline.num_chunks);
+            loops.push(Loop { agent: agent as u32, form, steps, turn, uses, section });
+            at += len;
+        }
+    }
+    loops
+}
+
+/// How often a turn uses what.
+fn uses(program: &Program<'_>, turn: &[Step]) -> BTreeMap<Use, u32> {
+    let mut uses = BTreeMap::new();
+    for step in turn {
+        match &step.what {
+            What::Nop | What::Flush(_) => {}
+            What::Barrier(barrier) => *uses.entry(Use::Meets(*barrier)).or_default() += 1,
+            What::Acquire { links, .. } => {
+                program
+                    .links(links)
+                    .iter()
+                    .for_each(|link| *uses.entry(Use::Takes(link.counter)).or_default() += 1);
+            }
+            What::Release { links, .. } | What::Push { links, .. } => {
+                program
+                    .links(links)
+                    .iter()
+                    .for_each(|link| *uses.entry(Use::Adds(link.counter)).or_default() += 1);
+            }
+            What::Move(_) => {}
+        }
+    }
+    uses
+}
+
+/// Has the thread blocks of each section meet before its first turn and after each, by counters of its own: all tell one,
+/// and that one tells all.
+fn meet(program: &mut Program<'_>, loops: &[Loop]) {
+    let mut members: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for number in 0..loops.len() {
+        members.entry(root(loops, number)).or_default().push(number);
+    }
+    let mut gates: HashMap<usize, [What; 2]> = HashMap::new();
+    for numbers in members.values().filter(|numbers| numbers.len() > 1) {
+        let times = loops[numbers[0]].steps.len() as u32 / loops[numbers[0]].turn + 1;
+        let (first, rest) = (numbers[0], &numbers[1..]);
+        let mut counter = |from: &[usize], to: usize| {
+            let count = |&number: &usize| (loops[number].agent, times);
+            // Whose they are is not told.
+            let counted = Counted::Semaphore { rank: Rank(0), semaphore: SemaphoreId(0) };
+            let releasers = from.iter().map(count).collect();
+            program.counters.push(Counter { counted, initial: 0, releasers, acquirers: vec![count(&to)] });
+            program.counters.len() as u32 - 1
+        };
+        let come = counter(rest, first);
+        let go: Vec<u32> = rest.iter().map(|&number| counter(&[first], number)).collect();
+        let mut links = |counters: &[u32]| {
+            let from = program.links.len() as u32;
+            program.links.extend(counters.iter().map(|&counter| Link { counter, port: None }));
+            from..program.links.len() as u32
+        };
+        let take = |links| What::Acquire { links, relaxed: false };
+        let add = |links| What::Release { links, relaxed: false };
+        gates.insert(first, [take(links(&vec![come; rest.len()])), add(links(&go))]);
+        for (&number, &go) in rest.iter().zip(&go) {
+            gates.insert(number, [add(links(&[come])), take(links(&[go]))]);
+        }
+    }
+    let mut steps: Vec<Step> = Vec::with_capacity(program.steps.len());
+    let mut loops = loops.iter().enumerate().peekable();
+    for agent in &mut program.agents {
+        let first = steps.len() as u32;
+        for at in agent.steps.clone() {
+            let step = &program.steps[at as usize];
+            let gate = |number: &usize| {
+                let gate = gates.get(number).into_iter().flatten().cloned();
+                gate.map(|what| Step { place: step.place, what })
+            };
+            let current = loops.peek().filter(|(_, each)| each.steps.contains(&at)).copied();
+            if let Some((number, _)) =
+                current.filter(|(_, each)| (at - each.steps.start).is_multiple_of(each.turn))
+            {
+                steps.extend(gate(&number));
+            }
+            steps.push(step.clone());
+            if let Some((number, _)) = current.filter(|(_, each)| at + 1 == each.steps.end) {
+                steps.extend(gate(&number));
+                loops.next();
+            }
+        }
+        agent.steps = first..steps.len() as u32;
+    }
+    program.steps = steps;
+}
