@@ -1,12 +1,12 @@
 //! All-reduce on GPUs; `kernels.cuh` has the algorithms.
 
 use antiphon_device::{ReduceOp, cuda::StreamRef};
-use antiphon_fabric::Operation;
+use antiphon_fabric::{Operation, Signature};
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use super::Algorithm;
 use crate::{
-    arguments::{has_count, same_dtype},
+    arguments::{Input, Output, has_count, same_dtype},
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
@@ -57,13 +57,7 @@ impl CudaCollectives {
         algorithm: Algorithm,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let mut signature = signature(Operation::AllReduce, input.dtype(), input.numel());
-        (signature.reduce, signature.algorithm) = (Some(op), algorithm as u8);
-        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        same_dtype(signature.operation, &input, &output)?;
-        has_count(signature.operation, "output", output.count, input.count, || {
-            "as many as the input".into()
-        })?;
+        let (signature, input, output) = self.reduced(input, output, op, algorithm as u8)?;
         let loaded = self.ready(Family::Reduction(input.dtype, op))?;
         let (size, world_size) = (input.dtype.size(), self.world_size());
         let bytes = input.count * size;
@@ -86,6 +80,27 @@ impl CudaCollectives {
         };
         // SAFETY: passed on.
         unsafe { self.run(&loaded, Cut::bytes(bytes, self.lane_bytes() * parts), stream, of) }
+    }
+
+    /// The operands of an all-reduce, checked, and what ranks must agree on.
+    pub(super) fn reduced(
+        &self,
+        input: &TensorView<'_>,
+        output: &mut TensorViewMut<'_>,
+        op: ReduceOp,
+        algorithm: u8,
+    ) -> Result<(Signature, Input, Output)> {
+        let signature = Signature {
+            reduce: Some(op),
+            algorithm,
+            ..signature(Operation::AllReduce, input.dtype(), input.numel())
+        };
+        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
+        same_dtype(signature.operation, &input, &output)?;
+        has_count(signature.operation, "output", output.count, input.count, || {
+            "as many as the input".into()
+        })?;
+        Ok((signature, input, output))
     }
 
     /// The algorithm that [`all_reduce`](Self::all_reduce) takes for so many bytes.

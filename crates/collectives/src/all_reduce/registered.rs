@@ -9,12 +9,10 @@ use antiphon_tensor::{TensorView, TensorViewMut};
 
 use super::Algorithm;
 use crate::{
-    arguments::{has_count, same_dtype},
     cuda::{
         CudaCollectives, MAX_WORLD, device,
         kernels::{Family, Kernel},
         launch::{Cut, Grid, Launch, More, Work},
-        signature,
     },
     error::{CollectiveError, Result},
 };
@@ -154,12 +152,8 @@ impl CudaCollectives {
         algorithm: Algorithm,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        const OPERATION: Operation = Operation::AllReduce;
-        let mut signature = signature(OPERATION, input.dtype(), input.numel());
-        (signature.reduce, signature.algorithm) = (Some(op), algorithm as u8 + Algorithm::ALL.len() as u8);
-        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        same_dtype(OPERATION, &input, &output)?;
-        has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
+        let registered = algorithm as u8 + Algorithm::ALL.len() as u8;
+        let (mut signature, input, output) = self.reduced(input, output, op, registered)?;
         let (size, one_shot) = (input.dtype.size(), algorithm == Algorithm::OneShot);
         let bytes = input.count * size;
         let (from, to) = (input.data.addr(), output.data.addr());
