@@ -66,6 +66,8 @@ def test_options_reach_the_plan() -> None:
         ("hierarchical-all-reduce", 4, {"nodes": 3}, "3 nodes"),
         ("pipelined-all-to-all", 4, {"unit_size": 0}, "0 bytes"),
         ("ring-all-reduce", 2**20, {}, "at most"),
+        ("ring-all-reduce", -1, {}, "ranks must be from 0 to 2\\*\\*32 - 1, but it is -1"),
+        ("ring-all-reduce", 4, {"max_message_size": 2**64}, "max_message_size must be .* it is 18446744073709551616"),
         ("ring-all-reduce", 4, {"instances": 2**30}, "at most"),
     ],
 )

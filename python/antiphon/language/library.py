@@ -42,19 +42,18 @@ def build(
     is as for :class:`~antiphon.language.CollectiveProgram`.
 
     ``ValueError`` for a name that is not among :func:`names`, and for what the algorithm is not for: fewer than two ranks,
-    in place where it cannot, ranks that the nodes do not divide, turns of no bytes, or too many ranks or instances.
+    in place where it cannot, ranks that the nodes do not divide, turns of no bytes, or too many ranks or instances; and for numbers below 0.
     """
-    return _core.library_plan(
-        name,
-        ranks,
-        nodes=nodes,
-        inplace=inplace,
-        reduce_op=reduce_op,
-        unit_size=unit_size,
-        instances=instances,
-        reuse_resources=reuse_resources,
-        num_threads_per_block=num_threads_per_block,
-        buffer_alignment=buffer_alignment,
-        min_message_size=min_message_size,
-        max_message_size=max_message_size,
-    )
+    counts = {"ranks": ranks, "nodes": nodes, "instances": instances}
+    sizes = {
+        "unit_size": unit_size,
+        "num_threads_per_block": num_threads_per_block,
+        "buffer_alignment": buffer_alignment,
+        "min_message_size": min_message_size,
+        "max_message_size": max_message_size,
+    }
+    for numbers, bits in (counts, 32), (sizes, 64):
+        for argument, number in numbers.items():
+            if not 0 <= number < 2**bits:
+                raise ValueError(f"{argument} must be from 0 to 2**{bits} - 1, but it is {number}")
+    return _core.library_plan(name, inplace=inplace, reduce_op=reduce_op, reuse_resources=reuse_resources, **counts, **sizes)
