@@ -7,8 +7,8 @@ use antiphon_tensor::{DType, TensorView, TensorViewMut};
 use crate::{ExecutorError, LoadedPlan, Options, error::Result};
 
 /// The plans of a communicator, from which every call takes one: in the order in which they were added, the first that
-/// does its collective, whose limits and alignment fit the sizes of its tensors, and that was added for their dtype or for
-/// all. Nothing is measured and nothing preferred beyond that order, so plans for narrow ranges of sizes come first.
+/// does its collective, whose limits, alignment and proof fit the sizes of its tensors, and that was added for their dtype or
+/// for all. Nothing is measured and nothing preferred beyond that order, so plans for narrow ranges of sizes come first.
 ///
 /// Every rank adds the same plans in the same order, and so takes the same without asking the others.
 #[derive(Debug, Default)]
@@ -58,7 +58,8 @@ impl AlgorithmCollection {
             let plan = entry.plan.plan();
             plan.collective == collective
                 && (entry.dtypes.is_empty() || entry.dtypes.contains(&dtype))
-                && Extent::new(plan, input as u64, output as u64).is_ok()
+                && Extent::new(plan, input as u64, output as u64)
+                    .is_ok_and(|extent| entry.plan.most(&extent, dtype.size()).is_ok())
         };
         match self.0.iter().position(serves) {
             Some(place) => Ok(&mut self.0[place].plan),

@@ -51,6 +51,21 @@ pub enum ExecutorError {
         /// What, with the numbers.
         what: String,
     },
+    /// A message whose chunks are larger than what the plan is proved for, and cannot be done in parts.
+    #[error(
+        "plan {plan:?} is proved for chunks of up to {largest_chunk} bytes, those of the message have {chunk}, and no part \
+         of them is a multiple of {multiple} bytes"
+    )]
+    Unproved {
+        /// The plan's name.
+        plan: String,
+        /// Bytes of the largest chunk that is proved.
+        largest_chunk: u64,
+        /// Bytes of a chunk of the message.
+        chunk: u64,
+        /// Of how many bytes each part must be a multiple.
+        multiple: u64,
+    },
     /// An operation that cannot be carried out on these tensors.
     #[error("{place}: {what}")]
     Operation {

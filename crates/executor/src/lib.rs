@@ -48,7 +48,8 @@
 //!
 //! Every wait has the communicator's deadline and looks for lost peers: [`ExecutorError::Stuck`] names the rank, the thread
 //! block and the operation, what it waited for and what it saw. Only plans that are proved
-//! run ([`VerifiedPlan`](antiphon_plan::verify::VerifiedPlan)); apart from that, no access leaves its buffer, which is checked when a plan is loaded and when it is compiled for a size.
+//! run ([`VerifiedPlan`](antiphon_plan::verify::VerifiedPlan)), and launches are no larger than the proof; apart from that, no
+//! access leaves its buffer, which is checked when a plan is loaded and when it is compiled for a size.
 
 #![warn(missing_docs)]
 

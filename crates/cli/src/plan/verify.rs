@@ -61,6 +61,7 @@ fn describe(report: &Report) -> Value {
         "proved": report.proved,
         "results_judged": report.meaning,
         "chunk_bytes": report.chunk_sizes,
+        "largest_chunk_bytes": report.largest_chunk,
         "findings": report.findings.iter().map(finding).collect::<Vec<_>>(),
     })
 }

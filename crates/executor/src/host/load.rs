@@ -39,6 +39,8 @@ pub struct LoadedPlan {
     pub(super) digest: u32,
     pub(super) rank: usize,
     pub(super) packets: PacketKind,
+    /// Bytes of the largest chunk that the plan may be run with; if none, of any.
+    pub(super) largest_chunk: Option<u64>,
     pub(super) wiring: Wiring,
     /// For calls on two tensors, and for calls in place if these are possible.
     pub(super) modes: [Option<Mode>; 2],
@@ -104,8 +106,7 @@ impl LoadedPlan {
     /// [`Operation`](ExecutorError::Operation) if it leaves a buffer, [`PlansDiffer`](ExecutorError::PlansDiffer), and
     /// [`Fabric`](ExecutorError::Fabric) when there is no memory.
     pub fn load(comm: &Communicator, plan: &VerifiedPlan, options: Options) -> Result<Self> {
-        // SAFETY: it is proved.
-        unsafe { Self::load_unproved(comm, plan.plan().clone(), options) }
+        Self::load_up_to(comm, plan.plan().clone(), options, plan.report().largest_chunk)
     }
 
     /// [`load`](Self::load) for plans that are known to be right without a proof. Whatever the plan says, nothing outside
@@ -117,7 +118,17 @@ impl LoadedPlan {
     /// # Safety
     /// The plan has no races: what one rank writes, no other rank touches without order between them.
     pub unsafe fn load_unproved(comm: &Communicator, plan: Plan, options: Options) -> Result<Self> {
-        let prepared = prepare(comm, &plan, options);
+        Self::load_up_to(comm, plan, options, None)
+    }
+
+    /// Loads a plan that is right for chunks of up to some bytes, or of any number.
+    fn load_up_to(
+        comm: &Communicator,
+        plan: Plan,
+        options: Options,
+        largest_chunk: Option<u64>,
+    ) -> Result<Self> {
+        let prepared = prepare(comm, &plan, options, largest_chunk);
         let prepared = comm.agree("cannot load its plan", prepared)?;
         same_everywhere(comm, &plan, &prepared.digest)?;
         let rank = comm.rank();
@@ -129,6 +140,7 @@ impl LoadedPlan {
             digest: u32::from_be_bytes([0, 1, 2, 3].map(|at| prepared.digest[at])) >> 1,
             rank,
             packets: options.packets,
+            largest_chunk,
             wiring: Wiring::new(&plan),
             modes: prepared.modes,
             scratch_chunks: plan.gpus.iter().map(|gpu| gpu.scratch_chunks).max().unwrap_or(0),
@@ -196,7 +208,12 @@ impl LoadedPlan {
     }
 }
 
-fn prepare(comm: &Communicator, plan: &Plan, options: Options) -> Result<Prepared> {
+fn prepare(
+    comm: &Communicator,
+    plan: &Plan,
+    options: Options,
+    largest_chunk: Option<u64>,
+) -> Result<Prepared> {
     plan.check()?;
     let (ranks, world_size) = (plan.num_ranks(), comm.world_size());
     let name = || plan.name.clone().unwrap_or_default();
@@ -224,6 +241,7 @@ fn prepare(comm: &Communicator, plan: &Plan, options: Options) -> Result<Prepare
     let mut digest = Sha256::new();
     digest.update(plan.to_json());
     digest.update([options.packets as u8]);
+    digest.update(largest_chunk.unwrap_or(u64::MAX).to_le_bytes());
     let digest = digest.finalize().into();
     let modes = [Some(apart), together.then(|| mode(true))];
     Ok(Prepared { modes, channels: channels(plan, rank).collect(), uses_packets, digest })

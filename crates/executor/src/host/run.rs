@@ -2,8 +2,9 @@
 //!
 //! A call is one launch of the plan's program, or several: of messages that need staging or scratch, a launch handles a
 //! slice of every chunk, so that what is staged stays in the cache and any message does with a bounded workspace. (What a
-//! plan does with chunks it does with equal parts of them.) Ranks meet before every launch and after the last one, which
-//! is where calls that do not match are noticed, and why no rank touches another's memory when the call has returned.
+//! plan does with chunks it does with equal parts of them.) Nor does a launch handle more of a chunk than the plan is proved
+//! for. Ranks meet before every launch and after the last one, which is where calls that do not match are noticed, and why
+//! no rank touches another's memory when the call has returned.
 
 use std::convert::Infallible;
 
@@ -39,10 +40,11 @@ impl LoadedPlan {
         let extent = Extent::new(&self.plan, call.input_bytes as u64, call.output_bytes as u64)?;
         // Chunks are parts of tensors, and so fit into memory.
         let mut cut = Cut { chunk: extent.chunk() as usize, slice: extent.chunk() as usize };
-        let slice = self.slice(&extent);
+        let most = self.most(&extent, call.dtype.size())?;
+        let slice = self.slice(&extent).min(most);
         let signature = self.signature(call);
-        if cut.chunk > slice && !self.can_be_whole(comm, call, &signature)? {
-            cut.slice = slice;
+        if cut.chunk > slice {
+            cut.slice = if self.can_be_whole(comm, call, &signature)? { most } else { slice };
         }
         self.make_ready(comm, call, &extent, cut, &signature)?;
         match self.workspace.take() {
@@ -65,6 +67,28 @@ impl LoadedPlan {
             root: Some(self.digest),
             count: (call.input_bytes / call.dtype.size()) as u64,
             ..Signature::new(Operation::ExecutePlan)
+        }
+    }
+
+    /// Most bytes of a chunk that a launch may handle: whole elements, of what is proved.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Unproved`]
+    pub(crate) fn most(&self, extent: &Extent, element: usize) -> Result<usize> {
+        // Chunks are parts of tensors, and so fit into memory.
+        let chunk = extent.chunk() as usize;
+        let Some(largest) = self.largest_chunk.filter(|&largest| largest < extent.chunk()) else {
+            return Ok(chunk);
+        };
+        let multiple = |of: u64| least_common_multiple(extent.alignment(), of).unwrap_or(u64::MAX);
+        match [64, element as u64].map(multiple).into_iter().find(|&unit| unit <= largest) {
+            Some(unit) => Ok((largest / unit * unit) as usize),
+            None => Err(ExecutorError::Unproved {
+                plan: self.name.clone(),
+                largest_chunk: largest,
+                chunk: extent.chunk(),
+                multiple: multiple(element as u64),
+            }),
         }
     }
 

@@ -87,11 +87,6 @@ pub enum Kind {
         /// How much of it can be decided.
         limit: u64,
     },
-    /// Pipelines of which it cannot be told whether they go well however often they turn.
-    Turns {
-        /// What stands against it.
-        why: String,
-    },
     /// An operation is impossible.
     Operation {
         /// Why, with the numbers.
@@ -175,6 +170,13 @@ pub enum Kind {
         /// What is there.
         found: String,
     },
+    /// Nothing is known of larger chunks: those that were looked at do not stand for them.
+    Range {
+        /// Bytes of the largest chunk for which the plan is proved.
+        largest_chunk: u64,
+        /// Why the proof ends there.
+        why: String,
+    },
     /// Another rank's buffer is used without knowing that the rank has begun.
     Unstarted {
         /// Who uses.
@@ -227,7 +229,8 @@ impl Kind {
     /// Errors forbid the plan to run.
     pub fn severity(&self) -> Severity {
         match self {
-            Kind::Unstarted { .. }
+            Kind::Range { .. }
+            | Kind::Unstarted { .. }
             | Kind::InputOverwritten { .. }
             | Kind::Group { .. }
             | Kind::UnusedScratch { .. }
@@ -243,7 +246,6 @@ impl Kind {
             Kind::Form { .. } => "form",
             Kind::NoSize { .. } => "no_size",
             Kind::TooLarge { .. } => "too_large",
-            Kind::Turns { .. } => "turns",
             Kind::Operation { .. } => "operation",
             Kind::Bounds { .. } => "bounds",
             Kind::NoCounterpart { .. } => "no_counterpart",
@@ -255,6 +257,7 @@ impl Kind {
             Kind::MixedScratch { .. } => "mixed_scratch",
             Kind::Unwritten { .. } => "unwritten",
             Kind::Wrong { .. } => "wrong",
+            Kind::Range { .. } => "range",
             Kind::Unstarted { .. } => "unstarted",
             Kind::InputOverwritten { .. } => "input_overwritten",
             Kind::Group { .. } => "group",

@@ -1,9 +1,12 @@
 //! Proof that a plan does what its collective must do, or a counterexample.
 //!
-//! [`verify`] answers for every size of message that the plan serves, and never "perhaps": a plan is proved, or there is a
-//! counterexample: the operations that take part and, where it depends on it, who took from a counter before others
-//! ([`Finding::served`]). Only a plan that is too large to be decided in bounded time and memory is rejected without one, and
-//! the error says so ([`Kind::TooLarge`]).
+//! [`verify`] never answers "perhaps": a plan is proved, or there is a counterexample: the operations that take part and, where
+//! it depends on it, who took from a counter before others ([`Finding::served`]). Only a plan that is too large to be decided
+//! in bounded time and memory is rejected without one, and the error says so ([`Kind::TooLarge`]).
+//!
+//! A proof is for every size of message that the plan serves, if a few sizes stand for all. Where pipelines do not go in step,
+//! more turns may bring what fewer do not: then every size up to some chunk is looked at, and the proof says how far it goes
+//! ([`Report::largest_chunk`]). Whoever executes the plan does larger messages in parts.
 //!
 //! # What is proved
 //!
@@ -53,7 +56,7 @@
 //!
 //! # How
 //!
-//! The plan is written out at a few sizes of a chunk that stand for all (pipelines turn by turn), and memory is cut into cells
+//! The plan is written out at a few sizes of a chunk that stand for all, or for all in a range (pipelines turn by turn), and memory is cut into cells
 //! that every operation takes whole: whatever the size, there are only as many as the plan tells apart. One run is as good as
 //! any, because what is waited for stays there until it is taken; only where several blocks take from one counter, the orders
 //! in which they do are all tried. Along a run go vector clocks over thread blocks, ports and packets, which order accesses in
@@ -101,8 +104,10 @@ use crate::resolve::Wiring;
 
 pub use expect::{Expectation, Expected, Source};
 pub use finding::{Finding, Hazard, Kind, Missing, Mistake, Region, Served, Severity};
+use lower::Budget;
 pub use program::Counted;
 use runs::Runs;
+use sizes::Gap;
 
 /// Most findings of one sort.
 const FINDINGS: usize = 32;
@@ -124,8 +129,10 @@ pub struct Report {
     pub proved: bool,
     /// Whether what the outputs hold was part of it.
     pub meaning: bool,
-    /// The sizes of a chunk, in bytes, that stand for all sizes.
+    /// The sizes of a chunk, in bytes, that were looked at: they stand for all, up to the largest.
     pub chunk_sizes: Vec<u64>,
+    /// The largest chunk, in bytes, for which the plan is proved; if none, it is for every message that it serves.
+    pub largest_chunk: Option<u64>,
 }
 
 impl Report {
@@ -147,18 +154,13 @@ impl fmt::Display for Report {
         }
         let (errors, warnings) = (self.errors().count(), self.warnings().count());
         let also = if warnings > 0 { format!(" ({warnings} warnings)") } else { String::new() };
-        match (self.proved, self.meaning) {
-            (true, true) => {
-                write!(f, "proved: in bounds, balanced, free of deadlocks and races, right results{also}")
-            }
-            (true, false) => {
-                write!(
-                    f,
-                    "proved: in bounds, balanced, free of deadlocks and races; results not judged{also}"
-                )
-            }
-            (false, _) => write!(f, "rejected: {errors} errors{also}"),
+        if !self.proved {
+            return write!(f, "rejected: {errors} errors{also}");
         }
+        let range =
+            self.largest_chunk.map(|chunk| format!(" for chunks of up to {chunk} bytes")).unwrap_or_default();
+        let results = if self.meaning { ", right results" } else { "; results not judged" };
+        write!(f, "proved{range}: in bounds, balanced, free of deadlocks and races{results}{also}")
     }
 }
 
@@ -201,8 +203,8 @@ pub fn verify(plan: &Plan, options: &Options) -> Report {
 #[doc(hidden)]
 pub fn verify_at(plan: &Plan, options: &Options, chunk: u64) -> Report {
     Verifier::new(plan).report(|verifier| {
-        let wiring = verifier.checked()?;
-        verifier.prove(&wiring, options, &[chunk])
+        let (wiring, expectation) = verifier.checked(options)?;
+        verifier.prove(&wiring, expectation.as_ref(), &[chunk], &mut Budget::new())
     })
 }
 
@@ -210,60 +212,109 @@ struct Verifier<'a> {
     plan: &'a Plan,
     findings: Vec<Finding>,
     chunk_sizes: Vec<u64>,
+    largest_chunk: Option<u64>,
     meaning: bool,
 }
 
 impl<'a> Verifier<'a> {
     fn new(plan: &'a Plan) -> Self {
-        Verifier { plan, findings: Vec::new(), chunk_sizes: Vec::new(), meaning: false }
+        Verifier { plan, findings: Vec::new(), chunk_sizes: Vec::new(), largest_chunk: None, meaning: false }
     }
 
     fn report(mut self, run: impl FnOnce(&mut Self) -> Result<(), Vec<Finding>>) -> Report {
         if let Err(findings) = run(&mut self) {
             self.findings.extend(findings);
         }
-        let Verifier { mut findings, chunk_sizes, meaning, .. } = self;
+        let Verifier { mut findings, chunk_sizes, largest_chunk, meaning, .. } = self;
         findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity()));
         let proved = findings.iter().all(|finding| finding.severity() == Severity::Warning);
-        Report { findings, proved, meaning, chunk_sizes }
+        Report { findings, proved, meaning, chunk_sizes, largest_chunk }
     }
 
     fn run(&mut self, options: &Options) -> Result<(), Vec<Finding>> {
-        let (plan, wiring) = (self.plan, self.checked()?);
-        let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
-        let sizes = sizes::of(plan).map_err(whole)?;
-        self.prove(&wiring, options, &sizes)?;
-        sizes::follow(plan).map_err(whole)?;
-        turns::check(plan, &wiring)
-    }
-
-    fn checked(&self) -> Result<Wiring, Vec<Finding>> {
-        let form = |error: PlanError| {
-            vec![Finding::new(self.plan, Kind::Form { error: error.to_string() }, Vec::new())]
-        };
-        self.plan.check().map_err(form)?;
-        let wiring = Wiring::new(self.plan);
-        stop(structure::check(self.plan, &wiring, FINDINGS))?;
-        Ok(wiring)
-    }
-
-    fn prove(&mut self, wiring: &Wiring, options: &Options, sizes: &[u64]) -> Result<(), Vec<Finding>> {
         let plan = self.plan;
         let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
-        self.chunk_sizes = sizes.to_vec();
-        let known = match &options.expectation {
+        let (wiring, expectation) = self.checked(options)?;
+        let mut budget = Budget::new();
+        let gap = match sizes::gap(plan).map_err(whole)? {
+            None => turns::gap(plan, &wiring, &mut budget)?,
+            gap => gap,
+        };
+        match gap {
+            None => {
+                let sizes = sizes::of(plan).map_err(whole)?;
+                self.prove(&wiring, expectation.as_ref(), &sizes, &mut budget)
+            }
+            Some(gap) => self.prove_range(&wiring, expectation.as_ref(), gap, &mut budget),
+        }
+    }
+
+    /// Range by range, as far as it can be done.
+    fn prove_range(
+        &mut self,
+        wiring: &Wiring,
+        expectation: Option<&Expectation>,
+        gap: Gap,
+        budget: &mut Budget,
+    ) -> Result<(), Vec<Finding>> {
+        let plan = self.plan;
+        let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
+        let (ranges, all) = sizes::ranges(plan).map_err(whole)?;
+        for &last in &ranges {
+            let known = self.chunk_sizes.len();
+            let sizes = sizes::up_to(plan, last, &self.chunk_sizes).map_err(whole);
+            match sizes.and_then(|sizes| self.prove(wiring, expectation, &sizes, budget)) {
+                Ok(()) => self.largest_chunk = Some(last),
+                Err(findings) if self.largest_chunk.is_some() && findings.iter().any(undecided) => {
+                    self.chunk_sizes.truncate(known);
+                    break;
+                }
+                Err(findings) => {
+                    self.largest_chunk = None;
+                    return Err(findings);
+                }
+            }
+        }
+        self.chunk_sizes.sort_unstable();
+        let largest = self.largest_chunk.take_if(|largest| all && ranges.last() == Some(largest));
+        if let (None, Some(largest_chunk)) = (largest, self.largest_chunk) {
+            let kind = Kind::Range { largest_chunk, why: gap.why };
+            self.findings.push(Finding::new(plan, kind, gap.places));
+        }
+        Ok(())
+    }
+
+    /// A plan that is well formed, and what its outputs must hold, if that is known.
+    fn checked(&mut self, options: &Options) -> Result<(Wiring, Option<Expectation>), Vec<Finding>> {
+        let plan = self.plan;
+        let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
+        plan.check().map_err(|error: PlanError| whole(Kind::Form { error: error.to_string() }))?;
+        let wiring = Wiring::new(plan);
+        stop(structure::check(plan, &wiring, FINDINGS))?;
+        let expectation = match &options.expectation {
             Some(expectation) => Some(expectation.clone()),
             None => Expectation::of(plan).map_err(whole)?,
         };
-        if let Some(expectation) = &known {
+        if let Some(expectation) = &expectation {
             expectation.check(plan).map_err(whole)?;
         }
-        self.meaning = known.is_some();
+        self.meaning = expectation.is_some();
         self.findings = usage::unused(plan);
-        let mut budget = lower::Budget::new();
+        Ok((wiring, expectation))
+    }
+
+    /// Proves the plan at some more sizes.
+    fn prove(
+        &mut self,
+        wiring: &Wiring,
+        expectation: Option<&Expectation>,
+        sizes: &[u64],
+        budget: &mut Budget,
+    ) -> Result<(), Vec<Finding>> {
+        self.chunk_sizes.extend(sizes);
         for &chunk in sizes {
-            let extent = Extent::of_chunk(chunk, plan.buffer_alignment);
-            for finding in at_size(plan, wiring, extent, known.as_ref(), &mut budget)? {
+            let extent = Extent::of_chunk(chunk, self.plan.buffer_alignment);
+            for finding in at_size(self.plan, wiring, extent, expectation, budget)? {
                 if !self.findings.contains(&finding) {
                     self.findings.push(finding);
                 }
@@ -271,6 +322,10 @@ impl<'a> Verifier<'a> {
         }
         Ok(())
     }
+}
+
+fn undecided(finding: &Finding) -> bool {
+    matches!(finding.kind, Kind::TooLarge { .. })
 }
 
 /// Errors end the proof; the rest goes on.
@@ -290,7 +345,7 @@ fn at_size(
     wiring: &Wiring,
     extent: Extent,
     expectation: Option<&Expectation>,
-    budget: &mut lower::Budget,
+    budget: &mut Budget,
 ) -> Result<Vec<Finding>, Vec<Finding>> {
     let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
     let mut program = lower::program(plan, wiring, extent, budget)?;

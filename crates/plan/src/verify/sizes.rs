@@ -28,7 +28,7 @@
 //!
 //! # Fewer turns
 //!
-//! Where the turns of all thread blocks go in step ([`turns`](super::turns) proves it or rejects the plan), a step of turn
+//! Where the turns of all thread blocks go in step ([`turns`](super::turns) proves it, or says why not), a step of turn
 //! `t` waits for steps at most as late and of always the same distance in turns. Then whatever is ordered stays ordered when
 //! turns are added before, between and behind: if a step in turn `t` comes before one in turn `t + d`, it does so for all
 //! `t` and all larger `d`. So a pattern is right if another is that has the same operations, the turns of a pipeline in the
@@ -58,8 +58,13 @@
 //!   it in any pipeline; or it is the last of its chunk, and in the last turn of those for which there is not.
 //!
 //! For this, nothing may turn differently at a constant distance, which shares of different groups can, and no share may be
-//! longer than its pipeline; and where groups or turns cut chunks, no bytes of scratch may hold packets and plain data. Else
-//! the plan is rejected ([`follow`]).
+//! longer than its pipeline.
+//!
+//! # One size after the other
+//!
+//! Where that is not so, or turns do not go in step, all patterns are looked at, each by itself, up to sizes at which the
+//! slowest pipeline has some turns ([`ranges`]). Where groups or turns cut chunks, and some bytes of scratch hold packets and
+//! plain data, fibers meet each other, for packets take two bytes, and there are no patterns: then all sizes are looked at.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -68,6 +73,7 @@ use super::finding::Kind;
 use crate::extent::Extent;
 use crate::ids::Rank;
 use crate::op::{BufferType, CopyKind, GroupShare, Op, OpKind, PutKind};
+use crate::place::Place;
 use crate::plan::Plan;
 use crate::resolve::{Access, Block};
 
@@ -86,6 +92,15 @@ const FEW: u64 = 3;
 /// Most residues of sizes.
 const RESIDUES: u64 = 1 << 12;
 
+/// How many turns the slowest pipeline has in one range after the other.
+const RANGES: [u64; 4] = [4, 8, 16, 32];
+
+/// What counts for a turn in units, where there are no pipelines.
+const NO_TURN: u64 = 4;
+
+/// Most sizes one after the other.
+const EACH: u64 = 1 << 10;
+
 /// Most sets of patterns.
 const CLASSES: usize = 1 << 13;
 
@@ -103,24 +118,79 @@ pub(super) fn of(plan: &Plan) -> Result<Vec<u64>, Kind> {
     Ok(cover(&least(&sizes, &classes)))
 }
 
-/// Whether all sizes follow from these, if the plan is right at these.
+/// Why a few sizes do not stand for all.
+pub(super) struct Gap {
+    pub why: String,
+    /// Where.
+    pub places: Vec<Place>,
+}
+
+impl Gap {
+    fn new(why: String) -> Self {
+        Gap { why, places: Vec::new() }
+    }
+}
+
+/// Why not all sizes follow from [`of`], if they do not, though pipelines go in step.
 ///
 /// # Errors
-/// [`Kind::Turns`], and those of [`of`].
-pub(super) fn follow(plan: &Plan) -> Result<(), Kind> {
+/// As [`of`].
+pub(super) fn gap(plan: &Plan) -> Result<Option<Gap>, Kind> {
     let sizes = Sizes::new(plan);
-    if !sizes.cuts.is_empty()
-        && let Some(rank) = mixed_scratch(plan)
-    {
-        let why = format!(
+    if let Some(rank) = sizes.mixed {
+        return Ok(Some(Gap::new(format!(
             "groups or turns cut chunks of rank {rank}'s scratch that hold packets and plain data in the same bytes"
-        );
-        return Err(Kind::Turns { why });
+        ))));
     }
-    match sizes.last() {
-        Some(last) if last < most(plan)? => sizes.unbounded(),
-        _ => Ok(()),
+    Ok(match sizes.last() {
+        Some(last) if last < most(plan)? => sizes.gap(),
+        _ => None,
+    })
+}
+
+/// Ever larger chunks, in bytes, up to which all may be looked at, and whether the last of them is the largest that there is.
+///
+/// # Errors
+/// As [`of`].
+pub(super) fn ranges(plan: &Plan) -> Result<(Vec<u64>, bool), Kind> {
+    let (most, sizes) = (most(plan)?, Sizes::new(plan));
+    let alignment = plan.buffer_alignment;
+    let turn = |&(unit, chunks): &(u64, u64), turns: u64| {
+        (u128::from(unit) * u128::from(turns)).div_ceil(u128::from(chunks) * u128::from(alignment))
+    };
+    let last = |turns: u64| {
+        let each = sizes.pipelines.iter().map(|pipeline| turn(pipeline, turns));
+        each.max().map_or(turns * NO_TURN, |units| units.min(u128::from(most)) as u64)
+    };
+    let mut ranges: Vec<u64> = RANGES.into_iter().map(|turns| last(turns).min(most) * alignment).collect();
+    ranges.dedup();
+    let all = ranges.last() == Some(&(most * alignment));
+    Ok((ranges, all))
+}
+
+/// Bytes of a chunk that together with those that are known have all patterns that there are up to `last`.
+///
+/// # Errors
+/// [`Kind::TooLarge`]
+pub(super) fn up_to(plan: &Plan, last: u64, known: &[u64]) -> Result<Vec<u64>, Kind> {
+    let (alignment, mut sizes) = (plan.buffer_alignment, Sizes { apart: u64::MAX, ..Sizes::new(plan) });
+    let last = last / alignment;
+    if sizes.mixed.is_some() {
+        return match last <= EACH {
+            true => {
+                Ok((1..=last).map(|units| units * alignment).filter(|size| !known.contains(size)).collect())
+            }
+            false => Err(Kind::TooLarge { what: "sizes of a chunk", limit: EACH }),
+        };
     }
+    let mut classes = sizes.classes(last)?;
+    for &size in known {
+        classes.insert(size, sizes.patterns(size / alignment)?);
+    }
+    let mut of = least(&sizes, &classes);
+    let seen: BTreeSet<usize> = known.iter().filter_map(|size| of.remove(size)).flatten().collect();
+    of.values_mut().for_each(|numbers| numbers.retain(|number| !seen.contains(number)));
+    Ok(cover(&of))
 }
 
 /// A rank whose scratch has chunks in whose bytes are packets and plain data: packets of a chunk take two, from twice as
@@ -260,6 +330,10 @@ struct Sizes {
     pipelines: Vec<(u64, u64)>,
     /// Whether packets stand in one: then the first turn is not like the others.
     first: bool,
+    /// How many turns are as good as any larger number.
+    apart: u64,
+    /// A rank in whose scratch packets and plain data share bytes of chunks that are cut.
+    mixed: Option<Rank>,
     work: u64,
 }
 
@@ -292,11 +366,14 @@ impl Sizes {
             }
         }
         let cuts = cuts.into_iter().filter(|cut| cut.pipeline.is_none_or(|(_, chunks)| chunks > 0));
+        let cuts: Vec<_> = cuts.collect();
         Sizes {
             alignment: plan.buffer_alignment,
-            cuts: cuts.collect(),
             pipelines: pipelines.into_iter().collect(),
             first,
+            apart: if first { FEW } else { 0 },
+            mixed: if cuts.is_empty() { None } else { mixed_scratch(plan) },
+            cuts,
             work: 0,
         }
     }
@@ -333,15 +410,15 @@ impl Sizes {
         })
     }
 
-    /// Whether pipelines are such that large sizes follow from small ones.
-    fn unbounded(&self) -> Result<(), Kind> {
+    /// Why pipelines are not such that large sizes follow from small ones, if they are not.
+    fn gap(&self) -> Option<Gap> {
         let turned = || self.cuts.iter().filter_map(|cut| cut.pipeline.map(|pipeline| (cut, pipeline)));
         for (cut, (_, covered)) in turned() {
             let (chunks, group) = (cut.chunks, u64::from(cut.group.1));
             if chunks > covered.saturating_mul(group) {
-                return Err(Kind::Turns {
-                    why: format!("its turns cover {covered} chunks, and an operation in it has {chunks}"),
-                });
+                return Some(Gap::new(format!(
+                    "the turns of a pipeline cover {covered} chunks, and an operation in it has {chunks}"
+                )));
             }
         }
         // Where the shares of each group begin, to the unit, at every residue; equal on average must be equal.
@@ -359,12 +436,10 @@ impl Sizes {
             };
             let rounding: Vec<_> = (1..=multiple).map(rounding).collect();
             if *begins.entry((pipeline, average)).or_insert_with(|| rounding.clone()) != rounding {
-                return Err(Kind::Turns {
-                    why: "groups divide the same chunks in almost the same places".into(),
-                });
+                return Some(Gap::new("groups divide the same chunks in almost the same places".into()));
             }
         }
-        Ok(())
+        None
     }
 
     /// The patterns at one size, in units.
@@ -510,8 +585,7 @@ fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, 
         patterns.each.iter().map(meets).collect()
     };
     let few = |turns: &Turns| -> Vec<u64> {
-        let turns = turns.iter().filter(|_| sizes.first);
-        turns.flat_map(|turns| distances(turns)).map(|distance| distance.min(FEW)).collect()
+        turns.iter().flat_map(|turns| distances(turns)).map(|distance| distance.min(sizes.apart)).collect()
     };
     let mut known: BTreeMap<_, Vec<(Turns, usize)>> = BTreeMap::new();
     let mut next = 0;

@@ -66,9 +66,6 @@ impl fmt::Display for Kind {
             Kind::TooLarge { what, limit } => {
                 write!(f, "not decided, and so rejected: more than {limit} {what}")
             }
-            Kind::Turns { why } => {
-                write!(f, "not decided for every number of turns of the pipeline, and so rejected: {why}")
-            }
             Kind::Operation { why } => write!(f, "impossible operation: {why}"),
             Kind::Bounds { chunks, rank, buffer, have } => write!(
                 f,
@@ -124,6 +121,9 @@ impl fmt::Display for Kind {
             Kind::Unwritten { region } => write!(f, "reads what was never written: {region}"),
             Kind::Wrong { region, expected, found } => {
                 write!(f, "wrong result: {region} must hold {expected}, and holds {found}")
+            }
+            Kind::Range { largest_chunk, why } => {
+                write!(f, "nothing is known of chunks of more than {largest_chunk} bytes: {why}")
             }
             Kind::Unstarted { rank, owner } => write!(
                 f,

@@ -12,13 +12,19 @@
 //!
 //! Packets in a pipeline are not passed on between thread blocks.
 //!
-//! What is rejected here may be right, but is nothing that a loop over pieces needs.
+//! Where several thread blocks take from one counter, elsewhere in the plan, no run in which they meet so may be stuck.
+//!
+//! Plans of which this cannot be said may be right, but are proved size by size.
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::finding::{Finding, Kind};
+use super::cells::{self, Cells};
+use super::finding::Finding;
+use super::lower::{self, Budget};
 use super::program::{Agent, Counted, Counter, Link, Program, Step, What};
-use super::{cells, lower, schedule};
+use super::runs::{Goal, Hold, Runs};
+use super::schedule;
+use super::sizes::Gap;
 use crate::extent::Extent;
 use crate::ids::{Rank, SemaphoreId};
 use crate::op::OpKind;
@@ -50,35 +56,53 @@ enum Use {
     Meets(u32),
 }
 
-/// Why a plan's pipelines may not go well, if they may not.
+/// Why it cannot be told that a plan's pipelines go well however often they turn, if it cannot.
 ///
 /// # Errors
 /// As findings: all sorts that lowering has.
-pub(super) fn check(plan: &Plan, wiring: &Wiring) -> Result<(), Vec<Finding>> {
+pub(super) fn gap(plan: &Plan, wiring: &Wiring, budget: &mut Budget) -> Result<Option<Gap>, Vec<Finding>> {
     let ops = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
     if !ops.clone().any(|op| matches!(op.kind, OpKind::Pipeline(_))) {
-        return Ok(());
+        return Ok(None);
     }
-    own_packets(plan).map_err(|place| {
-        reject(plan, vec![place], "packets carry no turn, and thread blocks pass some to each other")
-    })?;
+    let gap = |places, why: &str| Ok(Some(Gap { why: why.into(), places }));
+    if let Err(place) = own_packets(plan) {
+        return gap(
+            vec![place],
+            "packets carry no turn, and thread blocks pass some of a pipeline to each other",
+        );
+    }
+    let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
     let extent = Extent::of_chunk(plan.buffer_alignment, plan.buffer_alignment);
-    let mut program = lower::program(plan, wiring, extent, &mut lower::Budget::new())?;
-    let loops = sections(&program).map_err(|(place, why)| reject(plan, vec![place], why))?;
+    let mut program = lower::program(plan, wiring, extent, budget)?;
+    let loops = match sections(&program) {
+        Ok(loops) => loops,
+        Err((place, why)) => return gap(vec![place], why),
+    };
     let first = loops.first().map(|first| program.steps[first.steps.start as usize].place);
     meet(&mut program, &loops);
-    let cells = cells::cut(&mut program, &[]).map_err(|kind| vec![Finding::new(plan, kind, Vec::new())])?;
-    match schedule::run(&program, &cells) {
-        Ok(_) => Ok(()),
-        Err(stuck) => {
-            let places = if stuck.places.is_empty() { first.into_iter().collect() } else { stuck.places };
-            Err(reject(plan, places, "it does not end if its thread blocks take every turn together"))
-        }
+    let cells = cells::cut(&mut program, &[]).map_err(whole)?;
+    match stuck(&program, &cells) {
+        None => Ok(None),
+        Some(places) if places.is_empty() => gap(first.into_iter().collect(), UNKNOWN),
+        Some(places) => gap(places, UNKNOWN),
     }
 }
 
-fn reject(plan: &Plan, places: Vec<Place>, why: &str) -> Vec<Finding> {
-    vec![Finding::new(plan, Kind::Turns { why: why.into() }, places)]
+const UNKNOWN: &str = "it may not end if the thread blocks of a pipeline take every turn together";
+
+/// Where some run is stuck, or may be.
+fn stuck(program: &Program<'_>, cells: &Cells) -> Option<Vec<Place>> {
+    if !program.contended() {
+        return schedule::run(program, cells).err().map(|stuck| stuck.places);
+    }
+    let runs = Runs::new(program, cells);
+    let mut each = [true, false].into_iter().map(|alone| {
+        let state = runs.find(Hold { alone, ..Hold::default() }, Goal::Deadlock);
+        let places = |state| runs.waits(&state).into_iter().map(|(place, _)| place).collect();
+        state.map_or(Some(Vec::new()), |state| state.map(places))
+    });
+    each.find_map(|stuck| stuck)
 }
 
 /// Packets in a pipeline are those of the first turn, whenever they are read. So a thread block may keep some for itself,

@@ -46,6 +46,8 @@ fn stages() -> impl Strategy<Value = Stages> {
         6 => pipeline.clone().prop_map(|same| [Some(same), Some(same)]),
         1 => [pipeline.clone(), pipeline.clone()].prop_map(|both| both.map(Some)),
         1 => pipeline.clone().prop_map(|first| [Some(first), None]),
+        // As many turns, of which the first take more; or fewer bytes than there are.
+        3 => unit().prop_map(|unit| [Some((2 * unit, 2)), Some((unit, 1))]),
     ];
     let groups = prop_oneof![3 => Just([1, 1]), 2 => (2..4u32).prop_map(|m| [m, m]), 4 => [1..5u32, 1..5u32]];
     let at = prop_oneof![4 => Just([0, 0]), 1 => [0..2u64, 0..2u64]];
@@ -191,6 +193,8 @@ impl Stages {
 struct Seen {
     proved: usize,
     proved_with: [usize; 5],
+    /// Those that are proved for a range of sizes.
+    ranges: usize,
     /// Right at one size, and wrong at another.
     by_size: usize,
     /// Rejected, though nothing is wrong at the sizes that were tried.
@@ -217,7 +221,8 @@ fn what_is_proved_holds_at_every_size() {
         let at = |units: u64| verify_at(&plan, &options, units * ALIGNMENT);
         let mut seen = seen.borrow_mut();
         if report.proved {
-            for units in (1..48).chain([64, 77, 250, 251]) {
+            let last = report.largest_chunk.map_or(u64::MAX, |bytes| bytes / ALIGNMENT);
+            for units in (1..48).chain([64, 77, 128, 250, 251]).filter(|&units| units <= last) {
                 let at = at(units);
                 prop_assert!(
                     at.proved,
@@ -229,6 +234,7 @@ fn what_is_proved_holds_at_every_size() {
                 );
             }
             seen.proved += 1;
+            seen.ranges += usize::from(report.largest_chunk.is_some());
             let turned = stages.pipelines.iter().any(Option::is_some);
             let with = [
                 stages.groups[0] != stages.groups[1],
@@ -242,7 +248,7 @@ fn what_is_proved_holds_at_every_size() {
         }
         let wrong = (1..25).filter(|&units| !at(units).proved).count();
         let kind = report.findings[0].kind.clone();
-        if !matches!(kind, Kind::Turns { .. }) && wrong == 0 {
+        if wrong == 0 {
             let sizes: Vec<_> = report.chunk_sizes.iter().filter(|&&size| size / ALIGNMENT > 24).collect();
             prop_assert!(!sizes.is_empty(), "nothing is wrong, but {}", report);
         }
@@ -255,6 +261,7 @@ fn what_is_proved_holds_at_every_size() {
     let seen = seen.into_inner();
     println!("{seen:?}");
     assert!(seen.proved_with.iter().all(|&proved| proved > 5) && seen.by_size > 20, "{seen:?}");
+    assert!(seen.ranges > 20, "{seen:?}");
 }
 
 /// What the sizes must be chosen for: right at most sizes, wrong at some.
@@ -295,4 +302,119 @@ fn what_goes_wrong_at_some_sizes_is_rejected() {
         assert!(!verify(&plan, &options).proved, "{name}");
     }
     assert!(verify(&right.plan(), &right.options()).proved);
+}
+
+/// A rank with these semaphores and thread blocks, some of which do it all in turns.
+fn in_turns(semaphores: &[i64], blocks: Vec<(Turned, Vec<OpKind>)>) -> Plan {
+    let text = r#"{"name": "turns", "collective": "custom", "gpus": []}"#;
+    let mut plan = Plan::from_json(text.as_bytes()).expect("a plan");
+    plan.buffer_alignment = ALIGNMENT;
+    let block = |(id, ((unit_size, num_chunks), ops)): (usize, (Turned, Vec<OpKind>))| {
+        let ops = ops.into_iter().map(Op::from).collect();
+        let pipeline = OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops });
+        let (channels, remote_buffer_refs) = (Vec::new(), Vec::new());
+        ThreadBlock { id: id as u32, ops: vec![pipeline.into()], channels, remote_buffer_refs }
+    };
+    plan.gpus = vec![Gpu {
+        id: Rank(0),
+        input_chunks: 2,
+        output_chunks: 2,
+        scratch_chunks: 2,
+        threadblocks: blocks.into_iter().enumerate().map(block).collect(),
+        channels: Vec::new(),
+        remote_buffers: Vec::new(),
+        semaphores: semaphores.iter().map(|&init_value| Semaphore { init_value }).collect(),
+    }];
+    plan
+}
+
+fn semaphores(acquire: bool, ids: &[u32]) -> OpKind {
+    let semaphores = ids.iter().copied().map(SemaphoreId).collect();
+    OpKind::Semaphore(SemaphoreOp { acquire, semaphores, data_sync: DataSync::NONE })
+}
+
+/// Some chunks from the first on, or a thread block's share of them.
+fn copied(kind: CopyKind, from: BufferType, to: BufferType, size: u64, share: Option<(u32, u32)>) -> OpKind {
+    let chunk = |buffer| LocalChunk { buffer, index: 0, size };
+    let group = share.map(|(tb_id, tbg_size)| GroupShare { tb_id, tbg_size });
+    OpKind::Copy(Copy { kind, src: chunk(from), dst: chunk(to), group })
+}
+
+/// What goes well, though it does not follow from a few turns that it always does.
+fn not_in_step() -> Vec<(&'static str, Plan)> {
+    use BufferType::{Input, Output, Scratch};
+    let between = |take: &[u32], copies: Vec<OpKind>, give: &[u32]| {
+        [vec![semaphores(true, take), OpKind::Nop], copies, vec![OpKind::Nop, semaphores(false, give)]]
+            .concat()
+    };
+    let plain = |from, to, share| copied(CopyKind::Plain, from, to, 1, share);
+    let turned = (16, 1);
+    let packed = vec![copied(CopyKind::Pack, Input, Scratch, 1, None)];
+    let unpacked = vec![copied(CopyKind::Unpack, Scratch, Output, 1, None)];
+    let packets = vec![(turned, between(&[1], packed, &[0])), (turned, between(&[0], unpacked, &[1]))];
+    let half = |half| (turned, between(&[1 + half], vec![plain(Input, Scratch, Some((half, 2)))], &[0]));
+    let halves = vec![plain(Scratch, Output, Some((0, 2))), plain(Scratch, Output, Some((1, 2)))];
+    let both = between(&[0, 0], halves, &[1, 2]);
+    let there = vec![plain(Input, Scratch, None), OpKind::Nop, semaphores(false, &[0])];
+    let here = vec![semaphores(true, &[0]), OpKind::Nop, plain(Scratch, Output, None)];
+    let shares = |size: u32, from: u64| {
+        let chunk = |buffer| LocalChunk { buffer, index: from, size: 1 };
+        let (src, dst) = (chunk(Input), chunk(Output));
+        let copy = move |tb_id| {
+            let group = Some(GroupShare { tb_id, tbg_size: size });
+            OpKind::Copy(Copy { kind: CopyKind::Plain, src, dst, group })
+        };
+        (0..size).map(move |own| (turned, vec![copy(own)]))
+    };
+    vec![
+        ("packets carry no turn", in_turns(&[0, 1], packets)),
+        ("several thread blocks add to", in_turns(&[0, 1, 1], vec![half(0), half(1), (turned, both)])),
+        ("take unequal turns", in_turns(&[0], vec![((32, 2), there), (turned, here)])),
+        (
+            "cover 1 chunks, and an operation in it has 2",
+            in_turns(&[], vec![(turned, vec![copied(CopyKind::Plain, Input, Output, 2, None)])]),
+        ),
+        ("in almost the same places", in_turns(&[], shares(2, 0).chain(shares(4, 1)).collect())),
+    ]
+}
+
+/// The first chunk is copied.
+fn first_copied() -> Options {
+    let from = vec![Source { rank: Rank(0), index: 0 }];
+    let row = Expected { rank: Rank(0), index: 0, size: 1, from, op: ReduceOp::Sum };
+    Options { expectation: Some(Expectation::Table(vec![row])) }
+}
+
+#[test]
+fn where_turns_are_not_in_step_there_is_a_proof_for_a_range() {
+    for (why, plan) in not_in_step() {
+        let report = verify(&plan, &first_copied());
+        let largest = report.largest_chunk.unwrap_or_else(|| panic!("{why}: {report}"));
+        assert!(report.proved && largest >= 16 * 16, "{why}: {report}");
+        let text = report.to_string();
+        let range = format!("proved for chunks of up to {largest} bytes: in bounds");
+        assert!(text.contains(why) && text.contains(&range), "{text}");
+        for units in 1..=largest / ALIGNMENT {
+            let at = verify_at(&plan, &first_copied(), units * ALIGNMENT);
+            assert!(at.proved, "{why}, {units} units: {at}");
+        }
+        // Of a plan for no larger messages, that is all.
+        let plan = Plan { max_message_size: 2 * largest, ..plan };
+        let report = verify(&plan, &first_copied());
+        assert!(report.proved && report.largest_chunk.is_none(), "{why}: {report}");
+    }
+}
+
+#[test]
+fn what_goes_wrong_in_a_range_is_rejected() {
+    for (why, mut plan) in not_in_step() {
+        // Nobody tells of the input that is overwritten, in all of it or in the last turn.
+        let all = copied(CopyKind::Plain, BufferType::Scratch, BufferType::Output, 1, None);
+        let block = ThreadBlock { id: 9, ops: vec![all.into()], ..plan.gpus[0].threadblocks[0].clone() };
+        let id = plan.gpus[0].threadblocks.len() as u32;
+        plan.gpus[0].threadblocks.push(ThreadBlock { id, ..block });
+        let report = verify(&plan, &first_copied());
+        assert!(!report.proved && report.largest_chunk.is_none(), "{why}: {report}");
+        assert!(report.errors().all(|error| !matches!(error.kind, Kind::TooLarge { .. })), "{why}: {report}");
+    }
 }
