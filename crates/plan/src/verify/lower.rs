@@ -16,25 +16,40 @@ use crate::resolve::{Block, Wiring};
 use super::counters::Counters;
 use super::finding::{Finding, Kind};
 use super::program::{Agent, Home, Link, Location, Meeting, Move, Program, Step, View, What, home};
+use super::{races, runs};
 
 /// Most steps, signals and accesses of a program, which bounds memory.
 const PROGRAM: u64 = 1 << 25;
 
-/// Most of the programs of all sizes together, which bounds time.
+/// Most of the programs of all sizes together, and of the pieces in which they take memory, which bounds time.
 const ALL: u64 = 1 << 27;
 
 /// What one in a pipeline counts for: in a few lines there may be any number of turns.
 const IN_TURNS: u64 = 1 << 3;
 
-/// How many steps, signals and accesses there may be.
+/// How many steps, signals and accesses there may be, and how much else may be done at all sizes together.
 pub(super) struct Budget {
     program: u64,
     all: u64,
+    /// Words of all states of runs that are looked at.
+    pub words: usize,
+    /// Pairs of accesses to the same bytes.
+    pub pairs: u64,
 }
 
 impl Budget {
     pub fn new() -> Self {
-        Budget { program: PROGRAM, all: ALL }
+        Budget { program: PROGRAM, all: ALL, words: runs::ALL, pairs: races::PAIRS }
+    }
+
+    /// Pieces of memory and of accesses, at one more size.
+    ///
+    /// # Errors
+    /// [`Kind::TooLarge`]
+    pub fn pieces(&mut self, count: usize) -> Result<(), Kind> {
+        let what = "pieces of memory and of accesses at all sizes";
+        self.all = self.all.checked_sub(count as u64).ok_or(Kind::TooLarge { what, limit: ALL })?;
+        Ok(())
     }
 
     fn spend(&mut self, count: u64) -> Result<(), Kind> {

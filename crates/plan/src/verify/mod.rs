@@ -353,6 +353,7 @@ fn at_size(
     findings.truncate(FINDINGS);
     let cuts = values::cuts(&program, expectation);
     let cells = cells::cut(&mut program, &cuts).map_err(whole)?;
+    budget.pieces(cells.len() + cells.pieces).map_err(whole)?;
     let schedule = match schedule::run(&program, &cells) {
         Ok(schedule) => schedule,
         Err(deadlock) => {
@@ -361,8 +362,9 @@ fn at_size(
         }
     };
     let orders = order::orders(&program, &cells, &schedule).map_err(whole)?;
-    let runs = Runs::new(&program, &cells);
-    findings.extend(races::find(&program, &cells, &schedule, &orders, &runs, FINDINGS).map_err(whole)?);
+    let runs = Runs::new(&program, &cells, budget.words);
+    let races = races::find(&program, &cells, &schedule, &orders, &runs, &mut budget.pairs, FINDINGS);
+    findings.extend(races.map_err(whole)?);
     let values = match program.contended() {
         true => values::check_runs(&program, &cells, &runs, expectation, FINDINGS),
         false => values::check(&program, &cells, &schedule, expectation, FINDINGS),
@@ -374,5 +376,6 @@ fn at_size(
         let fooled = mixed::find(&program, &cells, &schedule, &orders, &runs, &left, FINDINGS);
         stop(fooled.map_err(whole)?)?;
     }
+    budget.words = runs.left();
     Ok(findings)
 }

@@ -33,8 +33,8 @@ struct History {
     reads: Vec<Done>,
 }
 
-/// Most pairs of accesses to one cell.
-const LIMIT: u64 = 1 << 28;
+/// Most pairs of accesses to one cell, at all sizes together.
+pub(super) const PAIRS: u64 = 1 << 28;
 
 /// Races, buffers that are still used when their rank has ended, and ranks whose buffers are used before they begin.
 ///
@@ -49,6 +49,7 @@ pub(super) fn find(
     schedule: &Schedule,
     orders: &Orders,
     runs: &Runs<'_, '_>,
+    pairs: &mut u64,
     limit: usize,
 ) -> Result<Vec<Finding>, Kind> {
     let single = |each: &[(u32, u32)]| each.len() <= 1;
@@ -74,10 +75,11 @@ pub(super) fn find(
         if races.found.len() >= limit {
             return Ok(races.found);
         }
-        if races.pairs > LIMIT {
-            return Err(Kind::TooLarge { what: "pairs of accesses to the same bytes", limit: LIMIT });
+        if races.pairs > *pairs {
+            return Err(Kind::TooLarge { what: "pairs of accesses to the same bytes", limit: PAIRS });
         }
     }
+    *pairs -= races.pairs;
     races.late()?;
     for &(rank, owner) in &races.early {
         races.found.push(Finding::new(program.plan, Kind::Unstarted { rank, owner }, Vec::new()));

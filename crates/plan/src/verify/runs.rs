@@ -17,14 +17,17 @@ use super::program::{Link, Program, What};
 use crate::ids::Rank;
 use crate::place::Place;
 
-/// Most states in all searches together.
+/// Most states of one search.
 const STATES: usize = 1 << 16;
 
 /// Most words of all states of one search.
 const WORDS: usize = 1 << 26;
 
-/// How many searches with as many states as their words allow may be made.
-const SEARCHES: usize = 16;
+/// Most words of all states in all searches at all sizes.
+pub(super) const ALL: usize = 1 << 30;
+
+/// What a small state counts for at least, for it is looked at too.
+const LEAST_WORDS: usize = 1 << 13;
 
 /// A piece of a move.
 type Piece = (u32, u32);
@@ -154,8 +157,10 @@ pub(super) struct Runs<'p, 'a> {
     ports: Vec<Vec<u32>>,
     /// Counters of which several take.
     contended: Vec<u32>,
-    /// Most states of one search, and how many there may still be in all searches.
+    /// Most states of one search.
     limit: usize,
+    /// Words of a state, and how many there may still be in all searches.
+    words: usize,
     left: Cell<usize>,
 }
 
@@ -167,7 +172,8 @@ struct Play<'r, 'p, 'a, 'w> {
 }
 
 impl<'p, 'a> Runs<'p, 'a> {
-    pub fn new(program: &'p Program<'a>, cells: &'p Cells) -> Self {
+    /// For searches of so many words in all.
+    pub fn new(program: &'p Program<'a>, cells: &'p Cells, left: usize) -> Self {
         let mut ports = vec![Vec::new(); program.agents.len()];
         for (port, &agent) in program.ports.iter().enumerate() {
             ports[agent as usize].push(port as u32);
@@ -175,16 +181,21 @@ impl<'p, 'a> Runs<'p, 'a> {
         let contended = (0..program.counters.len() as u32)
             .filter(|&counter| program.counters[counter as usize].acquirers.len() > 1)
             .collect();
-        let limit = states(program, cells);
         Runs {
             program,
             cells,
             readers: OnceCell::new(),
             ports,
             contended,
-            limit,
-            left: Cell::new((SEARCHES * limit).min(STATES)),
+            limit: states(program, cells),
+            words: words(program, cells).max(LEAST_WORDS),
+            left: Cell::new(left),
         }
+    }
+
+    /// How many words there may still be.
+    pub fn left(&self) -> usize {
+        self.left.get()
     }
 
     /// Who took in which order in a run that comes to the goal, if there is one.
@@ -219,10 +230,10 @@ impl<'p, 'a> Runs<'p, 'a> {
         let mut todo = VecDeque::from([play.state.clone()]);
         while let Some(state) = todo.pop_front() {
             let left = self.left.get();
-            if left == 0 {
-                return Err(too_large((SEARCHES * self.limit).min(STATES)));
+            if left < self.words {
+                return Err(too_large(ALL / self.words));
             }
-            self.left.set(left - 1);
+            self.left.set(left - self.words);
             let takers = self.takers(&state);
             if self.reached(&state, hold, goal, takers.is_empty()) {
                 return Ok(Some(state));
@@ -350,8 +361,12 @@ impl<'p, 'a> Runs<'p, 'a> {
 
 /// How many states there may be in one search, of a program of its size.
 pub(super) fn states(program: &Program<'_>, cells: &Cells) -> usize {
-    let words = program.steps.len() + cells.pieces + cells.len() + program.counters.len() + 64;
-    (WORDS / words).clamp(4, STATES)
+    (WORDS / words(program, cells)).clamp(4, STATES)
+}
+
+/// How many words a state may have.
+fn words(program: &Program<'_>, cells: &Cells) -> usize {
+    program.steps.len() + cells.pieces + cells.len() + program.counters.len() + 64
 }
 
 /// More states than these.

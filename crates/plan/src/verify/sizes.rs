@@ -105,7 +105,7 @@ const EACH: u64 = 1 << 10;
 const CLASSES: usize = 1 << 13;
 
 /// Most steps of looking for patterns.
-const WORK: u64 = 1 << 27;
+const WORK: u64 = 1 << 25;
 
 /// Bytes of a chunk, ascending.
 ///
@@ -115,7 +115,7 @@ pub(super) fn of(plan: &Plan) -> Result<Vec<u64>, Kind> {
     let most = most(plan)?;
     let mut sizes = Sizes::new(plan);
     let classes = sizes.classes(sizes.last().map_or(most, |last| last.min(most)))?;
-    Ok(cover(&least(&sizes, &classes)))
+    Ok(cover(&least(&mut sizes, &classes)?))
 }
 
 /// Why a few sizes do not stand for all.
@@ -187,7 +187,7 @@ pub(super) fn up_to(plan: &Plan, last: u64, known: &[u64]) -> Result<Vec<u64>, K
     for &size in known {
         classes.insert(size, sizes.patterns(size / alignment)?);
     }
-    let mut of = least(&sizes, &classes);
+    let mut of = least(&mut sizes, &classes)?;
     let seen: BTreeSet<usize> = known.iter().filter_map(|size| of.remove(size)).flatten().collect();
     of.values_mut().for_each(|numbers| numbers.retain(|number| !seen.contains(number)));
     Ok(cover(&of))
@@ -527,29 +527,39 @@ impl Sizes {
         Ok(classes)
     }
 
+    /// Of each chunk of each cut, the pipeline that it stands in, by number.
+    fn slots(&self) -> Vec<Option<usize>> {
+        let numbers: BTreeMap<_, _> = self.pipelines.iter().enumerate().map(|(at, &of)| (of, at)).collect();
+        let number = |cut: &Cut| cut.pipeline.and_then(|of| numbers.get(&of).copied());
+        self.cuts.iter().flat_map(|cut| (0..cut.chunks).map(move |_| number(cut))).collect()
+    }
+
     /// What two patterns must have in common to be compared (which chunks of which cuts meet the fiber, and in the how
     /// manieth of the turns that do), and what is compared.
-    fn parts(&self, patterns: &Patterns, states: &[State]) -> (Vec<(usize, usize)>, Turns) {
-        let slots = self.cuts.iter().flat_map(|cut| (0..cut.chunks).map(move |_| cut));
-        let met = slots.zip(states).enumerate().filter(|(_, (_, state))| **state >= MET);
-        let met: Vec<_> = met
-            .map(|(slot, (cut, state))| {
-                let pipeline = |of| self.pipelines.iter().position(|pipeline| *pipeline == of);
-                (slot, cut.pipeline.and_then(pipeline), state - MET)
-            })
-            .collect();
-        let levels = |of| -> Vec<u64> {
-            let levels: BTreeSet<_> =
-                met.iter().filter(|(_, pipeline, _)| *pipeline == of).map(|(.., turn)| *turn).collect();
-            levels.into_iter().collect()
-        };
-        let levels: Vec<_> = (0..self.pipelines.len()).map(|pipeline| levels(Some(pipeline))).collect();
+    fn parts(
+        &mut self,
+        slots: &[Option<usize>],
+        patterns: &Patterns,
+        states: &[State],
+    ) -> Result<(Vec<(usize, usize)>, Turns), Kind> {
+        self.spend((slots.len() + self.pipelines.len()) as u64)?;
+        let met = || slots.iter().zip(states).enumerate().filter(|(_, (_, state))| **state >= MET);
+        let mut levels = vec![Vec::new(); self.pipelines.len()];
+        for (_, (pipeline, state)) in met() {
+            if let Some(pipeline) = *pipeline {
+                levels[pipeline].push(state - MET);
+            }
+        }
+        for levels in &mut levels {
+            levels.sort_unstable();
+            levels.dedup();
+        }
         let rank = |pipeline: Option<usize>, turn: u64| {
             pipeline.map_or(0, |pipeline| levels[pipeline].partition_point(|&level| level < turn))
         };
-        let common = met.iter().map(|&(slot, pipeline, turn)| (slot, rank(pipeline, turn))).collect();
+        let common = met().map(|(slot, (pipeline, state))| (slot, rank(*pipeline, state - MET))).collect();
         let turns = patterns.turns.iter().zip(&levels);
-        (common, turns.map(|(&turns, levels)| [&[turns][..], levels].concat()).collect())
+        Ok((common, turns.map(|(&turns, levels)| [&[turns][..], levels].concat()).collect()))
     }
 }
 
@@ -575,7 +585,14 @@ fn follows(turns: &Turns, from: &Turns) -> bool {
 }
 
 /// Of each size the patterns that follow from no others, by number.
-fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, BTreeSet<usize>> {
+///
+/// # Errors
+/// [`Kind::TooLarge`]
+fn least(
+    sizes: &mut Sizes,
+    classes: &BTreeMap<u64, Rc<Patterns>>,
+) -> Result<BTreeMap<u64, BTreeSet<usize>>, Kind> {
+    let (slots, apart) = (sizes.slots(), sizes.apart);
     let packets = sizes.cuts.iter().flat_map(|cut| (0..cut.chunks).map(|_| cut.packets));
     let packets: Vec<bool> = packets.collect();
     let meets = |patterns: &Patterns| -> BTreeSet<Vec<bool>> {
@@ -585,7 +602,7 @@ fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, 
         patterns.each.iter().map(meets).collect()
     };
     let few = |turns: &Turns| -> Vec<u64> {
-        turns.iter().flat_map(|turns| distances(turns)).map(|distance| distance.min(sizes.apart)).collect()
+        turns.iter().flat_map(|turns| distances(turns)).map(|distance| distance.min(apart)).collect()
     };
     let mut known: BTreeMap<_, Vec<(Turns, usize)>> = BTreeMap::new();
     let mut next = 0;
@@ -593,8 +610,9 @@ fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, 
     for (&size, patterns) in classes {
         let meets = meets(patterns);
         for states in &patterns.each {
-            let (common, turns) = sizes.parts(patterns, states);
+            let (common, turns) = sizes.parts(&slots, patterns, states)?;
             let known = known.entry((meets.clone(), few(&turns), common)).or_default();
+            sizes.spend((known.len() * turns.len()) as u64)?;
             match known.iter().find(|(other, _)| follows(&turns, other)) {
                 Some((other, number)) if *other == turns => {
                     of.entry(size).or_default().insert(*number);
@@ -611,7 +629,7 @@ fn least(sizes: &Sizes, classes: &BTreeMap<u64, Rc<Patterns>>) -> BTreeMap<u64, 
     }
     let least: BTreeSet<usize> = known.values().flatten().map(|(_, number)| *number).collect();
     of.values_mut().for_each(|numbers| numbers.retain(|number| least.contains(number)));
-    of
+    Ok(of)
 }
 
 /// A few sizes that together have all numbers.

@@ -82,7 +82,7 @@ pub(super) fn gap(plan: &Plan, wiring: &Wiring, budget: &mut Budget) -> Result<O
     let first = loops.first().map(|first| program.steps[first.steps.start as usize].place);
     meet(&mut program, &loops);
     let cells = cells::cut(&mut program, &[]).map_err(whole)?;
-    match stuck(&program, &cells) {
+    match stuck(&program, &cells, budget) {
         None => Ok(None),
         Some(places) if places.is_empty() => gap(first.into_iter().collect(), UNKNOWN),
         Some(places) => gap(places, UNKNOWN),
@@ -92,17 +92,19 @@ pub(super) fn gap(plan: &Plan, wiring: &Wiring, budget: &mut Budget) -> Result<O
 const UNKNOWN: &str = "it may not end if the thread blocks of a pipeline take every turn together";
 
 /// Where some run is stuck, or may be.
-fn stuck(program: &Program<'_>, cells: &Cells) -> Option<Vec<Place>> {
+fn stuck(program: &Program<'_>, cells: &Cells, budget: &mut Budget) -> Option<Vec<Place>> {
     if !program.contended() {
         return schedule::run(program, cells).err().map(|stuck| stuck.places);
     }
-    let runs = Runs::new(program, cells);
+    let runs = Runs::new(program, cells, budget.words);
     let mut each = [true, false].into_iter().map(|alone| {
         let state = runs.find(Hold { alone, ..Hold::default() }, Goal::Deadlock);
         let places = |state| runs.waits(&state).into_iter().map(|(place, _)| place).collect();
         state.map_or(Some(Vec::new()), |state| state.map(places))
     });
-    each.find_map(|stuck| stuck)
+    let stuck = each.find_map(|stuck| stuck);
+    budget.words = runs.left();
+    stuck
 }
 
 /// Packets in a pipeline are those of the first turn, whenever they are read. So a thread block may keep some for itself,

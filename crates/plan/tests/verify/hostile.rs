@@ -96,6 +96,24 @@ fn turns_at_all_sizes_together_are_bounded() {
     assert!(matches!(report.findings[0].kind, Kind::TooLarge { .. }), "{report}");
 }
 
+/// Each pipeline has turns of its own: there are many sizes, and much to compare at each.
+#[test]
+fn pipelines_of_many_units_are_refused() {
+    let pipeline = |at: u64| {
+        format!(
+            r#"{{"name": "pipeline", "iter_context": {{"unit_size": {}, "num_chunks": 1}}, "ops": [
+                {{"name": "copy", "src_buff": [{{"type": "i", "index": 0, "size": 1}}],
+                  "dst_buff": [{{"type": "o", "index": 0, "size": 1}}]}}, {{"name": "nop"}}]}}"#,
+            16 * (at + 1)
+        )
+    };
+    for count in [300, 3000] {
+        let ops = (0..count).map(pipeline).collect::<Vec<_>>().join(",");
+        let report = judge(&copying(1, &ops));
+        assert!(matches!(report.findings[0].kind, Kind::TooLarge { .. }), "{report}");
+    }
+}
+
 #[test]
 fn who_waits_for_each_other_is_named() {
     let block = |id: u32, first: u32, second: u32| {
