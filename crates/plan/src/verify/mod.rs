@@ -56,8 +56,9 @@
 //!
 //! # How
 //!
-//! The plan is written out at a few sizes of a chunk that stand for all, or for all in a range (pipelines turn by turn), and memory is cut into cells
-//! that every operation takes whole: whatever the size, there are only as many as the plan tells apart. One run is as good as
+//! The plan is written out at a few sizes of a chunk that stand for all, or for all in a range (pipelines turn by turn), and
+//! memory is cut into cells that every operation takes whole: whatever the size, there are only as many as the plan tells
+//! apart. One run is as good as
 //! any, because what is waited for stays there until it is taken; only where several blocks take from one counter, the orders
 //! in which they do are all tried. Along a run go vector clocks over thread blocks, ports and packets, which order accesses in
 //! all runs, and the set of contributions that every cell holds. Where clocks do not know everything, because several blocks
