@@ -156,9 +156,12 @@ impl CudaCollectives {
         let (mut signature, input, output) = self.reduced(input, output, op, registered)?;
         let (size, one_shot) = (input.dtype.size(), algorithm == Algorithm::OneShot);
         let bytes = input.count * size;
+        if bytes == 0 {
+            return self.check_ready(); // nothing lies anywhere
+        }
         let (from, to) = (input.data.addr(), output.data.addr());
         let apart = from + bytes <= to || to + bytes <= from;
-        if bytes > 0 && !apart && (one_shot || from != to) {
+        if !apart && (one_shot || from != to) {
             let form = if one_shot {
                 "apart from the input, from which peers load"
             } else {

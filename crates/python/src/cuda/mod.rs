@@ -1,7 +1,7 @@
 //! Collectives on CUDA tensors: put into the caller's stream, in its order.
 //!
-//! The lock of a communicator's GPUs is taken detached from the interpreter, and nobody who holds it needs the
-//! interpreter.
+//! The lock of a communicator's GPUs is taken detached from the interpreter, which whoever holds it needs at most to look for
+//! signals; and after the queue's turn, if that is needed too.
 
 mod buffer;
 mod register;
@@ -129,7 +129,12 @@ impl Gpus {
             return work(gpu);
         }
         self.open(queue, device, stream)?;
-        match self.lock().open.iter_mut().find(serves) {
+        self.with_open(device, work)
+    }
+
+    /// With a device that has been opened before.
+    fn with_open<T>(&self, device: u32, work: impl FnOnce(&mut Gpu) -> Outcome<T>) -> Outcome<T> {
+        match self.lock().open.iter_mut().find(|gpu| gpu.context.device().ordinal() == device) {
             Some(gpu) => work(gpu),
             None => Err(FabricError::invalid("the communicator was closed meanwhile").into()),
         }

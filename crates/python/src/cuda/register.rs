@@ -2,11 +2,11 @@
 
 use antiphon::{
     device::cuda::DevicePointer,
-    fabric::{FabricError, Queue, RegisteredMemory},
+    fabric::{Communicator, Queue, RegisteredMemory},
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
 
-use super::{CudaBuffer, Gpus, Outcome, ordinal};
+use super::{CudaBuffer, Gpu, Gpus, Outcome, ordinal};
 use crate::{
     error::Result,
     operand::{Operand, Tensor, Usage},
@@ -48,36 +48,39 @@ impl Registrable {
 impl Gpus {
     /// Registers memory with every rank; the ranks do it together.
     pub(crate) fn register(&self, queue: &Queue, memory: &Registrable) -> Outcome {
-        self.with(queue, memory.device(), None, |gpu| {
+        self.together(queue, memory.device(), |comm, gpu| {
             let Some(peers) = &gpu.peers else { return Ok(()) };
-            let memory = match memory {
+            peers.register(match memory {
                 Registrable::Buffer(buffer) => buffer.get().shared()?.into(),
                 Registrable::Array(tensor, _) => {
-                    let bytes = (tensor.count * tensor.dtype.size()) as u64;
                     let pointer = DevicePointer(tensor.data.addr() as u64);
-                    queue.run(|comm| RegisteredMemory::new(comm, &gpu.context, pointer, bytes))?
+                    RegisteredMemory::new(comm, &gpu.context, pointer, tensor.bytes() as u64)?
                 }
-            };
-            peers.register(memory)
+            })
         })
     }
 
     /// Takes it back.
     pub(crate) fn unregister(&self, queue: &Queue, memory: &Registrable) -> Outcome {
-        self.with(queue, memory.device(), None, |gpu| {
+        self.together(queue, memory.device(), |comm, gpu| {
             let Some(peers) = &gpu.peers else { return Ok(()) };
             let address = match memory {
-                Registrable::Buffer(buffer) => buffer.get().shared()?.pointer(peers.rank()).0,
-                Registrable::Array(tensor, _) => tensor.data.addr() as u64,
+                Registrable::Buffer(buffer) => buffer.get().shared()?.pointer(peers.rank()),
+                Registrable::Array(tensor, _) => DevicePointer(tensor.data.addr() as u64),
             };
-            queue.run(|comm| {
-                let done = peers.unregister(comm, DevicePointer(address));
-                done.map_err(|error| match error {
-                    antiphon::prelude::CollectiveError::Fabric(error) => error,
-                    other => FabricError::invalid(other.to_string()),
-                })
-            })?;
-            Ok(())
+            peers.unregister(comm, address)
         })
+    }
+
+    /// What the ranks do together with a device that has been opened. The queue's turn comes before the lock, as where
+    /// devices are opened: whoever has the lock waits for no other thread of this process.
+    fn together(
+        &self,
+        queue: &Queue,
+        device: u32,
+        work: impl FnOnce(&Communicator, &mut Gpu) -> Outcome,
+    ) -> Outcome {
+        self.with(queue, device, None, |_| Ok(()))?;
+        queue.run(|comm| self.with_open(device, |gpu| work(comm, gpu)))
     }
 }
