@@ -139,7 +139,7 @@ impl CudaCollectives {
     /// # Errors
     /// [`CollectiveError::Refused`] for tensors that are not in registered memory, and for an output that the input is in the
     /// way of; else as [`all_reduce`](Self::all_reduce). Ranks whose tensors are in different places of the
-    /// memory find out, as all that disagree.
+    /// memory find out, as all that disagree, but only at the end: until then each has stored where its own place is.
     ///
     /// # Safety
     /// As [`all_reduce`](Self::all_reduce). After an error slower peers may still use what is registered: such memory is left
