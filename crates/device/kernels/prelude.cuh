@@ -428,12 +428,17 @@ template <class A> struct max_of {
     DEVICE A operator()(A a, A b) const { return maximum(a, b); }
 };
 
+// All lanes of a warp, for what they do together.
+constexpr u32 WHOLE_WARP = 0xFFFFFFFFu;
+// This thread's, in a block of one dimension.
+DEVICE u32 lane_id() { return threadIdx.x % 32; }
+
 // Of the 32 values of a warp, in every lane: halves with halves, quarters with quarters and so on. The order is fixed,
 // and as the operators commute every lane has the same bits. All 32 lanes take part.
 template <class A, class Op> DEVICE A warp_reduce(A value, Op op) {
 #pragma unroll
     for (u32 distance = 16; distance > 0; distance /= 2)
-        value = op(value, __shfl_xor_sync(0xFFFFFFFFu, value, distance));
+        value = op(value, __shfl_xor_sync(WHOLE_WARP, value, distance));
     return value;
 }
 
@@ -648,14 +653,19 @@ DEVICE u32 reason_to_stop(waiter& w, u64& waited) {
 // not wait again (a further wait would give up at its first look) but lead its block out of the kernel. `ready` may
 // leave in `seen` what it saw, and in what `peer` refers to whom it still waits for; they and `expected` are only for
 // the report. `look` is called now and then, when something is late.
-template <class Ready, class Look>
+//
+// TOGETHER: all threads of the warp come here, and go on when it is true for all of them. A thread that went on alone would
+// do by itself what follows, and the others after it.
+template <bool TOGETHER, class Ready, class Look>
 DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready, Look look) {
     tag seen{0, 0};
     u64 waited = 0;
     for (u32 reason = GO_ON;;) {
 #pragma unroll 1
-        for (u32 poll = 0; poll < POLLS_PER_LOOK; ++poll)
-            if (ready(seen)) return true;
+        for (u32 poll = 0; poll < POLLS_PER_LOOK; ++poll) {
+            const bool is_ready = ready(seen);
+            if (TOGETHER ? __all_sync(WHOLE_WARP, is_ready) : is_ready) return true;
+        }
         if (reason != GO_ON) {  // and what came before the reason has been seen by now
             // Who waits for another thread of its own GPU leaves it to that to say for whom.
             if (reason != SILENTLY && peer != w.rank) record_wait(w.report, reason, w.rank, peer, w.doing, expected, seen, waited);
@@ -663,10 +673,11 @@ DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready, Lo
         }
         look();
         reason = reason_to_stop(w, waited);
+        if (TOGETHER) reason = __shfl_sync(WHOLE_WARP, reason, 0);
     }
 }
 template <class Ready> DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready) {
-    return wait_until(w, peer, expected, ready, [] {});
+    return wait_until<false>(w, peer, expected, ready, [] {});
 }
 
 // Waits until a counter that `peer` raises with release has reached `expected`, across wrapping.

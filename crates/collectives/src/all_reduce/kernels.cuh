@@ -19,13 +19,13 @@ template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
     for (u32 i = start + ROUND * step; i < vectors; i += step) push(a, t, a.rank, i, without_empty(in.load(i)));
     advance(a, t, vectors, 0);
     reader r(a, t);
-    for (u32 i = start; i < vectors; i += ROUND * step) {
+    for (u32 i = start; is_warp_before(i, vectors); i += ROUND * step) {
         uint4 sums[ROUND];
         const auto mine = [&](u32 i) { return in.load(i); }; // again, rather than kept in registers
         if (!collect_and_reduce(r, i, step, vectors, mine, sums)) return;
 #pragma unroll
         for (u32 n = 0; n < ROUND; ++n)
-            if (n == 0 || i + n * step < vectors) out.store(i + n * step, sums[n]);
+            if (i + n * step < vectors) out.store(i + n * step, sums[n]);
     }
     r.finish();
 }
@@ -44,19 +44,20 @@ template <bool PLAIN> DEVICE void two_shot_of(const arguments& a) {
     advance(a, t, part, part);
     reader r(a, t);
     const u32 start = grid_thread(), step = grid_threads();
-    for (u32 i = start; i < part; i += step) {
+    for (u32 i = start; is_warp_before(i, part); i += step) {
         uint4 sum[1];
         const auto mine = [&](u32 i) { return in.load(a.rank * part + i); };
         if (!collect_and_reduce(r, i, step, part, mine, sum)) return;
+        if (i >= part) break;
         push(a, t, WORLD + a.rank, i, sum[0]);
         out.store(a.rank * part + i, sum[0]);
     }
-    for (u32 i = start; i < part; i += step) {
+    for (u32 i = start; is_warp_before(i, part); i += step) {
         uint4 got[1][WORLD];
         if (!collect(r, WORLD, i, step, part, got)) return;
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k)
-            if (k != a.rank) out.store(k * part + i, got[0][k]);
+            if (k != a.rank && i < part) out.store(k * part + i, got[0][k]);
     }
     r.finish();
 }

@@ -19,7 +19,7 @@ DEVICE bool meet(const arguments& a, reader& r, u32 first) {
         const u32 peer = rank_of(a, threadIdx.x);
         st_release_sys((u32*)(a.peer[threadIdx.x] + lane_at(a, r.slot, first + a.rank)) + blockIdx.x * 4, 1u);
         const u32* flag = (const u32*)(a.own + lane_at(a, r.slot, first + peer)) + blockIdx.x * 4;
-        came = r.wait([&](u32& missing) {
+        came = r.wait<false>([&](u32& missing) {
             missing = peer;
             return ld_acquire_sys(flag) != EMPTY;
         });

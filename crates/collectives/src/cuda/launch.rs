@@ -155,7 +155,7 @@ impl CudaCollectives {
         let (items, unit) = match launch.grid {
             Grid::Items(items) => (items, 1),
             Grid::ItemsByPeer(items) => (items, self.world_size() as u32 - 1),
-            Grid::Teams(teams) => return (teams.blocks(), false),
+            Grid::Teams(teams) => return (teams.blocks(), teams.is_small),
         };
         let wanted = (items as u64).div_ceil(u64::from(THREADS)) * u64::from(unit);
         let few = self.max_blocks / 2;

@@ -70,13 +70,13 @@ DEVICE uint4 reduce(const uint4 (&values)[WORLD]) {
 }
 
 // Waits for everybody's vectors at `index` of the lower lanes (and further ones, as `collect`), and reduces them with this
-// rank's own, which `mine(i)` loads.
+// rank's own, which `mine(i)` loads. For a whole warp.
 template <u32 COUNT, class Mine>
 DEVICE bool collect_and_reduce(reader& r, u32 index, u32 step, u32 end, Mine mine, uint4 (&result)[COUNT]) {
     uint4 got[COUNT][WORLD];
 #pragma unroll
     for (u32 n = 0; n < COUNT; ++n) {
-        if (n > 0 && index + n * step >= end) break;
+        if (index + n * step >= end) break;
         const uint4 own = mine(index + n * step);
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k) got[n][k] = own; // an index known at run time would need local memory

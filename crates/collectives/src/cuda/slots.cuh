@@ -173,12 +173,12 @@ struct reader {
         return hints + threadIdx.x;
     }
 
-    // Waits until what `ready(missing)` asks for is there, which else says of whom it is missing. Who waits in vain may do
-    // so because the ranks disagree.
-    template <class Ready> DEVICE bool wait(Ready ready) {
+    // Waits until what `ready(missing)` asks for is there, which else says of whom it is missing; TOGETHER: for all threads of
+    // the warp. Who waits in vain may do so because the ranks disagree.
+    template <bool TOGETHER, class Ready> DEVICE bool wait(Ready ready) {
         u32 missing = a.rank;
-        const bool came = wait_until(patience, missing, 0, [&](tag&) { return ready(missing); },
-                                     [&] { compare_tags(a.own + slot, a.report, a.rank, a.doing); });
+        const bool came = wait_until<TOGETHER>(patience, missing, 0, [&](tag&) { return ready(missing); },
+                                               [&] { compare_tags(a.own + slot, a.report, a.rank, a.doing); });
         if (!came) stop_calls((control*)a.own, (control*)a.other);
         return came;
     }
@@ -194,7 +194,7 @@ struct reader {
             if (is_low && (hinted.z | (u64)hinted.w << 32) == a.doing.high) return;
         }
         tag theirs;
-        const bool came = wait([&](u32& missing) {
+        const bool came = wait<false>([&](u32& missing) {
             missing = peer;
             load_tag(a.own + slot + peer * 16, theirs.low, theirs.high);
             return theirs.low != ~0ull;
@@ -208,25 +208,28 @@ struct reader {
 
 DEVICE bool has_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
-// Waits for the vectors of all peers (OWN: and of this rank) at `index` of the lanes from `first`, and at up to COUNT - 1
-// further ones in steps that come before `end`; false if it gave up.
+// Whether the warp of the thread whose place is `index` has a place before `end`; its threads have neighbouring ones.
+DEVICE bool is_warp_before(u32 index, u32 end) { return index - lane_id() < end; }
+
+// For a whole warp: waits for the vectors of all peers (OWN: and of this rank) at COUNT places of the lanes from `first`, those
+// from `index` on in steps that come before `end`. False if it gave up.
 template <u32 COUNT, bool OWN = false>
 DEVICE bool collect(reader& r, u32 first, u32 index, u32 step, u32 end, uint4 (&got)[COUNT][WORLD]) {
     const arguments& a = r.a;
     const u8* at = a.own + lane_at(a, r.slot, first) + index * 16;
-    return r.wait([&](u32& missing) {
+    return r.wait<true>([&](u32& missing) {
         bool complete = true;
 #pragma unroll
         for (u32 n = 0; n < COUNT; ++n)
 #pragma unroll
             for (u32 k = 0; k < WORLD; ++k)
-                if ((OWN || k != a.rank) && (n == 0 || index + n * step < end))
+                if ((OWN || k != a.rank) && index + n * step < end)
                     got[n][k] = load16_volatile(at + n * step * 16 + k * a.lane_stride);
 #pragma unroll
         for (u32 n = 0; n < COUNT; ++n)
 #pragma unroll
             for (u32 k = 0; k < WORLD; ++k)
-                if ((OWN || k != a.rank) && (n == 0 || index + n * step < end) && has_empty(got[n][k])) {
+                if ((OWN || k != a.rank) && index + n * step < end && has_empty(got[n][k])) {
                     complete = false;
                     if (k != a.rank) missing = k;
                 }
@@ -238,15 +241,15 @@ DEVICE bool collect(reader& r, u32 first, u32 index, u32 step, u32 end, uint4 (&
 template <u32 COUNT>
 DEVICE bool collect_from(reader& r, u32 peer, u32 lane, u32 index, u32 step, u32 end, uint4 (&got)[COUNT]) {
     const u8* at = r.a.own + lane_at(r.a, r.slot, lane) + index * 16;
-    return r.wait([&](u32& missing) {
+    return r.wait<true>([&](u32& missing) {
         bool complete = true;
-        missing = peer;
 #pragma unroll
         for (u32 n = 0; n < COUNT; ++n)
-            if (n == 0 || index + n * step < end) got[n] = load16_volatile(at + n * step * 16);
+            if (index + n * step < end) got[n] = load16_volatile(at + n * step * 16);
 #pragma unroll
         for (u32 n = 0; n < COUNT; ++n)
-            if (n == 0 || index + n * step < end) complete &= !has_empty(got[n]);
+            if (index + n * step < end) complete &= !has_empty(got[n]);
+        if (!complete) missing = peer;
         return complete;
     });
 }

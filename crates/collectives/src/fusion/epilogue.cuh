@@ -39,7 +39,7 @@ struct epilogue {
     }
 
     // One row of this piece, and which one this team has next, if any; `sums_at(v, sums)` gives the v-th vector of the row's
-    // sum, and as many more of this thread's as fit. All threads of the team come here together.
+    // sum, if there is one, and as many more of this thread's as fit. All threads of the team come here together.
     template <class SumsAt> DEVICE void run(u32 row, u32 next, bool has_next, SumsAt sums_at) {
         const u64 begin = at(row);
         if (PREFETCH) {
@@ -52,9 +52,7 @@ struct epilogue {
             at_once(v, [&](u32 n, u32 v) { // on the way before the sum is waited for
                 if (!PREFETCH && !has(PRE_NORM)) residual[n] = load_residual(begin + v);
             });
-            if (v < f.vectors) sums_at(v, sums);
-            // Nothing is waited for any more that other GPUs do, so the kernel behind can take no room that this one needs.
-            if (SHORT) pdl_launch_dependents();
+            sums_at(v, sums);
             at_once(v, [&](u32 n, u32 v) {
                 if (has(SUM_OUT)) store16(f.sum_out + (begin + v) * 16, sums[n]);
                 wide_vec<T> x = widen_words(sums[n]);
@@ -70,6 +68,8 @@ struct epilogue {
         float rms = 0;
         float most = 0;
         if (team.takes_part(f)) rms = root(team.end_exchange(f, most), f.eps);
+        // No warp of the team waits any more for what other GPUs do, so the kernel behind can take no room that this one needs.
+        if (SHORT) pdl_launch_dependents(); // otherwise it would be slower: other teams are in the middle of their rows
         norm(row, begin, rms, most);
     }
 
@@ -210,12 +210,12 @@ private:
             if (QUANTIZATION == FP8_GROUPS) { // neighbouring lanes'
                 u32 amax = most_of_numbers(n);
                 for (u32 distance = f.group / 2; distance > 0; distance /= 2)
-                    amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+                    amax = larger(amax, __shfl_xor_sync(WHOLE_WARP, amax, distance));
                 if (is_there) store_group(f, token, begin, v, v >> __ffs(f.group) - 1, n, amax);
             }
             if (QUANTIZATION == NVFP4) {
                 const u32 amax = most_of(n); // sixteen elements share a scale: two neighbouring lanes'
-                const u32 both = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
+                const u32 both = larger(amax, __shfl_xor_sync(WHOLE_WARP, amax, 1));
                 if (is_there) store_nvfp4(f, token, begin, v, n, both, scale);
             }
         });

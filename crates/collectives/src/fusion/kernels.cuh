@@ -9,9 +9,12 @@
 
 // Contributions that are computed are kept in this rank's own lane; a tensor is read again.
 constexpr bool KEEPS_OWN = SOURCE != TENSOR;
+// Vectors that a thread reduces at once where teams do nothing else. With more ranks the links need no more of one, and there
+// are no registers for two.
+constexpr u32 AT_ONCE = WORLD == 2 && QUANTIZATION != FP8_GROUPS && QUANTIZATION != FP8_ODD_GROUPS ? 2 : 1;
 
-// Waits for everybody's vectors at `index` of the lower lanes, and reduces them; and at further ones in steps that come
-// before `end`. `first` is where this rank's own begin.
+// For a whole warp: waits for everybody's vectors at COUNT places of the lower lanes, and reduces them: those from `index` on in
+// steps that come before `end`. `first` is where this rank's own begin.
 template <u32 COUNT>
 DEVICE bool reduce_at(reader& r, const fused& f, u32 first, u32 index, u32 step, u32 end, uint4 (&sums)[COUNT]) {
     if (KEEPS_OWN) {
@@ -102,12 +105,16 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     // as they come.
     if (!SHORT && team.index < f.reducing) {
         const u32 end = rows_of(a.rank) * f.vectors, step = f.reducing * team.threads;
-        for (u32 i = team.index * team.threads + team.thread; i < end; i += step) {
-            uint4 sum[1];
-            sums_or_nan(r, alive, sum, [&] { return reduce_at(r, f, own, i, 0, 0, sum); });
+        for (u32 i = team.index * team.threads + team.thread; is_warp_before(i, end); i += AT_ONCE * step) {
+            uint4 sums[AT_ONCE];
+            sums_or_nan(r, alive, sums, [&] { return reduce_at(r, f, own, i, step, end, sums); });
             if (!alive) break;
-            push(a, t, WORLD + a.rank, i, sum[0]);
-            store16_volatile(a.own + lane_at(a, t.slot, WORLD + a.rank) + i * 16, sum[0]);
+#pragma unroll
+            for (u32 n = 0; n < AT_ONCE; ++n) {
+                if (i + n * step >= end) break;
+                push(a, t, WORLD + a.rank, i + n * step, sums[n]);
+                store16_volatile(a.own + lane_at(a, t.slot, WORLD + a.rank) + (i + n * step) * 16, sums[n]);
+            }
         }
     } else {
         // The ranks' first rows, this rank's before the others', then their second ones and so on: what is sent on is so
@@ -134,7 +141,7 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
                     if (!reduce_at(r, f, own, begin + v, team.threads, end, sums)) return false;
 #pragma unroll
                     for (u32 n = 0; n < BATCH; ++n)
-                        if (n == 0 || begin + v + n * team.threads < end)
+                        if (begin + v + n * team.threads < end)
                             push(a, t, WORLD + a.rank, begin + v + n * team.threads, sums[n]);
                     return true;
                 });
@@ -144,10 +151,11 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     if (alive) r.finish();
 }
 
-// As KERNEL in slots.cuh, but for when the kernel behind may come; ALGORITHM is one of the two.
+// As KERNEL in slots.cuh; ALGORITHM is one of the two. A large SHORT grid lets the kernel behind come when it has its sums.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 fused_all_reduce(const __grid_constant__ arguments a, const __grid_constant__ fused f) {
     row_team team(f);
     pdl_wait();
+    if (a.is_small) pdl_launch_dependents();
     ALGORITHM(a, f, team);
 }

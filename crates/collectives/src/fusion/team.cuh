@@ -71,13 +71,9 @@ struct row_team {
         ++exchanges;
         for (u32 first = 0; first < f.slices; first += 32) {
             const u32 slice = first + threadIdx.x % 32;
-            float squares[1] = {0};
-            float magnitude[1] = {0};
-            if (slice < f.slices) {
-                squares[0] = __uint_as_float(wait_for(of_slices + slice * WORDS));
-                if (MOST) magnitude[0] = __uint_as_float(wait_for(of_slices + slice * WORDS + 1));
-            }
-            __syncwarp();
+            const u64* place = of_slices + slice * WORDS;
+            float squares[1] = {__uint_as_float(wait_for(place, slice < f.slices))};
+            float magnitude[1] = {MOST ? __uint_as_float(wait_for(place + 1, slice < f.slices)) : 0.0f};
             combine(squares, magnitude);
             sum = first == 0 ? squares[0] : sum + squares[0];
             most = fmaxf(most, magnitude[0]);
@@ -91,15 +87,16 @@ private:
         for (u32 distance = 16; distance > 0; distance /= 2)
 #pragma unroll
             for (u32 n = 0; n < COUNT; ++n) {
-                squares[n] += __shfl_xor_sync(0xFFFFFFFFu, squares[n], distance);
-                if (MOST) most[n] = fmaxf(most[n], __shfl_xor_sync(0xFFFFFFFFu, most[n], distance));
+                squares[n] += __shfl_xor_sync(WHOLE_WARP, squares[n], distance);
+                if (MOST) most[n] = fmaxf(most[n], __shfl_xor_sync(WHOLE_WARP, most[n], distance));
             }
     }
 
-    DEVICE u32 wait_for(const u64* place) const {
-        u64 word;
-        do word = load_from_blocks(place);
-        while ((u32)(word >> 32) != exchanges);
+    // For a whole warp; 0 where nothing is to come.
+    DEVICE u32 wait_for(const u64* place, bool is_to_come) const {
+        u64 word = 0;
+        do if (is_to_come) word = load_from_blocks(place);
+        while (!__all_sync(WHOLE_WARP, !is_to_come || (u32)(word >> 32) == exchanges));
         return (u32)word;
     }
 };

@@ -52,11 +52,18 @@ impl Shape {
         }
     }
 
-    /// Of a hundred teams, those that do nothing but reduce this rank's part. Measured on H200s.
-    const fn reducing(self, world_size: usize) -> usize {
-        match self {
-            Self::Long => 108 / world_size,
-            _ => 27,
+    /// Of a hundred teams, those that do nothing but reduce this rank's part: the more is done with a row, the fewer. Measured
+    /// on H200s; with quantization by what the row says, on two.
+    const fn reducing(self, world_size: usize, quantization: Option<CheckedQuantization>) -> usize {
+        use CheckedQuantization::{Fp8, Fp8Groups};
+        match (quantization, world_size, self) {
+            (None | Some(Fp8 { .. }), 2, Self::Long) => 36,
+            (None | Some(Fp8 { .. }), 2, _) => 24,
+            (None | Some(Fp8 { .. }), _, Self::Long) => 108 / world_size,
+            (None | Some(Fp8 { .. }), ..) => 27,
+            (Some(Fp8Groups { .. }), 2, Self::Long) => 36,
+            (Some(Fp8Groups { .. }), 2, _) => 27,
+            _ => 20,
         }
     }
 
@@ -88,6 +95,8 @@ pub(crate) struct Teams {
     pub(crate) rounds: u32,
     /// Teams that reduce, where others do the rest.
     pub(crate) reducing: u32,
+    /// Whether the grid takes so little of the GPU that the kernel behind may come at once; see `KERNEL` in slots.cuh.
+    pub(crate) is_small: bool,
     shared_bytes: u32,
 }
 
@@ -124,7 +133,8 @@ impl Teams {
         let per_multiprocessor = shape.most_blocks(room.world_size, algorithm);
         // A group that is not a warp's neighbouring lanes' is a block's.
         let most_of_team = if room.has_clusters && groups.is_none() { MOST_BLOCKS } else { 1 };
-        let most = (room.multiprocessors * per_multiprocessor) as usize / room.channels;
+        let all = (room.multiprocessors * per_multiprocessor) as usize;
+        let most = all / room.channels;
         let shared = |threads: usize, rounds: usize| {
             let word = if matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens)) { 2 } else { 1 };
             // What is kept of rows: see epilogue.cuh.
@@ -152,7 +162,10 @@ impl Teams {
             Algorithm::TwoShot if shape.is_short() => (0, ranks.div_ceil(blocks)),
             Algorithm::TwoShot => {
                 let useful = (rows.div_ceil(ranks) * vectors).div_ceil(blocks * threads);
-                ((most * shape.reducing(ranks) / 100).min(useful).max(1), ranks.div_ceil(blocks))
+                (
+                    (most * shape.reducing(ranks, call.quantization) / 100).min(useful).max(1),
+                    ranks.div_ceil(blocks),
+                )
             }
         };
         let teams = rows.max(least).min(most - reducing) + reducing;
@@ -163,6 +176,7 @@ impl Teams {
             threads: threads as u32,
             rounds: rounds as u32,
             reducing: reducing as u32,
+            is_small: room.channels == 1 && 2 * teams * blocks <= all,
             shared_bytes: shared_bytes as u32,
         })
     }

@@ -52,15 +52,14 @@ struct bytes {
     }
 };
 
-DEVICE u32 lane_id() { return threadIdx.x % 32; }
 DEVICE u32 rows_of(u32 count) { return (count + 16 * ROW - 1) / (16 * ROW); }
 
 // What this lane sends of the row whose vector it has; all lanes of a warp together.
 DEVICE uint4 masked(uint4 v) {
     const bool data = lane_id() < ROW;
     const uint4 mask = make_uint4(
-        __ballot_sync(~0u, data && v.x == EMPTY), __ballot_sync(~0u, data && v.y == EMPTY),
-        __ballot_sync(~0u, data && v.z == EMPTY), __ballot_sync(~0u, data && v.w == EMPTY));
+        __ballot_sync(WHOLE_WARP, data && v.x == EMPTY), __ballot_sync(WHOLE_WARP, data && v.y == EMPTY),
+        __ballot_sync(WHOLE_WARP, data && v.z == EMPTY), __ballot_sync(WHOLE_WARP, data && v.w == EMPTY));
     if (!data) return mask;
     if (v.x == EMPTY) v.x = 0;
     if (v.y == EMPTY) v.y = 0;
@@ -70,8 +69,8 @@ DEVICE uint4 masked(uint4 v) {
 }
 DEVICE uint4 unmasked(uint4 v) {
     const u32 bit = 1u << lane_id();
-    const uint4 mask = make_uint4(__shfl_sync(~0u, v.x, ROW), __shfl_sync(~0u, v.y, ROW),
-                                  __shfl_sync(~0u, v.z, ROW), __shfl_sync(~0u, v.w, ROW));
+    const uint4 mask = make_uint4(__shfl_sync(WHOLE_WARP, v.x, ROW), __shfl_sync(WHOLE_WARP, v.y, ROW),
+                                  __shfl_sync(WHOLE_WARP, v.z, ROW), __shfl_sync(WHOLE_WARP, v.w, ROW));
     if (mask.x & bit) v.x = EMPTY;
     if (mask.y & bit) v.y = EMPTY;
     if (mask.z & bit) v.z = EMPTY;
@@ -87,12 +86,11 @@ DEVICE void store_row(const bytes& to, u32 row, uint4 v) {
     if (lane_id() < ROW) to.store(row * ROW + lane_id(), v);
 }
 
-// Waits for some rows, at these places of the slot, of these peers; they are still masked. False, in all lanes, if one
-// gave up.
+// Waits for some rows, at these places of the slot, of these peers; they are still masked. False if it gave up.
 template <u32 COUNT>
 DEVICE bool collect_rows(reader& r, const u32 (&at)[COUNT], const u32 (&peers)[COUNT], uint4 (&got)[COUNT]) {
     const u8* slot = r.a.own + lane_at(r.a, r.slot, 0) + lane_id() * 16;
-    const bool came = r.wait([&](u32& missing) {
+    return r.wait<true>([&](u32& missing) {
         bool complete = true;
 #pragma unroll
         for (u32 k = 0; k < COUNT; ++k) got[k] = load16_volatile(slot + at[k]);
@@ -104,7 +102,6 @@ DEVICE bool collect_rows(reader& r, const u32 (&at)[COUNT], const u32 (&peers)[C
             }
         return complete;
     });
-    return __all_sync(~0u, came);
 }
 
 // A warp's share of rows, where so many blocks share them.

@@ -9,11 +9,11 @@ template <bool PLAIN> DEVICE void reduce_scatter_of(const arguments& a) {
     advance(a, t, vectors, 0);
     const elements<PLAIN> mine(a.input + a.rank * a.stride, a.count), out(a.output, a.count);
     reader r(a, t);
-    for (u32 i = grid_thread(); i < vectors; i += grid_threads()) {
+    for (u32 i = grid_thread(); is_warp_before(i, vectors); i += grid_threads()) {
         uint4 sum[1];
         const auto own = [&](u32 i) { return mine.load(i); };
         if (!collect_and_reduce(r, i, grid_threads(), vectors, own, sum)) return;
-        out.store(i, sum[0]);
+        if (i < vectors) out.store(i, sum[0]);
     }
     r.finish();
 }
