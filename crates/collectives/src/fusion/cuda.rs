@@ -210,7 +210,7 @@ impl Fused {
                 (fused.weights, fused.shared) = (scales, shared);
             }
             CheckedSource::MoeFinalize { rows, count, index, top_k, scales, shared, routed_scaling } => {
-                (fused.input, fused.rows, fused.index) = (rows, count as u32, index);
+                (fused.input, fused.rows, fused.index) = (rows, count.min(1 << 31) as u32, index);
                 (fused.experts, fused.weights) = (top_k as u32, scales);
                 (fused.shared, fused.routed_scaling) = (shared, routed_scaling);
             }

@@ -39,6 +39,9 @@ struct fused {
     float scale_value, eps, pre_eps, weight_bias, routed_scaling;
 };
 
+// Rows that are on their way at once: as many as there are registers for.
+constexpr u32 GATHERED = SHORT && THREADS <= 128 ? 8 : 4;
+
 DEVICE wide_vec<T> widen_words(uint4 words) {
     vec16<T> v;
     v.words = words;
@@ -61,6 +64,32 @@ DEVICE void add(wide_vec<T>& sum, uint4 words) {
     for (u32 k = 0; k < LANES; ++k) sum.lane[k] += x.lane[k];
 }
 
+// The sum of a token's rows, each with its weight: those that its indices name. All loads are under way before any is needed:
+// some indices and weights, then their rows.
+DEVICE void add_gathered(const fused& f, wide_vec<T>& sum, u64 token, u64 v) {
+    const i32* index = f.index + token * f.experts;
+    const T* weight = f.weights ? (const T*)f.weights + token * f.experts : nullptr;
+    for (u32 first = 0; first < f.experts; first += GATHERED) {
+        i32 rows[GATHERED];
+        float weights[GATHERED];
+        uint4 words[GATHERED];
+#pragma unroll
+        for (u32 k = 0; k < GATHERED; ++k) {
+            const bool is_expert = first + k < f.experts;
+            rows[k] = is_expert ? index[first + k] : -1;
+            weights[k] = is_expert && weight ? widen(weight[first + k]) : 1.0f;
+        }
+#pragma unroll
+        for (u32 k = 0; k < GATHERED; ++k) {
+            words[k] = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR); // of a row that there is not
+            if ((u32)rows[k] < f.rows) words[k] = load16_once(f.input + ((u64)(u32)rows[k] * f.vectors + v) * 16);
+        }
+#pragma unroll
+        for (u32 k = 0; k < GATHERED; ++k)
+            if (rows[k] != -1) add_product(sum, words[k], weights[k]);
+    }
+}
+
 // The vector with this index, among those of this piece.
 DEVICE uint4 contribution(const fused& f, u32 index) {
     const u64 first = (u64)f.first * f.vectors;
@@ -77,17 +106,7 @@ DEVICE uint4 contribution(const fused& f, u32 index) {
 #pragma unroll 4
         for (u32 e = 0; e < f.experts; ++e) add_product(sum, load16_once(from + e * stride), weights[e * (u64)f.tokens]);
     } else {
-        const i32* rows = f.index + token * f.experts;
-        const T* weights = f.weights ? (const T*)f.weights + token * f.experts : nullptr;
-#pragma unroll 4
-        for (u32 e = 0; e < f.experts; ++e) {
-            const i32 row = rows[e];
-            if (row == -1) continue;
-            const bool is_there = (u32)row < f.rows;
-            const u8* from = f.input + ((is_there ? (u64)row : 0) * f.vectors + v) * 16;
-            const uint4 nans = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
-            add_product(sum, is_there ? load16_once(from) : nans, weights ? widen(weights[e]) : 1.0f);
-        }
+        add_gathered(f, sum, token, v);
 #pragma unroll
         for (u32 k = 0; k < LANES; ++k) sum.lane[k] *= f.routed_scaling;
         if (ROUND_EACH) sum = widen_vec(narrow_vec<T>(sum));
