@@ -145,14 +145,15 @@ impl Teams {
             };
             vectors.div_ceil(WARP) * 2 * word * 8 + kept * rounds * threads * 16 + groups.unwrap_or(0) * 4
         };
-        let fitting = (1..=most_of_team).find_map(|blocks| {
+        let least_of_team = if shape.is_short() { vectors.div_ceil(most_threads) } else { 1 };
+        let fitting = (least_of_team..=most_of_team).find_map(|blocks| {
             let threads = vectors.div_ceil(blocks).next_multiple_of(WARP).min(most_threads);
             // A block without any vector would leave the cluster before the others are done with it.
             let blocks = blocks.min(vectors.div_ceil(threads));
             let rounds = vectors.div_ceil(blocks * threads);
             let shared_bytes = shared(threads, rounds);
             let fits = shared_bytes <= SHARED_BYTES / per_multiprocessor as usize;
-            (fits && (rounds == 1 || !shape.is_short())).then_some((blocks, threads, rounds, shared_bytes))
+            fits.then_some((blocks, threads, rounds, shared_bytes))
         });
         let (blocks, threads, rounds, shared_bytes) = fitting?;
         let (most, ranks) = (most / blocks, room.world_size);
