@@ -64,9 +64,10 @@ DEVICE u32 most_of_numbers(const wide_vec<T>& x) {
     return __float_as_uint(most);
 }
 
-// Divides by the same number many times: what IEEE's division gives, where it makes a difference for a code. A product with
-// the inverse is put right by its remainder, twice; remainders are exact unless the quotient is far below any code. Where the
-// inverse would be too small for that, both are made smaller; by infinity it is a product with 0. There are no branches.
+// Divides by the same number many times: what IEEE's division gives, where it makes a difference for a code (cuda.rs has the
+// proof). A product with the inverse is put right by its remainder, which is exact unless the quotient is far below any code.
+// Where the inverse would be too small for that, both are made smaller; by infinity it is a product with 0. There are no
+// branches.
 struct quotient {
     float unit, divisor, inverse;
 
@@ -80,7 +81,6 @@ struct quotient {
     DEVICE float operator()(float x) const {
         const float scaled = x * unit;
         float q = scaled * inverse;
-        q = __fmaf_rn(__fmaf_rn(-q, divisor, scaled), inverse, q);
         q = __fmaf_rn(__fmaf_rn(-q, divisor, scaled), inverse, q);
         return __uint_as_float(__float_as_uint(q) & 0x7FFFFFFFu | __float_as_uint(x) & 0x80000000u); // of zeros as well
     }
