@@ -177,8 +177,12 @@ struct reader {
     // the warp. Who waits in vain may do so because the ranks disagree.
     template <bool TOGETHER, class Ready> DEVICE bool wait(Ready ready) {
         u32 missing = a.rank;
-        const bool came = wait_until<TOGETHER>(patience, missing, 0, [&](tag&) { return ready(missing); },
-                                               [&] { compare_tags(a.own + slot, a.report, a.rank, a.doing); });
+        const auto is_ready = [&](tag&) {
+            missing = a.rank; // who has everything while others of the warp wait blames nobody, whoever was late before
+            return ready(missing);
+        };
+        const auto look = [&] { compare_tags(a.own + slot, a.report, a.rank, a.doing); };
+        const bool came = wait_until<TOGETHER>(patience, missing, 0, is_ready, look);
         if (!came) stop_calls((control*)a.own, (control*)a.other);
         return came;
     }

@@ -53,7 +53,7 @@ struct epilogue {
                 if (!PREFETCH && !has(PRE_NORM)) residual[n] = load_residual(begin + v);
             });
             sums_at(v, sums);
-            if (SHORT && IS_ONE_SHOT) pdl_launch_dependents();
+            if (SHORT && IS_ONE_SHOT && team.takes_part(f)) pdl_launch_dependents();
             at_once(v, [&](u32 n, u32 v) {
                 if (has(SUM_OUT)) store16(f.sum_out + (begin + v) * 16, sums[n]);
                 wide_vec<T> x = widen_words(sums[n]);
@@ -68,8 +68,10 @@ struct epilogue {
         if (!has(NORM)) return;
         float rms = 0;
         float most = 0;
-        if (team.takes_part(f)) rms = root(team.end_exchange(f, most), f.eps);
-        if (SHORT && !IS_ONE_SHOT) pdl_launch_dependents();
+        if (team.takes_part(f)) {
+            rms = root(team.end_exchange(f, most), f.eps);
+            if (SHORT && !IS_ONE_SHOT) pdl_launch_dependents();
+        }
         norm(row, begin, rms, most);
     }
 
