@@ -50,7 +50,7 @@ fn fusions() -> Vec<(Family, usize)> {
     };
     let mut fusions = Vec::new();
     for algorithm in Algorithm::ALL {
-        for shape in [Shape::Short, Shape::ShortWide, Shape::Long, Shape::LongWide] {
+        for shape in [Shape::Short, Shape::ShortWide, Shape::Long, Shape::LongWide, Shape::LongOnce] {
             fusions.push((Fusion { algorithm, shape, ..usual }, 4));
         }
     }

@@ -105,20 +105,22 @@ DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32
 // The threads that have a peer's tag to send and to read.
 DEVICE bool has_tag() { return blockIdx.x == 0 && threadIdx.x < PEERS; }
 
-// Empties what the call before has filled; in the lane of this rank itself only where it says so.
-DEVICE void empty_lanes(const arguments& a, const turn& t, u32 first, u32 count) {
+// Empties what the call before has filled, in all blocks but the first `busy` ones; in the lane of this rank itself only where
+// `count` says so.
+DEVICE void empty_lanes(const arguments& a, const turn& t, u32 first, u32 count, u32 busy) {
     const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
     const u32 spared = count & OWN_TOO ? WORLD : a.rank;
-    count &= ~OWN_TOO;
-    for (u32 i = grid_thread(); i < count; i += grid_threads())
+    count = blockIdx.x < busy ? 0 : count & ~OWN_TOO;
+    for (u32 i = grid_thread() - busy * blockDim.x; i < count; i += grid_threads() - busy * blockDim.x)
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k)
             if (k != spared) store16(a.own + lane_at(a, t.before, first + k) + i * 16, empty);
 }
 
 // While data travels: sends the tags, empties the slot of the call before, and hands over to the call behind, which reads
-// this after this one has ended: the next slot, with `lower` and `upper` vectors of its lanes to be emptied.
-DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper) {
+// this after this one has ended: the next slot, with `lower` and `upper` vectors of its lanes to be emptied. The first `busy`
+// blocks leave the emptying to the others.
+DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0) {
     if (has_tag()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
         store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
@@ -127,8 +129,8 @@ DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper) {
     __syncthreads(); // all threads have read the block's own copy
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x)
         store16((control*)a.own + copy, handed);
-    empty_lanes(a, t, 0, t.words.y);
-    if (t.words.z != 0) empty_lanes(a, t, WORLD, t.words.z);
+    empty_lanes(a, t, 0, t.words.y, busy);
+    if (t.words.z != 0) empty_lanes(a, t, WORLD, t.words.z, busy);
 }
 
 // Whether all tags that are in a slot are ours; reports the first that is not.

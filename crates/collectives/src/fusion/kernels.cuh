@@ -95,16 +95,16 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     const u32 start = place * blockDim.x + threadIdx.x, step = share * blockDim.x;
     bool alive = begin_and_send<DEPTH, DEPTH>(a, t, start, step, count, load, send);
     if (alive) {
-        const u32 vectors = part * f.vectors;
-        advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, SHORT ? vectors : vectors | OWN_TOO);
+        const u32 vectors = part * f.vectors, busy = SPLIT ? f.reducing * team.blocks : 0;
+        advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, SHORT ? vectors : vectors | OWN_TOO, busy);
     }
     begin_epilogue(f, team);
     reader r(a, t);
     const u32 own = a.rank * part * f.vectors;
-    // Where there is much to do some teams reduce, and nothing but the links holds them up; the others go on with the rows
-    // as they come.
-    if (!SHORT && team.index < f.reducing) {
-        const u32 end = rows_of(a.rank) * f.vectors, step = f.reducing * team.threads;
+    // Where a thread has several vectors of a row, all are reduced before any team has its row; or, where there is much to do,
+    // some teams reduce, and nothing but the links holds them up, while the others go on with the rows as they come.
+    if (!SHORT && (!SPLIT || team.index < f.reducing)) {
+        const u32 end = rows_of(a.rank) * f.vectors, step = (SPLIT ? f.reducing : team.teams) * team.threads;
         for (u32 i = team.index * team.threads + team.thread; is_warp_before(i, end); i += AT_ONCE * step) {
             uint4 sums[AT_ONCE];
             sums_or_nan(r, alive, sums, [&] { return reduce_at(r, f, own, i, step, end, sums); });
@@ -116,37 +116,40 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
                 store16_volatile(a.own + lane_at(a, t.slot, WORLD + a.rank) + (i + n * step) * 16, sums[n]);
             }
         }
-    } else {
-        // The ranks' first rows, this rank's before the others', then their second ones and so on: what is sent on is so
-        // soon. Whoever waits for a row waits for a team that has only earlier ones before it.
-        const u32 items = part * WORLD, teams = team.teams - f.reducing;
-        const auto owner_of = [&](u32 item) {
-            const u32 owner = a.rank + item % WORLD;
-            return owner < WORLD ? owner : owner - WORLD;
-        };
-        const auto row_of = [&](u32 item) { return owner_of(item) * part + item / WORLD; };
-        const auto from = [&](u32 item) { // the next one that there is
-            while (item < items && item / WORLD >= rows_of(owner_of(item))) item += teams;
-            return item;
-        };
-        u32 item = from(team.index - f.reducing);
-        epilogue e(f, team, row_of(item), item < items);
-        for (u32 next; item < items; item = next) {
-            next = from(item + teams);
-            const u32 owner = owner_of(item), begin = item / WORLD * f.vectors, end = begin + f.vectors;
-            const bool is_reduced = !SHORT || owner != a.rank; // by another team
-            e.run(row_of(item), row_of(next), next < items, [&](u32 v, uint4 (&sums)[BATCH]) {
-                sums_or_nan(r, alive, sums, [&] {
-                    if (is_reduced) return collect_from(r, owner, WORLD + owner, begin + v, team.threads, end, sums);
-                    if (!reduce_at(r, f, own, begin + v, team.threads, end, sums)) return false;
-#pragma unroll
-                    for (u32 n = 0; n < BATCH; ++n)
-                        if (begin + v + n * team.threads < end)
-                            push(a, t, WORLD + a.rank, begin + v + n * team.threads, sums[n]);
-                    return true;
-                });
-            });
+        if (SPLIT) {
+            if (alive) r.finish();
+            return;
         }
+    }
+    // The ranks' first rows, this rank's before the others', then their second ones and so on: what is sent on is so soon.
+    // Whoever waits for a row waits for a team that has only earlier ones before it.
+    const u32 items = part * WORLD, before = SPLIT ? f.reducing : 0, teams = team.teams - before;
+    const auto owner_of = [&](u32 item) {
+        const u32 owner = a.rank + item % WORLD;
+        return owner < WORLD ? owner : owner - WORLD;
+    };
+    const auto row_of = [&](u32 item) { return owner_of(item) * part + item / WORLD; };
+    const auto from = [&](u32 item) { // the next one that there is
+        while (item < items && item / WORLD >= rows_of(owner_of(item))) item += teams;
+        return item;
+    };
+    u32 item = from(team.index - before);
+    epilogue e(f, team, row_of(item), item < items);
+    for (u32 next; item < items; item = next) {
+        next = from(item + teams);
+        const u32 owner = owner_of(item), begin = item / WORLD * f.vectors, end = begin + f.vectors;
+        const bool is_reduced = !SHORT || owner != a.rank; // by another team
+        e.run(row_of(item), row_of(next), next < items, [&](u32 v, uint4 (&sums)[BATCH]) {
+            sums_or_nan(r, alive, sums, [&] {
+                if (is_reduced) return collect_from(r, owner, WORLD + owner, begin + v, team.threads, end, sums);
+                if (!reduce_at(r, f, own, begin + v, team.threads, end, sums)) return false;
+#pragma unroll
+                for (u32 n = 0; n < BATCH; ++n)
+                    if (begin + v + n * team.threads < end)
+                        push(a, t, WORLD + a.rank, begin + v + n * team.threads, sums[n]);
+                return true;
+            });
+        });
     }
     if (alive) r.finish();
 }

@@ -2,7 +2,10 @@
 
 use antiphon_device::cuda::LaunchConfig;
 
-use super::{Checked, checked::CheckedQuantization};
+use super::{
+    Checked,
+    checked::{CheckedQuantization, CheckedSource},
+};
 use crate::all_reduce::Algorithm;
 
 /// Blocks of a cluster that every GPU with clusters can have.
@@ -26,6 +29,8 @@ pub(crate) enum Shape {
     Long,
     /// Many threads, with several vectors of a row each.
     LongWide,
+    /// As `LongWide`, where no team has two rows.
+    LongOnce,
 }
 
 impl Shape {
@@ -33,7 +38,7 @@ impl Shape {
     pub(crate) const fn threads(self) -> usize {
         match self {
             Self::Short | Self::Long => 128,
-            Self::ShortWide | Self::LongWide => 448,
+            Self::ShortWide | Self::LongWide | Self::LongOnce => 448,
         }
     }
 
@@ -42,28 +47,38 @@ impl Shape {
         matches!(self, Self::Short | Self::ShortWide)
     }
 
+    /// Whether some teams of a two-shot only reduce.
+    pub(crate) const fn is_split(self) -> bool {
+        matches!(self, Self::Long | Self::LongWide)
+    }
+
     /// Blocks for each multiprocessor, at most, if it serves so many ranks: as many as fit half its registers.
     pub(crate) const fn most_blocks(self, world_size: usize, algorithm: Algorithm) -> u32 {
         match self {
             Self::Short if world_size <= 4 => 3,
             Self::Long if world_size <= 4 && matches!(algorithm, Algorithm::TwoShot) => 4,
             Self::Short | Self::Long => 2,
-            Self::ShortWide | Self::LongWide => 1,
+            Self::ShortWide | Self::LongWide | Self::LongOnce => 1,
         }
     }
 
     /// Of a hundred teams, those that do nothing but reduce this rank's part: the more is done with a row, the fewer. Measured
-    /// on H200s; with quantization by what the row says, on two.
-    const fn reducing(self, world_size: usize, quantization: Option<CheckedQuantization>) -> usize {
+    /// on H200s, with two and four ranks.
+    const fn reducing(
+        self,
+        world_size: usize,
+        quantization: Option<CheckedQuantization>,
+        rows: usize,
+    ) -> usize {
         use CheckedQuantization::{Fp8, Fp8Groups};
         match (quantization, world_size, self) {
-            (None | Some(Fp8 { .. }), 2, Self::Long) => 36,
-            (None | Some(Fp8 { .. }), 2, _) => 24,
-            (None | Some(Fp8 { .. }), _, Self::Long) => 108 / world_size,
-            (None | Some(Fp8 { .. }), ..) => 27,
+            (None | Some(Fp8 { .. }), 2, Self::Long) => 32,
+            (None | Some(Fp8 { .. }), 2, _) if rows >= 512 => 24,
             (Some(Fp8Groups { .. }), 2, Self::Long) => 36,
             (Some(Fp8Groups { .. }), 2, _) => 27,
-            _ => 20,
+            (None | Some(Fp8 { .. }), 3.., Self::Long) => 108 / world_size,
+            (None | Some(Fp8 { .. }), ..) | (_, 2, _) => 20,
+            _ => 18,
         }
     }
 
@@ -105,14 +120,20 @@ impl Teams {
     pub(crate) fn new(call: &Checked, algorithm: Algorithm, room: Room) -> Option<Self> {
         let rows = call.tokens;
         let all_at_once = |shape: Shape| {
-            let teams = Self::of(shape, call, rows, algorithm, room)?;
-            (shape.is_short() && teams.have_a_row_each(rows)).then_some(teams)
+            Self::of(shape, call, rows, algorithm, room).filter(|teams| teams.have_a_row_each(rows))
         };
-        let many = rows >= MANY_ROWS && algorithm == Algorithm::TwoShot;
+        // Between two ranks each reduces half of all rows, which is best done by teams that do nothing else.
+        let once = if room.world_size == 2 { Shape::LongWide } else { Shape::LongOnce };
+        // And where less is done with a vector than the links need for it, many small blocks hold each other up less.
+        let is_light = matches!(call.source, CheckedSource::Tensor { .. })
+            && !matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens));
+        let is_long =
+            rows >= MANY_ROWS && algorithm == Algorithm::TwoShot && room.world_size == 2 && is_light;
         let [first, second] =
-            if many { [Shape::Long, Shape::LongWide] } else { [Shape::LongWide, Shape::Long] };
-        all_at_once(Shape::Short)
-            .or_else(|| all_at_once(Shape::ShortWide))
+            if is_long { [Shape::Long, Shape::LongWide] } else { [Shape::LongWide, Shape::Long] };
+        [Shape::Short, Shape::ShortWide, once, Shape::LongOnce]
+            .into_iter()
+            .find_map(all_at_once)
             .or_else(|| Self::of(first, call, rows, algorithm, room))
             .or_else(|| Self::of(second, call, rows, algorithm, room))
     }
@@ -159,14 +180,13 @@ impl Teams {
         let (most, ranks) = (most / blocks, room.world_size);
         let (reducing, least) = match algorithm {
             Algorithm::OneShot => (0, 1),
-            // Every rank's lane is some block's in the first step.
+            // Every rank's lane is some block's in the first step, in which all blocks send.
             Algorithm::TwoShot if shape.is_short() => (0, ranks.div_ceil(blocks)),
+            Algorithm::TwoShot if !shape.is_split() => (0, most),
             Algorithm::TwoShot => {
                 let useful = (rows.div_ceil(ranks) * vectors).div_ceil(blocks * threads);
-                (
-                    (most * shape.reducing(ranks, call.quantization) / 100).min(useful).max(1),
-                    ranks.div_ceil(blocks),
-                )
+                let share = most * shape.reducing(ranks, call.quantization, rows) / 100;
+                (share.max(most.saturating_sub(rows)).min(useful).max(1), ranks.div_ceil(blocks))
             }
         };
         let teams = rows.max(least).min(most - reducing) + reducing;
@@ -184,7 +204,7 @@ impl Teams {
 
     /// Whether none of so many rows waits for another to be done.
     pub(crate) fn have_a_row_each(&self, rows: usize) -> bool {
-        self.teams as usize >= rows
+        (self.teams - self.reducing) as usize >= rows
     }
 
     pub(crate) fn blocks(&self) -> u32 {
@@ -240,16 +260,22 @@ mod tests {
     #[test]
     fn few_rows_have_a_thread_for_every_vector() {
         use Algorithm::{OneShot, TwoShot};
-        use Shape::{Long, LongWide, Short, ShortWide};
+        use Shape::{Long, LongOnce, LongWide, Short, ShortWide};
         for (tokens, algorithm, world_size, shape) in [
             (1, OneShot, 4, Short),
             (56, TwoShot, 4, Short), // 7 blocks for each: 392 of 396
             (57, TwoShot, 4, ShortWide),
+            (106, TwoShot, 2, LongWide), // 26 of 132 only reduce
+            (107, TwoShot, 2, LongOnce),
+            (67, TwoShot, 4, LongOnce),
+            (132, TwoShot, 4, LongOnce),
+            (133, TwoShot, 4, LongWide),
             (66, OneShot, 2, ShortWide),
             (67, OneShot, 2, LongWide),
             (1024, OneShot, 2, LongWide),
-            (1023, TwoShot, 4, LongWide),
-            (1024, TwoShot, 4, Long),
+            (1023, TwoShot, 2, LongWide),
+            (1024, TwoShot, 2, Long),
+            (1024, TwoShot, 4, LongWide),
             (37, OneShot, 8, Short), // 259 of 264
             (38, OneShot, 8, Long),
         ] {
