@@ -40,7 +40,7 @@ template <bool PLAIN> DEVICE void two_shot_of(const arguments& a) {
         const u32 first = peer * part * LANES;
         return elements<PLAIN>(in.data + first, first < a.count ? a.count - first : 0);
     };
-    if (!begin_and_scatter<PLAIN>(a, t, part, part_of)) return;
+    if (!begin_and_scatter<PLAIN, false>(a, t, part, part_of)) return;
     advance(a, t, part, part);
     reader r(a, t);
     const u32 start = grid_thread(), step = grid_threads();

@@ -88,8 +88,8 @@ DEVICE bool collect_and_reduce(reader& r, u32 index, u32 step, u32 end, Mine min
 }
 
 // Begins a call, and sends each peer its own vectors, `of(peer)` telling which elements. Every block serves one peer, so that
-// bursts are long; there are a multiple of WORLD - 1 blocks.
-template <bool PLAIN, class Of> DEVICE bool begin_and_scatter(const arguments& a, turn& t, u32 vectors, Of of) {
+// bursts are long; there are a multiple of WORLD - 1 blocks. EMPTIES as in `begin_and_send`.
+template <bool PLAIN, bool EMPTIES, class Of> DEVICE bool begin_and_scatter(const arguments& a, turn& t, u32 vectors, Of of) {
     const u32 peer = blockIdx.x % PEERS, step = gridDim.x / PEERS * blockDim.x;
     const u32 first = blockIdx.x / PEERS * blockDim.x + threadIdx.x;
     const elements<PLAIN> block = of(rank_of(a, peer));
@@ -98,5 +98,5 @@ template <bool PLAIN, class Of> DEVICE bool begin_and_scatter(const arguments& a
         store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
     };
     // Where there are many rounds, other warps' loads are under way anyway, and more of them only get into each other's way.
-    return begin_and_send<PLAIN ? DEPTH : 1, 1>(a, t, first, step, vectors, load, send);
+    return begin_and_send<PLAIN ? DEPTH : 1, 1, EMPTIES>(a, t, first, step, vectors, load, send);
 }

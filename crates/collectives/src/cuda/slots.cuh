@@ -54,6 +54,7 @@ struct arguments {
 struct turn {
     u32 slot, before; // bytes from the start of an arena
     uint4 words;      // a control
+    u32 emptied;      // vectors of each lane of `before` that this thread has emptied
 
     DEVICE bool has_failed() const { return words.w != 0; }
 };
@@ -73,13 +74,45 @@ DEVICE uint4 load_control(const arguments& a) { return load16_volatile((control*
 // Begins a call, once the block's control words are there. If one has failed, that is all.
 DEVICE turn begin(const arguments& a, uint4 words) {
     const u32 before = words.x == 0 ? SLOTS - 1 : words.x - 1;
-    return turn{SLOTS_AT + words.x * a.slot_stride, SLOTS_AT + before * a.slot_stride, words};
+    return turn{SLOTS_AT + words.x * a.slot_stride, SLOTS_AT + before * a.slot_stride, words, 0};
+}
+
+// A vector of each lane from `lane` on, of which the call before has filled `count`; in the lane of this rank itself only where
+// that says so.
+DEVICE void empty_at(const arguments& a, const turn& t, u32 lane, u32 count, u32 index) {
+    const u32 spared = count & OWN_TOO ? WORLD : a.rank;
+#pragma unroll
+    for (u32 k = 0; k < WORLD; ++k)
+        if (k != spared)
+            store16(a.own + lane_at(a, t.before, lane + k) + index * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+}
+
+// What the call before has filled is emptied by all blocks but the first `busy` ones. Which vector is this thread's next.
+DEVICE u32 next_to_empty(const turn& t, u32 busy) {
+    return (blockIdx.x - busy + t.emptied * (gridDim.x - busy)) * blockDim.x + threadIdx.x;
+}
+
+// That vector, of all lanes.
+DEVICE void empty_next(const arguments& a, turn& t, u32 busy) {
+    if (blockIdx.x < busy) return;
+    const u32 lower = t.words.y, upper = t.words.z, index = next_to_empty(t, busy);
+    if (index < (lower & ~OWN_TOO)) empty_at(a, t, 0, lower, index);
+    if (index < (upper & ~OWN_TOO)) empty_at(a, t, WORLD, upper, index);
+    ++t.emptied;
+}
+
+// That one and all that come after, of the lanes from `lane` on.
+DEVICE void empty_rest(const arguments& a, const turn& t, u32 busy, u32 lane, u32 count) {
+    if (blockIdx.x < busy) return;
+    const u32 blocks = gridDim.x - busy, end = count & ~OWN_TOO;
+    for (u32 i = next_to_empty(t, busy); i < end; i += blocks * blockDim.x) empty_at(a, t, lane, count, i);
 }
 
 // Begins a call, and calls send(t, i, load(i)) for every `step`-th i from `first` on that is before `end`: with FIRST loads under
-// way before the control words are needed, and then COUNT at a time. False if a call has failed.
-template <u32 FIRST, u32 COUNT, class Load, class Send>
-DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32 end, Load load, Send send) {
+// way before the control words are needed, and then COUNT at a time. EMPTIES: between those it empties the slot of the call
+// before, which takes no time as long as it is the links that hold it up. False if a call has failed.
+template <u32 FIRST, u32 COUNT, bool EMPTIES, class Load, class Send>
+DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32 end, Load load, Send send, u32 busy = 0) {
     const uint4 words = load_control(a);
     uint4 v[FIRST];
 #pragma unroll
@@ -98,6 +131,7 @@ DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32
 #pragma unroll
         for (u32 k = 0; k < COUNT; ++k)
             if (i + k * step < end) send(t, i + k * step, v[k]);
+        if (EMPTIES) empty_next(a, t, busy);
     }
     return true;
 }
@@ -105,21 +139,9 @@ DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32
 // The threads that have a peer's tag to send and to read.
 DEVICE bool has_tag() { return blockIdx.x == 0 && threadIdx.x < PEERS; }
 
-// Empties what the call before has filled, in all blocks but the first `busy` ones; in the lane of this rank itself only where
-// `count` says so.
-DEVICE void empty_lanes(const arguments& a, const turn& t, u32 first, u32 count, u32 busy) {
-    const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-    const u32 spared = count & OWN_TOO ? WORLD : a.rank;
-    count = blockIdx.x < busy ? 0 : count & ~OWN_TOO;
-    for (u32 i = grid_thread() - busy * blockDim.x; i < count; i += grid_threads() - busy * blockDim.x)
-#pragma unroll
-        for (u32 k = 0; k < WORLD; ++k)
-            if (k != spared) store16(a.own + lane_at(a, t.before, first + k) + i * 16, empty);
-}
-
 // While data travels: sends the tags, empties the slot of the call before, and hands over to the call behind, which reads
 // this after this one has ended: the next slot, with `lower` and `upper` vectors of its lanes to be emptied. The first `busy`
-// blocks leave the emptying to the others.
+// blocks leave it to the others to empty anything.
 DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0) {
     if (has_tag()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
@@ -129,8 +151,8 @@ DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32
     __syncthreads(); // all threads have read the block's own copy
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x)
         store16((control*)a.own + copy, handed);
-    empty_lanes(a, t, 0, t.words.y, busy);
-    if (t.words.z != 0) empty_lanes(a, t, WORLD, t.words.z, busy);
+    empty_rest(a, t, busy, 0, t.words.y);
+    if (t.words.z != 0) empty_rest(a, t, busy, WORLD, t.words.z);
 }
 
 // Whether all tags that are in a slot are ours; reports the first that is not.

@@ -13,6 +13,10 @@ constexpr bool KEEPS_OWN = SOURCE != TENSOR;
 // are no registers for two.
 constexpr u32 AT_ONCE = WORLD == 2 && QUANTIZATION != FP8_GROUPS && QUANTIZATION != FP8_ODD_GROUPS ? 2 : 1;
 
+// As in `begin_and_send`; where contributions are computed it is memory that holds sending up, and small blocks would be short of
+// registers.
+constexpr bool EMPTIES = SOURCE == TENSOR && !SHORT && THREADS > 128;
+
 // For a whole warp: waits for everybody's vectors at COUNT places of the lower lanes, and reduces them: those from `index` on in
 // steps that come before `end`. `first` is where this rank's own begin.
 template <u32 COUNT>
@@ -93,9 +97,10 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
         store16_volatile(arena + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
     };
     const u32 start = place * blockDim.x + threadIdx.x, step = share * blockDim.x;
-    bool alive = begin_and_send<DEPTH, DEPTH>(a, t, start, step, count, load, send);
+    const u32 busy = SPLIT ? f.reducing * team.blocks : 0;
+    bool alive = begin_and_send<DEPTH, DEPTH, EMPTIES>(a, t, start, step, count, load, send, busy);
     if (alive) {
-        const u32 vectors = part * f.vectors, busy = SPLIT ? f.reducing * team.blocks : 0;
+        const u32 vectors = part * f.vectors;
         advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, SHORT ? vectors : vectors | OWN_TOO, busy);
     }
     begin_epilogue(f, team);

@@ -116,7 +116,7 @@ DEVICE rows rows_of_warp(u32 block, u32 blocks) {
 // Begins a call, and calls send(t, row, vector) for a warp's share of `count` rows.
 template <class Send>
 DEVICE bool begin_and_send_rows(const arguments& a, turn& t, const bytes& from, const rows& mine, u32 count, Send send) {
-    return begin_and_send<DEPTH, DEPTH>(a, t, mine.first, mine.step, count, [&](u32 row) { return load_row(from, row); }, send);
+    return begin_and_send<DEPTH, DEPTH, true>(a, t, mine.first, mine.step, count, [&](u32 row) { return load_row(from, row); }, send);
 }
 
 // Stores a warp's share of the rows that a peer has sent; false if it gave up.

@@ -5,7 +5,7 @@ template <bool PLAIN> DEVICE void reduce_scatter_of(const arguments& a) {
     const u32 vectors = vectors_of(a.count);
     turn t;
     const auto block_of = [&](u32 peer) { return elements<PLAIN>(a.input + peer * a.stride, a.count); };
-    if (!begin_and_scatter<PLAIN>(a, t, vectors, block_of)) return;
+    if (!begin_and_scatter<PLAIN, true>(a, t, vectors, block_of)) return;
     advance(a, t, vectors, 0);
     const elements<PLAIN> mine(a.input + a.rank * a.stride, a.count), out(a.output, a.count);
     reader r(a, t);
