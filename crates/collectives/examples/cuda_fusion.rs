@@ -176,11 +176,12 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, options: &Options) ->
         separate: &separate,
         tokens: 1,
     };
-    let host = [What::AllReduce, What::Norm, What::Fp8].map(|what| one.host_time(what));
-    let [all_reduce, norm, fp8] = host;
+    let of = |what| one.host_time(|| one.call(what, 0, None));
+    let (all_reduce, norm, fp8) = (of(What::AllReduce)?, of(What::Norm)?, of(What::Fp8)?);
+    let launch = one.host_time(|| one.norm_separately(false, 0).map_err(device))?;
     say(format!(
-        "host time of an eager call, µs: all_reduce {:.2}, norm {:.2}, fp8 {:.2}",
-        all_reduce?, norm?, fp8?
+        "host time of an eager call, µs: all_reduce {all_reduce:.2}, norm {norm:.2}, fp8 {fp8:.2}; \
+         of a launch alone {launch:.2}"
     ));
     Ok(())
 }
@@ -342,13 +343,13 @@ impl Layer<'_> {
     }
 
     /// Microseconds of this thread for a call that is not in a graph: the median of batches that the stream has room for.
-    fn host_time(&self, what: What) -> Result<f64, Error> {
+    fn host_time(&self, call: impl Fn() -> Result<(), CollectiveError>) -> Result<f64, Error> {
         const CALLS: u32 = 200;
         let mut times = Vec::new();
         for _ in 0..20 {
             self.comm.barrier()?;
             let start = Instant::now();
-            (0..CALLS).try_for_each(|_| self.call(what, 0, None))?;
+            (0..CALLS).try_for_each(|_| call())?;
             times.push(start.elapsed().as_secs_f64() * 1e6 / f64::from(CALLS));
             self.stream.borrow().synchronize()?;
         }

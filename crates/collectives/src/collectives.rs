@@ -168,7 +168,7 @@ impl Collectives for Communicator {
     }
 
     fn all_reduce_fused(&self, call: FusedAllReduce<'_>) -> Result<()> {
-        fusion::run(self, Checked::new(Device::Host, call)?)
+        fusion::run(self, Checked::new(Device::Host, &call)?)
     }
 
     fn all_gather<'i, 'o>(

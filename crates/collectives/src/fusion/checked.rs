@@ -1,22 +1,25 @@
 //! A call that has been validated: what the backends work with.
 
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 
 use antiphon_device::ReduceOp;
 use antiphon_fabric::{Operation, Signature};
 use antiphon_tensor::{
-    DType, Device, ScaleGrid, ScaleLayout, TensorView, TensorViewMut,
+    DType, Device, ScaleGrid, ScaleLayout,
     quantize::{Fp8Groups, GroupRule, NvFp4},
 };
 
-use super::{Accumulation, FusedAllReduce, InPlace, Norm, Origin, Quantization, Scale, Source};
+use super::{
+    Accumulation, FusedAllReduce, InPlace, Norm,
+    given::{Factor, Form, Given, Of, Summands},
+};
 use crate::{
     all_reduce::Algorithm,
-    arguments::{Input, Output, has_count},
+    arguments::has_count,
     error::{CollectiveError, Result},
 };
 
-const OPERATION: Operation = Operation::FusedAllReduce;
+pub(super) const OPERATION: Operation = Operation::FusedAllReduce;
 
 /// Bytes that GPUs move at once.
 const VECTOR: usize = 16;
@@ -43,7 +46,7 @@ pub(crate) struct Checked {
     pub(crate) scales: *mut u8,
 }
 
-/// [`Source`], by addresses.
+/// [`Source`](super::Source), by addresses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum CheckedSource {
     Tensor {
@@ -72,7 +75,7 @@ pub(crate) struct CheckedNorm {
     pub(crate) eps: f32,
 }
 
-/// [`Quantization`], by addresses.
+/// [`Quantization`](super::Quantization), by addresses.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum CheckedQuantization {
     Fp8 { scale: CheckedScale },
@@ -90,28 +93,32 @@ pub(crate) struct CheckedScale {
 
 impl Checked {
     /// Refuses whatever a backend that serves this device could not do, before anything happens.
-    pub(crate) fn new(serves: Device, call: FusedAllReduce<'_>) -> Result<Self> {
-        let source = call.source.source();
-        let (dtype, tokens, hidden) = shape(&source)?;
+    pub(crate) fn new(serves: Device, call: &FusedAllReduce<'_>) -> Result<Self> {
+        let &Summands { dtype, tokens, hidden, ref of } = match &call.source {
+            Ok(source) => source,
+            Err(unfit) => return Err(unfit.error()),
+        };
         let door = Door { serves, dtype, tokens, hidden };
         door.check_dtype()?;
-        door.check_outputs(&call)?;
-        let source = door.source(&source)?;
-        let (sum_out, residual_out, norm_out) = match call.source {
-            Origin::Apart(_) => (call.sum_out, call.residual_out, call.norm_out),
-            Origin::InPlace(tensor, InPlace::Sum) => (Some(tensor), call.residual_out, call.norm_out),
-            Origin::InPlace(tensor, InPlace::Residual) => (call.sum_out, Some(tensor), call.norm_out),
-            Origin::InPlace(tensor, InPlace::Norm) => (call.sum_out, call.residual_out, Some(tensor)),
-        };
-        let (residual, residual_out) = match call.residual_in_place {
+        door.check_outputs(call)?;
+        let source = door.source(of)?;
+        let (mut sum_out, mut residual_out, mut norm_out) =
+            (call.sum_out.as_ref(), call.residual_out.as_ref(), call.norm_out.as_ref());
+        if let (Some(output), Of::Tensor { input }) = (call.in_place, of) {
+            *match output {
+                InPlace::Sum => &mut sum_out,
+                InPlace::Residual => &mut residual_out,
+                InPlace::Norm => &mut norm_out,
+            } = Some(input);
+        }
+        let (residual, residual_out) = match &call.residual_in_place {
             Some(residual) => {
-                let residual = door.matrix_out("residual", Some(residual))?;
-                (residual.cast_const(), residual)
+                let residual = door.matrix("residual", Some(residual))?;
+                (residual, residual)
             }
-            None => (
-                door.matrix("residual", call.residual.as_ref())?,
-                door.matrix_out("residual_out", residual_out)?,
-            ),
+            None => {
+                (door.matrix("residual", call.residual.as_ref())?, door.matrix("residual_out", residual_out)?)
+            }
         };
         Ok(Self {
             dtype,
@@ -120,25 +127,26 @@ impl Checked {
             source,
             accumulation: call.accumulation,
             algorithm: call.algorithm,
-            sum_out: door.matrix_out("sum_out", sum_out)?,
+            sum_out: door.matrix("sum_out", sum_out)?,
             bias: door.row("bias", call.bias.as_ref())?,
-            pre_norm: door.norm("pre-norm weight", call.pre_norm)?,
+            pre_norm: door.norm("pre-norm weight", call.pre_norm.as_ref())?,
             residual,
             residual_out,
-            norm: door.norm("gamma", call.norm)?,
+            norm: door.norm("gamma", call.norm.as_ref())?,
             weight_bias: call.weight_bias,
-            norm_out: door.matrix_out("norm_out", norm_out)?,
+            norm_out: door.matrix("norm_out", norm_out)?,
             quantization: call
                 .quantization
+                .as_ref()
                 .map(|quantization| door.quantization(quantization))
                 .transpose()?,
             codes: door.bytes_out(
                 "codes",
-                call.codes,
+                call.codes.as_ref(),
                 code_bytes(call.quantization.as_ref(), tokens, hidden),
                 VECTOR,
             )?,
-            scales: door.scales(call.quantization.as_ref(), call.scales)?,
+            scales: door.scales(call.quantization.as_ref(), call.scales.as_ref())?,
         })
     }
 
@@ -166,34 +174,15 @@ impl Checked {
     }
 }
 
-/// Tokens and hidden size, as the source has them.
-fn shape(source: &Source<'_>) -> Result<(DType, usize, usize)> {
-    let (which, dtype, shape) = match source {
-        Source::Tensor { input } => ("input", input.dtype(), input.shape()),
-        Source::MoeReduction { shared, .. } => ("shared expert's output", shared.dtype(), shared.shape()),
-        Source::MoeFinalize { rows, index, .. } => {
-            let (&[_, hidden], &[tokens, _]) = (rows.shape(), index.shape()) else {
-                let text = format!("two dimensions each, not {:?} and {:?}", rows.shape(), index.shape());
-                return Err(refused("rows and index", text));
-            };
-            return Ok((rows.dtype(), tokens, hidden));
-        }
-    };
-    match *shape {
-        [tokens, hidden] => Ok((dtype, tokens, hidden)),
-        _ => Err(refused(which, format!("[tokens, hidden], not {shape:?}"))),
-    }
-}
-
 #[cold]
 fn refused(which: &'static str, expected: String) -> CollectiveError {
     CollectiveError::Refused { operation: OPERATION.name(), which, expected }
 }
 
-fn code_bytes(quantization: Option<&Quantization<'_>>, tokens: usize, hidden: usize) -> usize {
+fn code_bytes(quantization: Option<&Form<'_>>, tokens: usize, hidden: usize) -> usize {
     match quantization {
         None => 0,
-        Some(Quantization::NvFp4 { .. }) => tokens * hidden / 2,
+        Some(Form::NvFp4 { .. }) => tokens * hidden / 2,
         Some(_) => tokens * hidden,
     }
 }
@@ -225,7 +214,7 @@ impl Door {
 
     /// Some output is wanted, and what it is made of is there.
     fn check_outputs(&self, call: &FusedAllReduce<'_>) -> Result<()> {
-        let in_place = |output| call.source.takes(output);
+        let in_place = |output| call.in_place == Some(output);
         let has_residual_out = call.residual_out.is_some() || in_place(InPlace::Residual);
         if call.residual_in_place.is_some() && (call.residual.is_some() || has_residual_out) {
             return Err(refused(
@@ -243,7 +232,7 @@ impl Door {
         }
         let outputs =
             [&call.sum_out, &call.residual_out, &call.residual_in_place, &call.norm_out, &call.codes];
-        if matches!(call.source, Origin::Apart(_)) && outputs.iter().all(|output| output.is_none()) {
+        if call.in_place.is_none() && outputs.iter().all(|output| output.is_none()) {
             return Err(refused("outputs", "at least one".into()));
         }
         let has_norm = call.norm_out.is_some() || in_place(InPlace::Norm);
@@ -253,45 +242,35 @@ impl Door {
                 "a norm for norm_out and codes, as no rms_norm is asked for".into(),
             ));
         }
-        if self.dtype == DType::F32 && matches!(call.quantization, Some(Quantization::NvFp4 { .. })) {
+        if self.dtype == DType::F32 && matches!(call.quantization, Some(Form::NvFp4 { .. })) {
             return Err(refused("dtype", "f16 or bf16 for FP4, not f32".into()));
         }
         Ok(())
     }
 
-    fn source(&self, source: &Source<'_>) -> Result<CheckedSource> {
+    fn source(&self, source: &Of<'_>) -> Result<CheckedSource> {
         Ok(match source {
-            Source::Tensor { input } => CheckedSource::Tensor { input: self.matrix("input", Some(input))? },
-            Source::MoeReduction { experts, scales, shared } => {
-                let &[count, tokens, hidden] = experts.shape() else {
-                    let text = format!("[experts, tokens, hidden], not {:?}", experts.shape());
-                    return Err(refused("experts' outputs", text));
-                };
-                if (tokens, hidden) != (self.tokens, self.hidden) {
-                    let text =
-                        format!("[experts, {}, {}], not {:?}", self.tokens, self.hidden, experts.shape());
-                    return Err(refused("experts' outputs", text));
-                }
+            Of::Tensor { input } => CheckedSource::Tensor { input: self.matrix("input", Some(input))? },
+            Of::MoeReduction { experts, count, scales, shared } => {
                 let elements = count * self.tokens * self.hidden;
                 CheckedSource::MoeReduction {
                     experts: self.tensor("experts' outputs", experts, self.dtype, elements)?,
-                    count,
+                    count: *count,
                     scales: self.unaligned("experts' scales", scales, DType::F32, count * self.tokens)?,
                     shared: self.matrix("shared expert's output", Some(shared))?,
                 }
             }
-            Source::MoeFinalize { rows, index, scales, shared, routed_scaling } => {
-                let (count, top_k) = (rows.shape()[0], index.shape()[1]);
+            Of::MoeFinalize { rows, count, index, top_k, scales, shared, routed_scaling } => {
                 let entries = self.tokens * top_k;
                 let scales = scales.as_ref();
                 let scales =
                     scales.map(|scales| self.unaligned("experts' scales", scales, self.dtype, entries));
                 CheckedSource::MoeFinalize {
                     rows: self.tensor("rows", rows, self.dtype, count * self.hidden)?,
-                    count,
+                    count: *count,
                     index: self.unaligned("index", index, DType::I32, entries)?,
-                    top_k,
-                    scales: scales.transpose()?.unwrap_or(null()),
+                    top_k: *top_k,
+                    scales: scales.transpose()?.unwrap_or(null_mut()),
                     shared: self.matrix("shared expert's output", shared.as_ref())?,
                     routed_scaling: *routed_scaling,
                 }
@@ -299,20 +278,20 @@ impl Door {
         })
     }
 
-    fn norm(&self, which: &'static str, norm: Option<Norm<'_>>) -> Result<Option<CheckedNorm>> {
-        let checked = |norm: Norm<'_>| {
+    fn norm(&self, which: &'static str, norm: Option<&Norm<'_>>) -> Result<Option<CheckedNorm>> {
+        let checked = |norm: &Norm<'_>| {
             Ok(CheckedNorm { weight: self.row(which, norm.weight.as_ref())?, eps: norm.eps })
         };
         norm.map(checked).transpose()
     }
 
-    fn quantization(&self, quantization: Quantization<'_>) -> Result<CheckedQuantization> {
+    fn quantization(&self, quantization: &Form<'_>) -> Result<CheckedQuantization> {
         let tensor = |source| CollectiveError::Tensor { operation: OPERATION.name(), which: "codes", source };
         let (tokens, hidden) = (self.tokens, self.hidden);
         Ok(match quantization {
-            Quantization::Fp8 { scale } => CheckedQuantization::Fp8 { scale: self.scale(scale)? },
-            Quantization::Fp8Tokens => CheckedQuantization::Fp8Tokens,
-            Quantization::Fp8Groups { group } => {
+            Form::Fp8 { scale } => CheckedQuantization::Fp8 { scale: self.scale(scale)? },
+            Form::Fp8Tokens => CheckedQuantization::Fp8Tokens,
+            &Form::Fp8Groups { group } => {
                 if group == 0 || !group.is_multiple_of(16 / self.dtype.size()) {
                     let text = format!("a multiple of {} elements, not {group}", 16 / self.dtype.size());
                     return Err(refused("group", text));
@@ -320,38 +299,34 @@ impl Door {
                 let groups = Fp8Groups::new(tokens, hidden, group, GroupRule::FlashInfer).map_err(tensor)?;
                 CheckedQuantization::Fp8Groups { groups, group }
             }
-            Quantization::NvFp4 { scale, layout } => {
-                let format = NvFp4::new(tokens, hidden, layout).map_err(tensor)?;
-                CheckedQuantization::NvFp4 { format, scale: self.scale(scale)?, layout }
+            Form::NvFp4 { scale, layout } => {
+                let format = NvFp4::new(tokens, hidden, *layout).map_err(tensor)?;
+                CheckedQuantization::NvFp4 { format, scale: self.scale(scale)?, layout: *layout }
             }
         })
     }
 
-    fn scale(&self, scale: Scale<'_>) -> Result<CheckedScale> {
+    fn scale(&self, scale: &Factor<'_>) -> Result<CheckedScale> {
         Ok(match scale {
-            Scale::Value(value) => CheckedScale { at: null(), value },
-            Scale::Tensor(tensor) => {
-                CheckedScale { at: self.unaligned("scale", &tensor, DType::F32, 1)?, value: 0.0 }
+            Factor::Value(value) => CheckedScale { at: null(), value: *value },
+            Factor::Tensor(tensor) => {
+                CheckedScale { at: self.unaligned("scale", tensor, DType::F32, 1)?, value: 0.0 }
             }
         })
     }
 
     /// The scales that a form of quantisation writes.
-    fn scales(
-        &self,
-        quantization: Option<&Quantization<'_>>,
-        scales: Option<TensorViewMut<'_>>,
-    ) -> Result<*mut u8> {
+    fn scales(&self, quantization: Option<&Form<'_>>, scales: Option<&Given<'_>>) -> Result<*mut u8> {
         let tensor =
             |source| CollectiveError::Tensor { operation: OPERATION.name(), which: "scales", source };
         let needed = match quantization {
-            None | Some(Quantization::Fp8 { .. }) => return Ok(std::ptr::null_mut()),
-            Some(Quantization::Fp8Tokens) => self.tokens * size_of::<f32>(),
-            Some(Quantization::Fp8Groups { group }) => {
+            None | Some(Form::Fp8 { .. }) => return Ok(null_mut()),
+            Some(Form::Fp8Tokens) => self.tokens * size_of::<f32>(),
+            Some(Form::Fp8Groups { group }) => {
                 let groups = Fp8Groups::new(self.tokens, self.hidden, *group, GroupRule::FlashInfer);
                 groups.map_err(tensor)?.packed_scales().size()
             }
-            Some(Quantization::NvFp4 { layout, .. }) => {
+            Some(Form::NvFp4 { layout, .. }) => {
                 ScaleGrid::new(*layout, self.tokens, self.hidden / NvFp4::BLOCK).map_err(tensor)?.size()
             }
         };
@@ -361,23 +336,17 @@ impl Door {
         self.bytes_out("scales", scales, needed, 4)
     }
 
-    fn matrix(&self, which: &'static str, tensor: Option<&TensorView<'_>>) -> Result<*const u8> {
+    fn matrix(&self, which: &'static str, tensor: Option<&Given<'_>>) -> Result<*mut u8> {
         let count = self.tokens * self.hidden;
-        tensor.map_or(Ok(null()), |tensor| self.tensor(which, tensor, self.dtype, count))
+        tensor.map_or(Ok(null_mut()), |tensor| self.tensor(which, tensor, self.dtype, count))
     }
 
-    fn row(&self, which: &'static str, tensor: Option<&TensorView<'_>>) -> Result<*const u8> {
-        tensor.map_or(Ok(null()), |tensor| self.tensor(which, tensor, self.dtype, self.hidden))
+    fn row(&self, which: &'static str, tensor: Option<&Given<'_>>) -> Result<*mut u8> {
+        tensor.map_or(Ok(null_mut()), |tensor| self.tensor(which, tensor, self.dtype, self.hidden))
     }
 
-    /// Something that is read in vectors.
-    fn tensor(
-        &self,
-        which: &'static str,
-        tensor: &TensorView<'_>,
-        dtype: DType,
-        count: usize,
-    ) -> Result<*const u8> {
+    /// Something that is moved in vectors.
+    fn tensor(&self, which: &'static str, tensor: &Given<'_>, dtype: DType, count: usize) -> Result<*mut u8> {
         let at = self.unaligned(which, tensor, dtype, count)?;
         self.aligned(which, at, VECTOR)?;
         Ok(at)
@@ -386,41 +355,40 @@ impl Door {
     fn unaligned(
         &self,
         which: &'static str,
-        tensor: &TensorView<'_>,
+        tensor: &Given<'_>,
         dtype: DType,
         count: usize,
-    ) -> Result<*const u8> {
-        let input = Input::named(self.serves, OPERATION, which, tensor)?;
-        self.holds(which, input.dtype, dtype)?;
-        has_count(OPERATION, which, input.count, count, || self.rule())?;
-        Ok(input.data)
-    }
-
-    fn matrix_out(&self, which: &'static str, tensor: Option<TensorViewMut<'_>>) -> Result<*mut u8> {
-        let Some(mut tensor) = tensor else { return Ok(std::ptr::null_mut()) };
-        let output = Output::named(self.serves, OPERATION, which, &mut tensor)?;
-        self.holds(which, output.dtype, self.dtype)?;
-        has_count(OPERATION, which, output.count, self.tokens * self.hidden, || self.rule())?;
-        self.aligned(which, output.data, VECTOR)?;
-        Ok(output.data)
+    ) -> Result<*mut u8> {
+        self.served(which, tensor)?;
+        self.holds(which, tensor.dtype, dtype)?;
+        has_count(OPERATION, which, tensor.count, count, || self.rule())?;
+        Ok(tensor.data)
     }
 
     /// Something of which only the bytes count.
     fn bytes_out(
         &self,
         which: &'static str,
-        tensor: Option<TensorViewMut<'_>>,
+        tensor: Option<&Given<'_>>,
         needed: usize,
         alignment: usize,
     ) -> Result<*mut u8> {
-        let Some(mut tensor) = tensor else { return Ok(std::ptr::null_mut()) };
-        let output = Output::named(self.serves, OPERATION, which, &mut tensor)?;
-        let bytes = output.count * output.dtype.size();
+        let Some(tensor) = tensor else { return Ok(null_mut()) };
+        self.served(which, tensor)?;
+        let bytes = tensor.count * tensor.dtype.size();
         if bytes < needed {
             return Err(refused(which, format!("at least {needed} bytes, not {bytes}")));
         }
-        self.aligned(which, output.data, alignment)?;
-        Ok(output.data)
+        self.aligned(which, tensor.data, alignment)?;
+        Ok(tensor.data)
+    }
+
+    fn served(&self, which: &'static str, tensor: &Given<'_>) -> Result<()> {
+        if tensor.device == self.serves {
+            return Ok(());
+        }
+        let (operation, serves) = (OPERATION.name(), self.serves);
+        Err(CollectiveError::Device { operation, which, device: tensor.device, serves })
     }
 
     fn holds(&self, which: &'static str, actual: DType, expected: DType) -> Result<()> {

@@ -30,7 +30,7 @@ impl CudaCollectives {
     /// # Safety
     /// The tensors stay valid, and are not used in another way, until the stream has passed this call.
     pub unsafe fn all_reduce_fused(&self, call: FusedAllReduce<'_>, stream: StreamRef<'_>) -> Result<()> {
-        let call = Checked::new(Device::Cuda(self.context().device().ordinal()), call)?;
+        let call = Checked::new(Device::Cuda(self.context().device().ordinal()), &call)?;
         let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
         let loaded = self.ready(Family::Fusion(call.program(algorithm, teams.shape)))?;
         let signature = call.signature(algorithm as u8);

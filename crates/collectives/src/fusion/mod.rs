@@ -72,6 +72,7 @@
 
 mod checked;
 mod cuda;
+mod given;
 mod host;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
@@ -80,6 +81,7 @@ mod teams;
 use antiphon_tensor::{ScaleLayout, TensorView, TensorViewMut};
 
 use crate::all_reduce::Algorithm;
+use given::{Form, Given, Summands, Unfit};
 pub(crate) use {
     checked::Checked,
     cuda::Fused,
@@ -178,21 +180,23 @@ pub enum Quantization<'a> {
 #[derive(Debug)]
 #[must_use = "this describes a call"]
 pub struct FusedAllReduce<'a> {
-    source: Origin<'a>,
+    /// Or a tensor that does not fit, of which the call tells.
+    source: Result<Summands<'a>, Unfit>,
+    in_place: Option<InPlace>,
     accumulation: Accumulation,
     algorithm: Option<Algorithm>,
-    sum_out: Option<TensorViewMut<'a>>,
-    bias: Option<TensorView<'a>>,
+    sum_out: Option<Given<'a>>,
+    bias: Option<Given<'a>>,
     pre_norm: Option<Norm<'a>>,
-    residual: Option<TensorView<'a>>,
-    residual_out: Option<TensorViewMut<'a>>,
-    residual_in_place: Option<TensorViewMut<'a>>,
+    residual: Option<Given<'a>>,
+    residual_out: Option<Given<'a>>,
+    residual_in_place: Option<Given<'a>>,
     norm: Option<Norm<'a>>,
     weight_bias: f32,
-    norm_out: Option<TensorViewMut<'a>>,
-    quantization: Option<Quantization<'a>>,
-    codes: Option<TensorViewMut<'a>>,
-    scales: Option<TensorViewMut<'a>>,
+    norm_out: Option<Given<'a>>,
+    quantization: Option<Form<'a>>,
+    codes: Option<Given<'a>>,
+    scales: Option<Given<'a>>,
 }
 
 /// Which output goes where the tensor was, see [`FusedAllReduce::of_in_place`].
@@ -206,54 +210,37 @@ pub enum InPlace {
     Norm,
 }
 
-/// Where a rank's contribution comes from, and what goes there.
-#[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "views are large, and a call holds one of these")]
-enum Origin<'a> {
-    Apart(Source<'a>),
-    InPlace(TensorViewMut<'a>, InPlace),
-}
-
-impl Origin<'_> {
-    fn source(&self) -> Source<'_> {
-        match self {
-            Self::Apart(source) => *source,
-            Self::InPlace(tensor, _) => Source::Tensor { input: tensor.as_view() },
-        }
-    }
-
-    /// Whether this output goes there.
-    fn takes(&self, output: InPlace) -> bool {
-        matches!(self, Self::InPlace(_, taken) if *taken == output)
-    }
-}
-
 /// An RMS norm.
 #[derive(Debug, Clone, Copy)]
 struct Norm<'a> {
-    weight: Option<TensorView<'a>>,
+    weight: Option<Given<'a>>,
     eps: f32,
 }
 
 impl<'a> FusedAllReduce<'a> {
     /// Of a tensor `T [tokens, hidden]`.
+    #[inline]
     pub fn of(input: impl Into<TensorView<'a>>) -> Self {
         Self::of_source(Source::Tensor { input: input.into() })
     }
 
     /// Of what a source gives.
+    #[inline]
     pub fn of_source(source: Source<'a>) -> Self {
-        Self::new(Origin::Apart(source))
+        Self::new(Summands::new(&source), None)
     }
 
     /// Of a tensor `T [tokens, hidden]`, in whose place an output goes.
+    #[inline]
     pub fn of_in_place(tensor: impl Into<TensorViewMut<'a>>, output: InPlace) -> Self {
-        Self::new(Origin::InPlace(tensor.into(), output))
+        Self::new(Summands::in_place(tensor.into()), Some(output))
     }
 
-    fn new(source: Origin<'a>) -> Self {
+    #[inline]
+    fn new(source: Result<Summands<'a>, Unfit>, in_place: Option<InPlace>) -> Self {
         Self {
             source,
+            in_place,
             accumulation: Accumulation::F32,
             algorithm: None,
             sum_out: None,
@@ -272,82 +259,107 @@ impl<'a> FusedAllReduce<'a> {
     }
 
     /// How sums are rounded.
+    #[inline]
     pub fn accumulation(mut self, accumulation: Accumulation) -> Self {
         self.accumulation = accumulation;
         self
     }
 
     /// By this algorithm instead of the one that was measured to be faster.
+    #[inline]
     pub fn algorithm(mut self, algorithm: impl Into<Option<Algorithm>>) -> Self {
         self.algorithm = algorithm.into();
         self
     }
 
     /// Where the sum goes: `T [tokens, hidden]`.
+    #[inline]
     pub fn sum_out(mut self, sum: impl Into<TensorViewMut<'a>>) -> Self {
-        self.sum_out = Some(sum.into());
+        self.sum_out = self.keep(Given::write("sum_out", sum.into()));
         self
     }
 
     /// Adds `T [hidden]` to each row of the sum.
+    #[inline]
     pub fn bias(mut self, bias: impl Into<TensorView<'a>>) -> Self {
-        self.bias = Some(bias.into());
+        self.bias = self.keep(Given::read("bias", &bias.into()));
         self
     }
 
     /// Norms before the residual is added, with a weight `T [hidden]` (1 without): Gemma 2's.
+    #[inline]
     pub fn pre_norm(mut self, weight: Option<TensorView<'a>>, eps: f32) -> Self {
-        self.pre_norm = Some(Norm { weight, eps });
+        self.pre_norm = Some(self.norm_of("pre-norm weight", weight, eps));
         self
     }
 
     /// Adds `T [tokens, hidden]`.
+    #[inline]
     pub fn residual(mut self, residual: impl Into<TensorView<'a>>) -> Self {
-        self.residual = Some(residual.into());
+        self.residual = self.keep(Given::read("residual", &residual.into()));
         self
     }
 
     /// Adds `T [tokens, hidden]`, and puts the sum in its place: instead of [`residual`](Self::residual) and
     /// [`residual_out`](Self::residual_out).
+    #[inline]
     pub fn residual_in_place(mut self, residual: impl Into<TensorViewMut<'a>>) -> Self {
-        self.residual_in_place = Some(residual.into());
+        self.residual_in_place = self.keep(Given::write("residual", residual.into()));
         self
     }
 
     /// Where the sum with the residual goes: `T [tokens, hidden]`.
+    #[inline]
     pub fn residual_out(mut self, sum: impl Into<TensorViewMut<'a>>) -> Self {
-        self.residual_out = Some(sum.into());
+        self.residual_out = self.keep(Given::write("residual_out", sum.into()));
         self
     }
 
     /// Norms, with a weight `T [hidden]` (1 without).
+    #[inline]
     pub fn rms_norm(mut self, gamma: Option<TensorView<'a>>, eps: f32) -> Self {
-        self.norm = Some(Norm { weight: gamma, eps });
+        self.norm = Some(self.norm_of("gamma", gamma, eps));
         self
     }
 
     /// What is added to the norm's weight: 1 for Gemma's and Qwen 3.5's, whose weights are kept as differences from 1.
     /// Without a weight, which is 1 then, it means nothing.
+    #[inline]
     pub fn weight_bias(mut self, weight_bias: f32) -> Self {
         self.weight_bias = weight_bias;
         self
     }
 
     /// Where the norm goes: `T [tokens, hidden]`.
+    #[inline]
     pub fn norm_out(mut self, norm: impl Into<TensorViewMut<'a>>) -> Self {
-        self.norm_out = Some(norm.into());
+        self.norm_out = self.keep(Given::write("norm_out", norm.into()));
         self
     }
 
     /// Quantises the norm. Of `codes` and `scales` only the bytes count, not the dtype; they may be longer than needed.
     /// `scales` is needed by all forms but [`Fp8`](Quantization::Fp8). Padding among the scales is written as 0.
+    #[inline]
     pub fn quantize(
         mut self,
         quantization: Quantization<'a>,
         codes: impl Into<TensorViewMut<'a>>,
         scales: Option<TensorViewMut<'a>>,
     ) -> Self {
-        (self.quantization, self.codes, self.scales) = (Some(quantization), Some(codes.into()), scales);
+        self.quantization = self.keep(Form::new(&quantization));
+        self.codes = self.keep(Given::write("codes", codes.into()));
+        self.scales = scales.and_then(|scales| self.keep(Given::write("scales", scales)));
         self
+    }
+
+    /// What fits; else the call is spoilt.
+    #[inline]
+    fn keep<T>(&mut self, given: Result<T, Unfit>) -> Option<T> {
+        given.map_err(|unfit| self.source = Err(unfit)).ok()
+    }
+
+    #[inline]
+    fn norm_of(&mut self, which: &'static str, weight: Option<TensorView<'a>>, eps: f32) -> Norm<'a> {
+        Norm { weight: weight.and_then(|weight| self.keep(Given::read(which, &weight))), eps }
     }
 }

@@ -252,7 +252,7 @@ mod tests {
         let (x, mut sum) = (vec![bf16::ZERO; tokens * hidden], vec![bf16::ZERO; tokens * hidden]);
         let call = FusedAllReduce::of(TensorView::new(&x, &[tokens, hidden]).unwrap())
             .sum_out(TensorViewMut::new(&mut sum, &[tokens, hidden]).unwrap());
-        let call = Checked::new(Device::Host, call).unwrap();
+        let call = Checked::new(Device::Host, &call).unwrap();
         let room = Room { world_size, multiprocessors: 132, has_clusters: true, channels: 1 };
         Teams::new(&call, algorithm, room).unwrap()
     }

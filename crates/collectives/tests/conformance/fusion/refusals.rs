@@ -196,6 +196,11 @@ fn tensors_that_cannot_be_used<B: Backend>(world: usize) {
             "input: a tensor of shape [2, 8] with strides [1, 2] is not contiguous: \
              make it contiguous (row-major) first",
         );
+        refuse(
+            plain(&mut nothing()).residual(strided).bias(ones(&[8])),
+            "residual: a tensor of shape [2, 8] with strides [1, 2] is not contiguous: \
+             make it contiguous (row-major) first",
+        );
         let (at, elsewhere) = (ONES.as_ptr().cast(), Device::Cuda(77));
         // SAFETY: the memory is refused for where it is said to be, and never touched.
         let there = unsafe { TensorView::from_raw_parts(at, DType::F32, &[16], None, elsewhere) }.unwrap();
