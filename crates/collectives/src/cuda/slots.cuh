@@ -110,7 +110,7 @@ DEVICE void empty_rest(const arguments& a, const turn& t, u32 busy, u32 lane, u3
 
 // Begins a call, and calls send(t, i, load(i)) for every `step`-th i from `first` on that is before `end`: with FIRST loads under
 // way before the control words are needed, and then COUNT at a time. EMPTIES: between those it empties the slot of the call
-// before, which takes no time as long as it is the links that hold it up. False if a call has failed.
+// before, which takes no time as long as it is the links that hold it up; `busy` as for `advance`. False if a call has failed.
 template <u32 FIRST, u32 COUNT, bool EMPTIES, class Load, class Send>
 DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32 end, Load load, Send send, u32 busy = 0) {
     const uint4 words = load_control(a);
