@@ -52,7 +52,7 @@ impl Layout {
         element_size: usize,
     ) -> Result<(), TensorError> {
         self.shape.fill(shape)?;
-        if self.numel() > isize::MAX as usize / element_size {
+        if self.numel().checked_mul(element_size).is_none_or(|bytes| bytes > isize::MAX as usize) {
             return Err(too_large(shape, element_size));
         }
         match strides {

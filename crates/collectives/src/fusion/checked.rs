@@ -13,11 +13,10 @@ use super::{
     Accumulation, FusedAllReduce, InPlace, Norm,
     given::{Factor, Form, Given, Of, Summands},
 };
-use crate::{
-    all_reduce::Algorithm,
-    arguments::has_count,
-    error::{CollectiveError, Result},
-};
+use crate::{all_reduce::Algorithm, arguments::has_count, error::CollectiveError};
+
+/// The error stays in a box until all is checked: there are many small steps, whose results had better fit registers.
+type Result<T> = std::result::Result<T, Box<CollectiveError>>;
 
 pub(super) const OPERATION: Operation = Operation::FusedAllReduce;
 
@@ -93,10 +92,14 @@ pub(crate) struct CheckedScale {
 
 impl Checked {
     /// Refuses whatever a backend that serves this device could not do, before anything happens.
-    pub(crate) fn new(serves: Device, call: &FusedAllReduce<'_>) -> Result<Self> {
+    pub(crate) fn new(serves: Device, call: &FusedAllReduce<'_>) -> crate::error::Result<Self> {
+        Self::check(serves, call).map_err(|error| *error)
+    }
+
+    fn check(serves: Device, call: &FusedAllReduce<'_>) -> Result<Self> {
         let &Summands { dtype, tokens, hidden, ref of } = match &call.source {
             Ok(source) => source,
-            Err(unfit) => return Err(unfit.error()),
+            Err(unfit) => return Err(Box::new(unfit.error())),
         };
         let door = Door { serves, dtype, tokens, hidden };
         door.check_dtype()?;
@@ -175,8 +178,8 @@ impl Checked {
 }
 
 #[cold]
-fn refused(which: &'static str, expected: String) -> CollectiveError {
-    CollectiveError::Refused { operation: OPERATION.name(), which, expected }
+fn refused(which: &'static str, expected: String) -> Box<CollectiveError> {
+    Box::new(CollectiveError::Refused { operation: OPERATION.name(), which, expected })
 }
 
 fn code_bytes(quantization: Option<&Form<'_>>, tokens: usize, hidden: usize) -> usize {
@@ -199,7 +202,7 @@ impl Door {
     fn check_dtype(&self) -> Result<()> {
         let dtype = self.dtype;
         if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-            return Err(CollectiveError::NotNumeric { operation: OPERATION.name(), dtype });
+            return Err(Box::new(CollectiveError::NotNumeric { operation: OPERATION.name(), dtype }));
         }
         if self.hidden == 0 || !self.hidden.is_multiple_of(16 / dtype.size()) {
             let text =
@@ -286,7 +289,9 @@ impl Door {
     }
 
     fn quantization(&self, quantization: &Form<'_>) -> Result<CheckedQuantization> {
-        let tensor = |source| CollectiveError::Tensor { operation: OPERATION.name(), which: "codes", source };
+        let tensor = |source| {
+            Box::new(CollectiveError::Tensor { operation: OPERATION.name(), which: "codes", source })
+        };
         let (tokens, hidden) = (self.tokens, self.hidden);
         Ok(match quantization {
             Form::Fp8 { scale } => CheckedQuantization::Fp8 { scale: self.scale(scale)? },
@@ -317,8 +322,9 @@ impl Door {
 
     /// The scales that a form of quantisation writes.
     fn scales(&self, quantization: Option<&Form<'_>>, scales: Option<&Given<'_>>) -> Result<*mut u8> {
-        let tensor =
-            |source| CollectiveError::Tensor { operation: OPERATION.name(), which: "scales", source };
+        let tensor = |source| {
+            Box::new(CollectiveError::Tensor { operation: OPERATION.name(), which: "scales", source })
+        };
         let needed = match quantization {
             None | Some(Form::Fp8 { .. }) => return Ok(null_mut()),
             Some(Form::Fp8Tokens) => self.tokens * size_of::<f32>(),
@@ -336,11 +342,13 @@ impl Door {
         self.bytes_out("scales", scales, needed, 4)
     }
 
+    #[inline]
     fn matrix(&self, which: &'static str, tensor: Option<&Given<'_>>) -> Result<*mut u8> {
         let count = self.tokens * self.hidden;
         tensor.map_or(Ok(null_mut()), |tensor| self.tensor(which, tensor, self.dtype, count))
     }
 
+    #[inline]
     fn row(&self, which: &'static str, tensor: Option<&Given<'_>>) -> Result<*mut u8> {
         tensor.map_or(Ok(null_mut()), |tensor| self.tensor(which, tensor, self.dtype, self.hidden))
     }
@@ -361,7 +369,7 @@ impl Door {
     ) -> Result<*mut u8> {
         self.served(which, tensor)?;
         self.holds(which, tensor.dtype, dtype)?;
-        has_count(OPERATION, which, tensor.count, count, || self.rule())?;
+        has_count(OPERATION, which, tensor.count, count, || self.rule()).map_err(Box::new)?;
         Ok(tensor.data)
     }
 
@@ -388,7 +396,7 @@ impl Door {
             return Ok(());
         }
         let (operation, serves) = (OPERATION.name(), self.serves);
-        Err(CollectiveError::Device { operation, which, device: tensor.device, serves })
+        Err(Box::new(CollectiveError::Device { operation, which, device: tensor.device, serves }))
     }
 
     fn holds(&self, which: &'static str, actual: DType, expected: DType) -> Result<()> {

@@ -67,7 +67,9 @@ impl<'a> TensorViewMut<'a> {
         shape: &[usize],
         strides: &[isize],
     ) -> Result<Self, TensorError> {
-        Raw::strided(NonNull::from(data), shape, strides)?.without_overlap().map(Self::wrap)
+        let raw = Raw::strided(NonNull::from(data), shape, strides)?;
+        raw.check_overlap()?;
+        Ok(Self::wrap(raw))
     }
 
     /// A view of memory at an address, row-major unless strides are given. The address is that of index zero; it
@@ -92,7 +94,9 @@ impl<'a> TensorViewMut<'a> {
     ) -> Result<Self, TensorError> {
         // SAFETY: the caller promises what `Raw` needs.
         let raw = unsafe { Raw::from_parts(ptr, dtype, shape, strides, device) }?;
-        let raw = if strides.is_some() { raw.without_overlap()? } else { raw };
+        if strides.is_some() {
+            raw.check_overlap()?;
+        }
         Ok(Self::wrap(raw))
     }
 
