@@ -4,8 +4,8 @@
 // Sums, residuals and norms may take a tensor's place: what becomes of a vector is written by a thread that has the vector's
 // sum, to which everybody's contribution, this rank's too, was read before.
 //
-// Vectors travel as in a plain all-reduce; sums are then read by rows, each by a team. Nobody returns before the end, as
-// a team's blocks wait for each other: a call that has failed goes on with NaN.
+// Vectors travel as in a plain all-reduce; sums are then read by rows, each by a team. Whoever has rows returns at the end, as a
+// team's blocks wait for each other: a call that has failed goes on with NaN.
 
 // Contributions that are computed are kept in this rank's own lane; a tensor is read again.
 constexpr bool KEEPS_OWN = SOURCE != TENSOR;

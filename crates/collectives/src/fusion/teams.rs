@@ -10,8 +10,8 @@ use crate::all_reduce::Algorithm;
 
 /// Blocks of a cluster that every GPU with clusters can have.
 const MOST_BLOCKS: usize = 8;
-/// Bytes of shared memory of a multiprocessor: what every GPU lets a block have, and less than half of what data centres.
-/// have. The rest is another communicator.s, as half the registers are.
+/// Bytes of shared memory of a multiprocessor: what every GPU lets a block have, and less than half of what data centres'
+/// have. The rest is another communicator's, as half the registers are.
 const SHARED_BYTES: usize = 99 << 10;
 /// Lanes of a warp.
 const WARP: usize = 32;
@@ -122,7 +122,8 @@ impl Teams {
         let all_at_once = |shape: Shape| {
             Self::of(shape, call, rows, algorithm, room).filter(|teams| teams.have_a_row_each(rows))
         };
-        // Between two ranks each reduces half of all rows, which is best done by teams that do nothing else.
+        // Between two ranks each reduces half of all rows, which is best done by teams that do nothing else, while there are
+        // enough.
         let once = if room.world_size == 2 { Shape::LongWide } else { Shape::LongOnce };
         // And where less is done with a vector than the links need for it, many small blocks hold each other up less.
         let is_light = matches!(call.source, CheckedSource::Tensor { .. })
