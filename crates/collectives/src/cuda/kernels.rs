@@ -189,6 +189,7 @@ impl Family {
                     .define("ALGORITHM", fusion.algorithm.name().replace('-', "_"))
                     .define("IS_ONE_SHOT", u8::from(fusion.algorithm == Algorithm::OneShot))
                     .define("SHORT", u8::from(fusion.shape.is_short()))
+                    .define("AT_ONCE", Shape::at_once(world_size))
                     .define("SPLIT", u8::from(fusion.shape.is_split()))
             }
         };

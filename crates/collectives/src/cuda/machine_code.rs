@@ -63,6 +63,10 @@ fn fusions() -> Vec<(Family, usize)> {
     }
     fusions.push((Fusion { quantization: "NVFP4", has: ALL, algorithm: two_shot, shape: long, ..usual }, 4));
     fusions.push((Fusion { quantization: "FP8_ODD_GROUPS", shape: Shape::LongWide, ..usual }, 4));
+    for world_size in [2, 3] {
+        let wide = Fusion { algorithm: two_shot, shape: Shape::LongWide, ..usual };
+        fusions.push((Fusion { quantization: "FP8_GROUPS", ..wide }, world_size));
+    }
     for source in ["MOE_REDUCTION", "MOE_FINALIZE"] {
         fusions.push((Fusion { source, accumulation: Accumulation::Rounded, ..usual }, 4));
         fusions.push((Fusion { source, algorithm: two_shot, shape: long, ..usual }, 4));

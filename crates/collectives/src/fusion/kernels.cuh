@@ -9,9 +9,10 @@
 
 // Contributions that are computed are kept in this rank's own lane; a tensor is read again.
 constexpr bool KEEPS_OWN = SOURCE != TENSOR;
-// Vectors that a thread reduces at once where teams do nothing else. With more ranks the links need no more of one, and there
-// are no registers for two.
-constexpr u32 AT_ONCE = WORLD == 2 && QUANTIZATION != FP8_GROUPS && QUANTIZATION != FP8_ODD_GROUPS ? 2 : 1;
+// Whether teams that only reduce have their next vectors on the way meanwhile, so that fewer of them do. Between two ranks they
+// keep up with the links anyway, and what they ask for too soon they must ask for again; only where much is done with a row is
+// it worth the registers that it saves.
+constexpr bool AHEAD = SPLIT && (WORLD > 2 || QUANTIZATION >= FP8_GROUPS);
 
 // As in `begin_and_send`; where contributions are computed it is memory that holds sending up, and small blocks would be short of
 // registers.
@@ -38,6 +39,65 @@ template <u32 COUNT, class Wait> DEVICE void sums_or_nan(reader& r, bool& alive,
 #pragma unroll
     for (u32 n = 0; n < COUNT; ++n)
         if (!alive) sums[n] = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
+}
+
+// A vector of the sum that this rank has reduced, for everybody's teams.
+DEVICE void publish(const arguments& a, const turn& t, u32 i, uint4 sum) {
+    push(a, t, WORLD + a.rank, i, sum);
+    store16_volatile(a.own + lane_at(a, t.slot, WORLD + a.rank) + i * 16, sum);
+}
+
+// Calls what(i, n, k) for the n-th of AT_ONCE places, i, from `first` on in steps that come before `end`, and for each rank k.
+template <class What> DEVICE void each_vector(u32 first, u32 step, u32 end, What what) {
+#pragma unroll
+    for (u32 n = 0; n < AT_ONCE; ++n)
+        if (first + n * step < end)
+#pragma unroll
+            for (u32 k = 0; k < WORLD; ++k) what(first + n * step, n, k);
+}
+
+// Reduces vectors of the rows that are this rank's, which begin at `own`: those from `first` on in steps that come before `end`,
+// AT_ONCE at a time, while everybody's next ones are on their way to shared memory. What was EMPTY when it was copied is copied
+// again: a copy takes what has come to L2, as a volatile load does, word by word. For a whole warp; false if it waited in vain.
+DEVICE bool reduce_ahead(reader& r, const turn& t, const fused& f, const row_team& team, u32 own, u32 first, u32 step, u32 end) {
+    const arguments& a = r.a;
+    const u8* lanes = a.own + lane_at(a, t.slot, 0);
+    const auto place = [&](u32 n, u32 k) { return team.room(f) + (n * WORLD + k) * blockDim.x + threadIdx.x; };
+    const auto is_tensor = [&](u32 k) { return !KEEPS_OWN && k == a.rank; };
+    const auto copy = [&](u32 i, u32 n, u32 k) {
+        const u8* tensor = f.input + ((u64)f.first * f.vectors + own + i) * 16;
+        copy_async16(place(n, k), is_tensor(k) ? tensor : lanes + k * a.lane_stride + i * 16);
+    };
+    bool alive = true;
+    each_vector(first, step, end, copy);
+    for (u32 i = first; is_warp_before(i, end); i += AT_ONCE * step) {
+        uint4 got[AT_ONCE][WORLD];
+        copies_wait_all();
+        alive = r.wait<true>([&](u32& missing) {
+            bool complete = true;
+#pragma unroll
+            for (u32 n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+                for (u32 k = 0; k < WORLD; ++k) got[n][k] = *place(n, k);
+            each_vector(i, step, end, [&](u32 i, u32 n, u32 k) {
+                if (is_tensor(k) || !has_empty(got[n][k])) return;
+                copy(i, n, k);
+                complete = false;
+                if (k != a.rank) missing = k;
+            });
+            if (!complete) copies_wait_all();
+            return complete;
+        });
+        if (!alive) break;
+        each_vector(i + AT_ONCE * step, step, end, copy);
+#pragma unroll
+        for (u32 n = 0; n < AT_ONCE; ++n) {
+            const uint4 sum = reduce(got[n]);
+            if (i + n * step < end) publish(a, t, i + n * step, sum);
+        }
+    }
+    copies_wait_all();
+    return alive;
 }
 
 // Everyone gets everything and reduces everything. Who sends a vector also writes what becomes of it.
@@ -110,15 +170,20 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     // some teams reduce, and nothing but the links holds them up, while the others go on with the rows as they come.
     if (!SHORT && (!SPLIT || team.index < f.reducing)) {
         const u32 end = rows_of(a.rank) * f.vectors, step = (SPLIT ? f.reducing : team.teams) * team.threads;
-        for (u32 i = team.index * team.threads + team.thread; is_warp_before(i, end); i += AT_ONCE * step) {
-            uint4 sums[AT_ONCE];
-            sums_or_nan(r, alive, sums, [&] { return reduce_at(r, f, own, i, step, end, sums); });
-            if (!alive) break;
+        const u32 first = team.index * team.threads + team.thread;
+        if (AHEAD) {
+            if (alive) alive = reduce_ahead(r, t, f, team, own, first, step, end);
+        } else {
+            constexpr u32 COUNT = SPLIT ? AT_ONCE : 1;
+            for (u32 i = first; is_warp_before(i, end); i += COUNT * step) {
+                uint4 sums[COUNT];
+                sums_or_nan(r, alive, sums, [&] { return reduce_at(r, f, own, i, step, end, sums); });
+                if (!alive) break;
 #pragma unroll
-            for (u32 n = 0; n < AT_ONCE; ++n) {
-                if (i + n * step >= end) break;
-                push(a, t, WORLD + a.rank, i + n * step, sums[n]);
-                store16_volatile(a.own + lane_at(a, t.slot, WORLD + a.rank) + (i + n * step) * 16, sums[n]);
+                for (u32 n = 0; n < COUNT; ++n) {
+                    if (i + n * step >= end) break;
+                    publish(a, t, i + n * step, sums[n]);
+                }
             }
         }
         if (SPLIT) {

@@ -62,23 +62,26 @@ impl Shape {
         }
     }
 
-    /// Of a hundred teams, those that do nothing but reduce this rank's part: the more is done with a row, the fewer. Measured
-    /// on H200s, with two and four ranks.
+    /// Vectors that a thread of a team that only reduces has under way at a time, of every rank's: as many as keep the links busy.
+    pub(crate) const fn at_once(world_size: usize) -> usize {
+        if world_size <= 3 { 2 } else { 1 }
+    }
+
+    /// Of a hundred teams, those that do nothing but reduce this rank's part. Measured on H200s, with two, three and four ranks.
     const fn reducing(
         self,
         world_size: usize,
         quantization: Option<CheckedQuantization>,
         rows: usize,
     ) -> usize {
-        use CheckedQuantization::{Fp8, Fp8Groups};
+        use CheckedQuantization::{Fp8, Fp8Groups, NvFp4};
         match (quantization, world_size, self) {
             (None | Some(Fp8 { .. }), 2, Self::Long) => 32,
             (None | Some(Fp8 { .. }), 2, _) if rows >= 512 => 24,
-            (Some(Fp8Groups { .. }), 2, Self::Long) => 36,
-            (Some(Fp8Groups { .. }), 2, _) => 27,
-            (None | Some(Fp8 { .. }), 3.., Self::Long) => 108 / world_size,
-            (None | Some(Fp8 { .. }), ..) | (_, 2, _) => 20,
-            _ => 18,
+            (Some(Fp8Groups { .. } | NvFp4 { .. }), 2, Self::Long) => 22,
+            (Some(Fp8Groups { .. } | NvFp4 { .. }), 2, _) => 18,
+            (_, 2, _) => 20,
+            _ => 14,
         }
     }
 
@@ -165,7 +168,13 @@ impl Teams {
                 (false, Some(_)) => 1,
                 (false, None) => 3,
             };
-            vectors.div_ceil(WARP) * 2 * word * 8 + kept * rounds * threads * 16 + groups.unwrap_or(0) * 4
+            let of_rows = kept * rounds * threads * 16 + groups.unwrap_or(0) * 4;
+            // The same room serves teams that only reduce.
+            let ahead = match algorithm {
+                Algorithm::TwoShot if shape.is_split() => Shape::at_once(room.world_size) * room.world_size,
+                _ => 0,
+            };
+            vectors.div_ceil(WARP) * 2 * word * 8 + of_rows.max(ahead * threads * 16)
         };
         let least_of_team = if shape.is_short() { vectors.div_ceil(most_threads) } else { 1 };
         let fitting = (least_of_team..=most_of_team).find_map(|blocks| {
@@ -296,6 +305,12 @@ mod tests {
                     assert!(teams.blocks_of_team * teams.threads * teams.rounds >= vectors, "{teams:?}");
                     assert!(teams.blocks() <= 132 * teams.shape.most_blocks(4, algorithm), "{teams:?}");
                     assert!(teams.reducing < teams.teams, "{teams:?}");
+                    let ahead = if teams.reducing > 0 {
+                        Shape::at_once(4) * 4 * teams.threads as usize * 16
+                    } else {
+                        0
+                    };
+                    assert!((ahead..=SHARED_BYTES).contains(&(teams.shared_bytes as usize)), "{teams:?}");
                 }
             }
         }

@@ -167,7 +167,7 @@ fn a_late_rank_does_not_get_what_is_of_later_calls() {
     }
 }
 
-/// From one block to all that a device has, in clusters and in pieces.
+/// From one block to all that a device has, in clusters and in pieces, and with blocks that only reduce, of both kinds.
 fn fused_cases() -> [Case; 5] {
     let (one, two) = (Some(Algorithm::OneShot), Some(Algorithm::TwoShot));
     let bf16 = |tokens, hidden| Case::new(DType::BF16, tokens, hidden);
@@ -176,7 +176,7 @@ fn fused_cases() -> [Case; 5] {
         Case { algorithm: one, ..bf16(16, 16_384) },
         Case { algorithm: two, ..Case::quantized(DType::BF16, 64, 7168, Form::Fp8Tokens) },
         Case { from: From::Experts(8), ..bf16(256, 7168) },
-        Case { algorithm: two, ..bf16(2500, 16_384) },
+        Case { algorithm: two, ..Case::quantized(DType::BF16, 2500, 16_384, Form::Fp8Groups(128)) },
     ]
 }
 

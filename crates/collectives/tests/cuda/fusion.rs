@@ -224,6 +224,12 @@ fn strange_rows(world_size: usize) {
                 }
             }
         }
+        // So many that some teams only reduce.
+        let many = Case { rows: Rows::Strange, ..Case::new(DType::BF16, 301, 7168) };
+        rank.fuse_by_all(Case { from: From::Experts(2), ..many })?;
+        for form in forms {
+            rank.fuse_by_all(Case { form: Some(form), ..many })?;
+        }
         Ok(())
     });
 }
