@@ -9,9 +9,9 @@
 
 // Contributions that are computed are kept in this rank's own lane; a tensor is read again.
 constexpr bool KEEPS_OWN = SOURCE != TENSOR;
-// Whether teams that only reduce have their next vectors on the way meanwhile, so that fewer of them do. Between two ranks they
-// keep up with the links anyway, and what they ask for too soon they must ask for again; only where much is done with a row is
-// it worth the registers that it saves.
+// Whether teams that only reduce have their next vectors, AT_ONCE of every rank's, on the way meanwhile, so that fewer of them do.
+// Between two ranks they keep up with the links anyway, and what they ask for too soon they must ask for again; only where much
+// is done with a row is it worth the registers that it saves.
 constexpr bool AHEAD = SPLIT && (WORLD > 2 || QUANTIZATION >= FP8_GROUPS);
 
 // As in `begin_and_send`; where contributions are computed it is memory that holds sending up, and small blocks would be short of
