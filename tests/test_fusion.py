@@ -220,7 +220,7 @@ def arguments_that_make_no_sense(comm: Comm, device: Device) -> None:
     refused(ValueError, "unknown quantisation .int4.: known are fp8", norm, x, quantize="int4")
     refused(ValueError, "layout of scales .4x4.: known are 128x4", norm, x, quantize="nvfp4", scale_layout="4x4")
     refused(ValueError, "unknown algorithm .best.", norm, x, algorithm="best")
-    refused(ValueError, "gamma", norm, x, weight=layer.weight[:128])
+    refused(ValueError, "the weight has 128 elements", norm, x, weight=layer.weight[:128])
     refused(ValueError, "elements of f16, not f32", norm, x, layer.residual.float())
     refused(TypeError, "f64", norm, x.double())
     refused(ValueError, "f16 or bf16 for FP4, not f32", norm, x.float(), quantize="nvfp4")

@@ -25,7 +25,7 @@ fn rank(comm: Communicator) -> Result<(), Box<dyn std::error::Error + Send + Syn
     let (rank, world_size) = (comm.rank(), comm.world_size());
     let partial: Vec<bf16> = activations(rank as u32);
     let before: Vec<bf16> = activations(99);
-    let gamma: Vec<bf16> = (0..HIDDEN).map(|i| bf16::from_f32(0.5 + i as f32 / HIDDEN as f32)).collect();
+    let weight: Vec<bf16> = (0..HIDDEN).map(|i| bf16::from_f32(0.5 + i as f32 / HIDDEN as f32)).collect();
 
     let mut stream = before.clone();
     let mut norm = vec![bf16::ZERO; TOKENS * HIDDEN];
@@ -33,7 +33,7 @@ fn rank(comm: Communicator) -> Result<(), Box<dyn std::error::Error + Send + Syn
     comm.all_reduce_fused(
         FusedAllReduce::of(TensorView::new(&partial, &[TOKENS, HIDDEN])?)
             .residual_in_place(&mut stream)
-            .rms_norm(Some((&gamma).into()), EPS)
+            .rms_norm(Some((&weight).into()), EPS)
             .norm_out(&mut norm)
             .quantize(Quantization::Fp8Tokens, &mut codes, Some((&mut scales).into())),
     )?;
@@ -48,8 +48,8 @@ fn rank(comm: Communicator) -> Result<(), Box<dyn std::error::Error + Send + Syn
     for (row, norm) in by_hand.chunks(HIDDEN).zip(norm.chunks(HIDDEN)) {
         let mean = row.iter().map(|x| x.to_f32().powi(2)).sum::<f32>() / HIDDEN as f32;
         let rms = 1.0 / (mean + EPS).sqrt();
-        for ((x, gamma), norm) in row.iter().zip(&gamma).zip(norm) {
-            let expected = x.to_f32() * gamma.to_f32() * rms;
+        for ((x, weight), norm) in row.iter().zip(&weight).zip(norm) {
+            let expected = x.to_f32() * weight.to_f32() * rms;
             assert!((norm.to_f32() - expected).abs() <= expected.abs() / 200.0);
         }
     }

@@ -135,7 +135,7 @@ impl Checked {
             pre_norm: door.norm("pre-norm weight", call.pre_norm.as_ref())?,
             residual,
             residual_out,
-            norm: door.norm("gamma", call.norm.as_ref())?,
+            norm: door.norm("weight", call.norm.as_ref())?,
             weight_bias: call.weight_bias,
             norm_out: door.matrix("norm_out", norm_out)?,
             quantization: call

@@ -8,7 +8,7 @@
 // Vectors that a thread waits for at once. More would need more registers.
 constexpr u32 BATCH = SHORT || IS_ONE_SHOT ? 1 : THREADS > 128 || QUANTIZATION > FP8 || SOURCE != TENSOR ? 2 : 4;
 constexpr bool PREFETCH = !SHORT && !has(PRE_NORM) && has(RESIDUAL) && QUANTIZATION != FP8_ODD_GROUPS;
-constexpr bool KEEPS_GAMMA = has(GAMMA) && QUANTIZATION != FP8_ODD_GROUPS;
+constexpr bool KEEPS_WEIGHT = has(WEIGHT) && QUANTIZATION != FP8_ODD_GROUPS;
 
 // While data travels, in all blocks.
 DEVICE void begin_epilogue(const fused& f, const row_team& team) {
@@ -19,16 +19,16 @@ DEVICE void begin_epilogue(const fused& f, const row_team& team) {
 struct epilogue {
     const fused& f;
     row_team& team;
-    uint4 only, only_gamma; // SHORT: of this thread's vector
+    uint4 only, only_weight; // SHORT: of this thread's vector
     u32 turn;               // PREFETCH: which of two buffers has this row
     float scale;
 
     // `row` is the first one to come, if there is one.
     DEVICE epilogue(const fused& f, row_team& team, u32 row, bool is_there) : f(f), team(team), turn(0) {
         each<1>([&](u32 round, u32 v) {
-            if (!KEEPS_GAMMA || v >= f.vectors) return;
-            if (SHORT) only_gamma = load16_once(f.gamma + v * 16);
-            else copy_async16(slot(2, round), f.gamma + v * 16);
+            if (!KEEPS_WEIGHT || v >= f.vectors) return;
+            if (SHORT) only_weight = load16_once(f.weight + v * 16);
+            else copy_async16(slot(2, round), f.weight + v * 16);
         });
         copies_end_group();
         if (is_there) prefetch(row);
@@ -46,7 +46,7 @@ struct epilogue {
             turn ^= 1;
             if (has_next) prefetch(next);
             has_next ? copies_wait<1>() : copies_wait<0>();
-        } else if (!SHORT && KEEPS_GAMMA) copies_wait<0>();
+        } else if (!SHORT && KEEPS_WEIGHT) copies_wait<0>();
         each<BATCH>([&](u32 round, u32 v) {
             uint4 residual[BATCH], sums[BATCH];
             at_once(v, [&](u32 n, u32 v) { // on the way before the sum is waited for
@@ -170,9 +170,9 @@ private:
 
     DEVICE wide_vec<T> weight(u32 round, u32 v) const {
         wide_vec<T> w;
-        if (has(GAMMA)) w = widen_words(!KEEPS_GAMMA ? load16_once(f.gamma + v * 16) : SHORT ? only_gamma : *slot(2, round));
+        if (has(WEIGHT)) w = widen_words(!KEEPS_WEIGHT ? load16_once(f.weight + v * 16) : SHORT ? only_weight : *slot(2, round));
 #pragma unroll
-        for (u32 k = 0; k < LANES; ++k) w.lane[k] = has(GAMMA) ? f.weight_bias + w.lane[k] : 1.0f;
+        for (u32 k = 0; k < LANES; ++k) w.lane[k] = has(WEIGHT) ? f.weight_bias + w.lane[k] : 1.0f;
         return w;
     }
 

@@ -12,13 +12,13 @@
 //! let norms = LocalWorld::run(2, |comm| {
 //!     let (tokens, hidden) = (3, 8);
 //!     let partial = vec![1.0f32; tokens * hidden];
-//!     let (residual, gamma) = (vec![2.0f32; tokens * hidden], vec![0.5f32; hidden]);
+//!     let (residual, weight) = (vec![2.0f32; tokens * hidden], vec![0.5f32; hidden]);
 //!     let (mut sum, mut norm) = (residual.clone(), residual.clone());
 //!     comm.all_reduce_fused(
 //!         FusedAllReduce::of(TensorView::new(&partial, &[tokens, hidden])?)
 //!             .residual(TensorView::from(&residual))
 //!             .residual_out(TensorViewMut::from(&mut sum))
-//!             .rms_norm(Some(TensorView::from(&gamma)), 0.0)
+//!             .rms_norm(Some(TensorView::from(&weight)), 0.0)
 //!             .norm_out(TensorViewMut::from(&mut norm)),
 //!     )?;
 //!     Ok::<_, Box<dyn std::error::Error + Send + Sync>>((sum[0], norm[0]))
@@ -36,7 +36,7 @@
 //! s  = T( Σ over the ranks, ascending, of c )     → sum_out          the bits of all_reduce
 //! p  = T( T(s + bias) · wₚ · rms(T(s + bias)) )   where pre_norm is asked for, else s + bias
 //! r  = T( p + residual )                          → residual_out
-//! n  = T( r · w · rms(r) )                        → norm_out         w = weight_bias + gamma
+//! n  = T( r · w · rms(r) )                        → norm_out         w = weight_bias + weight
 //! q  = quantised n                                → codes, scales    see Quantization
 //!
 //! rms(x) = 1 / √( Σ x² · (1 / hidden) + eps )
@@ -317,8 +317,8 @@ impl<'a> FusedAllReduce<'a> {
 
     /// Norms, with a weight `T [hidden]` (1 without).
     #[inline]
-    pub fn rms_norm(mut self, gamma: Option<TensorView<'a>>, eps: f32) -> Self {
-        self.norm = Some(self.norm_of("gamma", gamma, eps));
+    pub fn rms_norm(mut self, weight: Option<TensorView<'a>>, eps: f32) -> Self {
+        self.norm = Some(self.norm_of("weight", weight, eps));
         self
     }
 

@@ -4,7 +4,7 @@
 enum { TENSOR, MOE_REDUCTION, MOE_FINALIZE };                      // SOURCE
 enum { NONE, FP8, FP8_TOKENS, FP8_GROUPS, FP8_ODD_GROUPS, NVFP4 }; // QUANTIZATION
 enum {                                                             // HAS
-    SUM_OUT = 1, BIAS = 2, PRE_NORM = 4, PRE_WEIGHT = 8, RESIDUAL = 16, RESIDUAL_OUT = 32, NORM = 64, GAMMA = 128, NORM_OUT = 256
+    SUM_OUT = 1, BIAS = 2, PRE_NORM = 4, PRE_WEIGHT = 8, RESIDUAL = 16, RESIDUAL_OUT = 32, NORM = 64, WEIGHT = 128, NORM_OUT = 256
 };
 DEVICE constexpr bool has(u32 what) { return HAS & what; }
 enum { SWIZZLED_128X4, SWIZZLED_8X4, LINEAR };                     // layout
@@ -18,7 +18,7 @@ struct fused {
     const u8* bias;
     const u8* pre_weight;
     const u8* residual;
-    const u8* gamma;
+    const u8* weight;
     u8* sum_out;
     u8* residual_out;
     u8* norm_out;

@@ -153,7 +153,7 @@ fn tensors_of_the_wrong_length<B: Backend>(world: usize) {
         let (nine, short) = (ones(&[9]), ones(&[15]));
         refuse(plain(&mut nothing()).bias(nine), &row("bias"));
         refuse(plain(&mut nothing()).pre_norm(Some(nine), 0.0), &row("pre-norm weight"));
-        refuse(plain(&mut nothing()).rms_norm(Some(nine), 0.0), &row("gamma"));
+        refuse(plain(&mut nothing()).rms_norm(Some(nine), 0.0), &row("weight"));
         refuse(plain(&mut nothing()).residual(short), &matrix("residual"));
         refuse(plain(&mut nothing()).sum_out(&mut [0f32; 15]), &matrix("sum_out"));
         refuse(plain(&mut nothing()).residual_out(&mut [0f32; 15]), &matrix("residual_out"));
