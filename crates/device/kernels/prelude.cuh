@@ -360,13 +360,6 @@ ANTIPHON_ORDERED(u64, "u64", "l")
 DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 DEVICE void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-DEVICE u32 cas_relaxed_sys(u32* p, u32 expected, u32 desired) {
-    u32 old;
-    asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
-                 : "=r"(old) : "l"(p), "r"(expected), "r"(desired) : "memory");
-    return old;
-}
-
 // ------------------------------------------------------------------------------------------------------ operators
 //
 // As the host's reductions: min and max are IEEE 754-2019 minimum and maximum (a NaN wins, -0 < +0). `neutral` changes
@@ -581,7 +574,12 @@ DEVICE void pdl_launch_dependents() {
 // -------------------------------------------------------------------------------------------------------- waiting
 //
 // Nothing waits for ever. A kernel that gives up says why in a wait_report and returns; the host, which finds the
-// report (WaitBoard), turns it into an error that names the rank. State 0: empty, 1: being written, 2: complete.
+// report (WaitBoard), turns it into an error that names the rank. State 0: empty, 2: complete.
+//
+// A thread that waits reads the memory of its own GPU and nothing else. Host memory lies behind PCIe: a grid whose warps all
+// read one host word takes milliseconds for it, is late for its next call, and makes its peers wait in turn. So the host's
+// word is read by one thread of the GPU at a time, once in LOOK_NS, and what it finds is carried to the board, where the
+// others find it. How many reads there are does not depend on the grid.
 
 // Two words that only the host understands: what a kernel is doing.
 struct alignas(16) tag { u64 low, high; };
@@ -592,15 +590,25 @@ struct wait_report {
 };
 static_assert(sizeof(wait_report) == 72, "report.rs has the same layout");
 
+// What all waits that end together share, in this GPU's memory.
+struct alignas(32) wait_board {
+    u32 stopped;          // whether a wait was in vain: then all are
+    u32 unused;
+    u64 looked_ns;        // when a thread last read the host's word
+    const u32* abort;     // the host's word
+    wait_report* report;  // in host memory
+};
+static_assert(sizeof(wait_board) == 32, "report.rs writes it");
+
 constexpr u32 DEADLINE = 1, ABORTED = 2, DISAGREED = 3;
 
-// One thread's patience: the deadline is of the kernel, not of each wait. The clock is first read when something is
-// late, since reading it takes as long as a small message.
+// One thread's patience: the deadline is of the kernel, not of each wait.
 struct waiter {
-    u64 started_ns, limit_ns;  // 0: nothing was late yet
-    const u32* abort;
-    wait_report* report;
+    u64 limit_ns;
+    wait_board* board;
     u32 rank;
+    u32 started;  // when something was late first, in ticks; 0: nothing was yet
+    u32 next;     // when the thread reads the time again, in cycles of its multiprocessor; 0: nothing was late yet
     tag doing;
 };
 
@@ -610,69 +618,99 @@ DEVICE u64 global_ns() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns) :: "memory");
     return ns;
 }
-
-DEVICE waiter start_waiting(u64 limit_ns, const u32* abort, wait_report* report, u32 rank, tag doing) {
-    return waiter{0, limit_ns, abort, report, rank, doing};
+DEVICE u32 clock_cycles() {
+    u32 cycles;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles) :: "memory");
+    return cycles;
 }
 
-// How many polls there are between two looks at the clock and at the host's words.
-constexpr u32 POLLS_PER_LOOK = 256;
+// How long a wait lasts is counted in ticks of 65.5 µs, which fit one register for three days.
+constexpr u32 NS_PER_TICK_LOG2 = 16;
+DEVICE u32 ticks() { return (u32)(global_ns() >> NS_PER_TICK_LOG2) | 1; }
 
-// Writes the report, unless somebody else has. Not inlined, and given plain words, so that it costs a kernel neither
-// registers nor local memory.
-static __device__ __noinline__ void record_wait(wait_report* r, u32 reason, u32 rank, u32 peer, tag doing,
-                                                u64 expected, tag seen, u64 waited_ns) {
-    if (r == nullptr || cas_relaxed_sys(&r->state, 0, 1) != 0) return;
-    r->reason = reason;
-    r->rank = rank;
-    r->peer = peer;
-    r->block = blockIdx.x;
-    r->thread = thread_in_block();
-    r->doing[0] = doing.low;
-    r->doing[1] = doing.high;
-    r->expected = expected;
-    r->seen[0] = seen.low;
-    r->seen[1] = seen.high;
-    r->waited_ns = waited_ns;
+DEVICE waiter start_waiting(u64 limit_ns, wait_board* board, u32 rank, tag doing) {
+    return waiter{limit_ns, board, rank, 0, 0, doing};
+}
+
+// How many polls there are between two looks at the board.
+constexpr u32 POLLS_PER_LOOK = 256;
+// How many cycles there are between two readings of the time by one thread, about a millisecond: the time comes from outside of
+// the multiprocessor.
+constexpr u32 CYCLES_PER_TIME = 1 << 21;
+// How long there is at least between two readings of the host's word by this GPU.
+constexpr u64 LOOK_NS = 1000000;
+
+// Writes the report, unless another thread has stopped the board. The compiler does not know that a pointer from memory is global,
+// as these stores do. Not inlined, and given plain words, so that it costs a kernel
+// neither registers nor local memory.
+static __device__ __noinline__ void record_wait(wait_board* b, u32 reason, u32 rank, u32 peer, tag doing,
+                                                u64 expected, tag seen, u32 started) {
+    if (atomicCAS(&b->stopped, 0u, 1u) != 0) return;
+    wait_report* r = b->report;
+    st_relaxed_sys(&r->reason, reason);
+    st_relaxed_sys(&r->rank, rank);
+    st_relaxed_sys(&r->peer, peer);
+    st_relaxed_sys(&r->block, (u32)blockIdx.x);
+    st_relaxed_sys(&r->thread, thread_in_block());
+    st_relaxed_sys(&r->doing[0], doing.low);
+    st_relaxed_sys(&r->doing[1], doing.high);
+    st_relaxed_sys(&r->expected, expected);
+    st_relaxed_sys(&r->seen[0], seen.low);
+    st_relaxed_sys(&r->seen[1], seen.high);
+    st_relaxed_sys(&r->waited_ns, started == 0 ? 0 : (u64)(ticks() - started) << NS_PER_TICK_LOG2);
     st_release_sys(&r->state, 2u);  // pairs with the host's acquire load in WaitBoard::report
 }
 
 constexpr u32 GO_ON = 0, SILENTLY = 4;
 
-// Why to stop waiting; SILENTLY where another thread of this rank has said so already.
-DEVICE u32 reason_to_stop(waiter& w, u64& waited) {
-    u64 now = global_ns();
-    if (w.started_ns == 0) w.started_ns = now;
-    waited = now - w.started_ns;
-    if (w.abort != nullptr && ld_relaxed_sys(w.abort) != 0) return ABORTED;
-    if (w.report != nullptr && ld_relaxed_sys(&w.report->state) != 0) return SILENTLY;
-    return waited < w.limit_ns ? GO_ON : DEADLINE;
+// Why to stop a wait that has started then. BLAMES: whether it is a peer that is missing; where it is another thread of this GPU,
+// that one has a little more time to say whom it waits for. Not inlined, so that it costs no registers.
+static __device__ __noinline__ u32 reason_by_now(wait_board* b, u32 started, u64 limit_ns, bool blames) {
+    const u64 now = global_ns(), looked = ld_relaxed_sys(&b->looked_ns);
+    // One thread at a time.
+    if (now - looked >= LOOK_NS && atomicCAS(&b->looked_ns, looked, now) == looked && ld_relaxed_sys(b->abort) != 0)
+        return ABORTED;
+    const u64 waited_ns = (u64)(ticks() - started) << NS_PER_TICK_LOG2;
+    const u64 grace_ns = blames ? 0 : (limit_ns >> 3) + 50 * LOOK_NS;
+    return waited_ns >= limit_ns && waited_ns - limit_ns >= grace_ns ? DEADLINE : GO_ON;
+}
+
+// Why to stop waiting; SILENTLY where another thread of this GPU has said so already.
+DEVICE u32 reason_to_stop(waiter& w, bool blames) {
+    if (ld_relaxed_sys(&w.board->stopped) != 0) return SILENTLY;
+    const u32 cycles = clock_cycles();
+    if (w.next == 0) w.next = cycles + CYCLES_PER_TIME | 1;
+    if ((i32)(cycles - w.next) < 0) return GO_ON;
+    w.next = cycles + CYCLES_PER_TIME | 1;
+    if (w.started == 0) w.started = ticks();
+    return reason_by_now(w.board, w.started, w.limit_ns, blames);
 }
 
 // Calls `ready(seen)` until it returns true, and returns true; or gives up and returns false, and then the thread must
 // not wait again (a further wait would give up at its first look) but lead its block out of the kernel. `ready` may
-// leave in `seen` what it saw, and in what `peer` refers to whom it still waits for; they and `expected` are only for
-// the report. `look` is called now and then, when something is late.
+// leave in `seen` what it saw, and in `peer` the rank that is still missing, or this rank if none is; they and `expected`
+// are only for the report. `look` is called now and then, when something is late.
 //
 // TOGETHER: all threads of the warp come here, and go on when it is true for all of them. A thread that went on alone would
 // do by itself what follows, and the others after it.
 template <bool TOGETHER, class Ready, class Look>
 DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready, Look look) {
     tag seen{0, 0};
-    u64 waited = 0;
     for (u32 reason = GO_ON;;) {
 #pragma unroll 1
         for (u32 poll = 0; poll < POLLS_PER_LOOK; ++poll) {
             const bool is_ready = ready(seen);
             if (TOGETHER ? __all_sync(WHOLE_WARP, is_ready) : is_ready) return true;
         }
+        const bool blames = TOGETHER ? __any_sync(WHOLE_WARP, peer != w.rank) : peer != w.rank;
         if (reason != GO_ON) {  // and what came before the reason has been seen by now
-            // Who waits for another thread of its own GPU leaves it to that to say for whom.
-            if (reason != SILENTLY && peer != w.rank) record_wait(w.report, reason, w.rank, peer, w.doing, expected, seen, waited);
+            if (TOGETHER) w.started = __shfl_sync(WHOLE_WARP, w.started, 0);
+            if (reason != SILENTLY && (peer != w.rank || !blames))
+                record_wait(w.board, reason, w.rank, peer, w.doing, expected, seen, w.started);
             return false;
         }
         look();
-        reason = reason_to_stop(w, waited);
+        if (!TOGETHER || lane_id() == 0) reason = reason_to_stop(w, blames);
         if (TOGETHER) reason = __shfl_sync(WHOLE_WARP, reason, 0);
     }
 }

@@ -58,7 +58,7 @@ impl CudaCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let (signature, input, output) = self.reduced(input, output, op, algorithm as u8)?;
-        let loaded = self.ready(Family::Reduction(input.dtype, op))?;
+        let loaded = self.ready(Family::Reduction(input.dtype, op), stream)?;
         let (size, world_size) = (input.dtype.size(), self.world_size());
         let bytes = input.count * size;
         let parts = if algorithm == Algorithm::OneShot { 1 } else { world_size };

@@ -11,7 +11,7 @@ template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
     for (u32 n = 0; n < ROUND; ++n)
         if (start + n * step < vectors) first[n] = in.load(start + n * step);
     const turn t = begin(a, words);
-    if (t.has_failed()) return;
+    if (t.has_failed()) return fill_nan(out, start, step, vectors);
 #pragma unroll
     for (u32 n = 0; n < ROUND; ++n)
         if (start + n * step < vectors) push(a, t, a.rank, start + n * step, without_empty(first[n]));
@@ -22,12 +22,13 @@ template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
     for (u32 i = start; is_warp_before(i, vectors); i += ROUND * step) {
         uint4 sums[ROUND];
         const auto mine = [&](u32 i) { return in.load(i); }; // again, rather than kept in registers
-        if (!collect_and_reduce(r, i, step, vectors, mine, sums)) return;
+        if (!collect_and_reduce(r, i, step, vectors, mine, sums)) return fill_nan(out, i, step, vectors);
+        release_dependents(a);
 #pragma unroll
         for (u32 n = 0; n < ROUND; ++n)
             if (i + n * step < vectors) out.store(i + n * step, sums[n]);
     }
-    r.finish();
+    if (!r.finish()) fill_nan(out, 0, 1, vectors);
 }
 
 // Everyone reduces a part, and the parts are gathered: 2 (WORLD - 1) / WORLD · n bytes out, two hops. PLAIN: the parts are
@@ -40,26 +41,30 @@ template <bool PLAIN> DEVICE void two_shot_of(const arguments& a) {
         const u32 first = peer * part * LANES;
         return elements<PLAIN>(in.data + first, first < a.count ? a.count - first : 0);
     };
-    if (!begin_and_scatter<PLAIN, false>(a, t, part, part_of)) return;
+    const u32 start = grid_thread(), step = grid_threads();
+    const auto give_up = [&] {
+        for (u32 k = 0; k < WORLD; ++k) fill_nan(out, k * part + start, step, (k + 1) * part);
+    };
+    if (!begin_and_scatter<PLAIN, false>(a, t, part, part_of)) return give_up();
     advance(a, t, part, part);
     reader r(a, t);
-    const u32 start = grid_thread(), step = grid_threads();
     for (u32 i = start; is_warp_before(i, part); i += step) {
         uint4 sum[1];
         const auto mine = [&](u32 i) { return in.load(a.rank * part + i); };
-        if (!collect_and_reduce(r, i, step, part, mine, sum)) return;
+        if (!collect_and_reduce(r, i, step, part, mine, sum)) return give_up();
         if (i >= part) break;
         push(a, t, WORLD + a.rank, i, sum[0]);
         out.store(a.rank * part + i, sum[0]);
     }
     for (u32 i = start; is_warp_before(i, part); i += step) {
         uint4 got[1][WORLD];
-        if (!collect(r, WORLD, i, step, part, got)) return;
+        if (!collect(r, WORLD, i, step, part, got)) return give_up();
+        release_dependents(a);
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k)
             if (k != a.rank && i < part) out.store(k * part + i, got[0][k]);
     }
-    r.finish();
+    if (!r.finish()) fill_nan(out, 0, 1, vectors_of(a.count));
 }
 
 KERNEL(one_shot) { one_shot_of<false, 1>(a); }

@@ -27,14 +27,15 @@ DEVICE bool meet(const arguments& a, reader& r, u32 first) {
     return __syncthreads_and(came);
 }
 
-// Between two meetings, calls store(i, reduced) for the vectors of all ranks' inputs from `first` to `end`.
+// Between two meetings, calls store(i, reduced) for the vectors of all ranks' inputs from `first` to `end`. False for a thread that
+// waited in vain or finds something wrong.
 template <bool PLAIN, class Store>
-DEVICE void reduce_registered(const arguments& a, const places& p, u32 first, u32 end, Store store) {
+DEVICE bool reduce_registered(const arguments& a, const places& p, u32 first, u32 end, Store store) {
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
+    if (t.has_failed()) return false;
     advance(a, t, gridDim.x, gridDim.x);
     reader r(a, t);
-    if (!meet(a, r, 0)) return;
+    if (!meet(a, r, 0)) return false;
     const u32 step = grid_threads();
     for (u32 i = first + grid_thread(); i < end; i += DEPTH * step) {
         uint4 got[DEPTH][WORLD];
@@ -47,14 +48,16 @@ DEVICE void reduce_registered(const arguments& a, const places& p, u32 first, u3
         for (u32 n = 0; n < DEPTH; ++n)
             if (n == 0 || i + n * step < end) store(i + n * step, reduce(got[n]));
     }
-    if (!meet(a, r, WORLD)) return;
-    r.finish();
+    if (!meet(a, r, WORLD)) return false;
+    return r.finish();
 }
 
 // Everyone loads and reduces everything: (WORLD - 1) · n bytes in.
 template <bool PLAIN> DEVICE void one_shot_registered_of(const arguments& a, const places& p) {
     const elements<PLAIN> out(a.output, a.count);
-    reduce_registered<PLAIN>(a, p, 0, vectors_of(a.count), [&](u32 i, uint4 sum) { out.store(i, sum); });
+    const u32 vectors = vectors_of(a.count);
+    const bool done = reduce_registered<PLAIN>(a, p, 0, vectors, [&](u32 i, uint4 sum) { out.store(i, sum); });
+    if (!done) fill_nan(out, grid_thread(), grid_threads(), vectors);
 }
 
 // Everyone loads and reduces a part, and stores it to everyone: (WORLD - 1) / WORLD · n bytes in, and as many out. In place or
@@ -63,17 +66,18 @@ template <bool PLAIN> DEVICE void two_shot_registered_of(const arguments& a, con
     const u32 vectors = vectors_of(a.count), part = (vectors + WORLD - 1) / WORLD;
     const u32 first = a.rank * part < vectors ? a.rank * part : vectors;
     const u32 end = first + part < vectors ? first + part : vectors;
-    reduce_registered<PLAIN>(a, p, first, end, [&](u32 i, uint4 sum) {
+    const bool done = reduce_registered<PLAIN>(a, p, first, end, [&](u32 i, uint4 sum) {
 #pragma unroll
         for (u32 k = 0; k < WORLD; ++k) elements<PLAIN>(p.output[k], a.count).store(i, sum);
     });
+    if (!done) fill_nan(elements<PLAIN>(a.output, a.count), grid_thread(), grid_threads(), vectors);
 }
 
 #define REGISTERED(name, PLAIN)                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a, const __grid_constant__ places p) {                           \
         pdl_wait();                                                                                         \
-        if (a.is_small) pdl_launch_dependents();                                                            \
+        if (a.dependents == AT_START) pdl_launch_dependents();                                              \
         PLAIN(a, p);                                                                                        \
     }
 

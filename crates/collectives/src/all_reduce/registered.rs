@@ -181,7 +181,15 @@ impl CudaCollectives {
         let source = find("input", from)?;
         let target = if one_shot { None } else { Some(find("output", to)?) };
         signature.root = Some(Place::digest([Some(source), target]));
-        let loaded = self.ready(Family::Registered(input.dtype, op))?;
+        let loaded = self.ready(Family::Registered(input.dtype, op), stream)?;
+        if self.multiprocessors_here() < self.multiprocessors() {
+            let expected = format!(
+                "on a stream whose kernels may use {} multiprocessors, as those of the other ranks, not {}",
+                self.multiprocessors(),
+                self.multiprocessors_here()
+            );
+            return Err(refused("stream", expected));
+        }
         let places = Places { input: source.at, output: target.map_or([0; MAX_WORLD], |target| target.at) };
         let parts = if one_shot { 1 } else { self.world_size() };
         let of = |start: usize, len: usize, _| {

@@ -6,7 +6,7 @@ use antiphon_device::{
     ReduceOp,
     cuda::{Architecture, Context, CudaError, Function, KernelCache, Module, Nvrtc, Program, relaxed},
 };
-use antiphon_fabric::Operation;
+use antiphon_fabric::{FabricError, Operation};
 use antiphon_tensor::DType;
 
 use super::{MAX_BLOCKS, MAX_WORLD, SLOTS_AT, THREADS, device, most_blocks};
@@ -220,6 +220,14 @@ impl Family {
         }
     }
 
+    /// Blocks for each multiprocessor, at least: of teams as many as they are made for.
+    fn least_blocks(self, world_size: usize) -> u32 {
+        match self {
+            Self::Fusion(_) => self.most_blocks(world_size),
+            _ => 1,
+        }
+    }
+
     /// Bytes of shared memory that a block may have, if that must be said.
     fn shared_bytes(self) -> Option<u32> {
         matches!(self, Self::Fusion(_)).then_some(Teams::most_shared_bytes())
@@ -236,15 +244,23 @@ fn element(dtype: DType) -> Result<(&'static str, &'static str)> {
     }
 }
 
+/// A kernel that is loaded on a device.
+pub(crate) struct Resident {
+    kernel: Kernel,
+    pub(crate) function: Function,
+    /// Blocks of a grid for each multiprocessor: they run at once, beside as many of another communicator's where there is room.
+    pub(crate) blocks: u32,
+}
+
 /// A family's kernels, loaded on a device.
 #[derive(Clone)]
-pub(crate) struct Loaded(Arc<[(Kernel, Function)]>);
+pub(crate) struct Loaded(Arc<[Resident]>);
 
 impl Loaded {
     #[inline]
-    pub(crate) fn get(&self, kernel: Kernel) -> &Function {
-        let found = self.0.iter().find(|(known, _)| *known == kernel);
-        &found.expect("asked of the family that has the kernel").1
+    pub(crate) fn get(&self, kernel: Kernel) -> &Resident {
+        let found = self.0.iter().find(|known| known.kernel == kernel);
+        found.expect("asked of the family that has the kernel")
     }
 }
 
@@ -273,7 +289,7 @@ impl Kernels {
     fn load_now(&mut self, family: Family) -> Result<Loaded> {
         let architecture = self.context.device().architecture().map_err(device)?;
         let program = family.program(architecture, self.world_size)?;
-        let load = || {
+        let load = || -> std::result::Result<_, CudaError> {
             let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;
             // So that a graph may have the first call of its kind.
             let module = relaxed(|| Module::load(&self.context, &cubin.bytes))??;
@@ -282,11 +298,26 @@ impl Kernels {
                 if let Some(bytes) = family.shared_bytes() {
                     function.allow_dynamic_shared(bytes)?;
                 }
-                Ok((kernel, function))
+                let most = function.blocks_per_multiprocessor(family.threads(), 0)?;
+                Ok((
+                    Resident { kernel, function, blocks: family.most_blocks(self.world_size).min(most / 2) },
+                    most,
+                ))
             };
-            family.kernels().iter().map(function).collect::<std::result::Result<_, CudaError>>()
+            family.kernels().iter().map(function).collect::<std::result::Result<Vec<_>, CudaError>>()
         };
-        let loaded = Loaded(load().map_err(device)?);
+        let loaded = load().map_err(device)?;
+        let needed = family.least_blocks(self.world_size);
+        if let Some((kernel, most)) = loaded.iter().find(|(kernel, _)| kernel.blocks < needed) {
+            let (kernel, threads) = (kernel.kernel.name(), family.threads());
+            let text = format!(
+                "a multiprocessor of the GPU runs {most} blocks of {threads} threads of the kernel {kernel} at once, and \
+                 {} are needed: {needed} for each of two communicators",
+                2 * needed
+            );
+            return Err(FabricError::invalid(text).into());
+        }
+        let loaded = Loaded(loaded.into_iter().map(|(kernel, _)| kernel).collect());
         self.loaded.push((family, loaded.clone()));
         Ok(loaded)
     }

@@ -1,15 +1,15 @@
 //! Putting kernels into a stream.
 
 use antiphon_device::cuda::{
-    Context, CudaError, DevicePointer, Event, KernelArgument, LaunchConfig, Stream, StreamRef,
+    Context, CudaError, CudaVersion, DevicePointer, Event, KernelArgument, LaunchConfig, Stream, StreamRef,
 };
 use antiphon_fabric::Signature;
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use super::{
-    CHANNELS, CudaCollectives, THREADS, channel_bytes, device,
-    kernels::{Family, Kernel, Loaded},
-    most_blocks, slot_stride,
+    CHANNELS, CudaCollectives, MAX_BLOCKS, THREADS, channel_bytes, device,
+    kernels::{Family, Kernel, Loaded, Resident},
+    slot_stride,
 };
 use crate::{
     all_reduce::Places,
@@ -99,8 +99,7 @@ struct Arguments<const PEERS: usize> {
     peer: [DevicePointer; PEERS],
     other: DevicePointer,
     limit_ns: u64,
-    abort: DevicePointer,
-    report: DevicePointer,
+    board: DevicePointer,
     input: u64,
     output: u64,
     stride: u64,
@@ -109,7 +108,36 @@ struct Arguments<const PEERS: usize> {
     root: u32,
     lane_stride: u32,
     slot_stride: u32,
-    is_small: u32,
+    dependents: u32,
+}
+
+/// When the kernel behind a call may start, if it is launched programmatically; as in slots.cuh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+enum Dependents {
+    AtEnd,
+    WhenCertain,
+    AtStart,
+}
+
+/// Whether kernels are launched so that they may start while the one ahead ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Programmatic {
+    Never,
+    /// Not where they are captured.
+    Eager,
+    Always,
+}
+
+impl Programmatic {
+    /// What there is: with Hopper and newer; in graphs since CUDA 12.3.
+    pub(super) fn of(capability: (u32, u32), driver: CudaVersion) -> Self {
+        match capability {
+            (..9, _) => Self::Never,
+            _ if driver < CudaVersion::new(12, 3) => Self::Eager,
+            _ => Self::Always,
+        }
+    }
 }
 
 // SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, all aligned to 16.
@@ -128,11 +156,33 @@ impl CudaCollectives {
         Device::Cuda(self.context().device().ordinal())
     }
 
-    /// The kernels of a family, and that nothing has failed before.
+    /// The kernels of a family, for a call that comes after the one before it; and that nothing has failed before.
     #[inline]
-    pub(crate) fn ready(&self, family: Family) -> Result<Loaded> {
+    pub(crate) fn ready(&self, family: Family, stream: StreamRef<'_>) -> Result<Loaded> {
+        self.enter(stream)?;
+        self.load(family)
+    }
+
+    /// Begins a call, which comes after the one before it, if nothing has failed.
+    #[inline]
+    pub(crate) fn enter(&self, stream: StreamRef<'_>) -> Result<()> {
         self.check_ready()?;
-        self.kernels.borrow_mut().load(family)
+        self.told(self.order.enter(stream).map_err(device))
+    }
+
+    /// The kernels of a family.
+    #[inline]
+    pub(crate) fn load(&self, family: Family) -> Result<Loaded> {
+        self.told(self.kernels.borrow_mut().load(family))
+    }
+
+    /// A failure of this rank's alone, which it tells to the peers: they count on the call.
+    #[inline]
+    fn told<T>(&self, outcome: Result<T>) -> Result<T> {
+        outcome.or_else(|error| match error {
+            CollectiveError::Fabric(error) => self.fail(error),
+            refused => Err(refused),
+        })
     }
 
     /// The most bytes of one rank that a lane takes.
@@ -141,28 +191,58 @@ impl CudaCollectives {
         self.lane_stride
     }
 
-    /// What a call with an epilogue may use, in one channel.
+    /// What a call with an epilogue may use of every rank's GPU, in one channel.
     #[inline]
     pub(crate) fn room_for_teams(&self, channels: usize) -> Room {
-        let (world_size, multiprocessors) =
-            (self.world_size(), self.max_blocks / most_blocks(self.world_size()));
+        let (world_size, multiprocessors) = (self.world_size(), self.multiprocessors);
         Room { world_size, multiprocessors, has_clusters: self.has_clusters, channels }
     }
 
-    /// How many blocks a launch gets of those that one channel may have, and whether they are few; see `KERNEL` in slots.cuh.
+    /// What it may use in the stream that the call comes on. Where that has a part of the GPU's multiprocessors, they may not be
+    /// such as run clusters.
     #[inline]
-    fn blocks(&self, launch: &Launch, channels: u32) -> (u32, bool) {
+    pub(crate) fn room_here(&self, channels: usize) -> Room {
+        let (all, here) = (self.room_for_teams(channels), self.multiprocessors_here());
+        Room { multiprocessors: here, has_clusters: all.has_clusters && here == all.multiprocessors, ..all }
+    }
+
+    /// The multiprocessors that the kernels of every rank may use.
+    pub(crate) fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// The multiprocessors of the stream that the call comes on, of those that every rank's GPU has.
+    #[inline]
+    pub(crate) fn multiprocessors_here(&self) -> u32 {
+        self.order.multiprocessors().min(self.multiprocessors)
+    }
+
+    /// How many blocks a launch gets of those that one channel may have, and when the kernel behind may start.
+    #[inline]
+    fn blocks(&self, launch: &Launch, resident: u32, channels: u32) -> (u32, Dependents) {
+        let (blocks, is_small) = self.blocks_of_grid(launch, resident, channels);
+        let dependents = match is_small {
+            true if self.starts_dependents.get() => Dependents::AtStart,
+            true => Dependents::WhenCertain,
+            false => Dependents::AtEnd,
+        };
+        (blocks, dependents)
+    }
+
+    #[inline]
+    fn blocks_of_grid(&self, launch: &Launch, resident: u32, channels: u32) -> (u32, bool) {
         let (items, unit) = match launch.grid {
             Grid::Items(items) => (items, 1),
             Grid::ItemsByPeer(items) => (items, self.world_size() as u32 - 1),
             Grid::Teams(teams) => return (teams.blocks(), teams.is_small),
         };
         let wanted = (items as u64).div_ceil(u64::from(THREADS)) * u64::from(unit);
-        let few = self.max_blocks / 2;
+        let all = (resident * self.multiprocessors_here()).min(MAX_BLOCKS);
+        let few = all / 2;
         // Up to two rounds of a small grid take less time than the start of the kernel behind.
         let (most, is_small) = match wanted <= 2 * u64::from(few) && channels == 1 {
             true => (few, true),
-            false => (self.max_blocks / channels, false),
+            false => (all / channels, false),
         };
         let blocks = wanted.clamp(1, u64::from(most)) as u32;
         ((blocks / unit).max(1) * unit, is_small)
@@ -173,20 +253,32 @@ impl CudaCollectives {
     ///
     /// # Safety
     /// As the operation that this is of: the addresses are of this rank's device, and good until the stream has passed.
+    #[inline]
     pub(crate) unsafe fn run(
+        &self,
+        loaded: &Loaded,
+        cut: Cut,
+        stream: StreamRef<'_>,
+        of: impl Fn(usize, usize, usize) -> Launch,
+    ) -> Result<()> {
+        self.told(match cut.total {
+            0 => Ok(()),
+            // SAFETY: passed on.
+            total if total <= cut.most => unsafe { self.launch(loaded, 0, 1, &of(0, total, 1), stream) },
+            // SAFETY: passed on.
+            _ => unsafe { self.run_in_pieces(loaded, cut, stream, of) },
+        })
+    }
+
+    /// # Safety
+    /// As [`run`](Self::run).
+    unsafe fn run_in_pieces(
         &self,
         loaded: &Loaded,
         Cut { total, most, unit }: Cut,
         stream: StreamRef<'_>,
         of: impl Fn(usize, usize, usize) -> Launch,
     ) -> Result<()> {
-        if total <= most {
-            return match total {
-                0 => Ok(()),
-                // SAFETY: passed on.
-                _ => unsafe { self.launch(loaded, 0, 1, &of(0, total, 1), stream) },
-            };
-        }
         // Pieces of one size, so that none is too small to be worth a channel; but for the first of the second channel,
         // which is half of that, so that the channels take turns on the links.
         let pieces = total.div_ceil(most / unit * unit).next_multiple_of(CHANNELS);
@@ -209,11 +301,7 @@ impl CudaCollectives {
         let launched = launches();
         // Whatever happened: a capture may not end with a stream that was forked and not joined.
         let joined = joined.record(second).and_then(|()| stream.wait(joined)).map_err(device);
-        // The peers count on all pieces, so there is no going on without some.
-        launched.and(joined).or_else(|error| match error {
-            CollectiveError::Fabric(error) => self.fail(error),
-            other => Err(other),
-        })
+        launched.and(joined)
     }
 
     /// # Safety
@@ -227,12 +315,18 @@ impl CudaCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let Launch { kernel, work, .. } = launch;
-        let (blocks, is_small) = self.blocks(launch, channels as u32);
+        let Resident { function, blocks: resident, .. } = loaded.get(*kernel);
+        let (blocks, dependents) = self.blocks(launch, *resident, channels as u32);
         let config = match launch.grid {
             Grid::Teams(teams) => teams.config(),
             _ => LaunchConfig::new(blocks, THREADS),
         };
-        let config = config.programmatic();
+        let is_programmatic = match self.programmatic {
+            Programmatic::Always => true,
+            Programmatic::Never => false,
+            Programmatic::Eager => !stream.is_capturing().map_err(device)?,
+        };
+        let config = if is_programmatic { config.programmatic() } else { config };
         let at = |channel: usize| (channel * channel_bytes(self.world_size(), self.lane_stride)) as u64;
         let (channel, other) = (at(channel), at(CHANNELS - 1 - channel));
         macro_rules! launch {
@@ -247,8 +341,7 @@ impl CudaCollectives {
                             }),
                             other: self.arena.pointer(self.rank()).offset(other),
                             limit_ns: self.limit_ns,
-                            abort: self.board.abort_pointer(),
-                            report: self.board.report_pointer(),
+                            board: self.board.pointer(),
                             input: work.input as u64,
                             output: work.output as u64,
                             stride: work.stride as u64,
@@ -257,16 +350,15 @@ impl CudaCollectives {
                             root: work.root as u32,
                             lane_stride: self.lane_stride as u32,
                             slot_stride: slot_stride(self.world_size(), self.lane_stride) as u32,
-                            is_small: u32::from(is_small),
+                            dependents: dependents as u32,
                         };
-                        let kernel = loaded.get(*kernel);
                         // SAFETY: the kernel's own arguments; the arenas live as long as `self`, whose drop waits.
                         unsafe {
                             let first = (&arguments).into();
                             match &launch.more {
-                                More::Nothing => kernel.launch(stream, &config, &[first]),
-                                More::Epilogue(fused) => kernel.launch(stream, &config, &[first, fused.into()]),
-                                More::Places(places) => kernel.launch(stream, &config, &[first, places.into()]),
+                                More::Nothing => function.launch(stream, &config, &[first]),
+                                More::Epilogue(fused) => function.launch(stream, &config, &[first, fused.into()]),
+                                More::Places(places) => function.launch(stream, &config, &[first, places.into()]),
                             }
                         }
                     })*
@@ -275,5 +367,21 @@ impl CudaCollectives {
             };
         }
         launch!(1 2 3 4 5 6 7).map_err(device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programmatic_launch_is_asked_for_where_it_exists() {
+        let of = |capability, major, minor| Programmatic::of(capability, CudaVersion::new(major, minor));
+        assert_eq!(of((8, 0), 13, 0), Programmatic::Never);
+        assert_eq!(of((8, 9), 12, 8), Programmatic::Never);
+        assert_eq!(of((9, 0), 12, 0), Programmatic::Eager);
+        assert_eq!(of((9, 0), 12, 2), Programmatic::Eager);
+        assert_eq!(of((9, 0), 12, 3), Programmatic::Always);
+        assert_eq!(of((10, 0), 13, 0), Programmatic::Always);
     }
 }

@@ -50,6 +50,18 @@ template <bool PLAIN> struct elements {
     }
 };
 
+// What a reduction that waited in vain leaves in its output, so that whoever uses that notices: NaN in every `step`-th vector from
+// `first` on. Not inlined, so that it costs no registers.
+static __device__ __noinline__ void write_nan(u64 data, u32 bytes, u32 first, u32 step, u32 end) {
+    for (u32 i = first; i < end; i += step)
+#pragma unroll 1
+        for (u32 at = i * 16; at < i * 16 + 16 && at < bytes; ++at)
+            asm volatile("st.global.u8 [%0], %1;" :: "l"(data + at), "r"((NAN_PAIR >> at % 4 * 8) & 0xFF) : "memory");
+}
+template <bool PLAIN> DEVICE void fill_nan(const elements<PLAIN>& out, u32 first, u32 step, u32 end) {
+    write_nan((u64)out.data, out.count * sizeof(T), first, step, end);
+}
+
 // In ascending rank order, rounded once (ROUND_EACH: after each). The result has no EMPTY: a NaN is the canonical one.
 DEVICE uint4 reduce(const uint4 (&values)[WORLD]) {
     vec16<T> v;

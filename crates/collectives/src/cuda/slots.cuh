@@ -38,8 +38,7 @@ struct arguments {
     u8* peer[PEERS];  // the others', beginning with the next rank's
     u8* other;        // this rank's other channel
     u64 limit_ns;
-    const u32* abort;
-    wait_report* report;
+    wait_board* board;
     const u8* input;
     u8* output;
     u64 stride;       // bytes from block to block, where a tensor has one for each rank
@@ -47,8 +46,19 @@ struct arguments {
     u32 rank, root;
     u32 lane_stride;  // bytes from lane to lane
     u32 slot_stride;  // bytes from slot to slot
-    u32 is_small;     // whether the grid is
+    u32 dependents;   // when the kernel behind may start
 };
+
+// When the kernel behind may start, if it is launched so that it can: when this one ends, when it is certain that this one will
+// end, or at once. A kernel that starts early may take all the room that is left on this GPU. So it comes at once only where the
+// caller says that no kernel which a peer waits for, of another communicator say, will want that room.
+constexpr u32 AT_END = 0, WHEN_CERTAIN = 1, AT_START = 2;
+
+// For a thread of a block that has begun to receive: the blocks of all GPUs that send to this block run, so they need no room, and
+// wait for nothing that does. Once all blocks have come here this kernel is certain to end.
+DEVICE void release_dependents(const arguments& a) {
+    if (a.dependents == WHEN_CERTAIN) pdl_launch_dependents();
+}
 
 // A call's view of the slots.
 struct turn {
@@ -139,6 +149,10 @@ DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32
 // The threads that have a peer's tag to send and to read.
 DEVICE bool has_tag() { return blockIdx.x == 0 && threadIdx.x < PEERS; }
 
+// Where each block serves one peer: whether what this block receives comes, the tags included, from blocks that are known to run
+// once it has begun to. Block 0 also waits for the tags of the peers' blocks 0, which with more peers than one may be others.
+DEVICE bool serves_its_senders() { return PEERS == 1 || blockIdx.x != 0; }
+
 // While data travels: sends the tags, empties the slot of the call before, and hands over to the call behind, which reads
 // this after this one has ended: the next slot, with `lower` and `upper` vectors of its lanes to be emptied. The first `busy`
 // blocks leave it to the others to empty anything.
@@ -156,13 +170,13 @@ DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32
 }
 
 // Whether all tags that are in a slot are ours; reports the first that is not.
-static __device__ __noinline__ void compare_tags(const u8* tags, wait_report* report, u32 rank, tag doing) {
+static __device__ __noinline__ void compare_tags(const u8* tags, wait_board* board, u32 rank, tag doing) {
     for (u32 peer = 0; peer < WORLD; ++peer) {
         tag theirs;
         load_tag(tags + peer * 16, theirs.low, theirs.high);
         const bool there = peer != rank && theirs.low != ~0ull;
         if (there && (theirs.low != doing.low || theirs.high != doing.high))
-            return record_wait(report, DISAGREED, rank, peer, doing, 0, theirs, 0);
+            return record_wait(board, DISAGREED, rank, peer, doing, 0, theirs, 0);
     }
 }
 
@@ -184,7 +198,7 @@ struct reader {
     bool has_asked;
 
     DEVICE reader(const arguments& a, const turn& t)
-        : a(a), slot(t.slot), patience(start_waiting(a.limit_ns, a.abort, a.report, a.rank, a.doing)), has_asked(false) {}
+        : a(a), slot(t.slot), patience(start_waiting(a.limit_ns, a.board, a.rank, a.doing)), has_asked(false) {}
 
     // Asks for the tag that `finish` waits for, so that it may be there by then. It needs no register meanwhile; what comes is
     // no more than a hint, as such a copy is not indivisible.
@@ -205,21 +219,21 @@ struct reader {
             missing = a.rank; // who has everything while others of the warp wait blames nobody, whoever was late before
             return ready(missing);
         };
-        const auto look = [&] { compare_tags(a.own + slot, a.report, a.rank, a.doing); };
+        const auto look = [&] { compare_tags(a.own + slot, a.board, a.rank, a.doing); };
         const bool came = wait_until<TOGETHER>(patience, missing, 0, is_ready, look);
         if (!came) stop_calls((control*)a.own, (control*)a.other);
         return came;
     }
 
-    // At the end: every peer has come, and does the same.
-    DEVICE void finish() {
-        if (!has_tag()) return;
+    // At the end: waits until every peer has come, and compares what it does. False for a thread that finds something wrong.
+    DEVICE bool finish() {
+        if (!has_tag()) return true;
         const u32 peer = rank_of(a, threadIdx.x);
         if (has_asked) {
             copies_wait_all();
             const uint4 hinted = *hint();
             const bool is_low = (hinted.x | (u64)hinted.y << 32) == a.doing.low;
-            if (is_low && (hinted.z | (u64)hinted.w << 32) == a.doing.high) return;
+            if (is_low && (hinted.z | (u64)hinted.w << 32) == a.doing.high) return true;
         }
         tag theirs;
         const bool came = wait<false>([&](u32& missing) {
@@ -227,10 +241,11 @@ struct reader {
             load_tag(a.own + slot + peer * 16, theirs.low, theirs.high);
             return theirs.low != ~0ull;
         });
-        if (came && (theirs.low != a.doing.low || theirs.high != a.doing.high)) {
-            stop_calls((control*)a.own, (control*)a.other);
-            record_wait(a.report, DISAGREED, a.rank, peer, a.doing, 0, theirs, 0);
-        }
+        if (!came) return false;
+        if (theirs.low == a.doing.low && theirs.high == a.doing.high) return true;
+        stop_calls((control*)a.own, (control*)a.other);
+        record_wait(a.board, DISAGREED, a.rank, peer, a.doing, 0, theirs, 0);
+        return false;
     }
 };
 
@@ -290,14 +305,13 @@ DEVICE void push(const arguments& a, const turn& t, u32 lane, u32 index, uint4 v
 }
 
 // A kernel of these arguments, which the kernel ahead in the stream does not hold up while it ends. RESIDENT blocks fit a
-// multiprocessor; see `most_blocks` in mod.rs. So that there is room for other communicators, only small grids let the
-// kernel behind come early.
+// multiprocessor; see `most_blocks` in mod.rs.
 #define KERNEL(name)                                                                                        \
     DEVICE void name##_body(const arguments& a);                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a) {                                                             \
         pdl_wait();                                                                                         \
-        if (a.is_small) pdl_launch_dependents();                                                            \
+        if (a.dependents == AT_START) pdl_launch_dependents();                                              \
         name##_body(a);                                                                                     \
     }                                                                                                       \
     DEVICE void name##_body(const arguments& a)

@@ -1,7 +1,9 @@
 //! Looking after kernels that wait.
 
 use std::{
-    sync::{Arc, OnceLock, mpsc},
+    mem::ManuallyDrop,
+    process,
+    sync::{Arc, Mutex, OnceLock, PoisonError, mpsc},
     thread::JoinHandle,
     time::Duration,
 };
@@ -9,32 +11,93 @@ use std::{
 use antiphon_device::cuda::{GaveUp, WaitBoard, WaitReport};
 use antiphon_fabric::{FabricError, Monitor, Operation, Signature};
 
-/// How often the watch looks for peers that are gone. A look is a system call for each.
+/// How often the watch looks for reports and for peers that are gone. A look is a system call for each peer.
 const LOOK: Duration = Duration::from_millis(10);
 
+/// What happens at once when a kernel has given up, while this rank's program may be making no call at all: replaying a graph,
+/// say, whose launches tell it nothing. In any case one line on standard error names the rank, the operation and the cause, and
+/// this communicator's next call returns the error.
+#[derive(Default)]
+pub enum OnFailure {
+    /// Nothing else.
+    #[default]
+    Error,
+    /// A thread of this crate calls a function with the error, once.
+    Callback(Box<dyn FnOnce(&FabricError) + Send>),
+    /// The process is aborted, so that whatever started the ranks ends the job.
+    Abort,
+}
+
+impl OnFailure {
+    /// The environment variable that says what a communicator begins with: `error`, which is the default, or `abort`.
+    pub const VARIABLE: &str = "ANTIPHON_ON_FAILURE";
+
+    /// What the environment says.
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] for other words.
+    pub fn from_env() -> Result<Self, FabricError> {
+        match std::env::var_os(Self::VARIABLE) {
+            Some(word) => word.to_string_lossy().parse(),
+            None => Ok(Self::Error),
+        }
+    }
+}
+
+impl std::str::FromStr for OnFailure {
+    type Err = FabricError;
+
+    fn from_str(word: &str) -> Result<Self, FabricError> {
+        match word {
+            "" | "error" => Ok(Self::Error),
+            "abort" => Ok(Self::Abort),
+            _ => Err(FabricError::invalid(format!("{} is {word:?}, not error or abort", Self::VARIABLE))),
+        }
+    }
+}
+
+impl std::fmt::Debug for OnFailure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Error => "Error",
+            Self::Callback(_) => "Callback",
+            Self::Abort => "Abort",
+        })
+    }
+}
+
 /// A thread that makes waiting kernels give up as soon as a peer is lost, and not only at the deadline; and that tells the
-/// peers when one has given up.
+/// peers, and this rank's program, when one has given up.
 pub(super) struct Watch {
-    found: Arc<OnceLock<FabricError>>,
-    stop: Option<mpsc::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
+    lost: Arc<OnceLock<FabricError>>,
+    on_failure: Arc<Mutex<OnFailure>>,
+    /// None once the watch is to end.
+    stop: ManuallyDrop<Option<mpsc::Sender<()>>>,
+    thread: ManuallyDrop<Option<JoinHandle<()>>>,
+    /// The process that has the thread.
+    process: u32,
 }
 
 impl Watch {
     pub(super) fn start(monitor: Monitor, board: Arc<WaitBoard>) -> Result<Self, FabricError> {
-        let found = Arc::<OnceLock<_>>::default();
+        let (lost, on_failure) =
+            (Arc::<OnceLock<_>>::default(), Arc::new(Mutex::new(OnFailure::from_env()?)));
         let (stop, stopped) = mpsc::channel::<()>();
-        let leave = found.clone();
+        let (found, action) = (lost.clone(), on_failure.clone());
         let run = move || {
             while stopped.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout) {
-                // The peers hear of a kernel that gave up, and do not wait for this rank's next call.
                 if let Some(report) = board.report() {
-                    return monitor.report(&explain(&monitor, &report, None));
+                    let error = explain(&monitor, &report, found.get());
+                    // The peers hear of it, and do not wait for this rank's next call.
+                    monitor.report(&error);
+                    return act(monitor.rank(), &error, &action);
                 }
-                // What kernels were doing is in their report, if any was.
-                if let Err(error) = monitor.check(Signature::new(Operation::Barrier)) {
-                    leave.get_or_init(|| error);
-                    return board.abort();
+                // What kernels were doing is in their report, if any was. A peer that leaves when no kernel waits is no failure.
+                if found.get().is_none()
+                    && let Err(error) = monitor.check(Signature::new(Operation::Barrier))
+                {
+                    found.get_or_init(|| error);
+                    board.abort();
                 }
             }
         };
@@ -42,22 +105,47 @@ impl Watch {
             .name("antiphon-watch".into())
             .spawn(run)
             .map_err(|error| FabricError::invalid(format!("no thread to watch the peers: {error}")))?;
-        Ok(Self { found, stop: Some(stop), thread: Some(thread) })
+        let (stop, thread) = (ManuallyDrop::new(Some(stop)), ManuallyDrop::new(Some(thread)));
+        Ok(Self { lost, on_failure, stop, thread, process: process::id() })
     }
 
     /// Why no peer should be waited for any more, if so.
     #[inline]
-    pub(super) fn found(&self) -> Option<&FabricError> {
-        self.found.get()
+    pub(super) fn lost(&self) -> Option<&FabricError> {
+        self.lost.get()
+    }
+
+    /// From now on this happens when a kernel gives up.
+    pub(super) fn on_failure(&self, action: OnFailure) {
+        *self.on_failure.lock().unwrap_or_else(PoisonError::into_inner) = action;
+    }
+
+    /// Whether this process has the thread: a child that was forked has none.
+    pub(super) fn is_here(&self) -> bool {
+        self.process == process::id()
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
+        // In a forked child there is no thread to end, and the thread may have held the channel's locks at the fork.
+        if !self.is_here() {
+            return;
+        }
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+/// Tells this rank's program of a failure.
+fn act(rank: usize, error: &FabricError, action: &Mutex<OnFailure>) {
+    eprintln!("antiphon: rank {rank}: {error}");
+    match std::mem::take(&mut *action.lock().unwrap_or_else(PoisonError::into_inner)) {
+        OnFailure::Error => {}
+        OnFailure::Callback(call) => call(error),
+        OnFailure::Abort => process::abort(),
     }
 }
 
@@ -83,5 +171,30 @@ pub(super) fn explain(monitor: &Monitor, report: &WaitReport, lost: Option<&Fabr
             let (missing, world_size) = (vec![peer], monitor.world_size());
             FabricError::Timeout { operation: mine, waited, missing, world_size }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_happens_on_failure_is_said_by_one_word() {
+        assert!(matches!("error".parse(), Ok(OnFailure::Error)));
+        assert!(matches!("abort".parse(), Ok(OnFailure::Abort)));
+        let error = "callback".parse::<OnFailure>().unwrap_err().to_string();
+        assert!(error.contains("ANTIPHON_ON_FAILURE is \"callback\", not error or abort"), "{error}");
+    }
+
+    #[test]
+    fn a_failure_calls_back_once() {
+        let (sender, heard) = mpsc::channel();
+        let action = Mutex::new(OnFailure::Callback(Box::new(move |error: &FabricError| {
+            sender.send(error.to_string()).unwrap();
+        })));
+        let error = FabricError::invalid("a kernel gave up");
+        act(3, &error, &action);
+        act(3, &error, &action);
+        assert_eq!(heard.try_iter().collect::<Vec<_>>(), [error.to_string()]);
     }
 }

@@ -31,12 +31,13 @@ impl CudaCollectives {
     /// The tensors stay valid, and are not used in another way, until the stream has passed this call.
     pub unsafe fn all_reduce_fused(&self, call: FusedAllReduce<'_>, stream: StreamRef<'_>) -> Result<()> {
         let call = Checked::new(Device::Cuda(self.context().device().ordinal()), &call)?;
+        self.enter(stream)?;
         let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
-        let loaded = self.ready(Family::Fusion(call.program(algorithm, teams.shape)))?;
+        let loaded = self.load(Family::Fusion(call.program(algorithm, teams.shape)))?;
         let signature = call.signature(algorithm as u8);
         let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
         let of = |start: usize, rows: usize, channels: usize| {
-            let room = self.room_for_teams(channels);
+            let room = self.room_here(channels);
             let of_piece = || Teams::of(teams.shape, &call, rows, algorithm, room).expect("a row fits");
             let teams = if rows == call.tokens { teams } else { of_piece() };
             let more = More::Epilogue(Fused::new(&call, start, rows, &teams));
@@ -48,19 +49,33 @@ impl CudaCollectives {
         unsafe { self.run(&loaded, cut, stream, of) }
     }
 
-    /// By which algorithm and in which teams, if a row fits any.
+    /// Compiles and loads the program of calls like this one, of as many tokens, so that no call has to. From the cache on disk
+    /// it takes some milliseconds, else about a third of a second. Not while a stream is being captured. Nothing is computed.
+    ///
+    /// # Errors
+    /// As [`all_reduce_fused`](Self::all_reduce_fused).
+    pub fn prepare_fused(&self, call: &FusedAllReduce<'_>) -> Result<()> {
+        let call = Checked::new(Device::Cuda(self.context().device().ordinal()), call)?;
+        let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
+        self.load(Family::Fusion(call.program(algorithm, teams.shape))).map(drop)
+    }
+
+    /// By which algorithm, the same on all ranks, and in which teams, if a row fits any.
     fn plan(&self, call: &Checked) -> Option<(Algorithm, Teams)> {
-        let room = self.room_for_teams(1);
-        let of = |algorithm| Some((algorithm, Teams::new(call, algorithm, room)?));
-        if let Some(algorithm) = call.algorithm {
-            return of(algorithm);
-        }
-        let best = of(self.algorithm_for(call.num_bytes()))?;
-        match best {
+        let (everywhere, here) = (self.room_for_teams(1), self.room_here(1));
+        let of = |algorithm| Some((algorithm, Teams::new(call, algorithm, everywhere)?));
+        let best = of(call.algorithm.unwrap_or_else(|| self.algorithm_for(call.num_bytes())))?;
+        let (algorithm, teams) = match best {
             // A plain sum of this size would be faster so, but here whole rows wait for each other.
-            (Algorithm::OneShot, teams) if !teams.have_a_row_each(call.tokens) => of(Algorithm::TwoShot),
-            _ => Some(best),
-        }
+            (Algorithm::OneShot, teams)
+                if call.algorithm.is_none() && !teams.have_a_row_each(call.tokens) =>
+            {
+                of(Algorithm::TwoShot)?
+            }
+            _ => best,
+        };
+        let teams = if here == everywhere { teams } else { Teams::new(call, algorithm, here)? };
+        Some((algorithm, teams))
     }
 }
 

@@ -224,14 +224,13 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     if (alive) r.finish();
 }
 
-// As KERNEL in slots.cuh; ALGORITHM is one of the two. A large SHORT grid lets the kernel behind come when it needs no block of
-// another GPU to find room any more: in one-shot when a warp has its sums, as the blocks of this index, which all of them run
-// then, have sent the rest of this block's; in two-shot when the team has. (Other grids would be slower by that: there are
-// teams in the middle of their rows.)
+// As KERNEL in slots.cuh; ALGORITHM is one of the two. A SHORT grid lets the kernel behind come when it is certain to end: in
+// one-shot when a warp has its sums, as the blocks of this index, which all of them run then, have sent the rest of this block's;
+// in two-shot when the team has. (Other grids would be slower by that: there are teams in the middle of their rows.)
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 fused_all_reduce(const __grid_constant__ arguments a, const __grid_constant__ fused f) {
     row_team team(f);
     pdl_wait();
-    if (a.is_small) pdl_launch_dependents();
+    if (a.dependents == AT_START) pdl_launch_dependents();
     ALGORITHM(a, f, team);
 }

@@ -92,7 +92,7 @@ impl Shape {
 }
 
 /// What a call may use of a GPU.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Room {
     pub(crate) world_size: usize,
     pub(crate) multiprocessors: u32,

@@ -141,7 +141,7 @@ impl CudaCollectives {
         same_dtype(signature.operation, &input, &output)?;
         let count = divided(signature.operation, "input", input.count, self.world_size())?;
         has_count(signature.operation, "output", output.count, count, || "a block of the input".into())?;
-        let loaded = self.ready(Family::Reduction(input.dtype, op))?;
+        let loaded = self.ready(Family::Reduction(input.dtype, op), stream)?;
         let size = input.dtype.size();
         let bytes = count * size;
         let (from, to) = (input.data.addr(), output.data.addr());
@@ -167,7 +167,7 @@ impl CudaCollectives {
     /// # Errors
     /// As [`check`](Self::check).
     pub fn barrier(&self, stream: StreamRef<'_>) -> Result<()> {
-        let loaded = self.ready(Family::Movement)?;
+        let loaded = self.ready(Family::Movement, stream)?;
         let signature = Signature::new(Operation::Barrier);
         let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
         let barrier =
@@ -181,7 +181,7 @@ impl CudaCollectives {
     /// # Safety
     /// As [`run`](Self::run).
     unsafe fn move_rows(&self, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
-        let loaded = self.ready(Family::Movement)?;
+        let loaded = self.ready(Family::Movement, stream)?;
         // Of a part, a peer gets one and passes it on.
         let parts = if kernel == Kernel::BroadcastParts { self.world_size() - 1 } else { 1 };
         let of = |start: usize, len: usize, _| {

@@ -129,12 +129,14 @@ DEVICE bool receive_rows(reader& r, u32 peer, const rows& mine, u32 count, const
 #pragma unroll
         for (u32 k = 0; k < DEPTH; ++k) at[k] = lane + (row + k * mine.step) * 512, peers[k] = peer;
         if (!collect_rows(r, at, peers, got)) return false;
+        if (serves_its_senders()) release_dependents(r.a);
 #pragma unroll
         for (u32 k = 0; k < DEPTH; ++k) store_row(to, row + k * mine.step, unmasked(got[k]));
     }
     for (; row < count; row += mine.step) {
         uint4 got[1];
         if (!collect_rows(r, {lane + row * 512}, {peer}, got)) return false;
+        if (serves_its_senders()) release_dependents(r.a);
         store_row(to, row, unmasked(got[0]));
     }
     return true;
@@ -170,6 +172,7 @@ KERNEL(all_gather) {
 #pragma unroll
         for (u32 k = 0; k < PEERS; ++k) at[k] = peers[k] * a.lane_stride + row * 512;
         if (!collect_rows(r, at, peers, got)) return;
+        release_dependents(a);
 #pragma unroll
         for (u32 k = 0; k < PEERS; ++k)
             store_row(bytes(a.output + peers[k] * a.stride, a.count), row, unmasked(got[k]));

@@ -19,7 +19,7 @@ use crate::{
 const SUM: What = What::AllReduce(ReduceOp::Sum, None);
 
 /// Runs `body` on two GPUs with a deadline, and then a sound call on new communicators.
-fn with_deadline<T: Send>(timeout: Duration, body: impl Fn(Rank) -> Outcome<T> + Sync) -> Vec<T> {
+pub fn with_deadline<T: Send>(timeout: Duration, body: impl Fn(Rank) -> Outcome<T> + Sync) -> Vec<T> {
     let Some(driver) = gpus(2) else { return Vec::new() };
     let outcomes = LocalWorld::run_with(2, timeout, |comm| -> Outcome<T> {
         let context = Context::primary(driver.device(comm.rank() as u32)?)?;

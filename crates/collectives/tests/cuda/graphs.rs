@@ -142,6 +142,59 @@ fn many_mixed_calls_with_delays() {
     });
 }
 
+/// Calls of two communicators on two streams, eager ones and graphs, in an order that looks random, with delays of hosts and of GPUs;
+/// every result is compared. ANTIPHON_SOAK_CALLS says how many calls there are.
+#[test]
+fn a_soak_of_two_communicators() {
+    let calls = std::env::var("ANTIPHON_SOAK_CALLS").map_or(5000, |calls| calls.parse().expect("a number"));
+    on_gpus(2, |rank| {
+        let other = rank.comm.split(Some(0), 0)?.ok_or("everybody is in the group")?;
+        let context = rank.collectives.context();
+        let collectives = CudaCollectives::new(&other, context)?;
+        let second = Rank { comm: other, stream: context.stream()?, collectives };
+        let ranks = [rank, &second];
+        let [delay, _] = crate::streams::kernels(context)?;
+        let mixes = [Mix::new(rank, 0)?, Mix::new(&second, 1)?];
+        let mut random = Random(7);
+        let mut graphs = Vec::new();
+        for (rank, mix) in ranks.iter().zip(&mixes) {
+            rank.collectives.prepare(DType::BF16, SUM)?;
+            let order: Vec<usize> = (0..MIX.len()).map(|_| random.below(MIX.len())).collect();
+            let graph = Graph::capture(&rank.stream, |_| -> Result<(), GraphError> {
+                order.iter().try_for_each(|&which| mix.queue(which).map_err(GraphError::from))
+            })?;
+            graphs.push(graph.instantiate()?);
+        }
+        let mut call = 0;
+        while call < calls {
+            let which = random.below(2);
+            random.delay(&rank.comm);
+            let (late, is_late, ns) = (random.below(2), random.below(20) == 0, random.below(500_000) as u64);
+            if is_late && late == rank.comm.rank() {
+                let config = antiphon_device::cuda::LaunchConfig::new(1, 1);
+                // SAFETY: the kernel takes one number and touches no memory.
+                unsafe { delay.launch(&ranks[which].stream, &config, &[(&ns).into()]) }?;
+            }
+            if random.below(8) == 0 {
+                // SAFETY: all memory of the graph lives until the end of the test, which synchronises.
+                unsafe { graphs[which].launch(&ranks[which].stream) }?;
+                call += MIX.len();
+            } else {
+                mixes[which].queue(random.below(MIX.len()))?;
+                call += 1;
+            }
+            if random.below(500) == 0 || call >= calls {
+                mixes.iter().try_for_each(Mix::spoil)?;
+                for which in 0..MIX.len() {
+                    mixes.iter().try_for_each(|mix| mix.queue(which))?;
+                }
+                mixes.iter().try_for_each(Mix::check)?;
+            }
+        }
+        Ok(())
+    });
+}
+
 #[test]
 fn two_communicators_at_once() {
     on_gpus(2, |rank| {

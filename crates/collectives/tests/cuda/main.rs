@@ -8,7 +8,9 @@ mod fusion_mixed;
 mod graphs;
 mod harness;
 mod image;
+mod loud;
 mod registered;
+mod streams;
 
 use antiphon_collectives::{CollectiveError, ReduceOp, cuda::Algorithm};
 use antiphon_tensor::{DType, Element, TensorView, TensorViewMut, bf16, f16};

@@ -69,6 +69,25 @@ impl Context {
         unsafe { call!(cuCtxSynchronize()) }
     }
 
+    /// How many multiprocessors the context's kernels may use: all that the device has, or fewer where its owner (an MPS server,
+    /// say) has limited them.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn multiprocessors(&self) -> Result<u32, CudaError> {
+        let all = self.device().properties()?.multiprocessors;
+        let _current = self.current()?;
+        let kind = sys::CUexecAffinityType::CU_EXEC_AFFINITY_TYPE_SM_COUNT;
+        // SAFETY: plain data, all of whose bits may be 0.
+        let mut affinity: sys::CUexecAffinityParam = unsafe { std::mem::zeroed() };
+        // SAFETY: writes one parameter. A device that knows no such limits refuses, and then there is none.
+        match unsafe { call!(cuCtxGetExecAffinity(&mut affinity, kind)) } {
+            // SAFETY: the driver was asked for this one.
+            Ok(()) => Ok(all.min(unsafe { affinity.param.smCount.val })),
+            Err(_) => Ok(all),
+        }
+    }
+
     /// Lets this context's kernels use memory that `peer` allocated with [`DeviceMemory`](super::DeviceMemory).
     /// Memory mapped by [`Allocation::map`](super::Allocation::map) does not need it. Enabling twice is harmless.
     ///

@@ -71,13 +71,30 @@ impl Graph {
 /// # Errors
 /// [`CudaError::Call`].
 pub fn relaxed<T>(work: impl FnOnce() -> T) -> Result<T, CudaError> {
-    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: exchanges this thread's mode with the one that is given.
-    unsafe { call!(cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
-    let done = work();
-    // SAFETY: as above, back again.
-    unsafe { call!(cuThreadExchangeStreamCaptureMode(&mut mode)) }?;
-    Ok(done)
+    with_mode(|mode| unsafe { call!(cuThreadExchangeStreamCaptureMode(mode)) }, work)
+}
+
+/// Runs `work` in the relaxed mode; `exchange` exchanges the thread's mode with the one that it is given. The mode comes back
+/// also when `work` panics.
+fn with_mode<T>(
+    exchange: impl Fn(&mut sys::CUstreamCaptureMode) -> Result<(), CudaError>,
+    work: impl FnOnce() -> T,
+) -> Result<T, CudaError> {
+    struct Back<E: Fn(&mut sys::CUstreamCaptureMode) -> Result<(), CudaError>> {
+        exchange: E,
+        mode: sys::CUstreamCaptureMode,
+    }
+    impl<E: Fn(&mut sys::CUstreamCaptureMode) -> Result<(), CudaError>> Drop for Back<E> {
+        fn drop(&mut self) {
+            // The thread had this mode before, so there is nothing in it to refuse.
+            let _ = (self.exchange)(&mut self.mode);
+        }
+    }
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    exchange(&mut mode)?;
+    let _back = Back { exchange, mode };
+    Ok(work())
 }
 
 impl Drop for Graph {
@@ -148,5 +165,32 @@ impl Drop for GraphExec {
         let _current = self.context.current();
         // SAFETY: instantiated once and destroyed once.
         let _ = unsafe { call!(cuGraphExecDestroy(self.raw)) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        cell::Cell,
+        panic::{AssertUnwindSafe, catch_unwind},
+    };
+
+    use sys::CUstreamCaptureMode as Mode;
+
+    use super::*;
+
+    #[test]
+    fn the_mode_of_captures_comes_back_also_after_a_panic() {
+        let current = Cell::new(Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+        let exchange = |mode: &mut Mode| {
+            *mode = current.replace(*mode);
+            Ok(())
+        };
+        let seen = with_mode(exchange, || current.get()).unwrap();
+        assert_eq!(seen, Mode::CU_STREAM_CAPTURE_MODE_RELAXED);
+        assert_eq!(current.get(), Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+        let panicked = catch_unwind(AssertUnwindSafe(|| with_mode(exchange, || panic!("work fails"))));
+        assert!(panicked.is_err());
+        assert_eq!(current.get(), Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use super::{CudaError, DevicePointer, PinnedMemory};
+use super::{Context, CudaError, DeviceMemory, DevicePointer, PinnedMemory};
 use crate::sync::{AtomicU32, Ordering};
 
 /// Who waited for whom, as the prelude's `wait_until` records it in a `wait_report` before it returns false. Of all
@@ -58,36 +58,43 @@ struct Raw {
 /// The state of a report that is complete; 0 is none, 1 is being written.
 const COMPLETE: u32 = 2;
 
-/// The word that makes waiting kernels give up, and the report of the first one that does: memory that the host reads
-/// while a kernel runs, and after it has left.
+/// Words of 64 bits of the prelude's `wait_board`: whether a wait has stopped, when the host's word was read, and where that word
+/// and the report are.
+const BOARD_WORDS: usize = 4;
+
+/// How waits on a device end that are in vain: the word by which the host ends them, the report of the first one that gives up,
+/// and the board in the device's memory on which the others see that it has.
+///
+/// The word and the report lie in host memory, which the host reads while a kernel runs and after it has left. Kernels read the
+/// word rarely, and one thread at a time, since host memory is far away; what all their threads read is the board.
 #[derive(Debug)]
 pub struct WaitBoard {
     memory: PinnedMemory,
+    board: DeviceMemory,
 }
 
 impl WaitBoard {
-    /// Bytes from the word to the report, so that polling the one does not disturb the other.
+    /// Bytes from the word to the report, so that reading the one does not disturb the other.
     const REPORT: usize = 128;
 
-    /// A board in pinned memory.
+    /// A board on which nothing stands.
     ///
     /// # Errors
     /// [`CudaError::Call`].
-    pub fn new(context: &super::Context) -> Result<Self, CudaError> {
-        PinnedMemory::allocate(context, Self::REPORT + size_of::<Raw>()).map(|memory| Self { memory })
+    pub fn new(context: &Context) -> Result<Self, CudaError> {
+        let memory = PinnedMemory::allocate(context, Self::REPORT + size_of::<Raw>())?;
+        let this = Self { memory, board: DeviceMemory::allocate(context, BOARD_WORDS * size_of::<u64>())? };
+        this.reset(context)?;
+        Ok(this)
     }
 
-    /// Where kernels find the word: the `abort` of the prelude's `waiter`.
-    pub fn abort_pointer(&self) -> DevicePointer {
-        self.memory.pointer()
+    /// Where kernels find the board: the `board` of the prelude's `waiter`.
+    #[inline]
+    pub fn pointer(&self) -> DevicePointer {
+        self.board.pointer()
     }
 
-    /// Where kernels write the report: the `report` of the prelude's `waiter`.
-    pub fn report_pointer(&self) -> DevicePointer {
-        self.memory.pointer().offset(Self::REPORT as u64)
-    }
-
-    /// Makes every kernel that waits, now or later, give up within microseconds.
+    /// Makes every kernel that waits, now or later, give up within some milliseconds.
     pub fn abort(&self) {
         self.word().store(1, Ordering::Release);
     }
@@ -124,10 +131,21 @@ impl WaitBoard {
     }
 
     /// Forgets the report and the abort, once no kernel that knows of them runs any more.
-    pub fn clear(&self) {
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn clear(&self, context: &Context) -> Result<(), CudaError> {
         self.word().store(0, Ordering::Release);
         // SAFETY: as in `report`.
         unsafe { &self.raw().as_ref().state }.store(0, Ordering::Release);
+        self.reset(context)
+    }
+
+    /// Writes the device's part.
+    fn reset(&self, context: &Context) -> Result<(), CudaError> {
+        let (abort, report) = (self.memory.pointer(), self.memory.pointer().offset(Self::REPORT as u64));
+        let board: [_; BOARD_WORDS] = [0, 0, abort.0, report.0].map(u64::to_ne_bytes);
+        self.board.write(&context.stream()?, 0, board.as_flattened())
     }
 
     fn word(&self) -> &AtomicU32 {

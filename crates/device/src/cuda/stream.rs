@@ -8,7 +8,7 @@ use std::{
 use cudarc::driver::sys;
 
 use super::{
-    Context, CudaError, Event,
+    Context, CudaError, CudaVersion, Event,
     driver::{call, check},
 };
 
@@ -91,6 +91,54 @@ impl<'a> StreamRef<'a> {
         // SAFETY: the stream lives; writes one status.
         unsafe { call!(cuStreamIsCapturing(self.raw, &mut status)) }?;
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Which capture the stream is in, by a number that no other capture of the process has; none where what is submitted
+    /// runs. Before CUDA 12.3 all captures have the number 0.
+    ///
+    /// # Errors
+    /// As [`is_capturing`](Self::is_capturing).
+    pub fn capture(&self) -> Result<Option<u64>, CudaError> {
+        if !self.is_capturing()? {
+            return Ok(None);
+        }
+        if !self.context.device().driver().supports(CudaVersion::new(12, 3)) {
+            return Ok(Some(0));
+        }
+        let _current = self.context.current()?;
+        let (mut status, mut number) = (sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
+        let (graph, nodes, edges, count) =
+            (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the stream lives; writes the status and the number, and nothing where it is given null.
+        unsafe {
+            call!(cuStreamGetCaptureInfo_v3(self.raw, &mut status, &mut number, graph, nodes, edges, count))
+        }?;
+        Ok(Some(number))
+    }
+
+    /// How many multiprocessors the stream's kernels may use: those of its green context, or all that the context has.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn multiprocessors(&self) -> Result<u32, CudaError> {
+        let of_context = self.context.multiprocessors()?;
+        if !self.context.device().driver().supports(CudaVersion::new(12, 5)) {
+            return Ok(of_context);
+        }
+        let _current = self.context.current()?;
+        let mut green = ptr::null_mut();
+        // SAFETY: the stream lives; writes one handle, or null.
+        unsafe { call!(cuStreamGetGreenCtx(self.raw, &mut green)) }?;
+        if green.is_null() {
+            return Ok(of_context);
+        }
+        let kind = sys::CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
+        // SAFETY: plain data, all of whose bits may be 0.
+        let mut resource: sys::CUdevResource = unsafe { std::mem::zeroed() };
+        // SAFETY: the green context lives as long as its stream; writes one resource.
+        unsafe { call!(cuGreenCtxGetDevResource(green, &mut resource, kind)) }?;
+        // SAFETY: the driver was asked for multiprocessors.
+        Ok(of_context.min(unsafe { resource.__bindgen_anon_1.sm.smCount }))
     }
 
     /// Whether all work submitted so far is done.

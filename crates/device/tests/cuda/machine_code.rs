@@ -35,7 +35,7 @@ fn the_prelude_is_compiled_to_what_was_meant() {
                 "STG.E.STRONG.SYS",     // ... and its store
                 "LDG.E.STRONG.SYS",     // ld_acquire_sys
                 "ATOMG.ADD.STRONG.GPU", // atom_add_acq_rel_gpu
-                "ATOMG.CAS.STRONG.SYS", // the first report wins
+                "ATOMG.CAS.STRONG.GPU", // the first report wins
             ],
             ..Rules::default()
         };

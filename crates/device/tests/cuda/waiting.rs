@@ -34,15 +34,9 @@ impl Waiting {
     fn launch(&self, expected: u32, limit: Duration) {
         let (outcome, signal) = (self.memory.pointer(), self.memory.pointer().offset(1024));
         let limit_ns = limit.as_nanos() as u64;
-        let (abort, report) = (self.board.abort_pointer(), self.board.report_pointer());
-        let given = [
-            (&outcome).into(),
-            (&signal).into(),
-            (&expected).into(),
-            (&limit_ns).into(),
-            (&abort).into(),
-            (&report).into(),
-        ];
+        let board = self.board.pointer();
+        let given =
+            [(&outcome).into(), (&signal).into(), (&expected).into(), (&limit_ns).into(), (&board).into()];
         // SAFETY: the arguments are the kernel's; it writes one word per block, and the board outlives the stream's work.
         unsafe { self.wait.launch(&self.stream, &LaunchConfig::new(BLOCKS, 64), &given) }.unwrap();
     }
@@ -97,7 +91,7 @@ fn a_signal_that_never_comes_ends_in_a_report() {
     assert_eq!(report, expected);
     assert!(report.block < BLOCKS && report.thread < 64 && report.waited_ns >= limit.as_nanos() as u64);
 
-    waiting.board.clear();
+    waiting.board.clear(&waiting.context).unwrap();
     assert_eq!(waiting.board.report(), None);
 }
 

@@ -35,10 +35,10 @@ extern "C" __global__ void operators(float* floats, double* doubles, i64* intege
 
 // Pushes to a peer, signals, waits for the peer's signal, reads what it pushed.
 extern "C" __global__ void exchange(u8* mine, u8* theirs, u32* my_signal, u32* their_signal, u64* counters,
-                                    u64 limit_ns, const u32* abort, wait_report* report, u32 epoch) {
+                                    u64 limit_ns, wait_board* board, u32 epoch) {
     pdl_wait();
     pdl_launch_dependents();
-    waiter w = start_waiting(limit_ns, abort, report, 0, tag{7, 0});
+    waiter w = start_waiting(limit_ns, board, 0, tag{7, 0});
     u64 i = grid_thread() * 16;
     tag read;
     load_tag(mine, read.low, read.high);

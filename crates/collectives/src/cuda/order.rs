@@ -1,0 +1,65 @@
+//! The order of calls that come on several streams.
+
+use std::cell::Cell;
+
+use antiphon_device::cuda::{Context, CudaError, Event, StreamRef};
+
+/// Makes a call come after the one before it, on whatever stream that was: calls that run at once would take each other's slots.
+///
+/// As long as calls come on one stream this is a comparison. When the stream changes, the new one waits for an event behind the
+/// call before. A graph cannot wait for what is outside of it, so calls that are captured are ordered among themselves only: the
+/// program that launches the graph orders it behind other calls, as it does with all that the graph uses.
+pub(super) struct Order {
+    context: Context,
+    /// The stream of the call before, which lives until the next call.
+    last: Cell<Option<usize>>,
+    /// Multiprocessors that the kernels of that stream may use.
+    multiprocessors: Cell<u32>,
+    passed: Event,
+}
+
+impl Order {
+    pub(super) fn new(context: &Context) -> Result<Self, CudaError> {
+        Ok(Self {
+            context: context.clone(),
+            last: Cell::new(None),
+            multiprocessors: Cell::new(context.multiprocessors()?),
+            passed: Event::new(context)?,
+        })
+    }
+
+    /// Makes what follows on `stream` come after the call before.
+    #[inline]
+    pub(super) fn enter(&self, stream: StreamRef<'_>) -> Result<(), CudaError> {
+        match self.last.get() == Some(stream.as_raw()) {
+            true => Ok(()),
+            false => self.follow(stream),
+        }
+    }
+
+    /// How many multiprocessors the kernels of the stream that was entered last may use.
+    #[inline]
+    pub(super) fn multiprocessors(&self) -> u32 {
+        self.multiprocessors.get()
+    }
+
+    /// Forgets the stream of the call before, which is over: the stream may end now.
+    pub(super) fn forget(&self) {
+        self.last.set(None);
+    }
+
+    #[cold]
+    fn follow(&self, stream: StreamRef<'_>) -> Result<(), CudaError> {
+        if let Some(last) = self.last.get() {
+            // SAFETY: callers keep a stream until the next call.
+            let last = unsafe { self.context.borrow_stream(last) };
+            if last.capture()? == stream.capture()? {
+                self.passed.record(last)?;
+                stream.wait(&self.passed)?;
+            }
+        }
+        self.multiprocessors.set(stream.multiprocessors()?);
+        self.last.set(Some(stream.as_raw()));
+        Ok(())
+    }
+}

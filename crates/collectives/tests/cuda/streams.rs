@@ -1,0 +1,150 @@
+//! Calls on several streams, and kernels that want the same room.
+
+use antiphon_collectives::{ReduceOp, cuda::CudaCollectives};
+use antiphon_device::cuda::{
+    Architecture, Context, Function, Graph, KernelCache, LaunchConfig, Module, Nvrtc, Program, Stream,
+    StreamRef,
+};
+use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+
+use crate::harness::{At, Outcome, Rank, What, on_gpus};
+
+const SUM: What = What::AllReduce(ReduceOp::Sum, None);
+
+/// Kernels that keep a GPU busy: alone for so long; and on all of it, behind whatever is ahead in the stream.
+const SOURCE: &str = r#"
+DEVICE void spin(u64 ns) { for (const u64 start = global_ns(); global_ns() - start < ns;) {} }
+extern "C" __global__ void delay(u64 ns) { spin(ns); }
+extern "C" __global__ void __launch_bounds__(1024, 2) fill(u64 ns) { pdl_wait(); spin(ns); }
+"#;
+
+pub fn kernels(context: &Context) -> Outcome<[Function; 2]> {
+    let architecture: Architecture = context.device().architecture()?;
+    let cubin =
+        KernelCache::open().compile(Nvrtc::load()?, &Program::new("streams.cu", SOURCE, architecture))?;
+    let module = Module::load(context, &cubin.bytes)?;
+    Ok([module.function("delay")?, module.function("fill")?])
+}
+
+fn sum<'s>(rank: &Rank, on: &CudaCollectives, at: At, stream: impl Into<StreamRef<'s>>) -> Outcome {
+    let device = Device::Cuda(rank.collectives.context().device().ordinal());
+    let pointer = at.0 as usize as *mut u8;
+    // SAFETY: the tests keep the memory until they have synchronised with the stream.
+    unsafe {
+        let input = TensorView::from_raw_parts(pointer, at.1, &[at.2], None, device)?;
+        let mut output = TensorViewMut::from_raw_parts(pointer, at.1, &[at.2], None, device)?;
+        Ok(on.all_reduce(&input, &mut output, ReduceOp::Sum, stream.into())?)
+    }
+}
+
+/// Two streams that nobody has ordered: the calls are, as they take each other's slots otherwise.
+#[test]
+fn calls_on_two_streams_follow_each_other() {
+    on_gpus(2, |rank| {
+        let [delay, _] = kernels(rank.collectives.context())?;
+        let streams = [rank.collectives.context().stream()?, rank.collectives.context().stream()?];
+        let counts = [1000, 50_000];
+        let memories = counts.map(|count| rank.upload(&vec![1.0f32; count]));
+        let [first, second] = memories;
+        let (memories, rounds) = ([first?, second?], 20);
+        for round in 0..rounds {
+            for (index, stream) in streams.iter().enumerate() {
+                // One of the streams is late, another one on the other rank.
+                if (round + index + rank.comm.rank()) % 2 == 0 {
+                    let ns = 300_000u64;
+                    // SAFETY: the kernel takes one number and touches no memory.
+                    unsafe { delay.launch(stream, &LaunchConfig::new(1, 1), &[(&ns).into()]) }?;
+                }
+                sum(
+                    rank,
+                    &rank.collectives,
+                    At(memories[index].pointer().0, DType::F32, counts[index]),
+                    stream,
+                )?;
+            }
+        }
+        for (memory, count) in memories.iter().zip(counts) {
+            streams.iter().try_for_each(|stream| stream.borrow().synchronize())?;
+            let got = rank.download(memory, 0, count * 4)?;
+            rank.same::<f32>("after all rounds", &got, &vec![(1u64 << rounds) as f32; count])?;
+        }
+        Ok(())
+    });
+}
+
+/// Streams of one capture are ordered in the graph; a capture beside eager calls is not joined to them.
+#[test]
+fn captured_calls_on_two_streams_follow_each_other() {
+    on_gpus(2, |rank| {
+        let context = rank.collectives.context();
+        let (other, eager) = (context.stream()?, context.stream()?);
+        let memory = rank.upload(&[1.0f32; 5000])?;
+        let at = At(memory.pointer().0, DType::F32, 5000);
+        sum(rank, &rank.collectives, at, &eager)?;
+        eager.borrow().synchronize()?;
+        let (forked, joined) =
+            (antiphon_device::cuda::Event::new(context)?, antiphon_device::cuda::Event::new(context)?);
+        let graph = Graph::capture(&rank.stream, |stream| -> Outcome {
+            forked.record(stream)?;
+            other.borrow().wait(&forked)?;
+            for _ in 0..3 {
+                sum(rank, &rank.collectives, at, stream)?;
+                sum(rank, &rank.collectives, at, &other)?;
+            }
+            joined.record(&other)?;
+            Ok(stream.wait(&joined)?)
+        })?;
+        let graph = graph.instantiate()?;
+        for _ in 0..2 {
+            // SAFETY: what the graph uses lives until the stream is done.
+            unsafe { graph.launch(&rank.stream) }?;
+        }
+        let got = rank.download(&memory, 0, 5000 * 4)?;
+        rank.same::<f32>("after two replays", &got, &vec![(1u64 << 13) as f32; 5000])
+    });
+}
+
+/// Behind every call of two communicators a kernel is launched that takes a whole GPU as soon as it may. If calls let it come
+/// before they are certain to end, each GPU soon holds the room that the other communicator's call needs.
+#[test]
+fn kernels_that_fill_the_gpu_behind_two_communicators() {
+    on_gpus(2, |rank| {
+        let context = rank.collectives.context();
+        let second = CudaCollectives::new(&rank.comm, context)?;
+        second.prepare(DType::F32, ReduceOp::Sum)?;
+        rank.collectives.prepare(DType::F32, ReduceOp::Sum)?;
+        let [_, fill] = kernels(context)?;
+        let blocks = 2 * context.multiprocessors()?;
+        let config = LaunchConfig::new(blocks, 1024).programmatic();
+        let streams: [Stream; 2] = [context.stream()?, context.stream()?];
+        let memories = [rank.upload(&[1.0f32; 64])?, rank.upload(&[1.0f32; 64])?];
+        for round in 0..2000 {
+            for index in 0..2 {
+                // The ranks begin with different communicators.
+                let which = (index + rank.comm.rank() + round) % 2;
+                let on = [&rank.collectives, &second][which];
+                sum(rank, on, At(memories[which].pointer().0, DType::F32, 64), &streams[which])?;
+                let ns = 5_000u64;
+                // SAFETY: the kernel takes one number and touches no memory.
+                unsafe { fill.launch(&streams[which], &config, &[(&ns).into()]) }?;
+            }
+            if round % 100 == 99 {
+                streams.iter().try_for_each(|stream| stream.borrow().synchronize())?;
+                (rank.collectives.check()?, second.check()?);
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_call_that_lets_its_dependents_start_at_once_has_the_same_bits() {
+    on_gpus(2, |rank| {
+        rank.collectives.start_dependents_early(true);
+        for count in [1, 1000, 300_001] {
+            rank.compare(SUM, &crate::values::<f32>(rank.comm.rank(), count), 0)?;
+        }
+        rank.collectives.start_dependents_early(false);
+        Ok(())
+    });
+}
