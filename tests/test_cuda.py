@@ -66,6 +66,75 @@ def calls_follow_the_current_stream(comm: Comm, device: Device) -> None:
 
 
 @check
+def a_part_of_the_multiprocessors(comm: Comm, device: Device) -> None:
+    """On a stream of a green context grids are as small as it is: blocks that wait for each other must all find room."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+
+    def ok(answer: tuple[Any, ...]) -> Any:
+        assert answer[0] == driver.CUresult.CUDA_SUCCESS, answer[0]
+        return answer[1] if len(answer) == 2 else answer[1:]
+
+    sizes = [(1, 1024), (64, 7168), (512, 7168), (2048, 7168)]
+    inputs = [torch.randn(size, device=device).bfloat16() for size in sizes]
+    weights = {hidden: torch.rand(hidden, device=device).bfloat16() for _, hidden in sizes}
+
+    def results() -> list[torch.Tensor]:
+        found = []
+        for x in inputs:
+            found += [comm.all_reduce(x), comm.all_gather(x), comm.reduce_scatter(x), comm.all_to_all(x)]
+            norm = comm.all_reduce_rms_norm(x, torch.ones_like(x), weights[x.shape[1]], eps=1e-5)
+            found.append(norm[0] if isinstance(norm, tuple) else norm)
+        return found
+
+    expected = results()
+    whole = ok(driver.cuDeviceGetDevResource(device.index, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    parts, _, _ = ok(driver.cuDevSmResourceSplitByCount(1, whole, 0, 16))
+    description = ok(driver.cuDevResourceGenerateDesc([parts[0]], 1))
+    flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    green = ok(driver.cuGreenCtxCreate(description, device.index, flags))
+    stream = ok(driver.cuGreenCtxStreamCreate(green, driver.CUstream_flags.CU_STREAM_NON_BLOCKING, 0))
+    external = torch.cuda.ExternalStream(int(stream), device)
+    external.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(external):
+        found = results()
+        external.synchronize()
+    comm.check()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    # And on the whole GPU again.
+    assert all(torch.equal(a, b) for a, b in zip(results(), expected, strict=True))
+    torch.cuda.synchronize()
+
+
+@check
+def a_program_that_only_replays_graphs_hears_of_a_failure(comm: Comm, device: Device) -> None:
+    with pytest.raises(TypeError, match="\"error\", \"abort\" or a callable"):
+        comm.on_cuda_failure(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="\"loud\", not error or abort"):
+        comm.on_cuda_failure("loud")  # type: ignore[arg-type]
+    heard: list[Exception] = []
+    comm.on_cuda_failure(heard.append)
+    x = filled(comm, device)
+    comm.prepare_cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = comm.all_reduce(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert found.eq(total(comm)).all()
+    comm.barrier()
+    if comm.rank == 0:
+        return  # and leaves
+    graph.replay()
+    torch.cuda.synchronize()
+    assert found.isnan().all()
+    end = time.monotonic() + 20
+    while not heard and time.monotonic() < end:
+        time.sleep(0.01)
+    assert isinstance(heard[0], antiphon.PeerLostError), heard
+    assert "all_reduce(1000" in str(heard[0])
+
+
+@check
 def graphs(comm: Comm, device: Device) -> None:
     world, rank = comm.world_size, comm.rank
     comm.prepare_cuda(dtypes=["float32", "bfloat16"], ops=["sum", "avg"])

@@ -179,6 +179,14 @@ class Communicator:
         disk takes about a second for each. It takes about 400 MB on each GPU, for each communicator. Raises
         ``RuntimeError`` that says what is missing."""
 
+    def on_cuda_failure(self, action: Literal["error", "abort"] | Callable[[Exception], object]) -> None:
+        """Says what happens at once when a kernel has given up, while this rank makes no call: replays a graph, say.
+
+        In any case one line on standard error names the rank, the operation and the cause, and the next call raises it.
+        ``"error"``: nothing else. ``"abort"``: the process is aborted, so that the launcher ends the job. A callable is called
+        once, from another thread, with the exception that the next call raises. The environment variable
+        ``ANTIPHON_ON_FAILURE`` (``error`` or ``abort``) says what a communicator begins with."""
+
     def check(self) -> None:
         """Raises what kernels that are over have left behind: :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError``.
         It does not wait: synchronise with the stream first."""

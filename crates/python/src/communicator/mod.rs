@@ -620,6 +620,12 @@ impl Communicator {
         Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels))?)
     }
 
+    fn on_cuda_failure(&self, py: Python<'_>, action: &Bound<'_, PyAny>) -> Result<()> {
+        self.queue()?;
+        self.gpus.on_failure(py, cuda::Action::new(action)?);
+        Ok(())
+    }
+
     fn check(&self, py: Python<'_>) -> Result<()> {
         self.queue()?;
         Ok(py.detach(|| self.gpus.check())?)

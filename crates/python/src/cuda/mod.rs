@@ -4,6 +4,7 @@
 //! signals; and after the queue's turn, if that is needed too.
 
 mod buffer;
+mod failure;
 mod register;
 mod work;
 
@@ -22,6 +23,7 @@ use antiphon::{
 use pyo3::{exceptions::PyValueError, intern, prelude::*};
 
 pub(crate) use buffer::CudaBuffer;
+pub(crate) use failure::Action;
 pub(crate) use register::Registrable;
 
 use crate::{call::Call, error::Result, fused::Fused};
@@ -44,6 +46,8 @@ pub(crate) struct Gpus(Mutex<State>);
 #[derive(Default)]
 struct State {
     open: Vec<Gpu>,
+    /// What happens when a kernel gives up; none is what the environment says.
+    on_failure: Option<Action>,
     /// Nothing is opened any more.
     is_closed: bool,
 }
@@ -103,6 +107,18 @@ impl Gpus {
         self.with(queue, device, None, |gpu| kernels.iter().try_for_each(|&(dtype, op)| gpu.load(dtype, op)))
     }
 
+    /// From now on this happens when a kernel gives up, on every GPU.
+    pub(crate) fn on_failure(&self, py: Python<'_>, action: Action) {
+        let before = py.detach(|| {
+            let mut state = self.lock();
+            for peers in state.open.iter().filter_map(|gpu| gpu.peers.as_ref()) {
+                peers.on_failure(Python::attach(|py| action.on_failure(py)));
+            }
+            state.on_failure.replace(action)
+        });
+        drop(before); // attached, as it may be a callable
+    }
+
     /// What kernels have left behind.
     pub(crate) fn check(&self) -> Outcome {
         self.lock().open.iter().filter_map(|gpu| gpu.peers.as_ref()).try_for_each(CudaCollectives::check)
@@ -160,6 +176,9 @@ impl Gpus {
             if state.is_closed {
                 drop(state); // first, as the end of the GPU's part waits
                 return Err(FabricError::invalid("the communicator was closed meanwhile").into());
+            }
+            if let (Some(action), Some(peers)) = (&state.on_failure, &gpu.peers) {
+                peers.on_failure(Python::attach(|py| action.on_failure(py)));
             }
             state.open.push(gpu);
             Ok(())

@@ -1,0 +1,53 @@
+//! What a rank's program hears of kernels that give up, while it makes no call.
+
+use antiphon::{collectives::cuda::OnFailure, prelude::FabricError};
+use pyo3::{exceptions::PyTypeError, prelude::*};
+
+use crate::error::{Error, Result};
+
+/// What happens when a kernel has given up, on each GPU of a communicator.
+pub(crate) enum Action {
+    /// One of the words.
+    Word(String),
+    /// A callable that takes the exception.
+    Call(Py<PyAny>),
+}
+
+impl Action {
+    pub(crate) fn new(action: &Bound<'_, PyAny>) -> Result<Self> {
+        if let Ok(word) = action.extract::<String>() {
+            word.parse::<OnFailure>()?;
+            return Ok(Self::Word(word));
+        }
+        match action.is_callable() {
+            true => Ok(Self::Call(action.clone().unbind())),
+            false => Err(PyErr::from(PyTypeError::new_err(format!(
+                "on_failure is \"error\", \"abort\" or a callable, not {}",
+                action.get_type()
+            )))
+            .into()),
+        }
+    }
+
+    /// For one GPU.
+    pub(super) fn on_failure(&self, py: Python<'_>) -> OnFailure {
+        match self {
+            Self::Word(word) => word.parse().unwrap_or_default(),
+            Self::Call(call) => {
+                let call = call.clone_ref(py);
+                OnFailure::Callback(Box::new(move |error: &FabricError| tell(&call, error)))
+            }
+        }
+    }
+}
+
+/// Calls back; what the callable raises goes where Python sends what nobody catches.
+fn tell(call: &Py<PyAny>, error: &FabricError) {
+    // Without an interpreter there is no program any more that could want to hear.
+    let _ = Python::try_attach(|py| {
+        let exception = PyErr::from(Error::from(error.clone())).into_value(py);
+        if let Err(raised) = call.call1(py, (exception,)) {
+            raised.write_unraisable(py, Some(call.bind(py)));
+        }
+    });
+}
