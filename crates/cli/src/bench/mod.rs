@@ -50,7 +50,8 @@ Examples:
   antiphon bench all-reduce --ranks 4 --dtype bf16 --sizes 1K..64M
   antiphon bench all-reduce --algorithm both --json results.json --plot results.svg
   antiphon bench memory --ranks 2 --sizes 16M,64M
-  antiphon bench --device cuda --dtype bf16 --json results.json")]
+  antiphon bench --device cuda --dtype bf16 --json results.json
+  antiphon bench --device cuda --tail --json tails.json")]
 pub struct Args {
     /// What to measure
     #[arg(value_enum, default_value = "all")]
@@ -92,6 +93,11 @@ pub struct Args {
     /// Calls in each of the 11 batches, instead of as many as the seconds allow; on cuda, calls in a graph
     #[arg(long)]
     iterations: Option<u32>,
+
+    /// On cuda: ranks that do not start together, alone and beside products of matrices; p50, p99, p99.9 and the maximum of
+    /// many replays (--iterations: how many), ours and NCCL's
+    #[arg(long)]
+    tail: bool,
 
     /// Let ranks wander between cores; they are bound when each can have its own
     #[arg(long)]
@@ -247,6 +253,7 @@ pub fn execute(args: Args) -> ExitStatus {
     if args.worker {
         return match args.device {
             Where::Host => worker::execute(&args),
+            Where::Cuda if args.tail => cuda::tail::execute(&args),
             Where::Cuda => cuda::execute(&args),
         };
     }
@@ -261,12 +268,18 @@ pub fn execute(args: Args) -> ExitStatus {
 
 fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     let mut machine = Machine::this();
+    if args.tail && args.device == Where::Host {
+        return Err("--tail is for --device cuda".into());
+    }
     if args.device == Where::Cuda {
         cuda::refuse(args)?;
         machine.gpus = Some(cuda::gpus(args.ranks)?);
     }
     // Files that cannot be written should be known before the minutes of measuring.
     let json = args.json.as_ref().map(create).transpose()?;
+    if args.tail {
+        return cuda::tail::measure(args, &machine, json);
+    }
     let svg = args.plot.as_ref().map(create).transpose()?;
     let launch = launch(args, &machine);
     let mut show = Show::new(&machine, args.rows() as u64)?;

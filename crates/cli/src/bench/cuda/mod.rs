@@ -2,9 +2,11 @@
 //!
 //! * `contender` is one of those who are compared: an algorithm of ours, or NCCL.
 //! * `timing` is how they are timed: graphs of many calls, with the ranks' GPUs lined up.
+//! * `tail` is another benchmark: ranks that do not start together, and the slowest of many replays.
 //! * `worker` is what a rank does: verify, time, go on.
 
 mod contender;
+pub(super) mod tail;
 mod timing;
 mod worker;
 
@@ -72,6 +74,13 @@ pub(super) fn rows(args: &Args) -> usize {
 /// What of the arguments makes no sense on GPUs.
 pub(super) fn refuse(args: &Args) -> Result<(), String> {
     use Collective::*;
+    if args.tail {
+        let fixed = args.collective == super::Which::All && args.sizes.is_none() && args.plot.is_none();
+        return match fixed {
+            true => Ok(()),
+            false => Err("--tail measures its own operations and sizes, and draws nothing".into()),
+        };
+    }
     let other = args.collective.collectives().into_iter().find(|&collective| collective != AllReduce);
     if let (Buffers::Symmetric, Some(other)) = (args.buffers, other) {
         return Err(format!("--buffers symmetric on GPUs is for all-reduce alone, not for {}", other.name()));

@@ -39,7 +39,7 @@ pub(super) struct Clock<'a> {
 impl<'a> Clock<'a> {
     pub(super) fn new(comm: &'a Communicator, ours: &'a CudaCollectives, stream: &'a Stream) -> Result<Self> {
         let context = ours.context();
-        let [delay, empty] = kernels(context)?;
+        let [delay, empty, _] = kernels(context)?;
         ours.prepare(DType::F32, ReduceOp::Sum)?;
         let line = DeviceMemory::allocate(context, 2 * LINE_UP * 4)?;
         line.write(stream, 0, &[0; 2 * LINE_UP * 4])?;
@@ -49,8 +49,7 @@ impl<'a> Clock<'a> {
 
     /// Captures so many calls.
     pub(super) fn graph(&self, calls: u32, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<GraphExec> {
-        let graph = Graph::capture(self.stream, |stream| (0..calls).try_for_each(|_| call(stream)))?;
-        Ok(graph.instantiate()?)
+        graph(self.stream, calls, call)
     }
 
     /// Replays a graph once and gives the microseconds that it took on this rank's GPU.
@@ -117,11 +116,22 @@ fn program(architecture: Architecture) -> Program {
     Program::new("bench/kernels.cuh", include_str!("kernels.cuh"), architecture)
 }
 
-fn kernels(context: &Context) -> Result<[Function; 2], CudaError> {
+/// Captures so many calls.
+pub(super) fn graph(
+    stream: &Stream,
+    calls: u32,
+    call: impl Fn(StreamRef<'_>) -> Result<()>,
+) -> Result<GraphExec> {
+    let graph = Graph::capture(stream, |stream| (0..calls).try_for_each(|_| call(stream)))?;
+    Ok(graph.instantiate()?)
+}
+
+/// What waits so long, what does nothing, and what multiplies matrices.
+pub(super) fn kernels(context: &Context) -> Result<[Function; 3], CudaError> {
     let program = program(context.device().architecture()?);
     let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;
     let module = Module::load(context, &cubin.bytes)?;
-    Ok([module.function("delay")?, module.function("empty")?])
+    Ok([module.function("delay")?, module.function("empty")?, module.function("gemm")?])
 }
 
 #[cfg(test)]

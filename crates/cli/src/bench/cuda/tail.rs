@@ -1,0 +1,520 @@
+//! `--tail`: how long calls take when the ranks do not start together, and how long at worst.
+//!
+//! A graph of [`CALLS`] calls is replayed freely, without a line-up: before each replay the GPU of one rank, another one each
+//! time, is late by the skew. What is told is the time beyond the skew: from the start of the late rank to its end. Ours and
+//! NCCL's replays take turns, in the same processes.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+};
+
+use antiphon::{
+    collectives::{
+        Communicator,
+        cuda::{Algorithm, CudaCollectives},
+        fusion::{FusedAllReduce, Quantization, Scale},
+        nccl::NcclCollectives,
+    },
+    device::{
+        ReduceOp,
+        cuda::{
+            Context, DeviceMemory, Driver, Event, Function, GraphExec, LaunchConfig, Stream, StreamRef,
+            memory,
+        },
+    },
+    fabric::RegisteredMemory,
+    tensor::{DType, Device, TensorView, TensorViewMut},
+};
+use serde::{Deserialize, Serialize};
+
+use super::{Result, note, timing};
+use crate::{
+    ExitStatus, FAILURE, SUCCESS,
+    bench::{Args, launch},
+    launch::Stream as Output,
+    report::Machine,
+};
+
+/// Rows of a tensor, and what is in a row: bf16, as wide as large models are.
+const ROWS: [usize; 6] = [1, 16, 64, 256, 512, 2048];
+const HIDDEN: usize = 7168;
+const DTYPE: DType = DType::BF16;
+/// Calls in one graph.
+const CALLS: u32 = 10;
+/// By how many microseconds a rank is late.
+const SKEWS_US: [u64; 5] = [0, 50, 200, 1000, 5000];
+/// Replays that are submitted at a time, and the most of a row, for each contender.
+const BATCH: usize = 50;
+const REPLAYS: u32 = 2000;
+/// What replays that differ in nothing but the skew may take together, in microseconds.
+const MOST_US: u64 = 10_000_000;
+/// Between two replays, so that a rank's calls never wait for its host.
+const PAUSE_NS: u64 = 20_000;
+const HEAD_START_NS: u64 = 400_000;
+/// Products in one graph, and what a replay takes more beside them at most, in microseconds.
+const GEMMS: u32 = 50;
+const BESIDE_US: f64 = 1500.0;
+
+/// What is called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Operation {
+    Sum,
+    Norm,
+    Fp8,
+    Registered,
+    AllGather,
+    AllToAll,
+}
+
+impl Operation {
+    const ALL: [Self; 6] =
+        [Self::Sum, Self::Norm, Self::Fp8, Self::Registered, Self::AllGather, Self::AllToAll];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Norm => "norm",
+            Self::Fp8 => "fp8",
+            Self::Registered => "registered",
+            Self::AllGather => "all_gather",
+            Self::AllToAll => "all_to_all",
+        }
+    }
+}
+
+/// Microseconds of a graph.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+struct Quantiles {
+    p50: f64,
+    p99: f64,
+    p999: f64,
+    max: f64,
+}
+
+impl Quantiles {
+    /// Of times, at least one.
+    fn of(mut times: Vec<f64>) -> Self {
+        times.sort_by(f64::total_cmp);
+        let at = |part: f64| times[((part * times.len() as f64) as usize).min(times.len() - 1)];
+        Self { p50: at(0.5), p99: at(0.99), p999: at(0.999), max: at(1.0) }
+    }
+}
+
+/// A line of the table.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Row {
+    operation: Operation,
+    rows: usize,
+    skew_us: u64,
+    /// Whether products of matrices run on a second stream.
+    beside_gemm: bool,
+    replays: usize,
+    ours: Quantiles,
+    nccl: Option<Quantiles>,
+}
+
+/// What is written to the file.
+#[derive(Serialize)]
+struct Report<'a> {
+    machine: &'a Machine,
+    calls: u32,
+    hidden: usize,
+    rows: Vec<Row>,
+}
+
+const HEADER: &str = "operation    rows  skew beside |  ours p50      p99    p99.9      max |  NCCL p50      p99    p99.9      max | replays";
+
+fn line(row: &Row) -> String {
+    let quantiles = |q: &Quantiles| format!("{:9.1}{:9.1}{:9.1}{:9.1}", q.p50, q.p99, q.p999, q.max);
+    format!(
+        "{:10}{:7}{:6} {:6} | {} | {} | {:7}",
+        row.operation.name(),
+        row.rows,
+        row.skew_us,
+        if row.beside_gemm { "gemm" } else { "" },
+        quantiles(&row.ours),
+        row.nccl.as_ref().map_or_else(|| format!("{:36}", "-"), quantiles),
+        row.replays
+    )
+}
+
+/// What the command does: starts the ranks and shows their rows.
+pub(in crate::bench) fn measure(args: &Args, machine: &Machine, json: Option<File>) -> Result<ExitStatus> {
+    println!("microseconds beyond the skew of graphs of {CALLS} calls, {DTYPE}, rows of {HIDDEN}\n{HEADER}");
+    let mut rows: Vec<Row> = Vec::new();
+    let outcome = launch(args, machine).run(|rank, stream, text| {
+        match serde_json::from_slice(text) {
+            Ok(row) if rank == 0 && stream == Output::Stdout => {
+                writeln!(io::stdout(), "{}", line(&row))?;
+                rows.push(row);
+            }
+            _ => io::stderr().write_all(&[format!("[{rank}] ").as_bytes(), text].concat())?,
+        }
+        Ok(())
+    })?;
+    if !outcome.success() {
+        eprint!("{}", outcome.report());
+        return Ok(outcome.exit_code());
+    }
+    if let Some(file) = json {
+        file.set_len(0)?;
+        serde_json::to_writer_pretty(file, &Report { machine, calls: CALLS, hidden: HIDDEN, rows })?;
+    }
+    Ok(SUCCESS)
+}
+
+/// What a rank does.
+pub(in crate::bench) fn execute(args: &Args) -> ExitStatus {
+    match measure_all(args) {
+        Ok(()) => SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            FAILURE
+        }
+    }
+}
+
+fn measure_all(args: &Args) -> Result<()> {
+    let comm = Communicator::from_env()?;
+    let context = Context::primary(Driver::load()?.device(comm.rank() as u32)?)?;
+    let ours = CudaCollectives::new(&comm, &context)?;
+    let nccl = NcclCollectives::new(&comm, &context);
+    let nccl = nccl.map_err(|error| note(comm.rank(), format_args!("without NCCL beside it: {error}"))).ok();
+    let tensors = Tensors::new(&comm, &context)?;
+    for memory in [&tensors.input, &tensors.output] {
+        ours.register(RegisteredMemory::new(&comm, &context, memory.pointer(), memory.len() as u64)?)?;
+    }
+    ours.prepare(DTYPE, ReduceOp::Sum)?;
+    let tail = Tail::new(&comm, &ours, nccl.as_ref(), &tensors, args.iterations.unwrap_or(REPLAYS).max(1))?;
+    for operation in Operation::ALL {
+        for rows in ROWS {
+            tail.measure(operation, rows)?;
+        }
+    }
+    Ok(())
+}
+
+/// A rank's tensors, for as many rows as there may be.
+struct Tensors {
+    device: Device,
+    world_size: usize,
+    input: DeviceMemory,
+    output: DeviceMemory,
+    residual: DeviceMemory,
+    residual_out: DeviceMemory,
+    weight: DeviceMemory,
+    codes: DeviceMemory,
+    matrices: DeviceMemory,
+}
+
+/// The side of the matrices that are multiplied, as kernels.cuh has it.
+const SIDE: usize = 2048;
+const DEPTH: usize = 256;
+
+impl Tensors {
+    fn new(comm: &Communicator, context: &Context) -> Result<Self> {
+        let stream = context.stream()?;
+        let zeros = |bytes: usize| -> Result<DeviceMemory> {
+            let made = DeviceMemory::allocate(context, bytes)?;
+            // SAFETY: the memory has so many bytes, and the stream is waited for below.
+            unsafe { memory::fill(stream.borrow(), made.pointer(), 0, bytes) }?;
+            Ok(made)
+        };
+        let bytes = ROWS[ROWS.len() - 1] * HIDDEN * DTYPE.size();
+        let tensors = Self {
+            device: Device::Cuda(context.device().ordinal()),
+            world_size: comm.world_size(),
+            input: zeros(bytes)?,
+            output: zeros(bytes)?,
+            residual: zeros(bytes)?,
+            residual_out: zeros(bytes)?,
+            weight: zeros(HIDDEN * DTYPE.size())?,
+            codes: zeros(bytes)?,
+            matrices: zeros((2 * SIDE * DEPTH + SIDE * SIDE) * 4)?,
+        };
+        stream.borrow().synchronize()?;
+        Ok(tensors)
+    }
+
+    /// The beginning of some memory.
+    fn view(&self, memory: &DeviceMemory, dtype: DType, shape: &[usize]) -> TensorView<'_> {
+        let at = memory.pointer().0 as usize as *mut u8;
+        // SAFETY: the memory has room for the most rows, and lives until all streams are done.
+        unsafe { TensorView::from_raw_parts(at, dtype, shape, None, self.device) }.expect("plain")
+    }
+
+    /// [`view`](Self::view), to write into.
+    fn view_mut(&self, memory: &DeviceMemory, dtype: DType, shape: &[usize]) -> TensorViewMut<'_> {
+        let at = memory.pointer().0 as usize as *mut u8;
+        // SAFETY: as for `view`; the stream keeps calls apart.
+        unsafe { TensorViewMut::from_raw_parts(at, dtype, shape, None, self.device) }.expect("plain")
+    }
+
+    /// Puts a call of ours into the stream.
+    fn ours(
+        &self,
+        ours: &CudaCollectives,
+        operation: Operation,
+        rows: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let whole = [rows, HIDDEN];
+        let part = [rows * HIDDEN / self.world_size];
+        let matrix = |memory| self.view(memory, DTYPE, &whole);
+        let matrix_mut = |memory| self.view_mut(memory, DTYPE, &whole);
+        let mut output = matrix_mut(&self.output);
+        let normed = || {
+            FusedAllReduce::of(matrix(&self.input))
+                .residual(matrix(&self.residual))
+                .residual_out(matrix_mut(&self.residual_out))
+                .rms_norm(Some(self.view(&self.weight, DTYPE, &[HIDDEN])), 1e-5)
+        };
+        // SAFETY: the tensors outlive all streams and graphs.
+        unsafe {
+            match operation {
+                Operation::Sum => {
+                    ours.all_reduce(&matrix(&self.input), &mut output, ReduceOp::Sum, stream)?
+                }
+                Operation::Registered => {
+                    let algorithm = Algorithm::TwoShot;
+                    ours.all_reduce_registered(
+                        &matrix(&self.input),
+                        &mut output,
+                        ReduceOp::Sum,
+                        algorithm,
+                        stream,
+                    )?
+                }
+                Operation::Norm => ours.all_reduce_fused(normed().norm_out(output), stream)?,
+                Operation::Fp8 => {
+                    let codes = self.view_mut(&self.codes, DType::U8, &whole);
+                    let form = Quantization::Fp8 { scale: Scale::Value(1.0) };
+                    ours.all_reduce_fused(normed().quantize(form, codes, None), stream)?
+                }
+                Operation::AllGather => {
+                    let mut output = self.view_mut(&self.output, DTYPE, &[part[0] * self.world_size]);
+                    ours.all_gather(&self.view(&self.input, DTYPE, &part), &mut output, stream)?
+                }
+                Operation::AllToAll => {
+                    let whole = [part[0] * self.world_size];
+                    let mut output = self.view_mut(&self.output, DTYPE, &whole);
+                    ours.all_to_all(&self.view(&self.input, DTYPE, &whole), &mut output, stream)?
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts NCCL's call into the stream; of a fused call the sum alone.
+    fn nccl(
+        &self,
+        nccl: &NcclCollectives,
+        operation: Operation,
+        rows: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let part = rows * HIDDEN / self.world_size;
+        let whole = [part * self.world_size];
+        let input = self.view(&self.input, DTYPE, &whole);
+        let mut output = self.view_mut(&self.output, DTYPE, &whole);
+        // SAFETY: the tensors outlive all streams and graphs.
+        unsafe {
+            match operation {
+                Operation::AllGather => {
+                    nccl.all_gather(&self.view(&self.input, DTYPE, &[part]), &mut output, stream)?
+                }
+                Operation::AllToAll => nccl.all_to_all(&input, &mut output, stream)?,
+                _ => nccl.all_reduce(&input, &mut output, ReduceOp::Sum, stream)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What measuring needs on a rank.
+struct Tail<'a> {
+    comm: &'a Communicator,
+    ours: &'a CudaCollectives,
+    nccl: Option<&'a NcclCollectives>,
+    tensors: &'a Tensors,
+    replays: u32,
+    stream: Stream,
+    second: Stream,
+    delay: Function,
+    gemms: GraphExec,
+    gemm_us: f64,
+    events: Vec<(Event, Event)>,
+}
+
+impl<'a> Tail<'a> {
+    fn new(
+        comm: &'a Communicator,
+        ours: &'a CudaCollectives,
+        nccl: Option<&'a NcclCollectives>,
+        tensors: &'a Tensors,
+        replays: u32,
+    ) -> Result<Self> {
+        let context = ours.context();
+        let [delay, _, gemm] = timing::kernels(context)?;
+        let events = (0..BATCH).map(|_| Ok((Event::with_time(context)?, Event::with_time(context)?)));
+        let (stream, second) = (context.stream()?, context.stream()?);
+        let gemms = timing::graph(&second, GEMMS, |stream| launch_gemm(&gemm, tensors, stream))?;
+        let mut tail = Self {
+            comm,
+            ours,
+            nccl,
+            tensors,
+            replays,
+            stream,
+            second,
+            delay,
+            gemms,
+            gemm_us: 1.0,
+            events: events.collect::<Result<_>>()?,
+        };
+        tail.gemm_us = tail.time_gemm()?;
+        note(
+            comm.rank(),
+            format_args!("a product of {SIDE} × {DEPTH} × {SIDE} takes {:.0} µs", tail.gemm_us),
+        );
+        Ok(tail)
+    }
+
+    /// All skews of an operation and a size.
+    fn measure(&self, operation: Operation, rows: usize) -> Result<()> {
+        let graph = |call: &dyn Fn(StreamRef<'_>) -> Result<()>| -> Result<GraphExec> {
+            call(self.stream.borrow())?; // what is loaded and connected at the first call is not captured
+            self.stream.borrow().synchronize()?;
+            self.comm.barrier()?;
+            timing::graph(&self.stream, CALLS, call)
+        };
+        let ours = graph(&|stream| self.tensors.ours(self.ours, operation, rows, stream))?;
+        let nccl = self.nccl.map(|nccl| graph(&|stream| self.tensors.nccl(nccl, operation, rows, stream)));
+        let nccl = nccl.transpose()?;
+        let warm_up = self.batch(nccl.as_ref().unwrap_or(&ours), 0, false, 0.0)?;
+        let alone_us = Quantiles::of(warm_up).p50;
+        self.batch(&ours, 0, false, 0.0)?;
+        for beside_gemm in [false, true] {
+            for skew_us in SKEWS_US {
+                let batches = u64::from(self.replays).min(MOST_US / skew_us.max(1)).div_ceil(BATCH as u64);
+                let (mut mine, mut theirs) = (Vec::new(), Vec::new());
+                for _ in 0..batches {
+                    mine.extend(self.batch(&ours, skew_us, beside_gemm, alone_us)?);
+                    if let Some(nccl) = &nccl {
+                        theirs.extend(self.batch(nccl, skew_us, beside_gemm, alone_us)?);
+                    }
+                }
+                if self.comm.rank() == 0 {
+                    let row = Row {
+                        operation,
+                        rows,
+                        skew_us,
+                        beside_gemm,
+                        replays: mine.len(),
+                        ours: Quantiles::of(mine),
+                        nccl: (!theirs.is_empty()).then(|| Quantiles::of(theirs)),
+                    };
+                    let row = serde_json::to_string(&row).expect("a row is plain data");
+                    // When nobody reads any more, the launcher has gone, and this process with it.
+                    let _ = writeln!(io::stdout(), "{row}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Replays a graph [`BATCH`] times; the microseconds of each beyond the skew.
+    /// `alone_us`: what a replay takes alone, about.
+    fn batch(&self, graph: &GraphExec, skew_us: u64, beside_gemm: bool, alone_us: f64) -> Result<Vec<f64>> {
+        let (rank, world_size) = (self.comm.rank(), self.comm.world_size());
+        let late = |replay: usize| replay % world_size;
+        self.comm.barrier()?;
+        if beside_gemm {
+            // Longer than the replays, which last longer beside it.
+            let lasts = BATCH as f64 * (skew_us as f64 + alone_us + BESIDE_US);
+            for _ in 0..(lasts / self.gemm_us / f64::from(GEMMS)).ceil() as usize {
+                // SAFETY: three matrices of the kernel's sizes, which nothing else uses and which outlive the streams.
+                unsafe { self.gemms.launch(&self.second) }?;
+            }
+        }
+        self.wait_on_gpu(HEAD_START_NS)?;
+        for (replay, (start, end)) in self.events.iter().enumerate() {
+            let skew_ns = if late(replay) == rank { skew_us * 1000 } else { 0 };
+            self.wait_on_gpu(PAUSE_NS + skew_ns)?;
+            start.record(&self.stream)?;
+            // SAFETY: the tensors and the collectives outlive the streams.
+            unsafe { graph.launch(&self.stream) }?;
+            end.record(&self.stream)?;
+        }
+        self.stream.borrow().synchronize()?;
+        self.second.borrow().synchronize()?;
+        self.ours.check()?;
+        let times = self.events.iter().map(|(start, end)| Ok(end.elapsed_since(start)?.as_secs_f64() * 1e6));
+        let times = self.comm.exchange_objects(&times.collect::<Result<Vec<f64>>>()?)?;
+        // Without a skew no rank is known to start last, and the slowest one counts.
+        let beyond = |replay: usize| match skew_us {
+            0 => times.iter().map(|of_rank| of_rank[replay]).fold(0.0, f64::max),
+            _ => times[late(replay)][replay],
+        };
+        Ok((0..BATCH).map(beyond).collect())
+    }
+
+    fn wait_on_gpu(&self, ns: u64) -> Result<()> {
+        // SAFETY: the kernel takes one number and touches no memory.
+        Ok(unsafe { self.delay.launch(&self.stream, &LaunchConfig::new(1, 1), &[(&ns).into()]) }?)
+    }
+
+    /// Microseconds of a product.
+    fn time_gemm(&self) -> Result<f64> {
+        let (start, end) = &self.events[0];
+        for event in [start, end] {
+            // SAFETY: as in `batch`. The first one warms up.
+            unsafe { self.gemms.launch(&self.second) }?;
+            event.record(&self.second)?;
+        }
+        self.second.borrow().synchronize()?;
+        Ok(end.elapsed_since(start)?.as_secs_f64() * 1e6 / f64::from(GEMMS))
+    }
+}
+
+fn launch_gemm(gemm: &Function, tensors: &Tensors, stream: StreamRef<'_>) -> Result<()> {
+    let tiles = (SIDE / 64) as u32;
+    let config = LaunchConfig::with_dimensions([tiles, tiles, 1], [256, 1, 1]);
+    let a = tensors.matrices.pointer();
+    let (b, c) = (a.offset((SIDE * DEPTH * 4) as u64), a.offset((2 * SIDE * DEPTH * 4) as u64));
+    // SAFETY: three matrices of the kernel's sizes, which nothing else uses.
+    Ok(unsafe { gemm.launch(stream, &config, &[(&a).into(), (&b).into(), (&c).into()]) }?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_of_the_sorted_times() {
+        let times: Vec<f64> = (0..1000).rev().map(f64::from).collect();
+        assert_eq!(Quantiles::of(times), Quantiles { p50: 500.0, p99: 990.0, p999: 999.0, max: 999.0 });
+        assert_eq!(Quantiles::of(vec![3.0]), Quantiles { p50: 3.0, p99: 3.0, p999: 3.0, max: 3.0 });
+    }
+
+    #[test]
+    fn lines_stand_under_their_header() {
+        let ours = Quantiles { p50: 23.4, p99: 25.0, p999: 26.0, max: 1234.5 };
+        let row = Row {
+            operation: Operation::Registered,
+            rows: 2048,
+            skew_us: 5000,
+            beside_gemm: true,
+            replays: 2000,
+            ours,
+            nccl: None,
+        };
+        for row in [Row { nccl: Some(ours), ..row.clone() }, row] {
+            let (line, header) = (line(&row), HEADER);
+            let bars = |text: &str| text.match_indices('|').map(|(at, _)| at).collect::<Vec<_>>();
+            assert_eq!(bars(&line), bars(header), "{line}\n{header}");
+        }
+    }
+}
