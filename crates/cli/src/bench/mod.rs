@@ -99,6 +99,10 @@ pub struct Args {
     #[arg(long)]
     tail: bool,
 
+    /// Bytes of each GPU's memory for data under way [default: what the library takes]
+    #[arg(long, value_name = "BYTES", value_parser = one_size)]
+    staging: Option<u64>,
+
     /// Let ranks wander between cores; they are bound when each can have its own
     #[arg(long)]
     no_bind: bool,
@@ -183,6 +187,13 @@ enum Buffers {
     Private,
     /// Symmetric memory of the communicator (on cuda registered, and all-reduce alone)
     Symmetric,
+}
+
+fn one_size(text: &str) -> Result<u64, String> {
+    match text.parse::<Sizes>().map_err(|error| error.to_string())?.0[..] {
+        [bytes] => Ok(bytes),
+        _ => Err(format!("{text:?} is more than one size")),
+    }
 }
 
 fn positive_seconds(text: &str) -> Result<Duration, String> {

@@ -39,6 +39,7 @@
 //! the error: [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout), or
 //! [`Mismatch`](FabricError::Mismatch) when ranks called different things. The GPUs stay usable.
 
+mod builder;
 mod choice;
 pub(crate) mod kernels;
 pub(crate) mod launch;
@@ -65,6 +66,7 @@ use crate::{
     all_reduce::{AllReduceTable, Registry},
     error::Result,
 };
+pub use builder::CudaBuilder;
 pub use choice::tune;
 use kernels::{Family, Kernels};
 use launch::{Programmatic, Second};
@@ -74,8 +76,6 @@ use watch::Watch;
 
 /// The most ranks whose arenas fit a kernel's arguments; all of one NVLink domain.
 pub const MAX_WORLD: usize = 8;
-/// All ranks' lanes of a slot's lower or upper half together, in bytes: the size of a piece.
-const LANES_BYTES: usize = 32 << 20;
 /// Sets of slots. Large messages go in pieces through both, in two streams: while one piece is reduced or stored, the next
 /// is already on the links.
 const CHANNELS: usize = 2;
@@ -141,19 +141,9 @@ impl std::fmt::Debug for CudaCollectives {
 }
 
 impl CudaCollectives {
-    /// Shares memory between the ranks' devices, about 400 MB on each, and loads the first kernels. All ranks call it
-    /// together.
-    ///
-    /// # Errors
-    /// [`FabricError::InvalidArgument`] for one rank, or more than [`MAX_WORLD`]; as [`CudaArena::new`];
-    /// [`FabricError::Device`] with what is missing to compile kernels.
-    pub fn new(comm: &Communicator, context: &Context) -> Result<Self> {
+    /// With lanes of so many bytes.
+    fn with_lanes(comm: &Communicator, context: &Context, lane_stride: usize) -> Result<Self> {
         let world_size = comm.world_size();
-        if !(2..=MAX_WORLD).contains(&world_size) {
-            let text = format!("collectives on CUDA work between 2 to {MAX_WORLD} ranks, not {world_size}");
-            return Err(FabricError::InvalidArgument(text).into());
-        }
-        let lane_stride = LANES_BYTES.div_ceil(world_size).next_multiple_of(4096);
         let len = CHANNELS * channel_bytes(world_size, lane_stride);
         let arena = CudaArena::new(comm, context, len, 0xFF)?; // EMPTY, everywhere
         let parts = Parts::new(context, world_size, arena.pointer(comm.rank()), lane_stride);

@@ -44,7 +44,11 @@ impl CudaCollectives {
             Launch { kernel: Kernel::FusedAllReduce, grid: Grid::Teams(teams), work, more }
         };
         let parts = if algorithm == Algorithm::OneShot { 1 } else { self.world_size() };
-        let cut = Cut { total: call.tokens, most: self.lane_bytes() / call.row_bytes() * parts, unit: parts };
+        let rows = self.lane_bytes() / call.row_bytes();
+        if rows == 0 && call.tokens > 0 {
+            return Err(too_long_for_staging(&call, self.lane_bytes()));
+        }
+        let cut = Cut { total: call.tokens, most: rows * parts, unit: parts };
         // SAFETY: passed on.
         unsafe { self.run(&loaded, cut, stream, of) }
     }
@@ -83,6 +87,15 @@ impl CudaCollectives {
 fn too_long(call: &Checked) -> CollectiveError {
     let expected =
         format!("small enough for a row to fit the shared memory of its blocks, not {}", call.hidden);
+    CollectiveError::Refused { operation: Operation::FusedAllReduce.name(), which: "hidden size", expected }
+}
+
+#[cold]
+fn too_long_for_staging(call: &Checked, lane_bytes: usize) -> CollectiveError {
+    let expected = format!(
+        "small enough for a row of {} bytes to fit a lane of {lane_bytes} bytes, or more staging",
+        call.row_bytes()
+    );
     CollectiveError::Refused { operation: Operation::FusedAllReduce.name(), which: "hidden size", expected }
 }
 

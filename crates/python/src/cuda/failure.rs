@@ -21,11 +21,11 @@ impl Action {
         }
         match action.is_callable() {
             true => Ok(Self::Call(action.clone().unbind())),
-            false => Err(PyErr::from(PyTypeError::new_err(format!(
-                "on_failure is \"error\", \"abort\" or a callable, not {}",
-                action.get_type()
-            )))
-            .into()),
+            false => {
+                let found = action.get_type();
+                let text = format!("on_failure is \"error\", \"abort\" or a callable, not {found}");
+                Err(PyTypeError::new_err(text).into())
+            }
         }
     }
 

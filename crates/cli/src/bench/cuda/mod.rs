@@ -13,8 +13,11 @@ mod worker;
 use std::io;
 
 use antiphon::{
-    collectives::cuda::Algorithm,
-    device::cuda::{CudaError, Driver, Nccl, Nvml, Nvrtc},
+    collectives::{
+        Communicator,
+        cuda::{Algorithm, CudaCollectives},
+    },
+    device::cuda::{Context, CudaError, Driver, Nccl, Nvml, Nvrtc},
 };
 use clap::ValueEnum;
 
@@ -119,6 +122,16 @@ pub(super) fn prepare(launch: &mut Launch) {
     if std::env::var_os(MULTICAST).is_none() {
         launch.env.push((MULTICAST.into(), "0".into()));
     }
+}
+
+/// Ours, with as much staging as was asked for.
+fn collectives(args: &Args, comm: &Communicator, context: &Context) -> Result<CudaCollectives> {
+    let builder = CudaCollectives::builder(comm, context);
+    let builder = match args.staging {
+        Some(bytes) => builder.staging_bytes(usize::try_from(bytes)?),
+        None => builder,
+    };
+    Ok(builder.build()?)
 }
 
 /// The result of a step of a rank.

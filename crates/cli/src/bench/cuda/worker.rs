@@ -66,7 +66,7 @@ struct Run<'a> {
 fn measure_all(args: &Args) -> Result<()> {
     let comm = Communicator::from_env()?;
     let context = Context::primary(Driver::load()?.device(comm.rank() as u32)?)?;
-    let ours = CudaCollectives::new(&comm, &context)?;
+    let ours = super::collectives(args, &comm, &context)?;
     let nccl = NcclCollectives::new(&comm, &context);
     let nccl = nccl.map_err(|error| note(comm.rank(), format_args!("without NCCL beside it: {error}"))).ok();
     let stream = context.stream()?;
