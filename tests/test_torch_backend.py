@@ -443,6 +443,28 @@ def works_and_futures(rank: int, world: int, group: Group) -> None:
     same(doubled, torch.stack(inputs).sum(0) * 2)
 
 
+@check
+def callbacks_that_wait(rank: int, world: int, group: Group) -> None:
+    """For a future that comes later, for one of their own, and for one of torch's: none of them for ever."""
+    inputs = everybody(world)
+    expected = torch.stack(inputs).sum(0)
+    for waits_for in range(3):
+        if rank:
+            time.sleep(0.1)  # so that nothing is over when rank 0 adds its callback
+        works = [dist.all_reduce(inputs[rank].clone(), group=group, async_op=True) for _ in range(2)]
+        first, second = (work.get_future() for work in works)
+
+        def callback(done: Any) -> torch.Tensor:
+            if waits_for == 0:
+                return second.wait()[0]  # type: ignore[no-any-return]
+            if waits_for == 1:
+                work = dist.all_reduce(done.value()[0], group=group, async_op=True)
+                return work.get_future().wait()[0]  # type: ignore[no-any-return]
+            return torch.futures.collect_all([second]).wait()[0].value()[0]  # type: ignore[no-any-return]
+
+        same(first.then(callback).wait(), expected * (world if waits_for == 1 else 1))
+
+
 def polled(work: Any) -> None:
     """Sees a work through without a wait."""
     end = time.monotonic() + 60

@@ -17,6 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_sgd
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -83,6 +84,28 @@ def test_gradients_equal_those_of_one_process_on_the_whole_batch(world_size: int
             for mine, theirs, alone in zip(found, everywhere[0][how], expected):
                 assert mine.tobytes() == theirs.tobytes(), f"{how}: ranks differ"
                 np.testing.assert_allclose(mine, alone, rtol=1e-12, atol=1e-14, err_msg=how)
+
+
+def train_with_power_sgd() -> list[np.ndarray]:
+    """With a hook whose callbacks make calls of the group, and wait for them."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("antiphon", timeout=timedelta(seconds=30))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    module = DistributedDataParallel(model())
+    state = power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)
+    module.register_comm_hook(state, power_sgd.powerSGD_hook)
+    found = trained(module, slice(rank * 12 // world_size, (rank + 1) * 12 // world_size))
+    assert state.total_numel_after_compression < state.total_numel_before_compression
+    dist.destroy_process_group()
+    return found
+
+
+def test_power_sgd_compresses_the_gradients_alike_on_all_ranks() -> None:
+    mine, theirs = ranks.processes(2, train_with_power_sgd)
+    for one, other in zip(mine, theirs, strict=True):
+        assert np.isfinite(one).all() and one.tobytes() == other.tobytes()
+    for found, alone in zip(mine, trained(model())[: 4 * 2]):  # which are not compressed yet
+        np.testing.assert_allclose(found, alone, rtol=1e-12, atol=1e-14)
 
 
 # A lost rank

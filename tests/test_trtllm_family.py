@@ -11,6 +11,7 @@ from test_fusion import Comm, Device, Layer, indices, random, wide
 from trtllm import EPS, GROUP, PATTERNS, Call, Workspace, quantised
 from worlds import Checks
 
+import antiphon.torch
 from antiphon import comm as peer
 from antiphon.comm import AllReduceFusionOp, AllReduceStrategyType, QuantizationSFLayout
 
@@ -246,6 +247,44 @@ def compiled_programs(comm: Comm, device: Device) -> None:
         for _ in range(2):
             for mine, other in zip(compiled(layer.x, layer.residual, layer.weight), wanted):
                 torch.testing.assert_close(mine, other)
+
+
+@check
+def calls_of_compiled_programs_keep_their_order(comm: Comm, device: Device) -> None:
+    layer, size, rank = Layer(comm, device, 8, 256, torch.bfloat16), comm.world_size, comm.rank
+    workspace: Any = peer.create_allreduce_fusion_workspace("auto", size, rank, 64, 256, torch.bfloat16, group=comm)
+    pointers = torch.tensor(peer.trtllm_create_ipc_workspace_for_all_reduce(rank, size, 64, 256, comm)[0])
+    ones, rows = torch.ones(1, 8, device=device), torch.arange(8, dtype=torch.int32, device=device).view(8, 1)
+    common: Any = dict(residual_in=layer.residual, rms_gamma=layer.weight)
+    experts: Any = dict(moe_reduction_scale_input=ones, moe_reduction_active_experts_token_input=layer.residual)
+
+    def custom(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        peer.trtllm_custom_all_reduce(
+            x, out, size, rank, 8, 0, 4, 0, False, 1, pointers, pointers, pointers, *(None,) * 9
+        )
+        return out
+
+    calls = [
+        lambda x: peer.allreduce_fusion(x, workspace, 1, **common),
+        lambda x: peer.allreduce_fusion(x, workspace, 6, moe_reduction_device_num_experts=1, **common, **experts),
+        lambda x: peer.allreduce_fusion(x, workspace, 7, expanded_idx_to_permuted_idx=rows, **common),
+        custom,
+    ]
+    group = antiphon.torch.ops.register(comm)
+
+    def program(x: torch.Tensor, waits: bool) -> list[torch.Tensor]:
+        """Each call after a sum, which it waits for or not."""
+        results = []
+        for call in calls:
+            total = torch.ops.antiphon.all_reduce(x, group)
+            results += [call(x + total if waits else x * 2).sum(), total.sum()]
+        return results
+
+    wanted = program(layer.x, rank == 0)
+    torch._dynamo.reset()
+    for mine, other in zip(torch.compile(program, fullgraph=True)(layer.x, rank == 0), wanted):
+        torch.testing.assert_close(mine, other, rtol=2**-6, atol=1)
 
 
 @check

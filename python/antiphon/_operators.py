@@ -1,9 +1,20 @@
-"""Functions as operators of torch, in the namespace ``antiphon``."""
+"""Functions as operators of torch, in the namespace ``antiphon``, whose calls stay in the order in which a program makes them.
+
+A compiler may move a call to any place that its inputs and results allow. Ranks whose programs differ would then make their
+calls in different orders, and where the shapes agree the results would be wrong. So a compiled program gives each call the
+ticket that the call before it returned: an empty tensor, which makes their order one that every pass and scheduler keeps.
+
+Torch's own ordered effects (``torch.library._register_effectful_op``) are not enough. Inductor's scheduler drops them when it
+fuses what calls read, and operators that write arguments have none.
+"""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.node import has_side_effect
 
 __all__ = ["Operators"]
@@ -12,15 +23,60 @@ __all__ = ["Operators"]
 class Operators:
     """A part of the namespace, which lasts as long as this does."""
 
-    def __init__(self, kind: Literal["DEF", "FRAGMENT"]) -> None:
-        self._library = torch.library.Library("antiphon", kind)  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        self._library = torch.library.Library("antiphon", "FRAGMENT")  # type: ignore[no-untyped-call]
 
     def define(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-        """An operator for tensors on the host and on GPUs, which a compiler keeps even if nobody uses its results."""
+        """An operator for tensors on the host and on GPUs, whose first argument is a tensor and whose results are tensors.
+
+        A compiler keeps its calls, even if nobody uses their results, and keeps their order among those of all operators
+        that are defined here.
+        """
+        operator = self._define(schema, kernel, fake)
+        head, count = schema.partition(" -> ")[0], len(operator._schema.returns)
+        ordered = self._define(
+            f"_ordered_{head.replace('(', '(Tensor ticket, ', 1)} -> ({', '.join(['Tensor'] * (1 + count))})",
+            _with_ticket(kernel),
+            _with_ticket(fake),
+        )
+
+        @operator.py_impl(FunctionalTensorMode)
+        def in_turn(mode: FunctionalTensorMode, x: Tensor, *arguments: Any, **named: Any) -> Any:
+            trace = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+            place = vars(mode if trace is None else trace.tracer)
+            with mode:
+                ticket = place.get(_TICKET)
+                results = ordered(x.new_empty(0) if ticket is None else ticket, x, *arguments, **named)
+            place[_TICKET], *others = results if count else (results,)
+            return None if not others else others[0] if count == 1 else tuple(others)
+
+    def _define(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
         name = schema.partition("(")[0]
         self._library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
         # Plain kernels: those of `torch.library.custom_op` take several times as long for each call.
         for key in ("CPU", "CUDA"):
             self._library.impl(name, kernel, key)  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"antiphon::{name}", fake, lib=self._library)
-        has_side_effect(getattr(torch.ops.antiphon, name).default)
+        operator: OpOverload = getattr(torch.ops.antiphon, name).default
+        has_side_effect(operator)
+        return operator
+
+
+#: Where a trace keeps the ticket for its next call.
+_TICKET = "antiphon_ticket"
+
+
+def _with_ticket(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` after a ticket, with another one before its results."""
+
+    def ordered(ticket: Tensor, x: Tensor, *arguments: Any, **named: Any) -> Any:
+        results, after = function(x, *arguments, **named), x.new_empty(0)
+        if results is None:
+            return after
+        return (after, *results) if isinstance(results, tuple) else (after, results)
+
+    return ordered
+
+
+# Torch's caches of compiled programs know an operator by its name: what an older release left there has no tickets.
+torch.compiler.config.cache_key_tag += "antiphon: tickets;"

@@ -5,7 +5,7 @@ from typing import Any
 from antiphon._operators import Operators
 from antiphon.comm import _custom, _fusion, _moe
 
-_operators = Operators("FRAGMENT")
+_operators = Operators()
 
 
 def _nothing(*arguments: Any) -> None:

@@ -20,6 +20,10 @@ A failure raises at the call, or at ``wait()`` of the work that ``async_op=True`
 call, ``wait()`` with a timeout, a barrier, or ``communicator(group).check()`` after ``torch.cuda.synchronize()``. Where C++
 waits for a future (DDP does), its text arrives in a ``RuntimeError``. What is not supported raises ``NotImplementedError``
 that names it. Ranks in messages are ranks in the group.
+
+Callbacks of a future of host tensors run on a thread of the group, in the order of the operations, and may wait for others.
+Calls that a callback makes take their turn among those of the program: it must see to it that all ranks make them in one
+order, as torch's ``powerSGD_hook`` does while there is one bucket.
 """
 
 import itertools

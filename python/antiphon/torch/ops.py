@@ -24,7 +24,8 @@ group of the backend ``"antiphon"`` does as well: such calls take their turn amo
 
 They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
 is not contiguous is copied. Gradients are not tracked. A compiler keeps a call whose result nobody uses, which the other
-ranks wait for.
+ranks wait for, and keeps the order of the calls, those of :mod:`antiphon.comm` among them. It does not know that order for
+``torch.distributed``'s own operators: a program that compiles those too gives them another group.
 """
 
 import itertools
@@ -155,7 +156,7 @@ def _nothing(x: Tensor, group: str, op: str = "sum") -> None:
     pass
 
 
-_operators = Operators("DEF")
+_operators = Operators()
 _operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
 _operators.define('all_reduce(Tensor x, str group, str op="sum") -> Tensor', _all_reduce, _like)
 _operators.define("all_gather(Tensor x, str group) -> Tensor", _all_gather, _gathered)

@@ -129,8 +129,29 @@ class Sends:
 _Queue = queue.SimpleQueue[tuple[Work, Future[list[Tensor]]] | None]
 
 
+class Callbacks(threading.Thread):
+    """Completes one future, which calls what was to be called then: all that a user can write, waiting included."""
+
+    def __init__(self, work: Work, future: Future[list[Tensor]]) -> None:
+        super().__init__(name="antiphon-callbacks", daemon=True)
+        self._work, self._done = work, future
+
+    def run(self) -> None:
+        error = self._work.exception()
+        if error is None:
+            self._done.set_result(self._work.result())
+        else:
+            self._done.set_exception(error)  # type: ignore[arg-type]  # which says that errors are values
+
+
 class Futures:
-    """Completes the futures of works in their order, on a thread: futures want to be told, and works can only wait."""
+    """Completes the futures of works in their order, on a thread: futures want to be told, and works can only wait.
+
+    Callbacks run one after the other. One that takes longer than ``PATIENCE`` seconds may be waiting for a future that comes
+    after its own: the next are completed meanwhile.
+    """
+
+    PATIENCE = 0.2
 
     _running: dict[threading.Thread, _Queue] = {}
     _leave = threading.Event()
@@ -141,8 +162,11 @@ class Futures:
         self._lock = threading.Lock()
 
     def complete(self, work: Work, future: Future[list[Tensor]]) -> None:
+        if isinstance(threading.current_thread(), Callbacks):
+            with contextlib.suppress(Exception):  # which the future has
+                work.wait()  # as the thread completes no other before this callback ends
         if work.is_completed():
-            self._finish(work, future)  # which spares waking a thread
+            Callbacks(work, future).run()  # which spares waking a thread
             return
         with self._lock:
             if self._queue is None:
@@ -185,16 +209,10 @@ class Futures:
                 work.wait(timedelta(seconds=0.1))
             except Exception:
                 pass  # not yet over; or a failure, which is found again
-        cls._finish(work, future)
+        callbacks = Callbacks(work, future)
+        callbacks.start()
+        callbacks.join(cls.PATIENCE)
         return True
-
-    @staticmethod
-    def _finish(work: Work, future: Future[list[Tensor]]) -> None:
-        error = work.exception()
-        if error is None:
-            future.set_result(work.result())
-        else:
-            future.set_exception(error)  # type: ignore[arg-type]  # which says that errors are values
 
     @classmethod
     def leave(cls) -> None:
