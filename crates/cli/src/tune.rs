@@ -20,7 +20,9 @@ use crate::{
 /// Measure which all-reduce is fastest at which size on this machine, and keep the answer.
 ///
 /// The table goes into tuning.json in the cache folder (ANTIPHON_CACHE_DIR, else antiphon in XDG_CACHE_HOME or ~/.cache),
-/// where every communicator with as many ranks finds it. The file holds all measurements and can be read and edited.
+/// where every communicator with as many ranks finds it. The file holds all measurements and can be read and edited. A
+/// folder or file that is a symbolic link, or that users other than you and root own or may write, is left unused with a
+/// warning.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
