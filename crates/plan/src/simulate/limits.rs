@@ -10,12 +10,17 @@ use crate::place::Place;
 use crate::plan::Plan;
 use crate::resolve::Block;
 
-/// Operations and accesses that are played at most. A span and its arrows take some 200 bytes, so it is a few GB at most.
-const STEPS: u64 = 1 << 23;
+/// Operations and accesses that are played at most. Each takes some 200 bytes with its span, its arrows and its place on
+/// the critical path, so a simulation takes 256 MiB at most, and about a second.
+pub const STEPS: u64 = 1 << 20;
+/// How often a flow's share of its links is computed at most; a million take about a tenth of a second. Flows that share
+/// links get their rates together, each time one of them comes or goes, so this grows with the square of the flows. The
+/// library's plan for 256 GPUs needs 27,000.
+pub(super) const SHARES: u64 = 1 << 24;
 /// Bytes from a buffer's start: enough for any memory, and safe to calculate with.
 const FAR: u64 = 1 << 60;
 /// Network cards of all nodes together.
-const CARDS: u64 = 1 << 20;
+const CARDS: u64 = 1 << 16;
 
 /// The chunks of a message.
 pub(super) fn chunks(plan: &Plan) -> u64 {
@@ -40,8 +45,11 @@ pub(super) fn extent(plan: &Plan, message_bytes: u64) -> Result<Extent, Simulate
 pub(super) fn length(plan: &Plan, cluster: &Cluster, extent: &Extent) -> Result<(), SimulateError> {
     let ranks = plan.num_ranks();
     let cards = u64::from(cluster.nodes) * u64::from(cluster.nics_per_node);
-    if ranks as u64 > cluster.gpus() || cards > CARDS {
+    if ranks as u64 > cluster.gpus() {
         return Err(SimulateError::Ranks { ranks, cluster: cluster.name.clone(), gpus: cluster.gpus() });
+    }
+    if cards > CARDS {
+        return Err(SimulateError::Cards { cluster: cluster.name.clone(), cards, limit: CARDS });
     }
     let links = &Links::new(cluster, ranks);
     let mut steps = 0u64;
