@@ -1,11 +1,10 @@
 //! `antiphon plan simulate`: how long a plan takes on a cluster, for many sizes, and what makes it so.
 
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::PathBuf;
 
-use antiphon_plan::Plan;
-use antiphon_plan::picture;
 use antiphon_plan::simulate::{self, Cluster, Lane, Simulation};
+use antiphon_plan::{Plan, escaped, picture, read_text};
 use serde::{Serialize, Serializer};
 
 use super::Result;
@@ -57,8 +56,9 @@ impl On {
         let ranks = plan.num_ranks().max(1);
         let spec = match &self.cluster {
             Some(spec) if spec.ends_with(".json") => {
-                let cluster = std::fs::read_to_string(spec).map_err(|error| format!("{spec}: {error}"))?;
-                return Ok(Cluster::from_spec(&cluster).map_err(|error| format!("{spec}: {error}"))?);
+                let text = read_text(spec).map_err(|error| super::about(spec.as_ref(), error))?;
+                let text = String::from_utf8(text).map_err(|error| format!("{spec}: {error}"))?;
+                return Ok(Cluster::from_spec(&text).map_err(|error| format!("{spec}: {error}"))?);
             }
             Some(spec) => spec.clone(),
             None if ranks <= 8 => format!("h200x{ranks}"),
@@ -85,15 +85,10 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
         write(file, &picture::trace(&plan, &last))?;
     }
     let prediction = Prediction::new(&plan, &cluster, rows, &last);
-    let mut out = BufWriter::new(std::io::stdout());
     match args.json {
-        true => serde_json::to_writer_pretty(&mut out, &prediction).map_err(std::io::Error::from)?,
-        false => write!(out, "{}", prediction.table())?,
+        true => super::print_json(&prediction)?,
+        false => write!(std::io::stdout(), "{}", prediction.table())?,
     }
-    if args.json {
-        writeln!(out)?;
-    }
-    out.flush()?;
     Ok(SUCCESS)
 }
 
@@ -218,8 +213,9 @@ impl<'a> Prediction<'a> {
 
     fn table(&self) -> String {
         const SHOWN: usize = 24;
-        let mut text =
-            format!("{} ({}, {} ranks) on {}\n\n", self.plan, self.collective, self.ranks, self.cluster);
+        let [plan, collective, cluster] =
+            [&self.plan, &self.collective, &self.cluster].map(|name| escaped(name));
+        let mut text = format!("{plan} ({collective}, {} ranks) on {cluster}\n\n", self.ranks);
         text += &format!("{:>12} {:>12} {:>12} {:>12}\n", "bytes", "time µs", "alg GB/s", "bus GB/s");
         for Row { bytes, time_us, algorithm_gb_s, bus_gb_s } in &self.rows {
             text += &format!("{bytes:>12} {time_us:>12.2} {algorithm_gb_s:>12.2} {bus_gb_s:>12.2}\n");

@@ -56,7 +56,7 @@ pub use result::{Arrow, ArrowKind, Lane, LinkUse, Simulation, Span, SpanId, Step
 
 /// Plays a plan for a message of so many bytes: the output of `allgather`, else the input, as the plan's limits count.
 ///
-/// The plan may be anybody's: besides what grows with its length, a simulation takes at most 256 MiB and some seconds,
+/// The plan may be anybody's: besides what grows with the length of its text, a simulation takes at most 256 MiB and some seconds,
 /// by the limits of [`SimulateError::TooLong`] ([`STEPS`]) and [`SimulateError::TooShared`].
 ///
 /// # Errors
