@@ -1,5 +1,7 @@
 //! `antiphon tune`: measures which algorithm is fastest at which size, and keeps the answer.
 
+use std::io::{Write, stdout};
+
 use antiphon::{
     collectives::{
         Communicator,
@@ -77,8 +79,7 @@ fn work(device: Where) -> Result<ExitStatus> {
         Where::Cuda => tune_gpus(&comm)?,
     };
     if comm.rank() == 0 {
-        print!("{}", describe(tuned.table()));
-        println!("kept in {}", tuned.origin);
+        writeln!(stdout(), "{}kept in {}", describe(tuned.table()), tuned.origin)?;
     }
     Ok(SUCCESS)
 }

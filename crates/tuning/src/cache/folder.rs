@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, openat};
 use rustix::io::Errno;
-use rustix::process::geteuid;
+use rustix::process::{Resource, geteuid, getrlimit};
 
 use crate::error::TuningError;
 
@@ -104,6 +104,10 @@ impl CacheFolder {
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), TuningError> {
         let path = self.path(name);
         let write = || {
+            // The kernel would send SIGXFSZ, which kills the program that uses this library.
+            if getrlimit(Resource::Fsize).current.is_some_and(|limit| limit < bytes.len() as u64) {
+                return Err(Errno::FBIG.into());
+            }
             // Only within a folder is renaming atomic. The temporary file goes away if it is not renamed; one that a
             // killed process left is never looked at. Others may read: root may keep a cache for all users.
             let mut builder = tempfile::Builder::new();
