@@ -137,6 +137,8 @@ def test_what_is_not_proved_is_not_loaded() -> None:
             comm.load_plan(wrong)
         with pytest.raises(ValueError, match="the plan's text: invalid type: integer `5`"):
             comm.load_plan(broken)
+        with pytest.raises(ValueError, match="the plan's text is longer than 67108864 bytes, the most that is read"):
+            comm.load_plan("/dev/zero")
         with pytest.raises(ValueError, match="plan \"all_gather\" is for 3 ranks, and there are 2"):
             comm.load_plan(all_gather_of_three)
         # One rank's mistake is everybody's, and the communicator stays usable.

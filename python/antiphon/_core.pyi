@@ -408,8 +408,8 @@ class Communicator:
         the path of its file. All ranks call it together, with the same plan.
 
         The plan is proved first. ``ValueError`` with what stands against it if it is not right, or is for another number
-        of ranks; ``RuntimeError`` if ranks load different plans, ``OSError`` for a file that cannot be read. The
-        communicator stays usable."""
+        of ranks, or its text has more than 64 MiB; ``RuntimeError`` if ranks load different plans, ``OSError`` for a file
+        that cannot be read. The communicator stays usable."""
 
 @final
 class Plan:

@@ -49,6 +49,7 @@ enum Command {
 /// Runs the command with the arguments that follow its name, and returns its exit status. Commands that start ranks
 /// start this very process's command line on each.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitStatus {
+    survive_file_limits();
     match Cli::try_parse_from(std::iter::once("antiphon".into()).chain(arguments)) {
         Ok(cli) => match cli.command {
             Command::Bench(args) => bench::execute(args),
@@ -58,9 +59,19 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitStatus {
             Command::Plan(args) => plan::execute(args),
         },
         Err(error) => {
-            // Help goes to standard output, and nothing is left to tell if that is gone.
-            let _ = error.print();
-            error.exit_code() as ExitStatus
+            // Help goes to standard output. If that takes none, nothing is left to tell but that it failed.
+            let asked = error.exit_code() as ExitStatus;
+            error.print().map_or(FAILURE, |()| asked)
         }
     }
+}
+
+/// A file, or a shared memory, that would grow beyond RLIMIT_FSIZE makes the kernel send SIGXFSZ, which kills without a
+/// word. With a handler that does nothing the write fails, and the error is told. Programs that this one starts get the
+/// default back, as from every handler.
+fn survive_file_limits() {
+    // SAFETY: the handler does nothing at all.
+    let registered = unsafe { signal_hook::low_level::register(signal_hook::consts::SIGXFSZ, || {}) };
+    // Without it the limit kills, as it does other programs.
+    drop(registered);
 }

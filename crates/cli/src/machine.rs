@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use rustix::system::uname;
 use rustix::thread::sched_getaffinity;
 
+use crate::sizes::Bytes;
+
 /// The file system as seen from a root, which tests replace.
 #[derive(Clone, Debug)]
 pub struct Files {
@@ -128,6 +130,37 @@ pub fn memory_limit(files: &Files) -> Option<u64> {
     limits.iter().filter_map(|limit| limit.parse().ok()).filter(|&limit| limit < 1 << 62).min()
 }
 
+/// How many bytes this process and its children can still take, swap included; `None` if Linux does not tell.
+pub fn available_memory(files: &Files) -> Option<u64> {
+    let meminfo = files.read("proc/meminfo")?;
+    let swap = meminfo_field(&meminfo, "SwapFree").unwrap_or(0);
+    let available = meminfo_field(&meminfo, "MemAvailable")?.saturating_add(swap);
+    Some(memory_limit(files).map_or(available, |limit| limit.min(available)))
+}
+
+/// A field of /proc/meminfo in bytes.
+pub(crate) fn meminfo_field(meminfo: &str, name: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// Refuses tensors that no memory here can hold: the kernel would end some process while they are filled, or the ranks
+/// would abort. `bytes` are those of all ranks' tensors together for a message of `size` bytes.
+pub(crate) fn refuse_beyond_memory(size: u64, ranks: usize, bytes: u128) -> Result<(), String> {
+    let available = available_memory(&Files::system());
+    match available {
+        Some(available) if bytes > u128::from(available) => {
+            let (shown, available) = (Bytes(size), Bytes(available));
+            let needed = Bytes(u64::try_from(bytes).unwrap_or(u64::MAX));
+            Err(format!(
+                "a size of {size} bytes ({shown}) takes {bytes} bytes ({needed} or more) for the inputs and outputs of \
+                 {ranks} ranks, and this machine has {available} available"
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// What the files `name` say in this process's group of version 2 and in all groups around it.
 fn unified_limits(files: &Files, groups: &str, name: &str) -> Vec<String> {
     let Some(group) = group_folder(groups, "") else { return Vec::new() };
@@ -248,6 +281,18 @@ mod tests {
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
         ]);
         assert_eq!(memory_limit(&files), None);
+    }
+
+    #[test]
+    fn available_memory_has_swap_in_it_and_ends_at_the_groups_limit() {
+        let meminfo =
+            ("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:   4 kB\nSwapTotal: 8 kB\nSwapFree:  2 kB\n");
+        let (_folder, files) = fake(&[meminfo]);
+        assert_eq!(available_memory(&files), Some(6 * 1024));
+        let group = [("proc/self/cgroup", "0::/box\n"), ("sys/fs/cgroup/box/memory.max", "2048\n")];
+        let (_folder, files) = fake(&[meminfo, group[0], group[1]]);
+        assert_eq!(available_memory(&files), Some(2048));
+        assert_eq!(available_memory(&fake(&[]).1), None);
     }
 
     #[test]

@@ -18,7 +18,9 @@ use crate::launch::{Launch, Stream};
 /// Rank 0 reads standard input, the others find it empty.
 ///
 /// When a rank fails, the others have the grace time to end by themselves, then they get SIGTERM and, after
-/// the same time again, SIGKILL. The last line then says which rank failed first and how.
+/// the same time again, SIGKILL. The last line then says which rank failed first and how: the order is that in which the
+/// processes ended, and a rank that a signal holds stopped failed before those that gave it up. Ranks that had left with
+/// exit code 0 before are named beside it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -28,8 +30,8 @@ Examples:
 
 Exit status:
   0 when every rank exits with 0, else that of the rank that failed first: its exit code, or 128 and
-  the number of the signal that killed it. 124 when the time limit passed, 126 when the program cannot
-  be executed, 127 when it does not exist.")]
+  the number of the signal that killed it. 1 when what the ranks wrote could not be handed on, 124 when
+  the time limit passed, 126 when the program cannot be executed, 127 when it does not exist.")]
 pub struct Args {
     /// The number of ranks, from 1 to 4096
     #[arg(short = 'n', long = "ranks", value_name = "RANKS")]

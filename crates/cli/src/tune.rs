@@ -1,5 +1,7 @@
 //! `antiphon tune`: measures which algorithm is fastest at which size, and keeps the answer.
 
+use std::io::{Write, stdout};
+
 use antiphon::{
     collectives::{
         Communicator,
@@ -20,7 +22,9 @@ use crate::{
 /// Measure which all-reduce is fastest at which size on this machine, and keep the answer.
 ///
 /// The table goes into tuning.json in the cache folder (ANTIPHON_CACHE_DIR, else antiphon in XDG_CACHE_HOME or ~/.cache),
-/// where every communicator with as many ranks finds it. The file holds all measurements and can be read and edited.
+/// where every communicator with as many ranks finds it. The file holds all measurements and can be read and edited. A
+/// folder or file that is a symbolic link, or that users other than you and root own or may write, is left unused with a
+/// warning.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -75,8 +79,7 @@ fn work(device: Where) -> Result<ExitStatus> {
         Where::Cuda => tune_gpus(&comm)?,
     };
     if comm.rank() == 0 {
-        print!("{}", describe(tuned.table()));
-        println!("kept in {}", tuned.origin);
+        writeln!(stdout(), "{}kept in {}", describe(tuned.table()), tuned.origin)?;
     }
     Ok(SUCCESS)
 }

@@ -133,3 +133,67 @@ fn what_does_not_fit_is_said() {
         assert!(!output.status.success() && text(&output.stderr).contains(said), "{arguments}: {output:?}");
     }
 }
+
+#[test]
+fn names_from_files_do_not_reach_the_terminal_as_they_are() {
+    // ESC [ 2 J clears the screen, and U+009B is ESC [ in one character.
+    let (odd, shown) = ("\u{1b}[2J\u{9b}2J\nproved", r"\u{1b}[2J\u{9b}2J\nproved");
+    let plan = Plan { name: Some(odd.into()), collective: odd.into(), ..two_shot(false).unwrap() };
+    let folder = Folder::with(&plan);
+    let cluster = folder.path("cluster.json");
+    fs::write(
+        &cluster,
+        format!("{{\"base\": \"h200x2\", \"name\": {:?}}}", "NAME").replace("NAME", r"\u001b[2J\u009b"),
+    )
+    .unwrap();
+    let unknown = folder.path("unknown.json");
+    fs::write(&unknown, plan.to_json().replacen("\"name\"", "\"\u{9b}\\u001b\"", 1)).unwrap();
+    let (written, cluster) = (folder.path("written.json"), cluster.to_str().unwrap().to_owned());
+    let page = folder.path("page.html");
+    let said = |arguments: &[&str], file: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        let output =
+            command.arg("plan").args(&arguments[..1]).arg(file).args(&arguments[1..]).output().unwrap();
+        let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        let control = |c: char| c.is_control() && c != '\n';
+        assert!(!said.contains(control), "{arguments:?}: {said:?}");
+        said
+    };
+    let table = said(&["simulate", "--sizes", "1K", "--cluster", &cluster], &written);
+    let title = format!(r"{shown} ({shown}, 2 ranks) on \u{{1b}}[2J\u{{9b}}");
+    assert_eq!(table.lines().next(), Some(&title[..]));
+    let json = said(&["simulate", "--sizes", "1K", "--cluster", &cluster, "--json"], &written);
+    let read: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!((&read["plan"], &read["collective"]), (&odd.into(), &odd.into()));
+    said(&["verify"], &written);
+    said(&["verify", "--json"], &written);
+    said(&["run"], &written);
+    let drawn = said(&["show", "--html", page.to_str().unwrap(), "--cluster", &cluster], &written);
+    assert!(drawn.contains(r"on \u{1b}[2J\u{9b}, "), "{drawn}");
+    let refused = said(&["verify"], &unknown);
+    assert!(refused.contains(r"unknown field `\u{9b}\u{1b}`"), "{refused}");
+}
+
+#[test]
+fn a_file_that_is_too_long_or_has_no_end_is_refused() {
+    let folder = Folder::with(&packets().unwrap());
+    let long = folder.path("long.json");
+    fs::File::create(&long).unwrap().set_len(antiphon_plan::MAX_TEXT_BYTES + 1).unwrap();
+    let written = folder.path("written.json");
+    let (written, zeros) = (written.to_str().unwrap(), "/dev/zero");
+    let commands = [
+        &["verify", zeros][..],
+        &["verify", long.to_str().unwrap()],
+        &["simulate", zeros],
+        &["run", zeros],
+        &["verify", written, "--expect", zeros],
+    ];
+    for arguments in commands {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        let output = command.arg("plan").args(arguments).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {said}");
+        let limit = "the plan's text is longer than 67108864 bytes, the most that is read\n";
+        assert!(said.ends_with(limit), "{arguments:?}: {said}");
+    }
+}

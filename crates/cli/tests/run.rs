@@ -266,3 +266,75 @@ fn usage_errors_name_the_number_and_the_program() {
         assert!(errors.contains(said), "{args:?}: {errors}");
     }
 }
+
+#[test]
+fn output_that_cannot_be_written_is_a_failure() {
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let output = run(&["-n", "2"], "echo lost").stdout(full).output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    let last =
+        "antiphon run: what the ranks wrote could not be handed on: No space left on device (os error 28)\n";
+    assert!(errors.ends_with(last), "{errors}");
+    for arguments in [&["--help"][..], &["plan", "build", "--list"], &["doctor"]] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        let output = command.args(arguments).stdout(full).output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {errors}");
+        assert!(!errors.contains("panicked"), "{arguments:?}: {errors}");
+    }
+}
+
+/// The last line of a launch that failed.
+fn blamed(output: &Output) -> String {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    errors.lines().last().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn the_rank_that_ended_first_is_named_however_late_the_launcher_looks() {
+    // The launcher is stopped while rank 2 ends, then rank 0: it finds both at one look.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().display();
+    let script = format!(
+        "echo $$ > {path}/part$RANK; mv {path}/part$RANK {path}/$RANK
+         if [ $RANK = 2 ]; then kill -STOP $PPID; exit 3; fi
+         until grep -qs '^State:.Z' /proc/$(cat {path}/2)/status; do :; done
+         exit 1"
+    );
+    let launch = run(&["-n", "3"], &script).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let ended = |rank: u32| {
+        let pid = fs::read_to_string(folder.path().join(rank.to_string())).unwrap_or_default();
+        let status = fs::read_to_string(format!("/proc/{}/status", pid.trim())).unwrap_or_default();
+        status.contains("State:\tZ")
+    };
+    wait_until("the ranks do not end", || (0..3).all(ended));
+    kill_process(Pid::from_child(&launch), Signal::CONT).unwrap();
+    let output = launch.wait_with_output().unwrap();
+    let blamed = blamed(&output);
+    assert!(blamed.starts_with("antiphon run: rank 2 failed first: pid "), "{blamed}");
+    assert!(blamed.contains(", exit code 3 after "), "{blamed}");
+    assert_eq!(output.status.code(), Some(3));
+}
+
+#[test]
+fn a_rank_that_is_stopped_failed_before_those_that_gave_it_up() {
+    let script = "if [ $RANK = 1 ]; then kill -STOP $$; fi; sleep 0.5; exit 4";
+    let output = output(&["-n", "3", "--grace", "0.2"], script);
+    let blamed = blamed(&output);
+    let expected = ", stopped when another rank failed, killed by SIGKILL after ";
+    assert!(
+        blamed.starts_with("antiphon run: rank 1 failed first: pid ") && blamed.contains(expected),
+        "{blamed}"
+    );
+    assert_eq!(output.status.code(), Some(137));
+}
+
+#[test]
+fn a_rank_that_left_early_without_an_error_is_named_beside_the_first_failure() {
+    let output = output(&["-n", "3"], "if [ $RANK = 1 ]; then exit 0; fi; sleep 0.3; exit $((RANK + 5))");
+    let blamed = blamed(&output);
+    assert!(blamed.contains(" failed first: pid "), "{blamed}");
+    assert!(blamed.contains("; before it, rank 1 left with exit code 0 (the first after 0."), "{blamed}");
+}

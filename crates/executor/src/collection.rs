@@ -1,7 +1,7 @@
 //! Many plans, of which a call takes one.
 
 use antiphon_fabric::Communicator;
-use antiphon_plan::{Extent, verify::VerifiedPlan};
+use antiphon_plan::{Extent, escaped, verify::VerifiedPlan};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use crate::{ExecutorError, LoadedPlan, Options, error::Result};
@@ -95,7 +95,7 @@ impl AlgorithmCollection {
             let (name, limits) = (plan.name.as_deref().unwrap_or("?"), limits(plan));
             let dtypes: Vec<_> = entry.dtypes.iter().map(|dtype| dtype.name()).collect();
             let dtypes = if dtypes.is_empty() { String::new() } else { format!(" of {}", dtypes.join("/")) };
-            format!("{name:?} does {} of {limits} bytes{dtypes}", plan.collective)
+            format!("{name:?} does {} of {limits} bytes{dtypes}", escaped(&plan.collective))
         };
         match self.0.is_empty() {
             true => "there are none".to_owned(),

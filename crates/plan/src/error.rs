@@ -1,15 +1,35 @@
 //! What can be wrong with a plan's form.
 
+use std::io;
+use std::path::PathBuf;
+
 use thiserror::Error;
 
 use crate::ids::Rank;
 use crate::op::ChannelType;
 use crate::place::Place;
+use crate::text::escaped;
 
 /// What is wrong with a plan, or with what is done with it.
 #[derive(Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum PlanError {
+    /// A file cannot be read.
+    #[error("{path}: {message}", path = path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What kind of error the operating system gave.
+        kind: io::ErrorKind,
+        /// Its words.
+        message: String,
+    },
+    /// The text is longer than any plan may be.
+    #[error("the plan's text is longer than {limit} bytes, the most that is read")]
+    TooLong {
+        /// The most bytes that it may have.
+        limit: u64,
+    },
     /// The text is no plan.
     #[error("the plan's text: {message} (line {line}, column {column})")]
     Json {
@@ -74,4 +94,14 @@ pub enum PlanError {
         /// What, with the numbers.
         what: String,
     },
+}
+
+impl PlanError {
+    /// What serde_json says of a text. It quotes names from there, and it puts the place behind its message, which stands
+    /// in fields of its own here.
+    pub(crate) fn json(error: &serde_json::Error) -> Self {
+        let text = escaped(&error.to_string());
+        let message = text.split(" at line ").next().unwrap_or(&text).to_owned();
+        PlanError::Json { message, line: error.line(), column: error.column() }
+    }
 }

@@ -40,6 +40,7 @@ mod place;
 mod plan;
 mod resolve;
 pub mod simulate;
+mod text;
 pub mod verify;
 
 pub use error::PlanError;
@@ -59,3 +60,4 @@ pub use plan::{
     ThreadBlock,
 };
 pub use resolve::{Access, Block, Mode, Wiring};
+pub use text::{MAX_TEXT_BYTES, escaped, read_text};

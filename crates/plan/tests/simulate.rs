@@ -2,7 +2,9 @@
 
 mod sketch;
 
-use antiphon_plan::simulate::{ArrowKind, Cluster, Lane, SimulateError, Simulation, fitting, simulate};
+use antiphon_plan::simulate::{
+    ArrowKind, Cluster, Lane, STEPS, SimulateError, Simulation, fitting, simulate,
+};
 use antiphon_plan::{CopyKind, OpKind, Pipeline, Plan, PutKind};
 use sketch::*;
 
@@ -321,4 +323,74 @@ fn a_thousand_ranks() {
         done.bus_bandwidth()
     );
     assert!(played.as_secs() < 30, "{played:?}");
+}
+
+/// Rank 0 with so many thread blocks, each of which copies so often.
+fn copies(blocks: usize, each: usize) -> Plan {
+    let mut sketch = Sketch::new("custom", 1, [1, 1, 1]);
+    for block in 0..blocks {
+        for _ in 0..each {
+            sketch.on(0, block).copy(CopyKind::Plain, (Output, 0, 1), (Input, 0, 1));
+        }
+    }
+    sketch.0
+}
+
+#[test]
+fn what_a_short_plan_may_ask_for_has_a_limit() {
+    let mut plan = copies(1, 1);
+    let ops = std::mem::take(&mut plan.gpus[0].threadblocks[0].ops);
+    // An operation and its two accesses are three steps; the pipeline and the operation in it allow four each.
+    let most = STEPS + 2 * 4;
+    let turns = most / 3;
+    for (num_chunks, fits) in [(turns, true), (turns + 1, false)] {
+        plan.gpus[0].threadblocks[0].ops =
+            vec![OpKind::Pipeline(Pipeline { unit_size: 16, num_chunks, ops: ops.clone() }).into()];
+        match (simulate(&plan, &cluster("h200x1"), 16), fits) {
+            (Ok(done), true) => assert_eq!(done.spans.len() as u64, turns),
+            (Err(SimulateError::TooLong { steps, limit }), false) => {
+                assert_eq!((steps, limit), (3 * num_chunks, most));
+                assert!(
+                    STEPS <= 1 << 20,
+                    "a span, its arrows and its place on the critical path take some 200 bytes"
+                );
+            }
+            (other, _) => panic!("{num_chunks}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_cluster_of_too_many_cards_is_refused_by_their_number() {
+    let spec = r#"{"base": "h200x8-nodes4096", "name": "cards", "nics_per_node": 17}"#;
+    let error = simulate(&copies(1, 1), &cluster(spec), 16).unwrap_err();
+    assert_eq!(error.to_string(), r#"cluster "cards" has 69632 network cards, at most 65536 are simulated"#);
+}
+
+/// Every rank puts to every other, with a thread block for each, and each time another number of chunks: no two flows end at
+/// one time, and all share links with all.
+fn crowd(ranks: u32, each: u64) -> Plan {
+    let chunks = u64::from(ranks * ranks) * each;
+    let mut sketch = Sketch::new("custom", ranks, [chunks, chunks, 0]);
+    for from in 0..ranks {
+        for (block, to) in (0..ranks).filter(|&to| to != from).enumerate() {
+            for turn in 0..each {
+                let size = 1 + u64::from(from * ranks + to) + turn;
+                sketch.on(from, block).put(Memory, to, (Output, 0, size), (Input, 0, size));
+            }
+        }
+    }
+    sketch.0
+}
+
+#[test]
+fn what_flows_that_share_links_may_cost_has_a_limit() {
+    let one_node = cluster(r#"{"base": "h200x8", "name": "one node", "gpus_per_node": 64}"#);
+    let played = |ranks| {
+        let plan = crowd(ranks, 4);
+        simulate(&plan, &one_node, fitting(&plan, 1 << 20)).map(|done| done.spans.len())
+    };
+    assert_eq!(played(8), Ok(8 * 7 * 4));
+    let error = played(64).unwrap_err();
+    assert!(matches!(error, SimulateError::TooShared { .. }), "{error}");
 }

@@ -16,7 +16,7 @@ pub enum TuningError {
     NoCandidates,
 
     /// Two candidates have one name.
-    #[error("candidate \"{name}\" is given twice")]
+    #[error("candidate {name:?} is given twice")]
     DuplicateCandidate {
         /// The name.
         name: String,
@@ -40,7 +40,7 @@ pub enum TuningError {
     },
 
     /// A time that no clock shows, so the exchange between the ranks must have gone wrong.
-    #[error("candidate \"{candidate}\" at {bytes} bytes took {nanoseconds} ns")]
+    #[error("candidate {candidate:?} at {bytes} bytes took {nanoseconds} ns")]
     InvalidTime {
         /// The candidate's name.
         candidate: String,
@@ -87,7 +87,7 @@ pub enum TuningError {
     },
 
     /// A file names a candidate that the table does not list.
-    #[error("candidate \"{name}\" is not in the table's list")]
+    #[error("candidate {name:?} is not in the table's list")]
     CandidateName {
         /// The name.
         name: String,
@@ -106,6 +106,46 @@ pub enum TuningError {
         path: PathBuf,
         /// The reason.
         source: io::Error,
+    },
+
+    /// A cache's file or folder is of another kind than a cache writes.
+    #[error("{path} is {found}, not {wanted}")]
+    Kind {
+        /// The file or folder.
+        path: PathBuf,
+        /// What it is.
+        found: &'static str,
+        /// What it should be.
+        wanted: &'static str,
+    },
+
+    /// A cache's file or folder belongs to a user other than this one and root.
+    #[error("{path} belongs to user {owner}, and this process runs as user {user}")]
+    Owner {
+        /// The file or folder.
+        path: PathBuf,
+        /// The number of its user.
+        owner: u32,
+        /// The number of this process's effective user.
+        user: u32,
+    },
+
+    /// Users other than its owner may write a cache's file or folder.
+    #[error("others may write {path} (its mode is {mode:04o}): `chmod go-w` it")]
+    Writable {
+        /// The file or folder.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+
+    /// A cache file is larger than any that a cache writes.
+    #[error("{path} is larger than {limit} bytes, the most that is read")]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The most bytes that are read.
+        limit: u64,
     },
 
     /// A cache file is not what [`Cache`](crate::Cache) writes.
@@ -149,4 +189,10 @@ pub enum TuningError {
         /// The checksum over their names now.
         expected: String,
     },
+}
+
+/// A message about a file's contents, with the control characters that it quotes escaped: a terminal would obey them.
+pub(crate) fn one_line(message: &impl ToString) -> String {
+    let shown = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    message.to_string().chars().map(shown).collect()
 }

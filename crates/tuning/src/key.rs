@@ -37,6 +37,7 @@ impl Key {
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { operation, dtype, world_size, machine } = self;
-        write!(f, "{operation} of \"{dtype}\" over {world_size} ranks on \"{machine}\"")
+        let operation = operation.escape_debug(); // it may come from a file
+        write!(f, "{operation} of {dtype:?} over {world_size} ranks on {machine:?}")
     }
 }

@@ -7,7 +7,8 @@
 //!
 //! * A [`Plan`] says what to measure. [`Plan::measure`] does it and returns a table.
 //! * A [`Table`] holds all measurements, and [`Table::choose`] picks the candidate for any size.
-//! * A [`Cache`] keeps tables in one JSON file that a person can read, check and edit.
+//! * A [`Cache`] keeps tables in one JSON file that a person can read, check and edit. A [`CacheFolder`] is what any
+//!   cache of the library is kept in: nothing is read that another user may have written.
 //!
 //! # Equal on all ranks
 //!
@@ -78,10 +79,12 @@ mod error;
 mod key;
 mod plan;
 mod table;
+mod warning;
 
 pub use agreement::same_on_all_ranks;
-pub use cache::{Cache, Entry, FORMAT, cache_dir};
+pub use cache::{Cache, CacheFolder, Entry, FORMAT, MAX_FILE_BYTES, cache_dir};
 pub use error::TuningError;
 pub use key::Key;
 pub use plan::{Plan, doubling};
 pub use table::{Choice, Row, STICKINESS, Table, Timing};
+pub use warning::warn_once;

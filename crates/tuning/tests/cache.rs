@@ -1,9 +1,11 @@
 //! Cache files: whole, broken, old, foreign and contended.
 
 use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::time::Duration;
 
-use antiphon_tuning::{Cache, Key, Plan, Table, TuningError, doubling};
+use antiphon_tuning::{Cache, Key, MAX_FILE_BYTES, Plan, Table, TuningError, doubling};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use tempfile::TempDir;
 
 const CANDIDATES: [&str; 2] = ["one_shot", "two_shot"];
@@ -249,7 +251,7 @@ fn a_place_that_cannot_be_written_is_an_error() {
     fs::write(&file, "").unwrap();
     let cache = Cache::at(file.join("tuning.json"));
     let error = cache.put(&key("all_reduce"), &defaults()).unwrap_err();
-    assert!(matches!(error, TuningError::Io { action: "create the folder of", .. }), "{error}");
+    assert!(matches!(error, TuningError::Io { action: "open", .. }), "{error}");
 }
 
 #[test]
@@ -273,4 +275,143 @@ fn writers_do_not_lose_each_others_entries() {
     let entries = cache.entries().unwrap();
     assert_eq!(entries.len(), WRITERS * EACH);
     assert!(entries.iter().all(Result::is_ok));
+}
+
+/// A cache with one table, and its folder.
+fn with_a_table() -> (TempDir, Cache) {
+    let (folder, cache) = cache();
+    cache.put(&key("all_reduce"), &defaults()).unwrap();
+    (folder, cache)
+}
+
+/// What reading and writing say.
+fn refusals(cache: &Cache) -> [String; 3] {
+    [
+        cache.get(&key("all_reduce"), &CANDIDATES).unwrap_err(),
+        cache.entries().unwrap_err(),
+        cache.put(&key("all_gather"), &defaults()).unwrap_err(),
+    ]
+    .map(|error| error.to_string())
+}
+
+#[test]
+fn symbolic_links_are_not_followed_and_what_they_point_to_stays() {
+    for name in ["tuning.json", "tuning.json.lock"] {
+        let (folder, cache) = with_a_table();
+        let target = folder.path().join("target");
+        fs::write(&target, "precious").unwrap();
+        let link = cache.path().with_file_name(name);
+        fs::remove_file(&link).unwrap();
+        symlink(&target, &link).unwrap();
+        let error = cache.put(&key("all_gather"), &defaults()).unwrap_err().to_string();
+        assert_eq!(error, format!("{} is a symbolic link, not a regular file", link.display()));
+        assert_eq!(fs::read_to_string(target).unwrap(), "precious");
+    }
+    let (folder, cache) = with_a_table();
+    let link = folder.path().join("link");
+    symlink(cache.path().parent().unwrap(), &link).unwrap();
+    for path in
+        [link.join("tuning.json"), link.join("./tuning.json"), folder.path().join("link//tuning.json")]
+    {
+        for error in refusals(&Cache::at(path)) {
+            assert_eq!(error, format!("{} is a symbolic link, not a folder", link.display()));
+        }
+    }
+}
+
+#[test]
+fn what_is_no_regular_file_is_refused_without_waiting() {
+    let (_folder, cache) = with_a_table();
+    fs::remove_file(cache.path()).unwrap();
+    mknodat(CWD, cache.path(), FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+    for error in refusals(&cache) {
+        assert_eq!(error, format!("{} is a FIFO, not a regular file", cache.path().display()));
+    }
+    fs::remove_file(cache.path()).unwrap();
+    fs::create_dir(cache.path()).unwrap();
+    for error in refusals(&cache) {
+        assert!(error.ends_with("is a folder, not a regular file"), "{error}");
+    }
+    // A file that never ends, and one that others may write at that.
+    for error in refusals(&Cache::at("/dev/zero")) {
+        assert!(
+            error.ends_with("/dev/zero is a device, not a regular file")
+                || error.contains("others may write")
+        );
+    }
+}
+
+#[test]
+fn a_file_that_is_too_large_is_refused_before_it_is_read() {
+    let (_folder, cache) = with_a_table();
+    fs::File::options().write(true).open(cache.path()).unwrap().set_len(1 << 40).unwrap();
+    for error in refusals(&cache) {
+        assert!(
+            error.ends_with(&format!("is larger than {MAX_FILE_BYTES} bytes, the most that is read")),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn what_others_may_write_is_refused() {
+    let (_folder, cache) = with_a_table();
+    let folder = cache.path().parent().unwrap();
+    for (path, mode, private) in
+        [(cache.path(), 0o620, 0o600), (folder, 0o777, 0o700), (folder, 0o1777, 0o700)]
+    {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        for error in refusals(&cache) {
+            assert!(
+                error.starts_with(&format!("others may write {} (its mode is", path.display())),
+                "{error}"
+            );
+        }
+        fs::set_permissions(path, fs::Permissions::from_mode(private)).unwrap();
+    }
+    assert_eq!(cache.get(&key("all_reduce"), &CANDIDATES).unwrap(), Some(defaults()));
+}
+
+#[test]
+fn what_belongs_to_another_user_is_refused() {
+    let (_folder, cache) = with_a_table();
+    for path in [cache.path(), cache.path().parent().unwrap()] {
+        if chown(path, Some(12_345), None).is_err() {
+            return eprintln!("skipped: only root can give files away");
+        }
+        for error in refusals(&cache) {
+            assert!(error.starts_with(&format!("{} belongs to user 12345", path.display())), "{error}");
+        }
+        chown(path, Some(0), None).unwrap();
+    }
+}
+
+#[test]
+fn folders_are_created_for_the_user_alone() {
+    let (folder, cache) = with_a_table();
+    for name in ["new", "new/folder"] {
+        let mode = fs::metadata(folder.path().join(name)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o700, "{name}");
+    }
+    assert_eq!(fs::metadata(cache.path()).unwrap().permissions().mode() & 0o022, 0);
+}
+
+#[test]
+fn control_characters_in_a_file_are_escaped_in_errors() {
+    let (_folder, cache) = with_a_table();
+    let whole = text(&cache);
+    // Valid JSON that holds the character ESC, in names of several kinds.
+    for (from, to) in [
+        ("\"candidate\": \"one_shot\"", "\"candidate\": \"\\u001b[2J\""),
+        ("\"checksum\": \"", "\"checksum\": \"\\u001b[2J"),
+        ("\"from_bytes\": 0", "\"from_bytes\": \"\\u001b[2J\""),
+    ] {
+        let broken = whole.replacen(from, to, 1);
+        assert_ne!(broken, whole);
+        fs::write(cache.path(), broken).unwrap();
+        let error = cache.get(&key("all_reduce"), &CANDIDATES).unwrap_err().to_string();
+        assert!(error.contains("\\u{1b}[2J") && !error.contains('\u{1b}'), "{error:?}");
+    }
+    let odd = Key::new("\u{1b}[2J", "\u{9b}", 2, "a\nb");
+    assert_eq!(odd.to_string(), r#"\u{1b}[2J of "\u{9b}" over 2 ranks on "a\nb""#);
 }

@@ -26,6 +26,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
     launch::{Launch, Outcome, Stream},
+    machine,
     report::{Machine, Row, Table, plot, write_json},
     sizes::Sizes,
 };
@@ -286,6 +287,7 @@ fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
         cuda::refuse(args)?;
         machine.gpus = Some(cuda::gpus(args.ranks)?);
     }
+    refuse_beyond_memory(args, &machine)?;
     // Files that cannot be written should be known before the minutes of measuring.
     let json = args.json.as_ref().map(create).transpose()?;
     if args.tail {
@@ -318,15 +320,32 @@ fn create(path: &PathBuf) -> io::Result<File> {
     open.map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }
 
+/// On how many ranks.
+fn ranks(args: &Args, machine: &Machine) -> usize {
+    machine.gpus.as_ref().map_or_else(|| args.ranks(machine.cores), |gpus| gpus.names.len())
+}
+
+/// Refuses sizes whose tensors do not fit the memory. On GPUs too: what goes there is made, and what comes back compared,
+/// in the memory of the host.
+fn refuse_beyond_memory(args: &Args, machine: &Machine) -> Result<(), String> {
+    let ranks = ranks(args, machine);
+    // A copy in symmetric memory stands beside the tensor that it is filled from.
+    let copies = if args.buffers == Buffers::Symmetric { 2 } else { 1 };
+    args.cases().into_iter().try_for_each(|case| {
+        let (input, output) = case.counts(ranks.max(1));
+        let elements = (input as u128 + output as u128) * copies * ranks as u128;
+        machine::refuse_beyond_memory(case.bytes, ranks, elements * case.dtype.size() as u128)
+    })
+}
+
 /// The same command on every rank, as workers.
 fn launch(args: &Args, machine: &Machine) -> Launch {
-    let gpus = machine.gpus.as_ref().map(|gpus| gpus.names.len());
-    let ranks = gpus.unwrap_or_else(|| args.ranks(machine.cores));
+    let ranks = ranks(args, machine);
     let mut launch = Launch::again(ranks);
     launch.bind = !args.no_bind && ranks <= machine.cores;
     // A benchmark that waits longer than this for a peer is broken, whatever the environment says.
     launch.env.push(("ANTIPHON_TIMEOUT".into(), "60".into()));
-    if gpus.is_some() {
+    if machine.gpus.is_some() {
         cuda::prepare(&mut launch);
     }
     launch

@@ -4,7 +4,7 @@ use rustix::fs::statvfs;
 use rustix::process::{Resource, getrlimit};
 
 use super::Check;
-use crate::machine::{Files, memory_limit};
+use crate::machine::{Files, meminfo_field, memory_limit};
 use crate::sizes::Bytes;
 
 const SHMEM_HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/shmem_enabled";
@@ -41,12 +41,6 @@ fn ram(meminfo: &str, limit: Option<u64>) -> Check {
             Check::ok(NAME, value, "shared tensors live here")
         }
     }
-}
-
-/// A field of /proc/meminfo in bytes.
-fn meminfo_field(meminfo: &str, name: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 fn huge_pages(setting: Option<&str>) -> Check {

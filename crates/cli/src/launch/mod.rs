@@ -125,7 +125,7 @@ impl Launch {
     /// `output` gets one line per call, in the order in which each stream wrote them, with its newline (which
     /// a last line may lack, and a piece of a line longer than [`MAX_LINE`] does). It runs on a thread of its
     /// own, so that a slow reader delays no signal. An error from it closes that stream: the rank then meets
-    /// a broken pipe, as it would without a launcher.
+    /// a broken pipe, as it would without a launcher, and the launch has failed ([`Outcome::unwritten`]).
     ///
     /// While the launch is under way SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 go to the ranks
     /// (those that the launcher was started to ignore stay ignored); afterwards they act as by default.
@@ -154,13 +154,18 @@ impl Launch {
                 .map_err(LaunchError::Output)?;
             let supervised = supervisor.run(&inbox);
             // A supervisor that failed leaves ranks behind: end them, or the pump would wait for their output.
-            let outcome = supervised.map(|()| supervisor.outcome());
+            let mut outcome = supervised.map(|()| supervisor.outcome());
             drop(supervisor);
             // From here on a signal ends the launcher, even while a reader that reads no more blocks the pump.
             drop(subscription);
             drop(running);
             match pump.join() {
-                Ok(pumped) => pumped.map_err(LaunchError::Output)?,
+                Ok(pumped) => {
+                    let unwritten = pumped.map_err(LaunchError::Output)?;
+                    if let Ok(outcome) = &mut outcome {
+                        outcome.unwritten = unwritten.map(|error| error.to_string());
+                    }
+                }
                 Err(panic) => std::panic::resume_unwind(panic),
             }
             outcome

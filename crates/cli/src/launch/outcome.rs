@@ -77,11 +77,14 @@ pub struct RankReport {
     pub after: Duration,
     /// The last signal that the launcher had sent it by then, its own or one passed on.
     pub sent: Option<i32>,
+    /// Whether a signal such as SIGSTOP held it when another rank failed.
+    pub stopped: bool,
 }
 
 impl fmt::Display for RankReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "pid {}, {} after {:.3} s", self.pid, self.end, self.after.as_secs_f64())?;
+        let stopped = if self.stopped { "stopped when another rank failed, " } else { "" };
+        write!(f, "pid {}, {stopped}{} after {:.3} s", self.pid, self.end, self.after.as_secs_f64())?;
         match self.sent {
             Some(signal) => write!(f, " (the launcher had sent {})", SignalName(signal)),
             None => Ok(()),
@@ -94,26 +97,28 @@ impl fmt::Display for RankReport {
 pub struct Outcome {
     /// One report for each rank, in rank order.
     pub ranks: Vec<RankReport>,
-    /// The rank that failed before all others. Where several were found dead at one look, a rank that a signal
-    /// killed counts as earlier than one that exited, since its peers exit because of it.
+    /// The rank that failed before all others, in the order in which the processes ended. If the first of them exited by
+    /// itself while a signal held another rank stopped, it is that one: its peers give up because of it.
     pub first_failure: Option<usize>,
     /// The time limit, if it ended the launch.
     pub timed_out: Option<Duration>,
+    /// Why some of what the ranks wrote could not be handed on, if it could not.
+    pub unwritten: Option<String>,
 }
 
 impl Outcome {
-    /// Whether every rank exited with code 0 within the time.
+    /// Whether every rank exited with code 0 within the time, and all that they wrote was handed on.
     pub fn success(&self) -> bool {
-        self.first_failure.is_none() && self.timed_out.is_none()
+        self.first_failure.is_none() && self.timed_out.is_none() && self.unwritten.is_none()
     }
 
     /// The exit code for the whole: 0, that of the rank that failed first (128 and the number for a signal),
-    /// or 124 when the time ran out before any failed.
+    /// 124 when the time ran out before any failed, or 1 if output was lost.
     pub fn exit_code(&self) -> u8 {
         match (self.timed_out, self.first_failure) {
             (Some(_), _) => TIMED_OUT,
             (None, Some(rank)) => self.ranks[rank].end.exit_code(),
-            (None, None) => 0,
+            (None, None) => u8::from(self.unwritten.is_some()),
         }
     }
 
@@ -128,10 +133,34 @@ impl Outcome {
         }
         let _ = match (self.timed_out, self.first_failure) {
             (Some(limit), _) => writeln!(text, "timed out after {:.3} s", limit.as_secs_f64()),
-            (None, Some(rank)) => writeln!(text, "rank {rank} failed first: {}", self.ranks[rank]),
+            (None, Some(rank)) => {
+                writeln!(text, "rank {rank} failed first: {}{}", self.ranks[rank], self.left_before(rank))
+            }
             (None, None) => Ok(()),
         };
+        if let Some(why) = &self.unwritten {
+            let _ = writeln!(text, "what the ranks wrote could not be handed on: {why}");
+        }
         text
+    }
+
+    /// Ranks that had exited with code 0 before this one failed: it may have failed because they left, which only they
+    /// know.
+    fn left_before(&self, failed: usize) -> String {
+        const SHOWN: usize = 4;
+        let first = &self.ranks[failed];
+        let before =
+            |report: &&RankReport| report.end.success() && !first.stopped && report.after <= first.after;
+        let mut left: Vec<&RankReport> = self.ranks.iter().filter(before).collect();
+        left.sort_by_key(|report| report.after);
+        let Some(earliest) = left.first() else { return String::new() };
+        let mut names: Vec<String> = left.iter().take(SHOWN).map(|report| report.rank.to_string()).collect();
+        if left.len() > SHOWN {
+            names.push(format!("{} more", left.len() - SHOWN));
+        }
+        let (names, after) = (names.join(", "), earliest.after.as_secs_f64());
+        let ranks = if left.len() == 1 { "rank" } else { "ranks" };
+        format!("; before it, {ranks} {names} left with exit code 0 (the first after {after:.3} s)")
     }
 }
 
@@ -140,13 +169,14 @@ mod tests {
     use super::*;
 
     fn rank(rank: usize, end: End, sent: Option<i32>) -> RankReport {
-        RankReport { rank, pid: 100 + rank as u32, end, after: Duration::from_millis(1234), sent }
+        let after = Duration::from_millis(1234);
+        RankReport { rank, pid: 100 + rank as u32, end, after, sent, stopped: false }
     }
 
     #[test]
     fn the_report_ends_with_who_failed_first() {
         let ranks = vec![rank(0, End::Code(1), Some(15)), rank(1, End::Signal(9), None)];
-        let outcome = Outcome { ranks, first_failure: Some(1), timed_out: None };
+        let outcome = Outcome { ranks, first_failure: Some(1), timed_out: None, unwritten: None };
         assert_eq!(outcome.exit_code(), 137);
         assert_eq!(
             outcome.report(),
@@ -159,11 +189,37 @@ mod tests {
     #[test]
     fn success_says_nothing_and_a_time_limit_says_so() {
         let ranks = vec![rank(0, End::Code(0), None)];
-        let mut outcome = Outcome { ranks, first_failure: None, timed_out: None };
+        let mut outcome = Outcome { ranks, first_failure: None, timed_out: None, unwritten: None };
         assert_eq!((outcome.exit_code(), outcome.report().as_str()), (0, ""));
         outcome.timed_out = Some(Duration::from_millis(1500));
         assert_eq!(outcome.exit_code(), 124);
         assert!(outcome.report().ends_with("timed out after 1.500 s\n"));
+    }
+
+    #[test]
+    fn output_that_was_lost_is_a_failure() {
+        let ranks = vec![rank(0, End::Code(0), None)];
+        let unwritten = Some("No space left on device (os error 28)".into());
+        let outcome = Outcome { ranks, first_failure: None, timed_out: None, unwritten };
+        assert_eq!((outcome.success(), outcome.exit_code()), (false, 1));
+        let last = "what the ranks wrote could not be handed on: No space left on device (os error 28)\n";
+        assert!(outcome.report().ends_with(last), "{}", outcome.report());
+    }
+
+    #[test]
+    fn ranks_that_had_left_before_the_first_failure_are_named() {
+        let mut ranks: Vec<_> = (0..7).map(|at| rank(at, End::Code(0), None)).collect();
+        ranks[2].end = End::Code(1);
+        ranks[5].after = Duration::from_millis(1000);
+        ranks[6].after = Duration::from_millis(9000);
+        let mut outcome = Outcome { ranks, first_failure: Some(2), timed_out: None, unwritten: None };
+        let said = "rank 2 failed first: pid 102, exit code 1 after 1.234 s; before it, ranks 5, 0, 1, 3, 1 more left with \
+                    exit code 0 (the first after 1.000 s)\n";
+        assert!(outcome.report().ends_with(said), "{}", outcome.report());
+        outcome.ranks[2].stopped = true;
+        let said =
+            "rank 2 failed first: pid 102, stopped when another rank failed, exit code 1 after 1.234 s\n";
+        assert!(outcome.report().ends_with(said), "{}", outcome.report());
     }
 
     #[test]

@@ -29,8 +29,13 @@ impl Source {
         Self { rank, stream, pipe: PipeReader::from(pipe), lines: Lines::default() }
     }
 
-    /// Reads once. False when there is nothing more to come, or nobody who wants it.
-    fn advance<F>(&mut self, buffer: &mut [u8], output: &mut F) -> io::Result<bool>
+    /// Reads once. False when there is nothing more to come, or nobody who wants it: why is then in `unwritten`.
+    fn advance<F>(
+        &mut self,
+        buffer: &mut [u8],
+        output: &mut F,
+        unwritten: &mut Option<io::Error>,
+    ) -> io::Result<bool>
     where
         F: FnMut(usize, Stream, &[u8]) -> io::Result<()>,
     {
@@ -41,7 +46,9 @@ impl Source {
         };
         let emit = |line: &[u8]| output(self.rank, self.stream, line);
         let taken = if read == 0 { self.lines.finish(emit) } else { self.lines.push(&buffer[..read], emit) };
-        Ok(read != 0 && taken.is_ok())
+        let open = read != 0 && taken.is_ok();
+        *unwritten = unwritten.take().or(taken.err());
+        Ok(open)
     }
 }
 
@@ -51,14 +58,17 @@ pub(super) struct Pump {
     /// Ends (its writer is dropped) when every rank has ended. `None` once that was seen.
     closing: Option<PipeReader>,
     deadline: Option<Instant>,
+    /// The first error of what takes the lines.
+    unwritten: Option<io::Error>,
 }
 
 impl Pump {
     pub(super) fn new(sources: Vec<Source>, closing: PipeReader) -> Self {
-        Self { sources, closing: Some(closing), deadline: None }
+        Self { sources, closing: Some(closing), deadline: None, unwritten: None }
     }
 
-    pub(super) fn run<F>(mut self, mut output: F) -> io::Result<()>
+    /// Returns the first error of `output`, which does not keep other outputs from being read.
+    pub(super) fn run<F>(mut self, mut output: F) -> io::Result<Option<io::Error>>
     where
         F: FnMut(usize, Stream, &[u8]) -> io::Result<()>,
     {
@@ -70,7 +80,7 @@ impl Pump {
             self.sources.retain_mut(|source| {
                 position += 1;
                 !ready[position - 1]
-                    || source.advance(&mut buffer, &mut output).unwrap_or_else(|error| {
+                    || source.advance(&mut buffer, &mut output, &mut self.unwritten).unwrap_or_else(|error| {
                         failure = Some(error);
                         false
                     })
@@ -80,7 +90,7 @@ impl Pump {
             }
         }
         self.flush(&mut output);
-        Ok(())
+        Ok(self.unwritten)
     }
 
     /// Waits until something can be read and says, for each source, whether it can.
@@ -108,7 +118,8 @@ impl Pump {
         F: FnMut(usize, Stream, &[u8]) -> io::Result<()>,
     {
         for source in &mut self.sources {
-            let _ = source.lines.finish(|line| output(source.rank, source.stream, line)); // no stream left to close
+            let finished = source.lines.finish(|line| output(source.rank, source.stream, line));
+            self.unwritten = self.unwritten.take().or(finished.err());
         }
     }
 }

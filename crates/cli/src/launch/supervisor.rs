@@ -7,7 +7,7 @@ use rustix::process::Signal;
 use signal_hook::consts::SIGCHLD;
 
 use super::spawn::Children;
-use super::{Launch, LaunchError, Outcome, RankReport};
+use super::{End, Launch, LaunchError, Outcome};
 
 /// How far the end of the launch has come.
 #[derive(Clone, Copy)]
@@ -84,11 +84,13 @@ impl Supervisor {
     /// Takes note of the ranks that have ended since the last look.
     fn reap(&mut self) -> Result<(), LaunchError> {
         let ended = self.children.reap(self.started)?;
-        let failed = ended.iter().filter(|report| !report.end.success());
-        if let Some(first) = failed.min_by_key(|report| cause_first(report))
+        if let Some(first) = ended.iter().find(|report| !report.end.success())
             && self.first_failure.is_none()
         {
-            self.first_failure = Some(first.rank);
+            // A rank that is stopped makes the others give up, so it failed before one that exited. One that a signal
+            // killed needed nobody for that.
+            let stopped = matches!(first.end, End::Code(_)).then(|| self.children.note_stopped()).flatten();
+            self.first_failure = Some(stopped.unwrap_or(first.rank));
             if let Stage::Running(_) = self.stage {
                 self.stage = Stage::Grace(self.after_grace());
             }
@@ -134,13 +136,7 @@ impl Supervisor {
             ranks: self.children.take_reports(),
             first_failure: self.first_failure,
             timed_out: if self.timed_out { self.timeout } else { None },
+            unwritten: None,
         }
     }
-}
-
-/// Orders failures found at one look: deaths by a signal that the launcher did not send come first, as they
-/// are what makes peers exit.
-fn cause_first(report: &RankReport) -> (bool, usize) {
-    let killed = matches!(report.end, super::End::Signal(signal) if report.sent != Some(signal));
-    (!killed, report.rank)
 }

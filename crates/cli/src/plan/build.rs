@@ -86,7 +86,7 @@ enum Reduction {
 /// Runs the command.
 pub fn execute(args: Args) -> Result<ExitStatus> {
     if args.library.list {
-        print!("{}", list());
+        write!(std::io::stdout(), "{}", list())?;
         return Ok(SUCCESS);
     }
     let plan = match &args.library.library {

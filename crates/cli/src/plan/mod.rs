@@ -8,10 +8,12 @@ mod show;
 mod simulate;
 mod verify;
 
+use std::io::{self, Write};
 use std::path::Path;
 
-use antiphon_plan::Plan;
+use antiphon_plan::{Plan, PlanError};
 use clap::Subcommand;
+use serde::Serialize;
 
 use crate::{ExitStatus, FAILURE};
 
@@ -50,6 +52,46 @@ pub fn execute(args: Args) -> ExitStatus {
 
 /// Reads a plan's file.
 fn read(file: &Path) -> Result<Plan> {
-    let text = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
-    Ok(Plan::from_json(&text).map_err(|error| format!("{}: {error}", file.display()))?)
+    Ok(Plan::from_file(file).map_err(|error| about(file, error))?)
+}
+
+/// What is wrong with a file, which is named.
+fn about(file: &Path, error: PlanError) -> String {
+    match error {
+        PlanError::File { .. } => error.to_string(),
+        error => format!("{}: {error}", file.display()),
+    }
+}
+
+/// Writes JSON to standard output. The control characters that JSON may hold as they are, DEL and those from 80 to 9F, are
+/// escaped as well.
+fn print_json(value: &impl Serialize) -> Result<()> {
+    struct Printable<W>(W);
+
+    impl<W: Write> Write for Printable<W> {
+        /// serde_json writes each piece of a string at once, so no character is cut.
+        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+            match std::str::from_utf8(text) {
+                Ok(piece) if piece.contains(|c| ('\u{7f}'..='\u{9f}').contains(&c)) => {
+                    for c in piece.chars() {
+                        match c {
+                            '\u{7f}'..='\u{9f}' => write!(self.0, "\\u{:04x}", c as u32)?,
+                            c => write!(self.0, "{c}")?,
+                        }
+                    }
+                }
+                _ => self.0.write_all(text)?,
+            }
+            Ok(text.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            self.0.flush()
+        }
+    }
+
+    let mut out = Printable(io::BufWriter::new(io::stdout()));
+    serde_json::to_writer_pretty(&mut out, value).map_err(io::Error::from)?;
+    writeln!(out)?;
+    Ok(out.flush()?)
 }

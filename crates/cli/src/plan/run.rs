@@ -1,6 +1,10 @@
 //! `antiphon plan run`: a plan at work on ranks of this machine, with every result checked.
 
-use std::{path::PathBuf, time::Instant};
+use std::{
+    io::{Write, stdout},
+    path::PathBuf,
+    time::Instant,
+};
 
 use antiphon::{
     collectives::Communicator,
@@ -19,7 +23,7 @@ use super::Result;
 use crate::{
     ExitStatus, FAILURE, SUCCESS,
     launch::Launch,
-    machine::{Cores, Files},
+    machine::{Cores, Files, refuse_beyond_memory},
     report::{algbw_gbs, bus_factor},
     sizes::Sizes,
 };
@@ -92,6 +96,10 @@ fn start(args: &Args, plan: &Plan) -> Result<ExitStatus> {
         return Err(format!("the plan is for {} ranks, not {ranks}", plan.num_ranks()).into());
     }
     prove(plan)?;
+    for &bytes in &args.size.0 {
+        let tensors = if args.symmetric { 4 } else { 2 };
+        refuse_beyond_memory(bytes, ranks, u128::from(bytes) * tensors * ranks as u128)?;
+    }
     let mut launch = Launch::again(ranks);
     launch.bind = ranks <= Cores::count(&Files::system()).usable();
     launch.capture = false;
@@ -111,14 +119,22 @@ fn work(args: &Args, plan: Plan) -> Result<ExitStatus> {
     let packets = if args.packets == Packets::Ll8 { PacketKind::LL8 } else { PacketKind::LL16 };
     let mut loaded = LoadedPlan::load(&comm, &prove(&plan)?, Options { packets })?;
     if comm.rank() == 0 {
-        println!("{:>12} {:>10} {:>12} {:>12}  results", "bytes", "time µs", "alg GB/s", "bus GB/s");
+        let titles = ["bytes", "time µs", "alg GB/s", "bus GB/s"];
+        writeln!(
+            stdout(),
+            "{:>12} {:>10} {:>12} {:>12}  results",
+            titles[0],
+            titles[1],
+            titles[2],
+            titles[3]
+        )?;
     }
     let mut all_right = true;
     for &bytes in &args.size.0 {
         let row = with_dtype!(args.dtype, T => measure::<T>(&comm, &plan, &mut loaded, bytes, args)?);
         all_right &= row.wrong.is_none_or(|wrong| wrong == 0);
         if comm.rank() == 0 {
-            println!("{}", row.text(&plan, comm.world_size()));
+            writeln!(stdout(), "{}", row.text(&plan, comm.world_size()))?;
         }
     }
     Ok(if all_right { SUCCESS } else { FAILURE })

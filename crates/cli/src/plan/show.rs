@@ -1,10 +1,11 @@
 //! `antiphon plan show`: a plan's timeline as a page.
 
+use std::io::{Write, stdout};
 use std::path::PathBuf;
 
 use antiphon_plan::picture::{self, Mark};
-use antiphon_plan::simulate;
 use antiphon_plan::verify::{self, Severity, verify};
+use antiphon_plan::{escaped, simulate};
 
 use super::Result;
 use super::simulate::{On, write};
@@ -60,16 +61,17 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
         write(file, &picture::html(&plan, &cluster, &simulation, &marks))?;
         let (time, blocks) =
             (simulation.time_ns / 1e3, plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).sum::<usize>());
-        println!(
+        writeln!(
+            stdout(),
             "{}: {} on {}, {time:.2} µs, {blocks} thread blocks",
             file.display(),
             Bytes(bytes),
-            cluster.name
-        );
+            escaped(&cluster.name)
+        )?;
     }
     if let Some(file) = &args.trace {
         write(file, &picture::trace(&plan, &simulation))?;
-        println!("{}: for ui.perfetto.dev", file.display());
+        writeln!(stdout(), "{}: for ui.perfetto.dev", file.display())?;
     }
     Ok(SUCCESS)
 }

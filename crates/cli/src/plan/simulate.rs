@@ -1,11 +1,11 @@
 //! `antiphon plan simulate`: how long a plan takes on a cluster, for many sizes, and what makes it so.
 
+use std::io::Write;
 use std::path::PathBuf;
 
-use antiphon_plan::Plan;
-use antiphon_plan::picture;
 use antiphon_plan::simulate::{self, Cluster, Lane, Simulation};
-use serde::Serialize;
+use antiphon_plan::{Plan, escaped, picture, read_text};
+use serde::{Serialize, Serializer};
 
 use super::Result;
 use crate::sizes::{Bytes, Sizes};
@@ -56,8 +56,9 @@ impl On {
         let ranks = plan.num_ranks().max(1);
         let spec = match &self.cluster {
             Some(spec) if spec.ends_with(".json") => {
-                let cluster = std::fs::read_to_string(spec).map_err(|error| format!("{spec}: {error}"))?;
-                return Ok(Cluster::from_spec(&cluster).map_err(|error| format!("{spec}: {error}"))?);
+                let text = read_text(spec).map_err(|error| super::about(spec.as_ref(), error))?;
+                let text = String::from_utf8(text).map_err(|error| format!("{spec}: {error}"))?;
+                return Ok(Cluster::from_spec(&text).map_err(|error| format!("{spec}: {error}"))?);
             }
             Some(spec) => spec.clone(),
             None if ranks <= 8 => format!("h200x{ranks}"),
@@ -85,8 +86,8 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
     }
     let prediction = Prediction::new(&plan, &cluster, rows, &last);
     match args.json {
-        true => println!("{}", serde_json::to_string_pretty(&prediction)?),
-        false => print!("{}", prediction.table()),
+        true => super::print_json(&prediction)?,
+        false => write!(std::io::stdout(), "{}", prediction.table())?,
     }
     Ok(SUCCESS)
 }
@@ -149,35 +150,50 @@ struct Link {
 
 /// All that the command prints.
 #[derive(Serialize)]
-struct Prediction {
+struct Prediction<'a> {
     plan: String,
     collective: String,
     ranks: usize,
     cluster: String,
     rows: Vec<Row>,
     /// Of the last row; times from the kernel's start.
-    critical_path: Vec<Step>,
+    #[serde(serialize_with = "Path::serialize")]
+    critical_path: Path<'a>,
     /// Of the last row.
     links: Vec<Link>,
 }
 
-impl Prediction {
-    fn new(plan: &Plan, cluster: &Cluster, rows: Vec<Row>, last: &Simulation) -> Self {
-        let step = |step: &simulate::Step| {
-            let span = &last.spans[step.span.index()];
-            let lane = match span.lane {
-                Lane::Block => String::new(),
-                Lane::CopyEngine(to) => format!(" (copy engine to rank {to})"),
-                Lane::Nic(to) => format!(" (network card to rank {to})"),
-            };
-            Step {
-                from_us: step.from_ns / 1e3,
-                until_us: step.until_ns / 1e3,
-                operation: plan.op(span.place).map_or("", |op| op.kind.name()).to_owned(),
-                lane: format!("{}{lane}", span.place),
-                bytes: span.bytes,
-            }
+/// The critical path, which may have a million steps: each is described when it is written.
+struct Path<'a> {
+    plan: &'a Plan,
+    simulation: &'a Simulation,
+    steps: Vec<simulate::Step>,
+}
+
+impl Path<'_> {
+    fn describe(&self, step: &simulate::Step) -> Step {
+        let span = &self.simulation.spans[step.span.index()];
+        let lane = match span.lane {
+            Lane::Block => String::new(),
+            Lane::CopyEngine(to) => format!(" (copy engine to rank {to})"),
+            Lane::Nic(to) => format!(" (network card to rank {to})"),
         };
+        Step {
+            from_us: step.from_ns / 1e3,
+            until_us: step.until_ns / 1e3,
+            operation: self.plan.op(span.place).map_or("", |op| op.kind.name()).to_owned(),
+            lane: format!("{}{lane}", span.place),
+            bytes: span.bytes,
+        }
+    }
+
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.steps.iter().map(|step| self.describe(step)))
+    }
+}
+
+impl<'a> Prediction<'a> {
+    fn new(plan: &'a Plan, cluster: &Cluster, rows: Vec<Row>, last: &'a Simulation) -> Self {
         let link = |link: &simulate::LinkUse| Link {
             link: link.name.clone(),
             bytes: link.bytes,
@@ -190,15 +206,16 @@ impl Prediction {
             ranks: plan.num_ranks(),
             cluster: cluster.name.clone(),
             rows,
-            critical_path: last.critical_path().iter().map(step).collect(),
+            critical_path: Path { plan, simulation: last, steps: last.critical_path() },
             links: last.links.iter().map(link).collect(),
         }
     }
 
     fn table(&self) -> String {
         const SHOWN: usize = 24;
-        let mut text =
-            format!("{} ({}, {} ranks) on {}\n\n", self.plan, self.collective, self.ranks, self.cluster);
+        let [plan, collective, cluster] =
+            [&self.plan, &self.collective, &self.cluster].map(|name| escaped(name));
+        let mut text = format!("{plan} ({collective}, {} ranks) on {cluster}\n\n", self.ranks);
         text += &format!("{:>12} {:>12} {:>12} {:>12}\n", "bytes", "time µs", "alg GB/s", "bus GB/s");
         for Row { bytes, time_us, algorithm_gb_s, bus_gb_s } in &self.rows {
             text += &format!("{bytes:>12} {time_us:>12.2} {algorithm_gb_s:>12.2} {bus_gb_s:>12.2}\n");
@@ -206,11 +223,12 @@ impl Prediction {
         let bytes = Bytes(self.rows.last().map_or(0, |row| row.bytes));
         text += &format!("\nCritical path at {bytes}, from the kernel's start\n");
         text += &format!("{:>12} {:>12}  what\n", "from µs", "until µs");
-        for Step { from_us, until_us, operation, lane, bytes } in self.critical_path.iter().take(SHOWN) {
-            let moved = if *bytes > 0 { format!(", {}", Bytes(*bytes)) } else { String::new() };
+        for step in self.critical_path.steps.iter().take(SHOWN) {
+            let Step { from_us, until_us, operation, lane, bytes } = self.critical_path.describe(step);
+            let moved = if bytes > 0 { format!(", {}", Bytes(bytes)) } else { String::new() };
             text += &format!("{from_us:>12.2} {until_us:>12.2}  {operation}: {lane}{moved}\n");
         }
-        text += &more(self.critical_path.len(), SHOWN);
+        text += &more(self.critical_path.steps.len(), SHOWN);
         text += &format!("\nLinks at {bytes}, busiest first\n{:>12} {:>12}  link\n", "busy", "GB/s at most");
         let mut busiest: Vec<_> = self.links.iter().filter(|link| link.bytes > 0).collect();
         busiest.sort_by(|a, b| b.busy.total_cmp(&a.busy));

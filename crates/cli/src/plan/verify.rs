@@ -4,6 +4,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use antiphon_plan::verify::{Expectation, Expected, Finding, Options, Report, verify};
+use antiphon_plan::{escaped, read_text};
 use serde_json::{Value, json};
 
 use super::Result;
@@ -40,19 +41,17 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
     let plan = super::read(&args.file)?;
     let expectation = args.expect.as_deref().map(table).transpose()?;
     let report = verify(&plan, &Options { expectation });
-    // Whoever reads it may have seen enough.
-    let mut out = std::io::stdout();
     match args.json {
-        true => writeln!(out, "{:#}", describe(&report))?,
-        false => writeln!(out, "{report}")?,
+        true => super::print_json(&describe(&report))?,
+        false => writeln!(std::io::stdout(), "{report}")?,
     }
     Ok(if report.proved { SUCCESS } else { FAILURE })
 }
 
 fn table(file: &Path) -> Result<Expectation> {
-    let text = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
-    let rows: Vec<Expected> =
-        serde_json::from_slice(&text).map_err(|error| format!("{}: {error}", file.display()))?;
+    let text = read_text(file).map_err(|error| super::about(file, error))?;
+    let rows: Vec<Expected> = serde_json::from_slice(&text)
+        .map_err(|error| format!("{}: {}", file.display(), escaped(&error.to_string())))?;
     Ok(Expectation::Table(rows))
 }
 

@@ -3,7 +3,7 @@
 use std::{ops::RangeInclusive, time::Duration};
 
 use antiphon_fabric::{Communicator, FabricError};
-use antiphon_tuning::{Cache, Key, Plan, Table, TuningError, doubling, same_on_all_ranks};
+use antiphon_tuning::{Cache, Key, Plan, Table, TuningError, doubling, same_on_all_ranks, warn_once};
 
 use crate::error::{CollectiveError, Result};
 
@@ -28,7 +28,7 @@ impl AllReduceTable {
     }
 
     /// The table in the cache if all ranks find the same there, else the one with these thresholds: from so many bytes on,
-    /// that algorithm. All ranks call it together.
+    /// that algorithm. A cache that cannot be used is warned of. All ranks call it together.
     pub(crate) fn load(
         comm: &Communicator,
         key: &Key,
@@ -36,8 +36,12 @@ impl AllReduceTable {
         built_in: &[(usize, usize)],
     ) -> Result<Self> {
         let cached = Cache::open().ok().and_then(|cache| {
-            let table = cache.get(key, algorithms).ok().flatten()?;
-            Some((table, cache.path().display().to_string()))
+            let path = cache.path().display();
+            let table = cache.get(key, algorithms).unwrap_or_else(|why| {
+                warn_once(&format!("the table of algorithms in {path} is not used: {why}"));
+                None
+            });
+            Some((table?, path.to_string()))
         });
         let same =
             same_on_all_ranks(cached.as_ref().map(|(table, _)| table), |numbers| maximum(comm, numbers))?;

@@ -4,14 +4,12 @@
 //! architecture), so an entry is never out of date: it is right or it is not there. A file carries its key, its length
 //! and a checksum. It is written under another name and then renamed, so a reader sees a whole file or none, and of
 //! any number of writers the last one wins with the same bytes. What is truncated or corrupt is compiled again and
-//! replaced.
+//! replaced. A GPU executes what is found here, so a file or folder that another user may have written is not used, and
+//! the user is told.
 
-use std::{
-    fs,
-    io::{self, Write},
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
+use antiphon_tuning::{CacheFolder, warn_once};
 use sha2::{Digest, Sha256};
 
 use super::{CudaError, Nvrtc, Program};
@@ -19,11 +17,14 @@ use super::{CudaError, Nvrtc, Program};
 /// What a file begins with: the format, then the key, the checksum and the length of the code.
 const MAGIC: &[u8; 8] = b"ANTIPHK1";
 const HEADER: usize = 8 + 32 + 32 + 8;
+/// The largest file that is read. The largest kernels take some hundred KB.
+const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// A folder of compiled kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelCache {
-    folder: Option<PathBuf>,
+    /// Or why there is none.
+    folder: Result<PathBuf, String>,
 }
 
 /// A program's machine code, ready to load.
@@ -47,20 +48,24 @@ pub enum Origin {
 }
 
 impl KernelCache {
-    /// The user's cache: `kernels` in [the library's cache folder](antiphon_tuning::cache_dir). Without a folder
-    /// everything is compiled every time.
+    /// The user's cache: `kernels` in [the library's cache folder](antiphon_tuning::cache_dir). Without a folder that
+    /// [can be trusted](CacheFolder) everything is compiled every time.
     pub fn open() -> Self {
-        Self { folder: antiphon_tuning::cache_dir().ok().map(|folder| folder.join("kernels")) }
+        let folder = antiphon_tuning::cache_dir().and_then(|folder| {
+            CacheFolder::open(&folder)?;
+            Ok(folder.join("kernels"))
+        });
+        Self { folder: folder.map_err(|error| error.to_string()) }
     }
 
     /// A cache in this folder, which is created when something is stored.
     pub fn at(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: Some(folder.into()) }
+        Self { folder: Ok(folder.into()) }
     }
 
     /// The folder, if there is one.
     pub fn folder(&self) -> Option<&Path> {
-        self.folder.as_deref()
+        self.folder.as_deref().ok()
     }
 
     /// The program's machine code, from the cache or compiled now. A cache that cannot be used is no error:
@@ -73,18 +78,23 @@ impl KernelCache {
     }
 
     fn get_or_make<E>(&self, key: [u8; 32], make: impl FnOnce() -> Result<Vec<u8>, E>) -> Result<Cubin, E> {
-        let path = self.folder.as_ref().map(|folder| folder.join(file_name(&key)));
-        if let Some(bytes) = path.as_ref().and_then(|path| fs::read(path).ok()).and_then(|b| open(b, &key)) {
-            return Ok(Cubin { bytes, origin: Origin::Cached });
+        let name = file_name(&key);
+        let folder =
+            self.folder.clone().and_then(|path| CacheFolder::create(&path).map_err(|why| why.to_string()));
+        match folder.as_ref().map(|folder| folder.read(&name, MAX_FILE_BYTES)) {
+            Ok(Ok(Some(file))) => {
+                if let Some(bytes) = open(file, &key) {
+                    return Ok(Cubin { bytes, origin: Origin::Cached });
+                }
+            }
+            Ok(Ok(None)) => {}
+            Ok(Err(why)) => warn_once(&format!("a compiled kernel is not used: {why}")),
+            Err(why) => warn_once(&format!("compiled kernels are not kept: {why}")),
         }
         let bytes = make()?;
-        let origin = match path.as_ref().map(|path| (path, store(path, &key, &bytes))) {
-            Some((_, Ok(()))) => Origin::Compiled,
-            Some((path, Err(error))) => Origin::NotStored(format!("{}: {error}", path.display())),
-            None => {
-                Origin::NotStored("no cache folder: set ANTIPHON_CACHE_DIR, XDG_CACHE_HOME or HOME".into())
-            }
-        };
+        let stored = folder
+            .and_then(|folder| folder.replace(&name, &contents(&key, &bytes)).map_err(|why| why.to_string()));
+        let origin = stored.map_or_else(Origin::NotStored, |()| Origin::Compiled);
         Ok(Cubin { bytes, origin })
     }
 }
@@ -111,26 +121,23 @@ fn open(mut file: Vec<u8>, key: &[u8; 32]) -> Option<Vec<u8>> {
     })
 }
 
-fn store(path: &Path, key: &[u8; 32], code: &[u8]) -> io::Result<()> {
-    let folder = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(folder)?;
-    // A temporary file goes away if it is not renamed; one that a killed process left is never looked at.
-    let mut file = tempfile::Builder::new().prefix(".kernel-").suffix(".tmp").tempfile_in(folder)?;
+/// What a file of this code holds.
+fn contents(key: &[u8; 32], code: &[u8]) -> Vec<u8> {
     let mut contents = Vec::with_capacity(HEADER + code.len());
     contents.extend_from_slice(MAGIC);
     contents.extend_from_slice(key);
     contents.extend_from_slice(&Sha256::digest(code));
     contents.extend_from_slice(&(code.len() as u64).to_le_bytes());
     contents.extend_from_slice(code);
-    file.write_all(&contents)?;
-    file.persist(path)?;
-    Ok(())
+    contents
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::convert::Infallible;
+    use std::{convert::Infallible, fs, os::unix::fs::PermissionsExt};
+
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
 
     const KEY: [u8; 32] = [7; 32];
 
@@ -208,7 +215,51 @@ mod tests {
             matches!(&cubin.origin, Origin::NotStored(why) if why.contains("Not a directory")),
             "{cubin:?}"
         );
-        let cubin = get(&KernelCache { folder: None }, KEY, b"code");
-        assert!(matches!(&cubin.origin, Origin::NotStored(why) if why.contains("ANTIPHON_CACHE_DIR")));
+        let cubin = get(&KernelCache { folder: Err("no folder".into()) }, KEY, b"code");
+        assert_eq!(cubin.origin, Origin::NotStored("no folder".into()));
+    }
+
+    #[test]
+    fn what_others_may_have_put_there_is_not_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let kernels = folder.path().join("kernels");
+        let cache = KernelCache::at(&kernels);
+        get(&cache, KEY, b"code");
+        let path = kernels.join(file_name(&KEY));
+        let elsewhere = folder.path().join("elsewhere");
+        let plant = |what: &dyn Fn()| {
+            fs::rename(&path, &elsewhere).unwrap();
+            what();
+            let cubin = get(&cache, KEY, b"fresh");
+            assert_eq!((&cubin.bytes[..], &cubin.origin), (&b"fresh"[..], &Origin::Compiled));
+            assert_eq!(get(&cache, KEY, b"never made").origin, Origin::Cached);
+            assert!(fs::symlink_metadata(&path).unwrap().is_file());
+        };
+        plant(&|| std::os::unix::fs::symlink(&elsewhere, &path).unwrap());
+        plant(&|| mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap());
+        plant(&|| fs::File::create(&path).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap());
+        plant(&|| {
+            fs::copy(&elsewhere, &path).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
+        });
+        // And the folder itself.
+        for mode in [0o777, 0o770] {
+            fs::set_permissions(&kernels, fs::Permissions::from_mode(mode)).unwrap();
+            let cubin = get(&cache, KEY, b"fresh");
+            assert!(
+                matches!(&cubin.origin, Origin::NotStored(why) if why.contains("others may write")),
+                "{cubin:?}"
+            );
+        }
+        fs::set_permissions(&kernels, fs::Permissions::from_mode(0o700)).unwrap();
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(&kernels, &link).unwrap();
+        for link in [link.clone(), link.join("")] {
+            let cubin = get(&KernelCache::at(link), KEY, b"fresh");
+            assert!(
+                matches!(&cubin.origin, Origin::NotStored(why) if why.contains("is a symbolic link")),
+                "{cubin:?}"
+            );
+        }
     }
 }

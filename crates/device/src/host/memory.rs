@@ -12,7 +12,9 @@ use std::{
 
 use rustix::{
     fs::{FallocateFlags, MemfdFlags, SealFlags},
+    io::Errno,
     mm::{MapFlags, ProtFlags},
+    process::{Resource, getrlimit},
 };
 
 use crate::DeviceError;
@@ -41,8 +43,9 @@ impl SharedMemory {
     pub fn create(len: usize) -> Result<Self, DeviceError> {
         let fd = rustix::fs::memfd_create("antiphon", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(|e| DeviceError::system("memfd_create", e, "Linux 3.17 or newer is needed"))?;
-        rustix::fs::ftruncate(&fd, len as u64).map_err(|e| {
-            DeviceError::system(format!("ftruncate to {len} bytes"), e, "lower ANTIPHON_ARENA_BYTES")
+        grow(&fd, len as u64).map_err(|e| {
+            let remedy = "lower ANTIPHON_ARENA_BYTES, or raise the limit of file sizes (ulimit -f)";
+            DeviceError::system(format!("ftruncate to {len} bytes"), e, remedy)
         })?;
         rustix::fs::fcntl_add_seals(&fd, SEALS)
             .map_err(|e| DeviceError::system("fcntl F_ADD_SEALS", e, "the kernel must support sealing"))?;
@@ -138,6 +141,15 @@ impl Drop for SharedMemory {
     }
 }
 
+/// Gives a file its size. One beyond RLIMIT_FSIZE, which counts for shared memory too, is refused here: the kernel would
+/// send SIGXFSZ, which kills without a word.
+fn grow(fd: &OwnedFd, len: u64) -> Result<(), Errno> {
+    match getrlimit(Resource::Fsize).current {
+        Some(limit) if limit < len => Err(Errno::FBIG),
+        _ => rustix::fs::ftruncate(fd, len),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -165,6 +177,23 @@ mod tests {
         let unsealed = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&unsealed, 4096).unwrap();
         assert!(matches!(SharedMemory::from_fd(unsealed, 4096), Err(DeviceError::ForeignMemory { .. })));
+    }
+
+    /// The limit is the whole process's, so this test runs once more in a process of its own.
+    #[test]
+    fn a_limit_of_file_sizes_is_an_error_and_not_a_signal() {
+        if std::env::var_os("ANTIPHON_TEST_LIMITED").is_some() {
+            let error = SharedMemory::create(1 << 20).unwrap_err().to_string();
+            assert!(error.contains("1048576") && error.contains("ulimit -f"), "{error}");
+            return;
+        }
+        let name = "host::memory::tests::a_limit_of_file_sizes_is_an_error_and_not_a_signal";
+        let mut limited = std::process::Command::new("/bin/sh");
+        limited.args(["-c", "ulimit -f 8; exec \"$0\" \"$@\""]).arg(std::env::current_exe().unwrap());
+        limited.args(["--exact", name]).env("ANTIPHON_TEST_LIMITED", "1");
+        let output = limited.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{:?}: {said}", output.status);
     }
 
     #[test]

@@ -8,18 +8,34 @@ mod read;
 mod read_op;
 mod write;
 
+use std::path::Path;
+
 use crate::error::PlanError;
 use crate::plan::Plan;
+use crate::text::{MAX_TEXT_BYTES, read_text};
 
 impl Plan {
+    /// Reads a plan's file, or what else has a path and an end.
+    ///
+    /// # Errors
+    /// [`PlanError::File`] if it cannot be read, [`PlanError::TooLong`] if more than [`MAX_TEXT_BYTES`] can be read from
+    /// it, and those of [`Plan::from_json`].
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Plan, PlanError> {
+        Plan::from_json(&read_text(path)?)
+    }
+
     /// Reads a plan. Keys of the header that the format gives defaults may be missing.
     ///
     /// The text may be anybody's: reading takes time and memory in proportion to its length. That every number in it
     /// names something that exists is checked too ([`Plan::check`](crate::Plan::check)).
     ///
     /// # Errors
-    /// [`PlanError::Json`] with line and column, or what [`Plan::check`](crate::Plan::check) finds.
+    /// [`PlanError::TooLong`] if it has more than [`MAX_TEXT_BYTES`], [`PlanError::Json`] with line and column, or what
+    /// [`Plan::check`](crate::Plan::check) finds.
     pub fn from_json(text: &[u8]) -> Result<Plan, PlanError> {
+        if text.len() as u64 > MAX_TEXT_BYTES {
+            return Err(PlanError::TooLong { limit: MAX_TEXT_BYTES });
+        }
         let plan = read::plan(text)?;
         plan.check()?;
         Ok(plan)

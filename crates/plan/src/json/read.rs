@@ -13,11 +13,7 @@ use crate::plan::{
 
 /// Reads a plan, of whose numbers nothing has been checked.
 pub(super) fn plan(text: &[u8]) -> Result<Plan, PlanError> {
-    let wire: WirePlan = serde_json::from_slice(text).map_err(|error| PlanError::Json {
-        message: message_of(&error),
-        line: error.line(),
-        column: error.column(),
-    })?;
+    let wire: WirePlan = serde_json::from_slice(text).map_err(|error| PlanError::json(&error))?;
     let gpus = wire.gpus.into_iter().enumerate().map(|(rank, gpu)| gpu.read(Rank(rank as u32)));
     Ok(Plan {
         name: wire.name,
@@ -33,12 +29,6 @@ pub(super) fn plan(text: &[u8]) -> Result<Plan, PlanError> {
         max_message_size: wire.max_message_size,
         origins: Vec::new(),
     })
-}
-
-/// serde_json puts the place behind its message; it stands in fields of its own.
-fn message_of(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    text.split(" at line ").next().unwrap_or(&text).to_owned()
 }
 
 #[derive(Deserialize)]

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::error::SimulateError;
+use crate::text::escaped;
 
 /// GPUs in nodes, all alike. Rank `r` is GPU `r mod gpus_per_node` of node `r / gpus_per_node`.
 ///
@@ -181,7 +182,7 @@ impl Cluster {
 }
 
 fn described(text: &str) -> Result<Cluster, SimulateError> {
-    let wrong = |error: serde_json::Error| SimulateError::Description(error.to_string());
+    let wrong = |error: serde_json::Error| SimulateError::Description(escaped(&error.to_string()));
     let mut given: serde_json::Value = serde_json::from_str(text).map_err(wrong)?;
     let base = given.as_object_mut().and_then(|fields| fields.remove("base"));
     let Some(base) = base else { return serde_json::from_value(given).map_err(wrong) };

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::cluster::Cluster;
 use super::cost::{Costs, Turn, Work};
-use super::error::Waiting;
+use super::error::{SimulateError, Waiting};
 use super::limits;
 use super::network::{Completion, Network, Ordered};
 use super::port::Ports;
@@ -40,6 +40,9 @@ pub(super) enum Event {
 
 /// Flows of a block are called by its number, those of an engine by its number from here.
 pub(super) const ENGINE_FLOWS: u64 = 1 << 32;
+
+/// So many events are never too many.
+const CROWDED: usize = 1 << 16;
 
 /// How far a thread block is with its operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +131,8 @@ pub(super) struct Engine<'a> {
     pub arrows: Vec<Arrow>,
     events: BinaryHeap<Reverse<(Ordered, u64, Slot)>>,
     scheduled: u64,
+    /// With more events than that, those that no longer stand are taken out.
+    crowded: usize,
 }
 
 /// An event in the heap, which is ordered by time and number alone.
@@ -178,11 +183,12 @@ impl<'a> Engine<'a> {
             arrows: Vec::new(),
             events: BinaryHeap::new(),
             scheduled: 0,
+            crowded: CROWDED,
         }
     }
 
     /// Plays the plan until nothing happens any more, and says who waits then.
-    pub fn run(mut self, message_bytes: u64) -> (Simulation, Vec<Waiting>) {
+    pub fn run(mut self, message_bytes: u64) -> Result<(Simulation, Vec<Waiting>), SimulateError> {
         for worker in 0..self.states.len() as Worker {
             self.states[worker as usize].seek(false, &self.costs.extent);
             self.begin(worker, None);
@@ -196,6 +202,9 @@ impl<'a> Engine<'a> {
                 self.happen(event);
             }
             self.settle();
+            if self.network.shares_computed() > limits::SHARES {
+                return Err(SimulateError::TooShared { limit: limits::SHARES, time_ns: self.now });
+            }
         }
         let waiting = self.waiting();
         for state in self.states.iter().filter(|state| state.phase != Phase::Done) {
@@ -212,7 +221,7 @@ impl<'a> Engine<'a> {
             spans: self.spans,
             arrows: self.arrows,
         };
-        (simulation, waiting)
+        Ok((simulation, waiting))
     }
 
     pub fn at(&mut self, time: f64, event: Event) {
@@ -228,6 +237,14 @@ impl<'a> Engine<'a> {
         let mut foreseen = Vec::new();
         self.network.settle(self.now, |completion| foreseen.push(completion));
         foreseen.into_iter().for_each(|completion| self.at(completion.at, Event::Flows(completion)));
+        if self.events.len() > self.crowded {
+            // Every change of a rate leaves a completion behind that will not be.
+            let Self { events, network, .. } = self;
+            events.retain(
+                |Reverse((.., Slot(event)))| !matches!(event, Event::Flows(of) if !network.stands(of)),
+            );
+            self.crowded = CROWDED.max(2 * self.events.len());
+        }
     }
 
     fn happen(&mut self, event: Event) {

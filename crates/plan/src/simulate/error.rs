@@ -45,6 +45,16 @@ pub enum SimulateError {
         /// Its GPUs.
         gpus: u64,
     },
+    /// The cluster has more network cards than are simulated.
+    #[error("cluster {cluster:?} has {cards} network cards, at most {limit} are simulated")]
+    Cards {
+        /// The cluster.
+        cluster: String,
+        /// Its cards, on all nodes together.
+        cards: u64,
+        /// How many there may be.
+        limit: u64,
+    },
     /// Two ranks have no link of the kind that an operation needs.
     #[error("{place}: no {link} from rank {from} to rank {to}")]
     Unreachable {
@@ -76,6 +86,16 @@ pub enum SimulateError {
         steps: u64,
         /// How many there may be.
         limit: u64,
+    },
+    /// So many flows share links that finding their rates takes too long.
+    #[error(
+        "flows that share links needed more than {limit} computations of a share, up to {time_ns} ns of the plan's time"
+    )]
+    TooShared {
+        /// How many computations there may be.
+        limit: u64,
+        /// How far the simulation had come, in ns.
+        time_ns: f64,
     },
     /// All that have not ended wait.
     #[error("deadlock after {time_ns} ns: {} of {blocks} thread blocks wait for ever: {}", waiting.len(), List(waiting))]

@@ -51,12 +51,13 @@ mod wait;
 use crate::plan::Plan;
 pub use cluster::{BlockCosts, Cluster, Link, PortEngine};
 pub use error::{SimulateError, Waiting};
+pub use limits::STEPS;
 pub use result::{Arrow, ArrowKind, Lane, LinkUse, Simulation, Span, SpanId, Step};
 
 /// Plays a plan for a message of so many bytes: the output of `allgather`, else the input, as the plan's limits count.
 ///
-/// The plan may be anybody's: time and memory are bounded by its length and by
-/// [`SimulateError::TooLong`]'s limit.
+/// The plan may be anybody's: besides what grows with the length of its text, a simulation takes at most 256 MiB and some seconds,
+/// by the limits of [`SimulateError::TooLong`] ([`STEPS`]) and [`SimulateError::TooShared`].
 ///
 /// # Errors
 /// [`SimulateError`], also if the plan cannot end.
@@ -83,7 +84,7 @@ pub fn play(
     cluster.check()?;
     let extent = limits::extent(plan, message_bytes)?;
     limits::length(plan, cluster, &extent)?;
-    Ok(engine::Engine::new(plan, cluster, extent).run(message_bytes))
+    engine::Engine::new(plan, cluster, extent).run(message_bytes)
 }
 
 /// The smallest message of at least so many bytes that divides into the plan's chunks.

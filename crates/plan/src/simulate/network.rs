@@ -107,10 +107,10 @@ impl Network {
     /// The flows of a completion, if it still stands; they are gone from the network.
     pub fn complete(&mut self, completion: Completion, done: &mut Vec<u64>) {
         let id = completion.class;
-        let class = &mut self.classes[id as usize];
-        if class.generation != completion.generation {
+        if !self.stands(&completion) {
             return;
         }
+        let class = &mut self.classes[id as usize];
         class.advance(completion.at);
         let Some(&Reverse((first, ..))) = class.flows.peek() else { return };
         class.served = class.served.max(first.0);
@@ -152,6 +152,16 @@ impl Network {
                 }
             }
         }
+    }
+
+    /// How often a class's share of its links has been computed: what finding rates costs.
+    pub fn shares_computed(&self) -> u64 {
+        self.fair.shares_computed
+    }
+
+    /// Whether a completion still stands: the class's rate is what it was when it was foreseen.
+    pub fn stands(&self, completion: &Completion) -> bool {
+        self.classes[completion.class as usize].generation == completion.generation
     }
 
     /// Bytes that a resource has carried, those of flows that have just begun included.
@@ -206,6 +216,7 @@ struct Fair {
     seen_resource: Vec<u32>,
     /// Of each resource, what is left for flows that have no rate yet, and how many there are.
     left: Vec<(f64, f64)>,
+    shares_computed: u64,
 }
 
 impl Fair {
@@ -258,6 +269,7 @@ impl Fair {
             };
             shares.clear();
             shares.extend(open.iter().map(share));
+            self.shares_computed += open.len() as u64;
             let capped = |at: usize, share: f64| classes[self.members[at] as usize].cap <= share;
             let any_capped = open.iter().zip(&shares).any(|(&at, &share)| capped(at, share));
             // Shares that differ by rounding alone are equal.

@@ -7,6 +7,7 @@ use super::finding::{Finding, Hazard, Kind, Missing, Mistake, Region, Served, Se
 use super::program::Counted;
 use crate::op::{BufferType, ChannelType};
 use crate::plan::Origin;
+use crate::text::escaped;
 
 /// Most takes of a run that are listed.
 const SERVED: usize = 24;
@@ -153,7 +154,7 @@ impl fmt::Display for Finding {
         for (place, origin) in self.places.iter().zip(&self.origins) {
             write!(f, "\n    {place}")?;
             if let Some(Origin { file, line }) = origin {
-                write!(f, " ({file}:{line})")?;
+                write!(f, " ({}:{line})", escaped(file))?;
             }
         }
         if !self.served.is_empty() {

@@ -12,7 +12,7 @@ use antiphon::{
 };
 use antiphon_executor::{ExecutorError, LoadedPlan, Options};
 use antiphon_plan::{
-    OpKind,
+    OpKind, PlanError,
     verify::{self, VerifiedPlan},
 };
 use pyo3::{
@@ -61,12 +61,12 @@ impl Communicator {
         let (queue, source) = (self.queue()?, Source::of(source)?);
         let mut unread = None;
         let loaded = interrupt::detached(py, || {
-            let plan = source.text().map_err(|error| {
-                let text = error.to_string();
-                unread = Some(error);
-                FabricError::invalid(text).into()
+            let plan = source.plan().inspect_err(|error| {
+                if let PlanError::File { kind, .. } = error {
+                    unread = Some(io::Error::new(*kind, error.to_string()));
+                }
             });
-            let plan = plan.and_then(|text| prove(&text));
+            let plan = plan.map_err(ExecutorError::from).and_then(prove);
             // A rank without a plan tells the others, which would wait for it.
             queue.run(|comm| {
                 let plan = comm.agree("has no plan that can run", plan)?;
@@ -107,17 +107,15 @@ impl Source {
         })
     }
 
-    fn text(self) -> io::Result<Vec<u8>> {
+    fn plan(self) -> std::result::Result<antiphon_plan::Plan, PlanError> {
         match self {
-            Self::Text(text) => Ok(text.into_bytes()),
-            Self::File(path) => std::fs::read(&path)
-                .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display()))),
+            Self::Text(text) => antiphon_plan::Plan::from_json(text.as_bytes()),
+            Self::File(path) => antiphon_plan::Plan::from_file(path),
         }
     }
 }
 
-fn prove(text: &[u8]) -> std::result::Result<VerifiedPlan, ExecutorError> {
-    let plan = antiphon_plan::Plan::from_json(text)?;
+fn prove(plan: antiphon_plan::Plan) -> std::result::Result<VerifiedPlan, ExecutorError> {
     let name = plan.name.clone().unwrap_or_default();
     VerifiedPlan::new(plan, &verify::Options::default())
         .map_err(|report| FabricError::invalid(format!("plan {name:?} is not proved:\n{report}")).into())

@@ -1,19 +1,23 @@
 //! Tables that outlive a process.
 
 mod file;
+mod folder;
 mod location;
 
+use std::ffi::OsStr;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-pub use file::FORMAT;
+pub use file::{FORMAT, MAX_FILE_BYTES};
+pub use folder::CacheFolder;
 pub use location::cache_dir;
 
 use crate::checksum::of_candidates;
-use crate::error::TuningError;
+use crate::error::{TuningError, one_line};
 use crate::{Key, Table};
 
 /// One table in a cache file, with all its measurements.
@@ -68,6 +72,9 @@ pub struct Entry {
 /// Any number of processes and threads may use one file. It is replaced as a whole, so a reader never sees
 /// half of it, and writers wait for each other (with a lock on a file beside it), so none loses an entry. A
 /// reader does not wait. Nothing is kept in memory.
+///
+/// A file that another user may have written, and one that is no regular file, is not read: [`CacheFolder`] says what
+/// is trusted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cache {
     path: PathBuf,
@@ -99,10 +106,10 @@ impl Cache {
     ///
     /// They say why a table cannot be used, and a caller may well print that and measure anew:
     /// [`TuningError::Stale`] if it was measured with other candidates than these,
-    /// [`TuningError::CorruptEntry`], [`TuningError::CorruptFile`], [`TuningError::NewerFormat`] or
-    /// [`TuningError::Io`] if it cannot be read.
+    /// [`TuningError::CorruptEntry`], [`TuningError::CorruptFile`] or [`TuningError::NewerFormat`] if its file is not
+    /// understood, and those of [`CacheFolder::open`] and [`CacheFolder::read`].
     pub fn get(&self, key: &Key, candidates: &[impl AsRef<str>]) -> Result<Option<Table>, TuningError> {
-        let entries = file::read(&self.path)?.entries;
+        let entries = self.read()?;
         let Some(index) = entries.iter().position(|value| is_about(value, key)) else {
             return Ok(None);
         };
@@ -122,21 +129,22 @@ impl Cache {
     /// # Errors
     ///
     /// [`TuningError::NewerFormat`] if the file belongs to a newer version of this library,
-    /// [`TuningError::Io`] if it cannot be written.
+    /// [`TuningError::Io`] if it cannot be written, and those of [`CacheFolder::create`] and [`CacheFolder::read`].
     pub fn put(&self, key: &Key, table: &Table) -> Result<(), TuningError> {
-        file::create_folder(&self.path)?;
-        let _lock = file::lock(&self.path);
-        let mut contents = match file::read(&self.path) {
+        let (folder, name) = self.place()?;
+        let folder = CacheFolder::create(folder)?;
+        let _lock = folder.lock(&format!("{name}.lock"))?;
+        let mut contents = match file::read(&folder, name) {
             Err(TuningError::CorruptFile { .. }) => {
-                file::set_aside(&self.path)?;
-                file::read(&self.path)?
+                folder.rename(name, &format!("{name}.corrupt"))?;
+                file::Contents::default()
             }
             contents => contents?,
         };
         contents.format = FORMAT;
         contents.entries.retain(|value| !is_about(value, key));
         contents.entries.push(self.new_entry(key, table)?);
-        file::replace(&self.path, &contents)
+        file::replace(&folder, name, &contents)
     }
 
     /// All entries, for inspection: in the order in which they were recorded, each with the reason if it is
@@ -144,22 +152,37 @@ impl Cache {
     ///
     /// # Errors
     ///
-    /// [`TuningError::CorruptFile`], [`TuningError::NewerFormat`] or [`TuningError::Io`] if there is no
-    /// reading the file at all.
+    /// [`TuningError::CorruptFile`] or [`TuningError::NewerFormat`] if there is no reading the file at all, and those of
+    /// [`CacheFolder::open`] and [`CacheFolder::read`].
     pub fn entries(&self) -> Result<Vec<Result<Entry, TuningError>>, TuningError> {
-        let values = file::read(&self.path)?.entries;
+        let values = self.read()?;
         Ok(values.iter().enumerate().map(|(index, value)| self.parse(index, value)).collect())
+    }
+
+    /// The entries as they stand in the file.
+    fn read(&self) -> Result<Vec<Value>, TuningError> {
+        let (folder, name) = self.place()?;
+        match CacheFolder::open(folder)? {
+            Some(folder) => Ok(file::read(&folder, name)?.entries),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// The file's folder and name.
+    fn place(&self) -> Result<(&Path, &str), TuningError> {
+        let parts = self.path.parent().zip(self.path.file_name().and_then(OsStr::to_str));
+        parts.ok_or_else(|| folder::io_error("name", &self.path)(io::ErrorKind::InvalidFilename.into()))
     }
 
     /// Reads an entry, which must be consistent in itself.
     fn parse(&self, index: usize, value: &Value) -> Result<Entry, TuningError> {
         let corrupt = |reason| TuningError::CorruptEntry { path: self.path.clone(), index, reason };
-        let entry = Entry::deserialize(value).map_err(|error| corrupt(error.to_string()))?;
+        let entry = Entry::deserialize(value).map_err(|error| corrupt(one_line(&error)))?;
         let expected = of_candidates(entry.table.candidates());
         if entry.checksum == expected {
             Ok(entry)
         } else {
-            Err(corrupt(format!("checksum {}, but its candidates have {expected}", entry.checksum)))
+            Err(corrupt(format!("checksum {:?}, but its candidates have {expected:?}", entry.checksum)))
         }
     }
 

@@ -1,0 +1,76 @@
+//! The command `antiphon bench` with real processes.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Output};
+
+fn bench(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+    command.args(["bench", "all-reduce", "--ranks", "2", "--seconds", "0.01"]).args(arguments);
+    command.envs(variables.iter().copied()).output().unwrap()
+}
+
+#[test]
+fn a_cache_that_others_may_write_is_warned_of_and_not_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = [("ANTIPHON_CACHE_DIR", folder.path().to_str().unwrap())];
+    let silent = bench(&["--sizes", "64"], &cache);
+    assert_eq!((silent.status.code(), &silent.stderr[..]), (Some(0), &b""[..]));
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    let warned = bench(&["--sizes", "64,128"], &cache);
+    let said = String::from_utf8_lossy(&warned.stderr);
+    assert_eq!(warned.status.code(), Some(0), "{said}");
+    let path = folder.path().display();
+    let warning = format!(
+        "antiphon: warning: the table of algorithms in {path}/tuning.json is not used: others may write {path} \
+         (its mode is 0777): `chmod go-w` it"
+    );
+    let mut lines: Vec<&str> = said.lines().collect();
+    lines.sort();
+    assert_eq!(lines, [format!("[0] {warning}"), format!("[1] {warning}")], "once on each rank");
+}
+
+#[test]
+fn sizes_that_no_memory_holds_are_refused_with_the_numbers() {
+    // An input and an output for each rank, rounded down to whole floats and, of all-to-all, to a row of whole blocks.
+    let most = ["18446744073709551615", "takes 737869762948382064"];
+    for [size, takes] in [most, ["512T", "takes 2251799813685248 bytes (2 PiB or more)"]] {
+        for collective in ["all-reduce", "all-to-all", "memory"] {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+            let output =
+                command.args(["bench", collective, "--ranks", "2", "--sizes", size]).output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{said}");
+            assert!(said.starts_with("antiphon bench: a size of ") && said.contains(takes), "{said}");
+            assert!(said.contains("of 2 ranks, and this machine has "), "{said}");
+            assert_eq!(output.stdout, b"", "{said}");
+        }
+    }
+}
+
+/// A command with a limit on the size of files, in bytes.
+fn limited(bytes: u32, arguments: &[&str]) -> Output {
+    let mut command = Command::new("/bin/sh");
+    // The shell's unit is 512 bytes.
+    command.args([
+        "-c",
+        &format!("ulimit -f {}; exec \"$0\" \"$@\"", bytes / 512),
+        env!("CARGO_BIN_EXE_antiphon"),
+    ]);
+    command.args(arguments).output().unwrap()
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error_and_not_a_silent_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let plan = folder.path().join("plan.json");
+    let build =
+        ["plan", "build", "--library", "ring-all-reduce", "--ranks", "8", "-o", plan.to_str().unwrap()];
+    let bench = ["bench", "all-reduce", "--ranks", "2", "--seconds", "0.01", "--sizes", "64"];
+    for arguments in [&build[..], &bench] {
+        let output = limited(512, arguments);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("File too large"), "{said}");
+    }
+}
