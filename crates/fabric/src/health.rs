@@ -10,44 +10,21 @@ use std::{
     time::Duration,
 };
 
-use antiphon_device::{
-    host::process::{ProcessWatch, pid_namespace},
-    sync::Ordering,
-};
+use antiphon_device::{host::process::ProcessWatch, sync::Ordering};
 
 use crate::{
     FabricError, Signature,
     error::Loss,
     layout::{LANES, Regions},
-    rendezvous::Card,
 };
 
 /// Watches the peers of one rank.
 pub(crate) struct Health {
     rank: usize,
-    watches: Vec<Watch>,
+    /// The peers' processes, as far as they are others than this one and can be watched.
+    processes: Vec<Option<Arc<ProcessWatch>>>,
     /// What this communicator failed of, if it did.
     first: OnceLock<Arc<FabricError>>,
-}
-
-/// What can be known of a peer's process.
-enum Watch {
-    /// It is this very process, or one of a PID namespace that this one cannot see.
-    Unseen,
-    /// It ran when the ranks met.
-    Running(ProcessWatch),
-    /// It ended right after the ranks met.
-    Gone,
-}
-
-impl Watch {
-    fn has_ended(&self) -> bool {
-        match self {
-            Self::Unseen => false,
-            Self::Running(process) => process.has_ended(),
-            Self::Gone => true,
-        }
-    }
 }
 
 /// The reason in a control block: what happened in the upper half, to whom in the lower.
@@ -96,17 +73,8 @@ impl Fault {
 }
 
 impl Health {
-    pub(crate) fn new(rank: usize, cards: &[Card]) -> Self {
-        let (own, namespace) = (std::process::id(), pid_namespace());
-        let watch = |card: &Card| match card.pid_namespace == namespace && card.pid != own {
-            false => Watch::Unseen,
-            true => match ProcessWatch::open(card.pid) {
-                Ok(process) => Watch::Running(process),
-                Err(error) if error.is_no_such_process() => Watch::Gone,
-                Err(_) => Watch::Unseen, // out of descriptors, or not allowed: the deadline must do
-            },
-        };
-        Self { rank, watches: cards.iter().map(watch).collect(), first: OnceLock::new() }
+    pub(crate) fn new(rank: usize, processes: Vec<Option<Arc<ProcessWatch>>>) -> Self {
+        Self { rank, processes, first: OnceLock::new() }
     }
 
     /// Fails if this communicator failed before: its ranks are no longer in step.
@@ -146,7 +114,7 @@ impl Health {
         if waited < timeout {
             return Ok(());
         }
-        let world_size = self.watches.len();
+        let world_size = self.processes.len();
         match missing() {
             none if none.is_empty() => Ok(()),
             missing => Err(FabricError::Timeout { operation, waited, missing, world_size }),
@@ -155,14 +123,18 @@ impl Health {
 
     /// Whether nothing will ever come from a rank again.
     pub(crate) fn is_gone(&self, regions: &Regions, rank: usize) -> bool {
-        regions.control(rank).has_departed() || self.watches[rank].has_ended()
+        regions.control(rank).has_departed() || self.has_ended(rank)
+    }
+
+    fn has_ended(&self, rank: usize) -> bool {
+        self.processes[rank].as_ref().is_some_and(|process| process.has_ended())
     }
 
     /// Whether the process of a rank ended without a word.
     fn has_crashed(&self, regions: &Regions, rank: usize) -> bool {
         !regions.control(rank).has_departed()
             && fault_of(regions, rank).is_none()
-            && self.watches[rank].has_ended()
+            && self.has_ended(rank)
             // It may have said something just before it ended.
             && !regions.control(rank).has_departed()
             && fault_of(regions, rank).is_none()
@@ -170,7 +142,7 @@ impl Health {
 
     /// Who has seen that a rank is lost, perhaps from where more can be seen.
     fn who_lost(&self, regions: &Regions, rank: usize) -> Option<usize> {
-        let peers = (0..self.watches.len()).filter(|&by| by != self.rank && by != rank);
+        let peers = (0..self.processes.len()).filter(|&by| by != self.rank && by != rank);
         peers.into_iter().find(|&by| fault_of(regions, by) == Some(Fault::Lost(rank)))
     }
 
@@ -178,7 +150,7 @@ impl Health {
     /// spreads. (One that gave up later than what is awaited of it is not asked: that has arrived.)
     fn why_lost(&self, regions: &Regions, operation: Signature, by: usize) -> Option<FabricError> {
         let left = regions.control(by).has_departed();
-        let gone = left || self.watches[by].has_ended();
+        let gone = left || self.has_ended(by);
         let how = if left { Loss::Left } else { Loss::ProcessEnded };
         let reason = match fault_of(regions, by) {
             None => return gone.then_some(FabricError::PeerLost { rank: by, operation, how }),
@@ -218,7 +190,7 @@ impl Health {
     }
 
     fn wake_all(&self, regions: &Regions) {
-        for rank in 0..self.watches.len() {
+        for rank in 0..self.processes.len() {
             for bell in 0..=LANES {
                 regions.control(rank).bells[bell].0.ring();
             }

@@ -2,7 +2,10 @@
 
 mod processes;
 
-use std::time::Duration;
+use std::{
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use antiphon_fabric::{Communicator, FabricError};
 use processes::{VICTIMS, World, kill_each, role, say, say_error};
@@ -148,5 +151,36 @@ fn a_stopped_rank_is_named_by_the_deadline_and_learns_of_it() {
         let said = world.hear(victim).1;
         assert!(said.contains(&format!("gave up waiting for rank {victim}")), "{said}");
         world.end(&[]);
+    }
+}
+
+/// How a process is started in a PID namespace of its own, if this user may.
+fn own_namespace() -> Option<Vec<&'static str>> {
+    let ways = [
+        &["unshare", "--pid", "--fork", "--kill-child"][..],
+        &["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"],
+    ];
+    let works = |way: &&[&str]| {
+        let tried = Command::new(way[0]).args(&way[1..]).arg("true").stderr(Stdio::null()).status();
+        tried.is_ok_and(|status| status.success())
+    };
+    ways.into_iter().find(works).map(<[_]>::to_vec)
+}
+
+/// As in containers: no rank knows the process number of another.
+#[test]
+fn ranks_of_different_pid_namespaces_meet_and_hear_of_each_others_end() {
+    let Some(launcher) = own_namespace() else {
+        return eprintln!("skipped: `unshare --pid` is not permitted here, with or without a user namespace");
+    };
+    for (victim, by_path) in [(0, false), (2, true)] {
+        let world = World::start_under(&launcher, 3, "barrier", by_path, Duration::from_secs(30));
+        let killed = world.signal(victim, Signal::KILL);
+        for rank in world.others(victim) {
+            let (heard, said) = world.hear(rank);
+            assert_eq!(said, format!("lost {victim}"), "rank {rank}");
+            assert!(heard - killed < Duration::from_secs(1), "rank {rank} knew after {:?}", heard - killed);
+        }
+        world.end(&[victim]);
     }
 }

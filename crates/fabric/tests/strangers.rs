@@ -104,7 +104,10 @@ fn nonsense_is_shown_the_door() {
         ("a huge length", frame_header(u32::MAX)),
         ("a frame that is no JSON", [&frame_header(5)[..], b"hello"].concat()),
         ("deep JSON", [&frame_header(deep.len() as u32)[..], deep.as_bytes()].concat()),
-        ("rank 0's part", Frame::Welcome { cards: vec![card(0); 3], proof: String::new() }.encode()),
+        (
+            "rank 0's part",
+            Frame::Welcome { cards: vec![card(0); 3], handles: vec![], proof: String::new() }.encode(),
+        ),
         ("a join without the secret", join_request()),
         ("two joins", join_request().repeat(2)),
     ];
@@ -234,7 +237,8 @@ fn an_impostor_is_found_out() {
     let guest = |mut stream: UnixStream| stream.write_all(&join_request()).unwrap();
     assert_impostor(deceived(HASTY, guest), "asks to join");
 
-    let welcome = || Frame::Welcome { cards: (0..3).map(card).collect(), proof: "00".repeat(32) };
+    let welcome =
+        || Frame::Welcome { cards: (0..3).map(card).collect(), handles: vec![], proof: "00".repeat(32) };
     let eager = |stream: UnixStream| send_with_memory(&stream, &welcome());
     assert_impostor(deceived(HASTY, eager), "does not know the secret");
 

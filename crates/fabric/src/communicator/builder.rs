@@ -156,7 +156,7 @@ impl Builder {
             world_size,
             timeout,
             patience: Patience::for_ranks(world_size, cores.len()),
-            health: Health::new(rank, &meeting.cards),
+            health: Health::new(rank, meeting.processes),
             regions: Regions::new(meeting.memory, layout),
             messages: Messages::new(world_size),
             interrupt: self.interrupt,

@@ -51,10 +51,14 @@ impl Drop for Listener {
 }
 
 impl Address {
+    /// The error when the socket cannot be used.
+    pub(super) fn failed(&self, source: std::io::Error) -> RendezvousError {
+        RendezvousError::Socket { address: self.clone(), source: std::sync::Arc::new(source) }
+    }
+
     /// Opens the socket for the others; `None` while another process still has it open.
     pub(super) fn listen(&self) -> Result<Option<Listener>, RendezvousError> {
-        let failed =
-            |source| RendezvousError::Socket { address: self.clone(), source: std::sync::Arc::new(source) };
+        let failed = |source| self.failed(source);
         let (bound, file) = match self {
             Self::Abstract(name) => {
                 let address = SocketAddr::from_abstract_name(name).map_err(failed)?;
@@ -93,10 +97,7 @@ impl Address {
         match self.try_connect() {
             Ok(socket) => Ok(Some(socket)),
             Err(Errno::CONNREFUSED | Errno::NOENT | Errno::AGAIN) => Ok(None),
-            Err(e) => {
-                let source = std::sync::Arc::new(e.into());
-                Err(RendezvousError::Socket { address: self.clone(), source })
-            }
+            Err(e) => Err(self.failed(e.into())),
         }
     }
 

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol; ranks of different versions refuse each other.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// The longest payload, in bytes: the cards of hundreds of ranks with hundreds of cores each.
 pub const MAX_PAYLOAD: usize = 1 << 20;
 
@@ -23,12 +23,20 @@ pub struct Card {
     pub world_size: usize,
     /// Its process id, in its own PID namespace.
     pub pid: u32,
-    /// The PID namespace that the id belongs to.
+    /// The PID namespace that the id belongs to, or 0 if it is not known.
     pub pid_namespace: u64,
     /// The cores it may run on.
     pub cores: Vec<u32>,
     /// The bytes of symmetric memory that it expects every rank to have.
     pub arena_bytes: usize,
+}
+
+impl Card {
+    /// Whether both ranks are threads of one process.
+    pub(crate) fn is_of_process(&self, other: &Self) -> bool {
+        let known = self.pid_namespace != 0;
+        known && (self.pid, self.pid_namespace) == (other.pid, other.pid_namespace)
+    }
 }
 
 /// Random bytes that make a proof worthless the second time, in hexadecimal.
@@ -44,7 +52,8 @@ pub enum Frame {
         /// To be covered by the joiner's proof.
         nonce: Nonce,
     },
-    /// A rank asks to join, and proves that it knows the secret.
+    /// A rank asks to join, and proves that it knows the secret. A handle on its process (a pidfd) travels beside this
+    /// frame, if the rank has one.
     Join {
         /// Who it is.
         card: Card,
@@ -64,11 +73,13 @@ pub enum Frame {
         /// The ranks that never arrived, if that is why.
         missing: Vec<usize>,
     },
-    /// Everyone is there. The shared memory's descriptor travels beside this frame.
+    /// Everyone is there. The shared memory's descriptor travels beside this frame, then the handles of processes.
     Welcome {
         /// Of all ranks, in order.
         cards: Vec<Card>,
-        /// Over both nonces and the cards.
+        /// Of which ranks the handles travel beside this frame: one for each process but the receiver's own.
+        handles: Vec<usize>,
+        /// Over both nonces, the cards and the handles' ranks.
         proof: Proof,
     },
 }
@@ -168,7 +179,7 @@ mod tests {
             Frame::Join { card: card(), nonce: "aa".into(), proof: "bb".into() },
             Frame::Noted,
             Frame::Refusal { reason: "no".into(), retry: true, missing: vec![1] },
-            Frame::Welcome { cards: vec![card(); 64], proof: "cc".into() },
+            Frame::Welcome { cards: vec![card(); 64], handles: vec![0, 3], proof: "cc".into() },
         ]
     }
 

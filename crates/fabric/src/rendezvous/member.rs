@@ -1,9 +1,16 @@
 //! A rank other than 0: connects, proves itself, and waits to be welcomed.
 
-use std::time::{Duration, Instant};
+use std::{
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use antiphon_device::host::memory::SharedMemory;
-use rustix::event::{PollFd, PollFlags, Timespec};
+use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec},
+    io::Errno,
+};
 
 use super::{
     Address, Meeting, RETRY, RendezvousError, Ticket, Watch,
@@ -22,18 +29,38 @@ pub(super) fn join(
     timeout: Duration,
     watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
-    let mut member = Member { watch, ticket, card, start: Instant::now(), timeout, last_refusal: None };
+    let mut member =
+        Member { watch, ticket, card: card.clone(), start: Instant::now(), timeout, last_refusal: None };
     loop {
         if let Some(socket) = ticket.address.connect()?
-            && let Some((cards, descriptor)) = member.converse(Connection::new(socket))?
+            && let Some(welcome) = member.converse(Connection::new(socket, card.world_size + 1))?
         {
-            return Ok(Meeting { cards, memory: SharedMemory::from_fd(descriptor, bytes)? });
+            return welcome.accept(bytes);
         }
         if member.start.elapsed() >= timeout {
             return Err(member.missing(vec![0]));
         }
         watch()?;
         std::thread::sleep(RETRY);
+    }
+}
+
+/// What rank 0 handed over.
+struct Welcome {
+    cards: Vec<Card>,
+    /// The ranks whose handles follow the memory among the descriptors.
+    handles: Vec<usize>,
+    descriptors: Vec<OwnedFd>,
+}
+
+impl Welcome {
+    fn accept(self, bytes: usize) -> Result<Meeting, RendezvousError> {
+        let mut descriptors = self.descriptors.into_iter();
+        let memory = descriptors.next().expect("the memory comes with the welcome");
+        let memory = SharedMemory::from_fd(memory, bytes)?;
+        let watches = descriptors.map(|handle| Arc::new(ProcessWatch::from(handle)));
+        let handles = self.handles.into_iter().zip(watches).collect();
+        Ok(Meeting { processes: super::processes(&self.cards, handles), cards: self.cards, memory })
     }
 }
 
@@ -67,10 +94,7 @@ impl Member<'_> {
     }
 
     /// One conversation with rank 0: all cards and the memory, or nothing if it is worth another try.
-    fn converse(
-        &mut self,
-        mut connection: Connection,
-    ) -> Result<Option<(Vec<Card>, std::os::fd::OwnedFd)>, RendezvousError> {
+    fn converse(&mut self, mut connection: Connection) -> Result<Option<Welcome>, RendezvousError> {
         let mine = random_hex();
         let mut theirs = None;
         let mut noted = false;
@@ -83,7 +107,9 @@ impl Member<'_> {
                     let proof = self.ticket.secret.prove_join(&nonce, &mine, &self.card);
                     theirs = Some(nonce);
                     let join = Frame::Join { card: self.card.clone(), nonce: mine.clone(), proof };
-                    if connection.send(&join).is_err() {
+                    // Without a handle its peers notice its death by the deadline only.
+                    let handle = ProcessWatch::of_this_process().ok().map(|watch| Arc::new(watch) as _);
+                    if connection.send_with(&join, handle.as_slice()).is_err() {
                         return Ok(None);
                     }
                 }
@@ -103,34 +129,40 @@ impl Member<'_> {
                     let rank = self.card.rank;
                     return Err(RendezvousError::Refused { rank, address: self.address(), reason });
                 }
-                Ok(Some(Frame::Welcome { cards, proof })) => {
-                    let proved =
-                        self.ticket.secret.verify_welcome(&theirs.unwrap_or_default(), &mine, &cards, &proof);
-                    return match connection.descriptor.take() {
-                        Some(memory) if proved && cards.len() == self.card.world_size => {
-                            Ok(Some((cards, memory)))
-                        }
+                Ok(Some(Frame::Welcome { cards, handles, proof })) => {
+                    let said = (&cards[..], &handles[..]);
+                    let theirs = theirs.unwrap_or_default();
+                    let descriptors = std::mem::take(&mut connection.descriptors);
+                    let whole = descriptors.len() > handles.len() && cards.len() == self.card.world_size;
+                    return match self.ticket.secret.verify_welcome(&theirs, &mine, said, &proof) {
+                        true if whole => Ok(Some(Welcome { cards, handles, descriptors })),
                         _ => Err(self.impostor("it does not know the secret".into())),
                     };
                 }
                 Ok(Some(Frame::Join { .. })) => return Err(self.impostor("it asks to join".into())),
                 Err(Ended::Malformed(error)) => return Err(self.impostor(error.to_string())),
+                Err(Ended::Descriptors) => {
+                    // Too many of them would be dropped in the same way; rank 0 does not send too many.
+                    return Err(self.ticket.address.failed(Errno::MFILE.into()));
+                }
                 Err(Ended::Closed) if noted => {
                     return Err(RendezvousError::RootLost { address: self.address() });
                 }
                 Err(Ended::Closed) => return Ok(None),
-                Ok(None) => self.wait(&connection, noted)?,
+                Ok(None) => self.wait(&mut connection, noted)?,
             }
         }
     }
 
     /// Waits for more bytes.
-    fn wait(&mut self, connection: &Connection, noted: bool) -> Result<(), RendezvousError> {
+    fn wait(&mut self, connection: &mut Connection, noted: bool) -> Result<(), RendezvousError> {
         let patience = if noted { self.timeout.saturating_add(GRACE) } else { self.timeout };
         if self.start.elapsed() >= patience {
             return Err(self.missing(if noted { vec![] } else { vec![0] }));
         }
         (self.watch)()?;
+        // If it fails, the next look at what has arrived says why.
+        let _ = connection.flush();
         let mut fds = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)];
         // Woken, interrupted or not: the caller looks again.
         let _ = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 20_000_000 }));

@@ -26,7 +26,10 @@ mod secret;
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use antiphon_device::{DeviceError, host::memory::SharedMemory};
+use antiphon_device::{
+    DeviceError,
+    host::{memory::SharedMemory, process::ProcessWatch},
+};
 
 pub use address::Address;
 pub use environment::Environment;
@@ -172,6 +175,8 @@ fn last_word(refusal: &Option<String>) -> String {
 pub(crate) struct Meeting {
     /// Of all ranks, in order.
     pub(crate) cards: Vec<Card>,
+    /// The processes of all ranks, where they are others than this one and can be watched.
+    pub(crate) processes: Vec<Option<Arc<ProcessWatch>>>,
     /// Mapped by all ranks.
     pub(crate) memory: SharedMemory,
 }
@@ -192,11 +197,24 @@ pub(crate) fn meet(
         return Err(RendezvousError::InvalidRank { rank: card.rank, world_size: card.world_size });
     }
     if card.world_size == 1 {
-        return Ok(Meeting { cards: vec![card], memory: SharedMemory::create(bytes)? });
+        let (memory, _) = SharedMemory::create(bytes)?;
+        return Ok(Meeting { cards: vec![card], processes: vec![None], memory });
     }
     if card.rank == 0 {
         root::await_all(ticket, card, bytes, timeout, watch)
     } else {
         member::join(ticket, card, bytes, timeout, watch)
     }
+}
+
+/// The process of each rank, given a handle for the first rank of each that is watched.
+fn processes(cards: &[Card], handles: Vec<(usize, Arc<ProcessWatch>)>) -> Vec<Option<Arc<ProcessWatch>>> {
+    let of = |rank: usize| {
+        let is_its = |first: usize| first == rank || cards[first].is_of_process(&cards[rank]);
+        handles
+            .iter()
+            .find(|(first, _)| *first < cards.len() && is_its(*first))
+            .map(|(_, watch)| watch.clone())
+    };
+    (0..cards.len()).map(of).collect()
 }

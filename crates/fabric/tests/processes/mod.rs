@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test file uses its part
 
 use std::{
+    ffi::OsStr,
     io::{BufRead, BufReader},
     path::Path,
     process::{Child, Command, Stdio},
@@ -59,8 +60,19 @@ struct Rank {
 impl World {
     /// Starts the ranks and waits until each says "ready".
     pub fn start(world_size: usize, role: &str, by_path: bool, timeout: Duration) -> Self {
+        Self::start_under(&[], world_size, role, by_path, timeout)
+    }
+
+    /// As [`start`](Self::start), with a program and its arguments that start each rank, and pass its end on.
+    pub fn start_under(
+        launcher: &[&str],
+        world_size: usize,
+        role: &str,
+        by_path: bool,
+        timeout: Duration,
+    ) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let start = |rank| Rank::start(rank, world_size, role, folder.path(), by_path, timeout);
+        let start = |rank| Rank::start(launcher, rank, world_size, role, folder.path(), by_path, timeout);
         let ranks = (0..world_size).map(start).collect();
         let world = Self { ranks, folder };
         for rank in 0..world_size {
@@ -130,6 +142,7 @@ impl World {
 
 impl Rank {
     fn start(
+        launcher: &[&str],
         rank: usize,
         world_size: usize,
         role: &str,
@@ -137,8 +150,11 @@ impl Rank {
         by_path: bool,
         timeout: Duration,
     ) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        let program = std::env::current_exe().unwrap();
+        let mut words = launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
+        let mut command = Command::new(words.next().unwrap());
         command
+            .args(words)
             .args(["--exact", "rank_process", "--nocapture"])
             .env(ROLE, role)
             .env("RANK", rank.to_string())
