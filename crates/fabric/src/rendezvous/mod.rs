@@ -10,7 +10,7 @@
 //! | [`Environment`]: torchrun, `antiphon run` | named after MASTER_ADDR, MASTER_PORT and the run id; secret from `ANTIPHON_SECRET` |
 //! | [`Address::Path`] | a path that the ranks agree on |
 //! | [`Exchange`]: a caller's own channel (MPI, a torch process group, a key-value store) | made up by rank 0, carried to the others by the caller |
-//! | threads of one process ([`LocalWorld`](crate::LocalWorld)), groups of a split | made up on the spot |
+//! | threads of one process ([`LocalWorld`](crate::LocalWorld)) | made up on the spot |
 //!
 //! Whoever else connects (a stranger without the secret, a port scanner, a client that says nothing, thousands of
 //! them) is dropped and keeps nobody from joining. Only processes of the same user are listened to at all.
@@ -108,12 +108,6 @@ pub enum RendezvousError {
         /// Where.
         address: Address,
     },
-    /// A rank of a group was lost while the group was meeting.
-    #[error("rank {rank} of the world that is being split was lost while its group was meeting")]
-    PeerLost {
-        /// The rank, in the world that is being split.
-        rank: usize,
-    },
     /// This rank's program asked to stop waiting.
     #[error("interrupted while ranks were meeting")]
     Interrupted,
@@ -181,8 +175,7 @@ pub(crate) struct Meeting {
     pub(crate) memory: SharedMemory,
 }
 
-/// Asked now and then while ranks meet: an error ends the meeting. Ranks that know each other already see so that one of
-/// them is gone.
+/// Asked now and then while ranks meet: an error ends the meeting.
 pub(crate) type Watch<'a> = &'a dyn Fn() -> Result<(), RendezvousError>;
 
 /// Meets the other ranks and shares `bytes` of memory with them.

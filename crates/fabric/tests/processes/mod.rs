@@ -34,7 +34,7 @@ pub fn say(line: impl std::fmt::Display) {
 /// Tells how the work ended, in a form that tests compare.
 pub fn say_error(error: &FabricError) {
     match error {
-        FabricError::PeerLost { rank, .. } => say(format_args!("lost {rank}")),
+        FabricError::PeerLost { .. } => say(format_args!("lost {}", error.lost_world_rank().unwrap())),
         FabricError::Timeout { missing, .. } => say(format_args!("timeout {missing:?}")),
         FabricError::Rendezvous(RendezvousError::Missing { missing, .. }) => {
             say(format_args!("missing {missing:?}"));
