@@ -284,7 +284,7 @@ fn a_rank_that_was_noted_sees_its_root_die() {
     assert!(matches!(result, Err(RendezvousError::RootLost { .. })), "{result:?}");
 }
 
-/// The default secret is known to whoever can see the socket's name, so another user must not be believed at all.
+/// Another user is not believed at all, whatever it knows.
 #[test]
 fn another_user_is_nobody() {
     if !rustix::process::geteuid().is_root() {

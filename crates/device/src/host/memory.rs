@@ -116,7 +116,9 @@ impl SharedMemory {
         }
         // SAFETY: the range lies inside the mapping, which is of shared memory whose users expect any bytes.
         unsafe { rustix::mm::madvise(self.base.as_ptr().add(offset).cast(), len, Advice::LinuxRemove) }
-            .map_err(|e| DeviceError::system(format!("madvise remove of {len} bytes"), e, "tmpfs supports it"))
+            .map_err(|e| {
+                DeviceError::system(format!("madvise remove of {len} bytes"), e, "tmpfs supports it")
+            })
     }
 }
 

@@ -26,7 +26,11 @@ impl ProcessWatch {
     /// [`DeviceError::System`] when no descriptor is free or the kernel has no pidfd (Linux 5.3).
     pub fn of_this_process() -> Result<Self, DeviceError> {
         rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).map(Self).map_err(|e| {
-            DeviceError::system("pidfd_open of this process", e, "Linux 5.3 or newer and a free descriptor are needed")
+            DeviceError::system(
+                "pidfd_open of this process",
+                e,
+                "Linux 5.3 or newer and a free descriptor are needed",
+            )
         })
     }
 

@@ -7,7 +7,7 @@
 //!
 //! | way | ticket |
 //! | --- | --- |
-//! | [`Environment`]: torchrun, `antiphon run` | named after MASTER_ADDR, MASTER_PORT and the run id; secret from `ANTIPHON_SECRET` |
+//! | [`Environment`]: torchrun, `antiphon run` | named after MASTER_ADDR, MASTER_PORT and the run id; secret from `ANTIPHON_SECRET`, or a file of the user |
 //! | [`Address::Path`] | a path that the ranks agree on |
 //! | [`Exchange`]: a caller's own channel (MPI, a torch process group, a key-value store) | made up by rank 0, carried to the others by the caller |
 //! | threads of one process ([`LocalWorld`](crate::LocalWorld)) | made up on the spot |
@@ -23,6 +23,7 @@ pub mod frame;
 mod member;
 mod root;
 mod secret;
+mod user_secret;
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
@@ -124,6 +125,14 @@ pub enum RendezvousError {
     NotASocket {
         /// The path.
         path: PathBuf,
+    },
+    /// The file that holds the user's secret cannot be used.
+    #[error("the user's secret {}: {problem} (or set ANTIPHON_SECRET, to the same on all ranks)", path.display())]
+    UserSecret {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
     },
     /// The rank does not exist in a world of that size.
     #[error("rank {rank} is not below the world size {world_size}")]

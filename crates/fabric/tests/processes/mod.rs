@@ -161,6 +161,7 @@ impl Rank {
             .env("WORLD_SIZE", world_size.to_string())
             .env("TORCHELASTIC_RUN_ID", folder)
             .env("TMPDIR", folder)
+            .env("ANTIPHON_CACHE_DIR", env!("CARGO_TARGET_TMPDIR"))
             .env("ANTIPHON_ARENA_BYTES", (16 << 20).to_string())
             .env("ANTIPHON_TIMEOUT", timeout.as_secs_f64().to_string())
             .stdin(Stdio::null())
