@@ -3,13 +3,14 @@
 mod processes;
 
 use std::{
+    fs::File,
     process::{Command, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use antiphon_fabric::{Communicator, FabricError};
 use processes::{VICTIMS, World, kill_each, role, say, say_error};
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 /// The work of ranks that are about to lose one: one step of what goes on for ever.
 fn step(comm: &Communicator, work: &str) -> Result<(), FabricError> {
@@ -55,6 +56,20 @@ fn rank_process() {
             say("ready");
             Communicator::from_env().and_then(|comm| work_until(&comm, "barrier", usize::MAX)).unwrap_err()
         }
+        "meet slowly" => {
+            say("ready");
+            if std::env::var("RANK").unwrap() == "2" {
+                std::thread::sleep(Duration::from_secs(1));
+            }
+            Communicator::from_env().and_then(|comm| work_until(&comm, "barrier", usize::MAX)).unwrap_err()
+        }
+        "meet without files" => {
+            if std::env::var("RANK").unwrap() == "0" {
+                leave_descriptors(2);
+            }
+            say("ready");
+            Communicator::from_env().unwrap_err()
+        }
         _ => {
             let comm = Communicator::from_env().unwrap();
             say("ready");
@@ -68,6 +83,15 @@ fn rank_process() {
         }
     };
     say_error(&error);
+}
+
+/// Leaves this process no more than so many descriptors to open.
+fn leave_descriptors(left: usize) {
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    setrlimit(Resource::Nofile, Rlimit { current: Some(64), maximum }).unwrap();
+    let mut files: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+    files.truncate(files.len() - left);
+    std::mem::forget(files);
 }
 
 fn work_until(comm: &Communicator, work: &str, steps: usize) -> Result<(), FabricError> {
@@ -89,6 +113,33 @@ fn killed_while_ranks_meet() {
         }
         world.end(&[victim]);
     }
+}
+
+/// A rank that has joined, and is stopped before the last one comes: the others do not wait for it until the deadline.
+#[test]
+fn a_seat_of_a_silent_rank_is_named_in_seconds() {
+    let world = World::start(3, "meet slowly", false, Duration::from_secs(120));
+    std::thread::sleep(Duration::from_millis(300));
+    world.signal(1, Signal::STOP);
+    for rank in [0, 2] {
+        let said = world.hear(rank).1;
+        assert!(said == "timeout [1]" || said.contains("gave up waiting for rank 1"), "rank {rank}: {said}");
+    }
+    world.signal(1, Signal::CONT);
+    world.hear(1);
+    world.end(&[]);
+}
+
+#[test]
+fn a_root_without_descriptors_tells_all() {
+    let start = Instant::now();
+    let world = World::start(3, "meet without files", false, Duration::from_secs(120));
+    for rank in 0..3 {
+        let said = world.hear(rank).1;
+        assert!(said.contains("Too many open files"), "rank {rank}: {said}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(10));
+    world.end(&[]);
 }
 
 #[test]

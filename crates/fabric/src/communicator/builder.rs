@@ -10,12 +10,10 @@ use crate::{
     health::{Health, Peer},
     layout::{Layout, Regions},
     rendezvous::{
-        self, Address, Card, Environment, Exchange, RendezvousError, Secret, Ticket, exchange_ticket,
+        self, Address, Card, Environment, Exchange, PATIENCE, RendezvousError, Secret, Ticket,
+        exchange_ticket,
     },
 };
-
-/// How long ranks that have come may take to map the memory.
-const HANDSHAKE: Duration = Duration::from_secs(10);
 
 /// Settings of a communicator to be; all ranks must give the same ones.
 ///
@@ -148,7 +146,7 @@ impl Builder {
         // Whoever died between joining and mapping the memory, or holds a seat and does nothing, is found now and not
         // by the first real call.
         let signature = Signature::new(Operation::Barrier);
-        comm.own_rounds()?.exchange_within(timeout.min(HANDSHAKE), &signature)?;
+        comm.own_rounds()?.exchange_within(timeout.min(PATIENCE), &signature)?;
         Ok(comm)
     }
 }

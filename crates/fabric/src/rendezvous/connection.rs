@@ -11,6 +11,7 @@ use std::{
 use antiphon_device::host::process::user_at_other_end;
 use rustix::{
     cmsg_space,
+    event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{
         RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -120,6 +121,14 @@ impl Connection {
         Ok(())
     }
 
+    /// Waits for a while until the other side says something; what waits for room is sent on.
+    pub(super) fn await_more(&mut self, limit: &Timespec) {
+        // If it fails, the next look at what has arrived says why.
+        let _ = self.flush();
+        // Woken, interrupted or not: the caller looks again.
+        let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(limit));
+    }
+
     /// The next frame, if it has wholly arrived.
     pub(super) fn receive(&mut self) -> Result<Option<Frame>, Ended> {
         loop {
@@ -161,5 +170,52 @@ impl Connection {
         }
         self.received.extend_from_slice(&bytes[..message.bytes]);
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// Two ends of a conversation, whose sockets take little at once.
+    fn narrow_pair(limit: usize) -> (Connection, Connection) {
+        let (one, other) = UnixStream::pair().unwrap();
+        one.set_nonblocking(true).unwrap();
+        other.set_nonblocking(true).unwrap();
+        rustix::net::sockopt::set_socket_send_buffer_size(&one, 1).unwrap();
+        (Connection::new(one.into(), 0), Connection::new(other.into(), limit))
+    }
+
+    #[test]
+    fn what_finds_no_room_goes_later_descriptors_too() {
+        const COUNT: usize = 2 * BATCH + 3;
+        let (mut one, mut other) = narrow_pair(COUNT);
+        let long = Frame::Challenge { nonce: "0".repeat(100_000) };
+        one.send(&long).unwrap();
+        assert!(one.has_unsent(), "the socket is full");
+        let null: Arc<dyn AsFd> = Arc::new(std::fs::File::open("/dev/null").unwrap());
+        let note = Frame::Noted { proof: "00".into() };
+        one.send_with(&note, &vec![null; COUNT]).unwrap();
+        for expected in [long, note] {
+            let frame = loop {
+                one.flush().unwrap();
+                if let Some(frame) = other.receive().unwrap() {
+                    break frame;
+                }
+            };
+            assert_eq!(frame, expected);
+        }
+        assert_eq!(other.descriptors.len(), COUNT);
+        assert!(!one.has_unsent());
+    }
+
+    #[test]
+    fn more_descriptors_than_expected_end_the_conversation() {
+        let (mut one, mut other) = narrow_pair(1);
+        let null: Arc<dyn AsFd> = Arc::new(std::fs::File::open("/dev/null").unwrap());
+        one.send_with(&Frame::Noted { proof: "00".into() }, &vec![null; 8]).unwrap();
+        assert!(matches!(other.receive(), Err(Ended::Descriptors)));
     }
 }

@@ -62,8 +62,16 @@ pub enum Frame {
         /// Over both nonces and the card.
         proof: Proof,
     },
+    /// Asks whoever has taken the name to prove that it knows the secret: rank 0 finds it taken.
+    Ask {
+        /// To be covered by the proof.
+        nonce: Nonce,
+    },
     /// Rank 0 has noted the join; the rest are still awaited.
-    Noted,
+    Noted {
+        /// That it is rank 0, over both nonces.
+        proof: Proof,
+    },
     /// Rank 0 turns the joiner away.
     Refusal {
         /// Why, with the numbers that differ.
@@ -173,11 +181,16 @@ mod tests {
         Card { rank: 3, world_size: 4, pid: 77, pid_namespace: 1, cores: vec![0, 5], arena_bytes: 1 << 30 }
     }
 
+    fn noted() -> Frame {
+        Frame::Noted { proof: "bb".into() }
+    }
+
     fn frames() -> Vec<Frame> {
         vec![
             Frame::Challenge { nonce: "00ff".into() },
             Frame::Join { card: card(), nonce: "aa".into(), proof: "bb".into() },
-            Frame::Noted,
+            Frame::Ask { nonce: "aa".into() },
+            noted(),
             Frame::Refusal { reason: "no".into(), retry: true, missing: vec![1] },
             Frame::Welcome { cards: vec![card(); 64], handles: vec![0, 3], proof: "cc".into() },
         ]
@@ -200,17 +213,17 @@ mod tests {
     fn strangers_are_recognised_at_once() {
         assert_eq!(Frame::decode(b"GET / HTTP/1.1"), Err(FrameError::Magic(*b"GET ")));
         assert_eq!(Frame::decode(b"\x16"), Err(FrameError::Magic([0x16, 0, 0, 0])));
-        let mut long = Frame::Noted.encode();
+        let mut long = noted().encode();
         long[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
         assert_eq!(Frame::decode(&long), Err(FrameError::TooLong(u32::MAX)));
-        let mut newer = Frame::Noted.encode();
+        let mut newer = noted().encode();
         newer[4] = 9;
         assert_eq!(Frame::decode(&newer), Err(FrameError::Version(9)));
     }
 
     /// A header that is right, before a payload that may be anything.
     fn with_header(payload: &[u8]) -> Vec<u8> {
-        let mut bytes = Frame::Noted.encode()[..HEADER].to_vec();
+        let mut bytes = noted().encode()[..HEADER].to_vec();
         bytes[8..].copy_from_slice(&(payload.len() as u32).to_le_bytes());
         bytes.extend_from_slice(payload);
         bytes

@@ -7,13 +7,10 @@ use std::{
 };
 
 use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
-use rustix::{
-    event::{PollFd, PollFlags, Timespec},
-    io::Errno,
-};
+use rustix::io::Errno;
 
 use super::{
-    Address, Meeting, RETRY, RendezvousError, Ticket, Watch,
+    Address, Meeting, PATIENCE, RETRY, RendezvousError, TICK, Ticket, Watch,
     connection::{Connection, Ended},
     frame::{Card, Frame},
     secret::random_hex,
@@ -29,8 +26,15 @@ pub(super) fn join(
     timeout: Duration,
     watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
-    let mut member =
-        Member { watch, ticket, card: card.clone(), start: Instant::now(), timeout, last_refusal: None };
+    let mut member = Member {
+        watch,
+        ticket,
+        card: card.clone(),
+        start: Instant::now(),
+        timeout,
+        refused: None,
+        last_refusal: None,
+    };
     loop {
         if let Some(socket) = ticket.address.connect()?
             && let Some(welcome) = member.converse(Connection::new(socket, card.world_size + 1))?
@@ -70,6 +74,8 @@ struct Member<'a> {
     card: Card,
     start: Instant,
     timeout: Duration,
+    /// Since when it has been turned away for something that may pass.
+    refused: Option<Instant>,
     last_refusal: Option<String>,
 }
 
@@ -95,7 +101,7 @@ impl Member<'_> {
 
     /// One conversation with rank 0: all cards and the memory, or nothing if it is worth another try.
     fn converse(&mut self, mut connection: Connection) -> Result<Option<Welcome>, RendezvousError> {
-        let mine = random_hex();
+        let (mine, connected) = (random_hex(), Instant::now());
         let mut theirs = None;
         let mut noted = false;
         if let Some(user) = connection.other_user() {
@@ -113,15 +119,23 @@ impl Member<'_> {
                         return Ok(None);
                     }
                 }
-                Ok(Some(Frame::Noted)) if !noted => noted = true,
+                Ok(Some(Frame::Noted { proof })) if !noted => {
+                    let theirs = theirs.as_ref().map_or("", |nonce| nonce.as_str());
+                    noted = self.ticket.secret.verify_root(&theirs.into(), &mine, &proof);
+                    if !noted {
+                        return Err(self.impostor("it does not know the secret".into()));
+                    }
+                }
                 // Whoever chatters on must not keep us from looking at the clock.
-                Ok(Some(Frame::Challenge { .. } | Frame::Noted)) => {
+                Ok(Some(Frame::Challenge { .. } | Frame::Noted { .. })) => {
                     return Err(self.impostor("it says the same thing twice".into()));
                 }
                 Ok(Some(Frame::Refusal { missing, .. })) if !missing.is_empty() => {
                     return Err(self.missing(missing));
                 }
-                Ok(Some(Frame::Refusal { reason, retry: true, .. })) => {
+                Ok(Some(Frame::Refusal { reason, retry: true, .. }))
+                    if self.refused.get_or_insert_with(Instant::now).elapsed() < PATIENCE =>
+                {
                     self.last_refusal = Some(reason);
                     return Ok(None);
                 }
@@ -139,7 +153,9 @@ impl Member<'_> {
                         _ => Err(self.impostor("it does not know the secret".into())),
                     };
                 }
-                Ok(Some(Frame::Join { .. })) => return Err(self.impostor("it asks to join".into())),
+                Ok(Some(Frame::Join { .. } | Frame::Ask { .. })) => {
+                    return Err(self.impostor("it asks to join".into()));
+                }
                 Err(Ended::Malformed(error)) => return Err(self.impostor(error.to_string())),
                 Err(Ended::Descriptors) => {
                     // Too many of them would be dropped in the same way; rank 0 does not send too many.
@@ -149,6 +165,9 @@ impl Member<'_> {
                     return Err(RendezvousError::RootLost { address: self.address() });
                 }
                 Err(Ended::Closed) => return Ok(None),
+                Ok(None) if !noted && connected.elapsed() >= PATIENCE => {
+                    return Err(self.impostor(format!("it has not answered for {PATIENCE:?}")));
+                }
                 Ok(None) => self.wait(&mut connection, noted)?,
             }
         }
@@ -161,11 +180,39 @@ impl Member<'_> {
             return Err(self.missing(if noted { vec![] } else { vec![0] }));
         }
         (self.watch)()?;
-        // If it fails, the next look at what has arrived says why.
-        let _ = connection.flush();
-        let mut fds = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)];
-        // Woken, interrupted or not: the caller looks again.
-        let _ = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 20_000_000 }));
+        connection.await_more(&TICK);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener},
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_rank_that_was_noted_sees_its_root_die() {
+        let ticket = Ticket::random();
+        let Address::Abstract(name) = &ticket.address else { unreachable!("a random ticket") };
+        let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+        let card =
+            Card { rank: 1, world_size: 2, pid: 1, pid_namespace: 1, cores: vec![0], arena_bytes: 4096 };
+        std::thread::scope(|scope| {
+            let dying = scope.spawn(|| {
+                let mut guest = Connection::new(listener.accept().unwrap().0.into(), 1);
+                let challenge = random_hex();
+                guest.send(&Frame::Challenge { nonce: challenge.clone() }).unwrap();
+                let Ok(Some(Frame::Join { nonce, .. })) = guest.receive() else { panic!("a join is due") };
+                let proof = ticket.secret.prove_root(&challenge, &nonce);
+                guest.send(&Frame::Noted { proof }).unwrap();
+            });
+            let joined = join(&ticket, card, 4096, Duration::from_secs(20), &|| Ok(()));
+            assert!(matches!(joined, Err(RendezvousError::RootLost { .. })), "{:?}", joined.map(|_| ()));
+            dying.join().unwrap();
+        });
     }
 }

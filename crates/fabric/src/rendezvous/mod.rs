@@ -32,6 +32,8 @@ use antiphon_device::{
     host::{memory::SharedMemory, process::ProcessWatch},
 };
 
+use rustix::event::Timespec;
+
 pub use address::Address;
 pub use environment::Environment;
 pub use exchange::Exchange;
@@ -42,6 +44,11 @@ pub(crate) use secret::random_hex;
 
 /// How long both sides wait before they look again for something that gives no signal.
 const RETRY: Duration = Duration::from_millis(2);
+
+/// The longest sleep between two looks at the clock.
+const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// How long one that is there may take to answer. (One that is not there may come until the deadline.)
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Everything a rank needs to find its world.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -119,6 +126,14 @@ pub enum RendezvousError {
         address: Address,
         /// The system's word.
         source: Arc<std::io::Error>,
+    },
+    /// Somebody else holds the name at which rank 0 would listen.
+    #[error("{address} is held by {holder}: choose another name (MASTER_PORT, or ANTIPHON_RENDEZVOUS)")]
+    NameTaken {
+        /// The name.
+        address: Address,
+        /// By whom, as far as it can be known.
+        holder: String,
     },
     /// The path for the socket is taken.
     #[error("{} exists and is not a socket: choose another path to meet at", path.display())]
@@ -202,6 +217,7 @@ pub(crate) fn meet(
         let (memory, _) = SharedMemory::create(bytes)?;
         return Ok(Meeting { cards: vec![card], processes: vec![None], memory });
     }
+    ticket.address.check()?;
     if card.rank == 0 {
         root::await_all(ticket, card, bytes, timeout, watch)
     } else {

@@ -7,10 +7,10 @@ use std::{
 };
 
 use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 
 use super::{
-    Meeting, RETRY, RendezvousError, Ticket, Watch,
+    Meeting, PATIENCE, RETRY, RendezvousError, TICK, Ticket, Watch,
     address::Listener,
     connection::{Connection, Ended},
     frame::{Card, Frame, Nonce},
@@ -25,10 +25,10 @@ const COURTESY: Duration = Duration::from_millis(100);
 const SILENCE: Duration = Duration::from_secs(5);
 /// How many connections to accept before looking after the guests again.
 const BURST: usize = 64;
-/// The longest sleep between two looks at the clock.
-const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
-/// How long rank 0 waits for room in the sockets when it tells the others that the meeting failed.
+/// How long whoever holds the name may take to say who it is, each time it is asked.
+const ASKING: Duration = Duration::from_millis(200);
+/// How long rank 0 takes at most to tell the others that the meeting failed.
 const FAREWELL: Duration = Duration::from_secs(1);
 
 pub(super) fn await_all(
@@ -85,15 +85,51 @@ struct Door<'a> {
 impl Door<'_> {
     /// Opens the socket, waiting for an earlier meeting under the same name to end.
     fn open(&self) -> Result<Listener, RendezvousError> {
+        let mut stranger_since = None;
         loop {
             if let Some(listener) = self.ticket.address.listen()? {
                 return Ok(listener);
+            }
+            match self.is_held_by_a_world()? {
+                true => stranger_since = None,
+                false if stranger_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE => {}
+                false => {
+                    let holder = "a process that does not know the secret, or does not answer";
+                    return Err(self.ticket.address.taken(holder.into()));
+                }
             }
             if self.start.elapsed() >= self.timeout {
                 return Err(self.missing(self.empty_seats(), Some("another process listens there".into())));
             }
             std::thread::sleep(RETRY);
         }
+    }
+
+    /// Whether who holds the name knows the secret, and so will give it up again.
+    fn is_held_by_a_world(&self) -> Result<bool, RendezvousError> {
+        let Some(socket) = self.ticket.address.connect()? else { return Ok(false) };
+        let mut connection = Connection::new(socket, 0);
+        if let Some(user) = connection.other_user() {
+            return Err(self.ticket.address.taken(format!("user {user}")));
+        }
+        let (mine, mut theirs, connected) = (random_hex(), None, Instant::now());
+        while connected.elapsed() < ASKING {
+            match connection.receive() {
+                Ok(Some(Frame::Challenge { nonce })) if theirs.is_none() => {
+                    theirs = Some(nonce);
+                    if connection.send(&Frame::Ask { nonce: mine.clone() }).is_err() {
+                        return Ok(false);
+                    }
+                }
+                Ok(Some(Frame::Noted { proof })) => {
+                    let theirs = theirs.unwrap_or_default();
+                    return Ok(self.ticket.secret.verify_root(&theirs, &mine, &proof));
+                }
+                Ok(None) => connection.await_more(&TICK),
+                Ok(Some(_)) | Err(_) => return Ok(false),
+            }
+        }
+        Ok(false)
     }
 
     /// Waits until every seat is taken.
@@ -125,25 +161,33 @@ impl Door<'_> {
         (0..self.seats.len()).filter(|&rank| self.seats[rank].is_none()).collect()
     }
 
-    /// Tells those who came, and those who are about to come in, why there is no world; returns the reason.
+    /// Tells those who came, and those who are about to, why there is no world; returns the reason.
     fn give_up(&mut self, listener: Listener, error: RendezvousError) -> RendezvousError {
-        let missing = match &error {
-            RendezvousError::Missing { missing, .. } => missing.clone(),
-            _ => Vec::new(),
+        let (missing, farewell) = match &error {
+            RendezvousError::Missing { missing, .. } => (missing.clone(), Duration::ZERO),
+            RendezvousError::Interrupted => (Vec::new(), Duration::ZERO),
+            _ => (Vec::new(), FAREWELL), // so early that others may be on their way
         };
         let refusal = Frame::Refusal { reason: format!("rank 0 failed: {error}"), retry: false, missing };
         self.guests.retain(|guest| guest.seat.is_some());
         self.guests.retain_mut(|guest| guest.connection.send(&refusal).is_ok());
         self.flush_until(Instant::now() + FAREWELL);
-        // Their descriptors are free now, for those whom rank 0 could not let in for want of one.
+        // Their descriptors, and that of this process, are free now for those whom rank 0 could not let in.
         self.guests.clear();
-        while let Ok((socket, _)) = listener.socket.accept() {
-            let mut connection = Connection::new(socket.into(), 0);
-            if connection.other_user().is_none() {
-                let _ = connection.send(&refusal);
+        self.seats.clear();
+        let deadline = Instant::now() + farewell;
+        loop {
+            match listener.socket.accept() {
+                Ok((socket, _)) => {
+                    let mut connection = Connection::new(socket.into(), 0);
+                    if connection.other_user().is_none() {
+                        let _ = connection.send(&refusal);
+                    }
+                }
+                Err(_) if Instant::now() < deadline => std::thread::sleep(RETRY),
+                Err(_) => return error,
             }
         }
-        error
     }
 
     /// Sends what waits for room, until the deadline at the latest.
@@ -236,10 +280,15 @@ impl Door<'_> {
     fn converse(&mut self, guest: &mut Guest) -> Result<(), Ended> {
         guest.connection.flush()?;
         while let Some(frame) = guest.connection.receive()? {
-            let Frame::Join { card, nonce, proof } = frame else { return Err(Ended::Closed) };
-            if guest.seat.is_some() {
-                return Err(Ended::Closed);
-            }
+            let (card, nonce, proof) = match frame {
+                Frame::Join { card, nonce, proof } if guest.seat.is_none() => (card, nonce, proof),
+                Frame::Ask { nonce } if guest.seat.is_none() => {
+                    let proof = self.ticket.secret.prove_root(&guest.nonce, &nonce);
+                    guest.connection.send(&Frame::Noted { proof })?;
+                    continue;
+                }
+                _ => return Err(Ended::Closed),
+            };
             if !self.ticket.secret.verify_join(&guest.nonce, &nonce, &card, &proof) {
                 return refuse(
                     guest,
@@ -250,13 +299,12 @@ impl Door<'_> {
             if let Err((reason, retry)) = self.admit(&card) {
                 return refuse(guest, reason, retry);
             }
+            let noted = Frame::Noted { proof: self.ticket.secret.prove_root(&guest.nonce, &nonce) };
             guest.seat = Some((card.rank, nonce));
             let rank = card.rank;
             let process = guest.connection.descriptors.pop().map(|handle| Arc::new(handle.into()));
             self.seats[rank] = Some(Seat { card, process });
-            if guest.connection.send(&Frame::Noted).is_err() {
-                return Err(Ended::Closed);
-            }
+            guest.connection.send(&noted)?;
         }
         Ok(())
     }

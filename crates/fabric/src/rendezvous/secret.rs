@@ -44,6 +44,15 @@ impl Secret {
         unhex(proof).is_some_and(|p| self.mac("join", mine, theirs, card).verify_slice(&p).is_ok())
     }
 
+    /// Rank 0's proof that it is rank 0.
+    pub(super) fn prove_root(&self, mine: &Nonce, theirs: &Nonce) -> Proof {
+        hex(&self.mac("root", mine, theirs, &()).finalize().into_bytes())
+    }
+
+    pub(super) fn verify_root(&self, theirs: &Nonce, mine: &Nonce, proof: &Proof) -> bool {
+        unhex(proof).is_some_and(|p| self.mac("root", theirs, mine, &()).verify_slice(&p).is_ok())
+    }
+
     /// Rank 0's proof, over the cards and the ranks whose handles it sends.
     pub(super) fn prove_welcome(&self, mine: &Nonce, theirs: &Nonce, said: (&[Card], &[usize])) -> Proof {
         hex(&self.mac("welcome", mine, theirs, &said).finalize().into_bytes())

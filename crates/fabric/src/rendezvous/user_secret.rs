@@ -5,7 +5,7 @@ use std::{
     io::{Read, Write},
     os::unix::fs::{DirBuilderExt, MetadataExt},
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use rustix::{
@@ -13,14 +13,12 @@ use rustix::{
     io::Errno,
 };
 
-use super::{RETRY, RendezvousError, Secret, secret::random_hex};
+use super::{PATIENCE, RETRY, RendezvousError, Secret, secret::random_hex};
 
 /// In which file of its folder.
 const FILE: &str = "secret";
 /// How long the file is: 32 bytes in hexadecimal.
 const LENGTH: usize = 64;
-/// How long another process may take to write it.
-const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The secret of this process's user on this machine, made by the first who asks: in the cache folder, or, if that cannot
 /// be used, in a folder of the user's among the temporary files.
