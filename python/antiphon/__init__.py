@@ -78,7 +78,7 @@ def init(
     ``antiphon run`` and torchrun set them). Otherwise exactly one of these:
 
     * ``path``: a Unix socket appears there until all have come. Needs ``rank`` and ``world_size``. Whoever joins
-      must know ``secret``, which is the path itself unless given.
+      must know ``secret``, which is the path itself unless given: then whoever of this user can open the socket may join.
     * ``group``: a ``torch.distributed`` process group that is there already, whatever its backend. It is used once, to
       exchange a few bytes.
     * ``exchange``: any other channel, as a function that takes this rank's bytes and returns the bytes of all ranks

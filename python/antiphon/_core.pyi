@@ -63,7 +63,9 @@ class PeerLostError(RuntimeError):
     """A peer is gone: its process ended, or it closed its communicator."""
 
     rank: int
-    """Who is gone."""
+    """Who is gone, as the communicator numbers it."""
+    world_rank: int
+    """Who was lost first, as the world numbers it: the same rank, or (in a group) one elsewhere, because of which this one went."""
 
 @final
 class Handle:

@@ -33,11 +33,6 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
-    /// Whether a process that was asked for does not exist.
-    pub fn is_no_such_process(&self) -> bool {
-        matches!(self, Self::System { source, .. } if source.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()))
-    }
-
     pub(crate) fn system(
         call: impl Into<String>,
         source: impl Into<std::io::Error>,

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use antiphon_device::DeviceError;
 
-use crate::{Signature, rendezvous::RendezvousError};
+use crate::{Members, Signature, rendezvous::RendezvousError};
 
 /// How a peer was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,14 +18,22 @@ pub enum Loss {
         /// Who said so.
         by: usize,
     },
+    /// It went because it had lost a rank of the world that is not in this group.
+    Followed {
+        /// The rank that was lost first, as the world numbers it.
+        world_rank: usize,
+    },
 }
 
-impl std::fmt::Display for Loss {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl Loss {
+    fn told(self, members: &Members) -> String {
         match self {
-            Self::ProcessEnded => f.write_str("its process ended"),
-            Self::Left => f.write_str("it dropped its communicator"),
-            Self::Reported { by } => write!(f, "as rank {by} reported"),
+            Self::ProcessEnded => "its process ended".into(),
+            Self::Left => "it dropped its communicator".into(),
+            Self::Reported { by } => format!("as {} reported", members.subject(by).trim_end_matches(',')),
+            Self::Followed { world_rank } => {
+                format!("it went because rank {world_rank} of the world was lost")
+            }
         }
     }
 }
@@ -44,7 +52,7 @@ pub enum FabricError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A peer is gone.
-    #[error("rank {rank} was lost during {operation}: {how}")]
+    #[error("{} was lost during {operation}: {}", members.subject(*rank), how.told(members))]
     PeerLost {
         /// Who is gone.
         rank: usize,
@@ -52,9 +60,11 @@ pub enum FabricError {
         operation: Signature,
         /// How it is known.
         how: Loss,
+        /// The ranks of the communicator.
+        members: Members,
     },
     /// The deadline has passed.
-    #[error("{operation} timed out after {waited:.1?}: still waiting for ranks {missing:?} of {world_size}")]
+    #[error("{operation} timed out after {waited:.1?}: still waiting for {}", members.names(missing, *world_size))]
     Timeout {
         /// What this rank was doing.
         operation: Signature,
@@ -64,9 +74,14 @@ pub enum FabricError {
         missing: Vec<usize>,
         /// How many ranks there are.
         world_size: usize,
+        /// Which.
+        members: Members,
     },
     /// Ranks called different things.
-    #[error("ranks disagree: rank {rank} called {mine}, but rank {peer} called {theirs}")]
+    #[error(
+        "ranks disagree: {} called {mine}, but {} called {theirs}",
+        members.subject(*rank), members.subject(*peer)
+    )]
     Mismatch {
         /// This rank.
         rank: usize,
@@ -76,9 +91,11 @@ pub enum FabricError {
         peer: usize,
         /// What that one called.
         theirs: Signature,
+        /// The ranks of the communicator.
+        members: Members,
     },
     /// Another rank gave up.
-    #[error("{operation} was aborted: rank {by} {reason}")]
+    #[error("{operation} was aborted: {} {reason}", members.subject(*by))]
     Aborted {
         /// What this rank was doing.
         operation: Signature,
@@ -86,6 +103,8 @@ pub enum FabricError {
         by: usize,
         /// Why.
         reason: String,
+        /// The ranks of the communicator.
+        members: Members,
     },
     /// This rank's program asked to stop waiting; see [`Builder::interrupt`](crate::Builder::interrupt).
     #[error("{} was interrupted", operation.map_or("the wait for earlier calls".to_owned(), |o| o.to_string()))]
@@ -131,5 +150,26 @@ impl FabricError {
     /// An [`InvalidArgument`](Self::InvalidArgument).
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::InvalidArgument(message.into())
+    }
+
+    /// The rank whose loss began it, as the world numbers it, if a lost rank did.
+    pub fn lost_world_rank(&self) -> Option<usize> {
+        match self {
+            Self::PeerLost { how: Loss::Followed { world_rank }, .. } => Some(*world_rank),
+            Self::PeerLost { rank, members, .. } => Some(members.world_rank(*rank)),
+            Self::Failed(first) => first.lost_world_rank(),
+            _ => None,
+        }
+    }
+
+    /// The same, as seen by a rank that was doing `doing`: for work whose watch does not know what it watches.
+    pub fn during(mut self, doing: Signature) -> Self {
+        if let Self::PeerLost { operation, .. }
+        | Self::Timeout { operation, .. }
+        | Self::Aborted { operation, .. } = &mut self
+        {
+            *operation = doing;
+        }
+        self
     }
 }

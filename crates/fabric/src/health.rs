@@ -4,53 +4,46 @@
 //! reason in its control block), a peer whose process ended, a peer that dropped its communicator, the deadline.
 //! What it finds it leaves in its own control block, so that the *cause* spreads and not its consequences: when rank 3
 //! is killed and rank 2 exits because of that, rank 0 hears of rank 3.
+//!
+//! A rank that gives up in a group leaves the reason in the world's memory too, where it counts once the rank is gone:
+//! its groups fail alone, but whoever misses it elsewhere hears why it went. Reasons name ranks as the world does.
 
 use std::{
+    collections::BTreeSet,
     sync::{Arc, OnceLock},
     time::Duration,
 };
 
-use antiphon_device::{
-    host::process::{ProcessWatch, pid_namespace},
-    sync::Ordering,
-};
+use antiphon_device::{host::process::ProcessWatch, sync::Ordering};
 
 use crate::{
-    FabricError, Signature,
+    FabricError, Members, Signature,
+    communicator::Shared,
     error::Loss,
     layout::{LANES, Regions},
-    rendezvous::Card,
 };
 
 /// Watches the peers of one rank.
 pub(crate) struct Health {
     rank: usize,
-    watches: Vec<Watch>,
+    members: Members,
+    peers: Vec<Peer>,
+    /// Of which this communicator is a group, if it is one.
+    world: Option<Arc<Shared>>,
     /// What this communicator failed of, if it did.
     first: OnceLock<Arc<FabricError>>,
 }
 
-/// What can be known of a peer's process.
-enum Watch {
-    /// It is this very process, or one of a PID namespace that this one cannot see.
-    Unseen,
-    /// It ran when the ranks met.
-    Running(ProcessWatch),
-    /// It ended right after the ranks met.
-    Gone,
+/// What is known of the process of a rank; groups share it with their world.
+#[derive(Clone)]
+pub(crate) struct Peer {
+    /// Its handle, if it is another process than this one and can be watched.
+    pub(crate) process: Option<Arc<ProcessWatch>>,
+    /// The cores it may run on.
+    pub(crate) cores: Arc<[u32]>,
 }
 
-impl Watch {
-    fn has_ended(&self) -> bool {
-        match self {
-            Self::Unseen => false,
-            Self::Running(process) => process.has_ended(),
-            Self::Gone => true,
-        }
-    }
-}
-
-/// The reason in a control block: what happened in the upper half, to whom in the lower.
+/// The reason in a control block: what happened in the upper half, to whom (as the world numbers ranks) in the lower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Lost(usize),
@@ -63,9 +56,11 @@ enum Fault {
 impl Fault {
     fn of(error: &FabricError) -> Self {
         match error {
-            FabricError::PeerLost { rank, .. } => Self::Lost(*rank),
-            FabricError::Timeout { missing, .. } => Self::TimedOut(missing.first().copied().unwrap_or(0)),
-            FabricError::Mismatch { peer, .. } => Self::Disagreed(*peer),
+            FabricError::PeerLost { .. } => error.lost_world_rank().map_or(Self::Other, Self::Lost),
+            FabricError::Timeout { missing, members, .. } => {
+                Self::TimedOut(missing.first().map_or(0, |&rank| members.world_rank(rank)))
+            }
+            FabricError::Mismatch { peer, members, .. } => Self::Disagreed(members.world_rank(*peer)),
             FabricError::Interrupted { .. } => Self::Interrupted,
             _ => Self::Other,
         }
@@ -96,17 +91,35 @@ impl Fault {
 }
 
 impl Health {
-    pub(crate) fn new(rank: usize, cards: &[Card]) -> Self {
-        let (own, namespace) = (std::process::id(), pid_namespace());
-        let watch = |card: &Card| match card.pid_namespace == namespace && card.pid != own {
-            false => Watch::Unseen,
-            true => match ProcessWatch::open(card.pid) {
-                Ok(process) => Watch::Running(process),
-                Err(error) if error.is_no_such_process() => Watch::Gone,
-                Err(_) => Watch::Unseen, // out of descriptors, or not allowed: the deadline must do
-            },
-        };
-        Self { rank, watches: cards.iter().map(watch).collect(), first: OnceLock::new() }
+    pub(crate) fn of_world(rank: usize, peers: Vec<Peer>) -> Self {
+        Self { rank, members: Members::default(), peers, world: None, first: OnceLock::new() }
+    }
+
+    /// The health of a group that consists of these ranks of `parent`; this rank is `rank` of them.
+    pub(crate) fn of_group(rank: usize, parent: &Arc<Shared>, group: &[usize]) -> Self {
+        let parents = &parent.health;
+        Self {
+            rank,
+            members: Members::of_group(group.iter().map(|&member| parents.members.world_rank(member))),
+            peers: group.iter().map(|&member| parents.peers[member].clone()).collect(),
+            world: Some(parents.world.as_ref().unwrap_or(parent).clone()),
+            first: OnceLock::new(),
+        }
+    }
+
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The ranks of this communicator, as the world numbers them.
+    pub(crate) fn members(&self) -> &Members {
+        &self.members
+    }
+
+    /// On how many cores these ranks run.
+    pub(crate) fn count_cores(&self) -> usize {
+        let cores: BTreeSet<u32> = self.peers.iter().flat_map(|peer| peer.cores.iter().copied()).collect();
+        cores.len()
     }
 
     /// Fails if this communicator failed before: its ranks are no longer in step.
@@ -134,7 +147,7 @@ impl Health {
         for rank in missing() {
             let how = crashed(rank).or_else(|| reported(rank));
             if let Some(how) = how.filter(|_| missing().contains(&rank)) {
-                return Err(FabricError::PeerLost { rank, operation, how });
+                return Err(self.lost(rank, operation, how));
             }
         }
         for rank in missing() {
@@ -146,54 +159,110 @@ impl Health {
         if waited < timeout {
             return Ok(());
         }
-        let world_size = self.watches.len();
         match missing() {
             none if none.is_empty() => Ok(()),
-            missing => Err(FabricError::Timeout { operation, waited, missing, world_size }),
+            missing => Err(self.timed_out(operation, waited, missing)),
         }
     }
 
-    /// Whether nothing will ever come from a rank again.
-    pub(crate) fn is_gone(&self, regions: &Regions, rank: usize) -> bool {
-        regions.control(rank).has_departed() || self.watches[rank].has_ended()
+    /// The error when the deadline has passed.
+    pub(crate) fn timed_out(
+        &self,
+        operation: Signature,
+        waited: Duration,
+        missing: Vec<usize>,
+    ) -> FabricError {
+        let (world_size, members) = (self.peers.len(), self.members.clone());
+        FabricError::Timeout { operation, waited, missing, world_size, members }
+    }
+
+    /// The error when a peer calls something else.
+    pub(crate) fn disagreement(&self, mine: Signature, peer: usize, theirs: Signature) -> FabricError {
+        FabricError::Mismatch { rank: self.rank, mine, peer, theirs, members: self.members.clone() }
+    }
+
+    /// The error when a peer has given up.
+    pub(crate) fn aborted(&self, operation: Signature, by: usize, reason: String) -> FabricError {
+        FabricError::Aborted { operation, by, reason, members: self.members.clone() }
+    }
+
+    fn lost(&self, rank: usize, operation: Signature, how: Loss) -> FabricError {
+        FabricError::PeerLost { rank, operation, how, members: self.members.clone() }
+    }
+
+    /// Whether nothing will ever come from a rank again. (A rank that a broken process made up is not gone.)
+    fn is_gone(&self, regions: &Regions, rank: usize) -> bool {
+        rank < self.peers.len() && (regions.control(rank).has_departed() || self.has_ended(rank))
+    }
+
+    fn has_ended(&self, rank: usize) -> bool {
+        self.peers[rank].process.as_ref().is_some_and(|process| process.has_ended())
     }
 
     /// Whether the process of a rank ended without a word.
     fn has_crashed(&self, regions: &Regions, rank: usize) -> bool {
-        !regions.control(rank).has_departed()
-            && fault_of(regions, rank).is_none()
-            && self.watches[rank].has_ended()
-            // It may have said something just before it ended.
-            && !regions.control(rank).has_departed()
-            && fault_of(regions, rank).is_none()
+        let silent = || !regions.control(rank).has_departed() && self.reason(regions, rank).is_none();
+        // It may have said something just before it ended.
+        silent() && self.has_ended(rank) && silent()
     }
 
     /// Who has seen that a rank is lost, perhaps from where more can be seen.
     fn who_lost(&self, regions: &Regions, rank: usize) -> Option<usize> {
-        let peers = (0..self.watches.len()).filter(|&by| by != self.rank && by != rank);
-        peers.into_iter().find(|&by| fault_of(regions, by) == Some(Fault::Lost(rank)))
+        let lost = Some(Fault::Lost(self.members.world_rank(rank)));
+        let peers = (0..self.peers.len()).filter(|&by| by != self.rank && by != rank);
+        peers.into_iter().find(|&by| fault_of(regions, by) == lost)
+    }
+
+    /// Why a rank gave up, if it said so here, or, of a rank that is gone, elsewhere.
+    fn reason(&self, regions: &Regions, rank: usize) -> Option<Fault> {
+        let elsewhere = || {
+            let (health, regions) = self.world(regions);
+            let rank = self.members.world_rank(rank);
+            let control = regions.control(rank);
+            let words = [&control.fault.0, &control.fault_in_group.0];
+            let reasons = words.into_iter().filter_map(|word| Fault::decode(word.load(Ordering::Acquire)));
+            // A rank that was lost to a group may be there otherwise.
+            let still =
+                |fault: &Fault| !matches!(fault, Fault::Lost(lost) if !health.is_gone(regions, *lost));
+            reasons.into_iter().find(still)
+        };
+        fault_of(regions, rank).or_else(|| self.is_gone(regions, rank).then(elsewhere).flatten())
+    }
+
+    /// The world that this communicator is, or is a group of.
+    fn world<'a>(&'a self, regions: &'a Regions) -> (&'a Self, &'a Regions) {
+        self.world.as_ref().map_or((self, regions), |world| (&world.health, &world.regions))
     }
 
     /// Why nothing more will come from rank `by`, if so. What made it give up goes before its being gone: the cause
     /// spreads. (One that gave up later than what is awaited of it is not asked: that has arrived.)
     fn why_lost(&self, regions: &Regions, operation: Signature, by: usize) -> Option<FabricError> {
         let left = regions.control(by).has_departed();
-        let gone = left || self.watches[by].has_ended();
+        let gone = left || self.has_ended(by);
         let how = if left { Loss::Left } else { Loss::ProcessEnded };
-        let reason = match fault_of(regions, by) {
-            None => return gone.then_some(FabricError::PeerLost { rank: by, operation, how }),
-            Some(Fault::Lost(rank)) if rank != self.rank => {
-                return Some(FabricError::PeerLost { rank, operation, how: Loss::Reported { by } });
+        let own = self.members.world_rank(self.rank);
+        // Members are named in both ways, as everywhere.
+        let name = |world_rank| match self.members.rank(world_rank) {
+            Some(rank) => self.members.name(rank),
+            None => format!("rank {world_rank} of the world"),
+        };
+        let reason = match self.reason(regions, by) {
+            None => return gone.then(|| self.lost(by, operation, how)),
+            Some(Fault::Lost(world_rank)) if world_rank != own => {
+                return Some(match self.members.rank(world_rank) {
+                    Some(rank) => self.lost(rank, operation, Loss::Reported { by }),
+                    None => self.lost(by, operation, Loss::Followed { world_rank }),
+                });
             }
             Some(Fault::Lost(_)) => "took this rank for lost".to_owned(),
             // Our own deadline will name all who are missing for us.
-            Some(Fault::TimedOut(rank)) if rank != self.rank && !gone => return None,
-            Some(Fault::TimedOut(rank)) => format!("gave up waiting for rank {rank}"),
-            Some(Fault::Disagreed(rank)) => format!("disagreed with rank {rank} about what to do"),
+            Some(Fault::TimedOut(rank)) if rank != own && !gone => return None,
+            Some(Fault::TimedOut(rank)) => format!("gave up waiting for {}", name(rank)),
+            Some(Fault::Disagreed(rank)) => format!("disagreed with {} about what to do", name(rank)),
             Some(Fault::Interrupted) => "was interrupted".to_owned(),
             Some(Fault::Other) => "failed".to_owned(),
         };
-        Some(FabricError::Aborted { operation, by, reason })
+        Some(self.aborted(operation, by, reason))
     }
 
     /// Makes this communicator unusable, and leaves the reason for all to see. Only the first error counts: others
@@ -202,12 +271,24 @@ impl Health {
         if self.first.set(Arc::new(error.clone())).is_ok() {
             // Who was aborted passes the reason on.
             let fault = match error {
-                FabricError::Aborted { by, .. } => fault_of(regions, *by),
+                FabricError::Aborted { by, .. } => self.reason(regions, *by),
                 _ => None,
             };
             let fault = fault.unwrap_or(Fault::of(error));
             regions.control(self.rank).fault.0.store(fault.encode(), Ordering::Release);
+            self.tell_world(fault);
             self.wake_all(regions);
+        }
+    }
+
+    /// Leaves the reason why this rank gave up in a group, for those who will miss it elsewhere. A rank that is lost
+    /// explains more than what comes after it.
+    fn tell_world(&self, fault: Fault) {
+        let Some(world) = &self.world else { return };
+        let word = &world.regions.control(world.rank).fault_in_group.0;
+        let told = Fault::decode(word.load(Ordering::Acquire));
+        if !matches!(told, Some(Fault::Lost(lost)) if world.health.is_gone(&world.regions, lost)) {
+            word.store(fault.encode(), Ordering::Release);
         }
     }
 
@@ -218,7 +299,7 @@ impl Health {
     }
 
     fn wake_all(&self, regions: &Regions) {
-        for rank in 0..self.watches.len() {
+        for rank in 0..self.peers.len() {
             for bell in 0..=LANES {
                 regions.control(rank).bells[bell].0.ring();
             }
@@ -237,17 +318,21 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_fault_says_whom_the_error_was_about() {
+    fn a_fault_says_whom_in_the_world_the_error_was_about() {
+        let members = Members::of_group([20, 21, 22, 23]);
         let operation = Signature::new(Operation::Barrier);
-        let lost = FabricError::PeerLost { rank: 3, operation, how: Loss::Left };
+        let lost = FabricError::PeerLost { rank: 3, operation, how: Loss::Left, members: members.clone() };
         let timeout = |missing: &[usize]| {
             let waited = Duration::ZERO;
-            FabricError::Timeout { operation, waited, missing: missing.to_vec(), world_size: 9 }
+            let (missing, members) = (missing.to_vec(), members.clone());
+            FabricError::Timeout { operation, waited, missing, world_size: 9, members }
         };
-        let mismatch = FabricError::Mismatch { rank: 1, mine: operation, peer: 5, theirs: operation };
-        assert_eq!(Fault::of(&lost), Fault::Lost(3));
-        assert_eq!(Fault::of(&timeout(&[7, 8])), Fault::TimedOut(7));
-        assert_eq!(Fault::of(&mismatch), Fault::Disagreed(5));
+        let members = members.clone();
+        let mismatch =
+            FabricError::Mismatch { rank: 1, mine: operation, peer: 2, theirs: operation, members };
+        assert_eq!(Fault::of(&lost), Fault::Lost(23));
+        assert_eq!(Fault::of(&timeout(&[2, 3])), Fault::TimedOut(22));
+        assert_eq!(Fault::of(&mismatch), Fault::Disagreed(22));
         assert_eq!(Fault::of(&FabricError::invalid("a panic")), Fault::Other);
     }
 

@@ -46,6 +46,8 @@ pub(crate) struct Control {
     pub(crate) departed: Padded<AtomicU32>,
     /// Why it gave up, if it did (see `health`).
     pub(crate) fault: Padded<AtomicU64>,
+    /// Why it gave up in a group of this world, if it did: others ask when it is gone.
+    pub(crate) fault_in_group: Padded<AtomicU64>,
 }
 
 impl Control {

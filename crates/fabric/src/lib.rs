@@ -42,6 +42,7 @@ pub mod error;
 mod health;
 mod layout;
 mod local;
+mod members;
 pub mod rendezvous;
 mod signal;
 mod signature;
@@ -50,6 +51,7 @@ mod symmetric;
 pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue};
 pub use error::FabricError;
 pub use local::LocalWorld;
+pub use members::Members;
 pub use signal::rounds::{Arenas, Rounds};
 pub use signature::{Operation, Signature};
 #[cfg(not(loom))]

@@ -108,6 +108,20 @@ fn what_was_sent_before_leaving_arrives() {
     assert_eq!(lost(results[1].clone()), (0, Loss::Left));
 }
 
+#[test]
+fn a_flush_after_which_something_is_unsent_is_an_error() {
+    let results = run(2, |comm| {
+        comm.barrier()?;
+        if comm.rank() == 1 {
+            return Ok(());
+        }
+        let sent = comm.start_send(vec![1u8; 1 << 20], 1)?; // more than is buffered
+        assert_eq!(lost(sent.wait().map(drop)).0, 1);
+        comm.messenger().flush()
+    });
+    assert!(matches!(results[0], Err(FabricError::Failed(_))), "{results:?}");
+}
+
 /// Ranks 0 ← 1 ← 2 wait in a chain, and each leaves as soon as it has an error: none but the last is to blame.
 #[test]
 fn the_cause_spreads_and_not_its_consequences() {

@@ -2,11 +2,15 @@
 
 mod processes;
 
-use std::time::Duration;
+use std::{
+    fs::File,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
 
 use antiphon_fabric::{Communicator, FabricError};
 use processes::{VICTIMS, World, kill_each, role, say, say_error};
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 /// The work of ranks that are about to lose one: one step of what goes on for ever.
 fn step(comm: &Communicator, work: &str) -> Result<(), FabricError> {
@@ -52,6 +56,20 @@ fn rank_process() {
             say("ready");
             Communicator::from_env().and_then(|comm| work_until(&comm, "barrier", usize::MAX)).unwrap_err()
         }
+        "meet slowly" => {
+            say("ready");
+            if std::env::var("RANK").unwrap() == "2" {
+                std::thread::sleep(Duration::from_secs(1));
+            }
+            Communicator::from_env().and_then(|comm| work_until(&comm, "barrier", usize::MAX)).unwrap_err()
+        }
+        "meet without files" => {
+            if std::env::var("RANK").unwrap() == "0" {
+                leave_descriptors(2);
+            }
+            say("ready");
+            Communicator::from_env().unwrap_err()
+        }
         _ => {
             let comm = Communicator::from_env().unwrap();
             say("ready");
@@ -65,6 +83,15 @@ fn rank_process() {
         }
     };
     say_error(&error);
+}
+
+/// Leaves this process no more than so many descriptors to open.
+fn leave_descriptors(left: usize) {
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    setrlimit(Resource::Nofile, Rlimit { current: Some(64), maximum }).unwrap();
+    let mut files: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+    files.truncate(files.len() - left);
+    std::mem::forget(files);
 }
 
 fn work_until(comm: &Communicator, work: &str, steps: usize) -> Result<(), FabricError> {
@@ -86,6 +113,33 @@ fn killed_while_ranks_meet() {
         }
         world.end(&[victim]);
     }
+}
+
+/// A rank that has joined, and is stopped before the last one comes: the others do not wait for it until the deadline.
+#[test]
+fn a_seat_of_a_silent_rank_is_named_in_seconds() {
+    let world = World::start(3, "meet slowly", false, Duration::from_secs(120));
+    std::thread::sleep(Duration::from_millis(300));
+    world.signal(1, Signal::STOP);
+    for rank in [0, 2] {
+        let said = world.hear(rank).1;
+        assert!(said == "timeout [1]" || said.contains("gave up waiting for rank 1"), "rank {rank}: {said}");
+    }
+    world.signal(1, Signal::CONT);
+    world.hear(1);
+    world.end(&[]);
+}
+
+#[test]
+fn a_root_without_descriptors_tells_all() {
+    let start = Instant::now();
+    let world = World::start(3, "meet without files", false, Duration::from_secs(120));
+    for rank in 0..3 {
+        let said = world.hear(rank).1;
+        assert!(said.contains("Too many open files"), "rank {rank}: {said}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(10));
+    world.end(&[]);
 }
 
 #[test]
@@ -148,5 +202,36 @@ fn a_stopped_rank_is_named_by_the_deadline_and_learns_of_it() {
         let said = world.hear(victim).1;
         assert!(said.contains(&format!("gave up waiting for rank {victim}")), "{said}");
         world.end(&[]);
+    }
+}
+
+/// How a process is started in a PID namespace of its own, if this user may.
+fn own_namespace() -> Option<Vec<&'static str>> {
+    let ways = [
+        &["unshare", "--pid", "--fork", "--kill-child"][..],
+        &["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"],
+    ];
+    let works = |way: &&[&str]| {
+        let tried = Command::new(way[0]).args(&way[1..]).arg("true").stderr(Stdio::null()).status();
+        tried.is_ok_and(|status| status.success())
+    };
+    ways.into_iter().find(works).map(<[_]>::to_vec)
+}
+
+/// As in containers: no rank knows the process number of another.
+#[test]
+fn ranks_of_different_pid_namespaces_meet_and_hear_of_each_others_end() {
+    let Some(launcher) = own_namespace() else {
+        return eprintln!("skipped: `unshare --pid` is not permitted here, with or without a user namespace");
+    };
+    for (victim, by_path) in [(0, false), (2, true)] {
+        let world = World::start_under(&launcher, 3, "barrier", by_path, Duration::from_secs(30));
+        let killed = world.signal(victim, Signal::KILL);
+        for rank in world.others(victim) {
+            let (heard, said) = world.hear(rank);
+            assert_eq!(said, format!("lost {victim}"), "rank {rank}");
+            assert!(heard - killed < Duration::from_secs(1), "rank {rank} knew after {:?}", heard - killed);
+        }
+        world.end(&[victim]);
     }
 }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use antiphon_fabric::{Communicator, FabricError, LocalWorld, Messenger, Queue, rendezvous::Ticket};
+use antiphon_fabric::{Communicator, FabricError, LocalWorld, Messenger, Pending, Queue, rendezvous::Ticket};
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 type Outcome<T = ()> = Result<T, FabricError>;
@@ -357,4 +357,29 @@ fn an_owner_may_use_the_messages_when_it_is_dropped() {
 
 fn alone() -> Communicator {
     Communicator::builder().with_ticket(0, 1, &Ticket::random()).unwrap()
+}
+
+/// Nobody would ever end this wait: what is waited for begins when the work that waits is over.
+#[test]
+fn work_that_waits_for_work_behind_it_is_an_error_and_not_a_wait() {
+    fn assert_told(result: Result<(), FabricError>) {
+        match result {
+            Err(FabricError::InvalidArgument(why)) => assert!(why.contains("given later"), "{why}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    type Handover = (Sender<Pending<()>>, Receiver<Pending<()>>);
+    LocalWorld::run(1, |comm| {
+        let (give, take): Handover = mpsc::channel();
+        let first = comm.spawn(move |_| take.recv().unwrap().wait()).unwrap();
+        give.send(comm.spawn(|_| Ok(())).unwrap()).unwrap();
+        assert_told(first.wait());
+
+        let queue = Queue::new(comm);
+        let (give, take): Handover = mpsc::channel();
+        let first = queue.start(move |_| take.recv().unwrap().wait()).unwrap();
+        give.send(queue.start(|_| Ok(())).unwrap()).unwrap();
+        assert_told(first.wait());
+        queue.run(|comm| comm.barrier()).expect("the queue goes on");
+    });
 }

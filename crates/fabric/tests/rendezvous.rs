@@ -125,28 +125,62 @@ fn a_socket_in_use_is_not_taken_away_even_if_its_queue_is_full() {
 }
 
 #[test]
-fn a_file_in_the_way_is_named_and_left_alone() {
+fn a_file_in_the_way_is_named_by_all_and_left_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("precious");
     std::fs::write(&path, "data").unwrap();
-    match problem(hasty().at_path(0, 2, &path, "secret")) {
-        RendezvousError::NotASocket { path: named } => assert_eq!(named, path),
-        other => panic!("{other}"),
+    for rank in [0, 1] {
+        match problem(patient().at_path(rank, 2, &path, "secret")) {
+            RendezvousError::NotASocket { path: named } => assert_eq!(named, path),
+            other => panic!("{other}"),
+        }
     }
     assert_eq!(std::fs::read(&path).unwrap(), b"data");
 }
 
 #[test]
-fn a_path_too_long_for_a_socket_is_an_error_and_not_a_wait() {
-    let path = Path::new("/tmp").join("x".repeat(200));
-    for rank in [0, 1] {
-        let start = Instant::now();
-        assert!(matches!(
-            problem(patient().at_path(rank, 2, &path, "secret")),
-            RendezvousError::Socket { .. }
-        ));
-        assert!(start.elapsed() < HASTY);
+fn a_path_at_which_no_socket_can_be_is_an_error_on_all_ranks_and_not_a_wait() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let start = Instant::now();
+    let paths = [
+        (Path::new("/tmp").join("x".repeat(200)), "name too long"),
+        (folder.path().join("no/such/folder"), "No such file"),
+        (file.join("meeting"), "Not a directory"),
+        (folder.path().to_owned(), "is not a socket"),
+    ];
+    for (path, why) in &paths {
+        for rank in [0, 1] {
+            let told = problem(patient().at_path(rank, 2, path, "secret")).to_string();
+            assert!(told.contains(why), "{told}");
+        }
     }
+    assert!(start.elapsed() < HASTY);
+}
+
+#[test]
+fn a_folder_that_this_user_may_not_use_is_an_error_on_all_ranks() {
+    if !rustix::process::geteuid().is_root() {
+        return; // only root can become somebody else
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meeting");
+    let _roots = UnixListener::bind(&path).unwrap();
+    let told_to_nobody = || {
+        let nobody = || {
+            // Of this thread only.
+            rustix::thread::set_thread_uid(rustix::fs::Uid::from_raw(65534)).unwrap();
+            [0, 1].map(|rank| problem(patient().at_path(rank, 2, &path, "secret")).to_string())
+        };
+        std::thread::scope(|scope| scope.spawn(nobody).join().unwrap())
+    };
+    let closed = told_to_nobody();
+    assert!(closed.iter().all(|text| text.contains("Permission denied")), "{closed:?}");
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+    std::fs::set_permissions(folder.path(), open).unwrap();
+    let taken = told_to_nobody();
+    assert!(taken.iter().all(|text| text.contains("held by user 0")), "{taken:?}");
 }
 
 #[test]
@@ -240,6 +274,31 @@ fn the_second_of_two_equal_ranks_is_told_of_the_first() {
         other => panic!("{other}"),
     });
     assert_eq!(told.count(), 1);
+}
+
+#[test]
+fn a_seat_that_stays_taken_is_an_error_in_seconds() {
+    let (ticket, start) = (Ticket::random(), Instant::now());
+    let long = || patient().timeout(Duration::from_secs(40));
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| meet([0], |rank| long().with_ticket(rank, 3, &ticket)));
+        let seated = scope.spawn(|| meet([1, 1], |rank| long().with_ticket(rank, 3, &ticket)));
+        while !seated.is_finished() && start.elapsed() < Duration::from_secs(12) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let last = scope.spawn(|| meet([2], |rank| long().with_ticket(rank, 3, &ticket)));
+        let (mut met, mut refused) = (root.join().unwrap(), Vec::new());
+        for result in seated.join().unwrap() {
+            match result {
+                Err(_) => refused.push(problem(result).to_string()),
+                Ok(_) => met.push(result),
+            }
+        }
+        met.extend(last.join().unwrap());
+        assert_met(&met);
+        assert!(refused.len() == 1 && refused[0].contains("rank 1 has already joined"), "{refused:?}");
+    });
+    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
 #[test]

@@ -104,7 +104,10 @@ fn nonsense_is_shown_the_door() {
         ("a huge length", frame_header(u32::MAX)),
         ("a frame that is no JSON", [&frame_header(5)[..], b"hello"].concat()),
         ("deep JSON", [&frame_header(deep.len() as u32)[..], deep.as_bytes()].concat()),
-        ("rank 0's part", Frame::Welcome { cards: vec![card(0); 3], proof: String::new() }.encode()),
+        (
+            "rank 0's part",
+            Frame::Welcome { cards: vec![card(0); 3], handles: vec![], proof: String::new() }.encode(),
+        ),
         ("a join without the secret", join_request()),
         ("two joins", join_request().repeat(2)),
     ];
@@ -234,13 +237,13 @@ fn an_impostor_is_found_out() {
     let guest = |mut stream: UnixStream| stream.write_all(&join_request()).unwrap();
     assert_impostor(deceived(HASTY, guest), "asks to join");
 
-    let welcome = || Frame::Welcome { cards: (0..3).map(card).collect(), proof: "00".repeat(32) };
+    let welcome =
+        || Frame::Welcome { cards: (0..3).map(card).collect(), handles: vec![], proof: "00".repeat(32) };
     let eager = |stream: UnixStream| send_with_memory(&stream, &welcome());
     assert_impostor(deceived(HASTY, eager), "does not know the secret");
 
     let careful = |mut stream: UnixStream| {
         stream.write_all(&Frame::Challenge { nonce: "00".repeat(32) }.encode()).unwrap();
-        stream.write_all(&Frame::Noted.encode()).unwrap();
         send_with_memory(&stream, &welcome());
     };
     assert_impostor(deceived(HASTY, careful), "does not know the secret");
@@ -259,28 +262,63 @@ fn an_impostor_cannot_hold_a_rank_beyond_its_deadline() {
     assert!(matches!(result, Err(RendezvousError::Missing { ref missing, .. }) if missing == &[0]));
     assert!(took < limit, "{took:?}");
 
-    for endless in [Frame::Noted, Frame::Challenge { nonce: "00".into() }] {
+    for (endless, problem) in [
+        (Frame::Noted { proof: "00".into() }, "does not know the secret"),
+        (Frame::Challenge { nonce: "00".into() }, "twice"),
+    ] {
         let bytes = endless.encode().repeat(100);
         let chatty = |mut stream: UnixStream| {
             let start = Instant::now();
             while stream.write_all(&bytes).is_ok() && start.elapsed() < Duration::from_secs(5) {}
         };
-        assert_impostor(deceived(HASTY, chatty), "twice");
+        assert_impostor(deceived(HASTY, chatty), problem);
     }
 }
 
+/// A process of the same user that knows the name but not the secret: whatever it says, all ranks fail in seconds.
 #[test]
-fn a_rank_that_was_noted_sees_its_root_die() {
-    let dying = |mut stream: UnixStream| {
-        stream.write_all(&Frame::Challenge { nonce: "00".repeat(32) }.encode()).unwrap();
-        stream.write_all(&Frame::Noted.encode()).unwrap();
-        let _ = stream.read(&mut [0; 4096]);
+fn a_squatter_is_named_by_all_ranks_long_before_the_deadline() {
+    let deadline = Duration::from_secs(60);
+    let silent = |_: &mut UnixStream| {};
+    let talkative = |stream: &mut UnixStream| {
+        for frame in [Frame::Challenge { nonce: "00".into() }, Frame::Noted { proof: "00".into() }] {
+            let _ = stream.write_all(&frame.encode());
+        }
     };
-    let (result, _) = deceived(Duration::from_secs(10), dying);
-    assert!(matches!(result, Err(RendezvousError::RootLost { .. })), "{result:?}");
+    type Speech = fn(&mut UnixStream);
+    let speakers: [(Speech, &str); 2] =
+        [(silent, "has not answered"), (talkative, "does not know the secret")];
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for (speak, seen_by_others) in speakers {
+            let ticket = Ticket::random();
+            let listener = UnixListener::bind_addr(&socket_address(&ticket)).unwrap();
+            scope.spawn(move || {
+                let mut held = Vec::new();
+                listener.set_nonblocking(true).unwrap();
+                while start.elapsed() < Duration::from_secs(12) {
+                    match listener.accept() {
+                        Ok((mut stream, _)) => {
+                            speak(&mut stream);
+                            held.push(stream);
+                        }
+                        Err(_) => std::thread::sleep(Duration::from_millis(1)),
+                    }
+                }
+            });
+            for (rank, seen) in [(0, "does not know the secret, or does not answer"), (1, seen_by_others)] {
+                let ticket = ticket.clone();
+                scope.spawn(move || {
+                    let error = builder(deadline).with_ticket(rank, 2, &ticket).unwrap_err().to_string();
+                    assert!(error.contains(seen), "rank {rank}: {error}");
+                    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+                });
+            }
+        }
+    });
 }
 
-/// The default secret is known to whoever can see the socket's name, so another user must not be believed at all.
+/// Another user is not believed at all, whatever it knows.
 #[test]
 fn another_user_is_nobody() {
     if !rustix::process::geteuid().is_root() {
@@ -293,12 +331,19 @@ fn another_user_is_nobody() {
         let impostor = scope.spawn(|| {
             become_nobody();
             let listener = UnixListener::bind_addr(&socket_address(&ticket)).unwrap();
-            let (mut stream, _) = listener.accept().unwrap();
-            let _ = stream.read(&mut [0]);
+            for _ in 0..2 {
+                let (mut stream, _) = listener.accept().unwrap();
+                let _ = stream.read(&mut [0]);
+            }
         });
         await_listener(&ticket);
-        let error = builder(HASTY).with_ticket(1, 2, &ticket).unwrap_err().to_string();
-        assert!(error.contains("user 65534"), "{error}");
+        for rank in [1, 0] {
+            let start = Instant::now();
+            let patient = builder(Duration::from_secs(15));
+            let error = patient.with_ticket(rank, 2, &ticket).unwrap_err().to_string();
+            assert!(error.contains("user 65534"), "{error}");
+            assert!(start.elapsed() < Duration::from_secs(2), "rank {rank} waited {:?}", start.elapsed());
+        }
         impostor.join().unwrap();
     });
     besieged(|ticket| {

@@ -22,7 +22,8 @@ create_exception!(
     antiphon,
     PeerLostError,
     PyRuntimeError,
-    "A peer is gone: its process ended, or it closed its communicator. `rank` says which."
+    "A peer is gone: its process ended, or it closed its communicator. `rank` says which, and `world_rank` which rank of the \
+     world was lost first: in a group, a rank elsewhere perhaps."
 );
 
 /// An error on its way to Python.
@@ -98,10 +99,8 @@ fn kind(error: &FabricError) -> Box<dyn FnOnce(String) -> PyErr> {
         FabricError::Interrupted { .. } | FabricError::Rendezvous(RendezvousError::Interrupted) => {
             Box::new(|text| interrupt::take().unwrap_or_else(|| PyKeyboardInterrupt::new_err(text)))
         }
-        FabricError::PeerLost { rank, .. } | FabricError::Rendezvous(RendezvousError::PeerLost { rank }) => {
-            peer_lost(*rank)
-        }
-        FabricError::Rendezvous(RendezvousError::RootLost { .. }) => peer_lost(0),
+        FabricError::PeerLost { rank, .. } => peer_lost(*rank, error.lost_world_rank().unwrap_or(*rank)),
+        FabricError::Rendezvous(RendezvousError::RootLost { .. }) => peer_lost(0, 0),
         FabricError::Timeout { .. } | FabricError::Rendezvous(RendezvousError::Missing { .. }) => {
             Box::new(PyTimeoutError::new_err)
         }
@@ -114,11 +113,14 @@ fn kind(error: &FabricError) -> Box<dyn FnOnce(String) -> PyErr> {
     }
 }
 
-fn peer_lost(rank: usize) -> Box<dyn FnOnce(String) -> PyErr> {
+fn peer_lost(rank: usize, world_rank: usize) -> Box<dyn FnOnce(String) -> PyErr> {
     Box::new(move |text| {
         let error = PeerLostError::new_err(text);
-        // Setting an attribute of a fresh exception does not fail; without it the text still has the rank.
-        Python::attach(|py| drop(error.value(py).setattr("rank", rank)));
+        // Setting attributes of a fresh exception does not fail; without them the text still has the ranks.
+        Python::attach(|py| {
+            drop(error.value(py).setattr("rank", rank));
+            drop(error.value(py).setattr("world_rank", world_rank));
+        });
         error
     })
 }

@@ -154,23 +154,16 @@ fn act(rank: usize, error: &FabricError, action: &Mutex<OnFailure>) {
 pub(super) fn explain(monitor: &Monitor, report: &WaitReport, lost: Option<&FabricError>) -> FabricError {
     let unknown = Signature::new(Operation::Barrier);
     let mine = Signature::from_words(report.doing).unwrap_or(unknown);
-    let (rank, peer) = (monitor.rank(), report.peer as usize);
+    let peer = report.peer as usize;
     match (report.reason, lost) {
         (GaveUp::Disagreed, _) => {
             let theirs = Signature::from_words(report.seen).unwrap_or(unknown);
-            FabricError::Mismatch { rank, mine, peer, theirs }
+            monitor.disagreement(mine, peer, theirs)
         }
-        (_, Some(FabricError::PeerLost { rank, how, .. })) => {
-            FabricError::PeerLost { rank: *rank, operation: mine, how: *how }
+        (_, Some(lost @ (FabricError::PeerLost { .. } | FabricError::Aborted { .. }))) => {
+            lost.clone().during(mine)
         }
-        (_, Some(FabricError::Aborted { by, reason, .. })) => {
-            FabricError::Aborted { operation: mine, by: *by, reason: reason.clone() }
-        }
-        _ => {
-            let waited = Duration::from_nanos(report.waited_ns);
-            let (missing, world_size) = (vec![peer], monitor.world_size());
-            FabricError::Timeout { operation: mine, waited, missing, world_size }
-        }
+        _ => monitor.timed_out(mine, Duration::from_nanos(report.waited_ns), vec![peer]),
     }
 }
 

@@ -5,26 +5,22 @@
 //! process can turn another's load into a SIGBUS by truncating it. Pages exist from their first touch on, so a large
 //! capacity costs address space only.
 
-use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    ptr::NonNull,
-};
+use std::{os::fd::OwnedFd, ptr::NonNull};
 
 use rustix::{
-    fs::{FallocateFlags, MemfdFlags, SealFlags},
+    fs::{MemfdFlags, SealFlags},
     io::Errno,
-    mm::{MapFlags, ProtFlags},
+    mm::{Advice, MapFlags, ProtFlags},
     process::{Resource, getrlimit},
 };
 
 use crate::DeviceError;
 
-/// A shared mapping of a sealed memfd; unmapped on drop.
+/// A shared mapping of a sealed memfd; unmapped on drop. It takes no descriptor.
 #[derive(Debug)]
 pub struct SharedMemory {
     base: NonNull<u8>,
     len: usize,
-    fd: OwnedFd,
 }
 
 // SAFETY: the mapping is plain memory that lives as long as the value and is not tied to a thread. Access goes
@@ -36,11 +32,12 @@ unsafe impl Sync for SharedMemory {}
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 impl SharedMemory {
-    /// Creates `len` bytes of zeroed shared memory and maps them.
+    /// Creates `len` bytes of zeroed shared memory and maps them. Whoever is handed the descriptor can
+    /// [map](Self::from_fd) them too; the memory itself needs it no more.
     ///
     /// # Errors
     /// [`DeviceError::System`] when the kernel refuses the descriptor, the size or the mapping.
-    pub fn create(len: usize) -> Result<Self, DeviceError> {
+    pub fn create(len: usize) -> Result<(Self, OwnedFd), DeviceError> {
         let fd = rustix::fs::memfd_create("antiphon", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(|e| DeviceError::system("memfd_create", e, "Linux 3.17 or newer is needed"))?;
         grow(&fd, len as u64).map_err(|e| {
@@ -49,7 +46,7 @@ impl SharedMemory {
         })?;
         rustix::fs::fcntl_add_seals(&fd, SEALS)
             .map_err(|e| DeviceError::system("fcntl F_ADD_SEALS", e, "the kernel must support sealing"))?;
-        Self::map(fd, len)
+        Ok((Self::map(&fd, len)?, fd))
     }
 
     /// Maps memory that another process created with [`create`](Self::create) and handed over.
@@ -74,10 +71,10 @@ impl SharedMemory {
                 expected: format!("{SEALS:?}"),
             });
         }
-        Self::map(fd, len)
+        Self::map(&fd, len)
     }
 
-    fn map(fd: OwnedFd, len: usize) -> Result<Self, DeviceError> {
+    fn map(fd: &OwnedFd, len: usize) -> Result<Self, DeviceError> {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
         let base = unsafe {
             rustix::mm::mmap(
@@ -85,7 +82,7 @@ impl SharedMemory {
                 len,
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED | MapFlags::NORESERVE,
-                &fd,
+                fd,
                 0,
             )
         }
@@ -93,7 +90,7 @@ impl SharedMemory {
             DeviceError::system(format!("mmap of {len} bytes"), e, "lower ANTIPHON_ARENA_BYTES, or ulimit -v")
         })?;
         let base = NonNull::new(base.cast()).expect("mmap does not return null on success");
-        Ok(Self { base, len, fd })
+        Ok(Self { base, len })
     }
 
     /// The first byte. Valid for [`len`](Self::len) bytes as long as the value lives.
@@ -107,10 +104,11 @@ impl SharedMemory {
         self.len
     }
 
-    /// Gives the pages of a byte range back to the machine; they read as zero afterwards, in every process.
+    /// Gives the pages of a byte range, which begins with a page, back to the machine; they read as zero afterwards, in
+    /// every process.
     ///
     /// # Errors
-    /// [`DeviceError::System`] when the kernel cannot punch holes.
+    /// [`DeviceError::System`] when the range does not begin with a page, or the kernel cannot punch holes.
     ///
     /// # Panics
     /// When the range does not lie inside the memory.
@@ -119,16 +117,11 @@ impl SharedMemory {
         if len == 0 {
             return Ok(());
         }
-        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&self.fd, mode, offset as u64, len as u64).map_err(|e| {
-            DeviceError::system(format!("fallocate punch of {len} bytes"), e, "tmpfs supports it")
-        })
-    }
-}
-
-impl AsFd for SharedMemory {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        // SAFETY: the range lies inside the mapping, which is of shared memory whose users expect any bytes.
+        unsafe { rustix::mm::madvise(self.base.as_ptr().add(offset).cast(), len, Advice::LinuxRemove) }
+            .map_err(|e| {
+                DeviceError::system(format!("madvise remove of {len} bytes"), e, "tmpfs supports it")
+            })
     }
 }
 
@@ -156,8 +149,8 @@ mod tests {
 
     #[test]
     fn two_mappings_see_the_same_bytes() {
-        let first = SharedMemory::create(8192).unwrap();
-        let second = SharedMemory::from_fd(first.as_fd().try_clone_to_owned().unwrap(), 8192).unwrap();
+        let (first, descriptor) = SharedMemory::create(8192).unwrap();
+        let second = SharedMemory::from_fd(descriptor, 8192).unwrap();
         // SAFETY: both mappings are 8192 bytes long, and only this thread uses them.
         unsafe {
             first.base().add(5000).write(42);
@@ -169,8 +162,7 @@ mod tests {
 
     #[test]
     fn a_descriptor_of_another_size_or_without_seals_is_refused() {
-        let memory = SharedMemory::create(4096).unwrap();
-        let fd = memory.as_fd().try_clone_to_owned().unwrap();
+        let (_memory, fd) = SharedMemory::create(4096).unwrap();
         let error = SharedMemory::from_fd(fd, 8192).unwrap_err().to_string();
         assert!(error.contains("4096") && error.contains("8192"), "{error}");
 
@@ -198,7 +190,7 @@ mod tests {
 
     #[test]
     fn sealed_memory_cannot_be_truncated() {
-        let memory = SharedMemory::create(4096).unwrap();
-        assert!(rustix::fs::ftruncate(memory.as_fd(), 0).is_err());
+        let (_memory, descriptor) = SharedMemory::create(4096).unwrap();
+        assert!(rustix::fs::ftruncate(descriptor, 0).is_err());
     }
 }

@@ -1,34 +1,35 @@
 //! Watching another process.
 
-use std::os::fd::OwnedFd;
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+};
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec},
-    process::{Pid, PidfdFlags},
+    process::PidfdFlags,
 };
 
 use crate::DeviceError;
 
-/// A handle on a process that tells, without a race on recycled numbers, whether it still runs.
+/// A handle on a process (a pidfd) that tells, without a race on recycled numbers, whether it still runs.
 ///
-/// A killed process counts as ended at once, even while its parent has not collected it (a zombie).
+/// A killed process counts as ended at once, even while its parent has not collected it (a zombie). The handle can be
+/// handed to processes of other PID namespaces, where the process has no number.
 #[derive(Debug)]
 pub struct ProcessWatch(OwnedFd);
 
 impl ProcessWatch {
-    /// Watches process `pid` of this PID namespace.
+    /// Watches this process: to be handed to others.
     ///
     /// # Errors
-    /// [`DeviceError::System`] when there is no such process or the kernel has no pidfd (Linux 5.3).
-    pub fn open(pid: u32) -> Result<Self, DeviceError> {
-        let raw = Pid::from_raw(pid as i32).ok_or_else(|| {
-            DeviceError::system("pidfd_open of 0", rustix::io::Errno::INVAL, "not a process")
-        })?;
-        rustix::process::pidfd_open(raw, PidfdFlags::empty()).map(Self).map_err(|e| {
+    /// [`DeviceError::System`] when no descriptor is free or the kernel has no pidfd (Linux 5.3).
+    pub fn of_this_process() -> Result<Self, DeviceError> {
+        rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).map(Self).map_err(|e| {
             DeviceError::system(
-                format!("pidfd_open of {pid}"),
+                "pidfd_open of this process",
                 e,
-                "the process must run, on Linux 5.3 or newer",
+                "Linux 5.3 or newer and a free descriptor are needed",
             )
         })
     }
@@ -41,20 +42,77 @@ impl ProcessWatch {
     }
 }
 
-/// A number that is equal for two processes exactly if they see the same process ids.
+/// A handle that another process handed over.
+impl From<OwnedFd> for ProcessWatch {
+    fn from(handle: OwnedFd) -> Self {
+        Self(handle)
+    }
+}
+
+impl AsFd for ProcessWatch {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// A number that is equal for two processes exactly if they see the same process ids, or 0 if that cannot be known.
 pub fn pid_namespace() -> u64 {
-    rustix::fs::stat("/proc/self/ns/pid").map_or(0, |s| s.st_ino)
+    namespace("pid")
+}
+
+/// A number that is equal for two processes exactly if they see the same names of sockets, or 0 if that cannot be known.
+pub fn network_namespace() -> u64 {
+    namespace("net")
+}
+
+fn namespace(kind: &str) -> u64 {
+    rustix::fs::stat(format!("/proc/self/ns/{kind}")).map_or(0, |s| s.st_ino)
+}
+
+/// The user whose process opened the other end of a connected Unix socket, as this process's user namespace numbers it.
+///
+/// # Errors
+/// The system's, for a socket of another kind.
+pub fn user_at_other_end(socket: BorrowedFd<'_>) -> io::Result<u32> {
+    // Three plain numbers: the process id is 0 when the peer is in a PID namespace that this process cannot see.
+    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes, which is what `credentials` has, and any bytes are valid there.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut length,
+        )
+    };
+    match result {
+        0 if length as usize == size_of::<libc::ucred>() => Ok(credentials.uid),
+        0 => Err(io::ErrorKind::InvalidData.into()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::{process::Command, time::Duration};
+    use std::{
+        os::unix::net::UnixStream,
+        process::{Child, Command},
+        time::Duration,
+    };
+
+    use rustix::process::Pid;
+
+    fn watch(child: &Child) -> ProcessWatch {
+        rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty()).unwrap().into()
+    }
 
     #[test]
     fn a_killed_process_is_seen_before_it_is_collected() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
-        let watch = ProcessWatch::open(child.id()).unwrap();
+        let watch = watch(&child);
         assert!(!watch.has_ended());
         child.kill().unwrap();
         let seen = (0..200).any(|_| {
@@ -63,5 +121,13 @@ mod tests {
         });
         child.wait().unwrap();
         assert!(seen, "the end of a killed process was not seen within a second");
+    }
+
+    #[test]
+    fn this_process_runs_and_is_at_both_ends_of_its_sockets() {
+        assert!(!ProcessWatch::of_this_process().unwrap().has_ended());
+        let (one, _other) = UnixStream::pair().unwrap();
+        assert_eq!(user_at_other_end(one.as_fd()).unwrap(), rustix::process::geteuid().as_raw());
+        assert!(user_at_other_end(std::fs::File::open("/proc/self/stat").unwrap().as_fd()).is_err());
     }
 }

@@ -9,7 +9,7 @@
 use std::convert::Infallible;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
-use antiphon_fabric::{Communicator, FabricError, Operation, Rounds, Signature};
+use antiphon_fabric::{Communicator, Operation, Rounds, Signature};
 use antiphon_plan::Extent;
 
 use super::{
@@ -273,8 +273,7 @@ impl LoadedPlan {
             if waited < monitor.timeout() {
                 return Ok(());
             }
-            let (operation, world_size) = (*signature, comm.world_size());
-            Err(FabricError::Timeout { operation, waited, missing: awaited(), world_size })
+            Err(monitor.timed_out(*signature, waited, awaited()))
         };
         self.machine.run(&launch, check).map_err(|stuck| {
             let Stuck { place, waiting, reason } = *stuck;

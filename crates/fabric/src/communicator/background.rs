@@ -2,6 +2,7 @@
 
 use std::{
     sync::{Arc, mpsc},
+    thread::ThreadId,
     time::{Duration, Instant},
 };
 
@@ -11,7 +12,10 @@ use crate::{FabricError, signal::channel::Ticket};
 pub(super) type Job = Box<dyn FnOnce(&Communicator) + Send>;
 
 /// The thread that runs background work, in the order in which it was given.
-pub(super) struct Worker(mpsc::Sender<Job>);
+pub(super) struct Worker {
+    jobs: mpsc::Sender<Job>,
+    thread: ThreadId,
+}
 
 impl Worker {
     pub(super) fn start(presence: Arc<Presence>) -> Result<Self, FabricError> {
@@ -23,11 +27,11 @@ impl Worker {
                 job(&comm);
             }
         };
-        std::thread::Builder::new()
+        let worker = std::thread::Builder::new()
             .name(name)
             .spawn(run)
             .map_err(|e| FabricError::invalid(format!("no thread for background work: {e}")))?;
-        Ok(Self(sender))
+        Ok(Self { jobs: sender, thread: worker.thread().id() })
     }
 }
 
@@ -76,16 +80,18 @@ impl Communicator {
             let worker = Worker::start(self.messenger.presence.clone())?;
             self.background.get_or_init(|| worker);
         }
-        let Worker(jobs) = self.background.get().expect("started above");
-        let (job, pending) = job(work);
+        let &Worker { ref jobs, thread } = self.background.get().expect("started above");
+        let (job, pending) = job(work, move || std::thread::current().id() == thread);
         jobs.send(job).map_err(|_| FabricError::Panicked)?;
         Ok(pending)
     }
 }
 
-/// Work for a thread that has a communicator, and the handle to wait for it.
+/// Work for a thread that has a communicator, and the handle to wait for it. `is_behind` says whether the work cannot begin
+/// before the thread that asks has finished what it is doing.
 pub(super) fn job<T: Send + 'static, E: Send + 'static>(
     work: impl FnOnce(&Communicator) -> Result<T, E> + Send + 'static,
+    is_behind: impl Fn() -> bool + Send + Sync + 'static,
 ) -> (Job, Pending<T, E>) {
     let (sender, result) = mpsc::sync_channel(1);
     // The receiver may be dropped before: then nobody wants the result.
@@ -93,7 +99,7 @@ pub(super) fn job<T: Send + 'static, E: Send + 'static>(
         let _alarm = Alarm(&comm.shared);
         drop(sender.send(work(comm)));
     });
-    (job, Pending(State::Background { result, early: None }))
+    (job, Pending(State::Background { result, is_behind: Box::new(is_behind), early: None }))
 }
 
 /// Where a transfer leaves the buffer that it owned.
@@ -108,6 +114,7 @@ pub struct Pending<T, E = FabricError>(State<T, E>);
 enum State<T, E> {
     Background {
         result: mpsc::Receiver<Result<T, E>>,
+        is_behind: Box<dyn Fn() -> bool + Send + Sync>,
         early: Option<Result<T, E>>,
     },
     Transfer {
@@ -129,11 +136,20 @@ impl<T, E: From<FabricError>> Pending<T, E> {
     /// Waits until it is over and returns the result, usually the buffers that were given.
     ///
     /// # Errors
-    /// Those of the operation.
+    /// Those of the operation; [`FabricError::InvalidArgument`] when work waits for work that comes after it in the same
+    /// order.
     pub fn wait(self) -> Result<T, E> {
         match self.0 {
             State::Background { early: Some(result), .. } => result,
-            State::Background { result, .. } => result.recv().unwrap_or_else(|_| Err(panicked().into())),
+            State::Background { result, is_behind, .. } => match result.try_recv() {
+                Ok(result) => result,
+                // It would wait for itself, for ever.
+                Err(mpsc::TryRecvError::Empty) if is_behind() => Err(FabricError::invalid(
+                    "this work waits for work that was given later, which begins when this one is over",
+                )
+                .into()),
+                Err(_) => result.recv().unwrap_or_else(|_| Err(panicked().into())),
+            },
             State::Transfer { shared, ticket, early: Some(error), .. } => {
                 shared.messages.cancel(&ticket);
                 Err(error.into())
@@ -153,7 +169,7 @@ impl<T, E: From<FabricError>> Pending<T, E> {
     /// Waits for `limit` at most; whether it is over then. Whatever happens it can be waited for again.
     pub fn wait_for(&mut self, limit: Duration) -> bool {
         match &mut self.0 {
-            State::Background { result, early } => {
+            State::Background { result, early, .. } => {
                 if early.is_none() {
                     *early = match result.recv_timeout(limit) {
                         Ok(value) => Some(value),

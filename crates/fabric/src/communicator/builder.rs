@@ -1,18 +1,18 @@
 //! Making a communicator.
 
-use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use antiphon_device::host::{cpu::allowed_cores, process::pid_namespace, wait::Patience};
+use antiphon_device::host::{cpu::allowed_cores, process::pid_namespace};
 
-use super::{Communicator, Interrupt, Presence, Shared};
+use super::{Communicator, Interrupt, Shared};
 use crate::{
-    FabricError,
-    health::Health,
+    FabricError, Operation, Signature,
+    health::{Health, Peer},
     layout::{Layout, Regions},
     rendezvous::{
-        self, Address, Card, Environment, Exchange, RendezvousError, Secret, Ticket, exchange_ticket,
+        self, Address, Card, Environment, Exchange, PATIENCE, RendezvousError, Secret, Ticket,
+        exchange_ticket,
     },
-    signal::channel::Messages,
 };
 
 /// Settings of a communicator to be; all ranks must give the same ones.
@@ -60,12 +60,8 @@ impl Builder {
     /// What is asked about every millisecond while a call waits: true ends the wait with
     /// [`FabricError::Interrupted`]. Bindings to languages with signals of their own need this. Groups that are
     /// [split](Communicator::split) off inherit it.
-    pub fn interrupt(self, interrupted: impl Fn() -> bool + Send + Sync + 'static) -> Self {
-        self.interrupt_by(Some(Arc::new(interrupted)))
-    }
-
-    pub(super) fn interrupt_by(mut self, interrupted: Option<Interrupt>) -> Self {
-        self.interrupt = interrupted;
+    pub fn interrupt(mut self, interrupted: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        self.interrupt = Some(Arc::new(interrupted));
         self
     }
 
@@ -121,17 +117,6 @@ impl Builder {
         world_size: usize,
         ticket: &Ticket,
     ) -> Result<Communicator, FabricError> {
-        self.watched(rank, world_size, ticket, &|| Ok(()))
-    }
-
-    /// As [`with_ticket`](Self::with_ticket), for ranks that can watch each other meanwhile.
-    pub(super) fn watched(
-        self,
-        rank: usize,
-        world_size: usize,
-        ticket: &Ticket,
-        watch: rendezvous::Watch<'_>,
-    ) -> Result<Communicator, FabricError> {
         let timeout = self.timeout.unwrap_or(Self::DEFAULT_TIMEOUT);
         let arena_bytes = self.arena_bytes.unwrap_or(Self::DEFAULT_ARENA_BYTES);
         let layout = Layout::new(world_size, arena_bytes).ok_or_else(|| {
@@ -148,22 +133,20 @@ impl Builder {
             arena_bytes,
         };
         let interrupted = || self.interrupt.as_ref().is_some_and(|interrupted| interrupted());
-        let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { watch() };
+        let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { Ok(()) };
         let meeting = rendezvous::meet(ticket, card, layout.total(), timeout, &watch)?;
-        let cores: BTreeSet<u32> = meeting.cards.iter().flat_map(|c| c.cores.iter().copied()).collect();
-        let shared = Shared {
-            rank,
-            world_size,
+        let cards = meeting.cards.into_iter().zip(meeting.processes);
+        let peers = cards.map(|(card, process)| Peer { process, cores: card.cores.into() });
+        let comm = Communicator::new(Shared::new(
+            Health::of_world(rank, peers.collect()),
+            Regions::new(meeting.memory, layout),
             timeout,
-            patience: Patience::for_ranks(world_size, cores.len()),
-            health: Health::new(rank, &meeting.cards),
-            regions: Regions::new(meeting.memory, layout),
-            messages: Messages::new(world_size),
-            interrupt: self.interrupt,
-        };
-        let comm = Communicator::on_lane(Arc::new(Presence::new(shared)), 0);
-        // Whoever died between joining and mapping the memory is found now, and not by the first real call.
-        comm.barrier()?;
+            self.interrupt,
+        ));
+        // Whoever died between joining and mapping the memory, or holds a seat and does nothing, is found now and not
+        // by the first real call.
+        let signature = Signature::new(Operation::Barrier);
+        comm.own_rounds()?.exchange_within(timeout.min(PATIENCE), &signature)?;
         Ok(comm)
     }
 }

@@ -1,25 +1,29 @@
 //! Handing file descriptors to the other ranks: memory of a device travels as such.
 
 use std::{
+    cell::RefCell,
+    collections::BTreeSet,
     io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     time::Instant,
 };
 
+use antiphon_device::host::process::network_namespace;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
     },
 };
 use serde::{Deserialize, Serialize};
 
-use super::Communicator;
-use crate::{FabricError, Operation, Signature, error::Loss, rendezvous::random_hex};
+use super::{Communicator, Shared};
+use crate::{FabricError, Operation, Signature, rendezvous::random_hex};
 
+const PROBLEM: &str = "cannot hand over a descriptor";
 /// How often a rank that waits for descriptors looks around.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
@@ -28,6 +32,8 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 struct Mailbox {
     name: String,
     password: String,
+    /// The network namespace in which the name can be seen.
+    network: u64,
 }
 
 /// What comes beside a descriptor.
@@ -39,64 +45,127 @@ struct Letter {
 
 impl Communicator {
     /// Gives every rank a duplicate of every rank's descriptor, in rank order (this rank's own included). They travel
-    /// over Unix sockets without a file, between processes and threads alike; strangers are not heard.
+    /// over Unix sockets without a file, between processes and threads alike; strangers are not heard. Ranks must be in
+    /// one network namespace.
     ///
     /// # Errors
-    /// [`PeerLost`](FabricError::PeerLost) and [`Timeout`](FabricError::Timeout); as [`barrier`](Self::barrier);
-    /// [`FabricError::InvalidArgument`] with the system's word when there is no socket or descriptor to be had.
+    /// On every rank, if one has no socket or descriptor left: [`FabricError::InvalidArgument`] with the system's word;
+    /// and if ranks are in different network namespaces. As [`barrier`](Self::barrier).
     pub fn exchange_descriptors(&self, mine: BorrowedFd<'_>) -> Result<Vec<OwnedFd>, FabricError> {
-        let own = mine.try_clone_to_owned().map_err(|e| unavailable(&e))?;
-        let mailbox = Mailbox { name: format!("antiphon-{}", random_hex()), password: random_hex() };
-        let socket = open(&mailbox.name).map_err(|e| unavailable(&e))?;
+        let peers: Vec<usize> = (0..self.world_size()).filter(|&rank| rank != self.rank()).collect();
+        let own = mine.try_clone_to_owned().map_err(|e| unavailable(&e));
+        let own = self.agree(PROBLEM, own)?;
+        let mut all = self.hand_over(Some(mine), &peers, &peers)?;
+        all.insert(self.rank(), own);
+        Ok(all)
+    }
+
+    /// Sends a descriptor to some ranks and receives one from each of `from`, in that order. All ranks call it
+    /// together; each gives `to` what the others give `from`.
+    ///
+    /// # Errors
+    /// As [`exchange_descriptors`](Self::exchange_descriptors).
+    pub(super) fn hand_over(
+        &self,
+        descriptor: Option<BorrowedFd<'_>>,
+        to: &[usize],
+        from: &[usize],
+    ) -> Result<Vec<OwnedFd>, FabricError> {
+        let mailbox = Mailbox {
+            name: format!("antiphon-{}", random_hex()),
+            password: random_hex(),
+            network: network_namespace(),
+        };
+        let socket = self.agree(PROBLEM, open(&mailbox.name).map_err(|e| unavailable(&e)))?;
         let mailboxes = self.exchange_objects(&mailbox)?;
-        let mut received: Vec<Option<OwnedFd>> = mailboxes.iter().map(|_| None).collect();
-        received[self.rank()] = Some(own);
-        let mut unsent: Vec<usize> = (0..mailboxes.len()).filter(|&rank| rank != self.rank()).collect();
-        let start = Instant::now();
-        loop {
+        if let Some(rank) = mailboxes.iter().position(|theirs| theirs.network != mailboxes[0].network) {
+            let (first, other) = (self.members().subject(0), self.members().name(rank));
+            return Err(FabricError::invalid(format!(
+                "{first} cannot hand descriptors to {other}, which is in another network namespace: give their \
+                 containers one network"
+            )));
+        }
+        let received = mailboxes.iter().map(|_| None).collect();
+        let post = RefCell::new(Post { rank: self.rank(), socket, mailboxes, unsent: to.to_vec(), received });
+        self.deliver(&post, descriptor, from)?;
+        // Nobody closes its mailbox before all letters are out of it.
+        let mut received = post.into_inner().received;
+        let arrived = from.iter().map(|&rank| received[rank].take().expect("all have been delivered"));
+        self.agree(PROBLEM, arrived.collect::<Result<_, _>>().map_err(|e| unavailable(&e)))
+    }
+
+    /// Waits until all is sent and received.
+    fn deliver(
+        &self,
+        post: &RefCell<Post>,
+        descriptor: Option<BorrowedFd<'_>>,
+        from: &[usize],
+    ) -> Result<(), FabricError> {
+        let Shared { health, regions, timeout, .. } = &**self.shared();
+        let (operation, start) = (Signature::new(Operation::ExchangeObjects), Instant::now());
+        let look = || -> Result<bool, FabricError> {
+            post.borrow_mut().advance(descriptor).map_err(|e| unavailable(&e))?;
+            if post.borrow().missing(from).is_empty() {
+                return Ok(true);
+            }
+            self.shared().check_interrupt(operation)?;
+            let missing = || {
+                // What goes wrong now goes wrong at the next look too.
+                let _ = post.borrow_mut().advance(descriptor);
+                post.borrow().missing(from)
+            };
+            health.check(regions, operation, missing, start.elapsed(), *timeout).map(|()| false)
+        };
+        while !look().inspect_err(|error| health.report(regions, error))? {
+            let post = post.borrow();
+            let mut events = [PollFd::new(&post.socket, PollFlags::IN)];
+            let _ = poll(&mut events, Some(&LOOK)); // whatever it says, we look
+        }
+        Ok(())
+    }
+}
+
+/// A descriptor, or why it was lost on arrival.
+type Arrived = Result<OwnedFd, Errno>;
+
+/// Descriptors under way.
+struct Post {
+    rank: usize,
+    /// This rank's mailbox.
+    socket: OwnedFd,
+    mailboxes: Vec<Mailbox>,
+    /// Who has not been sent to.
+    unsent: Vec<usize>,
+    /// What each rank sent.
+    received: Vec<Option<Arrived>>,
+}
+
+impl Post {
+    /// Sends and receives what is possible now.
+    fn advance(&mut self, descriptor: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+        if let Some(descriptor) = descriptor {
             // A full mailbox takes the letter later, when its owner has emptied it.
             let mut full = Vec::new();
-            for rank in unsent {
-                if !send(&socket, self.rank(), &mailboxes[rank], mine).map_err(|e| unavailable(&e))? {
+            for &rank in &self.unsent {
+                if !send(&self.socket, self.rank, &self.mailboxes[rank], descriptor)? {
                     full.push(rank);
                 }
             }
-            unsent = full;
-            while let Some((letter, descriptor)) = receive(&socket).map_err(|e| unavailable(&e))? {
-                if letter.password == mailbox.password && letter.from < received.len() {
-                    received[letter.from].get_or_insert(descriptor);
-                }
-            }
-            if unsent.is_empty() && received.iter().all(Option::is_some) {
-                // Nobody closes its mailbox before all letters are out of it.
-                self.barrier()?;
-                return Ok(received.into_iter().flatten().collect());
-            }
-            let mut events = [PollFd::new(&socket, PollFlags::IN)];
-            let _ = poll(&mut events, Some(&LOOK)); // whatever it says, we look
-            self.check_senders(&received, start)?;
+            self.unsent = full;
         }
+        while let Some((letter, descriptor)) = receive(&self.socket)? {
+            if letter.password == self.mailboxes[self.rank].password && letter.from < self.received.len() {
+                self.received[letter.from].get_or_insert(descriptor);
+            }
+        }
+        Ok(())
     }
 
-    /// Fails if a descriptor that is missing will not come.
-    fn check_senders(&self, received: &[Option<OwnedFd>], start: Instant) -> Result<(), FabricError> {
-        let shared = self.shared();
-        let operation = Signature::new(Operation::ExchangeObjects);
-        let missing: Vec<usize> = (0..received.len()).filter(|&rank| received[rank].is_none()).collect();
-        let gone = missing.iter().copied().find(|&rank| shared.health.is_gone(&shared.regions, rank));
-        let (waited, world_size) = (start.elapsed(), shared.world_size);
-        let error = match gone {
-            Some(rank) => FabricError::PeerLost { rank, operation, how: Loss::ProcessEnded },
-            None if waited > shared.timeout => {
-                FabricError::Timeout { operation, waited, missing, world_size }
-            }
-            None => match shared.check_interrupt(operation) {
-                Ok(()) => return Ok(()),
-                Err(interrupted) => interrupted,
-            },
-        };
-        shared.health.report(&shared.regions, &error);
-        Err(error)
+    /// The ranks that this one waits for: to send, or to take what it sends.
+    fn missing(&self, from: &[usize]) -> Vec<usize> {
+        let unheard = from.iter().filter(|&&rank| self.received[rank].is_none());
+        let missing: BTreeSet<usize> = unheard.chain(&self.unsent).copied().collect();
+        missing.into_iter().collect()
     }
 }
 
@@ -119,26 +188,27 @@ fn send(socket: &OwnedFd, from: usize, to: &Mailbox, descriptor: BorrowedFd<'_>)
     let bytes = [IoSlice::new(&bytes)];
     match rustix::net::sendmsg_addr(socket, &address, &bytes, &mut control, SendFlags::NOSIGNAL) {
         Ok(_) => Ok(true),
-        // The last of these is a peer that is gone, which is noticed elsewhere.
-        Err(Errno::AGAIN | Errno::INTR | Errno::CONNREFUSED) => Ok(false),
+        // Too many descriptors of this user are under way; or the last of these: a peer that is gone, which is noticed
+        // elsewhere.
+        Err(Errno::AGAIN | Errno::INTR | Errno::TOOMANYREFS | Errno::CONNREFUSED) => Ok(false),
         Err(error) => Err(error),
     }
 }
 
-/// The next letter that makes sense, with its descriptor.
-fn receive(socket: &OwnedFd) -> Result<Option<(Letter, OwnedFd)>, Errno> {
+/// The next letter that makes sense, with its descriptor, unless this process cannot have another.
+fn receive(socket: &OwnedFd) -> Result<Option<(Letter, Arrived)>, Errno> {
     loop {
         let mut bytes = [0; 1024];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut parts = [IoSliceMut::new(&mut bytes)];
-        let length = match rustix::net::recvmsg(
+        let message = match rustix::net::recvmsg(
             socket.as_fd(),
             &mut parts,
             &mut control,
             RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
         ) {
-            Ok(message) => message.bytes,
+            Ok(message) => message,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
             Err(error) => return Err(error),
         };
@@ -146,13 +216,47 @@ fn receive(socket: &OwnedFd) -> Result<Option<(Letter, OwnedFd)>, Errno> {
             RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
             _ => None,
         });
-        let letter = serde_json::from_slice(&bytes[..length]).ok();
-        if let (Some(letter), Some(descriptor)) = (letter, descriptor) {
+        let descriptor = match descriptor {
+            Some(descriptor) => Ok(descriptor),
+            None if message.flags.contains(ReturnFlags::CTRUNC) => Err(Errno::MFILE),
+            None => continue,
+        };
+        if let Ok(letter) = serde_json::from_slice(&bytes[..message.bytes]) {
             return Ok(Some((letter, descriptor)));
         }
     }
 }
 
 fn unavailable(error: &dyn std::fmt::Display) -> FabricError {
-    FabricError::invalid(format!("no descriptor can be handed over: {error}"))
+    FabricError::invalid(format!("{error} (raise `ulimit -n`, if files are too many)"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, time::Duration};
+
+    use super::*;
+    use crate::LocalWorld;
+
+    /// Rank 1 sends its own descriptor and leaves before anybody can send it one.
+    #[test]
+    fn a_recipient_that_left_after_it_had_sent_is_named_at_once() {
+        let start = Instant::now();
+        let results = LocalWorld::run_with(2, Duration::from_secs(20), |comm| {
+            let mine = File::open("/dev/null").unwrap();
+            if comm.rank() == 0 {
+                return comm.exchange_descriptors(mine.as_fd()).map(drop);
+            }
+            comm.agree(PROBLEM, Ok::<_, FabricError>(()))?;
+            comm.agree(PROBLEM, Ok::<_, FabricError>(()))?;
+            let socket = open(&random_hex()).unwrap();
+            let nowhere =
+                Mailbox { name: random_hex(), password: random_hex(), network: network_namespace() };
+            let mailboxes = comm.exchange_objects(&nowhere)?;
+            assert!(send(&socket, 1, &mailboxes[0], mine.as_fd()).unwrap());
+            Ok(())
+        });
+        assert!(matches!(results[0], Err(FabricError::PeerLost { rank: 1, .. })), "{results:?}");
+        assert!(start.elapsed() < Duration::from_secs(5), "it was known only after {:?}", start.elapsed());
+    }
 }

@@ -19,7 +19,7 @@ use std::{
 use antiphon_device::host::wait::Patience;
 
 use crate::{
-    FabricError, Operation, Signature,
+    FabricError, Members, Operation, Signature,
     health::Health,
     layout::Regions,
     signal::{channel::Messages, rounds::Rounds},
@@ -48,6 +48,18 @@ pub(crate) struct Shared {
 pub(crate) type Interrupt = Arc<dyn Fn() -> bool + Send + Sync>;
 
 impl Shared {
+    pub(crate) fn new(
+        health: Health,
+        regions: Regions,
+        timeout: Duration,
+        interrupt: Option<Interrupt>,
+    ) -> Self {
+        let (rank, world_size) = (health.rank(), regions.layout().world_size);
+        let patience = Patience::for_ranks(world_size, health.count_cores());
+        let messages = Messages::new(world_size);
+        Self { rank, world_size, timeout, patience, health, regions, messages, interrupt }
+    }
+
     pub(crate) fn check_rank(&self, rank: usize, role: &str) -> Result<(), FabricError> {
         if rank < self.world_size {
             return Ok(());
@@ -140,6 +152,11 @@ impl Communicator {
         Self::builder().from_env()
     }
 
+    /// The communicator for what its ranks share.
+    fn new(shared: Shared) -> Self {
+        Self::on_lane(Arc::new(Presence::new(shared)), 0)
+    }
+
     fn on_lane(presence: Arc<Presence>, lane: usize) -> Self {
         let shared = presence.0.clone();
         let allocator = Allocator::new(shared.regions.layout().arena_bytes);
@@ -218,6 +235,11 @@ impl Communicator {
     /// Whatever `init` returns.
     pub fn extension<T: Send + 'static, E>(&self, init: impl FnOnce(&Self) -> Result<T, E>) -> Result<&T, E> {
         self.extensions.get_or_try_init(|| init(self))
+    }
+
+    /// The ranks of this communicator, as the world numbers them.
+    pub fn members(&self) -> &Members {
+        self.shared.health.members()
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {

@@ -96,6 +96,16 @@ impl Monitor {
         self.shared().patience
     }
 
+    /// The error for peers that did not come in time, for work that waits elsewhere.
+    pub fn timed_out(&self, doing: Signature, waited: Duration, missing: Vec<usize>) -> FabricError {
+        self.shared().health.timed_out(doing, waited, missing)
+    }
+
+    /// The error for a peer that does something else than this rank.
+    pub fn disagreement(&self, mine: Signature, peer: usize, theirs: Signature) -> FabricError {
+        self.shared().health.disagreement(mine, peer, theirs)
+    }
+
     /// Makes the communicator unusable because of something that went wrong elsewhere, and lets the peers know.
     pub fn report(&self, error: &FabricError) {
         self.shared().health.report(&self.shared().regions, error);

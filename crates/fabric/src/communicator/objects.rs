@@ -50,7 +50,8 @@ impl Communicator {
         match all.iter().enumerate().find_map(|(rank, error)| Some((rank, error.as_ref()?))) {
             None => Ok(mine),
             Some((rank, error)) => {
-                Err(FabricError::invalid(format!("rank {rank} {problem}: {error}")).into())
+                let who = self.shared().health.members().subject(rank);
+                Err(FabricError::invalid(format!("{who} {problem}: {error}")).into())
             }
         }
     }

@@ -122,7 +122,8 @@ impl Queue {
         E: Send + 'static,
     {
         self.messenger.shared().health.check_usable()?;
-        let (job, pending) = job(work);
+        let lane = Arc::downgrade(&self.lane); // a handle does not take part
+        let (job, pending) = job(work, move || lane.upgrade().is_some_and(|lane| lane.is_inside()));
         let mut worker = lock(&self.worker);
         let jobs = match &mut *worker {
             Some(jobs) => jobs,
@@ -148,6 +149,13 @@ fn start_worker(rank: usize) -> Result<mpsc::Sender<(Turn, Job)>, FabricError> {
         .spawn(run)
         .map_err(|e| FabricError::invalid(format!("no thread for background work: {e}")))?;
     Ok(sender)
+}
+
+impl Lane {
+    /// Whether this thread waits for its turn, or has it.
+    fn is_inside(&self) -> bool {
+        lock(&self.order).inside.contains(&thread::current().id())
+    }
 }
 
 impl Turn {

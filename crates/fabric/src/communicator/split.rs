@@ -1,26 +1,22 @@
 //! Groups of ranks.
 
-use serde::{Deserialize, Serialize};
+use std::os::fd::AsFd;
 
-use super::{Builder, Communicator};
+use antiphon_device::host::memory::SharedMemory;
+
+use super::{Communicator, Shared};
 use crate::{
     FabricError,
-    rendezvous::{Address, RendezvousError, Secret, Ticket},
+    health::Health,
+    layout::{Layout, Regions},
 };
-
-/// What a rank says about the group it wants.
-#[derive(Serialize, Deserialize)]
-struct Choice {
-    color: Option<u64>,
-    key: i64,
-    /// How to meet the group, if this rank turns out to be its first.
-    name: String,
-    secret: String,
-}
 
 impl Communicator {
     /// Splits the world into groups: ranks that give the same `color` form one, ordered by `key` and then by rank.
-    /// A rank without a colour joins none. The group has memory, order and failures of its own.
+    /// A rank without a colour joins none. The group has memory, order and failures of its own; it shares the handles
+    /// of its processes with the world, and keeps the world's memory mapped as long as it lives.
+    ///
+    /// All ranks of this communicator take part until all groups are made: either every rank gets its group or none does.
     ///
     /// ```
     /// use antiphon_fabric::LocalWorld;
@@ -33,38 +29,39 @@ impl Communicator {
     /// ```
     ///
     /// # Errors
-    /// As [`barrier`](Self::barrier) and as making any communicator.
+    /// [`FabricError::Device`] when a rank cannot have the memory or a descriptor, [`FabricError::InvalidArgument`] that
+    /// names it elsewhere (and the communicator stays usable); as [`barrier`](Self::barrier).
     pub fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Self>, FabricError> {
-        let ticket = Ticket::random();
-        let Address::Abstract(name) = ticket.address else {
-            unreachable!("random tickets have abstract names")
-        };
-        let choices = self.exchange_objects(&Choice { color, key, name, secret: ticket.secret.expose() })?;
-        if color.is_none() {
-            return Ok(None);
-        }
-        let mut group: Vec<usize> = (0..choices.len()).filter(|&rank| choices[rank].color == color).collect();
-        group.sort_by_key(|&rank| (choices[rank].key, rank));
-        let place =
-            group.iter().position(|&rank| rank == self.rank()).expect("a rank is in the group it chose");
-        let Choice { name, secret, .. } = &choices[group[0]];
-        let ticket =
-            Ticket { address: Address::Abstract(name.clone()), secret: Secret::new(secret.as_bytes()) };
-        Builder::default()
-            .timeout(self.timeout())
-            .arena_bytes(self.shared().regions.layout().arena_bytes)
-            .interrupt_by(self.shared().interrupt.clone())
-            .watched(place, group.len(), &ticket, &|| self.all_there(&group))
-            .map(Some)
+        let choices = self.exchange_objects(&(color, key))?;
+        let is_ours = |rank: &usize| color.is_some() && choices[*rank].0 == color;
+        let mut group: Vec<usize> = (0..choices.len()).filter(is_ours).collect();
+        group.sort_by_key(|&rank| (choices[rank].1, rank));
+        let Some((memory, layout)) = self.share_in_group(&group)? else { return Ok(None) };
+        let rank = group.iter().position(|&rank| rank == self.rank()).expect("a rank is in its group");
+        let parent = self.shared();
+        Ok(Some(Self::new(Shared::new(
+            Health::of_group(rank, parent, &group),
+            Regions::new(memory, layout),
+            parent.timeout,
+            parent.interrupt.clone(),
+        ))))
     }
 
-    /// Fails once a rank of the group is lost, which a meeting alone would take for being late.
-    fn all_there(&self, group: &[usize]) -> Result<(), RendezvousError> {
-        let shared = self.shared();
-        match group.iter().find(|&&rank| rank != shared.rank && shared.health.is_gone(&shared.regions, rank))
-        {
-            Some(&rank) => Err(RendezvousError::PeerLost { rank }),
-            None => Ok(()),
-        }
+    /// Memory that the ranks of each group share, made by the first of it; a rank whose `group` is empty gets none.
+    fn share_in_group(&self, group: &[usize]) -> Result<Option<(SharedMemory, Layout)>, FabricError> {
+        let leads = group.first() == Some(&self.rank());
+        let layout = Layout::new(group.len(), self.shared().regions.layout().arena_bytes);
+        let layout = layout.expect("a group needs no more than its world");
+        let made = leads.then(|| SharedMemory::create(layout.total())).transpose();
+        let made = self.agree("has no memory for its group", made.map_err(FabricError::from))?;
+        let (to, from) = if leads { (&group[1..], &[][..]) } else { (&[][..], &group[..group.len().min(1)]) };
+        let descriptor = made.as_ref().map(|(_, descriptor)| descriptor.as_fd());
+        let received = self.hand_over(descriptor, to, from)?.pop();
+        let mapped = match made {
+            Some((memory, _)) => Ok(Some(memory)),
+            None => received.map(|descriptor| SharedMemory::from_fd(descriptor, layout.total())).transpose(),
+        };
+        let memory = self.agree("cannot map its group's memory", mapped.map_err(FabricError::from))?;
+        Ok(memory.map(|memory| (memory, layout)))
     }
 }

@@ -4,12 +4,16 @@ use std::{
     os::{
         fd::OwnedFd,
         linux::net::SocketAddrExt,
-        unix::net::{SocketAddr, UnixListener},
+        unix::{
+            fs::{FileTypeExt, MetadataExt},
+            net::{SocketAddr, UnixListener},
+        },
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use rustix::{
+    fs::{Access, AtFlags, CWD},
     io::Errno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
 };
@@ -51,17 +55,46 @@ impl Drop for Listener {
 }
 
 impl Address {
+    /// The error when the socket cannot be used.
+    pub(super) fn failed(&self, source: std::io::Error) -> RendezvousError {
+        RendezvousError::Socket { address: self.clone(), source: std::sync::Arc::new(source) }
+    }
+
+    /// Fails if no socket of this user can be here, on every rank alike: ranks other than 0 would wait for it.
+    pub(super) fn check(&self) -> Result<(), RendezvousError> {
+        let Self::Path(path) = self else { return Ok(()) };
+        SocketAddrUnix::new(path).map_err(|e| self.failed(e.into()))?;
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if std::fs::metadata(folder).is_ok_and(|metadata| !metadata.is_dir()) {
+            return Err(self.failed(Errno::NOTDIR.into()));
+        }
+        let rights = Access::WRITE_OK | Access::EXEC_OK;
+        rustix::fs::accessat(CWD, folder, rights, AtFlags::EACCESS).map_err(|e| self.failed(e.into()))?;
+        let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
+        if !metadata.file_type().is_socket() {
+            return Err(RendezvousError::NotASocket { path: path.clone() });
+        }
+        match metadata.uid() == rustix::process::geteuid().as_raw() {
+            true => Ok(()),
+            false => Err(self.taken(format!("user {}", metadata.uid()))),
+        }
+    }
+
+    /// The error when somebody else holds the name.
+    pub(super) fn taken(&self, holder: String) -> RendezvousError {
+        RendezvousError::NameTaken { address: self.clone(), holder }
+    }
+
     /// Opens the socket for the others; `None` while another process still has it open.
     pub(super) fn listen(&self) -> Result<Option<Listener>, RendezvousError> {
-        let failed =
-            |source| RendezvousError::Socket { address: self.clone(), source: std::sync::Arc::new(source) };
+        let failed = |source| self.failed(source);
         let (bound, file) = match self {
             Self::Abstract(name) => {
                 let address = SocketAddr::from_abstract_name(name).map_err(failed)?;
                 (UnixListener::bind_addr(&address), None)
             }
             Self::Path(path) => {
-                self.reclaim(path)?;
+                self.reclaim(path);
                 (UnixListener::bind(path), Some(path.clone()))
             }
         };
@@ -76,16 +109,10 @@ impl Address {
     }
 
     /// Removes a socket file on which nobody listens any more.
-    fn reclaim(&self, path: &PathBuf) -> Result<(), RendezvousError> {
-        use std::os::unix::fs::FileTypeExt;
-        let Ok(metadata) = std::fs::symlink_metadata(path) else { return Ok(()) };
-        if !metadata.file_type().is_socket() {
-            return Err(RendezvousError::NotASocket { path: path.clone() });
-        }
+    fn reclaim(&self, path: &Path) {
         if matches!(self.try_connect(), Err(Errno::CONNREFUSED)) {
             let _ = std::fs::remove_file(path);
         }
-        Ok(())
     }
 
     /// Connects without blocking: `None` while nobody listens or the queue is full.
@@ -93,10 +120,8 @@ impl Address {
         match self.try_connect() {
             Ok(socket) => Ok(Some(socket)),
             Err(Errno::CONNREFUSED | Errno::NOENT | Errno::AGAIN) => Ok(None),
-            Err(e) => {
-                let source = std::sync::Arc::new(e.into());
-                Err(RendezvousError::Socket { address: self.clone(), source })
-            }
+            Err(Errno::PROTOTYPE) => Err(self.taken("a socket of another kind".into())),
+            Err(e) => Err(self.failed(e.into())),
         }
     }
 

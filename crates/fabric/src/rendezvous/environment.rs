@@ -2,10 +2,7 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use super::{
-    Address, RendezvousError, Secret, Ticket,
-    secret::{fingerprint, random_hex},
-};
+use super::{Address, RendezvousError, Secret, Ticket, secret::fingerprint, user_secret};
 
 /// What the environment says about this rank.
 ///
@@ -15,7 +12,7 @@ use super::{
 /// | `LOCAL_WORLD_SIZE` | ranks on this machine; must equal `WORLD_SIZE` | `WORLD_SIZE` |
 /// | `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` | name the meeting place; no TCP port is opened | empty |
 /// | `ANTIPHON_RENDEZVOUS` | a path to meet at instead | an abstract socket |
-/// | `ANTIPHON_SECRET` | the secret that ranks prove to know | any process of the same user that knows the variables above may join |
+/// | `ANTIPHON_SECRET` | the secret that ranks prove to know | random, in the file `secret` of the user's cache folder; with `ANTIPHON_RENDEZVOUS`, whoever of the same user can open that path may join |
 /// | `ANTIPHON_TIMEOUT` | seconds before a wait fails | 300 |
 /// | `ANTIPHON_ARENA_BYTES` | symmetric memory of each rank | 1 GiB |
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,6 +43,14 @@ impl Environment {
     /// # Errors
     /// As [`read`](Self::read).
     pub fn from_lookup(lookup: impl Fn(&'static str) -> Option<String>) -> Result<Self, RendezvousError> {
+        Self::with_secret(lookup, user_secret::of_user)
+    }
+
+    /// As [`from_lookup`](Self::from_lookup); `default` gives the secret of ranks that were told none.
+    fn with_secret(
+        lookup: impl Fn(&'static str) -> Option<String>,
+        default: impl FnOnce() -> Result<Secret, RendezvousError>,
+    ) -> Result<Self, RendezvousError> {
         let world_size = required(&lookup, "WORLD_SIZE")?;
         let rank = required(&lookup, "RANK")?;
         if rank >= world_size {
@@ -58,7 +63,7 @@ impl Environment {
         Ok(Self {
             rank,
             world_size,
-            ticket: ticket(&lookup, world_size),
+            ticket: ticket(&lookup, world_size, default)?,
             timeout: seconds(&lookup, "ANTIPHON_TIMEOUT")?,
             arena_bytes: number(&lookup, "ANTIPHON_ARENA_BYTES")?,
         })
@@ -67,7 +72,11 @@ impl Environment {
 
 type Lookup<'a> = &'a dyn Fn(&'static str) -> Option<String>;
 
-fn ticket(lookup: Lookup<'_>, world_size: usize) -> Ticket {
+fn ticket(
+    lookup: Lookup<'_>,
+    world_size: usize,
+    default: impl FnOnce() -> Result<Secret, RendezvousError>,
+) -> Result<Ticket, RendezvousError> {
     let user = rustix::process::geteuid().as_raw().to_string();
     let text = |name| lookup(name).unwrap_or_default();
     let place = fingerprint(&[
@@ -77,14 +86,23 @@ fn ticket(lookup: Lookup<'_>, world_size: usize) -> Ticket {
         &text("TORCHELASTIC_RUN_ID"),
         &text("TORCHELASTIC_RESTART_COUNT"),
     ]);
-    let address = match lookup("ANTIPHON_RENDEZVOUS").filter(|path| !path.is_empty()) {
-        Some(path) => Address::Path(PathBuf::from(path)),
-        None => Address::Abstract(format!("antiphon-{place}")),
-    };
-    // A world of one meets nobody; several may run at once under one name.
-    let address = if world_size == 1 { Address::Abstract(random_hex()) } else { address };
-    let secret = Secret::new(lookup("ANTIPHON_SECRET").filter(|secret| !secret.is_empty()).unwrap_or(place));
-    Ticket { address, secret }
+    let given = lookup("ANTIPHON_SECRET").filter(|secret| !secret.is_empty()).map(Secret::new);
+    if world_size == 1 {
+        // A world of one meets nobody; several may run at once under one name.
+        return Ok(Ticket { secret: given.unwrap_or(Secret::random()), ..Ticket::random() });
+    }
+    Ok(match lookup("ANTIPHON_RENDEZVOUS").filter(|path| !path.is_empty()) {
+        // Ranks in containers that share a folder need share nothing else: who may open the socket, may join.
+        Some(path) => Ticket {
+            address: Address::Path(PathBuf::from(path)),
+            secret: given.unwrap_or_else(|| Secret::new(place)),
+        },
+        // The name of an abstract socket is no secret: whoever shares the network namespace can read it.
+        None => Ticket {
+            address: Address::Abstract(format!("antiphon-{place}")),
+            secret: given.map_or_else(default, Ok)?,
+        },
+    })
 }
 
 fn required(lookup: Lookup<'_>, name: &'static str) -> Result<usize, RendezvousError> {
@@ -115,9 +133,8 @@ mod tests {
     use super::*;
 
     fn read(variables: &[(&'static str, &str)]) -> Result<Environment, RendezvousError> {
-        Environment::from_lookup(|name| {
-            variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string())
-        })
+        let lookup = |name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string());
+        Environment::with_secret(lookup, || Ok(Secret::new("the user's")))
     }
 
     #[test]
@@ -130,6 +147,22 @@ mod tests {
         assert_eq!(last.timeout, Some(Duration::from_millis(1500)));
         let other = read(&[("WORLD_SIZE", "4"), ("RANK", "0"), ("MASTER_PORT", "29501")]).unwrap();
         assert_ne!(first.ticket.address, other.ticket.address);
+    }
+
+    #[test]
+    fn the_name_of_a_socket_is_not_the_secret() {
+        let world = [("WORLD_SIZE", "2"), ("RANK", "0")];
+        assert_eq!(read(&world).unwrap().ticket.secret, Secret::new("the user's"));
+        let told = [&world[..], &[("ANTIPHON_SECRET", "told")]].concat();
+        assert_eq!(read(&told).unwrap().ticket.secret, Secret::new("told"));
+        let no_file = || Err(RendezvousError::Exchange("no file".into()));
+        for harmless in [("WORLD_SIZE", "1"), ("ANTIPHON_RENDEZVOUS", "/meet")] {
+            let lookup = |name| {
+                let all = [&[harmless][..], &world[..]].concat();
+                all.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string())
+            };
+            Environment::with_secret(lookup, no_file).expect("no file is needed");
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol; ranks of different versions refuse each other.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// The longest payload, in bytes: the cards of hundreds of ranks with hundreds of cores each.
 pub const MAX_PAYLOAD: usize = 1 << 20;
 
@@ -23,12 +23,20 @@ pub struct Card {
     pub world_size: usize,
     /// Its process id, in its own PID namespace.
     pub pid: u32,
-    /// The PID namespace that the id belongs to.
+    /// The PID namespace that the id belongs to, or 0 if it is not known.
     pub pid_namespace: u64,
     /// The cores it may run on.
     pub cores: Vec<u32>,
     /// The bytes of symmetric memory that it expects every rank to have.
     pub arena_bytes: usize,
+}
+
+impl Card {
+    /// Whether both ranks are threads of one process.
+    pub(crate) fn is_of_process(&self, other: &Self) -> bool {
+        let known = self.pid_namespace != 0;
+        known && (self.pid, self.pid_namespace) == (other.pid, other.pid_namespace)
+    }
 }
 
 /// Random bytes that make a proof worthless the second time, in hexadecimal.
@@ -44,7 +52,8 @@ pub enum Frame {
         /// To be covered by the joiner's proof.
         nonce: Nonce,
     },
-    /// A rank asks to join, and proves that it knows the secret.
+    /// A rank asks to join, and proves that it knows the secret. A handle on its process (a pidfd) travels beside this
+    /// frame, if the rank has one.
     Join {
         /// Who it is.
         card: Card,
@@ -53,8 +62,16 @@ pub enum Frame {
         /// Over both nonces and the card.
         proof: Proof,
     },
+    /// Asks whoever has taken the name to prove that it knows the secret: rank 0 finds it taken.
+    Ask {
+        /// To be covered by the proof.
+        nonce: Nonce,
+    },
     /// Rank 0 has noted the join; the rest are still awaited.
-    Noted,
+    Noted {
+        /// That it is rank 0, over both nonces.
+        proof: Proof,
+    },
     /// Rank 0 turns the joiner away.
     Refusal {
         /// Why, with the numbers that differ.
@@ -64,11 +81,13 @@ pub enum Frame {
         /// The ranks that never arrived, if that is why.
         missing: Vec<usize>,
     },
-    /// Everyone is there. The shared memory's descriptor travels beside this frame.
+    /// Everyone is there. The shared memory's descriptor travels beside this frame, then the handles of processes.
     Welcome {
         /// Of all ranks, in order.
         cards: Vec<Card>,
-        /// Over both nonces and the cards.
+        /// Of which ranks the handles travel beside this frame: one for each process but the receiver's own.
+        handles: Vec<usize>,
+        /// Over both nonces, the cards and the handles' ranks.
         proof: Proof,
     },
 }
@@ -162,13 +181,18 @@ mod tests {
         Card { rank: 3, world_size: 4, pid: 77, pid_namespace: 1, cores: vec![0, 5], arena_bytes: 1 << 30 }
     }
 
+    fn noted() -> Frame {
+        Frame::Noted { proof: "bb".into() }
+    }
+
     fn frames() -> Vec<Frame> {
         vec![
             Frame::Challenge { nonce: "00ff".into() },
             Frame::Join { card: card(), nonce: "aa".into(), proof: "bb".into() },
-            Frame::Noted,
+            Frame::Ask { nonce: "aa".into() },
+            noted(),
             Frame::Refusal { reason: "no".into(), retry: true, missing: vec![1] },
-            Frame::Welcome { cards: vec![card(); 64], proof: "cc".into() },
+            Frame::Welcome { cards: vec![card(); 64], handles: vec![0, 3], proof: "cc".into() },
         ]
     }
 
@@ -189,17 +213,17 @@ mod tests {
     fn strangers_are_recognised_at_once() {
         assert_eq!(Frame::decode(b"GET / HTTP/1.1"), Err(FrameError::Magic(*b"GET ")));
         assert_eq!(Frame::decode(b"\x16"), Err(FrameError::Magic([0x16, 0, 0, 0])));
-        let mut long = Frame::Noted.encode();
+        let mut long = noted().encode();
         long[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
         assert_eq!(Frame::decode(&long), Err(FrameError::TooLong(u32::MAX)));
-        let mut newer = Frame::Noted.encode();
+        let mut newer = noted().encode();
         newer[4] = 9;
         assert_eq!(Frame::decode(&newer), Err(FrameError::Version(9)));
     }
 
     /// A header that is right, before a payload that may be anything.
     fn with_header(payload: &[u8]) -> Vec<u8> {
-        let mut bytes = Frame::Noted.encode()[..HEADER].to_vec();
+        let mut bytes = noted().encode()[..HEADER].to_vec();
         bytes[8..].copy_from_slice(&(payload.len() as u32).to_le_bytes());
         bytes.extend_from_slice(payload);
         bytes

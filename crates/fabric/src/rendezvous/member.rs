@@ -1,12 +1,16 @@
 //! A rank other than 0: connects, proves itself, and waits to be welcomed.
 
-use std::time::{Duration, Instant};
+use std::{
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use antiphon_device::host::memory::SharedMemory;
-use rustix::event::{PollFd, PollFlags, Timespec};
+use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
+use rustix::io::Errno;
 
 use super::{
-    Address, Meeting, RETRY, RendezvousError, Ticket, Watch,
+    Address, Meeting, PATIENCE, RETRY, RendezvousError, TICK, Ticket, Watch,
     connection::{Connection, Ended},
     frame::{Card, Frame},
     secret::random_hex,
@@ -22,12 +26,20 @@ pub(super) fn join(
     timeout: Duration,
     watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
-    let mut member = Member { watch, ticket, card, start: Instant::now(), timeout, last_refusal: None };
+    let mut member = Member {
+        watch,
+        ticket,
+        card: card.clone(),
+        start: Instant::now(),
+        timeout,
+        refused: None,
+        last_refusal: None,
+    };
     loop {
         if let Some(socket) = ticket.address.connect()?
-            && let Some((cards, descriptor)) = member.converse(Connection::new(socket))?
+            && let Some(welcome) = member.converse(Connection::new(socket, card.world_size + 1))?
         {
-            return Ok(Meeting { cards, memory: SharedMemory::from_fd(descriptor, bytes)? });
+            return welcome.accept(bytes);
         }
         if member.start.elapsed() >= timeout {
             return Err(member.missing(vec![0]));
@@ -37,12 +49,33 @@ pub(super) fn join(
     }
 }
 
+/// What rank 0 handed over.
+struct Welcome {
+    cards: Vec<Card>,
+    /// The ranks whose handles follow the memory among the descriptors.
+    handles: Vec<usize>,
+    descriptors: Vec<OwnedFd>,
+}
+
+impl Welcome {
+    fn accept(self, bytes: usize) -> Result<Meeting, RendezvousError> {
+        let mut descriptors = self.descriptors.into_iter();
+        let memory = descriptors.next().expect("the memory comes with the welcome");
+        let memory = SharedMemory::from_fd(memory, bytes)?;
+        let watches = descriptors.map(|handle| Arc::new(ProcessWatch::from(handle)));
+        let handles = self.handles.into_iter().zip(watches).collect();
+        Ok(Meeting { processes: super::processes(&self.cards, handles), cards: self.cards, memory })
+    }
+}
+
 struct Member<'a> {
     watch: Watch<'a>,
     ticket: &'a Ticket,
     card: Card,
     start: Instant,
     timeout: Duration,
+    /// Since when it has been turned away for something that may pass.
+    refused: Option<Instant>,
     last_refusal: Option<String>,
 }
 
@@ -67,11 +100,8 @@ impl Member<'_> {
     }
 
     /// One conversation with rank 0: all cards and the memory, or nothing if it is worth another try.
-    fn converse(
-        &mut self,
-        mut connection: Connection,
-    ) -> Result<Option<(Vec<Card>, std::os::fd::OwnedFd)>, RendezvousError> {
-        let mine = random_hex();
+    fn converse(&mut self, mut connection: Connection) -> Result<Option<Welcome>, RendezvousError> {
+        let (mine, connected) = (random_hex(), Instant::now());
         let mut theirs = None;
         let mut noted = false;
         if let Some(user) = connection.other_user() {
@@ -83,19 +113,29 @@ impl Member<'_> {
                     let proof = self.ticket.secret.prove_join(&nonce, &mine, &self.card);
                     theirs = Some(nonce);
                     let join = Frame::Join { card: self.card.clone(), nonce: mine.clone(), proof };
-                    if connection.send(&join).is_err() {
+                    // Without a handle its peers notice its death by the deadline only.
+                    let handle = ProcessWatch::of_this_process().ok().map(|watch| Arc::new(watch) as _);
+                    if connection.send_with(&join, handle.as_slice()).is_err() {
                         return Ok(None);
                     }
                 }
-                Ok(Some(Frame::Noted)) if !noted => noted = true,
+                Ok(Some(Frame::Noted { proof })) if !noted => {
+                    let theirs = theirs.as_ref().map_or("", |nonce| nonce.as_str());
+                    noted = self.ticket.secret.verify_root(&theirs.into(), &mine, &proof);
+                    if !noted {
+                        return Err(self.impostor("it does not know the secret".into()));
+                    }
+                }
                 // Whoever chatters on must not keep us from looking at the clock.
-                Ok(Some(Frame::Challenge { .. } | Frame::Noted)) => {
+                Ok(Some(Frame::Challenge { .. } | Frame::Noted { .. })) => {
                     return Err(self.impostor("it says the same thing twice".into()));
                 }
                 Ok(Some(Frame::Refusal { missing, .. })) if !missing.is_empty() => {
                     return Err(self.missing(missing));
                 }
-                Ok(Some(Frame::Refusal { reason, retry: true, .. })) => {
+                Ok(Some(Frame::Refusal { reason, retry: true, .. }))
+                    if self.refused.get_or_insert_with(Instant::now).elapsed() < PATIENCE =>
+                {
                     self.last_refusal = Some(reason);
                     return Ok(None);
                 }
@@ -103,37 +143,76 @@ impl Member<'_> {
                     let rank = self.card.rank;
                     return Err(RendezvousError::Refused { rank, address: self.address(), reason });
                 }
-                Ok(Some(Frame::Welcome { cards, proof })) => {
-                    let proved =
-                        self.ticket.secret.verify_welcome(&theirs.unwrap_or_default(), &mine, &cards, &proof);
-                    return match connection.descriptor.take() {
-                        Some(memory) if proved && cards.len() == self.card.world_size => {
-                            Ok(Some((cards, memory)))
-                        }
+                Ok(Some(Frame::Welcome { cards, handles, proof })) => {
+                    let said = (&cards[..], &handles[..]);
+                    let theirs = theirs.unwrap_or_default();
+                    let descriptors = std::mem::take(&mut connection.descriptors);
+                    let whole = descriptors.len() > handles.len() && cards.len() == self.card.world_size;
+                    return match self.ticket.secret.verify_welcome(&theirs, &mine, said, &proof) {
+                        true if whole => Ok(Some(Welcome { cards, handles, descriptors })),
                         _ => Err(self.impostor("it does not know the secret".into())),
                     };
                 }
-                Ok(Some(Frame::Join { .. })) => return Err(self.impostor("it asks to join".into())),
+                Ok(Some(Frame::Join { .. } | Frame::Ask { .. })) => {
+                    return Err(self.impostor("it asks to join".into()));
+                }
                 Err(Ended::Malformed(error)) => return Err(self.impostor(error.to_string())),
+                Err(Ended::Descriptors) => {
+                    // Too many of them would be dropped in the same way; rank 0 does not send too many.
+                    return Err(self.ticket.address.failed(Errno::MFILE.into()));
+                }
                 Err(Ended::Closed) if noted => {
                     return Err(RendezvousError::RootLost { address: self.address() });
                 }
                 Err(Ended::Closed) => return Ok(None),
-                Ok(None) => self.wait(&connection, noted)?,
+                Ok(None) if !noted && connected.elapsed() >= PATIENCE => {
+                    return Err(self.impostor(format!("it has not answered for {PATIENCE:?}")));
+                }
+                Ok(None) => self.wait(&mut connection, noted)?,
             }
         }
     }
 
     /// Waits for more bytes.
-    fn wait(&mut self, connection: &Connection, noted: bool) -> Result<(), RendezvousError> {
+    fn wait(&mut self, connection: &mut Connection, noted: bool) -> Result<(), RendezvousError> {
         let patience = if noted { self.timeout.saturating_add(GRACE) } else { self.timeout };
         if self.start.elapsed() >= patience {
             return Err(self.missing(if noted { vec![] } else { vec![0] }));
         }
         (self.watch)()?;
-        let mut fds = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)];
-        // Woken, interrupted or not: the caller looks again.
-        let _ = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 20_000_000 }));
+        connection.await_more(&TICK);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixListener},
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_rank_that_was_noted_sees_its_root_die() {
+        let ticket = Ticket::random();
+        let Address::Abstract(name) = &ticket.address else { unreachable!("a random ticket") };
+        let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+        let card =
+            Card { rank: 1, world_size: 2, pid: 1, pid_namespace: 1, cores: vec![0], arena_bytes: 4096 };
+        std::thread::scope(|scope| {
+            let dying = scope.spawn(|| {
+                let mut guest = Connection::new(listener.accept().unwrap().0.into(), 1);
+                let challenge = random_hex();
+                guest.send(&Frame::Challenge { nonce: challenge.clone() }).unwrap();
+                let Ok(Some(Frame::Join { nonce, .. })) = guest.receive() else { panic!("a join is due") };
+                let proof = ticket.secret.prove_root(&challenge, &nonce);
+                guest.send(&Frame::Noted { proof }).unwrap();
+            });
+            let joined = join(&ticket, card, 4096, Duration::from_secs(20), &|| Ok(()));
+            assert!(matches!(joined, Err(RendezvousError::RootLost { .. })), "{:?}", joined.map(|_| ()));
+            dying.join().unwrap();
+        });
     }
 }

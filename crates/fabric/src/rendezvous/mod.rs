@@ -7,10 +7,10 @@
 //!
 //! | way | ticket |
 //! | --- | --- |
-//! | [`Environment`]: torchrun, `antiphon run` | named after MASTER_ADDR, MASTER_PORT and the run id; secret from `ANTIPHON_SECRET` |
+//! | [`Environment`]: torchrun, `antiphon run` | named after MASTER_ADDR, MASTER_PORT and the run id; secret from `ANTIPHON_SECRET`, or a file of the user |
 //! | [`Address::Path`] | a path that the ranks agree on |
 //! | [`Exchange`]: a caller's own channel (MPI, a torch process group, a key-value store) | made up by rank 0, carried to the others by the caller |
-//! | threads of one process ([`LocalWorld`](crate::LocalWorld)), groups of a split | made up on the spot |
+//! | threads of one process ([`LocalWorld`](crate::LocalWorld)) | made up on the spot |
 //!
 //! Whoever else connects (a stranger without the secret, a port scanner, a client that says nothing, thousands of
 //! them) is dropped and keeps nobody from joining. Only processes of the same user are listened to at all.
@@ -23,10 +23,16 @@ pub mod frame;
 mod member;
 mod root;
 mod secret;
+mod user_secret;
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use antiphon_device::{DeviceError, host::memory::SharedMemory};
+use antiphon_device::{
+    DeviceError,
+    host::{memory::SharedMemory, process::ProcessWatch},
+};
+
+use rustix::event::Timespec;
 
 pub use address::Address;
 pub use environment::Environment;
@@ -38,6 +44,11 @@ pub(crate) use secret::random_hex;
 
 /// How long both sides wait before they look again for something that gives no signal.
 const RETRY: Duration = Duration::from_millis(2);
+
+/// The longest sleep between two looks at the clock.
+const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// How long one that is there may take to answer. (One that is not there may come until the deadline.)
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Everything a rank needs to find its world.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,12 +116,6 @@ pub enum RendezvousError {
         /// Where.
         address: Address,
     },
-    /// A rank of a group was lost while the group was meeting.
-    #[error("rank {rank} of the world that is being split was lost while its group was meeting")]
-    PeerLost {
-        /// The rank, in the world that is being split.
-        rank: usize,
-    },
     /// This rank's program asked to stop waiting.
     #[error("interrupted while ranks were meeting")]
     Interrupted,
@@ -122,11 +127,27 @@ pub enum RendezvousError {
         /// The system's word.
         source: Arc<std::io::Error>,
     },
+    /// Somebody else holds the name at which rank 0 would listen.
+    #[error("{address} is held by {holder}: choose another name (MASTER_PORT, or ANTIPHON_RENDEZVOUS)")]
+    NameTaken {
+        /// The name.
+        address: Address,
+        /// By whom, as far as it can be known.
+        holder: String,
+    },
     /// The path for the socket is taken.
     #[error("{} exists and is not a socket: choose another path to meet at", path.display())]
     NotASocket {
         /// The path.
         path: PathBuf,
+    },
+    /// The file that holds the user's secret cannot be used.
+    #[error("the user's secret {}: {problem} (or set ANTIPHON_SECRET, to the same on all ranks)", path.display())]
+    UserSecret {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
     },
     /// The rank does not exist in a world of that size.
     #[error("rank {rank} is not below the world size {world_size}")]
@@ -172,12 +193,13 @@ fn last_word(refusal: &Option<String>) -> String {
 pub(crate) struct Meeting {
     /// Of all ranks, in order.
     pub(crate) cards: Vec<Card>,
+    /// The processes of all ranks, where they are others than this one and can be watched.
+    pub(crate) processes: Vec<Option<Arc<ProcessWatch>>>,
     /// Mapped by all ranks.
     pub(crate) memory: SharedMemory,
 }
 
-/// Asked now and then while ranks meet: an error ends the meeting. Ranks that know each other already see so that one of
-/// them is gone.
+/// Asked now and then while ranks meet: an error ends the meeting.
 pub(crate) type Watch<'a> = &'a dyn Fn() -> Result<(), RendezvousError>;
 
 /// Meets the other ranks and shares `bytes` of memory with them.
@@ -192,11 +214,25 @@ pub(crate) fn meet(
         return Err(RendezvousError::InvalidRank { rank: card.rank, world_size: card.world_size });
     }
     if card.world_size == 1 {
-        return Ok(Meeting { cards: vec![card], memory: SharedMemory::create(bytes)? });
+        let (memory, _) = SharedMemory::create(bytes)?;
+        return Ok(Meeting { cards: vec![card], processes: vec![None], memory });
     }
+    ticket.address.check()?;
     if card.rank == 0 {
         root::await_all(ticket, card, bytes, timeout, watch)
     } else {
         member::join(ticket, card, bytes, timeout, watch)
     }
+}
+
+/// The process of each rank, given a handle for the first rank of each that is watched.
+fn processes(cards: &[Card], handles: Vec<(usize, Arc<ProcessWatch>)>) -> Vec<Option<Arc<ProcessWatch>>> {
+    let of = |rank: usize| {
+        let is_its = |first: usize| first == rank || cards[first].is_of_process(&cards[rank]);
+        handles
+            .iter()
+            .find(|(first, _)| *first < cards.len() && is_its(*first))
+            .map(|(_, watch)| watch.clone())
+    };
+    (0..cards.len()).map(of).collect()
 }

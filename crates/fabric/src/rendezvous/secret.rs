@@ -44,13 +44,28 @@ impl Secret {
         unhex(proof).is_some_and(|p| self.mac("join", mine, theirs, card).verify_slice(&p).is_ok())
     }
 
-    /// Rank 0's proof.
-    pub(super) fn prove_welcome(&self, mine: &Nonce, theirs: &Nonce, cards: &[Card]) -> Proof {
-        hex(&self.mac("welcome", mine, theirs, &cards).finalize().into_bytes())
+    /// Rank 0's proof that it is rank 0.
+    pub(super) fn prove_root(&self, mine: &Nonce, theirs: &Nonce) -> Proof {
+        hex(&self.mac("root", mine, theirs, &()).finalize().into_bytes())
     }
 
-    pub(super) fn verify_welcome(&self, theirs: &Nonce, mine: &Nonce, cards: &[Card], proof: &Proof) -> bool {
-        unhex(proof).is_some_and(|p| self.mac("welcome", theirs, mine, &cards).verify_slice(&p).is_ok())
+    pub(super) fn verify_root(&self, theirs: &Nonce, mine: &Nonce, proof: &Proof) -> bool {
+        unhex(proof).is_some_and(|p| self.mac("root", theirs, mine, &()).verify_slice(&p).is_ok())
+    }
+
+    /// Rank 0's proof, over the cards and the ranks whose handles it sends.
+    pub(super) fn prove_welcome(&self, mine: &Nonce, theirs: &Nonce, said: (&[Card], &[usize])) -> Proof {
+        hex(&self.mac("welcome", mine, theirs, &said).finalize().into_bytes())
+    }
+
+    pub(super) fn verify_welcome(
+        &self,
+        theirs: &Nonce,
+        mine: &Nonce,
+        said: (&[Card], &[usize]),
+        proof: &Proof,
+    ) -> bool {
+        unhex(proof).is_some_and(|p| self.mac("welcome", theirs, mine, &said).verify_slice(&p).is_ok())
     }
 
     /// Over the purpose, rank 0's nonce, the joiner's nonce and what is said, unambiguously serialised.
@@ -104,6 +119,9 @@ mod tests {
         assert!(!secret.verify_join(&random_hex(), &joiner, &card, &proof));
         assert!(!Secret::new("t").verify_join(&root, &joiner, &card, &proof));
         assert!(!secret.verify_join(&root, &joiner, &card, &"zz".to_string()));
-        assert!(!secret.verify_welcome(&root, &joiner, &[card], &proof), "a join does not prove a welcome");
+        assert!(
+            !secret.verify_welcome(&root, &joiner, (&[card], &[]), &proof),
+            "a join does not prove a welcome"
+        );
     }
 }

@@ -282,7 +282,9 @@ impl Messages {
             state.outgoing.iter().enumerate().filter_map(of_port).collect::<Vec<_>>()
         };
         let tickets = unsent(&self.lock());
-        tickets.iter().try_for_each(|ticket| self.wait(shared, ticket))
+        tickets.iter().try_for_each(|ticket| self.wait(shared, ticket))?;
+        // A failure drops what was not sent, and what is dropped is not waited for.
+        shared.health.check_usable()
     }
 
     fn lock(&self) -> Locked<'_> {
@@ -351,9 +353,9 @@ impl Messages {
         let Some(words) = packet.head.arrival(port.sequence + 1) else { return Ok(false) };
         if words != transfer.signature.to_words() {
             let theirs = Signature::from_words(words).unwrap_or(transfer.signature);
-            let (rank, mine) = (shared.rank, transfer.signature);
-            shared.regions.consumed(peer, rank).refuse(mine.to_words());
-            return Err(FabricError::Mismatch { rank, mine, peer, theirs });
+            let mine = transfer.signature;
+            shared.regions.consumed(peer, shared.rank).refuse(mine.to_words());
+            return Err(shared.health.disagreement(mine, peer, theirs));
         }
         let part = (transfer.len - transfer.done).min(RING_BODY);
         // SAFETY: as in `send_packet`; equal signatures mean equal lengths, so the packet holds `part` bytes.
@@ -400,10 +402,10 @@ impl State {
 
 /// What the receiver expected instead, if it refused what this ticket sends.
 fn refusal(shared: &Shared, ticket: &Ticket) -> Option<FabricError> {
-    let (rank, peer, mine) = (shared.rank, ticket.peer, ticket.signature);
+    let (rank, peer) = (shared.rank, ticket.peer);
     let sends = ticket.direction == Direction::Send;
     let expected = shared.regions.consumed(rank, peer).refusal().filter(|_| sends)?;
-    Some(FabricError::Mismatch { rank, mine, peer, theirs: Signature::from_words(expected)? })
+    Some(shared.health.disagreement(ticket.signature, peer, Signature::from_words(expected)?))
 }
 
 /// Where in the ring the packet after the first `sequence` packets lies.

@@ -26,6 +26,8 @@ pub struct Rounds {
     lane: usize,
     /// The round that was posted last.
     sequence: u64,
+    /// How long to wait for a peer.
+    timeout: Duration,
     /// Room for the answer of `inboxes`, so that no call allocates.
     pointers: Vec<*const u8>,
 }
@@ -58,7 +60,19 @@ impl Rounds {
 
     pub(crate) fn new(shared: Arc<Shared>, lane: usize) -> Self {
         let pointers = Vec::with_capacity(shared.world_size);
-        Self { shared, lane, sequence: 0, pointers }
+        Self { timeout: shared.timeout, shared, lane, sequence: 0, pointers }
+    }
+
+    /// As [`exchange`](Self::exchange), for `limit` at most.
+    pub(crate) fn exchange_within(
+        &mut self,
+        limit: Duration,
+        signature: &Signature,
+    ) -> Result<(), FabricError> {
+        self.timeout = limit;
+        let exchanged = self.exchange(signature);
+        self.timeout = self.shared.timeout;
+        exchanged
     }
 
     /// This rank.
@@ -198,19 +212,15 @@ impl Rounds {
         let missing = || {
             (0..self.shared.world_size).filter(|&r| r != self.shared.rank && arrival(r).is_none()).collect()
         };
-        let Shared { health, regions, timeout, .. } = &*self.shared;
-        health.check(regions, *signature, missing, waited, *timeout)
+        let Shared { health, regions, .. } = &*self.shared;
+        health.check(regions, *signature, missing, waited, self.timeout)
     }
 
     fn mismatch(&self, mine: &Signature, peer: usize, theirs: [u64; 2]) -> FabricError {
-        let rank = self.shared.rank;
+        let health = &self.shared.health;
         match Signature::from_words(theirs) {
-            Some(theirs) => FabricError::Mismatch { rank, mine: *mine, peer, theirs },
-            None => FabricError::Aborted {
-                operation: *mine,
-                by: peer,
-                reason: format!("wrote {theirs:x?}, which is no operation"),
-            },
+            Some(theirs) => health.disagreement(*mine, peer, theirs),
+            None => health.aborted(*mine, peer, format!("wrote {theirs:x?}, which is no operation")),
         }
     }
 }

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test file uses its part
 
 use std::{
+    ffi::OsStr,
     io::{BufRead, BufReader},
     path::Path,
     process::{Child, Command, Stdio},
@@ -33,7 +34,7 @@ pub fn say(line: impl std::fmt::Display) {
 /// Tells how the work ended, in a form that tests compare.
 pub fn say_error(error: &FabricError) {
     match error {
-        FabricError::PeerLost { rank, .. } => say(format_args!("lost {rank}")),
+        FabricError::PeerLost { .. } => say(format_args!("lost {}", error.lost_world_rank().unwrap())),
         FabricError::Timeout { missing, .. } => say(format_args!("timeout {missing:?}")),
         FabricError::Rendezvous(RendezvousError::Missing { missing, .. }) => {
             say(format_args!("missing {missing:?}"));
@@ -59,8 +60,19 @@ struct Rank {
 impl World {
     /// Starts the ranks and waits until each says "ready".
     pub fn start(world_size: usize, role: &str, by_path: bool, timeout: Duration) -> Self {
+        Self::start_under(&[], world_size, role, by_path, timeout)
+    }
+
+    /// As [`start`](Self::start), with a program and its arguments that start each rank, and pass its end on.
+    pub fn start_under(
+        launcher: &[&str],
+        world_size: usize,
+        role: &str,
+        by_path: bool,
+        timeout: Duration,
+    ) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let start = |rank| Rank::start(rank, world_size, role, folder.path(), by_path, timeout);
+        let start = |rank| Rank::start(launcher, rank, world_size, role, folder.path(), by_path, timeout);
         let ranks = (0..world_size).map(start).collect();
         let world = Self { ranks, folder };
         for rank in 0..world_size {
@@ -130,6 +142,7 @@ impl World {
 
 impl Rank {
     fn start(
+        launcher: &[&str],
         rank: usize,
         world_size: usize,
         role: &str,
@@ -137,14 +150,18 @@ impl Rank {
         by_path: bool,
         timeout: Duration,
     ) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        let program = std::env::current_exe().unwrap();
+        let mut words = launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
+        let mut command = Command::new(words.next().unwrap());
         command
+            .args(words)
             .args(["--exact", "rank_process", "--nocapture"])
             .env(ROLE, role)
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", world_size.to_string())
             .env("TORCHELASTIC_RUN_ID", folder)
             .env("TMPDIR", folder)
+            .env("ANTIPHON_CACHE_DIR", env!("CARGO_TARGET_TMPDIR"))
             .env("ANTIPHON_ARENA_BYTES", (16 << 20).to_string())
             .env("ANTIPHON_TIMEOUT", timeout.as_secs_f64().to_string())
             .stdin(Stdio::null())
