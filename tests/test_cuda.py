@@ -106,6 +106,24 @@ def a_part_of_the_multiprocessors(comm: Comm, device: Device) -> None:
 
 
 @check
+def a_forked_child_drops_what_it_inherited(comm: Comm, device: Device) -> None:
+    group = comm.split(0)
+    assert group is not None
+    x = filled(comm, device)
+    group.all_reduce(x)
+    torch.cuda.synchronize()
+    child = os.fork()
+    if child == 0:
+        del group  # the last reference: what is on the GPU is the parent's
+        os._exit(0)
+    end = time.monotonic() + 20
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert found == (child, 0), found
+    assert group.all_reduce(x).eq(total(comm)).all()
+
+
+@check
 def a_program_that_only_replays_graphs_hears_of_a_failure(comm: Comm, device: Device) -> None:
     with pytest.raises(TypeError, match="\"error\", \"abort\" or a callable"):
         comm.on_cuda_failure(3)  # type: ignore[arg-type]

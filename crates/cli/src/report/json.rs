@@ -87,9 +87,15 @@ mod tests {
     fn what_gpus_add_is_read_back_too() {
         let machine = Machine { gpus: Some(gpus()), ..machine() };
         let mut rows = rows();
-        let gpu =
-            OnGpu { calls: 100, host_us: None, launch_us: 1.9, nccl_us: Some(12.5), nccl_host_us: None };
-        rows[0].gpu = Some(gpu);
+        rows[0].gpu = Some(OnGpu {
+            calls: 100,
+            host_us: None,
+            free_us: 3.5,
+            launch_us: 1.9,
+            nccl_us: Some(12.5),
+            nccl_free_us: Some(13.5),
+            nccl_host_us: None,
+        });
         let mut text = Vec::new();
         write_json(&mut text, &machine, &rows).unwrap();
         assert_eq!(read_json(&text[..]).unwrap(), Recorded { machine, rows });

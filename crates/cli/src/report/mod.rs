@@ -62,10 +62,14 @@ pub struct OnGpu {
     pub calls: u32,
     /// The host's time for one call that is not in a graph; `None` where the GPU's time hides it.
     pub host_us: Option<f64>,
+    /// The time of one call where only the ranks' hosts have met before, and their GPUs are not lined up.
+    pub free_us: f64,
     /// The host's time for launching an empty kernel.
     pub launch_us: f64,
     /// The time of NCCL for the same call in the same run; `None` without NCCL.
     pub nccl_us: Option<f64>,
+    /// NCCL's without a line-up.
+    pub nccl_free_us: Option<f64>,
     /// The host's time for NCCL's call.
     pub nccl_host_us: Option<f64>,
 }

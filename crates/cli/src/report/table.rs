@@ -92,13 +92,15 @@ impl<W: Write> Table<W> {
             let launch = four_digits(gpu.launch_us);
             writeln!(
                 self.writer,
-                "# host: its time for one eager call; an empty kernel's launch takes {launch} us"
+                "# host: its time for one eager call; an empty kernel's launch takes {launch} us; free: without lining up the GPUs"
             )?;
         }
         let [names, units]: [&[&str]; 2] = match gpu {
             None => [&[], &[]],
-            Some(OnGpu { nccl_us: None, .. }) => [&["host"], &["(us)"]],
-            Some(_) => [&["host", "nccl", "ratio"], &["(us)", "(us)", ""]],
+            Some(OnGpu { nccl_us: None, .. }) => [&["host", "free"], &["(us)", "(us)"]],
+            Some(_) => {
+                [&["host", "free", "nccl", "nccl free", "ratio"], &["(us)", "(us)", "(us)", "(us)", ""]]
+            }
         };
         let own = |cells: &[&str]| cells.iter().map(|&cell| cell.to_owned()).collect::<Vec<_>>();
         self.line(
@@ -124,13 +126,16 @@ impl<W: Write> Table<W> {
     }
 }
 
-/// What a row measured on GPUs shows behind the others: the host's time, NCCL's, and the ratio of ours to it.
+/// What a row measured on GPUs shows behind the others: the host's time, that without a line-up, both of NCCL's, and the ratio of ours
+/// to it.
 fn gpu_cells(gpu: &OnGpu, latency_us: f64) -> Vec<String> {
     let host = gpu.host_us.map_or("-".into(), four_digits);
-    match gpu.nccl_us {
-        None => vec![host],
-        Some(nccl) => vec![host, four_digits(nccl), format!("{:.2}", latency_us / nccl)],
+    let mut cells = vec![host, four_digits(gpu.free_us)];
+    if let Some(nccl) = gpu.nccl_us {
+        let free = gpu.nccl_free_us.map_or("-".into(), four_digits);
+        cells.extend([four_digits(nccl), free, format!("{:.2}", latency_us / nccl)]);
     }
+    cells
 }
 
 /// Four significant digits, and all digits before the point.
@@ -182,25 +187,33 @@ mod tests {
 
     #[test]
     fn rows_of_gpus_show_nccl_beside_ours() {
-        let gpu =
-            OnGpu { calls: 100, host_us: Some(4.25), launch_us: 1.9, nccl_us: None, nccl_host_us: None };
+        let gpu = OnGpu {
+            calls: 100,
+            host_us: Some(4.25),
+            free_us: 3.5,
+            launch_us: 1.9,
+            nccl_us: None,
+            nccl_free_us: None,
+            nccl_host_us: None,
+        };
         let mut rows = rows()[10..12].to_vec();
-        rows[0].gpu = Some(OnGpu { nccl_us: Some(12.0), ..gpu });
-        rows[1].gpu = Some(OnGpu { nccl_us: Some(12.0), host_us: None, ..gpu });
+        rows[0].gpu = Some(OnGpu { nccl_us: Some(12.0), nccl_free_us: Some(12.5), ..gpu });
+        rows[1].gpu = Some(OnGpu { nccl_us: Some(12.0), nccl_free_us: Some(12.5), host_us: None, ..gpu });
         let (text, _) = written(&rows);
         let expected = "\
 # all_reduce, 4 ranks
-# host: its time for one eager call; an empty kernel's launch takes 1.900 us
-#       size        count      type  redop        algorithm      time    algbw    busbw  #wrong      host      nccl     ratio
-#        (B)   (elements)                                        (us)   (GB/s)   (GB/s)              (us)      (us)
-        4096         1024   float32    sum         one_shot     3.024     1.35     2.03       0     4.250     12.00      0.25
-        4096         1024   float32    sum         two_shot     5.455     0.75     1.13       0         -     12.00      0.45
+# host: its time for one eager call; an empty kernel's launch takes 1.900 us; free: without lining up the GPUs
+#       size        count      type  redop        algorithm      time    algbw    busbw  #wrong      host      free      nccl nccl free     ratio
+#        (B)   (elements)                                        (us)   (GB/s)   (GB/s)              (us)      (us)      (us)      (us)
+        4096         1024   float32    sum         one_shot     3.024     1.35     2.03       0     4.250     3.500     12.00     12.50      0.25
+        4096         1024   float32    sum         two_shot     5.455     0.75     1.13       0         -     3.500     12.00     12.50      0.45
 ";
         assert!(text.contains(expected), "{text}");
 
         rows.iter_mut().for_each(|row| row.gpu = Some(gpu));
         let (text, _) = written(&rows);
-        assert!(text.contains("#wrong      host\n") && text.contains("  0     4.250\n"), "{text}");
+        assert!(text.contains("#wrong      host      free\n"), "{text}");
+        assert!(text.contains("  0     4.250     3.500\n"), "{text}");
     }
 
     #[test]

@@ -119,19 +119,23 @@ DEVICE bool begin_and_send_rows(const arguments& a, turn& t, const bytes& from, 
     return begin_and_send<DEPTH, DEPTH, true>(a, t, mine.first, mine.step, count, [&](u32 row) { return load_row(from, row); }, send);
 }
 
+// Rows of one peer that a warp asks for at a time: how long a row takes is the way to memory, and what comes after the last row has
+// been sent is waited for by nobody's links.
+constexpr u32 RECEIVED = PEERS == 1 ? 4 : DEPTH;
+
 // Stores a warp's share of the rows that a peer has sent; false if it gave up.
 DEVICE bool receive_rows(reader& r, u32 peer, const rows& mine, u32 count, const bytes& to) {
     const u32 lane = peer * r.a.lane_stride;
     u32 row = mine.first;
-    for (; row + (DEPTH - 1) * mine.step < count; row += DEPTH * mine.step) {
-        u32 at[DEPTH], peers[DEPTH];
-        uint4 got[DEPTH];
+    for (; row + (RECEIVED - 1) * mine.step < count; row += RECEIVED * mine.step) {
+        u32 at[RECEIVED], peers[RECEIVED];
+        uint4 got[RECEIVED];
 #pragma unroll
-        for (u32 k = 0; k < DEPTH; ++k) at[k] = lane + (row + k * mine.step) * 512, peers[k] = peer;
+        for (u32 k = 0; k < RECEIVED; ++k) at[k] = lane + (row + k * mine.step) * 512, peers[k] = peer;
         if (!collect_rows(r, at, peers, got)) return false;
         if (serves_its_senders()) release_dependents(r.a);
 #pragma unroll
-        for (u32 k = 0; k < DEPTH; ++k) store_row(to, row + k * mine.step, unmasked(got[k]));
+        for (u32 k = 0; k < RECEIVED; ++k) store_row(to, row + k * mine.step, unmasked(got[k]));
     }
     for (; row < count; row += mine.step) {
         uint4 got[1];
@@ -163,6 +167,11 @@ KERNEL(all_gather) {
     if (!begin_and_send_rows(a, t, in, mine, count, send)) return;
     advance(a, t, count * 32, 0);
     reader r(a, t);
+    if (PEERS == 1) {
+        const u32 peer = rank_of(a, 0);
+        if (receive_rows(r, peer, mine, count, bytes(a.output + peer * a.stride, a.count))) r.finish();
+        return;
+    }
     u32 peers[PEERS];
 #pragma unroll
     for (u32 k = 0; k < PEERS; ++k) peers[k] = rank_of(a, k);
@@ -187,15 +196,16 @@ KERNEL(all_to_all) {
     const u32 next = blockIdx.x % PEERS, peer = rank_of(a, next);
     const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
     const bytes in(a.input + peer * a.stride, a.count), out(a.output + peer * a.stride, a.count);
+    const bytes own(a.input + a.rank * a.stride, a.count), to(a.output + a.rank * a.stride, a.count);
     turn t;
+    u32 sent = 0;
     const auto send = [&](const turn& t, u32 row, uint4 v) {
         store16_volatile(a.peer[next] + lane_at(a, t.slot, a.rank) + (row * 32 + lane_id()) * 16, masked(v));
+        // This rank's own block is copied while the links are busy. Of the blocks that have a row, one for each peer, one does it.
+        if (sent++ % PEERS == next && own.data != to.data) store_row(to, row, load_row(own, row));
     };
     if (!begin_and_send_rows(a, t, in, mine, count, send)) return;
     advance(a, t, count * 32, 0);
-    const bytes own(a.input + a.rank * a.stride, a.count), to(a.output + a.rank * a.stride, a.count);
-    const rows copied = rows_of_warp(blockIdx.x, gridDim.x);
-    for (u32 row = copied.first; own.data != to.data && row < count; row += copied.step) store_row(to, row, load_row(own, row));
     reader r(a, t);
     if (!receive_rows(r, peer, mine, count, out)) return;
     r.finish();

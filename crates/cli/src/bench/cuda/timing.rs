@@ -65,6 +65,24 @@ impl<'a> Clock<'a> {
         // SAFETY: the kernel takes one number and touches no memory.
         unsafe { self.delay.launch(self.stream, &config, &[(&DELAY_NS).into()]) }?;
         self.line_up()?;
+        // SAFETY: passed on.
+        unsafe { self.time(graph) }
+    }
+
+    /// As [`replay`](Self::replay), but only the ranks' hosts meet before: the GPUs start when their hosts get to it, and one
+    /// that starts early counts its waiting for the others.
+    ///
+    /// # Safety
+    /// As [`replay`](Self::replay).
+    pub(super) unsafe fn replay_freely(&self, graph: &GraphExec) -> Result<f64> {
+        self.comm.barrier()?;
+        // SAFETY: passed on.
+        unsafe { self.time(graph) }
+    }
+
+    /// # Safety
+    /// As [`replay`](Self::replay).
+    unsafe fn time(&self, graph: &GraphExec) -> Result<f64> {
         self.start.record(self.stream)?;
         // SAFETY: passed on.
         unsafe { graph.launch(self.stream) }?;

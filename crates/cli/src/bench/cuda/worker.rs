@@ -60,6 +60,8 @@ struct Run<'a> {
     wrong: Wrong,
     /// Microseconds of one call on this rank, by replay.
     times: Vec<f64>,
+    /// The same without a line-up.
+    free_times: Vec<f64>,
     host_us: Option<f64>,
 }
 
@@ -105,6 +107,9 @@ impl<'a> Bench<'a> {
                 // SAFETY: the tensors and the collectives live until the end, and the replay is waited for.
                 let took = unsafe { self.clock.replay(&run.graph) }?;
                 run.times.push(took / f64::from(calls));
+                // SAFETY: as above.
+                let took = unsafe { self.clock.replay_freely(&run.graph) }?;
+                run.free_times.push(took / f64::from(calls));
             }
         }
         let rows = self.rows(case, &tensors, runs, calls)?;
@@ -173,7 +178,7 @@ impl<'a> Bench<'a> {
         }
         let small = tensors.input.len().max(tensors.output.len()) <= HOST_BYTES;
         let host_us = small.then(|| self.clock.host(call)).transpose()?;
-        Ok(Run { contender, graph, wrong, times: Vec::new(), host_us })
+        Ok(Run { contender, graph, wrong, times: Vec::new(), free_times: Vec::new(), host_us })
     }
 
     /// Puts into the output what is no result; what is broadcast is the root's, so there everybody has its own input.
@@ -192,24 +197,33 @@ impl<'a> Bench<'a> {
     fn rows(&self, case: Case, tensors: &Tensors, runs: Vec<Run<'a>>, calls: u32) -> Result<Vec<Row>> {
         let count = tensors.counts.0.max(tensors.counts.1);
         let mut measured = Vec::new();
-        for Run { contender, wrong, times, host_us, .. } in runs {
-            let mut times = slowest(self.comm, &times)?;
-            times.sort_by(f64::total_cmp);
+        for Run { contender, wrong, times, free_times, host_us, .. } in runs {
+            let times = self.sorted(&times)?;
+            let free = self.sorted(&free_times)?;
             let host = slowest(self.comm, &Vec::from_iter(host_us))?;
-            measured.push((contender, wrong, times, host.first().copied()));
+            measured.push((contender, wrong, times, free[free.len() / 2], host.first().copied()));
         }
         let nccl = measured.pop_if(|(contender, ..)| matches!(contender, Contender::Nccl(_)));
-        let rows = measured.into_iter().map(|(contender, wrong, times, host_us)| {
+        let rows = measured.into_iter().map(|(contender, wrong, times, free_us, host_us)| {
             let name = contender.name(&case, count * case.dtype.size());
             let gpu = OnGpu {
                 calls,
                 host_us,
+                free_us,
                 launch_us: self.launch_us,
-                nccl_us: nccl.as_ref().map(|(_, _, times, _)| times[times.len() / 2]),
+                nccl_us: nccl.as_ref().map(|(_, _, times, ..)| times[times.len() / 2]),
+                nccl_free_us: nccl.as_ref().map(|&(.., free_us, _)| free_us),
                 nccl_host_us: nccl.as_ref().and_then(|(.., host)| *host),
             };
             Row { gpu: Some(gpu), ..row(self.comm, case, name, count, &times, wrong) }
         });
         Ok(rows.collect())
+    }
+
+    /// Of the slowest rank, in ascending order.
+    fn sorted(&self, times: &[f64]) -> Result<Vec<f64>> {
+        let mut times = slowest(self.comm, times)?;
+        times.sort_by(f64::total_cmp);
+        Ok(times)
     }
 }
