@@ -313,3 +313,17 @@ def test_a_script_of_spawned_ranks_runs_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = run(file(tmp_path / "script.py", SCRIPT), tmp_path, OMP_NUM_THREADS="1")
     assert done.stdout == "all ranks agree\n", done.stderr
+
+
+def test_backends_of_groups_are_found_where_flashinfer_has_them(tmp_path: Path) -> None:
+    script = file(
+        tmp_path / "script.py",
+        """
+        from flashinfer.comm import comm_backend, mnnvl
+        from flashinfer.comm.abstractions import CommBackend
+        assert comm_backend.TorchDistBackend is mnnvl.TorchDistBackend
+        assert comm_backend._split_partition([(1, 0, 0), (0, 5, 1), (0, 2, 2)]) == [[2, 1], [0]]
+        assert isinstance(comm_backend.MPIBackend(), CommBackend) and not isinstance(object(), CommBackend)
+        """,
+    )
+    assert run(script).returncode == 0

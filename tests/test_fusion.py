@@ -269,6 +269,18 @@ def calls_in_a_graph(comm: Comm, device: Device) -> None:
         assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
 
 
+@check
+def groups_of_any_length_that_divides_a_row(comm: Comm, device: Device) -> None:
+    for dtype, hidden in (torch.bfloat16, 768), (torch.float32, 768), (torch.bfloat16, 1024):
+        x = (random(comm.rank, 5, hidden, dtype=dtype) * 8).to(device)
+        for size in (each for each in (1, 2, 3, 4, 6, 12, 24, 48, 512, hidden) if hidden % each == 0):
+            found = comm.all_reduce_rms_norm(x, quantize="fp8-groups", group_size=size, keep_norm=True)
+            groups = found.norm.float().reshape(5, -1, size)
+            powers = torch.exp2(torch.ceil(torch.log2((groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-10))))
+            wanted = (groups / powers).reshape(5, hidden).to(torch.float8_e4m3fn)
+            assert torch.equal(found.codes.view(torch.uint8), wanted.view(torch.uint8)), f"{dtype}, {size} of {hidden}"
+
+
 @pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:

@@ -164,6 +164,21 @@ def tensors_that_a_pattern_lacks(comm: Comm, device: Device) -> None:
     refused("no workspace, or it was destroyed")
 
 
+@check
+def scales_of_tokens_are_of_sums_that_are_rounded_before_the_residual(comm: Comm, device: Device) -> None:
+    """As FlashInfer's test computes them, whose ``fp32_acc`` is true."""
+    tokens, hidden = 16, 4096
+    call = Call(comm, device, tokens, hidden, torch.bfloat16)
+    total = torch.stack([x.float() for x in call.layer.xs]).sum(0).to(torch.bfloat16)
+    wanted = total.view(tokens, hidden) + call.layer.of_residual.view(tokens, hidden)
+    exact = (torch.stack([x.float() for x in call.layer.xs]).sum(0) + call.layer.of_residual.float()).to(torch.bfloat16)
+    assert comm.world_size > 2 or not torch.equal(wanted, exact.view(tokens, hidden))
+    for pattern in 10, 11:
+        call(pattern_code=pattern, fp32_acc=True)
+        assert comm.world_size > 2 or torch.equal(call.residual.cpu().view(tokens, hidden), wanted)
+    call.workspace.end()
+
+
 @pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:

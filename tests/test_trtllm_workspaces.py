@@ -184,7 +184,7 @@ def in_groups(device_type: str) -> int:
     assert total.eq(10).all()
     peer.trtllm_destroy_ipc_workspace_for_all_reduce(pointers)
     halves = peer.mnnvl.TorchDistBackend().Split(rank % 2, 0)
-    assert (halves.Get_rank(), halves.allgather(rank)) == (rank // 2, [rank % 2, 2 + rank % 2])
+    assert (halves.Get_rank(), halves.allgather(rank)) == (rank // 2, (rank % 2, 2 + rank % 2))
     # What was made for a group ends with it.
     del groups, group, backend, workspace, halves, options
     dist.destroy_process_group()

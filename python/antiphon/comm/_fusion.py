@@ -79,7 +79,7 @@ def trtllm_allreduce_fusion(
 
     ``allreduce_out``, ``residual_out`` or ``norm_out`` may be ``allreduce_in``, and ``residual_out`` may be
     ``residual_in``.
-    ``fp32_acc=False`` rounds after each addition, as FlashInfer does. ``use_oneshot=None`` takes what was measured to
+    ``fp32_acc=False`` rounds after each addition, as FlashInfer does; patterns 10 and 11 always do, like its reference. ``use_oneshot=None`` takes what was measured to
     be faster. ``scale_factor`` is a number or a tensor of any float type. ``rms_eps`` and ``weight_bias``, which is
     added to ``rms_gamma``, are 0 unless given. ``launch_with_pdl`` and ``trigger_completion_at_end`` have no effect.
     Under ``SWIZZLED_8x4``, where FlashInfer writes no scales, a ``scale_out`` without room for them is left alone, with
@@ -200,7 +200,7 @@ def run(
         x,
         tokens=tokens,
         hidden=hidden,
-        rounded=not fp32_acc,
+        rounded=not fp32_acc or quantize == "fp8-tokens",  # where FlashInfer's reference rounds
         residual=residual,
         weight=weight,
         weight_bias=weight_bias or 0.0,

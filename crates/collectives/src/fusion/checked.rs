@@ -297,10 +297,6 @@ impl Door {
             Form::Fp8 { scale } => CheckedQuantization::Fp8 { scale: self.scale(scale)? },
             Form::Fp8Tokens => CheckedQuantization::Fp8Tokens,
             &Form::Fp8Groups { group } => {
-                if group == 0 || !group.is_multiple_of(16 / self.dtype.size()) {
-                    let text = format!("a multiple of {} elements, not {group}", 16 / self.dtype.size());
-                    return Err(refused("group", text));
-                }
                 let groups = Fp8Groups::new(tokens, hidden, group, GroupRule::FlashInfer).map_err(tensor)?;
                 CheckedQuantization::Fp8Groups { groups, group }
             }

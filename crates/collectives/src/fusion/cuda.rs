@@ -192,7 +192,8 @@ impl Fused {
             None | Some(CheckedQuantization::Fp8Tokens) => {}
             Some(CheckedQuantization::Fp8 { scale: given }) => scale = given,
             Some(CheckedQuantization::Fp8Groups { group: elements, .. }) => {
-                group = (elements * call.dtype.size() / 16) as u32;
+                let lanes = if call.odd_groups().is_some() { 1 } else { 16 / call.dtype.size() };
+                group = (elements / lanes) as u32;
             }
             Some(CheckedQuantization::NvFp4 { scale: given, layout: code, .. }) => {
                 (scale, layout) = (given, u32::from(code.code()));

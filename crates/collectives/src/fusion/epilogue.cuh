@@ -187,7 +187,7 @@ private:
             if (team.thread == 0) ((float*)f.scales)[token] = divisor < least ? least : divisor;
         }
         if (QUANTIZATION == FP8_ODD_GROUPS) {
-            for (u32 g = threadIdx.x; g < f.vectors / f.group; g += blockDim.x) group_most()[g] = 0;
+            for (u32 g = threadIdx.x; g < groups_of_row(f); g += blockDim.x) group_most()[g] = 0;
             __syncthreads();
         }
         each<1>([&](u32 round, u32 v) {
@@ -207,7 +207,7 @@ private:
             if (QUANTIZATION == FP8_TOKENS && is_there) store_e4m3(f, begin + v, n, scaled);
             if (QUANTIZATION == FP8_ODD_GROUPS && is_there) {
                 keep(round, words);
-                atomicMax(&group_most()[v / f.group], most_of_numbers(n));
+                reach_odd_groups(f, v, n, group_most());
             }
             if (QUANTIZATION == FP8_GROUPS) { // neighbouring lanes'
                 u32 amax = most_of_numbers(n);
@@ -224,9 +224,7 @@ private:
         if (QUANTIZATION == FP8_ODD_GROUPS) {
             __syncthreads();
             each<1>([&](u32 round, u32 v) {
-                if (v >= f.vectors) return;
-                const u32 group = v / f.group;
-                store_group(f, token, begin, v, group, widen_words(kept(round)), group_most()[group]);
+                if (v < f.vectors) store_odd_groups(f, token, begin, v, widen_words(kept(round)), group_most());
             });
             __syncthreads(); // before the next row begins
         }

@@ -157,7 +157,7 @@ pub enum Quantization<'a> {
     /// E4M3 codes with a power of two for each group of a token's elements, packed
     /// ([`Fp8Groups::quantize_packed`](antiphon_tensor::quantize::Fp8Groups::quantize_packed)).
     Fp8Groups {
-        /// How many elements share a scale: a divisor of `hidden`, of whole vectors of 16 bytes.
+        /// How many elements share a scale: any divisor of `hidden`.
         group: usize,
     },
     /// E2M1 codes, two in a byte, with an E4M3 scale for each 16 ([`NvFp4`](antiphon_tensor::quantize::NvFp4)). Not of f32.

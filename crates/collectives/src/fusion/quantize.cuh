@@ -5,6 +5,9 @@
 
 DEVICE u32 round_up(u32 x, u32 unit) { return (x + unit - 1) / unit * unit; }
 
+// A group has so many vectors, and an odd one so many elements.
+DEVICE u32 groups_of_row(const fused& f) { return f.vectors * (QUANTIZATION == FP8_ODD_GROUPS ? LANES : 1) / f.group; }
+
 // FP8 groups: four neighbouring groups' bytes of a token in a word, the words of all tokens after each other.
 DEVICE u64 packed_at(const fused& f, u32 token, u32 group) {
     return ((u64)(group / 4) * round_up(f.tokens, 4) + token) * 4 + group % 4;
@@ -23,7 +26,7 @@ DEVICE void zero_padding(const fused& f) {
     if (f.first + f.count != f.tokens) return;
     const u32 start = grid_thread(), step = grid_threads();
     if (QUANTIZATION == FP8_GROUPS || QUANTIZATION == FP8_ODD_GROUPS) {
-        const u32 groups = f.vectors / f.group, packs = (groups + 3) / 4, padded = round_up(f.tokens, 4);
+        const u32 groups = groups_of_row(f), packs = (groups + 3) / 4, padded = round_up(f.tokens, 4);
         for (u32 i = start; i < packs - 1; i += step)
             for (u32 token = f.tokens; token < padded; ++token) ((u32*)f.scales)[(u64)i * padded + token] = 0;
         if (groups % 4 != 0)
@@ -96,15 +99,48 @@ template <class Scaled> DEVICE void store_e4m3(const fused& f, u64 at, const wid
     else *(u32*)(f.codes + at * 4) = words[0];
 }
 
-// A power of two is shared by a group, whose largest magnitude is known. A product with its inverse is the quotient.
-DEVICE void store_group(const fused& f, u32 token, u64 begin, u32 v, u32 group, const wide_vec<T>& n, u32 amax) {
-    // The least power of two that is no less than amax / 448 and 1e-10. A mantissa above that of 448 is by more than a division
-    // could round away.
+// The exponent of the power of two that a group shares, by its largest magnitude: the least power that is no less than
+// amax / 448 and 1e-10. A mantissa above that of 448 is by more than a division could round away.
+DEVICE u32 group_exponent(u32 amax) {
     const int above = ((int)amax - 0x43E00000 + 0x3F800000 + 0x7FFFFF) >> 23;
-    const u32 exponent = amax == 0x7F800000u ? 255 : above < 94 ? 94 : above;
-    const float inverse = __uint_as_float(exponent == 255 ? 0 : 254 - exponent << 23);
+    return amax == 0x7F800000u ? 255 : above < 94 ? 94 : above;
+}
+// A product with it is the quotient by that power.
+DEVICE float inverse_power(u32 exponent) { return __uint_as_float(exponent == 255 ? 0 : 254 - exponent << 23); }
+
+DEVICE void store_group(const fused& f, u32 token, u64 begin, u32 v, u32 group, const wide_vec<T>& n, u32 amax) {
+    const u32 exponent = group_exponent(amax);
+    const float inverse = inverse_power(exponent);
     store_e4m3(f, begin + v, n, [&](float x) { return x * inverse; });
     if (v == group * f.group) f.scales[packed_at(f, token, group)] = (u8)exponent;
+}
+
+// Odd groups begin and end anywhere in a vector. Each vector's part of the groups' largest magnitudes:
+DEVICE void reach_odd_groups(const fused& f, u32 v, const wide_vec<T>& n, u32* most_of_groups) {
+    u32 group = v * LANES / f.group, left = (group + 1) * f.group - v * LANES;
+    float most = 0;
+#pragma unroll
+    for (u32 k = 0; k < LANES; ++k, --left) {
+        if (left == 0) {
+            atomicMax(most_of_groups + group++, __float_as_uint(most));
+            left = f.group, most = 0;
+        }
+        most = larger_number(most, n.lane[k]);
+    }
+    atomicMax(most_of_groups + group, __float_as_uint(most));
+}
+
+// And when those are known.
+DEVICE void store_odd_groups(const fused& f, u32 token, u64 begin, u32 v, wide_vec<T> n, const u32* most_of_groups) {
+    u32 group = v * LANES / f.group, left = (group + 1) * f.group - v * LANES;
+    u32 exponent = group_exponent(most_of_groups[group]);
+#pragma unroll
+    for (u32 k = 0; k < LANES; ++k, --left) {
+        if (left == 0) exponent = group_exponent(most_of_groups[++group]), left = f.group;
+        if (left == f.group) f.scales[packed_at(f, token, group)] = (u8)exponent;
+        n.lane[k] *= inverse_power(exponent);
+    }
+    store_e4m3(f, begin + v, n, [](float x) { return x; });
 }
 
 // A scale is shared by two vectors, whose largest magnitude is known.

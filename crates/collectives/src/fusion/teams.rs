@@ -246,8 +246,9 @@ impl Checked {
     /// How many groups a row has, if they are not those of some neighbouring lanes of a warp.
     pub(super) fn odd_groups(&self) -> Option<usize> {
         let Some(CheckedQuantization::Fp8Groups { group, .. }) = self.quantization else { return None };
-        let vectors = group * self.dtype.size() / 16;
-        (!vectors.is_power_of_two() || vectors > WARP).then(|| self.hidden / group)
+        let (bytes, vectors) = (group * self.dtype.size(), group * self.dtype.size() / 16);
+        let is_of_lanes = bytes.is_multiple_of(16) && vectors.is_power_of_two() && vectors <= WARP;
+        (!is_of_lanes).then(|| self.hidden / group)
     }
 }
 

@@ -58,8 +58,16 @@ fn indices_without_a_row_make_their_token_nan() {
     });
 }
 
-/// Groups of one, of several and of many vectors, that are no powers of two, and of a whole row, each with a row it divides.
-const GROUPS: [(usize, usize); 11] = [
+/// Groups of one, of several and of many vectors, that are no powers of two, that end within a vector, of one element, and of a
+/// whole row, each with a row it divides.
+const GROUPS: [(usize, usize); 18] = [
+    (1, 1040),
+    (2, 768),
+    (3, 768),
+    (4, 768),
+    (6, 7680),
+    (12, 768),
+    (20, 1040),
     (128, 7168),
     (32, 4096),
     (8, 1024),

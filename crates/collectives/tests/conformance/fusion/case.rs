@@ -269,7 +269,7 @@ impl Form {
             0 => Self::Fp8 { scale: 0.02 * sign, in_memory },
             1 => Self::Fp8Tokens,
             2 | 3 => {
-                let groups = [8, 16, 80, 128, 208, 512, hidden].map(|group| group.min(hidden));
+                let groups = [1, 3, 6, 8, 16, 20, 80, 128, 208, 512, hidden].map(|group| group.min(hidden));
                 let dividing = groups.into_iter().filter(|&group| hidden.is_multiple_of(group));
                 let dividing: Vec<usize> = dividing.collect();
                 Self::Fp8Groups { group: dividing[bits.below(dividing.len())] }
