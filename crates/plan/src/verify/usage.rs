@@ -1,8 +1,9 @@
 //! What a plan has and does not use.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
-use crate::ids::{ChannelId, SemaphoreId};
+use crate::ids::{ChannelId, Rank, SemaphoreId};
 use crate::op::{BufferType, ChannelType, GroupShare, OpKind};
 use crate::plan::{Gpu, Plan};
 use crate::resolve::{Access, Block, Mode};
@@ -30,23 +31,32 @@ fn each_op<'p>(ops: impl IntoIterator<Item = &'p crate::Op>, mut each: impl FnMu
     }
 }
 
+/// One finding for all ranks, which often leave out the same.
 fn scratch(plan: &Plan, kinds: &mut Vec<Kind>) {
-    let mut ends = vec![0; plan.gpus.len()];
+    let mut used: Vec<Vec<Range<u64>>> = vec![Vec::new(); plan.gpus.len()];
     for block in Block::all(plan) {
         each_op(&block.get().ops, |op| {
             block.accesses(op, |access| {
                 if access.buffer == BufferType::Scratch {
-                    let end = &mut ends[access.rank.index()];
-                    *end = access.chunks.end.max(*end);
+                    used[access.rank.index()].push(access.chunks);
                 }
             });
         });
     }
-    for (gpu, end) in plan.gpus.iter().zip(ends) {
-        if end < gpu.scratch_chunks {
-            let (rank, chunks) = (gpu.id, gpu.scratch_chunks);
-            kinds.push(Kind::UnusedScratch { rank, unused: chunks - end, chunks });
+    let mut unused: BTreeMap<(u64, u64), Vec<Rank>> = BTreeMap::new();
+    for (gpu, mut used) in plan.gpus.iter().zip(used) {
+        used.sort_unstable_by_key(|chunks| chunks.start);
+        let mut end = 0;
+        for chunks in used.into_iter().chain(std::iter::once(gpu.scratch_chunks..gpu.scratch_chunks)) {
+            if chunks.start > end {
+                unused.entry((end, chunks.start)).or_default().push(gpu.id);
+            }
+            end = end.max(chunks.end);
         }
+    }
+    if !unused.is_empty() {
+        let chunks = unused.into_iter().map(|((start, end), ranks)| (start..end, ranks)).collect();
+        kinds.push(Kind::UnusedScratch { chunks });
     }
 }
 
