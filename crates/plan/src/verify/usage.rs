@@ -1,7 +1,6 @@
 //! What a plan has and does not use.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 
 use crate::ids::{ChannelId, Rank, SemaphoreId};
 use crate::op::{BufferType, ChannelType, GroupShare, OpKind};
@@ -31,27 +30,24 @@ fn each_op<'p>(ops: impl IntoIterator<Item = &'p crate::Op>, mut each: impl FnMu
     }
 }
 
-/// One finding for all ranks, which often leave out the same.
+/// What scratch could do without at its end: one finding for all ranks, which often leave out the same. Gaps before it are
+/// usual, such as a rank's place for what it would send to itself.
 fn scratch(plan: &Plan, kinds: &mut Vec<Kind>) {
-    let mut used: Vec<Vec<Range<u64>>> = vec![Vec::new(); plan.gpus.len()];
+    let mut ends = vec![0; plan.gpus.len()];
     for block in Block::all(plan) {
         each_op(&block.get().ops, |op| {
             block.accesses(op, |access| {
                 if access.buffer == BufferType::Scratch {
-                    used[access.rank.index()].push(access.chunks);
+                    let end = &mut ends[access.rank.index()];
+                    *end = access.chunks.end.max(*end);
                 }
             });
         });
     }
     let mut unused: BTreeMap<(u64, u64), Vec<Rank>> = BTreeMap::new();
-    for (gpu, mut used) in plan.gpus.iter().zip(used) {
-        used.sort_unstable_by_key(|chunks| chunks.start);
-        let mut end = 0;
-        for chunks in used.into_iter().chain(std::iter::once(gpu.scratch_chunks..gpu.scratch_chunks)) {
-            if chunks.start > end {
-                unused.entry((end, chunks.start)).or_default().push(gpu.id);
-            }
-            end = end.max(chunks.end);
+    for (gpu, end) in plan.gpus.iter().zip(ends) {
+        if end < gpu.scratch_chunks {
+            unused.entry((end, gpu.scratch_chunks)).or_default().push(gpu.id);
         }
     }
     if !unused.is_empty() {
