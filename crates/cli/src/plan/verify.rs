@@ -66,8 +66,10 @@ fn describe(report: &Report) -> Value {
 }
 
 fn finding(finding: &Finding) -> Value {
-    let places = finding.places.iter().zip(&finding.origins).map(|(place, origin)| {
+    let places = finding.places.iter().zip(&finding.operations).zip(&finding.origins);
+    let places = places.map(|((place, operation), origin)| {
         json!({
+            "operation": operation,
             "rank": place.rank,
             "threadblock": place.threadblock,
             "op": place.op,

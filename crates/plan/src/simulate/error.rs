@@ -68,7 +68,7 @@ pub enum SimulateError {
         link: &'static str,
     },
     /// Some chunks are farther out than any memory.
-    #[error("{place}: chunks {first} to {end} of {chunk} bytes are beyond 2^60 bytes")]
+    #[error("{place}: chunks {first}..{end} of {chunk} bytes are beyond 2^60 bytes")]
     Beyond {
         /// The operation.
         place: Place,

@@ -200,12 +200,8 @@ pub enum Kind {
     },
     /// Scratch that nobody uses.
     UnusedScratch {
-        /// Whose.
-        rank: Rank,
-        /// How many chunks from the end.
-        unused: u64,
-        /// Of how many.
-        chunks: u64,
+        /// Which chunks, and of which ranks.
+        chunks: Vec<(Range<u64>, Vec<Rank>)>,
     },
     /// A channel that no thread block lists.
     UnusedChannel {
@@ -237,6 +233,20 @@ impl Kind {
             | Kind::UnusedChannel { .. }
             | Kind::UnusedSemaphore { .. } => Severity::Warning,
             _ => Severity::Error,
+        }
+    }
+
+    /// How far it is from a root cause: what has a smaller number can make what has a larger one happen. A signal too few
+    /// makes blocks wait for ever; bytes that were read too early make results wrong.
+    pub(super) fn depth(&self) -> u8 {
+        match self {
+            Kind::Form { .. } | Kind::NoSize { .. } | Kind::Operation { .. } | Kind::Bounds { .. } => 0,
+            Kind::NoCounterpart { .. } | Kind::Barrier { .. } | Kind::Unbalanced { .. } => 1,
+            Kind::Deadlock { .. } => 2,
+            Kind::Unwritten { .. } | Kind::MixedScratch { .. } | Kind::InputOverwritten { .. } => 3,
+            Kind::Race { .. } | Kind::Late { .. } | Kind::Unstarted { .. } => 4,
+            Kind::Wrong { .. } => 5,
+            _ => 6,
         }
     }
 
@@ -286,6 +296,8 @@ pub struct Finding {
     pub kind: Kind,
     /// The operations that take part, the one that cannot be first.
     pub places: Vec<Place>,
+    /// For each of them, the operation's name in the plan; empty if there is no such operation.
+    pub operations: Vec<&'static str>,
     /// For each of them, the line that made it, where it is known.
     pub origins: Vec<Option<Origin>>,
     /// Where it depends on who takes from a counter first: who does, in order, in a run in which it happens.
@@ -295,8 +307,10 @@ pub struct Finding {
 impl Finding {
     /// With the origins that the plan knows.
     pub(super) fn new(plan: &Plan, kind: Kind, places: Vec<Place>) -> Self {
-        let origins = places.iter().map(|&place| origin(plan, place)).collect();
-        Finding { kind, places, origins, served: Vec::new() }
+        let ops: Vec<_> = places.iter().map(|&place| plan.op(place)).collect();
+        let operations = ops.iter().map(|op| op.map_or("", |op| op.kind.name())).collect();
+        let origins = ops.iter().map(|op| plan.origin((*op)?.origin).cloned()).collect();
+        Finding { kind, places, operations, origins, served: Vec::new() }
     }
 
     /// In a run with these takes.
@@ -308,9 +322,4 @@ impl Finding {
     pub fn severity(&self) -> Severity {
         self.kind.severity()
     }
-}
-
-fn origin(plan: &Plan, place: Place) -> Option<Origin> {
-    let op = plan.op(place)?;
-    plan.origin(op.origin).cloned()
 }

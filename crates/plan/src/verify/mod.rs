@@ -113,6 +113,9 @@ use sizes::Gap;
 /// Most findings of one sort.
 const FINDINGS: usize = 32;
 
+/// Most findings that a report shows as text.
+const SHOWN: usize = 10;
+
 /// What is to be proved.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
@@ -124,7 +127,7 @@ pub struct Options {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Report {
-    /// Errors, then warnings.
+    /// Errors, then warnings; of each, what can be the cause of others comes first.
     pub findings: Vec<Finding>,
     /// Whether there are no errors.
     pub proved: bool,
@@ -150,13 +153,20 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for finding in &self.findings {
+        for finding in self.findings.iter().take(SHOWN) {
             writeln!(f, "{finding}")?;
         }
+        if self.findings.len() > SHOWN {
+            writeln!(f, "and {} more findings", self.findings.len() - SHOWN)?;
+        }
         let (errors, warnings) = (self.errors().count(), self.warnings().count());
-        let also = if warnings > 0 { format!(" ({warnings} warnings)") } else { String::new() };
+        let also = match warnings {
+            0 => String::new(),
+            1 => " (1 warning)".into(),
+            _ => format!(" ({warnings} warnings)"),
+        };
         if !self.proved {
-            return write!(f, "rejected: {errors} errors{also}");
+            return write!(f, "rejected: {errors} {}{also}", if errors == 1 { "error" } else { "errors" });
         }
         let range =
             self.largest_chunk.map(|chunk| format!(" for chunks of up to {chunk} bytes")).unwrap_or_default();
@@ -227,7 +237,7 @@ impl<'a> Verifier<'a> {
             self.findings.extend(findings);
         }
         let Verifier { mut findings, chunk_sizes, largest_chunk, meaning, .. } = self;
-        findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity()));
+        findings.sort_by_key(|finding| (std::cmp::Reverse(finding.severity()), finding.kind.depth()));
         let proved = findings.iter().all(|finding| finding.severity() == Severity::Warning);
         Report { findings, proved, meaning, chunk_sizes, largest_chunk }
     }

@@ -5,23 +5,46 @@ use std::ops::Range;
 
 use super::finding::{Finding, Hazard, Kind, Missing, Mistake, Region, Served, Severity};
 use super::program::Counted;
+use crate::ids::Rank;
 use crate::op::{BufferType, ChannelType};
 use crate::plan::Origin;
 use crate::text::escaped;
 
 /// Most takes of a run that are listed.
 const SERVED: usize = 24;
+/// Most ranges of scratch that are listed.
+const UNUSED: usize = 8;
+
+fn name(buffer: BufferType) -> &'static str {
+    match buffer {
+        BufferType::Input => "input",
+        BufferType::Output => "output",
+        BufferType::Scratch => "scratch",
+    }
+}
+
+/// Numbers as a list, in which three or more in a row are a range: `1, 4..8`.
+fn list(ranks: &[Rank]) -> String {
+    let runs = ranks.chunk_by(|a, b| a.0 + 1 == b.0).map(|run| match run {
+        [one] => one.to_string(),
+        [one, next] => format!("{one}, {next}"),
+        run => format!("{}..{}", run[0], run[run.len() - 1].0 + 1),
+    });
+    runs.collect::<Vec<_>>().join(", ")
+}
+
+/// Chunks of the scratch of ranks.
+fn unused(chunks: &Range<u64>, ranks: &[Rank]) -> String {
+    let ranks = if let [rank] = ranks { format!("rank {rank}") } else { format!("ranks {}", list(ranks)) };
+    format!("chunks {}..{} of {ranks}", chunks.start, chunks.end)
+}
 
 impl fmt::Display for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.buffer {
-            BufferType::Input => "input",
-            BufferType::Output => "output",
-            BufferType::Scratch => "scratch",
-        };
+        let name = name(self.buffer);
         let packets = if self.packets { " (packets)" } else { "" };
         let Range { start, end } = self.chunks;
-        write!(f, "chunks {start} to {end} of rank {}'s {name}{packets}", self.rank)
+        write!(f, "chunks {start}..{end} of rank {}'s {name}{packets}", self.rank)
     }
 }
 
@@ -70,8 +93,10 @@ impl fmt::Display for Kind {
             Kind::Operation { why } => write!(f, "impossible operation: {why}"),
             Kind::Bounds { chunks, rank, buffer, have } => write!(
                 f,
-                "out of bounds: chunks {} to {} of rank {rank}'s {buffer:?}, which has {have}",
-                chunks.start, chunks.end
+                "out of bounds: chunks {}..{} of rank {rank}'s {}, which has {have}",
+                chunks.start,
+                chunks.end,
+                name(*buffer)
             ),
             Kind::NoCounterpart { channel_type, channel, peer } => write!(
                 f,
@@ -134,8 +159,13 @@ impl fmt::Display for Kind {
             Kind::Group { region, size, present } => {
                 write!(f, "only {present} of a group of {size} thread blocks write their share: {region}")
             }
-            Kind::UnusedScratch { rank, unused, chunks } => {
-                write!(f, "{unused} of rank {rank}'s {chunks} chunks of scratch are not used")
+            Kind::UnusedScratch { chunks } => {
+                let shown = chunks.iter().take(UNUSED).map(|(chunks, ranks)| unused(chunks, ranks));
+                write!(f, "scratch that nobody uses: {}", shown.collect::<Vec<_>>().join("; "))?;
+                match chunks.len().saturating_sub(UNUSED) {
+                    0 => Ok(()),
+                    more => write!(f, "; and {more} more ranges"),
+                }
             }
             Kind::UnusedChannel { rank, channel_type, channel } => {
                 write!(f, "{channel_type:?} channel {channel} of rank {rank} is not used")
@@ -151,8 +181,8 @@ impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let severity = if self.severity() == Severity::Error { "error" } else { "warning" };
         write!(f, "{severity}: {}", self.kind)?;
-        for (place, origin) in self.places.iter().zip(&self.origins) {
-            write!(f, "\n    {place}")?;
+        for ((place, operation), origin) in self.places.iter().zip(&self.operations).zip(&self.origins) {
+            write!(f, "\n    {place}: {operation}")?;
             if let Some(Origin { file, line }) = origin {
                 write!(f, " ({}:{line})", escaped(file))?;
             }

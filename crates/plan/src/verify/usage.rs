@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::ids::{ChannelId, SemaphoreId};
+use crate::ids::{ChannelId, Rank, SemaphoreId};
 use crate::op::{BufferType, ChannelType, GroupShare, OpKind};
 use crate::plan::{Gpu, Plan};
 use crate::resolve::{Access, Block, Mode};
@@ -30,6 +30,8 @@ fn each_op<'p>(ops: impl IntoIterator<Item = &'p crate::Op>, mut each: impl FnMu
     }
 }
 
+/// What scratch could do without at its end: one finding for all ranks, which often leave out the same. Gaps before it are
+/// usual, such as a rank's place for what it would send to itself.
 fn scratch(plan: &Plan, kinds: &mut Vec<Kind>) {
     let mut ends = vec![0; plan.gpus.len()];
     for block in Block::all(plan) {
@@ -42,11 +44,15 @@ fn scratch(plan: &Plan, kinds: &mut Vec<Kind>) {
             });
         });
     }
+    let mut unused: BTreeMap<(u64, u64), Vec<Rank>> = BTreeMap::new();
     for (gpu, end) in plan.gpus.iter().zip(ends) {
         if end < gpu.scratch_chunks {
-            let (rank, chunks) = (gpu.id, gpu.scratch_chunks);
-            kinds.push(Kind::UnusedScratch { rank, unused: chunks - end, chunks });
+            unused.entry((end, gpu.scratch_chunks)).or_default().push(gpu.id);
         }
+    }
+    if !unused.is_empty() {
+        let chunks = unused.into_iter().map(|((start, end), ranks)| (start..end, ranks)).collect();
+        kinds.push(Kind::UnusedScratch { chunks });
     }
 }
 

@@ -6,6 +6,7 @@ mod oracle;
 mod orders;
 mod plans;
 mod random;
+mod report;
 mod sizes;
 
 use antiphon_plan::verify::{Expectation, Expected, Hazard, Kind, Options, Report, Source, verify};
