@@ -74,7 +74,7 @@ def a_part_of_the_multiprocessors(comm: Comm, device: Device) -> None:
         assert answer[0] == driver.CUresult.CUDA_SUCCESS, answer[0]
         return answer[1] if len(answer) == 2 else answer[1:]
 
-    sizes = [(1, 1024), (64, 7168), (512, 7168), (2048, 7168)]
+    sizes = [(2, 1024), (64, 7168), (512, 7168), (2048, 7168)]
     inputs = [torch.randn(size, device=device).bfloat16() for size in sizes]
     weights = {hidden: torch.rand(hidden, device=device).bfloat16() for _, hidden in sizes}
 

@@ -1,6 +1,6 @@
 //! Calls on several streams, and kernels that want the same room.
 
-use antiphon_collectives::{ReduceOp, cuda::CudaCollectives};
+use antiphon_collectives::{ReduceOp, cuda::CudaCollectives, nccl::NcclCollectives};
 use antiphon_device::cuda::{
     Architecture, Context, Function, Graph, KernelCache, LaunchConfig, Module, Nvrtc, Program, Stream,
     StreamRef,
@@ -27,13 +27,21 @@ pub fn kernels(context: &Context) -> Outcome<[Function; 2]> {
 }
 
 fn sum<'s>(rank: &Rank, on: &CudaCollectives, at: At, stream: impl Into<StreamRef<'s>>) -> Outcome {
+    let (input, mut output) = views(rank, at)?;
+    // SAFETY: the tests keep the memory until they have synchronised with the stream.
+    Ok(unsafe { on.all_reduce(&input, &mut output, ReduceOp::Sum, stream.into()) }?)
+}
+
+/// The same memory to read from and to write to.
+fn views<'a>(rank: &Rank, at: At) -> Outcome<(TensorView<'a>, TensorViewMut<'a>)> {
     let device = Device::Cuda(rank.collectives.context().device().ordinal());
     let pointer = at.0 as usize as *mut u8;
-    // SAFETY: the tests keep the memory until they have synchronised with the stream.
+    // SAFETY: as in `sum`; kernels use it in the order of a stream.
     unsafe {
-        let input = TensorView::from_raw_parts(pointer, at.1, &[at.2], None, device)?;
-        let mut output = TensorViewMut::from_raw_parts(pointer, at.1, &[at.2], None, device)?;
-        Ok(on.all_reduce(&input, &mut output, ReduceOp::Sum, stream.into())?)
+        Ok((
+            TensorView::from_raw_parts(pointer, at.1, &[at.2], None, device)?,
+            TensorViewMut::from_raw_parts(pointer, at.1, &[at.2], None, device)?,
+        ))
     }
 }
 
@@ -104,37 +112,67 @@ fn captured_calls_on_two_streams_follow_each_other() {
     });
 }
 
+/// Who makes the calls on a stream.
+enum Caller<'a> {
+    Ours(&'a CudaCollectives),
+    Nccl(&'a NcclCollectives),
+}
+
 /// Behind every call of two communicators a kernel is launched that takes a whole GPU as soon as it may. If calls let it come
 /// before they are certain to end, each GPU soon holds the room that the other communicator's call needs.
+fn fill_the_gpu_behind(rank: &Rank, callers: [Caller<'_>; 2]) -> Outcome {
+    const ROUNDS: usize = 10_000;
+    let context = rank.collectives.context();
+    let [_, fill] = kernels(context)?;
+    let config = LaunchConfig::new(2 * context.multiprocessors()?, 1024).programmatic();
+    let streams: [Stream; 2] = [context.stream()?, context.stream()?];
+    let memories = [rank.upload(&[1.0f32; 64])?, rank.upload(&[1.0f32; 64])?];
+    for round in 0..ROUNDS {
+        for index in 0..2 {
+            // The ranks begin with different communicators.
+            let which = (index + rank.comm.rank() + round) % 2;
+            let at = At(memories[which].pointer().0, DType::F32, 64);
+            match callers[which] {
+                Caller::Ours(ours) => sum(rank, ours, at, &streams[which])?,
+                Caller::Nccl(nccl) => {
+                    let (input, mut output) = views(rank, at)?;
+                    // SAFETY: the memory lives until the streams are done.
+                    unsafe { nccl.all_reduce(&input, &mut output, ReduceOp::Sum, streams[which].borrow()) }?;
+                }
+            }
+            let ns = 2_000u64;
+            // SAFETY: the kernel takes one number and touches no memory.
+            unsafe { fill.launch(&streams[which], &config, &[(&ns).into()]) }?;
+        }
+        if round % 100 == 99 {
+            let limit = std::time::Duration::from_secs(15);
+            streams.iter().try_for_each(|stream| stream.borrow().synchronize_within(limit))?;
+            rank.collectives.check()?;
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn kernels_that_fill_the_gpu_behind_two_communicators() {
     on_gpus(2, |rank| {
-        let context = rank.collectives.context();
-        let second = CudaCollectives::new(&rank.comm, context)?;
+        let second = CudaCollectives::new(&rank.comm, rank.collectives.context())?;
         second.prepare(DType::F32, ReduceOp::Sum)?;
         rank.collectives.prepare(DType::F32, ReduceOp::Sum)?;
-        let [_, fill] = kernels(context)?;
-        let blocks = 2 * context.multiprocessors()?;
-        let config = LaunchConfig::new(blocks, 1024).programmatic();
-        let streams: [Stream; 2] = [context.stream()?, context.stream()?];
-        let memories = [rank.upload(&[1.0f32; 64])?, rank.upload(&[1.0f32; 64])?];
-        for round in 0..2000 {
-            for index in 0..2 {
-                // The ranks begin with different communicators.
-                let which = (index + rank.comm.rank() + round) % 2;
-                let on = [&rank.collectives, &second][which];
-                sum(rank, on, At(memories[which].pointer().0, DType::F32, 64), &streams[which])?;
-                let ns = 5_000u64;
-                // SAFETY: the kernel takes one number and touches no memory.
-                unsafe { fill.launch(&streams[which], &config, &[(&ns).into()]) }?;
-            }
-            if round % 100 == 99 {
-                streams.iter().try_for_each(|stream| stream.borrow().synchronize())?;
-                rank.collectives.check()?;
-                second.check()?;
-            }
-        }
-        Ok(())
+        fill_the_gpu_behind(rank, [Caller::Ours(&rank.collectives), Caller::Ours(&second)])?;
+        Ok(second.check()?)
+    });
+}
+
+#[test]
+fn kernels_that_fill_the_gpu_behind_ours_and_nccls() {
+    on_gpus(2, |rank| {
+        let nccl = match NcclCollectives::new(&rank.comm, rank.collectives.context()) {
+            Ok(nccl) => nccl,
+            Err(error) => return Ok(eprintln!("skipped: {error}")),
+        };
+        rank.collectives.prepare(DType::F32, ReduceOp::Sum)?;
+        fill_the_gpu_behind(rank, [Caller::Ours(&rank.collectives), Caller::Nccl(&nccl)])
     });
 }
 
