@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -165,6 +166,28 @@ def test_a_rank_that_leaves_is_named_at_once_and_nothing_stays_open() -> None:
     start = time.monotonic()
     ranks.threads(4, body)
     assert time.monotonic() - start < 10
+
+
+def killed_in_between() -> tuple[str, list[str]]:
+    """What rank 0 hears when rank 1 is killed, and the names of all mailboxes."""
+    names: list[str] = []
+
+    def then(words: Any) -> None:
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        names.extend(name for name, *_ in words)
+
+    with antiphon.init() as comm, pytest.raises(antiphon.PeerLostError) as caught:
+        exchanged(comm, then)
+    return str(caught.value), names
+
+
+def test_a_rank_that_is_killed_is_named_and_leaves_no_socket() -> None:
+    (said, names), _ = ranks.processes(2, killed_in_between, dying=[1])
+    assert said == "exchange_fds: rank 0 waits for ranks [1], which have left"
+    with open("/proc/net/unix") as sockets:
+        left = sockets.read()
+    assert len(names) == 2 and not any(name.replace("\0", "@") in left for name in names)
 
 
 def test_a_rank_that_does_nothing_is_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
