@@ -327,3 +327,8 @@ def test_backends_of_groups_are_found_where_flashinfer_has_them(tmp_path: Path) 
         """,
     )
     assert run(script).returncode == 0
+
+
+def test_modules_that_no_other_imports_are_served_in_every_form() -> None:
+    for form in "from flashinfer.comm import fd_exchange", "import flashinfer.comm.fd_exchange as fd_exchange":
+        python("-c", f"from antiphon import compat; compat.install(); {form}; assert callable(fd_exchange.exchange_fds)")

@@ -10,6 +10,7 @@ New programs have :meth:`antiphon.Communicator.all_reduce_rms_norm`, which needs
 """
 
 import sys
+from importlib.util import find_spec
 from typing import NoReturn
 
 from antiphon.comm.allreduce import (
@@ -87,7 +88,8 @@ __all__ = [
 
 def __getattr__(name: str) -> NoReturn:
     text = f"Antiphon does not serve {name!r} of flashinfer.comm yet; it serves {', '.join(__all__)}"
-    # `from antiphon.comm import name` looks before it imports, and would put a poorer text in place of this one.
-    if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+    # `from antiphon.comm import name` looks here before it imports a module of that name. If there is none, it would put a
+    # poorer text in place of this one.
+    if sys._getframe(1).f_code.co_name == "_handle_fromlist" and find_spec(f"{__name__}.{name}") is None:
         raise ImportError(text, name=__name__)
     raise AttributeError(text, name=name)
