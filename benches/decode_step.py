@@ -100,7 +100,8 @@ def steps(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
     return [a.elapsed_time(b) * 1000 for a, b in zip(events, events[1:])]
 
 
-def capture(layers: list[Layer], batch: int, reduce: Reduce) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def capture(layers: list[Layer], batch: int, reduce: Reduce) -> tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]]:
+    """A step's graph, its result and its inputs."""
     torch.manual_seed(batch)
     x = torch.randn(batch, HIDDEN, device="cuda").bfloat16()
     residual = x.clone()
@@ -120,7 +121,7 @@ def capture(layers: list[Layer], batch: int, reduce: Reduce) -> tuple[torch.cuda
         result = step()
     graph.replay()
     torch.cuda.synchronize()
-    return graph, result
+    return graph, result, [x, residual]
 
 
 def main() -> None:
@@ -137,23 +138,24 @@ def main() -> None:
         rows = []
         for batch in arguments.batches:
             row: dict[str, float] = {"batch": batch}
-            captured = {name: capture(layers, batch, reduce) for name, reduce in contenders(comm, batch).items()}
+            ways = contenders(comm, batch)  # kept, as are the graphs' inputs: graphs hold no memory
+            captured = {name: capture(layers, batch, reduce) for name, reduce in ways.items()}
             expected = captured["nccl"][1].float()
-            for name, (_, result) in captured.items():
+            for name, (_, result, _) in captured.items():
                 # Roundings differ between the three, and the layers carry them on.
                 close = (result.float() - expected).norm() / expected.norm()
                 assert close < 0.1, f"{name} is off by {close}"
             times: dict[str, list[float]] = {name: [] for name in captured}
             # In turn, as GPUs that work hard change their clocks.
             for _ in range(ROUNDS):
-                for name, (graph, _) in captured.items():
+                for name, (graph, *_) in captured.items():
                     times[name] += steps(graph, arguments.steps // ROUNDS)
             for name, mine in times.items():
                 # Of the slowest rank, step by step.
                 slowest = [max(step) for step in zip(*comm.exchange_objects(mine))]
                 row |= {f"{name} p50": statistics.median(slowest), f"{name} p99": quantile(slowest, 0.99)}
                 row[f"{name} max"] = max(slowest)
-            del captured
+            del captured, ways
             row["p50 / nccl"] = row["antiphon p50"] / row["nccl p50"]
             row["p99 / p50"] = row["antiphon p99"] / row["antiphon p50"]
             rows.append({key: round(value, 3) for key, value in row.items()})
