@@ -200,7 +200,7 @@ def run(
         x,
         tokens=tokens,
         hidden=hidden,
-        rounded=not fp32_acc or quantize == "fp8-tokens",  # where FlashInfer's reference rounds
+        rounded=not fp32_acc,
         residual=residual,
         weight=weight,
         weight_bias=weight_bias or 0.0,
