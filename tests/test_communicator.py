@@ -600,6 +600,9 @@ def test_threads_share_a_communicator() -> None:
     ranks.threads(2, body)
 
 
+# As in a terminal, also where SIGINT is ignored and children would inherit that: in what a script starts with `&`.
+HEED_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
 WAITS = {
     "call": "comm.all_reduce(np.zeros(1))",
     "message": "comm.recv(bytearray(1), 1)",
@@ -611,6 +614,7 @@ WAITS = {
 @pytest.mark.parametrize("name", WAITS)
 def test_ctrl_c_ends_a_wait(name: str, tmp_path: Path) -> None:
     program = f"""
+{HEED_CTRL_C}
 import sys, numpy as np, antiphon
 comm = antiphon.init(rank=int(sys.argv[1]), world_size=2, path={str(tmp_path / "world")!r}, timeout=60)
 comm.barrier()
@@ -641,6 +645,7 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_ends_the_meeting(tmp_path: Path) -> None:
     program = f"""
+{HEED_CTRL_C}
 import antiphon
 print("waiting", flush=True)
 antiphon.init(rank=0, world_size=2, path={str(tmp_path / "world")!r}, timeout=60)
