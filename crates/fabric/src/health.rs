@@ -39,6 +39,8 @@ pub(crate) struct Health {
 pub(crate) struct Peer {
     /// Its handle, if it is another process than this one and can be watched.
     pub(crate) process: Option<Arc<ProcessWatch>>,
+    /// Its id and the PID namespace of that, if it is known.
+    pub(crate) id: Option<(u32, u64)>,
     /// The cores it may run on.
     pub(crate) cores: Arc<[u32]>,
 }
@@ -105,6 +107,27 @@ impl Health {
             world: Some(parents.world.as_ref().unwrap_or(parent).clone()),
             first: OnceLock::new(),
         }
+    }
+
+    /// Which ranks of this communicator these processes are, of whom each says which it is; or what contradicts that.
+    pub(crate) fn check_places(&self, places: &[(usize, Option<(u32, u64)>)]) -> Result<(), String> {
+        for (member, &(rank, id)) in places.iter().enumerate() {
+            let Some(peer) = self.peers.get(rank) else {
+                return Err(format!(
+                    "rank {member} is rank {rank} of its parent, and this one's has {}",
+                    self.peers.len()
+                ));
+            };
+            if id != peer.id {
+                return Err(format!(
+                    "rank {member} is rank {rank} of its parent, which is another process of this one's"
+                ));
+            }
+            if let Some(first) = places[..member].iter().position(|&(before, _)| before == rank) {
+                return Err(format!("ranks {first} and {member} are both rank {rank} of their parent"));
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn rank(&self) -> usize {

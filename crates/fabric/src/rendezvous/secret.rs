@@ -111,7 +111,15 @@ mod tests {
     #[test]
     fn a_proof_holds_only_for_what_was_said() {
         let secret = Secret::new("s");
-        let card = Card { rank: 1, world_size: 2, pid: 1, pid_namespace: 1, cores: vec![], arena_bytes: 1 };
+        let card = Card {
+            rank: 1,
+            world_size: 2,
+            pid: 1,
+            pid_namespace: 1,
+            cores: vec![],
+            arena_bytes: 1,
+            parent_rank: None,
+        };
         let (root, joiner) = (random_hex(), random_hex());
         let proof = secret.prove_join(&root, &joiner, &card);
         assert!(secret.verify_join(&root, &joiner, &card, &proof));
