@@ -160,8 +160,12 @@ impl Builder {
         let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { Ok(()) };
         let meeting = rendezvous::meet(ticket, card, layout.total(), timeout, &watch)?;
         let regions = Regions::new(meeting.memory, layout);
-        let health = match places(self.parent.as_ref(), &meeting.cards) {
-            Ok(None) => {
+        let group =
+            places(self.parent.as_deref(), &meeting.cards).inspect_err(|_| regions.control(rank).depart())?;
+        let health = match (&self.parent, group) {
+            // The handles that came along are not kept: the parent has them.
+            (Some(parent), Some(group)) => Health::of_group(rank, parent, &group),
+            _ => {
                 let cards = meeting.cards.into_iter().zip(meeting.processes);
                 let peer = |(card, process): (Card, _)| Peer {
                     process,
@@ -169,12 +173,6 @@ impl Builder {
                     cores: card.cores.into(),
                 };
                 Health::of_world(rank, cards.map(peer).collect())
-            }
-            // The handles that came along are not kept: the parent has them.
-            Ok(Some((parent, group))) => Health::of_group(rank, parent, &group),
-            Err(error) => {
-                regions.control(rank).depart();
-                return Err(error);
             }
         };
         let comm = Communicator::new(Shared::new(health, regions, timeout, self.interrupt));
@@ -186,26 +184,21 @@ impl Builder {
     }
 }
 
-/// The parent of the ranks with these cards, and which ranks of it they are, if they have one.
-fn places<'a>(
-    parent: Option<&'a Arc<Shared>>,
-    cards: &[Card],
-) -> Result<Option<(&'a Arc<Shared>, Vec<usize>)>, FabricError> {
-    let without = cards.iter().position(|card| card.parent_rank.is_none());
-    let with = cards.iter().position(|card| card.parent_rank.is_some());
-    let parent = match (parent, with, without) {
-        (_, Some(with), Some(without)) => {
-            return Err(FabricError::invalid(format!(
-                "rank {with} of the group gives a parent, and rank {without} gives none"
-            )));
-        }
-        (Some(parent), Some(_), None) => parent,
-        _ => return Ok(None),
-    };
-    let places =
-        cards.iter().filter_map(|card| Some((card.parent_rank?, card.process()))).collect::<Vec<_>>();
-    parent.health.check_places(&places).map_err(|problem| {
+/// Which ranks of the parent the ranks with these cards are, if they have one.
+fn places(parent: Option<&Shared>, cards: &[Card]) -> Result<Option<Vec<usize>>, FabricError> {
+    let without = cards.iter().find(|card| card.parent_rank.is_none());
+    let with = cards.iter().find(|card| card.parent_rank.is_some());
+    if let (Some(with), Some(without)) = (with, without) {
+        return Err(FabricError::invalid(format!(
+            "rank {} of the group gives a parent, and rank {} gives none",
+            with.rank, without.rank
+        )));
+    }
+    let Some(parent) = parent else { return Ok(None) };
+    let places: Vec<_> = cards.iter().filter_map(|card| Some((card.parent_rank?, card.process()))).collect();
+    let checked = parent.health.check_places(&places);
+    checked.map_err(|problem| {
         FabricError::invalid(format!("the ranks of a group have different parents: {problem}"))
     })?;
-    Ok(Some((parent, places.into_iter().map(|(rank, _)| rank).collect())))
+    Ok(Some(places.into_iter().map(|(rank, _)| rank).collect()))
 }

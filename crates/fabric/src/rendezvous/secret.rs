@@ -84,6 +84,13 @@ pub(crate) fn random_hex() -> String {
     hex(&bytes)
 }
 
+/// 8 random bytes.
+pub(crate) fn random_word() -> u64 {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).expect("the operating system provides random bytes");
+    u64::from_ne_bytes(bytes)
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
