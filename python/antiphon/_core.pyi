@@ -29,6 +29,7 @@ _Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-groups", "nvfp4"] | str
 _ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"] | str | int
 
 __all__ = [
+    "AbortedError",
     "BaseBuffer",
     "Channel",
     "Chunk",

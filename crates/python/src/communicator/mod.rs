@@ -85,7 +85,6 @@ impl Communicator {
 
     #[staticmethod]
     #[pyo3(signature = (rank, world_size, exchange, timeout = None, arena_bytes = None, parent = None))]
-    #[expect(clippy::too_many_arguments, reason = "`antiphon.init` names them")]
     fn by_exchange(
         py: Python<'_>,
         rank: usize,
