@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import worlds
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELLO, PENDING, SHARED, PLAN, CUDA, COMPILED, FUSED, BACKEND, PEER = PROGRAMS
+HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, FUSED, BACKEND, PEER = PROGRAMS
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -35,6 +36,29 @@ def test_the_snippets_run() -> None:
         assert names["mine"].shape == (512, 512) and names["theirs"].dtype == torch.bfloat16
 
     ranks.threads(2, body)
+
+
+def test_who_is_left_goes_on() -> None:
+    def body(comm: antiphon.Communicator) -> list[Any]:
+        trained: list[Any] = []
+
+        def train(comm: antiphon.Communicator, step: int) -> None:
+            if step == 2 and comm.world_size == 3 and comm.rank == 1:
+                comm.close()
+            comm.barrier()
+            trained.append((step, comm.rank, comm.world_size))
+
+        names = {"comm": comm, "antiphon": antiphon, "train": train, "step": 0, "last": 4}
+        if comm.rank == 1:
+            with pytest.raises(RuntimeError, match="closed"):
+                exec(LOSS, names)
+        else:
+            exec(LOSS, names)
+        return trained
+
+    first, _, last = ranks.threads(3, body)
+    assert first == [(0, 0, 3), (1, 0, 3), (2, 0, 2), (3, 0, 2)]
+    assert last == [(0, 2, 3), (1, 2, 3), (2, 1, 2), (3, 1, 2)]
 
 
 def test_a_plan_runs(tmp_path: Path) -> None:

@@ -719,6 +719,17 @@ def subgroups(rank: int, world: int, group: Group) -> None:
 
 
 @check
+def subgroups_name_the_ranks_of_the_world(rank: int, world: int, group: Group) -> None:
+    """And hold no descriptor."""
+    held = len(os.listdir("/proc/self/fd"))
+    pairs = [dist.new_group([world - 2, world - 1], backend="antiphon", timeout=timedelta(seconds=2)) for _ in range(3)]
+    assert len(os.listdir("/proc/self/fd")) < held + 3
+    if rank == world - 2:
+        raises(TimeoutError, rf"ranks \[1\] of 2 in the group, \[{world - 1}\] of the world", lambda: dist.barrier(pairs[0]))
+    dist.barrier(group)
+
+
+@check
 def groups_come_and_go(rank: int, world: int, group: Group) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(open("/proc/self/maps").readlines())

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from antiphon._core import Communicator, CudaBuffer, Handle, Memory, PeerLostError, Plan, SharedBuffer, __version__, after_fork
+from antiphon._core import AbortedError, Communicator, CudaBuffer, Handle, Memory, PeerLostError, Plan, SharedBuffer, __version__, after_fork
 from antiphon._default import all_reduce, all_reduce_rms_norm, default, set_default
 from antiphon._results import RmsNormResult
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "AbortedError",
     "Communicator",
     "CudaBuffer",
     "Handle",
@@ -69,6 +70,7 @@ def init(
     secret: str | bytes | None = None,
     group: "ProcessGroup | None" = None,
     exchange: Callable[[bytes], list[bytes]] | None = None,
+    parent: Communicator | None = None,
     timeout: float | None = None,
     arena_bytes: int | None = None,
 ) -> Communicator:
@@ -83,6 +85,9 @@ def init(
       exchange a few bytes.
     * ``exchange``: any other channel, as a function that takes this rank's bytes and returns the bytes of all ranks
       in order (``MPI.COMM_WORLD.allgather``, for one). Needs ``rank`` and ``world_size``.
+
+    ``parent`` says, on all of them, that these ranks are some of the communicator ``parent``, whose others take no part: errors
+    name them as the world numbers them too, and the handles of their processes are shared.
 
     ``timeout`` is how many seconds a call waits for a peer (300), ``arena_bytes`` how much symmetric memory each rank can
     have (1 GiB; only what is used costs memory). The environment may set them by ``ANTIPHON_TIMEOUT`` and
@@ -103,18 +108,20 @@ def init(
     if not ways:
         if rank is not None or world_size is not None:
             raise ValueError("init: rank and world_size need path or exchange; from the environment both are read")
+        if parent is not None:
+            raise ValueError("init: ranks of a parent need path, group or exchange; the environment describes a world")
         return Communicator.from_env(timeout, arena_bytes)
     if rank is None or world_size is None:
         raise ValueError(f"init: {ways[0]} needs rank and world_size")
     if rank < 0 or world_size < 1 or rank >= world_size:
         raise ValueError(f"init: rank {rank} is not below the world size {world_size}")
     if exchange is not None:
-        return Communicator.by_exchange(rank, world_size, exchange, timeout, arena_bytes)
+        return Communicator.by_exchange(rank, world_size, exchange, timeout, arena_bytes, parent)
     assert path is not None
     where = os.fsdecode(path)
     known = where if secret is None else secret
     known = known.encode() if isinstance(known, str) else known
-    return Communicator.at_path(rank, world_size, where, known, timeout, arena_bytes)
+    return Communicator.at_path(rank, world_size, where, known, timeout, arena_bytes, parent)
 
 
 def _of_group(group: "ProcessGroup") -> tuple[int, int, Callable[[bytes], list[bytes]]]:

@@ -29,6 +29,7 @@ _Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-groups", "nvfp4"] | str
 _ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"] | str | int
 
 __all__ = [
+    "AbortedError",
     "BaseBuffer",
     "Channel",
     "Chunk",
@@ -58,6 +59,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def after_fork() -> None:
     """Tells the library that this process is the child of a fork."""
+
+class AbortedError(RuntimeError):
+    """A rank, perhaps this one, called :meth:`Communicator.abort`."""
+
+    rank: int
+    """Who called, as the communicator numbers it."""
+    world_rank: int
+    """Who called, as the world numbers it."""
 
 class PeerLostError(RuntimeError):
     """A peer is gone: its process ended, or it closed its communicator."""
@@ -128,6 +137,7 @@ class Communicator:
         secret: bytes,
         timeout: float | None = None,
         arena_bytes: int | None = None,
+        parent: Communicator | None = None,
     ) -> Communicator: ...
     @staticmethod
     def by_exchange(
@@ -136,6 +146,7 @@ class Communicator:
         exchange: Callable[[bytes], Sequence[bytes]],
         timeout: float | None = None,
         arena_bytes: int | None = None,
+        parent: Communicator | None = None,
     ) -> Communicator: ...
     @property
     def rank(self) -> int:
@@ -167,6 +178,21 @@ class Communicator:
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator for the ranks that give the same ``color``, ordered by ``key`` and then by rank; ``None``
         for a rank whose colour is ``None``."""
+
+    def shrink(self) -> Communicator:
+        """A communicator of the ranks that are left after a loss or :meth:`abort`, without a new rendezvous: a world of its own,
+        whose ranks are in the same order and numbered anew.
+
+        All ranks that live, and have not closed this communicator, call it together; all get the same ranks, also if more of
+        them are lost meanwhile. It takes milliseconds once all have called. This communicator stays what it was: close it.
+        The new one makes its part on GPUs at its first use there. Raises ``TimeoutError`` that names the ranks that live and
+        do not come; this communicator can then not be shrunk any more."""
+
+    def abort(self) -> None:
+        """Ends all waits of this communicator, on this rank and the others, with :class:`AbortedError`, within milliseconds.
+
+        Any thread may call it, and it waits for nobody. All later calls raise the same, but for :meth:`shrink`. Nothing
+        happens if the communicator has failed before; groups split off it go on."""
 
     def barrier(self, *, device: int | None = None, stream: int | None = None) -> None:
         """Waits until every rank has come here. With a CUDA device its stream waits, in its order, and this does not."""

@@ -39,9 +39,10 @@ impl Loss {
 }
 
 /// Why an operation between ranks failed. After [`PeerLost`](Self::PeerLost), [`Timeout`](Self::Timeout),
-/// [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted), [`Panicked`](Self::Panicked) and an operation that was
+/// [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted), [`AbortCalled`](Self::AbortCalled), [`Panicked`](Self::Panicked) and an operation that was
 /// [`Interrupted`](Self::Interrupted) the ranks are no longer in
-/// step, and the communicator answers every further call with [`Failed`](Self::Failed); after the others it stays usable.
+/// step, and the communicator answers every further call with [`Failed`](Self::Failed), but for
+/// [`shrink`](crate::Communicator::shrink); after the others it stays usable.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FabricError {
@@ -106,6 +107,39 @@ pub enum FabricError {
         /// The ranks of the communicator.
         members: Members,
     },
+    /// The program of a rank, perhaps of this one, [aborted](crate::Monitor::abort) the communicator.
+    #[error(
+        "{} was aborted: {} called abort",
+        operation.map_or("the communicator".to_owned(), |o| o.to_string()), members.subject(*by)
+    )]
+    AbortCalled {
+        /// What this rank was doing: nothing, if it is the one that called.
+        operation: Option<Signature>,
+        /// Who called.
+        by: usize,
+        /// The ranks of the communicator.
+        members: Members,
+    },
+    /// Ranks that live did not come to [shrink](crate::Communicator::shrink) the communicator, or do not go on with it.
+    #[error("shrink timed out after {waited:.1?}: still waiting for {}", members.names(missing, *world_size))]
+    ShrinkTimeout {
+        /// How long this rank waited.
+        waited: Duration,
+        /// For whom.
+        missing: Vec<usize>,
+        /// How many ranks there were.
+        world_size: usize,
+        /// Which.
+        members: Members,
+    },
+    /// A rank gave up [shrinking](crate::Communicator::shrink) the communicator, for a reason that it knows.
+    #[error("shrink was aborted: {} gave up", members.subject(*by))]
+    ShrinkAborted {
+        /// Who.
+        by: usize,
+        /// The ranks of the communicator.
+        members: Members,
+    },
     /// This rank's program asked to stop waiting; see [`Builder::interrupt`](crate::Builder::interrupt).
     #[error("{} was interrupted", operation.map_or("the wait for earlier calls".to_owned(), |o| o.to_string()))]
     Interrupted {
@@ -164,11 +198,12 @@ impl FabricError {
 
     /// The same, as seen by a rank that was doing `doing`: for work whose watch does not know what it watches.
     pub fn during(mut self, doing: Signature) -> Self {
-        if let Self::PeerLost { operation, .. }
-        | Self::Timeout { operation, .. }
-        | Self::Aborted { operation, .. } = &mut self
-        {
-            *operation = doing;
+        match &mut self {
+            Self::PeerLost { operation, .. }
+            | Self::Timeout { operation, .. }
+            | Self::Aborted { operation, .. } => *operation = doing,
+            Self::AbortCalled { operation, .. } => *operation = Some(doing),
+            _ => {}
         }
         self
     }

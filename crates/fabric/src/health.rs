@@ -39,6 +39,8 @@ pub(crate) struct Health {
 pub(crate) struct Peer {
     /// Its handle, if it is another process than this one and can be watched.
     pub(crate) process: Option<Arc<ProcessWatch>>,
+    /// Its id and the PID namespace of that, if it is known.
+    pub(crate) id: Option<(u32, u64)>,
     /// The cores it may run on.
     pub(crate) cores: Arc<[u32]>,
 }
@@ -50,6 +52,8 @@ enum Fault {
     TimedOut(usize),
     Disagreed(usize),
     Interrupted,
+    /// Its program, or that of this rank, called abort.
+    Aborted(usize),
     Other,
 }
 
@@ -62,6 +66,7 @@ impl Fault {
             }
             FabricError::Mismatch { peer, members, .. } => Self::Disagreed(members.world_rank(*peer)),
             FabricError::Interrupted { .. } => Self::Interrupted,
+            FabricError::AbortCalled { by, members, .. } => Self::Aborted(members.world_rank(*by)),
             _ => Self::Other,
         }
     }
@@ -73,6 +78,7 @@ impl Fault {
             Self::Disagreed(rank) => (3, rank),
             Self::Other => (4, 0),
             Self::Interrupted => (5, 0),
+            Self::Aborted(rank) => (6, rank),
         };
         kind << 32 | rank as u64
     }
@@ -85,6 +91,7 @@ impl Fault {
             2 => Some(Self::TimedOut(rank)),
             3 => Some(Self::Disagreed(rank)),
             5 => Some(Self::Interrupted),
+            6 => Some(Self::Aborted(rank)),
             _ => Some(Self::Other),
         }
     }
@@ -93,6 +100,12 @@ impl Fault {
 impl Health {
     pub(crate) fn of_world(rank: usize, peers: Vec<Peer>) -> Self {
         Self { rank, members: Members::default(), peers, world: None, first: OnceLock::new() }
+    }
+
+    /// The health of a world of these ranks of this communicator, of which this rank is one.
+    pub(crate) fn of_survivors(&self, group: &[usize]) -> Self {
+        let rank = group.iter().position(|&member| member == self.rank).expect("it is one of them");
+        Self::of_world(rank, group.iter().map(|&member| self.peers[member].clone()).collect())
     }
 
     /// The health of a group that consists of these ranks of `parent`; this rank is `rank` of them.
@@ -105,6 +118,27 @@ impl Health {
             world: Some(parents.world.as_ref().unwrap_or(parent).clone()),
             first: OnceLock::new(),
         }
+    }
+
+    /// Which ranks of this communicator these processes are, of whom each says which it is; or what contradicts that.
+    pub(crate) fn check_places(&self, places: &[(usize, Option<(u32, u64)>)]) -> Result<(), String> {
+        for (member, &(rank, id)) in places.iter().enumerate() {
+            let Some(peer) = self.peers.get(rank) else {
+                return Err(format!(
+                    "rank {member} is rank {rank} of its parent, and this one's has {}",
+                    self.peers.len()
+                ));
+            };
+            if id != peer.id {
+                return Err(format!(
+                    "rank {member} is rank {rank} of its parent, which is another process of this one's"
+                ));
+            }
+            if let Some(first) = places[..member].iter().position(|&(before, _)| before == rank) {
+                return Err(format!("ranks {first} and {member} are both rank {rank} of their parent"));
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -150,6 +184,10 @@ impl Health {
                 return Err(self.lost(rank, operation, how));
             }
         }
+        // An abort ends every wait, for whomever.
+        if let Some(error) = self.abort_called(regions, operation).filter(|_| !missing().is_empty()) {
+            return Err(error);
+        }
         for rank in missing() {
             let why = self.why_lost(regions, operation, rank);
             if let Some(error) = why.filter(|_| missing().contains(&rank)) {
@@ -163,6 +201,23 @@ impl Health {
             none if none.is_empty() => Ok(()),
             missing => Err(self.timed_out(operation, waited, missing)),
         }
+    }
+
+    /// The error if this rank or a peer has called abort.
+    fn abort_called(&self, regions: &Regions, operation: Signature) -> Option<FabricError> {
+        (0..self.peers.len()).find_map(|rank| match fault_of(regions, rank)? {
+            Fault::Aborted(by) => Some(self.aborted_by(Some(operation), self.members.rank(by)?)),
+            _ => None,
+        })
+    }
+
+    fn aborted_by(&self, operation: Option<Signature>, by: usize) -> FabricError {
+        FabricError::AbortCalled { operation, by, members: self.members.clone() }
+    }
+
+    /// Ends all waits of this communicator, of this rank and of the others, unless it has failed before.
+    pub(crate) fn abort(&self, regions: &Regions) {
+        self.report(regions, &self.aborted_by(None, self.rank));
     }
 
     /// The error when the deadline has passed.
@@ -191,7 +246,7 @@ impl Health {
     }
 
     /// Whether nothing will ever come from a rank again. (A rank that a broken process made up is not gone.)
-    fn is_gone(&self, regions: &Regions, rank: usize) -> bool {
+    pub(crate) fn is_gone(&self, regions: &Regions, rank: usize) -> bool {
         rank < self.peers.len() && (regions.control(rank).has_departed() || self.has_ended(rank))
     }
 
@@ -260,6 +315,10 @@ impl Health {
             Some(Fault::TimedOut(rank)) => format!("gave up waiting for {}", name(rank)),
             Some(Fault::Disagreed(rank)) => format!("disagreed with {} about what to do", name(rank)),
             Some(Fault::Interrupted) => "was interrupted".to_owned(),
+            Some(Fault::Aborted(world_rank)) => match self.members.rank(world_rank) {
+                Some(by) => return Some(self.aborted_by(Some(operation), by)),
+                None => format!("left when {} had called abort", name(world_rank)),
+            },
             Some(Fault::Other) => "failed".to_owned(),
         };
         Some(self.aborted(operation, by, reason))
@@ -298,7 +357,7 @@ impl Health {
         self.wake_all(regions);
     }
 
-    fn wake_all(&self, regions: &Regions) {
+    pub(crate) fn wake_all(&self, regions: &Regions) {
         for rank in 0..self.peers.len() {
             for bell in 0..=LANES {
                 regions.control(rank).bells[bell].0.ring();
@@ -338,8 +397,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn faults_survive_the_word(kind in 0usize..5, rank in 0..=u32::MAX as usize) {
-            let about_a_rank = [Fault::Lost(rank), Fault::TimedOut(rank), Fault::Disagreed(rank)];
+        fn faults_survive_the_word(kind in 0usize..6, rank in 0..=u32::MAX as usize) {
+            let about_a_rank = [Fault::Lost(rank), Fault::TimedOut(rank), Fault::Disagreed(rank), Fault::Aborted(rank)];
             let fault = *about_a_rank.iter().chain(&[Fault::Interrupted, Fault::Other]).nth(kind).unwrap();
             prop_assert_eq!(Fault::decode(fault.encode()), Some(fault));
         }

@@ -11,9 +11,12 @@ use antiphon_device::{
     sync::{AtomicU32, AtomicU64, Ordering},
 };
 
-use crate::signal::{
-    Head,
-    packet::{Consumed, INLINE},
+use crate::{
+    communicator::Notice,
+    signal::{
+        Head,
+        packet::{Consumed, INLINE},
+    },
 };
 
 /// Independent sequences of rounds: one for the caller's thread, one for work in the background.
@@ -48,6 +51,8 @@ pub(crate) struct Control {
     pub(crate) fault: Padded<AtomicU64>,
     /// Why it gave up in a group of this world, if it did: others ask when it is gone.
     pub(crate) fault_in_group: Padded<AtomicU64>,
+    /// What it says when the communicator shrinks.
+    pub(crate) notice: Padded<Notice>,
 }
 
 impl Control {

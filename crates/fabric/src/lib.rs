@@ -22,6 +22,9 @@
 //! is two words in a cache line that travels anyway. *Nothing is left behind.* The memory has no name; a killed rank
 //! leaves no file (but for the socket at a path, if rank 0 is killed while ranks meet there; the next run reclaims it).
 //!
+//! *A loss is not the end.* Who is left goes on by [`Communicator::shrink`], which takes milliseconds and no new meeting;
+//! [`Monitor::abort`] ends the waits of all ranks from any thread.
+//!
 //! ```
 //! use antiphon_fabric::{FabricError, LocalWorld};
 //!

@@ -8,7 +8,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use antiphon_fabric::{Communicator, FabricError, LocalWorld, error::Loss};
+use antiphon_fabric::{
+    Communicator, FabricError, LocalWorld,
+    error::Loss,
+    rendezvous::{Address, Secret, Ticket},
+};
 use processes::{World, role, say, say_error};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
@@ -20,7 +24,7 @@ const FEW_FILES: u64 = 64;
 #[test]
 fn rank_process() {
     let Some(role) = role() else { return };
-    if role == "many groups" {
+    if role.starts_with("many") {
         let most = Rlimit { current: Some(FEW_FILES), maximum: getrlimit(Resource::Nofile).maximum };
         setrlimit(Resource::Nofile, most).unwrap();
     }
@@ -29,6 +33,8 @@ fn rank_process() {
         "mesh" => mesh(&comm),
         "pairs" => pairs(&comm),
         "many groups" => many_groups(&comm),
+        "met pairs" => met_pairs(&comm),
+        "many met groups" => many_met_groups(&comm),
         "no files" => no_files(&comm),
         other => panic!("{other} is no work"),
     };
@@ -80,6 +86,41 @@ fn many_groups(comm: &Communicator) -> Result<(), FabricError> {
         groups.push(group(parent, 0)?);
     }
     groups.iter().try_for_each(|group| group.barrier())
+}
+
+/// A group of ranks of the world that meet by themselves, as those of `torch.distributed.new_group` do.
+fn meet(
+    comm: &Communicator,
+    ranks: &[usize],
+    name: impl std::fmt::Display,
+) -> Result<Communicator, FabricError> {
+    let rank = ranks.iter().position(|&rank| rank == comm.rank()).unwrap();
+    let name = format!("antiphon-groups-{}-{name}-{ranks:?}", std::env::var("TORCHELASTIC_RUN_ID").unwrap());
+    let ticket = Ticket { address: Address::Abstract(name), secret: Secret::new("groups") };
+    Communicator::builder().parent(comm.messenger()).with_ticket(rank, ranks.len(), &ticket)
+}
+
+/// As [`pairs`], in groups that met.
+fn met_pairs(comm: &Communicator) -> Result<(), FabricError> {
+    let ranks: Vec<usize> = (comm.rank() % 2..comm.world_size()).step_by(2).collect();
+    let pair = meet(comm, &ranks, "pair")?;
+    say("ready");
+    loop {
+        (0..100).try_for_each(|_| pair.barrier())?;
+        comm.barrier()?;
+    }
+}
+
+/// Rank 0 is in none.
+fn many_met_groups(comm: &Communicator) -> Result<(), FabricError> {
+    say("ready");
+    if comm.rank() > 0 {
+        let ranks: Vec<usize> = (1..comm.world_size()).collect();
+        let meet = |number| meet(comm, &ranks, number);
+        let groups = (0..2 * FEW_FILES).map(meet).collect::<Result<Vec<_>, _>>()?;
+        groups.iter().try_for_each(|group| group.barrier())?;
+    }
+    comm.barrier()
 }
 
 /// Rank 1 cannot open another file.
@@ -135,6 +176,11 @@ fn whoever_is_killed_in_one_of_many_groups_is_named_by_all() {
     kill_among_groups("mesh", kills());
 }
 
+#[test]
+fn whoever_is_killed_in_a_group_that_met_is_named_by_all() {
+    kill_among_groups("met pairs", kills() / 2);
+}
+
 fn end_well(role: &str, world_size: usize) {
     let world = World::start(world_size, role, false, LONG);
     for rank in 0..world_size {
@@ -146,6 +192,36 @@ fn end_well(role: &str, world_size: usize) {
 #[test]
 fn a_group_takes_no_descriptor() {
     end_well("many groups", 3);
+}
+
+#[test]
+fn a_group_that_met_takes_no_descriptor() {
+    end_well("many met groups", 3);
+}
+
+/// Ranks that are threads, of two worlds: what can be known of the others tells them apart.
+#[test]
+fn groups_of_different_parents_are_refused() {
+    let places = |parents: &[Option<usize>]| {
+        let (ticket, world_size) = (Ticket::random(), parents.len());
+        let attempt = |comm: Communicator| {
+            let builder = Communicator::builder().timeout(LONG);
+            let builder = match parents[comm.rank()] {
+                None => builder,
+                Some(0) => builder.parent(comm.messenger()),
+                Some(_) => builder.parent(group(&comm, comm.rank())?.messenger()),
+            };
+            builder.with_ticket(comm.rank(), world_size, &ticket).map(drop)
+        };
+        let results = LocalWorld::run_with(world_size, LONG, attempt);
+        results.into_iter().map(|result| result.unwrap_err().to_string()).collect::<Vec<_>>()
+    };
+    for text in places(&[Some(0), None, Some(0)]) {
+        assert_eq!(text, "rank 0 of the group gives a parent, and rank 1 gives none");
+    }
+    for text in places(&[Some(1), Some(1)]) {
+        assert!(text.ends_with("ranks 0 and 1 are both rank 0 of their parent"), "{text}");
+    }
 }
 
 #[test]

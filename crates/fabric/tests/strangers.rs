@@ -65,7 +65,15 @@ fn besieged<T>(strangers: impl FnOnce(&Ticket) -> T) -> (Duration, T) {
 }
 
 fn card(rank: usize) -> Card {
-    Card { rank, world_size: 3, pid: 1, pid_namespace: 1, cores: vec![0], arena_bytes: 1 << 16 }
+    Card {
+        rank,
+        world_size: 3,
+        pid: 1,
+        pid_namespace: 1,
+        cores: vec![0],
+        arena_bytes: 1 << 16,
+        parent_rank: None,
+    }
 }
 
 /// What a stranger can make up without the secret.

@@ -26,6 +26,13 @@ create_exception!(
      world was lost first: in a group, a rank elsewhere perhaps."
 );
 
+create_exception!(
+    antiphon,
+    AbortedError,
+    PyRuntimeError,
+    "A rank called `abort`: `rank` says which, and `world_rank` which of the world it is."
+);
+
 /// An error on its way to Python.
 pub(crate) struct Error(PyErr);
 
@@ -99,11 +106,16 @@ fn kind(error: &FabricError) -> Box<dyn FnOnce(String) -> PyErr> {
         FabricError::Interrupted { .. } | FabricError::Rendezvous(RendezvousError::Interrupted) => {
             Box::new(|text| interrupt::take().unwrap_or_else(|| PyKeyboardInterrupt::new_err(text)))
         }
-        FabricError::PeerLost { rank, .. } => peer_lost(*rank, error.lost_world_rank().unwrap_or(*rank)),
-        FabricError::Rendezvous(RendezvousError::RootLost { .. }) => peer_lost(0, 0),
-        FabricError::Timeout { .. } | FabricError::Rendezvous(RendezvousError::Missing { .. }) => {
-            Box::new(PyTimeoutError::new_err)
+        FabricError::PeerLost { rank, .. } => {
+            about(PeerLostError::new_err, *rank, error.lost_world_rank().unwrap_or(*rank))
         }
+        FabricError::Rendezvous(RendezvousError::RootLost { .. }) => about(PeerLostError::new_err, 0, 0),
+        FabricError::AbortCalled { by, members, .. } => {
+            about(AbortedError::new_err, *by, members.world_rank(*by))
+        }
+        FabricError::Timeout { .. }
+        | FabricError::ShrinkTimeout { .. }
+        | FabricError::Rendezvous(RendezvousError::Missing { .. }) => Box::new(PyTimeoutError::new_err),
         FabricError::InvalidArgument(_) | FabricError::Rendezvous(RendezvousError::InvalidRank { .. }) => {
             Box::new(PyValueError::new_err)
         }
@@ -113,9 +125,10 @@ fn kind(error: &FabricError) -> Box<dyn FnOnce(String) -> PyErr> {
     }
 }
 
-fn peer_lost(rank: usize, world_rank: usize) -> Box<dyn FnOnce(String) -> PyErr> {
+/// An exception that says which rank it is about.
+fn about(exception: fn(String) -> PyErr, rank: usize, world_rank: usize) -> Box<dyn FnOnce(String) -> PyErr> {
     Box::new(move |text| {
-        let error = PeerLostError::new_err(text);
+        let error = exception(text);
         // Setting attributes of a fresh exception does not fail; without them the text still has the ranks.
         Python::attach(|py| {
             drop(error.value(py).setattr("rank", rank));

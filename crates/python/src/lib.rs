@@ -38,7 +38,7 @@ mod _core {
         command::main,
         communicator::{Communicator, Plan},
         cuda::CudaBuffer,
-        error::PeerLostError,
+        error::{AbortedError, PeerLostError},
         fork::after_fork,
         handle::Handle,
         language::{

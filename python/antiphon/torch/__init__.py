@@ -82,12 +82,19 @@ def _exchange(store: Store, rank: int, size: int, timeout: timedelta) -> Callabl
     return exchange
 
 
+def _parent() -> antiphon.Communicator | None:
+    """The communicator of the default group, of whose ranks every later group has some."""
+    world = dist.group.WORLD
+    return world.comm if isinstance(world, Group) and not world.comm.closed else None
+
+
 def _create(options: _DistributedBackendOptions, backend_options: object) -> Group:
     if backend_options is not None:
         raise unsupported("pg_options", "pass the timeout to init_process_group or new_group")
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     meet = _exchange(store, rank, size, timeout)
-    comm = antiphon.init(rank=rank, world_size=size, exchange=meet, timeout=timeout.total_seconds())
+    seconds = timeout.total_seconds()
+    comm = antiphon.init(rank=rank, world_size=size, exchange=meet, parent=_parent(), timeout=seconds)
     return Group(store, rank, size, comm)
 
 

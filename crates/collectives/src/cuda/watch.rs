@@ -160,15 +160,22 @@ pub(super) fn explain(monitor: &Monitor, report: &WaitReport, lost: Option<&Fabr
             let theirs = Signature::from_words(report.seen).unwrap_or(unknown);
             monitor.disagreement(mine, peer, theirs)
         }
-        (_, Some(lost @ (FabricError::PeerLost { .. } | FabricError::Aborted { .. }))) => {
-            lost.clone().during(mine)
-        }
+        (
+            _,
+            Some(
+                lost @ (FabricError::PeerLost { .. }
+                | FabricError::Aborted { .. }
+                | FabricError::AbortCalled { .. }),
+            ),
+        ) => lost.clone().during(mine),
         _ => monitor.timed_out(mine, Duration::from_nanos(report.waited_ns), vec![peer]),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use antiphon_fabric::LocalWorld;
+
     use super::*;
 
     #[test]
@@ -177,6 +184,40 @@ mod tests {
         assert!(matches!("abort".parse(), Ok(OnFailure::Abort)));
         let error = "callback".parse::<OnFailure>().unwrap_err().to_string();
         assert!(error.contains("ANTIPHON_ON_FAILURE is \"callback\", not error or abort"), "{error}");
+    }
+
+    #[test]
+    fn an_abort_is_what_ended_a_kernels_wait() {
+        let texts = LocalWorld::run(2, |comm| {
+            let (monitor, doing) = (comm.monitor(), Signature::new(Operation::AllGather));
+            if comm.rank() == 0 {
+                monitor.abort();
+            }
+            let lost = loop {
+                match monitor.check(Signature::new(Operation::Barrier)) {
+                    Ok(()) => std::thread::yield_now(),
+                    Err(error) => break error,
+                }
+            };
+            let report = WaitReport {
+                reason: GaveUp::Aborted,
+                rank: comm.rank() as u32,
+                peer: 1,
+                doing: doing.to_words(),
+                block: 0,
+                thread: 0,
+                expected: 1,
+                seen: [0; 2],
+                waited_ns: 1,
+            };
+            let error = explain(&monitor, &report, Some(&lost));
+            assert!(matches!(error, FabricError::AbortCalled { by: 0, .. }), "{error:?}");
+            error.to_string()
+        });
+        assert!(
+            texts.iter().all(|text| text.contains("all_gather(") && text.contains("rank 0 called abort")),
+            "{texts:?}"
+        );
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use antiphon_device::host::{cpu::allowed_cores, process::pid_namespace};
 
-use super::{Communicator, Interrupt, Shared};
+use super::{Communicator, Interrupt, Messenger, Shared};
 use crate::{
     FabricError, Operation, Signature,
     health::{Health, Peer},
@@ -30,6 +30,7 @@ pub struct Builder {
     timeout: Option<Duration>,
     arena_bytes: Option<usize>,
     interrupt: Option<Interrupt>,
+    parent: Option<Arc<Shared>>,
 }
 
 impl std::fmt::Debug for Builder {
@@ -62,6 +63,28 @@ impl Builder {
     /// [split](Communicator::split) off inherit it.
     pub fn interrupt(mut self, interrupted: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         self.interrupt = Some(Arc::new(interrupted));
+        self
+    }
+
+    /// Makes a group of some ranks of the communicator `parent`, which meet by themselves: the others take no part, as they
+    /// do in a [split](Communicator::split). Errors name the ranks as the world numbers them too, and the group shares the
+    /// handles of its processes. All ranks of the group give the same parent.
+    ///
+    /// ```
+    /// use antiphon_fabric::{Communicator, FabricError, LocalWorld, rendezvous::Ticket};
+    ///
+    /// let ticket = Ticket::random();
+    /// LocalWorld::run(3, |comm| match comm.rank() {
+    ///     0 => Ok::<_, FabricError>(()),
+    ///     rank => {
+    ///         let pair = Communicator::builder().parent(comm.messenger()).with_ticket(rank - 1, 2, &ticket)?;
+    ///         assert_eq!(pair.members().world_rank(1), 2);
+    ///         pair.barrier()
+    ///     }
+    /// });
+    /// ```
+    pub fn parent(mut self, parent: &Messenger) -> Self {
+        self.parent = Some(parent.presence.0.clone());
         self
     }
 
@@ -131,22 +154,51 @@ impl Builder {
             pid_namespace: pid_namespace(),
             cores: allowed_cores(),
             arena_bytes,
+            parent_rank: self.parent.as_ref().map(|parent| parent.rank),
         };
         let interrupted = || self.interrupt.as_ref().is_some_and(|interrupted| interrupted());
         let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { Ok(()) };
         let meeting = rendezvous::meet(ticket, card, layout.total(), timeout, &watch)?;
-        let cards = meeting.cards.into_iter().zip(meeting.processes);
-        let peers = cards.map(|(card, process)| Peer { process, cores: card.cores.into() });
-        let comm = Communicator::new(Shared::new(
-            Health::of_world(rank, peers.collect()),
-            Regions::new(meeting.memory, layout),
-            timeout,
-            self.interrupt,
-        ));
+        let regions = Regions::new(meeting.memory, layout);
+        let group =
+            places(self.parent.as_deref(), &meeting.cards).inspect_err(|_| regions.control(rank).depart())?;
+        let health = match (&self.parent, group) {
+            // The handles that came along are not kept: the parent has them.
+            (Some(parent), Some(group)) => Health::of_group(rank, parent, &group),
+            _ => {
+                let cards = meeting.cards.into_iter().zip(meeting.processes);
+                let peer = |(card, process): (Card, _)| Peer {
+                    process,
+                    id: card.process(),
+                    cores: card.cores.into(),
+                };
+                Health::of_world(rank, cards.map(peer).collect())
+            }
+        };
+        let comm = Communicator::new(Shared::new(health, regions, timeout, self.interrupt));
         // Whoever died between joining and mapping the memory, or holds a seat and does nothing, is found now and not
         // by the first real call.
         let signature = Signature::new(Operation::Barrier);
         comm.own_rounds()?.exchange_within(timeout.min(PATIENCE), &signature)?;
         Ok(comm)
     }
+}
+
+/// Which ranks of the parent the ranks with these cards are, if they have one.
+fn places(parent: Option<&Shared>, cards: &[Card]) -> Result<Option<Vec<usize>>, FabricError> {
+    let without = cards.iter().find(|card| card.parent_rank.is_none());
+    let with = cards.iter().find(|card| card.parent_rank.is_some());
+    if let (Some(with), Some(without)) = (with, without) {
+        return Err(FabricError::invalid(format!(
+            "rank {} of the group gives a parent, and rank {} gives none",
+            with.rank, without.rank
+        )));
+    }
+    let Some(parent) = parent else { return Ok(None) };
+    let places: Vec<_> = cards.iter().filter_map(|card| Some((card.parent_rank?, card.process()))).collect();
+    let checked = parent.health.check_places(&places);
+    checked.map_err(|problem| {
+        FabricError::invalid(format!("the ranks of a group have different parents: {problem}"))
+    })?;
+    Ok(Some(places.into_iter().map(|(rank, _)| rank).collect()))
 }

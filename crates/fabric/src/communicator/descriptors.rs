@@ -21,7 +21,7 @@ use rustix::{
 use serde::{Deserialize, Serialize};
 
 use super::{Communicator, Shared};
-use crate::{FabricError, Operation, Signature, rendezvous::random_hex};
+use crate::{FabricError, Members, Operation, Signature, rendezvous::random_hex};
 
 const PROBLEM: &str = "cannot hand over a descriptor";
 /// How often a rank that waits for descriptors looks around.
@@ -29,11 +29,11 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
 /// Where a rank receives descriptors, and the words that only its peers know.
 #[derive(Serialize, Deserialize)]
-struct Mailbox {
-    name: String,
-    password: String,
+pub(super) struct Mailbox {
+    pub(super) name: String,
+    pub(super) password: String,
     /// The network namespace in which the name can be seen.
-    network: u64,
+    pub(super) network: u64,
 }
 
 /// What comes beside a descriptor.
@@ -78,19 +78,14 @@ impl Communicator {
         };
         let socket = self.agree(PROBLEM, open(&mailbox.name).map_err(|e| unavailable(&e)))?;
         let mailboxes = self.exchange_objects(&mailbox)?;
-        if let Some(rank) = mailboxes.iter().position(|theirs| theirs.network != mailboxes[0].network) {
-            let (first, other) = (self.members().subject(0), self.members().name(rank));
-            return Err(FabricError::invalid(format!(
-                "{first} cannot hand descriptors to {other}, which is in another network namespace: give their \
-                 containers one network"
-            )));
-        }
-        let received = mailboxes.iter().map(|_| None).collect();
-        let post = RefCell::new(Post { rank: self.rank(), socket, mailboxes, unsent: to.to_vec(), received });
+        let mut post = Post::new(self.rank(), socket);
+        post.address(mailboxes, to);
+        post.check_networks(0..self.world_size(), self.members())?;
+        let post = RefCell::new(post);
         self.deliver(&post, descriptor, from)?;
         // Nobody closes its mailbox before all letters are out of it.
-        let mut received = post.into_inner().received;
-        let arrived = from.iter().map(|&rank| received[rank].take().expect("all have been delivered"));
+        let mut post = post.into_inner();
+        let arrived = from.iter().map(|&rank| post.take(rank).expect("all have been delivered"));
         self.agree(PROBLEM, arrived.collect::<Result<_, _>>().map_err(|e| unavailable(&e)))
     }
 
@@ -126,10 +121,10 @@ impl Communicator {
 }
 
 /// A descriptor, or why it was lost on arrival.
-type Arrived = Result<OwnedFd, Errno>;
+pub(super) type Arrived = Result<OwnedFd, Errno>;
 
 /// Descriptors under way.
-struct Post {
+pub(super) struct Post {
     rank: usize,
     /// This rank's mailbox.
     socket: OwnedFd,
@@ -141,8 +136,44 @@ struct Post {
 }
 
 impl Post {
+    /// For a rank with this mailbox.
+    pub(super) fn new(rank: usize, socket: OwnedFd) -> Self {
+        Self { rank, socket, mailboxes: Vec::new(), unsent: Vec::new(), received: Vec::new() }
+    }
+
+    /// Begins to send to some ranks, given the mailboxes of all, and to receive.
+    pub(super) fn address(&mut self, mailboxes: Vec<Mailbox>, to: &[usize]) {
+        self.received = mailboxes.iter().map(|_| None).collect();
+        self.mailboxes = mailboxes;
+        self.unsent = to.to_vec();
+    }
+
+    /// Fails if some of these ranks cannot see the mailboxes of others.
+    pub(super) fn check_networks(
+        &self,
+        ranks: impl IntoIterator<Item = usize>,
+        members: &Members,
+    ) -> Result<(), FabricError> {
+        let mut ranks = ranks.into_iter();
+        let Some(first) = ranks.next() else { return Ok(()) };
+        match ranks.find(|&rank| self.mailboxes[rank].network != self.mailboxes[first].network) {
+            None => Ok(()),
+            Some(other) => Err(FabricError::invalid(format!(
+                "{} cannot hand descriptors to {}, which is in another network namespace: give their containers one \
+                 network",
+                members.subject(first),
+                members.name(other)
+            ))),
+        }
+    }
+
+    /// What a rank has sent, if anything.
+    pub(super) fn take(&mut self, rank: usize) -> Option<Arrived> {
+        self.received[rank].take()
+    }
+
     /// Sends and receives what is possible now.
-    fn advance(&mut self, descriptor: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+    pub(super) fn advance(&mut self, descriptor: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
         if let Some(descriptor) = descriptor {
             // A full mailbox takes the letter later, when its owner has emptied it.
             let mut full = Vec::new();
@@ -162,14 +193,14 @@ impl Post {
     }
 
     /// The ranks that this one waits for: to send, or to take what it sends.
-    fn missing(&self, from: &[usize]) -> Vec<usize> {
+    pub(super) fn missing(&self, from: &[usize]) -> Vec<usize> {
         let unheard = from.iter().filter(|&&rank| self.received[rank].is_none());
         let missing: BTreeSet<usize> = unheard.chain(&self.unsent).copied().collect();
         missing.into_iter().collect()
     }
 }
 
-fn open(name: &str) -> Result<OwnedFd, Errno> {
+pub(super) fn open(name: &str) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
@@ -227,7 +258,7 @@ fn receive(socket: &OwnedFd) -> Result<Option<(Letter, Arrived)>, Errno> {
     }
 }
 
-fn unavailable(error: &dyn std::fmt::Display) -> FabricError {
+pub(super) fn unavailable(error: &dyn std::fmt::Display) -> FabricError {
     FabricError::invalid(format!("{error} (raise `ulimit -n`, if files are too many)"))
 }
 

@@ -8,6 +8,7 @@ mod messages;
 mod monitor;
 mod objects;
 mod queue;
+mod shrink;
 mod split;
 
 use std::{
@@ -31,6 +32,7 @@ pub use builder::Builder;
 pub use messages::Messenger;
 pub use monitor::Monitor;
 pub use queue::Queue;
+pub(crate) use shrink::Notice;
 
 /// What all parts of a communicator share: the caller's thread, the background, buffers that outlive it.
 pub(crate) struct Shared {

@@ -22,7 +22,7 @@ use crate::{FabricError, Signature};
 /// ```
 #[derive(Clone)]
 pub struct Monitor {
-    presence: Arc<Presence>,
+    pub(super) presence: Arc<Presence>,
 }
 
 impl std::fmt::Debug for Monitor {
@@ -38,7 +38,37 @@ impl Communicator {
     }
 }
 
+impl Communicator {
+    /// Ends all waits of this communicator; see [`Monitor::abort`], which any thread may call.
+    pub fn abort(&self) {
+        self.monitor().abort();
+    }
+}
+
 impl Monitor {
+    /// Ends all waits of the communicator, of this rank and of the others, with
+    /// [`AbortCalled`](FabricError::AbortCalled), within milliseconds. It fails for good, as after a loss, and can be
+    /// [shrunk](Communicator::shrink) to the ranks that are there. Nothing happens if it has failed before. The communicator's
+    /// parent and groups go on.
+    ///
+    /// ```
+    /// use antiphon_fabric::{FabricError, LocalWorld};
+    ///
+    /// LocalWorld::run(2, |comm| {
+    ///     if comm.rank() == 1 {
+    ///         comm.recv(&mut [0u8], 0).unwrap_err(); // which never comes
+    ///         return Ok::<_, FabricError>(());
+    ///     }
+    ///     let watchdog = comm.monitor();
+    ///     std::thread::spawn(move || watchdog.abort());
+    ///     assert!(matches!(comm.recv(&mut [0u8], 1), Err(FabricError::AbortCalled { by: 0, .. } | FabricError::Failed(_))));
+    ///     Ok(())
+    /// });
+    /// ```
+    pub fn abort(&self) {
+        self.shared().health.abort(&self.shared().regions);
+    }
+
     fn shared(&self) -> &Shared {
         &self.presence.0
     }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{
-    Communicator, Messenger, Pending,
+    Communicator, Messenger, Monitor, Pending,
     background::{Job, job},
 };
 use crate::FabricError;
@@ -91,6 +91,11 @@ impl Queue {
     /// The messages of the communicator.
     pub fn messenger(&self) -> &Messenger {
         &self.messenger
+    }
+
+    /// A look at the peers, which does not queue up either.
+    pub fn monitor(&self) -> Monitor {
+        Monitor { presence: self.messenger.presence.clone() }
     }
 
     /// Does `work` when all earlier calls are done, on this thread.

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol; ranks of different versions refuse each other.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// The longest payload, in bytes: the cards of hundreds of ranks with hundreds of cores each.
 pub const MAX_PAYLOAD: usize = 1 << 20;
 
@@ -29,13 +29,19 @@ pub struct Card {
     pub cores: Vec<u32>,
     /// The bytes of symmetric memory that it expects every rank to have.
     pub arena_bytes: usize,
+    /// Its rank in the communicator of which this one will be a group, if it is to be one.
+    pub parent_rank: Option<usize>,
 }
 
 impl Card {
+    /// The process: its id and the PID namespace of the id, if that is known.
+    pub(crate) fn process(&self) -> Option<(u32, u64)> {
+        Some((self.pid, self.pid_namespace)).filter(|_| self.pid_namespace != 0)
+    }
+
     /// Whether both ranks are threads of one process.
     pub(crate) fn is_of_process(&self, other: &Self) -> bool {
-        let known = self.pid_namespace != 0;
-        known && (self.pid, self.pid_namespace) == (other.pid, other.pid_namespace)
+        self.process().is_some() && self.process() == other.process()
     }
 }
 
@@ -178,7 +184,15 @@ mod tests {
     use serde_json::Value;
 
     fn card() -> Card {
-        Card { rank: 3, world_size: 4, pid: 77, pid_namespace: 1, cores: vec![0, 5], arena_bytes: 1 << 30 }
+        Card {
+            rank: 3,
+            world_size: 4,
+            pid: 77,
+            pid_namespace: 1,
+            cores: vec![0, 5],
+            arena_bytes: 1 << 30,
+            parent_rank: None,
+        }
     }
 
     fn noted() -> Frame {

@@ -199,8 +199,15 @@ mod tests {
         let ticket = Ticket::random();
         let Address::Abstract(name) = &ticket.address else { unreachable!("a random ticket") };
         let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
-        let card =
-            Card { rank: 1, world_size: 2, pid: 1, pid_namespace: 1, cores: vec![0], arena_bytes: 4096 };
+        let card = Card {
+            rank: 1,
+            world_size: 2,
+            pid: 1,
+            pid_namespace: 1,
+            cores: vec![0],
+            arena_bytes: 4096,
+            parent_rank: None,
+        };
         std::thread::scope(|scope| {
             let dying = scope.spawn(|| {
                 let mut guest = Connection::new(listener.accept().unwrap().0.into(), 1);

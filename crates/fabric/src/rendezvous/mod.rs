@@ -40,7 +40,7 @@ pub use exchange::Exchange;
 pub(crate) use exchange::exchange_ticket;
 pub use frame::Card;
 pub use secret::Secret;
-pub(crate) use secret::random_hex;
+pub(crate) use secret::{random_hex, random_word};
 
 /// How long both sides wait before they look again for something that gives no signal.
 const RETRY: Duration = Duration::from_millis(2);

@@ -84,6 +84,13 @@ pub(crate) fn random_hex() -> String {
     hex(&bytes)
 }
 
+/// 8 random bytes.
+pub(crate) fn random_word() -> u64 {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).expect("the operating system provides random bytes");
+    u64::from_ne_bytes(bytes)
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
@@ -111,7 +118,15 @@ mod tests {
     #[test]
     fn a_proof_holds_only_for_what_was_said() {
         let secret = Secret::new("s");
-        let card = Card { rank: 1, world_size: 2, pid: 1, pid_namespace: 1, cores: vec![], arena_bytes: 1 };
+        let card = Card {
+            rank: 1,
+            world_size: 2,
+            pid: 1,
+            pid_namespace: 1,
+            cores: vec![],
+            arena_bytes: 1,
+            parent_rank: None,
+        };
         let (root, joiner) = (random_hex(), random_hex());
         let proof = secret.prove_join(&root, &joiner, &card);
         assert!(secret.verify_join(&root, &joiner, &card, &proof));

@@ -67,7 +67,8 @@ impl Communicator {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (rank, world_size, path, secret, timeout = None, arena_bytes = None))]
+    #[pyo3(signature = (rank, world_size, path, secret, timeout = None, arena_bytes = None, parent = None))]
+    #[expect(clippy::too_many_arguments, reason = "`antiphon.init` names them")]
     fn at_path(
         py: Python<'_>,
         rank: usize,
@@ -76,13 +77,14 @@ impl Communicator {
         secret: Vec<u8>,
         timeout: Option<f64>,
         arena_bytes: Option<usize>,
+        parent: Option<&Self>,
     ) -> Result<Self> {
-        let builder = builder(timeout, arena_bytes)?;
+        let builder = of_parent(builder(timeout, arena_bytes)?, parent)?;
         Ok(Self::new(interrupt::detached(py, || builder.at_path(rank, world_size, path, secret))?))
     }
 
     #[staticmethod]
-    #[pyo3(signature = (rank, world_size, exchange, timeout = None, arena_bytes = None))]
+    #[pyo3(signature = (rank, world_size, exchange, timeout = None, arena_bytes = None, parent = None))]
     fn by_exchange(
         py: Python<'_>,
         rank: usize,
@@ -90,8 +92,9 @@ impl Communicator {
         exchange: Py<PyAny>,
         timeout: Option<f64>,
         arena_bytes: Option<usize>,
+        parent: Option<&Self>,
     ) -> Result<Self> {
-        let builder = builder(timeout, arena_bytes)?;
+        let builder = of_parent(builder(timeout, arena_bytes)?, parent)?;
         let mut raised = None;
         let mut all_gather = |mine: Vec<u8>| {
             Python::attach(|py| {
@@ -168,6 +171,17 @@ impl Communicator {
         let group =
             interrupt::detached(py, || queue.run(|comm| comm.split(color.map(|color| color.0 as u64), key)))?;
         Ok(group.map(Self::new))
+    }
+
+    fn shrink(&self, py: Python<'_>) -> Result<Self> {
+        let queue = self.queue()?;
+        Ok(Self::new(interrupt::detached(py, || queue.run(|comm| comm.shrink()))?))
+    }
+
+    fn abort(&self, py: Python<'_>) -> Result<()> {
+        let queue = self.queue()?;
+        py.detach(|| queue.monitor().abort());
+        Ok(())
     }
 
     #[pyo3(signature = (*, device = None, stream = None))]
@@ -687,6 +701,13 @@ fn builder(timeout: Option<f64>, arena_bytes: Option<usize>) -> Result<Builder> 
         builder = builder.arena_bytes(bytes);
     }
     Ok(builder)
+}
+
+fn of_parent(builder: Builder, parent: Option<&Communicator>) -> Result<Builder> {
+    Ok(match parent {
+        None => builder,
+        Some(parent) => builder.parent(parent.queue()?.messenger()),
+    })
 }
 
 fn refused(error: antiphon::tensor::TensorError) -> fabric::FabricError {
