@@ -289,9 +289,5 @@ fn reduction(plan: &Plan) -> ReduceOp {
         _ => inner(op),
     };
     let mut ops = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
-    match ops.find_map(of) {
-        Some(antiphon_plan::ReduceOp::Min) => ReduceOp::Min,
-        Some(antiphon_plan::ReduceOp::Max) => ReduceOp::Max,
-        Some(antiphon_plan::ReduceOp::Sum) | None => ReduceOp::Sum,
-    }
+    ops.find_map(of).unwrap_or(ReduceOp::Sum)
 }

@@ -108,7 +108,7 @@ impl CudaCollectives {
             let text = format!("root rank {root} is not below the world size {}", self.world_size());
             return Err(FabricError::InvalidArgument(text).into());
         }
-        signature.root = Some(root as u32);
+        signature.detail = root as u32;
         let buffer = self.output(&signature, buffer)?;
         let (at, bytes) = (buffer.data.addr(), buffer.count * buffer.dtype.size());
         let work = Work { input: at, output: at, count: bytes, stride: bytes, root, signature };

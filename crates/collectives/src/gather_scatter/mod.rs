@@ -46,8 +46,8 @@ fn signature(
     root: Option<usize>,
     reduce: Option<ReduceOp>,
 ) -> Signature {
-    let root = root.map(|r| r as u32);
-    Signature { dtype: Some(dtype), count: count as u64, root, reduce, ..Signature::new(operation) }
+    let detail = root.map_or(0, |root| root as u32);
+    Signature { dtype: Some(dtype), count: count as u64, detail, reduce, ..Signature::new(operation) }
 }
 
 pub(crate) fn all_gather(comm: &Communicator, input: Input, output: Output) -> Result<()> {
