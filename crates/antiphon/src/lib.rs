@@ -54,8 +54,8 @@
 //! 6. **GPUs.** [`cuda`] has the collectives between them and what it takes to use them, [`nccl`] the same through NCCL.
 //! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which is proved and simulated before the
 //!    [`executor`] runs it. The usual ones are in its [`library`](language::library).
-//! 8. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`tuning`] the tables of
-//!    what is fastest.
+//! 8. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the table of
+//!    what the operations are, [`tuning`] those of what is fastest.
 //!
 //! ## Promises
 //!
@@ -72,6 +72,7 @@ pub use antiphon_device as device;
 pub use antiphon_executor as executor;
 pub use antiphon_fabric as fabric;
 pub use antiphon_language as language;
+pub use antiphon_operation as operation;
 pub use antiphon_plan as plan;
 pub use antiphon_tensor as tensor;
 pub use antiphon_topology as topology;

@@ -86,6 +86,18 @@ fn check(serves: Device, operation: Operation, which: &'static str, tensor: &Ten
     tensor.contiguous().map_err(|source| CollectiveError::Tensor { operation, which, source })
 }
 
+/// Checks the tensors of a call beside each other, wherever they are, as the operation's row says; the elements of a block.
+#[inline]
+pub(crate) fn block(
+    operation: Operation,
+    input: &Input,
+    output: &Output,
+    world_size: usize,
+) -> Result<usize> {
+    same_dtype(operation, input, output)?;
+    Ok(operation.block(input.count, output.count, world_size)?)
+}
+
 /// Input and output must hold the same kind of elements.
 #[inline]
 pub(crate) fn same_dtype(operation: Operation, input: &Input, output: &Output) -> Result<()> {
@@ -95,7 +107,7 @@ pub(crate) fn same_dtype(operation: Operation, input: &Input, output: &Output) -
     Err(CollectiveError::DTypes { operation: operation.name(), input: input.dtype, output: output.dtype })
 }
 
-/// The tensor must have `expected` elements; `rule` says why.
+/// The tensor must have `expected` elements; `rule` says why. For operations whose calls have a rule of their own.
 #[inline]
 pub(crate) fn has_count(
     operation: Operation,
@@ -108,19 +120,6 @@ pub(crate) fn has_count(
         return Ok(());
     }
     Err(CollectiveError::Count { operation: operation.name(), which, actual, expected, rule: rule() })
-}
-
-/// The tensor must fall into `parts` equal parts; returns the elements of each.
-#[inline]
-pub(crate) fn divided(
-    operation: Operation,
-    which: &'static str,
-    count: usize,
-    parts: usize,
-) -> Result<usize> {
-    let part = count / parts;
-    has_count(operation, which, count, part * parts, || format!("a multiple of the world size {parts}"))?;
-    Ok(part)
 }
 
 /// The dtype must have arithmetic.

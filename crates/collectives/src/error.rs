@@ -2,6 +2,7 @@
 
 use antiphon_device::{DeviceError, cuda::CudaError};
 use antiphon_fabric::FabricError;
+use antiphon_operation::WrongCount;
 use antiphon_tensor::{DType, Device, TensorError};
 
 /// Why a collective was refused or failed. Everything but [`Fabric`](Self::Fabric) and
@@ -111,6 +112,12 @@ pub enum CollectiveError {
         /// What the other expects.
         expected: u64,
     },
+}
+
+impl From<WrongCount> for CollectiveError {
+    fn from(WrongCount { operation, which, actual, expected, rule }: WrongCount) -> Self {
+        Self::Count { operation: operation.name(), which, actual, expected, rule }
+    }
 }
 
 impl From<CudaError> for CollectiveError {

@@ -19,7 +19,7 @@ use antiphon_fabric::{Communicator, FabricError, Operation};
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use crate::{
-    arguments::{Input, Output, divided, has_count, same_dtype},
+    arguments::{Input, Output, block},
     cuda::device,
     error::Result,
 };
@@ -97,8 +97,7 @@ impl NcclCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         const OPERATION: Operation = Operation::AllReduce;
-        let (from, to) = self.pair(OPERATION, input, output)?;
-        has_count(OPERATION, "output", to.count, from.count, || "as many as the input".to_owned())?;
+        let (from, to, _) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: as many elements on both sides; the rest is passed on.
         unsafe { self.nccl.all_reduce(start, end, from.count, from.dtype, op, stream) }.map_err(device)
@@ -118,14 +117,10 @@ impl NcclCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         const OPERATION: Operation = Operation::AllGather;
-        let (from, to) = self.pair(OPERATION, input, output)?;
-        let (world_size, count) = (self.world_size(), from.count);
-        has_count(OPERATION, "output", to.count, world_size * count, || {
-            format!("{world_size} ranks × {count} elements")
-        })?;
+        let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: the output has a block of the input's size for each rank; the rest is passed on.
-        unsafe { self.nccl.all_gather(start, end, from.count, from.dtype, stream) }.map_err(device)
+        unsafe { self.nccl.all_gather(start, end, block, from.dtype, stream) }.map_err(device)
     }
 
     /// Reduces the inputs, which have one block for each rank, and gives every rank its block.
@@ -143,9 +138,7 @@ impl NcclCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         const OPERATION: Operation = Operation::ReduceScatter;
-        let (from, to) = self.pair(OPERATION, input, output)?;
-        let block = divided(OPERATION, "input", from.count, self.world_size())?;
-        has_count(OPERATION, "output", to.count, block, || "a block of the input".to_owned())?;
+        let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: the input has a block of the output's size for each rank; the rest is passed on.
         unsafe { self.nccl.reduce_scatter(start, end, block, to.dtype, op, stream) }.map_err(device)
@@ -165,9 +158,7 @@ impl NcclCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         const OPERATION: Operation = Operation::AllToAll;
-        let (from, to) = self.pair(OPERATION, input, output)?;
-        has_count(OPERATION, "output", to.count, from.count, || "as many as the input".to_owned())?;
-        let block = divided(OPERATION, "input", from.count, self.world_size())?;
+        let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: both have a block for each rank; the rest is passed on.
         unsafe { self.nccl.all_to_all(start, end, block, from.dtype, stream) }.map_err(device)
@@ -200,16 +191,17 @@ impl NcclCollectives {
         Device::Cuda(self.context().device().ordinal())
     }
 
+    /// The operands of a call, checked, and the elements of a block.
     fn pair(
         &self,
         operation: Operation,
         input: &TensorView<'_>,
         output: &mut TensorViewMut<'_>,
-    ) -> Result<(Input, Output)> {
+    ) -> Result<(Input, Output, usize)> {
         let from = Input::on(self.serves(), operation, input)?;
         let to = Output::on(self.serves(), operation, output)?;
-        same_dtype(operation, &from, &to)?;
-        Ok((from, to))
+        let block = block(operation, &from, &to, self.world_size())?;
+        Ok((from, to, block))
     }
 }
 

@@ -35,8 +35,7 @@
 pub mod cuda;
 pub mod error;
 pub mod host;
-mod op;
 pub mod sync;
 
+pub use antiphon_operation::{ReduceOp, UnknownReduceOp};
 pub use error::DeviceError;
-pub use op::{ReduceOp, UnknownReduceOp};

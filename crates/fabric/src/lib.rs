@@ -51,12 +51,13 @@ mod signal;
 mod signature;
 mod symmetric;
 
+pub use antiphon_operation::Operation;
 pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue};
 pub use error::FabricError;
 pub use local::LocalWorld;
 pub use members::Members;
 pub use signal::rounds::{Arenas, Rounds};
-pub use signature::{Operation, Signature};
+pub use signature::Signature;
 #[cfg(not(loom))]
 pub use symmetric::{CudaArena, RegisteredMemory};
 pub use symmetric::{Mapped, SharedBuffer};

@@ -4,7 +4,7 @@ use antiphon_language::{
     Blocks, BufferType, Chunk, Collective, DataSync, LanguageError, Options, Program, ReduceOp,
     ThreadBlockGroup,
 };
-use antiphon_plan::{OpKind, Rank};
+use antiphon_plan::{OpKind, REDUCE_OPS, Rank};
 
 fn program() -> Program {
     Program::new("test", &Collective::custom("test", 2, 4, 4), Options::default())
@@ -54,6 +54,23 @@ fn operations_check_whose_chunks_they_get_and_how_large() {
     let nothing = program.rank(0).unwrap().reduce(own, &[], 0, own, ReduceOp::Sum);
     assert_eq!(nothing, Err(LanguageError::NothingToReduce));
     assert!(program.plan().unwrap().gpus[0].threadblocks.is_empty(), "what was refused left nothing");
+}
+
+#[test]
+fn plans_reduce_by_the_operators_they_know() {
+    for op in ReduceOp::ALL {
+        let program = program();
+        let (to, from) = (input(&program, 0, 0), input(&program, 0, 1));
+        program.rank(0).unwrap().reduce(to, &[from], 0, to, op).unwrap();
+        let checked = program.plan().unwrap().check().map_err(|error| error.to_string());
+        match REDUCE_OPS.contains(&op) {
+            true => assert_eq!(checked, Ok(())),
+            false => {
+                let text = checked.unwrap_err();
+                assert!(text.contains(&format!("reduces by {op}, but plans know sum, min, max")), "{text}");
+            }
+        }
+    }
 }
 
 #[test]

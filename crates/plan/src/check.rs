@@ -1,13 +1,16 @@
 //! Whether all that a plan names exists.
 
+use antiphon_operation::ReduceOp;
+
 use crate::error::PlanError;
 use crate::ids::{ChannelIndex, Rank, ThreadBlockId};
-use crate::op::{ChannelType, GroupShare, NotifyKind, OpKind, RemoteChunk};
+use crate::op::{ChannelType, GroupShare, NotifyKind, OpKind, REDUCE_OPS, RemoteChunk};
 use crate::place::Place;
 use crate::plan::{Gpu, GpuChannels, Plan, ThreadBlock};
 
 impl Plan {
-    /// Checks that every number names something that exists, and that no chunk range overflows: after that no reader of
+    /// Checks that every number names something that exists, that no chunk range overflows, and that only
+    /// [`REDUCE_OPS`] reduce: after that no reader of
     /// the plan can be led outside it. What the plan does is not looked at.
     ///
     /// # Errors
@@ -173,12 +176,14 @@ impl Scope<'_> {
                     self.remote(channel_type, &reduce.remote_src)?;
                     self.remote(channel_type, &reduce.remote_dst)?;
                 }
+                reduces(reduce.op)?;
                 share(reduce.group)
             }
             OpKind::SwitchReduce(op) => {
                 if op.channels.len() != 1 {
                     return Err(format!("names {} switch channels, not one", op.channels.len()));
                 }
+                reduces(op.op)?;
                 self.channels(ChannelType::Switch, &op.channels)?;
                 range(op.offset, op.size)?;
                 self.rank(op.dst.rank)?;
@@ -191,6 +196,7 @@ impl Scope<'_> {
                 range(op.dst.index, op.dst.size)
             }
             OpKind::SwitchReduceBroadcast(op) => {
+                reduces(op.op)?;
                 self.channels(ChannelType::Switch, &[op.src.switch_channel_id, op.dst.switch_channel_id])?;
                 range(op.src.index, op.src.size)?;
                 range(op.dst.index, op.dst.size)
@@ -246,6 +252,15 @@ fn range(index: u64, size: u64) -> Result<(), String> {
         Some(_) => Ok(()),
         None => Err(format!("chunks from {index}, {size} of them, are beyond 64 bits")),
     }
+}
+
+/// Plans are proved, and executed, for these operators only.
+fn reduces(op: ReduceOp) -> Result<(), String> {
+    if REDUCE_OPS.contains(&op) {
+        return Ok(());
+    }
+    let known = REDUCE_OPS.map(ReduceOp::name).join(", ");
+    Err(format!("reduces by {op}, but plans know {known}"))
 }
 
 fn share(group: Option<GroupShare>) -> Result<(), String> {

@@ -43,6 +43,7 @@ pub mod simulate;
 mod text;
 pub mod verify;
 
+pub use antiphon_operation::ReduceOp;
 pub use error::PlanError;
 pub use extent::Extent;
 pub use ids::{
@@ -51,7 +52,7 @@ pub use ids::{
 };
 pub use op::{
     BufferType, ChannelType, Copy, CopyKind, DataSync, Get, GroupShare, LocalChunk, Notify, NotifyKind, Op,
-    OpKind, Pipeline, Put, PutKind, RankChunk, Reduce, ReduceOp, RemoteChunk, SemaphoreOp, SwitchBroadcast,
+    OpKind, Pipeline, Put, PutKind, REDUCE_OPS, RankChunk, Reduce, RemoteChunk, SemaphoreOp, SwitchBroadcast,
     SwitchChunk, SwitchReduce, SwitchReduceBroadcast,
 };
 pub use place::Place;

@@ -1,6 +1,9 @@
 //! Operations of a thread block.
 
-use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+
+use antiphon_operation::ReduceOp;
+use serde::{Deserialize, Deserializer, Serialize, de};
 
 use crate::ids::{BarrierId, ChannelIndex, OriginId, Rank, RemoteBufferIndex, SemaphoreId};
 
@@ -79,16 +82,16 @@ pub enum BufferType {
     Scratch,
 }
 
-/// How contributions are combined.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ReduceOp {
-    /// a + b.
-    Sum,
-    /// The smaller one.
-    Min,
-    /// The larger one.
-    Max,
+/// The operators that plans know.
+pub const REDUCE_OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max];
+
+/// Reads one of the [`REDUCE_OPS`] by its name.
+pub(crate) fn reduce_op<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ReduceOp, D::Error> {
+    const NAMES: [&str; REDUCE_OPS.len()] =
+        [REDUCE_OPS[0].name(), REDUCE_OPS[1].name(), REDUCE_OPS[2].name()];
+    let name = Cow::<str>::deserialize(deserializer)?;
+    let known = REDUCE_OPS.into_iter().find(|op| op.name() == name);
+    known.ok_or_else(|| de::Error::unknown_variant(&name, &NAMES))
 }
 
 /// On which sides of an operation its thread block's threads meet. Consumed by the pass that inserts [`OpKind::Nop`]s;
@@ -406,6 +409,24 @@ impl OpKind {
             OpKind::SwitchBroadcast(SwitchBroadcast { packets: true, .. }) => "gstorepkt",
             OpKind::SwitchReduceBroadcast(_) => "glres",
             OpKind::Pipeline(_) => "pipeline",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{ReduceOp, verify::Expected};
+
+    #[test]
+    fn plans_read_three_operators_and_refuse_the_others_by_name() {
+        let read = |op: &str| {
+            let row = format!(r#"{{"rank": 0, "index": 0, "size": 1, "from": [], "op": "{op}"}}"#);
+            serde_json::from_str::<Expected>(&row).map(|row| row.op).map_err(|error| error.to_string())
+        };
+        assert_eq!(["sum", "min", "max"].map(read), [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max].map(Ok));
+        for other in ["prod", "avg", "Sum", ""] {
+            let expected = format!("unknown variant `{other}`, expected one of `sum`, `min`, `max`");
+            assert!(read(other).unwrap_err().starts_with(&expected));
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The plan: what every thread block of every rank does.
 
+use antiphon_operation::Operation;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{ChannelId, OriginId, Rank, RemoteBufferId};
@@ -52,7 +53,19 @@ impl Plan {
         self.gpus.len()
     }
 
-    /// The operation that stands somewhere, if there is one.
+    /// The operation that [`collective`](Self::collective) names in MSCCL++'s words, if it is one of theirs.
+    pub fn operation(&self) -> Option<Operation> {
+        match self.collective.as_str() {
+            "allgather" => Some(Operation::AllGather),
+            "allreduce" => Some(Operation::AllReduce),
+            "reducescatter" => Some(Operation::ReduceScatter),
+            "alltoall" => Some(Operation::AllToAll),
+            "sendrecv" => Some(Operation::Message),
+            _ => None,
+        }
+    }
+
+    /// What stands somewhere in its thread blocks, if there is anything.
     pub fn op(&self, place: Place) -> Option<&Op> {
         let block = self.gpus.get(place.rank.index())?.threadblocks.get(place.threadblock.index())?;
         let op = block.ops.get(place.op as usize)?;

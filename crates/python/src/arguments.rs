@@ -1,5 +1,6 @@
 //! The arrays of one call: found, checked, and made where the caller gave none.
 
+use antiphon::operation::InPlace;
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
     prelude::*,
@@ -23,27 +24,16 @@ pub(crate) struct Prepared<'py> {
 /// The input and the output, as far as there are any.
 pub(crate) type Operands = [Option<Operand>; 2];
 
-/// Where the output may lie, other than apart from the input.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum InPlace {
-    Never,
-    /// It may be the input.
-    Same,
-    /// The input may be a rank's block of the output, of so many.
-    InputBlock(usize, usize),
-    /// It may be a rank's block of the input, of so many.
-    OutputBlock(usize, usize),
-}
-
 /// An array that the caller gave, as the argument of this name.
 pub(crate) type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// An operation that reads one array and writes another, on this rank.
+/// An operation that reads one array and writes another, on rank `rank` of `world_size`. Of an array that the caller did not
+/// give, `shape` makes the shape from the input's.
 pub(crate) fn prepare<'py>(
     kind: Kind,
     input: &Bound<'py, PyAny>,
     out: Given<'_, 'py>,
-    in_place: InPlace,
+    (rank, world_size): (usize, usize),
     usage: Usage,
     shape: impl FnOnce(&[usize]) -> Result<Vec<usize>>,
 ) -> Result<Prepared<'py>> {
@@ -56,6 +46,7 @@ pub(crate) fn prepare<'py>(
         same_device(&read.tensor, &write.tensor)?;
         return Ok(Prepared::apart(kind, Some(read), Some(write), Some(new)));
     };
+    let in_place = kind.operation().row().in_place;
     if out.is(input) && in_place == InPlace::Same {
         return Ok(Prepared::in_place(kind, read.writable("the output")?, out.clone()));
     }
@@ -65,9 +56,9 @@ pub(crate) fn prepare<'py>(
         let text = format!("the input is {}, the output is {}", read.element, write.element);
         return Err(PyTypeError::new_err(text).into());
     }
-    if in_place.allows(&read.tensor, &write.tensor) {
+    if lie_in_place(in_place, &read.tensor, &write.tensor, rank, world_size) {
         let whole = match in_place {
-            InPlace::OutputBlock(..) => read.writable("the input")?,
+            InPlace::OutputBlock => read.writable("the input")?,
             _ => write,
         };
         return Ok(Prepared::in_place(kind, whole, out.clone()));
@@ -123,19 +114,17 @@ impl<'py> Prepared<'py> {
     }
 }
 
-impl InPlace {
-    /// Whether these two lie as it says.
-    fn allows(self, read: &Tensor, write: &Tensor) -> bool {
-        let block_of = |block: &Tensor, whole: &Tensor, rank: usize, blocks: usize| {
-            block.data == whole.data.wrapping_add(rank * block.bytes())
-                && block.bytes().checked_mul(blocks) == Some(whole.bytes())
-        };
-        match self {
-            Self::Never => false,
-            Self::Same => read.data == write.data && read.bytes() == write.bytes(),
-            Self::InputBlock(rank, blocks) => block_of(read, write, rank, blocks),
-            Self::OutputBlock(rank, blocks) => block_of(write, read, rank, blocks),
-        }
+/// Whether these two lie as a rule lets them lie in place, on this rank of so many.
+fn lie_in_place(rule: InPlace, read: &Tensor, write: &Tensor, rank: usize, world_size: usize) -> bool {
+    let block_of = |block: &Tensor, whole: &Tensor| {
+        block.data == whole.data.wrapping_add(rank * block.bytes())
+            && block.bytes().checked_mul(world_size) == Some(whole.bytes())
+    };
+    match rule {
+        InPlace::Never => false,
+        InPlace::Same => read.data == write.data && read.bytes() == write.bytes(),
+        InPlace::InputBlock => block_of(read, write),
+        InPlace::OutputBlock => block_of(write, read),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use antiphon::{
     collectives::all_reduce::Algorithm,
+    operation::Operation,
     prelude::{CollectiveError, Collectives, Communicator, DType, FabricError, ReduceOp},
     tensor::TensorError,
 };
@@ -28,20 +29,25 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
+    /// The operation, whose row says how its tensors must be.
+    pub(crate) fn operation(&self) -> Operation {
+        match self {
+            Self::AllReduce(..) | Self::AllReduceRegistered(..) => Operation::AllReduce,
+            Self::AllGather => Operation::AllGather,
+            Self::ReduceScatter(_) => Operation::ReduceScatter,
+            Self::AllToAll => Operation::AllToAll,
+            Self::AllToAllV(..) => Operation::AllToAllV,
+            Self::Broadcast(_) => Operation::Broadcast,
+            Self::Reduce(..) => Operation::Reduce,
+            Self::Gather(_) => Operation::Gather,
+            Self::Scatter(_) => Operation::Scatter,
+            Self::Barrier => Operation::Barrier,
+        }
+    }
+
     /// The name of the method.
     pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Self::AllReduce(..) | Self::AllReduceRegistered(..) => "all_reduce",
-            Self::AllGather => "all_gather",
-            Self::ReduceScatter(_) => "reduce_scatter",
-            Self::AllToAll => "all_to_all",
-            Self::AllToAllV(..) => "all_to_all_v",
-            Self::Broadcast(_) => "broadcast",
-            Self::Reduce(..) => "reduce",
-            Self::Gather(_) => "gather",
-            Self::Scatter(_) => "scatter",
-            Self::Barrier => "barrier",
-        }
+        self.operation().name()
     }
 
     /// Whether there are kernels for it.
@@ -59,10 +65,7 @@ impl Kind {
 
     /// Whether it computes with the elements, and does not only move them.
     pub(crate) fn reduces(&self) -> bool {
-        matches!(
-            self,
-            Self::AllReduce(..) | Self::AllReduceRegistered(..) | Self::ReduceScatter(_) | Self::Reduce(..)
-        )
+        self.operation().row().reduces
     }
 }
 

@@ -3,6 +3,7 @@
 use antiphon::{
     collectives::{CollectiveError, Collectives, Communicator, all_reduce::Algorithm},
     device::{ReduceOp, host::reduce::Reducer},
+    operation::{Extent, Operation},
     tensor::{DType, Element, TensorView, TensorViewMut},
 };
 
@@ -25,25 +26,47 @@ pub enum Collective {
 }
 
 impl Collective {
+    /// The operation whose row says what is to be known of it; none of the memory's floor.
+    pub fn operation(self) -> Option<Operation> {
+        match self {
+            Self::AllReduce => Some(Operation::AllReduce),
+            Self::AllGather => Some(Operation::AllGather),
+            Self::ReduceScatter => Some(Operation::ReduceScatter),
+            Self::AllToAll => Some(Operation::AllToAll),
+            Self::Broadcast => Some(Operation::Broadcast),
+            Self::Reduce => Some(Operation::Reduce),
+            Self::Gather => Some(Operation::Gather),
+            Self::Scatter => Some(Operation::Scatter),
+            Self::SendRecv => Some(Operation::Message),
+            Self::Memory => None,
+        }
+    }
+
     /// The name in tables, as the Rust method is called.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::AllReduce => "all_reduce",
-            Self::AllGather => "all_gather",
-            Self::ReduceScatter => "reduce_scatter",
-            Self::AllToAll => "all_to_all",
-            Self::Broadcast => "broadcast",
-            Self::Reduce => "reduce",
-            Self::Gather => "gather",
-            Self::Scatter => "scatter",
-            Self::SendRecv => "send_recv",
-            Self::Memory => "memory",
+        match (self, self.operation()) {
+            (Self::SendRecv, _) => "send_recv",
+            (_, Some(operation)) => operation.name(),
+            (_, None) => "memory",
         }
     }
 
     /// Whether an operator is applied.
     pub fn reduces(self) -> bool {
-        matches!(self, Self::AllReduce | Self::ReduceScatter | Self::Reduce)
+        self.operation().is_some_and(|operation| operation.row().reduces)
+    }
+
+    /// What turns its algorithm bandwidth into bus bandwidth.
+    pub(super) fn bus_factor(self, ranks: usize) -> Option<f64> {
+        self.operation().and_then(|operation| operation.row().bus_factor.among(ranks))
+    }
+
+    /// How many elements input and output have beside each other.
+    pub(super) fn extents(self) -> (Extent, Extent) {
+        self.operation().map_or((Extent::Block, Extent::Block), |operation| {
+            let row = operation.row();
+            (row.input, row.output)
+        })
     }
 }
 
@@ -59,19 +82,19 @@ pub(super) struct Case {
 }
 
 /// Where rank 0 is the one that gives or gets.
-const ROOT: usize = 0;
+pub(super) const ROOT: usize = 0;
 
 impl Case {
     /// Elements of a rank's input and output: the larger has as many as fit in the bytes, at least one per block.
     pub(super) fn counts(&self, world_size: usize) -> (usize, usize) {
         let whole = (self.bytes as usize / self.dtype.size()).max(1);
         let block = (whole / world_size).max(1);
-        let row = block * world_size;
-        match self.collective {
-            Collective::AllGather | Collective::Gather => (block, row),
-            Collective::ReduceScatter | Collective::Scatter => (row, block),
-            Collective::AllToAll => (row, row),
-            _ => (whole, whole),
+        match self.collective.extents() {
+            (Extent::Block, Extent::Block) => (whole, whole),
+            (input, output) => {
+                let count = |extent: Extent| extent.elements(block, world_size).unwrap_or(whole);
+                (count(input), count(output))
+            }
         }
     }
 
@@ -124,4 +147,37 @@ fn read_and_write<T: Element>(input: &[T], output: &mut [T]) {
     let reducer = Reducer::new(T::DTYPE, ReduceOp::Sum);
     // SAFETY: two separate slices of equal length.
     unsafe { reducer.run(output.as_mut_ptr().cast(), &[input.as_ptr().cast()], output.len()) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factors_are_those_of_nccl_tests() {
+        use Collective::*;
+        assert_eq!(AllReduce.bus_factor(4), Some(1.5));
+        for collective in [AllGather, ReduceScatter, AllToAll, Gather, Scatter] {
+            assert_eq!(collective.bus_factor(4), Some(0.75), "{collective:?}");
+        }
+        assert_eq!([Broadcast, Reduce, SendRecv].map(|of| of.bus_factor(4)), [Some(1.0); 3]);
+        assert_eq!((AllReduce.bus_factor(1), Memory.bus_factor(4)), (Some(0.0), None));
+    }
+
+    #[test]
+    fn the_larger_buffer_has_the_bytes_and_a_row_a_block_for_each_rank() {
+        let case = |collective| Case {
+            collective,
+            bytes: 42,
+            algorithm: None,
+            dtype: DType::F32,
+            op: ReduceOp::Sum,
+        };
+        use Collective::*;
+        assert_eq!([AllReduce, SendRecv, Memory].map(|of| case(of).counts(4)), [(10, 10); 3]);
+        assert_eq!([AllGather, Gather].map(|of| case(of).counts(4)), [(2, 8); 2]);
+        assert_eq!([ReduceScatter, Scatter].map(|of| case(of).counts(4)), [(8, 2); 2]);
+        assert_eq!(case(AllToAll).counts(4), (8, 8));
+        assert_eq!(case(AllGather).counts(100), (1, 100), "at least one element in a block");
+    }
 }

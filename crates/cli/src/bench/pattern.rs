@@ -3,10 +3,15 @@
 //! Inputs repeat with a prime period, so that a reference in f64 is computed once per period and yet every element of
 //! any size is compared, and an element at a wrong place is a wrong element.
 
-use antiphon::{collectives::Communicator, device::ReduceOp, tensor::Element};
+use antiphon::{
+    collectives::Communicator,
+    device::ReduceOp,
+    operation::{Extent, Root},
+    tensor::Element,
+};
 use antiphon_collectives::reference::{Expected, reduce_element};
 
-use super::case::{Case, Collective};
+use super::case::{Case, Collective, ROOT};
 
 /// Elements after which the input repeats: prime, so that it never falls into step with blocks and pieces.
 const PERIOD: usize = 4093;
@@ -62,26 +67,31 @@ impl Reference {
     /// Whether the collective gives this rank anything.
     fn concerns_me(&self) -> bool {
         match self.case.collective {
-            Collective::Reduce | Collective::Gather => self.rank == 0,
             Collective::SendRecv => self.rank < 2,
-            _ => true,
+            collective => {
+                let root = collective.operation().and_then(|operation| operation.row().root);
+                root != Some(Root::Gets) || self.rank == ROOT
+            }
         }
     }
 
     /// The expected value of one element of the output.
     fn expected<T: Element>(&self, index: usize) -> Expected {
-        let (from, at) = match self.case.collective {
-            Collective::AllReduce | Collective::Reduce => return self.reduced[index % PERIOD],
-            Collective::ReduceScatter => return self.reduced[(self.rank * self.block + index) % PERIOD],
-            Collective::AllGather | Collective::Gather => (index / self.block, index % self.block),
-            Collective::AllToAll => {
+        let collective = self.case.collective;
+        // Where the element is in the tensor that it comes from, and in whose.
+        let (from, at) = match collective.extents() {
+            (Extent::Block, Extent::Row) => (index / self.block, index % self.block),
+            (Extent::Row, Extent::Row) => {
                 let block = self.block / self.world_size;
                 (index / block, self.rank * block + index % block)
             }
-            Collective::Broadcast | Collective::SendRecv => (0, index),
-            Collective::Scatter => (0, self.rank * self.block + index),
-            Collective::Memory => (self.rank, index),
+            (Extent::Row, _) => (ROOT, self.rank * self.block + index),
+            _ if collective == Collective::Memory => (self.rank, index),
+            _ => (ROOT, index),
         };
+        if collective.reduces() {
+            return self.reduced[at % PERIOD]; // of all ranks
+        }
         Expected { exact: value::<T>(self.case.op, from, at).to_f64(), tolerance: 0.0 }
     }
 

@@ -16,7 +16,7 @@ use super::{
     case::{Case, Collective},
     pattern::{self, Reference, Wrong},
 };
-use crate::report::{Row, algbw_gbs, bus_factor};
+use crate::report::{Row, algbw_gbs};
 use crate::{ExitStatus, FAILURE, SUCCESS};
 
 /// Batches of calls; their median is the time.
@@ -151,9 +151,8 @@ pub(super) fn row(
     let bytes = (count * case.dtype.size()) as u64;
     let latency_us = times[times.len() / 2];
     let algbw_gbs = algbw_gbs(bytes, latency_us);
-    let name = case.collective.name();
     Row {
-        collective: name.into(),
+        collective: case.collective.name().into(),
         bytes,
         count: count as u64,
         dtype: case.dtype.name().into(),
@@ -164,7 +163,7 @@ pub(super) fn row(
         min_us: times[0],
         max_us: times[times.len() - 1],
         algbw_gbs,
-        busbw_gbs: algbw_gbs * bus_factor(name, ranks).unwrap_or(1.0),
+        busbw_gbs: algbw_gbs * case.collective.bus_factor(ranks).unwrap_or(1.0),
         errors: wrong.elements,
         max_error: wrong.worst,
         gpu: None,

@@ -9,6 +9,7 @@ use std::{
 use antiphon::{
     collectives::Communicator,
     device::ReduceOp,
+    operation::Operation,
     tensor::{DType, Element, with_dtype},
 };
 use antiphon_collectives::reference::{Expected, reduce_element};
@@ -24,7 +25,7 @@ use crate::{
     ExitStatus, FAILURE, SUCCESS,
     launch::Launch,
     machine::{Cores, Files, refuse_beyond_memory},
-    report::{algbw_gbs, bus_factor},
+    report::algbw_gbs,
     sizes::Sizes,
 };
 
@@ -150,8 +151,9 @@ struct Row {
 impl Row {
     fn text(&self, plan: &Plan, ranks: usize) -> String {
         let algbw = algbw_gbs(self.bytes, self.microseconds);
-        let busbw = name_of(plan)
-            .and_then(|name| bus_factor(name, ranks))
+        let busbw = plan
+            .operation()
+            .and_then(|operation| operation.row().bus_factor.among(ranks))
             .map_or("-".into(), |factor| format!("{:.2}", algbw * factor));
         let results = match self.wrong {
             None => format!("not checked: nothing is known of {:?}", plan.collective),
@@ -159,17 +161,6 @@ impl Row {
             Some(wrong) => format!("{wrong} elements are wrong"),
         };
         format!("{:>12} {:>10.1} {algbw:>12.2} {busbw:>12}  {results}", self.bytes, self.microseconds)
-    }
-}
-
-/// The collective as the library calls it.
-fn name_of(plan: &Plan) -> Option<&'static str> {
-    match plan.collective.as_str() {
-        "allreduce" => Some("all_reduce"),
-        "allgather" => Some("all_gather"),
-        "reducescatter" => Some("reduce_scatter"),
-        "alltoall" => Some("all_to_all"),
-        _ => None,
     }
 }
 
@@ -249,16 +240,16 @@ fn wrong<T: Element>(comm: &Communicator, plan: &Plan, output: &[T], input: usiz
         // A plan may round at each of its reductions, so at most once for each contribution.
         Expected { tolerance: expected.tolerance * ranks as f64, ..expected }
     };
-    if plan.collective == "sendrecv" {
+    let operation = plan.operation()?;
+    if operation == Operation::Message {
         return Some(unlike_any(output, rank, ranks));
     }
     let copied = |from: usize, index| Expected { exact: value::<T>(from, index).to_f64(), tolerance: 0.0 };
     let block = (input / ranks).max(1);
-    let name = name_of(plan)?;
-    let expected = |index: usize| match name {
-        "all_reduce" => reduced(index),
-        "reduce_scatter" => reduced(rank * block + index),
-        "all_gather" => copied(index / input, index % input),
+    let expected = |index: usize| match operation {
+        Operation::AllReduce => reduced(index),
+        Operation::ReduceScatter => reduced(rank * block + index),
+        Operation::AllGather => copied(index / input, index % input),
         _ => copied(index / block, rank * block + index % block),
     };
     let wrong = output.iter().enumerate().filter(|(index, value)| !expected(*index).accepts(value.to_f64()));
@@ -289,9 +280,5 @@ fn reduction(plan: &Plan) -> ReduceOp {
         _ => inner(op),
     };
     let mut ops = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
-    match ops.find_map(of) {
-        Some(antiphon_plan::ReduceOp::Min) => ReduceOp::Min,
-        Some(antiphon_plan::ReduceOp::Max) => ReduceOp::Max,
-        Some(antiphon_plan::ReduceOp::Sum) | None => ReduceOp::Sum,
-    }
+    ops.find_map(of).unwrap_or(ReduceOp::Sum)
 }

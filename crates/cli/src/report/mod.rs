@@ -42,7 +42,7 @@ pub struct Row {
     /// Algorithm bandwidth: bytes by time, in 10^9 bytes per second.
     #[serde(deserialize_with = "null_is_nan")]
     pub algbw_gbs: f64,
-    /// Bus bandwidth: the same times [`bus_factor`].
+    /// Bus bandwidth: the same times the operation's [`BusFactor`](antiphon::operation::BusFactor).
     #[serde(deserialize_with = "null_is_nan")]
     pub busbw_gbs: f64,
     /// How many elements were wrong.
@@ -152,19 +152,6 @@ impl Machine {
     }
 }
 
-/// What turns algorithm bandwidth into bus bandwidth: the share of the data that must cross the busiest link,
-/// by nccl-tests' definitions, so that numbers are comparable over rank counts and with theirs. `None` for a
-/// collective without a definition.
-pub fn bus_factor(collective: &str, ranks: usize) -> Option<f64> {
-    let peers = ranks.saturating_sub(1) as f64 / ranks.max(1) as f64;
-    match collective {
-        "all_reduce" => Some(2.0 * peers),
-        "all_gather" | "reduce_scatter" | "all_to_all" | "gather" | "scatter" => Some(peers),
-        "broadcast" | "reduce" | "send_recv" => Some(1.0),
-        _ => None,
-    }
-}
-
 /// Algorithm bandwidth in 10^9 bytes per second.
 pub fn algbw_gbs(bytes: u64, latency_us: f64) -> f64 {
     bytes as f64 / latency_us / 1e3
@@ -227,18 +214,6 @@ mod tests {
     fn gpus_are_counted_by_name_and_what_is_missing_is_said() {
         let expected = "4 × NVIDIA H200, driver 580.95.05, CUDA 13.0, NVRTC 13.0, no NCCL";
         assert_eq!(gpus().in_words(), expected);
-    }
-
-    #[test]
-    fn factors_are_those_of_nccl_tests() {
-        assert_eq!(bus_factor("all_reduce", 4), Some(1.5));
-        for collective in ["all_gather", "reduce_scatter", "all_to_all"] {
-            assert_eq!(bus_factor(collective, 4), Some(0.75));
-        }
-        assert_eq!(bus_factor("broadcast", 4), Some(1.0));
-        assert_eq!(bus_factor("reduce", 4), Some(1.0));
-        assert_eq!(bus_factor("all_reduce", 1), Some(0.0));
-        assert_eq!(bus_factor("barrier", 4), None);
     }
 
     #[test]

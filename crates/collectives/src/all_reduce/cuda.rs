@@ -6,7 +6,7 @@ use antiphon_tensor::{TensorView, TensorViewMut};
 
 use super::Algorithm;
 use crate::{
-    arguments::{Input, Output, has_count, same_dtype},
+    arguments::{Input, Output, block},
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
@@ -96,10 +96,7 @@ impl CudaCollectives {
             ..signature(Operation::AllReduce, input.dtype(), input.numel())
         };
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        same_dtype(signature.operation, &input, &output)?;
-        has_count(signature.operation, "output", output.count, input.count, || {
-            "as many as the input".into()
-        })?;
+        block(signature.operation, &input, &output, self.world_size())?;
         Ok((signature, input, output))
     }
 

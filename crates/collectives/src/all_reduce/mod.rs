@@ -33,7 +33,7 @@ use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
-    arguments::{Input, Output, has_count, numeric, same_dtype},
+    arguments::{Input, Output, block, numeric},
     error::Result,
 };
 
@@ -53,10 +53,8 @@ impl Algorithm {
 
     /// The name, as the command line and tables write it.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::OneShot => "one-shot",
-            Self::TwoShot => "two-shot",
-        }
+        let name = Operation::AllReduce.row().algorithm(self as u8);
+        name.expect("the row of all-reduce has every algorithm's name")
     }
 }
 
@@ -84,9 +82,8 @@ pub(crate) fn run(
     algorithm: Option<Algorithm>,
 ) -> Result<()> {
     const OPERATION: Operation = Operation::AllReduce;
-    same_dtype(OPERATION, &input, &output)?;
+    block(OPERATION, &input, &output, comm.world_size())?;
     numeric(OPERATION, input.dtype)?;
-    has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
     let signature = |algorithm| Signature {
         dtype: Some(input.dtype),
         reduce: Some(op),

@@ -71,7 +71,7 @@ impl Place {
         let words =
             places.into_iter().map(|place| place.map_or(0, |p| (p.offset << 8) | (u64::from(p.number) + 1)));
         let mixed = words.fold(0u64, |sum, word| (sum ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        (mixed >> 33) as u32
+        (mixed >> 32) as u32
     }
 }
 
@@ -180,7 +180,7 @@ impl CudaCollectives {
         };
         let source = find("input", from)?;
         let target = if one_shot { None } else { Some(find("output", to)?) };
-        signature.root = Some(Place::digest([Some(source), target]));
+        signature.detail = Place::digest([Some(source), target]);
         let loaded = self.ready(Family::Registered(input.dtype, op), stream)?;
         if self.multiprocessors_here() < self.multiprocessors() {
             let expected = format!(

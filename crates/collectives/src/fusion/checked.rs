@@ -170,7 +170,7 @@ impl Checked {
             dtype: Some(self.dtype),
             reduce: Some(ReduceOp::Sum),
             algorithm: algorithm | rounded << 4,
-            root: Some(self.hidden as u32),
+            detail: self.hidden as u32,
             count: (self.tokens * self.hidden) as u64,
             ..Signature::new(OPERATION)
         }

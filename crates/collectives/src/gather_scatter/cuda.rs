@@ -5,7 +5,7 @@ use antiphon_fabric::{FabricError, Operation, Signature};
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use crate::{
-    arguments::{divided, has_count, same_dtype},
+    arguments::block,
     cuda::{
         CudaCollectives,
         kernels::{Family, Kernel},
@@ -38,11 +38,7 @@ impl CudaCollectives {
     ) -> Result<()> {
         let signature = signature(Operation::AllGather, input.dtype(), input.numel());
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        same_dtype(signature.operation, &input, &output)?;
-        let (world_size, count) = (self.world_size(), input.count);
-        has_count(signature.operation, "output", output.count, world_size * count, || {
-            format!("{world_size} ranks × {count} elements")
-        })?;
+        let count = block(signature.operation, &input, &output, self.world_size())?;
         let bytes = count * input.dtype.size();
         let work = Work {
             input: input.data.addr(),
@@ -72,11 +68,7 @@ impl CudaCollectives {
     ) -> Result<()> {
         let signature = signature(Operation::AllToAll, input.dtype(), input.numel());
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        same_dtype(signature.operation, &input, &output)?;
-        has_count(signature.operation, "output", output.count, input.count, || {
-            "as many as the input".into()
-        })?;
-        let count = divided(signature.operation, "input", input.count, self.world_size())?;
+        let count = block(signature.operation, &input, &output, self.world_size())?;
         let bytes = count * input.dtype.size();
         let work = Work {
             input: input.data.addr(),
@@ -108,7 +100,7 @@ impl CudaCollectives {
             let text = format!("root rank {root} is not below the world size {}", self.world_size());
             return Err(FabricError::InvalidArgument(text).into());
         }
-        signature.root = Some(root as u32);
+        signature.detail = root as u32;
         let buffer = self.output(&signature, buffer)?;
         let (at, bytes) = (buffer.data.addr(), buffer.count * buffer.dtype.size());
         let work = Work { input: at, output: at, count: bytes, stride: bytes, root, signature };
@@ -138,9 +130,7 @@ impl CudaCollectives {
         let mut signature = signature(Operation::ReduceScatter, input.dtype(), input.numel());
         signature.reduce = Some(op);
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        same_dtype(signature.operation, &input, &output)?;
-        let count = divided(signature.operation, "input", input.count, self.world_size())?;
-        has_count(signature.operation, "output", output.count, count, || "a block of the input".into())?;
+        let count = block(signature.operation, &input, &output, self.world_size())?;
         let loaded = self.ready(Family::Reduction(input.dtype, op), stream)?;
         let size = input.dtype.size();
         let bytes = count * size;

@@ -29,7 +29,7 @@ use antiphon_tensor::DType;
 pub(crate) use uneven::all_to_all_v;
 
 use crate::{
-    arguments::{Input, Output, divided, has_count, numeric, same_dtype},
+    arguments::{Input, Output, block, numeric},
     error::{CollectiveError, Result},
 };
 
@@ -46,24 +46,20 @@ fn signature(
     root: Option<usize>,
     reduce: Option<ReduceOp>,
 ) -> Signature {
-    let root = root.map(|r| r as u32);
-    Signature { dtype: Some(dtype), count: count as u64, root, reduce, ..Signature::new(operation) }
+    let detail = root.map_or(0, |root| root as u32);
+    Signature { dtype: Some(dtype), count: count as u64, detail, reduce, ..Signature::new(operation) }
 }
 
 pub(crate) fn all_gather(comm: &Communicator, input: Input, output: Output) -> Result<()> {
     const OPERATION: Operation = Operation::AllGather;
-    let (world_size, count) = (comm.world_size(), input.count);
-    same_dtype(OPERATION, &input, &output)?;
-    has_count(OPERATION, "output", output.count, world_size * count, || {
-        format!("{world_size} ranks × {count} elements")
-    })?;
+    let count = block(OPERATION, &input, &output, comm.world_size())?;
     let signature = signature(OPERATION, input.dtype, count, None, None);
     Ok(host::all_gather(&mut *rounds(comm)?, &signature, &input, &output)?)
 }
 
 /// In place: the contribution of this rank is its own block of the buffer.
 pub(crate) fn all_gather_in_place(comm: &Communicator, buffer: Output) -> Result<()> {
-    let count = divided(Operation::AllGather, "buffer", buffer.count, comm.world_size())?;
+    let count = Operation::AllGather.part("buffer", buffer.count, comm.world_size())?;
     all_gather(comm, own_block(comm, &buffer, count).as_input(), buffer)
 }
 
@@ -76,12 +72,8 @@ fn own_block(comm: &Communicator, row: &Output, count: usize) -> Output {
 
 pub(crate) fn reduce_scatter(comm: &Communicator, input: Input, output: Output, op: ReduceOp) -> Result<()> {
     const OPERATION: Operation = Operation::ReduceScatter;
-    let (world_size, count) = (comm.world_size(), output.count);
-    same_dtype(OPERATION, &input, &output)?;
+    let count = block(OPERATION, &input, &output, comm.world_size())?;
     numeric(OPERATION, input.dtype)?;
-    has_count(OPERATION, "input", input.count, world_size * count, || {
-        format!("{world_size} ranks × {count} elements")
-    })?;
     let signature = signature(OPERATION, input.dtype, count, None, Some(op));
     let reducer = Reducer::new(input.dtype, op);
     Ok(host::reduce_scatter(&mut *rounds(comm)?, &signature, &input, &output, &reducer)?)
@@ -89,15 +81,13 @@ pub(crate) fn reduce_scatter(comm: &Communicator, input: Input, output: Output, 
 
 /// In place: the result is in this rank's own block of the buffer; the others are left as they are.
 pub(crate) fn reduce_scatter_in_place(comm: &Communicator, buffer: Output, op: ReduceOp) -> Result<()> {
-    let count = divided(Operation::ReduceScatter, "buffer", buffer.count, comm.world_size())?;
+    let count = Operation::ReduceScatter.part("buffer", buffer.count, comm.world_size())?;
     reduce_scatter(comm, buffer.as_input(), own_block(comm, &buffer, count), op)
 }
 
 pub(crate) fn all_to_all(comm: &Communicator, input: Input, output: Output) -> Result<()> {
     const OPERATION: Operation = Operation::AllToAll;
-    same_dtype(OPERATION, &input, &output)?;
-    let count = divided(OPERATION, "input", input.count, comm.world_size())?;
-    has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
+    let count = block(OPERATION, &input, &output, comm.world_size())?;
     let signature = signature(OPERATION, input.dtype, count, None, None);
     Ok(host::all_to_all(&mut *rounds(comm)?, &signature, &input, &output)?)
 }
@@ -113,8 +103,7 @@ pub(crate) fn broadcast(
     comm.check_rank(root, "root")?;
     let input = match input.filter(|_| comm.rank() == root) {
         Some(input) => {
-            same_dtype(OPERATION, &input, &output)?;
-            has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
+            block(OPERATION, &input, &output, comm.world_size())?;
             Some(input)
         }
         None => root_only(comm, OPERATION, "input", root, None)?,
@@ -150,8 +139,7 @@ pub(crate) fn reduce(
     numeric(OPERATION, input.dtype)?;
     let output = root_only(comm, OPERATION, "output", root, output)?;
     if let Some(output) = &output {
-        same_dtype(OPERATION, &input, output)?;
-        has_count(OPERATION, "output", output.count, input.count, || "as many as the input".into())?;
+        block(OPERATION, &input, output, comm.world_size())?;
     }
     let signature = signature(OPERATION, input.dtype, input.count, Some(root), Some(op));
     let reducer = Reducer::new(input.dtype, op);
@@ -163,11 +151,7 @@ pub(crate) fn gather(comm: &Communicator, input: Input, output: Option<Output>, 
     comm.check_rank(root, "root")?;
     let output = root_only(comm, OPERATION, "output", root, output)?;
     if let Some(output) = &output {
-        let (world_size, count) = (comm.world_size(), input.count);
-        same_dtype(OPERATION, &input, output)?;
-        has_count(OPERATION, "output", output.count, world_size * count, || {
-            format!("{world_size} ranks × {count} elements")
-        })?;
+        block(OPERATION, &input, output, comm.world_size())?;
     }
     let signature = signature(OPERATION, input.dtype, input.count, Some(root), None);
     Ok(host::gather(&mut *rounds(comm)?, &signature, &input, output.as_ref())?)
@@ -178,11 +162,7 @@ pub(crate) fn scatter(comm: &Communicator, input: Option<Input>, output: Output,
     comm.check_rank(root, "root")?;
     let input = root_only(comm, OPERATION, "input", root, input)?;
     if let Some(input) = &input {
-        let (world_size, count) = (comm.world_size(), output.count);
-        same_dtype(OPERATION, input, &output)?;
-        has_count(OPERATION, "input", input.count, world_size * count, || {
-            format!("{world_size} ranks × {count} elements")
-        })?;
+        block(OPERATION, input, &output, comm.world_size())?;
     }
     let signature = signature(OPERATION, output.dtype, output.count, Some(root), None);
     Ok(host::scatter(&mut *rounds(comm)?, &signature, input.as_ref(), &output, root)?)

@@ -8,8 +8,8 @@ use crate::{
     stream::copy,
 };
 
-const OPERATION: Operation = Operation::AllToAll;
-/// Told apart from the even form, whose algorithm is 0.
+const OPERATION: Operation = Operation::AllToAllV;
+/// Its only algorithm.
 const UNEVEN: u8 = 1;
 
 /// `sends[r]` elements go to rank `r`, `receives[r]` come from it; both lie packed in rank order.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use antiphon_plan::ReduceOp;
+use antiphon_plan::REDUCE_OPS;
 
 use super::{
     home::Base,
@@ -121,11 +121,8 @@ impl Machine {
             };
             self.sources.push(tile.as_ptr());
         }
-        let reducer = match reduction.op {
-            ReduceOp::Sum => &launch.reducers[0],
-            ReduceOp::Min => &launch.reducers[1],
-            ReduceOp::Max => &launch.reducers[2],
-        };
+        let at = REDUCE_OPS.iter().position(|&op| op == reduction.op);
+        let reducer = &launch.reducers[at.expect("the plan was checked")];
         let result = address(&reduction.to);
         // SAFETY: all are valid for `len` bytes, whole elements, and the result is one of the sources or apart from them.
         unsafe {

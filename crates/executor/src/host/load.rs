@@ -137,7 +137,7 @@ impl LoadedPlan {
         let semaphores = plan.gpus[rank].semaphores.iter().map(|semaphore| semaphore.init_value).collect();
         Ok(Self {
             name: plan.name.clone().unwrap_or_default(),
-            digest: u32::from_be_bytes([0, 1, 2, 3].map(|at| prepared.digest[at])) >> 1,
+            digest: u32::from_be_bytes([0, 1, 2, 3].map(|at| prepared.digest[at])),
             rank,
             packets: options.packets,
             largest_chunk,

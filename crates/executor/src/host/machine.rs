@@ -24,7 +24,7 @@ use antiphon_device::{
     sync::Ordering,
 };
 use antiphon_fabric::FabricError;
-use antiphon_plan::{ChannelId, ChannelType, Place, Rank};
+use antiphon_plan::{ChannelId, ChannelType, Place, REDUCE_OPS, Rank};
 
 use super::{
     memory::{Book, SyncArea},
@@ -43,8 +43,8 @@ pub(super) struct Launch<'a> {
     /// What this launch's packets carry.
     pub(super) flag: u32,
     pub(super) packets: PacketKind,
-    /// For sum, min and max.
-    pub(super) reducers: [Reducer; 3],
+    /// For each of [`REDUCE_OPS`].
+    pub(super) reducers: [Reducer; REDUCE_OPS.len()],
     /// Bytes of an element.
     pub(super) element: usize,
     pub(super) patience: Patience,

@@ -8,9 +8,9 @@
 
 use std::convert::Infallible;
 
-use antiphon_device::{ReduceOp, host::reduce::Reducer};
+use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, Operation, Rounds, Signature};
-use antiphon_plan::Extent;
+use antiphon_plan::{Extent, REDUCE_OPS};
 
 use super::{
     books::{Areas, BookSet, Cut, Slice, Tensors, Where},
@@ -64,7 +64,7 @@ impl LoadedPlan {
         Signature {
             dtype: Some(call.dtype),
             algorithm: call.in_place.into(),
-            root: Some(self.digest),
+            detail: self.digest,
             count: (call.input_bytes / call.dtype.size()) as u64,
             ..Signature::new(Operation::ExecutePlan)
         }
@@ -263,7 +263,7 @@ impl LoadedPlan {
             sync: &self.sync,
             flag: slice.flag,
             packets: self.packets,
-            reducers: [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max].map(|op| Reducer::new(call.dtype, op)),
+            reducers: REDUCE_OPS.map(|op| Reducer::new(call.dtype, op)),
             element: call.dtype.size(),
             patience: monitor.patience(),
         };

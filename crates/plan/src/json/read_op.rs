@@ -1,13 +1,14 @@
 //! Operations, from text.
 
-use serde::Deserialize;
+use antiphon_operation::ReduceOp;
+use serde::{Deserialize, Deserializer};
 
 use crate::error::PlanError;
 use crate::ids::{BarrierId, ChannelIndex, Rank, RemoteBufferIndex, SemaphoreId};
 use crate::op::{
     BufferType, ChannelType, Copy, CopyKind, DataSync, Get, GroupShare, LocalChunk, Notify, NotifyKind, Op,
-    OpKind, Pipeline, Put, PutKind, RankChunk, Reduce, ReduceOp, RemoteChunk, SemaphoreOp, SwitchBroadcast,
-    SwitchChunk, SwitchReduce, SwitchReduceBroadcast,
+    OpKind, Pipeline, Put, PutKind, RankChunk, Reduce, RemoteChunk, SemaphoreOp, SwitchBroadcast,
+    SwitchChunk, SwitchReduce, SwitchReduceBroadcast, reduce_op,
 };
 use crate::place::Place;
 
@@ -47,10 +48,15 @@ pub(super) struct WireOp {
     buffer_offset: Option<u64>,
     size: Option<u64>,
     dst_chunk: Option<RankChunk>,
+    #[serde(default, deserialize_with = "some_reduce_op")]
     reduce_op: Option<ReduceOp>,
     tbg_info: Option<GroupShare>,
     iter_context: Option<WireIterContext>,
     ops: Option<Vec<WireOp>>,
+}
+
+fn some_reduce_op<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<ReduceOp>, D::Error> {
+    reduce_op(deserializer).map(Some)
 }
 
 impl WireOp {

@@ -7,8 +7,7 @@ use itoa::Buffer;
 
 use crate::op::{
     BufferType, ChannelType, Copy, Get, GroupShare, LocalChunk, Notify, Op, OpKind, Pipeline, Put, RankChunk,
-    Reduce, ReduceOp, RemoteChunk, SemaphoreOp, SwitchBroadcast, SwitchChunk, SwitchReduce,
-    SwitchReduceBroadcast,
+    Reduce, RemoteChunk, SemaphoreOp, SwitchBroadcast, SwitchChunk, SwitchReduce, SwitchReduceBroadcast,
 };
 use crate::plan::{Gpu, GpuChannels, Plan, Protocol, ThreadBlock};
 
@@ -150,7 +149,7 @@ fn op(to: &mut Writer, op: &Op) {
                 of_rank(to, dst);
                 to.numbers("channel_ids", channels.iter().map(|id| id.0));
                 to.word("channel_type", channel_type(ChannelType::Switch));
-                to.word("reduce_op", reduce_op(*op));
+                to.word("reduce_op", op.name());
             }
             OpKind::SwitchBroadcast(SwitchBroadcast { src, dst, .. }) => {
                 to.list("src_buff", std::slice::from_ref(src), of_rank);
@@ -161,7 +160,7 @@ fn op(to: &mut Writer, op: &Op) {
                 to.list("src_buff", std::slice::from_ref(src), switch);
                 to.list("dst_buff", std::slice::from_ref(dst), switch);
                 to.word("channel_type", channel_type(ChannelType::Switch));
-                to.word("reduce_op", reduce_op(*op));
+                to.word("reduce_op", op.name());
             }
             OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) => {
                 to.key("iter_context");
@@ -190,7 +189,7 @@ fn reduction(to: &mut Writer, reduce: &Reduce) {
     if let Some(of) = reduce.channel_type {
         to.word("channel_type", channel_type(of));
     }
-    to.word("reduce_op", reduce_op(reduce.op));
+    to.word("reduce_op", reduce.op.name());
     to.group(reduce.group);
 }
 
@@ -240,14 +239,6 @@ fn channel_type(of: ChannelType) -> &'static str {
         ChannelType::Memory => "memory",
         ChannelType::Port => "port",
         ChannelType::Switch => "switch",
-    }
-}
-
-fn reduce_op(op: ReduceOp) -> &'static str {
-    match op {
-        ReduceOp::Sum => "sum",
-        ReduceOp::Min => "min",
-        ReduceOp::Max => "max",
     }
 }
 

@@ -131,9 +131,8 @@ impl Simulation {
         if self.time_ns > 0.0 { self.message_bytes as f64 / self.time_ns } else { 0.0 }
     }
 
-    /// The algorithm bandwidth times what the collective must move over each rank's link for a byte of the message, as
-    /// nccl-tests define it (doc/PERFORMANCE.md): 2(n−1)/n of `allreduce`; (n−1)/n of `allgather`, `reducescatter` and
-    /// `alltoall`; 1 of all others. In GB/s.
+    /// The algorithm bandwidth times the [`BusFactor`](antiphon_operation::BusFactor) of the plan's
+    /// [operation](crate::Plan::operation), or 1 if that has none. In GB/s.
     pub fn bus_bandwidth(&self) -> f64 {
         self.algorithm_bandwidth() * self.bus_factor
     }
@@ -177,10 +176,6 @@ impl Simulation {
 }
 
 pub(super) fn bus_factor(plan: &Plan) -> f64 {
-    let ranks = plan.num_ranks().max(1) as f64;
-    match plan.collective.as_str() {
-        "allreduce" => 2.0 * (ranks - 1.0) / ranks,
-        "allgather" | "reducescatter" | "alltoall" => (ranks - 1.0) / ranks,
-        _ => 1.0,
-    }
+    let factor = plan.operation().and_then(|operation| operation.row().bus_factor.among(plan.num_ranks()));
+    factor.unwrap_or(1.0)
 }

@@ -1,10 +1,11 @@
 //! What a collective must deliver.
 
+use antiphon_operation::ReduceOp;
 use serde::{Deserialize, Serialize};
 
 use super::finding::Kind;
 use crate::ids::Rank;
-use crate::op::{OpKind, ReduceOp};
+use crate::op::{OpKind, reduce_op};
 use crate::plan::Plan;
 
 /// Most ranks of a collective.
@@ -33,7 +34,7 @@ pub struct Expected {
     /// What goes into them.
     pub from: Vec<Source>,
     /// How it is reduced.
-    #[serde(default = "sum")]
+    #[serde(default = "sum", deserialize_with = "reduce_op")]
     pub op: ReduceOp,
 }
 

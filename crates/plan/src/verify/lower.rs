@@ -3,11 +3,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
+use antiphon_operation::ReduceOp;
+
 use crate::extent::Extent;
 use crate::ids::{BarrierId, ChannelId, ChannelIndex, Rank};
 use crate::op::{
     BufferType, ChannelType, CopyKind, GroupShare, LocalChunk, Notify, NotifyKind, OpKind, Pipeline, Put,
-    PutKind, Reduce, ReduceOp, RemoteChunk, SwitchChunk,
+    PutKind, Reduce, RemoteChunk, SwitchChunk,
 };
 use crate::place::Place;
 use crate::plan::Plan;

@@ -3,8 +3,10 @@
 
 use std::ops::Range;
 
+use antiphon_operation::ReduceOp;
+
 use crate::ids::{BarrierId, ChannelId, Rank, SemaphoreId, ThreadBlockId};
-use crate::op::{BufferType, ChannelType, OpKind, ReduceOp};
+use crate::op::{BufferType, ChannelType, OpKind};
 use crate::place::Place;
 use crate::plan::Plan;
 

@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::rc::Rc;
 
+use antiphon_operation::ReduceOp;
+
 use super::cells::{Cells, buffer};
 use super::expect::{Expectation, Expected};
 use super::finding::{Finding, Kind, Mistake, Served};
@@ -11,7 +13,7 @@ use super::program::{Move, Program, View, What};
 use super::runs::{Goal, Hold, Runs, State, Watch};
 use super::schedule::Schedule;
 use crate::ids::Rank;
-use crate::op::{BufferType, ReduceOp};
+use crate::op::BufferType;
 
 /// Most contributions in all values together.
 const LIMIT: usize = 1 << 26;
@@ -97,7 +99,7 @@ impl Values {
             }
             Value::Reduced(op, parts) => {
                 let each: Vec<_> = parts.iter().map(|&part| self.describe(cells, part)).collect();
-                format!("the {op:?} of {}", each.join(", ")).replace("Sum", "sum").replace("M", "m")
+                format!("the {op} of {}", each.join(", "))
             }
         }
     }

@@ -13,7 +13,7 @@ use pyo3::{
 
 use super::Communicator;
 use crate::{
-    arguments::{Count, Given, InPlace, Prepared, prepare, prepare_input, prepare_output},
+    arguments::{Count, Given, Prepared, prepare, prepare_input, prepare_output},
     call::Kind,
     cuda::REDUCED,
     error::Result,
@@ -62,12 +62,6 @@ pub(super) fn kernels(
     Ok(dtypes.iter().flat_map(|&dtype| ops.iter().map(move |&op| (dtype, op))).collect())
 }
 
-/// A shape whose first dimension is `change`d; a scalar counts as one row.
-fn rows(shape: &[usize], change: impl FnOnce(usize) -> Result<usize>) -> Result<Vec<usize>> {
-    let (&first, rest) = shape.split_first().unwrap_or((&1, &[]));
-    Ok([&[change(first)?], rest].concat())
-}
-
 impl Communicator {
     pub(super) fn check_root(&self, root: usize) -> Result<bool> {
         if root < self.world_size {
@@ -77,21 +71,18 @@ impl Communicator {
         Err(PyValueError::new_err(text).into())
     }
 
-    fn gathered(&self, shape: &[usize]) -> Result<Vec<usize>> {
-        let rows = rows(shape, |first| Ok(first.saturating_mul(self.world_size)));
-        if shape.is_empty() { Ok(vec![self.world_size]) } else { rows }
-    }
-
-    fn scattered(&self, shape: &[usize]) -> Result<Vec<usize>> {
-        rows(shape, |first| match first % self.world_size {
-            0 => Ok(first / self.world_size),
-            _ => {
-                let text = format!(
-                    "{first} rows (of shape {shape:?}) cannot be divided among {} ranks",
-                    self.world_size
-                );
-                Err(PyValueError::new_err(text).into())
-            }
+    /// An operation on this rank, whose output has the shape that its row says, if the caller gave none.
+    fn prepare<'py>(
+        &self,
+        kind: Kind,
+        input: &Bound<'py, PyAny>,
+        out: Given<'_, 'py>,
+        usage: Usage,
+    ) -> Result<Prepared<'py>> {
+        let operation = kind.operation();
+        prepare(kind, input, out, (self.rank, self.world_size), usage, |shape| {
+            let output = operation.output_shape(shape, self.world_size);
+            Ok(output.map_err(|e| PyValueError::new_err(e.to_string()))?)
         })
     }
 
@@ -107,7 +98,7 @@ impl Communicator {
         let (op, chosen) = (reduce_op(op)?, chosen.map(algorithm).transpose()?);
         let kind =
             if registered { Kind::AllReduceRegistered(op, chosen) } else { Kind::AllReduce(op, chosen) };
-        prepare(kind, input, out, InPlace::Same, usage, |shape| Ok(shape.to_vec()))
+        self.prepare(kind, input, out, usage)
     }
 
     pub(super) fn prepare_all_gather<'py>(
@@ -116,8 +107,7 @@ impl Communicator {
         out: Given<'_, 'py>,
         usage: Usage,
     ) -> Result<Prepared<'py>> {
-        let in_place = InPlace::InputBlock(self.rank, self.world_size);
-        prepare(Kind::AllGather, input, out, in_place, usage, |shape| self.gathered(shape))
+        self.prepare(Kind::AllGather, input, out, usage)
     }
 
     pub(super) fn prepare_reduce_scatter<'py>(
@@ -127,10 +117,7 @@ impl Communicator {
         out: Given<'_, 'py>,
         usage: Usage,
     ) -> Result<Prepared<'py>> {
-        let kind = Kind::ReduceScatter(reduce_op(op)?);
-        prepare(kind, input, out, InPlace::OutputBlock(self.rank, self.world_size), usage, |shape| {
-            self.scattered(shape)
-        })
+        self.prepare(Kind::ReduceScatter(reduce_op(op)?), input, out, usage)
     }
 
     pub(super) fn prepare_all_to_all<'py>(
@@ -139,7 +126,7 @@ impl Communicator {
         out: Given<'_, 'py>,
         usage: Usage,
     ) -> Result<Prepared<'py>> {
-        prepare(Kind::AllToAll, input, out, InPlace::Same, usage, |shape| Ok(shape.to_vec()))
+        self.prepare(Kind::AllToAll, input, out, usage)
     }
 
     pub(super) fn prepare_all_to_all_v<'py>(
@@ -157,7 +144,9 @@ impl Communicator {
         let scaled = |rows: &[Count]| rows.iter().map(|rows| rows.0.saturating_mul(scale)).collect();
         let kind = Kind::AllToAllV(scaled(sends), scaled(receives));
         let total = receives.iter().fold(0usize, |sum, rows| sum.saturating_add(rows.0));
-        prepare(kind, input, out, InPlace::Never, usage, |shape| rows(shape, |_| Ok(total)))
+        prepare(kind, input, out, (self.rank, self.world_size), usage, |shape| {
+            Ok([&[total], shape.get(1..).unwrap_or_default()].concat())
+        })
     }
 
     pub(super) fn prepare_broadcast<'py>(
@@ -169,12 +158,7 @@ impl Communicator {
     ) -> Result<Prepared<'py>> {
         let kind = Kind::Broadcast(root);
         match (self.check_root(root)?, array, out) {
-            (true, Some(array), Some(out)) => {
-                prepare(kind, array, Some(out), InPlace::Same, usage, |shape| Ok(shape.to_vec()))
-            }
-            (true, Some(array), None) => {
-                prepare(kind, array, Some(array), InPlace::Same, usage, |shape| Ok(shape.to_vec()))
-            }
+            (true, Some(array), out) => self.prepare(kind, array, out.or(Some(array)), usage),
             (false, _, Some(out)) | (false, Some(out), None) => prepare_output(kind, out, usage),
             (_, None, _) => Err(PyTypeError::new_err("broadcast: pass the array").into()),
         }
@@ -190,7 +174,7 @@ impl Communicator {
     ) -> Result<Prepared<'py>> {
         let kind = Kind::Reduce(reduce_op(op)?, root);
         match self.check_root(root)? {
-            true => prepare(kind, input, out, InPlace::Same, usage, |shape| Ok(shape.to_vec())),
+            true => self.prepare(kind, input, out, usage),
             false => prepare_input(kind, input, usage),
         }
     }
@@ -204,7 +188,7 @@ impl Communicator {
     ) -> Result<Prepared<'py>> {
         let kind = Kind::Gather(root);
         match self.check_root(root)? {
-            true => prepare(kind, input, out, InPlace::Never, usage, |shape| self.gathered(shape)),
+            true => self.prepare(kind, input, out, usage),
             false => prepare_input(kind, input, usage),
         }
     }
@@ -218,9 +202,7 @@ impl Communicator {
     ) -> Result<Prepared<'py>> {
         let kind = Kind::Scatter(root);
         match (self.check_root(root)?, input, out) {
-            (true, Some(input), out) => {
-                prepare(kind, input, out, InPlace::Never, usage, |shape| self.scattered(shape))
-            }
+            (true, Some(input), out) => self.prepare(kind, input, out, usage),
             (false, _, Some(out)) => prepare_output(kind, out, usage),
             (true, None, _) => Err(PyTypeError::new_err("scatter: the root must pass the array").into()),
             (false, _, None) => Err(PyTypeError::new_err("scatter: all but the root must pass out=").into()),

@@ -1,6 +1,7 @@
 //! Enumerations of `antiphon.language` by their values, ranks and thread blocks by their numbers.
 
 use antiphon_language::{Blocks, BufferType, DataSync, Protocol, ReduceOp, ReplicationPolicy};
+use antiphon_plan::REDUCE_OPS;
 use pyo3::{
     exceptions::{PyAssertionError, PyIndexError, PyRuntimeError, PyTypeError, PyValueError},
     intern,
@@ -41,12 +42,7 @@ pub(super) fn data_sync(value: &Bound<'_, PyAny>) -> PyResult<DataSync> {
 }
 
 pub(super) fn reduce_op(value: &Bound<'_, PyAny>) -> PyResult<ReduceOp> {
-    member(value, "ReduceOperationType", |name| match name {
-        "sum" => Some(ReduceOp::Sum),
-        "min" => Some(ReduceOp::Min),
-        "max" => Some(ReduceOp::Max),
-        _ => None,
-    })
+    member(value, "ReduceOperationType", |name| REDUCE_OPS.into_iter().find(|op| op.name() == name))
 }
 
 pub(super) fn replication_policy(value: &Bound<'_, PyAny>) -> PyResult<ReplicationPolicy> {

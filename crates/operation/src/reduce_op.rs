@@ -36,7 +36,7 @@ impl ReduceOp {
     pub const ALL: [Self; 5] = [Self::Sum, Self::Prod, Self::Min, Self::Max, Self::Avg];
 
     /// The lower-case name, as the command line and Python take it.
-    pub fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Sum => "sum",
             Self::Prod => "prod",
@@ -47,7 +47,7 @@ impl ReduceOp {
     }
 
     /// The stable number that stands for the operator in shared memory.
-    pub fn code(self) -> u8 {
+    pub const fn code(self) -> u8 {
         self as u8
     }
 
@@ -72,5 +72,22 @@ impl FromStr for ReduceOp {
             .into_iter()
             .find(|op| op.name() == lower || (lower == "mean" && *op == Self::Avg))
             .ok_or_else(|| UnknownReduceOp(text.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_codes_and_json_say_which_operator_it_is() {
+        for op in ReduceOp::ALL {
+            assert_eq!(op.name().parse(), Ok(op));
+            assert_eq!(ReduceOp::from_code(op.code()), Some(op));
+            assert_eq!(serde_json::to_string(&op).unwrap(), format!("{:?}", op.name()));
+        }
+        assert_eq!(("MEAN".parse(), ReduceOp::from_code(0)), (Ok(ReduceOp::Avg), None));
+        let text = "median".parse::<ReduceOp>().unwrap_err().to_string();
+        assert_eq!(text, "unknown reduction \"median\": known are sum, prod, min, max, avg");
     }
 }

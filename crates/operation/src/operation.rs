@@ -1,0 +1,225 @@
+//! The table.
+
+use std::fmt;
+
+use crate::row::{BusFactor, Count, Detail, Extent, InPlace, Root, Row};
+
+/// The table of operations becomes the type, its codes and its rows.
+macro_rules! operations {
+    ($($(#[$doc:meta])* $name:ident = $code:literal: $row:expr,)*) => {
+        /// The operations that ranks do together, each with its code on the wire and its [`Row`].
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        #[non_exhaustive]
+        pub enum Operation {
+            $($(#[$doc])* $name = $code,)*
+        }
+
+        impl Operation {
+            /// Every operation.
+            pub const ALL: &[Self] = &[$(Self::$name),*];
+
+            /// What is to be known of it.
+            #[inline]
+            pub const fn row(self) -> &'static Row {
+                match self {
+                    $(Self::$name => const { &$row },)*
+                }
+            }
+        }
+    };
+}
+
+/// Of an all-reduce, and of what is fused to one.
+const ALL_REDUCE: Row = Row {
+    in_place: InPlace::Same,
+    reduces: true,
+    bus_factor: BusFactor::OthersTwice,
+    ..Row::on_tensors("all_reduce", Extent::Block, Extent::Block)
+};
+
+operations! {
+    /// Ranks wait for each other.
+    Barrier = 1: Row { count: Count::Nothing, ..Row::new("barrier") },
+    /// Every rank gets bytes of every rank.
+    ExchangeObjects = 2: Row::new("exchange_objects"),
+    /// Ranks take symmetric memory.
+    Allocate = 3: Row::new("create_shared_buffer"),
+    /// Ranks give symmetric memory back.
+    Free = 4: Row { count: Count::Offset, ..Row::new("free_shared_buffer") },
+    /// Every rank gets the reduction of all ranks' blocks.
+    AllReduce = 5: Row {
+        algorithms: &[
+            (1, "one-shot"),
+            (2, "two-shot"),
+            (3, "one-shot, registered"),
+            (4, "two-shot, registered"),
+        ],
+        detail: Detail::Digest("place"), // where in registered memory
+        ..ALL_REDUCE
+    },
+    /// Every rank gets all ranks' blocks.
+    AllGather = 6: Row {
+        in_place: InPlace::InputBlock,
+        bus_factor: BusFactor::Others,
+        ..Row::on_tensors("all_gather", Extent::Block, Extent::Row)
+    },
+    /// Rank `r` gets the reduction of all ranks' `r`-th blocks.
+    ReduceScatter = 7: Row {
+        in_place: InPlace::OutputBlock,
+        reduces: true,
+        bus_factor: BusFactor::Others,
+        ..Row::on_tensors("reduce_scatter", Extent::Row, Extent::Block)
+    },
+    /// Rank `r` gets all ranks' `r`-th blocks.
+    AllToAll = 8: Row {
+        in_place: InPlace::Same,
+        bus_factor: BusFactor::Others,
+        ..Row::on_tensors("all_to_all", Extent::Row, Extent::Row)
+    },
+    /// Every rank gets the root's block.
+    Broadcast = 9: Row {
+        in_place: InPlace::Same,
+        bus_factor: BusFactor::Once,
+        ..Row::on_tensors("broadcast", Extent::Block, Extent::Block).with_root(Root::Gives)
+    },
+    /// The root gets the reduction of all ranks' blocks.
+    Reduce = 10: Row {
+        in_place: InPlace::Same,
+        reduces: true,
+        bus_factor: BusFactor::Once,
+        ..Row::on_tensors("reduce", Extent::Block, Extent::Block).with_root(Root::Gets)
+    },
+    /// The root gets all ranks' blocks.
+    Gather = 11: Row {
+        bus_factor: BusFactor::Others,
+        ..Row::on_tensors("gather", Extent::Block, Extent::Row).with_root(Root::Gets)
+    },
+    /// Rank `r` gets the root's `r`-th block.
+    Scatter = 12: Row {
+        bus_factor: BusFactor::Others,
+        ..Row::on_tensors("scatter", Extent::Row, Extent::Block).with_root(Root::Gives)
+    },
+    /// One rank gets a tensor of another.
+    Message = 13: Row {
+        bus_factor: BusFactor::Once,
+        ..Row::on_tensors("send/recv", Extent::Block, Extent::Block)
+    },
+    /// An all-reduce with what follows it: residual, norm, quantisation.
+    FusedAllReduce = 14: Row {
+        name: "all_reduce_fused",
+        algorithms: &[
+            (0x01, "one-shot"),
+            (0x02, "two-shot"),
+            (0x10, "rounded"),
+            (0x11, "one-shot, rounded"),
+            (0x12, "two-shot, rounded"),
+        ],
+        detail: Detail::Number("rows of"),
+        ..ALL_REDUCE
+    },
+    /// A loaded plan runs.
+    ExecutePlan = 15: Row {
+        algorithms: &[(1, "in place")],
+        detail: Detail::Digest("plan"),
+        ..Row::on_tensors("execute", Extent::Uneven, Extent::Uneven)
+    },
+    /// Rank `r` gets of every rank what it has for `r`: blocks of any lengths.
+    AllToAllV = 16: Row {
+        algorithms: &[(1, "uneven")],
+        bus_factor: BusFactor::Others,
+        ..Row::on_tensors("all_to_all_v", Extent::Uneven, Extent::Uneven)
+    },
+}
+
+impl Operation {
+    /// The name that callers know it by.
+    #[inline]
+    pub const fn name(self) -> &'static str {
+        self.row().name
+    }
+
+    /// The stable number that stands for the operation in shared memory; never 0 nor 255.
+    #[inline]
+    pub const fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The operation of a [`code`](Self::code).
+    pub fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.iter().copied().find(|operation| operation.code() == code)
+    }
+
+    /// The operation of a [`name`](Self::name).
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|operation| operation.name() == name)
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_and_names_say_which_operation_it_is() {
+        for &operation in Operation::ALL {
+            assert_eq!(Operation::from_code(operation.code()), Some(operation));
+            assert_eq!(Operation::from_name(operation.name()), Some(operation));
+            assert!(!matches!(operation.code(), 0 | 255), "words of nothing, and of broken memory");
+        }
+        assert_eq!((Operation::from_code(0), Operation::from_name("all_reduced")), (None, None));
+    }
+
+    #[test]
+    fn codes_are_those_that_ranks_of_this_version_write() {
+        let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
+        assert_eq!(codes, Vec::from_iter(1..=16));
+    }
+
+    #[test]
+    fn a_root_is_what_the_detail_word_says() {
+        for &operation in Operation::ALL {
+            let row = operation.row();
+            assert_eq!(row.root.is_some(), row.detail == Detail::Number("root"), "{operation}");
+        }
+    }
+
+    #[test]
+    fn in_place_a_block_lies_in_the_row() {
+        for &operation in Operation::ALL {
+            let row = operation.row();
+            let allowed = match (row.input, row.output) {
+                (Extent::Block, Extent::Row) => [InPlace::Never, InPlace::InputBlock],
+                (Extent::Row, Extent::Block) => [InPlace::Never, InPlace::OutputBlock],
+                (input, output) if input == output => [InPlace::Never, InPlace::Same],
+                _ => [InPlace::Never; 2],
+            };
+            assert!(allowed.contains(&row.in_place), "{operation}");
+        }
+    }
+
+    #[test]
+    fn algorithms_have_names_of_their_own() {
+        for &operation in Operation::ALL {
+            let row = operation.row();
+            for (index, (number, name)) in row.algorithms.iter().enumerate() {
+                assert_eq!(row.algorithm(*number), Some(*name), "{operation}");
+                assert!(*number != 0 && row.algorithms[..index].iter().all(|(_, other)| other != name));
+            }
+        }
+        assert_eq!(Operation::AllReduce.row().algorithm(0), None);
+    }
+
+    #[test]
+    fn operations_that_reduce_are_the_three_and_the_fused_one() {
+        let reducing: Vec<_> = Operation::ALL.iter().filter(|operation| operation.row().reduces).collect();
+        let names: Vec<_> = reducing.iter().map(|operation| operation.name()).collect();
+        assert_eq!(names, ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused"]);
+    }
+}

@@ -1,0 +1,179 @@
+//! The columns of the table of operations.
+
+/// What is to be known of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row {
+    /// The name that callers know it by.
+    pub name: &'static str,
+    /// How many elements the tensor has that a rank passes.
+    pub input: Extent,
+    /// How many elements the tensor has that a rank gets.
+    pub output: Extent,
+    /// Whether input and output may lie at one place.
+    pub in_place: InPlace,
+    /// Whether a [`ReduceOp`](crate::ReduceOp) combines the ranks' elements.
+    pub reduces: bool,
+    /// What one rank alone does, in an operation that has a root.
+    pub root: Option<Root>,
+    /// What turns its algorithm bandwidth into bus bandwidth.
+    pub bus_factor: BusFactor,
+    /// The number and the name of each algorithm. 0 has no name: it stands for the only one, or for one not yet chosen.
+    pub algorithms: &'static [(u8, &'static str)],
+    /// How a signature's count reads.
+    pub count: Count,
+    /// How a signature's detail word reads.
+    pub detail: Detail,
+}
+
+impl Row {
+    /// An operation without tensors.
+    pub(crate) const fn new(name: &'static str) -> Self {
+        Self {
+            name,
+            input: Extent::Nothing,
+            output: Extent::Nothing,
+            in_place: InPlace::Never,
+            reduces: false,
+            root: None,
+            bus_factor: BusFactor::Undefined,
+            algorithms: &[],
+            count: Count::Size,
+            detail: Detail::Unused,
+        }
+    }
+
+    /// An operation on tensors, whose signature's detail word is the root, if there is one.
+    pub(crate) const fn on_tensors(name: &'static str, input: Extent, output: Extent) -> Self {
+        Self { input, output, ..Self::new(name) }
+    }
+
+    /// The same operation with a root, which the detail word names.
+    pub(crate) const fn with_root(self, root: Root) -> Self {
+        Self { root: Some(root), detail: Detail::Number("root"), ..self }
+    }
+
+    /// The name of an algorithm, if it has one.
+    pub fn algorithm(&self, number: u8) -> Option<&'static str> {
+        self.algorithms.iter().find(|(known, _)| *known == number).map(|(_, name)| *name)
+    }
+}
+
+/// How many elements a tensor has. Among `W` ranks, the tensors of a call are made of blocks of equal length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Extent {
+    /// There is no tensor.
+    Nothing,
+    /// One block.
+    Block,
+    /// A block for each rank, in rank order: `W` blocks.
+    Row,
+    /// As many as the call itself says: by a count for each rank, or by a plan.
+    Uneven,
+}
+
+/// Whether input and output may lie at one place. Otherwise they must not overlap.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum InPlace {
+    /// They must not.
+    Never,
+    /// The output may be the input.
+    Same,
+    /// The input may be the rank's own block of the output.
+    InputBlock,
+    /// The output may be the rank's own block of the input.
+    OutputBlock,
+}
+
+/// What the root does and no other rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Root {
+    /// The root passes an input; the other ranks need none.
+    Gives,
+    /// The root gets an output; the other ranks need none.
+    Gets,
+}
+
+/// What turns algorithm bandwidth into bus bandwidth: the share of the data that must cross the busiest link. The
+/// definitions are those of nccl-tests (doc/PERFORMANCE.md), so that figures compare over numbers of ranks and with theirs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BusFactor {
+    /// Nothing is defined.
+    Undefined,
+    /// All data crosses once: 1.
+    Once,
+    /// All but a rank's own block crosses: `(W − 1) / W`.
+    Others,
+    /// All but a rank's own block crosses twice: `2 (W − 1) / W`.
+    OthersTwice,
+}
+
+impl BusFactor {
+    /// The factor among so many ranks.
+    pub fn among(self, world_size: usize) -> Option<f64> {
+        let others = world_size.saturating_sub(1) as f64 / world_size.max(1) as f64;
+        match self {
+            Self::Undefined => None,
+            Self::Once => Some(1.0),
+            Self::Others => Some(others),
+            Self::OthersTwice => Some(2.0 * others),
+        }
+    }
+}
+
+/// How the count of a signature reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Count {
+    /// There is none, nor anything else to agree on.
+    Nothing,
+    /// So many elements; bytes, where there is no dtype.
+    Size,
+    /// A place in shared memory, in bytes.
+    Offset,
+}
+
+/// How the detail word of a signature reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Detail {
+    /// There is none: the word is 0.
+    Unused,
+    /// A number behind its name: `root 3`, `rows of 7168`.
+    Number(&'static str),
+    /// The beginning of a digest behind the name of what it is made from: `plan 1f00aa31`. 0 stands for no digest.
+    Digest(&'static str),
+}
+
+impl Detail {
+    /// The text of a word; none if it says nothing.
+    pub fn text(self, word: u32) -> Option<String> {
+        match (self, word) {
+            (Self::Unused | Self::Digest(_), 0) => None,
+            (Self::Unused, _) => Some(format!("detail {word}")), // a broken peer may say anything
+            (Self::Number(name), _) => Some(format!("{name} {word}")),
+            (Self::Digest(name), _) => Some(format!("{name} {word:08x}")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bus_factors_are_those_of_nccl_tests() {
+        let among_4 = [BusFactor::OthersTwice, BusFactor::Others, BusFactor::Once].map(|of| of.among(4));
+        assert_eq!(among_4, [Some(1.5), Some(0.75), Some(1.0)]);
+        assert_eq!(BusFactor::OthersTwice.among(1), Some(0.0));
+        assert_eq!(BusFactor::Undefined.among(4), None);
+    }
+
+    #[test]
+    fn a_detail_word_reads_as_its_row_says() {
+        let text = |detail: Detail, word| detail.text(word).unwrap_or_default();
+        assert_eq!(text(Detail::Number("root"), 0), "root 0");
+        assert_eq!(text(Detail::Number("rows of"), 7168), "rows of 7168");
+        assert_eq!(text(Detail::Digest("plan"), 0x1f00_aa31), "plan 1f00aa31");
+        assert_eq!(text(Detail::Digest("place"), 0xab), "place 000000ab");
+        assert_eq!((text(Detail::Digest("place"), 0), text(Detail::Unused, 0)), Default::default());
+        assert_eq!(text(Detail::Unused, 7), "detail 7");
+    }
+}
