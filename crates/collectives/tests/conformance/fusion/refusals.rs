@@ -248,7 +248,7 @@ fn forms_that_do_not_fit<B: Backend>(world: usize) {
         for group in [0, 12] {
             refuse(
                 quantized(groups(group), &mut [0; 32], None),
-                &format!("the group must be a multiple of 8 elements, not {group}"),
+                &format!("codes: rows of 16 elements do not divide into blocks of {group}"),
             );
         }
         refuse(
