@@ -78,10 +78,12 @@ pub(super) fn rows(args: &Args) -> usize {
 pub(super) fn refuse(args: &Args) -> Result<(), String> {
     use Collective::*;
     if args.tail {
-        let fixed = args.collective == super::Which::All && args.sizes.is_none() && args.plot.is_none();
-        return match fixed {
+        return match tail::measures(args.collective) && args.sizes.is_none() && args.plot.is_none() {
             true => Ok(()),
-            false => Err("--tail measures its own operations and sizes, and draws nothing".into()),
+            false => Err(
+                "--tail measures all-reduce, all-gather and all-to-all at its own sizes, and draws nothing"
+                    .into(),
+            ),
         };
     }
     let other = args.collective.collectives().into_iter().find(|&collective| collective != AllReduce);
@@ -197,5 +199,8 @@ mod tests {
         let error = refuse(&args("--buffers symmetric")).unwrap_err();
         assert_eq!(error, "--buffers symmetric on GPUs is for all-reduce alone, not for all_gather");
         assert_eq!(refuse(&args("all-reduce --buffers symmetric")), Ok(()));
+        assert_eq!(refuse(&args("all-gather --tail")), Ok(()));
+        assert!(refuse(&args("broadcast --tail")).unwrap_err().contains("all-to-all at its own sizes"));
+        assert!(refuse(&args("--tail --sizes 1M")).is_err());
     }
 }

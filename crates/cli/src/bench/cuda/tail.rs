@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 use super::{Result, note, timing};
 use crate::{
     ExitStatus, FAILURE, SUCCESS,
-    bench::{Args, launch},
+    bench::{Args, Collective, Which, launch},
     launch::Stream as Output,
     report::Machine,
 };
@@ -72,6 +72,16 @@ impl Operation {
     const ALL: [Self; 6] =
         [Self::Sum, Self::Norm, Self::Fp8, Self::Registered, Self::AllGather, Self::AllToAll];
 
+    /// Whether it is measured where this collective, or all, were asked for.
+    fn is_of(self, which: Which) -> bool {
+        let of = match self {
+            Self::Sum | Self::Norm | Self::Fp8 | Self::Registered => Collective::AllReduce,
+            Self::AllGather => Collective::AllGather,
+            Self::AllToAll => Collective::AllToAll,
+        };
+        which == Which::All || which == Which::One(of)
+    }
+
     fn name(self) -> &'static str {
         match self {
             Self::Sum => "sum",
@@ -82,6 +92,11 @@ impl Operation {
             Self::AllToAll => "all_to_all",
         }
     }
+}
+
+/// Whether something is measured for these collectives.
+pub(super) fn measures(which: Which) -> bool {
+    Operation::ALL.into_iter().any(|operation| operation.is_of(which))
 }
 
 /// Microseconds of a graph.
@@ -188,7 +203,7 @@ fn measure_all(args: &Args) -> Result<()> {
     }
     ours.prepare(DTYPE, ReduceOp::Sum)?;
     let tail = Tail::new(&comm, &ours, nccl.as_ref(), &tensors, args.iterations.unwrap_or(REPLAYS).max(1))?;
-    for operation in Operation::ALL {
+    for operation in Operation::ALL.into_iter().filter(|operation| operation.is_of(args.collective)) {
         for rows in ROWS {
             tail.measure(operation, rows)?;
         }
