@@ -52,7 +52,7 @@ template <bool PLAIN> struct elements {
 
 // What a reduction that waited in vain leaves in its output, so that whoever uses that notices: NaN in every `step`-th vector from
 // `first` on. Not inlined, so that it costs no registers.
-static __device__ __noinline__ void write_nan(u64 data, u32 bytes, u32 first, u32 step, u32 end) {
+[[maybe_unused]] static __device__ __noinline__ void write_nan(u64 data, u32 bytes, u32 first, u32 step, u32 end) {
     for (u32 i = first; i < end; i += step)
 #pragma unroll 1
         for (u32 at = i * 16; at < i * 16 + 16 && at < bytes; ++at)

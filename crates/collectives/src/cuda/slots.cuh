@@ -52,7 +52,7 @@ struct arguments {
 // When the kernel behind may start, if it is launched so that it can: when this one ends, when it is certain that this one will
 // end, or at once. A kernel that starts early may take all the room that is left on this GPU. So it comes at once only where the
 // caller says that no kernel which a peer waits for, of another communicator say, will want that room.
-constexpr u32 AT_END = 0, WHEN_CERTAIN = 1, AT_START = 2;
+[[maybe_unused]] constexpr u32 AT_END = 0, WHEN_CERTAIN = 1, AT_START = 2;
 
 // For a thread of a block that has begun to receive: the blocks of all GPUs that send to this block run, so they need no room, and
 // wait for nothing that does. Once all blocks have come here this kernel is certain to end.

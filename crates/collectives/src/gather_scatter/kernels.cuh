@@ -167,26 +167,26 @@ KERNEL(all_gather) {
     if (!begin_and_send_rows(a, t, in, mine, count, send)) return;
     advance(a, t, count * 32, 0);
     reader r(a, t);
-    if (PEERS == 1) {
+    if constexpr (PEERS == 1) {
         const u32 peer = rank_of(a, 0);
         if (receive_rows(r, peer, mine, count, bytes(a.output + peer * a.stride, a.count))) r.finish();
-        return;
+    } else {
+        u32 peers[PEERS];
+#pragma unroll
+        for (u32 k = 0; k < PEERS; ++k) peers[k] = rank_of(a, k);
+        for (u32 row = mine.first; row < count; row += mine.step) {
+            u32 at[PEERS];
+            uint4 got[PEERS];
+#pragma unroll
+            for (u32 k = 0; k < PEERS; ++k) at[k] = peers[k] * a.lane_stride + row * 512;
+            if (!collect_rows(r, at, peers, got)) return;
+            release_dependents(a);
+#pragma unroll
+            for (u32 k = 0; k < PEERS; ++k)
+                store_row(bytes(a.output + peers[k] * a.stride, a.count), row, unmasked(got[k]));
+        }
+        r.finish();
     }
-    u32 peers[PEERS];
-#pragma unroll
-    for (u32 k = 0; k < PEERS; ++k) peers[k] = rank_of(a, k);
-    for (u32 row = mine.first; row < count; row += mine.step) {
-        u32 at[PEERS];
-        uint4 got[PEERS];
-#pragma unroll
-        for (u32 k = 0; k < PEERS; ++k) at[k] = peers[k] * a.lane_stride + row * 512;
-        if (!collect_rows(r, at, peers, got)) return;
-        release_dependents(a);
-#pragma unroll
-        for (u32 k = 0; k < PEERS; ++k)
-            store_row(bytes(a.output + peers[k] * a.stride, a.count), row, unmasked(got[k]));
-    }
-    r.finish();
 }
 
 // Everyone sends everyone a block of its own: (WORLD - 1) · n bytes out. Each block serves one peer, and each warp the same
