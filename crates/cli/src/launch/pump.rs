@@ -29,7 +29,7 @@ impl Source {
         Self { rank, stream, pipe: PipeReader::from(pipe), lines: Lines::default() }
     }
 
-    /// Reads once. False when there is nothing more to come, or nobody who wants it: why is then in `unwritten`.
+    /// Reads once. False when there is nothing more to come, or no reader is left: `unwritten` then has the reason.
     fn advance<F>(
         &mut self,
         buffer: &mut [u8],

@@ -129,7 +129,7 @@ pub(super) struct Post {
     /// This rank's mailbox.
     socket: OwnedFd,
     mailboxes: Vec<Mailbox>,
-    /// Who has not been sent to.
+    /// The ranks that nothing has been sent to yet.
     unsent: Vec<usize>,
     /// What each rank sent.
     received: Vec<Option<Arrived>>,

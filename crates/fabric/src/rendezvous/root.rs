@@ -105,7 +105,7 @@ impl Door<'_> {
         }
     }
 
-    /// Whether who holds the name knows the secret, and so will give it up again.
+    /// Whether the process that holds the name knows the secret, and so gives the name up again.
     fn is_held_by_a_world(&self) -> Result<bool, RendezvousError> {
         let Some(socket) = self.ticket.address.connect()? else { return Ok(false) };
         let mut connection = Connection::new(socket, 0);

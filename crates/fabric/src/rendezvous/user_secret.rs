@@ -20,7 +20,7 @@ const FILE: &str = "secret";
 /// How long the file is: 32 bytes in hexadecimal.
 const LENGTH: usize = 64;
 
-/// The secret of this process's user on this machine, made by the first who asks: in the cache folder, or, if that cannot
+/// The secret of this process's user on this machine, made by the first process that needs it: in the cache folder, or, if that cannot
 /// be used, in a folder of the user's among the temporary files.
 ///
 /// # Errors
