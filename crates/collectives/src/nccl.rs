@@ -85,7 +85,7 @@ impl NcclCollectives {
     /// `output[i] = op over all ranks of input[i]`, on every rank, in the order of the stream. `output` may be `input`.
     ///
     /// # Errors
-    /// [`CollectiveError`](crate::CollectiveError) for arguments that make no sense; [`FabricError::Device`].
+    /// [`CollectiveError`] for arguments that make no sense; [`FabricError::Device`].
     ///
     /// # Safety
     /// Here and in the other methods: the tensors stay valid, and are not used in another way, until the stream, which

@@ -152,18 +152,15 @@ fn two_tenants_work_beside_each_other() {
             let input = rank.upload(&mine)?;
             let outputs = [rank.upload(&vec![-1.0; count])?, rank.upload(&vec![-1.0; count])?];
             rank.comm.barrier()?;
-            for which in 0..2 {
-                if which == 1 && round % 2 == me {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                let at = [input.pointer(), outputs[which].pointer()];
-                let stream = rank.streams[which].borrow();
-                // SAFETY: the memory lives until both streams have been read from.
-                match which {
-                    0 => unsafe { rotate(&rank.rotations, at, 4 * count, stream) }?,
-                    _ => unsafe { sum(&rank.sums, at, count, stream) }?,
-                }
+            let [to_rotated, to_summed] =
+                outputs.each_ref().map(|output| [input.pointer(), output.pointer()]);
+            // SAFETY: the memory lives until both streams have been read from.
+            unsafe { rotate(&rank.rotations, to_rotated, 4 * count, rank.streams[0].borrow()) }?;
+            if round % 2 == me {
+                std::thread::sleep(Duration::from_millis(5));
             }
+            // SAFETY: as above.
+            unsafe { sum(&rank.sums, to_summed, count, rank.streams[1].borrow()) }?;
             let rotated = rank.download(&outputs[0], &rank.streams[0])?;
             let summed = rank.download(&outputs[1], &rank.streams[1])?;
             rank.rotations.check()?;
