@@ -1,13 +1,13 @@
 //! Which all-reduce for which size on GPUs: measured, and equal on all ranks.
 
-use std::{ops::RangeInclusive, time::Duration};
+use std::{cell::RefCell, ops::RangeInclusive, time::Duration};
 
 use antiphon_device::{
     ReduceOp,
     cuda::{DeviceMemory, Event, Graph, Stream, StreamRef, memory},
 };
 use antiphon_fabric::Communicator;
-use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use antiphon_tensor::DType;
 use antiphon_tuning::Key;
 
 use super::{Algorithm, CudaCollectives};
@@ -69,7 +69,7 @@ struct Clock<'a> {
     start: Event,
     end: Event,
     input: DeviceMemory,
-    output: DeviceMemory,
+    output: RefCell<DeviceMemory>,
 }
 
 impl<'a> Clock<'a> {
@@ -81,7 +81,7 @@ impl<'a> Clock<'a> {
         unsafe { memory::fill(stream.borrow(), input.pointer(), 0, len) }?;
         collectives.prepare(DTYPE, OP)?;
         let (start, end) = (Event::with_time(context)?, Event::with_time(context)?);
-        Ok(Self { collectives, stream, start, end, input, output })
+        Ok(Self { collectives, stream, start, end, input, output: RefCell::new(output) })
     }
 
     /// The time of one call among several: of a graph, so that the host's share is none of it, in which the GPUs wait for
@@ -104,16 +104,12 @@ impl<'a> Clock<'a> {
     }
 
     fn call(&self, algorithm: Algorithm, bytes: usize, stream: StreamRef<'_>) -> Result<()> {
-        let device = Device::Cuda(self.collectives.context().device().ordinal());
         let shape = [(bytes / DTYPE.size()).max(1)];
-        let at = |memory: &DeviceMemory| memory.pointer().0 as usize as *mut u8;
-        // SAFETY: both memories are as large, and live until the run has been waited for.
-        unsafe {
-            let input = TensorView::from_raw_parts(at(&self.input), DTYPE, &shape, None, device);
-            let output = TensorViewMut::from_raw_parts(at(&self.output), DTYPE, &shape, None, device);
-            let (input, mut output) = (input.expect("plain"), output.expect("plain"));
-            self.collectives.all_reduce_with(&input, &mut output, OP, algorithm, stream)
-        }
+        let input = self.input.view(DTYPE, &shape).expect("memory of the largest size");
+        let mut output = self.output.borrow_mut();
+        let output = output.view_mut(DTYPE, &shape).expect("memory of the largest size");
+        // SAFETY: both memories live until the run has been waited for.
+        unsafe { self.collectives.all_reduce_with(input, output, OP, algorithm, stream) }
     }
 }
 
@@ -128,7 +124,7 @@ mod tests {
             let chosen = LocalWorld::run(world_size, |comm| -> Result<_> {
                 let table = load(&comm, "a GPU that nobody has")?;
                 assert_eq!(table.origin, "built in");
-                Ok([1, from - 1, from, 1 << 30].map(|bytes| Algorithm::ALL[table.choose(bytes)]))
+                Ok([1, from - 1, from, 1 << 30].map(|bytes| table.algorithm(bytes)))
             });
             use Algorithm::{OneShot, TwoShot};
             for rank in chosen {

@@ -10,16 +10,15 @@ use antiphon_fabric::{
     Operation,
     gpu::{Family, Grid, Launch, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
 };
-use antiphon_tensor::Device;
 
 use super::{
-    Accumulation, Checked, FusedAllReduce, Shape, Teams,
+    Accumulation, Checked, Shape, Teams,
     checked::{CheckedNorm, CheckedQuantization, CheckedScale, CheckedSource},
     teams::Room,
 };
 use crate::{
-    all_reduce::Algorithm,
-    cuda::{CudaCollectives, reduction},
+    all_reduce::{Algorithm, AllReduceTable},
+    arguments::reduction,
     error::{CollectiveError, Result},
 };
 
@@ -87,69 +86,66 @@ impl Family for Fusion {
     }
 }
 
-impl CudaCollectives {
-    /// A sum with what a transformer layer does with it, in the order of the stream; see [`fusion`](crate::fusion).
-    ///
-    /// # Errors
-    /// [`CollectiveError`] for arguments that make no sense; what an earlier call left behind, as
-    /// [`check`](Self::check).
-    ///
-    /// # Safety
-    /// The tensors stay valid, and are not used in another way, until the stream has passed this call.
-    pub unsafe fn all_reduce_fused(&self, call: FusedAllReduce<'_>, stream: StreamRef<'_>) -> Result<()> {
-        let call = Checked::new(Device::Cuda(self.context().device().ordinal()), &call)?;
-        self.tenant.enter(stream)?;
-        let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
-        let loaded = self.tenant.load(call.family(algorithm, teams.shape)?)?;
-        let work = Work::new(call.signature(algorithm as u8));
-        let of = |start: usize, rows: usize, channels: usize| {
-            let room = Room::here(&self.tenant, channels);
-            let of_piece = || Teams::of(teams.shape, &call, rows, algorithm, room).expect("a row fits");
-            let teams = if rows == call.tokens { teams } else { of_piece() };
-            let arguments = Fused::new(&call, start, rows, &teams);
-            let grid = Grid::Exact { config: teams.config(), is_small: teams.is_small };
-            Launch { kernel: Kernel::FusedAllReduce, grid, work, arguments }
-        };
-        let parts = if algorithm == Algorithm::OneShot { 1 } else { self.world_size() };
-        let rows = self.tenant.lane_bytes() / call.row_bytes();
-        if rows == 0 && call.tokens > 0 {
-            return Err(too_long_for_staging(&call, self.tenant.lane_bytes()));
+/// A sum with what a transformer layer does with it, in the order of the stream.
+///
+/// # Safety
+/// The tensors stay valid, and are not used in another way, until the stream has passed this call.
+pub(crate) unsafe fn run(
+    tenant: &Tenant,
+    table: &AllReduceTable,
+    call: Checked,
+    stream: StreamRef<'_>,
+) -> Result<()> {
+    tenant.enter(stream)?;
+    let (algorithm, teams) = plan(tenant, table, &call)?;
+    let loaded = tenant.load(call.family(algorithm, teams.shape)?)?;
+    let work = Work::new(call.signature(algorithm as u8));
+    let launch = |start: usize, rows: usize, channels: usize| {
+        let room = Room::here(tenant, channels);
+        let of_piece = || Teams::of(teams.shape, &call, rows, algorithm, room).expect("a row fits");
+        let teams = if rows == call.tokens { teams } else { of_piece() };
+        let arguments = Fused::new(&call, start, rows, &teams);
+        let grid = Grid::Exact { config: teams.config(), is_small: teams.is_small };
+        Launch { kernel: Kernel::FusedAllReduce, grid, work, arguments }
+    };
+    let parts = if algorithm == Algorithm::OneShot { 1 } else { tenant.world_size() };
+    let rows = tenant.lane_bytes() / call.row_bytes();
+    if rows == 0 && call.tokens > 0 {
+        return Err(too_long_for_staging(&call, tenant.lane_bytes()));
+    }
+    let pieces = Pieces { total: call.tokens, most: rows * parts, unit: parts };
+    // SAFETY: passed on.
+    unsafe { tenant.run(&loaded, pieces, stream, launch) }?;
+    Ok(())
+}
+
+/// Compiles and loads the program of calls like this one.
+pub(crate) fn prepare(tenant: &Tenant, table: &AllReduceTable, call: &Checked) -> Result<()> {
+    let (algorithm, teams) = plan(tenant, table, call)?;
+    tenant.load(call.family(algorithm, teams.shape)?)?;
+    Ok(())
+}
+
+/// By which algorithm, the same on all ranks, and in which teams, if a row fits any.
+fn plan(tenant: &Tenant, table: &AllReduceTable, call: &Checked) -> Result<(Algorithm, Teams)> {
+    let (everywhere, here) = (Room::everywhere(tenant, 1), Room::here(tenant, 1));
+    let of = |algorithm| -> Result<_> {
+        let teams = Teams::new(call, algorithm, everywhere).ok_or_else(|| too_long(call))?;
+        Ok((algorithm, teams))
+    };
+    let best = of(call.algorithm.unwrap_or_else(|| table.algorithm(call.num_bytes())))?;
+    let (algorithm, teams) = match best {
+        // A plain sum of this size would be faster so, but here whole rows wait for each other.
+        (Algorithm::OneShot, teams) if call.algorithm.is_none() && !teams.have_a_row_each(call.tokens) => {
+            of(Algorithm::TwoShot)?
         }
-        let pieces = Pieces { total: call.tokens, most: rows * parts, unit: parts };
-        // SAFETY: passed on.
-        unsafe { self.tenant.run(&loaded, pieces, stream, of) }?;
-        Ok(())
-    }
-
-    /// Compiles and loads the program of calls like this one, of as many tokens, so that no call has to. From the cache on disk
-    /// it takes some milliseconds, else about a third of a second. Not while a stream is being captured. Nothing is computed.
-    ///
-    /// # Errors
-    /// As [`all_reduce_fused`](Self::all_reduce_fused).
-    pub fn prepare_fused(&self, call: &FusedAllReduce<'_>) -> Result<()> {
-        let call = Checked::new(Device::Cuda(self.context().device().ordinal()), call)?;
-        let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
-        self.tenant.load(call.family(algorithm, teams.shape)?)?;
-        Ok(())
-    }
-
-    /// By which algorithm, the same on all ranks, and in which teams, if a row fits any.
-    fn plan(&self, call: &Checked) -> Option<(Algorithm, Teams)> {
-        let (everywhere, here) = (Room::everywhere(&self.tenant, 1), Room::here(&self.tenant, 1));
-        let of = |algorithm| Some((algorithm, Teams::new(call, algorithm, everywhere)?));
-        let best = of(call.algorithm.unwrap_or_else(|| self.algorithm_for(call.num_bytes())))?;
-        let (algorithm, teams) = match best {
-            // A plain sum of this size would be faster so, but here whole rows wait for each other.
-            (Algorithm::OneShot, teams)
-                if call.algorithm.is_none() && !teams.have_a_row_each(call.tokens) =>
-            {
-                of(Algorithm::TwoShot)?
-            }
-            _ => best,
-        };
-        let teams = if here == everywhere { teams } else { Teams::new(call, algorithm, here)? };
-        Some((algorithm, teams))
-    }
+        _ => best,
+    };
+    let teams = match here == everywhere {
+        true => teams,
+        false => Teams::new(call, algorithm, here).ok_or_else(|| too_long(call))?,
+    };
+    Ok((algorithm, teams))
 }
 
 #[cold]

@@ -71,7 +71,7 @@
 //! `trtllm_moe_allreduce_fusion`, `trtllm_moe_finalize_allreduce_fusion` and `trtllm_custom_all_reduce`.
 
 mod checked;
-mod cuda;
+pub(crate) mod cuda;
 mod given;
 mod host;
 #[cfg(any(test, feature = "reference"))]
@@ -81,8 +81,6 @@ mod teams;
 use antiphon_tensor::{ScaleLayout, TensorView, TensorViewMut};
 
 use crate::all_reduce::Algorithm;
-#[cfg(test)]
-pub(crate) use cuda::Fusion;
 use given::{Form, Given, Summands, Unfit};
 pub(crate) use {
     checked::Checked,
