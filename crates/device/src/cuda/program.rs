@@ -6,6 +6,8 @@ use super::CudaVersion;
 
 /// What every kernel begins with: types, conversions, memory order, reductions, waiting with a deadline.
 pub const PRELUDE: &str = include_str!("../../kernels/prelude.cuh");
+/// Numbers of few bits and their scales, for programs that quantise; behind the [`PRELUDE`].
+pub const FORMATS: &str = include_str!("../../kernels/formats.cuh");
 
 /// The kind of GPU that machine code is for, written `sm_90a`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
