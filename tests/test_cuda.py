@@ -346,6 +346,10 @@ def arrays_of_cupy(comm: Comm, device: Device) -> None:
         for found in (comm.all_reduce(x), comm.all_reduce(x, out=x)):
             assert type(found) is cupy.ndarray and bool((found == total(comm)).all())
         assert comm.all_gather(x.astype(cupy.int64)).shape == (1000 * comm.world_size,)
+    for _ in range(10):  # CuPy destroys each stream before the next call
+        with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True):
+            x = cupy.full(1000, comm.rank + 1, dtype=cupy.float32)
+            assert bool((comm.all_reduce(x) == total(comm)).all())
 
 
 @check

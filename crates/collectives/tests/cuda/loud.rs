@@ -16,7 +16,7 @@ use antiphon_tensor::{DType, Element, bf16, f16};
 
 use crate::{
     faults::with_deadline,
-    harness::{At, Outcome, Rank, What},
+    harness::{At, Outcome, Rank, What, on_gpus},
 };
 
 const TIMEOUT: Duration = Duration::from_millis(400);
@@ -74,6 +74,8 @@ fn is_nan<T: Element>(bytes: &[u8]) -> bool {
 fn becomes_nan<T: Element>(cases: &[(usize, bool)]) {
     let [one, two] = Algorithm::ALL;
     let op = ReduceOp::Sum;
+    // Compiled once for all worlds below, whose deadline is shorter than that takes.
+    on_gpus(2, |rank| Ok(rank.collectives.prepare(T::DTYPE, op)?));
     let all = [
         What::AllReduce(op, Some(one)),
         What::AllReduce(op, Some(two)),
