@@ -100,6 +100,10 @@ pub struct Args {
     #[arg(long)]
     tail: bool,
 
+    /// With --tail: put the calls, ours and NCCL's, into a stream of the highest priority, before the products'
+    #[arg(long, requires = "tail")]
+    priority: bool,
+
     /// Bytes of each GPU's memory for data under way [default: what the library takes]
     #[arg(long, value_name = "BYTES", value_parser = one_size)]
     staging: Option<u64>,

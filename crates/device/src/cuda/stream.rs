@@ -34,11 +34,20 @@ impl Stream {
     /// # Errors
     /// [`CudaError::Call`].
     pub fn new(context: &Context) -> Result<Self, CudaError> {
+        Self::with_priority(context, 0)
+    }
+
+    /// As [`new`](Self::new), but where blocks of several streams want room on the device, those of the stream with the lowest
+    /// number come first. The usual one is 0; the driver takes the nearest of those that the device has (0 to -5 on an H200).
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn with_priority(context: &Context, priority: i32) -> Result<Self, CudaError> {
         let _current = context.current()?;
         let mut raw = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: writes one handle; the stream is destroyed in drop.
-        unsafe { call!(cuStreamCreate(&mut raw, flags)) }?;
+        unsafe { call!(cuStreamCreateWithPriority(&mut raw, flags, priority)) }?;
         Ok(Self(Arc::new(Handle { context: context.clone(), raw })))
     }
 

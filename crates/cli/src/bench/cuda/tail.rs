@@ -41,6 +41,8 @@ const ROWS: [usize; 6] = [1, 16, 64, 256, 512, 2048];
 const HIDDEN: usize = 7168;
 const DTYPE: DType = DType::BF16;
 const EPS: f32 = 1e-5;
+/// The driver takes the highest that there is.
+const HIGHEST_PRIORITY: i32 = i32::MIN;
 /// Threads of a block of the kernels `add_norm` and `add_norm_fp8`, as kernels.cuh has them.
 const NORM_THREADS: u32 = 448;
 /// Calls in one graph.
@@ -202,7 +204,9 @@ fn measure_all(args: &Args) -> Result<()> {
         ours.register(RegisteredMemory::new(&comm, &context, memory.pointer(), memory.len() as u64)?)?;
     }
     ours.prepare(DTYPE, ReduceOp::Sum)?;
-    let mut tail = Tail::new(&comm, &ours, nccl.as_ref(), &tensors)?;
+    let priority = if args.priority { HIGHEST_PRIORITY } else { 0 };
+    let stream = Stream::with_priority(&context, priority)?;
+    let mut tail = Tail::new(&comm, &ours, nccl.as_ref(), &tensors, stream)?;
     (tail.replays, tail.seconds) = (args.iterations.unwrap_or(u32::MAX).max(1), args.seconds.as_secs_f64());
     for operation in Operation::ALL.into_iter().filter(|operation| operation.is_of(args.collective)) {
         for rows in ROWS {
@@ -397,11 +401,12 @@ impl<'a> Tail<'a> {
         ours: &'a CudaCollectives,
         nccl: Option<&'a NcclCollectives>,
         tensors: &'a Tensors,
+        stream: Stream,
     ) -> Result<Self> {
         let context = ours.context();
         let [delay, gemm] = timing::kernels(context, ["delay", "gemm"])?;
         let events = (0..BATCH).map(|_| Ok((Event::with_time(context)?, Event::with_time(context)?)));
-        let (stream, second) = (context.stream()?, context.stream()?);
+        let second = context.stream()?;
         let gemms = timing::graph(&second, GEMMS, |stream| launch_gemm(&gemm, tensors, stream))?;
         let mut tail = Self {
             comm,
