@@ -25,7 +25,7 @@ _O = TypeVar("_O", bound=_Array)
 _T = TypeVar("_T")
 _Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"] | str
 _Algorithm: TypeAlias = Literal["one-shot", "two-shot"] | str
-_Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-groups", "nvfp4"] | str
+_Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-tokens-reciprocal", "fp8-groups", "nvfp4"] | str
 _ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"] | str | int
 
 __all__ = [
@@ -303,7 +303,9 @@ class Communicator:
         ``quantize`` makes ``codes``, like ``x``, and ``scales``; the norm itself only with ``keep_norm``, or ``out``:
 
         * ``"fp8"``: E4M3 of the norm divided by ``scale``; no ``scales``.
-        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``.
+        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``: its largest magnitude divided by 448.
+        * ``"fp8-tokens-reciprocal"``: with scales that are multiplied by 1/448 in float32 instead, as torch computes
+          that quotient on GPUs.
         * ``"fp8-groups"``: E4M3, with a power of two for each ``group_size`` elements, four exponents in an int32:
           ``(tokens, packs)``, columns first, each padded to a multiple of 4 tokens.
         * ``"nvfp4"``: E2M1, two in a byte, ``(..., hidden / 2)``, with an E4M3 scale for each 16, which includes the
