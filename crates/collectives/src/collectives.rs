@@ -8,7 +8,7 @@ use crate::{
     all_reduce::{self, AllReduceOptions},
     arguments::{Input, Output},
     error::Result,
-    fusion::{self, Checked, FusedAllReduce},
+    fusion::{self, Checked, FusedAllReduce, Operand},
     gather_scatter,
 };
 
@@ -45,7 +45,7 @@ pub trait Collectives {
     ) -> Result<()>;
 
     /// A sum with what a transformer layer does with it: residual, RMS norm, quantisation. See [`fusion`](crate::fusion).
-    fn all_reduce_fused(&self, call: FusedAllReduce<'_>) -> Result<()>;
+    fn all_reduce_fused(&self, call: FusedAllReduce<Operand<'_>>) -> Result<()>;
 
     /// The inputs of all ranks, one after the other: `n` elements in, `W·n` out.
     fn all_gather<'i, 'o>(
@@ -173,7 +173,7 @@ impl Collectives for Communicator {
         all_reduce::run(self, input, Output::new(Operation::AllReduce, &mut output)?, op, options.into())
     }
 
-    fn all_reduce_fused(&self, call: FusedAllReduce<'_>) -> Result<()> {
+    fn all_reduce_fused(&self, call: FusedAllReduce<Operand<'_>>) -> Result<()> {
         fusion::run(self, Checked::new(Device::Host, &call)?)
     }
 

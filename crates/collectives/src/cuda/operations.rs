@@ -12,7 +12,7 @@ use crate::{
     all_reduce::{self, Algorithm, AllReduceOptions, Reducing, Registered},
     arguments::{Input, Output, in_place, reduction},
     error::Result,
-    fusion::{self, Checked, FusedAllReduce},
+    fusion::{self, Checked, FusedAllReduce, Operand},
     gather_scatter::cuda as gather_scatter,
 };
 #[cfg(doc)]
@@ -167,7 +167,7 @@ impl CudaCollectives {
     /// As [`all_reduce`](Self::all_reduce), of all tensors of the call.
     pub unsafe fn all_reduce_fused<'s>(
         &self,
-        call: FusedAllReduce<'_>,
+        call: FusedAllReduce<Operand<'_>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
         let call = Checked::new(self.serves(), &call)?;
@@ -180,7 +180,7 @@ impl CudaCollectives {
     ///
     /// # Errors
     /// As [`all_reduce_fused`](Self::all_reduce_fused).
-    pub fn prepare_fused(&self, call: &FusedAllReduce<'_>) -> Result<()> {
+    pub fn prepare_fused(&self, call: &FusedAllReduce<Operand<'_>>) -> Result<()> {
         fusion::cuda::prepare(&self.tenant, &self.table, &Checked::new(self.serves(), call)?)
     }
 

@@ -1,6 +1,6 @@
 //! The fused all-reduce on GPUs; `kernels.cuh` has the algorithms, `epilogue.cuh` what is done with the sum.
 
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 
 use antiphon_device::{
     ReduceOp,
@@ -8,14 +8,12 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Operation,
-    gpu::{FORMATS, Family, Grid, Launch, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
+    gpu::{self, FORMATS, Family, Grid, Launch, Pieces, REDUCE, Reduction, Tenant, Work, kernels},
 };
 use antiphon_tensor::quantize::TokenRule;
 
 use super::{
-    Accumulation, Checked, Shape, Teams,
-    checked::{CheckedNorm, CheckedQuantization, CheckedScale, CheckedSource},
-    teams::Room,
+    Accumulation, Checked, Quantization, RmsNorm, Scale, Shape, Source, Teams, checked::Counts, teams::Room,
 };
 use crate::{
     all_reduce::{Algorithm, AllReduceTable},
@@ -47,14 +45,14 @@ impl Family for Fusion {
     type Kernel = Kernel;
     type Arguments = Fused;
     const NAME: &'static str = "fusion.cuh";
-    const SOURCES: &'static [Source] = &[
+    const SOURCES: &'static [gpu::Source] = &[
         REDUCE,
         FORMATS,
-        Source { name: "fusion/source.cuh", text: include_str!("source.cuh") },
-        Source { name: "fusion/team.cuh", text: include_str!("team.cuh") },
-        Source { name: "fusion/quantize.cuh", text: include_str!("quantize.cuh") },
-        Source { name: "fusion/epilogue.cuh", text: include_str!("epilogue.cuh") },
-        Source { name: "fusion/kernels.cuh", text: include_str!("kernels.cuh") },
+        gpu::Source { name: "fusion/source.cuh", text: include_str!("source.cuh") },
+        gpu::Source { name: "fusion/team.cuh", text: include_str!("team.cuh") },
+        gpu::Source { name: "fusion/quantize.cuh", text: include_str!("quantize.cuh") },
+        gpu::Source { name: "fusion/epilogue.cuh", text: include_str!("epilogue.cuh") },
+        gpu::Source { name: "fusion/kernels.cuh", text: include_str!("kernels.cuh") },
     ];
 
     fn define(&self, program: Program, world_size: usize) -> Program {
@@ -169,17 +167,17 @@ fn too_long_for_staging(call: &Checked, lane_bytes: usize) -> CollectiveError {
 impl Checked {
     /// Which inputs and outputs there are, by the bits of source.cuh.
     fn has(&self) -> u32 {
-        let weight = |norm: Option<CheckedNorm>| norm.is_some_and(|norm| !norm.weight.is_null());
+        let weight = |norm: Option<RmsNorm<_>>| norm.is_some_and(|norm| norm.weight.is_some());
         let there = [
-            !self.sum_out.is_null(),
-            !self.bias.is_null(),
+            self.sum_out.is_some(),
+            self.bias.is_some(),
             self.pre_norm.is_some(),
             weight(self.pre_norm),
-            !self.residual.is_null(),
-            !self.residual_out.is_null(),
+            self.residual.is_some(),
+            self.residual_out.is_some(),
             self.norm.is_some(),
             weight(self.norm),
-            !self.norm_out.is_null(),
+            self.norm_out.is_some(),
         ];
         there.iter().enumerate().map(|(bit, &is_there)| u32::from(is_there) << bit).sum()
     }
@@ -190,19 +188,17 @@ impl Checked {
         Ok(Fusion {
             reduction: reduction.round_each(self.accumulation == Accumulation::Rounded),
             source: match self.source {
-                CheckedSource::Tensor { .. } => "TENSOR",
-                CheckedSource::MoeReduction { .. } => "MOE_REDUCTION",
-                CheckedSource::MoeFinalize { .. } => "MOE_FINALIZE",
+                Source::Tensor { .. } => "TENSOR",
+                Source::MoeReduction { .. } => "MOE_REDUCTION",
+                Source::MoeFinalize { .. } => "MOE_FINALIZE",
             },
             quantization: match self.quantization {
                 None => "NONE",
-                Some(CheckedQuantization::Fp8 { .. }) => "FP8",
-                Some(CheckedQuantization::Fp8Tokens { .. }) => "FP8_TOKENS",
-                Some(CheckedQuantization::Fp8Groups { .. }) if self.odd_groups().is_some() => {
-                    "FP8_ODD_GROUPS"
-                }
-                Some(CheckedQuantization::Fp8Groups { .. }) => "FP8_GROUPS",
-                Some(CheckedQuantization::NvFp4 { .. }) => "NVFP4",
+                Some(Quantization::Fp8 { .. }) => "FP8",
+                Some(Quantization::Fp8Tokens { .. }) => "FP8_TOKENS",
+                Some(Quantization::Fp8Groups { .. }) if self.odd_groups().is_some() => "FP8_ODD_GROUPS",
+                Some(Quantization::Fp8Groups { .. }) => "FP8_GROUPS",
+                Some(Quantization::NvFp4 { .. }) => "NVFP4",
             },
             has: self.has(),
             algorithm,
@@ -270,35 +266,43 @@ unsafe impl KernelArgument for Fused {}
 impl Fused {
     /// Of `count` tokens from `first` on.
     fn new(call: &Checked, first: usize, count: usize, teams: &Teams) -> Self {
-        let (mut scale, mut group, mut layout) = (CheckedScale { at: null(), value: 0.0 }, 0, 0);
+        let (mut scale, mut group, mut layout) = (Scale::Value(0.0), 0, 0);
         let mut reciprocal = false;
         match call.quantization {
             None => {}
-            Some(CheckedQuantization::Fp8Tokens { rule }) => reciprocal = rule == TokenRule::Reciprocal,
-            Some(CheckedQuantization::Fp8 { scale: given }) => scale = given,
-            Some(CheckedQuantization::Fp8Groups { group: elements, .. }) => {
+            Some(Quantization::Fp8Tokens { rule }) => reciprocal = rule == TokenRule::Reciprocal,
+            Some(Quantization::Fp8 { scale: factor }) => scale = factor,
+            Some(Quantization::Fp8Groups { group: elements }) => {
                 let lanes = if call.odd_groups().is_some() { 1 } else { 16 / call.dtype.size() };
                 group = (elements / lanes) as u32;
             }
-            Some(CheckedQuantization::NvFp4 { scale: given, layout: code, .. }) => {
-                (scale, layout) = (given, u32::from(code.code()));
+            Some(Quantization::NvFp4 { scale: factor, layout: code }) => {
+                (scale, layout) = (factor, u32::from(code.code()));
             }
         }
+        let (scale, scale_value) = match scale {
+            Scale::Value(value) => (null(), value),
+            Scale::Tensor(at) => (at.cast_const(), 0.0),
+        };
+        let read = |tensor: Option<*mut u8>| tensor.map_or(null(), <*mut u8>::cast_const);
+        let write = |tensor: Option<*mut u8>| tensor.unwrap_or(null_mut());
+        let weight = |norm: Option<RmsNorm<_>>| read(norm.and_then(|norm| norm.weight));
+        let eps = |norm: Option<RmsNorm<*mut u8>>| norm.map_or(0.0, |norm| norm.eps);
         let mut fused = Self {
             input: null(),
             shared: null(),
             weights: null(),
             index: null(),
-            bias: call.bias,
-            pre_weight: call.pre_norm.map_or(null(), |norm| norm.weight),
-            residual: call.residual,
-            weight: call.norm.map_or(null(), |norm| norm.weight),
-            sum_out: call.sum_out,
-            residual_out: call.residual_out,
-            norm_out: call.norm_out,
-            codes: call.codes,
-            scales: call.scales,
-            scale: scale.at,
+            bias: read(call.bias),
+            pre_weight: weight(call.pre_norm),
+            residual: read(call.residual),
+            weight: weight(call.norm),
+            sum_out: write(call.sum_out),
+            residual_out: write(call.residual_out),
+            norm_out: write(call.norm_out),
+            codes: write(call.codes),
+            scales: write(call.scales),
+            scale,
             tokens: call.tokens as u32,
             first: first as u32,
             count: count as u32,
@@ -312,22 +316,23 @@ impl Fused {
             rounds: teams.rounds,
             reducing: teams.reducing,
             inverse_hidden: 1.0 / call.hidden as f32,
-            scale_value: scale.value,
-            eps: call.norm.map_or(0.0, |norm| norm.eps),
-            pre_eps: call.pre_norm.map_or(0.0, |norm| norm.eps),
+            scale_value,
+            eps: eps(call.norm),
+            pre_eps: eps(call.pre_norm),
             weight_bias: call.weight_bias,
             routed_scaling: 1.0,
         };
+        let Counts { experts, rows, top_k } = call.counts;
         match call.source {
-            CheckedSource::Tensor { input } => fused.input = input,
-            CheckedSource::MoeReduction { experts, count, scales, shared } => {
-                (fused.input, fused.experts) = (experts, count as u32);
+            Source::Tensor { input } => fused.input = input,
+            Source::MoeReduction { experts: outputs, scales, shared } => {
+                (fused.input, fused.experts) = (outputs, experts as u32);
                 (fused.weights, fused.shared) = (scales, shared);
             }
-            CheckedSource::MoeFinalize { rows, count, index, top_k, scales, shared, routed_scaling } => {
-                (fused.input, fused.rows, fused.index) = (rows, count.min(1 << 31) as u32, index);
-                (fused.experts, fused.weights) = (top_k as u32, scales);
-                (fused.shared, fused.routed_scaling) = (shared, routed_scaling);
+            Source::MoeFinalize { rows: outputs, index, scales, shared, routed_scaling } => {
+                (fused.input, fused.rows, fused.index) = (outputs, rows.min(1 << 31) as u32, index);
+                (fused.experts, fused.weights) = (top_k as u32, read(scales));
+                (fused.shared, fused.routed_scaling) = (read(shared), routed_scaling);
             }
         }
         fused

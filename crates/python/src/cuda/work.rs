@@ -43,7 +43,7 @@ impl Gpu {
         // SAFETY: passed on.
         let stream = unsafe { self.context.borrow_stream(stream) };
         // SAFETY: the caller answers for the memory, which only the device touches.
-        unsafe { peers.all_reduce_fused(fused.call().map_err(refused)?, stream) }
+        unsafe { peers.all_reduce_fused(fused.bind(), stream) }
     }
 }
 
