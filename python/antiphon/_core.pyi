@@ -12,7 +12,7 @@ from antiphon.language.internal.types import BufferType, ReduceOperationType, Sy
 from antiphon.language.utils import ReplicationPolicy
 
 class _Program(Protocol):
-    def to_json(self) -> str: ...
+    def finish(self) -> FinishedPlan: ...
 
 class _SupportsDLPack(Protocol):
     def __dlpack__(self) -> CapsuleType: ...
@@ -35,6 +35,7 @@ __all__ = [
     "Chunk",
     "Communicator",
     "CudaBuffer",
+    "FinishedPlan",
     "Handle",
     "Mapping",
     "Memory",
@@ -433,7 +434,7 @@ class Communicator:
     def free_shared_buffer(self, buffer: SharedBuffer) -> None:
         """Frees it on all ranks; nobody may use any copy any more."""
 
-    def load_plan(self, plan: str | os.PathLike[str] | _Program) -> Plan:
+    def load_plan(self, plan: str | os.PathLike[str] | FinishedPlan | _Program) -> Plan:
         """Makes an execution plan ready: a ``CollectiveProgram`` of :mod:`antiphon.language`, the text of a plan (JSON), or
         the path of its file. All ranks call it together, with the same plan.
 
@@ -925,7 +926,7 @@ class Program:
     def check_pairing(self) -> None:
         """``RuntimeError`` if signals and waits do not match."""
 
-    def to_json(
+    def finish(
         self,
         *,
         name: str | None,
@@ -942,50 +943,21 @@ class Program:
         buffer_alignment: int,
         min_message_size: int,
         max_message_size: int,
-    ) -> str:
-        """The finished plan's text. That signals have their waits is not checked."""
+    ) -> FinishedPlan:
+        """The finished plan. That signals have their waits is not checked."""
 
-    def verify(
-        self,
-        *,
-        name: str | None,
-        collective: str,
-        protocol: str,
-        inplace: bool,
-        instances: int,
-        instr_fusion: bool,
-        auto_sync: bool,
-        replication_policy: ReplicationPolicy,
-        reuse_resources: bool,
-        num_threads_per_block: int,
-        use_double_scratch_buffer: bool,
-        buffer_alignment: int,
-        min_message_size: int,
-        max_message_size: int,
-    ) -> tuple[bool, str]:
-        """Whether the finished plan is proved, and what the verifier says of it."""
+@final
+class FinishedPlan:
+    """A plan that a program became, with the lines that asked for its operations."""
 
-    def lines(
-        self,
-        rank: int,
-        threadblock: int,
-        *,
-        name: str | None,
-        collective: str,
-        protocol: str,
-        inplace: bool,
-        instances: int,
-        instr_fusion: bool,
-        auto_sync: bool,
-        replication_policy: ReplicationPolicy,
-        reuse_resources: bool,
-        num_threads_per_block: int,
-        use_double_scratch_buffer: bool,
-        buffer_alignment: int,
-        min_message_size: int,
-        max_message_size: int,
-    ) -> list[tuple[str, int] | None]:
-        """Of each operation of a thread block of the finished plan, the file and line that asked for it."""
+    def to_json(self) -> str:
+        """Its text."""
+
+    def verify(self) -> tuple[bool, str]:
+        """Whether it is proved, and what the verifier says of it."""
+
+    def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
+        """Of each operation of a thread block, the file and line that asked for it."""
 
 def library_names() -> list[str]:
     """The algorithms of ``antiphon.language.library``."""

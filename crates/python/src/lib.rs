@@ -42,7 +42,8 @@ mod _core {
         fork::after_fork,
         handle::Handle,
         language::{
-            BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup, library_names, library_plan,
+            BaseBuffer, Channel, Chunk, FinishedPlan, Program, Switch, ThreadBlockGroup, library_names,
+            library_plan,
         },
         mapping::Mapping,
         shared::{Memory, SharedBuffer},
