@@ -793,6 +793,11 @@ def test_importing_the_package_imports_neither_numpy_nor_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
 
 
+def test_what_is_listed_is_what_is_meant_for_use() -> None:
+    program = "import antiphon; print(set(dir(antiphon)) == set(antiphon.__all__)); import antiphon.comm; print('comm' in dir(antiphon))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "True\nTrue\n"
+
+
 def test_a_communicator_does_not_pickle() -> None:
     with antiphon.init(rank=0, world_size=1, path="/nowhere") as comm, pytest.raises(TypeError):
         pickle.dumps(comm)

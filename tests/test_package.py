@@ -136,14 +136,19 @@ from antiphon.language import AllGather, CollectiveProgram
 comm = antiphon.init(rank=0, world_size=1, path="world")
 total: bytearray = comm.all_reduce(bytearray(8), "max")
 total = comm.all_reduce(bytearray(8), ReduceOp.MAX)
+name: str = "max"
+total = antiphon.all_reduce(total, ReduceOp(name))
 handle: antiphon.Handle = comm.start_all_reduce(total)
 lost: type[RuntimeError] = antiphon.PeerLostError
 """
 
 #: A line, and what mypy says of it.
 WRONG = {
-    'comm.all_reduced(bytearray(8))': 'has no attribute "all_reduced"',
+    "comm.all_reduced(bytearray(8))": 'has no attribute "all_reduced"',
     "comm.all_reduce(8)": "Value of type variable",
+    "comm.all_reduce(total, 'summ')": 'has incompatible type "Literal[\'summ\']"',
+    "comm.all_reduce(total, algorithm='one')": 'has incompatible type "Literal[\'one\']"',
+    "antiphon.all_reduce(total, 'summ')": 'has incompatible type "Literal[\'summ\']"',
     "antiphon.init(rank='0')": 'Argument "rank" to "init"',
 }
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from antiphon._core import Communicator
 from antiphon._results import RmsNormResult
+from antiphon._types import Op
 
 __all__ = ["all_reduce", "all_reduce_rms_norm", "default", "set_default"]
 
@@ -56,7 +57,7 @@ def set_default(comm: Communicator | None) -> None:
         _default = comm
 
 
-def all_reduce(x: _A, op: str | None = None, **options: Any) -> _A:
+def all_reduce(x: _A, op: Op | None = None, **options: Any) -> _A:
     """:meth:`antiphon.Communicator.all_reduce` of the default communicator."""
     result: _A = default().all_reduce(x, op, **options)  # type: ignore[type-var]
     return result
