@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
 
 from antiphon._results import RmsNormResult
+from antiphon._types import Algorithm, Op, Quantize, ScaleLayout
 from antiphon.language.internal.types import BufferType, ReduceOperationType, SyncType
 from antiphon.language.utils import ReplicationPolicy
 
@@ -23,10 +24,6 @@ _Array: TypeAlias = Buffer | _SupportsDLPack
 _A = TypeVar("_A", bound=_Array)
 _O = TypeVar("_O", bound=_Array)
 _T = TypeVar("_T")
-_Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"] | str
-_Algorithm: TypeAlias = Literal["one-shot", "two-shot"] | str
-_Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-groups", "nvfp4"] | str
-_ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"] | str | int
 
 __all__ = [
     "AbortedError",
@@ -198,7 +195,7 @@ class Communicator:
         """Waits until every rank has come here. With a CUDA device its stream waits, in its order, and this does not."""
 
     def prepare_cuda(
-        self, device: int | None = None, *, dtypes: Sequence[str] | None = None, ops: Sequence[_Op] | None = None
+        self, device: int | None = None, *, dtypes: Sequence[str] | None = None, ops: Sequence[Op] | None = None
     ) -> None:
         """Brings the ranks' GPUs together and loads kernels, so that no call has to: needed before a graph is captured.
 
@@ -246,10 +243,10 @@ class Communicator:
     def all_reduce(
         self,
         x: _A,
-        op: _Op | None = None,
+        op: Op | None = None,
         *,
         out: _O | None = None,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         registered: bool = False,
         stream: int | None = None,
     ) -> _A | _O:
@@ -272,17 +269,17 @@ class Communicator:
         bias: _Array | None = None,
         pre_norm: bool = False,
         pre_weight: _Array | None = None,
-        quantize: _Quantize | None = None,
+        quantize: Quantize | None = None,
         scale: float | _Array | None = None,
         group_size: int = 128,
-        scale_layout: _ScaleLayout | None = None,
+        scale_layout: ScaleLayout | int | None = None,
         keep_norm: bool = False,
         out: _Array | None = None,
         residual_out: _Array | None = None,
         codes: _Array | None = None,
         scales: _Array | None = None,
         rounded: bool = False,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         stream: int | None = None,
     ) -> RmsNormResult:
         """The sum of all ranks' ``x`` with the residual, and its RMS norm, in one pass: what follows each matrix
@@ -303,7 +300,9 @@ class Communicator:
         ``quantize`` makes ``codes``, like ``x``, and ``scales``; the norm itself only with ``keep_norm``, or ``out``:
 
         * ``"fp8"``: E4M3 of the norm divided by ``scale``; no ``scales``.
-        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``.
+        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``: its largest magnitude divided by 448.
+        * ``"fp8-tokens-reciprocal"``: with scales that are multiplied by 1/448 in float32 instead, as torch computes
+          that quotient on GPUs.
         * ``"fp8-groups"``: E4M3, with a power of two for each ``group_size`` elements, four exponents in an int32:
           ``(tokens, packs)``, columns first, each padded to a multiple of 4 tokens.
         * ``"nvfp4"``: E2M1, two in a byte, ``(..., hidden / 2)``, with an E4M3 scale for each 16, which includes the
@@ -335,16 +334,16 @@ class Communicator:
         weight: _Array | None = None,
         weight_bias: float = 0.0,
         eps: float = 1e-6,
-        quantize: _Quantize | None = None,
+        quantize: Quantize | None = None,
         scale: float | _Array | None = None,
         group_size: int = 128,
-        scale_layout: _ScaleLayout | None = None,
+        scale_layout: ScaleLayout | int | None = None,
         sum_out: _Array | None = None,
         residual_out: _Array | None = None,
         norm_out: _Array | None = None,
         codes: _Array | None = None,
         scales: _Array | None = None,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         stream: int | None = None,
     ) -> None:
         """:meth:`all_reduce_rms_norm` of any source, into outputs that the caller has; those that are not given are not
@@ -370,7 +369,7 @@ class Communicator:
         ...)`` out."""
 
     def reduce_scatter(
-        self, x: _A, op: _Op | None = None, *, out: _O | None = None, stream: int | None = None
+        self, x: _A, op: Op | None = None, *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O:
         """The reduction of every rank's block of ``x`` for this rank: ``(world_size * n, ...)`` in, ``(n, ...)`` out."""
 
@@ -388,7 +387,7 @@ class Communicator:
         """Everybody's ``x`` becomes the root's, in place. With ``out`` that is written instead, and only the root's
         ``x`` is read; others may pass ``None``."""
 
-    def reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
+    def reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
         """:meth:`all_reduce` whose result only the root gets; others get ``None``."""
 
     def gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
@@ -410,16 +409,16 @@ class Communicator:
 
     def start_barrier(self) -> Handle: ...
     def start_all_reduce(
-        self, x: _A, op: _Op | None = None, *, out: _O | None = None, algorithm: _Algorithm | None = None
+        self, x: _A, op: Op | None = None, *, out: _O | None = None, algorithm: Algorithm | None = None
     ) -> Handle: ...
     def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle: ...
-    def start_reduce_scatter(self, x: _A, op: _Op | None = None, *, out: _O | None = None) -> Handle: ...
+    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle: ...
     def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle: ...
     def start_all_to_all_v(
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
     ) -> Handle: ...
     def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
+    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_send(self, x: _Array, to: int) -> Handle: ...

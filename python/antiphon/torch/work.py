@@ -1,4 +1,7 @@
-"""What a call returns, and the futures on it."""
+"""What a call returns, and the futures on it.
+
+Locks are reentrant: a signal handler may call what it has interrupted.
+"""
 
 import atexit
 import contextlib
@@ -30,7 +33,7 @@ class Work(dist.Work):
         self._handles, self._result, self._copies = handles, list(result), copies
         self._futures, self._source = futures, source
         self._future: Future[list[Tensor]] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Waits until all is over, which is bounded by the timeout of the group; raises what went wrong.
@@ -107,7 +110,7 @@ class Sends:
     def __init__(self) -> None:
         self._handles: list[antiphon.Handle] = []
         self._limit = self._FEW
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, handle: antiphon.Handle) -> None:
         with self._lock:
@@ -159,7 +162,7 @@ class Futures:
     def __init__(self) -> None:
         self._queue: _Queue | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def complete(self, work: Work, future: Future[list[Tensor]]) -> None:
         if isinstance(threading.current_thread(), Callbacks):
