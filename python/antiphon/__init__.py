@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from antiphon._core import AbortedError, Communicator, CudaBuffer, Handle, Memory, PeerLostError, Plan, SharedBuffer, __version__, after_fork
 from antiphon._default import all_reduce, all_reduce_rms_norm, default, set_default
+from antiphon._handles import wait_all
 from antiphon._results import RmsNormResult
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = [
     "default",
     "init",
     "set_default",
+    "wait_all",
 ]
 
 # The child of a fork must not act for its parent's rank.
@@ -52,7 +54,7 @@ class ReduceOp(str, enum.Enum):
 
     Sums, products and averages accumulate in float32 (float64 for float64, wrapping int64 for integers) in ascending
     rank order and round once. ``MIN`` and ``MAX`` give NaN if any contribution is NaN. ``AVG`` of integers
-    truncates towards zero.
+    truncates towards zero. ``BAND``, ``BOR`` and ``BXOR`` combine the bits of integers.
     """
 
     SUM = "sum"
@@ -60,6 +62,9 @@ class ReduceOp(str, enum.Enum):
     MIN = "min"
     MAX = "max"
     AVG = "avg"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
 
 
 def init(

@@ -52,7 +52,7 @@ mod signature;
 mod symmetric;
 
 pub use antiphon_operation::Operation;
-pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue};
+pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue, Source};
 pub use error::FabricError;
 pub use local::LocalWorld;
 pub use members::Members;

@@ -163,6 +163,10 @@ impl Family {
                     ReduceOp::Prod => "prod_of",
                     ReduceOp::Min => "min_of",
                     ReduceOp::Max => "max_of",
+                    ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => {
+                        let operation = Operation::AllReduce.name();
+                        return Err(CollectiveError::NotBits { operation, dtype, op });
+                    }
                 };
                 let (name, source) = match self {
                     Self::Registered(..) => ("registered.cuh", REGISTERED),

@@ -340,7 +340,7 @@ impl CudaCollectives {
                                 self.arena.pointer((self.rank() + 1 + k) % self.world_size()).offset(channel)
                             }),
                             other: self.arena.pointer(self.rank()).offset(other),
-                            limit_ns: self.limit_ns,
+                            limit_ns: u64::try_from(self.monitor.timeout().as_nanos()).unwrap_or(u64::MAX),
                             board: self.board.pointer(),
                             input: work.input as u64,
                             output: work.output as u64,

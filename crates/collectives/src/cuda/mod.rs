@@ -121,7 +121,6 @@ pub struct CudaCollectives {
     pub(crate) registry: ManuallyDrop<RefCell<Registry>>,
     watch: Watch,
     lane_stride: usize,
-    limit_ns: u64,
     /// Those that the kernels of every rank may use.
     multiprocessors: u32,
     programmatic: Programmatic,
@@ -167,7 +166,6 @@ impl CudaCollectives {
             registry: ManuallyDrop::default(),
             watch,
             lane_stride,
-            limit_ns: comm.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
             multiprocessors,
             programmatic,
             starts_dependents: Cell::new(false),

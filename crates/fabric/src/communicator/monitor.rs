@@ -87,7 +87,13 @@ impl Monitor {
 
     /// How long a call waits for a peer before it fails.
     pub fn timeout(&self) -> Duration {
-        self.shared().timeout
+        self.shared().timeout()
+    }
+
+    /// Changes how long a call of this rank waits for a peer before it fails, also for waits under way. Groups that were split
+    /// off before keep theirs.
+    pub fn set_timeout(&self, timeout: Duration) {
+        self.shared().set_timeout(timeout);
     }
 
     /// Whether the communicator has not failed before.
