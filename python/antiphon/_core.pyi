@@ -982,8 +982,8 @@ class Program:
         buffer_alignment: int,
         min_message_size: int,
         max_message_size: int,
-    ) -> tuple[bool, str]:
-        """Whether the finished plan is proved, and what the verifier says of it."""
+    ) -> tuple[str, str]:
+        """What the verifier says of the finished plan: for people, and as JSON."""
 
     def lines(
         self,

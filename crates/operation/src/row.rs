@@ -176,7 +176,10 @@ mod tests {
         assert_eq!(text(Detail::Digest("plan"), 0x1f00_aa31), "plan 1f00aa31");
         assert_eq!(text(Detail::Digest("place"), 0xab), "place 000000ab");
         assert_eq!((text(Detail::Digest("place"), 0), text(Detail::Unused, 0)), Default::default());
-        assert_eq!((text(Detail::Label("tag"), 7), text(Detail::Label("tag"), 0)), ("tag 7".into(), String::new()));
+        assert_eq!(
+            (text(Detail::Label("tag"), 7), text(Detail::Label("tag"), 0)),
+            ("tag 7".into(), String::new())
+        );
         assert_eq!(text(Detail::Unused, 7), "detail 7");
     }
 }

@@ -157,7 +157,8 @@ impl<'py> FromPyObject<'_, 'py> for Tag {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let number: i64 = object.extract()?;
-        let outside = |_| PyValueError::new_err(format!("the tag {number} is not between 0 and {}", u32::MAX));
+        let outside =
+            |_| PyValueError::new_err(format!("the tag {number} is not between 0 and {}", u32::MAX));
         u32::try_from(number).map(Self).map_err(outside)
     }
 }

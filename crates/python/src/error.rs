@@ -56,9 +56,7 @@ impl From<CollectiveError> for Error {
             CollectiveError::Fabric(error) => error.into(),
             CollectiveError::DTypes { .. }
             | CollectiveError::NotNumeric { .. }
-            | CollectiveError::NotBits { .. } => {
-                Self(PyTypeError::new_err(error.to_string()))
-            }
+            | CollectiveError::NotBits { .. } => Self(PyTypeError::new_err(error.to_string())),
             CollectiveError::Tuning(_) => Self(PyRuntimeError::new_err(error.to_string())),
             _ => Self(PyValueError::new_err(error.to_string())),
         }

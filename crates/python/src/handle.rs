@@ -61,7 +61,12 @@ impl Handle {
         E: Into<Error> + From<FabricError> + Send + 'static,
     {
         let state = Mutex::new(State::Pending(Box::new(pending)));
-        Self { process: Process::current(), state, result: result.map(Bound::unbind), source: OnceLock::new() }
+        Self {
+            process: Process::current(),
+            state,
+            result: result.map(Bound::unbind),
+            source: OnceLock::new(),
+        }
     }
 
     /// Whether it is over after `limit` at most. Like every look at the state it happens detached from the interpreter:

@@ -28,7 +28,10 @@ fn codes_never_change() {
         (22, "float4_e2m1fn_x2"),
     ];
     assert_eq!(codes, [&numeric[..], &stored].concat());
-    assert_eq!(DType::NUMERIC.iter().map(|dtype| dtype.code()).collect::<Vec<_>>(), numeric.map(|(code, _)| code));
+    assert_eq!(
+        DType::NUMERIC.iter().map(|dtype| dtype.code()).collect::<Vec<_>>(),
+        numeric.map(|(code, _)| code)
+    );
 }
 
 #[test]
@@ -40,9 +43,14 @@ fn types_without_arithmetic_have_a_size_and_refuse_values() {
     }
     let bytes = [0u8; 4];
     // SAFETY: four bytes are two elements of 16 bits.
-    let view = unsafe { TensorView::from_raw_parts(bytes.as_ptr().cast_mut(), DType::U16, &[2], None, Device::Host) };
+    let view = unsafe {
+        TensorView::from_raw_parts(bytes.as_ptr().cast_mut(), DType::U16, &[2], None, Device::Host)
+    };
     let error = view.unwrap().get_f64(&[0]).unwrap_err();
-    assert_eq!(error.to_string(), "u16 has no arithmetic here: pass one of f64, f32, f16, bf16, i64, i32, i8, u8");
+    assert_eq!(
+        error.to_string(),
+        "u16 has no arithmetic here: pass one of f64, f32, f16, bf16, i64, i32, i8, u8"
+    );
 }
 
 #[test]
@@ -110,7 +118,10 @@ fn an_unknown_name_is_told_what_is_known() {
     let error = "fp7".parse::<DType>().unwrap_err();
     assert_eq!(error, TensorError::UnknownDType { input: "fp7".into() });
     let text = error.to_string();
-    assert!(text.starts_with("unknown dtype \"fp7\": known are f64/float64/double, f32/float32/float"), "{text}");
+    assert!(
+        text.starts_with("unknown dtype \"fp7\": known are f64/float64/double, f32/float32/float"),
+        "{text}"
+    );
     assert!(text.ends_with("u8/uint8, bool, i16/int16, u16/uint16, u32/uint32, u64/uint64, complex32, complex64, \
          complex128, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz, float8_e8m0fnu, float4_e2m1fn_x2"), "{text}");
 }

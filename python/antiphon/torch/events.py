@@ -38,7 +38,7 @@ def started(name: str, work: dist.Work) -> dist.Work:
     """The same work, whose time until it is over is the event ``antiphon:NAME:async``."""
     if _is_profiling():
         event = record_function(f"antiphon:{name}:async")
-        event.__enter__()
+        event.__enter__()  # type: ignore[no-untyped-call]
         ended = event._call_end_callbacks_on_future(work.get_future())
         if isinstance(work, Work):
             work.event = ended

@@ -103,12 +103,11 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         tensor: Tensor = only("all_reduce", tensors)
         # The most frequent case, without what the others need.
-        if opts is not None and not opts.asyncOp and tensor.dtype in NUMERIC:
+        if opts is not None and not opts.asyncOp and tensor.dtype in NUMERIC and not events.is_watched():
             op = OPS.get(int(opts.reduceOp.op))
             served = tensor.is_cpu or tensor.is_cuda
             if op is not None and served and tensor.layout is torch.strided and is_plain(tensor):
-                with self._event("all_reduce", tensors):
-                    self.enter(tensor).all_reduce(tensor, op, out=tensor)
+                self.enter(tensor).all_reduce(tensor, op, out=tensor)
                 return self._done
         return self._all_reduce("all_reduce", tensors, opts)
 
@@ -340,7 +339,7 @@ class Group(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
-    def split_group(  # type: ignore[override]
+    def split_group(
         self,
         new_ranks: list[int],
         timeout: timedelta | None = None,
@@ -365,7 +364,7 @@ class Group(dist.ProcessGroup):
 
     supports_splitting = True
     supports_coalescing = supports_time_estimate = supports_shrinking = False
-    bound_device_id: torch.device | None = None  # type: ignore[assignment]
+    bound_device_id: torch.device | None = None
 
     def _get_backend(self, device: torch.device) -> "Group":  # type: ignore[override]
         """The backend of the tensors of a device, which is the group itself."""
@@ -379,6 +378,9 @@ class Group(dist.ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing is numbered."""
+
+    def perform_nocolor_split(self, device: torch.device | None) -> None:
+        """Only its members take part when ``new_group`` makes a group."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Ranks have met; their GPUs meet at the first call."""

@@ -64,6 +64,8 @@ impl Shared {
         let patience = Patience::for_ranks(world_size, health.count_cores());
         let messages = Messages::new(world_size);
         let timeout = AtomicU64::new(nanoseconds(timeout));
+        #[cfg(not(loom))]
+        antiphon_device::host::signal::count_sigusr1();
         Self { rank, world_size, timeout, patience, health, regions, messages, interrupt }
     }
 

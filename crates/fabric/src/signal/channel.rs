@@ -337,7 +337,8 @@ impl Messages {
             Route::To(peer) | Route::From(Source::Rank(peer)) => vec![peer],
             Route::From(Source::Any) => {
                 // A rank that has left in order does not keep the others from sending.
-                let others = || (0..shared.world_size).filter(|&rank| rank != shared.rank || shared.world_size == 1);
+                let others =
+                    || (0..shared.world_size).filter(|&rank| rank != shared.rank || shared.world_size == 1);
                 let has_stayed = |&rank: &usize| !shared.regions.control(rank).has_departed();
                 match others().filter(has_stayed).collect::<Vec<_>>() {
                     none if none.is_empty() => others().collect(),
@@ -360,6 +361,7 @@ impl Messages {
             }
         };
         let Shared { health, regions, .. } = shared;
+        health.answer(regions, ticket.signature, &missing, waited);
         let checked = health.check(regions, ticket.signature, missing, waited, shared.timeout());
         let checked = checked.map_err(|error| refusal(shared, ticket).unwrap_or(error));
         let checked = failed.into_inner().map_or(checked, Err);
@@ -408,7 +410,9 @@ impl State {
         let packet = shared.regions.ring(peer, shared.rank, place(sequence, RING));
         let Some(words) = packet.head.arrival(sequence + 1) else { return Ok(false) };
         let next_id = &mut self.next_id;
-        let Some(transfer) = self.incoming.destination(shared, peer, words, next_id)? else { return Ok(false) };
+        let Some(transfer) = self.incoming.destination(shared, peer, words, next_id)? else {
+            return Ok(false);
+        };
         let part = transfer.part();
         // SAFETY: as in `send_packet`; equal signatures mean equal lengths, so the packet holds `part` bytes.
         unsafe {

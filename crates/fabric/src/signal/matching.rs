@@ -106,7 +106,8 @@ impl Incoming {
             let Some(next) = self.begin(shared, peer, words, next_id)? else { return Ok(None) };
             self.peers[peer].current = Some(next);
         }
-        let Some(Current::Awaited(transfer) | Current::Unexpected(transfer)) = &mut self.peers[peer].current else {
+        let Some(Current::Awaited(transfer) | Current::Unexpected(transfer)) = &mut self.peers[peer].current
+        else {
             unreachable!("it was begun above")
         };
         if transfer.signature.to_words() != words {
@@ -125,7 +126,9 @@ impl Incoming {
     ) -> Result<Option<Current>, FabricError> {
         let first = self.peers[peer].queue.front().or(self.from_any.front()).map(|first| first.signature);
         let Some(mine) = first else { return Ok(None) };
-        let Some(message) = Signature::from_words(words) else { return Err(broken(shared, peer, mine, words)) };
+        let Some(message) = Signature::from_words(words) else {
+            return Err(broken(shared, peer, mine, words));
+        };
         if let Some(receive) = self.take_receive(shared, peer, message)? {
             return Ok(Some(Current::Awaited(receive)));
         }

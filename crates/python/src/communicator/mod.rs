@@ -246,7 +246,9 @@ impl Communicator {
         let pickle = py.import("pickle")?;
         // Bytes go round even if pickling failed: the others must not be left waiting. No pickle is one byte long.
         let pickled = match self.check_root(root.0)? {
-            true => pickle.call_method1("dumps", (object,)).and_then(|p| Ok(Some(p.extract::<PyBackedBytes>()?))),
+            true => {
+                pickle.call_method1("dumps", (object,)).and_then(|p| Ok(Some(p.extract::<PyBackedBytes>()?)))
+            }
             false => Ok(None),
         };
         let mine: &[u8] = match &pickled {
@@ -752,9 +754,8 @@ impl Communicator {
 impl Communicator {
     /// Receives, and returns the rank that sent.
     fn receive(&self, py: Python<'_>, out: &Bound<'_, PyAny>, source: Source, tag: Tag) -> Result<usize> {
-        let operand = Operand::import(out, "the output", Usage::Call(None))?
-            .on_host("recv")?
-            .writable("the output")?;
+        let operand =
+            Operand::import(out, "the output", Usage::Call(None))?.on_host("recv")?.writable("the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         Ok(interrupt::detached(py, || {
             // SAFETY: the operand and the caller's reference live until this returns.
