@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from antiphon._core import AbortedError, Communicator, CudaBuffer, Handle, Memory, PeerLostError, Plan, SharedBuffer, __version__, after_fork
 from antiphon._default import all_reduce, all_reduce_rms_norm, default, set_default
+from antiphon._handles import wait_all
 from antiphon._results import RmsNormResult
 from antiphon._types import ReduceOp
 
@@ -41,6 +42,7 @@ __all__ = [
     "default",
     "init",
     "set_default",
+    "wait_all",
 ]
 
 #: Parts that a program imports by themselves.

@@ -87,6 +87,10 @@ class Handle:
     def is_finished(self) -> bool:
         """Whether :meth:`wait` would return at once."""
 
+    @property
+    def source(self) -> int | None:
+        """The rank that sent a message, when a wait for its receive has returned; else ``None``."""
+
 @final
 class Communicator:
     """A rank's end of a world of ranks that act together; :func:`antiphon.init` makes it.
@@ -102,8 +106,8 @@ class Communicator:
     rank's block of ``x``. Gradients are not tracked.
 
     Reductions work on float64, float32, float16, bfloat16, int64, int32, int8 and uint8, and give the same bits on
-    every rank. Everything else takes elements of any whole number of bytes; of types outside that list the ranks compare
-    only the number of bytes.
+    every rank; ``"band"``, ``"bor"`` and ``"bxor"`` take the integers among them. Everything else takes elements of any whole
+    number of bytes. Ranks compare their dtypes; of types that have no name in torch, only the number of bytes.
 
     Raises ``ValueError`` and ``TypeError`` for arguments that make no sense, before anything happens;
     :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError`` for what goes wrong between ranks, after which every call
@@ -155,7 +159,11 @@ class Communicator:
 
     @property
     def timeout(self) -> float:
-        """How many seconds a call waits for a peer before it fails."""
+        """How many seconds a call of this rank waits for a peer before it fails. It can be set, from any thread, which changes
+        waits under way too; graphs that were captured before keep theirs."""
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None: ...
 
     @property
     def closed(self) -> bool:
@@ -239,6 +247,10 @@ class Communicator:
 
     def exchange_objects(self, object: _T) -> list[_T]:
         """The objects of all ranks, in rank order; they are pickled, so trust your peers."""
+
+    def broadcast_object(self, object: _T, root: int = 0) -> _T:
+        """The root's object, which is pickled, so trust your peers. Other ranks may pass anything. ``RuntimeError`` if the root
+        cannot pickle it, or calls it with another root; the communicator stays usable."""
 
     def all_reduce(
         self,
@@ -397,12 +409,20 @@ class Communicator:
         """Rank ``r`` gets the ``r``-th block of the root's ``x``: ``(world_size * n, ...)`` there, ``(n, ...)`` out.
         Others pass ``None``, and ``out``."""
 
-    def send(self, x: _Array, to: int) -> None:
-        """Sends an array to a rank, which must :meth:`recv` one of the same dtype and number of elements. The first few
-        messages (8, of up to 32 KiB each) do not wait for that."""
+    def send(self, x: _Array, to: int, *, tag: int = 0) -> None:
+        """Sends an array to a rank, which must receive one of the same dtype and number of elements, with the same tag. The first
+        few messages (8, of up to 32 KiB each) do not wait for that.
 
-    def recv(self, out: _O, source: int) -> _O:
-        """Receives an array from a rank."""
+        Messages with one tag (0 to 2³² − 1) arrive in the order in which they were sent. While a rank awaits one with another
+        tag, it keeps those that come before in memory of its own."""
+
+    def recv(self, out: _O, source: int, *, tag: int = 0) -> _O:
+        """Receives an array from a rank, that was sent with this tag."""
+
+    def recv_any(self, out: _Array, *, tag: int = 0) -> int:
+        """Receives an array from whichever rank sends one with this tag first, and returns the rank.
+
+        :class:`PeerLostError` when the process of any rank ends, or all others have closed their communicators."""
 
     def send_recv(self, x: _Array, to: int, out: _O, source: int) -> _O:
         """Sends one array and receives another at the same time, as rings do."""
@@ -421,8 +441,10 @@ class Communicator:
     def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_send(self, x: _Array, to: int) -> Handle: ...
-    def start_recv(self, out: _O, source: int) -> Handle: ...
+    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle: ...
+    def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
+        """As :meth:`recv`, or, if the source is ``None``, as :meth:`recv_any`: then ``source`` of the handle is the rank."""
+
     def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
         """Makes a buffer of which every rank has a zeroed copy that every rank can read and write. Collectives on
         parts of it skip a copy. ``RuntimeError`` with the numbers when the symmetric memory is used up."""
@@ -959,8 +981,8 @@ class Program:
         buffer_alignment: int,
         min_message_size: int,
         max_message_size: int,
-    ) -> tuple[bool, str]:
-        """Whether the finished plan is proved, and what the verifier says of it."""
+    ) -> tuple[str, str]:
+        """What the verifier says of the finished plan: for people, and as JSON."""
 
     def lines(
         self,

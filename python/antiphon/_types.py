@@ -11,7 +11,7 @@ class ReduceOp(str, enum.Enum):
 
     Sums, products and averages accumulate in float32 (float64 for float64, wrapping int64 for integers) in ascending
     rank order and round once. ``MIN`` and ``MAX`` give NaN if any contribution is NaN. ``AVG`` of integers
-    truncates towards zero.
+    truncates towards zero. ``BAND``, ``BOR`` and ``BXOR`` combine the bits of integers.
     """
 
     SUM = "sum"
@@ -19,10 +19,13 @@ class ReduceOp(str, enum.Enum):
     MIN = "min"
     MAX = "max"
     AVG = "avg"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
 
 
 #: ``ReduceOp(name)`` makes one of any string.
-Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"] | ReduceOp
+Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg", "band", "bor", "bxor"] | ReduceOp
 Algorithm: TypeAlias = Literal["one-shot", "two-shot"]
 #: How a norm is quantised.
 Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-tokens-reciprocal", "fp8-groups", "nvfp4"]

@@ -103,6 +103,7 @@ operations! {
     /// One rank gets a tensor of another.
     Message = 13: Row {
         bus_factor: BusFactor::Once,
+        detail: Detail::Label("tag"),
         ..Row::on_tensors("send/recv", Extent::Block, Extent::Block)
     },
     /// An all-reduce with what follows it: residual, norm, quantisation.

@@ -138,6 +138,8 @@ pub enum Detail {
     Unused,
     /// A number behind its name: `root 3`, `rows of 7168`.
     Number(&'static str),
+    /// A number behind its name, of which 0 is usual and says nothing: `tag 7`.
+    Label(&'static str),
     /// The beginning of a digest behind the name of what it is made from: `plan 1f00aa31`. 0 stands for no digest.
     Digest(&'static str),
 }
@@ -146,9 +148,9 @@ impl Detail {
     /// The text of a word; none if it says nothing.
     pub fn text(self, word: u32) -> Option<String> {
         match (self, word) {
-            (Self::Unused | Self::Digest(_), 0) => None,
+            (Self::Unused | Self::Digest(_) | Self::Label(_), 0) => None,
             (Self::Unused, _) => Some(format!("detail {word}")), // a broken peer may say anything
-            (Self::Number(name), _) => Some(format!("{name} {word}")),
+            (Self::Number(name) | Self::Label(name), _) => Some(format!("{name} {word}")),
             (Self::Digest(name), _) => Some(format!("{name} {word:08x}")),
         }
     }
@@ -174,6 +176,10 @@ mod tests {
         assert_eq!(text(Detail::Digest("plan"), 0x1f00_aa31), "plan 1f00aa31");
         assert_eq!(text(Detail::Digest("place"), 0xab), "place 000000ab");
         assert_eq!((text(Detail::Digest("place"), 0), text(Detail::Unused, 0)), Default::default());
+        assert_eq!(
+            (text(Detail::Label("tag"), 7), text(Detail::Label("tag"), 0)),
+            ("tag 7".into(), String::new())
+        );
         assert_eq!(text(Detail::Unused, 7), "detail 7");
     }
 }
