@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use antiphon::{
     fabric::Queue,
-    moe::{self, Choices, Combine, Dispatch, MoeConfig, MoeError, RowFormat, Routing, Tokens},
+    moe::{self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens},
     prelude::{DType, TensorView, TensorViewMut},
     tensor::TensorError,
 };
@@ -266,7 +266,8 @@ impl Moe {
         // meanwhile is the caller's to see to.
         let read = |array: &Option<Array>| array.as_ref().map(|array| unsafe { array.view() }).transpose();
         // SAFETY: as above.
-        let write = |array: &Option<Array>| array.as_ref().map(|array| unsafe { array.view_mut() }).transpose();
+        let write =
+            |array: &Option<Array>| array.as_ref().map(|array| unsafe { array.view_mut() }).transpose();
         let call = Dispatch {
             tokens: Tokens {
                 // SAFETY: as above.
@@ -286,8 +287,8 @@ impl Moe {
         self.run(py, |moe, comm| moe.dispatch(comm, &handle.0, call))
     }
 
-    #[pyo3(signature = (handle, rows, output, *, weights = None, output_weights = None, biases = (None, None)))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last three")]
+    #[pyo3(signature = (handle, rows, output, *, weights = None, output_weights = None, bias = None, second_bias = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last four")]
     fn combine(
         &self,
         py: Python<'_>,
@@ -296,14 +297,15 @@ impl Moe {
         output: &Bound<'_, PyAny>,
         weights: Given<'_, '_>,
         output_weights: Given<'_, '_>,
-        biases: (Option<Bound<'_, PyAny>>, Option<Bound<'_, PyAny>>),
+        bias: Given<'_, '_>,
+        second_bias: Given<'_, '_>,
     ) -> Result<()> {
         let (rows, output) = (Array::read(rows, "rows")?, Array::write(output, "output")?);
         let weights = Array::given(weights, "weights", Array::read)?;
         let output_weights = Array::given(output_weights, "output_weights", Array::write)?;
         let biases = [
-            Array::given(biases.0.as_ref(), "bias", Array::read)?,
-            Array::given(biases.1.as_ref(), "bias", Array::read)?,
+            Array::given(bias, "bias", Array::read)?,
+            Array::given(second_bias, "second_bias", Array::read)?,
         ];
         check_apart(
             "combine",
