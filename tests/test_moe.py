@@ -394,11 +394,12 @@ def test_handles_of_another_communicator_are_refused() -> None:
         handle = ExpertParallel(comm, 4, H).dispatch(x, ids, weights).handle
         group = comm.split(0)
         assert group is not None
+        parallel = ExpertParallel(group, 4, H)
         with pytest.raises(ValueError, match="the handle is of another instance"):
-            ExpertParallel(group, 4, H).combine(torch.ones(handle.rows, H), handle)
+            parallel.combine(torch.ones(handle.rows, H), handle)
         group.close()
         with pytest.raises(RuntimeError, match="closed"):
-            ExpertParallel(group, 4, H)
+            parallel.dispatch(x, ids, weights)
 
     threads(2, body)
 

@@ -51,10 +51,13 @@
 //! Rows travel through a *region* of symmetric memory of each rank, of [`MoeConfig::region_bytes`]. What exceeds it goes
 //! through its two halves in pieces, so there is no limit on `T`, and nothing ever grows.
 
+pub mod cuda;
 mod error;
 mod handle;
 mod instance;
 pub mod layout;
+#[cfg(test)]
+mod machine_code;
 pub mod normal;
 mod region;
 mod tensors;

@@ -12,10 +12,10 @@ pub(crate) struct Name {
 }
 
 impl Name {
-    fn check(self, view: &TensorView<'_>) -> Result<()> {
+    fn check(self, view: &TensorView<'_>, serves: Device) -> Result<()> {
         let Self { call, which } = self;
-        if !view.device().is_host() {
-            return Err(MoeError::Device { call, which, device: view.device(), serves: Device::Host });
+        if view.device() != serves {
+            return Err(MoeError::Device { call, which, device: view.device(), serves });
         }
         view.contiguous().map_err(|source| MoeError::Tensor { call, which, source })
     }
@@ -53,14 +53,27 @@ impl Name {
 
     /// What a tensor in host memory holds.
     pub(crate) fn bytes<'a>(self, view: &TensorView<'a>) -> Result<&'a [u8]> {
-        self.check(view)?;
+        self.check(view, Device::Host)?;
         let Self { call, which } = self;
         view.as_bytes().map_err(|source| MoeError::Tensor { call, which, source })
     }
 
+    /// The address of a tensor on a GPU, at which whole vectors may be read.
+    pub(crate) fn address(self, view: &TensorView<'_>, serves: Device) -> Result<u64> {
+        self.check(view, serves)?;
+        let address = view.as_ptr().addr();
+        match view.numel() == 0 || address.is_multiple_of(16) {
+            true => Ok(address as u64),
+            false => Err(crate::error::refused(
+                self.call,
+                format!("the {} is at {address:#x}, no multiple of 16", self.which),
+            )),
+        }
+    }
+
     /// The place of a tensor in host memory.
     pub(crate) fn bytes_mut<'a>(self, view: &'a mut TensorViewMut<'_>) -> Result<&'a mut [u8]> {
-        self.check(&view.as_view())?;
+        self.check(&view.as_view(), Device::Host)?;
         let Self { call, which } = self;
         view.as_mut_bytes().map_err(|source| MoeError::Tensor { call, which, source })
     }

@@ -1,5 +1,6 @@
 //! The layout of a dispatch: which tokens go to which rank, and how many each rank and each expert gets.
 
+pub(crate) mod cuda;
 mod host;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;

@@ -4,6 +4,7 @@
 //! combine they are pushed: each row goes to its place among those that come back to its source, which sums a token's rows
 //! when the last one is there.
 
+pub(crate) mod cuda;
 mod host;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
@@ -188,10 +189,10 @@ impl<'a> Combine<'a> {
     }
 }
 
-pub(crate) fn notify(moe: &mut Moe, comm: &Communicator, routing: &Routing<'_>) -> Result<Handle> {
+/// Refuses a routing that makes no sense; how many tokens it has.
+fn check_routing(routing: &Routing<'_>, world_size: usize) -> Result<usize> {
     let name = |which| Name { call: "dispatch", which };
     let Routing { num_experts, top_k, format, .. } = *routing;
-    let world_size = comm.world_size();
     check_limits("dispatch", num_experts, top_k, world_size)?;
     format.check(name("x"), &MOVED)?;
     let (mask, counts) = (name("is_token_in_rank"), name("tokens_per_expert"));
@@ -200,22 +201,97 @@ pub(crate) fn notify(moe: &mut Moe, comm: &Communicator, routing: &Routing<'_>) 
     mask.has_dtype(routing.is_token_in_rank.dtype(), &[DType::U8])?;
     counts.has_shape(&routing.tokens_per_expert, &[num_experts], "[E]")?;
     counts.has_dtype(routing.tokens_per_expert.dtype(), &[DType::I32])?;
-    if tokens > i32::MAX as usize / world_size {
-        return Err(refused(
-            "dispatch",
-            format!("{tokens} tokens; at most {} are served", i32::MAX as usize / world_size),
-        ));
+    let most = i32::MAX as usize / world_size;
+    match tokens <= most {
+        true => Ok(tokens),
+        false => Err(refused("dispatch", format!("{tokens} tokens; at most {most} are served"))),
     }
+}
+
+/// The signature of [`Moe::notify`].
+fn signature_of_routing(routing: &Routing<'_>) -> Signature {
     let form = if routing.capacity.is_some() { Form::Capacity } else { Form::Blocking };
-    let signature =
-        signature(Operation::Dispatch, &format, form as u8 + format.code(), num_experts, top_k, 0);
+    let Routing { num_experts, top_k, format, .. } = routing;
+    signature(Operation::Dispatch, format, form as u8 + format.code(), *num_experts, *top_k, 0)
+}
+
+/// Refuses a dispatch of `num_tokens` tokens to `rows` rows that makes no sense; what its rows are.
+fn check_dispatch(call: &Dispatch<'_>, num_tokens: usize, rows: usize, top_k: usize) -> Result<RowFormat> {
+    let name = |which| Name { call: "dispatch", which };
+    let Dispatch { tokens, received } = call;
+    let format = RowFormat::of(&tokens.x, tokens.scales.as_ref(), name("x"))?;
+    format.check(name("x"), &MOVED)?;
+    let check = |name: Name, view: &TensorView<'_>, dtype: DType, sizes: [usize; 2], rule: &str| {
+        name.has_dtype(view.dtype(), &[dtype])?;
+        name.has_shape(view, &sizes, rule)
+    };
+    check(name("x"), &tokens.x, format.dtype, [num_tokens, format.hidden], "[T, H]")?;
+    check(name("received x"), &received.x.as_view(), format.dtype, [rows, format.hidden], "[N, H]")?;
+    if (tokens.scales.is_some(), tokens.choices.is_some())
+        != (received.scales.is_some(), received.choices.is_some())
+    {
+        return Err(refused("dispatch", "what goes and what comes must have the same parts".into()));
+    }
+    if let (Some(from), Some(to)) = (&tokens.scales, &received.scales) {
+        let width = format.num_scales();
+        check(name("scales"), from, from.dtype(), [num_tokens, width], "[T, S]")?;
+        check(name("received scales"), &to.as_view(), from.dtype(), [rows, width], "[N, S]")?;
+    }
+    if let (Some(from), Some(to)) = (&tokens.choices, &received.choices) {
+        name("ids").has_dtype(from.ids.dtype(), &ID_TYPES)?;
+        name("received ids").has_dtype(to.ids.dtype(), &ID_TYPES)?;
+        name("ids").has_shape(&from.ids, &[num_tokens, top_k], "[T, K]")?;
+        name("received ids").has_shape(&to.ids.as_view(), &[rows, top_k], "[N, K]")?;
+        check(name("weights"), &from.weights, DType::F32, [num_tokens, top_k], "[T, K]")?;
+        check(name("received weights"), &to.weights.as_view(), DType::F32, [rows, top_k], "[N, K]")?;
+    }
+    Ok(format)
+}
+
+/// Refuses a combine of `rows` rows to `num_tokens` tokens that makes no sense; what its rows are, and how many weights each has.
+fn check_combine(
+    call: &Combine<'_>,
+    num_tokens: usize,
+    rows: usize,
+    dtypes: &[DType],
+) -> Result<(RowFormat, usize)> {
+    let name = |which| Name { call: "combine", which };
+    let format = RowFormat::of(&call.rows, None, name("rows"))?;
+    format.check(name("rows"), dtypes)?;
+    name("rows").has_shape(&call.rows, &[rows, format.hidden], "[N, H]")?;
+    let as_token = |which, view: &TensorView<'_>| {
+        name(which).has_dtype(view.dtype(), &[format.dtype])?;
+        name(which).has_shape(view, &[num_tokens, format.hidden], "[T, H]")
+    };
+    as_token("output", &call.output.as_view())?;
+    for bias in call.biases.iter().flatten() {
+        as_token("bias", bias)?;
+    }
+    let top_k = match (&call.weights, &call.output_weights) {
+        (None, None) => 0,
+        (Some(weights), Some(output)) => {
+            let (_, top_k) = name("weights").matrix(weights, "[N, K]")?;
+            check_limits("combine", 1, top_k, 1)?;
+            name("weights").has_dtype(weights.dtype(), &[DType::F32])?;
+            name("weights").has_shape(weights, &[rows, top_k], "[N, K]")?;
+            name("output weights").has_dtype(output.dtype(), &[DType::F32])?;
+            name("output weights").has_shape(&output.as_view(), &[num_tokens, top_k], "[T, K]")?;
+            top_k
+        }
+        _ => return Err(refused("combine", "weights must go in and come out, or neither".into())),
+    };
+    Ok((format, top_k))
+}
+
+pub(crate) fn notify(moe: &mut Moe, comm: &Communicator, routing: &Routing<'_>) -> Result<Handle> {
+    let name = |which| Name { call: "dispatch", which };
     let call = host::Notify {
-        signature,
-        in_rank: mask.bytes(&routing.is_token_in_rank)?,
-        per_expert: counts.bytes(&routing.tokens_per_expert)?,
-        tokens,
-        num_experts,
-        top_k,
+        tokens: check_routing(routing, comm.world_size())?,
+        signature: signature_of_routing(routing),
+        in_rank: name("is_token_in_rank").bytes(&routing.is_token_in_rank)?,
+        per_expert: name("tokens_per_expert").bytes(&routing.tokens_per_expert)?,
+        num_experts: routing.num_experts,
+        top_k: routing.top_k,
         capacity: routing.capacity,
     };
     call.run(moe, comm)
@@ -228,31 +304,8 @@ pub(crate) fn dispatch(
     call: Dispatch<'_>,
 ) -> Result<()> {
     let name = |which| Name { call: "dispatch", which };
+    let format = check_dispatch(&call, handle.num_tokens(), handle.rows(), handle.top_k)?;
     let Dispatch { tokens, received: Tokens { mut x, mut scales, mut choices } } = call;
-    let format = RowFormat::of(&tokens.x, tokens.scales.as_ref(), name("x"))?;
-    format.check(name("x"), &MOVED)?;
-    let (rows, num_tokens) = (handle.rows(), handle.num_tokens());
-    let beside = [format.num_scales(), handle.top_k];
-    let check = |name: Name, view: &TensorView<'_>, dtype: DType, sizes: [usize; 2], rule: &str| {
-        name.has_dtype(view.dtype(), &[dtype])?;
-        name.has_shape(view, &sizes, rule)
-    };
-    check(name("x"), &tokens.x, format.dtype, [num_tokens, format.hidden], "[T, H]")?;
-    check(name("received x"), &x.as_view(), format.dtype, [rows, format.hidden], "[N, H]")?;
-    if (tokens.scales.is_some(), tokens.choices.is_some()) != (scales.is_some(), choices.is_some()) {
-        return Err(refused("dispatch", "what goes and what comes must have the same parts".into()));
-    }
-    if let (Some(from), Some(to)) = (&tokens.scales, &scales) {
-        check(name("scales"), from, from.dtype(), [num_tokens, beside[0]], "[T, S]")?;
-        check(name("received scales"), &to.as_view(), from.dtype(), [rows, beside[0]], "[N, S]")?;
-    }
-    if let (Some(from), Some(to)) = (&tokens.choices, &choices) {
-        check(name("ids"), &from.ids, from.ids.dtype(), [num_tokens, beside[1]], "[T, K]")?;
-        check(name("weights"), &from.weights, DType::F32, [num_tokens, beside[1]], "[T, K]")?;
-        check(name("received ids"), &to.ids.as_view(), to.ids.dtype(), [rows, beside[1]], "[N, K]")?;
-        check(name("received weights"), &to.weights.as_view(), DType::F32, [rows, beside[1]], "[N, K]")?;
-        name("received ids").has_dtype(to.ids.dtype(), &ID_TYPES)?;
-    }
     let form = match handle.sources.get() {
         Some(_) => Form::Cached,
         None if handle.traffic.capacity[handle.traffic.rank].is_some() => Form::Capacity,
@@ -313,37 +366,12 @@ pub(crate) fn combine(moe: &mut Moe, comm: &Communicator, handle: &Handle, call:
             problem: "one along which nothing was dispatched yet",
         });
     };
-    let Combine { rows, weights, biases, mut output, mut output_weights } = call;
-    let format = RowFormat::of(&rows, None, name("rows"))?;
-    format.check(name("rows"), &SUMMED)?;
-    let hidden = format.hidden;
-    name("rows").has_shape(&rows, &[handle.rows(), hidden], "[N, H]")?;
-    let as_token = |which, view: &TensorView<'_>| {
-        name(which).has_dtype(view.dtype(), &[format.dtype])?;
-        name(which).has_shape(view, &[handle.num_tokens(), hidden], "[T, H]")
-    };
-    as_token("output", &output.as_view())?;
-    for bias in biases.iter().flatten() {
-        as_token("bias", bias)?;
-    }
-    let top_k = match (&weights, &output_weights) {
-        (None, None) => 0,
-        (Some(weights), Some(output)) => {
-            let (_, top_k) = name("weights").matrix(weights, "[N, K]")?;
-            check_limits("combine", handle.num_experts, top_k, comm.world_size())?;
-            name("weights").has_dtype(weights.dtype(), &[DType::F32])?;
-            name("weights").has_shape(weights, &[handle.rows(), top_k], "[N, K]")?;
-            name("output weights").has_dtype(output.dtype(), &[DType::F32])?;
-            name("output weights").has_shape(&output.as_view(), &[handle.num_tokens(), top_k], "[T, K]")?;
-            top_k
-        }
-        _ => return Err(refused("combine", "weights must go in and come out, or neither".into())),
-    };
-    let [first, second] = biases;
+    let (format, top_k) = check_combine(&call, handle.num_tokens(), handle.rows(), &SUMMED)?;
+    let Combine { rows, weights, biases: [first, second], mut output, mut output_weights } = call;
     let call = host::Sums {
         signature: signature(Operation::Combine, &format, 0, handle.num_experts, top_k, handle.number),
         dtype: format.dtype,
-        hidden,
+        hidden: format.hidden,
         top_k,
         rows: name("rows").bytes(&rows)?,
         weights: weights.as_ref().map_or(Ok(&[][..]), |weights| name("weights").bytes(weights))?,
