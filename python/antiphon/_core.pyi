@@ -35,6 +35,8 @@ __all__ = [
     "Handle",
     "Mapping",
     "Memory",
+    "Moe",
+    "MoeHandle",
     "PeerLostError",
     "Plan",
     "Program",
@@ -536,6 +538,127 @@ class CudaBuffer:
 
     def pointer(self, rank: int) -> int:
         """The address of a rank's memory, for this rank's GPU."""
+
+@final
+class Moe:
+    """Dispatch and combine of a communicator, on host memory: what :mod:`antiphon.moe` is made of, which makes the arrays that
+    these methods fill.
+
+    All ranks make it together. ``region_bytes`` (8 MiB) is the symmetric memory of each rank through which rows travel, at
+    least two rows with what travels beside them. Methods but :meth:`layout` are collective, and wait; what they wait for is
+    as for the collectives of :class:`Communicator`. Arrays that are written overlap no others.
+    """
+
+    def __new__(cls, comm: Communicator, region_bytes: int | None = None) -> Self: ...
+    @property
+    def region_bytes(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None:
+        """Gives the regions back; all ranks call it. Dropping it communicates nothing: the memory then goes with the
+        communicator."""
+
+    def layout(
+        self,
+        ids: _Array,
+        num_experts: int,
+        *,
+        tokens_per_rank: _Array,
+        tokens_per_expert: _Array,
+        is_token_in_rank: _Array,
+    ) -> None:
+        """What the choices ``ids`` (int64 or int32 ``[T, K]``) come to: how many tokens go to each rank (int32 ``[R]``), how
+        often each expert was chosen (int32 ``[E]``), which tokens go to which ranks (8 bits, ``[T, R]``).
+
+        Raises ``ValueError`` with the numbers for experts that cannot be divided among the ranks and for shapes, ``TypeError``
+        for dtypes.
+        """
+
+    def notify(
+        self,
+        x: _Array,
+        is_token_in_rank: _Array,
+        tokens_per_expert: _Array,
+        *,
+        top_k: int = 0,
+        scales: _Array | None = None,
+        capacity: int | None = None,
+    ) -> MoeHandle:
+        """Tells all ranks how many rows go from whom to whom: those of a layout. ``x`` and ``scales`` say what rows will be,
+        ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for."""
+
+    def dispatch(
+        self,
+        handle: MoeHandle,
+        x: _Array,
+        received_x: _Array,
+        *,
+        scales: _Array | None = None,
+        received_scales: _Array | None = None,
+        ids: _Array | None = None,
+        weights: _Array | None = None,
+        received_ids: _Array | None = None,
+        received_weights: _Array | None = None,
+    ) -> None:
+        """Moves rows along a handle: ``x`` ``[T, H]`` to ``received_x`` ``[handle.rows, H]``, and so what is beside them."""
+
+    def combine(
+        self,
+        handle: MoeHandle,
+        rows: _Array,
+        output: _Array,
+        *,
+        weights: _Array | None = None,
+        output_weights: _Array | None = None,
+        bias: _Array | None = None,
+        second_bias: _Array | None = None,
+    ) -> None:
+        """Moves rows back along a handle and sums those of each token: ``rows`` ``[handle.rows, H]`` to ``output`` ``[T, H]``;
+        sums begin with the biases, ``[T, H]``."""
+
+@final
+class MoeHandle:
+    """Along which rows go; see :meth:`Moe.notify`. Matrices are bytes of 32-bit integers."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows received arrays have: those that arrive, or the capacity."""
+
+    @property
+    def num_received(self) -> int:
+        """How many rows arrive."""
+
+    @property
+    def overflow(self) -> bool:
+        """Whether more rows are routed here than the capacity holds."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this rank dispatches."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def tokens_per_expert(self) -> list[int]:
+        """How often all ranks' tokens chose each of this rank's experts."""
+
+    @property
+    def rank_prefix_matrix(self) -> bytes:
+        """``[R, R]``: how many tokens the ranks up to and with the row's route to the column's."""
+
+    @property
+    def routed_to_each(self) -> bytes:
+        """``[R]``: how many tokens this rank routes to each."""
+
+    @property
+    def send_head(self) -> bytes:
+        """``[T, R]``: the number of a token among those that this rank routes to a rank, or -1."""
+
+    @property
+    def source_tokens(self) -> bytes | None:
+        """``[num_received]``: of each row, its token on the rank that it comes from. ``None`` before the first dispatch."""
 
 @disjoint_base
 class Mapping:

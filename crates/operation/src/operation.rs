@@ -131,6 +131,23 @@ operations! {
         bus_factor: BusFactor::Others,
         ..Row::on_tensors("all_to_all_v", Extent::Uneven, Extent::Uneven)
     },
+    /// Rank `r` gets the tokens that chose one of its experts.
+    Dispatch = 17: Row {
+        algorithms: &[
+            (1, "blocking"),
+            (2, "blocking, f32 scales"),
+            (3, "blocking, i32 scales"),
+            (4, "capacity"),
+            (5, "capacity, f32 scales"),
+            (6, "capacity, i32 scales"),
+            (7, "cached"),
+            (8, "cached, f32 scales"),
+            (9, "cached, i32 scales"),
+        ],
+        ..Row::of_experts("dispatch")
+    },
+    /// Every rank gets, for each of its tokens, the sum of what the ranks of the token's experts made of it.
+    Combine = 18: Row::of_experts("combine"),
 }
 
 impl Operation {
@@ -180,7 +197,7 @@ mod tests {
     #[test]
     fn codes_are_those_that_ranks_of_this_version_write() {
         let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
-        assert_eq!(codes, Vec::from_iter(1..=16));
+        assert_eq!(codes, Vec::from_iter(1..=18));
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! * `communicator`, `handle`, `shared` and `mapping` are the classes; `communicator/plan` has execution plans.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
+//! * `moe` has mixtures of experts.
 //! * `comm` is what `antiphon.comm` asks for besides.
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
 //!   forked child must not use.
@@ -26,6 +27,7 @@ mod handle;
 mod interrupt;
 mod language;
 mod mapping;
+mod moe;
 mod operand;
 mod shared;
 
@@ -45,6 +47,7 @@ mod _core {
             BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup, library_names, library_plan,
         },
         mapping::Mapping,
+        moe::{Moe, MoeHandle},
         shared::{Memory, SharedBuffer},
     };
 
