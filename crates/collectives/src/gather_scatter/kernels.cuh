@@ -1,4 +1,4 @@
-// All-gather, all-to-all and broadcast over NVLink: bytes of any meaning, so any word may be EMPTY. Behind cuda/slots.cuh.
+// All-gather, all-to-all and broadcast over NVLink: bytes of any meaning, so any word may be EMPTY. Behind slots.cuh.
 //
 // A warp sends rows: 31 vectors of data and one of masks. A word that is EMPTY goes as zero and has its bit set in the
 // mask, whose words are never EMPTY themselves, having 31 bits. That costs a thirty-first of the links, where a flag beside

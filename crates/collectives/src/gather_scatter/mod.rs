@@ -15,7 +15,6 @@
 //! Every rank takes part in every round, also where it neither gives nor gets: that is how ranks that disagree find
 //! out, and how a rank that is gone is noticed by all.
 
-#[cfg(not(loom))]
 mod cuda;
 mod host;
 mod uneven;
@@ -26,6 +25,7 @@ use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Rounds, Signature};
 use antiphon_tensor::DType;
 
+pub(crate) use cuda::Movement;
 pub(crate) use uneven::all_to_all_v;
 
 use crate::{

@@ -11,6 +11,7 @@ mod image;
 mod loud;
 mod registered;
 mod streams;
+mod tenants;
 
 use antiphon_collectives::{CollectiveError, ReduceOp, cuda::Algorithm};
 use antiphon_tensor::{DType, Element, TensorView, TensorViewMut, bf16, f16};
