@@ -34,6 +34,8 @@ __all__ = [
     "CudaBuffer",
     "Handle",
     "Mapping",
+    "MixedHandler",
+    "ParallelInfo",
     "Memory",
     "Moe",
     "MoeHandle",
@@ -814,6 +816,114 @@ class Mapping:
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@disjoint_base
+class ParallelInfo:
+    """Which ranks share tensors and which share the work, inside nodes and between them: what
+    :class:`antiphon.comm.ParallelInfo` is made from. ``ValueError`` with names and numbers if sizes or ranks do not fit."""
+
+    def __new__(
+        cls,
+        world_rank: int,
+        world_size: int,
+        local_rank: int,
+        local_size: int,
+        inter_rank: int,
+        inter_size: int,
+        local_tp_size: int | None,
+        local_dp_size: int | None,
+        inter_tp_size: int | None,
+        inter_dp_size: int | None,
+    ) -> Self: ...
+    @property
+    def world_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    @property
+    def inter_rank(self) -> int: ...
+    @property
+    def inter_size(self) -> int: ...
+    @property
+    def local_tp_rank(self) -> int: ...
+    @property
+    def local_tp_size(self) -> int: ...
+    @property
+    def local_dp_rank(self) -> int: ...
+    @property
+    def local_dp_size(self) -> int: ...
+    @property
+    def inter_tp_rank(self) -> int: ...
+    @property
+    def inter_tp_size(self) -> int: ...
+    @property
+    def inter_dp_rank(self) -> int: ...
+    @property
+    def inter_dp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def dp_size(self) -> int: ...
+    @property
+    def use_local_tp(self) -> bool: ...
+    @property
+    def use_inter_tp(self) -> bool: ...
+    @property
+    def use_tp(self) -> bool: ...
+    @property
+    def use_dp(self) -> bool: ...
+    @property
+    def use_inter(self) -> bool: ...
+    @property
+    def use_mixed(self) -> bool: ...
+    def valid_ops(self) -> list[int]:
+        """The operations that make sense, as numbers of :class:`antiphon.comm.MixedCommOp`."""
+
+    def tp_ranks(self) -> list[list[int]]:
+        """The world ranks of every tensor parallel group."""
+
+    def dp_ranks(self) -> list[list[int]]:
+        """The world ranks of every data parallel group."""
+
+    def local_ranks(self) -> list[list[int]]:
+        """The world ranks of every node."""
+
+@final
+class MixedHandler:
+    """The mixed collectives of a layout on one node, on a communicator of all its ranks, which make one together.
+
+    ``ValueError`` for a layout of another rank or world than the communicator's, of several nodes, and on all ranks where
+    their layouts differ."""
+
+    def __new__(cls, comm: Communicator, layout: ParallelInfo) -> Self: ...
+    def valid_modes(self) -> list[str]:
+        """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""
+
+    def select(self, op: int, num_bytes: int) -> str:
+        """The mode of a call without one, for blocks of so many bytes. All ranks call it together."""
+
+    def tune(self, smallest: int, largest: int) -> None:
+        """Measures the modes of equal bits for blocks of these bytes, and keeps the tables. All ranks call it together."""
+
+    def run(
+        self,
+        op: int,
+        x: Any,
+        out: Any = None,
+        *,
+        mode: str | None = None,
+        rows: Sequence[int] | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Runs the operation of this number on an array, and gives ``out``, which is made if there is none. ``rows`` are those of
+        each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for."""
 
 def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
     """The bytes of an FP4 matrix's scales in layout ``SWIZZLED_128x4``: rows rounded up to a multiple of 128 times

@@ -61,6 +61,16 @@ impl Row {
         Self { root: Some(root), detail: Detail::Number("root"), ..self }
     }
 
+    /// A sum fused with a gather or a scatter, over a layout of tensor and data parallel ranks.
+    pub(crate) const fn mixed(name: &'static str) -> Self {
+        Self {
+            reduces: true,
+            algorithms: &[(1, "waits"), (2, "bytes1"), (3, "composed")],
+            detail: Detail::Digest("layout and rows"),
+            ..Self::on_tensors(name, Extent::Uneven, Extent::Uneven)
+        }
+    }
+
     /// The name of an algorithm, if it has one.
     pub fn algorithm(&self, number: u8) -> Option<&'static str> {
         self.algorithms.iter().find(|(known, _)| *known == number).map(|(_, name)| *name)
@@ -76,7 +86,7 @@ pub enum Extent {
     Block,
     /// A block for each rank, in rank order: `W` blocks.
     Row,
-    /// As many as the call itself says: by a count for each rank, or by a plan.
+    /// As many as the call itself says: by a count for each rank, by a layout of the ranks, or by a plan.
     Uneven,
 }
 

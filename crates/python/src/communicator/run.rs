@@ -44,7 +44,7 @@ impl Communicator {
     }
 
     /// Waits for an operation on the host; puts one on a GPU into the stream, or the current one of the arrays' library.
-    pub(super) fn run<'py>(
+    pub(crate) fn run<'py>(
         &self,
         py: Python<'py>,
         prepared: Prepared<'py>,
