@@ -39,7 +39,7 @@ pub use antiphon_topology::{MixedLayout, MixedOp};
 use crate::{
     ReduceOp,
     all_reduce::{self, Algorithm},
-    arguments::{Input, Output, has_count, numeric, same_dtype},
+    arguments::{Input, Output, has_count, reducible, same_dtype},
     error::{CollectiveError, Result},
     gather_scatter,
 };
@@ -187,7 +187,7 @@ impl<'a> Checked<'a> {
         let operation = operation_of(call.op);
         let gathers = operation == Operation::AllReduceAllGather;
         same_dtype(operation, &input, &output)?;
-        numeric(operation, input.dtype)?;
+        reducible(operation, input.dtype, ReduceOp::Sum)?;
         let groups = layout.dp_size();
         let block = if gathers { input.count } else { output.count };
         let blocks = match call.counts {
