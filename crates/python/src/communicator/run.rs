@@ -61,6 +61,7 @@ impl Communicator {
             // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
             // one the caller answers for the order, as the stub says.
             interrupt::detached(py, || unsafe { self.gpus.run(&queue, device, stream, &call) })?;
+            self.gpus.keep_stream(py, stream)?;
         } else if let Some(stream) = stream {
             let text = format!("{}: host memory has no stream {stream}", call.kind.name());
             return Err(pyo3::exceptions::PyValueError::new_err(text).into());
@@ -75,7 +76,8 @@ impl Communicator {
     pub(super) fn run_barrier(&self, py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<()> {
         let (queue, stream) = (self.queue()?, cuda::stream_or_current(py, device, stream)?);
         // SAFETY: the stream is the library's current one of the device, or the caller says that it is one of it.
-        Ok(interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?)
+        interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?;
+        Ok(self.gpus.keep_stream(py, stream)?)
     }
 
     /// Begins an operation.

@@ -41,7 +41,12 @@ pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// The GPUs that a communicator of this rank has been used with; one, as a rule.
 #[derive(Default)]
-pub(crate) struct Gpus(Mutex<State>);
+pub(crate) struct Gpus {
+    state: Mutex<State>,
+    /// CuPy's stream of the last call, which the next call on another stream waits for. CuPy destroys a stream with its last
+    /// reference; torch never destroys one.
+    last_stream: Mutex<Option<Py<PyAny>>>,
+}
 
 #[derive(Default)]
 struct State {
@@ -186,7 +191,21 @@ impl Gpus {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call has been made.
+    pub(crate) fn keep_stream(&self, py: Python<'_>, stream: RawStream) -> PyResult<()> {
+        let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+        let Ok(cupy) = modules.get_item(intern!(py, "cupy")) else { return Ok(()) };
+        let current = cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?;
+        let is_current = current.getattr(intern!(py, "ptr"))?.extract::<RawStream>()? == stream;
+        let kept = is_current.then(|| current.unbind());
+        let mut last = self.last_stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *last, kept);
+        drop(last);
+        drop(before); // without the lock, as this may run Python
+        Ok(())
     }
 }
 
