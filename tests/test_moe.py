@@ -1,7 +1,9 @@
 """antiphon.moe: dispatch and combine, against their definition, and their gradients."""
 
 import concurrent.futures
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,6 +258,25 @@ def test_rows_that_did_not_arrive_have_no_gradient() -> None:
         rows = received.x.detach().requires_grad_()
         parallel.combine(rows, received.handle).sum().backward()
         assert rows.grad is not None and rows.grad[:, 0].tolist() == [1, 1, 0, 0, 0, 0, 0]
+
+    threads(2, body)
+
+
+def test_the_pages_example_runs() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def body(comm: antiphon.Communicator) -> None:
+        names: dict[str, Any] = {
+            "comm": comm,
+            "x": torch.ones(3, 1024),
+            "router": lambda x: torch.arange(8.0).expand(len(x), 8),
+            "my_experts": lambda x, ids, weights: x * weights.sum(1, keepdim=True),
+        }
+        exec(program, names)
+        # Both choices are of the last rank, and the weights of the two largest of eight do not add up to 1.
+        weight = torch.arange(8.0).softmax(0)[-2:].sum()
+        assert torch.allclose(names["x"], 1 + weight.expand(3, 1024))
 
     threads(2, body)
 

@@ -11,15 +11,13 @@
 
 use std::{cell::Cell, sync::Arc};
 
-use antiphon_device::cuda::{
-    Context, DeviceMemory, Event, KernelArgument, LaunchConfig, PinnedMemory, StreamRef,
-};
+use antiphon_device::cuda::{Context, Event, LaunchConfig, PinnedMemory, StreamRef};
 use antiphon_device::{DeviceError, cuda::CudaError};
 use antiphon_fabric::{
     Communicator, FabricError, Operation, Signature,
-    gpu::{Family, Grid, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
+    gpu::{Family, Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
 };
-use antiphon_tensor::{Device, TensorView, TensorViewMut};
+use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::{
     Combine, Dispatch, Routing,
@@ -27,8 +25,10 @@ use crate::{
     handle::Traffic,
     layout::{
         MAX_LOCAL_EXPERTS, check_limits,
-        cuda::{Counting, Kernel as LayoutKernel, LayoutCall},
+        cuda::{Counting, LayoutCall},
     },
+    normal::cuda::{Moving, Notifying},
+    pool::{Pool, Pooled},
     tensors::{ID_TYPES, Name},
 };
 
@@ -52,9 +52,6 @@ impl Default for CudaMoeConfig {
     }
 }
 
-/// The stream that a call goes into.
-pub(crate) type Launched<'a> = StreamRef<'a>;
-
 /// Dispatch and combine between the GPUs of a communicator's ranks.
 ///
 /// Calls go into streams, in one order, as those of a [`Tenant`]. Dropping it waits for the context's kernels, and communicates
@@ -67,6 +64,7 @@ pub struct CudaMoe {
     /// What Notify found.
     result: UntilIdle<PinnedMemory>,
     arrived: Event,
+    pool: Arc<Pool>,
 }
 
 impl std::fmt::Debug for CudaMoe {
@@ -77,7 +75,7 @@ impl std::fmt::Debug for CudaMoe {
 
 /// What Notify leaves on the GPU, for the kernels along a handle.
 pub(crate) struct Plan {
-    memory: UntilIdle<DeviceMemory>,
+    memory: Pooled,
     world_size: usize,
     tokens: usize,
 }
@@ -122,7 +120,7 @@ pub struct CudaHandle {
     pub(crate) traffic: Traffic,
     tokens_per_expert: Vec<usize>,
     pub(crate) plan: Plan,
-    sources: UntilIdle<DeviceMemory>,
+    sources: Pooled,
     has_rows: Cell<bool>,
 }
 
@@ -165,8 +163,8 @@ impl CudaMoe {
         }
         let tenant = Tenant::new(comm, context, config.region_bytes)?;
         tenant.load_together(comm, Counting)?;
-        tenant.load_together(comm, crate::normal::cuda::Notifying)?;
-        tenant.load_together(comm, crate::normal::cuda::Moving::new(comm.world_size()))?;
+        tenant.load_together(comm, Notifying)?;
+        tenant.load_together(comm, Moving::new(comm.world_size()))?;
         let words = comm.world_size() * (2 + comm.world_size()) + MAX_LOCAL_EXPERTS;
         Ok(Self {
             tenant,
@@ -175,6 +173,7 @@ impl CudaMoe {
             handles: Cell::new(0),
             result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4).map_err(device)?),
             arrived: Event::new(context).map_err(device)?,
+            pool: Pool::new(context),
         })
     }
 
@@ -224,9 +223,9 @@ impl CudaMoe {
         name("tokens_per_rank").has_shape(&per_rank.as_view(), &[self.world_size()], "[R]")?;
         name("is_token_in_rank").has_shape(&in_rank.as_view(), &[tokens, self.world_size()], "[T, R]")?;
         for (which, view, dtype) in [
-            ("tokens_per_rank", per_rank.as_view(), antiphon_tensor::DType::I32),
-            ("tokens_per_expert", per_expert.as_view(), antiphon_tensor::DType::I32),
-            ("is_token_in_rank", in_rank.as_view(), antiphon_tensor::DType::U8),
+            ("tokens_per_rank", per_rank.as_view(), DType::I32),
+            ("tokens_per_expert", per_expert.as_view(), DType::I32),
+            ("is_token_in_rank", in_rank.as_view(), DType::U8),
         ] {
             name(which).has_dtype(view.dtype(), &[dtype])?;
         }
@@ -242,9 +241,7 @@ impl CudaMoe {
         };
         let signature = Signature::new(Operation::Dispatch);
         // SAFETY: the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe {
-            self.launch(Counting, LayoutKernel::Layout, &signature, (1, 1), self.num_sms, &call, stream)
-        }
+        unsafe { self.launch(Counting, &signature, Extent::whole(Blocks::All), call, stream) }
     }
 
     /// As [`Moe::notify`](crate::Moe::notify), with a routing on the GPU. It waits for the counts of all ranks, and so cannot be
@@ -283,7 +280,7 @@ impl CudaMoe {
                 .collect(),
         };
         let local = routing.num_experts / world_size;
-        let sources = traffic.kept_at(rank).max(1) * 4;
+        let sources = self.pool.take(traffic.kept_at(rank) * 4).map_err(device)?;
         self.handles.set(self.handles.get().wrapping_add(1).max(1));
         Ok(CudaHandle {
             owner: self.token.clone(),
@@ -294,7 +291,7 @@ impl CudaMoe {
                 .map(|expert| word(world_size * (2 + world_size) + expert))
                 .collect(),
             plan,
-            sources: self.memory(sources)?,
+            sources,
             traffic,
             has_rows: Cell::new(false),
         })
@@ -350,14 +347,9 @@ impl CudaMoe {
         }
     }
 
-    fn memory(&self, bytes: usize) -> Result<UntilIdle<DeviceMemory>> {
-        let context = self.tenant.context();
-        Ok(UntilIdle::new(context, DeviceMemory::allocate(context, bytes).map_err(device)?))
-    }
-
     pub(crate) fn plan(&self, tokens: usize) -> Result<Plan> {
         let world_size = self.world_size();
-        let memory = self.memory(Plan::words(world_size, tokens) * 4)?;
+        let memory = self.pool.take(Plan::words(world_size, tokens) * 4).map_err(device)?;
         Ok(Plan { memory, world_size, tokens })
     }
 
@@ -365,53 +357,71 @@ impl CudaMoe {
         self.result.pointer().0
     }
 
-    /// Launches the kernel of a family: for `length` records of so many chunks to each peer, in pieces that fit a lane. `blocks`
-    /// says how many there are; 0: as many as the call may use, the same number for each peer.
+    /// Launches the kernel of a family that has one, in pieces that fit a lane.
     ///
     /// # Safety
     /// As [`Tenant::run`], but for the stream.
-    #[expect(clippy::too_many_arguments, reason = "a kernel with all that it needs")]
-    pub(crate) unsafe fn launch<F: Family<Arguments: KernelArgument>>(
+    pub(crate) unsafe fn launch<F: Family<Arguments: Copy>>(
         &self,
         family: F,
-        kernel: F::Kernel,
         signature: &Signature,
-        (length, chunks): (usize, usize),
-        blocks: u32,
-        call: &F::Arguments,
+        extent: Extent,
+        arguments: F::Arguments,
         stream: StreamRef<'_>,
-    ) -> Result<()>
-    where
-        F::Arguments: Copy,
-    {
+    ) -> Result<()> {
         let loaded = self.tenant.ready(family, stream)?;
-        let most = self.tenant.lane_bytes() / (chunks * CHUNK_BYTES);
-        if most == 0 {
-            let (needed, half) = (chunks * CHUNK_BYTES, self.tenant.lane_bytes());
-            return Err(refused(
-                signature.operation.name(),
-                format!("a row takes {needed} bytes, a lane of the region has {half} (raise region_bytes)"),
-            ));
+        let Extent { records, chunks, blocks } = extent;
+        let (needed, lane) = (chunks * CHUNK_BYTES, self.tenant.lane_bytes());
+        if needed > lane {
+            let problem =
+                format!("a row takes {needed} bytes, a lane of the region has {lane} (raise region_bytes)");
+            return Err(refused(signature.operation.name(), problem));
         }
         let peers = self.world_size() as u32 - 1;
         let available = self.num_sms.min(self.tenant.multiprocessors_here());
-        let pieces = Pieces { total: length.max(1), most, unit: 1 };
+        let pieces = Pieces { total: records.max(1), most: lane / needed, unit: 1 };
         let launch = |start: usize, len: usize, channels: usize| {
-            let each = if blocks == 0 {
-                (available / channels as u32 / peers).max(1) * peers
-            } else {
-                blocks.min(available).max(1)
+            let blocks = match blocks {
+                Blocks::One => 1,
+                Blocks::All => available.max(1),
+                Blocks::ForEachPeer => (available / channels as u32 / peers).max(1) * peers,
             };
             Launch {
-                kernel,
-                grid: Grid::Exact { config: LaunchConfig::new(each, family.threads()), is_small: false },
+                kernel: F::Kernel::ALL[0],
+                grid: Grid::Exact { config: LaunchConfig::new(blocks, family.threads()), is_small: false },
                 work: Work { count: len, root: start, ..Work::new(*signature) },
-                arguments: *call,
+                arguments,
             }
         };
         // SAFETY: passed on; a grid has at most a block for each multiprocessor, of which two run at once.
         Ok(unsafe { self.tenant.run(&loaded, pieces, stream, launch) }?)
     }
+}
+
+/// How much a call moves, and by how many blocks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Extent {
+    /// Records between a pair of ranks, at most.
+    pub(crate) records: usize,
+    /// Chunks of 31 vectors of each.
+    pub(crate) chunks: usize,
+    pub(crate) blocks: Blocks,
+}
+
+impl Extent {
+    /// Of a call that is one piece, however large.
+    pub(crate) fn whole(blocks: Blocks) -> Self {
+        Self { records: 1, chunks: 1, blocks }
+    }
+}
+
+/// How many blocks a grid has, of as many as the call may use multiprocessors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Blocks {
+    One,
+    All,
+    /// The same number for each peer.
+    ForEachPeer,
 }
 
 fn device(error: CudaError) -> FabricError {

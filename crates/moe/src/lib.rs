@@ -59,6 +59,7 @@ pub mod layout;
 #[cfg(test)]
 mod machine_code;
 pub mod normal;
+mod pool;
 mod region;
 mod tensors;
 

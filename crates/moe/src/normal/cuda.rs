@@ -1,7 +1,10 @@
 //! Dispatch and combine on GPUs: the kernels of `notify.cuh`, `dispatch.cuh` and `combine.cuh`, and what they take.
 
-use antiphon_device::cuda::{KernelArgument, Program};
-use antiphon_fabric::gpu::{Family, REDUCE, ROWS, Reduction, Source, kernels};
+use antiphon_device::cuda::{KernelArgument, Program, StreamRef};
+use antiphon_fabric::{
+    Operation,
+    gpu::{Family, REDUCE, ROWS, Reduction, Source, kernels},
+};
 use antiphon_operation::ReduceOp;
 use antiphon_tensor::{DType, TensorView};
 
@@ -10,7 +13,7 @@ use super::{
     signature_of_routing,
 };
 use crate::{
-    cuda::{CudaHandle, CudaMoe, Launched, Plan, THREADS},
+    cuda::{Blocks, CudaHandle, CudaMoe, Extent, Plan, THREADS},
     error::{MoeError, Result},
     tensors::Name,
 };
@@ -107,7 +110,8 @@ impl Summing {
 
 /// A family of one kernel.
 macro_rules! family {
-    ($Family:ident, $Kernel:ident, $Call:ident, $name:literal, [$($before:expr),*], |$this:ident, $program:ident| $define:expr, $threads:expr) => {
+    ($Family:ident: $Kernel:ident($Call:ident), $name:literal behind [$($before:expr),*],
+     $define:expr, $threads:expr) => {
         impl Family for $Family {
             type Kernel = $Kernel;
             type Arguments = $Call;
@@ -115,16 +119,14 @@ macro_rules! family {
             const SOURCES: &'static [Source] =
                 &[$($before,)* Source { name: concat!("normal/", $name), text: include_str!($name) }];
 
-            fn define(&self, $program: Program, _world_size: usize) -> Program {
-                let $this = self;
-                let _ = $this;
-                $define
+            fn define(&self, program: Program, _world_size: usize) -> Program {
+                let define: fn(&Self, Program) -> Program = $define;
+                define(self, program)
             }
 
             fn threads(&self) -> u32 {
-                let $this = self;
-                let _ = $this;
-                $threads
+                let threads: fn(&Self) -> u32 = $threads;
+                threads(self)
             }
 
             fn most_blocks(&self, _world_size: usize) -> u32 {
@@ -134,16 +136,11 @@ macro_rules! family {
     };
 }
 
-family!(Notifying, NotifyKernel, NotifyCall, "notify.cuh", [], |_this, program| program, THREADS);
-family!(Moving, DispatchKernel, RowsCall, "dispatch.cuh", [ROWS], |this, program| program, this.threads);
+family!(Notifying: NotifyKernel(NotifyCall), "notify.cuh" behind [], |_, program| program, |_| THREADS);
+family!(Moving: DispatchKernel(RowsCall), "dispatch.cuh" behind [ROWS], |_, program| program, |this| this.threads);
 family!(
-    Summing,
-    CombineKernel,
-    SumsCall,
-    "combine.cuh",
-    [ROWS, REDUCE],
-    |this, program| this.reduction.define(program),
-    this.threads
+    Summing: CombineKernel(SumsCall), "combine.cuh" behind [ROWS, REDUCE],
+    |this, program| this.reduction.define(program), |this| this.threads
 );
 
 /// What rows are summed on GPUs.
@@ -159,7 +156,7 @@ const UNBOUNDED: u32 = i32::MAX as u32;
 
 impl CudaMoe {
     /// What [`Moe::notify`](crate::Moe::notify) does, between GPUs. `stream` is behind what made the routing.
-    pub(crate) fn exchange_counts(&self, routing: &Routing<'_>, launched: Launched<'_>) -> Result<Plan> {
+    pub(crate) fn exchange_counts(&self, routing: &Routing<'_>, stream: StreamRef<'_>) -> Result<Plan> {
         let name = |which| Name { call: "dispatch", which };
         let tokens = check_routing(routing, self.world_size())?;
         let local = routing.num_experts / self.world_size();
@@ -178,7 +175,7 @@ impl CudaMoe {
         };
         let signature = signature_of_routing(routing);
         // SAFETY: the plan has room for what the kernel writes, and lasts; the caller answers for the routing.
-        unsafe { self.launch(Notifying, NotifyKernel::Notify, &signature, (1, 1), 1, &call, launched) }?;
+        unsafe { self.launch(Notifying, &signature, Extent::whole(Blocks::One), call, stream) }?;
         Ok(plan)
     }
 
@@ -187,7 +184,7 @@ impl CudaMoe {
         &self,
         handle: &CudaHandle,
         call: &Dispatch<'_>,
-        launched: Launched<'_>,
+        stream: StreamRef<'_>,
     ) -> Result<()> {
         let name = |which| Name { call: "dispatch", which };
         let (tokens, rows, top_k) = (handle.num_tokens(), handle.rows(), handle.top_k);
@@ -223,28 +220,15 @@ impl CudaMoe {
             local: (handle.num_experts / self.world_size()) as u32,
         };
         let algorithm = super::Form::Cached as u8 + format.code();
-        let signature = signature(
-            antiphon_fabric::Operation::Dispatch,
-            &format,
-            algorithm,
-            handle.num_experts,
-            top_k,
-            handle.number,
-        );
-        let longest = traffic.most(|from| traffic.most(|to| traffic.block(from, to).len()));
-        let chunks = chunks(&format, 1 + 2 * top_k + format.num_scales());
+        let signature =
+            signature(Operation::Dispatch, &format, algorithm, handle.num_experts, top_k, handle.number);
+        let extent = Extent {
+            records: traffic.most(|from| traffic.most(|to| traffic.block(from, to).len())),
+            chunks: chunks(&format, 1 + 2 * top_k + format.num_scales()),
+            blocks: Blocks::ForEachPeer,
+        };
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe {
-            self.launch(
-                Moving::new(self.world_size()),
-                DispatchKernel::Dispatch,
-                &signature,
-                (longest, chunks),
-                0,
-                &call,
-                launched,
-            )
-        }
+        unsafe { self.launch(Moving::new(self.world_size()), &signature, extent, call, stream) }
     }
 
     /// What [`Moe::combine`](crate::Moe::combine) does, between GPUs.
@@ -252,7 +236,7 @@ impl CudaMoe {
         &self,
         handle: &CudaHandle,
         call: &Combine<'_>,
-        launched: Launched<'_>,
+        stream: StreamRef<'_>,
     ) -> Result<()> {
         let name = |which| Name { call: "combine", which };
         let (tokens, rows) = (handle.num_tokens(), handle.rows());
@@ -289,18 +273,10 @@ impl CudaMoe {
             top_k: top_k as u32,
             most_tokens: most_tokens as u32,
         };
-        let signature = signature(
-            antiphon_fabric::Operation::Combine,
-            &format,
-            0,
-            handle.num_experts,
-            top_k,
-            handle.number,
-        );
+        let signature = signature(Operation::Combine, &format, 0, handle.num_experts, top_k, handle.number);
+        let extent =
+            Extent { records: most_tokens, chunks: chunks(&format, top_k), blocks: Blocks::ForEachPeer };
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe {
-            let size = (most_tokens, chunks(&format, top_k));
-            self.launch(family, CombineKernel::Combine, &signature, size, 0, &sums, launched)
-        }
+        unsafe { self.launch(family, &signature, extent, sums, stream) }
     }
 }

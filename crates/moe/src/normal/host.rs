@@ -155,15 +155,13 @@ impl Rows<'_> {
             (records, self.record()),
             traffic.most(|from| traffic.tokens[from]),
             |half, piece| {
-                for index in piece.start..piece.end.min(tokens.len()) {
+                for (place, index) in (piece.start..piece.end.min(tokens.len())).enumerate() {
                     // SAFETY: a rank writes its own region alone.
-                    self.stage(&tokens[index], index, rank, unsafe {
-                        half.get_mut(rank, index - piece.start)
-                    });
+                    self.stage(&tokens[index], index, rank, unsafe { half.get_mut(rank, place) });
                 }
             },
             |half, piece| {
-                for from in 0..traffic.world_size {
+                for (from, next) in next.iter_mut().enumerate() {
                     for index in piece.start..piece.end.min(traffic.tokens[from]) {
                         // SAFETY: the rank has written its region for this piece.
                         let record = unsafe { half.get(from, index - piece.start) };
@@ -171,8 +169,8 @@ impl Rows<'_> {
                         if token.kept & 1 << rank == 0 {
                             continue;
                         }
-                        let at = next[from];
-                        next[from] += 1;
+                        let at = *next;
+                        *next += 1;
                         let before = (token.kept & !(1 << from) & ((1 << rank) - 1)).count_ones();
                         sources[at] = Source { token: index as u32, slot: token.slot + before };
                         if from == rank {
@@ -318,9 +316,10 @@ impl Sums<'_> {
                     }
                 }
             },
-            // SAFETY: all rows that come back in this piece have come.
             |half, piece| {
-                summing.take(piece.start, piece.end, |slot| unsafe { half.get(rank, slot - piece.start) })
+                // SAFETY: all rows that come back in this piece have come.
+                let record = |slot: usize| unsafe { half.get(rank, slot - piece.start) };
+                summing.take(piece.start, piece.end, record);
             },
         )?;
         Ok(())
