@@ -361,9 +361,8 @@ def compiled(device: torch.device) -> None:
 
     x = torch.full((4, HIDDEN), float(dist.get_rank() // 2), device=device)
     wanted = layer(x)
-    for backend in ("aot_eager", "inductor"):
-        torch._dynamo.reset()
-        assert torch.equal(torch.compile(layer, backend=backend)(x), wanted)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(layer, backend="aot_eager")(x), wanted)
     out = x.new_empty(8, HIDDEN)
     arguments = (x, out, mixed._number, int(Op.ALLREDUCE_ALLGATHER), int(Mode.AUTOTUNE), None)
     torch.library.opcheck(torch.ops.antiphon.mixed_comm.default, arguments)

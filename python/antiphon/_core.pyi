@@ -902,7 +902,11 @@ class MixedHandler:
     ``ValueError`` for a layout of another rank or world than the communicator's, of several nodes, and on all ranks where
     their layouts differ."""
 
-    def __new__(cls, comm: Communicator, layout: ParallelInfo) -> Self: ...
+    def __new__(
+        cls, comm: Communicator, layout: ParallelInfo, device: int | None = None, dtype: str = "bfloat16"
+    ) -> Self:
+        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded."""
+
     def valid_modes(self) -> list[str]:
         """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""
 

@@ -63,6 +63,7 @@ impl Kind {
                 | Self::ReduceScatter(_)
                 | Self::AllToAll
                 | Self::Broadcast(_)
+                | Self::Mixed(_)
         )
     }
 

@@ -6,9 +6,11 @@ use std::{
 };
 
 use antiphon::{
-    collectives::mixed::{self, MixedCall, MixedMode, MixedOp, operation_of},
+    collectives::mixed::{self, CudaMixedHandler, MixedCall, MixedMode, MixedOp, operation_of},
+    cuda::{CudaCollectives, StreamRef},
     operation::Operation,
     prelude::{CollectiveError, Communicator as Comm, MixedLayout, TensorView, TensorViewMut},
+    tensor::dlpack::ElementType,
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
 
@@ -136,13 +138,17 @@ pub(crate) struct MixedHandler {
     handler: Handler,
 }
 
-/// Locked in a turn of the communicator's queue only.
+/// The host's is locked in a turn of the communicator's queue only.
 #[derive(Clone)]
-struct Handler(Arc<Mutex<mixed::MixedHandler>>);
+struct Handler {
+    host: Arc<Mutex<mixed::MixedHandler>>,
+    /// With the number of its device.
+    gpu: Option<(u32, Arc<CudaMixedHandler>)>,
+}
 
 impl Handler {
     fn with<T>(&self, work: impl FnOnce(&mut mixed::MixedHandler) -> T) -> T {
-        work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        work(&mut self.host.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -181,6 +187,37 @@ impl Mixed {
         self.handler.with(|handler| handler.run(comm, self.call(), input, output))
     }
 
+    /// Where the rank's own block is in a row of equal blocks: its index, and how many there are. `None` for an all-reduce, which
+    /// has no row.
+    pub(crate) fn own_block(&self) -> Option<(usize, usize)> {
+        let layout = self.handler.with(|handler| *handler.layout());
+        (self.op != MixedOp::AllReduce).then(|| (layout.dp_rank(), layout.dp_size()))
+    }
+
+    /// Whether the output is the row of blocks, and not the input.
+    pub(crate) fn gathers(&self) -> bool {
+        matches!(self.op, MixedOp::AllGather | MixedOp::AllReduceAllGather)
+    }
+
+    /// On a GPU.
+    ///
+    /// # Safety
+    /// As [`CudaMixedHandler::run`].
+    pub(crate) unsafe fn run_on(
+        &self,
+        peers: &CudaCollectives,
+        input: &TensorView<'_>,
+        output: &mut TensorViewMut<'_>,
+        stream: StreamRef<'_>,
+    ) -> std::result::Result<(), CollectiveError> {
+        let Some((_, gpu)) = &self.handler.gpu else {
+            let text = "the mixed handler was made for the host, and the tensors are on a GPU";
+            return Err(antiphon::prelude::FabricError::invalid(text).into());
+        };
+        // SAFETY: passed on.
+        unsafe { gpu.run(peers, self.call(), input, output, stream) }
+    }
+
     /// On host memory, in one buffer.
     pub(crate) fn run_in_place(
         &self,
@@ -208,10 +245,27 @@ fn mode_of(name: &str) -> PyResult<MixedMode> {
 #[pymethods]
 impl MixedHandler {
     #[new]
-    fn new(py: Python<'_>, comm: Py<Communicator>, layout: &ParallelInfo) -> Result<Self> {
+    #[pyo3(signature = (comm, layout, device = None, dtype = "bfloat16"))]
+    fn new(
+        py: Python<'_>,
+        comm: Py<Communicator>,
+        layout: &ParallelInfo,
+        device: Option<u32>,
+        dtype: &str,
+    ) -> Result<Self> {
         let (queue, layout) = (comm.get().queue()?, layout.layout);
-        let handler = interrupt::detached(py, || queue.run(|comm| mixed::MixedHandler::new(comm, layout)))?;
-        Ok(Self { comm, layout, handler: Handler(Arc::new(Mutex::new(handler))) })
+        let dtype = ElementType::named(dtype).and_then(|element| element.dtype());
+        let dtype = dtype.ok_or_else(|| PyValueError::new_err("the dtype has no arithmetic"))?;
+        let gpus = comm.get().gpus();
+        let handler = interrupt::detached(py, || {
+            let host = queue.run(|comm| mixed::MixedHandler::new(comm, layout))?;
+            let gpu = device.map(|device| {
+                let gpu = gpus.mixed(&queue, device, layout, dtype)?;
+                Ok::<_, CollectiveError>((device, Arc::new(gpu)))
+            });
+            Ok::<_, CollectiveError>(Handler { host: Arc::new(Mutex::new(host)), gpu: gpu.transpose()? })
+        })?;
+        Ok(Self { comm, layout, handler })
     }
 
     fn valid_modes(&self) -> Vec<&'static str> {
@@ -220,6 +274,11 @@ impl MixedHandler {
 
     fn select(&self, py: Python<'_>, op: u8, num_bytes: Count) -> Result<&'static str> {
         let (queue, op) = (self.comm.get().queue()?, op_of(op)?);
+        if let Some((device, gpu)) = &self.handler.gpu {
+            let gpus = self.comm.get().gpus();
+            let select = || gpus.with_peers(*device, |peers| gpu.select(peers, op, num_bytes.0));
+            return Ok(interrupt::detached(py, select)?.name());
+        }
         let select = |comm: &Comm| self.handler.with(|handler| handler.select(comm, op, num_bytes.0));
         Ok(interrupt::detached(py, || queue.run(select))?.name())
     }

@@ -66,7 +66,7 @@ SCATTERS = (_Op.REDUCESCATTER, _Op.REDUCESCATTER_ALLREDUCE)
 #: The bytes at which FlashInfer's tables begin, and of which it measures the doubles up to 128 MiB.
 _BASE_BYTES, _DOUBLES = 8192, 15
 #: Threads of a block of Antiphon's kernels.
-_THREADS = 512
+_THREADS = 128
 
 _handlers: "WeakValueDictionary[int, MixedCommHandler]" = WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -122,10 +122,9 @@ class MixedCommHandler:
     """The mixed collectives of the default group of ``torch.distributed``, of any backend. All ranks make one together.
 
     ``local_tp_size`` to ``inter_dp_size`` are as in :class:`ParallelInfo`; tensors are of ``dtype`` (float16, bfloat16 or float32)
-    and on ``device`` (``"cuda:i"`` or ``"cpu"``). On CUDA, a call has at most ``grid_size`` blocks. ``max_block_size``,
-    ``min_block_size`` and ``min_num_steps`` are checked and change nothing, as the blocks of Antiphon's kernels are fixed;
-    ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect on one node. With ``use_autotune``, calls without a mode take the fastest
-    of the fused modes: as :meth:`run_autotune` measured on this machine, or else by a built-in table.
+    and on ``device`` (``"cuda:i"`` or ``"cpu"``). ``grid_size``, ``max_block_size``, ``min_block_size`` and ``min_num_steps`` are
+    checked and change nothing, as grids and blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect on one node. With ``use_autotune``, calls without a mode take the fastest
+    of the fused modes: on the host as :meth:`run_autotune` measured on this machine, or else by a built-in table.
 
     Raises ``ValueError`` for sizes and ranks that do not fit, a world of one rank, dtypes and devices that are not served, and
     blocks that FlashInfer would refuse; ``RuntimeError`` without a process group; ``NotImplementedError`` for several nodes.
@@ -192,6 +191,7 @@ class MixedCommHandler:
         self.dp_comm_group = info.get_dp_comm_group() if info.use_mixed else None
         self._core: _core.MixedHandler | None = None
         self._comm: Communicator | None = None
+        self._group: Any = None
         self._is_prepared = False
         self.init_virtual_memory()
         self._number = next(_numbers)
@@ -222,8 +222,9 @@ class MixedCommHandler:
         import antiphon.comm._mixed  # noqa: F401  (so that what is compiled from now on finds the operator)
 
         if self._core is None:
-            self._comm = _communicator()
-            self._core = _core.MixedHandler(self._comm, self.para_info)
+            self._comm, self._group = _communicator()
+            index, dtype = self.device.index, str(self.dtype).removeprefix("torch.")
+            self._core = _core.MixedHandler(self._comm, self.para_info, index, dtype)
 
     def init_nvshmem(self) -> None:
         """Does nothing: on one node there is no NVSHMEM."""
@@ -329,6 +330,8 @@ class MixedCommHandler:
         known = MixedCommMode(mode)
         if known in FUSED:
             rows = None if local_batches is None else list(local_batches)
+            if self._group is not None and x_in.is_cuda:
+                self._group.enter(x_in)  # behind the calls that were made on our group itself
             core.run(op, x_in, x_out, mode=FUSED[known], rows=rows)
         else:
             from antiphon.comm import _mixed
@@ -416,14 +419,13 @@ def _name(kind: type[enum.IntEnum], value: Any) -> str:
     return value.name if isinstance(value, kind) else repr(value)
 
 
-def _communicator() -> "Communicator":
-    """That of the default group: its own, if its backend is ours."""
+def _communicator() -> "tuple[Communicator, Any]":
+    """That of the default group: its own, if its backend is ours, with the group then."""
     group_module = sys.modules.get("antiphon.torch.group")
     if group_module is not None:
         import torch.distributed as dist
 
         world = dist.group.WORLD
         if isinstance(world, group_module.Group):
-            comm: Communicator = world.comm
-            return comm
-    return communicator("MixedCommHandler", None)
+            return world.comm, world
+    return communicator("MixedCommHandler", None), None

@@ -19,10 +19,19 @@ pub(super) struct Tables(Vec<(Operation, AllReduceTable)>);
 
 impl Tables {
     pub(super) fn load(comm: &Communicator, layout: &MixedLayout) -> Result<Self> {
+        Self::load_with(comm, layout, |operation| key(operation, layout), BYTES1_FROM)
+    }
+
+    /// The tables of these keys; the built-in ones have [`MixedMode::Bytes1`] from so many bytes on.
+    pub(super) fn load_with(
+        comm: &Communicator,
+        layout: &MixedLayout,
+        key: impl Fn(Operation) -> Key,
+        bytes1_from: usize,
+    ) -> Result<Self> {
         let table = |operation: Operation| {
-            let key = key(operation, layout);
-            let built_in = [(0, 0), (BYTES1_FROM, 1)];
-            Ok((operation, AllReduceTable::load(comm, &key, &names(), &built_in)?))
+            let built_in = [(0, 0), (bytes1_from, 1)];
+            Ok((operation, AllReduceTable::load(comm, &key(operation), &names(), &built_in)?))
         };
         fused(layout).map(|op| table(operation_of(op))).collect::<Result<_>>().map(Self)
     }

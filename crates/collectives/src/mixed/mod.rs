@@ -25,6 +25,7 @@
 //! Blocks need not be equally long: [`MixedCall::counts`] has the length of each.
 
 mod choice;
+mod cuda;
 mod host;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
@@ -35,6 +36,10 @@ use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, FabricError, Operation, Signature};
 use antiphon_tensor::{TensorView, TensorViewMut};
 pub use antiphon_topology::{MixedLayout, MixedOp};
+
+pub use cuda::CudaMixedHandler;
+#[cfg(test)]
+pub(crate) use cuda::Mixing;
 
 use crate::{
     ReduceOp,
@@ -395,7 +400,7 @@ impl MixedHandler {
         input: Input,
         output: Output,
     ) -> Result<()> {
-        check_call(&self.layout, call)?;
+        check_call(&self.layout, call, self.valid_modes())?;
         match call.op {
             MixedOp::AllReduce => {
                 let algorithm = call.mode.map(MixedMode::of_all_reduce);
@@ -516,12 +521,11 @@ fn check_op(layout: &MixedLayout, op: MixedOp) -> Result<()> {
 }
 
 /// Operation, mode and counts make sense in the layout.
-pub(crate) fn check_call(layout: &MixedLayout, call: &MixedCall<'_>) -> Result<()> {
+pub(crate) fn check_call(layout: &MixedLayout, call: &MixedCall<'_>, modes: &[MixedMode]) -> Result<()> {
     check_op(layout, call.op)?;
     let refused = |which, expected: String| {
         Err(CollectiveError::Refused { operation: operation_of(call.op).name(), which, expected })
     };
-    let modes = valid_modes(layout);
     if let Some(mode) = call.mode.filter(|mode| !modes.contains(mode)) {
         let names: Vec<_> = modes.iter().map(|mode| mode.name()).collect();
         return refused("mode", format!("one of {}, not {mode}", names.join(", ")));

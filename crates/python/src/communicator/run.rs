@@ -34,6 +34,10 @@ impl Communicator {
         }
     }
 
+    pub(crate) fn gpus(&self) -> &Gpus {
+        &self.gpus
+    }
+
     pub(crate) fn queue(&self) -> PyResult<Arc<Queue>> {
         self.process.check(|| format!("communicator (rank {} of {})", self.rank, self.world_size))?;
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
