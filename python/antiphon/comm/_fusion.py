@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from antiphon._types import Algorithm, Quantize
 from antiphon.comm._integers import AllReduceFusionPattern
 from antiphon.comm._tensors import factor, fp4_scales, missing, parted
 from antiphon.comm._workspaces import of_tensor
@@ -18,7 +19,7 @@ _SUM = AllReduceFusionPattern.kAllReduce
 
 #: How each pattern quantises, and whether it gives the norm. Scales of tokens are those of FlashInfer's tests, which
 #: torch computes on GPUs.
-PATTERNS: dict[int, tuple[str | None, bool]] = {
+PATTERNS: dict[int, tuple[Quantize | None, bool]] = {
     AllReduceFusionPattern.kAllReduce: (None, False),
     AllReduceFusionPattern.kARResidualRMSNorm: (None, True),
     AllReduceFusionPattern.kARResidualRMSNormFP8Quant: ("fp8", False),
@@ -157,7 +158,7 @@ def run(
     comm = of_tensor(_NAME, workspace, world_size, world_rank, number)
     if use_oneshot is False and tokens <= world_size:
         raise AssertionError(f"sequence length should be larger than tp_size: {tokens} tokens of {world_size} ranks")
-    algorithm = None if use_oneshot is None else "one-shot" if use_oneshot else "two-shot"
+    algorithm: Algorithm | None = None if use_oneshot is None else "one-shot" if use_oneshot else "two-shot"
     if pattern == _SUM:
         if sum_out is None:
             raise missing(_NAME, allreduce_out=sum_out)

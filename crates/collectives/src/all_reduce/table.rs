@@ -24,7 +24,7 @@ impl AllReduceTable {
 
     /// Which of the algorithms: a search among a few integers.
     #[inline]
-    fn choose(&self, bytes: usize) -> usize {
+    pub(crate) fn choose(&self, bytes: usize) -> usize {
         self.table.choose(bytes)
     }
 

@@ -74,7 +74,7 @@ pub struct CudaCollectives {
     registry: UntilIdle<RefCell<Registry>>,
     /// Which all-reduce for which size.
     table: AllReduceTable,
-    tenant: Tenant,
+    pub(crate) tenant: Tenant,
 }
 
 impl std::fmt::Debug for CudaCollectives {
@@ -134,7 +134,7 @@ impl CudaCollectives {
     }
 
     /// Where tensors must be.
-    fn serves(&self) -> Device {
+    pub(crate) fn serves(&self) -> Device {
         Device::Cuda(self.context().device().ordinal())
     }
 }

@@ -29,6 +29,8 @@ pub const SLOTS: Source = Source { name: "slots.cuh", text: include_str!("slots.
 
 /// Quantising: numbers of few bits and their scales, for a family that has them among its [`SOURCES`](Family::SOURCES).
 pub const FORMATS: Source = Source { name: "formats.cuh", text: antiphon_device::cuda::FORMATS };
+/// Moving bytes of any meaning; behind [`SLOTS`].
+pub const ROWS: Source = Source { name: "rows.cuh", text: include_str!("rows.cuh") };
 
 /// Kernels that are compiled together: one program, specialised by the fields of the value.
 ///

@@ -210,10 +210,10 @@ impl FinishedPlan {
         py.detach(|| self.0.to_json())
     }
 
-    /// Whether it is proved, and what the verifier says of it, with the lines that asked for operations.
-    fn verify(&self, py: Python<'_>) -> (bool, String) {
+    /// What the verifier says of it, with the lines that asked for operations: for people, and as JSON.
+    fn verify(&self, py: Python<'_>) -> (String, String) {
         let report = py.detach(|| verify::verify(&self.0, &verify::Options::default()));
-        (report.proved, report.to_string())
+        (report.to_string(), report.to_json().to_string())
     }
 
     /// Of each operation of a thread block, the line that asked for it.
