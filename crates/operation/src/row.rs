@@ -61,6 +61,16 @@ impl Row {
         Self { root: Some(root), detail: Detail::Number("root"), ..self }
     }
 
+    /// A sum fused with a gather or a scatter, over a layout of tensor and data parallel ranks.
+    pub(crate) const fn mixed(name: &'static str) -> Self {
+        Self {
+            reduces: true,
+            algorithms: &[(1, "waits"), (2, "bytes1"), (3, "composed")],
+            detail: Detail::Digest("layout and rows"),
+            ..Self::on_tensors(name, Extent::Uneven, Extent::Uneven)
+        }
+    }
+
     /// The name of an algorithm, if it has one.
     pub fn algorithm(&self, number: u8) -> Option<&'static str> {
         self.algorithms.iter().find(|(known, _)| *known == number).map(|(_, name)| *name)
@@ -76,7 +86,7 @@ pub enum Extent {
     Block,
     /// A block for each rank, in rank order: `W` blocks.
     Row,
-    /// As many as the call itself says: by a count for each rank, or by a plan.
+    /// As many as the call itself says: by a count for each rank, by a layout of the ranks, or by a plan.
     Uneven,
 }
 
@@ -157,6 +167,8 @@ pub enum Detail {
     Unused,
     /// A number behind its name: `root 3`, `rows of 7168`.
     Number(&'static str),
+    /// A number behind its name, of which 0 is usual and says nothing: `tag 7`.
+    Label(&'static str),
     /// The beginning of a digest behind the name of what it is made from: `plan 1f00aa31`. 0 stands for no digest.
     Digest(&'static str),
     /// A number of experts (the lower 24 bits), and how many of them a token chooses (the upper 8 bits; 0 stands for calls
@@ -173,9 +185,9 @@ impl Detail {
     /// The text of a word; none if it says nothing.
     pub fn text(self, word: u32) -> Option<String> {
         match (self, word) {
-            (Self::Unused | Self::Digest(_), 0) => None,
+            (Self::Unused | Self::Digest(_) | Self::Label(_), 0) => None,
             (Self::Unused, _) => Some(format!("detail {word}")), // a broken peer may say anything
-            (Self::Number(name), _) => Some(format!("{name} {word}")),
+            (Self::Number(name) | Self::Label(name), _) => Some(format!("{name} {word}")),
             (Self::Digest(name), _) => Some(format!("{name} {word:08x}")),
             (Self::Experts, _) => {
                 let experts = format!("{} experts", word & 0x00FF_FFFF);
@@ -205,6 +217,10 @@ mod tests {
         assert_eq!(text(Detail::Digest("plan"), 0x1f00_aa31), "plan 1f00aa31");
         assert_eq!(text(Detail::Digest("place"), 0xab), "place 000000ab");
         assert_eq!((text(Detail::Digest("place"), 0), text(Detail::Unused, 0)), Default::default());
+        assert_eq!(
+            (text(Detail::Label("tag"), 7), text(Detail::Label("tag"), 0)),
+            ("tag 7".into(), String::new())
+        );
         assert_eq!(text(Detail::Unused, 7), "detail 7");
         assert_eq!(text(Detail::Experts, Detail::experts(256, 8)), "256 experts, top-8");
         assert_eq!(text(Detail::Experts, Detail::experts(8, 0)), "8 experts");

@@ -55,9 +55,9 @@ impl From<CollectiveError> for Error {
     fn from(error: CollectiveError) -> Self {
         match error {
             CollectiveError::Fabric(error) => error.into(),
-            CollectiveError::DTypes { .. } | CollectiveError::NotNumeric { .. } => {
-                Self(PyTypeError::new_err(error.to_string()))
-            }
+            CollectiveError::DTypes { .. }
+            | CollectiveError::NotNumeric { .. }
+            | CollectiveError::NotBits { .. } => Self(PyTypeError::new_err(error.to_string())),
             CollectiveError::Tuning(_) => Self(PyRuntimeError::new_err(error.to_string())),
             _ => Self(PyValueError::new_err(error.to_string())),
         }

@@ -6,7 +6,7 @@
 //! * `operand` finds the memory of any array: the buffer protocol, DLPack's C exchange API, DLPack.
 //! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
 //!   `call` is one collective as a value, which can be run at once or started, and `fused` a fused all-reduce.
-//! * `communicator`, `handle`, `shared` and `mapping` are the classes; `communicator/plan` has execution plans.
+//! * `communicator`, `handle`, `shared`, `mapping` and `mixed` are the classes; `communicator/plan` has execution plans.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
 //! * `moe` has mixtures of experts.
@@ -27,6 +27,7 @@ mod handle;
 mod interrupt;
 mod language;
 mod mapping;
+mod mixed;
 mod moe;
 mod operand;
 mod shared;
@@ -47,6 +48,7 @@ mod _core {
             BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup, library_names, library_plan,
         },
         mapping::Mapping,
+        mixed::{MixedHandler, ParallelInfo},
         moe::{Moe, MoeHandle},
         shared::{Memory, SharedBuffer},
     };

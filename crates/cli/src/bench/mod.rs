@@ -21,7 +21,11 @@ use std::{
     time::Duration,
 };
 
-use antiphon::{collectives::all_reduce::Algorithm, device::ReduceOp, tensor::DType};
+use antiphon::{
+    collectives::all_reduce::Algorithm,
+    device::ReduceOp,
+    tensor::{DType, TensorError},
+};
 use clap::{ValueEnum, builder::PossibleValue};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -69,7 +73,7 @@ pub struct Args {
     ranks: Option<usize>,
 
     /// The kind of elements: f64, f32, f16, bf16, i64, i32, i8, u8
-    #[arg(long, default_value = "f32")]
+    #[arg(long, default_value = "f32", value_parser = numeric)]
     dtype: DType,
 
     /// Message sizes in bytes: 1K..64M doubles, 1K..64M:4 quadruples, commas join
@@ -77,7 +81,7 @@ pub struct Args {
     #[arg(long)]
     sizes: Option<Sizes>,
 
-    /// The reduction: sum, prod, min, max, avg
+    /// The reduction: sum, prod, min, max, avg; of integers also band, bor, bxor
     #[arg(long, default_value = "sum")]
     op: ReduceOp,
 
@@ -203,6 +207,12 @@ fn one_size(text: &str) -> Result<u64, String> {
         [bytes] => Ok(bytes),
         _ => Err(format!("{text:?} is more than one size")),
     }
+}
+
+/// The elements of a benchmark, which are computed with.
+pub(crate) fn numeric(text: &str) -> Result<DType, String> {
+    let dtype: DType = text.parse().map_err(|error: TensorError| error.to_string())?;
+    dtype.numeric().map_err(|error| error.to_string())
 }
 
 fn positive_seconds(text: &str) -> Result<Duration, String> {

@@ -27,11 +27,15 @@ impl Communicator {
         Self {
             rank: comm.rank(),
             world_size: comm.world_size(),
-            timeout: comm.timeout(),
+            timeout: Mutex::new(comm.timeout()),
             process: Process::current(),
             queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),
             gpus: Gpus::default(),
         }
+    }
+
+    pub(crate) fn gpus(&self) -> &Gpus {
+        &self.gpus
     }
 
     pub(crate) fn queue(&self) -> PyResult<Arc<Queue>> {
@@ -44,7 +48,7 @@ impl Communicator {
     }
 
     /// Waits for an operation on the host; puts one on a GPU into the stream, or the current one of the arrays' library.
-    pub(super) fn run<'py>(
+    pub(crate) fn run<'py>(
         &self,
         py: Python<'py>,
         prepared: Prepared<'py>,
