@@ -109,7 +109,7 @@ impl Values {
     }
 
     pub fn to_f64(&self) -> Vec<f64> {
-        with_dtype!(self.dtype, T => { self.to_vec::<T>().into_iter().map(|x| x.to_f64()).collect() })
+        with_dtype!(self.dtype, T => self.to_vec::<T>().into_iter().map(|x| x.to_f64()).collect())
     }
 
     /// The block of a rank, of a row of blocks for `world` ranks.
