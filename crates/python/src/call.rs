@@ -67,9 +67,15 @@ impl Kind {
         )
     }
 
-    /// Whether it computes with the elements, and does not only move them.
-    pub(crate) fn reduces(&self) -> bool {
-        self.operation().row().reduces
+    /// What combines the elements, if they are not only moved.
+    pub(crate) fn op(&self) -> Option<ReduceOp> {
+        match self {
+            Self::AllReduce(op, _)
+            | Self::AllReduceRegistered(op, _)
+            | Self::ReduceScatter(op)
+            | Self::Reduce(op, _) => Some(*op),
+            _ => None,
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 //! * `communicator`, `handle`, `shared`, `mapping` and `mixed` are the classes; `communicator/plan` has execution plans.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
+//! * `moe` has mixtures of experts.
 //! * `comm` is what `antiphon.comm` asks for besides.
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
 //!   forked child must not use.
@@ -27,6 +28,7 @@ mod interrupt;
 mod language;
 mod mapping;
 mod mixed;
+mod moe;
 mod operand;
 mod shared;
 
@@ -47,6 +49,7 @@ mod _core {
         },
         mapping::Mapping,
         mixed::{MixedHandler, ParallelInfo},
+        moe::{Moe, MoeHandle},
         shared::{Memory, SharedBuffer},
     };
 

@@ -17,7 +17,7 @@ pub(super) fn choose(comm: &Communicator, call: &Signature, bytes: usize) -> Res
     let meet_and_load = |comm: &Communicator| {
         // SAFETY: a round without payload.
         unsafe { comm.rounds()? }.exchange(call)?;
-        load(comm)
+        comm.as_part_of(call, || load(comm))
     };
     Ok(Algorithm::ALL[comm.extension(meet_and_load)?.choose(bytes)])
 }

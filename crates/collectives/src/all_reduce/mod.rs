@@ -35,7 +35,7 @@ use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
-    arguments::{Input, Output, block, numeric},
+    arguments::{Input, Output, block, reducible},
     error::Result,
 };
 
@@ -85,7 +85,7 @@ pub(crate) fn run(
 ) -> Result<()> {
     const OPERATION: Operation = Operation::AllReduce;
     block(OPERATION, &input, &output, comm.world_size())?;
-    numeric(OPERATION, input.dtype)?;
+    reducible(OPERATION, input.dtype, op)?;
     let signature = |algorithm| Signature {
         dtype: Some(input.dtype),
         reduce: Some(op),

@@ -176,6 +176,10 @@ pub(crate) fn signature(operation: Operation, dtype: DType, count: usize) -> Sig
 /// The reduction of an operation, if the kernels have such arithmetic.
 #[inline]
 pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Result<Reduction> {
-    let refused = CollectiveError::NotNumeric { operation: operation.name(), dtype };
+    let name = operation.name();
+    let refused = match op.is_bitwise() {
+        true => CollectiveError::NotBits { operation: name, dtype, op },
+        false => CollectiveError::NotNumeric { operation: name, dtype },
+    };
     Reduction::new(dtype, op).ok_or(refused)
 }

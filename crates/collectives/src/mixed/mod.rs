@@ -44,7 +44,7 @@ pub(crate) use cuda::Mixing;
 use crate::{
     ReduceOp,
     all_reduce::{self, Algorithm},
-    arguments::{Input, Output, has_count, numeric, same_dtype},
+    arguments::{Input, Output, has_count, reducible, same_dtype},
     error::{CollectiveError, Result},
     gather_scatter,
 };
@@ -192,7 +192,7 @@ impl<'a> Checked<'a> {
         let operation = operation_of(call.op);
         let gathers = operation == Operation::AllReduceAllGather;
         same_dtype(operation, &input, &output)?;
-        numeric(operation, input.dtype)?;
+        reducible(operation, input.dtype, ReduceOp::Sum)?;
         let groups = layout.dp_size();
         let block = if gathers { input.count } else { output.count };
         let blocks = match call.counts {

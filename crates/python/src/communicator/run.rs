@@ -27,7 +27,7 @@ impl Communicator {
         Self {
             rank: comm.rank(),
             world_size: comm.world_size(),
-            timeout: comm.timeout(),
+            timeout: Mutex::new(comm.timeout()),
             process: Process::current(),
             queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),
             gpus: Gpus::default(),

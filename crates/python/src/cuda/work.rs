@@ -86,7 +86,7 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
 /// As [`Gpus::run`](super::Gpus::run).
 unsafe fn alone(call: &Call, stream: StreamRef<'_>) -> Outcome {
     let (input, output) = tensors(call, 0, 1)?;
-    if call.kind.reduces() && !REDUCED.contains(&input.dtype) {
+    if call.kind.op().is_some() && !REDUCED.contains(&input.dtype) {
         return Err(CollectiveError::NotNumeric { operation: "all_reduce", dtype: input.dtype });
     }
     // SAFETY: passed on.
