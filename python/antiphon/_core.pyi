@@ -904,9 +904,15 @@ class MixedHandler:
     their layouts differ."""
 
     def __new__(
-        cls, comm: Communicator, layout: ParallelInfo, device: int | None = None, dtype: str = "bfloat16"
+        cls,
+        comm: Communicator,
+        layout: ParallelInfo,
+        device: int | None = None,
+        dtype: str = "bfloat16",
+        most_blocks: int | None = None,
     ) -> Self:
-        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded."""
+        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded. A fused operation has
+        ``most_blocks`` there at most."""
 
     def valid_modes(self) -> list[str]:
         """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""

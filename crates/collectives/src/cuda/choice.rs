@@ -58,22 +58,24 @@ pub fn tune(
     let clock = Clock::new(collectives, *sizes.end())?;
     AllReduceTable::measure(comm, &key, &names(), sizes, |candidate, bytes| {
         comm.barrier()?; // hosts in step, so that no GPU waits for long
-        clock.time(Algorithm::ALL[candidate], bytes).map(Some)
+        let algorithm = Algorithm::ALL[candidate];
+        clock.time(bytes, |stream| clock.all_reduce(algorithm, bytes, stream)).map(Some)
     })
 }
 
 /// What a rank measures with.
-struct Clock<'a> {
+pub(crate) struct Clock<'a> {
     collectives: &'a CudaCollectives,
     stream: Stream,
     start: Event,
     end: Event,
-    input: DeviceMemory,
-    output: RefCell<DeviceMemory>,
+    pub(crate) input: DeviceMemory,
+    pub(crate) output: RefCell<DeviceMemory>,
 }
 
 impl<'a> Clock<'a> {
-    fn new(collectives: &'a CudaCollectives, largest: usize) -> Result<Self> {
+    /// With an input and an output of so many bytes.
+    pub(crate) fn new(collectives: &'a CudaCollectives, largest: usize) -> Result<Self> {
         let context = collectives.context();
         let (stream, len) = (context.stream()?, largest.max(DTYPE.size()));
         let (input, output) = (DeviceMemory::allocate(context, len)?, DeviceMemory::allocate(context, len)?);
@@ -86,12 +88,12 @@ impl<'a> Clock<'a> {
 
     /// The time of one call among several: of a graph, so that the host's share is none of it, in which the GPUs wait for
     /// each other before the clock starts.
-    fn time(&self, algorithm: Algorithm, bytes: usize) -> Result<Duration> {
+    pub(crate) fn time(&self, bytes: usize, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<Duration> {
         let calls = (32 << 20) / (bytes + (512 << 10)) + 4;
         let graph = Graph::capture(&self.stream, |stream| -> Result<()> {
             self.collectives.barrier(stream)?;
             self.start.record_external(stream)?;
-            (0..calls).try_for_each(|_| self.call(algorithm, bytes, stream))?;
+            (0..calls).try_for_each(|_| call(stream))?;
             Ok(self.end.record_external(stream)?)
         })?;
         let graph = graph.instantiate()?;
@@ -102,7 +104,7 @@ impl<'a> Clock<'a> {
         Ok(self.end.elapsed_since(&self.start)? / calls as u32)
     }
 
-    fn call(&self, algorithm: Algorithm, bytes: usize, stream: StreamRef<'_>) -> Result<()> {
+    fn all_reduce(&self, algorithm: Algorithm, bytes: usize, stream: StreamRef<'_>) -> Result<()> {
         let shape = [(bytes / DTYPE.size()).max(1)];
         let input = self.input.view(DTYPE, &shape).expect("memory of the largest size");
         let mut output = self.output.borrow_mut();

@@ -34,7 +34,7 @@
 //! the error: [`FabricError::PeerLost`], [`FabricError::Timeout`], or [`FabricError::Mismatch`] when ranks called different things. The GPUs stay usable.
 
 mod builder;
-mod choice;
+pub(crate) mod choice;
 #[cfg(test)]
 mod machine_code;
 mod operations;
