@@ -15,6 +15,7 @@ SAYS = {
     "all_reduce.py": r"the sum over \d ranks of \[1. 1. 1. 1.\], ... is \[",
     "tensor_parallel_mlp.py": r"largest error \S+e-\d+, allowed",
     "transformer_block.py": r"sums equal, norms within \S+, allowed \S+; \S+ ms fused, \S+ ms unfused",
+    "compiled_block.py": r"\d ranks: as in eager, after (fuse|world_of_one)",
     "ddp.py": r"20 steps, loss \S+: weights within \S+ of training alone",
 }
 

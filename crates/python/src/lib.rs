@@ -9,6 +9,7 @@
 //! * `communicator`, `handle`, `shared` and `mapping` are the classes; `communicator/plan` has execution plans.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
+//! * `lowering` has compilers' graphs, for `antiphon.lowering`.
 //! * `comm` is what `antiphon.comm` asks for besides.
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
 //!   forked child must not use.
@@ -25,6 +26,7 @@ mod fused;
 mod handle;
 mod interrupt;
 mod language;
+mod lowering;
 mod mapping;
 mod operand;
 mod shared;
@@ -44,6 +46,7 @@ mod _core {
         language::{
             BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup, library_names, library_plan,
         },
+        lowering::{check_lowering, lower},
         mapping::Mapping,
         shared::{Memory, SharedBuffer},
     };
