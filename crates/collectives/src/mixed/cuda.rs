@@ -199,7 +199,13 @@ impl CudaMixedHandler {
                         let input = tensor(&clock.input, from).as_input();
                         // SAFETY: both memories have a row, and live until the run has been waited for.
                         unsafe {
-                            handler.run_fused(collectives, &call, input, tensor(&clock.output.borrow(), to), stream)
+                            handler.run_fused(
+                                collectives,
+                                &call,
+                                input,
+                                tensor(&clock.output.borrow(), to),
+                                stream,
+                            )
                         }
                     };
                     clock.time(bytes, once).map(Some)
