@@ -1,5 +1,6 @@
 //! Validating tensors once, at the door: what comes after works on plain addresses and counts.
 
+use antiphon_device::ReduceOp;
 use antiphon_fabric::Operation;
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
@@ -122,18 +123,15 @@ pub(crate) fn has_count(
     Err(CollectiveError::Count { operation: operation.name(), which, actual, expected, rule: rule() })
 }
 
-/// The dtype must have arithmetic.
+/// The dtype must have the operator.
 #[inline]
-pub(crate) fn numeric(operation: Operation, dtype: DType) -> Result<()> {
-    match dtype {
-        DType::F64
-        | DType::F32
-        | DType::F16
-        | DType::BF16
-        | DType::I64
-        | DType::I32
-        | DType::I8
-        | DType::U8 => Ok(()),
-        dtype => Err(CollectiveError::NotNumeric { operation: operation.name(), dtype }),
+pub(crate) fn reducible(operation: Operation, dtype: DType, op: ReduceOp) -> Result<()> {
+    let operation = operation.name();
+    if !dtype.is_numeric() {
+        return Err(CollectiveError::NotNumeric { operation, dtype });
     }
+    if op.is_bitwise() && dtype.is_float() {
+        return Err(CollectiveError::NotBits { operation, dtype, op });
+    }
+    Ok(())
 }

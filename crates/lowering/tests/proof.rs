@@ -16,7 +16,7 @@ fn program(seed: u64) -> String {
     let mut values = vec!["%i0".to_owned(), "%i1".to_owned()];
     let mut sums: Vec<String> = Vec::new();
     for step in 0..3 + chance.below(9) {
-        let mut any = |chance: &mut Chance| values[chance.below(values.len())].clone();
+        let any = |chance: &mut Chance| values[chance.below(values.len())].clone();
         let (x, y) = (any(&mut chance), any(&mut chance));
         let new = format!("%v{step}");
         match chance.below(10) {

@@ -38,7 +38,10 @@ pub(crate) fn prepare<'py>(
     shape: impl FnOnce(&[usize]) -> Result<Vec<usize>>,
 ) -> Result<Prepared<'py>> {
     let read = Operand::import(input, "the input", usage)?;
-    let read = if kind.reduces() { read.numeric()? } else { read };
+    let read = match kind.op() {
+        Some(op) => read.reducible(op)?,
+        None => read,
+    };
     let Some(out) = out else {
         read.allocates_in_order(usage)?;
         let shape = shape(read.shape())?;
@@ -77,7 +80,10 @@ pub(crate) fn prepare_input<'py>(
     usage: Usage,
 ) -> Result<Prepared<'py>> {
     let read = Operand::import(input, "the input", usage)?;
-    let read = if kind.reduces() { read.numeric()? } else { read };
+    let read = match kind.op() {
+        Some(op) => read.reducible(op)?,
+        None => read,
+    };
     Ok(Prepared::apart(kind, Some(read), None, None))
 }
 
@@ -139,6 +145,21 @@ impl<'py> FromPyObject<'_, 'py> for Count {
         let number: i64 = object.extract()?;
         let negative = |_| PyValueError::new_err(format!("{number} is negative"));
         usize::try_from(number).map(Self).map_err(negative)
+    }
+}
+
+/// The tag of a message.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tag(pub(crate) u32);
+
+impl<'py> FromPyObject<'_, 'py> for Tag {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let number: i64 = object.extract()?;
+        let outside =
+            |_| PyValueError::new_err(format!("the tag {number} is not between 0 and {}", u32::MAX));
+        u32::try_from(number).map(Self).map_err(outside)
     }
 }
 

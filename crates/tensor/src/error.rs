@@ -13,6 +13,12 @@ pub enum TensorError {
         /// The name as given.
         input: String,
     },
+    /// A dtype that is stored and moved, but not computed with.
+    #[error("{dtype} has no arithmetic here: pass one of {}", DType::NUMERIC.iter().map(|d| d.name()).collect::<Vec<_>>().join(", "))]
+    NotNumeric {
+        /// The dtype.
+        dtype: DType,
+    },
     /// More dimensions than a shape holds.
     #[error("{rank} dimensions are more than the {MAX_RANK} supported")]
     RankTooHigh {

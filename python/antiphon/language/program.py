@@ -2,7 +2,7 @@
 
 import json
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from antiphon import _core
 from antiphon.language.internal.globals import get_program, set_program
@@ -25,13 +25,50 @@ class Gpu(NamedTuple):
     scratch_chunks: int
 
 
+class Place(NamedTuple):
+    """An operation of a finding."""
+
+    rank: int
+    threadblock: int
+    #: Its number in the thread block, from 0.
+    op: int
+    #: Within a pipeline, its number there.
+    inner: int | None
+    #: Its name in the plan.
+    operation: str
+    #: The line of the script that asked for it, as ``file:line``, where it is known.
+    origin: str | None
+
+
+class Finding(NamedTuple):
+    """Something that stands against a plan (an ``"error"``), or that is noteworthy (a ``"warning"``)."""
+
+    severity: Literal["error", "warning"]
+    #: What sort it is of: ``"deadlock"``, ``"race"``, ``"wrong"``, ...
+    kind: str
+    #: What is wrong, in words.
+    message: str
+    #: The operations that take part, first the one that cannot be.
+    places: list[Place]
+
+
 class Verdict(NamedTuple):
     """What the verifier says of a plan."""
 
     #: Whether it is proved.
     proved: bool
-    #: What was found.
+    #: What was found, in words: at most ten findings.
     report: str
+    #: All findings: errors, then warnings, each with root causes first.
+    findings: list[Finding]
+
+    @classmethod
+    def _of(cls, report: str, data: dict[str, Any]) -> "Verdict":
+        findings = [
+            Finding(found["severity"], found["kind"], found["message"], [Place(**place) for place in found["places"]])
+            for found in data["findings"]
+        ]
+        return cls(data["proved"], report, findings)
 
 
 class _Header(TypedDict):
@@ -62,8 +99,8 @@ class CollectiveProgram:
     scratch is shared with other plans, the threads of a block, whether calls take turns between two halves of scratch,
     and messages' alignment and limits in bytes.
 
-    ``AssertionError`` for another protocol, ``IndexError`` for more ranks than the collective has, ``TypeError`` for a
-    collective without buffers.
+    ``AssertionError`` for another protocol, ``IndexError`` for more ranks than the collective has, ``ValueError`` for fewer,
+    ``TypeError`` for a collective without buffers.
     """
 
     def __init__(
@@ -107,6 +144,8 @@ class CollectiveProgram:
             raise TypeError(f"init_buffers of {type(collective).__name__} gives no buffers: a subclass says which there are")
         if len(self.buffers) < num_ranks:
             raise IndexError(f"{num_ranks} ranks, and the collective has buffers of {len(self.buffers)}")
+        if len(self.buffers) > num_ranks:
+            raise ValueError(f"the collective has {len(self.buffers)} ranks, and the program {num_ranks}")
         sizes = [self.buffers[rank] for rank in range(num_ranks)]
         self._core = _core.Program(
             [(buffers[BufferType.input].size, buffers[BufferType.output].size) for buffers in sizes]
@@ -165,7 +204,8 @@ class CollectiveProgram:
     def verify(self) -> Verdict:
         """Proves the finished plan, or says what is wrong: with rank, thread block and operation, and the line of the script
         that asked for it. Unlike :meth:`to_json` it takes any plan, also one whose signals and waits do not pair."""
-        return Verdict(*self._core.verify(**self._header()))
+        report, data = self._core.verify(**self._header())
+        return Verdict._of(report, json.loads(data))
 
     def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
         """Of each operation of a thread block of the finished plan, the file and the line that asked for it: of fused

@@ -45,6 +45,7 @@ from torch import Tensor
 
 import antiphon
 from antiphon._operators import Operators
+from antiphon._types import Op
 from antiphon.torch.group import Group
 
 __all__ = ["register"]
@@ -97,11 +98,11 @@ def _world_size(name: str) -> int:
     return group.size() if isinstance(group, Group) else group.world_size
 
 
-def _like(x: Tensor, group: str, op: str = "sum") -> Tensor:
+def _like(x: Tensor, group: str, op: Op = "sum") -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _like_at(x: Tensor, group: str, op: str = "sum", site: str = "") -> Tensor:
+def _like_at(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
     return _like(x, group)
 
 
@@ -110,7 +111,7 @@ def _gathered(x: Tensor, group: str, site: str = "") -> Tensor:
     return x.new_empty((_world_size(group) * rows, *x.shape[1:]))
 
 
-def _scattered(x: Tensor, group: str, op: str = "sum", site: str = "") -> Tensor:
+def _scattered(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
     world_size = _world_size(group)
     rows = x.shape[0] if x.dim() else 1
     if rows % world_size:
@@ -118,7 +119,7 @@ def _scattered(x: Tensor, group: str, op: str = "sum", site: str = "") -> Tensor
     return x.new_empty((rows // world_size, *x.shape[1:]))
 
 
-def _all_reduce_in_place(x: Tensor, group: str, op: str = "sum") -> None:
+def _all_reduce_in_place(x: Tensor, group: str, op: Op = "sum") -> None:
     plain = x.contiguous()
     _comm(group, plain).all_reduce(plain, op, out=plain)
     if plain is not x:
@@ -146,7 +147,7 @@ def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
     return comm
 
 
-def _all_reduce(x: Tensor, group: str, op: str = "sum", site: str = "") -> Tensor:
+def _all_reduce(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
     return _at(site, group, x).all_reduce(x.contiguous(), op)
 
 
@@ -154,7 +155,7 @@ def _all_gather(x: Tensor, group: str, site: str = "") -> Tensor:
     return _at(site, group, x).all_gather(x.contiguous())
 
 
-def _reduce_scatter(x: Tensor, group: str, op: str = "sum", site: str = "") -> Tensor:
+def _reduce_scatter(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
     return _at(site, group, x).reduce_scatter(x.contiguous(), op)
 
 
@@ -235,7 +236,7 @@ def _two_like(x: Tensor, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
     return _like(x, ""), _like(x, "")
 
 
-def _nothing(x: Tensor, group: str, op: str = "sum") -> None:
+def _nothing(x: Tensor, group: str, op: Op = "sum") -> None:
     pass
 
 

@@ -4,11 +4,13 @@
 //!
 //! * `case` says what is measured: which collective, with which buffers.
 //! * `pattern` makes inputs and knows every element of the outputs.
+//! * `moe` measures dispatch and combine of a mixture of experts.
 //! * `worker` is what a rank does: verify, time, verify again.
 //! * `cuda` is the same on GPUs, beside NCCL.
 
 mod case;
 mod cuda;
+mod moe;
 mod pattern;
 mod worker;
 
@@ -19,7 +21,11 @@ use std::{
     time::Duration,
 };
 
-use antiphon::{collectives::all_reduce::Algorithm, device::ReduceOp, tensor::DType};
+use antiphon::{
+    collectives::all_reduce::Algorithm,
+    device::ReduceOp,
+    tensor::{DType, TensorError},
+};
 use clap::{ValueEnum, builder::PossibleValue};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -67,7 +73,7 @@ pub struct Args {
     ranks: Option<usize>,
 
     /// The kind of elements: f64, f32, f16, bf16, i64, i32, i8, u8
-    #[arg(long, default_value = "f32")]
+    #[arg(long, default_value = "f32", value_parser = numeric)]
     dtype: DType,
 
     /// Message sizes in bytes: 1K..64M doubles, 1K..64M:4 quadruples, commas join
@@ -75,7 +81,7 @@ pub struct Args {
     #[arg(long)]
     sizes: Option<Sizes>,
 
-    /// The reduction: sum, prod, min, max, avg
+    /// The reduction: sum, prod, min, max, avg; of integers also band, bor, bxor
     #[arg(long, default_value = "sum")]
     op: ReduceOp,
 
@@ -87,7 +93,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "private")]
     buffers: Buffers,
 
-    /// Seconds to spend on each row, about (on the host)
+    /// Seconds to spend on each row, about (on the host; with --tail for each contender)
     #[arg(long, default_value = "0.25", value_parser = positive_seconds)]
     seconds: Duration,
 
@@ -96,9 +102,13 @@ pub struct Args {
     iterations: Option<u32>,
 
     /// On cuda: ranks that do not start together, alone and beside products of matrices; p50, p99, p99.9 and the maximum of
-    /// many replays (--iterations: how many), ours and NCCL's
+    /// many replays (at most --iterations), ours and NCCL's
     #[arg(long)]
     tail: bool,
+
+    /// With --tail: put the calls, ours and NCCL's, into a stream of the highest priority, before the products'
+    #[arg(long, requires = "tail")]
+    priority: bool,
 
     /// Bytes of each GPU's memory for data under way [default: what the library takes]
     #[arg(long, value_name = "BYTES", value_parser = one_size)]
@@ -142,6 +152,8 @@ impl ValueEnum for Which {
             Which::One(Gather),
             Which::One(Scatter),
             Which::One(SendRecv),
+            Which::One(Dispatch),
+            Which::One(Combine),
             Which::One(Memory),
         ];
         ALL
@@ -195,6 +207,12 @@ fn one_size(text: &str) -> Result<u64, String> {
         [bytes] => Ok(bytes),
         _ => Err(format!("{text:?} is more than one size")),
     }
+}
+
+/// The elements of a benchmark, which are computed with.
+pub(crate) fn numeric(text: &str) -> Result<DType, String> {
+    let dtype: DType = text.parse().map_err(|error: TensorError| error.to_string())?;
+    dtype.numeric().map_err(|error| error.to_string())
 }
 
 fn positive_seconds(text: &str) -> Result<Duration, String> {
@@ -286,6 +304,11 @@ fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     if args.device == Where::Cuda {
         cuda::refuse(args)?;
         machine.gpus = Some(cuda::gpus(args.ranks)?);
+    }
+    if args.buffers == Buffers::Symmetric
+        && let Some(of) = args.collective.collectives().into_iter().find(|of| of.is_of_experts())
+    {
+        return Err(format!("--buffers symmetric is not for {}", of.name()).into());
     }
     refuse_beyond_memory(args, &machine)?;
     // Files that cannot be written should be known before the minutes of measuring.

@@ -24,16 +24,18 @@ mod host;
 mod registered;
 mod table;
 
+pub(crate) use choice::host_key;
 pub use choice::tune;
+pub(crate) use cuda::{ReduceKernel, Reducing};
 pub(crate) use host::Reduce;
-pub(crate) use registered::{Places, Registry};
+pub(crate) use registered::{Registered, Registry};
 pub use table::AllReduceTable;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
-    arguments::{Input, Output, block, numeric},
+    arguments::{Input, Output, block, reducible},
     error::Result,
 };
 
@@ -83,7 +85,7 @@ pub(crate) fn run(
 ) -> Result<()> {
     const OPERATION: Operation = Operation::AllReduce;
     block(OPERATION, &input, &output, comm.world_size())?;
-    numeric(OPERATION, input.dtype)?;
+    reducible(OPERATION, input.dtype, op)?;
     let signature = |algorithm| Signature {
         dtype: Some(input.dtype),
         reduce: Some(op),

@@ -1,5 +1,5 @@
 // What a rank contributes to a fused all-reduce, and what the kernels are given. For a program that has SOURCE. Behind
-// cuda/reduce.cuh.
+// reduce.cuh.
 
 enum { TENSOR, MOE_REDUCTION, MOE_FINALIZE };                      // SOURCE
 enum { NONE, FP8, FP8_TOKENS, FP8_GROUPS, FP8_ODD_GROUPS, NVFP4 }; // QUANTIZATION
@@ -32,6 +32,7 @@ struct fused {
     u32 rows;             // that there are
     u32 group;            // vectors that share a scale
     u32 layout;           // of the scales
+    u32 reciprocal;       // FP8_TOKENS: scales are products with 1/448, not quotients
     u32 slices;           // of a row: 32 vectors each
     u32 rounds;           // vectors of a row that a thread has at most
     u32 reducing;         // teams that reduce, where others do the rest

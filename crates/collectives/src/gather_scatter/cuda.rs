@@ -1,21 +1,50 @@
 //! The collectives that move data, on GPUs; `kernels.cuh` and `reduce_scatter.cuh` have the algorithms.
 
-use antiphon_device::{ReduceOp, cuda::StreamRef};
-use antiphon_fabric::{FabricError, Operation, Signature};
+use antiphon_device::{
+    ReduceOp,
+    cuda::{Program, StreamRef},
+};
+use antiphon_fabric::{
+    FabricError, Operation, Signature,
+    gpu::{Family, Grid, Launch, NoArguments, Pieces, ROWS, Source, Work, kernels},
+};
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use crate::{
+    all_reduce::{ReduceKernel, Reducing},
     arguments::block,
-    cuda::{
-        CudaCollectives,
-        kernels::{Family, Kernel},
-        launch::{Cut, Grid, Launch, More, Work},
-        signature,
-    },
+    cuda::{CudaCollectives, reduction, signature},
     error::Result,
 };
 
-/// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in kernels.cuh.
+kernels! {
+    /// The kernels of `kernels.cuh`.
+    pub(crate) enum Kernel {
+        Barrier = "barrier",
+        AllGather = "all_gather",
+        AllToAll = "all_to_all",
+        Broadcast = "broadcast",
+        BroadcastParts = "broadcast_parts",
+    }
+}
+
+/// The kernels that move bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Movement;
+
+impl Family for Movement {
+    type Kernel = Kernel;
+    type Arguments = NoArguments;
+    const NAME: &'static str = "movement.cuh";
+    const SOURCES: &'static [Source] =
+        &[ROWS, Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") }];
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program
+    }
+}
+
+/// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in rows.cuh.
 const ROW_BYTES: usize = 512;
 const ROW_DATA: usize = 496;
 /// From how many bytes on a broadcast goes in parts: where (W − 1)·n bytes out of the root weigh more than a second hop.
@@ -45,8 +74,7 @@ impl CudaCollectives {
             output: output.data.addr(),
             count: bytes,
             stride: bytes,
-            root: 0,
-            signature,
+            ..Work::new(signature)
         };
         // SAFETY: passed on.
         unsafe { self.move_rows(Kernel::AllGather, &work, stream) }
@@ -75,8 +103,7 @@ impl CudaCollectives {
             output: output.data.addr(),
             count: bytes,
             stride: bytes,
-            root: 0,
-            signature,
+            ..Work::new(signature)
         };
         // SAFETY: passed on.
         unsafe { self.move_rows(Kernel::AllToAll, &work, stream) }
@@ -131,7 +158,8 @@ impl CudaCollectives {
         signature.reduce = Some(op);
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
         let count = block(signature.operation, &input, &output, self.world_size())?;
-        let loaded = self.ready(Family::Reduction(input.dtype, op), stream)?;
+        let family = Reducing(reduction(signature.operation, input.dtype, op)?);
+        let loaded = self.tenant.ready(family, stream)?;
         let size = input.dtype.size();
         let bytes = count * size;
         let (from, to) = (input.data.addr(), output.data.addr());
@@ -141,15 +169,15 @@ impl CudaCollectives {
                 output: to + start,
                 count: len / size,
                 stride: bytes,
-                root: 0,
-                signature,
+                ..Work::new(signature)
             };
             let plain = (work.input | work.output | bytes | len).is_multiple_of(16);
-            let kernel = if plain { Kernel::ReduceScatterPlain } else { Kernel::ReduceScatter };
-            Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, more: More::Nothing }
+            let kernel = if plain { ReduceKernel::ReduceScatterPlain } else { ReduceKernel::ReduceScatter };
+            Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, arguments: NoArguments }
         };
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, Cut::bytes(bytes, self.lane_bytes()), stream, of) }
+        unsafe { self.tenant.run(&loaded, Pieces::bytes(bytes, self.tenant.lane_bytes()), stream, of) }?;
+        Ok(())
     }
 
     /// Waits, in the order of the stream, until the streams of all ranks have come here.
@@ -157,21 +185,21 @@ impl CudaCollectives {
     /// # Errors
     /// As [`check`](Self::check).
     pub fn barrier(&self, stream: StreamRef<'_>) -> Result<()> {
-        let loaded = self.ready(Family::Movement, stream)?;
-        let signature = Signature::new(Operation::Barrier);
-        let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
+        let loaded = self.tenant.ready(Movement, stream)?;
+        let work = Work::new(Signature::new(Operation::Barrier));
         let barrier =
-            |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, more: More::Nothing };
+            |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, arguments: NoArguments };
         // SAFETY: it uses no memory of the caller's.
-        unsafe { self.run(&loaded, Cut::bytes(1, 1), stream, barrier) }
+        unsafe { self.tenant.run(&loaded, Pieces::bytes(1, 1), stream, barrier) }?;
+        Ok(())
     }
 
     /// Moves blocks of `work.count` bytes by a kernel that works in rows.
     ///
     /// # Safety
-    /// As [`run`](Self::run).
+    /// As [`Tenant::run`](antiphon_fabric::gpu::Tenant::run).
     unsafe fn move_rows(&self, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
-        let loaded = self.ready(Family::Movement, stream)?;
+        let loaded = self.tenant.ready(Movement, stream)?;
         // Of a part, a peer gets one and passes it on.
         let parts = if kernel == Kernel::BroadcastParts { self.world_size() - 1 } else { 1 };
         let of = |start: usize, len: usize, _| {
@@ -181,10 +209,11 @@ impl CudaCollectives {
                 Kernel::AllToAll | Kernel::BroadcastParts => Grid::ItemsByPeer(items),
                 _ => Grid::Items(items),
             };
-            Launch { kernel, grid, work, more: More::Nothing }
+            Launch { kernel, grid, work, arguments: NoArguments }
         };
-        let piece = self.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
+        let piece = self.tenant.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, Cut::bytes(work.count, piece), stream, of) }
+        unsafe { self.tenant.run(&loaded, Pieces::bytes(work.count, piece), stream, of) }?;
+        Ok(())
     }
 }

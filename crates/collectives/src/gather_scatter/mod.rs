@@ -15,7 +15,6 @@
 //! Every rank takes part in every round, also where it neither gives nor gets: that is how ranks that disagree find
 //! out, and how a rank that is gone is noticed by all.
 
-#[cfg(not(loom))]
 mod cuda;
 mod host;
 mod uneven;
@@ -26,10 +25,11 @@ use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Rounds, Signature};
 use antiphon_tensor::DType;
 
+pub(crate) use cuda::Movement;
 pub(crate) use uneven::all_to_all_v;
 
 use crate::{
-    arguments::{Input, Output, block, numeric},
+    arguments::{Input, Output, block, reducible},
     error::{CollectiveError, Result},
 };
 
@@ -73,7 +73,7 @@ fn own_block(comm: &Communicator, row: &Output, count: usize) -> Output {
 pub(crate) fn reduce_scatter(comm: &Communicator, input: Input, output: Output, op: ReduceOp) -> Result<()> {
     const OPERATION: Operation = Operation::ReduceScatter;
     let count = block(OPERATION, &input, &output, comm.world_size())?;
-    numeric(OPERATION, input.dtype)?;
+    reducible(OPERATION, input.dtype, op)?;
     let signature = signature(OPERATION, input.dtype, count, None, Some(op));
     let reducer = Reducer::new(input.dtype, op);
     Ok(host::reduce_scatter(&mut *rounds(comm)?, &signature, &input, &output, &reducer)?)
@@ -136,7 +136,7 @@ pub(crate) fn reduce(
 ) -> Result<()> {
     const OPERATION: Operation = Operation::Reduce;
     comm.check_rank(root, "root")?;
-    numeric(OPERATION, input.dtype)?;
+    reducible(OPERATION, input.dtype, op)?;
     let output = root_only(comm, OPERATION, "output", root, output)?;
     if let Some(output) = &output {
         block(OPERATION, &input, output, comm.world_size())?;

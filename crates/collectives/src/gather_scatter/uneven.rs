@@ -11,6 +11,8 @@ use crate::{
 const OPERATION: Operation = Operation::AllToAllV;
 /// Its only algorithm.
 const UNEVEN: u8 = 1;
+/// Rows of up to so many bytes travel with the counts: if no rank's is longer, one round does it all.
+const WITH_COUNTS: usize = 64 << 10;
 
 /// `sends[r]` elements go to rank `r`, `receives[r]` come from it; both lie packed in rank order.
 pub(crate) fn all_to_all_v(
@@ -32,8 +34,10 @@ pub(crate) fn all_to_all_v(
     let signature = Signature { dtype: Some(input.dtype), algorithm: UNEVEN, ..Signature::new(OPERATION) };
     // SAFETY: every rank posts two counts per rank, and then slots of one size.
     let mut rounds = unsafe { comm.rounds()? };
-    let longest = agree_on_splits(&mut rounds, &signature, sends, receives)?;
     let size = input.dtype.size();
+    let Some(longest) = agree_on_splits(&mut rounds, &signature, &input, sends, &output, receives)? else {
+        return Ok(());
+    };
     Ok(move_blocks(&mut rounds, &signature, longest * size, &input, sends, &output, receives, size)?)
 }
 
@@ -42,38 +46,61 @@ fn total(counts: &[usize]) -> usize {
     counts.iter().copied().fold(0, usize::saturating_add)
 }
 
-/// Exchanges the counts and checks that what each rank sends is what the other expects; the longest block.
+/// Exchanges the counts and checks that what each rank sends is what the other expects; the longest block. Where all rows are
+/// short, the blocks come along, and none is left to move.
 fn agree_on_splits(
     rounds: &mut Rounds,
     signature: &Signature,
+    input: &Input,
     sends: &[usize],
+    output: &Output,
     receives: &[usize],
-) -> Result<usize> {
-    let (world_size, row) = (rounds.world_size(), 2 * rounds.world_size() * size_of::<u64>());
-    let outbox = rounds.outbox(row).cast::<u64>();
+) -> Result<Option<usize>> {
+    let (rank, world_size, size) = (rounds.rank(), rounds.world_size(), input.dtype.size());
+    let counts = 2 * world_size * size_of::<u64>();
+    let is_short = |row: usize| row.saturating_mul(size) <= WITH_COUNTS.min(Rounds::CAPACITY - counts);
+    let outbox = rounds.outbox(Rounds::CAPACITY);
     for (i, &count) in sends.iter().chain(receives).enumerate() {
         // SAFETY: the outbox has room for two counts per rank.
-        unsafe { outbox.add(i).write_unaligned(count as u64) };
+        unsafe { outbox.cast::<u64>().add(i).write_unaligned(count as u64) };
+    }
+    if is_short(input.count) {
+        // SAFETY: behind the counts there is room for a short row.
+        unsafe { copy(input.data, outbox.add(counts), input.count * size) };
     }
     rounds.exchange(signature)?;
-    let inboxes = rounds.inboxes(row);
+    let inboxes = rounds.inboxes(Rounds::CAPACITY);
     // SAFETY: every rank has posted two counts per rank.
     let count =
         |rank: usize, index: usize| unsafe { inboxes[rank].cast::<u64>().add(index).read_unaligned() };
-    let mut longest = 0;
+    let (mut longest, mut are_short) = (0, true);
     let mut wrong = None;
     for from in 0..world_size {
+        let mut row = 0usize;
         for to in 0..world_size {
             let (sent, expected) = (count(from, to), count(to, world_size + from));
             longest = longest.max(sent);
+            row = row.saturating_add(sent as usize);
             if sent != expected && wrong.is_none() {
                 wrong = Some(CollectiveError::SplitsDisagree { from, to, sent, expected });
             }
         }
+        are_short &= is_short(row);
     }
     // Every rank sees the same counts and so comes to the same conclusion: they stay in step, and the communicator
     // stays usable.
-    wrong.map_or(Ok(longest as usize), Err)
+    if let Some(wrong) = wrong {
+        return Err(wrong);
+    }
+    if !are_short {
+        return Ok(Some(longest as usize));
+    }
+    for (from, (offset, len)) in offsets(receives, size).enumerate() {
+        let before: usize = (0..rank).map(|to| count(from, to) as usize * size).sum();
+        // SAFETY: the row of the rank is short, so it lies behind its counts, and has a block of this length for this rank.
+        unsafe { copy(inboxes[from].add(counts + before), output.data.add(offset), len) };
+    }
+    Ok(None)
 }
 
 /// Where each block begins, in bytes.

@@ -231,6 +231,9 @@ impl Machine<'_> {
             ReduceOp::Prod => values.reduce(|product, x| step(product * x)),
             ReduceOp::Min => values.reduce(|a, b| if a.is_nan() || a < b { a } else { b }),
             ReduceOp::Max => values.reduce(|a, b| if a.is_nan() || a > b { a } else { b }),
+            ReduceOp::Band => values.reduce(|a, b| (a as i64 & b as i64) as f64),
+            ReduceOp::Bor => values.reduce(|a, b| (a as i64 | b as i64) as f64),
+            ReduceOp::Bxor => values.reduce(|a, b| (a as i64 ^ b as i64) as f64),
         };
         let total = total.unwrap_or(0.0);
         let total = if red == ReduceOp::Avg { step(total / given.len() as f64) } else { total };

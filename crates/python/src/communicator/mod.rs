@@ -11,7 +11,7 @@ use std::{
 };
 
 use antiphon::{
-    fabric::{self, Builder, Queue},
+    fabric::{self, Builder, Queue, Source},
     prelude::CollectiveError,
 };
 use pyo3::{
@@ -25,7 +25,7 @@ use fused::Arguments;
 pub(crate) use plan::Plan;
 
 use crate::{
-    arguments::{Count, Given, Operands, Prepared, overlap},
+    arguments::{Count, Given, Operands, Prepared, Tag, overlap},
     call::Kind,
     cuda::{self, CudaBuffer, Gpus, RawStream},
     error::Result,
@@ -41,7 +41,7 @@ use crate::{
 pub(crate) struct Communicator {
     rank: usize,
     world_size: usize,
-    timeout: Duration,
+    timeout: Mutex<Duration>,
     process: Process,
     /// Absent when closed. Calls hold a reference of their own.
     queue: Mutex<Option<Arc<Queue>>>,
@@ -125,7 +125,15 @@ impl Communicator {
 
     #[getter]
     fn timeout(&self) -> f64 {
-        self.timeout.as_secs_f64()
+        self.timeout.lock().unwrap_or_else(PoisonError::into_inner).as_secs_f64()
+    }
+
+    #[setter]
+    fn set_timeout(&self, timeout: f64) -> Result<()> {
+        let timeout = seconds("timeout", Some(timeout))?.expect("it was given");
+        self.queue()?.monitor().set_timeout(timeout);
+        *self.timeout.lock().unwrap_or_else(PoisonError::into_inner) = timeout;
+        Ok(())
     }
 
     #[getter]
@@ -226,6 +234,39 @@ impl Communicator {
             objects.append(pickle.call_method1("loads", (PyBytes::new(py, bytes),))?)?;
         }
         Ok(objects)
+    }
+
+    #[pyo3(signature = (object, root = Count(0)), text_signature = "($self, object, root=0)")]
+    fn broadcast_object<'py>(
+        &self,
+        py: Python<'py>,
+        object: &Bound<'py, PyAny>,
+        root: Count,
+    ) -> Result<Bound<'py, PyAny>> {
+        let pickle = py.import("pickle")?;
+        // Bytes go round even if pickling failed: the others must not be left waiting. No pickle is one byte long.
+        let pickled = match self.check_root(root.0)? {
+            true => {
+                pickle.call_method1("dumps", (object,)).and_then(|p| Ok(Some(p.extract::<PyBackedBytes>()?)))
+            }
+            false => Ok(None),
+        };
+        let mine: &[u8] = match &pickled {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => &[],
+            Err(_) => &[0],
+        };
+        let queue = self.queue()?;
+        let all = interrupt::detached(py, || queue.run(|comm| comm.exchange_bytes(mine)))?;
+        if pickled?.is_some() {
+            return Ok(object.clone());
+        }
+        let problem = match all[root.0].as_slice() {
+            [] => "is not the root there",
+            [0] => "could not pickle its object",
+            bytes => return Ok(pickle.call_method1("loads", (PyBytes::new(py, bytes),))?),
+        };
+        Err(PyRuntimeError::new_err(format!("broadcast_object: rank {} {problem}", root.0)).into())
     }
 
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None, registered = false, stream = None))]
@@ -545,24 +586,33 @@ impl Communicator {
         self.start(self.prepare_scatter(x, root, out, Usage::Started)?)
     }
 
-    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<()> {
+    #[pyo3(signature = (x, to, *, tag = Tag(0)), text_signature = "($self, x, to, *, tag=0)")]
+    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: Tag) -> Result<()> {
         let operand = Operand::import(x, "the input", Usage::Call(None))?.on_host("send")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
-        // SAFETY: the operand and the caller's reference live until this returns.
-        interrupt::detached(py, || queue.messenger().send(unsafe { tensor.view() }.map_err(refused)?, to.0))?;
+        interrupt::detached(py, || {
+            // SAFETY: the operand and the caller's reference live until this returns.
+            let view = unsafe { tensor.view() }.map_err(refused)?;
+            queue.messenger().send_with_tag(view, to.0, tag.0)
+        })?;
         Ok(())
     }
 
-    fn recv<'py>(&self, py: Python<'py>, out: Bound<'py, PyAny>, source: Count) -> Result<Bound<'py, PyAny>> {
-        let operand = Operand::import(&out, "the output", Usage::Call(None))?
-            .on_host("recv")?
-            .writable("the output")?;
-        let (queue, tensor) = (self.queue()?, operand.tensor);
-        interrupt::detached(py, || {
-            // SAFETY: as in `send`.
-            queue.messenger().recv(unsafe { tensor.view_mut() }.map_err(refused)?, source.0)
-        })?;
+    #[pyo3(signature = (out, source, *, tag = Tag(0)), text_signature = "($self, out, source, *, tag=0)")]
+    fn recv<'py>(
+        &self,
+        py: Python<'py>,
+        out: Bound<'py, PyAny>,
+        source: Count,
+        tag: Tag,
+    ) -> Result<Bound<'py, PyAny>> {
+        self.receive(py, &out, Source::Rank(source.0), tag)?;
         Ok(out)
+    }
+
+    #[pyo3(signature = (out, *, tag = Tag(0)), text_signature = "($self, out, *, tag=0)")]
+    fn recv_any(&self, py: Python<'_>, out: &Bound<'_, PyAny>, tag: Tag) -> Result<usize> {
+        self.receive(py, out, Source::Any, tag)
     }
 
     fn send_recv<'py>(
@@ -589,7 +639,8 @@ impl Communicator {
         Ok(out)
     }
 
-    fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<Handle> {
+    #[pyo3(signature = (x, to, *, tag = Tag(0)), text_signature = "($self, x, to, *, tag=0)")]
+    fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: Tag) -> Result<Handle> {
         let operand = Operand::import(x, "the input", Usage::Started)?.on_host("start_send")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         // Detached, as no lock is taken while attached that others hold while they attach.
@@ -597,21 +648,29 @@ impl Communicator {
             // SAFETY: the operand is the owner.
             unsafe {
                 let view = tensor.view().map_err(refused)?;
-                queue.messenger().start_send::<Operands>(view, [Some(operand), None], to.0)
+                queue.messenger().start_send::<Operands>(view, [Some(operand), None], to.0, tag.0)
             }
         })?;
         Ok(Handle::new(pending, None))
     }
 
-    fn start_recv(&self, py: Python<'_>, out: Bound<'_, PyAny>, source: Count) -> Result<Handle> {
+    #[pyo3(signature = (out, source, *, tag = Tag(0)), text_signature = "($self, out, source, *, tag=0)")]
+    fn start_recv(
+        &self,
+        py: Python<'_>,
+        out: Bound<'_, PyAny>,
+        source: Option<Count>,
+        tag: Tag,
+    ) -> Result<Handle> {
         let operand = Operand::import(&out, "the output", Usage::Started)?;
         let operand = operand.on_host("start_recv")?.writable("the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
+        let source = source.map_or(Source::Any, |rank| Source::Rank(rank.0));
         let pending = py.detach(|| {
             // SAFETY: the operand is the owner.
             unsafe {
                 let view = tensor.view_mut().map_err(refused)?;
-                queue.messenger().start_recv::<Operands>(view, [None, Some(operand)], source.0)
+                queue.messenger().start_recv::<Operands>(view, [None, Some(operand)], source, tag.0)
             }
         })?;
         Ok(Handle::new(pending, Some(out)))
@@ -689,6 +748,20 @@ impl Communicator {
         buffer.check_owner(&queue)?;
         // Taken when its turn has come: a call that ends before leaves it where it is.
         Ok(interrupt::detached(py, || queue.run(|comm| comm.free_shared_buffer(buffer.take()?)))?)
+    }
+}
+
+impl Communicator {
+    /// Receives, and returns the rank that sent.
+    fn receive(&self, py: Python<'_>, out: &Bound<'_, PyAny>, source: Source, tag: Tag) -> Result<usize> {
+        let operand =
+            Operand::import(out, "the output", Usage::Call(None))?.on_host("recv")?.writable("the output")?;
+        let (queue, tensor) = (self.queue()?, operand.tensor);
+        Ok(interrupt::detached(py, || {
+            // SAFETY: the operand and the caller's reference live until this returns.
+            let view = unsafe { tensor.view_mut() }.map_err(refused)?;
+            queue.messenger().recv_with_tag(view, source, tag.0)
+        })?)
     }
 }
 

@@ -27,14 +27,18 @@ impl Communicator {
         Self {
             rank: comm.rank(),
             world_size: comm.world_size(),
-            timeout: comm.timeout(),
+            timeout: Mutex::new(comm.timeout()),
             process: Process::current(),
             queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),
             gpus: Gpus::default(),
         }
     }
 
-    pub(super) fn queue(&self) -> PyResult<Arc<Queue>> {
+    pub(crate) fn gpus(&self) -> &Gpus {
+        &self.gpus
+    }
+
+    pub(crate) fn queue(&self) -> PyResult<Arc<Queue>> {
         self.process.check(|| format!("communicator (rank {} of {})", self.rank, self.world_size))?;
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.clone().ok_or_else(|| {
@@ -44,7 +48,7 @@ impl Communicator {
     }
 
     /// Waits for an operation on the host; puts one on a GPU into the stream, or the current one of the arrays' library.
-    pub(super) fn run<'py>(
+    pub(crate) fn run<'py>(
         &self,
         py: Python<'py>,
         prepared: Prepared<'py>,
@@ -61,6 +65,7 @@ impl Communicator {
             // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
             // one the caller answers for the order, as the stub says.
             interrupt::detached(py, || unsafe { self.gpus.run(&queue, device, stream, &call) })?;
+            self.gpus.keep_stream(py, stream)?;
         } else if let Some(stream) = stream {
             let text = format!("{}: host memory has no stream {stream}", call.kind.name());
             return Err(pyo3::exceptions::PyValueError::new_err(text).into());
@@ -75,7 +80,8 @@ impl Communicator {
     pub(super) fn run_barrier(&self, py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<()> {
         let (queue, stream) = (self.queue()?, cuda::stream_or_current(py, device, stream)?);
         // SAFETY: the stream is the library's current one of the device, or the caller says that it is one of it.
-        Ok(interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?)
+        interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?;
+        Ok(self.gpus.keep_stream(py, stream)?)
     }
 
     /// Begins an operation.

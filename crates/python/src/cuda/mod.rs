@@ -11,13 +11,13 @@ mod work;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use antiphon::{
-    collectives::cuda::CudaCollectives,
+    collectives::{cuda::CudaCollectives, mixed::CudaMixedHandler},
     device::{
         DeviceError,
         cuda::{Context, CudaError, Driver, StreamRef},
     },
     fabric::Queue,
-    prelude::{CollectiveError, DType, FabricError, ReduceOp},
+    prelude::{CollectiveError, DType, FabricError, MixedLayout, ReduceOp},
     tensor::Device,
 };
 use pyo3::{exceptions::PyValueError, intern, prelude::*};
@@ -41,7 +41,12 @@ pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// The GPUs that a communicator of this rank has been used with; one, as a rule.
 #[derive(Default)]
-pub(crate) struct Gpus(Mutex<State>);
+pub(crate) struct Gpus {
+    state: Mutex<State>,
+    /// CuPy's stream of the last call, which the next call on another stream waits for. CuPy destroys a stream with its last
+    /// reference; torch never destroys one.
+    last_stream: Mutex<Option<Py<PyAny>>>,
+}
 
 #[derive(Default)]
 struct State {
@@ -105,6 +110,36 @@ impl Gpus {
     /// Does now what the first calls on a device would.
     pub(crate) fn prepare(&self, queue: &Queue, device: u32, kernels: &[(DType, ReduceOp)]) -> Outcome {
         self.with(queue, device, None, |gpu| kernels.iter().try_for_each(|&(dtype, op)| gpu.load(dtype, op)))
+    }
+
+    /// The mixed collectives of a layout on a device, with the kernels for a dtype loaded. All ranks call it together.
+    pub(crate) fn mixed(
+        &self,
+        queue: &Queue,
+        device: u32,
+        layout: MixedLayout,
+        dtype: DType,
+    ) -> Outcome<CudaMixedHandler> {
+        self.prepare(queue, device, &[])?;
+        queue.run(|comm| {
+            self.with_peers(device, |peers| {
+                let handler = CudaMixedHandler::new(comm, peers, layout)?;
+                handler.prepare(peers, dtype)?;
+                Ok(handler)
+            })
+        })
+    }
+
+    /// With the collectives of a device that has been opened before, in a world of several ranks.
+    pub(crate) fn with_peers<T>(
+        &self,
+        device: u32,
+        work: impl FnOnce(&CudaCollectives) -> Outcome<T>,
+    ) -> Outcome<T> {
+        self.with_open(device, |gpu| match &gpu.peers {
+            Some(peers) => work(peers),
+            None => Err(FabricError::invalid("there is one rank, and nothing between GPUs").into()),
+        })
     }
 
     /// From now on this happens when a kernel gives up, on every GPU.
@@ -186,7 +221,21 @@ impl Gpus {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call has been made.
+    pub(crate) fn keep_stream(&self, py: Python<'_>, stream: RawStream) -> PyResult<()> {
+        let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+        let Ok(cupy) = modules.get_item(intern!(py, "cupy")) else { return Ok(()) };
+        let current = cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?;
+        let is_current = current.getattr(intern!(py, "ptr"))?.extract::<RawStream>()? == stream;
+        let kept = is_current.then(|| current.unbind());
+        let mut last = self.last_stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *last, kept);
+        drop(last);
+        drop(before); // without the lock, as this may run Python
+        Ok(())
     }
 }
 

@@ -187,10 +187,10 @@ impl Program {
 
     /// Whether the finished plan is proved, and what the verifier says of it, with the lines that asked for operations.
     #[pyo3(signature = (**header))]
-    fn verify(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<(bool, String)> {
+    fn verify(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<(String, String)> {
         let plan = self.plan(py, header)?;
         let report = py.detach(|| verify::verify(&plan, &verify::Options::default()));
-        Ok((report.proved, report.to_string()))
+        Ok((report.to_string(), report.to_json().to_string()))
     }
 
     /// Of each operation of a thread block of the finished plan, the line that asked for it.

@@ -1,9 +1,9 @@
-// Slots: how data travels between GPUs without flags. What every kernel of this crate shares.
+// Slots: how data travels between GPUs without flags. Every family's program begins with this, behind the prelude.
 //
 // A word of four bytes that has not arrived is EMPTY; whatever else is there has arrived. There is no flag to wait for and
 // no fence; each kernel sees to it that what it sends has no EMPTY in it.
 //
-// Each rank owns three slots in turn. A call writes into its slot on the peers, reads its own, and empties the slot of the
+// Each rank owns three slots in turn; every tenant has its own. A call writes into its slot on the peers, reads its own, and empties the slot of the
 // call before, which every peer is done writing: this rank has read all of it. A peer comes to that slot again two calls
 // later, and before that it needs something that this rank sends in its next call, after this kernel has ended. For that
 // everybody sends everybody a tag in every call, which also says what is called: ranks that disagree find out.
@@ -176,7 +176,7 @@ static __device__ __noinline__ void compare_tags(const u8* tags, wait_board* boa
         load_tag(tags + peer * 16, theirs.low, theirs.high);
         const bool there = peer != rank && theirs.low != ~0ull;
         if (there && (theirs.low != doing.low || theirs.high != doing.high))
-            return record_wait(board, DISAGREED, rank, peer, doing, 0, theirs, 0);
+            return record_wait(board, DISAGREED, rank, peer, doing, 0, theirs);
     }
 }
 
@@ -244,7 +244,7 @@ struct reader {
         if (!came) return false;
         if (theirs.low == a.doing.low && theirs.high == a.doing.high) return true;
         stop_calls((control*)a.own, (control*)a.other);
-        record_wait(a.board, DISAGREED, a.rank, peer, a.doing, 0, theirs, 0);
+        record_wait(a.board, DISAGREED, a.rank, peer, a.doing, 0, theirs);
         return false;
     }
 };
