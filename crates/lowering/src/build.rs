@@ -142,7 +142,7 @@ pub(crate) fn class_of(kind: &Kind) -> Class {
 
 /// The operation that its name and attributes say.
 pub(crate) fn kind(at: &str, attributes: Json) -> Result<Kind> {
-    let given = attributes.as_object().map(|map| map.clone()).unwrap_or_default();
+    let given = attributes.as_object().cloned().unwrap_or_default();
     let wanted = || "an operation with its attributes";
     let kind: Kind =
         serde_json::from_value(attributes).map_err(|error| LoweringError::unexpected(at, error, wanted()))?;

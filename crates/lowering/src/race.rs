@@ -111,7 +111,7 @@ pub fn detect(graph: &Graph, plan: &Plan) -> Vec<Finding> {
             meet(&mut clocks, ranks, stream);
             (0..ranks).for_each(|rank| clocks[stream(rank)][stream(rank)] += 1);
         }
-        let touched = touched(op, |value| slot_of(value));
+        let touched = touched(op, slot_of);
         for (rank, owner) in (0..ranks).flat_map(|rank| (0..ranks).map(move |owner| (rank, owner))) {
             for (slot, writes) in &touched {
                 if rank != owner && (*writes || !is_call) {

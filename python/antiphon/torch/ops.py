@@ -102,7 +102,7 @@ def _like(x: Tensor, group: str, op: Op = "sum") -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _like_at(x: Tensor, group: str, op: str = "sum", site: str = "") -> Tensor:
+def _like_at(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
     return _like(x, group)
 
 

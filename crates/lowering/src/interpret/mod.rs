@@ -225,16 +225,15 @@ impl Machine<'_> {
             true => self.step(dtype, value),
             false => value,
         };
-        let bits = |of: fn(i64, i64) -> i64| move |a: f64, b: f64| of(a as i64, b as i64) as f64;
         let values = given.iter().map(|data| data[at]);
         let total = match red {
             ReduceOp::Sum | ReduceOp::Avg => values.reduce(|sum, x| step(sum + x)),
             ReduceOp::Prod => values.reduce(|product, x| step(product * x)),
             ReduceOp::Min => values.reduce(|a, b| if a.is_nan() || a < b { a } else { b }),
             ReduceOp::Max => values.reduce(|a, b| if a.is_nan() || a > b { a } else { b }),
-            ReduceOp::Band => values.reduce(bits(|a, b| a & b)),
-            ReduceOp::Bor => values.reduce(bits(|a, b| a | b)),
-            ReduceOp::Bxor => values.reduce(bits(|a, b| a ^ b)),
+            ReduceOp::Band => values.reduce(|a, b| (a as i64 & b as i64) as f64),
+            ReduceOp::Bor => values.reduce(|a, b| (a as i64 | b as i64) as f64),
+            ReduceOp::Bxor => values.reduce(|a, b| (a as i64 ^ b as i64) as f64),
         };
         let total = total.unwrap_or(0.0);
         let total = if red == ReduceOp::Avg { step(total / given.len() as f64) } else { total };

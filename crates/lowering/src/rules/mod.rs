@@ -30,7 +30,8 @@ use crate::{
 
 /// Applies all rules.
 pub(crate) fn apply(cx: &mut Context<'_>) {
-    let rules: [(&str, fn(&mut Context<'_>)); 7] = [
+    type Rule = fn(&mut Context<'_>);
+    let rules: [(&str, Rule); 7] = [
         ("world_of_one", world_of_one::apply),
         ("duplicate", duplicate::apply),
         ("merge", merge::apply),

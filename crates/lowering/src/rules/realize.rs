@@ -162,6 +162,9 @@ struct Life {
     last: usize,
 }
 
+/// What storages are placed by: the least first.
+type Order = fn(&Life) -> (u128, usize);
+
 /// A place in a heap for each storage that asks for one: storages that are never in use at once share bytes, whatever their
 /// shapes, dtypes and groups. Of four orders the one that needs the fewest bytes is taken.
 pub(crate) fn place(graph: &Graph) -> Vec<Slot> {
@@ -184,7 +187,7 @@ pub(crate) fn place(graph: &Graph) -> Vec<Slot> {
             last,
         });
     }
-    let orders: [fn(&Life) -> (u128, usize); 4] = [
+    let orders: [Order; 4] = [
         |life| (u128::MAX - u128::from(life.bytes), life.first),
         |life| (u128::MAX - u128::from(life.bytes) * (life.last - life.first + 1) as u128, life.first),
         |life| (u128::MAX - (life.last - life.first) as u128, life.first),
@@ -208,7 +211,7 @@ pub(crate) fn place(graph: &Graph) -> Vec<Slot> {
 }
 
 /// The peak and the offsets, if lives are placed in an order, each in the smallest gap that it fits.
-fn placed(lives: &[Life], order: fn(&Life) -> (u128, usize)) -> (u64, Vec<u64>) {
+fn placed(lives: &[Life], order: Order) -> (u64, Vec<u64>) {
     let mut queue: Vec<usize> = (0..lives.len()).collect();
     queue.sort_by_key(|index| order(&lives[*index]));
     let (mut offsets, mut done, mut peak) = (vec![0; lives.len()], Vec::<usize>::new(), 0);
