@@ -129,13 +129,13 @@ impl Bench<'_> {
             match how {
                 How::TwoCalls if gathers => {
                     let mut sum = write(&self.middle, count);
-                    self.tp.all_reduce(&input, &mut sum, ReduceOp::Sum, stream)?;
-                    self.dp.all_gather(&read(&self.middle, count), &mut output, stream)
+                    self.tp.all_reduce(input, &mut sum, ReduceOp::Sum, stream)?;
+                    self.dp.all_gather(read(&self.middle, count), &mut output, stream)
                 }
                 How::TwoCalls => {
                     let mut part = write(&self.middle, count);
-                    self.dp.reduce_scatter(&input, &mut part, ReduceOp::Sum, stream)?;
-                    self.tp.all_reduce(&read(&self.middle, count), &mut output, ReduceOp::Sum, stream)
+                    self.dp.reduce_scatter(input, &mut part, ReduceOp::Sum, stream)?;
+                    self.tp.all_reduce(read(&self.middle, count), &mut output, ReduceOp::Sum, stream)
                 }
                 _ => {
                     let call = MixedCall::from(op).mode(mode);
