@@ -432,21 +432,43 @@ class Communicator:
     def send_recv(self, x: _Array, to: int, out: _O, source: int) -> _O:
         """Sends one array and receives another at the same time, as rings do."""
 
-    def start_barrier(self) -> Handle: ...
+    def start_barrier(self) -> Handle:
+        """Starts :meth:`barrier`."""
+
     def start_all_reduce(
         self, x: _A, op: Op | None = None, *, out: _O | None = None, algorithm: Algorithm | None = None
-    ) -> Handle: ...
-    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle: ...
-    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle: ...
-    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle: ...
+    ) -> Handle:
+        """Starts :meth:`all_reduce`."""
+
+    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`all_gather`."""
+
+    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`reduce_scatter`."""
+
+    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`all_to_all`."""
+
     def start_all_to_all_v(
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
-    ) -> Handle: ...
-    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle: ...
+    ) -> Handle:
+        """Starts :meth:`all_to_all_v`."""
+
+    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`broadcast`."""
+
+    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`reduce`."""
+
+    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`gather`."""
+
+    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`scatter`."""
+
+    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle:
+        """Starts :meth:`send`."""
+
     def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
         """As :meth:`recv`, or, if the source is ``None``, as :meth:`recv_any`: then ``source`` of the handle is the rank."""
 

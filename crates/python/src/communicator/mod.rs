@@ -36,7 +36,7 @@ use crate::{
     shared::SharedBuffer,
 };
 
-/// A rank's end of a world; see `_core.pyi`.
+#[doc = stub!("Communicator")]
 #[pyclass(frozen, module = "antiphon", weakref)]
 pub(crate) struct Communicator {
     rank: usize,
@@ -59,6 +59,7 @@ pub(crate) fn seconds(name: &str, seconds: Option<f64>) -> PyResult<Option<Durat
 
 #[pymethods]
 impl Communicator {
+    #[doc = stub!("Communicator.from_env")]
     #[staticmethod]
     #[pyo3(signature = (timeout = None, arena_bytes = None))]
     fn from_env(py: Python<'_>, timeout: Option<f64>, arena_bytes: Option<usize>) -> Result<Self> {
@@ -113,16 +114,19 @@ impl Communicator {
         }
     }
 
+    #[doc = stub!("Communicator.rank")]
     #[getter]
     fn rank(&self) -> usize {
         self.rank
     }
 
+    #[doc = stub!("Communicator.world_size")]
     #[getter]
     fn world_size(&self) -> usize {
         self.world_size
     }
 
+    #[doc = stub!("Communicator.timeout")]
     #[getter]
     fn timeout(&self) -> f64 {
         self.timeout.lock().unwrap_or_else(PoisonError::into_inner).as_secs_f64()
@@ -136,11 +140,13 @@ impl Communicator {
         Ok(())
     }
 
+    #[doc = stub!("Communicator.closed")]
     #[getter]
     fn closed(&self) -> bool {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
+    #[doc = stub!("Communicator.close")]
     fn close(&self, py: Python<'_>) -> Result<()> {
         if !self.process.is_current() {
             return Ok(()); // it was never this process's
@@ -173,6 +179,7 @@ impl Communicator {
         format!("<antiphon.Communicator: rank {} of {}{closed}>", self.rank, self.world_size)
     }
 
+    #[doc = stub!("Communicator.split")]
     #[pyo3(signature = (color, key = 0))]
     fn split(&self, py: Python<'_>, color: Option<Count>, key: i64) -> Result<Option<Self>> {
         let queue = self.queue()?;
@@ -181,17 +188,20 @@ impl Communicator {
         Ok(group.map(Self::new))
     }
 
+    #[doc = stub!("Communicator.shrink")]
     fn shrink(&self, py: Python<'_>) -> Result<Self> {
         let queue = self.queue()?;
         Ok(Self::new(interrupt::detached(py, || queue.run(|comm| comm.shrink()))?))
     }
 
+    #[doc = stub!("Communicator.abort")]
     fn abort(&self, py: Python<'_>) -> Result<()> {
         let queue = self.queue()?;
         py.detach(|| queue.monitor().abort());
         Ok(())
     }
 
+    #[doc = stub!("Communicator.barrier")]
     #[pyo3(signature = (*, device = None, stream = None))]
     fn barrier(&self, py: Python<'_>, device: Option<u32>, stream: Option<RawStream>) -> Result<()> {
         match device {
@@ -203,16 +213,19 @@ impl Communicator {
         }
     }
 
+    #[doc = stub!("Communicator.start_barrier")]
     fn start_barrier(&self) -> Result<Handle> {
         self.start(Prepared::bare(Kind::Barrier))
     }
 
+    #[doc = stub!("Communicator.exchange_bytes")]
     fn exchange_bytes<'py>(&self, py: Python<'py>, mine: PyBackedBytes) -> Result<Bound<'py, PyList>> {
         let queue = self.queue()?;
         let all = interrupt::detached(py, || queue.run(|comm| comm.exchange_bytes(&mine)))?;
         Ok(PyList::new(py, all.iter().map(|bytes| PyBytes::new(py, bytes)))?)
     }
 
+    #[doc = stub!("Communicator.exchange_objects")]
     fn exchange_objects<'py>(
         &self,
         py: Python<'py>,
@@ -236,6 +249,7 @@ impl Communicator {
         Ok(objects)
     }
 
+    #[doc = stub!("Communicator.broadcast_object")]
     #[pyo3(signature = (object, root = Count(0)), text_signature = "($self, object, root=0)")]
     fn broadcast_object<'py>(
         &self,
@@ -269,6 +283,7 @@ impl Communicator {
         Err(PyRuntimeError::new_err(format!("broadcast_object: rank {} {problem}", root.0)).into())
     }
 
+    #[doc = stub!("Communicator.all_reduce")]
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None, registered = false, stream = None))]
     #[allow(clippy::too_many_arguments)] // of which Python names the last four
     fn all_reduce<'py>(
@@ -285,6 +300,7 @@ impl Communicator {
         self.run(py, self.prepare_all_reduce(x, op, out, algorithm, registered, usage)?, stream)
     }
 
+    #[doc = stub!("Communicator.start_all_reduce")]
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
     fn start_all_reduce<'py>(
         &self,
@@ -296,6 +312,7 @@ impl Communicator {
         self.start(self.prepare_all_reduce(x, op, out, algorithm, false, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.all_reduce_fused")]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
     #[pyo3(signature = (x = None, *, tokens = None, hidden = None, experts = None, expert_scales = None, shared = None, rows = None, index = None, routed_scaling = 1.0, rounded = false, bias = None, pre_norm = false, pre_weight = None, residual = None, weight = None, weight_bias = 0.0, eps = 1e-6, quantize = None, scale = None, group_size = 128, scale_layout = None, sum_out = None, residual_out = None, norm_out = None, codes = None, scales = None, algorithm = None, stream = None))]
     fn all_reduce_fused<'py>(
@@ -363,6 +380,7 @@ impl Communicator {
         self.run_fused(py, &arguments)
     }
 
+    #[doc = stub!("Communicator.all_reduce_rms_norm")]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
     #[pyo3(signature = (x, residual = None, weight = None, *, eps = 1e-6, weight_bias = 0.0, bias = None, pre_norm = false, pre_weight = None, quantize = None, scale = None, group_size = 128, scale_layout = None, keep_norm = false, out = None, residual_out = None, codes = None, scales = None, rounded = false, algorithm = None, stream = None))]
     fn all_reduce_rms_norm<'py>(
@@ -414,6 +432,7 @@ impl Communicator {
         self.run_rms_norm(py, arguments, keep_norm)
     }
 
+    #[doc = stub!("Communicator.all_gather")]
     #[pyo3(signature = (x, *, out = None, stream = None))]
     fn all_gather<'py>(
         &self,
@@ -425,6 +444,7 @@ impl Communicator {
         self.run(py, self.prepare_all_gather(x, out, Usage::Call(stream))?, stream)
     }
 
+    #[doc = stub!("Communicator.start_all_gather")]
     #[pyo3(signature = (x, *, out = None))]
     fn start_all_gather<'py>(
         &self,
@@ -434,6 +454,7 @@ impl Communicator {
         self.start(self.prepare_all_gather(x, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.reduce_scatter")]
     #[pyo3(signature = (x, op = None, *, out = None, stream = None))]
     fn reduce_scatter<'py>(
         &self,
@@ -446,6 +467,7 @@ impl Communicator {
         self.run(py, self.prepare_reduce_scatter(x, op, out, Usage::Call(stream))?, stream)
     }
 
+    #[doc = stub!("Communicator.start_reduce_scatter")]
     #[pyo3(signature = (x, op = None, *, out = None))]
     fn start_reduce_scatter<'py>(
         &self,
@@ -456,6 +478,7 @@ impl Communicator {
         self.start(self.prepare_reduce_scatter(x, op, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.all_to_all")]
     #[pyo3(signature = (x, *, out = None, stream = None))]
     fn all_to_all<'py>(
         &self,
@@ -467,6 +490,7 @@ impl Communicator {
         self.run(py, self.prepare_all_to_all(x, out, Usage::Call(stream))?, stream)
     }
 
+    #[doc = stub!("Communicator.start_all_to_all")]
     #[pyo3(signature = (x, *, out = None))]
     fn start_all_to_all<'py>(
         &self,
@@ -476,6 +500,7 @@ impl Communicator {
         self.start(self.prepare_all_to_all(x, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.all_to_all_v")]
     #[pyo3(signature = (x, sends, receives, *, out = None))]
     fn all_to_all_v<'py>(
         &self,
@@ -488,6 +513,7 @@ impl Communicator {
         self.run(py, self.prepare_all_to_all_v(x, &sends, &receives, out, Usage::Call(None))?, None)
     }
 
+    #[doc = stub!("Communicator.start_all_to_all_v")]
     #[pyo3(signature = (x, sends, receives, *, out = None))]
     fn start_all_to_all_v<'py>(
         &self,
@@ -499,6 +525,7 @@ impl Communicator {
         self.start(self.prepare_all_to_all_v(x, &sends, &receives, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.broadcast")]
     #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn broadcast<'py>(
         &self,
@@ -511,6 +538,7 @@ impl Communicator {
         self.run(py, self.prepare_broadcast(x, root, out, Usage::Call(stream))?, stream)
     }
 
+    #[doc = stub!("Communicator.start_broadcast")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_broadcast<'py>(
         &self,
@@ -521,6 +549,7 @@ impl Communicator {
         self.start(self.prepare_broadcast(x, root, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.reduce")]
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
     fn reduce<'py>(
         &self,
@@ -533,6 +562,7 @@ impl Communicator {
         self.run(py, self.prepare_reduce(x, op, root, out, Usage::Call(None))?, None)
     }
 
+    #[doc = stub!("Communicator.start_reduce")]
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
     fn start_reduce<'py>(
         &self,
@@ -544,6 +574,7 @@ impl Communicator {
         self.start(self.prepare_reduce(x, op, root, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.gather")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn gather<'py>(
         &self,
@@ -555,6 +586,7 @@ impl Communicator {
         self.run(py, self.prepare_gather(x, root, out, Usage::Call(None))?, None)
     }
 
+    #[doc = stub!("Communicator.start_gather")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_gather<'py>(
         &self,
@@ -565,6 +597,7 @@ impl Communicator {
         self.start(self.prepare_gather(x, root, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.scatter")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn scatter<'py>(
         &self,
@@ -576,6 +609,7 @@ impl Communicator {
         self.run(py, self.prepare_scatter(x, root, out, Usage::Call(None))?, None)
     }
 
+    #[doc = stub!("Communicator.start_scatter")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_scatter<'py>(
         &self,
@@ -586,6 +620,7 @@ impl Communicator {
         self.start(self.prepare_scatter(x, root, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.send")]
     #[pyo3(signature = (x, to, *, tag = Tag(0)), text_signature = "($self, x, to, *, tag=0)")]
     fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: Tag) -> Result<()> {
         let operand = Operand::import(x, "the input", Usage::Call(None))?.on_host("send")?;
@@ -598,6 +633,7 @@ impl Communicator {
         Ok(())
     }
 
+    #[doc = stub!("Communicator.recv")]
     #[pyo3(signature = (out, source, *, tag = Tag(0)), text_signature = "($self, out, source, *, tag=0)")]
     fn recv<'py>(
         &self,
@@ -610,11 +646,13 @@ impl Communicator {
         Ok(out)
     }
 
+    #[doc = stub!("Communicator.recv_any")]
     #[pyo3(signature = (out, *, tag = Tag(0)), text_signature = "($self, out, *, tag=0)")]
     fn recv_any(&self, py: Python<'_>, out: &Bound<'_, PyAny>, tag: Tag) -> Result<usize> {
         self.receive(py, out, Source::Any, tag)
     }
 
+    #[doc = stub!("Communicator.send_recv")]
     fn send_recv<'py>(
         &self,
         py: Python<'py>,
@@ -639,6 +677,7 @@ impl Communicator {
         Ok(out)
     }
 
+    #[doc = stub!("Communicator.start_send")]
     #[pyo3(signature = (x, to, *, tag = Tag(0)), text_signature = "($self, x, to, *, tag=0)")]
     fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: Tag) -> Result<Handle> {
         let operand = Operand::import(x, "the input", Usage::Started)?.on_host("start_send")?;
@@ -654,6 +693,7 @@ impl Communicator {
         Ok(Handle::new(pending, None))
     }
 
+    #[doc = stub!("Communicator.start_recv")]
     #[pyo3(signature = (out, source, *, tag = Tag(0)), text_signature = "($self, out, source, *, tag=0)")]
     fn start_recv(
         &self,
@@ -676,10 +716,12 @@ impl Communicator {
         Ok(Handle::new(pending, Some(out)))
     }
 
+    #[doc = stub!("Communicator.load_plan")]
     fn load_plan(&self, py: Python<'_>, plan: &Bound<'_, PyAny>) -> Result<Plan> {
         self.load(py, plan)
     }
 
+    #[doc = stub!("Communicator.prepare_cuda")]
     #[pyo3(signature = (device = None, *, dtypes = None, ops = None))]
     fn prepare_cuda(
         &self,
@@ -693,17 +735,20 @@ impl Communicator {
         Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels))?)
     }
 
+    #[doc = stub!("Communicator.on_cuda_failure")]
     fn on_cuda_failure(&self, py: Python<'_>, action: &Bound<'_, PyAny>) -> Result<()> {
         self.queue()?;
         self.gpus.on_failure(py, cuda::Action::new(action)?);
         Ok(())
     }
 
+    #[doc = stub!("Communicator.check")]
     fn check(&self, py: Python<'_>) -> Result<()> {
         self.queue()?;
         Ok(py.detach(|| self.gpus.check())?)
     }
 
+    #[doc = stub!("Communicator.create_cuda_buffer")]
     #[pyo3(signature = (num_bytes, device = None))]
     fn create_cuda_buffer(
         &self,
@@ -718,12 +763,14 @@ impl Communicator {
         })?)
     }
 
+    #[doc = stub!("Communicator.free_cuda_buffer")]
     fn free_cuda_buffer(&self, py: Python<'_>, buffer: &CudaBuffer) -> Result<()> {
         let queue = self.queue()?;
         buffer.check_owner(&queue)?;
         Ok(interrupt::detached(py, || buffer.free(&queue))?)
     }
 
+    #[doc = stub!("Communicator.register_cuda")]
     fn register_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
         let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
         if let cuda::Registrable::Buffer(buffer) = &memory {
@@ -732,17 +779,20 @@ impl Communicator {
         Ok(interrupt::detached(py, || self.gpus.register(&queue, &memory))?)
     }
 
+    #[doc = stub!("Communicator.unregister_cuda")]
     fn unregister_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
         let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
         Ok(interrupt::detached(py, || self.gpus.unregister(&queue, &memory))?)
     }
 
+    #[doc = stub!("Communicator.create_shared_buffer")]
     fn create_shared_buffer(&self, py: Python<'_>, num_bytes: Count) -> Result<SharedBuffer> {
         let queue = self.queue()?;
         let buffer = interrupt::detached(py, || queue.run(|comm| comm.create_shared_buffer(num_bytes.0)))?;
         Ok(SharedBuffer::new(buffer, &queue, self.rank, self.world_size))
     }
 
+    #[doc = stub!("Communicator.free_shared_buffer")]
     fn free_shared_buffer(&self, py: Python<'_>, buffer: &SharedBuffer) -> Result<()> {
         let queue = self.queue()?;
         buffer.check_owner(&queue)?;
