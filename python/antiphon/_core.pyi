@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
 
 from antiphon._results import RmsNormResult
+from antiphon._types import Algorithm, Op, Quantize, ScaleLayout
 from antiphon.language.internal.types import BufferType, ReduceOperationType, SyncType
 from antiphon.language.utils import ReplicationPolicy
 
@@ -23,10 +24,6 @@ _Array: TypeAlias = Buffer | _SupportsDLPack
 _A = TypeVar("_A", bound=_Array)
 _O = TypeVar("_O", bound=_Array)
 _T = TypeVar("_T")
-_Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg", "band", "bor", "bxor"] | str
-_Algorithm: TypeAlias = Literal["one-shot", "two-shot"] | str
-_Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-groups", "nvfp4"] | str
-_ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"] | str | int
 
 __all__ = [
     "AbortedError",
@@ -37,7 +34,11 @@ __all__ = [
     "CudaBuffer",
     "Handle",
     "Mapping",
+    "MixedHandler",
+    "ParallelInfo",
     "Memory",
+    "Moe",
+    "MoeHandle",
     "PeerLostError",
     "Plan",
     "Program",
@@ -206,13 +207,13 @@ class Communicator:
         """Waits until every rank has come here. With a CUDA device its stream waits, in its order, and this does not."""
 
     def prepare_cuda(
-        self, device: int | None = None, *, dtypes: Sequence[str] | None = None, ops: Sequence[_Op] | None = None
+        self, device: int | None = None, *, dtypes: Sequence[str] | None = None, ops: Sequence[Op] | None = None
     ) -> None:
         """Brings the ranks' GPUs together and loads kernels, so that no call has to: needed before a graph is captured.
 
         All ranks call it together. ``device`` is torch's or CuPy's current one unless given. It loads what reduces
         ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); what is not in the cache on
-        disk takes about a second for each. It takes about 270 MB on each GPU, for each communicator. Raises
+        disk takes about a second for each. It takes about 360 MB on each GPU, for each communicator. Raises
         ``RuntimeError`` that says what is missing."""
 
     def on_cuda_failure(self, action: Literal["error", "abort"] | Callable[[Exception], object]) -> None:
@@ -258,10 +259,10 @@ class Communicator:
     def all_reduce(
         self,
         x: _A,
-        op: _Op | None = None,
+        op: Op | None = None,
         *,
         out: _O | None = None,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         registered: bool = False,
         stream: int | None = None,
     ) -> _A | _O:
@@ -284,17 +285,17 @@ class Communicator:
         bias: _Array | None = None,
         pre_norm: bool = False,
         pre_weight: _Array | None = None,
-        quantize: _Quantize | None = None,
+        quantize: Quantize | None = None,
         scale: float | _Array | None = None,
         group_size: int = 128,
-        scale_layout: _ScaleLayout | None = None,
+        scale_layout: ScaleLayout | int | None = None,
         keep_norm: bool = False,
         out: _Array | None = None,
         residual_out: _Array | None = None,
         codes: _Array | None = None,
         scales: _Array | None = None,
         rounded: bool = False,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         stream: int | None = None,
     ) -> RmsNormResult:
         """The sum of all ranks' ``x`` with the residual, and its RMS norm, in one pass: what follows each matrix
@@ -315,7 +316,9 @@ class Communicator:
         ``quantize`` makes ``codes``, like ``x``, and ``scales``; the norm itself only with ``keep_norm``, or ``out``:
 
         * ``"fp8"``: E4M3 of the norm divided by ``scale``; no ``scales``.
-        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``.
+        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``: its largest magnitude divided by 448.
+        * ``"fp8-tokens-reciprocal"``: with scales that are multiplied by 1/448 in float32 instead, as torch computes
+          that quotient on GPUs.
         * ``"fp8-groups"``: E4M3, with a power of two for each ``group_size`` elements, four exponents in an int32:
           ``(tokens, packs)``, columns first, each padded to a multiple of 4 tokens.
         * ``"nvfp4"``: E2M1, two in a byte, ``(..., hidden / 2)``, with an E4M3 scale for each 16, which includes the
@@ -347,16 +350,16 @@ class Communicator:
         weight: _Array | None = None,
         weight_bias: float = 0.0,
         eps: float = 1e-6,
-        quantize: _Quantize | None = None,
+        quantize: Quantize | None = None,
         scale: float | _Array | None = None,
         group_size: int = 128,
-        scale_layout: _ScaleLayout | None = None,
+        scale_layout: ScaleLayout | int | None = None,
         sum_out: _Array | None = None,
         residual_out: _Array | None = None,
         norm_out: _Array | None = None,
         codes: _Array | None = None,
         scales: _Array | None = None,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         stream: int | None = None,
     ) -> None:
         """:meth:`all_reduce_rms_norm` of any source, into outputs that the caller has; those that are not given are not
@@ -382,7 +385,7 @@ class Communicator:
         ...)`` out."""
 
     def reduce_scatter(
-        self, x: _A, op: _Op | None = None, *, out: _O | None = None, stream: int | None = None
+        self, x: _A, op: Op | None = None, *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O:
         """The reduction of every rank's block of ``x`` for this rank: ``(world_size * n, ...)`` in, ``(n, ...)`` out."""
 
@@ -400,7 +403,7 @@ class Communicator:
         """Everybody's ``x`` becomes the root's, in place. With ``out`` that is written instead, and only the root's
         ``x`` is read; others may pass ``None``."""
 
-    def reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
+    def reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
         """:meth:`all_reduce` whose result only the root gets; others get ``None``."""
 
     def gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
@@ -430,16 +433,16 @@ class Communicator:
 
     def start_barrier(self) -> Handle: ...
     def start_all_reduce(
-        self, x: _A, op: _Op | None = None, *, out: _O | None = None, algorithm: _Algorithm | None = None
+        self, x: _A, op: Op | None = None, *, out: _O | None = None, algorithm: Algorithm | None = None
     ) -> Handle: ...
     def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle: ...
-    def start_reduce_scatter(self, x: _A, op: _Op | None = None, *, out: _O | None = None) -> Handle: ...
+    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle: ...
     def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle: ...
     def start_all_to_all_v(
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
     ) -> Handle: ...
     def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
+    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle: ...
@@ -537,6 +540,127 @@ class CudaBuffer:
 
     def pointer(self, rank: int) -> int:
         """The address of a rank's memory, for this rank's GPU."""
+
+@final
+class Moe:
+    """Dispatch and combine of a communicator, on host memory: what :mod:`antiphon.moe` is made of, which makes the arrays that
+    these methods fill.
+
+    All ranks make it together. ``region_bytes`` (8 MiB) is the symmetric memory of each rank through which rows travel, at
+    least two rows with what travels beside them. Methods but :meth:`layout` are collective, and wait; what they wait for is
+    as for the collectives of :class:`Communicator`. Arrays that are written overlap no others.
+    """
+
+    def __new__(cls, comm: Communicator, region_bytes: int | None = None) -> Self: ...
+    @property
+    def region_bytes(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None:
+        """Gives the regions back; all ranks call it. Dropping it communicates nothing: the memory then goes with the
+        communicator."""
+
+    def layout(
+        self,
+        ids: _Array,
+        num_experts: int,
+        *,
+        tokens_per_rank: _Array,
+        tokens_per_expert: _Array,
+        is_token_in_rank: _Array,
+    ) -> None:
+        """What the choices ``ids`` (int64 or int32 ``[T, K]``) come to: how many tokens go to each rank (int32 ``[R]``), how
+        often each expert was chosen (int32 ``[E]``), which tokens go to which ranks (8 bits, ``[T, R]``).
+
+        Raises ``ValueError`` with the numbers for experts that cannot be divided among the ranks and for shapes, ``TypeError``
+        for dtypes.
+        """
+
+    def notify(
+        self,
+        x: _Array,
+        is_token_in_rank: _Array,
+        tokens_per_expert: _Array,
+        *,
+        top_k: int = 0,
+        scales: _Array | None = None,
+        capacity: int | None = None,
+    ) -> MoeHandle:
+        """Tells all ranks how many rows go from whom to whom: those of a layout. ``x`` and ``scales`` say what rows will be,
+        ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for."""
+
+    def dispatch(
+        self,
+        handle: MoeHandle,
+        x: _Array,
+        received_x: _Array,
+        *,
+        scales: _Array | None = None,
+        received_scales: _Array | None = None,
+        ids: _Array | None = None,
+        weights: _Array | None = None,
+        received_ids: _Array | None = None,
+        received_weights: _Array | None = None,
+    ) -> None:
+        """Moves rows along a handle: ``x`` ``[T, H]`` to ``received_x`` ``[handle.rows, H]``, and so what is beside them."""
+
+    def combine(
+        self,
+        handle: MoeHandle,
+        rows: _Array,
+        output: _Array,
+        *,
+        weights: _Array | None = None,
+        output_weights: _Array | None = None,
+        bias: _Array | None = None,
+        second_bias: _Array | None = None,
+    ) -> None:
+        """Moves rows back along a handle and sums those of each token: ``rows`` ``[handle.rows, H]`` to ``output`` ``[T, H]``;
+        sums begin with the biases, ``[T, H]``."""
+
+@final
+class MoeHandle:
+    """Along which rows go; see :meth:`Moe.notify`. Matrices are bytes of 32-bit integers."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows received arrays have: those that arrive, or the capacity."""
+
+    @property
+    def num_received(self) -> int:
+        """How many rows arrive."""
+
+    @property
+    def overflow(self) -> bool:
+        """Whether more rows are routed here than the capacity holds."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this rank dispatches."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def tokens_per_expert(self) -> list[int]:
+        """How often all ranks' tokens chose each of this rank's experts."""
+
+    @property
+    def rank_prefix_matrix(self) -> bytes:
+        """``[R, R]``: how many tokens the ranks up to and with the row's route to the column's."""
+
+    @property
+    def routed_to_each(self) -> bytes:
+        """``[R]``: how many tokens this rank routes to each."""
+
+    @property
+    def send_head(self) -> bytes:
+        """``[T, R]``: the number of a token among those that this rank routes to a rank, or -1."""
+
+    @property
+    def source_tokens(self) -> bytes | None:
+        """``[num_received]``: of each row, its token on the rank that it comes from. ``None`` before the first dispatch."""
 
 @disjoint_base
 class Mapping:
@@ -692,6 +816,118 @@ class Mapping:
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@disjoint_base
+class ParallelInfo:
+    """Which ranks share tensors and which share the work, inside nodes and between them: what
+    :class:`antiphon.comm.ParallelInfo` is made from. ``ValueError`` with names and numbers if sizes or ranks do not fit."""
+
+    def __new__(
+        cls,
+        world_rank: int,
+        world_size: int,
+        local_rank: int,
+        local_size: int,
+        inter_rank: int,
+        inter_size: int,
+        local_tp_size: int | None,
+        local_dp_size: int | None,
+        inter_tp_size: int | None,
+        inter_dp_size: int | None,
+    ) -> Self: ...
+    @property
+    def world_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    @property
+    def inter_rank(self) -> int: ...
+    @property
+    def inter_size(self) -> int: ...
+    @property
+    def local_tp_rank(self) -> int: ...
+    @property
+    def local_tp_size(self) -> int: ...
+    @property
+    def local_dp_rank(self) -> int: ...
+    @property
+    def local_dp_size(self) -> int: ...
+    @property
+    def inter_tp_rank(self) -> int: ...
+    @property
+    def inter_tp_size(self) -> int: ...
+    @property
+    def inter_dp_rank(self) -> int: ...
+    @property
+    def inter_dp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def dp_size(self) -> int: ...
+    @property
+    def use_local_tp(self) -> bool: ...
+    @property
+    def use_inter_tp(self) -> bool: ...
+    @property
+    def use_tp(self) -> bool: ...
+    @property
+    def use_dp(self) -> bool: ...
+    @property
+    def use_inter(self) -> bool: ...
+    @property
+    def use_mixed(self) -> bool: ...
+    def valid_ops(self) -> list[int]:
+        """The operations that make sense, as numbers of :class:`antiphon.comm.MixedCommOp`."""
+
+    def tp_ranks(self) -> list[list[int]]:
+        """The world ranks of every tensor parallel group."""
+
+    def dp_ranks(self) -> list[list[int]]:
+        """The world ranks of every data parallel group."""
+
+    def local_ranks(self) -> list[list[int]]:
+        """The world ranks of every node."""
+
+@final
+class MixedHandler:
+    """The mixed collectives of a layout on one node, on a communicator of all its ranks, which make one together.
+
+    ``ValueError`` for a layout of another rank or world than the communicator's, of several nodes, and on all ranks where
+    their layouts differ."""
+
+    def __new__(
+        cls, comm: Communicator, layout: ParallelInfo, device: int | None = None, dtype: str = "bfloat16"
+    ) -> Self:
+        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded."""
+
+    def valid_modes(self) -> list[str]:
+        """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""
+
+    def select(self, op: int, num_bytes: int) -> str:
+        """The mode of a call without one, for blocks of so many bytes. All ranks call it together."""
+
+    def tune(self, smallest: int, largest: int) -> None:
+        """Measures the modes of equal bits for blocks of these bytes, and keeps the tables. All ranks call it together."""
+
+    def run(
+        self,
+        op: int,
+        x: Any,
+        out: Any = None,
+        *,
+        mode: str | None = None,
+        rows: Sequence[int] | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Runs the operation of this number on an array, and gives ``out``, which is made if there is none. ``rows`` are those of
+        each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for."""
 
 def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
     """The bytes of an FP4 matrix's scales in layout ``SWIZZLED_128x4``: rows rounded up to a multiple of 128 times

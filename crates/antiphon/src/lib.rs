@@ -54,7 +54,8 @@
 //! 6. **GPUs.** [`cuda`] has the collectives between them and what it takes to use them, [`nccl`] the same through NCCL.
 //! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which is proved and simulated before the
 //!    [`executor`] runs it. The usual ones are in its [`library`](language::library).
-//! 8. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the table of
+//! 8. **Mixtures of experts.** [`moe`] brings tokens to the ranks of their experts, and combines what those made of them.
+//! 9. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the table of
 //!    what the operations are, [`tuning`] those of what is fastest.
 //!
 //! ## Promises
@@ -72,6 +73,7 @@ pub use antiphon_device as device;
 pub use antiphon_executor as executor;
 pub use antiphon_fabric as fabric;
 pub use antiphon_language as language;
+pub use antiphon_moe as moe;
 pub use antiphon_operation as operation;
 pub use antiphon_plan as plan;
 pub use antiphon_tensor as tensor;

@@ -131,6 +131,33 @@ operations! {
         bus_factor: BusFactor::Others,
         ..Row::on_tensors("all_to_all_v", Extent::Uneven, Extent::Uneven)
     },
+    /// Rank `r` gets the tokens that chose one of its experts.
+    Dispatch = 19: Row {
+        algorithms: &[
+            (1, "blocking"),
+            (2, "blocking, f32 scales"),
+            (3, "blocking, i32 scales"),
+            (4, "capacity"),
+            (5, "capacity, f32 scales"),
+            (6, "capacity, i32 scales"),
+            (7, "cached"),
+            (8, "cached, f32 scales"),
+            (9, "cached, i32 scales"),
+        ],
+        ..Row::of_experts("dispatch")
+    },
+    /// Every rank gets, for each of its tokens, the sum of what the ranks of the token's experts made of it.
+    Combine = 20: Row::of_experts("combine"),
+    /// Every rank gets the sums of all groups of tensor parallel ranks, one block for each data parallel rank.
+    AllReduceAllGather = 21: Row {
+        in_place: InPlace::InputBlock,
+        ..Row::mixed("all_reduce_all_gather")
+    },
+    /// Every group of tensor parallel ranks gets the sum over all ranks of the group's block.
+    ReduceScatterAllReduce = 22: Row {
+        in_place: InPlace::OutputBlock,
+        ..Row::mixed("reduce_scatter_all_reduce")
+    },
 }
 
 impl Operation {
@@ -180,7 +207,7 @@ mod tests {
     #[test]
     fn codes_are_those_that_ranks_of_this_version_write() {
         let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
-        assert_eq!(codes, Vec::from_iter(1..=16));
+        assert_eq!(codes, Vec::from_iter((1..=16).chain(19..=22)));
     }
 
     #[test]
@@ -198,6 +225,7 @@ mod tests {
             let allowed = match (row.input, row.output) {
                 (Extent::Block, Extent::Row) => [InPlace::Never, InPlace::InputBlock],
                 (Extent::Row, Extent::Block) => [InPlace::Never, InPlace::OutputBlock],
+                (Extent::Uneven, Extent::Uneven) => continue, // the call itself says what lies where
                 (input, output) if input == output => [InPlace::Never, InPlace::Same],
                 _ => [InPlace::Never; 2],
             };
@@ -218,9 +246,10 @@ mod tests {
     }
 
     #[test]
-    fn operations_that_reduce_are_the_three_and_the_fused_one() {
+    fn operations_that_reduce_are_the_three_and_the_fused_ones() {
         let reducing: Vec<_> = Operation::ALL.iter().filter(|operation| operation.row().reduces).collect();
         let names: Vec<_> = reducing.iter().map(|operation| operation.name()).collect();
-        assert_eq!(names, ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused"]);
+        let plain = ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused"];
+        assert_eq!(names, [&plain[..], &["all_reduce_all_gather", "reduce_scatter_all_reduce"]].concat());
     }
 }

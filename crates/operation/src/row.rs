@@ -47,9 +47,28 @@ impl Row {
         Self { input, output, ..Self::new(name) }
     }
 
+    /// An operation on the rows that a mixture of experts moves.
+    pub(crate) const fn of_experts(name: &'static str) -> Self {
+        Self {
+            count: Count::Rows,
+            detail: Detail::Experts,
+            ..Self::on_tensors(name, Extent::Uneven, Extent::Uneven)
+        }
+    }
+
     /// The same operation with a root, which the detail word names.
     pub(crate) const fn with_root(self, root: Root) -> Self {
         Self { root: Some(root), detail: Detail::Number("root"), ..self }
+    }
+
+    /// A sum fused with a gather or a scatter, over a layout of tensor and data parallel ranks.
+    pub(crate) const fn mixed(name: &'static str) -> Self {
+        Self {
+            reduces: true,
+            algorithms: &[(1, "waits"), (2, "bytes1"), (3, "composed")],
+            detail: Detail::Digest("layout and rows"),
+            ..Self::on_tensors(name, Extent::Uneven, Extent::Uneven)
+        }
     }
 
     /// The name of an algorithm, if it has one.
@@ -67,7 +86,7 @@ pub enum Extent {
     Block,
     /// A block for each rank, in rank order: `W` blocks.
     Row,
-    /// As many as the call itself says: by a count for each rank, or by a plan.
+    /// As many as the call itself says: by a count for each rank, by a layout of the ranks, or by a plan.
     Uneven,
 }
 
@@ -129,6 +148,16 @@ pub enum Count {
     Size,
     /// A place in shared memory, in bytes.
     Offset,
+    /// Any number of rows of so many elements (the lower 32 bits), as an earlier call of a given number (the upper 32 bits;
+    /// 0 stands for none) routed them.
+    Rows,
+}
+
+impl Count {
+    /// A count of [`Rows`](Self::Rows): of `hidden` elements, routed by the call `routed_by` if that is not 0.
+    pub fn rows(hidden: u32, routed_by: u32) -> u64 {
+        u64::from(hidden) | u64::from(routed_by) << 32
+    }
 }
 
 /// How the detail word of a signature reads.
@@ -142,9 +171,17 @@ pub enum Detail {
     Label(&'static str),
     /// The beginning of a digest behind the name of what it is made from: `plan 1f00aa31`. 0 stands for no digest.
     Digest(&'static str),
+    /// A number of experts (the lower 24 bits), and how many of them a token chooses (the upper 8 bits; 0 stands for calls
+    /// that move no choices).
+    Experts,
 }
 
 impl Detail {
+    /// A word of [`Experts`](Self::Experts).
+    pub fn experts(experts: u32, top_k: u8) -> u32 {
+        experts & 0x00FF_FFFF | u32::from(top_k) << 24
+    }
+
     /// The text of a word; none if it says nothing.
     pub fn text(self, word: u32) -> Option<String> {
         match (self, word) {
@@ -152,6 +189,10 @@ impl Detail {
             (Self::Unused, _) => Some(format!("detail {word}")), // a broken peer may say anything
             (Self::Number(name) | Self::Label(name), _) => Some(format!("{name} {word}")),
             (Self::Digest(name), _) => Some(format!("{name} {word:08x}")),
+            (Self::Experts, _) => {
+                let experts = format!("{} experts", word & 0x00FF_FFFF);
+                Some(if word >> 24 == 0 { experts } else { format!("{experts}, top-{}", word >> 24) })
+            }
         }
     }
 }
@@ -181,5 +222,7 @@ mod tests {
             ("tag 7".into(), String::new())
         );
         assert_eq!(text(Detail::Unused, 7), "detail 7");
+        assert_eq!(text(Detail::Experts, Detail::experts(256, 8)), "256 experts, top-8");
+        assert_eq!(text(Detail::Experts, Detail::experts(8, 0)), "8 experts");
     }
 }

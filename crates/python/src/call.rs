@@ -7,7 +7,7 @@ use antiphon::{
     tensor::TensorError,
 };
 
-use crate::{cuda::ordinal, operand::Tensor};
+use crate::{cuda::ordinal, mixed::Mixed, operand::Tensor};
 
 /// What to do.
 #[derive(Debug, Clone)]
@@ -26,6 +26,8 @@ pub(crate) enum Kind {
     Gather(usize),
     Scatter(usize),
     Barrier,
+    /// Between tensor and data parallel ranks.
+    Mixed(Mixed),
 }
 
 impl Kind {
@@ -42,6 +44,7 @@ impl Kind {
             Self::Gather(_) => Operation::Gather,
             Self::Scatter(_) => Operation::Scatter,
             Self::Barrier => Operation::Barrier,
+            Self::Mixed(mixed) => mixed.operation(),
         }
     }
 
@@ -60,6 +63,7 @@ impl Kind {
                 | Self::ReduceScatter(_)
                 | Self::AllToAll
                 | Self::Broadcast(_)
+                | Self::Mixed(_)
         )
     }
 
@@ -138,13 +142,14 @@ impl Call {
     unsafe fn in_place(&self, comm: &Communicator, buffer: Tensor) -> Result<(), CollectiveError> {
         // SAFETY: the caller answers for the memory.
         let view = unsafe { buffer.view_mut() }.map_err(refused)?;
-        match self.kind {
-            Kind::AllReduce(op, None) => comm.all_reduce_in_place(view, op),
+        match &self.kind {
+            &Kind::AllReduce(op, None) => comm.all_reduce_in_place(view, op),
             Kind::AllGather => comm.all_gather_in_place(view),
-            Kind::ReduceScatter(op) => comm.reduce_scatter_in_place(view, op),
+            &Kind::ReduceScatter(op) => comm.reduce_scatter_in_place(view, op),
             Kind::AllToAll => comm.all_to_all_in_place(view),
-            Kind::Broadcast(root) => comm.broadcast(view, root),
-            Kind::Reduce(op, root) => comm.reduce_in_place(view, op, root),
+            &Kind::Broadcast(root) => comm.broadcast(view, root),
+            &Kind::Reduce(op, root) => comm.reduce_in_place(view, op, root),
+            Kind::Mixed(mixed) => mixed.run_in_place(comm, view),
             Kind::AllReduce(_, Some(_))
             | Kind::AllReduceRegistered(..)
             | Kind::AllToAllV(..)
@@ -183,6 +188,7 @@ impl Call {
             (Kind::Reduce(op, root), Some(input), output) => comm.reduce(input, output, *op, *root),
             (Kind::Gather(root), Some(input), output) => comm.gather(input, output, *root),
             (Kind::Scatter(root), input, Some(output)) => comm.scatter(input, output, *root),
+            (Kind::Mixed(mixed), Some(input), Some(output)) => mixed.run(comm, input, output),
             (kind, ..) => Err(FabricError::invalid(format!("{kind:?} lacks an operand")).into()),
         }
     }

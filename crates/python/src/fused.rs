@@ -6,7 +6,7 @@ use antiphon::{
         fusion::{Accumulation, FusedAllReduce, InPlace, Quantization, Scale, Source as SourceOf},
     },
     prelude::{CollectiveError, Collectives, Communicator},
-    tensor::{ScaleLayout, TensorError},
+    tensor::{ScaleLayout, TensorError, quantize::TokenRule},
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
 
@@ -47,7 +47,7 @@ pub(crate) enum Source {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Quantize {
     Fp8(Factor),
-    Fp8Tokens,
+    Fp8Tokens(TokenRule),
     Fp8Groups(usize),
     NvFp4(Factor, ScaleLayout),
 }
@@ -279,7 +279,7 @@ impl Quantize {
         Ok(match self {
             // SAFETY: passed on.
             Self::Fp8(scale) => Quantization::Fp8 { scale: unsafe { scale.scale() }? },
-            Self::Fp8Tokens => Quantization::Fp8Tokens,
+            Self::Fp8Tokens(rule) => Quantization::Fp8Tokens { rule: *rule },
             Self::Fp8Groups(group) => Quantization::Fp8Groups { group: *group },
             Self::NvFp4(scale, layout) => {
                 // SAFETY: passed on.

@@ -6,9 +6,10 @@
 //! * `operand` finds the memory of any array: the buffer protocol, DLPack's C exchange API, DLPack.
 //! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
 //!   `call` is one collective as a value, which can be run at once or started, and `fused` a fused all-reduce.
-//! * `communicator`, `handle`, `shared` and `mapping` are the classes; `communicator/plan` has execution plans.
+//! * `communicator`, `handle`, `shared`, `mapping` and `mixed` are the classes; `communicator/plan` has execution plans.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
+//! * `moe` has mixtures of experts.
 //! * `comm` is what `antiphon.comm` asks for besides.
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
 //!   forked child must not use.
@@ -26,6 +27,8 @@ mod handle;
 mod interrupt;
 mod language;
 mod mapping;
+mod mixed;
+mod moe;
 mod operand;
 mod shared;
 
@@ -45,6 +48,8 @@ mod _core {
             BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup, library_names, library_plan,
         },
         mapping::Mapping,
+        mixed::{MixedHandler, ParallelInfo},
+        moe::{Moe, MoeHandle},
         shared::{Memory, SharedBuffer},
     };
 

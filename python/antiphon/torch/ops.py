@@ -38,6 +38,7 @@ from torch import Tensor
 
 import antiphon
 from antiphon._operators import Operators
+from antiphon._types import Op
 from antiphon.torch.group import Group
 
 __all__ = ["register"]
@@ -84,7 +85,7 @@ def _world_size(name: str) -> int:
     return group.size() if isinstance(group, Group) else group.world_size
 
 
-def _like(x: Tensor, group: str, op: str = "sum") -> Tensor:
+def _like(x: Tensor, group: str, op: Op = "sum") -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -93,7 +94,7 @@ def _gathered(x: Tensor, group: str) -> Tensor:
     return x.new_empty((_world_size(group) * rows, *x.shape[1:]))
 
 
-def _scattered(x: Tensor, group: str, op: str = "sum") -> Tensor:
+def _scattered(x: Tensor, group: str, op: Op = "sum") -> Tensor:
     world_size = _world_size(group)
     rows = x.shape[0] if x.dim() else 1
     if rows % world_size:
@@ -101,14 +102,14 @@ def _scattered(x: Tensor, group: str, op: str = "sum") -> Tensor:
     return x.new_empty((rows // world_size, *x.shape[1:]))
 
 
-def _all_reduce_in_place(x: Tensor, group: str, op: str = "sum") -> None:
+def _all_reduce_in_place(x: Tensor, group: str, op: Op = "sum") -> None:
     plain = x.contiguous()
     _comm(group, plain).all_reduce(plain, op, out=plain)
     if plain is not x:
         x.copy_(plain)
 
 
-def _all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
+def _all_reduce(x: Tensor, group: str, op: Op = "sum") -> Tensor:
     return _comm(group, x).all_reduce(x.contiguous(), op)
 
 
@@ -116,7 +117,7 @@ def _all_gather(x: Tensor, group: str) -> Tensor:
     return _comm(group, x).all_gather(x.contiguous())
 
 
-def _reduce_scatter(x: Tensor, group: str, op: str = "sum") -> Tensor:
+def _reduce_scatter(x: Tensor, group: str, op: Op = "sum") -> Tensor:
     return _comm(group, x).reduce_scatter(x.contiguous(), op)
 
 
@@ -152,7 +153,7 @@ def _two_like(x: Tensor, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
     return _like(x, ""), _like(x, "")
 
 
-def _nothing(x: Tensor, group: str, op: str = "sum") -> None:
+def _nothing(x: Tensor, group: str, op: Op = "sum") -> None:
     pass
 
 

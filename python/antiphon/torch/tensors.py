@@ -7,23 +7,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from antiphon._types import Op
+
 #: Any: torch's types keep the members of this enum, and the operators that hold one, apart.
 SUM: Any = dist.ReduceOp(dist.ReduceOp.SUM)
 #: By number, as comparing operators takes microseconds.
 PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)  # type: ignore[call-overload]
-OPS = {
-    int(op): name  # type: ignore[call-overload]
-    for op, name in (
-        (dist.ReduceOp.SUM, "sum"),
-        (dist.ReduceOp.AVG, "avg"),
-        (dist.ReduceOp.PRODUCT, "prod"),
-        (dist.ReduceOp.MIN, "min"),
-        (dist.ReduceOp.MAX, "max"),
-        (dist.ReduceOp.BAND, "band"),
-        (dist.ReduceOp.BOR, "bor"),
-        (dist.ReduceOp.BXOR, "bxor"),
-    )
-}
+_NAMES: list[tuple[Any, Op]] = [
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "avg"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.BAND, "band"),
+    (dist.ReduceOp.BOR, "bor"),
+    (dist.ReduceOp.BXOR, "bxor"),
+]
+OPS = {int(op): name for op, name in _NAMES}
 #: What needs no other view to be reduced.
 NUMERIC = {
     torch.float64,

@@ -1,4 +1,7 @@
-"""What a call returns, and the futures on it."""
+"""What a call returns, and the futures on it.
+
+Locks are reentrant: a signal handler may call what it has interrupted.
+"""
 
 import atexit
 import contextlib
@@ -31,7 +34,7 @@ class Work(dist.Work):
         #: Complete when a profiler has seen the end: who waits for this work may stop the profiler next.
         self.event: Future[object] | None = None
         self._future: Future[list[Tensor]] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Waits until all is over, which is bounded by the timeout of the group; raises what went wrong.
@@ -116,7 +119,7 @@ class Sends:
     def __init__(self) -> None:
         self._handles: list[antiphon.Handle] = []
         self._limit = self._FEW
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, handle: antiphon.Handle) -> None:
         with self._lock:
@@ -168,7 +171,7 @@ class Futures:
     def __init__(self) -> None:
         self._queue: _Queue | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def complete(self, work: Work, future: Future[list[Tensor]]) -> None:
         if isinstance(threading.current_thread(), Callbacks):

@@ -7,6 +7,8 @@ use antiphon::{
     tensor::{DType, Element, TensorView, TensorViewMut},
 };
 
+use super::moe;
+
 /// A collective that can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 #[allow(missing_docs)] // named after what they are
@@ -21,6 +23,10 @@ pub enum Collective {
     Scatter,
     /// A tensor from rank 0 to rank 1 and back
     SendRecv,
+    /// Tokens to the ranks of their experts: of 8 for each rank, two for each token; counts are exchanged in each call
+    Dispatch,
+    /// What those ranks made of tokens, back and summed
+    Combine,
     /// The floor of any all-reduce: every rank reads its input and writes its output, all at once
     Memory,
 }
@@ -38,6 +44,8 @@ impl Collective {
             Self::Gather => Some(Operation::Gather),
             Self::Scatter => Some(Operation::Scatter),
             Self::SendRecv => Some(Operation::Message),
+            Self::Dispatch => Some(Operation::Dispatch),
+            Self::Combine => Some(Operation::Combine),
             Self::Memory => None,
         }
     }
@@ -54,6 +62,11 @@ impl Collective {
     /// Whether an operator is applied.
     pub fn reduces(self) -> bool {
         self.operation().is_some_and(|operation| operation.row().reduces)
+    }
+
+    /// Whether it is of a mixture of experts, which `moe` measures.
+    pub(super) fn is_of_experts(self) -> bool {
+        matches!(self, Self::Dispatch | Self::Combine)
     }
 
     /// What turns its algorithm bandwidth into bus bandwidth.
@@ -89,6 +102,9 @@ impl Case {
     pub(super) fn counts(&self, world_size: usize) -> (usize, usize) {
         let whole = (self.bytes as usize / self.dtype.size()).max(1);
         let block = (whole / world_size).max(1);
+        if self.collective.is_of_experts() {
+            return moe::counts(self, world_size);
+        }
         match self.collective.extents() {
             (Extent::Block, Extent::Block) => (whole, whole),
             (input, output) => {
@@ -118,6 +134,7 @@ impl Case {
             (Collective::Gather, _) => comm.gather(input, Some(TensorViewMut::from(output)), ROOT),
             (Collective::Scatter, _) => comm.scatter(Some(TensorView::from(input)), output, ROOT),
             (Collective::SendRecv, _) => ping_pong(comm, input, output),
+            (Collective::Dispatch | Collective::Combine, _) => unreachable!("`moe` measures these"),
             (Collective::Memory, _) => {
                 read_and_write(input, output);
                 Ok(())

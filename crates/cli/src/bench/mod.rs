@@ -4,11 +4,13 @@
 //!
 //! * `case` says what is measured: which collective, with which buffers.
 //! * `pattern` makes inputs and knows every element of the outputs.
+//! * `moe` measures dispatch and combine of a mixture of experts.
 //! * `worker` is what a rank does: verify, time, verify again.
 //! * `cuda` is the same on GPUs, beside NCCL.
 
 mod case;
 mod cuda;
+mod moe;
 mod pattern;
 mod worker;
 
@@ -150,6 +152,8 @@ impl ValueEnum for Which {
             Which::One(Gather),
             Which::One(Scatter),
             Which::One(SendRecv),
+            Which::One(Dispatch),
+            Which::One(Combine),
             Which::One(Memory),
         ];
         ALL
@@ -300,6 +304,11 @@ fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     if args.device == Where::Cuda {
         cuda::refuse(args)?;
         machine.gpus = Some(cuda::gpus(args.ranks)?);
+    }
+    if args.buffers == Buffers::Symmetric
+        && let Some(of) = args.collective.collectives().into_iter().find(|of| of.is_of_experts())
+    {
+        return Err(format!("--buffers symmetric is not for {}", of.name()).into());
     }
     refuse_beyond_memory(args, &machine)?;
     // Files that cannot be written should be known before the minutes of measuring.

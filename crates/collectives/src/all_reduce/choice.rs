@@ -47,12 +47,17 @@ fn names() -> [&'static str; 2] {
 }
 
 fn key(world_size: usize) -> Key {
+    host_key("all_reduce", world_size)
+}
+
+/// The key of a table that was measured on this machine's processors.
+pub(crate) fn host_key(operation: impl Into<String>, world_size: usize) -> Key {
     let machine = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model =
         machine.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|m| m.1));
     // The machine's cores and not this rank's: ranks may be bound to different ones, or to none.
     let cores = machine.lines().filter(|line| line.starts_with("processor")).count();
-    Key::new("all_reduce", "", world_size, format!("{cores} × {}", model.unwrap_or("unknown CPU")))
+    Key::new(operation, "", world_size, format!("{cores} × {}", model.unwrap_or("unknown CPU")))
 }
 
 /// Measures both algorithms over `sizes` in bytes and writes the result to the cache file, from which every

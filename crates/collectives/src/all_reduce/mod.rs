@@ -24,6 +24,7 @@ mod host;
 mod registered;
 mod table;
 
+pub(crate) use choice::host_key;
 pub use choice::tune;
 pub(crate) use cuda::{ReduceKernel, Reducing};
 pub(crate) use host::Reduce;

@@ -6,7 +6,7 @@ use antiphon_device::ReduceOp;
 use antiphon_fabric::{Operation, Signature};
 use antiphon_tensor::{
     DType, Device, ScaleGrid, ScaleLayout,
-    quantize::{Fp8Groups, GroupRule, NvFp4},
+    quantize::{Fp8Groups, GroupRule, NvFp4, TokenRule},
 };
 
 use super::{
@@ -78,7 +78,7 @@ pub(crate) struct CheckedNorm {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum CheckedQuantization {
     Fp8 { scale: CheckedScale },
-    Fp8Tokens,
+    Fp8Tokens { rule: TokenRule },
     Fp8Groups { groups: Fp8Groups, group: usize },
     NvFp4 { format: NvFp4, scale: CheckedScale, layout: ScaleLayout },
 }
@@ -295,7 +295,7 @@ impl Door {
         let (tokens, hidden) = (self.tokens, self.hidden);
         Ok(match quantization {
             Form::Fp8 { scale } => CheckedQuantization::Fp8 { scale: self.scale(scale)? },
-            Form::Fp8Tokens => CheckedQuantization::Fp8Tokens,
+            &Form::Fp8Tokens { rule } => CheckedQuantization::Fp8Tokens { rule },
             &Form::Fp8Groups { group } => {
                 let groups = Fp8Groups::new(tokens, hidden, group, GroupRule::FlashInfer).map_err(tensor)?;
                 CheckedQuantization::Fp8Groups { groups, group }
@@ -323,7 +323,7 @@ impl Door {
         };
         let needed = match quantization {
             None | Some(Form::Fp8 { .. }) => return Ok(null_mut()),
-            Some(Form::Fp8Tokens) => self.tokens * size_of::<f32>(),
+            Some(Form::Fp8Tokens { .. }) => self.tokens * size_of::<f32>(),
             Some(Form::Fp8Groups { group }) => {
                 let groups = Fp8Groups::new(self.tokens, self.hidden, *group, GroupRule::FlashInfer);
                 groups.map_err(tensor)?.packed_scales().size()

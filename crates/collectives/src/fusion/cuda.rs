@@ -10,7 +10,7 @@ use antiphon_fabric::{
     Operation,
     gpu::{Family, Grid, Launch, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
 };
-use antiphon_tensor::Device;
+use antiphon_tensor::{Device, quantize::TokenRule};
 
 use super::{
     Accumulation, Checked, FusedAllReduce, Shape, Teams,
@@ -199,7 +199,7 @@ impl Checked {
             quantization: match self.quantization {
                 None => "NONE",
                 Some(CheckedQuantization::Fp8 { .. }) => "FP8",
-                Some(CheckedQuantization::Fp8Tokens) => "FP8_TOKENS",
+                Some(CheckedQuantization::Fp8Tokens { .. }) => "FP8_TOKENS",
                 Some(CheckedQuantization::Fp8Groups { .. }) if self.odd_groups().is_some() => {
                     "FP8_ODD_GROUPS"
                 }
@@ -254,6 +254,7 @@ pub(crate) struct Fused {
     rows: u32,
     group: u32,
     layout: u32,
+    reciprocal: u32,
     slices: u32,
     rounds: u32,
     reducing: u32,
@@ -272,8 +273,10 @@ impl Fused {
     /// Of `count` tokens from `first` on.
     fn new(call: &Checked, first: usize, count: usize, teams: &Teams) -> Self {
         let (mut scale, mut group, mut layout) = (CheckedScale { at: null(), value: 0.0 }, 0, 0);
+        let mut reciprocal = false;
         match call.quantization {
-            None | Some(CheckedQuantization::Fp8Tokens) => {}
+            None => {}
+            Some(CheckedQuantization::Fp8Tokens { rule }) => reciprocal = rule == TokenRule::Reciprocal,
             Some(CheckedQuantization::Fp8 { scale: given }) => scale = given,
             Some(CheckedQuantization::Fp8Groups { group: elements, .. }) => {
                 let lanes = if call.odd_groups().is_some() { 1 } else { 16 / call.dtype.size() };
@@ -306,6 +309,7 @@ impl Fused {
             rows: 0,
             group,
             layout,
+            reciprocal: reciprocal.into(),
             slices: call.slices() as u32,
             rounds: teams.rounds,
             reducing: teams.reducing,

@@ -182,7 +182,8 @@ private:
         if (QUANTIZATION == FP8_TOKENS) {
             // A product with the root and the rounding keep the order, so the largest one stays the largest.
             const float amax = widen(narrow<T>(most * rms)), least = 0.001953125f / 448.0f;
-            const float divisor = amax == amax ? amax / 448.0f : 0.0f;
+            const float most_scaled = f.reciprocal ? amax * (1.0f / 448.0f) : amax / 448.0f;
+            const float divisor = amax == amax ? most_scaled : 0.0f;
             scaled = quotient(divisor < least ? least : divisor);
             if (team.thread == 0) ((float*)f.scales)[token] = divisor < least ? least : divisor;
         }

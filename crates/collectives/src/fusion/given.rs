@@ -10,7 +10,9 @@
 
 use std::marker::PhantomData;
 
-use antiphon_tensor::{DType, Device, ScaleLayout, Shape, Strides, TensorError, TensorView, TensorViewMut};
+use antiphon_tensor::{
+    DType, Device, ScaleLayout, Shape, Strides, TensorError, TensorView, TensorViewMut, quantize::TokenRule,
+};
 
 use super::{Quantization, Scale, Source, checked::OPERATION};
 use crate::error::CollectiveError;
@@ -213,7 +215,7 @@ impl<'a> Factor<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Form<'a> {
     Fp8 { scale: Factor<'a> },
-    Fp8Tokens,
+    Fp8Tokens { rule: TokenRule },
     Fp8Groups { group: usize },
     NvFp4 { scale: Factor<'a>, layout: ScaleLayout },
 }
@@ -223,7 +225,7 @@ impl<'a> Form<'a> {
     pub(super) fn new(quantization: &Quantization<'a>) -> Result<Self> {
         Ok(match quantization {
             Quantization::Fp8 { scale } => Self::Fp8 { scale: Factor::new(scale)? },
-            Quantization::Fp8Tokens => Self::Fp8Tokens,
+            Quantization::Fp8Tokens { rule } => Self::Fp8Tokens { rule: *rule },
             Quantization::Fp8Groups { group } => Self::Fp8Groups { group: *group },
             Quantization::NvFp4 { scale, layout } => {
                 Self::NvFp4 { scale: Factor::new(scale)?, layout: *layout }

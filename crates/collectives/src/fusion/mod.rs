@@ -78,7 +78,7 @@ mod host;
 pub mod reference;
 mod teams;
 
-use antiphon_tensor::{ScaleLayout, TensorView, TensorViewMut};
+use antiphon_tensor::{ScaleLayout, TensorView, TensorViewMut, quantize::TokenRule};
 
 use crate::all_reduce::Algorithm;
 #[cfg(test)]
@@ -154,7 +154,10 @@ pub enum Quantization<'a> {
         scale: Scale<'a>,
     },
     /// E4M3 codes with a scale for each token, `f32 [tokens]` ([`fp8_tokens`](antiphon_tensor::quantize::fp8_tokens)).
-    Fp8Tokens,
+    Fp8Tokens {
+        /// How a scale follows from the token's largest magnitude.
+        rule: TokenRule,
+    },
     /// E4M3 codes with a power of two for each group of a token's elements, packed
     /// ([`Fp8Groups::quantize_packed`](antiphon_tensor::quantize::Fp8Groups::quantize_packed)).
     Fp8Groups {

@@ -130,7 +130,7 @@ impl Teams {
         let once = if room.world_size == 2 { Shape::LongWide } else { Shape::LongOnce };
         // And where less is done with a vector than the links need for it, many small blocks hold each other up less.
         let is_light = matches!(call.source, CheckedSource::Tensor { .. })
-            && !matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens));
+            && !matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens { .. }));
         let is_long =
             rows >= MANY_ROWS && algorithm == Algorithm::TwoShot && room.world_size == 2 && is_light;
         let [first, second] =
@@ -161,7 +161,8 @@ impl Teams {
         let all = (room.multiprocessors * per_multiprocessor) as usize;
         let most = all / room.channels;
         let shared = |threads: usize, rounds: usize| {
-            let word = if matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens)) { 2 } else { 1 };
+            let word =
+                if matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens { .. })) { 2 } else { 1 };
             // What is kept of rows: see epilogue.cuh.
             let kept = match (shape.is_short(), groups) {
                 (true, _) => 0,

@@ -6,7 +6,7 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     FabricError, Operation, Signature,
-    gpu::{Family, Grid, Launch, NoArguments, Pieces, Source, Work, kernels},
+    gpu::{Family, Grid, Launch, NoArguments, Pieces, ROWS, Source, Work, kernels},
 };
 use antiphon_tensor::{TensorView, TensorViewMut};
 
@@ -37,14 +37,14 @@ impl Family for Movement {
     type Arguments = NoArguments;
     const NAME: &'static str = "movement.cuh";
     const SOURCES: &'static [Source] =
-        &[Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") }];
+        &[ROWS, Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") }];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         program
     }
 }
 
-/// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in kernels.cuh.
+/// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in rows.cuh.
 const ROW_BYTES: usize = 512;
 const ROW_DATA: usize = 496;
 /// From how many bytes on a broadcast goes in parts: where (W − 1)·n bytes out of the root weigh more than a second hop.

@@ -68,6 +68,7 @@ mod gather_scatter;
 mod groups;
 mod in_step;
 mod messages;
+mod mixed;
 mod non_blocking;
 mod properties;
 mod rooted;

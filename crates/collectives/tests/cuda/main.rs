@@ -9,6 +9,7 @@ mod graphs;
 mod harness;
 mod image;
 mod loud;
+mod mixed;
 mod registered;
 mod streams;
 mod tenants;

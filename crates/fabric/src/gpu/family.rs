@@ -27,6 +27,9 @@ pub struct Source {
 /// The slots: what every program of a family begins with, behind the prelude.
 pub const SLOTS: Source = Source { name: "slots.cuh", text: include_str!("slots.cuh") };
 
+/// Moving bytes of any meaning; behind [`SLOTS`].
+pub const ROWS: Source = Source { name: "rows.cuh", text: include_str!("rows.cuh") };
+
 /// Kernels that are compiled together: one program, specialised by the fields of the value.
 ///
 /// A value names one variant of the program (a dtype, an operator); equal values are compiled and loaded once for each

@@ -3,7 +3,11 @@
 use antiphon::{
     collectives::fusion::Accumulation,
     prelude::DType,
-    tensor::{ScaleLayout, dlpack::ElementType, quantize::NvFp4},
+    tensor::{
+        ScaleLayout,
+        dlpack::ElementType,
+        quantize::{NvFp4, TokenRule},
+    },
 };
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
@@ -247,12 +251,13 @@ impl Arguments<'_, '_> {
         let Some(name) = self.quantize else { return Ok(None) };
         Ok(Some(match name {
             "fp8" => Quantize::Fp8(found.factor(self.scale)?),
-            "fp8-tokens" => Quantize::Fp8Tokens,
+            "fp8-tokens" => Quantize::Fp8Tokens(TokenRule::Quotient),
+            "fp8-tokens-reciprocal" => Quantize::Fp8Tokens(TokenRule::Reciprocal),
             "fp8-groups" => Quantize::Fp8Groups(self.group_size),
             "nvfp4" => Quantize::NvFp4(found.factor(self.scale)?, scale_layout(self.scale_layout)?),
             other => {
-                let text =
-                    format!("unknown quantisation {other:?}: known are fp8, fp8-tokens, fp8-groups, nvfp4");
+                let known = "fp8, fp8-tokens, fp8-tokens-reciprocal, fp8-groups, nvfp4";
+                let text = format!("unknown quantisation {other:?}: known are {known}");
                 return Err(PyValueError::new_err(text).into());
             }
         }))

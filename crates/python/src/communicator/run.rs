@@ -34,7 +34,11 @@ impl Communicator {
         }
     }
 
-    pub(super) fn queue(&self) -> PyResult<Arc<Queue>> {
+    pub(crate) fn gpus(&self) -> &Gpus {
+        &self.gpus
+    }
+
+    pub(crate) fn queue(&self) -> PyResult<Arc<Queue>> {
         self.process.check(|| format!("communicator (rank {} of {})", self.rank, self.world_size))?;
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.clone().ok_or_else(|| {
@@ -44,7 +48,7 @@ impl Communicator {
     }
 
     /// Waits for an operation on the host; puts one on a GPU into the stream, or the current one of the arrays' library.
-    pub(super) fn run<'py>(
+    pub(crate) fn run<'py>(
         &self,
         py: Python<'py>,
         prepared: Prepared<'py>,

@@ -55,20 +55,21 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
     let (read, mut write) = unsafe { (input.view().map_err(refused)?, output.view_mut().map_err(refused)?) };
     // SAFETY: passed on.
     unsafe {
-        match call.kind {
-            Kind::AllReduce(op, None) => peers.all_reduce(&read, &mut write, op, stream),
-            Kind::AllReduce(op, Some(algorithm)) => {
+        match &call.kind {
+            &Kind::AllReduce(op, None) => peers.all_reduce(&read, &mut write, op, stream),
+            &Kind::AllReduce(op, Some(algorithm)) => {
                 peers.all_reduce_with(&read, &mut write, op, algorithm, stream)
             }
-            Kind::AllReduceRegistered(op, algorithm) => {
+            &Kind::AllReduceRegistered(op, algorithm) => {
                 let in_place = input.data == output.data;
                 let usual = if in_place { Algorithm::TwoShot } else { Algorithm::OneShot };
                 peers.all_reduce_registered(&read, &mut write, op, algorithm.unwrap_or(usual), stream)
             }
             Kind::AllGather => peers.all_gather(&read, &mut write, stream),
-            Kind::ReduceScatter(op) => peers.reduce_scatter(&read, &mut write, op, stream),
+            &Kind::ReduceScatter(op) => peers.reduce_scatter(&read, &mut write, op, stream),
             Kind::AllToAll => peers.all_to_all(&read, &mut write, stream),
-            Kind::Broadcast(root) => {
+            Kind::Mixed(mixed) => mixed.run_on(peers, &read, &mut write, stream),
+            &Kind::Broadcast(root) => {
                 if root == peers.rank() {
                     copy(&input, &output, stream)?;
                 }
@@ -97,6 +98,11 @@ fn tensors(call: &Call, rank: usize, world_size: usize) -> Outcome<(Tensor, Tens
     match (call.place, &call.kind) {
         (Place::Shared(whole), Kind::AllGather) => Ok((whole.block(rank, world_size), whole)),
         (Place::Shared(whole), Kind::ReduceScatter(_)) => Ok((whole, whole.block(rank, world_size))),
+        (Place::Shared(whole), Kind::Mixed(mixed)) => Ok(match (mixed.own_block(), mixed.gathers()) {
+            (None, _) => (whole, whole),
+            (Some((group, groups)), true) => (whole.block(group, groups), whole),
+            (Some((group, groups)), false) => (whole, whole.block(group, groups)),
+        }),
         (Place::Shared(buffer), _) => Ok((buffer, buffer)),
         (Place::Apart(Some(input), Some(output)), _) => Ok((input, output)),
         (Place::Apart(None, Some(output)), Kind::Broadcast(_)) => Ok((output, output)),

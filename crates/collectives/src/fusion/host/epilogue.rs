@@ -80,9 +80,9 @@ unsafe fn quantize<T: Float>(call: &Checked, form: CheckedQuantization, token: u
     let quantized = match form {
         // SAFETY: a scale is there.
         CheckedQuantization::Fp8 { scale } => fp8_static(norm, unsafe { value(scale) }, codes(hidden)),
-        CheckedQuantization::Fp8Tokens => {
+        CheckedQuantization::Fp8Tokens { rule } => {
             let mut scale = [0.0];
-            let quantized = fp8_tokens(norm, hidden, codes(hidden), &mut scale);
+            let quantized = fp8_tokens(norm, hidden, rule, codes(hidden), &mut scale);
             // SAFETY: there is one for each token, at any alignment.
             unsafe { call.scales.cast::<f32>().add(token).write_unaligned(scale[0]) };
             quantized

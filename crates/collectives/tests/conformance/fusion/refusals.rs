@@ -4,7 +4,7 @@ use antiphon_collectives::{
     Collectives, Communicator, ReduceOp,
     fusion::{FusedAllReduce, InPlace, Quantization, Scale, Source},
 };
-use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, bf16};
+use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, bf16, quantize::TokenRule};
 
 use crate::harness::Backend;
 
@@ -132,7 +132,10 @@ fn calls_without_an_output<B: Backend>(world: usize) {
         refuse(call().rms_norm(None, 0.0).residual(ones(&[2, 8])), "the outputs must be at least one");
         let missing = "the outputs must be a norm for norm_out and codes, as no rms_norm is asked for";
         refuse(call().norm_out(&mut nothing()), missing);
-        refuse(call().quantize(Quantization::Fp8Tokens, &mut [0u8; 16], None), missing);
+        refuse(
+            call().quantize(Quantization::Fp8Tokens { rule: TokenRule::default() }, &mut [0u8; 16], None),
+            missing,
+        );
         let twice = "the residual must be given once: in place, or apart from where the sum with it goes";
         refuse(call().residual_in_place(&mut nothing()).residual_out(&mut nothing()), twice);
         refuse(call().residual(&ONES[..16]).residual_in_place(&mut nothing()), twice);
@@ -223,7 +226,7 @@ fn codes_and_scales_that_are_too_short<B: Backend>(world: usize) {
             "the scales must be at least 512 bytes, not 511",
         );
         refuse(quantized(fp4, &mut [0; 16], None), "the scales must be 512 bytes, not nothing");
-        let tokens = Quantization::Fp8Tokens;
+        let tokens = Quantization::Fp8Tokens { rule: TokenRule::default() };
         refuse(
             quantized(tokens, &mut [0; 32], Some(&mut [0; 7])),
             "the scales must be at least 8 bytes, not 7",
