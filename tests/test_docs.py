@@ -18,7 +18,7 @@ import worlds
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, FUSED, BACKEND, PROFILED, GOING_ON, PEER = PROGRAMS
+HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, FUSED, BACKEND, PROFILED, GOING_ON, PEER, MIXED = PROGRAMS
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -123,6 +123,22 @@ def backend() -> str:
 
 def test_the_backend_is_registered() -> None:
     assert ranks.processes(1, backend) == ["antiphon"]
+
+
+def mixed() -> bool:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ones = torch.ones(3, 8, dtype=torch.bfloat16)
+    names = {"torch": torch, "rank": dist.get_rank(), "attention": ones, "mlp": lambda x: x * 2}
+    exec(MIXED.replace('torch.device("cuda", rank)', '"cpu"'), names)
+    dist.destroy_process_group()
+    # 1 of 2 ranks, doubled, of 4 ranks.
+    return bool(names["everybody"].eq(2).all() and names["own"].eq(16).all() and names["own"].shape == (3, 8))
+
+
+def test_the_mixed_calls_run() -> None:
+    assert ranks.processes(4, mixed) == [True] * 4
 
 
 def profiled_and_shrunk(folder: str) -> tuple[list[str], int]:

@@ -17,6 +17,7 @@ SAYS = {
     "mixed_tp_dp.py": r"\d+ groups of \d+, \d+ tokens: \S+ and \S+ fused, largest error \S+, allowed",
     "transformer_block.py": r"sums equal, norms within \S+, allowed \S+; \S+ ms fused, \S+ ms unfused",
     "moe_training.py": r"loss \S+: \d+ gradients within \S+ of one process's",
+    "compiled_block.py": r"\d ranks: as in eager, after (fuse|world_of_one)",
     "ddp.py": r"20 steps, loss \S+: weights within \S+ of training alone",
 }
 

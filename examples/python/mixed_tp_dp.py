@@ -15,7 +15,7 @@ import antiphon.torch
 from antiphon.comm import MixedCommHandler, MixedCommOp, run_mixed_comm
 
 if "RANK" not in os.environ:
-    raise SystemExit(f"this runs on several ranks: python -m antiphon run -n 4 python {__file__}")
+    raise SystemExit(f"this runs on several ranks: python -m antiphon run -n 2 python {__file__}, or on 4 or 6")
 
 HIDDEN, INNER, ROWS = 64, 256, 8
 

@@ -13,7 +13,7 @@ from antiphon.language.internal.types import BufferType, ReduceOperationType, Sy
 from antiphon.language.utils import ReplicationPolicy
 
 class _Program(Protocol):
-    def to_json(self) -> str: ...
+    def finish(self) -> FinishedPlan: ...
 
 class _SupportsDLPack(Protocol):
     def __dlpack__(self) -> CapsuleType: ...
@@ -32,6 +32,7 @@ __all__ = [
     "Chunk",
     "Communicator",
     "CudaBuffer",
+    "FinishedPlan",
     "Handle",
     "Mapping",
     "MixedHandler",
@@ -456,7 +457,7 @@ class Communicator:
     def free_shared_buffer(self, buffer: SharedBuffer) -> None:
         """Frees it on all ranks; nobody may use any copy any more."""
 
-    def load_plan(self, plan: str | os.PathLike[str] | _Program) -> Plan:
+    def load_plan(self, plan: str | os.PathLike[str] | FinishedPlan | _Program) -> Plan:
         """Makes an execution plan ready: a ``CollectiveProgram`` of :mod:`antiphon.language`, the text of a plan (JSON), or
         the path of its file. All ranks call it together, with the same plan.
 
@@ -903,9 +904,15 @@ class MixedHandler:
     their layouts differ."""
 
     def __new__(
-        cls, comm: Communicator, layout: ParallelInfo, device: int | None = None, dtype: str = "bfloat16"
+        cls,
+        comm: Communicator,
+        layout: ParallelInfo,
+        device: int | None = None,
+        dtype: str = "bfloat16",
+        most_blocks: int | None = None,
     ) -> Self:
-        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded."""
+        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded. A fused operation has
+        ``most_blocks`` there at most."""
 
     def valid_modes(self) -> list[str]:
         """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""
@@ -1181,7 +1188,7 @@ class Program:
     def check_pairing(self) -> None:
         """``RuntimeError`` if signals and waits do not match."""
 
-    def to_json(
+    def finish(
         self,
         *,
         name: str | None,
@@ -1198,50 +1205,21 @@ class Program:
         buffer_alignment: int,
         min_message_size: int,
         max_message_size: int,
-    ) -> str:
-        """The finished plan's text. That signals have their waits is not checked."""
+    ) -> FinishedPlan:
+        """The finished plan. That signals have their waits is not checked."""
 
-    def verify(
-        self,
-        *,
-        name: str | None,
-        collective: str,
-        protocol: str,
-        inplace: bool,
-        instances: int,
-        instr_fusion: bool,
-        auto_sync: bool,
-        replication_policy: ReplicationPolicy,
-        reuse_resources: bool,
-        num_threads_per_block: int,
-        use_double_scratch_buffer: bool,
-        buffer_alignment: int,
-        min_message_size: int,
-        max_message_size: int,
-    ) -> tuple[str, str]:
-        """What the verifier says of the finished plan: for people, and as JSON."""
+@final
+class FinishedPlan:
+    """A plan that a program became, with the lines that asked for its operations."""
 
-    def lines(
-        self,
-        rank: int,
-        threadblock: int,
-        *,
-        name: str | None,
-        collective: str,
-        protocol: str,
-        inplace: bool,
-        instances: int,
-        instr_fusion: bool,
-        auto_sync: bool,
-        replication_policy: ReplicationPolicy,
-        reuse_resources: bool,
-        num_threads_per_block: int,
-        use_double_scratch_buffer: bool,
-        buffer_alignment: int,
-        min_message_size: int,
-        max_message_size: int,
-    ) -> list[tuple[str, int] | None]:
-        """Of each operation of a thread block of the finished plan, the file and line that asked for it."""
+    def to_json(self) -> str:
+        """Its text."""
+
+    def verify(self) -> tuple[str, str]:
+        """What the verifier says of it: for people, and as JSON."""
+
+    def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
+        """Of each operation of a thread block, the file and line that asked for it."""
 
 def library_names() -> list[str]:
     """The algorithms of ``antiphon.language.library``."""
@@ -1262,3 +1240,11 @@ def library_plan(
     max_message_size: int,
 ) -> str:
     """The plan's text; see ``antiphon.language.library.build``."""
+
+def lower(program: bytes, request: str) -> bytes:
+    """What becomes of a graph of torch, which ``antiphon.lowering`` exported, as JSON: ``edits``, ``plan``, ``digest``,
+    ``report`` and its ``text``. The request has a ``world`` and ``options``. Raises ``ValueError`` for what is neither."""
+
+def check_lowering(before: bytes, plan: bytes, after: bytes) -> list[str]:
+    """Why a graph of torch is not shown to compute what another does, under a plan; empty if it is. Raises ``ValueError``
+    for what is no graph or no plan."""

@@ -78,5 +78,5 @@ fn rank(comm: Communicator) -> Result<(), MoeError> {
         assert_eq!(sum, 0.25 * expert(first, x[i]) + 0.75 * expert(second, x[i]));
     }
     println!("rank {rank} of {world_size}: {TOKENS} tokens out, {rows} rows in, y[9] = {}", y[9]);
-    Ok(moe.close(&comm)?)
+    moe.close(&comm)
 }

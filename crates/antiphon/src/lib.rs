@@ -26,14 +26,10 @@
 //! let context = cuda::Context::primary(cuda::Driver::load()?.device(comm.rank() as u32)?)?;
 //! let (stream, collectives) = (context.stream()?, CudaCollectives::new(&comm, &context)?);
 //!
-//! let (gradient, count) = (cuda::DeviceMemory::allocate(&context, 4 << 20)?, 1 << 20);
-//! let (at, device) = (gradient.pointer().0 as usize as *mut u8, Device::Cuda(context.device().ordinal()));
-//! // SAFETY: the memory has so many floats, and lives until the stream is done.
-//! unsafe {
-//!     let input = TensorView::from_raw_parts(at, DType::F32, &[count], None, device)?;
-//!     let mut output = TensorViewMut::from_raw_parts(at, DType::F32, &[count], None, device)?;
-//!     collectives.all_reduce(&input, &mut output, ReduceOp::Avg, stream.borrow())?;
-//! }
+//! let mut memory = cuda::DeviceMemory::allocate(&context, 4 << 20)?;
+//! let gradient = memory.view_mut(DType::F32, &[1 << 20])?;
+//! // SAFETY: nobody else uses the memory, which lives until the stream is done.
+//! unsafe { collectives.all_reduce_in_place(gradient, ReduceOp::Avg, &stream) }?;
 //! stream.borrow().synchronize()?;
 //! collectives.check()?; // a lost peer, a deadline or a disagreement comes out here, or in the next call
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -82,7 +78,9 @@ pub use antiphon_tuning as tuning;
 
 /// GPUs: the collectives between those of the ranks, and what a program needs to use one. [`device::cuda`] has the rest.
 pub mod cuda {
-    pub use antiphon_collectives::cuda::{Algorithm, CudaCollectives, MAX_WORLD, tune};
+    pub use antiphon_collectives::cuda::{
+        Algorithm, AllReduceOptions, CudaBuilder, CudaCollectives, MAX_WORLD, OnFailure, tune,
+    };
     pub use antiphon_device::cuda::{
         Context, CudaError, DeviceMemory, DevicePointer, Driver, Event, Graph, GraphExec, PinnedMemory,
         Stream, StreamRef,

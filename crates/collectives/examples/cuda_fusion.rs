@@ -221,9 +221,9 @@ impl Layer<'_> {
         // SAFETY: the buffers live until the stream is done.
         unsafe {
             match algorithm {
-                None => self.collectives.all_reduce(&input, &mut sum, ReduceOp::Sum, stream),
+                None => self.collectives.all_reduce(input, &mut sum, ReduceOp::Sum, stream),
                 Some(given) => {
-                    self.collectives.all_reduce_with(&input, &mut sum, ReduceOp::Sum, given, stream)
+                    self.collectives.all_reduce_with(input, &mut sum, ReduceOp::Sum, given, stream)
                 }
             }
         }

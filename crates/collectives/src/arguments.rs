@@ -1,7 +1,8 @@
 //! Validating tensors once, at the door: what comes after works on plain addresses and counts.
 
 use antiphon_device::ReduceOp;
-use antiphon_fabric::Operation;
+use antiphon_fabric::{Operation, Signature, gpu::Reduction};
+use antiphon_operation::InPlace;
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::error::{CollectiveError, Result};
@@ -134,4 +135,43 @@ pub(crate) fn reducible(operation: Operation, dtype: DType, op: ReduceOp) -> Res
         return Err(CollectiveError::NotBits { operation, dtype, op });
     }
     Ok(())
+}
+
+/// The reduction of an operation on GPUs, if the kernels have such arithmetic.
+#[inline]
+pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Result<Reduction> {
+    let name = operation.name();
+    let refused = match op.is_bitwise() {
+        true => CollectiveError::NotBits { operation: name, dtype, op },
+        false => CollectiveError::NotNumeric { operation: name, dtype },
+    };
+    Reduction::new(dtype, op).ok_or(refused)
+}
+
+/// An operation with what all ranks must agree on.
+pub(crate) fn signature(operation: Operation, dtype: DType, count: usize) -> Signature {
+    Signature { dtype: Some(dtype), count: count as u64, ..Signature::new(operation) }
+}
+
+/// Input and output of an operation whose output takes the place of its input, as the operation's row allows.
+pub(crate) fn in_place(
+    operation: Operation,
+    buffer: Output,
+    rank: usize,
+    world_size: usize,
+) -> Result<(Input, Output)> {
+    let own_block = || -> Result<Output> {
+        let count = operation.part("buffer", buffer.count, world_size)?;
+        let data = buffer.data.wrapping_add(rank * count * buffer.dtype.size());
+        Ok(Output { data, count, dtype: buffer.dtype })
+    };
+    match operation.row().in_place {
+        InPlace::Same => Ok((buffer.as_input(), buffer)),
+        InPlace::InputBlock => Ok((own_block()?.as_input(), buffer)),
+        InPlace::OutputBlock => Ok((buffer.as_input(), own_block()?)),
+        InPlace::Never => {
+            let expected = "apart from the input: this operation has no form in place".to_owned();
+            Err(CollectiveError::Refused { operation: operation.name(), which: "output", expected })
+        }
+    }
 }

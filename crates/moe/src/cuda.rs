@@ -156,12 +156,17 @@ impl CudaMoe {
     /// Shares memory between the ranks' GPUs. All ranks call it together, each with the context of its GPU.
     ///
     /// # Errors
-    /// As [`Tenant::new`]; [`MoeError::Refused`] for no multiprocessors.
+    /// As [`Tenant::new`]; [`MoeError::Refused`] for no multiprocessors, or more than there are.
     pub fn new(comm: &Communicator, context: &Context, config: CudaMoeConfig) -> Result<Self> {
         if config.num_sms == 0 {
             return Err(refused("CudaMoe::new", "0 multiprocessors; a call needs one for each peer".into()));
         }
         let tenant = Tenant::new(comm, context, config.region_bytes)?;
+        if config.num_sms > tenant.multiprocessors() {
+            let problem =
+                format!("{} multiprocessors; kernels may use {}", config.num_sms, tenant.multiprocessors());
+            return Err(refused("CudaMoe::new", problem));
+        }
         tenant.load_together(comm, Counting)?;
         tenant.load_together(comm, Notifying)?;
         tenant.load_together(comm, Moving::new(comm.world_size()))?;

@@ -2,7 +2,10 @@
 
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
-use crate::error::{MoeError, Result};
+use crate::error::{MoeError, Result, refused};
+
+/// Rows are whole vectors of so many bytes.
+pub(crate) const VECTOR: usize = 16;
 
 /// Which tensor of which call.
 #[derive(Debug, Clone, Copy)]
@@ -58,17 +61,22 @@ impl Name {
         view.as_bytes().map_err(|source| MoeError::Tensor { call, which, source })
     }
 
-    /// The address of a tensor on a GPU, at which whole vectors may be read.
+    /// The address of a tensor on a GPU.
     pub(crate) fn address(self, view: &TensorView<'_>, serves: Device) -> Result<u64> {
         self.check(view, serves)?;
-        let address = view.as_ptr().addr();
-        match view.numel() == 0 || address.is_multiple_of(16) {
-            true => Ok(address as u64),
-            false => Err(crate::error::refused(
-                self.call,
-                format!("the {} is at {address:#x}, no multiple of 16", self.which),
-            )),
+        Ok(view.as_ptr().addr() as u64)
+    }
+
+    /// The address of a tensor on a GPU whose rows are moved in whole vectors.
+    pub(crate) fn vectors(self, view: &TensorView<'_>, serves: Device) -> Result<u64> {
+        let address = self.address(view, serves)?;
+        if view.numel() == 0 || address.is_multiple_of(VECTOR as u64) {
+            return Ok(address);
         }
+        Err(refused(
+            self.call,
+            format!("the {} is at {address:#x}, which is no multiple of {VECTOR}", self.which),
+        ))
     }
 
     /// The place of a tensor in host memory.

@@ -117,7 +117,7 @@ fn late_ranks_are_waited_for_until_the_deadline() {
     });
     let Err(MoeError::Fabric(error)) = &outcomes[0] else { panic!("{outcomes:?}") };
     assert!(matches!(error, FabricError::Timeout { missing, .. } if missing == &[1]), "{error}");
-    let text = "combine(rows of 1024 × f32 as call 1 routed them, 2 experts) timed out after";
+    let text = "combine(rows of 1024 × f32 as call 1 routed them, 2 experts) timed out";
     assert!(error.to_string().starts_with(text), "{error}");
 }
 

@@ -9,6 +9,7 @@
 //! * `communicator`, `handle`, `shared`, `mapping` and `mixed` are the classes; `communicator/plan` has execution plans.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
+//! * `lowering` has compilers' graphs, for `antiphon.lowering`.
 //! * `moe` has mixtures of experts.
 //! * `comm` is what `antiphon.comm` asks for besides.
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
@@ -26,6 +27,7 @@ mod fused;
 mod handle;
 mod interrupt;
 mod language;
+mod lowering;
 mod mapping;
 mod mixed;
 mod moe;
@@ -45,8 +47,10 @@ mod _core {
         fork::after_fork,
         handle::Handle,
         language::{
-            BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup, library_names, library_plan,
+            BaseBuffer, Channel, Chunk, FinishedPlan, Program, Switch, ThreadBlockGroup, library_names,
+            library_plan,
         },
+        lowering::{check_lowering, lower},
         mapping::Mapping,
         mixed::{MixedHandler, ParallelInfo},
         moe::{Moe, MoeHandle},

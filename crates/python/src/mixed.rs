@@ -2,7 +2,7 @@
 
 use std::{
     fmt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use antiphon::{
@@ -143,13 +143,17 @@ pub(crate) struct MixedHandler {
 struct Handler {
     host: Arc<Mutex<mixed::MixedHandler>>,
     /// With the number of its device.
-    gpu: Option<(u32, Arc<CudaMixedHandler>)>,
+    gpu: Option<(u32, Arc<Mutex<CudaMixedHandler>>)>,
 }
 
 impl Handler {
     fn with<T>(&self, work: impl FnOnce(&mut mixed::MixedHandler) -> T) -> T {
-        work(&mut self.host.lock().unwrap_or_else(PoisonError::into_inner))
+        work(&mut lock(&self.host))
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Debug for Handler {
@@ -215,7 +219,7 @@ impl Mixed {
             return Err(antiphon::prelude::FabricError::invalid(text).into());
         };
         // SAFETY: passed on.
-        unsafe { gpu.run(peers, self.call(), input, output, stream) }
+        unsafe { lock(gpu).run(peers, self.call(), input, output, stream) }
     }
 
     /// On host memory, in one buffer.
@@ -245,13 +249,14 @@ fn mode_of(name: &str) -> PyResult<MixedMode> {
 #[pymethods]
 impl MixedHandler {
     #[new]
-    #[pyo3(signature = (comm, layout, device = None, dtype = "bfloat16"))]
+    #[pyo3(signature = (comm, layout, device = None, dtype = "bfloat16", most_blocks = None))]
     fn new(
         py: Python<'_>,
         comm: Py<Communicator>,
         layout: &ParallelInfo,
         device: Option<u32>,
         dtype: &str,
+        most_blocks: Option<usize>,
     ) -> Result<Self> {
         let (queue, layout) = (comm.get().queue()?, layout.layout);
         let dtype = ElementType::named(dtype).and_then(|element| element.dtype());
@@ -260,8 +265,8 @@ impl MixedHandler {
         let handler = interrupt::detached(py, || {
             let host = queue.run(|comm| mixed::MixedHandler::new(comm, layout))?;
             let gpu = device.map(|device| {
-                let gpu = gpus.mixed(&queue, device, layout, dtype)?;
-                Ok::<_, CollectiveError>((device, Arc::new(gpu)))
+                let gpu = gpus.mixed(&queue, device, layout, dtype, most_blocks)?;
+                Ok::<_, CollectiveError>((device, Arc::new(Mutex::new(gpu))))
             });
             Ok::<_, CollectiveError>(Handler { host: Arc::new(Mutex::new(host)), gpu: gpu.transpose()? })
         })?;
@@ -276,7 +281,7 @@ impl MixedHandler {
         let (queue, op) = (self.comm.get().queue()?, op_of(op)?);
         if let Some((device, gpu)) = &self.handler.gpu {
             let gpus = self.comm.get().gpus();
-            let select = || gpus.with_peers(*device, |peers| gpu.select(peers, op, num_bytes.0));
+            let select = || gpus.with_peers(*device, |peers| lock(gpu).select(peers, op, num_bytes.0));
             return Ok(interrupt::detached(py, select)?.name());
         }
         let select = |comm: &Comm| self.handler.with(|handler| handler.select(comm, op, num_bytes.0));
@@ -285,6 +290,11 @@ impl MixedHandler {
 
     fn tune(&self, py: Python<'_>, smallest: Count, largest: Count) -> Result<()> {
         let (queue, sizes) = (self.comm.get().queue()?, smallest.0..=largest.0);
+        if let Some((device, gpu)) = &self.handler.gpu {
+            let gpus = self.comm.get().gpus();
+            let tune = |comm: &Comm| gpus.with_peers(*device, |peers| lock(gpu).tune(comm, peers, sizes));
+            return Ok(interrupt::detached(py, || queue.run(tune))?);
+        }
         let tune = |comm: &Comm| self.handler.with(|handler| handler.tune(comm, sizes));
         Ok(interrupt::detached(py, || queue.run(tune))?)
     }

@@ -53,6 +53,16 @@ pub enum TensorError {
         /// The number of elements of the slice.
         len: usize,
     },
+    /// Memory that is smaller than the tensor.
+    #[error("a tensor of shape {shape:?} needs {needed} bytes but the memory has {len}")]
+    MemoryTooSmall {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The bytes of the tensor.
+        needed: usize,
+        /// The bytes of the memory.
+        len: usize,
+    },
     /// One stride for each dimension is needed.
     #[error("shape {shape:?} needs {} strides but got {}: {strides:?}", shape.len(), strides.len())]
     StrideCount {

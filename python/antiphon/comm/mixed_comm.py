@@ -122,9 +122,10 @@ class MixedCommHandler:
     """The mixed collectives of the default group of ``torch.distributed``, of any backend. All ranks make one together.
 
     ``local_tp_size`` to ``inter_dp_size`` are as in :class:`ParallelInfo`; tensors are of ``dtype`` (float16, bfloat16 or float32)
-    and on ``device`` (``"cuda:i"`` or ``"cpu"``). ``grid_size``, ``max_block_size``, ``min_block_size`` and ``min_num_steps`` are
-    checked and change nothing, as grids and blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect on one node. With ``use_autotune``, calls without a mode take the fastest
-    of the fused modes: on the host as :meth:`run_autotune` measured on this machine, or else by a built-in table.
+    and on ``device`` (``"cuda:i"`` or ``"cpu"``). On CUDA, a fused operation has at most ``grid_size``
+    blocks (and at least one for each peer), if that is given. ``max_block_size``, ``min_block_size`` and ``min_num_steps`` are checked
+    and change nothing, as the blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect on one node. With ``use_autotune``, calls without a mode take the fastest
+    of the fused modes: as :meth:`run_autotune` measured on this machine, or else by a built-in table.
 
     Raises ``ValueError`` for sizes and ranks that do not fit, a world of one rank, dtypes and devices that are not served, and
     blocks that FlashInfer would refuse; ``RuntimeError`` without a process group; ``NotImplementedError`` for several nodes.
@@ -171,7 +172,7 @@ class MixedCommHandler:
         )
         _mixed.check_world(info)
         self.dtype, self.device = _mixed.check_kind(dtype, device)
-        self.grid_size = _mixed.check_grid(self.device, grid_size)
+        self.grid_size, self._most_blocks = _mixed.check_grid(self.device, grid_size), grid_size
         _mixed.check_blocks(max_block_size, min_block_size, min_num_steps)
         self.min_block_size, self.min_num_steps = min_block_size, min_num_steps
         self.use_autotune = use_autotune
@@ -224,7 +225,7 @@ class MixedCommHandler:
         if self._core is None:
             self._comm, self._group = _communicator()
             index, dtype = self.device.index, str(self.dtype).removeprefix("torch.")
-            self._core = _core.MixedHandler(self._comm, self.para_info, index, dtype)
+            self._core = _core.MixedHandler(self._comm, self.para_info, index, dtype, self._most_blocks)
 
     def init_nvshmem(self) -> None:
         """Does nothing: on one node there is no NVSHMEM."""

@@ -190,13 +190,17 @@ class CollectiveProgram:
         """``RuntimeError`` unless each rank waits as often for another as that one signals it."""
         self._core.check_pairing()
 
+    def finish(self) -> _core.FinishedPlan:
+        """The finished plan: checked for pairing, fused, ordered and replicated. The program stays as it is."""
+        self.validate_signal_wait_pairing()
+        return self._finished()
+
     def to_json(self, indent: int | str | None = 2, **json_kwargs: Any) -> str:
-        """The finished plan as text: checked for pairing, fused, ordered and replicated. The program stays as it is.
+        """The text of :meth:`finish`.
 
         ``indent`` and ``json_kwargs`` are those of :func:`json.dumps`.
         """
-        self.validate_signal_wait_pairing()
-        text = self._core.to_json(**self._header())
+        text = self.finish().to_json()
         if indent == 2 and not json_kwargs:
             return text
         return json.dumps(json.loads(text), indent=indent, **json_kwargs)
@@ -204,16 +208,16 @@ class CollectiveProgram:
     def verify(self) -> Verdict:
         """Proves the finished plan, or says what is wrong: with rank, thread block and operation, and the line of the script
         that asked for it. Unlike :meth:`to_json` it takes any plan, also one whose signals and waits do not pair."""
-        report, data = self._core.verify(**self._header())
+        report, data = self._finished().verify()
         return Verdict._of(report, json.loads(data))
 
     def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
         """Of each operation of a thread block of the finished plan, the file and the line that asked for it: of fused
         ones the first one's, of what was put in the one's that needs it."""
-        return self._core.lines(rank, threadblock, **self._header())
+        return self._finished().lines(rank, threadblock)
 
-    def _header(self) -> "_Header":
-        return {
+    def _finished(self) -> _core.FinishedPlan:
+        header: _Header = {
             "name": self.name,
             "collective": self.collective.name,
             "protocol": self.protocol,
@@ -229,7 +233,8 @@ class CollectiveProgram:
             "min_message_size": self.min_message_size,
             "max_message_size": self.max_message_size,
         }
+        return self._core.finish(**header)
 
     def post_process_operations(self) -> None:
         """Checks that the plan can be made. In MSCCL++ 0.9.0 this changes the program; here nothing needs to."""
-        self.to_json()
+        self.finish()

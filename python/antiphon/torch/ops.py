@@ -13,14 +13,21 @@ group of the backend ``"antiphon"`` does as well: such calls take their turn amo
 
 =====================================================================  ============================================
 ``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()``            in place
-``all_reduce(Tensor x, str group, str op="sum") -> Tensor``             like ``x``
-``all_gather(Tensor x, str group) -> Tensor``                           ``(n, ...)`` to ``(world_size * n, ...)``
-``reduce_scatter(Tensor x, str group, str op="sum") -> Tensor``         ``(world_size * n, ...)`` to ``(n, ...)``
+``all_reduce(Tensor x, str group, str op="sum", *) -> Tensor``          like ``x``
+``all_gather(Tensor x, str group, *) -> Tensor``                        ``(n, ...)`` to ``(world_size * n, ...)``
+``reduce_scatter(Tensor x, str group, str op="sum", *) -> Tensor``      ``(world_size * n, ...)`` to ``(n, ...)``
 ``all_to_all(Tensor x, str group) -> Tensor``                           like ``x``
 ``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None,``     the norm, and what it is of: the sum with
 ``Tensor? weight=None, float eps=1e-6, float weight_bias=0.,``          ``bias`` and ``residual``; both like ``x``
 ``Tensor? bias=None) -> (Tensor, Tensor)``
+``all_reduce_fused(Tensor x, str group, str[] outputs,``                the ``outputs`` that are asked for, of ``"sum"``,
+``Tensor? residual=None, Tensor? weight=None, float eps=1e-6,``         ``"residual"``, ``"norm"`` (like ``x``) and
+``float weight_bias=0., bool round_before_weight=False,``               ``"codes"`` (E4M3 of the norm over the scale)
+``Tensor? scale=None, float scale_value=1., *) -> Tensor[]``
 =====================================================================  ============================================
+
+``*`` is ``str site=""``: the compiled program and the place in it that a call comes from, ``"DIGEST:INDEX"``, which
+:mod:`antiphon.lowering` sets. The ranks compare a digest when they first meet it, and all get ``RuntimeError`` if they differ.
 
 They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
 is not contiguous is copied. Gradients are not tracked. A compiler keeps a call whose result nobody uses, which the other
@@ -30,7 +37,7 @@ ranks wait for, and keeps the order of the calls, those of :mod:`antiphon.comm` 
 
 import itertools
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -58,6 +65,12 @@ def register(comm: antiphon.Communicator, name: str | None = None) -> str:
     if _groups.setdefault(name, comm) is not comm:
         raise ValueError(f"register: {name!r} is the name of {_groups[name]}")
     return name
+
+
+def forget(comm: antiphon.Communicator) -> None:
+    """Takes all names of a communicator back."""
+    for name in [name for name, found in _groups.items() if found is comm]:
+        del _groups[name]
 
 
 def _group(name: str) -> antiphon.Communicator | Group:
@@ -89,12 +102,16 @@ def _like(x: Tensor, group: str, op: Op = "sum") -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _gathered(x: Tensor, group: str) -> Tensor:
+def _like_at(x: Tensor, group: str, op: str = "sum", site: str = "") -> Tensor:
+    return _like(x, group)
+
+
+def _gathered(x: Tensor, group: str, site: str = "") -> Tensor:
     rows = x.shape[0] if x.dim() else 1
     return x.new_empty((_world_size(group) * rows, *x.shape[1:]))
 
 
-def _scattered(x: Tensor, group: str, op: Op = "sum") -> Tensor:
+def _scattered(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
     world_size = _world_size(group)
     rows = x.shape[0] if x.dim() else 1
     if rows % world_size:
@@ -109,16 +126,82 @@ def _all_reduce_in_place(x: Tensor, group: str, op: Op = "sum") -> None:
         x.copy_(plain)
 
 
-def _all_reduce(x: Tensor, group: str, op: Op = "sum") -> Tensor:
-    return _comm(group, x).all_reduce(x.contiguous(), op)
+#: The programs that the ranks of a communicator have compared.
+_agreed: WeakKeyDictionary[antiphon.Communicator, set[str]] = WeakKeyDictionary()
 
 
-def _all_gather(x: Tensor, group: str) -> Tensor:
-    return _comm(group, x).all_gather(x.contiguous())
+def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
+    """The communicator for a call on ``x`` from a place in a compiled program, which all ranks must have."""
+    comm = _comm(group, x)
+    if site:
+        program = site.partition(":")[0]
+        agreed = _agreed.setdefault(comm, set())
+        if program not in agreed:
+            sites = comm.exchange_objects(site)
+            if (other := next((rank for rank, found in enumerate(sites) if found != sites[0]), None)) is not None:
+                raise RuntimeError(
+                    f"the ranks of group {group!r} run different programs: rank 0 is at call {sites[0]}, rank {other} at"
+                    f" {sites[other]}: compile the same model with the same options, or clear the caches of torch.compile"
+                )
+            agreed.add(program)
+    return comm
 
 
-def _reduce_scatter(x: Tensor, group: str, op: Op = "sum") -> Tensor:
-    return _comm(group, x).reduce_scatter(x.contiguous(), op)
+def _all_reduce(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
+    return _at(site, group, x).all_reduce(x.contiguous(), op)
+
+
+def _all_gather(x: Tensor, group: str, site: str = "") -> Tensor:
+    return _at(site, group, x).all_gather(x.contiguous())
+
+
+def _reduce_scatter(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
+    return _at(site, group, x).reduce_scatter(x.contiguous(), op)
+
+
+_OUTPUTS = ("sum", "residual", "norm", "codes")
+
+
+def _all_reduce_fused(
+    x: Tensor,
+    group: str,
+    outputs: list[str],
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    round_before_weight: bool = False,
+    scale: Tensor | None = None,
+    scale_value: float = 1.0,
+    site: str = "",
+) -> list[Tensor]:
+    if round_before_weight:
+        raise ValueError("all_reduce_fused: round_before_weight: no kernel rounds before the weight yet")
+    plain = x.contiguous()
+    results = _results(plain, group, outputs)
+    into = dict(zip(outputs, results, strict=True))
+    codes = into.get("codes")
+    _at(site, group, plain).all_reduce_fused(
+        plain,
+        residual=None if residual is None else residual.contiguous(),
+        weight=None if weight is None else weight.contiguous(),
+        eps=eps,
+        weight_bias=weight_bias,
+        sum_out=into.get("sum"),
+        residual_out=into.get("residual"),
+        norm_out=into.get("norm"),
+        quantize=None if codes is None else "fp8",
+        scale=None if codes is None else scale_value if scale is None else scale,
+        codes=None if codes is None else codes.view(torch.uint8),
+    )
+    return results
+
+
+def _results(x: Tensor, group: str, outputs: list[str], *options: Any, **others: Any) -> list[Tensor]:
+    if not outputs or len(set(outputs)) < len(outputs) or not set(outputs) <= set(_OUTPUTS):
+        raise ValueError(f"all_reduce_fused: outputs {outputs}: each of {', '.join(_OUTPUTS)} at most once, and any")
+    plain = _like(x, group)
+    return [plain.new_empty(x.shape, dtype=torch.float8_e4m3fn if name == "codes" else x.dtype) for name in outputs]
 
 
 def _all_to_all(x: Tensor, group: str) -> Tensor:
@@ -159,13 +242,20 @@ def _nothing(x: Tensor, group: str, op: Op = "sum") -> None:
 
 _operators = Operators()
 _operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
-_operators.define('all_reduce(Tensor x, str group, str op="sum") -> Tensor', _all_reduce, _like)
-_operators.define("all_gather(Tensor x, str group) -> Tensor", _all_gather, _gathered)
-_operators.define('reduce_scatter(Tensor x, str group, str op="sum") -> Tensor', _reduce_scatter, _scattered)
+_operators.define('all_reduce(Tensor x, str group, str op="sum", str site="") -> Tensor', _all_reduce, _like_at)
+_operators.define('all_gather(Tensor x, str group, str site="") -> Tensor', _all_gather, _gathered)
+_operators.define('reduce_scatter(Tensor x, str group, str op="sum", str site="") -> Tensor', _reduce_scatter, _scattered)
 _operators.define("all_to_all(Tensor x, str group) -> Tensor", _all_to_all, _like)
 _operators.define(
     "all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
     " float weight_bias=0., Tensor? bias=None) -> (Tensor, Tensor)",
     _all_reduce_rms_norm,
     _two_like,
+)
+_operators.define(
+    "all_reduce_fused(Tensor x, str group, str[] outputs, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
+    " float weight_bias=0., bool round_before_weight=False, Tensor? scale=None, float scale_value=1.,"
+    ' str site="") -> Tensor[]',
+    _all_reduce_fused,
+    _results,
 )

@@ -19,12 +19,12 @@ pub(super) fn choose(comm: &Communicator, call: &Signature, bytes: usize) -> Res
         unsafe { comm.rounds()? }.exchange(call)?;
         comm.as_part_of(call, || load(comm))
     };
-    Ok(Algorithm::ALL[comm.extension(meet_and_load)?.choose(bytes)])
+    Ok(comm.extension(meet_and_load)?.algorithm(bytes))
 }
 
 /// The algorithm for a size, without a call.
 pub(super) fn look_up(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
-    Ok(Algorithm::ALL[comm.extension(load)?.choose(bytes)])
+    Ok(comm.extension(load)?.algorithm(bytes))
 }
 
 /// The table of a communicator: kept in it, found there by every call.
@@ -74,7 +74,7 @@ pub fn tune(comm: &Communicator, sizes: RangeInclusive<usize>) -> Result<AllRedu
         comm.barrier()?;
         let start = Instant::now();
         for _ in 0..calls {
-            run(comm, output.as_input(), output, ReduceOp::Max, Some(Algorithm::ALL[candidate]))?;
+            run(comm, output.as_input(), output, ReduceOp::Max, Algorithm::ALL[candidate].into())?;
         }
         Ok(Some(start.elapsed() / calls as u32))
     })

@@ -26,9 +26,9 @@ mod table;
 
 pub(crate) use choice::host_key;
 pub use choice::tune;
-pub(crate) use cuda::{ReduceKernel, Reducing};
+pub(crate) use cuda::{ReduceKernel, Reducing, run_staged};
 pub(crate) use host::Reduce;
-pub(crate) use registered::{Registered, Registry};
+pub(crate) use registered::{Registered, Registry, run_registered};
 pub use table::AllReduceTable;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
@@ -36,7 +36,7 @@ use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
     arguments::{Input, Output, block, reducible},
-    error::Result,
+    error::{CollectiveError, Result},
 };
 
 /// How an all-reduce is carried out, on the host and on GPUs. The result has the same bits in every case.
@@ -66,6 +66,43 @@ impl std::fmt::Display for Algorithm {
     }
 }
 
+/// How an all-reduce is carried out, as far as the caller says so. All ranks pass the same.
+///
+/// ```
+/// use antiphon_collectives::all_reduce::{Algorithm, AllReduceOptions};
+///
+/// assert_eq!(AllReduceOptions::from(Algorithm::OneShot).algorithm, Some(Algorithm::OneShot));
+/// assert!(AllReduceOptions::registered(Algorithm::TwoShot).registered);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AllReduceOptions {
+    /// By which algorithm. None leaves the choice to measured tables; for registered tensors it is two-shot in place, else
+    /// one-shot, which needs no registered output.
+    pub algorithm: Option<Algorithm>,
+    /// Whether the tensors lie in [registered](crate::cuda::CudaCollectives::register) memory of GPUs. The host refuses it:
+    /// there, tensors in symmetric memory go without staging in any case.
+    pub registered: bool,
+}
+
+impl AllReduceOptions {
+    /// Of registered tensors.
+    pub fn registered(algorithm: impl Into<Option<Algorithm>>) -> Self {
+        Self { algorithm: algorithm.into(), registered: true }
+    }
+}
+
+impl From<Algorithm> for AllReduceOptions {
+    fn from(algorithm: Algorithm) -> Self {
+        Self { algorithm: Some(algorithm), registered: false }
+    }
+}
+
+impl From<Option<Algorithm>> for AllReduceOptions {
+    fn from(algorithm: Option<Algorithm>) -> Self {
+        Self { algorithm, registered: false }
+    }
+}
+
 /// The algorithm that [`all_reduce`](crate::Collectives::all_reduce) takes for so many bytes, on every rank alike. All
 /// ranks call it together.
 ///
@@ -81,11 +118,19 @@ pub(crate) fn run(
     input: Input,
     output: Output,
     op: ReduceOp,
-    algorithm: Option<Algorithm>,
+    AllReduceOptions { algorithm, registered }: AllReduceOptions,
 ) -> Result<()> {
     const OPERATION: Operation = Operation::AllReduce;
     block(OPERATION, &input, &output, comm.world_size())?;
     reducible(OPERATION, input.dtype, op)?;
+    if registered {
+        let expected = "left out: registered memory is of GPUs".to_owned();
+        return Err(CollectiveError::Refused {
+            operation: OPERATION.name(),
+            which: "registration",
+            expected,
+        });
+    }
     let signature = |algorithm| Signature {
         dtype: Some(input.dtype),
         reduce: Some(op),

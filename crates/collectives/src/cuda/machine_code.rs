@@ -13,8 +13,8 @@ use antiphon_tensor::DType;
 use super::MAX_WORLD;
 use crate::{
     all_reduce::{Algorithm, Reducing, Registered},
-    fusion::{Fusion, Shape},
-    gather_scatter::Movement,
+    fusion::{Shape, cuda::Fusion},
+    gather_scatter::cuda::Movement,
     mixed::Mixing,
 };
 

@@ -204,8 +204,8 @@ private:
             }
             if (QUANTIZATION == NONE) return;
             const wide_vec<T> n = widen_words(words);
-            if (QUANTIZATION == FP8 && is_there) store_e4m3(f, begin + v, n, [&](float x) { return x * scale; });
-            if (QUANTIZATION == FP8_TOKENS && is_there) store_e4m3(f, begin + v, n, scaled);
+            if (QUANTIZATION == FP8 && is_there) store_e4m3(f.codes, begin + v, n, [&](float x) { return x * scale; });
+            if (QUANTIZATION == FP8_TOKENS && is_there) store_e4m3(f.codes, begin + v, n, scaled);
             if (QUANTIZATION == FP8_ODD_GROUPS && is_there) {
                 keep(round, words);
                 reach_odd_groups(f, v, n, group_most());

@@ -15,7 +15,7 @@
 //! Every rank takes part in every round, also where it neither gives nor gets: that is how ranks that disagree find
 //! out, and how a rank that is gone is noticed by all.
 
-mod cuda;
+pub(crate) mod cuda;
 mod host;
 mod uneven;
 
@@ -25,7 +25,6 @@ use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Rounds, Signature};
 use antiphon_tensor::DType;
 
-pub(crate) use cuda::Movement;
 pub(crate) use uneven::all_to_all_v;
 
 use crate::{

@@ -36,6 +36,12 @@ impl Tables {
         fused(layout).map(|op| table(operation_of(op))).collect::<Result<_>>().map(Self)
     }
 
+    /// The table of an operation becomes another.
+    pub(super) fn replace(&mut self, operation: Operation, table: AllReduceTable) {
+        let known = self.0.iter_mut().filter(|(known, _)| *known == operation);
+        known.for_each(|(_, old)| *old = table.clone());
+    }
+
     pub(super) fn choose(&self, operation: Operation, bytes: usize) -> MixedMode {
         let table = self.0.iter().find(|(known, _)| *known == operation);
         let (_, table) = table.expect("every fused operation of the layout has a table");
@@ -44,12 +50,12 @@ impl Tables {
 }
 
 /// The operations of a layout that have modes of their own.
-fn fused(layout: &MixedLayout) -> impl Iterator<Item = MixedOp> + use<> {
+pub(super) fn fused(layout: &MixedLayout) -> impl Iterator<Item = MixedOp> + use<> {
     let ops: &[MixedOp] = if layout.use_mixed() { layout.valid_ops() } else { &[] };
     ops.iter().copied()
 }
 
-fn names() -> [&'static str; 2] {
+pub(super) fn names() -> [&'static str; 2] {
     MixedMode::FUSED.map(MixedMode::name)
 }
 
@@ -88,11 +94,7 @@ impl MixedHandler {
                 Ok::<_, CollectiveError>(Some(start.elapsed() / calls as u32))
             };
             let table = AllReduceTable::measure(comm, &key, &names(), sizes.clone(), time)?;
-            for (known, old) in &mut self.tables.0 {
-                if *known == operation {
-                    *old = table.clone();
-                }
-            }
+            self.tables.replace(operation, table);
         }
         Ok(())
     }

@@ -1,24 +1,27 @@
 //! Mixed collectives on GPUs; `kernels.cuh` has the modes.
 
+use std::ops::RangeInclusive;
+
 use antiphon_device::{
     ReduceOp,
-    cuda::{KernelArgument, Program, StreamRef},
+    cuda::{DeviceMemory, KernelArgument, Program, StreamRef},
 };
 use antiphon_fabric::{
     Communicator, Operation,
-    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Work, kernels},
+    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, THREADS, Work, kernels},
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 use antiphon_tuning::Key;
 
 use super::{
     Checked, MixedCall, MixedLayout, MixedMode, MixedOp, agree_on_layout, check_call, check_layout, check_op,
-    choice::Tables, operation_of,
+    choice::{Tables, fused, names},
+    operation_of,
 };
 use crate::{
-    all_reduce::Algorithm,
-    arguments::{Input, Output},
-    cuda::{CudaCollectives, reduction},
+    all_reduce::{Algorithm, AllReduceTable},
+    arguments::{Input, Output, reduction},
+    cuda::{CudaCollectives, choice::Clock},
     error::Result,
 };
 
@@ -91,6 +94,8 @@ unsafe impl KernelArgument for Blocks {}
 pub struct CudaMixedHandler {
     layout: MixedLayout,
     tables: Tables,
+    /// Blocks of a grid, at most.
+    most_blocks: usize,
 }
 
 impl std::fmt::Debug for CudaMixedHandler {
@@ -110,7 +115,14 @@ impl CudaMixedHandler {
         let gpu = collectives.context().device().properties()?.name;
         let tables =
             Tables::load_with(comm, &layout, |operation| key(operation, &layout, &gpu), BYTES1_FROM)?;
-        Ok(Self { layout, tables })
+        Ok(Self { layout, tables, most_blocks: usize::MAX })
+    }
+
+    /// With at most so many blocks for each launch of a fused operation (but one for each peer at least), so that other kernels
+    /// have more room beside it. All ranks pass the same.
+    #[must_use]
+    pub fn most_blocks(self, blocks: usize) -> Self {
+        Self { most_blocks: blocks, ..self }
     }
 
     /// The layout.
@@ -142,6 +154,66 @@ impl CudaMixedHandler {
                 self.tables.choose(operation_of(op), bytes)
             }
         })
+    }
+
+    /// Measures the modes for every fused operation of the layout and blocks of `sizes` bytes, of bf16, in graphs; from then on
+    /// [`select`](Self::select) goes by what was measured, here and in every handler of such a layout that is made on this machine. It
+    /// takes twice a row of blocks of the largest size of each GPU's memory. All ranks call it together, with nothing under way on
+    /// `collectives`.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run); [`CollectiveError::Tuning`](crate::CollectiveError::Tuning) when the cache file cannot be written.
+    pub fn tune(
+        &mut self,
+        comm: &Communicator,
+        collectives: &CudaCollectives,
+        sizes: RangeInclusive<usize>,
+    ) -> Result<()> {
+        const DTYPE: DType = DType::BF16;
+        let (layout, gpu) = (self.layout, collectives.context().device().properties()?.name);
+        if !layout.use_mixed() {
+            return Ok(());
+        }
+        self.prepare(collectives, DTYPE)?;
+        let clock = Clock::new(collectives, sizes.end().saturating_mul(layout.dp_size()))?;
+        for op in fused(&layout) {
+            let (operation, handler) = (operation_of(op), &*self);
+            let table = AllReduceTable::measure(
+                comm,
+                &key(operation, &layout, &gpu),
+                &names(),
+                sizes.clone(),
+                |candidate, bytes| {
+                    let block = (bytes / DTYPE.size()).max(1);
+                    let row = block * layout.dp_size();
+                    let gathers = op == MixedOp::AllReduceAllGather;
+                    let (from, to) = if gathers { (block, row) } else { (row, block) };
+                    let tensor = |memory: &DeviceMemory, count| Output {
+                        data: memory.pointer().0 as usize as *mut u8,
+                        count,
+                        dtype: DTYPE,
+                    };
+                    let call = MixedCall::from(op).mode(MixedMode::FUSED[candidate]);
+                    comm.barrier()?; // hosts in step, so that no GPU waits for long
+                    let once = |stream: StreamRef<'_>| {
+                        let input = tensor(&clock.input, from).as_input();
+                        // SAFETY: both memories have a row, and live until the run has been waited for.
+                        unsafe {
+                            handler.run_fused(
+                                collectives,
+                                &call,
+                                input,
+                                tensor(&clock.output.borrow(), to),
+                                stream,
+                            )
+                        }
+                    };
+                    clock.time(bytes, once).map(Some)
+                },
+            )?;
+            self.tables.replace(operation, table);
+        }
+        Ok(())
     }
 
     /// Compiles and loads the kernels for a dtype, so that no call has to. Not while a stream is being captured.
@@ -193,7 +265,7 @@ impl CudaMixedHandler {
                     collectives.reduce_scatter(input, output, ReduceOp::Sum, stream)
                 }
                 (MixedOp::AllReduceAllGather | MixedOp::ReduceScatterAllReduce, _) => {
-                    let (operation, device) = (operation_of(call.op), collectives.device());
+                    let (operation, device) = (operation_of(call.op), collectives.serves());
                     let input = Input::on(device, operation, input)?;
                     let output = Output::on(device, operation, output)?;
                     self.run_fused(collectives, &call, input, output, stream)
@@ -226,8 +298,12 @@ impl CudaMixedHandler {
             let work = Work { input, output, ..Work::new(signature) };
             let plain = blocks.are_plain(layout.dp_size(), input | output, checked.input.dtype.size());
             let items = len.div_ceil(16).div_ceil(parts);
+            let most = self.most_blocks.saturating_mul(THREADS as usize);
             // In one hop a thread sends its vectors to every peer; in two, a block serves one.
-            let grid = if parts == 1 { Grid::Items(items) } else { Grid::ItemsByPeer(items) };
+            let grid = match mode {
+                MixedMode::Waits => Grid::Items(items.min(most)),
+                _ => Grid::ItemsByPeer(items.min(most / (layout.world_size() - 1)).max(1)),
+            };
             Launch { kernel: Kernel::of(checked.gathers, mode, plain), grid, work, arguments: blocks }
         };
         let pieces = Pieces::bytes(checked.bytes(), tenant.lane_bytes() * parts);
@@ -241,7 +317,7 @@ impl Blocks {
     /// Whether all blocks are whole vectors at multiples of 16 bytes from `base`.
     fn are_plain(&self, groups: usize, base: usize, size: usize) -> bool {
         let is_whole =
-            |group: usize| (self.at[group] as usize | self.count[group] as usize * size).is_multiple_of(16);
+            |group: usize| (self.at[group] as usize | (self.count[group] as usize * size)).is_multiple_of(16);
         base.is_multiple_of(16) && (0..groups).all(is_whole)
     }
 }

@@ -7,7 +7,8 @@ use antiphon_fabric::{Communicator, FabricError, Rounds, Signature};
 
 use super::{Checked, MixedLayout};
 use crate::{
-    ReduceOp, all_reduce,
+    ReduceOp,
+    all_reduce::{self, AllReduceOptions},
     arguments::{Input, Output},
     error::Result,
     gather_scatter,
@@ -225,11 +226,11 @@ pub(super) fn composed(
     if call.gathers {
         // SAFETY: the group's block lies in the row.
         let own = Output { data: unsafe { output.data.add(start) }, count, ..output };
-        all_reduce::run(tp, input, own, ReduceOp::Sum, None)?;
+        all_reduce::run(tp, input, own, ReduceOp::Sum, AllReduceOptions::default())?;
         return gather_blocks(dp, call, own);
     }
     scatter_blocks(dp, call)?;
-    all_reduce::run(tp, output.as_input(), output, ReduceOp::Sum, None)
+    all_reduce::run(tp, output.as_input(), output, ReduceOp::Sum, AllReduceOptions::default())
 }
 
 /// Every rank's block goes to all ranks of its data parallel group.

@@ -404,7 +404,7 @@ impl MixedHandler {
         match call.op {
             MixedOp::AllReduce => {
                 let algorithm = call.mode.map(MixedMode::of_all_reduce);
-                all_reduce::run(comm, input, output, ReduceOp::Sum, algorithm)
+                all_reduce::run(comm, input, output, ReduceOp::Sum, algorithm.into())
             }
             MixedOp::AllGather => gather_scatter::all_gather(comm, input, output),
             MixedOp::ReduceScatter => gather_scatter::reduce_scatter(comm, input, output, ReduceOp::Sum),

@@ -3,7 +3,7 @@
 use antiphon_collectives::{
     CollectiveError, Collectives, ReduceOp,
     cuda::Algorithm,
-    fusion::{Accumulation, FusedAllReduce, InPlace, Quantization, Scale, Source},
+    fusion::{Accumulation, FusedAllReduce, InPlace, Operand, Quantization, Scale, Source},
 };
 use antiphon_device::cuda::DeviceMemory;
 use antiphon_tensor::{
@@ -211,7 +211,7 @@ impl Case {
         base: *mut u8,
         device: Device,
         first: usize,
-    ) -> FusedAllReduce<'a> {
+    ) -> FusedAllReduce<Operand<'a>> {
         let (dtype, tokens, hidden) = (self.dtype, self.tokens, self.hidden);
         let start = |slot: Slot| base.wrapping_add(image.offset(slot) + slot.bytes_before(self, first));
         let has = |slot: Slot| self.bytes(slot) > 0;

@@ -191,6 +191,7 @@ impl CudaMoe {
         let format = check_dispatch(call, tokens, rows, top_k)?;
         let address = |which, view: &TensorView<'_>| name(which).address(view, self.device());
         let optional = |which, view: Option<&TensorView<'_>>| view.map_or(Ok(0), |view| address(which, view));
+        let vectors = |which, view: &TensorView<'_>| name(which).vectors(view, self.device());
         let Dispatch { tokens: from, received: to } = call;
         let (choices, to_choices) = (from.choices.as_ref(), to.choices.as_ref());
         let top_k = if choices.is_some() { top_k } else { 0 };
@@ -204,11 +205,11 @@ impl CudaMoe {
             starts: plan.starts(),
             order: plan.order(),
             sources: handle.sources(),
-            x: address("x", &from.x)?,
+            x: vectors("x", &from.x)?,
             scales: optional("scales", from.scales.as_ref())?,
             ids: optional("ids", choices.map(|each| &each.ids))?,
             weights: optional("weights", choices.map(|each| &each.weights))?,
-            to_x: address("received x", &to.x.as_view())?,
+            to_x: vectors("received x", &to.x.as_view())?,
             to_scales: optional("received scales", to.scales.as_ref().map(|view| view.as_view()).as_ref())?,
             to_ids: optional("received ids", to_choices.map(|each| each.ids.as_view()).as_ref())?,
             to_weights: optional("received weights", to_choices.map(|each| each.weights.as_view()).as_ref())?,
@@ -251,6 +252,8 @@ impl CudaMoe {
         };
         let address = |which, view: &TensorView<'_>| name(which).address(view, self.device());
         let optional = |which, view: Option<&TensorView<'_>>| view.map_or(Ok(0), |view| address(which, view));
+        let vectors = |which, view: &TensorView<'_>| name(which).vectors(view, self.device());
+        let bias = |view: Option<&TensorView<'_>>| view.map_or(Ok(0), |view| vectors("bias", view));
         let (plan, traffic) = (&handle.plan, &handle.traffic);
         let most_tokens = traffic.most(|rank| traffic.tokens[rank]);
         let sums = SumsCall {
@@ -259,11 +262,11 @@ impl CudaMoe {
             heads: plan.heads(),
             order: plan.order(),
             sources: handle.sources(),
-            rows: address("rows", &call.rows)?,
+            rows: vectors("rows", &call.rows)?,
             weights: optional("weights", call.weights.as_ref())?,
-            first_bias: optional("bias", call.biases[0].as_ref())?,
-            second_bias: optional("bias", call.biases[1].as_ref())?,
-            output: address("output", &call.output.as_view())?,
+            first_bias: bias(call.biases[0].as_ref())?,
+            second_bias: bias(call.biases[1].as_ref())?,
+            output: vectors("output", &call.output.as_view())?,
             to_weights: optional(
                 "output weights",
                 call.output_weights.as_ref().map(|view| view.as_view()).as_ref(),

@@ -17,15 +17,13 @@ use crate::{
     Handle, Layout, Moe,
     error::{MoeError, Result, refused},
     layout::check_limits,
-    tensors::{ID_TYPES, Ids, Name},
+    tensors::{ID_TYPES, Ids, Name, VECTOR},
 };
 
 /// What rows can be made of.
 const MOVED: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::F64, DType::U8, DType::I8];
 /// What can be summed.
 const SUMMED: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
-/// Rows are whole vectors of so many bytes.
-const VECTOR: usize = 16;
 /// Elements of a row for each of its scales.
 const SCALE_GROUP: usize = 128;
 

@@ -20,9 +20,7 @@ fn ragged(world: usize, shift: usize) -> Vec<usize> {
 pub fn every_form(comm: &Communicator) {
     let world = comm.world_size();
     let mut moe = moe(comm);
-    let mut tokens = vec![vec![0; world], vec![1; world], vec![17; world], vec![128; world]];
-    tokens.extend((0..4).map(|shift| ragged(world, shift)));
-    for tokens in tokens {
+    for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged(world, 0), ragged(world, 3)] {
         for choice in [Choice::Spread, Choice::AllTo(world - 1), Choice::Nobody, Choice::Wild] {
             for (local, top_k) in [(4, 2), (2, 5), (1, 1), (8, 8)] {
                 let case = Case::new(world, local * world, top_k);

@@ -53,7 +53,7 @@ mod refusals;
 mod tensor;
 
 behaviours! {
-    forms::every_form: [world_1 world_2 world_3 world_4], processes [world_2 world_3];
+    forms::every_form: [world_1 world_2 world_3 world_4], processes [world_2];
     forms::every_dtype: [world_1 world_2 world_3], processes [world_2];
     forms::scales_of_either_kind: [world_2], processes [world_2];
     forms::special_values: [world_1 world_2 world_4], processes [];
@@ -61,7 +61,7 @@ behaviours! {
     forms::capacities: [world_1 world_2 world_3], processes [world_2];
     forms::as_many_experts_as_ranks: [world_2 world_4 world_8], processes [];
     forms::many_tokens: [world_2], processes [world_2];
-    forms::two_handles_at_once: [world_2 world_3], processes [world_2];
+    forms::two_handles_at_once: [world_2 world_3], processes [world_3];
     forms::beside_other_operations: [world_3], processes [];
     forms::dispatch_and_combine_are_adjoint: [world_1 world_3], processes [];
     refusals::arguments_are_refused_with_their_numbers: [world_1 world_2], processes [];

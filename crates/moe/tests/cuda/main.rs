@@ -4,6 +4,8 @@
 #[allow(dead_code)] // the tests of the host use all of it
 #[path = "../conformance/case.rs"]
 mod case;
+#[path = "../../../fabric/tests/cuda/rotation.rs"]
+mod rotation;
 #[allow(dead_code)]
 #[path = "../conformance/tensor.rs"]
 mod tensor;
@@ -11,14 +13,15 @@ mod tensor;
 use std::time::Duration;
 
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
-use antiphon_fabric::{Communicator, LocalWorld};
+use antiphon_fabric::{Communicator, FabricError, LocalWorld, gpu::Tenant};
 use antiphon_moe::{
-    Choices, Combine, Dispatch, Layout, Moe, MoeConfig, Routing, Tokens,
+    Choices, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, Tokens,
     cuda::{CudaHandle, CudaMoe, CudaMoeConfig},
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 use case::{Case, Choice};
+use rotation::{Rotation, rotate};
 use tensor::{Tensor, UNWRITTEN};
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -362,6 +365,62 @@ fn ranks_that_differ_hear_of_it_on_2_gpus() {
         // Who comes later may hear of it from the other.
         let hears = error.contains("8 experts, top-2") && error.contains("16 experts, top-2");
         assert!(hears || error.contains("aborted"), "{error}");
+        Ok(())
+    });
+}
+
+/// Another tenant of the same communicator moves data on a stream of its own; one rank is late between the two, so both kernels
+/// of the other rank wait at once.
+#[test]
+fn another_tenant_works_beside_on_2_gpus() {
+    on_gpus(2, CudaMoeConfig::default(), |rank| {
+        let me = rank.comm.rank();
+        let rotations = Tenant::new(&rank.comm, &rank.context, Tenant::LEAST_STAGING_BYTES)?;
+        rotations.load_together(&rank.comm, Rotation)?;
+        let beside = rank.context.stream()?;
+        let case = Case { dtype: DType::BF16, tokens: vec![300, 200], hidden: 1024, ..Case::new(2, 16, 4) };
+        let (layout, received, sums) = on_host(rank, &case)?;
+        let mut calls = Calls::new(rank, &case, &layout)?;
+        let bytes = 1 << 20;
+        let of = |rank: usize| vec![rank as u8 + 1; bytes];
+        let input = rank.upload(&Tensor::holding(DType::U8, &[bytes], &of(me)))?;
+        let rotated = rank.unwritten(DType::U8, &[bytes])?;
+        rank.comm.barrier()?;
+        for round in 0..20 {
+            let at = [input.memory.pointer(), rotated.memory.pointer()];
+            // SAFETY: the memory lives until the stream has been waited for.
+            unsafe { rotate(&rotations, at, bytes, beside.borrow()) }?;
+            if round % 2 == me {
+                std::thread::sleep(Duration::from_millis(3));
+            }
+            calls.run(rank)?;
+        }
+        beside.borrow().synchronize()?;
+        calls.compare(rank, &case, &received, &sums)?;
+        assert!(rank.download(&rotated)? == of(1 - me));
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+/// A rank that does not come is named when the deadline has passed; nothing waits for ever.
+#[test]
+fn a_rank_that_does_not_come_is_named_on_2_gpus() {
+    on_gpus(2, CudaMoeConfig::default(), |rank| {
+        let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
+        let (layout, ..) = on_host(rank, &case)?;
+        let mut calls = Calls::new(rank, &case, &layout)?;
+        rank.comm.barrier()?;
+        if rank.comm.rank() == 1 {
+            // Until the other has given up.
+            std::thread::sleep(Duration::from_secs(25));
+            return Ok(());
+        }
+        calls.run(rank)?;
+        rank.stream.borrow().synchronize()?;
+        let error = rank.moe.check().expect_err("nobody came");
+        let MoeError::Fabric(FabricError::Timeout { missing, .. }) = &error else { panic!("{error}") };
+        assert_eq!(missing, &[1], "{error}");
         Ok(())
     });
 }

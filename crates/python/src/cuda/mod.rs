@@ -119,13 +119,14 @@ impl Gpus {
         device: u32,
         layout: MixedLayout,
         dtype: DType,
+        most_blocks: Option<usize>,
     ) -> Outcome<CudaMixedHandler> {
         self.prepare(queue, device, &[])?;
         queue.run(|comm| {
             self.with_peers(device, |peers| {
                 let handler = CudaMixedHandler::new(comm, peers, layout)?;
                 handler.prepare(peers, dtype)?;
-                Ok(handler)
+                Ok(handler.most_blocks(most_blocks.unwrap_or(usize::MAX)))
             })
         })
     }

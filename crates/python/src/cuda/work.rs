@@ -1,7 +1,7 @@
 //! One collective, put into a stream.
 
 use antiphon::{
-    collectives::cuda::{Algorithm, CudaCollectives},
+    collectives::cuda::{AllReduceOptions, CudaCollectives},
     device::cuda::{DevicePointer, StreamRef, memory},
     prelude::{CollectiveError, FabricError},
 };
@@ -43,7 +43,7 @@ impl Gpu {
         // SAFETY: passed on.
         let stream = unsafe { self.context.borrow_stream(stream) };
         // SAFETY: the caller answers for the memory, which only the device touches.
-        unsafe { peers.all_reduce_fused(fused.call().map_err(refused)?, stream) }
+        unsafe { peers.all_reduce_fused(fused.bind(), stream) }
     }
 }
 
@@ -56,18 +56,17 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
     // SAFETY: passed on.
     unsafe {
         match &call.kind {
-            &Kind::AllReduce(op, None) => peers.all_reduce(&read, &mut write, op, stream),
+            &Kind::AllReduce(op, None) => peers.all_reduce(read, &mut write, op, stream),
             &Kind::AllReduce(op, Some(algorithm)) => {
-                peers.all_reduce_with(&read, &mut write, op, algorithm, stream)
+                peers.all_reduce_with(read, &mut write, op, algorithm, stream)
             }
             &Kind::AllReduceRegistered(op, algorithm) => {
-                let in_place = input.data == output.data;
-                let usual = if in_place { Algorithm::TwoShot } else { Algorithm::OneShot };
-                peers.all_reduce_registered(&read, &mut write, op, algorithm.unwrap_or(usual), stream)
+                let options = AllReduceOptions::registered(algorithm);
+                peers.all_reduce_with(read, &mut write, op, options, stream)
             }
-            Kind::AllGather => peers.all_gather(&read, &mut write, stream),
-            &Kind::ReduceScatter(op) => peers.reduce_scatter(&read, &mut write, op, stream),
-            Kind::AllToAll => peers.all_to_all(&read, &mut write, stream),
+            Kind::AllGather => peers.all_gather(read, &mut write, stream),
+            &Kind::ReduceScatter(op) => peers.reduce_scatter(read, &mut write, op, stream),
+            Kind::AllToAll => peers.all_to_all(read, &mut write, stream),
             Kind::Mixed(mixed) => mixed.run_on(peers, &read, &mut write, stream),
             &Kind::Broadcast(root) => {
                 if root == peers.rank() {

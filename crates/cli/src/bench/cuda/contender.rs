@@ -3,7 +3,7 @@
 use antiphon::{
     collectives::{
         CollectiveError,
-        cuda::{Algorithm, CudaCollectives},
+        cuda::{Algorithm, AllReduceOptions, CudaCollectives},
         nccl::NcclCollectives,
     },
     device::cuda::{DeviceMemory, StreamRef},
@@ -63,24 +63,25 @@ impl Contender<'_> {
         unsafe {
             match (self, case.collective) {
                 (Self::Ours(ours, Some(algorithm)), Collective::AllReduce) => {
-                    ours.all_reduce_with(&input, output, op, algorithm, stream)
+                    ours.all_reduce_with(input, output, op, algorithm, stream)
                 }
                 (Self::Registered(ours, algorithm), Collective::AllReduce) => {
-                    ours.all_reduce_registered(&input, output, op, algorithm, stream)
+                    let options = AllReduceOptions::registered(algorithm);
+                    ours.all_reduce_with(input, output, op, options, stream)
                 }
-                (Self::Ours(ours, _), Collective::AllReduce) => ours.all_reduce(&input, output, op, stream),
-                (Self::Ours(ours, _), Collective::AllGather) => ours.all_gather(&input, output, stream),
+                (Self::Ours(ours, _), Collective::AllReduce) => ours.all_reduce(input, output, op, stream),
+                (Self::Ours(ours, _), Collective::AllGather) => ours.all_gather(input, output, stream),
                 (Self::Ours(ours, _), Collective::ReduceScatter) => {
-                    ours.reduce_scatter(&input, output, op, stream)
+                    ours.reduce_scatter(input, output, op, stream)
                 }
-                (Self::Ours(ours, _), Collective::AllToAll) => ours.all_to_all(&input, output, stream),
+                (Self::Ours(ours, _), Collective::AllToAll) => ours.all_to_all(input, output, stream),
                 (Self::Ours(ours, _), Collective::Broadcast) => ours.broadcast(output, ROOT, stream),
-                (Self::Nccl(nccl), Collective::AllReduce) => nccl.all_reduce(&input, output, op, stream),
-                (Self::Nccl(nccl), Collective::AllGather) => nccl.all_gather(&input, output, stream),
+                (Self::Nccl(nccl), Collective::AllReduce) => nccl.all_reduce(input, output, op, stream),
+                (Self::Nccl(nccl), Collective::AllGather) => nccl.all_gather(input, output, stream),
                 (Self::Nccl(nccl), Collective::ReduceScatter) => {
-                    nccl.reduce_scatter(&input, output, op, stream)
+                    nccl.reduce_scatter(input, output, op, stream)
                 }
-                (Self::Nccl(nccl), Collective::AllToAll) => nccl.all_to_all(&input, output, stream),
+                (Self::Nccl(nccl), Collective::AllToAll) => nccl.all_to_all(input, output, stream),
                 (Self::Nccl(nccl), Collective::Broadcast) => nccl.broadcast(output, ROOT, stream),
                 (_, other) => unreachable!("{} was refused", other.name()),
             }

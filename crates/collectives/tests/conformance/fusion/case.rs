@@ -292,7 +292,7 @@ impl Form {
         }
     }
 
-    fn quantization(self, at: TensorView<'_>) -> Quantization<'_> {
+    fn quantization(self, at: TensorView<'_>) -> Quantization<TensorView<'_>> {
         let given = |value, in_memory| if in_memory { Scale::Tensor(at) } else { Scale::Value(value) };
         match self {
             Self::Fp8 { scale, in_memory } => Quantization::Fp8 { scale: given(scale, in_memory) },
