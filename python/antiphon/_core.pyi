@@ -48,9 +48,11 @@ __all__ = [
     "ThreadBlockGroup",
     "__version__",
     "after_fork",
+    "check_lowering",
     "compute_fp4_swizzled_layout_sf_size",
     "library_names",
     "library_plan",
+    "lower",
     "main",
     "strided_memory",
 ]
@@ -922,6 +924,9 @@ class ParallelInfo:
 class MixedHandler:
     """The mixed collectives of a layout on one node, on a communicator of all its ranks, which make one together.
 
+    It serves tensors on the host, and on the GPU of number ``device``, whose kernels for ``dtype`` are loaded. A fused operation
+    has ``most_blocks`` there at most.
+
     ``ValueError`` for a layout of another rank or world than the communicator's, of several nodes, and on all ranks where
     their layouts differ."""
 
@@ -932,9 +937,7 @@ class MixedHandler:
         device: int | None = None,
         dtype: str = "bfloat16",
         most_blocks: int | None = None,
-    ) -> Self:
-        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded. A fused operation has
-        ``most_blocks`` there at most."""
+    ) -> Self: ...
 
     def valid_modes(self) -> list[str]:
         """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""

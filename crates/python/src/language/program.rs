@@ -209,7 +209,7 @@ impl Program {
     }
 }
 
-/// A plan that a program became, with the lines that asked for its operations; see `_core.pyi`.
+#[doc = stub!("FinishedPlan")]
 #[pyclass(frozen, module = "antiphon.language")]
 pub(crate) struct FinishedPlan(Plan);
 
@@ -226,13 +226,13 @@ impl FinishedPlan {
         py.detach(|| self.0.to_json())
     }
 
-    /// What the verifier says of it, with the lines that asked for operations: for people, and as JSON.
+    #[doc = stub!("FinishedPlan.verify")]
     fn verify(&self, py: Python<'_>) -> (String, String) {
         let report = py.detach(|| verify::verify(&self.0, &verify::Options::default()));
         (report.to_string(), report.to_json().to_string())
     }
 
-    /// Of each operation of a thread block, the line that asked for it.
+    #[doc = stub!("FinishedPlan.lines")]
     fn lines(&self, rank: usize, threadblock: usize) -> Result<Vec<Option<(String, u32)>>> {
         let block = self.0.gpus.get(rank).and_then(|gpu| gpu.threadblocks.get(threadblock));
         let missing = || PyIndexError::new_err(format!("rank {rank} has no thread block {threadblock}"));
