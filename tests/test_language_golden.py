@@ -47,7 +47,12 @@ RES = "res s=i[0+1],i[1+1] d=o[0+1],r0[0+1] channel_type=memory reduce_op=sum"
 #: Where ours differs on purpose: what it makes of theirs, and why. docs/language.md has the same table in prose.
 DIFFERENT: dict[str, dict[str, Any]] = {
     "autosync": {},
-    "errors": {},
+    "errors": {
+        # Nothing can run a program for other ranks than its collective's, nor a channel of a rank to itself.
+        "num_ranks smaller than the collective's": lambda _: "raises ValueError",
+        "MemoryChannel to self": lambda _: "raises ValueError",
+        "pairing: self channel": lambda _: "raises ValueError",
+    },
     "fusion": {
         # The result is stored where the broadcast says, not where the sources are.
         "glre+gstore, other dst offset": lambda _: {
