@@ -122,13 +122,27 @@ operations! {
     ExecutePlan = 15: Row {
         algorithms: &[(1, "in place")],
         detail: Detail::Digest("plan"),
-        ..Row::on_tensors("execute", Extent::Uneven, Extent::Uneven)
+        ..Row::on_tensors("execute", Extent::Planned, Extent::Planned)
     },
-    /// Rank `r` gets of every rank what it has for `r`: blocks of any lengths.
+    /// Rank `r` gets all ranks' `r`-th parts.
     AllToAllV = 16: Row {
-        algorithms: &[(1, "uneven")],
         bus_factor: BusFactor::Others,
-        ..Row::on_tensors("all_to_all_v", Extent::Uneven, Extent::Uneven)
+        ..Row::on_tensors("all_to_all_v", Extent::Parts, Extent::Parts)
+    },
+    /// Every rank gets all ranks' parts.
+    AllGatherV = 17: Row {
+        in_place: InPlace::InputBlock,
+        bus_factor: BusFactor::Others,
+        detail: Detail::Digest("counts"),
+        ..Row::on_tensors("all_gather_v", Extent::Part, Extent::Parts)
+    },
+    /// Rank `r` gets the reduction of all ranks' `r`-th parts.
+    ReduceScatterV = 18: Row {
+        in_place: InPlace::OutputBlock,
+        reduces: true,
+        bus_factor: BusFactor::Others,
+        detail: Detail::Digest("counts"),
+        ..Row::on_tensors("reduce_scatter_v", Extent::Parts, Extent::Part)
     },
 }
 
@@ -179,7 +193,7 @@ mod tests {
     #[test]
     fn codes_are_those_that_ranks_of_this_version_write() {
         let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
-        assert_eq!(codes, Vec::from_iter(1..=16));
+        assert_eq!(codes, Vec::from_iter(1..=18));
     }
 
     #[test]
@@ -195,8 +209,12 @@ mod tests {
         for &operation in Operation::ALL {
             let row = operation.row();
             let allowed = match (row.input, row.output) {
-                (Extent::Block, Extent::Row) => [InPlace::Never, InPlace::InputBlock],
-                (Extent::Row, Extent::Block) => [InPlace::Never, InPlace::OutputBlock],
+                (Extent::Block, Extent::Row) | (Extent::Part, Extent::Parts) => {
+                    [InPlace::Never, InPlace::InputBlock]
+                }
+                (Extent::Row, Extent::Block) | (Extent::Parts, Extent::Part) => {
+                    [InPlace::Never, InPlace::OutputBlock]
+                }
                 (input, output) if input == output => [InPlace::Never, InPlace::Same],
                 _ => [InPlace::Never; 2],
             };
@@ -217,9 +235,9 @@ mod tests {
     }
 
     #[test]
-    fn operations_that_reduce_are_the_three_and_the_fused_one() {
+    fn operations_that_reduce_are_the_four_and_the_fused_one() {
         let reducing: Vec<_> = Operation::ALL.iter().filter(|operation| operation.row().reduces).collect();
         let names: Vec<_> = reducing.iter().map(|operation| operation.name()).collect();
-        assert_eq!(names, ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused"]);
+        assert_eq!(names, ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused", "reduce_scatter_v"]);
     }
 }

@@ -34,7 +34,7 @@ use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
     arguments::{Input, Output, block, numeric},
-    error::Result,
+    error::{CollectiveError, Result},
 };
 
 /// How an all-reduce is carried out, on the host and on GPUs. The result has the same bits in every case.
@@ -55,6 +55,21 @@ impl Algorithm {
     pub fn name(self) -> &'static str {
         let name = Operation::AllReduce.row().algorithm(self as u8);
         name.expect("the row of all-reduce has every algorithm's name")
+    }
+
+    /// The algorithm of a [`Call`](crate::Call)'s number; none where the library chooses.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Refused`] for a number that names none.
+    pub(crate) fn numbered(number: u8) -> Result<Option<Self>> {
+        match Self::ALL.into_iter().find(|algorithm| *algorithm as u8 == number) {
+            None if number != 0 => Err(CollectiveError::Refused {
+                operation: Operation::AllReduce.name(),
+                which: "algorithm",
+                expected: format!("one of {}, not number {number}", Self::ALL.map(Self::name).join(", ")),
+            }),
+            found => Ok(found),
+        }
     }
 }
 
