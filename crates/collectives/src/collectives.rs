@@ -355,8 +355,8 @@ fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
             let algorithm = Algorithm::numbered(call.call.algorithm)?;
             all_reduce::run(comm, input, output, call.call.op, algorithm)
         }
-        (Operation::FusedAllReduce | Operation::ExecutePlan | Operation::Message, ..) => {
-            let text = format!("{} is no call with an input and an output alone", call.signature.operation);
+        (operation, ..) if !operation.is_call() => {
+            let text = format!("{operation} is no call with one input and one output");
             Err(FabricError::invalid(text).into())
         }
         _ => gather_scatter::run(comm, call),

@@ -153,6 +153,12 @@ impl Operation {
         self.row().name
     }
 
+    /// Whether a [`Call`](crate::Call) says all that there is to say but for one input and one output.
+    pub const fn is_call(self) -> bool {
+        let moves = matches!(self.row().input, Extent::Block | Extent::Row | Extent::Part | Extent::Parts);
+        moves && !matches!(self, Self::Message | Self::FusedAllReduce)
+    }
+
     /// The stable number that stands for the operation in shared memory; never 0 nor 255.
     #[inline]
     pub const fn code(self) -> u8 {

@@ -2,6 +2,7 @@
 
 use antiphon_collectives::{CollectiveError, Collectives, Communicator, ReduceOp, Result};
 use antiphon_fabric::FabricError;
+use antiphon_operation::{Call, Operation};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::{
@@ -245,6 +246,6 @@ fn a_refusal_on_one_rank_concerns_nobody_else<B: Backend>(world: usize) {
         }
         let rank = Rank::<B>::new(&comm, DType::F32);
         rank.all_reduce(7, SUM, Way::Automatic);
-        rank.broadcast(1, 0);
+        rank.call(&Call::new(Operation::Broadcast), 1);
     });
 }
