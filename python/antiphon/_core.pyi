@@ -50,12 +50,18 @@ __all__ = [
     "library_names",
     "library_plan",
     "main",
+    "operations",
     "strided_memory",
 ]
 __version__: str
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command ``antiphon`` and returns its exit status."""
+
+def operations() -> list[tuple[str, str, str, bool, str | None]]:
+    """The operations that methods of :class:`Communicator` of the same name do, as the table of operations has them: the name;
+    what a rank passes and what it gets (``"block"``, ``"row"``: a block for each rank, ``"part"``: this rank's of uneven
+    parts, ``"parts"``: all of them); whether it reduces; whether one rank, the root, alone ``"gives"`` or ``"gets"``."""
 
 def after_fork() -> None:
     """Tells the library that this process is the child of a fork."""
@@ -384,6 +390,16 @@ class Communicator:
         """:meth:`all_to_all` with blocks of ``sends[r]`` rows to rank ``r`` and ``receives[r]`` rows from it, packed in
         rank order. Counts that disagree raise ``ValueError`` on every rank and leave the communicator usable."""
 
+    def all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> _A | _O:
+        """:meth:`all_gather` with ``counts[r]`` rows of rank ``r``. All ranks pass the same counts; other ones raise
+        ``RuntimeError``. ``x`` may be this rank's rows of ``out``."""
+
+    def reduce_scatter_v(
+        self, x: _A, counts: Sequence[int], op: _Op | None = None, *, out: _O | None = None
+    ) -> _A | _O:
+        """:meth:`reduce_scatter` with ``counts[r]`` rows for rank ``r``. All ranks pass the same counts; other ones raise
+        ``RuntimeError``. ``out`` may be this rank's rows of ``x``."""
+
     def broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """Everybody's ``x`` becomes the root's, in place. With ``out`` that is written instead, and only the root's
         ``x`` is read; others may pass ``None``."""
@@ -417,6 +433,10 @@ class Communicator:
     def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle: ...
     def start_all_to_all_v(
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
+    ) -> Handle: ...
+    def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Handle: ...
+    def start_reduce_scatter_v(
+        self, x: _A, counts: Sequence[int], op: _Op | None = None, *, out: _O | None = None
     ) -> Handle: ...
     def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...

@@ -72,7 +72,7 @@ impl Output {
     }
 
     /// Some of its elements, which it must have.
-    fn elements(&self, range: std::ops::Range<usize>) -> Self {
+    pub(crate) fn elements(&self, range: std::ops::Range<usize>) -> Self {
         Self { data: self.data.wrapping_add(range.start * self.dtype.size()), count: range.len(), ..*self }
     }
 
@@ -149,11 +149,7 @@ impl<'c> CheckedCall<'c> {
             InPlace::OutputBlock => {
                 Self::new(call, (rank, world_size), Some(buffer.as_input()), Some(own()?))
             }
-            InPlace::Never => Err(CollectiveError::Refused {
-                operation: operation.name(),
-                which: "output",
-                expected: "apart from the input: this does not work in place".into(),
-            }),
+            InPlace::Never => Err(CollectiveError::not_in_place(operation)),
         }
     }
 

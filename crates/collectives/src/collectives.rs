@@ -1,5 +1,8 @@
 //! The operations, as methods of a communicator.
 
+#[cfg(not(loom))]
+mod cuda;
+
 use antiphon_fabric::{Communicator, FabricError, Operation};
 use antiphon_operation::Call;
 use antiphon_tensor::{Device, TensorView, TensorViewMut};

@@ -2,7 +2,7 @@
 
 use antiphon_device::{DeviceError, cuda::CudaError};
 use antiphon_fabric::FabricError;
-use antiphon_operation::{WrongCall, WrongCount};
+use antiphon_operation::{Operation, WrongCall, WrongCount};
 use antiphon_tensor::{DType, Device, TensorError};
 
 /// Why a collective was refused or failed. Everything but [`Fabric`](Self::Fabric) and
@@ -114,6 +114,14 @@ pub enum CollectiveError {
         /// What the other expects.
         expected: u64,
     },
+}
+
+impl CollectiveError {
+    /// That input and output must lie apart.
+    pub(crate) fn not_in_place(operation: Operation) -> Self {
+        let expected = "apart from the input: this does not work in place".to_owned();
+        Self::Refused { operation: operation.name(), which: "output", expected }
+    }
 }
 
 impl From<WrongCount> for CollectiveError {

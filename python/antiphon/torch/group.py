@@ -145,13 +145,17 @@ class Group(dist.ProcessGroup):
         mine = outputs[self.rank()]
         if input.numel() != mine.numel():
             raise ValueError(f"all_gather: an input of {list(input.shape)} for an output of {list(mine.shape)}")
-        if len({output.numel() for output in outputs}) == 1:
-            return [("all_gather", (contiguous(input),), copies.outputs(outputs))]
+        counts = [output.numel() for output in outputs]
+        read = contiguous(input).detach().view(-1)
+        if len(set(counts)) == 1:
+            return [("all_gather", (read,), copies.outputs(outputs))]
+        if not input.is_cuda:
+            return [("all_gather_v", (read, counts), copies.outputs(outputs))]
         # Ranks send different numbers of elements: one after the other.
         calls = list[Call]()
         for root, output in enumerate(outputs):
-            read, out = (contiguous(input) if root == self.rank() else None), copies.output(output)
-            calls.append(("broadcast", (read if read is not None else out, root), out))
+            out = copies.output(output)
+            calls.append(("broadcast", (contiguous(input) if root == self.rank() else out, root), out))
         return calls
 
     def gather(  # type: ignore[override]
@@ -204,6 +208,10 @@ class Group(dist.ProcessGroup):
         out = view(copies.output(output))
         if len({input.numel() for input in inputs}) == 1:
             calls: list[Call] = [("reduce_scatter", (view(scaled(flat(inputs), factor)), op), out)]
+        elif not output.is_cuda:
+            sizes = [view(input).numel() for input in map(contiguous, inputs)]
+            read = view(scaled(flat(inputs), factor)).reshape(-1)
+            calls = [("reduce_scatter_v", (read, sizes, op), out.reshape(-1))]
         else:  # ranks get different numbers of elements: one after the other
             calls = [
                 ("reduce", (view(scaled(read, factor)), op, root), out if root == self.rank() else None)

@@ -11,16 +11,22 @@
 A compiled program holds the name, so that a name must mean the same group later on. The name of a ``torch.distributed``
 group of the backend ``"antiphon"`` does as well: such calls take their turn among the group's own, on whatever stream.
 
-=====================================================================  ============================================
-``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()``            in place
-``all_reduce(Tensor x, str group, str op="sum") -> Tensor``             like ``x``
-``all_gather(Tensor x, str group) -> Tensor``                           ``(n, ...)`` to ``(world_size * n, ...)``
-``reduce_scatter(Tensor x, str group, str op="sum") -> Tensor``         ``(world_size * n, ...)`` to ``(n, ...)``
-``all_to_all(Tensor x, str group) -> Tensor``                           like ``x``
-``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None,``     the norm, and what it is of: the sum with
-``Tensor? weight=None, float eps=1e-6, float weight_bias=0.,``          ``bias`` and ``residual``; both like ``x``
-``Tensor? bias=None) -> (Tensor, Tensor)``
-=====================================================================  ============================================
+``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()`` reduces in place. The others return a new tensor:
+
+    all_reduce(Tensor x, str group, str op="sum")                       like ``x``
+    all_gather(Tensor x, str group)                                     ``(n, ...)`` to ``(world_size * n, ...)``
+    all_gather_v(Tensor x, SymInt[] counts, str group)                  ``(counts[rank], ...)`` to ``(sum(counts), ...)``
+    reduce_scatter(Tensor x, str group, str op="sum")                   ``(world_size * n, ...)`` to ``(n, ...)``
+    all_to_all(Tensor x, str group)                                     like ``x``
+    broadcast(Tensor x, str group, int root=0)                          like ``x``, of which the root's is sent
+    scatter(Tensor x, str group, int root=0)                            ``(world_size * n, ...)``, the root's, to ``(n, ...)``
+    gather(Tensor x, str group, int root=0)                             ``(world_size * n, ...)`` at the root, no rows elsewhere
+
+and ``reduce_scatter_v``, ``all_to_all_v`` and ``reduce``, whose arguments and results are alike; each operation that the table of
+operations has (:func:`antiphon._core.operations`). Whoever gets nothing gets a tensor without rows.
+
+``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float weight_bias=0.,
+Tensor? bias=None) -> (Tensor, Tensor)`` returns the norm, and what it is the norm of: the sum with ``bias`` and ``residual``.
 
 They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
 is not contiguous is copied. Gradients are not tracked. A compiler keeps a call whose result nobody uses, which the other
@@ -37,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import antiphon
+from antiphon._core import operations
 from antiphon._operators import Operators
 from antiphon.torch.group import Group
 
@@ -79,26 +86,59 @@ def _comm(name: str, x: Tensor) -> antiphon.Communicator:
     return group.enter(x) if isinstance(group, Group) else group
 
 
-def _world_size(name: str) -> int:
-    group = _group(name)
-    return group.size() if isinstance(group, Group) else group.world_size
-
-
-def _like(x: Tensor, group: str, op: str = "sum") -> Tensor:
+def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _gathered(x: Tensor, group: str) -> Tensor:
-    rows = x.shape[0] if x.dim() else 1
-    return x.new_empty((_world_size(group) * rows, *x.shape[1:]))
+class _Operation:
+    """An operation of the table, as an operator."""
 
+    def __init__(self, name: str, input: str, output: str, reduces: bool, root: str | None) -> None:
+        self.name, self.output, self._gets = name, output, root == "gets"
+        #: Whether the input has a block for each rank, of which one comes out.
+        self._divides = (input, output) == ("row", "block")
+        self._multiplies = (input, output) == ("block", "row")
+        lists = ["sends", "receives"] if (input, output) == ("parts", "parts") else ["counts"]
+        self._lists = lists if "parts" in (input, output) else []
+        self._names = [*self._lists, "group", *(["root"] if root else []), *(["op"] if reduces else [])]
+        types = {"group": "str group", "root": "int root=0", "op": 'str op="sum"'}
+        arguments = ", ".join(types.get(name, f"SymInt[] {name}") for name in self._names)
+        self.schema = f"{name}(Tensor x, {arguments}) -> Tensor"
 
-def _scattered(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    world_size = _world_size(group)
-    rows = x.shape[0] if x.dim() else 1
-    if rows % world_size:
-        raise ValueError(f"reduce_scatter: {rows} rows cannot be divided among {world_size} ranks")
-    return x.new_empty((rows // world_size, *x.shape[1:]))
+    def empty(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """A result with nothing in it."""
+        given = {"root": 0, **dict(zip(self._names, arguments)), **named}
+        return self._empty(x, given, _group(given["group"]))
+
+    def call(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """The method of the communicator."""
+        given = {"root": 0, **dict(zip(self._names, arguments)), **named}
+        comm = _comm(given.pop("group"), x)
+        out = self._empty(x, given, comm)
+        has_none = self._gets and given["root"] != comm.rank
+        if "root" not in self._names:
+            del given["root"]
+        getattr(comm, self.name)(x.contiguous(), out=None if has_none else out, **given)
+        return out
+
+    def _empty(self, x: Tensor, given: dict[str, Any], group: antiphon.Communicator | Group) -> Tensor:
+        rank, size = (group.rank(), group.size()) if isinstance(group, Group) else (group.rank, group.world_size)
+        rows = x.shape[0] if x.dim() else 1
+        if self._gets and given["root"] != rank:
+            return x.new_empty((0, *x.shape[1:]))
+        if self.output == "part":
+            rows = given["counts"][rank]
+        elif self.output == "parts":
+            rows = sum(given[self._lists[-1]])
+        elif self._divides:
+            if rows % size:
+                raise ValueError(f"{self.name}: {rows} rows cannot be divided among {size} ranks")
+            rows //= size
+        elif self._multiplies:
+            rows *= size
+        else:
+            return _like(x)
+        return x.new_empty((rows, *x.shape[1:]))
 
 
 def _all_reduce_in_place(x: Tensor, group: str, op: str = "sum") -> None:
@@ -106,22 +146,6 @@ def _all_reduce_in_place(x: Tensor, group: str, op: str = "sum") -> None:
     _comm(group, plain).all_reduce(plain, op, out=plain)
     if plain is not x:
         x.copy_(plain)
-
-
-def _all_reduce(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    return _comm(group, x).all_reduce(x.contiguous(), op)
-
-
-def _all_gather(x: Tensor, group: str) -> Tensor:
-    return _comm(group, x).all_gather(x.contiguous())
-
-
-def _reduce_scatter(x: Tensor, group: str, op: str = "sum") -> Tensor:
-    return _comm(group, x).reduce_scatter(x.contiguous(), op)
-
-
-def _all_to_all(x: Tensor, group: str) -> Tensor:
-    return _comm(group, x).all_to_all(x.contiguous())
 
 
 def _all_reduce_rms_norm(
@@ -149,7 +173,7 @@ def _all_reduce_rms_norm(
 
 
 def _two_like(x: Tensor, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
-    return _like(x, ""), _like(x, "")
+    return _like(x), _like(x)
 
 
 def _nothing(x: Tensor, group: str, op: str = "sum") -> None:
@@ -158,10 +182,9 @@ def _nothing(x: Tensor, group: str, op: str = "sum") -> None:
 
 _operators = Operators()
 _operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
-_operators.define('all_reduce(Tensor x, str group, str op="sum") -> Tensor', _all_reduce, _like)
-_operators.define("all_gather(Tensor x, str group) -> Tensor", _all_gather, _gathered)
-_operators.define('reduce_scatter(Tensor x, str group, str op="sum") -> Tensor', _reduce_scatter, _scattered)
-_operators.define("all_to_all(Tensor x, str group) -> Tensor", _all_to_all, _like)
+for _row in operations():
+    _operation = _Operation(*_row)
+    _operators.define(_operation.schema, _operation.call, _operation.empty)
 _operators.define(
     "all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
     " float weight_bias=0., Tensor? bias=None) -> (Tensor, Tensor)",

@@ -57,6 +57,16 @@ impl Algorithm {
         name.expect("the row of all-reduce has every algorithm's name")
     }
 
+    /// The number of the algorithm in a [`Call`](crate::Call); on GPUs also `registered`, for registered memory.
+    pub fn number(self, registered: bool) -> u8 {
+        self as u8 + if registered { Self::ALL.len() as u8 } else { 0 }
+    }
+
+    /// The algorithm of a number that stands for registered memory.
+    pub(crate) fn registered(number: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|algorithm| algorithm.number(true) == number)
+    }
+
     /// The algorithm of a [`Call`](crate::Call)'s number; none where the library chooses.
     ///
     /// # Errors

@@ -152,7 +152,7 @@ impl CudaCollectives {
         Output::on(self.serves(), signature.operation, tensor)
     }
 
-    fn serves(&self) -> Device {
+    pub(crate) fn serves(&self) -> Device {
         Device::Cuda(self.context().device().ordinal())
     }
 

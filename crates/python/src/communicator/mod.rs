@@ -12,6 +12,7 @@ use std::{
 
 use antiphon::{
     fabric::{self, Builder, Queue},
+    operation::Operation,
     prelude::CollectiveError,
 };
 use pyo3::{
@@ -23,10 +24,10 @@ use pyo3::{
 
 use fused::Arguments;
 pub(crate) use plan::Plan;
+use prepare::{call, reducing, rows};
 
 use crate::{
     arguments::{Count, Given, Operands, Prepared, overlap},
-    call::Kind,
     cuda::{self, CudaBuffer, Gpus, RawStream},
     error::Result,
     fork::Process,
@@ -190,13 +191,13 @@ impl Communicator {
             None if stream.is_some() => {
                 Err(PyValueError::new_err("barrier: a stream needs its device").into())
             }
-            None => self.run(py, Prepared::bare(Kind::Barrier), None).map(drop),
+            None => self.run(py, Prepared::bare(call(Operation::Barrier)), None).map(drop),
             Some(device) => self.run_barrier(py, device, stream),
         }
     }
 
     fn start_barrier(&self) -> Result<Handle> {
-        self.start(Prepared::bare(Kind::Barrier))
+        self.start(Prepared::bare(call(Operation::Barrier)))
     }
 
     fn exchange_bytes<'py>(&self, py: Python<'py>, mine: PyBackedBytes) -> Result<Bound<'py, PyList>> {
@@ -381,7 +382,7 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_gather(x, out, Usage::Call(stream))?, stream)
+        self.run(py, self.prepare(call(Operation::AllGather), Some(x), out, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, *, out = None))]
@@ -390,7 +391,7 @@ impl Communicator {
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_gather(x, out, Usage::Started)?)
+        self.start(self.prepare(call(Operation::AllGather), Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, op = None, *, out = None, stream = None))]
@@ -402,7 +403,11 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_reduce_scatter(x, op, out, Usage::Call(stream))?, stream)
+        self.run(
+            py,
+            self.prepare(reducing(Operation::ReduceScatter, op)?, Some(x), out, Usage::Call(stream))?,
+            stream,
+        )
     }
 
     #[pyo3(signature = (x, op = None, *, out = None))]
@@ -412,7 +417,7 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_reduce_scatter(x, op, out, Usage::Started)?)
+        self.start(self.prepare(reducing(Operation::ReduceScatter, op)?, Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, *, out = None, stream = None))]
@@ -423,7 +428,7 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_to_all(x, out, Usage::Call(stream))?, stream)
+        self.run(py, self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, *, out = None))]
@@ -432,7 +437,7 @@ impl Communicator {
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_to_all(x, out, Usage::Started)?)
+        self.start(self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, sends, receives, *, out = None))]
@@ -444,7 +449,16 @@ impl Communicator {
         receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_to_all_v(x, &sends, &receives, out, Usage::Call(None))?, None)
+        self.run(
+            py,
+            self.prepare(
+                call(Operation::AllToAllV).with_counts(rows(&sends)).with_receives(rows(&receives)),
+                Some(x),
+                out,
+                Usage::Call(None),
+            )?,
+            None,
+        )
     }
 
     #[pyo3(signature = (x, sends, receives, *, out = None))]
@@ -455,7 +469,60 @@ impl Communicator {
         receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_to_all_v(x, &sends, &receives, out, Usage::Started)?)
+        self.start(self.prepare(
+            call(Operation::AllToAllV).with_counts(rows(&sends)).with_receives(rows(&receives)),
+            Some(x),
+            out,
+            Usage::Started,
+        )?)
+    }
+
+    #[pyo3(signature = (x, counts, *, out = None))]
+    fn all_gather_v<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        counts: Vec<Count>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        let what = call(Operation::AllGatherV).with_counts(rows(&counts));
+        self.run(py, self.prepare(what, Some(x), out, Usage::Call(None))?, None)
+    }
+
+    #[pyo3(signature = (x, counts, *, out = None))]
+    fn start_all_gather_v<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        counts: Vec<Count>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        let what = call(Operation::AllGatherV).with_counts(rows(&counts));
+        self.start(self.prepare(what, Some(x), out, Usage::Started)?)
+    }
+
+    #[pyo3(signature = (x, counts, op = None, *, out = None))]
+    fn reduce_scatter_v<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        counts: Vec<Count>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        let what = reducing(Operation::ReduceScatterV, op)?.with_counts(rows(&counts));
+        self.run(py, self.prepare(what, Some(x), out, Usage::Call(None))?, None)
+    }
+
+    #[pyo3(signature = (x, counts, op = None, *, out = None))]
+    fn start_reduce_scatter_v<'py>(
+        &self,
+        x: &Bound<'py, PyAny>,
+        counts: Vec<Count>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        let what = reducing(Operation::ReduceScatterV, op)?.with_counts(rows(&counts));
+        self.start(self.prepare(what, Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
@@ -467,7 +534,11 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_broadcast(x, root, out, Usage::Call(stream))?, stream)
+        self.run(
+            py,
+            self.prepare(call(Operation::Broadcast).with_root(root.0), x, out, Usage::Call(stream))?,
+            stream,
+        )
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -477,7 +548,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_broadcast(x, root, out, Usage::Started)?)
+        self.start(self.prepare(call(Operation::Broadcast).with_root(root.0), x, out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
@@ -489,7 +560,16 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_reduce(x, op, root, out, Usage::Call(None))?, None)
+        self.run(
+            py,
+            self.prepare(
+                reducing(Operation::Reduce, op)?.with_root(root.0),
+                Some(x),
+                out,
+                Usage::Call(None),
+            )?,
+            None,
+        )
     }
 
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
@@ -500,7 +580,12 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_reduce(x, op, root, out, Usage::Started)?)
+        self.start(self.prepare(
+            reducing(Operation::Reduce, op)?.with_root(root.0),
+            Some(x),
+            out,
+            Usage::Started,
+        )?)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -511,7 +596,11 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_gather(x, root, out, Usage::Call(None))?, None)
+        self.run(
+            py,
+            self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Call(None))?,
+            None,
+        )
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -521,7 +610,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_gather(x, root, out, Usage::Started)?)
+        self.start(self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -532,7 +621,11 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_scatter(x, root, out, Usage::Call(None))?, None)
+        self.run(
+            py,
+            self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Call(None))?,
+            None,
+        )
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
@@ -542,7 +635,7 @@ impl Communicator {
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_scatter(x, root, out, Usage::Started)?)
+        self.start(self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Started)?)
     }
 
     fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use antiphon::{
+    collectives::cuda::CudaCollectives,
     fabric::{self, Queue},
     prelude::CollectiveError,
 };
@@ -53,8 +54,8 @@ impl Communicator {
         let queue = self.queue()?;
         let Prepared { call, result, operands } = prepared;
         if let Some(device) = call.cuda_device() {
-            if !call.kind.is_on_cuda() {
-                return Err(not_on_cuda(call.kind.name(), device));
+            if !CudaCollectives::has_operation(call.what.operation) {
+                return Err(not_on_cuda(call.name(), device));
             }
             let current = || operands.iter().flatten().find_map(|operand| operand.stream);
             let stream = stream.or_else(current).unwrap_or(0);
@@ -62,7 +63,7 @@ impl Communicator {
             // one the caller answers for the order, as the stub says.
             interrupt::detached(py, || unsafe { self.gpus.run(&queue, device, stream, &call) })?;
         } else if let Some(stream) = stream {
-            let text = format!("{}: host memory has no stream {stream}", call.kind.name());
+            let text = format!("{}: host memory has no stream {stream}", call.name());
             return Err(pyo3::exceptions::PyValueError::new_err(text).into());
         } else {
             // SAFETY: the operands, and the references of the caller, live until this returns.
@@ -82,8 +83,8 @@ impl Communicator {
     pub(super) fn start(&self, prepared: Prepared<'_>) -> Result<Handle> {
         let Prepared { call, result, operands } = prepared;
         if let Some(device) = call.cuda_device() {
-            let name = call.kind.name();
-            if !call.kind.is_on_cuda() {
+            let name = call.name();
+            if !CudaCollectives::has_operation(call.what.operation) {
                 return Err(not_on_cuda(name, device));
             }
             let text = format!(

@@ -8,7 +8,7 @@ use antiphon::{
 
 use super::{Gpu, Outcome, REDUCED, RawStream, failed};
 use crate::{
-    call::{Call, Kind, Place, refused},
+    call::{Call, Place, refused},
     fused::Fused,
     operand::Tensor,
 };
@@ -17,10 +17,10 @@ impl Gpu {
     /// # Safety
     /// As [`Gpus::run`](super::Gpus::run).
     pub(super) unsafe fn run(&mut self, call: &Call, stream: RawStream) -> Outcome {
-        if let Kind::AllReduce(op, _) | Kind::AllReduceRegistered(op, _) | Kind::ReduceScatter(op) = call.kind
+        if call.what.operation.row().reduces
             && let Some(dtype) = call.dtype().filter(|dtype| REDUCED.contains(dtype))
         {
-            self.load(dtype, op)?; // of others the call says that they cannot be reduced
+            self.load(dtype, call.what.op)?; // of others the call says that they cannot be reduced
         }
         // SAFETY: passed on.
         let stream = unsafe { self.context.borrow_stream(stream) };
@@ -50,31 +50,27 @@ impl Gpu {
 /// # Safety
 /// As [`Gpus::run`](super::Gpus::run).
 unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -> Outcome {
-    let (input, output) = tensors(call, peers.rank(), peers.world_size())?;
+    let mut what = call.what.clone();
+    if call.registered {
+        let usual = match call.place {
+            Place::Shared(_) => Algorithm::TwoShot,
+            _ => Algorithm::OneShot,
+        };
+        let by = Algorithm::ALL.into_iter().find(|by| by.number(false) == what.algorithm).unwrap_or(usual);
+        what.algorithm = by.number(true);
+    }
     // SAFETY: the caller answers for the memory, which only the device touches.
-    let (read, mut write) = unsafe { (input.view().map_err(refused)?, output.view_mut().map_err(refused)?) };
-    // SAFETY: passed on.
     unsafe {
-        match call.kind {
-            Kind::AllReduce(op, None) => peers.all_reduce(&read, &mut write, op, stream),
-            Kind::AllReduce(op, Some(algorithm)) => {
-                peers.all_reduce_with(&read, &mut write, op, algorithm, stream)
+        match call.place {
+            Place::Nowhere => peers.call(&what, None, None, stream),
+            Place::Shared(buffer) => {
+                peers.call_in_place(&what, &mut buffer.view_mut().map_err(refused)?, stream)
             }
-            Kind::AllReduceRegistered(op, algorithm) => {
-                let in_place = input.data == output.data;
-                let usual = if in_place { Algorithm::TwoShot } else { Algorithm::OneShot };
-                peers.all_reduce_registered(&read, &mut write, op, algorithm.unwrap_or(usual), stream)
+            Place::Apart(input, output) => {
+                let input = input.map(|tensor| tensor.view()).transpose().map_err(refused)?;
+                let mut output = output.map(|tensor| tensor.view_mut()).transpose().map_err(refused)?;
+                peers.call(&what, input.as_ref(), output.as_mut(), stream)
             }
-            Kind::AllGather => peers.all_gather(&read, &mut write, stream),
-            Kind::ReduceScatter(op) => peers.reduce_scatter(&read, &mut write, op, stream),
-            Kind::AllToAll => peers.all_to_all(&read, &mut write, stream),
-            Kind::Broadcast(root) => {
-                if root == peers.rank() {
-                    copy(&input, &output, stream)?;
-                }
-                peers.broadcast(&mut write, root, stream)
-            }
-            _ => Err(missing(call)),
         }
     }
 }
@@ -84,28 +80,18 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
 /// # Safety
 /// As [`Gpus::run`](super::Gpus::run).
 unsafe fn alone(call: &Call, stream: StreamRef<'_>) -> Outcome {
-    let (input, output) = tensors(call, 0, 1)?;
-    if call.kind.reduces() && !REDUCED.contains(&input.dtype) {
-        return Err(CollectiveError::NotNumeric { operation: "all_reduce", dtype: input.dtype });
+    let (Some(input), Some(output)) = (match call.place {
+        Place::Nowhere => (None, None),
+        Place::Shared(buffer) => (Some(buffer), Some(buffer)),
+        Place::Apart(input, output) => (input, output),
+    }) else {
+        return Ok(());
+    };
+    if call.what.operation.row().reduces && !REDUCED.contains(&input.dtype) {
+        return Err(CollectiveError::NotNumeric { operation: call.name(), dtype: input.dtype });
     }
     // SAFETY: passed on.
     unsafe { copy(&input, &output, stream) }
-}
-
-/// Input and output, which may be the same, or a part of each other.
-fn tensors(call: &Call, rank: usize, world_size: usize) -> Outcome<(Tensor, Tensor)> {
-    match (call.place, &call.kind) {
-        (Place::Shared(whole), Kind::AllGather) => Ok((whole.block(rank, world_size), whole)),
-        (Place::Shared(whole), Kind::ReduceScatter(_)) => Ok((whole, whole.block(rank, world_size))),
-        (Place::Shared(buffer), _) => Ok((buffer, buffer)),
-        (Place::Apart(Some(input), Some(output)), _) => Ok((input, output)),
-        (Place::Apart(None, Some(output)), Kind::Broadcast(_)) => Ok((output, output)),
-        _ => Err(missing(call)),
-    }
-}
-
-fn missing(call: &Call) -> CollectiveError {
-    FabricError::invalid(format!("{:?} on CUDA lacks an operand", call.kind)).into()
 }
 
 /// # Safety

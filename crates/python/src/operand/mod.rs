@@ -239,12 +239,6 @@ impl Tensor {
         self.count * self.dtype.size()
     }
 
-    /// One of so many equal parts.
-    pub(crate) fn block(&self, index: usize, parts: usize) -> Self {
-        let count = self.count / parts;
-        Self { data: self.data.wrapping_add(index * count * self.dtype.size()), count, ..*self }
-    }
-
     /// The tensor to read.
     ///
     /// # Safety
