@@ -385,17 +385,31 @@ class Communicator:
         and out."""
 
     def all_to_all_v(
-        self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
+        self,
+        x: _A,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        *,
+        out: _O | None = None,
+        stream: int | None = None,
     ) -> _A | _O:
         """:meth:`all_to_all` with blocks of ``sends[r]`` rows to rank ``r`` and ``receives[r]`` rows from it, packed in
         rank order. Counts that disagree raise ``ValueError`` on every rank and leave the communicator usable."""
 
-    def all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> _A | _O:
+    def all_gather_v(
+        self, x: _A, counts: Sequence[int], *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O:
         """:meth:`all_gather` with ``counts[r]`` rows of rank ``r``. All ranks pass the same counts; other ones raise
         ``RuntimeError``. ``x`` may be this rank's rows of ``out``."""
 
     def reduce_scatter_v(
-        self, x: _A, counts: Sequence[int], op: _Op | None = None, *, out: _O | None = None
+        self,
+        x: _A,
+        counts: Sequence[int],
+        op: _Op | None = None,
+        *,
+        out: _O | None = None,
+        stream: int | None = None,
     ) -> _A | _O:
         """:meth:`reduce_scatter` with ``counts[r]`` rows for rank ``r``. All ranks pass the same counts; other ones raise
         ``RuntimeError``. ``out`` may be this rank's rows of ``x``."""
@@ -404,25 +418,32 @@ class Communicator:
         """Everybody's ``x`` becomes the root's, in place. With ``out`` that is written instead, and only the root's
         ``x`` is read; others may pass ``None``."""
 
-    def reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
+    def reduce(
+        self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O | None:
         """:meth:`all_reduce` whose result only the root gets; others get ``None``."""
 
-    def gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
+    def gather(
+        self, x: _A, root: int = 0, *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O | None:
         """:meth:`all_gather` whose result only the root gets; others get ``None``."""
 
-    def scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> _A | _O:
+    def scatter(
+        self, x: _A | None, root: int = 0, *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O:
         """Rank ``r`` gets the ``r``-th block of the root's ``x``: ``(world_size * n, ...)`` there, ``(n, ...)`` out.
         Others pass ``None``, and ``out``."""
 
-    def send(self, x: _Array, to: int) -> None:
+    def send(self, x: _Array, to: int, *, stream: int | None = None) -> None:
         """Sends an array to a rank, which must :meth:`recv` one of the same dtype and number of elements. The first few
-        messages (8, of up to 32 KiB each) do not wait for that."""
+        messages (8, of up to 32 KiB each) do not wait for that. On CUDA it goes in the order of the stream, and a short one
+        does not wait for its receiver."""
 
-    def recv(self, out: _O, source: int) -> _O:
+    def recv(self, out: _O, source: int, *, stream: int | None = None) -> _O:
         """Receives an array from a rank."""
 
-    def send_recv(self, x: _Array, to: int, out: _O, source: int) -> _O:
-        """Sends one array and receives another at the same time, as rings do."""
+    def send_recv(self, x: _Array, to: int, out: _O, source: int, *, stream: int | None = None) -> _O:
+        """Sends one array and receives another at the same time, as rings do. On CUDA both have one dtype."""
 
     def start_barrier(self) -> Handle: ...
     def start_all_reduce(

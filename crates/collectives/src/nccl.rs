@@ -20,8 +20,7 @@ use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use crate::{
     arguments::{Input, Output, block},
-    cuda::device,
-    error::Result,
+    error::{CollectiveError, Result},
 };
 
 /// Collectives between the GPUs of a communicator's ranks, through NCCL.
@@ -46,11 +45,13 @@ impl NcclCollectives {
     pub fn new(comm: &Communicator, context: &Context) -> Result<Self> {
         // Only rank 0 makes an id, but nobody waits for a rank that cannot follow.
         let id = Nccl::load().and_then(|nccl| (comm.rank() == 0).then(|| nccl.unique_id()).transpose());
-        let id = comm.agree("has no NCCL", id.map_err(device))?.map(|id| id.to_bytes());
+        let id = comm.agree("has no NCCL", id.map_err(CollectiveError::from))?.map(|id| id.to_bytes());
         let ids = comm.exchange_bytes(id.as_ref().map_or(&[], |id| &id[..]))?;
         let made = UniqueId::from_bytes(&ids[0])
             .and_then(|id| NcclCommunicator::new(context, &id, comm.rank(), comm.world_size()));
-        Ok(Self { nccl: comm.agree("cannot meet the others through NCCL", made.map_err(device))? })
+        Ok(Self {
+            nccl: comm.agree("cannot meet the others through NCCL", made.map_err(CollectiveError::from))?,
+        })
     }
 
     /// The version of the library.
@@ -78,13 +79,13 @@ impl NcclCollectives {
     /// # Errors
     /// [`FabricError::Device`], after which this is of no more use.
     pub fn check(&self) -> Result<()> {
-        self.nccl.check().map_err(device)
+        self.nccl.check().map_err(CollectiveError::from)
     }
 
     /// `output[i] = op over all ranks of input[i]`, on every rank, in the order of the stream. `output` may be `input`.
     ///
     /// # Errors
-    /// [`CollectiveError`](crate::CollectiveError) for arguments that make no sense; [`FabricError::Device`].
+    /// [`CollectiveError`] for arguments that make no sense; [`FabricError::Device`].
     ///
     /// # Safety
     /// Here and in the other methods: the tensors stay valid, and are not used in another way, until the stream, which
@@ -100,7 +101,8 @@ impl NcclCollectives {
         let (from, to, _) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: as many elements on both sides; the rest is passed on.
-        unsafe { self.nccl.all_reduce(start, end, from.count, from.dtype, op, stream) }.map_err(device)
+        unsafe { self.nccl.all_reduce(start, end, from.count, from.dtype, op, stream) }
+            .map_err(CollectiveError::from)
     }
 
     /// Everybody's `input`, one behind the other by rank, to everybody's `output`.
@@ -120,7 +122,7 @@ impl NcclCollectives {
         let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: the output has a block of the input's size for each rank; the rest is passed on.
-        unsafe { self.nccl.all_gather(start, end, block, from.dtype, stream) }.map_err(device)
+        unsafe { self.nccl.all_gather(start, end, block, from.dtype, stream) }.map_err(CollectiveError::from)
     }
 
     /// Reduces the inputs, which have one block for each rank, and gives every rank its block.
@@ -141,7 +143,8 @@ impl NcclCollectives {
         let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: the input has a block of the output's size for each rank; the rest is passed on.
-        unsafe { self.nccl.reduce_scatter(start, end, block, to.dtype, op, stream) }.map_err(device)
+        unsafe { self.nccl.reduce_scatter(start, end, block, to.dtype, op, stream) }
+            .map_err(CollectiveError::from)
     }
 
     /// Block `r` of every rank's `input` to rank r's `output`, where the blocks lie in the order of their senders.
@@ -161,7 +164,7 @@ impl NcclCollectives {
         let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: both have a block for each rank; the rest is passed on.
-        unsafe { self.nccl.all_to_all(start, end, block, from.dtype, stream) }.map_err(device)
+        unsafe { self.nccl.all_to_all(start, end, block, from.dtype, stream) }.map_err(CollectiveError::from)
     }
 
     /// The root's `buffer` to everybody's.
@@ -184,7 +187,8 @@ impl NcclCollectives {
         let to = Output::on(self.serves(), Operation::Broadcast, buffer)?;
         let (start, end) = ends(&to.as_input(), &to);
         // SAFETY: passed on.
-        unsafe { self.nccl.broadcast(start, end, to.count, to.dtype, root, stream) }.map_err(device)
+        unsafe { self.nccl.broadcast(start, end, to.count, to.dtype, root, stream) }
+            .map_err(CollectiveError::from)
     }
 
     fn serves(&self) -> Device {

@@ -13,6 +13,7 @@
 //!    to 40 bytes shares its cache line, so that one line carries everything.
 //! 4. **The [`Communicator`]** that holds all this, with barriers, object exchange, splitting into groups, and a
 //!    background for non-blocking work.
+//! 5. **The [engine of the GPUs](gpu)**, which runs families of kernels that crates above write.
 //!
 //! ## What is promised
 //!
@@ -42,6 +43,8 @@
 
 mod communicator;
 pub mod error;
+#[cfg(not(loom))]
+pub mod gpu;
 mod health;
 mod layout;
 mod local;

@@ -24,6 +24,8 @@ class Streams:
     def __init__(self, comm: antiphon.Communicator, device: int) -> None:
         self.comm, self.device = comm, device
         self._side: torch.cuda.Stream | None = None
+        #: Those that messages go on: two ranks may both send before they receive.
+        self._messages: dict[str, torch.cuda.Stream] = {}
         #: The stream of the call before, and its number, which is faster to compare.
         self._last: torch.cuda.Stream | None = None
         self._raw = -1
@@ -53,6 +55,23 @@ class Streams:
             for tensor in used:
                 tensor.record_stream(side)  # whoever frees it meanwhile does not get it back before
         return StreamWork(self, side, end, result)
+
+    def message(
+        self, name: str, arguments: tuple[Tensor, int], result: Sequence[Tensor], copies: Copies
+    ) -> dist.Work:
+        """A message. Sends have an order of their own beside the collectives, and so have receives."""
+        stream = self._messages.get(name)
+        if stream is None:
+            stream = self._messages[name] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            getattr(self.comm, name)(*arguments)
+            used = [arguments[0], *result, *(tensor for pair in copies for tensor in pair)]
+            copies.finish()
+            end = stream.record_event()
+        for tensor in used:
+            tensor.record_stream(stream)
+        return StreamWork(self, stream, end, result)
 
     def synchronize(self) -> None:
         """Waits for the work of the current stream and for all calls, and raises what went wrong."""

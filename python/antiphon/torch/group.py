@@ -149,14 +149,7 @@ class Group(dist.ProcessGroup):
         read = contiguous(input).detach().view(-1)
         if len(set(counts)) == 1:
             return [("all_gather", (read,), copies.outputs(outputs))]
-        if not input.is_cuda:
-            return [("all_gather_v", (read, counts), copies.outputs(outputs))]
-        # Ranks send different numbers of elements: one after the other.
-        calls = list[Call]()
-        for root, output in enumerate(outputs):
-            out = copies.output(output)
-            calls.append(("broadcast", (contiguous(input) if root == self.rank() else out, root), out))
-        return calls
+        return [("all_gather_v", (read, counts), copies.outputs(outputs))]
 
     def gather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
@@ -208,15 +201,10 @@ class Group(dist.ProcessGroup):
         out = view(copies.output(output))
         if len({input.numel() for input in inputs}) == 1:
             calls: list[Call] = [("reduce_scatter", (view(scaled(flat(inputs), factor)), op), out)]
-        elif not output.is_cuda:
+        else:
             sizes = [view(input).numel() for input in map(contiguous, inputs)]
             read = view(scaled(flat(inputs), factor)).reshape(-1)
             calls = [("reduce_scatter_v", (read, sizes, op), out.reshape(-1))]
-        else:  # ranks get different numbers of elements: one after the other
-            calls = [
-                ("reduce", (view(scaled(read, factor)), op, root), out if root == self.rank() else None)
-                for root, read in enumerate(inputs)
-            ]
         return self._run(opts, calls, output_tensors, copies)
 
     def alltoall_base(
@@ -226,8 +214,6 @@ class Group(dist.ProcessGroup):
         copies, size = Copies(), self.size()
         sends, receives = counts(input, input_splits, size), counts(output, output_splits, size)
         read, out = contiguous(input).detach().view(-1), copies.output(output).detach().view(-1)
-        if input.is_cuda:
-            return self._run(opts, [self._even("all_to_all_single", read, out, sends, receives)], [output], copies)
         if read.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
             read = read.clone()  # as they may be the same
         # A rank without splits cannot know whether others have none: it makes the call that they make.
@@ -240,18 +226,7 @@ class Group(dist.ProcessGroup):
         copies = Copies()
         sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
         read, out = flat(inputs), copies.outputs(outputs)
-        if read.is_cuda:
-            return self._run(opts, [self._even("all_to_all", read, out, sends, receives)], outputs, copies)
         return self._run(opts, [("all_to_all_v", (read, sends, receives), out)], outputs, copies)
-
-    def _even(self, what: str, read: Tensor, out: Tensor, sends: list[int], receives: list[int]) -> Call:
-        """An all-to-all on CUDA, where there is one of equal parts only."""
-        if len({*sends, *receives}) > 1:
-            asked = f"parts of {sends} and {receives} elements were asked for"
-            raise unsupported(f"{what} with unequal parts on CUDA", asked)
-        if read.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and read.data_ptr() != out.data_ptr():
-            read = read.clone()
-        return "all_to_all", (read,), out
 
     def barrier(self, opts: Any = None) -> dist.Work:
         for streams in self._streams.values():
@@ -263,13 +238,18 @@ class Group(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:
         tensor = self._message("send", tensors, tag)
+        if tensor.is_cuda:
+            return self._on(tensor.get_device()).message("send", (contiguous(tensor), dstRank), [], Copies())
         handle = self.comm.start_send(contiguous(tensor), dstRank)
         self._sends.add(handle)
         return Work([handle], tensors)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:
         copies, tensor = Copies(), self._message("recv", tensors, tag)
-        return Work([self.comm.start_recv(copies.output(tensor), srcRank)], tensors, copies, source=srcRank)
+        out = copies.output(tensor)
+        if tensor.is_cuda:
+            return self._on(tensor.get_device()).message("recv", (out, srcRank), tensors, copies)
+        return Work([self.comm.start_recv(out, srcRank)], tensors, copies, source=srcRank)
 
     def _message(self, what: str, tensors: list[Tensor], tag: int) -> Tensor:
         if tag:

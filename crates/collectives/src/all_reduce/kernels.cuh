@@ -1,4 +1,4 @@
-// All-reduce over NVLink: one-shot and two-shot. Behind cuda/slots.cuh and cuda/reduce.cuh.
+// All-reduce over NVLink: one-shot and two-shot. Behind slots.cuh and reduce.cuh.
 
 // Everyone gets everything and reduces everything: (WORLD - 1) · n bytes out, one hop. A thread has ROUND vectors at a time.
 template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {

@@ -25,8 +25,9 @@ mod registered;
 mod table;
 
 pub use choice::tune;
+pub(crate) use cuda::{ReduceKernel, Reducing};
 pub(crate) use host::Reduce;
-pub(crate) use registered::{Places, Registry};
+pub(crate) use registered::{Registered, Registry};
 pub use table::AllReduceTable;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};

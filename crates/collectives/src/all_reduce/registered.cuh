@@ -1,5 +1,5 @@
-// All-reduce on registered memory: every rank loads what it reduces from where its peers have it. Behind cuda/slots.cuh and
-// cuda/reduce.cuh.
+// All-reduce on registered memory: every rank loads what it reduces from where its peers have it. Behind slots.cuh and
+// reduce.cuh.
 //
 // Nothing is staged: the lanes carry flags alone, a vector for each block. A block meets those of the same index on the other
 // GPUs before it loads, as their inputs are there then, and before it ends: nobody loads from its input any more, and what

@@ -2,20 +2,45 @@
 
 use antiphon_device::{
     ReduceOp,
-    cuda::{DevicePointer, KernelArgument, StreamRef},
+    cuda::{DevicePointer, KernelArgument, Program, StreamRef},
 };
-use antiphon_fabric::{Communicator, FabricError, Operation, RegisteredMemory};
+use antiphon_fabric::{
+    Communicator, FabricError, Operation, RegisteredMemory,
+    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Work, kernels},
+};
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use super::Algorithm;
 use crate::{
-    cuda::{
-        CudaCollectives, MAX_WORLD, device,
-        kernels::{Family, Kernel},
-        launch::{Cut, Grid, Launch, More, Work},
-    },
+    cuda::{CudaCollectives, reduction},
     error::{CollectiveError, Result},
 };
+
+kernels! {
+    /// The kernels of `registered.cuh`.
+    pub(crate) enum Kernel {
+        OneShot = "one_shot_registered",
+        OneShotPlain = "one_shot_registered_plain",
+        TwoShot = "two_shot_registered",
+        TwoShotPlain = "two_shot_registered_plain",
+    }
+}
+
+/// The kernels that reduce elements of a type in registered memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Registered(pub(crate) Reduction);
+
+impl Family for Registered {
+    type Kernel = Kernel;
+    type Arguments = Places;
+    const NAME: &'static str = "registered.cuh";
+    const SOURCES: &'static [Source] =
+        &[REDUCE, Source { name: "all_reduce/registered.cuh", text: include_str!("registered.cuh") }];
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        self.0.define(program)
+    }
+}
 
 /// `places` of registered.cuh.
 #[repr(C)]
@@ -115,7 +140,7 @@ impl CudaCollectives {
                 FabricError::invalid(format!("no registered memory begins at {:#x}", address.0))
             }),
         )?;
-        comm.agree(PROBLEM, self.context().synchronize().map_err(device))?;
+        comm.agree(PROBLEM, self.context().synchronize().map_err(CollectiveError::from))?;
         let number = self.registry.borrow().known[index].0;
         let numbers = comm.exchange_objects(&number)?;
         if let Some(other) = numbers.iter().position(|&theirs| theirs != numbers[0]) {
@@ -152,12 +177,16 @@ impl CudaCollectives {
         algorithm: Algorithm,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let registered = algorithm as u8 + Algorithm::ALL.len() as u8;
-        let (mut signature, input, output) = self.reduced(input, output, op, registered)?;
+        if self.world_size() == 1 {
+            // SAFETY: passed on.
+            return unsafe { self.all_reduce_with(input, output, op, algorithm, stream) };
+        }
+        let number = algorithm.number(true);
+        let (mut signature, input, output) = self.reduced(input, output, op, number)?;
         let (size, one_shot) = (input.dtype.size(), algorithm == Algorithm::OneShot);
         let bytes = input.count * size;
         if bytes == 0 {
-            return self.check_ready(); // nothing lies anywhere
+            return Ok(self.tenant.check_ready()?); // nothing lies anywhere
         }
         let (from, to) = (input.data.addr(), output.data.addr());
         let apart = from + bytes <= to || to + bytes <= from;
@@ -181,12 +210,13 @@ impl CudaCollectives {
         let source = find("input", from)?;
         let target = if one_shot { None } else { Some(find("output", to)?) };
         signature.detail = Place::digest([Some(source), target]);
-        let loaded = self.ready(Family::Registered(input.dtype, op), stream)?;
-        if self.multiprocessors_here() < self.multiprocessors() {
+        let family = Registered(reduction(signature.operation, input.dtype, op)?);
+        let loaded = self.tenant.ready(family, stream)?;
+        if self.tenant.multiprocessors_here() < self.tenant.multiprocessors() {
             let expected = format!(
                 "on a stream whose kernels may use {} multiprocessors, as those of the other ranks, not {}",
-                self.multiprocessors(),
-                self.multiprocessors_here()
+                self.tenant.multiprocessors(),
+                self.tenant.multiprocessors_here()
             );
             return Err(refused("stream", expected));
         }
@@ -195,26 +225,22 @@ impl CudaCollectives {
         let of = |start: usize, len: usize, _| {
             let there = |at: u64| if at == 0 { 0 } else { at + start as u64 };
             let places = Places { input: places.input.map(there), output: places.output.map(there) };
-            let work = Work {
-                input: from + start,
-                output: to + start,
-                count: len / size,
-                stride: 0,
-                root: 0,
-                signature,
-            };
+            let (input, output) = (from + start, to + start);
+            let work = Work { input, output, count: len / size, ..Work::new(signature) };
             let all = places.input.into_iter().chain(places.output).chain([to as u64 + start as u64]);
             let plain = all.fold(0, |bits, at| bits | at).is_multiple_of(16) && len.is_multiple_of(16);
             let kernel = match (algorithm, plain) {
-                (Algorithm::OneShot, true) => Kernel::OneShotRegisteredPlain,
-                (Algorithm::OneShot, false) => Kernel::OneShotRegistered,
-                (Algorithm::TwoShot, true) => Kernel::TwoShotRegisteredPlain,
-                (Algorithm::TwoShot, false) => Kernel::TwoShotRegistered,
+                (Algorithm::OneShot, true) => Kernel::OneShotPlain,
+                (Algorithm::OneShot, false) => Kernel::OneShot,
+                (Algorithm::TwoShot, true) => Kernel::TwoShotPlain,
+                (Algorithm::TwoShot, false) => Kernel::TwoShot,
             };
-            Launch { kernel, grid: Grid::Items(len.div_ceil(16 * parts)), work, more: More::Places(places) }
+            let grid = Grid::Items(len.div_ceil(16 * parts));
+            Launch { kernel, grid, work, arguments: places }
         };
         // SAFETY: passed on; registered memory is mapped as long as it is known.
-        unsafe { self.run(&loaded, Cut::bytes(bytes, MOST_BYTES), stream, of) }
+        unsafe { self.tenant.run(&loaded, Pieces::bytes(bytes, MOST_BYTES), stream, of) }?;
+        Ok(())
     }
 }
 

@@ -7,16 +7,15 @@ use antiphon_tensor::{TensorView, TensorViewMut};
 
 use crate::{
     all_reduce::Algorithm,
-    arguments::{Input, Output},
-    cuda::{CudaCollectives, device},
+    arguments::{CheckedCall, Input, Output},
+    cuda::CudaCollectives,
     error::{CollectiveError, Result},
 };
 
 impl CudaCollectives {
     /// Whether there are kernels for an operation.
     pub fn has_operation(operation: Operation) -> bool {
-        use Operation::{AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter};
-        matches!(operation, Barrier | AllReduce | AllGather | ReduceScatter | AllToAll | Broadcast)
+        operation.is_call() || operation == Operation::Barrier
     }
 
     /// Any operation as a value, in the order of the stream. A rank need not pass a tensor that is the root's alone.
@@ -36,6 +35,10 @@ impl CudaCollectives {
         let (rank, op) = (self.rank(), call.op);
         let input = input.filter(|_| call.needs_input(rank));
         let output = output.filter(|_| call.needs_output(rank));
+        if self.world_size() == 1 {
+            // SAFETY: passed on.
+            return unsafe { self.alone(call, input, output, stream) };
+        }
         // SAFETY: passed on.
         unsafe {
             match (call.operation, input, output) {
@@ -61,9 +64,13 @@ impl CudaCollectives {
                     }
                     self.broadcast(output, call.root, stream)
                 }
-                (operation, ..) if Self::has_operation(operation) => {
-                    let which = if input.is_none() && call.needs_input(rank) { "input" } else { "output" };
-                    Err(CollectiveError::Missing { operation: operation.name(), which, rank })
+                (operation, input, output) if operation.is_call() => {
+                    let checked = self.checked(call, input, output)?;
+                    if operation.row().reduces {
+                        self.reduce_parts(&checked, stream)
+                    } else {
+                        self.call_by_messages(&checked, stream)
+                    }
                 }
                 (operation, ..) => {
                     Err(FabricError::invalid(format!("there are no kernels for {operation}")).into())
@@ -85,7 +92,7 @@ impl CudaCollectives {
         buffer: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let (operation, serves) = (call.operation, self.serves());
+        let (operation, serves) = (call.operation, self.device());
         let whole = Output::on(serves, operation, buffer)?;
         let own = || -> Result<Output> {
             Ok(whole.elements(call.own_piece(whole.count, self.rank(), self.world_size())?))
@@ -105,6 +112,54 @@ impl CudaCollectives {
         }
     }
 
+    /// The call with its tensors, checked beside each other.
+    fn checked<'c>(
+        &self,
+        call: &'c Call<'c>,
+        input: Option<&TensorView<'_>>,
+        output: Option<&mut TensorViewMut<'_>>,
+    ) -> Result<CheckedCall<'c>> {
+        let input = input.map(|input| Input::on(self.device(), call.operation, input)).transpose()?;
+        let output = output.map(|output| Output::on(self.device(), call.operation, output)).transpose()?;
+        CheckedCall::new(call, (self.rank(), self.world_size()), input, output)
+    }
+
+    /// What a call does in a world of one rank: it copies.
+    ///
+    /// # Safety
+    /// As [`call`](Self::call).
+    pub(crate) unsafe fn alone(
+        &self,
+        call: &Call<'_>,
+        input: Option<&TensorView<'_>>,
+        output: Option<&mut TensorViewMut<'_>>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        if call.operation == Operation::Barrier {
+            return Ok(self.tenant.check_ready()?);
+        }
+        // A broadcast without an input has its output for one.
+        let Some(output) = output else {
+            return Err(CollectiveError::Missing {
+                operation: call.operation.name(),
+                which: "output",
+                rank: 0,
+            });
+        };
+        match input {
+            None if call.operation == Operation::Broadcast => Ok(self.tenant.check_ready()?),
+            input => {
+                let checked = self.checked(call, input, Some(output))?;
+                if call.operation.row().reduces {
+                    crate::cuda::reduction(call.operation, checked.dtype, call.op)?;
+                }
+                let (Some(from), Some(to)) = (checked.input, checked.output) else { return Ok(()) };
+                // SAFETY: the call was checked: both have as many elements; the rest is passed on.
+                unsafe { self.copy_elements(&from, &to, stream) }
+            }
+        }
+    }
+
     /// Copies a tensor to another of the same length, unless that lies at the same place.
     ///
     /// # Safety
@@ -116,19 +171,23 @@ impl CudaCollectives {
         output: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let serves = self.serves();
-        let from = Input::on(serves, call.operation, input)?;
-        let to = Output::on(serves, call.operation, output)?;
-        crate::arguments::block(call.operation, &from, &to, self.world_size())?;
+        let checked = self.checked(call, Some(input), Some(output))?;
+        let (Some(from), Some(to)) = (checked.input, checked.output) else { return Ok(()) };
+        // SAFETY: passed on.
+        unsafe { self.copy_elements(&from, &to, stream) }
+    }
+
+    /// Copies as many elements as both have.
+    ///
+    /// # Safety
+    /// As [`call`](Self::call).
+    unsafe fn copy_elements(&self, from: &Input, to: &Output, stream: StreamRef<'_>) -> Result<()> {
+        self.tenant.enter(stream)?;
         if from.count == 0 || from.data.addr() == to.data.addr() {
             return Ok(());
         }
-        self.enter(stream)?;
-        let at = |address: usize| DevicePointer(address as u64);
+        let (at, bytes) = (|address: usize| DevicePointer(address as u64), from.count * from.dtype.size());
         // SAFETY: both have as many elements, and lie apart; the caller answers for the rest.
-        unsafe {
-            memory::copy(stream, at(to.data.addr()), at(from.data.addr()), from.count * from.dtype.size())
-        }
-        .map_err(device)
+        Ok(unsafe { memory::copy(stream, at(to.data.addr()), at(from.data.addr()), bytes) }?)
     }
 }

@@ -4,31 +4,58 @@ use std::thread;
 
 use antiphon_device::{
     ReduceOp,
-    cuda::{Architecture, Nvrtc},
+    cuda::{Architecture, Nvrtc, Program},
 };
+use antiphon_fabric::gpu::{Family, Kernel as _, Reduction, program};
 use antiphon_sass::{Disassembler, Kernel as Code, Rules};
 use antiphon_tensor::DType;
 
-use super::{
-    MAX_WORLD,
-    kernels::{Family, Fusion},
-};
+use super::MAX_WORLD;
 use crate::{
-    all_reduce::Algorithm,
-    fusion::{Accumulation, Shape},
+    all_reduce::{Algorithm, Reducing, Registered},
+    fusion::{Fusion, Shape},
+    gather_scatter::{Messaging, Movement, ReducingParts},
 };
 
 const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
 
+/// A family for a world of some size.
+struct Variant {
+    family: String,
+    world_size: usize,
+    program: Box<dyn Fn(Architecture) -> Program + Sync>,
+    kernels: Vec<&'static str>,
+    /// Registers that a thread may have, of the 65536 of a multiprocessor: twice the blocks fit that a grid may have, and none
+    /// waits for room.
+    registers: u32,
+    is_fused: bool,
+}
+
+impl Variant {
+    fn of<F: Family + Sync>(family: F, world_size: usize) -> Self {
+        Self {
+            family: format!("{family:?}"),
+            world_size,
+            program: Box::new(move |architecture| program(&family, architecture, world_size)),
+            kernels: F::Kernel::ALL.iter().map(|kernel| kernel.name()).collect(),
+            registers: 65536 / (2 * family.most_blocks(world_size) * family.threads()) / 8 * 8,
+            is_fused: F::NAME == Fusion::NAME,
+        }
+    }
+}
+
 /// Families and world sizes, such that every line of the sources is compiled for every type, operator and world size.
-fn variants() -> Vec<(Family, usize)> {
+fn variants() -> Vec<Variant> {
+    let reduction = |dtype, op| Reduction::new(dtype, op).unwrap();
     let worlds = [2, 4, MAX_WORLD];
-    let mut variants = Vec::from(worlds.map(|world_size| (Family::Movement, world_size)));
+    let mut variants = Vec::from(worlds.map(|world_size| Variant::of(Movement, world_size)));
+    variants.extend([2, 3, 4, MAX_WORLD].map(|world_size| Variant::of(Messaging, world_size)));
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        variants.extend(ReduceOp::ALL.map(|op| (Family::Reduction(dtype, op), 2)));
-        variants.extend(worlds.map(|world_size| (Family::Registered(dtype, ReduceOp::Sum), world_size)));
-        variants
-            .extend([4, MAX_WORLD].map(|world_size| (Family::Reduction(dtype, ReduceOp::Sum), world_size)));
+        let sum = reduction(dtype, ReduceOp::Sum);
+        variants.extend(ReduceOp::ALL.map(|op| Variant::of(Reducing(reduction(dtype, op)), 2)));
+        variants.extend(worlds.map(|world_size| Variant::of(Registered(sum), world_size)));
+        variants.extend([4, MAX_WORLD].map(|world_size| Variant::of(Reducing(sum), world_size)));
+        variants.extend(worlds.map(|world_size| Variant::of(ReducingParts(sum), world_size)));
     }
     variants.extend(fusions());
     variants
@@ -36,12 +63,12 @@ fn variants() -> Vec<(Family, usize)> {
 
 /// Calls with an epilogue: every algorithm and shape, every source, every quantisation, every input and output, each of
 /// them with some of the others.
-fn fusions() -> Vec<(Family, usize)> {
+fn fusions() -> Vec<Variant> {
     const NORM: u32 = 0x1F0; // residual and norm, in and out
     const ALL: u32 = 0x1FF;
+    let sum = |dtype| Reduction::new(dtype, ReduceOp::Sum).unwrap();
     let usual = Fusion {
-        dtype: DType::BF16,
-        accumulation: Accumulation::F32,
+        reduction: sum(DType::BF16),
         source: "TENSOR",
         quantization: "NONE",
         has: NORM,
@@ -68,31 +95,30 @@ fn fusions() -> Vec<(Family, usize)> {
         fusions.push((Fusion { quantization: "FP8_GROUPS", ..wide }, world_size));
     }
     for source in ["MOE_REDUCTION", "MOE_FINALIZE"] {
-        fusions.push((Fusion { source, accumulation: Accumulation::Rounded, ..usual }, 4));
+        fusions.push((Fusion { source, reduction: usual.reduction.round_each(true), ..usual }, 4));
         fusions.push((Fusion { source, algorithm: two_shot, shape: long, ..usual }, 4));
     }
     for dtype in [DType::F32, DType::F16] {
-        fusions.push((Fusion { dtype, quantization: "FP8_TOKENS", has: ALL, ..usual }, 4));
+        fusions.push((Fusion { reduction: sum(dtype), quantization: "FP8_TOKENS", has: ALL, ..usual }, 4));
     }
     fusions.push((Fusion { has: 1, ..usual }, 4));
-    fusions.into_iter().map(|(fusion, world_size)| (Family::Fusion(fusion), world_size)).collect()
+    fusions.into_iter().map(|(fusion, world_size)| Variant::of(fusion, world_size)).collect()
 }
 
 /// What is wrong with a kernel.
-fn broken(code: &Code, family: Family, world_size: usize) -> Vec<String> {
-    // Of the 65536 of a multiprocessor: twice the blocks fit that a grid may have, and none waits for room.
-    let registers = 65536 / (2 * family.most_blocks(world_size) * family.threads()) / 8 * 8;
+fn broken(code: &Code, variant: &Variant) -> Vec<String> {
+    let registers = variant.registers;
     // Vectors (and tags) come and go whole, and past every cache.
     let needed = &["LDG.128.STRONG.SYS", "STG.128.STRONG.SYS"];
-    let rules = match family {
+    let rules = match variant.is_fused {
         // IEEE's division and root are made of such instructions; and some words are kept in the first cache.
-        Family::Fusion(_) => Rules { registers, needed, local_bytes: 128, ..Rules::default() },
+        true => Rules { registers, needed, local_bytes: 128, ..Rules::default() },
         // Sums are rounded one by one; a division by 2, 4 or 8 is a product.
-        _ => Rules { registers, needed, forbidden: &["FFMA", "DFMA"], ..Rules::default() },
+        false => Rules { registers, needed, forbidden: &["FFMA", "DFMA"], ..Rules::default() },
     };
     let mut broken = code.broken(&rules);
     // Those into another block's shared memory are such, in machine code.
-    let may_be_any = matches!(family, Family::Fusion(_));
+    let may_be_any = variant.is_fused;
     if !may_be_any
         && code.instructions.keys().any(|words| words.starts_with("LD.") || words.starts_with("ST."))
     {
@@ -108,20 +134,21 @@ fn broken(code: &Code, family: Family, world_size: usize) -> Vec<String> {
 fn check(architecture: Architecture, nvrtc: &Nvrtc, disassembler: Option<&Disassembler>) -> Vec<String> {
     let variants = variants();
     let (mut cubins, mut wrong) = (Vec::new(), Vec::new());
-    for &(family, world_size) in &variants {
-        let compiled = nvrtc.compile(&family.program(architecture, world_size).unwrap());
+    for variant in &variants {
+        let Variant { family, world_size, program, .. } = variant;
+        let compiled = nvrtc.compile(&program(architecture));
         let compiled =
-            compiled.unwrap_or_else(|e| panic!("{family:?} on {architecture} for {world_size} ranks: {e}"));
+            compiled.unwrap_or_else(|e| panic!("{family} on {architecture} for {world_size} ranks: {e}"));
         if !compiled.log.is_empty() {
-            wrong.push(format!("{family:?} on {architecture} for {world_size} ranks: {}", compiled.log));
+            wrong.push(format!("{family} on {architecture} for {world_size} ranks: {}", compiled.log));
         }
         cubins.push(compiled.cubin);
     }
     let codes = disassembler.map_or_else(Vec::new, |disassembler| disassembler.read(&cubins).unwrap());
-    for (&(family, world_size), code) in variants.iter().zip(&codes) {
-        for kernel in family.kernels() {
-            let found = broken(code.kernel(kernel.name()).unwrap(), family, world_size);
-            let place = format!("{family:?} on {architecture} for {world_size} ranks");
+    for (variant, code) in variants.iter().zip(&codes) {
+        for name in &variant.kernels {
+            let found = broken(code.kernel(name).unwrap(), variant);
+            let place = format!("{} on {architecture} for {} ranks", variant.family, variant.world_size);
             wrong.extend(found.iter().map(|what| format!("{place}: {what}")));
         }
     }

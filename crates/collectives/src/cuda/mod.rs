@@ -36,72 +36,34 @@
 //!
 //! A kernel waits for its peers until the communicator's timeout at most, and not longer than it takes to notice that one
 //! has died. It then ends without its result, and the next call on the host (or [`check`](CudaCollectives::check)) returns
-//! the error: [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout), or
-//! [`Mismatch`](FabricError::Mismatch) when ranks called different things. The GPUs stay usable.
+//! the error: [`FabricError::PeerLost`], [`FabricError::Timeout`], or [`FabricError::Mismatch`] when ranks called different things. The GPUs stay usable.
 
 mod builder;
 mod choice;
-pub(crate) mod kernels;
-pub(crate) mod launch;
 #[cfg(test)]
 mod machine_code;
-mod order;
-mod watch;
 
-use std::{
-    cell::{Cell, RefCell},
-    mem::ManuallyDrop,
-    sync::Arc,
-};
+use std::cell::RefCell;
 
-use antiphon_device::{
-    DeviceError, ReduceOp,
-    cuda::{Context, CudaError, DevicePointer, WaitBoard, memory},
+use antiphon_device::{ReduceOp, cuda::Context};
+use antiphon_fabric::{
+    Communicator, Operation, Signature,
+    gpu::{Reduction, Tenant, UntilIdle},
 };
-use antiphon_fabric::{Communicator, CudaArena, FabricError, Monitor, Operation, Signature};
-use antiphon_tensor::DType;
+use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 pub use crate::all_reduce::Algorithm;
 use crate::{
-    all_reduce::{AllReduceTable, Registry},
-    error::Result,
+    all_reduce::{AllReduceTable, Reducing, Registered, Registry},
+    arguments::{Input, Output},
+    error::{CollectiveError, Result},
+    gather_scatter::{Messaging, Movement},
 };
+#[cfg(doc)]
+use antiphon_fabric::FabricError;
+pub use antiphon_fabric::gpu::{MAX_WORLD, OnFailure};
 pub use builder::CudaBuilder;
 pub use choice::tune;
-use kernels::{Family, Kernels};
-use launch::{Programmatic, Second};
-use order::Order;
-pub use watch::OnFailure;
-use watch::Watch;
-
-/// The most ranks whose arenas fit a kernel's arguments; all of one NVLink domain.
-pub const MAX_WORLD: usize = 8;
-/// Sets of slots. Large messages go in pieces through both, in two streams: while one piece is reduced or stored, the next
-/// is already on the links.
-const CHANNELS: usize = 2;
-/// Calls in flight use three slots in turn.
-const SLOTS: usize = 3;
-const TAGS_BYTES: usize = 4096;
-pub(crate) const THREADS: u32 = 128;
-/// Blocks of a grid for each multiprocessor, at most. Blocks wait for those of other GPUs, so they must not wait for room:
-/// twice as many fit, for those of another communicator.
-const fn most_blocks(world_size: usize) -> u32 {
-    if world_size <= 4 { 4 } else { 2 } // with more ranks a thread needs more registers
-}
-/// The most blocks of a grid on any device.
-const MAX_BLOCKS: u32 = 640;
-/// Where the slots begin in a channel, behind the control words.
-const SLOTS_AT: usize = (MAX_BLOCKS as usize * 16).next_multiple_of(4096);
-
-/// Bytes from slot to slot.
-fn slot_stride(world_size: usize, lane_stride: usize) -> usize {
-    TAGS_BYTES + 2 * world_size * lane_stride
-}
-
-/// Bytes of a set of slots with its control words.
-fn channel_bytes(world_size: usize, lane_stride: usize) -> usize {
-    SLOTS_AT + SLOTS * slot_stride(world_size, lane_stride)
-}
 
 /// Collectives between the GPUs of a communicator's ranks, over their own loads and stores.
 ///
@@ -109,72 +71,35 @@ fn channel_bytes(world_size: usize, lane_stride: usize) -> usize {
 /// stream lives until the next call is made or these collectives are dropped. Calls that are captured are ordered within their
 /// graph; the program orders the launch of the graph behind other calls, and other calls behind it.
 ///
-/// It takes part as long as it lives, as its [`Communicator`] does.
+/// It takes part as long as it lives, as its [`Communicator`] does. It is a [`Tenant`] of the communicator's engine on this GPU:
+/// another one may work beside it, on another stream.
 pub struct CudaCollectives {
-    monitor: Monitor,
-    arena: ManuallyDrop<CudaArena>,
-    second: ManuallyDrop<Second>,
-    order: ManuallyDrop<Order>,
-    board: ManuallyDrop<Arc<WaitBoard>>,
-    kernels: ManuallyDrop<RefCell<Kernels>>,
     /// What all-reduces need not stage.
-    pub(crate) registry: ManuallyDrop<RefCell<Registry>>,
-    watch: Watch,
-    lane_stride: usize,
-    limit_ns: u64,
-    /// Those that the kernels of every rank may use.
-    multiprocessors: u32,
-    programmatic: Programmatic,
-    starts_dependents: Cell<bool>,
-    /// Whether blocks can reach each other's shared memory.
-    has_clusters: bool,
+    pub(crate) registry: UntilIdle<RefCell<Registry>>,
     /// Which all-reduce for which size.
     pub(crate) table: AllReduceTable,
-    /// Whether an error has been returned as what it is.
-    has_told: Cell<bool>,
+    pub(crate) tenant: Tenant,
+    /// What messages between two ranks go through, in an order of their own.
+    pub(crate) messages: Tenant,
 }
 
 impl std::fmt::Debug for CudaCollectives {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "CudaCollectives {{ {:?}, arena: {} bytes }}", self.monitor, self.arena.len())
+        f.debug_tuple("CudaCollectives").field(&self.tenant).finish()
     }
 }
 
 impl CudaCollectives {
-    /// With lanes of so many bytes.
-    fn with_lanes(comm: &Communicator, context: &Context, lane_stride: usize) -> Result<Self> {
-        let world_size = comm.world_size();
-        let len = CHANNELS * channel_bytes(world_size, lane_stride);
-        let arena = CudaArena::new(comm, context, len, 0xFF)?; // EMPTY, everywhere
-        let parts = Parts::new(context, world_size, arena.pointer(comm.rank()), lane_stride);
-        let Parts { board, second, order, kernels, name, multiprocessors, has_clusters, programmatic } =
-            comm.agree("cannot prepare its GPU", parts)?;
-        // Blocks of one index meet, so grids are equal though GPUs may not be.
-        let multiprocessors =
-            comm.exchange_objects(&multiprocessors)?.into_iter().min().unwrap_or(multiprocessors);
-        let multiprocessors = multiprocessors.min(MAX_BLOCKS / most_blocks(world_size));
-        let table = choice::load(comm, &name)?;
-        comm.barrier()?;
-        let monitor = comm.monitor();
-        let watch = comm.agree("cannot watch its peers", Watch::start(monitor.clone(), board.clone()))?;
-        Ok(Self {
-            monitor,
-            arena: ManuallyDrop::new(arena),
-            second: ManuallyDrop::new(second),
-            order: ManuallyDrop::new(order),
-            board: ManuallyDrop::new(board),
-            kernels: ManuallyDrop::new(RefCell::new(kernels)),
-            registry: ManuallyDrop::default(),
-            watch,
-            lane_stride,
-            limit_ns: comm.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
-            multiprocessors,
-            programmatic,
-            starts_dependents: Cell::new(false),
-            has_clusters,
-            table,
-            has_told: Cell::new(false),
-        })
+    /// With at most so many bytes of each GPU for staging.
+    fn with_staging(comm: &Communicator, context: &Context, bytes: usize) -> Result<Self> {
+        let tenant = Tenant::new(comm, context, bytes)?;
+        let messages = Tenant::new(comm, context, Tenant::LEAST_STAGING_BYTES)?;
+        if comm.world_size() > 1 {
+            tenant.load_together(comm, Movement)?;
+            messages.load_together(comm, Messaging)?;
+        }
+        let table = choice::load(comm, tenant.gpu_name())?;
+        Ok(Self { tenant, messages, registry: UntilIdle::new(context, RefCell::default()), table })
     }
 
     /// Compiles and loads the kernels that reduce a dtype by an operator, so that no call has to; once memory is
@@ -182,12 +107,16 @@ impl CudaCollectives {
     /// second. Not while a stream is being captured.
     ///
     /// # Errors
-    /// [`CollectiveError::NotNumeric`](crate::CollectiveError::NotNumeric) for dtypes other than f32, f16 and bf16;
+    /// [`CollectiveError::NotNumeric`] for dtypes other than f32, f16 and bf16;
     /// [`FabricError::Device`].
     pub fn prepare(&self, dtype: DType, op: ReduceOp) -> Result<()> {
-        self.load(Family::Reduction(dtype, op))?;
+        let reduction = reduction(Operation::AllReduce, dtype, op)?;
+        if self.world_size() == 1 {
+            return Ok(());
+        }
+        self.tenant.load(Reducing(reduction))?;
         if !self.registry.borrow().is_empty() {
-            self.load(Family::Registered(dtype, op))?;
+            self.tenant.load(Registered(reduction))?;
         }
         Ok(())
     }
@@ -200,27 +129,27 @@ impl CudaCollectives {
     /// under way on the same GPUs: a large kernel behind a call takes all the room on its GPU, and on another GPU one behind a
     /// call of the other communicator does; then each call waits for a kernel that finds no room, until the deadline.
     pub fn start_dependents_early(&self, early: bool) {
-        self.starts_dependents.set(early);
+        self.tenant.start_dependents_early(early);
     }
 
     /// What happens, from now on, when a kernel has given up; see [`OnFailure`].
     pub fn on_failure(&self, action: OnFailure) {
-        self.watch.on_failure(action);
+        self.tenant.on_failure(action);
     }
 
     /// This rank, from 0.
     pub fn rank(&self) -> usize {
-        self.monitor.rank()
+        self.tenant.rank()
     }
 
     /// How many ranks there are.
     pub fn world_size(&self) -> usize {
-        self.monitor.world_size()
+        self.tenant.world_size()
     }
 
     /// The context of this rank's device.
     pub fn context(&self) -> &Context {
-        self.arena.context()
+        self.tenant.context()
     }
 
     /// Whether all calls that are over have done what they should. It does not wait: synchronise with the stream first.
@@ -230,105 +159,31 @@ impl CudaCollectives {
     /// [`FabricError::Aborted`]; from then on [`FabricError::Failed`].
     #[inline]
     pub fn check(&self) -> Result<()> {
-        match self.board.report() {
-            None => Ok(self.monitor.check_usable()?),
-            Some(report) => self.fail(watch::explain(&self.monitor, &report, self.watch.lost())),
-        }
+        Ok(self.tenant.check()?)
     }
 
-    /// That a call may be made now, which needs all peers.
-    #[inline]
-    pub(crate) fn check_ready(&self) -> Result<()> {
-        self.check()?;
-        match self.watch.lost() {
-            None => Ok(()),
-            Some(lost) => self.fail(lost.clone()),
-        }
+    pub(crate) fn input(&self, signature: &Signature, tensor: &TensorView<'_>) -> Result<Input> {
+        Input::on(self.device(), signature.operation, tensor)
     }
 
-    /// Ends this communicator: whatever waits does so in vain. The first to ask hears why.
-    #[cold]
-    pub(crate) fn fail<T>(&self, error: FabricError) -> Result<T> {
-        if self.has_told.replace(true) {
-            self.monitor.check_usable()?;
-        }
-        self.monitor.report(&error);
-        self.board.abort();
-        Err(error.into())
+    pub(crate) fn output(&self, signature: &Signature, tensor: &mut TensorViewMut<'_>) -> Result<Output> {
+        Output::on(self.device(), signature.operation, tensor)
     }
-}
 
-impl Drop for CudaCollectives {
-    fn drop(&mut self) {
-        // Kernels under way use all of this. They end by their deadline at the latest. Where that cannot be waited for (as
-        // during a capture) it stays: better lost than pulled away from under a kernel. So it does in a forked child, which
-        // cannot use the driver, and where it is the parent's.
-        if !self.watch.is_here() || self.context().synchronize().is_err() {
-            return;
-        }
-        // SAFETY: dropped once, here, and not used any more.
-        unsafe {
-            ManuallyDrop::drop(&mut self.second);
-            ManuallyDrop::drop(&mut self.order);
-            ManuallyDrop::drop(&mut self.board);
-            ManuallyDrop::drop(&mut self.kernels);
-            ManuallyDrop::drop(&mut self.registry);
-            ManuallyDrop::drop(&mut self.arena);
-        }
+    /// Where tensors must be.
+    pub(crate) fn device(&self) -> Device {
+        Device::Cuda(self.context().device().ordinal())
     }
-}
-
-/// What one rank needs for itself.
-struct Parts {
-    board: Arc<WaitBoard>,
-    second: Second,
-    order: Order,
-    kernels: Kernels,
-    /// Of the GPU.
-    name: String,
-    multiprocessors: u32,
-    has_clusters: bool,
-    programmatic: Programmatic,
-}
-
-impl Parts {
-    fn new(context: &Context, world_size: usize, arena: DevicePointer, lane_stride: usize) -> Result<Self> {
-        for channel in 0..CHANNELS {
-            let at = arena.offset((channel * channel_bytes(world_size, lane_stride)) as u64);
-            clear_control(context, at).map_err(device)?;
-        }
-        let mut kernels = Kernels::new(context, world_size);
-        kernels.load(Family::Movement)?;
-        let properties = context.device().properties().map_err(device)?;
-        Ok(Self {
-            board: Arc::new(WaitBoard::new(context).map_err(device)?),
-            second: Second::new(context).map_err(device)?,
-            order: Order::new(context).map_err(device)?,
-            kernels,
-            name: properties.name,
-            multiprocessors: context.multiprocessors().map_err(device)?,
-            has_clusters: properties.cluster_launch,
-            programmatic: Programmatic::of(
-                properties.compute_capability,
-                context.device().driver().version(),
-            ),
-        })
-    }
-}
-
-/// A channel's control words begin as zeros.
-fn clear_control(context: &Context, at: DevicePointer) -> std::result::Result<(), CudaError> {
-    let stream = context.stream()?;
-    // SAFETY: a channel is larger, and nobody uses it yet.
-    unsafe { memory::fill(stream.borrow(), at, 0, SLOTS_AT) }?;
-    stream.borrow().synchronize()
-}
-
-pub(crate) fn device(error: CudaError) -> crate::CollectiveError {
-    FabricError::from(DeviceError::from(error)).into()
 }
 
 /// An operation with what all ranks must agree on.
 pub(crate) fn signature(operation: Operation, dtype: DType, count: usize) -> Signature {
     Signature { dtype: Some(dtype), count: count as u64, ..Signature::new(operation) }
+}
+
+/// The reduction of an operation, if the kernels have such arithmetic.
+#[inline]
+pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Result<Reduction> {
+    let refused = CollectiveError::NotNumeric { operation: operation.name(), dtype };
+    Reduction::new(dtype, op).ok_or(refused)
 }

@@ -2,23 +2,90 @@
 
 use std::ptr::null;
 
-use antiphon_device::cuda::{KernelArgument, StreamRef};
-use antiphon_fabric::Operation;
+use antiphon_device::{
+    ReduceOp,
+    cuda::{KernelArgument, Program, StreamRef},
+};
+use antiphon_fabric::{
+    Operation,
+    gpu::{Family, Grid, Launch, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
+};
 use antiphon_tensor::Device;
 
 use super::{
-    Checked, FusedAllReduce, Shape, Teams,
+    Accumulation, Checked, FusedAllReduce, Shape, Teams,
     checked::{CheckedNorm, CheckedQuantization, CheckedScale, CheckedSource},
+    teams::Room,
 };
 use crate::{
     all_reduce::Algorithm,
-    cuda::{
-        CudaCollectives,
-        kernels::{Family, Fusion, Kernel},
-        launch::{Cut, Grid, Launch, More, Work},
-    },
+    cuda::{CudaCollectives, reduction},
     error::{CollectiveError, Result},
 };
+
+kernels! {
+    /// The kernel of `kernels.cuh`.
+    pub(crate) enum Kernel {
+        FusedAllReduce = "fused_all_reduce",
+    }
+}
+
+/// What the kernel is specialised in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fusion {
+    pub(crate) reduction: Reduction,
+    /// In the words of source.cuh.
+    pub(crate) source: &'static str,
+    pub(crate) quantization: &'static str,
+    /// Which inputs and outputs there are; see source.cuh.
+    pub(crate) has: u32,
+    pub(crate) algorithm: Algorithm,
+    pub(crate) shape: Shape,
+}
+
+impl Family for Fusion {
+    type Kernel = Kernel;
+    type Arguments = Fused;
+    const NAME: &'static str = "fusion.cuh";
+    const SOURCES: &'static [Source] = &[
+        REDUCE,
+        Source { name: "fusion/source.cuh", text: include_str!("source.cuh") },
+        Source { name: "fusion/team.cuh", text: include_str!("team.cuh") },
+        Source { name: "fusion/quantize.cuh", text: include_str!("quantize.cuh") },
+        Source { name: "fusion/epilogue.cuh", text: include_str!("epilogue.cuh") },
+        Source { name: "fusion/kernels.cuh", text: include_str!("kernels.cuh") },
+    ];
+
+    fn define(&self, program: Program, world_size: usize) -> Program {
+        self.reduction
+            .define(program)
+            .define("SOURCE", self.source)
+            .define("QUANTIZATION", self.quantization)
+            .define("HAS", self.has)
+            .define("ALGORITHM", self.algorithm.name().replace('-', "_"))
+            .define("IS_ONE_SHOT", u8::from(self.algorithm == Algorithm::OneShot))
+            .define("SHORT", u8::from(self.shape.is_short()))
+            .define("AT_ONCE", Shape::at_once(world_size))
+            .define("SPLIT", u8::from(self.shape.is_split()))
+    }
+
+    fn threads(&self) -> u32 {
+        self.shape.threads() as u32
+    }
+
+    fn most_blocks(&self, world_size: usize) -> u32 {
+        self.shape.most_blocks(world_size, self.algorithm)
+    }
+
+    /// Teams are made for as many.
+    fn least_blocks(&self, world_size: usize) -> u32 {
+        self.most_blocks(world_size)
+    }
+
+    fn shared_bytes(&self) -> u32 {
+        Teams::most_shared_bytes()
+    }
+}
 
 impl CudaCollectives {
     /// A sum with what a transformer layer does with it, in the order of the stream; see [`fusion`](crate::fusion).
@@ -31,26 +98,27 @@ impl CudaCollectives {
     /// The tensors stay valid, and are not used in another way, until the stream has passed this call.
     pub unsafe fn all_reduce_fused(&self, call: FusedAllReduce<'_>, stream: StreamRef<'_>) -> Result<()> {
         let call = Checked::new(Device::Cuda(self.context().device().ordinal()), &call)?;
-        self.enter(stream)?;
+        self.tenant.enter(stream)?;
         let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
-        let loaded = self.load(Family::Fusion(call.program(algorithm, teams.shape)))?;
-        let signature = call.signature(algorithm as u8);
-        let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
+        let loaded = self.tenant.load(call.family(algorithm, teams.shape)?)?;
+        let work = Work::new(call.signature(algorithm as u8));
         let of = |start: usize, rows: usize, channels: usize| {
-            let room = self.room_here(channels);
+            let room = Room::here(&self.tenant, channels);
             let of_piece = || Teams::of(teams.shape, &call, rows, algorithm, room).expect("a row fits");
             let teams = if rows == call.tokens { teams } else { of_piece() };
-            let more = More::Epilogue(Fused::new(&call, start, rows, &teams));
-            Launch { kernel: Kernel::FusedAllReduce, grid: Grid::Teams(teams), work, more }
+            let arguments = Fused::new(&call, start, rows, &teams);
+            let grid = Grid::Exact { config: teams.config(), is_small: teams.is_small };
+            Launch { kernel: Kernel::FusedAllReduce, grid, work, arguments }
         };
         let parts = if algorithm == Algorithm::OneShot { 1 } else { self.world_size() };
-        let rows = self.lane_bytes() / call.row_bytes();
+        let rows = self.tenant.lane_bytes() / call.row_bytes();
         if rows == 0 && call.tokens > 0 {
-            return Err(too_long_for_staging(&call, self.lane_bytes()));
+            return Err(too_long_for_staging(&call, self.tenant.lane_bytes()));
         }
-        let cut = Cut { total: call.tokens, most: rows * parts, unit: parts };
+        let pieces = Pieces { total: call.tokens, most: rows * parts, unit: parts };
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, cut, stream, of) }
+        unsafe { self.tenant.run(&loaded, pieces, stream, of) }?;
+        Ok(())
     }
 
     /// Compiles and loads the program of calls like this one, of as many tokens, so that no call has to. From the cache on disk
@@ -61,12 +129,13 @@ impl CudaCollectives {
     pub fn prepare_fused(&self, call: &FusedAllReduce<'_>) -> Result<()> {
         let call = Checked::new(Device::Cuda(self.context().device().ordinal()), call)?;
         let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
-        self.load(Family::Fusion(call.program(algorithm, teams.shape))).map(drop)
+        self.tenant.load(call.family(algorithm, teams.shape)?)?;
+        Ok(())
     }
 
     /// By which algorithm, the same on all ranks, and in which teams, if a row fits any.
     fn plan(&self, call: &Checked) -> Option<(Algorithm, Teams)> {
-        let (everywhere, here) = (self.room_for_teams(1), self.room_here(1));
+        let (everywhere, here) = (Room::everywhere(&self.tenant, 1), Room::here(&self.tenant, 1));
         let of = |algorithm| Some((algorithm, Teams::new(call, algorithm, everywhere)?));
         let best = of(call.algorithm.unwrap_or_else(|| self.algorithm_for(call.num_bytes())))?;
         let (algorithm, teams) = match best {
@@ -118,10 +187,10 @@ impl Checked {
     }
 
     /// The program that serves it.
-    fn program(&self, algorithm: Algorithm, shape: Shape) -> Fusion {
-        Fusion {
-            dtype: self.dtype,
-            accumulation: self.accumulation,
+    fn family(&self, algorithm: Algorithm, shape: Shape) -> Result<Fusion> {
+        let reduction = reduction(Operation::FusedAllReduce, self.dtype, ReduceOp::Sum)?;
+        Ok(Fusion {
+            reduction: reduction.round_each(self.accumulation == Accumulation::Rounded),
             source: match self.source {
                 CheckedSource::Tensor { .. } => "TENSOR",
                 CheckedSource::MoeReduction { .. } => "MOE_REDUCTION",
@@ -140,7 +209,22 @@ impl Checked {
             has: self.has(),
             algorithm,
             shape,
-        }
+        })
+    }
+}
+
+impl Room {
+    /// What a call with an epilogue may use of every rank's GPU, in one of so many channels.
+    fn everywhere(tenant: &Tenant, channels: usize) -> Self {
+        let (world_size, multiprocessors) = (tenant.world_size(), tenant.multiprocessors());
+        Self { world_size, multiprocessors, has_clusters: tenant.has_clusters(), channels }
+    }
+
+    /// What it may use in the stream that the call comes on. Where that has a part of the GPU's multiprocessors, they may not
+    /// be such as run clusters.
+    fn here(tenant: &Tenant, channels: usize) -> Self {
+        let (all, here) = (Self::everywhere(tenant, channels), tenant.multiprocessors_here());
+        Self { multiprocessors: here, has_clusters: all.has_clusters && here == all.multiprocessors, ..all }
     }
 }
 

@@ -1,5 +1,5 @@
 // All-reduce with an epilogue over NVLink: one-shot and two-shot, as all_reduce/kernels.cuh, but that whoever has a vector of
-// the sum goes on with it. Behind cuda/slots.cuh, cuda/reduce.cuh and epilogue.cuh.
+// the sum goes on with it. Behind slots.cuh, reduce.cuh and epilogue.cuh.
 //
 // Sums, residuals and norms may take a tensor's place: what becomes of a vector is written by a thread that has the vector's
 // sum, to which everybody's contribution, this rank's too, was read before.

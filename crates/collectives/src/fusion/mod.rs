@@ -81,12 +81,13 @@ mod teams;
 use antiphon_tensor::{ScaleLayout, TensorView, TensorViewMut};
 
 use crate::all_reduce::Algorithm;
+#[cfg(test)]
+pub(crate) use cuda::Fusion;
 use given::{Form, Given, Summands, Unfit};
 pub(crate) use {
     checked::Checked,
-    cuda::Fused,
     host::run,
-    teams::{Room, Shape, Teams},
+    teams::{Shape, Teams},
 };
 
 /// What a rank contributes to the sum: `tokens × hidden` elements of `T`.

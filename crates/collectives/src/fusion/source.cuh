@@ -1,5 +1,5 @@
 // What a rank contributes to a fused all-reduce, and what the kernels are given. For a program that has SOURCE. Behind
-// cuda/reduce.cuh.
+// reduce.cuh.
 
 enum { TENSOR, MOE_REDUCTION, MOE_FINALIZE };                      // SOURCE
 enum { NONE, FP8, FP8_TOKENS, FP8_GROUPS, FP8_ODD_GROUPS, NVFP4 }; // QUANTIZATION

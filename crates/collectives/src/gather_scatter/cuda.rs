@@ -1,19 +1,51 @@
 //! The collectives that move data, on GPUs; `kernels.cuh` and `reduce_scatter.cuh` have the algorithms.
 
-use antiphon_device::{ReduceOp, cuda::StreamRef};
-use antiphon_fabric::{FabricError, Operation, Signature};
+use antiphon_device::{
+    ReduceOp,
+    cuda::{Program, StreamRef},
+};
+use antiphon_fabric::{
+    FabricError, Operation, Signature,
+    gpu::{Family, Grid, Launch, NoArguments, Pieces, Source, Work, kernels},
+};
+use antiphon_operation::Call;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use crate::{
+    all_reduce::{ReduceKernel, Reducing},
     arguments::block,
-    cuda::{
-        CudaCollectives,
-        kernels::{Family, Kernel},
-        launch::{Cut, Grid, Launch, More, Work},
-        signature,
-    },
+    cuda::{CudaCollectives, reduction, signature},
     error::Result,
 };
+
+kernels! {
+    /// The kernels of `kernels.cuh`.
+    pub(crate) enum Kernel {
+        Barrier = "barrier",
+        AllGather = "all_gather",
+        AllToAll = "all_to_all",
+        Broadcast = "broadcast",
+        BroadcastParts = "broadcast_parts",
+    }
+}
+
+/// The kernels that move bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Movement;
+
+impl Family for Movement {
+    type Kernel = Kernel;
+    type Arguments = NoArguments;
+    const NAME: &'static str = "movement.cuh";
+    const SOURCES: &'static [Source] = &[
+        Source { name: "gather_scatter/rows.cuh", text: include_str!("rows.cuh") },
+        Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") },
+    ];
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program
+    }
+}
 
 /// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in kernels.cuh.
 const ROW_BYTES: usize = 512;
@@ -36,6 +68,12 @@ impl CudaCollectives {
         output: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
+        if self.world_size() == 1 {
+            // SAFETY: passed on.
+            return unsafe {
+                self.alone(&Call::new(Operation::AllGather), Some(input), Some(output), stream)
+            };
+        }
         let signature = signature(Operation::AllGather, input.dtype(), input.numel());
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
         let count = block(signature.operation, &input, &output, self.world_size())?;
@@ -45,8 +83,7 @@ impl CudaCollectives {
             output: output.data.addr(),
             count: bytes,
             stride: bytes,
-            root: 0,
-            signature,
+            ..Work::new(signature)
         };
         // SAFETY: passed on.
         unsafe { self.move_rows(Kernel::AllGather, &work, stream) }
@@ -66,6 +103,10 @@ impl CudaCollectives {
         output: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
+        if self.world_size() == 1 {
+            // SAFETY: passed on.
+            return unsafe { self.alone(&Call::new(Operation::AllToAll), Some(input), Some(output), stream) };
+        }
         let signature = signature(Operation::AllToAll, input.dtype(), input.numel());
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
         let count = block(signature.operation, &input, &output, self.world_size())?;
@@ -75,8 +116,7 @@ impl CudaCollectives {
             output: output.data.addr(),
             count: bytes,
             stride: bytes,
-            root: 0,
-            signature,
+            ..Work::new(signature)
         };
         // SAFETY: passed on.
         unsafe { self.move_rows(Kernel::AllToAll, &work, stream) }
@@ -99,6 +139,9 @@ impl CudaCollectives {
         if root >= self.world_size() {
             let text = format!("root rank {root} is not below the world size {}", self.world_size());
             return Err(FabricError::InvalidArgument(text).into());
+        }
+        if self.world_size() == 1 {
+            return Ok(self.tenant.check_ready()?);
         }
         signature.detail = root as u32;
         let buffer = self.output(&signature, buffer)?;
@@ -127,11 +170,23 @@ impl CudaCollectives {
         op: ReduceOp,
         stream: StreamRef<'_>,
     ) -> Result<()> {
+        if self.world_size() == 1 {
+            // SAFETY: passed on.
+            return unsafe {
+                self.alone(
+                    &Call::new(Operation::ReduceScatter).with_op(op),
+                    Some(input),
+                    Some(output),
+                    stream,
+                )
+            };
+        }
         let mut signature = signature(Operation::ReduceScatter, input.dtype(), input.numel());
         signature.reduce = Some(op);
         let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
         let count = block(signature.operation, &input, &output, self.world_size())?;
-        let loaded = self.ready(Family::Reduction(input.dtype, op), stream)?;
+        let family = Reducing(reduction(signature.operation, input.dtype, op)?);
+        let loaded = self.tenant.ready(family, stream)?;
         let size = input.dtype.size();
         let bytes = count * size;
         let (from, to) = (input.data.addr(), output.data.addr());
@@ -141,15 +196,15 @@ impl CudaCollectives {
                 output: to + start,
                 count: len / size,
                 stride: bytes,
-                root: 0,
-                signature,
+                ..Work::new(signature)
             };
             let plain = (work.input | work.output | bytes | len).is_multiple_of(16);
-            let kernel = if plain { Kernel::ReduceScatterPlain } else { Kernel::ReduceScatter };
-            Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, more: More::Nothing }
+            let kernel = if plain { ReduceKernel::ReduceScatterPlain } else { ReduceKernel::ReduceScatter };
+            Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, arguments: NoArguments }
         };
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, Cut::bytes(bytes, self.lane_bytes()), stream, of) }
+        unsafe { self.tenant.run(&loaded, Pieces::bytes(bytes, self.tenant.lane_bytes()), stream, of) }?;
+        Ok(())
     }
 
     /// Waits, in the order of the stream, until the streams of all ranks have come here.
@@ -157,21 +212,24 @@ impl CudaCollectives {
     /// # Errors
     /// As [`check`](Self::check).
     pub fn barrier(&self, stream: StreamRef<'_>) -> Result<()> {
-        let loaded = self.ready(Family::Movement, stream)?;
-        let signature = Signature::new(Operation::Barrier);
-        let work = Work { input: 0, output: 0, count: 0, stride: 0, root: 0, signature };
+        if self.world_size() == 1 {
+            return Ok(self.tenant.check_ready()?);
+        }
+        let loaded = self.tenant.ready(Movement, stream)?;
+        let work = Work::new(Signature::new(Operation::Barrier));
         let barrier =
-            |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, more: More::Nothing };
+            |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, arguments: NoArguments };
         // SAFETY: it uses no memory of the caller's.
-        unsafe { self.run(&loaded, Cut::bytes(1, 1), stream, barrier) }
+        unsafe { self.tenant.run(&loaded, Pieces::bytes(1, 1), stream, barrier) }?;
+        Ok(())
     }
 
     /// Moves blocks of `work.count` bytes by a kernel that works in rows.
     ///
     /// # Safety
-    /// As [`run`](Self::run).
+    /// As [`Tenant::run`](antiphon_fabric::gpu::Tenant::run).
     unsafe fn move_rows(&self, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
-        let loaded = self.ready(Family::Movement, stream)?;
+        let loaded = self.tenant.ready(Movement, stream)?;
         // Of a part, a peer gets one and passes it on.
         let parts = if kernel == Kernel::BroadcastParts { self.world_size() - 1 } else { 1 };
         let of = |start: usize, len: usize, _| {
@@ -181,10 +239,11 @@ impl CudaCollectives {
                 Kernel::AllToAll | Kernel::BroadcastParts => Grid::ItemsByPeer(items),
                 _ => Grid::Items(items),
             };
-            Launch { kernel, grid, work, more: More::Nothing }
+            Launch { kernel, grid, work, arguments: NoArguments }
         };
-        let piece = self.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
+        let piece = self.tenant.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
         // SAFETY: passed on.
-        unsafe { self.run(&loaded, Cut::bytes(work.count, piece), stream, of) }
+        unsafe { self.tenant.run(&loaded, Pieces::bytes(work.count, piece), stream, of) }?;
+        Ok(())
     }
 }

@@ -17,13 +17,19 @@
 //! Every rank takes part in every round, also where it neither gives nor gets: that is how ranks that disagree find
 //! out, and how a rank that is gone is noticed by all.
 
-#[cfg(not(loom))]
 mod cuda;
 mod host;
+mod messages;
+mod parts;
 mod uneven;
 
 use antiphon_fabric::Communicator;
 use antiphon_operation::Extent;
+
+pub(crate) use cuda::Movement;
+pub(crate) use messages::Messaging;
+#[cfg(test)]
+pub(crate) use parts::ReducingParts;
 
 use crate::{arguments::CheckedCall, error::Result};
 

@@ -1,5 +1,5 @@
-// Reduce-scatter over NVLink: (WORLD - 1) · n bytes out for a result of n, one hop. Behind cuda/slots.cuh and
-// cuda/reduce.cuh.
+// Reduce-scatter over NVLink: (WORLD - 1) · n bytes out for a result of n, one hop. Behind slots.cuh and
+// reduce.cuh.
 
 template <bool PLAIN> DEVICE void reduce_scatter_of(const arguments& a) {
     const u32 vectors = vectors_of(a.count);

@@ -440,7 +440,7 @@ impl Communicator {
         self.start(self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, sends, receives, *, out = None))]
+    #[pyo3(signature = (x, sends, receives, *, out = None, stream = None))]
     fn all_to_all_v<'py>(
         &self,
         py: Python<'py>,
@@ -448,6 +448,7 @@ impl Communicator {
         sends: Vec<Count>,
         receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         self.run(
             py,
@@ -455,9 +456,9 @@ impl Communicator {
                 call(Operation::AllToAllV).with_counts(rows(&sends)).with_receives(rows(&receives)),
                 Some(x),
                 out,
-                Usage::Call(None),
+                Usage::Call(stream),
             )?,
-            None,
+            stream,
         )
     }
 
@@ -477,16 +478,17 @@ impl Communicator {
         )?)
     }
 
-    #[pyo3(signature = (x, counts, *, out = None))]
+    #[pyo3(signature = (x, counts, *, out = None, stream = None))]
     fn all_gather_v<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         counts: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         let what = call(Operation::AllGatherV).with_counts(rows(&counts));
-        self.run(py, self.prepare(what, Some(x), out, Usage::Call(None))?, None)
+        self.run(py, self.prepare(what, Some(x), out, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, counts, *, out = None))]
@@ -500,7 +502,7 @@ impl Communicator {
         self.start(self.prepare(what, Some(x), out, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, counts, op = None, *, out = None))]
+    #[pyo3(signature = (x, counts, op = None, *, out = None, stream = None))]
     fn reduce_scatter_v<'py>(
         &self,
         py: Python<'py>,
@@ -508,9 +510,10 @@ impl Communicator {
         counts: Vec<Count>,
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         let what = reducing(Operation::ReduceScatterV, op)?.with_counts(rows(&counts));
-        self.run(py, self.prepare(what, Some(x), out, Usage::Call(None))?, None)
+        self.run(py, self.prepare(what, Some(x), out, Usage::Call(stream))?, stream)
     }
 
     #[pyo3(signature = (x, counts, op = None, *, out = None))]
@@ -551,7 +554,7 @@ impl Communicator {
         self.start(self.prepare(call(Operation::Broadcast).with_root(root.0), x, out, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
+    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, op=None, root=0, *, out=None, stream=None)")]
     fn reduce<'py>(
         &self,
         py: Python<'py>,
@@ -559,6 +562,7 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         self.run(
             py,
@@ -566,9 +570,9 @@ impl Communicator {
                 reducing(Operation::Reduce, op)?.with_root(root.0),
                 Some(x),
                 out,
-                Usage::Call(None),
+                Usage::Call(stream),
             )?,
-            None,
+            stream,
         )
     }
 
@@ -588,18 +592,19 @@ impl Communicator {
         )?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
+    #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn gather<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         self.run(
             py,
-            self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Call(None))?,
-            None,
+            self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Call(stream))?,
+            stream,
         )
     }
 
@@ -613,18 +618,19 @@ impl Communicator {
         self.start(self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
+    #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn scatter<'py>(
         &self,
         py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         self.run(
             py,
-            self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Call(None))?,
-            None,
+            self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Call(stream))?,
+            stream,
         )
     }
 
@@ -638,26 +644,26 @@ impl Communicator {
         self.start(self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Started)?)
     }
 
-    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<()> {
-        let operand = Operand::import(x, "the input", Usage::Call(None))?.on_host("send")?;
-        let (queue, tensor) = (self.queue()?, operand.tensor);
-        // SAFETY: the operand and the caller's reference live until this returns.
-        interrupt::detached(py, || queue.messenger().send(unsafe { tensor.view() }.map_err(refused)?, to.0))?;
-        Ok(())
+    #[pyo3(signature = (x, to, *, stream = None))]
+    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, stream: Option<RawStream>) -> Result<()> {
+        let operand = Operand::import(x, "the input", Usage::Call(stream))?;
+        self.exchange(py, Some((operand, to.0)), None, stream)
     }
 
-    fn recv<'py>(&self, py: Python<'py>, out: Bound<'py, PyAny>, source: Count) -> Result<Bound<'py, PyAny>> {
-        let operand = Operand::import(&out, "the output", Usage::Call(None))?
-            .on_host("recv")?
-            .writable("the output")?;
-        let (queue, tensor) = (self.queue()?, operand.tensor);
-        interrupt::detached(py, || {
-            // SAFETY: as in `send`.
-            queue.messenger().recv(unsafe { tensor.view_mut() }.map_err(refused)?, source.0)
-        })?;
+    #[pyo3(signature = (out, source, *, stream = None))]
+    fn recv<'py>(
+        &self,
+        py: Python<'py>,
+        out: Bound<'py, PyAny>,
+        source: Count,
+        stream: Option<RawStream>,
+    ) -> Result<Bound<'py, PyAny>> {
+        let operand = Operand::import(&out, "the output", Usage::Call(stream))?.writable("the output")?;
+        self.exchange(py, None, Some((operand, source.0)), stream)?;
         Ok(out)
     }
 
+    #[pyo3(signature = (x, to, out, source, *, stream = None))]
     fn send_recv<'py>(
         &self,
         py: Python<'py>,
@@ -665,20 +671,14 @@ impl Communicator {
         to: Count,
         out: Bound<'py, PyAny>,
         source: Count,
+        stream: Option<RawStream>,
     ) -> Result<Bound<'py, PyAny>> {
-        let read = Operand::import(x, "the input", Usage::Call(None))?.on_host("send_recv")?;
-        let write = Operand::import(&out, "the output", Usage::Call(None))?;
-        let write = write.on_host("send_recv")?.writable("the output")?;
+        let read = Operand::import(x, "the input", Usage::Call(stream))?;
+        let write = Operand::import(&out, "the output", Usage::Call(stream))?.writable("the output")?;
         if overlap(&read.tensor, &write.tensor) {
             return Err(PyValueError::new_err("input and output overlap").into());
         }
-        let (queue, read_from, write_to) = (self.queue()?, read.tensor, write.tensor);
-        interrupt::detached(py, || {
-            // SAFETY: as in `send`.
-            let (x, out) =
-                unsafe { (read_from.view().map_err(refused)?, write_to.view_mut().map_err(refused)?) };
-            queue.messenger().send_recv(x, to.0, out, source.0)
-        })?;
+        self.exchange(py, Some((read, to.0)), Some((write, source.0)), stream)?;
         Ok(out)
     }
 

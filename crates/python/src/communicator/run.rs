@@ -12,9 +12,9 @@ use pyo3::{
     prelude::*,
 };
 
-use super::Communicator;
+use super::{Communicator, refused};
 use crate::{
-    arguments::{Operands, Prepared},
+    arguments::{Operands, Prepared, same_device},
     cuda::{self, Gpus, RawStream},
     error::{Error, Result},
     fork::Process,
@@ -102,6 +102,52 @@ impl Communicator {
     }
 }
 
+impl Communicator {
+    /// A message to a rank, or from a rank, or both, each with its operand.
+    pub(super) fn exchange(
+        &self,
+        py: Python<'_>,
+        sent: Option<(Operand, usize)>,
+        received: Option<(Operand, usize)>,
+        stream: Option<RawStream>,
+    ) -> Result<()> {
+        let queue = self.queue()?;
+        let [read, write] =
+            [&sent, &received].map(|side| side.as_ref().map(|(operand, peer)| (operand.tensor, *peer)));
+        let [from, to] = [&sent, &received].map(|side| side.as_ref().map(|(operand, _)| operand));
+        if let (Some(from), Some(to)) = (from, to) {
+            same_device(&from.tensor, &to.tensor)?;
+        }
+        let operand = from.or(to);
+        let device = operand.and_then(|operand| cuda::ordinal(operand.tensor.device));
+        if let Some(device) = device {
+            let stream = stream.or_else(|| operand.and_then(|operand| operand.stream)).unwrap_or(0);
+            // SAFETY: as in `run`.
+            interrupt::detached(py, || unsafe { self.gpus.exchange(&queue, device, stream, read, write) })?;
+            return Ok(());
+        }
+        if let Some(stream) = stream {
+            let text = format!("a message: host memory has no stream {stream}");
+            return Err(pyo3::exceptions::PyValueError::new_err(text).into());
+        }
+        interrupt::detached(py, || {
+            let messenger = queue.messenger();
+            // SAFETY: the operands and the caller's references live until this returns.
+            unsafe {
+                let read = read.map(|(tensor, to)| Ok((tensor.view()?, to))).transpose();
+                let write = write.map(|(tensor, from)| Ok((tensor.view_mut()?, from))).transpose();
+                match (read.map_err(refused)?, write.map_err(refused)?) {
+                    (Some((read, to)), Some((write, from))) => messenger.send_recv(read, to, write, from),
+                    (Some((read, to)), None) => messenger.send(read, to),
+                    (None, Some((write, from))) => messenger.recv(write, from),
+                    (None, None) => Ok(()),
+                }
+            }
+        })?;
+        Ok(())
+    }
+}
+
 impl Operand {
     /// Refuses memory of a GPU, for what has no kernel.
     pub(super) fn on_host(self, operation: &str) -> Result<Self> {
@@ -115,8 +161,7 @@ impl Operand {
 #[cold]
 fn not_on_cuda(operation: &str, device: u32) -> Error {
     let text = format!(
-        "{operation} on cuda:{device}: on CUDA there are all_reduce, all_gather, reduce_scatter, all_to_all, broadcast \
-         and barrier"
+        "{operation} on cuda:{device}: it is for host memory alone; on CUDA there are the collectives, send, recv and send_recv"
     );
     PyNotImplementedError::new_err(text).into()
 }

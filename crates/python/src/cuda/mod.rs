@@ -26,7 +26,7 @@ pub(crate) use buffer::CudaBuffer;
 pub(crate) use failure::Action;
 pub(crate) use register::Registrable;
 
-use crate::{call::Call, error::Result, fused::Fused};
+use crate::{call::Call, error::Result, fused::Fused, operand::Tensor};
 
 type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
 
@@ -54,8 +54,7 @@ struct State {
 
 struct Gpu {
     context: Context,
-    /// Absent for a rank that is alone.
-    peers: Option<CudaCollectives>,
+    collectives: CudaCollectives,
     /// The kernels that are loaded.
     loaded: Vec<(DType, ReduceOp)>,
 }
@@ -70,6 +69,24 @@ impl Gpus {
         self.with(queue, device, Some(stream), |gpu| {
             // SAFETY: passed on.
             unsafe { gpu.run(call, stream) }
+        })
+    }
+
+    /// Puts a message to a rank, one from a rank, or both, into a stream of a device, as [`run`](Self::run).
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    pub(crate) unsafe fn exchange(
+        &self,
+        queue: &Queue,
+        device: u32,
+        stream: RawStream,
+        sent: Option<(Tensor, usize)>,
+        received: Option<(Tensor, usize)>,
+    ) -> Outcome {
+        self.with(queue, device, Some(stream), |gpu| {
+            // SAFETY: passed on.
+            unsafe { gpu.exchange(sent, received, stream) }
         })
     }
 
@@ -95,10 +112,9 @@ impl Gpus {
     /// # Safety
     /// The stream is one of the device.
     pub(crate) unsafe fn barrier(&self, queue: &Queue, device: u32, stream: RawStream) -> Outcome {
-        self.with(queue, device, Some(stream), |gpu| match &gpu.peers {
+        self.with(queue, device, Some(stream), |gpu| {
             // SAFETY: passed on.
-            Some(peers) => peers.barrier(unsafe { gpu.context.borrow_stream(stream) }),
-            None => Ok(()),
+            gpu.collectives.barrier(unsafe { gpu.context.borrow_stream(stream) })
         })
     }
 
@@ -111,8 +127,8 @@ impl Gpus {
     pub(crate) fn on_failure(&self, py: Python<'_>, action: Action) {
         let before = py.detach(|| {
             let mut state = self.lock();
-            for peers in state.open.iter().filter_map(|gpu| gpu.peers.as_ref()) {
-                peers.on_failure(Python::attach(|py| action.on_failure(py)));
+            for gpu in &state.open {
+                gpu.collectives.on_failure(Python::attach(|py| action.on_failure(py)));
             }
             state.on_failure.replace(action)
         });
@@ -121,7 +137,7 @@ impl Gpus {
 
     /// What kernels have left behind.
     pub(crate) fn check(&self) -> Outcome {
-        self.lock().open.iter().filter_map(|gpu| gpu.peers.as_ref()).try_for_each(CudaCollectives::check)
+        self.lock().open.iter().try_for_each(|gpu| gpu.collectives.check())
     }
 
     /// Leaves the peers, once the kernels under way are over.
@@ -167,18 +183,15 @@ impl Gpus {
             if self.lock().open.iter().any(|gpu| gpu.context == context) {
                 return Ok(()); // another thread was faster
             }
-            let peers = match comm.world_size() {
-                1 => None,
-                _ => Some(CudaCollectives::new(comm, &context)?),
-            };
-            let gpu = Gpu { context, peers, loaded: Vec::new() };
+            let collectives = CudaCollectives::new(comm, &context)?;
+            let gpu = Gpu { context, collectives, loaded: Vec::new() };
             let mut state = self.lock();
             if state.is_closed {
                 drop(state); // first, as the end of the GPU's part waits
                 return Err(FabricError::invalid("the communicator was closed meanwhile").into());
             }
-            if let (Some(action), Some(peers)) = (&state.on_failure, &gpu.peers) {
-                peers.on_failure(Python::attach(|py| action.on_failure(py)));
+            if let Some(action) = &state.on_failure {
+                gpu.collectives.on_failure(Python::attach(|py| action.on_failure(py)));
             }
             state.open.push(gpu);
             Ok(())
@@ -205,9 +218,7 @@ impl Gpu {
         if self.loaded.contains(&(dtype, op)) {
             return Ok(());
         }
-        if let Some(peers) = &self.peers {
-            peers.prepare(dtype, op)?;
-        }
+        self.collectives.prepare(dtype, op)?;
         self.loaded.push((dtype, op));
         Ok(())
     }

@@ -2,11 +2,11 @@
 
 use antiphon::{
     collectives::cuda::{Algorithm, CudaCollectives},
-    device::cuda::{DevicePointer, StreamRef, memory},
-    prelude::{CollectiveError, FabricError},
+    device::cuda::StreamRef,
+    prelude::FabricError,
 };
 
-use super::{Gpu, Outcome, REDUCED, RawStream, failed};
+use super::{Gpu, Outcome, REDUCED, RawStream};
 use crate::{
     call::{Call, Place, refused},
     fused::Fused,
@@ -24,18 +24,40 @@ impl Gpu {
         }
         // SAFETY: passed on.
         let stream = unsafe { self.context.borrow_stream(stream) };
-        match &self.peers {
-            // SAFETY: passed on.
-            Some(peers) => unsafe { between(peers, call, stream) },
-            // SAFETY: passed on.
-            None => unsafe { alone(call, stream) },
+        // SAFETY: passed on.
+        unsafe { between(&self.collectives, call, stream) }
+    }
+
+    /// # Safety
+    /// As [`Gpus::run`](super::Gpus::run).
+    pub(super) unsafe fn exchange(
+        &mut self,
+        sent: Option<(Tensor, usize)>,
+        received: Option<(Tensor, usize)>,
+        stream: RawStream,
+    ) -> Outcome {
+        let collectives = &self.collectives;
+        // SAFETY: the caller answers for the memory, which only the device touches, and for the stream.
+        unsafe {
+            let stream = self.context.borrow_stream(stream);
+            let read = sent.map(|(tensor, _)| tensor.view()).transpose().map_err(refused)?;
+            let mut write = received.map(|(tensor, _)| tensor.view_mut()).transpose().map_err(refused)?;
+            match (read, sent, write.as_mut(), received) {
+                (Some(read), Some((_, to)), Some(write), Some((_, from))) => {
+                    collectives.send_recv(&read, to, write, from, stream)
+                }
+                (Some(read), Some((_, to)), ..) => collectives.send(&read, to, stream),
+                (_, _, Some(write), Some((_, from))) => collectives.recv(write, from, stream),
+                _ => Ok(()),
+            }
         }
     }
 
     /// # Safety
     /// As [`Gpus::run`](super::Gpus::run).
     pub(super) unsafe fn run_fused(&mut self, fused: &Fused, stream: RawStream) -> Outcome {
-        let Some(peers) = &self.peers else {
+        let peers = &self.collectives;
+        if peers.world_size() == 1 {
             let text =
                 "all_reduce_fused on CUDA needs 2 ranks or more: of one rank there is nothing to reduce";
             return Err(FabricError::invalid(text).into());
@@ -72,42 +94,5 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
                 peers.call(&what, input.as_ref(), output.as_mut(), stream)
             }
         }
-    }
-}
-
-/// What a world of one rank does: every collective gives back what it is given.
-///
-/// # Safety
-/// As [`Gpus::run`](super::Gpus::run).
-unsafe fn alone(call: &Call, stream: StreamRef<'_>) -> Outcome {
-    let (Some(input), Some(output)) = (match call.place {
-        Place::Nowhere => (None, None),
-        Place::Shared(buffer) => (Some(buffer), Some(buffer)),
-        Place::Apart(input, output) => (input, output),
-    }) else {
-        return Ok(());
-    };
-    if call.what.operation.row().reduces && !REDUCED.contains(&input.dtype) {
-        return Err(CollectiveError::NotNumeric { operation: call.name(), dtype: input.dtype });
-    }
-    // SAFETY: passed on.
-    unsafe { copy(&input, &output, stream) }
-}
-
-/// # Safety
-/// As [`Gpus::run`](super::Gpus::run).
-unsafe fn copy(from: &Tensor, to: &Tensor, stream: StreamRef<'_>) -> Outcome {
-    if from.data == to.data {
-        return Ok(());
-    }
-    if from.bytes() != to.bytes() {
-        let text = format!("the input has {} bytes, the output {}", from.bytes(), to.bytes());
-        return Err(FabricError::invalid(text).into());
-    }
-    let at = |tensor: &Tensor| DevicePointer(tensor.data.addr() as u64);
-    match from.bytes() {
-        0 => Ok(()),
-        // SAFETY: both are of one size and, being different, do not overlap; the caller answers for the rest.
-        bytes => unsafe { memory::copy(stream, at(to), at(from), bytes) }.map_err(failed),
     }
 }

@@ -1,9 +1,9 @@
-// Slots: how data travels between GPUs without flags. What every kernel of this crate shares.
+// Slots: how data travels between GPUs without flags. Every family's program begins with this, behind the prelude.
 //
 // A word of four bytes that has not arrived is EMPTY; whatever else is there has arrived. There is no flag to wait for and
 // no fence; each kernel sees to it that what it sends has no EMPTY in it.
 //
-// Each rank owns three slots in turn. A call writes into its slot on the peers, reads its own, and empties the slot of the
+// Each rank owns three slots in turn; every tenant has its own. A call writes into its slot on the peers, reads its own, and empties the slot of the
 // call before, which every peer is done writing: this rank has read all of it. A peer comes to that slot again two calls
 // later, and before that it needs something that this rank sends in its next call, after this kernel has ended. For that
 // everybody sends everybody a tag in every call, which also says what is called: ranks that disagree find out.

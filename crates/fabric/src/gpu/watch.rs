@@ -9,7 +9,8 @@ use std::{
 };
 
 use antiphon_device::cuda::{GaveUp, WaitBoard, WaitReport};
-use antiphon_fabric::{FabricError, Monitor, Operation, Signature};
+
+use crate::{FabricError, Monitor, Operation, Signature};
 
 /// How often the watch looks for reports and for peers that are gone. A look is a system call for each peer.
 const LOOK: Duration = Duration::from_millis(10);
@@ -174,9 +175,8 @@ pub(super) fn explain(monitor: &Monitor, report: &WaitReport, lost: Option<&Fabr
 
 #[cfg(test)]
 mod tests {
-    use antiphon_fabric::LocalWorld;
-
     use super::*;
+    use crate::LocalWorld;
 
     #[test]
     fn what_happens_on_failure_is_said_by_one_word() {

@@ -1,0 +1,203 @@
+//! What the tenants of a communicator share on a GPU: the watch over their waits, and the failure that ends them all.
+
+use std::{
+    cell::RefCell,
+    sync::{Arc, Weak},
+};
+
+use antiphon_device::{
+    cuda::{Context, CudaVersion, StreamRef, WaitBoard},
+    sync::{AtomicU32, Ordering},
+};
+
+use super::{
+    OnFailure, UntilIdle, device, most_blocks,
+    staging::MAX_BLOCKS,
+    watch::{Watch, explain},
+};
+use crate::{Communicator, FabricError, Monitor};
+
+/// The engine of one communicator on one GPU.
+pub(super) struct Engine {
+    board: UntilIdle<Arc<WaitBoard>>,
+    monitor: Monitor,
+    watch: Watch,
+    properties: Properties,
+    context: Context,
+    /// Whether an error has been returned as what it is; 0 or 1.
+    has_returned_error: AtomicU32,
+}
+
+/// What the engine knows of this rank's GPU.
+#[derive(Debug, Clone)]
+pub(super) struct Properties {
+    pub(super) name: String,
+    /// Those that the context's kernels may use.
+    multiprocessors: u32,
+    /// Whether blocks can reach each other's shared memory.
+    pub(super) has_clusters: bool,
+    pub(super) programmatic: Programmatic,
+}
+
+/// The engines of a communicator that have tenants, by the ordinals of their GPUs.
+#[derive(Default)]
+struct Engines(RefCell<Vec<(u32, Weak<Engine>)>>);
+
+impl Engine {
+    /// The engine of this communicator on the GPU of `context`, which is made if it has no tenant yet. All ranks call it
+    /// together, and do the same steps whether or not a rank has one already.
+    pub(super) fn of(comm: &Communicator, context: &Context) -> Result<Arc<Self>, FabricError> {
+        let ordinal = context.device().ordinal();
+        let engines = comm.extension(|_| Ok::<_, FabricError>(Engines::default()))?;
+        let known = engines.0.borrow().iter().find_map(|(gpu, engine)| {
+            let engine = engine.upgrade()?;
+            (*gpu == ordinal).then_some(engine)
+        });
+        let is_known = known.is_some();
+        let engine = known.map_or_else(|| Self::new(comm, context).map(Arc::new), Ok);
+        let engine = comm.agree("cannot watch its peers", engine)?;
+        if !is_known {
+            let mut engines = engines.0.borrow_mut();
+            engines.retain(|(_, engine)| engine.strong_count() > 0);
+            engines.push((ordinal, Arc::downgrade(&engine)));
+        }
+        Ok(engine)
+    }
+
+    fn new(comm: &Communicator, context: &Context) -> Result<Self, FabricError> {
+        let monitor = comm.monitor();
+        let board = Arc::new(WaitBoard::new(context).map_err(device)?);
+        let watch = Watch::start(monitor.clone(), board.clone())?;
+        Ok(Self {
+            board: UntilIdle::new(context, board),
+            monitor,
+            watch,
+            properties: Properties::of(context)?,
+            context: context.clone(),
+            has_returned_error: AtomicU32::new(0),
+        })
+    }
+
+    /// The multiprocessors that a kernel of every rank may use. Blocks of one index meet, so grids are equal though GPUs may
+    /// not be. All ranks call it together.
+    pub(super) fn common_multiprocessors(&self, comm: &Communicator) -> Result<u32, FabricError> {
+        let mine = self.properties.multiprocessors;
+        let least = comm.exchange_objects(&mine)?.into_iter().min().unwrap_or(mine);
+        Ok(least.min(MAX_BLOCKS / most_blocks(comm.world_size())))
+    }
+
+    #[inline]
+    pub(super) fn monitor(&self) -> &Monitor {
+        &self.monitor
+    }
+
+    #[inline]
+    pub(super) fn board(&self) -> &WaitBoard {
+        &self.board
+    }
+
+    pub(super) fn context(&self) -> &Context {
+        &self.context
+    }
+
+    #[inline]
+    pub(super) fn properties(&self) -> &Properties {
+        &self.properties
+    }
+
+    pub(super) fn on_failure(&self, action: OnFailure) {
+        self.watch.on_failure(action);
+    }
+
+    /// Whether all calls that are over have done what they should.
+    #[inline]
+    pub(super) fn check(&self) -> Result<(), FabricError> {
+        match self.board.report() {
+            None => self.monitor.check_usable(),
+            Some(report) => self.fail(explain(&self.monitor, &report, self.watch.lost())),
+        }
+    }
+
+    /// Whether a call that needs all peers may be made now.
+    #[inline]
+    pub(super) fn check_ready(&self) -> Result<(), FabricError> {
+        self.check()?;
+        match self.watch.lost() {
+            None => Ok(()),
+            Some(lost) => self.fail(lost.clone()),
+        }
+    }
+
+    /// Ends this communicator: every wait of every tenant is in vain. The first caller gets the error itself.
+    #[cold]
+    pub(super) fn fail<T>(&self, error: FabricError) -> Result<T, FabricError> {
+        if self.has_returned_error.load(Ordering::Relaxed) != 0 {
+            self.monitor.check_usable()?;
+        }
+        self.has_returned_error.store(1, Ordering::Relaxed);
+        self.monitor.report(&error);
+        self.board.abort();
+        Err(error)
+    }
+}
+
+impl Properties {
+    fn of(context: &Context) -> Result<Self, FabricError> {
+        let properties = context.device().properties().map_err(device)?;
+        Ok(Self {
+            multiprocessors: context.multiprocessors().map_err(device)?,
+            has_clusters: properties.cluster_launch,
+            programmatic: Programmatic::of(
+                properties.compute_capability,
+                context.device().driver().version(),
+            ),
+            name: properties.name,
+        })
+    }
+}
+
+/// Whether kernels are launched so that they may start while the one ahead ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Programmatic {
+    Never,
+    /// Not where they are captured.
+    Eager,
+    Always,
+}
+
+impl Programmatic {
+    /// From Hopper on; in graphs since CUDA 12.3.
+    fn of(capability: (u32, u32), driver: CudaVersion) -> Self {
+        match capability {
+            (..9, _) => Self::Never,
+            _ if driver < CudaVersion::new(12, 3) => Self::Eager,
+            _ => Self::Always,
+        }
+    }
+
+    /// Whether a launch into this stream is made so.
+    #[inline]
+    pub(super) fn applies(self, stream: StreamRef<'_>) -> Result<bool, FabricError> {
+        match self {
+            Self::Always => Ok(true),
+            Self::Never => Ok(false),
+            Self::Eager => Ok(!stream.is_capturing().map_err(device)?),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programmatic_launch_is_asked_for_where_it_exists() {
+        let of = |capability, major, minor| Programmatic::of(capability, CudaVersion::new(major, minor));
+        assert_eq!(of((8, 0), 13, 0), Programmatic::Never);
+        assert_eq!(of((8, 9), 12, 8), Programmatic::Never);
+        assert_eq!(of((9, 0), 12, 0), Programmatic::Eager);
+        assert_eq!(of((9, 0), 12, 2), Programmatic::Eager);
+        assert_eq!(of((9, 0), 12, 3), Programmatic::Always);
+        assert_eq!(of((10, 0), 13, 0), Programmatic::Always);
+    }
+}

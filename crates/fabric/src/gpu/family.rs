@@ -1,0 +1,262 @@
+//! Families of kernels: what they are compiled from, and those that are loaded.
+
+use std::{any::Any, fmt, sync::Arc};
+
+use antiphon_device::cuda::{
+    Architecture, Context, CudaError, Function, KernelArgument, KernelCache, Module, Nvrtc, Program, relaxed,
+};
+
+use super::{
+    MAX_WORLD, device, most_blocks,
+    staging::{MAX_BLOCKS, SLOTS_AT},
+};
+use crate::FabricError;
+
+/// The threads of a block, unless a [`Family`] says otherwise.
+pub const THREADS: u32 = 128;
+
+/// A text of a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Source {
+    /// The name of its file, which the compiler's messages mention.
+    pub name: &'static str,
+    /// What the file holds.
+    pub text: &'static str,
+}
+
+/// The slots: what every program of a family begins with, behind the prelude.
+pub const SLOTS: Source = Source { name: "slots.cuh", text: include_str!("slots.cuh") };
+
+/// Kernels that are compiled together: one program, specialised by the fields of the value.
+///
+/// A value names one variant of the program (a dtype, an operator); equal values are compiled and loaded once for each
+/// [`Tenant`](super::Tenant). The program is the prelude, [`SLOTS`] and then [`SOURCES`](Self::SOURCES). See
+/// [`gpu`](super) for an example.
+pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
+    /// The kernels of the program; [`kernels!`](super::kernels) makes the enum.
+    type Kernel: Kernel;
+    /// What each kernel takes behind the `arguments` of slots.cuh: [`NoArguments`] if nothing.
+    type Arguments: KernelArgument;
+    /// The name of the program, which the compiler's messages mention.
+    const NAME: &'static str;
+    /// The texts of the program, in their order, behind [`SLOTS`].
+    const SOURCES: &'static [Source];
+
+    /// Adds the macros that tell this variant from the others. `WORLD`, `THREADS`, `RESIDENT` and the layout of the slots
+    /// are defined in any case.
+    fn define(&self, program: Program, world_size: usize) -> Program;
+
+    /// The most threads of a block.
+    fn threads(&self) -> u32 {
+        THREADS
+    }
+
+    /// How many blocks of a grid each multiprocessor runs at most. Blocks wait for those of other GPUs, so each must run at
+    /// once; a kernel is compiled so that twice as many fit, and another grid (another tenant's, or another communicator's) has
+    /// room beside it.
+    fn most_blocks(&self, world_size: usize) -> u32 {
+        most_blocks(world_size)
+    }
+
+    /// How many blocks of a grid each multiprocessor must be able to run; a GPU that cannot is refused when the kernels are
+    /// loaded.
+    fn least_blocks(&self, _world_size: usize) -> u32 {
+        1
+    }
+
+    /// The most bytes of dynamic shared memory that a launch asks for.
+    fn shared_bytes(&self) -> u32 {
+        0
+    }
+}
+
+/// The kernels of a [`Family`], which [`kernels!`](super::kernels) implements.
+pub trait Kernel: Copy + Eq + fmt::Debug + Send + Sync + 'static {
+    /// All of them.
+    const ALL: &'static [Self];
+
+    /// The name in the source.
+    fn name(self) -> &'static str;
+}
+
+/// Makes the enum of a family's kernels: each variant with the name of its function in the source.
+///
+/// ```
+/// use antiphon_fabric::gpu::{Kernel, kernels};
+///
+/// kernels! {
+///     /// The kernels of rotate.cuh.
+///     pub enum Rotation {
+///         /// To the next rank.
+///         Rotate = "rotate",
+///     }
+/// }
+/// assert_eq!(Rotation::ALL, [Rotation::Rotate]);
+/// assert_eq!(Rotation::Rotate.name(), "rotate");
+/// ```
+#[macro_export]
+#[doc(hidden)]
+macro_rules! gpu_kernels {
+    ($(#[$meta:meta])* $visibility:vis enum $Kernel:ident {
+        $($(#[$of_variant:meta])* $Variant:ident = $name:literal),* $(,)?
+    }) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        $visibility enum $Kernel {
+            $($(#[$of_variant])* $Variant,)*
+        }
+
+        impl $crate::gpu::Kernel for $Kernel {
+            const ALL: &'static [Self] = &[$(Self::$Variant),*];
+
+            fn name(self) -> &'static str {
+                match self {
+                    $(Self::$Variant => $name,)*
+                }
+            }
+        }
+    };
+}
+
+/// For kernels that take nothing but the `arguments` of slots.cuh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct NoArguments;
+
+// SAFETY: it has no bytes, and is not passed.
+unsafe impl KernelArgument for NoArguments {}
+
+/// The program of a family for a world of this size.
+pub fn program<F: Family>(family: &F, architecture: Architecture, world_size: usize) -> Program {
+    let program = Program::new(F::NAME, "", architecture).include(SLOTS.name, SLOTS.text);
+    let program =
+        F::SOURCES.iter().fold(program, |program, source| program.include(source.name, source.text));
+    family
+        .define(program, world_size)
+        .define("WORLD", world_size)
+        .define("THREADS", family.threads())
+        .define("RESIDENT", 2 * family.most_blocks(world_size))
+        .define("MAX_WORLD", MAX_WORLD)
+        .define("MAX_BLOCKS", MAX_BLOCKS)
+        .define("SLOTS_AT", SLOTS_AT)
+}
+
+/// A kernel that is loaded on a device.
+pub(super) struct Resident<K> {
+    kernel: K,
+    pub(super) function: Function,
+    /// Blocks of a grid for each multiprocessor, which run at once beside as many of another grid.
+    pub(super) blocks: u32,
+}
+
+/// A family's kernels, loaded on a device.
+#[derive(Clone)]
+pub struct Loaded<F: Family>(Arc<[Resident<F::Kernel>]>);
+
+impl<F: Family> fmt::Debug for Loaded<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.0.iter().map(|resident| resident.kernel)).finish()
+    }
+}
+
+impl<F: Family> Loaded<F> {
+    #[inline]
+    pub(super) fn get(&self, kernel: F::Kernel) -> &Resident<F::Kernel> {
+        let found = self.0.iter().find(|resident| resident.kernel == kernel);
+        found.expect("a program is loaded with all of its kernels")
+    }
+}
+
+/// Values by their keys, of whatever types both are.
+#[derive(Default)]
+struct ByKey(Vec<Box<dyn Any + Send>>);
+
+impl ByKey {
+    #[inline]
+    fn get<K: Eq + Send + 'static, V: Send + 'static>(&self, key: &K) -> Option<&V> {
+        let entries = self.0.iter().filter_map(|entry| entry.downcast_ref::<(K, V)>());
+        entries.into_iter().find_map(|(known, value)| (known == key).then_some(value))
+    }
+
+    fn insert<K: Eq + Send + 'static, V: Send + 'static>(&mut self, key: K, value: V) {
+        self.0.push(Box::new((key, value)));
+    }
+}
+
+/// The programs of a tenant that are loaded.
+pub(super) struct Programs {
+    context: Context,
+    world_size: usize,
+    loaded: ByKey,
+}
+
+impl Programs {
+    pub(super) fn new(context: &Context, world_size: usize) -> Self {
+        Self { context: context.clone(), world_size, loaded: ByKey::default() }
+    }
+
+    /// The kernels of a family, compiled and loaded if they are not yet.
+    #[inline]
+    pub(super) fn load<F: Family>(&mut self, family: F) -> Result<Loaded<F>, FabricError> {
+        match self.loaded.get::<F, Loaded<F>>(&family) {
+            Some(loaded) => Ok(loaded.clone()),
+            None => self.compile(family),
+        }
+    }
+
+    #[cold]
+    fn compile<F: Family>(&mut self, family: F) -> Result<Loaded<F>, FabricError> {
+        let world_size = self.world_size;
+        let most = family.most_blocks(world_size);
+        let load = || -> Result<_, CudaError> {
+            let architecture = self.context.device().architecture()?;
+            let program = program(&family, architecture, world_size);
+            let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;
+            // So that a graph may have the first call of its kind.
+            let module = relaxed(|| Module::load(&self.context, &cubin.bytes))??;
+            let resident = |&kernel: &F::Kernel| {
+                let function = module.function(kernel.name())?;
+                if family.shared_bytes() > 0 {
+                    function.allow_dynamic_shared(family.shared_bytes())?;
+                }
+                let fitting = function.blocks_per_multiprocessor(family.threads(), 0)?;
+                Ok((Resident { kernel, function, blocks: most.min(fitting / 2) }, fitting))
+            };
+            F::Kernel::ALL.iter().map(resident).collect::<Result<Vec<_>, CudaError>>()
+        };
+        let loaded = load().map_err(device)?;
+        let needed = family.least_blocks(world_size);
+        if let Some((resident, fitting)) = loaded.iter().find(|(resident, _)| resident.blocks < needed) {
+            let (kernel, threads) = (resident.kernel.name(), family.threads());
+            return Err(FabricError::invalid(format!(
+                "a multiprocessor of the GPU runs {fitting} blocks of {threads} threads of the kernel {kernel} at once, \
+                 and {} are needed: {needed} for each of two communicators",
+                2 * needed
+            )));
+        }
+        let loaded = Loaded::<F>(loaded.into_iter().map(|(resident, _)| resident).collect());
+        self.loaded.insert(family, loaded.clone());
+        Ok(loaded)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_of_different_types_are_different_keys() {
+        #[derive(Clone, Copy, PartialEq, Eq)]
+        struct A(u32);
+        #[derive(Clone, Copy, PartialEq, Eq)]
+        struct B(u32);
+        let mut map = ByKey::default();
+        map.insert(A(1), "a1");
+        map.insert(B(1), "b1");
+        map.insert(A(2), "a2");
+        assert_eq!(map.get::<A, &str>(&A(1)), Some(&"a1"));
+        assert_eq!(map.get::<B, &str>(&B(1)), Some(&"b1"));
+        assert_eq!(map.get::<A, &str>(&A(2)), Some(&"a2"));
+        assert_eq!(map.get::<B, &str>(&B(2)), None);
+    }
+}

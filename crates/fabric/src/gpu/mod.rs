@@ -1,0 +1,123 @@
+//! The engine of the GPUs: kernels of all ranks that exchange data through each other's memory.
+//!
+//! A crate above writes *families* of kernels; this module compiles them, puts them into streams, and ends them when a peer is
+//! lost. What kernels of a family share is in slots.cuh ([`SLOTS`]): data that says by itself whether it has arrived. docs/cuda.md
+//! explains how that works.
+//!
+//! * A [`Family`] is a program: its sources, its kernels, the macros that tell its variants apart, and what its kernels take.
+//! * A [`Tenant`] is one user of a communicator's GPUs, with memory and an order of calls of its own. Its
+//!   [`run`](Tenant::run) launches a call, in pieces if it is larger than the memory for staging.
+//! * All tenants of one communicator on one GPU share an engine: one thread that watches the peers, and one failure state. A
+//!   kernel waits for its peers until the communicator's timeout at most; it then ends without its result, and the next call of
+//!   any tenant returns the error. [`OnFailure`] says what else happens.
+//!
+//! Two grids have room on a GPU at once, whatever tenants and communicators they are of: more of them would wait for room that
+//! they keep from each other. So at most two calls run at once on a GPU, on two streams.
+//!
+//! ## Writing a family
+//!
+//! The kernel, in CUDA C++ behind the prelude and slots.cuh. It rotates vectors of 16 bytes to the next rank; the vectors must
+//! have no word of which all bits are set (`EMPTY`):
+//!
+//! ```text
+//! // Sends this rank's vectors to the next rank, and receives those of the rank before.
+//! KERNEL(rotate) {
+//!     const u32 vectors = a.count / 16, start = grid_thread(), step = grid_threads();
+//!     const u32 from = (a.rank + WORLD - 1) % WORLD;
+//!     const auto load = [&](u32 i) { return load16(a.input + i * 16); };
+//!     const auto send = [&](const turn& t, u32 i, uint4 v) {
+//!         store16_volatile(a.peer[0] + lane_at(a, t.slot, a.rank) + i * 16, v);
+//!     };
+//!     turn t;
+//!     if (!begin_and_send<1, 1, false>(a, t, start, step, vectors, load, send)) return;
+//!     advance(a, t, vectors, 0); // the lanes that the call after the next one finds empty
+//!     reader r(a, t);
+//!     for (u32 i = start; is_warp_before(i, vectors); i += step) {
+//!         uint4 got[1];
+//!         if (!collect_from(r, from, from, i, step, vectors, got)) return;
+//!         if (i < vectors) store16(a.output + i * 16, got[0]);
+//!     }
+//!     r.finish();
+//! }
+//! ```
+//!
+//! And what launches it:
+//!
+//! ```no_run
+//! use antiphon_device::cuda::{DevicePointer, Program, StreamRef};
+//! use antiphon_fabric::{
+//!     Communicator, FabricError, Operation, Signature,
+//!     gpu::{Family, Grid, Launch, NoArguments, Pieces, Source, Tenant, Work, kernels},
+//! };
+//!
+//! kernels! {
+//!     enum Rotate { Rotate = "rotate" }
+//! }
+//!
+//! #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+//! struct Rotation;
+//!
+//! impl Family for Rotation {
+//!     type Kernel = Rotate;
+//!     type Arguments = NoArguments;
+//!     const NAME: &'static str = "rotation.cuh";
+//!     const SOURCES: &'static [Source] = &[Source { name: "rotate.cuh", text: "/* include_str!(\"rotate.cuh\") */" }];
+//!
+//!     fn define(&self, program: Program, _world_size: usize) -> Program {
+//!         program
+//!     }
+//! }
+//!
+//! /// # Safety
+//! /// Both addresses have so many bytes, a multiple of 16, until the stream has passed this call.
+//! unsafe fn rotate(
+//!     tenant: &Tenant,
+//!     [input, output]: [DevicePointer; 2],
+//!     bytes: usize,
+//!     stream: StreamRef<'_>,
+//! ) -> Result<(), FabricError> {
+//!     let loaded = tenant.ready(Rotation, stream)?;
+//!     let signature = Signature { count: bytes as u64, ..Signature::new(Operation::AllToAll) };
+//!     let launch = |start: usize, len: usize, _channels| {
+//!         let (input, output) = (input.0 as usize + start, output.0 as usize + start);
+//!         let work = Work { input, output, count: len, ..Work::new(signature) };
+//!         Launch { kernel: Rotate::Rotate, grid: Grid::Items(len / 16), work, arguments: NoArguments }
+//!     };
+//!     // SAFETY: the caller's promise; a launch sends what fits a lane.
+//!     unsafe { tenant.run(&loaded, Pieces::bytes(bytes, tenant.lane_bytes()), stream, launch) }
+//! }
+//! ```
+
+mod engine;
+mod family;
+mod idle;
+mod launch;
+mod order;
+mod reduction;
+mod staging;
+mod tenant;
+mod watch;
+
+use antiphon_device::{DeviceError, cuda::CudaError};
+
+use crate::FabricError;
+pub use crate::gpu_kernels as kernels;
+pub use family::{Family, Kernel, Loaded, NoArguments, SLOTS, Source, THREADS, program};
+pub use idle::UntilIdle;
+pub use launch::{Grid, Launch, Pieces, Work};
+pub use reduction::{REDUCE, Reduction};
+pub use tenant::Tenant;
+pub use watch::OnFailure;
+
+/// The most ranks whose arenas fit a kernel's arguments; all of one NVLink domain.
+pub const MAX_WORLD: usize = 8;
+
+/// Blocks of a grid for each multiprocessor, at most, unless a [`Family`] says otherwise. Blocks wait for those of other GPUs,
+/// so they must not wait for room: twice as many fit, for those of another grid.
+pub const fn most_blocks(world_size: usize) -> u32 {
+    if world_size <= 4 { 4 } else { 2 } // with more ranks a thread needs more registers
+}
+
+pub(crate) fn device(error: CudaError) -> FabricError {
+    DeviceError::from(error).into()
+}

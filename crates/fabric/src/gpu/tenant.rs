@@ -1,0 +1,311 @@
+//! A tenant of the engine: its own memory and its own order of calls.
+
+use std::{
+    cell::{Cell, RefCell},
+    fmt,
+    sync::Arc,
+};
+
+use antiphon_device::cuda::{Context, DevicePointer, StreamRef, WaitBoard, memory};
+
+use super::{
+    Family, Loaded, MAX_WORLD, OnFailure, UntilIdle, device,
+    engine::{Engine, Programmatic},
+    family::Programs,
+    launch::SideStream,
+    order::Order,
+    staging::{CHANNELS, LEAST_BYTES, SLOTS_AT, Staging},
+};
+use crate::{Communicator, CudaArena, FabricError, Monitor};
+
+/// One user of a communicator's GPUs: calls that come one after the other, through memory of their own.
+///
+/// The calls of a tenant are ordered, on whatever streams they come: a call on another stream than the call before waits for
+/// that one. So a stream must live until the next call is made, or the tenant is dropped. All ranks make the same calls in the
+/// same order. Calls that are captured are ordered within their graph; the program orders the launch of the graph behind other
+/// calls, and other calls behind it.
+///
+/// Several tenants of one communicator and GPU may work at once, on streams of their own: each has its own slots, tags and
+/// order. All ranks make the calls of all tenants in the same order, as streams may share a queue of the hardware. They share the rank's deadline, watch and failure: when a kernel of one gives up, the communicator has failed, and
+/// every tenant's waiting kernels end.
+///
+/// A tenant takes part in the communicator as long as it lives. Dropping it waits for the context's kernels.
+pub struct Tenant {
+    resources: UntilIdle<Resources>,
+    engine: Arc<Engine>,
+    limit_ns: u64,
+    /// Those that the kernels of every rank may use.
+    multiprocessors: u32,
+    starts_dependents: Cell<bool>,
+}
+
+/// What kernels under way use.
+struct Resources {
+    arena: CudaArena,
+    staging: Staging,
+    order: Order,
+    second_order: Order,
+    side: SideStream,
+    programs: RefCell<Programs>,
+}
+
+impl fmt::Debug for Tenant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tenant {{ {:?}, arena: {} bytes }}", self.monitor(), self.resources.arena.len())
+    }
+}
+
+impl Tenant {
+    /// The least memory for staging, in bytes.
+    pub const LEAST_STAGING_BYTES: usize = LEAST_BYTES;
+
+    /// Shares memory between the ranks' GPUs: at most `staging_bytes` of each, for data that is under way between ranks. Larger
+    /// messages go through it in pieces, which are the smaller the less there is. All ranks call it together, with the same
+    /// number.
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] for more than [`MAX_WORLD`] ranks; for less than
+    /// [`LEAST_STAGING_BYTES`](Self::LEAST_STAGING_BYTES); for ranks that ask for different staging; and for an environment
+    /// variable that [`OnFailure`] does not know. As [`CudaArena::new`]; [`FabricError::Device`].
+    pub fn new(comm: &Communicator, context: &Context, staging_bytes: usize) -> Result<Self, FabricError> {
+        let world_size = comm.world_size();
+        if world_size > MAX_WORLD {
+            let text = format!("collectives on CUDA work between up to {MAX_WORLD} ranks, not {world_size}");
+            return Err(FabricError::InvalidArgument(text));
+        }
+        let staging = Staging::within(staging_bytes, world_size).ok_or_else(|| {
+            FabricError::InvalidArgument(format!(
+                "{staging_bytes} bytes for staging, at least {LEAST_BYTES} are needed"
+            ))
+        })?;
+        let arena = CudaArena::new(comm, context, staging.arena_bytes(), 0xFF)?; // EMPTY, everywhere
+        let resources = Resources::new(context, arena, staging, comm.rank());
+        let resources = comm.agree("cannot prepare its GPU", resources)?;
+        let engine = Engine::of(comm, context)?;
+        let multiprocessors = engine.common_multiprocessors(comm)?;
+        Ok(Self {
+            resources: UntilIdle::new(context, resources),
+            engine,
+            limit_ns: comm.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
+            multiprocessors,
+            starts_dependents: Cell::new(false),
+        })
+    }
+
+    /// Compiles and loads the kernels of a family on all ranks, so that no call has to. All ranks call it together.
+    ///
+    /// # Errors
+    /// On every rank, if one fails: its own error there ([`FabricError::Device`] with what is missing to compile kernels;
+    /// [`FabricError::InvalidArgument`] for a GPU that cannot run enough blocks), [`FabricError::InvalidArgument`] that names
+    /// it elsewhere.
+    pub fn load_together<F: Family>(&self, comm: &Communicator, family: F) -> Result<(), FabricError> {
+        let loaded = self.resources.programs.borrow_mut().load(family);
+        comm.agree("cannot prepare its GPU", loaded.map(drop))
+    }
+
+    /// The kernels of a family, compiled and loaded if they are not yet: from the cache on disk that takes some milliseconds,
+    /// else up to about a second. Not while a stream is being captured.
+    ///
+    /// # Errors
+    /// As [`load_together`](Self::load_together). A failure is told to the peers, which count on the call, and ends the
+    /// communicator. [`FabricError::InvalidArgument`] in a world of one rank, which has nothing to exchange.
+    #[inline]
+    pub fn load<F: Family>(&self, family: F) -> Result<Loaded<F>, FabricError> {
+        if self.world_size() == 1 {
+            return Err(FabricError::invalid("a rank that is alone has no kernels: there are no peers"));
+        }
+        self.fail_if_err(self.resources.programs.borrow_mut().load(family))
+    }
+
+    /// Begins a call, which comes after the call before it, if nothing has failed.
+    ///
+    /// # Errors
+    /// As [`check_ready`](Self::check_ready); [`FabricError::Device`].
+    #[inline]
+    pub fn enter(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
+        self.check_ready()?;
+        self.fail_if_err(self.resources.order.enter(stream).map_err(device))
+    }
+
+    /// Begins a call, as [`enter`](Self::enter), in an order of its own: for kernels that may work beside those of the first order,
+    /// as they use other parts of the tenant's memory. A call that uses both parts enters both orders.
+    ///
+    /// # Errors
+    /// As [`enter`](Self::enter).
+    pub fn enter_second(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
+        self.check_ready()?;
+        self.fail_if_err(self.resources.second_order.enter(stream).map_err(device))
+    }
+
+    /// [`enter`](Self::enter), then [`load`](Self::load).
+    ///
+    /// # Errors
+    /// As these.
+    #[inline]
+    pub fn ready<F: Family>(&self, family: F, stream: StreamRef<'_>) -> Result<Loaded<F>, FabricError> {
+        self.enter(stream)?;
+        self.load(family)
+    }
+
+    /// Forgets the stream of the last call, whose work is over, so that the stream may be dropped.
+    pub fn forget_stream(&self) {
+        self.resources.order.forget();
+        self.resources.second_order.forget();
+    }
+
+    /// Whether all calls that are over have done what they should, of every tenant of this communicator on this GPU. It does
+    /// not wait: synchronise with the stream first.
+    ///
+    /// # Errors
+    /// Why a kernel gave up: [`FabricError::PeerLost`], [`FabricError::Timeout`], [`FabricError::Mismatch`],
+    /// [`FabricError::Aborted`]; from then on [`FabricError::Failed`].
+    #[inline]
+    pub fn check(&self) -> Result<(), FabricError> {
+        self.engine.check()
+    }
+
+    /// Whether a call may be made now, which needs all peers.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check); [`FabricError::PeerLost`] too for a peer that is gone while no kernel waits for it.
+    #[inline]
+    pub fn check_ready(&self) -> Result<(), FabricError> {
+        self.engine.check_ready()
+    }
+
+    /// Ends the communicator with this rank's own failure, if there is one: the peers count on the call.
+    #[inline]
+    pub(super) fn fail_if_err<T>(&self, outcome: Result<T, FabricError>) -> Result<T, FabricError> {
+        outcome.or_else(|error| self.engine.fail(error))
+    }
+
+    /// Whether small kernels let a kernel behind them that is launched programmatically start at once, instead of when they are
+    /// certain to end; at first they do not.
+    ///
+    /// It is right only where no other communicator or tenant, of whatever library, has calls under way on the same GPUs: a
+    /// large kernel behind a call takes all the room on its GPU, and on another GPU one behind a call of the other communicator
+    /// does; then each call waits for a kernel that finds no room, until the deadline.
+    pub fn start_dependents_early(&self, early: bool) {
+        self.starts_dependents.set(early);
+    }
+
+    /// What happens, from now on, when a kernel of any tenant has given up; see [`OnFailure`].
+    pub fn on_failure(&self, action: OnFailure) {
+        self.engine.on_failure(action);
+    }
+
+    /// This rank, from 0.
+    #[inline]
+    pub fn rank(&self) -> usize {
+        self.monitor().rank()
+    }
+
+    /// How many ranks there are.
+    #[inline]
+    pub fn world_size(&self) -> usize {
+        self.monitor().world_size()
+    }
+
+    /// The context of this rank's device.
+    pub fn context(&self) -> &Context {
+        self.engine.context()
+    }
+
+    /// The name of this rank's GPU.
+    pub fn gpu_name(&self) -> &str {
+        &self.engine.properties().name
+    }
+
+    /// Whether the GPU's blocks reach each other's shared memory, in clusters.
+    pub fn has_clusters(&self) -> bool {
+        self.engine.properties().has_clusters
+    }
+
+    /// The multiprocessors that the kernels of every rank may use.
+    #[inline]
+    pub fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// The multiprocessors of the stream that was [entered](Self::enter) last, of those that every rank's GPU has.
+    #[inline]
+    pub fn multiprocessors_here(&self) -> u32 {
+        self.resources.order.multiprocessors().min(self.multiprocessors)
+    }
+
+    /// The most bytes of one rank that a lane of a slot takes: those that one launch sends to one peer.
+    #[inline]
+    pub fn lane_bytes(&self) -> usize {
+        self.resources.staging.lane_stride
+    }
+
+    #[inline]
+    pub(super) fn monitor(&self) -> &Monitor {
+        self.engine.monitor()
+    }
+
+    #[inline]
+    pub(super) fn board(&self) -> &WaitBoard {
+        self.engine.board()
+    }
+
+    #[inline]
+    pub(super) fn side(&self) -> &SideStream {
+        &self.resources.side
+    }
+
+    #[inline]
+    pub(super) fn staging(&self) -> Staging {
+        self.resources.staging
+    }
+
+    #[inline]
+    pub(super) fn programmatic(&self) -> Programmatic {
+        self.engine.properties().programmatic
+    }
+
+    #[inline]
+    pub(super) fn starts_dependents(&self) -> bool {
+        self.starts_dependents.get()
+    }
+
+    #[inline]
+    pub(super) fn limit_ns(&self) -> u64 {
+        self.limit_ns
+    }
+
+    /// Where a channel of a rank's arena begins, for this rank's device.
+    #[inline]
+    pub(super) fn channel(&self, rank: usize, channel: usize) -> DevicePointer {
+        self.resources.arena.pointer(rank).offset(self.resources.staging.channel_at(channel))
+    }
+}
+
+impl Resources {
+    fn new(context: &Context, arena: CudaArena, staging: Staging, rank: usize) -> Result<Self, FabricError> {
+        let control = (0..CHANNELS).map(|channel| arena.pointer(rank).offset(staging.channel_at(channel)));
+        clear(context, control, SLOTS_AT)?;
+        Ok(Self {
+            order: Order::new(context).map_err(device)?,
+            second_order: Order::new(context).map_err(device)?,
+            side: SideStream::new(context).map_err(device)?,
+            programs: RefCell::new(Programs::new(context, arena.world_size())),
+            arena,
+            staging,
+        })
+    }
+}
+
+/// The control words of each channel begin as zeros.
+fn clear(
+    context: &Context,
+    at: impl Iterator<Item = DevicePointer>,
+    bytes: usize,
+) -> Result<(), FabricError> {
+    let stream = context.stream().map_err(device)?;
+    for at in at {
+        // SAFETY: a channel is larger, and nobody uses it yet.
+        unsafe { memory::fill(stream.borrow(), at, 0, bytes) }.map_err(device)?;
+    }
+    stream.borrow().synchronize().map_err(device)
+}

@@ -1,0 +1,46 @@
+//! A family for tests: every rank's bytes go to the next rank. The tests of crates above use it too.
+
+use antiphon_device::cuda::{DevicePointer, Program, StreamRef};
+use antiphon_fabric::{
+    FabricError, Operation, Signature,
+    gpu::{Family, Grid, Launch, NoArguments, Pieces, Source, Tenant, Work, kernels},
+};
+
+kernels! {
+    pub enum Kernel {
+        Rotate = "rotate",
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rotation;
+
+impl Family for Rotation {
+    type Kernel = Kernel;
+    type Arguments = NoArguments;
+    const NAME: &'static str = "rotation.cuh";
+    const SOURCES: &'static [Source] = &[Source { name: "rotate.cuh", text: include_str!("rotate.cuh") }];
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program
+    }
+}
+
+/// # Safety
+/// Both addresses have so many bytes, a multiple of 16, until the stream has passed this call.
+pub unsafe fn rotate(
+    tenant: &Tenant,
+    [input, output]: [DevicePointer; 2],
+    bytes: usize,
+    stream: StreamRef<'_>,
+) -> Result<(), FabricError> {
+    let loaded = tenant.ready(Rotation, stream)?;
+    let signature = Signature { count: bytes as u64, ..Signature::new(Operation::AllToAll) };
+    let launch = |start: usize, len: usize, _channels| {
+        let (input, output) = (input.0 as usize + start, output.0 as usize + start);
+        let work = Work { input, output, count: len, ..Work::new(signature) };
+        Launch { kernel: Kernel::Rotate, grid: Grid::Items(len / 16), work, arguments: NoArguments }
+    };
+    // SAFETY: the caller's promise; a launch sends what fits a lane.
+    unsafe { tenant.run(&loaded, Pieces::bytes(bytes, tenant.lane_bytes()), stream, launch) }
+}
