@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import antiphon
+import antiphon.torch
 import ranks
 import worlds
 from antiphon.comm import create_shared_buffer, free_shared_buffer, pack_strided_memory
+from trtllm import Call
 from worlds import Checks
 
 pytestmark = pytest.mark.cuda
@@ -150,6 +152,38 @@ def a_program_that_only_replays_graphs_hears_of_a_failure(comm: Comm, device: De
         time.sleep(0.01)
     assert isinstance(heard[0], antiphon.PeerLostError), heard
     assert "all_reduce(1000" in str(heard[0])
+
+
+@check
+def every_entry_point_raises_after_a_failure(comm: Comm, device: Device) -> None:
+    """Whoever calls next hears of a failure in a graph, by whatever name it calls."""
+    group = antiphon.torch.ops.register(comm)
+    fused = Call(comm, device, 2, 256, torch.bfloat16)
+    fused()
+    x = filled(comm, device)
+    comm.prepare_cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_reduce(x)
+    torch.cuda.synchronize()
+    comm.barrier()
+    if comm.rank == 0:
+        return  # and leaves
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, call in {
+        "comm.all_reduce": lambda: comm.all_reduce(x),
+        "comm.all_reduce_rms_norm": lambda: comm.all_reduce_rms_norm(x.view(1, -1), weight=torch.ones_like(x)),
+        "comm.barrier": lambda: comm.barrier(device=device.index),
+        "comm.check": comm.check,
+        "torch.ops.antiphon.all_reduce": lambda: torch.ops.antiphon.all_reduce(x, group),
+        "trtllm_allreduce_fusion": fused,
+    }.items():
+        try:
+            call()
+        except (antiphon.PeerLostError, RuntimeError):
+            continue
+        raise AssertionError(f"{name} was as if nothing had happened")
 
 
 @check
@@ -363,6 +397,10 @@ def arrays_of_cupy(comm: Comm, device: Device) -> None:
         for found in (comm.all_reduce(x), comm.all_reduce(x, out=x)):
             assert type(found) is cupy.ndarray and bool((found == total(comm)).all())
         assert comm.all_gather(x.astype(cupy.int64)).shape == (1000 * comm.world_size,)
+    for _ in range(10):  # CuPy destroys each stream before the next call
+        with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True):
+            x = cupy.full(1000, comm.rank + 1, dtype=cupy.float32)
+            assert bool((comm.all_reduce(x) == total(comm)).all())
 
 
 @check
@@ -441,3 +479,56 @@ def test_a_killed_rank_is_named_and_gpus_stay_usable(world_size: int, captured: 
     told = ranks.processes(world_size, after_a_death, captured, timeout=10, dying={world_size - 1})
     assert any("PeerLostError" in text and f"rank {world_size - 1}" in text for text in told[:-1]), told
     assert all(text.startswith(("PeerLostError", "TimeoutError", "RuntimeError")) for text in told[:-1]), told
+
+
+def with_a_compiler_that_fails() -> tuple[str, float]:
+    """What a rank hears when the last one cannot compile a kernel, and after how many seconds."""
+    with antiphon.init() as comm:
+        device = worlds.place("cuda", comm.rank)
+        comm.prepare_cuda(dtypes=[])
+        x = filled(comm, device)
+        if comm.rank == comm.world_size - 1:
+            os.environ["ANTIPHON_NVRTC_OPTIONS"] = "--no-such-option"
+        comm.barrier()
+        start = time.monotonic()
+        try:
+            comm.all_reduce(x)
+            torch.cuda.synchronize()
+            comm.check()
+        except (antiphon.PeerLostError, TimeoutError, RuntimeError) as error:
+            told = f"{type(error).__name__}: {error}"
+        return told, time.monotonic() - start
+
+
+def test_a_kernel_that_one_rank_cannot_compile_is_told_to_all() -> None:
+    worlds.need("cuda", 2)
+    (first, waited), (second, _) = ranks.processes(2, with_a_compiler_that_fails, timeout=60)
+    assert "no-such-option" in second, second
+    assert "rank 1" in first and waited < 20, (first, waited)
+
+
+def left_alone_with_a_graph() -> str:
+    """The first rank replays a graph for which nobody else comes, and says nothing of it; the other hears how it ends."""
+    os.environ["ANTIPHON_ON_FAILURE"] = "abort"
+    with antiphon.init() as comm:
+        x = filled(comm, worlds.place("cuda", comm.rank))
+        comm.prepare_cuda()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            comm.all_reduce(x)
+        comm.barrier()
+        if comm.rank == 0:
+            graph.replay()
+            time.sleep(60)
+        time.sleep(14)  # beyond the deadline
+        with pytest.raises((antiphon.PeerLostError, TimeoutError, RuntimeError)) as raised:
+            comm.barrier()
+        return str(raised.value)
+
+
+def test_a_failure_aborts_the_process_if_it_was_told_so(capfd: pytest.CaptureFixture[str]) -> None:
+    worlds.need("cuda", 2)
+    told = ranks.processes(2, left_alone_with_a_graph, timeout=10, dying={0})
+    assert "rank 0" in told[1], told
+    printed = capfd.readouterr().err
+    assert "antiphon: rank 0: all_reduce(1000" in printed, printed

@@ -600,15 +600,14 @@ struct alignas(32) wait_board {
 };
 static_assert(sizeof(wait_board) == 32, "report.rs writes it");
 
-constexpr u32 DEADLINE = 1, ABORTED = 2, DISAGREED = 3;
+// Why a wait ends before what it waits for is there; SILENTLY where another thread of this GPU has said why.
+constexpr u32 GO_ON = 0, DEADLINE = 1, ABORTED = 2, DISAGREED = 3, SILENTLY = 4;
 
-// One thread's patience: the deadline is of the kernel, not of each wait.
+// What a thread's waits have in common. How long one lasts is in a register only while it lasts.
 struct waiter {
     u64 limit_ns;
     wait_board* board;
     u32 rank;
-    u32 started;  // when something was late first, in ticks; 0: nothing was yet
-    u32 next;     // when the thread reads the time again, in cycles of its multiprocessor; 0: nothing was late yet
     tag doing;
 };
 
@@ -618,25 +617,18 @@ DEVICE u64 global_ns() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns) :: "memory");
     return ns;
 }
-DEVICE u32 clock_cycles() {
-    u32 cycles;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles) :: "memory");
-    return cycles;
-}
 
 // How long a wait lasts is counted in ticks of 65.5 µs, which fit one register for three days.
 constexpr u32 NS_PER_TICK_LOG2 = 16;
 DEVICE u32 ticks() { return (u32)(global_ns() >> NS_PER_TICK_LOG2) | 1; }
 
 DEVICE waiter start_waiting(u64 limit_ns, wait_board* board, u32 rank, tag doing) {
-    return waiter{limit_ns, board, rank, 0, 0, doing};
+    return waiter{limit_ns, board, rank, doing};
 }
 
-// How many polls there are between two looks at the board.
-constexpr u32 POLLS_PER_LOOK = 256;
-// How many cycles there are between two readings of the time by one thread, about a millisecond: the time comes from outside of
-// the multiprocessor.
-constexpr u32 CYCLES_PER_TIME = 1 << 21;
+// How many polls there are between two looks at the board and the time, which comes from outside of the multiprocessor: half a
+// millisecond, about.
+constexpr u32 POLLS_PER_LOOK = 1024;
 // How long there is at least between two readings of the host's word by this GPU.
 constexpr u64 LOOK_NS = 1000000;
 
@@ -661,11 +653,10 @@ static __device__ __noinline__ void record_wait(wait_board* b, u32 reason, u32 r
     st_release_sys(&r->state, 2u);  // pairs with the host's acquire load in WaitBoard::report
 }
 
-constexpr u32 GO_ON = 0, SILENTLY = 4;
-
-// Why to stop a wait that has started then. BLAMES: whether it is a peer that is missing; where it is another thread of this GPU,
-// that one has a little more time to say whom it waits for. Not inlined, so that it costs no registers.
-static __device__ __noinline__ u32 reason_by_now(wait_board* b, u32 started, u64 limit_ns, bool blames) {
+// Why to stop a wait that has started then, in ticks. `blames`: whether it is a peer that is missing; where it is another thread of
+// this GPU, that one has a little more time to say whom it waits for. Not inlined, so that it costs no registers.
+static __device__ __noinline__ u32 reason_to_stop(wait_board* b, u32 started, u64 limit_ns, bool blames) {
+    if (ld_relaxed_sys(&b->stopped) != 0) return SILENTLY;
     const u64 now = global_ns(), looked = ld_relaxed_sys(&b->looked_ns);
     // One thread at a time.
     if (now - looked >= LOOK_NS && atomicCAS(&b->looked_ns, looked, now) == looked && ld_relaxed_sys(b->abort) != 0)
@@ -675,27 +666,17 @@ static __device__ __noinline__ u32 reason_by_now(wait_board* b, u32 started, u64
     return waited_ns >= limit_ns && waited_ns - limit_ns >= grace_ns ? DEADLINE : GO_ON;
 }
 
-// Why to stop waiting; SILENTLY where another thread of this GPU has said so already.
-DEVICE u32 reason_to_stop(waiter& w, bool blames) {
-    if (ld_relaxed_sys(&w.board->stopped) != 0) return SILENTLY;
-    const u32 cycles = clock_cycles();
-    if (w.next == 0) w.next = cycles + CYCLES_PER_TIME | 1;
-    if ((i32)(cycles - w.next) < 0) return GO_ON;
-    w.next = cycles + CYCLES_PER_TIME | 1;
-    if (w.started == 0) w.started = ticks();
-    return reason_by_now(w.board, w.started, w.limit_ns, blames);
-}
-
 // Calls `ready(seen)` until it returns true, and returns true; or gives up and returns false, and then the thread must
-// not wait again (a further wait would give up at its first look) but lead its block out of the kernel. `ready` may
+// not wait again (a further wait would give up soon) but lead its block out of the kernel. `ready` may
 // leave in `seen` what it saw, and in `peer` the rank that is still missing, or this rank if none is; they and `expected`
 // are only for the report. `look` is called now and then, when something is late.
 //
 // TOGETHER: all threads of the warp come here, and go on when it is true for all of them. A thread that went on alone would
 // do by itself what follows, and the others after it.
 template <bool TOGETHER, class Ready, class Look>
-DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready, Look look) {
+DEVICE bool wait_until(const waiter& w, const u32& peer, u64 expected, Ready ready, Look look) {
     tag seen{0, 0};
+    u32 started = 0;
     for (u32 reason = GO_ON;;) {
 #pragma unroll 1
         for (u32 poll = 0; poll < POLLS_PER_LOOK; ++poll) {
@@ -704,22 +685,22 @@ DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready, Lo
         }
         const bool blames = TOGETHER ? __any_sync(WHOLE_WARP, peer != w.rank) : peer != w.rank;
         if (reason != GO_ON) {  // and what came before the reason has been seen by now
-            if (TOGETHER) w.started = __shfl_sync(WHOLE_WARP, w.started, 0);
             if (reason != SILENTLY && (peer != w.rank || !blames))
-                record_wait(w.board, reason, w.rank, peer, w.doing, expected, seen, w.started);
+                record_wait(w.board, reason, w.rank, peer, w.doing, expected, seen, started);
             return false;
         }
         look();
-        if (!TOGETHER || lane_id() == 0) reason = reason_to_stop(w, blames);
+        if (started == 0) started = ticks();
+        if (!TOGETHER || lane_id() == 0) reason = reason_to_stop(w.board, started, w.limit_ns, blames);
         if (TOGETHER) reason = __shfl_sync(WHOLE_WARP, reason, 0);
     }
 }
-template <class Ready> DEVICE bool wait_until(waiter& w, const u32& peer, u64 expected, Ready ready) {
+template <class Ready> DEVICE bool wait_until(const waiter& w, const u32& peer, u64 expected, Ready ready) {
     return wait_until<false>(w, peer, expected, ready, [] {});
 }
 
 // Waits until a counter that `peer` raises with release has reached `expected`, across wrapping.
-DEVICE bool wait_for_signal(waiter& w, u32 peer, const u32* signal, u32 expected) {
+DEVICE bool wait_for_signal(const waiter& w, u32 peer, const u32* signal, u32 expected) {
     return wait_until(w, peer, expected, [&](tag& seen) {
         u32 value = ld_acquire_sys(signal);
         seen.low = value;

@@ -89,7 +89,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "private")]
     buffers: Buffers,
 
-    /// Seconds to spend on each row, about (on the host)
+    /// Seconds to spend on each row, about (on the host; with --tail for each contender)
     #[arg(long, default_value = "0.25", value_parser = positive_seconds)]
     seconds: Duration,
 
@@ -98,9 +98,13 @@ pub struct Args {
     iterations: Option<u32>,
 
     /// On cuda: ranks that do not start together, alone and beside products of matrices; p50, p99, p99.9 and the maximum of
-    /// many replays (--iterations: how many), ours and NCCL's
+    /// many replays (at most --iterations), ours and NCCL's
     #[arg(long)]
     tail: bool,
+
+    /// With --tail: put the calls, ours and NCCL's, into a stream of the highest priority, before the products'
+    #[arg(long, requires = "tail")]
+    priority: bool,
 
     /// Bytes of each GPU's memory for data under way [default: what the library takes]
     #[arg(long, value_name = "BYTES", value_parser = one_size)]

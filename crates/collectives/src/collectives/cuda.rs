@@ -18,6 +18,15 @@ impl CudaCollectives {
         operation.is_call() || operation == Operation::Barrier
     }
 
+    /// Whether an operation is made of messages between all ranks, and so has its place in the orders of sends and receives instead
+    /// of the order of the other operations.
+    pub fn is_by_messages(operation: Operation) -> bool {
+        use Operation::{AllGather, AllToAll, Broadcast};
+        operation.is_call()
+            && !operation.row().reduces
+            && !matches!(operation, AllGather | AllToAll | Broadcast)
+    }
+
     /// Any operation as a value, in the order of the stream. A rank need not pass a tensor that is the root's alone.
     ///
     /// # Errors
@@ -66,10 +75,9 @@ impl CudaCollectives {
                 }
                 (operation, input, output) if operation.is_call() => {
                     let checked = self.checked(call, input, output)?;
-                    if operation.row().reduces {
-                        self.reduce_parts(&checked, stream)
-                    } else {
-                        self.call_by_messages(&checked, stream)
+                    match Self::is_by_messages(operation) {
+                        true => self.call_by_messages(&checked, stream),
+                        false => self.reduce_parts(&checked, stream),
                     }
                 }
                 (operation, ..) => {

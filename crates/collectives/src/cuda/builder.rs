@@ -41,7 +41,7 @@ impl CudaCollectives {
 
 impl CudaBuilder<'_> {
     /// The memory that is taken for staging unless told otherwise; docs/cuda.md says what less of it costs.
-    pub const STAGING_BYTES: usize = 256 << 20;
+    pub const STAGING_BYTES: usize = 340 << 20;
     /// The least memory for staging.
     pub const LEAST_STAGING_BYTES: usize = Tenant::LEAST_STAGING_BYTES;
 

@@ -68,7 +68,8 @@ pub use choice::tune;
 /// Collectives between the GPUs of a communicator's ranks, over their own loads and stores.
 ///
 /// All ranks make the same calls in the same order. A call on another stream than the one before waits for that one. So a
-/// stream lives until the next call is made or these collectives are dropped. Calls that are captured are ordered within their
+/// framework's stream must live until the next call is made or these collectives are dropped; a
+/// [`Stream`](antiphon_device::cuda::Stream) is kept alive until then. Calls that are captured are ordered within their
 /// graph; the program orders the launch of the graph behind other calls, and other calls behind it.
 ///
 /// It takes part as long as it lives, as its [`Communicator`] does. It is a [`Tenant`] of the communicator's engine on this GPU:

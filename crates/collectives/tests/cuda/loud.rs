@@ -16,7 +16,7 @@ use antiphon_tensor::{DType, Element, bf16, f16};
 
 use crate::{
     faults::with_deadline,
-    harness::{At, Outcome, Rank, What},
+    harness::{At, Outcome, Rank, What, on_gpus},
 };
 
 const TIMEOUT: Duration = Duration::from_millis(400);
@@ -74,6 +74,8 @@ fn is_nan<T: Element>(bytes: &[u8]) -> bool {
 fn becomes_nan<T: Element>(cases: &[(usize, bool)]) {
     let [one, two] = Algorithm::ALL;
     let op = ReduceOp::Sum;
+    // Compiled once for all worlds below, whose deadline is shorter than that takes.
+    on_gpus(2, |rank| Ok(rank.collectives.prepare(T::DTYPE, op)?));
     let all = [
         What::AllReduce(op, Some(one)),
         What::AllReduce(op, Some(two)),
@@ -130,15 +132,15 @@ fn a_program_that_makes_no_call_hears_of_a_failure() {
     assert!(text.contains("all_reduce(64 × f32") && text.contains("ranks [1] of 2"), "{text}");
 }
 
-/// What only one rank knows: its launch is refused, as the capture that it is part of was spoilt.
-#[test]
-fn a_launch_that_fails_on_one_rank_is_told_to_the_others() {
+/// What the ranks hear when the second one's launches are refused, as the capture that they are part of was spoilt.
+fn refused_on_one_rank(count: usize) {
     let errors = with_deadline(Duration::from_secs(60), |rank| {
-        let memory = rank.upload(&[1.0f32; 64])?;
-        let at = At(memory.pointer().0, DType::F32, 64);
+        let memory = rank.upload(&vec![1.0f32; count])?;
+        let at = At(memory.pointer().0, DType::F32, count);
+        let sum = What::AllReduce(ReduceOp::Sum, None);
+        rank.collectives.prepare(DType::F32, ReduceOp::Sum)?;
         rank.comm.barrier()?;
         let start = Instant::now();
-        let sum = What::AllReduce(ReduceOp::Sum, None);
         let error = match rank.comm.rank() {
             0 => {
                 rank.queue(sum, at, at)?;
@@ -162,6 +164,17 @@ fn a_launch_that_fails_on_one_rank_is_told_to_the_others() {
         return assert!(errors.is_empty(), "{errors:?}");
     };
     assert!(matches!(first, FabricError::Aborted { by: 1, .. }), "{first}");
+}
+
+#[test]
+fn a_launch_that_fails_on_one_rank_is_told_to_the_others() {
+    refused_on_one_rank(64);
+}
+
+/// A call that is larger than the staging memory goes through a second stream as well, which is forked off first.
+#[test]
+fn a_fork_that_fails_on_one_rank_is_told_to_the_others() {
+    refused_on_one_rank(100 << 20);
 }
 
 /// Memory that kernels poll stays as long as they may.

@@ -45,6 +45,29 @@ fn views<'a>(rank: &Rank, at: At) -> Outcome<(TensorView<'a>, TensorViewMut<'a>)
     }
 }
 
+/// A stream that is dropped with its call still under way: the call behind, on a stream that may have got the same handle, waits.
+#[test]
+fn a_stream_may_be_dropped_between_two_calls() {
+    on_gpus(2, |rank| {
+        let context = rank.collectives.context();
+        let [delay, _] = kernels(context)?;
+        let memory = rank.upload(&vec![1.0f32; 50_000])?;
+        let mut expected = 1.0f32;
+        for round in 0..20 {
+            let stream = context.stream()?;
+            if round % 2 == rank.comm.rank() {
+                // SAFETY: the kernel takes one number and touches no memory.
+                unsafe { delay.launch(&stream, &LaunchConfig::new(1, 1), &[(&200_000u64).into()]) }?;
+            }
+            sum(rank, &rank.collectives, At(memory.pointer().0, DType::F32, 50_000), &stream)?;
+            expected *= 2.0;
+        }
+        context.synchronize()?;
+        rank.collectives.check()?;
+        rank.same("dropped streams", &rank.download(&memory, 0, 4 * 50_000)?, &vec![expected; 50_000])
+    });
+}
+
 /// Two streams that nobody has ordered: the calls are, as they take each other's slots otherwise.
 #[test]
 fn calls_on_two_streams_follow_each_other() {

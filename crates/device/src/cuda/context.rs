@@ -123,7 +123,7 @@ impl Context {
     /// as the result is used.
     #[inline]
     pub unsafe fn borrow_stream(&self, raw: usize) -> StreamRef<'_> {
-        StreamRef::new(self, raw as sys::CUstream)
+        StreamRef::borrowed(self, raw as sys::CUstream)
     }
 }
 

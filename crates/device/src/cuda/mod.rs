@@ -52,6 +52,7 @@
 //! error); in this process, where PyTorch may have loaded them; where the dynamic loader looks (`LD_LIBRARY_PATH`, the
 //! system's folders); among the packages of Python, where pip puts them (this process's Python, `VIRTUAL_ENV`,
 //! `CONDA_PREFIX`, the `python3` in `PATH`, `~/.local`); in a CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`).
+//! NVRTC gets the options in `ANTIPHON_NVRTC_OPTIONS` besides its own, for every kernel: `-lineinfo` for a profiler, say.
 //!
 //! ```
 //! // On a machine without a GPU this prints what is missing and what to install, and nothing panics.

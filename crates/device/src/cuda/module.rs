@@ -193,7 +193,7 @@ impl Function {
     pub fn active_clusters(&self, config: &LaunchConfig) -> Result<u32, CudaError> {
         let _current = self.context().current()?;
         let mut attributes = Attributes::of(config);
-        let stream = StreamRef::new(self.context(), ptr::null_mut());
+        let stream = StreamRef::borrowed(self.context(), ptr::null_mut());
         let config = attributes.raw_config(config, stream);
         let mut clusters = 0;
         // SAFETY: the function lives, and `config` points to `attributes`, which outlives the call.

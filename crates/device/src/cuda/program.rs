@@ -1,11 +1,13 @@
 //! Kernels as text: a program and the architecture it is for.
 
-use std::fmt;
+use std::{env, fmt};
 
 use super::CudaVersion;
 
 /// What every kernel begins with: types, conversions, memory order, reductions, waiting with a deadline.
 pub const PRELUDE: &str = include_str!("../../kernels/prelude.cuh");
+
+const OPTIONS: &str = "ANTIPHON_NVRTC_OPTIONS";
 
 /// The kind of GPU that machine code is for, written `sm_90a`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -53,8 +55,10 @@ pub struct Program {
 }
 
 impl Program {
-    /// A program with this name, which errors mention.
+    /// A program with this name, which errors mention. NVRTC gets the options in the environment
+    /// variable `ANTIPHON_NVRTC_OPTIONS` as well, separated by spaces: `-lineinfo` for a profiler, say.
     pub fn new(name: &str, source: &str, architecture: Architecture) -> Self {
+        let more = env::var(OPTIONS).unwrap_or_default();
         let options = [
             &*format!("--gpu-architecture={architecture}"),
             "-std=c++17",
@@ -63,7 +67,7 @@ impl Program {
             // fused, it says so with __fmaf_rn.
             "-fmad=false",
         ];
-        let options = options.map(str::to_owned).into();
+        let options = options.into_iter().chain(more.split_whitespace()).map(str::to_owned).collect();
         let program = Self { name: name.to_owned(), source: String::new(), architecture, options };
         program.include("prelude.cuh", PRELUDE).include(name, source)
     }

@@ -2,6 +2,7 @@
 
 use std::{
     fmt, ptr,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -12,17 +13,20 @@ use super::{
     driver::{call, check},
 };
 
-/// A stream of our own; destroyed on drop, after which work already in it still completes.
+/// A stream of our own. A clone is the same stream, which is destroyed with the last clone; work already in it still completes.
+#[derive(Debug, Clone)]
+pub struct Stream(Arc<Handle>);
+
 #[derive(Debug)]
-pub struct Stream {
+struct Handle {
     context: Context,
     raw: sys::CUstream,
 }
 
 // SAFETY: a stream may be used from any thread.
-unsafe impl Send for Stream {}
+unsafe impl Send for Handle {}
 // SAFETY: as for Send: the driver locks for itself.
-unsafe impl Sync for Stream {}
+unsafe impl Sync for Handle {}
 
 impl Stream {
     /// A stream that does not wait for the legacy default stream, nor makes it wait.
@@ -30,39 +34,55 @@ impl Stream {
     /// # Errors
     /// [`CudaError::Call`].
     pub fn new(context: &Context) -> Result<Self, CudaError> {
+        Self::with_priority(context, 0)
+    }
+
+    /// As [`new`](Self::new), but where blocks of several streams want room on the device, those of the stream with the lowest
+    /// number come first. The usual one is 0; the driver takes the nearest of those that the device has (0 to -5 on an H200).
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn with_priority(context: &Context, priority: i32) -> Result<Self, CudaError> {
         let _current = context.current()?;
         let mut raw = ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: writes one handle; the stream is destroyed in drop.
-        unsafe { call!(cuStreamCreate(&mut raw, flags)) }?;
-        Ok(Self { context: context.clone(), raw })
+        unsafe { call!(cuStreamCreateWithPriority(&mut raw, flags, priority)) }?;
+        Ok(Self(Arc::new(Handle { context: context.clone(), raw })))
     }
 
     /// The stream as every operation takes it.
     #[inline]
     pub fn borrow(&self) -> StreamRef<'_> {
-        StreamRef::new(&self.context, self.raw)
+        StreamRef { context: &self.0.context, raw: self.0.raw, owner: Some(self) }
     }
 }
 
-impl Drop for Stream {
+impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: created in `new` and destroyed once. An error leaves nothing to do.
+        // SAFETY: created in `Stream::new` and destroyed once. An error leaves nothing to do.
         let _ = unsafe { call!(cuStreamDestroy_v2(self.raw)) };
     }
 }
 
-/// A stream, ours or a framework's, for as long as it is used. Two words, copied freely.
+/// A stream, ours or a framework's, for as long as it is used. Three words, copied freely.
 #[derive(Clone, Copy)]
 pub struct StreamRef<'a> {
     context: &'a Context,
     raw: sys::CUstream,
+    /// None for a framework's.
+    owner: Option<&'a Stream>,
 }
 
 impl<'a> StreamRef<'a> {
     #[inline]
-    pub(super) fn new(context: &'a Context, raw: sys::CUstream) -> Self {
-        Self { context, raw }
+    pub(super) fn borrowed(context: &'a Context, raw: sys::CUstream) -> Self {
+        Self { context, raw, owner: None }
+    }
+
+    /// The stream itself, of which a clone keeps it from being destroyed; none for a framework's.
+    pub fn owner(&self) -> Option<&'a Stream> {
+        self.owner
     }
 
     /// The context it belongs to.

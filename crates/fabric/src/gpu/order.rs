@@ -1,8 +1,8 @@
 //! The order of calls that come on several streams.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
-use antiphon_device::cuda::{Context, CudaError, Event, StreamRef};
+use antiphon_device::cuda::{Context, CudaError, Event, Stream, StreamRef};
 
 /// Makes a call come after the one before it, on whatever stream that was: calls that run at once would take each other's slots.
 ///
@@ -11,8 +11,10 @@ use antiphon_device::cuda::{Context, CudaError, Event, StreamRef};
 /// program that launches the graph orders it behind other calls, as it does with all that the graph uses.
 pub(super) struct Order {
     context: Context,
-    /// The stream of the call before, which lives until the next call.
+    /// The stream of the call before.
     last: Cell<Option<usize>>,
+    /// That stream, if it is one of this process's own: it is not destroyed before the next call has come. Else its owner keeps it.
+    kept: RefCell<Option<Stream>>,
     /// Multiprocessors that the kernels of that stream may use.
     multiprocessors: Cell<u32>,
     passed: Event,
@@ -23,6 +25,7 @@ impl Order {
         Ok(Self {
             context: context.clone(),
             last: Cell::new(None),
+            kept: RefCell::new(None),
             multiprocessors: Cell::new(context.multiprocessors()?),
             passed: Event::new(context)?,
         })
@@ -43,15 +46,10 @@ impl Order {
         self.multiprocessors.get()
     }
 
-    /// Forgets the stream of the call before, which is over: the stream may end now.
-    pub(super) fn forget(&self) {
-        self.last.set(None);
-    }
-
     #[cold]
     fn follow(&self, stream: StreamRef<'_>) -> Result<(), CudaError> {
         if let Some(last) = self.last.get() {
-            // SAFETY: callers keep a stream until the next call.
+            // SAFETY: the stream is kept here, or by a caller who keeps a framework's stream until the next call.
             let last = unsafe { self.context.borrow_stream(last) };
             if last.capture()? == stream.capture()? {
                 self.passed.record(last)?;
@@ -60,6 +58,7 @@ impl Order {
         }
         self.multiprocessors.set(stream.multiprocessors()?);
         self.last.set(Some(stream.as_raw()));
+        *self.kept.borrow_mut() = stream.owner().cloned();
         Ok(())
     }
 }

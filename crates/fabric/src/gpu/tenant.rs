@@ -21,7 +21,8 @@ use crate::{Communicator, CudaArena, FabricError, Monitor};
 /// One user of a communicator's GPUs: calls that come one after the other, through memory of their own.
 ///
 /// The calls of a tenant are ordered, on whatever streams they come: a call on another stream than the call before waits for
-/// that one. So a stream must live until the next call is made, or the tenant is dropped. All ranks make the same calls in the
+/// that one. So a framework's stream must live until the next call is made, or the tenant is dropped; a [`Stream`](antiphon_device::cuda::Stream) is kept alive
+/// until then. All ranks make the same calls in the
 /// same order. Calls that are captured are ordered within their graph; the program orders the launch of the graph behind other
 /// calls, and other calls behind it.
 ///
@@ -145,12 +146,6 @@ impl Tenant {
     pub fn ready<F: Family>(&self, family: F, stream: StreamRef<'_>) -> Result<Loaded<F>, FabricError> {
         self.enter(stream)?;
         self.load(family)
-    }
-
-    /// Forgets the stream of the last call, whose work is over, so that the stream may be dropped.
-    pub fn forget_stream(&self) {
-        self.resources.order.forget();
-        self.resources.second_order.forget();
     }
 
     /// Whether all calls that are over have done what they should, of every tenant of this communicator on this GPU. It does

@@ -15,7 +15,7 @@ use pyo3::{
 use super::{Communicator, refused};
 use crate::{
     arguments::{Operands, Prepared, same_device},
-    cuda::{self, Gpus, RawStream},
+    cuda::{self, Gpus, Order, RawStream},
     error::{Error, Result},
     fork::Process,
     handle::Handle,
@@ -62,6 +62,7 @@ impl Communicator {
             // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
             // one the caller answers for the order, as the stub says.
             interrupt::detached(py, || unsafe { self.gpus.run(&queue, device, stream, &call) })?;
+            self.gpus.keep_stream(py, stream, Order::of(call.what.operation))?;
         } else if let Some(stream) = stream {
             let text = format!("{}: host memory has no stream {stream}", call.name());
             return Err(pyo3::exceptions::PyValueError::new_err(text).into());
@@ -76,7 +77,8 @@ impl Communicator {
     pub(super) fn run_barrier(&self, py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<()> {
         let (queue, stream) = (self.queue()?, cuda::stream_or_current(py, device, stream)?);
         // SAFETY: the stream is the library's current one of the device, or the caller says that it is one of it.
-        Ok(interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?)
+        interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?;
+        Ok(self.gpus.keep_stream(py, stream, &[Order::Collectives])?)
     }
 
     /// Begins an operation.
@@ -124,7 +126,9 @@ impl Communicator {
             let stream = stream.or_else(|| operand.and_then(|operand| operand.stream)).unwrap_or(0);
             // SAFETY: as in `run`.
             interrupt::detached(py, || unsafe { self.gpus.exchange(&queue, device, stream, read, write) })?;
-            return Ok(());
+            let orders = [read.map(|_| Order::Sends), write.map(|_| Order::Receives)];
+            let orders: Vec<Order> = orders.into_iter().flatten().collect();
+            return Ok(self.gpus.keep_stream(py, stream, &orders)?);
         }
         if let Some(stream) = stream {
             let text = format!("a message: host memory has no stream {stream}");

@@ -17,6 +17,7 @@ use antiphon::{
         cuda::{Context, CudaError, Driver, StreamRef},
     },
     fabric::Queue,
+    operation::Operation,
     prelude::{CollectiveError, DType, FabricError, ReduceOp},
     tensor::Device,
 };
@@ -39,9 +40,32 @@ pub(crate) const LEGACY_DEFAULT: RawStream = 1;
 /// What the kernels reduce.
 pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
+/// The orders of calls, each of which waits for the stream of its own last call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Order {
+    Collectives,
+    Sends,
+    Receives,
+}
+
+impl Order {
+    /// Those of an operation.
+    pub(crate) fn of(operation: Operation) -> &'static [Self] {
+        match CudaCollectives::is_by_messages(operation) {
+            true => &[Self::Sends, Self::Receives],
+            false => &[Self::Collectives],
+        }
+    }
+}
+
 /// The GPUs that a communicator of this rank has been used with; one, as a rule.
 #[derive(Default)]
-pub(crate) struct Gpus(Mutex<State>);
+pub(crate) struct Gpus {
+    state: Mutex<State>,
+    /// CuPy's stream of the last call, which the next call on another stream waits for. CuPy destroys a stream with its last
+    /// reference; torch never destroys one.
+    last_streams: Mutex<[Option<Py<PyAny>>; 3]>,
+}
 
 #[derive(Default)]
 struct State {
@@ -199,7 +223,23 @@ impl Gpus {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call of the same order has been made.
+    pub(crate) fn keep_stream(&self, py: Python<'_>, stream: RawStream, orders: &[Order]) -> PyResult<()> {
+        let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+        let Ok(cupy) = modules.get_item(intern!(py, "cupy")) else { return Ok(()) };
+        let current = cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?;
+        let is_current = current.getattr(intern!(py, "ptr"))?.extract::<RawStream>()? == stream;
+        for &order in orders {
+            let kept = is_current.then(|| current.clone().unbind());
+            let mut last = self.last_streams.lock().unwrap_or_else(PoisonError::into_inner);
+            let before = std::mem::replace(&mut last[order as usize], kept);
+            drop(last);
+            drop(before); // without the lock, as this may run Python
+        }
+        Ok(())
     }
 }
 

@@ -67,6 +67,7 @@ impl Contender<'_> {
                     let case = Case { algorithm, ..*case };
                     let call = case.call(ours.rank(), ours.world_size());
                     match case.collective {
+                        Collective::SEND_RECV => ping_pong(ours, &input, output, stream),
                         Collective::Of(Operation::Broadcast) => ours.call_in_place(&call, output, stream),
                         _ => ours.call(&call, Some(&input), Some(output), stream),
                     }
@@ -93,6 +94,32 @@ impl Contender<'_> {
         match self {
             Self::Nccl(_) => collective.operation().is_some_and(|operation| known.contains(&operation)),
             _ => true,
+        }
+    }
+}
+
+/// From rank 0 to rank 1 and back; the others watch.
+///
+/// # Safety
+/// As [`Contender::call`].
+unsafe fn ping_pong(
+    ours: &CudaCollectives,
+    input: &TensorView<'_>,
+    output: &mut TensorViewMut<'_>,
+    stream: StreamRef<'_>,
+) -> Result<(), CollectiveError> {
+    // SAFETY: passed on.
+    unsafe {
+        match ours.rank() {
+            0 => {
+                ours.send(input, 1, stream)?;
+                ours.recv(output, 1, stream)
+            }
+            1 => {
+                ours.recv(output, 0, stream)?;
+                ours.send(&output.as_view(), 0, stream)
+            }
+            _ => Ok(()),
         }
     }
 }

@@ -34,3 +34,50 @@ extern "C" __global__ void __launch_bounds__(256) gemm(const float* a, const flo
     for (u32 i = 0; i < 4; ++i)
         for (u32 j = 0; j < 4; ++j) c[(row + y + i) * SIDE + column + x + j] = sums[i][j];
 }
+
+// What a program without fused calls does behind its all-reduce: adds the residual to each row of the sum, stores it, and stores
+// its RMS norm, or that as E4M3. A block for each row; a thread has so many vectors of it, in registers.
+constexpr u32 HIDDEN = 7168, NORM_THREADS = 448, VECTORS = HIDDEN / 8 / NORM_THREADS;
+template <bool IS_FP8> DEVICE void add_norm_row(const bf16* sum, bf16* residual, const bf16* weight, float eps, u8* out) {
+    __shared__ float squares_of_warps[NORM_THREADS / 32];
+    const u64 row = (u64)blockIdx.x * HIDDEN;
+    wide_vec<bf16> values[VECTORS];
+    float squares = 0;
+#pragma unroll
+    for (u32 k = 0; k < VECTORS; ++k) {
+        const u64 at = row + (k * NORM_THREADS + threadIdx.x) * 8;
+        const wide_vec<bf16> a = widen_vec(load_vec(sum + at)), b = widen_vec(load_vec(residual + at));
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            values[k].lane[i] = a.lane[i] + b.lane[i];
+            squares += values[k].lane[i] * values[k].lane[i];
+        }
+        store_vec(residual + at, narrow_vec<bf16>(values[k]));
+    }
+    for (u32 distance = 16; distance; distance /= 2) squares += __shfl_xor_sync(0xFFFFFFFF, squares, distance);
+    if (threadIdx.x % 32 == 0) squares_of_warps[threadIdx.x / 32] = squares;
+    __syncthreads();
+    squares = 0;
+    for (float of_warp : squares_of_warps) squares += of_warp;
+    const float scale = rsqrtf(squares / HIDDEN + eps);
+#pragma unroll
+    for (u32 k = 0; k < VECTORS; ++k) {
+        const u64 at = (k * NORM_THREADS + threadIdx.x) * 8;
+        const wide_vec<bf16> w = widen_vec(load_vec(weight + at));
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) values[k].lane[i] *= scale * w.lane[i];
+        if (IS_FP8) {
+            u32 codes[2] = {};
+#pragma unroll
+            for (u32 i = 0; i < 8; i += 2)
+                codes[i / 4] |= (u32)narrow_e4m3x2(values[k].lane[i], values[k].lane[i + 1]) << (i % 4 * 8);
+            *(uint2*)(out + row + at) = make_uint2(codes[0], codes[1]);
+        } else {
+            store_vec((bf16*)out + row + at, narrow_vec<bf16>(values[k]));
+        }
+    }
+}
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+add_norm(const bf16* sum, bf16* residual, const bf16* weight, float eps, u8* out) { add_norm_row<false>(sum, residual, weight, eps, out); }
+extern "C" __global__ void __launch_bounds__(NORM_THREADS)
+add_norm_fp8(const bf16* sum, bf16* residual, const bf16* weight, float eps, u8* out) { add_norm_row<true>(sum, residual, weight, eps, out); }

@@ -90,7 +90,9 @@ pub(super) fn refuse(args: &Args) -> Result<(), String> {
     if let (Buffers::Symmetric, Some(other)) = (args.buffers, other) {
         return Err(format!("--buffers symmetric on GPUs is for all-reduce alone, not for {}", other.name()));
     }
-    let is_known = |of: &Collective| of.operation().is_some_and(CudaCollectives::has_operation);
+    let is_known = |of: &Collective| {
+        *of == Collective::SEND_RECV || of.operation().is_some_and(CudaCollectives::has_operation)
+    };
     match args.collective.collectives().into_iter().find(|collective| !is_known(collective)) {
         Some(other) => Err(format!("{} is for --device host: there is none on GPUs yet", other.name())),
         None => Ok(()),
@@ -195,8 +197,9 @@ mod tests {
     #[test]
     fn what_gpus_cannot_do_is_refused_by_name() {
         assert_eq!(refuse(&args("")), Ok(()));
-        let error = refuse(&args("send-recv")).unwrap_err();
-        assert_eq!(error, "send_recv is for --device host: there is none on GPUs yet");
+        assert_eq!(refuse(&args("send-recv")), Ok(()));
+        let error = refuse(&args("memory")).unwrap_err();
+        assert_eq!(error, "memory is for --device host: there is none on GPUs yet");
         let error = refuse(&args("--buffers symmetric")).unwrap_err();
         assert_eq!(error, "--buffers symmetric on GPUs is for all-reduce alone, not for all_gather");
         assert_eq!(refuse(&args("all-reduce --buffers symmetric")), Ok(()));

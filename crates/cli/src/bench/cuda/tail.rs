@@ -2,7 +2,7 @@
 //!
 //! A graph of [`CALLS`] calls is replayed freely, without a line-up: before each replay the GPU of one rank, another one each
 //! time, is late by the skew. What is told is the time beyond the skew: from the start of the late rank to its end. Ours and
-//! NCCL's replays take turns, in the same processes.
+//! NCCL's replays take turns, in the same processes. Behind NCCL's all-reduce a kernel does what our fused call does besides.
 
 use std::{
     fs::File,
@@ -40,15 +40,17 @@ use crate::{
 const ROWS: [usize; 6] = [1, 16, 64, 256, 512, 2048];
 const HIDDEN: usize = 7168;
 const DTYPE: DType = DType::BF16;
+const EPS: f32 = 1e-5;
+/// The driver takes the highest that there is.
+const HIGHEST_PRIORITY: i32 = i32::MIN;
+/// Threads of a block of the kernels `add_norm` and `add_norm_fp8`, as kernels.cuh has them.
+const NORM_THREADS: u32 = 448;
 /// Calls in one graph.
 const CALLS: u32 = 10;
 /// By how many microseconds a rank is late.
 const SKEWS_US: [u64; 5] = [0, 50, 200, 1000, 5000];
-/// Replays that are submitted at a time, and the most of a row, for each contender.
+/// Replays that are submitted at a time.
 const BATCH: usize = 50;
-const REPLAYS: u32 = 2000;
-/// What replays that differ in nothing but the skew may take together, in microseconds.
-const MOST_US: u64 = 10_000_000;
 /// Between two replays, so that a rank's calls never wait for its host.
 const PAUSE_NS: u64 = 20_000;
 const HEAD_START_NS: u64 = 400_000;
@@ -202,7 +204,10 @@ fn measure_all(args: &Args) -> Result<()> {
         ours.register(RegisteredMemory::new(&comm, &context, memory.pointer(), memory.len() as u64)?)?;
     }
     ours.prepare(DTYPE, ReduceOp::Sum)?;
-    let tail = Tail::new(&comm, &ours, nccl.as_ref(), &tensors, args.iterations.unwrap_or(REPLAYS).max(1))?;
+    let priority = if args.priority { HIGHEST_PRIORITY } else { 0 };
+    let stream = Stream::with_priority(&context, priority)?;
+    let mut tail = Tail::new(&comm, &ours, nccl.as_ref(), &tensors, stream)?;
+    (tail.replays, tail.seconds) = (args.iterations.unwrap_or(u32::MAX).max(1), args.seconds.as_secs_f64());
     for operation in Operation::ALL.into_iter().filter(|operation| operation.is_of(args.collective)) {
         for rows in ROWS {
             tail.measure(operation, rows)?;
@@ -284,7 +289,7 @@ impl Tensors {
             FusedAllReduce::of(matrix(&self.input))
                 .residual(matrix(&self.residual))
                 .residual_out(matrix_mut(&self.residual_out))
-                .rms_norm(Some(self.view(&self.weight, DTYPE, &[HIDDEN])), 1e-5)
+                .rms_norm(Some(self.view(&self.weight, DTYPE, &[HIDDEN])), EPS)
         };
         // SAFETY: the tensors outlive all streams and graphs.
         unsafe {
@@ -322,10 +327,11 @@ impl Tensors {
         Ok(())
     }
 
-    /// Puts NCCL's call into the stream; of a fused call the sum alone.
+    /// Puts NCCL's call into the stream, and behind it what else a fused call does.
     fn nccl(
         &self,
         nccl: &NcclCollectives,
+        norms: &Norms,
         operation: Operation,
         rows: usize,
         stream: StreamRef<'_>,
@@ -344,7 +350,30 @@ impl Tensors {
                 _ => nccl.all_reduce(&input, &mut output, ReduceOp::Sum, stream)?,
             }
         }
-        Ok(())
+        let (function, out) = match operation {
+            Operation::Norm => (&norms.norm, self.output.pointer()),
+            Operation::Fp8 => (&norms.fp8, self.codes.pointer()),
+            _ => return Ok(()),
+        };
+        let [sum, residual, weight] =
+            [&self.output, &self.residual_out, &self.weight].map(DeviceMemory::pointer);
+        let config = LaunchConfig::new(rows as u32, NORM_THREADS);
+        let arguments = [(&sum).into(), (&residual).into(), (&weight).into(), (&EPS).into(), (&out).into()];
+        // SAFETY: the kernel's five arguments: tensors of as many rows, which outlive all streams and graphs.
+        Ok(unsafe { function.launch(stream, &config, &arguments) }?)
+    }
+}
+
+/// What does behind an all-reduce the rest of a fused call.
+struct Norms {
+    norm: Function,
+    fp8: Function,
+}
+
+impl Norms {
+    fn new(context: &Context) -> Result<Self> {
+        let [norm, fp8] = timing::kernels(context, ["add_norm", "add_norm_fp8"])?;
+        Ok(Self { norm, fp8 })
     }
 }
 
@@ -354,10 +383,13 @@ struct Tail<'a> {
     ours: &'a CudaCollectives,
     nccl: Option<&'a NcclCollectives>,
     tensors: &'a Tensors,
+    /// The most replays of each contender for a row of the table, and the most seconds that they take.
     replays: u32,
+    seconds: f64,
     stream: Stream,
     second: Stream,
     delay: Function,
+    norms: Norms,
     gemms: GraphExec,
     gemm_us: f64,
     events: Vec<(Event, Event)>,
@@ -369,22 +401,24 @@ impl<'a> Tail<'a> {
         ours: &'a CudaCollectives,
         nccl: Option<&'a NcclCollectives>,
         tensors: &'a Tensors,
-        replays: u32,
+        stream: Stream,
     ) -> Result<Self> {
         let context = ours.context();
-        let [delay, _, gemm] = timing::kernels(context)?;
+        let [delay, gemm] = timing::kernels(context, ["delay", "gemm"])?;
         let events = (0..BATCH).map(|_| Ok((Event::with_time(context)?, Event::with_time(context)?)));
-        let (stream, second) = (context.stream()?, context.stream()?);
+        let second = context.stream()?;
         let gemms = timing::graph(&second, GEMMS, |stream| launch_gemm(&gemm, tensors, stream))?;
         let mut tail = Self {
             comm,
             ours,
             nccl,
             tensors,
-            replays,
+            replays: u32::MAX,
+            seconds: 1.0,
             stream,
             second,
             delay,
+            norms: Norms::new(context)?,
             gemms,
             gemm_us: 1.0,
             events: events.collect::<Result<_>>()?,
@@ -406,14 +440,16 @@ impl<'a> Tail<'a> {
             timing::graph(&self.stream, CALLS, call)
         };
         let ours = graph(&|stream| self.tensors.ours(self.ours, operation, rows, stream))?;
-        let nccl = self.nccl.map(|nccl| graph(&|stream| self.tensors.nccl(nccl, operation, rows, stream)));
+        let nccl = self
+            .nccl
+            .map(|nccl| graph(&|stream| self.tensors.nccl(nccl, &self.norms, operation, rows, stream)));
         let nccl = nccl.transpose()?;
         let warm_up = self.batch(nccl.as_ref().unwrap_or(&ours), 0, false, 0.0)?;
         let alone_us = Quantiles::of(warm_up).p50;
         self.batch(&ours, 0, false, 0.0)?;
         for beside_gemm in [false, true] {
             for skew_us in SKEWS_US {
-                let batches = u64::from(self.replays).min(MOST_US / skew_us.max(1)).div_ceil(BATCH as u64);
+                let batches = self.batches(skew_us, if beside_gemm { BESIDE_US } else { alone_us });
                 let (mut mine, mut theirs) = (Vec::new(), Vec::new());
                 for _ in 0..batches {
                     mine.extend(self.batch(&ours, skew_us, beside_gemm, alone_us)?);
@@ -438,6 +474,13 @@ impl<'a> Tail<'a> {
             }
         }
         Ok(())
+    }
+
+    /// How many batches of replays a row gets, for each contender: as many as were asked for, if they are done in time.
+    fn batches(&self, skew_us: u64, replay_us: f64) -> usize {
+        let one_us = skew_us as f64 + replay_us + PAUSE_NS as f64 / 1000.0;
+        let in_time = (self.seconds * 1e6 / one_us) as usize;
+        (self.replays as usize).min(in_time).div_ceil(BATCH).max(1)
     }
 
     /// Replays a graph [`BATCH`] times; the microseconds of each beyond the skew.

@@ -7,7 +7,7 @@ use antiphon::{
     device::{
         ReduceOp,
         cuda::{
-            Architecture, Context, CudaError, DeviceMemory, Event, Function, Graph, GraphExec, KernelCache,
+            Architecture, Context, DeviceMemory, Event, Function, Graph, GraphExec, KernelCache,
             LaunchConfig, Module, Nvrtc, Program, Stream, StreamRef,
         },
     },
@@ -39,7 +39,7 @@ pub(super) struct Clock<'a> {
 impl<'a> Clock<'a> {
     pub(super) fn new(comm: &'a Communicator, ours: &'a CudaCollectives, stream: &'a Stream) -> Result<Self> {
         let context = ours.context();
-        let [delay, empty, _] = kernels(context)?;
+        let [delay, empty] = kernels(context, ["delay", "empty"])?;
         ours.prepare(DType::F32, ReduceOp::Sum)?;
         let line = DeviceMemory::allocate(context, 2 * LINE_UP * 4)?;
         line.write(stream, 0, &[0; 2 * LINE_UP * 4])?;
@@ -144,12 +144,16 @@ pub(super) fn graph(
     Ok(graph.instantiate()?)
 }
 
-/// What waits so long, what does nothing, and what multiplies matrices.
-pub(super) fn kernels(context: &Context) -> Result<[Function; 3], CudaError> {
+/// Kernels of kernels.cuh.
+pub(super) fn kernels<const COUNT: usize>(
+    context: &Context,
+    names: [&str; COUNT],
+) -> Result<[Function; COUNT]> {
     let program = program(context.device().architecture()?);
     let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;
     let module = Module::load(context, &cubin.bytes)?;
-    Ok([module.function("delay")?, module.function("empty")?, module.function("gemm")?])
+    let found: Vec<Function> = names.iter().map(|name| module.function(name)).collect::<Result<_, _>>()?;
+    Ok(found.try_into().expect("one for each name"))
 }
 
 #[cfg(test)]
