@@ -253,6 +253,23 @@ def test_parts_that_ranks_list_otherwise_are_an_error() -> None:
     ranks.threads(2, body)
 
 
+def test_lists_of_arrays() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        size, rank = comm.world_size, comm.rank
+        xs = [[np.full((count, 2), r + 1.0) for count in (3, 0, 5)] for r in range(size)]
+        for index, found in enumerate(comm.all_gather_list(xs[rank])):
+            np.testing.assert_array_equal(found, np.concatenate([x[index] for x in xs]))
+        rows = [np.arange(size * count, dtype=np.int64) + rank for count in (1, 4)]
+        outs = [np.zeros(count, np.int64) for count in (1, 4)]
+        for out, found, row in zip(outs, comm.reduce_scatter_list(rows, "max", out=outs), rows, strict=True):
+            assert found is out
+            np.testing.assert_array_equal(out, (row - rank + size - 1).reshape(size, -1)[rank])
+        with pytest.raises(ValueError, match="2 inputs and 1 outputs"):
+            comm.all_gather_list(rows, out=outs[:1])
+
+    ranks.threads(2, body)
+
+
 def test_messages() -> None:
     def body(comm: antiphon.Communicator) -> None:
         rank, world = comm.rank, comm.world_size

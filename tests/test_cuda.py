@@ -342,6 +342,30 @@ def parts_of_uneven_lengths(comm: Comm, device: Device) -> None:
 
 
 @check
+def lists_of_tensors(comm: Comm, device: Device) -> None:
+    size, rank = comm.world_size, comm.rank
+    for counts in ((3, 0, 5, 1000), tuple(range(70)), (5_000_000, 3)):  # in one launch, too many, too long
+        for dtype in (torch.float32, torch.bfloat16):
+            xs = [[torch.full((n,), r + i % 5, dtype=dtype, device=device) for i, n in enumerate(counts)] for r in range(size)]
+            for index, found in enumerate(comm.all_gather_list(xs[rank])):
+                assert torch.equal(found, torch.cat([x[index] for x in xs]))
+            rows = [torch.cat([x[index] for x in xs]) + rank for index in range(len(counts))]
+            for index, found in enumerate(comm.reduce_scatter_list(rows, "max")):
+                assert torch.equal(found, xs[rank][index] + size - 1)
+    xs = [torch.full((n,), 1.0, device=device) for n in (7, 100)]
+    outs = [torch.zeros(n * size, device=device) for n in (7, 100)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_gather_list(xs, out=outs)
+    for turn in range(3):
+        for x in xs:
+            x.fill_(rank + turn)
+        graph.replay()
+        for n, out in zip((7, 100), outs):
+            assert torch.equal(out, torch.arange(float(size), device=device).repeat_interleave(n) + turn)
+
+
+@check
 def messages(comm: Comm, device: Device) -> None:
     size, rank = comm.world_size, comm.rank
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -362,10 +386,27 @@ def messages(comm: Comm, device: Device) -> None:
 
 
 @check
+def started_calls_go_beside_the_current_stream(comm: Comm, device: Device) -> None:
+    x = filled(comm, device, 1_000_000)
+    handles = [comm.start_all_reduce(x) for _ in range(5)]
+    product = torch.ones(512, 512, device=device) @ torch.ones(512, 512, device=device)
+    rooted = comm.start_gather(x, 1)
+    for handle in handles:
+        assert handle.wait().eq(total(comm)).all()
+        assert handle.wait() is not None  # again
+    gathered = rooted.wait()
+    assert (gathered is None) == (comm.rank != 1) and product.eq(512).all()
+    torch.cuda.synchronize()
+    assert handles[0].is_finished()
+    del x, handles
+    comm.start_all_reduce(filled(comm, device, 1_000_000))  # lost: its memory stays until it is over
+    comm.check()
+
+
+@check
 def what_has_no_form_on_cuda_is_refused(comm: Comm, device: Device) -> None:
     x = filled(comm, device)
     for name, call in {
-        "start_all_reduce": lambda: comm.start_all_reduce(x),
         "start_send": lambda: comm.start_send(x, 0),
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name} on cuda:{device.index}: "):

@@ -91,10 +91,12 @@ class Handle:
         """Waits until it is over and returns what the blocking form returns. May be called again.
 
         Raises what the blocking form raises; ``TimeoutError`` if it still goes on after ``timeout`` seconds. Neither
-        that nor Ctrl-C ends the operation."""
+        that nor Ctrl-C ends the operation.
+
+        On CUDA the current stream waits, and the caller does not."""
 
     def is_finished(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Whether it is over: :meth:`wait` would return at once; on CUDA, the GPU is done with it."""
 
 @final
 class Communicator:
@@ -119,7 +121,7 @@ class Communicator:
     raises the same (``RuntimeError`` after Ctrl-C); ``RuntimeError`` when closed, or in the child of a fork. While a call waits other threads run,
     and Ctrl-C ends the wait.
 
-    **On CUDA.** ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` and ``broadcast`` also take tensors of
+    **On CUDA.** All operations but plans, ``start_send`` and ``start_recv`` also take tensors of
     a GPU (reductions those of float32, float16 and bfloat16) and put their work into the stream that torch or CuPy works
     on at present, or into ``stream``, the integer of one. They do not wait for it, and may be captured in graphs. On each
     rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
@@ -379,6 +381,17 @@ class Communicator:
         self, x: _A, op: _Op | None = None, *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O:
         """The reduction of every rank's block of ``x`` for this rank: ``(world_size * n, ...)`` in, ``(n, ...)`` out."""
+
+    def all_gather_list(
+        self, xs: Sequence[_A], *, out: Sequence[_O] | None = None, stream: int | None = None
+    ) -> list[_A | _O]:
+        """:meth:`all_gather` of each of ``xs``. On CUDA tensors of one dtype, up to 64 that fit the memory for staging together,
+        go in one launch."""
+
+    def reduce_scatter_list(
+        self, xs: Sequence[_A], op: _Op | None = None, *, out: Sequence[_O] | None = None, stream: int | None = None
+    ) -> list[_A | _O]:
+        """:meth:`reduce_scatter` of each of ``xs``, as :meth:`all_gather_list`."""
 
     def all_to_all(self, x: _A, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """Block ``r`` of ``x`` goes to rank ``r``, whose block comes to the same place: ``(world_size * n, ...)`` in

@@ -305,8 +305,8 @@ impl<'a> Call<'a> {
     }
 }
 
-/// FNV-1a over the counts, never 0, which would stand for no digest.
-fn digest(counts: &[usize]) -> u32 {
+/// What differs, as a rule, for lists of counts that differ: FNV-1a over them, and never 0, which stands for no digest.
+pub fn digest(counts: &[usize]) -> u32 {
     let bytes = counts.iter().flat_map(|&count| (count as u64).to_le_bytes());
     bytes.fold(0x811c_9dc5, |hash: u32, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)).max(1)
 }

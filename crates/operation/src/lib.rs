@@ -24,7 +24,7 @@ mod reduce_op;
 mod row;
 mod shapes;
 
-pub use call::{Call, WrongCall};
+pub use call::{Call, WrongCall, digest};
 pub use layout::Layout;
 pub use operation::Operation;
 pub use reduce_op::{ReduceOp, UnknownReduceOp};

@@ -62,6 +62,8 @@ operations! {
     AllGather = 6: Row {
         in_place: InPlace::InputBlock,
         bus_factor: BusFactor::Others,
+        algorithms: &[(1, "coalesced")], // of a list of tensors, whose counts it digests
+        detail: Detail::Digest("counts"),
         ..Row::on_tensors("all_gather", Extent::Block, Extent::Row)
     },
     /// Rank `r` gets the reduction of all ranks' `r`-th blocks.
@@ -69,6 +71,8 @@ operations! {
         in_place: InPlace::OutputBlock,
         reduces: true,
         bus_factor: BusFactor::Others,
+        algorithms: &[(1, "coalesced")],
+        detail: Detail::Digest("counts"),
         ..Row::on_tensors("reduce_scatter", Extent::Row, Extent::Block)
     },
     /// Rank `r` gets all ranks' `r`-th blocks.

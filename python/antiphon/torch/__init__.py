@@ -10,9 +10,9 @@ It serves CPU and CUDA tensors of the ranks of one machine. Any element type can
 bfloat16, int64, int32, int8 and uint8 can be reduced, bool as 0 and 1, complex sums as pairs of reals. Reductions are
 those of :class:`antiphon.ReduceOp`: the same bits on every rank.
 
-On CUDA there are all_reduce, all_gather, reduce_scatter and all_to_all with equal parts, broadcast and barrier, and
-float32, float16 and bfloat16 can be reduced. A call runs on the current stream; with ``async_op=True`` on a stream of the
-group, after what is in the current one, which ``wait()`` of the work lets wait in turn. A barrier also waits for the
+On CUDA float32, float16 and bfloat16 can be reduced. A call runs on the current stream; with ``async_op=True`` on a stream of the
+group, after what is in the current one, for whose end ``wait()`` of the work makes the current stream wait. Sends have a stream of
+the group, and receives another: a rank may send before it receives, whatever the length. A barrier also waits for the
 current stream. :mod:`antiphon.torch.ops` has operators for ``torch.compile``.
 
 A failure raises at the call, or at ``wait()`` of the work that ``async_op=True`` returned, with the exceptions of

@@ -36,7 +36,7 @@ class Streams:
             self._follow(torch.cuda.current_stream(self.device))
 
     def aside(
-        self, calls: Iterable[tuple[str, tuple[Any, ...], Tensor | None]], result: Sequence[Tensor], copies: Copies
+        self, calls: Iterable[tuple[str, tuple[Any, ...], Any]], result: Sequence[Tensor], copies: Copies
     ) -> dist.Work:
         """Makes calls beside the current stream, but not before what is in it."""
         if self._side is None:
@@ -47,7 +47,8 @@ class Streams:
         try:
             with torch.cuda.stream(side):
                 for name, arguments, out in calls:
-                    used += [tensor for tensor in (*arguments, out) if isinstance(tensor, Tensor)]
+                    lists = [each if isinstance(each, list) else [each] for each in (*arguments, out)]
+                    used += [tensor for each in lists for tensor in each if isinstance(tensor, Tensor)]
                     getattr(self.comm, name)(*arguments, out=out)
                 copies.finish()
                 end = side.record_event()

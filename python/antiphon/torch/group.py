@@ -27,8 +27,8 @@ from antiphon.torch.tensors import (
 )
 from antiphon.torch.work import Completed, Futures, Sends, Work
 
-#: The name of a method of the communicator, its arguments, and ``out``.
-Call = tuple[str, tuple[Any, ...], Tensor | None]
+#: The name of a method of the communicator, its arguments, and ``out``: a tensor, a list of them, or nothing.
+Call = tuple[str, tuple[Any, ...], Any]
 
 
 class Group(dist.ProcessGroup):
@@ -121,7 +121,7 @@ class Group(dist.ProcessGroup):
         for output, input in zip(output_lists, input_list, strict=True):
             check("all_gather_into_tensor", input, output)
             calls.append(("all_gather", (contiguous(input),), copies.output(output)))
-        return self._run(opts, calls, output_lists, copies)
+        return self._run(opts, self._together(calls), output_lists, copies)
 
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
@@ -188,7 +188,17 @@ class Group(dist.ProcessGroup):
             asked = SUM if opts is None else opts.reduceOp
             op, view, factor = reduction("reduce_scatter_tensor", asked, read, out)
             calls.append(("reduce_scatter", (view(scaled(read, factor)), op), view(copies.output(out))))
-        return self._run(opts, calls, outputTensors, copies)
+        return self._run(opts, self._together(calls), outputTensors, copies)
+
+    def _together(self, calls: list[Call]) -> list[Call]:
+        """The same calls, on CUDA in one launch."""
+        if len(calls) < 2 or not all(out is not None and out.is_cuda for _, _, out in calls):
+            return calls
+        name, (_, *rest), _ = calls[0]
+        if any(other[1:] != tuple(rest) for _, other, _ in calls):
+            return calls
+        inputs, outs = [read for _, (read, *_), _ in calls], [out for _, _, out in calls]
+        return [(f"{name}_list", (inputs, *rest), outs)]
 
     def reduce_scatter(  # type: ignore[override]
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None

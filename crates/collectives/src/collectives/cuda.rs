@@ -121,7 +121,7 @@ impl CudaCollectives {
     }
 
     /// The call with its tensors, checked beside each other.
-    fn checked<'c>(
+    pub(crate) fn checked<'c>(
         &self,
         call: &'c Call<'c>,
         input: Option<&TensorView<'_>>,

@@ -14,7 +14,7 @@ use super::MAX_WORLD;
 use crate::{
     all_reduce::{Algorithm, Reducing, Registered},
     fusion::{Fusion, Shape},
-    gather_scatter::{Messaging, Movement, ReducingParts},
+    gather_scatter::{Messaging, Movement, MovingLists, ReducingLists, ReducingParts},
 };
 
 const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
@@ -50,12 +50,14 @@ fn variants() -> Vec<Variant> {
     let worlds = [2, 4, MAX_WORLD];
     let mut variants = Vec::from(worlds.map(|world_size| Variant::of(Movement, world_size)));
     variants.extend([2, 3, 4, MAX_WORLD].map(|world_size| Variant::of(Messaging, world_size)));
+    variants.extend(worlds.map(|world_size| Variant::of(MovingLists, world_size)));
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let sum = reduction(dtype, ReduceOp::Sum);
         variants.extend(ReduceOp::ALL.map(|op| Variant::of(Reducing(reduction(dtype, op)), 2)));
         variants.extend(worlds.map(|world_size| Variant::of(Registered(sum), world_size)));
         variants.extend([4, MAX_WORLD].map(|world_size| Variant::of(Reducing(sum), world_size)));
         variants.extend(worlds.map(|world_size| Variant::of(ReducingParts(sum), world_size)));
+        variants.extend(worlds.map(|world_size| Variant::of(ReducingLists(sum), world_size)));
     }
     variants.extend(fusions());
     variants

@@ -48,8 +48,8 @@ impl Family for Movement {
 }
 
 /// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in kernels.cuh.
-const ROW_BYTES: usize = 512;
-const ROW_DATA: usize = 496;
+pub(super) const ROW_BYTES: usize = 512;
+pub(super) const ROW_DATA: usize = 496;
 /// From how many bytes on a broadcast goes in parts: where (W − 1)·n bytes out of the root weigh more than a second hop.
 const PARTS_FROM: usize = 256 << 10;
 

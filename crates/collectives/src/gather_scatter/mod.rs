@@ -19,6 +19,7 @@
 
 mod cuda;
 mod host;
+mod lists;
 mod messages;
 mod parts;
 mod uneven;
@@ -29,7 +30,10 @@ use antiphon_operation::Extent;
 pub(crate) use cuda::Movement;
 pub(crate) use messages::Messaging;
 #[cfg(test)]
-pub(crate) use parts::ReducingParts;
+pub(crate) use {
+    lists::{MovingLists, ReducingLists},
+    parts::ReducingParts,
+};
 
 use crate::{arguments::CheckedCall, error::Result};
 

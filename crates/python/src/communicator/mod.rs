@@ -196,8 +196,8 @@ impl Communicator {
         }
     }
 
-    fn start_barrier(&self) -> Result<Handle> {
-        self.start(Prepared::bare(call(Operation::Barrier)))
+    fn start_barrier(&self, py: Python<'_>) -> Result<Handle> {
+        self.start(py, Prepared::bare(call(Operation::Barrier)))
     }
 
     fn exchange_bytes<'py>(&self, py: Python<'py>, mine: PyBackedBytes) -> Result<Bound<'py, PyList>> {
@@ -248,12 +248,13 @@ impl Communicator {
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
     fn start_all_reduce<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
         algorithm: Option<&str>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_reduce(x, op, out, algorithm, false, Usage::Started)?)
+        self.start(py, self.prepare_all_reduce(x, op, out, algorithm, false, Usage::Started)?)
     }
 
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
@@ -388,10 +389,34 @@ impl Communicator {
     #[pyo3(signature = (x, *, out = None))]
     fn start_all_gather<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare(call(Operation::AllGather), Some(x), out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::AllGather), Some(x), out, Usage::Started)?)
+    }
+
+    #[pyo3(signature = (xs, *, out = None, stream = None))]
+    fn all_gather_list<'py>(
+        &self,
+        py: Python<'py>,
+        xs: Vec<Bound<'py, PyAny>>,
+        out: Option<Vec<Bound<'py, PyAny>>>,
+        stream: Option<RawStream>,
+    ) -> Result<Bound<'py, PyList>> {
+        self.run_list(py, call(Operation::AllGather), &xs, out.as_deref(), stream)
+    }
+
+    #[pyo3(signature = (xs, op = None, *, out = None, stream = None))]
+    fn reduce_scatter_list<'py>(
+        &self,
+        py: Python<'py>,
+        xs: Vec<Bound<'py, PyAny>>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<Vec<Bound<'py, PyAny>>>,
+        stream: Option<RawStream>,
+    ) -> Result<Bound<'py, PyList>> {
+        self.run_list(py, reducing(Operation::ReduceScatter, op)?, &xs, out.as_deref(), stream)
     }
 
     #[pyo3(signature = (x, op = None, *, out = None, stream = None))]
@@ -413,11 +438,12 @@ impl Communicator {
     #[pyo3(signature = (x, op = None, *, out = None))]
     fn start_reduce_scatter<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare(reducing(Operation::ReduceScatter, op)?, Some(x), out, Usage::Started)?)
+        self.start(py, self.prepare(reducing(Operation::ReduceScatter, op)?, Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, *, out = None, stream = None))]
@@ -434,10 +460,11 @@ impl Communicator {
     #[pyo3(signature = (x, *, out = None))]
     fn start_all_to_all<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, sends, receives, *, out = None, stream = None))]
@@ -465,17 +492,21 @@ impl Communicator {
     #[pyo3(signature = (x, sends, receives, *, out = None))]
     fn start_all_to_all_v<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         sends: Vec<Count>,
         receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare(
-            call(Operation::AllToAllV).with_counts(rows(&sends)).with_receives(rows(&receives)),
-            Some(x),
-            out,
-            Usage::Started,
-        )?)
+        self.start(
+            py,
+            self.prepare(
+                call(Operation::AllToAllV).with_counts(rows(&sends)).with_receives(rows(&receives)),
+                Some(x),
+                out,
+                Usage::Started,
+            )?,
+        )
     }
 
     #[pyo3(signature = (x, counts, *, out = None, stream = None))]
@@ -494,12 +525,13 @@ impl Communicator {
     #[pyo3(signature = (x, counts, *, out = None))]
     fn start_all_gather_v<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         counts: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
         let what = call(Operation::AllGatherV).with_counts(rows(&counts));
-        self.start(self.prepare(what, Some(x), out, Usage::Started)?)
+        self.start(py, self.prepare(what, Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, counts, op = None, *, out = None, stream = None))]
@@ -519,13 +551,14 @@ impl Communicator {
     #[pyo3(signature = (x, counts, op = None, *, out = None))]
     fn start_reduce_scatter_v<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         counts: Vec<Count>,
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
         let what = reducing(Operation::ReduceScatterV, op)?.with_counts(rows(&counts));
-        self.start(self.prepare(what, Some(x), out, Usage::Started)?)
+        self.start(py, self.prepare(what, Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
@@ -547,11 +580,12 @@ impl Communicator {
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_broadcast<'py>(
         &self,
+        py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare(call(Operation::Broadcast).with_root(root.0), x, out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::Broadcast).with_root(root.0), x, out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, op=None, root=0, *, out=None, stream=None)")]
@@ -579,17 +613,16 @@ impl Communicator {
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
     fn start_reduce<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare(
-            reducing(Operation::Reduce, op)?.with_root(root.0),
-            Some(x),
-            out,
-            Usage::Started,
-        )?)
+        self.start(
+            py,
+            self.prepare(reducing(Operation::Reduce, op)?.with_root(root.0), Some(x), out, Usage::Started)?,
+        )
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
@@ -611,11 +644,12 @@ impl Communicator {
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_gather<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
@@ -637,11 +671,12 @@ impl Communicator {
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_scatter<'py>(
         &self,
+        py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Started)?)
     }
 
     #[pyo3(signature = (x, to, *, stream = None))]

@@ -10,17 +10,19 @@ use antiphon::{
 use pyo3::{
     exceptions::{PyNotImplementedError, PyRuntimeError},
     prelude::*,
+    types::PyList,
 };
 
 use super::{Communicator, refused};
 use crate::{
     arguments::{Operands, Prepared, same_device},
+    call::{Call, What},
     cuda::{self, Gpus, Order, RawStream},
     error::{Error, Result},
     fork::Process,
     handle::Handle,
     interrupt,
-    operand::Operand,
+    operand::{Operand, Usage},
 };
 
 impl Communicator {
@@ -74,6 +76,49 @@ impl Communicator {
         Ok(result)
     }
 
+    /// The same operation on each array of a list, in one launch where a GPU has them all; the results.
+    pub(super) fn run_list<'py>(
+        &self,
+        py: Python<'py>,
+        what: What,
+        xs: &[Bound<'py, PyAny>],
+        outs: Option<&[Bound<'py, PyAny>]>,
+        stream: Option<RawStream>,
+    ) -> Result<Bound<'py, PyList>> {
+        if let Some(outs) = outs.filter(|outs| outs.len() != xs.len()) {
+            let text = format!("{} inputs and {} outputs", xs.len(), outs.len());
+            return Err(pyo3::exceptions::PyValueError::new_err(text).into());
+        }
+        let usage = Usage::Call(stream);
+        let prepare = |(index, x)| {
+            let out = outs.map(|outs: &[Bound<'py, PyAny>]| &outs[index]);
+            self.prepare(what.clone(), Some(x), out, usage)
+        };
+        let prepared = xs.iter().enumerate().map(prepare).collect::<Result<Vec<_>>>()?;
+        let results = PyList::empty(py);
+        let devices: Vec<Option<u32>> = prepared.iter().map(|one| one.call.cuda_device()).collect();
+        let device =
+            devices.first().copied().flatten().filter(|_| devices.windows(2).all(|two| two[0] == two[1]));
+        let Some(device) = device else {
+            for one in prepared {
+                results.append(self.run(py, one, stream)?)?;
+            }
+            return Ok(results);
+        };
+        let queue = self.queue()?;
+        let current =
+            || prepared.iter().flat_map(|one| one.operands.iter().flatten()).find_map(|one| one.stream);
+        let stream = stream.or_else(current).unwrap_or(0);
+        let calls: Vec<Call> = prepared.iter().map(|one| one.call.clone()).collect();
+        // SAFETY: as in `run`.
+        interrupt::detached(py, || unsafe { self.gpus.run_list(&queue, device, stream, &calls) })?;
+        self.gpus.keep_stream(py, stream, Order::of(what.operation))?;
+        for one in prepared {
+            results.append(one.result)?;
+        }
+        Ok(results)
+    }
+
     pub(super) fn run_barrier(&self, py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<()> {
         let (queue, stream) = (self.queue()?, cuda::stream_or_current(py, device, stream)?);
         // SAFETY: the stream is the library's current one of the device, or the caller says that it is one of it.
@@ -81,19 +126,20 @@ impl Communicator {
         Ok(self.gpus.keep_stream(py, stream, &[Order::Collectives])?)
     }
 
-    /// Begins an operation.
-    pub(super) fn start(&self, prepared: Prepared<'_>) -> Result<Handle> {
+    /// Begins an operation: in the background of the host, or in a stream beside the current one.
+    pub(super) fn start(&self, py: Python<'_>, prepared: Prepared<'_>) -> Result<Handle> {
         let Prepared { call, result, operands } = prepared;
         if let Some(device) = call.cuda_device() {
-            let name = call.name();
             if !CudaCollectives::has_operation(call.what.operation) {
-                return Err(not_on_cuda(name, device));
+                return Err(not_on_cuda(call.name(), device));
             }
-            let text = format!(
-                "start_{name} on cuda:{device}: collectives on CUDA never wait on the host, so call {name}, on a stream \
-                 of its own if it is to overlap with other work"
-            );
-            return Err(PyNotImplementedError::new_err(text).into());
+            let queue = self.queue()?;
+            let stream = operands.iter().flatten().find_map(|operand| operand.stream).unwrap_or(0);
+            let started = interrupt::detached(py, || {
+                // SAFETY: the operands were made to last as long as they live, and what is started keeps them.
+                unsafe { self.gpus.start(&queue, device, stream, &call, operands) }
+            })?;
+            return Ok(Handle::on_cuda(started, result));
         }
         let pending = self.queue()?.start(move |comm| {
             // SAFETY: the operands were made to last as long as they live, which is until this is over.

@@ -6,6 +6,7 @@
 mod buffer;
 mod failure;
 mod register;
+mod started;
 mod work;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,7 +15,7 @@ use antiphon::{
     collectives::cuda::CudaCollectives,
     device::{
         DeviceError,
-        cuda::{Context, CudaError, Driver, StreamRef},
+        cuda::{Context, CudaError, Driver, Stream, StreamRef},
     },
     fabric::Queue,
     operation::Operation,
@@ -26,6 +27,7 @@ use pyo3::{exceptions::PyValueError, intern, prelude::*};
 pub(crate) use buffer::CudaBuffer;
 pub(crate) use failure::Action;
 pub(crate) use register::Registrable;
+pub(crate) use started::Started;
 
 use crate::{call::Call, error::Result, fused::Fused, operand::Tensor};
 
@@ -79,6 +81,8 @@ struct State {
 struct Gpu {
     context: Context,
     collectives: CudaCollectives,
+    /// Where started calls go.
+    side: Option<Stream>,
     /// The kernels that are loaded.
     loaded: Vec<(DType, ReduceOp)>,
 }
@@ -93,6 +97,23 @@ impl Gpus {
         self.with(queue, device, Some(stream), |gpu| {
             // SAFETY: passed on.
             unsafe { gpu.run(call, stream) }
+        })
+    }
+
+    /// Puts the same operation on several tensors into a stream of a device, as [`run`](Self::run).
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    pub(crate) unsafe fn run_list(
+        &self,
+        queue: &Queue,
+        device: u32,
+        stream: RawStream,
+        calls: &[Call],
+    ) -> Outcome {
+        self.with(queue, device, Some(stream), |gpu| {
+            // SAFETY: passed on.
+            unsafe { gpu.run_list(calls, stream) }
         })
     }
 
@@ -208,7 +229,7 @@ impl Gpus {
                 return Ok(()); // another thread was faster
             }
             let collectives = CudaCollectives::new(comm, &context)?;
-            let gpu = Gpu { context, collectives, loaded: Vec::new() };
+            let gpu = Gpu { context, collectives, side: None, loaded: Vec::new() };
             let mut state = self.lock();
             if state.is_closed {
                 drop(state); // first, as the end of the GPU's part waits

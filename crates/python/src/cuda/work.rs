@@ -30,6 +30,35 @@ impl Gpu {
 
     /// # Safety
     /// As [`Gpus::run`](super::Gpus::run).
+    pub(super) unsafe fn run_list(&mut self, calls: &[Call], stream: RawStream) -> Outcome {
+        let Some(what) = calls.first().map(|call| &call.what) else { return Ok(()) };
+        let all_apart = calls.iter().all(|call| matches!(call.place, Place::Apart(Some(_), Some(_))));
+        if !all_apart {
+            // SAFETY: passed on.
+            return calls.iter().try_for_each(|call| unsafe { self.run(call, stream) });
+        }
+        let (mut reads, mut writes) = (Vec::new(), Vec::new());
+        for call in calls {
+            if let Place::Apart(Some(input), Some(output)) = call.place {
+                // SAFETY: the caller answers for the memory, which only the device touches.
+                unsafe {
+                    reads.push(input.view().map_err(refused)?);
+                    writes.push(output.view_mut().map_err(refused)?);
+                }
+            }
+        }
+        // SAFETY: passed on.
+        unsafe {
+            let stream = self.context.borrow_stream(stream);
+            match what.operation.row().reduces {
+                true => self.collectives.reduce_scatter_list(&reads, &mut writes, what.op, stream),
+                false => self.collectives.all_gather_list(&reads, &mut writes, stream),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Gpus::run`](super::Gpus::run).
     pub(super) unsafe fn exchange(
         &mut self,
         sent: Option<(Tensor, usize)>,
