@@ -71,7 +71,7 @@ impl Tenant {
     pub fn new(comm: &Communicator, context: &Context, staging_bytes: usize) -> Result<Self, FabricError> {
         let world_size = comm.world_size();
         if world_size > MAX_WORLD {
-            let text = format!("collectives on CUDA work between up to {MAX_WORLD} ranks, not {world_size}");
+            let text = format!("collectives on CUDA work among up to {MAX_WORLD} ranks, not {world_size}");
             return Err(FabricError::InvalidArgument(text));
         }
         let staging = Staging::within(staging_bytes, world_size).ok_or_else(|| {
