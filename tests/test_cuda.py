@@ -522,6 +522,64 @@ def test_a_killed_rank_is_named_and_gpus_stay_usable(world_size: int, captured: 
     assert all(text.startswith(("PeerLostError", "TimeoutError", "RuntimeError")) for text in told[:-1]), told
 
 
+def after_a_shrink() -> tuple[int, float, float]:
+    """What those who are left get on their GPUs, eager and in a graph, when a rank was killed and they have shrunk."""
+    with antiphon.init() as old:
+        device = worlds.place("cuda", old.rank)
+        assert old.all_reduce(filled(old, device)).eq(total(old)).all()
+        old.barrier()
+        if old.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(antiphon.PeerLostError):
+            old.barrier()
+        comm = old.shrink()
+    with comm:
+        comm.prepare_cuda()
+        x = filled(comm, device)
+        eager = comm.all_reduce(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = comm.all_reduce(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        comm.check()
+        comm.barrier()
+        return comm.world_size, eager[0].item(), out[-1].item()
+
+
+def test_whoever_is_left_goes_on_with_its_gpu() -> None:
+    worlds.need("cuda", 3)
+    left = ranks.processes(3, after_a_shrink, timeout=30, dying={1})
+    assert [left[0], left[2]] == [(2, 3.0, 3.0)] * 2
+
+
+def after_a_change_of_the_timeout() -> str:
+    """Of a kernel that waits for a rank which does not come."""
+    with antiphon.init() as comm:
+        device = worlds.place("cuda", comm.rank)
+        x = filled(comm, device)
+        comm.all_reduce(x)
+        torch.cuda.synchronize()
+        comm.timeout = 2.0
+        comm.barrier()
+        if comm.rank == 0:
+            start = time.monotonic()
+            comm.all_reduce(x)
+            torch.cuda.synchronize()
+            assert 1 < time.monotonic() - start < 15
+            with pytest.raises(TimeoutError) as raised:
+                comm.check()
+            return str(raised.value)
+        time.sleep(4)
+        return ""
+
+
+def test_a_timeout_that_is_changed_holds_on_gpus_too() -> None:
+    worlds.need("cuda", 2)
+    told = ranks.processes(2, after_a_change_of_the_timeout, timeout=60)
+    assert "timed out" in told[0] and "ranks [1] of 2" in told[0]
+
+
 def with_a_compiler_that_fails() -> tuple[str, float]:
     """What a rank hears when the last one cannot compile a kernel, and after how many seconds."""
     with antiphon.init() as comm:

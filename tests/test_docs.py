@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import worlds
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, FUSED, BACKEND, PEER = PROGRAMS
+HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, FUSED, BACKEND, PROFILED, GOING_ON, PEER, MIXED = PROGRAMS
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -122,6 +123,46 @@ def backend() -> str:
 
 def test_the_backend_is_registered() -> None:
     assert ranks.processes(1, backend) == ["antiphon"]
+
+
+def mixed() -> bool:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ones = torch.ones(3, 8, dtype=torch.bfloat16)
+    names = {"torch": torch, "rank": dist.get_rank(), "attention": ones, "mlp": lambda x: x * 2}
+    exec(MIXED.replace('torch.device("cuda", rank)', '"cpu"'), names)
+    dist.destroy_process_group()
+    # 1 of 2 ranks, doubled, of 4 ranks.
+    return bool(names["everybody"].eq(2).all() and names["own"].eq(16).all() and names["own"].shape == (3, 8))
+
+
+def test_the_mixed_calls_run() -> None:
+    assert ranks.processes(4, mixed) == [True] * 4
+
+
+def profiled_and_shrunk(folder: str) -> tuple[list[str], int]:
+    os.chdir(folder)
+    names: dict[str, Any] = {"torch": torch, "gradient": torch.ones(4), "antiphon": antiphon}
+    exec(BACKEND, names)
+    rank = names["dist"].get_rank()
+    if rank == 0:
+        exec(PROFILED, names)
+        found = [event.name for event in names["profiler"].events() if "antiphon" in event.name]
+    else:
+        names["dist"].all_reduce(names["gradient"])
+        found = []
+    names["dist"].barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    exec(GOING_ON, names)
+    return found, names["left"].world_size
+
+
+def test_profiler_and_shrink_of_the_backend_run(tmp_path: Path) -> None:
+    first, second, _ = ranks.processes(3, profiled_and_shrunk, str(tmp_path), dying={2})
+    assert (first, second) == ((["antiphon:all_reduce"], 2), ([], 2))
+    assert '"bytes": 16' in (tmp_path / "trace.json").read_text()
 
 
 def test_every_call_is_in_the_table() -> None:

@@ -14,7 +14,10 @@ SAYS = {
     "cuda_graph.py": r"20 steps (replayed as a graph|one by one) on (cuda|cpu): as computed alone",
     "all_reduce.py": r"the sum over \d ranks of \[1. 1. 1. 1.\], ... is \[",
     "tensor_parallel_mlp.py": r"largest error \S+e-\d+, allowed",
+    "mixed_tp_dp.py": r"\d+ groups of \d+, \d+ tokens: \S+ and \S+ fused, largest error \S+, allowed",
     "transformer_block.py": r"sums equal, norms within \S+, allowed \S+; \S+ ms fused, \S+ ms unfused",
+    "compiled_block.py": r"\d ranks: as in eager, after (fuse|world_of_one)",
+    "moe_training.py": r"loss \S+: \d+ gradients within \S+ of one process's",
     "ddp.py": r"20 steps, loss \S+: weights within \S+ of training alone",
 }
 

@@ -135,9 +135,10 @@ def quantised_norms(comm: Comm, device: Device) -> None:
             _, again, _ = call("fp8", scale=torch.tensor([0.25], device=device))
             assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
 
-            norm, codes, scales = call("fp8-tokens")
-            wanted = reference.fp8_tokens(norm)
-            assert torch.equal(codes.view(torch.uint8).cpu(), wanted[0]) and torch.equal(scales.cpu(), wanted[1])
+            for quantize in "fp8-tokens", "fp8-tokens-reciprocal":
+                norm, codes, scales = call(quantize)
+                wanted = reference.fp8_tokens(norm, quantize.endswith("reciprocal"))
+                assert torch.equal(codes.view(torch.uint8).cpu(), wanted[0]) and torch.equal(scales.cpu(), wanted[1])
 
             norm, codes, scales = call("fp8-groups", group_size=64)
             wanted = reference.fp8_groups(norm, 64)

@@ -96,7 +96,8 @@ def test_a_program_needs_buffers_of_all_its_ranks() -> None:
         CollectiveProgram("none", Collective(2, 1, False), 2)
     with pytest.raises(IndexError, match="3 ranks, and .* of 2"):
         CollectiveProgram("few", AllReduce(2, 1, False), 3)
-    assert len(CollectiveProgram("many", AllReduce(3, 1, False), 2).gpus) == 2
+    with pytest.raises(ValueError, match="the collective has 3 ranks, and the program 2"):
+        CollectiveProgram("many", AllReduce(3, 1, False), 2)
 
 
 def test_operations_know_the_line_of_the_script() -> None:
@@ -269,6 +270,18 @@ def test_the_verifier_names_lines_of_the_script() -> None:
         there.signal(tb=0)
         line = sys._getframe().f_lineno + 1
         here.wait(tb=0), here.wait(tb=0)
-        proved, report = program.verify()
+        proved, report, findings = program.verify()
     assert not proved
     assert "deadlock" in report and "rank 1, thread block 0, op" in report and f"{__file__}:{line}" in report
+    # The same as data, for tools: causes come first.
+    assert [(finding.severity, finding.kind) for finding in findings] == [("error", "unbalanced"), ("error", "deadlock")]
+    assert findings[1].message in report
+    (place,) = findings[1].places
+    assert (place.rank, place.threadblock, place.operation, place.origin) == (1, 0, "wait", f"{__file__}:{line}")
+
+
+def test_what_cannot_be_is_refused_when_it_is_built() -> None:
+    with CollectiveProgram("alone", AllGather(2, 1, True), 2):
+        for channel in (MemoryChannel, PortChannel):
+            with pytest.raises(ValueError, match=f"{channel.__name__}: from rank 1 to itself, where no channel leads"):
+                channel(1, 1)

@@ -20,7 +20,7 @@ class Writer:
     def __init__(self, language: ModuleType, seed: int) -> None:
         self.language, self.random = language, random.Random(seed)
         choice = self.random.choice
-        self.ranks, self.blocks = choice([1, 2, 3]), choice([[0], [0], [0, 0, 1, 4]])
+        self.ranks, self.blocks = choice([2, 2, 2, 3]), choice([[0], [0], [0, 0, 1, 4]])
         #: Whether there is but one place to be in each buffer, so that neighbours meet.
         self.narrow = choice([True, False])
         #: Those that can be neighbours of what they fuse with, or all.
@@ -64,7 +64,9 @@ class Writer:
         return self.random.choice([0, 0, self.random.randrange(self.ranks)])
 
     def pairs(self, count: int) -> list[tuple[int, int]]:
-        return [(self.random.randrange(self.ranks), self.rank()) for _ in range(count)]
+        """The two ends of channels, which are different ranks."""
+        sources = [self.rank() for _ in range(count)]
+        return [((src + self.random.randrange(1, self.ranks)) % self.ranks, src) for src in sources]
 
     def chunk(self, rank: int, kinds: str = "ios", size: int = 1) -> Any:
         buffers = {"i": self.language.Rank(rank).get_input_buffer(), "o": self.language.Rank(rank).get_output_buffer()}

@@ -175,6 +175,15 @@ def names_of_groups(comm: Comm, device: Device) -> None:
         ops.all_reduce(torch.ones(1, device=device), "nobody")
 
 
+def test_the_order_of_every_operator_is_tested() -> None:
+    """Here, and in ``test_trtllm_family`` those of ``antiphon.comm``."""
+    names = [name.removeprefix("antiphon::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("antiphon::")]
+    fused = {"allreduce_fusion", "moe_allreduce_fusion", "moe_finalize_allreduce_fusion", "custom_all_reduce"}
+    assert {name for name in names if not name.startswith(("_ordered_", "trtllm_"))} == set(CALLS)
+    assert {name.removeprefix("trtllm_") for name in names if name.startswith("trtllm_")} <= fused
+    assert {name.removeprefix("_ordered_") for name in names if name.startswith("_ordered_")} >= set(CALLS)
+
+
 @pytest.mark.parametrize("device", worlds.DEVICES)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str) -> None:

@@ -128,6 +128,17 @@ def test_a_plan_is_a_program_or_its_text_or_a_file(tmp_path: Path) -> None:
     ranks.threads(2, body)
 
 
+def test_a_program_is_loaded_as_it_is() -> None:
+    program = all_reduce()
+
+    def body(comm: antiphon.Communicator) -> None:
+        # It is the plan that its text says: ranks that load either agree.
+        plan = comm.load_plan([program.finish(), program.to_json()][comm.rank])
+        assert plan.execute(np.ones(8)).tolist() == [2.0] * 8
+
+    ranks.threads(2, body)
+
+
 def test_what_is_not_proved_is_not_loaded() -> None:
     wrong = all_reduce(reads=False).to_json()
     broken = json.dumps({**json.loads(wrong), "gpus": 5})

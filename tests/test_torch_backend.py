@@ -164,6 +164,45 @@ def a_sum_of_scaled_inputs(rank: int, world: int, group: Group) -> None:
 
 
 @check
+def all_reduce_of_bits(rank: int, world: int, group: Group) -> None:
+    op = dist.ReduceOp
+    combine = {op.BAND: torch.bitwise_and, op.BOR: torch.bitwise_or, op.BXOR: torch.bitwise_xor}
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
+        inputs = everybody(world, dtype)
+        for each, function in combine.items():
+            found = inputs[rank].clone()
+            dist.all_reduce(found, each, group=group)
+            same(found, functools.reduce(function, inputs))
+            whole = torch.cat([inputs[rank]] * world)
+            dist.reduce_scatter_tensor(found, whole, each, group=group)
+            same(found, functools.reduce(function, inputs))
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        tensor = torch.zeros(3, dtype=dtype)
+        raises(TypeError, "combines the bits of integers", lambda: dist.all_reduce(tensor, op.BOR, group=group))
+
+
+@check
+def all_reduce_of_sparse_tensors(rank: int, world: int, group: Group) -> None:
+    def of(rank: int) -> torch.Tensor:
+        """Some rows, which overlap; one of them twice, and none of rank 0."""
+        rows = torch.tensor([[rank, (rank + 1) % world, rank]] if rank else [[]], dtype=torch.int64)
+        return torch.sparse_coo_tensor(rows, torch.arange(2.0 * rows.shape[1]).reshape(-1, 2) + rank, (world, 2))
+
+    total = torch.stack([of(each).to_dense() for each in range(world)]).sum(0)
+    for async_op in (False, True):
+        found = of(rank)
+        work = dist.all_reduce(found, group=group, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert found.is_sparse
+        same(found.to_dense(), total)
+    other = torch.zeros(3 + rank).to_sparse()
+    raises(RuntimeError, "has a sparse tensor of", lambda: dist.all_reduce(other, group=group))
+    raises(NotImplementedError, "sparse tensors with ReduceOp.MAX", lambda: dist.all_reduce(of(rank), dist.ReduceOp.MAX, group=group))
+    raises(NotImplementedError, "sparse_csr tensor", lambda: dist.all_reduce(torch.eye(2).to_sparse_csr(), group=group))
+
+
+@check
 def types_without_arithmetic_are_refused_by_reductions(rank: int, world: int, group: Group) -> None:
     for dtype in (torch.int16, torch.float8_e4m3fn):
         tensor = torch.zeros(3, dtype=dtype)
@@ -758,24 +797,14 @@ def groups_come_and_go(rank: int, world: int, group: Group) -> None:
 
 @check
 def what_is_not_supported_says_so(rank: int, world: int, group: Group) -> None:
-    op, tensor = dist.ReduceOp, torch.ones(2, dtype=torch.int32)
-    for name in ("BAND", "BOR", "BXOR"):
-        call = functools.partial(dist.all_reduce, tensor, getattr(op, name), group=group)
-        raises(NotImplementedError, f"antiphon: all_reduce with ReduceOp.{name} is not supported", call)
-    outputs = [tensor] * world
+    tensor = torch.ones(2, dtype=torch.int32)
     for what, call in {
-        "reduce with ReduceOp.BOR": lambda: dist.reduce(tensor, 0, op.BOR, group=group),
-        "reduce_scatter with ReduceOp.BOR": lambda: dist.reduce_scatter(tensor, outputs, op.BOR, group=group),
-        "recv_anysource": lambda: dist.recv(tensor, group=group),
-        "send with tag 3": lambda: dist.isend(tensor, group_dst=0, group=group, tag=3),
-        "recv with tag 3": lambda: dist.irecv(tensor, group_src=0, group=group, tag=3),
         "all_reduce of a tensor on device meta": lambda: dist.all_reduce(tensor.to("meta"), group=group),
-        "all_reduce of a torch.sparse_coo tensor": lambda: dist.all_reduce(tensor.to_sparse(), group=group),
+        "broadcast of a torch.sparse_coo tensor": lambda: dist.broadcast(tensor.to_sparse(), 0, group=group),
         "broadcast of a tensor on device meta": lambda: dist.broadcast(tensor.to("meta"), 0, group=group),
         "all_reduce of 2 tensors": lambda: group.allreduce([tensor, tensor]),
         "monitored_barrier": lambda: group.monitored_barrier(timedelta(1)),
-        "abort": lambda: group.abort(),
-        "set_timeout": lambda: group.set_timeout(timedelta(1)),
+        "merge_remote_group": lambda: group.merge_remote_group(None, 2, timedelta(1)),
         "pg_options": lambda: dist.new_group(backend="antiphon", pg_options=object()),
     }.items():
         raises(NotImplementedError, f"antiphon: {what}.* is not supported", call)
@@ -790,6 +819,142 @@ def ranks_that_disagree_all_hear_of_it(rank: int, world: int, group: Group) -> N
     raises(RuntimeError, mismatch, work.wait)
     assert isinstance(work.exception(), RuntimeError) and not work.is_success()
     raises(RuntimeError, type(work.exception()).__name__, work.get_future().wait)
+
+
+@check
+def ranks_that_pass_other_types_hear_of_it(rank: int, world: int, group: Group) -> None:
+    """Also of types that are only moved, and have the same size."""
+    for mine, other, names in [
+        (torch.int16, torch.uint16, r"\d × [iu]16"),
+        (torch.bool, torch.uint8, r"\d × (bool|u8)"),
+        (torch.complex64, torch.float64, r"\d × (complex64|f64)"),
+        (torch.float8_e4m3fn, torch.float8_e5m2, r"\d × float8_e"),
+    ]:
+        fresh = dist.new_group(backend="antiphon")
+        tensor = torch.zeros(4, dtype=other if rank else mine)
+        raises(RuntimeError, names, lambda: fresh._allgather_base(tensor.repeat(world), tensor).wait())
+        dist.destroy_process_group(fresh)
+
+
+@check
+def a_timeout_can_be_changed(rank: int, world: int, group: Group) -> None:
+    before = antiphon.torch.communicator(group).timeout
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), group)
+    assert antiphon.torch.communicator(group).timeout == 0.3 and before == 60.0
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=0.3)
+    if rank == 0:
+        start = time.monotonic()
+        raises(TimeoutError, "timed out", lambda: dist.barrier(group))
+        assert time.monotonic() - start < 20
+    dist.barrier()
+    with warnings.catch_warnings(record=True):  # others are as before
+        gloo = dist.new_group(backend="gloo")
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=9), gloo)
+        dist.destroy_process_group(gloo)
+
+
+@check
+def a_late_rank_hears_of_its_own_call(rank: int, world: int, group: Group) -> None:
+    group.set_timeout(timedelta(seconds=0.3))
+    if rank == 0:
+        raises(TimeoutError, r"all_reduce\(3 × f32, sum\) timed out", lambda: dist.all_reduce(torch.ones(3), group=group))
+        dist.barrier()
+        return
+    dist.barrier()
+    raises(RuntimeError, r"^all_reduce\(3 × f32, sum\) was aborted: rank 0 .*gave up", lambda: dist.all_reduce(torch.ones(3), group=group))
+
+
+@check
+def an_abort_ends_all_waits(rank: int, world: int, group: Group) -> None:
+    work = group.recv([torch.zeros(1)], (rank + 1) % world, 0)
+    if rank == 0:
+        group.abort()
+    raises(antiphon.AbortedError, "rank 0 .*called abort", work.wait)
+    raises(antiphon.AbortedError, "rank 0 .*called abort", lambda: dist.barrier(group))
+    left = antiphon.torch.communicator(group).shrink()
+    assert left.world_size == world
+    left.close()
+
+
+@check
+def a_group_splits(rank: int, world: int, group: Group) -> None:
+    ranks_of = [[*range(world - 1)], [world - 1]]
+    mine = ranks_of[rank == world - 1]
+    part = group.split_group(mine, timedelta(seconds=7), None, f"part of {mine}", "a part")
+    assert (part.rank(), part.size(), part.group_name) == (mine.index(rank), len(mine), f"part of {mine}")
+    assert antiphon.torch.communicator(part).timeout == 7
+    dist.all_reduce(found := torch.tensor([rank]), group=part)
+    assert found.item() == sum(mine)
+    backwards = group.split_group([1, 0], None, None, "two", None)
+    assert (backwards is None) == (rank > 1) and (backwards is None or backwards.rank() == 1 - rank)
+
+
+# Messages
+
+
+@check
+def messages_go_by_their_tags(rank: int, world: int, group: Group) -> None:
+    """In whatever order they are received, beyond what a ring of packets holds."""
+    sizes = {1: 3, 2: 300_000, 3: 0, 4: 5}
+    if rank == 0:
+        works = [dist.isend(torch.full((size,), float(tag)), 1, group, tag) for tag, size in sizes.items()]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        for tag in (4, 2, 3, 1):
+            found = torch.zeros(sizes[tag])
+            assert dist.recv(found, 0, group, tag) == 0
+            same(found, torch.full((sizes[tag],), float(tag)))
+    raises(ValueError, "tag -1", lambda: dist.isend(torch.ones(1), (rank + 1) % world, group, tag=-1))
+
+
+@check
+def messages_come_from_any_rank(rank: int, world: int, group: Group) -> None:
+    if rank:
+        for tag in (0, 7):
+            dist.send(torch.tensor([rank]), 0, group, tag)
+        return
+    for tag in (7, 0):
+        senders = []
+        for _ in range(world - 1):
+            found = torch.zeros(1, dtype=torch.int64)
+            senders.append(dist.recv(found, None, group, tag))
+            assert found.item() == senders[-1]
+        assert sorted(senders) == list(range(1, world))
+
+
+# Profilers
+
+
+@check
+def profilers_see_calls(rank: int, world: int, group: Group) -> None:
+    tensor, whole = torch.ones(4, 3), torch.ones(4 * world, 3)
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        dist.all_reduce(tensor, group=group)
+        dist.all_gather_into_tensor(whole, tensor, group=group, async_op=True).wait()
+        dist.barrier(group)
+        work = dist.isend(tensor, (rank + 1) % world, group)
+        dist.recv(tensor, (rank - 1) % world, group)
+        work.wait()
+    events = {event.name: event for event in profiler.events() if event.name.startswith("antiphon:")}
+    for name in ("all_reduce", "all_gather", "send", "recv"):
+        event = events[f"antiphon:{name}"]
+        assert event.input_shapes[0] == [4, 3] and event.kwinputs["bytes"] == 48, name
+        assert event.kwinputs["group"] == (group.group_desc or group.group_name)
+    assert "antiphon:all_gather:async" in events and "antiphon:all_reduce:async" not in events
+    assert events["antiphon:barrier"].kwinputs["bytes"] == 0
+
+
+@check
+def tools_see_ranges_of_nvtx(rank: int, world: int, group: Group) -> None:
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(antiphon.torch.events, "NVTX", True)
+        patch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+        patch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("end"))
+        dist.all_reduce(torch.ones(5), group=group)
+    name = group.group_desc or group.group_name
+    assert seen == [f"antiphon:all_reduce (20 bytes, group {name})", "end"]
 
 
 # What is built on it

@@ -98,7 +98,7 @@ def quantised(norm: torch.Tensor, pattern: str, layout: int) -> tuple[torch.Tens
             packed[torch.arange(tokens) * 4 + group // 4 * step * 4 + group % 4] = exponents[:, group]
         return codes, packed[: (tokens + (packs - 1) * step) * 4]
     if "DynamicFP8" in pattern:
-        codes, scales = reference.fp8_tokens(norm)
+        codes, scales = reference.fp8_tokens(norm, reciprocal=True)
         return codes, scales.flatten().view(torch.uint8)
     if "FP8" in pattern:
         return reference.e4m3(norm.float() * (1 / 0.25)), None

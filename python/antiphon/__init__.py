@@ -12,14 +12,15 @@ Each blocking call ``x`` has a form ``start_x`` that returns a :class:`Handle`. 
 need not be named: :func:`all_reduce` and :func:`all_reduce_rms_norm` are calls of the :func:`default` one.
 """
 
-import enum
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from antiphon._core import AbortedError, Communicator, CudaBuffer, Handle, Memory, PeerLostError, Plan, SharedBuffer, __version__, after_fork
 from antiphon._default import all_reduce, all_reduce_rms_norm, default, set_default
+from antiphon._handles import wait_all
 from antiphon._results import RmsNormResult
+from antiphon._types import ReduceOp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,25 +42,19 @@ __all__ = [
     "default",
     "init",
     "set_default",
+    "wait_all",
 ]
+
+#: Parts that a program imports by themselves.
+_PARTS = ("comm", "compat", "language", "torch")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(part for part in _PARTS if part in globals())})
+
 
 # The child of a fork must not act for its parent's rank.
 os.register_at_fork(after_in_child=after_fork)
-
-
-class ReduceOp(str, enum.Enum):
-    """How contributions are combined; the names themselves (``"sum"``) do as well.
-
-    Sums, products and averages accumulate in float32 (float64 for float64, wrapping int64 for integers) in ascending
-    rank order and round once. ``MIN`` and ``MAX`` give NaN if any contribution is NaN. ``AVG`` of integers
-    truncates towards zero.
-    """
-
-    SUM = "sum"
-    PROD = "prod"
-    MIN = "min"
-    MAX = "max"
-    AVG = "avg"
 
 
 def init(

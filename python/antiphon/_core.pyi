@@ -8,11 +8,12 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
 from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
 
 from antiphon._results import RmsNormResult
+from antiphon._types import Algorithm, Op, Quantize, ScaleLayout
 from antiphon.language.internal.types import BufferType, ReduceOperationType, SyncType
 from antiphon.language.utils import ReplicationPolicy
 
 class _Program(Protocol):
-    def to_json(self) -> str: ...
+    def finish(self) -> FinishedPlan: ...
 
 class _SupportsDLPack(Protocol):
     def __dlpack__(self) -> CapsuleType: ...
@@ -23,10 +24,6 @@ _Array: TypeAlias = Buffer | _SupportsDLPack
 _A = TypeVar("_A", bound=_Array)
 _O = TypeVar("_O", bound=_Array)
 _T = TypeVar("_T")
-_Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg"] | str
-_Algorithm: TypeAlias = Literal["one-shot", "two-shot"] | str
-_Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-groups", "nvfp4"] | str
-_ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"] | str | int
 
 __all__ = [
     "AbortedError",
@@ -35,9 +32,14 @@ __all__ = [
     "Chunk",
     "Communicator",
     "CudaBuffer",
+    "FinishedPlan",
     "Handle",
     "Mapping",
+    "MixedHandler",
+    "ParallelInfo",
     "Memory",
+    "Moe",
+    "MoeHandle",
     "PeerLostError",
     "Plan",
     "Program",
@@ -98,6 +100,10 @@ class Handle:
     def is_finished(self) -> bool:
         """Whether it is over: :meth:`wait` would return at once; on CUDA, the GPU is done with it."""
 
+    @property
+    def source(self) -> int | None:
+        """The rank that sent a message, when a wait for its receive has returned; else ``None``."""
+
 @final
 class Communicator:
     """A rank's end of a world of ranks that act together; :func:`antiphon.init` makes it.
@@ -113,8 +119,8 @@ class Communicator:
     rank's block of ``x``. Gradients are not tracked.
 
     Reductions work on float64, float32, float16, bfloat16, int64, int32, int8 and uint8, and give the same bits on
-    every rank. Everything else takes elements of any whole number of bytes; of types outside that list the ranks compare
-    only the number of bytes.
+    every rank; ``"band"``, ``"bor"`` and ``"bxor"`` take the integers among them. Everything else takes elements of any whole
+    number of bytes. Ranks compare their dtypes; of types that have no name in torch, only the number of bytes.
 
     Raises ``ValueError`` and ``TypeError`` for arguments that make no sense, before anything happens;
     :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError`` for what goes wrong between ranks, after which every call
@@ -166,7 +172,11 @@ class Communicator:
 
     @property
     def timeout(self) -> float:
-        """How many seconds a call waits for a peer before it fails."""
+        """How many seconds a call of this rank waits for a peer before it fails. It can be set, from any thread, which changes
+        waits under way too; graphs that were captured before keep theirs."""
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None: ...
 
     @property
     def closed(self) -> bool:
@@ -206,13 +216,13 @@ class Communicator:
         """Waits until every rank has come here. With a CUDA device its stream waits, in its order, and this does not."""
 
     def prepare_cuda(
-        self, device: int | None = None, *, dtypes: Sequence[str] | None = None, ops: Sequence[_Op] | None = None
+        self, device: int | None = None, *, dtypes: Sequence[str] | None = None, ops: Sequence[Op] | None = None
     ) -> None:
         """Brings the ranks' GPUs together and loads kernels, so that no call has to: needed before a graph is captured.
 
         All ranks call it together. ``device`` is torch's or CuPy's current one unless given. It loads what reduces
         ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); what is not in the cache on
-        disk takes about a second for each. It takes about 270 MB on each GPU, for each communicator. Raises
+        disk takes about a second for each. It takes about 360 MB on each GPU, for each communicator. Raises
         ``RuntimeError`` that says what is missing."""
 
     def on_cuda_failure(self, action: Literal["error", "abort"] | Callable[[Exception], object]) -> None:
@@ -251,13 +261,17 @@ class Communicator:
     def exchange_objects(self, object: _T) -> list[_T]:
         """The objects of all ranks, in rank order; they are pickled, so trust your peers."""
 
+    def broadcast_object(self, object: _T, root: int = 0) -> _T:
+        """The root's object, which is pickled, so trust your peers. Other ranks may pass anything. ``RuntimeError`` if the root
+        cannot pickle it, or calls it with another root; the communicator stays usable."""
+
     def all_reduce(
         self,
         x: _A,
-        op: _Op | None = None,
+        op: Op | None = None,
         *,
         out: _O | None = None,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         registered: bool = False,
         stream: int | None = None,
     ) -> _A | _O:
@@ -280,17 +294,17 @@ class Communicator:
         bias: _Array | None = None,
         pre_norm: bool = False,
         pre_weight: _Array | None = None,
-        quantize: _Quantize | None = None,
+        quantize: Quantize | None = None,
         scale: float | _Array | None = None,
         group_size: int = 128,
-        scale_layout: _ScaleLayout | None = None,
+        scale_layout: ScaleLayout | int | None = None,
         keep_norm: bool = False,
         out: _Array | None = None,
         residual_out: _Array | None = None,
         codes: _Array | None = None,
         scales: _Array | None = None,
         rounded: bool = False,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         stream: int | None = None,
     ) -> RmsNormResult:
         """The sum of all ranks' ``x`` with the residual, and its RMS norm, in one pass: what follows each matrix
@@ -311,7 +325,9 @@ class Communicator:
         ``quantize`` makes ``codes``, like ``x``, and ``scales``; the norm itself only with ``keep_norm``, or ``out``:
 
         * ``"fp8"``: E4M3 of the norm divided by ``scale``; no ``scales``.
-        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``.
+        * ``"fp8-tokens"``: E4M3, with a float32 scale for each token, ``(..., 1)``: its largest magnitude divided by 448.
+        * ``"fp8-tokens-reciprocal"``: with scales that are multiplied by 1/448 in float32 instead, as torch computes
+          that quotient on GPUs.
         * ``"fp8-groups"``: E4M3, with a power of two for each ``group_size`` elements, four exponents in an int32:
           ``(tokens, packs)``, columns first, each padded to a multiple of 4 tokens.
         * ``"nvfp4"``: E2M1, two in a byte, ``(..., hidden / 2)``, with an E4M3 scale for each 16, which includes the
@@ -343,16 +359,16 @@ class Communicator:
         weight: _Array | None = None,
         weight_bias: float = 0.0,
         eps: float = 1e-6,
-        quantize: _Quantize | None = None,
+        quantize: Quantize | None = None,
         scale: float | _Array | None = None,
         group_size: int = 128,
-        scale_layout: _ScaleLayout | None = None,
+        scale_layout: ScaleLayout | int | None = None,
         sum_out: _Array | None = None,
         residual_out: _Array | None = None,
         norm_out: _Array | None = None,
         codes: _Array | None = None,
         scales: _Array | None = None,
-        algorithm: _Algorithm | None = None,
+        algorithm: Algorithm | None = None,
         stream: int | None = None,
     ) -> None:
         """:meth:`all_reduce_rms_norm` of any source, into outputs that the caller has; those that are not given are not
@@ -378,7 +394,7 @@ class Communicator:
         ...)`` out."""
 
     def reduce_scatter(
-        self, x: _A, op: _Op | None = None, *, out: _O | None = None, stream: int | None = None
+        self, x: _A, op: Op | None = None, *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O:
         """The reduction of every rank's block of ``x`` for this rank: ``(world_size * n, ...)`` in, ``(n, ...)`` out."""
 
@@ -389,7 +405,7 @@ class Communicator:
         go in one launch."""
 
     def reduce_scatter_list(
-        self, xs: Sequence[_A], op: _Op | None = None, *, out: Sequence[_O] | None = None, stream: int | None = None
+        self, xs: Sequence[_A], op: Op | None = None, *, out: Sequence[_O] | None = None, stream: int | None = None
     ) -> list[_A | _O]:
         """:meth:`reduce_scatter` of each of ``xs``, as :meth:`all_gather_list`."""
 
@@ -419,7 +435,7 @@ class Communicator:
         self,
         x: _A,
         counts: Sequence[int],
-        op: _Op | None = None,
+        op: Op | None = None,
         *,
         out: _O | None = None,
         stream: int | None = None,
@@ -432,7 +448,7 @@ class Communicator:
         ``x`` is read; others may pass ``None``."""
 
     def reduce(
-        self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None, stream: int | None = None
+        self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O | None:
         """:meth:`all_reduce` whose result only the root gets; others get ``None``."""
 
@@ -447,37 +463,47 @@ class Communicator:
         """Rank ``r`` gets the ``r``-th block of the root's ``x``: ``(world_size * n, ...)`` there, ``(n, ...)`` out.
         Others pass ``None``, and ``out``."""
 
-    def send(self, x: _Array, to: int, *, stream: int | None = None) -> None:
-        """Sends an array to a rank, which must :meth:`recv` one of the same dtype and number of elements. The first few
-        messages (8, of up to 32 KiB each) do not wait for that. On CUDA it goes in the order of the stream, and a short one
-        does not wait for its receiver."""
+    def send(self, x: _Array, to: int, *, tag: int = 0, stream: int | None = None) -> None:
+        """Sends an array to a rank, which must receive one of the same dtype and number of elements, with the same tag. The first
+        few messages (8, of up to 32 KiB each) do not wait for that.
 
-    def recv(self, out: _O, source: int, *, stream: int | None = None) -> _O:
-        """Receives an array from a rank."""
+        Messages with one tag (0 to 2³² − 1) arrive in the order in which they were sent. While a rank awaits one with another
+        tag, it keeps those that come before in memory of its own. On CUDA there are no tags but 0; a message goes in the order of
+        the stream, and a short one does not wait for its receiver."""
+
+    def recv(self, out: _O, source: int, *, tag: int = 0, stream: int | None = None) -> _O:
+        """Receives an array from a rank, that was sent with this tag."""
+
+    def recv_any(self, out: _Array, *, tag: int = 0) -> int:
+        """Receives an array from whichever rank sends one with this tag first, and returns the rank.
+
+        :class:`PeerLostError` when the process of any rank ends, or all others have closed their communicators."""
 
     def send_recv(self, x: _Array, to: int, out: _O, source: int, *, stream: int | None = None) -> _O:
         """Sends one array and receives another at the same time, as rings do. On CUDA both have one dtype."""
 
     def start_barrier(self) -> Handle: ...
     def start_all_reduce(
-        self, x: _A, op: _Op | None = None, *, out: _O | None = None, algorithm: _Algorithm | None = None
+        self, x: _A, op: Op | None = None, *, out: _O | None = None, algorithm: Algorithm | None = None
     ) -> Handle: ...
     def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle: ...
-    def start_reduce_scatter(self, x: _A, op: _Op | None = None, *, out: _O | None = None) -> Handle: ...
+    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle: ...
     def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle: ...
     def start_all_to_all_v(
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
     ) -> Handle: ...
     def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Handle: ...
     def start_reduce_scatter_v(
-        self, x: _A, counts: Sequence[int], op: _Op | None = None, *, out: _O | None = None
+        self, x: _A, counts: Sequence[int], op: Op | None = None, *, out: _O | None = None
     ) -> Handle: ...
     def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_reduce(self, x: _A, op: _Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
+    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle: ...
     def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_send(self, x: _Array, to: int) -> Handle: ...
-    def start_recv(self, out: _O, source: int) -> Handle: ...
+    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle: ...
+    def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
+        """As :meth:`recv`, or, if the source is ``None``, as :meth:`recv_any`: then ``source`` of the handle is the rank."""
+
     def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
         """Makes a buffer of which every rank has a zeroed copy that every rank can read and write. Collectives on
         parts of it skip a copy. ``RuntimeError`` with the numbers when the symmetric memory is used up."""
@@ -485,7 +511,7 @@ class Communicator:
     def free_shared_buffer(self, buffer: SharedBuffer) -> None:
         """Frees it on all ranks; nobody may use any copy any more."""
 
-    def load_plan(self, plan: str | os.PathLike[str] | _Program) -> Plan:
+    def load_plan(self, plan: str | os.PathLike[str] | FinishedPlan | _Program) -> Plan:
         """Makes an execution plan ready: a ``CollectiveProgram`` of :mod:`antiphon.language`, the text of a plan (JSON), or
         the path of its file. All ranks call it together, with the same plan.
 
@@ -569,6 +595,127 @@ class CudaBuffer:
 
     def pointer(self, rank: int) -> int:
         """The address of a rank's memory, for this rank's GPU."""
+
+@final
+class Moe:
+    """Dispatch and combine of a communicator, on host memory: what :mod:`antiphon.moe` is made of, which makes the arrays that
+    these methods fill.
+
+    All ranks make it together. ``region_bytes`` (8 MiB) is the symmetric memory of each rank through which rows travel, at
+    least two rows with what travels beside them. Methods but :meth:`layout` are collective, and wait; what they wait for is
+    as for the collectives of :class:`Communicator`. Arrays that are written overlap no others.
+    """
+
+    def __new__(cls, comm: Communicator, region_bytes: int | None = None) -> Self: ...
+    @property
+    def region_bytes(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None:
+        """Gives the regions back; all ranks call it. Dropping it communicates nothing: the memory then goes with the
+        communicator."""
+
+    def layout(
+        self,
+        ids: _Array,
+        num_experts: int,
+        *,
+        tokens_per_rank: _Array,
+        tokens_per_expert: _Array,
+        is_token_in_rank: _Array,
+    ) -> None:
+        """What the choices ``ids`` (int64 or int32 ``[T, K]``) come to: how many tokens go to each rank (int32 ``[R]``), how
+        often each expert was chosen (int32 ``[E]``), which tokens go to which ranks (8 bits, ``[T, R]``).
+
+        Raises ``ValueError`` with the numbers for experts that cannot be divided among the ranks and for shapes, ``TypeError``
+        for dtypes.
+        """
+
+    def notify(
+        self,
+        x: _Array,
+        is_token_in_rank: _Array,
+        tokens_per_expert: _Array,
+        *,
+        top_k: int = 0,
+        scales: _Array | None = None,
+        capacity: int | None = None,
+    ) -> MoeHandle:
+        """Tells all ranks how many rows go from whom to whom: those of a layout. ``x`` and ``scales`` say what rows will be,
+        ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for."""
+
+    def dispatch(
+        self,
+        handle: MoeHandle,
+        x: _Array,
+        received_x: _Array,
+        *,
+        scales: _Array | None = None,
+        received_scales: _Array | None = None,
+        ids: _Array | None = None,
+        weights: _Array | None = None,
+        received_ids: _Array | None = None,
+        received_weights: _Array | None = None,
+    ) -> None:
+        """Moves rows along a handle: ``x`` ``[T, H]`` to ``received_x`` ``[handle.rows, H]``, and so what is beside them."""
+
+    def combine(
+        self,
+        handle: MoeHandle,
+        rows: _Array,
+        output: _Array,
+        *,
+        weights: _Array | None = None,
+        output_weights: _Array | None = None,
+        bias: _Array | None = None,
+        second_bias: _Array | None = None,
+    ) -> None:
+        """Moves rows back along a handle and sums those of each token: ``rows`` ``[handle.rows, H]`` to ``output`` ``[T, H]``;
+        sums begin with the biases, ``[T, H]``."""
+
+@final
+class MoeHandle:
+    """Along which rows go; see :meth:`Moe.notify`. Matrices are bytes of 32-bit integers."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows received arrays have: those that arrive, or the capacity."""
+
+    @property
+    def num_received(self) -> int:
+        """How many rows arrive."""
+
+    @property
+    def overflow(self) -> bool:
+        """Whether more rows are routed here than the capacity holds."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this rank dispatches."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def tokens_per_expert(self) -> list[int]:
+        """How often all ranks' tokens chose each of this rank's experts."""
+
+    @property
+    def rank_prefix_matrix(self) -> bytes:
+        """``[R, R]``: how many tokens the ranks up to and with the row's route to the column's."""
+
+    @property
+    def routed_to_each(self) -> bytes:
+        """``[R]``: how many tokens this rank routes to each."""
+
+    @property
+    def send_head(self) -> bytes:
+        """``[T, R]``: the number of a token among those that this rank routes to a rank, or -1."""
+
+    @property
+    def source_tokens(self) -> bytes | None:
+        """``[num_received]``: of each row, its token on the rank that it comes from. ``None`` before the first dispatch."""
 
 @disjoint_base
 class Mapping:
@@ -724,6 +871,124 @@ class Mapping:
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@disjoint_base
+class ParallelInfo:
+    """Which ranks share tensors and which share the work, inside nodes and between them: what
+    :class:`antiphon.comm.ParallelInfo` is made from. ``ValueError`` with names and numbers if sizes or ranks do not fit."""
+
+    def __new__(
+        cls,
+        world_rank: int,
+        world_size: int,
+        local_rank: int,
+        local_size: int,
+        inter_rank: int,
+        inter_size: int,
+        local_tp_size: int | None,
+        local_dp_size: int | None,
+        inter_tp_size: int | None,
+        inter_dp_size: int | None,
+    ) -> Self: ...
+    @property
+    def world_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    @property
+    def inter_rank(self) -> int: ...
+    @property
+    def inter_size(self) -> int: ...
+    @property
+    def local_tp_rank(self) -> int: ...
+    @property
+    def local_tp_size(self) -> int: ...
+    @property
+    def local_dp_rank(self) -> int: ...
+    @property
+    def local_dp_size(self) -> int: ...
+    @property
+    def inter_tp_rank(self) -> int: ...
+    @property
+    def inter_tp_size(self) -> int: ...
+    @property
+    def inter_dp_rank(self) -> int: ...
+    @property
+    def inter_dp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def dp_size(self) -> int: ...
+    @property
+    def use_local_tp(self) -> bool: ...
+    @property
+    def use_inter_tp(self) -> bool: ...
+    @property
+    def use_tp(self) -> bool: ...
+    @property
+    def use_dp(self) -> bool: ...
+    @property
+    def use_inter(self) -> bool: ...
+    @property
+    def use_mixed(self) -> bool: ...
+    def valid_ops(self) -> list[int]:
+        """The operations that make sense, as numbers of :class:`antiphon.comm.MixedCommOp`."""
+
+    def tp_ranks(self) -> list[list[int]]:
+        """The world ranks of every tensor parallel group."""
+
+    def dp_ranks(self) -> list[list[int]]:
+        """The world ranks of every data parallel group."""
+
+    def local_ranks(self) -> list[list[int]]:
+        """The world ranks of every node."""
+
+@final
+class MixedHandler:
+    """The mixed collectives of a layout on one node, on a communicator of all its ranks, which make one together.
+
+    ``ValueError`` for a layout of another rank or world than the communicator's, of several nodes, and on all ranks where
+    their layouts differ."""
+
+    def __new__(
+        cls,
+        comm: Communicator,
+        layout: ParallelInfo,
+        device: int | None = None,
+        dtype: str = "bfloat16",
+        most_blocks: int | None = None,
+    ) -> Self:
+        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded. A fused operation has
+        ``most_blocks`` there at most."""
+
+    def valid_modes(self) -> list[str]:
+        """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""
+
+    def select(self, op: int, num_bytes: int) -> str:
+        """The mode of a call without one, for blocks of so many bytes. All ranks call it together."""
+
+    def tune(self, smallest: int, largest: int) -> None:
+        """Measures the modes of equal bits for blocks of these bytes, and keeps the tables. All ranks call it together."""
+
+    def run(
+        self,
+        op: int,
+        x: Any,
+        out: Any = None,
+        *,
+        mode: str | None = None,
+        rows: Sequence[int] | None = None,
+        stream: int | None = None,
+    ) -> Any:
+        """Runs the operation of this number on an array, and gives ``out``, which is made if there is none. ``rows`` are those of
+        each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for."""
 
 def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
     """The bytes of an FP4 matrix's scales in layout ``SWIZZLED_128x4``: rows rounded up to a multiple of 128 times
@@ -977,7 +1242,7 @@ class Program:
     def check_pairing(self) -> None:
         """``RuntimeError`` if signals and waits do not match."""
 
-    def to_json(
+    def finish(
         self,
         *,
         name: str | None,
@@ -994,50 +1259,21 @@ class Program:
         buffer_alignment: int,
         min_message_size: int,
         max_message_size: int,
-    ) -> str:
-        """The finished plan's text. That signals have their waits is not checked."""
+    ) -> FinishedPlan:
+        """The finished plan. That signals have their waits is not checked."""
 
-    def verify(
-        self,
-        *,
-        name: str | None,
-        collective: str,
-        protocol: str,
-        inplace: bool,
-        instances: int,
-        instr_fusion: bool,
-        auto_sync: bool,
-        replication_policy: ReplicationPolicy,
-        reuse_resources: bool,
-        num_threads_per_block: int,
-        use_double_scratch_buffer: bool,
-        buffer_alignment: int,
-        min_message_size: int,
-        max_message_size: int,
-    ) -> tuple[bool, str]:
-        """Whether the finished plan is proved, and what the verifier says of it."""
+@final
+class FinishedPlan:
+    """A plan that a program became, with the lines that asked for its operations."""
 
-    def lines(
-        self,
-        rank: int,
-        threadblock: int,
-        *,
-        name: str | None,
-        collective: str,
-        protocol: str,
-        inplace: bool,
-        instances: int,
-        instr_fusion: bool,
-        auto_sync: bool,
-        replication_policy: ReplicationPolicy,
-        reuse_resources: bool,
-        num_threads_per_block: int,
-        use_double_scratch_buffer: bool,
-        buffer_alignment: int,
-        min_message_size: int,
-        max_message_size: int,
-    ) -> list[tuple[str, int] | None]:
-        """Of each operation of a thread block of the finished plan, the file and line that asked for it."""
+    def to_json(self) -> str:
+        """Its text."""
+
+    def verify(self) -> tuple[str, str]:
+        """What the verifier says of it: for people, and as JSON."""
+
+    def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
+        """Of each operation of a thread block, the file and line that asked for it."""
 
 def library_names() -> list[str]:
     """The algorithms of ``antiphon.language.library``."""
@@ -1058,3 +1294,11 @@ def library_plan(
     max_message_size: int,
 ) -> str:
     """The plan's text; see ``antiphon.language.library.build``."""
+
+def lower(program: bytes, request: str) -> bytes:
+    """What becomes of a graph of torch, which ``antiphon.lowering`` exported, as JSON: ``edits``, ``plan``, ``digest``,
+    ``report`` and its ``text``. The request has a ``world`` and ``options``. Raises ``ValueError`` for what is neither."""
+
+def check_lowering(before: bytes, plan: bytes, after: bytes) -> list[str]:
+    """Why a graph of torch is not shown to compute what another does, under a plan; empty if it is. Raises ``ValueError``
+    for what is no graph or no plan."""

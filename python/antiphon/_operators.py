@@ -27,15 +27,16 @@ class Operators:
         self._library = torch.library.Library("antiphon", "FRAGMENT")  # type: ignore[no-untyped-call]
 
     def define(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-        """An operator for tensors on the host and on GPUs, whose first argument is a tensor and whose results are tensors.
+        """An operator for tensors on the host and on GPUs, whose first argument is a tensor and whose results are tensors, or one list of them.
 
         A compiler keeps its calls, even if nobody uses their results, and keeps their order among those of all operators
         that are defined here.
         """
         operator = self._define(schema, kernel, fake)
         head, count = schema.partition(" -> ")[0], len(operator._schema.returns)
+        types = [str(result.type).replace("List[Tensor]", "Tensor[]") for result in operator._schema.returns]
         ordered = self._define(
-            f"_ordered_{head.replace('(', '(Tensor ticket, ', 1)} -> ({', '.join(['Tensor'] * (1 + count))})",
+            f"_ordered_{head.replace('(', '(Tensor ticket, ', 1)} -> ({', '.join(['Tensor', *types])})",
             _with_ticket(kernel),
             _with_ticket(fake),
         )

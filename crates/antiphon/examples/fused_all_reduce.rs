@@ -7,7 +7,10 @@
 use antiphon::{
     collectives::fusion::Quantization,
     prelude::*,
-    tensor::{E4M3, quantize::fp8_tokens_inverse},
+    tensor::{
+        E4M3,
+        quantize::{TokenRule, fp8_tokens_inverse},
+    },
 };
 
 const TOKENS: usize = 8;
@@ -35,7 +38,11 @@ fn rank(comm: Communicator) -> Result<(), Box<dyn std::error::Error + Send + Syn
             .residual_in_place(&mut stream)
             .rms_norm(Some((&weight).into()), EPS)
             .norm_out(&mut norm)
-            .quantize(Quantization::Fp8Tokens, &mut codes, Some((&mut scales).into())),
+            .quantize(
+                Quantization::Fp8Tokens { rule: TokenRule::default() },
+                &mut codes,
+                Some((&mut scales).into()),
+            ),
     )?;
 
     // The same in four steps, each through memory.

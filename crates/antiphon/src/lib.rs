@@ -26,14 +26,10 @@
 //! let context = cuda::Context::primary(cuda::Driver::load()?.device(comm.rank() as u32)?)?;
 //! let (stream, collectives) = (context.stream()?, CudaCollectives::new(&comm, &context)?);
 //!
-//! let (gradient, count) = (cuda::DeviceMemory::allocate(&context, 4 << 20)?, 1 << 20);
-//! let (at, device) = (gradient.pointer().0 as usize as *mut u8, Device::Cuda(context.device().ordinal()));
-//! // SAFETY: the memory has so many floats, and lives until the stream is done.
-//! unsafe {
-//!     let input = TensorView::from_raw_parts(at, DType::F32, &[count], None, device)?;
-//!     let mut output = TensorViewMut::from_raw_parts(at, DType::F32, &[count], None, device)?;
-//!     collectives.all_reduce(&input, &mut output, ReduceOp::Avg, stream.borrow())?;
-//! }
+//! let mut memory = cuda::DeviceMemory::allocate(&context, 4 << 20)?;
+//! let gradient = memory.view_mut(DType::F32, &[1 << 20])?;
+//! // SAFETY: nobody else uses the memory, which lives until the stream is done.
+//! unsafe { collectives.all_reduce_in_place(gradient, ReduceOp::Avg, &stream) }?;
 //! stream.borrow().synchronize()?;
 //! collectives.check()?; // a lost peer, a deadline or a disagreement comes out here, or in the next call
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -54,7 +50,8 @@
 //! 6. **GPUs.** [`cuda`] has the collectives between them and what it takes to use them, [`nccl`] the same through NCCL.
 //! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which is proved and simulated before the
 //!    [`executor`] runs it. The usual ones are in its [`library`](language::library).
-//! 8. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the table of
+//! 8. **Mixtures of experts.** [`moe`] brings tokens to the ranks of their experts, and combines what those made of them.
+//! 9. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the table of
 //!    what the operations are, [`tuning`] those of what is fastest.
 //!
 //! ## Promises
@@ -72,6 +69,7 @@ pub use antiphon_device as device;
 pub use antiphon_executor as executor;
 pub use antiphon_fabric as fabric;
 pub use antiphon_language as language;
+pub use antiphon_moe as moe;
 pub use antiphon_operation as operation;
 pub use antiphon_plan as plan;
 pub use antiphon_tensor as tensor;
@@ -80,7 +78,9 @@ pub use antiphon_tuning as tuning;
 
 /// GPUs: the collectives between those of the ranks, and what a program needs to use one. [`device::cuda`] has the rest.
 pub mod cuda {
-    pub use antiphon_collectives::cuda::{Algorithm, CudaCollectives, MAX_WORLD, tune};
+    pub use antiphon_collectives::cuda::{
+        Algorithm, AllReduceOptions, CudaBuilder, CudaCollectives, MAX_WORLD, OnFailure, tune,
+    };
     pub use antiphon_device::cuda::{
         Context, CudaError, DeviceMemory, DevicePointer, Driver, Event, Graph, GraphExec, PinnedMemory,
         Stream, StreamRef,

@@ -50,6 +50,11 @@ fn all_reduce() {
 }
 
 #[test]
+fn expert_parallel() {
+    runs_as_threads_and_processes("expert_parallel");
+}
+
+#[test]
 fn fused_all_reduce() {
     runs_as_threads_and_processes("fused_all_reduce");
 }

@@ -3,7 +3,7 @@
 //!
 //! * [`launch`] starts a program on every rank and watches over it; [`run`] is the command around it.
 //! * [`mod@bench`] verifies and times collectives; [`tune`] finds out which algorithm is fastest at which size.
-//! * [`plan`] has the tools around execution plans.
+//! * [`plan`] has the tools around execution plans; [`lower`] those around compilers' graphs.
 //! * [`doctor`] says what this machine can do and what it lacks.
 //! * [`report`] shows measured rows as a table, a JSON file and a plot.
 //! * [`sizes`] reads message sizes such as `1K..64M`.
@@ -16,6 +16,7 @@ use clap::{Parser, Subcommand};
 pub mod bench;
 pub mod doctor;
 pub mod launch;
+pub mod lower;
 pub mod machine;
 pub mod plan;
 pub mod report;
@@ -44,6 +45,7 @@ enum Command {
     Doctor(doctor::Args),
     Tune(tune::Args),
     Plan(plan::Args),
+    Lower(lower::Args),
 }
 
 /// Runs the command with the arguments that follow its name, and returns its exit status. Commands that start ranks
@@ -57,6 +59,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitStatus {
             Command::Doctor(args) => doctor::execute(args),
             Command::Tune(args) => tune::execute(args),
             Command::Plan(args) => plan::execute(args),
+            Command::Lower(args) => lower::execute(args),
         },
         Err(error) => {
             // Help goes to standard output. If that takes none, nothing is left to tell but that it failed.

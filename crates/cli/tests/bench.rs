@@ -11,6 +11,18 @@ fn bench(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
 }
 
 #[test]
+fn dispatch_and_combine_are_right_element_by_element() {
+    for call in ["dispatch", "combine"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        command.args(["bench", call, "--ranks", "3", "--sizes", "4,100K", "--iterations", "1"]);
+        let shown = command.output().unwrap();
+        let said = String::from_utf8_lossy(&shown.stdout);
+        assert_eq!(shown.status.code(), Some(0), "{said}{}", String::from_utf8_lossy(&shown.stderr));
+        assert!(said.contains("Out of bounds values : 0 OK"), "{said}");
+    }
+}
+
+#[test]
 fn a_cache_that_others_may_write_is_warned_of_and_not_used() {
     let folder = tempfile::tempdir().unwrap();
     let cache = [("ANTIPHON_CACHE_DIR", folder.path().to_str().unwrap())];

@@ -5,7 +5,7 @@ mod timing;
 
 use antiphon_collectives::{
     CollectiveError, ReduceOp,
-    cuda::{Algorithm, CudaCollectives},
+    cuda::{Algorithm, AllReduceOptions, CudaCollectives},
 };
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Stream};
 use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
@@ -122,14 +122,15 @@ impl<'a> Timing<'a> {
             let (collectives, stream) = (self.collectives, self.stream.borrow());
             match what {
                 What::AllReduce(algorithm) => {
-                    collectives.all_reduce_with(&x, &mut y, ReduceOp::Sum, algorithm, stream)
+                    collectives.all_reduce_with(x, &mut y, ReduceOp::Sum, algorithm, stream)
                 }
                 What::Registered(algorithm) => {
-                    collectives.all_reduce_registered(&x, &mut y, ReduceOp::Sum, algorithm, stream)
+                    let options = AllReduceOptions::registered(algorithm);
+                    collectives.all_reduce_with(x, &mut y, ReduceOp::Sum, options, stream)
                 }
-                What::AllGather => collectives.all_gather(&x, &mut y, stream),
-                What::ReduceScatter => collectives.reduce_scatter(&x, &mut y, ReduceOp::Sum, stream),
-                What::AllToAll => collectives.all_to_all(&x, &mut y, stream),
+                What::AllGather => collectives.all_gather(x, &mut y, stream),
+                What::ReduceScatter => collectives.reduce_scatter(x, &mut y, ReduceOp::Sum, stream),
+                What::AllToAll => collectives.all_to_all(x, &mut y, stream),
                 What::Broadcast => collectives.broadcast(&mut y, 0, stream),
             }
         }

@@ -19,7 +19,7 @@ use antiphon_device::{
     cuda::{Context, CudaError, Driver, Stream},
 };
 use antiphon_fabric::{Communicator, FabricError, LocalWorld};
-use antiphon_tensor::{DType, ScaleLayout};
+use antiphon_tensor::{DType, ScaleLayout, quantize::TokenRule};
 use buffers::{Buffers, EXPERTS};
 use separate::{PER_THREAD, Rows, Separate};
 use timing::{Error, REPLAYS};
@@ -221,9 +221,9 @@ impl Layer<'_> {
         // SAFETY: the buffers live until the stream is done.
         unsafe {
             match algorithm {
-                None => self.collectives.all_reduce(&input, &mut sum, ReduceOp::Sum, stream),
+                None => self.collectives.all_reduce(input, &mut sum, ReduceOp::Sum, stream),
                 Some(given) => {
-                    self.collectives.all_reduce_with(&input, &mut sum, ReduceOp::Sum, given, stream)
+                    self.collectives.all_reduce_with(input, &mut sum, ReduceOp::Sum, given, stream)
                 }
             }
         }
@@ -274,7 +274,7 @@ impl Layer<'_> {
                 let layout = ScaleLayout::Swizzled128x4;
                 Some(Quantization::NvFp4 { scale: Scale::Value(448.0), layout })
             }
-            What::Fp8Tokens => Some(Quantization::Fp8Tokens),
+            What::Fp8Tokens => Some(Quantization::Fp8Tokens { rule: TokenRule::default() }),
             What::Fp8Groups => Some(Quantization::Fp8Groups { group: 128 }),
             _ => None,
         };

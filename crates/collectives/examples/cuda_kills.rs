@@ -126,12 +126,12 @@ fn rank() -> Result<(), Error> {
             let whole = if which == 1 { 2 * count } else { count };
             let mut output = TensorViewMut::from_raw_parts(at, DType::F32, &[whole], None, device)?;
             match which {
-                0 => collectives.all_reduce(&input, &mut output, ReduceOp::Sum, stream.borrow()),
-                1 if comm.rank() == 0 => collectives.all_gather(&input, &mut output, stream.borrow()),
+                0 => collectives.all_reduce(input, &mut output, ReduceOp::Sum, stream.borrow()),
+                1 if comm.rank() == 0 => collectives.all_gather(input, &mut output, stream.borrow()),
                 1 => {
                     let half = at.wrapping_add(4 * count);
                     let input = TensorView::from_raw_parts(half, DType::F32, &[count], None, device)?;
-                    collectives.all_gather(&input, &mut output, stream.borrow())
+                    collectives.all_gather(input, &mut output, stream.borrow())
                 }
                 _ => collectives.broadcast(&mut output, 1, stream.borrow()),
             }

@@ -1,6 +1,7 @@
 //! Validating tensors once, at the door: what comes after works on plain addresses and counts.
 
-use antiphon_fabric::{Operation, Signature};
+use antiphon_device::ReduceOp;
+use antiphon_fabric::{Operation, Signature, gpu::Reduction};
 use antiphon_operation::{Call, InPlace, Layout};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
@@ -122,7 +123,7 @@ impl<'c> CheckedCall<'c> {
             return Err(CollectiveError::Refused { operation: "call", which: "operation", expected });
         };
         if reduces {
-            numeric(operation, dtype)?;
+            reducible(operation, dtype, call.op)?;
         }
         let signature = Signature {
             dtype: Some(dtype),
@@ -211,18 +212,31 @@ pub(crate) fn has_count(
     Err(CollectiveError::Count { operation: operation.name(), which, actual, expected, rule: rule() })
 }
 
-/// The dtype must have arithmetic.
+/// The dtype must have the operator.
 #[inline]
-pub(crate) fn numeric(operation: Operation, dtype: DType) -> Result<()> {
-    match dtype {
-        DType::F64
-        | DType::F32
-        | DType::F16
-        | DType::BF16
-        | DType::I64
-        | DType::I32
-        | DType::I8
-        | DType::U8 => Ok(()),
-        dtype => Err(CollectiveError::NotNumeric { operation: operation.name(), dtype }),
+pub(crate) fn reducible(operation: Operation, dtype: DType, op: ReduceOp) -> Result<()> {
+    let operation = operation.name();
+    if !dtype.is_numeric() {
+        return Err(CollectiveError::NotNumeric { operation, dtype });
     }
+    if op.is_bitwise() && dtype.is_float() {
+        return Err(CollectiveError::NotBits { operation, dtype, op });
+    }
+    Ok(())
+}
+
+/// The reduction of an operation on GPUs, if the kernels have such arithmetic.
+#[inline]
+pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Result<Reduction> {
+    let name = operation.name();
+    let refused = match op.is_bitwise() {
+        true => CollectiveError::NotBits { operation: name, dtype, op },
+        false => CollectiveError::NotNumeric { operation: name, dtype },
+    };
+    Reduction::new(dtype, op).ok_or(refused)
+}
+
+/// An operation with what all ranks must agree on.
+pub(crate) fn signature(operation: Operation, dtype: DType, count: usize) -> Signature {
+    Signature { dtype: Some(dtype), count: count as u64, ..Signature::new(operation) }
 }

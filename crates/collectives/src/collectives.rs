@@ -9,10 +9,10 @@ use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use crate::{
     ReduceOp,
-    all_reduce::{self, Algorithm},
+    all_reduce::{self, AllReduceOptions},
     arguments::{CheckedCall, Input, Output},
     error::Result,
-    fusion::{self, Checked, FusedAllReduce},
+    fusion::{self, Checked, FusedAllReduce, Operand},
     gather_scatter,
 };
 
@@ -49,18 +49,18 @@ pub trait Collectives {
     /// [`all_reduce`](Self::all_reduce) where the result replaces the input.
     fn all_reduce_in_place<'o>(&self, buffer: impl Into<TensorViewMut<'o>>, op: ReduceOp) -> Result<()>;
 
-    /// [`all_reduce`](Self::all_reduce) by a given algorithm, which must be the same on all ranks; the choice is
-    /// otherwise made from measured tables.
+    /// [`all_reduce`](Self::all_reduce) as the options say, by a given [`Algorithm`](crate::all_reduce::Algorithm) for one;
+    /// they are the same on all ranks.
     fn all_reduce_with<'i, 'o>(
         &self,
         input: impl Into<TensorView<'i>>,
         output: impl Into<TensorViewMut<'o>>,
         op: ReduceOp,
-        algorithm: Algorithm,
+        options: impl Into<AllReduceOptions>,
     ) -> Result<()>;
 
     /// A sum with what a transformer layer does with it: residual, RMS norm, quantisation. See [`fusion`](crate::fusion).
-    fn all_reduce_fused(&self, call: FusedAllReduce<'_>) -> Result<()>;
+    fn all_reduce_fused(&self, call: FusedAllReduce<Operand<'_>>) -> Result<()>;
 
     /// The inputs of all ranks, one after the other: `n` elements in, `W·n` out.
     fn all_gather<'i, 'o>(
@@ -203,13 +203,19 @@ impl Collectives for Communicator {
     ) -> Result<()> {
         let (input, mut output) = (input.into(), output.into());
         let input = Input::new(Operation::AllReduce, &input)?;
-        all_reduce::run(self, input, Output::new(Operation::AllReduce, &mut output)?, op, None)
+        all_reduce::run(
+            self,
+            input,
+            Output::new(Operation::AllReduce, &mut output)?,
+            op,
+            AllReduceOptions::default(),
+        )
     }
 
     #[inline]
     fn all_reduce_in_place<'o>(&self, buffer: impl Into<TensorViewMut<'o>>, op: ReduceOp) -> Result<()> {
         let buffer = Output::new(Operation::AllReduce, &mut buffer.into())?;
-        all_reduce::run(self, buffer.as_input(), buffer, op, None)
+        all_reduce::run(self, buffer.as_input(), buffer, op, AllReduceOptions::default())
     }
 
     fn all_reduce_with<'i, 'o>(
@@ -217,14 +223,14 @@ impl Collectives for Communicator {
         input: impl Into<TensorView<'i>>,
         output: impl Into<TensorViewMut<'o>>,
         op: ReduceOp,
-        algorithm: Algorithm,
+        options: impl Into<AllReduceOptions>,
     ) -> Result<()> {
         let (input, mut output) = (input.into(), output.into());
         let input = Input::new(Operation::AllReduce, &input)?;
-        all_reduce::run(self, input, Output::new(Operation::AllReduce, &mut output)?, op, Some(algorithm))
+        all_reduce::run(self, input, Output::new(Operation::AllReduce, &mut output)?, op, options.into())
     }
 
-    fn all_reduce_fused(&self, call: FusedAllReduce<'_>) -> Result<()> {
+    fn all_reduce_fused(&self, call: FusedAllReduce<Operand<'_>>) -> Result<()> {
         fusion::run(self, Checked::new(Device::Host, &call)?)
     }
 
@@ -355,8 +361,8 @@ impl Collectives for Communicator {
 fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
     match (call.signature.operation, call.input, call.output) {
         (Operation::AllReduce, Some(input), Some(output)) => {
-            let algorithm = Algorithm::numbered(call.call.algorithm)?;
-            all_reduce::run(comm, input, output, call.call.op, algorithm)
+            let options = AllReduceOptions::numbered(call.call.algorithm)?;
+            all_reduce::run(comm, input, output, call.call.op, options)
         }
         (operation, ..) if !operation.is_call() => {
             let text = format!("{operation} is no call with one input and one output");

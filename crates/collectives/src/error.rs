@@ -1,6 +1,6 @@
 //! Why a collective was refused or failed.
 
-use antiphon_device::{DeviceError, cuda::CudaError};
+use antiphon_device::{DeviceError, ReduceOp, cuda::CudaError};
 use antiphon_fabric::FabricError;
 use antiphon_operation::{Operation, WrongCall, WrongCount};
 use antiphon_tensor::{DType, Device, TensorError};
@@ -76,6 +76,16 @@ pub enum CollectiveError {
         operation: &'static str,
         /// The dtype.
         dtype: DType,
+    },
+    /// The operator combines bits, and the elements are not integers.
+    #[error("{operation}: {op} combines the bits of integers, and not of {dtype}")]
+    NotBits {
+        /// The operation.
+        operation: &'static str,
+        /// The dtype.
+        dtype: DType,
+        /// The operator.
+        op: ReduceOp,
     },
     /// A rank lacks a tensor: the input of a root that gives, for one.
     #[error("{operation}: rank {rank} must pass an {which}")]

@@ -31,7 +31,7 @@
 //! ## Reading on
 //!
 //! [`all_reduce`] tells of the algorithms and how one is chosen, [`fusion`] of what can be done with a sum in the same call,
-//! [`gather_scatter`] of all the others.
+//! [`mixed`] what goes through groups of tensor and data parallel ranks at once, [`gather_scatter`] of all the others.
 
 pub mod all_reduce;
 mod arguments;
@@ -41,6 +41,7 @@ pub mod cuda;
 pub mod error;
 pub mod fusion;
 pub mod gather_scatter;
+pub mod mixed;
 pub mod nccl;
 mod pending;
 #[cfg(any(test, feature = "reference"))]

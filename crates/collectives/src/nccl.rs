@@ -90,18 +90,18 @@ impl NcclCollectives {
     /// # Safety
     /// Here and in the other methods: the tensors stay valid, and are not used in another way, until the stream, which
     /// is of this [`context`](Self::context), has passed the call.
-    pub unsafe fn all_reduce(
+    pub unsafe fn all_reduce<'i, 'o, 's>(
         &self,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
         op: ReduceOp,
-        stream: StreamRef<'_>,
+        stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
         const OPERATION: Operation = Operation::AllReduce;
         let (from, to, _) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: as many elements on both sides; the rest is passed on.
-        unsafe { self.nccl.all_reduce(start, end, from.count, from.dtype, op, stream) }
+        unsafe { self.nccl.all_reduce(start, end, from.count, from.dtype, op, stream.into()) }
             .map_err(CollectiveError::from)
     }
 
@@ -112,17 +112,18 @@ impl NcclCollectives {
     ///
     /// # Safety
     /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn all_gather(
+    pub unsafe fn all_gather<'i, 'o, 's>(
         &self,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
+        stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
         const OPERATION: Operation = Operation::AllGather;
         let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: the output has a block of the input's size for each rank; the rest is passed on.
-        unsafe { self.nccl.all_gather(start, end, block, from.dtype, stream) }.map_err(CollectiveError::from)
+        unsafe { self.nccl.all_gather(start, end, block, from.dtype, stream.into()) }
+            .map_err(CollectiveError::from)
     }
 
     /// Reduces the inputs, which have one block for each rank, and gives every rank its block.
@@ -132,18 +133,18 @@ impl NcclCollectives {
     ///
     /// # Safety
     /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn reduce_scatter(
+    pub unsafe fn reduce_scatter<'i, 'o, 's>(
         &self,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
         op: ReduceOp,
-        stream: StreamRef<'_>,
+        stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
         const OPERATION: Operation = Operation::ReduceScatter;
         let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: the input has a block of the output's size for each rank; the rest is passed on.
-        unsafe { self.nccl.reduce_scatter(start, end, block, to.dtype, op, stream) }
+        unsafe { self.nccl.reduce_scatter(start, end, block, to.dtype, op, stream.into()) }
             .map_err(CollectiveError::from)
     }
 
@@ -154,17 +155,18 @@ impl NcclCollectives {
     ///
     /// # Safety
     /// As [`all_reduce`](Self::all_reduce); and the tensors do not overlap.
-    pub unsafe fn all_to_all(
+    pub unsafe fn all_to_all<'i, 'o, 's>(
         &self,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
+        stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
         const OPERATION: Operation = Operation::AllToAll;
         let (from, to, block) = self.pair(OPERATION, input, output)?;
         let (start, end) = ends(&from, &to);
         // SAFETY: both have a block for each rank; the rest is passed on.
-        unsafe { self.nccl.all_to_all(start, end, block, from.dtype, stream) }.map_err(CollectiveError::from)
+        unsafe { self.nccl.all_to_all(start, end, block, from.dtype, stream.into()) }
+            .map_err(CollectiveError::from)
     }
 
     /// The root's `buffer` to everybody's.
@@ -174,20 +176,20 @@ impl NcclCollectives {
     ///
     /// # Safety
     /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn broadcast(
+    pub unsafe fn broadcast<'o, 's>(
         &self,
-        buffer: &mut TensorViewMut<'_>,
+        buffer: impl Into<TensorViewMut<'o>>,
         root: usize,
-        stream: StreamRef<'_>,
+        stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
         if root >= self.world_size() {
             let text = format!("root rank {root} is not below the world size {}", self.world_size());
             return Err(FabricError::InvalidArgument(text).into());
         }
-        let to = Output::on(self.serves(), Operation::Broadcast, buffer)?;
+        let to = Output::on(self.serves(), Operation::Broadcast, &mut buffer.into())?;
         let (start, end) = ends(&to.as_input(), &to);
         // SAFETY: passed on.
-        unsafe { self.nccl.broadcast(start, end, to.count, to.dtype, root, stream) }
+        unsafe { self.nccl.broadcast(start, end, to.count, to.dtype, root, stream.into()) }
             .map_err(CollectiveError::from)
     }
 
@@ -196,14 +198,14 @@ impl NcclCollectives {
     }
 
     /// The operands of a call, checked, and the elements of a block.
-    fn pair(
+    fn pair<'i, 'o>(
         &self,
         operation: Operation,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
     ) -> Result<(Input, Output, usize)> {
-        let from = Input::on(self.serves(), operation, input)?;
-        let to = Output::on(self.serves(), operation, output)?;
+        let from = Input::on(self.serves(), operation, &input.into())?;
+        let to = Output::on(self.serves(), operation, &mut output.into())?;
         let block = block(operation, &from, &to, self.world_size())?;
         Ok((from, to, block))
     }

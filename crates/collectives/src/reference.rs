@@ -46,6 +46,7 @@ fn reduce_floats<T: Element>(op: ReduceOp, contributions: &[T]) -> Expected {
         ReduceOp::Min => values.iter().copied().fold(f64::INFINITY, f64::min),
         ReduceOp::Max => values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
         ReduceOp::Avg => values.iter().sum::<f64>() / values.len() as f64,
+        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => unreachable!("{op} is for integers"),
     };
     let magnitude = match op {
         ReduceOp::Sum | ReduceOp::Avg => values.iter().map(|x| x.abs()).sum(),
@@ -81,6 +82,9 @@ fn reduce_integers<T: Element>(op: ReduceOp, contributions: &[T]) -> Expected {
         ReduceOp::Min => values.iter().copied().min().unwrap_or(0),
         ReduceOp::Max => values.iter().copied().max().unwrap_or(0),
         ReduceOp::Avg => values.iter().sum::<i128>() / values.len().max(1) as i128,
+        ReduceOp::Band => values.iter().fold(-1, |a, b| a & b),
+        ReduceOp::Bor => values.iter().fold(0, |a, b| a | b),
+        ReduceOp::Bxor => values.iter().fold(0, |a, b| a ^ b),
     };
     let wrapped = match T::DTYPE.name() {
         "i8" => exact as i8 as i128,

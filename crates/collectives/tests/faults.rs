@@ -5,12 +5,15 @@ mod processes;
 
 use std::time::Duration;
 
-use antiphon_collectives::{CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp};
+use antiphon_collectives::{
+    CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp,
+    mixed::{MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp},
+};
 use processes::{VICTIMS, kill_each, role, say, say_error};
 
 /// Elements of the larger tensor of an operation: 64 MiB where all of it is reduced, 16 MiB where it is moved.
 fn length(work: &str) -> usize {
-    let bytes = if work.contains("reduce") { 64 << 20 } else { 16 << 20 };
+    let bytes = if work.contains("reduce") || work.contains("mixed") { 64 << 20 } else { 16 << 20 };
     bytes / size_of::<f32>() / 12 * 12 // divisible by the world sizes
 }
 
@@ -49,6 +52,17 @@ fn step(comm: &Communicator, work: &str, buffer: &mut Vec<f32>) -> Result<(), Co
             // SAFETY: the others touch this copy only within the collective, and after an error nobody here does.
             comm.all_reduce_in_place(unsafe { shared.slice_mut::<f32>(rank) }, ReduceOp::Max)?;
             Ok(comm.free_shared_buffer(shared)?)
+        }
+        mixed if mixed.starts_with("mixed") => {
+            let layout = MixedLayout::builder(world_size, rank).local_tp(2).build();
+            // A handler for each step: a rank may be killed where ranks agree on it, too.
+            let handler = MixedHandler::new(comm, layout.expect("there are four ranks"))?;
+            let mode = if mixed.ends_with("one hop") { MixedMode::Waits } else { MixedMode::Bytes1 };
+            let call = |op| MixedCall::from(op).mode(mode);
+            let mut block = vec![1f32; buffer.len() / 2];
+            handler.run(comm, call(MixedOp::ReduceScatterAllReduce), &*buffer, &mut block)?;
+            block.fill(1.0);
+            handler.run(comm, call(MixedOp::AllReduceAllGather), &block, buffer)
         }
         "non-blocking" => {
             let pending = comm.start_all_reduce(std::mem::take(buffer), ReduceOp::Max)?;
@@ -101,4 +115,17 @@ killed_in! {
     killed_in_an_uneven_all_to_all: "uneven all_to_all";
     killed_in_a_symmetric_all_reduce: "symmetric all_reduce";
     killed_in_non_blocking_all_reduce: "non-blocking";
+}
+
+/// Of two groups of two ranks: one of this rank's group, and one of the other.
+const MIXED_VICTIMS: [(usize, usize); 2] = [(4, 1), (4, 2)];
+
+#[test]
+fn killed_in_a_mixed_collective_of_one_hop() {
+    kill_each(&MIXED_VICTIMS, "mixed, one hop", Duration::from_millis(100));
+}
+
+#[test]
+fn killed_in_a_mixed_collective_of_two_hops() {
+    kill_each(&MIXED_VICTIMS, "mixed, two hops", Duration::from_millis(100));
 }

@@ -593,15 +593,16 @@ static_assert(sizeof(wait_report) == 72, "report.rs has the same layout");
 // What all waits that end together share, in this GPU's memory.
 struct alignas(32) wait_board {
     u32 stopped;          // whether a wait was in vain: then all are
-    u32 unused;
+    u32 waited;           // how long the last thread that found a reason to stop had waited, in ticks
     u64 looked_ns;        // when a thread last read the host's word
     const u32* abort;     // the host's word
     wait_report* report;  // in host memory
 };
 static_assert(sizeof(wait_board) == 32, "report.rs writes it");
 
-// Why a wait ends before what it waits for is there; SILENTLY where another thread of this GPU has said why.
-constexpr u32 GO_ON = 0, DEADLINE = 1, ABORTED = 2, DISAGREED = 3, SILENTLY = 4;
+// How late a wait is, in one register: not at all, or why it stops (SILENTLY where another thread of this GPU has said why), or
+// else the tick when it was late first.
+constexpr u32 NOT_LATE = 0, DEADLINE = 1, ABORTED = 2, DISAGREED = 3, SILENTLY = 4;
 
 // What a thread's waits have in common. How long one lasts is in a register only while it lasts.
 struct waiter {
@@ -618,9 +619,12 @@ DEVICE u64 global_ns() {
     return ns;
 }
 
-// How long a wait lasts is counted in ticks of 65.5 µs, which fit one register for three days.
+// How long a wait lasts is counted in ticks of 65.5 µs, which fit one register for three days, and are none of the numbers above.
 constexpr u32 NS_PER_TICK_LOG2 = 16;
-DEVICE u32 ticks() { return (u32)(global_ns() >> NS_PER_TICK_LOG2) | 1; }
+DEVICE u32 ticks() {
+    const u32 now = (u32)(global_ns() >> NS_PER_TICK_LOG2);
+    return now > SILENTLY ? now : SILENTLY + 1;
+}
 
 DEVICE waiter start_waiting(u64 limit_ns, wait_board* board, u32 rank, tag doing) {
     return waiter{limit_ns, board, rank, doing};
@@ -636,7 +640,7 @@ constexpr u64 LOOK_NS = 1000000;
 // as these stores do. Not inlined, and given plain words, so that it costs a kernel
 // neither registers nor local memory.
 static __device__ __noinline__ void record_wait(wait_board* b, u32 reason, u32 rank, u32 peer, tag doing,
-                                                u64 expected, tag seen, u32 started) {
+                                                u64 expected, tag seen) {
     if (atomicCAS(&b->stopped, 0u, 1u) != 0) return;
     wait_report* r = b->report;
     st_relaxed_sys(&r->reason, reason);
@@ -649,21 +653,22 @@ static __device__ __noinline__ void record_wait(wait_board* b, u32 reason, u32 r
     st_relaxed_sys(&r->expected, expected);
     st_relaxed_sys(&r->seen[0], seen.low);
     st_relaxed_sys(&r->seen[1], seen.high);
-    st_relaxed_sys(&r->waited_ns, started == 0 ? 0 : (u64)(ticks() - started) << NS_PER_TICK_LOG2);
+    st_relaxed_sys(&r->waited_ns, (u64)ld_relaxed_sys(&b->waited) << NS_PER_TICK_LOG2);
     st_release_sys(&r->state, 2u);  // pairs with the host's acquire load in WaitBoard::report
 }
 
-// Why to stop a wait that has started then, in ticks. `blames`: whether it is a peer that is missing; where it is another thread of
-// this GPU, that one has a little more time to say whom it waits for. Not inlined, so that it costs no registers.
-static __device__ __noinline__ u32 reason_to_stop(wait_board* b, u32 started, u64 limit_ns, bool blames) {
+// How late a wait is by now that was so late before. Not inlined, so that it costs no registers.
+static __device__ __noinline__ u32 how_late(wait_board* b, u32 late, u64 limit_ns) {
     if (ld_relaxed_sys(&b->stopped) != 0) return SILENTLY;
+    if (late == NOT_LATE) late = ticks();
     const u64 now = global_ns(), looked = ld_relaxed_sys(&b->looked_ns);
+    const u32 waited = ticks() - late;
     // One thread at a time.
-    if (now - looked >= LOOK_NS && atomicCAS(&b->looked_ns, looked, now) == looked && ld_relaxed_sys(b->abort) != 0)
-        return ABORTED;
-    const u64 waited_ns = (u64)(ticks() - started) << NS_PER_TICK_LOG2;
-    const u64 grace_ns = blames ? 0 : (limit_ns >> 3) + 50 * LOOK_NS;
-    return waited_ns >= limit_ns && waited_ns - limit_ns >= grace_ns ? DEADLINE : GO_ON;
+    const bool may_look = now - looked >= LOOK_NS && atomicCAS(&b->looked_ns, looked, now) == looked;
+    const bool aborted = may_look && ld_relaxed_sys(b->abort) != 0;
+    if (!aborted && (u64)waited << NS_PER_TICK_LOG2 < limit_ns) return late;
+    st_relaxed_sys(&b->waited, waited);
+    return aborted ? ABORTED : DEADLINE;
 }
 
 // Calls `ready(seen)` until it returns true, and returns true; or gives up and returns false, and then the thread must
@@ -676,23 +681,26 @@ static __device__ __noinline__ u32 reason_to_stop(wait_board* b, u32 started, u6
 template <bool TOGETHER, class Ready, class Look>
 DEVICE bool wait_until(const waiter& w, const u32& peer, u64 expected, Ready ready, Look look) {
     tag seen{0, 0};
-    u32 started = 0;
-    for (u32 reason = GO_ON;;) {
+    u32 late = NOT_LATE;
+    for (;;) {
 #pragma unroll 1
         for (u32 poll = 0; poll < POLLS_PER_LOOK; ++poll) {
             const bool is_ready = ready(seen);
             if (TOGETHER ? __all_sync(WHOLE_WARP, is_ready) : is_ready) return true;
         }
         const bool blames = TOGETHER ? __any_sync(WHOLE_WARP, peer != w.rank) : peer != w.rank;
-        if (reason != GO_ON) {  // and what came before the reason has been seen by now
-            if (reason != SILENTLY && (peer != w.rank || !blames))
-                record_wait(w.board, reason, w.rank, peer, w.doing, expected, seen, started);
+        if (late != NOT_LATE && late <= SILENTLY) {  // and what came before the reason has been seen by now
+            if (late != SILENTLY && (peer != w.rank || !blames))
+                record_wait(w.board, late, w.rank, peer, w.doing, expected, seen);
             return false;
         }
-        look();
-        if (started == 0) started = ticks();
-        if (!TOGETHER || lane_id() == 0) reason = reason_to_stop(w.board, started, w.limit_ns, blames);
-        if (TOGETHER) reason = __shfl_sync(WHOLE_WARP, reason, 0);
+        if (!TOGETHER || lane_id() == 0) {
+            look();
+            // A thread that waits for another one of its own GPU leaves it to that one to say for whom.
+            const u64 grace_ns = blames ? 0 : (w.limit_ns >> 3) + 50 * LOOK_NS;
+            late = how_late(w.board, late, w.limit_ns + grace_ns);
+        }
+        if (TOGETHER) late = __shfl_sync(WHOLE_WARP, late, 0);
     }
 }
 template <class Ready> DEVICE bool wait_until(const waiter& w, const u32& peer, u64 expected, Ready ready) {

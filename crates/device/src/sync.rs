@@ -9,6 +9,7 @@ use loom::sync::atomic as imp;
 #[cfg(not(loom))]
 use std::sync::atomic as imp;
 
+#[doc(no_inline)]
 pub use imp::{Ordering, fence};
 
 macro_rules! atomic {

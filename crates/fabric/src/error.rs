@@ -65,7 +65,10 @@ pub enum FabricError {
         members: Members,
     },
     /// The deadline has passed.
-    #[error("{operation} timed out after {waited:.1?}: still waiting for {}", members.names(missing, *world_size))]
+    #[error(
+        "{operation} timed out ({waited:.1?} is the timeout of the wait): still waiting for {}",
+        members.names(missing, *world_size)
+    )]
     Timeout {
         /// What this rank was doing.
         operation: Signature,

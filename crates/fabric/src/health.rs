@@ -14,13 +14,17 @@ use std::{
     time::Duration,
 };
 
-use antiphon_device::{host::process::ProcessWatch, sync::Ordering};
+use antiphon_device::{
+    host::process::ProcessWatch,
+    sync::{AtomicU64, Ordering},
+};
 
 use crate::{
     FabricError, Members, Signature,
     communicator::Shared,
     error::Loss,
     layout::{LANES, Regions},
+    waiting::Witness,
 };
 
 /// Watches the peers of one rank.
@@ -32,6 +36,8 @@ pub(crate) struct Health {
     world: Option<Arc<Shared>>,
     /// What this communicator failed of, if it did.
     first: OnceLock<Arc<FabricError>>,
+    /// How often this rank had been asked what it does when it said so last.
+    answered: AtomicU64,
 }
 
 /// What is known of the process of a rank; groups share it with their world.
@@ -99,7 +105,14 @@ impl Fault {
 
 impl Health {
     pub(crate) fn of_world(rank: usize, peers: Vec<Peer>) -> Self {
-        Self { rank, members: Members::default(), peers, world: None, first: OnceLock::new() }
+        Self {
+            rank,
+            members: Members::default(),
+            peers,
+            world: None,
+            first: OnceLock::new(),
+            answered: AtomicU64::default(),
+        }
     }
 
     /// The health of a world of these ranks of this communicator, of which this rank is one.
@@ -117,6 +130,7 @@ impl Health {
             peers: group.iter().map(|&member| parents.peers[member].clone()).collect(),
             world: Some(parents.world.as_ref().unwrap_or(parent).clone()),
             first: OnceLock::new(),
+            answered: AtomicU64::default(),
         }
     }
 
@@ -201,6 +215,34 @@ impl Health {
             none if none.is_empty() => Ok(()),
             missing => Err(self.timed_out(operation, waited, missing)),
         }
+    }
+
+    /// Says who waits for whom, if this process was asked to since the last time.
+    pub(crate) fn answer(
+        &self,
+        regions: &Regions,
+        operation: Signature,
+        missing: &impl Fn() -> Vec<usize>,
+        waited: Duration,
+    ) {
+        regions.control(self.rank).wait.0.note(operation, waited);
+        #[cfg(not(loom))]
+        {
+            let asked = antiphon_device::host::signal::count_of_sigusr1();
+            if self.answered.load(Ordering::Relaxed) == asked {
+                return;
+            }
+            self.answered.store(asked, Ordering::Relaxed);
+            let here = antiphon_device::host::process::pid_namespace();
+            let pid = |rank: usize| {
+                let id: Option<(u32, u64)> = self.peers[rank].id;
+                id.and_then(|(pid, namespace)| (namespace == here && here != 0).then_some(pid))
+            };
+            let witness = Witness { rank: self.rank, members: &self.members, regions, pid: &pid };
+            eprint!("{}", witness.tell(operation, &missing(), waited));
+        }
+        #[cfg(loom)]
+        let _ = (missing, &self.answered);
     }
 
     /// The error if this rank or a peer has called abort.

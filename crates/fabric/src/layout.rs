@@ -17,6 +17,7 @@ use crate::{
         Head,
         packet::{Consumed, INLINE},
     },
+    waiting::Wait,
 };
 
 /// Independent sequences of rounds: one for the caller's thread, one for work in the background.
@@ -53,6 +54,8 @@ pub(crate) struct Control {
     pub(crate) fault_in_group: Padded<AtomicU64>,
     /// What it says when the communicator shrinks.
     pub(crate) notice: Padded<Notice>,
+    /// In what it waits.
+    pub(crate) wait: Padded<Wait>,
 }
 
 impl Control {

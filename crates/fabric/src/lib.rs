@@ -24,7 +24,9 @@
 //! leaves no file (but for the socket at a path, if rank 0 is killed while ranks meet there; the next run reclaims it).
 //!
 //! *A loss is not the end.* Who is left goes on by [`Communicator::shrink`], which takes milliseconds and no new meeting;
-//! [`Monitor::abort`] ends the waits of all ranks from any thread.
+//! [`Monitor::abort`] ends the waits of all ranks from any thread. *A job that hangs can be asked.* A rank that waits and is sent
+//! SIGUSR1 says on standard error in which call, since when and for whom, and what those ranks do; a program that has its own
+//! handler keeps it.
 //!
 //! ```
 //! use antiphon_fabric::{FabricError, LocalWorld};
@@ -53,9 +55,10 @@ pub mod rendezvous;
 mod signal;
 mod signature;
 mod symmetric;
+mod waiting;
 
 pub use antiphon_operation::Operation;
-pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue};
+pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue, Source};
 pub use error::FabricError;
 pub use local::LocalWorld;
 pub use members::Members;

@@ -64,6 +64,15 @@ impl fmt::Display for Signature {
             (Count::Size, Some(dtype)) => write!(f, "({} × {dtype}", self.count)?,
             (Count::Size, None) => write!(f, "({} bytes", self.count)?,
             (Count::Offset, _) => write!(f, "(offset {}", self.count)?,
+            (Count::Rows, dtype) => {
+                write!(f, "(rows of {}", self.count as u32)?;
+                if let Some(dtype) = dtype {
+                    write!(f, " × {dtype}")?;
+                }
+                if self.count >> 32 != 0 {
+                    write!(f, " as call {} routed them", self.count >> 32)?;
+                }
+            }
         }
         if let Some(reduce) = self.reduce {
             write!(f, ", {reduce}")?;
@@ -83,6 +92,7 @@ impl fmt::Display for Signature {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use antiphon_operation::Detail;
     use proptest::prelude::*;
 
     #[test]
@@ -108,6 +118,13 @@ mod tests {
         let memory = |operation| Signature { count: 4096, ..Signature::new(operation) }.to_string();
         assert_eq!(memory(Operation::Allocate), "create_shared_buffer(4096 bytes)");
         assert_eq!(memory(Operation::Free), "free_shared_buffer(offset 4096)");
+        let rows =
+            Signature { count: Count::rows(7168, 0), detail: Detail::experts(256, 8), reduce: None, ..call };
+        let dispatch = Signature { operation: Operation::Dispatch, algorithm: 1, ..rows };
+        assert_eq!(dispatch.to_string(), "dispatch(rows of 7168 × bf16, 256 experts, top-8, blocking)");
+        let combine = Signature { operation: Operation::Combine, count: Count::rows(7168, 3), ..rows };
+        let expected = "combine(rows of 7168 × bf16 as call 3 routed them, 256 experts, top-8)";
+        assert_eq!(combine.to_string(), expected);
     }
 
     #[test]

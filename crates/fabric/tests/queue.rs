@@ -134,8 +134,8 @@ fn a_transfer_keeps_its_owner_and_hands_it_back() {
         // SAFETY: the vector is the owner.
         let pending = unsafe {
             match messenger.rank() {
-                0 => messenger.start_send(TensorView::from(&*bytes), data, 1)?,
-                _ => messenger.start_recv(TensorViewMut::from(&mut *bytes), data, 0)?,
+                0 => messenger.start_send(TensorView::from(&*bytes), data, 1, 0)?,
+                _ => messenger.start_recv(TensorViewMut::from(&mut *bytes), data, 0, 0)?,
             }
         };
         pending.wait()
@@ -344,7 +344,7 @@ fn an_owner_may_use_the_messages_when_it_is_dropped() {
             let owner = Owner(vec![1u8; 100_000], comm.messenger().clone());
             let bytes: *const [u8] = &*owner.0;
             // SAFETY: the owner owns the bytes.
-            drop(unsafe { comm.messenger().start_send(TensorView::from(&*bytes), owner, 1)? });
+            drop(unsafe { comm.messenger().start_send(TensorView::from(&*bytes), owner, 1, 0)? });
             return comm.barrier();
         }
         comm.recv(&mut vec![0u8; 100_000], 0)?;

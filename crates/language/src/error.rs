@@ -17,6 +17,14 @@ pub enum LanguageError {
         /// How many there are.
         num_ranks: u32,
     },
+    /// A channel leads from a rank to itself.
+    #[error("{what}: from rank {rank} to itself, where no channel leads")]
+    ToItself {
+        /// What it was to be.
+        what: &'static str,
+        /// The rank.
+        rank: u32,
+    },
     /// A range of chunks ends before it starts.
     #[error("chunks {start}..{end} of a buffer end before they start")]
     BackwardRange {

@@ -144,7 +144,7 @@ impl Program {
     /// A new channel through which `src` accesses memory of `dst`. Each call makes one, also for the same ranks.
     ///
     /// # Errors
-    /// [`LanguageError::NoSuchRank`].
+    /// [`LanguageError::NoSuchRank`], [`LanguageError::ToItself`].
     pub fn memory_channel(&self, dst: u32, src: u32) -> Result<MemoryChannel<'_>> {
         Ok(MemoryChannel(self.peer_channel("MemoryChannel", ChannelType::Memory, dst, src)?))
     }
@@ -152,7 +152,7 @@ impl Program {
     /// A new channel through which an engine moves bytes from `src` to `dst`. Each call makes one, also for the same ranks.
     ///
     /// # Errors
-    /// [`LanguageError::NoSuchRank`].
+    /// [`LanguageError::NoSuchRank`], [`LanguageError::ToItself`].
     pub fn port_channel(&self, dst: u32, src: u32) -> Result<PortChannel<'_>> {
         Ok(PortChannel(self.peer_channel("PortChannel", ChannelType::Port, dst, src)?))
     }
@@ -166,6 +166,9 @@ impl Program {
     ) -> Result<PeerChannel<'_>> {
         self.check_rank(what, src)?;
         self.check_rank(what, dst)?;
+        if src == dst {
+            return Err(LanguageError::ToItself { what, rank: src });
+        }
         let id = self.state.borrow_mut().add_channel(channel_type, src, dst);
         Ok(PeerChannel { program: self, channel_type, src, dst, id })
     }

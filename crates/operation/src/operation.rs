@@ -107,6 +107,7 @@ operations! {
     /// One rank gets a tensor of another.
     Message = 13: Row {
         bus_factor: BusFactor::Once,
+        detail: Detail::Label("tag"),
         ..Row::on_tensors("send/recv", Extent::Block, Extent::Block)
     },
     /// An all-reduce with what follows it: residual, norm, quantisation.
@@ -147,6 +148,33 @@ operations! {
         bus_factor: BusFactor::Others,
         detail: Detail::Digest("counts"),
         ..Row::on_tensors("reduce_scatter_v", Extent::Parts, Extent::Part)
+    },
+    /// Rank `r` gets the tokens that chose one of its experts.
+    Dispatch = 19: Row {
+        algorithms: &[
+            (1, "blocking"),
+            (2, "blocking, f32 scales"),
+            (3, "blocking, i32 scales"),
+            (4, "capacity"),
+            (5, "capacity, f32 scales"),
+            (6, "capacity, i32 scales"),
+            (7, "cached"),
+            (8, "cached, f32 scales"),
+            (9, "cached, i32 scales"),
+        ],
+        ..Row::of_experts("dispatch")
+    },
+    /// Every rank gets, for each of its tokens, the sum of what the ranks of the token's experts made of it.
+    Combine = 20: Row::of_experts("combine"),
+    /// Every rank gets the sums of all groups of tensor parallel ranks, one block for each data parallel rank.
+    AllReduceAllGather = 21: Row {
+        in_place: InPlace::InputBlock,
+        ..Row::mixed("all_reduce_all_gather")
+    },
+    /// Every group of tensor parallel ranks gets the sum over all ranks of the group's block.
+    ReduceScatterAllReduce = 22: Row {
+        in_place: InPlace::OutputBlock,
+        ..Row::mixed("reduce_scatter_all_reduce")
     },
 }
 
@@ -203,7 +231,7 @@ mod tests {
     #[test]
     fn codes_are_those_that_ranks_of_this_version_write() {
         let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
-        assert_eq!(codes, Vec::from_iter(1..=18));
+        assert_eq!(codes, Vec::from_iter(1..=22));
     }
 
     #[test]
@@ -225,6 +253,7 @@ mod tests {
                 (Extent::Row, Extent::Block) | (Extent::Parts, Extent::Part) => {
                     [InPlace::Never, InPlace::OutputBlock]
                 }
+                (Extent::Planned, Extent::Planned) => continue, // the call itself says what lies where
                 (input, output) if input == output => [InPlace::Never, InPlace::Same],
                 _ => [InPlace::Never; 2],
             };
@@ -245,9 +274,10 @@ mod tests {
     }
 
     #[test]
-    fn operations_that_reduce_are_the_four_and_the_fused_one() {
+    fn operations_that_reduce_are_the_four_and_the_fused_ones() {
         let reducing: Vec<_> = Operation::ALL.iter().filter(|operation| operation.row().reduces).collect();
         let names: Vec<_> = reducing.iter().map(|operation| operation.name()).collect();
-        assert_eq!(names, ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused", "reduce_scatter_v"]);
+        let plain = ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused", "reduce_scatter_v"];
+        assert_eq!(names, [&plain[..], &["all_reduce_all_gather", "reduce_scatter_all_reduce"]].concat());
     }
 }

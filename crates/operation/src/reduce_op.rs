@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 /// Floating point: [`Min`](Self::Min) and [`Max`](Self::Max) are IEEE 754-2019 `minimum` and `maximum` (a NaN in
 /// any contribution gives NaN, and −0 < +0); [`Avg`](Self::Avg) is the sum divided by the number of contributions
 /// before the one rounding. Integers: sums and products wrap in i64 and are then truncated to the type;
-/// `Avg` divides the i64 sum and truncates towards zero, as NCCL's does.
+/// `Avg` divides the i64 sum and truncates towards zero, as NCCL's does. The [bitwise](Self::is_bitwise) operators take
+/// integers alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[repr(u8)]
@@ -24,16 +25,32 @@ pub enum ReduceOp {
     Max = 4,
     /// The arithmetic mean.
     Avg = 5,
+    /// The bits that all have.
+    Band = 6,
+    /// The bits that any has.
+    Bor = 7,
+    /// The bits that an odd number of contributions has.
+    Bxor = 8,
 }
 
 /// A text that names no [`ReduceOp`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown reduction {0:?}: known are sum, prod, min, max, avg")]
+#[error("unknown reduction {0:?}: known are sum, prod, min, max, avg, band, bor, bxor")]
 pub struct UnknownReduceOp(String);
 
 impl ReduceOp {
     /// Every operator.
-    pub const ALL: [Self; 5] = [Self::Sum, Self::Prod, Self::Min, Self::Max, Self::Avg];
+    pub const ALL: [Self; 8] = {
+        let [sum, prod, min, max, avg] = Self::ARITHMETIC;
+        [sum, prod, min, max, avg, Self::Band, Self::Bor, Self::Bxor]
+    };
+    /// Those that every dtype with arithmetic has.
+    pub const ARITHMETIC: [Self; 5] = [Self::Sum, Self::Prod, Self::Min, Self::Max, Self::Avg];
+
+    /// Whether it combines the bits of integers, and not their values.
+    pub const fn is_bitwise(self) -> bool {
+        matches!(self, Self::Band | Self::Bor | Self::Bxor)
+    }
 
     /// The lower-case name, as the command line and Python take it.
     pub const fn name(self) -> &'static str {
@@ -43,6 +60,9 @@ impl ReduceOp {
             Self::Min => "min",
             Self::Max => "max",
             Self::Avg => "avg",
+            Self::Band => "band",
+            Self::Bor => "bor",
+            Self::Bxor => "bxor",
         }
     }
 
@@ -88,6 +108,6 @@ mod tests {
         }
         assert_eq!(("MEAN".parse(), ReduceOp::from_code(0)), (Ok(ReduceOp::Avg), None));
         let text = "median".parse::<ReduceOp>().unwrap_err().to_string();
-        assert_eq!(text, "unknown reduction \"median\": known are sum, prod, min, max, avg");
+        assert_eq!(text, "unknown reduction \"median\": known are sum, prod, min, max, avg, band, bor, bxor");
     }
 }

@@ -47,9 +47,28 @@ impl Row {
         Self { input, output, ..Self::new(name) }
     }
 
+    /// An operation on the rows that a mixture of experts moves.
+    pub(crate) const fn of_experts(name: &'static str) -> Self {
+        Self {
+            count: Count::Rows,
+            detail: Detail::Experts,
+            ..Self::on_tensors(name, Extent::Planned, Extent::Planned)
+        }
+    }
+
     /// The same operation with a root, which the detail word names.
     pub(crate) const fn with_root(self, root: Root) -> Self {
         Self { root: Some(root), detail: Detail::Number("root"), ..self }
+    }
+
+    /// A sum fused with a gather or a scatter, over a layout of tensor and data parallel ranks.
+    pub(crate) const fn mixed(name: &'static str) -> Self {
+        Self {
+            reduces: true,
+            algorithms: &[(1, "waits"), (2, "bytes1"), (3, "composed")],
+            detail: Detail::Digest("layout and rows"),
+            ..Self::on_tensors(name, Extent::Planned, Extent::Planned)
+        }
     }
 
     /// The name of an algorithm, if it has one.
@@ -71,7 +90,7 @@ pub enum Extent {
     Part,
     /// A part for each rank, in rank order.
     Parts,
-    /// As many as a plan says.
+    /// As many as the call itself says: by a layout of the ranks, by what experts tokens chose, or by a plan.
     Planned,
 }
 
@@ -133,6 +152,16 @@ pub enum Count {
     Size,
     /// A place in shared memory, in bytes.
     Offset,
+    /// Any number of rows of so many elements (the lower 32 bits), as an earlier call of a given number (the upper 32 bits;
+    /// 0 stands for none) routed them.
+    Rows,
+}
+
+impl Count {
+    /// A count of [`Rows`](Self::Rows): of `hidden` elements, routed by the call `routed_by` if that is not 0.
+    pub fn rows(hidden: u32, routed_by: u32) -> u64 {
+        u64::from(hidden) | u64::from(routed_by) << 32
+    }
 }
 
 /// How the detail word of a signature reads.
@@ -142,18 +171,32 @@ pub enum Detail {
     Unused,
     /// A number behind its name: `root 3`, `rows of 7168`.
     Number(&'static str),
+    /// A number behind its name, of which 0 is usual and says nothing: `tag 7`.
+    Label(&'static str),
     /// The beginning of a digest behind the name of what it is made from: `plan 1f00aa31`. 0 stands for no digest.
     Digest(&'static str),
+    /// A number of experts (the lower 24 bits), and how many of them a token chooses (the upper 8 bits; 0 stands for calls
+    /// that move no choices).
+    Experts,
 }
 
 impl Detail {
+    /// A word of [`Experts`](Self::Experts).
+    pub fn experts(experts: u32, top_k: u8) -> u32 {
+        experts & 0x00FF_FFFF | u32::from(top_k) << 24
+    }
+
     /// The text of a word; none if it says nothing.
     pub fn text(self, word: u32) -> Option<String> {
         match (self, word) {
-            (Self::Unused | Self::Digest(_), 0) => None,
+            (Self::Unused | Self::Digest(_) | Self::Label(_), 0) => None,
             (Self::Unused, _) => Some(format!("detail {word}")), // a broken peer may say anything
-            (Self::Number(name), _) => Some(format!("{name} {word}")),
+            (Self::Number(name) | Self::Label(name), _) => Some(format!("{name} {word}")),
             (Self::Digest(name), _) => Some(format!("{name} {word:08x}")),
+            (Self::Experts, _) => {
+                let experts = format!("{} experts", word & 0x00FF_FFFF);
+                Some(if word >> 24 == 0 { experts } else { format!("{experts}, top-{}", word >> 24) })
+            }
         }
     }
 }
@@ -178,6 +221,12 @@ mod tests {
         assert_eq!(text(Detail::Digest("plan"), 0x1f00_aa31), "plan 1f00aa31");
         assert_eq!(text(Detail::Digest("place"), 0xab), "place 000000ab");
         assert_eq!((text(Detail::Digest("place"), 0), text(Detail::Unused, 0)), Default::default());
+        assert_eq!(
+            (text(Detail::Label("tag"), 7), text(Detail::Label("tag"), 0)),
+            ("tag 7".into(), String::new())
+        );
         assert_eq!(text(Detail::Unused, 7), "detail 7");
+        assert_eq!(text(Detail::Experts, Detail::experts(256, 8)), "256 experts, top-8");
+        assert_eq!(text(Detail::Experts, Detail::experts(8, 0)), "8 experts");
     }
 }

@@ -84,7 +84,7 @@ pub(crate) fn prepare<'py>(
 
 fn import_input(what: &What, input: &Bound<'_, PyAny>, usage: Usage) -> Result<Operand> {
     let read = Operand::import(input, "the input", usage)?;
-    if what.operation.row().reduces { read.numeric() } else { Ok(read) }
+    if what.operation.row().reduces { read.reducible(what.op) } else { Ok(read) }
 }
 
 /// An operation that only reads an array, on this rank.
@@ -109,7 +109,7 @@ pub(crate) fn prepare_output<'py>(
 
 impl<'py> Prepared<'py> {
     fn in_place(what: What, buffer: Operand, result: Bound<'py, PyAny>) -> Self {
-        let call = Call { what, registered: false, place: Place::Shared(buffer.tensor) };
+        let call = Call { what, registered: false, mixed: None, place: Place::Shared(buffer.tensor) };
         Self { call, result: Some(result), operands: [None, Some(buffer)] }
     }
 
@@ -120,14 +120,19 @@ impl<'py> Prepared<'py> {
         result: Option<Bound<'py, PyAny>>,
     ) -> Self {
         let tensor = |operand: &Option<Operand>| operand.as_ref().map(|operand| operand.tensor);
-        let call = Call { what, registered: false, place: Place::Apart(tensor(&input), tensor(&output)) };
+        let call = Call {
+            what,
+            registered: false,
+            mixed: None,
+            place: Place::Apart(tensor(&input), tensor(&output)),
+        };
         Self { call, result, operands: [input, output] }
     }
 
     /// An operation without arrays.
     pub(crate) fn bare(what: What) -> Self {
         Self {
-            call: Call { what, registered: false, place: Place::Nowhere },
+            call: Call { what, registered: false, mixed: None, place: Place::Nowhere },
             result: None,
             operands: [None, None],
         }
@@ -160,6 +165,21 @@ impl<'py> FromPyObject<'_, 'py> for Count {
         let number: i64 = object.extract()?;
         let negative = |_| PyValueError::new_err(format!("{number} is negative"));
         usize::try_from(number).map(Self).map_err(negative)
+    }
+}
+
+/// The tag of a message.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tag(pub(crate) u32);
+
+impl<'py> FromPyObject<'_, 'py> for Tag {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let number: i64 = object.extract()?;
+        let outside =
+            |_| PyValueError::new_err(format!("the tag {number} is not between 0 and {}", u32::MAX));
+        u32::try_from(number).map(Self).map_err(outside)
     }
 }
 

@@ -7,7 +7,7 @@ use antiphon::{
 };
 use pyo3::prelude::*;
 
-use crate::{cuda::ordinal, operand::Tensor};
+use crate::{cuda::ordinal, mixed::Mixed, operand::Tensor};
 
 /// What to do: an operation with its arguments.
 pub(crate) type What = operation::Call<'static>;
@@ -43,13 +43,15 @@ pub(crate) struct Call {
     pub(crate) what: What,
     /// Whether the memory is registered.
     pub(crate) registered: bool,
+    /// What is done instead, between tensor and data parallel ranks, on the same tensors.
+    pub(crate) mixed: Option<Mixed>,
     pub(crate) place: Place,
 }
 
 impl Call {
     /// The name of the method.
     pub(crate) fn name(&self) -> &'static str {
-        self.what.operation.name()
+        self.mixed.as_ref().map_or(self.what.operation, Mixed::operation).name()
     }
 
     /// A tensor of the call, which all are like.
@@ -83,6 +85,15 @@ impl Call {
         }
         // SAFETY: the caller answers for the memory.
         unsafe {
+            if let Some(mixed) = &self.mixed {
+                return match self.place {
+                    Place::Shared(buffer) => mixed.run_in_place(comm, buffer.view_mut().map_err(refused)?),
+                    Place::Apart(Some(input), Some(output)) => {
+                        mixed.run(comm, input.view().map_err(refused)?, output.view_mut().map_err(refused)?)
+                    }
+                    _ => Err(FabricError::invalid(format!("{} lacks an operand", self.name())).into()),
+                };
+            }
             match self.place {
                 Place::Nowhere => comm.call(&self.what, None, None),
                 Place::Shared(buffer) => comm.call_in_place(&self.what, buffer.view_mut().map_err(refused)?),

@@ -2,6 +2,7 @@
 
 use antiphon::{
     fabric::rendezvous::RendezvousError,
+    moe::MoeError,
     prelude::{CollectiveError, FabricError},
     tensor::TensorError,
     topology::TopologyError,
@@ -54,12 +55,24 @@ impl From<CollectiveError> for Error {
     fn from(error: CollectiveError) -> Self {
         match error {
             CollectiveError::Fabric(error) => error.into(),
-            CollectiveError::DTypes { .. } | CollectiveError::NotNumeric { .. } => {
-                Self(PyTypeError::new_err(error.to_string()))
-            }
+            CollectiveError::DTypes { .. }
+            | CollectiveError::NotNumeric { .. }
+            | CollectiveError::NotBits { .. } => Self(PyTypeError::new_err(error.to_string())),
             CollectiveError::Tuning(_) => Self(PyRuntimeError::new_err(error.to_string())),
             _ => Self(PyValueError::new_err(error.to_string())),
         }
+    }
+}
+
+impl From<MoeError> for Error {
+    fn from(error: MoeError) -> Self {
+        let text = error.to_string();
+        Self(match error {
+            MoeError::Fabric(error) => return error.into(),
+            MoeError::DType { .. } => PyTypeError::new_err(text),
+            MoeError::Instances { .. } => PyRuntimeError::new_err(text),
+            _ => PyValueError::new_err(text),
+        })
     }
 }
 

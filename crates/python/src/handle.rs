@@ -1,7 +1,7 @@
 //! What `start_…` returns.
 
 use std::{
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -22,6 +22,8 @@ pub(crate) struct Handle {
     state: Mutex<State>,
     /// Given back by `wait`; also keeps an array alive whose memory is only borrowed.
     result: Option<Py<PyAny>>,
+    /// Who sent the message, once it is here.
+    source: OnceLock<usize>,
 }
 
 enum State {
@@ -42,12 +44,21 @@ trait Work: Send {
         self.wait_for(Duration::ZERO)
     }
 
+    /// Who sent the message, once it is here.
+    fn source(&self) -> Option<usize> {
+        None
+    }
+
     fn finish(self: Box<Self>) -> Result<Operands, Error>;
 }
 
 impl<E: Into<Error> + From<FabricError> + Send> Work for Pending<Operands, E> {
     fn wait_for(&mut self, limit: Duration) -> bool {
         Pending::wait_for(self, limit)
+    }
+
+    fn source(&self) -> Option<usize> {
+        Pending::source(self)
     }
 
     fn finish(self: Box<Self>) -> Result<Operands, Error> {
@@ -73,15 +84,23 @@ impl Handle {
     /// Of an operation in a stream.
     pub(crate) fn on_cuda(started: Started, result: Option<Bound<'_, PyAny>>) -> Self {
         let state = Mutex::new(State::Pending(Box::new(started)));
-        Self { process: Process::current(), state, result: result.map(Bound::unbind) }
+        Self::of(state, result)
+    }
+
+    fn of(state: Mutex<State>, result: Option<Bound<'_, PyAny>>) -> Self {
+        Self {
+            process: Process::current(),
+            state,
+            result: result.map(Bound::unbind),
+            source: OnceLock::new(),
+        }
     }
 
     pub(crate) fn new<E>(pending: Pending<Operands, E>, result: Option<Bound<'_, PyAny>>) -> Self
     where
         E: Into<Error> + From<FabricError> + Send + 'static,
     {
-        let state = Mutex::new(State::Pending(Box::new(pending)));
-        Self { process: Process::current(), state, result: result.map(Bound::unbind) }
+        Self::of(Mutex::new(State::Pending(Box::new(pending))), result)
     }
 
     /// Whether it is over after `limit` at most. Like every look at the state it happens detached from the interpreter:
@@ -118,6 +137,9 @@ impl Handle {
     /// How it ended, if that is known.
     fn outcome(&self, py: Python<'_>) -> Option<PyResult<()>> {
         if let Some(work) = py.detach(|| self.take_ended()) {
+            if let Some(source) = work.source() {
+                let _ = self.source.set(source); // once, as work is ended once
+            }
             let outcome =
                 work.finish().map(drop).map_err(|error| PyErr::from(error).into_value(py).into_any());
             py.detach(|| *self.state() = State::Over(outcome));
@@ -152,6 +174,11 @@ impl Handle {
                 return Err(PyTimeoutError::new_err(text));
             }
         }
+    }
+
+    #[getter]
+    fn source(&self) -> Option<usize> {
+        self.source.get().copied()
     }
 
     fn is_finished(&self, py: Python<'_>) -> PyResult<bool> {

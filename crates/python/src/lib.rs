@@ -6,9 +6,11 @@
 //! * `operand` finds the memory of any array: the buffer protocol, DLPack's C exchange API, DLPack.
 //! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
 //!   `call` is one collective as a value, which can be run at once or started, and `fused` a fused all-reduce.
-//! * `communicator`, `handle`, `shared` and `mapping` are the classes; `communicator/plan` has execution plans.
+//! * `communicator`, `handle`, `shared`, `mapping` and `mixed` are the classes; `communicator/plan` has execution plans.
 //! * `cuda` puts collectives into streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
+//! * `lowering` has compilers' graphs, for `antiphon.lowering`.
+//! * `moe` has mixtures of experts.
 //! * `comm` is what `antiphon.comm` asks for besides.
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
 //!   forked child must not use.
@@ -25,7 +27,10 @@ mod fused;
 mod handle;
 mod interrupt;
 mod language;
+mod lowering;
 mod mapping;
+mod mixed;
+mod moe;
 mod operand;
 mod shared;
 
@@ -43,9 +48,13 @@ mod _core {
         fork::after_fork,
         handle::Handle,
         language::{
-            BaseBuffer, Channel, Chunk, Program, Switch, ThreadBlockGroup, library_names, library_plan,
+            BaseBuffer, Channel, Chunk, FinishedPlan, Program, Switch, ThreadBlockGroup, library_names,
+            library_plan,
         },
+        lowering::{check_lowering, lower},
         mapping::Mapping,
+        mixed::{MixedHandler, ParallelInfo},
+        moe::{Moe, MoeHandle},
         shared::{Memory, SharedBuffer},
     };
 

@@ -13,6 +13,12 @@ pub enum TensorError {
         /// The name as given.
         input: String,
     },
+    /// A dtype that is stored and moved, but not computed with.
+    #[error("{dtype} has no arithmetic here: pass one of {}", DType::NUMERIC.iter().map(|d| d.name()).collect::<Vec<_>>().join(", "))]
+    NotNumeric {
+        /// The dtype.
+        dtype: DType,
+    },
     /// More dimensions than a shape holds.
     #[error("{rank} dimensions are more than the {MAX_RANK} supported")]
     RankTooHigh {
@@ -45,6 +51,16 @@ pub enum TensorError {
         /// The number of elements of the shape.
         numel: usize,
         /// The number of elements of the slice.
+        len: usize,
+    },
+    /// Memory that is smaller than the tensor.
+    #[error("a tensor of shape {shape:?} needs {needed} bytes but the memory has {len}")]
+    MemoryTooSmall {
+        /// The shape.
+        shape: Vec<usize>,
+        /// The bytes of the tensor.
+        needed: usize,
+        /// The bytes of the memory.
         len: usize,
     },
     /// One stride for each dimension is needed.

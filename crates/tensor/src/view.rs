@@ -77,9 +77,11 @@ macro_rules! common_methods {
         /// # Errors
         ///
         /// [`TensorError::IndexOutOfBounds`] if the index has another rank or leaves the shape,
-        /// [`TensorError::NotOnHost`] if the memory is not the CPU's.
+        /// [`TensorError::NotOnHost`] if the memory is not the CPU's, [`TensorError::NotNumeric`] for a dtype without
+        /// arithmetic.
         pub fn get_f64(&self, index: &[usize]) -> Result<f64, TensorError> {
             let address = self.raw.address(index)?.as_ptr();
+            self.dtype().numeric()?;
             Ok(with_dtype!(self.dtype(), T => {
                 // SAFETY: the address is that of an element inside the borrowed memory, of the type that DType names.
                 let element = unsafe { address.cast::<T>().read_unaligned() };

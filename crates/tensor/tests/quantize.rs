@@ -1,6 +1,6 @@
 //! Quantised rows worked out by hand, what happens to NaN and infinity, and what is refused.
 
-use antiphon_tensor::quantize::*;
+use antiphon_tensor::quantize::{TokenRule::Quotient, *};
 use antiphon_tensor::{E2M1, E4M3, ScaleLayout, TensorError, UE8M0, bf16, f16};
 
 const INFINITY: f32 = f32::INFINITY;
@@ -43,17 +43,28 @@ fn fp8_static_multiplies_by_the_inverse() {
 fn fp8_tokens_have_a_smallest_scale() {
     let x = [0.0_f32, -0.0, 1e-6, 0.0, 448.0, -224.0, 1.0, 0.0];
     let (mut codes, mut scales) = ([0xEE; 8], [0.0; 2]);
-    fp8_tokens(&x, 4, &mut codes, &mut scales).unwrap();
+    fp8_tokens(&x, 4, Quotient, &mut codes, &mut scales).unwrap();
     assert_eq!(scales, [(1.0 / 512.0) / 448.0, 1.0]);
     assert_eq!(codes, [0x00, 0x80, e4m3(1e-6 / scales[0]), 0x00, 0x7E, 0xF6, 0x38, 0x00]);
 }
 
 #[test]
+fn a_scale_of_a_token_may_be_a_product_with_the_reciprocal() {
+    // 1/448 rounds up: the product with 3 is the neighbour above the quotient, that with a power of two is equal.
+    let x = [3.0_f32, 0.1, 2.0, 0.1, 1e-9, 0.0];
+    let (mut codes, mut quotients, mut products) = ([0; 6], [0.0; 3], [0.0; 3]);
+    fp8_tokens(&x, 2, Quotient, &mut codes, &mut quotients).unwrap();
+    fp8_tokens(&x, 2, TokenRule::Reciprocal, &mut codes, &mut products).unwrap();
+    assert_eq!(products, [3.0 * (1.0 / 448.0), 2.0 / 448.0, (1.0 / 512.0) / 448.0]);
+    assert_eq!([0, 1, 2].map(|row| products[row].to_bits() - quotients[row].to_bits()), [1, 0, 0]);
+}
+
+#[test]
 fn f16_and_bf16_are_read_exactly() {
     let (mut codes, mut scales) = ([0; 2], [0.0; 1]);
-    fp8_tokens(&[f16::from_f32(-7.0), f16::from_f32(3.5)], 2, &mut codes, &mut scales).unwrap();
+    fp8_tokens(&[f16::from_f32(-7.0), f16::from_f32(3.5)], 2, Quotient, &mut codes, &mut scales).unwrap();
     assert_eq!((codes, scales), ([0xFE, 0x76], [1.0 / 64.0]));
-    fp8_tokens(&[bf16::from_f32(-7.0), bf16::from_f32(3.5)], 2, &mut codes, &mut scales).unwrap();
+    fp8_tokens(&[bf16::from_f32(-7.0), bf16::from_f32(3.5)], 2, Quotient, &mut codes, &mut scales).unwrap();
     assert_eq!((codes, scales), ([0xFE, 0x76], [1.0 / 64.0]));
 }
 
@@ -151,12 +162,12 @@ fn mxfp4_scales_by_powers_of_two() {
 #[test]
 fn fp8_keeps_a_nan_in_its_place_and_gives_up_at_infinity() {
     let (mut codes, mut scales, mut values) = ([0; 4], [0.0; 1], [0.0; 4]);
-    fp8_tokens(&[NAN, -448.0, -NAN, 7.0_f32], 4, &mut codes, &mut scales).unwrap();
+    fp8_tokens(&[NAN, -448.0, -NAN, 7.0_f32], 4, Quotient, &mut codes, &mut scales).unwrap();
     assert_eq!((codes, scales), ([0x7F, 0xFE, 0x7F, e4m3(7.0)], [1.0]));
-    fp8_tokens(&[NAN; 4], 4, &mut codes, &mut scales).unwrap();
+    fp8_tokens(&[NAN; 4], 4, Quotient, &mut codes, &mut scales).unwrap();
     assert_eq!((codes, scales), ([0x7F; 4], [(1.0 / 512.0) / 448.0]));
 
-    fp8_tokens(&[1.0_f32, -INFINITY, -1.0, NAN], 4, &mut codes, &mut scales).unwrap();
+    fp8_tokens(&[1.0_f32, -INFINITY, -1.0, NAN], 4, Quotient, &mut codes, &mut scales).unwrap();
     assert_eq!((codes, scales), ([0x00, 0x7F, 0x80, 0x7F], [INFINITY]));
     fp8_tokens_inverse(&codes, 4, &scales, &mut values).unwrap();
     assert!(values.iter().all(|value| value.is_nan()));
@@ -229,7 +240,7 @@ fn nothing_is_something() {
             .quantize::<f32>(&[], &mut [], &mut [])
             .unwrap();
         scales.clear();
-        fp8_tokens::<f32>(&[], 7, &mut [], &mut scales).unwrap();
+        fp8_tokens::<f32>(&[], 7, Quotient, &mut [], &mut scales).unwrap();
         fp8_static::<f32>(&[], 1.0, &mut []).unwrap();
     }
 }
@@ -240,12 +251,12 @@ fn wrong_sizes_are_refused_with_numbers() {
     let x = [0.0_f32; 96];
     assert_eq!(text(fp8_static(&x, 1.0, &mut [0; 95])), "the buffer of codes has 95 entries instead of 96");
     assert_eq!(
-        text(fp8_tokens(&x, 7, &mut [0; 96], &mut [0.0; 13])),
+        text(fp8_tokens(&x, 7, Quotient, &mut [0; 96], &mut [0.0; 13])),
         "rows of 96 elements do not divide into blocks of 7"
     );
-    assert!(fp8_tokens(&x, 0, &mut [0; 96], &mut []).is_err());
+    assert!(fp8_tokens(&x, 0, Quotient, &mut [0; 96], &mut []).is_err());
     assert_eq!(
-        text(fp8_tokens(&x, 48, &mut [0; 96], &mut [0.0; 3])),
+        text(fp8_tokens(&x, 48, Quotient, &mut [0; 96], &mut [0.0; 3])),
         "the buffer of scales has 3 entries instead of 2"
     );
     for (columns, block) in [(96, 0), (96, 128), (100, 16)] {

@@ -60,8 +60,12 @@ fn is_near(table: &Table, code: u8, scale: f64, value: f32, x: f32) -> bool {
 }
 
 fn tokens(x: &[f32], columns: usize) -> (Vec<u8>, Vec<f32>) {
+    tokens_by(TokenRule::Quotient, x, columns)
+}
+
+fn tokens_by(rule: TokenRule, x: &[f32], columns: usize) -> (Vec<u8>, Vec<f32>) {
     let (mut codes, mut scales) = (vec![0; x.len()], vec![0.0; x.len() / columns]);
-    fp8_tokens(x, columns, &mut codes, &mut scales).unwrap();
+    fp8_tokens(x, columns, rule, &mut codes, &mut scales).unwrap();
     (codes, scales)
 }
 
@@ -120,13 +124,21 @@ proptest! {
     }
 
     #[test]
-    fn fp8_tokens_are_their_formula(x in matrix(0..4, 40)) {
+    fn fp8_tokens_are_their_formula(
+        x in matrix(0..4, 40),
+        rule in prop::sample::select(vec![TokenRule::Quotient, TokenRule::Reciprocal]),
+    ) {
         let e4m3 = Table::e4m3();
-        let (codes, scales) = tokens(&x, 40);
+        let (codes, scales) = tokens_by(rule, &x, 40);
         let values = tokens_inverse(&codes, 40, &scales);
         for at in 0..x.len() {
             let row = at / 40;
-            let scale = larger(amax(&x[row * 40..][..40]) / 448.0, (1.0 / 512.0) / 448.0);
+            let largest = amax(&x[row * 40..][..40]);
+            let scale = match rule {
+                TokenRule::Quotient => largest / 448.0,
+                TokenRule::Reciprocal => largest * (1.0 / 448.0),
+            };
+            let scale = larger(scale, (1.0 / 512.0) / 448.0);
             prop_assert_eq!(scales[row], scale);
             prop_assert_eq!(codes[at], e4m3.encode((x[at] / scale).clamp(-448.0, 448.0).into()));
             prop_assert!(is_near(&e4m3, codes[at], scale.into(), values[at], x[at]));

@@ -22,6 +22,13 @@ from antiphon.comm.allreduce import (
 from antiphon.comm.cuda_ipc import CudaRTLibrary, create_shared_buffer, free_shared_buffer
 from antiphon.comm.dlpack_utils import pack_strided_memory
 from antiphon.comm.mapping import Mapping
+from antiphon.comm.mixed_comm import (
+    MixedCommHandler,
+    MixedCommMode,
+    MixedCommOp,
+    ParallelInfo,
+    run_mixed_comm,
+)
 from antiphon.comm.trtllm_ar import (
     AllReduceFusionOp,
     AllReduceFusionPattern,
@@ -58,6 +65,10 @@ __all__ = [
     "CudaRTLibrary",
     "FP4QuantizationSFLayout",
     "Mapping",
+    "MixedCommHandler",
+    "MixedCommMode",
+    "MixedCommOp",
+    "ParallelInfo",
     "QuantizationSFLayout",
     "TRTLLMAllReduceFusionWorkspace",
     "allreduce_fusion",
@@ -66,6 +77,7 @@ __all__ = [
     "create_shared_buffer",
     "free_shared_buffer",
     "pack_strided_memory",
+    "run_mixed_comm",
     "trtllm_allreduce_fusion",
     "trtllm_create_ipc_workspace_for_all_reduce",
     "trtllm_create_ipc_workspace_for_all_reduce_fusion",

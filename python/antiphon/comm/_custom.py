@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from antiphon._types import Algorithm
 from antiphon.comm._integers import AllReduceFusionOp, AllReduceStrategyConfig, AllReduceStrategyType
 from antiphon.comm._tensors import missing
 from antiphon.comm._workspaces import of_pointers
@@ -14,7 +15,7 @@ __all__ = ["trtllm_custom_all_reduce"]
 
 _NAME = "trtllm_custom_all_reduce"
 
-_ALGORITHMS = {AllReduceStrategyType.ONESHOT: "one-shot", AllReduceStrategyType.TWOSHOT: "two-shot"}
+_ALGORITHMS: dict[int, Algorithm] = {AllReduceStrategyType.ONESHOT: "one-shot", AllReduceStrategyType.TWOSHOT: "two-shot"}
 
 
 def trtllm_custom_all_reduce(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from antiphon._types import Algorithm, Quantize
 from antiphon.comm._integers import AllReduceFusionPattern
 from antiphon.comm._tensors import factor, fp4_scales, missing, parted
 from antiphon.comm._workspaces import of_tensor
@@ -16,8 +17,9 @@ _NAME = "trtllm_allreduce_fusion"
 
 _SUM = AllReduceFusionPattern.kAllReduce
 
-#: How each pattern quantises, and whether it gives the norm.
-PATTERNS: dict[int, tuple[str | None, bool]] = {
+#: How each pattern quantises, and whether it gives the norm. Scales of tokens are those of FlashInfer's tests, which
+#: torch computes on GPUs.
+PATTERNS: dict[int, tuple[Quantize | None, bool]] = {
     AllReduceFusionPattern.kAllReduce: (None, False),
     AllReduceFusionPattern.kARResidualRMSNorm: (None, True),
     AllReduceFusionPattern.kARResidualRMSNormFP8Quant: ("fp8", False),
@@ -26,8 +28,8 @@ PATTERNS: dict[int, tuple[str | None, bool]] = {
     AllReduceFusionPattern.kARResidualRMSNormOutFP4Quant: ("nvfp4", True),
     AllReduceFusionPattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant: ("fp8-groups", False),
     AllReduceFusionPattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: ("fp8-groups", True),
-    AllReduceFusionPattern.kARResidualRMSNormDynamicFP8Quant: ("fp8-tokens", False),
-    AllReduceFusionPattern.kARResidualRMSNormOutDynamicFP8Quant: ("fp8-tokens", True),
+    AllReduceFusionPattern.kARResidualRMSNormDynamicFP8Quant: ("fp8-tokens-reciprocal", False),
+    AllReduceFusionPattern.kARResidualRMSNormOutDynamicFP8Quant: ("fp8-tokens-reciprocal", True),
 }
 
 
@@ -74,12 +76,12 @@ def trtllm_allreduce_fusion(
     8, 9     9                        E4M3; for ``block_quant_group_size`` elements a power of two, four exponents in an
                                       int32, of shape ``(token_num, packs)`` and strides ``(1, token_num rounded up to
                                       4)``
-    10, 11   11                       E4M3; a float32 scale for each token
+    10, 11   11                       E4M3; a float32 scale for each token: its largest magnitude times 1/448 in float32
     ======== ======================== ====================================================================================
 
     ``allreduce_out``, ``residual_out`` or ``norm_out`` may be ``allreduce_in``, and ``residual_out`` may be
     ``residual_in``.
-    ``fp32_acc=False`` rounds after each addition, as FlashInfer does; patterns 10 and 11 always do, like its reference. ``use_oneshot=None`` takes what was measured to
+    ``fp32_acc=False`` rounds after each addition, as FlashInfer does. ``use_oneshot=None`` takes what was measured to
     be faster. ``scale_factor`` is a number or a tensor of any float type. ``rms_eps`` and ``weight_bias``, which is
     added to ``rms_gamma``, are 0 unless given. ``launch_with_pdl`` and ``trigger_completion_at_end`` have no effect.
     Under ``SWIZZLED_8x4``, where FlashInfer writes no scales, a ``scale_out`` without room for them is left alone, with
@@ -156,7 +158,7 @@ def run(
     comm = of_tensor(_NAME, workspace, world_size, world_rank, number)
     if use_oneshot is False and tokens <= world_size:
         raise AssertionError(f"sequence length should be larger than tp_size: {tokens} tokens of {world_size} ranks")
-    algorithm = None if use_oneshot is None else "one-shot" if use_oneshot else "two-shot"
+    algorithm: Algorithm | None = None if use_oneshot is None else "one-shot" if use_oneshot else "two-shot"
     if pattern == _SUM:
         if sum_out is None:
             raise missing(_NAME, allreduce_out=sum_out)

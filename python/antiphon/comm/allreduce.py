@@ -296,7 +296,7 @@ def _scales(x: "torch.Tensor", quantize: str, layout: int, group_size: int) -> "
     import torch
 
     tokens, hidden = x.shape
-    if quantize == "fp8-tokens":
+    if quantize == "fp8-tokens-reciprocal":
         return torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     if quantize == "fp8-groups":
         packs = -(-(hidden // group_size) // 4)

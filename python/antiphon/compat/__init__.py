@@ -33,7 +33,11 @@ from types import ModuleType
 __all__ = ["PEERS", "install", "uninstall"]
 
 #: Our module for each module of a peer.
-PEERS = {"flashinfer.comm": "antiphon.comm", "mscclpp.language": "antiphon.language"}
+PEERS = {
+    "deep_ep": "antiphon.moe.deep_ep",
+    "flashinfer.comm": "antiphon.comm",
+    "mscclpp.language": "antiphon.language",
+}
 
 #: Our module for modules beside those, where the peer is not installed.
 _BESIDE = {

@@ -22,7 +22,7 @@ from antiphon.language.channel import *
 from antiphon.language.collectives import *
 from antiphon.language.general import *
 from antiphon.language.loop import *
-from antiphon.language.program import CollectiveProgram
+from antiphon.language.program import CollectiveProgram as CollectiveProgram
 from antiphon.language.rank import *
 from antiphon.language.thread_block_group import *
 from antiphon.language.utils import *

@@ -2,7 +2,7 @@
 
 import json
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from antiphon import _core
 from antiphon.language.internal.globals import get_program, set_program
@@ -25,13 +25,50 @@ class Gpu(NamedTuple):
     scratch_chunks: int
 
 
+class Place(NamedTuple):
+    """An operation of a finding."""
+
+    rank: int
+    threadblock: int
+    #: Its number in the thread block, from 0.
+    op: int
+    #: Within a pipeline, its number there.
+    inner: int | None
+    #: Its name in the plan.
+    operation: str
+    #: The line of the script that asked for it, as ``file:line``, where it is known.
+    origin: str | None
+
+
+class Finding(NamedTuple):
+    """Something that stands against a plan (an ``"error"``), or that is noteworthy (a ``"warning"``)."""
+
+    severity: Literal["error", "warning"]
+    #: What sort it is of: ``"deadlock"``, ``"race"``, ``"wrong"``, ...
+    kind: str
+    #: What is wrong, in words.
+    message: str
+    #: The operations that take part, first the one that cannot be.
+    places: list[Place]
+
+
 class Verdict(NamedTuple):
     """What the verifier says of a plan."""
 
     #: Whether it is proved.
     proved: bool
-    #: What was found.
+    #: What was found, in words: at most ten findings.
     report: str
+    #: All findings: errors, then warnings, each with root causes first.
+    findings: list[Finding]
+
+    @classmethod
+    def _of(cls, report: str, data: dict[str, Any]) -> "Verdict":
+        findings = [
+            Finding(found["severity"], found["kind"], found["message"], [Place(**place) for place in found["places"]])
+            for found in data["findings"]
+        ]
+        return cls(data["proved"], report, findings)
 
 
 class _Header(TypedDict):
@@ -62,8 +99,8 @@ class CollectiveProgram:
     scratch is shared with other plans, the threads of a block, whether calls take turns between two halves of scratch,
     and messages' alignment and limits in bytes.
 
-    ``AssertionError`` for another protocol, ``IndexError`` for more ranks than the collective has, ``TypeError`` for a
-    collective without buffers.
+    ``AssertionError`` for another protocol, ``IndexError`` for more ranks than the collective has, ``ValueError`` for fewer,
+    ``TypeError`` for a collective without buffers.
     """
 
     def __init__(
@@ -107,6 +144,8 @@ class CollectiveProgram:
             raise TypeError(f"init_buffers of {type(collective).__name__} gives no buffers: a subclass says which there are")
         if len(self.buffers) < num_ranks:
             raise IndexError(f"{num_ranks} ranks, and the collective has buffers of {len(self.buffers)}")
+        if len(self.buffers) > num_ranks:
+            raise ValueError(f"the collective has {len(self.buffers)} ranks, and the program {num_ranks}")
         sizes = [self.buffers[rank] for rank in range(num_ranks)]
         self._core = _core.Program(
             [(buffers[BufferType.input].size, buffers[BufferType.output].size) for buffers in sizes]
@@ -151,13 +190,17 @@ class CollectiveProgram:
         """``RuntimeError`` unless each rank waits as often for another as that one signals it."""
         self._core.check_pairing()
 
+    def finish(self) -> _core.FinishedPlan:
+        """The finished plan: checked for pairing, fused, ordered and replicated. The program stays as it is."""
+        self.validate_signal_wait_pairing()
+        return self._finished()
+
     def to_json(self, indent: int | str | None = 2, **json_kwargs: Any) -> str:
-        """The finished plan as text: checked for pairing, fused, ordered and replicated. The program stays as it is.
+        """The text of :meth:`finish`.
 
         ``indent`` and ``json_kwargs`` are those of :func:`json.dumps`.
         """
-        self.validate_signal_wait_pairing()
-        text = self._core.to_json(**self._header())
+        text = self.finish().to_json()
         if indent == 2 and not json_kwargs:
             return text
         return json.dumps(json.loads(text), indent=indent, **json_kwargs)
@@ -165,15 +208,16 @@ class CollectiveProgram:
     def verify(self) -> Verdict:
         """Proves the finished plan, or says what is wrong: with rank, thread block and operation, and the line of the script
         that asked for it. Unlike :meth:`to_json` it takes any plan, also one whose signals and waits do not pair."""
-        return Verdict(*self._core.verify(**self._header()))
+        report, data = self._finished().verify()
+        return Verdict._of(report, json.loads(data))
 
     def lines(self, rank: int, threadblock: int) -> list[tuple[str, int] | None]:
         """Of each operation of a thread block of the finished plan, the file and the line that asked for it: of fused
         ones the first one's, of what was put in the one's that needs it."""
-        return self._core.lines(rank, threadblock, **self._header())
+        return self._finished().lines(rank, threadblock)
 
-    def _header(self) -> "_Header":
-        return {
+    def _finished(self) -> _core.FinishedPlan:
+        header: _Header = {
             "name": self.name,
             "collective": self.collective.name,
             "protocol": self.protocol,
@@ -189,7 +233,8 @@ class CollectiveProgram:
             "min_message_size": self.min_message_size,
             "max_message_size": self.max_message_size,
         }
+        return self._core.finish(**header)
 
     def post_process_operations(self) -> None:
         """Checks that the plan can be made. In MSCCL++ 0.9.0 this changes the program; here nothing needs to."""
-        self.to_json()
+        self.finish()

@@ -7,8 +7,13 @@
     dist.all_reduce(tensor)                 # and DDP, DTensor, FSDP2, functional collectives, torch.compile
 
 It serves CPU and CUDA tensors of the ranks of one machine. Any element type can be moved; float64, float32, float16,
-bfloat16, int64, int32, int8 and uint8 can be reduced, bool as 0 and 1, complex sums as pairs of reals. Reductions are
-those of :class:`antiphon.ReduceOp`: the same bits on every rank.
+bfloat16, int64, int32, int8 and uint8 can be reduced, bool as 0 and 1, complex sums as pairs of reals, and all integers by
+BAND, BOR and BXOR. Reductions are those of :class:`antiphon.ReduceOp`: the same bits on every rank. Sparse tensors (COO) can
+be summed.
+
+Messages have tags, and can be received from any rank. Calls are events of ``torch.profiler`` (``antiphon:all_reduce`` with
+shapes, bytes and the name of the group; what ``async_op=True`` started also ``antiphon:all_reduce:async``, until it is over), and NVTX ranges under Nsight
+Systems. ``_set_pg_timeout`` and ``set_timeout`` change the timeout of a group, on this rank; ``abort`` ends its waits on all.
 
 On CUDA float32, float16 and bfloat16 can be reduced. A call runs on the current stream; with ``async_op=True`` on a stream of the
 group, after what is in the current one, for whose end ``wait()`` of the work makes the current stream wait. Sends have a stream of
@@ -26,6 +31,7 @@ Calls that a callback makes take their turn among those of the program: it must 
 order, as torch's ``powerSGD_hook`` does while there is one bucket.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
@@ -97,5 +103,17 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Gro
     comm = antiphon.init(rank=rank, world_size=size, exchange=meet, parent=_parent(), timeout=seconds)
     return Group(store, rank, size, comm)
 
+
+def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    found = dist.group.WORLD if group is None else group
+    if isinstance(found, Group):
+        found.set_timeout(timeout)
+    else:
+        _set_timeout_of_others(timeout, group)
+
+
+# Which looks for gloo's and NCCL's backends by their classes, and calls no other. Training frameworks call it.
+_set_timeout_of_others = dist.distributed_c10d._set_pg_timeout
+dist.distributed_c10d._set_pg_timeout = functools.wraps(_set_timeout_of_others)(_set_pg_timeout)
 
 dist.Backend.register_backend("antiphon", _create, extended_api=True, devices=["cpu", "cuda"])

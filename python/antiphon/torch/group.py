@@ -1,15 +1,20 @@
 """The process group."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 import antiphon
+from antiphon.torch import events
 from antiphon.torch.cuda import Streams
+from antiphon.torch.sparse import SparseSum
 from antiphon.torch.tensors import (
     NUMERIC,
     OPS,
@@ -31,6 +36,14 @@ from antiphon.torch.work import Completed, Futures, Sends, Work
 Call = tuple[str, tuple[Any, ...], Any]
 
 
+@dataclass
+class Options:
+    """What torch asks a backend for when it splits a group."""
+
+    _timeout: timedelta
+    backend: str = "antiphon"
+
+
 class Group(dist.ProcessGroup):
     """A process group over one communicator. The methods are those that ``torch.distributed`` calls.
 
@@ -46,8 +59,19 @@ class Group(dist.ProcessGroup):
         self._name = self._description = ""
         self._streams: dict[int, Streams] = {}
 
-    def _run(self, opts: Any, calls: list[Call], result: Sequence[Tensor], copies: Copies) -> dist.Work:
-        """Makes the calls in order, then the copies."""
+    def _run(self, name: str, opts: Any, calls: list[Call], result: Sequence[Tensor], copies: Copies) -> dist.Work:
+        """Makes the calls of an operation in order, then the copies."""
+        if not events.is_watched():
+            return self._make(opts, calls, result, copies)
+        read = [tensor for call in calls for tensor in call[1] if isinstance(tensor, Tensor)]
+        with self._event(name, read or [call[2] for call in calls if call[2] is not None]):
+            work = self._make(opts, calls, result, copies)
+        return work if work is self._done else events.started(name, work)
+
+    def _event(self, name: str, tensors: Sequence[Tensor] = ()) -> AbstractContextManager[object]:
+        return events.call(name, tensors, self._description or self._name)
+
+    def _make(self, opts: Any, calls: list[Call], result: Sequence[Tensor], copies: Copies) -> dist.Work:
         comm, started = self.comm, opts is None or opts.asyncOp
         device = next((tensor.get_device() for tensor in result if tensor.is_cuda), None)
         if device is not None:
@@ -79,22 +103,28 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         tensor: Tensor = only("all_reduce", tensors)
         # The most frequent case, without what the others need.
-        if opts is not None and not opts.asyncOp and tensor.dtype in NUMERIC:
+        if opts is not None and not opts.asyncOp and tensor.dtype in NUMERIC and not events.is_watched():
             op = OPS.get(int(opts.reduceOp.op))
             served = tensor.is_cpu or tensor.is_cuda
             if op is not None and served and tensor.layout is torch.strided and is_plain(tensor):
                 self.enter(tensor).all_reduce(tensor, op, out=tensor)
                 return self._done
-        return self.allreduce_coalesced(tensors, opts)
+        return self._all_reduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._all_reduce("all_reduce_coalesced", tensors, opts)
+
+    def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> dist.Work:
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            sparse = SparseSum(self.comm, tensors, SUM if opts is None else opts.reduceOp)
+            return self._run(name, opts, sparse.calls(), tensors, sparse)
         copies, calls = Copies(), list[Call]()
         for tensor in tensors:
             op, view, factor = reduction("all_reduce", SUM if opts is None else opts.reduceOp, tensor)
             array = copies.in_out(tensor) if factor is None else copies.stand_in(tensor, scaled(tensor, factor))
             array = view(array)
             calls.append(("all_reduce", (array, op), array))
-        return self._run(opts, calls, tensors, copies)
+        return self._run(name, opts, calls, tensors, copies)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         copies, tensor = Copies(), only("reduce", tensors)
@@ -102,14 +132,14 @@ class Group(dist.ProcessGroup):
         root = 0 if opts is None else opts.rootRank
         read = view(scaled(tensor, factor))
         out = view(copies.output(tensor)) if root == self.rank() else None
-        return self._run(opts, [("reduce", (read, op, root), out)], tensors, copies)
+        return self._run("reduce", opts, [("reduce", (read, op, root), out)], tensors, copies)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         copies, tensor = Copies(), only("broadcast", tensors)
         check("broadcast", tensor)
         root = 0 if opts is None else opts.rootRank
         array = contiguous(tensor) if root == self.rank() else copies.output(tensor)
-        return self._run(opts, [("broadcast", (array, root), None)], tensors, copies)
+        return self._run("broadcast", opts, [("broadcast", (array, root), None)], tensors, copies)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.allgather_into_tensor_coalesced([output], [input], opts)
@@ -121,7 +151,7 @@ class Group(dist.ProcessGroup):
         for output, input in zip(output_lists, input_list, strict=True):
             check("all_gather_into_tensor", input, output)
             calls.append(("all_gather", (contiguous(input),), copies.output(output)))
-        return self._run(opts, self._together(calls), output_lists, copies)
+        return self._run("all_gather", opts, self._together(calls), output_lists, copies)
 
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
@@ -129,7 +159,7 @@ class Group(dist.ProcessGroup):
         outputs, input = only("all_gather", output_tensors), only("all_gather", input_tensors)
         copies = Copies()
         calls = self._gather_list(outputs, input, copies)
-        return self._run(opts, calls, outputs, copies)
+        return self._run("all_gather", opts, calls, outputs, copies)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
@@ -137,7 +167,7 @@ class Group(dist.ProcessGroup):
         copies, calls = Copies(), list[Call]()
         for index, input in enumerate(input_list):
             calls += self._gather_list([of_rank[index] for of_rank in output_lists], input, copies)
-        return self._run(opts, calls, [tensor for of_rank in output_lists for tensor in of_rank], copies)
+        return self._run("all_gather_coalesced", opts, calls, [tensor for of_rank in output_lists for tensor in of_rank], copies)
 
     def _gather_list(self, outputs: list[Tensor], input: Tensor, copies: Copies) -> list[Call]:
         check("all_gather", input, *outputs)
@@ -162,7 +192,7 @@ class Group(dist.ProcessGroup):
         if root == self.rank():
             self._check_list("gather", outputs)
             out = copies.outputs(outputs)
-        return self._run(opts, [("gather", (contiguous(input), root), out)], outputs, copies)
+        return self._run("gather", opts, [("gather", (contiguous(input), root), out)], outputs, copies)
 
     def scatter(  # type: ignore[override]
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
@@ -175,7 +205,7 @@ class Group(dist.ProcessGroup):
         if root == self.rank():
             self._check_list("scatter", inputs)
             read = flat(inputs)
-        return self._run(opts, [("scatter", (read, root), copies.output(output))], output_tensors, copies)
+        return self._run("scatter", opts, [("scatter", (read, root), copies.output(output))], output_tensors, copies)
 
     def _reduce_scatter_base(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([outputTensor], [inputTensor], opts)
@@ -188,7 +218,7 @@ class Group(dist.ProcessGroup):
             asked = SUM if opts is None else opts.reduceOp
             op, view, factor = reduction("reduce_scatter_tensor", asked, read, out)
             calls.append(("reduce_scatter", (view(scaled(read, factor)), op), view(copies.output(out))))
-        return self._run(opts, self._together(calls), outputTensors, copies)
+        return self._run("reduce_scatter", opts, self._together(calls), outputTensors, copies)
 
     def _together(self, calls: list[Call]) -> list[Call]:
         """The same calls, on CUDA in one launch."""
@@ -215,7 +245,7 @@ class Group(dist.ProcessGroup):
             sizes = [view(input).numel() for input in map(contiguous, inputs)]
             read = view(scaled(flat(inputs), factor)).reshape(-1)
             calls = [("reduce_scatter_v", (read, sizes, op), out.reshape(-1))]
-        return self._run(opts, calls, output_tensors, copies)
+        return self._run("reduce_scatter", opts, calls, output_tensors, copies)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -227,7 +257,7 @@ class Group(dist.ProcessGroup):
         if read.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
             read = read.clone()  # as they may be the same
         # A rank without splits cannot know whether others have none: it makes the call that they make.
-        return self._run(opts, [("all_to_all_v", (read, sends, receives), out)], [output], copies)
+        return self._run("all_to_all", opts, [("all_to_all_v", (read, sends, receives), out)], [output], copies)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         check("all_to_all", *inputs, *outputs)
@@ -236,34 +266,50 @@ class Group(dist.ProcessGroup):
         copies = Copies()
         sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
         read, out = flat(inputs), copies.outputs(outputs)
-        return self._run(opts, [("all_to_all_v", (read, sends, receives), out)], outputs, copies)
+        return self._run("all_to_all", opts, [("all_to_all_v", (read, sends, receives), out)], outputs, copies)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        for streams in self._streams.values():
-            streams.synchronize()
-        if opts is None or opts.asyncOp:
+        with self._event("barrier"):
+            for streams in self._streams.values():
+                streams.synchronize()
+            if opts is not None and not opts.asyncOp:
+                self.comm.barrier()
+                return self._done
             return Work([self.comm.start_barrier()], [], futures=self._futures)
-        self.comm.barrier()
-        return self._done
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:
-        tensor = self._message("send", tensors, tag)
-        if tensor.is_cuda:
-            return self._on(tensor.get_device()).message("send", (contiguous(tensor), dstRank), [], Copies())
-        handle = self.comm.start_send(contiguous(tensor), dstRank)
+        tensor = self._message("send", tensors)
+        with self._event("send", tensors):
+            if tensor.is_cuda:
+                self._check_untagged("send", tag)
+                return self._on(tensor.get_device()).message("send", (contiguous(tensor), dstRank), [], Copies())
+            handle = self.comm.start_send(contiguous(tensor), dstRank, tag=tag)
         self._sends.add(handle)
         return Work([handle], tensors)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:
-        copies, tensor = Copies(), self._message("recv", tensors, tag)
-        out = copies.output(tensor)
-        if tensor.is_cuda:
-            return self._on(tensor.get_device()).message("recv", (out, srcRank), tensors, copies)
-        return Work([self.comm.start_recv(out, srcRank)], tensors, copies, source=srcRank)
+        return self._receive("recv", tensors, srcRank, tag)
 
-    def _message(self, what: str, tensors: list[Tensor], tag: int) -> Tensor:
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        return self._receive("recvAnySource", tensors, None, tag)
+
+    def _receive(self, name: str, tensors: list[Tensor], source: int | None, tag: int) -> dist.Work:
+        copies, tensor = Copies(), self._message("recv", tensors)
+        with self._event(name, tensors):
+            out = copies.output(tensor)
+            if tensor.is_cuda:
+                self._check_untagged(name, tag)
+                if source is None:
+                    raise unsupported(f"{name} on CUDA", "name the rank that sends")
+                return self._on(tensor.get_device()).message("recv", (out, source), tensors, copies)
+            handle = self.comm.start_recv(out, source, tag=tag)
+        return Work([handle], tensors, copies)
+
+    def _check_untagged(self, what: str, tag: int) -> None:
         if tag:
-            raise unsupported(f"{what} with tag {tag}", "messages of two ranks arrive in the order they were sent")
+            raise unsupported(f"{what} with tag {tag} on CUDA", "messages of two GPUs arrive in the order they were sent")
+
+    def _message(self, what: str, tensors: list[Tensor]) -> Tensor:
         tensor = only(what, tensors)
         check(what, tensor)
         return tensor  # type: ignore[no-any-return]
@@ -284,7 +330,66 @@ class Group(dist.ProcessGroup):
         finally:
             self.comm.close()
 
+    def abort(self) -> None:
+        """Ends all waits in the group, of this rank and of the others, with :class:`antiphon.AbortedError`.
+
+        Its communicator can then be shrunk; the group itself is of no more use.
+        """
+        self._futures.close()
+        if not self.comm.closed:
+            self.comm.abort()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Changes how long this rank's calls wait for others, from now on."""
+        self.comm.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> "Group | None":
+        """The group of some ranks of this one, in this order; ``None`` for other ranks. All ranks of this group call it, each with
+        the ranks of its own new group, or of any if it is in none."""
+        member = self.rank() in new_ranks
+        comm = self.comm.split(min(new_ranks) if member else None, new_ranks.index(self.rank()) if member else 0)
+        if comm is None:
+            return None
+        if timeout is not None:
+            comm.timeout = timeout.total_seconds()
+        group = Group(PrefixStore(f"{group_name}/", self._store), comm.rank, comm.world_size, comm)
+        group.setGroupName(group_name or "")
+        group.setGroupDesc(group_desc or "")
+        return group
+
     # What torch asks a group about itself, and would otherwise ask C++ backends, of which there are none.
+
+    supports_splitting = True
+    supports_coalescing = supports_time_estimate = supports_shrinking = False
+    bound_device_id: torch.device | None = None
+
+    def _get_backend(self, device: torch.device) -> "Group":  # type: ignore[override]
+        """The backend of the tensors of a device, which is the group itself."""
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError(f"antiphon has no tensors on {device}")
+        return self
+
+    @property
+    def options(self) -> Options:
+        return Options(timedelta(seconds=self.comm.timeout))
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing is numbered."""
+
+    def perform_nocolor_split(self, device: torch.device | None) -> None:
+        """Only its members take part when ``new_group`` makes a group."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Ranks have met; their GPUs meet at the first call."""
 
     def get_group_store(self) -> Store:
         return self._store
@@ -324,12 +429,8 @@ def _refuse(method: str, instead: str) -> None:
 
 
 for _method, _instead in {
-    "abort": "close the group with destroy_process_group",
     "merge_remote_group": "",
     "monitored_barrier": "use barrier, whose TimeoutError names the ranks that did not come",
-    "recv_anysource": "say which rank to receive from",
-    "set_timeout": "pass the timeout when the group is made",
-    "split_group": "use new_group",
     "_end_coalescing": "",
     "_register_on_completion_hook": "",
     "_start_coalescing": "use _coalescing_manager without a device",

@@ -13,20 +13,27 @@ group of the backend ``"antiphon"`` does as well: such calls take their turn amo
 
 ``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()`` reduces in place. The others return a new tensor:
 
-    all_reduce(Tensor x, str group, str op="sum")                       like ``x``
-    all_gather(Tensor x, str group)                                     ``(n, ...)`` to ``(world_size * n, ...)``
-    all_gather_v(Tensor x, SymInt[] counts, str group)                  ``(counts[rank], ...)`` to ``(sum(counts), ...)``
-    reduce_scatter(Tensor x, str group, str op="sum")                   ``(world_size * n, ...)`` to ``(n, ...)``
-    all_to_all(Tensor x, str group)                                     like ``x``
-    broadcast(Tensor x, str group, int root=0)                          like ``x``, of which the root's is sent
-    scatter(Tensor x, str group, int root=0)                            ``(world_size * n, ...)``, the root's, to ``(n, ...)``
-    gather(Tensor x, str group, int root=0)                             ``(world_size * n, ...)`` at the root, no rows elsewhere
+    all_reduce(Tensor x, str group, str op="sum", *)                    like ``x``
+    all_gather(Tensor x, str group, *)                                  ``(n, ...)`` to ``(world_size * n, ...)``
+    all_gather_v(Tensor x, SymInt[] counts, str group, *)               ``(counts[rank], ...)`` to ``(sum(counts), ...)``
+    reduce_scatter(Tensor x, str group, str op="sum", *)                ``(world_size * n, ...)`` to ``(n, ...)``
+    all_to_all(Tensor x, str group, *)                                  like ``x``
+    broadcast(Tensor x, str group, int root=0, *)                       like ``x``, of which the root's is sent
+    scatter(Tensor x, str group, int root=0, *)                         ``(world_size * n, ...)``, the root's, to ``(n, ...)``
+    gather(Tensor x, str group, int root=0, *)                          ``(world_size * n, ...)`` at the root, no rows elsewhere
 
 and ``reduce_scatter_v``, ``all_to_all_v`` and ``reduce``, whose arguments and results are alike; each operation that the table of
 operations has (:func:`antiphon._core.operations`). Whoever gets nothing gets a tensor without rows.
 
 ``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float weight_bias=0.,
 Tensor? bias=None) -> (Tensor, Tensor)`` returns the norm, and what it is the norm of: the sum with ``bias`` and ``residual``.
+
+``all_reduce_fused(Tensor x, str group, str[] outputs, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float
+weight_bias=0., bool round_before_weight=False, Tensor? scale=None, float scale_value=1., *) -> Tensor[]`` returns the ``outputs``
+that are asked for, of ``"sum"``, ``"residual"``, ``"norm"`` (like ``x``) and ``"codes"`` (E4M3 of the norm over the scale).
+
+``*`` is ``str site=""``: the compiled program and the place in it that a call comes from, ``"DIGEST:INDEX"``, which
+:mod:`antiphon.lowering` sets. The ranks compare a digest when they first meet it, and all get ``RuntimeError`` if they differ.
 
 They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
 is not contiguous is copied. Gradients are not tracked. A compiler keeps a call whose result nobody uses, which the other
@@ -36,7 +43,7 @@ ranks wait for, and keeps the order of the calls, those of :mod:`antiphon.comm` 
 
 import itertools
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,6 +52,7 @@ from torch import Tensor
 import antiphon
 from antiphon._core import operations
 from antiphon._operators import Operators
+from antiphon._types import Op
 from antiphon.torch.group import Group
 
 __all__ = ["register"]
@@ -64,6 +72,12 @@ def register(comm: antiphon.Communicator, name: str | None = None) -> str:
     if _groups.setdefault(name, comm) is not comm:
         raise ValueError(f"register: {name!r} is the name of {_groups[name]}")
     return name
+
+
+def forget(comm: antiphon.Communicator) -> None:
+    """Takes all names of a communicator back."""
+    for name in [name for name, found in _groups.items() if found is comm]:
+        del _groups[name]
 
 
 def _group(name: str) -> antiphon.Communicator | Group:
@@ -100,8 +114,8 @@ class _Operation:
         self._multiplies = (input, output) == ("block", "row")
         lists = ["sends", "receives"] if (input, output) == ("parts", "parts") else ["counts"]
         self._lists = lists if "parts" in (input, output) else []
-        self._names = [*self._lists, "group", *(["root"] if root else []), *(["op"] if reduces else [])]
-        types = {"group": "str group", "root": "int root=0", "op": 'str op="sum"'}
+        self._names = [*self._lists, "group", *(["root"] if root else []), *(["op"] if reduces else []), "site"]
+        types = {"group": "str group", "root": "int root=0", "op": 'str op="sum"', "site": 'str site=""'}
         arguments = ", ".join(types.get(name, f"SymInt[] {name}") for name in self._names)
         self.schema = f"{name}(Tensor x, {arguments}) -> Tensor"
 
@@ -113,7 +127,7 @@ class _Operation:
     def call(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """The method of the communicator."""
         given = {"root": 0, **dict(zip(self._names, arguments)), **named}
-        comm = _comm(given.pop("group"), x)
+        comm = _at(given.pop("site", ""), given.pop("group"), x)
         out = self._empty(x, given, comm)
         has_none = self._gets and given["root"] != comm.rank
         if "root" not in self._names:
@@ -141,11 +155,77 @@ class _Operation:
         return x.new_empty((rows, *x.shape[1:]))
 
 
-def _all_reduce_in_place(x: Tensor, group: str, op: str = "sum") -> None:
+def _all_reduce_in_place(x: Tensor, group: str, op: Op = "sum") -> None:
     plain = x.contiguous()
     _comm(group, plain).all_reduce(plain, op, out=plain)
     if plain is not x:
         x.copy_(plain)
+
+
+#: The programs that the ranks of a communicator have compared.
+_agreed: WeakKeyDictionary[antiphon.Communicator, set[str]] = WeakKeyDictionary()
+
+
+def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
+    """The communicator for a call on ``x`` from a place in a compiled program, which all ranks must have."""
+    comm = _comm(group, x)
+    if site:
+        program = site.partition(":")[0]
+        agreed = _agreed.setdefault(comm, set())
+        if program not in agreed:
+            sites = comm.exchange_objects(site)
+            if (other := next((rank for rank, found in enumerate(sites) if found != sites[0]), None)) is not None:
+                raise RuntimeError(
+                    f"the ranks of group {group!r} run different programs: rank 0 is at call {sites[0]}, rank {other} at"
+                    f" {sites[other]}: compile the same model with the same options, or clear the caches of torch.compile"
+                )
+            agreed.add(program)
+    return comm
+
+
+_OUTPUTS = ("sum", "residual", "norm", "codes")
+
+
+def _all_reduce_fused(
+    x: Tensor,
+    group: str,
+    outputs: list[str],
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    round_before_weight: bool = False,
+    scale: Tensor | None = None,
+    scale_value: float = 1.0,
+    site: str = "",
+) -> list[Tensor]:
+    if round_before_weight:
+        raise ValueError("all_reduce_fused: round_before_weight: no kernel rounds before the weight yet")
+    plain = x.contiguous()
+    results = _results(plain, group, outputs)
+    into = dict(zip(outputs, results, strict=True))
+    codes = into.get("codes")
+    _at(site, group, plain).all_reduce_fused(
+        plain,
+        residual=None if residual is None else residual.contiguous(),
+        weight=None if weight is None else weight.contiguous(),
+        eps=eps,
+        weight_bias=weight_bias,
+        sum_out=into.get("sum"),
+        residual_out=into.get("residual"),
+        norm_out=into.get("norm"),
+        quantize=None if codes is None else "fp8",
+        scale=None if codes is None else scale_value if scale is None else scale,
+        codes=None if codes is None else codes.view(torch.uint8),
+    )
+    return results
+
+
+def _results(x: Tensor, group: str, outputs: list[str], *options: Any, **others: Any) -> list[Tensor]:
+    if not outputs or len(set(outputs)) < len(outputs) or not set(outputs) <= set(_OUTPUTS):
+        raise ValueError(f"all_reduce_fused: outputs {outputs}: each of {', '.join(_OUTPUTS)} at most once, and any")
+    plain = _like(x)
+    return [plain.new_empty(x.shape, dtype=torch.float8_e4m3fn if name == "codes" else x.dtype) for name in outputs]
 
 
 def _all_reduce_rms_norm(
@@ -176,7 +256,7 @@ def _two_like(x: Tensor, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
     return _like(x), _like(x)
 
 
-def _nothing(x: Tensor, group: str, op: str = "sum") -> None:
+def _nothing(x: Tensor, group: str, op: Op = "sum") -> None:
     pass
 
 
@@ -190,4 +270,11 @@ _operators.define(
     " float weight_bias=0., Tensor? bias=None) -> (Tensor, Tensor)",
     _all_reduce_rms_norm,
     _two_like,
+)
+_operators.define(
+    "all_reduce_fused(Tensor x, str group, str[] outputs, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
+    " float weight_bias=0., bool round_before_weight=False, Tensor? scale=None, float scale_value=1.,"
+    ' str site="") -> Tensor[]',
+    _all_reduce_fused,
+    _results,
 )

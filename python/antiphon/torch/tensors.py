@@ -7,20 +7,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from antiphon._types import Op
+
 #: Any: torch's types keep the members of this enum, and the operators that hold one, apart.
 SUM: Any = dist.ReduceOp(dist.ReduceOp.SUM)
 #: By number, as comparing operators takes microseconds.
 PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)  # type: ignore[call-overload]
-OPS = {
-    int(op): name  # type: ignore[call-overload]
-    for op, name in (
-        (dist.ReduceOp.SUM, "sum"),
-        (dist.ReduceOp.AVG, "avg"),
-        (dist.ReduceOp.PRODUCT, "prod"),
-        (dist.ReduceOp.MIN, "min"),
-        (dist.ReduceOp.MAX, "max"),
-    )
-}
+_NAMES: list[tuple[Any, Op]] = [
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "avg"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.BAND, "band"),
+    (dist.ReduceOp.BOR, "bor"),
+    (dist.ReduceOp.BXOR, "bxor"),
+]
+OPS = {int(op): name for op, name in _NAMES}
 #: What needs no other view to be reduced.
 NUMERIC = {
     torch.float64,
@@ -33,7 +36,7 @@ NUMERIC = {
     torch.uint8,
 }
 #: Of truth values, as NCCL reads them.
-BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min"}
+BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min", "band": "band", "bor": "bor", "bxor": "bxor"}
 
 
 def unsupported(what: str, instead: str = "") -> NotImplementedError:
@@ -110,7 +113,7 @@ def reduction(what: str, op: Any, *tensors: Tensor) -> tuple[str, Callable[[Tens
     number = int(op.op)
     name = "sum" if number == PREMUL_SUM else OPS.get(number)
     if name is None:
-        raise unsupported(f"{what} with {op_name(op)}", "use SUM, AVG, PRODUCT, MIN or MAX")
+        raise unsupported(f"{what} with {op_name(op)}")
     check(what, *tensors)
     dtype, factor = tensors[0].dtype, None
     if number == PREMUL_SUM:
@@ -121,6 +124,10 @@ def reduction(what: str, op: Any, *tensors: Tensor) -> tuple[str, Callable[[Tens
         if name not in BOOL_OPS:
             raise TypeError(f"{what}: truth values have no {op_name(op)}")
         return BOOL_OPS[name], as_bytes, factor
+    if name in ("band", "bor", "bxor") and dtype not in NUMERIC:
+        if dtype.is_floating_point or dtype.is_complex:
+            raise TypeError(f"{what}: {op_name(op)} combines the bits of integers, and not of {dtype}")
+        return name, as_bytes, factor  # of whatever length
     return name, torch.view_as_real if dtype.is_complex and name in ("sum", "avg") else torch.detach, factor
 
 

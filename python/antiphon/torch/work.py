@@ -1,4 +1,7 @@
-"""What a call returns, and the futures on it."""
+"""What a call returns, and the futures on it.
+
+Locks are reentrant: a signal handler may call what it has interrupted.
+"""
 
 import atexit
 import contextlib
@@ -24,40 +27,47 @@ class Work(dist.Work):
         result: Sequence[Tensor],
         copies: Copies | None = None,
         futures: "Futures | None" = None,
-        source: int = -1,
     ) -> None:
         super().__init__()
         self._handles, self._result, self._copies = handles, list(result), copies
-        self._futures, self._source = futures, source
+        self._futures = futures
+        #: Complete when a profiler has seen the end: who waits for this work may stop the profiler next.
+        self.event: Future[object] | None = None
         self._future: Future[list[Tensor]] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Waits until all is over, which is bounded by the timeout of the group; raises what went wrong.
 
         After ``timeout``, unless zero, ``TimeoutError`` is raised and the operation goes on.
         """
+        self.finish(timeout)
+        if self.event is not None:
+            self.event.wait()
+        return True
+
+    def finish(self, timeout: timedelta = timedelta(0)) -> None:
+        """As ``wait``, for those who complete futures."""
         seconds = timeout.total_seconds()
         for handle in self._handles:
             handle.wait(seconds if seconds > 0 else None)
         with self._lock:
-            if self._copies:
+            if self._copies is not None:
                 self._copies.finish()
-        return True
 
     def is_completed(self) -> bool:
         """Whether all is over; what has come then lies in the outputs, as after ``wait``."""
         if not all(handle.is_finished() for handle in self._handles):
             return False
         with contextlib.suppress(Exception):  # which is for ``wait`` to raise
-            self.wait()
+            self.finish()
         return True
 
     def exception(self) -> BaseException | None:
         """What went wrong, if it is over and something did."""
         try:
             if self.is_completed():
-                self.wait()
+                self.finish()
         except Exception as error:
             return error
         return None
@@ -73,7 +83,9 @@ class Work(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        return self._source
+        """The rank that a message came from, once it is here; -1 for what is no message to this rank."""
+        sources = [handle.source for handle in self._handles]
+        return -1 if sources[:1] in ([], [None]) else sources[0]  # type: ignore[return-value]
 
     _source_rank = source_rank
 
@@ -107,7 +119,7 @@ class Sends:
     def __init__(self) -> None:
         self._handles: list[antiphon.Handle] = []
         self._limit = self._FEW
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, handle: antiphon.Handle) -> None:
         with self._lock:
@@ -159,12 +171,12 @@ class Futures:
     def __init__(self) -> None:
         self._queue: _Queue | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def complete(self, work: Work, future: Future[list[Tensor]]) -> None:
         if isinstance(threading.current_thread(), Callbacks):
             with contextlib.suppress(Exception):  # which the future has
-                work.wait()  # as the thread completes no other before this callback ends
+                work.finish()  # as the thread completes no other before this callback ends
         if work.is_completed():
             Callbacks(work, future).run()  # which spares waking a thread
             return
@@ -206,7 +218,7 @@ class Futures:
             if cls._leave.is_set():
                 return False
             try:
-                work.wait(timedelta(seconds=0.1))
+                work.finish(timedelta(seconds=0.1))
             except Exception:
                 pass  # not yet over; or a failure, which is found again
         callbacks = Callbacks(work, future)

@@ -9,6 +9,8 @@ use antiphon::{
     tensor::{DType, Element, TensorView, TensorViewMut},
 };
 
+use super::moe;
+
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
@@ -23,11 +25,15 @@ impl Collective {
     pub const ALL_REDUCE: Self = Self::Of(Operation::AllReduce);
     /// A tensor from rank 0 to rank 1 and back.
     pub const SEND_RECV: Self = Self::Of(Operation::Message);
+    /// Tokens to the ranks of their experts.
+    pub const DISPATCH: Self = Self::Of(Operation::Dispatch);
+    /// What those ranks made of tokens, back and summed.
+    pub const COMBINE: Self = Self::Of(Operation::Combine);
 
     /// Everything that can be measured.
     pub fn all() -> impl Iterator<Item = Self> {
         let calls = Operation::ALL.iter().copied().filter(|operation| operation.is_call());
-        calls.map(Self::Of).chain([Self::SEND_RECV, Self::Memory])
+        calls.map(Self::Of).chain([Self::SEND_RECV, Self::DISPATCH, Self::COMBINE, Self::Memory])
     }
 
     /// The operation whose row says what is to be known of it; none of the memory's floor.
@@ -50,6 +56,11 @@ impl Collective {
     /// Whether an operator is applied.
     pub fn reduces(self) -> bool {
         self.operation().is_some_and(|operation| operation.row().reduces)
+    }
+
+    /// Whether it is of a mixture of experts, which `moe` measures.
+    pub(super) fn is_of_experts(self) -> bool {
+        matches!(self, Self::DISPATCH | Self::COMBINE)
     }
 
     /// What turns its algorithm bandwidth into bus bandwidth.
@@ -120,6 +131,9 @@ impl Case {
 
     /// Elements of a rank's input and output.
     pub(super) fn counts(&self, rank: usize, world_size: usize) -> (usize, usize) {
+        if self.collective.is_of_experts() {
+            return moe::counts(self, world_size);
+        }
         let block = self.block(world_size);
         if self.collective == Collective::Memory {
             return (block, block);
@@ -168,6 +182,7 @@ impl Case {
                 read_and_write(input, output);
                 Ok(())
             }
+            Collective::DISPATCH | Collective::COMBINE => unreachable!("`moe` measures these"),
             Collective::Of(_) => {
                 let call = self.call(comm.rank(), comm.world_size());
                 comm.call(&call, Some(TensorView::from(input)), Some(TensorViewMut::from(output)))

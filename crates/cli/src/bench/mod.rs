@@ -4,11 +4,13 @@
 //!
 //! * `case` says what is measured: which collective, with which buffers.
 //! * `pattern` makes inputs and knows every element of the outputs.
+//! * `moe` measures dispatch and combine of a mixture of experts.
 //! * `worker` is what a rank does: verify, time, verify again.
 //! * `cuda` is the same on GPUs, beside NCCL.
 
 mod case;
 mod cuda;
+mod moe;
 mod pattern;
 mod worker;
 
@@ -21,7 +23,12 @@ use std::{
     time::Duration,
 };
 
-use antiphon::{collectives::all_reduce::Algorithm, device::ReduceOp, operation::Operation, tensor::DType};
+use antiphon::{
+    collectives::all_reduce::Algorithm,
+    device::ReduceOp,
+    operation::Operation,
+    tensor::{DType, TensorError},
+};
 use clap::{ValueEnum, builder::PossibleValue};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -69,7 +76,7 @@ pub struct Args {
     ranks: Option<usize>,
 
     /// The kind of elements: f64, f32, f16, bf16, i64, i32, i8, u8
-    #[arg(long, default_value = "f32")]
+    #[arg(long, default_value = "f32", value_parser = numeric)]
     dtype: DType,
 
     /// Message sizes in bytes: 1K..64M doubles, 1K..64M:4 quadruples, commas join
@@ -77,7 +84,7 @@ pub struct Args {
     #[arg(long)]
     sizes: Option<Sizes>,
 
-    /// The reduction: sum, prod, min, max, avg
+    /// The reduction: sum, prod, min, max, avg; of integers also band, bor, bxor
     #[arg(long, default_value = "sum")]
     op: ReduceOp,
 
@@ -149,6 +156,10 @@ impl ValueEnum for Which {
         let help = match self {
             Self::All => "All-reduce, all-gather, reduce-scatter, all-to-all and broadcast",
             Self::One(Collective::SEND_RECV) => "A tensor from rank 0 to rank 1 and back",
+            Self::One(Collective::DISPATCH) => {
+                "Tokens to the ranks of their experts: of 8 for each rank, two for each token; counts are exchanged in each call"
+            }
+            Self::One(Collective::COMBINE) => "What those ranks made of tokens, back and summed",
             Self::One(Collective::Memory) => {
                 "The floor of any all-reduce: every rank reads its input and writes its output, all at once"
             }
@@ -200,6 +211,12 @@ fn one_size(text: &str) -> Result<u64, String> {
         [bytes] => Ok(bytes),
         _ => Err(format!("{text:?} is more than one size")),
     }
+}
+
+/// The elements of a benchmark, which are computed with.
+pub(crate) fn numeric(text: &str) -> Result<DType, String> {
+    let dtype: DType = text.parse().map_err(|error: TensorError| error.to_string())?;
+    dtype.numeric().map_err(|error| error.to_string())
 }
 
 fn positive_seconds(text: &str) -> Result<Duration, String> {
@@ -293,6 +310,11 @@ fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     if args.device == Where::Cuda {
         cuda::refuse(args)?;
         machine.gpus = Some(cuda::gpus(args.ranks)?);
+    }
+    if args.buffers == Buffers::Symmetric
+        && let Some(of) = args.collective.collectives().into_iter().find(|of| of.is_of_experts())
+    {
+        return Err(format!("--buffers symmetric is not for {}", of.name()).into());
     }
     refuse_beyond_memory(args, &machine)?;
     // Files that cannot be written should be known before the minutes of measuring.

@@ -14,6 +14,7 @@ use antiphon::{
 use super::{
     Args, Buffers,
     case::{Case, Collective},
+    moe,
     pattern::{self, Reference, Wrong},
 };
 use crate::report::{Row, algbw_gbs};
@@ -35,15 +36,16 @@ pub(super) fn execute(args: &Args) -> ExitStatus {
     }
 }
 
-fn measure_all(args: &Args) -> Result<(), CollectiveError> {
+fn measure_all(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let comm = Communicator::from_env()?;
     if args.cases().iter().any(|case| case.collective == Collective::SEND_RECV) && comm.world_size() < 2 {
-        return Err(
-            FabricError::InvalidArgument("send-recv needs at least 2 ranks, there is 1".into()).into()
-        );
+        return Err("send-recv needs at least 2 ranks, there is 1".into());
     }
     for case in args.cases() {
-        let row = with_dtype!(case.dtype, T => measure::<T>(&comm, case, args)?);
+        let row = match case.collective.is_of_experts() {
+            true => with_dtype!(case.dtype, T => moe::measure::<T>(&comm, case, args)?),
+            false => with_dtype!(case.dtype, T => measure::<T>(&comm, case, args)?),
+        };
         if comm.rank() == 0 {
             let line = serde_json::to_string(&row).expect("a row is plain data");
             // When nobody reads any more, the launcher has gone, and this process with it.
@@ -86,22 +88,8 @@ fn measure_with<T: Element>(
     let reference = Reference::new::<T>(comm, case);
     case.run(comm, input, output)?;
     let first = reference.compare(output);
-    let mut batch = |calls: u32| -> Result<f64, CollectiveError> {
-        comm.barrier()?;
-        let start = Instant::now();
-        for _ in 0..calls {
-            case.run(comm, input, output)?;
-        }
-        Ok(start.elapsed().as_secs_f64() * 1e6 / f64::from(calls))
-    };
-    // All ranks must make the same number of calls, so the slowest says how many.
-    let one = slowest(comm, &[batch(WARM_UP)?])?[0];
-    let calls = args.iterations.unwrap_or_else(|| iterations(args.seconds, one)).max(1);
-    let times: Vec<f64> = (0..BATCHES).map(|_| batch(calls)).collect::<Result<_, _>>()?;
-    let mut times = slowest(comm, &times)?;
+    let times = time(comm, args, || case.run(comm, input, output))?;
     let last = reference.compare(output);
-
-    times.sort_by(f64::total_cmp);
     let wrong = total(comm, &[first, last])?;
     let count = input.len().max(output.len());
     let algorithm = match (case.collective, case.algorithm) {
@@ -112,8 +100,31 @@ fn measure_with<T: Element>(
     Ok(row(comm, case, algorithm.to_owned(), count, &times, wrong))
 }
 
+/// The times of a call in batches, of the slowest rank, ascending. All ranks do it together.
+pub(super) fn time<E: From<FabricError>>(
+    comm: &Communicator,
+    args: &Args,
+    mut call: impl FnMut() -> Result<(), E>,
+) -> Result<Vec<f64>, E> {
+    let mut batch = |calls: u32| -> Result<f64, E> {
+        comm.barrier()?;
+        let start = Instant::now();
+        for _ in 0..calls {
+            call()?;
+        }
+        Ok(start.elapsed().as_secs_f64() * 1e6 / f64::from(calls))
+    };
+    // All ranks must make the same number of calls, so the slowest says how many.
+    let one = slowest(comm, &[batch(WARM_UP)?])?[0];
+    let calls = args.iterations.unwrap_or_else(|| iterations(args.seconds, one)).max(1);
+    let times: Vec<f64> = (0..BATCHES).map(|_| batch(calls)).collect::<Result<_, _>>()?;
+    let mut times = slowest(comm, &times)?;
+    times.sort_by(f64::total_cmp);
+    Ok(times)
+}
+
 /// A value in every element that is no result (but, in 8 bits, of some sums).
-fn poisoned<T: Element>(count: usize) -> Vec<T> {
+pub(super) fn poisoned<T: Element>(count: usize) -> Vec<T> {
     vec![T::from_f64(if T::DTYPE.is_float() { f64::NAN } else { 113.0 }); count]
 }
 

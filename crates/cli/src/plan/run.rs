@@ -54,7 +54,7 @@ pub struct Args {
     size: Sizes,
 
     /// The kind of elements: f64, f32, f16, bf16, i64, i32, i8, u8
-    #[arg(long, default_value = "f32")]
+    #[arg(long, default_value = "f32", value_parser = crate::bench::numeric)]
     dtype: DType,
 
     /// Calls in each of the 11 batches

@@ -3,9 +3,8 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use antiphon_plan::verify::{Expectation, Expected, Finding, Options, Report, verify};
+use antiphon_plan::verify::{Expectation, Expected, Options, verify};
 use antiphon_plan::{escaped, read_text};
-use serde_json::{Value, json};
 
 use super::Result;
 use crate::{ExitStatus, FAILURE, SUCCESS};
@@ -42,7 +41,7 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
     let expectation = args.expect.as_deref().map(table).transpose()?;
     let report = verify(&plan, &Options { expectation });
     match args.json {
-        true => super::print_json(&describe(&report))?,
+        true => super::print_json(&report.to_json())?,
         false => writeln!(std::io::stdout(), "{report}")?,
     }
     Ok(if report.proved { SUCCESS } else { FAILURE })
@@ -53,42 +52,4 @@ fn table(file: &Path) -> Result<Expectation> {
     let rows: Vec<Expected> = serde_json::from_slice(&text)
         .map_err(|error| format!("{}: {}", file.display(), escaped(&error.to_string())))?;
     Ok(Expectation::Table(rows))
-}
-
-fn describe(report: &Report) -> Value {
-    json!({
-        "proved": report.proved,
-        "results_judged": report.meaning,
-        "chunk_bytes": report.chunk_sizes,
-        "largest_chunk_bytes": report.largest_chunk,
-        "findings": report.findings.iter().map(finding).collect::<Vec<_>>(),
-    })
-}
-
-fn finding(finding: &Finding) -> Value {
-    let places = finding.places.iter().zip(&finding.operations).zip(&finding.origins);
-    let places = places.map(|((place, operation), origin)| {
-        json!({
-            "operation": operation,
-            "rank": place.rank,
-            "threadblock": place.threadblock,
-            "op": place.op,
-            "inner": place.inner,
-            "origin": origin.as_ref().map(|origin| format!("{}:{}", origin.file, origin.line)),
-        })
-    });
-    let served = finding.served.iter().map(|served| {
-        json!({
-            "counter": served.counter.to_string(),
-            "rank": served.rank,
-            "threadblock": served.block,
-        })
-    });
-    json!({
-        "severity": finding.severity(),
-        "kind": finding.kind.name(),
-        "message": finding.kind.to_string(),
-        "places": places.collect::<Vec<_>>(),
-        "served": served.collect::<Vec<_>>(),
-    })
 }

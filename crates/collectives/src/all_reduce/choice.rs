@@ -17,14 +17,14 @@ pub(super) fn choose(comm: &Communicator, call: &Signature, bytes: usize) -> Res
     let meet_and_load = |comm: &Communicator| {
         // SAFETY: a round without payload.
         unsafe { comm.rounds()? }.exchange(call)?;
-        load(comm)
+        comm.as_part_of(call, || load(comm))
     };
-    Ok(Algorithm::ALL[comm.extension(meet_and_load)?.choose(bytes)])
+    Ok(comm.extension(meet_and_load)?.algorithm(bytes))
 }
 
 /// The algorithm for a size, without a call.
 pub(super) fn look_up(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
-    Ok(Algorithm::ALL[comm.extension(load)?.choose(bytes)])
+    Ok(comm.extension(load)?.algorithm(bytes))
 }
 
 /// The table of a communicator: kept in it, found there by every call.
@@ -47,12 +47,17 @@ fn names() -> [&'static str; 2] {
 }
 
 fn key(world_size: usize) -> Key {
+    host_key("all_reduce", world_size)
+}
+
+/// The key of a table that was measured on this machine's processors.
+pub(crate) fn host_key(operation: impl Into<String>, world_size: usize) -> Key {
     let machine = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model =
         machine.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|m| m.1));
     // The machine's cores and not this rank's: ranks may be bound to different ones, or to none.
     let cores = machine.lines().filter(|line| line.starts_with("processor")).count();
-    Key::new("all_reduce", "", world_size, format!("{cores} × {}", model.unwrap_or("unknown CPU")))
+    Key::new(operation, "", world_size, format!("{cores} × {}", model.unwrap_or("unknown CPU")))
 }
 
 /// Measures both algorithms over `sizes` in bytes and writes the result to the cache file, from which every
@@ -69,7 +74,7 @@ pub fn tune(comm: &Communicator, sizes: RangeInclusive<usize>) -> Result<AllRedu
         comm.barrier()?;
         let start = Instant::now();
         for _ in 0..calls {
-            run(comm, output.as_input(), output, ReduceOp::Max, Some(Algorithm::ALL[candidate]))?;
+            run(comm, output.as_input(), output, ReduceOp::Max, Algorithm::ALL[candidate].into())?;
         }
         Ok(Some(start.elapsed() / calls as u32))
     })

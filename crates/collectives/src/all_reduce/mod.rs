@@ -24,17 +24,18 @@ mod host;
 mod registered;
 mod table;
 
+pub(crate) use choice::host_key;
 pub use choice::tune;
-pub(crate) use cuda::{ReduceKernel, Reducing};
+pub(crate) use cuda::{ReduceKernel, Reducing, run_staged};
 pub(crate) use host::Reduce;
-pub(crate) use registered::{Registered, Registry};
+pub(crate) use registered::{Registered, Registry, run_registered};
 pub use table::AllReduceTable;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
-    arguments::{Input, Output, block, numeric},
+    arguments::{Input, Output, block, reducible},
     error::{CollectiveError, Result},
 };
 
@@ -62,31 +63,70 @@ impl Algorithm {
     pub fn number(self, registered: bool) -> u8 {
         self as u8 + if registered { Self::ALL.len() as u8 } else { 0 }
     }
-
-    /// The algorithm of a number that stands for registered memory.
-    pub(crate) fn registered(number: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|algorithm| algorithm.number(true) == number)
-    }
-
-    /// The algorithm of a [`Call`](crate::Call)'s number; none where the library chooses.
-    ///
-    /// # Errors
-    /// [`CollectiveError::Refused`] for a number that names none.
-    pub(crate) fn numbered(number: u8) -> Result<Option<Self>> {
-        match Self::ALL.into_iter().find(|algorithm| *algorithm as u8 == number) {
-            None if number != 0 => Err(CollectiveError::Refused {
-                operation: Operation::AllReduce.name(),
-                which: "algorithm",
-                expected: format!("one of {}, not number {number}", Self::ALL.map(Self::name).join(", ")),
-            }),
-            found => Ok(found),
-        }
-    }
 }
 
 impl std::fmt::Display for Algorithm {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// How an all-reduce is carried out, as far as the caller says so. All ranks pass the same.
+///
+/// ```
+/// use antiphon_collectives::all_reduce::{Algorithm, AllReduceOptions};
+///
+/// assert_eq!(AllReduceOptions::from(Algorithm::OneShot).algorithm, Some(Algorithm::OneShot));
+/// assert!(AllReduceOptions::registered(Algorithm::TwoShot).registered);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AllReduceOptions {
+    /// By which algorithm. None leaves the choice to measured tables; for registered tensors it is two-shot in place, else
+    /// one-shot, which needs no registered output.
+    pub algorithm: Option<Algorithm>,
+    /// Whether the tensors lie in [registered](crate::cuda::CudaCollectives::register) memory of GPUs. The host refuses it:
+    /// there, tensors in symmetric memory go without staging in any case.
+    pub registered: bool,
+}
+
+impl AllReduceOptions {
+    /// Of registered tensors.
+    pub fn registered(algorithm: impl Into<Option<Algorithm>>) -> Self {
+        Self { algorithm: algorithm.into(), registered: true }
+    }
+
+    /// What a [`Call`](crate::Call)'s number asks for; 0 leaves the choice to the library.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Refused`] for a number that names no algorithm.
+    pub(crate) fn numbered(number: u8) -> Result<Self> {
+        let options = |registered| {
+            let named = Algorithm::ALL.into_iter().find(|by| by.number(registered) == number)?;
+            Some(Self { algorithm: Some(named), registered })
+        };
+        match number {
+            0 => Ok(Self::default()),
+            _ => options(false).or_else(|| options(true)).ok_or_else(|| CollectiveError::Refused {
+                operation: Operation::AllReduce.name(),
+                which: "algorithm",
+                expected: format!(
+                    "one of {}, not number {number}",
+                    Algorithm::ALL.map(Algorithm::name).join(", ")
+                ),
+            }),
+        }
+    }
+}
+
+impl From<Algorithm> for AllReduceOptions {
+    fn from(algorithm: Algorithm) -> Self {
+        Self { algorithm: Some(algorithm), registered: false }
+    }
+}
+
+impl From<Option<Algorithm>> for AllReduceOptions {
+    fn from(algorithm: Option<Algorithm>) -> Self {
+        Self { algorithm, registered: false }
     }
 }
 
@@ -105,11 +145,19 @@ pub(crate) fn run(
     input: Input,
     output: Output,
     op: ReduceOp,
-    algorithm: Option<Algorithm>,
+    AllReduceOptions { algorithm, registered }: AllReduceOptions,
 ) -> Result<()> {
     const OPERATION: Operation = Operation::AllReduce;
     block(OPERATION, &input, &output, comm.world_size())?;
-    numeric(OPERATION, input.dtype)?;
+    reducible(OPERATION, input.dtype, op)?;
+    if registered {
+        let expected = "left out: registered memory is of GPUs".to_owned();
+        return Err(CollectiveError::Refused {
+            operation: OPERATION.name(),
+            which: "registration",
+            expected,
+        });
+    }
     let signature = |algorithm| Signature {
         dtype: Some(input.dtype),
         reduce: Some(op),

@@ -6,13 +6,12 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Communicator, FabricError, Operation, RegisteredMemory,
-    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Work, kernels},
+    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
 };
-use antiphon_tensor::{TensorView, TensorViewMut};
 
-use super::Algorithm;
+use super::{Algorithm, cuda::signature_of};
 use crate::{
-    cuda::{CudaCollectives, reduction},
+    arguments::{Input, Output, reduction},
     error::{CollectiveError, Result},
 };
 
@@ -100,48 +99,41 @@ impl Place {
     }
 }
 
-impl CudaCollectives {
-    /// Lets [`all_reduce_registered`](Self::all_reduce_registered) use some memory. All ranks register the same memories in
-    /// the same order. They are kept until they are [taken back](Self::unregister), or these collectives are dropped.
-    ///
-    /// # Errors
-    /// [`FabricError::InvalidArgument`] for memory of another number of ranks or of another device.
-    pub fn register(&self, memory: RegisteredMemory) -> Result<()> {
-        let (device, ours) = (memory.context().device().ordinal(), self.context().device().ordinal());
-        if (memory.world_size(), device) != (self.world_size(), ours) {
+impl Registry {
+    /// Adds some memory, which kernels may use from now on.
+    pub(crate) fn register(&mut self, tenant: &Tenant, memory: RegisteredMemory) -> Result<()> {
+        let (device, ours) = (memory.context().device().ordinal(), tenant.context().device().ordinal());
+        if (memory.world_size(), device) != (tenant.world_size(), ours) {
             let text = format!(
                 "the memory is of {} ranks and device {device} here, the collectives are of {} and device {ours}",
                 memory.world_size(),
-                self.world_size()
+                tenant.world_size()
             );
             return Err(FabricError::invalid(text).into());
         }
-        let mut registry = self.registry.borrow_mut();
-        let number = registry.next;
-        registry.next += 1;
-        registry.known.push((number, memory));
+        self.known.push((self.next, memory));
+        self.next += 1;
         Ok(())
     }
 
-    /// Gives registered memory back, when the work of every rank's device is over. All ranks call it together, each with the
-    /// address of its own.
-    ///
-    /// # Errors
-    /// On every rank: [`FabricError::InvalidArgument`] for an address at which no registered memory begins, and when ranks name
-    /// different memory; [`FabricError::Device`] for what went wrong in earlier work; as [`Communicator::barrier`].
-    pub fn unregister(&self, comm: &Communicator, address: DevicePointer) -> Result<()> {
+    /// Takes memory away again, when the work of every rank's device is over. All ranks call it together.
+    pub(crate) fn unregister(
+        &mut self,
+        comm: &Communicator,
+        tenant: &Tenant,
+        address: DevicePointer,
+    ) -> Result<()> {
         const PROBLEM: &str = "cannot give memory back";
-        let rank = self.rank();
-        let found =
-            self.registry.borrow().known.iter().position(|(_, memory)| memory.pointer(rank) == address);
+        let rank = tenant.rank();
+        let found = self.known.iter().position(|(_, memory)| memory.pointer(rank) == address);
         let index = comm.agree(
             PROBLEM,
             found.ok_or_else(|| {
                 FabricError::invalid(format!("no registered memory begins at {:#x}", address.0))
             }),
         )?;
-        comm.agree(PROBLEM, self.context().synchronize().map_err(CollectiveError::from))?;
-        let number = self.registry.borrow().known[index].0;
+        comm.agree(PROBLEM, tenant.context().synchronize().map_err(CollectiveError::from))?;
+        let number = self.known[index].0;
         let numbers = comm.exchange_objects(&number)?;
         if let Some(other) = numbers.iter().position(|&theirs| theirs != numbers[0]) {
             let text = format!(
@@ -150,98 +142,79 @@ impl CudaCollectives {
             );
             return Err(FabricError::invalid(text).into());
         }
-        self.registry.borrow_mut().known.remove(index);
+        self.known.remove(index);
         Ok(comm.barrier()?)
     }
+}
 
-    /// [`all_reduce`](Self::all_reduce) of tensors in [registered](Self::register) memory, at the same place of it on all
-    /// ranks: peers load the input where it lies, and nothing is staged. How fast it is beside the staged form stands in
-    /// docs/cuda.md.
-    ///
-    /// `algorithm` is the same on all ranks. One-shot's output is any other memory of this rank; two-shot's is registered
-    /// too, and may be the input.
-    ///
-    /// # Errors
-    /// [`CollectiveError::Refused`] for tensors that are not in registered memory, and for an output that the input is in the
-    /// way of; else as [`all_reduce`](Self::all_reduce). Ranks whose tensors are in different places of the
-    /// memory find out, as all that disagree, but only at the end: until then each has stored where its own place is.
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce). After an error slower peers may still use what is registered: such memory is left
-    /// alone until all ranks have met or left.
-    pub unsafe fn all_reduce_registered(
-        &self,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
-        op: ReduceOp,
-        algorithm: Algorithm,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        if self.world_size() == 1 {
-            // SAFETY: passed on.
-            return unsafe { self.all_reduce_with(input, output, op, algorithm, stream) };
-        }
-        let number = algorithm.number(true);
-        let (mut signature, input, output) = self.reduced(input, output, op, number)?;
-        let (size, one_shot) = (input.dtype.size(), algorithm == Algorithm::OneShot);
-        let bytes = input.count * size;
-        if bytes == 0 {
-            return Ok(self.tenant.check_ready()?); // nothing lies anywhere
-        }
-        let (from, to) = (input.data.addr(), output.data.addr());
-        let apart = from + bytes <= to || to + bytes <= from;
-        if !apart && (one_shot || from != to) {
-            let form = if one_shot {
-                "apart from the input, from which peers load"
-            } else {
-                "the input or apart from it"
-            };
-            return Err(refused("output", format!("{form}: {bytes} bytes are at {from:#x} and {to:#x}")));
-        }
-        let find = |which, address: usize| {
-            let found = self.registry.borrow().find(self.rank(), address as u64, bytes as u64);
-            found.ok_or_else(|| {
-                refused(
-                    which,
-                    format!("in registered memory: no memory has the {bytes} bytes at {address:#x}"),
-                )
-            })
-        };
-        let source = find("input", from)?;
-        let target = if one_shot { None } else { Some(find("output", to)?) };
-        signature.detail = Place::digest([Some(source), target]);
-        let family = Registered(reduction(signature.operation, input.dtype, op)?);
-        let loaded = self.tenant.ready(family, stream)?;
-        if self.tenant.multiprocessors_here() < self.tenant.multiprocessors() {
-            let expected = format!(
-                "on a stream whose kernels may use {} multiprocessors, as those of the other ranks, not {}",
-                self.tenant.multiprocessors(),
-                self.tenant.multiprocessors_here()
-            );
-            return Err(refused("stream", expected));
-        }
-        let places = Places { input: source.at, output: target.map_or([0; MAX_WORLD], |target| target.at) };
-        let parts = if one_shot { 1 } else { self.world_size() };
-        let of = |start: usize, len: usize, _| {
-            let there = |at: u64| if at == 0 { 0 } else { at + start as u64 };
-            let places = Places { input: places.input.map(there), output: places.output.map(there) };
-            let (input, output) = (from + start, to + start);
-            let work = Work { input, output, count: len / size, ..Work::new(signature) };
-            let all = places.input.into_iter().chain(places.output).chain([to as u64 + start as u64]);
-            let plain = all.fold(0, |bits, at| bits | at).is_multiple_of(16) && len.is_multiple_of(16);
-            let kernel = match (algorithm, plain) {
-                (Algorithm::OneShot, true) => Kernel::OneShotPlain,
-                (Algorithm::OneShot, false) => Kernel::OneShot,
-                (Algorithm::TwoShot, true) => Kernel::TwoShotPlain,
-                (Algorithm::TwoShot, false) => Kernel::TwoShot,
-            };
-            let grid = Grid::Items(len.div_ceil(16 * parts));
-            Launch { kernel, grid, work, arguments: places }
-        };
-        // SAFETY: passed on; registered memory is mapped as long as it is known.
-        unsafe { self.tenant.run(&loaded, Pieces::bytes(bytes, MOST_BYTES), stream, of) }?;
-        Ok(())
+/// The all-reduce of registered tensors, which have been checked one by one.
+///
+/// # Safety
+/// As [`run_staged`](super::cuda::run_staged). After an error slower peers may still use what is registered.
+pub(crate) unsafe fn run_registered(
+    tenant: &Tenant,
+    registry: &Registry,
+    (input, output): (Input, Output),
+    op: ReduceOp,
+    algorithm: Algorithm,
+    stream: StreamRef<'_>,
+) -> Result<()> {
+    let number = algorithm.number(true);
+    let mut signature = signature_of((&input, &output), op, number, tenant.world_size())?;
+    let (size, one_shot) = (input.dtype.size(), algorithm == Algorithm::OneShot);
+    let bytes = input.count * size;
+    if bytes == 0 {
+        return Ok(tenant.check_ready()?); // nothing lies anywhere
     }
+    let (from, to) = (input.data.addr(), output.data.addr());
+    let apart = from + bytes <= to || to + bytes <= from;
+    if !apart && (one_shot || from != to) {
+        let form = if one_shot {
+            "apart from the input, from which peers load"
+        } else {
+            "the input or apart from it"
+        };
+        return Err(refused("output", format!("{form}: {bytes} bytes are at {from:#x} and {to:#x}")));
+    }
+    let find = |which, address: usize| {
+        let found = registry.find(tenant.rank(), address as u64, bytes as u64);
+        found.ok_or_else(|| {
+            refused(which, format!("in registered memory: no memory has the {bytes} bytes at {address:#x}"))
+        })
+    };
+    let source = find("input", from)?;
+    let target = if one_shot { None } else { Some(find("output", to)?) };
+    signature.detail = Place::digest([Some(source), target]);
+    let loaded = tenant.ready(Registered(reduction(signature.operation, input.dtype, op)?), stream)?;
+    if tenant.multiprocessors_here() < tenant.multiprocessors() {
+        let expected = format!(
+            "on a stream whose kernels may use {} multiprocessors, as those of the other ranks, not {}",
+            tenant.multiprocessors(),
+            tenant.multiprocessors_here()
+        );
+        return Err(refused("stream", expected));
+    }
+    let places = Places { input: source.at, output: target.map_or([0; MAX_WORLD], |target| target.at) };
+    let parts = if one_shot { 1 } else { tenant.world_size() };
+    let launch = |start: usize, len: usize, _| {
+        let there = |at: u64| if at == 0 { 0 } else { at + start as u64 };
+        let places = Places { input: places.input.map(there), output: places.output.map(there) };
+        let (input, output) = (from + start, to + start);
+        let work = Work { input, output, count: len / size, ..Work::new(signature) };
+        let all = places.input.into_iter().chain(places.output).chain([to as u64 + start as u64]);
+        let plain = all.fold(0, |bits, at| bits | at).is_multiple_of(16) && len.is_multiple_of(16);
+        let kernel = match (algorithm, plain) {
+            (Algorithm::OneShot, true) => Kernel::OneShotPlain,
+            (Algorithm::OneShot, false) => Kernel::OneShot,
+            (Algorithm::TwoShot, true) => Kernel::TwoShotPlain,
+            (Algorithm::TwoShot, false) => Kernel::TwoShot,
+        };
+        let grid = Grid::Items(len.div_ceil(16 * parts));
+        Launch { kernel, grid, work, arguments: places }
+    };
+    // SAFETY: passed on; registered memory is mapped as long as it is known.
+    unsafe { tenant.run(&loaded, Pieces::bytes(bytes, MOST_BYTES), stream, launch) }?;
+    Ok(())
 }
 
 /// Bytes of a launch. In longer ones blocks drift apart, until they miss each other's pages: 256 MiB took 1.7 times as long.

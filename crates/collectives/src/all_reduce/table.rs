@@ -5,6 +5,7 @@ use std::{ops::RangeInclusive, time::Duration};
 use antiphon_fabric::{Communicator, FabricError};
 use antiphon_tuning::{Cache, Key, Plan, Table, TuningError, doubling, same_on_all_ranks, warn_once};
 
+use super::Algorithm;
 use crate::error::{CollectiveError, Result};
 
 /// Which algorithm for which size, in the order of their numbers.
@@ -25,6 +26,12 @@ impl AllReduceTable {
     #[inline]
     pub(crate) fn choose(&self, bytes: usize) -> usize {
         self.table.choose(bytes)
+    }
+
+    /// The algorithm for so many bytes.
+    #[inline]
+    pub(crate) fn algorithm(&self, bytes: usize) -> Algorithm {
+        Algorithm::ALL[self.choose(bytes)]
     }
 
     /// The table in the cache if all ranks find the same there, else the one with these thresholds: from so many bytes on,

@@ -1,13 +1,13 @@
 //! Which all-reduce for which size on GPUs: measured, and equal on all ranks.
 
-use std::{ops::RangeInclusive, time::Duration};
+use std::{cell::RefCell, ops::RangeInclusive, time::Duration};
 
 use antiphon_device::{
     ReduceOp,
     cuda::{DeviceMemory, Event, Graph, Stream, StreamRef, memory},
 };
 use antiphon_fabric::Communicator;
-use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use antiphon_tensor::DType;
 use antiphon_tuning::Key;
 
 use super::{Algorithm, CudaCollectives};
@@ -58,22 +58,24 @@ pub fn tune(
     let clock = Clock::new(collectives, *sizes.end())?;
     AllReduceTable::measure(comm, &key, &names(), sizes, |candidate, bytes| {
         comm.barrier()?; // hosts in step, so that no GPU waits for long
-        clock.time(Algorithm::ALL[candidate], bytes).map(Some)
+        let algorithm = Algorithm::ALL[candidate];
+        clock.time(bytes, |stream| clock.all_reduce(algorithm, bytes, stream)).map(Some)
     })
 }
 
 /// What a rank measures with.
-struct Clock<'a> {
+pub(crate) struct Clock<'a> {
     collectives: &'a CudaCollectives,
     stream: Stream,
     start: Event,
     end: Event,
-    input: DeviceMemory,
-    output: DeviceMemory,
+    pub(crate) input: DeviceMemory,
+    pub(crate) output: RefCell<DeviceMemory>,
 }
 
 impl<'a> Clock<'a> {
-    fn new(collectives: &'a CudaCollectives, largest: usize) -> Result<Self> {
+    /// With an input and an output of so many bytes.
+    pub(crate) fn new(collectives: &'a CudaCollectives, largest: usize) -> Result<Self> {
         let context = collectives.context();
         let (stream, len) = (context.stream()?, largest.max(DTYPE.size()));
         let (input, output) = (DeviceMemory::allocate(context, len)?, DeviceMemory::allocate(context, len)?);
@@ -81,17 +83,17 @@ impl<'a> Clock<'a> {
         unsafe { memory::fill(stream.borrow(), input.pointer(), 0, len) }?;
         collectives.prepare(DTYPE, OP)?;
         let (start, end) = (Event::with_time(context)?, Event::with_time(context)?);
-        Ok(Self { collectives, stream, start, end, input, output })
+        Ok(Self { collectives, stream, start, end, input, output: RefCell::new(output) })
     }
 
     /// The time of one call among several: of a graph, so that the host's share is none of it, in which the GPUs wait for
     /// each other before the clock starts.
-    fn time(&self, algorithm: Algorithm, bytes: usize) -> Result<Duration> {
+    pub(crate) fn time(&self, bytes: usize, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<Duration> {
         let calls = (32 << 20) / (bytes + (512 << 10)) + 4;
         let graph = Graph::capture(&self.stream, |stream| -> Result<()> {
             self.collectives.barrier(stream)?;
             self.start.record_external(stream)?;
-            (0..calls).try_for_each(|_| self.call(algorithm, bytes, stream))?;
+            (0..calls).try_for_each(|_| call(stream))?;
             Ok(self.end.record_external(stream)?)
         })?;
         let graph = graph.instantiate()?;
@@ -102,17 +104,13 @@ impl<'a> Clock<'a> {
         Ok(self.end.elapsed_since(&self.start)? / calls as u32)
     }
 
-    fn call(&self, algorithm: Algorithm, bytes: usize, stream: StreamRef<'_>) -> Result<()> {
-        let device = Device::Cuda(self.collectives.context().device().ordinal());
+    fn all_reduce(&self, algorithm: Algorithm, bytes: usize, stream: StreamRef<'_>) -> Result<()> {
         let shape = [(bytes / DTYPE.size()).max(1)];
-        let at = |memory: &DeviceMemory| memory.pointer().0 as usize as *mut u8;
-        // SAFETY: both memories are as large, and live until the run has been waited for.
-        unsafe {
-            let input = TensorView::from_raw_parts(at(&self.input), DTYPE, &shape, None, device);
-            let output = TensorViewMut::from_raw_parts(at(&self.output), DTYPE, &shape, None, device);
-            let (input, mut output) = (input.expect("plain"), output.expect("plain"));
-            self.collectives.all_reduce_with(&input, &mut output, OP, algorithm, stream)
-        }
+        let input = self.input.view(DTYPE, &shape).expect("memory of the largest size");
+        let mut output = self.output.borrow_mut();
+        let output = output.view_mut(DTYPE, &shape).expect("memory of the largest size");
+        // SAFETY: both memories live until the run has been waited for.
+        unsafe { self.collectives.all_reduce_with(input, output, OP, algorithm, stream) }
     }
 }
 
@@ -127,7 +125,7 @@ mod tests {
             let chosen = LocalWorld::run(world_size, |comm| -> Result<_> {
                 let table = load(&comm, "a GPU that nobody has")?;
                 assert_eq!(table.origin, "built in");
-                Ok([1, from - 1, from, 1 << 30].map(|bytes| Algorithm::ALL[table.choose(bytes)]))
+                Ok([1, from - 1, from, 1 << 30].map(|bytes| table.algorithm(bytes)))
             });
             use Algorithm::{OneShot, TwoShot};
             for rank in chosen {

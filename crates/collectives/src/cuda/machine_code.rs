@@ -13,8 +13,9 @@ use antiphon_tensor::DType;
 use super::MAX_WORLD;
 use crate::{
     all_reduce::{Algorithm, Reducing, Registered},
-    fusion::{Fusion, Shape},
-    gather_scatter::{Messaging, Movement, MovingLists, ReducingLists, ReducingParts},
+    fusion::{Shape, cuda::Fusion},
+    gather_scatter::{Messaging, MovingLists, ReducingLists, ReducingParts, cuda::Movement},
+    mixed::Mixing,
 };
 
 const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
@@ -53,14 +54,26 @@ fn variants() -> Vec<Variant> {
     variants.extend(worlds.map(|world_size| Variant::of(MovingLists, world_size)));
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let sum = reduction(dtype, ReduceOp::Sum);
-        variants.extend(ReduceOp::ALL.map(|op| Variant::of(Reducing(reduction(dtype, op)), 2)));
+        variants.extend(ReduceOp::ARITHMETIC.map(|op| Variant::of(Reducing(reduction(dtype, op)), 2)));
         variants.extend(worlds.map(|world_size| Variant::of(Registered(sum), world_size)));
         variants.extend([4, MAX_WORLD].map(|world_size| Variant::of(Reducing(sum), world_size)));
         variants.extend(worlds.map(|world_size| Variant::of(ReducingParts(sum), world_size)));
         variants.extend(worlds.map(|world_size| Variant::of(ReducingLists(sum), world_size)));
     }
     variants.extend(fusions());
+    variants.extend(mixes());
     variants
+}
+
+/// Mixed collectives: every dtype, and every number of groups and of ranks of a group.
+fn mixes() -> Vec<Variant> {
+    let mixing = |dtype, tp, world_size| {
+        Variant::of(Mixing { sum: Reduction::new(dtype, ReduceOp::Sum).unwrap(), tp }, world_size)
+    };
+    let layouts = [(2, 4), (2, 6), (3, 6), (2, 8), (4, 8)];
+    let mut mixes = Vec::from(layouts.map(|(tp, world_size)| mixing(DType::BF16, tp, world_size)));
+    mixes.extend([DType::F32, DType::F16].map(|dtype| mixing(dtype, 2, 4)));
+    mixes
 }
 
 /// Calls with an epilogue: every algorithm and shape, every source, every quantisation, every input and output, each of

@@ -9,7 +9,7 @@
 //! use antiphon_collectives::{ReduceOp, cuda::CudaCollectives};
 //! use antiphon_device::cuda::{Context, DeviceMemory, Driver};
 //! use antiphon_fabric::LocalWorld;
-//! use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+//! use antiphon_tensor::DType;
 //!
 //! # type Error = Box<dyn std::error::Error + Send + Sync>;
 //! let driver = Driver::load()?;
@@ -17,15 +17,10 @@
 //!     let device = driver.device(comm.rank() as u32)?;
 //!     let context = Context::primary(device)?;
 //!     let collectives = CudaCollectives::new(&comm, &context)?;
-//!     let (stream, memory) = (context.stream()?, DeviceMemory::allocate(&context, 4096)?);
-//!     let at = memory.pointer().0 as usize as *mut u8;
-//!     // SAFETY: the memory has 1024 floats, and lives until the stream is done.
-//!     unsafe {
-//!         let device = Device::Cuda(device.ordinal());
-//!         let input = TensorView::from_raw_parts(at, DType::F32, &[1024], None, device)?;
-//!         let mut output = TensorViewMut::from_raw_parts(at, DType::F32, &[1024], None, device)?;
-//!         collectives.all_reduce(&input, &mut output, ReduceOp::Sum, stream.borrow())?;
-//!     }
+//!     let (stream, mut memory) = (context.stream()?, DeviceMemory::allocate(&context, 4096)?);
+//!     let gradient = memory.view_mut(DType::F32, &[1024])?;
+//!     // SAFETY: nobody else uses the memory, which lives until the stream is done.
+//!     unsafe { collectives.all_reduce_in_place(gradient, ReduceOp::Sum, &stream) }?;
 //!     stream.borrow().synchronize()?;
 //!     Ok(collectives.check()?)
 //! });
@@ -39,28 +34,28 @@
 //! the error: [`FabricError::PeerLost`], [`FabricError::Timeout`], or [`FabricError::Mismatch`] when ranks called different things. The GPUs stay usable.
 
 mod builder;
-mod choice;
+pub(crate) mod choice;
 #[cfg(test)]
 mod machine_code;
+mod operations;
 
 use std::cell::RefCell;
 
-use antiphon_device::{ReduceOp, cuda::Context};
-use antiphon_fabric::{
-    Communicator, Operation, Signature,
-    gpu::{Reduction, Tenant, UntilIdle},
-};
-use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
-
-pub use crate::all_reduce::Algorithm;
-use crate::{
-    all_reduce::{AllReduceTable, Reducing, Registered, Registry},
-    arguments::{Input, Output},
-    error::{CollectiveError, Result},
-    gather_scatter::{Messaging, Movement},
-};
+use antiphon_device::cuda::Context;
 #[cfg(doc)]
 use antiphon_fabric::FabricError;
+use antiphon_fabric::{
+    Communicator,
+    gpu::{Tenant, UntilIdle},
+};
+use antiphon_tensor::Device;
+
+pub use crate::all_reduce::{Algorithm, AllReduceOptions};
+use crate::{
+    all_reduce::{AllReduceTable, Registry},
+    error::Result,
+    gather_scatter::{Messaging, cuda::Movement},
+};
 pub use antiphon_fabric::gpu::{MAX_WORLD, OnFailure};
 pub use builder::CudaBuilder;
 pub use choice::tune;
@@ -76,9 +71,9 @@ pub use choice::tune;
 /// another one may work beside it, on another stream.
 pub struct CudaCollectives {
     /// What all-reduces need not stage.
-    pub(crate) registry: UntilIdle<RefCell<Registry>>,
+    registry: UntilIdle<RefCell<Registry>>,
     /// Which all-reduce for which size.
-    pub(crate) table: AllReduceTable,
+    table: AllReduceTable,
     pub(crate) tenant: Tenant,
     /// What messages between two ranks go through, in an order of their own.
     pub(crate) messages: Tenant,
@@ -101,25 +96,6 @@ impl CudaCollectives {
         }
         let table = choice::load(comm, tenant.gpu_name())?;
         Ok(Self { tenant, messages, registry: UntilIdle::new(context, RefCell::default()), table })
-    }
-
-    /// Compiles and loads the kernels that reduce a dtype by an operator, so that no call has to; once memory is
-    /// [registered](Self::register), those for that too. From the cache on disk it takes some milliseconds, else about a
-    /// second. Not while a stream is being captured.
-    ///
-    /// # Errors
-    /// [`CollectiveError::NotNumeric`] for dtypes other than f32, f16 and bf16;
-    /// [`FabricError::Device`].
-    pub fn prepare(&self, dtype: DType, op: ReduceOp) -> Result<()> {
-        let reduction = reduction(Operation::AllReduce, dtype, op)?;
-        if self.world_size() == 1 {
-            return Ok(());
-        }
-        self.tenant.load(Reducing(reduction))?;
-        if !self.registry.borrow().is_empty() {
-            self.tenant.load(Registered(reduction))?;
-        }
-        Ok(())
     }
 
     /// Whether small kernels let a kernel behind them that is launched programmatically start at once, instead of when they are
@@ -163,28 +139,8 @@ impl CudaCollectives {
         Ok(self.tenant.check()?)
     }
 
-    pub(crate) fn input(&self, signature: &Signature, tensor: &TensorView<'_>) -> Result<Input> {
-        Input::on(self.device(), signature.operation, tensor)
-    }
-
-    pub(crate) fn output(&self, signature: &Signature, tensor: &mut TensorViewMut<'_>) -> Result<Output> {
-        Output::on(self.device(), signature.operation, tensor)
-    }
-
     /// Where tensors must be.
-    pub(crate) fn device(&self) -> Device {
+    pub(crate) fn serves(&self) -> Device {
         Device::Cuda(self.context().device().ordinal())
     }
-}
-
-/// An operation with what all ranks must agree on.
-pub(crate) fn signature(operation: Operation, dtype: DType, count: usize) -> Signature {
-    Signature { dtype: Some(dtype), count: count as u64, ..Signature::new(operation) }
-}
-
-/// The reduction of an operation, if the kernels have such arithmetic.
-#[inline]
-pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Result<Reduction> {
-    let refused = CollectiveError::NotNumeric { operation: operation.name(), dtype };
-    Reduction::new(dtype, op).ok_or(refused)
 }

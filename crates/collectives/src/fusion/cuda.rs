@@ -1,6 +1,6 @@
 //! The fused all-reduce on GPUs; `kernels.cuh` has the algorithms, `epilogue.cuh` what is done with the sum.
 
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 
 use antiphon_device::{
     ReduceOp,
@@ -8,18 +8,16 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Operation,
-    gpu::{Family, Grid, Launch, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
+    gpu::{self, FORMATS, Family, Grid, Launch, Pieces, REDUCE, Reduction, Tenant, Work, kernels},
 };
-use antiphon_tensor::Device;
+use antiphon_tensor::quantize::TokenRule;
 
 use super::{
-    Accumulation, Checked, FusedAllReduce, Shape, Teams,
-    checked::{CheckedNorm, CheckedQuantization, CheckedScale, CheckedSource},
-    teams::Room,
+    Accumulation, Checked, Quantization, RmsNorm, Scale, Shape, Source, Teams, checked::Counts, teams::Room,
 };
 use crate::{
-    all_reduce::Algorithm,
-    cuda::{CudaCollectives, reduction},
+    all_reduce::{Algorithm, AllReduceTable},
+    arguments::reduction,
     error::{CollectiveError, Result},
 };
 
@@ -47,13 +45,14 @@ impl Family for Fusion {
     type Kernel = Kernel;
     type Arguments = Fused;
     const NAME: &'static str = "fusion.cuh";
-    const SOURCES: &'static [Source] = &[
+    const SOURCES: &'static [gpu::Source] = &[
         REDUCE,
-        Source { name: "fusion/source.cuh", text: include_str!("source.cuh") },
-        Source { name: "fusion/team.cuh", text: include_str!("team.cuh") },
-        Source { name: "fusion/quantize.cuh", text: include_str!("quantize.cuh") },
-        Source { name: "fusion/epilogue.cuh", text: include_str!("epilogue.cuh") },
-        Source { name: "fusion/kernels.cuh", text: include_str!("kernels.cuh") },
+        FORMATS,
+        gpu::Source { name: "fusion/source.cuh", text: include_str!("source.cuh") },
+        gpu::Source { name: "fusion/team.cuh", text: include_str!("team.cuh") },
+        gpu::Source { name: "fusion/quantize.cuh", text: include_str!("quantize.cuh") },
+        gpu::Source { name: "fusion/epilogue.cuh", text: include_str!("epilogue.cuh") },
+        gpu::Source { name: "fusion/kernels.cuh", text: include_str!("kernels.cuh") },
     ];
 
     fn define(&self, program: Program, world_size: usize) -> Program {
@@ -87,69 +86,66 @@ impl Family for Fusion {
     }
 }
 
-impl CudaCollectives {
-    /// A sum with what a transformer layer does with it, in the order of the stream; see [`fusion`](crate::fusion).
-    ///
-    /// # Errors
-    /// [`CollectiveError`] for arguments that make no sense; what an earlier call left behind, as
-    /// [`check`](Self::check).
-    ///
-    /// # Safety
-    /// The tensors stay valid, and are not used in another way, until the stream has passed this call.
-    pub unsafe fn all_reduce_fused(&self, call: FusedAllReduce<'_>, stream: StreamRef<'_>) -> Result<()> {
-        let call = Checked::new(Device::Cuda(self.context().device().ordinal()), &call)?;
-        self.tenant.enter(stream)?;
-        let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
-        let loaded = self.tenant.load(call.family(algorithm, teams.shape)?)?;
-        let work = Work::new(call.signature(algorithm as u8));
-        let of = |start: usize, rows: usize, channels: usize| {
-            let room = Room::here(&self.tenant, channels);
-            let of_piece = || Teams::of(teams.shape, &call, rows, algorithm, room).expect("a row fits");
-            let teams = if rows == call.tokens { teams } else { of_piece() };
-            let arguments = Fused::new(&call, start, rows, &teams);
-            let grid = Grid::Exact { config: teams.config(), is_small: teams.is_small };
-            Launch { kernel: Kernel::FusedAllReduce, grid, work, arguments }
-        };
-        let parts = if algorithm == Algorithm::OneShot { 1 } else { self.world_size() };
-        let rows = self.tenant.lane_bytes() / call.row_bytes();
-        if rows == 0 && call.tokens > 0 {
-            return Err(too_long_for_staging(&call, self.tenant.lane_bytes()));
+/// A sum with what a transformer layer does with it, in the order of the stream.
+///
+/// # Safety
+/// The tensors stay valid, and are not used in another way, until the stream has passed this call.
+pub(crate) unsafe fn run(
+    tenant: &Tenant,
+    table: &AllReduceTable,
+    call: Checked,
+    stream: StreamRef<'_>,
+) -> Result<()> {
+    tenant.enter(stream)?;
+    let (algorithm, teams) = plan(tenant, table, &call)?;
+    let loaded = tenant.load(call.family(algorithm, teams.shape)?)?;
+    let work = Work::new(call.signature(algorithm as u8));
+    let launch = |start: usize, rows: usize, channels: usize| {
+        let room = Room::here(tenant, channels);
+        let of_piece = || Teams::of(teams.shape, &call, rows, algorithm, room).expect("a row fits");
+        let teams = if rows == call.tokens { teams } else { of_piece() };
+        let arguments = Fused::new(&call, start, rows, &teams);
+        let grid = Grid::Exact { config: teams.config(), is_small: teams.is_small };
+        Launch { kernel: Kernel::FusedAllReduce, grid, work, arguments }
+    };
+    let parts = if algorithm == Algorithm::OneShot { 1 } else { tenant.world_size() };
+    let rows = tenant.lane_bytes() / call.row_bytes();
+    if rows == 0 && call.tokens > 0 {
+        return Err(too_long_for_staging(&call, tenant.lane_bytes()));
+    }
+    let pieces = Pieces { total: call.tokens, most: rows * parts, unit: parts };
+    // SAFETY: passed on.
+    unsafe { tenant.run(&loaded, pieces, stream, launch) }?;
+    Ok(())
+}
+
+/// Compiles and loads the program of calls like this one.
+pub(crate) fn prepare(tenant: &Tenant, table: &AllReduceTable, call: &Checked) -> Result<()> {
+    let (algorithm, teams) = plan(tenant, table, call)?;
+    tenant.load(call.family(algorithm, teams.shape)?)?;
+    Ok(())
+}
+
+/// By which algorithm, the same on all ranks, and in which teams, if a row fits any.
+fn plan(tenant: &Tenant, table: &AllReduceTable, call: &Checked) -> Result<(Algorithm, Teams)> {
+    let (everywhere, here) = (Room::everywhere(tenant, 1), Room::here(tenant, 1));
+    let of = |algorithm| -> Result<_> {
+        let teams = Teams::new(call, algorithm, everywhere).ok_or_else(|| too_long(call))?;
+        Ok((algorithm, teams))
+    };
+    let best = of(call.algorithm.unwrap_or_else(|| table.algorithm(call.num_bytes())))?;
+    let (algorithm, teams) = match best {
+        // A plain sum of this size would be faster so, but here whole rows wait for each other.
+        (Algorithm::OneShot, teams) if call.algorithm.is_none() && !teams.have_a_row_each(call.tokens) => {
+            of(Algorithm::TwoShot)?
         }
-        let pieces = Pieces { total: call.tokens, most: rows * parts, unit: parts };
-        // SAFETY: passed on.
-        unsafe { self.tenant.run(&loaded, pieces, stream, of) }?;
-        Ok(())
-    }
-
-    /// Compiles and loads the program of calls like this one, of as many tokens, so that no call has to. From the cache on disk
-    /// it takes some milliseconds, else about a third of a second. Not while a stream is being captured. Nothing is computed.
-    ///
-    /// # Errors
-    /// As [`all_reduce_fused`](Self::all_reduce_fused).
-    pub fn prepare_fused(&self, call: &FusedAllReduce<'_>) -> Result<()> {
-        let call = Checked::new(Device::Cuda(self.context().device().ordinal()), call)?;
-        let (algorithm, teams) = self.plan(&call).ok_or_else(|| too_long(&call))?;
-        self.tenant.load(call.family(algorithm, teams.shape)?)?;
-        Ok(())
-    }
-
-    /// By which algorithm, the same on all ranks, and in which teams, if a row fits any.
-    fn plan(&self, call: &Checked) -> Option<(Algorithm, Teams)> {
-        let (everywhere, here) = (Room::everywhere(&self.tenant, 1), Room::here(&self.tenant, 1));
-        let of = |algorithm| Some((algorithm, Teams::new(call, algorithm, everywhere)?));
-        let best = of(call.algorithm.unwrap_or_else(|| self.algorithm_for(call.num_bytes())))?;
-        let (algorithm, teams) = match best {
-            // A plain sum of this size would be faster so, but here whole rows wait for each other.
-            (Algorithm::OneShot, teams)
-                if call.algorithm.is_none() && !teams.have_a_row_each(call.tokens) =>
-            {
-                of(Algorithm::TwoShot)?
-            }
-            _ => best,
-        };
-        let teams = if here == everywhere { teams } else { Teams::new(call, algorithm, here)? };
-        Some((algorithm, teams))
-    }
+        _ => best,
+    };
+    let teams = match here == everywhere {
+        true => teams,
+        false => Teams::new(call, algorithm, here).ok_or_else(|| too_long(call))?,
+    };
+    Ok((algorithm, teams))
 }
 
 #[cold]
@@ -171,17 +167,17 @@ fn too_long_for_staging(call: &Checked, lane_bytes: usize) -> CollectiveError {
 impl Checked {
     /// Which inputs and outputs there are, by the bits of source.cuh.
     fn has(&self) -> u32 {
-        let weight = |norm: Option<CheckedNorm>| norm.is_some_and(|norm| !norm.weight.is_null());
+        let weight = |norm: Option<RmsNorm<_>>| norm.is_some_and(|norm| norm.weight.is_some());
         let there = [
-            !self.sum_out.is_null(),
-            !self.bias.is_null(),
+            self.sum_out.is_some(),
+            self.bias.is_some(),
             self.pre_norm.is_some(),
             weight(self.pre_norm),
-            !self.residual.is_null(),
-            !self.residual_out.is_null(),
+            self.residual.is_some(),
+            self.residual_out.is_some(),
             self.norm.is_some(),
             weight(self.norm),
-            !self.norm_out.is_null(),
+            self.norm_out.is_some(),
         ];
         there.iter().enumerate().map(|(bit, &is_there)| u32::from(is_there) << bit).sum()
     }
@@ -192,19 +188,17 @@ impl Checked {
         Ok(Fusion {
             reduction: reduction.round_each(self.accumulation == Accumulation::Rounded),
             source: match self.source {
-                CheckedSource::Tensor { .. } => "TENSOR",
-                CheckedSource::MoeReduction { .. } => "MOE_REDUCTION",
-                CheckedSource::MoeFinalize { .. } => "MOE_FINALIZE",
+                Source::Tensor { .. } => "TENSOR",
+                Source::MoeReduction { .. } => "MOE_REDUCTION",
+                Source::MoeFinalize { .. } => "MOE_FINALIZE",
             },
             quantization: match self.quantization {
                 None => "NONE",
-                Some(CheckedQuantization::Fp8 { .. }) => "FP8",
-                Some(CheckedQuantization::Fp8Tokens) => "FP8_TOKENS",
-                Some(CheckedQuantization::Fp8Groups { .. }) if self.odd_groups().is_some() => {
-                    "FP8_ODD_GROUPS"
-                }
-                Some(CheckedQuantization::Fp8Groups { .. }) => "FP8_GROUPS",
-                Some(CheckedQuantization::NvFp4 { .. }) => "NVFP4",
+                Some(Quantization::Fp8 { .. }) => "FP8",
+                Some(Quantization::Fp8Tokens { .. }) => "FP8_TOKENS",
+                Some(Quantization::Fp8Groups { .. }) if self.odd_groups().is_some() => "FP8_ODD_GROUPS",
+                Some(Quantization::Fp8Groups { .. }) => "FP8_GROUPS",
+                Some(Quantization::NvFp4 { .. }) => "NVFP4",
             },
             has: self.has(),
             algorithm,
@@ -254,6 +248,7 @@ pub(crate) struct Fused {
     rows: u32,
     group: u32,
     layout: u32,
+    reciprocal: u32,
     slices: u32,
     rounds: u32,
     reducing: u32,
@@ -271,33 +266,43 @@ unsafe impl KernelArgument for Fused {}
 impl Fused {
     /// Of `count` tokens from `first` on.
     fn new(call: &Checked, first: usize, count: usize, teams: &Teams) -> Self {
-        let (mut scale, mut group, mut layout) = (CheckedScale { at: null(), value: 0.0 }, 0, 0);
+        let (mut scale, mut group, mut layout) = (Scale::Value(0.0), 0, 0);
+        let mut reciprocal = false;
         match call.quantization {
-            None | Some(CheckedQuantization::Fp8Tokens) => {}
-            Some(CheckedQuantization::Fp8 { scale: given }) => scale = given,
-            Some(CheckedQuantization::Fp8Groups { group: elements, .. }) => {
+            None => {}
+            Some(Quantization::Fp8Tokens { rule }) => reciprocal = rule == TokenRule::Reciprocal,
+            Some(Quantization::Fp8 { scale: factor }) => scale = factor,
+            Some(Quantization::Fp8Groups { group: elements }) => {
                 let lanes = if call.odd_groups().is_some() { 1 } else { 16 / call.dtype.size() };
                 group = (elements / lanes) as u32;
             }
-            Some(CheckedQuantization::NvFp4 { scale: given, layout: code, .. }) => {
-                (scale, layout) = (given, u32::from(code.code()));
+            Some(Quantization::NvFp4 { scale: factor, layout: code }) => {
+                (scale, layout) = (factor, u32::from(code.code()));
             }
         }
+        let (scale, scale_value) = match scale {
+            Scale::Value(value) => (null(), value),
+            Scale::Tensor(at) => (at.cast_const(), 0.0),
+        };
+        let read = |tensor: Option<*mut u8>| tensor.map_or(null(), <*mut u8>::cast_const);
+        let write = |tensor: Option<*mut u8>| tensor.unwrap_or(null_mut());
+        let weight = |norm: Option<RmsNorm<_>>| read(norm.and_then(|norm| norm.weight));
+        let eps = |norm: Option<RmsNorm<*mut u8>>| norm.map_or(0.0, |norm| norm.eps);
         let mut fused = Self {
             input: null(),
             shared: null(),
             weights: null(),
             index: null(),
-            bias: call.bias,
-            pre_weight: call.pre_norm.map_or(null(), |norm| norm.weight),
-            residual: call.residual,
-            weight: call.norm.map_or(null(), |norm| norm.weight),
-            sum_out: call.sum_out,
-            residual_out: call.residual_out,
-            norm_out: call.norm_out,
-            codes: call.codes,
-            scales: call.scales,
-            scale: scale.at,
+            bias: read(call.bias),
+            pre_weight: weight(call.pre_norm),
+            residual: read(call.residual),
+            weight: weight(call.norm),
+            sum_out: write(call.sum_out),
+            residual_out: write(call.residual_out),
+            norm_out: write(call.norm_out),
+            codes: write(call.codes),
+            scales: write(call.scales),
+            scale,
             tokens: call.tokens as u32,
             first: first as u32,
             count: count as u32,
@@ -306,58 +311,30 @@ impl Fused {
             rows: 0,
             group,
             layout,
+            reciprocal: reciprocal.into(),
             slices: call.slices() as u32,
             rounds: teams.rounds,
             reducing: teams.reducing,
             inverse_hidden: 1.0 / call.hidden as f32,
-            scale_value: scale.value,
-            eps: call.norm.map_or(0.0, |norm| norm.eps),
-            pre_eps: call.pre_norm.map_or(0.0, |norm| norm.eps),
+            scale_value,
+            eps: eps(call.norm),
+            pre_eps: eps(call.pre_norm),
             weight_bias: call.weight_bias,
             routed_scaling: 1.0,
         };
+        let Counts { experts, rows, top_k } = call.counts;
         match call.source {
-            CheckedSource::Tensor { input } => fused.input = input,
-            CheckedSource::MoeReduction { experts, count, scales, shared } => {
-                (fused.input, fused.experts) = (experts, count as u32);
+            Source::Tensor { input } => fused.input = input,
+            Source::MoeReduction { experts: outputs, scales, shared } => {
+                (fused.input, fused.experts) = (outputs, experts as u32);
                 (fused.weights, fused.shared) = (scales, shared);
             }
-            CheckedSource::MoeFinalize { rows, count, index, top_k, scales, shared, routed_scaling } => {
-                (fused.input, fused.rows, fused.index) = (rows, count.min(1 << 31) as u32, index);
-                (fused.experts, fused.weights) = (top_k as u32, scales);
-                (fused.shared, fused.routed_scaling) = (shared, routed_scaling);
+            Source::MoeFinalize { rows: outputs, index, scales, shared, routed_scaling } => {
+                (fused.input, fused.rows, fused.index) = (outputs, rows.min(1 << 31) as u32, index);
+                (fused.experts, fused.weights) = (top_k as u32, read(scales));
+                (fused.shared, fused.routed_scaling) = (read(shared), routed_scaling);
             }
         }
         fused
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    /// As `quotient` of quantize.cuh.
-    fn quotient(x: f32, divisor: f32) -> f32 {
-        let inverse = 1.0 / divisor;
-        let q = x * inverse;
-        (-q).mul_add(divisor, x).mul_add(inverse, q)
-    }
-
-    /// A code depends on which side of a boundary a quotient is: halfway between two codes of e4m3, a number of five bits.
-    /// Exponents make no difference, so all fractions of a dividend with all divisors that bring it near a boundary are a proof.
-    #[test]
-    fn a_quotient_is_on_the_right_side_of_every_boundary_between_codes() {
-        // bf16, f16, and of f32 each 509th, as all would be a thousand million cases; they have been tried.
-        for (bits, step) in [(8, 1), (11, 1), (24, 509)] {
-            for fraction in (0..1_u32 << (bits - 1)).step_by(step) {
-                let x = f32::from_bits(1.0_f32.to_bits() | fraction << (24 - bits));
-                for boundary in (16..32).map(|sixteenths| sixteenths as f32 / 16.0) {
-                    let near = (x / boundary).to_bits();
-                    for divisor in (near - 4..=near + 4).map(f32::from_bits) {
-                        let (found, exact) = (quotient(x, divisor), x / divisor);
-                        let side = |q: f32| q.partial_cmp(&boundary);
-                        assert_eq!(side(found), side(exact), "{x} / {divisor} near {boundary}");
-                    }
-                }
-            }
-        }
     }
 }

@@ -182,7 +182,8 @@ private:
         if (QUANTIZATION == FP8_TOKENS) {
             // A product with the root and the rounding keep the order, so the largest one stays the largest.
             const float amax = widen(narrow<T>(most * rms)), least = 0.001953125f / 448.0f;
-            const float divisor = amax == amax ? amax / 448.0f : 0.0f;
+            const float most_scaled = f.reciprocal ? amax * (1.0f / 448.0f) : amax / 448.0f;
+            const float divisor = amax == amax ? most_scaled : 0.0f;
             scaled = quotient(divisor < least ? least : divisor);
             if (team.thread == 0) ((float*)f.scales)[token] = divisor < least ? least : divisor;
         }
@@ -203,8 +204,8 @@ private:
             }
             if (QUANTIZATION == NONE) return;
             const wide_vec<T> n = widen_words(words);
-            if (QUANTIZATION == FP8 && is_there) store_e4m3(f, begin + v, n, [&](float x) { return x * scale; });
-            if (QUANTIZATION == FP8_TOKENS && is_there) store_e4m3(f, begin + v, n, scaled);
+            if (QUANTIZATION == FP8 && is_there) store_e4m3(f.codes, begin + v, n, [&](float x) { return x * scale; });
+            if (QUANTIZATION == FP8_TOKENS && is_there) store_e4m3(f.codes, begin + v, n, scaled);
             if (QUANTIZATION == FP8_ODD_GROUPS && is_there) {
                 keep(round, words);
                 reach_odd_groups(f, v, n, group_most());

@@ -1,16 +1,14 @@
 // Quantised vectors and where their scales stand: antiphon-tensor's `quantize`, `PackedScales` and `ScaleGrid`, bit by bit.
-// Behind source.cuh.
+// Behind formats.cuh and source.cuh.
 
 // ---------------------------------------------------------------------------------------------------------- scales
-
-DEVICE u32 round_up(u32 x, u32 unit) { return (x + unit - 1) / unit * unit; }
 
 // A group has so many vectors, and an odd one so many elements.
 DEVICE u32 groups_of_row(const fused& f) { return f.vectors * (QUANTIZATION == FP8_ODD_GROUPS ? LANES : 1) / f.group; }
 
-// FP8 groups: four neighbouring groups' bytes of a token in a word, the words of all tokens after each other.
+// FP8 groups.
 DEVICE u64 packed_at(const fused& f, u32 token, u32 group) {
-    return ((u64)(group / 4) * round_up(f.tokens, 4) + token) * 4 + group % 4;
+    return packed_scale_at(f.tokens, token, group);
 }
 
 // FP4: by tiles of some rows and four columns.
@@ -50,68 +48,10 @@ DEVICE void zero_padding(const fused& f) {
 
 // ----------------------------------------------------------------------------------------------------------- codes
 
-DEVICE u32 magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
-// The larger magnitude; a NaN has none.
-DEVICE float larger_number(float most, float x) { return fmaxf(most, fabsf(x)); }
-
-DEVICE u32 most_of(const wide_vec<T>& x) {
-    u32 most = magnitude(x.lane[0]);
-#pragma unroll
-    for (u32 k = 1; k < LANES; ++k) most = larger(most, magnitude(x.lane[k]));
-    return most;
-}
-DEVICE u32 most_of_numbers(const wide_vec<T>& x) {
-    float most = 0;
-#pragma unroll
-    for (u32 k = 0; k < LANES; ++k) most = larger_number(most, x.lane[k]);
-    return __float_as_uint(most);
-}
-
-// Divides by the same number many times: what IEEE's division gives, where it makes a difference for a code (cuda.rs has the
-// proof). A product with the inverse is put right by its remainder, which is exact unless the quotient is far below any code.
-// Where the inverse would be too small for that, both are made smaller; by infinity it is a product with 0. There are no
-// branches.
-struct quotient {
-    float unit, divisor, inverse;
-
-    DEVICE quotient() {}
-    DEVICE quotient(float given) {
-        const bool is_large = given >= 1e30f, is_infinite = given == __uint_as_float(0x7F800000u);
-        unit = is_large ? 0x1p-32f : 1.0f;
-        divisor = is_infinite ? 0.0f : given * unit;
-        inverse = is_infinite ? 0.0f : __frcp_rn(divisor);
-    }
-    DEVICE float operator()(float x) const {
-        const float scaled = x * unit;
-        float q = scaled * inverse;
-        q = __fmaf_rn(__fmaf_rn(-q, divisor, scaled), inverse, q);
-        return __uint_as_float(__float_as_uint(q) & 0x7FFFFFFFu | __float_as_uint(x) & 0x80000000u); // of zeros as well
-    }
-};
-
-template <class Scaled> DEVICE void store_e4m3(const fused& f, u64 at, const wide_vec<T>& n, Scaled scaled) {
-    u32 words[2];
-#pragma unroll
-    for (u32 k = 0; k < LANES; k += 4)
-        words[k / 4] = narrow_e4m3x2(scaled(n.lane[k]), scaled(n.lane[k + 1])) |
-                       (u32)narrow_e4m3x2(scaled(n.lane[k + 2]), scaled(n.lane[k + 3])) << 16;
-    if (LANES == 8) *(uint2*)(f.codes + at * 8) = make_uint2(words[0], words[1]);
-    else *(u32*)(f.codes + at * 4) = words[0];
-}
-
-// The exponent of the power of two that a group shares, by its largest magnitude: the least power that is no less than
-// amax / 448 and 1e-10. A mantissa above that of 448 is by more than a division could round away.
-DEVICE u32 group_exponent(u32 amax) {
-    const int above = ((int)amax - 0x43E00000 + 0x3F800000 + 0x7FFFFF) >> 23;
-    return amax == 0x7F800000u ? 255 : above < 94 ? 94 : above;
-}
-// A product with it is the quotient by that power.
-DEVICE float inverse_power(u32 exponent) { return __uint_as_float(exponent == 255 ? 0 : 254 - exponent << 23); }
-
 DEVICE void store_group(const fused& f, u32 token, u64 begin, u32 v, u32 group, const wide_vec<T>& n, u32 amax) {
     const u32 exponent = group_exponent(amax);
     const float inverse = inverse_power(exponent);
-    store_e4m3(f, begin + v, n, [&](float x) { return x * inverse; });
+    store_e4m3(f.codes, begin + v, n, [&](float x) { return x * inverse; });
     if (v == group * f.group) f.scales[packed_at(f, token, group)] = (u8)exponent;
 }
 
@@ -140,17 +80,12 @@ DEVICE void store_odd_groups(const fused& f, u32 token, u64 begin, u32 v, wide_v
         if (left == f.group) f.scales[packed_at(f, token, group)] = (u8)exponent;
         n.lane[k] *= inverse_power(exponent);
     }
-    store_e4m3(f, begin + v, n, [](float x) { return x; });
+    store_e4m3(f.codes, begin + v, n, [](float x) { return x; });
 }
 
 // A scale is shared by two vectors, whose largest magnitude is known.
 DEVICE void store_nvfp4(const fused& f, u32 token, u64 begin, u32 v, const wide_vec<T>& n, u32 amax, float scale) {
-    const e4m3 code = narrow<e4m3>(scale * (__uint_as_float(amax) / 6.0f));
-    const float divisor = widen(code), factor = divisor == 0.0f ? 0.0f : scale / divisor;
-    u32 codes = 0;
-#pragma unroll
-    for (u32 k = 0; k < LANES; k += 2)
-        codes |= (u32)narrow_e2m1x2(n.lane[k] * factor, n.lane[k + 1] * factor).bits << k * 4;
-    *(u32*)(f.codes + (begin + v) * 4) = codes;
+    const e4m3 code = nvfp4_scale(amax, scale);
+    *(u32*)(f.codes + (begin + v) * 4) = narrow_e2m1(n, nvfp4_factor(code, scale));
     if (v % 2 == 0) f.scales[scale_at(f, token, v / 2)] = code.bits;
 }

@@ -32,6 +32,7 @@ struct fused {
     u32 rows;             // that there are
     u32 group;            // vectors that share a scale
     u32 layout;           // of the scales
+    u32 reciprocal;       // FP8_TOKENS: scales are products with 1/448, not quotients
     u32 slices;           // of a row: 32 vectors each
     u32 rounds;           // vectors of a row that a thread has at most
     u32 reducing;         // teams that reduce, where others do the rest

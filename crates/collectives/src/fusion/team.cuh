@@ -5,8 +5,6 @@
 // vectors, a slice, are added as a warp does: those 16 apart, then those 8 apart and so on. So are the sums of 32
 // neighbouring slices, and those of such groups in their order.
 
-DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
-
 struct row_team {
     static constexpr bool MOST = QUANTIZATION == FP8_TOKENS;
     static constexpr u32 WORDS = MOST ? 2 : 1; // of a slice: its squares and, where that is asked for, its largest magnitude

@@ -2,10 +2,7 @@
 
 use antiphon_device::cuda::LaunchConfig;
 
-use super::{
-    Checked,
-    checked::{CheckedQuantization, CheckedSource},
-};
+use super::{Checked, Quantization, Source};
 use crate::all_reduce::Algorithm;
 
 /// Blocks of a cluster that every GPU with clusters can have.
@@ -71,10 +68,10 @@ impl Shape {
     const fn reducing(
         self,
         world_size: usize,
-        quantization: Option<CheckedQuantization>,
+        quantization: Option<Quantization<*mut u8>>,
         rows: usize,
     ) -> usize {
-        use CheckedQuantization::{Fp8, Fp8Groups, NvFp4};
+        use Quantization::{Fp8, Fp8Groups, NvFp4};
         match (quantization, world_size, self) {
             (None | Some(Fp8 { .. }), 2, Self::Long) => 32,
             (None | Some(Fp8 { .. }), 2, _) if rows >= 512 => 24,
@@ -129,8 +126,8 @@ impl Teams {
         // enough.
         let once = if room.world_size == 2 { Shape::LongWide } else { Shape::LongOnce };
         // And where less is done with a vector than the links need for it, many small blocks hold each other up less.
-        let is_light = matches!(call.source, CheckedSource::Tensor { .. })
-            && !matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens));
+        let is_light = matches!(call.source, Source::Tensor { .. })
+            && !matches!(call.quantization, Some(Quantization::Fp8Tokens { .. }));
         let is_long =
             rows >= MANY_ROWS && algorithm == Algorithm::TwoShot && room.world_size == 2 && is_light;
         let [first, second] =
@@ -161,7 +158,7 @@ impl Teams {
         let all = (room.multiprocessors * per_multiprocessor) as usize;
         let most = all / room.channels;
         let shared = |threads: usize, rounds: usize| {
-            let word = if matches!(call.quantization, Some(CheckedQuantization::Fp8Tokens)) { 2 } else { 1 };
+            let word = if matches!(call.quantization, Some(Quantization::Fp8Tokens { .. })) { 2 } else { 1 };
             // What is kept of rows: see epilogue.cuh.
             let kept = match (shape.is_short(), groups) {
                 (true, _) => 0,
@@ -245,7 +242,7 @@ impl Checked {
 
     /// How many groups a row has, if they are not those of some neighbouring lanes of a warp.
     pub(super) fn odd_groups(&self) -> Option<usize> {
-        let Some(CheckedQuantization::Fp8Groups { group, .. }) = self.quantization else { return None };
+        let Some(Quantization::Fp8Groups { group, .. }) = self.quantization else { return None };
         let (bytes, vectors) = (group * self.dtype.size(), group * self.dtype.size() / 16);
         let is_of_lanes = bytes.is_multiple_of(16) && vectors.is_power_of_two() && vectors <= WARP;
         (!is_of_lanes).then(|| self.hidden / group)

@@ -6,15 +6,12 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     FabricError, Operation, Signature,
-    gpu::{Family, Grid, Launch, NoArguments, Pieces, Source, Work, kernels},
+    gpu::{Family, Grid, Launch, NoArguments, Pieces, ROWS, Source, Tenant, Work, kernels},
 };
-use antiphon_operation::Call;
-use antiphon_tensor::{TensorView, TensorViewMut};
 
 use crate::{
     all_reduce::{ReduceKernel, Reducing},
-    arguments::block,
-    cuda::{CudaCollectives, reduction, signature},
+    arguments::{Input, Output, block, reduction, signature},
     error::Result,
 };
 
@@ -29,6 +26,9 @@ kernels! {
     }
 }
 
+/// Bytes as rows, for all kernels that move them. Behind [`ROWS`].
+pub(super) const BYTES: Source = Source { name: "gather_scatter/bytes.cuh", text: include_str!("bytes.cuh") };
+
 /// The kernels that move bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Movement;
@@ -37,213 +37,146 @@ impl Family for Movement {
     type Kernel = Kernel;
     type Arguments = NoArguments;
     const NAME: &'static str = "movement.cuh";
-    const SOURCES: &'static [Source] = &[
-        Source { name: "gather_scatter/rows.cuh", text: include_str!("rows.cuh") },
-        Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") },
-    ];
+    const SOURCES: &'static [Source] =
+        &[ROWS, BYTES, Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") }];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         program
     }
 }
 
-/// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in kernels.cuh.
+/// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in rows.cuh.
 pub(super) const ROW_BYTES: usize = 512;
 pub(super) const ROW_DATA: usize = 496;
 /// From how many bytes on a broadcast goes in parts: where (W − 1)·n bytes out of the root weigh more than a second hop.
 const PARTS_FROM: usize = 256 << 10;
 
-impl CudaCollectives {
-    /// The inputs of all ranks, one after the other: `n` elements in, `W·n` out, in the order of the stream. The input may
-    /// be this rank's block of the output.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn all_gather(
-        &self,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        if self.world_size() == 1 {
-            // SAFETY: passed on.
-            return unsafe {
-                self.alone(&Call::new(Operation::AllGather), Some(input), Some(output), stream)
-            };
-        }
-        let signature = signature(Operation::AllGather, input.dtype(), input.numel());
-        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        let count = block(signature.operation, &input, &output, self.world_size())?;
-        let bytes = count * input.dtype.size();
-        let work = Work {
-            input: input.data.addr(),
-            output: output.data.addr(),
-            count: bytes,
-            stride: bytes,
-            ..Work::new(signature)
-        };
-        // SAFETY: passed on.
-        unsafe { self.move_rows(Kernel::AllGather, &work, stream) }
-    }
+/// The operands of an operation of blocks, checked beside each other: the bytes of a block, and what ranks must agree on.
+fn blocks(
+    tenant: &Tenant,
+    operation: Operation,
+    (input, output): (&Input, &Output),
+) -> Result<(usize, Signature)> {
+    let count = block(operation, input, output, tenant.world_size())?;
+    Ok((count * input.dtype.size(), signature(operation, input.dtype, input.count)))
+}
 
-    /// Block `r` of the input goes to rank `r`, whose block comes to the same place of the output: `W·n` elements in, as
-    /// many out, in the order of the stream. `output` may be `input`.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn all_to_all(
-        &self,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        if self.world_size() == 1 {
-            // SAFETY: passed on.
-            return unsafe { self.alone(&Call::new(Operation::AllToAll), Some(input), Some(output), stream) };
-        }
-        let signature = signature(Operation::AllToAll, input.dtype(), input.numel());
-        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        let count = block(signature.operation, &input, &output, self.world_size())?;
-        let bytes = count * input.dtype.size();
-        let work = Work {
-            input: input.data.addr(),
-            output: output.data.addr(),
-            count: bytes,
-            stride: bytes,
-            ..Work::new(signature)
-        };
-        // SAFETY: passed on.
-        unsafe { self.move_rows(Kernel::AllToAll, &work, stream) }
-    }
+/// All-gather of tensors that have been checked one by one.
+///
+/// # Safety
+/// The tensors stay valid, and are not used in another way, until the stream has passed this call.
+pub(crate) unsafe fn all_gather(
+    tenant: &Tenant,
+    (input, output): (Input, Output),
+    stream: StreamRef<'_>,
+) -> Result<()> {
+    let (count, signature) = blocks(tenant, Operation::AllGather, (&input, &output))?;
+    let (input, output) = (input.data.addr(), output.data.addr());
+    let work = Work { input, output, count, stride: count, ..Work::new(signature) };
+    // SAFETY: passed on.
+    unsafe { move_rows(tenant, Kernel::AllGather, &work, stream) }
+}
 
-    /// Everybody's buffer becomes the root's, in the order of the stream.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] for a root that does not exist.
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn broadcast(
-        &self,
-        buffer: &mut TensorViewMut<'_>,
-        root: usize,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        let mut signature = signature(Operation::Broadcast, buffer.dtype(), buffer.numel());
-        if root >= self.world_size() {
-            let text = format!("root rank {root} is not below the world size {}", self.world_size());
-            return Err(FabricError::InvalidArgument(text).into());
-        }
-        if self.world_size() == 1 {
-            return Ok(self.tenant.check_ready()?);
-        }
-        signature.detail = root as u32;
-        let buffer = self.output(&signature, buffer)?;
-        let (at, bytes) = (buffer.data.addr(), buffer.count * buffer.dtype.size());
-        let work = Work { input: at, output: at, count: bytes, stride: bytes, root, signature };
-        let kernel = match bytes < PARTS_FROM || self.world_size() == 2 {
-            true => Kernel::Broadcast,
-            false => Kernel::BroadcastParts,
-        };
-        // SAFETY: passed on.
-        unsafe { self.move_rows(kernel, &work, stream) }
-    }
+/// All-to-all of tensors that have been checked one by one.
+///
+/// # Safety
+/// As [`all_gather`].
+pub(crate) unsafe fn all_to_all(
+    tenant: &Tenant,
+    (input, output): (Input, Output),
+    stream: StreamRef<'_>,
+) -> Result<()> {
+    let (count, signature) = blocks(tenant, Operation::AllToAll, (&input, &output))?;
+    let (input, output) = (input.data.addr(), output.data.addr());
+    let work = Work { input, output, count, stride: count, ..Work::new(signature) };
+    // SAFETY: passed on.
+    unsafe { move_rows(tenant, Kernel::AllToAll, &work, stream) }
+}
 
-    /// Rank `r` gets the reduction of everybody's `r`-th block: `W·n` elements of f32, f16 or bf16 in, `n` out, in the order
-    /// of the stream. The output may be this rank's block of the input.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn reduce_scatter(
-        &self,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
-        op: ReduceOp,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        if self.world_size() == 1 {
-            // SAFETY: passed on.
-            return unsafe {
-                self.alone(
-                    &Call::new(Operation::ReduceScatter).with_op(op),
-                    Some(input),
-                    Some(output),
-                    stream,
-                )
-            };
-        }
-        let mut signature = signature(Operation::ReduceScatter, input.dtype(), input.numel());
-        signature.reduce = Some(op);
-        let (input, output) = (self.input(&signature, input)?, self.output(&signature, output)?);
-        let count = block(signature.operation, &input, &output, self.world_size())?;
-        let family = Reducing(reduction(signature.operation, input.dtype, op)?);
-        let loaded = self.tenant.ready(family, stream)?;
-        let size = input.dtype.size();
-        let bytes = count * size;
-        let (from, to) = (input.data.addr(), output.data.addr());
-        let of = |start: usize, len: usize, _| {
-            let work = Work {
-                input: from + start,
-                output: to + start,
-                count: len / size,
-                stride: bytes,
-                ..Work::new(signature)
-            };
-            let plain = (work.input | work.output | bytes | len).is_multiple_of(16);
-            let kernel = if plain { ReduceKernel::ReduceScatterPlain } else { ReduceKernel::ReduceScatter };
-            Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, arguments: NoArguments }
-        };
-        // SAFETY: passed on.
-        unsafe { self.tenant.run(&loaded, Pieces::bytes(bytes, self.tenant.lane_bytes()), stream, of) }?;
-        Ok(())
+/// Broadcast in a buffer that has been checked.
+///
+/// # Safety
+/// As [`all_gather`].
+pub(crate) unsafe fn broadcast(
+    tenant: &Tenant,
+    buffer: Output,
+    root: usize,
+    stream: StreamRef<'_>,
+) -> Result<()> {
+    let world_size = tenant.world_size();
+    if root >= world_size {
+        let text = format!("root rank {root} is not below the world size {world_size}");
+        return Err(FabricError::InvalidArgument(text).into());
     }
+    let signature =
+        Signature { detail: root as u32, ..signature(Operation::Broadcast, buffer.dtype, buffer.count) };
+    let (at, bytes) = (buffer.data.addr(), buffer.count * buffer.dtype.size());
+    let work = Work { input: at, output: at, count: bytes, stride: bytes, root, signature };
+    let kernel = match bytes < PARTS_FROM || world_size == 2 {
+        true => Kernel::Broadcast,
+        false => Kernel::BroadcastParts,
+    };
+    // SAFETY: passed on.
+    unsafe { move_rows(tenant, kernel, &work, stream) }
+}
 
-    /// Waits, in the order of the stream, until the streams of all ranks have come here.
-    ///
-    /// # Errors
-    /// As [`check`](Self::check).
-    pub fn barrier(&self, stream: StreamRef<'_>) -> Result<()> {
-        if self.world_size() == 1 {
-            return Ok(self.tenant.check_ready()?);
-        }
-        let loaded = self.tenant.ready(Movement, stream)?;
-        let work = Work::new(Signature::new(Operation::Barrier));
-        let barrier =
-            |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, arguments: NoArguments };
-        // SAFETY: it uses no memory of the caller's.
-        unsafe { self.tenant.run(&loaded, Pieces::bytes(1, 1), stream, barrier) }?;
-        Ok(())
-    }
+/// Reduce-scatter of tensors that have been checked one by one.
+///
+/// # Safety
+/// As [`all_gather`].
+pub(crate) unsafe fn reduce_scatter(
+    tenant: &Tenant,
+    (input, output): (Input, Output),
+    op: ReduceOp,
+    stream: StreamRef<'_>,
+) -> Result<()> {
+    let (bytes, signature) = blocks(tenant, Operation::ReduceScatter, (&input, &output))?;
+    let signature = Signature { reduce: Some(op), ..signature };
+    let loaded = tenant.ready(Reducing(reduction(signature.operation, input.dtype, op)?), stream)?;
+    let size = input.dtype.size();
+    let (from, to) = (input.data.addr(), output.data.addr());
+    let launch = |start: usize, len: usize, _| {
+        let (input, output) = (from + start, to + start);
+        let work = Work { input, output, count: len / size, stride: bytes, ..Work::new(signature) };
+        let plain = (input | output | bytes | len).is_multiple_of(16);
+        let kernel = if plain { ReduceKernel::ReduceScatterPlain } else { ReduceKernel::ReduceScatter };
+        Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, arguments: NoArguments }
+    };
+    // SAFETY: the caller's promise; a launch sends what fits a lane.
+    unsafe { tenant.run(&loaded, Pieces::bytes(bytes, tenant.lane_bytes()), stream, launch) }?;
+    Ok(())
+}
 
-    /// Moves blocks of `work.count` bytes by a kernel that works in rows.
-    ///
-    /// # Safety
-    /// As [`Tenant::run`](antiphon_fabric::gpu::Tenant::run).
-    unsafe fn move_rows(&self, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
-        let loaded = self.tenant.ready(Movement, stream)?;
-        // Of a part, a peer gets one and passes it on.
-        let parts = if kernel == Kernel::BroadcastParts { self.world_size() - 1 } else { 1 };
-        let of = |start: usize, len: usize, _| {
-            let work = Work { input: work.input + start, output: work.output + start, count: len, ..*work };
-            let items = len.div_ceil(ROW_DATA * parts) * 32;
-            let grid = match kernel {
-                Kernel::AllToAll | Kernel::BroadcastParts => Grid::ItemsByPeer(items),
-                _ => Grid::Items(items),
-            };
-            Launch { kernel, grid, work, arguments: NoArguments }
+/// Waits, in the order of the stream, until the streams of all ranks have come here.
+pub(crate) fn barrier(tenant: &Tenant, stream: StreamRef<'_>) -> Result<()> {
+    let loaded = tenant.ready(Movement, stream)?;
+    let work = Work::new(Signature::new(Operation::Barrier));
+    let launch =
+        |_, _, _| Launch { kernel: Kernel::Barrier, grid: Grid::Items(1), work, arguments: NoArguments };
+    // SAFETY: it uses no memory of the caller's.
+    unsafe { tenant.run(&loaded, Pieces::bytes(1, 1), stream, launch) }?;
+    Ok(())
+}
+
+/// Moves blocks of `work.count` bytes by a kernel that works in rows.
+///
+/// # Safety
+/// As [`Tenant::run`].
+unsafe fn move_rows(tenant: &Tenant, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
+    let loaded = tenant.ready(Movement, stream)?;
+    // Of a part, a peer gets one and passes it on.
+    let parts = if kernel == Kernel::BroadcastParts { tenant.world_size() - 1 } else { 1 };
+    let launch = |start: usize, len: usize, _| {
+        let work = Work { input: work.input + start, output: work.output + start, count: len, ..*work };
+        let items = len.div_ceil(ROW_DATA * parts) * 32;
+        let grid = match kernel {
+            Kernel::AllToAll | Kernel::BroadcastParts => Grid::ItemsByPeer(items),
+            _ => Grid::Items(items),
         };
-        let piece = self.tenant.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
-        // SAFETY: passed on.
-        unsafe { self.tenant.run(&loaded, Pieces::bytes(work.count, piece), stream, of) }?;
-        Ok(())
-    }
+        Launch { kernel, grid, work, arguments: NoArguments }
+    };
+    let piece = tenant.lane_bytes() / ROW_BYTES * ROW_DATA * parts;
+    // SAFETY: passed on.
+    unsafe { tenant.run(&loaded, Pieces::bytes(work.count, piece), stream, launch) }?;
+    Ok(())
 }

@@ -6,15 +6,15 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Operation, Signature,
-    gpu::{Family, Grid, Launch, Pieces, REDUCE, Reduction, Source, Work, kernels},
+    gpu::{Family, Grid, Launch, Pieces, REDUCE, ROWS, Reduction, Source, Work, kernels},
 };
 use antiphon_operation::{Call, digest};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
-use super::cuda::{ROW_BYTES, ROW_DATA};
+use super::cuda::{BYTES, ROW_BYTES, ROW_DATA};
 use crate::{
-    arguments::CheckedCall,
-    cuda::{CudaCollectives, reduction},
+    arguments::{CheckedCall, Input, Output, reduction},
+    cuda::CudaCollectives,
     error::{CollectiveError, Result},
 };
 
@@ -47,7 +47,8 @@ impl Family for MovingLists {
     type Arguments = List;
     const NAME: &'static str = "movement_of_lists.cuh";
     const SOURCES: &'static [Source] = &[
-        Source { name: "gather_scatter/rows.cuh", text: include_str!("rows.cuh") },
+        ROWS,
+        BYTES,
         LISTS,
         Source { name: "gather_scatter/all_gather_list.cuh", text: include_str!("all_gather_list.cuh") },
     ];
@@ -183,8 +184,11 @@ impl CudaCollectives {
                 expected,
             });
         }
-        let checked = inputs.iter().zip(outputs.iter_mut());
-        let checked = checked.map(|(input, output)| self.checked(call, Some(input), Some(output)));
+        let (serves, ranks) = (self.serves(), (self.rank(), self.world_size()));
+        let checked = inputs.iter().zip(outputs.iter_mut()).map(|(input, output)| {
+            let input = Input::on(serves, call.operation, input)?;
+            CheckedCall::new(call, ranks, Some(input), Some(Output::on(serves, call.operation, output)?))
+        });
         let mut checked = checked.collect::<Result<Vec<_>>>()?;
         checked.retain(|one| one.block > 0);
         let reduces = call.operation.row().reduces;

@@ -3,11 +3,12 @@
 use antiphon_device::cuda::{DevicePointer, KernelArgument, LaunchConfig, Program, StreamRef, memory};
 use antiphon_fabric::{
     FabricError, Operation, Signature,
-    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, Source, THREADS, Work, kernels},
+    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, ROWS, Source, THREADS, Work, kernels},
 };
 use antiphon_operation::Root;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
+use super::cuda::BYTES;
 use crate::{
     arguments::{CheckedCall, Input, Output},
     cuda::CudaCollectives,
@@ -29,10 +30,8 @@ impl Family for Messaging {
     type Kernel = Kernel;
     type Arguments = Messages;
     const NAME: &'static str = "messaging.cuh";
-    const SOURCES: &'static [Source] = &[
-        Source { name: "gather_scatter/rows.cuh", text: include_str!("rows.cuh") },
-        Source { name: "gather_scatter/messages.cuh", text: include_str!("messages.cuh") },
-    ];
+    const SOURCES: &'static [Source] =
+        &[ROWS, BYTES, Source { name: "gather_scatter/messages.cuh", text: include_str!("messages.cuh") }];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         program
@@ -210,9 +209,9 @@ impl CudaCollectives {
             count: tensor.count as u64,
         };
         let sent = input
-            .map(|(tensor, to)| Ok::<_, CollectiveError>((Input::on(self.device(), OPERATION, tensor)?, to)));
+            .map(|(tensor, to)| Ok::<_, CollectiveError>((Input::on(self.serves(), OPERATION, tensor)?, to)));
         let received = output.map(|(tensor, from)| {
-            Ok::<_, CollectiveError>((Output::on(self.device(), OPERATION, tensor)?.as_input(), from))
+            Ok::<_, CollectiveError>((Output::on(self.serves(), OPERATION, tensor)?.as_input(), from))
         });
         let (sent, received) = (sent.transpose()?, received.transpose()?);
         if to_self && let (Some((input, _)), Some((output, _))) = (sent, received) {

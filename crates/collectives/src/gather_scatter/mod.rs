@@ -17,7 +17,7 @@
 //! Every rank takes part in every round, also where it neither gives nor gets: that is how ranks that disagree find
 //! out, and how a rank that is gone is noticed by all.
 
-mod cuda;
+pub(crate) mod cuda;
 mod host;
 mod lists;
 mod messages;
@@ -25,9 +25,8 @@ mod parts;
 mod uneven;
 
 use antiphon_fabric::Communicator;
-use antiphon_operation::Extent;
+use antiphon_operation::{Call, Extent};
 
-pub(crate) use cuda::Movement;
 pub(crate) use messages::Messaging;
 #[cfg(test)]
 pub(crate) use {
@@ -35,7 +34,20 @@ pub(crate) use {
     parts::ReducingParts,
 };
 
-use crate::{arguments::CheckedCall, error::Result};
+use crate::{
+    arguments::{CheckedCall, Input, Output},
+    error::Result,
+};
+
+/// Checks a call of tensors that have been checked one by one, and carries it out on host memory.
+pub(crate) fn call(
+    comm: &Communicator,
+    call: &Call<'_>,
+    input: Option<Input>,
+    output: Option<Output>,
+) -> Result<()> {
+    run(comm, &CheckedCall::new(call, (comm.rank(), comm.world_size()), input, output)?)
+}
 
 /// Carries out a call on host memory.
 pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
@@ -44,7 +56,10 @@ pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
     let mut rounds = unsafe { comm.rounds()? };
     let row = call.signature.operation.row();
     let longest = match (row.input, row.output) {
-        (Extent::Parts, Extent::Parts) => uneven::agree_on_counts(&mut rounds, call)?,
+        (Extent::Parts, Extent::Parts) => match uneven::agree_on_counts(&mut rounds, call)? {
+            Some(longest) => longest,
+            None => return Ok(()), // the pieces came along
+        },
         _ => call.input_layout().longest(),
     };
     Ok(host::run(&mut rounds, call, longest)?)

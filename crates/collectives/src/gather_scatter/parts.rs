@@ -7,8 +7,8 @@ use antiphon_fabric::gpu::{
 use antiphon_operation::Root;
 
 use crate::{
-    arguments::CheckedCall,
-    cuda::{CudaCollectives, reduction},
+    arguments::{CheckedCall, reduction},
+    cuda::CudaCollectives,
     error::Result,
 };
 

@@ -1,6 +1,9 @@
 //! Arguments that make no sense: refused before anything happens, with the numbers; the communicator stays usable.
 
-use antiphon_collectives::{CollectiveError, Collectives, Communicator, ReduceOp, Result};
+use antiphon_collectives::{
+    CollectiveError, Collectives, Communicator, ReduceOp, Result,
+    all_reduce::{Algorithm, AllReduceOptions},
+};
 use antiphon_fabric::FabricError;
 use antiphon_operation::{Call, Operation};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -20,6 +23,7 @@ conformance! {
     roots_without_their_tensor: any_dtype, [world_1 world_3];
     lists_of_counts_that_are_not_one_per_rank: any_dtype, [world_1 world_3];
     counts_that_do_not_sum_up: any_dtype, [world_1 world_3];
+    registered_memory_of_gpus: any_dtype, [world_1 world_2];
     a_refusal_on_one_rank_concerns_nobody_else: any_dtype, [world_2 world_3];
 }
 
@@ -41,6 +45,15 @@ fn refused<const N: usize>(
     let mut total = [1i32];
     comm.all_reduce_in_place(&mut total, SUM).unwrap();
     assert_eq!(total, [comm.world_size() as i32]);
+}
+
+fn registered_memory_of_gpus<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        let options = AllReduceOptions::registered(Algorithm::TwoShot);
+        let calls = [comm.all_reduce_with(&[1.0f32], &mut [0.0f32], SUM, options)];
+        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Refused { .. });
+        refused(&comm, calls, wrong, &["all_reduce: the registration must be left out", "of GPUs"]);
+    });
 }
 
 fn tensors_of_different_dtypes<B: Backend>(world: usize) {

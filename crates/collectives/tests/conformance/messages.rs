@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use antiphon_collectives::Collectives;
-use antiphon_fabric::{Communicator, FabricError};
-use antiphon_tensor::{DType, TensorView};
+use antiphon_fabric::{Communicator, FabricError, Source};
+use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use crate::{
     all_reduce::{seams, small_counts},
@@ -29,6 +29,11 @@ conformance! {
     a_message_moves_on_while_its_sender_waits_for_something_else: any_dtype, [world_2 world_3];
     a_message_goes_on_without_its_handle: any_dtype, [world_2 world_3];
     a_message_of_another_length_or_dtype_is_a_mismatch: any_dtype, [world_2 world_3];
+    messages_go_by_their_tags: any_dtype, [world_1 world_2 world_3];
+    a_message_of_any_rank_says_whose_it_is: any_dtype, [world_2 world_3 world_5];
+    the_receive_that_was_asked_for_first_gets_the_message: any_dtype, [world_2 world_3];
+    a_message_with_the_right_tag_and_another_length_is_a_mismatch: any_dtype, [world_2];
+    ranks_that_leave_in_order_end_no_receive_from_any: any_dtype, [world_3 world_5];
     arguments_that_make_no_sense_are_refused: any_dtype, [world_1 world_2];
 }
 
@@ -210,6 +215,127 @@ fn a_message_of_another_length_or_dtype_is_a_mismatch<B: Backend>(world: usize) 
         });
         assert!(start.elapsed() < Duration::from_secs(5), "took {:?}", start.elapsed());
     }
+}
+
+fn messages_go_by_their_tags<B: Backend>(world: usize) {
+    // Some longer than a ring, so that they are taken out of the way while others are awaited.
+    let message =
+        |from: usize, tag: u32| any_bits::<u8>(from as u64 * 10 + u64::from(tag), tag as usize * RING / 2);
+    B::run(world, |comm| {
+        let (next, previous) = next_and_previous(&comm);
+        let me = comm.rank();
+        for order in [[0u32, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]] {
+            std::thread::scope(|scope| {
+                let messenger = comm.messenger().clone();
+                scope.spawn(move || {
+                    for tag in 0..5 {
+                        messenger.send_with_tag(&message(me, tag), next, tag).unwrap();
+                    }
+                });
+                for tag in order {
+                    let expected = message(previous, tag);
+                    let mut got = vec![0u8; expected.len()];
+                    assert_eq!(comm.recv_with_tag(&mut got, previous, tag).unwrap(), previous);
+                    assert_same_bits(&got, &expected, format_args!("tag {tag} of {order:?}"));
+                }
+            });
+        }
+    });
+}
+
+fn a_message_of_any_rank_says_whose_it_is<B: Backend>(world: usize) {
+    let message = |from: usize| any_bits::<f32>(from as u64, RING);
+    B::run(world, |comm| {
+        if comm.rank() > 0 {
+            comm.send_with_tag(&message(comm.rank()), 0, 9).unwrap();
+            comm.send(&[comm.rank() as i32], 0).unwrap();
+        } else {
+            let mut sources = Vec::new();
+            for _ in 1..world {
+                let mut got = vec![0f32; RING];
+                let source = comm.recv_with_tag(&mut got, Source::Any, 9).unwrap();
+                assert_same_bits(&got, &message(source), format_args!("from rank {source}"));
+                sources.push(source);
+            }
+            sources.sort_unstable();
+            assert_eq!(sources, Vec::from_iter(1..world));
+            for _ in 1..world {
+                let mut got = [0i32];
+                let source = comm.recv_with_tag(&mut got, Source::Any, 0).unwrap();
+                assert_eq!(got[0] as usize, source);
+            }
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+fn the_receive_that_was_asked_for_first_gets_the_message<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        if comm.rank() == 1 {
+            comm.barrier().unwrap(); // everything has been asked for
+            (0..6i32).for_each(|i| comm.send_with_tag(&[i], 0, u32::from(i == 5)).unwrap());
+        } else if comm.rank() == 0 {
+            let ask = |source: Source, tag: u32| {
+                let buffer = vec![-1i32];
+                let elements: *mut [i32] = &mut *Box::leak(buffer.clone().into_boxed_slice());
+                // SAFETY: the elements are leaked, and used by the receive alone until it is over.
+                let pending = unsafe {
+                    comm.messenger().start_recv(TensorViewMut::from(&mut *elements), (), source, tag)
+                };
+                (pending.unwrap(), elements)
+            };
+            let (one, any) = (Source::Rank(1), Source::Any);
+            let asked = [(any, 0), (one, 0), (one, 1), (any, 0), (one, 0), (any, 0)].map(|(s, t)| ask(s, t));
+            comm.barrier().unwrap();
+            let got = asked.map(|(mut pending, elements)| {
+                while !pending.is_finished() {
+                    std::thread::yield_now();
+                }
+                assert_eq!(pending.source(), Some(1));
+                pending.wait().unwrap();
+                // SAFETY: the receive is over.
+                unsafe { (&*elements)[0] }
+            });
+            assert_eq!(got, [0, 1, 5, 2, 3, 4]);
+        } else {
+            comm.barrier().unwrap();
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+fn a_message_with_the_right_tag_and_another_length_is_a_mismatch<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        if comm.rank() == 0 {
+            comm.send_with_tag(&[0f32; 3], 1, 5).unwrap();
+            comm.send_with_tag(&[0f32; 3], 1, 6).unwrap();
+            let _ = comm.barrier();
+        } else {
+            comm.recv_with_tag(&mut [0f32; 3], 0, 6).unwrap(); // the other is out of the way by now
+            let error = comm.recv_with_tag(&mut [0f32; 4], Source::Any, 5).unwrap_err();
+            let text = error.to_string();
+            assert!(
+                text.contains("send/recv(4 × f32, tag 5)") && text.contains("send/recv(3 × f32, tag 5)"),
+                "{text}"
+            );
+        }
+    });
+}
+
+fn ranks_that_leave_in_order_end_no_receive_from_any<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        if comm.rank() > 0 {
+            std::thread::sleep(Duration::from_millis(50 * comm.rank() as u64));
+            comm.send(&[comm.rank() as i32], 0).unwrap();
+            return;
+        }
+        for _ in 1..world {
+            comm.recv_with_tag(&mut [0i32], Source::Any, 0).unwrap();
+        }
+        // Now nobody is left who could send.
+        let error = comm.recv_with_tag(&mut [0i32], Source::Any, 0).unwrap_err();
+        assert!(matches!(error, FabricError::PeerLost { .. }), "{error:?}");
+    });
 }
 
 fn arguments_that_make_no_sense_are_refused<B: Backend>(world: usize) {

@@ -12,6 +12,7 @@ use crate::{
 conformance! {
     blocks_may_have_any_lengths: every_dtype, every_world;
     blocks_may_be_longer_than_a_mailbox: [f64 bf16 u8], [world_1 world_2 world_3];
+    rows_may_be_as_long_as_what_goes_with_the_counts: [f64 u8], [world_1 world_2 world_3];
     counts_that_do_not_match_are_named_on_every_rank: any_dtype, [world_2 world_3 world_5];
     counts_whose_sum_overflows_are_refused: any_dtype, [world_2];
     ranks_that_list_other_counts_are_told: any_dtype, [world_2 world_3];
@@ -23,6 +24,7 @@ fn blocks_may_have_any_lengths<B: Backend>(dtype: DType, world: usize) {
         for place in [Place::Aligned, Place::Odd] {
             let rank = Rank::<B>::new(&comm, dtype).at(place);
             rank.all_to_all_v(|_, _| 0);
+            rank.all_to_all_v(|_, _| 7); // as all_to_all
             rank.all_to_all_v(|from, to| if from == to { 5 } else { 0 }); // only to themselves
             rank.all_to_all_v(|from, to| if from == to { 0 } else { 5 }); // only to others
             rank.all_to_all_v(|from, _| if from == 0 { 9 } else { 0 }); // a scatter
@@ -39,6 +41,19 @@ fn blocks_may_be_longer_than_a_mailbox<B: Backend>(dtype: DType, world: usize) {
         let rank = Rank::<B>::new(&comm, dtype);
         for long in [slot - 1, slot, slot + 1, 3 * slot + 1] {
             rank.all_to_all_v(|from, to| if (from, to) == (0, world - 1) { long } else { 3 });
+            rank.all_to_all_v(|_, _| long);
+        }
+    });
+}
+
+/// Around what travels with the counts, also on one rank alone.
+fn rows_may_be_as_long_as_what_goes_with_the_counts<B: Backend>(dtype: DType, world: usize) {
+    let block = (64 << 10) / world / dtype.size();
+    B::run(world, |comm| {
+        let rank = Rank::<B>::new(&comm, dtype);
+        for count in [block - 1, block, block + 1] {
+            rank.all_to_all_v(|_, _| count);
+            rank.all_to_all_v(|from, _| if from + 1 == world { count } else { block });
         }
     });
 }

@@ -98,6 +98,22 @@ impl Values {
         Self { dtype: self.dtype, bytes: self.bytes[..count * self.dtype.size()].to_vec() }
     }
 
+    /// These of the elements.
+    pub fn part(&self, elements: std::ops::Range<usize>) -> Self {
+        let size = self.dtype.size();
+        Self { dtype: self.dtype, bytes: self.bytes[elements.start * size..elements.end * size].to_vec() }
+    }
+
+    /// The same with other elements from `start` on.
+    pub fn with_part(mut self, start: usize, part: &Self) -> Self {
+        self.bytes[start * self.dtype.size()..][..part.bytes.len()].copy_from_slice(&part.bytes);
+        self
+    }
+
+    pub fn to_f64(&self) -> Vec<f64> {
+        with_dtype!(self.dtype, T => self.to_vec::<T>().into_iter().map(|x| x.to_f64()).collect())
+    }
+
     /// The block of a rank, of a row of blocks for `world` ranks.
     pub fn block(&self, rank: usize, world: usize) -> Self {
         let block = self.bytes.len() / world;

@@ -9,7 +9,7 @@ use antiphon_collectives::{
 };
 use antiphon_device::cuda::{Context, DeviceMemory, memory};
 use antiphon_fabric::{FabricError, LocalWorld};
-use antiphon_tensor::DType;
+use antiphon_tensor::{DType, quantize::TokenRule};
 
 use crate::{
     fused::{Case, Form, From, Fused},
@@ -174,7 +174,10 @@ fn fused_cases() -> [Case; 5] {
     [
         Case { algorithm: one, ..bf16(1, 1024) },
         Case { algorithm: one, ..bf16(16, 16_384) },
-        Case { algorithm: two, ..Case::quantized(DType::BF16, 64, 7168, Form::Fp8Tokens) },
+        Case {
+            algorithm: two,
+            ..Case::quantized(DType::BF16, 64, 7168, Form::Fp8Tokens(TokenRule::Quotient))
+        },
         Case { from: From::Experts(8), ..bf16(256, 7168) },
         Case { algorithm: two, ..Case::quantized(DType::BF16, 2500, 16_384, Form::Fp8Groups(128)) },
     ]

@@ -3,12 +3,12 @@
 use antiphon_collectives::{
     CollectiveError, Collectives, ReduceOp,
     cuda::Algorithm,
-    fusion::{Accumulation, FusedAllReduce, InPlace, Quantization, Scale, Source},
+    fusion::{Accumulation, FusedAllReduce, InPlace, Operand, Quantization, Scale, Source},
 };
 use antiphon_device::cuda::DeviceMemory;
 use antiphon_tensor::{
     DType, Device, ScaleGrid, ScaleLayout, TensorView, TensorViewMut,
-    quantize::{Fp8Groups, GroupRule},
+    quantize::{Fp8Groups, GroupRule, TokenRule},
     with_dtype,
 };
 
@@ -47,7 +47,7 @@ pub enum Norm {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Form {
     Fp8,
-    Fp8Tokens,
+    Fp8Tokens(TokenRule),
     Fp8Groups(usize),
     NvFp4(ScaleLayout),
 }
@@ -167,7 +167,7 @@ impl Case {
     fn scale_bytes(&self, form: Form) -> usize {
         match form {
             Form::Fp8 => 0,
-            Form::Fp8Tokens => 4 * self.tokens,
+            Form::Fp8Tokens(_) => 4 * self.tokens,
             Form::Fp8Groups(group) => {
                 let groups = Fp8Groups::new(self.tokens, self.hidden, group, GroupRule::FlashInfer);
                 groups.expect("a group of the case").packed_scales().size()
@@ -211,7 +211,7 @@ impl Case {
         base: *mut u8,
         device: Device,
         first: usize,
-    ) -> FusedAllReduce<'a> {
+    ) -> FusedAllReduce<Operand<'a>> {
         let (dtype, tokens, hidden) = (self.dtype, self.tokens, self.hidden);
         let start = |slot: Slot| base.wrapping_add(image.offset(slot) + slot.bytes_before(self, first));
         let has = |slot: Slot| self.bytes(slot) > 0;
@@ -277,7 +277,7 @@ impl Case {
         };
         let quantization = match form {
             Form::Fp8 => Quantization::Fp8 { scale },
-            Form::Fp8Tokens => Quantization::Fp8Tokens,
+            Form::Fp8Tokens(rule) => Quantization::Fp8Tokens { rule },
             Form::Fp8Groups(group) => Quantization::Fp8Groups { group },
             Form::NvFp4(layout) => Quantization::NvFp4 { scale, layout },
         };

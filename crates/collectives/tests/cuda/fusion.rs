@@ -4,7 +4,7 @@ use antiphon_collectives::{
     cuda::Algorithm,
     fusion::{Accumulation, FusedAllReduce, InPlace},
 };
-use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut};
+use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, quantize::TokenRule};
 
 use crate::{
     fused::{Case, Form, From, Fused, Norm, Residual},
@@ -82,8 +82,9 @@ const GROUPS: [(usize, usize); 18] = [
 ];
 
 fn quantizations() -> impl Iterator<Item = (Form, usize)> {
-    let plain =
-        [1040, 7168, 8192].into_iter().flat_map(|hidden| [(Form::Fp8, hidden), (Form::Fp8Tokens, hidden)]);
+    let plain = [1040, 7168, 8192]
+        .into_iter()
+        .flat_map(|hidden| [(Form::Fp8, hidden), (Form::Fp8Tokens(TokenRule::Quotient), hidden)]);
     let groups = GROUPS.into_iter().map(|(group, hidden)| (Form::Fp8Groups(group), hidden));
     let of = |hidden| ScaleLayout::ALL.iter().map(move |&layout| (Form::NvFp4(layout), hidden));
     plain.chain(groups).chain([16, 1040, 7168].into_iter().flat_map(of))
@@ -131,7 +132,12 @@ fn every_shape(world_size: usize) {
     on_gpus(world_size, |rank| {
         for (tokens, hidden) in shapes() {
             rank.fuse_by_all(Case::new(DType::BF16, tokens, hidden))?;
-            rank.fuse_by_all(Case::quantized(DType::BF16, tokens, hidden, Form::Fp8Tokens))?;
+            rank.fuse_by_all(Case::quantized(
+                DType::BF16,
+                tokens,
+                hidden,
+                Form::Fp8Tokens(TokenRule::Quotient),
+            ))?;
             if tokens < 600 {
                 rank.fuse_by_all(Case::new(DType::F32, tokens, hidden))?;
                 rank.fuse_by_all(Case { pre_norm: Norm::Plain, ..Case::new(DType::F16, tokens, hidden) })?;
@@ -213,8 +219,13 @@ fn every_option_has_the_hosts_bits() {
 
 fn strange_rows(world_size: usize) {
     on_gpus(world_size, |rank| {
-        let forms =
-            [Form::Fp8, Form::Fp8Tokens, Form::Fp8Groups(128), Form::NvFp4(ScaleLayout::Swizzled128x4)];
+        let forms = [
+            Form::Fp8,
+            Form::Fp8Tokens(TokenRule::Quotient),
+            Form::Fp8Tokens(TokenRule::Reciprocal),
+            Form::Fp8Groups(128),
+            Form::NvFp4(ScaleLayout::Swizzled128x4),
+        ];
         for dtype in DTYPES {
             for hidden in [1024, 7168] {
                 let norm = Case { rows: Rows::Strange, ..Case::new(dtype, 23, hidden) };
@@ -256,7 +267,7 @@ fn strange_numbers_have_the_hosts_bits_on_4_gpus() {
 #[test]
 fn a_tokens_bits_do_not_depend_on_the_others() {
     on_gpus(2, |rank| {
-        for form in [None, Some(Form::Fp8), Some(Form::Fp8Tokens)] {
+        for form in [None, Some(Form::Fp8), Some(Form::Fp8Tokens(TokenRule::Quotient))] {
             for hidden in [1040, 7168, 16_384] {
                 let tokens = 70;
                 let fused = Fused::new(rank, Case { form, ..Case::new(DType::BF16, tokens, hidden) })?;

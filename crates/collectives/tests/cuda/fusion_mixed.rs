@@ -6,7 +6,7 @@ use antiphon_collectives::{
     fusion::Accumulation,
 };
 use antiphon_device::cuda::Graph;
-use antiphon_tensor::{DType, ScaleLayout};
+use antiphon_tensor::{DType, ScaleLayout, quantize::TokenRule};
 
 use crate::{
     fused::{Case, Form, From, Fused, Norm},
@@ -25,7 +25,7 @@ fn mix(seed: usize) -> Vec<Case> {
         plain(1, one),
         Case { algorithm: two, ..bf16(1, 16_384) },
         quantized(64, Form::Fp8),
-        Case { algorithm: one, ..quantized(16, Form::Fp8Tokens) },
+        Case { algorithm: one, ..quantized(16, Form::Fp8Tokens(TokenRule::Quotient)) },
         plain(100, two),
         Case { algorithm: two, ..quantized(129, Form::Fp8Groups(128)) },
         quantized(3, Form::NvFp4(ScaleLayout::Swizzled128x4)),
@@ -136,7 +136,10 @@ fn two_communicators_fuse_at_once() {
 fn two_communicators_fuse_large_tensors() {
     on_gpus(2, |rank| {
         let second = second(rank)?;
-        let case = |seed| Case { seed, ..Case::quantized(DType::BF16, 2500, 16_384, Form::Fp8Tokens) };
+        let case = |seed| Case {
+            seed,
+            ..Case::quantized(DType::BF16, 2500, 16_384, Form::Fp8Tokens(TokenRule::Quotient))
+        };
         let turns = [Fused::new(rank, case(0))?, Fused::new(&second, case(1))?];
         let few = [
             Fused::new(rank, Case::new(DType::BF16, 64, 7168))?,

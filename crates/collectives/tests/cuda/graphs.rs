@@ -261,7 +261,7 @@ fn groups_of_2_on_4_gpus() {
             let input = antiphon_tensor::TensorView::from_raw_parts(at, DType::BF16, &shape, None, device)?;
             let mut output =
                 antiphon_tensor::TensorViewMut::from_raw_parts(at, DType::BF16, &shape, None, device)?;
-            collectives.all_reduce(&input, &mut output, SUM, rank.stream.borrow())?;
+            collectives.all_reduce(input, &mut output, SUM, rank.stream.borrow())?;
         }
         let got = rank.download(&buffer, 0, 2 * mine.len())?;
         collectives.check()?;

@@ -2,7 +2,7 @@
 
 use antiphon_collectives::{
     CollectiveError, Collectives, ReduceOp,
-    cuda::{Algorithm, CudaCollectives},
+    cuda::{Algorithm, AllReduceOptions, CudaCollectives},
 };
 use antiphon_device::cuda::{Context, Device as CudaDevice, DeviceMemory, Driver, Stream};
 use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
@@ -150,16 +150,17 @@ impl Rank {
             let mut output = TensorViewMut::from_raw_parts(at(to.0), to.1, &[to.2], None, device).unwrap();
             let (collectives, stream) = (&self.collectives, self.stream.borrow());
             match what {
-                What::AllReduce(op, None) => collectives.all_reduce(&input, &mut output, op, stream),
+                What::AllReduce(op, None) => collectives.all_reduce(input, &mut output, op, stream),
                 What::AllReduce(op, Some(algorithm)) => {
-                    collectives.all_reduce_with(&input, &mut output, op, algorithm, stream)
+                    collectives.all_reduce_with(input, &mut output, op, algorithm, stream)
                 }
                 What::Registered(op, algorithm) => {
-                    collectives.all_reduce_registered(&input, &mut output, op, algorithm, stream)
+                    let options = AllReduceOptions::registered(algorithm);
+                    collectives.all_reduce_with(input, &mut output, op, options, stream)
                 }
-                What::AllGather => collectives.all_gather(&input, &mut output, stream),
-                What::ReduceScatter(op) => collectives.reduce_scatter(&input, &mut output, op, stream),
-                What::AllToAll => collectives.all_to_all(&input, &mut output, stream),
+                What::AllGather => collectives.all_gather(input, &mut output, stream),
+                What::ReduceScatter(op) => collectives.reduce_scatter(input, &mut output, op, stream),
+                What::AllToAll => collectives.all_to_all(input, &mut output, stream),
                 What::Broadcast(root) => collectives.broadcast(&mut output, root, stream),
             }
         }

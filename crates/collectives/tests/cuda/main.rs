@@ -10,11 +10,12 @@ mod graphs;
 mod harness;
 mod image;
 mod loud;
+mod mixed;
 mod registered;
 mod streams;
 mod tenants;
 
-use antiphon_collectives::{CollectiveError, ReduceOp, cuda::Algorithm};
+use antiphon_collectives::{CollectiveError, Collectives, ReduceOp, cuda::Algorithm};
 use antiphon_tensor::{DType, Element, TensorView, TensorViewMut, bf16, f16};
 use harness::{At, Outcome, Rank, What, on_gpus, values};
 
@@ -124,7 +125,7 @@ fn words_that_mean_not_arrived_are_moved_like_others() {
 #[test]
 fn every_operator_has_the_hosts_bits() {
     on_gpus(2, |rank| {
-        for op in ReduceOp::ALL {
+        for op in ReduceOp::ARITHMETIC {
             for what in all_reduces(op) {
                 rank.compare(what, &values::<bf16>(rank.comm.rank(), 1001), 0)?;
                 rank.compare(what, &values::<f32>(rank.comm.rank(), 1001), 0)?;
@@ -212,6 +213,50 @@ fn in_place() {
     });
 }
 
+/// The forms that take one buffer, against those of the host.
+#[test]
+fn forms_in_place_are_the_hosts() {
+    on_gpus(2, |rank| {
+        let (comm, on) = (&rank.comm, &rank.collectives);
+        for count in [6, 5000, 300_000] {
+            let mine = values::<f32>(comm.rank(), count);
+            for form in 0..4 {
+                let (mut expected, mut memory) = (mine.clone(), rank.upload(&mine)?);
+                let buffer = memory.view_mut(DType::F32, &[count])?;
+                // SAFETY: the memory lives until it has been downloaded.
+                unsafe {
+                    match form {
+                        0 => {
+                            comm.all_reduce_in_place(&mut expected, ReduceOp::Max)?;
+                            on.all_reduce_in_place(buffer, ReduceOp::Max, &rank.stream)?;
+                        }
+                        1 => {
+                            comm.all_gather_in_place(&mut expected)?;
+                            on.all_gather_in_place(buffer, &rank.stream)?;
+                        }
+                        2 => {
+                            comm.reduce_scatter_in_place(&mut expected, ReduceOp::Avg)?;
+                            on.reduce_scatter_in_place(buffer, ReduceOp::Avg, &rank.stream)?;
+                        }
+                        _ => {
+                            comm.all_to_all_in_place(&mut expected)?;
+                            on.all_to_all_in_place(buffer, &rank.stream)?;
+                        }
+                    }
+                }
+                let got = rank.download(&memory, 0, 4 * count)?;
+                rank.same(&format!("form {form} of {count}"), &got, &expected)?;
+            }
+        }
+        let mut memory = rank.allocate(20)?;
+        // SAFETY: nothing is queued.
+        let refused =
+            unsafe { on.all_gather_in_place(memory.view_mut(DType::F32, &[5])?, &rank.stream) }.unwrap_err();
+        assert!(refused.to_string().contains("the buffer has 5 elements"), "{refused}");
+        Ok(())
+    });
+}
+
 #[test]
 fn the_largest_messages() {
     largest(2);
@@ -261,8 +306,8 @@ fn arguments_that_make_no_sense_are_refused() {
         // SAFETY: nothing is queued.
         let outcome = unsafe {
             rank.collectives.all_reduce(
-                &TensorView::from(&host),
-                &mut TensorViewMut::from(&mut written),
+                TensorView::from(&host),
+                TensorViewMut::from(&mut written),
                 ReduceOp::Sum,
                 rank.stream.borrow(),
             )

@@ -29,7 +29,7 @@ pub fn kernels(context: &Context) -> Outcome<[Function; 2]> {
 fn sum<'s>(rank: &Rank, on: &CudaCollectives, at: At, stream: impl Into<StreamRef<'s>>) -> Outcome {
     let (input, mut output) = views(rank, at)?;
     // SAFETY: the tests keep the memory until they have synchronised with the stream.
-    Ok(unsafe { on.all_reduce(&input, &mut output, ReduceOp::Sum, stream.into()) }?)
+    Ok(unsafe { on.all_reduce(input, &mut output, ReduceOp::Sum, stream.into()) }?)
 }
 
 /// The same memory to read from and to write to.
@@ -160,7 +160,7 @@ fn fill_the_gpu_behind(rank: &Rank, callers: [Caller<'_>; 2]) -> Outcome {
                 Caller::Nccl(nccl) => {
                     let (input, mut output) = views(rank, at)?;
                     // SAFETY: the memory lives until the streams are done.
-                    unsafe { nccl.all_reduce(&input, &mut output, ReduceOp::Sum, streams[which].borrow()) }?;
+                    unsafe { nccl.all_reduce(input, &mut output, ReduceOp::Sum, streams[which].borrow()) }?;
                 }
             }
             let ns = 2_000u64;

@@ -2,6 +2,7 @@
 
 use std::{ffi::c_void, fmt, ptr::NonNull};
 
+use antiphon_tensor::{DType, Device, TensorError, TensorView, TensorViewMut};
 use cudarc::driver::sys;
 
 use super::{Context, CudaError, StreamRef, driver::call};
@@ -61,6 +62,40 @@ impl DeviceMemory {
     #[allow(clippy::len_without_is_empty)] // never empty: the driver refuses to allocate nothing
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// The tensor of this dtype and shape, row-major, that begins with the memory. Its elements are what the memory holds when
+    /// a kernel uses them.
+    ///
+    /// # Errors
+    /// [`TensorError::MemoryTooSmall`]; those of [`Shape::new`](antiphon_tensor::Shape::new).
+    pub fn view(&self, dtype: DType, shape: &[usize]) -> Result<TensorView<'_>, TensorError> {
+        let at = self.pointer.0 as usize as *const u8;
+        // SAFETY: the memory lives as long as the view, which the host does not read; its size is checked below.
+        let view = unsafe { TensorView::from_raw_parts(at, dtype, shape, None, self.device()) }?;
+        self.check_size(shape, view.num_bytes()).map(|()| view)
+    }
+
+    /// As [`view`](Self::view), for a kernel that writes.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn view_mut(&mut self, dtype: DType, shape: &[usize]) -> Result<TensorViewMut<'_>, TensorError> {
+        let at = self.pointer.0 as usize as *mut u8;
+        // SAFETY: as in `view`; no other view of the memory exists as long as this one.
+        let view = unsafe { TensorViewMut::from_raw_parts(at, dtype, shape, None, self.device()) }?;
+        self.check_size(shape, view.num_bytes()).map(|()| view)
+    }
+
+    fn device(&self) -> Device {
+        Device::Cuda(self.context.device().ordinal())
+    }
+
+    fn check_size(&self, shape: &[usize], needed: usize) -> Result<(), TensorError> {
+        match needed <= self.len {
+            true => Ok(()),
+            false => Err(TensorError::MemoryTooSmall { shape: shape.to_vec(), needed, len: self.len }),
+        }
     }
 
     /// Copies `bytes` to `offset`, in the stream's order, and waits.

@@ -20,7 +20,7 @@
 //! | [`WaitBoard`], [`WaitReport`] | who waited for whom, from a kernel that gave up; how to make it give up |
 //! | [`Survey`], [`Capabilities`], [`Nvml`] | all that a machine has for GPUs, and which ways of sharing memory work |
 //! | [`Nccl`], [`NcclCommunicator`] | NCCL, if it is there: the yardstick, and the fallback for whole collectives |
-//! | [`PRELUDE`] | what every kernel begins with |
+//! | [`PRELUDE`], [`FORMATS`] | what every kernel begins with; quantising in kernels |
 //!
 //! ```no_run
 //! use antiphon_device::cuda::{
@@ -106,7 +106,7 @@ pub use module::{Function, FunctionAttributes, Module};
 pub use nccl::{Nccl, NcclCommunicator, NcclVersion, UniqueId};
 pub use nvml::Nvml;
 pub use nvrtc::{Compiled, Nvrtc};
-pub use program::{Architecture, PRELUDE, Program};
+pub use program::{Architecture, FORMATS, PRELUDE, Program};
 pub use report::{GaveUp, WaitBoard, WaitReport};
 pub use stream::{Stream, StreamRef};
 pub use survey::{DeviceSurvey, Finding, Survey};

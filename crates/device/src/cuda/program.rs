@@ -6,6 +6,8 @@ use super::CudaVersion;
 
 /// What every kernel begins with: types, conversions, memory order, reductions, waiting with a deadline.
 pub const PRELUDE: &str = include_str!("../../kernels/prelude.cuh");
+/// Numbers of few bits and their scales, for programs that quantise; behind the [`PRELUDE`].
+pub const FORMATS: &str = include_str!("../../kernels/formats.cuh");
 
 const OPTIONS: &str = "ANTIPHON_NVRTC_OPTIONS";
 

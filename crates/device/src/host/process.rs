@@ -55,6 +55,21 @@ impl AsFd for ProcessWatch {
     }
 }
 
+/// What a process does at present, by the letter in its `/proc/PID/stat` (see proc(5)); nothing, if that cannot be read.
+pub fn activity(pid: u32) -> Option<&'static str> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name of the program, in parentheses, may hold anything.
+    Some(match stat.rsplit(')').next()?.trim_start().chars().next()? {
+        'R' => "runs",
+        'S' | 'I' => "sleeps",
+        'D' => "is in the kernel, which cannot be interrupted",
+        'T' => "is stopped",
+        't' => "is stopped by a debugger",
+        'Z' | 'X' => "has ended",
+        _ => return None,
+    })
+}
+
 /// A number that is equal for two processes exactly if they see the same process ids, or 0 if that cannot be known.
 pub fn pid_namespace() -> u64 {
     namespace("pid")

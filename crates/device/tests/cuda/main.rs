@@ -10,6 +10,7 @@
 mod compile;
 mod conversions;
 mod device;
+mod formats;
 mod launch;
 mod machine_code;
 mod memory;

@@ -1,6 +1,7 @@
 //! Memory of one process.
 
 use antiphon_device::cuda::{CudaError, DeviceMemory, MemoryKind, PinnedMemory, PointerInfo, memory};
+use antiphon_tensor::{DType, Device, TensorError};
 
 use crate::{gpu, two_gpus};
 
@@ -22,6 +23,22 @@ fn bytes_go_there_and_back() {
     let error = DeviceMemory::allocate(&context, 1 << 50).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
     assert!(error.to_string().starts_with("cuMemAlloc_v2 failed: CUDA_ERROR_OUT_OF_MEMORY (2): "), "{error}");
+}
+
+#[test]
+fn views_are_of_the_memory_and_no_larger() {
+    let Some(context) = gpu() else { return };
+    let mut memory = DeviceMemory::allocate(&context, 100).unwrap();
+    let view = memory.view(DType::F32, &[5, 5]).unwrap();
+    assert_eq!(
+        (view.as_ptr() as u64, view.shape(), view.num_bytes()),
+        (memory.pointer().0, &[5, 5][..], 100)
+    );
+    assert_eq!(view.device(), Device::Cuda(context.device().ordinal()));
+    assert_eq!(memory.view_mut(DType::U8, &[99]).unwrap().numel(), 99);
+    let error = memory.view_mut(DType::F32, &[26]).unwrap_err();
+    assert_eq!(error, TensorError::MemoryTooSmall { shape: vec![26], needed: 104, len: 100 });
+    assert!(memory.view(DType::BF16, &[usize::MAX, 2]).is_err());
 }
 
 #[test]

@@ -141,14 +141,14 @@ fn every_call_does_what_it_says_for_every_dtype() {
         });
         assert_eq!(result, (0..all).map(|index| Rank::value(1, index)).collect::<Vec<T>>());
     }
-    on_two_gpus(|rank| DType::ALL.iter().for_each(|&dtype| with_dtype!(dtype, T => check::<T>(rank))));
+    on_two_gpus(|rank| DType::NUMERIC.iter().for_each(|&dtype| with_dtype!(dtype, T => check::<T>(rank))));
 }
 
 #[test]
 fn operators_are_nccls() {
     on_two_gpus(|rank| {
         let ((from, to), all) = (rank.ends(), WORLD * BLOCK);
-        for op in ReduceOp::ALL {
+        for op in ReduceOp::ARITHMETIC {
             let result = rank.result::<f32>(all, |rank, stream| {
                 // SAFETY: see above.
                 unsafe { rank.comm.all_reduce(from, to, all, DType::F32, op, stream) }
@@ -161,6 +161,7 @@ fn operators_are_nccls() {
                     ReduceOp::Min => a.min(b),
                     ReduceOp::Max => a.max(b),
                     ReduceOp::Avg => (a + b) / 2.0,
+                    _ => unreachable!("NCCL has none on bits"),
                 }
             });
             assert_eq!(result, expected.collect::<Vec<f32>>(), "{op}");

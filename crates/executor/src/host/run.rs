@@ -270,6 +270,7 @@ impl LoadedPlan {
         let check = |waited, awaited: &dyn Fn() -> Vec<usize>| {
             monitor.check_interrupt(*signature)?;
             monitor.check(*signature)?;
+            monitor.answer(*signature, awaited, waited);
             if waited < monitor.timeout() {
                 return Ok(());
             }

@@ -132,6 +132,16 @@ impl<T, E> Pending<T, E> {
     }
 }
 
+impl<T, E> Pending<T, E> {
+    /// The rank that a received message came from: once it is over, of a message [from any](crate::Source::Any).
+    pub fn source(&self) -> Option<usize> {
+        match &self.0 {
+            State::Transfer { ticket, .. } => ticket.origin(),
+            State::Background { .. } => None,
+        }
+    }
+}
+
 impl<T, E: From<FabricError>> Pending<T, E> {
     /// Waits until it is over and returns the result, usually the buffers that were given.
     ///

@@ -96,7 +96,7 @@ impl Communicator {
         descriptor: Option<BorrowedFd<'_>>,
         from: &[usize],
     ) -> Result<(), FabricError> {
-        let Shared { health, regions, timeout, .. } = &**self.shared();
+        let Shared { health, regions, .. } = &**self.shared();
         let (operation, start) = (Signature::new(Operation::ExchangeObjects), Instant::now());
         let look = || -> Result<bool, FabricError> {
             post.borrow_mut().advance(descriptor).map_err(|e| unavailable(&e))?;
@@ -109,7 +109,7 @@ impl Communicator {
                 let _ = post.borrow_mut().advance(descriptor);
                 post.borrow().missing(from)
             };
-            health.check(regions, operation, missing, start.elapsed(), *timeout).map(|()| false)
+            health.check(regions, operation, missing, start.elapsed(), self.shared.timeout()).map(|()| false)
         };
         while !look().inspect_err(|error| health.report(regions, error))? {
             let post = post.borrow();

@@ -8,7 +8,25 @@ use std::{
 use antiphon_tensor::{Element, TensorView, TensorViewMut};
 
 use super::{Communicator, Pending, Presence, Shared};
-use crate::{FabricError, Operation, Signature, signal::channel::Messages};
+use crate::{
+    FabricError, Operation, Signature,
+    signal::channel::{Buffer, Messages, Route},
+};
+
+/// From which rank a message is awaited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// From this one.
+    Rank(usize),
+    /// From whichever sends one first.
+    Any,
+}
+
+impl From<usize> for Source {
+    fn from(rank: usize) -> Self {
+        Self::Rank(rank)
+    }
+}
 
 /// The messages of a communicator, for any thread at any time: they have an order of their own, from rank to rank.
 ///
@@ -53,7 +71,7 @@ impl Messenger {
 
     /// How long a call waits for a peer before it fails.
     pub fn timeout(&self) -> Duration {
-        self.shared().timeout
+        self.shared().timeout()
     }
 
     /// Sends a tensor to a rank, which must [`recv`](Self::recv) one of the same dtype and number of elements.
@@ -66,13 +84,45 @@ impl Messenger {
     /// [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout), [`Aborted`](FabricError::Aborted)
     /// (the receiver expected something else), [`Failed`](FabricError::Failed).
     pub fn send<'a>(&self, tensor: impl Into<TensorView<'a>>, to: usize) -> Result<(), FabricError> {
+        self.send_with_tag(tensor, to, 0)
+    }
+
+    /// Sends a tensor that only a receive with the same tag gets; without a tag is with tag 0.
+    ///
+    /// Messages to one rank with one tag arrive in the order in which they were sent. While a rank awaits a message with one
+    /// tag, it keeps those with others that come before in memory of its own.
+    ///
+    /// ```
+    /// use antiphon_fabric::{FabricError, LocalWorld};
+    ///
+    /// LocalWorld::run(2, |comm| {
+    ///     if comm.rank() == 0 {
+    ///         comm.send_with_tag(&[1i32], 1, 10)?;
+    ///         return comm.send_with_tag(&[2i32], 1, 20);
+    ///     }
+    ///     let mut received = [0i32; 2];
+    ///     let (first, second) = received.split_at_mut(1);
+    ///     comm.recv_with_tag(&mut *second, 0, 20)?;
+    ///     comm.recv_with_tag(&mut *first, 0, 10)?;
+    ///     assert_eq!(received, [1, 2]);
+    ///     Ok::<_, FabricError>(())
+    /// });
+    /// ```
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub fn send_with_tag<'a>(
+        &self,
+        tensor: impl Into<TensorView<'a>>,
+        to: usize,
+        tag: u32,
+    ) -> Result<(), FabricError> {
         let tensor = tensor.into();
-        let bytes = contiguous(&tensor)?;
+        let buffer = readable(&tensor)?;
         self.shared().check_rank(to, "destination")?;
-        let signature = message(&tensor);
         let messages = &self.shared().messages;
         // SAFETY: the tensor is borrowed until `wait` returns, which leaves no transfer behind.
-        let ticket = unsafe { messages.start_send(to, bytes.as_ptr(), bytes.len(), signature, None) };
+        let ticket = unsafe { messages.start(Route::To(to), buffer, message(&tensor, tag), None) };
         messages.wait(self.shared(), &ticket)
     }
 
@@ -82,15 +132,37 @@ impl Messenger {
     /// As [`send`](Self::send); [`Mismatch`](FabricError::Mismatch) when the other rank sent another dtype or number
     /// of elements.
     pub fn recv<'a>(&self, tensor: impl Into<TensorViewMut<'a>>, from: usize) -> Result<(), FabricError> {
+        self.recv_with_tag(tensor, from, 0).map(drop)
+    }
+
+    /// Receives a tensor that was sent with this tag, from a rank or from [any](Source::Any), and returns the rank that sent
+    /// it. Of the receives that a message fits, the one that was asked for first gets it.
+    ///
+    /// # Errors
+    /// As [`recv`](Self::recv). From any rank: [`PeerLost`](FabricError::PeerLost) when the process of a rank ends, or when all
+    /// others have left.
+    pub fn recv_with_tag<'a>(
+        &self,
+        tensor: impl Into<TensorViewMut<'a>>,
+        from: impl Into<Source>,
+        tag: u32,
+    ) -> Result<usize, FabricError> {
         let mut tensor = tensor.into();
-        contiguous(&tensor.as_view())?;
-        self.shared().check_rank(from, "source")?;
-        let signature = message(&tensor.as_view());
-        let (buffer, len) = (tensor.as_mut_ptr(), tensor.num_bytes());
+        let buffer = writable(&mut tensor)?;
+        let source = self.check_source(from.into())?;
+        let signature = message(&tensor.as_view(), tag);
         let messages = &self.shared().messages;
-        // SAFETY: as in `send`.
-        let ticket = unsafe { messages.start_receive(from, buffer, len, signature, None) };
-        messages.wait(self.shared(), &ticket)
+        // SAFETY: as in `send_with_tag`.
+        let ticket = unsafe { messages.start(Route::From(source), buffer, signature, None) };
+        messages.wait(self.shared(), &ticket)?;
+        Ok(ticket.origin().expect("whoever sent a message is known when it is here"))
+    }
+
+    fn check_source(&self, source: Source) -> Result<Source, FabricError> {
+        if let Source::Rank(rank) = source {
+            self.shared().check_rank(rank, "source")?;
+        }
+        Ok(source)
     }
 
     /// Sends one tensor and receives another at the same time, which rings and neighbour exchanges of any size need.
@@ -105,18 +177,16 @@ impl Messenger {
         from: usize,
     ) -> Result<(), FabricError> {
         let (send, mut receive) = (send.into(), receive.into());
-        let bytes = contiguous(&send)?;
-        contiguous(&receive.as_view())?;
+        let (read, write) = (readable(&send)?, writable(&mut receive)?);
         self.shared().check_rank(to, "destination")?;
         self.shared().check_rank(from, "source")?;
-        let (sends, receives) = (message(&send), message(&receive.as_view()));
-        let (buffer, len) = (receive.as_mut_ptr(), receive.num_bytes());
+        let (sends, receives) = (message(&send, 0), message(&receive.as_view(), 0));
         let messages = &self.shared().messages;
         // SAFETY: both tensors are borrowed until both waits have returned; a failed one leaves no transfer behind,
         // and the other is cancelled then.
         unsafe {
-            let outgoing = messages.start_send(to, bytes.as_ptr(), bytes.len(), sends, None);
-            let incoming = messages.start_receive(from, buffer, len, receives, None);
+            let outgoing = messages.start(Route::To(to), read, sends, None);
+            let incoming = messages.start(Route::From(from.into()), write, receives, None);
             messages.wait(self.shared(), &incoming).inspect_err(|_| messages.cancel(&outgoing))?;
             messages.wait(self.shared(), &outgoing)
         }
@@ -130,7 +200,8 @@ impl Messenger {
         self.shared().messages.flush(self.shared())
     }
 
-    /// Begins to send a tensor and keeps `owner`, which [`Pending::wait`] hands back. It goes on by itself.
+    /// Begins to send a tensor, [with a tag](Self::send_with_tag), and keeps `owner`, which [`Pending::wait`] hands back. It goes
+    /// on by itself.
     ///
     /// # Errors
     /// As [`send`](Self::send), for the arguments; [`Failed`](FabricError::Failed).
@@ -142,21 +213,16 @@ impl Messenger {
         tensor: TensorView<'_>,
         owner: K,
         to: usize,
+        tag: u32,
     ) -> Result<Pending<K>, FabricError> {
-        let bytes = contiguous(&tensor)?;
+        let buffer = readable(&tensor)?;
         self.shared().check_rank(to, "destination")?;
-        self.shared().health.check_usable()?;
-        let (sender, handover) = mpsc::sync_channel(1);
-        let keep = Box::new(Kept(Some(owner), sender));
-        let (data, len, messages) = (bytes.as_ptr(), bytes.len(), &self.shared().messages);
-        // SAFETY: the transfer owns what keeps the memory valid.
-        let ticket = unsafe { messages.start_send(to, data, len, message(&tensor), Some(keep)) };
-        messages.progress(self.shared());
-        Messages::pump(&self.presence.0);
-        Ok(Pending::transfer(self.presence.0.clone(), ticket, handover))
+        // SAFETY: passed on.
+        unsafe { self.start(Route::To(to), buffer, message(&tensor, tag), owner) }
     }
 
-    /// Begins to receive into a tensor and keeps `owner`, which [`Pending::wait`] hands back.
+    /// Begins to receive into a tensor, [with a tag](Self::recv_with_tag) from a rank or from any, and keeps `owner`, which
+    /// [`Pending::wait`] hands back. [`Pending::source`] is the rank that sent the message.
     ///
     /// # Errors
     /// As [`start_send`](Self::start_send).
@@ -167,17 +233,30 @@ impl Messenger {
         &self,
         mut tensor: TensorViewMut<'_>,
         owner: K,
-        from: usize,
+        from: impl Into<Source>,
+        tag: u32,
     ) -> Result<Pending<K>, FabricError> {
-        contiguous(&tensor.as_view())?;
-        self.shared().check_rank(from, "source")?;
+        let buffer = writable(&mut tensor)?;
+        let source = self.check_source(from.into())?;
+        // SAFETY: passed on.
+        unsafe { self.start(Route::From(source), buffer, message(&tensor.as_view(), tag), owner) }
+    }
+
+    /// # Safety
+    /// The buffer stays valid, and is not touched by anybody else (not written, if it is sent), as long as `owner` lives.
+    unsafe fn start<K: Send + 'static>(
+        &self,
+        route: Route,
+        buffer: Buffer,
+        signature: Signature,
+        owner: K,
+    ) -> Result<Pending<K>, FabricError> {
         self.shared().health.check_usable()?;
         let (sender, handover) = mpsc::sync_channel(1);
         let keep = Box::new(Kept(Some(owner), sender));
-        let (signature, len) = (message(&tensor.as_view()), tensor.num_bytes());
         let messages = &self.shared().messages;
-        // SAFETY: as in `start_send`.
-        let ticket = unsafe { messages.start_receive(from, tensor.as_mut_ptr(), len, signature, Some(keep)) };
+        // SAFETY: the transfer owns what keeps the memory valid.
+        let ticket = unsafe { messages.start(route, buffer, signature, Some(keep)) };
         messages.progress(self.shared());
         Messages::pump(&self.presence.0);
         Ok(Pending::transfer(self.presence.0.clone(), ticket, handover))
@@ -206,6 +285,32 @@ impl Communicator {
         self.messenger.recv(tensor, from)
     }
 
+    /// Sends a tensor with a tag; see [`Messenger::send_with_tag`].
+    ///
+    /// # Errors
+    /// As [`Messenger::send`].
+    pub fn send_with_tag<'a>(
+        &self,
+        tensor: impl Into<TensorView<'a>>,
+        to: usize,
+        tag: u32,
+    ) -> Result<(), FabricError> {
+        self.messenger.send_with_tag(tensor, to, tag)
+    }
+
+    /// Receives a tensor that was sent with a tag, from a rank or from any; see [`Messenger::recv_with_tag`].
+    ///
+    /// # Errors
+    /// As [`Messenger::recv_with_tag`].
+    pub fn recv_with_tag<'a>(
+        &self,
+        tensor: impl Into<TensorViewMut<'a>>,
+        from: impl Into<Source>,
+        tag: u32,
+    ) -> Result<usize, FabricError> {
+        self.messenger.recv_with_tag(tensor, from, tag)
+    }
+
     /// Sends one tensor and receives another at the same time; see [`Messenger::send_recv`].
     ///
     /// # Errors
@@ -227,7 +332,7 @@ impl Communicator {
     pub fn start_send<T: Element>(&self, buffer: Vec<T>, to: usize) -> Result<Pending<Vec<T>>, FabricError> {
         let elements: *const [T] = &*buffer;
         // SAFETY: the vector is the owner, and its heap memory does not move with it.
-        unsafe { self.messenger.start_send(TensorView::from(&*elements), buffer, to) }
+        unsafe { self.messenger.start_send(TensorView::from(&*elements), buffer, to, 0) }
     }
 
     /// Begins to receive into a buffer, which comes back, filled, from [`Pending::wait`].
@@ -241,18 +346,27 @@ impl Communicator {
     ) -> Result<Pending<Vec<T>>, FabricError> {
         let elements: *mut [T] = &mut *buffer;
         // SAFETY: as in `start_send`.
-        unsafe { self.messenger.start_recv(TensorViewMut::from(&mut *elements), buffer, from) }
+        unsafe { self.messenger.start_recv(TensorViewMut::from(&mut *elements), buffer, from, 0) }
     }
 }
 
-fn contiguous<'t>(tensor: &'t TensorView<'_>) -> Result<&'t [u8], FabricError> {
-    tensor.as_bytes().map_err(|e| FabricError::invalid(e.to_string()))
+/// The memory of a tensor to send, which must be contiguous.
+fn readable(tensor: &TensorView<'_>) -> Result<Buffer, FabricError> {
+    let bytes = tensor.as_bytes().map_err(|e| FabricError::invalid(e.to_string()))?;
+    Ok(Buffer { data: bytes.as_ptr().cast_mut(), len: bytes.len() })
 }
 
-fn message(tensor: &TensorView<'_>) -> Signature {
+/// The memory of a tensor to receive into, which must be contiguous.
+fn writable(tensor: &mut TensorViewMut<'_>) -> Result<Buffer, FabricError> {
+    readable(&tensor.as_view())?;
+    Ok(Buffer { data: tensor.as_mut_ptr(), len: tensor.num_bytes() })
+}
+
+fn message(tensor: &TensorView<'_>, tag: u32) -> Signature {
     Signature {
         dtype: Some(tensor.dtype()),
         count: tensor.numel() as u64,
+        detail: tag,
         ..Signature::new(Operation::Message)
     }
 }

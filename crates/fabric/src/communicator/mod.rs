@@ -17,7 +17,10 @@ use std::{
     time::Duration,
 };
 
-use antiphon_device::host::wait::Patience;
+use antiphon_device::{
+    host::wait::Patience,
+    sync::{AtomicU64, Ordering},
+};
 
 use crate::{
     FabricError, Members, Operation, Signature,
@@ -29,7 +32,7 @@ use crate::{
 
 pub use background::Pending;
 pub use builder::Builder;
-pub use messages::Messenger;
+pub use messages::{Messenger, Source};
 pub use monitor::Monitor;
 pub use queue::Queue;
 pub(crate) use shrink::Notice;
@@ -38,7 +41,8 @@ pub(crate) use shrink::Notice;
 pub(crate) struct Shared {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    pub(crate) timeout: Duration,
+    /// In nanoseconds.
+    timeout: AtomicU64,
     pub(crate) patience: Patience,
     pub(crate) health: Health,
     pub(crate) regions: Regions,
@@ -59,7 +63,19 @@ impl Shared {
         let (rank, world_size) = (health.rank(), regions.layout().world_size);
         let patience = Patience::for_ranks(world_size, health.count_cores());
         let messages = Messages::new(world_size);
+        let timeout = AtomicU64::new(nanoseconds(timeout));
+        #[cfg(not(loom))]
+        antiphon_device::host::signal::count_sigusr1();
         Self { rank, world_size, timeout, patience, health, regions, messages, interrupt }
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        // Nothing else is read by what it says.
+        Duration::from_nanos(self.timeout.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_timeout(&self, timeout: Duration) {
+        self.timeout.store(nanoseconds(timeout), Ordering::Relaxed);
     }
 
     pub(crate) fn check_rank(&self, rank: usize, role: &str) -> Result<(), FabricError> {
@@ -81,6 +97,11 @@ impl Shared {
             _ => Ok(()),
         }
     }
+}
+
+/// Longer than 584 years is for ever.
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// While one of these lives, this rank takes part. Buffers may outlive it, and only keep the memory mapped.
@@ -134,7 +155,7 @@ pub struct Communicator {
 
 impl std::fmt::Debug for Communicator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Shared { rank, world_size, timeout, .. } = &*self.shared;
+        let (Shared { rank, world_size, .. }, timeout) = (&*self.shared, self.timeout());
         write!(f, "Communicator {{ rank: {rank}, world_size: {world_size}, timeout: {timeout:?} }}")
     }
 }
@@ -187,7 +208,13 @@ impl Communicator {
 
     /// How long a call waits for a peer before it fails.
     pub fn timeout(&self) -> Duration {
-        self.shared.timeout
+        self.shared.timeout()
+    }
+
+    /// Changes how long a call waits for a peer before it fails, also for waits under way; see [`Monitor::set_timeout`], which
+    /// any thread may call.
+    pub fn set_timeout(&self, timeout: Duration) {
+        self.shared.set_timeout(timeout);
     }
 
     /// The rounds that collectives are made of: for crates that implement them.
@@ -220,6 +247,14 @@ impl Communicator {
     /// [`Mismatch`](FabricError::Mismatch), [`Aborted`](FabricError::Aborted), [`Failed`](FabricError::Failed).
     pub fn barrier(&self) -> Result<(), FabricError> {
         self.own_rounds()?.exchange(&Signature::new(Operation::Barrier))
+    }
+
+    /// Does `work`, which is part of a call of this signature: errors name the call, and not what it is made of.
+    pub fn as_part_of<T>(&self, call: &Signature, work: impl FnOnce() -> T) -> T {
+        self.rounds.borrow_mut().call = Some(*call);
+        let done = work();
+        self.rounds.borrow_mut().call = None;
+        done
     }
 
     /// Checks that a rank exists.

@@ -87,7 +87,13 @@ impl Monitor {
 
     /// How long a call waits for a peer before it fails.
     pub fn timeout(&self) -> Duration {
-        self.shared().timeout
+        self.shared().timeout()
+    }
+
+    /// Changes how long a call of this rank waits for a peer before it fails, also for waits under way. Groups that were split
+    /// off before keep theirs.
+    pub fn set_timeout(&self, timeout: Duration) {
+        self.shared().set_timeout(timeout);
     }
 
     /// Whether the communicator has not failed before.
@@ -111,6 +117,12 @@ impl Monitor {
             Err(FabricError::Timeout { .. }) | Ok(()) => Ok(()),
             Err(error) => Err(error),
         }
+    }
+
+    /// Says on standard error that this rank waits, if it was asked to by SIGUSR1 since the last time: for work that waits
+    /// elsewhere, at each look around.
+    pub fn answer(&self, doing: Signature, missing: impl Fn() -> Vec<usize>, waited: Duration) {
+        self.shared().health.answer(&self.shared().regions, doing, &missing, waited);
     }
 
     /// Whether this rank's program does not want to stop waiting (see [`Builder::interrupt`](crate::Builder::interrupt)).

@@ -181,7 +181,7 @@ impl<'a> Survivor<'a> {
         let comm = Communicator::new(Shared::new(
             shared.health.of_survivors(&group),
             regions,
-            shared.timeout,
+            shared.timeout(),
             shared.interrupt.clone(),
         ));
         tell(shared, Progress { attempt, step: Step::Ready });
@@ -247,14 +247,14 @@ impl<'a> Survivor<'a> {
         missing: impl Fn() -> Vec<usize>,
         mut ready: impl FnMut() -> Result<Option<T>, FabricError>,
     ) -> Result<T, FabricError> {
-        let Shared { rank, world_size, regions, patience, timeout, health, .. } = self.shared;
+        let Shared { rank, world_size, regions, patience, health, .. } = self.shared;
         let check = |_: Duration| {
             self.shared.check_interrupt(None)?;
             if let Some(by) = (0..*world_size).find(|&rank| self.has_given_up(rank)) {
                 return Err(gave_up(self.shared, by));
             }
             let waited = self.start.elapsed();
-            if waited < *timeout {
+            if waited < self.shared.timeout() {
                 return Ok(());
             }
             let (missing, members) = (missing(), health.members().clone());

@@ -42,7 +42,7 @@ impl Communicator {
         Ok(Some(Self::new(Shared::new(
             Health::of_group(rank, parent, &group),
             Regions::new(memory, layout),
-            parent.timeout,
+            parent.timeout(),
             parent.interrupt.clone(),
         ))))
     }

@@ -27,6 +27,11 @@ pub struct Source {
 /// The slots: what every program of a family begins with, behind the prelude.
 pub const SLOTS: Source = Source { name: "slots.cuh", text: include_str!("slots.cuh") };
 
+/// Quantising: numbers of few bits and their scales, for a family that has them among its [`SOURCES`](Family::SOURCES).
+pub const FORMATS: Source = Source { name: "formats.cuh", text: antiphon_device::cuda::FORMATS };
+/// Moving bytes of any meaning; behind [`SLOTS`].
+pub const ROWS: Source = Source { name: "rows.cuh", text: include_str!("rows.cuh") };
+
 /// Kernels that are compiled together: one program, specialised by the fields of the value.
 ///
 /// A value names one variant of the program (a dtype, an operator); equal values are compiled and loaded once for each

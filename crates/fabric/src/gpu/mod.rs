@@ -102,7 +102,7 @@ use antiphon_device::{DeviceError, cuda::CudaError};
 
 use crate::FabricError;
 pub use crate::gpu_kernels as kernels;
-pub use family::{Family, Kernel, Loaded, NoArguments, SLOTS, Source, THREADS, program};
+pub use family::{FORMATS, Family, Kernel, Loaded, NoArguments, ROWS, SLOTS, Source, THREADS, program};
 pub use idle::UntilIdle;
 pub use launch::{Grid, Launch, Pieces, Work};
 pub use reduction::{REDUCE, Reduction};

@@ -62,13 +62,14 @@ template <bool PLAIN> DEVICE void fill_nan(const elements<PLAIN>& out, u32 first
     write_nan((u64)out.data, out.count * sizeof(T), first, step, end);
 }
 
-// In ascending rank order, rounded once (ROUND_EACH: after each). The result has no EMPTY: a NaN is the canonical one.
-DEVICE uint4 reduce(const uint4 (&values)[WORLD]) {
+// In the order of the values, which is that of their ranks, rounded once (ROUND_EACH: after each). The result has no EMPTY: a NaN
+// is the canonical one.
+template <u32 COUNT> DEVICE uint4 reduce(const uint4 (&values)[COUNT]) {
     vec16<T> v;
     v.words = values[0];
     wide_vec<T> sum = widen_vec(v);
 #pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
+    for (u32 k = 1; k < COUNT; ++k) {
         v.words = values[k];
         wide_vec<T> x = widen_vec(v);
 #pragma unroll
@@ -77,7 +78,7 @@ DEVICE uint4 reduce(const uint4 (&values)[WORLD]) {
     }
     if (AVERAGE)
 #pragma unroll
-        for (u32 lane = 0; lane < LANES; ++lane) sum.lane[lane] /= (A)WORLD;
+        for (u32 lane = 0; lane < LANES; ++lane) sum.lane[lane] /= (A)COUNT;
     return narrow_vec<T>(sum).words;
 }
 

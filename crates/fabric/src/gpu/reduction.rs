@@ -26,9 +26,12 @@ enum Element {
 }
 
 impl Reduction {
-    /// Elements of f32, f16 or bf16; none for other types. A result is rounded once.
+    /// Elements of f32, f16 or bf16; none for other types, nor for operators on bits. A result is rounded once.
     #[inline]
     pub const fn new(dtype: DType, op: ReduceOp) -> Option<Self> {
+        if op.is_bitwise() {
+            return None;
+        }
         let element = match dtype {
             DType::F32 => Element::F32,
             DType::F16 => Element::F16,
@@ -58,6 +61,7 @@ impl Reduction {
             ReduceOp::Prod => "prod_of",
             ReduceOp::Min => "min_of",
             ReduceOp::Max => "max_of",
+            ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => unreachable!("refused by `new`"),
         };
         program
             .define("ELEMENT", element)
@@ -78,5 +82,6 @@ mod tests {
         let mut reduced: Vec<_> = reduced.map(ToString::to_string).collect();
         reduced.sort();
         assert_eq!(reduced, ["bf16", "f16", "f32"]);
+        assert!(Reduction::new(DType::F32, ReduceOp::Bor).is_none());
     }
 }

@@ -176,7 +176,7 @@ static __device__ __noinline__ void compare_tags(const u8* tags, wait_board* boa
         load_tag(tags + peer * 16, theirs.low, theirs.high);
         const bool there = peer != rank && theirs.low != ~0ull;
         if (there && (theirs.low != doing.low || theirs.high != doing.high))
-            return record_wait(board, DISAGREED, rank, peer, doing, 0, theirs, 0);
+            return record_wait(board, DISAGREED, rank, peer, doing, 0, theirs);
     }
 }
 
@@ -244,7 +244,7 @@ struct reader {
         if (!came) return false;
         if (theirs.low == a.doing.low && theirs.high == a.doing.high) return true;
         stop_calls((control*)a.own, (control*)a.other);
-        record_wait(a.board, DISAGREED, a.rank, peer, a.doing, 0, theirs, 0);
+        record_wait(a.board, DISAGREED, a.rank, peer, a.doing, 0, theirs);
         return false;
     }
 };

@@ -34,7 +34,6 @@ use crate::{Communicator, CudaArena, FabricError, Monitor};
 pub struct Tenant {
     resources: UntilIdle<Resources>,
     engine: Arc<Engine>,
-    limit_ns: u64,
     /// Those that the kernels of every rank may use.
     multiprocessors: u32,
     starts_dependents: Cell<bool>,
@@ -87,7 +86,6 @@ impl Tenant {
         Ok(Self {
             resources: UntilIdle::new(context, resources),
             engine,
-            limit_ns: comm.timeout().as_nanos().min(u128::from(u64::MAX)) as u64,
             multiprocessors,
             starts_dependents: Cell::new(false),
         })
@@ -266,7 +264,7 @@ impl Tenant {
 
     #[inline]
     pub(super) fn limit_ns(&self) -> u64 {
-        self.limit_ns
+        u64::try_from(self.monitor().timeout().as_nanos()).unwrap_or(u64::MAX)
     }
 
     /// Where a channel of a rank's arena begins, for this rank's device.

@@ -3,36 +3,50 @@
 use std::{
     any::Any,
     cell::RefCell,
-    collections::VecDeque,
     ops::{Deref, DerefMut},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
 use antiphon_device::host::wait::{Patience, wait_for};
 
+use super::matching::{Incoming, Outgoing};
 use crate::{
     FabricError, Signature,
-    communicator::Shared,
+    communicator::{Shared, Source},
     layout::{MESSAGE_BELL, RING, RING_BODY},
 };
 
-/// Which way a message goes.
+/// With whom a message is exchanged, and which way it goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Direction {
-    Send,
-    Receive,
+pub(crate) enum Route {
+    /// To a rank.
+    To(usize),
+    /// From a rank, or any.
+    From(Source),
 }
 
+/// The memory of a message.
+#[derive(Clone, Copy)]
+pub(crate) struct Buffer {
+    pub(crate) data: *mut u8,
+    pub(crate) len: usize,
+}
+
+/// The rank that a message came from, once that is known.
+pub(crate) type Origin = Arc<OnceLock<usize>>;
+
 /// One message on its way. Its buffer outlives it: it is borrowed by a call that does not return before, or kept.
-struct Transfer {
-    id: u64,
-    buffer: *mut u8,
-    len: usize,
+pub(super) struct Transfer {
+    /// Later transfers have greater numbers.
+    pub(super) id: u64,
+    buffer: Buffer,
     done: usize,
-    signature: Signature,
+    pub(super) signature: Signature,
     /// Keeps the buffer alive.
     keep: Option<Keep>,
+    /// Where to leave the rank that it came from, for a receive from any.
+    pub(super) origin: Option<Origin>,
 }
 
 /// Whatever owns a buffer. Dropping it may run anybody's code, and so happens without our lock.
@@ -41,12 +55,34 @@ type Keep = Box<dyn Any + Send>;
 // SAFETY: the buffer is used only under the lock of `Messages`, and stays valid as said above.
 unsafe impl Send for Transfer {}
 
-/// The messages between this rank and one other, in one direction; they go in order.
-#[derive(Default)]
-struct Port {
-    /// Packets sent, or consumed.
-    sequence: u64,
-    queue: VecDeque<Transfer>,
+impl Transfer {
+    /// A message that nobody awaits yet, with a buffer of its own; none if there is no memory for it.
+    pub(super) fn unexpected(id: u64, signature: Signature) -> Option<Self> {
+        let size = signature.dtype.map_or(1, |dtype| dtype.size());
+        let len = usize::try_from(signature.count).ok()?.checked_mul(size)?;
+        let mut memory = Vec::<u8>::new();
+        memory.try_reserve_exact(len).ok()?;
+        memory.resize(len, 0);
+        let buffer = Buffer { data: memory.as_mut_ptr(), len };
+        Some(Self { id, buffer, done: 0, signature, keep: Some(Box::new(memory)), origin: None })
+    }
+
+    /// Takes what has come to another buffer, of the same length.
+    pub(super) fn take(&mut self, arrived: &Self) {
+        debug_assert!(arrived.is_over() && self.buffer.len == arrived.buffer.len);
+        // SAFETY: both buffers are valid for their equal lengths, and apart: one was made for this message.
+        unsafe { self.buffer.data.copy_from_nonoverlapping(arrived.buffer.data, self.buffer.len) };
+        self.done = self.buffer.len;
+    }
+
+    fn is_over(&self) -> bool {
+        self.done == self.buffer.len
+    }
+
+    /// How many bytes the next packet has.
+    fn part(&self) -> usize {
+        (self.buffer.len - self.done).min(RING_BODY)
+    }
 }
 
 /// The messages of one rank.
@@ -54,8 +90,8 @@ pub(crate) struct Messages(Mutex<State>);
 
 struct State {
     next_id: u64,
-    outgoing: Vec<Port>,
-    incoming: Vec<Port>,
+    outgoing: Vec<Outgoing>,
+    incoming: Incoming,
     active: usize,
     /// Owners of buffers whose transfers are over, on their way out of the lock.
     released: Vec<Keep>,
@@ -88,32 +124,40 @@ impl Drop for Locked<'_> {
 }
 
 /// A message in flight; see [`Messages::start`].
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Ticket {
     id: u64,
-    peer: usize,
-    direction: Direction,
+    route: Route,
     signature: Signature,
+    origin: Option<Origin>,
+}
+
+impl Ticket {
+    /// The rank that the message came from, when a receive is over.
+    pub(crate) fn origin(&self) -> Option<usize> {
+        match self.route {
+            Route::From(Source::Rank(rank)) => Some(rank),
+            _ => self.origin.as_ref().and_then(|origin| origin.get().copied()),
+        }
+    }
 }
 
 impl Messages {
     pub(crate) fn new(world_size: usize) -> Self {
-        let ports = || (0..world_size).map(|_| Port::default()).collect();
-        let (outgoing, incoming, released) = (ports(), ports(), Vec::new());
+        let outgoing = (0..world_size).map(|_| Outgoing::default()).collect();
+        let (incoming, released) = (Incoming::new(world_size), Vec::new());
         Self(Mutex::new(State { next_id: 0, outgoing, incoming, active: 0, released, pumped: false }))
     }
 
-    /// Begins to send (or receive) a message and moves it as far as it goes.
+    /// Begins to send or receive a message and moves it as far as it goes.
     ///
     /// # Safety
-    /// `buffer` stays valid for `len` bytes, untouched (unread, for a receive) by others, until the transfer is over
+    /// The buffer stays valid, untouched (a send's: unwritten) by others, until the transfer is over
     /// or [cancelled](Self::cancel); giving its owner as `keep` ensures it.
-    unsafe fn start(
+    pub(crate) unsafe fn start(
         &self,
-        direction: Direction,
-        peer: usize,
-        buffer: *mut u8,
-        len: usize,
+        route: Route,
+        buffer: Buffer,
         signature: Signature,
         keep: Option<Keep>,
     ) -> Ticket {
@@ -121,41 +165,13 @@ impl Messages {
         let id = state.next_id;
         state.next_id += 1;
         state.active += 1;
-        let transfer = Transfer { id, buffer, len, done: 0, signature, keep };
-        state.port(direction, peer).queue.push_back(transfer);
-        Ticket { id, peer, direction, signature }
-    }
-
-    /// As [`start`](Self::start), for sending.
-    ///
-    /// # Safety
-    /// As [`start`](Self::start).
-    pub(crate) unsafe fn start_send(
-        &self,
-        to: usize,
-        data: *const u8,
-        len: usize,
-        signature: Signature,
-        keep: Option<Keep>,
-    ) -> Ticket {
-        // SAFETY: passed on; a transfer that sends only reads its buffer.
-        unsafe { self.start(Direction::Send, to, data.cast_mut(), len, signature, keep) }
-    }
-
-    /// As [`start`](Self::start), for receiving.
-    ///
-    /// # Safety
-    /// As [`start`](Self::start).
-    pub(crate) unsafe fn start_receive(
-        &self,
-        from: usize,
-        buffer: *mut u8,
-        len: usize,
-        signature: Signature,
-        keep: Option<Keep>,
-    ) -> Ticket {
-        // SAFETY: passed on.
-        unsafe { self.start(Direction::Receive, from, buffer, len, signature, keep) }
+        let origin = (route == Route::From(Source::Any)).then(Origin::default);
+        let transfer = Transfer { id, buffer, done: 0, signature, keep, origin: origin.clone() };
+        match route {
+            Route::To(peer) => state.outgoing[peer].queue.push_back(transfer),
+            Route::From(source) => state.incoming.expect(source, transfer),
+        }
+        Ticket { id, route, signature, origin }
     }
 
     /// Whether the transfer is over, after moving everything as far as it goes.
@@ -221,10 +237,12 @@ impl Messages {
     /// Forgets a transfer: its buffer is not touched any more.
     pub(crate) fn cancel(&self, ticket: &Ticket) {
         let mut state = self.lock();
-        let queue = &mut state.port(ticket.direction, ticket.peer).queue;
-        if let Some(place) = queue.iter().position(|t| t.id == ticket.id) {
-            let keep = queue.remove(place).and_then(|transfer| transfer.keep);
-            state.released.extend(keep);
+        let removed = match ticket.route {
+            Route::To(peer) => state.outgoing[peer].remove(ticket.id),
+            Route::From(_) => state.incoming.remove(ticket.id),
+        };
+        if let Some(transfer) = removed {
+            state.released.extend(transfer.keep);
             state.active -= 1;
         }
     }
@@ -260,7 +278,7 @@ impl Messages {
         };
         let stop = |waited| {
             // Whoever waits for a transfer finds out why it does not move; this thread only leaves.
-            let hopeless = waited > shared.timeout || control.has_departed();
+            let hopeless = waited > shared.timeout() || control.has_departed();
             if hopeless { Err(()) } else { Ok(()) }
         };
         let bell = &control.bells[MESSAGE_BELL].0;
@@ -273,13 +291,13 @@ impl Messages {
     /// Waits until everything is sent that was going to be.
     pub(crate) fn flush(&self, shared: &Shared) -> Result<(), FabricError> {
         let unsent = |state: &State| {
-            let of_port = |(peer, port): (usize, &Port)| {
-                port.queue.back().map(|last| {
+            let of_peer = |(peer, outbox): (usize, &Outgoing)| {
+                outbox.queue.back().map(|last| {
                     let (id, signature) = (last.id, last.signature);
-                    Ticket { id, peer, direction: Direction::Send, signature }
+                    Ticket { id, route: Route::To(peer), signature, origin: None }
                 })
             };
-            state.outgoing.iter().enumerate().filter_map(of_port).collect::<Vec<_>>()
+            state.outgoing.iter().enumerate().filter_map(of_peer).collect::<Vec<_>>()
         };
         let tickets = unsent(&self.lock());
         tickets.iter().try_for_each(|ticket| self.wait(shared, ticket))?;
@@ -297,11 +315,10 @@ impl Messages {
         }
         // Under the lock: a transfer that was cancelled half-way, which takes a failure, is the last of its stream.
         shared.health.check_usable()?;
-        let State { outgoing, incoming, active, released, .. } = state;
         for peer in 0..shared.world_size {
-            while self.send_packet(shared, peer, &mut outgoing[peer], active, released) {}
+            while state.send_packet(shared, peer) {}
             loop {
-                match self.receive_packet(shared, peer, &mut incoming[peer], active, released) {
+                match state.receive_packet(shared, peer) {
                     Ok(true) => {}
                     Ok(false) => break,
                     Err(error) => {
@@ -314,57 +331,21 @@ impl Messages {
         Ok(())
     }
 
-    /// Sends the next packet to `peer`, if there is one and room for it.
-    fn send_packet(
-        &self,
-        shared: &Shared,
-        peer: usize,
-        port: &mut Port,
-        active: &mut usize,
-        released: &mut Vec<Keep>,
-    ) -> bool {
-        let Some(transfer) = port.queue.front_mut() else { return false };
-        if !has_room(port.sequence, shared.regions.consumed(shared.rank, peer).count(), RING) {
-            return false;
+    /// The ranks without which a transfer does not move.
+    fn awaited(&self, shared: &Shared, ticket: &Ticket) -> Vec<usize> {
+        match ticket.route {
+            Route::To(peer) | Route::From(Source::Rank(peer)) => vec![peer],
+            Route::From(Source::Any) => {
+                // A rank that has left in order does not keep the others from sending.
+                let others =
+                    || (0..shared.world_size).filter(|&rank| rank != shared.rank || shared.world_size == 1);
+                let has_stayed = |&rank: &usize| !shared.regions.control(rank).has_departed();
+                match others().filter(has_stayed).collect::<Vec<_>>() {
+                    none if none.is_empty() => others().collect(),
+                    stayed => stayed,
+                }
+            }
         }
-        let packet = shared.regions.ring(shared.rank, peer, place(port.sequence, RING));
-        let part = (transfer.len - transfer.done).min(RING_BODY);
-        // SAFETY: the buffer is valid for `len` bytes, the packet's body for RING_BODY, and the receiver is done with
-        // it.
-        unsafe { packet.payload(part).copy_from_nonoverlapping(transfer.buffer.add(transfer.done), part) };
-        port.sequence += 1;
-        packet.head.publish(port.sequence, transfer.signature.to_words());
-        shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
-        finish_part(port, part, active, released);
-        true
-    }
-
-    /// Takes the next packet of `peer`, if someone awaits one and it is here.
-    fn receive_packet(
-        &self,
-        shared: &Shared,
-        peer: usize,
-        port: &mut Port,
-        active: &mut usize,
-        released: &mut Vec<Keep>,
-    ) -> Result<bool, FabricError> {
-        let Some(transfer) = port.queue.front_mut() else { return Ok(false) };
-        let packet = shared.regions.ring(peer, shared.rank, place(port.sequence, RING));
-        let Some(words) = packet.head.arrival(port.sequence + 1) else { return Ok(false) };
-        if words != transfer.signature.to_words() {
-            let theirs = Signature::from_words(words).unwrap_or(transfer.signature);
-            let mine = transfer.signature;
-            shared.regions.consumed(peer, shared.rank).refuse(mine.to_words());
-            return Err(shared.health.disagreement(mine, peer, theirs));
-        }
-        let part = (transfer.len - transfer.done).min(RING_BODY);
-        // SAFETY: as in `send_packet`; equal signatures mean equal lengths, so the packet holds `part` bytes.
-        unsafe { transfer.buffer.add(transfer.done).copy_from_nonoverlapping(packet.payload(part), part) };
-        port.sequence += 1;
-        shared.regions.consumed(peer, shared.rank).announce(port.sequence);
-        shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
-        finish_part(port, part, active, released);
-        Ok(true)
     }
 
     #[cold]
@@ -372,15 +353,16 @@ impl Messages {
         // Looking moves the transfer on, which may fail: then there is nothing to wait for.
         let failed = RefCell::new(None);
         let missing = || match self.is_over(shared, ticket) {
-            Ok(false) => vec![ticket.peer],
+            Ok(false) => self.awaited(shared, ticket),
             Ok(true) => Vec::new(),
             Err(error) => {
                 failed.borrow_mut().get_or_insert(error);
                 Vec::new()
             }
         };
-        let Shared { health, regions, timeout, .. } = shared;
-        let checked = health.check(regions, ticket.signature, missing, waited, *timeout);
+        let Shared { health, regions, .. } = shared;
+        health.answer(regions, ticket.signature, &missing, waited);
+        let checked = health.check(regions, ticket.signature, missing, waited, shared.timeout());
         let checked = checked.map_err(|error| refusal(shared, ticket).unwrap_or(error));
         let checked = failed.into_inner().map_or(checked, Err);
         checked.inspect_err(|error| health.report(regions, error))
@@ -388,23 +370,79 @@ impl Messages {
 }
 
 impl State {
-    fn is_active(&mut self, ticket: &Ticket) -> bool {
-        self.port(ticket.direction, ticket.peer).queue.iter().any(|t| t.id == ticket.id)
+    fn is_active(&self, ticket: &Ticket) -> bool {
+        match ticket.route {
+            Route::To(peer) => self.outgoing[peer].queue.iter().any(|transfer| transfer.id == ticket.id),
+            Route::From(_) => self.incoming.has(ticket.id),
+        }
     }
 
-    fn port(&mut self, direction: Direction, peer: usize) -> &mut Port {
-        match direction {
-            Direction::Send => &mut self.outgoing[peer],
-            Direction::Receive => &mut self.incoming[peer],
+    /// Sends the next packet to `peer`, if there is one and room for it.
+    fn send_packet(&mut self, shared: &Shared, peer: usize) -> bool {
+        let outbox = &mut self.outgoing[peer];
+        let Some(transfer) = outbox.queue.front_mut() else { return false };
+        if !has_room(outbox.sequence, shared.regions.consumed(shared.rank, peer).count(), RING) {
+            return false;
+        }
+        let packet = shared.regions.ring(shared.rank, peer, place(outbox.sequence, RING));
+        let part = transfer.part();
+        // SAFETY: the buffer is valid for its length, the packet's body for RING_BODY, and the receiver is done with it.
+        unsafe {
+            packet.payload(part).copy_from_nonoverlapping(transfer.buffer.data.add(transfer.done), part);
+        }
+        transfer.done += part;
+        outbox.sequence += 1;
+        packet.head.publish(outbox.sequence, transfer.signature.to_words());
+        shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
+        if transfer.is_over() {
+            let sent = outbox.queue.pop_front();
+            self.end(sent);
+        }
+        true
+    }
+
+    /// Takes the next packet of `peer`, if someone awaits a message and it is here.
+    fn receive_packet(&mut self, shared: &Shared, peer: usize) -> Result<bool, FabricError> {
+        while let Some(received) = self.incoming.take_unexpected(shared, peer)? {
+            self.end(Some(received));
+        }
+        let sequence = self.incoming.sequence(peer);
+        let packet = shared.regions.ring(peer, shared.rank, place(sequence, RING));
+        let Some(words) = packet.head.arrival(sequence + 1) else { return Ok(false) };
+        let next_id = &mut self.next_id;
+        let Some(transfer) = self.incoming.destination(shared, peer, words, next_id)? else {
+            return Ok(false);
+        };
+        let part = transfer.part();
+        // SAFETY: as in `send_packet`; equal signatures mean equal lengths, so the packet holds `part` bytes.
+        unsafe {
+            transfer.buffer.data.add(transfer.done).copy_from_nonoverlapping(packet.payload(part), part);
+        }
+        transfer.done += part;
+        let is_over = transfer.is_over();
+        self.incoming.consume(peer);
+        shared.regions.consumed(peer, shared.rank).announce(sequence + 1);
+        shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
+        if is_over {
+            let received = self.incoming.finish(peer);
+            self.end(received);
+        }
+        Ok(true)
+    }
+
+    /// Lets go of a transfer that is over.
+    fn end(&mut self, transfer: Option<Transfer>) {
+        if let Some(transfer) = transfer {
+            self.released.extend(transfer.keep);
+            self.active -= 1;
         }
     }
 }
 
 /// What the receiver expected instead, if it refused what this ticket sends.
 fn refusal(shared: &Shared, ticket: &Ticket) -> Option<FabricError> {
-    let (rank, peer) = (shared.rank, ticket.peer);
-    let sends = ticket.direction == Direction::Send;
-    let expected = shared.regions.consumed(rank, peer).refusal().filter(|_| sends)?;
+    let Route::To(peer) = ticket.route else { return None };
+    let expected = shared.regions.consumed(shared.rank, peer).refusal()?;
     Some(shared.health.disagreement(ticket.signature, peer, Signature::from_words(expected)?))
 }
 
@@ -416,14 +454,4 @@ pub(super) fn place(sequence: u64, ring: usize) -> usize {
 /// Whether that place is free: the receiver has consumed the packet that lay there before.
 pub(super) fn has_room(sequence: u64, consumed: u64, ring: usize) -> bool {
     sequence - consumed < ring as u64
-}
-
-/// Notes that a part of the first transfer has moved, and removes the transfer when it was the last.
-fn finish_part(port: &mut Port, part: usize, active: &mut usize, released: &mut Vec<Keep>) {
-    let transfer = port.queue.front_mut().expect("a part belongs to a transfer");
-    transfer.done += part;
-    if transfer.done == transfer.len {
-        released.extend(port.queue.pop_front().and_then(|transfer| transfer.keep));
-        *active -= 1;
-    }
 }

@@ -11,6 +11,7 @@
 //! * In a **channel** from one rank to another, a ring of packets, the reader acknowledges what it has consumed.
 
 pub(crate) mod channel;
+mod matching;
 #[cfg(all(test, loom))]
 mod model;
 pub(crate) mod packet;

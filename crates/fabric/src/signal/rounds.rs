@@ -26,8 +26,10 @@ pub struct Rounds {
     lane: usize,
     /// The round that was posted last.
     sequence: u64,
-    /// How long to wait for a peer.
-    timeout: Duration,
+    /// How long to wait for a peer, if not as long as the communicator says.
+    limit: Option<Duration>,
+    /// The call that the rounds are for, if their own signatures do not say.
+    pub(crate) call: Option<Signature>,
     /// Room for the answer of `inboxes`, so that no call allocates.
     pointers: Vec<*const u8>,
 }
@@ -60,7 +62,7 @@ impl Rounds {
 
     pub(crate) fn new(shared: Arc<Shared>, lane: usize) -> Self {
         let pointers = Vec::with_capacity(shared.world_size);
-        Self { timeout: shared.timeout, shared, lane, sequence: 0, pointers }
+        Self { limit: None, call: None, shared, lane, sequence: 0, pointers }
     }
 
     /// As [`exchange`](Self::exchange), for `limit` at most.
@@ -69,9 +71,9 @@ impl Rounds {
         limit: Duration,
         signature: &Signature,
     ) -> Result<(), FabricError> {
-        self.timeout = limit;
+        self.limit = Some(limit);
         let exchanged = self.exchange(signature);
-        self.timeout = self.shared.timeout;
+        self.limit = None;
         exchanged
     }
 
@@ -185,6 +187,10 @@ impl Rounds {
     /// Makes the communicator unusable because of `error`, and tells the others; returns the error.
     #[cold]
     fn fail(&mut self, error: FabricError) -> FabricError {
+        let error = match self.call {
+            Some(call) => error.during(call),
+            None => error,
+        };
         self.shared.health.report(&self.shared.regions, &error);
         error
     }
@@ -213,7 +219,9 @@ impl Rounds {
             (0..self.shared.world_size).filter(|&r| r != self.shared.rank && arrival(r).is_none()).collect()
         };
         let Shared { health, regions, .. } = &*self.shared;
-        health.check(regions, *signature, missing, waited, self.timeout)
+        health.answer(regions, self.call.unwrap_or(*signature), &missing, waited);
+        let timeout = self.limit.unwrap_or_else(|| self.shared.timeout());
+        health.check(regions, *signature, missing, waited, timeout)
     }
 
     fn mismatch(&self, mine: &Signature, peer: usize, theirs: [u64; 2]) -> FabricError {

@@ -80,6 +80,7 @@
 mod cells;
 mod clock;
 mod counters;
+mod data;
 mod expect;
 mod finding;
 mod lower;

@@ -48,12 +48,19 @@ impl fmt::Display for Region {
     }
 }
 
+fn channel_name(channel_type: ChannelType) -> &'static str {
+    match channel_type {
+        ChannelType::Memory => "memory channel",
+        ChannelType::Port => "port channel",
+        ChannelType::Switch => "switch channel",
+    }
+}
+
 impl fmt::Display for Counted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Counted::Channel { rank, channel_type, channel } => {
-                let name = if *channel_type == ChannelType::Port { "port" } else { "memory" };
-                write!(f, "{name} channel {channel} of rank {rank}")
+                write!(f, "{} {channel} of rank {rank}", channel_name(*channel_type))
             }
             Counted::Semaphore { rank, semaphore } => write!(f, "semaphore {semaphore} of rank {rank}"),
         }
@@ -100,7 +107,8 @@ impl fmt::Display for Kind {
             ),
             Kind::NoCounterpart { channel_type, channel, peer } => write!(
                 f,
-                "{channel_type:?} channel {channel} has no counterpart: rank {peer} has fewer channels back"
+                "{} {channel} has no counterpart: rank {peer} has fewer channels back",
+                channel_name(*channel_type)
             ),
             Kind::Barrier { barrier, expected, comes } => write!(
                 f,
@@ -168,7 +176,7 @@ impl fmt::Display for Kind {
                 }
             }
             Kind::UnusedChannel { rank, channel_type, channel } => {
-                write!(f, "{channel_type:?} channel {channel} of rank {rank} is not used")
+                write!(f, "{} {channel} of rank {rank} is not used", channel_name(*channel_type))
             }
             Kind::UnusedSemaphore { rank, semaphore } => {
                 write!(f, "semaphore {semaphore} of rank {rank} is not used")

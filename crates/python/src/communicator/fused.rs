@@ -1,9 +1,13 @@
 //! The arrays of a fused all-reduce: found, checked, and made where the caller gave none.
 
 use antiphon::{
-    collectives::fusion::Accumulation,
-    prelude::DType,
-    tensor::{ScaleLayout, dlpack::ElementType, quantize::NvFp4},
+    collectives::fusion::{Accumulation, Quantization, RmsNorm, Role, Scale, Source},
+    prelude::{Collectives, DType},
+    tensor::{
+        ScaleLayout,
+        dlpack::ElementType,
+        quantize::{NvFp4, TokenRule},
+    },
 };
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
@@ -17,7 +21,7 @@ use crate::{
     arguments::Given,
     cuda::RawStream,
     error::Result,
-    fused::{Factor, Fused, Quantize, Source},
+    fused::{Fused, check_overlap, cuda_device},
     interrupt,
     operand::{Operand, Tensor, Usage},
 };
@@ -112,13 +116,13 @@ impl Found {
     }
 
     /// A number, or an array of one. Numbers are told by their type: asking an array for its value would wait for the GPU.
-    fn factor(&mut self, array: Given<'_, '_>) -> Result<Factor> {
+    fn scale(&mut self, array: Given<'_, '_>) -> Result<Scale<Tensor>> {
         Ok(match array {
-            None => Factor::Value(1.0),
+            None => Scale::Value(1.0),
             Some(array) if array.is_instance_of::<PyFloat>() || array.is_instance_of::<PyInt>() => {
-                Factor::Value(array.extract()?)
+                Scale::Value(array.extract()?)
             }
-            Some(array) => Factor::Tensor(self.need("scale", Some(array))?),
+            Some(array) => Scale::Tensor(self.need("scale", Some(array))?),
         })
     }
 
@@ -161,31 +165,36 @@ impl Arguments<'_, '_> {
         let mut found =
             Found { usage: Usage::Call(self.stream), operands: Vec::with_capacity(12), count: self.count()? };
         let (source, tokens, hidden) = self.source(&mut found)?;
-        let fused = Fused {
-            source,
-            tokens,
-            hidden,
-            accumulation: if self.rounded { Accumulation::Rounded } else { Accumulation::F32 },
-            algorithm: self.algorithm.map(algorithm).transpose()?,
-            bias: found.read("bias", self.bias)?,
-            has_pre_norm: self.pre_norm,
-            pre_weight: found.read("pre_weight", self.pre_weight)?,
-            residual: found.read_matrix("residual", self.residual)?,
-            weight: found.read("weight", self.weight)?,
-            weight_bias: self.weight_bias,
-            eps: self.eps,
-            sum_out: found.write_matrix("sum_out", self.sum_out)?,
-            residual_out: found.write_matrix("residual_out", self.residual_out)?,
-            norm_out: found.write_matrix("norm_out", self.norm_out)?,
-            quantize: self.quantize(&mut found)?,
-            codes: found.write_bytes("codes", self.codes)?,
-            scales: found.write_bytes("scales", self.scales)?,
-        };
-        if fused.quantize.is_some() != fused.codes.is_some() {
+        let bias = found.read("bias", self.bias)?;
+        let pre_weight = found.read("pre_weight", self.pre_weight)?;
+        let residual = found.read_matrix("residual", self.residual)?;
+        let weight = found.read("weight", self.weight)?;
+        let sum_out = found.write_matrix("sum_out", self.sum_out)?;
+        let residual_out = found.write_matrix("residual_out", self.residual_out)?;
+        let norm_out = found.write_matrix("norm_out", self.norm_out)?;
+        let quantization = self.quantize(&mut found)?;
+        let codes = found.write_bytes("codes", self.codes)?;
+        let scales = found.write_bytes("scales", self.scales)?;
+        if quantization.is_some() != codes.is_some() {
             let text = "all_reduce_fused: quantize and codes need each other";
             return Err(PyValueError::new_err(text).into());
         }
-        fused.check_overlap()?;
+        let norm = |is_wanted: bool, weight| is_wanted.then_some(RmsNorm { weight, eps: self.eps });
+        let wants_norm = norm_out.is_some() || codes.is_some();
+        let fused = Fused::new(source, tokens, hidden)
+            .accumulation(if self.rounded { Accumulation::Rounded } else { Accumulation::F32 })
+            .algorithm(self.algorithm.map(algorithm).transpose()?)
+            .weight_bias(self.weight_bias)
+            .with_norms(norm(self.pre_norm, pre_weight), norm(wants_norm, weight))
+            .with_quantization(quantization)
+            .with(Role::Bias, bias)
+            .with(Role::Residual, residual)
+            .with(Role::SumOut, sum_out)
+            .with(Role::ResidualOut, residual_out)
+            .with(Role::NormOut, norm_out)
+            .with(Role::Codes, codes)
+            .with(Role::Scales, scales);
+        check_overlap(&fused)?;
         Ok((fused, found))
     }
 
@@ -201,13 +210,13 @@ impl Arguments<'_, '_> {
     }
 
     /// The source, with its tokens and their elements.
-    fn source(&self, found: &mut Found) -> Result<(Source, usize, usize)> {
+    fn source(&self, found: &mut Found) -> Result<(Source<Tensor>, usize, usize)> {
         match (self.x, self.experts, self.rows) {
             (Some(x), None, None) => {
                 let x = found.need("x", Some(x))?;
                 let x = found.first("x", x)?;
                 let hidden = self.hidden.unwrap_or_else(|| found.columns());
-                Ok((Source::Tensor(x), rows_of("x", &x, hidden)?, hidden))
+                Ok((Source::Tensor { input: x }, rows_of("x", &x, hidden)?, hidden))
             }
             (None, Some(experts), None) => {
                 let shared = found.need("shared", self.shared)?;
@@ -231,7 +240,7 @@ impl Arguments<'_, '_> {
                     index,
                     scales: found.read("expert_scales", self.expert_scales)?,
                     shared: found.read("shared", self.shared)?,
-                    routed: self.routed_scaling,
+                    routed_scaling: self.routed_scaling,
                 };
                 Ok((source, tokens, hidden))
             }
@@ -243,16 +252,20 @@ impl Arguments<'_, '_> {
         }
     }
 
-    fn quantize(&self, found: &mut Found) -> Result<Option<Quantize>> {
+    fn quantize(&self, found: &mut Found) -> Result<Option<Quantization<Tensor>>> {
         let Some(name) = self.quantize else { return Ok(None) };
         Ok(Some(match name {
-            "fp8" => Quantize::Fp8(found.factor(self.scale)?),
-            "fp8-tokens" => Quantize::Fp8Tokens,
-            "fp8-groups" => Quantize::Fp8Groups(self.group_size),
-            "nvfp4" => Quantize::NvFp4(found.factor(self.scale)?, scale_layout(self.scale_layout)?),
+            "fp8" => Quantization::Fp8 { scale: found.scale(self.scale)? },
+            "fp8-tokens" => Quantization::Fp8Tokens { rule: TokenRule::Quotient },
+            "fp8-tokens-reciprocal" => Quantization::Fp8Tokens { rule: TokenRule::Reciprocal },
+            "fp8-groups" => Quantization::Fp8Groups { group: self.group_size },
+            "nvfp4" => Quantization::NvFp4 {
+                scale: found.scale(self.scale)?,
+                layout: scale_layout(self.scale_layout)?,
+            },
             other => {
-                let text =
-                    format!("unknown quantisation {other:?}: known are fp8, fp8-tokens, fp8-groups, nvfp4");
+                let known = "fp8, fp8-tokens, fp8-tokens-reciprocal, fp8-groups, nvfp4";
+                let text = format!("unknown quantisation {other:?}: known are {known}");
                 return Err(PyValueError::new_err(text).into());
             }
         }))
@@ -265,7 +278,7 @@ impl Communicator {
     pub(super) fn run_fused(&self, py: Python<'_>, arguments: &Arguments<'_, '_>) -> Result<()> {
         let queue = self.queue()?;
         let (fused, found) = arguments.gather()?;
-        match (fused.cuda_device(), arguments.stream) {
+        match (cuda_device(&fused), arguments.stream) {
             (Some(device), stream) => {
                 let current = || found.operands.iter().find_map(|operand| operand.stream);
                 let stream = stream.or_else(current).unwrap_or(0);
@@ -277,8 +290,11 @@ impl Communicator {
                 let text = format!("all_reduce_fused: host memory has no stream {stream}");
                 return Err(PyValueError::new_err(text).into());
             }
-            // SAFETY: the operands, and the references of the caller, live until this returns.
-            (None, None) => interrupt::detached(py, || queue.run(|comm| unsafe { fused.run(comm) }))?,
+            (None, None) => {
+                // SAFETY: the operands, and the references of the caller, live until this returns.
+                let run = |comm: &_| Collectives::all_reduce_fused(comm, unsafe { fused.bind() });
+                interrupt::detached(py, || queue.run(run))?;
+            }
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use antiphon::{
-    fabric::{self, Builder, Queue},
+    fabric::{self, Builder, Queue, Source},
     operation::Operation,
     prelude::CollectiveError,
 };
@@ -27,7 +27,7 @@ pub(crate) use plan::Plan;
 use prepare::{call, reducing, rows};
 
 use crate::{
-    arguments::{Count, Given, Operands, Prepared, overlap},
+    arguments::{Count, Given, Operands, Prepared, Tag, overlap},
     cuda::{self, CudaBuffer, Gpus, RawStream},
     error::Result,
     fork::Process,
@@ -42,7 +42,7 @@ use crate::{
 pub(crate) struct Communicator {
     rank: usize,
     world_size: usize,
-    timeout: Duration,
+    timeout: Mutex<Duration>,
     process: Process,
     /// Absent when closed. Calls hold a reference of their own.
     queue: Mutex<Option<Arc<Queue>>>,
@@ -126,7 +126,15 @@ impl Communicator {
 
     #[getter]
     fn timeout(&self) -> f64 {
-        self.timeout.as_secs_f64()
+        self.timeout.lock().unwrap_or_else(PoisonError::into_inner).as_secs_f64()
+    }
+
+    #[setter]
+    fn set_timeout(&self, timeout: f64) -> Result<()> {
+        let timeout = seconds("timeout", Some(timeout))?.expect("it was given");
+        self.queue()?.monitor().set_timeout(timeout);
+        *self.timeout.lock().unwrap_or_else(PoisonError::into_inner) = timeout;
+        Ok(())
     }
 
     #[getter]
@@ -227,6 +235,43 @@ impl Communicator {
             objects.append(pickle.call_method1("loads", (PyBytes::new(py, bytes),))?)?;
         }
         Ok(objects)
+    }
+
+    #[pyo3(signature = (object, root = Count(0)), text_signature = "($self, object, root=0)")]
+    fn broadcast_object<'py>(
+        &self,
+        py: Python<'py>,
+        object: &Bound<'py, PyAny>,
+        root: Count,
+    ) -> Result<Bound<'py, PyAny>> {
+        let pickle = py.import("pickle")?;
+        // Bytes go round even if pickling failed: the others must not be left waiting. No pickle is one byte long.
+        if root.0 >= self.world_size {
+            let text = format!("root rank {} is not below the world size {}", root.0, self.world_size);
+            return Err(PyValueError::new_err(text).into());
+        }
+        let pickled = match root.0 == self.rank {
+            true => {
+                pickle.call_method1("dumps", (object,)).and_then(|p| Ok(Some(p.extract::<PyBackedBytes>()?)))
+            }
+            false => Ok(None),
+        };
+        let mine: &[u8] = match &pickled {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => &[],
+            Err(_) => &[0],
+        };
+        let queue = self.queue()?;
+        let all = interrupt::detached(py, || queue.run(|comm| comm.exchange_bytes(mine)))?;
+        if pickled?.is_some() {
+            return Ok(object.clone());
+        }
+        let problem = match all[root.0].as_slice() {
+            [] => "is not the root there",
+            [0] => "could not pickle its object",
+            bytes => return Ok(pickle.call_method1("loads", (PyBytes::new(py, bytes),))?),
+        };
+        Err(PyRuntimeError::new_err(format!("broadcast_object: rank {} {problem}", root.0)).into())
     }
 
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None, registered = false, stream = None))]
@@ -679,23 +724,36 @@ impl Communicator {
         self.start(py, self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Started)?)
     }
 
-    #[pyo3(signature = (x, to, *, stream = None))]
-    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, stream: Option<RawStream>) -> Result<()> {
+    #[pyo3(signature = (x, to, *, tag = Tag(0), stream = None), text_signature = "($self, x, to, *, tag=0, stream=None)")]
+    fn send(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        to: Count,
+        tag: Tag,
+        stream: Option<RawStream>,
+    ) -> Result<()> {
         let operand = Operand::import(x, "the input", Usage::Call(stream))?;
-        self.exchange(py, Some((operand, to.0)), None, stream)
+        self.exchange(py, Some((operand, to.0)), None, tag, stream)
     }
 
-    #[pyo3(signature = (out, source, *, stream = None))]
+    #[pyo3(signature = (out, source, *, tag = Tag(0), stream = None), text_signature = "($self, out, source, *, tag=0, stream=None)")]
     fn recv<'py>(
         &self,
         py: Python<'py>,
         out: Bound<'py, PyAny>,
         source: Count,
+        tag: Tag,
         stream: Option<RawStream>,
     ) -> Result<Bound<'py, PyAny>> {
         let operand = Operand::import(&out, "the output", Usage::Call(stream))?.writable("the output")?;
-        self.exchange(py, None, Some((operand, source.0)), stream)?;
+        self.exchange(py, None, Some((operand, source.0)), tag, stream)?;
         Ok(out)
+    }
+
+    #[pyo3(signature = (out, *, tag = Tag(0)), text_signature = "($self, out, *, tag=0)")]
+    fn recv_any(&self, py: Python<'_>, out: &Bound<'_, PyAny>, tag: Tag) -> Result<usize> {
+        self.receive(py, out, Source::Any, tag)
     }
 
     #[pyo3(signature = (x, to, out, source, *, stream = None))]
@@ -713,11 +771,12 @@ impl Communicator {
         if overlap(&read.tensor, &write.tensor) {
             return Err(PyValueError::new_err("input and output overlap").into());
         }
-        self.exchange(py, Some((read, to.0)), Some((write, source.0)), stream)?;
+        self.exchange(py, Some((read, to.0)), Some((write, source.0)), Tag(0), stream)?;
         Ok(out)
     }
 
-    fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count) -> Result<Handle> {
+    #[pyo3(signature = (x, to, *, tag = Tag(0)), text_signature = "($self, x, to, *, tag=0)")]
+    fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: Tag) -> Result<Handle> {
         let operand = Operand::import(x, "the input", Usage::Started)?.on_host("start_send")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         // Detached, as no lock is taken while attached that others hold while they attach.
@@ -725,21 +784,29 @@ impl Communicator {
             // SAFETY: the operand is the owner.
             unsafe {
                 let view = tensor.view().map_err(refused)?;
-                queue.messenger().start_send::<Operands>(view, [Some(operand), None], to.0)
+                queue.messenger().start_send::<Operands>(view, [Some(operand), None], to.0, tag.0)
             }
         })?;
         Ok(Handle::new(pending, None))
     }
 
-    fn start_recv(&self, py: Python<'_>, out: Bound<'_, PyAny>, source: Count) -> Result<Handle> {
+    #[pyo3(signature = (out, source, *, tag = Tag(0)), text_signature = "($self, out, source, *, tag=0)")]
+    fn start_recv(
+        &self,
+        py: Python<'_>,
+        out: Bound<'_, PyAny>,
+        source: Option<Count>,
+        tag: Tag,
+    ) -> Result<Handle> {
         let operand = Operand::import(&out, "the output", Usage::Started)?;
         let operand = operand.on_host("start_recv")?.writable("the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
+        let source = source.map_or(Source::Any, |rank| Source::Rank(rank.0));
         let pending = py.detach(|| {
             // SAFETY: the operand is the owner.
             unsafe {
                 let view = tensor.view_mut().map_err(refused)?;
-                queue.messenger().start_recv::<Operands>(view, [None, Some(operand)], source.0)
+                queue.messenger().start_recv::<Operands>(view, [None, Some(operand)], source, tag.0)
             }
         })?;
         Ok(Handle::new(pending, Some(out)))
@@ -817,6 +884,21 @@ impl Communicator {
         buffer.check_owner(&queue)?;
         // Taken when its turn has come: a call that ends before leaves it where it is.
         Ok(interrupt::detached(py, || queue.run(|comm| comm.free_shared_buffer(buffer.take()?)))?)
+    }
+}
+
+impl Communicator {
+    /// Receives, and returns the rank that sent.
+    fn receive(&self, py: Python<'_>, out: &Bound<'_, PyAny>, source: Source, tag: Tag) -> Result<usize> {
+        let operand = Operand::import(out, "the output", Usage::Call(None))?
+            .on_host("recv_any")?
+            .writable("the output")?;
+        let (queue, tensor) = (self.queue()?, operand.tensor);
+        Ok(interrupt::detached(py, || {
+            // SAFETY: the operand and the caller's reference live until this returns.
+            let view = unsafe { tensor.view_mut() }.map_err(refused)?;
+            queue.messenger().recv_with_tag(view, source, tag.0)
+        })?)
     }
 }
 

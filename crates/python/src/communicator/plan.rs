@@ -28,6 +28,7 @@ use crate::{
     error::Result,
     fork::Process,
     interrupt,
+    language::FinishedPlan,
     operand::{Operand, Tensor, Usage},
 };
 
@@ -85,6 +86,7 @@ impl Communicator {
 
 /// Where a plan comes from.
 enum Source {
+    Finished(Py<FinishedPlan>),
     Text(String),
     File(PathBuf),
 }
@@ -92,7 +94,13 @@ enum Source {
 impl Source {
     /// A program, the text of a plan, or the path of its file.
     fn of(source: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let to_json = intern!(source.py(), "to_json");
+        let (finish, to_json) = (intern!(source.py(), "finish"), intern!(source.py(), "to_json"));
+        if let Ok(finished) = source.cast::<FinishedPlan>() {
+            return Ok(Self::Finished(finished.clone().unbind()));
+        }
+        if source.hasattr(finish)? {
+            return Ok(Self::Finished(source.call_method0(finish)?.extract()?));
+        }
         if source.hasattr(to_json)? {
             return Ok(Self::Text(source.call_method0(to_json)?.extract()?));
         }
@@ -109,6 +117,7 @@ impl Source {
 
     fn plan(self) -> std::result::Result<antiphon_plan::Plan, PlanError> {
         match self {
+            Self::Finished(finished) => Ok(finished.get().plan().clone()),
             Self::Text(text) => antiphon_plan::Plan::from_json(text.as_bytes()),
             Self::File(path) => antiphon_plan::Plan::from_file(path),
         }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use antiphon::{
     collectives::cuda::CudaCollectives,
-    fabric::{self, Queue},
+    fabric::{self, Queue, Source},
     prelude::CollectiveError,
 };
 use pyo3::{
@@ -15,7 +15,7 @@ use pyo3::{
 
 use super::{Communicator, refused};
 use crate::{
-    arguments::{Operands, Prepared, same_device},
+    arguments::{Operands, Prepared, Tag, same_device},
     call::{Call, What},
     cuda::{self, Gpus, Order, RawStream},
     error::{Error, Result},
@@ -30,14 +30,18 @@ impl Communicator {
         Self {
             rank: comm.rank(),
             world_size: comm.world_size(),
-            timeout: comm.timeout(),
+            timeout: Mutex::new(comm.timeout()),
             process: Process::current(),
             queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),
             gpus: Gpus::default(),
         }
     }
 
-    pub(super) fn queue(&self) -> PyResult<Arc<Queue>> {
+    pub(crate) fn gpus(&self) -> &Gpus {
+        &self.gpus
+    }
+
+    pub(crate) fn queue(&self) -> PyResult<Arc<Queue>> {
         self.process.check(|| format!("communicator (rank {} of {})", self.rank, self.world_size))?;
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.clone().ok_or_else(|| {
@@ -47,7 +51,7 @@ impl Communicator {
     }
 
     /// Waits for an operation on the host; puts one on a GPU into the stream, or the current one of the arrays' library.
-    pub(super) fn run<'py>(
+    pub(crate) fn run<'py>(
         &self,
         py: Python<'py>,
         prepared: Prepared<'py>,
@@ -56,7 +60,7 @@ impl Communicator {
         let queue = self.queue()?;
         let Prepared { call, result, operands } = prepared;
         if let Some(device) = call.cuda_device() {
-            if !CudaCollectives::has_operation(call.what.operation) {
+            if call.mixed.is_none() && !CudaCollectives::has_operation(call.what.operation) {
                 return Err(not_on_cuda(call.name(), device));
             }
             let current = || operands.iter().flatten().find_map(|operand| operand.stream);
@@ -130,7 +134,7 @@ impl Communicator {
     pub(super) fn start(&self, py: Python<'_>, prepared: Prepared<'_>) -> Result<Handle> {
         let Prepared { call, result, operands } = prepared;
         if let Some(device) = call.cuda_device() {
-            if !CudaCollectives::has_operation(call.what.operation) {
+            if call.mixed.is_none() && !CudaCollectives::has_operation(call.what.operation) {
                 return Err(not_on_cuda(call.name(), device));
             }
             let queue = self.queue()?;
@@ -157,6 +161,7 @@ impl Communicator {
         py: Python<'_>,
         sent: Option<(Operand, usize)>,
         received: Option<(Operand, usize)>,
+        tag: Tag,
         stream: Option<RawStream>,
     ) -> Result<()> {
         let queue = self.queue()?;
@@ -169,6 +174,13 @@ impl Communicator {
         let operand = from.or(to);
         let device = operand.and_then(|operand| cuda::ordinal(operand.tensor.device));
         if let Some(device) = device {
+            if tag.0 != 0 {
+                let text = format!(
+                    "a message with tag {} on cuda:{device}: messages between GPUs have no tags",
+                    tag.0
+                );
+                return Err(PyNotImplementedError::new_err(text).into());
+            }
             let stream = stream.or_else(|| operand.and_then(|operand| operand.stream)).unwrap_or(0);
             // SAFETY: as in `run`.
             interrupt::detached(py, || unsafe { self.gpus.exchange(&queue, device, stream, read, write) })?;
@@ -188,8 +200,10 @@ impl Communicator {
                 let write = write.map(|(tensor, from)| Ok((tensor.view_mut()?, from))).transpose();
                 match (read.map_err(refused)?, write.map_err(refused)?) {
                     (Some((read, to)), Some((write, from))) => messenger.send_recv(read, to, write, from),
-                    (Some((read, to)), None) => messenger.send(read, to),
-                    (None, Some((write, from))) => messenger.recv(write, from),
+                    (Some((read, to)), None) => messenger.send_with_tag(read, to, tag.0),
+                    (None, Some((write, from))) => {
+                        messenger.recv_with_tag(write, Source::Rank(from), tag.0).map(drop)
+                    }
                     (None, None) => Ok(()),
                 }
             }

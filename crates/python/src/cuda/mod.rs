@@ -12,14 +12,14 @@ mod work;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use antiphon::{
-    collectives::cuda::CudaCollectives,
+    collectives::{cuda::CudaCollectives, mixed::CudaMixedHandler},
     device::{
         DeviceError,
         cuda::{Context, CudaError, Driver, Stream, StreamRef},
     },
     fabric::Queue,
     operation::Operation,
-    prelude::{CollectiveError, DType, FabricError, ReduceOp},
+    prelude::{CollectiveError, DType, FabricError, MixedLayout, ReduceOp},
     tensor::Device,
 };
 use pyo3::{exceptions::PyValueError, intern, prelude::*};
@@ -166,6 +166,37 @@ impl Gpus {
     /// Does now what the first calls on a device would.
     pub(crate) fn prepare(&self, queue: &Queue, device: u32, kernels: &[(DType, ReduceOp)]) -> Outcome {
         self.with(queue, device, None, |gpu| kernels.iter().try_for_each(|&(dtype, op)| gpu.load(dtype, op)))
+    }
+
+    /// The mixed collectives of a layout on a device, with the kernels for a dtype loaded. All ranks call it together.
+    pub(crate) fn mixed(
+        &self,
+        queue: &Queue,
+        device: u32,
+        layout: MixedLayout,
+        dtype: DType,
+        most_blocks: Option<usize>,
+    ) -> Outcome<CudaMixedHandler> {
+        self.prepare(queue, device, &[])?;
+        queue.run(|comm| {
+            self.with_peers(device, |peers| {
+                let handler = CudaMixedHandler::new(comm, peers, layout)?;
+                handler.prepare(peers, dtype)?;
+                Ok(handler.most_blocks(most_blocks.unwrap_or(usize::MAX)))
+            })
+        })
+    }
+
+    /// With the collectives of a device that has been opened before, in a world of several ranks.
+    pub(crate) fn with_peers<T>(
+        &self,
+        device: u32,
+        work: impl FnOnce(&CudaCollectives) -> Outcome<T>,
+    ) -> Outcome<T> {
+        self.with_open(device, |gpu| match gpu.collectives.world_size() {
+            2.. => work(&gpu.collectives),
+            _ => Err(FabricError::invalid("there is one rank, and nothing between GPUs").into()),
+        })
     }
 
     /// From now on this happens when a kernel gives up, on every GPU.

@@ -94,13 +94,29 @@ impl Gpu {
         // SAFETY: passed on.
         let stream = unsafe { self.context.borrow_stream(stream) };
         // SAFETY: the caller answers for the memory, which only the device touches.
-        unsafe { peers.all_reduce_fused(fused.call().map_err(refused)?, stream) }
+        unsafe { peers.all_reduce_fused(fused.bind(), stream) }
     }
 }
 
 /// # Safety
 /// As [`Gpus::run`](super::Gpus::run).
 unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -> Outcome {
+    if let Some(mixed) = &call.mixed {
+        let (input, output) = match call.place {
+            Place::Apart(Some(input), Some(output)) => (input, output),
+            Place::Shared(whole) => match (mixed.own_block(), mixed.gathers()) {
+                (None, _) => (whole, whole),
+                (Some((group, groups)), true) => (whole.block(group, groups), whole),
+                (Some((group, groups)), false) => (whole, whole.block(group, groups)),
+            },
+            _ => return Err(FabricError::invalid(format!("{} lacks an operand", call.name())).into()),
+        };
+        // SAFETY: the caller answers for the memory, which only the device touches.
+        unsafe {
+            let (read, mut write) = (input.view().map_err(refused)?, output.view_mut().map_err(refused)?);
+            return mixed.run_on(peers, &read, &mut write, stream);
+        }
+    }
     let mut what = call.what.clone();
     if call.registered {
         let usual = match call.place {

@@ -14,6 +14,7 @@ impl From<LanguageError> for Error {
         Error::from(match error {
             LanguageError::NoSuchRank { what: "Rank" | "Buffer", .. } => PyAttributeError::new_err(text),
             LanguageError::BackwardRange { .. }
+            | LanguageError::ToItself { .. }
             | LanguageError::DuplicateThreadBlock { .. }
             | LanguageError::NotInGroup { .. } => PyValueError::new_err(text),
             LanguageError::NoSwitchEnd { .. } => PyKeyError::new_err(text),

@@ -13,4 +13,4 @@ mod program;
 pub(crate) use channel::{Channel, Switch};
 pub(crate) use chunk::{BaseBuffer, Chunk, ThreadBlockGroup};
 pub(crate) use library::{library_names, library_plan};
-pub(crate) use program::Program;
+pub(crate) use program::{FinishedPlan, Program};

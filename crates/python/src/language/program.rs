@@ -179,39 +179,9 @@ impl Program {
         Ok(self.lock().check_pairing()?)
     }
 
-    /// The finished plan's text. All but the operations comes as keywords. The pairing is not checked.
+    /// The finished plan. All but the operations comes as keywords. The pairing is not checked.
     #[pyo3(signature = (**header))]
-    fn to_json(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<String> {
-        Ok(self.plan(py, header)?.to_json())
-    }
-
-    /// Whether the finished plan is proved, and what the verifier says of it, with the lines that asked for operations.
-    #[pyo3(signature = (**header))]
-    fn verify(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<(bool, String)> {
-        let plan = self.plan(py, header)?;
-        let report = py.detach(|| verify::verify(&plan, &verify::Options::default()));
-        Ok((report.proved, report.to_string()))
-    }
-
-    /// Of each operation of a thread block of the finished plan, the line that asked for it.
-    #[pyo3(signature = (rank, threadblock, **header))]
-    fn lines(
-        &self,
-        py: Python<'_>,
-        rank: usize,
-        threadblock: usize,
-        header: Option<&Bound<'_, PyDict>>,
-    ) -> Result<Vec<Option<(String, u32)>>> {
-        let plan = self.plan(py, header)?;
-        let block = plan.gpus.get(rank).and_then(|gpu| gpu.threadblocks.get(threadblock));
-        let missing = || PyIndexError::new_err(format!("rank {rank} has no thread block {threadblock}"));
-        let line = |op: &Op| plan.origin(op.origin).map(|origin| (origin.file.clone(), origin.line));
-        Ok(block.ok_or_else(missing)?.ops.iter().map(line).collect())
-    }
-}
-
-impl Program {
-    fn plan(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<Plan> {
+    fn finish(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<FinishedPlan> {
         let mut program = self.lock();
         if let Some(header) = header {
             configure(&mut program, header)?;
@@ -219,7 +189,39 @@ impl Program {
         let (draft, options) = (program.draft(), program.options.clone());
         drop(program);
         // The passes need nothing of Python, and may take a while.
-        Ok(py.detach(|| options.finish(draft))?)
+        Ok(FinishedPlan(py.detach(|| options.finish(draft))?))
+    }
+}
+
+/// A plan that a program became, with the lines that asked for its operations; see `_core.pyi`.
+#[pyclass(frozen, module = "antiphon.language")]
+pub(crate) struct FinishedPlan(Plan);
+
+impl FinishedPlan {
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.0
+    }
+}
+
+#[pymethods]
+impl FinishedPlan {
+    /// Its text.
+    fn to_json(&self, py: Python<'_>) -> String {
+        py.detach(|| self.0.to_json())
+    }
+
+    /// What the verifier says of it, with the lines that asked for operations: for people, and as JSON.
+    fn verify(&self, py: Python<'_>) -> (String, String) {
+        let report = py.detach(|| verify::verify(&self.0, &verify::Options::default()));
+        (report.to_string(), report.to_json().to_string())
+    }
+
+    /// Of each operation of a thread block, the line that asked for it.
+    fn lines(&self, rank: usize, threadblock: usize) -> Result<Vec<Option<(String, u32)>>> {
+        let block = self.0.gpus.get(rank).and_then(|gpu| gpu.threadblocks.get(threadblock));
+        let missing = || PyIndexError::new_err(format!("rank {rank} has no thread block {threadblock}"));
+        let line = |op: &Op| self.0.origin(op.origin).map(|origin| (origin.file.clone(), origin.line));
+        Ok(block.ok_or_else(missing)?.ops.iter().map(line).collect())
     }
 }
 

@@ -161,7 +161,7 @@ fn not_exchanged(array: &Bound<'_, PyAny>, name: &str) -> Error {
 fn check_lazy_bits(array: &Bound<'_, PyAny>, operand: &Operand, name: &str) -> Result<()> {
     let py = array.py();
     let (bit, resolve) = match operand.element.dtype() {
-        None if operand.element.is_complex() => (intern!(py, "is_conj"), "resolve_conj"),
+        _ if operand.element.is_complex() => (intern!(py, "is_conj"), "resolve_conj"),
         Some(dtype) if dtype.is_float() => (intern!(py, "is_neg"), "resolve_neg"),
         _ => return Ok(()),
     };

@@ -5,7 +5,7 @@ mod exchange;
 mod protocol;
 
 use antiphon::{
-    prelude::{DType, TensorView, TensorViewMut},
+    prelude::{DType, ReduceOp, TensorView, TensorViewMut},
     tensor::{
         Device, TensorError,
         dlpack::{ElementType, Imported},
@@ -224,12 +224,22 @@ impl Operand {
 
     /// Refuses elements that have no arithmetic here.
     pub(crate) fn numeric(self) -> Result<Self> {
-        if self.element.dtype().is_none() {
-            let known = DType::ALL.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
+        if self.element.dtype().is_none_or(|dtype| !dtype.is_numeric()) {
+            let known = DType::NUMERIC.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
             let text = format!("elements of type {} cannot be reduced, only {known}", self.element);
             return Err(PyTypeError::new_err(text).into());
         }
         Ok(self)
+    }
+
+    /// Refuses elements that an operator does not combine.
+    pub(crate) fn reducible(self, op: ReduceOp) -> Result<Self> {
+        let operand = self.numeric()?;
+        if op.is_bitwise() && operand.tensor.dtype.is_float() {
+            let text = format!("{op} combines the bits of integers, and not of {}", operand.element);
+            return Err(PyTypeError::new_err(text).into());
+        }
+        Ok(operand)
     }
 }
 
@@ -237,6 +247,12 @@ impl Tensor {
     /// The size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.count * self.dtype.size()
+    }
+
+    /// One of so many equal parts.
+    pub(crate) fn block(&self, index: usize, parts: usize) -> Self {
+        let count = self.count / parts;
+        Self { data: self.data.wrapping_add(index * count * self.dtype.size()), count, ..*self }
     }
 
     /// The tensor to read.

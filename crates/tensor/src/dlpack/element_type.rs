@@ -13,7 +13,7 @@ use crate::DType;
 ///
 /// assert_eq!(ElementType::from(DType::BF16).to_string(), "bfloat16");
 /// let fp8 = ElementType::named("float8_e4m3fn").unwrap();
-/// assert_eq!((fp8.dtype(), fp8.bytes()), (None, Some(1)));
+/// assert_eq!((fp8.dtype(), fp8.bytes()), (Some(DType::F8E4M3), Some(1)));
 /// assert_eq!(ElementType::new(99, 8, 1).to_string(), "code 99, 8 bits, 1 lanes");
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -71,7 +71,7 @@ impl ElementType {
         NAMED.iter().find(|(_, known)| *known == self).map(|&(name, _)| name)
     }
 
-    /// The type that this crate computes with, or `None` if it does not compute with this one.
+    /// The type that this crate names, or `None` if it does not.
     pub fn dtype(self) -> Option<DType> {
         DType::ALL.iter().copied().find(|&dtype| ElementType::from(dtype) == self)
     }
@@ -96,13 +96,15 @@ impl ElementType {
 
 impl From<DType> for ElementType {
     fn from(dtype: DType) -> Self {
-        let code = match dtype {
-            DType::I64 | DType::I32 | DType::I8 => DLDataType::INT,
-            DType::U8 => DLDataType::UINT,
-            DType::F64 | DType::F32 | DType::F16 => DLDataType::FLOAT,
-            DType::BF16 => DLDataType::BFLOAT,
-        };
-        ElementType::new(code, 8 * dtype.size() as u8, 1)
+        let integer = |code| ElementType::new(code, 8 * dtype.size() as u8, 1);
+        match dtype {
+            DType::I64 | DType::I32 | DType::I16 | DType::I8 => integer(DLDataType::INT),
+            DType::U64 | DType::U32 | DType::U16 | DType::U8 => integer(DLDataType::UINT),
+            DType::F64 | DType::F32 | DType::F16 => integer(DLDataType::FLOAT),
+            DType::BF16 => integer(DLDataType::BFLOAT),
+            // Their names are those of the table.
+            other => ElementType::named(other.name()).expect("the table has it"),
+        }
     }
 }
 

@@ -46,12 +46,32 @@ pub fn fp8_static_inverse(codes: &[u8], scale: f32, values: &mut [f32]) -> Resul
     Ok(())
 }
 
+/// How the scale of a token follows from its largest magnitude. The two rules differ in the last bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum TokenRule {
+    /// `amax / 448`: what FlashInfer's kernels do.
+    #[default]
+    Quotient,
+    /// `amax · (1/448)`, where 1/448 is rounded to f32: what torch computes on GPUs for `amax / 448`.
+    Reciprocal,
+}
+
+impl TokenRule {
+    fn scale(self, amax: f32) -> f32 {
+        let scale = match self {
+            TokenRule::Quotient => amax / MAX,
+            TokenRule::Reciprocal => amax * (1.0 / MAX),
+        };
+        scale.max(MIN_TOKEN_SCALE)
+    }
+}
+
 /// Quantises each row of `columns` elements to E4M3 with a scale of its own.
 ///
-/// A row's scale is `max(amax / 448, (1/512) / 448)`, where 1/512 is the smallest positive E4M3 value; each code is
-/// that of `x / scale`, an f32 division, rounded to nearest even and saturated to ±448. `scales` gets one
-/// dequantisation scale for each row. This is `kARResidualRMSNormDynamicFP8Quant` of FlashInfer 0.6.18's
-/// `trtllm_allreduce_fusion`.
+/// A row's scale is the one that `rule` gives, and at least (1/512) / 448, where 1/512 is the smallest positive E4M3
+/// value; each code is that of `x / scale`, an f32 division, rounded to nearest even and saturated to ±448. `scales`
+/// gets one dequantisation scale for each row. With [`TokenRule::Quotient`] this is
+/// `kARResidualRMSNormDynamicFP8Quant` of FlashInfer 0.6.18's `trtllm_allreduce_fusion`.
 ///
 /// # Errors
 ///
@@ -60,13 +80,14 @@ pub fn fp8_static_inverse(codes: &[u8], scale: f32, values: &mut [f32]) -> Resul
 pub fn fp8_tokens<T: Source>(
     x: &[T],
     columns: usize,
+    rule: TokenRule,
     codes: &mut [u8],
     scales: &mut [f32],
 ) -> Result<(), TensorError> {
     check_rows(x.len(), columns, scales.len())?;
     TensorError::check_length("codes", x.len(), codes.len())?;
     for ((x, codes), scale) in x.chunks_exact(columns).zip(codes.chunks_exact_mut(columns)).zip(scales) {
-        *scale = (amax_of_numbers(x) / MAX).max(MIN_TOKEN_SCALE);
+        *scale = rule.scale(amax_of_numbers(x));
         scale_down(x, *scale, codes);
     }
     Ok(())

@@ -13,11 +13,11 @@
 //! | 32 elements | E2M1 | UE8M0 | [`MxFp4`] |
 //!
 //! ```
-//! use antiphon_tensor::quantize::{fp8_tokens, fp8_tokens_inverse};
+//! use antiphon_tensor::quantize::{TokenRule, fp8_tokens, fp8_tokens_inverse};
 //!
 //! let x = [1.0_f32, -0.5, 0.25, 7.0, 0.0, 0.0, 0.0, 0.0]; // two tokens of four elements
 //! let (mut codes, mut scales) = ([0; 8], [0.0; 2]);
-//! fp8_tokens(&x, 4, &mut codes, &mut scales)?;
+//! fp8_tokens(&x, 4, TokenRule::Quotient, &mut codes, &mut scales)?;
 //! assert_eq!(scales[0], 7.0 / 448.0);
 //! assert_eq!(codes, [0x68, 0xE0, 0x58, 0x7E, 0, 0, 0, 0]);
 //!
@@ -51,7 +51,7 @@ mod fp8;
 mod fp8_groups;
 
 pub use fp4::{MxFp4, NvFp4};
-pub use fp8::{fp8_static, fp8_static_inverse, fp8_tokens, fp8_tokens_inverse};
+pub use fp8::{TokenRule, fp8_static, fp8_static_inverse, fp8_tokens, fp8_tokens_inverse};
 pub use fp8_groups::{Fp8Groups, GroupRule};
 
 use crate::round::{F32_INFINITY, bf16_to_f32, f16_to_f32};

@@ -188,6 +188,7 @@ impl<'a> TensorViewMut<'a> {
     /// As [`get_f64`](TensorViewMut::get_f64).
     pub fn set_f64(&mut self, index: &[usize], value: f64) -> Result<(), TensorError> {
         let address = self.raw.address(index)?.as_ptr();
+        self.dtype().numeric()?;
         with_dtype!(self.dtype(), T => {
             // SAFETY: the address is that of an element inside the memory that `self` borrows exclusively, of the type
             // that DType names.

@@ -97,7 +97,7 @@ fn element_types_have_the_codes_of_the_header() {
 }
 
 #[test]
-fn element_types_without_a_dtype_still_have_names() {
+fn element_types_have_names_also_those_without_a_dtype() {
     for (name, (code, bits, lanes), bytes) in [
         ("int16", (0, 16, 1), Some(2)),
         ("uint16", (1, 16, 1), Some(2)),
@@ -117,7 +117,9 @@ fn element_types_without_a_dtype_still_have_names() {
     ] {
         let element_type = ElementType::new(code, bits, lanes);
         assert_eq!((element_type.to_string(), element_type.bytes()), (name.to_owned(), bytes));
-        assert_eq!((ElementType::named(name), element_type.dtype()), (Some(element_type), None));
+        assert_eq!(ElementType::named(name), Some(element_type));
+        let dtype = name.parse::<DType>().ok();
+        assert_eq!((element_type.dtype(), dtype.is_some()), (dtype, bytes.is_some()), "{name}");
     }
     let unknown = ElementType::new(99, 8, 1);
     assert_eq!((unknown.to_string(), unknown.name()), ("code 99, 8 bits, 1 lanes".to_owned(), None));

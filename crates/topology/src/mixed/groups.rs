@@ -69,6 +69,17 @@ pub enum MixedOp {
     ReduceScatterAllReduce = 4,
 }
 
+impl MixedOp {
+    /// All operations, in the order of their numbers.
+    pub const ALL: [Self; 5] = [
+        Self::AllReduce,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::AllReduceAllGather,
+        Self::ReduceScatterAllReduce,
+    ];
+}
+
 /// Groups.
 impl MixedLayout {
     /// How the world falls into groups of one kind.

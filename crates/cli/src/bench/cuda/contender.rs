@@ -3,7 +3,7 @@
 use antiphon::{
     collectives::{
         CollectiveError,
-        cuda::{Algorithm, CudaCollectives},
+        cuda::{Algorithm, AllReduceOptions, CudaCollectives},
         nccl::NcclCollectives,
     },
     device::cuda::{DeviceMemory, StreamRef},
@@ -73,13 +73,13 @@ impl Contender<'_> {
                     }
                 }
                 Self::Registered(ours, algorithm) => {
-                    ours.all_reduce_registered(&input, output, op, algorithm, stream)
+                    ours.all_reduce_with(input, output, op, AllReduceOptions::registered(algorithm), stream)
                 }
                 Self::Nccl(nccl) => match case.collective.operation() {
-                    Some(Operation::AllReduce) => nccl.all_reduce(&input, output, op, stream),
-                    Some(Operation::AllGather) => nccl.all_gather(&input, output, stream),
-                    Some(Operation::ReduceScatter) => nccl.reduce_scatter(&input, output, op, stream),
-                    Some(Operation::AllToAll) => nccl.all_to_all(&input, output, stream),
+                    Some(Operation::AllReduce) => nccl.all_reduce(input, output, op, stream),
+                    Some(Operation::AllGather) => nccl.all_gather(input, output, stream),
+                    Some(Operation::ReduceScatter) => nccl.reduce_scatter(input, output, op, stream),
+                    Some(Operation::AllToAll) => nccl.all_to_all(input, output, stream),
                     Some(Operation::Broadcast) => nccl.broadcast(output, ROOT, stream),
                     _ => unreachable!("NCCL is not compared in {}", case.collective.name()),
                 },

@@ -12,7 +12,7 @@ use std::{
 use antiphon::{
     collectives::{
         Communicator,
-        cuda::{Algorithm, CudaCollectives},
+        cuda::{Algorithm, AllReduceOptions, CudaCollectives},
         fusion::{FusedAllReduce, Quantization, Scale},
         nccl::NcclCollectives,
     },
@@ -294,18 +294,10 @@ impl Tensors {
         // SAFETY: the tensors outlive all streams and graphs.
         unsafe {
             match operation {
-                Operation::Sum => {
-                    ours.all_reduce(&matrix(&self.input), &mut output, ReduceOp::Sum, stream)?
-                }
+                Operation::Sum => ours.all_reduce(matrix(&self.input), &mut output, ReduceOp::Sum, stream)?,
                 Operation::Registered => {
-                    let algorithm = Algorithm::TwoShot;
-                    ours.all_reduce_registered(
-                        &matrix(&self.input),
-                        &mut output,
-                        ReduceOp::Sum,
-                        algorithm,
-                        stream,
-                    )?
+                    let options = AllReduceOptions::registered(Algorithm::TwoShot);
+                    ours.all_reduce_with(matrix(&self.input), &mut output, ReduceOp::Sum, options, stream)?
                 }
                 Operation::Norm => ours.all_reduce_fused(normed().norm_out(output), stream)?,
                 Operation::Fp8 => {
@@ -315,12 +307,12 @@ impl Tensors {
                 }
                 Operation::AllGather => {
                     let mut output = self.view_mut(&self.output, DTYPE, &[part[0] * self.world_size]);
-                    ours.all_gather(&self.view(&self.input, DTYPE, &part), &mut output, stream)?
+                    ours.all_gather(self.view(&self.input, DTYPE, &part), &mut output, stream)?
                 }
                 Operation::AllToAll => {
                     let whole = [part[0] * self.world_size];
                     let mut output = self.view_mut(&self.output, DTYPE, &whole);
-                    ours.all_to_all(&self.view(&self.input, DTYPE, &whole), &mut output, stream)?
+                    ours.all_to_all(self.view(&self.input, DTYPE, &whole), &mut output, stream)?
                 }
             }
         }
@@ -344,10 +336,10 @@ impl Tensors {
         unsafe {
             match operation {
                 Operation::AllGather => {
-                    nccl.all_gather(&self.view(&self.input, DTYPE, &[part]), &mut output, stream)?
+                    nccl.all_gather(self.view(&self.input, DTYPE, &[part]), &mut output, stream)?
                 }
-                Operation::AllToAll => nccl.all_to_all(&input, &mut output, stream)?,
-                _ => nccl.all_reduce(&input, &mut output, ReduceOp::Sum, stream)?,
+                Operation::AllToAll => nccl.all_to_all(input, &mut output, stream)?,
+                _ => nccl.all_reduce(input, &mut output, ReduceOp::Sum, stream)?,
             }
         }
         let (function, out) = match operation {

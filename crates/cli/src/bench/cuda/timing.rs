@@ -100,7 +100,7 @@ impl<'a> Clock<'a> {
             let input = TensorView::from_raw_parts(at, DType::F32, &[LINE_UP], None, device)?;
             let half = at.wrapping_add(4 * LINE_UP);
             let mut output = TensorViewMut::from_raw_parts(half, DType::F32, &[LINE_UP], None, device)?;
-            Ok(self.ours.all_reduce(&input, &mut output, ReduceOp::Sum, self.stream.borrow())?)
+            Ok(self.ours.all_reduce(input, &mut output, ReduceOp::Sum, self.stream.borrow())?)
         }
     }
 

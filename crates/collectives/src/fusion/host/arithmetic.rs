@@ -124,11 +124,11 @@ fn add_like_a_warp(numbers: impl Iterator<Item = f32>) -> f32 {
 /// # Safety
 /// The weight is null or valid for reads of a row.
 #[inline(always)]
-pub(super) unsafe fn scale<T: Float>(x: &mut [f32], weight: *const u8, weight_bias: f32, rms: f32) {
-    if weight.is_null() {
+pub(super) unsafe fn scale<T: Float>(x: &mut [f32], weight: Option<*mut u8>, weight_bias: f32, rms: f32) {
+    let Some(weight) = weight else {
         x.iter_mut().for_each(|x| *x *= rms);
         return;
-    }
+    };
     // SAFETY: passed on.
     unsafe { combine::<T>(x, weight, |x, weight| x * (weight_bias + weight) * rms) }
 }

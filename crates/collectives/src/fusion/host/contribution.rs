@@ -1,7 +1,7 @@
 //! This rank's contribution, where it has to be computed first.
 
 use super::{
-    super::{Accumulation, Checked, checked::CheckedSource},
+    super::{Accumulation, Checked, Source, checked::Counts},
     arithmetic::{Float, combine, element, number, round, rounded, store},
     compiled::Body,
 };
@@ -13,24 +13,25 @@ impl Body for Contribution {
     #[inline(always)]
     unsafe fn row<T: Float>(call: &Checked, token: usize, sum: *mut u8, x: &mut [f32], _: &mut [T]) {
         let row = call.hidden * size_of::<T>();
+        let Counts { experts: count, rows: last, top_k } = call.counts;
         x.fill(0.0);
         // SAFETY: `Checked` holds tensors of these shapes.
         unsafe {
             match call.source {
-                CheckedSource::Tensor { .. } => unreachable!("a tensor is read as it is"),
-                CheckedSource::MoeReduction { experts, count, scales, shared } => {
+                Source::Tensor { .. } => unreachable!("a tensor is read as it is"),
+                Source::MoeReduction { experts, scales, shared } => {
                     for expert in 0..count {
                         let at = expert * call.tokens + token;
                         add::<T>(call, x, experts.add(at * row), number(scales, at));
                     }
                     add::<T>(call, x, shared.add(token * row), 1.0);
                 }
-                CheckedSource::MoeFinalize { rows, count, index, top_k, scales, shared, routed_scaling } => {
+                Source::MoeFinalize { rows, index, scales, shared, routed_scaling } => {
                     for at in token * top_k..(token + 1) * top_k {
-                        let scale = if scales.is_null() { 1.0 } else { element::<T>(scales, at) };
+                        let scale = scales.map_or(1.0, |scales| element::<T>(scales, at));
                         match index.cast::<i32>().add(at).read_unaligned() {
                             -1 => {}
-                            index if (0..count as i128).contains(&index.into()) => {
+                            index if (0..last as i128).contains(&index.into()) => {
                                 add::<T>(call, x, rows.add(index as usize * row), scale);
                             }
                             _ => x.fill(f32::NAN),
@@ -40,7 +41,7 @@ impl Body for Contribution {
                     if call.accumulation == Accumulation::Rounded {
                         round::<T>(x);
                     }
-                    if !shared.is_null() {
+                    if let Some(shared) = shared {
                         add::<T>(call, x, shared.add(token * row), 1.0);
                     }
                 }

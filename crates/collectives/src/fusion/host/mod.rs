@@ -12,7 +12,7 @@ use std::{cell::RefCell, ops::Range};
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::Communicator;
 
-use super::{Accumulation, Checked, checked::CheckedSource};
+use super::{Accumulation, Checked, Source};
 use crate::{
     all_reduce::carry_out,
     arguments::{Input, Output},
@@ -42,12 +42,12 @@ pub(crate) fn run(comm: &Communicator, call: Checked) -> Result<()> {
     let mut scratch = scratch.borrow_mut();
     // Two rows, one of f32 and one of elements; and the sum, unless an output has room for it.
     let output = landing(&call);
-    let own = if output.is_null() { call.num_bytes().div_ceil(size_of::<f32>()) } else { 0 };
+    let own = if output.is_none() { call.num_bytes().div_ceil(size_of::<f32>()) } else { 0 };
     let (rows, sum) = scratch.room(2 * call.hidden + own).split_at_mut(2 * call.hidden);
-    let sum = if output.is_null() { sum.as_mut_ptr().cast() } else { output };
+    let sum = output.unwrap_or(sum.as_mut_ptr().cast());
 
     let input = match call.source {
-        CheckedSource::Tensor { input } => input,
+        Source::Tensor { input } => input.cast_const(),
         _ => {
             // SAFETY: `Checked` holds what the loop reads, and `sum` is apart from it.
             unsafe { Loop::of::<Contribution>(call.dtype).run(&call, 0..call.tokens, sum, rows) };
@@ -71,12 +71,10 @@ pub(crate) fn run(comm: &Communicator, call: Checked) -> Result<()> {
 }
 
 /// An output that the sum may lie in until its rows are finished: itself, or one that is written later and read by
-/// nobody before, but as the input of an all-reduce in place. Null if there is none.
-fn landing(call: &Checked) -> *mut u8 {
-    let residual_out =
-        if call.residual == call.residual_out { std::ptr::null_mut() } else { call.residual_out };
-    let outputs = [call.sum_out, residual_out, call.norm_out];
-    outputs.into_iter().find(|output| !output.is_null()).unwrap_or(std::ptr::null_mut())
+/// nobody before, but as the input of an all-reduce in place.
+fn landing(call: &Checked) -> Option<*mut u8> {
+    let residual_out = call.residual_out.filter(|_| call.residual != call.residual_out);
+    call.sum_out.or(residual_out).or(call.norm_out)
 }
 
 /// What is done with the sum as it arrives.

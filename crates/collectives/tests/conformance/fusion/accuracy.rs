@@ -6,7 +6,7 @@ use antiphon_collectives::{
 };
 use antiphon_tensor::{
     E2M1, E4M3, Element, UE8M0,
-    quantize::{Fp8Groups, GroupRule, NvFp4},
+    quantize::{Fp8Groups, GroupRule, NvFp4, TokenRule},
     with_dtype,
 };
 
@@ -83,7 +83,7 @@ fn check_quantized(case: &Case, form: Form, norm: &[Expected], codes: &[u8], sca
     let e4m3 = |x: f32| E4M3::from_f32(x).to_f32();
     let code = |i: usize| E4M3::from_bits(codes[i]).to_f32();
     let group = match form {
-        Form::Fp8 { .. } | Form::Fp8Tokens => case.hidden,
+        Form::Fp8 { .. } | Form::Fp8Tokens { .. } => case.hidden,
         Form::Fp8Groups { group } => group,
         Form::NvFp4 { .. } => NvFp4::BLOCK,
     };
@@ -103,10 +103,14 @@ fn check_quantized(case: &Case, form: Form, norm: &[Expected], codes: &[u8], sca
         };
         match form {
             Form::Fp8 { scale, .. } => right_codes(f64::from(scale)),
-            Form::Fp8Tokens => {
+            Form::Fp8Tokens { rule } => {
+                let divisor = match rule {
+                    TokenRule::Quotient => 448.0,
+                    TokenRule::Reciprocal => 1.0 / f64::from(1.0_f32 / 448.0),
+                };
                 let scale = f32::from_ne_bytes(scales[token * 4..][..4].try_into().unwrap());
                 let nearest = |scale: f32| scale.max(1.0 / 512.0 / 448.0);
-                require(is_code_of(&amax, 448.0, nearest, scale), "scale", 0);
+                require(is_code_of(&amax, divisor, nearest, scale), "scale", 0);
                 right_codes(f64::from(scale));
             }
             Form::Fp8Groups { .. } => {

@@ -7,7 +7,7 @@ use antiphon_collectives::{
 };
 use antiphon_tensor::{
     DType, ScaleLayout, TensorView,
-    quantize::{Fp8Groups, GroupRule, NvFp4},
+    quantize::{Fp8Groups, GroupRule, NvFp4, TokenRule},
 };
 
 use super::data::Data;
@@ -62,7 +62,7 @@ pub enum Residual {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Form {
     Fp8 { scale: f32, in_memory: bool },
-    Fp8Tokens,
+    Fp8Tokens { rule: TokenRule },
     Fp8Groups { group: usize },
     NvFp4 { scale: f32, layout: ScaleLayout, in_memory: bool },
 }
@@ -156,7 +156,7 @@ impl Case {
         match self.form {
             None => (0, 0),
             Some(Form::Fp8 { .. }) => (tokens * hidden, 0),
-            Some(Form::Fp8Tokens) => (tokens * hidden, tokens * size_of::<f32>()),
+            Some(Form::Fp8Tokens { .. }) => (tokens * hidden, tokens * size_of::<f32>()),
             Some(Form::Fp8Groups { group }) => {
                 let groups = Fp8Groups::new(tokens, hidden, group, GroupRule::FlashInfer).unwrap();
                 (tokens * hidden, groups.packed_scales().size())
@@ -267,7 +267,9 @@ impl Form {
         let (in_memory, sign) = (bits.below(2) == 0, if bits.below(8) == 0 { -1.0 } else { 1.0 });
         Some(match bits.below(7) {
             0 => Self::Fp8 { scale: 0.02 * sign, in_memory },
-            1 => Self::Fp8Tokens,
+            1 => {
+                Self::Fp8Tokens { rule: [TokenRule::Quotient, TokenRule::Reciprocal][usize::from(in_memory)] }
+            }
             2 | 3 => {
                 let groups = [1, 3, 6, 8, 16, 20, 80, 128, 208, 512, hidden].map(|group| group.min(hidden));
                 let dividing = groups.into_iter().filter(|&group| hidden.is_multiple_of(group));
@@ -290,11 +292,11 @@ impl Form {
         }
     }
 
-    fn quantization(self, at: TensorView<'_>) -> Quantization<'_> {
+    fn quantization(self, at: TensorView<'_>) -> Quantization<TensorView<'_>> {
         let given = |value, in_memory| if in_memory { Scale::Tensor(at) } else { Scale::Value(value) };
         match self {
             Self::Fp8 { scale, in_memory } => Quantization::Fp8 { scale: given(scale, in_memory) },
-            Self::Fp8Tokens => Quantization::Fp8Tokens,
+            Self::Fp8Tokens { rule } => Quantization::Fp8Tokens { rule },
             Self::Fp8Groups { group } => Quantization::Fp8Groups { group },
             Self::NvFp4 { scale, layout, in_memory } => {
                 Quantization::NvFp4 { scale: given(scale, in_memory), layout }

@@ -140,7 +140,11 @@ impl Parts {
     }
 
     /// The source that these tensors are, which hold its values.
-    pub fn source<'t, B: Backend>(&self, shape: [usize; 2], tensors: &'t mut [Tensor<B>]) -> Source<'t> {
+    pub fn source<'t, B: Backend>(
+        &self,
+        shape: [usize; 2],
+        tensors: &'t mut [Tensor<B>],
+    ) -> Source<TensorView<'t>> {
         let [tokens, hidden] = shape;
         let mut views = tensors.iter_mut().map(Tensor::view);
         let mut next = || views.next().unwrap();

@@ -160,9 +160,9 @@ fn quantized<T: Source>(case: &Case, norm: &[T]) -> (Vec<u8>, Vec<u8>) {
     match case.form {
         None => {}
         Some(Form::Fp8 { scale, .. }) => fp8_static(norm, scale, to_codes).unwrap(),
-        Some(Form::Fp8Tokens) => {
+        Some(Form::Fp8Tokens { rule }) => {
             let mut of_tokens = vec![0f32; case.tokens];
-            fp8_tokens(norm, case.hidden, to_codes, &mut of_tokens).unwrap();
+            fp8_tokens(norm, case.hidden, rule, to_codes, &mut of_tokens).unwrap();
             to_scales.copy_from_slice(Values::of(&of_tokens).bytes());
         }
         Some(Form::Fp8Groups { group }) => {

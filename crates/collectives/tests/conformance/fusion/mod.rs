@@ -11,7 +11,7 @@ use antiphon_collectives::{
     all_reduce::Algorithm,
     fusion::{Accumulation, FusedAllReduce, InPlace},
 };
-use antiphon_tensor::{DType, TensorView, TensorViewMut};
+use antiphon_tensor::{DType, TensorView, TensorViewMut, quantize::TokenRule};
 
 use crate::{
     harness::{Backend, HostThreads, Place, Tensor, assert_same_bits},
@@ -111,7 +111,7 @@ fn a_row_has_the_same_bits_alone_as_among_others<B: Backend>(dtype: DType, world
                 gamma: true,
                 residual_out: true,
                 norm_out: true,
-                form: Some(Form::Fp8Tokens),
+                form: Some(Form::Fp8Tokens { rule: TokenRule::default() }),
                 ..Case::new(dtype, 17, hidden)
             };
             let data = Data::moderate(&all, world, comm.rank());

@@ -2,9 +2,9 @@
 
 use antiphon_collectives::{
     Collectives, Communicator, ReduceOp,
-    fusion::{FusedAllReduce, InPlace, Quantization, Scale, Source},
+    fusion::{FusedAllReduce, InPlace, Operand, Quantization, Scale, Source},
 };
-use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, bf16};
+use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, bf16, quantize::TokenRule};
 
 use crate::harness::Backend;
 
@@ -20,7 +20,7 @@ conformance! {
 }
 
 /// Refuses calls on every rank of a world, after which the ranks still work together.
-fn refusing<B: Backend>(world: usize, calls: impl Fn(&dyn Fn(FusedAllReduce<'_>, &str)) + Sync) {
+fn refusing<B: Backend>(world: usize, calls: impl Fn(&dyn Fn(FusedAllReduce<Operand<'_>>, &str)) + Sync) {
     B::run(world, |comm: Communicator| {
         calls(&|call, text| {
             let error = comm.all_reduce_fused(call).expect_err(text).to_string();
@@ -41,26 +41,26 @@ fn ones(shape: &[usize]) -> TensorView<'static> {
 }
 
 /// A source, and an output for it.
-fn of<'a>(source: Source<'a>, sum: &'a mut [f32; 16]) -> FusedAllReduce<'a> {
+fn of<'a>(source: Source<TensorView<'a>>, sum: &'a mut [f32; 16]) -> FusedAllReduce<Operand<'a>> {
     FusedAllReduce::of_source(source).sum_out(sum)
 }
 
 /// Two tokens of eight elements.
-fn plain(sum: &mut [f32; 16]) -> FusedAllReduce<'_> {
+fn plain(sum: &mut [f32; 16]) -> FusedAllReduce<Operand<'_>> {
     of(Source::Tensor { input: ones(&[2, 8]) }, sum)
 }
 
 /// The same, with an output in its place.
-fn in_place(tensor: &mut [f32; 16], output: InPlace) -> FusedAllReduce<'_> {
+fn in_place(tensor: &mut [f32; 16], output: InPlace) -> FusedAllReduce<Operand<'_>> {
     FusedAllReduce::of_in_place(TensorViewMut::new(tensor, &[2, 8]).unwrap(), output)
 }
 
 /// The same to be normed and quantised.
 fn quantized<'a>(
-    form: Quantization<'a>,
+    form: Quantization<TensorView<'a>>,
     codes: &'a mut [u8],
     scales: Option<&'a mut [u8]>,
-) -> FusedAllReduce<'a> {
+) -> FusedAllReduce<Operand<'a>> {
     FusedAllReduce::of(TensorView::new(&HALVES, &[2, 16]).unwrap()).rms_norm(None, 0.0).quantize(
         form,
         codes,
@@ -132,7 +132,10 @@ fn calls_without_an_output<B: Backend>(world: usize) {
         refuse(call().rms_norm(None, 0.0).residual(ones(&[2, 8])), "the outputs must be at least one");
         let missing = "the outputs must be a norm for norm_out and codes, as no rms_norm is asked for";
         refuse(call().norm_out(&mut nothing()), missing);
-        refuse(call().quantize(Quantization::Fp8Tokens, &mut [0u8; 16], None), missing);
+        refuse(
+            call().quantize(Quantization::Fp8Tokens { rule: TokenRule::default() }, &mut [0u8; 16], None),
+            missing,
+        );
         let twice = "the residual must be given once: in place, or apart from where the sum with it goes";
         refuse(call().residual_in_place(&mut nothing()).residual_out(&mut nothing()), twice);
         refuse(call().residual(&ONES[..16]).residual_in_place(&mut nothing()), twice);
@@ -223,7 +226,7 @@ fn codes_and_scales_that_are_too_short<B: Backend>(world: usize) {
             "the scales must be at least 512 bytes, not 511",
         );
         refuse(quantized(fp4, &mut [0; 16], None), "the scales must be 512 bytes, not nothing");
-        let tokens = Quantization::Fp8Tokens;
+        let tokens = Quantization::Fp8Tokens { rule: TokenRule::default() };
         refuse(
             quantized(tokens, &mut [0; 32], Some(&mut [0; 7])),
             "the scales must be at least 8 bytes, not 7",

@@ -114,7 +114,7 @@ impl NcclCommunicator {
         op: ReduceOp,
         stream: StreamRef<'_>,
     ) -> Result<(), CudaError> {
-        let (dtype, op, _current) = (self.dtype(dtype)?, operator(op), self.context.current()?);
+        let (dtype, op, _current) = (self.dtype(dtype)?, self.operator(op)?, self.context.current()?);
         let (from, to, comm) = (from.0 as From, to.0 as To, self.handle.as_ptr());
         let call = self.nccl.functions.all_reduce;
         // SAFETY: the communicator lives; the rest is passed on.
@@ -138,7 +138,7 @@ impl NcclCommunicator {
         op: ReduceOp,
         stream: StreamRef<'_>,
     ) -> Result<(), CudaError> {
-        let (dtype, op, _current) = (self.dtype(dtype)?, operator(op), self.context.current()?);
+        let (dtype, op, _current) = (self.dtype(dtype)?, self.operator(op)?, self.context.current()?);
         let (from, to, comm) = (from.0 as From, to.0 as To, self.handle.as_ptr());
         let call = self.nccl.functions.reduce_scatter;
         // SAFETY: the communicator lives; the rest is passed on.
@@ -235,6 +235,11 @@ impl NcclCommunicator {
         let device = self.context.device().ordinal();
         data_type(dtype).ok_or(CudaError::Unsupported { device, what: "elements of this dtype through NCCL" })
     }
+
+    fn operator(&self, op: ReduceOp) -> Result<c_int, CudaError> {
+        let device = self.context.device().ordinal();
+        operator(op).ok_or(CudaError::Unsupported { device, what: "operators on bits through NCCL" })
+    }
 }
 
 impl Drop for NcclCommunicator {
@@ -263,14 +268,15 @@ fn data_type(dtype: DType) -> Option<c_int> {
 }
 
 /// `ncclRedOp_t`.
-fn operator(op: ReduceOp) -> c_int {
-    match op {
+fn operator(op: ReduceOp) -> Option<c_int> {
+    Some(match op {
         ReduceOp::Sum => 0,
         ReduceOp::Prod => 1,
         ReduceOp::Max => 2,
         ReduceOp::Min => 3,
         ReduceOp::Avg => 4,
-    }
+        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => return None,
+    })
 }
 
 #[cfg(test)]
@@ -279,8 +285,8 @@ mod tests {
 
     #[test]
     fn every_dtype_and_operator_has_nccls_number() {
-        let numbers: Vec<_> = DType::ALL.iter().map(|&dtype| data_type(dtype).unwrap()).collect();
+        let numbers: Vec<_> = DType::NUMERIC.iter().map(|&dtype| data_type(dtype).unwrap()).collect();
         assert_eq!(numbers, [8, 7, 6, 9, 4, 2, 0, 1]); // f64 f32 f16 bf16 i64 i32 i8 u8, by nccl.h
-        assert_eq!(ReduceOp::ALL.map(operator), [0, 1, 3, 2, 4]); // sum prod min max avg
+        assert_eq!(ReduceOp::ARITHMETIC.map(operator), [0, 1, 3, 2, 4].map(Some)); // sum prod min max avg
     }
 }

@@ -110,6 +110,9 @@ pub(super) struct Sum;
 pub(super) struct Prod;
 pub(super) struct Min;
 pub(super) struct Max;
+pub(super) struct Band;
+pub(super) struct Bor;
+pub(super) struct Bxor;
 
 macro_rules! combine_integers {
     ($($t:ty),*) => {$(
@@ -128,6 +131,18 @@ macro_rules! combine_integers {
         impl Combine<$t> for Max {
             #[inline(always)]
             fn combine(left: $t, right: $t) -> $t { left.max(right) }
+        }
+        impl Combine<$t> for Band {
+            #[inline(always)]
+            fn combine(left: $t, right: $t) -> $t { left & right }
+        }
+        impl Combine<$t> for Bor {
+            #[inline(always)]
+            fn combine(left: $t, right: $t) -> $t { left | right }
+        }
+        impl Combine<$t> for Bxor {
+            #[inline(always)]
+            fn combine(left: $t, right: $t) -> $t { left ^ right }
         }
     )*};
 }

@@ -16,7 +16,7 @@ mod portable;
 mod x86;
 
 use antiphon_tensor::{DType, Element, bf16, f16};
-use arithmetic::{InF32, InF64, InI64, Max, Min, Native, Prod, Sum};
+use arithmetic::{Band, Bor, Bxor, InF32, InF64, InI64, Max, Min, Native, Prod, Sum};
 
 use crate::{ReduceOp, host::cpu::Simd};
 
@@ -84,13 +84,15 @@ fn select(dtype: DType, op: ReduceOp, simd: Simd) -> Kernel {
     // `Native` wraps in the type itself, which for sums and products equals wrapping in i64 and truncating; only the
     // mean needs the wide sum.
     macro_rules! by_op {
-        ($t:ty, $domain:ty, $mean:ty) => {
+        ($t:ty, $domain:ty, $mean:ty $(, $bitwise:ident)?) => {
             match op {
+                $(op if op.is_bitwise() => $bitwise::<$t>(op, simd),)?
                 ReduceOp::Sum => by_simd::<$t, $domain, Sum>(simd),
                 ReduceOp::Prod => by_simd::<$t, $domain, Prod>(simd),
                 ReduceOp::Min => by_simd::<$t, $domain, Min>(simd),
                 ReduceOp::Max => by_simd::<$t, $domain, Max>(simd),
                 ReduceOp::Avg => by_simd::<$t, $mean, Sum>(simd),
+                op => unreachable!("{op} is for integers; collectives reject it before for {dtype}"),
             }
         };
     }
@@ -99,11 +101,26 @@ fn select(dtype: DType, op: ReduceOp, simd: Simd) -> Kernel {
         DType::F32 => by_op!(f32, InF32, InF32),
         DType::F16 => by_op!(f16, InF32, InF32),
         DType::BF16 => by_op!(bf16, InF32, InF32),
-        DType::I64 => by_op!(i64, Native, InI64),
-        DType::I32 => by_op!(i32, Native, InI64),
-        DType::I8 => by_op!(i8, Native, InI64),
-        DType::U8 => by_op!(u8, Native, InI64),
+        DType::I64 => by_op!(i64, Native, InI64, bitwise),
+        DType::I32 => by_op!(i32, Native, InI64, bitwise),
+        DType::I8 => by_op!(i8, Native, InI64, bitwise),
+        DType::U8 => by_op!(u8, Native, InI64, bitwise),
         other => unreachable!("the dtype {other} has no arithmetic; collectives reject it before"),
+    }
+}
+
+/// The kernel of an operator on bits.
+fn bitwise<T: Element>(op: ReduceOp, simd: Simd) -> Kernel
+where
+    Native: arithmetic::Domain<T, Accumulator = T>,
+    Band: arithmetic::Combine<T>,
+    Bor: arithmetic::Combine<T>,
+    Bxor: arithmetic::Combine<T>,
+{
+    match op {
+        ReduceOp::Band => by_simd::<T, Native, Band>(simd),
+        ReduceOp::Bor => by_simd::<T, Native, Bor>(simd),
+        _ => by_simd::<T, Native, Bxor>(simd),
     }
 }
 

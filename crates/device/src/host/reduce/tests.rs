@@ -38,8 +38,8 @@ fn run(dtype: DType, op: ReduceOp, simd: Simd, sources: &[Vec<u8>], shift: usize
 #[test]
 fn all_vector_widths_give_the_same_bits() {
     let mut bits = Bits(1);
-    for &dtype in DType::ALL {
-        for op in ReduceOp::ALL {
+    for &dtype in DType::NUMERIC {
+        for op in ReduceOp::ARITHMETIC {
             for (world, count) in [(1, 1), (2, 63), (2, 129), (3, 517), (5, 1031), (8, 200)] {
                 let sources: Vec<_> = (0..world).map(|_| bits.bytes(count * dtype.size() + 1)).collect();
                 for shift in [0, 1] {
@@ -59,7 +59,7 @@ fn all_vector_widths_give_the_same_bits() {
 #[test]
 fn the_destination_may_be_a_source() {
     let mut bits = Bits(2);
-    for &dtype in DType::ALL {
+    for &dtype in DType::NUMERIC {
         let count = 1000;
         let sources: Vec<_> = (0..3).map(|_| bits.bytes(count * dtype.size())).collect();
         for simd in Simd::available() {
@@ -79,14 +79,14 @@ fn the_destination_may_be_a_source() {
 /// Exact where the arithmetic is exact: small integers in every dtype.
 #[test]
 fn small_integers_are_exact_in_every_dtype() {
-    for &dtype in DType::ALL {
+    for &dtype in DType::NUMERIC {
         with_dtype!(dtype, T => {
             let columns: Vec<Vec<f64>> =
                 (0..4).map(|r| (0..77).map(|i| ((i * 7 + r * 3) % 4 + 1) as f64).collect()).collect();
             let sources: Vec<Vec<T>> =
                 columns.iter().map(|c| c.iter().map(|&x| <T as Element>::from_f64(x)).collect()).collect();
             let slices: Vec<&[T]> = sources.iter().map(Vec::as_slice).collect();
-            for op in ReduceOp::ALL {
+            for op in ReduceOp::ARITHMETIC {
                 let mut out = vec![T::default(); 77];
                 reduce(op, &mut out, &slices);
                 for i in 0..77 {
@@ -98,6 +98,7 @@ fn small_integers_are_exact_in_every_dtype() {
                         ReduceOp::Max => column.fold(f64::NEG_INFINITY, f64::max),
                         ReduceOp::Avg if dtype.is_float() => column.sum::<f64>() / 4.0,
                         ReduceOp::Avg => (column.sum::<f64>() / 4.0).trunc(),
+                        _ => unreachable!("on bits"),
                     };
                     assert_eq!(Element::to_f64(out[i]), expected, "{dtype} {op} element {i}");
                 }
@@ -162,7 +163,7 @@ fn zeros_keep_their_sign_and_nans_win() {
             check(ReduceOp::Min, -0.0, 0.0, negative_zero);
             check(ReduceOp::Max, 0.0, -0.0, 0);
             check(ReduceOp::Max, -0.0, 0.0, 0);
-            for op in ReduceOp::ALL {
+            for op in ReduceOp::ARITHMETIC {
                 check(op, f32::NAN, 1.0, 0x7FC0_0000);
                 check(op, 1.0, f32::from_bits(0xFFA0_1234), 0x7FC0_0000);
             }
@@ -183,4 +184,24 @@ fn integer_sums_wrap() {
     let mut out = [0i64];
     reduce(ReduceOp::Sum, &mut out, &[&[i64::MAX], &[1]]);
     assert_eq!(out, [i64::MIN]);
+}
+
+/// Of whatever bits, in every integer type and by every level of vector instructions.
+#[test]
+fn bitwise_operators_combine_bits() {
+    let mut bits = Bits(9);
+    let sources: Vec<_> = (0..3).map(|_| bits.bytes(8 * 131)).collect();
+    let column = |i: usize| sources.iter().map(move |source| source[i]);
+    for (op, combine) in [
+        (ReduceOp::Band, (|a, b| a & b) as fn(u8, u8) -> u8),
+        (ReduceOp::Bor, |a, b| a | b),
+        (ReduceOp::Bxor, |a, b| a ^ b),
+    ] {
+        let expected: Vec<u8> = (0..8 * 131).map(|i| column(i).reduce(combine).unwrap()).collect();
+        for dtype in [DType::I64, DType::I32, DType::I8, DType::U8] {
+            for simd in Simd::available() {
+                assert_eq!(run(dtype, op, simd, &sources, 0), expected, "{dtype} {op} {simd:?}");
+            }
+        }
+    }
 }

@@ -337,6 +337,7 @@ where
         ReduceOp::Prod => by_simd::<S, arithmetic::Prod>(simd),
         ReduceOp::Min => by_simd::<S, arithmetic::Min>(simd),
         ReduceOp::Max => by_simd::<S, arithmetic::Max>(simd),
+        _ => None,
     }
 }
 

@@ -1,0 +1,312 @@
+//! Mixed collectives on GPUs against the host's bits: layouts, modes, uneven blocks, in place, in graphs between other calls.
+
+use std::time::Duration;
+
+use antiphon_collectives::{
+    CollectiveError, ReduceOp,
+    cuda::Algorithm,
+    mixed::{CudaMixedHandler, MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp},
+};
+use antiphon_device::cuda::Graph;
+use antiphon_fabric::FabricError;
+use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut, bf16, f16};
+
+use crate::{
+    graphs::GraphError,
+    harness::{At, Outcome, Random, Rank, What, on_gpus, values},
+};
+
+const FUSED: [MixedOp; 2] = [MixedOp::AllReduceAllGather, MixedOp::ReduceScatterAllReduce];
+const MODES: [Option<MixedMode>; 3] = [Some(MixedMode::Waits), Some(MixedMode::Bytes1), None];
+/// Elements of blocks: vectors and parts of them, fewer than a group has ranks, and more than a lane has room for.
+const COUNTS: [usize; 9] = [1, 8, 9, 249, 1000, 7168, 65_537, 300_001, 3_000_000];
+
+/// The mixed collectives of one layout, on the host and on the GPUs.
+struct Mixed<'a> {
+    rank: &'a Rank,
+    host: MixedHandler,
+    gpus: CudaMixedHandler,
+}
+
+impl<'a> Mixed<'a> {
+    fn new(rank: &'a Rank, tp: usize) -> Outcome<Self> {
+        let layout = MixedLayout::builder(rank.comm.world_size(), rank.comm.rank()).local_tp(tp).build()?;
+        let host = MixedHandler::new(&rank.comm, layout)?;
+        Ok(Self { rank, host, gpus: CudaMixedHandler::new(&rank.comm, &rank.collectives, layout)? })
+    }
+
+    /// Elements of input and output.
+    fn lengths(&self, call: &MixedCall<'_>, count: usize) -> (usize, usize) {
+        let (group, groups) = (self.host.layout().dp_rank(), self.host.layout().dp_size());
+        let (own, all) = match call.counts {
+            Some(counts) => (counts[group], counts.iter().sum()),
+            None => (count, count * groups),
+        };
+        match call.op {
+            MixedOp::AllReduce => (count, count),
+            MixedOp::AllGather | MixedOp::AllReduceAllGather => (own, all),
+            MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce => (all, own),
+        }
+    }
+
+    fn queue(&self, call: MixedCall<'_>, from: At, to: At) -> Result<(), CollectiveError> {
+        let Rank { collectives, stream, .. } = self.rank;
+        let device = Device::Cuda(collectives.context().device().ordinal());
+        let at = |address: u64| address as usize as *mut u8;
+        // SAFETY: the tests keep the memory until they have synchronised with the stream.
+        unsafe {
+            let input = TensorView::from_raw_parts(at(from.0), from.1, &[from.2], None, device).unwrap();
+            let mut output = TensorViewMut::from_raw_parts(at(to.0), to.1, &[to.2], None, device).unwrap();
+            self.gpus.run(collectives, call, &input, &mut output, stream.borrow())
+        }
+    }
+
+    /// Does the same on GPUs and on the host, behind `offset` elements, and compares the bits.
+    fn compare<T: Element>(&self, call: MixedCall<'_>, count: usize, offset: usize) -> Outcome {
+        let (from, to) = self.lengths(&call, count);
+        let input = values::<T>(self.rank.comm.rank(), offset + from);
+        let mut expected = vec![T::from_f64(7.0); to];
+        self.host.run(&self.rank.comm, call, &input[offset..], &mut expected)?;
+        let size = size_of::<T>();
+        let (device_in, device_out) = (self.rank.upload(&input)?, self.rank.allocate((offset + to) * size)?);
+        self.gpus.prepare(&self.rank.collectives, T::DTYPE)?;
+        self.rank.meet()?;
+        let behind = |pointer: u64, count| At(pointer + (offset * size) as u64, T::DTYPE, count);
+        self.queue(call, behind(device_in.pointer().0, from), behind(device_out.pointer().0, to))?;
+        let got = self.rank.download(&device_out, offset * size, to * size)?;
+        self.rank.meet()?;
+        let layout = self.host.layout();
+        let what =
+            format!("{call:?} of {count} behind {offset}, tp {} × dp {}", layout.tp_size(), layout.dp_size());
+        self.rank.same::<T>(&what, &got, &expected)
+    }
+}
+
+fn every_layout<T: Element>(rank: &Rank, offset: usize) -> Outcome {
+    let world_size = rank.comm.world_size();
+    for tp in (1..=world_size).filter(|&tp| world_size.is_multiple_of(tp)) {
+        let mixed = Mixed::new(rank, tp)?;
+        for count in COUNTS {
+            for &op in mixed.gpus.valid_ops() {
+                for mode in MODES
+                    .iter()
+                    .filter(|mode| mode.is_none_or(|mode| mixed.gpus.valid_modes().contains(&mode)))
+                {
+                    mixed.compare::<T>(MixedCall::from(op).mode(*mode), count, offset)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn every_layout_and_type(world_size: usize) {
+    on_gpus(world_size, |rank| {
+        every_layout::<bf16>(rank, 0)?;
+        every_layout::<f16>(rank, 3)?;
+        every_layout::<f32>(rank, 0)
+    });
+}
+
+#[test]
+fn mixed_sums_have_the_hosts_bits_on_2_gpus() {
+    every_layout_and_type(2);
+}
+
+#[test]
+fn mixed_sums_have_the_hosts_bits_on_4_gpus() {
+    every_layout_and_type(4);
+}
+
+#[test]
+fn mixed_sums_have_the_hosts_bits_on_6_gpus() {
+    every_layout_and_type(6);
+}
+
+#[test]
+fn mixed_sums_have_the_hosts_bits_on_8_gpus() {
+    every_layout_and_type(8);
+}
+
+#[test]
+fn mixed_blocks_may_be_uneven_and_empty_on_4_gpus() {
+    on_gpus(4, |rank| {
+        let mixed = Mixed::new(rank, 2)?;
+        for counts in [[0, 0], [0, 9], [7168, 0], [1, 300_001], [2_000_001, 3], [64, 72]] {
+            for op in FUSED {
+                for mode in MODES {
+                    mixed.compare::<bf16>(MixedCall::from(op).mode(mode).counts(&counts[..]), 0, 0)?;
+                    mixed.compare::<f32>(MixedCall::from(op).mode(mode).counts(&counts[..]), 0, 1)?;
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Words that mean "not arrived", NaNs of every kind, zeros of both signs.
+#[test]
+fn mixed_sums_of_special_bits_have_the_hosts_bits_on_4_gpus() {
+    on_gpus(4, |rank| {
+        let mixed = Mixed::new(rank, 2)?;
+        mixed.gpus.prepare(&rank.collectives, DType::BF16)?;
+        let pattern = |i: usize| i.wrapping_mul(40_503).wrapping_add(rank.comm.rank() * 25_173) as u16;
+        let all: Vec<bf16> =
+            (0..1 << 17).map(|i| bf16::from_bits(if i % 5 == 0 { 0xFFFF } else { pattern(i) })).collect();
+        for op in FUSED {
+            for mode in MODES {
+                let call = MixedCall::from(op).mode(mode);
+                let (from, to) = mixed.lengths(&call, 1 << 16);
+                let mut expected = vec![bf16::ZERO; to];
+                mixed.host.run(&rank.comm, call, &all[..from], &mut expected)?;
+                let (input, output) = (rank.upload(&all[..from])?, rank.allocate(2 * to)?);
+                rank.meet()?;
+                mixed.queue(
+                    call,
+                    At(input.pointer().0, DType::BF16, from),
+                    At(output.pointer().0, DType::BF16, to),
+                )?;
+                let got = rank.download(&output, 0, 2 * to)?;
+                rank.meet()?;
+                rank.same(&format!("{call:?} of special bits"), &got, &expected)?;
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn mixed_calls_in_place_have_the_hosts_bits_on_4_gpus() {
+    on_gpus(4, |rank| {
+        let mixed = Mixed::new(rank, 2)?;
+        mixed.gpus.prepare(&rank.collectives, DType::BF16)?;
+        let group = rank.comm.rank() / 2;
+        for count in [8, 1000, 65_537, 2_000_000] {
+            let row = values::<bf16>(rank.comm.rank(), 2 * count);
+            for op in FUSED {
+                for mode in MODES {
+                    let call = MixedCall::from(op).mode(mode);
+                    let mut expected = row.clone();
+                    mixed.host.run_in_place(&rank.comm, call, &mut expected)?;
+                    let memory = rank.upload(&row)?;
+                    rank.meet()?;
+                    let whole = At(memory.pointer().0, DType::BF16, 2 * count);
+                    let own = At(whole.0 + (group * count * 2) as u64, DType::BF16, count);
+                    match op {
+                        MixedOp::AllReduceAllGather => mixed.queue(call, own, whole)?,
+                        _ => mixed.queue(call, whole, own)?,
+                    }
+                    let got = rank.download(&memory, 0, 4 * count)?;
+                    rank.meet()?;
+                    rank.same(&format!("{call:?} of {count} in place"), &got, &expected)?;
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Both operations in both modes, of several sizes, between all-reduces: replayed often, and called eagerly in between.
+#[test]
+fn mixed_calls_in_graphs_and_between_them_on_4_gpus() {
+    on_gpus(4, |rank| {
+        let mixed = Mixed::new(rank, 2)?;
+        mixed.gpus.prepare(&rank.collectives, DType::BF16)?;
+        rank.collectives.prepare(DType::BF16, ReduceOp::Sum)?;
+        let mine = values::<bf16>(rank.comm.rank(), 200_000);
+        let input = rank.upload(&mine)?;
+        let mut calls = Vec::new();
+        for (index, count) in [7168, 100_000, 9, 1].into_iter().enumerate() {
+            for op in FUSED {
+                let call = MixedCall::from(op).mode(MODES[index % 2]);
+                let (from, to) = mixed.lengths(&call, count);
+                let mut expected = vec![bf16::ZERO; to];
+                mixed.host.run(&rank.comm, call, &mine[..from], &mut expected)?;
+                calls.push((call, from, rank.allocate(2 * to)?, expected));
+            }
+        }
+        let sum = rank.allocate(2 * 7168)?;
+        let queue = |index: usize| {
+            let (call, from, output, expected): &(MixedCall<'_>, usize, _, Vec<bf16>) = &calls[index];
+            let at = |pointer: u64, count| At(pointer, DType::BF16, count);
+            mixed.queue(*call, at(input.pointer().0, *from), at(output.pointer().0, expected.len()))?;
+            let reduced = What::AllReduce(ReduceOp::Sum, Some(Algorithm::ALL[index % 2]));
+            rank.queue(reduced, at(input.pointer().0, 7168), at(sum.pointer().0, 7168))
+        };
+        rank.meet()?;
+        let graph = Graph::capture(&rank.stream, |_| {
+            (0..calls.len()).try_for_each(queue)?;
+            Ok::<_, GraphError>(())
+        })?
+        .instantiate()?;
+        let mut random = Random(5);
+        for _ in 0..300 {
+            random.delay(&rank.comm);
+            // SAFETY: all memory of the graph lives until the end of the test, which synchronises.
+            unsafe { graph.launch(&rank.stream) }?;
+            queue(random.below(calls.len()))?;
+        }
+        for (call, _, output, expected) in &calls {
+            let got = rank.download(output, 0, 2 * expected.len())?;
+            rank.same(&format!("{call:?} in graphs"), &got, expected)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_whose_mixed_calls_differ_hear_of_it_on_4_gpus() {
+    on_gpus(4, |rank| {
+        // A world of its own, which is unusable afterwards.
+        let comm = rank.comm.split(Some(0), 0)?.expect("all are in it");
+        let collectives =
+            antiphon_collectives::cuda::CudaCollectives::new(&comm, rank.collectives.context())?;
+        let layout = MixedLayout::builder(4, comm.rank()).local_tp(2).build()?;
+        let gpus = CudaMixedHandler::new(&comm, &collectives, layout)?;
+        gpus.prepare(&collectives, DType::BF16)?;
+        let counts = if comm.rank() == 3 { [80, 80] } else { [64, 96] };
+        let own = counts[comm.rank() / 2];
+        let (input, output) = (rank.upload(&vec![bf16::ONE; own])?, rank.allocate(2 * 160)?);
+        let device = Device::Cuda(collectives.context().device().ordinal());
+        let at = |pointer: u64| pointer as usize as *mut u8;
+        rank.meet()?;
+        let call = MixedCall::from(MixedOp::AllReduceAllGather).mode(MixedMode::Waits).counts(&counts[..]);
+        // SAFETY: the memory lives until the stream is synchronised with.
+        unsafe {
+            let from = TensorView::from_raw_parts(at(input.pointer().0), DType::BF16, &[own], None, device)?;
+            let mut to =
+                TensorViewMut::from_raw_parts(at(output.pointer().0), DType::BF16, &[160], None, device)?;
+            gpus.run(&collectives, call, &from, &mut to, rank.stream.borrow())?;
+        }
+        rank.stream.borrow().synchronize()?;
+        let mut outcome = collectives.check();
+        for _ in 0..100 {
+            if outcome.is_err() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(20)); // a rank whose kernel is over hears of it from the others
+            outcome = collectives.check();
+        }
+        match outcome {
+            Err(CollectiveError::Fabric(FabricError::Mismatch { .. } | FabricError::Aborted { .. })) => {
+                Ok(())
+            }
+            other => Err(format!("{other:?}").into()),
+        }
+    });
+}
+
+#[test]
+fn what_a_gpus_handler_refuses() {
+    on_gpus(2, |rank| {
+        let mixed = Mixed::new(rank, 2)?;
+        let memory = rank.allocate(64)?;
+        let at = At(memory.pointer().0, DType::F32, 16);
+        let refused = |call: MixedCall<'_>| mixed.queue(call, at, at).unwrap_err().to_string();
+        let text = refused(MixedOp::AllGather.into());
+        assert!(text.contains("the operation must be one of all_reduce, as tp_size is 2"), "{text}");
+        let text = refused(MixedCall::from(MixedOp::AllReduce).mode(MixedMode::Composed));
+        assert!(text.contains("the mode must be one of waits, bytes1, not composed"), "{text}");
+        Ok(())
+    });
+}

@@ -1,0 +1,207 @@
+//! Graphs from what was read, by name: what the text, the JSON and the importer have in common.
+
+use std::collections::{HashMap, HashSet};
+
+use serde_json::Value as Json;
+
+use crate::{
+    error::LoweringError,
+    graph::{Graph, Group, MAX_OPS, Op, Value},
+    ids::ValueId,
+    op::Kind,
+    sym::Sym,
+    types::{Class, Type},
+};
+
+/// The longest graph that is read, in bytes.
+pub const MAX_TEXT_BYTES: usize = 256 << 20;
+/// The longest name of a value, an operation, a group or a symbol, in bytes.
+const MAX_NAME: usize = 256;
+/// The most dimensions that a value may have.
+const MAX_DIMS: usize = 64;
+/// The most ranks that a group may have.
+const MAX_RANKS: u32 = 1 << 20;
+
+type Result<T> = std::result::Result<T, LoweringError>;
+
+/// A graph that is being read.
+#[derive(Default)]
+pub(crate) struct Builder {
+    graph: Graph,
+    values: HashMap<String, ValueId>,
+    ops: HashSet<String>,
+}
+
+/// A result of an operation that is being read.
+pub(crate) struct Out {
+    pub(crate) name: String,
+    pub(crate) ty: Type,
+    /// Unless given it follows from the operation.
+    pub(crate) class: Option<Class>,
+}
+
+impl Builder {
+    pub(crate) fn sym(&mut self, at: &str, sym: Sym) -> Result<()> {
+        check_name(at, &sym.name)?;
+        if sym.max.is_some_and(|max| max < sym.min)
+            || self.graph.syms.iter().any(|other| other.name == sym.name)
+        {
+            let found = format!("{} from {} to {:?}", sym.name, sym.min, sym.max);
+            return Err(LoweringError::unexpected(
+                at,
+                found,
+                "a new symbol whose least value is not above its greatest",
+            ));
+        }
+        check_count("symbols", self.graph.syms.len() + 1, 1 << 16)?;
+        self.graph.syms.push(sym);
+        Ok(())
+    }
+
+    pub(crate) fn group(&mut self, at: &str, group: Group) -> Result<()> {
+        check_name(at, &group.name)?;
+        if !(1..=MAX_RANKS).contains(&group.size) || self.graph.group(&group.name).is_some() {
+            let found = format!("{} of {} ranks", group.name, group.size);
+            return Err(LoweringError::unexpected(
+                at,
+                found,
+                format!("a new group of 1 to {MAX_RANKS} ranks"),
+            ));
+        }
+        check_count("groups", self.graph.groups.len() + 1, 1 << 12)?;
+        self.graph.groups.push(group);
+        Ok(())
+    }
+
+    /// The value of this name.
+    pub(crate) fn find(&self, at: &str, name: &str) -> Result<ValueId> {
+        let found = self.values.get(name).copied();
+        found.ok_or_else(|| LoweringError::unexpected(at, name, "the name of a value that is defined before"))
+    }
+
+    pub(crate) fn op(
+        &mut self,
+        at: &str,
+        name: Option<String>,
+        kind: Kind,
+        args: Vec<ValueId>,
+        outs: Vec<Out>,
+    ) -> Result<()> {
+        check_count("operations", self.graph.ops.len() + 1, MAX_OPS)?;
+        check_count("operands", args.len(), 1 << 16)?;
+        let name = match name.or_else(|| outs.first().map(|out| out.name.clone())) {
+            Some(name) => name,
+            None => format!("op{}", self.graph.ops.len()),
+        };
+        check_name(at, &name)?;
+        if !self.ops.insert(name.clone()) {
+            return Err(LoweringError::unexpected(at, name, "a name that no other operation has"));
+        }
+        let mut ids = Vec::with_capacity(outs.len());
+        for out in outs {
+            ids.push(self.value(at, &kind, out)?);
+        }
+        self.graph.ops.push(Op { name, kind, args, outs: ids });
+        Ok(())
+    }
+
+    fn value(&mut self, at: &str, kind: &Kind, out: Out) -> Result<ValueId> {
+        check_name(at, &out.name)?;
+        check_count("values", self.graph.values.len() + 1, MAX_OPS)?;
+        check_count("dimensions", out.ty.shape.len(), MAX_DIMS)?;
+        if let Some(strides) = out.ty.strides.as_ref().filter(|strides| strides.len() != out.ty.shape.len()) {
+            let wanted = format!("{}, one for each dimension", out.ty.shape.len());
+            return Err(LoweringError::unexpected(at, format!("{} strides", strides.len()), wanted));
+        }
+        let class = out.class.unwrap_or_else(|| class_of(kind));
+        let id = ValueId::from(self.graph.values.len());
+        if self.values.insert(out.name.clone(), id).is_some() {
+            return Err(LoweringError::unexpected(at, out.name, "a name that no other value has"));
+        }
+        self.graph.values.push(Value { name: out.name, ty: out.ty, class });
+        Ok(id)
+    }
+
+    pub(crate) fn returns(&mut self, outputs: Vec<ValueId>) {
+        self.graph.outputs = outputs;
+    }
+
+    pub(crate) fn finish(self) -> Graph {
+        self.graph
+    }
+}
+
+/// Whose memory the results of an operation have.
+pub(crate) fn class_of(kind: &Kind) -> Class {
+    match kind {
+        Kind::Input => Class::External,
+        Kind::Constant => Class::Const,
+        _ => Class::Owned,
+    }
+}
+
+/// The operation that its name and attributes say.
+pub(crate) fn kind(at: &str, attributes: Json) -> Result<Kind> {
+    let given = attributes.as_object().cloned().unwrap_or_default();
+    let wanted = || "an operation with its attributes";
+    let kind: Kind =
+        serde_json::from_value(attributes).map_err(|error| LoweringError::unexpected(at, error, wanted()))?;
+    let known = json_of(&kind);
+    for (key, value) in given {
+        if !known.contains_key(&key) && !matches!(value, Json::Null | Json::Bool(false)) {
+            let keys = known.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            return Err(LoweringError::unexpected(
+                at,
+                format!("the attribute {key}"),
+                format!("one of {keys}"),
+            ));
+        }
+    }
+    Ok(kind)
+}
+
+/// All attributes of an operation.
+pub(crate) fn json_of(kind: &Kind) -> serde_json::Map<String, Json> {
+    match serde_json::to_value(kind) {
+        Ok(Json::Object(map)) => map,
+        _ => unreachable!("an operation is a table of plain values"),
+    }
+}
+
+/// The attributes of an operation that say more than their absence would.
+pub(crate) fn telling(kind: &Kind) -> serde_json::Map<String, Json> {
+    let says_nothing = |value: &Json| match value {
+        Json::Null | Json::Bool(false) => true,
+        Json::Array(list) => list.is_empty(),
+        Json::String(text) => text.is_empty(),
+        _ => false,
+    };
+    let required = ["dims", "tokens", "args", "outputs", "target"];
+    let map = json_of(kind).into_iter();
+    map.filter(|(key, value)| !says_nothing(value) || (value.is_array() && required.contains(&key.as_str())))
+        .collect()
+}
+
+pub(crate) fn check_count(what: &'static str, count: usize, limit: usize) -> Result<()> {
+    if count <= limit { Ok(()) } else { Err(LoweringError::TooMany { what, count, limit }) }
+}
+
+pub(crate) fn check_length(text: &[u8]) -> Result<()> {
+    match text.len() {
+        bytes if bytes > MAX_TEXT_BYTES => Err(LoweringError::TooLong { bytes, limit: MAX_TEXT_BYTES }),
+        _ => Ok(()),
+    }
+}
+
+/// Whether a character may stand in a name.
+pub(crate) fn is_of_a_name(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "_.$#/-".contains(c)
+}
+
+fn check_name(at: &str, name: &str) -> Result<()> {
+    if !name.is_empty() && name.len() <= MAX_NAME && name.chars().all(is_of_a_name) {
+        return Ok(());
+    }
+    let wanted = format!("a name: at most {MAX_NAME} letters, digits and _ . $ # / -");
+    Err(LoweringError::unexpected(at, format!("{name:?}"), wanted))
+}

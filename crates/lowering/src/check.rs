@@ -1,0 +1,288 @@
+//! Whether one graph is another.
+
+use std::collections::{BTreeSet, HashMap};
+
+use crate::{
+    error::{Finding, FindingKind},
+    graph::{Analysis, Graph, Op},
+    ids::ValueId,
+    op::{Kind, Place},
+    plan::{Plan, PlannedCall, digest},
+    race,
+    terms::{Term, Terms},
+    types::Class,
+    verify::verify,
+};
+
+/// Why `after` is not shown to compute what `before` does under a plan; nothing if it is.
+///
+/// This trusts no rule. From the two graphs alone it works out what every output means, as a function of the inputs, and
+/// compares:
+///
+/// * both graphs make sense ([`verify`](crate::verify));
+/// * outputs have equal types, mean the same under the plan's [`Numerics`](crate::Numerics), and share memory with each
+///   other and with inputs as before;
+/// * effects, and what is written into the caller's memory, are the same in the same order;
+/// * each call stands for calls of the same group that it computes, all of them are stood for, and no group's order is
+///   turned round;
+/// * slots are large enough, are apart while they are in use, belong to the storages that ask for them, and no two ranks
+///   race for one ([`race::detect`]).
+pub fn check(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (which, graph) in [("before", before), ("after", after)] {
+        let of_graph = verify(graph).into_iter();
+        findings.extend(
+            of_graph.map(|finding| Finding { text: format!("{which}: {}", finding.text), ..finding }),
+        );
+    }
+    if !findings.is_empty() {
+        return findings;
+    }
+    if plan.version != Plan::VERSION || plan.graph != digest(before) {
+        let text = format!("the plan of version {} is of another graph", plan.version);
+        return vec![Finding::new(FindingKind::Plan, text)];
+    }
+    let mut terms = Terms::new(plan.numerics);
+    let (before, after) = (Side::new(before, &mut terms), Side::new(after, &mut terms));
+    outputs(&before, &after, &mut findings);
+    declarations(before.graph, after.graph, &mut findings);
+    effects(&before, &after, &mut findings);
+    calls(&before, &after, plan, &mut terms, &mut findings);
+    findings.extend(race::slots(after.graph, plan));
+    findings.extend(race::detect(after.graph, plan));
+    findings
+}
+
+struct Side<'g> {
+    graph: &'g Graph,
+    analysis: Analysis,
+    terms: Vec<Option<Term>>,
+}
+
+impl<'g> Side<'g> {
+    fn new(graph: &'g Graph, terms: &mut Terms) -> Self {
+        Self { graph, analysis: graph.analyse(), terms: terms.of(graph) }
+    }
+
+    fn term(&self, value: ValueId) -> Option<Term> {
+        self.terms[value.index()]
+    }
+
+    /// The caller's memory that a value lies in, by the name of its input.
+    fn external(&self, value: ValueId) -> Option<&str> {
+        let root = self.analysis.root(value)?;
+        let op = self.analysis.op_of(self.graph, root)?;
+        matches!(op.kind, Kind::Input | Kind::Constant).then(|| self.graph.name(root))
+    }
+}
+
+fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
+    let (old, new) = (&before.graph.outputs, &after.graph.outputs);
+    if old.len() != new.len() {
+        let text = format!("{} outputs became {}", old.len(), new.len());
+        findings.push(Finding::new(FindingKind::Meaning, text).numbers([old.len() as i64, new.len() as i64]));
+        return;
+    }
+    for (index, (x, y)) in old.iter().zip(new).enumerate() {
+        let (ty, now) = (before.graph.ty(*x), after.graph.ty(*y));
+        let same_type =
+            ty.dtype == now.dtype && ty.shape == now.shape && ty.is_contiguous() == now.is_contiguous();
+        if !same_type || (!ty.is_contiguous() && ty.strides != now.strides) {
+            let text = format!("output {index} is {now}, was {ty}");
+            findings.push(Finding::new(FindingKind::Meaning, text).value(after.graph.name(*y)));
+        }
+        if before.term(*x) != after.term(*y) {
+            let text = format!("output {index} has another meaning than {}", before.graph.name(*x));
+            findings.push(Finding::new(FindingKind::Meaning, text).value(after.graph.name(*y)));
+        }
+        if before.external(*x) != after.external(*y) {
+            let text =
+                format!("output {index} lies in {:?}, lay in {:?}", after.external(*y), before.external(*x));
+            findings.push(Finding::new(FindingKind::Meaning, text).value(after.graph.name(*y)));
+        }
+    }
+    let shared = |side: &Side<'_>, outputs: &[ValueId]| -> Vec<usize> {
+        let mut first = HashMap::new();
+        let stores = outputs.iter().map(|output| side.analysis.store[output.index()]);
+        stores.enumerate().map(|(index, store)| *first.entry(store).or_insert(index)).collect()
+    };
+    if shared(before, old) != shared(after, new) {
+        findings.push(Finding::new(FindingKind::Meaning, "other outputs than before share memory"));
+    }
+}
+
+/// Inputs, constants, groups and symbols are the program's, not a pass's.
+fn declarations(before: &Graph, after: &Graph, findings: &mut Vec<Finding>) {
+    let leaves = |graph: &Graph| {
+        let leaf = |op: &&Op| matches!(op.kind, Kind::Input | Kind::Constant);
+        let name =
+            |op: &Op| (op.kind.clone(), graph.name(op.outs[0]).to_owned(), graph.ty(op.outs[0]).clone());
+        graph.ops.iter().filter(leaf).map(name).collect::<Vec<_>>()
+    };
+    let inputs =
+        |graph: &Graph| leaves(graph).into_iter().filter(|leaf| leaf.0 == Kind::Input).collect::<Vec<_>>();
+    let known = leaves(before);
+    if inputs(before) != inputs(after) || !leaves(after).iter().all(|leaf| known.contains(leaf)) {
+        findings.push(Finding::new(
+            FindingKind::Meaning,
+            "the program has other inputs or constants than before",
+        ));
+    }
+    if before.groups != after.groups || before.syms != after.syms {
+        findings
+            .push(Finding::new(FindingKind::Group, "the program has other groups or symbols than before"));
+    }
+}
+
+/// What the rest of the world sees, in order.
+fn effects(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
+    let list = |side: &Side<'_>| {
+        let mut list: Vec<(String, Vec<Option<Term>>)> = Vec::new();
+        for op in &side.graph.ops {
+            let args = |op: &Op| op.args.iter().map(|arg| side.term(*arg)).collect::<Vec<_>>();
+            if let Kind::Opaque { target, attributes, .. } = &op.kind
+                && op.kind.has_effect()
+            {
+                list.push((format!("{target} {attributes}"), args(op)));
+            }
+            for (index, out) in op.outs.iter().enumerate() {
+                // A wait writes what its start wrote.
+                let waits = matches!(op.kind, Kind::Wait { .. });
+                let writes = matches!(op.kind.place(index), Place::Write(_)) && !waits;
+                if let Some(input) = side.external(*out).filter(|_| writes) {
+                    let text = format!("write {input} {}", side.graph.ty(*out));
+                    list.push((text, vec![side.term(*out)]));
+                }
+            }
+        }
+        list
+    };
+    let (old, new) = (list(before), list(after));
+    if let Some(index) = (0..old.len().max(new.len())).find(|index| old.get(*index) != new.get(*index)) {
+        let name = |list: &[(String, Vec<Option<Term>>)]| {
+            list.get(index).map_or("nothing".into(), |(name, _)| name.clone())
+        };
+        let text = format!("effect {index} is {}, was {}", name(&new), name(&old));
+        findings.push(Finding::new(FindingKind::Order, text).numbers([index as i64]));
+    }
+}
+
+/// What a call gives, segment by segment.
+fn meaning(side: &Side<'_>, op: &Op, terms: &mut Terms) -> Option<Vec<Term>> {
+    let args: Vec<Term> = op.args.iter().map(|arg| side.term(*arg)).collect::<Option<_>>()?;
+    let ty = |index: usize| side.graph.ty(op.args[index]);
+    Some(match &op.kind {
+        Kind::Fused { fused } => {
+            vec![terms.fused(side.graph, fused, &args, ty(0), crate::op::FusedOutput::Sum)]
+        }
+        kind => {
+            let coll = kind.coll()?;
+            let segment = |(index, x): (usize, &Term)| {
+                terms.collective(side.graph, coll, *x, ty(index), side.graph.ty(op.outs[index]))
+            };
+            args.iter().enumerate().map(segment).collect()
+        }
+    })
+}
+
+fn calls(before: &Side<'_>, after: &Side<'_>, plan: &Plan, terms: &mut Terms, findings: &mut Vec<Finding>) {
+    let planned: HashMap<&str, &PlannedCall> =
+        plan.calls.iter().map(|call| (call.op.as_str(), call)).collect();
+    let old: HashMap<&str, (usize, &Op)> =
+        before.graph.ops.iter().enumerate().map(|(index, op)| (op.name.as_str(), (index, op))).collect();
+    let mut stood_for: BTreeSet<&str> = BTreeSet::new();
+    // Opaque operations that communicate are calls of every group.
+    let mut everywhere = 0usize;
+    let mut order =
+        |group: Option<&'_ str>, low: usize, high: usize, groups: &mut HashMap<String, usize>| -> bool {
+            // The least place that keeps to the order, for a call that may be thought anywhere between two.
+            let place = match group {
+                Some(group) => groups.get(group).copied().unwrap_or(0).max(everywhere),
+                None => groups.values().copied().fold(everywhere, usize::max),
+            };
+            let place = place.max(low + 1);
+            match group {
+                Some(group) => drop(groups.insert(group.to_owned(), place)),
+                None => everywhere = place,
+            }
+            place <= high + 1
+        };
+    let mut groups: HashMap<String, usize> = HashMap::new();
+    for op in after.graph.ops.iter().filter(|op| op.kind.communicates()) {
+        let Some(group) = op.kind.group() else {
+            match old.get(op.name.as_str()) {
+                Some((index, other)) if other.kind == op.kind && order(None, *index, *index, &mut groups) => {
+                }
+                _ => findings.push(Finding::new(FindingKind::Order, "it is new, or has moved").op(&op.name)),
+            }
+            continue;
+        };
+        let own = std::slice::from_ref(&op.name);
+        let covers: &[String] = planned.get(op.name.as_str()).map_or(own, |call| &call.covers);
+        let covered: Option<Vec<(usize, &Op)>> = covers
+            .iter()
+            .map(|name| old.get(name.as_str()).copied().filter(|(_, op)| op.kind.group() == Some(group)))
+            .collect();
+        let Some(covered) = covered.filter(|covered| !covered.is_empty()) else {
+            let text = format!("it stands for {covers:?}, which are no calls of {group}");
+            findings.push(Finding::new(FindingKind::Order, text).op(&op.name));
+            continue;
+        };
+        if let Some(name) = covers.iter().find(|name| !stood_for.insert(name.as_str())) {
+            let text = format!("{name} is stood for twice");
+            findings.push(Finding::new(FindingKind::Order, text).op(&op.name));
+        }
+        let places = || covered.iter().map(|(index, _)| *index);
+        let (low, high) = (places().min().unwrap_or(0), places().max().unwrap_or(0));
+        if !order(Some(group), low, high, &mut groups) {
+            let text = format!("the calls of {group} come in another order");
+            findings.push(Finding::new(FindingKind::Order, text).op(&op.name));
+        }
+        if !is_computed(op, &covered, (before, after), terms) {
+            let text = format!("it computes something else than {covers:?}");
+            findings.push(Finding::new(FindingKind::Meaning, text).op(&op.name));
+        }
+    }
+    let alone = |name: &str| before.graph.group(name).is_some_and(|group| group.size == 1);
+    for op in before.graph.ops.iter().filter(|op| op.kind.communicates()) {
+        let is_left = match op.kind.group() {
+            Some(group) => !alone(group) && !stood_for.contains(op.name.as_str()),
+            None => !after.graph.ops.iter().any(|other| other.name == op.name),
+        };
+        if is_left {
+            findings.push(Finding::new(FindingKind::Order, "nobody makes this call any more").op(&op.name));
+        }
+    }
+}
+
+/// Whether what a call gives is all that the calls give that it stands for: each of them, or their sum.
+fn is_computed(
+    op: &Op,
+    covered: &[(usize, &Op)],
+    (before, after): (&Side<'_>, &Side<'_>),
+    terms: &mut Terms,
+) -> bool {
+    let Some(new) = meaning(after, op, terms) else { return false };
+    let old: Option<Vec<Vec<Term>>> = covered.iter().map(|(_, op)| meaning(before, op, terms)).collect();
+    let Some(old) = old else { return false };
+    if old.iter().all(|old| *old == new) {
+        return true;
+    }
+    let [new] = new[..] else { return false };
+    let summands: BTreeSet<Term> = terms.summands(new).into_iter().collect();
+    let parts: BTreeSet<Term> = old.iter().flatten().flat_map(|term| terms.summands(*term)).collect();
+    summands == parts
+}
+
+/// Whether a value's storage is memory of communication.
+pub(crate) fn comm<'g>(
+    graph: &'g Graph,
+    analysis: &Analysis,
+    value: ValueId,
+) -> Option<(ValueId, &'g crate::CommReq)> {
+    let root = analysis.root(value)?;
+    match &graph.value(root).class {
+        Class::Comm(req) => Some((root, req)),
+        _ => None,
+    }
+}

@@ -1,0 +1,82 @@
+//! Collectives in a compiler's graph: fused with what follows, made one where they are the same, ordered and placed, and all
+//! of it proved.
+//!
+//! A tensor-parallel layer sums over its ranks, adds a residual and norms. Compilers see a collective there, a wait, and a
+//! row of unrelated operations. This crate sees one call ([`Kind::Fused`]), which `antiphon-collectives` has.
+//!
+//! ```
+//! use antiphon_lowering::{Costs, Graph, Options, World, check, lower};
+//!
+//! let graph = Graph::from_text("
+//! group tp size 4
+//! %x: bf16[16,4096] = input()
+//! %residual: bf16[16,4096] = input()
+//! %weight: bf16[4096] = input()
+//! %partial: bf16[16,4096] = start(%x) prim=all_reduce group=tp red=sum token=0
+//! %sum: bf16[16,4096] = wait(%partial) tokens=[0]
+//! %add: bf16[16,4096] = binary(%sum, %residual) op=add
+//! %wide: f32[16,4096] = cast(%add)
+//! %square: f32[16,4096] = binary(%wide) op=pow scalar=2.0
+//! %mean: f32[16,1] = reduce(%square) op=mean dims=[1] keepdim=true
+//! %eps: f32[16,1] = binary(%mean) op=add scalar=1e-6
+//! %rsqrt: f32[16,1] = unary(%eps) op=rsqrt
+//! %scaled: f32[16,4096] = binary(%wide, %rsqrt) op=mul
+//! %weighted: f32[16,4096] = binary(%scaled, %weight) op=mul
+//! %norm: bf16[16,4096] = cast(%weighted)
+//! return %norm, %add
+//! ")?;
+//! let world = World::default();
+//! let lowered = lower(&graph, &world, &Costs::of(world.device), &Options::default());
+//! assert_eq!(lowered.graph.ops.len(), 4); // three inputs, and one call
+//! assert_eq!(check(&graph, &lowered.plan, &lowered.graph), []);
+//! println!("{}", lowered.report); // what was done, what not and why
+//! # Ok::<(), antiphon_lowering::LoweringError>(())
+//! ```
+//!
+//! | | |
+//! | --- | --- |
+//! | a program | [`Graph`]: its [text](Graph::from_text), its [JSON](Graph::from_json), [torch's](Graph::from_torch) |
+//! | whether it makes sense | [`verify()`] |
+//! | what is made of it | [`lower()`], by [`Options`] and [`Costs`], with a [`Plan`] and a [`Report`] |
+//! | whether that is the same program | [`check()`], [`race::detect`] |
+//! | what it computes | [`interpret()`] |
+
+#![forbid(unsafe_code)]
+#![warn(missing_docs)]
+
+mod build;
+pub mod check;
+mod costs;
+mod edits;
+mod error;
+mod graph;
+mod ids;
+mod interpret;
+mod json;
+pub mod lower;
+mod op;
+mod order;
+mod plan;
+pub mod race;
+pub mod rules;
+mod sym;
+mod terms;
+mod text;
+mod torch;
+mod types;
+mod verify;
+
+pub use build::MAX_TEXT_BYTES;
+pub use check::check;
+pub use costs::{Costs, Device};
+pub use edits::{Edits, NewOp, NewValue};
+pub use error::{Finding, FindingKind, LoweringError};
+pub use graph::{Analysis, Graph, Group, MAX_OPS, Names, Op, Storage, Value};
+pub use ids::{OpId, StoreId, TokenId, ValueId};
+pub use interpret::{Arithmetic, Tensor, interpret};
+pub use lower::{Lowered, Numerics, Options, Realize, Report, World, lower};
+pub use op::{Alias, Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Place, Prim, Reduction, Unary, View};
+pub use plan::{Choice, Plan, PlannedCall, Refusal, Rewrite, Slot};
+pub use sym::{Range, Sym, SymExpr};
+pub use types::{Class, CommReq, Element, Roles, Type};
+pub use verify::verify;

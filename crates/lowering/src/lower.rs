@@ -1,0 +1,237 @@
+//! From a graph to a better one.
+
+use std::{collections::HashMap, fmt};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    check::check,
+    costs::{Costs, Device},
+    error::Finding,
+    graph::{Graph, Names},
+    ids::TokenId,
+    op::Kind,
+    plan::{Choice, Plan, PlannedCall, Refusal, Rewrite},
+    rules,
+    verify::verify,
+};
+
+/// How much a rewrite may change what is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Numerics {
+    /// Every rounding stays where it was. Only the order in which a row is summed is free.
+    Same,
+    /// Roundings may be dropped, or come in another order; the report says by how much a result may differ.
+    #[default]
+    Close,
+}
+
+/// When tensors are put where peers reach them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Realize {
+    /// Where that was measured to be faster: on the host.
+    #[default]
+    Measured,
+    /// Wherever it is possible.
+    Always,
+    /// Nowhere.
+    Never,
+}
+
+/// Where a graph runs.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct World {
+    /// On what.
+    pub device: Device,
+    /// The groups whose calls may be changed; all of them unless given.
+    pub groups: Option<Vec<String>>,
+}
+
+/// What to do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Options {
+    /// How much may be rounded otherwise.
+    pub numerics: Numerics,
+    /// Whether sums are fused with residuals, norms and quantisation.
+    pub fuse: bool,
+    /// Whether a sum of sums becomes one.
+    pub merge: bool,
+    /// When tensors are put where peers reach them.
+    pub realize: Realize,
+    /// Whether starts are moved to the front and waits to the back.
+    pub overlap: bool,
+    /// Whether fused calls give [`InverseRms`](crate::FusedOutput::InverseRms) and round before the weight.
+    pub extended: bool,
+    /// The most bytes that a tensor of unknown size may take where peers reach it.
+    pub max_slot_bytes: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let (numerics, realize) = Default::default();
+        let max_slot_bytes = 64 << 20;
+        Self { numerics, fuse: true, merge: true, realize, overlap: false, extended: true, max_slot_bytes }
+    }
+}
+
+/// What came of a graph.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Lowered {
+    /// The graph after; the one before, if what was made of it could not be proved.
+    pub graph: Graph,
+    /// What was decided.
+    pub plan: Plan,
+    /// The same for people.
+    pub report: Report,
+}
+
+/// What was done, what not, and what it is good for.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// What was rewritten.
+    pub rewrites: Vec<Rewrite>,
+    /// What was not.
+    pub refusals: Vec<Refusal>,
+    /// Why nothing was rewritten at all, if that is so.
+    pub findings: Vec<Finding>,
+    /// Calls of groups, before and after.
+    pub calls: [usize; 2],
+    /// Predicted times in nanoseconds, before and after.
+    pub nanoseconds: [u64; 2],
+    /// Bytes of memory that peers reach.
+    pub comm_bytes: u64,
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for finding in &self.findings {
+            writeln!(f, "unchanged: {finding}")?;
+        }
+        for Rewrite { rule, ops, text, bound } in &self.rewrites {
+            write!(f, "{rule}: {text} ({})", ops.join(", "))?;
+            match bound {
+                Some(bound) => writeln!(f, "; {bound}")?,
+                None => writeln!(f)?,
+            }
+        }
+        for Refusal { rule, op, reason } in &self.refusals {
+            writeln!(f, "not {rule}: {op}: {reason}")?;
+        }
+        let [before, after] = self.calls;
+        let [slow, fast] = self.nanoseconds.map(|ns| ns as f64 / 1000.0);
+        write!(f, "{before} calls became {after}; {slow:.1} µs are predicted to become {fast:.1} µs; ")?;
+        write!(f, "{} bytes where peers reach them", self.comm_bytes)
+    }
+}
+
+/// What the rules work on.
+pub(crate) struct Context<'c> {
+    pub(crate) graph: Graph,
+    pub(crate) names: Names,
+    pub(crate) world: &'c World,
+    pub(crate) costs: &'c Costs,
+    pub(crate) options: &'c Options,
+    pub(crate) rewrites: Vec<Rewrite>,
+    pub(crate) refusals: Vec<Refusal>,
+    /// For calls that stand for others than themselves: which.
+    pub(crate) covers: HashMap<String, Vec<String>>,
+}
+
+impl Context<'_> {
+    /// Whether the calls of a group may be changed.
+    pub(crate) fn is_ours(&self, group: &str) -> bool {
+        self.world.groups.as_ref().is_none_or(|groups| groups.iter().any(|name| name == group))
+    }
+
+    pub(crate) fn refuse(&mut self, rule: &str, op: &str, reason: impl Into<String>) {
+        self.refusals.push(Refusal { rule: rule.into(), op: op.into(), reason: reason.into() });
+    }
+
+    /// The calls of the graph before that a call stands for.
+    pub(crate) fn covered(&self, op: &str) -> Vec<String> {
+        self.covers.get(op).cloned().unwrap_or_else(|| vec![op.to_owned()])
+    }
+
+    /// A token that no start has.
+    pub(crate) fn token(&self) -> TokenId {
+        let tokens = self.graph.ops.iter().filter_map(|op| match &op.kind {
+            Kind::Start { token, .. } => Some(token.0),
+            _ => None,
+        });
+        TokenId(tokens.max().map_or(0, |token| token.wrapping_add(1)))
+    }
+}
+
+/// Makes of a graph a better one that computes the same, or leaves it as it is.
+///
+/// The result depends on the arguments alone: equal arguments, equal bytes. [`check`](crate::check()) has proved it.
+pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> Lowered {
+    let unchanged = |findings: Vec<Finding>, refusals: Vec<Refusal>| {
+        let mut plan = Plan::new(graph, options.numerics);
+        plan.calls = calls(graph, costs, |op| vec![op.to_owned()]);
+        let report = report(graph, graph, &plan, costs, refusals, findings);
+        Lowered { graph: graph.clone(), plan, report }
+    };
+    let findings = verify(graph);
+    if !findings.is_empty() {
+        return unchanged(findings, Vec::new());
+    }
+    let (rewrites, refusals, covers) = Default::default();
+    let names = graph.names();
+    let mut cx = Context { graph: graph.clone(), names, world, costs, options, rewrites, refusals, covers };
+    rules::apply(&mut cx);
+    let mut plan = Plan::new(graph, options.numerics);
+    plan.slots = rules::realize::place(&cx.graph);
+    plan.calls = calls(&cx.graph, costs, |op| cx.covered(op));
+    plan.rewrites = cx.rewrites;
+    let findings = check(graph, &plan, &cx.graph);
+    if !findings.is_empty() {
+        return unchanged(findings, cx.refusals);
+    }
+    let report = report(graph, &cx.graph, &plan, costs, cx.refusals, Vec::new());
+    Lowered { graph: cx.graph, plan, report }
+}
+
+fn report(
+    before: &Graph,
+    after: &Graph,
+    plan: &Plan,
+    costs: &Costs,
+    refusals: Vec<Refusal>,
+    findings: Vec<Finding>,
+) -> Report {
+    let count = |graph: &Graph| graph.ops.iter().filter(|op| op.kind.communicates()).count();
+    Report {
+        rewrites: plan.rewrites.clone(),
+        refusals,
+        findings,
+        calls: [count(before), count(after)],
+        nanoseconds: [costs.predict(before), costs.predict(after)],
+        comm_bytes: plan.peak_bytes(),
+    }
+}
+
+/// How each call of a graph is made.
+fn calls(graph: &Graph, costs: &Costs, covered: impl Fn(&str) -> Vec<String>) -> Vec<PlannedCall> {
+    let analysis = graph.analyse();
+    let is_comm = |value| {
+        let root = analysis.root(value);
+        root.is_some_and(|root| matches!(graph.value(root).class, crate::Class::Comm(_)))
+    };
+    let call = |op: &crate::Op| {
+        let group = op.kind.group()?.to_owned();
+        let choice = match &op.kind {
+            Kind::Fused { .. } => Choice::Fused,
+            Kind::Sync { .. } if op.args.iter().any(|arg| is_comm(*arg)) => Choice::Registered,
+            Kind::Sync { .. } => Choice::Sync,
+            _ => Choice::Async,
+        };
+        let (op, covers, nanoseconds) = (op.name.clone(), covered(&op.name), costs.op(graph, op));
+        Some(PlannedCall { op, group, choice, covers, nanoseconds })
+    };
+    graph.ops.iter().filter_map(call).collect()
+}

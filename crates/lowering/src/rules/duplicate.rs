@@ -1,0 +1,67 @@
+//! The same collective of the same value is made once.
+//!
+//! Applies to two collectives over one group that are equal in all but their token, whose operands have equal terms and
+//! types. The second one's memory must not leave the graph or be written, nor the first one's be written: they become one.
+
+use std::collections::HashMap;
+
+use super::{flight, replace};
+use crate::{
+    ids::OpId,
+    lower::{Context, Numerics},
+    op::Kind,
+    plan::Rewrite,
+    terms::Terms,
+};
+
+pub(super) fn apply(cx: &mut Context<'_>) {
+    let analysis = cx.graph.analyse();
+    let of = Terms::new(Numerics::Same).of(&cx.graph);
+    let mut first: HashMap<String, (String, crate::ValueId)> = HashMap::new();
+    let (mut flights, mut by) = (Vec::new(), HashMap::new());
+    for index in 0..cx.graph.ops.len() {
+        let Some((found, coll)) = flight(&cx.graph, &analysis, OpId::from(index)) else { continue };
+        if coll.in_place || !cx.is_ours(&coll.group) {
+            continue;
+        }
+        let op = cx.graph.op(found.start);
+        let name = op.name.clone();
+        let key = format!("{coll:?} {:?} {}", of[op.args[0].index()], cx.graph.ty(op.args[0]).dense());
+        let Some((other, ready)) = first.get(&key).cloned() else {
+            first.insert(key, (name, found.ready));
+            continue;
+        };
+        let storage = |value: crate::ValueId| {
+            analysis.store[value.index()].map(|store| &analysis.stores[store.index()])
+        };
+        // The wait itself writes once.
+        let is_left_alone =
+            |value| storage(value).is_some_and(|storage| !is_written_again(cx, &analysis, storage));
+        let escapes = storage(found.ready).is_none_or(|storage| storage.escapes);
+        if escapes || !is_left_alone(found.ready) || !is_left_alone(ready) {
+            cx.refuse(
+                "duplicate",
+                &name,
+                format!("it is {other} again, but its memory is returned or written"),
+            );
+            continue;
+        }
+        by.insert(found.ready, ready);
+        let covered = cx.covered(&other).into_iter().chain(cx.covered(&name)).collect();
+        cx.covers.insert(other.clone(), covered);
+        let text = format!("{name} is {other} again");
+        cx.rewrites.push(Rewrite { rule: "duplicate".into(), ops: vec![other, name], text, bound: None });
+        flights.push(found);
+    }
+    replace(&mut cx.graph, &flights, Vec::new());
+    cx.graph.substitute(&by);
+}
+
+fn is_written_again(cx: &Context<'_>, analysis: &crate::Analysis, storage: &crate::Storage) -> bool {
+    let writes = storage.values.iter().filter(|value| analysis.version[value.index()] > 0);
+    let by_others = writes.filter(|value| {
+        let op = analysis.op_of(&cx.graph, **value);
+        op.is_some_and(|op| !matches!(op.kind, Kind::Wait { .. } | Kind::View { .. }))
+    });
+    by_others.count() > 0
+}

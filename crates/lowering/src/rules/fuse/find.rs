@@ -1,0 +1,258 @@
+//! What follows a sum: the residual, the norm with its weight, the codes.
+
+use std::collections::HashSet;
+
+use super::{
+    super::{Flight, behind_reshapes, keeps_rows},
+    known::Known,
+};
+use crate::{
+    graph::{Analysis, Graph},
+    ids::ValueId,
+    lower::Context,
+    op::{Binary, Kind, Unary},
+    terms::{Node, Term, Terms},
+    types::{Element, Type},
+    verify::F32,
+};
+
+/// What is added to a sum.
+pub(super) struct Residual {
+    /// `T [.., hidden]`.
+    pub(super) value: ValueId,
+    /// The addition's result.
+    pub(super) sum: ValueId,
+}
+
+/// What a norm is multiplied with.
+#[derive(Default)]
+pub(super) struct Weight {
+    pub(super) value: Option<ValueId>,
+    pub(super) bias: f64,
+}
+
+/// The norm that was found.
+pub(super) struct Norm {
+    /// All values that are it.
+    pub(super) values: Vec<ValueId>,
+    pub(super) inverse: Term,
+    pub(super) eps: f64,
+    pub(super) weight: Weight,
+    pub(super) round_before_weight: bool,
+}
+
+/// Tensors that are added to the sum: of its type and size, through casts to f32 and reshapes that keep rows.
+pub(super) fn residuals(
+    graph: &Graph,
+    known: &Known,
+    flight: &Flight,
+    refused: &mut Option<String>,
+) -> Vec<Residual> {
+    let ty = graph.ty(flight.ready);
+    let sum = known.term(flight.ready);
+    let mut residuals: Vec<Residual> = Vec::new();
+    let (mut seen, mut open) = (HashSet::new(), vec![flight.ready]);
+    while let Some(value) = open.pop() {
+        for user in &known.analysis.uses[value.index()] {
+            let op = graph.op(*user);
+            let result = op.outs.first().copied();
+            let Some(result) = result.filter(|_| op.outs.len() == 1) else { continue };
+            if known.term(result) == sum && seen.insert(result) {
+                open.push(result);
+                continue;
+            }
+            let (Kind::Binary { op: Binary::Add, scalar: None, .. }, [x, y]) = (&op.kind, &op.args[..])
+            else {
+                continue;
+            };
+            let other = if *x == value { *y } else { *x };
+            let plain = narrowed(graph, &known.analysis, other, ty.dtype);
+            let fits = graph.ty(plain).dtype == ty.dtype && keeps_rows(graph.ty(plain), ty);
+            if !fits || !keeps_rows(graph.ty(result), ty) {
+                *refused = Some(format!("{} is added, not a tensor like {ty}", graph.ty(other)));
+            } else if other != value {
+                residuals.push(Residual { value: plain, sum: result });
+            }
+        }
+    }
+    residuals.sort_by_key(|residual| known.analysis.def[residual.sum.index()]);
+    residuals
+}
+
+/// The value of elements `dtype` behind casts from it to f32, and reshapes.
+pub(super) fn narrowed(graph: &Graph, analysis: &Analysis, value: ValueId, dtype: Element) -> ValueId {
+    let mut plain = behind_reshapes(graph, analysis, value);
+    while let Some(op) = analysis.op_of(graph, plain) {
+        if op.kind != Kind::Cast
+            || graph.ty(op.args[0]).dtype != dtype
+            || ![F32, dtype].contains(&graph.ty(plain).dtype)
+        {
+            break;
+        }
+        plain = behind_reshapes(graph, analysis, op.args[0]);
+    }
+    plain
+}
+
+/// Whether a value can be there when the call is made: it must need neither the sum nor a call that comes later.
+pub(super) fn comes_before(
+    graph: &Graph,
+    analysis: &Analysis,
+    value: ValueId,
+    flight: &Flight,
+) -> Result<(), String> {
+    let (mut seen, mut open) = (HashSet::new(), vec![value]);
+    while let Some(value) = open.pop() {
+        let Some((id, _)) = analysis.def[value.index()] else { continue };
+        if id < flight.start || !seen.insert(id) {
+            continue;
+        }
+        let op = graph.op(id);
+        if op.kind.communicates() || id == flight.wait {
+            return Err(format!("the residual depends on {}, which comes later", op.name));
+        }
+        open.extend(&op.args);
+    }
+    Ok(())
+}
+
+/// The norm of `x`, if there is one that a call has.
+pub(super) fn norm(cx: &Context<'_>, known: &Known, x: Term, ty: &Type) -> Result<Option<Norm>, String> {
+    let graph = &cx.graph;
+    let (mut refused, mut bare) = (None, None);
+    let Some(candidates) = known.norms.get(&x) else { return Ok(None) };
+    for (value, inverse) in candidates {
+        let out = graph.ty(*value);
+        if out.dtype != ty.dtype || !keeps_rows(out, ty) || known.follows(graph, *value) {
+            continue;
+        }
+        let term = known.term(*value).ok_or("nobody computes it")?;
+        let mut rest = known.close.factors(term);
+        for factor in [x, *inverse] {
+            rest.swap_remove(rest.iter().position(|other| *other == factor).ok_or("it is no product")?);
+        }
+        let weight = match rest[..] {
+            [] => Weight::default(),
+            [factor] => match weight(graph, known, factor, ty) {
+                Ok(weight) => weight,
+                Err(reason) => {
+                    refused = Some(reason);
+                    continue;
+                }
+            },
+            _ => {
+                refused = Some(format!("the norm is multiplied with {} more factors", rest.len()));
+                continue;
+            }
+        };
+        let multiplies = known.analysis.op_of(graph, behind_reshapes(graph, &known.analysis, *value));
+        let is_product = multiplies.is_some_and(|op| matches!(op.kind, Kind::Binary { op: Binary::Mul, .. }));
+        let round_before_weight = is_product && weight.value.is_some() && ty.dtype != F32;
+        let values =
+            known.values(graph, term, ty.dtype).filter(|value| keeps_rows(graph.ty(*value), ty)).collect();
+        let eps = known.inverses[inverse].eps;
+        let norm = Norm { values, inverse: *inverse, eps, weight, round_before_weight };
+        // A product with the weight may be made of one without.
+        match norm.weight.value {
+            Some(_) => return Ok(Some(norm)),
+            None => bare = bare.or(Some(norm)),
+        }
+    }
+    match (bare, refused) {
+        (None, Some(reason)) => Err(reason),
+        (bare, _) => Ok(bare),
+    }
+}
+
+/// A weight of the norm's dtype, or a number and one.
+pub(super) fn weight(graph: &Graph, known: &Known, factor: Term, ty: &Type) -> Result<Weight, String> {
+    let mut bias = 0.0;
+    let mut plain = factor;
+    if let Node::Sum(summands) = known.close.node(factor)
+        && let [a, b] = summands[..]
+        && let Some((number, other)) =
+            [(a, b), (b, a)].into_iter().find_map(|(x, y)| Some((known.close.as_number(x)?, y)))
+    {
+        (bias, plain) = (number, other);
+    }
+    let is_row =
+        |value: &ValueId| graph.ty(*value).numel() == Some(ty.last()) && graph.ty(*value).is_contiguous();
+    match known.values(graph, plain, ty.dtype).find(is_row) {
+        Some(value) => Ok(Weight { value: Some(value), bias }),
+        None => {
+            let found = known.by_term.get(&plain).and_then(|values| values.first());
+            let found = found.map_or("something".to_owned(), |value| graph.ty(*value).to_string());
+            Err(format!("the norm is multiplied with {found}, not with a row of {}", ty.dtype))
+        }
+    }
+}
+
+pub(super) enum Scale {
+    Number(f64),
+    Value(ValueId),
+}
+
+pub(super) struct Codes {
+    pub(super) values: Vec<ValueId>,
+    pub(super) scale: Scale,
+}
+
+/// FP8 codes of the norm, with one scale.
+pub(super) fn codes(graph: &Graph, known: &mut Known, norm: &Norm, ty: &Type) -> Option<Codes> {
+    let term = known.term(*norm.values.first()?)?;
+    let codes: Vec<ValueId> = (0..graph.values.len())
+        .map(ValueId::from)
+        .filter(|value| graph.ty(*value).dtype == Element::E4m3 && keeps_rows(graph.ty(*value), ty))
+        .collect();
+    for value in codes {
+        let Some(of) = known.term(value) else { continue };
+        let Some(scaled) = clamped(&known.close, of) else { continue };
+        let mut rest = known.close.factors(scaled);
+        let norm_factors = known.close.factors(term);
+        let is_norm = norm_factors.iter().all(|factor| match rest.iter().position(|other| other == factor) {
+            Some(at) => {
+                rest.swap_remove(at);
+                true
+            }
+            None => false,
+        });
+        let scale = match rest[..] {
+            _ if !is_norm => continue,
+            [] => Scale::Number(1.0),
+            [factor] => match (known.close.as_number(factor), known.close.node(factor)) {
+                (Some(number), _) => {
+                    let scale = (1.0 / number as f32) as f64;
+                    if (1.0 / scale as f32) as f64 != number {
+                        continue;
+                    }
+                    Scale::Number(scale)
+                }
+                (None, Node::Unary(Unary::Reciprocal, scale)) => {
+                    let one = |value: &ValueId| graph.ty(*value).numel() == Some(1.into());
+                    match known.values(graph, *scale, F32).find(one) {
+                        Some(value) => Scale::Value(value),
+                        None => continue,
+                    }
+                }
+                _ => continue,
+            },
+            _ => continue,
+        };
+        let values =
+            known.values(graph, of, Element::E4m3).filter(|value| keeps_rows(graph.ty(*value), ty)).collect();
+        return Some(Codes { values, scale });
+    }
+    None
+}
+
+/// What is clamped to ±448 and rounded to E4M3.
+pub(super) fn clamped(terms: &Terms, term: Term) -> Option<Term> {
+    let Node::Round(Element::E4m3, clamped) = terms.node(term) else { return None };
+    let bounded = |term: Term, op: Binary, bound: f64| match terms.node(term) {
+        Node::Binary(found, x, y) if *found == op => [(*x, *y), (*y, *x)]
+            .into_iter()
+            .find_map(|(x, y)| (terms.as_number(x) == Some(bound)).then_some(y)),
+        _ => None,
+    };
+    bounded(bounded(*clamped, Binary::Minimum, 448.0)?, Binary::Maximum, -448.0)
+}

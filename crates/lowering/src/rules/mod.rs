@@ -1,0 +1,135 @@
+//! What is done to a graph, a rule a file: when it applies, what it does, and why it is refused where it might have applied.
+//!
+//! | rule | what it does |
+//! | --- | --- |
+//! | `duplicate` | the same collective of the same value is made once |
+//! | `world_of_one` | a collective of one rank is a copy |
+//! | `merge` | Σa + Σb becomes Σ(a + b), where nobody else uses the sums |
+//! | `fuse` | a sum, the residual that is added, the norm and its quantisation become one call |
+//! | `sync` | a call that has nothing to hide behind is made in stream order, and its wait goes |
+//! | [`realize`] | tensors lie where peers reach them, and share that memory |
+//! | `schedule` | starts come early and waits late, where that is asked for |
+
+mod duplicate;
+mod fuse;
+mod merge;
+pub mod realize;
+mod schedule;
+mod sync;
+mod world_of_one;
+
+use std::collections::{HashMap, HashSet};
+
+use crate::{
+    graph::{Analysis, Graph, Op},
+    ids::{OpId, ValueId},
+    lower::Context,
+    op::{Coll, Kind, View},
+    types::Type,
+};
+
+/// Applies all rules.
+pub(crate) fn apply(cx: &mut Context<'_>) {
+    type Rule = fn(&mut Context<'_>);
+    let rules: [(&str, Rule); 7] = [
+        ("world_of_one", world_of_one::apply),
+        ("duplicate", duplicate::apply),
+        ("merge", merge::apply),
+        ("fuse", fuse::apply),
+        ("schedule", schedule::apply),
+        ("sync", sync::apply),
+        ("realize", realize::apply),
+    ];
+    for (name, rule) in rules {
+        let kept = (cx.graph.clone(), cx.names.clone(), cx.covers.clone(), cx.rewrites.len());
+        rule(cx);
+        if cx.rewrites.len() == kept.3 {
+            continue;
+        }
+        let sorted = cx.graph.sort();
+        cx.graph.remove_dead();
+        fuse::drop_unused_outputs(&mut cx.graph);
+        if let Err(stuck) = sorted {
+            (cx.graph, cx.names, cx.covers) = (kept.0, kept.1, kept.2);
+            cx.rewrites.truncate(kept.3);
+            let op = stuck.first().cloned().unwrap_or_default();
+            cx.refuse(name, &op, "values would have to be there before they are computed");
+        }
+    }
+}
+
+/// A collective that is started, of one tensor, and waited for.
+pub(crate) struct Flight {
+    pub(crate) start: OpId,
+    pub(crate) wait: OpId,
+    /// The wait's result for the start's.
+    pub(crate) ready: ValueId,
+}
+
+/// The collective that a start begins, if it has one tensor, for which one operation waits, and nobody else uses what is in
+/// flight.
+pub(crate) fn flight(graph: &Graph, analysis: &Analysis, start: OpId) -> Option<(Flight, Coll)> {
+    let op = graph.op(start);
+    let Kind::Start { coll, .. } = &op.kind else { return None };
+    let ([_], [out]) = (&op.args[..], &op.outs[..]) else { return None };
+    let [wait] = analysis.uses[out.index()][..] else { return None };
+    let waits = graph.op(wait);
+    if !matches!(waits.kind, Kind::Wait { .. }) {
+        return None;
+    }
+    let at = waits.args.iter().position(|arg| arg == out)?;
+    Some((Flight { start, wait, ready: waits.outs[at] }, coll.clone()))
+}
+
+/// Takes out collectives, with what waits for them, and puts operations in, each before the one at its place.
+pub(crate) fn replace(graph: &mut Graph, flights: &[Flight], new: Vec<(OpId, Op)>) {
+    for Flight { start, wait, ready } in flights {
+        let Kind::Start { token, .. } = graph.op(*start).kind else { continue };
+        let waits = &mut graph.ops[wait.index()];
+        if let Some(at) = waits.outs.iter().position(|out| out == ready) {
+            waits.outs.remove(at);
+            waits.args.remove(at);
+        }
+        if let Kind::Wait { tokens } = &mut waits.kind {
+            tokens.retain(|other| *other != token);
+        }
+    }
+    let gone: HashSet<usize> = flights.iter().map(|flight| flight.start.index()).collect();
+    let mut at: HashMap<usize, Vec<Op>> = HashMap::new();
+    new.into_iter().for_each(|(place, op)| at.entry(place.index()).or_default().push(op));
+    for (index, op) in std::mem::take(&mut graph.ops).into_iter().enumerate() {
+        graph.ops.extend(at.remove(&index).unwrap_or_default());
+        let waits_for_nothing = matches!(&op.kind, Kind::Wait { tokens } if tokens.is_empty());
+        if !gone.contains(&index) && !waits_for_nothing {
+            graph.ops.push(op);
+        }
+    }
+}
+
+/// The value behind reshapes that keep rows, and copies into row-major order.
+pub(crate) fn behind_reshapes(graph: &Graph, analysis: &Analysis, mut value: ValueId) -> ValueId {
+    while let Some(op) = analysis.op_of(graph, value) {
+        let is_reshape = matches!(op.kind, Kind::View { view: View::Reshape } | Kind::Copy);
+        if !is_reshape || !keeps_rows(graph.ty(op.args[0]), graph.ty(value)) {
+            break;
+        }
+        value = op.args[0];
+    }
+    value
+}
+
+/// Whether a reshape leaves rows as they are.
+pub(crate) fn keeps_rows(from: &Type, to: &Type) -> bool {
+    from.last() == to.last() && from.numel() == to.numel()
+}
+
+/// Values by term.
+pub(crate) fn by_term(terms: &[Option<crate::terms::Term>]) -> HashMap<crate::terms::Term, Vec<ValueId>> {
+    let mut table: HashMap<_, Vec<ValueId>> = HashMap::new();
+    for (index, term) in terms.iter().enumerate() {
+        if let Some(term) = term {
+            table.entry(*term).or_default().push(ValueId::from(index));
+        }
+    }
+    table
+}

@@ -1,0 +1,79 @@
+//! A call that has nothing to hide behind is made in stream order, and its wait goes.
+//!
+//! Applies to the start of a collective of one tensor that one operation waits for, where a call in stream order is
+//! predicted to end earlier than the wait for one beside it. What goes is found by its token: another collective of the same
+//! memory keeps its wait.
+
+use std::collections::HashMap;
+
+use super::flight;
+use crate::{
+    costs::{Way, size_of},
+    ids::OpId,
+    lower::Context,
+    op::{Kind, Prim},
+    plan::Rewrite,
+};
+
+pub(super) fn apply(cx: &mut Context<'_>) {
+    elide(cx);
+}
+
+/// See the module.
+pub(crate) fn elide(cx: &mut Context<'_>) {
+    let analysis = cx.graph.analyse();
+    let mut by = HashMap::new();
+    for index in 0..cx.graph.ops.len() {
+        let start = OpId::from(index);
+        let Some((found, coll)) = flight(&cx.graph, &analysis, start) else { continue };
+        if !cx.is_ours(&coll.group) || !is_served(cx, start, &coll) {
+            continue;
+        }
+        // A wait for several serves others too.
+        let wait = cx.graph.op(found.wait);
+        if wait.args.len() != 1 {
+            continue;
+        }
+        let op = cx.graph.op(start);
+        let bytes = size_of(&cx.graph, cx.graph.ty(op.args[0]));
+        let between = &cx.graph.ops[index + 1..found.wait.index()];
+        let hides: u64 = between.iter().map(|op| cx.costs.op(&cx.graph, op)).sum();
+        let beside = cx.costs.call(Way::Async, bytes).max(hides);
+        let inline = cx.costs.call(Way::Sync, bytes).saturating_add(hides);
+        let name = op.name.clone();
+        if inline > beside {
+            cx.refuse(
+                "sync",
+                &name,
+                format!("{hides} ns of work hide it: {beside} ns beside, {inline} ns in line"),
+            );
+            continue;
+        }
+        let text = format!("{name} is made in stream order, predicted at {inline} ns instead of {beside} ns");
+        let covered = cx.covered(&name);
+        cx.rewrites.push(Rewrite { rule: "sync".into(), ops: covered.clone(), text, bound: None });
+        let new = cx.names.fresh(&format!("{name}_sync"));
+        cx.covers.insert(new.clone(), covered);
+        let ty = cx.graph.ty(found.ready).clone();
+        let result = cx.graph.add_value(&mut cx.names, &format!("{new}_result"), ty);
+        by.insert(found.ready, result);
+        let op = &mut cx.graph.ops[index];
+        op.name = new;
+        op.kind = Kind::Sync { coll };
+        op.outs = vec![result];
+        cx.graph.ops[found.wait.index()].kind = Kind::Wait { tokens: Vec::new() };
+        cx.graph.ops[found.wait.index()].outs.clear();
+        cx.graph.ops[found.wait.index()].args.clear();
+    }
+    cx.graph.ops.retain(|op| !matches!(&op.kind, Kind::Wait { tokens } if tokens.is_empty()));
+    cx.graph.substitute(&by);
+}
+
+/// Whether a runtime has such a call in stream order: collectives of numbers, in equal parts.
+fn is_served(cx: &Context<'_>, start: OpId, coll: &crate::Coll) -> bool {
+    let ty = cx.graph.ty(cx.graph.op(start).args[0]);
+    let even = coll.sends.is_none() && coll.receives.is_none();
+    ty.dtype.number().is_some()
+        && even
+        && matches!(coll.prim, Prim::AllReduce | Prim::AllGather | Prim::ReduceScatter)
+}

@@ -1,0 +1,451 @@
+//! Sizes that are not all known when a graph is lowered.
+
+use std::{collections::BTreeMap, fmt};
+
+use serde::{Deserialize, Serialize};
+
+/// The most characters that the text of one size may have.
+const MAX_TEXT: usize = 4096;
+/// The deepest nesting of parentheses in the text of one size.
+const MAX_DEPTH: usize = 32;
+/// The most products that one size may be a sum of.
+const MAX_TERMS: usize = 256;
+
+/// An integer expression over named symbols, such as `2*s0 + 1`, in canonical form: two expressions that are the same
+/// polynomial are equal.
+///
+/// Divisions that round down (`s0 // 2`) and remainders (`s0 % 2`) of what is not constant, and functions that this crate
+/// does not know, stand in it as symbols of their own.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SymExpr {
+    /// The coefficient of each product of factors, none of which is 0. The empty product is the constant.
+    terms: BTreeMap<Vec<Factor>, i64>,
+}
+
+/// A factor of a product: a symbol, or something that is treated as one.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Factor {
+    Symbol(String),
+    FloorDiv(Box<SymExpr>, Box<SymExpr>),
+    Mod(Box<SymExpr>, Box<SymExpr>),
+    /// A call of a function that this crate does not know, as it was written.
+    Unknown(String),
+}
+
+/// What is known of a symbol's values.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sym {
+    /// Its name, such as `s0`.
+    pub name: String,
+    /// Its least value.
+    #[serde(default)]
+    pub min: i64,
+    /// Its greatest value, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max: Option<i64>,
+    /// The value that the program was compiled with; the interpreter takes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hint: Option<i64>,
+}
+
+/// The least and the greatest value of an expression, where there are bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Range {
+    /// The least value.
+    pub min: Option<i64>,
+    /// The greatest value.
+    pub max: Option<i64>,
+}
+
+impl SymExpr {
+    /// A constant.
+    pub fn constant(value: i64) -> Self {
+        let mut terms = BTreeMap::new();
+        if value != 0 {
+            terms.insert(Vec::new(), value);
+        }
+        Self { terms }
+    }
+
+    /// A symbol.
+    pub fn symbol(name: impl Into<String>) -> Self {
+        Self::factor(Factor::Symbol(name.into()))
+    }
+
+    fn factor(factor: Factor) -> Self {
+        Self { terms: BTreeMap::from([(vec![factor], 1)]) }
+    }
+
+    /// The value, if it depends on no symbol.
+    pub fn as_constant(&self) -> Option<i64> {
+        match self.terms.len() {
+            0 => Some(0),
+            1 => self.terms.get(&Vec::new()).copied(),
+            _ => None,
+        }
+    }
+
+    /// The sum, unless a coefficient overflows or it has too many terms.
+    pub fn plus(&self, other: &Self) -> Option<Self> {
+        let mut terms = self.terms.clone();
+        for (factors, coefficient) in &other.terms {
+            let sum = terms.get(factors).copied().unwrap_or(0).checked_add(*coefficient)?;
+            match sum {
+                0 => drop(terms.remove(factors)),
+                sum => drop(terms.insert(factors.clone(), sum)),
+            }
+        }
+        (terms.len() <= MAX_TERMS).then_some(Self { terms })
+    }
+
+    /// The product, unless a coefficient overflows or it has too many terms.
+    pub fn times(&self, other: &Self) -> Option<Self> {
+        let mut product = Self::constant(0);
+        for (a, x) in &self.terms {
+            for (b, y) in &other.terms {
+                let mut factors: Vec<Factor> = a.iter().chain(b).cloned().collect();
+                if factors.len() > MAX_DEPTH {
+                    return None;
+                }
+                factors.sort();
+                let term = Self { terms: BTreeMap::from([(factors, x.checked_mul(*y)?)]) };
+                product = product.plus(&term)?;
+            }
+        }
+        Some(product)
+    }
+
+    /// The product of sizes.
+    pub fn product<'a>(sizes: impl IntoIterator<Item = &'a Self>) -> Option<Self> {
+        sizes.into_iter().try_fold(Self::constant(1), |product, size| product.times(size))
+    }
+
+    /// The value for these values of the symbols; `None` if one is missing or a step overflows.
+    pub fn value(&self, of: &impl Fn(&str) -> Option<i64>) -> Option<i64> {
+        self.terms.iter().try_fold(0i64, |sum, (factors, coefficient)| {
+            let product = factors.iter().try_fold(*coefficient, |product, factor| {
+                let value = match factor {
+                    Factor::Symbol(name) => of(name)?,
+                    Factor::FloorDiv(a, b) => a.value(of)?.checked_div_euclid(b.value(of)?)?,
+                    Factor::Mod(a, b) => a.value(of)?.checked_rem_euclid(b.value(of)?)?,
+                    Factor::Unknown(_) => return None,
+                };
+                product.checked_mul(value)
+            })?;
+            sum.checked_add(product)
+        })
+    }
+
+    /// The bounds that follow from those of the symbols, none of which may be negative. A symbol that is not among them has
+    /// no bounds but 0.
+    pub fn range(&self, syms: &[Sym]) -> Range {
+        let factor = |factor: &Factor| -> Range {
+            let nothing = Range { min: Some(0), max: None };
+            match factor {
+                Factor::Symbol(name) => syms
+                    .iter()
+                    .find(|sym| sym.name == *name)
+                    .map_or(nothing, |sym| Range { min: Some(sym.min.max(0)), max: sym.max }),
+                Factor::FloorDiv(a, b) => {
+                    let (a, b) = (a.range(syms), b.range(syms));
+                    let least = b.min.filter(|least| *least > 0);
+                    Range { min: Some(0), max: a.max.zip(least).map(|(a, b)| a / b) }
+                }
+                Factor::Mod(_, b) => Range { min: Some(0), max: b.range(syms).max.map(|b| (b - 1).max(0)) },
+                Factor::Unknown(_) => Range { min: None, max: None },
+            }
+        };
+        let (mut min, mut max) = (Some(0i64), Some(0i64));
+        for (factors, coefficient) in &self.terms {
+            let (mut low, mut high) = (Some(1i64), Some(1i64));
+            for range in factors.iter().map(factor) {
+                // Every factor is at least 0, so the bounds multiply; an unknown one has no bounds at all.
+                low = low.zip(range.min).and_then(|(a, b)| a.checked_mul(b));
+                high = high.zip(range.max).and_then(|(a, b)| a.checked_mul(b));
+            }
+            let scaled = |bound: Option<i64>| bound.and_then(|bound| bound.checked_mul(*coefficient));
+            let (low, high) = if *coefficient > 0 { (low, high) } else { (high, low) };
+            min = min.zip(scaled(low)).and_then(|(a, b)| a.checked_add(b));
+            max = max.zip(scaled(high)).and_then(|(a, b)| a.checked_add(b));
+        }
+        Range { min, max }
+    }
+
+    /// The names of the symbols that it depends on, in order, each as often as it occurs.
+    pub fn symbols(&self) -> Vec<&str> {
+        let mut names = Vec::new();
+        for factor in self.terms.keys().flatten() {
+            match factor {
+                Factor::Symbol(name) => names.push(name.as_str()),
+                Factor::FloorDiv(a, b) | Factor::Mod(a, b) => {
+                    names.extend(a.symbols());
+                    names.extend(b.symbols());
+                }
+                Factor::Unknown(_) => {}
+            }
+        }
+        names
+    }
+
+    /// Reads what [`Display`](fmt::Display) writes, and what sympy writes of integers: `+ - * // % **`, parentheses, names,
+    /// and calls of functions.
+    ///
+    /// # Errors
+    /// What was found at which character, and what was wanted.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        if text.len() > MAX_TEXT {
+            return Err(format!("a size of {} characters: at most {MAX_TEXT} are read", text.len()));
+        }
+        let mut parser = Parser { text: text.as_bytes(), at: 0 };
+        let expr = parser.sum(0)?;
+        match parser.peek() {
+            None => Ok(expr),
+            Some(_) => Err(parser.wanted("an operator or the end")),
+        }
+    }
+}
+
+/// By the rules of Python: `*`, `//` and `%` bind equally, `**` more.
+struct Parser<'t> {
+    text: &'t [u8],
+    at: usize,
+}
+
+impl Parser<'_> {
+    fn peek(&mut self) -> Option<u8> {
+        while self.text.get(self.at).is_some_and(u8::is_ascii_whitespace) {
+            self.at += 1;
+        }
+        self.text.get(self.at).copied()
+    }
+
+    fn take(&mut self, symbol: &str) -> bool {
+        let found = self.peek().is_some() && self.text[self.at..].starts_with(symbol.as_bytes());
+        self.at += if found { symbol.len() } else { 0 };
+        found
+    }
+
+    fn wanted(&self, what: &str) -> String {
+        let rest = String::from_utf8_lossy(&self.text[self.at.min(self.text.len())..]);
+        let found: String = rest.chars().take(12).collect();
+        format!(
+            "found {found:?} at character {} of {:?}, wanted {what}",
+            self.at,
+            String::from_utf8_lossy(self.text)
+        )
+    }
+
+    fn sum(&mut self, depth: usize) -> Result<SymExpr, String> {
+        let mut sum = self.product(depth)?;
+        loop {
+            let sign = match self.peek() {
+                Some(b'+') => 1,
+                Some(b'-') => -1,
+                _ => return Ok(sum),
+            };
+            self.at += 1;
+            let term = SymExpr::constant(sign).times(&self.product(depth)?);
+            sum = term.and_then(|term| sum.plus(&term)).ok_or("a size too large to be told")?;
+        }
+    }
+
+    fn product(&mut self, depth: usize) -> Result<SymExpr, String> {
+        let mut product = self.power(depth)?;
+        loop {
+            if self.take("//") {
+                product = divide(product, self.power(depth)?, true)?;
+            } else if self.take("%") {
+                product = divide(product, self.power(depth)?, false)?;
+            } else if !self.text[self.at.min(self.text.len())..].starts_with(b"**") && self.take("*") {
+                product = product.times(&self.power(depth)?).ok_or("a size too large to be told")?;
+            } else {
+                return Ok(product);
+            }
+        }
+    }
+
+    fn power(&mut self, depth: usize) -> Result<SymExpr, String> {
+        let base = self.atom(depth)?;
+        if !self.take("**") {
+            return Ok(base);
+        }
+        let exponent = self.atom(depth)?.as_constant().filter(|exponent| (0..=16).contains(exponent));
+        let exponent = exponent.ok_or_else(|| self.wanted("an exponent from 0 to 16"))?;
+        let power = (0..exponent).try_fold(SymExpr::constant(1), |power, _| power.times(&base));
+        power.ok_or_else(|| "a size too large to be told".to_owned())
+    }
+
+    fn atom(&mut self, depth: usize) -> Result<SymExpr, String> {
+        if depth > MAX_DEPTH {
+            return Err(format!("a size with more than {MAX_DEPTH} parentheses in each other"));
+        }
+        match self.peek() {
+            Some(b'(') => {
+                self.at += 1;
+                let inner = self.sum(depth + 1)?;
+                if self.take(")") { Ok(inner) } else { Err(self.wanted("`)`")) }
+            }
+            Some(b'-') => {
+                self.at += 1;
+                let inner = self.power(depth + 1)?;
+                SymExpr::constant(-1).times(&inner).ok_or_else(|| "a size too large to be told".to_owned())
+            }
+            Some(c) if c.is_ascii_digit() => {
+                let digits = self.word(|c| c.is_ascii_digit());
+                let value = digits.parse().map_err(|_| format!("{digits} is no 64-bit integer"))?;
+                Ok(SymExpr::constant(value))
+            }
+            Some(c) if c.is_ascii_alphabetic() || c == b'_' => {
+                let start = self.at;
+                let name = self.word(|c| c.is_ascii_alphanumeric() || c == b'_' || c == b'.');
+                if self.peek() != Some(b'(') {
+                    return Ok(SymExpr::symbol(name));
+                }
+                self.arguments()?;
+                let text = String::from_utf8_lossy(&self.text[start..self.at]);
+                Ok(SymExpr::factor(Factor::Unknown(text.split_whitespace().collect())))
+            }
+            _ => Err(self.wanted("a number, a name or `(`")),
+        }
+    }
+
+    fn word(&mut self, belongs: impl Fn(u8) -> bool) -> String {
+        let start = self.at;
+        while self.text.get(self.at).is_some_and(|c| belongs(*c)) {
+            self.at += 1;
+        }
+        String::from_utf8_lossy(&self.text[start..self.at]).into_owned()
+    }
+
+    /// Everything up to the parenthesis that closes the next one.
+    fn arguments(&mut self) -> Result<(), String> {
+        let mut open = 0usize;
+        while let Some(c) = self.peek() {
+            self.at += 1;
+            match c {
+                b'(' => open += 1,
+                b')' => open -= 1,
+                _ => {}
+            }
+            if open == 0 {
+                return Ok(());
+            }
+        }
+        Err(self.wanted("`)`"))
+    }
+}
+
+fn divide(a: SymExpr, b: SymExpr, floor: bool) -> Result<SymExpr, String> {
+    if let (Some(x), Some(y)) = (a.as_constant(), b.as_constant()) {
+        let value = if floor { x.checked_div_euclid(y) } else { x.checked_rem_euclid(y) };
+        return value.map(SymExpr::constant).ok_or_else(|| format!("{x} cannot be divided by {y}"));
+    }
+    let (a, b) = (Box::new(a), Box::new(b));
+    Ok(SymExpr::factor(if floor { Factor::FloorDiv(a, b) } else { Factor::Mod(a, b) }))
+}
+
+impl fmt::Display for SymExpr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.terms.is_empty() {
+            return f.write_str("0");
+        }
+        // The constant comes last, as in `s0 + 1`.
+        for (index, (factors, coefficient)) in self.terms.iter().rev().enumerate() {
+            let magnitude = coefficient.unsigned_abs();
+            match (index, *coefficient < 0) {
+                (0, false) => {}
+                (0, true) => f.write_str("-")?,
+                (_, false) => f.write_str("+")?,
+                (_, true) => f.write_str("-")?,
+            }
+            if factors.is_empty() || magnitude != 1 {
+                write!(f, "{magnitude}{}", if factors.is_empty() { "" } else { "*" })?;
+            }
+            for (index, factor) in factors.iter().enumerate() {
+                f.write_str(if index == 0 { "" } else { "*" })?;
+                match factor {
+                    Factor::Symbol(name) | Factor::Unknown(name) => f.write_str(name)?,
+                    Factor::FloorDiv(a, b) => write!(f, "(({a})//({b}))")?,
+                    Factor::Mod(a, b) => write!(f, "(({a})%({b}))")?,
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl From<i64> for SymExpr {
+    fn from(value: i64) -> Self {
+        Self::constant(value)
+    }
+}
+
+impl Serialize for SymExpr {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.as_constant() {
+            Some(value) => serializer.serialize_i64(value),
+            None => serializer.collect_str(self),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for SymExpr {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Written {
+            Number(i64),
+            Text(String),
+        }
+        match Written::deserialize(deserializer)? {
+            Written::Number(value) => Ok(value.into()),
+            Written::Text(text) => Self::parse(&text).map_err(serde::de::Error::custom),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> SymExpr {
+        SymExpr::parse(text).unwrap()
+    }
+
+    #[test]
+    fn the_same_polynomial_is_the_same_expression() {
+        assert_eq!(parse("(s0 + 1)*(s0 - 1)"), parse("s0**2 - 1"));
+        assert_eq!(parse("s0*s1 - s1*s0"), SymExpr::constant(0));
+        assert_ne!(parse("(s0//2)*2"), parse("s0"));
+        for text in ["0", "-3", "2*s0*s1-1", "((s0+1)//(2))", "((s0)%(4))*s1", "Max(1,s0)"] {
+            assert_eq!(parse(&parse(text).to_string()), parse(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn bounds_follow_from_those_of_the_symbols() {
+        let sym = |name: &str, min, max| Sym { name: name.into(), min, max, hint: None };
+        let syms = [sym("s0", 1, Some(8)), sym("s1", 0, None)];
+        let range = |text| parse(text).range(&syms);
+        assert_eq!(range("2*s0 - 1"), Range { min: Some(1), max: Some(15) });
+        assert_eq!(range("10 - s0"), Range { min: Some(2), max: Some(9) });
+        assert_eq!(range("s0*s1"), Range { min: Some(0), max: None });
+        assert_eq!(range("s1 % 4 + s0 // 2"), Range { min: Some(0), max: Some(7) });
+        assert_eq!(range("Max(s0, 3)"), Range { min: None, max: None });
+        assert_eq!(parse("s0**2 // 3").value(&|_| Some(4)), Some(5));
+    }
+
+    #[test]
+    fn what_is_no_expression_says_where() {
+        let error = |text: &str| SymExpr::parse(text).unwrap_err();
+        assert!(error("2*").contains("wanted a number, a name or `(`"));
+        assert!(error("(s0").contains("wanted `)`"));
+        assert!(error("s0 s1").contains("at character 3"));
+        assert!(error("1//0").contains("cannot be divided by 0"));
+        assert!(error("99999999999999999999").contains("no 64-bit integer"));
+        assert!(error(&"(".repeat(100)).contains("parentheses"));
+        assert!(error(&"s".repeat(5000)).contains("5000 characters"));
+        assert!(error("s0**17").contains("exponent"));
+    }
+}

@@ -1,0 +1,284 @@
+//! Operators of torch that this crate knows.
+
+use serde_json::Value as Json;
+
+use super::{Importer, Node, Result, Result_};
+use crate::{
+    error::LoweringError,
+    ids::TokenId,
+    op::{Coll, Fused, FusedArg, FusedOutput, Kind, Prim, View},
+    sym::SymExpr,
+    types::Type,
+};
+
+/// An argument as a tensor's name.
+fn tensor(arg: &Json) -> Option<&str> {
+    arg.as_object()?.get("value")?.as_str()
+}
+
+/// An argument as a number.
+fn number(arg: &Json) -> Option<f64> {
+    match arg.as_object() {
+        Some(map) => map.get("number")?.as_str()?.parse().ok(),
+        None => arg.as_f64(),
+    }
+}
+
+/// An argument as a size.
+fn size(arg: &Json) -> Option<SymExpr> {
+    match arg.as_object() {
+        Some(map) => SymExpr::parse(map.get("sym")?.as_str()?).ok(),
+        None => arg.as_i64().map(SymExpr::constant),
+    }
+}
+
+fn parse<T: serde::de::DeserializeOwned>(word: &str) -> Option<T> {
+    serde_json::from_value(Json::String(word.to_owned())).ok()
+}
+
+impl Importer {
+    /// Adds the operation of an operator, if its arguments are of the usual forms. Otherwise it is opaque.
+    pub(super) fn known(&mut self, at: &str, node: &Node, spelling: &[String]) -> Result<bool> {
+        let words: Vec<&str> = spelling.iter().map(String::as_str).collect();
+        match words[..] {
+            ["wait"] => self.wait(at, node),
+            ["start" | "start_", ref rest @ ..] => self.start(at, node, rest, words[0] == "start_"),
+            ["sync", ref rest @ ..] => self.sync(at, node, rest),
+            ["fused"] => self.fused(at, node),
+            ["clamp"] => self.clamp(at, node),
+            _ => {
+                let Some(kind) = self.kind(node, &words) else { return Ok(false) };
+                let tensors: Vec<&str> = node.args.iter().filter_map(tensor).collect();
+                let values = tensors.iter().map(|name| self.value(at, name)).collect::<Result<Vec<_>>>()?;
+                let [out] = &node.outs[..] else { return Ok(false) };
+                let mut out = Result_ { name: out.name.clone(), ty: out.ty.clone() };
+                let kind = match kind {
+                    // A reshape of what is not row-major copies.
+                    Kind::View { view: View::Reshape } if !self.types[values[0].index()].is_contiguous() => {
+                        Kind::Copy
+                    }
+                    Kind::View { view: View::Reshape } => {
+                        out.ty =
+                            Type { offset: self.types[values[0].index()].offset.clone(), ..out.ty.dense() };
+                        Kind::View { view: View::Reshape }
+                    }
+                    kind => kind,
+                };
+                self.add(at, node.name.clone(), kind, values, vec![out])?;
+                if words[0] == "assign"
+                    && let Some(name) = node.args.first().and_then(tensor)
+                {
+                    let value = self.value(at, &node.name)?;
+                    self.latest.insert(name.to_owned(), value);
+                }
+                Ok(true)
+            }
+        }
+    }
+
+    /// An operation on tensors, without communication.
+    fn kind(&self, node: &Node, words: &[&str]) -> Option<Kind> {
+        let plain = node.kwargs.is_empty();
+        let tensors = node.args.iter().filter(|arg| tensor(arg).is_some()).count();
+        let first = node.args.first();
+        Some(match words {
+            ["unary", op] if plain && node.args.len() == 1 && tensors == 1 => Kind::Unary { op: parse(op)? },
+            ["binary", op, rest @ ..] if plain && node.args.len() == 2 => {
+                let swapped = rest == ["swapped"];
+                match (tensor(&node.args[0]), tensor(&node.args[1])) {
+                    (Some(_), Some(_)) => Kind::Binary { op: parse(op)?, scalar: None, swapped },
+                    (Some(_), None) => {
+                        Kind::Binary { op: parse(op)?, scalar: Some(number(&node.args[1])?), swapped }
+                    }
+                    (None, Some(_)) => Kind::Binary {
+                        op: parse(op)?,
+                        scalar: Some(number(&node.args[0])?),
+                        swapped: !swapped,
+                    },
+                    (None, None) => return None,
+                }
+            }
+            // Everything but the dtype would be another device, or another order of dimensions.
+            ["cast"] if tensors == 1 && node.kwargs.keys().all(|key| key == "dtype") => Kind::Cast,
+            ["reduce", op] if tensors == 1 && plain => {
+                let rank = self.types[self.latest.get(tensor(first?)?)?.index()].shape.len() as i64;
+                let dims = node.args.get(1)?.as_array()?;
+                let dims =
+                    dims.iter().map(|dim| dim.as_i64().map(|dim| if dim < 0 { dim + rank } else { dim }));
+                let mut dims = dims.map(|dim| usize::try_from(dim?).ok()).collect::<Option<Vec<usize>>>()?;
+                dims.sort_unstable();
+                let keepdim = node.args.get(2).and_then(Json::as_bool).unwrap_or(false);
+                Kind::Reduce { op: parse(op)?, dims, keepdim }
+            }
+            ["reshape"] if tensors == 1 => Kind::View { view: View::Reshape },
+            ["expand"] if tensors == 1 => Kind::View { view: View::Expand },
+            ["permute"] if tensors == 1 => {
+                let dims = node.args.get(1)?.as_array()?;
+                let rank = dims.len() as i64;
+                let dims =
+                    dims.iter().map(|dim| dim.as_i64().map(|dim| if dim < 0 { dim + rank } else { dim }));
+                let dims = dims.map(|dim| usize::try_from(dim?).ok()).collect::<Option<_>>()?;
+                Kind::View { view: View::Permute(dims) }
+            }
+            ["strided"] if tensors == 1 => Kind::View { view: View::Strided },
+            ["copy"] if tensors == 1 => Kind::Copy,
+            ["matmul"] if tensors == 2 && plain => Kind::MatMul,
+            ["full"] if tensors == 0 => Kind::Full { value: number(node.args.get(1)?)? },
+            ["assign"] if tensors == 2 && node.outs.len() == 1 => Kind::Assign,
+            _ => return None,
+        })
+    }
+
+    /// Two bounds are two operations.
+    fn clamp(&mut self, at: &str, node: &Node) -> Result<bool> {
+        let [out] = &node.outs[..] else { return Ok(false) };
+        let bound = |index: usize| node.args.get(index).and_then(number);
+        let (Some(x), Some(low), Some(high)) = (node.args.first().and_then(tensor), bound(1), bound(2))
+        else {
+            return Ok(false);
+        };
+        if !node.kwargs.is_empty() {
+            return Ok(false);
+        }
+        let value = self.value(at, x)?;
+        let name = format!("{}/low", node.name);
+        let binary = |op, bound| Kind::Binary { op, scalar: Some(bound), swapped: false };
+        let middle = Result_ { name: name.clone(), ty: out.ty.dense() };
+        self.add(at, name.clone(), binary(crate::Binary::Maximum, low), vec![value], vec![middle])?;
+        let value = self.value(at, &name)?;
+        let out = Result_ { name: out.name.clone(), ty: out.ty.clone() };
+        self.add(at, node.name.clone(), binary(crate::Binary::Minimum, high), vec![value], vec![out])?;
+        Ok(true)
+    }
+
+    fn wait(&mut self, at: &str, node: &Node) -> Result<bool> {
+        let ([arg], [out]) = (&node.args[..], &node.outs[..]) else { return Ok(false) };
+        let Some(name) = tensor(arg) else { return Ok(false) };
+        let value = self.value(at, name)?;
+        match self.in_flight.remove(&value) {
+            Some(token) => {
+                let out = Result_ { name: out.name.clone(), ty: self.types[value.index()].clone() };
+                let kind = Kind::Wait { tokens: vec![TokenId(token)] };
+                self.add(at, node.name.clone(), kind, vec![value], vec![out])?;
+                let value = self.value(at, &node.name)?;
+                self.latest.insert(name.to_owned(), value);
+                Ok(true)
+            }
+            // Of what nobody started, torch waits for nothing, and gives the tensor back.
+            None => Ok(false),
+        }
+    }
+
+    fn coll(&self, node: &Node, prim: &str, roles: &[&str], args: &[Json]) -> Option<Coll> {
+        let mut coll = Coll::new(parse::<Prim>(prim)?, "");
+        for (role, arg) in roles.iter().zip(args) {
+            match *role {
+                "group" => coll.group = arg.as_str()?.to_owned(),
+                "op" => coll.red = Some(if arg == "product" { "prod" } else { arg.as_str()? }.parse().ok()?),
+                "root" => coll.root = Some(u32::try_from(arg.as_u64()?).ok()?),
+                "sends" => coll.sends = Some(arg.as_array()?.iter().map(size).collect::<Option<_>>()?),
+                "receives" => coll.receives = Some(arg.as_array()?.iter().map(size).collect::<Option<_>>()?),
+                "gather" => coll.dims = Some([usize::try_from(arg.as_u64()?).ok()?, 0]),
+                "shard" => coll.dims = Some([coll.dims?[0], usize::try_from(arg.as_u64()?).ok()?]),
+                _ => {}
+            }
+        }
+        let known = !coll.group.is_empty() && node.kwargs.is_empty();
+        known.then_some(coll)
+    }
+
+    fn start(&mut self, at: &str, node: &Node, words: &[&str], in_place: bool) -> Result<bool> {
+        let ([prim, roles @ ..], [x, rest @ ..], [out]) = (words, &node.args[..], &node.outs[..]) else {
+            return Ok(false);
+        };
+        let (Some(name), Some(mut coll)) = (tensor(x), self.coll(node, prim, roles, rest)) else {
+            return Ok(false);
+        };
+        coll.in_place = in_place;
+        let value = self.value(at, name)?;
+        let token = TokenId(self.tokens);
+        self.tokens += 1;
+        let ty = if in_place { self.types[value.index()].clone() } else { out.ty.dense() };
+        let out = Result_ { name: out.name.clone(), ty };
+        self.add(at, node.name.clone(), Kind::Start { coll, token }, vec![value], vec![out])?;
+        let started = self.value(at, &node.name)?;
+        self.in_flight.insert(started, token.0);
+        if in_place {
+            self.latest.insert(name.to_owned(), started);
+        }
+        Ok(true)
+    }
+
+    /// A call that this crate put in, which its site tells: `(ticket, x, …)` to `(ticket, result)`.
+    fn sync(&mut self, at: &str, node: &Node, words: &[&str]) -> Result<bool> {
+        let ([prim, roles @ ..], [_, x, rest @ ..], [_, out]) = (words, &node.args[..], &node.outs[..])
+        else {
+            return Ok(false);
+        };
+        let site = roles.iter().position(|role| *role == "site").and_then(|index| rest.get(index));
+        let ours = site.and_then(Json::as_str).is_some_and(|site| !site.is_empty());
+        let (true, Some(name), Some(mut coll)) = (ours, tensor(x), self.coll(node, prim, roles, rest)) else {
+            return Ok(false);
+        };
+        let reduces = matches!(coll.prim, Prim::AllReduce | Prim::ReduceScatter);
+        coll.red = if reduces { coll.red } else { None };
+        let value = self.value(at, name)?;
+        let out = Result_ { name: out.name.clone(), ty: out.ty.dense() };
+        self.add(at, node.name.clone(), Kind::Sync { coll }, vec![value], vec![out])?;
+        Ok(true)
+    }
+
+    /// The same of a fused call: `(ticket, x, group, outputs, residual, weight, eps, weight_bias, round_before_weight, scale,
+    /// scale_value, site)` to `(ticket, results)`.
+    fn fused(&mut self, at: &str, node: &Node) -> Result<bool> {
+        let [
+            _,
+            x,
+            Json::String(group),
+            outputs,
+            residual,
+            weight,
+            eps,
+            bias,
+            Json::Bool(round_before_weight),
+            scale,
+            value,
+            site,
+        ] = &node.args[..]
+        else {
+            return Ok(false);
+        };
+        let ours = site.as_str().is_some_and(|site| !site.is_empty());
+        let outputs: Option<Vec<FusedOutput>> = serde_json::from_value(outputs.clone()).ok();
+        let (true, Some(x), Some(outputs), Some(eps), Some(weight_bias), Some(value)) =
+            (ours, tensor(x), outputs, number(eps), number(bias), number(value))
+        else {
+            return Ok(false);
+        };
+        if node.outs.len() != outputs.len() + 1 {
+            let wanted = format!("{} and a ticket", outputs.len());
+            return Err(LoweringError::unexpected(at, format!("{} results", node.outs.len()), wanted));
+        }
+        let roles = [(FusedArg::Residual, residual), (FusedArg::Weight, weight), (FusedArg::Scale, scale)];
+        let operands: Vec<(FusedArg, &str)> =
+            roles.into_iter().filter_map(|(role, arg)| Some((role, tensor(arg)?))).collect();
+        let gives = |output: FusedOutput| outputs.contains(&output);
+        let has_norm =
+            [FusedOutput::Norm, FusedOutput::InverseRms, FusedOutput::Codes].into_iter().any(gives);
+        let has_number = gives(FusedOutput::Codes) && tensor(scale).is_none();
+        let names = std::iter::once(x).chain(operands.iter().map(|(_, name)| *name));
+        let values = names.map(|name| self.value(at, name)).collect::<Result<Vec<_>>>()?;
+        let fused = Fused {
+            group: group.clone(),
+            args: operands.iter().map(|(role, _)| *role).collect(),
+            eps: has_norm.then_some(eps),
+            weight_bias,
+            round_before_weight: *round_before_weight,
+            scale: has_number.then_some(value),
+            outputs,
+        };
+        let outs = node.outs[1..].iter().map(|out| Result_ { name: out.name.clone(), ty: out.ty.dense() });
+        self.add(at, node.name.clone(), Kind::Fused { fused }, values, outs.collect())?;
+        Ok(true)
+    }
+}

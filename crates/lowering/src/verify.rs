@@ -1,0 +1,432 @@
+//! Whether a graph makes sense.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::{
+    error::{Finding, FindingKind},
+    graph::{Analysis, Graph, Op},
+    ids::{OpId, StoreId, TokenId, ValueId},
+    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Place, Prim},
+    sym::SymExpr,
+    types::{Class, Element, Type},
+};
+
+/// What is wrong with a graph; nothing if it makes sense.
+///
+/// * Every value is defined once, before it is used, and used in its latest version.
+/// * Operands and results fit their operation; groups exist, and calls fit them.
+/// * Each start is waited for once. While a collective is in flight, nobody touches what it writes, and nobody writes what
+///   it reads.
+/// * No communication buffer leaves the graph.
+pub fn verify(graph: &Graph) -> Vec<Finding> {
+    let analysis = graph.analyse();
+    let mut verifier = Verifier {
+        graph,
+        analysis: &analysis,
+        findings: analysis.findings.clone(),
+        flights: Flights::default(),
+    };
+    let mut latest: HashMap<StoreId, u32> = HashMap::new();
+    for (index, op) in graph.ops.iter().enumerate() {
+        verifier.versions(op, &mut latest);
+        verifier.flights(OpId::from(index), op);
+        if let Err(text) = shapes(graph, op) {
+            verifier.findings.push(Finding::new(FindingKind::Shape, text).op(&op.name));
+        }
+        if let Some(text) = op.kind.group().and_then(|group| fits(graph, op, group).err()) {
+            verifier.findings.push(Finding::new(FindingKind::Group, text).op(&op.name));
+        }
+    }
+    verifier.outputs(&latest);
+    verifier.findings
+}
+
+struct Verifier<'g> {
+    graph: &'g Graph,
+    analysis: &'g Analysis,
+    findings: Vec<Finding>,
+    flights: Flights,
+}
+
+/// Collectives that have been started and not waited for.
+#[derive(Default)]
+struct Flights {
+    /// What each token's start reads and writes.
+    open: HashMap<TokenId, (Vec<StoreId>, HashSet<ValueId>)>,
+    /// Storages that nobody may touch, with the token.
+    written: HashMap<StoreId, TokenId>,
+    /// Storages that nobody may write, with how many starts read them.
+    read: HashMap<StoreId, usize>,
+    seen: HashSet<TokenId>,
+}
+
+impl Verifier<'_> {
+    fn find(&mut self, kind: FindingKind, op: &Op, text: impl Into<String>) {
+        self.findings.push(Finding::new(kind, text).op(&op.name));
+    }
+
+    fn store(&self, value: ValueId) -> Option<StoreId> {
+        self.analysis.store[value.index()]
+    }
+
+    /// Whether the latest versions are used.
+    fn versions(&mut self, op: &Op, latest: &mut HashMap<StoreId, u32>) {
+        for arg in &op.args {
+            let Some(store) = self.store(*arg) else { continue };
+            let (version, now) =
+                (self.analysis.version[arg.index()], latest.get(&store).copied().unwrap_or(0));
+            if version != now {
+                let name = self.graph.name(*arg);
+                let text = format!(
+                    "{name} is version {version} of its storage, which has been overwritten {now} times"
+                );
+                let finding = Finding::new(FindingKind::Stale, text).op(&op.name).value(name);
+                self.findings.push(finding.numbers([version.into(), now.into()]));
+            }
+        }
+        for (index, out) in op.outs.iter().enumerate() {
+            if let (Place::Write(_), Some(store)) = (op.kind.place(index), self.store(*out)) {
+                latest.insert(store, self.analysis.version[out.index()]);
+            }
+        }
+    }
+
+    fn flights(&mut self, id: OpId, op: &Op) {
+        if let Kind::Wait { tokens } = &op.kind {
+            self.wait(op, tokens);
+            return;
+        }
+        for arg in &op.args {
+            let store = self.store(*arg);
+            if let Some(token) = store.and_then(|store| self.flights.written.get(&store)).copied() {
+                let name = self.graph.name(*arg);
+                let text = format!("{name} is used while the collective of token {} writes it", token.0);
+                let finding = Finding::new(FindingKind::InFlight, text).op(&op.name).value(name);
+                self.findings.push(finding.numbers([token.0.into()]));
+            }
+        }
+        for (index, out) in op.outs.iter().enumerate() {
+            let Some(store) = self.store(*out).filter(|_| matches!(op.kind.place(index), Place::Write(_)))
+            else {
+                continue;
+            };
+            if self.flights.read.get(&store).is_some_and(|readers| *readers > 0) {
+                let text = format!("{} is written while a collective reads it", self.graph.name(*out));
+                self.find(FindingKind::InFlight, op, text);
+            }
+        }
+        if let Kind::Start { coll, token } = &op.kind {
+            self.start(id, op, coll, *token);
+        }
+    }
+
+    fn start(&mut self, _: OpId, op: &Op, coll: &Coll, token: TokenId) {
+        if !self.flights.seen.insert(token) {
+            self.find(FindingKind::Token, op, format!("token {} is of another start already", token.0));
+            return;
+        }
+        let reads: Vec<StoreId> = match coll.in_place {
+            true => Vec::new(),
+            false => op.args.iter().filter_map(|arg| self.store(*arg)).collect(),
+        };
+        for store in &reads {
+            *self.flights.read.entry(*store).or_default() += 1;
+        }
+        for out in &op.outs {
+            if let Some(store) = self.store(*out) {
+                self.flights.written.insert(store, token);
+            }
+        }
+        self.flights.open.insert(token, (reads, op.outs.iter().copied().collect()));
+    }
+
+    fn wait(&mut self, op: &Op, tokens: &[TokenId]) {
+        let mut started: HashSet<ValueId> = HashSet::new();
+        for token in tokens {
+            let Some((reads, outs)) = self.flights.open.remove(token) else {
+                self.find(
+                    FindingKind::Token,
+                    op,
+                    format!("token {} is of no start that is under way", token.0),
+                );
+                continue;
+            };
+            for store in reads {
+                self.flights.read.entry(store).and_modify(|readers| *readers -= 1);
+            }
+            started.extend(outs);
+        }
+        let waited: HashSet<ValueId> = op.args.iter().copied().collect();
+        if waited != started || op.args.len() != waited.len() {
+            let text = format!(
+                "it waits for {} of the {} results of its tokens' starts",
+                waited.len(),
+                started.len()
+            );
+            self.find(FindingKind::Token, op, text);
+        }
+        self.flights.written.retain(|_, token| !tokens.contains(token));
+    }
+
+    fn outputs(&mut self, latest: &HashMap<StoreId, u32>) {
+        let mut open: Vec<TokenId> = self.flights.open.keys().copied().collect();
+        open.sort();
+        for token in open {
+            let text = format!("nobody waits for token {}", token.0);
+            self.findings.push(Finding::new(FindingKind::Token, text).numbers([token.0.into()]));
+        }
+        for output in &self.graph.outputs {
+            let Some(store) = self.store(*output) else { continue };
+            let name = self.graph.name(*output);
+            let (version, now) =
+                (self.analysis.version[output.index()], latest.get(&store).copied().unwrap_or(0));
+            let root = self.analysis.stores[store.index()].root;
+            if version != now {
+                let text = format!("{name} is returned, and was overwritten");
+                self.findings.push(Finding::new(FindingKind::Stale, text).value(name));
+            }
+            if self.flights.written.contains_key(&store) {
+                let text = format!("{name} is returned in flight");
+                self.findings.push(Finding::new(FindingKind::InFlight, text).value(name));
+            }
+            if matches!(self.graph.value(root).class, Class::Comm(_)) {
+                let text = format!("{name} is returned, and lies in memory of communication");
+                self.findings.push(Finding::new(FindingKind::Escape, text).value(name));
+            }
+        }
+    }
+}
+
+type Fits = Result<(), String>;
+
+fn fits(graph: &Graph, op: &Op, name: &str) -> Fits {
+    let Some(group) = graph.group(name) else { return Err(format!("there is no group {name}")) };
+    let Some(coll) = op.kind.coll() else { return Ok(()) };
+    if coll.root.is_some() != (coll.prim == Prim::Broadcast)
+        || coll.root.is_some_and(|root| root >= group.size)
+    {
+        return Err(format!("the root is {:?}, of {} ranks", coll.root, group.size));
+    }
+    let reduces = matches!(coll.prim, Prim::AllReduce | Prim::ReduceScatter);
+    if coll.red.is_some() != reduces {
+        return Err(format!("{:?} with the reduction {:?}", coll.prim, coll.red));
+    }
+    for list in [&coll.sends, &coll.receives].into_iter().flatten() {
+        if list.len() != group.size as usize {
+            return Err(format!("rows for {} ranks, of {}", list.len(), group.size));
+        }
+    }
+    Ok(())
+}
+
+/// Whether operands and results fit the operation.
+fn shapes(graph: &Graph, op: &Op) -> Fits {
+    let types = |ids: &[ValueId]| ids.iter().map(|id| graph.ty(*id)).collect::<Vec<_>>();
+    let (args, outs) = (types(&op.args), types(&op.outs));
+    let count = |wanted_args: usize, wanted_outs: usize| -> Fits {
+        match (args.len(), outs.len()) == (wanted_args, wanted_outs) {
+            true => Ok(()),
+            false => Err(format!(
+                "{} operands and {} results, wanted {wanted_args} and {wanted_outs}",
+                args.len(),
+                outs.len()
+            )),
+        }
+    };
+    let differ = |what: &str, found: &Type, wanted: &Type| Err(format!("{what} is {found}, wanted {wanted}"));
+    match &op.kind {
+        Kind::Input | Kind::Constant | Kind::Full { .. } => count(0, 1),
+        Kind::Unary { .. } => {
+            count(1, 1)?;
+            if outs[0].shape == args[0].shape { Ok(()) } else { differ("the result", outs[0], args[0]) }
+        }
+        Kind::Binary { op, scalar, .. } => {
+            count(if scalar.is_some() { 1 } else { 2 }, 1)?;
+            if *op == Binary::Pow && scalar.is_none() {
+                return Err("a power needs a number for its exponent".into());
+            }
+            let shape = args.iter().try_fold(Vec::new(), |shape, arg| broadcast(&shape, &arg.shape));
+            match shape {
+                Some(shape) if shape == outs[0].shape => Ok(()),
+                _ => Err(format!("the result is {}, of {}", outs[0], list(&args))),
+            }
+        }
+        Kind::Cast => {
+            count(1, 1)?;
+            if outs[0].shape == args[0].shape { Ok(()) } else { differ("the result", outs[0], args[0]) }
+        }
+        Kind::Reduce { dims, keepdim, .. } => {
+            count(1, 1)?;
+            let ascending = dims.windows(2).all(|pair| pair[0] < pair[1]);
+            if dims.is_empty() || !ascending || dims.last().is_some_and(|dim| *dim >= args[0].shape.len()) {
+                return Err(format!("dimensions {dims:?} of {}", args[0]));
+            }
+            let kept = args[0].shape.iter().enumerate().filter_map(|(dim, size)| match dims.contains(&dim) {
+                true => keepdim.then(|| 1.into()),
+                false => Some(size.clone()),
+            });
+            if kept.eq(outs[0].shape.iter().cloned()) {
+                Ok(())
+            } else {
+                Err(format!("the result is {}", outs[0]))
+            }
+        }
+        Kind::View { view } => {
+            count(1, 1)?;
+            let same_elements = args[0].dtype == outs[0].dtype;
+            let is_reshape = *view == crate::op::View::Reshape;
+            if !same_elements || (is_reshape && args[0].numel() != outs[0].numel()) {
+                return differ("the view", outs[0], args[0]);
+            }
+            Ok(())
+        }
+        Kind::Copy => {
+            count(1, 1)?;
+            let same = args[0].dtype == outs[0].dtype && args[0].numel() == outs[0].numel();
+            if same { Ok(()) } else { differ("the copy", outs[0], args[0]) }
+        }
+        Kind::MatMul => {
+            count(2, 1)?;
+            let wanted = match (&args[0].shape[..], &args[1].shape[..]) {
+                ([m, k], [l, n]) if k == l => vec![m.clone(), n.clone()],
+                _ => return Err(format!("a product of {}", list(&args))),
+            };
+            if outs[0].shape == wanted { Ok(()) } else { Err(format!("the product is {}", outs[0])) }
+        }
+        Kind::Assign => {
+            count(2, 1)?;
+            let fits = broadcast(&args[0].shape, &args[1].shape).as_ref() == Some(&args[0].shape);
+            if fits && outs[0] == args[0] {
+                Ok(())
+            } else {
+                Err(format!("{} goes into {}", args[1], args[0]))
+            }
+        }
+        Kind::Opaque { aliases, .. } => {
+            match aliases.iter().flatten().find(|alias| alias.arg >= args.len()) {
+                Some(alias) => Err(format!("operand {} of {}", alias.arg, args.len())),
+                None => Ok(()),
+            }
+        }
+        Kind::Wait { .. } => {
+            count(args.len(), args.len())?;
+            match args.iter().zip(&outs).find(|(arg, out)| arg != out) {
+                Some((arg, out)) => differ("what was waited for", out, arg),
+                None => Ok(()),
+            }
+        }
+        Kind::Start { coll, .. } | Kind::Sync { coll } => {
+            count(args.len(), args.len())?;
+            if args.is_empty() {
+                return Err("a collective of nothing".into());
+            }
+            let size = graph.group(&coll.group).map_or(1, |group| i64::from(group.size));
+            args.iter().zip(&outs).try_for_each(|(arg, out)| collective(coll, size, arg, out))
+        }
+        Kind::Fused { fused } => self::fused(fused, &args, &outs),
+    }
+}
+
+fn list(types: &[&Type]) -> String {
+    types.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ")
+}
+
+/// The shape that two shapes have together.
+pub(crate) fn broadcast(a: &[SymExpr], b: &[SymExpr]) -> Option<Vec<SymExpr>> {
+    let one = SymExpr::constant(1);
+    let (long, short) = if a.len() >= b.len() { (a, b) } else { (b, a) };
+    let (lead, rest) = long.split_at(long.len() - short.len());
+    let together = rest.iter().zip(short).map(|(x, y)| match x == y || *y == one {
+        true => Some(x.clone()),
+        false => (*x == one).then(|| y.clone()),
+    });
+    lead.iter().cloned().map(Some).chain(together).collect()
+}
+
+fn collective(coll: &Coll, size: i64, arg: &Type, out: &Type) -> Fits {
+    let wrong = || Err(format!("{:?} over {size} ranks gives {out} of {arg}", coll.prim));
+    if arg.dtype != out.dtype {
+        return wrong();
+    }
+    let scaled = |ty: &Type, dim: usize| -> Option<Vec<SymExpr>> {
+        let mut shape = if ty.shape.is_empty() { vec![1.into()] } else { ty.shape.clone() };
+        shape[dim] = shape.get(dim)?.times(&size.into())?;
+        Some(shape)
+    };
+    let fits = match coll.prim {
+        Prim::AllReduce | Prim::Broadcast => arg.shape == out.shape,
+        Prim::AllGather => scaled(arg, 0).as_ref() == Some(&out.shape),
+        // A size that is divided rounds down.
+        Prim::ReduceScatter => {
+            let rest = arg.shape.get(1..) == out.shape.get(1..);
+            let rows = arg.shape.first().and_then(SymExpr::as_constant);
+            let is_block = scaled(out, 0).as_ref() == Some(&arg.shape);
+            is_block
+                || (rest && rows.map(|rows| SymExpr::constant(rows / size)).as_ref() == out.shape.first())
+        }
+        Prim::AllToAll => arg.shape.get(1..) == out.shape.get(1..),
+        Prim::ShardDimAllToAll => {
+            let Some([gather, shard]) = coll.dims else { return wrong() };
+            let apart = gather != shard && gather.max(shard) < arg.shape.len();
+            apart && arg.shape.len() == out.shape.len()
+        }
+    };
+    let in_place = !coll.in_place || arg == out;
+    if fits && in_place { Ok(()) } else { wrong() }
+}
+
+fn fused(fused: &Fused, args: &[&Type], outs: &[&Type]) -> Fits {
+    let Some((input, rest)) = args.split_first() else { return Err("a fused all-reduce of nothing".into()) };
+    if rest.len() != fused.args.len() || outs.len() != fused.outputs.len() || outs.is_empty() {
+        return Err(format!("{} operands and {} results", args.len(), outs.len()));
+    }
+    if !input.dtype.number().is_some_and(is_fusible) {
+        return Err(format!("a fused all-reduce of {}: of f32, f16 and bf16 only", input.dtype));
+    }
+    let hidden = input.last();
+    for (index, (role, ty)) in fused.args.iter().zip(rest).enumerate() {
+        let fits = match role {
+            _ if fused.args[..index].contains(role) => false,
+            FusedArg::Residual => ty.dtype == input.dtype && ty.last() == hidden && ty.rows() == input.rows(),
+            FusedArg::Weight => ty.dtype == input.dtype && ty.numel().as_ref() == Some(&hidden),
+            FusedArg::Scale => ty.dtype == F32 && ty.numel() == Some(1.into()),
+        };
+        if !fits {
+            return Err(format!("operand {role:?} is {ty}, of {input}"));
+        }
+    }
+    for (index, (role, ty)) in fused.outputs.iter().zip(outs).enumerate() {
+        let (dtype, last) = match role {
+            FusedOutput::InverseRms => (F32, 1.into()),
+            FusedOutput::Codes => (Element::E4m3, hidden.clone()),
+            _ => (input.dtype, hidden.clone()),
+        };
+        let is_new = !fused.outputs[..index].contains(role);
+        if !is_new
+            || ty.dtype != dtype
+            || ty.last() != last
+            || ty.rows() != input.rows()
+            || !ty.is_contiguous()
+        {
+            return Err(format!("result {role:?} is {ty}, of {input}"));
+        }
+        let needs_norm = matches!(role, FusedOutput::Norm | FusedOutput::InverseRms | FusedOutput::Codes);
+        if needs_norm && !fused.eps.is_some_and(f64::is_finite) {
+            return Err(format!("result {role:?} with an eps of {:?}", fused.eps));
+        }
+    }
+    let has_scale = fused.args.contains(&FusedArg::Scale) || fused.scale.is_some_and(f64::is_finite);
+    if fused.outputs.contains(&FusedOutput::Codes) && !has_scale {
+        return Err("codes without a scale".into());
+    }
+    Ok(())
+}
+
+/// f32, as an element type.
+pub(crate) const F32: Element = Element::Number(antiphon_tensor::DType::F32);
+
+/// Whether fused all-reduces have such elements.
+pub(crate) fn is_fusible(dtype: antiphon_tensor::DType) -> bool {
+    use antiphon_tensor::DType;
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+}

@@ -1,0 +1,229 @@
+//! A sum with what follows it becomes one call, however it is spelled.
+
+mod common;
+
+use antiphon_lowering::{Arithmetic, Fused, FusedOutput, Graph, Kind, Numerics, Options};
+use common::{agree, graph, kinds, lowered, numerics};
+
+/// A block of a tensor-parallel layer: `body` goes from `%sum` to the outputs.
+fn block(dtype: &str, body: &str) -> String {
+    format!(
+        "group tp size 2
+         %x: {dtype}[3,64] = input()
+         %residual: {dtype}[3,64] = input()
+         %partial: {dtype}[3,64] = input()
+         %weight: {dtype}[64] = input()
+         %start: {dtype}[3,64] = start(%x) prim=all_reduce group=tp red=sum token=0
+         %sum: {dtype}[3,64] = wait(%start) tokens=[0]
+         {body}"
+    )
+}
+
+/// `torch.nn.functional.rms_norm`, as torch decomposes it.
+const RMS_NORM: &str = "
+    %add: bf16[3,64] = binary(%sum, %residual) op=add
+    %wide: f32[3,64] = cast(%add)
+    %square: f32[3,64] = binary(%wide) op=pow scalar=2.0
+    %mean: f32[3,1] = reduce(%square) op=mean dims=[1] keepdim=true
+    %eps: f32[3,1] = binary(%mean) op=add scalar=9.999999974752427e-07
+    %rsqrt: f32[3,1] = unary(%eps) op=rsqrt
+    %scaled: f32[3,64] = binary(%wide, %rsqrt) op=mul
+    %weighted: f32[3,64] = binary(%scaled, %weight) op=mul
+    %norm: bf16[3,64] = cast(%weighted)
+    return %norm, %add";
+
+/// Hugging Face's: rounded, then weighted.
+const LLAMA: &str = "
+    %add: bf16[3,64] = binary(%residual, %sum) op=add
+    %wide: f32[3,64] = cast(%add)
+    %square: f32[3,64] = binary(%wide) op=pow scalar=2.0
+    %mean: f32[3,1] = reduce(%square) op=mean dims=[1] keepdim=true
+    %eps: f32[3,1] = binary(%mean) op=add scalar=1e-6
+    %rsqrt: f32[3,1] = unary(%eps) op=rsqrt
+    %scaled: f32[3,64] = binary(%wide, %rsqrt) op=mul
+    %narrow: bf16[3,64] = cast(%scaled)
+    %norm: bf16[3,64] = binary(%weight, %narrow) op=mul
+    return %norm, %add";
+
+/// Gemma's: the weight is a difference from 1.
+const GEMMA: &str = "
+    %add: bf16[3,64] = binary(%sum, %residual) op=add
+    %wide: f32[3,64] = cast(%add)
+    %square: f32[3,64] = binary(%wide, %wide) op=mul
+    %mean: f32[3,1] = reduce(%square) op=mean dims=[1] keepdim=true
+    %eps: f32[3,1] = binary(%mean) op=add scalar=1e-6
+    %rsqrt: f32[3,1] = unary(%eps) op=rsqrt
+    %scaled: f32[3,64] = binary(%wide, %rsqrt) op=mul
+    %wider: f32[64] = cast(%weight)
+    %one: f32[64] = binary(%wider) op=add scalar=1.0
+    %weighted: f32[3,64] = binary(%scaled, %one) op=mul
+    %norm: bf16[3,64] = cast(%weighted)
+    return %norm, %add";
+
+/// vLLM's: the residual is added in f32.
+const VLLM: &str = "
+    %a: f32[3,64] = cast(%sum)
+    %b: f32[3,64] = cast(%residual)
+    %wide: f32[3,64] = binary(%a, %b) op=add
+    %square: f32[3,64] = binary(%wide) op=pow scalar=2.0
+    %mean: f32[3,1] = reduce(%square) op=mean dims=[1] keepdim=true
+    %eps: f32[3,1] = binary(%mean) op=add scalar=1e-6
+    %rsqrt: f32[3,1] = unary(%eps) op=rsqrt
+    %scaled: f32[3,64] = binary(%wide, %rsqrt) op=mul
+    %narrow: bf16[3,64] = cast(%scaled)
+    %norm: bf16[3,64] = binary(%narrow, %weight) op=mul
+    %add: bf16[3,64] = cast(%wide)
+    return %norm, %add";
+
+/// A mean that is a sum over a number, a root under a fraction, through another shape, and no residual.
+const BY_HAND: &str = "
+    %flat: bf16[1,3,64] = view(%sum) view=reshape
+    %wide: f32[1,3,64] = cast(%flat)
+    %square: f32[1,3,64] = binary(%wide, %wide) op=mul
+    %total: f32[1,3,1] = reduce(%square) op=sum dims=[2] keepdim=true
+    %mean: f32[1,3,1] = binary(%total) op=div scalar=64.0
+    %eps: f32[1,3,1] = binary(%mean) op=add scalar=1e-6
+    %root: f32[1,3,1] = unary(%eps) op=sqrt
+    %scaled: f32[1,3,64] = binary(%wide, %root) op=div
+    %weighted: f32[1,3,64] = binary(%weight, %scaled) op=mul
+    %norm: bf16[1,3,64] = cast(%weighted)
+    return %norm, %sum";
+
+const SPELLINGS: [(&str, &str); 5] =
+    [("rms_norm", RMS_NORM), ("llama", LLAMA), ("gemma", GEMMA), ("vllm", VLLM), ("by hand", BY_HAND)];
+
+fn fused(graph: &Graph) -> &Fused {
+    let call = graph.ops.iter().find_map(|op| match &op.kind {
+        Kind::Fused { fused } => Some(fused),
+        _ => None,
+    });
+    call.unwrap_or_else(|| panic!("nothing is fused\n{}", graph.to_text()))
+}
+
+#[test]
+fn every_spelling_of_a_norm_becomes_one_call() {
+    for dtype in ["bf16", "f16", "f32"] {
+        for (name, body) in SPELLINGS {
+            let before = graph(&block(dtype, &body.replace("bf16", dtype)));
+            let after = lowered(&before, &Options::default());
+            let left = kinds(&after.graph);
+            let views = usize::from(name == "by hand");
+            assert_eq!(left.len(), 1 + views, "{dtype} {name}: {left:?}\n{}", after.report);
+            assert_eq!(fused(&after.graph).weight_bias, if name == "gemma" { 1.0 } else { 0.0 });
+            agree(&before, &after.graph, 2, 1, Arithmetic::Exact, 1e-9);
+            let rounding = [("bf16", 1e-2), ("f16", 2e-3), ("f32", 1e-6)];
+            let tolerance = rounding.into_iter().find(|(name, _)| *name == dtype).unwrap().1;
+            agree(&before, &after.graph, 2, 1, Arithmetic::Kernels, 2.0 * tolerance);
+        }
+    }
+}
+
+#[test]
+fn under_same_only_what_is_rounded_where_the_kernels_round_is_fused() {
+    for (name, body) in SPELLINGS {
+        let before = graph(&block("bf16", body));
+        let after = lowered(&before, &numerics(Numerics::Same));
+        let has_norm = after.graph.ops.iter().any(
+            |op| matches!(&op.kind, Kind::Fused { fused } if fused.outputs.contains(&FusedOutput::Norm)),
+        );
+        // Hugging Face's weight is multiplied after a rounding, as the kernels can; other spellings multiply in another order.
+        assert_eq!(has_norm, name == "llama", "{name}\n{}", after.report);
+        // The sum over a row is in another order, by which one rounding in many falls otherwise.
+        agree(&before, &after.graph, 2, 2, Arithmetic::Kernels, 1e-2);
+    }
+    let unweighted = LLAMA
+        .replace("%norm: bf16[3,64] = binary(%weight, %narrow) op=mul", "")
+        .replace("return %norm", "return %narrow");
+    let after = lowered(&graph(&block("bf16", &unweighted)), &numerics(Numerics::Same));
+    assert_eq!(fused(&after.graph).outputs, [FusedOutput::Residual, FusedOutput::Norm], "{}", after.report);
+}
+
+#[test]
+fn values_that_others_use_become_results() {
+    let body = RMS_NORM.replace("return %norm, %add", "return %norm, %add, %sum, %rsqrt");
+    let before = graph(&block("bf16", &body));
+    let after = lowered(&before, &Options::default());
+    use FusedOutput::{InverseRms, Norm, Residual, Sum};
+    assert_eq!(fused(&after.graph).outputs, [Sum, Residual, Norm, InverseRms]);
+    assert_eq!(kinds(&after.graph), ["fused"]);
+    agree(&before, &after.graph, 2, 3, Arithmetic::Exact, 1e-9);
+
+    let plain = Options { extended: false, ..Options::default() };
+    let after = lowered(&before, &plain);
+    assert_eq!(fused(&after.graph).outputs, [Sum, Residual, Norm]);
+    assert!(kinds(&after.graph).contains(&"unary".to_owned()), "1/rms is computed beside");
+}
+
+#[test]
+fn codes_are_part_of_the_call() {
+    let body = RMS_NORM.replace(
+        "return %norm, %add",
+        "%more: f32[3,64] = binary(%weighted) op=mul scalar=2.0
+         %low: f32[3,64] = binary(%more) op=maximum scalar=-448.0
+         %high: f32[3,64] = binary(%low) op=minimum scalar=448.0
+         %codes: e4m3[3,64] = cast(%high)
+         return %codes, %add",
+    );
+    let before = graph(&block("bf16", &body));
+    let after = lowered(&before, &Options::default());
+    assert_eq!(fused(&after.graph).outputs, [FusedOutput::Residual, FusedOutput::Codes], "{}", after.report);
+    assert_eq!(fused(&after.graph).scale, Some(0.5));
+    agree(&before, &after.graph, 2, 4, Arithmetic::Exact, 1e-9);
+}
+
+#[test]
+fn a_scale_in_memory_stays_there() {
+    let body = RMS_NORM.replace(
+        "return %norm, %add",
+        "%by: f32[1] = input()
+         %plain: f32[3,64] = cast(%norm)
+         %more: f32[3,64] = binary(%plain, %by) op=div
+         %low: f32[3,64] = binary(%more) op=maximum scalar=-448.0
+         %high: f32[3,64] = binary(%low) op=minimum scalar=448.0
+         %codes: e4m3[3,64] = cast(%high)
+         return %codes, %norm",
+    );
+    let before = graph(&block("bf16", &body));
+    let after = lowered(&before, &Options::default());
+    assert_eq!(fused(&after.graph).outputs, [FusedOutput::Norm, FusedOutput::Codes], "{}", after.report);
+    assert_eq!((fused(&after.graph).args.len(), fused(&after.graph).scale), (3, None));
+}
+
+#[test]
+fn what_does_not_fit_is_left_and_says_why() {
+    let refused = |text: &str, because: &str| {
+        let before = graph(text);
+        let after = lowered(&before, &Options::default());
+        let has_norm =
+            after.graph.ops.iter().any(|op| matches!(&op.kind, Kind::Fused { fused } if fused.eps.is_some()));
+        assert!(!has_norm, "{}", after.graph.to_text());
+        assert!(because.is_empty() || after.report.to_string().contains(because), "{}", after.report);
+        agree(&before, &after.graph, 2, 5, Arithmetic::Exact, 1e-9);
+    };
+    // A weight of another dtype: a peer's pass makes wrong numbers of it.
+    refused(&block("bf16", RMS_NORM).replace("%weight: bf16", "%weight: f32"), "");
+    // Another row length than 16 bytes fill.
+    refused(&block("bf16", RMS_NORM).replace("64]", "60]"), "60 elements of bf16");
+    // A residual that needs the sum.
+    let circle = RMS_NORM.replace("binary(%sum, %residual) op=add", "binary(%sum, %own) op=add");
+    let circle = format!("%own: bf16[3,64] = opaque(%sum) target=of_the_sum {circle}")
+        .replace("of_the_sum ", "of_the_sum\n");
+    refused(&block("bf16", &circle), "");
+    // The maximum over the ranks is no sum.
+    refused(&block("bf16", RMS_NORM).replace("red=sum", "red=max"), "");
+    // A mean over something else than a row.
+    let columns = RMS_NORM.replace("[3,1]", "[1,64]").replace("dims=[1]", "dims=[0]");
+    refused(&block("bf16", &columns), "");
+    // Integers have no norm.
+    let added = "%add: i32[3,64] = binary(%sum, %residual) op=add\nreturn %add";
+    refused(&block("i32", added), "not of f32, f16 or bf16");
+}
+
+#[test]
+fn sizes_may_be_unknown() {
+    let text = block("bf16", RMS_NORM).replace("[3,", "[s0,");
+    let before = graph(&format!("sym s0 min 1 max 4096 hint 5\n{text}"));
+    let after = lowered(&before, &Options::default());
+    assert_eq!(kinds(&after.graph), ["fused"]);
+    agree(&before, &after.graph, 2, 6, Arithmetic::Exact, 1e-9);
+}

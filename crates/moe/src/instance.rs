@@ -1,0 +1,141 @@
+//! What a rank keeps for its calls.
+
+use std::{cell::Cell, sync::Arc};
+
+use antiphon_fabric::Communicator;
+
+use crate::{
+    error::{MoeError, Result, refused},
+    handle::Handle,
+    layout::MAX_WORLD,
+    normal::{self, Combine, Dispatch, Routing},
+    region::Region,
+};
+
+/// What a [`Moe`] is made with; equal on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MoeConfig {
+    /// Bytes of the region of each rank through which rows travel: at least two rows with what travels beside them. A larger
+    /// one means fewer pieces, which on the host gain nothing once a half is beyond the caches.
+    pub region_bytes: usize,
+}
+
+impl Default for MoeConfig {
+    fn default() -> Self {
+        Self { region_bytes: 8 << 20 }
+    }
+}
+
+/// Dispatch and combine between the ranks of a communicator, on host memory.
+///
+/// Calls are collective and in the order of the communicator's others. Nothing that is dropped communicates:
+/// [`close`](Self::close) gives the memory back before the communicator ends.
+pub struct Moe {
+    pub(crate) region: Region,
+    /// Tells handles of this from those of others.
+    pub(crate) token: Arc<()>,
+    /// Which of its communicator's it is, in the order in which they were made.
+    pub(crate) number: u32,
+}
+
+impl std::fmt::Debug for Moe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Moe {{ number: {}, region_bytes: {} }}", self.number, self.region.buffer().len())
+    }
+}
+
+/// How many instances and handles a communicator has had; its ranks count alike.
+#[derive(Default)]
+struct Numbers {
+    instances: Cell<u32>,
+    handles: Cell<u32>,
+}
+
+/// Counts on, past 0.
+fn next(count: &Cell<u32>) -> u32 {
+    count.set(count.get().wrapping_add(1).max(1));
+    count.get()
+}
+
+fn numbers(comm: &Communicator) -> &Numbers {
+    let made = comm.extension(|_| Ok::<_, std::convert::Infallible>(Numbers::default()));
+    made.unwrap_or_else(|never| match never {})
+}
+
+impl Moe {
+    /// Takes the regions; all ranks call it alike.
+    ///
+    /// # Errors
+    /// [`MoeError::Refused`] for more than [`MAX_WORLD`] ranks; [`FabricError::ArenaFull`](antiphon_fabric::FabricError), and
+    /// as [`barrier`](Communicator::barrier).
+    pub fn new(comm: &Communicator, config: MoeConfig) -> Result<Self> {
+        if comm.world_size() > MAX_WORLD {
+            let problem = format!("{} ranks; at most {MAX_WORLD} are served", comm.world_size());
+            return Err(refused("Moe::new", problem));
+        }
+        let region = Region::new(comm.create_shared_buffer(config.region_bytes)?);
+        Ok(Self { region, token: Arc::new(()), number: next(&numbers(comm).instances) })
+    }
+
+    /// Bytes of a rank's region.
+    pub fn region_bytes(&self) -> usize {
+        self.region.buffer().len()
+    }
+
+    /// Tells all ranks how many rows go from whom to whom. The handle has what comes to this rank, and along it rows go as
+    /// often as they are dispatched and combined.
+    ///
+    /// # Errors
+    /// [`MoeError`]: arguments that make no sense; ranks that differ in hidden size, dtype, experts or choices per token, or
+    /// in whether there is a capacity ([`Mismatch`](antiphon_fabric::FabricError::Mismatch), on every rank).
+    pub fn notify(&mut self, comm: &Communicator, routing: &Routing<'_>) -> Result<Handle> {
+        self.belongs_to(comm, "dispatch")?;
+        normal::notify(self, comm, routing)
+    }
+
+    /// Moves rows along a handle: the tokens of every rank to where the handle says, in the order of source rank and token.
+    ///
+    /// # Errors
+    /// As [`notify`](Self::notify), and [`MoeError::Handle`].
+    pub fn dispatch(&mut self, comm: &Communicator, handle: &Handle, call: Dispatch<'_>) -> Result<()> {
+        self.knows(comm, handle, "dispatch")?;
+        normal::dispatch(self, comm, handle, call)
+    }
+
+    /// Moves rows back along a handle, and sums those of each token, in the order of biases and ranks.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch); [`MoeError::Handle`] also for a handle along which nothing was dispatched yet.
+    pub fn combine(&mut self, comm: &Communicator, handle: &Handle, call: Combine<'_>) -> Result<()> {
+        self.knows(comm, handle, "combine")?;
+        normal::combine(self, comm, handle, call)
+    }
+
+    /// Gives the regions back; all ranks call it alike.
+    ///
+    /// # Errors
+    /// As [`Communicator::free_shared_buffer`].
+    pub fn close(self, comm: &Communicator) -> Result<()> {
+        Ok(comm.free_shared_buffer(self.region.into_buffer())?)
+    }
+
+    fn belongs_to(&self, comm: &Communicator, call: &'static str) -> Result<()> {
+        match self.region.buffer().belongs_to(comm) {
+            true => Ok(()),
+            false => Err(refused(call, "the instance belongs to another communicator".into())),
+        }
+    }
+
+    fn knows(&self, comm: &Communicator, handle: &Handle, call: &'static str) -> Result<()> {
+        self.belongs_to(comm, call)?;
+        match handle.is_of(&self.token) {
+            true => Ok(()),
+            false => Err(MoeError::Handle { call, problem: "of another instance" }),
+        }
+    }
+}
+
+/// The number of a new handle: drawn when ranks have agreed on it, so that all draw equally often.
+pub(crate) fn next_handle(comm: &Communicator) -> u32 {
+    next(&numbers(comm).handles)
+}

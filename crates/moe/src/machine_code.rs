@@ -1,0 +1,83 @@
+//! What the kernels are compiled to, every variant for every architecture, on any machine that has NVRTC.
+
+use antiphon_device::cuda::{Architecture, Nvrtc, Program};
+use antiphon_fabric::gpu::{Family, Kernel as _, MAX_WORLD, program};
+use antiphon_sass::{Disassembler, Rules};
+use antiphon_tensor::DType;
+
+use crate::{
+    layout::cuda::Counting,
+    normal::cuda::{Moving, Notifying, Summing},
+};
+
+const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
+
+/// A family's kernel for a world of some size.
+struct Variant {
+    name: String,
+    kernel: &'static str,
+    program: Box<dyn Fn(Architecture) -> Program>,
+    rules: Rules<'static>,
+}
+
+fn variant<F: Family>(family: F, world_size: usize, needed: &'static [&'static str]) -> Variant {
+    Variant {
+        name: format!("{family:?} for {world_size} ranks"),
+        kernel: F::Kernel::ALL[0].name(),
+        program: Box::new(move |architecture| program(&family, architecture, world_size)),
+        // Twice the blocks fit a multiprocessor that a grid may have there. Sums are rounded one by one.
+        rules: Rules {
+            registers: 65536 / (2 * family.most_blocks(world_size) * family.threads()) / 8 * 8,
+            needed,
+            forbidden: &["FFMA", "DFMA"],
+            ..Rules::default()
+        },
+    }
+}
+
+fn variants() -> Vec<Variant> {
+    // Vectors come and go whole, and past every cache.
+    const SLOTS: &[&str] = &["LDG.128.STRONG.SYS", "STG.128.STRONG.SYS"];
+    let mut variants = Vec::new();
+    for world_size in [2, 4, MAX_WORLD] {
+        variants.push(variant(Counting, world_size, &[]));
+        variants.push(variant(Notifying, world_size, SLOTS));
+        variants.push(variant(Moving::new(world_size), world_size, SLOTS));
+        variants.push(variant(Summing::new(DType::BF16, world_size).unwrap(), world_size, SLOTS));
+    }
+    for dtype in [DType::F32, DType::F16] {
+        variants.push(variant(Summing::new(dtype, 4).unwrap(), 4, SLOTS));
+    }
+    variants
+}
+
+#[test]
+fn every_kernel_is_compiled_to_what_was_meant() {
+    let nvrtc = match Nvrtc::load() {
+        Ok(nvrtc) => nvrtc,
+        Err(error) => return eprintln!("skipped: {error}"),
+    };
+    let disassembler = Disassembler::find();
+    if let Err(error) = &disassembler {
+        eprintln!("compiled, but not looked at: {error}");
+    }
+    let mut wrong = Vec::new();
+    for architecture in ARCHITECTURES {
+        let variants = variants();
+        let mut cubins = Vec::new();
+        for Variant { name, program, .. } in &variants {
+            let compiled = nvrtc.compile(&program(architecture));
+            let compiled = compiled.unwrap_or_else(|error| panic!("{name} on {architecture}: {error}"));
+            if !compiled.log.is_empty() {
+                wrong.push(format!("{name} on {architecture}: {}", compiled.log));
+            }
+            cubins.push(compiled.cubin);
+        }
+        let Ok(disassembler) = &disassembler else { continue };
+        for (variant, code) in variants.iter().zip(disassembler.read(&cubins).unwrap()) {
+            let found = code.kernel(variant.kernel).unwrap().broken(&variant.rules);
+            wrong.extend(found.iter().map(|what| format!("{} on {architecture}: {what}", variant.name)));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

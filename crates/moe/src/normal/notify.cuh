@@ -1,0 +1,98 @@
+// Notify: every rank tells all others how many tokens it has for whom. Behind slots.cuh.
+
+constexpr u32 MAX_LOCAL = 1024;
+constexpr u32 HEADER = 2 + WORLD; // words before the experts': tokens, room, tokens for each rank
+
+// Rust's `NotifyCall` has the same layout.
+struct notify_call {
+    const u8* in_rank;     // [tokens, WORLD]
+    const u32* per_expert; // [WORLD, local]
+    u32* counts;           // [WORLD, WORLD]: rows that go from rank to rank, as far as there is room
+    u32* starts;           // [WORLD]: where the rows of each rank begin at this rank
+    i32* heads;            // [tokens, WORLD]: the number of a token among those for a rank, or -1
+    u32* order;            // [WORLD, tokens]: the tokens for each rank
+    u32* result;           // on the host: [WORLD, HEADER], then how often each of this rank's experts was chosen
+    u32 tokens, room, local;
+};
+
+// One block. It numbers this rank's tokens for each rank, exchanges the counts, and computes where everyone's rows begin.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call k) {
+    __shared__ u32 said[WORLD][HEADER];
+    __shared__ u32 chosen[MAX_LOCAL];
+    __shared__ u32 of_warp[THREADS / 32][WORLD];
+    __shared__ u32 totals[WORLD];
+    pdl_wait();
+    const u32 lane = lane_id(), warp = threadIdx.x / 32;
+    if (threadIdx.x < WORLD) totals[threadIdx.x] = 0;
+    __syncthreads();
+    for (u32 first = 0; first < k.tokens; first += THREADS) {
+        const u32 token = first + threadIdx.x;
+        const bool is_token = token < k.tokens;
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            const u32 goes = __ballot_sync(WHOLE_WARP, is_token && k.in_rank[(u64)token * WORLD + rank] != 0);
+            if (lane == 0) of_warp[warp][rank] = __popc(goes);
+            __syncthreads();
+            u32 number = totals[rank] + __popc(goes & ((1u << lane) - 1));
+            for (u32 before = 0; before < warp; ++before) number += of_warp[before][rank];
+            const bool mine = goes >> lane & 1;
+            if (is_token) k.heads[(u64)token * WORLD + rank] = mine ? (i32)number : -1;
+            if (mine) k.order[(u64)rank * k.tokens + number] = token;
+        }
+        __syncthreads();
+        if (threadIdx.x < WORLD)
+            for (u32 each = 0; each < THREADS / 32; ++each) totals[threadIdx.x] += of_warp[each][threadIdx.x];
+        __syncthreads();
+    }
+
+    // No word is EMPTY: none has its highest bit.
+    const u32 vectors = (HEADER + k.local + 3) / 4;
+    const auto word = [&](u32 to, u32 index) {
+        if (index == 0) return k.tokens;
+        if (index == 1) return k.room;
+        if (index < HEADER) return totals[index - 2];
+        return index < HEADER + k.local ? k.per_expert[to * k.local + index - HEADER] & ~(1u << 31) : 0;
+    };
+    const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
+    for (u32 peer = 0; peer < PEERS; ++peer) {
+        const u32 to = rank_of(a, peer);
+        for (u32 i = threadIdx.x; i < vectors; i += THREADS)
+            store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16,
+                             make_uint4(word(to, i * 4), word(to, i * 4 + 1), word(to, i * 4 + 2), word(to, i * 4 + 3)));
+    }
+    advance(a, t, vectors, 0);
+    const auto hear = [&](u32 from, u32 index, u32 value) {
+        if (index < HEADER) said[from][index] = value;
+        else if (index < HEADER + k.local) chosen[index - HEADER] = value + (from == a.rank ? 0 : chosen[index - HEADER]);
+    };
+    for (u32 i = threadIdx.x; i < vectors * 4; i += THREADS) hear(a.rank, i, word(a.rank, i));
+    __syncthreads();
+    reader r(a, t);
+    bool came = true;
+    for (u32 peer = 0; peer < PEERS; ++peer) {
+        const u32 from = rank_of(a, peer);
+        for (u32 i = threadIdx.x; came && is_warp_before(i, vectors); i += THREADS) {
+            uint4 got[1];
+            came = collect_from(r, from, from, i, THREADS, vectors, got);
+            if (!came || i >= vectors) continue;
+            // Words of an index are this thread's, whoever they come from.
+            hear(from, i * 4, got[0].x);
+            hear(from, i * 4 + 1, got[0].y);
+            hear(from, i * 4 + 2, got[0].z);
+            hear(from, i * 4 + 3, got[0].w);
+        }
+    }
+    if (!__syncthreads_and(came)) return;
+    for (u32 i = threadIdx.x; i < WORLD * WORLD; i += THREADS) {
+        const u32 from = i / WORLD, to = i % WORLD, room = said[to][1];
+        u32 start = 0;
+        for (u32 before = 0; before < from; ++before) start += said[before][2 + to];
+        k.counts[i] = min(start + said[from][2 + to], room) - min(start, room);
+        if (to == a.rank) k.starts[from] = min(start, room);
+    }
+    for (u32 i = threadIdx.x; i < WORLD * HEADER; i += THREADS) k.result[i] = said[i / HEADER][i % HEADER];
+    for (u32 i = threadIdx.x; i < k.local; i += THREADS) k.result[WORLD * HEADER + i] = chosen[i];
+    r.finish();
+}

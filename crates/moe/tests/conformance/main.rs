@@ -1,0 +1,100 @@
+//! What dispatch and combine do, as the ranks of a world see it.
+//!
+//! A *behaviour* is what every rank of a world does and asserts. [`behaviours!`] makes tests of it for ranks that are threads
+//! and for ranks that are processes, in worlds of several sizes: `host_processes::every_form::world_2`.
+//!
+//! | module | what it holds |
+//! | --- | --- |
+//! | `tensor` | tensors of any dtype that notice a write beside them |
+//! | `case` | one set of calls with the inputs of all ranks, and what the definition says must come of it |
+//! | the others | the behaviours |
+
+#[path = "../../../fabric/tests/processes/mod.rs"]
+mod processes;
+
+use std::time::Duration;
+
+use antiphon_fabric::{Communicator, LocalWorld};
+use processes::{World, role, say};
+
+/// Of every wait: far longer than anything here takes, so that nothing passes because of it.
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Makes the tests, and the list in which a process finds what it is to do.
+macro_rules! behaviours {
+    ($($module:ident::$behaviour:ident: [$($world:ident)*], processes [$($process_world:ident)*];)*) => {
+        const BEHAVIOURS: &[(&str, fn(&Communicator))] =
+            &[$((stringify!($behaviour), $module::$behaviour),)*];
+
+        mod host_threads {
+            $(mod $behaviour {
+                $(#[test]
+                fn $world() {
+                    crate::threads(crate::world_size(stringify!($world)), crate::$module::$behaviour);
+                })*
+            })*
+        }
+
+        mod host_processes {
+            $(mod $behaviour {
+                $(#[test]
+                fn $process_world() {
+                    crate::processes_do(crate::world_size(stringify!($process_world)), stringify!($behaviour));
+                })*
+            })*
+        }
+    };
+}
+
+mod case;
+mod disagreement;
+mod forms;
+mod refusals;
+mod tensor;
+
+behaviours! {
+    forms::every_form: [world_1 world_2 world_3 world_4], processes [world_2];
+    forms::every_dtype: [world_1 world_2 world_3], processes [world_2];
+    forms::scales_of_either_kind: [world_2], processes [world_2];
+    forms::special_values: [world_1 world_2 world_4], processes [];
+    forms::regions_of_any_size: [world_2 world_3 world_4], processes [world_2];
+    forms::capacities: [world_1 world_2 world_3], processes [world_2];
+    forms::as_many_experts_as_ranks: [world_2 world_4 world_8], processes [];
+    forms::many_tokens: [world_2], processes [world_2];
+    forms::two_handles_at_once: [world_2 world_3], processes [world_3];
+    forms::beside_other_operations: [world_3], processes [];
+    forms::dispatch_and_combine_are_adjoint: [world_1 world_3], processes [];
+    refusals::arguments_are_refused_with_their_numbers: [world_1 world_2], processes [];
+    refusals::handles_of_others_are_refused: [world_2], processes [];
+    refusals::limits_are_named: [world_2], processes [];
+    disagreement::ranks_that_differ_hear_of_it: [world_2 world_3], processes [];
+    disagreement::instances_that_differ_are_named: [world_2], processes [];
+}
+
+/// The number in a test's name.
+fn world_size(name: &str) -> usize {
+    name.strip_prefix("world_").and_then(|n| n.parse().ok()).expect("tests are named world_<size>")
+}
+
+fn threads(world_size: usize, behaviour: fn(&Communicator)) {
+    LocalWorld::run_with(world_size, TIMEOUT, |comm| behaviour(&comm));
+}
+
+fn processes_do(world_size: usize, behaviour: &str) {
+    let world = World::start(world_size, behaviour, true, TIMEOUT);
+    for rank in 0..world_size {
+        assert_eq!(world.hear(rank).1, "passed", "rank {rank}");
+    }
+    world.end(&[]);
+}
+
+/// What a rank does when this binary is started as one.
+#[test]
+fn rank_process() {
+    let Some(role) = role() else { return };
+    let comm = Communicator::from_env().unwrap();
+    let (_, behaviour) = BEHAVIOURS.iter().find(|(name, _)| *name == role).expect("a behaviour of that name");
+    say("ready");
+    behaviour(&comm);
+    say("passed");
+}

@@ -1,0 +1,426 @@
+//! Dispatch and combine between GPUs against the host, bit by bit. Ranks are threads, one for each GPU; without a GPU for every
+//! rank a test says so and skips. With `ANTIPHON_TEST_RANKS_PER_GPU=2` half as many are enough.
+
+#[allow(dead_code)] // the tests of the host use all of it
+#[path = "../conformance/case.rs"]
+mod case;
+#[path = "../../../fabric/tests/cuda/rotation.rs"]
+mod rotation;
+#[allow(dead_code)]
+#[path = "../conformance/tensor.rs"]
+mod tensor;
+
+use std::time::Duration;
+
+use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
+use antiphon_fabric::{Communicator, FabricError, LocalWorld, gpu::Tenant};
+use antiphon_moe::{
+    Choices, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, Tokens,
+    cuda::{CudaHandle, CudaMoe, CudaMoeConfig},
+    layout,
+};
+use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use case::{Case, Choice};
+use rotation::{Rotation, rotate};
+use tensor::{Tensor, UNWRITTEN};
+
+type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// A tensor on a rank's GPU.
+struct OnGpu {
+    memory: DeviceMemory,
+    dtype: DType,
+    shape: Vec<usize>,
+    device: Device,
+}
+
+impl OnGpu {
+    fn view(&self) -> TensorView<'_> {
+        let at = self.memory.pointer().0 as usize as *mut u8;
+        // SAFETY: the memory has so many elements, and lives as long as the view.
+        unsafe { TensorView::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }.unwrap()
+    }
+
+    fn view_mut(&mut self) -> TensorViewMut<'_> {
+        let at = self.memory.pointer().0 as usize as *mut u8;
+        // SAFETY: as above, exclusively.
+        unsafe { TensorViewMut::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }.unwrap()
+    }
+
+    fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size()
+    }
+}
+
+/// What a rank of a test has.
+struct Rank {
+    comm: Communicator,
+    context: Context,
+    stream: Stream,
+    host: Moe,
+    moe: CudaMoe,
+}
+
+impl Rank {
+    fn upload(&self, tensor: &Tensor) -> Outcome<OnGpu> {
+        let gpu = self.unwritten(tensor.dtype, &tensor.shape)?;
+        gpu.memory.write(&self.stream, 0, &tensor.content())?;
+        Ok(gpu)
+    }
+
+    fn unwritten(&self, dtype: DType, shape: &[usize]) -> Outcome<OnGpu> {
+        let bytes = shape.iter().product::<usize>() * dtype.size();
+        let memory = DeviceMemory::allocate(&self.context, bytes.max(16))?;
+        memory.write(&self.stream, 0, &vec![UNWRITTEN; bytes])?;
+        let device = Device::Cuda(self.context.device().ordinal());
+        Ok(OnGpu { memory, dtype, shape: shape.to_vec(), device })
+    }
+
+    fn download(&self, gpu: &OnGpu) -> Outcome<Vec<u8>> {
+        let mut bytes = vec![0; gpu.bytes()];
+        gpu.memory.read(&self.stream, 0, &mut bytes)?;
+        self.moe.check()?;
+        Ok(bytes)
+    }
+}
+
+/// The GPUs' driver, if there are enough of them for a test; it says so if not.
+fn gpus(world_size: usize) -> Option<&'static Driver> {
+    let driver = match Driver::load() {
+        Ok(driver) => driver,
+        Err(error) => {
+            eprintln!("skipped: no CUDA driver: {error}");
+            return None;
+        }
+    };
+    let count = driver.device_count().unwrap() as usize;
+    let per_gpu =
+        std::env::var("ANTIPHON_TEST_RANKS_PER_GPU").map_or(1, |ranks| ranks.parse().expect("1 or 2"));
+    let needed = world_size.div_ceil(per_gpu);
+    if count < needed {
+        eprintln!("skipped: {count} GPUs, {needed} needed");
+        return None;
+    }
+    Some(driver)
+}
+
+/// Runs `body` on so many ranks with GPUs; skips where there are fewer.
+fn on_gpus(world_size: usize, config: CudaMoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
+    let Some(driver) = gpus(world_size) else { return };
+    let outcomes = LocalWorld::run_with(world_size, Duration::from_secs(20), |comm| -> Outcome {
+        let device = driver.device(comm.rank() as u32 % driver.device_count()?)?;
+        let context = Context::primary(device)?;
+        let moe = CudaMoe::new(&comm, &context, config)?;
+        let (stream, host) = (context.stream()?, Moe::new(&comm, MoeConfig::default())?);
+        let mut rank = Rank { comm, context, stream, host, moe };
+        body(&mut rank)?;
+        Ok(rank.stream.borrow().synchronize()?)
+    });
+    for (rank, outcome) in outcomes.into_iter().enumerate() {
+        outcome.unwrap_or_else(|error| panic!("rank {rank}: {error}"));
+    }
+}
+
+/// A rank's tensors of a case: x, ids, weights.
+fn inputs(case: &Case, rank: usize) -> [Tensor; 3] {
+    let rank = case.ranks().swap_remove(rank);
+    let tokens = rank.x.len();
+    let ids: Vec<u8> = rank.ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
+    let weights: Vec<u8> = rank.weights.iter().flat_map(|weight| weight.to_ne_bytes()).collect();
+    [
+        Tensor::holding(case.dtype, &[tokens, case.hidden], &rank.x.concat()),
+        Tensor::holding(DType::I64, &[tokens, case.top_k], &ids),
+        Tensor::holding(DType::F32, &[tokens, case.top_k], &weights),
+    ]
+}
+
+/// What the host makes of a case: the layout; received x, ids, weights; sums, and sums of weights, of what came.
+fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Tensor; 3], [Tensor; 2])> {
+    let [x, ids, weights] = inputs(case, rank.comm.rank());
+    let world_size = rank.comm.world_size();
+    let layout = layout(&ids.view(), case.num_experts, world_size)?;
+    let handle = rank.host.notify(&rank.comm, &Routing::of(&layout, case.format()))?;
+    let (rows, tokens) = (handle.rows(), handle.num_tokens());
+    let mut to_x = Tensor::unwritten(case.dtype, &[rows, case.hidden]);
+    let mut to_ids = Tensor::unwritten(DType::I64, &[rows, case.top_k]);
+    let mut to_weights = Tensor::unwritten(DType::F32, &[rows, case.top_k]);
+    let choices = Choices { ids: to_ids.view_mut(), weights: to_weights.view_mut() };
+    let call = Dispatch {
+        tokens: Tokens {
+            x: x.view(),
+            scales: None,
+            choices: Some(Choices { ids: ids.view(), weights: weights.view() }),
+        },
+        received: Tokens { x: to_x.view_mut(), scales: None, choices: Some(choices) },
+    };
+    rank.host.dispatch(&rank.comm, &handle, call)?;
+    let mut sums = Tensor::unwritten(case.dtype, &[tokens, case.hidden]);
+    let mut weight_sums = Tensor::unwritten(DType::F32, &[tokens, case.top_k]);
+    let call = Combine {
+        rows: to_x.view(),
+        weights: Some(to_weights.view()),
+        biases: [(case.biases > 0).then(|| x.view()), (case.biases > 1).then(|| x.view())],
+        output: sums.view_mut(),
+        output_weights: Some(weight_sums.view_mut()),
+    };
+    rank.host.combine(&rank.comm, &handle, call)?;
+    Ok((layout, [to_x, to_ids, to_weights], [sums, weight_sums]))
+}
+
+/// A case on a rank's GPU.
+struct Calls {
+    x: OnGpu,
+    ids: OnGpu,
+    weights: OnGpu,
+    received: [OnGpu; 3],
+    sums: [OnGpu; 2],
+    handle: CudaHandle,
+    biases: usize,
+}
+
+impl Calls {
+    fn new(rank: &Rank, case: &Case, layout: &Layout) -> Outcome<Self> {
+        let [x, ids, weights] = inputs(case, rank.comm.rank());
+        let [x, ids, weights] = [rank.upload(&x)?, rank.upload(&ids)?, rank.upload(&weights)?];
+        let (world_size, tokens) = (rank.comm.world_size(), x.shape[0]);
+        let mut per_rank = rank.unwritten(DType::I32, &[world_size])?;
+        let mut per_expert = rank.unwritten(DType::I32, &[case.num_experts])?;
+        let mut in_rank = rank.unwritten(DType::U8, &[tokens, world_size])?;
+        let stream = rank.stream.borrow();
+        // SAFETY: all memory lives until the stream has been waited for, here and below.
+        unsafe {
+            let outputs = [&mut per_rank.view_mut(), &mut per_expert.view_mut(), &mut in_rank.view_mut()];
+            rank.moe.layout(&ids.view(), outputs, stream)?;
+        }
+        let words = |counts: &[i32]| counts.iter().flat_map(|count| count.to_ne_bytes()).collect::<Vec<_>>();
+        assert_eq!(rank.download(&per_rank)?, words(&layout.tokens_per_rank), "{case:?}");
+        assert_eq!(rank.download(&per_expert)?, words(&layout.tokens_per_expert), "{case:?}");
+        assert_eq!(rank.download(&in_rank)?, layout.is_token_in_rank, "{case:?}");
+        let routing = Routing {
+            num_experts: case.num_experts,
+            top_k: case.top_k,
+            is_token_in_rank: in_rank.view(),
+            tokens_per_expert: per_expert.view(),
+            format: case.format(),
+            capacity: None,
+        };
+        // SAFETY: as above.
+        let handle = unsafe { rank.moe.notify(&routing, stream) }?;
+        let rows = handle.rows();
+        let received = [
+            rank.unwritten(case.dtype, &[rows, case.hidden])?,
+            rank.unwritten(DType::I64, &[rows, case.top_k])?,
+            rank.unwritten(DType::F32, &[rows, case.top_k])?,
+        ];
+        let sums = [
+            rank.unwritten(case.dtype, &[tokens, case.hidden])?,
+            rank.unwritten(DType::F32, &[tokens, case.top_k])?,
+        ];
+        Ok(Self { x, ids, weights, received, sums, handle, biases: case.biases })
+    }
+
+    fn run(&mut self, rank: &Rank) -> Outcome {
+        let stream = rank.stream.borrow();
+        let Self { x, ids, weights, received: [to_x, to_ids, to_weights], sums: [sums, weight_sums], .. } =
+            self;
+        let from = Choices { ids: ids.view(), weights: weights.view() };
+        let to = Choices { ids: to_ids.view_mut(), weights: to_weights.view_mut() };
+        let call = Dispatch {
+            tokens: Tokens { x: x.view(), scales: None, choices: Some(from) },
+            received: Tokens { x: to_x.view_mut(), scales: None, choices: Some(to) },
+        };
+        // SAFETY: all memory lives until the stream has been waited for.
+        unsafe { rank.moe.dispatch(&self.handle, call, stream) }?;
+        let call = Combine {
+            rows: to_x.view(),
+            weights: Some(to_weights.view()),
+            biases: [(self.biases > 0).then(|| x.view()), (self.biases > 1).then(|| x.view())],
+            output: sums.view_mut(),
+            output_weights: Some(weight_sums.view_mut()),
+        };
+        // SAFETY: as above.
+        Ok(unsafe { rank.moe.combine(&self.handle, call, stream) }?)
+    }
+
+    fn compare(&self, rank: &Rank, case: &Case, received: &[Tensor; 3], sums: &[Tensor; 2]) -> Outcome {
+        let names = ["x", "ids", "weights", "sums", "sums of weights"];
+        let got = self.received.iter().chain(&self.sums);
+        for ((got, expected), name) in got.zip(received.iter().chain(sums)).zip(names) {
+            assert_eq!(got.shape, expected.shape, "{name} of {case:?}");
+            assert!(
+                rank.download(got)? == expected.content(),
+                "{name} of rank {} in {case:?}",
+                rank.comm.rank()
+            );
+        }
+        Ok(())
+    }
+}
+
+fn check(rank: &mut Rank, case: &Case) -> Outcome {
+    let (layout, received, sums) = on_host(rank, case)?;
+    let mut calls = Calls::new(rank, case, &layout)?;
+    for _ in 0..2 {
+        calls.run(rank)?;
+    }
+    calls.compare(rank, case, &received, &sums)?;
+    rank.comm.barrier()?; // memory is freed while no kernel runs
+    Ok(())
+}
+
+fn every_case(world_size: usize, config: CudaMoeConfig) {
+    on_gpus(world_size, config, |rank| {
+        let ragged = |shift: usize| (0..world_size).map(|rank| [0, 33, 1, 700][(rank + shift) % 4]).collect();
+        for (choice, tokens) in [
+            (Choice::Spread, vec![1; world_size]),
+            (Choice::Spread, vec![128; world_size]),
+            (Choice::Wild, ragged(0)),
+            (Choice::Wild, ragged(1)),
+            (Choice::AllTo(world_size - 1), ragged(2)),
+            (Choice::Nobody, ragged(3)),
+            (Choice::Spread, vec![0; world_size]),
+        ] {
+            let case = Case {
+                choice,
+                tokens,
+                hidden: 520,
+                special: true,
+                ..Case::new(world_size, 4 * world_size, 3)
+            };
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                for biases in 0..3 {
+                    check(rank, &Case { dtype, biases, ..case.clone() })?;
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn rows_and_sums_have_the_hosts_bits_on_2_gpus() {
+    every_case(2, CudaMoeConfig::default());
+}
+
+#[test]
+fn rows_and_sums_have_the_hosts_bits_on_3_gpus() {
+    every_case(3, CudaMoeConfig::default());
+}
+
+#[test]
+fn rows_and_sums_have_the_hosts_bits_on_4_gpus() {
+    every_case(4, CudaMoeConfig::default());
+}
+
+#[test]
+fn any_number_of_multiprocessors_will_do_on_2_gpus() {
+    for num_sms in [2, 5, 132] {
+        every_case(2, CudaMoeConfig { num_sms, ..CudaMoeConfig::default() });
+    }
+}
+
+/// Some tens of pieces, each of some tens of rows.
+#[test]
+fn pieces_have_the_hosts_bits_on_2_gpus() {
+    let config = CudaMoeConfig { region_bytes: 16 << 20, ..CudaMoeConfig::default() };
+    on_gpus(2, config, |rank| {
+        for choice in [Choice::Spread, Choice::Wild, Choice::AllTo(0)] {
+            let case = Case { choice, tokens: vec![1500, 900], hidden: 7168, ..Case::new(2, 16, 4) };
+            check(rank, &Case { dtype: DType::BF16, ..case })?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_graph_replays_dispatch_and_combine_on_2_gpus() {
+    on_gpus(2, CudaMoeConfig::default(), |rank| {
+        let case = Case { dtype: DType::BF16, tokens: vec![300, 200], hidden: 1024, ..Case::new(2, 16, 4) };
+        let (layout, received, sums) = on_host(rank, &case)?;
+        let mut calls = Calls::new(rank, &case, &layout)?;
+        calls.run(rank)?; // loads the kernels
+        rank.stream.borrow().synchronize()?;
+        let graph = Graph::capture(&rank.stream, |_| calls.run(rank))?;
+        let graph = graph.instantiate()?;
+        for _ in 0..200 {
+            // SAFETY: the memory of the calls lives until the stream has been waited for.
+            unsafe { graph.launch(&rank.stream) }?;
+        }
+        calls.compare(rank, &case, &received, &sums)?;
+        drop(graph);
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_differ_hear_of_it_on_2_gpus() {
+    on_gpus(2, CudaMoeConfig::default(), |rank| {
+        let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
+        let other = Case { num_experts: 16, ..case.clone() };
+        let mine = if rank.comm.rank() == 0 { &case } else { &other };
+        let [_, ids, _] = inputs(mine, rank.comm.rank());
+        let layout = layout(&ids.view(), mine.num_experts, 2)?;
+        let error = Calls::new(rank, mine, &layout).err().expect("a mismatch").to_string();
+        // Who comes later may hear of it from the other.
+        let hears = error.contains("8 experts, top-2") && error.contains("16 experts, top-2");
+        assert!(hears || error.contains("aborted"), "{error}");
+        Ok(())
+    });
+}
+
+/// Another tenant of the same communicator moves data on a stream of its own; one rank is late between the two, so both kernels
+/// of the other rank wait at once.
+#[test]
+fn another_tenant_works_beside_on_2_gpus() {
+    on_gpus(2, CudaMoeConfig::default(), |rank| {
+        let me = rank.comm.rank();
+        let rotations = Tenant::new(&rank.comm, &rank.context, Tenant::LEAST_STAGING_BYTES)?;
+        rotations.load_together(&rank.comm, Rotation)?;
+        let beside = rank.context.stream()?;
+        let case = Case { dtype: DType::BF16, tokens: vec![300, 200], hidden: 1024, ..Case::new(2, 16, 4) };
+        let (layout, received, sums) = on_host(rank, &case)?;
+        let mut calls = Calls::new(rank, &case, &layout)?;
+        let bytes = 1 << 20;
+        let of = |rank: usize| vec![rank as u8 + 1; bytes];
+        let input = rank.upload(&Tensor::holding(DType::U8, &[bytes], &of(me)))?;
+        let rotated = rank.unwritten(DType::U8, &[bytes])?;
+        rank.comm.barrier()?;
+        for round in 0..20 {
+            let at = [input.memory.pointer(), rotated.memory.pointer()];
+            // SAFETY: the memory lives until the stream has been waited for.
+            unsafe { rotate(&rotations, at, bytes, beside.borrow()) }?;
+            if round % 2 == me {
+                std::thread::sleep(Duration::from_millis(3));
+            }
+            calls.run(rank)?;
+        }
+        beside.borrow().synchronize()?;
+        calls.compare(rank, &case, &received, &sums)?;
+        assert!(rank.download(&rotated)? == of(1 - me));
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+/// A rank that does not come is named when the deadline has passed; nothing waits for ever.
+#[test]
+fn a_rank_that_does_not_come_is_named_on_2_gpus() {
+    on_gpus(2, CudaMoeConfig::default(), |rank| {
+        let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
+        let (layout, ..) = on_host(rank, &case)?;
+        let mut calls = Calls::new(rank, &case, &layout)?;
+        rank.comm.barrier()?;
+        if rank.comm.rank() == 1 {
+            // Until the other has given up.
+            std::thread::sleep(Duration::from_secs(25));
+            return Ok(());
+        }
+        calls.run(rank)?;
+        rank.stream.borrow().synchronize()?;
+        let error = rank.moe.check().expect_err("nobody came");
+        let MoeError::Fabric(FabricError::Timeout { missing, .. }) = &error else { panic!("{error}") };
+        assert_eq!(missing, &[1], "{error}");
+        Ok(())
+    });
+}

@@ -1,0 +1,139 @@
+//! Ranks that are killed, or do not come, in the middle of a dispatch or a combine: the others hear of it.
+
+#[path = "../../fabric/tests/processes/mod.rs"]
+mod processes;
+
+use std::time::Duration;
+
+use antiphon_fabric::{Communicator, FabricError, LocalWorld};
+use antiphon_moe::{Combine, Dispatch, Handle, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout};
+use antiphon_tensor::{DType, TensorView, TensorViewMut};
+use processes::{VICTIMS, kill_each, role, say, say_error};
+
+const HIDDEN: usize = 1024;
+
+/// A rank with tokens that all go everywhere, `count` of them.
+struct Rank<'a> {
+    comm: &'a Communicator,
+    moe: Moe,
+    tokens: Vec<f32>,
+    ids: Vec<i64>,
+}
+
+impl<'a> Rank<'a> {
+    fn new(comm: &'a Communicator, count: usize) -> Result<Self, MoeError> {
+        let ids = (0..count).flat_map(|_| 0..comm.world_size() as i64).collect();
+        let moe = Moe::new(comm, MoeConfig { region_bytes: 1 << 20 })?;
+        Ok(Self { comm, moe, tokens: vec![1.0; count * HIDDEN], ids })
+    }
+
+    fn notify(&mut self) -> Result<Handle, MoeError> {
+        let world_size = self.comm.world_size();
+        let ids = TensorView::new(&self.ids, &[self.ids.len() / world_size, world_size])?;
+        let layout = layout(&ids, world_size, world_size)?;
+        let format = RowFormat { hidden: HIDDEN, dtype: DType::F32, scales: None };
+        self.moe.notify(self.comm, &Routing::of(&layout, format))
+    }
+
+    fn dispatch(&mut self, handle: &Handle) -> Result<Vec<f32>, MoeError> {
+        let mut received = vec![0.0; handle.rows() * HIDDEN];
+        let call = Dispatch {
+            tokens: Tokens::of(TensorView::new(&self.tokens, &[handle.num_tokens(), HIDDEN])?),
+            received: Tokens::of(TensorViewMut::new(&mut received, &[handle.rows(), HIDDEN])?),
+        };
+        self.moe.dispatch(self.comm, handle, call)?;
+        Ok(received)
+    }
+
+    fn combine(&mut self, handle: &Handle, rows: &[f32]) -> Result<(), MoeError> {
+        let mut sums = vec![0.0; self.tokens.len()];
+        let output = TensorViewMut::new(&mut sums, &[handle.num_tokens(), HIDDEN])?;
+        let call = Combine::of(TensorView::new(rows, &[handle.rows(), HIDDEN])?, output);
+        self.moe.combine(self.comm, handle, call)?;
+        assert!(sums.iter().all(|&sum| sum == self.comm.world_size() as f32));
+        Ok(())
+    }
+
+    /// Goes on until something is wrong.
+    fn work(&mut self, role: &str) -> Result<(), MoeError> {
+        if role == "notify" {
+            loop {
+                self.notify()?;
+            }
+        }
+        let handle = self.notify()?;
+        let rows = self.dispatch(&handle)?;
+        loop {
+            match role {
+                "dispatch" => drop(self.dispatch(&handle)?),
+                _ => self.combine(&handle, &rows)?,
+            }
+        }
+    }
+}
+
+/// What a rank does when this binary is started as one.
+#[test]
+fn rank_process() {
+    let Some(role) = role() else { return };
+    let comm = Communicator::from_env().unwrap();
+    let mut rank = Rank::new(&comm, 2000).unwrap();
+    say("ready");
+    match rank.work(&role) {
+        Err(MoeError::Fabric(error)) => say_error(&error),
+        other => say(format_args!("{other:?}")),
+    }
+}
+
+#[test]
+fn killed_in_notify() {
+    kill_each(&VICTIMS[..2], "notify", Duration::from_millis(100));
+}
+
+#[test]
+fn killed_in_dispatch() {
+    kill_each(&VICTIMS[..4], "dispatch", Duration::from_millis(200));
+}
+
+#[test]
+fn killed_in_combine() {
+    kill_each(&VICTIMS[..4], "combine", Duration::from_millis(200));
+}
+
+/// A rank that comes late costs its lateness, and one that does not come the deadline.
+#[test]
+fn late_ranks_are_waited_for_until_the_deadline() {
+    let outcomes = LocalWorld::run_with(2, Duration::from_millis(600), |comm| {
+        let late = |time| std::thread::sleep(Duration::from_millis(if comm.rank() == 1 { time } else { 0 }));
+        let mut rank = Rank::new(&comm, 3)?;
+        late(100);
+        let handle = rank.notify()?;
+        late(100);
+        let rows = rank.dispatch(&handle)?;
+        late(100);
+        rank.combine(&handle, &rows)?;
+        late(2000);
+        rank.combine(&handle, &rows)
+    });
+    let Err(MoeError::Fabric(error)) = &outcomes[0] else { panic!("{outcomes:?}") };
+    assert!(matches!(error, FabricError::Timeout { missing, .. } if missing == &[1]), "{error}");
+    let text = "combine(rows of 1024 × f32 as call 1 routed them, 2 experts) timed out";
+    assert!(error.to_string().starts_with(text), "{error}");
+}
+
+/// Ranks that use handles of different calls hear of it before a row is read.
+#[test]
+fn handles_of_different_calls_are_a_mismatch() {
+    let outcomes = LocalWorld::run_with(2, Duration::from_secs(5), |comm| {
+        let mut rank = Rank::new(&comm, 3)?;
+        let handles = [rank.notify()?, rank.notify()?];
+        rank.dispatch(&handles[comm.rank()])
+    });
+    for outcome in outcomes {
+        let error = outcome.unwrap_err();
+        assert!(
+            matches!(error, MoeError::Fabric(FabricError::Mismatch { .. } | FabricError::Aborted { .. })),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,57 @@
+//! Compilers' graphs, for `antiphon.lowering`.
+
+use antiphon_lowering::{Costs, Edits, Graph, LoweringError, Options, Plan, World, check, lower as lowered};
+use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
+
+fn refused(error: LoweringError) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+/// What to do, as JSON.
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Request {
+    world: World,
+    options: Options,
+}
+
+/// What came of it, as JSON.
+#[derive(serde::Serialize)]
+struct Answer {
+    edits: Edits,
+    plan: Plan,
+    digest: String,
+    report: antiphon_lowering::Report,
+    text: String,
+}
+
+/// See the stub.
+#[pyfunction]
+pub(crate) fn lower<'py>(py: Python<'py>, program: &[u8], request: &str) -> PyResult<Bound<'py, PyBytes>> {
+    let request: Request =
+        serde_json::from_str(request).map_err(|error| PyValueError::new_err(error.to_string()))?;
+    let answer = py.detach(|| {
+        let before = Graph::from_torch(program)?;
+        let lowered = lowered(&before, &request.world, &Costs::of(request.world.device), &request.options);
+        let (digest, text) = (lowered.plan.digest(), lowered.report.to_string());
+        let edits = Edits::between(&before, &lowered.graph);
+        Ok(Answer { edits, plan: lowered.plan, digest, report: lowered.report, text })
+    });
+    let answer = serde_json::to_vec(&answer.map_err(refused)?).expect("plain values with names");
+    Ok(PyBytes::new(py, &answer))
+}
+
+/// See the stub.
+#[pyfunction]
+pub(crate) fn check_lowering(
+    py: Python<'_>,
+    before: &[u8],
+    plan: &[u8],
+    after: &[u8],
+) -> PyResult<Vec<String>> {
+    let findings = py.detach(|| {
+        let (before, after) = (Graph::from_torch(before)?, Graph::from_torch(after)?);
+        Ok(check(&before, &Plan::from_json(plan)?, &after))
+    });
+    Ok(findings.map_err(refused)?.iter().map(ToString::to_string).collect())
+}

@@ -1,0 +1,331 @@
+//! The classes `ParallelInfo` and `MixedHandler`, and one mixed collective as a value.
+
+use std::{
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use antiphon::{
+    collectives::mixed::{self, CudaMixedHandler, MixedCall, MixedMode, MixedOp, operation_of},
+    cuda::{CudaCollectives, StreamRef},
+    operation::Operation,
+    prelude::{CollectiveError, Communicator as Comm, MixedLayout, TensorView, TensorViewMut},
+    tensor::dlpack::ElementType,
+};
+use pyo3::{exceptions::PyValueError, prelude::*};
+
+use crate::{
+    arguments::{Count, Given, prepare},
+    call::What,
+    communicator::Communicator,
+    cuda::RawStream,
+    error::Result,
+    interrupt,
+    mapping::unsigned,
+    operand::Usage,
+};
+
+/// Which ranks share tensors and which share the work; see `_core.pyi`.
+#[pyclass(frozen, subclass, module = "antiphon.comm.mixed_comm")]
+pub(crate) struct ParallelInfo {
+    layout: MixedLayout,
+}
+
+/// The properties of the class, which only pass on what the layout says.
+macro_rules! properties {
+    (properties { $($property:ident: $value:ty,)* } $($own:tt)*) => {
+        #[pymethods]
+        impl ParallelInfo {
+            $(
+                #[getter]
+                fn $property(&self) -> $value {
+                    self.layout.$property()
+                }
+            )*
+
+            $($own)*
+        }
+    };
+}
+
+properties! {
+    properties {
+        world_rank: usize,
+        world_size: usize,
+        local_rank: usize,
+        local_size: usize,
+        inter_rank: usize,
+        inter_size: usize,
+        local_tp_rank: usize,
+        local_tp_size: usize,
+        local_dp_rank: usize,
+        local_dp_size: usize,
+        inter_tp_rank: usize,
+        inter_tp_size: usize,
+        inter_dp_rank: usize,
+        inter_dp_size: usize,
+        tp_rank: usize,
+        tp_size: usize,
+        dp_rank: usize,
+        dp_size: usize,
+        use_local_tp: bool,
+        use_inter_tp: bool,
+        use_tp: bool,
+        use_dp: bool,
+        use_inter: bool,
+        use_mixed: bool,
+    }
+
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "the peer's constructor")]
+    fn new(
+        world_rank: i64,
+        world_size: i64,
+        local_rank: i64,
+        local_size: i64,
+        inter_rank: i64,
+        inter_size: i64,
+        local_tp_size: Option<i64>,
+        local_dp_size: Option<i64>,
+        inter_tp_size: Option<i64>,
+        inter_dp_size: Option<i64>,
+    ) -> Result<Self> {
+        let mut builder = MixedLayout::builder(
+            unsigned("world_size", world_size)?,
+            unsigned("world_rank", world_rank)?,
+        )
+        .local_rank(unsigned("local_rank", local_rank)?)
+        .local_size(unsigned("local_size", local_size)?)
+        .inter_rank(unsigned("inter_rank", inter_rank)?)
+        .inter_size(unsigned("inter_size", inter_size)?);
+        if let Some(size) = local_tp_size {
+            builder = builder.local_tp(unsigned("local_tp_size", size)?);
+        }
+        if let Some(size) = local_dp_size {
+            builder = builder.local_dp(unsigned("local_dp_size", size)?);
+        }
+        if let Some(size) = inter_tp_size {
+            builder = builder.inter_tp(unsigned("inter_tp_size", size)?);
+        }
+        if let Some(size) = inter_dp_size {
+            builder = builder.inter_dp(unsigned("inter_dp_size", size)?);
+        }
+        Ok(Self { layout: builder.build()? })
+    }
+
+    fn valid_ops(&self) -> Vec<u8> {
+        self.layout.valid_ops().iter().map(|&op| op as u8).collect()
+    }
+
+    fn tp_ranks(&self) -> Vec<Vec<usize>> {
+        self.layout.groups(antiphon::topology::MixedGroup::Tp)
+    }
+
+    fn dp_ranks(&self) -> Vec<Vec<usize>> {
+        self.layout.groups(antiphon::topology::MixedGroup::Dp)
+    }
+
+    fn local_ranks(&self) -> Vec<Vec<usize>> {
+        self.layout.groups(antiphon::topology::MixedGroup::Local)
+    }
+}
+
+/// The mixed collectives of a layout; see `_core.pyi`.
+#[pyclass(frozen, module = "antiphon")]
+pub(crate) struct MixedHandler {
+    comm: Py<Communicator>,
+    layout: MixedLayout,
+    handler: Handler,
+}
+
+/// The host's is locked in a turn of the communicator's queue only.
+#[derive(Clone)]
+struct Handler {
+    host: Arc<Mutex<mixed::MixedHandler>>,
+    /// With the number of its device.
+    gpu: Option<(u32, Arc<Mutex<CudaMixedHandler>>)>,
+}
+
+impl Handler {
+    fn with<T>(&self, work: impl FnOnce(&mut mixed::MixedHandler) -> T) -> T {
+        work(&mut lock(&self.host))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl fmt::Debug for Handler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("MixedHandler")
+    }
+}
+
+/// A call without its tensors.
+#[derive(Debug, Clone)]
+pub(crate) struct Mixed {
+    handler: Handler,
+    op: MixedOp,
+    mode: Option<MixedMode>,
+    /// Elements of each group's block.
+    counts: Option<Vec<usize>>,
+}
+
+impl Mixed {
+    pub(crate) fn operation(&self) -> Operation {
+        operation_of(self.op)
+    }
+
+    fn call(&self) -> MixedCall<'_> {
+        MixedCall::from(self.op).mode(self.mode).counts(self.counts.as_deref())
+    }
+
+    /// On host memory.
+    pub(crate) fn run(
+        &self,
+        comm: &Comm,
+        input: TensorView<'_>,
+        output: TensorViewMut<'_>,
+    ) -> std::result::Result<(), CollectiveError> {
+        self.handler.with(|handler| handler.run(comm, self.call(), input, output))
+    }
+
+    /// Where the rank's own block is in a row of equal blocks: its index, and how many there are. `None` for an all-reduce, which
+    /// has no row.
+    pub(crate) fn own_block(&self) -> Option<(usize, usize)> {
+        let layout = self.handler.with(|handler| *handler.layout());
+        (self.op != MixedOp::AllReduce).then(|| (layout.dp_rank(), layout.dp_size()))
+    }
+
+    /// Whether the output is the row of blocks, and not the input.
+    pub(crate) fn gathers(&self) -> bool {
+        matches!(self.op, MixedOp::AllGather | MixedOp::AllReduceAllGather)
+    }
+
+    /// On a GPU.
+    ///
+    /// # Safety
+    /// As [`CudaMixedHandler::run`].
+    pub(crate) unsafe fn run_on(
+        &self,
+        peers: &CudaCollectives,
+        input: &TensorView<'_>,
+        output: &mut TensorViewMut<'_>,
+        stream: StreamRef<'_>,
+    ) -> std::result::Result<(), CollectiveError> {
+        let Some((_, gpu)) = &self.handler.gpu else {
+            let text = "the mixed handler was made for the host, and the tensors are on a GPU";
+            return Err(antiphon::prelude::FabricError::invalid(text).into());
+        };
+        // SAFETY: passed on.
+        unsafe { lock(gpu).run(peers, self.call(), input, output, stream) }
+    }
+
+    /// On host memory, in one buffer.
+    pub(crate) fn run_in_place(
+        &self,
+        comm: &Comm,
+        buffer: TensorViewMut<'_>,
+    ) -> std::result::Result<(), CollectiveError> {
+        self.handler.with(|handler| handler.run_in_place(comm, self.call(), buffer))
+    }
+}
+
+fn op_of(number: u8) -> PyResult<MixedOp> {
+    MixedOp::ALL
+        .into_iter()
+        .find(|&op| op as u8 == number)
+        .ok_or_else(|| PyValueError::new_err(format!("there is no mixed operation {number}")))
+}
+
+fn mode_of(name: &str) -> PyResult<MixedMode> {
+    MixedMode::ALL.into_iter().find(|mode| mode.name() == name).ok_or_else(|| {
+        let known = MixedMode::ALL.map(MixedMode::name).join(", ");
+        PyValueError::new_err(format!("unknown mode {name:?}: known are {known}"))
+    })
+}
+
+#[pymethods]
+impl MixedHandler {
+    #[new]
+    #[pyo3(signature = (comm, layout, device = None, dtype = "bfloat16", most_blocks = None))]
+    fn new(
+        py: Python<'_>,
+        comm: Py<Communicator>,
+        layout: &ParallelInfo,
+        device: Option<u32>,
+        dtype: &str,
+        most_blocks: Option<usize>,
+    ) -> Result<Self> {
+        let (queue, layout) = (comm.get().queue()?, layout.layout);
+        let dtype = ElementType::named(dtype).and_then(|element| element.dtype());
+        let dtype = dtype.ok_or_else(|| PyValueError::new_err("the dtype has no arithmetic"))?;
+        let gpus = comm.get().gpus();
+        let handler = interrupt::detached(py, || {
+            let host = queue.run(|comm| mixed::MixedHandler::new(comm, layout))?;
+            let gpu = device.map(|device| {
+                let gpu = gpus.mixed(&queue, device, layout, dtype, most_blocks)?;
+                Ok::<_, CollectiveError>((device, Arc::new(Mutex::new(gpu))))
+            });
+            Ok::<_, CollectiveError>(Handler { host: Arc::new(Mutex::new(host)), gpu: gpu.transpose()? })
+        })?;
+        Ok(Self { comm, layout, handler })
+    }
+
+    fn valid_modes(&self) -> Vec<&'static str> {
+        self.handler.with(|handler| handler.valid_modes().iter().map(|mode| mode.name()).collect())
+    }
+
+    fn select(&self, py: Python<'_>, op: u8, num_bytes: Count) -> Result<&'static str> {
+        let (queue, op) = (self.comm.get().queue()?, op_of(op)?);
+        if let Some((device, gpu)) = &self.handler.gpu {
+            let gpus = self.comm.get().gpus();
+            let select = || gpus.with_peers(*device, |peers| lock(gpu).select(peers, op, num_bytes.0));
+            return Ok(interrupt::detached(py, select)?.name());
+        }
+        let select = |comm: &Comm| self.handler.with(|handler| handler.select(comm, op, num_bytes.0));
+        Ok(interrupt::detached(py, || queue.run(select))?.name())
+    }
+
+    fn tune(&self, py: Python<'_>, smallest: Count, largest: Count) -> Result<()> {
+        let (queue, sizes) = (self.comm.get().queue()?, smallest.0..=largest.0);
+        if let Some((device, gpu)) = &self.handler.gpu {
+            let gpus = self.comm.get().gpus();
+            let tune = |comm: &Comm| gpus.with_peers(*device, |peers| lock(gpu).tune(comm, peers, sizes));
+            return Ok(interrupt::detached(py, || queue.run(tune))?);
+        }
+        let tune = |comm: &Comm| self.handler.with(|handler| handler.tune(comm, sizes));
+        Ok(interrupt::detached(py, || queue.run(tune))?)
+    }
+
+    #[pyo3(signature = (op, x, out = None, *, mode = None, rows = None, stream = None))]
+    #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
+    fn run<'py>(
+        &self,
+        py: Python<'py>,
+        op: u8,
+        x: &Bound<'py, PyAny>,
+        out: Given<'_, 'py>,
+        mode: Option<&str>,
+        rows: Option<Vec<Count>>,
+        stream: Option<RawStream>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        let (op, mode, usage) = (op_of(op)?, mode.map(mode_of).transpose()?, Usage::Call(stream));
+        let groups = (self.layout.dp_rank(), self.layout.dp_size());
+        let is_uneven = rows.is_some();
+        let rows: Vec<usize> = rows.unwrap_or_default().iter().map(|rows| rows.0).collect();
+        // Along the first dimension a mixed operation is as the half that moves data between groups.
+        let half = match (op, is_uneven) {
+            (MixedOp::AllReduce, _) => Operation::AllReduce,
+            (MixedOp::AllGather | MixedOp::AllReduceAllGather, false) => Operation::AllGather,
+            (MixedOp::AllGather | MixedOp::AllReduceAllGather, true) => Operation::AllGatherV,
+            (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, false) => Operation::ReduceScatter,
+            (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, true) => Operation::ReduceScatterV,
+        };
+        let mut prepared = prepare(What::new(half).with_counts(rows), x, out, groups, usage)?;
+        let counts = is_uneven.then(|| prepared.call.what.counts.to_vec());
+        prepared.call.mixed = Some(Mixed { handler: self.handler.clone(), op, mode, counts });
+        self.comm.get().run(py, prepared, stream)
+    }
+}

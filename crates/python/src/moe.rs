@@ -1,0 +1,394 @@
+//! Mixtures of experts: the arrays of a call as the crate's tensors.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use antiphon::{
+    fabric::Queue,
+    moe::{self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens},
+    prelude::{DType, TensorView, TensorViewMut},
+    tensor::TensorError,
+};
+use pyo3::{
+    exceptions::{PyRuntimeError, PyValueError},
+    prelude::*,
+    types::PyBytes,
+};
+
+use crate::{
+    arguments::{Given, overlap},
+    communicator::Communicator,
+    error::Result,
+    fork::Process,
+    interrupt,
+    operand::{Operand, Usage},
+};
+
+/// Dispatch and combine of a communicator; see `_core.pyi`.
+#[pyclass(frozen, module = "antiphon", weakref)]
+pub(crate) struct Moe {
+    /// Absent when closed.
+    moe: Mutex<Option<moe::Moe>>,
+    queue: Weak<Queue>,
+    process: Process,
+    world_size: usize,
+    region_bytes: usize,
+}
+
+/// Along which rows go; see `_core.pyi`.
+#[pyclass(frozen, module = "antiphon")]
+pub(crate) struct MoeHandle(moe::Handle);
+
+/// An array of a call with its name.
+struct Array {
+    name: &'static str,
+    operand: Operand,
+    shape: Vec<usize>,
+}
+
+impl Array {
+    fn read(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
+        let operand = Operand::import(array, name, Usage::Call(None))?;
+        let mut shape = operand.shape().to_vec();
+        // What is only moved as bytes.
+        if let Some(last) = shape.last_mut() {
+            *last *= operand.units();
+        }
+        Ok(Self { name, operand, shape })
+    }
+
+    fn write(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
+        let Self { operand, shape, .. } = Self::read(array, name)?;
+        Ok(Self { name, operand: operand.writable(name)?, shape })
+    }
+
+    fn given(
+        array: Given<'_, '_>,
+        name: &'static str,
+        import: fn(&Bound<'_, PyAny>, &'static str) -> Result<Self>,
+    ) -> Result<Option<Self>> {
+        array.map(|array| import(array, name)).transpose()
+    }
+
+    fn dtype(&self) -> DType {
+        self.operand.tensor.dtype
+    }
+
+    /// # Safety
+    /// The array is not written by others for `'a`.
+    unsafe fn view<'a>(&self) -> Result<TensorView<'a>, TensorError> {
+        // SAFETY: passed on; the operand keeps the memory.
+        unsafe { self.operand.tensor.view_as(&self.shape) }
+    }
+
+    /// # Safety
+    /// The array is not used by others for `'a`.
+    unsafe fn view_mut<'a>(&self) -> Result<TensorViewMut<'a>, TensorError> {
+        // SAFETY: passed on; the operand keeps the memory, and may be written.
+        unsafe { self.operand.tensor.view_mut()?.reshape(&self.shape) }
+    }
+}
+
+/// Refuses outputs that share memory with anything else of a call.
+fn check_apart(call: &str, inputs: &[Option<&Array>], outputs: &[Option<&Array>]) -> Result<()> {
+    for (index, output) in outputs.iter().enumerate() {
+        let Some(output) = output else { continue };
+        for other in inputs.iter().chain(&outputs[index + 1..]).flatten() {
+            if overlap(&output.operand.tensor, &other.operand.tensor) {
+                let text = format!("{call}: {} and {} overlap: they must be apart", output.name, other.name);
+                return Err(PyValueError::new_err(text).into());
+            }
+        }
+    }
+    Ok(())
+}
+
+impl Moe {
+    fn lock(&self) -> MutexGuard<'_, Option<moe::Moe>> {
+        self.moe.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a call in the order of the communicator's.
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut moe::Moe, &antiphon::prelude::Communicator) -> Result<T, MoeError> + Send,
+    ) -> Result<T> {
+        self.process.check(|| "Moe".to_owned())?;
+        let closed = || PyRuntimeError::new_err("this Moe or its communicator is closed");
+        let queue = self.queue.upgrade().ok_or_else(closed)?;
+        let outcome = interrupt::detached(py, || {
+            queue.run(|comm| match &mut *self.lock() {
+                Some(moe) => call(moe, comm).map(Some),
+                None => Ok(None),
+            })
+        })?;
+        Ok(outcome.ok_or_else(closed)?)
+    }
+}
+
+#[pymethods]
+impl Moe {
+    #[new]
+    #[pyo3(signature = (comm, region_bytes = None))]
+    fn new(py: Python<'_>, comm: &Communicator, region_bytes: Option<usize>) -> Result<Self> {
+        let queue = comm.queue()?;
+        let default = MoeConfig::default();
+        let config = MoeConfig { region_bytes: region_bytes.unwrap_or(default.region_bytes) };
+        let moe = interrupt::detached(py, || queue.run(|comm| moe::Moe::new(comm, config)))?;
+        Ok(Self {
+            region_bytes: moe.region_bytes(),
+            moe: Mutex::new(Some(moe)),
+            world_size: queue.messenger().world_size(),
+            queue: Arc::downgrade(&queue),
+            process: Process::current(),
+        })
+    }
+
+    #[getter]
+    fn region_bytes(&self) -> usize {
+        self.region_bytes
+    }
+
+    #[getter]
+    fn closed(&self) -> bool {
+        self.lock().is_none()
+    }
+
+    fn close(&self, py: Python<'_>) -> Result<()> {
+        let (Some(queue), true) = (self.queue.upgrade(), self.process.is_current()) else { return Ok(()) };
+        let closed = interrupt::detached(py, || {
+            queue.run(|comm| self.lock().take().map_or(Ok(()), |moe| moe.close(comm)))
+        });
+        Ok(closed?)
+    }
+
+    #[pyo3(signature = (ids, num_experts, *, tokens_per_rank, tokens_per_expert, is_token_in_rank))]
+    fn layout(
+        &self,
+        py: Python<'_>,
+        ids: &Bound<'_, PyAny>,
+        num_experts: usize,
+        tokens_per_rank: &Bound<'_, PyAny>,
+        tokens_per_expert: &Bound<'_, PyAny>,
+        is_token_in_rank: &Bound<'_, PyAny>,
+    ) -> Result<()> {
+        let ids = Array::read(ids, "ids")?;
+        // SAFETY: the array lives until this returns; that nobody writes it meanwhile is the caller's to see to.
+        let view = unsafe { ids.view() }?;
+        let layout = py.detach(|| moe::layout(&view, num_experts, self.world_size))?;
+        let bytes = |counts: &[i32]| counts.iter().flat_map(|count| count.to_ne_bytes()).collect::<Vec<_>>();
+        let outputs = [
+            (tokens_per_rank, "tokens_per_rank", bytes(&layout.tokens_per_rank)),
+            (tokens_per_expert, "tokens_per_expert", bytes(&layout.tokens_per_expert)),
+            (is_token_in_rank, "is_token_in_rank", layout.is_token_in_rank),
+        ];
+        for (array, name, content) in outputs {
+            let output = Array::write(array, name)?;
+            if output.operand.tensor.bytes() != content.len() || !output.operand.tensor.device.is_host() {
+                let text = format!(
+                    "layout: {name} has {} bytes on {}, expected {} on the host",
+                    output.operand.tensor.bytes(),
+                    output.operand.tensor.device,
+                    content.len()
+                );
+                return Err(PyValueError::new_err(text).into());
+            }
+            // SAFETY: the array may be written, and lives until this returns.
+            let mut view = unsafe { output.view_mut() }?;
+            view.as_mut_bytes()?.copy_from_slice(&content);
+        }
+        Ok(())
+    }
+
+    #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, *, top_k = 0, scales = None, capacity = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last three")]
+    fn notify(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        is_token_in_rank: &Bound<'_, PyAny>,
+        tokens_per_expert: &Bound<'_, PyAny>,
+        top_k: usize,
+        scales: Given<'_, '_>,
+        capacity: Option<usize>,
+    ) -> Result<MoeHandle> {
+        let (x, scales) = (Array::read(x, "x")?, Array::given(scales, "scales", Array::read)?);
+        let in_rank = Array::read(is_token_in_rank, "is_token_in_rank")?;
+        let per_expert = Array::read(tokens_per_expert, "tokens_per_expert")?;
+        let &[_, hidden] = x.shape.as_slice() else {
+            let text = format!("dispatch: the x must be of shape [T, H], not {:?}", x.shape);
+            return Err(PyValueError::new_err(text).into());
+        };
+        let routing = Routing {
+            num_experts: per_expert.shape.iter().product(),
+            top_k,
+            // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
+            is_token_in_rank: unsafe { in_rank.view() }?,
+            // SAFETY: as above.
+            tokens_per_expert: unsafe { per_expert.view() }?,
+            format: RowFormat { hidden, dtype: x.dtype(), scales: scales.map(|scales| scales.dtype()) },
+            capacity,
+        };
+        Ok(MoeHandle(self.run(py, |moe, comm| moe.notify(comm, &routing))?))
+    }
+
+    #[pyo3(signature = (handle, x, received_x, *, scales = None, received_scales = None, ids = None, weights = None, received_ids = None, received_weights = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last six")]
+    fn dispatch(
+        &self,
+        py: Python<'_>,
+        handle: &MoeHandle,
+        x: &Bound<'_, PyAny>,
+        received_x: &Bound<'_, PyAny>,
+        scales: Given<'_, '_>,
+        received_scales: Given<'_, '_>,
+        ids: Given<'_, '_>,
+        weights: Given<'_, '_>,
+        received_ids: Given<'_, '_>,
+        received_weights: Given<'_, '_>,
+    ) -> Result<()> {
+        let (x, received_x) = (Array::read(x, "x")?, Array::write(received_x, "received_x")?);
+        let scales = Array::given(scales, "scales", Array::read)?;
+        let received_scales = Array::given(received_scales, "received_scales", Array::write)?;
+        let (ids, weights) =
+            (Array::given(ids, "ids", Array::read)?, Array::given(weights, "weights", Array::read)?);
+        let received_ids = Array::given(received_ids, "received_ids", Array::write)?;
+        let received_weights = Array::given(received_weights, "received_weights", Array::write)?;
+        if ids.is_some() != weights.is_some() || received_ids.is_some() != received_weights.is_some() {
+            return Err(PyValueError::new_err("dispatch: ids need weights, and weights need ids").into());
+        }
+        check_apart(
+            "dispatch",
+            &[Some(&x), scales.as_ref(), ids.as_ref(), weights.as_ref()],
+            &[Some(&received_x), received_scales.as_ref(), received_ids.as_ref(), received_weights.as_ref()],
+        )?;
+        // SAFETY: the arrays live until this returns, the written ones are apart from all others; that nobody else uses them
+        // meanwhile is the caller's to see to.
+        let read = |array: &Option<Array>| array.as_ref().map(|array| unsafe { array.view() }).transpose();
+        // SAFETY: as above.
+        let write =
+            |array: &Option<Array>| array.as_ref().map(|array| unsafe { array.view_mut() }).transpose();
+        let call = Dispatch {
+            tokens: Tokens {
+                // SAFETY: as above.
+                x: unsafe { x.view() }?,
+                scales: read(&scales)?,
+                choices: read(&ids)?.zip(read(&weights)?).map(|(ids, weights)| Choices { ids, weights }),
+            },
+            received: Tokens {
+                // SAFETY: as above.
+                x: unsafe { received_x.view_mut() }?,
+                scales: write(&received_scales)?,
+                choices: write(&received_ids)?
+                    .zip(write(&received_weights)?)
+                    .map(|(ids, weights)| Choices { ids, weights }),
+            },
+        };
+        self.run(py, |moe, comm| moe.dispatch(comm, &handle.0, call))
+    }
+
+    #[pyo3(signature = (handle, rows, output, *, weights = None, output_weights = None, bias = None, second_bias = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last four")]
+    fn combine(
+        &self,
+        py: Python<'_>,
+        handle: &MoeHandle,
+        rows: &Bound<'_, PyAny>,
+        output: &Bound<'_, PyAny>,
+        weights: Given<'_, '_>,
+        output_weights: Given<'_, '_>,
+        bias: Given<'_, '_>,
+        second_bias: Given<'_, '_>,
+    ) -> Result<()> {
+        let (rows, output) = (Array::read(rows, "rows")?, Array::write(output, "output")?);
+        let weights = Array::given(weights, "weights", Array::read)?;
+        let output_weights = Array::given(output_weights, "output_weights", Array::write)?;
+        let biases = [
+            Array::given(bias, "bias", Array::read)?,
+            Array::given(second_bias, "second_bias", Array::read)?,
+        ];
+        check_apart(
+            "combine",
+            &[Some(&rows), weights.as_ref(), biases[0].as_ref(), biases[1].as_ref()],
+            &[Some(&output), output_weights.as_ref()],
+        )?;
+        // SAFETY: the arrays live until this returns, the written ones are apart from all others; that nobody else uses them
+        // meanwhile is the caller's to see to.
+        let read = |array: &Option<Array>| array.as_ref().map(|array| unsafe { array.view() }).transpose();
+        let call = Combine {
+            // SAFETY: as above.
+            rows: unsafe { rows.view() }?,
+            weights: read(&weights)?,
+            biases: [read(&biases[0])?, read(&biases[1])?],
+            // SAFETY: as above.
+            output: unsafe { output.view_mut() }?,
+            // SAFETY: as above.
+            output_weights: output_weights.as_ref().map(|array| unsafe { array.view_mut() }).transpose()?,
+        };
+        self.run(py, |moe, comm| moe.combine(comm, &handle.0, call))
+    }
+}
+
+/// 32-bit numbers in the machine's byte order.
+fn words<'py>(py: Python<'py>, numbers: &[i32]) -> Bound<'py, PyBytes> {
+    let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
+    PyBytes::new(py, &bytes)
+}
+
+#[pymethods]
+impl MoeHandle {
+    #[getter]
+    fn rows(&self) -> usize {
+        self.0.rows()
+    }
+
+    #[getter]
+    fn num_received(&self) -> usize {
+        self.0.num_received()
+    }
+
+    #[getter]
+    fn overflow(&self) -> bool {
+        self.0.overflow()
+    }
+
+    #[getter]
+    fn num_tokens(&self) -> usize {
+        self.0.num_tokens()
+    }
+
+    #[getter]
+    fn num_experts(&self) -> usize {
+        self.0.num_experts()
+    }
+
+    #[getter]
+    fn top_k(&self) -> usize {
+        self.0.top_k()
+    }
+
+    #[getter]
+    fn tokens_per_expert(&self) -> Vec<usize> {
+        self.0.tokens_per_expert().to_vec()
+    }
+
+    #[getter]
+    fn rank_prefix_matrix<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        words(py, &self.0.rank_prefix_matrix())
+    }
+
+    #[getter]
+    fn routed_to_each<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        words(py, &self.0.routed_to_each())
+    }
+
+    #[getter]
+    fn send_head<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        words(py, &self.0.send_head())
+    }
+
+    #[getter]
+    fn source_tokens<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.0.source_tokens().map(|tokens| words(py, &tokens))
+    }
+}

@@ -1,0 +1,432 @@
+"""A sum over tensor parallel ranks and a gather or scatter over data parallel ranks in one call. After FlashInfer 0.6.18
+comm/mixed_comm.py, on CUDA and host tensors.
+
+Attention that runs data parallel beside an MLP that runs tensor parallel needs an all-reduce and an all-gather on the way into
+the MLP, and a reduce-scatter and an all-reduce on the way back. FlashInfer's kernels for both need NVLink multicast and NVSHMEM;
+Antiphon's need neither on one node, which is all that it serves so far. The fused modes accumulate in float32 in the order of the ranks
+and round once, so that they give the same bits, whatever the batch; the ``NCCL`` modes are ``torch.distributed``, of whatever
+backend, and round more often.
+"""
+
+import enum
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from antiphon import _core
+from antiphon.comm.cuda_ipc import communicator
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from antiphon import Communicator
+    from antiphon.comm.abstractions import CommBackend
+
+__all__ = ["MixedCommHandler", "MixedCommMode", "MixedCommOp", "ParallelInfo", "run_mixed_comm"]
+
+
+class MixedCommOp(enum.IntEnum):
+    """The operations. With ``B`` rows on each of ``dp`` data parallel ranks:
+
+    ``ALLREDUCE`` (``[B, …]`` to ``[B, …]``, the sum over all ranks), ``ALLGATHER`` (``[B, …]`` to ``[B * dp, …]``),
+    ``REDUCESCATTER`` (``[B * dp, …]`` to ``[B, …]``), ``ALLREDUCE_ALLGATHER`` (``[B, …]`` to ``[B * dp, …]``, whose block ``d`` is
+    the sum over the tensor parallel group of data parallel rank ``d``) and ``REDUCESCATTER_ALLREDUCE`` (``[B * dp, …]`` to
+    ``[B, …]``, this data parallel rank's block of the sum over all ranks).
+    """
+
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    REDUCESCATTER = 2
+    ALLREDUCE_ALLGATHER = 3
+    REDUCESCATTER_ALLREDUCE = 4
+
+
+class MixedCommMode(enum.IntEnum):
+    """How an operation is carried out. Those that end in ``MC`` need NVLink multicast, which Antiphon does not use."""
+
+    FUSED_OPT_WAITS_MC = 0
+    FUSED_OPT_WAITS_UC = 1
+    FUSED_OPT_BYTES1_MC = 2
+    FUSED_OPT_BYTES1_UC = 3
+    FUSED_OPT_BYTES2_MC = 4
+    FUSED_OPT_BYTES2_UC = 5
+    NCCL_ONE = 6
+    NCCL_TP_DP = 7
+    AUTOTUNE = 8
+
+
+_Op, _Mode = MixedCommOp, MixedCommMode
+#: Our names of the fused modes.
+FUSED = {_Mode.FUSED_OPT_WAITS_UC: "waits", _Mode.FUSED_OPT_BYTES1_UC: "bytes1", _Mode.AUTOTUNE: None}
+_OF_NAME = {name: mode for mode, name in FUSED.items() if name is not None}
+SCATTERS = (_Op.REDUCESCATTER, _Op.REDUCESCATTER_ALLREDUCE)
+#: The bytes at which FlashInfer's tables begin, and of which it measures the doubles up to 128 MiB.
+_BASE_BYTES, _DOUBLES = 8192, 15
+#: Threads of a block of Antiphon's kernels.
+_THREADS = 128
+
+_handlers: "WeakValueDictionary[int, MixedCommHandler]" = WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class ParallelInfo(_core.ParallelInfo):
+    """Who is where: ranks of a node (local) and nodes (inter), each cut into tensor and data parallel parts.
+
+    ``world_rank = local_rank + local_size * inter_rank``, ``local_rank = local_tp_rank + local_tp_size * local_dp_rank`` and
+    ``inter_rank = inter_tp_rank + inter_tp_size * inter_dp_rank``. Of a pair of sizes that are ``None`` the tensor parallel one takes
+    all; one alone follows from the other. ``ValueError`` with names and numbers if sizes or ranks do not fit.
+    """
+
+    def get_local_comm_group(self) -> "ProcessGroup":
+        """A new group of this node's ranks. All ranks of the world call it together, as the two below."""
+        return _new_group(self.local_ranks(), self.world_rank)
+
+    def get_tp_comm_group(self) -> "ProcessGroup":
+        """A new group of the ranks that share tensors with this one."""
+        return _new_group(self.tp_ranks(), self.world_rank)
+
+    def get_dp_comm_group(self) -> "ProcessGroup":
+        """A new group of the data parallel ranks of this one."""
+        return _new_group(self.dp_ranks(), self.world_rank)
+
+    def get_local_full_group_local_ranks(self) -> list[int]:
+        """The local ranks of a node."""
+        return list(range(self.local_size))
+
+    def get_local_tp_group_local_ranks(self, local_dp_rank: int | None = None) -> list[int]:
+        """The local ranks that share tensors, of this or another ``local_dp_rank``."""
+        first = (self.local_dp_rank if local_dp_rank is None else local_dp_rank) * self.local_tp_size
+        return list(range(first, first + self.local_tp_size))
+
+    def get_local_dp_group_local_ranks(self, local_tp_rank: int | None = None) -> list[int]:
+        """The local data parallel ranks, of this or another ``local_tp_rank``."""
+        first = self.local_tp_rank if local_tp_rank is None else local_tp_rank
+        return list(range(first, self.local_size, self.local_tp_size))
+
+
+def _new_group(partition: list[list[int]], rank: int) -> "ProcessGroup":
+    import torch.distributed as dist
+
+    own: ProcessGroup | None = None
+    for ranks in partition:
+        group: ProcessGroup = dist.new_group(ranks)
+        own = group if rank in ranks else own
+    assert own is not None, "every rank is in a part"
+    return own
+
+
+class MixedCommHandler:
+    """The mixed collectives of the default group of ``torch.distributed``, of any backend. All ranks make one together.
+
+    ``local_tp_size`` to ``inter_dp_size`` are as in :class:`ParallelInfo`; tensors are of ``dtype`` (float16, bfloat16 or float32)
+    and on ``device`` (``"cuda:i"`` or ``"cpu"``). On CUDA, a fused operation has at most ``grid_size``
+    blocks (and at least one for each peer), if that is given. ``max_block_size``, ``min_block_size`` and ``min_num_steps`` are checked
+    and change nothing, as the blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect on one node. With ``use_autotune``, calls without a mode take the fastest
+    of the fused modes: as :meth:`run_autotune` measured on this machine, or else by a built-in table.
+
+    Raises ``ValueError`` for sizes and ranks that do not fit, a world of one rank, dtypes and devices that are not served, and
+    blocks that FlashInfer would refuse; ``RuntimeError`` without a process group; ``NotImplementedError`` for several nodes.
+    """
+
+    #: Whether calls are possible: from the end of the constructor to :meth:`shutdown`.
+    is_running = False
+
+    def __init__(
+        self,
+        world_rank: int,
+        world_size: int,
+        local_rank: int,
+        local_size: int,
+        inter_rank: int,
+        inter_size: int,
+        local_tp_size: int | None,
+        local_dp_size: int | None,
+        inter_tp_size: int | None,
+        inter_dp_size: int | None,
+        dtype: "torch.dtype",
+        device: "torch.device | str",
+        grid_size: int | None = None,
+        max_block_size: int | None = None,
+        min_block_size: int = 256,
+        min_num_steps: int = 4,
+        ib_enable_ibgda: bool = True,
+        should_init_nvshmem: bool = True,
+        use_autotune: bool = True,
+    ) -> None:
+        from antiphon.comm import _mixed
+
+        self.para_info = info = ParallelInfo(
+            world_rank,
+            world_size,
+            local_rank,
+            local_size,
+            inter_rank,
+            inter_size,
+            local_tp_size,
+            local_dp_size,
+            inter_tp_size,
+            inter_dp_size,
+        )
+        _mixed.check_world(info)
+        self.dtype, self.device = _mixed.check_kind(dtype, device)
+        self.grid_size, self._most_blocks = _mixed.check_grid(self.device, grid_size), grid_size
+        _mixed.check_blocks(max_block_size, min_block_size, min_num_steps)
+        self.min_block_size, self.min_num_steps = min_block_size, min_num_steps
+        self.use_autotune = use_autotune
+        #: The choice at ``8192 << k`` bytes of each data parallel rank, for each operation.
+        self.autotune_map: dict[MixedCommOp, list[MixedCommMode]] = {}
+        #: Seconds at those sizes, as far as :meth:`run_autotune` measured them, for each operation and mode.
+        self.autotune_times: dict[tuple[MixedCommOp, MixedCommMode], list[float]] = {}
+        self.autotune_base_bytes = _BASE_BYTES
+        self.autotune_max_coef = max(_DOUBLES - (info.dp_size.bit_length() - 1), 1)
+        self.valid_op_list, self.valid_mode_list = self.get_valid_op_list(), self.get_valid_mode_list()
+        on_gpu = [mode for mode in self.valid_mode_list if FUSED.get(mode) and self.device.type == "cuda"]
+        #: The threads of a block, by what FlashInfer calls ``block_size_y``. On the host there are no blocks.
+        self.max_block_size_dict = {(op, mode): {1: _THREADS} for op in self.valid_op_list for mode in on_gpu}
+        # In this order on all ranks.
+        self.local_comm_group = info.get_local_comm_group() if info.use_inter else None
+        self.tp_comm_group = info.get_tp_comm_group() if info.use_mixed else None
+        self.dp_comm_group = info.get_dp_comm_group() if info.use_mixed else None
+        self._core: _core.MixedHandler | None = None
+        self._comm: Communicator | None = None
+        self._group: Any = None
+        self._is_prepared = False
+        self.init_virtual_memory()
+        self._number = next(_numbers)
+        _handlers[self._number] = self
+        self.is_running = True
+        if use_autotune:
+            self._read_tables()
+
+    def get_valid_op_list(self) -> list[MixedCommOp]:
+        """The operations of the layout: fused ones if it is both tensor and data parallel."""
+        return [MixedCommOp(op) for op in self.para_info.valid_ops()]
+
+    def get_valid_mode_list(self) -> list[MixedCommMode]:
+        """The modes of the layout, in FlashInfer's order, without those that need multicast."""
+        info = self.para_info
+        modes = {
+            _Mode.FUSED_OPT_WAITS_UC: True,
+            _Mode.FUSED_OPT_BYTES1_UC: info.use_local_tp,
+            _Mode.FUSED_OPT_BYTES2_UC: info.use_inter_tp,
+            _Mode.NCCL_ONE: True,
+            _Mode.NCCL_TP_DP: info.use_mixed,
+            _Mode.AUTOTUNE: self.use_autotune,
+        }
+        return [mode for mode, is_valid in modes.items() if is_valid]
+
+    def init_virtual_memory(self) -> None:
+        """Brings the ranks together, as the constructor does; a second time it does nothing."""
+        import antiphon.comm._mixed  # noqa: F401  (so that what is compiled from now on finds the operator)
+
+        if self._core is None:
+            self._comm, self._group = _communicator()
+            index, dtype = self.device.index, str(self.dtype).removeprefix("torch.")
+            self._core = _core.MixedHandler(self._comm, self.para_info, index, dtype, self._most_blocks)
+
+    def init_nvshmem(self) -> None:
+        """Does nothing: on one node there is no NVSHMEM."""
+
+    def run_autotune(self) -> None:
+        """Measures every mode but ``AUTOTUNE``, and keeps the fused ones' table where every handler on this machine finds it.
+
+        All ranks call it together. ``AUTOTUNE`` goes by the fused modes alone, whose bits are equal; the times of the
+        ``NCCL`` modes are in ``autotune_times``.
+        """
+        from antiphon.comm import _mixed
+
+        core = self._running()
+        sizes = _mixed.tuned_sizes(self)
+        core.tune(sizes[0], sizes[-1])
+        self.autotune_times = _mixed.measure(self, sizes)
+        self._read_tables()
+
+    def _read_tables(self) -> None:
+        sizes = [_BASE_BYTES << k for k in range(self.autotune_max_coef)]
+        for op in self.valid_op_list:
+            self.autotune_map[op] = [self._select(op, size) for size in sizes]
+
+    def _select(self, op: MixedCommOp, num_bytes: int) -> MixedCommMode:
+        return _OF_NAME[self._running().select(op, num_bytes)]
+
+    def select_autotune_mode(self, op: MixedCommOp, x_in: "torch.Tensor") -> MixedCommMode:
+        """The mode that ``AUTOTUNE`` stands for, for such an input. ``RuntimeError`` without ``use_autotune``."""
+        if not self.use_autotune:
+            raise RuntimeError("select_autotune_mode: the handler was made with use_autotune=False")
+        if op not in self.valid_op_list:
+            raise ValueError(f"Invalid op: {_name(MixedCommOp, op)}")
+        num_bytes = x_in.numel() * x_in.element_size()
+        return self._select(op, num_bytes // (self.para_info.dp_size if op in SCATTERS else 1))
+
+    def shutdown(self) -> None:
+        """Ends the handler and the groups that it made. All ranks call it together, once: ``RuntimeError`` after that."""
+        import torch.distributed as dist
+
+        if not self.is_running:
+            raise RuntimeError("Should not call shutdown() more than once.")
+        self.is_running, comm, self._core = False, self._comm, None
+        if comm is not None and not comm.closed:
+            comm.barrier()
+        for name in ("local_comm_group", "tp_comm_group", "dp_comm_group"):
+            group = getattr(self, name)
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+            setattr(self, name, None)
+
+    def __del__(self) -> None:
+        # The other ranks may be elsewhere, so that this one waits for none: what it holds goes with it.
+        self.is_running = False
+
+    def checkpoint_prepare(self) -> None:
+        """Gives the memory of the GPU back, and keeps its addresses. All ranks call it together; a second time it does nothing.
+
+        On the host there is nothing to give back. Until :meth:`checkpoint_restore`, calls raise ``RuntimeError``.
+        """
+        self._running(even_prepared=True)
+        if self._is_prepared:
+            return
+        self._refuse_checkpoint_on_gpu()
+        self._the_comm().barrier()
+        self._is_prepared = True
+
+    def checkpoint_restore(self, comm_backend: "CommBackend") -> None:
+        """Undoes :meth:`checkpoint_prepare`. All ranks call it together; a second time it does nothing.
+
+        Raises ``ValueError`` if the backend has another rank or size than the handler.
+        """
+        self._running(even_prepared=True)
+        info = self.para_info
+        theirs = comm_backend.Get_rank(), comm_backend.Get_size()
+        if theirs != (info.world_rank, info.world_size):
+            raise ValueError(
+                f"checkpoint_restore: comm_backend is rank {theirs[0]} of {theirs[1]}, the handler rank {info.world_rank} of "
+                f"{info.world_size}"
+            )
+        if self._is_prepared:
+            self._the_comm().barrier()
+            self._is_prepared = False
+
+    def _refuse_checkpoint_on_gpu(self) -> None:
+        if self.device.type == "cuda":
+            raise NotImplementedError(f"checkpoint_prepare on {self.device}: only handlers on the CPU can be prepared so far")
+
+    def _the_comm(self) -> "Communicator":
+        assert self._comm is not None
+        return self._comm
+
+    def _running(self, even_prepared: bool = False) -> _core.MixedHandler:
+        if not self.is_running or self._core is None:
+            raise RuntimeError("the handler was shut down")
+        if self._is_prepared and not even_prepared:
+            raise RuntimeError("the handler is prepared for a checkpoint: call checkpoint_restore first")
+        return self._core
+
+    def _run(
+        self, op: int, mode: int, x_in: "torch.Tensor", x_out: "torch.Tensor", local_batches: Sequence[int] | None
+    ) -> None:
+        core = self._running()
+        known = MixedCommMode(mode)
+        if known in FUSED:
+            rows = None if local_batches is None else list(local_batches)
+            if self._group is not None and x_in.is_cuda:
+                self._group.enter(x_in)  # behind the calls that were made on our group itself
+            core.run(op, x_in, x_out, mode=FUSED[known], rows=rows)
+        else:
+            from antiphon.comm import _mixed
+
+            _mixed.run_by_torch(self, MixedCommOp(op), known, x_in, x_out)
+
+
+def run_mixed_comm(
+    op: MixedCommOp,
+    handler: MixedCommHandler,
+    x_in: "torch.Tensor",
+    x_out: "torch.Tensor | None" = None,
+    mode: MixedCommMode | None = None,
+    *,
+    skip_check: bool = False,
+    local_batches: Sequence[int] | None = None,
+) -> "torch.Tensor":
+    """Runs an operation on ``x_in`` and returns ``x_out``, which is made if there is none. Shapes are in :class:`MixedCommOp`.
+
+    Without a ``mode`` it is ``AUTOTUNE`` if the handler has that, else ``NCCL_TP_DP`` if that is valid, else ``NCCL_ONE``.
+    ``local_batches``, which FlashInfer does not have, are the rows of each data parallel rank, 0 allowed, where they are not equal:
+    equal lists on all ranks, for the fused modes of the two fused operations. ``x_out`` may be ``x_in`` for ``ALLREDUCE``; for the others,
+    and with equal rows, the smaller tensor may be this rank's own block of the larger one.
+
+    Raises ``ValueError`` for arguments that do not suit the handler, unless ``skip_check`` (what would touch other memory is refused
+    in any case); ``RuntimeError`` on all ranks that call something else, or with other rows, than another rank.
+    """
+    import torch
+
+    if mode is None:
+        mode = _default_mode(handler)
+    if not skip_check:
+        from antiphon.comm import _mixed
+
+        _mixed.check_call(op, handler, x_in, x_out, mode, local_batches)
+    if x_out is None:
+        x_out = x_in.new_empty(_output_shape(op, handler.para_info, x_in.shape, local_batches))
+    call = torch.ops.antiphon.mixed_comm if torch.compiler.is_compiling() else _run
+    call(x_in, x_out, handler._number, int(op), int(mode), local_batches)
+    return x_out
+
+
+def _is_compute_capability_supported(compute_capability: int) -> bool:
+    """Whether GPUs of this compute capability (90 for 9.0) are served: those from 8.0 on."""
+    return compute_capability >= 80
+
+
+run_mixed_comm.is_compute_capability_supported = _is_compute_capability_supported  # type: ignore[attr-defined]
+
+
+def _default_mode(handler: MixedCommHandler) -> MixedCommMode:
+    if handler.use_autotune:
+        return _Mode.AUTOTUNE
+    return _Mode.NCCL_TP_DP if _Mode.NCCL_TP_DP in handler.valid_mode_list else _Mode.NCCL_ONE
+
+
+def _output_shape(
+    op: MixedCommOp, info: ParallelInfo, shape: Sequence[int], local_batches: Sequence[int] | None
+) -> list[int]:
+    rows, *rest = shape
+    if op != _Op.ALLREDUCE:
+        if local_batches is not None:
+            rows = local_batches[info.dp_rank] if op in SCATTERS else sum(local_batches)
+        else:
+            rows = rows // info.dp_size if op in SCATTERS else rows * info.dp_size
+    return [rows, *rest]
+
+
+def _run(
+    x_in: "torch.Tensor",
+    x_out: "torch.Tensor",
+    handler: int,
+    op_code: int,
+    mode_code: int,
+    local_batches: Sequence[int] | None,
+) -> None:
+    """What the operator ``torch.ops.antiphon.mixed_comm`` does."""
+    found = _handlers.get(handler)
+    if found is None:
+        raise RuntimeError(f"mixed_comm: handler {handler} is gone")
+    found._run(op_code, mode_code, x_in, x_out, local_batches)
+
+
+def _name(kind: type[enum.IntEnum], value: Any) -> str:
+    return value.name if isinstance(value, kind) else repr(value)
+
+
+def _communicator() -> "tuple[Communicator, Any]":
+    """That of the default group: its own, if its backend is ours, with the group then."""
+    group_module = sys.modules.get("antiphon.torch.group")
+    if group_module is not None:
+        import torch.distributed as dist
+
+        world = dist.group.WORLD
+        if isinstance(world, group_module.Group):
+            return world.comm, world
+    return communicator("MixedCommHandler", None), None

@@ -1,0 +1,149 @@
+"""What was decided about a graph, done to it."""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+
+__all__ = ["apply"]
+
+
+def apply(graph: Graph, edits: Mapping[str, Any], site: str) -> None:
+    """Makes the edits of ``_core.lower``. Each call that is new carries the site and a number.
+
+    Raises ``NotImplementedError`` for an operation that torch has no operator for.
+    """
+    _Editor(graph, site).run(edits)
+
+
+class _Editor:
+    def __init__(self, graph: Graph, site: str) -> None:
+        self.graph, self.site = graph, site
+        self.nodes: dict[str, Node] = {node.name: node for node in graph.nodes}
+        self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
+        self.made: dict[str, Node] = {}
+        self.ticket: Node | None = None
+        self.calls = 0
+
+    def run(self, edits: Mapping[str, Any]) -> None:
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        with self.graph.inserting_before(self.output):
+            for op in edits["new"]:
+                self.create(op)
+        for name, old, new in edits["inputs"]:
+            self.nodes[name].replace_input_with(self.value(old), self.value(new))
+        for old, new in edits["outputs"]:
+            self.output.replace_input_with(self.value(old), self.value(new))
+        self.sort(placeholders, edits["order"])
+        for node in reversed(list(self.graph.nodes)):
+            if node.name in edits["removed"] or (node.target is operator.getitem and not node.users):
+                if not node.users:
+                    self.graph.erase_node(node)
+
+    def value(self, name: str) -> Node:
+        return self.made.get(name) or self.nodes[name]
+
+    def sort(self, placeholders: list[Node], order: list[str]) -> None:
+        done: dict[Node, None] = dict.fromkeys(placeholders)
+
+        def visit(node: Node) -> None:
+            if node not in done:
+                for before in node.all_input_nodes:
+                    visit(before)
+                done[node] = None
+
+        for name in order:
+            if (node := self.made.get(f"{name}!") or self.nodes.get(name)) is not None:
+                visit(node)
+        for node in self.graph.nodes:
+            if node is not self.output:
+                visit(node)
+        for node in done:
+            self.output.prepend(node)
+
+    def create(self, op: Mapping[str, Any]) -> None:
+        kind, do, args = op["do"]["kind"], op["do"], [self.value(name) for name in op["args"]]
+        c10d, aten = torch.ops._c10d_functional, torch.ops.aten
+        make: Callable[..., Any] = lambda target, *arguments: self.node(op["name"], target, arguments)
+        if kind == "fused":
+            self.call(op, torch.ops.antiphon._ordered_all_reduce_fused.default, args[0], _fused(do, args), nested=True)
+            return
+        if kind == "sync":
+            name, extra = _SYNC[do["prim"]], [do["red"]] if "red" in do else []
+            self.call(op, getattr(torch.ops.antiphon, name).default, args[0], [do["group"], *extra], nested=False)
+            return
+        if kind == "start" and do["prim"] == "all_reduce":
+            node = make(c10d.all_reduce.default, args[0], do["red"], do["group"])
+        elif kind == "wait":
+            node = make(c10d.wait_tensor.default, args[0])
+        elif kind == "binary" and do["op"] == "add" and len(args) == 2:
+            node = make(aten.add.Tensor, *args)
+        elif kind == "copy":
+            node = make(aten.clone.default, args[0])
+        elif kind == "view":
+            node = make(aten.reshape.default, args[0], _sizes(op["outs"][0]["shape"]))
+        else:
+            raise NotImplementedError(f"{op['name']}: there is no operator for {do}")
+        self.made[op["outs"][0]["name"]] = self.made[f"{op['name']}!"] = node
+
+    def call(self, op: Mapping[str, Any], target: Any, x: Node, arguments: list[Any], nested: bool) -> None:
+        """A call of ours, after the one before it."""
+        if self.ticket is None:
+            self.ticket = self.node("antiphon_ticket", torch.ops.aten.new_empty.default, (x, [0]))
+        site = f"{self.site}:{self.calls}"
+        self.calls += 1
+        node = self.node(op["name"], target, (self.ticket, x, *arguments, site))
+        self.made[f"{op['name']}!"] = node
+        self.ticket = self.node(f"{op['name']}_ticket", operator.getitem, (node, 0))
+        results = self.node(f"{op['name']}_results", operator.getitem, (node, 1)) if nested else node
+        for index, out in enumerate(op["outs"]):
+            self.made[out["name"]] = self.node(out["name"], operator.getitem, (results, index if nested else index + 1))
+
+    def node(self, name: str, target: Any, arguments: tuple[Any, ...]) -> Node:
+        node = self.graph.create_node("call_function", target, arguments, {}, name=name)
+        if node.name != name:
+            raise NotImplementedError(f"the name {name} is taken")
+        values = torch.fx.map_arg(arguments, lambda argument: argument.meta["val"])
+        mode = detect_fake_mode([value for value in torch.utils._pytree.tree_leaves(values) if isinstance(value, Tensor)])
+        if mode is None:
+            node.meta["val"] = target(*values)
+        else:
+            with mode:
+                node.meta["val"] = target(*values)
+        return node
+
+
+#: Collectives in stream order, by what they do. Those that reduce take the operator behind the group.
+_SYNC = {
+    "all_reduce": "_ordered_all_reduce",
+    "all_gather": "_ordered_all_gather",
+    "reduce_scatter": "_ordered_reduce_scatter",
+}
+
+
+def _fused(do: Mapping[str, Any], args: list[Node]) -> list[Any]:
+    """The arguments behind the tensor, in the order of the operator's."""
+    given = dict(zip(do["args"], args[1:], strict=True))
+    return [
+        do["group"],
+        list(do["outputs"]),
+        given.get("residual"),
+        given.get("weight"),
+        float(do.get("eps") or 0.0),
+        float(do.get("weight_bias", 0.0)),
+        bool(do.get("round_before_weight", False)),
+        given.get("scale"),
+        float(do.get("scale") or 1.0),
+    ]
+
+
+def _sizes(shape: list[int | str]) -> list[int]:
+    """Of a reshape, whose only size that is not known torch finds out."""
+    if sum(isinstance(size, str) for size in shape) > 1:
+        raise NotImplementedError(f"a reshape to {shape}")
+    return [-1 if isinstance(size, str) else size for size in shape]
+

@@ -1,0 +1,54 @@
+"""Groups whose calls may be changed."""
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+import antiphon
+from antiphon.torch import ops
+from antiphon.torch.group import Group
+
+__all__ = ["attach", "detach", "sizes"]
+
+_attached: WeakKeyDictionary[dist.ProcessGroup, antiphon.Communicator] = WeakKeyDictionary()
+
+
+def attach(group: dist.ProcessGroup | None = None) -> str:
+    """Makes a communicator beside a group of any backend, and returns the group's name, under which programs call it.
+
+    All ranks of the group call it, as often; its ranks must be on one machine. A group of the backend ``"antiphon"`` has its
+    communicator already. Raises ``ValueError`` if this process is not in the group.
+    """
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"attach: {group!r} is no group that this process is in")
+    name: str = group.group_name
+    if not isinstance(group, Group) and group not in _attached:
+        comm = antiphon.init(group=group)
+        ops.register(comm, name)
+        _attached[group] = comm
+    return name
+
+
+def detach(group: dist.ProcessGroup | None = None) -> None:
+    """Closes what :func:`attach` made. Programs that were compiled meanwhile must not be called any more."""
+    group = dist.group.WORLD if group is None else group
+    comm = _attached.pop(group, None) if isinstance(group, dist.ProcessGroup) else None
+    if comm is not None:
+        ops.forget(comm)
+        comm.close()
+
+
+def sizes(names: set[str]) -> tuple[dict[str, int], list[str]]:
+    """The sizes of groups that a program names, and the names of those that programs may call through us."""
+    found: dict[str, int] = {}
+    ours: list[str] = []
+    for name in sorted(names):
+        try:
+            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+        except (RuntimeError, ValueError, LookupError):
+            continue
+        found[name] = group.size()
+        if isinstance(group, Group) or group in _attached:
+            ours.append(name)
+    return found, ours

@@ -1,0 +1,41 @@
+"""Torch's private names that the package needs, in one place: what a new version of torch may move is looked up here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Backend", "CustomGraphPass", "compile_fx", "current_pass", "register", "set_pass"]
+
+VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+if VERSION < (2, 11):
+    raise RuntimeError(f"antiphon.lowering needs torch 2.11 or newer, not {torch.__version__}")
+
+try:
+    import torch._inductor.config as config
+    from torch._dynamo.backends.registry import list_backends, register_backend
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    config.post_grad_custom_post_pass  # noqa: B018  (whether it is there)
+except (ImportError, AttributeError) as error:
+    raise RuntimeError(f"torch {torch.__version__} has no such pass as antiphon.lowering needs: {error}") from error
+
+#: What ``torch.compile`` calls.
+Backend = Callable[..., Any]
+
+
+def current_pass() -> Any:
+    """The pass that somebody else has put behind the gradients, or one of ours."""
+    return config.post_grad_custom_post_pass
+
+
+def set_pass(new: Any) -> None:
+    """Puts a pass there for the process."""
+    config.post_grad_custom_post_pass = new
+
+
+def register(backend: Backend, name: str) -> None:
+    """Makes a backend known to ``torch.compile``, unless the package's entry point has."""
+    if name not in list_backends(exclude_tags=None):
+        register_backend(compiler_fn=backend, name=name)

@@ -1,0 +1,64 @@
+"""What a user asks for."""
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+__all__ = ["Options", "mode"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is done to a program. Raises ``ValueError`` for a value that there is not.
+
+    ================ ==========================================================================================
+    ``numerics``     ``"close"``: roundings may be dropped, and the report says by how much results may differ;
+                     ``"same"``: every rounding stays where it was, and only the order of a row's sum is free
+    ``fuse``         sums with the residual, norm and quantisation behind them
+    ``merge``        sums of sums
+    ``overlap``      starts early, waits late
+    ``groups``       names of the groups whose calls may be changed; all that are attached unless given
+    ``strict``       what cannot be proved raises ``RuntimeError`` instead of being left as it was
+    ================ ==========================================================================================
+    """
+
+    numerics: Literal["close", "same"] = "close"
+    fuse: bool = True
+    merge: bool = True
+    overlap: bool = False
+    groups: tuple[str, ...] | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.numerics not in ("close", "same"):
+            raise ValueError(f"numerics={self.numerics!r}: known are close, same")
+        for name in ("fuse", "merge", "overlap", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: True or False")
+        if self.groups is not None:
+            if isinstance(self.groups, str) or not all(isinstance(group, str) for group in self.groups):
+                raise ValueError(f"groups={self.groups!r}: the names of groups")
+            object.__setattr__(self, "groups", tuple(self.groups))
+
+    @classmethod
+    def split(cls, given: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
+        """The options among what ``torch.compile`` was given, and the rest, which is inductor's."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if name in names}), {
+            name: value for name, value in given.items() if name not in names
+        }
+
+    def request(self) -> dict[str, Any]:
+        """As ``_core.lower`` takes it."""
+        names = ("numerics", "fuse", "merge", "overlap")
+        # No kernel gives 1/rms, or rounds before the weight, yet; and inductor allocates all memory.
+        return {"extended": False, "realize": "never"} | {name: getattr(self, name) for name in names}
+
+
+def mode() -> str:
+    """``ANTIPHON_LOWERING``: ``off`` changes nothing, ``log`` tells of every program, ``strict`` raises where something
+    cannot be proved; empty unless set. Raises ``ValueError`` for anything else."""
+    found = os.environ.get("ANTIPHON_LOWERING", "")
+    if found not in ("", "off", "log", "strict"):
+        raise ValueError(f"ANTIPHON_LOWERING={found!r}: known are off, log, strict")
+    return found

@@ -1,0 +1,162 @@
+"""The pass that inductor calls with each graph, forward or backward."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from antiphon import __version__, _core
+from antiphon.lowering import _groups
+from antiphon.lowering._apply import apply
+from antiphon.lowering._export import export
+from antiphon.lowering._inductor import CustomGraphPass
+from antiphon.lowering._options import Options, mode
+
+__all__ = ["Pass", "Report", "reports", "spell"]
+
+log = logging.getLogger("antiphon.lowering")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done to one graph."""
+
+    #: The same as ``antiphon lower --report`` prints.
+    text: str
+    #: Names of the rules that were applied, in order.
+    rules: tuple[str, ...]
+    #: Calls of groups before and after.
+    calls: tuple[int, int]
+    #: What ranks compare.
+    digest: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_reports: deque[Report] = deque(maxlen=1000)
+_spellings: list[str] = []
+
+
+def reports() -> list[Report]:
+    """What was done to the graphs that this process compiled, the last one last; those that inductor's caches had are not
+    among them."""
+    return list(_reports)
+
+
+def spell(operator: str, meaning: str) -> None:
+    """Teaches how an operator is spelled: ``spell("mine.add.default", "binary add")``.
+
+    ``meaning`` is what stands behind an operator in the table of ``crates/lowering/src/torch/spellings.txt``. Raises
+    ``ValueError`` if one of the two is empty.
+    """
+    if not operator.strip() or not meaning.strip() or len(operator.split()) != 1:
+        raise ValueError(f"spell: {operator!r} is {meaning!r}: the name of an operator, and what it is")
+    line = f"{operator} {meaning}"
+    if line not in _spellings:
+        _spellings.append(line)
+
+
+class Pass(CustomGraphPass):
+    """A pass for inductor's ``post_grad_custom_post_pass``, or a framework's own slot: it takes a ``torch.fx.Graph``.
+
+    ``before`` is called first, if given.
+    """
+
+    def __init__(self, options: Options | None = None, before: Callable[[Graph], None] | None = None) -> None:
+        self.options, self.before = options or Options(), before
+
+    def __call__(self, graph: Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        if (asked := mode()) == "off":
+            return
+        names = _named_groups(graph)
+        sizes, ours = _groups.sizes(names)
+        if self.options.groups is not None:
+            ours = [name for name in ours if name in self.options.groups]
+        if not ours:
+            return
+        program = export(graph, sizes, tuple(_spellings))
+        try:
+            self._lower(graph, program, sizes, ours, verbose=asked == "log")
+        except Exception as error:
+            if self.options.strict or asked == "strict":
+                raise RuntimeError(f"antiphon.lowering: a graph is left as it was: {error}") from error
+            warnings.warn(f"antiphon.lowering: a graph is left as it was: {error} (it is in {_kept(program)})", stacklevel=2)
+
+    def _lower(self, graph: Graph, program: bytes, sizes: dict[str, int], ours: list[str], verbose: bool) -> None:
+        device = "h200" if any(_is_cuda(node) for node in graph.nodes) else "host"
+        request = {"world": {"device": device, "groups": ours}, "options": self.options.request()}
+        answer = json.loads(_core.lower(program, json.dumps(request)))
+        if findings := answer["report"]["findings"]:
+            raise ValueError("; ".join(finding["text"] for finding in findings[:3]))
+        report = Report(
+            answer["text"],
+            tuple(rewrite["rule"] for rewrite in answer["plan"]["rewrites"]),
+            tuple(answer["report"]["calls"]),
+            answer["digest"],
+        )
+        edits = answer["edits"]
+        if edits["new"] or edits["inputs"] or edits["outputs"]:
+            site = hashlib.sha256(f"{answer['digest']} {self.uuid()!r}".encode()).hexdigest()[:16]
+            # What is proved is a copy, so that a graph which cannot be proved is still there.
+            copy = _copied(graph)
+            apply(copy, edits, site)
+            proved = export(copy, sizes, tuple(_spellings))
+            plan = json.dumps(answer["plan"]).encode()
+            if found := _core.check_lowering(program, plan, proved):
+                raise ValueError("; ".join(found[:3]))
+            apply(graph, edits, site)
+            if export(graph, sizes, tuple(_spellings)) != proved:
+                raise RuntimeError("the same edits gave two programs")
+        _reports.append(report)
+        log.log(logging.WARNING if verbose else logging.INFO, "%s", report)
+
+    def uuid(self) -> Any:
+        """Whatever the result depends on: inductor's caches keep what was made of a program."""
+        before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else repr(self.before)
+        ours = [__version__, torch.__version__, repr(self.options), sorted(_spellings), mode(), before]
+        attached = sorted(group.group_name for group in _groups._attached)
+        return json.dumps([*ours, attached], default=repr)
+
+
+def _copied(graph: Graph) -> Graph:
+    copy, values = Graph(owning_module=graph.owning_module), dict[Node, Node]()
+    for node in graph.nodes:
+        new = copy.node_copy(node, lambda old: values[old])
+        if new.name != node.name:
+            new._rename(node.name)
+        values[node] = new
+    return copy
+
+
+def _named_groups(graph: Graph) -> set[str]:
+    """Strings among the arguments of collectives, some of which are groups."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and any(name in str(node.target) for name in ("c10d_functional", "antiphon.", "_dtensor.")):
+            found.update(argument for argument in node.args if isinstance(argument, str))
+    return found
+
+
+def _is_cuda(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _kept(program: bytes) -> str:
+    """A file with the program, to reproduce what happened: ``antiphon lower FILE --from torch``."""
+    handle, path = tempfile.mkstemp(prefix="antiphon-lowering-", suffix=".json")
+    with os.fdopen(handle, "wb") as file:
+        file.write(program)
+    return path

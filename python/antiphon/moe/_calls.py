@@ -1,0 +1,238 @@
+"""Calls on torch tensors: new tensors for what comes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from antiphon._core import Communicator, Moe, MoeHandle
+
+__all__ = ["Calls", "Handle", "Layout", "Received", "calls_of"]
+
+
+class Layout(NamedTuple):
+    """What a rank's choices of experts come to; see :meth:`antiphon.moe.ExpertParallel.layout`."""
+
+    tokens_per_rank: Tensor
+    """int32 ``[R]``: of each rank, how many of the tokens go there."""
+    tokens_per_expert: Tensor
+    """int32 ``[E]``: of each expert, how often it was chosen."""
+    is_token_in_rank: Tensor
+    """bool ``[T, R]``: whether a token goes to a rank."""
+
+
+class _Fields(NamedTuple):
+    rank_prefix_matrix: Tensor
+    """int32 ``[R, R]``: how many tokens the ranks up to and with the row's send to the column's."""
+    channel_prefix_matrix: Tensor
+    """int32 ``[R, 1]``: how many of this rank's tokens go to each."""
+    recv_channel_prefix_matrix: Tensor
+    """int32 ``[R, 1]``: where the rows of the channel begin among those of each source rank: 0."""
+    recv_src_idx: Tensor
+    """int32 ``[N]``: the token, on its source rank, of each row. −1 for rows of a capacity that did not arrive."""
+    is_token_in_rank: Tensor
+    """bool ``[T, R]``: whether a token goes to a rank."""
+    send_head: Tensor
+    """int32 ``[T, R]``: the number of a token among those of this rank that go to a rank, or −1."""
+    overflow_flag: Tensor
+    """int32 ``[1]``: 1 if rows were dropped because more were routed here than the capacity, else 0."""
+
+
+class Handle(_Fields):
+    """Along which rows go: a tuple of tensors as DeepEP's, of one channel, with ``overflow_flag`` last. It belongs to the
+    communicator whose dispatch made it, and serves any number of dispatches and combines."""
+
+    core: MoeHandle
+
+    @property
+    def num_received(self) -> int:
+        """How many rows arrive."""
+        return self.core.num_received
+
+    @property
+    def rows(self) -> int:
+        """How many rows received tensors have: those that arrive, or the capacity."""
+        return self.core.rows
+
+    @property
+    def tokens_per_expert(self) -> list[int]:
+        """How often all ranks' tokens chose each expert of this rank."""
+        return self.core.tokens_per_expert
+
+
+class Received(NamedTuple):
+    """What a dispatch brings."""
+
+    x: Tensor
+    scales: Tensor | None
+    ids: Tensor | None
+    weights: Tensor | None
+
+
+class Calls:
+    """Dispatch and combine of one communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._core = Moe(comm)
+        self.world_size = comm.world_size
+
+    def layout(self, ids: Tensor, num_experts: int) -> Layout:
+        """The layout of ``ids``, int64 or int32 ``[T, K]``."""
+        _check_ids(ids)
+        _check_devices("layout", [ids])
+        if num_experts <= 0:
+            raise ValueError(f"layout: {num_experts} experts cannot be divided among {self.world_size} ranks")
+        layout = Layout(
+            ids.new_empty(self.world_size, dtype=torch.int32),
+            ids.new_empty(num_experts, dtype=torch.int32),
+            ids.new_empty(len(ids), self.world_size, dtype=torch.bool),
+        )
+        self._core.layout(ids.contiguous(), num_experts, **layout._asdict())
+        return layout
+
+    def dispatch(
+        self,
+        x: Tensor,
+        layout: Layout,
+        ids: Tensor | None,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        capacity: int | None,
+    ) -> tuple[Received, Handle]:
+        """Dispatches tokens as a layout says: all ranks agree on how many rows come, and then they do."""
+        if (ids is None) != (weights is None):
+            raise ValueError("dispatch: ids need weights, and weights need ids")
+        if ids is not None and weights is not None:
+            _check_ids(ids)
+            if weights.dtype != torch.float32:
+                raise TypeError(f"dispatch: the weights must be torch.float32, not {weights.dtype}")
+            if ids.shape != weights.shape or len(ids) != len(x):
+                shapes = f"{list(ids.shape)} and {list(weights.shape)} for {len(x)} tokens"
+                raise ValueError(f"dispatch: ids and weights must both be of shape [T, K], not {shapes}")
+        if len(layout.is_token_in_rank) != len(x):
+            raise ValueError(f"dispatch: a layout of {len(layout.is_token_in_rank)} tokens, and {len(x)} tokens")
+        if layout.is_token_in_rank.dtype != torch.bool:
+            raise TypeError(f"dispatch: is_token_in_rank must be torch.bool, not {layout.is_token_in_rank.dtype}")
+        _check_devices("dispatch", [x, scales, ids, weights, *layout])
+        _check_row("dispatch", x)
+        _check_scales(x, scales)
+        top_k = 0 if ids is None else ids.shape[1]
+        is_token_in_rank = layout.is_token_in_rank.contiguous()
+        core = self._core.notify(
+            x, is_token_in_rank, layout.tokens_per_expert.contiguous(), top_k=top_k, scales=scales, capacity=capacity
+        )
+        received = self._rows(core, x, scales, ids, weights)
+        return received, _handle(core, is_token_in_rank, self.world_size)
+
+    def dispatch_along(self, x: Tensor, handle: Handle, scales: Tensor | None = None) -> Received:
+        """Dispatches tokens along a handle."""
+        _check_devices("dispatch", [x, scales, handle.is_token_in_rank])
+        _check_scales(x, scales)
+        return self._rows(handle.core, x, scales, None, None)
+
+    def _rows(
+        self, core: MoeHandle, x: Tensor, scales: Tensor | None, ids: Tensor | None, weights: Tensor | None
+    ) -> Received:
+        def empty(like: Tensor | None) -> Tensor | None:
+            return None if like is None else like.new_empty(core.rows, like.shape[1])
+
+        def whole(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.detach().contiguous()
+
+        received = Received(x.detach().new_empty(core.rows, *x.shape[1:]), *map(empty, (scales, ids, weights)))
+        self._core.dispatch(
+            core,
+            x.detach().contiguous(),
+            received.x,
+            scales=whole(scales),
+            received_scales=received.scales,
+            ids=whole(ids),
+            weights=whole(weights),
+            received_ids=received.ids,
+            received_weights=received.weights,
+        )
+        return received
+
+    def combine(
+        self, x: Tensor, handle: Handle, weights: Tensor | None = None, biases: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Brings rows, ``[N, H]``, back along a handle; the sums, ``[T, H]``, and those of ``weights``, ``[N, K]``."""
+        if len(biases) > 2:
+            raise ValueError(f"combine: {len(biases)} biases; at most 2 are added")
+        _check_devices("combine", [x, weights, handle.is_token_in_rank, *biases])
+        output = x.detach().new_empty(handle.core.num_tokens, *x.shape[1:])
+        output_weights = None if weights is None else weights.new_empty(handle.core.num_tokens, *weights.shape[1:])
+        first, second = [*(bias.detach().contiguous() for bias in biases), None, None][:2]
+        self._core.combine(
+            handle.core,
+            x.detach().contiguous(),
+            output,
+            weights=None if weights is None else weights.detach().contiguous(),
+            output_weights=output_weights,
+            bias=first,
+            second_bias=second,
+        )
+        return output, output_weights
+
+
+_calls: "WeakKeyDictionary[Communicator, Calls]" = WeakKeyDictionary()
+
+
+def calls_of(comm: Communicator) -> Calls:
+    """The calls of a communicator, whose ranks come together to the first."""
+    calls = _calls.get(comm)
+    if calls is None:
+        calls = _calls[comm] = Calls(comm)
+    return calls
+
+
+def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handle:
+    like = is_token_in_rank.device
+
+    def matrix(words: bytes | None, columns: int) -> Tensor:
+        flat = torch.frombuffer(bytearray(words), dtype=torch.int32) if words else torch.empty(0, dtype=torch.int32)
+        return flat.view(-1, columns).to(like)
+
+    sources = matrix(core.source_tokens, 1).flatten()
+    handle = Handle(
+        matrix(core.rank_prefix_matrix, world_size),
+        matrix(core.routed_to_each, 1),
+        torch.zeros(world_size, 1, dtype=torch.int32, device=like),
+        torch.nn.functional.pad(sources, (0, core.rows - core.num_received), value=-1),
+        is_token_in_rank,
+        matrix(core.send_head, world_size),
+        torch.tensor([core.overflow], dtype=torch.int32, device=like),
+    )
+    handle.core = core
+    return handle
+
+
+def _check_ids(ids: Tensor) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"the ids must be torch.int64 or torch.int32, not {ids.dtype}")
+    if ids.dim() != 2:
+        raise ValueError(f"the ids must be of shape [T, K], not {list(ids.shape)}")
+
+
+def _check_row(call: str, x: Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"{call}: x must be of shape [T, H], not {list(x.shape)}")
+
+
+def _check_scales(x: Tensor, scales: Tensor | None) -> None:
+    if scales is None:
+        return
+    group = 512 if scales.dtype == torch.int32 else 128
+    expected = [len(x), -(-x.shape[1] // group)]
+    if list(scales.shape) != expected:
+        raise ValueError(f"dispatch: scales must be of shape [T, H / {group}] = {expected}, not {list(scales.shape)}")
+
+
+def _check_devices(call: str, tensors: Sequence[Any]) -> None:
+    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise TypeError(f"{call}: tensors on {' and '.join(sorted(devices))}; all must be on one device")
+    if devices - {"cpu"}:
+        raise NotImplementedError(f"{call} on {devices.pop()}: mixtures of experts are served on the CPU")

@@ -1,0 +1,10 @@
+"""The names of DeepEP's package: ``Buffer`` with the calls of the normal kernels, on tensors in host memory.
+
+What they do is that of :class:`antiphon.moe.ExpertParallel`; what they take and give is DeepEP's (its version 1, commit
+567632d, and ``deep_ep/buffers/legacy.py`` later). On the CPU calls are synchronous, and events do nothing.
+"""
+
+from antiphon.moe.deep_ep.buffer import Buffer, Config
+from antiphon.moe.deep_ep.events import EventHandle, EventOverlap, topk_idx_t
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]

@@ -1,0 +1,255 @@
+"""``Buffer`` and ``Config``."""
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from antiphon import Communicator
+from antiphon.comm.cuda_ipc import communicator
+from antiphon.comm.mnnvl import communicator_of
+from antiphon.moe._calls import Handle, Layout, calls_of
+from antiphon.moe.deep_ep.events import EventHandle, EventOverlap
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Buffer", "Config"]
+
+#: Tokens, or codes with their scales.
+_Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+
+
+class Config:
+    """How DeepEP's kernels cut their work. Only ``num_sms`` means something here; the sizes of chunks are what size hints are
+    computed from, as callers expect, and are otherwise ignored.
+
+    Raises ``ValueError`` for sizes that DeepEP refuses.
+    """
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+    ) -> None:
+        nvl = (num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens)
+        rdma = (num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens)
+        for send, recv in (nvl, rdma):
+            if not 0 < send < recv:
+                raise ValueError(f"chunks of {send} tokens to send must be fewer than the {recv} to receive")
+        rounded = -(-rdma[1] // rdma[0]) * rdma[0]
+        self.num_sms = _even(num_sms)
+        self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens = nvl
+        self.num_max_rdma_chunked_send_tokens, self.num_max_rdma_chunked_recv_tokens = rdma[0], rounded
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """The bytes that DeepEP's ring queues would take. Rows travel through a region of a fixed size here, so a buffer need
+        not be so large."""
+        per_token = hidden_bytes + 8 + 128 * 8 + 128 * 4 + 128 * 4
+        local, nodes = min(num_ranks, 8), max(num_ranks // 8, 1)
+        channels = self.num_sms // 2 * local
+        size = channels * (2 * nodes + 3) * 4 + channels * self.num_max_nvl_chunked_recv_tokens * per_token
+        return -(-size // 128) * 128
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: ranks are on one machine."""
+        return 0
+
+
+class Buffer:
+    """Dispatch and combine between the ranks of a group.
+
+    All ranks make it together, from a torch process group of any backend, an :class:`antiphon.Communicator`, or ``comm``, an
+    mpi4py communicator. Memory does not depend on ``num_nvl_bytes``, which is only kept for those who ask. Buffers of one
+    group share their memory, and dropping one communicates nothing.
+
+    Raises ``ValueError`` without a group, and for what is not served: more than 8 ranks, several machines.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: "ProcessGroup | Communicator | None" = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+    ) -> None:
+        if group is None and comm is None:
+            raise ValueError("Buffer: pass a group, or an mpi4py communicator as comm")
+        if low_latency_mode or enable_shrink:
+            raise NotImplementedError("Buffer: the low-latency calls are not served yet; the normal ones are")
+        for name, size in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
+            if size < 0 or size % 128:
+                raise ValueError(f"Buffer: {name} must be a multiple of 128, not {size}")
+        self.group = group if group is not None else comm
+        self._comm = communicator("Buffer", group) if group is not None else communicator_of(comm)
+        self.rank, self.group_size = self._comm.rank, self._comm.world_size
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.explicitly_destroy = explicitly_destroy
+        self._calls: Any = calls_of(self._comm)
+
+    @property
+    def runtime(self) -> Any:
+        """What makes the calls; ``None`` when destroyed."""
+        return self._calls
+
+    def destroy(self) -> None:
+        """Ends the use of this buffer. Nothing is communicated.
+
+        Raises ``RuntimeError`` unless the buffer was made with ``explicitly_destroy``.
+        """
+        if not self.explicitly_destroy:
+            raise RuntimeError("Buffer.destroy: the buffer was not made with explicitly_destroy=True")
+        self._calls = None
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether there are kernels for tensors of FP8: rows of codes are always moved."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Sets how many SMs kernels use, for all buffers; on the CPU it changes nothing."""
+        Buffer.num_sms = _even(new_num_sms)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The present point of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The default configuration of :meth:`dispatch`."""
+        return _config(num_ranks, {2: 24})
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The default configuration of :meth:`combine`."""
+        return _config(num_ranks, {2: 10, 4: 9, 8: 4})
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """What the choices ``topk_idx``, ``[T, K]``, come to: ``num_tokens_per_rank`` (int32 ``[R]``), ``None`` (there is one
+        machine), ``num_tokens_per_expert`` (int32 ``[E]``), ``is_token_in_rank`` (bool ``[T, R]``), and an event."""
+        _before(previous_event, async_finish, allocate_on_comm_stream)
+        layout = self._open().layout(topk_idx, num_experts)
+        return layout.tokens_per_rank, None, layout.tokens_per_expert, layout.is_token_in_rank, _after(async_finish)
+
+    def dispatch(
+        self,
+        x: _Tokens,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[_Tokens, Tensor | None, Tensor | None, list[int] | None, Handle, EventOverlap]:
+        """Sends tokens (``[T, H]``, or codes with their scales) to the ranks of their experts.
+
+        A fresh dispatch takes what :meth:`get_dispatch_layout` gave, and optionally both ``topk_idx`` and ``topk_weights``
+        (float32). It gives the rows, ``[N, H]``; the experts of this rank that each chose and their weights, ``[N, K]``, if they
+        were passed; how many tokens each expert has, as a list, each rounded up to ``expert_alignment``; a handle; and an
+        event. With ``num_worst_tokens`` all have so many rows, and the list is empty. With a ``handle``, rows go as they did
+        then, and ``None`` stands for what comes between.
+
+        Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
+        """
+        calls = self._open()
+        _before(previous_event, async_finish, allocate_on_comm_stream)
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise ValueError("dispatch: a handle has the choices already: pass no topk_idx or topk_weights")
+            received = calls.dispatch_along(tokens, handle, scales)
+            return _like(x, received.x, received.scales), None, None, None, handle, _after(async_finish)
+        if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
+            raise ValueError(
+                "dispatch: without a handle pass num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert"
+            )
+        if num_worst_tokens and topk_idx is None:
+            raise ValueError("dispatch: num_worst_tokens needs topk_idx and topk_weights")
+        if num_worst_tokens < 0 or expert_alignment < 1:
+            raise ValueError(
+                f"dispatch: num_worst_tokens {num_worst_tokens} and expert_alignment {expert_alignment} must not be "
+                "below 0 and 1"
+            )
+        layout = Layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
+        received, handle = calls.dispatch(tokens, layout, topk_idx, topk_weights, scales, num_worst_tokens or None)
+        aligned = [-(-count // expert_alignment) * expert_alignment for count in handle.tokens_per_expert]
+        counts = [] if num_worst_tokens else aligned
+        rows = _like(x, received.x, received.scales)
+        return rows, received.ids, received.weights, counts, handle, _after(async_finish)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sums the rows (``[N, H]``) of each token, and ``topk_weights`` (float32 ``[N, K]``), in the order of ranks: ``[T, H]``
+        and ``[T, K]``. ``bias``, one or a pair of tensors ``[T, H]``, is added first."""
+        calls = self._open()
+        _before(previous_event, async_finish, allocate_on_comm_stream)
+        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        combined, weights = calls.combine(x, handle, topk_weights, biases)
+        return combined, weights, _after(async_finish)
+
+    def _open(self) -> Any:
+        if self._calls is None:
+            raise RuntimeError("this Buffer was destroyed")
+        return self._calls
+
+
+def _even(num_sms: int) -> int:
+    if num_sms <= 0 or num_sms % 2:
+        raise ValueError(f"num_sms must be even and above 0, not {num_sms}")
+    return num_sms
+
+
+def _config(num_ranks: int, chunks: dict[int, int]) -> Config:
+    if num_ranks not in range(1, 9):
+        raise ValueError(f"{num_ranks} ranks; 1 to 8 are served")
+    return Config(Buffer.num_sms, chunks.get(num_ranks, 6), 256, 6, 128)
+
+
+def _like(x: _Tokens, rows: Tensor, scales: Tensor | None) -> _Tokens:
+    return (rows, scales) if isinstance(x, tuple) and scales is not None else rows
+
+
+def _before(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
+    if allocate_on_comm_stream and not (async_finish and previous_event is not None):
+        raise ValueError("allocate_on_comm_stream needs async_finish and a previous_event")
+    if previous_event is not None and previous_event.event is not None:
+        previous_event.current_stream_wait()
+
+
+def _after(async_finish: bool) -> EventOverlap:
+    return EventOverlap(EventHandle() if async_finish else None)

@@ -1,0 +1,131 @@
+"""Expert parallelism over one communicator."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from antiphon import Communicator
+from antiphon.comm.cuda_ipc import communicator
+from antiphon.moe._calls import Calls, Handle, Layout, calls_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Dispatched", "ExpertParallel"]
+
+
+class Dispatched(NamedTuple):
+    """What :meth:`ExpertParallel.dispatch` gives. ``N`` rows, in the order of source rank and token."""
+
+    x: Tensor
+    """``[N, H]``, of the dtype of the tokens."""
+    ids: Tensor
+    """``[N, K]``: experts of this rank (``0..L``), or −1 where a choice is another rank's."""
+    weights: Tensor
+    """float32 ``[N, K]``: their weights, 0 where the id is −1."""
+    tokens_per_expert: list[int]
+    """``[L]``: how often the rows name each expert (before rows were dropped for a capacity)."""
+    handle: Handle
+    """Along which they come back."""
+    scales: Tensor | None
+    """``[N, S]``, if tokens have scales."""
+
+
+class ExpertParallel:
+    """The experts of a layer, spread over ranks: rank ``r`` has those from ``r · L`` on, ``L = num_experts / R``.
+
+    ``comm_or_group`` is an :class:`antiphon.Communicator` or a torch process group of any backend, whose ranks meet for the
+    first such object of it. Calls are collective: all ranks make the same ones in the same order. Any number of tokens is
+    served, a different one on each rank, zero too.
+
+    Raises ``ValueError`` if the experts cannot be divided among the ranks.
+    """
+
+    def __init__(self, comm_or_group: "Communicator | ProcessGroup | None", num_experts: int, hidden: int) -> None:
+        self.comm = communicator("ExpertParallel", comm_or_group)
+        if num_experts <= 0 or num_experts % self.comm.world_size:
+            raise ValueError(f"{num_experts} experts cannot be divided among {self.comm.world_size} ranks")
+        self.num_experts, self.hidden = num_experts, hidden
+        self._calls = calls_of(self.comm)
+
+    def layout(self, ids: Tensor) -> Layout:
+        """What this rank's choices (int64 or int32 ``[T, K]``) come to, without asking the others."""
+        return self._calls.layout(ids, self.num_experts)
+
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        *,
+        scales: Tensor | None = None,
+        capacity: int | None = None,
+        layout: Layout | None = None,
+    ) -> Dispatched:
+        """Sends each token to the ranks of the experts that it chose, once to each of them.
+
+        ``x`` is ``[T, H]`` of float32, float16, bfloat16, float64 or 8-bit codes, with rows of whole 16 bytes; ``ids`` int64 or
+        int32 ``[T, K]``, whatever is not in ``0..num_experts`` (−1, say) choosing nothing; ``weights`` float32 ``[T, K]``.
+        ``scales`` of codes, float32 ``[T, H / 128]`` or int32 ``[T, H / 512]``, go along as they are.
+
+        Without a ``capacity`` as many rows come as were sent. With one, ``x`` has so many rows, of which those that did not
+        arrive hold anything and have ids −1; rows beyond it are dropped, ``handle.overflow_flag`` says so, and :meth:`combine`
+        treats them as absent.
+
+        Gradients flow to ``x`` and ``weights``.
+        """
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
+        layout = self.layout(ids) if layout is None else layout
+        plain: list[Any] = []
+        received_x, received_weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            x, weights, self._calls, plain, (layout, ids, scales, capacity)
+        )
+        received_ids, received_scales, handle = plain
+        return Dispatched(
+            received_x, received_ids, received_weights, handle.tokens_per_expert, handle, received_scales
+        )
+
+    def combine(self, x: Tensor, handle: Handle, *, bias: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Sums what the ranks made of each token: ``[T, H]`` from ``x``, ``[N, H]``, whose rows are those that
+        :meth:`dispatch` brought, already summed over this rank's experts with their weights.
+
+        A sum begins with ``bias`` (one or a pair of tensors like the result), adds rows in the order of ranks, in float32
+        (float64 of float64), and is rounded once. A token that went nowhere gives its bias, or 0.
+
+        Gradients flow to ``x`` and ``bias``.
+        """
+        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        result: Tensor = _Combine.apply(x, self._calls, handle, *biases)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, calls: Calls, plain: list[Any], call: Any) -> Any:
+        layout, ids, scales, capacity = call
+        received, handle = calls.dispatch(x, layout, ids, weights, scales, capacity)
+        plain += [received.ids, received.scales, handle]
+        ctx.calls, ctx.handle, ctx.ids = calls, handle, received.ids
+        return received.x, received.weights
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> Any:
+        # What comes in a slot whose expert is elsewhere is a constant.
+        masked = grad_weights.float().masked_fill(ctx.ids < 0, 0)
+        return *ctx.calls.combine(grad_x, ctx.handle, masked), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, calls: Calls, handle: Handle, *biases: Tensor) -> Any:
+        ctx.calls, ctx.handle, ctx.biases = calls, handle, len(biases)
+        return calls.combine(x, handle, biases=biases)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad_x = ctx.calls.dispatch_along(grad, ctx.handle).x
+        if ctx.handle.rows > ctx.handle.num_received:
+            grad_x[ctx.handle.num_received :] = 0
+        return grad_x, None, None, *[grad] * ctx.biases

@@ -1,0 +1,208 @@
+"""The names of Megatron-Core's ``core.transformer.moe.fused_a2a``, over :class:`antiphon.moe.deep_ep.Buffer`.
+
+Arguments are in the order of release 0.16. What differs: the gradient of ``token_probs`` counts only where the received id is
+an expert of the receiving rank, which is the exact product; float32, float16 and float64 are combined as bfloat16 is.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon.moe._calls import Handle
+from antiphon.moe.deep_ep import Buffer, EventHandle, EventOverlap
+
+__all__ = [
+    "HAVE_DEEP_EP",
+    "HAVE_HYBRIDEP",
+    "HAVE_TE_EP",
+    "HYBRIDEP_TOKEN_ALIGNMENT",
+    "FusedCombine",
+    "FusedDispatch",
+    "fused_combine",
+    "fused_dispatch",
+    "get_buffer",
+    "get_hidden_bytes",
+    "set_deepep_num_sms",
+]
+
+HAVE_DEEP_EP = True
+#: The hybrid calls are not served yet.
+HAVE_HYBRIDEP = False
+#: Those of Transformer Engine are its own.
+HAVE_TE_EP = False
+#: What Megatron pads numbers of tokens to that differ by rank, for the hybrid calls.
+HYBRIDEP_TOKEN_ALIGNMENT = 64
+
+_buffer: Buffer | None = None
+
+
+def get_hidden_bytes(x: Tensor) -> int:
+    """The bytes of a row of ``x``, ``[T, H]``, with at least 2 for each element: so a buffer for FP8 serves bfloat16 too.
+
+    Raises ``ValueError`` for fewer than 2 dimensions.
+    """
+    if x.dim() < 2:
+        raise ValueError(f"get_hidden_bytes: x must be of shape [T, H], not {list(x.shape)}")
+    return x.size(1) * max(x.element_size(), 2)
+
+
+def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
+    """The buffer of a group, for rows of so many bytes; made by all ranks together if there is none, it is another group's, or
+    its sizes are smaller than DeepEP's would need."""
+    global _buffer
+    size = group.size() if hasattr(group, "size") else group.world_size
+    configs = [Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)]
+    nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
+    rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
+    kept = _buffer
+    if kept is None or kept.group != group or kept.num_nvl_bytes < nvl or kept.num_rdma_bytes < rdma:
+        kept = _buffer = Buffer(group, nvl, rdma)
+    return kept
+
+
+def _event(async_finish: bool) -> EventOverlap | None:
+    return EventOverlap(EventHandle()) if async_finish else None
+
+
+class FusedDispatch(torch.autograd.Function):
+    """Tokens to the ranks of their experts. Differentiable in ``x`` and ``token_probs``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        token_indices: Tensor,
+        token_probs: Tensor,
+        num_experts: int,
+        group: Any,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Any:
+        """``x`` ``[T, H]``, ``token_indices`` int64 ``[T, K]`` (−1: nothing), ``token_probs`` float32 ``[T, K]``.
+
+        Gives the rows ``[N, H]``; the experts of this rank that they chose, ``[N, K]``, −1 elsewhere; their probs, 0 elsewhere;
+        how often they chose each of this rank's experts, int64 ``[L]`` on the CPU; and a handle.
+        """
+        if token_probs.dtype != torch.float32:
+            raise TypeError(f"fused_dispatch: token_probs must be torch.float32, not {token_probs.dtype}")
+        event = _event(async_finish)
+        buffer = get_buffer(group, get_hidden_bytes(x))
+        per_rank, per_rdma_rank, per_expert, in_rank, event_of_layout = buffer.get_dispatch_layout(
+            token_indices, num_experts, event, async_finish, allocate_on_comm_stream
+        )
+        rows, ids, probs, counts, handle, after = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=token_indices,
+            topk_weights=token_probs,
+            previous_event=event_of_layout if async_finish else None,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+        _finish(after, async_finish)
+        ctx.buffer, ctx.handle, ctx.ids = buffer, handle, ids
+        ctx.group, ctx.async_finish, ctx.allocate_on_comm_stream = group, async_finish, allocate_on_comm_stream
+        per_local_expert = torch.tensor(counts, dtype=torch.int64)
+        ctx.mark_non_differentiable(ids, per_local_expert)
+        return rows, ids, probs, per_local_expert, handle
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_output: Tensor,
+        grad_token_indices: Any,
+        grad_token_probs: Tensor,
+        grad_tokens_per_expert: Any,
+        grad_handle: Any,
+    ) -> Any:
+        """The gradients of ``x`` and ``token_probs``: one combine."""
+        masked = grad_token_probs.float().masked_fill(ctx.ids < 0, 0)
+        grad_x, grad_probs, after = ctx.buffer.combine(
+            grad_output.contiguous(),
+            ctx.handle,
+            topk_weights=masked,
+            previous_event=_event(ctx.async_finish),
+            async_finish=ctx.async_finish,
+            allocate_on_comm_stream=ctx.allocate_on_comm_stream,
+        )
+        _finish(after, ctx.async_finish)
+        return grad_x, None, grad_probs, None, None, None, None
+
+
+class FusedCombine(torch.autograd.Function):
+    """What experts made of the rows, back to their tokens, and summed. Differentiable in ``x``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: Any,
+        handle: Handle,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Any:
+        """``x`` ``[N, H]``: row ``i`` is what this rank made of received row ``i``. Gives the sums ``[T, H]``, and ``None``."""
+        buffer = get_buffer(group, get_hidden_bytes(x))
+        combined, _, after = buffer.combine(
+            x.contiguous(),
+            handle,
+            previous_event=_event(async_finish),
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+        _finish(after, async_finish)
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.group, ctx.async_finish, ctx.allocate_on_comm_stream = group, async_finish, allocate_on_comm_stream
+        return combined, None
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, previous_event: Any = None) -> Any:
+        """The gradient of ``x``: one dispatch along the handle. ``previous_event`` is the gradient of the ``None``, and is
+        ignored."""
+        grad_x, _, _, _, _, after = ctx.buffer.dispatch(
+            grad_output.contiguous(),
+            handle=ctx.handle,
+            previous_event=_event(ctx.async_finish),
+            async_finish=ctx.async_finish,
+            allocate_on_comm_stream=ctx.allocate_on_comm_stream,
+        )
+        _finish(after, ctx.async_finish)
+        return grad_x, None, None, None, None
+
+
+def _finish(event: EventOverlap, async_finish: bool) -> None:
+    if async_finish:
+        event.current_stream_wait()
+
+
+def fused_dispatch(
+    x: Tensor,
+    token_indices: Tensor,
+    token_probs: Tensor,
+    num_experts: int,
+    group: Any,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> Any:
+    """:class:`FusedDispatch` of contiguous tokens: a tuple of five."""
+    return FusedDispatch.apply(  # type: ignore[no-untyped-call]
+        x.contiguous(), token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
+    )
+
+
+def fused_combine(
+    x: Tensor, group: Any, handle: Handle, async_finish: bool = False, allocate_on_comm_stream: bool = False
+) -> Any:
+    """:class:`FusedCombine`: the sums, and ``None``."""
+    return FusedCombine.apply(  # type: ignore[no-untyped-call]
+        x, group, handle, async_finish, allocate_on_comm_stream
+    )
+
+
+def set_deepep_num_sms(num_sms: int) -> None:
+    """Sets how many SMs the kernels use, for all buffers. Raises ``ValueError`` unless it is even."""
+    Buffer.set_num_sms(num_sms)

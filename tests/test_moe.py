@@ -1,0 +1,436 @@
+"""antiphon.moe: dispatch and combine, against their definition, and their gradients."""
+
+import concurrent.futures
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import outcomes, processes, threads
+from torch import Tensor
+
+import antiphon
+from antiphon import compat
+from antiphon.moe import ExpertParallel, deep_ep, fused_a2a
+
+H, K = 8, 3
+
+
+def tokens_of(rank: int, count: int, experts: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank brings: the same on whatever rank it is asked for."""
+    seed = torch.Generator().manual_seed(rank * 1000 + count)
+    x = torch.randn(count, H, generator=seed, dtype=torch.float64).to(dtype)
+    ids = torch.randint(-1, experts, (count, K), generator=seed)
+    return x, ids, torch.rand(count, K, generator=seed)
+
+
+def counts(world_size: int) -> list[int]:
+    return [5, 0, 9, 1][:world_size]
+
+
+class Definition:
+    """All ranks' inputs, and what must come of them."""
+
+    def __init__(self, world_size: int, experts: int, dtype: torch.dtype = torch.float32) -> None:
+        self.local = experts // world_size
+        self.inputs = [tokens_of(rank, count, experts, dtype) for rank, count in enumerate(counts(world_size))]
+
+    def is_here(self, ids: Tensor, rank: int) -> Tensor:
+        return (ids >= rank * self.local) & (ids < (rank + 1) * self.local)
+
+    def rows(self, rank: int) -> list[tuple[int, int]]:
+        return [
+            (source, token)
+            for source, (_, ids, _) in enumerate(self.inputs)
+            for token in range(len(ids))
+            if self.is_here(ids[token], rank).any()
+        ]
+
+    def received(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, ids, weights = torch.empty(0, H), torch.empty(0, K), torch.empty(0, K)
+        if rows := self.rows(rank):
+            x = torch.stack([self.inputs[s][0][t] for s, t in rows])
+            ids = torch.stack([self.inputs[s][1][t] for s, t in rows])
+            weights = torch.stack([self.inputs[s][2][t] for s, t in rows])
+        here = self.is_here(ids, rank)
+        return x, torch.where(here, ids - rank * self.local, -1).long(), torch.where(here, weights, 0.0)
+
+    def combined(self, rank: int, made: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Of ``made(rank, row)``, in float32 and in the order of ranks."""
+        x, ids, _ = self.inputs[rank]
+        sums = []
+        for token in range(len(x)):
+            parts = [made(r, x[token]).float() for r in range(len(self.inputs)) if self.is_here(ids[token], r).any()]
+            sums.append(sum(parts[1:], parts[0]).to(x.dtype) if parts else torch.zeros(H, dtype=x.dtype))
+        return torch.stack(sums) if sums else x
+
+
+def made(rank: int, rows: Tensor) -> Tensor:
+    """What a rank's experts make of rows."""
+    return rows * (rank + 2) + 0.5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_go_where_their_experts_are_and_come_back(world_size: int, dtype: torch.dtype) -> None:
+    experts = 4 * world_size
+    definition = Definition(world_size, experts, dtype)
+
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, experts, H)
+        x, ids, weights = definition.inputs[comm.rank]
+        received = parallel.dispatch(x, ids, weights)
+        expected = definition.received(comm.rank)
+        for got, wanted in zip((received.x, received.ids, received.weights), expected, strict=True):
+            assert torch.equal(got, wanted.to(got.dtype))
+        assert received.tokens_per_expert == [int((expected[1] == e).sum()) for e in range(4)]
+        combined = parallel.combine(made(comm.rank, received.x), received.handle)
+        assert torch.equal(combined, definition.combined(comm.rank, made))
+        bias = torch.ones_like(x)
+        assert torch.allclose(parallel.combine(received.x * 0, received.handle, bias=(bias, bias)).float(), bias.float() * 2)
+
+    threads(world_size, body)
+
+
+def test_the_handle_is_a_tuple_as_deep_eps() -> None:
+    definition = Definition(2, 8)
+
+    def body(comm: antiphon.Communicator) -> None:
+        x, ids, weights = definition.inputs[comm.rank]
+        handle = ExpertParallel(comm, 8, H).dispatch(x, ids, weights).handle
+        prefix, channels, starts, sources, in_rank, heads, overflow = handle
+        rows = [definition.rows(rank) for rank in range(2)]
+        for source in range(2):
+            assert prefix[source].tolist() == [sum(s <= source for s, _ in rows[to]) for to in range(2)]
+        assert channels.flatten().tolist() == [sum(s == comm.rank for s, _ in rows[to]) for to in range(2)]
+        assert starts.tolist() == [[0], [0]]
+        assert sources.tolist() == [token for _, token in rows[comm.rank]]
+        expected = torch.stack([definition.is_here(ids, to).any(1) for to in range(2)], 1)
+        assert torch.equal(in_rank, expected)
+        assert torch.equal(heads, torch.where(expected, expected.cumsum(0) - 1, -1).int())
+        assert overflow.tolist() == [0] and handle[-1] is handle.overflow_flag
+        assert {tensor.dtype for tensor in handle} == {torch.int32, torch.bool}
+
+    threads(2, body)
+
+
+def test_rows_beyond_a_capacity_are_absent() -> None:
+    definition = Definition(3, 6)
+    kept = 4
+
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, 6, H)
+        x, ids, weights = definition.inputs[comm.rank]
+        received = parallel.dispatch(x, ids, weights, capacity=kept)
+        rows = definition.rows(comm.rank)
+        count = min(kept, len(rows))
+        assert len(received.x) == kept and len(rows) != kept
+        assert torch.equal(received.x[:count], definition.received(comm.rank)[0][:count])
+        assert (received.ids[count:] == -1).all()
+        assert received.handle.overflow_flag.item() == (len(rows) > kept)
+        ones = parallel.combine(torch.ones(kept, H), received.handle)
+        arrived = [definition.rows(rank)[:kept] for rank in range(3)]
+        here = [sum((comm.rank, token) in rows for rows in arrived) for token in range(len(x))]
+        assert ones[:, 0].tolist() == here
+
+    threads(3, body)
+
+
+def test_codes_take_their_scales_along() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, 2, 256)
+        x = torch.randn(5, 256).to(torch.float8_e4m3fn)
+        ids, weights = torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
+        for scales in (torch.randn(5, 2), torch.arange(5, dtype=torch.int32).reshape(5, 1)):
+            received = parallel.dispatch(x, ids, weights, scales=scales)
+            mine = slice(comm.rank * 5, comm.rank * 5 + 5)
+            assert received.x.dtype == x.dtype and received.scales is not None
+            assert torch.equal(received.x[mine].view(torch.uint8), x.view(torch.uint8))
+            assert torch.equal(received.scales[mine], scales)
+
+    threads(2, body)
+
+
+# Gradients
+
+
+class World(torch.autograd.Function):
+    """What all ranks together compute: a function of all ranks' inputs, which are differentiated at once.
+
+    A rank's numerical gradient depends on what the other ranks hold, so no rank can check it alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Callable[[int], Any]], list[Any]], body: Any, *inputs: Tensor) -> Any:
+        ctx.run, ctx.inputs = run, [tensor.detach().requires_grad_() for tensor in inputs]
+        width = len(inputs) // 2
+
+        def rank(number: int) -> Sequence[Tensor]:
+            with torch.enable_grad():
+                return tuple(body(number, *ctx.inputs[number * width : (number + 1) * width]))
+
+        ctx.outputs, ctx.width = run(rank), width
+        return tuple(output.detach() for outputs in ctx.outputs for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        each = len(grads) // 2
+
+        def rank(number: int) -> Sequence[Tensor]:
+            mine = ctx.inputs[number * ctx.width : (number + 1) * ctx.width]
+            given = grads[number * each : (number + 1) * each]
+            return torch.autograd.grad(ctx.outputs[number], mine, given, retain_graph=True)
+
+        return None, None, *[grad for grads in ctx.run(rank) for grad in grads]
+
+
+def check_gradients(body: Callable[[antiphon.Communicator], Callable[..., Sequence[Tensor]]], inputs: list[Tensor]) -> None:
+    """Compares gradients with differences of ``body(comm)(*inputs of the rank)``, a function on each of two ranks."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(2) as pool:
+
+        def run(rank: Callable[[int], Any]) -> list[Any]:
+            return [future.result(60) for future in [pool.submit(rank, number) for number in range(2)]]
+
+        comms = run(lambda rank: antiphon.init(rank=rank, world_size=2, path=f"{folder}/world", timeout=20))
+        bodies = run(lambda rank: body(comms[rank]))
+        # Differences of a power of two are exact in float32, which weights have: all of this is linear.
+        step = 2.0**-10
+        assert torch.autograd.gradcheck(
+            lambda *inputs: World.apply(run, lambda rank, *mine: bodies[rank](*mine), *inputs), inputs, eps=step, atol=1e-6
+        )
+        run(lambda rank: comms[rank].close())
+
+
+def gradient_inputs() -> list[Tensor]:
+    """Tokens and weights of two ranks, of which one has none for some of the other's experts."""
+    inputs = []
+    for rank, count in enumerate([3, 2]):
+        x, _, weights = tokens_of(rank, count, 4, torch.float64)
+        inputs += [x[:, :2].contiguous(), (weights * 64).round().double() / 64]
+    return [tensor.requires_grad_() for tensor in inputs]
+
+
+IDS = [torch.tensor([[0, 3, -1], [2, 2, 1], [-1, -1, -1]]), torch.tensor([[1, 0, 5], [3, -1, 0]])]
+
+
+def test_gradients_of_expert_parallel() -> None:
+    def body(comm: antiphon.Communicator) -> Callable[..., Sequence[Tensor]]:
+        parallel = ExpertParallel(comm, 4, 2)
+
+        def layer(x: Tensor, weights: Tensor) -> Sequence[Tensor]:
+            received = parallel.dispatch(x, IDS[comm.rank], weights.float())
+            y = parallel.combine(received.x * (comm.rank + 2), received.handle, bias=x)
+            # Weights of slots whose expert is elsewhere may be used, too: they are constants.
+            return received.x, received.weights.double(), y
+
+        return layer
+
+    check_gradients(body, gradient_inputs())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_gradients_of_the_fused_functions(is_async: bool) -> None:
+    def body(comm: antiphon.Communicator) -> Callable[..., Sequence[Tensor]]:
+        def layer(x: Tensor, weights: Tensor) -> Sequence[Tensor]:
+            rows, _, probs, _, handle = fused_a2a.fused_dispatch(
+                x, IDS[comm.rank], weights.float(), 4, comm, is_async, is_async
+            )
+            combined, none = fused_a2a.fused_combine(rows * (comm.rank + 2), comm, handle, is_async, is_async)
+            assert none is None
+            # A gradient that is not contiguous, and one that is missing.
+            return combined.t().contiguous().t(), probs.double()
+
+        return layer
+
+    check_gradients(body, gradient_inputs())
+
+
+def test_rows_that_did_not_arrive_have_no_gradient() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, 2, H)
+        x, ids, weights = torch.ones(2, H, requires_grad=True), torch.tensor([[0], [1]]), torch.ones(2, 1)
+        received = parallel.dispatch(x, ids, weights, capacity=7)
+        rows = received.x.detach().requires_grad_()
+        parallel.combine(rows, received.handle).sum().backward()
+        assert rows.grad is not None and rows.grad[:, 0].tolist() == [1, 1, 0, 0, 0, 0, 0]
+
+    threads(2, body)
+
+
+def test_the_pages_example_runs() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def body(comm: antiphon.Communicator) -> None:
+        names: dict[str, Any] = {
+            "comm": comm,
+            "x": torch.ones(3, 1024),
+            "router": lambda x: torch.arange(8.0).expand(len(x), 8),
+            "my_experts": lambda x, ids, weights: x * weights.sum(1, keepdim=True),
+        }
+        exec(program, names)
+        # Both choices are of the last rank, and the weights of the two largest of eight do not add up to 1.
+        weight = torch.arange(8.0).softmax(0)[-2:].sum()
+        assert torch.allclose(names["x"], 1 + weight.expand(3, 1024))
+
+    threads(2, body)
+
+
+# DeepEP's and Megatron's names
+
+
+def test_a_buffer_makes_deep_eps_calls() -> None:
+    definition = Definition(2, 8, torch.bfloat16)
+
+    def body(comm: antiphon.Communicator) -> None:
+        buffer = deep_ep.Buffer(comm, num_nvl_bytes=1 << 20)
+        x, ids, weights = definition.inputs[comm.rank]
+        per_rank, none, per_expert, in_rank, event = buffer.get_dispatch_layout(ids, 8)
+        assert none is None and event.event is None
+        assert per_rank.tolist() == in_rank.sum(0).tolist() and per_rank.dtype == torch.int32
+        assert per_expert.tolist() == [int((ids == expert).sum()) for expert in range(8)]
+        given = {
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": in_rank,
+            "num_tokens_per_expert": per_expert,
+        }
+        rows, received_ids, received_weights, per_local, handle, event = buffer.dispatch(
+            x, topk_idx=ids, topk_weights=weights, expert_alignment=4, async_finish=True, **given
+        )
+        event.current_stream_wait()
+        expected = definition.received(comm.rank)
+        assert torch.equal(rows, expected[0]) and torch.equal(received_ids, expected[1])
+        assert per_local == [-(-int((expected[1] == e).sum()) // 4) * 4 for e in range(4)]
+        again = buffer.dispatch(x, handle=handle)
+        assert torch.equal(again[0], rows) and again[1:4] == (None, None, None)
+        # Without choices, only rows go.
+        assert buffer.dispatch(x, **given)[1:3] == (None, None)
+        worst = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_worst_tokens=40, **given)
+        assert len(worst[0]) == 40 and worst[3] == [] and (worst[1][len(rows) :] == -1).all()
+        # Weights are summed unmasked: those of any slot, from every rank that has the token.
+        combined, summed, _ = buffer.combine(rows, handle, topk_weights=torch.ones(len(rows), K))
+        count = in_rank.sum(1, keepdim=True)
+        assert torch.equal(summed, count.expand(-1, K).float())
+        assert torch.equal(combined, (x.float() * count).bfloat16())
+
+    threads(2, body)
+
+
+def test_sizes_and_configurations_are_deep_eps() -> None:
+    for world_size, size in (2, 83_927_552), (4, 167_854_976), (8, 335_709_824):
+        config = deep_ep.Buffer.get_dispatch_config(world_size)
+        assert config.get_nvl_buffer_size_hint(7168 * 2, world_size) == size
+        assert config.get_rdma_buffer_size_hint(7168 * 2, world_size) == 0
+    assert fused_a2a.get_hidden_bytes(torch.empty(1, 64, dtype=torch.uint8)) == 128
+    assert deep_ep.topk_idx_t == torch.int64
+    fused_a2a.set_deepep_num_sms(24)
+    try:
+        assert deep_ep.Buffer.get_combine_config(2).num_sms == 24
+    finally:
+        fused_a2a.set_deepep_num_sms(20)
+    for wrong, text in ((3,), "even"), ((20, 256, 256), "fewer"), ((20, 6, 256, 8, 8), "fewer"):
+        with pytest.raises(ValueError, match=text):
+            deep_ep.Config(*wrong)
+
+
+def test_deep_ep_is_served_by_its_own_name() -> None:
+    compat.install("deep_ep")
+    try:
+        import deep_ep as served  # type: ignore[import-not-found]
+    finally:
+        compat.uninstall("deep_ep")
+    assert served is deep_ep
+
+
+def _of_a_torch_group() -> None:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    definition = Definition(2, 8)
+    x, ids, weights = definition.inputs[dist.get_rank()]
+    x.requires_grad_()
+    rows, received_ids, probs, per_expert, handle = fused_a2a.fused_dispatch(x, ids, weights, 8, group, True, True)
+    expected = definition.received(dist.get_rank())
+    assert torch.equal(rows, expected[0]) and torch.equal(received_ids, expected[1]) and torch.equal(probs, expected[2])
+    assert per_expert.device.type == "cpu" and per_expert.dtype == torch.int64
+    combined, _ = fused_a2a.fused_combine(made(dist.get_rank(), rows), group, handle)
+    combined.sum().backward()
+    assert torch.equal(combined.detach(), definition.combined(dist.get_rank(), made).detach())
+    assert fused_a2a._buffer is fused_a2a.get_buffer(group, fused_a2a.get_hidden_bytes(x))
+    dist.destroy_process_group()
+
+
+def test_a_torch_group_of_any_backend_will_do() -> None:
+    processes(2, _of_a_torch_group)
+
+
+# What is refused
+
+
+def test_arguments_are_refused_with_their_numbers() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, 4, H)
+        x, ids, weights = tokens_of(0, 5, 4)
+        handle = parallel.dispatch(x, ids, weights).handle
+        rows = handle.rows
+        buffer = deep_ep.Buffer(comm)
+        wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+            (ValueError, "5 experts cannot be divided among 2 ranks", lambda: ExpertParallel(comm, 5, H)),
+            (ValueError, r"\[T, H\] = \[T, 8\], not \[5, 9\]", lambda: parallel.dispatch(torch.ones(5, 9), ids, weights)),
+            (ValueError, "multiple of 16", lambda: ExpertParallel(comm, 4, 3).dispatch(torch.ones(5, 3), ids, weights)),
+            (TypeError, "float32, not torch.float64", lambda: parallel.dispatch(x, ids, weights.double())),
+            (TypeError, "not torch.float32", lambda: parallel.dispatch(x, ids.float(), weights)),
+            (ValueError, r"\[T, K\]", lambda: parallel.dispatch(x, ids[0], weights)),
+            (ValueError, "for 5 tokens", lambda: parallel.dispatch(x, ids[:4], weights[:4])),
+            (ValueError, r"scales must be .* = \[5, 1\], not \[5, 2\]",
+             lambda: parallel.dispatch(x, ids, weights, scales=torch.ones(5, 2))),
+            (ValueError, rf"\[{rows}, 8\], not \[{rows + 1}, 8\]",
+             lambda: parallel.combine(torch.ones(rows + 1, H), handle)),
+            (TypeError, "not i64", lambda: parallel.combine(torch.ones(rows, H, dtype=torch.int64), handle)),
+            (ValueError, "ids need weights",
+             lambda: buffer.dispatch(x, None, *[torch.zeros(2, dtype=torch.int32)] * 2, handle.is_token_in_rank,
+                                     torch.zeros(4, dtype=torch.int32), topk_idx=ids)),
+            (ValueError, "pass no topk_idx", lambda: buffer.dispatch(x, handle, topk_idx=ids)),
+            (ValueError, "async_finish", lambda: buffer.get_dispatch_layout(ids, 4, allocate_on_comm_stream=True)),
+            (ValueError, "33 experts", lambda: parallel.layout(torch.zeros(1, 33, dtype=torch.int64))),
+            (RuntimeError, "explicitly_destroy", buffer.destroy),
+            (ValueError, "3 biases", lambda: parallel._calls.combine(x, handle, biases=[x, x, x])),
+        ]  # fmt: skip
+        for kind, text, call in wrong:
+            with pytest.raises(kind, match=text):
+                call()
+        # None of it was heard by the others.
+        comm.barrier()
+
+    threads(2, body)
+
+
+def test_handles_of_another_communicator_are_refused() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        x, ids, weights = tokens_of(0, 5, 4)
+        handle = ExpertParallel(comm, 4, H).dispatch(x, ids, weights).handle
+        group = comm.split(0)
+        assert group is not None
+        parallel = ExpertParallel(group, 4, H)
+        with pytest.raises(ValueError, match="the handle is of another instance"):
+            parallel.combine(torch.ones(handle.rows, H), handle)
+        group.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            parallel.dispatch(x, ids, weights)
+
+    threads(2, body)
+
+
+def test_ranks_that_differ_hear_of_it() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        experts = 4 if comm.rank else 8
+        x, ids, weights = tokens_of(0, 5, 4)
+        ExpertParallel(comm, experts, H).dispatch(x, ids, weights)
+
+    for error in outcomes(2, body):
+        assert isinstance(error, RuntimeError)
+        assert "4 experts, top-3" in str(error) and "8 experts, top-3" in str(error)
