@@ -1,4 +1,4 @@
-"""A job that hangs, asked by SIGUSR1 who waits for whom."""
+"""A rank that gets SIGUSR1 reports what it waits for, and what its peers do."""
 
 import os
 import re

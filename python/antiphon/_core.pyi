@@ -48,9 +48,11 @@ __all__ = [
     "ThreadBlockGroup",
     "__version__",
     "after_fork",
+    "check_lowering",
     "compute_fp4_swizzled_layout_sf_size",
     "library_names",
     "library_plan",
+    "lower",
     "main",
     "operations",
     "strided_memory",
@@ -482,25 +484,51 @@ class Communicator:
     def send_recv(self, x: _Array, to: int, out: _O, source: int, *, stream: int | None = None) -> _O:
         """Sends one array and receives another at the same time, as rings do. On CUDA both have one dtype."""
 
-    def start_barrier(self) -> Handle: ...
+    def start_barrier(self) -> Handle:
+        """Starts :meth:`barrier`."""
+
     def start_all_reduce(
         self, x: _A, op: Op | None = None, *, out: _O | None = None, algorithm: Algorithm | None = None
-    ) -> Handle: ...
-    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle: ...
-    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle: ...
-    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle: ...
+    ) -> Handle:
+        """Starts :meth:`all_reduce`."""
+
+    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`all_gather`."""
+
+    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`reduce_scatter`."""
+
+    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`all_to_all`."""
+
     def start_all_to_all_v(
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
-    ) -> Handle: ...
-    def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Handle: ...
+    ) -> Handle:
+        """Starts :meth:`all_to_all_v`."""
+
+    def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Handle:
+        """Starts :meth:`all_gather_v`."""
+
     def start_reduce_scatter_v(
         self, x: _A, counts: Sequence[int], op: Op | None = None, *, out: _O | None = None
-    ) -> Handle: ...
-    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle: ...
-    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle: ...
+    ) -> Handle:
+        """Starts :meth:`reduce_scatter_v`."""
+
+    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`broadcast`."""
+
+    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`reduce`."""
+
+    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`gather`."""
+
+    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle:
+        """Starts :meth:`scatter`."""
+
+    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle:
+        """Starts :meth:`send`."""
+
     def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
         """As :meth:`recv`, or, if the source is ``None``, as :meth:`recv_any`: then ``source`` of the handle is the rank."""
 
@@ -954,6 +982,9 @@ class ParallelInfo:
 class MixedHandler:
     """The mixed collectives of a layout on one node, on a communicator of all its ranks, which make one together.
 
+    It serves tensors on the host, and on the GPU of number ``device``, whose kernels for ``dtype`` are loaded. A fused operation
+    has ``most_blocks`` there at most.
+
     ``ValueError`` for a layout of another rank or world than the communicator's, of several nodes, and on all ranks where
     their layouts differ."""
 
@@ -964,9 +995,7 @@ class MixedHandler:
         device: int | None = None,
         dtype: str = "bfloat16",
         most_blocks: int | None = None,
-    ) -> Self:
-        """For tensors on the host, and on the GPU of this number, whose kernels for ``dtype`` are loaded. A fused operation has
-        ``most_blocks`` there at most."""
+    ) -> Self: ...
 
     def valid_modes(self) -> list[str]:
         """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""

@@ -217,7 +217,7 @@ impl Health {
         }
     }
 
-    /// Says who waits for whom, if this process was asked to since the last time.
+    /// Reports what this rank waits for, and what its peers do, if the process got SIGUSR1 since the last report.
     pub(crate) fn answer(
         &self,
         regions: &Regions,

@@ -1,4 +1,4 @@
-//! Who waits for whom: a rank that is sent SIGUSR1 says so, when it looks around in a wait.
+//! What a rank waits for: a rank that gets SIGUSR1 reports it at the next look of a wait.
 //!
 //! Every rank keeps in its control block what it waits in, as of its last look. So the rank that was asked can also say what
 //! those do that it waits for.

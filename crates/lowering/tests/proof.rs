@@ -86,7 +86,7 @@ fn random_programs_compute_the_same_afterwards() {
     assert!(rewritten > graphs() / 2, "{rewritten} of {} were rewritten at all", graphs());
 }
 
-/// One change by chance to a graph or to its plan, if it changes anything.
+/// A random change to a graph or to its plan, if it changes anything.
 fn mutated(graph: &Graph, plan: &Plan, chance: &mut Chance) -> Option<(Graph, Plan, &'static str)> {
     let (mut graph, mut plan) = (graph.clone(), plan.clone());
     let kept = (graph.clone(), plan.clone());

@@ -72,7 +72,7 @@ impl Tensor {
     }
 }
 
-/// Experts that tokens choose, by chance: different ones of each token.
+/// The experts that tokens choose at random: different ones for each token.
 fn choices(rank: usize, tokens: usize) -> Vec<i64> {
     let mut state = 0x9E37_79B9_7F4A_7C15u64.wrapping_mul(rank as u64 + 1) | 1;
     let mut ids = Vec::with_capacity(tokens * TOP_K);

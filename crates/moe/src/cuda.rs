@@ -111,7 +111,7 @@ impl Plan {
     }
 }
 
-/// Along which rows go between GPUs: made by [`CudaMoe::notify`].
+/// The routes of rows between GPUs, made by [`CudaMoe::notify`].
 pub struct CudaHandle {
     owner: Arc<()>,
     pub(crate) number: u32,

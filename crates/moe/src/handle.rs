@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-/// Along which rows go: made by [`Moe::notify`](crate::Moe::notify), for as many dispatches and combines as one likes.
+/// The routes of rows between ranks, made by [`Moe::notify`](crate::Moe::notify) and used by any number of dispatches and combines.
 #[derive(Debug, Clone)]
 pub struct Handle {
     pub(crate) owner: Arc<()>,

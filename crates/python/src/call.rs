@@ -12,7 +12,7 @@ use crate::{cuda::ordinal, mixed::Mixed, operand::Tensor};
 /// What to do: an operation with its arguments.
 pub(crate) type What = operation::Call<'static>;
 
-/// What the table of operations says of those that methods of the communicator do; see `_core.pyi`.
+#[doc = stub!("operations")]
 #[pyfunction]
 pub(crate) fn operations() -> Vec<(&'static str, String, String, bool, Option<&'static str>)> {
     let name = |extent: Extent| format!("{extent:?}").to_lowercase();

@@ -8,7 +8,7 @@ use pyo3::{exceptions::PyNotImplementedError, prelude::*, types::PyCapsule};
 
 use crate::{error::Result, mapping::unsigned};
 
-/// A capsule of segments of memory as a matrix; see `_core.pyi`.
+#[doc = stub!("strided_memory")]
 #[pyfunction]
 #[pyo3(signature = (ptr, segment_size, segment_stride, num_segments, dtype, device = None))]
 pub(crate) fn strided_memory<'py>(
@@ -31,7 +31,7 @@ pub(crate) fn strided_memory<'py>(
     crate::operand::capsule(py, exported, false)
 }
 
-/// The bytes of swizzled scales; see `_core.pyi`.
+#[doc = stub!("compute_fp4_swizzled_layout_sf_size")]
 #[pyfunction]
 pub(crate) fn compute_fp4_swizzled_layout_sf_size(total_row: i64, total_column: i64) -> Result<usize> {
     let (rows, columns) = (unsigned("total_row", total_row)?, unsigned("total_column", total_column)?);

@@ -19,20 +19,9 @@ use pyo3::{
 
 use crate::interrupt;
 
-create_exception!(
-    antiphon,
-    PeerLostError,
-    PyRuntimeError,
-    "A peer is gone: its process ended, or it closed its communicator. `rank` says which, and `world_rank` which rank of the \
-     world was lost first: in a group, a rank elsewhere perhaps."
-);
+create_exception!(antiphon, PeerLostError, PyRuntimeError, stub!("PeerLostError"));
 
-create_exception!(
-    antiphon,
-    AbortedError,
-    PyRuntimeError,
-    "A rank called `abort`: `rank` says which, and `world_rank` which of the world it is."
-);
+create_exception!(antiphon, AbortedError, PyRuntimeError, stub!("AbortedError"));
 
 /// An error on its way to Python.
 pub(crate) struct Error(PyErr);

@@ -15,7 +15,8 @@ fn forks() -> &'static AtomicU32 {
     FORKS.get_or_init(AtomicU32::default)
 }
 
-/// Tells the library that this process is the child of a fork.
+#[doc = stub!("after_fork")]
+// Tells the library that this process is the child of a fork.
 #[pyfunction]
 pub(crate) fn after_fork() {
     // A child begins with one thread.

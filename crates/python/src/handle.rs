@@ -15,7 +15,7 @@ const LOOK: Duration = Duration::from_millis(10);
 /// How long one thread waits for another to say how an operation ended.
 const SHORT_LOOK: Duration = Duration::from_micros(100);
 
-/// An operation that goes on; see `_core.pyi`.
+#[doc = stub!("Handle")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct Handle {
     process: Process,
@@ -155,6 +155,7 @@ impl Handle {
 
 #[pymethods]
 impl Handle {
+    #[doc = stub!("Handle.wait")]
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Py<PyAny>>> {
         self.process.check(|| "handle".to_owned())?;
@@ -176,11 +177,13 @@ impl Handle {
         }
     }
 
+    #[doc = stub!("Handle.source")]
     #[getter]
     fn source(&self) -> Option<usize> {
         self.source.get().copied()
     }
 
+    #[doc = stub!("Handle.is_finished")]
     fn is_finished(&self, py: Python<'_>) -> PyResult<bool> {
         self.process.check(|| "handle".to_owned())?;
         Ok(py.detach(|| match &mut *self.state() {

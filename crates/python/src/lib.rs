@@ -15,6 +15,9 @@
 //! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
 //!   forked child must not use.
 
+// The macro `stub!`: the docstrings of `_core.pyi`, see build.rs.
+include!(concat!(env!("OUT_DIR"), "/stub.rs"));
+
 mod arguments;
 mod call;
 mod comm;

@@ -25,7 +25,7 @@ struct Answer {
     text: String,
 }
 
-/// See the stub.
+#[doc = stub!("lower")]
 #[pyfunction]
 pub(crate) fn lower<'py>(py: Python<'py>, program: &[u8], request: &str) -> PyResult<Bound<'py, PyBytes>> {
     let request: Request =
@@ -41,7 +41,7 @@ pub(crate) fn lower<'py>(py: Python<'py>, program: &[u8], request: &str) -> PyRe
     Ok(PyBytes::new(py, &answer))
 }
 
-/// See the stub.
+#[doc = stub!("check_lowering")]
 #[pyfunction]
 pub(crate) fn check_lowering(
     py: Python<'_>,

@@ -11,7 +11,7 @@ use pyo3::{
 
 use crate::error::Result;
 
-/// Which groups a rank belongs to; see `_core.pyi`.
+#[doc = stub!("Mapping")]
 #[pyclass(eq, subclass, module = "antiphon.comm")]
 pub(crate) struct Mapping {
     layout: Layout,
@@ -59,13 +59,14 @@ fn as_rank(rank: &Bound<'_, PyAny>) -> PyResult<usize> {
 /// The methods of the class: those that only pass on what the layout says, and its own.
 macro_rules! methods {
     (
-        properties { $($property:ident: $value:ty,)* }
-        methods { $($method:ident($($argument:ident)?): $answer:ty,)* }
+        properties { $($(#[$meta:meta])* $property:ident: $value:ty,)* }
+        methods { $($(#[$doc:meta])* $method:ident($($argument:ident)?): $answer:ty,)* }
         $($own:tt)*
     ) => {
         #[pymethods]
         impl Mapping {
             $(
+                $(#[$meta])*
                 #[getter]
                 fn $property(&self) -> $value {
                     self.layout.$property()
@@ -73,6 +74,7 @@ macro_rules! methods {
             )*
 
             $(
+                $(#[$doc])*
                 fn $method(&self $(, $argument: usize)?) -> $answer {
                     self.layout.$method($($argument)?)
                 }
@@ -86,6 +88,7 @@ macro_rules! methods {
 methods! {
     properties {
         world_size: usize,
+        #[doc = stub!("Mapping.rank")]
         rank: usize,
         gpus_per_node: usize,
         cp_size: usize,
@@ -97,6 +100,7 @@ methods! {
         attn_tp_size: usize,
         attn_cp_size: usize,
         auto_parallel: bool,
+        #[doc = stub!("Mapping.enable_attention_dp")]
         enable_attention_dp: bool,
         tp_rank: usize,
         cp_rank: usize,
@@ -124,11 +128,14 @@ methods! {
         has_moe_tp(): bool,
         has_moe_cluster(): bool,
         has_moe_ep(): bool,
+        #[doc = stub!("Mapping.is_multi_node")]
         is_multi_node(): bool,
         is_first_pp_rank(): bool,
         is_last_pp_rank(): bool,
         is_second_last_pp_rank(): bool,
+        #[doc = stub!("Mapping.prev_pp_rank")]
         prev_pp_rank(): usize,
+        #[doc = stub!("Mapping.next_pp_rank")]
         next_pp_rank(): usize,
         get_node_rank(rank): usize,
         get_local_rank(rank): usize,
@@ -198,10 +205,12 @@ methods! {
         Ok(())
     }
 
+    #[doc = stub!("Mapping.pp_layers")]
     fn pp_layers(&self, num_layers: usize) -> Vec<usize> {
         self.layout.pp_layers(num_layers).collect()
     }
 
+    #[doc = stub!("Mapping.ep_experts")]
     fn ep_experts(&self, num_experts: usize) -> Result<Vec<usize>> {
         match self.layout.ep_experts(num_experts) {
             Ok(experts) => Ok(experts.collect()),
@@ -212,11 +221,13 @@ methods! {
         }
     }
 
+    #[doc = stub!("Mapping.from_dict")]
     #[classmethod]
     fn from_dict<'py>(class: &Bound<'py, PyType>, mapping: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyAny>> {
         class.call((), Some(mapping))
     }
 
+    #[doc = stub!("Mapping.to_dict")]
     fn to_dict<'py>(this: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         let values = PyDict::new(this.py());
         IDENTITY.iter().try_for_each(|&name| values.set_item(name, this.getattr(name)?))?;

@@ -25,7 +25,7 @@ use crate::{
     operand::Usage,
 };
 
-/// Which ranks share tensors and which share the work; see `_core.pyi`.
+#[doc = stub!("ParallelInfo")]
 #[pyclass(frozen, subclass, module = "antiphon.comm.mixed_comm")]
 pub(crate) struct ParallelInfo {
     layout: MixedLayout,
@@ -113,24 +113,28 @@ properties! {
         Ok(Self { layout: builder.build()? })
     }
 
+    #[doc = stub!("ParallelInfo.valid_ops")]
     fn valid_ops(&self) -> Vec<u8> {
         self.layout.valid_ops().iter().map(|&op| op as u8).collect()
     }
 
+    #[doc = stub!("ParallelInfo.tp_ranks")]
     fn tp_ranks(&self) -> Vec<Vec<usize>> {
         self.layout.groups(antiphon::topology::MixedGroup::Tp)
     }
 
+    #[doc = stub!("ParallelInfo.dp_ranks")]
     fn dp_ranks(&self) -> Vec<Vec<usize>> {
         self.layout.groups(antiphon::topology::MixedGroup::Dp)
     }
 
+    #[doc = stub!("ParallelInfo.local_ranks")]
     fn local_ranks(&self) -> Vec<Vec<usize>> {
         self.layout.groups(antiphon::topology::MixedGroup::Local)
     }
 }
 
-/// The mixed collectives of a layout; see `_core.pyi`.
+#[doc = stub!("MixedHandler")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct MixedHandler {
     comm: Py<Communicator>,
@@ -273,10 +277,12 @@ impl MixedHandler {
         Ok(Self { comm, layout, handler })
     }
 
+    #[doc = stub!("MixedHandler.valid_modes")]
     fn valid_modes(&self) -> Vec<&'static str> {
         self.handler.with(|handler| handler.valid_modes().iter().map(|mode| mode.name()).collect())
     }
 
+    #[doc = stub!("MixedHandler.select")]
     fn select(&self, py: Python<'_>, op: u8, num_bytes: Count) -> Result<&'static str> {
         let (queue, op) = (self.comm.get().queue()?, op_of(op)?);
         if let Some((device, gpu)) = &self.handler.gpu {
@@ -288,6 +294,7 @@ impl MixedHandler {
         Ok(interrupt::detached(py, || queue.run(select))?.name())
     }
 
+    #[doc = stub!("MixedHandler.tune")]
     fn tune(&self, py: Python<'_>, smallest: Count, largest: Count) -> Result<()> {
         let (queue, sizes) = (self.comm.get().queue()?, smallest.0..=largest.0);
         if let Some((device, gpu)) = &self.handler.gpu {
@@ -299,6 +306,7 @@ impl MixedHandler {
         Ok(interrupt::detached(py, || queue.run(tune))?)
     }
 
+    #[doc = stub!("MixedHandler.run")]
     #[pyo3(signature = (op, x, out = None, *, mode = None, rows = None, stream = None))]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
     fn run<'py>(

@@ -23,7 +23,7 @@ use crate::{
     operand::{Operand, Usage},
 };
 
-/// Dispatch and combine of a communicator; see `_core.pyi`.
+#[doc = stub!("Moe")]
 #[pyclass(frozen, module = "antiphon", weakref)]
 pub(crate) struct Moe {
     /// Absent when closed.
@@ -34,7 +34,7 @@ pub(crate) struct Moe {
     region_bytes: usize,
 }
 
-/// Along which rows go; see `_core.pyi`.
+#[doc = stub!("MoeHandle")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct MoeHandle(moe::Handle);
 
@@ -154,6 +154,7 @@ impl Moe {
         self.lock().is_none()
     }
 
+    #[doc = stub!("Moe.close")]
     fn close(&self, py: Python<'_>) -> Result<()> {
         let (Some(queue), true) = (self.queue.upgrade(), self.process.is_current()) else { return Ok(()) };
         let closed = interrupt::detached(py, || {
@@ -162,6 +163,7 @@ impl Moe {
         Ok(closed?)
     }
 
+    #[doc = stub!("Moe.layout")]
     #[pyo3(signature = (ids, num_experts, *, tokens_per_rank, tokens_per_expert, is_token_in_rank))]
     fn layout(
         &self,
@@ -200,6 +202,7 @@ impl Moe {
         Ok(())
     }
 
+    #[doc = stub!("Moe.notify")]
     #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, *, top_k = 0, scales = None, capacity = None))]
     #[expect(clippy::too_many_arguments, reason = "of which Python names the last three")]
     fn notify(
@@ -232,6 +235,7 @@ impl Moe {
         Ok(MoeHandle(self.run(py, |moe, comm| moe.notify(comm, &routing))?))
     }
 
+    #[doc = stub!("Moe.dispatch")]
     #[pyo3(signature = (handle, x, received_x, *, scales = None, received_scales = None, ids = None, weights = None, received_ids = None, received_weights = None))]
     #[expect(clippy::too_many_arguments, reason = "of which Python names the last six")]
     fn dispatch(
@@ -287,6 +291,7 @@ impl Moe {
         self.run(py, |moe, comm| moe.dispatch(comm, &handle.0, call))
     }
 
+    #[doc = stub!("Moe.combine")]
     #[pyo3(signature = (handle, rows, output, *, weights = None, output_weights = None, bias = None, second_bias = None))]
     #[expect(clippy::too_many_arguments, reason = "of which Python names the last four")]
     fn combine(
@@ -337,21 +342,25 @@ fn words<'py>(py: Python<'py>, numbers: &[i32]) -> Bound<'py, PyBytes> {
 
 #[pymethods]
 impl MoeHandle {
+    #[doc = stub!("MoeHandle.rows")]
     #[getter]
     fn rows(&self) -> usize {
         self.0.rows()
     }
 
+    #[doc = stub!("MoeHandle.num_received")]
     #[getter]
     fn num_received(&self) -> usize {
         self.0.num_received()
     }
 
+    #[doc = stub!("MoeHandle.overflow")]
     #[getter]
     fn overflow(&self) -> bool {
         self.0.overflow()
     }
 
+    #[doc = stub!("MoeHandle.num_tokens")]
     #[getter]
     fn num_tokens(&self) -> usize {
         self.0.num_tokens()
@@ -367,26 +376,31 @@ impl MoeHandle {
         self.0.top_k()
     }
 
+    #[doc = stub!("MoeHandle.tokens_per_expert")]
     #[getter]
     fn tokens_per_expert(&self) -> Vec<usize> {
         self.0.tokens_per_expert().to_vec()
     }
 
+    #[doc = stub!("MoeHandle.rank_prefix_matrix")]
     #[getter]
     fn rank_prefix_matrix<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         words(py, &self.0.rank_prefix_matrix())
     }
 
+    #[doc = stub!("MoeHandle.routed_to_each")]
     #[getter]
     fn routed_to_each<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         words(py, &self.0.routed_to_each())
     }
 
+    #[doc = stub!("MoeHandle.send_head")]
     #[getter]
     fn send_head<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         words(py, &self.0.send_head())
     }
 
+    #[doc = stub!("MoeHandle.source_tokens")]
     #[getter]
     fn source_tokens<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
         self.0.source_tokens().map(|tokens| words(py, &tokens))

@@ -17,7 +17,7 @@ use pyo3::{
 
 use crate::{error::Result, fork::Process};
 
-/// A buffer of which every rank has a copy; see `_core.pyi`.
+#[doc = stub!("SharedBuffer")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct SharedBuffer {
     /// Absent when freed.
@@ -79,14 +79,17 @@ fn freed() -> PyErr {
 
 #[pymethods]
 impl SharedBuffer {
+    #[doc = stub!("SharedBuffer.__len__")]
     fn __len__(&self) -> usize {
         self.num_bytes
     }
 
+    #[doc = stub!("SharedBuffer.pointer")]
     fn pointer(&self, rank: usize) -> Result<usize> {
         Ok(self.copy_of(rank)?.0.addr())
     }
 
+    #[doc = stub!("SharedBuffer.memory")]
     #[pyo3(signature = (dtype, shape = None, rank = None))]
     fn memory(&self, dtype: &str, shape: Option<Vec<usize>>, rank: Option<usize>) -> Result<Memory> {
         let element = ElementType::named(dtype).ok_or_else(|| {
@@ -110,7 +113,7 @@ impl SharedBuffer {
     }
 }
 
-/// A part of a shared buffer as a tensor, for any library that imports DLPack; see `_core.pyi`.
+#[doc = stub!("Memory")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct Memory {
     data: *mut u8,

@@ -120,8 +120,15 @@ class Calls:
         _check_scales(x, scales)
         top_k = 0 if ids is None else ids.shape[1]
         is_token_in_rank = layout.is_token_in_rank.contiguous()
+        # Contiguous, as all that is passed on.
+        x, scales = x.contiguous(), None if scales is None else scales.contiguous()
         core = self._core.notify(
-            x, is_token_in_rank, layout.tokens_per_expert.contiguous(), top_k=top_k, scales=scales, capacity=capacity
+            _codes(x),
+            is_token_in_rank.view(torch.uint8),
+            layout.tokens_per_expert.contiguous(),
+            top_k=top_k,
+            scales=scales,
+            capacity=capacity,
         )
         received = self._rows(core, x, scales, ids, weights)
         return received, _handle(core, is_token_in_rank, self.world_size)
@@ -144,8 +151,8 @@ class Calls:
         received = Received(x.detach().new_empty(core.rows, *x.shape[1:]), *map(empty, (scales, ids, weights)))
         self._core.dispatch(
             core,
-            x.detach().contiguous(),
-            received.x,
+            _codes(x.detach().contiguous()),
+            _codes(received.x),
             scales=whole(scales),
             received_scales=received.scales,
             ids=whole(ids),
@@ -207,6 +214,11 @@ def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handl
     )
     handle.core = core
     return handle
+
+
+def _codes(x: Tensor) -> Tensor:
+    """Elements of 8 bits as bytes, which is what is moved of them."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _check_ids(ids: Tensor) -> None:

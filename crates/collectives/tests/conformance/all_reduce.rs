@@ -19,6 +19,7 @@ conformance! {
     special_values_follow_the_rules: every_dtype, [world_1 world_2 world_3 world_5];
     pieces_join_without_a_seam: [f64 f32 bf16 u8], [world_1 world_2 world_3 world_5];
     every_pattern_of_16_bits_is_reduced_alike: [f16 bf16], [world_2 world_3];
+    operators_on_bits_go_every_way: [i64 i32 i8 u8], [world_1 world_2 world_3 world_5];
     the_choice_of_algorithm_is_equal_on_all_ranks: any_dtype, every_world;
 }
 
@@ -44,6 +45,19 @@ fn every_way_gives_the_reduction_in_rank_order<B: Backend>(dtype: DType, world: 
         let rank = Rank::<B>::new(&comm, dtype);
         for count in small_counts(dtype) {
             for op in ReduceOp::ARITHMETIC {
+                for way in Way::ALL {
+                    rank.all_reduce(count, op, way);
+                }
+            }
+        }
+    });
+}
+
+fn operators_on_bits_go_every_way<B: Backend>(dtype: DType, world: usize) {
+    B::run(world, |comm| {
+        let rank = Rank::<B>::new(&comm, dtype);
+        for count in small_counts(dtype).into_iter().chain([4099]) {
+            for op in [ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor] {
                 for way in Way::ALL {
                     rank.all_reduce(count, op, way);
                 }

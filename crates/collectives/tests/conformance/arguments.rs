@@ -16,6 +16,7 @@ use crate::{
 conformance! {
     tensors_of_different_dtypes: any_dtype, [world_1 world_3];
     outputs_of_the_wrong_length: any_dtype, [world_1 world_3];
+    reductions_that_a_dtype_does_not_have: any_dtype, [world_1 world_3];
     rows_that_do_not_divide: any_dtype, [world_2 world_3];
     strided_tensors: any_dtype, [world_1 world_3];
     tensors_on_another_device: any_dtype, [world_1 world_2];
@@ -74,6 +75,29 @@ fn tensors_of_different_dtypes<B: Backend>(world: usize) {
             matches!(error, CollectiveError::DTypes { input: DType::F32, output: DType::I32, .. })
         };
         refused(&comm, calls, wrong, &["f32", "i32"]);
+    });
+}
+
+fn reductions_that_a_dtype_does_not_have<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        let (input, mut output, root) = (vec![0f32; world], vec![0f32; world], comm.rank());
+        let calls = [
+            comm.all_reduce(&input, &mut output, ReduceOp::Band),
+            comm.reduce_scatter(&input, &mut output[..1], ReduceOp::Bor),
+            comm.reduce(&input, Some((&mut output).into()), ReduceOp::Bxor, root),
+        ];
+        let wrong =
+            |error: &CollectiveError| matches!(error, CollectiveError::NotBits { dtype: DType::F32, .. });
+        refused(&comm, calls, wrong, &["combines the bits of integers, and not of f32"]);
+        // What is only moved.
+        let mut truths = [1u8; 4];
+        // SAFETY: four bytes that live until the call is over.
+        let stored = unsafe {
+            TensorViewMut::from_raw_parts(truths.as_mut_ptr(), DType::Bool, &[4], None, Device::Host)
+        };
+        let wrong =
+            |error: &CollectiveError| matches!(error, CollectiveError::NotNumeric { dtype: DType::Bool, .. });
+        refused(&comm, [comm.all_reduce_in_place(stored.unwrap(), SUM)], wrong, &["bool cannot be reduced"]);
     });
 }
 

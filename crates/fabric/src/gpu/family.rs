@@ -38,7 +38,7 @@ pub const ROWS: Source = Source { name: "rows.cuh", text: include_str!("rows.cuh
 /// [`Tenant`](super::Tenant). The program is the prelude, [`SLOTS`] and then [`SOURCES`](Self::SOURCES). See
 /// [`gpu`](super) for an example.
 pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
-    /// The kernels of the program; [`kernels!`](super::kernels) makes the enum.
+    /// The kernels of the program; `gpu::kernels!` makes the enum.
     type Kernel: Kernel;
     /// What each kernel takes behind the `arguments` of slots.cuh: [`NoArguments`] if nothing.
     type Arguments: KernelArgument;
@@ -75,7 +75,7 @@ pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
     }
 }
 
-/// The kernels of a [`Family`], which [`kernels!`](super::kernels) implements.
+/// The kernels of a [`Family`], which `gpu::kernels!` implements.
 pub trait Kernel: Copy + Eq + fmt::Debug + Send + Sync + 'static {
     /// All of them.
     const ALL: &'static [Self];

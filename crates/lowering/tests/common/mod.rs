@@ -32,7 +32,7 @@ pub fn kinds(graph: &Graph) -> Vec<String> {
     graph.ops.iter().map(|op| name(&op.kind)).filter(|kind| kind != "input").collect()
 }
 
-/// Numbers by chance, the same each time.
+/// Random numbers, the same in every run.
 pub struct Chance(pub u64);
 
 impl Chance {

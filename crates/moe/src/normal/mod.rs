@@ -98,7 +98,7 @@ pub struct Routing<'a> {
     pub num_experts: usize,
     /// How many experts each token chooses; 0 if rows go without the choices. Equal on all ranks.
     pub top_k: usize,
-    /// Nonzero where a token goes to a rank: u8 `[T, R]`.
+    /// Nonzero where a token goes to a rank: u8 or bool `[T, R]`.
     pub is_token_in_rank: TensorView<'a>,
     /// How often the tokens chose each expert: i32 `[E]`.
     pub tokens_per_expert: TensorView<'a>,
@@ -196,7 +196,7 @@ fn check_routing(routing: &Routing<'_>, world_size: usize) -> Result<usize> {
     let (mask, counts) = (name("is_token_in_rank"), name("tokens_per_expert"));
     let (tokens, _) = mask.matrix(&routing.is_token_in_rank, "[T, R]")?;
     mask.has_shape(&routing.is_token_in_rank, &[tokens, world_size], "[T, R]")?;
-    mask.has_dtype(routing.is_token_in_rank.dtype(), &[DType::U8])?;
+    mask.has_dtype(routing.is_token_in_rank.dtype(), &[DType::U8, DType::Bool])?;
     counts.has_shape(&routing.tokens_per_expert, &[num_experts], "[E]")?;
     counts.has_dtype(routing.tokens_per_expert.dtype(), &[DType::I32])?;
     let most = i32::MAX as usize / world_size;

@@ -362,7 +362,7 @@ fn ranks_that_differ_hear_of_it_on_2_gpus() {
         let [_, ids, _] = inputs(mine, rank.comm.rank());
         let layout = layout(&ids.view(), mine.num_experts, 2)?;
         let error = Calls::new(rank, mine, &layout).err().expect("a mismatch").to_string();
-        // Who comes later may hear of it from the other.
+        // The rank that comes later may hear of it from the other one.
         let hears = error.contains("8 experts, top-2") && error.contains("16 experts, top-2");
         assert!(hears || error.contains("aborted"), "{error}");
         Ok(())

@@ -37,7 +37,7 @@ use crate::{
     shared::SharedBuffer,
 };
 
-/// A rank's end of a world; see `_core.pyi`.
+#[doc = stub!("Communicator")]
 #[pyclass(frozen, module = "antiphon", weakref)]
 pub(crate) struct Communicator {
     rank: usize,
@@ -60,6 +60,7 @@ pub(crate) fn seconds(name: &str, seconds: Option<f64>) -> PyResult<Option<Durat
 
 #[pymethods]
 impl Communicator {
+    #[doc = stub!("Communicator.from_env")]
     #[staticmethod]
     #[pyo3(signature = (timeout = None, arena_bytes = None))]
     fn from_env(py: Python<'_>, timeout: Option<f64>, arena_bytes: Option<usize>) -> Result<Self> {
@@ -114,16 +115,19 @@ impl Communicator {
         }
     }
 
+    #[doc = stub!("Communicator.rank")]
     #[getter]
     fn rank(&self) -> usize {
         self.rank
     }
 
+    #[doc = stub!("Communicator.world_size")]
     #[getter]
     fn world_size(&self) -> usize {
         self.world_size
     }
 
+    #[doc = stub!("Communicator.timeout")]
     #[getter]
     fn timeout(&self) -> f64 {
         self.timeout.lock().unwrap_or_else(PoisonError::into_inner).as_secs_f64()
@@ -137,11 +141,13 @@ impl Communicator {
         Ok(())
     }
 
+    #[doc = stub!("Communicator.closed")]
     #[getter]
     fn closed(&self) -> bool {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
+    #[doc = stub!("Communicator.close")]
     fn close(&self, py: Python<'_>) -> Result<()> {
         if !self.process.is_current() {
             return Ok(()); // it was never this process's
@@ -174,6 +180,7 @@ impl Communicator {
         format!("<antiphon.Communicator: rank {} of {}{closed}>", self.rank, self.world_size)
     }
 
+    #[doc = stub!("Communicator.split")]
     #[pyo3(signature = (color, key = 0))]
     fn split(&self, py: Python<'_>, color: Option<Count>, key: i64) -> Result<Option<Self>> {
         let queue = self.queue()?;
@@ -182,17 +189,20 @@ impl Communicator {
         Ok(group.map(Self::new))
     }
 
+    #[doc = stub!("Communicator.shrink")]
     fn shrink(&self, py: Python<'_>) -> Result<Self> {
         let queue = self.queue()?;
         Ok(Self::new(interrupt::detached(py, || queue.run(|comm| comm.shrink()))?))
     }
 
+    #[doc = stub!("Communicator.abort")]
     fn abort(&self, py: Python<'_>) -> Result<()> {
         let queue = self.queue()?;
         py.detach(|| queue.monitor().abort());
         Ok(())
     }
 
+    #[doc = stub!("Communicator.barrier")]
     #[pyo3(signature = (*, device = None, stream = None))]
     fn barrier(&self, py: Python<'_>, device: Option<u32>, stream: Option<RawStream>) -> Result<()> {
         match device {
@@ -204,16 +214,19 @@ impl Communicator {
         }
     }
 
+    #[doc = stub!("Communicator.start_barrier")]
     fn start_barrier(&self, py: Python<'_>) -> Result<Handle> {
         self.start(py, Prepared::bare(call(Operation::Barrier)))
     }
 
+    #[doc = stub!("Communicator.exchange_bytes")]
     fn exchange_bytes<'py>(&self, py: Python<'py>, mine: PyBackedBytes) -> Result<Bound<'py, PyList>> {
         let queue = self.queue()?;
         let all = interrupt::detached(py, || queue.run(|comm| comm.exchange_bytes(&mine)))?;
         Ok(PyList::new(py, all.iter().map(|bytes| PyBytes::new(py, bytes)))?)
     }
 
+    #[doc = stub!("Communicator.exchange_objects")]
     fn exchange_objects<'py>(
         &self,
         py: Python<'py>,
@@ -237,6 +250,7 @@ impl Communicator {
         Ok(objects)
     }
 
+    #[doc = stub!("Communicator.broadcast_object")]
     #[pyo3(signature = (object, root = Count(0)), text_signature = "($self, object, root=0)")]
     fn broadcast_object<'py>(
         &self,
@@ -274,6 +288,7 @@ impl Communicator {
         Err(PyRuntimeError::new_err(format!("broadcast_object: rank {} {problem}", root.0)).into())
     }
 
+    #[doc = stub!("Communicator.all_reduce")]
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None, registered = false, stream = None))]
     #[allow(clippy::too_many_arguments)] // of which Python names the last four
     fn all_reduce<'py>(
@@ -290,6 +305,7 @@ impl Communicator {
         self.run(py, self.prepare_all_reduce(x, op, out, algorithm, registered, usage)?, stream)
     }
 
+    #[doc = stub!("Communicator.start_all_reduce")]
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
     fn start_all_reduce<'py>(
         &self,
@@ -302,6 +318,7 @@ impl Communicator {
         self.start(py, self.prepare_all_reduce(x, op, out, algorithm, false, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.all_reduce_fused")]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
     #[pyo3(signature = (x = None, *, tokens = None, hidden = None, experts = None, expert_scales = None, shared = None, rows = None, index = None, routed_scaling = 1.0, rounded = false, bias = None, pre_norm = false, pre_weight = None, residual = None, weight = None, weight_bias = 0.0, eps = 1e-6, quantize = None, scale = None, group_size = 128, scale_layout = None, sum_out = None, residual_out = None, norm_out = None, codes = None, scales = None, algorithm = None, stream = None))]
     fn all_reduce_fused<'py>(
@@ -369,6 +386,7 @@ impl Communicator {
         self.run_fused(py, &arguments)
     }
 
+    #[doc = stub!("Communicator.all_reduce_rms_norm")]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
     #[pyo3(signature = (x, residual = None, weight = None, *, eps = 1e-6, weight_bias = 0.0, bias = None, pre_norm = false, pre_weight = None, quantize = None, scale = None, group_size = 128, scale_layout = None, keep_norm = false, out = None, residual_out = None, codes = None, scales = None, rounded = false, algorithm = None, stream = None))]
     fn all_reduce_rms_norm<'py>(
@@ -420,6 +438,7 @@ impl Communicator {
         self.run_rms_norm(py, arguments, keep_norm)
     }
 
+    #[doc = stub!("Communicator.all_gather")]
     #[pyo3(signature = (x, *, out = None, stream = None))]
     fn all_gather<'py>(
         &self,
@@ -431,6 +450,7 @@ impl Communicator {
         self.run(py, self.prepare(call(Operation::AllGather), Some(x), out, Usage::Call(stream))?, stream)
     }
 
+    #[doc = stub!("Communicator.start_all_gather")]
     #[pyo3(signature = (x, *, out = None))]
     fn start_all_gather<'py>(
         &self,
@@ -441,6 +461,7 @@ impl Communicator {
         self.start(py, self.prepare(call(Operation::AllGather), Some(x), out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.all_gather_list")]
     #[pyo3(signature = (xs, *, out = None, stream = None))]
     fn all_gather_list<'py>(
         &self,
@@ -452,6 +473,7 @@ impl Communicator {
         self.run_list(py, call(Operation::AllGather), &xs, out.as_deref(), stream)
     }
 
+    #[doc = stub!("Communicator.reduce_scatter_list")]
     #[pyo3(signature = (xs, op = None, *, out = None, stream = None))]
     fn reduce_scatter_list<'py>(
         &self,
@@ -464,6 +486,7 @@ impl Communicator {
         self.run_list(py, reducing(Operation::ReduceScatter, op)?, &xs, out.as_deref(), stream)
     }
 
+    #[doc = stub!("Communicator.reduce_scatter")]
     #[pyo3(signature = (x, op = None, *, out = None, stream = None))]
     fn reduce_scatter<'py>(
         &self,
@@ -480,6 +503,7 @@ impl Communicator {
         )
     }
 
+    #[doc = stub!("Communicator.start_reduce_scatter")]
     #[pyo3(signature = (x, op = None, *, out = None))]
     fn start_reduce_scatter<'py>(
         &self,
@@ -491,6 +515,7 @@ impl Communicator {
         self.start(py, self.prepare(reducing(Operation::ReduceScatter, op)?, Some(x), out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.all_to_all")]
     #[pyo3(signature = (x, *, out = None, stream = None))]
     fn all_to_all<'py>(
         &self,
@@ -502,6 +527,7 @@ impl Communicator {
         self.run(py, self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Call(stream))?, stream)
     }
 
+    #[doc = stub!("Communicator.start_all_to_all")]
     #[pyo3(signature = (x, *, out = None))]
     fn start_all_to_all<'py>(
         &self,
@@ -512,6 +538,7 @@ impl Communicator {
         self.start(py, self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.all_to_all_v")]
     #[pyo3(signature = (x, sends, receives, *, out = None, stream = None))]
     fn all_to_all_v<'py>(
         &self,
@@ -534,6 +561,7 @@ impl Communicator {
         )
     }
 
+    #[doc = stub!("Communicator.start_all_to_all_v")]
     #[pyo3(signature = (x, sends, receives, *, out = None))]
     fn start_all_to_all_v<'py>(
         &self,
@@ -554,6 +582,7 @@ impl Communicator {
         )
     }
 
+    #[doc = stub!("Communicator.all_gather_v")]
     #[pyo3(signature = (x, counts, *, out = None, stream = None))]
     fn all_gather_v<'py>(
         &self,
@@ -567,6 +596,7 @@ impl Communicator {
         self.run(py, self.prepare(what, Some(x), out, Usage::Call(stream))?, stream)
     }
 
+    #[doc = stub!("Communicator.start_all_gather_v")]
     #[pyo3(signature = (x, counts, *, out = None))]
     fn start_all_gather_v<'py>(
         &self,
@@ -579,6 +609,7 @@ impl Communicator {
         self.start(py, self.prepare(what, Some(x), out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.reduce_scatter_v")]
     #[pyo3(signature = (x, counts, op = None, *, out = None, stream = None))]
     fn reduce_scatter_v<'py>(
         &self,
@@ -593,6 +624,7 @@ impl Communicator {
         self.run(py, self.prepare(what, Some(x), out, Usage::Call(stream))?, stream)
     }
 
+    #[doc = stub!("Communicator.start_reduce_scatter_v")]
     #[pyo3(signature = (x, counts, op = None, *, out = None))]
     fn start_reduce_scatter_v<'py>(
         &self,
@@ -606,6 +638,7 @@ impl Communicator {
         self.start(py, self.prepare(what, Some(x), out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.broadcast")]
     #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn broadcast<'py>(
         &self,
@@ -622,6 +655,7 @@ impl Communicator {
         )
     }
 
+    #[doc = stub!("Communicator.start_broadcast")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_broadcast<'py>(
         &self,
@@ -633,6 +667,7 @@ impl Communicator {
         self.start(py, self.prepare(call(Operation::Broadcast).with_root(root.0), x, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.reduce")]
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, op=None, root=0, *, out=None, stream=None)")]
     fn reduce<'py>(
         &self,
@@ -655,6 +690,7 @@ impl Communicator {
         )
     }
 
+    #[doc = stub!("Communicator.start_reduce")]
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
     fn start_reduce<'py>(
         &self,
@@ -670,6 +706,7 @@ impl Communicator {
         )
     }
 
+    #[doc = stub!("Communicator.gather")]
     #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn gather<'py>(
         &self,
@@ -686,6 +723,7 @@ impl Communicator {
         )
     }
 
+    #[doc = stub!("Communicator.start_gather")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_gather<'py>(
         &self,
@@ -697,6 +735,7 @@ impl Communicator {
         self.start(py, self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.scatter")]
     #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn scatter<'py>(
         &self,
@@ -713,6 +752,7 @@ impl Communicator {
         )
     }
 
+    #[doc = stub!("Communicator.start_scatter")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_scatter<'py>(
         &self,
@@ -724,6 +764,7 @@ impl Communicator {
         self.start(py, self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Started)?)
     }
 
+    #[doc = stub!("Communicator.send")]
     #[pyo3(signature = (x, to, *, tag = Tag(0), stream = None), text_signature = "($self, x, to, *, tag=0, stream=None)")]
     fn send(
         &self,
@@ -737,6 +778,7 @@ impl Communicator {
         self.exchange(py, Some((operand, to.0)), None, tag, stream)
     }
 
+    #[doc = stub!("Communicator.recv")]
     #[pyo3(signature = (out, source, *, tag = Tag(0), stream = None), text_signature = "($self, out, source, *, tag=0, stream=None)")]
     fn recv<'py>(
         &self,
@@ -751,11 +793,13 @@ impl Communicator {
         Ok(out)
     }
 
+    #[doc = stub!("Communicator.recv_any")]
     #[pyo3(signature = (out, *, tag = Tag(0)), text_signature = "($self, out, *, tag=0)")]
     fn recv_any(&self, py: Python<'_>, out: &Bound<'_, PyAny>, tag: Tag) -> Result<usize> {
         self.receive(py, out, Source::Any, tag)
     }
 
+    #[doc = stub!("Communicator.send_recv")]
     #[pyo3(signature = (x, to, out, source, *, stream = None))]
     fn send_recv<'py>(
         &self,
@@ -775,6 +819,7 @@ impl Communicator {
         Ok(out)
     }
 
+    #[doc = stub!("Communicator.start_send")]
     #[pyo3(signature = (x, to, *, tag = Tag(0)), text_signature = "($self, x, to, *, tag=0)")]
     fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: Tag) -> Result<Handle> {
         let operand = Operand::import(x, "the input", Usage::Started)?.on_host("start_send")?;
@@ -790,6 +835,7 @@ impl Communicator {
         Ok(Handle::new(pending, None))
     }
 
+    #[doc = stub!("Communicator.start_recv")]
     #[pyo3(signature = (out, source, *, tag = Tag(0)), text_signature = "($self, out, source, *, tag=0)")]
     fn start_recv(
         &self,
@@ -812,10 +858,12 @@ impl Communicator {
         Ok(Handle::new(pending, Some(out)))
     }
 
+    #[doc = stub!("Communicator.load_plan")]
     fn load_plan(&self, py: Python<'_>, plan: &Bound<'_, PyAny>) -> Result<Plan> {
         self.load(py, plan)
     }
 
+    #[doc = stub!("Communicator.prepare_cuda")]
     #[pyo3(signature = (device = None, *, dtypes = None, ops = None))]
     fn prepare_cuda(
         &self,
@@ -829,17 +877,20 @@ impl Communicator {
         Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels))?)
     }
 
+    #[doc = stub!("Communicator.on_cuda_failure")]
     fn on_cuda_failure(&self, py: Python<'_>, action: &Bound<'_, PyAny>) -> Result<()> {
         self.queue()?;
         self.gpus.on_failure(py, cuda::Action::new(action)?);
         Ok(())
     }
 
+    #[doc = stub!("Communicator.check")]
     fn check(&self, py: Python<'_>) -> Result<()> {
         self.queue()?;
         Ok(py.detach(|| self.gpus.check())?)
     }
 
+    #[doc = stub!("Communicator.create_cuda_buffer")]
     #[pyo3(signature = (num_bytes, device = None))]
     fn create_cuda_buffer(
         &self,
@@ -854,12 +905,14 @@ impl Communicator {
         })?)
     }
 
+    #[doc = stub!("Communicator.free_cuda_buffer")]
     fn free_cuda_buffer(&self, py: Python<'_>, buffer: &CudaBuffer) -> Result<()> {
         let queue = self.queue()?;
         buffer.check_owner(&queue)?;
         Ok(interrupt::detached(py, || buffer.free(&queue))?)
     }
 
+    #[doc = stub!("Communicator.register_cuda")]
     fn register_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
         let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
         if let cuda::Registrable::Buffer(buffer) = &memory {
@@ -868,17 +921,20 @@ impl Communicator {
         Ok(interrupt::detached(py, || self.gpus.register(&queue, &memory))?)
     }
 
+    #[doc = stub!("Communicator.unregister_cuda")]
     fn unregister_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
         let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
         Ok(interrupt::detached(py, || self.gpus.unregister(&queue, &memory))?)
     }
 
+    #[doc = stub!("Communicator.create_shared_buffer")]
     fn create_shared_buffer(&self, py: Python<'_>, num_bytes: Count) -> Result<SharedBuffer> {
         let queue = self.queue()?;
         let buffer = interrupt::detached(py, || queue.run(|comm| comm.create_shared_buffer(num_bytes.0)))?;
         Ok(SharedBuffer::new(buffer, &queue, self.rank, self.world_size))
     }
 
+    #[doc = stub!("Communicator.free_shared_buffer")]
     fn free_shared_buffer(&self, py: Python<'_>, buffer: &SharedBuffer) -> Result<()> {
         let queue = self.queue()?;
         buffer.check_owner(&queue)?;

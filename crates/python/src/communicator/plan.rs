@@ -32,7 +32,7 @@ use crate::{
     operand::{Operand, Tensor, Usage},
 };
 
-/// A plan that is ready to run; see `_core.pyi`.
+#[doc = stub!("Plan")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct Plan {
     /// Absent when closed. Locked in a turn of the queue only.
@@ -236,11 +236,13 @@ impl Plan {
         self.plan.name.as_deref()
     }
 
+    #[doc = stub!("Plan.collective")]
     #[getter]
     fn collective(&self) -> &str {
         &self.plan.collective
     }
 
+    #[doc = stub!("Plan.execute")]
     #[pyo3(signature = (x, out = None))]
     fn execute<'py>(
         &self,
@@ -262,6 +264,7 @@ impl Plan {
         Ok(result)
     }
 
+    #[doc = stub!("Plan.close")]
     fn close(&self, py: Python<'_>) -> Result<()> {
         if !self.process.is_current() {
             return Ok(()); // it was never this process's

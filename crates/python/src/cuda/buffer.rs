@@ -10,7 +10,7 @@ use pyo3::{exceptions::PyValueError, prelude::*};
 
 use crate::{error::Result, fork::Process};
 
-/// Memory on every rank's GPU; see `_core.pyi`.
+#[doc = stub!("CudaBuffer")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct CudaBuffer {
     /// Absent when freed.
@@ -78,11 +78,13 @@ impl CudaBuffer {
         self.num_bytes
     }
 
+    #[doc = stub!("CudaBuffer.device")]
     #[getter]
     pub(crate) fn device(&self) -> u32 {
         self.device
     }
 
+    #[doc = stub!("CudaBuffer.pointer")]
     fn pointer(&self, rank: usize) -> Result<u64> {
         self.process.check(|| "buffer".to_owned())?;
         if rank >= self.world_size {

@@ -12,12 +12,14 @@ use super::{
 };
 use crate::error::Result;
 
-/// A memory or port channel of a program; see `_core.pyi`.
+#[doc = stub!("Channel")]
 #[pyclass(frozen, module = "antiphon.language")]
 pub(crate) struct Channel {
     pub port: bool,
+    #[doc = stub!("Channel.dst")]
     #[pyo3(get)]
     pub dst: u32,
+    #[doc = stub!("Channel.src")]
     #[pyo3(get)]
     pub src: u32,
     pub id: ChannelId,
@@ -25,12 +27,14 @@ pub(crate) struct Channel {
 
 #[pymethods]
 impl Channel {
+    #[doc = stub!("Channel.id")]
     #[getter]
     fn id(&self) -> u32 {
         self.id.0
     }
 
-    /// `kind` is signal, wait or flush.
+    #[doc = stub!("Channel.notify")]
+    // `kind` is signal, wait or flush.
     #[allow(clippy::too_many_arguments)] // the method's
     fn notify(
         &self,
@@ -63,7 +67,8 @@ impl Channel {
         }?)
     }
 
-    /// `kind` is the method's name: put, put_with_signal, ...
+    #[doc = stub!("Channel.put")]
+    // `kind` is the method's name: put, put_with_signal, ...
     #[allow(clippy::too_many_arguments)] // the method's
     fn put(
         &self,
@@ -105,6 +110,7 @@ impl Channel {
         }?)
     }
 
+    #[doc = stub!("Channel.reduce")]
     #[allow(clippy::too_many_arguments)] // the method's
     fn reduce(
         &self,
@@ -127,9 +133,10 @@ impl Channel {
     }
 }
 
-/// A switch channel of a program; see `_core.pyi`.
+#[doc = stub!("Switch")]
 #[pyclass(frozen, module = "antiphon.language")]
 pub(crate) struct Switch {
+    #[doc = stub!("Switch.ranks")]
     #[pyo3(get)]
     pub ranks: Vec<u32>,
     pub ends: SwitchEnds,
@@ -137,13 +144,15 @@ pub(crate) struct Switch {
 
 #[pymethods]
 impl Switch {
-    /// Its number at each rank.
+    #[doc = stub!("Switch.ids")]
+    // Its number at each rank.
     #[getter]
     fn ids(&self) -> BTreeMap<u32, u32> {
         self.ends.ids.iter().map(|(&rank, &id)| (rank, id.0)).collect()
     }
 
-    /// A member by its number.
+    #[doc = stub!("Switch.member")]
+    // A member by its number.
     fn member(&self, program: &Bound<'_, Program>, rank: i64) -> Result<u32> {
         let program = program.get().lock();
         let rank = convert::rank(rank, program.num_ranks())?;
@@ -151,6 +160,7 @@ impl Switch {
         Ok(rank)
     }
 
+    #[doc = stub!("Switch.reduce")]
     #[allow(clippy::too_many_arguments)] // the method's
     fn reduce(
         &self,
@@ -172,6 +182,7 @@ impl Switch {
         Ok(channel.reduce(rank, dst.chunk, from, tb, convert::reduce_op(reduce_op)?)?)
     }
 
+    #[doc = stub!("Switch.broadcast")]
     #[allow(clippy::too_many_arguments)] // the method's
     fn broadcast(
         &self,

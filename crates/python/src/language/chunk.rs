@@ -13,11 +13,12 @@ use pyo3::{
 use super::convert;
 use crate::error::Result;
 
-/// Some chunks of a rank's buffer; see `_core.pyi`.
+#[doc = stub!("Chunk")]
 #[pyclass(frozen, eq, module = "antiphon.language")]
 pub(crate) struct Chunk {
     pub chunk: language::Chunk,
-    /// The member of the enumeration that the script knows.
+    // The member of the enumeration that the script knows.
+    #[doc = stub!("Chunk.buffer")]
     #[pyo3(get)]
     buffer: Py<PyAny>,
 }
@@ -38,21 +39,25 @@ impl Chunk {
         Ok(Chunk { chunk, buffer: buffer.unbind() })
     }
 
+    #[doc = stub!("Chunk.rank")]
     #[getter]
     fn rank(&self) -> u32 {
         self.chunk.rank.0
     }
 
+    #[doc = stub!("Chunk.index")]
     #[getter]
     fn index(&self) -> u64 {
         self.chunk.index
     }
 
+    #[doc = stub!("Chunk.size")]
     #[getter]
     fn size(&self) -> u64 {
         self.chunk.size
     }
 
+    #[doc = stub!("Chunk.to_dict")]
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
         dict.set_item("rank", self.rank())?;
@@ -80,17 +85,21 @@ impl Chunk {
     }
 }
 
-/// A buffer of a rank; see `_core.pyi`.
+#[doc = stub!("BaseBuffer")]
 #[pyclass(frozen, subclass, module = "antiphon.language")]
 pub(crate) struct BaseBuffer {
+    #[doc = stub!("BaseBuffer.rank")]
     #[pyo3(get)]
     rank: u32,
+    #[doc = stub!("BaseBuffer.buffer_type")]
     #[pyo3(get)]
     buffer_type: Py<PyAny>,
     kind: language::BufferType,
+    #[doc = stub!("BaseBuffer.offset")]
     #[pyo3(get)]
     offset: i64,
-    /// Where it ends.
+    // Where it ends.
+    #[doc = stub!("BaseBuffer.size")]
     #[pyo3(get)]
     size: i64,
 }
@@ -104,6 +113,7 @@ impl BaseBuffer {
         Ok(BaseBuffer { rank, buffer_type: buffer_type.unbind(), kind, offset, size: end })
     }
 
+    #[doc = stub!("BaseBuffer.__getitem__")]
     fn __getitem__(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> Result<Chunk> {
         let slice = key
             .cast::<PySlice>()
@@ -129,7 +139,7 @@ impl BaseBuffer {
     }
 }
 
-/// Thread blocks that share operations; see `_core.pyi`.
+#[doc = stub!("ThreadBlockGroup")]
 #[pyclass(frozen, subclass, module = "antiphon.language")]
 pub(crate) struct ThreadBlockGroup(pub language::ThreadBlockGroup);
 
@@ -141,15 +151,18 @@ impl ThreadBlockGroup {
         Ok(ThreadBlockGroup(language::ThreadBlockGroup::new(blocks.collect::<Result<Vec<_>>>()?)?))
     }
 
+    #[doc = stub!("ThreadBlockGroup.tb_list")]
     #[getter]
     fn tb_list(&self) -> Vec<u32> {
         self.0.blocks().to_vec()
     }
 
+    #[doc = stub!("ThreadBlockGroup.get_internal_id")]
     fn get_internal_id(&self, tb: i64) -> Result<u32> {
         Ok(self.0.share(convert::member_of_group(tb)?)?.tb_id)
     }
 
+    #[doc = stub!("ThreadBlockGroup.numtb")]
     fn numtb(&self) -> usize {
         self.0.blocks().len()
     }

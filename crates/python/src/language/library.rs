@@ -8,13 +8,13 @@ use pyo3::{exceptions::PyValueError, prelude::*};
 
 use super::convert;
 
-/// The names of the algorithms; see `_core.pyi`.
+#[doc = stub!("library_names")]
 #[pyfunction]
 pub(crate) fn library_names() -> Vec<&'static str> {
     ALGORITHMS.iter().map(|algorithm| algorithm.name).collect()
 }
 
-/// The plan's text; see `_core.pyi`.
+#[doc = stub!("library_plan")]
 #[pyfunction]
 #[pyo3(signature = (
     name, ranks, *, nodes, inplace, reduce_op, unit_size, instances, reuse_resources, num_threads_per_block, buffer_alignment,

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::error::Result;
 
-/// A program as its operations come in; see `_core.pyi`.
+#[doc = stub!("Program")]
 #[pyclass(frozen, module = "antiphon.language")]
 pub(crate) struct Program(Mutex<language::Program>);
 
@@ -47,12 +47,14 @@ impl Program {
         Program(Mutex::new(language::Program::new("", &collective, Options::default())))
     }
 
+    #[doc = stub!("Program.num_ranks")]
     #[getter]
     fn num_ranks(&self) -> u32 {
         self.lock().num_ranks()
     }
 
-    /// Input, output and scratch chunks of a rank.
+    #[doc = stub!("Program.num_chunks")]
+    // Input, output and scratch chunks of a rank.
     fn num_chunks(&self, rank: i64) -> Result<(u64, u64, u64)> {
         let program = self.lock();
         let rank = convert::rank(rank, program.num_ranks())?;
@@ -60,30 +62,35 @@ impl Program {
         Ok((of(BufferType::Input)?, of(BufferType::Output)?, of(BufferType::Scratch)?))
     }
 
-    /// A rank by its number, which may count from the end.
+    #[doc = stub!("Program.rank")]
+    // A rank by its number, which may count from the end.
     fn rank(&self, rank: i64) -> Result<u32> {
         let program = self.lock();
         Ok(program.rank(convert::rank(rank, program.num_ranks())?)?.id())
     }
 
-    /// Sets scratch aside, and returns its offset. A negative size sets none aside.
+    #[doc = stub!("Program.scratch")]
+    // Sets scratch aside, and returns its offset. A negative size sets none aside.
     fn scratch(&self, rank: u32, size: i64) -> Result<u64> {
         let program = self.lock();
         Ok(program.rank(rank)?.scratch(u64::try_from(size).unwrap_or(0))?.offset)
     }
 
+    #[doc = stub!("Program.memory_channel")]
     fn memory_channel(&self, dst: i64, src: i64) -> Result<Channel> {
         let program = self.lock();
         let (dst, src) = (convert::rank(dst, program.num_ranks())?, convert::rank(src, program.num_ranks())?);
         Ok(Channel { port: false, dst, src, id: program.memory_channel(dst, src)?.id() })
     }
 
+    #[doc = stub!("Program.port_channel")]
     fn port_channel(&self, dst: i64, src: i64) -> Result<Channel> {
         let program = self.lock();
         let (dst, src) = (convert::rank(dst, program.num_ranks())?, convert::rank(src, program.num_ranks())?);
         Ok(Channel { port: true, dst, src, id: program.port_channel(dst, src)?.id() })
     }
 
+    #[doc = stub!("Program.switch_channel")]
     fn switch_channel(&self, ranks: Vec<i64>, buffer: &Bound<'_, PyAny>) -> Result<Switch> {
         let program = self.lock();
         let ranks = ranks.into_iter().map(|rank| convert::rank(rank, program.num_ranks()));
@@ -92,12 +99,14 @@ impl Program {
         Ok(Switch { ranks, ends })
     }
 
+    #[doc = stub!("Program.semaphore")]
     fn semaphore(&self, rank: i64, initial_value: i64) -> Result<(u32, u32)> {
         let program = self.lock();
         let rank = convert::rank(rank, program.num_ranks())?;
         Ok((rank, program.semaphore(rank, initial_value)?.id().0))
     }
 
+    #[doc = stub!("Program.semaphore_op")]
     fn semaphore_op(
         &self,
         acquire: bool,
@@ -114,6 +123,7 @@ impl Program {
         Ok(if acquire { semaphore.acquire(tb, data_sync) } else { semaphore.release(tb, data_sync) }?)
     }
 
+    #[doc = stub!("Program.copy")]
     #[allow(clippy::too_many_arguments)] // the method's
     fn copy(
         &self,
@@ -136,6 +146,7 @@ impl Program {
         }?)
     }
 
+    #[doc = stub!("Program.reduce")]
     #[allow(clippy::too_many_arguments)] // the method's
     fn reduce(
         &self,
@@ -160,6 +171,7 @@ impl Program {
         }?)
     }
 
+    #[doc = stub!("Program.barrier")]
     fn barrier(&self, rank: u32, tb_list: Vec<i64>, frame: &Bound<'_, PyAny>) -> Result<()> {
         let program = self.at(frame)?;
         let count = program.num_thread_blocks(rank)?;
@@ -167,19 +179,23 @@ impl Program {
         Ok(program.rank(rank)?.barrier(&blocks.collect::<Result<Vec<_>>>()?)?)
     }
 
+    #[doc = stub!("Program.begin_pipeline")]
     fn begin_pipeline(&self, unit: u64, num_chunks: u64, frame: &Bound<'_, PyAny>) -> Result<()> {
         Ok(self.at(frame)?.begin_pipeline(unit, num_chunks)?)
     }
 
+    #[doc = stub!("Program.end_pipeline")]
     fn end_pipeline(&self) -> Result<()> {
         Ok(self.lock().end_pipeline()?)
     }
 
+    #[doc = stub!("Program.check_pairing")]
     fn check_pairing(&self) -> Result<()> {
         Ok(self.lock().check_pairing()?)
     }
 
-    /// The finished plan. All but the operations comes as keywords. The pairing is not checked.
+    #[doc = stub!("Program.finish")]
+    // The finished plan. All but the operations comes as keywords. The pairing is not checked.
     #[pyo3(signature = (**header))]
     fn finish(&self, py: Python<'_>, header: Option<&Bound<'_, PyDict>>) -> Result<FinishedPlan> {
         let mut program = self.lock();
@@ -193,7 +209,7 @@ impl Program {
     }
 }
 
-/// A plan that a program became, with the lines that asked for its operations; see `_core.pyi`.
+#[doc = stub!("FinishedPlan")]
 #[pyclass(frozen, module = "antiphon.language")]
 pub(crate) struct FinishedPlan(Plan);
 
@@ -210,13 +226,13 @@ impl FinishedPlan {
         py.detach(|| self.0.to_json())
     }
 
-    /// What the verifier says of it, with the lines that asked for operations: for people, and as JSON.
+    #[doc = stub!("FinishedPlan.verify")]
     fn verify(&self, py: Python<'_>) -> (String, String) {
         let report = py.detach(|| verify::verify(&self.0, &verify::Options::default()));
         (report.to_string(), report.to_json().to_string())
     }
 
-    /// Of each operation of a thread block, the line that asked for it.
+    #[doc = stub!("FinishedPlan.lines")]
     fn lines(&self, rank: usize, threadblock: usize) -> Result<Vec<Option<(String, u32)>>> {
         let block = self.0.gpus.get(rank).and_then(|gpu| gpu.threadblocks.get(threadblock));
         let missing = || PyIndexError::new_err(format!("rank {rank} has no thread block {threadblock}"));
