@@ -220,6 +220,56 @@ def test_counts_that_disagree_leave_the_communicator_usable() -> None:
     ranks.threads(2, body)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64", "complex128"])
+def test_parts_of_uneven_lengths(dtype: str) -> None:
+    counts = [2, 0, 5]
+
+    def body(comm: antiphon.Communicator) -> None:
+        rank, start = comm.rank, sum(counts[: comm.rank])
+        parts = [np.full((count, 3), r + 1, dtype) for r, count in enumerate(counts)]
+        whole = np.concatenate(parts)
+        np.testing.assert_array_equal(comm.all_gather_v(parts[rank], counts), whole, strict=True)
+        row = np.zeros_like(whole)
+        own = row[start : start + counts[rank]]
+        own[:] = parts[rank]
+        assert comm.start_all_gather_v(own, counts, out=row).wait() is row  # in place
+        np.testing.assert_array_equal(row, whole)
+        if dtype != "complex128":
+            xs = [whole + r for r in range(3)]
+            expected = np.maximum.reduce(xs)[start : start + counts[rank]]
+            np.testing.assert_array_equal(comm.reduce_scatter_v(xs[rank], counts, "max"), expected, strict=True)
+            comm.start_reduce_scatter_v(xs[rank], counts, "max", out=xs[rank][start : start + counts[rank]]).wait()
+            np.testing.assert_array_equal(xs[rank][start : start + counts[rank]], expected)
+
+    ranks.threads(3, body)
+
+
+def test_parts_that_ranks_list_otherwise_are_an_error() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        counts = [[1, 3], [2, 2]][comm.rank]
+        with pytest.raises(RuntimeError, match="all_gather_v.*counts|aborted"):
+            comm.all_gather_v(np.zeros(counts[comm.rank]), counts)
+
+    ranks.threads(2, body)
+
+
+def test_lists_of_arrays() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        size, rank = comm.world_size, comm.rank
+        xs = [[np.full((count, 2), r + 1.0) for count in (3, 0, 5)] for r in range(size)]
+        for index, found in enumerate(comm.all_gather_list(xs[rank])):
+            np.testing.assert_array_equal(found, np.concatenate([x[index] for x in xs]))
+        rows = [np.arange(size * count, dtype=np.int64) + rank for count in (1, 4)]
+        outs = [np.zeros(count, np.int64) for count in (1, 4)]
+        for out, found, row in zip(outs, comm.reduce_scatter_list(rows, "max", out=outs), rows, strict=True):
+            assert found is out
+            np.testing.assert_array_equal(out, (row - rank + size - 1).reshape(size, -1)[rank])
+        with pytest.raises(ValueError, match="2 inputs and 1 outputs"):
+            comm.all_gather_list(rows, out=outs[:1])
+
+    ranks.threads(2, body)
+
+
 def test_messages() -> None:
     def body(comm: antiphon.Communicator) -> None:
         rank, world = comm.rank, comm.world_size

@@ -215,6 +215,9 @@ BAD = {
     "negative splits": (lambda c: c.all_to_all_v(F32, [-4], [4]), ValueError, "-4 is negative"),
     "no scattered array": (lambda c: c.scatter(None), TypeError, "the root must pass the array"),
     "splits": (lambda c: c.all_to_all_v(F32, [4, 0], [4]), ValueError, "2 .* for 1 ranks"),
+    "counts": (lambda c: c.all_gather_v(F32, [4, 0]), ValueError, "all_gather_v: 2 counts for 1 ranks"),
+    "other counts": (lambda c: c.all_gather_v(F32, [5]), ValueError, "has 4 elements, expected 5 .the count of rank 0"),
+    "negative counts": (lambda c: c.reduce_scatter_v(F32, [-4]), ValueError, "-4 is negative"),
     "in place uneven": (lambda c: c.all_to_all_v(F32, [4], [4], out=F32), ValueError, "overlap"),
     "handle timeout": (lambda c: c.start_barrier().wait(float("nan")), ValueError, "no number of seconds"),
 }

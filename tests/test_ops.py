@@ -8,6 +8,7 @@ import antiphon.torch
 import pytest
 import torch
 import worlds
+from antiphon._core import operations
 from worlds import Checks
 
 CHECKS = check = Checks()
@@ -109,6 +110,16 @@ def calls_keep_their_order(comm: Comm, device: Device) -> None:
             torch.testing.assert_close(mine.detach(), other, msg=lambda text: f"{name}, {dynamic=}, {has_gradients=}: {text}")
 
 
+def others(x: torch.Tensor, group: str) -> tuple[torch.Tensor, ...]:
+    """The operators whose parts are uneven, or which have a root, on 2 ranks."""
+    mine, row = x[: x.shape[0] - 1], torch.cat([x, x * 10])
+    gathered = ops.all_gather_v(mine, [x.shape[0] - 1, x.shape[0] - 1], group)
+    scattered = ops.reduce_scatter_v(row, [x.shape[0], x.shape[0]], group, "max")
+    mixed = ops.all_to_all_v(row, [x.shape[0], x.shape[0]], [x.shape[0], x.shape[0]], group)
+    rooted = ops.broadcast(x, group, 1), ops.scatter(row, group, 1)
+    return gathered, scattered, mixed, *rooted, ops.reduce(x, group, 1) * 2, ops.gather(x, group, 1) * 2
+
+
 def unused(x: torch.Tensor, group: str) -> torch.Tensor:
     """Results that nobody uses, around one that is."""
     ops.all_reduce(x, group)
@@ -117,6 +128,27 @@ def unused(x: torch.Tensor, group: str) -> torch.Tensor:
     mixed = ops.all_to_all(x, group)
     ops.all_reduce_(x * 3, group)
     return mixed  # type: ignore[no-any-return]
+
+
+@check
+def uneven_and_rooted_operators(comm: Comm, device: Device) -> None:
+    group, xs = antiphon.torch.ops.register(comm), [x_of(rank, device) for rank in range(2)]
+    rows, me = [torch.cat([x, x * 10]) for x in xs], slice(4 * comm.rank, 4 * comm.rank + 4)
+    nothing = xs[0][:0]
+    wanted = (
+        torch.cat([x[:3] for x in xs]),
+        torch.stack(rows).amax(0)[me],
+        torch.cat([row[me] for row in rows]),
+        xs[1],
+        rows[1][me],
+        (xs[0] + xs[1]) * 2 if comm.rank == 1 else nothing,
+        torch.cat(xs) * 2 if comm.rank == 1 else nothing,
+    )
+    torch._dynamo.reset()
+    for program in others, torch.compile(others, fullgraph=True, dynamic=True):
+        for found, expected in zip(program(xs[comm.rank], group), wanted, strict=True):
+            if found.numel() or expected.numel():
+                assert torch.equal(found, expected)
 
 
 @check
@@ -161,7 +193,24 @@ def test_on(name: str, device: str) -> None:
     worlds.expect("test_ops", name, device, 2)
 
 
-@pytest.mark.parametrize("name", CALLS)
+def arguments(row: tuple[str, str, str, bool, str | None], x: torch.Tensor, group: str) -> tuple[object, ...]:
+    """Of an operation of the table, for a world of one."""
+    parts = (row[1], row[2]).count("parts")
+    return (x, *[[x.shape[0]]] * parts, group)
+
+
+@pytest.mark.parametrize("row", operations(), ids=lambda row: row[0])
+@pytest.mark.parametrize("device", worlds.DEVICES)
+def test_torch_finds_no_fault_with_an_operation_of_the_table(row: tuple[str, str, str, bool, str | None], device: str) -> None:
+    worlds.need(device, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        with antiphon.init(rank=0, world_size=1, path=Path(folder) / "world") as comm:
+            x = torch.ones(4, 4, device="cpu" if device == "host" else "cuda:0")
+            group = antiphon.torch.ops.register(comm)
+            torch.library.opcheck(getattr(ops, row[0]).default, arguments(row, x, group))
+
+
+@pytest.mark.parametrize("name", ["all_reduce_", "all_reduce_rms_norm"])
 @pytest.mark.parametrize("device", worlds.DEVICES)
 def test_torch_finds_no_fault_with_an_operator(name: str, device: str) -> None:
     worlds.need(device, 1)

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import worlds
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 CHECKS: dict[str, Callable[[dist.ProcessGroup, torch.device], None]] = {}
 Group, Device = dist.ProcessGroup, torch.device
@@ -189,6 +192,19 @@ def functional_collectives(group: Group, device: Device) -> None:
     assert torch.equal(found, torch.stack(xs).sum(0))
     found = funcol.wait_tensor(funcol.all_gather_tensor(xs[group.rank()], 0, group))
     assert torch.equal(found, torch.cat(xs))
+    size, xs = group.size(), inputs(group, device, rows=2 * group.size())
+    found = funcol.reduce_scatter_tensor(xs[group.rank()], "sum", 0, group)
+    assert torch.equal(found, torch.stack(xs).sum(0).chunk(size)[group.rank()])
+    found = funcol.all_to_all_single(xs[group.rank()], None, None, group)
+    assert torch.equal(found, torch.cat([x.chunk(size)[group.rank()] for x in xs]))
+    assert torch.equal(funcol.broadcast(xs[group.rank()], 0, group), xs[0])
+    pair = [xs[group.rank()], xs[group.rank()] + 1]
+    for shift, found in enumerate(funcol.all_reduce_coalesced(pair, "max", group)):
+        assert torch.equal(found, torch.stack(xs).amax(0) + shift)
+    for shift, found in enumerate(funcol.all_gather_into_tensor_coalesced(pair, group)):
+        assert torch.equal(found, torch.cat(xs) + shift)
+    for shift, found in enumerate(funcol.reduce_scatter_tensor_coalesced(pair, "sum", [0, 0], group)):
+        assert torch.equal(found, torch.stack(xs).sum(0).chunk(size)[group.rank()] + shift * size)
 
 
 @check
@@ -232,19 +248,139 @@ def data_parallel_training(group: Group, device: Device) -> None:
 
 
 @check
+def rooted_operations(group: Group, device: Device) -> None:
+    size, rank, xs = group.size(), group.rank(), inputs(group, device)
+    for root in range(size):
+        found = xs[rank].clone()
+        dist.reduce(found, group_dst=root, group=group)
+        if rank == root:
+            assert torch.equal(found, torch.stack(xs).sum(0))
+        gathered = [torch.zeros_like(x) for x in xs] if rank == root else None
+        dist.gather(xs[rank], gathered, group_dst=root, group=group)
+        assert gathered is None or all(torch.equal(*pair) for pair in zip(gathered, xs))
+        found = torch.zeros_like(xs[0])
+        dist.scatter(found, [x + root for x in xs] if rank == root else None, group_src=root, group=group)
+        assert torch.equal(found, xs[rank] + root)
+
+
+@check
+def lists_of_uneven_tensors(group: Group, device: Device) -> None:
+    size, rank = group.size(), group.rank()
+    parts = [torch.full((3 * each, 2), each + 1.0, device=device) for each in range(size)]
+    found = [torch.zeros_like(part) for part in parts]
+    dist.all_gather(found, parts[rank], group=group)
+    assert all(torch.equal(*pair) for pair in zip(found, parts))
+    mine = torch.zeros_like(parts[rank])
+    dist.reduce_scatter(mine, [part + rank for part in parts], dist.ReduceOp.MAX, group=group)
+    assert torch.equal(mine, parts[rank] + size - 1)
+    sends, receives = [rank + to for to in range(size)], [source + rank for source in range(size)]
+    x = torch.cat([torch.full((n,), 10 * rank + to, device=device) for to, n in enumerate(sends)])
+    out = torch.zeros(sum(receives), dtype=x.dtype, device=device)
+    dist.all_to_all_single(out, x, receives, sends, group=group)
+    wanted = [torch.full((n,), 10 * source + rank, device=device) for source, n in enumerate(receives)]
+    assert torch.equal(out, torch.cat(wanted))
+
+
+@check
+def messages(group: Group, device: Device) -> None:
+    """Everyone sends before it receives, also more than is buffered."""
+    size, rank = group.size(), group.rank()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for count in (3, 2_000_000):
+        x, out = torch.full((count,), float(rank), device=device), torch.zeros(count, device=device)
+        sent, received = dist.isend(x, group_dst=after, group=group), dist.irecv(out, group_src=before, group=group)
+        assert sent is not None and received is not None
+        received.wait()
+        assert out.eq(before).all()
+        sent.wait()
+        ops = [
+            dist.P2POp(dist.isend, x + 1, group=group, group_peer=after),
+            dist.P2POp(dist.irecv, out, group=group, group_peer=before),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert out.eq(before + 1).all()
+
+
+@check
+def a_pipeline(group: Group, device: Device) -> None:
+    """Stages that hand activations on and gradients back, as pipeline schedules do, for several micro-batches."""
+    size, rank = group.size(), group.rank()
+    torch.manual_seed(0)
+    stages = [torch.nn.Linear(4, 4).to(device) for _ in range(size)]
+    batches = [torch.randn(2, 4).to(device) for _ in range(3)]
+    stage, entered, left = stages[rank], list[torch.Tensor](), list[torch.Tensor]()
+    for batch in batches:
+        x = batch.clone() if rank == 0 else torch.zeros_like(batch)
+        if rank > 0:
+            dist.recv(x, group_src=rank - 1, group=group)
+        entered.append(x.requires_grad_())
+        left.append(torch.tanh(stage(x)))
+        if rank < size - 1:
+            dist.send(left[-1].detach(), group_dst=rank + 1, group=group)
+    for x, y in zip(entered, left):
+        gradient = torch.ones_like(y)
+        if rank < size - 1:
+            dist.recv(gradient, group_src=rank + 1, group=group)
+        y.backward(gradient)
+        if rank > 0:
+            assert x.grad is not None
+            dist.send(x.grad, group_dst=rank - 1, group=group)
+    found = [parameter.grad for parameter in stage.parameters()]
+    stage.zero_grad()
+    for batch in batches:
+        for each in stages:
+            batch = torch.tanh(each(batch))
+        batch.sum().backward()
+    for mine, parameter in zip(found, stage.parameters()):
+        torch.testing.assert_close(mine, parameter.grad)
+
+
+@check
+def distributed_tensors(group: Group, device: Device) -> None:
+    mesh = DeviceMesh.from_group(group, device.type)
+    size, rank = group.size(), group.rank()
+    whole = torch.arange(4.0 * size * 3, device=device).reshape(4 * size, 3)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        placed = distribute_tensor(whole, mesh, [placement])
+        assert torch.equal(placed.full_tensor(), whole)
+        assert torch.equal(placed.redistribute(placements=[Shard(0)]).to_local(), whole.chunk(size)[rank])
+    partial = DTensor.from_local(whole + rank, mesh, [Partial()])
+    assert torch.equal(partial.full_tensor(), whole * size + sum(range(size)))
+    assert torch.equal(partial.redistribute(placements=[Shard(0)]).full_tensor(), whole * size + sum(range(size)))
+    uneven = distribute_tensor(whole[: 2 * size + 1], mesh, [Shard(0)])
+    assert torch.equal(uneven.full_tensor(), whole[: 2 * size + 1])
+
+
+@check
+def fully_sharded_training(group: Group, device: Device) -> None:
+    def model() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Tanh(), torch.nn.Linear(24, 3)).to(device)
+
+    alone, sharded = model(), model()
+    mesh = DeviceMesh.from_group(group, device.type)
+    for layer in (sharded[0], sharded[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    torch.manual_seed(1)
+    x = torch.randn(4 * group.size(), 8).to(device)
+    for network, mine in ((sharded, x[group.rank() :: group.size()]), (alone, x)):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            network(mine).square().mean().backward()
+            optimizer.step()
+    for found, wanted in zip(sharded.parameters(), alone.parameters()):
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@check
 def what_is_not_served_says_so(group: Group, device: Device) -> None:
     if device.type == "cpu":
         return
     x, size = torch.ones(12, device=device), group.size()
-    parts = [12] + [0] * (size - 1)
-    for text, call in {
-        "reduce on cuda": lambda: dist.reduce(x, group_dst=0, group=group),
-        "gather on cuda": lambda: group.gather([[x] * size] if group.rank() == 0 else [], [x]),
-        "unequal parts on CUDA": lambda: dist.all_to_all_single(x, x, parts, parts, group=group),
-        "send on cuda": lambda: dist.send(x, group_dst=(group.rank() + 1) % size, group=group),
-    }.items():
-        with pytest.raises(NotImplementedError, match=text):
-            call()
     with pytest.raises(TypeError, match="cannot be reduced"):
         dist.all_reduce(x.int(), group=group)
     with pytest.raises(ValueError, match="tensors on cuda:. and on cpu in one call"):

@@ -54,12 +54,18 @@ __all__ = [
     "library_plan",
     "lower",
     "main",
+    "operations",
     "strided_memory",
 ]
 __version__: str
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command ``antiphon`` and returns its exit status."""
+
+def operations() -> list[tuple[str, str, str, bool, str | None]]:
+    """The operations that methods of :class:`Communicator` of the same name do, as the table of operations has them: the name;
+    what a rank passes and what it gets (``"block"``, ``"row"``: a block for each rank, ``"part"``: this rank's of uneven
+    parts, ``"parts"``: all of them); whether it reduces; whether one rank, the root, alone ``"gives"`` or ``"gets"``."""
 
 def after_fork() -> None:
     """Tells the library that this process is the child of a fork."""
@@ -89,10 +95,12 @@ class Handle:
         """Waits until it is over and returns what the blocking form returns. May be called again.
 
         Raises what the blocking form raises; ``TimeoutError`` if it still goes on after ``timeout`` seconds. Neither
-        that nor Ctrl-C ends the operation."""
+        that nor Ctrl-C ends the operation.
+
+        On CUDA the current stream waits, and the caller does not."""
 
     def is_finished(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Whether it is over: :meth:`wait` would return at once; on CUDA, the GPU is done with it."""
 
     @property
     def source(self) -> int | None:
@@ -121,7 +129,7 @@ class Communicator:
     raises the same (``RuntimeError`` after Ctrl-C); ``RuntimeError`` when closed, or in the child of a fork. While a call waits other threads run,
     and Ctrl-C ends the wait.
 
-    **On CUDA.** ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` and ``broadcast`` also take tensors of
+    **On CUDA.** All operations but plans, ``start_send`` and ``start_recv`` also take tensors of
     a GPU (reductions those of float32, float16 and bfloat16) and put their work into the stream that torch or CuPy works
     on at present, or into ``stream``, the integer of one. They do not wait for it, and may be captured in graphs. On each
     rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
@@ -392,38 +400,80 @@ class Communicator:
     ) -> _A | _O:
         """The reduction of every rank's block of ``x`` for this rank: ``(world_size * n, ...)`` in, ``(n, ...)`` out."""
 
+    def all_gather_list(
+        self, xs: Sequence[_A], *, out: Sequence[_O] | None = None, stream: int | None = None
+    ) -> list[_A | _O]:
+        """:meth:`all_gather` of each of ``xs``. On CUDA tensors of one dtype, up to 64 that fit the memory for staging together,
+        go in one launch."""
+
+    def reduce_scatter_list(
+        self, xs: Sequence[_A], op: Op | None = None, *, out: Sequence[_O] | None = None, stream: int | None = None
+    ) -> list[_A | _O]:
+        """:meth:`reduce_scatter` of each of ``xs``, as :meth:`all_gather_list`."""
+
     def all_to_all(self, x: _A, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """Block ``r`` of ``x`` goes to rank ``r``, whose block comes to the same place: ``(world_size * n, ...)`` in
         and out."""
 
     def all_to_all_v(
-        self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
+        self,
+        x: _A,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        *,
+        out: _O | None = None,
+        stream: int | None = None,
     ) -> _A | _O:
         """:meth:`all_to_all` with blocks of ``sends[r]`` rows to rank ``r`` and ``receives[r]`` rows from it, packed in
         rank order. Counts that disagree raise ``ValueError`` on every rank and leave the communicator usable."""
+
+    def all_gather_v(
+        self, x: _A, counts: Sequence[int], *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O:
+        """:meth:`all_gather` with ``counts[r]`` rows of rank ``r``. All ranks pass the same counts; other ones raise
+        ``RuntimeError``. ``x`` may be this rank's rows of ``out``."""
+
+    def reduce_scatter_v(
+        self,
+        x: _A,
+        counts: Sequence[int],
+        op: Op | None = None,
+        *,
+        out: _O | None = None,
+        stream: int | None = None,
+    ) -> _A | _O:
+        """:meth:`reduce_scatter` with ``counts[r]`` rows for rank ``r``. All ranks pass the same counts; other ones raise
+        ``RuntimeError``. ``out`` may be this rank's rows of ``x``."""
 
     def broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
         """Everybody's ``x`` becomes the root's, in place. With ``out`` that is written instead, and only the root's
         ``x`` is read; others may pass ``None``."""
 
-    def reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
+    def reduce(
+        self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O | None:
         """:meth:`all_reduce` whose result only the root gets; others get ``None``."""
 
-    def gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> _A | _O | None:
+    def gather(
+        self, x: _A, root: int = 0, *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O | None:
         """:meth:`all_gather` whose result only the root gets; others get ``None``."""
 
-    def scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> _A | _O:
+    def scatter(
+        self, x: _A | None, root: int = 0, *, out: _O | None = None, stream: int | None = None
+    ) -> _A | _O:
         """Rank ``r`` gets the ``r``-th block of the root's ``x``: ``(world_size * n, ...)`` there, ``(n, ...)`` out.
         Others pass ``None``, and ``out``."""
 
-    def send(self, x: _Array, to: int, *, tag: int = 0) -> None:
+    def send(self, x: _Array, to: int, *, tag: int = 0, stream: int | None = None) -> None:
         """Sends an array to a rank, which must receive one of the same dtype and number of elements, with the same tag. The first
         few messages (8, of up to 32 KiB each) do not wait for that.
 
         Messages with one tag (0 to 2³² − 1) arrive in the order in which they were sent. While a rank awaits one with another
-        tag, it keeps those that come before in memory of its own."""
+        tag, it keeps those that come before in memory of its own. On CUDA there are no tags but 0; a message goes in the order of
+        the stream, and a short one does not wait for its receiver."""
 
-    def recv(self, out: _O, source: int, *, tag: int = 0) -> _O:
+    def recv(self, out: _O, source: int, *, tag: int = 0, stream: int | None = None) -> _O:
         """Receives an array from a rank, that was sent with this tag."""
 
     def recv_any(self, out: _Array, *, tag: int = 0) -> int:
@@ -431,8 +481,8 @@ class Communicator:
 
         :class:`PeerLostError` when the process of any rank ends, or all others have closed their communicators."""
 
-    def send_recv(self, x: _Array, to: int, out: _O, source: int) -> _O:
-        """Sends one array and receives another at the same time, as rings do."""
+    def send_recv(self, x: _Array, to: int, out: _O, source: int, *, stream: int | None = None) -> _O:
+        """Sends one array and receives another at the same time, as rings do. On CUDA both have one dtype."""
 
     def start_barrier(self) -> Handle:
         """Starts :meth:`barrier`."""
@@ -455,6 +505,14 @@ class Communicator:
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
     ) -> Handle:
         """Starts :meth:`all_to_all_v`."""
+
+    def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Handle:
+        """Starts :meth:`all_gather_v`."""
+
+    def start_reduce_scatter_v(
+        self, x: _A, counts: Sequence[int], op: Op | None = None, *, out: _O | None = None
+    ) -> Handle:
+        """Starts :meth:`reduce_scatter_v`."""
 
     def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle:
         """Starts :meth:`broadcast`."""

@@ -2,7 +2,7 @@
 
 use antiphon_device::ReduceOp;
 use antiphon_fabric::{Operation, Signature, gpu::Reduction};
-use antiphon_operation::InPlace;
+use antiphon_operation::{Call, InPlace, Layout};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::error::{CollectiveError, Result};
@@ -72,10 +72,98 @@ impl Output {
         Ok(Self { data: tensor.as_mut_ptr(), count: tensor.numel(), dtype: tensor.dtype() })
     }
 
+    /// Some of its elements, which it must have.
+    pub(crate) fn elements(&self, range: std::ops::Range<usize>) -> Self {
+        Self { data: self.data.wrapping_add(range.start * self.dtype.size()), count: range.len(), ..*self }
+    }
+
     /// The same tensor to read: for operations in place.
     #[inline]
     pub(crate) fn as_input(&self) -> Input {
         Input { data: self.data, count: self.count, dtype: self.dtype }
+    }
+}
+
+/// A call whose arguments make sense beside each other, on one rank.
+pub(crate) struct CheckedCall<'c> {
+    pub(crate) call: &'c Call<'c>,
+    /// What the ranks must agree on.
+    pub(crate) signature: Signature,
+    /// Absent where this rank need not pass any.
+    pub(crate) input: Option<Input>,
+    /// Absent where this rank need not pass any.
+    pub(crate) output: Option<Output>,
+    pub(crate) dtype: DType,
+    /// Elements of a block.
+    pub(crate) block: usize,
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
+}
+
+impl<'c> CheckedCall<'c> {
+    /// A call of rank `rank` of `world_size` with these tensors; those that the rank need not pass are dropped.
+    #[inline]
+    pub(crate) fn new(
+        call: &'c Call<'c>,
+        (rank, world_size): (usize, usize),
+        input: Option<Input>,
+        output: Option<Output>,
+    ) -> Result<Self> {
+        let (operation, reduces) = (call.operation, call.operation.row().reduces);
+        let (input, output) =
+            (input.filter(|_| call.needs_input(rank)), output.filter(|_| call.needs_output(rank)));
+        if let (Some(input), Some(output)) = (&input, &output) {
+            same_dtype(operation, input, output)?;
+        }
+        let block =
+            call.check(rank, world_size, input.map(|input| input.count), output.map(|output| output.count))?;
+        let tensor = input.or(output.as_ref().map(Output::as_input));
+        let Some(Input { dtype, .. }) = tensor else {
+            let expected = format!("one that moves tensors, not {operation}");
+            return Err(CollectiveError::Refused { operation: "call", which: "operation", expected });
+        };
+        if reduces {
+            reducible(operation, dtype, call.op)?;
+        }
+        let signature = Signature {
+            dtype: Some(dtype),
+            reduce: reduces.then_some(call.op),
+            detail: call.detail(),
+            count: block as u64,
+            ..Signature::new(operation)
+        };
+        Ok(Self { call, signature, input, output, dtype, block, rank, world_size })
+    }
+
+    /// A call whose output takes the place of its input, as the operation's row allows.
+    pub(crate) fn in_place(
+        call: &'c Call<'c>,
+        (rank, world_size): (usize, usize),
+        buffer: Output,
+    ) -> Result<Self> {
+        let operation = call.operation;
+        let own =
+            || -> Result<Output> { Ok(buffer.elements(call.own_piece(buffer.count, rank, world_size)?)) };
+        match operation.row().in_place {
+            InPlace::Same => Self::new(call, (rank, world_size), Some(buffer.as_input()), Some(buffer)),
+            InPlace::InputBlock => Self::new(call, (rank, world_size), Some(own()?.as_input()), Some(buffer)),
+            InPlace::OutputBlock => {
+                Self::new(call, (rank, world_size), Some(buffer.as_input()), Some(own()?))
+            }
+            InPlace::Never => Err(CollectiveError::not_in_place(operation)),
+        }
+    }
+
+    /// Which elements of the input go to whom.
+    #[inline]
+    pub(crate) fn input_layout(&self) -> Layout<'_> {
+        self.call.input_layout(self.block, self.rank, self.world_size)
+    }
+
+    /// Which elements of the output come from whom.
+    #[inline]
+    pub(crate) fn output_layout(&self) -> Layout<'_> {
+        self.call.output_layout(self.block, self.rank, self.world_size)
     }
 }
 
@@ -151,27 +239,4 @@ pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Res
 /// An operation with what all ranks must agree on.
 pub(crate) fn signature(operation: Operation, dtype: DType, count: usize) -> Signature {
     Signature { dtype: Some(dtype), count: count as u64, ..Signature::new(operation) }
-}
-
-/// Input and output of an operation whose output takes the place of its input, as the operation's row allows.
-pub(crate) fn in_place(
-    operation: Operation,
-    buffer: Output,
-    rank: usize,
-    world_size: usize,
-) -> Result<(Input, Output)> {
-    let own_block = || -> Result<Output> {
-        let count = operation.part("buffer", buffer.count, world_size)?;
-        let data = buffer.data.wrapping_add(rank * count * buffer.dtype.size());
-        Ok(Output { data, count, dtype: buffer.dtype })
-    };
-    match operation.row().in_place {
-        InPlace::Same => Ok((buffer.as_input(), buffer)),
-        InPlace::InputBlock => Ok((own_block()?.as_input(), buffer)),
-        InPlace::OutputBlock => Ok((buffer.as_input(), own_block()?)),
-        InPlace::Never => {
-            let expected = "apart from the input: this operation has no form in place".to_owned();
-            Err(CollectiveError::Refused { operation: operation.name(), which: "output", expected })
-        }
-    }
 }

@@ -1,12 +1,16 @@
 //! The operations, as methods of a communicator.
 
-use antiphon_fabric::{Communicator, Operation};
+#[cfg(not(loom))]
+mod cuda;
+
+use antiphon_fabric::{Communicator, FabricError, Operation};
+use antiphon_operation::Call;
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use crate::{
     ReduceOp,
     all_reduce::{self, AllReduceOptions},
-    arguments::{Input, Output},
+    arguments::{CheckedCall, Input, Output},
     error::Result,
     fusion::{self, Checked, FusedAllReduce, Operand},
     gather_scatter,
@@ -23,6 +27,17 @@ use crate::{
 /// the communicator is unusable. A rank whose arguments are refused takes no part: if the others' are not, they wait for
 /// it until it calls something else, leaves, or the deadline passes.
 pub trait Collectives {
+    /// Any of the operations below, as a value. A rank need not pass a tensor that is the root's alone.
+    fn call(
+        &self,
+        call: &Call<'_>,
+        input: Option<TensorView<'_>>,
+        output: Option<TensorViewMut<'_>>,
+    ) -> Result<()>;
+
+    /// [`call`](Self::call) with one buffer for input and output, where the operation allows that.
+    fn call_in_place(&self, call: &Call<'_>, buffer: TensorViewMut<'_>) -> Result<()>;
+
     /// `output[i] = op over all ranks of input[i]`, on every rank; both of `n` elements.
     fn all_reduce<'i, 'o>(
         &self,
@@ -91,6 +106,25 @@ pub trait Collectives {
         receives: &[usize],
     ) -> Result<()>;
 
+    /// [`all_gather`](Self::all_gather) with parts of uneven lengths: `counts[r]` elements come from rank `r`, to every rank.
+    /// All ranks pass the same counts.
+    fn all_gather_v<'i, 'o>(
+        &self,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
+        counts: &[usize],
+    ) -> Result<()>;
+
+    /// [`reduce_scatter`](Self::reduce_scatter) with parts of uneven lengths: rank `r` gets the reduction of `counts[r]`
+    /// elements of every rank. All ranks pass the same counts.
+    fn reduce_scatter_v<'i, 'o>(
+        &self,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<()>;
+
     /// Everybody's buffer becomes the root's.
     fn broadcast<'o>(&self, buffer: impl Into<TensorViewMut<'o>>, root: usize) -> Result<()>;
 
@@ -137,6 +171,29 @@ pub trait Collectives {
 }
 
 impl Collectives for Communicator {
+    fn call(
+        &self,
+        call: &Call<'_>,
+        input: Option<TensorView<'_>>,
+        output: Option<TensorViewMut<'_>>,
+    ) -> Result<()> {
+        let (operation, rank) = (call.operation, self.rank());
+        if operation == Operation::Barrier {
+            return Ok(self.barrier()?);
+        }
+        // What a rank need not pass is not even looked at.
+        let input = input.filter(|_| call.needs_input(rank));
+        let output = output.filter(|_| call.needs_output(rank));
+        let input = input.map(|input| Input::new(operation, &input)).transpose()?;
+        let output = output.map(|mut output| Output::new(operation, &mut output)).transpose()?;
+        run(self, &CheckedCall::new(call, (rank, self.world_size()), input, output)?)
+    }
+
+    fn call_in_place(&self, call: &Call<'_>, mut buffer: TensorViewMut<'_>) -> Result<()> {
+        let buffer = Output::new(call.operation, &mut buffer)?;
+        run(self, &CheckedCall::in_place(call, (self.rank(), self.world_size()), buffer)?)
+    }
+
     #[inline]
     fn all_reduce<'i, 'o>(
         &self,
@@ -182,13 +239,11 @@ impl Collectives for Communicator {
         input: impl Into<TensorView<'i>>,
         output: impl Into<TensorViewMut<'o>>,
     ) -> Result<()> {
-        let (input, mut output) = (input.into(), output.into());
-        let input = Input::new(Operation::AllGather, &input)?;
-        gather_scatter::all_gather(self, input, Output::new(Operation::AllGather, &mut output)?)
+        self.call(&Call::new(Operation::AllGather), Some(input.into()), Some(output.into()))
     }
 
     fn all_gather_in_place<'o>(&self, buffer: impl Into<TensorViewMut<'o>>) -> Result<()> {
-        gather_scatter::all_gather_in_place(self, Output::new(Operation::AllGather, &mut buffer.into())?)
+        self.call_in_place(&Call::new(Operation::AllGather), buffer.into())
     }
 
     fn reduce_scatter<'i, 'o>(
@@ -197,14 +252,12 @@ impl Collectives for Communicator {
         output: impl Into<TensorViewMut<'o>>,
         op: ReduceOp,
     ) -> Result<()> {
-        let (input, mut output) = (input.into(), output.into());
-        let input = Input::new(Operation::ReduceScatter, &input)?;
-        gather_scatter::reduce_scatter(self, input, Output::new(Operation::ReduceScatter, &mut output)?, op)
+        let call = Call::new(Operation::ReduceScatter).with_op(op);
+        self.call(&call, Some(input.into()), Some(output.into()))
     }
 
     fn reduce_scatter_in_place<'o>(&self, buffer: impl Into<TensorViewMut<'o>>, op: ReduceOp) -> Result<()> {
-        let buffer = Output::new(Operation::ReduceScatter, &mut buffer.into())?;
-        gather_scatter::reduce_scatter_in_place(self, buffer, op)
+        self.call_in_place(&Call::new(Operation::ReduceScatter).with_op(op), buffer.into())
     }
 
     fn all_to_all<'i, 'o>(
@@ -212,14 +265,11 @@ impl Collectives for Communicator {
         input: impl Into<TensorView<'i>>,
         output: impl Into<TensorViewMut<'o>>,
     ) -> Result<()> {
-        let (input, mut output) = (input.into(), output.into());
-        let input = Input::new(Operation::AllToAll, &input)?;
-        gather_scatter::all_to_all(self, input, Output::new(Operation::AllToAll, &mut output)?)
+        self.call(&Call::new(Operation::AllToAll), Some(input.into()), Some(output.into()))
     }
 
     fn all_to_all_in_place<'o>(&self, buffer: impl Into<TensorViewMut<'o>>) -> Result<()> {
-        let buffer = Output::new(Operation::AllToAll, &mut buffer.into())?;
-        gather_scatter::all_to_all(self, buffer.as_input(), buffer)
+        self.call_in_place(&Call::new(Operation::AllToAll), buffer.into())
     }
 
     fn all_to_all_v<'i, 'o>(
@@ -229,15 +279,33 @@ impl Collectives for Communicator {
         output: impl Into<TensorViewMut<'o>>,
         receives: &[usize],
     ) -> Result<()> {
-        let (input, mut output) = (input.into(), output.into());
-        let input = Input::new(Operation::AllToAll, &input)?;
-        let output = Output::new(Operation::AllToAll, &mut output)?;
-        gather_scatter::all_to_all_v(self, input, sends, output, receives)
+        let call = Call::new(Operation::AllToAllV).with_counts(sends).with_receives(receives);
+        self.call(&call, Some(input.into()), Some(output.into()))
+    }
+
+    fn all_gather_v<'i, 'o>(
+        &self,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
+        counts: &[usize],
+    ) -> Result<()> {
+        let call = Call::new(Operation::AllGatherV).with_counts(counts);
+        self.call(&call, Some(input.into()), Some(output.into()))
+    }
+
+    fn reduce_scatter_v<'i, 'o>(
+        &self,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<()> {
+        let call = Call::new(Operation::ReduceScatterV).with_counts(counts).with_op(op);
+        self.call(&call, Some(input.into()), Some(output.into()))
     }
 
     fn broadcast<'o>(&self, buffer: impl Into<TensorViewMut<'o>>, root: usize) -> Result<()> {
-        let buffer = Output::new(Operation::Broadcast, &mut buffer.into())?;
-        gather_scatter::broadcast(self, Some(buffer.as_input()), buffer, root)
+        self.call_in_place(&Call::new(Operation::Broadcast).with_root(root), buffer.into())
     }
 
     fn broadcast_from<'i, 'o>(
@@ -246,9 +314,7 @@ impl Collectives for Communicator {
         output: impl Into<TensorViewMut<'o>>,
         root: usize,
     ) -> Result<()> {
-        let input = self.if_root(root, input, |input| Input::new(Operation::Broadcast, &input))?;
-        let output = Output::new(Operation::Broadcast, &mut output.into())?;
-        gather_scatter::broadcast(self, input, output, root)
+        self.call(&Call::new(Operation::Broadcast).with_root(root), input, Some(output.into()))
     }
 
     fn reduce<'i, 'o>(
@@ -258,9 +324,8 @@ impl Collectives for Communicator {
         op: ReduceOp,
         root: usize,
     ) -> Result<()> {
-        let input = Input::new(Operation::Reduce, &input.into())?;
-        let output = self.if_root(root, output, |mut output| Output::new(Operation::Reduce, &mut output))?;
-        gather_scatter::reduce(self, input, output, op, root)
+        let call = Call::new(Operation::Reduce).with_op(op).with_root(root);
+        self.call(&call, Some(input.into()), output)
     }
 
     fn reduce_in_place<'o>(
@@ -269,8 +334,8 @@ impl Collectives for Communicator {
         op: ReduceOp,
         root: usize,
     ) -> Result<()> {
-        let buffer = Output::new(Operation::Reduce, &mut buffer.into())?;
-        gather_scatter::reduce(self, buffer.as_input(), Some(buffer), op, root)
+        let call = Call::new(Operation::Reduce).with_op(op).with_root(root);
+        self.call_in_place(&call, buffer.into())
     }
 
     fn gather<'i, 'o>(
@@ -279,9 +344,7 @@ impl Collectives for Communicator {
         output: Option<TensorViewMut<'o>>,
         root: usize,
     ) -> Result<()> {
-        let input = Input::new(Operation::Gather, &input.into())?;
-        let output = self.if_root(root, output, |mut output| Output::new(Operation::Gather, &mut output))?;
-        gather_scatter::gather(self, input, output, root)
+        self.call(&Call::new(Operation::Gather).with_root(root), Some(input.into()), output)
     }
 
     fn scatter<'i, 'o>(
@@ -290,29 +353,21 @@ impl Collectives for Communicator {
         output: impl Into<TensorViewMut<'o>>,
         root: usize,
     ) -> Result<()> {
-        let input = self.if_root(root, input, |input| Input::new(Operation::Scatter, &input))?;
-        let output = Output::new(Operation::Scatter, &mut output.into())?;
-        gather_scatter::scatter(self, input, output, root)
+        self.call(&Call::new(Operation::Scatter).with_root(root), input, Some(output.into()))
     }
 }
 
-/// Only the root's optional tensor counts; what others pass is not even looked at.
-trait IfRoot {
-    fn if_root<T, U>(
-        &self,
-        root: usize,
-        tensor: Option<T>,
-        check: impl FnOnce(T) -> Result<U>,
-    ) -> Result<Option<U>>;
-}
-
-impl IfRoot for Communicator {
-    fn if_root<T, U>(
-        &self,
-        root: usize,
-        tensor: Option<T>,
-        check: impl FnOnce(T) -> Result<U>,
-    ) -> Result<Option<U>> {
-        tensor.filter(|_| self.rank() == root).map(check).transpose()
+/// Carries out a call on host memory.
+fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
+    match (call.signature.operation, call.input, call.output) {
+        (Operation::AllReduce, Some(input), Some(output)) => {
+            let options = AllReduceOptions::numbered(call.call.algorithm)?;
+            all_reduce::run(comm, input, output, call.call.op, options)
+        }
+        (operation, ..) if !operation.is_call() => {
+            let text = format!("{operation} is no call with one input and one output");
+            Err(FabricError::invalid(text).into())
+        }
+        _ => gather_scatter::run(comm, call),
     }
 }

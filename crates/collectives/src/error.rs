@@ -2,7 +2,7 @@
 
 use antiphon_device::{DeviceError, ReduceOp, cuda::CudaError};
 use antiphon_fabric::FabricError;
-use antiphon_operation::WrongCount;
+use antiphon_operation::{Operation, WrongCall, WrongCount};
 use antiphon_tensor::{DType, Device, TensorError};
 
 /// Why a collective was refused or failed. Everything but [`Fabric`](Self::Fabric) and
@@ -87,19 +87,21 @@ pub enum CollectiveError {
         /// The operator.
         op: ReduceOp,
     },
-    /// An argument that the root must give, or nobody else may.
-    #[error("{operation}: rank {rank} must pass an {which}: it is the root")]
-    RootArgument {
+    /// A rank lacks a tensor: the input of a root that gives, for one.
+    #[error("{operation}: rank {rank} must pass an {which}")]
+    Missing {
         /// The operation.
         operation: &'static str,
         /// Which tensor is missing.
         which: &'static str,
-        /// The root.
+        /// The rank.
         rank: usize,
     },
-    /// Split sizes are not one per rank.
-    #[error("all_to_all_v: {actual} {which} for {world_size} ranks")]
-    Splits {
+    /// Counts are not one per rank.
+    #[error("{operation}: {actual} {which} for {world_size} ranks")]
+    Counts {
+        /// The operation.
+        operation: &'static str,
         /// Which list.
         which: &'static str,
         /// How long it is.
@@ -124,9 +126,32 @@ pub enum CollectiveError {
     },
 }
 
+impl CollectiveError {
+    /// That input and output must lie apart.
+    pub(crate) fn not_in_place(operation: Operation) -> Self {
+        let expected = "apart from the input: this does not work in place".to_owned();
+        Self::Refused { operation: operation.name(), which: "output", expected }
+    }
+}
+
 impl From<WrongCount> for CollectiveError {
     fn from(WrongCount { operation, which, actual, expected, rule }: WrongCount) -> Self {
         Self::Count { operation: operation.name(), which, actual, expected, rule }
+    }
+}
+
+impl From<WrongCall> for CollectiveError {
+    fn from(wrong: WrongCall) -> Self {
+        match wrong {
+            WrongCall::Root { .. } => FabricError::InvalidArgument(wrong.to_string()).into(),
+            WrongCall::Missing { operation, which, rank } => {
+                Self::Missing { operation: operation.name(), which, rank }
+            }
+            WrongCall::Counts { operation, which, actual, world_size } => {
+                Self::Counts { operation: operation.name(), which, actual, world_size }
+            }
+            WrongCall::Count(wrong) => wrong.into(),
+        }
     }
 }
 

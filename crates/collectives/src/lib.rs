@@ -35,6 +35,7 @@
 
 pub mod all_reduce;
 mod arguments;
+
 mod collectives;
 pub mod cuda;
 pub mod error;
@@ -49,6 +50,7 @@ mod stream;
 
 pub use antiphon_device::ReduceOp;
 pub use antiphon_fabric::Communicator;
+pub use antiphon_operation::Call;
 
 pub use collectives::Collectives;
 pub use error::{CollectiveError, Result};

@@ -1,6 +1,7 @@
 //! The operations without waiting: each returns a handle, and the buffers come back from it.
 
-use antiphon_fabric::{Communicator, FabricError, Pending};
+use antiphon_fabric::{Communicator, FabricError, Operation, Pending};
+use antiphon_operation::{Call, InPlace};
 use antiphon_tensor::Element;
 
 use crate::{
@@ -35,6 +36,9 @@ type Handle<T> = Result<Pending<Vec<T>, CollectiveError>>;
 /// Starting fails only when the background cannot work at all; errors of the operation come from
 /// [`Pending::wait`].
 pub trait NonBlocking {
+    /// [`Collectives::call`]. The handle gives the output: the input's vector where the operation works in place, else a new one,
+    /// which is empty on a rank that gets nothing.
+    fn start_call<T: Element>(&self, call: Call<'static>, input: Vec<T>) -> Handle<T>;
     /// [`Collectives::all_reduce_in_place`].
     fn start_all_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp) -> Handle<T>;
     /// [`Collectives::all_gather`]; the handle gives the gathered elements.
@@ -53,6 +57,15 @@ pub trait NonBlocking {
         input: Vec<T>,
         sends: Vec<usize>,
         receives: Vec<usize>,
+    ) -> Handle<T>;
+    /// [`Collectives::all_gather_v`]; the handle gives the gathered elements.
+    fn start_all_gather_v<T: Element>(&self, input: Vec<T>, counts: Vec<usize>) -> Handle<T>;
+    /// [`Collectives::reduce_scatter_v`]; the handle gives this rank's part.
+    fn start_reduce_scatter_v<T: Element>(
+        &self,
+        input: Vec<T>,
+        counts: Vec<usize>,
+        op: ReduceOp,
     ) -> Handle<T>;
     /// [`Collectives::gather`]; the handle gives the root what it gathered, and the others nothing.
     fn start_gather<T: Element>(&self, input: Vec<T>, root: usize) -> Handle<T>;
@@ -74,34 +87,43 @@ fn room<T: Element>(count: usize) -> Result<Vec<T>> {
 }
 
 impl NonBlocking for Communicator {
-    fn start_all_reduce<T: Element>(&self, mut buffer: Vec<T>, op: ReduceOp) -> Handle<T> {
-        Ok(self.spawn(move |comm| comm.all_reduce_in_place(&mut buffer, op).map(|()| buffer))?)
+    fn start_call<T: Element>(&self, call: Call<'static>, mut input: Vec<T>) -> Handle<T> {
+        Ok(self.spawn(move |comm| {
+            if call.operation.row().in_place == InPlace::Same {
+                return comm.call_in_place(&call, (&mut input).into()).map(|()| input);
+            }
+            let shape = call.output_shape(&[input.len()], comm.rank(), comm.world_size());
+            let len = match call.needs_output(comm.rank()) {
+                true => shape.map_or(0, |shape| shape[0]), // the call tells what is wrong with the input
+                false => 0,
+            };
+            let mut output = room(len)?;
+            comm.call(&call, Some((&input).into()), Some((&mut output).into())).map(|()| output)
+        })?)
+    }
+
+    fn start_all_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp) -> Handle<T> {
+        self.start_call(Call::new(Operation::AllReduce).with_op(op), buffer)
     }
 
     fn start_all_gather<T: Element>(&self, input: Vec<T>) -> Handle<T> {
-        Ok(self.spawn(move |comm| {
-            let mut output = room(input.len().saturating_mul(comm.world_size()))?;
-            comm.all_gather(&input, &mut output).map(|()| output)
-        })?)
+        self.start_call(Call::new(Operation::AllGather), input)
     }
 
     fn start_reduce_scatter<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Handle<T> {
-        Ok(self.spawn(move |comm| {
-            let mut output = room(input.len() / comm.world_size())?;
-            comm.reduce_scatter(&input, &mut output, op).map(|()| output)
-        })?)
+        self.start_call(Call::new(Operation::ReduceScatter).with_op(op), input)
     }
 
-    fn start_all_to_all<T: Element>(&self, mut buffer: Vec<T>) -> Handle<T> {
-        Ok(self.spawn(move |comm| comm.all_to_all_in_place(&mut buffer).map(|()| buffer))?)
+    fn start_all_to_all<T: Element>(&self, buffer: Vec<T>) -> Handle<T> {
+        self.start_call(Call::new(Operation::AllToAll), buffer)
     }
 
-    fn start_broadcast<T: Element>(&self, mut buffer: Vec<T>, root: usize) -> Handle<T> {
-        Ok(self.spawn(move |comm| comm.broadcast(&mut buffer, root).map(|()| buffer))?)
+    fn start_broadcast<T: Element>(&self, buffer: Vec<T>, root: usize) -> Handle<T> {
+        self.start_call(Call::new(Operation::Broadcast).with_root(root), buffer)
     }
 
-    fn start_reduce<T: Element>(&self, mut buffer: Vec<T>, op: ReduceOp, root: usize) -> Handle<T> {
-        Ok(self.spawn(move |comm| comm.reduce_in_place(&mut buffer, op, root).map(|()| buffer))?)
+    fn start_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp, root: usize) -> Handle<T> {
+        self.start_call(Call::new(Operation::Reduce).with_op(op).with_root(root), buffer)
     }
 
     fn start_all_to_all_v<T: Element>(
@@ -110,18 +132,24 @@ impl NonBlocking for Communicator {
         sends: Vec<usize>,
         receives: Vec<usize>,
     ) -> Handle<T> {
-        Ok(self.spawn(move |comm| {
-            let mut output = room(receives.iter().fold(0, |sum: usize, &n| sum.saturating_add(n)))?;
-            comm.all_to_all_v(&input, &sends, &mut output, &receives).map(|()| output)
-        })?)
+        self.start_call(Call::new(Operation::AllToAllV).with_counts(sends).with_receives(receives), input)
+    }
+
+    fn start_all_gather_v<T: Element>(&self, input: Vec<T>, counts: Vec<usize>) -> Handle<T> {
+        self.start_call(Call::new(Operation::AllGatherV).with_counts(counts), input)
+    }
+
+    fn start_reduce_scatter_v<T: Element>(
+        &self,
+        input: Vec<T>,
+        counts: Vec<usize>,
+        op: ReduceOp,
+    ) -> Handle<T> {
+        self.start_call(Call::new(Operation::ReduceScatterV).with_counts(counts).with_op(op), input)
     }
 
     fn start_gather<T: Element>(&self, input: Vec<T>, root: usize) -> Handle<T> {
-        Ok(self.spawn(move |comm| {
-            let ranks = if comm.rank() == root { comm.world_size() } else { 0 };
-            let mut output = room(input.len().saturating_mul(ranks))?;
-            comm.gather(&input, Some((&mut output).into()), root).map(|()| output)
-        })?)
+        self.start_call(Call::new(Operation::Gather).with_root(root), input)
     }
 
     fn start_scatter<T: Element>(&self, row: Vec<T>, count: usize, root: usize) -> Handle<T> {

@@ -3,6 +3,8 @@
 //!
 //! [`Operation`] is a table with a [`Row`] for each operation. From its row follow the texts of errors, the check of a
 //! call's tensors, the shape of an output that the caller did not give, the buffers and the bandwidth of a benchmark.
+//! A [`Call`] is an operation with its arguments, but for the tensors; a [`Layout`] says which elements of a tensor go to, or
+//! come from, which rank.
 //!
 //! ```
 //! use antiphon_operation::{Operation, ReduceOp};
@@ -15,11 +17,15 @@
 //! assert_eq!("avg".parse(), Ok(ReduceOp::Avg));
 //! ```
 
+mod call;
+mod layout;
 mod operation;
 mod reduce_op;
 mod row;
 mod shapes;
 
+pub use call::{Call, WrongCall, digest};
+pub use layout::Layout;
 pub use operation::Operation;
 pub use reduce_op::{ReduceOp, UnknownReduceOp};
 pub use row::{BusFactor, Count, Detail, Extent, InPlace, Root, Row};

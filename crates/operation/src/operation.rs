@@ -62,6 +62,8 @@ operations! {
     AllGather = 6: Row {
         in_place: InPlace::InputBlock,
         bus_factor: BusFactor::Others,
+        algorithms: &[(1, "coalesced")], // of a list of tensors, whose counts it digests
+        detail: Detail::Digest("counts"),
         ..Row::on_tensors("all_gather", Extent::Block, Extent::Row)
     },
     /// Rank `r` gets the reduction of all ranks' `r`-th blocks.
@@ -69,6 +71,8 @@ operations! {
         in_place: InPlace::OutputBlock,
         reduces: true,
         bus_factor: BusFactor::Others,
+        algorithms: &[(1, "coalesced")],
+        detail: Detail::Digest("counts"),
         ..Row::on_tensors("reduce_scatter", Extent::Row, Extent::Block)
     },
     /// Rank `r` gets all ranks' `r`-th blocks.
@@ -123,13 +127,27 @@ operations! {
     ExecutePlan = 15: Row {
         algorithms: &[(1, "in place")],
         detail: Detail::Digest("plan"),
-        ..Row::on_tensors("execute", Extent::Uneven, Extent::Uneven)
+        ..Row::on_tensors("execute", Extent::Planned, Extent::Planned)
     },
-    /// Rank `r` gets of every rank what it has for `r`: blocks of any lengths.
+    /// Rank `r` gets all ranks' `r`-th parts.
     AllToAllV = 16: Row {
-        algorithms: &[(1, "uneven")],
         bus_factor: BusFactor::Others,
-        ..Row::on_tensors("all_to_all_v", Extent::Uneven, Extent::Uneven)
+        ..Row::on_tensors("all_to_all_v", Extent::Parts, Extent::Parts)
+    },
+    /// Every rank gets all ranks' parts.
+    AllGatherV = 17: Row {
+        in_place: InPlace::InputBlock,
+        bus_factor: BusFactor::Others,
+        detail: Detail::Digest("counts"),
+        ..Row::on_tensors("all_gather_v", Extent::Part, Extent::Parts)
+    },
+    /// Rank `r` gets the reduction of all ranks' `r`-th parts.
+    ReduceScatterV = 18: Row {
+        in_place: InPlace::OutputBlock,
+        reduces: true,
+        bus_factor: BusFactor::Others,
+        detail: Detail::Digest("counts"),
+        ..Row::on_tensors("reduce_scatter_v", Extent::Parts, Extent::Part)
     },
     /// Rank `r` gets the tokens that chose one of its experts.
     Dispatch = 19: Row {
@@ -165,6 +183,12 @@ impl Operation {
     #[inline]
     pub const fn name(self) -> &'static str {
         self.row().name
+    }
+
+    /// Whether a [`Call`](crate::Call) says all that there is to say but for one input and one output.
+    pub const fn is_call(self) -> bool {
+        let moves = matches!(self.row().input, Extent::Block | Extent::Row | Extent::Part | Extent::Parts);
+        moves && !matches!(self, Self::Message | Self::FusedAllReduce)
     }
 
     /// The stable number that stands for the operation in shared memory; never 0 nor 255.
@@ -207,7 +231,7 @@ mod tests {
     #[test]
     fn codes_are_those_that_ranks_of_this_version_write() {
         let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
-        assert_eq!(codes, Vec::from_iter((1..=16).chain(19..=22)));
+        assert_eq!(codes, Vec::from_iter(1..=22));
     }
 
     #[test]
@@ -223,9 +247,13 @@ mod tests {
         for &operation in Operation::ALL {
             let row = operation.row();
             let allowed = match (row.input, row.output) {
-                (Extent::Block, Extent::Row) => [InPlace::Never, InPlace::InputBlock],
-                (Extent::Row, Extent::Block) => [InPlace::Never, InPlace::OutputBlock],
-                (Extent::Uneven, Extent::Uneven) => continue, // the call itself says what lies where
+                (Extent::Block, Extent::Row) | (Extent::Part, Extent::Parts) => {
+                    [InPlace::Never, InPlace::InputBlock]
+                }
+                (Extent::Row, Extent::Block) | (Extent::Parts, Extent::Part) => {
+                    [InPlace::Never, InPlace::OutputBlock]
+                }
+                (Extent::Planned, Extent::Planned) => continue, // the call itself says what lies where
                 (input, output) if input == output => [InPlace::Never, InPlace::Same],
                 _ => [InPlace::Never; 2],
             };
@@ -246,10 +274,10 @@ mod tests {
     }
 
     #[test]
-    fn operations_that_reduce_are_the_three_and_the_fused_ones() {
+    fn operations_that_reduce_are_the_four_and_the_fused_ones() {
         let reducing: Vec<_> = Operation::ALL.iter().filter(|operation| operation.row().reduces).collect();
         let names: Vec<_> = reducing.iter().map(|operation| operation.name()).collect();
-        let plain = ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused"];
+        let plain = ["all_reduce", "reduce_scatter", "reduce", "all_reduce_fused", "reduce_scatter_v"];
         assert_eq!(names, [&plain[..], &["all_reduce_all_gather", "reduce_scatter_all_reduce"]].concat());
     }
 }

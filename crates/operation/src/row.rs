@@ -52,7 +52,7 @@ impl Row {
         Self {
             count: Count::Rows,
             detail: Detail::Experts,
-            ..Self::on_tensors(name, Extent::Uneven, Extent::Uneven)
+            ..Self::on_tensors(name, Extent::Planned, Extent::Planned)
         }
     }
 
@@ -67,7 +67,7 @@ impl Row {
             reduces: true,
             algorithms: &[(1, "waits"), (2, "bytes1"), (3, "composed")],
             detail: Detail::Digest("layout and rows"),
-            ..Self::on_tensors(name, Extent::Uneven, Extent::Uneven)
+            ..Self::on_tensors(name, Extent::Planned, Extent::Planned)
         }
     }
 
@@ -77,17 +77,21 @@ impl Row {
     }
 }
 
-/// How many elements a tensor has. Among `W` ranks, the tensors of a call are made of blocks of equal length.
+/// How many elements a tensor has. Blocks are all of one length; parts have the lengths that the call lists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Extent {
     /// There is no tensor.
     Nothing,
     /// One block.
     Block,
-    /// A block for each rank, in rank order: `W` blocks.
+    /// A block for each rank, in rank order.
     Row,
-    /// As many as the call itself says: by a count for each rank, by a layout of the ranks, or by a plan.
-    Uneven,
+    /// The part of this rank.
+    Part,
+    /// A part for each rank, in rank order.
+    Parts,
+    /// As many as the call itself says: by a layout of the ranks, by what experts tokens chose, or by a plan.
+    Planned,
 }
 
 /// Whether input and output may lie at one place. Otherwise they must not overlap.
@@ -97,9 +101,9 @@ pub enum InPlace {
     Never,
     /// The output may be the input.
     Same,
-    /// The input may be the rank's own block of the output.
+    /// The input may be the rank's own block (or part) of the output.
     InputBlock,
-    /// The output may be the rank's own block of the input.
+    /// The output may be the rank's own block (or part) of the input.
     OutputBlock,
 }
 

@@ -39,7 +39,7 @@ impl Extent {
             Self::Nothing => Some(0),
             Self::Block => Some(block),
             Self::Row => block.checked_mul(world_size),
-            Self::Uneven => None,
+            Self::Part | Self::Parts | Self::Planned => None,
         }
     }
 }
@@ -47,7 +47,8 @@ impl Extent {
 impl Operation {
     /// Checks the numbers of elements of a call's input and output, and gives those of a block.
     ///
-    /// Operations without a rule (of [`Extent::Nothing`] or [`Extent::Uneven`]) take any numbers, and have no block: 0.
+    /// Operations without blocks take any numbers, and have no block: 0. [`Call::check`](crate::Call::check) checks the lengths
+    /// of parts.
     ///
     /// # Errors
     /// [`WrongCount`]: the output must suit the input, and a row beside a block the block.
@@ -101,7 +102,8 @@ impl Operation {
     }
 
     /// The shape of the output for an input of this shape, whose first dimension counts the rows of a block, or of a row of
-    /// blocks. A scalar is one row. Operations without a rule keep the shape.
+    /// blocks. A scalar is one row. Operations without blocks keep the shape; see
+    /// [`Call::output_shape`](crate::Call::output_shape).
     ///
     /// # Errors
     /// [`Indivisible`]
@@ -158,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn uneven_tensors_have_any_lengths() {
+    fn tensors_without_blocks_have_any_lengths() {
         assert_eq!(Operation::AllToAllV.block(13, 5, 4), Ok(0));
     }
 

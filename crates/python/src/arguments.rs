@@ -1,5 +1,7 @@
 //! The arrays of one call: found, checked, and made where the caller gave none.
 
+use std::ops::Range;
+
 use antiphon::operation::InPlace;
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
@@ -7,7 +9,7 @@ use pyo3::{
 };
 
 use crate::{
-    call::{Call, Kind, Place},
+    call::{Call, Place, What},
     error::Result,
     operand::{Operand, Tensor, Usage},
 };
@@ -27,31 +29,38 @@ pub(crate) type Operands = [Option<Operand>; 2];
 /// An array that the caller gave, as the argument of this name.
 pub(crate) type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// An operation that reads one array and writes another, on rank `rank` of `world_size`. Of an array that the caller did not
-/// give, `shape` makes the shape from the input's.
+/// An operation that reads one array and writes another, on rank `rank` of `world_size`. An array that the caller did not give
+/// gets the shape that follows from the input's. Counts are of rows.
 pub(crate) fn prepare<'py>(
-    kind: Kind,
+    what: What,
     input: &Bound<'py, PyAny>,
     out: Given<'_, 'py>,
     (rank, world_size): (usize, usize),
     usage: Usage,
-    shape: impl FnOnce(&[usize]) -> Result<Vec<usize>>,
 ) -> Result<Prepared<'py>> {
-    let read = Operand::import(input, "the input", usage)?;
-    let read = match kind.op() {
-        Some(op) => read.reducible(op)?,
-        None => read,
+    let read = import_input(&what, input, usage)?;
+    let made = match out {
+        Some(_) => None,
+        None => {
+            read.allocates_in_order(usage)?;
+            let shape = what.output_shape(read.shape(), rank, world_size);
+            let shape = shape.map_err(|e| PyValueError::new_err(e.to_string()))?;
+            Some(read.new_like(input, &shape, usage)?)
+        }
     };
-    let Some(out) = out else {
-        read.allocates_in_order(usage)?;
-        let shape = shape(read.shape())?;
-        let (new, write) = read.new_like(input, &shape, usage)?;
+    let what = match what.counts.is_empty() {
+        true => what,
+        // Rows become elements, of which a type without a name has several to the byte count.
+        false => what.in_rows_of(read.shape().iter().skip(1).product::<usize>() * read.units()),
+    };
+    if let Some((new, write)) = made {
         same_device(&read.tensor, &write.tensor)?;
-        return Ok(Prepared::apart(kind, Some(read), Some(write), Some(new)));
-    };
-    let in_place = kind.operation().row().in_place;
+        return Ok(Prepared::apart(what, Some(read), Some(write), Some(new)));
+    }
+    let out = out.expect("an output that was not given has been made");
+    let in_place = what.operation.row().in_place;
     if out.is(input) && in_place == InPlace::Same {
-        return Ok(Prepared::in_place(kind, read.writable("the output")?, out.clone()));
+        return Ok(Prepared::in_place(what, read.writable("the output")?, out.clone()));
     }
     let write = Operand::import(out, "the output", usage)?.writable("the output")?;
     same_device(&read.tensor, &write.tensor)?;
@@ -59,78 +68,89 @@ pub(crate) fn prepare<'py>(
         let text = format!("the input is {}, the output is {}", read.element, write.element);
         return Err(PyTypeError::new_err(text).into());
     }
-    if lie_in_place(in_place, &read.tensor, &write.tensor, rank, world_size) {
+    if lie_in_place(&what, &read.tensor, &write.tensor, rank, world_size) {
         let whole = match in_place {
             InPlace::OutputBlock => read.writable("the input")?,
             _ => write,
         };
-        return Ok(Prepared::in_place(kind, whole, out.clone()));
+        return Ok(Prepared::in_place(what, whole, out.clone()));
     }
     if overlap(&read.tensor, &write.tensor) {
         let text = "input and output overlap: they must be apart, or the same where that is allowed";
         return Err(PyValueError::new_err(text).into());
     }
-    Ok(Prepared::apart(kind, Some(read), Some(write), Some(out.clone())))
+    Ok(Prepared::apart(what, Some(read), Some(write), Some(out.clone())))
+}
+
+fn import_input(what: &What, input: &Bound<'_, PyAny>, usage: Usage) -> Result<Operand> {
+    let read = Operand::import(input, "the input", usage)?;
+    if what.operation.row().reduces { read.reducible(what.op) } else { Ok(read) }
 }
 
 /// An operation that only reads an array, on this rank.
 pub(crate) fn prepare_input<'py>(
-    kind: Kind,
+    what: What,
     input: &Bound<'py, PyAny>,
     usage: Usage,
 ) -> Result<Prepared<'py>> {
-    let read = Operand::import(input, "the input", usage)?;
-    let read = match kind.op() {
-        Some(op) => read.reducible(op)?,
-        None => read,
-    };
-    Ok(Prepared::apart(kind, Some(read), None, None))
+    let read = import_input(&what, input, usage)?;
+    Ok(Prepared::apart(what, Some(read), None, None))
 }
 
 /// An operation that only writes an array, on this rank.
 pub(crate) fn prepare_output<'py>(
-    kind: Kind,
+    what: What,
     out: &Bound<'py, PyAny>,
     usage: Usage,
 ) -> Result<Prepared<'py>> {
     let write = Operand::import(out, "the output", usage)?.writable("the output")?;
-    Ok(Prepared::apart(kind, None, Some(write), Some(out.clone())))
+    Ok(Prepared::apart(what, None, Some(write), Some(out.clone())))
 }
 
 impl<'py> Prepared<'py> {
-    fn in_place(kind: Kind, buffer: Operand, result: Bound<'py, PyAny>) -> Self {
-        let call = Call { kind, place: Place::Shared(buffer.tensor) };
+    fn in_place(what: What, buffer: Operand, result: Bound<'py, PyAny>) -> Self {
+        let call = Call { what, registered: false, mixed: None, place: Place::Shared(buffer.tensor) };
         Self { call, result: Some(result), operands: [None, Some(buffer)] }
     }
 
     fn apart(
-        kind: Kind,
+        what: What,
         input: Option<Operand>,
         output: Option<Operand>,
         result: Option<Bound<'py, PyAny>>,
     ) -> Self {
         let tensor = |operand: &Option<Operand>| operand.as_ref().map(|operand| operand.tensor);
-        let call = Call { kind, place: Place::Apart(tensor(&input), tensor(&output)) };
+        let call = Call {
+            what,
+            registered: false,
+            mixed: None,
+            place: Place::Apart(tensor(&input), tensor(&output)),
+        };
         Self { call, result, operands: [input, output] }
     }
 
     /// An operation without arrays.
-    pub(crate) fn bare(kind: Kind) -> Self {
-        Self { call: Call { kind, place: Place::Nowhere }, result: None, operands: [None, None] }
+    pub(crate) fn bare(what: What) -> Self {
+        Self {
+            call: Call { what, registered: false, mixed: None, place: Place::Nowhere },
+            result: None,
+            operands: [None, None],
+        }
     }
 }
 
-/// Whether these two lie as a rule lets them lie in place, on this rank of so many.
-fn lie_in_place(rule: InPlace, read: &Tensor, write: &Tensor, rank: usize, world_size: usize) -> bool {
-    let block_of = |block: &Tensor, whole: &Tensor| {
-        block.data == whole.data.wrapping_add(rank * block.bytes())
-            && block.bytes().checked_mul(world_size) == Some(whole.bytes())
+/// Whether these two lie as the operation lets them lie in place.
+fn lie_in_place(what: &What, read: &Tensor, write: &Tensor, rank: usize, world_size: usize) -> bool {
+    let is_piece_of = |piece: &Tensor, whole: &Tensor| {
+        what.own_piece(whole.count, rank, world_size).is_ok_and(|Range { start, end }| {
+            piece.data == whole.data.wrapping_add(start * whole.dtype.size()) && piece.count == end - start
+        })
     };
-    match rule {
+    match what.operation.row().in_place {
         InPlace::Never => false,
         InPlace::Same => read.data == write.data && read.bytes() == write.bytes(),
-        InPlace::InputBlock => block_of(read, write),
-        InPlace::OutputBlock => block_of(write, read),
+        InPlace::InputBlock => is_piece_of(read, write),
+        InPlace::OutputBlock => is_piece_of(write, read),
     }
 }
 

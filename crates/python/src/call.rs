@@ -1,82 +1,29 @@
-//! One collective as a value.
+//! One collective with its tensors, as a value.
 
 use antiphon::{
-    collectives::all_reduce::Algorithm,
-    operation::Operation,
-    prelude::{CollectiveError, Collectives, Communicator, DType, FabricError, ReduceOp},
+    operation::{self, Extent, Root},
+    prelude::{CollectiveError, Collectives, Communicator, DType, FabricError},
     tensor::TensorError,
 };
+use pyo3::prelude::*;
 
 use crate::{cuda::ordinal, mixed::Mixed, operand::Tensor};
 
-/// What to do.
-#[derive(Debug, Clone)]
-pub(crate) enum Kind {
-    AllReduce(ReduceOp, Option<Algorithm>),
-    /// Of registered memory on GPUs; in place by two-shot and else by one-shot, unless given.
-    AllReduceRegistered(ReduceOp, Option<Algorithm>),
-    AllGather,
-    ReduceScatter(ReduceOp),
-    AllToAll,
-    /// Elements that go to, and come from, each rank.
-    AllToAllV(Vec<usize>, Vec<usize>),
-    /// Of the root's rank, as all below.
-    Broadcast(usize),
-    Reduce(ReduceOp, usize),
-    Gather(usize),
-    Scatter(usize),
-    Barrier,
-    /// Between tensor and data parallel ranks.
-    Mixed(Mixed),
-}
+/// What to do: an operation with its arguments.
+pub(crate) type What = operation::Call<'static>;
 
-impl Kind {
-    /// The operation, whose row says how its tensors must be.
-    pub(crate) fn operation(&self) -> Operation {
-        match self {
-            Self::AllReduce(..) | Self::AllReduceRegistered(..) => Operation::AllReduce,
-            Self::AllGather => Operation::AllGather,
-            Self::ReduceScatter(_) => Operation::ReduceScatter,
-            Self::AllToAll => Operation::AllToAll,
-            Self::AllToAllV(..) => Operation::AllToAllV,
-            Self::Broadcast(_) => Operation::Broadcast,
-            Self::Reduce(..) => Operation::Reduce,
-            Self::Gather(_) => Operation::Gather,
-            Self::Scatter(_) => Operation::Scatter,
-            Self::Barrier => Operation::Barrier,
-            Self::Mixed(mixed) => mixed.operation(),
-        }
-    }
-
-    /// The name of the method.
-    pub(crate) fn name(&self) -> &'static str {
-        self.operation().name()
-    }
-
-    /// Whether there are kernels for it.
-    pub(crate) fn is_on_cuda(&self) -> bool {
-        matches!(
-            self,
-            Self::AllReduce(..)
-                | Self::AllReduceRegistered(..)
-                | Self::AllGather
-                | Self::ReduceScatter(_)
-                | Self::AllToAll
-                | Self::Broadcast(_)
-                | Self::Mixed(_)
-        )
-    }
-
-    /// What combines the elements, if they are not only moved.
-    pub(crate) fn op(&self) -> Option<ReduceOp> {
-        match self {
-            Self::AllReduce(op, _)
-            | Self::AllReduceRegistered(op, _)
-            | Self::ReduceScatter(op)
-            | Self::Reduce(op, _) => Some(*op),
-            _ => None,
-        }
-    }
+#[doc = stub!("operations")]
+#[pyfunction]
+pub(crate) fn operations() -> Vec<(&'static str, String, String, bool, Option<&'static str>)> {
+    let name = |extent: Extent| format!("{extent:?}").to_lowercase();
+    let calls = operation::Operation::ALL.iter().filter(|operation| operation.is_call());
+    calls
+        .map(|operation| {
+            let row = operation.row();
+            let root = row.root.map(|root| if root == Root::Gives { "gives" } else { "gets" });
+            (row.name, name(row.input), name(row.output), row.reduces, root)
+        })
+        .collect()
 }
 
 /// Where to do it.
@@ -93,11 +40,20 @@ pub(crate) enum Place {
 /// A collective with its operands.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
-    pub(crate) kind: Kind,
+    pub(crate) what: What,
+    /// Whether the memory is registered.
+    pub(crate) registered: bool,
+    /// What is done instead, between tensor and data parallel ranks, on the same tensors.
+    pub(crate) mixed: Option<Mixed>,
     pub(crate) place: Place,
 }
 
 impl Call {
+    /// The name of the method.
+    pub(crate) fn name(&self) -> &'static str {
+        self.mixed.as_ref().map_or(self.what.operation, Mixed::operation).name()
+    }
+
     /// A tensor of the call, which all are like.
     fn tensor(&self) -> Option<&Tensor> {
         match &self.place {
@@ -122,74 +78,31 @@ impl Call {
     /// # Safety
     /// The operands are valid until this returns; nobody writes the input, or uses the output, meanwhile.
     pub(crate) unsafe fn run(&self, comm: &Communicator) -> Result<(), CollectiveError> {
-        if matches!(self.kind, Kind::AllReduceRegistered(..)) {
+        if self.registered {
             let text = "all_reduce: registered is for tensors on CUDA; on the host, those of shared buffers are reduced \
                         where they lie without being asked";
             return Err(FabricError::invalid(text).into());
         }
         // SAFETY: the caller answers for the memory.
         unsafe {
+            if let Some(mixed) = &self.mixed {
+                return match self.place {
+                    Place::Shared(buffer) => mixed.run_in_place(comm, buffer.view_mut().map_err(refused)?),
+                    Place::Apart(Some(input), Some(output)) => {
+                        mixed.run(comm, input.view().map_err(refused)?, output.view_mut().map_err(refused)?)
+                    }
+                    _ => Err(FabricError::invalid(format!("{} lacks an operand", self.name())).into()),
+                };
+            }
             match self.place {
-                Place::Nowhere => Ok(comm.barrier()?),
-                Place::Shared(buffer) => self.in_place(comm, buffer),
-                Place::Apart(input, output) => self.apart(comm, input, output),
+                Place::Nowhere => comm.call(&self.what, None, None),
+                Place::Shared(buffer) => comm.call_in_place(&self.what, buffer.view_mut().map_err(refused)?),
+                Place::Apart(input, output) => {
+                    let input = input.map(|tensor| tensor.view()).transpose().map_err(refused)?;
+                    let output = output.map(|tensor| tensor.view_mut()).transpose().map_err(refused)?;
+                    comm.call(&self.what, input, output)
+                }
             }
-        }
-    }
-
-    /// # Safety
-    /// As [`run`](Self::run).
-    unsafe fn in_place(&self, comm: &Communicator, buffer: Tensor) -> Result<(), CollectiveError> {
-        // SAFETY: the caller answers for the memory.
-        let view = unsafe { buffer.view_mut() }.map_err(refused)?;
-        match &self.kind {
-            &Kind::AllReduce(op, None) => comm.all_reduce_in_place(view, op),
-            Kind::AllGather => comm.all_gather_in_place(view),
-            &Kind::ReduceScatter(op) => comm.reduce_scatter_in_place(view, op),
-            Kind::AllToAll => comm.all_to_all_in_place(view),
-            &Kind::Broadcast(root) => comm.broadcast(view, root),
-            &Kind::Reduce(op, root) => comm.reduce_in_place(view, op, root),
-            Kind::Mixed(mixed) => mixed.run_in_place(comm, view),
-            Kind::AllReduce(_, Some(_))
-            | Kind::AllReduceRegistered(..)
-            | Kind::AllToAllV(..)
-            | Kind::Gather(_)
-            | Kind::Scatter(_)
-            | Kind::Barrier => {
-                Err(FabricError::invalid("this does not work in place: input and output overlap").into())
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`run`](Self::run).
-    unsafe fn apart(
-        &self,
-        comm: &Communicator,
-        input: Option<Tensor>,
-        output: Option<Tensor>,
-    ) -> Result<(), CollectiveError> {
-        // SAFETY: the caller answers for the memory.
-        let read = input.map(|tensor| unsafe { tensor.view() }).transpose().map_err(refused)?;
-        // SAFETY: as above.
-        let write = output.map(|tensor| unsafe { tensor.view_mut() }).transpose().map_err(refused)?;
-        match (&self.kind, read, write) {
-            (Kind::AllReduce(op, None), Some(input), Some(output)) => comm.all_reduce(input, output, *op),
-            (Kind::AllReduce(op, Some(algorithm)), Some(input), Some(output)) => {
-                comm.all_reduce_with(input, output, *op, *algorithm)
-            }
-            (Kind::AllGather, Some(input), Some(output)) => comm.all_gather(input, output),
-            (Kind::ReduceScatter(op), Some(input), Some(output)) => comm.reduce_scatter(input, output, *op),
-            (Kind::AllToAll, Some(input), Some(output)) => comm.all_to_all(input, output),
-            (Kind::AllToAllV(sends, receives), Some(input), Some(output)) => {
-                comm.all_to_all_v(input, sends, output, receives)
-            }
-            (Kind::Broadcast(root), input, Some(output)) => comm.broadcast_from(input, output, *root),
-            (Kind::Reduce(op, root), Some(input), output) => comm.reduce(input, output, *op, *root),
-            (Kind::Gather(root), Some(input), output) => comm.gather(input, output, *root),
-            (Kind::Scatter(root), input, Some(output)) => comm.scatter(input, output, *root),
-            (Kind::Mixed(mixed), Some(input), Some(output)) => mixed.run(comm, input, output),
-            (kind, ..) => Err(FabricError::invalid(format!("{kind:?} lacks an operand")).into()),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::{
 use antiphon::prelude::{FabricError, Pending};
 use pyo3::{exceptions::PyTimeoutError, prelude::*};
 
-use crate::{arguments::Operands, error::Error, fork::Process};
+use crate::{arguments::Operands, cuda::Started, error::Error, fork::Process};
 
 /// How long a wait goes on before Python's signal handlers have their turn.
 const LOOK: Duration = Duration::from_millis(10);
@@ -36,8 +36,19 @@ enum State {
 
 /// A pending operation, whatever its error type.
 trait Work: Send {
+    /// Whether it can be ended after `limit` at most.
     fn wait_for(&mut self, limit: Duration) -> bool;
-    fn source(&self) -> Option<usize>;
+
+    /// Whether it is over.
+    fn is_over(&mut self) -> bool {
+        self.wait_for(Duration::ZERO)
+    }
+
+    /// Who sent the message, once it is here.
+    fn source(&self) -> Option<usize> {
+        None
+    }
+
     fn finish(self: Box<Self>) -> Result<Operands, Error>;
 }
 
@@ -55,18 +66,41 @@ impl<E: Into<Error> + From<FabricError> + Send> Work for Pending<Operands, E> {
     }
 }
 
+impl Work for Started {
+    fn wait_for(&mut self, _limit: Duration) -> bool {
+        true // it is the stream that waits
+    }
+
+    fn is_over(&mut self) -> bool {
+        self.is_passed()
+    }
+
+    fn finish(self: Box<Self>) -> Result<Operands, Error> {
+        (*self).finish()
+    }
+}
+
 impl Handle {
-    pub(crate) fn new<E>(pending: Pending<Operands, E>, result: Option<Bound<'_, PyAny>>) -> Self
-    where
-        E: Into<Error> + From<FabricError> + Send + 'static,
-    {
-        let state = Mutex::new(State::Pending(Box::new(pending)));
+    /// Of an operation in a stream.
+    pub(crate) fn on_cuda(started: Started, result: Option<Bound<'_, PyAny>>) -> Self {
+        let state = Mutex::new(State::Pending(Box::new(started)));
+        Self::of(state, result)
+    }
+
+    fn of(state: Mutex<State>, result: Option<Bound<'_, PyAny>>) -> Self {
         Self {
             process: Process::current(),
             state,
             result: result.map(Bound::unbind),
             source: OnceLock::new(),
         }
+    }
+
+    pub(crate) fn new<E>(pending: Pending<Operands, E>, result: Option<Bound<'_, PyAny>>) -> Self
+    where
+        E: Into<Error> + From<FabricError> + Send + 'static,
+    {
+        Self::of(Mutex::new(State::Pending(Box::new(pending))), result)
     }
 
     /// Whether it is over after `limit` at most. Like every look at the state it happens detached from the interpreter:
@@ -152,6 +186,10 @@ impl Handle {
     #[doc = stub!("Handle.is_finished")]
     fn is_finished(&self, py: Python<'_>) -> PyResult<bool> {
         self.process.check(|| "handle".to_owned())?;
-        Ok(py.detach(|| self.is_over_in(Duration::ZERO)))
+        Ok(py.detach(|| match &mut *self.state() {
+            State::Pending(work) => work.is_over(),
+            State::Ending => false,
+            State::Over(_) => true,
+        }))
     }
 }

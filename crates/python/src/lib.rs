@@ -42,6 +42,7 @@ mod shared;
 mod _core {
     #[pymodule_export]
     use crate::{
+        call::operations,
         comm::{compute_fp4_swizzled_layout_sf_size, strided_memory},
         command::main,
         communicator::{Communicator, Plan},

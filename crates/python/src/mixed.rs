@@ -16,13 +16,13 @@ use pyo3::{exceptions::PyValueError, prelude::*};
 
 use crate::{
     arguments::{Count, Given, prepare},
-    call::Kind,
+    call::What,
     communicator::Communicator,
     cuda::RawStream,
     error::Result,
     interrupt,
     mapping::unsigned,
-    operand::{Operand, Usage},
+    operand::Usage,
 };
 
 #[doc = stub!("ParallelInfo")]
@@ -320,36 +320,20 @@ impl MixedHandler {
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         let (op, mode, usage) = (op_of(op)?, mode.map(mode_of).transpose()?, Usage::Call(stream));
-        let (group, groups) = (self.layout.dp_rank(), self.layout.dp_size());
-        let rows: Option<Vec<usize>> = rows.map(|rows| rows.iter().map(|rows| rows.0).collect());
-        let counts = match &rows {
-            None => None,
-            Some(rows) => {
-                let read = Operand::import(x, "the input", Usage::Call(None))?;
-                let row: usize = read.shape().iter().skip(1).product::<usize>() * read.units();
-                Some(rows.iter().map(|rows| rows.saturating_mul(row)).collect())
-            }
+        let groups = (self.layout.dp_rank(), self.layout.dp_size());
+        let is_uneven = rows.is_some();
+        let rows: Vec<usize> = rows.unwrap_or_default().iter().map(|rows| rows.0).collect();
+        // Along the first dimension a mixed operation is as the half that moves data between groups.
+        let half = match (op, is_uneven) {
+            (MixedOp::AllReduce, _) => Operation::AllReduce,
+            (MixedOp::AllGather | MixedOp::AllReduceAllGather, false) => Operation::AllGather,
+            (MixedOp::AllGather | MixedOp::AllReduceAllGather, true) => Operation::AllGatherV,
+            (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, false) => Operation::ReduceScatter,
+            (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, true) => Operation::ReduceScatterV,
         };
-        let call = Mixed { handler: self.handler.clone(), op, mode, counts };
-        let prepared = prepare(Kind::Mixed(call), x, out, (group, groups), usage, |shape| {
-            let rest = shape.get(1..).unwrap_or_default();
-            match (op, &rows) {
-                (MixedOp::AllReduceAllGather, Some(rows)) => {
-                    Ok([&[rows.iter().copied().fold(0, usize::saturating_add)], rest].concat())
-                }
-                (MixedOp::ReduceScatterAllReduce, Some(rows)) => {
-                    Ok([&[rows.get(group).copied().unwrap_or(0)], rest].concat())
-                }
-                // Along the first dimension these are as the halves that move data between groups.
-                (MixedOp::AllReduceAllGather, None) => shape_of(Operation::AllGather, shape, groups),
-                (MixedOp::ReduceScatterAllReduce, None) => shape_of(Operation::ReduceScatter, shape, groups),
-                (op, _) => shape_of(operation_of(op), shape, groups),
-            }
-        })?;
+        let mut prepared = prepare(What::new(half).with_counts(rows), x, out, groups, usage)?;
+        let counts = is_uneven.then(|| prepared.call.what.counts.to_vec());
+        prepared.call.mixed = Some(Mixed { handler: self.handler.clone(), op, mode, counts });
         self.comm.get().run(py, prepared, stream)
     }
-}
-
-fn shape_of(operation: Operation, input: &[usize], groups: usize) -> Result<Vec<usize>> {
-    Ok(operation.output_shape(input, groups).map_err(|error| PyValueError::new_err(error.to_string()))?)
 }

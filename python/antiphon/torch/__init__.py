@@ -15,9 +15,9 @@ Messages have tags, and can be received from any rank. Calls are events of ``tor
 shapes, bytes and the name of the group; what ``async_op=True`` started also ``antiphon:all_reduce:async``, until it is over), and NVTX ranges under Nsight
 Systems. ``_set_pg_timeout`` and ``set_timeout`` change the timeout of a group, on this rank; ``abort`` ends its waits on all.
 
-On CUDA there are all_reduce, all_gather, reduce_scatter and all_to_all with equal parts, broadcast and barrier, and
-float32, float16 and bfloat16 can be reduced. A call runs on the current stream; with ``async_op=True`` on a stream of the
-group, after what is in the current one, which ``wait()`` of the work lets wait in turn. A barrier also waits for the
+On CUDA float32, float16 and bfloat16 can be reduced. A call runs on the current stream; with ``async_op=True`` on a stream of the
+group, after what is in the current one, for whose end ``wait()`` of the work makes the current stream wait. Sends have a stream of
+the group, and receives another: a rank may send before it receives, whatever the length. A barrier also waits for the
 current stream. :mod:`antiphon.torch.ops` has operators for ``torch.compile``.
 
 A failure raises at the call, or at ``wait()`` of the work that ``async_op=True`` returned, with the exceptions of

@@ -24,6 +24,8 @@ class Streams:
     def __init__(self, comm: antiphon.Communicator, device: int) -> None:
         self.comm, self.device = comm, device
         self._side: torch.cuda.Stream | None = None
+        #: Those that messages go on: two ranks may both send before they receive.
+        self._messages: dict[str, torch.cuda.Stream] = {}
         #: The stream of the call before, and its number, which is faster to compare.
         self._last: torch.cuda.Stream | None = None
         self._raw = -1
@@ -34,7 +36,7 @@ class Streams:
             self._follow(torch.cuda.current_stream(self.device))
 
     def aside(
-        self, calls: Iterable[tuple[str, tuple[Any, ...], Tensor | None]], result: Sequence[Tensor], copies: Copies
+        self, calls: Iterable[tuple[str, tuple[Any, ...], Any]], result: Sequence[Tensor], copies: Copies
     ) -> dist.Work:
         """Makes calls beside the current stream, but not before what is in it."""
         if self._side is None:
@@ -45,7 +47,8 @@ class Streams:
         try:
             with torch.cuda.stream(side):
                 for name, arguments, out in calls:
-                    used += [tensor for tensor in (*arguments, out) if isinstance(tensor, Tensor)]
+                    lists = [each if isinstance(each, list) else [each] for each in (*arguments, out)]
+                    used += [tensor for each in lists for tensor in each if isinstance(tensor, Tensor)]
                     getattr(self.comm, name)(*arguments, out=out)
                 copies.finish()
                 end = side.record_event()
@@ -53,6 +56,23 @@ class Streams:
             for tensor in used:
                 tensor.record_stream(side)  # whoever frees it meanwhile does not get it back before
         return StreamWork(self, side, end, result)
+
+    def message(
+        self, name: str, arguments: tuple[Tensor, int], result: Sequence[Tensor], copies: Copies
+    ) -> dist.Work:
+        """A message. Sends have an order of their own beside the collectives, and so have receives."""
+        stream = self._messages.get(name)
+        if stream is None:
+            stream = self._messages[name] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            getattr(self.comm, name)(*arguments)
+            used = [arguments[0], *result, *(tensor for pair in copies for tensor in pair)]
+            copies.finish()
+            end = stream.record_event()
+        for tensor in used:
+            tensor.record_stream(stream)
+        return StreamWork(self, stream, end, result)
 
     def synchronize(self) -> None:
         """Waits for the work of the current stream and for all calls, and raises what went wrong."""

@@ -32,8 +32,8 @@ from antiphon.torch.tensors import (
 )
 from antiphon.torch.work import Completed, Futures, Sends, Work
 
-#: The name of a method of the communicator, its arguments, and ``out``.
-Call = tuple[str, tuple[Any, ...], Tensor | None]
+#: The name of a method of the communicator, its arguments, and ``out``: a tensor, a list of them, or nothing.
+Call = tuple[str, tuple[Any, ...], Any]
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Group(dist.ProcessGroup):
         for output, input in zip(output_lists, input_list, strict=True):
             check("all_gather_into_tensor", input, output)
             calls.append(("all_gather", (contiguous(input),), copies.output(output)))
-        return self._run("all_gather", opts, calls, output_lists, copies)
+        return self._run("all_gather", opts, self._together(calls), output_lists, copies)
 
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
@@ -175,14 +175,11 @@ class Group(dist.ProcessGroup):
         mine = outputs[self.rank()]
         if input.numel() != mine.numel():
             raise ValueError(f"all_gather: an input of {list(input.shape)} for an output of {list(mine.shape)}")
-        if len({output.numel() for output in outputs}) == 1:
-            return [("all_gather", (contiguous(input),), copies.outputs(outputs))]
-        # Ranks send different numbers of elements: one after the other.
-        calls = list[Call]()
-        for root, output in enumerate(outputs):
-            read, out = (contiguous(input) if root == self.rank() else None), copies.output(output)
-            calls.append(("broadcast", (read if read is not None else out, root), out))
-        return calls
+        counts = [output.numel() for output in outputs]
+        read = contiguous(input).detach().view(-1)
+        if len(set(counts)) == 1:
+            return [("all_gather", (read,), copies.outputs(outputs))]
+        return [("all_gather_v", (read, counts), copies.outputs(outputs))]
 
     def gather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
@@ -221,7 +218,17 @@ class Group(dist.ProcessGroup):
             asked = SUM if opts is None else opts.reduceOp
             op, view, factor = reduction("reduce_scatter_tensor", asked, read, out)
             calls.append(("reduce_scatter", (view(scaled(read, factor)), op), view(copies.output(out))))
-        return self._run("reduce_scatter", opts, calls, outputTensors, copies)
+        return self._run("reduce_scatter", opts, self._together(calls), outputTensors, copies)
+
+    def _together(self, calls: list[Call]) -> list[Call]:
+        """The same calls, on CUDA in one launch."""
+        if len(calls) < 2 or not all(out is not None and out.is_cuda for _, _, out in calls):
+            return calls
+        name, (_, *rest), _ = calls[0]
+        if any(other[1:] != tuple(rest) for _, other, _ in calls):
+            return calls
+        inputs, outs = [read for _, (read, *_), _ in calls], [out for _, _, out in calls]
+        return [(f"{name}_list", (inputs, *rest), outs)]
 
     def reduce_scatter(  # type: ignore[override]
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
@@ -234,11 +241,10 @@ class Group(dist.ProcessGroup):
         out = view(copies.output(output))
         if len({input.numel() for input in inputs}) == 1:
             calls: list[Call] = [("reduce_scatter", (view(scaled(flat(inputs), factor)), op), out)]
-        else:  # ranks get different numbers of elements: one after the other
-            calls = [
-                ("reduce", (view(scaled(read, factor)), op, root), out if root == self.rank() else None)
-                for root, read in enumerate(inputs)
-            ]
+        else:
+            sizes = [view(input).numel() for input in map(contiguous, inputs)]
+            read = view(scaled(flat(inputs), factor)).reshape(-1)
+            calls = [("reduce_scatter_v", (read, sizes, op), out.reshape(-1))]
         return self._run("reduce_scatter", opts, calls, output_tensors, copies)
 
     def alltoall_base(
@@ -248,8 +254,6 @@ class Group(dist.ProcessGroup):
         copies, size = Copies(), self.size()
         sends, receives = counts(input, input_splits, size), counts(output, output_splits, size)
         read, out = contiguous(input).detach().view(-1), copies.output(output).detach().view(-1)
-        if input.is_cuda:
-            return self._run("all_to_all", opts, [self._even("all_to_all_single", read, out, sends, receives)], [output], copies)
         if read.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
             read = read.clone()  # as they may be the same
         # A rank without splits cannot know whether others have none: it makes the call that they make.
@@ -262,18 +266,7 @@ class Group(dist.ProcessGroup):
         copies = Copies()
         sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
         read, out = flat(inputs), copies.outputs(outputs)
-        if read.is_cuda:
-            return self._run("all_to_all", opts, [self._even("all_to_all", read, out, sends, receives)], outputs, copies)
         return self._run("all_to_all", opts, [("all_to_all_v", (read, sends, receives), out)], outputs, copies)
-
-    def _even(self, what: str, read: Tensor, out: Tensor, sends: list[int], receives: list[int]) -> Call:
-        """An all-to-all on CUDA, where there is one of equal parts only."""
-        if len({*sends, *receives}) > 1:
-            asked = f"parts of {sends} and {receives} elements were asked for"
-            raise unsupported(f"{what} with unequal parts on CUDA", asked)
-        if read.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() and read.data_ptr() != out.data_ptr():
-            read = read.clone()
-        return "all_to_all", (read,), out
 
     def barrier(self, opts: Any = None) -> dist.Work:
         with self._event("barrier"):
@@ -287,6 +280,9 @@ class Group(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:
         tensor = self._message("send", tensors)
         with self._event("send", tensors):
+            if tensor.is_cuda:
+                self._check_untagged("send", tag)
+                return self._on(tensor.get_device()).message("send", (contiguous(tensor), dstRank), [], Copies())
             handle = self.comm.start_send(contiguous(tensor), dstRank, tag=tag)
         self._sends.add(handle)
         return Work([handle], tensors)
@@ -300,8 +296,18 @@ class Group(dist.ProcessGroup):
     def _receive(self, name: str, tensors: list[Tensor], source: int | None, tag: int) -> dist.Work:
         copies, tensor = Copies(), self._message("recv", tensors)
         with self._event(name, tensors):
-            handle = self.comm.start_recv(copies.output(tensor), source, tag=tag)
+            out = copies.output(tensor)
+            if tensor.is_cuda:
+                self._check_untagged(name, tag)
+                if source is None:
+                    raise unsupported(f"{name} on CUDA", "name the rank that sends")
+                return self._on(tensor.get_device()).message("recv", (out, source), tensors, copies)
+            handle = self.comm.start_recv(out, source, tag=tag)
         return Work([handle], tensors, copies)
+
+    def _check_untagged(self, what: str, tag: int) -> None:
+        if tag:
+            raise unsupported(f"{what} with tag {tag} on CUDA", "messages of two GPUs arrive in the order they were sent")
 
     def _message(self, what: str, tensors: list[Tensor]) -> Tensor:
         tensor = only(what, tensors)

@@ -11,20 +11,26 @@
 A compiled program holds the name, so that a name must mean the same group later on. The name of a ``torch.distributed``
 group of the backend ``"antiphon"`` does as well: such calls take their turn among the group's own, on whatever stream.
 
-=====================================================================  ============================================
-``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()``            in place
-``all_reduce(Tensor x, str group, str op="sum", *) -> Tensor``          like ``x``
-``all_gather(Tensor x, str group, *) -> Tensor``                        ``(n, ...)`` to ``(world_size * n, ...)``
-``reduce_scatter(Tensor x, str group, str op="sum", *) -> Tensor``      ``(world_size * n, ...)`` to ``(n, ...)``
-``all_to_all(Tensor x, str group) -> Tensor``                           like ``x``
-``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None,``     the norm, and what it is of: the sum with
-``Tensor? weight=None, float eps=1e-6, float weight_bias=0.,``          ``bias`` and ``residual``; both like ``x``
-``Tensor? bias=None) -> (Tensor, Tensor)``
-``all_reduce_fused(Tensor x, str group, str[] outputs,``                the ``outputs`` that are asked for, of ``"sum"``,
-``Tensor? residual=None, Tensor? weight=None, float eps=1e-6,``         ``"residual"``, ``"norm"`` (like ``x``) and
-``float weight_bias=0., bool round_before_weight=False,``               ``"codes"`` (E4M3 of the norm over the scale)
-``Tensor? scale=None, float scale_value=1., *) -> Tensor[]``
-=====================================================================  ============================================
+``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()`` reduces in place. The others return a new tensor:
+
+    all_reduce(Tensor x, str group, str op="sum", *)                    like ``x``
+    all_gather(Tensor x, str group, *)                                  ``(n, ...)`` to ``(world_size * n, ...)``
+    all_gather_v(Tensor x, SymInt[] counts, str group, *)               ``(counts[rank], ...)`` to ``(sum(counts), ...)``
+    reduce_scatter(Tensor x, str group, str op="sum", *)                ``(world_size * n, ...)`` to ``(n, ...)``
+    all_to_all(Tensor x, str group, *)                                  like ``x``
+    broadcast(Tensor x, str group, int root=0, *)                       like ``x``, of which the root's is sent
+    scatter(Tensor x, str group, int root=0, *)                         ``(world_size * n, ...)``, the root's, to ``(n, ...)``
+    gather(Tensor x, str group, int root=0, *)                          ``(world_size * n, ...)`` at the root, no rows elsewhere
+
+and ``reduce_scatter_v``, ``all_to_all_v`` and ``reduce``, whose arguments and results are alike; each operation that the table of
+operations has (:func:`antiphon._core.operations`). Whoever gets nothing gets a tensor without rows.
+
+``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float weight_bias=0.,
+Tensor? bias=None) -> (Tensor, Tensor)`` returns the norm, and what it is the norm of: the sum with ``bias`` and ``residual``.
+
+``all_reduce_fused(Tensor x, str group, str[] outputs, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float
+weight_bias=0., bool round_before_weight=False, Tensor? scale=None, float scale_value=1., *) -> Tensor[]`` returns the ``outputs``
+that are asked for, of ``"sum"``, ``"residual"``, ``"norm"`` (like ``x``) and ``"codes"`` (E4M3 of the norm over the scale).
 
 ``*`` is ``str site=""``: the compiled program and the place in it that a call comes from, ``"DIGEST:INDEX"``, which
 :mod:`antiphon.lowering` sets. The ranks compare a digest when they first meet it, and all get ``RuntimeError`` if they differ.
@@ -44,6 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import antiphon
+from antiphon._core import operations
 from antiphon._operators import Operators
 from antiphon._types import Op
 from antiphon.torch.group import Group
@@ -93,30 +100,59 @@ def _comm(name: str, x: Tensor) -> antiphon.Communicator:
     return group.enter(x) if isinstance(group, Group) else group
 
 
-def _world_size(name: str) -> int:
-    group = _group(name)
-    return group.size() if isinstance(group, Group) else group.world_size
-
-
-def _like(x: Tensor, group: str, op: Op = "sum") -> Tensor:
+def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _like_at(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
-    return _like(x, group)
+class _Operation:
+    """An operation of the table, as an operator."""
 
+    def __init__(self, name: str, input: str, output: str, reduces: bool, root: str | None) -> None:
+        self.name, self.output, self._gets = name, output, root == "gets"
+        #: Whether the input has a block for each rank, of which one comes out.
+        self._divides = (input, output) == ("row", "block")
+        self._multiplies = (input, output) == ("block", "row")
+        lists = ["sends", "receives"] if (input, output) == ("parts", "parts") else ["counts"]
+        self._lists = lists if "parts" in (input, output) else []
+        self._names = [*self._lists, "group", *(["root"] if root else []), *(["op"] if reduces else []), "site"]
+        types = {"group": "str group", "root": "int root=0", "op": 'str op="sum"', "site": 'str site=""'}
+        arguments = ", ".join(types.get(name, f"SymInt[] {name}") for name in self._names)
+        self.schema = f"{name}(Tensor x, {arguments}) -> Tensor"
 
-def _gathered(x: Tensor, group: str, site: str = "") -> Tensor:
-    rows = x.shape[0] if x.dim() else 1
-    return x.new_empty((_world_size(group) * rows, *x.shape[1:]))
+    def empty(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """A result with nothing in it."""
+        given = {"root": 0, **dict(zip(self._names, arguments)), **named}
+        return self._empty(x, given, _group(given["group"]))
 
+    def call(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """The method of the communicator."""
+        given = {"root": 0, **dict(zip(self._names, arguments)), **named}
+        comm = _at(given.pop("site", ""), given.pop("group"), x)
+        out = self._empty(x, given, comm)
+        has_none = self._gets and given["root"] != comm.rank
+        if "root" not in self._names:
+            del given["root"]
+        getattr(comm, self.name)(x.contiguous(), out=None if has_none else out, **given)
+        return out
 
-def _scattered(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
-    world_size = _world_size(group)
-    rows = x.shape[0] if x.dim() else 1
-    if rows % world_size:
-        raise ValueError(f"reduce_scatter: {rows} rows cannot be divided among {world_size} ranks")
-    return x.new_empty((rows // world_size, *x.shape[1:]))
+    def _empty(self, x: Tensor, given: dict[str, Any], group: antiphon.Communicator | Group) -> Tensor:
+        rank, size = (group.rank(), group.size()) if isinstance(group, Group) else (group.rank, group.world_size)
+        rows = x.shape[0] if x.dim() else 1
+        if self._gets and given["root"] != rank:
+            return x.new_empty((0, *x.shape[1:]))
+        if self.output == "part":
+            rows = given["counts"][rank]
+        elif self.output == "parts":
+            rows = sum(given[self._lists[-1]])
+        elif self._divides:
+            if rows % size:
+                raise ValueError(f"{self.name}: {rows} rows cannot be divided among {size} ranks")
+            rows //= size
+        elif self._multiplies:
+            rows *= size
+        else:
+            return _like(x)
+        return x.new_empty((rows, *x.shape[1:]))
 
 
 def _all_reduce_in_place(x: Tensor, group: str, op: Op = "sum") -> None:
@@ -145,18 +181,6 @@ def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
                 )
             agreed.add(program)
     return comm
-
-
-def _all_reduce(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
-    return _at(site, group, x).all_reduce(x.contiguous(), op)
-
-
-def _all_gather(x: Tensor, group: str, site: str = "") -> Tensor:
-    return _at(site, group, x).all_gather(x.contiguous())
-
-
-def _reduce_scatter(x: Tensor, group: str, op: Op = "sum", site: str = "") -> Tensor:
-    return _at(site, group, x).reduce_scatter(x.contiguous(), op)
 
 
 _OUTPUTS = ("sum", "residual", "norm", "codes")
@@ -200,12 +224,8 @@ def _all_reduce_fused(
 def _results(x: Tensor, group: str, outputs: list[str], *options: Any, **others: Any) -> list[Tensor]:
     if not outputs or len(set(outputs)) < len(outputs) or not set(outputs) <= set(_OUTPUTS):
         raise ValueError(f"all_reduce_fused: outputs {outputs}: each of {', '.join(_OUTPUTS)} at most once, and any")
-    plain = _like(x, group)
+    plain = _like(x)
     return [plain.new_empty(x.shape, dtype=torch.float8_e4m3fn if name == "codes" else x.dtype) for name in outputs]
-
-
-def _all_to_all(x: Tensor, group: str) -> Tensor:
-    return _comm(group, x).all_to_all(x.contiguous())
 
 
 def _all_reduce_rms_norm(
@@ -233,7 +253,7 @@ def _all_reduce_rms_norm(
 
 
 def _two_like(x: Tensor, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
-    return _like(x, ""), _like(x, "")
+    return _like(x), _like(x)
 
 
 def _nothing(x: Tensor, group: str, op: Op = "sum") -> None:
@@ -242,10 +262,9 @@ def _nothing(x: Tensor, group: str, op: Op = "sum") -> None:
 
 _operators = Operators()
 _operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
-_operators.define('all_reduce(Tensor x, str group, str op="sum", str site="") -> Tensor', _all_reduce, _like_at)
-_operators.define('all_gather(Tensor x, str group, str site="") -> Tensor', _all_gather, _gathered)
-_operators.define('reduce_scatter(Tensor x, str group, str op="sum", str site="") -> Tensor', _reduce_scatter, _scattered)
-_operators.define("all_to_all(Tensor x, str group) -> Tensor", _all_to_all, _like)
+for _row in operations():
+    _operation = _Operation(*_row)
+    _operators.define(_operation.schema, _operation.call, _operation.empty)
 _operators.define(
     "all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
     " float weight_bias=0., Tensor? bias=None) -> (Tensor, Tensor)",

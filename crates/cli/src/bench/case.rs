@@ -1,61 +1,55 @@
 //! What is measured.
 
+use std::ops::Range;
+
 use antiphon::{
     collectives::{CollectiveError, Collectives, Communicator, all_reduce::Algorithm},
     device::{ReduceOp, host::reduce::Reducer},
-    operation::{Extent, Operation},
+    operation::{Call, Extent, Operation, Root},
     tensor::{DType, Element, TensorView, TensorViewMut},
 };
 
 use super::moe;
 
-/// A collective that can be measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-#[allow(missing_docs)] // named after what they are
+/// What can be measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
-    AllReduce,
-    AllGather,
-    ReduceScatter,
-    AllToAll,
-    Broadcast,
-    Reduce,
-    Gather,
-    Scatter,
-    /// A tensor from rank 0 to rank 1 and back
-    SendRecv,
-    /// Tokens to the ranks of their experts: of 8 for each rank, two for each token; counts are exchanged in each call
-    Dispatch,
-    /// What those ranks made of tokens, back and summed
-    Combine,
-    /// The floor of any all-reduce: every rank reads its input and writes its output, all at once
+    /// An operation of the table. A message goes from rank 0 to rank 1 and back.
+    Of(Operation),
+    /// The floor of any all-reduce: every rank reads its input and writes its output, all at once.
     Memory,
 }
 
 impl Collective {
+    /// The one with algorithms to choose from.
+    pub const ALL_REDUCE: Self = Self::Of(Operation::AllReduce);
+    /// A tensor from rank 0 to rank 1 and back.
+    pub const SEND_RECV: Self = Self::Of(Operation::Message);
+    /// Tokens to the ranks of their experts.
+    pub const DISPATCH: Self = Self::Of(Operation::Dispatch);
+    /// What those ranks made of tokens, back and summed.
+    pub const COMBINE: Self = Self::Of(Operation::Combine);
+
+    /// Everything that can be measured.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let calls = Operation::ALL.iter().copied().filter(|operation| operation.is_call());
+        calls.map(Self::Of).chain([Self::SEND_RECV, Self::DISPATCH, Self::COMBINE, Self::Memory])
+    }
+
     /// The operation whose row says what is to be known of it; none of the memory's floor.
     pub fn operation(self) -> Option<Operation> {
         match self {
-            Self::AllReduce => Some(Operation::AllReduce),
-            Self::AllGather => Some(Operation::AllGather),
-            Self::ReduceScatter => Some(Operation::ReduceScatter),
-            Self::AllToAll => Some(Operation::AllToAll),
-            Self::Broadcast => Some(Operation::Broadcast),
-            Self::Reduce => Some(Operation::Reduce),
-            Self::Gather => Some(Operation::Gather),
-            Self::Scatter => Some(Operation::Scatter),
-            Self::SendRecv => Some(Operation::Message),
-            Self::Dispatch => Some(Operation::Dispatch),
-            Self::Combine => Some(Operation::Combine),
+            Self::Of(operation) => Some(operation),
             Self::Memory => None,
         }
     }
 
     /// The name in tables, as the Rust method is called.
     pub fn name(self) -> &'static str {
-        match (self, self.operation()) {
-            (Self::SendRecv, _) => "send_recv",
-            (_, Some(operation)) => operation.name(),
-            (_, None) => "memory",
+        match self {
+            Self::SEND_RECV => "send_recv",
+            Self::Of(operation) => operation.name(),
+            Self::Memory => "memory",
         }
     }
 
@@ -66,7 +60,7 @@ impl Collective {
 
     /// Whether it is of a mixture of experts, which `moe` measures.
     pub(super) fn is_of_experts(self) -> bool {
-        matches!(self, Self::Dispatch | Self::Combine)
+        matches!(self, Self::DISPATCH | Self::COMBINE)
     }
 
     /// What turns its algorithm bandwidth into bus bandwidth.
@@ -97,21 +91,82 @@ pub(super) struct Case {
 /// Where rank 0 is the one that gives or gets.
 pub(super) const ROOT: usize = 0;
 
+/// Elements of a rank's output, and where they come from.
+pub(super) struct Segment {
+    pub(super) output: Range<usize>,
+    /// The rank that gives them; of a reduction all do.
+    pub(super) source: usize,
+    /// Where they begin in its input.
+    pub(super) start: usize,
+}
+
 impl Case {
-    /// Elements of a rank's input and output: the larger has as many as fit in the bytes, at least one per block.
-    pub(super) fn counts(&self, world_size: usize) -> (usize, usize) {
+    /// Elements of a block: the larger buffer has as many as fit in the bytes, at least one per block.
+    fn block(&self, world_size: usize) -> usize {
         let whole = (self.bytes as usize / self.dtype.size()).max(1);
-        let block = (whole / world_size).max(1);
+        match self.collective.extents() {
+            (Extent::Block, Extent::Block) => whole,
+            _ => (whole / world_size).max(1),
+        }
+    }
+
+    /// The call of a rank. Parts are as long as blocks on average, the first the shortest and the last the longest.
+    pub(super) fn call(&self, rank: usize, world_size: usize) -> Call<'static> {
+        let operation = self.collective.operation().unwrap_or(Operation::Barrier);
+        let call = Call::new(operation)
+            .with_op(self.op)
+            .with_root(ROOT)
+            .with_algorithm(self.algorithm.map_or(0, |algorithm| algorithm.number(false)));
+        let (block, row) = (self.block(world_size), operation.row());
+        let part = |rank: usize| (block as u128 * 2 * (rank as u128 + 1) / (world_size as u128 + 1)) as usize;
+        let parts = || (0..world_size).map(part).collect::<Vec<_>>();
+        match (row.input, row.output) {
+            (Extent::Parts, Extent::Parts) => {
+                call.with_counts(parts()).with_receives(vec![part(rank); world_size])
+            }
+            (Extent::Parts, _) | (_, Extent::Parts) => call.with_counts(parts()),
+            _ => call,
+        }
+    }
+
+    /// Elements of a rank's input and output.
+    pub(super) fn counts(&self, rank: usize, world_size: usize) -> (usize, usize) {
         if self.collective.is_of_experts() {
             return moe::counts(self, world_size);
         }
-        match self.collective.extents() {
-            (Extent::Block, Extent::Block) => (whole, whole),
-            (input, output) => {
-                let count = |extent: Extent| extent.elements(block, world_size).unwrap_or(whole);
-                (count(input), count(output))
-            }
+        let block = self.block(world_size);
+        if self.collective == Collective::Memory {
+            return (block, block);
         }
+        let call = self.call(rank, world_size);
+        let layouts =
+            [call.input_layout(block, rank, world_size), call.output_layout(block, rank, world_size)];
+        let [input, output] = layouts.map(|layout| layout.elements());
+        (input, output)
+    }
+
+    /// Where a rank's output comes from.
+    pub(super) fn segments(&self, rank: usize, world_size: usize) -> Vec<Segment> {
+        let block = self.block(world_size);
+        let copied = |source| vec![Segment { output: 0..block, source, start: 0 }];
+        let root = match self.collective {
+            Collective::Memory => return copied(rank),
+            Collective::SEND_RECV => return copied(ROOT),
+            Collective::Of(operation) => operation.row().root,
+        };
+        let call = self.call(rank, world_size);
+        let output = call.output_layout(block, rank, world_size);
+        // A reduction is of all ranks alike.
+        let sources = match self.collective.reduces() || root == Some(Root::Gives) {
+            true => ROOT..ROOT + 1,
+            false => 0..world_size,
+        };
+        let segment = |source: usize| {
+            let theirs = self.call(source, world_size);
+            let start = theirs.input_layout(block, source, world_size).piece(rank).start;
+            Segment { output: output.piece(if output.is_divided() { source } else { rank }), source, start }
+        };
+        sources.map(segment).collect()
     }
 
     /// Does it once.
@@ -121,23 +176,16 @@ impl Case {
         input: &[T],
         output: &mut [T],
     ) -> Result<(), CollectiveError> {
-        match (self.collective, self.algorithm) {
-            (Collective::AllReduce, Some(algorithm)) => {
-                comm.all_reduce_with(input, output, self.op, algorithm)
-            }
-            (Collective::AllReduce, None) => comm.all_reduce(input, output, self.op),
-            (Collective::AllGather, _) => comm.all_gather(input, output),
-            (Collective::ReduceScatter, _) => comm.reduce_scatter(input, output, self.op),
-            (Collective::AllToAll, _) => comm.all_to_all(input, output),
-            (Collective::Broadcast, _) => comm.broadcast_from(Some(TensorView::from(input)), output, ROOT),
-            (Collective::Reduce, _) => comm.reduce(input, Some(TensorViewMut::from(output)), self.op, ROOT),
-            (Collective::Gather, _) => comm.gather(input, Some(TensorViewMut::from(output)), ROOT),
-            (Collective::Scatter, _) => comm.scatter(Some(TensorView::from(input)), output, ROOT),
-            (Collective::SendRecv, _) => ping_pong(comm, input, output),
-            (Collective::Dispatch | Collective::Combine, _) => unreachable!("`moe` measures these"),
-            (Collective::Memory, _) => {
+        match self.collective {
+            Collective::SEND_RECV => ping_pong(comm, input, output),
+            Collective::Memory => {
                 read_and_write(input, output);
                 Ok(())
+            }
+            Collective::DISPATCH | Collective::COMBINE => unreachable!("`moe` measures these"),
+            Collective::Of(_) => {
+                let call = self.call(comm.rank(), comm.world_size());
+                comm.call(&call, Some(TensorView::from(input)), Some(TensorViewMut::from(output)))
             }
         }
     }
@@ -170,31 +218,61 @@ fn read_and_write<T: Element>(input: &[T], output: &mut [T]) {
 mod tests {
     use super::*;
 
+    fn of(operations: &[Operation]) -> Vec<Collective> {
+        operations.iter().map(|&operation| Collective::Of(operation)).collect()
+    }
+
     #[test]
     fn factors_are_those_of_nccl_tests() {
-        use Collective::*;
-        assert_eq!(AllReduce.bus_factor(4), Some(1.5));
-        for collective in [AllGather, ReduceScatter, AllToAll, Gather, Scatter] {
+        use Operation::*;
+        assert_eq!(Collective::ALL_REDUCE.bus_factor(4), Some(1.5));
+        for collective in of(&[AllGather, ReduceScatter, AllToAll, Gather, Scatter, AllGatherV]) {
             assert_eq!(collective.bus_factor(4), Some(0.75), "{collective:?}");
         }
-        assert_eq!([Broadcast, Reduce, SendRecv].map(|of| of.bus_factor(4)), [Some(1.0); 3]);
-        assert_eq!((AllReduce.bus_factor(1), Memory.bus_factor(4)), (Some(0.0), None));
+        for collective in of(&[Broadcast, Reduce, Message]) {
+            assert_eq!(collective.bus_factor(4), Some(1.0), "{collective:?}");
+        }
+        assert_eq!(
+            (Collective::ALL_REDUCE.bus_factor(1), Collective::Memory.bus_factor(4)),
+            (Some(0.0), None)
+        );
+    }
+
+    fn case(collective: Collective) -> Case {
+        Case { collective, bytes: 42, algorithm: None, dtype: DType::F32, op: ReduceOp::Sum }
     }
 
     #[test]
     fn the_larger_buffer_has_the_bytes_and_a_row_a_block_for_each_rank() {
-        let case = |collective| Case {
-            collective,
-            bytes: 42,
-            algorithm: None,
-            dtype: DType::F32,
-            op: ReduceOp::Sum,
+        let counts = |operation, world_size| case(Collective::Of(operation)).counts(0, world_size);
+        use Operation::*;
+        assert_eq!([AllReduce, Message].map(|of| counts(of, 4)), [(10, 10); 2]);
+        assert_eq!(case(Collective::Memory).counts(0, 4), (10, 10));
+        assert_eq!([AllGather, Gather].map(|of| counts(of, 4)), [(2, 8); 2]);
+        assert_eq!([ReduceScatter, Scatter].map(|of| counts(of, 4)), [(8, 2); 2]);
+        assert_eq!(counts(AllToAll, 4), (8, 8));
+        assert_eq!(counts(AllGather, 100), (1, 100), "at least one element in a block");
+    }
+
+    #[test]
+    fn parts_grow_from_rank_to_rank() {
+        let counts = |operation, rank| case(Collective::Of(operation)).counts(rank, 4);
+        assert_eq!([0, 1, 2, 3].map(|rank| counts(Operation::AllGatherV, rank).0), [0, 1, 2, 3]);
+        assert_eq!([0, 3].map(|rank| counts(Operation::AllGatherV, rank).1), [6, 6]);
+        assert_eq!([0, 3].map(|rank| counts(Operation::AllToAllV, rank)), [(6, 0), (6, 12)]);
+    }
+
+    #[test]
+    fn segments_say_where_each_element_comes_from() {
+        let segments = |operation, rank| {
+            let found = case(Collective::Of(operation)).segments(rank, 3);
+            found.into_iter().map(|s| (s.output, s.source, s.start)).collect::<Vec<_>>()
         };
-        use Collective::*;
-        assert_eq!([AllReduce, SendRecv, Memory].map(|of| case(of).counts(4)), [(10, 10); 3]);
-        assert_eq!([AllGather, Gather].map(|of| case(of).counts(4)), [(2, 8); 2]);
-        assert_eq!([ReduceScatter, Scatter].map(|of| case(of).counts(4)), [(8, 2); 2]);
-        assert_eq!(case(AllToAll).counts(4), (8, 8));
-        assert_eq!(case(AllGather).counts(100), (1, 100), "at least one element in a block");
+        use Operation::*;
+        assert_eq!(segments(AllGather, 1), [(0..3, 0, 0), (3..6, 1, 0), (6..9, 2, 0)]);
+        assert_eq!(segments(AllToAll, 1), [(0..3, 0, 3), (3..6, 1, 3), (6..9, 2, 3)]);
+        assert_eq!(segments(Scatter, 2), [(0..3, 0, 6)]);
+        assert_eq!(segments(ReduceScatter, 2), [(0..3, 0, 6)]);
+        assert_eq!(segments(AllGatherV, 0), [(0..1, 0, 0), (1..4, 1, 0), (4..8, 2, 0)]);
     }
 }

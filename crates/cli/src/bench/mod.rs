@@ -17,13 +17,16 @@ mod worker;
 use std::{
     fs::File,
     io::{self, Write},
+    iter,
     path::PathBuf,
+    sync::LazyLock,
     time::Duration,
 };
 
 use antiphon::{
     collectives::all_reduce::Algorithm,
     device::ReduceOp,
+    operation::Operation,
     tensor::{DType, TensorError},
 };
 use clap::{ValueEnum, builder::PossibleValue};
@@ -140,33 +143,34 @@ enum Which {
 
 impl ValueEnum for Which {
     fn value_variants<'a>() -> &'a [Self] {
-        use Collective::*;
-        const ALL: &[Which] = &[
-            Which::All,
-            Which::One(AllReduce),
-            Which::One(AllGather),
-            Which::One(ReduceScatter),
-            Which::One(AllToAll),
-            Which::One(Broadcast),
-            Which::One(Reduce),
-            Which::One(Gather),
-            Which::One(Scatter),
-            Which::One(SendRecv),
-            Which::One(Dispatch),
-            Which::One(Combine),
-            Which::One(Memory),
-        ];
-        ALL
+        static ALL: LazyLock<Vec<Which>> =
+            LazyLock::new(|| iter::once(Which::All).chain(Collective::all().map(Which::One)).collect());
+        &ALL
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
-        match self {
-            Self::All => {
-                let usual = "All-reduce, all-gather, reduce-scatter, all-to-all and broadcast";
-                Some(PossibleValue::new("all").help(usual))
+        /// Names as they are written on a command line.
+        static NAMES: LazyLock<Vec<(Collective, String)>> = LazyLock::new(|| {
+            Collective::all().map(|collective| (collective, collective.name().replace('_', "-"))).collect()
+        });
+        let help = match self {
+            Self::All => "All-reduce, all-gather, reduce-scatter, all-to-all and broadcast",
+            Self::One(Collective::SEND_RECV) => "A tensor from rank 0 to rank 1 and back",
+            Self::One(Collective::DISPATCH) => {
+                "Tokens to the ranks of their experts: of 8 for each rank, two for each token; counts are exchanged in each call"
             }
-            Self::One(collective) => collective.to_possible_value(),
-        }
+            Self::One(Collective::COMBINE) => "What those ranks made of tokens, back and summed",
+            Self::One(Collective::Memory) => {
+                "The floor of any all-reduce: every rank reads its input and writes its output, all at once"
+            }
+            Self::One(_) => "",
+        };
+        let name = match self {
+            Self::All => "all",
+            Self::One(collective) => &NAMES.iter().find(|(named, _)| named == collective)?.1,
+        };
+        let value = PossibleValue::new(name);
+        Some(if help.is_empty() { value } else { value.help(help) })
     }
 }
 
@@ -225,9 +229,11 @@ fn positive_seconds(text: &str) -> Result<Duration, String> {
 
 impl Which {
     fn collectives(self) -> Vec<Collective> {
-        use Collective::*;
+        use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter};
         match self {
-            Self::All => vec![AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast],
+            Self::All => {
+                [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast].map(Collective::Of).into()
+            }
             Self::One(collective) => vec![collective],
         }
     }
@@ -246,9 +252,9 @@ impl Args {
     /// All-reduce has a row per algorithm, the others one.
     fn algorithms(&self, collective: Collective) -> Vec<Option<Algorithm>> {
         match (collective, self.algorithm.unwrap_or(AlgorithmChoice::Auto)) {
-            (Collective::AllReduce, AlgorithmChoice::OneShot) => vec![Some(Algorithm::OneShot)],
-            (Collective::AllReduce, AlgorithmChoice::TwoShot) => vec![Some(Algorithm::TwoShot)],
-            (Collective::AllReduce, AlgorithmChoice::All) => Algorithm::ALL.map(Some).to_vec(),
+            (Collective::ALL_REDUCE, AlgorithmChoice::OneShot) => vec![Some(Algorithm::OneShot)],
+            (Collective::ALL_REDUCE, AlgorithmChoice::TwoShot) => vec![Some(Algorithm::TwoShot)],
+            (Collective::ALL_REDUCE, AlgorithmChoice::All) => Algorithm::ALL.map(Some).to_vec(),
             _ => vec![None],
         }
     }
@@ -355,7 +361,7 @@ fn refuse_beyond_memory(args: &Args, machine: &Machine) -> Result<(), String> {
     // A copy in symmetric memory stands beside the tensor that it is filled from.
     let copies = if args.buffers == Buffers::Symmetric { 2 } else { 1 };
     args.cases().into_iter().try_for_each(|case| {
-        let (input, output) = case.counts(ranks.max(1));
+        let (input, output) = case.counts(ranks.max(1) - 1, ranks.max(1)); // of the last rank, whose part is the longest
         let elements = (input as u128 + output as u128) * copies * ranks as u128;
         machine::refuse_beyond_memory(case.bytes, ranks, elements * case.dtype.size() as u128)
     })

@@ -31,7 +31,7 @@ fn shape(case: &Case) -> [usize; 2] {
 pub(super) fn counts(case: &Case, world_size: usize) -> (usize, usize) {
     let [tokens, hidden] = shape(case);
     match case.collective {
-        Collective::Dispatch => (tokens * hidden, tokens * hidden * world_size),
+        Collective::DISPATCH => (tokens * hidden, tokens * hidden * world_size),
         _ => (tokens * hidden * world_size, tokens * hidden),
     }
 }
@@ -69,7 +69,7 @@ pub(super) fn measure<T: Element>(comm: &Communicator, case: Case, args: &Args) 
     };
     dispatch(&mut moe, &handle, &mut received)?;
     let (times, wrong) = match case.collective {
-        Collective::Dispatch => {
+        Collective::DISPATCH => {
             let first = wrong_rows(&case, &layouts, rank, &received);
             let times = time(comm, args, || {
                 let handle = moe.notify(comm, &routing)?;

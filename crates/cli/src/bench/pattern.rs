@@ -3,15 +3,10 @@
 //! Inputs repeat with a prime period, so that a reference in f64 is computed once per period and yet every element of
 //! any size is compared, and an element at a wrong place is a wrong element.
 
-use antiphon::{
-    collectives::Communicator,
-    device::ReduceOp,
-    operation::{Extent, Root},
-    tensor::Element,
-};
+use antiphon::{collectives::Communicator, device::ReduceOp, tensor::Element};
 use antiphon_collectives::reference::{Expected, reduce_element};
 
-use super::case::{Case, Collective, ROOT};
+use super::case::{Case, Collective, Segment};
 
 /// Elements after which the input repeats: prime, so that it never falls into step with blocks and pieces.
 const PERIOD: usize = 4093;
@@ -36,11 +31,9 @@ pub(super) fn input<T: Element>(op: ReduceOp, rank: usize, count: usize) -> Vec<
 
 /// What a rank's output must be.
 pub(super) struct Reference {
-    world_size: usize,
-    rank: usize,
     case: Case,
-    /// Elements of a block, where outputs or inputs are made of one per rank.
-    block: usize,
+    /// Of this rank's output; none if it gets nothing.
+    segments: Vec<Segment>,
     /// By position in the period: the reduction of all ranks' inputs there.
     reduced: Vec<Expected>,
 }
@@ -55,58 +48,40 @@ pub(super) struct Wrong {
 impl Reference {
     pub(super) fn new<T: Element>(comm: &Communicator, case: Case) -> Self {
         let (world_size, rank) = (comm.world_size(), comm.rank());
-        let (input, output) = case.counts(world_size);
         let reduced = |index| {
             let column: Vec<T> = (0..world_size).map(|rank| value(case.op, rank, index)).collect();
             reduce_element(case.op, &column)
         };
         let reduced = if case.collective.reduces() { (0..PERIOD).map(reduced).collect() } else { Vec::new() };
-        Self { world_size, rank, case, block: input.min(output), reduced }
-    }
-
-    /// Whether the collective gives this rank anything.
-    fn concerns_me(&self) -> bool {
-        match self.case.collective {
-            Collective::SendRecv => self.rank < 2,
-            collective => {
-                let root = collective.operation().and_then(|operation| operation.row().root);
-                root != Some(Root::Gets) || self.rank == ROOT
-            }
-        }
-    }
-
-    /// The expected value of one element of the output.
-    fn expected<T: Element>(&self, index: usize) -> Expected {
-        let collective = self.case.collective;
-        // Where the element is in the tensor that it comes from, and in whose.
-        let (from, at) = match collective.extents() {
-            (Extent::Block, Extent::Row) => (index / self.block, index % self.block),
-            (Extent::Row, Extent::Row) => {
-                let block = self.block / self.world_size;
-                (index / block, self.rank * block + index % block)
-            }
-            (Extent::Row, _) => (ROOT, self.rank * self.block + index),
-            _ if collective == Collective::Memory => (self.rank, index),
-            _ => (ROOT, index),
+        let gets = match case.collective {
+            Collective::SEND_RECV => rank < 2,
+            Collective::Memory => true,
+            Collective::Of(_) => case.call(rank, world_size).needs_output(rank),
         };
-        if collective.reduces() {
-            return self.reduced[at % PERIOD]; // of all ranks
+        let segments = if gets { case.segments(rank, world_size) } else { Vec::new() };
+        Self { case, segments, reduced }
+    }
+
+    /// The expected value of an element of a segment.
+    fn expected<T: Element>(&self, segment: &Segment, index: usize) -> Expected {
+        let at = segment.start + index;
+        if self.case.collective.reduces() {
+            return self.reduced[at % PERIOD];
         }
-        Expected { exact: value::<T>(self.case.op, from, at).to_f64(), tolerance: 0.0 }
+        Expected { exact: value::<T>(self.case.op, segment.source, at).to_f64(), tolerance: 0.0 }
     }
 
     /// Compares every element.
     pub(super) fn compare<T: Element>(&self, output: &[T]) -> Wrong {
         let mut wrong = Wrong::default();
-        if !self.concerns_me() {
-            return wrong;
-        }
-        for (index, element) in output.iter().enumerate() {
-            let (expected, actual) = (self.expected::<T>(index), element.to_f64());
-            if !expected.accepts(actual) {
-                wrong.elements += 1;
+        for segment in &self.segments {
+            for (index, element) in output[segment.output.clone()].iter().enumerate() {
+                let (expected, actual) = (self.expected::<T>(segment, index), element.to_f64());
+                if !expected.accepts(actual) {
+                    wrong.elements += 1;
+                }
+                wrong.worst = wrong.worst.max(expected.error(actual));
             }
-            wrong.worst = wrong.worst.max(expected.error(actual));
         }
         wrong
     }

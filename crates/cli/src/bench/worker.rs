@@ -38,7 +38,7 @@ pub(super) fn execute(args: &Args) -> ExitStatus {
 
 fn measure_all(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
     let comm = Communicator::from_env()?;
-    if args.cases().iter().any(|case| case.collective == Collective::SendRecv) && comm.world_size() < 2 {
+    if args.cases().iter().any(|case| case.collective == Collective::SEND_RECV) && comm.world_size() < 2 {
         return Err("send-recv needs at least 2 ranks, there is 1".into());
     }
     for case in args.cases() {
@@ -56,7 +56,7 @@ fn measure_all(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn measure<T: Element>(comm: &Communicator, case: Case, args: &Args) -> Result<Row, CollectiveError> {
-    let (input_count, output_count) = case.counts(comm.world_size());
+    let (input_count, output_count) = case.counts(comm.rank(), comm.world_size());
     let input = pattern::input::<T>(case.op, comm.rank(), input_count);
     let output = poisoned::<T>(output_count);
     match args.buffers {
@@ -93,8 +93,8 @@ fn measure_with<T: Element>(
     let wrong = total(comm, &[first, last])?;
     let count = input.len().max(output.len());
     let algorithm = match (case.collective, case.algorithm) {
-        (Collective::AllReduce, Some(given)) => given.name(),
-        (Collective::AllReduce, None) => algorithm_for(comm, count * case.dtype.size())?.name(),
+        (Collective::ALL_REDUCE, Some(given)) => given.name(),
+        (Collective::ALL_REDUCE, None) => algorithm_for(comm, count * case.dtype.size())?.name(),
         _ => "direct",
     };
     Ok(row(comm, case, algorithm.to_owned(), count, &times, wrong))

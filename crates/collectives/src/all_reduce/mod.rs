@@ -58,6 +58,11 @@ impl Algorithm {
         let name = Operation::AllReduce.row().algorithm(self as u8);
         name.expect("the row of all-reduce has every algorithm's name")
     }
+
+    /// The number of the algorithm in a [`Call`](crate::Call); on GPUs also `registered`, for registered memory.
+    pub fn number(self, registered: bool) -> u8 {
+        self as u8 + if registered { Self::ALL.len() as u8 } else { 0 }
+    }
 }
 
 impl std::fmt::Display for Algorithm {
@@ -88,6 +93,28 @@ impl AllReduceOptions {
     /// Of registered tensors.
     pub fn registered(algorithm: impl Into<Option<Algorithm>>) -> Self {
         Self { algorithm: algorithm.into(), registered: true }
+    }
+
+    /// What a [`Call`](crate::Call)'s number asks for; 0 leaves the choice to the library.
+    ///
+    /// # Errors
+    /// [`CollectiveError::Refused`] for a number that names no algorithm.
+    pub(crate) fn numbered(number: u8) -> Result<Self> {
+        let options = |registered| {
+            let named = Algorithm::ALL.into_iter().find(|by| by.number(registered) == number)?;
+            Some(Self { algorithm: Some(named), registered })
+        };
+        match number {
+            0 => Ok(Self::default()),
+            _ => options(false).or_else(|| options(true)).ok_or_else(|| CollectiveError::Refused {
+                operation: Operation::AllReduce.name(),
+                which: "algorithm",
+                expected: format!(
+                    "one of {}, not number {number}",
+                    Algorithm::ALL.map(Algorithm::name).join(", ")
+                ),
+            }),
+        }
     }
 }
 

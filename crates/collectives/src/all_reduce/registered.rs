@@ -159,7 +159,7 @@ pub(crate) unsafe fn run_registered(
     algorithm: Algorithm,
     stream: StreamRef<'_>,
 ) -> Result<()> {
-    let number = algorithm as u8 + Algorithm::ALL.len() as u8;
+    let number = algorithm.number(true);
     let mut signature = signature_of((&input, &output), op, number, tenant.world_size())?;
     let (size, one_shot) = (input.dtype.size(), algorithm == Algorithm::OneShot);
     let bytes = input.count * size;

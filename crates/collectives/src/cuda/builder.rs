@@ -46,7 +46,8 @@ impl CudaBuilder<'_> {
     pub const LEAST_STAGING_BYTES: usize = Tenant::LEAST_STAGING_BYTES;
 
     /// How many bytes of each GPU's memory serve data that is under way between ranks, at most. Larger messages go through in
-    /// pieces, the smaller the less there is. All ranks give the same number.
+    /// pieces, the smaller the less there is. All ranks give the same number. Messages have
+    /// [`LEAST_STAGING_BYTES`](Self::LEAST_STAGING_BYTES) of their own.
     pub fn staging_bytes(mut self, bytes: usize) -> Self {
         self.staging_bytes = bytes;
         self
@@ -55,11 +56,13 @@ impl CudaBuilder<'_> {
     /// Shares memory between the ranks' GPUs, and loads the first kernels. All ranks call it together.
     ///
     /// # Errors
-    /// As [`Tenant::new`], for fewer than 2 or more than [`MAX_WORLD`](super::MAX_WORLD) ranks and for less staging than
+    /// As [`Tenant::new`], for more than [`MAX_WORLD`](super::MAX_WORLD) ranks and for less staging than
     /// [`LEAST_STAGING_BYTES`](Self::LEAST_STAGING_BYTES) among others; as [`Tenant::load_together`], with what is missing to
     /// compile kernels.
     pub fn build(self) -> Result<CudaCollectives> {
         let Self { comm, context, staging_bytes } = self;
+        // A rank that is alone stages nothing.
+        let staging_bytes = if comm.world_size() == 1 { Self::LEAST_STAGING_BYTES } else { staging_bytes };
         CudaCollectives::with_staging(comm, context, staging_bytes)
     }
 }

@@ -14,7 +14,7 @@ use super::MAX_WORLD;
 use crate::{
     all_reduce::{Algorithm, Reducing, Registered},
     fusion::{Shape, cuda::Fusion},
-    gather_scatter::cuda::Movement,
+    gather_scatter::{Messaging, MovingLists, ReducingLists, ReducingParts, cuda::Movement},
     mixed::Mixing,
 };
 
@@ -50,11 +50,15 @@ fn variants() -> Vec<Variant> {
     let reduction = |dtype, op| Reduction::new(dtype, op).unwrap();
     let worlds = [2, 4, MAX_WORLD];
     let mut variants = Vec::from(worlds.map(|world_size| Variant::of(Movement, world_size)));
+    variants.extend([2, 3, 4, MAX_WORLD].map(|world_size| Variant::of(Messaging, world_size)));
+    variants.extend(worlds.map(|world_size| Variant::of(MovingLists, world_size)));
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let sum = reduction(dtype, ReduceOp::Sum);
         variants.extend(ReduceOp::ARITHMETIC.map(|op| Variant::of(Reducing(reduction(dtype, op)), 2)));
         variants.extend(worlds.map(|world_size| Variant::of(Registered(sum), world_size)));
         variants.extend([4, MAX_WORLD].map(|world_size| Variant::of(Reducing(sum), world_size)));
+        variants.extend(worlds.map(|world_size| Variant::of(ReducingParts(sum), world_size)));
+        variants.extend(worlds.map(|world_size| Variant::of(ReducingLists(sum), world_size)));
     }
     variants.extend(fusions());
     variants.extend(mixes());

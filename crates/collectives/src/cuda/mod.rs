@@ -54,7 +54,7 @@ pub use crate::all_reduce::{Algorithm, AllReduceOptions};
 use crate::{
     all_reduce::{AllReduceTable, Registry},
     error::Result,
-    gather_scatter::cuda::Movement,
+    gather_scatter::{Messaging, cuda::Movement},
 };
 pub use antiphon_fabric::gpu::{MAX_WORLD, OnFailure};
 pub use builder::CudaBuilder;
@@ -75,6 +75,8 @@ pub struct CudaCollectives {
     /// Which all-reduce for which size.
     table: AllReduceTable,
     pub(crate) tenant: Tenant,
+    /// What messages between two ranks go through, in an order of their own.
+    pub(crate) messages: Tenant,
 }
 
 impl std::fmt::Debug for CudaCollectives {
@@ -87,9 +89,13 @@ impl CudaCollectives {
     /// With at most so many bytes of each GPU for staging.
     fn with_staging(comm: &Communicator, context: &Context, bytes: usize) -> Result<Self> {
         let tenant = Tenant::new(comm, context, bytes)?;
-        tenant.load_together(comm, Movement)?;
+        let messages = Tenant::new(comm, context, Tenant::LEAST_STAGING_BYTES)?;
+        if comm.world_size() > 1 {
+            tenant.load_together(comm, Movement)?;
+            messages.load_together(comm, Messaging)?;
+        }
         let table = choice::load(comm, tenant.gpu_name())?;
-        Ok(Self { tenant, registry: UntilIdle::new(context, RefCell::default()), table })
+        Ok(Self { tenant, messages, registry: UntilIdle::new(context, RefCell::default()), table })
     }
 
     /// Whether small kernels let a kernel behind them that is launched programmatically start at once, instead of when they are

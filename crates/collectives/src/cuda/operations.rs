@@ -2,6 +2,7 @@
 
 use antiphon_device::cuda::{DevicePointer, StreamRef};
 use antiphon_fabric::{Communicator, Operation, RegisteredMemory};
+use antiphon_operation::Call;
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use super::CudaCollectives;
@@ -10,7 +11,7 @@ use crate::CollectiveError;
 use crate::{
     ReduceOp,
     all_reduce::{self, Algorithm, AllReduceOptions, Reducing, Registered},
-    arguments::{Input, Output, in_place, reduction},
+    arguments::{CheckedCall, Input, Output, reduction},
     error::Result,
     fusion::{self, Checked, FusedAllReduce, Operand},
     gather_scatter::cuda as gather_scatter,
@@ -55,9 +56,11 @@ impl CudaCollectives {
         op: ReduceOp,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let operands = self.in_place(Operation::AllReduce, buffer)?;
+        let buffer = Output::on(self.serves(), Operation::AllReduce, &mut buffer.into())?;
         // SAFETY: passed on.
-        unsafe { self.all_reduce_of(operands, op, AllReduceOptions::default(), stream.into()) }
+        unsafe {
+            self.all_reduce_of((buffer.as_input(), buffer), op, AllReduceOptions::default(), stream.into())
+        }
     }
 
     /// [`all_reduce`](Self::all_reduce) by a given algorithm, or of tensors in [registered](Self::register) memory, which must
@@ -85,7 +88,8 @@ impl CudaCollectives {
         options: impl Into<AllReduceOptions>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let operands = self.operands(Operation::AllReduce, input, output)?;
+        let input = Input::on(self.serves(), Operation::AllReduce, &input.into())?;
+        let operands = (input, Output::on(self.serves(), Operation::AllReduce, &mut output.into())?);
         // SAFETY: passed on.
         unsafe { self.all_reduce_of(operands, op, options.into(), stream.into()) }
     }
@@ -93,7 +97,7 @@ impl CudaCollectives {
     /// # Safety
     /// As [`all_reduce_with`](Self::all_reduce_with).
     #[inline]
-    unsafe fn all_reduce_of(
+    pub(crate) unsafe fn all_reduce_of(
         &self,
         operands: (Input, Output),
         op: ReduceOp,
@@ -101,6 +105,12 @@ impl CudaCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let (input, output) = &operands;
+        if self.world_size() == 1 {
+            let call = Call::new(Operation::AllReduce).with_op(op);
+            let checked = CheckedCall::new(&call, (0, 1), Some(*input), Some(*output))?;
+            // SAFETY: passed on.
+            return unsafe { self.carry_out(&checked, stream) };
+        }
         let algorithm = algorithm.unwrap_or_else(|| match registered {
             true if input.data.addr() == output.data.addr() => Algorithm::TwoShot,
             true => Algorithm::OneShot,
@@ -151,6 +161,9 @@ impl CudaCollectives {
     /// [`CollectiveError::NotNumeric`] for dtypes other than f32, f16 and bf16; [`FabricError::Device`].
     pub fn prepare(&self, dtype: DType, op: ReduceOp) -> Result<()> {
         let reduction = reduction(Operation::AllReduce, dtype, op)?;
+        if self.world_size() == 1 {
+            return Ok(());
+        }
         self.tenant.load(Reducing(reduction))?;
         if !self.registry.borrow().is_empty() {
             self.tenant.load(Registered(reduction))?;
@@ -199,9 +212,9 @@ impl CudaCollectives {
         output: impl Into<TensorViewMut<'o>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let operands = self.operands(Operation::AllGather, input, output)?;
+        let (call, input, mut output) = (Call::new(Operation::AllGather), input.into(), output.into());
         // SAFETY: passed on.
-        unsafe { gather_scatter::all_gather(&self.tenant, operands, stream.into()) }
+        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
     /// [`all_gather`](Self::all_gather) where each rank's input is its own block of the `W·n` elements.
@@ -216,9 +229,9 @@ impl CudaCollectives {
         buffer: impl Into<TensorViewMut<'o>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let operands = self.in_place(Operation::AllGather, buffer)?;
+        let call = Call::new(Operation::AllGather);
         // SAFETY: passed on.
-        unsafe { gather_scatter::all_gather(&self.tenant, operands, stream.into()) }
+        unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
     /// Rank `r` gets the reduction of everybody's `r`-th block: `W·n` elements of f32, f16 or bf16 in, `n` out. The output may
@@ -237,9 +250,10 @@ impl CudaCollectives {
         op: ReduceOp,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let operands = self.operands(Operation::ReduceScatter, input, output)?;
+        let (call, input, mut output) =
+            (Call::new(Operation::ReduceScatter).with_op(op), input.into(), output.into());
         // SAFETY: passed on.
-        unsafe { gather_scatter::reduce_scatter(&self.tenant, operands, op, stream.into()) }
+        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) where the result replaces this rank's own block of the `W·n` elements; the other
@@ -256,9 +270,9 @@ impl CudaCollectives {
         op: ReduceOp,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let operands = self.in_place(Operation::ReduceScatter, buffer)?;
+        let call = Call::new(Operation::ReduceScatter).with_op(op);
         // SAFETY: passed on.
-        unsafe { gather_scatter::reduce_scatter(&self.tenant, operands, op, stream.into()) }
+        unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
     /// Block `r` of the input goes to rank `r`, whose block comes to the same place of the output: `W·n` elements in, as many
@@ -276,9 +290,9 @@ impl CudaCollectives {
         output: impl Into<TensorViewMut<'o>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let operands = self.operands(Operation::AllToAll, input, output)?;
+        let (call, input, mut output) = (Call::new(Operation::AllToAll), input.into(), output.into());
         // SAFETY: passed on.
-        unsafe { gather_scatter::all_to_all(&self.tenant, operands, stream.into()) }
+        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
     /// [`all_to_all`](Self::all_to_all) where the blocks that come replace those that go.
@@ -293,9 +307,9 @@ impl CudaCollectives {
         buffer: impl Into<TensorViewMut<'o>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let operands = self.in_place(Operation::AllToAll, buffer)?;
+        let call = Call::new(Operation::AllToAll);
         // SAFETY: passed on.
-        unsafe { gather_scatter::all_to_all(&self.tenant, operands, stream.into()) }
+        unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
     /// Everybody's buffer becomes the root's.
@@ -312,9 +326,9 @@ impl CudaCollectives {
         root: usize,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let buffer = Output::on(self.serves(), Operation::Broadcast, &mut buffer.into())?;
+        let call = Call::new(Operation::Broadcast).with_root(root);
         // SAFETY: passed on.
-        unsafe { gather_scatter::broadcast(&self.tenant, buffer, root, stream.into()) }
+        unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
     /// Waits, in the order of the stream, until the streams of all ranks have come here.
@@ -322,29 +336,9 @@ impl CudaCollectives {
     /// # Errors
     /// As [`check`](Self::check).
     pub fn barrier<'s>(&self, stream: impl Into<StreamRef<'s>>) -> Result<()> {
-        gather_scatter::barrier(&self.tenant, stream.into())
-    }
-
-    /// Input and output, each checked by itself.
-    #[inline]
-    fn operands<'i, 'o>(
-        &self,
-        operation: Operation,
-        input: impl Into<TensorView<'i>>,
-        output: impl Into<TensorViewMut<'o>>,
-    ) -> Result<(Input, Output)> {
-        let input = Input::on(self.serves(), operation, &input.into())?;
-        Ok((input, Output::on(self.serves(), operation, &mut output.into())?))
-    }
-
-    /// The parts of a buffer that are input and output.
-    #[inline]
-    fn in_place<'o>(
-        &self,
-        operation: Operation,
-        buffer: impl Into<TensorViewMut<'o>>,
-    ) -> Result<(Input, Output)> {
-        let buffer = Output::on(self.serves(), operation, &mut buffer.into())?;
-        in_place(operation, buffer, self.rank(), self.world_size())
+        match self.world_size() {
+            1 => Ok(self.tenant.check_ready()?),
+            _ => gather_scatter::barrier(&self.tenant, stream.into()),
+        }
     }
 }

@@ -26,6 +26,9 @@ kernels! {
     }
 }
 
+/// Bytes as rows, for all kernels that move them. Behind [`ROWS`].
+pub(super) const BYTES: Source = Source { name: "gather_scatter/bytes.cuh", text: include_str!("bytes.cuh") };
+
 /// The kernels that move bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Movement;
@@ -35,7 +38,7 @@ impl Family for Movement {
     type Arguments = NoArguments;
     const NAME: &'static str = "movement.cuh";
     const SOURCES: &'static [Source] =
-        &[ROWS, Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") }];
+        &[ROWS, BYTES, Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") }];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         program
@@ -43,8 +46,8 @@ impl Family for Movement {
 }
 
 /// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in rows.cuh.
-const ROW_BYTES: usize = 512;
-const ROW_DATA: usize = 496;
+pub(super) const ROW_BYTES: usize = 512;
+pub(super) const ROW_DATA: usize = 496;
 /// From how many bytes on a broadcast goes in parts: where (W − 1)·n bytes out of the root weigh more than a second hop.
 const PARTS_FROM: usize = 256 << 10;
 

@@ -3,9 +3,11 @@
 use std::ops::Range;
 
 use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{Communicator, FabricError, Rounds, Signature};
+use antiphon_fabric::{Communicator, FabricError, Operation, Rounds, Signature};
 
 use super::{Checked, MixedLayout};
+use antiphon_operation::Call;
+
 use crate::{
     ReduceOp,
     all_reduce::{self, AllReduceOptions},
@@ -237,13 +239,19 @@ pub(super) fn composed(
 fn gather_blocks(dp: &Communicator, call: &Checked<'_>, own: Output) -> Result<()> {
     let (blocks, output, size) = (call.blocks, call.output, call.input.dtype.size());
     if let super::Blocks::Even { .. } = blocks {
-        return gather_scatter::all_gather(dp, own.as_input(), output);
+        return gather_scatter::call(
+            dp,
+            &Call::new(Operation::AllGather),
+            Some(own.as_input()),
+            Some(output),
+        );
     }
     for group in 0..dp.world_size() {
         // SAFETY: the group's block lies in the row.
         let data = unsafe { output.data.add(blocks.start(group) * size) };
         let block = Output { data, count: blocks.len(group), ..output };
-        gather_scatter::broadcast(dp, Some(block.as_input()), block, group)?;
+        let call = Call::new(Operation::Broadcast).with_root(group);
+        gather_scatter::call(dp, &call, Some(block.as_input()), Some(block))?;
     }
     Ok(())
 }
@@ -252,13 +260,14 @@ fn gather_blocks(dp: &Communicator, call: &Checked<'_>, own: Output) -> Result<(
 fn scatter_blocks(dp: &Communicator, call: &Checked<'_>) -> Result<()> {
     let (blocks, input, output, size) = (call.blocks, call.input, call.output, call.input.dtype.size());
     if let super::Blocks::Even { .. } = blocks {
-        return gather_scatter::reduce_scatter(dp, input, output, ReduceOp::Sum);
+        return gather_scatter::call(dp, &Call::new(Operation::ReduceScatter), Some(input), Some(output));
     }
     for group in 0..dp.world_size() {
         // SAFETY: the group's block lies in the row.
         let data = unsafe { input.data.add(blocks.start(group) * size) };
         let block = Input { data, count: blocks.len(group), ..input };
-        gather_scatter::reduce(dp, block, (group == dp.rank()).then_some(output), ReduceOp::Sum, group)?;
+        let call = Call::new(Operation::Reduce).with_root(group);
+        gather_scatter::call(dp, &call, Some(block), Some(output))?;
     }
     Ok(())
 }

@@ -34,6 +34,7 @@ use std::cell::OnceCell;
 
 use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, FabricError, Operation, Signature};
+use antiphon_operation::Call;
 use antiphon_tensor::{TensorView, TensorViewMut};
 pub use antiphon_topology::{MixedLayout, MixedOp};
 
@@ -406,8 +407,12 @@ impl MixedHandler {
                 let algorithm = call.mode.map(MixedMode::of_all_reduce);
                 all_reduce::run(comm, input, output, ReduceOp::Sum, algorithm.into())
             }
-            MixedOp::AllGather => gather_scatter::all_gather(comm, input, output),
-            MixedOp::ReduceScatter => gather_scatter::reduce_scatter(comm, input, output, ReduceOp::Sum),
+            MixedOp::AllGather => {
+                gather_scatter::call(comm, &Call::new(Operation::AllGather), Some(input), Some(output))
+            }
+            MixedOp::ReduceScatter => {
+                gather_scatter::call(comm, &Call::new(Operation::ReduceScatter), Some(input), Some(output))
+            }
             MixedOp::AllReduceAllGather | MixedOp::ReduceScatterAllReduce => {
                 let checked = Checked::new(&self.layout, call, input, output)?;
                 let mode =

@@ -5,6 +5,7 @@ use antiphon_collectives::{
     all_reduce::{Algorithm, AllReduceOptions},
 };
 use antiphon_fabric::FabricError;
+use antiphon_operation::{Call, Operation};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::{
@@ -228,11 +229,11 @@ fn roots_without_their_tensor<B: Backend>(world: usize) {
     B::run(world, |comm| {
         let (input, mut output, root) = ([0f32; 2], [0f32; 2], comm.rank());
         let calls = [comm.broadcast_from(None, &mut output, root), comm.scatter(None, &mut output, root)];
-        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::RootArgument { which: "input", rank, .. } if *rank == root);
+        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Missing { which: "input", rank, .. } if *rank == root);
         refused(&comm, calls, wrong, &[&format!("rank {root} must pass an input")]);
 
         let calls = [comm.reduce(&input, None, SUM, root), comm.gather(&input, None, root)];
-        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::RootArgument { which: "output", rank, .. } if *rank == root);
+        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Missing { which: "output", rank, .. } if *rank == root);
         refused(&comm, calls, wrong, &[&format!("rank {root} must pass an output")]);
     });
 }
@@ -249,7 +250,7 @@ fn lists_of_counts_that_are_not_one_per_rank<B: Backend>(world: usize) {
         ] {
             let call = [comm.all_to_all_v(&input, sends, &mut output, receives)];
             let wrong = |error: &CollectiveError| {
-                matches!(error, CollectiveError::Splits { actual, world_size, .. }
+                matches!(error, CollectiveError::Counts { actual, world_size, .. }
                     if (*actual, *world_size) == (wrong_len, world))
             };
             refused(&comm, call, wrong, &[&wrong_len.to_string(), &format!("{world} ranks")]);
@@ -282,6 +283,6 @@ fn a_refusal_on_one_rank_concerns_nobody_else<B: Backend>(world: usize) {
         }
         let rank = Rank::<B>::new(&comm, DType::F32);
         rank.all_reduce(7, SUM, Way::Automatic);
-        rank.broadcast(1, 0);
+        rank.call(&Call::new(Operation::Broadcast), 1);
     });
 }

@@ -233,7 +233,7 @@ fn about_the_algorithm<B: Backend>(world: usize) {
         let (ones, mut out) = (vec![1usize; comm.world_size()], vec![0i64; comm.world_size()]);
         comm.all_to_all_v(&vec![0i64; comm.world_size()], &ones, &mut out, &ones)
     };
-    disagree::<B>(world, (&|comm| all_to_all(comm, 1), "all_to_all(1 × i64)"), (&uneven, "uneven"));
+    disagree::<B>(world, (&|comm| all_to_all(comm, 1), "all_to_all(1 × i64)"), (&uneven, "all_to_all_v("));
 }
 
 fn about_the_operation<B: Backend>(world: usize) {

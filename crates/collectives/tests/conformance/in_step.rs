@@ -7,7 +7,7 @@ use antiphon_tensor::DType;
 
 use crate::{
     harness::{Backend, Place},
-    operations::{Rank, Way},
+    operations::{Rank, Way, calls_of, operations},
     values::Bits,
 };
 
@@ -40,20 +40,13 @@ fn any_call<B: Backend>(rank: &Rank<'_, B>, order: &mut Bits) {
     };
     let (op, root) = (ReduceOp::ARITHMETIC[order.below(5)], order.below(rank.world()));
     let salt = order.below(1000);
-    match order.below(17) {
-        0..4 => rank.all_reduce(count, op, Way::ALL[salt % 4]),
-        4 => rank.all_gather(count),
-        5 => rank.all_gather_in_place(count),
-        6 => rank.reduce_scatter(count, op),
-        7 => rank.reduce_scatter_in_place(count, op),
-        8 => rank.all_to_all(count),
-        9 => rank.all_to_all_in_place(count),
-        10 => rank.all_to_all_v(|from, to| (salt + from * 31 + to * 17) % (count + 1)),
-        11 => rank.broadcast(count, root),
-        12 => rank.broadcast_from(count, root),
-        13 => rank.reduce(count, op, root),
-        14 => rank.gather(count, root),
-        15 => rank.scatter(count, root),
-        _ => rank.ring(count),
+    let operations: Vec<_> = operations().collect();
+    match order.below(4 + operations.len()) {
+        0..3 => rank.all_reduce(count, op, Way::ALL[salt % 4]),
+        3 => rank.ring(count),
+        other => {
+            let calls = calls_of(operations[other - 4], count, rank.world());
+            rank.calls(|me| calls[me].clone().with_op(op).with_root(root), count);
+        }
     }
 }

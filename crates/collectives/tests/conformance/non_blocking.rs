@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use antiphon_collectives::{CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp};
 use antiphon_fabric::{FabricError, Pending};
+use antiphon_operation::{Call, Operation};
 use antiphon_tensor::{DType, Element, with_dtype};
 
 use crate::{
@@ -50,6 +51,13 @@ fn every_operation<T: Element>(comm: &Communicator) {
         let broadcast = comm.start_broadcast(mine(), root).unwrap();
         let reduce = comm.start_reduce(mine(), op, root).unwrap();
         let barrier = comm.start_barrier().unwrap();
+        let counts: Vec<usize> = (0..world).map(|rank| rank * count).collect();
+        let part = rows[rank].first(counts[rank]);
+        let all_gather_v = comm.start_all_gather_v(part.to_vec::<T>(), counts.clone()).unwrap();
+        let whole = counts.iter().sum::<usize>();
+        let uneven: Vec<Values> = inputs(T::DTYPE, count as u64 + 7, world, whole);
+        let reduce_scatter_v =
+            comm.start_reduce_scatter_v(uneven[rank].to_vec::<T>(), counts.clone(), op).unwrap();
 
         let gives = |handle: Pending<Vec<T>, CollectiveError>, expected: &Values, what: &str| {
             assert_same_bits(&handle.wait().unwrap(), expected, what);
@@ -62,6 +70,11 @@ fn every_operation<T: Element>(comm: &Communicator) {
         gives(broadcast, &rows[root], "start_broadcast");
         gives(reduce, if rank == root { &reduced } else { &rows[rank] }, "start_reduce");
         barrier.wait().unwrap();
+        let parts: Vec<Values> = rows.iter().zip(&counts).map(|(row, &count)| row.first(count)).collect();
+        gives(all_gather_v, &Values::concat(&parts), "start_all_gather_v");
+        let start = counts[..rank].iter().sum::<usize>();
+        let own: Vec<Values> = uneven.iter().map(|row| row.range(start..start + counts[rank])).collect();
+        gives(reduce_scatter_v, &Values::reduced(op, &own), "start_reduce_scatter_v");
     }
 }
 
@@ -74,7 +87,7 @@ fn many_may_be_in_flight_beside_blocking_calls<B: Backend>(world: usize) {
                 let mine = inputs(i)[comm.rank()].to_vec::<f32>();
                 let handle = comm.start_all_reduce(mine, ReduceOp::Sum).unwrap();
                 rank.all_reduce(i * 100, ReduceOp::Sum, Way::Automatic);
-                rank.broadcast(i, i % world);
+                rank.call(&Call::new(Operation::Broadcast).with_root(i % world), i);
                 handle
             })
             .collect();

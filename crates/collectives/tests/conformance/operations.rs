@@ -3,7 +3,8 @@
 
 use std::{cell::Cell, fmt::Display, marker::PhantomData};
 
-use antiphon_collectives::{Collectives, Communicator, ReduceOp, all_reduce::Algorithm};
+use antiphon_collectives::{Call, Collectives, Communicator, ReduceOp, all_reduce::Algorithm};
+use antiphon_operation::{Extent, InPlace, Operation, Root};
 use antiphon_tensor::DType;
 
 use crate::{
@@ -67,11 +68,6 @@ impl<'c, B: Backend> Rank<'c, B> {
         (0..self.world()).map(|rank| Values::any_bits(self.dtype, call << 8 | rank as u64, count)).collect()
     }
 
-    /// Everybody's block for this rank.
-    fn column(&self, rows: &[Values]) -> Vec<Values> {
-        rows.iter().map(|row| row.block(self.me(), self.world())).collect()
-    }
-
     fn tensor(&self, values: &Values) -> Tensor<B> {
         Tensor::holding(values, self.place)
     }
@@ -108,139 +104,81 @@ impl<'c, B: Backend> Rank<'c, B> {
         input.assert_holds(mine, format_args!("the input of {what}"));
     }
 
-    pub fn all_gather(&self, count: usize) {
-        let inputs = self.inputs(count);
-        let what = self.what("all_gather", count);
-        let (mut input, mut output) = (self.tensor(&inputs[self.me()]), self.output(self.world() * count));
-        succeeded(self.comm.all_gather(input.view(), output.view_mut()), &what);
-        output.assert_holds(&Values::concat(&inputs), &what);
-        input.assert_holds(&inputs[self.me()], format_args!("the input of {what}"));
+    /// An operation with blocks of `count` elements: apart, and in place where its row allows that.
+    pub fn call(&self, call: &Call<'_>, count: usize) {
+        self.calls(|_| call.clone(), count);
     }
 
-    pub fn all_gather_in_place(&self, count: usize) {
-        let inputs = self.inputs(count);
-        let what = self.what("all_gather_in_place", count);
-        let row = Values::any_bits(self.dtype, 1, self.world() * count);
-        let mut buffer = self.tensor(&row.with_block(self.me(), &inputs[self.me()]));
-        succeeded(self.comm.all_gather_in_place(buffer.view_mut()), &what);
-        buffer.assert_holds(&Values::concat(&inputs), &what);
+    /// As [`call`](Self::call), where each rank has a call of its own.
+    pub fn calls<'a>(&self, of: impl Fn(usize) -> Call<'a>, count: usize) {
+        let calls: Vec<Call<'_>> = (0..self.world()).map(of).collect();
+        self.apart(&calls, count);
+        if calls[0].operation.row().in_place != InPlace::Never {
+            self.in_place(&calls, count);
+        }
     }
 
-    pub fn reduce_scatter(&self, count: usize, op: ReduceOp) {
-        let rows = self.inputs(self.world() * count);
-        let what = self.what(format_args!("reduce_scatter({op})"), count);
-        let (mut input, mut output) = (self.tensor(&rows[self.me()]), self.output(count));
-        succeeded(self.comm.reduce_scatter(input.view(), output.view_mut(), op), &what);
-        output.assert_holds(&Values::reduced(op, &self.column(&rows)), &what);
-        input.assert_holds(&rows[self.me()], format_args!("the input of {what}"));
+    /// Each rank's input, and what this rank must get: for every source the piece that is for this rank, reduced or one behind
+    /// the other.
+    fn contributions(&self, calls: &[Call<'_>], count: usize) -> (Vec<Values>, Values) {
+        let (me, world, row) = (self.me(), self.world(), calls[0].operation.row());
+        let number = self.next_call();
+        let inputs: Vec<Values> = (0..world)
+            .map(|rank| {
+                let elements = calls[rank].input_layout(count, rank, world).elements();
+                Values::any_bits(self.dtype, number << 8 | rank as u64, elements)
+            })
+            .collect();
+        let sources =
+            if row.root == Some(Root::Gives) { calls[me].root..calls[me].root + 1 } else { 0..world };
+        let pieces: Vec<Values> = sources
+            .map(|source| inputs[source].range(calls[source].input_layout(count, source, world).piece(me)))
+            .collect();
+        let expected =
+            if row.reduces { Values::reduced(calls[me].op, &pieces) } else { Values::concat(&pieces) };
+        (inputs, expected)
     }
 
-    pub fn reduce_scatter_in_place(&self, count: usize, op: ReduceOp) {
-        let rows = self.inputs(self.world() * count);
-        let what = self.what(format_args!("reduce_scatter_in_place({op})"), count);
-        let mut buffer = self.tensor(&rows[self.me()]);
-        succeeded(self.comm.reduce_scatter_in_place(buffer.view_mut(), op), &what);
-        let result = Values::reduced(op, &self.column(&rows));
-        buffer.assert_holds(&rows[self.me()].clone().with_block(self.me(), &result), &what);
+    fn apart(&self, calls: &[Call<'_>], count: usize) {
+        let call = &calls[self.me()];
+        let ((inputs, expected), mine) = (self.contributions(calls, count), self.me());
+        let what = self.what(format_args!("{call:?}"), count);
+        let (mut input, mut output) = (self.tensor(&inputs[mine]), self.output(expected.len()));
+        let (gives, gets) = (call.needs_input(mine), call.needs_output(mine));
+        let called = self.comm.call(call, gives.then(|| input.view()), gets.then(|| output.view_mut()));
+        succeeded(called, &what);
+        if gets {
+            output.assert_holds(&expected, &what);
+        }
+        input.assert_holds(&inputs[mine], format_args!("the input of {what}"));
     }
 
-    pub fn all_to_all(&self, count: usize) {
-        let rows = self.inputs(self.world() * count);
-        let what = self.what("all_to_all", count);
-        let (mut input, mut output) = (self.tensor(&rows[self.me()]), self.output(self.world() * count));
-        succeeded(self.comm.all_to_all(input.view(), output.view_mut()), &what);
-        output.assert_holds(&Values::concat(&self.column(&rows)), &what);
-        input.assert_holds(&rows[self.me()], format_args!("the input of {what}"));
-    }
-
-    pub fn all_to_all_in_place(&self, count: usize) {
-        let rows = self.inputs(self.world() * count);
-        let what = self.what("all_to_all_in_place", count);
-        let mut buffer = self.tensor(&rows[self.me()]);
-        succeeded(self.comm.all_to_all_in_place(buffer.view_mut()), &what);
-        buffer.assert_holds(&Values::concat(&self.column(&rows)), &what);
+    fn in_place(&self, calls: &[Call<'_>], count: usize) {
+        let (call, me, world) = (&calls[self.me()], self.me(), self.world());
+        let (inputs, expected) = self.contributions(calls, count);
+        let what = self.what(format_args!("{call:?} in place"), count);
+        let mine = &inputs[me];
+        let (before, after) = match call.operation.row().in_place {
+            InPlace::InputBlock => {
+                let row = Values::any_bits(self.dtype, 1, expected.len());
+                let own = call.output_layout(count, me, world).piece(me);
+                (row.with(own.start, mine), expected)
+            }
+            InPlace::OutputBlock => {
+                let own = call.input_layout(count, me, world).piece(me);
+                (mine.clone(), mine.clone().with(own.start, &expected))
+            }
+            _ if call.needs_output(me) => (mine.clone(), expected),
+            _ => (mine.clone(), mine.clone()),
+        };
+        let mut buffer = self.tensor(&before);
+        succeeded(self.comm.call_in_place(call, buffer.view_mut()), &what);
+        buffer.assert_holds(&after, &what);
     }
 
     /// `counts(from, to)` elements go from rank to rank.
     pub fn all_to_all_v(&self, counts: impl Fn(usize, usize) -> usize) {
-        let (me, everyone) = (self.me(), 0..self.world());
-        let (sends, receives): (Vec<usize>, Vec<usize>) =
-            everyone.clone().map(|peer| (counts(me, peer), counts(peer, me))).unzip();
-        let call = self.next_call();
-        let between = |from: usize, to: usize| {
-            Values::any_bits(self.dtype, call << 8 | (from * self.world() + to) as u64, counts(from, to))
-        };
-        let outgoing = Values::concat(&everyone.clone().map(|to| between(me, to)).collect::<Vec<_>>());
-        let expected = Values::concat(&everyone.map(|from| between(from, me)).collect::<Vec<_>>());
-        let what = self.what(format_args!("all_to_all_v({sends:?}, {receives:?})"), outgoing.len());
-        let (mut input, mut output) = (self.tensor(&outgoing), self.output(expected.len()));
-        succeeded(self.comm.all_to_all_v(input.view(), &sends, output.view_mut(), &receives), &what);
-        output.assert_holds(&expected, &what);
-        input.assert_holds(&outgoing, format_args!("the input of {what}"));
-    }
-
-    pub fn broadcast(&self, count: usize, root: usize) {
-        let inputs = self.inputs(count);
-        let what = self.what(format_args!("broadcast(root {root})"), count);
-        let mut buffer = self.tensor(&inputs[self.me()]);
-        succeeded(self.comm.broadcast(buffer.view_mut(), root), &what);
-        buffer.assert_holds(&inputs[root], &what);
-    }
-
-    pub fn broadcast_from(&self, count: usize, root: usize) {
-        let inputs = self.inputs(count);
-        let what = self.what(format_args!("broadcast_from(root {root})"), count);
-        let (mut input, mut output) = (self.tensor(&inputs[root]), self.output(count));
-        let given = (self.me() == root).then(|| input.view());
-        succeeded(self.comm.broadcast_from(given, output.view_mut(), root), &what);
-        output.assert_holds(&inputs[root], &what);
-        input.assert_holds(&inputs[root], format_args!("the input of {what}"));
-    }
-
-    pub fn reduce(&self, count: usize, op: ReduceOp, root: usize) {
-        let inputs = self.inputs(count);
-        let what = self.what(format_args!("reduce({op}, root {root})"), count);
-        let (mut input, mut output) = (self.tensor(&inputs[self.me()]), self.output(count));
-        let wanted = (self.me() == root).then(|| output.view_mut());
-        succeeded(self.comm.reduce(input.view(), wanted, op, root), &what);
-        if self.me() == root {
-            output.assert_holds(&Values::reduced(op, &inputs), &what);
-        }
-        input.assert_holds(&inputs[self.me()], format_args!("the input of {what}"));
-    }
-
-    pub fn reduce_in_place(&self, count: usize, op: ReduceOp, root: usize) {
-        let inputs = self.inputs(count);
-        let what = self.what(format_args!("reduce_in_place({op}, root {root})"), count);
-        let mut buffer = self.tensor(&inputs[self.me()]);
-        succeeded(self.comm.reduce_in_place(buffer.view_mut(), op, root), &what);
-        let expected = match self.me() == root {
-            true => Values::reduced(op, &inputs),
-            false => inputs[self.me()].clone(),
-        };
-        buffer.assert_holds(&expected, &what);
-    }
-
-    pub fn gather(&self, count: usize, root: usize) {
-        let inputs = self.inputs(count);
-        let what = self.what(format_args!("gather(root {root})"), count);
-        let (mut input, mut output) = (self.tensor(&inputs[self.me()]), self.output(self.world() * count));
-        let wanted = (self.me() == root).then(|| output.view_mut());
-        succeeded(self.comm.gather(input.view(), wanted, root), &what);
-        if self.me() == root {
-            output.assert_holds(&Values::concat(&inputs), &what);
-        }
-        input.assert_holds(&inputs[self.me()], format_args!("the input of {what}"));
-    }
-
-    pub fn scatter(&self, count: usize, root: usize) {
-        let rows = self.inputs(self.world() * count);
-        let what = self.what(format_args!("scatter(root {root})"), count);
-        let (mut input, mut output) = (self.tensor(&rows[root]), self.output(count));
-        let given = (self.me() == root).then(|| input.view());
-        succeeded(self.comm.scatter(given, output.view_mut(), root), &what);
-        output.assert_holds(&rows[root].block(self.me(), self.world()), &what);
-        input.assert_holds(&rows[root], format_args!("the input of {what}"));
+        self.calls(|rank| uneven(rank, self.world(), &counts), 0);
     }
 
     /// Everyone sends to the next rank and receives from the one before, itself in a world of one.
@@ -254,6 +192,29 @@ impl<'c, B: Backend> Rank<'c, B> {
         output.assert_holds(&inputs[previous], &what);
         input.assert_holds(&inputs[self.me()], format_args!("the input of {what}"));
     }
+}
+
+/// The all-to-all of a rank from which `counts(from, to)` elements go to each, and come from each.
+pub fn uneven(rank: usize, world: usize, counts: impl Fn(usize, usize) -> usize) -> Call<'static> {
+    let (sends, receives): (Vec<usize>, Vec<usize>) =
+        (0..world).map(|peer| (counts(rank, peer), counts(peer, rank))).unzip();
+    Call::new(Operation::AllToAllV).with_counts(sends).with_receives(receives)
+}
+
+/// The operations of the table that [`Rank::call`] serves.
+pub fn operations() -> impl Iterator<Item = Operation> {
+    Operation::ALL.iter().copied().filter(|operation| operation.is_call())
+}
+
+/// An operation of `count` elements as each rank calls it: parts have lengths around that.
+pub fn calls_of(operation: Operation, count: usize, world: usize) -> Vec<Call<'static>> {
+    let (row, length) = (operation.row(), |index: usize| count * (1 + index % 3) / 2);
+    (0..world)
+        .map(|rank| match (row.input, row.output) {
+            (Extent::Parts, Extent::Parts) => uneven(rank, world, |from, to| length(from + 2 * to)),
+            _ => Call::new(operation).with_counts((0..world).map(length).collect::<Vec<_>>()),
+        })
+        .collect()
 }
 
 /// The value, or a panic that says what was called.

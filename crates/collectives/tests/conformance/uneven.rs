@@ -1,6 +1,7 @@
 //! All-to-all with a length of its own for every pair of ranks.
 
-use antiphon_collectives::{CollectiveError, Collectives};
+use antiphon_collectives::{Call, CollectiveError, Collectives};
+use antiphon_operation::Operation;
 use antiphon_tensor::DType;
 
 use crate::{
@@ -14,6 +15,8 @@ conformance! {
     rows_may_be_as_long_as_what_goes_with_the_counts: [f64 u8], [world_1 world_2 world_3];
     counts_that_do_not_match_are_named_on_every_rank: any_dtype, [world_2 world_3 world_5];
     counts_whose_sum_overflows_are_refused: any_dtype, [world_2];
+    ranks_that_list_other_counts_are_told: any_dtype, [world_2 world_3];
+    one_rank_may_have_all_and_the_others_nothing: every_dtype, every_world;
 }
 
 fn blocks_may_have_any_lengths<B: Backend>(dtype: DType, world: usize) {
@@ -74,6 +77,32 @@ fn counts_that_do_not_match_are_named_on_every_rank<B: Backend>(world: usize) {
         assert!(output.iter().all(|&x| x == 9.0), "an output was touched");
         // All ranks know, so all are still in step.
         Rank::<B>::new(&comm, DType::F32).all_to_all_v(|from, to| from + to);
+    });
+}
+
+/// As many elements in all, cut in another way.
+fn ranks_that_list_other_counts_are_told<B: Backend>(world: usize) {
+    let errors = B::run(world, |comm| {
+        let mut counts = vec![4; world];
+        if comm.rank() == 0 {
+            (counts[0], counts[1]) = (3, 5);
+        }
+        let mut all = vec![9f32; 4 * world];
+        comm.all_gather_v(&vec![1f32; counts[comm.rank()]], &mut all, &counts).unwrap_err().to_string()
+    });
+    let mismatch = errors.iter().find(|error| error.contains("all_gather_v(") && error.contains("counts "));
+    assert!(mismatch.is_some(), "{errors:?}");
+}
+
+fn one_rank_may_have_all_and_the_others_nothing<B: Backend>(dtype: DType, world: usize) {
+    B::run(world, |comm| {
+        let rank = Rank::<B>::new(&comm, dtype);
+        for operation in [Operation::AllGatherV, Operation::ReduceScatterV] {
+            for owner in 0..world {
+                let counts: Vec<usize> = (0..world).map(|rank| if rank == owner { 70 } else { 0 }).collect();
+                rank.call(&Call::new(operation).with_counts(counts), 0);
+            }
+        }
     });
 }
 

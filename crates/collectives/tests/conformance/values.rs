@@ -1,5 +1,7 @@
 //! Inputs, reproducible and chosen to find what is wrong, and what reductions of them must give.
 
+use std::ops::Range;
+
 use antiphon_collectives::{ReduceOp, reference::reduce_element};
 use antiphon_device::host::reduce::reduce;
 use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut, with_dtype};
@@ -118,9 +120,15 @@ impl Values {
         Self { dtype: self.dtype, bytes: self.bytes[rank * block..][..block].to_vec() }
     }
 
-    /// A row with another block for one rank.
-    pub fn with_block(mut self, rank: usize, block: &Self) -> Self {
-        self.bytes[rank * block.bytes.len()..][..block.bytes.len()].copy_from_slice(&block.bytes);
+    /// Some of the elements.
+    pub fn range(&self, elements: Range<usize>) -> Self {
+        let size = self.dtype.size();
+        Self { dtype: self.dtype, bytes: self.bytes[elements.start * size..elements.end * size].to_vec() }
+    }
+
+    /// With other elements from `start` on.
+    pub fn with(mut self, start: usize, others: &Self) -> Self {
+        self.bytes[start * self.dtype.size()..][..others.bytes.len()].copy_from_slice(&others.bytes);
         self
     }
 

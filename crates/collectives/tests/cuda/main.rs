@@ -1,6 +1,7 @@
 //! Collectives on GPUs against the host backend, bit by bit. Ranks are threads, one for each GPU; without a GPU for every
 //! rank a test says so and skips.
 
+mod calls;
 mod faults;
 mod fused;
 mod fusion;

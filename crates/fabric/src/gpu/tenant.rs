@@ -44,6 +44,7 @@ struct Resources {
     arena: CudaArena,
     staging: Staging,
     order: Order,
+    second_order: Order,
     side: SideStream,
     programs: RefCell<Programs>,
 }
@@ -63,13 +64,13 @@ impl Tenant {
     /// number.
     ///
     /// # Errors
-    /// [`FabricError::InvalidArgument`] for one rank, or more than [`MAX_WORLD`]; for less than
+    /// [`FabricError::InvalidArgument`] for more than [`MAX_WORLD`] ranks; for less than
     /// [`LEAST_STAGING_BYTES`](Self::LEAST_STAGING_BYTES); for ranks that ask for different staging; and for an environment
     /// variable that [`OnFailure`] does not know. As [`CudaArena::new`]; [`FabricError::Device`].
     pub fn new(comm: &Communicator, context: &Context, staging_bytes: usize) -> Result<Self, FabricError> {
         let world_size = comm.world_size();
-        if !(2..=MAX_WORLD).contains(&world_size) {
-            let text = format!("collectives on CUDA work between 2 to {MAX_WORLD} ranks, not {world_size}");
+        if world_size > MAX_WORLD {
+            let text = format!("collectives on CUDA work among up to {MAX_WORLD} ranks, not {world_size}");
             return Err(FabricError::InvalidArgument(text));
         }
         let staging = Staging::within(staging_bytes, world_size).ok_or_else(|| {
@@ -106,9 +107,12 @@ impl Tenant {
     ///
     /// # Errors
     /// As [`load_together`](Self::load_together). A failure is told to the peers, which count on the call, and ends the
-    /// communicator.
+    /// communicator. [`FabricError::InvalidArgument`] in a world of one rank, which has nothing to exchange.
     #[inline]
     pub fn load<F: Family>(&self, family: F) -> Result<Loaded<F>, FabricError> {
+        if self.world_size() == 1 {
+            return Err(FabricError::invalid("a rank that is alone has no kernels: there are no peers"));
+        }
         self.fail_if_err(self.resources.programs.borrow_mut().load(family))
     }
 
@@ -120,6 +124,16 @@ impl Tenant {
     pub fn enter(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
         self.check_ready()?;
         self.fail_if_err(self.resources.order.enter(stream).map_err(device))
+    }
+
+    /// Begins a call, as [`enter`](Self::enter), in an order of its own: for kernels that may work beside those of the first order,
+    /// as they use other parts of the tenant's memory. A call that uses both parts enters both orders.
+    ///
+    /// # Errors
+    /// As [`enter`](Self::enter).
+    pub fn enter_second(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
+        self.check_ready()?;
+        self.fail_if_err(self.resources.second_order.enter(stream).map_err(device))
     }
 
     /// [`enter`](Self::enter), then [`load`](Self::load).
@@ -266,6 +280,7 @@ impl Resources {
         clear(context, control, SLOTS_AT)?;
         Ok(Self {
             order: Order::new(context).map_err(device)?,
+            second_order: Order::new(context).map_err(device)?,
             side: SideStream::new(context).map_err(device)?,
             programs: RefCell::new(Programs::new(context, arena.world_size())),
             arena,

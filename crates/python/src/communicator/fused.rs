@@ -284,7 +284,7 @@ impl Communicator {
                 let stream = stream.or_else(current).unwrap_or(0);
                 // SAFETY: as in `run`.
                 interrupt::detached(py, || unsafe { self.gpus.run_fused(&queue, device, stream, &fused) })?;
-                self.gpus.keep_stream(py, stream)?;
+                self.gpus.keep_stream(py, stream, &[crate::cuda::Order::Collectives])?;
             }
             (None, Some(stream)) => {
                 let text = format!("all_reduce_fused: host memory has no stream {stream}");

@@ -12,6 +12,7 @@ use std::{
 
 use antiphon::{
     fabric::{self, Builder, Queue, Source},
+    operation::Operation,
     prelude::CollectiveError,
 };
 use pyo3::{
@@ -23,10 +24,10 @@ use pyo3::{
 
 use fused::Arguments;
 pub(crate) use plan::Plan;
+use prepare::{call, reducing, rows};
 
 use crate::{
     arguments::{Count, Given, Operands, Prepared, Tag, overlap},
-    call::Kind,
     cuda::{self, CudaBuffer, Gpus, RawStream},
     error::Result,
     fork::Process,
@@ -208,14 +209,14 @@ impl Communicator {
             None if stream.is_some() => {
                 Err(PyValueError::new_err("barrier: a stream needs its device").into())
             }
-            None => self.run(py, Prepared::bare(Kind::Barrier), None).map(drop),
+            None => self.run(py, Prepared::bare(call(Operation::Barrier)), None).map(drop),
             Some(device) => self.run_barrier(py, device, stream),
         }
     }
 
     #[doc = stub!("Communicator.start_barrier")]
-    fn start_barrier(&self) -> Result<Handle> {
-        self.start(Prepared::bare(Kind::Barrier))
+    fn start_barrier(&self, py: Python<'_>) -> Result<Handle> {
+        self.start(py, Prepared::bare(call(Operation::Barrier)))
     }
 
     #[doc = stub!("Communicator.exchange_bytes")]
@@ -259,7 +260,11 @@ impl Communicator {
     ) -> Result<Bound<'py, PyAny>> {
         let pickle = py.import("pickle")?;
         // Bytes go round even if pickling failed: the others must not be left waiting. No pickle is one byte long.
-        let pickled = match self.check_root(root.0)? {
+        if root.0 >= self.world_size {
+            let text = format!("root rank {} is not below the world size {}", root.0, self.world_size);
+            return Err(PyValueError::new_err(text).into());
+        }
+        let pickled = match root.0 == self.rank {
             true => {
                 pickle.call_method1("dumps", (object,)).and_then(|p| Ok(Some(p.extract::<PyBackedBytes>()?)))
             }
@@ -304,12 +309,13 @@ impl Communicator {
     #[pyo3(signature = (x, op = None, *, out = None, algorithm = None))]
     fn start_all_reduce<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
         algorithm: Option<&str>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_reduce(x, op, out, algorithm, false, Usage::Started)?)
+        self.start(py, self.prepare_all_reduce(x, op, out, algorithm, false, Usage::Started)?)
     }
 
     #[doc = stub!("Communicator.all_reduce_fused")]
@@ -441,17 +447,43 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_gather(x, out, Usage::Call(stream))?, stream)
+        self.run(py, self.prepare(call(Operation::AllGather), Some(x), out, Usage::Call(stream))?, stream)
     }
 
     #[doc = stub!("Communicator.start_all_gather")]
     #[pyo3(signature = (x, *, out = None))]
     fn start_all_gather<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_gather(x, out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::AllGather), Some(x), out, Usage::Started)?)
+    }
+
+    #[doc = stub!("Communicator.all_gather_list")]
+    #[pyo3(signature = (xs, *, out = None, stream = None))]
+    fn all_gather_list<'py>(
+        &self,
+        py: Python<'py>,
+        xs: Vec<Bound<'py, PyAny>>,
+        out: Option<Vec<Bound<'py, PyAny>>>,
+        stream: Option<RawStream>,
+    ) -> Result<Bound<'py, PyList>> {
+        self.run_list(py, call(Operation::AllGather), &xs, out.as_deref(), stream)
+    }
+
+    #[doc = stub!("Communicator.reduce_scatter_list")]
+    #[pyo3(signature = (xs, op = None, *, out = None, stream = None))]
+    fn reduce_scatter_list<'py>(
+        &self,
+        py: Python<'py>,
+        xs: Vec<Bound<'py, PyAny>>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<Vec<Bound<'py, PyAny>>>,
+        stream: Option<RawStream>,
+    ) -> Result<Bound<'py, PyList>> {
+        self.run_list(py, reducing(Operation::ReduceScatter, op)?, &xs, out.as_deref(), stream)
     }
 
     #[doc = stub!("Communicator.reduce_scatter")]
@@ -464,18 +496,23 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_reduce_scatter(x, op, out, Usage::Call(stream))?, stream)
+        self.run(
+            py,
+            self.prepare(reducing(Operation::ReduceScatter, op)?, Some(x), out, Usage::Call(stream))?,
+            stream,
+        )
     }
 
     #[doc = stub!("Communicator.start_reduce_scatter")]
     #[pyo3(signature = (x, op = None, *, out = None))]
     fn start_reduce_scatter<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_reduce_scatter(x, op, out, Usage::Started)?)
+        self.start(py, self.prepare(reducing(Operation::ReduceScatter, op)?, Some(x), out, Usage::Started)?)
     }
 
     #[doc = stub!("Communicator.all_to_all")]
@@ -487,21 +524,22 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_to_all(x, out, Usage::Call(stream))?, stream)
+        self.run(py, self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Call(stream))?, stream)
     }
 
     #[doc = stub!("Communicator.start_all_to_all")]
     #[pyo3(signature = (x, *, out = None))]
     fn start_all_to_all<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_to_all(x, out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::AllToAll), Some(x), out, Usage::Started)?)
     }
 
     #[doc = stub!("Communicator.all_to_all_v")]
-    #[pyo3(signature = (x, sends, receives, *, out = None))]
+    #[pyo3(signature = (x, sends, receives, *, out = None, stream = None))]
     fn all_to_all_v<'py>(
         &self,
         py: Python<'py>,
@@ -509,20 +547,95 @@ impl Communicator {
         sends: Vec<Count>,
         receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_all_to_all_v(x, &sends, &receives, out, Usage::Call(None))?, None)
+        self.run(
+            py,
+            self.prepare(
+                call(Operation::AllToAllV).with_counts(rows(&sends)).with_receives(rows(&receives)),
+                Some(x),
+                out,
+                Usage::Call(stream),
+            )?,
+            stream,
+        )
     }
 
     #[doc = stub!("Communicator.start_all_to_all_v")]
     #[pyo3(signature = (x, sends, receives, *, out = None))]
     fn start_all_to_all_v<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         sends: Vec<Count>,
         receives: Vec<Count>,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_all_to_all_v(x, &sends, &receives, out, Usage::Started)?)
+        self.start(
+            py,
+            self.prepare(
+                call(Operation::AllToAllV).with_counts(rows(&sends)).with_receives(rows(&receives)),
+                Some(x),
+                out,
+                Usage::Started,
+            )?,
+        )
+    }
+
+    #[doc = stub!("Communicator.all_gather_v")]
+    #[pyo3(signature = (x, counts, *, out = None, stream = None))]
+    fn all_gather_v<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        counts: Vec<Count>,
+        out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        let what = call(Operation::AllGatherV).with_counts(rows(&counts));
+        self.run(py, self.prepare(what, Some(x), out, Usage::Call(stream))?, stream)
+    }
+
+    #[doc = stub!("Communicator.start_all_gather_v")]
+    #[pyo3(signature = (x, counts, *, out = None))]
+    fn start_all_gather_v<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        counts: Vec<Count>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        let what = call(Operation::AllGatherV).with_counts(rows(&counts));
+        self.start(py, self.prepare(what, Some(x), out, Usage::Started)?)
+    }
+
+    #[doc = stub!("Communicator.reduce_scatter_v")]
+    #[pyo3(signature = (x, counts, op = None, *, out = None, stream = None))]
+    fn reduce_scatter_v<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        counts: Vec<Count>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
+    ) -> Result<Option<Bound<'py, PyAny>>> {
+        let what = reducing(Operation::ReduceScatterV, op)?.with_counts(rows(&counts));
+        self.run(py, self.prepare(what, Some(x), out, Usage::Call(stream))?, stream)
+    }
+
+    #[doc = stub!("Communicator.start_reduce_scatter_v")]
+    #[pyo3(signature = (x, counts, op = None, *, out = None))]
+    fn start_reduce_scatter_v<'py>(
+        &self,
+        py: Python<'py>,
+        x: &Bound<'py, PyAny>,
+        counts: Vec<Count>,
+        op: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Handle> {
+        let what = reducing(Operation::ReduceScatterV, op)?.with_counts(rows(&counts));
+        self.start(py, self.prepare(what, Some(x), out, Usage::Started)?)
     }
 
     #[doc = stub!("Communicator.broadcast")]
@@ -535,22 +648,27 @@ impl Communicator {
         out: Option<&Bound<'py, PyAny>>,
         stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_broadcast(x, root, out, Usage::Call(stream))?, stream)
+        self.run(
+            py,
+            self.prepare(call(Operation::Broadcast).with_root(root.0), x, out, Usage::Call(stream))?,
+            stream,
+        )
     }
 
     #[doc = stub!("Communicator.start_broadcast")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_broadcast<'py>(
         &self,
+        py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_broadcast(x, root, out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::Broadcast).with_root(root.0), x, out, Usage::Started)?)
     }
 
     #[doc = stub!("Communicator.reduce")]
-    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
+    #[pyo3(signature = (x, op = None, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, op=None, root=0, *, out=None, stream=None)")]
     fn reduce<'py>(
         &self,
         py: Python<'py>,
@@ -558,91 +676,120 @@ impl Communicator {
         op: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_reduce(x, op, root, out, Usage::Call(None))?, None)
+        self.run(
+            py,
+            self.prepare(
+                reducing(Operation::Reduce, op)?.with_root(root.0),
+                Some(x),
+                out,
+                Usage::Call(stream),
+            )?,
+            stream,
+        )
     }
 
     #[doc = stub!("Communicator.start_reduce")]
     #[pyo3(signature = (x, op = None, root = Count(0), *, out = None), text_signature = "($self, x, op=None, root=0, *, out=None)")]
     fn start_reduce<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         op: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_reduce(x, op, root, out, Usage::Started)?)
+        self.start(
+            py,
+            self.prepare(reducing(Operation::Reduce, op)?.with_root(root.0), Some(x), out, Usage::Started)?,
+        )
     }
 
     #[doc = stub!("Communicator.gather")]
-    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
+    #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn gather<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_gather(x, root, out, Usage::Call(None))?, None)
+        self.run(
+            py,
+            self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Call(stream))?,
+            stream,
+        )
     }
 
     #[doc = stub!("Communicator.start_gather")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_gather<'py>(
         &self,
+        py: Python<'py>,
         x: &Bound<'py, PyAny>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_gather(x, root, out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::Gather).with_root(root.0), Some(x), out, Usage::Started)?)
     }
 
     #[doc = stub!("Communicator.scatter")]
-    #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
+    #[pyo3(signature = (x, root = Count(0), *, out = None, stream = None), text_signature = "($self, x, root=0, *, out=None, stream=None)")]
     fn scatter<'py>(
         &self,
         py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
+        stream: Option<RawStream>,
     ) -> Result<Option<Bound<'py, PyAny>>> {
-        self.run(py, self.prepare_scatter(x, root, out, Usage::Call(None))?, None)
+        self.run(
+            py,
+            self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Call(stream))?,
+            stream,
+        )
     }
 
     #[doc = stub!("Communicator.start_scatter")]
     #[pyo3(signature = (x, root = Count(0), *, out = None), text_signature = "($self, x, root=0, *, out=None)")]
     fn start_scatter<'py>(
         &self,
+        py: Python<'py>,
         x: Option<&Bound<'py, PyAny>>,
         root: Count,
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Handle> {
-        self.start(self.prepare_scatter(x, root, out, Usage::Started)?)
+        self.start(py, self.prepare(call(Operation::Scatter).with_root(root.0), x, out, Usage::Started)?)
     }
 
     #[doc = stub!("Communicator.send")]
-    #[pyo3(signature = (x, to, *, tag = Tag(0)), text_signature = "($self, x, to, *, tag=0)")]
-    fn send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: Tag) -> Result<()> {
-        let operand = Operand::import(x, "the input", Usage::Call(None))?.on_host("send")?;
-        let (queue, tensor) = (self.queue()?, operand.tensor);
-        interrupt::detached(py, || {
-            // SAFETY: the operand and the caller's reference live until this returns.
-            let view = unsafe { tensor.view() }.map_err(refused)?;
-            queue.messenger().send_with_tag(view, to.0, tag.0)
-        })?;
-        Ok(())
+    #[pyo3(signature = (x, to, *, tag = Tag(0), stream = None), text_signature = "($self, x, to, *, tag=0, stream=None)")]
+    fn send(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        to: Count,
+        tag: Tag,
+        stream: Option<RawStream>,
+    ) -> Result<()> {
+        let operand = Operand::import(x, "the input", Usage::Call(stream))?;
+        self.exchange(py, Some((operand, to.0)), None, tag, stream)
     }
 
     #[doc = stub!("Communicator.recv")]
-    #[pyo3(signature = (out, source, *, tag = Tag(0)), text_signature = "($self, out, source, *, tag=0)")]
+    #[pyo3(signature = (out, source, *, tag = Tag(0), stream = None), text_signature = "($self, out, source, *, tag=0, stream=None)")]
     fn recv<'py>(
         &self,
         py: Python<'py>,
         out: Bound<'py, PyAny>,
         source: Count,
         tag: Tag,
+        stream: Option<RawStream>,
     ) -> Result<Bound<'py, PyAny>> {
-        self.receive(py, &out, Source::Rank(source.0), tag)?;
+        let operand = Operand::import(&out, "the output", Usage::Call(stream))?.writable("the output")?;
+        self.exchange(py, None, Some((operand, source.0)), tag, stream)?;
         Ok(out)
     }
 
@@ -653,6 +800,7 @@ impl Communicator {
     }
 
     #[doc = stub!("Communicator.send_recv")]
+    #[pyo3(signature = (x, to, out, source, *, stream = None))]
     fn send_recv<'py>(
         &self,
         py: Python<'py>,
@@ -660,20 +808,14 @@ impl Communicator {
         to: Count,
         out: Bound<'py, PyAny>,
         source: Count,
+        stream: Option<RawStream>,
     ) -> Result<Bound<'py, PyAny>> {
-        let read = Operand::import(x, "the input", Usage::Call(None))?.on_host("send_recv")?;
-        let write = Operand::import(&out, "the output", Usage::Call(None))?;
-        let write = write.on_host("send_recv")?.writable("the output")?;
+        let read = Operand::import(x, "the input", Usage::Call(stream))?;
+        let write = Operand::import(&out, "the output", Usage::Call(stream))?.writable("the output")?;
         if overlap(&read.tensor, &write.tensor) {
             return Err(PyValueError::new_err("input and output overlap").into());
         }
-        let (queue, read_from, write_to) = (self.queue()?, read.tensor, write.tensor);
-        interrupt::detached(py, || {
-            // SAFETY: as in `send`.
-            let (x, out) =
-                unsafe { (read_from.view().map_err(refused)?, write_to.view_mut().map_err(refused)?) };
-            queue.messenger().send_recv(x, to.0, out, source.0)
-        })?;
+        self.exchange(py, Some((read, to.0)), Some((write, source.0)), Tag(0), stream)?;
         Ok(out)
     }
 
@@ -804,8 +946,9 @@ impl Communicator {
 impl Communicator {
     /// Receives, and returns the rank that sent.
     fn receive(&self, py: Python<'_>, out: &Bound<'_, PyAny>, source: Source, tag: Tag) -> Result<usize> {
-        let operand =
-            Operand::import(out, "the output", Usage::Call(None))?.on_host("recv")?.writable("the output")?;
+        let operand = Operand::import(out, "the output", Usage::Call(None))?
+            .on_host("recv_any")?
+            .writable("the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         Ok(interrupt::detached(py, || {
             // SAFETY: the operand and the caller's reference live until this returns.

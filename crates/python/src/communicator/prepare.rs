@@ -2,6 +2,7 @@
 
 use antiphon::{
     collectives::all_reduce::Algorithm,
+    operation::{InPlace, Operation, Root},
     prelude::{DType, ReduceOp},
     tensor::dlpack::ElementType,
 };
@@ -14,10 +15,10 @@ use pyo3::{
 use super::Communicator;
 use crate::{
     arguments::{Count, Given, Prepared, prepare, prepare_input, prepare_output},
-    call::Kind,
+    call::What,
     cuda::REDUCED,
     error::Result,
-    operand::{Operand, Usage},
+    operand::Usage,
 };
 
 /// An operator as its name or its enum, whose values are the names.
@@ -62,150 +63,68 @@ pub(super) fn kernels(
     Ok(dtypes.iter().flat_map(|&dtype| ops.iter().map(move |&op| (dtype, op))).collect())
 }
 
-impl Communicator {
-    pub(super) fn check_root(&self, root: usize) -> Result<bool> {
-        if root < self.world_size {
-            return Ok(root == self.rank);
-        }
-        let text = format!("root rank {root} is not below the world size {}", self.world_size);
-        Err(PyValueError::new_err(text).into())
-    }
+/// Counts of rows.
+pub(super) fn rows(counts: &[Count]) -> Vec<usize> {
+    counts.iter().map(|count| count.0).collect()
+}
 
-    /// An operation on this rank, whose output has the shape that its row says, if the caller gave none.
-    fn prepare<'py>(
+/// An operation with the usual arguments.
+pub(super) fn call(operation: Operation) -> What {
+    What::new(operation)
+}
+
+/// An operation that reduces.
+pub(super) fn reducing(operation: Operation, op: Given<'_, '_>) -> PyResult<What> {
+    Ok(call(operation).with_op(reduce_op(op)?))
+}
+
+impl Communicator {
+    /// An operation on this rank, which reads and writes what its row says. The output has the shape that follows, if the caller
+    /// gave none; where the root's array may be written over by what others get, it is the array itself.
+    pub(super) fn prepare<'py>(
         &self,
-        kind: Kind,
-        input: &Bound<'py, PyAny>,
+        what: What,
+        input: Given<'_, 'py>,
         out: Given<'_, 'py>,
         usage: Usage,
     ) -> Result<Prepared<'py>> {
-        let operation = kind.operation();
-        prepare(kind, input, out, (self.rank, self.world_size), usage, |shape| {
-            let output = operation.output_shape(shape, self.world_size);
-            Ok(output.map_err(|e| PyValueError::new_err(e.to_string()))?)
-        })
+        let (operation, row) = (what.operation, what.operation.row());
+        if row.root.is_some() && what.root >= self.world_size {
+            let text = format!("root rank {} is not below the world size {}", what.root, self.world_size);
+            return Err(PyValueError::new_err(text).into());
+        }
+        let out = match (row.in_place, row.root) {
+            (InPlace::Same, Some(Root::Gives)) => out.or(input),
+            _ => out,
+        };
+        match (what.needs_input(self.rank).then_some(input), what.needs_output(self.rank)) {
+            (Some(Some(input)), true) => prepare(what, input, out, (self.rank, self.world_size), usage),
+            (Some(Some(input)), false) => prepare_input(what, input, usage),
+            (Some(None), _) => {
+                Err(PyTypeError::new_err(format!("{operation}: the root must pass the array")).into())
+            }
+            (None, _) => match out {
+                Some(out) => prepare_output(what, out, usage),
+                None => {
+                    Err(PyTypeError::new_err(format!("{operation}: all but the root must pass out=")).into())
+                }
+            },
+        }
     }
 
     pub(super) fn prepare_all_reduce<'py>(
         &self,
         input: &Bound<'py, PyAny>,
-        op: Option<&Bound<'py, PyAny>>,
+        op: Given<'_, 'py>,
         out: Given<'_, 'py>,
         chosen: Option<&str>,
         registered: bool,
         usage: Usage,
     ) -> Result<Prepared<'py>> {
-        let (op, chosen) = (reduce_op(op)?, chosen.map(algorithm).transpose()?);
-        let kind =
-            if registered { Kind::AllReduceRegistered(op, chosen) } else { Kind::AllReduce(op, chosen) };
-        self.prepare(kind, input, out, usage)
-    }
-
-    pub(super) fn prepare_all_gather<'py>(
-        &self,
-        input: &Bound<'py, PyAny>,
-        out: Given<'_, 'py>,
-        usage: Usage,
-    ) -> Result<Prepared<'py>> {
-        self.prepare(Kind::AllGather, input, out, usage)
-    }
-
-    pub(super) fn prepare_reduce_scatter<'py>(
-        &self,
-        input: &Bound<'py, PyAny>,
-        op: Option<&Bound<'py, PyAny>>,
-        out: Given<'_, 'py>,
-        usage: Usage,
-    ) -> Result<Prepared<'py>> {
-        self.prepare(Kind::ReduceScatter(reduce_op(op)?), input, out, usage)
-    }
-
-    pub(super) fn prepare_all_to_all<'py>(
-        &self,
-        input: &Bound<'py, PyAny>,
-        out: Given<'_, 'py>,
-        usage: Usage,
-    ) -> Result<Prepared<'py>> {
-        self.prepare(Kind::AllToAll, input, out, usage)
-    }
-
-    pub(super) fn prepare_all_to_all_v<'py>(
-        &self,
-        input: &Bound<'py, PyAny>,
-        sends: &[Count],
-        receives: &[Count],
-        out: Given<'_, 'py>,
-        usage: Usage,
-    ) -> Result<Prepared<'py>> {
-        // Rows become elements, of which a type without a name has several to the byte count.
-        let read = Operand::import(input, "the input", Usage::Call(None))?;
-        let whole: usize = read.shape().iter().skip(1).product();
-        let scale = whole * read.units();
-        let scaled = |rows: &[Count]| rows.iter().map(|rows| rows.0.saturating_mul(scale)).collect();
-        let kind = Kind::AllToAllV(scaled(sends), scaled(receives));
-        let total = receives.iter().fold(0usize, |sum, rows| sum.saturating_add(rows.0));
-        prepare(kind, input, out, (self.rank, self.world_size), usage, |shape| {
-            Ok([&[total], shape.get(1..).unwrap_or_default()].concat())
-        })
-    }
-
-    pub(super) fn prepare_broadcast<'py>(
-        &self,
-        array: Given<'_, 'py>,
-        Count(root): Count,
-        out: Given<'_, 'py>,
-        usage: Usage,
-    ) -> Result<Prepared<'py>> {
-        let kind = Kind::Broadcast(root);
-        match (self.check_root(root)?, array, out) {
-            (true, Some(array), out) => self.prepare(kind, array, out.or(Some(array)), usage),
-            (false, _, Some(out)) | (false, Some(out), None) => prepare_output(kind, out, usage),
-            (_, None, _) => Err(PyTypeError::new_err("broadcast: pass the array").into()),
-        }
-    }
-
-    pub(super) fn prepare_reduce<'py>(
-        &self,
-        input: &Bound<'py, PyAny>,
-        op: Option<&Bound<'py, PyAny>>,
-        Count(root): Count,
-        out: Given<'_, 'py>,
-        usage: Usage,
-    ) -> Result<Prepared<'py>> {
-        let kind = Kind::Reduce(reduce_op(op)?, root);
-        match self.check_root(root)? {
-            true => self.prepare(kind, input, out, usage),
-            false => prepare_input(kind, input, usage),
-        }
-    }
-
-    pub(super) fn prepare_gather<'py>(
-        &self,
-        input: &Bound<'py, PyAny>,
-        Count(root): Count,
-        out: Given<'_, 'py>,
-        usage: Usage,
-    ) -> Result<Prepared<'py>> {
-        let kind = Kind::Gather(root);
-        match self.check_root(root)? {
-            true => self.prepare(kind, input, out, usage),
-            false => prepare_input(kind, input, usage),
-        }
-    }
-
-    pub(super) fn prepare_scatter<'py>(
-        &self,
-        input: Given<'_, 'py>,
-        Count(root): Count,
-        out: Given<'_, 'py>,
-        usage: Usage,
-    ) -> Result<Prepared<'py>> {
-        let kind = Kind::Scatter(root);
-        match (self.check_root(root)?, input, out) {
-            (true, Some(input), out) => self.prepare(kind, input, out, usage),
-            (false, _, Some(out)) => prepare_output(kind, out, usage),
-            (true, None, _) => Err(PyTypeError::new_err("scatter: the root must pass the array").into()),
-            (false, _, None) => Err(PyTypeError::new_err("scatter: all but the root must pass out=").into()),
-        }
+        let what = reducing(Operation::AllReduce, op)?;
+        let number = chosen.map(algorithm).transpose()?.map_or(0, |algorithm| algorithm.number(false));
+        let mut prepared = self.prepare(what.with_algorithm(number), Some(input), out, usage)?;
+        prepared.call.registered = registered;
+        Ok(prepared)
     }
 }

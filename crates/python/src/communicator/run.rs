@@ -3,23 +3,26 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use antiphon::{
-    fabric::{self, Queue},
+    collectives::cuda::CudaCollectives,
+    fabric::{self, Queue, Source},
     prelude::CollectiveError,
 };
 use pyo3::{
     exceptions::{PyNotImplementedError, PyRuntimeError},
     prelude::*,
+    types::PyList,
 };
 
-use super::Communicator;
+use super::{Communicator, refused};
 use crate::{
-    arguments::{Operands, Prepared},
-    cuda::{self, Gpus, RawStream},
+    arguments::{Operands, Prepared, Tag, same_device},
+    call::{Call, What},
+    cuda::{self, Gpus, Order, RawStream},
     error::{Error, Result},
     fork::Process,
     handle::Handle,
     interrupt,
-    operand::Operand,
+    operand::{Operand, Usage},
 };
 
 impl Communicator {
@@ -57,17 +60,17 @@ impl Communicator {
         let queue = self.queue()?;
         let Prepared { call, result, operands } = prepared;
         if let Some(device) = call.cuda_device() {
-            if !call.kind.is_on_cuda() {
-                return Err(not_on_cuda(call.kind.name(), device));
+            if call.mixed.is_none() && !CudaCollectives::has_operation(call.what.operation) {
+                return Err(not_on_cuda(call.name(), device));
             }
             let current = || operands.iter().flatten().find_map(|operand| operand.stream);
             let stream = stream.or_else(current).unwrap_or(0);
             // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
             // one the caller answers for the order, as the stub says.
             interrupt::detached(py, || unsafe { self.gpus.run(&queue, device, stream, &call) })?;
-            self.gpus.keep_stream(py, stream)?;
+            self.gpus.keep_stream(py, stream, Order::of(call.what.operation))?;
         } else if let Some(stream) = stream {
-            let text = format!("{}: host memory has no stream {stream}", call.kind.name());
+            let text = format!("{}: host memory has no stream {stream}", call.name());
             return Err(pyo3::exceptions::PyValueError::new_err(text).into());
         } else {
             // SAFETY: the operands, and the references of the caller, live until this returns.
@@ -77,26 +80,70 @@ impl Communicator {
         Ok(result)
     }
 
+    /// The same operation on each array of a list, in one launch where a GPU has them all; the results.
+    pub(super) fn run_list<'py>(
+        &self,
+        py: Python<'py>,
+        what: What,
+        xs: &[Bound<'py, PyAny>],
+        outs: Option<&[Bound<'py, PyAny>]>,
+        stream: Option<RawStream>,
+    ) -> Result<Bound<'py, PyList>> {
+        if let Some(outs) = outs.filter(|outs| outs.len() != xs.len()) {
+            let text = format!("{} inputs and {} outputs", xs.len(), outs.len());
+            return Err(pyo3::exceptions::PyValueError::new_err(text).into());
+        }
+        let usage = Usage::Call(stream);
+        let prepare = |(index, x)| {
+            let out = outs.map(|outs: &[Bound<'py, PyAny>]| &outs[index]);
+            self.prepare(what.clone(), Some(x), out, usage)
+        };
+        let prepared = xs.iter().enumerate().map(prepare).collect::<Result<Vec<_>>>()?;
+        let results = PyList::empty(py);
+        let devices: Vec<Option<u32>> = prepared.iter().map(|one| one.call.cuda_device()).collect();
+        let device =
+            devices.first().copied().flatten().filter(|_| devices.windows(2).all(|two| two[0] == two[1]));
+        let Some(device) = device else {
+            for one in prepared {
+                results.append(self.run(py, one, stream)?)?;
+            }
+            return Ok(results);
+        };
+        let queue = self.queue()?;
+        let current =
+            || prepared.iter().flat_map(|one| one.operands.iter().flatten()).find_map(|one| one.stream);
+        let stream = stream.or_else(current).unwrap_or(0);
+        let calls: Vec<Call> = prepared.iter().map(|one| one.call.clone()).collect();
+        // SAFETY: as in `run`.
+        interrupt::detached(py, || unsafe { self.gpus.run_list(&queue, device, stream, &calls) })?;
+        self.gpus.keep_stream(py, stream, Order::of(what.operation))?;
+        for one in prepared {
+            results.append(one.result)?;
+        }
+        Ok(results)
+    }
+
     pub(super) fn run_barrier(&self, py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<()> {
         let (queue, stream) = (self.queue()?, cuda::stream_or_current(py, device, stream)?);
         // SAFETY: the stream is the library's current one of the device, or the caller says that it is one of it.
         interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?;
-        Ok(self.gpus.keep_stream(py, stream)?)
+        Ok(self.gpus.keep_stream(py, stream, &[Order::Collectives])?)
     }
 
-    /// Begins an operation.
-    pub(super) fn start(&self, prepared: Prepared<'_>) -> Result<Handle> {
+    /// Begins an operation: in the background of the host, or in a stream beside the current one.
+    pub(super) fn start(&self, py: Python<'_>, prepared: Prepared<'_>) -> Result<Handle> {
         let Prepared { call, result, operands } = prepared;
         if let Some(device) = call.cuda_device() {
-            let name = call.kind.name();
-            if !call.kind.is_on_cuda() {
-                return Err(not_on_cuda(name, device));
+            if call.mixed.is_none() && !CudaCollectives::has_operation(call.what.operation) {
+                return Err(not_on_cuda(call.name(), device));
             }
-            let text = format!(
-                "start_{name} on cuda:{device}: collectives on CUDA never wait on the host, so call {name}, on a stream \
-                 of its own if it is to overlap with other work"
-            );
-            return Err(PyNotImplementedError::new_err(text).into());
+            let queue = self.queue()?;
+            let stream = operands.iter().flatten().find_map(|operand| operand.stream).unwrap_or(0);
+            let started = interrupt::detached(py, || {
+                // SAFETY: the operands were made to last as long as they live, and what is started keeps them.
+                unsafe { self.gpus.start(&queue, device, stream, &call, operands) }
+            })?;
+            return Ok(Handle::on_cuda(started, result));
         }
         let pending = self.queue()?.start(move |comm| {
             // SAFETY: the operands were made to last as long as they live, which is until this is over.
@@ -104,6 +151,64 @@ impl Communicator {
             Ok::<Operands, CollectiveError>(operands)
         })?;
         Ok(Handle::new(pending, result))
+    }
+}
+
+impl Communicator {
+    /// A message to a rank, or from a rank, or both, each with its operand.
+    pub(super) fn exchange(
+        &self,
+        py: Python<'_>,
+        sent: Option<(Operand, usize)>,
+        received: Option<(Operand, usize)>,
+        tag: Tag,
+        stream: Option<RawStream>,
+    ) -> Result<()> {
+        let queue = self.queue()?;
+        let [read, write] =
+            [&sent, &received].map(|side| side.as_ref().map(|(operand, peer)| (operand.tensor, *peer)));
+        let [from, to] = [&sent, &received].map(|side| side.as_ref().map(|(operand, _)| operand));
+        if let (Some(from), Some(to)) = (from, to) {
+            same_device(&from.tensor, &to.tensor)?;
+        }
+        let operand = from.or(to);
+        let device = operand.and_then(|operand| cuda::ordinal(operand.tensor.device));
+        if let Some(device) = device {
+            if tag.0 != 0 {
+                let text = format!(
+                    "a message with tag {} on cuda:{device}: messages between GPUs have no tags",
+                    tag.0
+                );
+                return Err(PyNotImplementedError::new_err(text).into());
+            }
+            let stream = stream.or_else(|| operand.and_then(|operand| operand.stream)).unwrap_or(0);
+            // SAFETY: as in `run`.
+            interrupt::detached(py, || unsafe { self.gpus.exchange(&queue, device, stream, read, write) })?;
+            let orders = [read.map(|_| Order::Sends), write.map(|_| Order::Receives)];
+            let orders: Vec<Order> = orders.into_iter().flatten().collect();
+            return Ok(self.gpus.keep_stream(py, stream, &orders)?);
+        }
+        if let Some(stream) = stream {
+            let text = format!("a message: host memory has no stream {stream}");
+            return Err(pyo3::exceptions::PyValueError::new_err(text).into());
+        }
+        interrupt::detached(py, || {
+            let messenger = queue.messenger();
+            // SAFETY: the operands and the caller's references live until this returns.
+            unsafe {
+                let read = read.map(|(tensor, to)| Ok((tensor.view()?, to))).transpose();
+                let write = write.map(|(tensor, from)| Ok((tensor.view_mut()?, from))).transpose();
+                match (read.map_err(refused)?, write.map_err(refused)?) {
+                    (Some((read, to)), Some((write, from))) => messenger.send_recv(read, to, write, from),
+                    (Some((read, to)), None) => messenger.send_with_tag(read, to, tag.0),
+                    (None, Some((write, from))) => {
+                        messenger.recv_with_tag(write, Source::Rank(from), tag.0).map(drop)
+                    }
+                    (None, None) => Ok(()),
+                }
+            }
+        })?;
+        Ok(())
     }
 }
 
@@ -120,8 +225,7 @@ impl Operand {
 #[cold]
 fn not_on_cuda(operation: &str, device: u32) -> Error {
     let text = format!(
-        "{operation} on cuda:{device}: on CUDA there are all_reduce, all_gather, reduce_scatter, all_to_all, broadcast \
-         and barrier"
+        "{operation} on cuda:{device}: it is for host memory alone; on CUDA there are the collectives, send, recv and send_recv"
     );
     PyNotImplementedError::new_err(text).into()
 }

@@ -6,6 +6,7 @@
 mod buffer;
 mod failure;
 mod register;
+mod started;
 mod work;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,9 +15,10 @@ use antiphon::{
     collectives::{cuda::CudaCollectives, mixed::CudaMixedHandler},
     device::{
         DeviceError,
-        cuda::{Context, CudaError, Driver, StreamRef},
+        cuda::{Context, CudaError, Driver, Stream, StreamRef},
     },
     fabric::Queue,
+    operation::Operation,
     prelude::{CollectiveError, DType, FabricError, MixedLayout, ReduceOp},
     tensor::Device,
 };
@@ -25,8 +27,9 @@ use pyo3::{exceptions::PyValueError, intern, prelude::*};
 pub(crate) use buffer::CudaBuffer;
 pub(crate) use failure::Action;
 pub(crate) use register::Registrable;
+pub(crate) use started::Started;
 
-use crate::{call::Call, error::Result, fused::Fused};
+use crate::{call::Call, error::Result, fused::Fused, operand::Tensor};
 
 type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
 
@@ -39,13 +42,31 @@ pub(crate) const LEGACY_DEFAULT: RawStream = 1;
 /// What the kernels reduce.
 pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
+/// The orders of calls, each of which waits for the stream of its own last call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Order {
+    Collectives,
+    Sends,
+    Receives,
+}
+
+impl Order {
+    /// Those of an operation.
+    pub(crate) fn of(operation: Operation) -> &'static [Self] {
+        match CudaCollectives::is_by_messages(operation) {
+            true => &[Self::Sends, Self::Receives],
+            false => &[Self::Collectives],
+        }
+    }
+}
+
 /// The GPUs that a communicator of this rank has been used with; one, as a rule.
 #[derive(Default)]
 pub(crate) struct Gpus {
     state: Mutex<State>,
     /// CuPy's stream of the last call, which the next call on another stream waits for. CuPy destroys a stream with its last
     /// reference; torch never destroys one.
-    last_stream: Mutex<Option<Py<PyAny>>>,
+    last_streams: Mutex<[Option<Py<PyAny>>; 3]>,
 }
 
 #[derive(Default)]
@@ -59,8 +80,9 @@ struct State {
 
 struct Gpu {
     context: Context,
-    /// Absent for a rank that is alone.
-    peers: Option<CudaCollectives>,
+    collectives: CudaCollectives,
+    /// Where started calls go.
+    side: Option<Stream>,
     /// The kernels that are loaded.
     loaded: Vec<(DType, ReduceOp)>,
 }
@@ -75,6 +97,41 @@ impl Gpus {
         self.with(queue, device, Some(stream), |gpu| {
             // SAFETY: passed on.
             unsafe { gpu.run(call, stream) }
+        })
+    }
+
+    /// Puts the same operation on several tensors into a stream of a device, as [`run`](Self::run).
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    pub(crate) unsafe fn run_list(
+        &self,
+        queue: &Queue,
+        device: u32,
+        stream: RawStream,
+        calls: &[Call],
+    ) -> Outcome {
+        self.with(queue, device, Some(stream), |gpu| {
+            // SAFETY: passed on.
+            unsafe { gpu.run_list(calls, stream) }
+        })
+    }
+
+    /// Puts a message to a rank, one from a rank, or both, into a stream of a device, as [`run`](Self::run).
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    pub(crate) unsafe fn exchange(
+        &self,
+        queue: &Queue,
+        device: u32,
+        stream: RawStream,
+        sent: Option<(Tensor, usize)>,
+        received: Option<(Tensor, usize)>,
+    ) -> Outcome {
+        self.with(queue, device, Some(stream), |gpu| {
+            // SAFETY: passed on.
+            unsafe { gpu.exchange(sent, received, stream) }
         })
     }
 
@@ -100,10 +157,9 @@ impl Gpus {
     /// # Safety
     /// The stream is one of the device.
     pub(crate) unsafe fn barrier(&self, queue: &Queue, device: u32, stream: RawStream) -> Outcome {
-        self.with(queue, device, Some(stream), |gpu| match &gpu.peers {
+        self.with(queue, device, Some(stream), |gpu| {
             // SAFETY: passed on.
-            Some(peers) => peers.barrier(unsafe { gpu.context.borrow_stream(stream) }),
-            None => Ok(()),
+            gpu.collectives.barrier(unsafe { gpu.context.borrow_stream(stream) })
         })
     }
 
@@ -137,9 +193,9 @@ impl Gpus {
         device: u32,
         work: impl FnOnce(&CudaCollectives) -> Outcome<T>,
     ) -> Outcome<T> {
-        self.with_open(device, |gpu| match &gpu.peers {
-            Some(peers) => work(peers),
-            None => Err(FabricError::invalid("there is one rank, and nothing between GPUs").into()),
+        self.with_open(device, |gpu| match gpu.collectives.world_size() {
+            2.. => work(&gpu.collectives),
+            _ => Err(FabricError::invalid("there is one rank, and nothing between GPUs").into()),
         })
     }
 
@@ -147,8 +203,8 @@ impl Gpus {
     pub(crate) fn on_failure(&self, py: Python<'_>, action: Action) {
         let before = py.detach(|| {
             let mut state = self.lock();
-            for peers in state.open.iter().filter_map(|gpu| gpu.peers.as_ref()) {
-                peers.on_failure(Python::attach(|py| action.on_failure(py)));
+            for gpu in &state.open {
+                gpu.collectives.on_failure(Python::attach(|py| action.on_failure(py)));
             }
             state.on_failure.replace(action)
         });
@@ -157,7 +213,7 @@ impl Gpus {
 
     /// What kernels have left behind.
     pub(crate) fn check(&self) -> Outcome {
-        self.lock().open.iter().filter_map(|gpu| gpu.peers.as_ref()).try_for_each(CudaCollectives::check)
+        self.lock().open.iter().try_for_each(|gpu| gpu.collectives.check())
     }
 
     /// Leaves the peers, once the kernels under way are over.
@@ -203,18 +259,15 @@ impl Gpus {
             if self.lock().open.iter().any(|gpu| gpu.context == context) {
                 return Ok(()); // another thread was faster
             }
-            let peers = match comm.world_size() {
-                1 => None,
-                _ => Some(CudaCollectives::new(comm, &context)?),
-            };
-            let gpu = Gpu { context, peers, loaded: Vec::new() };
+            let collectives = CudaCollectives::new(comm, &context)?;
+            let gpu = Gpu { context, collectives, side: None, loaded: Vec::new() };
             let mut state = self.lock();
             if state.is_closed {
                 drop(state); // first, as the end of the GPU's part waits
                 return Err(FabricError::invalid("the communicator was closed meanwhile").into());
             }
-            if let (Some(action), Some(peers)) = (&state.on_failure, &gpu.peers) {
-                peers.on_failure(Python::attach(|py| action.on_failure(py)));
+            if let Some(action) = &state.on_failure {
+                gpu.collectives.on_failure(Python::attach(|py| action.on_failure(py)));
             }
             state.open.push(gpu);
             Ok(())
@@ -225,17 +278,19 @@ impl Gpus {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call has been made.
-    pub(crate) fn keep_stream(&self, py: Python<'_>, stream: RawStream) -> PyResult<()> {
+    /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call of the same order has been made.
+    pub(crate) fn keep_stream(&self, py: Python<'_>, stream: RawStream, orders: &[Order]) -> PyResult<()> {
         let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
         let Ok(cupy) = modules.get_item(intern!(py, "cupy")) else { return Ok(()) };
         let current = cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?;
         let is_current = current.getattr(intern!(py, "ptr"))?.extract::<RawStream>()? == stream;
-        let kept = is_current.then(|| current.unbind());
-        let mut last = self.last_stream.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = std::mem::replace(&mut *last, kept);
-        drop(last);
-        drop(before); // without the lock, as this may run Python
+        for &order in orders {
+            let kept = is_current.then(|| current.clone().unbind());
+            let mut last = self.last_streams.lock().unwrap_or_else(PoisonError::into_inner);
+            let before = std::mem::replace(&mut last[order as usize], kept);
+            drop(last);
+            drop(before); // without the lock, as this may run Python
+        }
         Ok(())
     }
 }
@@ -255,9 +310,7 @@ impl Gpu {
         if self.loaded.contains(&(dtype, op)) {
             return Ok(());
         }
-        if let Some(peers) = &self.peers {
-            peers.prepare(dtype, op)?;
-        }
+        self.collectives.prepare(dtype, op)?;
         self.loaded.push((dtype, op));
         Ok(())
     }

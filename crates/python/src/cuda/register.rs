@@ -49,8 +49,7 @@ impl Gpus {
     /// Registers memory with every rank; the ranks do it together.
     pub(crate) fn register(&self, queue: &Queue, memory: &Registrable) -> Outcome {
         self.together(queue, memory.device(), |comm, gpu| {
-            let Some(peers) = &gpu.peers else { return Ok(()) };
-            peers.register(match memory {
+            gpu.collectives.register(match memory {
                 Registrable::Buffer(buffer) => buffer.get().shared()?.into(),
                 Registrable::Array(tensor, _) => {
                     let pointer = DevicePointer(tensor.data.addr() as u64);
@@ -63,7 +62,7 @@ impl Gpus {
     /// Takes it back.
     pub(crate) fn unregister(&self, queue: &Queue, memory: &Registrable) -> Outcome {
         self.together(queue, memory.device(), |comm, gpu| {
-            let Some(peers) = &gpu.peers else { return Ok(()) };
+            let peers = &gpu.collectives;
             let address = match memory {
                 Registrable::Buffer(buffer) => buffer.get().shared()?.pointer(peers.rank()),
                 Registrable::Array(tensor, _) => DevicePointer(tensor.data.addr() as u64),

@@ -1,14 +1,14 @@
 //! One collective, put into a stream.
 
 use antiphon::{
-    collectives::cuda::{AllReduceOptions, CudaCollectives},
-    device::cuda::{DevicePointer, StreamRef, memory},
-    prelude::{CollectiveError, FabricError},
+    collectives::cuda::{Algorithm, CudaCollectives},
+    device::cuda::StreamRef,
+    prelude::FabricError,
 };
 
-use super::{Gpu, Outcome, REDUCED, RawStream, failed};
+use super::{Gpu, Outcome, REDUCED, RawStream};
 use crate::{
-    call::{Call, Kind, Place, refused},
+    call::{Call, Place, refused},
     fused::Fused,
     operand::Tensor,
 };
@@ -17,25 +17,76 @@ impl Gpu {
     /// # Safety
     /// As [`Gpus::run`](super::Gpus::run).
     pub(super) unsafe fn run(&mut self, call: &Call, stream: RawStream) -> Outcome {
-        if let Kind::AllReduce(op, _) | Kind::AllReduceRegistered(op, _) | Kind::ReduceScatter(op) = call.kind
+        if call.what.operation.row().reduces
             && let Some(dtype) = call.dtype().filter(|dtype| REDUCED.contains(dtype))
         {
-            self.load(dtype, op)?; // of others the call says that they cannot be reduced
+            self.load(dtype, call.what.op)?; // of others the call says that they cannot be reduced
         }
         // SAFETY: passed on.
         let stream = unsafe { self.context.borrow_stream(stream) };
-        match &self.peers {
+        // SAFETY: passed on.
+        unsafe { between(&self.collectives, call, stream) }
+    }
+
+    /// # Safety
+    /// As [`Gpus::run`](super::Gpus::run).
+    pub(super) unsafe fn run_list(&mut self, calls: &[Call], stream: RawStream) -> Outcome {
+        let Some(what) = calls.first().map(|call| &call.what) else { return Ok(()) };
+        let all_apart = calls.iter().all(|call| matches!(call.place, Place::Apart(Some(_), Some(_))));
+        if !all_apart {
             // SAFETY: passed on.
-            Some(peers) => unsafe { between(peers, call, stream) },
-            // SAFETY: passed on.
-            None => unsafe { alone(call, stream) },
+            return calls.iter().try_for_each(|call| unsafe { self.run(call, stream) });
+        }
+        let (mut reads, mut writes) = (Vec::new(), Vec::new());
+        for call in calls {
+            if let Place::Apart(Some(input), Some(output)) = call.place {
+                // SAFETY: the caller answers for the memory, which only the device touches.
+                unsafe {
+                    reads.push(input.view().map_err(refused)?);
+                    writes.push(output.view_mut().map_err(refused)?);
+                }
+            }
+        }
+        // SAFETY: passed on.
+        unsafe {
+            let stream = self.context.borrow_stream(stream);
+            match what.operation.row().reduces {
+                true => self.collectives.reduce_scatter_list(&reads, &mut writes, what.op, stream),
+                false => self.collectives.all_gather_list(&reads, &mut writes, stream),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Gpus::run`](super::Gpus::run).
+    pub(super) unsafe fn exchange(
+        &mut self,
+        sent: Option<(Tensor, usize)>,
+        received: Option<(Tensor, usize)>,
+        stream: RawStream,
+    ) -> Outcome {
+        let collectives = &self.collectives;
+        // SAFETY: the caller answers for the memory, which only the device touches, and for the stream.
+        unsafe {
+            let stream = self.context.borrow_stream(stream);
+            let read = sent.map(|(tensor, _)| tensor.view()).transpose().map_err(refused)?;
+            let mut write = received.map(|(tensor, _)| tensor.view_mut()).transpose().map_err(refused)?;
+            match (read, sent, write.as_mut(), received) {
+                (Some(read), Some((_, to)), Some(write), Some((_, from))) => {
+                    collectives.send_recv(&read, to, write, from, stream)
+                }
+                (Some(read), Some((_, to)), ..) => collectives.send(&read, to, stream),
+                (_, _, Some(write), Some((_, from))) => collectives.recv(write, from, stream),
+                _ => Ok(()),
+            }
         }
     }
 
     /// # Safety
     /// As [`Gpus::run`](super::Gpus::run).
     pub(super) unsafe fn run_fused(&mut self, fused: &Fused, stream: RawStream) -> Outcome {
-        let Some(peers) = &self.peers else {
+        let peers = &self.collectives;
+        if peers.world_size() == 1 {
             let text =
                 "all_reduce_fused on CUDA needs 2 ranks or more: of one rank there is nothing to reduce";
             return Err(FabricError::invalid(text).into());
@@ -50,83 +101,43 @@ impl Gpu {
 /// # Safety
 /// As [`Gpus::run`](super::Gpus::run).
 unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -> Outcome {
-    let (input, output) = tensors(call, peers.rank(), peers.world_size())?;
-    // SAFETY: the caller answers for the memory, which only the device touches.
-    let (read, mut write) = unsafe { (input.view().map_err(refused)?, output.view_mut().map_err(refused)?) };
-    // SAFETY: passed on.
-    unsafe {
-        match &call.kind {
-            &Kind::AllReduce(op, None) => peers.all_reduce(read, &mut write, op, stream),
-            &Kind::AllReduce(op, Some(algorithm)) => {
-                peers.all_reduce_with(read, &mut write, op, algorithm, stream)
-            }
-            &Kind::AllReduceRegistered(op, algorithm) => {
-                let options = AllReduceOptions::registered(algorithm);
-                peers.all_reduce_with(read, &mut write, op, options, stream)
-            }
-            Kind::AllGather => peers.all_gather(read, &mut write, stream),
-            &Kind::ReduceScatter(op) => peers.reduce_scatter(read, &mut write, op, stream),
-            Kind::AllToAll => peers.all_to_all(read, &mut write, stream),
-            Kind::Mixed(mixed) => mixed.run_on(peers, &read, &mut write, stream),
-            &Kind::Broadcast(root) => {
-                if root == peers.rank() {
-                    copy(&input, &output, stream)?;
-                }
-                peers.broadcast(&mut write, root, stream)
-            }
-            _ => Err(missing(call)),
+    if let Some(mixed) = &call.mixed {
+        let (input, output) = match call.place {
+            Place::Apart(Some(input), Some(output)) => (input, output),
+            Place::Shared(whole) => match (mixed.own_block(), mixed.gathers()) {
+                (None, _) => (whole, whole),
+                (Some((group, groups)), true) => (whole.block(group, groups), whole),
+                (Some((group, groups)), false) => (whole, whole.block(group, groups)),
+            },
+            _ => return Err(FabricError::invalid(format!("{} lacks an operand", call.name())).into()),
+        };
+        // SAFETY: the caller answers for the memory, which only the device touches.
+        unsafe {
+            let (read, mut write) = (input.view().map_err(refused)?, output.view_mut().map_err(refused)?);
+            return mixed.run_on(peers, &read, &mut write, stream);
         }
     }
-}
-
-/// What a world of one rank does: every collective gives back what it is given.
-///
-/// # Safety
-/// As [`Gpus::run`](super::Gpus::run).
-unsafe fn alone(call: &Call, stream: StreamRef<'_>) -> Outcome {
-    let (input, output) = tensors(call, 0, 1)?;
-    if call.kind.op().is_some() && !REDUCED.contains(&input.dtype) {
-        return Err(CollectiveError::NotNumeric { operation: "all_reduce", dtype: input.dtype });
+    let mut what = call.what.clone();
+    if call.registered {
+        let usual = match call.place {
+            Place::Shared(_) => Algorithm::TwoShot,
+            _ => Algorithm::OneShot,
+        };
+        let by = Algorithm::ALL.into_iter().find(|by| by.number(false) == what.algorithm).unwrap_or(usual);
+        what.algorithm = by.number(true);
     }
-    // SAFETY: passed on.
-    unsafe { copy(&input, &output, stream) }
-}
-
-/// Input and output, which may be the same, or a part of each other.
-fn tensors(call: &Call, rank: usize, world_size: usize) -> Outcome<(Tensor, Tensor)> {
-    match (call.place, &call.kind) {
-        (Place::Shared(whole), Kind::AllGather) => Ok((whole.block(rank, world_size), whole)),
-        (Place::Shared(whole), Kind::ReduceScatter(_)) => Ok((whole, whole.block(rank, world_size))),
-        (Place::Shared(whole), Kind::Mixed(mixed)) => Ok(match (mixed.own_block(), mixed.gathers()) {
-            (None, _) => (whole, whole),
-            (Some((group, groups)), true) => (whole.block(group, groups), whole),
-            (Some((group, groups)), false) => (whole, whole.block(group, groups)),
-        }),
-        (Place::Shared(buffer), _) => Ok((buffer, buffer)),
-        (Place::Apart(Some(input), Some(output)), _) => Ok((input, output)),
-        (Place::Apart(None, Some(output)), Kind::Broadcast(_)) => Ok((output, output)),
-        _ => Err(missing(call)),
-    }
-}
-
-fn missing(call: &Call) -> CollectiveError {
-    FabricError::invalid(format!("{:?} on CUDA lacks an operand", call.kind)).into()
-}
-
-/// # Safety
-/// As [`Gpus::run`](super::Gpus::run).
-unsafe fn copy(from: &Tensor, to: &Tensor, stream: StreamRef<'_>) -> Outcome {
-    if from.data == to.data {
-        return Ok(());
-    }
-    if from.bytes() != to.bytes() {
-        let text = format!("the input has {} bytes, the output {}", from.bytes(), to.bytes());
-        return Err(FabricError::invalid(text).into());
-    }
-    let at = |tensor: &Tensor| DevicePointer(tensor.data.addr() as u64);
-    match from.bytes() {
-        0 => Ok(()),
-        // SAFETY: both are of one size and, being different, do not overlap; the caller answers for the rest.
-        bytes => unsafe { memory::copy(stream, at(to), at(from), bytes) }.map_err(failed),
+    // SAFETY: the caller answers for the memory, which only the device touches.
+    unsafe {
+        match call.place {
+            Place::Nowhere => peers.call(&what, None, None, stream),
+            Place::Shared(buffer) => {
+                peers.call_in_place(&what, &mut buffer.view_mut().map_err(refused)?, stream)
+            }
+            Place::Apart(input, output) => {
+                let input = input.map(|tensor| tensor.view()).transpose().map_err(refused)?;
+                let mut output = output.map(|tensor| tensor.view_mut()).transpose().map_err(refused)?;
+                peers.call(&what, input.as_ref(), output.as_mut(), stream)
+            }
+        }
     }
 }

@@ -7,10 +7,11 @@ use antiphon::{
         nccl::NcclCollectives,
     },
     device::cuda::{DeviceMemory, StreamRef},
+    operation::Operation,
     tensor::{DType, Device, TensorView, TensorViewMut},
 };
 
-use super::super::case::{Case, Collective};
+use super::super::case::{Case, Collective, ROOT};
 
 /// One of those who are compared.
 #[derive(Clone, Copy)]
@@ -35,7 +36,7 @@ impl Contender<'_> {
     /// The algorithm's name in the table.
     pub(super) fn name(self, case: &Case, bytes: usize) -> String {
         match self {
-            Self::Ours(ours, None) if case.collective == Collective::AllReduce => {
+            Self::Ours(ours, None) if case.collective == Collective::ALL_REDUCE => {
                 format!("auto={}", ours.algorithm_for(bytes))
             }
             Self::Ours(_, None) => "direct".into(),
@@ -61,36 +62,67 @@ impl Contender<'_> {
         let output = &mut output;
         // SAFETY: passed on; all calls of this program are on this stream.
         unsafe {
-            match (self, case.collective) {
-                (Self::Ours(ours, Some(algorithm)), Collective::AllReduce) => {
-                    ours.all_reduce_with(input, output, op, algorithm, stream)
+            match self {
+                Self::Ours(ours, algorithm) => {
+                    let case = Case { algorithm, ..*case };
+                    let call = case.call(ours.rank(), ours.world_size());
+                    match case.collective {
+                        Collective::SEND_RECV => ping_pong(ours, &input, output, stream),
+                        Collective::Of(Operation::Broadcast) => ours.call_in_place(&call, output, stream),
+                        _ => ours.call(&call, Some(&input), Some(output), stream),
+                    }
                 }
-                (Self::Registered(ours, algorithm), Collective::AllReduce) => {
-                    let options = AllReduceOptions::registered(algorithm);
-                    ours.all_reduce_with(input, output, op, options, stream)
+                Self::Registered(ours, algorithm) => {
+                    ours.all_reduce_with(input, output, op, AllReduceOptions::registered(algorithm), stream)
                 }
-                (Self::Ours(ours, _), Collective::AllReduce) => ours.all_reduce(input, output, op, stream),
-                (Self::Ours(ours, _), Collective::AllGather) => ours.all_gather(input, output, stream),
-                (Self::Ours(ours, _), Collective::ReduceScatter) => {
-                    ours.reduce_scatter(input, output, op, stream)
-                }
-                (Self::Ours(ours, _), Collective::AllToAll) => ours.all_to_all(input, output, stream),
-                (Self::Ours(ours, _), Collective::Broadcast) => ours.broadcast(output, ROOT, stream),
-                (Self::Nccl(nccl), Collective::AllReduce) => nccl.all_reduce(input, output, op, stream),
-                (Self::Nccl(nccl), Collective::AllGather) => nccl.all_gather(input, output, stream),
-                (Self::Nccl(nccl), Collective::ReduceScatter) => {
-                    nccl.reduce_scatter(input, output, op, stream)
-                }
-                (Self::Nccl(nccl), Collective::AllToAll) => nccl.all_to_all(input, output, stream),
-                (Self::Nccl(nccl), Collective::Broadcast) => nccl.broadcast(output, ROOT, stream),
-                (_, other) => unreachable!("{} was refused", other.name()),
+                Self::Nccl(nccl) => match case.collective.operation() {
+                    Some(Operation::AllReduce) => nccl.all_reduce(input, output, op, stream),
+                    Some(Operation::AllGather) => nccl.all_gather(input, output, stream),
+                    Some(Operation::ReduceScatter) => nccl.reduce_scatter(input, output, op, stream),
+                    Some(Operation::AllToAll) => nccl.all_to_all(input, output, stream),
+                    Some(Operation::Broadcast) => nccl.broadcast(output, ROOT, stream),
+                    _ => unreachable!("NCCL is not compared in {}", case.collective.name()),
+                },
             }
+        }
+    }
+
+    /// Whether it can do this.
+    pub(super) fn does(self, collective: Collective) -> bool {
+        use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter};
+        let known = [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast];
+        match self {
+            Self::Nccl(_) => collective.operation().is_some_and(|operation| known.contains(&operation)),
+            _ => true,
         }
     }
 }
 
-/// The rank that broadcasts; see `pattern`.
-const ROOT: usize = 0;
+/// From rank 0 to rank 1 and back; the others watch.
+///
+/// # Safety
+/// As [`Contender::call`].
+unsafe fn ping_pong(
+    ours: &CudaCollectives,
+    input: &TensorView<'_>,
+    output: &mut TensorViewMut<'_>,
+    stream: StreamRef<'_>,
+) -> Result<(), CollectiveError> {
+    // SAFETY: passed on.
+    unsafe {
+        match ours.rank() {
+            0 => {
+                ours.send(input, 1, stream)?;
+                ours.recv(output, 1, stream)
+            }
+            1 => {
+                ours.recv(output, 0, stream)?;
+                ours.send(&output.as_view(), 0, stream)
+            }
+            _ => Ok(()),
+        }
+    }
+}
 
 impl Tensors {
     /// # Safety

@@ -59,7 +59,7 @@ fn algorithms(args: &Args, collective: Collective) -> Vec<Option<Algorithm>> {
         Some(AlgorithmChoice::Auto) if is_registered => AlgorithmChoice::All,
         Some(choice) => choice,
     };
-    if collective != Collective::AllReduce || choice == AlgorithmChoice::Auto {
+    if collective != Collective::ALL_REDUCE || choice == AlgorithmChoice::Auto {
         return vec![None];
     }
     let name = choice.to_possible_value().expect("no value is hidden");
@@ -76,7 +76,6 @@ pub(super) fn rows(args: &Args) -> usize {
 
 /// What of the arguments makes no sense on GPUs.
 pub(super) fn refuse(args: &Args) -> Result<(), String> {
-    use Collective::*;
     if args.tail {
         return match tail::measures(args.collective) && args.sizes.is_none() && args.plot.is_none() {
             true => Ok(()),
@@ -86,12 +85,15 @@ pub(super) fn refuse(args: &Args) -> Result<(), String> {
             ),
         };
     }
-    let other = args.collective.collectives().into_iter().find(|&collective| collective != AllReduce);
+    let other =
+        args.collective.collectives().into_iter().find(|&collective| collective != Collective::ALL_REDUCE);
     if let (Buffers::Symmetric, Some(other)) = (args.buffers, other) {
         return Err(format!("--buffers symmetric on GPUs is for all-reduce alone, not for {}", other.name()));
     }
-    let known = [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast];
-    match args.collective.collectives().into_iter().find(|collective| !known.contains(collective)) {
+    let is_known = |of: &Collective| {
+        *of == Collective::SEND_RECV || of.operation().is_some_and(CudaCollectives::has_operation)
+    };
+    match args.collective.collectives().into_iter().find(|collective| !is_known(collective)) {
         Some(other) => Err(format!("{} is for --device host: there is none on GPUs yet", other.name())),
         None => Ok(()),
     }
@@ -150,6 +152,7 @@ fn note(rank: usize, text: impl std::fmt::Display) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use antiphon::operation::Operation;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -163,7 +166,7 @@ mod tests {
     }
 
     fn names(text: &str) -> Vec<&'static str> {
-        let all = algorithms(&args(text), Collective::AllReduce);
+        let all = algorithms(&args(text), Collective::ALL_REDUCE);
         all.into_iter().map(|algorithm| algorithm.map_or("auto", Algorithm::name)).collect()
     }
 
@@ -173,7 +176,7 @@ mod tests {
         assert_eq!(names("--algorithm both"), names(""));
         assert_eq!(names("--algorithm auto"), ["auto"]);
         assert_eq!(names("--algorithm two-shot"), ["two-shot"]);
-        assert_eq!(algorithms(&args("--algorithm two-shot"), Collective::AllGather), [None]);
+        assert_eq!(algorithms(&args("--algorithm two-shot"), Collective::Of(Operation::AllGather)), [None]);
         assert_eq!(names("--buffers symmetric"), ["one-shot", "two-shot"]);
         assert_eq!(names("--buffers symmetric --algorithm auto"), ["one-shot", "two-shot"]);
         assert_eq!(names("--buffers symmetric --algorithm two-shot"), ["two-shot"]);
@@ -194,8 +197,9 @@ mod tests {
     #[test]
     fn what_gpus_cannot_do_is_refused_by_name() {
         assert_eq!(refuse(&args("")), Ok(()));
-        let error = refuse(&args("send-recv")).unwrap_err();
-        assert_eq!(error, "send_recv is for --device host: there is none on GPUs yet");
+        assert_eq!(refuse(&args("send-recv")), Ok(()));
+        let error = refuse(&args("memory")).unwrap_err();
+        assert_eq!(error, "memory is for --device host: there is none on GPUs yet");
         let error = refuse(&args("--buffers symmetric")).unwrap_err();
         assert_eq!(error, "--buffers symmetric on GPUs is for all-reduce alone, not for all_gather");
         assert_eq!(refuse(&args("all-reduce --buffers symmetric")), Ok(()));

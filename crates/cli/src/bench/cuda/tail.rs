@@ -77,9 +77,9 @@ impl Operation {
     /// Whether it is measured where this collective, or all, were asked for.
     fn is_of(self, which: Which) -> bool {
         let of = match self {
-            Self::Sum | Self::Norm | Self::Fp8 | Self::Registered => Collective::AllReduce,
-            Self::AllGather => Collective::AllGather,
-            Self::AllToAll => Collective::AllToAll,
+            Self::Sum | Self::Norm | Self::Fp8 | Self::Registered => Collective::ALL_REDUCE,
+            Self::AllGather => Collective::Of(antiphon::operation::Operation::AllGather),
+            Self::AllToAll => Collective::Of(antiphon::operation::Operation::AllToAll),
         };
         which == Which::All || which == Which::One(of)
     }

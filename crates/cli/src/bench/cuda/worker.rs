@@ -10,6 +10,7 @@ use antiphon::{
     },
     device::cuda::{Context, DeviceMemory, Driver, GraphExec, StreamRef, memory},
     fabric::RegisteredMemory,
+    operation::Operation,
     tensor::{Device, Element, TensorView, TensorViewMut, with_dtype},
 };
 
@@ -128,11 +129,12 @@ impl<'a> Bench<'a> {
             (Buffers::Symmetric, Some(algorithm)) => Contender::Registered(self.ours, algorithm),
             _ => Contender::Ours(self.ours, algorithm),
         });
-        ours.chain(self.nccl.map(Contender::Nccl)).collect()
+        let all = ours.chain(self.nccl.map(Contender::Nccl));
+        all.filter(|contender| contender.does(collective)).collect()
     }
 
     fn tensors<T: Element>(&self, case: &Case) -> Result<Tensors> {
-        let counts = case.counts(self.comm.world_size());
+        let counts = case.counts(self.comm.rank(), self.comm.world_size());
         let context = self.ours.context();
         let memory = |count: usize| DeviceMemory::allocate(context, count * case.dtype.size());
         let (input, output) = (memory(counts.0)?, memory(counts.1)?);
@@ -184,7 +186,7 @@ impl<'a> Bench<'a> {
     /// Puts into the output what is no result; what is broadcast is the root's, so there everybody has its own input.
     fn spoil(&self, case: &Case, tensors: &Tensors) -> Result<()> {
         let (stream, to, len) = (self.clock.stream.borrow(), tensors.output.pointer(), tensors.output.len());
-        if case.collective == Collective::Broadcast {
+        if case.collective == Collective::Of(Operation::Broadcast) {
             // SAFETY: two memories of that size, and the stream is waited for before anybody else uses them.
             unsafe { memory::copy(stream, to, tensors.input.pointer(), len) }?;
         } else {

@@ -1,0 +1,160 @@
+// Messages between GPUs: any bytes from one rank to another, of which the others know nothing. Behind rows.cuh.
+//
+// Each ordered pair of ranks has CHANNELS rings of rows in the receiver's memory. A message is a head, which says what is sent, and
+// then its rows; row i goes through ring i % CHANNELS, and a warp serves a ring at a time, so warps need not wait for each other.
+// The sender fills a ring as far as it knows that its rows are empty. The receiver waits for a row, empties it, and tells the sender
+// from time to time up to which row it has. So a message may have any length, whatever the memory for it; a short one does
+// not wait for its receiver.
+//
+// How far a ring has come stands in device memory, so that graphs may be replayed between other calls. Both ranks may send
+// and receive in one kernel: other warps do, so neither waits for the other.
+
+constexpr u32 CHANNELS = WORLD == 2 ? 256 : WORLD <= 5 ? 128 : 64;
+static_assert(WORLD * CHANNELS <= MAX_BLOCKS, "a ring has a control of its own");
+constexpr u32 BATCH = 4; // rows that a warp has under way
+
+// A rank's messages in a launch, by the peers' ranks. Rust's `Messages` has the same layout.
+struct messages {
+    const u8* input[MAX_WORLD];
+    u8* output[MAX_WORLD];
+    u64 sent_count[MAX_WORLD], received_count[MAX_WORLD]; // what the heads say
+    u32 sent[MAX_WORLD], received[MAX_WORLD];             // bytes
+    u32 to, from;                                         // bits of the ranks that a message goes to, and comes from
+};
+
+// In the control words of the ring of a peer: `slot` counts the rows sent, `dirty_lower` those received, and `dirty_upper` those
+// that the peer has received of what was sent, which the peer writes.
+DEVICE control* state_of(u8* arena, u32 peer, u32 channel) { return (control*)arena + peer * CHANNELS + channel; }
+
+// Bytes of memory for the rings of one sender.
+DEVICE u32 region_of(const arguments& a) { return SLOTS * a.slot_stride / WORLD / 512 * 512; }
+
+// Rows of a ring: a power of two, so that counters may wrap.
+DEVICE u32 ring_rows(const arguments& a) { return 1u << (31 - __clz(region_of(a) / (CHANNELS * 512))); }
+
+// Where this lane's vector of a ring's first row is, in the receiver's arena.
+DEVICE u8* ring_at(const arguments& a, u8* arena, u32 sender, u32 channel) {
+    return arena + SLOTS_AT + sender * region_of(a) + channel * ring_rows(a) * 512 + lane_id() * 16;
+}
+
+// For a whole warp: waits until `ready()`, which else has the peer missing. False if it gave up.
+template <class Ready> DEVICE bool wait_for(const arguments& a, waiter& patience, u32 peer, Ready ready) {
+    u32 missing = a.rank;
+    const auto is_ready = [&](tag&) {
+        const bool is = ready();
+        missing = is ? a.rank : peer;
+        return is;
+    };
+    const bool came = wait_until<true>(patience, missing, 0, is_ready, [] {});
+    if (!came) stop_calls((control*)a.own, (control*)a.other);
+    return came;
+}
+
+// Sends the rows of one ring. Row 0 is the head.
+DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u32 next, u32 peer, u32 channel) {
+    control* const state = state_of(a.own, peer, channel);
+    const u32 ring = ring_rows(a), total = 1 + rows_of(m.sent[peer]);
+    const bytes from(m.input[peer], m.sent[peer]);
+    u8* const at = ring_at(a, a.peer[next], a.rank, channel);
+    u32 n = ld_relaxed_sys(&state->slot), known = ld_acquire_sys(&state->dirty_upper);
+    for (u32 row = channel; row < total; row += BATCH * CHANNELS) {
+        const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < BATCH ? left : BATCH;
+        uint4 v[BATCH];
+#pragma unroll
+        for (u32 k = 0; k < BATCH; ++k) {
+            if (k >= count) break;
+            v[k] = make_uint4(0, 0, 0, 0);
+            if (row + k * CHANNELS != 0) v[k] = load_row(from, row + k * CHANNELS - 1);
+            else if (lane_id() == 0)
+                v[k] = make_uint4((u32)a.doing.low, (u32)(a.doing.low >> 32), (u32)m.sent_count[peer], (u32)(m.sent_count[peer] >> 32));
+        }
+        if (n + count - known > ring) {
+            // The rows are empty once the receiver has said so: the acquire pairs with the release in `receive_ring`.
+            const bool has_room = wait_for(a, patience, peer, [&] {
+                known = ld_acquire_sys(&state->dirty_upper);
+                return n + count - known <= ring;
+            });
+            if (!has_room) return false;
+        }
+#pragma unroll
+        for (u32 k = 0; k < BATCH; ++k) {
+            if (k >= count) break;
+            store16_volatile(at + ((n + k) & (ring - 1)) * 512, masked(v[k]));
+        }
+        n += count;
+    }
+    if (lane_id() == 0) st_relaxed_sys(&state->slot, n);
+    return true;
+}
+
+// Receives the rows of one ring, and compares the head with what is expected.
+DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience, u32 next, u32 peer, u32 channel) {
+    control* const state = state_of(a.own, peer, channel);
+    u32* const told = &state_of(a.peer[next], a.rank, channel)->dirty_upper;
+    const u32 ring = ring_rows(a), total = 1 + rows_of(m.received[peer]);
+    const bytes to(m.output[peer], m.received[peer]);
+    u8* const at = ring_at(a, a.own, peer, channel);
+    u32 n = ld_relaxed_sys(&state->dirty_lower), unsaid = 0;
+    for (u32 row = channel; row < total; row += BATCH * CHANNELS) {
+        const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < BATCH ? left : BATCH;
+        uint4 got[BATCH];
+        const bool came = wait_for(a, patience, peer, [&] {
+            bool complete = true;
+#pragma unroll
+            for (u32 k = 0; k < BATCH; ++k)
+                if (k < count) got[k] = load16_volatile(at + ((n + k) & (ring - 1)) * 512);
+#pragma unroll
+            for (u32 k = 0; k < BATCH; ++k)
+                if (k < count) complete &= !has_empty(got[k]);
+            return complete;
+        });
+        if (!came) return false;
+#pragma unroll
+        for (u32 k = 0; k < BATCH; ++k) {
+            if (k >= count) break;
+            store16(at + ((n + k) & (ring - 1)) * 512, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+            const uint4 v = unmasked(got[k]);
+            if (row + k * CHANNELS != 0) {
+                store_row(to, row + k * CHANNELS - 1, v);
+                continue;
+            }
+            const tag theirs{v.x | (u64)v.y << 32, v.z | (u64)v.w << 32};
+            const bool differs = theirs.low != a.doing.low || theirs.high != m.received_count[peer];
+            if (!__shfl_sync(WHOLE_WARP, differs, 0)) continue;
+            if (lane_id() == 0) {
+                stop_calls((control*)a.own, (control*)a.other);
+                record_wait(a.board, DISAGREED, a.rank, peer, tag{a.doing.low, m.received_count[peer]}, 0, theirs, 0);
+            }
+            return false;
+        }
+        n += count;
+        unsaid += count;
+        if (unsaid >= ring / 4 || left <= BATCH) {
+            __syncwarp(); // all lanes have emptied their vectors
+            if (lane_id() == 0) st_release_sys(told, n); // pairs with the sender's acquire
+            unsaid = 0;
+        }
+    }
+    if (lane_id() == 0) st_relaxed_sys(&state->dirty_lower, n);
+    return true;
+}
+
+// All messages of a launch. Half of the blocks send, half receive, and each serves one peer.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+exchange(const __grid_constant__ arguments a, const __grid_constant__ messages m) {
+    pdl_wait();
+    if (a.dependents == AT_START) pdl_launch_dependents();
+    const u32 job = blockIdx.x % (2 * PEERS), next = job % PEERS, peer = rank_of(a, next);
+    const bool sends = job < PEERS;
+    if (((sends ? m.to : m.from) >> peer & 1) == 0) return;
+    if (ld_relaxed_sys(&((control*)a.own + blockIdx.x)->failed) != 0) return;
+    const u64 count = sends ? m.sent_count[peer] : m.received_count[peer];
+    waiter patience = start_waiting(a.limit_ns, a.board, a.rank, tag{a.doing.low, count});
+    const rows mine = rows_of_warp(blockIdx.x / (2 * PEERS), gridDim.x / (2 * PEERS));
+    const u32 total = 1 + rows_of(sends ? m.sent[peer] : m.received[peer]);
+    for (u32 channel = mine.first; channel < CHANNELS && channel < total; channel += mine.step) {
+        const bool done = sends ? send_ring(a, m, patience, next, peer, channel)
+                                : receive_ring(a, m, patience, next, peer, channel);
+        if (!done) return;
+    }
+}

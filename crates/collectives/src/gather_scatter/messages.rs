@@ -1,0 +1,365 @@
+//! Messages between GPUs, and the operations that are made of them; `messages.cuh` has the protocol.
+
+use antiphon_device::cuda::{DevicePointer, KernelArgument, LaunchConfig, Program, StreamRef, memory};
+use antiphon_fabric::{
+    FabricError, Operation, Signature,
+    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, ROWS, Source, THREADS, Work, kernels},
+};
+use antiphon_operation::Root;
+use antiphon_tensor::{TensorView, TensorViewMut};
+
+use super::cuda::BYTES;
+use crate::{
+    arguments::{CheckedCall, Input, Output},
+    cuda::CudaCollectives,
+    error::{CollectiveError, Result},
+};
+
+kernels! {
+    /// The kernel of `messages.cuh`.
+    pub(crate) enum Kernel {
+        Exchange = "exchange",
+    }
+}
+
+/// The kernels that carry messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Messaging;
+
+impl Family for Messaging {
+    type Kernel = Kernel;
+    type Arguments = Messages;
+    const NAME: &'static str = "messaging.cuh";
+    const SOURCES: &'static [Source] =
+        &[ROWS, BYTES, Source { name: "gather_scatter/messages.cuh", text: include_str!("messages.cuh") }];
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program
+    }
+
+    /// A grid has a block for each multiprocessor at most, but a thread needs many registers for the rows under way; and there
+    /// is room for what sends beside what receives.
+    fn most_blocks(&self, _world_size: usize) -> u32 {
+        2
+    }
+}
+
+/// `messages` of messages.cuh.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Messages {
+    input: [u64; MAX_WORLD],
+    output: [u64; MAX_WORLD],
+    sent_count: [u64; MAX_WORLD],
+    received_count: [u64; MAX_WORLD],
+    sent: [u32; MAX_WORLD],
+    received: [u32; MAX_WORLD],
+    to: u32,
+    from: u32,
+}
+
+// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32.
+unsafe impl KernelArgument for Messages {}
+
+/// Bytes of one message at most; a longer one goes in several.
+const MOST_BYTES: usize = 1 << 30;
+/// Bytes for which a peer gets a block more, at most.
+const BYTES_PER_BLOCK: usize = 16 << 10;
+
+/// What one rank sends to another, or receives from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Message {
+    peer: usize,
+    address: usize,
+    bytes: usize,
+    /// What both ranks must agree on, beside the signature.
+    count: u64,
+}
+
+impl Message {
+    /// The part of it that goes in the launch of this number; none once all is sent. A message of nothing has one part.
+    fn part(&self, number: usize) -> Option<Self> {
+        let start = number * MOST_BYTES;
+        (number == 0 || start < self.bytes).then(|| Self {
+            address: self.address + start,
+            bytes: (self.bytes - start).min(MOST_BYTES),
+            ..*self
+        })
+    }
+}
+
+impl Messages {
+    fn new(sends: impl Iterator<Item = Message>, receives: impl Iterator<Item = Message>) -> Self {
+        let mut messages = Self::default();
+        for Message { peer, address, bytes, count } in sends {
+            messages.input[peer] = address as u64;
+            messages.sent[peer] = bytes as u32;
+            messages.sent_count[peer] = count;
+            messages.to |= 1 << peer;
+        }
+        for Message { peer, address, bytes, count } in receives {
+            messages.output[peer] = address as u64;
+            messages.received[peer] = bytes as u32;
+            messages.received_count[peer] = count;
+            messages.from |= 1 << peer;
+        }
+        messages
+    }
+
+    /// Bytes of the longest one.
+    fn longest(&self) -> usize {
+        self.sent.iter().chain(&self.received).copied().max().unwrap_or(0) as usize
+    }
+}
+
+/// The grid for messages of so many bytes: an equal number of blocks for each direction of each peer, which all run at once.
+fn grid(longest: usize, world_size: usize, multiprocessors: u32) -> Option<u32> {
+    let directions = 2 * (world_size as u32 - 1);
+    let wanted = longest.div_ceil(BYTES_PER_BLOCK).max(1) as u64;
+    let most = multiprocessors / directions;
+    // As many rings as a pair has, four to a block; see CHANNELS in messages.cuh.
+    let rings = if world_size == 2 {
+        256
+    } else if world_size <= 5 {
+        128
+    } else {
+        64
+    };
+    (most > 0).then(|| wanted.min(u64::from(most.min(rings / 4))) as u32 * directions)
+}
+
+impl CudaCollectives {
+    /// Sends a tensor to another rank, which must [`recv`](Self::recv) one of the same dtype and number of elements, in the
+    /// order of the stream. A short message does not wait for that.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] for a rank that is none, or this one.
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn send(&self, input: &TensorView<'_>, to: usize, stream: StreamRef<'_>) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.exchange(Some((input, to)), None, stream) }
+    }
+
+    /// Receives a tensor that another rank [sends](Self::send), in the order of the stream.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn recv(
+        &self,
+        output: &mut TensorViewMut<'_>,
+        from: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.exchange(None, Some((output, from)), stream) }
+    }
+
+    /// [`send`](Self::send) and [`recv`](Self::recv) at once, so that ranks may send each other messages of any length. Both
+    /// ranks may be this one.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce); and the tensors do not overlap.
+    pub unsafe fn send_recv(
+        &self,
+        input: &TensorView<'_>,
+        to: usize,
+        output: &mut TensorViewMut<'_>,
+        from: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.exchange(Some((input, to)), Some((output, from)), stream) }
+    }
+
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    unsafe fn exchange(
+        &self,
+        input: Option<(&TensorView<'_>, usize)>,
+        output: Option<(&mut TensorViewMut<'_>, usize)>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        const OPERATION: Operation = Operation::Message;
+        let (rank, world_size) = (self.rank(), self.world_size());
+        for peer in input.iter().map(|(_, to)| *to).chain(output.iter().map(|(_, from)| *from)) {
+            if peer >= world_size {
+                let text = format!("peer rank {peer} is not below the world size {world_size}");
+                return Err(FabricError::InvalidArgument(text).into());
+            }
+        }
+        let to_self = input.as_ref().is_some_and(|(_, to)| *to == rank);
+        let from_self = output.as_ref().is_some_and(|(_, from)| *from == rank);
+        if to_self != from_self {
+            let text =
+                format!("on CUDA rank {rank} sends to itself by send_recv alone, with itself on both sides");
+            return Err(FabricError::InvalidArgument(text).into());
+        }
+        let message = |tensor: Input, peer: usize| Message {
+            peer,
+            address: tensor.data.addr(),
+            bytes: tensor.count * tensor.dtype.size(),
+            count: tensor.count as u64,
+        };
+        let sent = input
+            .map(|(tensor, to)| Ok::<_, CollectiveError>((Input::on(self.serves(), OPERATION, tensor)?, to)));
+        let received = output.map(|(tensor, from)| {
+            Ok::<_, CollectiveError>((Output::on(self.serves(), OPERATION, tensor)?.as_input(), from))
+        });
+        let (sent, received) = (sent.transpose()?, received.transpose()?);
+        if to_self && let (Some((input, _)), Some((output, _))) = (sent, received) {
+            let as_output = Output { data: output.data.cast_mut(), count: output.count, dtype: output.dtype };
+            crate::arguments::block(OPERATION, &input, &as_output, world_size)?;
+            self.messages.check_ready()?;
+            // SAFETY: as many elements of one type; the rest is passed on.
+            return unsafe {
+                copy(input.data.addr(), output.data.addr(), input.count * input.dtype.size(), stream)
+            };
+        }
+
+        let dtypes = [sent, received].map(|side| side.map(|(tensor, _)| tensor.dtype));
+        let ([Some(dtype), _] | [None, Some(dtype)]) = dtypes else { return Ok(()) };
+        if dtypes.iter().flatten().any(|&other| other != dtype) {
+            let [input, output] = dtypes.map(|of| of.unwrap_or(dtype));
+            return Err(CollectiveError::DTypes { operation: OPERATION.name(), input, output });
+        }
+        let signature = Signature { dtype: Some(dtype), ..Signature::new(OPERATION) };
+        let one = |side: Option<(Input, usize)>| side.map(|(tensor, peer)| message(tensor, peer));
+        // SAFETY: passed on.
+        unsafe { self.run_messages(signature, one(sent).as_slice(), one(received).as_slice(), stream) }
+    }
+
+    /// Carries out a call in which each rank sends each peer a piece of its input, and gets one of its output from each.
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub(crate) unsafe fn call_by_messages(
+        &self,
+        call: &CheckedCall<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let (rank, size) = (call.rank, call.dtype.size());
+        let (sent, received) = (call.input_layout(), call.output_layout());
+        let (row, root) = (call.signature.operation.row(), call.call.root);
+        // Whether elements go from a rank to another: not to those that get nothing, nor from those that give nothing.
+        let moves = |from: usize, to: usize| {
+            (row.root != Some(Root::Gives) || from == root) && (row.root != Some(Root::Gets) || to == root)
+        };
+        let message = |peer: usize, start: Option<usize>, piece: std::ops::Range<usize>, moves: bool| {
+            let count = if moves { piece.len() } else { 0 };
+            let address = start.map_or(0, |start| start + piece.start * size);
+            // What all ranks agree on, or else the two.
+            let agreed = if call.signature.count == 0 { count as u64 } else { call.signature.count };
+            Message { peer, address, bytes: count * size, count: agreed }
+        };
+        let input = call.input.map(|input| input.data.addr());
+        let output = call.output.map(|output| output.data.addr());
+        let to = |peer| {
+            message(peer, input, sent.piece(if sent.is_divided() { peer } else { rank }), moves(rank, peer))
+        };
+        let from = |peer| message(peer, output, received.piece(peer), moves(peer, rank));
+        let others = || (0..call.world_size).filter(|&peer| peer != rank);
+        let (sends, receives): (Vec<_>, Vec<_>) = others().map(|peer| (to(peer), from(peer))).unzip();
+        let (own, place) = (to(rank), from(rank));
+        self.messages.check_ready()?;
+        if moves(rank, rank) {
+            // SAFETY: the own piece has one length on both sides; the rest is passed on.
+            unsafe { copy(own.address, place.address, own.bytes, stream) }?;
+        }
+        // SAFETY: passed on.
+        unsafe { self.run_messages(call.signature, &sends, &receives, stream) }
+    }
+
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce): the messages lie in tensors.
+    unsafe fn run_messages(
+        &self,
+        signature: Signature,
+        sends: &[Message],
+        receives: &[Message],
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        if self.world_size() == 1 {
+            return Ok(());
+        }
+        let tenant = &self.messages;
+        // What sends and what receives use other words of a ring's state, and so have an order each: two ranks may both send,
+        // on one stream, before they receive, on another.
+        if !sends.is_empty() {
+            tenant.enter(stream)?;
+        }
+        if !receives.is_empty() {
+            tenant.enter_second(stream)?;
+        }
+        let loaded = tenant.load(Messaging)?;
+        for number in 0.. {
+            let part = |message: &Message| message.part(number);
+            let messages = Messages::new(sends.iter().filter_map(part), receives.iter().filter_map(part));
+            if messages.to | messages.from == 0 {
+                break;
+            }
+            let multiprocessors = stream.multiprocessors()?.min(tenant.multiprocessors());
+            let Some(blocks) = grid(messages.longest(), self.world_size(), multiprocessors) else {
+                let text =
+                    format!("{multiprocessors} multiprocessors are too few for messages to every peer");
+                return Err(FabricError::InvalidArgument(text).into());
+            };
+            let config = LaunchConfig::new(blocks, THREADS);
+            let work = Work::new(Signature { count: 0, ..signature });
+            let launch = |_, _, _| Launch {
+                kernel: Kernel::Exchange,
+                grid: Grid::Exact { config, is_small: false },
+                work,
+                arguments: messages,
+            };
+            // SAFETY: the kernel keeps to the messages, and sends no more than there is room for; the rest is passed on.
+            unsafe { tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }?;
+        }
+        Ok(())
+    }
+}
+
+/// Copies bytes of one place to another that does not overlap it, unless it is the same.
+///
+/// # Safety
+/// Both are addresses of the stream's device, good for so many bytes until the stream has passed.
+unsafe fn copy(from: usize, to: usize, bytes: usize, stream: StreamRef<'_>) -> Result<()> {
+    if bytes == 0 || from == to {
+        return Ok(());
+    }
+    let at = |address: usize| DevicePointer(address as u64);
+    // SAFETY: passed on.
+    Ok(unsafe { memory::copy(stream, at(to), at(from), bytes) }?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_message_goes_in_parts_and_an_empty_one_in_one() {
+        let message = |bytes| Message { peer: 1, address: 16, bytes, count: 7 };
+        let parts = |bytes| {
+            (0..4).map_while(|n| message(bytes).part(n)).map(|p| (p.address, p.bytes)).collect::<Vec<_>>()
+        };
+        assert_eq!(parts(0), [(16, 0)]);
+        assert_eq!(parts(MOST_BYTES), [(16, MOST_BYTES)]);
+        assert_eq!(parts(MOST_BYTES + 5), [(16, MOST_BYTES), (16 + MOST_BYTES, 5)]);
+    }
+
+    #[test]
+    fn every_direction_of_every_peer_has_as_many_blocks_that_run_at_once() {
+        assert_eq!(grid(0, 2, 132), Some(2));
+        assert_eq!(grid(1 << 30, 2, 132), Some(128)); // all rings
+        assert_eq!(grid(1 << 30, 8, 132), Some(126));
+        assert_eq!(grid(40 << 10, 4, 132), Some(18));
+        assert_eq!(grid(1, 8, 13), None);
+    }
+}

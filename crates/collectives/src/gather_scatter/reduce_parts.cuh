@@ -1,0 +1,37 @@
+// Reduce-scatter of uneven parts, and reduction for one rank alone: each rank sends each peer what is that one's, and reduces what
+// comes. Behind slots.cuh and reduce.cuh.
+
+// The elements of each rank's part of the input, in this launch. Rust's `PartsOfRanks` has the same layout.
+struct parts {
+    const u8* input[MAX_WORLD];
+    u32 count[MAX_WORLD];
+};
+
+template <bool PLAIN> DEVICE void reduce_parts_of(const arguments& a, const parts& p) {
+    const u32 sent = vectors_of(p.count[rank_of(a, blockIdx.x % PEERS)]), vectors = vectors_of(p.count[a.rank]);
+    turn t;
+    const auto part_of = [&](u32 rank) { return elements<PLAIN>(p.input[rank], p.count[rank]); };
+    const elements<PLAIN> mine = part_of(a.rank), out(a.output, p.count[a.rank]);
+    const u32 start = grid_thread(), step = grid_threads();
+    if (!begin_and_scatter<PLAIN, true>(a, t, sent, part_of)) return fill_nan(out, start, step, vectors);
+    advance(a, t, vectors, 0);
+    reader r(a, t);
+    for (u32 i = start; is_warp_before(i, vectors); i += step) {
+        uint4 sum[1];
+        const auto own = [&](u32 i) { return mine.load(i); };
+        if (!collect_and_reduce(r, i, step, vectors, own, sum)) return fill_nan(out, i, step, vectors);
+        if (i < vectors) out.store(i, sum[0]);
+    }
+    if (!r.finish()) fill_nan(out, 0, 1, vectors);
+}
+
+#define REDUCE_PARTS(name, PLAIN)                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
+    name(const __grid_constant__ arguments a, const __grid_constant__ parts p) {                            \
+        pdl_wait();                                                                                         \
+        if (a.dependents == AT_START) pdl_launch_dependents();                                              \
+        reduce_parts_of<PLAIN>(a, p);                                                                       \
+    }
+
+REDUCE_PARTS(reduce_parts, false)
+REDUCE_PARTS(reduce_parts_plain, true)
