@@ -20,10 +20,10 @@ group of the backend ``"antiphon"`` does as well: such calls take their turn amo
     all_to_all(Tensor x, str group, *)                                  like ``x``
     broadcast(Tensor x, str group, int root=0, *)                       like ``x``, of which the root's is sent
     scatter(Tensor x, str group, int root=0, *)                         ``(world_size * n, ...)``, the root's, to ``(n, ...)``
-    gather(Tensor x, str group, int root=0, *)                          ``(world_size * n, ...)`` at the root, no rows elsewhere
+    all_to_all_v(Tensor x, SymInt[] sends, SymInt[] receives, str group, *)
 
-and ``reduce_scatter_v``, ``all_to_all_v`` and ``reduce``, whose arguments and results are alike; each operation that the table of
-operations has (:func:`antiphon._core.operations`). Whoever gets nothing gets a tensor without rows.
+``reduce``, ``gather`` and ``reduce_scatter_v`` are methods of the communicator alone: the shapes of their results depend on the rank,
+which a compiler's cache does not know.
 
 ``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float weight_bias=0.,
 Tensor? bias=None) -> (Tensor, Tensor)`` returns the norm, and what it is the norm of: the sum with ``bias`` and ``residual``.
@@ -108,7 +108,10 @@ class _Operation:
     """An operation of the table, as an operator."""
 
     def __init__(self, name: str, input: str, output: str, reduces: bool, root: str | None) -> None:
-        self.name, self.output, self._gets = name, output, root == "gets"
+        self.name, self.output = name, output
+        #: Whether ranks get results of different shapes from equal arguments. A compiler's cache does not know of ranks, and would
+        #: give a rank the program of another one.
+        self.depends_on_rank = root == "gets" or output == "part"
         #: Whether the input has a block for each rank, of which one comes out.
         self._divides = (input, output) == ("row", "block")
         self._multiplies = (input, output) == ("block", "row")
@@ -129,20 +132,15 @@ class _Operation:
         given = {"root": 0, **dict(zip(self._names, arguments)), **named}
         comm = _at(given.pop("site", ""), given.pop("group"), x)
         out = self._empty(x, given, comm)
-        has_none = self._gets and given["root"] != comm.rank
         if "root" not in self._names:
             del given["root"]
-        getattr(comm, self.name)(x.contiguous(), out=None if has_none else out, **given)
+        getattr(comm, self.name)(x.contiguous(), out=out, **given)
         return out
 
     def _empty(self, x: Tensor, given: dict[str, Any], group: antiphon.Communicator | Group) -> Tensor:
-        rank, size = (group.rank(), group.size()) if isinstance(group, Group) else (group.rank, group.world_size)
+        size = group.size() if isinstance(group, Group) else group.world_size
         rows = x.shape[0] if x.dim() else 1
-        if self._gets and given["root"] != rank:
-            return x.new_empty((0, *x.shape[1:]))
-        if self.output == "part":
-            rows = given["counts"][rank]
-        elif self.output == "parts":
+        if self.output == "parts":
             rows = sum(given[self._lists[-1]])
         elif self._divides:
             if rows % size:
@@ -264,6 +262,8 @@ _operators = Operators()
 _operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
 for _row in operations():
     _operation = _Operation(*_row)
+    if _operation.depends_on_rank:
+        continue
     _operators.define(_operation.schema, _operation.call, _operation.empty)
 _operators.define(
     "all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
