@@ -123,7 +123,7 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
             if (!__shfl_sync(WHOLE_WARP, differs, 0)) continue;
             if (lane_id() == 0) {
                 stop_calls((control*)a.own, (control*)a.other);
-                record_wait(a.board, DISAGREED, a.rank, peer, tag{a.doing.low, m.received_count[peer]}, 0, theirs, 0);
+                record_wait(a.board, DISAGREED, a.rank, peer, tag{a.doing.low, m.received_count[peer]}, 0, theirs);
             }
             return false;
         }
