@@ -224,7 +224,7 @@ class Communicator:
 
         All ranks call it together. ``device`` is torch's or CuPy's current one unless given. It loads what reduces
         ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); what is not in the cache on
-        disk takes about a second for each. It takes about 360 MB on each GPU, for each communicator. Raises
+        disk takes about a second for each. It takes about 370 MB on each GPU, for each communicator. Raises
         ``RuntimeError`` that says what is missing."""
 
     def on_cuda_failure(self, action: Literal["error", "abort"] | Callable[[Exception], object]) -> None:
