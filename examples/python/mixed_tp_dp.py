@@ -34,7 +34,7 @@ def silu_mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Ten
 torch.manual_seed(0)
 rows = [ROWS + 3 * each if 1 < tp < world else ROWS for each in range(dp)]  # fused calls take uneven batches
 tokens = [torch.randn(count, HIDDEN) for count in rows]
-heads = torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5  # stands for attention: what counts is who has which part of it
+heads = torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5  # Stands for attention: only the placement of the heads matters here.
 up, down = torch.randn(HIDDEN, INNER) / HIDDEN**0.5, torch.randn(INNER, HIDDEN) / INNER**0.5
 
 with torch.no_grad():

@@ -31,7 +31,7 @@ class Work(dist.Work):
         super().__init__()
         self._handles, self._result, self._copies = handles, list(result), copies
         self._futures = futures
-        #: Complete when a profiler has seen the end: who waits for this work may stop the profiler next.
+        #: Complete once a profiler has seen the end: a caller that waited for this work may stop the profiler next.
         self.event: Future[object] | None = None
         self._future: Future[list[Tensor]] | None = None
         self._lock = threading.RLock()
