@@ -154,6 +154,11 @@ impl<'c> CheckedCall<'c> {
         }
     }
 
+    /// See [`has_whole_elements`].
+    pub(crate) fn has_whole_elements(&self) -> Result<()> {
+        has_whole_elements(self.signature.operation, self.input.as_ref(), self.output.as_ref())
+    }
+
     /// Which elements of the input go to whom.
     #[inline]
     pub(crate) fn input_layout(&self) -> Layout<'_> {
@@ -228,12 +233,29 @@ pub(crate) fn reducible(operation: Operation, dtype: DType, op: ReduceOp) -> Res
 /// The reduction of an operation on GPUs, if the kernels have such arithmetic.
 #[inline]
 pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Result<Reduction> {
-    let name = operation.name();
-    let refused = match op.is_bitwise() {
-        true => CollectiveError::NotBits { operation: name, dtype, op },
-        false => CollectiveError::NotNumeric { operation: name, dtype },
-    };
+    reducible(operation, dtype, op)?;
+    let refused = CollectiveError::NotNumeric { operation: operation.name(), dtype };
     Reduction::new(dtype, op).ok_or(refused)
+}
+
+/// Tensors that GPUs reduce lie at multiples of their elements' size: kernels load no part of an element, and an address between
+/// two elements would end the work of the whole context.
+#[inline]
+pub(crate) fn has_whole_elements(
+    operation: Operation,
+    input: Option<&Input>,
+    output: Option<&Output>,
+) -> Result<()> {
+    let input = input.map(|input| ("input", input.data.addr(), input.dtype));
+    let output = output.map(|output| ("output", output.data.addr(), output.dtype));
+    for (which, address, dtype) in input.into_iter().chain(output) {
+        let size = dtype.size();
+        if !address.is_multiple_of(size) {
+            let expected = format!("at a multiple of {size} bytes, the size of {dtype}, not at {address:#x}");
+            return Err(CollectiveError::Refused { operation: operation.name(), which, expected });
+        }
+    }
+    Ok(())
 }
 
 /// An operation with what all ranks must agree on.

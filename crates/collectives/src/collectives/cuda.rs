@@ -84,6 +84,9 @@ impl CudaCollectives {
     /// As [`call`](Self::call).
     pub(crate) unsafe fn carry_out(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
         let (tenant, op) = (&self.tenant, call.call.op);
+        if call.signature.reduce.is_some() {
+            call.has_whole_elements()?;
+        }
         // SAFETY: passed on.
         unsafe {
             match (call.signature.operation, call.input, call.output) {

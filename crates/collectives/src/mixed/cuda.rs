@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     all_reduce::{Algorithm, AllReduceTable},
-    arguments::{Input, Output, reduction},
+    arguments::{Input, Output, has_whole_elements, reduction},
     cuda::{CudaCollectives, choice::Clock},
     error::Result,
 };
@@ -285,6 +285,7 @@ impl CudaMixedHandler {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let (layout, tenant) = (&self.layout, &collectives.tenant);
+        has_whole_elements(operation_of(call.op), Some(&input), Some(&output))?;
         let checked = Checked::new(layout, call, input, output)?;
         let mode = call.mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
         let loaded = tenant.ready(self.family(call.op, input.dtype)?, stream)?;
