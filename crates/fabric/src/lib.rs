@@ -26,7 +26,7 @@
 //! *A loss is not the end.* Who is left goes on by [`Communicator::shrink`], which takes milliseconds and no new meeting;
 //! [`Monitor::abort`] ends the waits of all ranks from any thread. *A job that hangs can be asked.* A rank that waits and is sent
 //! SIGUSR1 says on standard error in which call, since when and for whom, and what those ranks do; a program that has its own
-//! handler keeps it.
+//! handler keeps it. [`Job`](job::Job) reads the same of all ranks from outside, which `antiphon doctor --job` shows.
 //!
 //! ```
 //! use antiphon_fabric::{FabricError, LocalWorld};
@@ -48,6 +48,8 @@ pub mod error;
 #[cfg(not(loom))]
 pub mod gpu;
 mod health;
+#[cfg(not(loom))]
+pub mod job;
 mod layout;
 mod local;
 mod members;

@@ -86,6 +86,8 @@ pub(super) struct Case {
     pub(super) algorithm: Option<Algorithm>,
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
+    /// Into how many tensors the bytes are cut, each with a call of its own.
+    pub(super) tensors: usize,
 }
 
 /// Where rank 0 is the one that gives or gets.
@@ -106,8 +108,19 @@ impl Case {
         let whole = (self.bytes as usize / self.dtype.size()).max(1);
         match self.collective.extents() {
             (Extent::Block, Extent::Block) => whole,
-            _ => (whole / world_size).max(1),
+            _ => (whole / world_size / self.tensors).max(1) * self.tensors,
         }
+    }
+
+    /// Whether it is one call with a list of tensors.
+    pub(super) fn is_list(&self) -> bool {
+        self.tensors > 1
+    }
+
+    /// The tensors that a list cuts `count` elements into.
+    pub(super) fn cut(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let each = count / self.tensors;
+        (0..self.tensors).map(move |index| index * each..(index + 1) * each)
     }
 
     /// The call of a rank. Parts are as long as blocks on average, the first the shortest and the last the longest.
@@ -154,6 +167,9 @@ impl Case {
             Collective::SEND_RECV => return copied(ROOT),
             Collective::Of(operation) => operation.row().root,
         };
+        if self.is_list() {
+            return self.segments_of_list(rank, world_size);
+        }
         let call = self.call(rank, world_size);
         let output = call.output_layout(block, rank, world_size);
         // A reduction is of all ranks alike.
@@ -167,6 +183,22 @@ impl Case {
             Segment { output: output.piece(if output.is_divided() { source } else { rank }), source, start }
         };
         sources.map(segment).collect()
+    }
+
+    /// Of one tensor behind the other.
+    fn segments_of_list(&self, rank: usize, world_size: usize) -> Vec<Segment> {
+        let whole = Self { tensors: 1, ..*self };
+        let one = Self { bytes: (self.block(world_size) * world_size / self.tensors * self.dtype.size()) as u64, ..whole };
+        let (from, to) = one.counts(rank, world_size);
+        let of_tensor = |index: usize| {
+            let shifted = move |segment: Segment| Segment {
+                output: segment.output.start + index * to..segment.output.end + index * to,
+                start: segment.start + index * from,
+                ..segment
+            };
+            one.segments(rank, world_size).into_iter().map(shifted)
+        };
+        (0..self.tensors).flat_map(of_tensor).collect()
     }
 
     /// Does it once.
@@ -239,7 +271,7 @@ mod tests {
     }
 
     fn case(collective: Collective) -> Case {
-        Case { collective, bytes: 42, algorithm: None, dtype: DType::F32, op: ReduceOp::Sum }
+        Case { collective, bytes: 42, algorithm: None, dtype: DType::F32, op: ReduceOp::Sum, tensors: 1 }
     }
 
     #[test]
@@ -260,6 +292,20 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|rank| counts(Operation::AllGatherV, rank).0), [0, 1, 2, 3]);
         assert_eq!([0, 3].map(|rank| counts(Operation::AllGatherV, rank).1), [6, 6]);
         assert_eq!([0, 3].map(|rank| counts(Operation::AllToAllV, rank)), [(6, 0), (6, 12)]);
+    }
+
+    #[test]
+    fn a_list_has_its_tensors_one_behind_the_other() {
+        // Two tensors with blocks of one element, of three ranks.
+        let list = |operation| Case { bytes: 6 * 4, tensors: 2, ..case(Collective::Of(operation)) };
+        let segments = |operation| {
+            let found = list(operation).segments(1, 3);
+            found.into_iter().map(|s| (s.output, s.source, s.start)).collect::<Vec<_>>()
+        };
+        let gathered = [(0..1, 0, 0), (1..2, 1, 0), (2..3, 2, 0), (3..4, 0, 1), (4..5, 1, 1), (5..6, 2, 1)];
+        assert_eq!(segments(Operation::AllGather), gathered);
+        assert_eq!(segments(Operation::ReduceScatter), [(0..1, 0, 1), (1..2, 0, 4)]);
+        assert_eq!(list(Operation::AllGather).counts(0, 3), (2, 6));
     }
 
     #[test]

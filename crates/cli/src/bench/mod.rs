@@ -18,6 +18,7 @@ use std::{
     fs::File,
     io::{self, Write},
     iter,
+    num::NonZeroUsize,
     path::PathBuf,
     sync::LazyLock,
     time::Duration,
@@ -91,6 +92,10 @@ pub struct Args {
     /// How all-reduce is done [default: auto; on cuda all]
     #[arg(long, value_enum)]
     algorithm: Option<AlgorithmChoice>,
+
+    /// On cuda, all-gather and reduce-scatter: so many tensors in one call, which share the bytes
+    #[arg(long, value_name = "COUNT", default_value = "1")]
+    tensors: NonZeroUsize,
 
     /// Whose memory the tensors are in
     #[arg(long, value_enum, default_value = "private")]
@@ -265,7 +270,14 @@ impl Args {
         for collective in self.collective.collectives() {
             for bytes in self.sizes() {
                 for algorithm in self.algorithms(collective) {
-                    cases.push(case::Case { collective, bytes, algorithm, dtype: self.dtype, op: self.op });
+                    cases.push(case::Case {
+                        collective,
+                        bytes,
+                        algorithm,
+                        dtype: self.dtype,
+                        op: self.op,
+                        tensors: 1,
+                    });
                 }
             }
         }
@@ -306,6 +318,9 @@ fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     let mut machine = Machine::this();
     if args.tail && args.device == Where::Host {
         return Err("--tail is for --device cuda".into());
+    }
+    if args.tensors.get() > 1 && args.device == Where::Host {
+        return Err("--tensors is for --device cuda".into());
     }
     if args.device == Where::Cuda {
         cuda::refuse(args)?;

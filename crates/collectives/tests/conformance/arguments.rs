@@ -152,8 +152,10 @@ fn strided_tensors<B: Backend>(world: usize) {
             |error: &CollectiveError| matches!(error, CollectiveError::Tensor { which: "output", .. });
         refused(&comm, calls, wrong, &["output", "[3]", "not contiguous"]);
 
-        let in_place = operations().filter(|operation| !matches!(operation, Operation::Gather | Operation::Scatter));
-        let in_place = in_place.filter(|operation| operation.row().in_place != antiphon_operation::InPlace::Never);
+        let in_place =
+            operations().filter(|operation| !matches!(operation, Operation::Gather | Operation::Scatter));
+        let in_place =
+            in_place.filter(|operation| operation.row().in_place != antiphon_operation::InPlace::Never);
         let calls = in_place.map(|operation| {
             let mut row = Loose::new(&comm, like(2 * world, 3).unwrap());
             comm.call_in_place(&Call::new(operation), row.view_mut())
@@ -198,10 +200,9 @@ fn roots_that_do_not_exist<B: Backend>(world: usize) {
 fn roots_without_their_tensor<B: Backend>(world: usize) {
     B::run(world, |comm| {
         let me = comm.rank();
-        let lacks = |lacking: &'static str| {
-            move |error: &CollectiveError| matches!(error, CollectiveError::Missing { which, rank, .. } if (*which, *rank) == (lacking, me))
-        };
-        let of = |role: Root| fitting(&comm).filter(move |(call, ..)| call.operation.row().root == Some(role));
+        let lacks = |lacking: &'static str| move |error: &CollectiveError| matches!(error, CollectiveError::Missing { which, rank, .. } if (*which, *rank) == (lacking, me));
+        let of =
+            |role: Root| fitting(&comm).filter(move |(call, ..)| call.operation.row().root == Some(role));
         let like = |count| Some(Like::of(DType::F32, count));
         // The root of a broadcast may have its tensor in the output.
         let gives = of(Root::Gives).filter(|(call, ..)| call.operation != Operation::Broadcast);

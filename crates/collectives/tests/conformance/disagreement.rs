@@ -36,8 +36,7 @@ pub fn disagree<B: Backend>(world: usize, others: Named<'_, B>, last: Named<'_, 
         // The table of algorithms is loaded by the first all-reduce, kernels too; see `in_the_very_first_call`.
         Rank::<B>::new(&comm, DType::F32).all_reduce(1, ReduceOp::Sum, Way::Automatic);
         comm.meet(); // see `a_call_that_all_agreed_on_is_not_aborted_by_the_next`
-        let (start, (call, text)) =
-            (Instant::now(), if comm.rank() == world - 1 { last } else { others });
+        let (start, (call, text)) = (Instant::now(), if comm.rank() == world - 1 { last } else { others });
         let error = match call(&comm).and_then(|()| comm.told()) {
             Err(CollectiveError::Fabric(error)) => error,
             other => panic!("rank {} of {world} in {text}: {other:?}", comm.rank()),
@@ -137,9 +136,7 @@ fn about_the_dtype<B: Backend>(world: usize) {
 }
 
 fn about_the_operator<B: Backend>(world: usize) {
-    let by = |operation, op| {
-        move |comm: &B| make(comm, &Call::new(operation).with_op(op), DType::F32, 6)
-    };
+    let by = |operation, op| move |comm: &B| make(comm, &Call::new(operation).with_op(op), DType::F32, 6);
     disagree::<B>(
         world,
         (&by(Operation::AllReduce, ReduceOp::Sum), "all_reduce(6 × f32, sum"),
@@ -160,11 +157,7 @@ fn about_the_algorithm<B: Backend>(world: usize) {
             comm.all_reduce_with(input.view(), output.view_mut(), ReduceOp::Sum, options)
         }
     };
-    disagree::<B>(
-        world,
-        (&by(Algorithm::OneShot), "one-shot"),
-        (&by(Algorithm::TwoShot), "two-shot"),
-    );
+    disagree::<B>(world, (&by(Algorithm::OneShot), "one-shot"), (&by(Algorithm::TwoShot), "two-shot"));
 }
 
 fn about_the_operation<B: Backend>(world: usize) {

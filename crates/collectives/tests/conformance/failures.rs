@@ -33,7 +33,12 @@ conformance_on_host! {
 
 fn about_the_root<B: Backend>(world: usize) {
     use Operation::{Broadcast, Gather, Reduce, Scatter};
-    for (operation, text) in [(Broadcast, "broadcast(5 × i8, "), (Reduce, "reduce(5 × i8, sum, "), (Gather, "gather(5 × i8, "), (Scatter, "scatter(5 × i8, ")] {
+    for (operation, text) in [
+        (Broadcast, "broadcast(5 × i8, "),
+        (Reduce, "reduce(5 × i8, sum, "),
+        (Gather, "gather(5 × i8, "),
+        (Scatter, "scatter(5 × i8, "),
+    ] {
         let to = |root| move |comm: &B| make(comm, &Call::new(operation).with_root(root), DType::I8, 5);
         let texts = [0, 1].map(|root| format!("{text}root {root})"));
         disagree::<B>(world, (&to(0), &texts[0]), (&to(1), &texts[1]));
@@ -118,7 +123,8 @@ fn one_rank_that_leaves<B: Backend>(world: usize) {
             return;
         }
         let start = Instant::now();
-        let CollectiveError::Fabric(error) = plain(&comm, Operation::AllGather, DType::F32, 9).unwrap_err() else {
+        let CollectiveError::Fabric(error) = plain(&comm, Operation::AllGather, DType::F32, 9).unwrap_err()
+        else {
             panic!("not between ranks")
         };
         assert!(start.elapsed() < Duration::from_secs(5), "took {:?}", start.elapsed());

@@ -44,7 +44,14 @@ pub struct Rank<'c, B: Backend> {
 
 impl<'c, B: Backend> Rank<'c, B> {
     pub fn new(comm: &'c B, dtype: DType) -> Self {
-        Self { comm, dtype, place: Place::Aligned, calls: Cell::new(0), passes_strange_tensors: false, content: Values::any_bits }
+        Self {
+            comm,
+            dtype,
+            place: Place::Aligned,
+            calls: Cell::new(0),
+            passes_strange_tensors: false,
+            content: Values::any_bits,
+        }
     }
 
     /// With tensors that begin there.

@@ -89,7 +89,8 @@ impl Call {
         // SAFETY: the place lies in this rank's copy, which only the collective touches until it returns; input and
         // output are apart, unless only the output is asked for.
         let view = |at: usize| unsafe {
-            TensorViewMut::from_raw_parts(own_copy.add(at), mine.dtype(), &shape, None, comm.device()).unwrap()
+            TensorViewMut::from_raw_parts(own_copy.add(at), mine.dtype(), &shape, None, comm.device())
+                .unwrap()
         };
         let done = match (input, output) {
             (Some(input), Some(output)) if input == output => comm.all_reduce_in_place(view(input), OP),

@@ -129,7 +129,8 @@ fn registered_sums_have_the_hosts_bits_on_4_gpus() {
 #[test]
 fn every_pattern_of_16_bits_survives_in_registered_memory() {
     on_gpus(2, |rank| {
-        let bits = (0..=u16::MAX).map(|bits| if rank.comm.rank() == 0 { bits } else { bits.wrapping_mul(40_503) });
+        let bits =
+            (0..=u16::MAX).map(|bits| if rank.comm.rank() == 0 { bits } else { bits.wrapping_mul(40_503) });
         let bits: Vec<bf16> = bits.map(bf16::from_bits).collect();
         rank.compare(ONE, &bits, 0)?;
         rank.compare(TWO, &bits, 0)

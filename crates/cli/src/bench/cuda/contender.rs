@@ -1,5 +1,7 @@
 //! Those who are compared.
 
+use std::ops::Range;
+
 use antiphon::{
     collectives::{
         CollectiveError,
@@ -39,6 +41,7 @@ impl Contender<'_> {
             Self::Ours(ours, None) if case.collective == Collective::ALL_REDUCE => {
                 format!("auto={}", ours.algorithm_for(bytes))
             }
+            Self::Ours(_, None) if case.is_list() => format!("{} tensors", case.tensors),
             Self::Ours(_, None) => "direct".into(),
             Self::Ours(_, Some(algorithm)) => algorithm.to_string(),
             Self::Registered(_, algorithm) => format!("{algorithm} registered"),
@@ -67,7 +70,15 @@ impl Contender<'_> {
                     let case = Case { algorithm, ..*case };
                     let call = case.call(ours.rank(), ours.world_size());
                     match case.collective {
-                        Collective::SEND_RECV => ping_pong(ours, &input, output, stream),
+                        Collective::SEND_RECV => ping_pong(self, &input, output, stream),
+                        Collective::Of(Operation::AllGather) if case.is_list() => {
+                            let (inputs, mut outputs) = tensors.lists(&case);
+                            ours.all_gather_list(&inputs, &mut outputs, stream)
+                        }
+                        _ if case.is_list() => {
+                            let (inputs, mut outputs) = tensors.lists(&case);
+                            ours.reduce_scatter_list(&inputs, &mut outputs, op, stream)
+                        }
                         Collective::Of(Operation::Broadcast) => ours.call_in_place(&call, output, stream),
                         _ => ours.call(&call, Some(&input), Some(output), stream),
                     }
@@ -75,25 +86,60 @@ impl Contender<'_> {
                 Self::Registered(ours, algorithm) => {
                     ours.all_reduce_with(input, output, op, AllReduceOptions::registered(algorithm), stream)
                 }
-                Self::Nccl(nccl) => match case.collective.operation() {
-                    Some(Operation::AllReduce) => nccl.all_reduce(input, output, op, stream),
-                    Some(Operation::AllGather) => nccl.all_gather(input, output, stream),
-                    Some(Operation::ReduceScatter) => nccl.reduce_scatter(input, output, op, stream),
-                    Some(Operation::AllToAll) => nccl.all_to_all(input, output, stream),
-                    Some(Operation::Broadcast) => nccl.broadcast(output, ROOT, stream),
-                    _ => unreachable!("NCCL is not compared in {}", case.collective.name()),
-                },
+                Self::Nccl(nccl) => {
+                    let call = case.call(nccl.rank(), nccl.world_size());
+                    match case.collective {
+                        Collective::SEND_RECV => ping_pong(self, &input, output, stream),
+                        _ if case.is_list() => {
+                            let (inputs, mut outputs) = tensors.lists(case);
+                            nccl.call_list(&call, &inputs, &mut outputs, stream)
+                        }
+                        Collective::Of(Operation::Broadcast) => nccl.broadcast(output, ROOT, stream),
+                        _ => nccl.call(&call, Some(&input), Some(output), stream),
+                    }
+                }
             }
         }
     }
 
-    /// Whether it can do this.
-    pub(super) fn does(self, collective: Collective) -> bool {
-        use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter};
-        let known = [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast];
+    fn rank(self) -> usize {
         match self {
-            Self::Nccl(_) => collective.operation().is_some_and(|operation| known.contains(&operation)),
-            _ => true,
+            Self::Ours(ours, _) | Self::Registered(ours, _) => ours.rank(),
+            Self::Nccl(nccl) => nccl.rank(),
+        }
+    }
+
+    /// # Safety
+    /// As [`call`](Self::call).
+    unsafe fn send(
+        self,
+        tensor: &TensorView<'_>,
+        to: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<(), CollectiveError> {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                Self::Ours(ours, _) | Self::Registered(ours, _) => ours.send(tensor, to, stream),
+                Self::Nccl(nccl) => nccl.send(tensor, to, stream),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`call`](Self::call).
+    unsafe fn recv(
+        self,
+        tensor: &mut TensorViewMut<'_>,
+        from: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<(), CollectiveError> {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                Self::Ours(ours, _) | Self::Registered(ours, _) => ours.recv(tensor, from, stream),
+                Self::Nccl(nccl) => nccl.recv(tensor, from, stream),
+            }
         }
     }
 }
@@ -103,21 +149,21 @@ impl Contender<'_> {
 /// # Safety
 /// As [`Contender::call`].
 unsafe fn ping_pong(
-    ours: &CudaCollectives,
+    by: Contender<'_>,
     input: &TensorView<'_>,
     output: &mut TensorViewMut<'_>,
     stream: StreamRef<'_>,
 ) -> Result<(), CollectiveError> {
     // SAFETY: passed on.
     unsafe {
-        match ours.rank() {
+        match by.rank() {
             0 => {
-                ours.send(input, 1, stream)?;
-                ours.recv(output, 1, stream)
+                by.send(input, 1, stream)?;
+                by.recv(output, 1, stream)
             }
             1 => {
-                ours.recv(output, 0, stream)?;
-                ours.send(&output.as_view(), 0, stream)
+                by.recv(output, 0, stream)?;
+                by.send(&output.as_view(), 0, stream)
             }
             _ => Ok(()),
         }
@@ -140,5 +186,24 @@ impl Tensors {
         // SAFETY: as above.
         unsafe { TensorViewMut::from_raw_parts(at, dtype, &[self.counts.1], None, self.device) }
             .expect("plain")
+    }
+
+    /// The inputs and the outputs of a list.
+    ///
+    /// # Safety
+    /// As [`input`](Self::input).
+    unsafe fn lists(&self, case: &Case) -> (Vec<TensorView<'_>>, Vec<TensorViewMut<'_>>) {
+        let at = |memory: &DeviceMemory, part: &Range<usize>| {
+            memory.pointer().offset((part.start * case.dtype.size()) as u64).0 as usize as *mut u8
+        };
+        let view = |memory, part: Range<usize>| {
+            // SAFETY: the memory has these elements, apart from those of the other tensors; the rest is passed on.
+            unsafe {
+                TensorViewMut::from_raw_parts(at(memory, &part), case.dtype, &[part.len()], None, self.device)
+            }
+            .expect("plain")
+        };
+        let inputs = case.cut(self.counts.0).map(|part| view(&self.input, part).into_view());
+        (inputs.collect(), case.cut(self.counts.1).map(|part| view(&self.output, part)).collect())
     }
 }

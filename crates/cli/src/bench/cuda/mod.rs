@@ -18,6 +18,7 @@ use antiphon::{
         cuda::{Algorithm, CudaCollectives},
     },
     device::cuda::{Context, CudaError, Driver, Nccl, Nvml, Nvrtc},
+    operation::Operation,
 };
 use clap::ValueEnum;
 
@@ -44,7 +45,14 @@ fn calls(bytes: u64) -> u32 {
 fn cases(args: &Args) -> Vec<Case> {
     let collectives = args.collective.collectives().into_iter();
     let case =
-        |collective, bytes| Case { collective, bytes, algorithm: None, dtype: args.dtype, op: args.op };
+        |collective, bytes| Case {
+            collective,
+            bytes,
+            algorithm: None,
+            dtype: args.dtype,
+            op: args.op,
+            tensors: args.tensors.get(),
+        };
     collectives
         .flat_map(|collective| args.sizes().into_iter().map(move |bytes| case(collective, bytes)))
         .collect()
@@ -89,6 +97,11 @@ pub(super) fn refuse(args: &Args) -> Result<(), String> {
         args.collective.collectives().into_iter().find(|&collective| collective != Collective::ALL_REDUCE);
     if let (Buffers::Symmetric, Some(other)) = (args.buffers, other) {
         return Err(format!("--buffers symmetric on GPUs is for all-reduce alone, not for {}", other.name()));
+    }
+    let listed = [Operation::AllGather, Operation::ReduceScatter].map(Collective::Of);
+    let other = args.collective.collectives().into_iter().find(|collective| !listed.contains(collective));
+    if let (2.., Some(other)) = (args.tensors.get(), other) {
+        return Err(format!("--tensors is for all-gather and reduce-scatter, not for {}", other.name()));
     }
     let is_known = |of: &Collective| {
         *of == Collective::SEND_RECV || of.operation().is_some_and(CudaCollectives::has_operation)

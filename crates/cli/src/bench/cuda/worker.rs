@@ -129,8 +129,7 @@ impl<'a> Bench<'a> {
             (Buffers::Symmetric, Some(algorithm)) => Contender::Registered(self.ours, algorithm),
             _ => Contender::Ours(self.ours, algorithm),
         });
-        let all = ours.chain(self.nccl.map(Contender::Nccl));
-        all.filter(|contender| contender.does(collective)).collect()
+        ours.chain(self.nccl.map(Contender::Nccl)).collect()
     }
 
     fn tensors<T: Element>(&self, case: &Case) -> Result<Tensors> {

@@ -172,7 +172,10 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
                 std::ptr::copy_nonoverlapping(input.bytes().as_ptr(), base, bytes);
                 let source = TensorView::from_raw_parts(base, dtype, &shape, None, comm.device());
                 let at = base.add(bytes);
-                (source.unwrap(), TensorViewMut::from_raw_parts(at, dtype, &shape, None, comm.device()).unwrap())
+                (
+                    source.unwrap(),
+                    TensorViewMut::from_raw_parts(at, dtype, &shape, None, comm.device()).unwrap(),
+                )
             };
             let call = FusedAllReduce::of(source)
                 .algorithm(Algorithm::TwoShot)
@@ -195,7 +198,8 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
                 .norm_out(norm.view_mut());
             comm.all_reduce_fused(call).unwrap();
             // SAFETY: as above.
-            let place = unsafe { TensorView::from_raw_parts(base, dtype, &[case.count()], None, comm.device()) };
+            let place =
+                unsafe { TensorView::from_raw_parts(base, dtype, &[case.count()], None, comm.device()) };
             assert_same_bits(place.unwrap(), &expected.residual.unwrap(), "residual_out in place");
             norm.assert_holds(&expected.norm.unwrap(), "norm_out");
             comm.free_shared_buffer(buffer).unwrap();

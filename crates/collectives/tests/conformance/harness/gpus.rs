@@ -204,9 +204,7 @@ impl Backend for Gpus {
         from: usize,
     ) -> Result<()> {
         // SAFETY: as above.
-        self.over(unsafe {
-            self.collectives.send_recv(&input, to, &mut output, from, self.stream.borrow())
-        })
+        self.over(unsafe { self.collectives.send_recv(&input, to, &mut output, from, self.stream.borrow()) })
     }
 
     fn told(&self) -> Result<()> {

@@ -77,13 +77,7 @@ fn input_len(op: MixedOp, tp: usize, counts: &[usize], rank: usize) -> usize {
 }
 
 /// Runs a call on tensors that begin at `place`, and compares every bit of the output and of the input.
-fn check<B: Backend>(
-    comm: &B,
-    mixed: &B::Mixed,
-    call: MixedCall<'_>,
-    case: &Case,
-    place: Place,
-) {
+fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Case, place: Place) {
     let mine = &case.inputs[comm.rank()];
     let (layout, operation) = (mixed.layout(), operation_of(call.op));
     let what = format!(
