@@ -113,6 +113,20 @@ pub struct Args {
     #[arg(long, requires = "tail")]
     priority: bool,
 
+    /// With --tail: tokens of a tensor, each of 7168 elements, at most 2048
+    #[arg(long, requires = "tail", value_delimiter = ',', default_value = "1,16,64,256,512,2048",
+          value_parser = clap::value_parser!(u64).range(1..=cuda::tail::MOST_ROWS))]
+    rows: Vec<u64>,
+
+    /// With --tail: by how many microseconds a rank is late, at most 100,000
+    #[arg(long, requires = "tail", value_delimiter = ',', default_value = "0,50,200,1000,5000",
+          value_parser = clap::value_parser!(u64).range(..=100_000))]
+    skews: Vec<u64>,
+
+    /// With --tail: leave out the rows beside products of matrices
+    #[arg(long, requires = "tail")]
+    alone: bool,
+
     /// Bytes of each GPU's memory for data under way [default: what the library takes]
     #[arg(long, value_name = "BYTES", value_parser = one_size)]
     staging: Option<u64>,
