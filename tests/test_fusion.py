@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import fused_reference as reference
+import harness
 import numpy as np
 import pytest
 import torch
-import worlds
-from worlds import Checks
+from harness import Checks
 
 import antiphon
 import antiphon.torch
@@ -50,6 +50,37 @@ def wide(*tensors: torch.Tensor) -> torch.Tensor:
     for tensor in tensors[1:]:
         found = found + tensor.float()
     return found.to(tensors[0].dtype)
+
+
+@check
+def one_operator_gives_whatever_is_asked_for(comm: Comm, device: Device) -> None:
+    operator, group = torch.ops.antiphon.all_reduce_fused, antiphon.torch.ops.register(comm)
+    for dtype in DTYPES:
+        layer = Layer(comm, device, 5, 640, dtype)
+        total = wide(layer.total, layer.of_residual)
+        inverse = (total.double().pow(2).mean(-1, keepdim=True) + EPS).rsqrt().float()
+        for early in False, True:
+            outputs = ["scales", "inverse_rms", "norm", "codes", "residual", "sum"]
+            options = (layer.residual, layer.weight, EPS, 1.0, early, "fp8-groups", None, 1.0, 128)
+            scales, inverse_rms, norm, codes, residual, found = operator(layer.x, group, outputs, *options)
+            torch.testing.assert_close(inverse_rms.cpu(), inverse, rtol=2**-20, atol=0)
+            reference.close(norm, reference.rms_norm(total, layer.of_weight, EPS, 1.0, early))
+            assert torch.equal(residual.cpu(), total) and torch.equal(found.cpu(), layer.total)
+            wanted, exponents = reference.fp8_groups(norm.cpu(), 128)
+            assert torch.equal(codes.cpu().view(torch.uint8), wanted)
+            assert torch.equal(scales.cpu(), torch.ldexp(torch.ones(()), exponents.int() - 127))
+            options = (layer.residual, layer.weight, EPS, 1.0, early, "fp8-tokens")
+            norm, codes, scales = operator(layer.x, group, ["norm", "codes", "scales"], *options)
+            wanted, of_tokens = reference.fp8_tokens(norm.cpu())
+            assert torch.equal(codes.cpu().view(torch.uint8), wanted) and torch.equal(scales.cpu(), of_tokens)
+    for outputs, options, text in (
+        (["scales"], {}, "no scales of fp8"),
+        (["norm", "norm"], {}, "at most once"),
+        (["codes"], {"quantize": "nvfp4"}, "known are fp8, fp8-tokens, fp8-groups"),
+        (["codes"], {"quantize": "fp8-groups", "group_size": 7}, "a divisor of 640"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            operator(layer.x, group, outputs, **options)
 
 
 @check
@@ -282,13 +313,13 @@ def groups_of_any_length_that_divides_a_row(comm: Comm, device: Device) -> None:
             assert torch.equal(found.codes.view(torch.uint8), wanted.view(torch.uint8)), f"{dtype}, {size} of {hidden}"
 
 
-@pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
+@pytest.mark.parametrize(("device", "world_size"), harness.WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
-    worlds.expect("test_fusion", name, device, world_size)
+    harness.expect("test_fusion", name, device, world_size)
 
 
-@pytest.mark.parametrize("device", worlds.DEVICES[:1])
+@pytest.mark.parametrize("device", harness.DEVICES[:1])
 def test_torch_finds_no_fault_with_the_operator(device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with antiphon.init(rank=0, world_size=1, path=Path(folder) / "world") as comm:

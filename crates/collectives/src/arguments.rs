@@ -154,9 +154,10 @@ impl<'c> CheckedCall<'c> {
         }
     }
 
-    /// See [`has_whole_elements`].
-    pub(crate) fn has_whole_elements(&self) -> Result<()> {
-        has_whole_elements(self.signature.operation, self.input.as_ref(), self.output.as_ref())
+    /// See [`check_reduction`].
+    pub(crate) fn check_reduction(&self) -> Result<()> {
+        let of = (self.signature.operation, self.call.op);
+        check_reduction(of, self.input.as_ref(), self.output.as_ref())
     }
 
     /// Which elements of the input go to whom.
@@ -238,17 +239,18 @@ pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Res
     Reduction::new(dtype, op).ok_or(refused)
 }
 
-/// Tensors that GPUs reduce lie at multiples of their elements' size: kernels load no part of an element, and an address between
-/// two elements would end the work of the whole context.
+/// GPUs reduce tensors of f32, f16 and bf16 that lie at multiples of their elements' size: kernels load no part of an element,
+/// and an address between two elements would end the work of the whole context.
 #[inline]
-pub(crate) fn has_whole_elements(
-    operation: Operation,
+pub(crate) fn check_reduction(
+    (operation, op): (Operation, ReduceOp),
     input: Option<&Input>,
     output: Option<&Output>,
 ) -> Result<()> {
     let input = input.map(|input| ("input", input.data.addr(), input.dtype));
     let output = output.map(|output| ("output", output.data.addr(), output.dtype));
     for (which, address, dtype) in input.into_iter().chain(output) {
+        reduction(operation, dtype, op)?;
         let size = dtype.size();
         if !address.is_multiple_of(size) {
             let expected = format!("at a multiple of {size} bytes, the size of {dtype}, not at {address:#x}");

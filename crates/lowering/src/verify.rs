@@ -6,7 +6,7 @@ use crate::{
     error::{Finding, FindingKind},
     graph::{Analysis, Graph, Op},
     ids::{OpId, StoreId, TokenId, ValueId},
-    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Place, Prim},
+    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, ResultMemory},
     sym::SymExpr,
     types::{Class, Element, Type},
 };
@@ -85,7 +85,7 @@ impl Verifier<'_> {
             }
         }
         for (index, out) in op.outs.iter().enumerate() {
-            if let (Place::Write(_), Some(store)) = (op.kind.place(index), self.store(*out)) {
+            if let (ResultMemory::Write(_), Some(store)) = (op.kind.result_memory(index), self.store(*out)) {
                 latest.insert(store, self.analysis.version[out.index()]);
             }
         }
@@ -106,7 +106,8 @@ impl Verifier<'_> {
             }
         }
         for (index, out) in op.outs.iter().enumerate() {
-            let Some(store) = self.store(*out).filter(|_| matches!(op.kind.place(index), Place::Write(_)))
+            let Some(store) =
+                self.store(*out).filter(|_| matches!(op.kind.result_memory(index), ResultMemory::Write(_)))
             else {
                 continue;
             };
@@ -396,10 +397,8 @@ fn fused(fused: &Fused, args: &[&Type], outs: &[&Type]) -> Fits {
         }
     }
     for (index, (role, ty)) in fused.outputs.iter().zip(outs).enumerate() {
-        let (dtype, last) = match role {
-            FusedOutput::InverseRms => (F32, 1.into()),
-            FusedOutput::Codes => (Element::E4m3, hidden.clone()),
-            _ => (input.dtype, hidden.clone()),
+        let Some((dtype, last)) = fused.row(*role, input) else {
+            return Err(format!("result {role:?} of {:?} over rows of {hidden}", fused.quantize));
         };
         let is_new = !fused.outputs[..index].contains(role);
         if !is_new
@@ -410,14 +409,18 @@ fn fused(fused: &Fused, args: &[&Type], outs: &[&Type]) -> Fits {
         {
             return Err(format!("result {role:?} is {ty}, of {input}"));
         }
-        let needs_norm = matches!(role, FusedOutput::Norm | FusedOutput::InverseRms | FusedOutput::Codes);
-        if needs_norm && !fused.eps.is_some_and(f64::is_finite) {
+        if role.needs_norm() && !fused.eps.is_some_and(f64::is_finite) {
             return Err(format!("result {role:?} with an eps of {:?}", fused.eps));
         }
     }
     let has_scale = fused.args.contains(&FusedArg::Scale) || fused.scale.is_some_and(f64::is_finite);
-    if fused.outputs.contains(&FusedOutput::Codes) && !has_scale {
-        return Err("codes without a scale".into());
+    let needs_scale = fused.quantize == Quantize::Fp8 && fused.outputs.contains(&FusedOutput::Codes);
+    if needs_scale != has_scale {
+        return Err(format!("codes {:?} with the scale {:?}", fused.quantize, fused.scale));
+    }
+    let groups = hidden.as_constant().and_then(|hidden| fused.quantize.scales_of(hidden));
+    if matches!(fused.quantize, Quantize::Fp8Groups(_)) && groups.is_none() {
+        return Err(format!("codes {:?} of rows of {hidden}", fused.quantize));
     }
     Ok(())
 }

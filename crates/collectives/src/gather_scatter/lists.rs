@@ -193,7 +193,7 @@ impl CudaCollectives {
         checked.retain(|one| one.block > 0);
         let reduces = call.operation.row().reduces;
         if reduces {
-            checked.iter().try_for_each(CheckedCall::has_whole_elements)?;
+            checked.iter().try_for_each(CheckedCall::check_reduction)?;
         }
         let (unit, of_lane) = if reduces { (16, 16) } else { (ROW_DATA, ROW_BYTES) };
         let fits = |list: &List| list.items() * of_lane <= self.tenant.lane_bytes();

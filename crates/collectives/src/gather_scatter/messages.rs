@@ -189,9 +189,11 @@ impl CudaCollectives {
     ) -> Result<()> {
         const OPERATION: Operation = Operation::Message;
         let (rank, world_size) = (self.rank(), self.world_size());
-        for peer in input.iter().map(|(_, to)| *to).chain(output.iter().map(|(_, from)| *from)) {
+        let destination = input.iter().map(|(_, to)| ("destination", *to));
+        let source = output.iter().map(|(_, from)| ("source", *from));
+        for (role, peer) in destination.chain(source) {
             if peer >= world_size {
-                let text = format!("peer rank {peer} is not below the world size {world_size}");
+                let text = format!("{role} rank {peer} is not below the world size {world_size}");
                 return Err(FabricError::InvalidArgument(text).into());
             }
         }

@@ -19,8 +19,9 @@ use super::{
     operation_of,
 };
 use crate::{
-    all_reduce::{Algorithm, AllReduceTable},
-    arguments::{Input, Output, has_whole_elements, reduction},
+    AlgorithmTable,
+    all_reduce::Algorithm,
+    arguments::{Input, Output, check_reduction, reduction},
     cuda::{CudaCollectives, choice::Clock},
     error::Result,
 };
@@ -178,7 +179,7 @@ impl CudaMixedHandler {
         let clock = Clock::new(collectives, sizes.end().saturating_mul(layout.dp_size()))?;
         for op in fused(&layout) {
             let (operation, handler) = (operation_of(op), &*self);
-            let table = AllReduceTable::measure(
+            let table = AlgorithmTable::measure(
                 comm,
                 &key(operation, &layout, &gpu),
                 &names(),
@@ -285,7 +286,7 @@ impl CudaMixedHandler {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let (layout, tenant) = (&self.layout, &collectives.tenant);
-        has_whole_elements(operation_of(call.op), Some(&input), Some(&output))?;
+        check_reduction((operation_of(call.op), ReduceOp::Sum), Some(&input), Some(&output))?;
         let checked = Checked::new(layout, call, input, output)?;
         let mode = call.mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
         let loaded = tenant.ready(self.family(call.op, input.dtype)?, stream)?;

@@ -320,7 +320,7 @@ impl Communicator {
 
     #[doc = stub!("Communicator.all_reduce_fused")]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
-    #[pyo3(signature = (x = None, *, tokens = None, hidden = None, experts = None, expert_scales = None, shared = None, rows = None, index = None, routed_scaling = 1.0, rounded = false, bias = None, pre_norm = false, pre_weight = None, residual = None, weight = None, weight_bias = 0.0, eps = 1e-6, quantize = None, scale = None, group_size = 128, scale_layout = None, sum_out = None, residual_out = None, norm_out = None, codes = None, scales = None, algorithm = None, stream = None))]
+    #[pyo3(signature = (x = None, *, tokens = None, hidden = None, experts = None, expert_scales = None, shared = None, rows = None, index = None, routed_scaling = 1.0, rounded = false, bias = None, pre_norm = false, pre_weight = None, residual = None, weight = None, weight_bias = 0.0, eps = 1e-6, round_before_weight = false, quantize = None, scale = None, group_size = 128, scale_layout = None, sum_out = None, residual_out = None, norm_out = None, inverse_rms_out = None, codes = None, scales = None, algorithm = None, stream = None))]
     fn all_reduce_fused<'py>(
         &self,
         py: Python<'py>,
@@ -341,6 +341,7 @@ impl Communicator {
         weight: Given<'_, 'py>,
         weight_bias: f32,
         eps: f32,
+        round_before_weight: bool,
         quantize: Option<&str>,
         scale: Given<'_, 'py>,
         group_size: usize,
@@ -348,6 +349,7 @@ impl Communicator {
         sum_out: Given<'_, 'py>,
         residual_out: Given<'_, 'py>,
         norm_out: Given<'_, 'py>,
+        inverse_rms_out: Given<'_, 'py>,
         codes: Given<'_, 'py>,
         scales: Given<'_, 'py>,
         algorithm: Option<&str>,
@@ -370,6 +372,7 @@ impl Communicator {
             residual,
             weight,
             weight_bias,
+            round_before_weight,
             eps,
             quantize,
             scale,
@@ -378,6 +381,7 @@ impl Communicator {
             sum_out,
             residual_out,
             norm_out,
+            inverse_rms_out,
             codes,
             scales,
             algorithm,

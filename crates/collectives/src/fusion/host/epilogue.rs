@@ -5,7 +5,7 @@ use std::slice::from_raw_parts_mut;
 use antiphon_tensor::quantize::{fp8_static, fp8_tokens};
 
 use super::{
-    super::{Checked, Quantization, Scale},
+    super::{Quantization, Scale, Validated},
     arithmetic::{Float, combine, number, rms, round, scale, store},
     compiled::Body,
 };
@@ -15,12 +15,13 @@ pub(super) struct Epilogue;
 
 impl Body for Epilogue {
     #[inline(always)]
-    unsafe fn row<T: Float>(call: &Checked, token: usize, sum: *mut u8, x: &mut [f32], norm_row: &mut [T]) {
-        if call.residual_out.is_none() && call.norm_out.is_none() && call.codes.is_none() {
+    unsafe fn row<T: Float>(call: &Validated, token: usize, sum: *mut u8, x: &mut [f32], norm_row: &mut [T]) {
+        let wants_norm = call.norm_out.is_some() || call.inverse_rms_out.is_some() || call.codes.is_some();
+        if call.residual_out.is_none() && !wants_norm {
             return;
         }
         let place = token * call.hidden * size_of::<T>();
-        // SAFETY: `Checked` holds tensors of these shapes.
+        // SAFETY: `Validated` holds tensors of these shapes.
         unsafe {
             combine::<T>(x, sum, |_, sum| sum);
             if let Some(bias) = call.bias {
@@ -29,7 +30,7 @@ impl Body for Epilogue {
             if let Some(norm) = call.pre_norm {
                 round::<T>(x);
                 // −0 changes nothing when it is added, 0 would change −0.
-                scale::<T>(x, norm.weight, -0.0, rms::<T>(x, norm.eps));
+                scale::<T>(x, norm.weight, -0.0, false, rms::<T>(x, norm.eps));
                 round::<T>(x);
             }
             if let Some(residual) = call.residual {
@@ -39,10 +40,12 @@ impl Body for Epilogue {
             if let Some(residual_out) = call.residual_out {
                 store::<T>(x, residual_out.add(place));
             }
-            let Some(norm) = call.norm.filter(|_| call.norm_out.is_some() || call.codes.is_some()) else {
-                return;
-            };
-            scale::<T>(x, norm.weight, call.weight_bias, rms::<T>(x, norm.eps));
+            let Some(norm) = call.norm.filter(|_| wants_norm) else { return };
+            let inverse_rms = rms::<T>(x, norm.eps);
+            if let Some(inverse_rms_out) = call.inverse_rms_out {
+                inverse_rms_out.cast::<f32>().add(token).write_unaligned(f32::narrow(inverse_rms));
+            }
+            scale::<T>(x, norm.weight, call.weight_bias, call.round_before_weight, inverse_rms);
             if let Some(norm_out) = call.norm_out {
                 store::<T>(x, norm_out.add(place));
             }
@@ -54,23 +57,23 @@ impl Body for Epilogue {
     }
 
     /// Padding among the scales is 0.
-    unsafe fn begin(call: &Checked) {
+    unsafe fn begin(call: &Validated) {
         let size = match call.quantization {
             Some(Quantization::Fp8Groups { group }) => call.groups(group).packed_scales().size(),
             Some(Quantization::NvFp4 { layout, .. }) => call.blocks(layout).scale_grid().size(),
             _ => return,
         };
         let scales = call.scales.expect("a form with scales was checked to have them");
-        // SAFETY: `Checked` holds so many bytes.
+        // SAFETY: `Validated` holds so many bytes.
         unsafe { scales.write_bytes(0, size) };
     }
 }
 
 /// # Safety
-/// `Checked` holds codes and scales of this form.
+/// `Validated` holds codes and scales of this form.
 #[inline(always)]
 unsafe fn quantize<T: Float>(
-    call: &Checked,
+    call: &Validated,
     form: Quantization<*mut u8>,
     codes: *mut u8,
     token: usize,

@@ -1,6 +1,7 @@
 //! Ranks that have a GPU each, as threads.
 
 use std::{
+    cell::RefCell,
     ops::Deref,
     rc::Rc,
     sync::{Arc, Barrier},
@@ -22,14 +23,42 @@ use antiphon_operation::Operation;
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use super::{Backend, Like, Loose, Place, TIMEOUT};
-use crate::gpus::{device_of, gpus, ranks_per_gpu};
+use crate::{
+    gpus::{device_of, gpus, ranks_per_gpu},
+    values::Values,
+};
 
 /// A rank with tensors in the memory of its GPU.
 pub struct Gpus {
     comm: Communicator,
     collectives: CudaCollectives,
     stream: Rc<Stream>,
+    pool: Pool,
     all: Arc<Barrier>,
+}
+
+/// Memory that is free to be used again: making and freeing it waits for the whole GPU.
+type Pool = Rc<RefCell<Vec<DeviceMemory>>>;
+
+/// Memory of a GPU that goes back to the rank's pool.
+pub struct Memory {
+    /// There until it goes back.
+    memory: Option<DeviceMemory>,
+    len: usize,
+    stream: Rc<Stream>,
+    pool: Pool,
+}
+
+impl Memory {
+    fn device(&self) -> &DeviceMemory {
+        self.memory.as_ref().expect("it has not gone back")
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.pool.borrow_mut().extend(self.memory.take());
+    }
 }
 
 /// Calls the behaviour if there are as many GPUs, and says so if not.
@@ -44,7 +73,7 @@ impl Gpus {
     fn new(comm: Communicator, context: &Context, all: Arc<Barrier>) -> Self {
         let collectives = CudaCollectives::new(&comm, context).unwrap();
         let stream = Rc::new(context.stream().unwrap());
-        Self { comm, collectives, stream, all }
+        Self { comm, collectives, stream, pool: Pool::default(), all }
     }
 
     pub fn collectives(&self) -> &CudaCollectives {
@@ -89,7 +118,7 @@ impl Deref for Gpus {
 }
 
 impl Backend for Gpus {
-    type Memory = (DeviceMemory, Rc<Stream>);
+    type Memory = Memory;
     type Mixed = CudaMixedHandler;
     // A lane's vectors; one piece more than a lane takes, for messages and for the largest collectives.
     const SEAMS: &'static [usize] = &[496, 14_336, 512 << 10, 3 << 20, 40 << 20];
@@ -116,22 +145,36 @@ impl Backend for Gpus {
         Device::Cuda(self.collectives.context().device().ordinal())
     }
 
-    fn allocate(&self, bytes: usize) -> Self::Memory {
-        (DeviceMemory::allocate(self.collectives.context(), bytes).unwrap(), self.stream.clone())
+    fn allocate(&self, bytes: usize) -> Memory {
+        let mut pool = self.pool.borrow_mut();
+        let fits = pool.iter().position(|memory| (bytes..=4 * bytes.max(1 << 14)).contains(&memory.len()));
+        let memory = fits.map(|index| pool.swap_remove(index)).unwrap_or_else(|| {
+            let len = bytes.max(1 << 14).next_power_of_two();
+            DeviceMemory::allocate(self.collectives.context(), len).unwrap()
+        });
+        Memory { memory: Some(memory), len: bytes, stream: self.stream.clone(), pool: self.pool.clone() }
     }
 
-    fn address((memory, _): &mut Self::Memory) -> *mut u8 {
-        memory.pointer().0 as usize as *mut u8
+    fn address(memory: &mut Memory) -> *mut u8 {
+        memory.device().pointer().0 as usize as *mut u8
     }
 
-    fn write((memory, stream): &mut Self::Memory, bytes: &[u8]) {
-        memory.write(&**stream, 0, bytes).unwrap();
+    fn write(memory: &mut Memory, bytes: &[u8]) {
+        memory.device().write(&*memory.stream, 0, bytes).unwrap();
     }
 
-    fn read((memory, stream): &Self::Memory) -> Vec<u8> {
-        let mut bytes = vec![0; memory.len()];
-        memory.read(&**stream, 0, &mut bytes).unwrap();
+    fn read(memory: &Memory) -> Vec<u8> {
+        let mut bytes = vec![0; memory.len];
+        memory.device().read(&*memory.stream, 0, &mut bytes).unwrap();
         bytes
+    }
+
+    /// A rank that is alone copies, and so keeps the payload of a NaN.
+    fn reduced(op: ReduceOp, contributions: &[Values]) -> Values {
+        match contributions {
+            [alone] => alone.clone(),
+            several => Values::reduced(op, several),
+        }
     }
 
     fn operators(dtype: DType) -> &'static [ReduceOp] {

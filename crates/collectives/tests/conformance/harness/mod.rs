@@ -14,6 +14,8 @@ use antiphon_collectives::{
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 use serde::{Serialize, de::DeserializeOwned};
 
+use crate::values::Values;
+
 pub use gpus::{Gpus, on_gpus};
 pub use host::{HostProcesses, HostThreads, in_processes};
 pub use mixed::Mixed;
@@ -64,6 +66,11 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
     fn address(memory: &mut Self::Memory) -> *mut u8;
     fn write(memory: &mut Self::Memory, bytes: &[u8]);
     fn read(memory: &Self::Memory) -> Vec<u8>;
+
+    /// What a reduction of these contributions gives.
+    fn reduced(op: ReduceOp, contributions: &[Values]) -> Values {
+        Values::reduced(op, contributions)
+    }
 
     /// The operators that behaviours try with a dtype. Each may be a program to compile.
     fn operators(_dtype: DType) -> &'static [ReduceOp] {
