@@ -305,7 +305,11 @@ impl NcclCollectives {
     ) -> Result<()> {
         if inputs.len() != outputs.len() {
             let expected = format!("one output for each of {} inputs, not {}", inputs.len(), outputs.len());
-            return Err(CollectiveError::Refused { operation: call.operation.name(), which: "list", expected });
+            return Err(CollectiveError::Refused {
+                operation: call.operation.name(),
+                which: "list",
+                expected,
+            });
         }
         let (serves, ranks) = (self.serves(), (self.rank(), self.world_size()));
         let checked = inputs.iter().zip(outputs.iter_mut()).map(|(input, output)| {

@@ -188,7 +188,10 @@ impl Case {
     /// Of one tensor behind the other.
     fn segments_of_list(&self, rank: usize, world_size: usize) -> Vec<Segment> {
         let whole = Self { tensors: 1, ..*self };
-        let one = Self { bytes: (self.block(world_size) * world_size / self.tensors * self.dtype.size()) as u64, ..whole };
+        let one = Self {
+            bytes: (self.block(world_size) * world_size / self.tensors * self.dtype.size()) as u64,
+            ..whole
+        };
         let (from, to) = one.counts(rank, world_size);
         let of_tensor = |index: usize| {
             let shifted = move |segment: Segment| Segment {

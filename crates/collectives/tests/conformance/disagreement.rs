@@ -21,6 +21,7 @@ conformance! {
     about_the_count: any_dtype, [world_2 world_3 world_5];
     about_the_dtype: any_dtype, [world_2 world_3 world_5];
     about_the_operator: any_dtype, [world_2 world_3 world_5];
+    about_the_root: any_dtype, [world_2 world_3 world_5];
     about_the_algorithm: any_dtype, [world_2 world_3 world_5];
     about_the_operation: any_dtype, [world_2 world_3 world_5];
     about_the_order: any_dtype, [world_2 world_3 world_5];
@@ -147,6 +148,16 @@ fn about_the_operator<B: Backend>(world: usize) {
         (&by(Operation::ReduceScatter, ReduceOp::Min), "reduce_scatter(6 × f32, min"),
         (&by(Operation::ReduceScatter, ReduceOp::Prod), "reduce_scatter(6 × f32, prod"),
     );
+}
+
+fn about_the_root<B: Backend>(world: usize) {
+    for (operation, text) in
+        [(Operation::Broadcast, "broadcast(5 × f32, "), (Operation::Reduce, "reduce(5 × f32, sum, ")]
+    {
+        let to = |root| move |comm: &B| make(comm, &Call::new(operation).with_root(root), DType::F32, 5);
+        let texts = [0, 1].map(|root| format!("{text}root {root})"));
+        disagree::<B>(world, (&to(0), &texts[0]), (&to(1), &texts[1]));
+    }
 }
 
 fn about_the_algorithm<B: Backend>(world: usize) {

@@ -17,7 +17,7 @@ use crate::{
 };
 
 conformance_on_host! {
-    about_the_root: any_dtype, [world_2 world_3 world_5];
+    about_the_root_of_messages: any_dtype, [world_2 world_3 world_5];
     about_even_and_uneven_blocks: any_dtype, [world_2 world_3 world_5];
     about_a_fused_call: any_dtype, [world_2 world_3 world_5];
     about_some_elements_or_none: any_dtype, [world_2 world_3 world_5];
@@ -31,16 +31,12 @@ conformance_on_host! {
     ranks_that_list_other_counts_are_told: any_dtype, [world_2 world_3];
 }
 
-fn about_the_root<B: Backend>(world: usize) {
-    use Operation::{Broadcast, Gather, Reduce, Scatter};
-    for (operation, text) in [
-        (Broadcast, "broadcast(5 × i8, "),
-        (Reduce, "reduce(5 × i8, sum, "),
-        (Gather, "gather(5 × i8, "),
-        (Scatter, "scatter(5 × i8, "),
-    ] {
+/// Ranks that give to another root, or get from one, by messages: no rank that needs nothing of the others waits for them.
+fn about_the_root_of_messages<B: Backend>(world: usize) {
+    use Operation::{Gather, Scatter};
+    for operation in [Gather, Scatter] {
         let to = |root| move |comm: &B| make(comm, &Call::new(operation).with_root(root), DType::I8, 5);
-        let texts = [0, 1].map(|root| format!("{text}root {root})"));
+        let texts = [0, 1].map(|root| format!("{operation}(5 × i8, root {root})"));
         disagree::<B>(world, (&to(0), &texts[0]), (&to(1), &texts[1]));
     }
     let [gather, scatter] =

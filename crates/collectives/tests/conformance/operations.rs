@@ -188,8 +188,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let pieces: Vec<Values> = sources
             .map(|source| inputs[source].range(calls[source].input_layout(count, source, world).piece(me)))
             .collect();
-        let expected =
-            if row.reduces { B::reduced(calls[me].op, &pieces) } else { Values::concat(&pieces) };
+        let expected = if row.reduces { B::reduced(calls[me].op, &pieces) } else { Values::concat(&pieces) };
         (inputs, expected)
     }
 

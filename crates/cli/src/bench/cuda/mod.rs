@@ -44,15 +44,14 @@ fn calls(bytes: u64) -> u32 {
 /// Everything to measure, in order. Every rank makes the same list.
 fn cases(args: &Args) -> Vec<Case> {
     let collectives = args.collective.collectives().into_iter();
-    let case =
-        |collective, bytes| Case {
-            collective,
-            bytes,
-            algorithm: None,
-            dtype: args.dtype,
-            op: args.op,
-            tensors: args.tensors.get(),
-        };
+    let case = |collective, bytes| Case {
+        collective,
+        bytes,
+        algorithm: None,
+        dtype: args.dtype,
+        op: args.op,
+        tensors: args.tensors.get(),
+    };
     collectives
         .flat_map(|collective| args.sizes().into_iter().map(move |bytes| case(collective, bytes)))
         .collect()
