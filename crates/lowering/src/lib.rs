@@ -76,7 +76,8 @@ pub use ids::{OpId, StoreId, TokenId, ValueId};
 pub use interpret::{Arithmetic, Tensor, interpret};
 pub use lower::{Lowered, Numerics, Options, Realize, Report, World, lower};
 pub use op::{
-    Alias, Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Reduction, ResultMemory, Unary, View,
+    Alias, Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, Reduction, ResultMemory, Unary,
+    View,
 };
 pub use plan::{Choice, Plan, PlannedCall, Refusal, Rewrite, Slot};
 pub use sym::{Range, Sym, SymExpr};

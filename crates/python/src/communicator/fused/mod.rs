@@ -177,6 +177,7 @@ impl Arguments<'_, '_> {
         let sum_out = found.write_matrix("sum_out", self.sum_out)?;
         let residual_out = found.write_matrix("residual_out", self.residual_out)?;
         let norm_out = found.write_matrix("norm_out", self.norm_out)?;
+        let inverse_rms_out = found.write("inverse_rms_out", self.inverse_rms_out)?;
         let quantization = self.quantize(&mut found)?;
         let codes = found.write_bytes("codes", self.codes)?;
         let scales = found.write_bytes("scales", self.scales)?;
@@ -185,11 +186,12 @@ impl Arguments<'_, '_> {
             return Err(PyValueError::new_err(text).into());
         }
         let norm = |is_wanted: bool, weight| is_wanted.then_some(RmsNorm { weight, eps: self.eps });
-        let wants_norm = norm_out.is_some() || codes.is_some();
+        let wants_norm = norm_out.is_some() || inverse_rms_out.is_some() || codes.is_some();
         let fused = Fused::new(source, tokens, hidden)
             .accumulation(if self.rounded { Accumulation::Rounded } else { Accumulation::F32 })
             .algorithm(self.algorithm.map(algorithm).transpose()?)
             .weight_bias(self.weight_bias)
+            .round_before_weight(self.round_before_weight)
             .with_norms(norm(self.pre_norm, pre_weight), norm(wants_norm, weight))
             .with_quantization(quantization)
             .with(Role::Bias, bias)
@@ -197,6 +199,7 @@ impl Arguments<'_, '_> {
             .with(Role::SumOut, sum_out)
             .with(Role::ResidualOut, residual_out)
             .with(Role::NormOut, norm_out)
+            .with(Role::InverseRmsOut, inverse_rms_out)
             .with(Role::Codes, codes)
             .with(Role::Scales, scales);
         check_overlap(&fused)?;
