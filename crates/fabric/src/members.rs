@@ -28,6 +28,7 @@ impl Members {
     }
 
     /// Whether this is not the world itself.
+    #[cfg(not(loom))]
     pub(crate) fn is_group(&self) -> bool {
         self.0.is_some()
     }
