@@ -1006,6 +1006,19 @@ class MixedHandler:
     def tune(self, smallest: int, largest: int) -> None:
         """Measures the modes of equal bits for blocks of these bytes, and keeps the tables. All ranks call it together."""
 
+    def release_memory(self) -> None:
+        """Gives the communicator's memory for staging back to the GPUs of all ranks, and keeps its addresses: until
+        :meth:`restore_memory`, its CUDA calls are refused, and graphs that hold calls may not be launched. All ranks call it together,
+        with nothing under way; a second time it changes nothing. On the host the ranks only meet.
+
+        ``RuntimeError`` or ``ValueError`` on all ranks, if one fails."""
+
+    def restore_memory(self) -> None:
+        """Undoes :meth:`release_memory`: calls go on, and so do graphs that were captured before. All ranks call it together.
+
+        ``RuntimeError`` or ``ValueError`` on all ranks, if one fails, as for a GPU with too little memory left; it can be called again
+        then."""
+
     def run(
         self,
         op: int,

@@ -306,6 +306,16 @@ impl MixedHandler {
         Ok(interrupt::detached(py, || queue.run(tune))?)
     }
 
+    #[doc = stub!("MixedHandler.release_memory")]
+    fn release_memory(&self, py: Python<'_>) -> Result<()> {
+        self.on_peers(py, |peers, comm| peers.release_memory(comm))
+    }
+
+    #[doc = stub!("MixedHandler.restore_memory")]
+    fn restore_memory(&self, py: Python<'_>) -> Result<()> {
+        self.on_peers(py, |peers, comm| peers.restore_memory(comm))
+    }
+
     #[doc = stub!("MixedHandler.run")]
     #[pyo3(signature = (op, x, out = None, *, mode = None, rows = None, stream = None))]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
@@ -335,5 +345,22 @@ impl MixedHandler {
         let counts = is_uneven.then(|| prepared.call.what.counts.to_vec());
         prepared.call.mixed = Some(Mixed { handler: self.handler.clone(), op, mode, counts });
         self.comm.get().run(py, prepared, stream)
+    }
+}
+
+impl MixedHandler {
+    /// Something that all ranks do together with their GPUs; on the host they only meet.
+    fn on_peers(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&CudaCollectives, &Comm) -> std::result::Result<(), CollectiveError> + Send,
+    ) -> Result<()> {
+        let queue = self.comm.get().queue()?;
+        let Some((device, _)) = self.handler.gpu else {
+            return Ok(interrupt::detached(py, || queue.run(|comm| Ok::<_, CollectiveError>(comm.barrier()?)))?);
+        };
+        let gpus = self.comm.get().gpus();
+        let together = |comm: &Comm| gpus.with_peers(device, |peers| work(peers, comm));
+        Ok(interrupt::detached(py, || queue.run(together))?)
     }
 }
