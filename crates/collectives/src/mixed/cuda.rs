@@ -14,7 +14,8 @@ use antiphon_tensor::{DType, TensorView, TensorViewMut};
 use antiphon_tuning::Key;
 
 use super::{
-    Checked, MixedCall, MixedLayout, MixedMode, MixedOp, agree_on_layout, check_call, check_layout, check_op,
+    MixedCall, MixedLayout, MixedMode, MixedOp,
+    call::{Checked, agree_on_layout, check_call, check_layout, check_op, plain_call},
     choice::{Tables, fused, names},
     operation_of,
 };
@@ -137,7 +138,7 @@ impl CudaMixedHandler {
 
     /// The modes that [`run`](Self::run) takes.
     pub fn valid_modes(&self) -> &'static [MixedMode] {
-        let modes = super::valid_modes(&self.layout);
+        let modes = MixedMode::valid_in(&self.layout);
         &modes[..modes.len().min(MixedMode::FUSED.len())]
     }
 
@@ -260,9 +261,8 @@ impl CudaMixedHandler {
                     let algorithm = mode.of_all_reduce();
                     collectives.all_reduce_with(input, output, ReduceOp::Sum, algorithm, stream)
                 }
-                (MixedOp::AllGather, _) => collectives.all_gather(input, output, stream),
-                (MixedOp::ReduceScatter, _) => {
-                    collectives.reduce_scatter(input, output, ReduceOp::Sum, stream)
+                (MixedOp::AllGather | MixedOp::ReduceScatter, _) => {
+                    collectives.call(&plain_call(&call), Some(input), Some(output), stream)
                 }
                 (MixedOp::AllReduceAllGather | MixedOp::ReduceScatterAllReduce, _) => {
                     let (operation, device) = (operation_of(call.op), collectives.serves());
