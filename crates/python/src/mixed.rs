@@ -2,6 +2,7 @@
 
 use std::{
     fmt,
+    ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -170,6 +171,7 @@ impl fmt::Debug for Handler {
 #[derive(Debug, Clone)]
 pub(crate) struct Mixed {
     handler: Handler,
+    layout: MixedLayout,
     op: MixedOp,
     mode: Option<MixedMode>,
     /// Elements of each group's block.
@@ -178,7 +180,10 @@ pub(crate) struct Mixed {
 
 impl Mixed {
     pub(crate) fn operation(&self) -> Operation {
-        operation_of(self.op)
+        match self.layout.use_mixed() {
+            true => operation_of(self.op),
+            false => half_of(self.op, self.counts.is_some()),
+        }
     }
 
     fn call(&self) -> MixedCall<'_> {
@@ -195,11 +200,16 @@ impl Mixed {
         self.handler.with(|handler| handler.run(comm, self.call(), input, output))
     }
 
-    /// Where the rank's own block is in a row of equal blocks: its index, and how many there are. `None` for an all-reduce, which
-    /// has no row.
-    pub(crate) fn own_block(&self) -> Option<(usize, usize)> {
-        let layout = self.handler.with(|handler| *handler.layout());
-        (self.op != MixedOp::AllReduce).then(|| (layout.dp_rank(), layout.dp_size()))
+    /// Where the rank's own block is in a row of so many elements, of which an all-reduce has one block. `half` is as `half_of` says.
+    pub(crate) fn own_piece(
+        &self,
+        half: &What,
+        count: usize,
+    ) -> std::result::Result<Range<usize>, CollectiveError> {
+        if self.op == MixedOp::AllReduce {
+            return Ok(0..count);
+        }
+        Ok(half.own_piece(count, self.layout.dp_rank(), self.layout.dp_size())?)
     }
 
     /// Whether the output is the row of blocks, and not the input.
@@ -241,6 +251,17 @@ fn op_of(number: u8) -> PyResult<MixedOp> {
         .into_iter()
         .find(|&op| op as u8 == number)
         .ok_or_else(|| PyValueError::new_err(format!("there is no mixed operation {number}")))
+}
+
+/// What a mixed operation is along the first dimension: its half that moves data between groups.
+fn half_of(op: MixedOp, is_uneven: bool) -> Operation {
+    match (op, is_uneven) {
+        (MixedOp::AllReduce, _) => Operation::AllReduce,
+        (MixedOp::AllGather | MixedOp::AllReduceAllGather, false) => Operation::AllGather,
+        (MixedOp::AllGather | MixedOp::AllReduceAllGather, true) => Operation::AllGatherV,
+        (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, false) => Operation::ReduceScatter,
+        (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, true) => Operation::ReduceScatterV,
+    }
 }
 
 fn mode_of(name: &str) -> PyResult<MixedMode> {
@@ -333,17 +354,11 @@ impl MixedHandler {
         let groups = (self.layout.dp_rank(), self.layout.dp_size());
         let is_uneven = rows.is_some();
         let rows: Vec<usize> = rows.unwrap_or_default().iter().map(|rows| rows.0).collect();
-        // Along the first dimension a mixed operation is as the half that moves data between groups.
-        let half = match (op, is_uneven) {
-            (MixedOp::AllReduce, _) => Operation::AllReduce,
-            (MixedOp::AllGather | MixedOp::AllReduceAllGather, false) => Operation::AllGather,
-            (MixedOp::AllGather | MixedOp::AllReduceAllGather, true) => Operation::AllGatherV,
-            (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, false) => Operation::ReduceScatter,
-            (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, true) => Operation::ReduceScatterV,
-        };
-        let mut prepared = prepare(What::new(half).with_counts(rows), x, out, groups, usage)?;
+        let half = What::new(half_of(op, is_uneven)).with_counts(rows);
+        let mut prepared = prepare(half, x, out, groups, usage)?;
         let counts = is_uneven.then(|| prepared.call.what.counts.to_vec());
-        prepared.call.mixed = Some(Mixed { handler: self.handler.clone(), op, mode, counts });
+        let (handler, layout) = (self.handler.clone(), self.layout);
+        prepared.call.mixed = Some(Mixed { handler, layout, op, mode, counts });
         self.comm.get().run(py, prepared, stream)
     }
 }
@@ -357,7 +372,9 @@ impl MixedHandler {
     ) -> Result<()> {
         let queue = self.comm.get().queue()?;
         let Some((device, _)) = self.handler.gpu else {
-            return Ok(interrupt::detached(py, || queue.run(|comm| Ok::<_, CollectiveError>(comm.barrier()?)))?);
+            return Ok(interrupt::detached(py, || {
+                queue.run(|comm| Ok::<_, CollectiveError>(comm.barrier()?))
+            })?);
         };
         let gpus = self.comm.get().gpus();
         let together = |comm: &Comm| gpus.with_peers(device, |peers| work(peers, comm));

@@ -281,23 +281,26 @@ class MixedCommHandler:
         self.is_running = False
 
     def checkpoint_prepare(self) -> None:
-        """Gives the memory of the GPU back, and keeps its addresses. All ranks call it together; a second time it does nothing.
+        """Gives the memory of the GPU back, and keeps its addresses. All ranks call it together, with nothing under way; a second
+        time it does nothing.
 
-        On the host there is nothing to give back. Until :meth:`checkpoint_restore`, calls raise ``RuntimeError``.
+        It is the memory of the communicator, which other handlers on it share, as its other CUDA calls do: none of these may be made
+        before :meth:`checkpoint_restore`, nor graphs launched that hold some; calls of this handler raise ``RuntimeError``. On
+        the host there is nothing to give back. If one rank fails, all raise.
         """
-        self._running(even_prepared=True)
-        if self._is_prepared:
-            return
-        self._refuse_checkpoint_on_gpu()
-        self._the_comm().barrier()
-        self._is_prepared = True
+        core = self._running(even_prepared=True)
+        if not self._is_prepared:
+            core.release_memory()
+            self._is_prepared = True
 
     def checkpoint_restore(self, comm_backend: "CommBackend") -> None:
-        """Undoes :meth:`checkpoint_prepare`. All ranks call it together; a second time it does nothing.
+        """Undoes :meth:`checkpoint_prepare`: graphs that were captured before go on. All ranks call it together; a second time it does
+        nothing.
 
-        Raises ``ValueError`` if the backend has another rank or size than the handler.
+        Raises ``ValueError`` if the backend has another rank or size than the handler. If one rank fails, as for too little memory,
+        all raise, and it can be called again.
         """
-        self._running(even_prepared=True)
+        core = self._running(even_prepared=True)
         info = self.para_info
         theirs = comm_backend.Get_rank(), comm_backend.Get_size()
         if theirs != (info.world_rank, info.world_size):
@@ -306,16 +309,8 @@ class MixedCommHandler:
                 f"{info.world_size}"
             )
         if self._is_prepared:
-            self._the_comm().barrier()
+            core.restore_memory()
             self._is_prepared = False
-
-    def _refuse_checkpoint_on_gpu(self) -> None:
-        if self.device.type == "cuda":
-            raise NotImplementedError(f"checkpoint_prepare on {self.device}: only handlers on the CPU can be prepared so far")
-
-    def _the_comm(self) -> "Communicator":
-        assert self._comm is not None
-        return self._comm
 
     def _running(self, even_prepared: bool = False) -> _core.MixedHandler:
         if not self.is_running or self._core is None:
@@ -354,8 +349,8 @@ def run_mixed_comm(
 
     Without a ``mode`` it is ``AUTOTUNE`` if the handler has that, else ``NCCL_TP_DP`` if that is valid, else ``NCCL_ONE``.
     ``local_batches``, which FlashInfer does not have, are the rows of each data parallel rank, 0 allowed, where they are not equal:
-    equal lists on all ranks, for the fused modes of the two fused operations. ``x_out`` may be ``x_in`` for ``ALLREDUCE``; for the others,
-    and with equal rows, the smaller tensor may be this rank's own block of the larger one.
+    equal lists on all ranks, for the fused modes of all operations but ``ALLREDUCE``. ``x_out`` may be ``x_in`` for ``ALLREDUCE``; for
+    the others the smaller tensor may be this rank's own block of the larger one.
 
     Raises ``ValueError`` for arguments that do not suit the handler, unless ``skip_check`` (what would touch other memory is refused
     in any case); ``RuntimeError`` on all ranks that call something else, or with other rows, than another rank.

@@ -146,7 +146,8 @@ mod tests {
     #[test]
     fn segments_are_sums_of_groups_or_of_all_ranks() {
         let shape = Shape { tp: 2, dp: 3 };
-        let [gather, scatter] = [MixedOp::AllReduceAllGather, MixedOp::ReduceScatterAllReduce].map(|op| Mixed { op, shape });
+        let [gather, scatter] =
+            [MixedOp::AllReduceAllGather, MixedOp::ReduceScatterAllReduce].map(|op| Mixed { op, shape });
         let of = |mixed: Mixed, rank| {
             let found = mixed.segments(rank, mixed.block(15));
             found.into_iter().map(|s| (s.output, s.sources, s.start)).collect::<Vec<_>>()

@@ -20,7 +20,8 @@ use super::{
     operation_of,
 };
 use crate::{
-    all_reduce::{Algorithm, AllReduceTable},
+    AlgorithmTable,
+    all_reduce::Algorithm,
     arguments::{Input, Output, reduction},
     cuda::{CudaCollectives, choice::Clock},
     error::Result,
@@ -113,9 +114,9 @@ impl CudaMixedHandler {
     pub fn new(comm: &Communicator, collectives: &CudaCollectives, layout: MixedLayout) -> Result<Self> {
         check_layout(&layout, collectives.rank(), collectives.world_size())?;
         agree_on_layout(comm, &layout)?;
-        let gpu = collectives.context().device().properties()?.name;
+        let machine = machine(collectives)?;
         let tables =
-            Tables::load_with(comm, &layout, |operation| key(operation, &layout, &gpu), BYTES1_FROM)?;
+            Tables::load_with(comm, &layout, |operation| key(operation, &layout, &machine), BYTES1_FROM)?;
         Ok(Self { layout, tables, most_blocks: usize::MAX })
     }
 
@@ -171,7 +172,7 @@ impl CudaMixedHandler {
         sizes: RangeInclusive<usize>,
     ) -> Result<()> {
         const DTYPE: DType = DType::BF16;
-        let (layout, gpu) = (self.layout, collectives.context().device().properties()?.name);
+        let (layout, machine) = (self.layout, machine(collectives)?);
         if !layout.use_mixed() {
             return Ok(());
         }
@@ -179,9 +180,9 @@ impl CudaMixedHandler {
         let clock = Clock::new(collectives, sizes.end().saturating_mul(layout.dp_size()))?;
         for op in fused(&layout) {
             let (operation, handler) = (operation_of(op), &*self);
-            let table = AllReduceTable::measure(
+            let table = AlgorithmTable::measure(
                 comm,
-                &key(operation, &layout, &gpu),
+                &key(operation, &layout, &machine),
                 &names(),
                 sizes.clone(),
                 |candidate, bytes| {
@@ -340,9 +341,16 @@ fn clipped(layout: &MixedLayout, call: &Checked<'_>, start: usize, len: usize) -
 /// as an H200 machine was measured with; `tune` finds what is true of mixed operations.
 const BYTES1_FROM: usize = 208 << 10;
 
-fn key(operation: Operation, layout: &MixedLayout, gpu: &str) -> Key {
+/// What else changes the times: the GPU, and the driver.
+fn machine(collectives: &CudaCollectives) -> Result<String> {
+    let device = collectives.context().device();
+    Ok(format!("{}, CUDA {}", device.properties()?.name, device.driver().version()))
+}
+
+/// Tables are of bf16, and serve the other types: times depend on the bytes, and hardly on what they mean.
+fn key(operation: Operation, layout: &MixedLayout, machine: &str) -> Key {
     let of = format!("{operation}, tp {} × dp {}", layout.tp_size(), layout.dp_size());
-    Key::new(of, "", layout.world_size(), gpu)
+    Key::new(of, "", layout.world_size(), machine)
 }
 
 #[cfg(test)]

@@ -130,7 +130,9 @@ impl Tenant {
         self.check_ready()?;
         match self.is_released.get() {
             false => Ok(()),
-            true => Err(FabricError::invalid("the GPU's memory for calls is released: restore_memory comes first")),
+            true => Err(FabricError::invalid(
+                "the GPU's memory for calls is released: restore_memory comes first",
+            )),
         }
     }
 

@@ -78,7 +78,8 @@ impl CudaArena {
     fn put_back(&self, comm: &Communicator, fill: u8) -> Result<(), FabricError> {
         let (own, descriptors) = exchange(comm, &self.context, self.len)?;
         let each = memory_of_all(&self.context, comm.rank(), own, &descriptors);
-        let mapped = self.mappings().iter_mut().zip(each).try_for_each(|(mapping, each)| mapping.restore(each?));
+        let mapped =
+            self.mappings().iter_mut().zip(each).try_for_each(|(mapping, each)| mapping.restore(each?));
         comm.agree("cannot map the memory of its peers", mapped.map_err(device))?;
         comm.agree("cannot fill its memory", self.fill(comm.rank(), fill).map_err(device))
     }
