@@ -1028,9 +1028,11 @@ class MixedHandler:
         mode: str | None = None,
         rows: Sequence[int] | None = None,
         stream: int | None = None,
+        strict: bool = False,
     ) -> Any:
         """Runs the operation of this number on an array, and gives ``out``, which is made if there is none. ``rows`` are those of
-        each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for."""
+        each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for; if ``strict`` also for
+        arrays of another dtype or device than the handler's, of one dimension, and of shapes that do not go together."""
 
 def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
     """The bytes of an FP4 matrix's scales in layout ``SWIZZLED_128x4``: rows rounded up to a multiple of 128 times

@@ -11,19 +11,19 @@ use antiphon::{
     cuda::{CudaCollectives, StreamRef},
     operation::Operation,
     prelude::{CollectiveError, Communicator as Comm, MixedLayout, TensorView, TensorViewMut},
-    tensor::dlpack::ElementType,
+    tensor::{Device, dlpack::ElementType},
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
 
 use crate::{
-    arguments::{Count, Given, prepare},
+    arguments::{Count, Given, Operands, prepare},
     call::What,
     communicator::Communicator,
     cuda::RawStream,
     error::Result,
     interrupt,
     mapping::unsigned,
-    operand::Usage,
+    operand::{Operand, Usage},
 };
 
 #[doc = stub!("ParallelInfo")]
@@ -140,6 +140,9 @@ properties! {
 pub(crate) struct MixedHandler {
     comm: Py<Communicator>,
     layout: MixedLayout,
+    /// What its tensors are of, and where.
+    element: ElementType,
+    device: Device,
     handler: Handler,
 }
 
@@ -284,8 +287,10 @@ impl MixedHandler {
         most_blocks: Option<usize>,
     ) -> Result<Self> {
         let (queue, layout) = (comm.get().queue()?, layout.layout);
-        let dtype = ElementType::named(dtype).and_then(|element| element.dtype());
-        let dtype = dtype.ok_or_else(|| PyValueError::new_err("the dtype has no arithmetic"))?;
+        let element = ElementType::named(dtype);
+        let dtype = element.and_then(|element| element.dtype());
+        let (element, dtype) =
+            element.zip(dtype).ok_or_else(|| PyValueError::new_err("the dtype has no arithmetic"))?;
         let gpus = comm.get().gpus();
         let handler = interrupt::detached(py, || {
             let host = queue.run(|comm| mixed::MixedHandler::new(comm, layout))?;
@@ -295,7 +300,8 @@ impl MixedHandler {
             });
             Ok::<_, CollectiveError>(Handler { host: Arc::new(Mutex::new(host)), gpu: gpu.transpose()? })
         })?;
-        Ok(Self { comm, layout, handler })
+        let device = device.map_or(Device::Host, Device::Cuda);
+        Ok(Self { comm, layout, element, device, handler })
     }
 
     #[doc = stub!("MixedHandler.valid_modes")]
@@ -338,7 +344,7 @@ impl MixedHandler {
     }
 
     #[doc = stub!("MixedHandler.run")]
-    #[pyo3(signature = (op, x, out = None, *, mode = None, rows = None, stream = None))]
+    #[pyo3(signature = (op, x, out = None, *, mode = None, rows = None, stream = None, strict = false))]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
     fn run<'py>(
         &self,
@@ -349,13 +355,17 @@ impl MixedHandler {
         mode: Option<&str>,
         rows: Option<Vec<Count>>,
         stream: Option<RawStream>,
+        strict: bool,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         let (op, mode, usage) = (op_of(op)?, mode.map(mode_of).transpose()?, Usage::Call(stream));
         let groups = (self.layout.dp_rank(), self.layout.dp_size());
         let is_uneven = rows.is_some();
         let rows: Vec<usize> = rows.unwrap_or_default().iter().map(|rows| rows.0).collect();
         let half = What::new(half_of(op, is_uneven)).with_counts(rows);
-        let mut prepared = prepare(half, x, out, groups, usage)?;
+        let mut prepared = prepare(half.clone(), x, out, groups, usage)?;
+        if strict {
+            self.check_operands(&half, &prepared.operands)?;
+        }
         let counts = is_uneven.then(|| prepared.call.what.counts.to_vec());
         let (handler, layout) = (self.handler.clone(), self.layout);
         prepared.call.mixed = Some(Mixed { handler, layout, op, mode, counts });
@@ -364,6 +374,26 @@ impl MixedHandler {
 }
 
 impl MixedHandler {
+    /// Refuses tensors of another type or on another device than the handler's, and shapes that do not go together.
+    fn check_operands(&self, half: &What, operands: &Operands) -> PyResult<()> {
+        let is_like_ours = |operand: &Operand| {
+            operand.element == self.element
+                && operand.tensor.device == self.device
+                && operand.shape().len() >= 2
+        };
+        let go_together = match operands {
+            [Some(read), Some(write)] => {
+                let expected = half.output_shape(read.shape(), self.layout.dp_rank(), self.layout.dp_size());
+                expected.is_ok_and(|shape| shape == write.shape())
+            }
+            _ => true, // in place, where the smaller is a piece of the larger
+        };
+        match go_together && operands.iter().flatten().all(is_like_ours) {
+            true => Ok(()),
+            false => Err(PyValueError::new_err("the tensors do not suit the handler")),
+        }
+    }
+
     /// Something that all ranks do together with their GPUs; on the host they only meet.
     fn on_peers(
         &self,
