@@ -115,8 +115,8 @@ impl CudaMixedHandler {
         check_layout(&layout, collectives.rank(), collectives.world_size())?;
         agree_on_layout(comm, &layout)?;
         let machine = machine(collectives)?;
-        let tables =
-            Tables::load_with(comm, &layout, |operation| key(operation, &layout, &machine), BYTES1_FROM)?;
+        let key = |operation| key(operation, &layout, &machine);
+        let tables = Tables::load_with(comm, &layout, key, bytes1_from(&layout))?;
         Ok(Self { layout, tables, most_blocks: usize::MAX })
     }
 
@@ -337,9 +337,17 @@ fn clipped(layout: &MixedLayout, call: &Checked<'_>, start: usize, len: usize) -
     (blocks, start.min(bytes(layout.dp_rank())))
 }
 
-/// From how many bytes of a block on the second hop of [`MixedMode::Bytes1`] pays. It is that of an all-reduce among as many ranks
-/// as an H200 machine was measured with; `tune` finds what is true of mixed operations.
-const BYTES1_FROM: usize = 208 << 10;
+/// What a second hop costs, in bytes that a rank would store meanwhile: on H200s an all-reduce of 4 ranks, which saves 1.5·n of its
+/// 3·n bytes by it, takes as long either way at 208 KiB.
+const SECOND_HOP: usize = 312 << 10;
+
+/// From how many bytes of a block on the second hop of [`MixedMode::Bytes1`] pays: where it saves more bytes than it costs. `tune` finds
+/// what is true.
+fn bytes1_from(layout: &MixedLayout) -> usize {
+    let (mates, peers) = (layout.tp_size() - 1, layout.world_size() - 1);
+    // Of peers·n bytes, (mates + peers) / TP · n are left.
+    SECOND_HOP * layout.tp_size() / (mates * (peers - 1)).max(1)
+}
 
 /// What else changes the times: the GPU, and the driver.
 fn machine(collectives: &CudaCollectives) -> Result<String> {
@@ -371,6 +379,15 @@ mod tests {
         let call = MixedCall::from(MixedOp::AllReduceAllGather).counts(counts);
         let checked = Checked::new(&layout, &call, tensor(block).as_input(), tensor(row)).unwrap();
         (layout, checked)
+    }
+
+    #[test]
+    fn the_second_hop_pays_the_sooner_the_more_it_saves() {
+        let from = |tp: usize, dp: usize| {
+            bytes1_from(&MixedLayout::builder(tp * dp, 0).local_tp(tp).build().unwrap()) >> 10
+        };
+        // 3·n bytes become 2·n, then 7·n become 4·n, and 7·n become 2.5·n.
+        assert_eq!([from(2, 2), from(2, 4), from(4, 2)], [312, 104, 69]);
     }
 
     #[test]

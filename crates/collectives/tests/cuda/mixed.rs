@@ -143,6 +143,20 @@ fn mixed_blocks_may_be_uneven_and_empty_on_4_gpus() {
     });
 }
 
+#[test]
+fn gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus() {
+    on_gpus(2, |rank| {
+        let mixed = Mixed::new(rank, 1)?;
+        for counts in [[0, 0], [0, 9], [7168, 0], [1, 300_001], [64, 72]] {
+            for op in [MixedOp::AllGather, MixedOp::ReduceScatter] {
+                mixed.compare::<bf16>(MixedCall::from(op).counts(&counts[..]), 0, 0)?;
+                mixed.compare::<f32>(MixedCall::from(op).counts(&counts[..]), 0, 1)?;
+            }
+        }
+        Ok(())
+    });
+}
+
 /// Words that mean "not arrived", NaNs of every kind, zeros of both signs.
 #[test]
 fn mixed_sums_of_special_bits_have_the_hosts_bits_on_4_gpus() {
