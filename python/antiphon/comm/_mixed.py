@@ -233,7 +233,8 @@ def measure(
     dist.all_gather_object(everyone, times)
 
     def slowest(op: MixedCommOp, mode: MixedCommMode, k: int) -> float:
-        return statistics.median(max(of_rank) for of_rank in zip(*(each[op, mode][k] for each in everyone)))
+        samples = [max(of_rank) for of_rank in zip(*(each[op, mode][k] for each in everyone))]
+        return float(statistics.median(samples))
 
     return {(op, mode): [slowest(op, mode, k) for k in range(len(sizes))] for op, mode in times}
 
@@ -273,10 +274,10 @@ def _host_seconds(work: Callable[[], None]) -> float:
 
 
 def _gpu_seconds(work: Callable[[], None]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
     dist.barrier()
     start.record()
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
