@@ -15,7 +15,7 @@ use crate::{
 pub struct MixedCall<'a> {
     /// One of the layout's [`valid_ops`](MixedLayout::valid_ops).
     pub op: MixedOp,
-    /// One of [`MixedHandler::valid_modes`]; `None` stands for the fastest of the modes that give the same bits.
+    /// One of [`MixedHandler::valid_modes`](super::MixedHandler::valid_modes); `None` stands for the fastest of the modes that give the same bits.
     pub mode: Option<MixedMode>,
     /// The elements of every group's block, 0 allowed; `None` stands for blocks of equal length. Not for an all-reduce.
     pub counts: Option<&'a [usize]>,

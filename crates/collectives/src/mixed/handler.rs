@@ -12,6 +12,8 @@ use super::{
     choice::Tables,
     host, operation_of,
 };
+#[cfg(doc)]
+use crate::CollectiveError;
 use crate::{
     ReduceOp,
     all_reduce::{self, Algorithm},

@@ -25,7 +25,7 @@ pub(super) enum Contender<'a> {
     Registered(&'a CudaCollectives, Algorithm),
     Nccl(&'a NcclCollectives),
     /// An operation of a mixed layout, by one of those who can do it.
-    Mixed(&'a Handler<'a>, mixed::Of),
+    Mixed(&'a Handler<'a>, mixed::Variant),
 }
 
 /// A rank's tensors.
@@ -48,7 +48,7 @@ impl Contender<'_> {
             Self::Ours(_, Some(algorithm)) => algorithm.to_string(),
             Self::Registered(_, algorithm) => format!("{algorithm} registered"),
             Self::Nccl(_) => "nccl".into(),
-            Self::Mixed(handler, of) => handler.name(case, of),
+            Self::Mixed(handler, variant) => handler.name(case, variant),
         }
     }
 
@@ -78,7 +78,7 @@ impl Contender<'_> {
                         _ => ours.call(&call, Some(&input), Some(output), stream),
                     }
                 }
-                Self::Mixed(handler, of) => handler.call(case, of, &input, output, stream),
+                Self::Mixed(handler, variant) => handler.call(case, variant, &input, output, stream),
                 Self::Registered(ours, algorithm) => {
                     ours.all_reduce_with(input, output, op, AllReduceOptions::registered(algorithm), stream)
                 }
@@ -96,7 +96,7 @@ impl Contender<'_> {
 
     /// Whether it is NCCL, beside which ours are shown.
     pub(super) fn is_nccl(self) -> bool {
-        matches!(self, Self::Nccl(_) | Self::Mixed(_, mixed::Of::Nccl))
+        matches!(self, Self::Nccl(_) | Self::Mixed(_, mixed::Variant::Nccl))
     }
 
     /// Whether it can do this.

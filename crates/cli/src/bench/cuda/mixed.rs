@@ -22,7 +22,7 @@ use crate::bench::case::Collective;
 
 /// How an operation is carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Of {
+pub(super) enum Variant {
     /// By the handler, in a given mode or as it chooses.
     Fused(Option<MixedMode>),
     /// By our own collectives: one of all ranks, or one in each kind of group.
@@ -31,7 +31,7 @@ pub(super) enum Of {
     Nccl,
 }
 
-impl Of {
+impl Variant {
     /// All of ours.
     pub(super) fn all(mixed: Mixed) -> impl Iterator<Item = Self> {
         let fused = mixed.modes().filter(|mode| *mode != Some(MixedMode::Composed));
@@ -93,9 +93,9 @@ impl<'a> Handler<'a> {
     }
 
     /// The name in the table.
-    pub(super) fn name(&self, case: &Case, of: Of) -> String {
-        match of {
-            Of::Fused(mode) => {
+    pub(super) fn name(&self, case: &Case, variant: Variant) -> String {
+        match variant {
+            Variant::Fused(mode) => {
                 let mixed = operation(case);
                 let layout = self.fused.layout();
                 let (input, output) = case.counts(layout.world_rank(), layout.world_size());
@@ -103,8 +103,8 @@ impl<'a> Handler<'a> {
                 let name = mixed.name(mode, || self.fused.select(self.ours, mixed.op, block));
                 name.unwrap_or_else(|error| error.to_string())
             }
-            Of::Composed => "composed".into(),
-            Of::Nccl => "nccl".into(),
+            Variant::Composed => "composed".into(),
+            Variant::Nccl => "nccl".into(),
         }
     }
 
@@ -115,7 +115,7 @@ impl<'a> Handler<'a> {
     pub(super) unsafe fn call(
         &self,
         case: &Case,
-        of: Of,
+        variant: Variant,
         input: &TensorView<'_>,
         output: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
@@ -123,14 +123,14 @@ impl<'a> Handler<'a> {
         let Mixed { op, .. } = operation(case);
         // SAFETY: passed on; what lies in between lives as long as the handler.
         unsafe {
-            match of {
-                Of::Fused(mode) => {
+            match variant {
+                Variant::Fused(mode) => {
                     self.fused.run(self.ours, operation(case).call(mode), input, output, stream)
                 }
-                Of::Composed => {
+                Variant::Composed => {
                     compose(op, self.ours, self.ours_in_groups.as_ref(), input, output, &self.middle, stream)
                 }
-                Of::Nccl => {
+                Variant::Nccl => {
                     let nccl = self.nccl.expect("it is compared where it is");
                     compose(op, nccl, self.nccl_in_groups.as_ref(), input, output, &self.middle, stream)
                 }
@@ -147,7 +147,7 @@ fn operation(case: &Case) -> Mixed {
 }
 
 /// What a composed operation is made of.
-trait Parts {
+trait PlainCollectives {
     /// # Safety
     /// As [`Contender::call`](super::contender::Contender::call); of the other methods too.
     unsafe fn sum(
@@ -155,32 +155,32 @@ trait Parts {
         input: &TensorView<'_>,
         output: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
-    ) -> Done;
+    ) -> Outcome;
     unsafe fn gather(
         &self,
         input: &TensorView<'_>,
         output: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
-    ) -> Done;
+    ) -> Outcome;
     unsafe fn scatter(
         &self,
         input: &TensorView<'_>,
         output: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
-    ) -> Done;
+    ) -> Outcome;
 }
 
-type Done = Result<(), CollectiveError>;
+type Outcome = Result<(), CollectiveError>;
 
-macro_rules! parts {
+macro_rules! plain_collectives {
     ($Collectives:ty) => {
-        impl Parts for $Collectives {
+        impl PlainCollectives for $Collectives {
             unsafe fn sum(
                 &self,
                 input: &TensorView<'_>,
                 output: &mut TensorViewMut<'_>,
                 stream: StreamRef<'_>,
-            ) -> Done {
+            ) -> Outcome {
                 // SAFETY: passed on.
                 unsafe { self.all_reduce(input, output, ReduceOp::Sum, stream) }
             }
@@ -190,7 +190,7 @@ macro_rules! parts {
                 input: &TensorView<'_>,
                 output: &mut TensorViewMut<'_>,
                 stream: StreamRef<'_>,
-            ) -> Done {
+            ) -> Outcome {
                 // SAFETY: passed on.
                 unsafe { self.all_gather(input, output, stream) }
             }
@@ -200,7 +200,7 @@ macro_rules! parts {
                 input: &TensorView<'_>,
                 output: &mut TensorViewMut<'_>,
                 stream: StreamRef<'_>,
-            ) -> Done {
+            ) -> Outcome {
                 // SAFETY: passed on.
                 unsafe { self.reduce_scatter(input, output, ReduceOp::Sum, stream) }
             }
@@ -208,14 +208,14 @@ macro_rules! parts {
     };
 }
 
-parts!(CudaCollectives);
-parts!(NcclCollectives);
+plain_collectives!(CudaCollectives);
+plain_collectives!(NcclCollectives);
 
 /// An operation as one collective of all ranks, or as one in each kind of group.
 ///
 /// # Safety
 /// As [`Contender::call`](super::contender::Contender::call); `middle` has a block.
-unsafe fn compose<C: Parts>(
+unsafe fn compose<C: PlainCollectives>(
     op: MixedOp,
     all: &C,
     groups: Option<&Groups<C>>,
@@ -223,7 +223,7 @@ unsafe fn compose<C: Parts>(
     output: &mut TensorViewMut<'_>,
     middle: &DeviceMemory,
     stream: StreamRef<'_>,
-) -> Done {
+) -> Outcome {
     let (at, dtype, device): (_, _, Device) =
         (middle.pointer().0 as usize as *mut u8, input.dtype(), input.device());
     let shape = [input.numel().min(output.numel())];

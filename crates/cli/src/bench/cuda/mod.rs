@@ -26,7 +26,7 @@ use clap::ValueEnum;
 use super::{AlgorithmChoice, Args, Buffers, Collective, case::Case};
 use crate::{launch::Launch, report::Gpus};
 
-use mixed::Of;
+use mixed::Variant;
 pub(super) use worker::execute;
 
 /// Replays of the graph for one time.
@@ -73,7 +73,7 @@ fn algorithms(args: &Args, collective: Collective) -> Vec<Option<Algorithm>> {
 /// How many rows there will be.
 pub(super) fn rows(args: &Args) -> usize {
     let rows = |case: &Case| match case.collective {
-        Collective::Mixed(mixed) => Of::all(mixed).count(),
+        Collective::Mixed(mixed) => Variant::all(mixed).count(),
         collective => algorithms(args, collective).len(),
     };
     cases(args).iter().map(rows).sum()

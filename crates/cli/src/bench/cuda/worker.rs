@@ -17,7 +17,7 @@ use antiphon::{
 use super::{
     REPLAYS, Result, algorithms, calls, cases,
     contender::{Contender, Tensors},
-    mixed::{Handler, Of},
+    mixed::{Handler, Variant},
     note,
     timing::Clock,
 };
@@ -131,8 +131,8 @@ impl<'a> Bench<'a> {
     /// Everybody of ours, then NCCL.
     fn contenders(&self, collective: Collective) -> Vec<Contender<'_>> {
         if let (Collective::Mixed(mixed), Some(handler)) = (collective, &self.mixed) {
-            let all = Of::all(mixed).chain(self.nccl.map(|_| Of::Nccl));
-            return all.map(|of| Contender::Mixed(handler, of)).collect();
+            let all = Variant::all(mixed).chain(self.nccl.map(|_| Variant::Nccl));
+            return all.map(|variant| Contender::Mixed(handler, variant)).collect();
         }
         let ours = algorithms(self.args, collective).into_iter();
         let ours = ours.map(|algorithm: Option<Algorithm>| match (self.args.buffers, algorithm) {
