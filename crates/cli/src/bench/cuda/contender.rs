@@ -13,7 +13,10 @@ use antiphon::{
     tensor::{DType, Device, TensorView, TensorViewMut},
 };
 
-use super::super::case::{Case, Collective, ROOT};
+use super::{
+    super::case::{Case, Collective, ROOT},
+    mixed::{self, Handler},
+};
 
 /// One of those who are compared.
 #[derive(Clone, Copy)]
@@ -23,6 +26,8 @@ pub(super) enum Contender<'a> {
     /// Ours, on registered memory.
     Registered(&'a CudaCollectives, Algorithm),
     Nccl(&'a NcclCollectives),
+    /// An operation of a mixed layout, by one of those who can do it.
+    Mixed(&'a Handler<'a>, mixed::Variant),
 }
 
 /// A rank's tensors.
@@ -46,6 +51,7 @@ impl Contender<'_> {
             Self::Ours(_, Some(algorithm)) => algorithm.to_string(),
             Self::Registered(_, algorithm) => format!("{algorithm} registered"),
             Self::Nccl(_) => "nccl".into(),
+            Self::Mixed(handler, variant) => handler.name(case, variant),
         }
     }
 
@@ -70,7 +76,7 @@ impl Contender<'_> {
                     let case = Case { algorithm, ..*case };
                     let call = case.call(ours.rank(), ours.world_size());
                     match case.collective {
-                        Collective::SEND_RECV => ping_pong(self, &input, output, stream),
+                        Collective::SEND_RECV => ping_pong(ours, &input, output, stream),
                         Collective::Of(Operation::AllGather) if case.is_list() => {
                             let (inputs, mut outputs) = tensors.lists(&case);
                             ours.all_gather_list(&inputs, &mut outputs, stream)
@@ -83,13 +89,14 @@ impl Contender<'_> {
                         _ => ours.call(&call, Some(&input), Some(output), stream),
                     }
                 }
+                Self::Mixed(handler, variant) => handler.call(case, variant, &input, output, stream),
                 Self::Registered(ours, algorithm) => {
                     ours.all_reduce_with(input, output, op, AllReduceOptions::registered(algorithm), stream)
                 }
                 Self::Nccl(nccl) => {
                     let call = case.call(nccl.rank(), nccl.world_size());
                     match case.collective {
-                        Collective::SEND_RECV => ping_pong(self, &input, output, stream),
+                        Collective::SEND_RECV => ping_pong(nccl, &input, output, stream),
                         _ if case.is_list() => {
                             let (inputs, mut outputs) = tensors.lists(case);
                             nccl.call_list(&call, &inputs, &mut outputs, stream)
@@ -102,54 +109,72 @@ impl Contender<'_> {
         }
     }
 
-    fn rank(self) -> usize {
-        match self {
-            Self::Ours(ours, _) | Self::Registered(ours, _) => ours.rank(),
-            Self::Nccl(nccl) => nccl.rank(),
-        }
+    /// Whether it is NCCL, beside which ours are shown.
+    pub(super) fn is_nccl(self) -> bool {
+        matches!(self, Self::Nccl(_) | Self::Mixed(_, mixed::Variant::Nccl))
     }
+}
+/// What carries messages.
+trait Messages {
+    fn rank(&self) -> usize;
 
     /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`Contender::call`].
     unsafe fn send(
-        self,
+        &self,
         tensor: &TensorView<'_>,
         to: usize,
         stream: StreamRef<'_>,
-    ) -> Result<(), CollectiveError> {
-        // SAFETY: passed on.
-        unsafe {
-            match self {
-                Self::Ours(ours, _) | Self::Registered(ours, _) => ours.send(tensor, to, stream),
-                Self::Nccl(nccl) => nccl.send(tensor, to, stream),
-            }
-        }
-    }
+    ) -> Result<(), CollectiveError>;
 
     /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`Contender::call`].
     unsafe fn recv(
-        self,
+        &self,
         tensor: &mut TensorViewMut<'_>,
         from: usize,
         stream: StreamRef<'_>,
-    ) -> Result<(), CollectiveError> {
-        // SAFETY: passed on.
-        unsafe {
-            match self {
-                Self::Ours(ours, _) | Self::Registered(ours, _) => ours.recv(tensor, from, stream),
-                Self::Nccl(nccl) => nccl.recv(tensor, from, stream),
+    ) -> Result<(), CollectiveError>;
+}
+
+macro_rules! messages {
+    ($($collectives:ty),*) => {$(
+        impl Messages for $collectives {
+            fn rank(&self) -> usize {
+                self.rank()
+            }
+
+            unsafe fn send(
+                &self,
+                tensor: &TensorView<'_>,
+                to: usize,
+                stream: StreamRef<'_>,
+            ) -> Result<(), CollectiveError> {
+                // SAFETY: passed on.
+                unsafe { self.send(tensor, to, stream) }
+            }
+
+            unsafe fn recv(
+                &self,
+                tensor: &mut TensorViewMut<'_>,
+                from: usize,
+                stream: StreamRef<'_>,
+            ) -> Result<(), CollectiveError> {
+                // SAFETY: passed on.
+                unsafe { self.recv(tensor, from, stream) }
             }
         }
-    }
+    )*};
 }
+
+messages!(CudaCollectives, NcclCollectives);
 
 /// From rank 0 to rank 1 and back; the others watch.
 ///
 /// # Safety
 /// As [`Contender::call`].
 unsafe fn ping_pong(
-    by: Contender<'_>,
+    by: &impl Messages,
     input: &TensorView<'_>,
     output: &mut TensorViewMut<'_>,
     stream: StreamRef<'_>,
