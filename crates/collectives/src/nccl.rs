@@ -105,7 +105,7 @@ impl NcclCollectives {
             .map_err(CollectiveError::from)
     }
 
-    /// Everybody's `input`, one behind the other by rank, to everybody's `output`.
+    /// All ranks' `input`, one behind the other by rank, to the `output` of every rank.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -169,7 +169,7 @@ impl NcclCollectives {
             .map_err(CollectiveError::from)
     }
 
-    /// The root's `buffer` to everybody's.
+    /// The root's `buffer` to the `buffer` of every rank.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] when there is no rank `root`.

@@ -122,7 +122,7 @@ impl Outcome {
         }
     }
 
-    /// One line for each rank and, last, who failed first; empty after a success.
+    /// One line for each rank and, last, the rank that failed first; empty after a success.
     pub fn report(&self) -> String {
         if self.success() {
             return String::new();

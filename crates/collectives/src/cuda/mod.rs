@@ -19,7 +19,7 @@
 //!     let collectives = CudaCollectives::new(&comm, &context)?;
 //!     let (stream, mut memory) = (context.stream()?, DeviceMemory::allocate(&context, 4096)?);
 //!     let gradient = memory.view_mut(DType::F32, &[1024])?;
-//!     // SAFETY: nobody else uses the memory, which lives until the stream is done.
+//!     // SAFETY: no other work uses the memory, which lives until the stream has finished.
 //!     unsafe { collectives.all_reduce_in_place(gradient, ReduceOp::Sum, &stream) }?;
 //!     stream.borrow().synchronize()?;
 //!     Ok(collectives.check()?)

@@ -2,14 +2,14 @@
 //!
 //! All are pieces of one picture: rank `r` has a row of blocks, one for each rank.
 //!
-//! | operation | who contributes | who gets what |
+//! | operation | contributions | results |
 //! | --- | --- | --- |
 //! | all-gather | every rank a block | every rank all blocks |
 //! | gather | every rank a block | the root all blocks |
 //! | broadcast | the root a block | every rank that block |
 //! | scatter | the root a row | rank `r` the root's `r`-th block |
-//! | all-to-all | every rank a row | rank `r` everybody's `r`-th block |
-//! | reduce-scatter | every rank a row | rank `r` the reduction of everybody's `r`-th block |
+//! | all-to-all | every rank a row | rank `r` gets all ranks' `r`-th blocks |
+//! | reduce-scatter | every rank a row | rank `r` gets the reduction of all ranks' `r`-th blocks |
 //! | reduce | every rank a block | the root the reduction of all blocks |
 //!
 //! All-gather, reduce-scatter and all-to-all also have a form for parts of uneven lengths, which a call lists: `…_v`.

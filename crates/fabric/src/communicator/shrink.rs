@@ -3,10 +3,10 @@
 //! The survivors meet in the memory that they already share; each of them has a word there (in its control block) that
 //! says how far it has come. They make one attempt after the other, and the same number of them:
 //!
-//! 1. A rank *arrives*, and waits until each of the others has arrived or is gone. Who arrived takes part. All ranks find
+//! 1. A rank *arrives*, and waits until each of the others has arrived or is gone. The ranks that arrived take part. All ranks find
 //!    the same, as what is gone does not arrive any more, and what has arrived stays written down.
-//! 2. The lowest that takes part makes new memory and hands it to the others. Whoever has it is *ready*.
-//! 3. The attempt succeeds if all who take part are ready. It does not if one of them is gone and was not ready, which all
+//! 2. The lowest of them makes new memory and sends it to the others. A rank that has it is *ready*.
+//! 3. The attempt succeeds if all of them are ready. It fails if one of them is gone and was not ready, which all
 //!    others find too, and for good: then the next attempt begins, without that rank.
 //!
 //! A rank that gives up before says so, for ever, and the others give up too.
@@ -241,7 +241,7 @@ impl<'a> Survivor<'a> {
         Ok(Some(Regions::new(memory, layout)))
     }
 
-    /// Waits until `ready` says so, while nobody gives up.
+    /// Waits until `ready` returns true, or a rank gives up.
     fn wait<T>(
         &self,
         missing: impl Fn() -> Vec<usize>,

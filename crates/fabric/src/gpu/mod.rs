@@ -98,9 +98,6 @@ mod staging;
 mod tenant;
 mod watch;
 
-use antiphon_device::{DeviceError, cuda::CudaError};
-
-use crate::FabricError;
 pub use crate::gpu_kernels as kernels;
 pub use family::{FORMATS, Family, Kernel, Loaded, NoArguments, ROWS, SLOTS, Source, THREADS, program};
 pub use idle::UntilIdle;
@@ -116,8 +113,4 @@ pub const MAX_WORLD: usize = 8;
 /// so they must not wait for room: twice as many fit, for those of another grid.
 pub const fn most_blocks(world_size: usize) -> u32 {
     if world_size <= 4 { 4 } else { 2 } // with more ranks a thread needs more registers
-}
-
-pub(crate) fn device(error: CudaError) -> FabricError {
-    DeviceError::from(error).into()
 }

@@ -9,7 +9,7 @@ use std::{
 use antiphon_device::cuda::{Context, DevicePointer, StreamRef, WaitBoard, memory};
 
 use super::{
-    Family, Loaded, MAX_WORLD, OnFailure, UntilIdle, device,
+    Family, Loaded, MAX_WORLD, OnFailure, UntilIdle,
     engine::{Engine, Programmatic},
     family::Programs,
     launch::SideStream,
@@ -123,7 +123,7 @@ impl Tenant {
     #[inline]
     pub fn enter(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
         self.check_ready()?;
-        self.fail_if_err(self.resources.order.enter(stream).map_err(device))
+        self.fail_if_err(self.resources.order.enter(stream).map_err(FabricError::from))
     }
 
     /// Begins a call, as [`enter`](Self::enter), in an order of its own: for kernels that may work beside those of the first order,
@@ -133,7 +133,7 @@ impl Tenant {
     /// As [`enter`](Self::enter).
     pub fn enter_second(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
         self.check_ready()?;
-        self.fail_if_err(self.resources.second_order.enter(stream).map_err(device))
+        self.fail_if_err(self.resources.second_order.enter(stream).map_err(FabricError::from))
     }
 
     /// [`enter`](Self::enter), then [`load`](Self::load).
@@ -279,9 +279,9 @@ impl Resources {
         let control = (0..CHANNELS).map(|channel| arena.pointer(rank).offset(staging.channel_at(channel)));
         clear(context, control, SLOTS_AT)?;
         Ok(Self {
-            order: Order::new(context).map_err(device)?,
-            second_order: Order::new(context).map_err(device)?,
-            side: SideStream::new(context).map_err(device)?,
+            order: Order::new(context)?,
+            second_order: Order::new(context)?,
+            side: SideStream::new(context)?,
             programs: RefCell::new(Programs::new(context, arena.world_size())),
             arena,
             staging,
@@ -295,10 +295,10 @@ fn clear(
     at: impl Iterator<Item = DevicePointer>,
     bytes: usize,
 ) -> Result<(), FabricError> {
-    let stream = context.stream().map_err(device)?;
+    let stream = context.stream()?;
     for at in at {
         // SAFETY: a channel is larger, and nobody uses it yet.
-        unsafe { memory::fill(stream.borrow(), at, 0, bytes) }.map_err(device)?;
+        unsafe { memory::fill(stream.borrow(), at, 0, bytes) }?;
     }
-    stream.borrow().synchronize().map_err(device)
+    stream.borrow().synchronize().map_err(FabricError::from)
 }

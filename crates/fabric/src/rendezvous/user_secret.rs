@@ -80,7 +80,7 @@ fn of_file(mut file: File, path: &Path) -> Result<Secret, RendezvousError> {
     }
 }
 
-/// Locks the file until it is closed: nobody reads it before it is whole.
+/// Locks the file until it is closed, so that no process reads it before it is complete.
 fn lock(file: &File, path: &Path) -> Result<(), RendezvousError> {
     let start = Instant::now();
     loop {

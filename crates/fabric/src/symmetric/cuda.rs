@@ -2,10 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use antiphon_device::{
-    DeviceError,
-    cuda::{Allocation, Context, CudaError, DevicePointer, Mapping, memory},
-};
+use antiphon_device::cuda::{Allocation, Context, CudaError, DevicePointer, Mapping, memory};
 
 use crate::{Communicator, FabricError};
 
@@ -27,7 +24,7 @@ impl CudaArena {
     /// On every rank, if one fails: its own error there, [`FabricError::InvalidArgument`] that names it elsewhere.
     /// [`FabricError::InvalidArgument`] too when ranks ask for different sizes; as [`Communicator::barrier`].
     pub fn new(comm: &Communicator, context: &Context, len: usize, fill: u8) -> Result<Self, FabricError> {
-        let made = comm.agree("has no memory to share", make(context, len).map_err(device))?;
+        let made = comm.agree("has no memory to share", make(context, len).map_err(FabricError::from))?;
         let sizes = comm.exchange_objects(&made.0.len())?;
         if let Some(rank) = sizes.iter().position(|&size| size != sizes[0]) {
             let text =
@@ -36,9 +33,9 @@ impl CudaArena {
         }
         let (allocation, descriptor) = made;
         let descriptors = comm.exchange_descriptors(descriptor.as_fd())?;
-        let mapped = map(context, comm.rank(), allocation, &descriptors).map_err(device);
+        let mapped = map(context, comm.rank(), allocation, &descriptors).map_err(FabricError::from);
         let mappings = comm.agree("cannot map the memory of its peers", mapped)?;
-        let filled = fill_all(context, &mappings[comm.rank()], fill).map_err(device);
+        let filled = fill_all(context, &mappings[comm.rank()], fill).map_err(FabricError::from);
         comm.agree("cannot fill its memory", filled)?; // and nobody uses it before
         Ok(Self { context: context.clone(), mappings })
     }
@@ -101,8 +98,4 @@ fn fill_all(context: &Context, mapping: &Mapping, value: u8) -> Result<(), CudaE
     // SAFETY: the mapping is of that size, and nobody else uses it yet.
     unsafe { memory::fill(stream.borrow(), mapping.pointer(), value, mapping.len()) }?;
     stream.borrow().synchronize()
-}
-
-fn device(error: CudaError) -> FabricError {
-    DeviceError::from(error).into()
 }

@@ -1,4 +1,4 @@
-//! Those who are compared.
+//! The implementations that are compared.
 
 use antiphon::{
     collectives::{
@@ -13,7 +13,7 @@ use antiphon::{
 
 use super::super::case::{Case, Collective, ROOT};
 
-/// One of those who are compared.
+/// An implementation that is compared.
 #[derive(Clone, Copy)]
 pub(super) enum Contender<'a> {
     /// Ours, by a given algorithm or as it chooses.

@@ -20,7 +20,7 @@ impl<S: Stamp> Mailboxes<S> {
         &self.packets[rank][(self.slot)(round)]
     }
 
-    /// As `Rounds`: fill the outbox, post, wait for everybody, and only then read.
+    /// As `Rounds`: fill the outbox, post, wait for all ranks, and only then read.
     fn exchange(&self, rank: usize, round: u64) {
         let value = |rank: usize| 100 * round + rank as u64;
         self.packet(rank, round).post(round, value(rank));
