@@ -1,4 +1,4 @@
-//! Flows over shared links: who gets how much, and when they are done.
+//! Flows over shared links: their rates, and the times at which they end.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
