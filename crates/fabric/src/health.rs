@@ -419,7 +419,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_fault_says_whom_in_the_world_the_error_was_about() {
+    fn a_fault_names_the_rank_of_the_world() {
         let members = Members::of_group([20, 21, 22, 23]);
         let operation = Signature::new(Operation::Barrier);
         let lost = FabricError::PeerLost { rank: 3, operation, how: Loss::Left, members: members.clone() };

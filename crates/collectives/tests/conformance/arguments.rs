@@ -25,7 +25,7 @@ conformance! {
     lists_of_counts_that_are_not_one_per_rank: any_dtype, [world_1 world_3];
     counts_that_do_not_sum_up: any_dtype, [world_1 world_3];
     registered_memory_of_gpus: any_dtype, [world_1 world_2];
-    a_refusal_on_one_rank_concerns_nobody_else: any_dtype, [world_2 world_3];
+    a_refusal_on_one_rank_does_not_affect_the_others: any_dtype, [world_2 world_3];
 }
 
 const SUM: ReduceOp = ReduceOp::Sum;
@@ -275,7 +275,7 @@ fn counts_that_do_not_sum_up<B: Backend>(world: usize) {
     });
 }
 
-fn a_refusal_on_one_rank_concerns_nobody_else<B: Backend>(world: usize) {
+fn a_refusal_on_one_rank_does_not_affect_the_others<B: Backend>(world: usize) {
     B::run(world, |comm| {
         if comm.rank() == 1 {
             comm.all_reduce(&[0f32; 7], &mut [0f32; 6], SUM).unwrap_err();

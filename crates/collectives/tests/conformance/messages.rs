@@ -18,7 +18,7 @@ const PACKET: usize = 64 << 10;
 const RING: usize = 4 * PACKET;
 
 conformance! {
-    everyone_passes_a_message_round_the_ring: every_dtype, every_world;
+    every_rank_passes_a_message_round_the_ring: every_dtype, every_world;
     tensors_may_begin_anywhere: every_dtype, [world_1 world_3];
     messages_of_any_size_go_both_ways_at_once: [f32 bf16 u8], [world_1 world_2 world_3 world_5];
     messages_arrive_in_the_order_they_were_sent: any_dtype, [world_1 world_2 world_3];
@@ -37,7 +37,7 @@ conformance! {
     arguments_that_make_no_sense_are_refused: any_dtype, [world_1 world_2];
 }
 
-fn everyone_passes_a_message_round_the_ring<B: Backend>(dtype: DType, world: usize) {
+fn every_rank_passes_a_message_round_the_ring<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for count in small_counts(dtype).into_iter().chain([4099]) {

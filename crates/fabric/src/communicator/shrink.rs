@@ -315,7 +315,7 @@ mod tests {
 
     /// Of 4 ranks `victim` arrives with the others and leaves when they all wait for it; the others go on in a second attempt.
     #[test]
-    fn whoever_arrives_and_is_lost_is_left_out_in_the_next_attempt() {
+    fn a_rank_that_arrives_and_is_lost_is_left_out_in_the_next_attempt() {
         for victim in 0..4 {
             let results = LocalWorld::run_with(4, Duration::from_secs(20), |comm| {
                 let shared = comm.shared();
@@ -347,7 +347,7 @@ mod tests {
 
     /// What was decided is not taken back: a rank that leaves when it is ready is in, and missed by the first call.
     #[test]
-    fn whoever_is_lost_when_it_is_ready_is_lost_to_the_new_communicator() {
+    fn a_rank_that_is_lost_when_ready_is_lost_to_the_new_communicator() {
         let results = LocalWorld::run_with(3, Duration::from_secs(20), |comm| {
             if comm.rank() == 0 {
                 let survivor = Survivor::new(comm.shared())?;

@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn all_who_ask_at_once_get_the_same_random_secret() {
+    fn concurrent_callers_get_the_same_random_secret() {
         let folder = tempfile::tempdir().unwrap();
         let inner = folder.path().join("not/there/yet");
         let secrets: Vec<Secret> = std::thread::scope(|scope| {
