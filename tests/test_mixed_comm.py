@@ -489,7 +489,7 @@ def test_integers_are_those_of_flashinfer() -> None:
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2))))
-def test_who_is_where(sizes: tuple[int, int, int, int]) -> None:
+def test_ranks_have_their_places(sizes: tuple[int, int, int, int]) -> None:
     local_tp, local_dp, inter_tp, inter_dp = sizes
     local, inter = local_tp * local_dp, inter_tp * inter_dp
     for rank in range(local * inter):
