@@ -1018,11 +1018,11 @@ class MixedHandler:
 
         ``RuntimeError`` or ``ValueError`` on all ranks, if one fails."""
 
-    def restore_memory(self) -> None:
+    def restore_memory(self, problem: str | None = None) -> None:
         """Undoes :meth:`release_memory`: calls go on, and so do graphs that were captured before. All ranks call it together.
 
         ``RuntimeError`` or ``ValueError`` on all ranks, if one fails, as for a GPU with too little memory left; it can be called again
-        then."""
+        then. A rank that gives a ``problem`` fails with that text, and restores nothing."""
 
     def run(
         self,
