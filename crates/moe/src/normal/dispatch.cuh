@@ -1,9 +1,7 @@
-// Dispatch: the tokens of every rank to where a handle says. Behind rows.cuh.
+// Dispatch: the tokens of every rank to where a handle says. Behind region.cuh.
 //
 // A record is a token's row with what travels beside it: the token's number, its experts as the receiving rank numbers them, their
-// weights, its scales. Records go as rows of 31 vectors to the receiver's lane of this rank, in order, so that a receiver
-// knows of every vector where it belongs. `a.root` is the first record of each pair of ranks in this launch, `a.count` how many
-// there may be.
+// weights, its scales. Records go in order to the receiver's lane of this rank, so that a receiver knows of each where it belongs.
 
 // Rust's `RowsCall` has the same layout.
 struct rows_call {
@@ -19,22 +17,8 @@ struct rows_call {
     u32* to_scales;
     u8* to_ids;
     u32* to_weights;
-    u32 tokens, row_bytes, scales_of_row, top_k, id_bytes, local;
-};
-
-// How a record is cut.
-struct record {
-    u32 of_row, vectors, chunks;
-
-    DEVICE record(const rows_call& k) : of_row(k.row_bytes / 16) {
-        vectors = of_row + (1 + 2 * k.top_k + k.scales_of_row + 3) / 4;
-        chunks = (vectors + ROW - 1) / ROW;
-    }
-    // This lane's vector of a chunk, or `vectors`.
-    DEVICE u32 mine(u32 chunk) const {
-        const u32 index = chunk * ROW + lane_id();
-        return lane_id() < ROW && index < vectors ? index : vectors;
-    }
+    region_call region;
+    u32 tokens, rows, row_bytes, scales_of_row, top_k, id_bytes, local;
 };
 
 // A token's choice as `rank` numbers its experts; -1 where it is another's.
@@ -58,6 +42,9 @@ DEVICE u32 word_beside(const rows_call& k, u32 rank, u32 token, u32 word) {
     return word < k.scales_of_row ? k.scales[(u64)token * k.scales_of_row + word] : 0;
 }
 
+// How many words travel beside a row.
+DEVICE u32 words_of(const rows_call& k) { return 1 + 2 * k.top_k + k.scales_of_row; }
+
 DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
     if (word == 0) k.sources[row] = value;
     else if (word < 1 + k.top_k) {
@@ -69,79 +56,75 @@ DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
         k.to_scales[(u64)row * k.scales_of_row + word - 1 - 2 * k.top_k] = value;
 }
 
-DEVICE uint4 load_record(const rows_call& k, const record& shape, u32 rank, u32 token, u32 chunk) {
-    const u32 at = shape.mine(chunk);
-    if (at < shape.of_row) return load16(k.x + (u64)token * k.row_bytes + at * 16);
-    if (at == shape.vectors) return make_uint4(0, 0, 0, 0);
-    const u32 word = (at - shape.of_row) * 4;
-    return make_uint4(word_beside(k, rank, token, word), word_beside(k, rank, token, word + 1),
-                      word_beside(k, rank, token, word + 2), word_beside(k, rank, token, word + 3));
+// Warps of a block: some send, some copy this rank's own rows, the others take what arrives.
+constexpr u32 SENDING = RINGS * 2 / 5, KEEPING = RINGS / 5, TAKING = RINGS - SENDING - KEEPING;
+
+// The warp's share of the records that stay on this rank.
+DEVICE void keep_own(const arguments& a, const rows_call& k, pipeline& copies, rows mine) {
+    const u32 words = words_of(k), count = k.counts[a.rank * WORLD + a.rank], start = k.starts[a.rank];
+    const auto none = [](u32) { return 0u; };
+    for (u32 i = mine.first; i < count; i += mine.step) {
+        const u32 token = k.order[(u64)a.rank * k.tokens + i];
+        copies.copy(k.to_x + (u64)(start + i) * k.row_bytes, k.x + (u64)token * k.row_bytes, k.row_bytes, signals{nullptr, nullptr, 0},
+                    words_beside<decltype(none)>{0, none});
+        for (u32 word = lane_id(); word < words; word += 32) store_beside(k, start + i, word, word_beside(k, a.rank, token, word));
+    }
 }
 
-DEVICE void store_record(const rows_call& k, const record& shape, u32 row, u32 chunk, uint4 v) {
-    const u32 at = shape.mine(chunk);
-    if (at < shape.of_row) return store16(k.to_x + (u64)row * k.row_bytes + at * 16, v);
-    if (at == shape.vectors) return;
-    const u32 word = (at - shape.of_row) * 4;
-    store_beside(k, row, word, v.x);
-    store_beside(k, row, word + 1, v.y);
-    store_beside(k, row, word + 2, v.z);
-    store_beside(k, row, word + 3, v.w);
+// The warp's share of the records that come from peers.
+DEVICE bool take(reader& r, pipeline& copies, const rows_call& k, const turn& t, rows mine) {
+    const arguments& a = r.a;
+    const u32 words = words_of(k);
+    const auto none = [](u32) { return 0u; };
+    u32 most = 0;
+    for (u32 next = 0; next < PEERS; ++next) most = max(most, k.counts[rank_of(a, next) * WORLD + a.rank]);
+    for (u32 i = mine.first; i < most * PEERS; i += mine.step) {
+        const u32 next = i % PEERS, from = rank_of(a, next), number = i / PEERS, count = k.counts[from * WORLD + a.rank];
+        if (number >= count) continue;
+        if (!wait_for_record(r, copies, k.region, t, from, number)) return false;
+        const u8* record = a.own + record_at(k.region, t, from, a.rank, number);
+        const u32 row = k.starts[from] + number;
+        for (u32 word = lane_id(); word < words; word += 32)
+            store_beside(k, row, word, ld_relaxed_sys((const u32*)(record + k.row_bytes) + word));
+        u32* counted = is_waited_for(k.region, number, count) ? (u32*)(a.peer[next] + count_at(a, k.region, t, a.rank, number)) : nullptr;
+        copies.copy(k.to_x + (u64)row * k.row_bytes, record, k.row_bytes, signals{nullptr, counted, 0}, words_beside<decltype(none)>{0, none});
+    }
+    return true;
 }
 
-constexpr u32 AT_ONCE = 4; // chunks that a warp has under way
+// Rows for which there is room, and which do not arrive, name no experts.
+DEVICE void name_no_experts(const arguments& a, const rows_call& k, rows mine) {
+    const u32 arriving = k.starts[WORLD - 1] + k.counts[(WORLD - 1) * WORLD + a.rank];
+    for (u32 row = arriving + mine.first; row < k.rows; row += mine.step)
+        for (u32 choice = lane_id(); choice < k.top_k; choice += 32) store_beside(k, row, 1 + choice, ~0u);
+}
 
-// Each block serves one peer: it sends to it, and stores what comes from it.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call k) {
+    extern __shared__ uint4 memory[];
     pdl_wait();
-    const u32 next = blockIdx.x % PEERS, peer = rank_of(a, next);
-    const record shape(k);
-    // Records from rank to rank in this launch.
-    const auto records = [&](u32 from, u32 to) {
-        const u32 all = k.counts[from * WORLD + to];
-        return all > a.root ? min(all - a.root, a.count) : 0;
-    };
-    const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
-    const auto load = [&](u32 i) {
-        const u32 token = k.order[(u64)peer * k.tokens + a.root + i / shape.chunks];
-        return load_record(k, shape, peer, token, i % shape.chunks);
-    };
-    const auto send = [&](const turn& t, u32 i, uint4 v) {
-        store16_volatile(a.peer[next] + lane_at(a, t.slot, a.rank) + (i * 32 + lane_id()) * 16, masked(v));
-    };
-    turn t;
-    const u32 sent = records(a.rank, peer) * shape.chunks;
-    if (!begin_and_send<AT_ONCE, AT_ONCE, true>(a, t, mine.first, mine.step, sent, load, send)) return;
+    const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
-        if (from != a.rank) most = max(most, records(from, a.rank));
-    advance(a, t, most * shape.chunks * 32, 0);
-
-    const rows own = rows_of_warp(blockIdx.x, gridDim.x);
-    for (u32 i = own.first; i < records(a.rank, a.rank) * shape.chunks; i += own.step) {
-        const u32 number = a.root + i / shape.chunks, token = k.order[(u64)a.rank * k.tokens + number];
-        const uint4 v = load_record(k, shape, a.rank, token, i % shape.chunks);
-        store_record(k, shape, k.starts[a.rank] + number, i % shape.chunks, v);
-    }
+        if (from != a.rank) most = max(most, k.counts[from * WORLD + a.rank]);
+    advance(a, t, flag_vectors(k.region, most), 1);
 
     reader r(a, t);
-    const u32 lane = peer * a.lane_stride, start = k.starts[peer] + a.root, end = records(peer, a.rank) * shape.chunks;
-    const auto store = [&](u32 i, uint4 v) { store_record(k, shape, start + i / shape.chunks, i % shape.chunks, unmasked(v)); };
-    u32 i = mine.first;
-    for (; i + (AT_ONCE - 1) * mine.step < end; i += AT_ONCE * mine.step) {
-        u32 at[AT_ONCE], peers[AT_ONCE];
-        uint4 got[AT_ONCE];
-#pragma unroll
-        for (u32 n = 0; n < AT_ONCE; ++n) at[n] = lane + (i + n * mine.step) * 512, peers[n] = peer;
-        if (!collect_rows(r, at, peers, got)) return;
-#pragma unroll
-        for (u32 n = 0; n < AT_ONCE; ++n) store(i + n * mine.step, got[n]);
+    pipeline copies(memory);
+    const u32 warp = threadIdx.x / 32;
+    bool came = true;
+    if (warp < SENDING) {
+        const auto count = [&](u32 to) { return k.counts[a.rank * WORLD + to]; };
+        const auto token = [&](u32 to, u32 number) { return k.order[(u64)to * k.tokens + number]; };
+        const auto beside = [&](u32 to, u32 token, u32 index) { return word_beside(k, to, token, index); };
+        came = send_records(r, copies, k.region, t, share_of_warp(0, SENDING), k.x, k.row_bytes, words_of(k), count, token, beside);
+    } else if (warp < SENDING + KEEPING) {
+        keep_own(a, k, copies, share_of_warp(SENDING, KEEPING));
+        name_no_experts(a, k, share_of_warp(SENDING, KEEPING));
+    } else {
+        came = take(r, copies, k, t, share_of_warp(SENDING + KEEPING, TAKING));
     }
-    for (; i < end; i += mine.step) {
-        uint4 got[1];
-        if (!collect_rows(r, {lane + i * 512}, {peer}, got)) return;
-        store(i, got[0]);
-    }
-    r.finish();
+    copies.drain();
+    if (came) r.finish();
 }
