@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python package loom lint doc deny bench gpu-bundle
+.PHONY: test rust python package wheel loom lint doc deny bench gpu-bundle
 
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer.
 test: loom rust package python
@@ -25,6 +25,11 @@ python: $(VENV)/installed
 # Each crate is built from nothing but what would be published of it. The wheel has tests/test_package.py.
 package:
 	CARGO_PROFILE_DEV_DEBUG=none cargo publish --workspace --dry-run --allow-dirty
+
+# The wheel for every Linux whose glibc is 2.28 or newer, in target/wheels. Zig links it against the old glibc, on any machine.
+wheel: $(VENV)/installed
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check ziglang
+	$(PYTHON) -m maturin build --release --strip --zig --compatibility manylinux_2_28 --out target/wheels
 
 $(VENV)/installed: tests/requirements.txt
 	python3 -m venv $(VENV)

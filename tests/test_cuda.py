@@ -10,11 +10,11 @@ import torch
 
 import antiphon
 import antiphon.torch
+import harness
 import ranks
-import worlds
 from antiphon.comm import create_shared_buffer, free_shared_buffer, pack_strided_memory
+from harness import Checks
 from trtllm import Call
-from worlds import Checks
 
 pytestmark = pytest.mark.cuda
 
@@ -458,13 +458,13 @@ def ranks_that_call_different_things(comm: Comm, device: Device) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_cuda(name: str, world_size: int) -> None:
-    worlds.expect("test_cuda", name, "cuda", world_size)
+    harness.expect("test_cuda", name, "cuda", world_size)
 
 
 def alone() -> None:
     """A world of one rank copies, in the order of the stream."""
     with antiphon.init() as comm:
-        x = torch.arange(6.0, device=worlds.place("cuda", 0))
+        x = torch.arange(6.0, device=harness.place("cuda", 0))
         for found in (comm.all_reduce(x), comm.all_gather(x), comm.all_gather_v(x, [6]), comm.gather(x)):
             assert torch.equal(found, x)
         graph = torch.cuda.CUDAGraph()
@@ -478,14 +478,14 @@ def alone() -> None:
 
 @pytest.mark.cuda
 def test_a_world_of_one() -> None:
-    worlds.need("cuda", 1)
+    harness.need("cuda", 1)
     ranks.processes(1, alone)
 
 
 def after_a_death(captured: bool) -> str:
     """What a rank hears of one that is killed while the others wait for it on their GPUs."""
     with antiphon.init() as comm:
-        device = worlds.place("cuda", comm.rank)
+        device = harness.place("cuda", comm.rank)
         comm.prepare_cuda()
         x = filled(comm, device)
         graph = torch.cuda.CUDAGraph()
@@ -516,7 +516,7 @@ def after_a_death(captured: bool) -> str:
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_killed_rank_is_named_and_gpus_stay_usable(world_size: int, captured: bool) -> None:
-    worlds.need("cuda", world_size)
+    harness.need("cuda", world_size)
     told = ranks.processes(world_size, after_a_death, captured, timeout=10, dying={world_size - 1})
     assert any("PeerLostError" in text and f"rank {world_size - 1}" in text for text in told[:-1]), told
     assert all(text.startswith(("PeerLostError", "TimeoutError", "RuntimeError")) for text in told[:-1]), told
@@ -525,7 +525,7 @@ def test_a_killed_rank_is_named_and_gpus_stay_usable(world_size: int, captured: 
 def after_a_shrink() -> tuple[int, float, float]:
     """What those who are left get on their GPUs, eager and in a graph, when a rank was killed and they have shrunk."""
     with antiphon.init() as old:
-        device = worlds.place("cuda", old.rank)
+        device = harness.place("cuda", old.rank)
         assert old.all_reduce(filled(old, device)).eq(total(old)).all()
         old.barrier()
         if old.rank == 1:
@@ -548,7 +548,7 @@ def after_a_shrink() -> tuple[int, float, float]:
 
 
 def test_whoever_is_left_goes_on_with_its_gpu() -> None:
-    worlds.need("cuda", 3)
+    harness.need("cuda", 3)
     left = ranks.processes(3, after_a_shrink, timeout=30, dying={1})
     assert [left[0], left[2]] == [(2, 3.0, 3.0)] * 2
 
@@ -556,7 +556,7 @@ def test_whoever_is_left_goes_on_with_its_gpu() -> None:
 def after_a_change_of_the_timeout() -> str:
     """Of a kernel that waits for a rank which does not come."""
     with antiphon.init() as comm:
-        device = worlds.place("cuda", comm.rank)
+        device = harness.place("cuda", comm.rank)
         x = filled(comm, device)
         comm.all_reduce(x)
         torch.cuda.synchronize()
@@ -575,7 +575,7 @@ def after_a_change_of_the_timeout() -> str:
 
 
 def test_a_timeout_that_is_changed_holds_on_gpus_too() -> None:
-    worlds.need("cuda", 2)
+    harness.need("cuda", 2)
     told = ranks.processes(2, after_a_change_of_the_timeout, timeout=60)
     assert "timed out" in told[0] and "ranks [1] of 2" in told[0]
 
@@ -583,7 +583,7 @@ def test_a_timeout_that_is_changed_holds_on_gpus_too() -> None:
 def with_a_compiler_that_fails() -> tuple[str, float]:
     """What a rank hears when the last one cannot compile a kernel, and after how many seconds."""
     with antiphon.init() as comm:
-        device = worlds.place("cuda", comm.rank)
+        device = harness.place("cuda", comm.rank)
         comm.prepare_cuda(dtypes=[])
         x = filled(comm, device)
         if comm.rank == comm.world_size - 1:
@@ -600,7 +600,7 @@ def with_a_compiler_that_fails() -> tuple[str, float]:
 
 
 def test_a_kernel_that_one_rank_cannot_compile_is_told_to_all() -> None:
-    worlds.need("cuda", 2)
+    harness.need("cuda", 2)
     (first, waited), (second, _) = ranks.processes(2, with_a_compiler_that_fails, timeout=60)
     assert "no-such-option" in second, second
     assert "rank 1" in first and waited < 20, (first, waited)
@@ -610,7 +610,7 @@ def left_alone_with_a_graph() -> str:
     """The first rank replays a graph for which nobody else comes, and says nothing of it; the other hears how it ends."""
     os.environ["ANTIPHON_ON_FAILURE"] = "abort"
     with antiphon.init() as comm:
-        x = filled(comm, worlds.place("cuda", comm.rank))
+        x = filled(comm, harness.place("cuda", comm.rank))
         comm.prepare_cuda()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -626,7 +626,7 @@ def left_alone_with_a_graph() -> str:
 
 
 def test_a_failure_aborts_the_process_if_it_was_told_so(capfd: pytest.CaptureFixture[str]) -> None:
-    worlds.need("cuda", 2)
+    harness.need("cuda", 2)
     told = ranks.processes(2, left_alone_with_a_graph, timeout=10, dying={0})
     assert "rank 0" in told[1], told
     printed = capfd.readouterr().err

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import antiphon
-import worlds
+import harness
 from antiphon.comm import create_shared_buffer, free_shared_buffer, pack_strided_memory
-from worlds import Checks
+from harness import Checks
 
 CHECKS = check = Checks()
 
@@ -216,9 +216,9 @@ def wrong_arguments_do_no_harm(comm: Comm, device: Device) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("device", harness.DEVICES)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
-    worlds.expect("test_devices", name, device, world_size)
+    harness.expect("test_devices", name, device, world_size)
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import antiphon
+import harness
 import ranks
-import worlds
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -108,7 +108,7 @@ def on_a_gpu() -> bool:
 
 @pytest.mark.cuda
 def test_the_program_for_gpus_runs() -> None:
-    worlds.need("cuda", 2)
+    harness.need("cuda", 2)
     assert ranks.processes(2, on_a_gpu) == [True, True]
 
 

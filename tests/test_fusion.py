@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import fused_reference as reference
+import harness
 import numpy as np
 import pytest
 import torch
-import worlds
-from worlds import Checks
+from harness import Checks
 
 import antiphon
 import antiphon.torch
@@ -282,13 +282,13 @@ def groups_of_any_length_that_divides_a_row(comm: Comm, device: Device) -> None:
             assert torch.equal(found.codes.view(torch.uint8), wanted.view(torch.uint8)), f"{dtype}, {size} of {hidden}"
 
 
-@pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
+@pytest.mark.parametrize(("device", "world_size"), harness.WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
-    worlds.expect("test_fusion", name, device, world_size)
+    harness.expect("test_fusion", name, device, world_size)
 
 
-@pytest.mark.parametrize("device", worlds.DEVICES[:1])
+@pytest.mark.parametrize("device", harness.DEVICES[:1])
 def test_torch_finds_no_fault_with_the_operator(device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with antiphon.init(rank=0, world_size=1, path=Path(folder) / "world") as comm:

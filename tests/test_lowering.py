@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 import antiphon.lowering
 import antiphon.torch
+import harness
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
-import worlds
 from antiphon import _core
 from antiphon.lowering import Options
 from functorch.compile import make_boxed_func
+from harness import Checks
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
 from torch._inductor.virtualized import V
-from worlds import Checks
 
 CHECKS = check = Checks()
 
@@ -290,7 +290,7 @@ def enabled_for_all_and_for_nothing(comm: Comm, device: Device) -> None:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str) -> None:
-    worlds.expect("test_lowering", name, "host", 2)
+    harness.expect("test_lowering", name, "host", 2)
 
 
 def test_wrong_options_are_told() -> None:

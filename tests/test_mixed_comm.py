@@ -13,11 +13,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import harness
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-import worlds
 
 import antiphon.compat
 from antiphon.comm import MixedCommHandler, MixedCommMode, MixedCommOp, ParallelInfo, run_mixed_comm
@@ -52,7 +52,7 @@ def run_checks(backend: str, device: str) -> dict[str, str | None]:
     import antiphon.torch  # noqa: F401  (which has the backend)
 
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    place = worlds.place(device, dist.get_rank())
+    place = harness.place(device, dist.get_rank())
     found: dict[str, str | None] = {}
     for name, body in CHECKS.items():
         try:
@@ -389,7 +389,7 @@ def unlike_batches_are_an_error_on_all_ranks(device: torch.device) -> None:
     ("backend", "device"), [("gloo", "host"), ("antiphon", "host"), pytest.param("nccl", "cuda", marks=pytest.mark.cuda)]
 )
 def test_on(name: str, backend: str, device: str) -> None:
-    worlds.need(device, WORLD)
+    harness.need(device, WORLD)
     failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(backend, device)) if of[name]]
     assert not failures, "\n".join(failures)
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import antiphon.torch
+import harness
 import pytest
 import torch
-import worlds
 from antiphon._core import operations
-from worlds import Checks
+from harness import Checks
 
 CHECKS = check = Checks()
 
@@ -190,10 +190,10 @@ def test_the_order_of_every_operator_is_tested() -> None:
     assert {name.removeprefix("_ordered_") for name in names if name.startswith("_ordered_")} >= mine
 
 
-@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("device", harness.DEVICES)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str) -> None:
-    worlds.expect("test_ops", name, device, 2)
+    harness.expect("test_ops", name, device, 2)
 
 
 def arguments(row: tuple[str, str, str, bool, str | None], x: torch.Tensor, group: str) -> tuple[object, ...]:
@@ -203,9 +203,9 @@ def arguments(row: tuple[str, str, str, bool, str | None], x: torch.Tensor, grou
 
 
 @pytest.mark.parametrize("row", [row for row in operations() if hasattr(ops, row[0])], ids=lambda row: row[0])
-@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("device", harness.DEVICES)
 def test_torch_finds_no_fault_with_an_operation_of_the_table(row: tuple[str, str, str, bool, str | None], device: str) -> None:
-    worlds.need(device, 1)
+    harness.need(device, 1)
     with tempfile.TemporaryDirectory() as folder:
         with antiphon.init(rank=0, world_size=1, path=Path(folder) / "world") as comm:
             x = torch.ones(4, 4, device="cpu" if device == "host" else "cuda:0")
@@ -214,9 +214,9 @@ def test_torch_finds_no_fault_with_an_operation_of_the_table(row: tuple[str, str
 
 
 @pytest.mark.parametrize("name", ["all_reduce_", "all_reduce_rms_norm"])
-@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("device", harness.DEVICES)
 def test_torch_finds_no_fault_with_an_operator(name: str, device: str) -> None:
-    worlds.need(device, 1)
+    harness.need(device, 1)
     with tempfile.TemporaryDirectory() as folder:
         with antiphon.init(rank=0, world_size=1, path=Path(folder) / "world") as comm:
             x = torch.ones(4, 4, device="cpu" if device == "host" else "cuda:0")

@@ -8,12 +8,12 @@ from datetime import timedelta
 from typing import Any
 
 import antiphon.torch
+import harness
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import worlds
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -38,7 +38,7 @@ def outcomes(device: str, world_size: int) -> list[dict[str, str | None]]:
 def run_checks(device: str) -> dict[str, str | None]:
     warnings.simplefilter("ignore")
     dist.init_process_group("antiphon", timeout=timedelta(seconds=60))
-    where = worlds.place(device, dist.get_rank())
+    where = harness.place(device, dist.get_rank())
     found: dict[str, str | None] = {}
     for name, body in CHECKS.items():
         group = dist.new_group(backend="antiphon", timeout=timedelta(seconds=60))
@@ -388,9 +388,9 @@ def what_is_not_served_says_so(group: Group, device: Device) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("device", harness.DEVICES)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
-    worlds.need(device, world_size)
+    harness.need(device, world_size)
     failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(device, world_size)) if of[name]]
     assert not failures, "\n".join(failures)

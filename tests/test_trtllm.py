@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import fused_reference as reference
+import harness
 import pytest
 import torch
-import worlds
+from harness import Checks
 from test_fusion import Comm, Device, wide
 from trtllm import EPS, PATTERNS, Call, quantised
-from worlds import Checks
 
 import antiphon
 from antiphon import comm as peer
@@ -179,10 +179,10 @@ def scales_of_tokens_are_of_sums_that_are_rounded_before_the_residual(comm: Comm
     call.workspace.end()
 
 
-@pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
+@pytest.mark.parametrize(("device", "world_size"), harness.WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
-    worlds.expect("test_trtllm", name, device, world_size)
+    harness.expect("test_trtllm", name, device, world_size)
 
 
 def test_every_name_of_the_peers_page_is_served() -> None:

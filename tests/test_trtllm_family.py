@@ -4,12 +4,12 @@ programs of them all, on host memory and on GPUs."""
 from typing import Any
 
 import fused_reference as reference
+import harness
 import pytest
 import torch
-import worlds
+from harness import Checks
 from test_fusion import Comm, Device, Layer, indices, random, wide
 from trtllm import EPS, GROUP, PATTERNS, Call, Workspace, quantised
-from worlds import Checks
 
 import antiphon.torch
 from antiphon import comm as peer
@@ -371,7 +371,7 @@ def the_others_in_a_graph(comm: Comm, device: Device) -> None:
     workspace.destroy()
 
 
-@pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
+@pytest.mark.parametrize(("device", "world_size"), harness.WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
-    worlds.expect("test_trtllm_family", name, device, world_size)
+    harness.expect("test_trtllm_family", name, device, world_size)

@@ -3,9 +3,9 @@ of another dtype than they need be, and nothing of ours. On host memory and on G
 
 from typing import Any
 
+import harness
 import pytest
 import torch
-import worlds
 
 import ranks
 from antiphon import compat
@@ -49,7 +49,7 @@ def script(device_type: str) -> None:
 
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = worlds.place(device_type, rank)
+    device = harness.place(device_type, rank)
     tensors = Tensors(device, world_size, rank)
     layers(tensors, dist.group.WORLD)
     forms(tensors, TorchDistBackend())
@@ -338,7 +338,7 @@ def first_all_reduce(tensors: Tensors, group: Any) -> None:
     comm.trtllm_destroy_ipc_workspace_for_all_reduce(workspace, group=group)
 
 
-@pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
+@pytest.mark.parametrize(("device", "world_size"), harness.WORLDS)
 def test_scripts_run(device: str, world_size: int) -> None:
-    worlds.need(device, world_size)
+    harness.need(device, world_size)
     ranks.processes(world_size, script, device)

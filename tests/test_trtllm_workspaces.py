@@ -7,11 +7,11 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
-import worlds
+from harness import Checks
 from test_fusion import Comm, Device
-from worlds import Checks
 
 import ranks
 from antiphon import comm as peer
@@ -151,10 +151,10 @@ def negative_zeros_in_memory(comm: Comm, device: Device) -> None:
         peer.trtllm_lamport_initialize(memory[0].data_ptr(), 1, torch.int32)
 
 
-@pytest.mark.parametrize(("device", "world_size"), worlds.WORLDS)
+@pytest.mark.parametrize(("device", "world_size"), harness.WORLDS)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
-    worlds.expect("test_trtllm_workspaces", name, device, world_size)
+    harness.expect("test_trtllm_workspaces", name, device, world_size)
 
 
 def in_groups(device_type: str) -> int:
@@ -163,7 +163,7 @@ def in_groups(device_type: str) -> int:
 
     dist.init_process_group("gloo")
     rank, mine = dist.get_rank(), dist.get_rank() % 2
-    device = worlds.place(device_type, rank)
+    device = harness.place(device_type, rank)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[rank // 2]
     backend = peer.mnnvl.TorchDistBackend(group)
@@ -192,7 +192,7 @@ def in_groups(device_type: str) -> int:
     return len(peer._workspaces._found) + len(peer._workspaces._owned)
 
 
-@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("device", harness.DEVICES)
 def test_groups_have_workspaces_of_their_own(device: str) -> None:
-    worlds.need(device, 4)
+    harness.need(device, 4)
     assert ranks.processes(4, in_groups, device) == [0, 0, 0, 0]

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+import harness
 import pytest
 import torch
-import worlds
-from worlds import Checks
+from harness import Checks
 
 import antiphon
 from antiphon import comm as peer
@@ -150,10 +150,10 @@ def what_was_captured_is_registered_afterwards(comm: Comm, device: Device) -> No
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("device", worlds.DEVICES)
+@pytest.mark.parametrize("device", harness.DEVICES)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on(name: str, device: str, world_size: int) -> None:
-    worlds.expect("test_vllm", name, device, world_size)
+    harness.expect("test_vllm", name, device, world_size)
 
 
 def test_the_size_of_the_signals_is_the_peers() -> None:

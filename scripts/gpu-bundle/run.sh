@@ -106,7 +106,7 @@ run_pytest() {
     cd "$here/python" || return
     # Only their files: the others may need what is not here.
     local files
-    files=$(grep --files-with-matches 'mark\.cuda\|worlds\.DEVICES\|worlds\.WORLDS' tests/*.py) || { reason="no test is marked cuda"; return 75; }
+    files=$(grep --files-with-matches 'mark\.cuda\|harness\.DEVICES\|harness\.WORLDS' tests/*.py) || { reason="no test is marked cuda"; return 75; }
     # shellcheck disable=SC2086 # a list
     limited python3 -m pytest $files -m cuda -p no:cacheprovider --color no -ra
     local status=$?

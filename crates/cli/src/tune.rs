@@ -4,8 +4,7 @@ use std::io::{Write, stdout};
 
 use antiphon::{
     collectives::{
-        Communicator,
-        all_reduce::{self, AllReduceTable},
+        AlgorithmTable, Communicator, all_reduce,
         cuda::{self, CudaCollectives},
     },
     device::cuda::{Context, Driver},
@@ -14,7 +13,7 @@ use antiphon::{
 
 use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
-    bench::{Where, gpus},
+    bench::{DeviceKind, gpus},
     launch::Launch,
     machine::{Cores, Files},
 };
@@ -34,7 +33,7 @@ Examples:
 pub struct Args {
     /// Where the tensors are, and who computes
     #[arg(long, value_enum, default_value = "host")]
-    device: Where,
+    device: DeviceKind,
 
     /// How many ranks, each a process [default: one per core, at least 2 and at most 8; on cuda one per GPU]
     #[arg(short = 'n', long)]
@@ -59,8 +58,8 @@ pub fn execute(args: Args) -> ExitStatus {
 fn start(args: &Args) -> Result<ExitStatus> {
     let cores = Cores::count(&Files::system()).usable();
     let ranks = match args.device {
-        Where::Host => args.ranks.unwrap_or(cores.clamp(2, 8)),
-        Where::Cuda => gpus(args.ranks)?.names.len(),
+        DeviceKind::Host => args.ranks.unwrap_or(cores.clamp(2, 8)),
+        DeviceKind::Cuda => gpus(args.ranks)?.names.len(),
     };
     let mut launch = Launch::again(ranks);
     launch.bind = launch.ranks <= cores;
@@ -72,11 +71,11 @@ fn start(args: &Args) -> Result<ExitStatus> {
     Ok(outcome.exit_code())
 }
 
-fn work(device: Where) -> Result<ExitStatus> {
+fn work(device: DeviceKind) -> Result<ExitStatus> {
     let comm = Communicator::from_env()?;
     let tuned = match device {
-        Where::Host => all_reduce::tune(&comm, 64..=16 << 20)?,
-        Where::Cuda => tune_gpus(&comm)?,
+        DeviceKind::Host => all_reduce::tune(&comm, 64..=16 << 20)?,
+        DeviceKind::Cuda => tune_gpus(&comm)?,
     };
     if comm.rank() == 0 {
         writeln!(stdout(), "{}kept in {}", describe(tuned.table()), tuned.origin)?;
@@ -84,7 +83,7 @@ fn work(device: Where) -> Result<ExitStatus> {
     Ok(SUCCESS)
 }
 
-fn tune_gpus(comm: &Communicator) -> Result<AllReduceTable> {
+fn tune_gpus(comm: &Communicator) -> Result<AlgorithmTable> {
     let context = Context::primary(Driver::load()?.device(comm.rank() as u32)?)?;
     let collectives = CudaCollectives::new(comm, &context)?;
     Ok(cuda::tune(comm, &collectives, 1 << 10..=256 << 20)?)
@@ -123,9 +122,9 @@ mod tests {
     #[test]
     fn it_is_about_the_host_unless_told_otherwise() {
         let args = |text: &str| Tune::parse_from(["tune"].into_iter().chain(text.split_whitespace())).args;
-        assert_eq!(args("").device, Where::Host);
+        assert_eq!(args("").device, DeviceKind::Host);
         let args = args("--device cuda -n 4");
-        assert_eq!((args.device, args.ranks), (Where::Cuda, Some(4)));
+        assert_eq!((args.device, args.ranks), (DeviceKind::Cuda, Some(4)));
     }
 
     #[test]

@@ -24,11 +24,12 @@ use buffers::{Buffers, EXPERTS};
 use separate::{PER_THREAD, Rows, Separate};
 use timing::{Error, REPLAYS};
 
-const USAGE: &str = "cuda_fusion [RANKS] [--tokens 1,4,…] [--only all_reduce,norm,…] [--algorithms]
+const USAGE: &str = "cuda_fusion [RANKS] [--tokens 1,4,…] [--only all_reduce,norm,…] [--algorithms] [--early]
 
   --tokens      numbers of tokens, of 7168 elements of bf16
   --only        of: all_reduce norm fp8 fp4 fp8-tokens fp8-groups moe finalize separate-norm separate-fp8
-  --algorithms  each by one-shot and by two-shot too";
+  --algorithms  each by one-shot and by two-shot too
+  --early       kernels let the kernel behind them begin at once (`start_dependents_early`)";
 const TOKENS: [usize; 7] = [1, 4, 16, 64, 256, 512, 2048];
 const HIDDEN: usize = 7168;
 const EPS: f32 = 1e-6;
@@ -80,15 +81,22 @@ struct Options {
     tokens: Vec<usize>,
     columns: Vec<(&'static str, What)>,
     algorithms: Vec<Option<Algorithm>>,
+    early: bool,
 }
 
 impl Options {
     fn parse(mut words: impl Iterator<Item = String>, gpus: usize) -> Option<Self> {
-        let mut options =
-            Self { ranks: gpus, tokens: TOKENS.into(), columns: What::ALL.into(), algorithms: vec![None] };
+        let mut options = Self {
+            ranks: gpus,
+            tokens: TOKENS.into(),
+            columns: What::ALL.into(),
+            algorithms: vec![None],
+            early: false,
+        };
         while let Some(word) = words.next() {
             match &*word {
                 "--algorithms" => options.algorithms.extend(Algorithm::ALL.map(Some)),
+                "--early" => options.early = true,
                 "--tokens" => {
                     options.tokens =
                         words.next()?.split(',').map(|n| n.parse().ok()).collect::<Option<_>>()?;
@@ -124,6 +132,7 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, options: &Options) ->
     let context = Context::primary(driver.device(comm.rank() as u32)?)?;
     let collectives = CudaCollectives::new(comm, &context)?;
     collectives.prepare(DType::BF16, ReduceOp::Sum)?;
+    collectives.start_dependents_early(options.early);
     let stream = context.stream()?;
     let most = options.tokens.iter().copied().max().unwrap_or(1);
     let buffers = Buffers::new(&collectives, &stream, HIDDEN, most)?;

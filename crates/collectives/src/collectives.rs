@@ -12,7 +12,7 @@ use crate::{
     all_reduce::{self, AllReduceOptions},
     arguments::{CheckedCall, Input, Output},
     error::Result,
-    fusion::{self, Checked, FusedAllReduce, Operand},
+    fusion::{self, FusedAllReduce, Operand, Validated},
     gather_scatter,
 };
 
@@ -231,7 +231,7 @@ impl Collectives for Communicator {
     }
 
     fn all_reduce_fused(&self, call: FusedAllReduce<Operand<'_>>) -> Result<()> {
-        fusion::run(self, Checked::new(Device::Host, &call)?)
+        fusion::run(self, Validated::new(Device::Host, &call)?)
     }
 
     fn all_gather<'i, 'o>(

@@ -33,9 +33,10 @@
 //! [`all_reduce`] tells of the algorithms and how one is chosen, [`fusion`] of what can be done with a sum in the same call,
 //! [`mixed`] what goes through groups of tensor and data parallel ranks at once, [`gather_scatter`] of all the others.
 
+mod algorithm_table;
 pub mod all_reduce;
 mod arguments;
-
+mod chunked;
 mod collectives;
 pub mod cuda;
 pub mod error;
@@ -43,15 +44,15 @@ pub mod fusion;
 pub mod gather_scatter;
 pub mod mixed;
 pub mod nccl;
-mod pending;
+mod non_blocking;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
-mod stream;
 
 pub use antiphon_device::ReduceOp;
 pub use antiphon_fabric::Communicator;
 pub use antiphon_operation::Call;
 
+pub use algorithm_table::AlgorithmTable;
 pub use collectives::Collectives;
 pub use error::{CollectiveError, Result};
-pub use pending::NonBlocking;
+pub use non_blocking::NonBlocking;

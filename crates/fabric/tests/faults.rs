@@ -117,7 +117,7 @@ fn killed_while_ranks_meet() {
 
 /// A rank that has joined, and is stopped before the last one comes: the others do not wait for it until the deadline.
 #[test]
-fn a_seat_of_a_silent_rank_is_named_in_seconds() {
+fn a_rank_that_joined_and_stays_silent_is_named_in_seconds() {
     let world = World::start(3, "meet slowly", false, Duration::from_secs(120));
     std::thread::sleep(Duration::from_millis(300));
     world.signal(1, Signal::STOP);

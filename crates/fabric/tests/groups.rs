@@ -167,17 +167,17 @@ fn kills() -> u32 {
 }
 
 #[test]
-fn whoever_is_killed_in_a_group_is_named_by_all() {
+fn a_rank_killed_in_a_group_is_named_by_all() {
     kill_among_groups("pairs", kills());
 }
 
 #[test]
-fn whoever_is_killed_in_one_of_many_groups_is_named_by_all() {
+fn a_rank_killed_in_one_of_many_groups_is_named_by_all() {
     kill_among_groups("mesh", kills());
 }
 
 #[test]
-fn whoever_is_killed_in_a_group_that_met_is_named_by_all() {
+fn a_rank_killed_in_a_group_that_met_is_named_by_all() {
     kill_among_groups("met pairs", kills() / 2);
 }
 

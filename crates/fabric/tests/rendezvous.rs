@@ -67,7 +67,7 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
 }
 
 #[test]
-fn worlds_of_any_size_meet_by_ticket() {
+fn worlds_of_any_size_join_by_ticket() {
     for world_size in [1, 2, 5, 64] {
         let ticket = Ticket::random();
         assert_met(&meet(0..world_size, |rank| patient().with_ticket(rank, world_size, &ticket)));
@@ -75,7 +75,7 @@ fn worlds_of_any_size_meet_by_ticket() {
 }
 
 #[test]
-fn ranks_come_in_any_order() {
+fn ranks_join_in_any_order() {
     let ticket = Ticket::random();
     assert_met(&meet(0..4, |rank| {
         std::thread::sleep(Duration::from_millis(40) * (3 - rank) as u32); // rank 0 comes last
@@ -84,7 +84,7 @@ fn ranks_come_in_any_order() {
 }
 
 #[test]
-fn a_path_is_a_place_to_meet_and_nothing_stays_there() {
+fn a_socket_path_is_removed_after_the_rendezvous() {
     let folder = tempfile::tempdir().unwrap();
     for world_size in [1, 2, 5] {
         let path = folder.path().join("meeting");
@@ -139,7 +139,7 @@ fn a_file_in_the_way_is_named_by_all_and_left_alone() {
 }
 
 #[test]
-fn a_path_at_which_no_socket_can_be_is_an_error_on_all_ranks_and_not_a_wait() {
+fn a_path_that_cannot_hold_a_socket_is_an_error_on_all_ranks_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     std::fs::write(&file, "").unwrap();
@@ -211,7 +211,7 @@ fn an_exchange_that_fails_or_carries_something_else_is_an_error() {
 }
 
 #[test]
-fn a_wrong_secret_is_refused_and_keeps_nobody_from_joining() {
+fn a_wrong_secret_is_refused_and_keeps_no_rank_from_joining() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meeting");
     let wrong = |rank| match problem(patient().at_path(rank, 3, &path, "guess").map(drop)) {
@@ -244,7 +244,7 @@ fn refusal(builder: Builder, world_size: usize) -> String {
 }
 
 #[test]
-fn ranks_with_different_ideas_of_the_world_are_told_both() {
+fn ranks_with_different_world_sizes_are_told_both() {
     let reason = refusal(patient(), 4);
     assert!(reason.contains("world of 4") && reason.contains("rank 0 of 3"), "{reason}");
     let reason = refusal(patient().arena_bytes(1 << 20), 3);
@@ -252,7 +252,7 @@ fn ranks_with_different_ideas_of_the_world_are_told_both() {
 }
 
 #[test]
-fn a_rank_beyond_the_world_is_no_rank() {
+fn a_rank_beyond_the_world_size_is_refused() {
     let invalid = problem(hasty().with_ticket(2, 2, &Ticket::random()));
     assert!(matches!(invalid, RendezvousError::InvalidRank { rank: 2, world_size: 2 }), "{invalid}");
 }
@@ -277,18 +277,18 @@ fn the_second_of_two_equal_ranks_is_told_of_the_first() {
 }
 
 #[test]
-fn a_seat_that_stays_taken_is_an_error_in_seconds() {
+fn a_rank_that_stays_joined_twice_is_an_error_in_seconds() {
     let (ticket, start) = (Ticket::random(), Instant::now());
     let long = || patient().timeout(Duration::from_secs(40));
     std::thread::scope(|scope| {
         let root = scope.spawn(|| meet([0], |rank| long().with_ticket(rank, 3, &ticket)));
-        let seated = scope.spawn(|| meet([1, 1], |rank| long().with_ticket(rank, 3, &ticket)));
-        while !seated.is_finished() && start.elapsed() < Duration::from_secs(12) {
+        let twice = scope.spawn(|| meet([1, 1], |rank| long().with_ticket(rank, 3, &ticket)));
+        while !twice.is_finished() && start.elapsed() < Duration::from_secs(12) {
             std::thread::sleep(Duration::from_millis(10));
         }
         let last = scope.spawn(|| meet([2], |rank| long().with_ticket(rank, 3, &ticket)));
         let (mut met, mut refused) = (root.join().unwrap(), Vec::new());
-        for result in seated.join().unwrap() {
+        for result in twice.join().unwrap() {
             match result {
                 Err(_) => refused.push(problem(result).to_string()),
                 Ok(_) => met.push(result),
@@ -302,7 +302,7 @@ fn a_seat_that_stays_taken_is_an_error_in_seconds() {
 }
 
 #[test]
-fn whoever_came_knows_in_time_who_did_not() {
+fn ranks_that_joined_name_the_missing_ones_at_the_deadline() {
     let ticket = Ticket::random();
     let start = Instant::now();
     for result in meet([0, 1, 3], |rank| hasty().with_ticket(rank, 5, &ticket)) {
@@ -316,7 +316,7 @@ fn whoever_came_knows_in_time_who_did_not() {
 }
 
 #[test]
-fn the_seat_of_a_rank_that_gave_up_is_free_again() {
+fn a_rank_that_gave_up_may_join_again() {
     let ticket = Ticket::random();
     std::thread::scope(|scope| {
         let first = scope.spawn(|| meet(0..1, |rank| patient().with_ticket(rank, 3, &ticket)));
@@ -328,7 +328,7 @@ fn the_seat_of_a_rank_that_gave_up_is_free_again() {
 }
 
 #[test]
-fn meetings_may_follow_each_other_under_one_name() {
+fn rendezvous_may_follow_each_other_at_one_address() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meeting");
     let ticket = Ticket::random();

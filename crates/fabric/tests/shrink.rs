@@ -65,7 +65,7 @@ fn work(comm: &Communicator, first: usize) -> Result<Vec<usize>, FabricError> {
 }
 
 /// The same numbers in every run.
-fn by_chance(seed: u32) -> u32 {
+fn random(seed: u32) -> u32 {
     seed.wrapping_add(1).wrapping_mul(0x9E37_79B1) >> 12
 }
 
@@ -77,7 +77,7 @@ fn rounds() -> u32 {
 #[test]
 fn ranks_killed_one_after_the_other_are_left_behind() {
     for seed in 0..rounds() {
-        let (world_size, chance) = (4, by_chance(seed));
+        let (world_size, chance) = (4, random(seed));
         let world = World::start(world_size, "works,2,0", false, LONG);
         let first = chance as usize % world_size;
         let second = (first + 1 + chance as usize / 4 % (world_size - 1)) % world_size;
@@ -104,7 +104,7 @@ fn ranks_killed_one_after_the_other_are_left_behind() {
 fn ranks_killed_while_they_shrink_are_left_behind() {
     for seed in 0..rounds() {
         let (world_size, left) = (5, 2);
-        let moment = by_chance(seed) & 0x1FF;
+        let moment = random(seed) & 0x1FF;
         let world = World::start(world_size, &format!("shrinks and dies,{left},{moment}"), false, LONG);
         for rank in 0..left {
             assert_eq!(world.hear(rank).1, "[0, 1]", "rank {rank}, seed {seed}");
@@ -190,7 +190,7 @@ fn a_group_shrinks_and_names_its_ranks_as_a_world() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_and_nobody_waits_twice() {
+fn a_rank_that_does_not_join_is_named_and_no_rank_waits_twice() {
     let results = LocalWorld::run_with(3, Duration::from_millis(300), |comm| {
         match comm.rank() {
             0 => {}

@@ -6,7 +6,7 @@ use crate::{
     error::{Finding, FindingKind},
     graph::{Analysis, Graph, Op},
     ids::ValueId,
-    op::{Kind, Place},
+    op::{Kind, ResultMemory},
     plan::{Plan, PlannedCall, digest},
     race,
     terms::{Term, Terms},
@@ -148,7 +148,7 @@ fn effects(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
             for (index, out) in op.outs.iter().enumerate() {
                 // A wait writes what its start wrote.
                 let waits = matches!(op.kind, Kind::Wait { .. });
-                let writes = matches!(op.kind.place(index), Place::Write(_)) && !waits;
+                let writes = matches!(op.kind.result_memory(index), ResultMemory::Write(_)) && !waits;
                 if let Some(input) = side.external(*out).filter(|_| writes) {
                     let text = format!("write {input} {}", side.graph.ty(*out));
                     list.push((text, vec![side.term(*out)]));

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     error::{Finding, FindingKind},
     ids::{OpId, StoreId, ValueId},
-    op::{Kind, Place},
+    op::{Kind, ResultMemory},
     sym::{Sym, SymExpr},
     types::{Class, Type},
 };
@@ -19,7 +19,7 @@ pub const MAX_OPS: usize = 1 << 20;
 ///
 /// A value is a version of a storage, seen through a type. It is defined once, by one operation. Which storage and which
 /// version follows from the operations ([`Graph::analyse`]): each result lies in memory of its own or in an operand's
-/// ([`Kind::place`]).
+/// ([`Kind::result_memory`]).
 ///
 /// ```
 /// use antiphon_lowering::Graph;
@@ -199,7 +199,7 @@ impl Graph {
             }
             for (out, value) in op.outs.iter().enumerate() {
                 let store = analysis.store[value.index()];
-                if let (Place::Write(_), Some(store)) = (op.kind.place(out), store) {
+                if let (ResultMemory::Write(_), Some(store)) = (op.kind.result_memory(out), store) {
                     let (write, reads) = writes.entry(store).or_default();
                     before[index].extend(reads.drain(..).filter(|read| *read != index));
                     *write = Some(index);
@@ -306,10 +306,10 @@ impl Analysis {
             }
         }
         for (index, out) in op.outs.iter().enumerate() {
-            let place = op.kind.place(index);
+            let place = op.kind.result_memory(index);
             let source = match place {
-                Place::Fresh => None,
-                Place::Alias(arg) | Place::Write(arg) => op.args.get(arg).copied(),
+                ResultMemory::Fresh => None,
+                ResultMemory::Alias(arg) | ResultMemory::Write(arg) => op.args.get(arg).copied(),
             };
             if self.def[out.index()].replace((id, index)).is_some() {
                 let text = format!("{} is defined twice", graph.name(*out));
@@ -319,7 +319,7 @@ impl Analysis {
             let store = source.and_then(|source| self.store[source.index()]);
             let version = source.map_or(0, |source| self.version[source.index()]);
             match (place, store) {
-                (Place::Fresh, _) => {
+                (ResultMemory::Fresh, _) => {
                     let bytes = graph.ty(*out).bytes();
                     self.stores.push(Storage {
                         root: *out,
@@ -335,11 +335,11 @@ impl Analysis {
                     self.findings.push(Finding::new(FindingKind::Undefined, text).op(&op.name));
                     continue;
                 }
-                (Place::Alias(_), store) => {
+                (ResultMemory::Alias(_), store) => {
                     self.store[out.index()] = store;
                     self.version[out.index()] = version;
                 }
-                (Place::Write(_), Some(store)) => {
+                (ResultMemory::Write(_), Some(store)) => {
                     self.stores[store.index()].written = true;
                     self.store[out.index()] = Some(store);
                     self.version[out.index()] = version + 1;

@@ -75,7 +75,9 @@ pub use graph::{Analysis, Graph, Group, MAX_OPS, Names, Op, Storage, Value};
 pub use ids::{OpId, StoreId, TokenId, ValueId};
 pub use interpret::{Arithmetic, Tensor, interpret};
 pub use lower::{Lowered, Numerics, Options, Realize, Report, World, lower};
-pub use op::{Alias, Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Place, Prim, Reduction, Unary, View};
+pub use op::{
+    Alias, Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Reduction, ResultMemory, Unary, View,
+};
 pub use plan::{Choice, Plan, PlannedCall, Refusal, Rewrite, Slot};
 pub use sym::{Range, Sym, SymExpr};
 pub use types::{Class, CommReq, Element, Roles, Type};

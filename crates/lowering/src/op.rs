@@ -287,7 +287,7 @@ pub enum FusedOutput {
 
 /// Where a result lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum ResultMemory {
     /// In memory of its own.
     Fresh,
     /// In an operand's memory, which is as it was.
@@ -298,18 +298,18 @@ pub enum Place {
 
 impl Kind {
     /// Where result `index` lies.
-    pub fn place(&self, index: usize) -> Place {
+    pub fn result_memory(&self, index: usize) -> ResultMemory {
         match self {
-            Self::View { .. } => Place::Alias(0),
-            Self::Assign => Place::Write(0),
-            Self::Wait { .. } => Place::Write(index),
-            Self::Start { coll, .. } | Self::Sync { coll } if coll.in_place => Place::Write(index),
+            Self::View { .. } => ResultMemory::Alias(0),
+            Self::Assign => ResultMemory::Write(0),
+            Self::Wait { .. } => ResultMemory::Write(index),
+            Self::Start { coll, .. } | Self::Sync { coll } if coll.in_place => ResultMemory::Write(index),
             Self::Opaque { aliases, .. } => match aliases.get(index).copied().flatten() {
-                None => Place::Fresh,
-                Some(Alias { arg, writes: false }) => Place::Alias(arg),
-                Some(Alias { arg, writes: true }) => Place::Write(arg),
+                None => ResultMemory::Fresh,
+                Some(Alias { arg, writes: false }) => ResultMemory::Alias(arg),
+                Some(Alias { arg, writes: true }) => ResultMemory::Write(arg),
             },
-            _ => Place::Fresh,
+            _ => ResultMemory::Fresh,
         }
     }
 
@@ -336,7 +336,7 @@ impl Kind {
 
     /// Whether it is kept though nobody uses its results.
     pub fn has_effect(&self) -> bool {
-        let writes = |index: usize| matches!(self.place(index), Place::Write(_));
+        let writes = |index: usize| matches!(self.result_memory(index), ResultMemory::Write(_));
         match self {
             Self::Input => true,
             Self::Opaque { effect, aliases, .. } => *effect || (0..aliases.len()).any(writes),

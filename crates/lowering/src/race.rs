@@ -7,7 +7,7 @@ use crate::{
     error::{Finding, FindingKind},
     graph::{Graph, Op},
     ids::{StoreId, TokenId},
-    op::{Kind, Place},
+    op::{Kind, ResultMemory},
     plan::{Plan, Slot},
 };
 
@@ -197,7 +197,7 @@ fn touched<'p>(op: &Op, slot_of: impl Fn(crate::ValueId) -> Option<&'p Slot>) ->
         return Vec::new();
     }
     let reads = op.args.iter().filter_map(|arg| Some((slot_of(*arg)?, false)));
-    let is_written = |index: usize| !matches!(op.kind.place(index), Place::Alias(_));
+    let is_written = |index: usize| !matches!(op.kind.result_memory(index), ResultMemory::Alias(_));
     let writes = op.outs.iter().enumerate().filter(|(index, _)| is_written(*index));
     reads.chain(writes.filter_map(|(_, out)| Some((slot_of(*out)?, true)))).collect()
 }

@@ -6,7 +6,7 @@ use crate::{
     error::{Finding, FindingKind},
     graph::{Analysis, Graph, Op},
     ids::{OpId, StoreId, TokenId, ValueId},
-    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Place, Prim},
+    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, ResultMemory},
     sym::SymExpr,
     types::{Class, Element, Type},
 };
@@ -85,7 +85,7 @@ impl Verifier<'_> {
             }
         }
         for (index, out) in op.outs.iter().enumerate() {
-            if let (Place::Write(_), Some(store)) = (op.kind.place(index), self.store(*out)) {
+            if let (ResultMemory::Write(_), Some(store)) = (op.kind.result_memory(index), self.store(*out)) {
                 latest.insert(store, self.analysis.version[out.index()]);
             }
         }
@@ -106,7 +106,8 @@ impl Verifier<'_> {
             }
         }
         for (index, out) in op.outs.iter().enumerate() {
-            let Some(store) = self.store(*out).filter(|_| matches!(op.kind.place(index), Place::Write(_)))
+            let Some(store) =
+                self.store(*out).filter(|_| matches!(op.kind.result_memory(index), ResultMemory::Write(_)))
             else {
                 continue;
             };

@@ -1,13 +1,13 @@
 //! The page and the trace as text; tests/test_plan_show.py looks at them in a browser.
 
-mod sketch;
+mod builder;
 
 use antiphon_plan::picture::{Mark, html, trace};
 use antiphon_plan::simulate::{Cluster, Simulation, play};
 use antiphon_plan::verify::Severity;
 use antiphon_plan::{Place, Plan, Rank, ThreadBlockId};
+use builder::*;
 use serde_json::Value;
-use sketch::*;
 
 fn played(plan: &Plan, spec: &str, bytes: u64) -> (Cluster, Simulation) {
     let cluster = Cluster::from_spec(spec).unwrap();

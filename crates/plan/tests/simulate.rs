@@ -1,12 +1,12 @@
 //! The simulator against measured figures, arithmetic, and the traps that plans can be.
 
-mod sketch;
+mod builder;
 
 use antiphon_plan::simulate::{
     ArrowKind, Cluster, Lane, STEPS, SimulateError, Simulation, fitting, simulate,
 };
 use antiphon_plan::{CopyKind, OpKind, Pipeline, Plan, PutKind};
-use sketch::*;
+use builder::*;
 
 fn cluster(spec: &str) -> Cluster {
     Cluster::from_spec(spec).unwrap()
@@ -25,16 +25,16 @@ fn near(figure: f64, measured: f64, percent: f64) {
 
 /// Thread blocks of rank 0 that each push to, or pull from, a peer.
 fn blocks_to_a_peer(blocks: u64, push: bool) -> Plan {
-    let mut sketch = Sketch::new("custom", 2, [blocks, blocks, 0]);
-    sketch.on(1, 0);
+    let mut builder = PlanBuilder::new("custom", 2, [blocks, blocks, 0]);
+    builder.on(1, 0);
     for block in 0..blocks {
-        let author = sketch.on(0, block as usize);
+        let block_builder = builder.on(0, block as usize);
         match push {
-            true => author.put(Memory, 1, (Output, block, 1), (Input, block, 1)),
-            false => author.get(1, (Output, block, 1), (Input, block, 1)),
+            true => block_builder.put(Memory, 1, (Output, block, 1), (Input, block, 1)),
+            false => block_builder.get(1, (Output, block, 1), (Input, block, 1)),
         };
     }
-    sketch.0
+    builder.0
 }
 
 #[test]
@@ -69,16 +69,16 @@ fn pushes_and_pulls_are_as_fast_as_measured() {
 #[test]
 fn all_to_all_pushes_share_the_links_as_measured() {
     let (ranks, blocks) = (4, 132);
-    let mut sketch = Sketch::new("alltoall", ranks, [132, 132, 0]);
+    let mut builder = PlanBuilder::new("alltoall", ranks, [132, 132, 0]);
     for rank in 0..ranks {
         for block in 0..blocks {
             let peer = (rank + 1 + block % (ranks - 1)) % ranks;
             let chunk = u64::from(block);
-            sketch.on(rank, block as usize).put(Memory, peer, (Output, chunk, 1), (Input, chunk, 1));
+            builder.on(rank, block as usize).put(Memory, peer, (Output, chunk, 1), (Input, chunk, 1));
         }
     }
-    let bytes = fitting(&sketch.0, 256 << 20);
-    let done = play(&sketch.0, "h200x4", bytes);
+    let bytes = fitting(&builder.0, 256 << 20);
+    let done = play(&builder.0, "h200x4", bytes);
     near(bytes as f64 / done.time_ns, 311.0, 1.5);
     let out = done.links.iter().find(|link| link.name == "rank 0 link out").unwrap();
     assert_eq!(out.bytes, bytes);
@@ -88,13 +88,13 @@ fn all_to_all_pushes_share_the_links_as_measured() {
 /// Likewise: st.release.sys and ld.acquire.sys, 2.71 µs for the round trip.
 #[test]
 fn a_signal_goes_and_comes_as_fast_as_measured() {
-    let mut sketch = Sketch::new("custom", 2, [0, 0, 0]);
+    let mut builder = PlanBuilder::new("custom", 2, [0, 0, 0]);
     let rounds = 100;
     for _ in 0..rounds {
-        sketch.on(0, 0).signal(Memory, 1).wait(Memory, 1);
-        sketch.on(1, 0).wait(Memory, 0).signal(Memory, 0);
+        builder.on(0, 0).signal(Memory, 1).wait(Memory, 1);
+        builder.on(1, 0).wait(Memory, 0).signal(Memory, 0);
     }
-    near(play(&sketch.0, "h200x4", 0).time_ns / f64::from(rounds), 2710.0, 5.0);
+    near(play(&builder.0, "h200x4", 0).time_ns / f64::from(rounds), 2710.0, 5.0);
 }
 
 /// Hand-written kernels that do what the plan does, on 4 × H200, bf16, in µs: ours (data and flag in one store, of which
@@ -128,15 +128,15 @@ fn all_reduces_are_about_as_fast_as_hand_written_ones() {
 fn a_port_is_asynchronous_and_a_flush_is_not() {
     let chunk = (Output, 0, 1);
     let run = |flush: bool| {
-        let mut sketch = Sketch::new("custom", 2, [1, 1, 0]);
-        let author = sketch.on(0, 0).put(Port, 1, chunk, (Input, 0, 1));
+        let mut builder = PlanBuilder::new("custom", 2, [1, 1, 0]);
+        let block_builder = builder.on(0, 0).put(Port, 1, chunk, (Input, 0, 1));
         if flush {
-            author.flush(1)
+            block_builder.flush(1)
         } else {
-            author
+            block_builder
         };
-        sketch.on(1, 0);
-        play(&sketch.0, "h200x2", 4 << 20)
+        builder.on(1, 0);
+        play(&builder.0, "h200x2", 4 << 20)
     };
     let engine = cluster("h200x2").copy_engine;
     let (asynchronous, flushed) = (run(false), run(true));
@@ -151,12 +151,12 @@ fn a_port_is_asynchronous_and_a_flush_is_not() {
 
 #[test]
 fn an_engine_does_one_transfer_after_the_other_and_signals_behind_them() {
-    let mut sketch = Sketch::new("custom", 2, [2, 2, 0]);
+    let mut builder = PlanBuilder::new("custom", 2, [2, 2, 0]);
     for at in 0..2 {
-        sketch.on(0, 0).put_as(PutKind::WithSignal, Port, 1, (Output, at, 1), (Input, at, 1));
-        sketch.on(1, 0).wait(Port, 0);
+        builder.on(0, 0).put_as(PutKind::WithSignal, Port, 1, (Output, at, 1), (Input, at, 1));
+        builder.on(1, 0).wait(Port, 0);
     }
-    let done = play(&sketch.0, "h200x2", 8 << 20);
+    let done = play(&builder.0, "h200x2", 8 << 20);
     let transfers: Vec<_> = done.spans.iter().filter(|span| span.lane != Lane::Block).collect();
     assert_eq!(transfers[1].start_ns, transfers[0].end_ns);
     let signals: Vec<_> = done.arrows.iter().filter(|arrow| arrow.kind == ArrowKind::Signal).collect();
@@ -166,22 +166,22 @@ fn an_engine_does_one_transfer_after_the_other_and_signals_behind_them() {
 
 #[test]
 fn packets_are_read_as_they_come() {
-    let mut sketch = Sketch::new("custom", 2, [1, 1, 1]);
-    sketch.on(0, 0).put_as(PutKind::Packets, Memory, 1, (Scratch, 0, 1), (Input, 0, 1));
-    sketch.on(1, 0).copy(CopyKind::Unpack, (Output, 0, 1), (Scratch, 0, 1));
+    let mut builder = PlanBuilder::new("custom", 2, [1, 1, 1]);
+    builder.on(0, 0).put_as(PutKind::Packets, Memory, 1, (Scratch, 0, 1), (Input, 0, 1));
+    builder.on(1, 0).copy(CopyKind::Unpack, (Output, 0, 1), (Scratch, 0, 1));
     let costs = cluster("h200x2");
     let bytes = 1 << 20;
     let sent = 500.0 + 2.0 * f64::from(bytes) / costs.block.store_gb_s;
     let read = costs.link.latency_ns + costs.block.op_ns + costs.block.memory_ns;
-    near(play(&sketch.0, "h200x2", 1 << 20).time_ns, costs.launch_ns + sent + read, 0.1);
+    near(play(&builder.0, "h200x2", 1 << 20).time_ns, costs.launch_ns + sent + read, 0.1);
 }
 
 #[test]
 fn semaphores_and_barriers_order_thread_blocks() {
-    let mut sketch = Sketch::new("custom", 1, [1, 1, 0]);
-    sketch.on(0, 0).copy(CopyKind::Plain, (Output, 0, 1), (Input, 0, 1)).semaphore(false).barrier(0, 2);
-    sketch.on(0, 1).semaphore(true).copy(CopyKind::Plain, (Output, 0, 1), (Input, 0, 1)).barrier(0, 2);
-    let done = play(&sketch.0, "h200x1", 1 << 20);
+    let mut builder = PlanBuilder::new("custom", 1, [1, 1, 0]);
+    builder.on(0, 0).copy(CopyKind::Plain, (Output, 0, 1), (Input, 0, 1)).semaphore(false).barrier(0, 2);
+    builder.on(0, 1).semaphore(true).copy(CopyKind::Plain, (Output, 0, 1), (Input, 0, 1)).barrier(0, 2);
+    let done = play(&builder.0, "h200x1", 1 << 20);
     let span = |block: u32, op: u32| {
         *done.spans.iter().find(|span| (span.place.threadblock.0, span.place.op) == (block, op)).unwrap()
     };
@@ -195,31 +195,31 @@ fn semaphores_and_barriers_order_thread_blocks() {
 
 #[test]
 fn a_pipeline_turns_as_often_as_the_message_needs() {
-    let mut sketch = Sketch::new("custom", 2, [1, 1, 0]);
-    sketch.on(1, 0);
-    sketch.on(0, 0).put(Memory, 1, (Output, 0, 1), (Input, 0, 1));
-    let block = &mut sketch.0.gpus[0].threadblocks[0];
+    let mut builder = PlanBuilder::new("custom", 2, [1, 1, 0]);
+    builder.on(1, 0);
+    builder.on(0, 0).put(Memory, 1, (Output, 0, 1), (Input, 0, 1));
+    let block = &mut builder.0.gpus[0].threadblocks[0];
     let ops = std::mem::take(&mut block.ops);
     block.ops = vec![OpKind::Pipeline(Pipeline { unit_size: 1 << 20, num_chunks: 1, ops }).into()];
-    let done = play(&sketch.0, "h200x2", (2 << 20) + 512);
+    let done = play(&builder.0, "h200x2", (2 << 20) + 512);
     let turns: Vec<_> = done.spans.iter().map(|span| (span.turn, span.bytes)).collect();
     assert_eq!(turns, [(0, 1 << 20), (1, 1 << 20), (2, 512)]);
-    let block = &mut sketch.0.gpus[0].threadblocks[0];
+    let block = &mut builder.0.gpus[0].threadblocks[0];
     let OpKind::Pipeline(pipeline) = &mut block.ops[0].kind else { unreachable!() };
     pipeline.num_chunks = u64::MAX;
-    let error = simulate(&sketch.0, &cluster("h200x2"), 1 << 20).unwrap_err();
+    let error = simulate(&builder.0, &cluster("h200x2"), 1 << 20).unwrap_err();
     assert!(matches!(error, SimulateError::TooLong { .. }), "{error}");
 }
 
 #[test]
 fn a_plan_that_cannot_end_says_who_waits_for_what() {
-    let mut sketch = Sketch::new("custom", 2, [1, 1, 1]);
-    sketch.on(0, 0).nop().wait(Memory, 1).signal(Memory, 1);
-    sketch.on(0, 1).barrier(3, 2);
-    sketch.on(1, 0).wait(Memory, 0).signal(Memory, 0);
-    sketch.on(1, 1).semaphore(true);
-    sketch.on(1, 2).copy(CopyKind::Unpack, (Output, 0, 1), (Scratch, 0, 1));
-    let error = simulate(&sketch.0, &cluster("h200x2"), 64).unwrap_err().to_string();
+    let mut builder = PlanBuilder::new("custom", 2, [1, 1, 1]);
+    builder.on(0, 0).nop().wait(Memory, 1).signal(Memory, 1);
+    builder.on(0, 1).barrier(3, 2);
+    builder.on(1, 0).wait(Memory, 0).signal(Memory, 0);
+    builder.on(1, 1).semaphore(true);
+    builder.on(1, 2).copy(CopyKind::Unpack, (Output, 0, 1), (Scratch, 0, 1));
+    let error = simulate(&builder.0, &cluster("h200x2"), 64).unwrap_err().to_string();
     assert_eq!(
         error,
         "deadlock after 20 ns: 5 of 5 thread blocks wait for ever: \
@@ -232,11 +232,11 @@ fn a_plan_that_cannot_end_says_who_waits_for_what() {
 
 #[test]
 fn memory_does_not_reach_other_nodes_and_ports_need_a_card() {
-    let mut sketch = Sketch::new("custom", 4, [1, 1, 0]);
-    sketch.on(1, 0).put(Memory, 2, (Output, 0, 1), (Input, 0, 1));
-    let error = simulate(&sketch.0, &cluster("h200x2-nodes2"), 64).unwrap_err().to_string();
+    let mut builder = PlanBuilder::new("custom", 4, [1, 1, 0]);
+    builder.on(1, 0).put(Memory, 2, (Output, 0, 1), (Input, 0, 1));
+    let error = simulate(&builder.0, &cluster("h200x2-nodes2"), 64).unwrap_err().to_string();
     assert_eq!(error, "rank 1, thread block 0, op 0: no mapped memory (another node) from rank 1 to rank 2");
-    let error = simulate(&sketch.0, &cluster("h200x3"), 64).unwrap_err().to_string();
+    let error = simulate(&builder.0, &cluster("h200x3"), 64).unwrap_err().to_string();
     assert_eq!(error, "the plan has 4 ranks, cluster \"h200x3\" has 3 GPUs");
 }
 
@@ -265,13 +265,13 @@ fn a_hierarchical_all_reduce_is_bound_by_the_cards_and_always_the_same() {
 #[test]
 fn a_switch_reduces_and_replicates_where_the_cluster_has_multicast() {
     let ranks = 4;
-    let mut sketch = Sketch::new("allreduce", ranks, [ranks.into(), ranks.into(), 0]);
+    let mut builder = PlanBuilder::new("allreduce", ranks, [ranks.into(), ranks.into(), 0]);
     for rank in 0..ranks {
-        sketch.on(rank, 0).switch_all_reduce(u64::from(rank), (0..ranks).collect());
+        builder.on(rank, 0).switch_all_reduce(u64::from(rank), (0..ranks).collect());
     }
     let bytes = 4 << 20;
     let carried = |spec: &str| {
-        let done = play(&sketch.0, spec, bytes);
+        let done = play(&builder.0, spec, bytes);
         let of = |way: &str| {
             done.links.iter().find(|link| link.name == format!("rank 0 link {way}")).unwrap().bytes
         };
@@ -327,13 +327,13 @@ fn a_thousand_ranks() {
 
 /// Rank 0 with so many thread blocks, each of which copies so often.
 fn copies(blocks: usize, each: usize) -> Plan {
-    let mut sketch = Sketch::new("custom", 1, [1, 1, 1]);
+    let mut builder = PlanBuilder::new("custom", 1, [1, 1, 1]);
     for block in 0..blocks {
         for _ in 0..each {
-            sketch.on(0, block).copy(CopyKind::Plain, (Output, 0, 1), (Input, 0, 1));
+            builder.on(0, block).copy(CopyKind::Plain, (Output, 0, 1), (Input, 0, 1));
         }
     }
-    sketch.0
+    builder.0
 }
 
 /// A span, its arrows and its place on the critical path take some 200 bytes.
@@ -370,16 +370,16 @@ fn a_cluster_of_too_many_cards_is_refused_by_their_number() {
 /// one time, and all share links with all.
 fn crowd(ranks: u32, each: u64) -> Plan {
     let chunks = u64::from(ranks * ranks) * each;
-    let mut sketch = Sketch::new("custom", ranks, [chunks, chunks, 0]);
+    let mut builder = PlanBuilder::new("custom", ranks, [chunks, chunks, 0]);
     for from in 0..ranks {
         for (block, to) in (0..ranks).filter(|&to| to != from).enumerate() {
             for turn in 0..each {
                 let size = 1 + u64::from(from * ranks + to) + turn;
-                sketch.on(from, block).put(Memory, to, (Output, 0, size), (Input, 0, size));
+                builder.on(from, block).put(Memory, to, (Output, 0, size), (Input, 0, size));
             }
         }
     }
-    sketch.0
+    builder.0
 }
 
 #[test]

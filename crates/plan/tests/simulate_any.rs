@@ -1,11 +1,11 @@
 //! Whatever a plan says, the simulator ends, with times that make sense or an error.
 
-mod sketch;
+mod builder;
 
 use antiphon_plan::simulate::{Cluster, Lane, Simulation, play};
 use antiphon_plan::{CopyKind, GroupShare, Op, OpKind, Pipeline, Plan, PutKind};
+use builder::*;
 use proptest::prelude::*;
-use sketch::*;
 
 const RANKS: u32 = 3;
 const BLOCKS: usize = 2;
@@ -32,31 +32,33 @@ fn step() -> impl Strategy<Value = Step> {
     )
 }
 
-fn write(author: Author<'_>, step: &Step) {
+fn write(block_builder: BlockBuilder<'_>, step: &Step) {
     let of = if step.port { Port } else { Memory };
     let chunks = |buffer| (buffer, step.index, step.size);
     match step.kind {
-        0 => author.nop(),
-        1 => author.barrier(0, 2),
-        2 => author.semaphore(step.port),
-        3 | 4 => author.signal(of, step.peer),
-        5 => author.wait(of, step.peer),
-        6 => author.flush(step.peer),
-        7 => author.copy(CopyKind::Unpack, chunks(Output), chunks(Scratch)),
-        8 => author.put(of, step.peer, chunks(Output), chunks(Input)),
-        9 => author.put_as(PutKind::Packets, of, step.peer, chunks(Scratch), chunks(Input)),
-        10 => author.put_as(PutKind::WithSignalAndFlush, Port, step.peer, chunks(Output), chunks(Input)),
-        11 => author.get(step.peer, chunks(Output), chunks(Input)),
-        _ => author.reduce_from(chunks(Output), chunks(Input), vec![(step.peer, chunks(Input))]),
+        0 => block_builder.nop(),
+        1 => block_builder.barrier(0, 2),
+        2 => block_builder.semaphore(step.port),
+        3 | 4 => block_builder.signal(of, step.peer),
+        5 => block_builder.wait(of, step.peer),
+        6 => block_builder.flush(step.peer),
+        7 => block_builder.copy(CopyKind::Unpack, chunks(Output), chunks(Scratch)),
+        8 => block_builder.put(of, step.peer, chunks(Output), chunks(Input)),
+        9 => block_builder.put_as(PutKind::Packets, of, step.peer, chunks(Scratch), chunks(Input)),
+        10 => {
+            block_builder.put_as(PutKind::WithSignalAndFlush, Port, step.peer, chunks(Output), chunks(Input))
+        }
+        11 => block_builder.get(step.peer, chunks(Output), chunks(Input)),
+        _ => block_builder.reduce_from(chunks(Output), chunks(Input), vec![(step.peer, chunks(Input))]),
     };
 }
 
 fn plan(steps: &[(u32, usize, Step)]) -> Plan {
-    let mut sketch = Sketch::new("allreduce", RANKS, [4, 4, 4]);
+    let mut builder = PlanBuilder::new("allreduce", RANKS, [4, 4, 4]);
     for (rank, block, step) in steps {
-        sketch.on(*rank, *block);
-        write(sketch.on(*rank, *block), step);
-        let ops = &mut sketch.0.gpus[*rank as usize].threadblocks[*block].ops;
+        builder.on(*rank, *block);
+        write(builder.on(*rank, *block), step);
+        let ops = &mut builder.0.gpus[*rank as usize].threadblocks[*block].ops;
         let last: &mut Op = ops.last_mut().unwrap();
         if let Some((tb_id, tbg_size)) = step.share {
             let group = Some(GroupShare { tb_id, tbg_size });
@@ -72,7 +74,7 @@ fn plan(steps: &[(u32, usize, Step)]) -> Plan {
             *last = OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops: vec![inner] }).into();
         }
     }
-    sketch.0
+    builder.0
 }
 
 fn makes_sense(done: &Simulation) {

@@ -9,7 +9,7 @@ use pyo3::{
 };
 
 use crate::{
-    call::{Call, Place, What},
+    call::{Call, CallTensors, What},
     error::Result,
     operand::{Operand, Tensor, Usage},
 };
@@ -109,7 +109,7 @@ pub(crate) fn prepare_output<'py>(
 
 impl<'py> Prepared<'py> {
     fn in_place(what: What, buffer: Operand, result: Bound<'py, PyAny>) -> Self {
-        let call = Call { what, registered: false, mixed: None, place: Place::Shared(buffer.tensor) };
+        let call = Call { what, registered: false, mixed: None, tensors: CallTensors::Shared(buffer.tensor) };
         Self { call, result: Some(result), operands: [None, Some(buffer)] }
     }
 
@@ -124,7 +124,7 @@ impl<'py> Prepared<'py> {
             what,
             registered: false,
             mixed: None,
-            place: Place::Apart(tensor(&input), tensor(&output)),
+            tensors: CallTensors::Apart(tensor(&input), tensor(&output)),
         };
         Self { call, result, operands: [input, output] }
     }
@@ -132,7 +132,7 @@ impl<'py> Prepared<'py> {
     /// An operation without arrays.
     pub(crate) fn bare(what: What) -> Self {
         Self {
-            call: Call { what, registered: false, mixed: None, place: Place::Nowhere },
+            call: Call { what, registered: false, mixed: None, tensors: CallTensors::Nowhere },
             result: None,
             operands: [None, None],
         }

@@ -26,14 +26,14 @@ pub(crate) fn operations() -> Vec<(&'static str, String, String, bool, Option<&'
         .collect()
 }
 
-/// Where to do it.
+/// The tensors of a call.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Place {
-    /// Nothing to read or write.
+pub(crate) enum CallTensors {
+    /// No tensor: nothing is read or written.
     Nowhere,
     /// One buffer for input and output.
     Shared(Tensor),
-    /// Two that do not overlap; some ranks lack one.
+    /// An input and an output that do not overlap; on some ranks one is missing.
     Apart(Option<Tensor>, Option<Tensor>),
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct Call {
     pub(crate) registered: bool,
     /// What is done instead, between tensor and data parallel ranks, on the same tensors.
     pub(crate) mixed: Option<Mixed>,
-    pub(crate) place: Place,
+    pub(crate) tensors: CallTensors,
 }
 
 impl Call {
@@ -56,10 +56,10 @@ impl Call {
 
     /// A tensor of the call, which all are like.
     fn tensor(&self) -> Option<&Tensor> {
-        match &self.place {
-            Place::Nowhere => None,
-            Place::Shared(tensor) => Some(tensor),
-            Place::Apart(input, output) => input.as_ref().or(output.as_ref()),
+        match &self.tensors {
+            CallTensors::Nowhere => None,
+            CallTensors::Shared(tensor) => Some(tensor),
+            CallTensors::Apart(input, output) => input.as_ref().or(output.as_ref()),
         }
     }
 
@@ -86,18 +86,22 @@ impl Call {
         // SAFETY: the caller answers for the memory.
         unsafe {
             if let Some(mixed) = &self.mixed {
-                return match self.place {
-                    Place::Shared(buffer) => mixed.run_in_place(comm, buffer.view_mut().map_err(refused)?),
-                    Place::Apart(Some(input), Some(output)) => {
+                return match self.tensors {
+                    CallTensors::Shared(buffer) => {
+                        mixed.run_in_place(comm, buffer.view_mut().map_err(refused)?)
+                    }
+                    CallTensors::Apart(Some(input), Some(output)) => {
                         mixed.run(comm, input.view().map_err(refused)?, output.view_mut().map_err(refused)?)
                     }
                     _ => Err(FabricError::invalid(format!("{} lacks an operand", self.name())).into()),
                 };
             }
-            match self.place {
-                Place::Nowhere => comm.call(&self.what, None, None),
-                Place::Shared(buffer) => comm.call_in_place(&self.what, buffer.view_mut().map_err(refused)?),
-                Place::Apart(input, output) => {
+            match self.tensors {
+                CallTensors::Nowhere => comm.call(&self.what, None, None),
+                CallTensors::Shared(buffer) => {
+                    comm.call_in_place(&self.what, buffer.view_mut().map_err(refused)?)
+                }
+                CallTensors::Apart(input, output) => {
                     let input = input.map(|tensor| tensor.view()).transpose().map_err(refused)?;
                     let output = output.map(|tensor| tensor.view_mut()).transpose().map_err(refused)?;
                     comm.call(&self.what, input, output)

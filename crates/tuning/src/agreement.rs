@@ -4,7 +4,7 @@ use crate::Table;
 
 /// Whether every rank has a table, and all the same one.
 ///
-/// It costs a single exchange of a few numbers, over the closure that [`Plan::measure`](crate::Plan::measure)
+/// It costs a single exchange of a few numbers, over the closure that [`Sweep::measure`](crate::Sweep::measure)
 /// takes: `agree` replaces each number by its maximum over all ranks. All ranks must call this together, with
 /// `None` on those that have no table, and get the same answer.
 ///

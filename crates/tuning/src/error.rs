@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::Key;
 
-/// Why a plan, a table or a cache cannot do what it was asked to.
+/// Why a sweep, a table or a cache cannot do what it was asked to.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TuningError {
@@ -23,11 +23,11 @@ pub enum TuningError {
     },
 
     /// There are no sizes.
-    #[error("a plan or a table needs at least one size")]
+    #[error("a sweep or a table needs at least one size")]
     NoSizes,
 
     /// There is nothing to take the median of.
-    #[error("a plan needs at least one round")]
+    #[error("a sweep needs at least one round")]
     NoRounds,
 
     /// No candidate can run at a size.

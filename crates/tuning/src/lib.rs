@@ -5,7 +5,7 @@
 //! does not know what it measures: the caller passes a closure that runs a candidate, and one that lets the
 //! ranks agree.
 //!
-//! * A [`Plan`] says what to measure. [`Plan::measure`] does it and returns a table.
+//! * A [`Sweep`] says what to measure. [`Sweep::measure`] does it and returns a table.
 //! * A [`Table`] holds all measurements, and [`Table::choose`] picks the candidate for any size.
 //! * A [`Cache`] keeps tables in one JSON file that a person can read, check and edit. A [`CacheFolder`] is what any
 //!   cache of the library is kept in: nothing is read that another user may have written.
@@ -15,7 +15,7 @@
 //! Ranks that pick different algorithms for one call wait for each other for ever. So nothing here depends on
 //! what only one rank knows:
 //!
-//! * The number of runs is fixed by the plan, never by a clock, because each run is a collective call.
+//! * The number of runs is fixed by the sweep, never by a clock, because each run is a collective call.
 //! * Every sample is replaced by the maximum over all ranks (the slowest rank is what a collective takes)
 //!   before anything is derived from it, so all ranks derive the same table from the same numbers.
 //! * The derivation uses only arithmetic that IEEE 754 defines to the last bit, so machines of different
@@ -31,7 +31,7 @@
 //! ```
 //! use std::time::Duration;
 //!
-//! use antiphon_tuning::{Cache, Key, Plan, TuningError, doubling, same_on_all_ranks};
+//! use antiphon_tuning::{Cache, Key, Sweep, TuningError, doubling, same_on_all_ranks};
 //!
 //! let candidates = ["one_shot", "two_shot"];
 //! let run = |candidate: usize, bytes: usize| {
@@ -54,8 +54,8 @@
 //! let table = match known.filter(|_| same) {
 //!     Some(table) => table,
 //!     None => {
-//!         let plan = Plan::new(candidates, doubling(1 << 10..=1 << 24))?;
-//!         let table = plan.measure(run, &mut agree)?;
+//!         let sweep = Sweep::new(candidates, doubling(1 << 10..=1 << 24))?;
+//!         let table = sweep.measure(run, &mut agree)?;
 //!         cache.put(&key, &table)?; // in a real program, on one rank of each machine
 //!         table
 //!     }
@@ -77,7 +77,7 @@ mod cache;
 mod checksum;
 mod error;
 mod key;
-mod plan;
+mod sweep;
 mod table;
 mod warning;
 
@@ -85,6 +85,6 @@ pub use agreement::same_on_all_ranks;
 pub use cache::{Cache, CacheFolder, Entry, FORMAT, MAX_FILE_BYTES, cache_dir};
 pub use error::TuningError;
 pub use key::Key;
-pub use plan::{Plan, doubling};
+pub use sweep::{Sweep, doubling};
 pub use table::{Choice, Row, STICKINESS, Table, Timing};
 pub use warning::warn_once;

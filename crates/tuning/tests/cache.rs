@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::time::Duration;
 
-use antiphon_tuning::{Cache, Key, MAX_FILE_BYTES, Plan, Table, TuningError, doubling};
+use antiphon_tuning::{Cache, Key, MAX_FILE_BYTES, Sweep, Table, TuningError, doubling};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use tempfile::TempDir;
 
@@ -20,7 +20,7 @@ fn measured() -> Table {
         let nanoseconds = [1_000 + bytes, 4_000 + bytes / 2][candidate];
         Ok::<_, TuningError>(Some(Duration::from_nanos(nanoseconds as u64)))
     };
-    Plan::new(CANDIDATES, doubling(1 << 10..=1 << 14)).unwrap().measure(run, |_| Ok(())).unwrap()
+    Sweep::new(CANDIDATES, doubling(1 << 10..=1 << 14)).unwrap().measure(run, |_| Ok(())).unwrap()
 }
 
 fn defaults() -> Table {

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Barrier, Mutex};
 use std::time::Duration;
 
-use antiphon_tuning::{Plan, Table, TuningError, doubling, same_on_all_ranks};
+use antiphon_tuning::{Sweep, Table, TuningError, doubling, same_on_all_ranks};
 
 const CANDIDATES: [&str; 2] = ["one_shot", "two_shot"];
 
@@ -60,8 +60,8 @@ fn on_all_ranks<T: Send>(ranks: usize, rank: impl Fn(usize, &World) -> T + Sync)
 
 #[test]
 fn finds_the_crossover_between_measured_sizes() {
-    let plan = Plan::new(CANDIDATES, doubling(1 << 10..=1 << 16)).unwrap();
-    let table = plan.measure(linear, alone).unwrap();
+    let sweep = Sweep::new(CANDIDATES, doubling(1 << 10..=1 << 16)).unwrap();
+    let table = sweep.measure(linear, alone).unwrap();
     assert_eq!(table.rows().iter().map(|row| row.winner).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1, 1]);
     assert_eq!([0, 1, 1_024, 6_000].map(|bytes| table.choose(bytes)), [0; 4]);
     assert_eq!([6_001, 1 << 16, usize::MAX].map(|bytes| table.choose(bytes)), [1; 3]);
@@ -71,8 +71,8 @@ fn finds_the_crossover_between_measured_sizes() {
 #[test]
 fn keeps_all_measurements() {
     let times = RefCell::new([30, 10, 50, 20, 40].into_iter().cycle());
-    let plan = Plan::new(["only"], [64]).unwrap().warm_up(5).rounds(5);
-    let table = plan.measure(|_, _| ns(times.borrow_mut().next().unwrap()), alone).unwrap();
+    let sweep = Sweep::new(["only"], [64]).unwrap().warm_up(5).rounds(5);
+    let table = sweep.measure(|_, _| ns(times.borrow_mut().next().unwrap()), alone).unwrap();
     let timing = table.rows()[0].timings[0].unwrap();
     assert_eq!((timing.median_ns, timing.min_ns, timing.max_ns, timing.samples), (30.0, 10.0, 50.0, 5));
 }
@@ -80,29 +80,29 @@ fn keeps_all_measurements() {
 #[test]
 fn interleaves_the_candidates_and_takes_turns_at_beginning() {
     let order = RefCell::new(Vec::new());
-    let plan = Plan::new(["a", "b", "c"], [8, 4, 8]).unwrap().warm_up(1).rounds(2);
+    let sweep = Sweep::new(["a", "b", "c"], [8, 4, 8]).unwrap().warm_up(1).rounds(2);
     let run = |candidate, bytes| {
         order.borrow_mut().push((bytes, candidate));
         ns(1)
     };
-    plan.measure(run, alone).unwrap();
+    sweep.measure(run, alone).unwrap();
     let rounds = [0, 1, 2, 1, 2, 0, 2, 0, 1];
     let expected: Vec<_> =
         [4, 8].iter().flat_map(|&bytes| rounds.map(|candidate| (bytes, candidate))).collect();
     assert_eq!(*order.borrow(), expected);
-    assert_eq!(order.borrow().len(), plan.runs());
+    assert_eq!(order.borrow().len(), sweep.runs());
 }
 
 #[test]
 fn drift_hits_all_candidates_alike() {
     // The machine gets slower with every run. The first candidate is the faster one, by less than the drift.
     let runs = Cell::new(0);
-    let plan = Plan::new(CANDIDATES, [64]).unwrap().warm_up(0).rounds(10);
+    let sweep = Sweep::new(CANDIDATES, [64]).unwrap().warm_up(0).rounds(10);
     let run = |candidate, _| {
         runs.set(runs.get() + 1);
         ns(1_000 + 100 * runs.get() + [0, 400usize][candidate])
     };
-    let table = plan.measure(run, alone).unwrap();
+    let table = sweep.measure(run, alone).unwrap();
     assert_eq!(table.choose(64), 0);
     let [first, second] = [0, 1].map(|candidate| table.rows()[0].timings[candidate].unwrap().median_ns);
     assert_eq!(second - first, 400.0);
@@ -113,8 +113,8 @@ fn all_ranks_get_the_table_of_the_slowest() {
     // Each rank alone would choose otherwise: the even ones the first candidate, the odd ones the second.
     let tables = on_all_ranks(4, |rank, world| {
         let run = |candidate, bytes| ns([[100, 150], [400, 120]][rank % 2][candidate] + bytes);
-        let plan = Plan::new(CANDIDATES, doubling(1..=8)).unwrap();
-        plan.measure(run, |samples: &mut [f64]| world.agree(samples)).unwrap()
+        let sweep = Sweep::new(CANDIDATES, doubling(1..=8)).unwrap();
+        sweep.measure(run, |samples: &mut [f64]| world.agree(samples)).unwrap()
     });
     assert!(tables.iter().all(|table| *table == tables[0]));
     let medians = tables[0].rows()[0].timings.iter().map(|timing| timing.unwrap().median_ns);
@@ -131,8 +131,8 @@ fn the_maximum_is_taken_of_each_sample() {
             round.set(round.get() + 1);
             ns(if round.get() % 3 == rank { 900 } else { 100 })
         };
-        let plan = Plan::new(["only"], [1]).unwrap().warm_up(0).rounds(3);
-        plan.measure(run, |samples: &mut [f64]| world.agree(samples)).unwrap()
+        let sweep = Sweep::new(["only"], [1]).unwrap().warm_up(0).rounds(3);
+        sweep.measure(run, |samples: &mut [f64]| world.agree(samples)).unwrap()
     });
     assert_eq!(tables[2].rows()[0].timings[0].unwrap().median_ns, 900.0);
 }
@@ -160,8 +160,8 @@ fn a_candidate_may_serve_some_sizes_only() {
         (0, 4_097..) => Ok(None),
         _ => linear(candidate, bytes.min(4_096)),
     };
-    let plan = Plan::new(CANDIDATES, doubling(1 << 10..=1 << 14)).unwrap();
-    let table = plan.measure(run, alone).unwrap();
+    let sweep = Sweep::new(CANDIDATES, doubling(1 << 10..=1 << 14)).unwrap();
+    let table = sweep.measure(run, alone).unwrap();
     assert_eq!(table.rows()[3].timings[0], None);
     assert_eq!([1_024, 4_096].map(|bytes| table.choose(bytes)), [0, 0]);
     assert_eq!([4_097, 8_192].map(|bytes| table.choose(bytes)), [1, 1]);
@@ -173,7 +173,7 @@ fn a_candidate_that_serves_large_sizes_only_waits_for_them() {
         (1, ..4_096) => Ok(None),
         _ => ns([1_000, 10][candidate]),
     };
-    let table = Plan::new(CANDIDATES, [1_024, 4_096]).unwrap().measure(run, alone).unwrap();
+    let table = Sweep::new(CANDIDATES, [1_024, 4_096]).unwrap().measure(run, alone).unwrap();
     assert_eq!([1_024, 4_095, 4_096].map(|bytes| table.choose(bytes)), [0, 0, 1]);
 }
 
@@ -187,27 +187,27 @@ fn a_candidate_that_does_not_serve_is_not_run_again() {
         }
         ns(1)
     };
-    Plan::new(CANDIDATES, [1, 2, 4]).unwrap().measure(run, alone).unwrap();
+    Sweep::new(CANDIDATES, [1, 2, 4]).unwrap().measure(run, alone).unwrap();
     assert_eq!(asked.get(), 3);
 }
 
 #[test]
 fn errors_state_what_happened() {
     let message = |result: Result<Table, TuningError>| result.unwrap_err().to_string();
-    let plan = Plan::new(CANDIDATES, [64]).unwrap();
-    assert_eq!(message(plan.clone().rounds(0).measure(linear, alone)), "a plan needs at least one round");
-    assert_eq!(message(plan.measure(|_, _| Ok(None), alone)), "none of the 2 candidates serves 64 bytes");
+    let sweep = Sweep::new(CANDIDATES, [64]).unwrap();
+    assert_eq!(message(sweep.clone().rounds(0).measure(linear, alone)), "a sweep needs at least one round");
+    assert_eq!(message(sweep.measure(|_, _| Ok(None), alone)), "none of the 2 candidates serves 64 bytes");
     let broken = |samples: &mut [f64]| {
         samples[9] = f64::NAN;
         Ok(())
     };
-    assert_eq!(message(plan.measure(linear, broken)), "candidate \"two_shot\" at 64 bytes took NaN ns");
+    assert_eq!(message(sweep.measure(linear, broken)), "candidate \"two_shot\" at 64 bytes took NaN ns");
 
     let refused = |candidates: &[&str], sizes: &[usize]| {
-        Plan::new(candidates.iter().copied(), sizes.iter().copied()).unwrap_err().to_string()
+        Sweep::new(candidates.iter().copied(), sizes.iter().copied()).unwrap_err().to_string()
     };
     assert_eq!(refused(&[], &[1]), "a table needs at least one candidate");
-    assert_eq!(refused(&["a"], &[]), "a plan or a table needs at least one size");
+    assert_eq!(refused(&["a"], &[]), "a sweep or a table needs at least one size");
     assert_eq!(refused(&["a", "b", "a"], &[1]), "candidate \"a\" is given twice");
 }
 
@@ -223,13 +223,13 @@ fn the_callers_errors_pass_through() {
             Self::Tuning(error.to_string())
         }
     }
-    let plan = Plan::new(CANDIDATES, [64]).unwrap();
-    let lost = plan.measure(|_, _| Err(Failure::PeerLost(3)), |_| Ok(()));
+    let sweep = Sweep::new(CANDIDATES, [64]).unwrap();
+    let lost = sweep.measure(|_, _| Err(Failure::PeerLost(3)), |_| Ok(()));
     assert_eq!(lost, Err(Failure::PeerLost(3)));
-    let lost = plan.measure(|_, _| Ok(Some(Duration::ZERO)), |_| Err(Failure::PeerLost(5)));
+    let lost = sweep.measure(|_, _| Ok(Some(Duration::ZERO)), |_| Err(Failure::PeerLost(5)));
     assert_eq!(lost, Err(Failure::PeerLost(5)));
-    let ours = plan.clone().rounds(0).measure(|_, _| Err(Failure::PeerLost(3)), |_| Ok(()));
-    assert_eq!(ours, Err(Failure::Tuning("a plan needs at least one round".into())));
+    let ours = sweep.clone().rounds(0).measure(|_, _| Err(Failure::PeerLost(3)), |_| Ok(()));
+    assert_eq!(ours, Err(Failure::Tuning("a sweep needs at least one round".into())));
 }
 
 #[test]

@@ -70,7 +70,7 @@ fn refuses_tables_that_could_not_choose() {
     let thresholds = |thresholds: &[(usize, usize)]| {
         Table::from_thresholds(["a", "b"], thresholds.iter().copied()).unwrap_err().to_string()
     };
-    assert_eq!(thresholds(&[]), "a plan or a table needs at least one size");
+    assert_eq!(thresholds(&[]), "a sweep or a table needs at least one size");
     assert_eq!(thresholds(&[(8, 0)]), "the first threshold must be 0 bytes, but it is 8");
     assert_eq!(thresholds(&[(0, 0), (9, 1), (9, 0)]), "sizes must ascend, but 9 bytes follow 9 bytes");
     assert_eq!(thresholds(&[(0, 2)]), "there is no candidate 2: there are 2");

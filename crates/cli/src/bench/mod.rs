@@ -69,7 +69,7 @@ pub struct Args {
 
     /// Where the tensors are, and who computes
     #[arg(long, value_enum, default_value = "host")]
-    device: Where,
+    device: DeviceKind,
 
     /// How many ranks, each a process [default: one per core, at least 2 and at most 8; on cuda one per GPU]
     #[arg(short = 'n', long)]
@@ -112,6 +112,20 @@ pub struct Args {
     /// With --tail: put the calls, ours and NCCL's, into a stream of the highest priority, before the products'
     #[arg(long, requires = "tail")]
     priority: bool,
+
+    /// With --tail: tokens of a tensor, each of 7168 elements, at most 2048
+    #[arg(long, requires = "tail", value_delimiter = ',', default_value = "1,16,64,256,512,2048",
+          value_parser = clap::value_parser!(u64).range(1..=cuda::tail::MOST_ROWS))]
+    rows: Vec<u64>,
+
+    /// With --tail: by how many microseconds a rank is late, at most 100,000
+    #[arg(long, requires = "tail", value_delimiter = ',', default_value = "0,50,200,1000,5000",
+          value_parser = clap::value_parser!(u64).range(..=100_000))]
+    skews: Vec<u64>,
+
+    /// With --tail: leave out the rows beside products of matrices
+    #[arg(long, requires = "tail")]
+    alone: bool,
 
     /// Bytes of each GPU's memory for data under way [default: what the library takes]
     #[arg(long, value_name = "BYTES", value_parser = one_size)]
@@ -190,7 +204,7 @@ enum AlgorithmChoice {
 
 /// What the ranks are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Where {
+pub(crate) enum DeviceKind {
     /// Processes on the cores of this machine
     Host,
     /// Processes with a GPU each
@@ -242,9 +256,9 @@ impl Which {
 impl Args {
     fn sizes(&self) -> Vec<u64> {
         let default = match (self.device, self.collective) {
-            (Where::Cuda, _) => cuda::SIZES,
-            (Where::Host, Which::All) => "64..16M:8",
-            (Where::Host, Which::One(_)) => "4..64M:4",
+            (DeviceKind::Cuda, _) => cuda::SIZES,
+            (DeviceKind::Host, Which::All) => "64..16M:8",
+            (DeviceKind::Host, Which::One(_)) => "4..64M:4",
         };
         self.sizes.clone().unwrap_or_else(|| default.parse().expect("the default reads well")).0
     }
@@ -274,8 +288,8 @@ impl Args {
 
     fn rows(&self) -> usize {
         match self.device {
-            Where::Host => self.cases().len(),
-            Where::Cuda => cuda::rows(self),
+            DeviceKind::Host => self.cases().len(),
+            DeviceKind::Cuda => cuda::rows(self),
         }
     }
 
@@ -288,9 +302,9 @@ impl Args {
 pub fn execute(args: Args) -> ExitStatus {
     if args.worker {
         return match args.device {
-            Where::Host => worker::execute(&args),
-            Where::Cuda if args.tail => cuda::tail::execute(&args),
-            Where::Cuda => cuda::execute(&args),
+            DeviceKind::Host => worker::execute(&args),
+            DeviceKind::Cuda if args.tail => cuda::tail::execute(&args),
+            DeviceKind::Cuda => cuda::execute(&args),
         };
     }
     match measure(&args) {
@@ -304,10 +318,10 @@ pub fn execute(args: Args) -> ExitStatus {
 
 fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     let mut machine = Machine::this();
-    if args.tail && args.device == Where::Host {
+    if args.tail && args.device == DeviceKind::Host {
         return Err("--tail is for --device cuda".into());
     }
-    if args.device == Where::Cuda {
+    if args.device == DeviceKind::Cuda {
         cuda::refuse(args)?;
         machine.gpus = Some(cuda::gpus(args.ranks)?);
     }

@@ -7,8 +7,8 @@ use antiphon_fabric::{Communicator, Signature};
 use antiphon_tensor::DType;
 use antiphon_tuning::Key;
 
-use super::{Algorithm, AllReduceTable, run};
-use crate::{arguments::Output, error::Result};
+use super::{Algorithm, run};
+use crate::{AlgorithmTable, algorithm_table::host_key, arguments::Output, error::Result};
 
 /// The algorithm for a call of this signature, which has none yet. The first call loads the table; ranks that disagree
 /// about that very call must hear of the call and not of the table, so they meet for the call first.
@@ -28,9 +28,9 @@ pub(super) fn look_up(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
 }
 
 /// The table of a communicator: kept in it, found there by every call.
-fn load(comm: &Communicator) -> Result<AllReduceTable> {
+fn load(comm: &Communicator) -> Result<AlgorithmTable> {
     let world_size = comm.world_size();
-    AllReduceTable::load(comm, &key(world_size), &names(), &[(0, 0), (two_shot_from(world_size), 1)])
+    AlgorithmTable::load(comm, &key(world_size), &names(), &[(0, 0), (two_shot_from(world_size), 1)])
 }
 
 /// What was measured on machines with 2 and 16 cores (benches/results); `tune` finds what is true on another.
@@ -50,24 +50,14 @@ fn key(world_size: usize) -> Key {
     host_key("all_reduce", world_size)
 }
 
-/// The key of a table that was measured on this machine's processors.
-pub(crate) fn host_key(operation: impl Into<String>, world_size: usize) -> Key {
-    let machine = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model =
-        machine.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|m| m.1));
-    // The machine's cores and not this rank's: ranks may be bound to different ones, or to none.
-    let cores = machine.lines().filter(|line| line.starts_with("processor")).count();
-    Key::new(operation, "", world_size, format!("{cores} × {}", model.unwrap_or("unknown CPU")))
-}
-
 /// Measures both algorithms over `sizes` in bytes and writes the result to the cache file, from which every
 /// communicator of this world size that is made on this machine from then on takes it. All ranks call it together.
 ///
 /// # Errors
 /// As an all-reduce; [`CollectiveError::Tuning`](crate::CollectiveError::Tuning) when the file cannot be written.
-pub fn tune(comm: &Communicator, sizes: RangeInclusive<usize>) -> Result<AllReduceTable> {
+pub fn tune(comm: &Communicator, sizes: RangeInclusive<usize>) -> Result<AlgorithmTable> {
     let mut buffer = vec![1f32; sizes.end() / size_of::<f32>() + 1];
-    AllReduceTable::measure(comm, &key(comm.world_size()), &names(), sizes, |candidate, bytes| {
+    AlgorithmTable::measure(comm, &key(comm.world_size()), &names(), sizes, |candidate, bytes| {
         let count = (bytes / size_of::<f32>()).max(1);
         let output = Output { data: buffer.as_mut_ptr().cast(), count, dtype: DType::F32 };
         let calls = (1 << 20) / (bytes + 1024) + 1; // about a megabyte, so that small calls are timed in numbers

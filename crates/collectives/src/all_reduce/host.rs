@@ -7,7 +7,7 @@ use antiphon_fabric::{FabricError, Rounds, Signature};
 
 use crate::{
     arguments::{Input, Output},
-    stream::{copy, piece_for, stream},
+    chunked::{chunk_for, copy, exchange_chunks},
 };
 
 /// What makes one of everybody's contributions.
@@ -41,11 +41,11 @@ pub(super) fn one_shot(
     mut arrived: impl FnMut(usize),
 ) -> Result<(), FabricError> {
     let size = input.dtype.size();
-    stream(
+    exchange_chunks(
         rounds,
         signature,
         input.count * size,
-        piece_for(1, ONE_SHOT_PIECE),
+        chunk_for(1, ONE_SHOT_PIECE),
         1,
         // SAFETY: the part lies within the input, and the outbox has room for it.
         |part, outbox| unsafe { copy(input.data.add(part.start), outbox, part.len()) },
@@ -168,7 +168,7 @@ fn two_shot_staged(
 ) -> Result<(), FabricError> {
     let (rank, world_size, size) = (rounds.rank(), rounds.world_size(), input.dtype.size());
     let len = input.count * size;
-    let step = piece_for(2, TWO_SHOT_PIECE);
+    let step = chunk_for(2, TWO_SHOT_PIECE);
     let pieces = len.div_ceil(step).max(1);
     let piece = |index: usize| Piece { range: index * step..len.min((index + 1) * step), world_size, size };
     // A mailbox holds the inputs of one piece and, from RESULTS on, the results of the piece before.

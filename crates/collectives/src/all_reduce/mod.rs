@@ -22,19 +22,17 @@ mod choice;
 mod cuda;
 mod host;
 mod registered;
-mod table;
 
-pub(crate) use choice::host_key;
 pub use choice::tune;
 pub(crate) use cuda::{ReduceKernel, Reducing, run_staged};
 pub(crate) use host::Reduce;
 pub(crate) use registered::{Registered, Registry, run_registered};
-pub use table::AllReduceTable;
 
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
+    AlgorithmTable,
     arguments::{Input, Output, block, reducible},
     error::{CollectiveError, Result},
 };
@@ -47,6 +45,14 @@ pub enum Algorithm {
     OneShot = 1,
     /// Everyone reduces a part, and the parts are gathered.
     TwoShot = 2,
+}
+
+impl AlgorithmTable {
+    /// The algorithm for this many bytes.
+    #[inline]
+    pub(crate) fn algorithm(&self, bytes: usize) -> Algorithm {
+        Algorithm::ALL[self.choose(bytes)]
+    }
 }
 
 impl Algorithm {

@@ -61,7 +61,7 @@ pub(crate) struct Registry {
 
 /// A tensor in registered memory.
 #[derive(Clone, Copy)]
-struct Place {
+struct RegisteredTensor {
     /// Of the registration, and in it: equal on all ranks.
     number: u32,
     offset: u64,
@@ -74,7 +74,7 @@ impl Registry {
         self.known.is_empty()
     }
 
-    fn find(&self, rank: usize, address: u64, bytes: u64) -> Option<Place> {
+    fn find(&self, rank: usize, address: u64, bytes: u64) -> Option<RegisteredTensor> {
         self.known.iter().find_map(|(number, memory)| {
             let offset = address.checked_sub(memory.pointer(rank).0)?;
             if offset.checked_add(bytes)? > memory.len() {
@@ -84,14 +84,14 @@ impl Registry {
             for (rank, at) in at.iter_mut().enumerate().take(memory.world_size()) {
                 *at = memory.pointer(rank).offset(offset).0;
             }
-            Some(Place { number: *number, offset, at })
+            Some(RegisteredTensor { number: *number, offset, at })
         })
     }
 }
 
-impl Place {
+impl RegisteredTensor {
     /// What differs, as a rule, for ranks whose tensors are in different places.
-    fn digest(places: [Option<Place>; 2]) -> u32 {
+    fn digest(places: [Option<RegisteredTensor>; 2]) -> u32 {
         let words =
             places.into_iter().map(|place| place.map_or(0, |p| (p.offset << 8) | (u64::from(p.number) + 1)));
         let mixed = words.fold(0u64, |sum, word| (sum ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15));
@@ -184,7 +184,7 @@ pub(crate) unsafe fn run_registered(
     };
     let source = find("input", from)?;
     let target = if one_shot { None } else { Some(find("output", to)?) };
-    signature.detail = Place::digest([Some(source), target]);
+    signature.detail = RegisteredTensor::digest([Some(source), target]);
     let loaded = tenant.ready(Registered(reduction(signature.operation, input.dtype, op)?), stream)?;
     if tenant.multiprocessors_here() < tenant.multiprocessors() {
         let expected = format!(
@@ -230,7 +230,7 @@ mod tests {
 
     #[test]
     fn places_differ_by_registration_offset_and_which_is_which() {
-        let place = |number, offset| Some(Place { number, offset, at: [0; MAX_WORLD] });
+        let place = |number, offset| Some(RegisteredTensor { number, offset, at: [0; MAX_WORLD] });
         let digests = [
             [place(0, 0), None],
             [place(1, 0), None],
@@ -239,7 +239,7 @@ mod tests {
             [place(0, 0), place(0, 4096)],
             [place(0, 4096), place(0, 0)],
         ]
-        .map(Place::digest);
+        .map(RegisteredTensor::digest);
         for (index, digest) in digests.iter().enumerate() {
             assert!(!digests[..index].contains(digest), "{digests:x?}");
         }

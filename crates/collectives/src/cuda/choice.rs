@@ -11,7 +11,7 @@ use antiphon_tensor::DType;
 use antiphon_tuning::Key;
 
 use super::{Algorithm, CudaCollectives};
-use crate::{all_reduce::AllReduceTable, error::Result};
+use crate::{AlgorithmTable, error::Result};
 
 /// From how many bytes on two-shot is the faster one with more than two ranks: where one-shot's (W − 1)·n bytes weigh more
 /// than a second hop. With two ranks both send as much, but two-shot in longer bursts. Measured on H200s (benches/results).
@@ -23,9 +23,9 @@ const DTYPE: DType = DType::BF16;
 const OP: ReduceOp = ReduceOp::Sum;
 
 /// The table in the cache if all ranks find the same there, else the built-in one.
-pub(super) fn load(comm: &Communicator, gpu: &str) -> Result<AllReduceTable> {
+pub(super) fn load(comm: &Communicator, gpu: &str) -> Result<AlgorithmTable> {
     let world_size = comm.world_size();
-    AllReduceTable::load(comm, &key(world_size, gpu), &names(), &built_in(world_size))
+    AlgorithmTable::load(comm, &key(world_size, gpu), &names(), &built_in(world_size))
 }
 
 fn built_in(world_size: usize) -> [(usize, usize); 2] {
@@ -53,10 +53,10 @@ pub fn tune(
     comm: &Communicator,
     collectives: &CudaCollectives,
     sizes: RangeInclusive<usize>,
-) -> Result<AllReduceTable> {
+) -> Result<AlgorithmTable> {
     let key = key(comm.world_size(), &collectives.context().device().properties()?.name);
     let clock = Clock::new(collectives, *sizes.end())?;
-    AllReduceTable::measure(comm, &key, &names(), sizes, |candidate, bytes| {
+    AlgorithmTable::measure(comm, &key, &names(), sizes, |candidate, bytes| {
         comm.barrier()?; // hosts in step, so that no GPU waits for long
         let algorithm = Algorithm::ALL[candidate];
         clock.time(bytes, |stream| clock.all_reduce(algorithm, bytes, stream)).map(Some)

@@ -52,7 +52,8 @@ use antiphon_tensor::Device;
 
 pub use crate::all_reduce::{Algorithm, AllReduceOptions};
 use crate::{
-    all_reduce::{AllReduceTable, Registry},
+    AlgorithmTable,
+    all_reduce::Registry,
     error::Result,
     gather_scatter::{Messaging, cuda::Movement},
 };
@@ -73,7 +74,7 @@ pub struct CudaCollectives {
     /// What all-reduces need not stage.
     registry: UntilIdle<RefCell<Registry>>,
     /// Which all-reduce for which size.
-    table: AllReduceTable,
+    table: AlgorithmTable,
     pub(crate) tenant: Tenant,
     /// What messages between two ranks go through, in an order of their own.
     pub(crate) messages: Tenant,

@@ -13,7 +13,7 @@ use crate::{
     all_reduce::{self, Algorithm, AllReduceOptions, Reducing, Registered},
     arguments::{CheckedCall, Input, Output, reduction},
     error::Result,
-    fusion::{self, Checked, FusedAllReduce, Operand},
+    fusion::{self, FusedAllReduce, Operand, Validated},
     gather_scatter::cuda as gather_scatter,
 };
 #[cfg(doc)]
@@ -183,7 +183,7 @@ impl CudaCollectives {
         call: FusedAllReduce<Operand<'_>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let call = Checked::new(self.serves(), &call)?;
+        let call = Validated::new(self.serves(), &call)?;
         // SAFETY: passed on.
         unsafe { fusion::cuda::run(&self.tenant, &self.table, call, stream.into()) }
     }
@@ -194,7 +194,7 @@ impl CudaCollectives {
     /// # Errors
     /// As [`all_reduce_fused`](Self::all_reduce_fused).
     pub fn prepare_fused(&self, call: &FusedAllReduce<Operand<'_>>) -> Result<()> {
-        fusion::cuda::prepare(&self.tenant, &self.table, &Checked::new(self.serves(), call)?)
+        fusion::cuda::prepare(&self.tenant, &self.table, &Validated::new(self.serves(), call)?)
     }
 
     /// The inputs of all ranks, one after the other: `n` elements in, `W·n` out. The input may be this rank's block of the

@@ -13,10 +13,12 @@ use antiphon_fabric::{
 use antiphon_tensor::quantize::TokenRule;
 
 use super::{
-    Accumulation, Checked, Quantization, RmsNorm, Scale, Shape, Source, Teams, checked::Counts, teams::Room,
+    Accumulation, Quantization, RmsNorm, Scale, Shape, Source, Teams, Validated, teams::Room,
+    validated::Counts,
 };
 use crate::{
-    all_reduce::{Algorithm, AllReduceTable},
+    AlgorithmTable,
+    all_reduce::Algorithm,
     arguments::reduction,
     error::{CollectiveError, Result},
 };
@@ -92,8 +94,8 @@ impl Family for Fusion {
 /// The tensors stay valid, and are not used in another way, until the stream has passed this call.
 pub(crate) unsafe fn run(
     tenant: &Tenant,
-    table: &AllReduceTable,
-    call: Checked,
+    table: &AlgorithmTable,
+    call: Validated,
     stream: StreamRef<'_>,
 ) -> Result<()> {
     tenant.enter(stream)?;
@@ -120,14 +122,14 @@ pub(crate) unsafe fn run(
 }
 
 /// Compiles and loads the program of calls like this one.
-pub(crate) fn prepare(tenant: &Tenant, table: &AllReduceTable, call: &Checked) -> Result<()> {
+pub(crate) fn prepare(tenant: &Tenant, table: &AlgorithmTable, call: &Validated) -> Result<()> {
     let (algorithm, teams) = plan(tenant, table, call)?;
     tenant.load(call.family(algorithm, teams.shape)?)?;
     Ok(())
 }
 
 /// By which algorithm, the same on all ranks, and in which teams, if a row fits any.
-fn plan(tenant: &Tenant, table: &AllReduceTable, call: &Checked) -> Result<(Algorithm, Teams)> {
+fn plan(tenant: &Tenant, table: &AlgorithmTable, call: &Validated) -> Result<(Algorithm, Teams)> {
     let (everywhere, here) = (Room::everywhere(tenant, 1), Room::here(tenant, 1));
     let of = |algorithm| -> Result<_> {
         let teams = Teams::new(call, algorithm, everywhere).ok_or_else(|| too_long(call))?;
@@ -149,14 +151,14 @@ fn plan(tenant: &Tenant, table: &AllReduceTable, call: &Checked) -> Result<(Algo
 }
 
 #[cold]
-fn too_long(call: &Checked) -> CollectiveError {
+fn too_long(call: &Validated) -> CollectiveError {
     let expected =
         format!("small enough for a row to fit the shared memory of its blocks, not {}", call.hidden);
     CollectiveError::Refused { operation: Operation::FusedAllReduce.name(), which: "hidden size", expected }
 }
 
 #[cold]
-fn too_long_for_staging(call: &Checked, lane_bytes: usize) -> CollectiveError {
+fn too_long_for_staging(call: &Validated, lane_bytes: usize) -> CollectiveError {
     let expected = format!(
         "small enough for a row of {} bytes to fit a lane of {lane_bytes} bytes, or more staging",
         call.row_bytes()
@@ -164,7 +166,7 @@ fn too_long_for_staging(call: &Checked, lane_bytes: usize) -> CollectiveError {
     CollectiveError::Refused { operation: Operation::FusedAllReduce.name(), which: "hidden size", expected }
 }
 
-impl Checked {
+impl Validated {
     /// Which inputs and outputs there are, by the bits of source.cuh.
     fn has(&self) -> u32 {
         let weight = |norm: Option<RmsNorm<_>>| norm.is_some_and(|norm| norm.weight.is_some());
@@ -265,7 +267,7 @@ unsafe impl KernelArgument for Fused {}
 
 impl Fused {
     /// Of `count` tokens from `first` on.
-    fn new(call: &Checked, first: usize, count: usize, teams: &Teams) -> Self {
+    fn new(call: &Validated, first: usize, count: usize, teams: &Teams) -> Self {
         let (mut scale, mut group, mut layout) = (Scale::Value(0.0), 0, 0);
         let mut reciprocal = false;
         match call.quantization {

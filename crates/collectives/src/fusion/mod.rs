@@ -72,19 +72,19 @@
 
 mod builder;
 mod call;
-mod checked;
 pub(crate) mod cuda;
 mod host;
 mod operand;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
 mod teams;
+mod validated;
 
 pub use builder::InPlace;
 pub use call::{Accumulation, FusedAllReduce, Quantization, RmsNorm, Role, Scale, Source};
 pub use operand::{Operand, TensorHandle};
 pub(crate) use {
-    checked::Checked,
     host::run,
     teams::{Shape, Teams},
+    validated::Validated,
 };

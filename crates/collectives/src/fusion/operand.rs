@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 
 use antiphon_tensor::{DType, Device, Shape, Strides, TensorError, TensorView, TensorViewMut};
 
-use super::{FusedAllReduce, Quantization, RmsNorm, Role, Source, checked::OPERATION};
+use super::{FusedAllReduce, Quantization, RmsNorm, Role, Source, validated::OPERATION};
 use crate::error::CollectiveError;
 
 /// A contiguous tensor, without its shape.

@@ -2,7 +2,7 @@
 
 use antiphon_device::cuda::LaunchConfig;
 
-use super::{Checked, Quantization, Source};
+use super::{Quantization, Source, Validated};
 use crate::all_reduce::Algorithm;
 
 /// Blocks of a cluster that every GPU with clusters can have.
@@ -117,7 +117,7 @@ pub(crate) struct Teams {
 
 impl Teams {
     /// For all rows of a call: a thread for each vector if there is room, else what is fastest; none if a row fits nothing.
-    pub(crate) fn new(call: &Checked, algorithm: Algorithm, room: Room) -> Option<Self> {
+    pub(crate) fn new(call: &Validated, algorithm: Algorithm, room: Room) -> Option<Self> {
         let rows = call.tokens;
         let all_at_once = |shape: Shape| {
             Self::of(shape, call, rows, algorithm, room).filter(|teams| teams.have_a_row_each(rows))
@@ -142,7 +142,7 @@ impl Teams {
     /// For some rows of a call, of blocks of this shape; none if a row does not fit.
     pub(crate) fn of(
         shape: Shape,
-        call: &Checked,
+        call: &Validated,
         rows: usize,
         algorithm: Algorithm,
         room: Room,
@@ -229,7 +229,7 @@ impl Teams {
     }
 }
 
-impl Checked {
+impl Validated {
     /// Vectors of 16 bytes of a row.
     pub(super) fn vectors(&self) -> usize {
         self.hidden * self.dtype.size() / 16
@@ -260,7 +260,7 @@ mod tests {
         let (x, mut sum) = (vec![bf16::ZERO; tokens * hidden], vec![bf16::ZERO; tokens * hidden]);
         let call = FusedAllReduce::of(TensorView::new(&x, &[tokens, hidden]).unwrap())
             .sum_out(TensorViewMut::new(&mut sum, &[tokens, hidden]).unwrap());
-        let call = Checked::new(Device::Host, &call).unwrap();
+        let call = Validated::new(Device::Host, &call).unwrap();
         let room = Room { world_size, multiprocessors: 132, has_clusters: true, channels: 1 };
         Teams::new(&call, algorithm, room).unwrap()
     }

@@ -12,7 +12,7 @@ use antiphon_operation::Root;
 
 use crate::{
     arguments::CheckedCall,
-    stream::{copy, piece_for, stream},
+    chunked::{chunk_for, copy, exchange_chunks},
 };
 
 /// Bytes of one piece that a rank posts: its two mailboxes stay in L2.
@@ -34,11 +34,11 @@ pub(super) fn run(rounds: &mut Rounds, call: &CheckedCall<'_>, longest: usize) -
         let piece = within(sent.piece(rank), size, part);
         call.input.map_or(std::ptr::null(), |input| input.data.wrapping_add(piece.start))
     };
-    stream(
+    exchange_chunks(
         rounds,
         &call.signature,
         longest * size,
-        piece_for(width, PIECE),
+        chunk_for(width, PIECE),
         width,
         |part, outbox| {
             let Some(input) = call.input.filter(|_| posts) else { return };

@@ -4,8 +4,8 @@ use antiphon_fabric::Rounds;
 
 use crate::{
     arguments::CheckedCall,
+    chunked::copy,
     error::{CollectiveError, Result},
-    stream::copy,
 };
 
 /// Inputs of up to so many bytes travel with the counts: if no rank's is longer, one round does it all.

@@ -7,7 +7,8 @@ use antiphon_tuning::Key;
 
 use super::{MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp, operation_of};
 use crate::{
-    all_reduce::{AllReduceTable, host_key},
+    AlgorithmTable,
+    algorithm_table::host_key,
     error::{CollectiveError, Result},
 };
 
@@ -15,7 +16,7 @@ use crate::{
 const BYTES1_FROM: usize = 32 << 10;
 
 /// A table for each fused operation of the layout.
-pub(super) struct Tables(Vec<(Operation, AllReduceTable)>);
+pub(super) struct Tables(Vec<(Operation, AlgorithmTable)>);
 
 impl Tables {
     pub(super) fn load(comm: &Communicator, layout: &MixedLayout) -> Result<Self> {
@@ -31,13 +32,13 @@ impl Tables {
     ) -> Result<Self> {
         let table = |operation: Operation| {
             let built_in = [(0, 0), (bytes1_from, 1)];
-            Ok((operation, AllReduceTable::load(comm, &key(operation), &names(), &built_in)?))
+            Ok((operation, AlgorithmTable::load(comm, &key(operation), &names(), &built_in)?))
         };
         fused(layout).map(|op| table(operation_of(op))).collect::<Result<_>>().map(Self)
     }
 
     /// The table of an operation becomes another.
-    pub(super) fn replace(&mut self, operation: Operation, table: AllReduceTable) {
+    pub(super) fn replace(&mut self, operation: Operation, table: AlgorithmTable) {
         let known = self.0.iter_mut().filter(|(known, _)| *known == operation);
         known.for_each(|(_, old)| *old = table.clone());
     }
@@ -93,7 +94,7 @@ impl MixedHandler {
                 }
                 Ok::<_, CollectiveError>(Some(start.elapsed() / calls as u32))
             };
-            let table = AllReduceTable::measure(comm, &key, &names(), sizes.clone(), time)?;
+            let table = AlgorithmTable::measure(comm, &key, &names(), sizes.clone(), time)?;
             self.tables.replace(operation, table);
         }
         Ok(())

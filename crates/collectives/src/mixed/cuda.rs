@@ -19,7 +19,8 @@ use super::{
     operation_of,
 };
 use crate::{
-    all_reduce::{Algorithm, AllReduceTable},
+    AlgorithmTable,
+    all_reduce::Algorithm,
     arguments::{Input, Output, reduction},
     cuda::{CudaCollectives, choice::Clock},
     error::Result,
@@ -178,7 +179,7 @@ impl CudaMixedHandler {
         let clock = Clock::new(collectives, sizes.end().saturating_mul(layout.dp_size()))?;
         for op in fused(&layout) {
             let (operation, handler) = (operation_of(op), &*self);
-            let table = AllReduceTable::measure(
+            let table = AlgorithmTable::measure(
                 comm,
                 &key(operation, &layout, &gpu),
                 &names(),

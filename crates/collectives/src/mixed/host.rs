@@ -12,9 +12,9 @@ use crate::{
     ReduceOp,
     all_reduce::{self, AllReduceOptions},
     arguments::{Input, Output},
+    chunked::{chunk_for, copy, exchange_chunks},
     error::Result,
     gather_scatter,
-    stream::{copy, piece_for, stream},
 };
 
 /// Bytes of one piece that a rank posts: its two mailboxes stay in L2.
@@ -151,11 +151,11 @@ pub(super) fn one_hop(
     reducer: &Reducer,
 ) -> Result<(), FabricError> {
     let width = flow.width();
-    stream(
+    exchange_chunks(
         rounds,
         signature,
         flow.longest(),
-        piece_for(width, PIECE),
+        chunk_for(width, PIECE),
         width,
         |part, outbox| flow.fill(&part, part.len(), outbox),
         |part, inboxes| {
@@ -177,7 +177,7 @@ pub(super) fn two_hops(
     reducer: &Reducer,
 ) -> Result<(), FabricError> {
     let (longest, rank, own_group) = (flow.longest(), flow.rank, flow.own_group());
-    let step = piece_for(flow.width() + 1, PIECE);
+    let step = chunk_for(flow.width() + 1, PIECE);
     let pieces = longest.div_ceil(step).max(1);
     let piece = |index: usize| index * step..longest.min((index + 1) * step);
     // Behind the slots of contributions.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use antiphon_tensor::Device as Place;
+use antiphon_tensor::Device as TensorDevice;
 use cudarc::driver::sys::{self, CUdevice_P2PAttribute as Link, CUdevice_attribute as Attribute};
 use serde::{Deserialize, Serialize};
 
@@ -230,13 +230,13 @@ impl fmt::Debug for Device {
 impl fmt::Display for Device {
     /// Writes `cuda:` and the ordinal.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        Place::from(*self).fmt(f)
+        TensorDevice::from(*self).fmt(f)
     }
 }
 
-impl From<Device> for Place {
+impl From<Device> for TensorDevice {
     fn from(device: Device) -> Self {
-        Place::Cuda(device.ordinal)
+        TensorDevice::Cuda(device.ordinal)
     }
 }
 

@@ -5,9 +5,9 @@ use std::ops::Range;
 use antiphon_plan::REDUCE_OPS;
 
 use super::{
-    home::Base,
     machine::{Launch, Machine, State},
     packet::{flag_at, pack, unpack},
+    placement::Base,
     program::{Operand, Reduction, Work},
 };
 
@@ -19,11 +19,11 @@ pub(super) const TILE: usize = 2 << 10;
 impl Launch<'_> {
     /// Where byte `at` of an operand lies; as packets, the packet that holds it.
     fn address(&self, operand: Operand, at: usize) -> *mut u8 {
-        let (book, chunk) = (&self.books[operand.slot], self.program.layout.chunk);
+        let (chunks, chunk) = (&self.addresses[operand.slot], self.program.layout.chunk);
         let scale = if operand.slot % Base::COUNT == Base::Packets as usize { 2 } else { 1 };
-        let offset = operand.chunk.wrapping_add(at / chunk) * book.stride + at % chunk * scale;
-        debug_assert!(!book.base.is_null());
-        book.base.wrapping_add(offset)
+        let offset = operand.chunk.wrapping_add(at / chunk) * chunks.stride + at % chunk * scale;
+        debug_assert!(!chunks.base.is_null());
+        chunks.base.wrapping_add(offset)
     }
 
     fn ring(&self, operands: &[Operand]) {
@@ -72,7 +72,7 @@ impl Machine {
     fn piece(&mut self, launch: &Launch<'_>, work: &Work, at: usize, len: usize) -> Result<(), *const u8> {
         let address = |operand: &Operand| launch.address(*operand, at);
         let (kind, flag) = (launch.packets, launch.flag);
-        // SAFETY: compiling has checked that the operands' chunks lie in their buffers, whose books begin where `len`
+        // SAFETY: compiling has checked that the operands' chunks lie in their buffers, whose addresses begin where `len`
         // bytes and their packets fit from `at` on; a piece that is cut does not leave its chunk. Who touches them when is
         // what the plan's signals order.
         unsafe {

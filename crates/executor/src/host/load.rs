@@ -8,12 +8,12 @@ use antiphon_tensor::{TensorView, TensorViewMut};
 use sha2::{Digest, Sha256};
 
 use super::{
-    books::Where,
-    call::Call,
-    home::{Base, Homes, Move},
+    addresses::{ArenaOffsets, ChunkAddresses},
+    arguments::Arguments,
     machine::{Channel, Machine},
-    memory::{Book, SyncArea, Workspace},
+    memory::{SyncArea, Workspace},
     packet::PacketKind,
+    placement::{Base, Move, Placements},
     program::Program,
 };
 use crate::{ExecutorError, error::Result};
@@ -52,18 +52,18 @@ pub struct LoadedPlan {
     /// None if it is shared with other plans.
     pub(super) workspace: Option<Workspace>,
     pub(super) programs: Vec<(Key, Program)>,
-    /// Where everybody's chunks begin, in the present launch.
-    pub(super) books: Vec<Book>,
-    /// Where everybody's tensors are, in the present call.
-    pub(super) places: Vec<Where>,
+    /// The addresses of every rank's chunks in the present launch, by [`slot`](super::program::slot).
+    pub(super) addresses: Vec<ChunkAddresses>,
+    /// The arena offsets of every rank's tensors in the present call.
+    pub(super) offsets: Vec<ArenaOffsets>,
 }
 
-// SAFETY: the books' addresses are used within a call only.
+// SAFETY: the addresses are used within a call only.
 unsafe impl Send for LoadedPlan {}
 
-/// Where chunks live in one kind of calls, and what this rank copies.
+/// Where chunks are placed in one kind of calls, and what this rank copies.
 pub(super) struct Mode {
-    pub(super) homes: Homes,
+    pub(super) placements: Placements,
     pub(super) loads: Vec<Move>,
     pub(super) stores: Vec<Move>,
     /// Whether any chunk of any rank may have to be staged.
@@ -149,8 +149,8 @@ impl LoadedPlan {
             sync,
             workspace: (!plan.reuse_resources).then(Workspace::default),
             programs: Vec::new(),
-            books: vec![Book::NOWHERE; comm.world_size() * Base::COUNT],
-            places: vec![Where::default(); comm.world_size()],
+            addresses: vec![ChunkAddresses::UNUSED; comm.world_size() * Base::COUNT],
+            offsets: vec![ArenaOffsets::default(); comm.world_size()],
             plan,
         })
     }
@@ -172,7 +172,7 @@ impl LoadedPlan {
         output: impl Into<TensorViewMut<'o>>,
     ) -> Result<()> {
         let (input, mut output) = (input.into(), output.into());
-        let call = Call::apart(&input, &mut output)?;
+        let call = Arguments::apart(&input, &mut output)?;
         self.run(comm, &call)
     }
 
@@ -191,9 +191,9 @@ impl LoadedPlan {
             return Err(ExecutorError::Buffers { plan: self.name.clone(), what });
         };
         let chunks = self.plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks]);
-        let shift = |buffer| mode.homes.shift(Rank(self.rank as u32), buffer);
+        let shift = |buffer| mode.placements.shift(Rank(self.rank as u32), buffer);
         let shifts = [shift(BufferType::Input), shift(BufferType::Output)];
-        let call = Call::together(&mut buffer.into(), chunks, shifts)?;
+        let call = Arguments::together(&mut buffer.into(), chunks, shifts)?;
         self.run(comm, &call)
     }
 
@@ -224,12 +224,13 @@ fn prepare(
     let uses_packets = check_ranges(plan)?;
     let rank = Rank(comm.rank() as u32);
     let mode = |in_place| {
-        let homes = Homes::new(plan, in_place);
-        let (loads, stores, may_stage) = (homes.loads(rank), homes.stores(rank), homes.may_stage());
-        Mode { homes, loads, stores, may_stage }
+        let placements = Placements::new(plan, in_place);
+        let (loads, stores, may_stage) =
+            (placements.loads(rank), placements.stores(rank), placements.may_stage());
+        Mode { placements, loads, stores, may_stage }
     };
     let apart = mode(false);
-    let together = apart.homes.can_be_in_place(ranks);
+    let together = apart.placements.can_be_in_place(ranks);
     if plan.inplace && !together {
         let gpu = &plan.gpus[0];
         let what = format!(

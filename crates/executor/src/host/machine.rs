@@ -27,7 +27,8 @@ use antiphon_fabric::FabricError;
 use antiphon_plan::{ChannelId, ChannelType, Place, REDUCE_OPS, Rank};
 
 use super::{
-    memory::{Book, SyncArea},
+    addresses::ChunkAddresses,
+    memory::SyncArea,
     packet::{PacketKind, flag_at},
     program::{Program, Signal, Step},
 };
@@ -37,8 +38,8 @@ use crate::Waiting;
 pub(super) struct Launch<'a> {
     pub(super) rank: usize,
     pub(super) program: &'a Program,
-    /// Where everybody's chunks begin.
-    pub(super) books: &'a [Book],
+    /// The addresses of every rank's chunks, by [`slot`](super::program::slot).
+    pub(super) addresses: &'a [ChunkAddresses],
     pub(super) sync: &'a SyncArea,
     /// What this launch's packets carry.
     pub(super) flag: u32,
@@ -289,7 +290,7 @@ impl Machine {
             self.waits(launch).filter_map(|(_, waiting)| waiting.peer().map(Rank::index)).collect();
         let packets = self.waits(launch).any(|(_, waiting)| matches!(waiting, Waiting::Packet { .. }));
         if packets && ranks.is_empty() {
-            let ranks_of_all = 0..launch.books.len() / super::home::Base::COUNT;
+            let ranks_of_all = 0..launch.addresses.len() / super::placement::Base::COUNT;
             ranks.extend(ranks_of_all.filter(|&rank| rank != launch.rank));
         }
         if ranks.is_empty() {

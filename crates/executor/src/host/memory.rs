@@ -5,17 +5,6 @@ use std::cell::RefCell;
 use antiphon_device::{host::wait::Doorbell, sync::AtomicU64};
 use antiphon_fabric::{Communicator, FabricError, SharedBuffer};
 
-/// Where an address book's chunks begin, and how far apart they are.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Book {
-    pub(super) base: *mut u8,
-    pub(super) stride: usize,
-}
-
-impl Book {
-    pub(super) const NOWHERE: Self = Book { base: std::ptr::null_mut(), stride: 0 };
-}
-
 /// Every rank's bell, and the counts of signals that its peers write.
 pub(super) struct SyncArea(SharedBuffer);
 

@@ -1,14 +1,14 @@
 //! Plans on host memory: ranks are processes or threads, peers' memory is mapped.
 
-mod books;
-mod call;
+mod addresses;
+mod arguments;
 mod compile;
 mod data;
-mod home;
 mod load;
 mod machine;
 mod memory;
 mod packet;
+mod placement;
 mod program;
 mod run;
 mod usage;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use antiphon_plan::{Place, ReduceOp};
 
-use super::home::Base;
+use super::placement::Base;
 
 /// What one thread block does.
 pub(super) struct Steps {
@@ -108,12 +108,12 @@ impl Frame {
     }
 }
 
-/// Chunks as somebody's address book has them.
+/// Chunks in a region of some rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Operand {
-    /// Whose book, and which.
+    /// The rank and its region: a [`slot`].
     pub(super) slot: usize,
-    /// The chunk where the operation begins. It may lie before the book's first if the step begins later.
+    /// The chunk where the operation begins. It may lie before the region's first if the step begins later.
     pub(super) chunk: usize,
 }
 
@@ -127,7 +127,7 @@ impl Operand {
     }
 }
 
-/// A place in the list of all ranks' address books.
+/// The index of a rank's region in the list of all ranks' chunk addresses.
 pub(super) fn slot(rank: usize, base: Base) -> usize {
     rank * Base::COUNT + base as usize
 }

@@ -13,13 +13,13 @@ use antiphon_fabric::{Communicator, Operation, Rounds, Signature};
 use antiphon_plan::{Extent, REDUCE_OPS};
 
 use super::{
-    books::{Areas, BookSet, Cut, Slice, Tensors, Where},
-    call::Call,
+    addresses::{Areas, ArenaOffsets, RankAddresses, Slice, Slicing, Tensors},
+    arguments::Arguments,
     compile::{Target, compile},
-    home::Base,
     load::{Key, LoadedPlan, Mode},
     machine::{Launch, Stuck},
     memory::{SharedWorkspace, Workspace},
+    placement::Base,
     program::{Layout, slot},
 };
 use crate::{ExecutorError, error::Result};
@@ -33,34 +33,34 @@ const LEAST_SLICE: usize = 4 << 10;
 const MOST_PROGRAMS: usize = 64;
 
 impl LoadedPlan {
-    pub(super) fn run(&mut self, comm: &Communicator, call: &Call) -> Result<()> {
+    pub(super) fn run(&mut self, comm: &Communicator, call: &Arguments) -> Result<()> {
         if !self.sync.buffer().belongs_to(comm) {
             return Err(ExecutorError::OtherCommunicator { plan: self.name.clone() });
         }
         let extent = Extent::new(&self.plan, call.input_bytes as u64, call.output_bytes as u64)?;
         // Chunks are parts of tensors, and so fit into memory.
-        let mut cut = Cut { chunk: extent.chunk() as usize, slice: extent.chunk() as usize };
+        let mut slicing = Slicing { chunk: extent.chunk() as usize, slice: extent.chunk() as usize };
         let most = self.most(&extent, call.dtype.size())?;
         let slice = self.slice(&extent).min(most);
         let signature = self.signature(call);
-        if cut.chunk > slice {
-            cut.slice = if self.can_be_whole(comm, call, &signature)? { most } else { slice };
+        if slicing.chunk > slice {
+            slicing.slice = if self.can_be_whole(comm, call, &signature)? { most } else { slice };
         }
-        self.make_ready(comm, call, &extent, cut, &signature)?;
+        self.make_ready(comm, call, &extent, slicing, &signature)?;
         match self.workspace.take() {
             Some(mut workspace) => {
-                let done = self.launch_all(comm, call, cut, &signature, &mut workspace);
+                let done = self.launch_all(comm, call, slicing, &signature, &mut workspace);
                 self.workspace = Some(workspace);
                 done
             }
             None => {
                 let shared = shared(comm);
-                self.launch_all(comm, call, cut, &signature, &mut shared.0.borrow_mut())
+                self.launch_all(comm, call, slicing, &signature, &mut shared.0.borrow_mut())
             }
         }
     }
 
-    fn signature(&self, call: &Call) -> Signature {
+    fn signature(&self, call: &Arguments) -> Signature {
         Signature {
             dtype: Some(call.dtype),
             algorithm: call.in_place.into(),
@@ -103,13 +103,13 @@ impl LoadedPlan {
     }
 
     /// Whether nothing of a large message is staged on any rank, nor goes through scratch: then it need not be cut.
-    fn can_be_whole(&self, comm: &Communicator, call: &Call, signature: &Signature) -> Result<bool> {
-        // SAFETY: every rank posts where its tensors are, as long as `Where`.
+    fn can_be_whole(&self, comm: &Communicator, call: &Arguments, signature: &Signature) -> Result<bool> {
+        // SAFETY: every rank posts where its tensors are, as `ArenaOffsets`.
         let mut rounds = unsafe { comm.rounds()? };
-        post_where(&mut rounds, call);
+        post_offsets(&mut rounds, call);
         rounds.exchange(signature)?;
         let whole = |rank| {
-            let at = where_of(&rounds, rank);
+            let at = offsets_of(&rounds, rank);
             at.input > 0 && at.output > 0
         };
         Ok(self.scratch_chunks == 0 && (0..rounds.world_size()).all(whole))
@@ -137,14 +137,14 @@ impl LoadedPlan {
     fn make_ready(
         &mut self,
         comm: &Communicator,
-        call: &Call,
+        call: &Arguments,
         extent: &Extent,
-        cut: Cut,
+        slicing: Slicing,
         signature: &Signature,
     ) -> Result<()> {
-        let last = cut.len(cut.launches() - 1);
-        let keys = [cut.slice, last].map(|chunk| Key::new(call, cut, chunk));
-        let areas = self.areas(cut.slice)?;
+        let last = slicing.len(slicing.launches() - 1);
+        let keys = [slicing.slice, last].map(|chunk| Key::new(call, slicing, chunk));
+        let areas = self.areas(slicing.slice)?;
         let scratch = areas.scratch.saturating_mul(1 + usize::from(areas.double));
         let staging = if self.mode(call).may_stage { areas.staging.saturating_mul(2) } else { 0 };
         let known = |key: &Key| self.programs.iter().any(|(known, _)| known == key);
@@ -171,12 +171,12 @@ impl LoadedPlan {
         if self.programs.iter().any(|(known, _)| *known == key) {
             return Ok(());
         }
-        let homes =
-            &self.modes[usize::from(key.in_place)].as_ref().expect("calls in place are possible").homes;
+        let placements =
+            &self.modes[usize::from(key.in_place)].as_ref().expect("calls in place are possible").placements;
         let program = compile(Target {
             plan: &self.plan,
             wiring: &self.wiring,
-            homes,
+            placements,
             rank: self.rank,
             packets: self.packets,
             element: key.element,
@@ -196,53 +196,61 @@ impl LoadedPlan {
     fn launch_all(
         &mut self,
         comm: &Communicator,
-        call: &Call,
-        cut: Cut,
+        call: &Arguments,
+        slicing: Slicing,
         signature: &Signature,
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let areas = self.areas(cut.slice)?;
+        let areas = self.areas(slicing.slice)?;
         // SAFETY: the first round carries where the tensors are, the others nothing.
         let mut rounds = unsafe { comm.rounds()? };
         let own = Tensors::own(&rounds, call);
-        let mut previous: Option<(Slice, BookSet)> = None;
-        for number in 0..cut.launches() {
-            let slice = Slice { cut, areas, number, flag: workspace.next_flag() };
-            let books = slice.books(self.rank, &own, workspace);
-            slice.move_all(&self.mode(call).loads, &books);
+        let mut previous: Option<(Slice, RankAddresses)> = None;
+        for number in 0..slicing.launches() {
+            let slice = Slice { slicing, areas, number, flag: workspace.next_flag() };
+            let addresses = slice.addresses(self.rank, &own, workspace);
+            slice.move_all(&self.mode(call).loads, &addresses);
             if number == 0 {
-                post_where(&mut rounds, call);
+                post_offsets(&mut rounds, call);
             }
             rounds.exchange(signature)?;
-            if let Some((slice, books)) = previous {
-                slice.move_all(&self.mode(call).stores, &books);
+            if let Some((slice, addresses)) = previous {
+                slice.move_all(&self.mode(call).stores, &addresses);
             }
-            self.open_books(&slice, &rounds, workspace, books);
+            self.resolve_addresses(&slice, &rounds, workspace, addresses);
             self.launch(comm, &slice, call, signature)?;
-            previous = Some((slice, books));
+            previous = Some((slice, addresses));
         }
         rounds.exchange(signature)?;
-        if let Some((slice, books)) = previous {
-            slice.move_all(&self.mode(call).stores, &books);
+        if let Some((slice, addresses)) = previous {
+            slice.move_all(&self.mode(call).stores, &addresses);
         }
         Ok(())
     }
 
-    fn mode(&self, call: &Call) -> &Mode {
+    fn mode(&self, call: &Arguments) -> &Mode {
         self.modes[usize::from(call.in_place)].as_ref().expect("calls in place are possible")
     }
 
-    /// Fills in where everybody's chunks begin.
-    fn open_books(&mut self, slice: &Slice, rounds: &Rounds, workspace: &Workspace, own: BookSet) {
+    /// Fills in the addresses of every rank's chunks.
+    fn resolve_addresses(
+        &mut self,
+        slice: &Slice,
+        rounds: &Rounds,
+        workspace: &Workspace,
+        own: RankAddresses,
+    ) {
         for rank in 0..rounds.world_size() {
             if slice.number == 0 {
-                self.places[rank] = where_of(rounds, rank);
+                self.offsets[rank] = offsets_of(rounds, rank);
             }
-            let books = match rank == self.rank {
+            let addresses = match rank == self.rank {
                 true => own,
-                false => slice.books(rank, &Tensors::of_peer(rounds, rank, self.places[rank]), workspace),
+                false => {
+                    slice.addresses(rank, &Tensors::of_peer(rounds, rank, self.offsets[rank]), workspace)
+                }
             };
-            self.books[slot(rank, Base::Input)..][..Base::COUNT].copy_from_slice(&books);
+            self.addresses[slot(rank, Base::Input)..][..Base::COUNT].copy_from_slice(&addresses);
         }
     }
 
@@ -250,16 +258,16 @@ impl LoadedPlan {
         &mut self,
         comm: &Communicator,
         slice: &Slice,
-        call: &Call,
+        call: &Arguments,
         signature: &Signature,
     ) -> Result<()> {
-        let key = Key::new(call, slice.cut, slice.len());
+        let key = Key::new(call, slice.slicing, slice.len());
         let program = self.programs.iter().find(|(known, _)| *known == key).map(|(_, program)| program);
         let monitor = comm.monitor();
         let launch = Launch {
             rank: self.rank,
             program: program.expect("programs were made ready"),
-            books: &self.books,
+            addresses: &self.addresses,
             sync: &self.sync,
             flag: slice.flag,
             packets: self.packets,
@@ -285,8 +293,8 @@ impl LoadedPlan {
 }
 
 impl Key {
-    fn new(call: &Call, cut: Cut, chunk: usize) -> Self {
-        let sliced = cut.slice < cut.chunk;
+    fn new(call: &Arguments, slicing: Slicing, chunk: usize) -> Self {
+        let sliced = slicing.slice < slicing.chunk;
         Key { chunk, sliced, element: call.dtype.size(), in_place: call.in_place }
     }
 }
@@ -297,18 +305,23 @@ fn shared(comm: &Communicator) -> &SharedWorkspace {
     made.unwrap_or_else(|never| match never {})
 }
 
-fn post_where(rounds: &mut Rounds, call: &Call) {
+fn post_offsets(rounds: &mut Rounds, call: &Arguments) {
     let offset = |pointer, bytes| rounds.arena_offset(pointer, bytes).map_or(0, |offset| offset as u64 + 1);
     let (input, output) =
         (offset(call.input, call.input_bytes), offset(call.output.cast_const(), call.output_bytes));
     // SAFETY: an outbox of its size.
-    unsafe { rounds.outbox(size_of::<Where>()).cast::<Where>().write_unaligned(Where { input, output }) };
+    unsafe {
+        rounds
+            .outbox(size_of::<ArenaOffsets>())
+            .cast::<ArenaOffsets>()
+            .write_unaligned(ArenaOffsets { input, output })
+    };
 }
 
-/// Where the tensors of a rank are, in the round that says it.
-fn where_of(rounds: &Rounds, rank: usize) -> Where {
+/// The arena offsets of a rank's tensors, in the round in which ranks post them.
+fn offsets_of(rounds: &Rounds, rank: usize) -> ArenaOffsets {
     // SAFETY: every rank has posted its own.
-    unsafe { rounds.inbox(rank, size_of::<Where>()).cast::<Where>().read_unaligned() }
+    unsafe { rounds.inbox(rank, size_of::<ArenaOffsets>()).cast::<ArenaOffsets>().read_unaligned() }
 }
 
 fn least_common_multiple(a: u64, b: u64) -> Option<u64> {

@@ -1,4 +1,4 @@
-//! Rank 0: listens until every rank has come, whoever else may knock.
+//! Rank 0 of a rendezvous: listens until every rank has joined, and refuses peers that cannot prove the secret.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -17,19 +17,19 @@ use super::{
     secret::random_hex,
 };
 
-/// How many may be connected without having proved themselves. Beyond that, the longest silent one must go.
-const UNPROVED: usize = 128;
-/// A guest that has been connected for less than this is not sent away for lack of room: a rank needs a millisecond.
-const COURTESY: Duration = Duration::from_millis(100);
-/// A guest that has not proved itself by then is sent away in any case.
-const SILENCE: Duration = Duration::from_secs(5);
-/// How many connections to accept before looking after the guests again.
-const BURST: usize = 64;
+/// Most connections that have not proved the secret. When there are more, the oldest of them is closed.
+const MAX_UNAUTHENTICATED: usize = 128;
+/// A connection younger than this is not closed for lack of room: a rank needs a millisecond to prove the secret.
+const MIN_STAY: Duration = Duration::from_millis(100);
+/// A connection that has not proved the secret after this time is closed in any case.
+const AUTHENTICATION_TIME: Duration = Duration::from_secs(5);
+/// Connections to accept before the clients are served again.
+const ACCEPTS_AT_ONCE: usize = 64;
 
-/// How long whoever holds the name may take to say who it is, each time it is asked.
-const ASKING: Duration = Duration::from_millis(200);
-/// How long rank 0 takes at most to tell the others that the meeting failed.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// The time in which the process that holds the address must prove the secret, each time it is asked.
+const ANSWER_TIME: Duration = Duration::from_millis(200);
+/// The longest time for which rank 0 tells the others that the meeting failed.
+const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
 pub(super) fn await_all(
     ticket: &Ticket,
@@ -40,80 +40,80 @@ pub(super) fn await_all(
 ) -> Result<Meeting, RendezvousError> {
     let start = Instant::now();
     let world_size = card.world_size;
-    let seats = (0..world_size).map(|_| None).collect();
-    let mut door = Door { ticket, seats, world_size, guests: Vec::new(), start, timeout };
+    let ranks = (0..world_size).map(|_| None).collect();
+    let mut server = Server { ticket, ranks, world_size, clients: Vec::new(), start, timeout };
     let process = ProcessWatch::of_this_process().ok();
-    door.seats[0] = Some(Seat { card, process: process.map(Arc::new) });
-    let listener = door.open()?;
-    let gathered = door.gather(&listener, watch).and_then(|()| Ok(SharedMemory::create(bytes)?));
+    server.ranks[0] = Some(JoinedRank { card, process: process.map(Arc::new) });
+    let listener = server.open()?;
+    let gathered = server.gather(&listener, watch).and_then(|()| Ok(SharedMemory::create(bytes)?));
     match gathered {
         Ok((memory, descriptor)) => {
-            // The name is free again before anyone is welcomed, so that a rank that goes on to its next meeting under
-            // the same name cannot end up at this one.
+            // The address is free again before any rank is welcomed: a rank that goes on to its next meeting under the
+            // same address cannot connect to this one.
             drop(listener);
-            door.welcome(memory, descriptor)
+            server.welcome(memory, descriptor)
         }
-        Err(error) => Err(door.give_up(listener, error)),
+        Err(error) => Err(server.give_up(listener, error)),
     }
 }
 
-/// One who has connected.
-struct Guest {
+/// A connected peer.
+struct Client {
     connection: Connection,
     nonce: Nonce,
     since: Instant,
-    /// Its rank and nonce, once it has proved itself.
-    seat: Option<(usize, Nonce)>,
+    /// Its rank and nonce, once it has proved the secret.
+    joined: Option<(usize, Nonce)>,
 }
 
-/// A rank that has come.
-struct Seat {
+/// A rank that has joined.
+struct JoinedRank {
     card: Card,
     process: Option<Arc<ProcessWatch>>,
 }
 
-struct Door<'a> {
+struct Server<'a> {
     ticket: &'a Ticket,
-    /// By rank; rank 0 sits from the start.
-    seats: Vec<Option<Seat>>,
+    /// By rank; rank 0 has joined from the start.
+    ranks: Vec<Option<JoinedRank>>,
     world_size: usize,
-    guests: Vec<Guest>,
+    clients: Vec<Client>,
     start: Instant,
     timeout: Duration,
 }
 
-impl Door<'_> {
-    /// Opens the socket, waiting for an earlier meeting under the same name to end.
+impl Server<'_> {
+    /// Opens the socket; waits until an earlier meeting under the same address has ended.
     fn open(&self) -> Result<Listener, RendezvousError> {
-        let mut stranger_since = None;
+        let mut silent_since = None;
         loop {
             if let Some(listener) = self.ticket.address.listen()? {
                 return Ok(listener);
             }
-            match self.is_held_by_a_world()? {
-                true => stranger_since = None,
-                false if stranger_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE => {}
+            match self.is_held_by_another_meeting()? {
+                true => silent_since = None,
+                false if silent_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE => {}
                 false => {
                     let holder = "a process that does not know the secret, or does not answer";
                     return Err(self.ticket.address.taken(holder.into()));
                 }
             }
             if self.start.elapsed() >= self.timeout {
-                return Err(self.missing(self.empty_seats(), Some("another process listens there".into())));
+                return Err(self.missing(self.missing_ranks(), Some("another process listens there".into())));
             }
             std::thread::sleep(RETRY);
         }
     }
 
-    /// Whether the process that holds the name knows the secret, and so gives the name up again.
-    fn is_held_by_a_world(&self) -> Result<bool, RendezvousError> {
+    /// Whether the process that holds the address knows the secret. Such a process gives the address up again.
+    fn is_held_by_another_meeting(&self) -> Result<bool, RendezvousError> {
         let Some(socket) = self.ticket.address.connect()? else { return Ok(false) };
         let mut connection = Connection::new(socket, 0);
         if let Some(user) = connection.other_user() {
             return Err(self.ticket.address.taken(format!("user {user}")));
         }
         let (mine, mut theirs, connected) = (random_hex(), None, Instant::now());
-        while connected.elapsed() < ASKING {
+        while connected.elapsed() < ANSWER_TIME {
             match connection.receive() {
                 Ok(Some(Frame::Challenge { nonce })) if theirs.is_none() => {
                     theirs = Some(nonce);
@@ -132,16 +132,16 @@ impl Door<'_> {
         Ok(false)
     }
 
-    /// Waits until every seat is taken.
+    /// Waits until every rank has joined.
     fn gather(&mut self, listener: &Listener, watch: Watch<'_>) -> Result<(), RendezvousError> {
-        while self.seats.iter().any(Option::is_none) {
+        while self.ranks.iter().any(Option::is_none) {
             if self.start.elapsed() >= self.timeout {
-                return Err(self.missing(self.empty_seats(), None));
+                return Err(self.missing(self.missing_ranks(), None));
             }
             watch()?;
             self.wait(Some(listener));
             self.accept(listener)?;
-            self.look_after_guests();
+            self.serve_clients();
         }
         Ok(())
     }
@@ -157,25 +157,25 @@ impl Door<'_> {
         }
     }
 
-    fn empty_seats(&self) -> Vec<usize> {
-        (0..self.seats.len()).filter(|&rank| self.seats[rank].is_none()).collect()
+    fn missing_ranks(&self) -> Vec<usize> {
+        (0..self.ranks.len()).filter(|&rank| self.ranks[rank].is_none()).collect()
     }
 
-    /// Tells those who came, and those who are about to, why there is no world; returns the reason.
+    /// Tells the ranks that have joined, and those that connect now, why the meeting failed; returns the reason.
     fn give_up(&mut self, listener: Listener, error: RendezvousError) -> RendezvousError {
-        let (missing, farewell) = match &error {
+        let (missing, linger) = match &error {
             RendezvousError::Missing { missing, .. } => (missing.clone(), Duration::ZERO),
             RendezvousError::Interrupted => (Vec::new(), Duration::ZERO),
-            _ => (Vec::new(), FAREWELL), // so early that others may be on their way
+            _ => (Vec::new(), REFUSAL_TIME), // so early that other ranks may be about to connect
         };
         let refusal = Frame::Refusal { reason: format!("rank 0 failed: {error}"), retry: false, missing };
-        self.guests.retain(|guest| guest.seat.is_some());
-        self.guests.retain_mut(|guest| guest.connection.send(&refusal).is_ok());
-        self.flush_until(Instant::now() + FAREWELL);
-        // Their descriptors, and that of this process, are free now for those whom rank 0 could not let in.
-        self.guests.clear();
-        self.seats.clear();
-        let deadline = Instant::now() + farewell;
+        self.clients.retain(|client| client.joined.is_some());
+        self.clients.retain_mut(|client| client.connection.send(&refusal).is_ok());
+        self.flush_until(Instant::now() + REFUSAL_TIME);
+        // The descriptors of closed connections are free now for the connections that could not be accepted.
+        self.clients.clear();
+        self.ranks.clear();
+        let deadline = Instant::now() + linger;
         loop {
             match listener.socket.accept() {
                 Ok((socket, _)) => {
@@ -190,27 +190,27 @@ impl Door<'_> {
         }
     }
 
-    /// Sends what waits for room, until the deadline at the latest.
+    /// Sends the unsent rest of all frames, until the deadline at the latest.
     fn flush_until(&mut self, deadline: Instant) {
-        while self.guests.iter().any(|g| g.connection.has_unsent()) && Instant::now() < deadline {
+        while self.clients.iter().any(|g| g.connection.has_unsent()) && Instant::now() < deadline {
             std::thread::sleep(RETRY);
-            self.guests.retain_mut(|g| g.connection.flush().is_ok());
+            self.clients.retain_mut(|g| g.connection.flush().is_ok());
         }
     }
 
-    fn unproved(&self) -> usize {
-        self.guests.iter().filter(|g| g.seat.is_none()).count()
+    fn unauthenticated(&self) -> usize {
+        self.clients.iter().filter(|g| g.joined.is_none()).count()
     }
 
-    /// Sleeps until someone knocks or says something.
+    /// Sleeps until a peer connects or sends something, or a frame can be sent on.
     fn wait(&self, listener: Option<&Listener>) {
-        let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(self.guests.len() + 1);
-        for guest in &self.guests {
-            let out = if guest.connection.has_unsent() { PollFlags::OUT } else { PollFlags::empty() };
-            fds.push(PollFd::from_borrowed_fd(guest.connection.as_fd(), PollFlags::IN | out));
+        let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(self.clients.len() + 1);
+        for client in &self.clients {
+            let out = if client.connection.has_unsent() { PollFlags::OUT } else { PollFlags::empty() };
+            fds.push(PollFd::from_borrowed_fd(client.connection.as_fd(), PollFlags::IN | out));
         }
         if let Some(listener) = listener
-            && self.unproved() < UNPROVED
+            && self.unauthenticated() < MAX_UNAUTHENTICATED
         {
             fds.push(PollFd::from_borrowed_fd(listener.socket.as_fd(), PollFlags::IN));
         }
@@ -219,17 +219,17 @@ impl Door<'_> {
     }
 
     fn accept(&mut self, listener: &Listener) -> Result<(), RendezvousError> {
-        for _ in 0..BURST {
-            if self.unproved() >= UNPROVED && !self.make_room() {
+        for _ in 0..ACCEPTS_AT_ONCE {
+            if self.unauthenticated() >= MAX_UNAUTHENTICATED && !self.make_room() {
                 break;
             }
             match listener.socket.accept() {
-                Ok((socket, _)) if socket.set_nonblocking(true).is_ok() => self.greet(socket.into()),
+                Ok((socket, _)) if socket.set_nonblocking(true).is_ok() => self.challenge(socket.into()),
                 Ok(_) => {}
-                Err(error) if is_about_the_guest(&error) => break,
-                // Perhaps strangers have all the descriptors. (Otherwise whoever knocks stays at the door, and it would
-                // look as if rank 0 had forever something to do.)
-                Err(_) if self.unproved() > 0 => {
+                Err(error) if is_of_the_connection(&error) => break,
+                // Unauthenticated connections may have taken all descriptors, so one of them is closed. (Else the pending
+                // connection would stay ready, and this loop would spin.)
+                Err(_) if self.unauthenticated() > 0 => {
                     self.make_room();
                     break;
                 }
@@ -239,79 +239,79 @@ impl Door<'_> {
         Ok(())
     }
 
-    /// Sends the longest silent guest away; false if all have come just now.
+    /// Closes the oldest unauthenticated connection; false if all of them are young.
     fn make_room(&mut self) -> bool {
-        // Guests are in the order of their coming.
-        let oldest = self.guests.iter().position(|g| g.seat.is_none());
+        // Clients are in the order in which they connected.
+        let oldest = self.clients.iter().position(|g| g.joined.is_none());
         match oldest {
-            Some(index) if self.guests[index].since.elapsed() >= COURTESY => {
-                self.guests.remove(index);
+            Some(index) if self.clients[index].since.elapsed() >= MIN_STAY => {
+                self.clients.remove(index);
                 true
             }
             _ => false,
         }
     }
 
-    fn greet(&mut self, socket: OwnedFd) {
+    fn challenge(&mut self, socket: OwnedFd) {
         let connection = Connection::new(socket, 1);
         if connection.other_user().is_some() {
             return;
         }
-        let mut guest = Guest { connection, nonce: random_hex(), since: Instant::now(), seat: None };
-        if guest.connection.send(&Frame::Challenge { nonce: guest.nonce.clone() }).is_ok() {
-            self.guests.push(guest);
+        let mut client = Client { connection, nonce: random_hex(), since: Instant::now(), joined: None };
+        if client.connection.send(&Frame::Challenge { nonce: client.nonce.clone() }).is_ok() {
+            self.clients.push(client);
         }
     }
 
-    fn look_after_guests(&mut self) {
-        let mut guests = std::mem::take(&mut self.guests);
-        guests.retain_mut(|guest| {
-            let stays =
-                self.converse(guest).is_ok() && (guest.seat.is_some() || guest.since.elapsed() < SILENCE);
-            if let (false, Some((rank, _))) = (stays, &guest.seat) {
-                self.seats[*rank] = None; // it ended, or was killed; a restarted one may take its seat
+    fn serve_clients(&mut self) {
+        let mut clients = std::mem::take(&mut self.clients);
+        clients.retain_mut(|client| {
+            let stays = self.handle_frames(client).is_ok()
+                && (client.joined.is_some() || client.since.elapsed() < AUTHENTICATION_TIME);
+            if let (false, Some((rank, _))) = (stays, &client.joined) {
+                self.ranks[*rank] = None; // it ended, or was killed; a restarted process may join as this rank
             }
             stays
         });
-        self.guests = guests;
+        self.clients = clients;
     }
 
-    /// Hears what a guest has to say; an error sends it away.
-    fn converse(&mut self, guest: &mut Guest) -> Result<(), Ended> {
-        guest.connection.flush()?;
-        while let Some(frame) = guest.connection.receive()? {
+    /// Handles the frames that a client has sent; an error closes its connection.
+    fn handle_frames(&mut self, client: &mut Client) -> Result<(), Ended> {
+        client.connection.flush()?;
+        while let Some(frame) = client.connection.receive()? {
             let (card, nonce, proof) = match frame {
-                Frame::Join { card, nonce, proof } if guest.seat.is_none() => (card, nonce, proof),
-                Frame::Ask { nonce } if guest.seat.is_none() => {
-                    let proof = self.ticket.secret.prove_root(&guest.nonce, &nonce);
-                    guest.connection.send(&Frame::Noted { proof })?;
+                Frame::Join { card, nonce, proof } if client.joined.is_none() => (card, nonce, proof),
+                Frame::Ask { nonce } if client.joined.is_none() => {
+                    let proof = self.ticket.secret.prove_root(&client.nonce, &nonce);
+                    client.connection.send(&Frame::Noted { proof })?;
                     continue;
                 }
                 _ => return Err(Ended::Closed),
             };
-            if !self.ticket.secret.verify_join(&guest.nonce, &nonce, &card, &proof) {
+            if !self.ticket.secret.verify_join(&client.nonce, &nonce, &card, &proof) {
                 return refuse(
-                    guest,
+                    client,
                     "the secret differs: is ANTIPHON_SECRET the same everywhere?".into(),
                     false,
                 );
             }
             if let Err((reason, retry)) = self.admit(&card) {
-                return refuse(guest, reason, retry);
+                return refuse(client, reason, retry);
             }
-            let noted = Frame::Noted { proof: self.ticket.secret.prove_root(&guest.nonce, &nonce) };
-            guest.seat = Some((card.rank, nonce));
+            let noted = Frame::Noted { proof: self.ticket.secret.prove_root(&client.nonce, &nonce) };
+            client.joined = Some((card.rank, nonce));
             let rank = card.rank;
-            let process = guest.connection.descriptors.pop().map(|handle| Arc::new(handle.into()));
-            self.seats[rank] = Some(Seat { card, process });
-            guest.connection.send(&noted)?;
+            let process = client.connection.descriptors.pop().map(|handle| Arc::new(handle.into()));
+            self.ranks[rank] = Some(JoinedRank { card, process });
+            client.connection.send(&noted)?;
         }
         Ok(())
     }
 
     /// Whether a proved rank fits this world; if not, why, and whether it may ask again.
     fn admit(&self, card: &Card) -> Result<(), (String, bool)> {
-        let mine = &self.seats[0].as_ref().expect("rank 0 sits from the start").card;
+        let mine = &self.ranks[0].as_ref().expect("rank 0 has joined from the start").card;
         if card.world_size != mine.world_size {
             let reason = format!("it expects a world of {}, rank 0 of {}", card.world_size, mine.world_size);
             return Err((reason, false));
@@ -323,65 +323,65 @@ impl Door<'_> {
             );
             return Err((reason, false));
         }
-        match self.seats.get(card.rank) {
+        match self.ranks.get(card.rank) {
             None => {
                 Err((format!("rank {} is not below the world size {}", card.rank, mine.world_size), false))
             }
-            Some(Some(seated)) => {
-                Err((format!("rank {} has already joined, as process {}", card.rank, seated.card.pid), true))
+            Some(Some(joined)) => {
+                Err((format!("rank {} has already joined, as process {}", card.rank, joined.card.pid), true))
             }
             Some(None) => Ok(()),
         }
     }
 
-    /// Gives everybody all cards, the memory and the handles of the others' processes.
+    /// Sends every rank all cards, the memory and the handles of the other ranks' processes.
     fn welcome(mut self, memory: SharedMemory, descriptor: OwnedFd) -> Result<Meeting, RendezvousError> {
-        let seats: Vec<Seat> =
-            std::mem::take(&mut self.seats).into_iter().map(|s| s.expect("all seats are taken")).collect();
-        let cards: Vec<Card> = seats.iter().map(|seat| seat.card.clone()).collect();
+        let joined: Vec<JoinedRank> =
+            std::mem::take(&mut self.ranks).into_iter().map(|s| s.expect("all ranks have joined")).collect();
+        let cards: Vec<Card> = joined.iter().map(|rank| rank.card.clone()).collect();
         let descriptor: Arc<dyn AsFd> = Arc::new(descriptor);
-        self.guests.retain_mut(|guest| {
-            let Some((rank, nonce)) = &guest.seat else { return false };
-            let (ranks, handles): (Vec<usize>, Vec<_>) = handles_for(*rank, &seats).into_iter().unzip();
-            let proof = self.ticket.secret.prove_welcome(&guest.nonce, nonce, (&cards, &ranks));
+        self.clients.retain_mut(|client| {
+            let Some((rank, nonce)) = &client.joined else { return false };
+            let (ranks, handles): (Vec<usize>, Vec<_>) = handles_for(*rank, &joined).into_iter().unzip();
+            let proof = self.ticket.secret.prove_welcome(&client.nonce, nonce, (&cards, &ranks));
             let welcome = Frame::Welcome { cards: cards.clone(), handles: ranks, proof };
             let handles = handles.into_iter().map(|handle| handle as Arc<dyn AsFd>);
             let descriptors: Vec<_> = std::iter::once(descriptor.clone()).chain(handles).collect();
-            // One that has died since is noticed as lost by everybody, in the first barrier.
-            guest.connection.send_with(&welcome, &descriptors).is_ok()
+            // The first barrier reports a rank that has died since.
+            client.connection.send_with(&welcome, &descriptors).is_ok()
         });
         self.flush_until(self.start + self.timeout);
-        let unsent = self.guests.iter().filter(|g| g.connection.has_unsent());
-        let unsent: Vec<usize> = unsent.filter_map(|g| g.seat.as_ref().map(|(rank, _)| *rank)).collect();
+        let unsent = self.clients.iter().filter(|g| g.connection.has_unsent());
+        let unsent: Vec<usize> = unsent.filter_map(|g| g.joined.as_ref().map(|(rank, _)| *rank)).collect();
         if !unsent.is_empty() {
             let what = "they did not take the memory that rank 0 handed to them";
             return Err(self.missing(unsent, Some(what.into())));
         }
-        let processes = super::processes(&cards, handles_for(0, &seats));
+        let processes = super::processes(&cards, handles_for(0, &joined));
         Ok(Meeting { cards, processes, memory })
     }
 }
 
-/// The handles of the processes that `rank` is to watch: each but its own once, under the first of its ranks.
-fn handles_for(rank: usize, seats: &[Seat]) -> Vec<(usize, Arc<ProcessWatch>)> {
+/// The handles of the processes that `rank` watches: each other process once, under the lowest of its ranks.
+fn handles_for(rank: usize, joined: &[JoinedRank]) -> Vec<(usize, Arc<ProcessWatch>)> {
     let mut handles: Vec<(usize, Arc<ProcessWatch>)> = Vec::new();
-    for (at, seat) in seats.iter().enumerate().filter(|(at, _)| *at != rank) {
+    for (at, other) in joined.iter().enumerate().filter(|(at, _)| *at != rank) {
         let watched = handles.iter().map(|(first, _)| *first).chain([rank]);
-        let is_known = watched.into_iter().any(|known| seats[known].card.is_of_process(&seat.card));
-        if let Some(process) = seat.process.clone().filter(|_| !is_known) {
+        let is_known = watched.into_iter().any(|known| joined[known].card.is_of_process(&other.card));
+        if let Some(process) = other.process.clone().filter(|_| !is_known) {
             handles.push((at, process));
         }
     }
     handles
 }
 
-fn refuse(guest: &mut Guest, reason: String, retry: bool) -> Result<(), Ended> {
-    let _ = guest.connection.send(&Frame::Refusal { reason, retry, missing: Vec::new() });
+fn refuse(client: &mut Client, reason: String, retry: bool) -> Result<(), Ended> {
+    let _ = client.connection.send(&Frame::Refusal { reason, retry, missing: Vec::new() });
     Err(Ended::Closed)
 }
 
-/// Whether accepting failed because nobody is there (any more), and not for want of something that this process needs.
-fn is_about_the_guest(error: &std::io::Error) -> bool {
+/// Whether accepting failed because of the pending connection, and not because this process lacks a resource.
+fn is_of_the_connection(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
     matches!(error.kind(), WouldBlock | Interrupted | ConnectionAborted)
 }

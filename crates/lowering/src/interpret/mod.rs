@@ -152,7 +152,7 @@ impl Machine<'_> {
         for rank in 0..self.ranks.len() {
             let args: Vec<Vec<f64>> = op.args.iter().map(|arg| self.read(rank, *arg)).collect();
             for (index, out) in op.outs.iter().enumerate() {
-                if matches!(op.kind.place(index), crate::op::Place::Alias(_)) {
+                if matches!(op.kind.result_memory(index), crate::op::ResultMemory::Alias(_)) {
                     continue;
                 }
                 let data = self.local(op, &args, index, *out)?;

@@ -8,7 +8,7 @@ use crate::{
     graph::{Analysis, Graph},
     ids::{OpId, StoreId, ValueId},
     lower::{Context, Realize},
-    op::{Kind, Place},
+    op::{Kind, ResultMemory},
     plan::{Rewrite, Slot},
     race::{ALIGNMENT, lifetime},
     types::{Class, CommReq, Roles},
@@ -80,9 +80,9 @@ pub fn can_realize(graph: &Graph, analysis: &Analysis, value: ValueId, domain: &
 
 fn keeps_hold(graph: &Graph, user: OpId, value: ValueId) -> bool {
     let op = graph.op(user);
-    let lies = |index: usize| match op.kind.place(index) {
-        Place::Alias(arg) | Place::Write(arg) => op.args.get(arg) == Some(&value),
-        Place::Fresh => false,
+    let lies = |index: usize| match op.kind.result_memory(index) {
+        ResultMemory::Alias(arg) | ResultMemory::Write(arg) => op.args.get(arg) == Some(&value),
+        ResultMemory::Fresh => false,
     };
     matches!(op.kind, Kind::Opaque { .. }) && (0..op.outs.len()).any(lies)
 }

@@ -84,8 +84,9 @@ mod data;
 mod expect;
 mod finding;
 mod lower;
-mod mixed;
+mod mistaken_packets;
 mod order;
+mod pipelines;
 mod program;
 mod races;
 mod runs;
@@ -93,7 +94,6 @@ mod schedule;
 mod sizes;
 mod structure;
 mod text;
-mod turns;
 mod usage;
 mod values;
 
@@ -249,7 +249,7 @@ impl<'a> Verifier<'a> {
         let (wiring, expectation) = self.checked(options)?;
         let mut budget = Budget::new();
         let gap = match sizes::gap(plan).map_err(whole)? {
-            None => turns::gap(plan, &wiring, &mut budget)?,
+            None => pipelines::gap(plan, &wiring, &mut budget)?,
             gap => gap,
         };
         match gap {
@@ -385,7 +385,7 @@ fn at_size(
     findings.extend(wrong);
     let findings = stop(findings)?;
     if cells.mixed() {
-        let fooled = mixed::find(&program, &cells, &schedule, &orders, &runs, &left, FINDINGS);
+        let fooled = mistaken_packets::find(&program, &cells, &schedule, &orders, &runs, &left, FINDINGS);
         stop(fooled.map_err(whole)?)?;
     }
     budget.words = runs.left();

@@ -28,7 +28,7 @@
 //!
 //! # Fewer turns
 //!
-//! Where the turns of all thread blocks go in step ([`turns`](super::turns) proves it, or says why not), a step of turn
+//! Where the turns of all thread blocks go in step ([`pipelines`](super::pipelines) proves it, or says why not), a step of turn
 //! `t` waits for steps at most as late and of always the same distance in turns. Then whatever is ordered stays ordered when
 //! turns are added before, between and behind: if a step in turn `t` comes before one in turn `t + d`, it does so for all
 //! `t` and all larger `d`. So a pattern is right if another is that has the same operations, the turns of a pipeline in the

@@ -8,7 +8,7 @@ use antiphon::{
 
 use super::{Gpu, Outcome, REDUCED, RawStream};
 use crate::{
-    call::{Call, Place, refused},
+    call::{Call, CallTensors, refused},
     fused::Fused,
     operand::Tensor,
 };
@@ -32,14 +32,14 @@ impl Gpu {
     /// As [`Gpus::run`](super::Gpus::run).
     pub(super) unsafe fn run_list(&mut self, calls: &[Call], stream: RawStream) -> Outcome {
         let Some(what) = calls.first().map(|call| &call.what) else { return Ok(()) };
-        let all_apart = calls.iter().all(|call| matches!(call.place, Place::Apart(Some(_), Some(_))));
+        let all_apart = calls.iter().all(|call| matches!(call.tensors, CallTensors::Apart(Some(_), Some(_))));
         if !all_apart {
             // SAFETY: passed on.
             return calls.iter().try_for_each(|call| unsafe { self.run(call, stream) });
         }
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
         for call in calls {
-            if let Place::Apart(Some(input), Some(output)) = call.place {
+            if let CallTensors::Apart(Some(input), Some(output)) = call.tensors {
                 // SAFETY: the caller answers for the memory, which only the device touches.
                 unsafe {
                     reads.push(input.view().map_err(refused)?);
@@ -102,9 +102,9 @@ impl Gpu {
 /// As [`Gpus::run`](super::Gpus::run).
 unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -> Outcome {
     if let Some(mixed) = &call.mixed {
-        let (input, output) = match call.place {
-            Place::Apart(Some(input), Some(output)) => (input, output),
-            Place::Shared(whole) => match (mixed.own_block(), mixed.gathers()) {
+        let (input, output) = match call.tensors {
+            CallTensors::Apart(Some(input), Some(output)) => (input, output),
+            CallTensors::Shared(whole) => match (mixed.own_block(), mixed.gathers()) {
                 (None, _) => (whole, whole),
                 (Some((group, groups)), true) => (whole.block(group, groups), whole),
                 (Some((group, groups)), false) => (whole, whole.block(group, groups)),
@@ -119,8 +119,8 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
     }
     let mut what = call.what.clone();
     if call.registered {
-        let usual = match call.place {
-            Place::Shared(_) => Algorithm::TwoShot,
+        let usual = match call.tensors {
+            CallTensors::Shared(_) => Algorithm::TwoShot,
             _ => Algorithm::OneShot,
         };
         let by = Algorithm::ALL.into_iter().find(|by| by.number(false) == what.algorithm).unwrap_or(usual);
@@ -128,12 +128,12 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
     }
     // SAFETY: the caller answers for the memory, which only the device touches.
     unsafe {
-        match call.place {
-            Place::Nowhere => peers.call(&what, None, None, stream),
-            Place::Shared(buffer) => {
+        match call.tensors {
+            CallTensors::Nowhere => peers.call(&what, None, None, stream),
+            CallTensors::Shared(buffer) => {
                 peers.call_in_place(&what, &mut buffer.view_mut().map_err(refused)?, stream)
             }
-            Place::Apart(input, output) => {
+            CallTensors::Apart(input, output) => {
                 let input = input.map(|tensor| tensor.view()).transpose().map_err(refused)?;
                 let mut output = output.map(|tensor| tensor.view_mut()).transpose().map_err(refused)?;
                 peers.call(&what, input.as_ref(), output.as_mut(), stream)

@@ -36,8 +36,8 @@ use crate::{
     report::Machine,
 };
 
-/// Rows of a tensor, and what is in a row: bf16, as wide as large models are.
-const ROWS: [usize; 6] = [1, 16, 64, 256, 512, 2048];
+/// The most rows of a tensor, and what is in a row: bf16, as wide as large models are.
+pub(in crate::bench) const MOST_ROWS: u64 = 2048;
 const HIDDEN: usize = 7168;
 const DTYPE: DType = DType::BF16;
 const EPS: f32 = 1e-5;
@@ -47,8 +47,6 @@ const HIGHEST_PRIORITY: i32 = i32::MIN;
 const NORM_THREADS: u32 = 448;
 /// Calls in one graph.
 const CALLS: u32 = 10;
-/// By how many microseconds a rank is late.
-const SKEWS_US: [u64; 5] = [0, 50, 200, 1000, 5000];
 /// Replays that are submitted at a time.
 const BATCH: usize = 50;
 /// Between two replays, so that a rank's calls never wait for its host.
@@ -209,8 +207,8 @@ fn measure_all(args: &Args) -> Result<()> {
     let mut tail = Tail::new(&comm, &ours, nccl.as_ref(), &tensors, stream)?;
     (tail.replays, tail.seconds) = (args.iterations.unwrap_or(u32::MAX).max(1), args.seconds.as_secs_f64());
     for operation in Operation::ALL.into_iter().filter(|operation| operation.is_of(args.collective)) {
-        for rows in ROWS {
-            tail.measure(operation, rows)?;
+        for &rows in &args.rows {
+            tail.measure(operation, rows as usize, args)?;
         }
     }
     Ok(())
@@ -242,7 +240,7 @@ impl Tensors {
             unsafe { memory::fill(stream.borrow(), made.pointer(), 0, bytes) }?;
             Ok(made)
         };
-        let bytes = ROWS[ROWS.len() - 1] * HIDDEN * DTYPE.size();
+        let bytes = MOST_ROWS as usize * HIDDEN * DTYPE.size();
         let tensors = Self {
             device: Device::Cuda(context.device().ordinal()),
             world_size: comm.world_size(),
@@ -423,8 +421,8 @@ impl<'a> Tail<'a> {
         Ok(tail)
     }
 
-    /// All skews of an operation and a size.
-    fn measure(&self, operation: Operation, rows: usize) -> Result<()> {
+    /// An operation at a size, by each of the skews.
+    fn measure(&self, operation: Operation, rows: usize, args: &Args) -> Result<()> {
         let graph = |call: &dyn Fn(StreamRef<'_>) -> Result<()>| -> Result<GraphExec> {
             call(self.stream.borrow())?; // what is loaded and connected at the first call is not captured
             self.stream.borrow().synchronize()?;
@@ -439,8 +437,8 @@ impl<'a> Tail<'a> {
         let warm_up = self.batch(nccl.as_ref().unwrap_or(&ours), 0, false, 0.0)?;
         let alone_us = Quantiles::of(warm_up).p50;
         self.batch(&ours, 0, false, 0.0)?;
-        for beside_gemm in [false, true] {
-            for skew_us in SKEWS_US {
+        for &beside_gemm in if args.alone { &[false][..] } else { &[false, true] } {
+            for &skew_us in &args.skews {
                 let batches = self.batches(skew_us, if beside_gemm { BESIDE_US } else { alone_us });
                 let (mut mine, mut theirs) = (Vec::new(), Vec::new());
                 for _ in 0..batches {

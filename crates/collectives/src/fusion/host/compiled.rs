@@ -5,7 +5,7 @@ use std::ops::Range;
 use antiphon_device::host::cpu::Simd;
 use antiphon_tensor::{DType, bf16, f16};
 
-use super::{super::Checked, arithmetic::Float};
+use super::{super::Validated, arithmetic::Float};
 
 /// What is done with each row.
 pub(super) trait Body {
@@ -13,16 +13,16 @@ pub(super) trait Body {
     ///
     /// # Safety
     /// The call's tensors are there, and `sum` is valid for a row; the token is one of the call's.
-    unsafe fn row<T: Float>(call: &Checked, token: usize, sum: *mut u8, x: &mut [f32], elements: &mut [T]);
+    unsafe fn row<T: Float>(call: &Validated, token: usize, sum: *mut u8, x: &mut [f32], elements: &mut [T]);
 
     /// What comes before the first token.
     ///
     /// # Safety
     /// As [`row`](Self::row).
-    unsafe fn begin(_call: &Checked) {}
+    unsafe fn begin(_call: &Validated) {}
 }
 
-type Rows = unsafe fn(&Checked, Range<usize>, *mut u8, &mut [f32]);
+type Rows = unsafe fn(&Validated, Range<usize>, *mut u8, &mut [f32]);
 
 /// A body for all rows, for this dtype and this machine.
 #[derive(Clone, Copy)]
@@ -42,7 +42,7 @@ impl Loop {
     ///
     /// # Safety
     /// As [`Body::row`], of every token.
-    pub(super) unsafe fn run(self, call: &Checked, tokens: Range<usize>, sum: *mut u8, rows: &mut [f32]) {
+    pub(super) unsafe fn run(self, call: &Validated, tokens: Range<usize>, sum: *mut u8, rows: &mut [f32]) {
         // SAFETY: passed on; `select` took what this machine has.
         unsafe { (self.0)(call, tokens, sum, rows) }
     }
@@ -59,7 +59,7 @@ fn select<B: Body, T: Float>() -> Rows {
 }
 
 #[inline(always)]
-unsafe fn rows<B: Body, T: Float>(call: &Checked, tokens: Range<usize>, sum: *mut u8, rows: &mut [f32]) {
+unsafe fn rows<B: Body, T: Float>(call: &Validated, tokens: Range<usize>, sum: *mut u8, rows: &mut [f32]) {
     let (x, elements) = rows.split_at_mut(call.hidden);
     // SAFETY: f32 is at least as large as T and as aligned, and any bits are a T.
     let elements = unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast::<T>(), call.hidden) };
@@ -80,7 +80,7 @@ macro_rules! compiled_for {
         /// As [`Loop::run`], on a machine with the instructions of the function's name.
         $(#[$attribute])*
         unsafe fn $name<B: Body, T: Float>(
-            call: &Checked,
+            call: &Validated,
             tokens: Range<usize>,
             sum: *mut u8,
             scratch: &mut [f32],

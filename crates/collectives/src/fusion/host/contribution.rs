@@ -1,7 +1,7 @@
 //! This rank's contribution, where it has to be computed first.
 
 use super::{
-    super::{Accumulation, Checked, Source, checked::Counts},
+    super::{Accumulation, Source, Validated, validated::Counts},
     arithmetic::{Float, combine, element, number, round, rounded, store},
     compiled::Body,
 };
@@ -11,11 +11,11 @@ pub(super) struct Contribution;
 
 impl Body for Contribution {
     #[inline(always)]
-    unsafe fn row<T: Float>(call: &Checked, token: usize, sum: *mut u8, x: &mut [f32], _: &mut [T]) {
+    unsafe fn row<T: Float>(call: &Validated, token: usize, sum: *mut u8, x: &mut [f32], _: &mut [T]) {
         let row = call.hidden * size_of::<T>();
         let Counts { experts: count, rows: last, top_k } = call.counts;
         x.fill(0.0);
-        // SAFETY: `Checked` holds tensors of these shapes.
+        // SAFETY: `Validated` holds tensors of these shapes.
         unsafe {
             match call.source {
                 Source::Tensor { .. } => unreachable!("a tensor is read as it is"),
@@ -56,7 +56,7 @@ impl Body for Contribution {
 /// # Safety
 /// There is a row.
 #[inline(always)]
-unsafe fn add<T: Float>(call: &Checked, x: &mut [f32], row: *const u8, scale: f32) {
+unsafe fn add<T: Float>(call: &Validated, x: &mut [f32], row: *const u8, scale: f32) {
     // SAFETY: passed on.
     unsafe {
         match call.accumulation {

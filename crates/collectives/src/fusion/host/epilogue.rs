@@ -5,7 +5,7 @@ use std::slice::from_raw_parts_mut;
 use antiphon_tensor::quantize::{fp8_static, fp8_tokens};
 
 use super::{
-    super::{Checked, Quantization, Scale},
+    super::{Quantization, Scale, Validated},
     arithmetic::{Float, combine, number, rms, round, scale, store},
     compiled::Body,
 };
@@ -15,12 +15,12 @@ pub(super) struct Epilogue;
 
 impl Body for Epilogue {
     #[inline(always)]
-    unsafe fn row<T: Float>(call: &Checked, token: usize, sum: *mut u8, x: &mut [f32], norm_row: &mut [T]) {
+    unsafe fn row<T: Float>(call: &Validated, token: usize, sum: *mut u8, x: &mut [f32], norm_row: &mut [T]) {
         if call.residual_out.is_none() && call.norm_out.is_none() && call.codes.is_none() {
             return;
         }
         let place = token * call.hidden * size_of::<T>();
-        // SAFETY: `Checked` holds tensors of these shapes.
+        // SAFETY: `Validated` holds tensors of these shapes.
         unsafe {
             combine::<T>(x, sum, |_, sum| sum);
             if let Some(bias) = call.bias {
@@ -54,23 +54,23 @@ impl Body for Epilogue {
     }
 
     /// Padding among the scales is 0.
-    unsafe fn begin(call: &Checked) {
+    unsafe fn begin(call: &Validated) {
         let size = match call.quantization {
             Some(Quantization::Fp8Groups { group }) => call.groups(group).packed_scales().size(),
             Some(Quantization::NvFp4 { layout, .. }) => call.blocks(layout).scale_grid().size(),
             _ => return,
         };
         let scales = call.scales.expect("a form with scales was checked to have them");
-        // SAFETY: `Checked` holds so many bytes.
+        // SAFETY: `Validated` holds so many bytes.
         unsafe { scales.write_bytes(0, size) };
     }
 }
 
 /// # Safety
-/// `Checked` holds codes and scales of this form.
+/// `Validated` holds codes and scales of this form.
 #[inline(always)]
 unsafe fn quantize<T: Float>(
-    call: &Checked,
+    call: &Validated,
     form: Quantization<*mut u8>,
     codes: *mut u8,
     token: usize,

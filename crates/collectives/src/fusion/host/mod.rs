@@ -12,7 +12,7 @@ use std::{cell::RefCell, ops::Range};
 use antiphon_device::{ReduceOp, host::reduce::Reducer};
 use antiphon_fabric::Communicator;
 
-use super::{Accumulation, Checked, Source};
+use super::{Accumulation, Source, Validated};
 use crate::{
     all_reduce::carry_out,
     arguments::{Input, Output},
@@ -37,7 +37,7 @@ impl Scratch {
     }
 }
 
-pub(crate) fn run(comm: &Communicator, call: Checked) -> Result<()> {
+pub(crate) fn run(comm: &Communicator, call: Validated) -> Result<()> {
     let scratch = comm.extension(|_| Ok::<_, CollectiveError>(RefCell::new(Scratch::default())))?;
     let mut scratch = scratch.borrow_mut();
     // Two rows, one of f32 and one of elements; and the sum, unless an output has room for it.
@@ -49,7 +49,7 @@ pub(crate) fn run(comm: &Communicator, call: Checked) -> Result<()> {
     let input = match call.source {
         Source::Tensor { input } => input.cast_const(),
         _ => {
-            // SAFETY: `Checked` holds what the loop reads, and `sum` is apart from it.
+            // SAFETY: `Validated` holds what the loop reads, and `sum` is apart from it.
             unsafe { Loop::of::<Contribution>(call.dtype).run(&call, 0..call.tokens, sum, rows) };
             sum.cast_const()
         }
@@ -72,14 +72,14 @@ pub(crate) fn run(comm: &Communicator, call: Checked) -> Result<()> {
 
 /// An output that the sum may lie in until its rows are finished: itself, or one that is written later and read by
 /// nobody before, but as the input of an all-reduce in place.
-fn landing(call: &Checked) -> Option<*mut u8> {
+fn landing(call: &Validated) -> Option<*mut u8> {
     let residual_out = call.residual_out.filter(|_| call.residual != call.residual_out);
     call.sum_out.or(residual_out).or(call.norm_out)
 }
 
 /// What is done with the sum as it arrives.
 struct Rest<'c> {
-    call: &'c Checked,
+    call: &'c Validated,
     epilogue: Loop,
     sum: *mut u8,
     rows: &'c mut [f32],
@@ -92,7 +92,7 @@ impl Rest<'_> {
     fn finish_up_to(&mut self, bytes: usize) {
         let tokens: Range<usize> = self.done..bytes / (self.call.hidden * self.call.dtype.size());
         self.done = tokens.end;
-        // SAFETY: `Checked` holds the tensors that the loop reads and writes, and these rows of the sum are complete.
+        // SAFETY: `Validated` holds the tensors that the loop reads and writes, and these rows of the sum are complete.
         unsafe { self.epilogue.run(self.call, tokens, self.sum, self.rows) };
     }
 }

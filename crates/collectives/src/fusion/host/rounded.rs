@@ -2,7 +2,7 @@
 
 use antiphon_device::host::reduce::Reducer;
 
-use crate::{all_reduce::Reduce, stream::copy};
+use crate::{all_reduce::Reduce, chunked::copy};
 
 /// Bytes of a running sum: they stay in L1.
 const TILE: usize = 4 << 10;

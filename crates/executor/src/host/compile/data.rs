@@ -9,7 +9,7 @@ use antiphon_plan::{
 };
 
 use super::super::{
-    home::{Base, Piece},
+    placement::{Base, Piece},
     program::{Frame, Operand, Reduction, Step, Steps, Work},
 };
 use super::{Compiler, Scope};
@@ -229,7 +229,7 @@ impl<'a> Compiler<'a> {
             (_, true) => {
                 Err(scope.refuse(op, format!("packets in the {buffer:?}; they belong into scratch")))
             }
-            (_, false) => Ok(self.target.homes.pieces(*rank, *buffer, range)),
+            (_, false) => Ok(self.target.placements.pieces(*rank, *buffer, range)),
         }
     }
 

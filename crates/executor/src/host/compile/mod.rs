@@ -10,7 +10,7 @@ use antiphon_plan::{
 };
 
 use super::{
-    home::Homes,
+    placement::Placements,
     program::{Layout, Program, Signal, Step, Steps},
 };
 use crate::{ExecutorError, PacketKind, error::Result};
@@ -25,7 +25,7 @@ const MOST_WORK: u64 = 1 << 26;
 pub(super) struct Target<'a> {
     pub(super) plan: &'a Plan,
     pub(super) wiring: &'a Wiring,
-    pub(super) homes: &'a Homes,
+    pub(super) placements: &'a Placements,
     pub(super) rank: usize,
     pub(super) packets: PacketKind,
     /// Bytes of an element.

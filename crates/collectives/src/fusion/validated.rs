@@ -22,7 +22,7 @@ const VECTOR: usize = 16;
 
 /// A call of plain addresses, every one of which has what its role needs.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Checked {
+pub(crate) struct Validated {
     call: FusedAllReduce<*mut u8>,
     pub(crate) dtype: DType,
     pub(crate) counts: Counts,
@@ -39,7 +39,7 @@ pub(crate) struct Counts {
     pub(crate) top_k: usize,
 }
 
-impl Deref for Checked {
+impl Deref for Validated {
     type Target = FusedAllReduce<*mut u8>;
 
     #[inline(always)]
@@ -48,7 +48,7 @@ impl Deref for Checked {
     }
 }
 
-impl Checked {
+impl Validated {
     /// Refuses whatever a backend that serves this device could not do, before anything happens.
     pub(crate) fn new(serves: Device, call: &FusedAllReduce<Operand<'_>>) -> crate::error::Result<Self> {
         Self::check(serves, call).map_err(|error| *error)

@@ -1,37 +1,30 @@
-//! Tables of which algorithm is fastest at which size: the same on all ranks, found in the cache and kept there.
+//! Tables of which algorithm is fastest at which size: equal on all ranks, and kept in a cache file.
 
 use std::{ops::RangeInclusive, time::Duration};
 
 use antiphon_fabric::{Communicator, FabricError};
-use antiphon_tuning::{Cache, Key, Plan, Table, TuningError, doubling, same_on_all_ranks, warn_once};
+use antiphon_tuning::{Cache, Key, Sweep, Table, TuningError, doubling, same_on_all_ranks, warn_once};
 
-use super::Algorithm;
 use crate::error::{CollectiveError, Result};
 
-/// Which algorithm for which size, in the order of their numbers.
+/// Which of an operation's algorithms is fastest at which size. Algorithms are in the order of their numbers.
 #[derive(Debug, Clone)]
-pub struct AllReduceTable {
+pub struct AlgorithmTable {
     table: Table,
     /// Where the table comes from, for people: a cache file, or built in.
     pub origin: String,
 }
 
-impl AllReduceTable {
+impl AlgorithmTable {
     /// The measurements and choices.
     pub fn table(&self) -> &Table {
         &self.table
     }
 
-    /// Which of the algorithms: a search among a few integers.
+    /// The number of the algorithm for this many bytes: a search among a few integers.
     #[inline]
     pub(crate) fn choose(&self, bytes: usize) -> usize {
         self.table.choose(bytes)
-    }
-
-    /// The algorithm for so many bytes.
-    #[inline]
-    pub(crate) fn algorithm(&self, bytes: usize) -> Algorithm {
-        Algorithm::ALL[self.choose(bytes)]
     }
 
     /// The table in the cache if all ranks find the same there, else the one with these thresholds: from so many bytes on,
@@ -61,8 +54,8 @@ impl AllReduceTable {
         })
     }
 
-    /// Measures all algorithms over `sizes` in bytes, and writes the result to the cache file. `run` is of
-    /// [`Plan::measure`]. All ranks call it together.
+    /// Measures all algorithms over `sizes` in bytes, and writes the result to the cache file. `run` is the
+    /// closure of [`Sweep::measure`]. All ranks call it together.
     pub(crate) fn measure(
         comm: &Communicator,
         key: &Key,
@@ -70,8 +63,8 @@ impl AllReduceTable {
         sizes: RangeInclusive<usize>,
         run: impl FnMut(usize, usize) -> Result<Option<Duration>>,
     ) -> Result<Self> {
-        let plan = Plan::new(algorithms.iter().copied(), doubling(sizes))?;
-        let table = plan.measure(run, |samples| Ok::<_, CollectiveError>(maximum(comm, samples)?))?;
+        let sweep = Sweep::new(algorithms.iter().copied(), doubling(sizes))?;
+        let table = sweep.measure(run, |samples| Ok::<_, CollectiveError>(maximum(comm, samples)?))?;
         let cache = Cache::open()?;
         if comm.rank() == 0 {
             cache.put(key, &table)?;
@@ -79,6 +72,16 @@ impl AllReduceTable {
         comm.barrier()?;
         Ok(Self { table, origin: cache.path().display().to_string() })
     }
+}
+
+/// The key of a table that was measured on this machine's processors.
+pub(crate) fn host_key(operation: impl Into<String>, world_size: usize) -> Key {
+    let machine = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model =
+        machine.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": ").map(|m| m.1));
+    // The machine's cores and not this rank's: ranks may be bound to different ones, or to none.
+    let cores = machine.lines().filter(|line| line.starts_with("processor")).count();
+    Key::new(operation, "", world_size, format!("{cores} × {}", model.unwrap_or("unknown CPU")))
 }
 
 /// Each number becomes its maximum over all ranks.

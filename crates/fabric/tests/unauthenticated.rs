@@ -1,4 +1,4 @@
-//! Strangers at the meeting place: whatever they send, they join nothing, learn nothing and delay nobody.
+//! Peers that do not know the secret: whatever they send, they join no world, learn nothing and delay no rank.
 
 use std::{
     io::{IoSlice, Read, Write},
@@ -27,8 +27,8 @@ fn socket_address(ticket: &Ticket) -> SocketAddr {
     SocketAddr::from_abstract_name(name).unwrap()
 }
 
-/// Connects as soon as somebody listens.
-fn knock(ticket: &Ticket) -> UnixStream {
+/// Connects as soon as rank 0 listens.
+fn connect(ticket: &Ticket) -> UnixStream {
     let start = Instant::now();
     loop {
         match UnixStream::connect_addr(&socket_address(ticket)) {
@@ -39,8 +39,8 @@ fn knock(ticket: &Ticket) -> UnixStream {
     }
 }
 
-/// Rank 0 of a world of 3 listens; `strangers` come; the other two ranks come. Returns how long these took to join.
-fn besieged<T>(strangers: impl FnOnce(&Ticket) -> T) -> (Duration, T) {
+/// Rank 0 of a world of 3 listens; `peers` connect, then the other two ranks. Returns how long these two took to join.
+fn join_despite<T>(peers: impl FnOnce(&Ticket) -> T) -> (Duration, T) {
     let ticket = Ticket::random();
     std::thread::scope(|scope| {
         let join = |rank| {
@@ -51,8 +51,8 @@ fn besieged<T>(strangers: impl FnOnce(&Ticket) -> T) -> (Duration, T) {
             })
         };
         let root = join(0);
-        drop(knock(&ticket)); // it listens
-        let visit = strangers(&ticket);
+        drop(connect(&ticket)); // it listens
+        let visit = peers(&ticket);
         let start = Instant::now();
         let members = [join(1), join(2)];
         for member in members {
@@ -76,7 +76,7 @@ fn card(rank: usize) -> Card {
     }
 }
 
-/// What a stranger can make up without the secret.
+/// A request to join that a peer can make up without the secret.
 fn join_request() -> Vec<u8> {
     Frame::Join { card: card(1), nonce: "00".repeat(32), proof: "00".repeat(32) }.encode()
 }
@@ -87,12 +87,12 @@ fn frame_header(length: u32) -> Vec<u8> {
     bytes
 }
 
-/// Everything that rank 0 says until it hangs up, as frames.
+/// All frames that rank 0 sends until it closes the connection.
 fn hear(mut stream: UnixStream) -> Vec<Frame> {
     stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     let mut bytes = Vec::new();
     let mut piece = [0; 4096];
-    // A reset ends the conversation as well as a farewell.
+    // A reset ends the connection as a close does.
     while let Ok(1..) = stream.read(&mut piece).inspect(|&n| bytes.extend_from_slice(&piece[..n])) {}
     let mut frames = Vec::new();
     while let Some((frame, length)) = Frame::decode(&bytes).unwrap() {
@@ -104,9 +104,9 @@ fn hear(mut stream: UnixStream) -> Vec<Frame> {
 }
 
 #[test]
-fn nonsense_is_shown_the_door() {
+fn invalid_frames_end_the_connection() {
     let deep = "[".repeat(100_000);
-    let sayings: Vec<(&str, Vec<u8>)> = vec![
+    let messages: Vec<(&str, Vec<u8>)> = vec![
         ("garbage", (0..5000u32).map(|i| (i * 7919 / 8) as u8).collect()),
         ("HTTP", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".to_vec()),
         ("a huge length", frame_header(u32::MAX)),
@@ -119,9 +119,9 @@ fn nonsense_is_shown_the_door() {
         ("a join without the secret", join_request()),
         ("two joins", join_request().repeat(2)),
     ];
-    besieged(|ticket| {
-        for (what, bytes) in sayings {
-            let mut stream = knock(ticket);
+    join_despite(|ticket| {
+        for (what, bytes) in messages {
+            let mut stream = connect(ticket);
             // It may hang up before everything is said.
             let _ = stream.write_all(&bytes);
             let answers = hear(stream);
@@ -138,26 +138,26 @@ fn nonsense_is_shown_the_door() {
 }
 
 #[test]
-fn silence_and_half_sentences_keep_nobody_waiting() {
-    let (took, _held) = besieged(|ticket| {
+fn silent_and_incomplete_connections_delay_no_rank() {
+    let (took, _held) = join_despite(|ticket| {
         let whole = join_request();
         let half = whole.len() / 2;
-        let sayings = [&[][..], &whole[..3], &whole[..12], &whole[..half], &frame_header(1 << 20)];
+        let messages = [&[][..], &whole[..3], &whole[..12], &whole[..half], &frame_header(1 << 20)];
         let say = |bytes: &[u8]| {
-            let mut stream = knock(ticket);
+            let mut stream = connect(ticket);
             stream.write_all(bytes).unwrap();
             stream
         };
-        sayings.map(say)
+        messages.map(say)
     });
     assert!(took < Duration::from_secs(3), "{took:?}");
 }
 
 #[test]
-fn a_slow_speaker_keeps_nobody_waiting() {
+fn a_slow_sender_delays_no_rank() {
     std::thread::scope(|scope| {
-        let (took, ()) = besieged(|ticket| {
-            let mut stream = knock(ticket);
+        let (took, ()) = join_despite(|ticket| {
+            let mut stream = connect(ticket);
             scope.spawn(move || {
                 for byte in join_request() {
                     if stream.write_all(&[byte]).is_err() {
@@ -172,11 +172,11 @@ fn a_slow_speaker_keeps_nobody_waiting() {
 }
 
 #[test]
-fn ten_thousand_connections_keep_nobody_from_joining() {
-    let (took, _held) = besieged(|ticket| {
+fn ten_thousand_connections_keep_no_rank_from_joining() {
+    let (took, _held) = join_despite(|ticket| {
         let mut held = std::collections::VecDeque::new();
         for _ in 0..10_000 {
-            held.push_back(knock(ticket));
+            held.push_back(connect(ticket));
             if held.len() > 900 {
                 held.pop_front();
             }
@@ -219,7 +219,7 @@ fn deceived(
 const HASTY: Duration = Duration::from_millis(300);
 
 #[track_caller]
-fn assert_impostor(found: (Result<(), RendezvousError>, Duration), problem: &str) {
+fn assert_false_root(found: (Result<(), RendezvousError>, Duration), problem: &str) {
     match found.0 {
         Err(RendezvousError::Impostor { problem: seen, .. }) => assert!(seen.contains(problem), "{seen}"),
         other => panic!("expected an impostor that {problem:?}, got {other:?}"),
@@ -238,27 +238,27 @@ fn send_with_memory(stream: &UnixStream, frame: &Frame) {
 }
 
 #[test]
-fn an_impostor_is_found_out() {
+fn a_listener_without_the_secret_is_refused() {
     let garbage = |mut stream: UnixStream| stream.write_all(b"SSH-2.0-OpenSSH_9.6\r\n").unwrap();
-    assert_impostor(deceived(HASTY, garbage), "not a frame");
+    assert_false_root(deceived(HASTY, garbage), "not a frame");
 
-    let guest = |mut stream: UnixStream| stream.write_all(&join_request()).unwrap();
-    assert_impostor(deceived(HASTY, guest), "asks to join");
+    let peer = |mut stream: UnixStream| stream.write_all(&join_request()).unwrap();
+    assert_false_root(deceived(HASTY, peer), "asks to join");
 
     let welcome =
         || Frame::Welcome { cards: (0..3).map(card).collect(), handles: vec![], proof: "00".repeat(32) };
     let eager = |stream: UnixStream| send_with_memory(&stream, &welcome());
-    assert_impostor(deceived(HASTY, eager), "does not know the secret");
+    assert_false_root(deceived(HASTY, eager), "does not know the secret");
 
     let careful = |mut stream: UnixStream| {
         stream.write_all(&Frame::Challenge { nonce: "00".repeat(32) }.encode()).unwrap();
         send_with_memory(&stream, &welcome());
     };
-    assert_impostor(deceived(HASTY, careful), "does not know the secret");
+    assert_false_root(deceived(HASTY, careful), "does not know the secret");
 }
 
 #[test]
-fn an_impostor_cannot_hold_a_rank_beyond_its_deadline() {
+fn a_false_rank_0_cannot_hold_a_rank_beyond_its_deadline() {
     let limit = HASTY + Duration::from_secs(2);
     let silent = |mut stream: UnixStream| drop(stream.read(&mut [0]));
     let (result, took) = deceived(HASTY, silent);
@@ -279,13 +279,13 @@ fn an_impostor_cannot_hold_a_rank_beyond_its_deadline() {
             let start = Instant::now();
             while stream.write_all(&bytes).is_ok() && start.elapsed() < Duration::from_secs(5) {}
         };
-        assert_impostor(deceived(HASTY, chatty), problem);
+        assert_false_root(deceived(HASTY, chatty), problem);
     }
 }
 
 /// A process of the same user that knows the name but not the secret: whatever it says, all ranks fail in seconds.
 #[test]
-fn a_squatter_is_named_by_all_ranks_long_before_the_deadline() {
+fn a_process_that_takes_the_address_is_named_by_all_ranks_long_before_the_deadline() {
     let deadline = Duration::from_secs(60);
     let silent = |_: &mut UnixStream| {};
     let talkative = |stream: &mut UnixStream| {
@@ -328,7 +328,7 @@ fn a_squatter_is_named_by_all_ranks_long_before_the_deadline() {
 
 /// Another user is not believed at all, whatever it knows.
 #[test]
-fn another_user_is_nobody() {
+fn connections_of_another_user_get_no_answer() {
     if !rustix::process::geteuid().is_root() {
         return; // only root can become somebody else
     }
@@ -354,13 +354,13 @@ fn another_user_is_nobody() {
         }
         impostor.join().unwrap();
     });
-    besieged(|ticket| {
+    join_despite(|ticket| {
         std::thread::scope(|scope| {
-            let stranger = scope.spawn(|| {
+            let peer = scope.spawn(|| {
                 become_nobody();
-                hear(knock(ticket))
+                hear(connect(ticket))
             });
-            assert_eq!(stranger.join().unwrap(), [], "not even a challenge");
+            assert_eq!(peer.join().unwrap(), [], "not even a challenge");
         });
     });
 }

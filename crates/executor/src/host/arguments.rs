@@ -1,4 +1,4 @@
-//! What a caller passes, checked once: what comes after works on addresses and sizes.
+//! The tensors that a caller passes, validated once: later stages work on addresses and sizes.
 
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
@@ -6,7 +6,7 @@ use crate::{ExecutorError, error::Result};
 
 /// The tensors of one call.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Call {
+pub(super) struct Arguments {
     pub(super) input: *const u8,
     pub(super) input_bytes: usize,
     pub(super) output: *mut u8,
@@ -16,7 +16,7 @@ pub(super) struct Call {
     pub(super) in_place: bool,
 }
 
-impl Call {
+impl Arguments {
     pub(super) fn apart(input: &TensorView<'_>, output: &mut TensorViewMut<'_>) -> Result<Self> {
         check("input", input)?;
         check("output", &output.as_view())?;

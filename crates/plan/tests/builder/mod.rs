@@ -19,9 +19,9 @@ pub fn local((buffer, index, size): Chunks) -> LocalChunk {
 }
 
 /// A plan in the making; channels and remote buffers appear when an operation needs them.
-pub struct Sketch(pub Plan);
+pub struct PlanBuilder(pub Plan);
 
-impl Sketch {
+impl PlanBuilder {
     /// Chunks of input, output and scratch.
     pub fn new(collective: &str, ranks: u32, chunks: [u64; 3]) -> Self {
         let gpu = |id| Gpu {
@@ -34,7 +34,7 @@ impl Sketch {
             remote_buffers: vec![],
             semaphores: vec![Semaphore { init_value: 0 }],
         };
-        Sketch(Plan {
+        PlanBuilder(Plan {
             name: Some(collective.into()),
             collective: collective.into(),
             protocol: Protocol::Simple,
@@ -51,7 +51,7 @@ impl Sketch {
     }
 
     /// A thread block of a rank.
-    pub fn on(&mut self, rank: u32, block: usize) -> Author<'_> {
+    pub fn on(&mut self, rank: u32, block: usize) -> BlockBuilder<'_> {
         let gpu = &mut self.0.gpus[rank as usize];
         while gpu.threadblocks.len() <= block {
             let id = gpu.threadblocks.len() as u32;
@@ -62,17 +62,17 @@ impl Sketch {
                 remote_buffer_refs: vec![],
             });
         }
-        Author { gpu, block }
+        BlockBuilder { gpu, block }
     }
 }
 
 /// Writes the operations of a thread block.
-pub struct Author<'a> {
+pub struct BlockBuilder<'a> {
     gpu: &'a mut Gpu,
     block: usize,
 }
 
-impl Author<'_> {
+impl BlockBuilder<'_> {
     pub fn op(mut self, kind: OpKind) -> Self {
         self.block().ops.push(kind.into());
         self
@@ -291,7 +291,7 @@ impl Author<'_> {
 /// Everyone sends its whole input as packets and sums what came, with `blocks` thread blocks for each rank.
 pub fn one_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
     let chunks = u64::from(ranks) * blocks;
-    let mut sketch = Sketch::new("allreduce", ranks, [chunks, chunks, chunks * u64::from(ranks)]);
+    let mut builder = PlanBuilder::new("allreduce", ranks, [chunks, chunks, chunks * u64::from(ranks)]);
     let share = u64::from(ranks);
     for rank in 0..ranks {
         for block in 0..blocks {
@@ -299,17 +299,13 @@ pub fn one_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
             let slot = |from: u32| (Scratch, u64::from(from) * chunks + block * share, share);
             let peers: Vec<u32> = (1..ranks).map(|k| (rank + k) % ranks).collect();
             let src = [own].into_iter().chain(peers.iter().map(|&peer| slot(peer))).collect();
-            let author = sketch.on(rank, block as usize);
-            author.put_to_all(PutKind::Packets, peers.iter().map(|&peer| (peer, slot(rank), own))).reduce_as(
-                true,
-                (Output, block * share, share),
-                src,
-                None,
-                vec![],
-            );
+            let block_builder = builder.on(rank, block as usize);
+            block_builder
+                .put_to_all(PutKind::Packets, peers.iter().map(|&peer| (peer, slot(rank), own)))
+                .reduce_as(true, (Output, block * share, share), src, None, vec![]);
         }
     }
-    sketch.0
+    builder.0
 }
 
 /// Everyone sums a part of the message and sends the sum on, both as packets.
@@ -317,7 +313,7 @@ pub fn two_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
     let n = u64::from(ranks);
     let chunks = n * blocks;
     // Scratch: the parts that came, then the sums that came.
-    let mut sketch = Sketch::new("allreduce", ranks, [chunks, chunks, n * blocks + chunks]);
+    let mut builder = PlanBuilder::new("allreduce", ranks, [chunks, chunks, n * blocks + chunks]);
     for rank in 0..ranks {
         for block in 0..blocks {
             let part = |of: u32| block * n + u64::from(of);
@@ -327,8 +323,8 @@ pub fn two_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
             let src =
                 [(Input, part(rank), 1)].into_iter().chain(peers.iter().map(|&peer| came(peer))).collect();
             let sums = peers.iter().map(|&peer| (peer, sum)).collect();
-            let author = sketch.on(rank, block as usize);
-            author
+            let block_builder = builder.on(rank, block as usize);
+            block_builder
                 .put_to_all(
                     PutKind::Packets,
                     peers.iter().map(|&peer| (peer, came(rank), (Input, part(peer), 1))),
@@ -337,85 +333,86 @@ pub fn two_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
                 .copy(CopyKind::Unpack, (Output, part(0), n), (Scratch, chunks + part(0), n));
         }
     }
-    sketch.0
+    builder.0
 }
 
 /// As torch's `one_shot_all_reduce`: everyone sums what it loads from all, between two meetings.
 pub fn pulled_one_shot(ranks: u32, blocks: u64) -> Plan {
-    let mut sketch = Sketch::new("allreduce", ranks, [blocks, blocks, 0]);
+    let mut builder = PlanBuilder::new("allreduce", ranks, [blocks, blocks, 0]);
     for rank in 0..ranks {
         let peers: Vec<u32> = (1..ranks).map(|k| (rank + k) % ranks).collect();
         for block in 0..blocks {
             let part = (Input, block, 1);
             let theirs = peers.iter().map(|&peer| (peer, part)).collect();
-            let author = sketch.on(rank, block as usize).meet(&peers);
-            author.reduce_from((Output, block, 1), part, theirs).meet(&peers);
+            let block_builder = builder.on(rank, block as usize).meet(&peers);
+            block_builder.reduce_from((Output, block, 1), part, theirs).meet(&peers);
         }
     }
-    sketch.0
+    builder.0
 }
 
 /// As torch's `two_shot_all_reduce`: everyone sums its part of what it loads from all, and then loads all sums.
 pub fn pulled_two_shot(ranks: u32, blocks: u64) -> Plan {
     let chunks = u64::from(ranks) * blocks;
-    let mut sketch = Sketch::new("allreduce", ranks, [chunks, chunks, 0]);
+    let mut builder = PlanBuilder::new("allreduce", ranks, [chunks, chunks, 0]);
     for rank in 0..ranks {
         let peers: Vec<u32> = (1..ranks).map(|k| (rank + k) % ranks).collect();
         for block in 0..blocks {
             let part = |buffer, of: u32| (buffer, block * u64::from(ranks) + u64::from(of), 1);
             let theirs = peers.iter().map(|&peer| (peer, part(Input, rank))).collect();
-            let author = sketch.on(rank, block as usize).meet(&peers);
-            let author = author.reduce_from(part(Output, rank), part(Input, rank), theirs).meet(&peers);
-            author.get_from_all(peers.iter().map(|&peer| (peer, part(Output, peer)))).meet(&peers);
+            let block_builder = builder.on(rank, block as usize).meet(&peers);
+            let block_builder =
+                block_builder.reduce_from(part(Output, rank), part(Input, rank), theirs).meet(&peers);
+            block_builder.get_from_all(peers.iter().map(|&peer| (peer, part(Output, peer)))).meet(&peers);
         }
     }
-    sketch.0
+    builder.0
 }
 
 /// Inside each node a reduce-scatter, then a ring over the nodes for each GPU's part, then an all-gather in the node.
 pub fn hierarchical_all_reduce(nodes: u32, gpus: u32) -> Plan {
     let (n, g) = (u64::from(nodes), u64::from(gpus));
-    let mut sketch = Sketch::new("allreduce", nodes * gpus, [n * g, n * g, n * g + n]);
+    let mut builder = PlanBuilder::new("allreduce", nodes * gpus, [n * g, n * g, n * g + n]);
     for rank in 0..nodes * gpus {
         let (node, own) = (rank / gpus, rank % gpus);
         let at = |gpu: u32| node * gpus + gpu;
         let peers: Vec<u32> = (1..gpus).map(|k| (own + k) % gpus).collect();
         let part = |gpu: u32| u64::from(gpu) * n;
         let mine = (Output, part(own), n);
-        let mut author = sketch.on(rank, 0);
+        let mut block_builder = builder.on(rank, 0);
         for &peer in &peers {
-            author = author
+            block_builder = block_builder
                 .put(Memory, at(peer), (Scratch, part(own), n), (Input, part(peer), n))
                 .signal(Memory, at(peer));
         }
         let mut src = vec![(Input, part(own), n)];
         for &peer in &peers {
-            author = author.wait(Memory, at(peer));
+            block_builder = block_builder.wait(Memory, at(peer));
             src.push((Scratch, part(peer), n));
         }
-        author = author.reduce(mine, src).nop();
-        author = ring(author, [node, nodes], [own, gpus], part(own), n * g);
+        block_builder = block_builder.reduce(mine, src).nop();
+        block_builder = ring(block_builder, [node, nodes], [own, gpus], part(own), n * g);
         for &peer in &peers {
-            author = author.put(Memory, at(peer), mine, mine).signal(Memory, at(peer));
+            block_builder = block_builder.put(Memory, at(peer), mine, mine).signal(Memory, at(peer));
         }
-        peers.iter().fold(author, |author, &peer| author.wait(Memory, at(peer)));
+        peers.iter().fold(block_builder, |block_builder, &peer| block_builder.wait(Memory, at(peer)));
     }
-    sketch.0
+    builder.0
 }
 
 /// The ring of all-reduce over nodes: reduce-scatter, then all-gather, a chunk at a time.
 fn ring<'a>(
-    mut author: Author<'a>,
+    mut block_builder: BlockBuilder<'a>,
     [node, nodes]: [u32; 2],
     [gpu, gpus]: [u32; 2],
     part: u64,
     scratch: u64,
-) -> Author<'a> {
+) -> BlockBuilder<'a> {
     let (next, before) = ((node + 1) % nodes * gpus + gpu, (node + nodes - 1) % nodes * gpus + gpu);
     let chunk = |back: u32| part + u64::from((node + 2 * nodes - back) % nodes);
     for step in 0..nodes - 1 {
         let slot = scratch + u64::from(step);
-        author = author
+        block_builder = block_builder
             .put_as(PutKind::WithSignal, Port, next, (Scratch, slot, 1), (Output, chunk(step), 1))
             .wait(Port, before)
             .reduce((Output, chunk(step + 1), 1), vec![(Output, chunk(step + 1), 1), (Scratch, slot, 1)])
@@ -423,7 +420,7 @@ fn ring<'a>(
     }
     for step in 0..nodes - 1 {
         let sent = (Output, chunk((step + nodes - 1) % nodes), 1);
-        author = author.put_as(PutKind::WithSignal, Port, next, sent, sent).wait(Port, before);
+        block_builder = block_builder.put_as(PutKind::WithSignal, Port, next, sent, sent).wait(Port, before);
     }
-    author
+    block_builder
 }

@@ -1,8 +1,8 @@
-//! Where the bytes of a plan's buffers live.
+//! Where the bytes of a plan's buffers are placed.
 //!
-//! What only its own rank touches stays in the caller's tensor. What other ranks touch must be in symmetric memory: if
-//! the tensor is, that is where it is touched, else in a staging area, with a copy before and after. An input that the
-//! plan writes to is staged too, since the caller gave it to be read.
+//! Chunks that only their own rank accesses stay in the caller's tensor. Chunks that other ranks access must be in
+//! symmetric memory: they stay in the tensor if it is symmetric memory, and otherwise are placed in a staging area, with a
+//! copy before and after. An input that the plan writes to is staged too, because the caller's input is only read.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use antiphon_plan::{BufferType, Plan, Rank};
 
 use super::usage::{Usage, usage};
 
-/// An address book of one rank: where chunks of a kind begin.
+/// A region of one rank's memory that holds chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Base {
@@ -22,41 +22,41 @@ pub(super) enum Base {
     SharedOutput,
     StagedInput,
     StagedOutput,
-    /// Plain data of the plan's own.
+    /// The plan's scratch, for plain data.
     Scratch,
-    /// Packets of the plan's own.
+    /// The plan's scratch, for packets.
     Packets,
 }
 
 impl Base {
     pub(super) const COUNT: usize = 8;
 
-    fn of(buffer: BufferType, home: Home) -> Self {
-        match (buffer, home) {
+    fn of(buffer: BufferType, placement: Placement) -> Self {
+        match (buffer, placement) {
             (BufferType::Scratch, _) => Base::Scratch,
-            (BufferType::Input, Home::Tensor) => Base::Input,
-            (BufferType::Input, Home::Shared) => Base::SharedInput,
-            (BufferType::Input, Home::Staged) => Base::StagedInput,
-            (BufferType::Output, Home::Tensor) => Base::Output,
-            (BufferType::Output, Home::Shared) => Base::SharedOutput,
-            (BufferType::Output, Home::Staged) => Base::StagedOutput,
+            (BufferType::Input, Placement::Tensor) => Base::Input,
+            (BufferType::Input, Placement::Shared) => Base::SharedInput,
+            (BufferType::Input, Placement::Staged) => Base::StagedInput,
+            (BufferType::Output, Placement::Tensor) => Base::Output,
+            (BufferType::Output, Placement::Shared) => Base::SharedOutput,
+            (BufferType::Output, Placement::Staged) => Base::StagedOutput,
         }
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Home {
+enum Placement {
     Tensor,
     Shared,
     Staged,
 }
 
-/// Chunks that live together.
+/// Consecutive chunks in one region.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Piece {
-    /// Their address book.
+    /// Their region.
     pub(super) base: Base,
-    /// Their places there.
+    /// Their indices in it.
     pub(super) chunks: Range<u64>,
 }
 
@@ -68,8 +68,8 @@ pub(super) struct Move {
     pub(super) chunks: u64,
 }
 
-/// Where all ranks keep their chunks, for calls in place or not.
-pub(super) struct Homes {
+/// Where all ranks' chunks are placed, for calls in place or not.
+pub(super) struct Placements {
     /// Whether the caller passes one tensor.
     in_place: bool,
     /// Chunks of the input and of the output.
@@ -79,15 +79,15 @@ pub(super) struct Homes {
     usage: Vec<[Usage; 2]>,
 }
 
-impl Homes {
+impl Placements {
     /// Of a plan whose ranks all have the same numbers of chunks.
     pub(super) fn new(plan: &Plan, in_place: bool) -> Self {
         let chunks = plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks]);
         let larger = if chunks[0] > chunks[1] { BufferType::Input } else { BufferType::Output };
         let united = plan.inplace.then_some(larger);
-        let mut homes = Homes { in_place, chunks, united, usage: Vec::new() };
-        homes.usage = usage(plan, |rank, buffer, chunks| homes.unite(rank, buffer, chunks));
-        homes
+        let mut placements = Placements { in_place, chunks, united, usage: Vec::new() };
+        placements.usage = usage(plan, |rank, buffer, chunks| placements.unite(rank, buffer, chunks));
+        placements
     }
 
     /// Where a rank's smaller tensor lies in its larger one: all-gather and reduce-scatter have it at the rank's own place.
@@ -125,19 +125,19 @@ impl Homes {
         }
     }
 
-    /// Where a chunk lives, and up to which chunk that holds.
-    fn home(&self, rank: Rank, buffer: BufferType, chunk: u64) -> (Home, u64) {
+    /// Where a chunk is placed, and up to which chunk that holds.
+    fn placement(&self, rank: Rank, buffer: BufferType, chunk: u64) -> (Placement, u64) {
         let usage = &self.usage[rank.index()][usize::from(buffer == BufferType::Output)];
         let (remote, until) = usage.remote.at(chunk);
         let (written, also) = usage.written.at(chunk);
         // A tensor that is input and output, of a plan that takes them for separate ones, is the output's.
         let taken = self.in_place && self.united.is_none() && buffer == BufferType::Input;
-        let home = match (remote, written && !self.writable(buffer) || taken) {
-            (_, true) => Home::Staged,
-            (true, false) => Home::Shared,
-            (false, false) => Home::Tensor,
+        let placement = match (remote, written && !self.writable(buffer) || taken) {
+            (_, true) => Placement::Staged,
+            (true, false) => Placement::Shared,
+            (false, false) => Placement::Tensor,
         };
-        (home, until.min(also))
+        (placement, until.min(also))
     }
 
     /// The places of a range of chunks of input or output, in order.
@@ -145,8 +145,8 @@ impl Homes {
         let (buffer, chunks) = self.unite(rank, buffer, chunks);
         let (mut pieces, mut start): (Vec<Piece>, u64) = (Vec::new(), chunks.start);
         while start < chunks.end {
-            let (home, until) = self.home(rank, buffer, start);
-            let (base, end) = (Base::of(buffer, home), until.min(chunks.end));
+            let (placement, until) = self.placement(rank, buffer, start);
+            let (base, end) = (Base::of(buffer, placement), until.min(chunks.end));
             match pieces.last_mut() {
                 Some(last) if last.base == base => last.chunks.end = end,
                 _ => pieces.push(Piece { base, chunks: start..end }),
@@ -166,7 +166,7 @@ impl Homes {
         })
     }
 
-    /// What a rank copies before the plan's operations, so that every chunk's home has what the caller gave. (Where
+    /// What a rank copies before the plan's operations, so that every chunk's region has what the caller gave. (Where
     /// both ends turn out to be one place, there is nothing to do.)
     pub(super) fn loads(&self, rank: Rank) -> Vec<Move> {
         let mut loads = Vec::new();

@@ -12,15 +12,15 @@ use crate::table::{Table, Timing, check_candidates};
 /// hits all of them alike; the one that begins changes from round to round, so that none is always the first.
 /// The first rounds warm up and do not count.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct Sweep {
     candidates: Vec<String>,
     sizes: Vec<usize>,
     warm_up: usize,
     rounds: usize,
 }
 
-impl Plan {
-    /// A plan for these candidates, by name, and these sizes in bytes, in any order.
+impl Sweep {
+    /// A sweep for these candidates, by name, and these sizes in bytes, in any order.
     ///
     /// # Errors
     ///
@@ -67,7 +67,7 @@ impl Plan {
         self.sizes.len() * self.candidates.len() * (self.warm_up + self.rounds)
     }
 
-    /// Measures; all ranks must call this together, with the same plan.
+    /// Measures; all ranks must call this together, with the same sweep.
     ///
     /// `run(candidate, bytes)` runs one timed batch of calls and returns the mean time of a call as this rank
     /// saw it, or `None` if the candidate does not serve that size. It may be `None` only for a reason that

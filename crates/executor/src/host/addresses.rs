@@ -1,18 +1,30 @@
-//! Where chunks begin in a launch: addresses from sizes, tensors and the workspace.
+//! The addresses of chunks in a launch, computed from sizes, tensors and the workspace.
 
 use antiphon_fabric::Rounds;
 
 use super::{
-    call::Call,
-    home::{Base, Move},
-    memory::{Book, Workspace},
+    arguments::Arguments,
+    memory::Workspace,
+    placement::{Base, Move},
     program::Layout,
 };
 
-/// Where a rank's tensors lie in its arena, plus one; 0 if they do not.
+/// The address of a region's first chunk, and the distance between its chunks in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ChunkAddresses {
+    pub(super) base: *mut u8,
+    pub(super) stride: usize,
+}
+
+impl ChunkAddresses {
+    /// A region that no operation uses.
+    pub(super) const UNUSED: Self = ChunkAddresses { base: std::ptr::null_mut(), stride: 0 };
+}
+
+/// Offsets of a rank's tensors in its arena, plus one; 0 stands for a tensor outside the arena.
 #[repr(C)]
 #[derive(Debug, Default, Clone, Copy)]
-pub(super) struct Where {
+pub(super) struct ArenaOffsets {
     pub(super) input: u64,
     pub(super) output: u64,
 }
@@ -27,18 +39,18 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    pub(super) fn own(rounds: &Rounds, call: &Call) -> Self {
+    pub(super) fn own(rounds: &Rounds, call: &Arguments) -> Self {
         let is_symmetric = [(call.input, call.input_bytes), (call.output.cast_const(), call.output_bytes)]
             .map(|(pointer, bytes)| rounds.arena_offset(pointer, bytes).is_some());
         // The input is written to only where it is the output too.
         Tensors { input: call.input.cast_mut(), output: call.output, is_symmetric }
     }
 
-    pub(super) fn of_peer(rounds: &Rounds, rank: usize, at: Where) -> Self {
+    pub(super) fn of_peer(rounds: &Rounds, rank: usize, at: ArenaOffsets) -> Self {
         let arenas = rounds.arenas();
         let address = |offset: u64| match offset {
             0 => std::ptr::null_mut(),
-            // SAFETY: the rank has said that its tensor lies there.
+            // SAFETY: the rank has posted this offset of its tensor.
             place => unsafe { arenas.at(rank, place as usize - 1) },
         };
         let is_symmetric = [at.input > 0, at.output > 0];
@@ -46,16 +58,16 @@ impl Tensors {
     }
 }
 
-/// How a call is cut.
+/// How a call is divided into launches: each handles one slice of every chunk.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Cut {
+pub(super) struct Slicing {
     /// Bytes of a chunk.
     pub(super) chunk: usize,
     /// Bytes of a slice of it.
     pub(super) slice: usize,
 }
 
-impl Cut {
+impl Slicing {
     pub(super) fn launches(&self) -> usize {
         self.chunk.div_ceil(self.slice.max(1)).max(1)
     }
@@ -82,34 +94,37 @@ pub(super) struct Areas {
 /// One launch of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Slice {
-    pub(super) cut: Cut,
+    pub(super) slicing: Slicing,
     pub(super) areas: Areas,
     pub(super) number: usize,
     pub(super) flag: u32,
 }
 
-/// The address books of one rank.
-pub(super) type BookSet = [Book; Base::COUNT];
+/// The addresses of one rank's chunks, by [`Base`].
+pub(super) type RankAddresses = [ChunkAddresses; Base::COUNT];
 
 impl Slice {
     /// Bytes of this slice of a chunk.
     pub(super) fn len(&self) -> usize {
-        self.cut.len(self.number)
+        self.slicing.len(self.number)
     }
 
-    pub(super) fn books(&self, rank: usize, tensors: &Tensors, workspace: &Workspace) -> BookSet {
+    pub(super) fn addresses(&self, rank: usize, tensors: &Tensors, workspace: &Workspace) -> RankAddresses {
         let tensor = |base: *mut u8| match base.is_null() {
-            true => Book::NOWHERE,
-            false => Book { base: base.wrapping_add(self.number * self.cut.slice), stride: self.cut.chunk },
+            true => ChunkAddresses::UNUSED,
+            false => ChunkAddresses {
+                base: base.wrapping_add(self.number * self.slicing.slice),
+                stride: self.slicing.chunk,
+            },
         };
         let staging = workspace.staging(rank).wrapping_add(self.number % 2 * self.areas.staging);
-        let staged = |offset| Book { base: staging.wrapping_add(offset), stride: self.len() };
+        let staged = |offset| ChunkAddresses { base: staging.wrapping_add(offset), stride: self.len() };
         let half = usize::from(self.areas.double && self.flag.is_multiple_of(2));
         let scratch = workspace.scratch(rank).wrapping_add(half * self.areas.scratch);
         let packets = Layout::packets(self.len()).unwrap_or(0);
 
-        let mut books = [Book::NOWHERE; Base::COUNT];
-        let mut set = |base: Base, book| books[base as usize] = book;
+        let mut addresses = [ChunkAddresses::UNUSED; Base::COUNT];
+        let mut set = |base: Base, start| addresses[base as usize] = start;
         let [input, output] = [tensor(tensors.input), tensor(tensors.output)];
         let [staged_input, staged_output] = [staged(0), staged(self.areas.staged_input)];
         set(Base::Input, input);
@@ -118,19 +133,19 @@ impl Slice {
         set(Base::SharedOutput, if tensors.is_symmetric[1] { output } else { staged_output });
         set(Base::StagedInput, staged_input);
         set(Base::StagedOutput, staged_output);
-        set(Base::Scratch, Book { base: scratch, stride: self.len() });
-        set(Base::Packets, Book { base: scratch.wrapping_add(self.areas.plain), stride: packets });
-        books
+        set(Base::Scratch, ChunkAddresses { base: scratch, stride: self.len() });
+        set(Base::Packets, ChunkAddresses { base: scratch.wrapping_add(self.areas.plain), stride: packets });
+        addresses
     }
 
     /// Copies this slice of some chunks of this rank, unless they are in place.
-    pub(super) fn move_all(&self, moves: &[Move], books: &BookSet) {
+    pub(super) fn move_all(&self, moves: &[Move], addresses: &RankAddresses) {
         for Move { from, to, chunks } in moves {
-            let book = |(base, chunk): (Base, u64)| {
-                let book = books[base as usize];
-                (book.base.wrapping_add(chunk as usize * book.stride), book.stride)
+            let locate = |(base, chunk): (Base, u64)| {
+                let chunks = addresses[base as usize];
+                (chunks.base.wrapping_add(chunk as usize * chunks.stride), chunks.stride)
             };
-            let ((from, from_stride), (to, to_stride)) = (book(*from), book(*to));
+            let ((from, from_stride), (to, to_stride)) = (locate(*from), locate(*to));
             if std::ptr::eq(from, to) {
                 continue;
             }
@@ -139,7 +154,7 @@ impl Slice {
             let (times, len) = if whole { (1, chunks * len) } else { (chunks, len) };
             for at in 0..times {
                 // SAFETY: both ends hold so many chunks: the tensors were found to be as long as the plan's buffers, and
-                // the workspace has room for them. Nobody else touches this rank's tensors and staging now.
+                // the workspace has room for them. No other rank touches this rank's tensors and staging now.
                 unsafe {
                     std::ptr::copy(from.wrapping_add(at * from_stride), to.wrapping_add(at * to_stride), len)
                 };

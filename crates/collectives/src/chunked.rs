@@ -1,0 +1,54 @@
+//! Data of any length in chunks, one for each round: the loop that all collectives on host memory share.
+
+use std::ops::Range;
+
+use antiphon_fabric::{FabricError, Rounds, Signature};
+
+/// Copies bytes between a user's tensor and a mailbox.
+///
+/// # Safety
+/// Both are valid for `len` bytes and do not overlap.
+#[inline]
+pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: passed on.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, len) }
+}
+
+/// Exchanges `len` bytes in rounds of at most `chunk` bytes.
+///
+/// Every rank posts the same number of rounds: at least one, so that ranks always meet and compare signatures. For each
+/// chunk, `fill` writes this rank's contribution to the outbox, and `drain` reads the inboxes of all ranks. A contribution
+/// is `width` times as long as the chunk: a collective that sends different data to each rank passes the world size.
+///
+/// A mailbox is reused two rounds later. So some ranks may fill the next chunk while others still drain this one.
+#[inline]
+pub(crate) fn exchange_chunks(
+    rounds: &mut Rounds,
+    signature: &Signature,
+    len: usize,
+    chunk: usize,
+    width: usize,
+    mut fill: impl FnMut(Range<usize>, *mut u8),
+    mut drain: impl FnMut(Range<usize>, &mut [*const u8]),
+) -> Result<(), FabricError> {
+    debug_assert!(chunk > 0 && chunk * width <= Rounds::CAPACITY);
+    let mut start = 0;
+    loop {
+        let part = start..len.min(start + chunk);
+        let payload = part.len() * width;
+        fill(part.clone(), rounds.outbox(payload));
+        rounds.exchange(signature)?;
+        drain(part.clone(), rounds.inboxes(payload));
+        start = part.end;
+        if start >= len {
+            return Ok(());
+        }
+    }
+}
+
+/// The largest chunk, in bytes, for contributions of `width` chunks: whole elements of any dtype, in whole cache lines.
+pub(crate) fn chunk_for(width: usize, preferred: usize) -> usize {
+    let room = Rounds::CAPACITY / width.max(1);
+    let chunk = preferred.min(room);
+    (chunk - chunk % 64).max(8)
+}
