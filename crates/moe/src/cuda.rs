@@ -12,7 +12,11 @@
 use std::{cell::Cell, ops::Range, sync::Arc};
 
 use antiphon_device::cuda::{Context, Event, LaunchConfig, PinnedMemory, StreamRef};
-use antiphon_device::{DeviceError, cuda::CudaError};
+use antiphon_device::{
+    DeviceError,
+    cuda::CudaError,
+    sync::{AtomicU32, Ordering},
+};
 use antiphon_fabric::{
     Communicator, FabricError, Operation, Signature,
     gpu::{Family, Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
@@ -61,7 +65,8 @@ impl Default for CudaMoeConfig {
 /// nothing.
 pub struct CudaMoe {
     tenant: Tenant,
-    config: CudaMoeConfig,
+    region_bytes: usize,
+    num_sms: Cell<u32>,
     token: Arc<()>,
     handles: Cell<u32>,
     /// What Notify found.
@@ -72,7 +77,7 @@ pub struct CudaMoe {
 
 impl std::fmt::Debug for CudaMoe {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "CudaMoe {{ {:?}, {:?} }}", self.config, self.tenant)
+        write!(f, "CudaMoe {{ num_sms: {}, {:?} }}", self.num_sms.get(), self.tenant)
     }
 }
 
@@ -104,6 +109,11 @@ pub struct HandleWords {
 }
 
 impl HandleWords {
+    /// Those of a handle of so many ranks, experts of all of them, and tokens of this rank.
+    pub fn new(world_size: usize, num_experts: usize, tokens: usize) -> Self {
+        Self { world_size, local: num_experts / world_size.max(1), tokens }
+    }
+
     /// `[R, R]`: how many rows go from rank to rank, as far as there is room.
     pub fn counts(&self) -> Range<usize> {
         0..self.world_size * self.world_size
@@ -177,7 +187,7 @@ pub struct CudaHandle {
     arrived: Option<Arrived>,
     pub(crate) plan: Plan,
     sources: Memory,
-    has_rows: Cell<bool>,
+    has_rows: AtomicU32,
 }
 
 /// What the host knows when it has waited for the counts.
@@ -251,7 +261,7 @@ impl CudaHandle {
 pub enum HandleMemory<'a> {
     /// In memory of the instance, which goes back to it with the handle.
     Own,
-    /// In the caller's, i32: [`CudaMoe::handle_words`], and the token of each row, `[N]`, if `N` is known (the capacity).
+    /// In the caller's, i32: the words, and the token of each row, `[N]`, if `N` is known (the capacity).
     /// What is known later comes by [`CudaHandle::keep_sources_in`].
     Callers {
         /// As many words as [`HandleWords::total`] says.
@@ -283,7 +293,8 @@ impl CudaMoe {
         let words = comm.world_size() * (2 + comm.world_size()) + MAX_LOCAL_EXPERTS;
         Ok(Self {
             tenant,
-            config,
+            region_bytes: config.region_bytes,
+            num_sms: Cell::new(config.num_sms),
             token: Arc::new(()),
             handles: Cell::new(0),
             result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4).map_err(device)?),
@@ -359,10 +370,14 @@ impl CudaMoe {
         unsafe { self.launch(Counting, &signature, Blocks::All, call, stream) }
     }
 
-    /// Where the words of a handle of so many tokens lie.
-    pub fn handle_words(&self, num_experts: usize, tokens: usize) -> HandleWords {
-        let world_size = self.world_size();
-        HandleWords { world_size, local: num_experts / world_size, tokens }
+    /// The context of this rank's GPU.
+    pub fn context(&self) -> &Context {
+        self.tenant.context()
+    }
+
+    /// From now on a call uses so many multiprocessors, at most, of those that there are.
+    pub fn set_num_sms(&self, num_sms: u32) {
+        self.num_sms.set(num_sms.max(1));
     }
 
     /// As [`Moe::notify`](crate::Moe::notify), with a routing on the GPU.
@@ -412,7 +427,7 @@ impl CudaMoe {
             arrived,
             plan,
             sources,
-            has_rows: Cell::new(false),
+            has_rows: AtomicU32::new(0),
         })
     }
 
@@ -423,7 +438,7 @@ impl CudaMoe {
         tokens: usize,
         memory: HandleMemory<'_>,
     ) -> Result<(Plan, Option<Memory>)> {
-        let words = self.handle_words(routing.num_experts, tokens);
+        let words = HandleWords::new(self.world_size(), routing.num_experts, tokens);
         let name = |which| Name { call: "dispatch", which };
         let callers = |which, view: &TensorView<'_>, count: usize| {
             name(which).has_dtype(view.dtype(), &[DType::I32])?;
@@ -488,7 +503,7 @@ impl CudaMoe {
     ) -> Result<()> {
         self.knows(handle, "dispatch")?;
         self.move_rows(handle, &call, stream)?;
-        handle.has_rows.set(true);
+        handle.has_rows.store(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -507,7 +522,7 @@ impl CudaMoe {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         self.knows(handle, "combine")?;
-        if !handle.has_rows.get() {
+        if handle.has_rows.load(Ordering::Relaxed) == 0 {
             return Err(MoeError::Handle {
                 call: "combine",
                 problem: "one along which nothing was dispatched yet",
@@ -534,7 +549,7 @@ impl CudaMoe {
 
     /// Bytes of the region of each rank.
     pub(crate) fn region_bytes(&self) -> usize {
-        self.config.region_bytes
+        self.region_bytes
     }
 
     pub(crate) fn region_at(&self) -> u64 {
@@ -566,7 +581,7 @@ impl CudaMoe {
         let loaded = self.tenant.ready(family, stream)?;
         let blocks = match blocks {
             Blocks::One => 1,
-            Blocks::All => self.config.num_sms.min(self.tenant.multiprocessors_here()).max(1),
+            Blocks::All => self.num_sms.get().min(self.tenant.multiprocessors_here()).max(1),
         };
         let config = LaunchConfig::new(blocks, family.threads()).shared_bytes(family.shared_bytes());
         let launch = |_, _, _| Launch {
@@ -590,6 +605,11 @@ pub(crate) enum Blocks {
 /// Clusters came with bulk copies.
 fn staging(tenant: &Tenant) -> Staging {
     if tenant.has_clusters() { Staging::Bulk } else { Staging::Registers }
+}
+
+/// What went wrong on the GPU, before there is an instance.
+pub fn failed(error: CudaError) -> MoeError {
+    device(error).into()
 }
 
 fn device(error: CudaError) -> FabricError {

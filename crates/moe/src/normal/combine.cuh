@@ -39,95 +39,175 @@ struct growing {
     }
 };
 
-// Warps of a block: those with a ring send, the others sum.
-constexpr u32 SENDING = RINGS, SUMMING = THREADS / 32 - SENDING;
+// Where a rank's row of a token of this rank is; null if it has none.
+DEVICE const u8* row_at(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token, u32 rank) {
+    const u32 head = (u32)k.heads[(u64)token * WORLD + rank];
+    if (head >= n.rows[a.rank][rank]) return nullptr; // -1 too
+    if (rank == a.rank) return k.rows + (u64)(n.starts[rank] + head) * k.row_bytes;
+    return a.own + record_at(k.region, t, rank, a.rank, head);
+}
+
+// A bit for each rank that has a row of a token. Of the whole warp.
+DEVICE u32 held_of(const arguments& a, const sums_call& k, const counts& n, u32 token) {
+    const u32 rank = lane_id();
+    return __ballot_sync(WHOLE_WARP, rank < WORLD && (u32)k.heads[(u64)token * WORLD + rank] < n.rows[a.rank][rank]);
+}
+
+// Whether all rows of a token that come from peers are there; `missing` is a peer whose is not. Of the whole warp.
+DEVICE bool are_there(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token, u32& missing) {
+    bool is_ready = true;
+    if (lane_id() < PEERS) {
+        const u32 peer = rank_of(a, lane_id()), head = (u32)k.heads[(u64)token * WORLD + peer];
+        is_ready = head >= n.rows[a.rank][peer] || is_there(a, k.region, t, peer, head);
+        if (!is_ready) missing = peer;
+    }
+    return __all_sync(WHOLE_WARP, is_ready);
+}
+
+// Tells the peers that the rows of a token have been read, where they wait for that.
+DEVICE void count_read(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token) {
+    __syncwarp();
+    if (lane_id() >= PEERS) return;
+    const u32 peer = rank_of(a, lane_id()), head = (u32)k.heads[(u64)token * WORLD + peer], count = n.rows[a.rank][peer];
+    if (head < count && is_waited_for(k.region, head, count))
+        red_add_release_sys((u32*)(a.peer[lane_id()] + count_at(a, k.region, t, a.rank, head)), 1u);
+}
+
+// A vector of the sum of a token, of which `got` has those of the ranks.
+DEVICE void store_sum(const sums_call& k, u32 token, u32 held, u32 at, const uint4 (&got)[WORLD]) {
+    const u64 place = (u64)token * k.row_bytes + at * 16;
+    growing sum;
+#pragma unroll
+    for (u32 bias = 0; bias < 2; ++bias)
+        if (k.bias[bias] != nullptr) sum.add(load16(k.bias[bias] + place));
+#pragma unroll
+    for (u32 rank = 0; rank < WORLD; ++rank)
+        if (held >> rank & 1) sum.add(got[rank]);
+    store16(k.output + place, narrow_vec<T>(sum.elements).words);
+}
+
+// The sums of a token's weights, which lie behind the rows of peers.
+DEVICE void store_weights(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token) {
+    for (u32 i = lane_id(); i < k.top_k; i += 32) {
+        float sum = 0;
+        bool is_begun = false;
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            const u8* row = row_at(a, k, n, t, token, rank);
+            if (row == nullptr) continue;
+            const u32* weights = rank == a.rank ? k.weights + (u64)(row - k.rows) / k.row_bytes * k.top_k : (const u32*)(row + k.row_bytes);
+            const float weight = __uint_as_float(ld_relaxed_sys(weights + i));
+            sum = is_begun ? sum + weight : weight;
+            is_begun = true;
+        }
+        k.to_weights[(u64)token * k.top_k + i] = __float_as_uint(canonical(sum));
+    }
+}
+
+#if __CUDA_ARCH__ >= 900
+
+// Parts of rows, of all ranks that have one, that a warp loads at once.
+constexpr u32 PART_BYTES = SUM_STAGE_BYTES / WORLD;
+
+// The warp's share of this rank's tokens. Parts of their rows come through a ring of stages, the first ones of a token before
+// those of the token before it are summed.
+DEVICE bool sum_tokens(reader& r, void* memory, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
+    __shared__ u64 of_warps[THREADS / 32][STAGES];
+    const arguments& a = r.a;
+    const rows mine{blockIdx.x * warps + warp, gridDim.x * warps};
+    u64* arrived = of_warps[threadIdx.x / 32];
+    u8* stages = (u8*)memory + warp * STAGES * SUM_STAGE_BYTES;
+    bulk_barriers(arrived, STAGES);
+
+    const u32 parts = (k.row_bytes + PART_BYTES - 1) / PART_BYTES;
+    u32 loaded = 0, summed = 0; // stages
+    // Of the token that is loaded; and who has rows of the one that is summed.
+    u32 loading = mine.first, next_part = 0;
+    const u8* coming[WORLD] = {};
+    u32 held = 0;
+    // Loads the next part, if its token's rows are there.
+    const auto load = [&](bool is_known) {
+        if (next_part == 0) {
+            u32 missing = a.rank;
+            if (!is_known && !are_there(a, k, n, t, loading, missing)) return false;
+            bulk_fence();
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank) coming[rank] = row_at(a, k, n, t, loading, rank);
+        }
+        const u32 at = next_part * PART_BYTES, size = min(PART_BYTES, k.row_bytes - at), s = loaded % STAGES;
+        if (lane_id() == 0) {
+            u32 rows = 0;
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank) rows += coming[rank] != nullptr;
+            bulk_expect(arrived + s, size * rows);
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank)
+                if (coming[rank] != nullptr)
+                    bulk_load(stages + s * SUM_STAGE_BYTES + rank * PART_BYTES, coming[rank] + at, size, arrived + s);
+        }
+        ++loaded;
+        if (++next_part == parts) next_part = 0, loading += mine.step;
+        return true;
+    };
+    for (u32 token = mine.first; token < k.tokens; token += mine.step) {
+        for (u32 part = 0; part < parts; ++part) {
+            while (loaded - summed < STAGES && loading < k.tokens)
+                if (!load(false)) break;
+            if (loaded == summed) {
+                const bool came = r.wait<true>([&](u32& missing) { return are_there(a, k, n, t, loading, missing); });
+                if (!came) return false;
+                load(true);
+            }
+            if (part == 0) held = held_of(a, k, n, token);
+            const u32 s = summed % STAGES, first = part * (PART_BYTES / 16), end = min(k.row_bytes / 16, first + PART_BYTES / 16);
+            bulk_wait(arrived + s, summed / STAGES & 1);
+            const u8* stage = stages + s * SUM_STAGE_BYTES;
+            for (u32 at = first + lane_id(); at < end; at += 32) {
+                uint4 got[WORLD];
+#pragma unroll
+                for (u32 rank = 0; rank < WORLD; ++rank) got[rank] = *(const uint4*)(stage + rank * PART_BYTES + (at - first) * 16);
+                store_sum(k, token, held, at, got);
+            }
+            __syncwarp();
+            ++summed;
+        }
+        store_weights(a, k, n, t, token);
+        count_read(a, k, n, t, token);
+    }
+    return true;
+}
+
+#else
+
 constexpr u32 AT_ONCE = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1; // vectors that a lane has under way of each rank
 
-// One token of this rank: where its rows are, and their sums.
-struct token_sum {
-    const arguments& a;
-    const sums_call& k;
-    u32 token;
-    u32 held;               // a bit for each rank that has a row of it
-    const u8* rows[WORLD];  // those
-
-    DEVICE bool is_held(u32 rank) const { return held >> rank & 1; }
-
-    DEVICE void store_elements(u32 at, const growing& sum) const {
-        store16(k.output + (u64)token * k.row_bytes + at * 16, narrow_vec<T>(sum.elements).words);
-    }
-    // All elements.
-    DEVICE void add_elements() const {
+// The warp's share of this rank's tokens.
+DEVICE bool sum_tokens(reader& r, void*, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
+    const arguments& a = r.a;
+    for (u32 token = blockIdx.x * warps + warp; token < k.tokens; token += gridDim.x * warps) {
+        if (!r.wait<true>([&](u32& missing) { return are_there(a, k, n, t, token, missing); })) return false;
+        const u32 held = held_of(a, k, n, token);
+        const u8* rows[WORLD];
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) rows[rank] = row_at(a, k, n, t, token, rank);
         const u32 vectors = k.row_bytes / 16;
         for (u32 first = lane_id(); first < vectors; first += 32 * AT_ONCE) {
             uint4 got[AT_ONCE][WORLD];
 #pragma unroll
-            for (u32 n = 0; n < AT_ONCE; ++n)
+            for (u32 m = 0; m < AT_ONCE; ++m)
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank)
-                    if (is_held(rank) && first + n * 32 < vectors) got[n][rank] = load16_volatile(rows[rank] + (first + n * 32) * 16);
+                    if (rows[rank] != nullptr && first + m * 32 < vectors) got[m][rank] = load16_volatile(rows[rank] + (first + m * 32) * 16);
 #pragma unroll
-            for (u32 n = 0; n < AT_ONCE; ++n) {
-                const u32 at = first + n * 32;
-                if (at >= vectors) break;
-                growing sum;
-                for (u32 bias = 0; bias < 2; ++bias)
-                    if (k.bias[bias] != nullptr) sum.add(load16(k.bias[bias] + (u64)token * k.row_bytes + at * 16));
-#pragma unroll
-                for (u32 rank = 0; rank < WORLD; ++rank)
-                    if (is_held(rank)) sum.add(got[n][rank]);
-                store_elements(at, sum);
-            }
+            for (u32 m = 0; m < AT_ONCE; ++m)
+                if (first + m * 32 < vectors) store_sum(k, token, held, first + m * 32, got[m]);
         }
-    }
-    // Its weights, which lie behind the rows of peers.
-    DEVICE void add_weights(u32 own) const {
-        for (u32 i = lane_id(); i < k.top_k; i += 32) {
-            float sum = 0;
-            bool is_begun = false;
-#pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank) {
-                if (!is_held(rank)) continue;
-                const u32 word = rank == a.rank ? k.weights[(u64)own * k.top_k + i] : ld_relaxed_sys((const u32*)(rows[rank] + k.row_bytes) + i);
-                sum = is_begun ? sum + __uint_as_float(word) : __uint_as_float(word);
-                is_begun = true;
-            }
-            k.to_weights[(u64)token * k.top_k + i] = __float_as_uint(canonical(sum));
-        }
-    }
-};
-
-// The warp's share of this rank's tokens.
-DEVICE bool sum_tokens(reader& r, pipeline& copies, const sums_call& k, const turn& t, rows mine) {
-    const arguments& a = r.a;
-    for (u32 token = mine.first; token < k.tokens; token += mine.step) {
-        token_sum sum{a, k, token, 0, {}};
-        u32 own = 0;
-#pragma unroll
-        for (u32 rank = 0; rank < WORLD; ++rank) {
-            const u32 head = (u32)k.heads[(u64)token * WORLD + rank];
-            if (head >= k.counts[a.rank * WORLD + rank]) continue; // -1 too
-            sum.held |= 1u << rank;
-            if (rank == a.rank) {
-                own = k.starts[rank] + head;
-                sum.rows[rank] = k.rows + (u64)own * k.row_bytes;
-            } else {
-                if (!wait_for_record(r, copies, k.region, t, rank, head)) return false;
-                sum.rows[rank] = a.own + record_at(k.region, t, rank, a.rank, head);
-            }
-        }
-        sum.add_elements();
-        sum.add_weights(own);
-        __syncwarp();
-        if (lane_id() < PEERS) {
-            const u32 peer = rank_of(a, lane_id()), head = (u32)k.heads[(u64)token * WORLD + peer];
-            const u32 count = k.counts[a.rank * WORLD + peer];
-            if (head < count && is_waited_for(k.region, head, count))
-                red_add_release_sys((u32*)(a.peer[lane_id()] + count_at(a, k.region, t, a.rank, head)), 1u);
-        }
+        store_weights(a, k, n, t, token);
+        count_read(a, k, n, t, token);
     }
     return true;
 }
+
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k) {
@@ -135,23 +215,28 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
     pdl_wait();
     const turn t = begin(a, load_control(a));
     if (t.has_failed()) return;
+    const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
-        if (from != a.rank) most = max(most, k.counts[a.rank * WORLD + from]);
+        if (from != a.rank) most = max(most, n.rows[a.rank][from]);
     advance(a, t, flag_vectors(k.region, most), 1);
 
+    // Warps of a block: some send, the others sum.
     reader r(a, t);
-    pipeline copies(memory);
     const u32 warp = threadIdx.x / 32;
     bool came;
     if (warp < SENDING) {
-        const auto count = [&](u32 to) { return k.counts[to * WORLD + a.rank]; };
-        const auto row = [&](u32 to, u32 number) { return k.starts[to] + number; };
-        const auto weight = [&](u32, u32 row, u32 index) { return k.weights[(u64)row * k.top_k + index]; };
-        came = send_records(r, copies, k.region, t, share_of_warp(0, SENDING), k.rows, k.row_bytes, k.top_k, count, row, weight);
+        pipeline copies(memory);
+        const auto count = [&](u32 to) { return n.rows[to][a.rank]; };
+        const auto row = [&](u32 to, u32 number) { return n.starts[to] + number; };
+        const auto weight = [&](u32, u32 row, u32 index) { return __ldg(k.weights + (u64)row * k.top_k + index); };
+        const auto keep = [](u32, u32, const u32*) {};
+        const parts from{{k.rows, nullptr}, {k.row_bytes, 0}};
+        came = send_records<false>(r, copies, k.region, t, share_of_warp(0, SENDING), from, k.top_k, count, row, weight, keep);
+        copies.drain();
     } else {
-        came = sum_tokens(r, copies, k, t, share_of_warp(SENDING, SUMMING));
+        u8* behind = (u8*)memory + RINGS * (STAGES * STAGE_BYTES + BESIDE_BYTES);
+        came = sum_tokens(r, behind, k, n, t, warp - SENDING, THREADS / 32 - SENDING);
     }
-    copies.drain();
     if (came) r.finish();
 }

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     cuda::{Blocks, CudaHandle, CudaMoe, HandleWords, Plan, THREADS},
-    error::{MoeError, Result},
+    error::{MoeError, Result, refused},
     tensors::{Name, VECTOR},
 };
 
@@ -97,8 +97,8 @@ pub(crate) struct Moving {
 }
 
 impl Moving {
-    /// Every warp has a ring.
-    const RINGS: Rings = Rings { warps: 15, stage_bytes: 1792 };
+    /// Some warps send, the others take what comes.
+    const WARPS: Warps = Warps { sending: 4, rings: 7, all: 7 };
 }
 
 /// Rows back, and their sums.
@@ -106,20 +106,15 @@ impl Moving {
 pub(crate) struct Summing {
     reduction: Reduction,
     staging: Staging,
-    threads: u32,
+    warps: Warps,
 }
 
 impl Summing {
     /// Of rows of a dtype, for so many ranks (with more of them a thread needs more registers); none for a dtype that is not
     /// summed.
     pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
-        let threads = if world_size <= 3 { 384 } else { 256 };
-        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, threads })
-    }
-
-    /// The warps that send have rings.
-    fn rings(self) -> Rings {
-        Rings { warps: self.threads / 32 / 3, stage_bytes: 3584 }
+        let warps = Warps { sending: 3, rings: 3, all: if world_size <= 4 { 10 } else { 8 } };
+        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })
     }
 }
 
@@ -132,30 +127,49 @@ pub(crate) enum Staging {
     Registers,
 }
 
-/// The rings of pipeline.cuh, one for each of so many warps.
-#[derive(Debug, Clone, Copy)]
-struct Rings {
-    warps: u32,
-    stage_bytes: u32,
+/// What the warps of a block do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Warps {
+    sending: u32,
+    /// Those that copy through rings of shared memory, which begin with those that send.
+    rings: u32,
+    all: u32,
 }
 
-impl Rings {
+impl Warps {
     const STAGES: u32 = 4;
+    const STAGE_BYTES: u32 = 3584;
+    /// Of the warps without rings, which sum.
+    const SUM_STAGE_BYTES: u32 = 2048;
 
     fn define(self, program: Program) -> Program {
         program
-            .define("RINGS", self.warps)
+            .define("SENDING", self.sending)
+            .define("RINGS", self.rings)
             .define("STAGES", Self::STAGES)
-            .define("STAGE_BYTES", self.stage_bytes)
+            .define("STAGE_BYTES", Self::STAGE_BYTES)
+            .define("SUM_STAGE_BYTES", Self::SUM_STAGE_BYTES)
+            .define("BESIDE_BYTES", BESIDE_BYTES)
+    }
+
+    fn threads(self) -> u32 {
+        self.all * 32
     }
 
     fn shared_bytes(self, staging: Staging) -> u32 {
+        let Self { sending, rings, all } = self;
         match staging {
-            Staging::Bulk => self.warps * Self::STAGES * self.stage_bytes,
+            Staging::Bulk => {
+                let stages = rings * Self::STAGE_BYTES + (all - rings) * Self::SUM_STAGE_BYTES;
+                Self::STAGES * stages + sending * BESIDE_BYTES as u32
+            }
             Staging::Registers => 0,
         }
     }
 }
+
+/// Bytes of what travels beside rows that a warp gathers at once.
+const BESIDE_BYTES: usize = 2048;
 
 /// A family of one kernel.
 macro_rules! family {
@@ -197,12 +211,13 @@ const REGION: Source = Source { name: "normal/region.cuh", text: include_str!("r
 family!(Notifying: NotifyKernel(NotifyCall), "notify.cuh" behind [], |_, program| program, |_| THREADS, |_| 0);
 family!(
     Moving: DispatchKernel(RowsCall), "dispatch.cuh" behind [ROWS, PIPELINE, REGION],
-    |_, program| Moving::RINGS.define(program), |_| 32 * Moving::RINGS.warps, |this| Moving::RINGS.shared_bytes(this.staging)
+    |_, program| Moving::WARPS.define(program), |_| Moving::WARPS.threads(),
+    |this| Moving::WARPS.shared_bytes(this.staging)
 );
 family!(
     Summing: CombineKernel(SumsCall), "combine.cuh" behind [ROWS, REDUCE, PIPELINE, REGION],
-    |this, program| this.rings().define(this.reduction.define(program)), |this| this.threads,
-    |this| this.rings().shared_bytes(this.staging)
+    |this, program| this.warps.define(this.reduction.define(program)), |this| this.warps.threads(),
+    |this| this.warps.shared_bytes(this.staging)
 );
 
 /// What rows are summed on GPUs.
@@ -255,6 +270,10 @@ impl CudaMoe {
         let address = |which, view: &TensorView<'_>| name(which).address(view, self.device());
         let optional = |which, view: Option<&TensorView<'_>>| view.map_or(Ok(0), |view| address(which, view));
         let vectors = |which, view: &TensorView<'_>| name(which).vectors(view, self.device());
+        let scales = |which, view: Option<&TensorView<'_>>| match view {
+            Some(view) if format.num_scales() % 4 == 0 => vectors(which, view),
+            _ => optional(which, view),
+        };
         let Dispatch { tokens: from, received: to } = call;
         let (choices, to_choices) = (from.choices.as_ref(), to.choices.as_ref());
         let top_k = if choices.is_some() { top_k } else { 0 };
@@ -269,14 +288,14 @@ impl CudaMoe {
             order: plan.at(HandleWords::order),
             sources: handle.sources(),
             x: vectors("x", &from.x)?,
-            scales: optional("scales", from.scales.as_ref())?,
+            scales: scales("scales", from.scales.as_ref())?,
             ids: optional("ids", choices.map(|each| &each.ids))?,
             weights: optional("weights", choices.map(|each| &each.weights))?,
             to_x: vectors("received x", &to.x.as_view())?,
-            to_scales: optional("received scales", to.scales.as_ref().map(|view| view.as_view()).as_ref())?,
+            to_scales: scales("received scales", to.scales.as_ref().map(|view| view.as_view()).as_ref())?,
             to_ids: optional("received ids", to_choices.map(|each| each.ids.as_view()).as_ref())?,
             to_weights: optional("received weights", to_choices.map(|each| each.weights.as_view()).as_ref())?,
-            region: self.region("dispatch", &format, 1 + 2 * top_k + format.num_scales())?,
+            region: self.region("dispatch", &format, 1 + 2 * top_k)?,
             tokens: tokens as u32,
             rows: rows as u32,
             row_bytes: format.row_bytes() as u32,
@@ -343,7 +362,15 @@ impl CudaMoe {
 
     /// How the region serves records of a row and so many words beside it.
     fn region(&self, call: &'static str, format: &RowFormat, words: usize) -> Result<RegionCall> {
-        let record_bytes = format.row_bytes() + words.div_ceil(4) * VECTOR;
+        // Scales that are whole vectors are a row of their own.
+        let scales = format.num_scales();
+        let (second, words) = if scales % 4 == 0 { (scales * 4, words) } else { (0, words + scales) };
+        let beside = words.div_ceil(4) * VECTOR;
+        if beside > BESIDE_BYTES {
+            let problem = format!("{scales} scales and choices of a row are {beside} bytes; at most {BESIDE_BYTES} are served");
+            return Err(refused(call, problem));
+        }
+        let record_bytes = format.row_bytes() + second + beside;
         let lane_bytes = self.region_lane_bytes();
         let half = (lane_bytes / record_bytes).min(self.flags()) / 2;
         if half == 0 {

@@ -23,7 +23,7 @@ struct rows_call {
 
 // A token's choice as `rank` numbers its experts; -1 where it is another's.
 DEVICE i32 choice_of(const rows_call& k, u32 rank, u64 index) {
-    const i64 id = k.id_bytes == 8 ? ((const i64*)k.ids)[index] : (i64)((const i32*)k.ids)[index];
+    const i64 id = k.id_bytes == 8 ? __ldg((const i64*)k.ids + index) : (i64)__ldg((const i32*)k.ids + index);
     const i64 here = id - (i64)rank * k.local;
     return 0 <= here && here < k.local ? (i32)here : -1;
 }
@@ -36,14 +36,18 @@ DEVICE u32 word_beside(const rows_call& k, u32 rank, u32 token, u32 word) {
         const bool is_id = word < k.top_k;
         const u64 index = (u64)token * k.top_k + (is_id ? word : word - k.top_k);
         const i32 choice = choice_of(k, rank, index);
-        return is_id ? (u32)choice : choice < 0 ? 0 : k.weights[index];
+        return is_id ? (u32)choice : choice < 0 ? 0 : __ldg(k.weights + index);
     }
     word -= 2 * k.top_k;
-    return word < k.scales_of_row ? k.scales[(u64)token * k.scales_of_row + word] : 0;
+    return word < k.scales_of_row ? __ldg(k.scales + (u64)token * k.scales_of_row + word) : 0;
 }
 
-// How many words travel beside a row.
-DEVICE u32 words_of(const rows_call& k) { return 1 + 2 * k.top_k + k.scales_of_row; }
+// The scales of a row that are whole vectors are moved as a row of their own; else as words beside it.
+DEVICE bool has_scale_rows(const rows_call& k) { return k.scales_of_row != 0 && k.scales_of_row % 4 == 0; }
+DEVICE u32 words_of(const rows_call& k) { return 1 + 2 * k.top_k + (has_scale_rows(k) ? 0 : k.scales_of_row); }
+DEVICE parts rows_of(const rows_call& k) {
+    return parts{{k.x, (const u8*)k.scales}, {k.row_bytes, has_scale_rows(k) ? k.scales_of_row * 4 : 0}};
+}
 
 DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
     if (word == 0) k.sources[row] = value;
@@ -56,47 +60,82 @@ DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
         k.to_scales[(u64)row * k.scales_of_row + word - 1 - 2 * k.top_k] = value;
 }
 
-// Warps of a block: some send, some copy this rank's own rows, the others take what arrives.
-constexpr u32 SENDING = RINGS * 2 / 5, KEEPING = RINGS / 5, TAKING = RINGS - SENDING - KEEPING;
-
-// The warp's share of the records that stay on this rank.
-DEVICE void keep_own(const arguments& a, const rows_call& k, pipeline& copies, rows mine) {
-    const u32 words = words_of(k), count = k.counts[a.rank * WORLD + a.rank], start = k.starts[a.rank];
-    const auto none = [](u32) { return 0u; };
-    for (u32 i = mine.first; i < count; i += mine.step) {
-        const u32 token = k.order[(u64)a.rank * k.tokens + i];
-        copies.copy(k.to_x + (u64)(start + i) * k.row_bytes, k.x + (u64)token * k.row_bytes, k.row_bytes, signals{nullptr, nullptr, 0},
-                    words_beside<decltype(none)>{0, none});
-        for (u32 word = lane_id(); word < words; word += 32) store_beside(k, start + i, word, word_beside(k, a.rank, token, word));
-    }
+// Where a row's parts belong.
+DEVICE void copy_row(const rows_call& k, pipeline& copies, u32 row, const u8* x, const u8* scales, signals after) {
+    const parts p = rows_of(k);
+    copies.copy(k.to_x + (u64)row * p.bytes[0], x, p.bytes[0], p.bytes[1] != 0 ? NO_SIGNALS : after);
+    if (p.bytes[1] != 0) copies.copy((u8*)k.to_scales + (u64)row * p.bytes[1], scales, p.bytes[1], after);
 }
 
-// The warp's share of the records that come from peers.
-DEVICE bool take(reader& r, pipeline& copies, const rows_call& k, const turn& t, rows mine) {
+// The warp's share of the records that come from peers, up to 32 at a time.
+DEVICE bool take(reader& r, pipeline& copies, const rows_call& k, const counts& n, const turn& t, rows mine) {
     const arguments& a = r.a;
     const u32 words = words_of(k);
-    const auto none = [](u32) { return 0u; };
+    const parts p = rows_of(k);
+    const auto count = [&](u32 from) { return n.rows[from][a.rank]; };
     u32 most = 0;
-    for (u32 next = 0; next < PEERS; ++next) most = max(most, k.counts[rank_of(a, next) * WORLD + a.rank]);
-    for (u32 i = mine.first; i < most * PEERS; i += mine.step) {
-        const u32 next = i % PEERS, from = rank_of(a, next), number = i / PEERS, count = k.counts[from * WORLD + a.rank];
-        if (number >= count) continue;
-        if (!wait_for_record(r, copies, k.region, t, from, number)) return false;
-        const u8* record = a.own + record_at(k.region, t, from, a.rank, number);
-        const u32 row = k.starts[from] + number;
-        for (u32 word = lane_id(); word < words; word += 32)
-            store_beside(k, row, word, ld_relaxed_sys((const u32*)(record + k.row_bytes) + word));
-        u32* counted = is_waited_for(k.region, number, count) ? (u32*)(a.peer[next] + count_at(a, k.region, t, a.rank, number)) : nullptr;
-        copies.copy(k.to_x + (u64)row * k.row_bytes, record, k.row_bytes, signals{nullptr, counted, 0}, words_beside<decltype(none)>{0, none});
+    for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
+    const u32 end = most * PEERS;
+    for (u32 first = mine.first; first < end; first += 32 * mine.step) {
+        const u32 i = first + lane_id() * mine.step, from = rank_of(a, i % PEERS), number = i / PEERS;
+        u32 left = __ballot_sync(WHOLE_WARP, i < end && number < count(from));
+        while (left != 0) {
+            const bool is_wanted = left >> lane_id() & 1;
+            const auto poll = [&] { return __ballot_sync(WHOLE_WARP, is_wanted && is_there(a, k.region, t, from, number)); };
+            u32 come = poll();
+            if (come == 0) {
+                copies.drain(); // others may wait for that
+                const bool came = r.wait<true>([&](u32& missing) {
+                    come = poll();
+                    if (come == 0 && is_wanted) missing = from;
+                    return come != 0;
+                });
+                if (!came) return false;
+            }
+            copies.see();
+            left &= ~come;
+            while (come != 0) {
+                // Words of some at once, as their loads take as long as those of one.
+                constexpr u32 AT_ONCE = 4;
+                u32 sources[AT_ONCE], numbers[AT_ONCE], some = 0;
+#pragma unroll
+                for (u32 m = 0; m < AT_ONCE; ++m) {
+                    const u32 lane = come == 0 ? 0 : __ffs(come) - 1;
+                    if (come != 0) ++some;
+                    come &= come - 1;
+                    const u32 which = first + lane * mine.step;
+                    sources[m] = rank_of(a, which % PEERS), numbers[m] = which / PEERS;
+                }
+                const auto record = [&](u32 m) { return a.own + record_at(k.region, t, sources[m], a.rank, numbers[m]); };
+                for (u32 word = lane_id(); word < words; word += 32) {
+                    u32 got[AT_ONCE];
+#pragma unroll
+                    for (u32 m = 0; m < AT_ONCE; ++m)
+                        if (m < some) got[m] = ld_relaxed_sys((const u32*)(record(m) + p.bytes[0] + p.bytes[1]) + word);
+#pragma unroll
+                    for (u32 m = 0; m < AT_ONCE; ++m)
+                        if (m < some) store_beside(k, n.starts[sources[m]] + numbers[m], word, got[m]);
+                }
+#pragma unroll
+                for (u32 m = 0; m < AT_ONCE; ++m) {
+                    if (m >= some) continue;
+                    const u32 row = n.starts[sources[m]] + numbers[m];
+                    const u32 peer = (sources[m] + WORLD - a.rank - 1) % WORLD;
+                    const bool is_counted = is_waited_for(k.region, numbers[m], count(sources[m]));
+                    u32* counted = is_counted ? (u32*)(a.peer[peer] + count_at(a, k.region, t, a.rank, numbers[m])) : nullptr;
+                    copy_row(k, copies, row, record(m), record(m) + p.bytes[0], signals{nullptr, counted, 0});
+                }
+            }
+        }
     }
     return true;
 }
 
 // Rows for which there is room, and which do not arrive, name no experts.
-DEVICE void name_no_experts(const arguments& a, const rows_call& k, rows mine) {
-    const u32 arriving = k.starts[WORLD - 1] + k.counts[(WORLD - 1) * WORLD + a.rank];
-    for (u32 row = arriving + mine.first; row < k.rows; row += mine.step)
-        for (u32 choice = lane_id(); choice < k.top_k; choice += 32) store_beside(k, row, 1 + choice, ~0u);
+DEVICE void name_no_experts(const arguments& a, const rows_call& k, const counts& n) {
+    const u32 arriving = n.starts[WORLD - 1] + n.rows[WORLD - 1][a.rank], words = 1 + k.top_k;
+    for (u64 i = grid_thread(); i < (u64)(k.rows - arriving) * words; i += grid_threads())
+        store_beside(k, arriving + (u32)(i / words), (u32)(i % words), ~0u);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -105,25 +144,29 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
     pdl_wait();
     const turn t = begin(a, load_control(a));
     if (t.has_failed()) return;
+    const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
-        if (from != a.rank) most = max(most, k.counts[from * WORLD + a.rank]);
+        if (from != a.rank) most = max(most, n.rows[from][a.rank]);
     advance(a, t, flag_vectors(k.region, most), 1);
 
+    name_no_experts(a, k, n);
     reader r(a, t);
     pipeline copies(memory);
-    const u32 warp = threadIdx.x / 32;
     bool came = true;
-    if (warp < SENDING) {
-        const auto count = [&](u32 to) { return k.counts[a.rank * WORLD + to]; };
+    if (threadIdx.x / 32 < SENDING) {
+        const auto count = [&](u32 to) { return n.rows[a.rank][to]; };
         const auto token = [&](u32 to, u32 number) { return k.order[(u64)to * k.tokens + number]; };
-        const auto beside = [&](u32 to, u32 token, u32 index) { return word_beside(k, to, token, index); };
-        came = send_records(r, copies, k.region, t, share_of_warp(0, SENDING), k.x, k.row_bytes, words_of(k), count, token, beside);
-    } else if (warp < SENDING + KEEPING) {
-        keep_own(a, k, copies, share_of_warp(SENDING, KEEPING));
-        name_no_experts(a, k, share_of_warp(SENDING, KEEPING));
+        const auto word = [&](u32 to, u32 token, u32 index) { return word_beside(k, to, token, index); };
+        const auto keep = [&](u32 number, u32 token, const u32* gathered) {
+            const u32 row = n.starts[a.rank] + number;
+            for (u32 index = lane_id(); index < words_of(k); index += 32) store_beside(k, row, index, gathered[index]);
+            const u8* scales = (const u8*)(k.scales + (u64)token * k.scales_of_row);
+            copy_row(k, copies, row, k.x + (u64)token * k.row_bytes, scales, NO_SIGNALS);
+        };
+        came = send_records<true>(r, copies, k.region, t, share_of_warp(0, SENDING), rows_of(k), words_of(k), count, token, word, keep);
     } else {
-        came = take(r, copies, k, t, share_of_warp(SENDING + KEEPING, TAKING));
+        came = take(r, copies, k, n, t, share_of_warp(SENDING, RINGS - SENDING));
     }
     copies.drain();
     if (came) r.finish();

@@ -10,19 +10,27 @@ struct signals {
     u32* counted; // is raised by one when the row has been read
     u32 value;
 };
+constexpr signals NO_SIGNALS{nullptr, nullptr, 0};
 
-// Words that lie beside a row, for `pipeline::copy`: `count` of them, word(i) is the i-th.
-template <class Word> struct words_beside {
-    u32 count;
-    Word word;
-};
+// What travels beside some rows a warp that sends gathers at once, in BESIDE_BYTES.
 
 #if __CUDA_ARCH__ >= 900
 
-DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* arrived) {
+DEVICE void bulk_expect(u64* arrived, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(arrived)), "r"(bytes) : "memory");
+}
+// Part of what is expected there.
+DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* arrived) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrived)) : "memory");
+}
+// A barrier of one thread's bulk loads for each of so many stages.
+DEVICE void bulk_barriers(u64* arrived, u32 count) {
+    if (lane_id() == 0)
+        for (u32 s = 0; s < count; ++s)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(arrived + s)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
 }
 DEVICE void bulk_wait(u64* arrived, u32 parity) {
     u32 is_there = 0;
@@ -31,9 +39,8 @@ DEVICE void bulk_wait(u64* arrived, u32 parity) {
                      : "=r"(is_there) : "r"(shared_address(arrived)), "r"(parity) : "memory");
 }
 // A store is a group of its own.
-DEVICE void bulk_store(void* to, const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 :: "l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+DEVICE void bulk_store(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(to), "r"(from), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // All stores but the last `LEFT` have been read from shared memory; or are where they belong.
@@ -43,15 +50,17 @@ template <u32 LEFT> DEVICE void bulk_stores_done() { asm volatile("cp.async.bulk
 DEVICE void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 constexpr u32 AHEAD = STAGES - 1; // loads that are under way
-constexpr u32 LAG = 4;            // stores that are, when a flag is raised
-constexpr u32 REMEMBERED = 8;     // at least AHEAD + LAG + 1
+constexpr u32 LAG = 4;            // stores that may be, when flags are raised
+constexpr u32 EVERY = 8;          // pieces: how often flags are raised, as that takes a fence
+constexpr u32 REMEMBERED = 16;    // pieces, at least AHEAD + LAG + EVERY
 
 struct pipeline {
     struct piece {
+        signals after;
         u8* to;
         u32 bytes;
-        bool is_loaded;
-        signals after;
+        u32 from;  // in shared memory
+        u32 stage; // that is loaded; STAGES if none is
     };
     struct shared {
         piece pieces[REMEMBERED];
@@ -59,80 +68,92 @@ struct pipeline {
     };
 
     u8* stages;
+    u8* gathered; // BESIDE_BYTES, if the warp is one that sends
     shared& mine;
     u32 begun, stored, raised; // pieces; only the first lane counts
+    u32 loaded, loads_stored;  // those that are loaded
     u32 phases;                // of the stages' barriers
 
-    // `memory`: RINGS × STAGES × STAGE_BYTES, for the first RINGS warps.
-    DEVICE pipeline(void* memory) : stages((u8*)memory + threadIdx.x / 32 * (STAGES * STAGE_BYTES)), mine(of_warp()), begun(0), stored(0), raised(0), phases(0) {
-        if (lane_id() == 0)
-            for (u32 s = 0; s < STAGES; ++s)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(mine.arrived + s)) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    // `memory`: STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
+    DEVICE pipeline(void* memory)
+        : stages((u8*)memory + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
+          gathered((u8*)memory + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp()), begun(0),
+          stored(0), raised(0), loaded(0), loads_stored(0), phases(0) {
+        bulk_barriers(mine.arrived, STAGES);
     }
     static DEVICE shared& of_warp() {
-        __shared__ shared all[THREADS / 32];
-        return all[threadIdx.x / 32];
+        __shared__ shared all[RINGS];
+        return all[min(threadIdx.x / 32, RINGS - 1)];
     }
 
     DEVICE void store_next() {
-        const u32 s = stored % STAGES;
         const piece& next = mine.pieces[stored % REMEMBERED];
-        if (next.is_loaded) {
-            bulk_wait(mine.arrived + s, phases >> s & 1);
-            phases ^= 1u << s;
+        if (next.stage < STAGES) {
+            bulk_wait(mine.arrived + next.stage, phases >> next.stage & 1);
+            phases ^= 1u << next.stage;
+            ++loads_stored;
         }
-        bulk_store(next.to, stages + s * STAGE_BYTES, next.bytes);
+        bulk_store(next.to, next.from, next.bytes);
         if (next.after.counted != nullptr) red_add_release_sys(next.after.counted, 1u);
-        ++stored;
-        if (stored > LAG) {
-            if (mine.pieces[raised % REMEMBERED].after.raised != nullptr) bulk_stores_done<LAG>();
-            raise();
+        if (++stored - raised == LAG + EVERY) {
+            bulk_stores_done<LAG>();
+            raise(stored - LAG);
         }
     }
-    DEVICE void raise() {
-        const signals& after = mine.pieces[raised % REMEMBERED].after;
-        if (after.raised != nullptr) st_release_sys(after.raised, after.value);
-        ++raised;
+    // Raises the flags of the pieces before `end`, which are where they belong.
+    DEVICE void raise(u32 end) {
+        bool is_first = true;
+        for (; raised != end; ++raised) {
+            const signals& after = mine.pieces[raised % REMEMBERED].after;
+            if (after.raised == nullptr) continue;
+            if (is_first) fence_sys(); // pairs with the receiver's acquire of the flag
+            is_first = false;
+            st_relaxed_sys(after.raised, after.value);
+        }
     }
-    // A stage for the next piece.
-    DEVICE u8* begin(u8* to, u32 bytes, bool is_loaded, const signals& after) {
+    DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, signals after) {
         if (begun - stored == AHEAD) store_next();
-        bulk_stores_read<STAGES - AHEAD>();
-        mine.pieces[begun % REMEMBERED] = piece{to, bytes, is_loaded, after};
-        return stages + begun++ % STAGES * STAGE_BYTES;
+        mine.pieces[begun++ % REMEMBERED] = piece{after, to, bytes, from, stage};
     }
 
-    // Copies `bytes` bytes, a multiple of 16, and writes the words behind the copy.
-    template <class Word>
-    DEVICE void copy(u8* to, const u8* from, u32 bytes, const signals& after, const words_beside<Word>& beside) {
-        const bool is_first = lane_id() == 0;
+    // Copies `bytes` bytes, a multiple of 16.
+    DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
         __syncwarp();
-        if (is_first) {
-            for (u32 at = 0; at < bytes; at += STAGE_BYTES) {
-                const u32 size = min(STAGE_BYTES, bytes - at), s = begun % STAGES;
-                const bool is_last = at + size == bytes && beside.count == 0;
-                u8* stage = begin(to + at, size, true, is_last ? after : signals{nullptr, nullptr, 0});
-                bulk_load(stage, from + at, size, mine.arrived + s);
-            }
+        if (lane_id() != 0) return;
+        for (u32 at = 0; at < bytes; at += STAGE_BYTES) {
+            const u32 size = min(STAGE_BYTES, bytes - at), stage = loaded % STAGES;
+            while (loaded - loads_stored == AHEAD) store_next();
+            bulk_stores_read<STAGES - AHEAD>();
+            u8* memory = stages + stage * STAGE_BYTES;
+            begin(to + at, shared_address(memory), size, stage, at + size == bytes ? after : NO_SIGNALS);
+            bulk_expect(mine.arrived + stage, size);
+            bulk_load(memory, from + at, size, mine.arrived + stage);
+            ++loaded;
         }
-        for (u32 first = 0; first < beside.count; first += STAGE_BYTES / 4) {
-            const u32 count = min(STAGE_BYTES / 4, beside.count - first), size = (count + 3) / 4 * 16;
-            u64 stage = 0;
-            if (is_first)
-                stage = (u64)begin(to + bytes + first * 4, size, false, first + count == beside.count ? after : signals{nullptr, nullptr, 0});
-            stage = __shfl_sync(WHOLE_WARP, stage, 0);
-            for (u32 i = lane_id(); i < size / 4; i += 32) ((u32*)stage)[i] = i < count ? beside.word(first + i) : 0;
-            bulk_fence(); // before the store, which is the first lane's
-            __syncwarp();
+    }
+    // Before what was gathered is written anew.
+    DEVICE void before_gathering() {
+        if (lane_id() == 0) {
+            while (stored < begun) store_next();
+            bulk_stores_read<0>();
         }
+        __syncwarp();
+    }
+    // When all lanes have written what they gather.
+    DEVICE void after_gathering() {
+        bulk_fence();
+        __syncwarp();
+    }
+    // Copies some of that, of the whole warp.
+    DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {
+        if (lane_id() == 0) begin(to, shared_address(gathered + at), bytes, STAGES, after);
     }
     // Until all that was begun is done.
     DEVICE void drain() {
         if (lane_id() == 0) {
             while (stored < begun) store_next();
             bulk_stores_done<0>();
-            while (raised < stored) raise();
+            raise(stored);
         }
         __syncwarp();
     }
@@ -143,10 +164,15 @@ struct pipeline {
 #else
 
 struct pipeline {
-    DEVICE pipeline(void*) {}
+    u8* gathered;
 
-    template <class Word>
-    DEVICE void copy(u8* to, const u8* from, u32 bytes, const signals& after, const words_beside<Word>& beside) {
+    DEVICE pipeline(void*) : gathered(of_warp()) {}
+    static DEVICE u8* of_warp() {
+        __shared__ uint4 all[SENDING][BESIDE_BYTES / 16];
+        return (u8*)all[min(threadIdx.x / 32, SENDING - 1)];
+    }
+
+    DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
         constexpr u32 COUNT = 4;
         for (u32 first = lane_id() * 16; first < bytes; first += COUNT * 512) {
             uint4 v[COUNT];
@@ -157,7 +183,15 @@ struct pipeline {
             for (u32 n = 0; n < COUNT; ++n)
                 if (first + n * 512 < bytes) store16(to + first + n * 512, v[n]);
         }
-        for (u32 i = lane_id(); i < beside.count; i += 32) ((u32*)(to + bytes))[i] = beside.word(i);
+        signal(after);
+    }
+    DEVICE void before_gathering() { __syncwarp(); }
+    DEVICE void after_gathering() { __syncwarp(); }
+    DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {
+        for (u32 i = lane_id() * 4; i < bytes; i += 128) *(u32*)(to + i) = *(const u32*)(gathered + at + i);
+        signal(after);
+    }
+    DEVICE void signal(signals after) {
         __syncwarp();
         if (lane_id() != 0) return;
         if (after.raised != nullptr) st_release_sys(after.raised, after.value);

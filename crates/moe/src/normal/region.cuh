@@ -32,6 +32,32 @@ DEVICE u32 count_at(const arguments& a, const region_call& g, const turn& t, u32
 // Vectors of flags of a lane with so many records.
 DEVICE u32 flag_vectors(const region_call& g, u32 records) { return (min(records, places_of(g)) + 3) / 4; }
 
+// What Notify has counted, where every thread finds it soon. All threads of the block come here.
+struct counts {
+    struct shared {
+        u32 rows[WORLD][WORLD]; // from rank to rank
+        u32 starts[WORLD];      // where the rows of each rank begin at this one
+    };
+    u32 (&rows)[WORLD][WORLD];
+    u32 (&starts)[WORLD];
+
+    DEVICE counts(const u32* rows_at, const u32* starts_at) : rows(of_block().rows), starts(of_block().starts) {
+        if (threadIdx.x < WORLD * WORLD) rows[threadIdx.x / WORLD][threadIdx.x % WORLD] = rows_at[threadIdx.x];
+        if (threadIdx.x < WORLD) starts[threadIdx.x] = starts_at[threadIdx.x];
+        __syncthreads();
+    }
+    static DEVICE shared& of_block() {
+        __shared__ shared all;
+        return all;
+    }
+};
+
+// Rows of one or two tensors, whose n-th rows lie side by side in a record.
+struct parts {
+    const u8* data[2];
+    u32 bytes[2]; // of a row, multiples of 16
+};
+
 // Waits until `ready()`; what the warp copies is done before it waits, as others may wait for that. `peer` is to blame.
 template <class Ready> DEVICE bool wait_for_peer(reader& r, pipeline& copies, u32 peer, Ready ready) {
     if (!__all_sync(WHOLE_WARP, ready())) {
@@ -55,11 +81,9 @@ DEVICE bool wait_for_place(reader& r, pipeline& copies, const region_call& g, co
     return wait_for_peer(r, copies, peer, [&] { return ld_acquire_sys(count) + 1 >= filled * g.half; });
 }
 
-// For a receiver: waits until a record is there.
-DEVICE bool wait_for_record(reader& r, pipeline& copies, const region_call& g, const turn& t, u32 peer, u32 number) {
-    const u32* flag = (const u32*)(r.a.own + flag_at(r.a, g, t, peer, number));
-    const u32 filled = round_of(g, number);
-    return wait_for_peer(r, copies, peer, [&] { return ld_acquire_sys(flag) == filled; });
+// For a receiver: whether a record is there. Lanes may ask for different ones.
+DEVICE bool is_there(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
+    return ld_acquire_sys((const u32*)(a.own + flag_at(a, g, t, peer, number))) == round_of(g, number);
 }
 
 // This warp's share of what `warps` warps of each block do, of which the block's `first` warp is the first.
@@ -70,24 +94,52 @@ DEVICE rows share_of_warp(u32 first, u32 warps) {
 // Whether the sender of so many records waits until this one has been read.
 DEVICE bool is_waited_for(const region_call& g, u32 number, u32 records) { return (number / g.half + 2) * g.half < records; }
 
-// Sends records to all peers in turn, the warp's share of them. `count(to)` is how many there are, row(to, number) which of the
-// rows from `base` on one is, and beside(to, row, index) has the words that travel with it.
-template <class Count, class Row, class Beside>
-DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, const turn& t, rows mine, const u8* base, u32 row_bytes,
-                         u32 words, Count count, Row row, Beside beside) {
+// Sends records to all peers in turn, the warp's share of them; or if `keep` says so to this rank too, which puts its own where they
+// belong.
+//
+// `count(to)` is how many there are, row(to, number) which of the rows from `base` on one is, and word(to, row, index) one of the
+// `words` words that travel with it. Of some records at once the warp looks up rows and words, which takes as long as for one.
+template <bool KEEPS, class Count, class Row, class Word, class Keep>
+DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, const turn& t, rows mine, parts from, u32 words,
+                         Count count, Row row, Word word, Keep keep) {
+    constexpr u32 RANKS = KEEPS ? WORLD : PEERS;
     const arguments& a = r.a;
+    const u32 padded = (words + 3) / 4 * 4, at_once = words == 0 ? 32 : min(32, BESIDE_BYTES / 4 / padded);
     u32 most = 0;
-    for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
-    for (u32 i = mine.first; i < most * PEERS; i += mine.step) {
-        const u32 next = i % PEERS, to = rank_of(a, next), number = i / PEERS;
-        if (number >= count(to)) continue;
-        const u32 from = row(to, number);
-        if (!wait_for_place(r, copies, g, t, to, number)) return false;
-        u8* record = a.peer[next] + record_at(g, t, a.rank, to, number);
-        u32* flag = (u32*)(a.peer[next] + flag_at(a, g, t, a.rank, number));
-        const auto word = [&](u32 index) { return beside(to, from, index); };
-        const words_beside<decltype(word)> travelling{words, word};
-        copies.copy(record, base + (u64)from * row_bytes, row_bytes, signals{flag, nullptr, round_of(g, number)}, travelling);
+    for (u32 next = 0; next < RANKS; ++next) most = max(most, count(rank_of(a, next)));
+    const u32 end = most * RANKS;
+    for (u32 first = mine.first; first < end; first += at_once * mine.step) {
+        const u32 i = first + lane_id() * mine.step;
+        const bool is_one = lane_id() < at_once && i < end && i / RANKS < count(rank_of(a, i % RANKS));
+        const u32 its_row = is_one ? row(rank_of(a, i % RANKS), i / RANKS) : ~0u;
+        if (words != 0) {
+            copies.before_gathering();
+#pragma unroll 4
+            for (u32 at = 0; at < at_once * padded; at += 32) {
+                const u32 index = at + lane_id(), record = index / padded, which = index % padded;
+                const u32 of = __shfl_sync(WHOLE_WARP, its_row, record);
+                const u32 to = rank_of(a, (first + record * mine.step) % RANKS);
+                if (record < at_once) ((u32*)copies.gathered)[index] = of != ~0u && which < words ? word(to, of, which) : 0;
+            }
+            copies.after_gathering();
+        }
+        for (u32 record = 0; record < at_once; ++record) {
+            const u32 i = first + record * mine.step, next = i % RANKS, to = rank_of(a, next), number = i / RANKS;
+            const u32 of = __shfl_sync(WHOLE_WARP, its_row, record), gathered = record * padded * 4;
+            if (of == ~0u) continue;
+            if (KEEPS && to == a.rank) {
+                keep(number, of, (const u32*)(copies.gathered + gathered));
+                continue;
+            }
+            if (!wait_for_place(r, copies, g, t, to, number)) return false;
+            u8* place = a.peer[next] + record_at(g, t, a.rank, to, number);
+            const signals after{(u32*)(a.peer[next] + flag_at(a, g, t, a.rank, number)), nullptr, round_of(g, number)};
+            const bool has_second = from.bytes[1] != 0, has_words = words != 0;
+            copies.copy(place, from.data[0] + (u64)of * from.bytes[0], from.bytes[0], has_second || has_words ? NO_SIGNALS : after);
+            place += from.bytes[0];
+            if (has_second) copies.copy(place, from.data[1] + (u64)of * from.bytes[1], from.bytes[1], has_words ? NO_SIGNALS : after);
+            if (has_words) copies.copy_gathered(place + from.bytes[1], gathered, padded * 4, after);
+        }
     }
     return true;
 }
