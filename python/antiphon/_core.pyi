@@ -653,6 +653,16 @@ class Moe:
     def handle_words(self, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
         """What a handle on a GPU keeps there, as 32-bit integers: name, begin and end of each part, and of all."""
 
+    def host_words(self, num_experts: int, num_tokens: int, rows: int) -> int:
+        """How many 32-bit integers :attr:`MoeHandle.words` are."""
+
+    def handle_of(
+        self, words: _Array, num_experts: int, *, num_tokens: int = 0, top_k: int = 0, sources: _Array | None = None
+    ) -> MoeHandle:
+        """The handle of which these are the words: :attr:`MoeHandle.words` on the host; on a GPU what :meth:`notify` and a
+        dispatch have left in ``words`` and ``sources``, which nobody may have written since. Raises ``ValueError`` for words on the
+        host that are none's."""
+
     def close(self) -> None:
         """Gives the regions back; all ranks call it. Dropping it communicates nothing: the memory then goes with the
         communicator."""
@@ -763,6 +773,10 @@ class MoeHandle:
     @property
     def source_tokens(self) -> bytes | None:
         """``[num_received]``: of each row, its token on the rank that it comes from. ``None`` before the first dispatch."""
+
+    @property
+    def words(self) -> bytes:
+        """All that there is to a handle on the host along which rows have been dispatched; see :meth:`Moe.handle_of`."""
 
     def keep_sources_in(self, sources: _Array) -> None:
         """From now on a handle on a GPU keeps the token of each row in an array of the caller's, int32 ``[rows]``, which lives as

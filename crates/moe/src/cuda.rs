@@ -386,7 +386,7 @@ impl CudaMoe {
     /// be: what is captured uses the handle's memory as long as the graph lives.
     ///
     /// # Errors
-    /// As there; [`MoeError::Refused`] for a stream that is being captured, without a capacity.
+    /// As there; [`MoeError::Captured`] for a stream that is being captured, without a capacity.
     ///
     /// # Safety
     /// The routing is not written until the stream has passed this call. The caller's memory, if it is that, is nobody else's as
@@ -400,7 +400,7 @@ impl CudaMoe {
         if routing.capacity.is_none() && stream.is_capturing().map_err(device)? {
             let problem = "without a capacity it waits for the counts, and cannot be captured: pass a capacity \
                            (num_worst_tokens), or capture calls along a handle";
-            return Err(refused("dispatch", problem.into()));
+            return Err(MoeError::Captured { call: "dispatch", problem });
         }
         let tokens = check_routing(routing, self.world_size())?;
         let (plan, sources) = self.memory(routing, tokens, memory)?;
@@ -428,6 +428,40 @@ impl CudaMoe {
             plan,
             sources,
             has_rows: AtomicU32::new(0),
+        })
+    }
+
+    /// The handle of a dispatch, of so many choices for each token, that left its words and sources in these tensors.
+    ///
+    /// # Errors
+    /// [`MoeError`] for tensors of other dtypes, shapes or devices.
+    ///
+    /// # Safety
+    /// Such a dispatch along a handle of this instance did, of so many experts, and nobody has written them since. They live as
+    /// long as the handle is used, or a graph that has its calls.
+    pub unsafe fn handle_of(
+        &self,
+        (words, sources): (&TensorView<'_>, &TensorView<'_>),
+        [num_experts, tokens, top_k]: [usize; 3],
+    ) -> Result<CudaHandle> {
+        let name = |which| Name { call: "combine", which };
+        let layout = HandleWords::new(self.world_size(), num_experts, tokens);
+        let rows = sources.numel();
+        for (which, view, count) in [("routes", words, layout.total()), ("sources", sources, rows)] {
+            name(which).has_dtype(view.dtype(), &[DType::I32])?;
+            name(which).has_shape(view, &[count], "[N]")?;
+        }
+        let plan = Plan { memory: Memory::Callers(name("routes").address(words, self.device())?), words: layout };
+        Ok(CudaHandle {
+            owner: self.token.clone(),
+            number: 0,
+            num_experts,
+            top_k,
+            rows,
+            arrived: None,
+            plan,
+            sources: Memory::Callers(name("sources").address(sources, self.device())?),
+            has_rows: AtomicU32::new(1),
         })
     }
 

@@ -64,7 +64,7 @@ mod region;
 mod tensors;
 
 pub use error::{MoeError, Result};
-pub use handle::Handle;
+pub use handle::{Handle, handle_words};
 pub use instance::{Moe, MoeConfig};
 pub use layout::{Layout, layout};
 pub use normal::{Choices, Combine, Dispatch, Routing, RowFormat, Tokens};

@@ -244,6 +244,44 @@ impl Moe {
         named.map(|(name, range)| (name, range.start, range.end)).to_vec()
     }
 
+    #[doc = stub!("Moe.host_words")]
+    #[pyo3(signature = (num_experts, num_tokens, rows))]
+    fn host_words(&self, num_experts: usize, num_tokens: usize, rows: usize) -> usize {
+        moe::handle_words(self.world_size, num_experts, num_tokens, rows)
+    }
+
+    #[doc = stub!("Moe.handle_of")]
+    #[pyo3(signature = (words, num_experts, *, num_tokens = 0, top_k = 0, sources = None))]
+    fn handle_of(
+        &self,
+        py: Python<'_>,
+        words: &Bound<'_, PyAny>,
+        num_experts: usize,
+        num_tokens: usize,
+        top_k: usize,
+        sources: Given<'_, '_>,
+    ) -> Result<MoeHandle> {
+        let words = Array::read(words, "routes")?;
+        // SAFETY: the arrays live until this returns, and those on a GPU as long as the handle; nobody writes them.
+        let words = unsafe { words.view() }?;
+        let Some(device) = ordinal(words.device()) else {
+            let bytes = words.as_bytes()?;
+            let words: Vec<u32> =
+                bytes.chunks_exact(4).map(|word| u32::from_ne_bytes([word[0], word[1], word[2], word[3]])).collect();
+            let handle = self.run(py, |moe, comm| moe.handle_from_words(comm, num_experts, &words))?;
+            return Ok(MoeHandle(Routes::Host(handle)));
+        };
+        let Some(sources) = Array::given(sources, "sources", Array::read)? else {
+            return Err(PyValueError::new_err("combine: routes on a GPU need the sources").into());
+        };
+        // SAFETY: as above.
+        let sources = unsafe { sources.view() }?;
+        let sizes = [num_experts, num_tokens, top_k];
+        // SAFETY: that they are what a dispatch has left is the caller's to see to.
+        let handle = self.run_cuda(py, device, |moe, _| unsafe { moe.handle_of((&words, &sources), sizes) })?;
+        Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
+    }
+
     #[doc = stub!("Moe.check")]
     fn check(&self) -> Result<()> {
         let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
@@ -566,6 +604,13 @@ impl MoeHandle {
     #[getter]
     fn source_tokens<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyBytes>>> {
         Ok(self.0.host("source_tokens")?.source_tokens().map(|tokens| words(py, &tokens)))
+    }
+
+    #[doc = stub!("MoeHandle.words")]
+    #[getter]
+    fn words<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
+        let bytes: Vec<u8> = self.0.host("words")?.to_words().iter().flat_map(|word| word.to_ne_bytes()).collect();
+        Ok(PyBytes::new(py, &bytes))
     }
 
     #[doc = stub!("MoeHandle.keep_sources_in")]

@@ -96,8 +96,8 @@ class Calls:
         """Raises what has gone wrong in calls on GPUs that are over by now."""
         self._core.check()
 
-    def layout(self, ids: Tensor, num_experts: int) -> Layout:
-        """The layout of ``ids``, int64 or int32 ``[T, K]``."""
+    def layout(self, ids: Tensor, num_experts: int, stream: "Stream" = None) -> Layout:
+        """The layout of ``ids``, int64 or int32 ``[T, K]``. On a GPU it is made on ``stream``, if that is not the current one."""
         _check_ids(ids)
         _check_devices("layout", [ids])
         if num_experts <= 0:
@@ -107,13 +107,15 @@ class Calls:
             ids.new_empty(num_experts, dtype=torch.int32),
             ids.new_empty(len(ids), self.world_size, dtype=torch.bool),
         )
-        self._core.layout(
-            ids.contiguous(),
-            num_experts,
-            tokens_per_rank=layout.tokens_per_rank,
-            tokens_per_expert=layout.tokens_per_expert,
-            is_token_in_rank=layout.is_token_in_rank.view(torch.uint8),
-        )
+        ids = ids.contiguous()
+        with _on(stream, ids, *layout):
+            self._core.layout(
+                ids,
+                num_experts,
+                tokens_per_rank=layout.tokens_per_rank,
+                tokens_per_expert=layout.tokens_per_expert,
+                is_token_in_rank=layout.is_token_in_rank.view(torch.uint8),
+            )
         return layout
 
     def dispatch(
