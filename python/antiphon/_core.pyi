@@ -650,10 +650,12 @@ class Moe:
     def check(self) -> None:
         """Raises what has gone wrong in calls on CUDA arrays that are over by now."""
 
-    def handle_words(self, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
+    @staticmethod
+    def handle_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
         """What a handle on a GPU keeps there, as 32-bit integers: name, begin and end of each part, and of all."""
 
-    def host_words(self, num_experts: int, num_tokens: int, rows: int) -> int:
+    @staticmethod
+    def host_words(world_size: int, num_experts: int, num_tokens: int, rows: int) -> int:
         """How many 32-bit integers :attr:`MoeHandle.words` are."""
 
     def handle_of(

@@ -230,9 +230,14 @@ impl Moe {
     }
 
     #[doc = stub!("Moe.handle_words")]
-    #[pyo3(signature = (num_experts, num_tokens))]
-    fn handle_words(&self, num_experts: usize, num_tokens: usize) -> Vec<(&'static str, usize, usize)> {
-        let words = moe::cuda::HandleWords::new(self.world_size, num_experts, num_tokens);
+    #[staticmethod]
+    #[pyo3(signature = (world_size, num_experts, num_tokens))]
+    fn handle_words(
+        world_size: usize,
+        num_experts: usize,
+        num_tokens: usize,
+    ) -> Vec<(&'static str, usize, usize)> {
+        let words = moe::cuda::HandleWords::new(world_size, num_experts, num_tokens);
         let named = [
             ("rank_prefix_matrix", words.rank_prefix_matrix()),
             ("routed_to_each", words.routed_to_each()),
@@ -245,9 +250,10 @@ impl Moe {
     }
 
     #[doc = stub!("Moe.host_words")]
-    #[pyo3(signature = (num_experts, num_tokens, rows))]
-    fn host_words(&self, num_experts: usize, num_tokens: usize, rows: usize) -> usize {
-        moe::handle_words(self.world_size, num_experts, num_tokens, rows)
+    #[staticmethod]
+    #[pyo3(signature = (world_size, num_experts, num_tokens, rows))]
+    fn host_words(world_size: usize, num_experts: usize, num_tokens: usize, rows: usize) -> usize {
+        moe::handle_words(world_size, num_experts, num_tokens, rows)
     }
 
     #[doc = stub!("Moe.handle_of")]

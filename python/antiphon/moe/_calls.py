@@ -48,6 +48,8 @@ class Handle(_Fields):
     core: MoeHandle
     #: int32 ``[L]`` on a GPU.
     counts: Tensor | None = None
+    #: All that a handle with a capacity has on a GPU.
+    routes: Tensor | None = None
 
     @property
     def num_received(self) -> int | None:
@@ -151,11 +153,12 @@ class Calls:
         # Contiguous, as all that is passed on.
         x, scales = x.contiguous(), None if scales is None else scales.contiguous()
         per_expert = layout.tokens_per_expert.contiguous()
-        words = sources = None
+        words: dict[str, Tensor] = {}
+        sources = None
         if x.is_cuda:
-            words = self._words(x, len(per_expert))
-            sources = None if capacity is None else words["all"].new_empty(capacity)
-        with _on(stream, words and words["all"], sources, per_expert, is_token_in_rank):
+            words = self._words(x, len(per_expert), capacity or 0)
+            sources = None if capacity is None else words["sources"]
+        with _on(stream, words.get("all"), per_expert, is_token_in_rank):
             core = self._core.notify(
                 _codes(x),
                 is_token_in_rank.view(torch.uint8),
@@ -163,22 +166,44 @@ class Calls:
                 top_k=top_k,
                 scales=scales,
                 capacity=capacity,
-                words=words and words["all"],
+                words=words.get("all"),
                 sources=sources,
             )
-        if words is not None and sources is None:
+        if words and sources is None:
             sources = words["all"].new_empty(core.rows)
             core.keep_sources_in(sources)
-        received = self._rows(core, x, scales, ids, weights, stream)
-        if words is None or sources is None:
+        received = self.rows_along(core, x, scales, ids, weights, stream)
+        if sources is None:
             return received, _handle(core, is_token_in_rank, self.world_size)
         return received, self._cuda_handle(core, words, sources, is_token_in_rank)
 
-    def _words(self, x: Tensor, num_experts: int) -> dict[str, Tensor]:
-        """What a handle keeps on a GPU."""
-        parts = self._core.handle_words(num_experts, len(x))
-        words = x.new_empty(parts[-1][2], dtype=torch.int32)
-        return {name: words[begin:end] for name, begin, end in parts}
+    def _words(self, x: Tensor, num_experts: int, capacity: int) -> dict[str, Tensor]:
+        """What a handle keeps on a GPU, and behind it the token of each row of a capacity."""
+        parts = Moe.handle_words(self.world_size, num_experts, len(x))
+        end = parts[-1][2]
+        routes = x.new_empty(end + capacity, dtype=torch.int32)
+        return {"routes": routes, "sources": routes[end:]} | {name: routes[begin:end] for name, begin, end in parts}
+
+    def routes(self, handle: Handle) -> Tensor:
+        """A handle with a capacity as a tensor, int32, on its device."""
+        if handle.routes is None:
+            return torch.frombuffer(bytearray(handle.core.words), dtype=torch.int32)
+        return handle.routes
+
+    def handle_of_routes(
+        self, routes: Tensor, num_experts: int, num_tokens: int, capacity: int, top_k: int
+    ) -> MoeHandle:
+        """The handle of these routes."""
+        size = routes_size(routes.device, self.world_size, num_experts, num_tokens, capacity)
+        if routes.dtype != torch.int32 or list(routes.shape) != [size]:
+            found = f"{routes.dtype} {list(routes.shape)}"
+            raise ValueError(f"the routes of {num_tokens} tokens and {capacity} rows are int32 [{size}], not {found}")
+        if not routes.is_cuda:
+            return self._core.handle_of(routes.contiguous(), num_experts)
+        end = size - capacity
+        return self._core.handle_of(
+            routes[:end], num_experts, num_tokens=num_tokens, top_k=top_k, sources=routes[end:]
+        )
 
     def _cuda_handle(
         self, core: MoeHandle, words: dict[str, Tensor], sources: Tensor, is_token_in_rank: Tensor
@@ -195,7 +220,7 @@ class Calls:
             words["send_head"].view(-1, self.world_size),
             words["overflow"],
         )
-        handle.core, handle.counts = core, words["tokens_per_expert"]
+        handle.core, handle.counts, handle.routes = core, words["tokens_per_expert"], words["routes"]
         return handle
 
     def dispatch_along(
@@ -204,17 +229,19 @@ class Calls:
         """Dispatches tokens along a handle."""
         _check_devices("dispatch", [x, scales, handle.is_token_in_rank])
         _check_scales(x, scales)
-        return self._rows(handle.core, x, scales, None, None, stream)
+        return self.rows_along(handle.core, x, scales, stream=stream)
 
-    def _rows(
+    def rows_along(
         self,
         core: MoeHandle,
         x: Tensor,
-        scales: Tensor | None,
-        ids: Tensor | None,
-        weights: Tensor | None,
-        stream: "Stream",
+        scales: Tensor | None = None,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+        stream: "Stream" = None,
     ) -> Received:
+        """Moves rows along a handle, to new tensors."""
+
         def empty(like: Tensor | None) -> Tensor | None:
             return None if like is None else like.new_empty(core.rows, like.shape[1])
 
@@ -246,17 +273,28 @@ class Calls:
         stream: "Stream" = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Brings rows, ``[N, H]``, back along a handle; the sums, ``[T, H]``, and those of ``weights``, ``[N, K]``."""
+        _check_devices("combine", [x, weights, handle.is_token_in_rank, *biases])
+        return self.sum_along(handle.core, x, weights, biases, stream)
+
+    def sum_along(
+        self,
+        core: MoeHandle,
+        x: Tensor,
+        weights: Tensor | None = None,
+        biases: Sequence[Tensor] = (),
+        stream: "Stream" = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums rows along a handle, to new tensors."""
         if len(biases) > 2:
             raise ValueError(f"combine: {len(biases)} biases; at most 2 are added")
-        _check_devices("combine", [x, weights, handle.is_token_in_rank, *biases])
-        output = x.detach().new_empty(handle.core.num_tokens, *x.shape[1:])
-        output_weights = None if weights is None else weights.new_empty(handle.core.num_tokens, *weights.shape[1:])
+        output = x.detach().new_empty(core.num_tokens, *x.shape[1:])
+        output_weights = None if weights is None else weights.new_empty(core.num_tokens, *weights.shape[1:])
         first, second = [*(bias.detach().contiguous() for bias in biases), None, None][:2]
         x = x.detach().contiguous()
         weights = None if weights is None else weights.detach().contiguous()
         with _on(stream, x, weights, first, second, output, output_weights):
             self._core.combine(
-                handle.core,
+                core,
                 x,
                 output,
                 weights=weights,
@@ -265,6 +303,18 @@ class Calls:
                 second_bias=second,
             )
         return output, output_weights
+
+
+def routes_size(device: torch.device, world_size: int, num_experts: int, num_tokens: Any, capacity: Any) -> Any:
+    """How many integers the routes of a handle with a capacity are: of numbers that a compiler does not know yet, too."""
+
+    def size(tokens: int, rows: int) -> int:
+        if device.type == "cpu":
+            return Moe.host_words(world_size, num_experts, tokens, rows)
+        return Moe.handle_words(world_size, num_experts, tokens)[-1][2] + rows
+
+    alone = size(0, 0)
+    return alone + (size(1, 0) - alone) * num_tokens + (size(0, 1) - alone) * capacity
 
 
 #: Where a call is made, if that is not the current stream.
