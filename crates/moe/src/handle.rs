@@ -127,14 +127,15 @@ pub fn handle_words(world_size: usize, num_experts: usize, tokens: usize, rows: 
     HEAD_WORDS + world_size * (2 + world_size) + num_experts / world_size.max(1) + tokens + 2 * rows
 }
 
-/// The handle's number, its choices per token.
-const HEAD_WORDS: usize = 2;
+/// The choices per token.
+const HEAD_WORDS: usize = 1;
 
 impl Handle {
-    /// All that there is to a handle along which rows have been dispatched, for those who can keep tensors only.
+    /// All that there is to a handle along which rows have been dispatched, for those who can keep tensors only: but for its number,
+    /// so that the same dispatch gives the same words.
     pub fn to_words(&self) -> Vec<u32> {
         let Traffic { tokens, capacity, routed, .. } = &self.traffic;
-        let mut words = vec![self.number, self.top_k as u32];
+        let mut words = vec![self.top_k as u32];
         words.extend(tokens.iter().map(|&tokens| tokens as u32));
         words.extend(capacity.iter().map(|rows| rows.map_or(u32::MAX, |rows| rows as u32)));
         words.extend(routed.iter().chain(&self.tokens_per_expert).map(|&count| count as u32));
@@ -172,7 +173,7 @@ impl Handle {
         let is_plausible = are_small
             && is_routed
             && bits.iter().all(|&bits| bits >> world_size == 0)
-            && head[1] as usize <= MAX_TOP_K
+            && head[0] as usize <= MAX_TOP_K
             && traffic.routed.iter().all(|&rows| rows <= i32::MAX as usize);
         if !is_plausible || rows.len() != 2 * traffic.capacity[rank].unwrap_or_else(|| traffic.routed_to(rank)) {
             return None;
@@ -189,9 +190,9 @@ impl Handle {
         });
         is_in_place.then(|| Self {
             owner: owner.clone(),
-            number: head[0],
+            number: 0,
             num_experts,
-            top_k: head[1] as usize,
+            top_k: head[0] as usize,
             tokens: traffic.place(bits.iter().copied()),
             traffic,
             tokens_per_expert: sizes(tokens_per_expert),
