@@ -215,6 +215,7 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
     pdl_wait();
     const turn t = begin(a, load_control(a));
     if (t.has_failed()) return;
+    pipeline::prepare();
     const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
@@ -224,6 +225,7 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
     // Warps of a block: some send, the others sum.
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;
+    if (warp == RINGS) return pipeline::raise_flags();
     bool came;
     if (warp < SENDING) {
         pipeline copies(memory);
@@ -233,10 +235,10 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
         const auto keep = [](u32, u32, const u32*) {};
         const parts from{{k.rows, nullptr}, {k.row_bytes, 0}};
         came = send_records<false>(r, copies, k.region, t, share_of_warp(0, SENDING), from, k.top_k, count, row, weight, keep);
-        copies.drain();
+        copies.finish();
     } else {
         u8* behind = (u8*)memory + RINGS * (STAGES * STAGE_BYTES + BESIDE_BYTES);
-        came = sum_tokens(r, behind, k, n, t, warp - SENDING, THREADS / 32 - SENDING);
+        came = sum_tokens(r, behind, k, n, t, warp - RINGS - 1, THREADS / 32 - RINGS - 1);
     }
     if (came) r.finish();
 }

@@ -97,8 +97,8 @@ pub(crate) struct Moving {
 }
 
 impl Moving {
-    /// Some warps send, the others take what comes.
-    const WARPS: Warps = Warps { sending: 4, rings: 7, all: 7 };
+    /// Some warps send, one raises flags, the others take what comes.
+    const WARPS: Warps = Warps { sending: 4, rings: 7, all: 8 };
 }
 
 /// Rows back, and their sums.
@@ -113,7 +113,7 @@ impl Summing {
     /// Of rows of a dtype, for so many ranks (with more of them a thread needs more registers); none for a dtype that is not
     /// summed.
     pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
-        let warps = Warps { sending: 3, rings: 3, all: if world_size <= 4 { 10 } else { 8 } };
+        let warps = Warps { sending: 3, rings: 3, all: if world_size <= 3 { 10 } else { 8 } };
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })
     }
 }
@@ -131,7 +131,7 @@ pub(crate) enum Staging {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Warps {
     sending: u32,
-    /// Those that copy through rings of shared memory, which begin with those that send.
+    /// Those that copy through rings of shared memory, which begin with those that send. The next one raises flags.
     rings: u32,
     all: u32,
 }
@@ -160,7 +160,7 @@ impl Warps {
         let Self { sending, rings, all } = self;
         match staging {
             Staging::Bulk => {
-                let stages = rings * Self::STAGE_BYTES + (all - rings) * Self::SUM_STAGE_BYTES;
+                let stages = rings * Self::STAGE_BYTES + (all - rings - 1) * Self::SUM_STAGE_BYTES;
                 Self::STAGES * stages + sending * BESIDE_BYTES as u32
             }
             Staging::Registers => 0,
@@ -169,7 +169,7 @@ impl Warps {
 }
 
 /// Bytes of what travels beside rows that a warp gathers at once.
-const BESIDE_BYTES: usize = 2048;
+const BESIDE_BYTES: usize = 1536;
 
 /// A family of one kernel.
 macro_rules! family {

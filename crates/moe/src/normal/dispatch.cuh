@@ -144,6 +144,7 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
     pdl_wait();
     const turn t = begin(a, load_control(a));
     if (t.has_failed()) return;
+    pipeline::prepare();
     const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
@@ -152,9 +153,11 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
 
     name_no_experts(a, k, n);
     reader r(a, t);
+    const u32 warp = threadIdx.x / 32;
+    if (warp == RINGS) return pipeline::raise_flags();
     pipeline copies(memory);
     bool came = true;
-    if (threadIdx.x / 32 < SENDING) {
+    if (warp < SENDING) {
         const auto count = [&](u32 to) { return n.rows[a.rank][to]; };
         const auto token = [&](u32 to, u32 number) { return k.order[(u64)to * k.tokens + number]; };
         const auto word = [&](u32 to, u32 token, u32 index) { return word_beside(k, to, token, index); };
@@ -168,6 +171,6 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
     } else {
         came = take(r, copies, k, n, t, share_of_warp(SENDING, RINGS - SENDING));
     }
-    copies.drain();
+    copies.finish();
     if (came) r.finish();
 }

@@ -43,6 +43,15 @@ DEVICE void bulk_store(void* to, u32 from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(to), "r"(from), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+// Between warps of a block.
+DEVICE u32 ld_acquire_block(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
+    return v;
+}
+DEVICE void st_release_block(u32* p, u32 v) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" :: "r"(shared_address(p)), "r"(v) : "memory");
+}
 // All stores but the last `LEFT` have been read from shared memory; or are where they belong.
 template <u32 LEFT> DEVICE void bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory"); }
 template <u32 LEFT> DEVICE void bulk_stores_done() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(LEFT) : "memory"); }
@@ -50,41 +59,54 @@ template <u32 LEFT> DEVICE void bulk_stores_done() { asm volatile("cp.async.bulk
 DEVICE void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 constexpr u32 AHEAD = STAGES - 1; // loads that are under way
-constexpr u32 LAG = 4;            // stores that may be, when flags are raised
-constexpr u32 EVERY = 8;          // pieces: how often flags are raised, as that takes a fence
-constexpr u32 REMEMBERED = 16;    // pieces, at least AHEAD + LAG + EVERY
+constexpr u32 LAG = 8;            // stores that may be, of those that a sender has begun
+constexpr u32 REMEMBERED = 32;    // pieces, more than AHEAD + LAG
 
+// A fence between GPUs takes as long as some rows do. So senders leave it to one warp of the block to raise their flags, which
+// does so for all pieces that are done by then.
 struct pipeline {
     struct piece {
-        signals after;
         u8* to;
+        u32* signal;  // null; or a flag, or a count
+        u32 value;    // of a flag
         u32 bytes;
-        u32 from;  // in shared memory
-        u32 stage; // that is loaded; STAGES if none is
+        u32 from;     // in shared memory
+        u16 stage;    // that is loaded; STAGES if none is
+        u16 is_count;
     };
     struct shared {
         piece pieces[REMEMBERED];
         u64 arrived[STAGES];
+        u32 done;    // pieces that are where they belong
+        u32 raised;  // of these, those whose flags are raised
+        u32 is_over; // whether `done` is what it will be
     };
 
     u8* stages;
     u8* gathered; // BESIDE_BYTES, if the warp is one that sends
     shared& mine;
-    u32 begun, stored, raised; // pieces; only the first lane counts
-    u32 loaded, loads_stored;  // those that are loaded
-    u32 phases;                // of the stages' barriers
+    u32 begun, stored;        // pieces; only the first lane counts
+    u32 loaded, loads_stored; // those that are loaded
+    u32 phases;               // of the stages' barriers
+
+    static DEVICE shared& of_warp(u32 warp) {
+        __shared__ shared all[RINGS];
+        return all[min(warp, RINGS - 1)];
+    }
+    // Before any is made, and before all threads of the block meet.
+    static DEVICE void prepare() {
+        if (threadIdx.x < RINGS) of_warp(threadIdx.x).done = of_warp(threadIdx.x).raised = of_warp(threadIdx.x).is_over = 0;
+    }
 
     // `memory`: STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
     DEVICE pipeline(void* memory)
         : stages((u8*)memory + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
-          gathered((u8*)memory + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp()), begun(0),
-          stored(0), raised(0), loaded(0), loads_stored(0), phases(0) {
+          gathered((u8*)memory + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp(threadIdx.x / 32)),
+          begun(0), stored(0), loaded(0), loads_stored(0), phases(0) {
         bulk_barriers(mine.arrived, STAGES);
     }
-    static DEVICE shared& of_warp() {
-        __shared__ shared all[RINGS];
-        return all[min(threadIdx.x / 32, RINGS - 1)];
-    }
+
+    DEVICE bool is_sender() const { return threadIdx.x / 32 < SENDING; }
 
     DEVICE void store_next() {
         const piece& next = mine.pieces[stored % REMEMBERED];
@@ -94,26 +116,41 @@ struct pipeline {
             ++loads_stored;
         }
         bulk_store(next.to, next.from, next.bytes);
-        if (next.after.counted != nullptr) red_add_release_sys(next.after.counted, 1u);
-        if (++stored - raised == LAG + EVERY) {
+        if (next.is_count) red_add_release_sys(next.signal, 1u);
+        ++stored;
+        if (is_sender() && stored > LAG) {
             bulk_stores_done<LAG>();
-            raise(stored - LAG);
-        }
-    }
-    // Raises the flags of the pieces before `end`, which are where they belong.
-    DEVICE void raise(u32 end) {
-        bool is_first = true;
-        for (; raised != end; ++raised) {
-            const signals& after = mine.pieces[raised % REMEMBERED].after;
-            if (after.raised == nullptr) continue;
-            if (is_first) fence_sys(); // pairs with the receiver's acquire of the flag
-            is_first = false;
-            st_relaxed_sys(after.raised, after.value);
+            st_release_block(&mine.done, stored - LAG);
         }
     }
     DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, signals after) {
-        if (begun - stored == AHEAD) store_next();
-        mine.pieces[begun++ % REMEMBERED] = piece{after, to, bytes, from, stage};
+        if (is_sender())
+            while (begun - ld_acquire_block(&mine.raised) >= REMEMBERED)
+                if (stored < begun) store_next();
+        const bool is_count = after.counted != nullptr;
+        mine.pieces[begun % REMEMBERED] =
+            piece{to, is_count ? after.counted : after.raised, after.value, bytes, from, (u16)stage, is_count};
+        ++begun;
+    }
+    // Raises the flags of all senders as they go, of one warp.
+    static DEVICE void raise_flags() {
+        shared& its = of_warp(lane_id());
+        const bool is_one = lane_id() < SENDING;
+        u32 raised = 0;
+        for (;;) {
+            const bool is_over = !is_one || ld_acquire_block(&its.is_over) != 0;
+            const u32 done = is_one ? ld_acquire_block(&its.done) : 0;
+            if (__any_sync(WHOLE_WARP, done != raised)) {
+                fence_sys(); // pairs with the receivers' acquires of the flags
+                for (; raised != done; ++raised) {
+                    const piece& next = its.pieces[raised % REMEMBERED];
+                    if (next.signal != nullptr) st_relaxed_sys(next.signal, next.value);
+                }
+                if (is_one) st_release_block(&its.raised, raised);
+            } else if (__all_sync(WHOLE_WARP, is_over)) {
+                return;
+            }
+        }
     }
 
     // Copies `bytes` bytes, a multiple of 16.
@@ -153,9 +190,14 @@ struct pipeline {
         if (lane_id() == 0) {
             while (stored < begun) store_next();
             bulk_stores_done<0>();
-            raise(stored);
+            if (is_sender()) st_release_block(&mine.done, stored);
         }
         __syncwarp();
+    }
+    // At the end.
+    DEVICE void finish() {
+        drain();
+        if (lane_id() == 0) st_release_block(&mine.is_over, 1u);
     }
     // Behind a flag that says that a row is there, before it is copied.
     DEVICE void see() { bulk_fence(); }
@@ -198,7 +240,10 @@ struct pipeline {
         if (after.counted != nullptr) red_add_release_sys(after.counted, 1u);
     }
     DEVICE void drain() { __syncwarp(); }
+    DEVICE void finish() {}
     DEVICE void see() {}
+    static DEVICE void prepare() {}
+    static DEVICE void raise_flags() {}
 };
 
 #endif

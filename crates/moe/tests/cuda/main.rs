@@ -474,6 +474,60 @@ fn another_tenant_works_beside_on_2_gpus() {
     });
 }
 
+/// Calls of every form, one after the other, with other choices each time and with ranks that are late at random, beside another
+/// tenant. `ANTIPHON_SOAK_CALLS` says how many.
+#[test]
+fn a_soak_of_every_form_on_2_gpus() {
+    let rounds = std::env::var("ANTIPHON_SOAK_CALLS").map_or(60, |calls| calls.parse().expect("a number"));
+    let config = CudaMoeConfig { region_bytes: 16 << 20, ..CudaMoeConfig::default() };
+    on_gpus(2, config, |rank| {
+        let me = rank.comm.rank();
+        let rotations = Tenant::new(&rank.comm, &rank.context, Tenant::LEAST_STAGING_BYTES)?;
+        rotations.load_together(&rank.comm, Rotation)?;
+        let beside = rank.context.stream()?;
+        let bytes = 1 << 18;
+        let input = rank.upload(&Tensor::holding(DType::U8, &[bytes], &vec![me as u8 + 1; bytes]))?;
+        let rotated = rank.unwritten(DType::U8, &[bytes])?;
+        let mut random = 0x9E37_79B9u32;
+        let mut next = |below: usize| {
+            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (random >> 8) as usize % below
+        };
+        for round in 0..rounds {
+            let tokens = vec![next(700), next(700)];
+            let capacity = (next(2) == 1).then(|| vec![next(900), next(900)]);
+            let choice = [Choice::Spread, Choice::Wild, Choice::AllTo(next(2)), Choice::Nobody][next(4)];
+            let hidden = [8, 512, 2048][next(3)];
+            let case = Case {
+                seed: round,
+                tokens,
+                capacity,
+                choice,
+                hidden,
+                biases: next(3),
+                dtype: [DType::BF16, DType::F16, DType::F32][next(3)],
+                ..Case::new(2, 8, 1 + next(4))
+            };
+            rank.moe.set_num_sms([2, 24, 132][next(3)]);
+            let late = [next(3), next(3)][me];
+            let (layout, received, sums) = on_host(rank, &case)?;
+            std::thread::sleep(Duration::from_millis(late as u64));
+            let at = [input.memory.pointer(), rotated.memory.pointer()];
+            // SAFETY: the memory lives until the stream has been waited for.
+            unsafe { rotate(&rotations, at, bytes, beside.borrow()) }?;
+            let mut calls = Calls::new(rank, &case, &layout)?;
+            for _ in 0..1 + next(3) {
+                calls.run(rank)?;
+            }
+            calls.compare(rank, &case, &received, &sums)?;
+            rank.comm.barrier()?;
+        }
+        beside.borrow().synchronize()?;
+        assert!(rank.download(&rotated)? == vec![2 - me as u8; bytes]);
+        Ok(())
+    });
+}
+
 /// A rank that does not come is named when the deadline has passed; nothing waits for ever.
 #[test]
 fn a_rank_that_does_not_come_is_named_on_2_gpus() {
