@@ -32,7 +32,9 @@ fn main() -> Result<(), Error> {
     let argument = |n: usize| std::env::args().nth(n).and_then(|text| text.parse::<usize>().ok());
     let ranks = argument(1).unwrap_or(driver.device_count()? as usize);
     let tokens = argument(2).unwrap_or(4096);
-    println!("{ranks} GPUs, {tokens} tokens each; µs, medians of the slowest rank: {ROUNDS} eager calls, {REPLAYS} replays");
+    println!(
+        "{ranks} GPUs, {tokens} tokens each; µs, medians of the slowest rank: {ROUNDS} eager calls, {REPLAYS} replays"
+    );
     println!("{:>6} {:>24} {:>8} {:>6} {:>8} {:>8}", "SMs", "call", "wire MB", "floor", "eager", "graph");
     let mut sms: Vec<u32> = std::env::args().skip(3).filter_map(|text| text.parse().ok()).collect();
     if sms.is_empty() {
@@ -143,7 +145,8 @@ fn rank_main(
             drop(unsafe { moe.notify(&waits_for_nothing, HandleMemory::Own, stream.borrow()) }?);
             Ok(())
         };
-        let calls = Calls { comm, context: &context, stream: &stream, moe: &moe, handle: &handle, flushed: &flushed };
+        let calls =
+            Calls { comm, context: &context, stream: &stream, moe: &moe, handle: &handle, flushed: &flushed };
         let rows = handle.rows();
         let sent: usize = layout.tokens_per_rank.iter().map(|&count| count as usize).sum::<usize>()
             - layout.tokens_per_rank[comm.rank()] as usize;
@@ -195,10 +198,8 @@ fn rank_main(
             },
         };
         time("dispatch bf16, ids", bytes(HIDDEN * 2), &|| calls.dispatch(whole()))?;
-        let rows_alone = || Dispatch {
-            tokens: Tokens::of(x.view(device)),
-            received: Tokens::of(to.view_mut(device)),
-        };
+        let rows_alone =
+            || Dispatch { tokens: Tokens::of(x.view(device)), received: Tokens::of(to.view_mut(device)) };
         time("dispatch bf16", bytes(HIDDEN * 2), &|| calls.dispatch(rows_alone()))?;
         time("combine bf16", bytes(HIDDEN * 2), &|| {
             calls.combine(Combine::of(to.view(device), x.view_mut(device)))

@@ -280,8 +280,7 @@ impl CudaMoe {
         if config.num_sms == 0 {
             return Err(refused("CudaMoe::new", "0 multiprocessors; a call needs one for each peer".into()));
         }
-        let tenant =
-            Tenant::with_region(comm, context, Tenant::LEAST_STAGING_BYTES, config.region_bytes)?;
+        let tenant = Tenant::with_region(comm, context, Tenant::LEAST_STAGING_BYTES, config.region_bytes)?;
         if config.num_sms > tenant.multiprocessors() {
             let problem =
                 format!("{} multiprocessors; kernels may use {}", config.num_sms, tenant.multiprocessors());
@@ -451,7 +450,8 @@ impl CudaMoe {
             name(which).has_dtype(view.dtype(), &[DType::I32])?;
             name(which).has_shape(view, &[count], "[N]")?;
         }
-        let plan = Plan { memory: Memory::Callers(name("routes").address(words, self.device())?), words: layout };
+        let plan =
+            Plan { memory: Memory::Callers(name("routes").address(words, self.device())?), words: layout };
         Ok(CudaHandle {
             owner: self.token.clone(),
             number: 0,

@@ -167,7 +167,9 @@ impl Handle {
             routed: sizes(routed),
         };
         // The sums of what cannot be are not computed.
-        let are_small = words[HEAD_WORDS..][..world_size * (2 + world_size)].iter().all(|&n| n >> 31 == 0 || n == u32::MAX);
+        let are_small = words[HEAD_WORDS..][..world_size * (2 + world_size)]
+            .iter()
+            .all(|&n| n >> 31 == 0 || n == u32::MAX);
         let of_token = |to: usize| bits.iter().filter(|&&bits| bits >> to & 1 != 0).count();
         let is_routed = (0..world_size).all(|to| of_token(to) == traffic.routed(rank, to));
         let is_plausible = are_small
@@ -175,7 +177,9 @@ impl Handle {
             && bits.iter().all(|&bits| bits >> world_size == 0)
             && head[0] as usize <= MAX_TOP_K
             && traffic.routed.iter().all(|&rows| rows <= i32::MAX as usize);
-        if !is_plausible || rows.len() != 2 * traffic.capacity[rank].unwrap_or_else(|| traffic.routed_to(rank)) {
+        if !is_plausible
+            || rows.len() != 2 * traffic.capacity[rank].unwrap_or_else(|| traffic.routed_to(rank))
+        {
             return None;
         }
         let sources: Vec<Source> = rows

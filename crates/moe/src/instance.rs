@@ -116,7 +116,12 @@ impl Moe {
     ///
     /// # Errors
     /// [`MoeError::Handle`] for words that are none of it.
-    pub fn handle_from_words(&self, comm: &Communicator, num_experts: usize, words: &[u32]) -> Result<Handle> {
+    pub fn handle_from_words(
+        &self,
+        comm: &Communicator,
+        num_experts: usize,
+        words: &[u32],
+    ) -> Result<Handle> {
         let place = (comm.rank(), comm.world_size());
         Handle::from_words(words, &self.token, place, num_experts)
             .ok_or(MoeError::Handle { call: "combine", problem: "made of words that are none's" })

@@ -69,7 +69,10 @@ impl Routes {
 }
 
 fn elsewhere(call: &str, handle: &str, tensors: &str) -> crate::error::Error {
-    PyTypeError::new_err(format!("{call}: the handle is of a dispatch on {handle}, the tensors are on {tensors}")).into()
+    PyTypeError::new_err(format!(
+        "{call}: the handle is of a dispatch on {handle}, the tensors are on {tensors}"
+    ))
+    .into()
 }
 
 /// An array of a call with its name.
@@ -272,8 +275,10 @@ impl Moe {
         let words = unsafe { words.view() }?;
         let Some(device) = ordinal(words.device()) else {
             let bytes = words.as_bytes()?;
-            let words: Vec<u32> =
-                bytes.chunks_exact(4).map(|word| u32::from_ne_bytes([word[0], word[1], word[2], word[3]])).collect();
+            let words: Vec<u32> = bytes
+                .chunks_exact(4)
+                .map(|word| u32::from_ne_bytes([word[0], word[1], word[2], word[3]]))
+                .collect();
             let handle = self.run(py, |moe, comm| moe.handle_from_words(comm, num_experts, &words))?;
             return Ok(MoeHandle(Routes::Host(handle)));
         };
@@ -284,7 +289,8 @@ impl Moe {
         let sources = unsafe { sources.view() }?;
         let sizes = [num_experts, num_tokens, top_k];
         // SAFETY: that they are what a dispatch has left is the caller's to see to.
-        let handle = self.run_cuda(py, device, |moe, _| unsafe { moe.handle_of((&words, &sources), sizes) })?;
+        let handle =
+            self.run_cuda(py, device, |moe, _| unsafe { moe.handle_of((&words, &sources), sizes) })?;
         Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
     }
 
@@ -402,12 +408,14 @@ impl Moe {
         let write = |array: &Array| unsafe { array.view_mut() };
         let memory = match &words {
             None => HandleMemory::Own,
-            Some(words) => {
-                HandleMemory::Callers { words: write(words)?, sources: sources.as_ref().map(write).transpose()? }
-            }
+            Some(words) => HandleMemory::Callers {
+                words: write(words)?,
+                sources: sources.as_ref().map(write).transpose()?,
+            },
         };
         // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-        let handle = self.run_cuda(py, device, |moe, stream| unsafe { moe.notify(&routing, memory, stream) })?;
+        let handle =
+            self.run_cuda(py, device, |moe, stream| unsafe { moe.notify(&routing, memory, stream) })?;
         Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
     }
 
@@ -615,7 +623,8 @@ impl MoeHandle {
     #[doc = stub!("MoeHandle.words")]
     #[getter]
     fn words<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
-        let bytes: Vec<u8> = self.0.host("words")?.to_words().iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let bytes: Vec<u8> =
+            self.0.host("words")?.to_words().iter().flat_map(|word| word.to_ne_bytes()).collect();
         Ok(PyBytes::new(py, &bytes))
     }
 

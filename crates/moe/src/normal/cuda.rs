@@ -9,8 +9,7 @@ use antiphon_operation::ReduceOp;
 use antiphon_tensor::{DType, TensorView};
 
 use super::{
-    Combine, Dispatch, Routing, RowFormat, check_combine, check_dispatch, signature,
-    signature_of_routing,
+    Combine, Dispatch, Routing, RowFormat, check_combine, check_dispatch, signature, signature_of_routing,
 };
 use crate::{
     cuda::{Blocks, CudaHandle, CudaMoe, HandleWords, Plan, THREADS},
@@ -367,7 +366,9 @@ impl CudaMoe {
         let (second, words) = if scales % 4 == 0 { (scales * 4, words) } else { (0, words + scales) };
         let beside = words.div_ceil(4) * VECTOR;
         if beside > BESIDE_BYTES {
-            let problem = format!("{scales} scales and choices of a row are {beside} bytes; at most {BESIDE_BYTES} are served");
+            let problem = format!(
+                "{scales} scales and choices of a row are {beside} bytes; at most {BESIDE_BYTES} are served"
+            );
             return Err(refused(call, problem));
         }
         let record_bytes = format.row_bytes() + second + beside;
