@@ -258,6 +258,7 @@ impl CudaHandle {
 
 /// Where a handle keeps what it has on the GPU.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "it is made for one call, and not kept")]
 pub enum HandleMemory<'a> {
     /// In memory of the instance, which goes back to it with the handle.
     Own,

@@ -270,7 +270,7 @@ impl CudaMoe {
         let optional = |which, view: Option<&TensorView<'_>>| view.map_or(Ok(0), |view| address(which, view));
         let vectors = |which, view: &TensorView<'_>| name(which).vectors(view, self.device());
         let scales = |which, view: Option<&TensorView<'_>>| match view {
-            Some(view) if format.num_scales() % 4 == 0 => vectors(which, view),
+            Some(view) if format.num_scales().is_multiple_of(4) => vectors(which, view),
             _ => optional(which, view),
         };
         let Dispatch { tokens: from, received: to } = call;
@@ -363,7 +363,8 @@ impl CudaMoe {
     fn region(&self, call: &'static str, format: &RowFormat, words: usize) -> Result<RegionCall> {
         // Scales that are whole vectors are a row of their own.
         let scales = format.num_scales();
-        let (second, words) = if scales % 4 == 0 { (scales * 4, words) } else { (0, words + scales) };
+        let (second, words) =
+            if scales.is_multiple_of(4) { (scales * 4, words) } else { (0, words + scales) };
         let beside = words.div_ceil(4) * VECTOR;
         if beside > BESIDE_BYTES {
             let problem = format!(
