@@ -1,10 +1,11 @@
-"""Expert-parallel training: `python -m antiphon run -n 2 python examples/python/moe_training.py`.
+"""Expert-parallel training: `python -m antiphon run -n 2 python examples/python/moe_training.py [cuda]`, on the host or on GPUs.
 
 Two layers of experts, of which each token chooses two. Every rank has its part of the tokens and of the experts; what is not an
 expert is on all ranks. The loss and every gradient are compared with those of one process that has everything.
 """
 
 import os
+import sys
 
 import antiphon
 import torch
@@ -59,7 +60,10 @@ if "RANK" not in os.environ:
 with antiphon.init() as comm:
     rank, world_size = comm.rank, comm.world_size
     local = EXPERTS // world_size
-    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    if sys.argv[1:] == ["cuda"]:
+        torch.set_default_device(rank)
+        torch.cuda.set_device(rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1), device="cpu").to(torch.get_default_device())
     together = model(ExpertParallel(comm, EXPERTS, HIDDEN), rank * local, local)
     alone = model(None, 0, EXPERTS)
     loss = comm.all_reduce(loss_of(together, x.tensor_split(world_size)[rank]))

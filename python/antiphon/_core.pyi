@@ -631,19 +631,45 @@ class CudaBuffer:
 
 @final
 class Moe:
-    """Dispatch and combine of a communicator, on host memory: what :mod:`antiphon.moe` is made of, which makes the arrays that
-    these methods fill.
+    """Dispatch and combine of a communicator: what :mod:`antiphon.moe` is made of, which makes the arrays that these methods
+    fill.
 
-    All ranks make it together. ``region_bytes`` (8 MiB) is the symmetric memory of each rank through which rows travel, at
-    least two rows with what travels beside them. Methods but :meth:`layout` are collective, and wait; what they wait for is
-    as for the collectives of :class:`Communicator`. Arrays that are written overlap no others.
+    All ranks make it together. ``region_bytes`` (8 MiB) is the symmetric host memory of each rank through which rows travel, at
+    least two rows with what travels beside them; the first call on CUDA arrays takes 272 MiB of each rank's GPU. Methods but
+    :meth:`layout` are collective, and wait; what they wait for is as for the collectives of :class:`Communicator`. Calls on CUDA
+    arrays go into the current stream of their library, and only :meth:`notify` without a capacity waits, for the counts of all
+    ranks. Arrays that are written overlap no others.
     """
 
     def __new__(cls, comm: Communicator, region_bytes: int | None = None) -> Self: ...
     @property
     def region_bytes(self) -> int: ...
     @property
+    def num_sms(self) -> int:
+        """How many multiprocessors a call on CUDA arrays uses, at most (24). Setting it raises ``ValueError`` for 0."""
+
+    @num_sms.setter
+    def num_sms(self, num_sms: int) -> None: ...
+    @property
     def closed(self) -> bool: ...
+    def check(self) -> None:
+        """Raises what has gone wrong in calls on CUDA arrays that are over by now."""
+
+    @staticmethod
+    def handle_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
+        """What a handle on a GPU keeps there, as 32-bit integers: name, begin and end of each part, and of all."""
+
+    @staticmethod
+    def host_words(world_size: int, num_experts: int, num_tokens: int, rows: int) -> int:
+        """How many 32-bit integers :attr:`MoeHandle.words` are."""
+
+    def handle_of(
+        self, words: _Array, num_experts: int, *, num_tokens: int = 0, top_k: int = 0, sources: _Array | None = None
+    ) -> MoeHandle:
+        """The handle of which these are the words: :attr:`MoeHandle.words` on the host; on a GPU what :meth:`notify` and a
+        dispatch have left in ``words`` and ``sources``, which nobody may have written since. Raises ``ValueError`` for words on the
+        host that are none's."""
+
     def close(self) -> None:
         """Gives the regions back; all ranks call it. Dropping it communicates nothing: the memory then goes with the
         communicator."""
@@ -673,9 +699,13 @@ class Moe:
         top_k: int = 0,
         scales: _Array | None = None,
         capacity: int | None = None,
+        words: _Array | None = None,
+        sources: _Array | None = None,
     ) -> MoeHandle:
         """Tells all ranks how many rows go from whom to whom: those of a layout. ``x`` and ``scales`` say what rows will be,
-        ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for."""
+        ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for. On a GPU the handle may
+        keep its :meth:`handle_words` in an int32 array of the caller's, and the token of each row (−1 for one that did not arrive)
+        in another, int32 ``[capacity]``: they live as long as the handle, and as graphs that have its calls."""
 
     def dispatch(
         self,
@@ -715,12 +745,13 @@ class MoeHandle:
         """How many rows received arrays have: those that arrive, or the capacity."""
 
     @property
-    def num_received(self) -> int:
-        """How many rows arrive."""
+    def num_received(self) -> int | None:
+        """How many rows arrive. ``None`` on a GPU with a capacity, where only the GPU knows."""
 
     @property
     def overflow(self) -> bool:
-        """Whether more rows are routed here than the capacity holds."""
+        """Whether more rows are routed here than the capacity holds. This and the matrices are those of a handle on the host; one
+        on a GPU has them there, and ``TypeError`` is raised."""
 
     @property
     def num_tokens(self) -> int:
@@ -731,8 +762,8 @@ class MoeHandle:
     @property
     def top_k(self) -> int: ...
     @property
-    def tokens_per_expert(self) -> list[int]:
-        """How often all ranks' tokens chose each of this rank's experts."""
+    def tokens_per_expert(self) -> list[int] | None:
+        """How often all ranks' tokens chose each of this rank's experts. ``None`` on a GPU with a capacity."""
 
     @property
     def rank_prefix_matrix(self) -> bytes:
@@ -749,6 +780,14 @@ class MoeHandle:
     @property
     def source_tokens(self) -> bytes | None:
         """``[num_received]``: of each row, its token on the rank that it comes from. ``None`` before the first dispatch."""
+
+    @property
+    def words(self) -> bytes:
+        """All that there is to a handle on the host along which rows have been dispatched; see :meth:`Moe.handle_of`."""
+
+    def keep_sources_in(self, sources: _Array) -> None:
+        """From now on a handle on a GPU keeps the token of each row in an array of the caller's, int32 ``[rows]``, which lives as
+        long as the handle, and as graphs that have its calls."""
 
 @disjoint_base
 class Mapping:

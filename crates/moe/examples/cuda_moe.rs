@@ -1,14 +1,15 @@
-//! Times dispatch and combine between the GPUs of this machine: `cuda_moe [RANKS] [TOKENS]`, on rows of 7168 of bf16 and of codes
-//! of FP8 with their scales, of 256 experts of which each token chooses 8. The floor is what crosses the links at 365 GB/s to one
-//! peer, or 352 to more (docs/cuda.md).
+//! Times dispatch and combine between the GPUs of this machine: `cuda_moe [RANKS] [TOKENS] [SMS]...`, on rows of 7168 of bf16 and of
+//! codes of FP8 with their scales, of 256 experts of which each token chooses 8. The floor is what crosses the links at 365 GB/s to
+//! one peer, or 352 to more (docs/cuda.md). *Eager* is one call behind a flush of the L2 cache and an exchange that lines the GPUs
+//! up; *graph* is a call of ten in a graph.
 
 use std::{error::Error as StdError, time::Instant};
 
-use antiphon_device::cuda::{Context, DeviceMemory, Driver, Event, Graph, Stream};
+use antiphon_device::cuda::{Context, DeviceMemory, Driver, Event, Graph, Stream, memory};
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_moe::{
     Choices, Combine, Dispatch, Routing, RowFormat, Tokens,
-    cuda::{CudaHandle, CudaMoe, CudaMoeConfig},
+    cuda::{CudaHandle, CudaMoe, CudaMoeConfig, HandleMemory},
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -19,6 +20,10 @@ const HIDDEN: usize = 7168;
 const EXPERTS: usize = 256;
 const TOP_K: usize = 8;
 const REPLAYS: usize = 9;
+/// Eager calls.
+const ROUNDS: usize = 20;
+/// More than the L2 cache holds.
+const FLUSHED: usize = 256 << 20;
 /// Calls in a graph.
 const CALLS: usize = 10;
 
@@ -28,10 +33,14 @@ fn main() -> Result<(), Error> {
     let ranks = argument(1).unwrap_or(driver.device_count()? as usize);
     let tokens = argument(2).unwrap_or(4096);
     println!(
-        "{ranks} GPUs, {tokens} tokens each; µs, median of {REPLAYS} replays of {CALLS} calls, slowest rank"
+        "{ranks} GPUs, {tokens} tokens each; µs, medians of the slowest rank: {ROUNDS} eager calls, {REPLAYS} replays"
     );
-    println!("{:>6} {:>16} {:>10} {:>10} {:>8}", "SMs", "call", "wire MB", "floor", "µs");
-    LocalWorld::run(ranks, |comm| rank_main(&comm, driver, tokens)).into_iter().collect()
+    println!("{:>6} {:>24} {:>8} {:>6} {:>8} {:>8}", "SMs", "call", "wire MB", "floor", "eager", "graph");
+    let mut sms: Vec<u32> = std::env::args().skip(3).filter_map(|text| text.parse().ok()).collect();
+    if sms.is_empty() {
+        sms = vec![24, 48];
+    }
+    LocalWorld::run(ranks, |comm| rank_main(&comm, driver, tokens, &sms)).into_iter().collect()
 }
 
 /// A tensor on this rank's GPU.
@@ -90,7 +99,12 @@ fn choices(rank: usize, tokens: usize) -> Vec<i64> {
     ids
 }
 
-fn rank_main(comm: &Communicator, driver: &'static Driver, tokens: usize) -> Result<(), Error> {
+fn rank_main(
+    comm: &Communicator,
+    driver: &'static Driver,
+    tokens: usize,
+    all_sms: &[u32],
+) -> Result<(), Error> {
     let context = Context::primary(driver.device(comm.rank() as u32)?)?;
     let stream = context.stream()?;
     let world_size = comm.world_size();
@@ -105,7 +119,8 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, tokens: usize) -> Res
     let in_rank =
         Tensor::holding(&stream, &context, DType::U8, [tokens, world_size], &layout.is_token_in_rank)?;
     let weights = Tensor::new(&context, DType::F32, [tokens, TOP_K])?;
-    for num_sms in [24, 48, 132] {
+    let flushed = DeviceMemory::allocate(&context, FLUSHED)?;
+    for &num_sms in all_sms {
         let moe = CudaMoe::new(comm, &context, CudaMoeConfig { num_sms, ..CudaMoeConfig::default() })?;
         let routing = Routing {
             num_experts: EXPERTS,
@@ -116,26 +131,52 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, tokens: usize) -> Res
             capacity: None,
         };
         // SAFETY: the routing is not written, here and below.
-        let handle = unsafe { moe.notify(&routing, stream.borrow()) }?;
+        let handle = unsafe { moe.notify(&routing, HandleMemory::Own, stream.borrow()) }?;
         comm.barrier()?;
         let start = Instant::now();
         for _ in 0..CALLS {
             // SAFETY: as above.
-            drop(unsafe { moe.notify(&routing, stream.borrow()) }?);
+            drop(unsafe { moe.notify(&routing, HandleMemory::Own, stream.borrow()) }?);
         }
         let notify = start.elapsed().as_secs_f64() * 1e6 / CALLS as f64;
-        let all = Calls { comm, context: &context, stream: &stream, device, moe: &moe, handle: &handle };
+        let waits_for_nothing = Routing { capacity: Some(tokens * world_size), ..routing.clone() };
+        let exchange = || {
+            // SAFETY: as above.
+            drop(unsafe { moe.notify(&waits_for_nothing, HandleMemory::Own, stream.borrow()) }?);
+            Ok(())
+        };
+        let calls =
+            Calls { comm, context: &context, stream: &stream, moe: &moe, handle: &handle, flushed: &flushed };
         let rows = handle.rows();
         let sent: usize = layout.tokens_per_rank.iter().map(|&count| count as usize).sum::<usize>()
             - layout.tokens_per_rank[comm.rank()] as usize;
         let bandwidth = if world_size == 2 { 365e9 } else { 352e9 };
-        let print = |call: &str, bytes: usize, time: f64| {
+        let print = |call: &str, bytes: usize, eager: f64, graph: f64| {
             if comm.rank() == 0 {
                 let floor = bytes as f64 / bandwidth * 1e6;
-                println!("{num_sms:>6} {call:>16} {:>10.1} {floor:>10.0} {time:>8.1}", bytes as f64 / 1e6);
+                let megabytes = bytes as f64 / 1e6;
+                println!("{num_sms:>6} {call:>24} {megabytes:>8.1} {floor:>6.0} {eager:>8.1} {graph:>8.1}");
             }
         };
-        print("notify, with host", 0, notify);
+        print("notify, with the host", 0, notify, 0.0);
+        let time = |name: &str, bytes: usize, call: &dyn Fn() -> Result<(), Error>| -> Result<(), Error> {
+            print(name, bytes, calls.eager(&exchange, call)?, calls.in_graph(call)?);
+            Ok(())
+        };
+        time("notify", 0, &exchange)?;
+        let layout_of = [
+            Tensor::new(&context, DType::I32, [1, world_size])?,
+            Tensor::new(&context, DType::I32, [1, EXPERTS])?,
+            Tensor::new(&context, DType::U8, [tokens, world_size])?,
+        ];
+        time("layout", 0, &|| {
+            let [per_rank, per_expert, in_rank] = &layout_of;
+            let mut per_rank = per_rank.view_mut(device).reshape(&[world_size])?;
+            let mut per_expert = per_expert.view_mut(device).reshape(&[EXPERTS])?;
+            let outputs = [&mut per_rank, &mut per_expert, &mut in_rank.view_mut(device)];
+            // SAFETY: the tensors live until the stream has been waited for.
+            Ok(unsafe { moe.layout(&ids.view(device), outputs, stream.borrow()) }?)
+        })?;
 
         let x = Tensor::new(&context, DType::BF16, [tokens, HIDDEN])?;
         let to = Tensor::new(&context, DType::BF16, [rows, HIDDEN])?;
@@ -143,8 +184,8 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, tokens: usize) -> Res
             Tensor::new(&context, DType::I64, [rows, TOP_K])?,
             Tensor::new(&context, DType::F32, [rows, TOP_K])?,
         );
-        let bf16 = sent * HIDDEN * 2;
-        let time = all.time(|| Dispatch {
+        let bytes = |row: usize| sent * row;
+        let whole = || Dispatch {
             tokens: Tokens {
                 x: x.view(device),
                 scales: None,
@@ -155,25 +196,37 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, tokens: usize) -> Res
                 scales: None,
                 choices: Some(Choices { ids: to_ids.view_mut(device), weights: to_weights.view_mut(device) }),
             },
+        };
+        time("dispatch bf16, ids", bytes(HIDDEN * 2), &|| calls.dispatch(whole()))?;
+        let rows_alone =
+            || Dispatch { tokens: Tokens::of(x.view(device)), received: Tokens::of(to.view_mut(device)) };
+        time("dispatch bf16", bytes(HIDDEN * 2), &|| calls.dispatch(rows_alone()))?;
+        time("combine bf16", bytes(HIDDEN * 2), &|| {
+            calls.combine(Combine::of(to.view(device), x.view_mut(device)))
         })?;
-        print("dispatch bf16", bf16, time);
-        let time = all.time_combine(|| Combine::of(to.view(device), x.view_mut(device)))?;
-        print("combine bf16", bf16, time);
+        time("combine bf16, weights", bytes(HIDDEN * 2), &|| {
+            calls.combine(Combine {
+                weights: Some(to_weights.view(device)),
+                output_weights: Some(weights.view_mut(device)),
+                ..Combine::of(to.view(device), x.view_mut(device))
+            })
+        })?;
         let (codes, to_codes) = (
             Tensor::new(&context, DType::U8, [tokens, HIDDEN])?,
             Tensor::new(&context, DType::U8, [rows, HIDDEN])?,
         );
         let scales = Tensor::new(&context, DType::F32, [tokens, HIDDEN / 128])?;
         let to_scales = Tensor::new(&context, DType::F32, [rows, HIDDEN / 128])?;
-        let time = all.time(|| Dispatch {
-            tokens: Tokens { x: codes.view(device), scales: Some(scales.view(device)), choices: None },
-            received: Tokens {
-                x: to_codes.view_mut(device),
-                scales: Some(to_scales.view_mut(device)),
-                choices: None,
-            },
+        time("dispatch fp8", bytes(HIDDEN + HIDDEN / 32), &|| {
+            calls.dispatch(Dispatch {
+                tokens: Tokens { x: codes.view(device), scales: Some(scales.view(device)), choices: None },
+                received: Tokens {
+                    x: to_codes.view_mut(device),
+                    scales: Some(to_scales.view_mut(device)),
+                    choices: None,
+                },
+            })
         })?;
-        print("dispatch fp8", sent * (HIDDEN + HIDDEN / 32), time);
         stream.borrow().synchronize()?;
         comm.barrier()?;
     }
@@ -185,47 +238,72 @@ struct Calls<'a> {
     comm: &'a Communicator,
     context: &'a Context,
     stream: &'a Stream,
-    device: Device,
     moe: &'a CudaMoe,
     handle: &'a CudaHandle,
+    flushed: &'a DeviceMemory,
 }
 
+type Call<'c> = &'c dyn Fn() -> Result<(), Error>;
+
 impl Calls<'_> {
-    fn time<'c>(&self, call: impl Fn() -> Dispatch<'c>) -> Result<f64, Error> {
+    fn dispatch(&self, call: Dispatch<'_>) -> Result<(), Error> {
         // SAFETY: what the call names lives until the stream has been waited for.
-        self.measure(|| unsafe { Ok(self.moe.dispatch(self.handle, call(), self.stream.borrow())?) })
+        Ok(unsafe { self.moe.dispatch(self.handle, call, self.stream.borrow()) }?)
     }
 
-    fn time_combine<'c>(&self, call: impl Fn() -> Combine<'c>) -> Result<f64, Error> {
+    fn combine(&self, call: Combine<'_>) -> Result<(), Error> {
         // SAFETY: as above.
-        self.measure(|| unsafe { Ok(self.moe.combine(self.handle, call(), self.stream.borrow())?) })
+        Ok(unsafe { self.moe.combine(self.handle, call, self.stream.borrow()) }?)
     }
 
-    /// A graph of calls, behind one that lines the GPUs up.
-    fn measure(&self, call: impl Fn() -> Result<(), Error>) -> Result<f64, Error> {
-        debug_assert!(!self.device.is_host());
-        call()?; // loads the kernels
-        self.stream.borrow().synchronize()?;
-        let graph = Graph::capture(self.stream, |_| (0..CALLS).try_for_each(|_| call()))?;
-        let graph = graph.instantiate()?;
-        let (begin, end) = (Event::with_time(self.context)?, Event::with_time(self.context)?);
+    /// The median of what the slowest rank measures.
+    fn median(&self, rounds: usize, measure: impl Fn() -> Result<f64, Error>) -> Result<f64, Error> {
         let mut times = Vec::new();
-        for replay in 0..=REPLAYS {
+        for round in 0..=rounds {
             self.comm.barrier()?;
-            call()?;
-            begin.record(self.stream)?;
-            // SAFETY: what the calls name lives until the line after the next.
-            unsafe { graph.launch(self.stream) }?;
-            end.record(self.stream)?;
-            self.stream.borrow().synchronize()?;
-            let mine = end.elapsed_since(&begin)?.as_secs_f64() * 1e6 / CALLS as f64;
-            let slowest = self.comm.exchange_objects(&mine)?.into_iter().fold(0.0, f64::max);
-            if replay > 0 {
+            let slowest = self.comm.exchange_objects(&measure()?)?.into_iter().fold(0.0, f64::max);
+            if round > 0 {
                 times.push(slowest);
             }
         }
         self.moe.check()?;
         times.sort_by(f64::total_cmp);
         Ok(times[times.len() / 2])
+    }
+
+    /// The µs of what `work` puts into the stream.
+    fn between_events(&self, work: impl Fn() -> Result<(), Error>) -> Result<f64, Error> {
+        let (begin, end) = (Event::with_time(self.context)?, Event::with_time(self.context)?);
+        begin.record(self.stream)?;
+        work()?;
+        end.record(self.stream)?;
+        self.stream.borrow().synchronize()?;
+        Ok(end.elapsed_since(&begin)?.as_secs_f64() * 1e6)
+    }
+
+    /// One call, behind an exchange that lines the GPUs up.
+    fn eager(&self, exchange: Call<'_>, call: Call<'_>) -> Result<f64, Error> {
+        self.median(ROUNDS, || {
+            // SAFETY: nobody else uses the memory.
+            unsafe { memory::fill(self.stream.borrow(), self.flushed.pointer(), 0, FLUSHED) }?;
+            exchange()?;
+            self.between_events(call)
+        })
+    }
+
+    /// One of the calls of a graph, behind one that lines the GPUs up.
+    fn in_graph(&self, call: Call<'_>) -> Result<f64, Error> {
+        call()?; // loads the kernels
+        self.stream.borrow().synchronize()?;
+        let graph = Graph::capture(self.stream, |_| (0..CALLS).try_for_each(|_| call()))?;
+        let graph = graph.instantiate()?;
+        self.median(REPLAYS, || {
+            call()?;
+            let time = self.between_events(|| {
+                // SAFETY: what the calls name lives until the stream has been waited for.
+                Ok(unsafe { graph.launch(self.stream) }?)
+            })?;
+            Ok(time / CALLS as f64)
+        })
     }
 }

@@ -9,10 +9,14 @@
 //! a token's when all of them are there. What does not fit a lane goes in pieces, through two channels in turn: a dispatch by
 //! records of each pair of ranks, a combine by tokens.
 
-use std::{cell::Cell, sync::Arc};
+use std::{cell::Cell, ops::Range, sync::Arc};
 
 use antiphon_device::cuda::{Context, Event, LaunchConfig, PinnedMemory, StreamRef};
-use antiphon_device::{DeviceError, cuda::CudaError};
+use antiphon_device::{
+    DeviceError,
+    cuda::CudaError,
+    sync::{AtomicU32, Ordering},
+};
 use antiphon_fabric::{
     Communicator, FabricError, Operation, Signature,
     gpu::{Family, Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
@@ -27,15 +31,18 @@ use crate::{
         MAX_LOCAL_EXPERTS, check_limits,
         cuda::{Counting, LayoutCall},
     },
-    normal::cuda::{Moving, Notifying},
+    normal::{
+        check_routing,
+        cuda::{Moving, Notifying, Staging},
+    },
     pool::{Pool, Pooled},
-    tensors::{ID_TYPES, Name},
+    tensors::{ID_TYPES, Name, VECTOR},
 };
 
-/// The most threads of a block: one block for each multiprocessor.
+/// The threads of a block: one block for each multiprocessor.
 pub(crate) const THREADS: u32 = 512;
-/// Bytes that 31 vectors take in a lane.
-const CHUNK_BYTES: usize = 512;
+/// Parts of the region: one for each slot.
+const PARTS: usize = 3;
 
 /// What a [`CudaMoe`] is made with; equal on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +65,8 @@ impl Default for CudaMoeConfig {
 /// nothing.
 pub struct CudaMoe {
     tenant: Tenant,
-    num_sms: u32,
+    region_bytes: usize,
+    num_sms: Cell<u32>,
     token: Arc<()>,
     handles: Cell<u32>,
     /// What Notify found.
@@ -69,45 +77,103 @@ pub struct CudaMoe {
 
 impl std::fmt::Debug for CudaMoe {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "CudaMoe {{ num_sms: {}, {:?} }}", self.num_sms, self.tenant)
+        write!(f, "CudaMoe {{ num_sms: {}, {:?} }}", self.num_sms.get(), self.tenant)
     }
 }
 
-/// What Notify leaves on the GPU, for the kernels along a handle.
-pub(crate) struct Plan {
-    memory: Pooled,
+/// Memory of a handle on the GPU.
+pub(crate) enum Memory {
+    /// Of the instance's own.
+    Pooled(Pooled),
+    /// Of the caller, who keeps it as long as the handle is used.
+    Callers(u64),
+}
+
+impl Memory {
+    fn address(&self) -> u64 {
+        match self {
+            Self::Pooled(memory) => memory.pointer().0,
+            Self::Callers(address) => *address,
+        }
+    }
+}
+
+/// The words that Notify leaves on the GPU for the kernels along a handle, by where they lie in its memory.
+///
+/// All are 32-bit integers. `R` ranks, `L` experts of each, `T` tokens of this rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HandleWords {
     world_size: usize,
+    local: usize,
     tokens: usize,
 }
 
+impl HandleWords {
+    /// Those of a handle of so many ranks, experts of all of them, and tokens of this rank.
+    pub fn new(world_size: usize, num_experts: usize, tokens: usize) -> Self {
+        Self { world_size, local: num_experts / world_size.max(1), tokens }
+    }
+
+    /// `[R, R]`: how many rows go from rank to rank, as far as there is room.
+    pub fn counts(&self) -> Range<usize> {
+        0..self.world_size * self.world_size
+    }
+
+    /// `[R]`: where the rows of each rank begin at this rank.
+    pub fn starts(&self) -> Range<usize> {
+        self.behind(self.counts(), self.world_size)
+    }
+
+    /// `[R, R]`: how many tokens the ranks up to and with the row's route to the column's.
+    pub fn rank_prefix_matrix(&self) -> Range<usize> {
+        self.behind(self.starts(), self.world_size * self.world_size)
+    }
+
+    /// `[R]`: how many tokens this rank routes to each.
+    pub fn routed_to_each(&self) -> Range<usize> {
+        self.behind(self.rank_prefix_matrix(), self.world_size)
+    }
+
+    /// `[1]`: 1 if more rows are routed here than there is room for, else 0.
+    pub fn overflow(&self) -> Range<usize> {
+        self.behind(self.routed_to_each(), 1)
+    }
+
+    /// `[L]`: how often all ranks' tokens chose each of this rank's experts.
+    pub fn tokens_per_expert(&self) -> Range<usize> {
+        self.behind(self.overflow(), self.local)
+    }
+
+    /// `[T, R]`: the number of a token among those of this rank for a rank, or −1.
+    pub fn send_head(&self) -> Range<usize> {
+        self.behind(self.tokens_per_expert(), self.tokens * self.world_size)
+    }
+
+    /// `[R, T]`: the tokens for each rank, ascending.
+    pub fn order(&self) -> Range<usize> {
+        self.behind(self.send_head(), self.tokens * self.world_size)
+    }
+
+    /// How many words there are.
+    pub fn total(&self) -> usize {
+        self.order().end
+    }
+
+    fn behind(&self, other: Range<usize>, count: usize) -> Range<usize> {
+        other.end..other.end + count
+    }
+}
+
+/// Where those words are.
+pub(crate) struct Plan {
+    memory: Memory,
+    words: HandleWords,
+}
+
 impl Plan {
-    fn at(&self, words: usize) -> u64 {
-        self.memory.pointer().0 + words as u64 * 4
-    }
-
-    /// `[R, R]`
-    pub(crate) fn counts(&self) -> u64 {
-        self.at(0)
-    }
-
-    /// `[R]`
-    pub(crate) fn starts(&self) -> u64 {
-        self.at(self.world_size * self.world_size)
-    }
-
-    /// `[T, R]`
-    pub(crate) fn heads(&self) -> u64 {
-        self.at(self.world_size * (self.world_size + 1))
-    }
-
-    /// `[R, T]`
-    pub(crate) fn order(&self) -> u64 {
-        self.at(self.world_size * (self.world_size + 1 + self.tokens))
-    }
-
-    /// Words in all.
-    fn words(world_size: usize, tokens: usize) -> usize {
-        world_size * (world_size + 1 + 2 * tokens)
+    /// The address of some of them.
+    pub(crate) fn at(&self, words: impl Fn(&HandleWords) -> Range<usize>) -> u64 {
+        self.memory.address() + words(&self.words).start as u64 * 4
     }
 }
 
@@ -117,39 +183,93 @@ pub struct CudaHandle {
     pub(crate) number: u32,
     pub(crate) num_experts: usize,
     pub(crate) top_k: usize,
-    pub(crate) traffic: Traffic,
-    tokens_per_expert: Vec<usize>,
+    rows: usize,
+    arrived: Option<Arrived>,
     pub(crate) plan: Plan,
-    sources: Pooled,
-    has_rows: Cell<bool>,
+    sources: Memory,
+    has_rows: AtomicU32,
+}
+
+/// What the host knows when it has waited for the counts.
+struct Arrived {
+    traffic: Traffic,
+    tokens_per_expert: Vec<usize>,
 }
 
 impl std::fmt::Debug for CudaHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "CudaHandle {{ number: {}, {:?} }}", self.number, self.traffic)
+        write!(f, "CudaHandle {{ number: {}, rows: {}, {:?} }}", self.number, self.rows, self.plan.words)
     }
 }
 
 impl CudaHandle {
-    /// How many rows arrive.
+    /// How many rows the received tensors have: those that arrive, or the capacity.
     pub fn rows(&self) -> usize {
-        self.traffic.kept_at(self.traffic.rank)
+        self.rows
+    }
+
+    /// How many rows arrive. `None` with a capacity, where only the GPU knows.
+    pub fn num_received(&self) -> Option<usize> {
+        self.arrived.as_ref().map(|arrived| arrived.traffic.kept_at(arrived.traffic.rank))
     }
 
     /// How many tokens this rank dispatches.
     pub fn num_tokens(&self) -> usize {
-        self.plan.tokens
+        self.plan.words.tokens
     }
 
-    /// How often all ranks' tokens chose each of this rank's experts: `[L]`.
-    pub fn tokens_per_expert(&self) -> &[usize] {
-        &self.tokens_per_expert
+    /// How many experts there are.
+    pub fn num_experts(&self) -> usize {
+        self.num_experts
+    }
+
+    /// How many experts each token chooses.
+    pub fn top_k(&self) -> usize {
+        self.top_k
+    }
+
+    /// How often all ranks' tokens chose each of this rank's experts: `[L]`. `None` with a capacity, where only the GPU knows:
+    /// [`HandleWords::tokens_per_expert`].
+    pub fn tokens_per_expert(&self) -> Option<&[usize]> {
+        self.arrived.as_ref().map(|arrived| &*arrived.tokens_per_expert)
+    }
+
+    /// From now on the token of each row stands in the caller's memory, i32 `[N]`.
+    ///
+    /// # Errors
+    /// [`MoeError`] for a tensor of another dtype, shape or device.
+    ///
+    /// # Safety
+    /// The memory is nobody else's as long as the handle is used, or a graph that has its calls.
+    pub unsafe fn keep_sources_in(&mut self, sources: TensorViewMut<'_>, device: Device) -> Result<()> {
+        let name = Name { call: "dispatch", which: "sources" };
+        let view = sources.as_view();
+        name.has_dtype(view.dtype(), &[DType::I32])?;
+        name.has_shape(&view, &[self.rows], "[N]")?;
+        self.sources = Memory::Callers(name.address(&view, device)?);
+        Ok(())
     }
 
     /// Where the token of each row stands.
     pub(crate) fn sources(&self) -> u64 {
-        self.sources.pointer().0
+        self.sources.address()
     }
+}
+
+/// Where a handle keeps what it has on the GPU.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "it is made for one call, and not kept")]
+pub enum HandleMemory<'a> {
+    /// In memory of the instance, which goes back to it with the handle.
+    Own,
+    /// In the caller's, i32: the words, and the token of each row, `[N]`, if `N` is known (the capacity).
+    /// What is known later comes by [`CudaHandle::keep_sources_in`].
+    Callers {
+        /// As many words as [`HandleWords::total`] says.
+        words: TensorViewMut<'a>,
+        /// `[N]`
+        sources: Option<TensorViewMut<'a>>,
+    },
 }
 
 impl CudaMoe {
@@ -161,7 +281,7 @@ impl CudaMoe {
         if config.num_sms == 0 {
             return Err(refused("CudaMoe::new", "0 multiprocessors; a call needs one for each peer".into()));
         }
-        let tenant = Tenant::new(comm, context, config.region_bytes)?;
+        let tenant = Tenant::with_region(comm, context, Tenant::LEAST_STAGING_BYTES, config.region_bytes)?;
         if config.num_sms > tenant.multiprocessors() {
             let problem =
                 format!("{} multiprocessors; kernels may use {}", config.num_sms, tenant.multiprocessors());
@@ -169,11 +289,12 @@ impl CudaMoe {
         }
         tenant.load_together(comm, Counting)?;
         tenant.load_together(comm, Notifying)?;
-        tenant.load_together(comm, Moving::new(comm.world_size()))?;
+        tenant.load_together(comm, Moving { staging: staging(&tenant) })?;
         let words = comm.world_size() * (2 + comm.world_size()) + MAX_LOCAL_EXPERTS;
         Ok(Self {
             tenant,
-            num_sms: config.num_sms,
+            region_bytes: config.region_bytes,
+            num_sms: Cell::new(config.num_sms),
             token: Arc::new(()),
             handles: Cell::new(0),
             result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4).map_err(device)?),
@@ -246,23 +367,137 @@ impl CudaMoe {
         };
         let signature = Signature::new(Operation::Dispatch);
         // SAFETY: the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(Counting, &signature, Extent::whole(Blocks::All), call, stream) }
+        unsafe { self.launch(Counting, &signature, Blocks::All, call, stream) }
     }
 
-    /// As [`Moe::notify`](crate::Moe::notify), with a routing on the GPU. It waits for the counts of all ranks, and so cannot be
-    /// captured.
+    /// The context of this rank's GPU.
+    pub fn context(&self) -> &Context {
+        self.tenant.context()
+    }
+
+    /// From now on a call uses so many multiprocessors, at most, of those that there are.
+    pub fn set_num_sms(&self, num_sms: u32) {
+        self.num_sms.set(num_sms.max(1));
+    }
+
+    /// As [`Moe::notify`](crate::Moe::notify), with a routing on the GPU.
+    ///
+    /// Without a capacity it waits for the counts of all ranks, and so cannot be captured. With one it waits for nothing, and may
+    /// be: what is captured uses the handle's memory as long as the graph lives.
     ///
     /// # Errors
-    /// As there; [`MoeError::Refused`] for a stream that is being captured.
+    /// As there; [`MoeError::Captured`] for a stream that is being captured, without a capacity.
     ///
     /// # Safety
-    /// The routing is not written before this returns.
-    pub unsafe fn notify(&self, routing: &Routing<'_>, stream: StreamRef<'_>) -> Result<CudaHandle> {
-        if stream.is_capturing().map_err(device)? {
-            let problem = "the blocking form waits for the counts, and cannot be captured: capture calls along its handle";
-            return Err(refused("dispatch", problem.into()));
+    /// The routing is not written until the stream has passed this call. The caller's memory, if it is that, is nobody else's as
+    /// long as the handle is used, or a graph that has its calls.
+    pub unsafe fn notify(
+        &self,
+        routing: &Routing<'_>,
+        memory: HandleMemory<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<CudaHandle> {
+        if routing.capacity.is_none() && stream.is_capturing().map_err(device)? {
+            let problem = "without a capacity it waits for the counts, and cannot be captured: pass a capacity \
+                           (num_worst_tokens), or capture calls along a handle";
+            return Err(MoeError::Captured { call: "dispatch", problem });
         }
-        let plan = self.exchange_counts(routing, stream)?;
+        let tokens = check_routing(routing, self.world_size())?;
+        let (plan, sources) = self.memory(routing, tokens, memory)?;
+        self.exchange_counts(routing, &plan, stream)?;
+        let arrived = match routing.capacity {
+            Some(_) => None,
+            None => Some(self.wait_for_counts(plan.words.local, stream)?),
+        };
+        let rows = match (&arrived, routing.capacity) {
+            (Some(Arrived { traffic, .. }), _) => traffic.kept_at(traffic.rank),
+            (None, capacity) => capacity.unwrap_or(0),
+        };
+        let sources = match sources {
+            Some(sources) => sources,
+            None => Memory::Pooled(self.pool.take(rows * 4).map_err(device)?),
+        };
+        self.handles.set(self.handles.get().wrapping_add(1).max(1));
+        Ok(CudaHandle {
+            owner: self.token.clone(),
+            number: self.handles.get(),
+            num_experts: routing.num_experts,
+            top_k: routing.top_k,
+            rows,
+            arrived,
+            plan,
+            sources,
+            has_rows: AtomicU32::new(0),
+        })
+    }
+
+    /// The handle of a dispatch, of so many choices for each token, that left its words and sources in these tensors.
+    ///
+    /// # Errors
+    /// [`MoeError`] for tensors of other dtypes, shapes or devices.
+    ///
+    /// # Safety
+    /// Such a dispatch along a handle of this instance did, of so many experts, and nobody has written them since. They live as
+    /// long as the handle is used, or a graph that has its calls.
+    pub unsafe fn handle_of(
+        &self,
+        (words, sources): (&TensorView<'_>, &TensorView<'_>),
+        [num_experts, tokens, top_k]: [usize; 3],
+    ) -> Result<CudaHandle> {
+        let name = |which| Name { call: "combine", which };
+        let layout = HandleWords::new(self.world_size(), num_experts, tokens);
+        let rows = sources.numel();
+        for (which, view, count) in [("routes", words, layout.total()), ("sources", sources, rows)] {
+            name(which).has_dtype(view.dtype(), &[DType::I32])?;
+            name(which).has_shape(view, &[count], "[N]")?;
+        }
+        let plan =
+            Plan { memory: Memory::Callers(name("routes").address(words, self.device())?), words: layout };
+        Ok(CudaHandle {
+            owner: self.token.clone(),
+            number: 0,
+            num_experts,
+            top_k,
+            rows,
+            arrived: None,
+            plan,
+            sources: Memory::Callers(name("sources").address(sources, self.device())?),
+            has_rows: AtomicU32::new(1),
+        })
+    }
+
+    /// The memory of a handle: its words, and if they are there the sources.
+    fn memory(
+        &self,
+        routing: &Routing<'_>,
+        tokens: usize,
+        memory: HandleMemory<'_>,
+    ) -> Result<(Plan, Option<Memory>)> {
+        let words = HandleWords::new(self.world_size(), routing.num_experts, tokens);
+        let name = |which| Name { call: "dispatch", which };
+        let callers = |which, view: &TensorView<'_>, count: usize| {
+            name(which).has_dtype(view.dtype(), &[DType::I32])?;
+            name(which).has_shape(view, &[count], "[N]")?;
+            Ok::<_, MoeError>(Memory::Callers(name(which).address(view, self.device())?))
+        };
+        match memory {
+            HandleMemory::Own => {
+                let memory = Memory::Pooled(self.pool.take(words.total() * 4).map_err(device)?);
+                Ok((Plan { memory, words }, None))
+            }
+            HandleMemory::Callers { words: callers_words, sources } => {
+                let memory = callers("handle's words", &callers_words.as_view(), words.total())?;
+                let sources = match (sources, routing.capacity) {
+                    (Some(sources), Some(rows)) => Some(callers("sources", &sources.as_view(), rows)?),
+                    _ => None,
+                };
+                Ok((Plan { memory, words }, sources))
+            }
+        }
+    }
+
+    /// Waits for what Notify found.
+    fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
         self.arrived.record(stream).map_err(device)?;
         // The kernel ends by the communicator's deadline.
         while !self.arrived.is_passed().map_err(device)? {
@@ -278,28 +513,14 @@ impl CudaMoe {
             rank,
             world_size,
             tokens: (0..world_size).map(|from| said(from, 0)).collect(),
-            capacity: (0..world_size).map(|from| Some(said(from, 1))).collect(),
+            capacity: vec![None; world_size],
             routed: (0..world_size)
                 .flat_map(|from| (0..world_size).map(move |to| (from, to)))
                 .map(|(from, to)| said(from, 2 + to))
                 .collect(),
         };
-        let local = routing.num_experts / world_size;
-        let sources = self.pool.take(traffic.kept_at(rank) * 4).map_err(device)?;
-        self.handles.set(self.handles.get().wrapping_add(1).max(1));
-        Ok(CudaHandle {
-            owner: self.token.clone(),
-            number: self.handles.get(),
-            num_experts: routing.num_experts,
-            top_k: routing.top_k,
-            tokens_per_expert: (0..local)
-                .map(|expert| word(world_size * (2 + world_size) + expert))
-                .collect(),
-            plan,
-            sources,
-            traffic,
-            has_rows: Cell::new(false),
-        })
+        let chosen = (0..local).map(|expert| word(world_size * (2 + world_size) + expert));
+        Ok(Arrived { tokens_per_expert: chosen.collect(), traffic })
     }
 
     /// As [`Moe::dispatch`](crate::Moe::dispatch), in the order of the stream. It waits for nothing, and may be captured.
@@ -317,7 +538,7 @@ impl CudaMoe {
     ) -> Result<()> {
         self.knows(handle, "dispatch")?;
         self.move_rows(handle, &call, stream)?;
-        handle.has_rows.set(true);
+        handle.has_rows.store(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -336,7 +557,7 @@ impl CudaMoe {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         self.knows(handle, "combine")?;
-        if !handle.has_rows.get() {
+        if handle.has_rows.load(Ordering::Relaxed) == 0 {
             return Err(MoeError::Handle {
                 call: "combine",
                 problem: "one along which nothing was dispatched yet",
@@ -352,17 +573,35 @@ impl CudaMoe {
         }
     }
 
-    pub(crate) fn plan(&self, tokens: usize) -> Result<Plan> {
-        let world_size = self.world_size();
-        let memory = self.pool.take(Plan::words(world_size, tokens) * 4).map_err(device)?;
-        Ok(Plan { memory, world_size, tokens })
-    }
-
     pub(crate) fn result_pointer(&self) -> u64 {
         self.result.pointer().0
     }
 
-    /// Launches the kernel of a family that has one, in pieces that fit a lane.
+    /// How rows pass through a multiprocessor of this GPU.
+    pub(crate) fn staging(&self) -> Staging {
+        staging(&self.tenant)
+    }
+
+    /// Bytes of the region of each rank.
+    pub(crate) fn region_bytes(&self) -> usize {
+        self.region_bytes
+    }
+
+    pub(crate) fn region_at(&self) -> u64 {
+        self.tenant.region_at()
+    }
+
+    /// Bytes for the rows of a peer.
+    pub(crate) fn region_lane_bytes(&self) -> usize {
+        self.region_bytes() / PARTS / (self.world_size() - 1) / VECTOR * VECTOR
+    }
+
+    /// How many flags a lane of a slot has room for.
+    pub(crate) fn flags(&self) -> usize {
+        self.tenant.lane_bytes() / 4
+    }
+
+    /// Launches the kernel of a family that has one.
     ///
     /// # Safety
     /// As [`Tenant::run`], but for the stream.
@@ -370,53 +609,24 @@ impl CudaMoe {
         &self,
         family: F,
         signature: &Signature,
-        extent: Extent,
+        blocks: Blocks,
         arguments: F::Arguments,
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let loaded = self.tenant.ready(family, stream)?;
-        let Extent { records, chunks, blocks } = extent;
-        let (needed, lane) = (chunks * CHUNK_BYTES, self.tenant.lane_bytes());
-        if needed > lane {
-            let problem =
-                format!("a row takes {needed} bytes, a lane of the region has {lane} (raise region_bytes)");
-            return Err(refused(signature.operation.name(), problem));
-        }
-        let peers = self.world_size() as u32 - 1;
-        let available = self.num_sms.min(self.tenant.multiprocessors_here());
-        let pieces = Pieces { total: records.max(1), most: lane / needed, unit: 1 };
-        let launch = |start: usize, len: usize, channels: usize| {
-            let blocks = match blocks {
-                Blocks::One => 1,
-                Blocks::All => available.max(1),
-                Blocks::ForEachPeer => (available / channels as u32 / peers).max(1) * peers,
-            };
-            Launch {
-                kernel: F::Kernel::ALL[0],
-                grid: Grid::Exact { config: LaunchConfig::new(blocks, family.threads()), is_small: false },
-                work: Work { count: len, root: start, ..Work::new(*signature) },
-                arguments,
-            }
+        let blocks = match blocks {
+            Blocks::One => 1,
+            Blocks::All => self.num_sms.get().min(self.tenant.multiprocessors_here()).max(1),
+        };
+        let config = LaunchConfig::new(blocks, family.threads()).shared_bytes(family.shared_bytes());
+        let launch = |_, _, _| Launch {
+            kernel: F::Kernel::ALL[0],
+            grid: Grid::Exact { config, is_small: false },
+            work: Work::new(*signature),
+            arguments,
         };
         // SAFETY: passed on; a grid has at most a block for each multiprocessor, of which two run at once.
-        Ok(unsafe { self.tenant.run(&loaded, pieces, stream, launch) }?)
-    }
-}
-
-/// How much a call moves, and by how many blocks.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Extent {
-    /// Records between a pair of ranks, at most.
-    pub(crate) records: usize,
-    /// Chunks of 31 vectors of each.
-    pub(crate) chunks: usize,
-    pub(crate) blocks: Blocks,
-}
-
-impl Extent {
-    /// Of a call that is one piece, however large.
-    pub(crate) fn whole(blocks: Blocks) -> Self {
-        Self { records: 1, chunks: 1, blocks }
+        Ok(unsafe { self.tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }?)
     }
 }
 
@@ -425,8 +635,16 @@ impl Extent {
 pub(crate) enum Blocks {
     One,
     All,
-    /// The same number for each peer.
-    ForEachPeer,
+}
+
+/// Clusters came with bulk copies.
+fn staging(tenant: &Tenant) -> Staging {
+    if tenant.has_clusters() { Staging::Bulk } else { Staging::Registers }
+}
+
+/// What went wrong on the GPU, before there is an instance.
+pub fn failed(error: CudaError) -> MoeError {
+    device(error).into()
 }
 
 fn device(error: CudaError) -> FabricError {

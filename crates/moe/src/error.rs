@@ -68,6 +68,14 @@ pub enum MoeError {
         /// What is wrong, with the numbers.
         problem: String,
     },
+    /// A call that waits, in a stream that is being captured.
+    #[error("{call}: {problem}")]
+    Captured {
+        /// The call.
+        call: &'static str,
+        /// What it would wait for, and what may be captured instead.
+        problem: &'static str,
+    },
     /// A handle of another instance, or one along which no rows were dispatched yet.
     #[error("{call}: the handle is {problem}")]
     Handle {

@@ -5,6 +5,8 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use crate::layout::MAX_TOP_K;
+
 /// The routes of rows between ranks, made by [`Moe::notify`](crate::Moe::notify) and used by any number of dispatches and combines.
 #[derive(Debug, Clone)]
 pub struct Handle {
@@ -120,7 +122,88 @@ pub(crate) fn ranks(mut bits: u32) -> impl Iterator<Item = usize> {
     })
 }
 
+/// How many words [`Handle::to_words`] gives for so many ranks, experts of all of them, tokens of this rank, and rows.
+pub fn handle_words(world_size: usize, num_experts: usize, tokens: usize, rows: usize) -> usize {
+    HEAD_WORDS + world_size * (2 + world_size) + num_experts / world_size.max(1) + tokens + 2 * rows
+}
+
+/// The choices per token.
+const HEAD_WORDS: usize = 1;
+
 impl Handle {
+    /// All that there is to a handle along which rows have been dispatched, for those who can keep tensors only: but for its number,
+    /// so that the same dispatch gives the same words.
+    pub fn to_words(&self) -> Vec<u32> {
+        let Traffic { tokens, capacity, routed, .. } = &self.traffic;
+        let mut words = vec![self.top_k as u32];
+        words.extend(tokens.iter().map(|&tokens| tokens as u32));
+        words.extend(capacity.iter().map(|rows| rows.map_or(u32::MAX, |rows| rows as u32)));
+        words.extend(routed.iter().chain(&self.tokens_per_expert).map(|&count| count as u32));
+        words.extend(self.tokens.iter().map(|token| token.routed));
+        let rows = self.sources.get().into_iter().flatten().flat_map(|source| [source.token, source.slot]);
+        words.extend(rows.chain(std::iter::repeat(u32::MAX)).take(2 * self.rows()));
+        words
+    }
+
+    /// What [`to_words`](Self::to_words) gave words of.
+    pub(crate) fn from_words(
+        words: &[u32],
+        owner: &Arc<()>,
+        (rank, world_size): (usize, usize),
+        num_experts: usize,
+    ) -> Option<Self> {
+        let (head, rest) = words.split_at_checked(HEAD_WORDS)?;
+        let sizes = |words: &[u32]| words.iter().map(|&word| word as usize).collect::<Vec<_>>();
+        let (tokens, rest) = rest.split_at_checked(world_size)?;
+        let (capacity, rest) = rest.split_at_checked(world_size)?;
+        let (routed, rest) = rest.split_at_checked(world_size * world_size)?;
+        let (tokens_per_expert, rest) = rest.split_at_checked(num_experts / world_size)?;
+        let (bits, rows) = rest.split_at_checked(tokens[rank] as usize)?;
+        let traffic = Traffic {
+            rank,
+            world_size,
+            tokens: sizes(tokens),
+            capacity: capacity.iter().map(|&rows| (rows != u32::MAX).then_some(rows as usize)).collect(),
+            routed: sizes(routed),
+        };
+        // The sums of what cannot be are not computed.
+        let are_small = words[HEAD_WORDS..][..world_size * (2 + world_size)]
+            .iter()
+            .all(|&n| n >> 31 == 0 || n == u32::MAX);
+        let of_token = |to: usize| bits.iter().filter(|&&bits| bits >> to & 1 != 0).count();
+        let is_routed = (0..world_size).all(|to| of_token(to) == traffic.routed(rank, to));
+        let is_plausible = are_small
+            && is_routed
+            && bits.iter().all(|&bits| bits >> world_size == 0)
+            && head[0] as usize <= MAX_TOP_K
+            && traffic.routed.iter().all(|&rows| rows <= i32::MAX as usize);
+        if !is_plausible
+            || rows.len() != 2 * traffic.capacity[rank].unwrap_or_else(|| traffic.routed_to(rank))
+        {
+            return None;
+        }
+        let sources: Vec<Source> = rows
+            .chunks_exact(2)
+            .take(traffic.kept_at(rank))
+            .map(|row| Source { token: row[0], slot: row[1] })
+            .collect();
+        // Rows are written where these say.
+        let is_in_place = (0..world_size).filter(|&from| from != rank).all(|from| {
+            let slots = traffic.returning_to(from);
+            sources[traffic.block(from, rank)].iter().all(|source| (source.slot as usize) < slots)
+        });
+        is_in_place.then(|| Self {
+            owner: owner.clone(),
+            number: 0,
+            num_experts,
+            top_k: head[0] as usize,
+            tokens: traffic.place(bits.iter().copied()),
+            traffic,
+            tokens_per_expert: sizes(tokens_per_expert),
+            sources: OnceLock::from(sources),
+        })
+    }
+
     pub(crate) fn is_of(&self, owner: &Arc<()>) -> bool {
         Arc::ptr_eq(&self.owner, owner)
     }

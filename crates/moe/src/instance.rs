@@ -112,6 +112,21 @@ impl Moe {
         normal::combine(self, comm, handle, call)
     }
 
+    /// The handle that [`Handle::to_words`] gave words of, on this rank, of this instance.
+    ///
+    /// # Errors
+    /// [`MoeError::Handle`] for words that are none of it.
+    pub fn handle_from_words(
+        &self,
+        comm: &Communicator,
+        num_experts: usize,
+        words: &[u32],
+    ) -> Result<Handle> {
+        let place = (comm.rank(), comm.world_size());
+        Handle::from_words(words, &self.token, place, num_experts)
+            .ok_or(MoeError::Handle { call: "combine", problem: "made of words that are none's" })
+    }
+
     /// Moves few tokens, at most [`max_tokens`](LowLatencyDispatch::max_tokens) of each rank, to the slots of the experts that they
     /// choose; see [`low_latency`]. The handle is for their combine.
     ///

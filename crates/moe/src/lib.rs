@@ -66,7 +66,7 @@ mod region;
 mod tensors;
 
 pub use error::{MoeError, Result};
-pub use handle::Handle;
+pub use handle::{Handle, handle_words};
 pub use instance::{Moe, MoeConfig};
 pub use layout::{Layout, layout};
 pub use low_latency::{

@@ -7,7 +7,7 @@ use antiphon_tensor::DType;
 
 use crate::{
     layout::cuda::Counting,
-    normal::cuda::{Moving, Notifying, Summing},
+    normal::cuda::{Moving, Notifying, Staging, Summing},
 };
 
 const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
@@ -16,15 +16,20 @@ const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_
 struct Variant {
     name: String,
     kernel: &'static str,
-    program: Box<dyn Fn(Architecture) -> Program>,
+    program: Program,
     rules: Rules<'static>,
 }
 
-fn variant<F: Family>(family: F, world_size: usize, needed: &'static [&'static str]) -> Variant {
+fn variant<F: Family>(
+    family: F,
+    world_size: usize,
+    architecture: Architecture,
+    needed: &'static [&'static str],
+) -> Variant {
     Variant {
-        name: format!("{family:?} for {world_size} ranks"),
+        name: format!("{family:?} for {world_size} ranks on {architecture}"),
         kernel: F::Kernel::ALL[0].name(),
-        program: Box::new(move |architecture| program(&family, architecture, world_size)),
+        program: program(&family, architecture, world_size),
         // Twice the blocks fit a multiprocessor that a grid may have there. Sums are rounded one by one.
         rules: Rules {
             registers: 65536 / (2 * family.most_blocks(world_size) * family.threads()) / 8 * 8,
@@ -35,18 +40,23 @@ fn variant<F: Family>(family: F, world_size: usize, needed: &'static [&'static s
     }
 }
 
-fn variants() -> Vec<Variant> {
-    // Vectors come and go whole, and past every cache.
+fn variants(architecture: Architecture) -> Vec<Variant> {
+    // Vectors come and go whole, and past every cache; or in bulk.
     const SLOTS: &[&str] = &["LDG.128.STRONG.SYS", "STG.128.STRONG.SYS"];
+    let (staging, rows): (_, &[&str]) = match architecture == Architecture::SM_80 {
+        true => (Staging::Registers, &["LDG.128.STRONG.SYS", "STG.128"]),
+        false => (Staging::Bulk, &["UBLKCP"]),
+    };
     let mut variants = Vec::new();
     for world_size in [2, 4, MAX_WORLD] {
-        variants.push(variant(Counting, world_size, &[]));
-        variants.push(variant(Notifying, world_size, SLOTS));
-        variants.push(variant(Moving::new(world_size), world_size, SLOTS));
-        variants.push(variant(Summing::new(DType::BF16, world_size).unwrap(), world_size, SLOTS));
+        variants.push(variant(Counting, world_size, architecture, &[]));
+        variants.push(variant(Notifying, world_size, architecture, SLOTS));
+        variants.push(variant(Moving { staging }, world_size, architecture, rows));
+        let summing = Summing::new(DType::BF16, staging, world_size).unwrap();
+        variants.push(variant(summing, world_size, architecture, rows));
     }
     for dtype in [DType::F32, DType::F16] {
-        variants.push(variant(Summing::new(dtype, 4).unwrap(), 4, SLOTS));
+        variants.push(variant(Summing::new(dtype, staging, 4).unwrap(), 4, architecture, rows));
     }
     variants
 }
@@ -63,20 +73,20 @@ fn every_kernel_is_compiled_to_what_was_meant() {
     }
     let mut wrong = Vec::new();
     for architecture in ARCHITECTURES {
-        let variants = variants();
+        let variants = variants(architecture);
         let mut cubins = Vec::new();
         for Variant { name, program, .. } in &variants {
-            let compiled = nvrtc.compile(&program(architecture));
-            let compiled = compiled.unwrap_or_else(|error| panic!("{name} on {architecture}: {error}"));
+            let compiled = nvrtc.compile(program);
+            let compiled = compiled.unwrap_or_else(|error| panic!("{name}: {error}"));
             if !compiled.log.is_empty() {
-                wrong.push(format!("{name} on {architecture}: {}", compiled.log));
+                wrong.push(format!("{name}: {}", compiled.log));
             }
             cubins.push(compiled.cubin);
         }
         let Ok(disassembler) = &disassembler else { continue };
         for (variant, code) in variants.iter().zip(disassembler.read(&cubins).unwrap()) {
             let found = code.kernel(variant.kernel).unwrap().broken(&variant.rules);
-            wrong.extend(found.iter().map(|what| format!("{} on {architecture}: {what}", variant.name)));
+            wrong.extend(found.iter().map(|what| format!("{}: {what}", variant.name)));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use antiphon_device::cuda::{Context, CudaError, DeviceMemory, DevicePointer};
+use antiphon_device::cuda::{Context, CudaError, DeviceMemory, DevicePointer, relaxed};
 use antiphon_fabric::gpu::UntilIdle;
 
 /// Memory that no handle has. Calls of one tenant come one after the other, so what a handle gave back may be written by the
@@ -32,7 +32,9 @@ impl Pool {
             let index = free.iter().position(|memory| memory.len() == size);
             index.map(|index| free.swap_remove(index))
         };
-        let memory = found.map_or_else(|| DeviceMemory::allocate(&self.context, size), Ok)?;
+        // So that a graph may have the call that takes it.
+        let allocate = || relaxed(|| DeviceMemory::allocate(&self.context, size))?;
+        let memory = found.map_or_else(allocate, Ok)?;
         Ok(Pooled { memory: Some(memory), pool: self.clone() })
     }
 }

@@ -59,7 +59,7 @@ impl From<MoeError> for Error {
         Self(match error {
             MoeError::Fabric(error) => return error.into(),
             MoeError::DType { .. } => PyTypeError::new_err(text),
-            MoeError::Instances { .. } => PyRuntimeError::new_err(text),
+            MoeError::Instances { .. } | MoeError::Captured { .. } => PyRuntimeError::new_err(text),
             _ => PyValueError::new_err(text),
         })
     }

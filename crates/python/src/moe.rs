@@ -3,13 +3,17 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use antiphon::{
+    device::cuda::StreamRef,
     fabric::Queue,
-    moe::{self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens},
+    moe::{
+        self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
+        cuda::{CudaHandle, CudaMoe, CudaMoeConfig, HandleMemory},
+    },
     prelude::{DType, TensorView, TensorViewMut},
-    tensor::TensorError,
+    tensor::{Device, TensorError},
 };
 use pyo3::{
-    exceptions::{PyRuntimeError, PyValueError},
+    exceptions::{PyRuntimeError, PyTypeError, PyValueError},
     prelude::*,
     types::PyBytes,
 };
@@ -17,6 +21,7 @@ use pyo3::{
 use crate::{
     arguments::{Given, overlap},
     communicator::Communicator,
+    cuda::{ordinal, primary, stream_or_current},
     error::Result,
     fork::Process,
     interrupt,
@@ -28,6 +33,9 @@ use crate::{
 pub(crate) struct Moe {
     /// Absent when closed.
     moe: Mutex<Option<moe::Moe>>,
+    /// Those of the GPUs that were used; one, as a rule.
+    gpus: Mutex<Vec<CudaMoe>>,
+    num_sms: Mutex<u32>,
     queue: Weak<Queue>,
     process: Process,
     world_size: usize,
@@ -36,7 +44,36 @@ pub(crate) struct Moe {
 
 #[doc = stub!("MoeHandle")]
 #[pyclass(frozen, module = "antiphon")]
-pub(crate) struct MoeHandle(moe::Handle);
+pub(crate) struct MoeHandle(Routes);
+
+/// The routes of rows, on the host or between GPUs.
+enum Routes {
+    Host(moe::Handle),
+    Cuda(Mutex<CudaHandle>),
+}
+
+impl Routes {
+    fn host(&self, call: &str) -> Result<&moe::Handle> {
+        match self {
+            Self::Host(handle) => Ok(handle),
+            Self::Cuda(_) => Err(elsewhere(call, "a GPU", "the host")),
+        }
+    }
+
+    fn cuda(&self, call: &str) -> Result<MutexGuard<'_, CudaHandle>> {
+        match self {
+            Self::Cuda(handle) => Ok(handle.lock().unwrap_or_else(PoisonError::into_inner)),
+            Self::Host(_) => Err(elsewhere(call, "the host", "a GPU")),
+        }
+    }
+}
+
+fn elsewhere(call: &str, handle: &str, tensors: &str) -> crate::error::Error {
+    PyTypeError::new_err(format!(
+        "{call}: the handle is of a dispatch on {handle}, the tensors are on {tensors}"
+    ))
+    .into()
+}
 
 /// An array of a call with its name.
 struct Array {
@@ -107,6 +144,35 @@ impl Moe {
         self.moe.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Puts a call into the current stream of a GPU. The first call on it brings the ranks' GPUs together.
+    fn run_cuda<T: Send>(
+        &self,
+        py: Python<'_>,
+        device: u32,
+        call: impl FnOnce(&CudaMoe, StreamRef<'_>) -> Result<T, MoeError> + Send,
+    ) -> Result<T> {
+        self.process.check(|| "Moe".to_owned())?;
+        let closed = || PyRuntimeError::new_err("this Moe or its communicator is closed");
+        let queue = self.queue.upgrade().ok_or_else(closed)?;
+        let stream = stream_or_current(py, device, None)?;
+        let num_sms = *self.num_sms.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
+        let serves = |moe: &&CudaMoe| moe.device() == Device::Cuda(device);
+        let outcome = interrupt::detached(py, || -> Result<_, MoeError> {
+            if !lock().iter().any(|moe| serves(&moe)) {
+                let context = primary(device).map_err(moe::cuda::failed)?;
+                let made = queue.run(|comm| CudaMoe::new(comm, &context, CudaMoeConfig::default()))?;
+                lock().push(made);
+            }
+            let gpus = lock();
+            let Some(moe) = gpus.iter().find(serves) else { return Ok(None) };
+            moe.set_num_sms(num_sms);
+            // SAFETY: the stream is that of the library whose tensors are used, and so of the device.
+            call(moe, unsafe { moe.context().borrow_stream(stream) }).map(Some)
+        })?;
+        Ok(outcome.ok_or_else(closed)?)
+    }
+
     /// Waits for a call in the order of the communicator's.
     fn run<T: Send>(
         &self,
@@ -138,6 +204,8 @@ impl Moe {
         Ok(Self {
             region_bytes: moe.region_bytes(),
             moe: Mutex::new(Some(moe)),
+            gpus: Mutex::default(),
+            num_sms: Mutex::new(CudaMoeConfig::default().num_sms),
             world_size: queue.messenger().world_size(),
             queue: Arc::downgrade(&queue),
             process: Process::current(),
@@ -149,6 +217,89 @@ impl Moe {
         self.region_bytes
     }
 
+    #[doc = stub!("Moe.num_sms")]
+    #[getter]
+    fn num_sms(&self) -> u32 {
+        *self.num_sms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[setter]
+    fn set_num_sms(&self, num_sms: u32) -> Result<()> {
+        if num_sms == 0 {
+            return Err(PyValueError::new_err("num_sms must be above 0").into());
+        }
+        *self.num_sms.lock().unwrap_or_else(PoisonError::into_inner) = num_sms;
+        Ok(())
+    }
+
+    #[doc = stub!("Moe.handle_words")]
+    #[staticmethod]
+    #[pyo3(signature = (world_size, num_experts, num_tokens))]
+    fn handle_words(
+        world_size: usize,
+        num_experts: usize,
+        num_tokens: usize,
+    ) -> Vec<(&'static str, usize, usize)> {
+        let words = moe::cuda::HandleWords::new(world_size, num_experts, num_tokens);
+        let named = [
+            ("rank_prefix_matrix", words.rank_prefix_matrix()),
+            ("routed_to_each", words.routed_to_each()),
+            ("overflow", words.overflow()),
+            ("tokens_per_expert", words.tokens_per_expert()),
+            ("send_head", words.send_head()),
+            ("all", 0..words.total()),
+        ];
+        named.map(|(name, range)| (name, range.start, range.end)).to_vec()
+    }
+
+    #[doc = stub!("Moe.host_words")]
+    #[staticmethod]
+    #[pyo3(signature = (world_size, num_experts, num_tokens, rows))]
+    fn host_words(world_size: usize, num_experts: usize, num_tokens: usize, rows: usize) -> usize {
+        moe::handle_words(world_size, num_experts, num_tokens, rows)
+    }
+
+    #[doc = stub!("Moe.handle_of")]
+    #[pyo3(signature = (words, num_experts, *, num_tokens = 0, top_k = 0, sources = None))]
+    fn handle_of(
+        &self,
+        py: Python<'_>,
+        words: &Bound<'_, PyAny>,
+        num_experts: usize,
+        num_tokens: usize,
+        top_k: usize,
+        sources: Given<'_, '_>,
+    ) -> Result<MoeHandle> {
+        let words = Array::read(words, "routes")?;
+        // SAFETY: the arrays live until this returns, and those on a GPU as long as the handle; nobody writes them.
+        let words = unsafe { words.view() }?;
+        let Some(device) = ordinal(words.device()) else {
+            let bytes = words.as_bytes()?;
+            let words: Vec<u32> = bytes
+                .chunks_exact(4)
+                .map(|word| u32::from_ne_bytes([word[0], word[1], word[2], word[3]]))
+                .collect();
+            let handle = self.run(py, |moe, comm| moe.handle_from_words(comm, num_experts, &words))?;
+            return Ok(MoeHandle(Routes::Host(handle)));
+        };
+        let Some(sources) = Array::given(sources, "sources", Array::read)? else {
+            return Err(PyValueError::new_err("combine: routes on a GPU need the sources").into());
+        };
+        // SAFETY: as above.
+        let sources = unsafe { sources.view() }?;
+        let sizes = [num_experts, num_tokens, top_k];
+        // SAFETY: that they are what a dispatch has left is the caller's to see to.
+        let handle =
+            self.run_cuda(py, device, |moe, _| unsafe { moe.handle_of((&words, &sources), sizes) })?;
+        Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
+    }
+
+    #[doc = stub!("Moe.check")]
+    fn check(&self) -> Result<()> {
+        let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(gpus.iter().try_for_each(CudaMoe::check)?)
+    }
+
     #[getter]
     fn closed(&self) -> bool {
         self.lock().is_none()
@@ -158,6 +309,7 @@ impl Moe {
     fn close(&self, py: Python<'_>) -> Result<()> {
         let (Some(queue), true) = (self.queue.upgrade(), self.process.is_current()) else { return Ok(()) };
         let closed = interrupt::detached(py, || {
+            drop(std::mem::take(&mut *self.gpus.lock().unwrap_or_else(PoisonError::into_inner)));
             queue.run(|comm| self.lock().take().map_or(Ok(()), |moe| moe.close(comm)))
         });
         Ok(closed?)
@@ -177,6 +329,19 @@ impl Moe {
         let ids = Array::read(ids, "ids")?;
         // SAFETY: the array lives until this returns; that nobody writes it meanwhile is the caller's to see to.
         let view = unsafe { ids.view() }?;
+        if let Some(device) = ordinal(view.device()) {
+            let per_rank = Array::write(tokens_per_rank, "tokens_per_rank")?;
+            let per_expert = Array::write(tokens_per_expert, "tokens_per_expert")?;
+            let in_rank = Array::write(is_token_in_rank, "is_token_in_rank")?;
+            // SAFETY: the arrays may be written; in the order of the stream, as the caller's library uses them.
+            let outputs = unsafe { [per_rank.view_mut()?, per_expert.view_mut()?, in_rank.view_mut()?] };
+            let [mut per_rank, mut per_expert, mut in_rank] = outputs;
+            return self.run_cuda(py, device, |moe, stream| {
+                let outputs = [&mut per_rank, &mut per_expert, &mut in_rank];
+                // SAFETY: as above.
+                unsafe { moe.layout(&view, outputs, stream) }
+            });
+        }
         let layout = py.detach(|| moe::layout(&view, num_experts, self.world_size))?;
         let bytes = |counts: &[i32]| counts.iter().flat_map(|count| count.to_ne_bytes()).collect::<Vec<_>>();
         let outputs = [
@@ -203,8 +368,8 @@ impl Moe {
     }
 
     #[doc = stub!("Moe.notify")]
-    #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, *, top_k = 0, scales = None, capacity = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last three")]
+    #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, *, top_k = 0, scales = None, capacity = None, words = None, sources = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last five")]
     fn notify(
         &self,
         py: Python<'_>,
@@ -214,6 +379,8 @@ impl Moe {
         top_k: usize,
         scales: Given<'_, '_>,
         capacity: Option<usize>,
+        words: Given<'_, '_>,
+        sources: Given<'_, '_>,
     ) -> Result<MoeHandle> {
         let (x, scales) = (Array::read(x, "x")?, Array::given(scales, "scales", Array::read)?);
         let in_rank = Array::read(is_token_in_rank, "is_token_in_rank")?;
@@ -232,7 +399,24 @@ impl Moe {
             format: RowFormat { hidden, dtype: x.dtype(), scales: scales.map(|scales| scales.dtype()) },
             capacity,
         };
-        Ok(MoeHandle(self.run(py, |moe, comm| moe.notify(comm, &routing))?))
+        let Some(device) = ordinal(routing.is_token_in_rank.device()) else {
+            return Ok(MoeHandle(Routes::Host(self.run(py, |moe, comm| moe.notify(comm, &routing))?)));
+        };
+        let words = Array::given(words, "words", Array::write)?;
+        let sources = Array::given(sources, "sources", Array::write)?;
+        // SAFETY: the caller keeps these arrays as long as the handle.
+        let write = |array: &Array| unsafe { array.view_mut() };
+        let memory = match &words {
+            None => HandleMemory::Own,
+            Some(words) => HandleMemory::Callers {
+                words: write(words)?,
+                sources: sources.as_ref().map(write).transpose()?,
+            },
+        };
+        // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+        let handle =
+            self.run_cuda(py, device, |moe, stream| unsafe { moe.notify(&routing, memory, stream) })?;
+        Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
     }
 
     #[doc = stub!("Moe.dispatch")]
@@ -288,7 +472,13 @@ impl Moe {
                     .map(|(ids, weights)| Choices { ids, weights }),
             },
         };
-        self.run(py, |moe, comm| moe.dispatch(comm, &handle.0, call))
+        if let Some(device) = ordinal(call.tokens.x.device()) {
+            let handle = handle.0.cuda("dispatch")?;
+            // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+            return self.run_cuda(py, device, |moe, stream| unsafe { moe.dispatch(&handle, call, stream) });
+        }
+        let handle = handle.0.host("dispatch")?;
+        self.run(py, |moe, comm| moe.dispatch(comm, handle, call))
     }
 
     #[doc = stub!("Moe.combine")]
@@ -330,7 +520,13 @@ impl Moe {
             // SAFETY: as above.
             output_weights: output_weights.as_ref().map(|array| unsafe { array.view_mut() }).transpose()?,
         };
-        self.run(py, |moe, comm| moe.combine(comm, &handle.0, call))
+        if let Some(device) = ordinal(call.rows.device()) {
+            let handle = handle.0.cuda("combine")?;
+            // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+            return self.run_cuda(py, device, |moe, stream| unsafe { moe.combine(&handle, call, stream) });
+        }
+        let handle = handle.0.host("combine")?;
+        self.run(py, |moe, comm| moe.combine(comm, handle, call))
     }
 }
 
@@ -344,65 +540,101 @@ fn words<'py>(py: Python<'py>, numbers: &[i32]) -> Bound<'py, PyBytes> {
 impl MoeHandle {
     #[doc = stub!("MoeHandle.rows")]
     #[getter]
-    fn rows(&self) -> usize {
-        self.0.rows()
+    fn rows(&self) -> Result<usize> {
+        Ok(match &self.0 {
+            Routes::Host(handle) => handle.rows(),
+            Routes::Cuda(_) => self.0.cuda("rows")?.rows(),
+        })
     }
 
     #[doc = stub!("MoeHandle.num_received")]
     #[getter]
-    fn num_received(&self) -> usize {
-        self.0.num_received()
+    fn num_received(&self) -> Result<Option<usize>> {
+        Ok(match &self.0 {
+            Routes::Host(handle) => Some(handle.num_received()),
+            Routes::Cuda(_) => self.0.cuda("num_received")?.num_received(),
+        })
     }
 
     #[doc = stub!("MoeHandle.overflow")]
     #[getter]
-    fn overflow(&self) -> bool {
-        self.0.overflow()
+    fn overflow(&self) -> Result<bool> {
+        Ok(self.0.host("overflow")?.overflow())
     }
 
     #[doc = stub!("MoeHandle.num_tokens")]
     #[getter]
-    fn num_tokens(&self) -> usize {
-        self.0.num_tokens()
+    fn num_tokens(&self) -> Result<usize> {
+        Ok(match &self.0 {
+            Routes::Host(handle) => handle.num_tokens(),
+            Routes::Cuda(_) => self.0.cuda("num_tokens")?.num_tokens(),
+        })
     }
 
     #[getter]
-    fn num_experts(&self) -> usize {
-        self.0.num_experts()
+    fn num_experts(&self) -> Result<usize> {
+        Ok(match &self.0 {
+            Routes::Host(handle) => handle.num_experts(),
+            Routes::Cuda(_) => self.0.cuda("num_experts")?.num_experts(),
+        })
     }
 
     #[getter]
-    fn top_k(&self) -> usize {
-        self.0.top_k()
+    fn top_k(&self) -> Result<usize> {
+        Ok(match &self.0 {
+            Routes::Host(handle) => handle.top_k(),
+            Routes::Cuda(_) => self.0.cuda("top_k")?.top_k(),
+        })
     }
 
     #[doc = stub!("MoeHandle.tokens_per_expert")]
     #[getter]
-    fn tokens_per_expert(&self) -> Vec<usize> {
-        self.0.tokens_per_expert().to_vec()
+    fn tokens_per_expert(&self) -> Result<Option<Vec<usize>>> {
+        Ok(match &self.0 {
+            Routes::Host(handle) => Some(handle.tokens_per_expert().to_vec()),
+            Routes::Cuda(_) => self.0.cuda("tokens_per_expert")?.tokens_per_expert().map(<[usize]>::to_vec),
+        })
     }
 
     #[doc = stub!("MoeHandle.rank_prefix_matrix")]
     #[getter]
-    fn rank_prefix_matrix<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        words(py, &self.0.rank_prefix_matrix())
+    fn rank_prefix_matrix<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
+        Ok(words(py, &self.0.host("rank_prefix_matrix")?.rank_prefix_matrix()))
     }
 
     #[doc = stub!("MoeHandle.routed_to_each")]
     #[getter]
-    fn routed_to_each<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        words(py, &self.0.routed_to_each())
+    fn routed_to_each<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
+        Ok(words(py, &self.0.host("routed_to_each")?.routed_to_each()))
     }
 
     #[doc = stub!("MoeHandle.send_head")]
     #[getter]
-    fn send_head<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        words(py, &self.0.send_head())
+    fn send_head<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
+        Ok(words(py, &self.0.host("send_head")?.send_head()))
     }
 
     #[doc = stub!("MoeHandle.source_tokens")]
     #[getter]
-    fn source_tokens<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        self.0.source_tokens().map(|tokens| words(py, &tokens))
+    fn source_tokens<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyBytes>>> {
+        Ok(self.0.host("source_tokens")?.source_tokens().map(|tokens| words(py, &tokens)))
+    }
+
+    #[doc = stub!("MoeHandle.words")]
+    #[getter]
+    fn words<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
+        let bytes: Vec<u8> =
+            self.0.host("words")?.to_words().iter().flat_map(|word| word.to_ne_bytes()).collect();
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    #[doc = stub!("MoeHandle.keep_sources_in")]
+    fn keep_sources_in(&self, sources: &Bound<'_, PyAny>) -> Result<()> {
+        let sources = Array::write(sources, "sources")?;
+        // SAFETY: the caller keeps the array as long as the handle.
+        let view = unsafe { sources.view_mut() }?;
+        let device = view.as_view().device();
+        // SAFETY: as above.
+        Ok(unsafe { self.0.cuda("keep_sources_in")?.keep_sources_in(view, device) }?)
     }
 }

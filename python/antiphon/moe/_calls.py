@@ -1,7 +1,8 @@
 """Calls on torch tensors: new tensors for what comes."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,10 +46,14 @@ class Handle(_Fields):
     communicator whose dispatch made it, and serves any number of dispatches and combines."""
 
     core: MoeHandle
+    #: int32 ``[L]`` on a GPU.
+    counts: Tensor | None = None
+    #: All that a handle with a capacity has on a GPU.
+    routes: Tensor | None = None
 
     @property
-    def num_received(self) -> int:
-        """How many rows arrive."""
+    def num_received(self) -> int | None:
+        """How many rows arrive. ``None`` on a GPU with a capacity: only the GPU knows, and ``recv_src_idx`` has no −1."""
         return self.core.num_received
 
     @property
@@ -57,9 +62,14 @@ class Handle(_Fields):
         return self.core.rows
 
     @property
-    def tokens_per_expert(self) -> list[int]:
-        """How often all ranks' tokens chose each expert of this rank."""
-        return self.core.tokens_per_expert
+    def tokens_per_expert(self) -> list[int] | Tensor:
+        """How often all ranks' tokens chose each expert of this rank. On a GPU with a capacity, where the host does not know,
+        int32 ``[L]``."""
+        known = self.core.tokens_per_expert
+        if known is not None:
+            return known
+        assert self.counts is not None
+        return self.counts
 
 
 class Received(NamedTuple):
@@ -77,9 +87,19 @@ class Calls:
     def __init__(self, comm: Communicator) -> None:
         self._core = Moe(comm)
         self.world_size = comm.world_size
+        #: Of one channel, which begins at 0.
+        self._zeros: dict[torch.device, Tensor] = {}
 
-    def layout(self, ids: Tensor, num_experts: int) -> Layout:
-        """The layout of ``ids``, int64 or int32 ``[T, K]``."""
+    def use_sms(self, num_sms: int) -> None:
+        """From now on calls on GPUs use so many multiprocessors, at most."""
+        self._core.num_sms = num_sms
+
+    def check(self) -> None:
+        """Raises what has gone wrong in calls on GPUs that are over by now."""
+        self._core.check()
+
+    def layout(self, ids: Tensor, num_experts: int, stream: "Stream" = None) -> Layout:
+        """The layout of ``ids``, int64 or int32 ``[T, K]``. On a GPU it is made on ``stream``, if that is not the current one."""
         _check_ids(ids)
         _check_devices("layout", [ids])
         if num_experts <= 0:
@@ -89,7 +109,15 @@ class Calls:
             ids.new_empty(num_experts, dtype=torch.int32),
             ids.new_empty(len(ids), self.world_size, dtype=torch.bool),
         )
-        self._core.layout(ids.contiguous(), num_experts, **layout._asdict())
+        ids = ids.contiguous()
+        with _on(stream, ids, *layout):
+            self._core.layout(
+                ids,
+                num_experts,
+                tokens_per_rank=layout.tokens_per_rank,
+                tokens_per_expert=layout.tokens_per_expert,
+                is_token_in_rank=layout.is_token_in_rank.view(torch.uint8),
+            )
         return layout
 
     def dispatch(
@@ -100,8 +128,10 @@ class Calls:
         weights: Tensor | None,
         scales: Tensor | None,
         capacity: int | None,
+        stream: "Stream" = None,
     ) -> tuple[Received, Handle]:
-        """Dispatches tokens as a layout says: all ranks agree on how many rows come, and then they do."""
+        """Dispatches tokens as a layout says: all ranks agree on how many rows come, and then they do. On a GPU calls are made on
+        ``stream``, if that is not the current one, where new tensors are made; ``stream`` is behind what made the arguments."""
         if (ids is None) != (weights is None):
             raise ValueError("dispatch: ids need weights, and weights need ids")
         if ids is not None and weights is not None:
@@ -122,26 +152,96 @@ class Calls:
         is_token_in_rank = layout.is_token_in_rank.contiguous()
         # Contiguous, as all that is passed on.
         x, scales = x.contiguous(), None if scales is None else scales.contiguous()
-        core = self._core.notify(
-            _codes(x),
-            is_token_in_rank.view(torch.uint8),
-            layout.tokens_per_expert.contiguous(),
-            top_k=top_k,
-            scales=scales,
-            capacity=capacity,
-        )
-        received = self._rows(core, x, scales, ids, weights)
-        return received, _handle(core, is_token_in_rank, self.world_size)
+        per_expert = layout.tokens_per_expert.contiguous()
+        words: dict[str, Tensor] = {}
+        sources = None
+        if x.is_cuda:
+            words = self._words(x, len(per_expert), capacity or 0)
+            sources = None if capacity is None else words["sources"]
+        with _on(stream, words.get("all"), per_expert, is_token_in_rank):
+            core = self._core.notify(
+                _codes(x),
+                is_token_in_rank.view(torch.uint8),
+                per_expert,
+                top_k=top_k,
+                scales=scales,
+                capacity=capacity,
+                words=words.get("all"),
+                sources=sources,
+            )
+        if words and sources is None:
+            sources = words["all"].new_empty(core.rows)
+            core.keep_sources_in(sources)
+        received = self.rows_along(core, x, scales, ids, weights, stream)
+        if sources is None:
+            return received, _handle(core, is_token_in_rank, self.world_size)
+        return received, self._cuda_handle(core, words, sources, is_token_in_rank)
 
-    def dispatch_along(self, x: Tensor, handle: Handle, scales: Tensor | None = None) -> Received:
+    def _words(self, x: Tensor, num_experts: int, capacity: int) -> dict[str, Tensor]:
+        """What a handle keeps on a GPU, and behind it the token of each row of a capacity."""
+        parts = Moe.handle_words(self.world_size, num_experts, len(x))
+        end = parts[-1][2]
+        routes = x.new_empty(end + capacity, dtype=torch.int32)
+        return {"routes": routes, "sources": routes[end:]} | {name: routes[begin:end] for name, begin, end in parts}
+
+    def routes(self, handle: Handle) -> Tensor:
+        """A handle with a capacity as a tensor, int32, on its device."""
+        if handle.routes is None:
+            return torch.frombuffer(bytearray(handle.core.words), dtype=torch.int32)
+        return handle.routes
+
+    def handle_of_routes(
+        self, routes: Tensor, num_experts: int, num_tokens: int, capacity: int, top_k: int
+    ) -> MoeHandle:
+        """The handle of these routes."""
+        size = routes_size(routes.device, self.world_size, num_experts, num_tokens, capacity)
+        if routes.dtype != torch.int32 or list(routes.shape) != [size]:
+            found = f"{routes.dtype} {list(routes.shape)}"
+            raise ValueError(f"the routes of {num_tokens} tokens and {capacity} rows are int32 [{size}], not {found}")
+        if not routes.is_cuda:
+            return self._core.handle_of(routes.contiguous(), num_experts)
+        end = size - capacity
+        return self._core.handle_of(
+            routes[:end], num_experts, num_tokens=num_tokens, top_k=top_k, sources=routes[end:]
+        )
+
+    def _cuda_handle(
+        self, core: MoeHandle, words: dict[str, Tensor], sources: Tensor, is_token_in_rank: Tensor
+    ) -> Handle:
+        zeros = self._zeros.get(sources.device)
+        if zeros is None:
+            zeros = self._zeros[sources.device] = sources.new_zeros(self.world_size, 1)
+        handle = Handle(
+            words["rank_prefix_matrix"].view(self.world_size, self.world_size),
+            words["routed_to_each"].view(self.world_size, 1),
+            zeros,
+            sources,
+            is_token_in_rank,
+            words["send_head"].view(-1, self.world_size),
+            words["overflow"],
+        )
+        handle.core, handle.counts, handle.routes = core, words["tokens_per_expert"], words["routes"]
+        return handle
+
+    def dispatch_along(
+        self, x: Tensor, handle: Handle, scales: Tensor | None = None, stream: "Stream" = None
+    ) -> Received:
         """Dispatches tokens along a handle."""
         _check_devices("dispatch", [x, scales, handle.is_token_in_rank])
         _check_scales(x, scales)
-        return self._rows(handle.core, x, scales, None, None)
+        return self.rows_along(handle.core, x, scales, stream=stream)
 
-    def _rows(
-        self, core: MoeHandle, x: Tensor, scales: Tensor | None, ids: Tensor | None, weights: Tensor | None
+    def rows_along(
+        self,
+        core: MoeHandle,
+        x: Tensor,
+        scales: Tensor | None = None,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+        stream: "Stream" = None,
     ) -> Received:
+        """Moves rows along a handle, to new tensors."""
+
         def empty(like: Tensor | None) -> Tensor | None:
             return None if like is None else like.new_empty(core.rows, like.shape[1])
 
@@ -149,39 +249,91 @@ class Calls:
             return None if tensor is None else tensor.detach().contiguous()
 
         received = Received(x.detach().new_empty(core.rows, *x.shape[1:]), *map(empty, (scales, ids, weights)))
-        self._core.dispatch(
-            core,
-            _codes(x.detach().contiguous()),
-            _codes(received.x),
-            scales=whole(scales),
-            received_scales=received.scales,
-            ids=whole(ids),
-            weights=whole(weights),
-            received_ids=received.ids,
-            received_weights=received.weights,
-        )
+        x, scales, ids, weights = x.detach().contiguous(), whole(scales), whole(ids), whole(weights)
+        with _on(stream, x, scales, ids, weights, *received):
+            self._core.dispatch(
+                core,
+                _codes(x),
+                _codes(received.x),
+                scales=scales,
+                received_scales=received.scales,
+                ids=ids,
+                weights=weights,
+                received_ids=received.ids,
+                received_weights=received.weights,
+            )
         return received
 
     def combine(
-        self, x: Tensor, handle: Handle, weights: Tensor | None = None, biases: Sequence[Tensor] = ()
+        self,
+        x: Tensor,
+        handle: Handle,
+        weights: Tensor | None = None,
+        biases: Sequence[Tensor] = (),
+        stream: "Stream" = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Brings rows, ``[N, H]``, back along a handle; the sums, ``[T, H]``, and those of ``weights``, ``[N, K]``."""
+        _check_devices("combine", [x, weights, handle.is_token_in_rank, *biases])
+        return self.sum_along(handle.core, x, weights, biases, stream)
+
+    def sum_along(
+        self,
+        core: MoeHandle,
+        x: Tensor,
+        weights: Tensor | None = None,
+        biases: Sequence[Tensor] = (),
+        stream: "Stream" = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums rows along a handle, to new tensors."""
         if len(biases) > 2:
             raise ValueError(f"combine: {len(biases)} biases; at most 2 are added")
-        _check_devices("combine", [x, weights, handle.is_token_in_rank, *biases])
-        output = x.detach().new_empty(handle.core.num_tokens, *x.shape[1:])
-        output_weights = None if weights is None else weights.new_empty(handle.core.num_tokens, *weights.shape[1:])
+        output = x.detach().new_empty(core.num_tokens, *x.shape[1:])
+        output_weights = None if weights is None else weights.new_empty(core.num_tokens, *weights.shape[1:])
         first, second = [*(bias.detach().contiguous() for bias in biases), None, None][:2]
-        self._core.combine(
-            handle.core,
-            x.detach().contiguous(),
-            output,
-            weights=None if weights is None else weights.detach().contiguous(),
-            output_weights=output_weights,
-            bias=first,
-            second_bias=second,
-        )
+        x = x.detach().contiguous()
+        weights = None if weights is None else weights.detach().contiguous()
+        with _on(stream, x, weights, first, second, output, output_weights):
+            self._core.combine(
+                core,
+                x,
+                output,
+                weights=weights,
+                output_weights=output_weights,
+                bias=first,
+                second_bias=second,
+            )
         return output, output_weights
+
+
+def routes_size(device: torch.device, world_size: int, num_experts: int, num_tokens: Any, capacity: Any) -> Any:
+    """How many integers the routes of a handle with a capacity are: of numbers that a compiler does not know yet, too."""
+
+    def size(tokens: int, rows: int) -> int:
+        if device.type == "cpu":
+            return Moe.host_words(world_size, num_experts, tokens, rows)
+        return Moe.handle_words(world_size, num_experts, tokens)[-1][2] + rows
+
+    alone = size(0, 0)
+    return alone + (size(1, 0) - alone) * num_tokens + (size(0, 1) - alone) * capacity
+
+
+#: Where a call is made, if that is not the current stream.
+Stream: TypeAlias = "torch.cuda.Stream | None"
+
+
+@contextmanager
+def _on(stream: Stream, *tensors: Tensor | None) -> Iterator[None]:
+    """Makes calls on a stream, which comes behind the current one: new tensors are of that, and their memory may be what its
+    work still uses. Whoever frees one of the tensors does not get its memory back before the stream is done with it."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
 
 
 _calls: "WeakKeyDictionary[Communicator, Calls]" = WeakKeyDictionary()
@@ -197,6 +349,8 @@ def calls_of(comm: Communicator) -> Calls:
 
 def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handle:
     like = is_token_in_rank.device
+
+    assert core.num_received is not None
 
     def matrix(words: bytes | None, columns: int) -> Tensor:
         flat = torch.frombuffer(bytearray(words), dtype=torch.int32) if words else torch.empty(0, dtype=torch.int32)
@@ -246,5 +400,5 @@ def _check_devices(call: str, tensors: Sequence[Any]) -> None:
     devices = {str(tensor.device) for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise TypeError(f"{call}: tensors on {' and '.join(sorted(devices))}; all must be on one device")
-    if devices - {"cpu"}:
-        raise NotImplementedError(f"{call} on {devices.pop()}: mixtures of experts are served on the CPU")
+    if not all(device == "cpu" or device.startswith("cuda") for device in devices):
+        raise NotImplementedError(f"{call} on {devices.pop()}: mixtures of experts are served on the CPU and on CUDA GPUs")

@@ -24,8 +24,9 @@ class Dispatched(NamedTuple):
     """``[N, K]``: experts of this rank (``0..L``), or −1 where a choice is another rank's."""
     weights: Tensor
     """float32 ``[N, K]``: their weights, 0 where the id is −1."""
-    tokens_per_expert: list[int]
-    """``[L]``: how often the rows name each expert (before rows were dropped for a capacity)."""
+    tokens_per_expert: list[int] | Tensor
+    """``[L]``: how often the rows name each expert (before rows were dropped for a capacity). On a GPU with a capacity, where the
+    host does not know, an int32 tensor there."""
     handle: Handle
     """Along which they come back."""
     scales: Tensor | None
@@ -71,7 +72,8 @@ class ExpertParallel:
 
         Without a ``capacity`` as many rows come as were sent. With one, ``x`` has so many rows, of which those that did not
         arrive hold anything and have ids −1; rows beyond it are dropped, ``handle.overflow_flag`` says so, and :meth:`combine`
-        treats them as absent.
+        treats them as absent. On GPUs such a dispatch waits for nothing, and may be captured in a CUDA graph; one without waits for
+        the counts of all ranks.
 
         Gradients flow to ``x`` and ``weights``.
         """
@@ -126,6 +128,6 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_x = ctx.calls.dispatch_along(grad, ctx.handle).x
-        if ctx.handle.rows > ctx.handle.num_received:
-            grad_x[ctx.handle.num_received :] = 0
+        if ctx.handle.num_received != ctx.handle.rows:
+            grad_x.masked_fill_((ctx.handle.recv_src_idx < 0).unsqueeze(1), 0)
         return grad_x, None, None, *[grad] * ctx.biases

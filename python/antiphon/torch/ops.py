@@ -101,7 +101,13 @@ def _group(name: str) -> antiphon.Communicator | Group:
     return group
 
 
-def _comm(name: str, x: Tensor) -> antiphon.Communicator:
+def named_world_size(name: str) -> int:
+    """How many ranks the group of this name has."""
+    group = _group(name)
+    return group.size() if isinstance(group, Group) else group.world_size
+
+
+def named_communicator(name: str, x: Tensor) -> antiphon.Communicator:
     """The communicator for a call on ``x``, which comes after those of the process group, if it is one's."""
     group = _group(name)
     return group.enter(x) if isinstance(group, Group) else group
@@ -162,7 +168,7 @@ class _Operation:
 
 def _all_reduce_in_place(x: Tensor, group: str, op: Op = "sum") -> None:
     plain = x.contiguous()
-    _comm(group, plain).all_reduce(plain, op, out=plain)
+    named_communicator(group, plain).all_reduce(plain, op, out=plain)
     if plain is not x:
         x.copy_(plain)
 
@@ -173,7 +179,7 @@ _agreed: WeakKeyDictionary[antiphon.Communicator, set[str]] = WeakKeyDictionary(
 
 def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
     """The communicator for a call on ``x`` from a place in a compiled program, which all ranks must have."""
-    comm = _comm(group, x)
+    comm = named_communicator(group, x)
     if site:
         program = site.partition(":")[0]
         agreed = _agreed.setdefault(comm, set())
@@ -303,7 +309,7 @@ def _all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     plain = x.contiguous()
     norm, total = torch.empty_like(plain), torch.empty_like(plain)
-    _comm(group, plain).all_reduce_fused(
+    named_communicator(group, plain).all_reduce_fused(
         plain,
         residual=None if residual is None else residual.contiguous(),
         weight=weight,

@@ -73,6 +73,19 @@ impl Tenant {
     /// [`LEAST_STAGING_BYTES`](Self::LEAST_STAGING_BYTES); for ranks that ask for different staging; and for an environment
     /// variable that [`OnFailure`] does not know. As [`CudaArena::new`]; [`FabricError::Device`].
     pub fn new(comm: &Communicator, context: &Context, staging_bytes: usize) -> Result<Self, FabricError> {
+        Self::with_region(comm, context, staging_bytes, 0)
+    }
+
+    /// As [`new`](Self::new), with a region of so many bytes besides, in each rank's arena: memory that calls use as they like.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_region(
+        comm: &Communicator,
+        context: &Context,
+        staging_bytes: usize,
+        region_bytes: usize,
+    ) -> Result<Self, FabricError> {
         let world_size = comm.world_size();
         if world_size > MAX_WORLD {
             let text = format!("collectives on CUDA work among up to {MAX_WORLD} ranks, not {world_size}");
@@ -83,7 +96,7 @@ impl Tenant {
                 "{staging_bytes} bytes for staging, at least {LEAST_BYTES} are needed"
             ))
         })?;
-        let arena = CudaArena::new(comm, context, staging.arena_bytes(), FILL)?;
+        let arena = CudaArena::new(comm, context, staging.arena_bytes() + region_bytes, FILL)?;
         let resources = Resources::new(context, arena, staging, comm.rank());
         let resources = comm.agree("cannot prepare its GPU", resources)?;
         let engine = Engine::of(comm, context)?;
@@ -276,6 +289,12 @@ impl Tenant {
     #[inline]
     pub fn lane_bytes(&self) -> usize {
         self.resources.staging.lane_stride
+    }
+
+    /// Where the region begins, in bytes from the `own` and the `peer`s of a launch of one piece.
+    #[inline]
+    pub fn region_at(&self) -> u64 {
+        self.resources.staging.arena_bytes() as u64
     }
 
     #[inline]

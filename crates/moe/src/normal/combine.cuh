@@ -1,8 +1,7 @@
-// Combine: rows back to their tokens, and their sums. Behind rows.cuh and reduce.cuh.
+// Combine: rows back to their tokens, and their sums. Behind region.cuh and reduce.cuh.
 //
 // A record is a row with its weights. Those that a rank has for a source go to the source's lane of it in order, so that the
-// source knows where each of its tokens' is. `a.root` is the first token of this launch, on every rank, `a.count` how many
-// there may be.
+// source knows where each of its tokens' is.
 
 // Rust's `SumsCall` has the same layout.
 struct sums_call {
@@ -16,149 +15,230 @@ struct sums_call {
     const u8* bias[2];  // [tokens, row_bytes]; null if there is none
     u8* output;         // [tokens, row_bytes]
     u32* to_weights;    // [tokens, top_k]
+    region_call region;
     u32 tokens, row_bytes, top_k;
-    u32 most_tokens;    // of any rank
 };
 
-// How many of an ascending list are before `token`.
-DEVICE u32 before(const u32* list, u32 count, u32 token, u32 tokens) {
-    if (token == 0) return 0;
-    if (token >= tokens) return count;
-    u32 first = 0;
-    while (count > 0) {
-        const u32 half = count / 2;
-        if (list[first + half] < token) first += half + 1, count -= half + 1;
-        else count = half;
-    }
-    return first;
-}
-
-DEVICE uint4 sum_words(uint4 a, uint4 b) {
-    const auto sum = [](u32 x, u32 y) { return __float_as_uint(__uint_as_float(x) + __uint_as_float(y)); };
-    return make_uint4(sum(a.x, b.x), sum(a.y, b.y), sum(a.z, b.z), sum(a.w, b.w));
-}
-DEVICE uint4 canonical_words(uint4 v) {
-    const auto one = [](u32 x) { return __float_as_uint(canonical(__uint_as_float(x))); };
-    return make_uint4(one(v.x), one(v.y), one(v.z), one(v.w));
-}
-
-// A sum that begins with the first that is added to it, so that a zero keeps its sign. Of elements, or of weights.
+// A sum that begins with the first that is added to it, so that a zero keeps its sign.
 struct growing {
     wide_vec<T> elements;
-    uint4 weights;
     bool is_begun;
 
-    DEVICE growing() : weights(make_uint4(0, 0, 0, 0)), is_begun(false) {
+    DEVICE growing() : is_begun(false) {
 #pragma unroll
         for (u32 lane = 0; lane < LANES; ++lane) elements.lane[lane] = 0;
     }
-    DEVICE void add(uint4 words, bool of_weights) {
-        if (of_weights) {
-            weights = is_begun ? sum_words(weights, words) : words;
-        } else {
-            vec16<T> v;
-            v.words = words;
-            const wide_vec<T> x = widen_vec(v);
+    DEVICE void add(uint4 words) {
+        vec16<T> v;
+        v.words = words;
+        const wide_vec<T> x = widen_vec(v);
 #pragma unroll
-            for (u32 lane = 0; lane < LANES; ++lane)
-                elements.lane[lane] = is_begun ? plus(elements.lane[lane], x.lane[lane]) : x.lane[lane];
-        }
+        for (u32 lane = 0; lane < LANES; ++lane)
+            elements.lane[lane] = is_begun ? plus(elements.lane[lane], x.lane[lane]) : x.lane[lane];
         is_begun = true;
     }
 };
 
+// Where a rank's row of a token of this rank is; null if it has none.
+DEVICE const u8* row_at(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token, u32 rank) {
+    const u32 head = (u32)k.heads[(u64)token * WORLD + rank];
+    if (head >= n.rows[a.rank][rank]) return nullptr; // -1 too
+    if (rank == a.rank) return k.rows + (u64)(n.starts[rank] + head) * k.row_bytes;
+    return a.own + record_at(k.region, t, rank, a.rank, head);
+}
+
+// A bit for each rank that has a row of a token. Of the whole warp.
+DEVICE u32 held_of(const arguments& a, const sums_call& k, const counts& n, u32 token) {
+    const u32 rank = lane_id();
+    return __ballot_sync(WHOLE_WARP, rank < WORLD && (u32)k.heads[(u64)token * WORLD + rank] < n.rows[a.rank][rank]);
+}
+
+// Whether all rows of a token that come from peers are there; `missing` is a peer whose is not. Of the whole warp.
+DEVICE bool are_there(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token, u32& missing) {
+    bool is_ready = true;
+    if (lane_id() < PEERS) {
+        const u32 peer = rank_of(a, lane_id()), head = (u32)k.heads[(u64)token * WORLD + peer];
+        is_ready = head >= n.rows[a.rank][peer] || is_there(a, k.region, t, peer, head);
+        if (!is_ready) missing = peer;
+    }
+    return __all_sync(WHOLE_WARP, is_ready);
+}
+
+// Tells the peers that the rows of a token have been read, where they wait for that.
+DEVICE void count_read(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token) {
+    __syncwarp();
+    if (lane_id() >= PEERS) return;
+    const u32 peer = rank_of(a, lane_id()), head = (u32)k.heads[(u64)token * WORLD + peer], count = n.rows[a.rank][peer];
+    if (head < count && is_waited_for(k.region, head, count))
+        red_add_release_sys((u32*)(a.peer[lane_id()] + count_at(a, k.region, t, a.rank, head)), 1u);
+}
+
+// A vector of the sum of a token, of which `got` has those of the ranks.
+DEVICE void store_sum(const sums_call& k, u32 token, u32 held, u32 at, const uint4 (&got)[WORLD]) {
+    const u64 place = (u64)token * k.row_bytes + at * 16;
+    growing sum;
+#pragma unroll
+    for (u32 bias = 0; bias < 2; ++bias)
+        if (k.bias[bias] != nullptr) sum.add(load16(k.bias[bias] + place));
+#pragma unroll
+    for (u32 rank = 0; rank < WORLD; ++rank)
+        if (held >> rank & 1) sum.add(got[rank]);
+    store16(k.output + place, narrow_vec<T>(sum.elements).words);
+}
+
+// The sums of a token's weights, which lie behind the rows of peers.
+DEVICE void store_weights(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token) {
+    for (u32 i = lane_id(); i < k.top_k; i += 32) {
+        float sum = 0;
+        bool is_begun = false;
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            const u8* row = row_at(a, k, n, t, token, rank);
+            if (row == nullptr) continue;
+            const u32* weights = rank == a.rank ? k.weights + (u64)(row - k.rows) / k.row_bytes * k.top_k : (const u32*)(row + k.row_bytes);
+            const float weight = __uint_as_float(ld_relaxed_sys(weights + i));
+            sum = is_begun ? sum + weight : weight;
+            is_begun = true;
+        }
+        k.to_weights[(u64)token * k.top_k + i] = __float_as_uint(canonical(sum));
+    }
+}
+
+#if __CUDA_ARCH__ >= 900
+
+// Parts of rows, of all ranks that have one, that a warp loads at once.
+constexpr u32 PART_BYTES = SUM_STAGE_BYTES / WORLD;
+
+// The warp's share of this rank's tokens. Parts of their rows come through a ring of stages, the first ones of a token before
+// those of the token before it are summed.
+DEVICE bool sum_tokens(reader& r, void* memory, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
+    __shared__ u64 of_warps[THREADS / 32][STAGES];
+    const arguments& a = r.a;
+    const rows mine{blockIdx.x * warps + warp, gridDim.x * warps};
+    u64* arrived = of_warps[threadIdx.x / 32];
+    u8* stages = (u8*)memory + warp * STAGES * SUM_STAGE_BYTES;
+    bulk_barriers(arrived, STAGES);
+
+    const u32 parts = (k.row_bytes + PART_BYTES - 1) / PART_BYTES;
+    u32 loaded = 0, summed = 0; // stages
+    // Of the token that is loaded; and who has rows of the one that is summed.
+    u32 loading = mine.first, next_part = 0;
+    const u8* coming[WORLD] = {};
+    u32 held = 0;
+    // Loads the next part, if its token's rows are there.
+    const auto load = [&](bool is_known) {
+        if (next_part == 0) {
+            u32 missing = a.rank;
+            if (!is_known && !are_there(a, k, n, t, loading, missing)) return false;
+            bulk_fence();
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank) coming[rank] = row_at(a, k, n, t, loading, rank);
+        }
+        const u32 at = next_part * PART_BYTES, size = min(PART_BYTES, k.row_bytes - at), s = loaded % STAGES;
+        if (lane_id() == 0) {
+            u32 rows = 0;
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank) rows += coming[rank] != nullptr;
+            bulk_expect(arrived + s, size * rows);
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank)
+                if (coming[rank] != nullptr)
+                    bulk_load(stages + s * SUM_STAGE_BYTES + rank * PART_BYTES, coming[rank] + at, size, arrived + s);
+        }
+        ++loaded;
+        if (++next_part == parts) next_part = 0, loading += mine.step;
+        return true;
+    };
+    for (u32 token = mine.first; token < k.tokens; token += mine.step) {
+        for (u32 part = 0; part < parts; ++part) {
+            while (loaded - summed < STAGES && loading < k.tokens)
+                if (!load(false)) break;
+            if (loaded == summed) {
+                const bool came = r.wait<true>([&](u32& missing) { return are_there(a, k, n, t, loading, missing); });
+                if (!came) return false;
+                load(true);
+            }
+            if (part == 0) held = held_of(a, k, n, token);
+            const u32 s = summed % STAGES, first = part * (PART_BYTES / 16), end = min(k.row_bytes / 16, first + PART_BYTES / 16);
+            bulk_wait(arrived + s, summed / STAGES & 1);
+            const u8* stage = stages + s * SUM_STAGE_BYTES;
+            for (u32 at = first + lane_id(); at < end; at += 32) {
+                uint4 got[WORLD];
+#pragma unroll
+                for (u32 rank = 0; rank < WORLD; ++rank) got[rank] = *(const uint4*)(stage + rank * PART_BYTES + (at - first) * 16);
+                store_sum(k, token, held, at, got);
+            }
+            __syncwarp();
+            ++summed;
+        }
+        store_weights(a, k, n, t, token);
+        count_read(a, k, n, t, token);
+    }
+    return true;
+}
+
+#else
+
+constexpr u32 AT_ONCE = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1; // vectors that a lane has under way of each rank
+
+// The warp's share of this rank's tokens.
+DEVICE bool sum_tokens(reader& r, void*, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
+    const arguments& a = r.a;
+    for (u32 token = blockIdx.x * warps + warp; token < k.tokens; token += gridDim.x * warps) {
+        if (!r.wait<true>([&](u32& missing) { return are_there(a, k, n, t, token, missing); })) return false;
+        const u32 held = held_of(a, k, n, token);
+        const u8* rows[WORLD];
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) rows[rank] = row_at(a, k, n, t, token, rank);
+        const u32 vectors = k.row_bytes / 16;
+        for (u32 first = lane_id(); first < vectors; first += 32 * AT_ONCE) {
+            uint4 got[AT_ONCE][WORLD];
+#pragma unroll
+            for (u32 m = 0; m < AT_ONCE; ++m)
+#pragma unroll
+                for (u32 rank = 0; rank < WORLD; ++rank)
+                    if (rows[rank] != nullptr && first + m * 32 < vectors) got[m][rank] = load16_volatile(rows[rank] + (first + m * 32) * 16);
+#pragma unroll
+            for (u32 m = 0; m < AT_ONCE; ++m)
+                if (first + m * 32 < vectors) store_sum(k, token, held, first + m * 32, got[m]);
+        }
+        store_weights(a, k, n, t, token);
+        count_read(a, k, n, t, token);
+    }
+    return true;
+}
+
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k) {
-    // Of this launch's tokens: how many of this rank's rows for each source come before and with them, and how many of this
-    // rank's tokens on each rank.
-    __shared__ u32 of_rows[2][WORLD], of_tokens[2][WORLD];
+    extern __shared__ uint4 memory[];
     pdl_wait();
-    const u32 end = a.root + a.count;
-    if (threadIdx.x < 2 * WORLD) {
-        const u32 edge = threadIdx.x / WORLD, other = threadIdx.x % WORLD, token = edge == 0 ? a.root : end;
-        of_rows[edge][other] =
-            before(k.sources + k.starts[other], k.counts[other * WORLD + a.rank], token, k.most_tokens);
-        of_tokens[edge][other] =
-            before(k.order + (u64)other * k.tokens, k.counts[a.rank * WORLD + other], token, k.tokens);
-    }
-    __syncthreads();
-    const u32 of_row = k.row_bytes / 16, vectors = of_row + (k.top_k + 3) / 4, chunks = (vectors + ROW - 1) / ROW;
-    // This lane's vector of a chunk, or `vectors`.
-    const auto place = [&](u32 chunk) {
-        const u32 index = chunk * ROW + lane_id();
-        return lane_id() < ROW && index < vectors ? index : vectors;
-    };
-    const auto load_row = [&](u32 row, u32 at) {
-        if (at < of_row) return load16(k.rows + (u64)row * k.row_bytes + at * 16);
-        const u32 word = (at - of_row) * 4;
-        const auto weight = [&](u32 index) { return at < vectors && index < k.top_k ? k.weights[(u64)row * k.top_k + index] : 0; };
-        return make_uint4(weight(word), weight(word + 1), weight(word + 2), weight(word + 3));
-    };
-
-    const u32 next = blockIdx.x % PEERS, peer = rank_of(a, next);
-    const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
-    const u32 first = k.starts[peer] + of_rows[0][peer];
-    const auto load = [&](u32 i) { return load_row(first + i / chunks, place(i % chunks)); };
-    const auto send = [&](const turn& t, u32 i, uint4 v) {
-        store16_volatile(a.peer[next] + lane_at(a, t.slot, a.rank) + (i * 32 + lane_id()) * 16, masked(v));
-    };
-    turn t;
-    const u32 sent = (of_rows[1][peer] - of_rows[0][peer]) * chunks;
-    if (!begin_and_send<DEPTH, DEPTH, true>(a, t, mine.first, mine.step, sent, load, send)) return;
+    const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
+    pipeline::prepare();
+    const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
-        if (from != a.rank) most = max(most, of_tokens[1][from] - of_tokens[0][from]);
-    advance(a, t, most * chunks * 32, 0);
+        if (from != a.rank) most = max(most, n.rows[a.rank][from]);
+    advance(a, t, flag_vectors(k.region, most), 1);
 
+    // Warps of a block: some send, the others sum.
     reader r(a, t);
-    const rows all = rows_of_warp(blockIdx.x, gridDim.x);
-    const u32 tokens = min(end, k.tokens) > a.root ? min(end, k.tokens) - a.root : 0;
-    const u8* slot = a.own + lane_at(a, t.slot, 0) + lane_id() * 16;
-    for (u32 i = all.first; i < tokens * chunks; i += all.step) {
-        const u32 token = a.root + i / chunks, chunk = i % chunks, at = place(chunk);
-        u32 held = 0, row[WORLD];
-#pragma unroll
-        for (u32 rank = 0; rank < WORLD; ++rank) {
-            const i32 head = k.heads[(u64)token * WORLD + rank];
-            if (0 <= head && (u32)head < k.counts[a.rank * WORLD + rank]) held |= 1u << rank;
-            row[rank] = (u32)head - of_tokens[0][rank];
-        }
-        uint4 got[WORLD];
-        const u32 sent_here = held & ~(1u << a.rank);
-        const bool came = r.wait<true>([&](u32& missing) {
-            bool complete = true;
-#pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank)
-                if (sent_here >> rank & 1)
-                    got[rank] = load16_volatile(slot + rank * a.lane_stride + (row[rank] * chunks + chunk) * 512);
-#pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank)
-                if ((sent_here >> rank & 1) && has_empty(got[rank])) {
-                    complete = false;
-                    missing = rank;
-                }
-            return complete;
-        });
-        if (!came) return;
-        const bool of_weights = at >= of_row;
-        growing sum;
-        for (u32 n = 0; n < 2; ++n)
-            if (k.bias[n] != nullptr && !of_weights) sum.add(load16(k.bias[n] + (u64)token * k.row_bytes + at * 16), false);
-#pragma unroll
-        for (u32 rank = 0; rank < WORLD; ++rank) {
-            if (rank == a.rank && (held >> rank & 1))
-                sum.add(load_row(k.starts[rank] + (u32)k.heads[(u64)token * WORLD + rank], at), of_weights);
-            if (sent_here >> rank & 1) sum.add(unmasked(got[rank]), of_weights);
-        }
-        if (!of_weights) {
-            store16(k.output + (u64)token * k.row_bytes + at * 16, narrow_vec<T>(sum.elements).words);
-        } else if (at < vectors) {
-            const uint4 words = canonical_words(sum.weights);
-            const u32 word = (at - of_row) * 4, values[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-            for (u32 n = 0; n < 4; ++n)
-                if (word + n < k.top_k) k.to_weights[(u64)token * k.top_k + word + n] = values[n];
-        }
+    const u32 warp = threadIdx.x / 32;
+    if (warp == RINGS) return pipeline::raise_flags();
+    bool came;
+    if (warp < SENDING) {
+        pipeline copies(memory);
+        const auto count = [&](u32 to) { return n.rows[to][a.rank]; };
+        const auto row = [&](u32 to, u32 number) { return n.starts[to] + number; };
+        const auto weight = [&](u32, u32 row, u32 index) { return __ldg(k.weights + (u64)row * k.top_k + index); };
+        const auto keep = [](u32, u32, const u32*) {};
+        const parts from{{k.rows, nullptr}, {k.row_bytes, 0}};
+        came = send_records<false>(r, copies, k.region, t, share_of_warp(0, SENDING), from, k.top_k, count, row, weight, keep);
+        copies.finish();
+    } else {
+        u8* behind = (u8*)memory + RINGS * (STAGES * STAGE_BYTES + BESIDE_BYTES);
+        came = sum_tokens(r, behind, k, n, t, warp - RINGS - 1, THREADS / 32 - RINGS - 1);
     }
-    r.finish();
+    if (came) r.finish();
 }

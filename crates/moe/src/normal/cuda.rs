@@ -9,13 +9,12 @@ use antiphon_operation::ReduceOp;
 use antiphon_tensor::{DType, TensorView};
 
 use super::{
-    Combine, Dispatch, Routing, RowFormat, check_combine, check_dispatch, check_routing, signature,
-    signature_of_routing,
+    Combine, Dispatch, Routing, RowFormat, check_combine, check_dispatch, signature, signature_of_routing,
 };
 use crate::{
-    cuda::{Blocks, CudaHandle, CudaMoe, Extent, Plan, THREADS},
-    error::{MoeError, Result},
-    tensors::Name,
+    cuda::{Blocks, CudaHandle, CudaMoe, HandleWords, Plan, THREADS},
+    error::{MoeError, Result, refused},
+    tensors::{Name, VECTOR},
 };
 
 kernels! {
@@ -39,12 +38,13 @@ kernels! {
 
 /// A struct of addresses and then 32-bit numbers, as a kernel has it.
 macro_rules! kernel_call {
-    ($(#[$doc:meta])* $Name:ident { $($address:ident)* ; $($number:ident)* }) => {
+    ($(#[$doc:meta])* $Name:ident { $($address:ident)* ; $([$region:ident: RegionCall])? $($number:ident)* }) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         #[repr(C)]
         pub(crate) struct $Name {
             $(pub(crate) $address: u64,)*
+            $(pub(crate) $region: RegionCall,)?
             $(pub(crate) $number: u32,)*
         }
 
@@ -53,22 +53,35 @@ macro_rules! kernel_call {
     };
 }
 
+/// `region_call` of region.cuh.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct RegionCall {
+    pub(crate) at: u64,
+    pub(crate) lane_bytes: u64,
+    pub(crate) record_bytes: u32,
+    pub(crate) half: u32,
+}
+
 kernel_call! {
     /// `notify_call` of notify.cuh.
-    NotifyCall { in_rank per_expert counts starts heads order result; tokens room local }
+    NotifyCall {
+        in_rank per_expert counts starts prefix routed overflow chosen heads order result;
+        tokens room local
+    }
 }
 kernel_call! {
     /// `rows_call` of dispatch.cuh.
     RowsCall {
         counts starts order sources x scales ids weights to_x to_scales to_ids to_weights;
-        tokens row_bytes scales_of_row top_k id_bytes local
+        [region: RegionCall] tokens rows row_bytes scales_of_row top_k id_bytes local
     }
 }
 kernel_call! {
     /// `sums_call` of combine.cuh.
     SumsCall {
         counts starts heads order sources rows weights first_bias second_bias output to_weights;
-        tokens row_bytes top_k most_tokens
+        [region: RegionCall] tokens row_bytes top_k
     }
 }
 
@@ -79,39 +92,88 @@ pub(crate) struct Notifying;
 /// Rows to where they belong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Moving {
-    threads: u32,
+    pub(crate) staging: Staging,
 }
 
 impl Moving {
-    /// For so many ranks: with more of them a thread needs more registers.
-    pub(crate) const fn new(world_size: usize) -> Self {
-        Self { threads: if world_size <= 4 { THREADS } else { 384 } }
-    }
+    /// Some warps send, one raises flags, the others take what comes.
+    const WARPS: Warps = Warps { sending: 4, rings: 7, all: 8 };
 }
 
 /// Rows back, and their sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Summing {
     reduction: Reduction,
-    threads: u32,
+    staging: Staging,
+    warps: Warps,
 }
 
 impl Summing {
-    /// Of rows of a dtype, for so many ranks; none for a dtype that is not summed.
-    pub(crate) fn new(dtype: DType, world_size: usize) -> Option<Self> {
-        let threads = match world_size {
-            ..=3 => THREADS,
-            4 => 384,
-            _ => 256,
-        };
-        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, threads })
+    /// Of rows of a dtype, for so many ranks (with more of them a thread needs more registers); none for a dtype that is not
+    /// summed.
+    pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
+        let warps = Warps { sending: 3, rings: 3, all: if world_size <= 3 { 10 } else { 8 } };
+        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })
     }
 }
+
+/// How rows pass through a multiprocessor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Staging {
+    /// Through shared memory, by bulk copies, which GPUs have from Hopper on.
+    Bulk,
+    /// Through registers.
+    Registers,
+}
+
+/// What the warps of a block do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Warps {
+    sending: u32,
+    /// Those that copy through rings of shared memory, which begin with those that send. The next one raises flags.
+    rings: u32,
+    all: u32,
+}
+
+impl Warps {
+    const STAGES: u32 = 4;
+    const STAGE_BYTES: u32 = 3584;
+    /// Of the warps without rings, which sum.
+    const SUM_STAGE_BYTES: u32 = 2048;
+
+    fn define(self, program: Program) -> Program {
+        program
+            .define("SENDING", self.sending)
+            .define("RINGS", self.rings)
+            .define("STAGES", Self::STAGES)
+            .define("STAGE_BYTES", Self::STAGE_BYTES)
+            .define("SUM_STAGE_BYTES", Self::SUM_STAGE_BYTES)
+            .define("BESIDE_BYTES", BESIDE_BYTES)
+    }
+
+    fn threads(self) -> u32 {
+        self.all * 32
+    }
+
+    fn shared_bytes(self, staging: Staging) -> u32 {
+        let Self { sending, rings, all } = self;
+        match staging {
+            Staging::Bulk => {
+                let stages = rings * Self::STAGE_BYTES + (all - rings - 1) * Self::SUM_STAGE_BYTES;
+                Self::STAGES * stages + sending * BESIDE_BYTES as u32
+            }
+            Staging::Registers => 0,
+        }
+    }
+}
+
+/// Bytes of what travels beside rows that a warp gathers at once.
+const BESIDE_BYTES: usize = 1536;
 
 /// A family of one kernel.
 macro_rules! family {
     ($Family:ident: $Kernel:ident($Call:ident), $name:literal behind [$($before:expr),*],
-     $define:expr, $threads:expr) => {
+     $define:expr, $threads:expr, $shared:expr) => {
         impl Family for $Family {
             type Kernel = $Kernel;
             type Arguments = $Call;
@@ -129,6 +191,11 @@ macro_rules! family {
                 threads(self)
             }
 
+            fn shared_bytes(&self) -> u32 {
+                let shared: fn(&Self) -> u32 = $shared;
+                shared(self)
+            }
+
             fn most_blocks(&self, _world_size: usize) -> u32 {
                 1
             }
@@ -136,47 +203,57 @@ macro_rules! family {
     };
 }
 
-family!(Notifying: NotifyKernel(NotifyCall), "notify.cuh" behind [], |_, program| program, |_| THREADS);
-family!(Moving: DispatchKernel(RowsCall), "dispatch.cuh" behind [ROWS], |_, program| program, |this| this.threads);
+/// What lies between the tensors of the ranks.
+const PIPELINE: Source = Source { name: "normal/pipeline.cuh", text: include_str!("pipeline.cuh") };
+const REGION: Source = Source { name: "normal/region.cuh", text: include_str!("region.cuh") };
+
+family!(Notifying: NotifyKernel(NotifyCall), "notify.cuh" behind [], |_, program| program, |_| THREADS, |_| 0);
 family!(
-    Summing: CombineKernel(SumsCall), "combine.cuh" behind [ROWS, REDUCE],
-    |this, program| this.reduction.define(program), |this| this.threads
+    Moving: DispatchKernel(RowsCall), "dispatch.cuh" behind [ROWS, PIPELINE, REGION],
+    |_, program| Moving::WARPS.define(program), |_| Moving::WARPS.threads(),
+    |this| Moving::WARPS.shared_bytes(this.staging)
+);
+family!(
+    Summing: CombineKernel(SumsCall), "combine.cuh" behind [ROWS, REDUCE, PIPELINE, REGION],
+    |this, program| this.warps.define(this.reduction.define(program)), |this| this.warps.threads(),
+    |this| this.warps.shared_bytes(this.staging)
 );
 
 /// What rows are summed on GPUs.
 const SUMMED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-
-/// Chunks of 31 vectors that a record of so many words beside its row takes.
-fn chunks(format: &RowFormat, words_beside: usize) -> usize {
-    (format.row_bytes() / 16 + words_beside.div_ceil(4)).div_ceil(31)
-}
 
 /// A rank's room when it has no capacity: what no rank can exceed.
 const UNBOUNDED: u32 = i32::MAX as u32;
 
 impl CudaMoe {
     /// What [`Moe::notify`](crate::Moe::notify) does, between GPUs. `stream` is behind what made the routing.
-    pub(crate) fn exchange_counts(&self, routing: &Routing<'_>, stream: StreamRef<'_>) -> Result<Plan> {
+    pub(crate) fn exchange_counts(
+        &self,
+        routing: &Routing<'_>,
+        plan: &Plan,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
         let name = |which| Name { call: "dispatch", which };
-        let tokens = check_routing(routing, self.world_size())?;
-        let local = routing.num_experts / self.world_size();
-        let plan = self.plan(tokens)?;
+        let in_rank = &routing.is_token_in_rank;
         let call = NotifyCall {
-            in_rank: name("is_token_in_rank").address(&routing.is_token_in_rank, self.device())?,
+            in_rank: name("is_token_in_rank").address(in_rank, self.device())?,
             per_expert: name("tokens_per_expert").address(&routing.tokens_per_expert, self.device())?,
-            counts: plan.counts(),
-            starts: plan.starts(),
-            heads: plan.heads(),
-            order: plan.order(),
-            result: self.result_pointer(),
-            tokens: tokens as u32,
+            counts: plan.at(HandleWords::counts),
+            starts: plan.at(HandleWords::starts),
+            prefix: plan.at(HandleWords::rank_prefix_matrix),
+            routed: plan.at(HandleWords::routed_to_each),
+            overflow: plan.at(HandleWords::overflow),
+            chosen: plan.at(HandleWords::tokens_per_expert),
+            heads: plan.at(HandleWords::send_head),
+            order: plan.at(HandleWords::order),
+            result: if routing.capacity.is_none() { self.result_pointer() } else { 0 },
+            tokens: in_rank.shape()[0] as u32,
             room: routing.capacity.map_or(UNBOUNDED, |rows| rows.min(UNBOUNDED as usize) as u32),
-            local: local as u32,
+            local: (routing.num_experts / self.world_size()) as u32,
         };
         let signature = signature_of_routing(routing);
         // SAFETY: the plan has room for what the kernel writes, and lasts; the caller answers for the routing.
-        unsafe { self.launch(Notifying, &signature, Extent::whole(Blocks::One), call, stream) }?;
-        Ok(plan)
+        unsafe { self.launch(Notifying, &signature, Blocks::One, call, stream) }
     }
 
     /// What [`Moe::dispatch`](crate::Moe::dispatch) does, between GPUs.
@@ -192,6 +269,10 @@ impl CudaMoe {
         let address = |which, view: &TensorView<'_>| name(which).address(view, self.device());
         let optional = |which, view: Option<&TensorView<'_>>| view.map_or(Ok(0), |view| address(which, view));
         let vectors = |which, view: &TensorView<'_>| name(which).vectors(view, self.device());
+        let scales = |which, view: Option<&TensorView<'_>>| match view {
+            Some(view) if format.num_scales().is_multiple_of(4) => vectors(which, view),
+            _ => optional(which, view),
+        };
         let Dispatch { tokens: from, received: to } = call;
         let (choices, to_choices) = (from.choices.as_ref(), to.choices.as_ref());
         let top_k = if choices.is_some() { top_k } else { 0 };
@@ -199,21 +280,23 @@ impl CudaMoe {
         if let (Some(from), Some(to)) = (choices, to_choices) {
             name("received ids").has_dtype(to.ids.dtype(), &[from.ids.dtype()])?;
         }
-        let (plan, traffic) = (&handle.plan, &handle.traffic);
+        let plan = &handle.plan;
         let call = RowsCall {
-            counts: plan.counts(),
-            starts: plan.starts(),
-            order: plan.order(),
+            counts: plan.at(HandleWords::counts),
+            starts: plan.at(HandleWords::starts),
+            order: plan.at(HandleWords::order),
             sources: handle.sources(),
             x: vectors("x", &from.x)?,
-            scales: optional("scales", from.scales.as_ref())?,
+            scales: scales("scales", from.scales.as_ref())?,
             ids: optional("ids", choices.map(|each| &each.ids))?,
             weights: optional("weights", choices.map(|each| &each.weights))?,
             to_x: vectors("received x", &to.x.as_view())?,
-            to_scales: optional("received scales", to.scales.as_ref().map(|view| view.as_view()).as_ref())?,
+            to_scales: scales("received scales", to.scales.as_ref().map(|view| view.as_view()).as_ref())?,
             to_ids: optional("received ids", to_choices.map(|each| each.ids.as_view()).as_ref())?,
             to_weights: optional("received weights", to_choices.map(|each| each.weights.as_view()).as_ref())?,
+            region: self.region("dispatch", &format, 1 + 2 * top_k)?,
             tokens: tokens as u32,
+            rows: rows as u32,
             row_bytes: format.row_bytes() as u32,
             scales_of_row: format.num_scales() as u32,
             top_k: top_k as u32,
@@ -223,13 +306,9 @@ impl CudaMoe {
         let algorithm = super::Form::Cached as u8 + format.code();
         let signature =
             signature(Operation::Dispatch, &format, algorithm, handle.num_experts, top_k, handle.number);
-        let extent = Extent {
-            records: traffic.most(|from| traffic.most(|to| traffic.block(from, to).len())),
-            chunks: chunks(&format, 1 + 2 * top_k + format.num_scales()),
-            blocks: Blocks::ForEachPeer,
-        };
+        let family = Moving { staging: self.staging() };
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(Moving::new(self.world_size()), &signature, extent, call, stream) }
+        unsafe { self.launch(family, &signature, Blocks::All, call, stream) }
     }
 
     /// What [`Moe::combine`](crate::Moe::combine) does, between GPUs.
@@ -242,7 +321,7 @@ impl CudaMoe {
         let name = |which| Name { call: "combine", which };
         let (tokens, rows) = (handle.num_tokens(), handle.rows());
         let (format, top_k) = check_combine(call, tokens, rows, &SUMMED)?;
-        let Some(family) = Summing::new(format.dtype, self.world_size()) else {
+        let Some(family) = Summing::new(format.dtype, self.staging(), self.world_size()) else {
             return Err(MoeError::DType {
                 call: "combine",
                 which: "rows",
@@ -254,13 +333,12 @@ impl CudaMoe {
         let optional = |which, view: Option<&TensorView<'_>>| view.map_or(Ok(0), |view| address(which, view));
         let vectors = |which, view: &TensorView<'_>| name(which).vectors(view, self.device());
         let bias = |view: Option<&TensorView<'_>>| view.map_or(Ok(0), |view| vectors("bias", view));
-        let (plan, traffic) = (&handle.plan, &handle.traffic);
-        let most_tokens = traffic.most(|rank| traffic.tokens[rank]);
+        let plan = &handle.plan;
         let sums = SumsCall {
-            counts: plan.counts(),
-            starts: plan.starts(),
-            heads: plan.heads(),
-            order: plan.order(),
+            counts: plan.at(HandleWords::counts),
+            starts: plan.at(HandleWords::starts),
+            heads: plan.at(HandleWords::send_head),
+            order: plan.at(HandleWords::order),
             sources: handle.sources(),
             rows: vectors("rows", &call.rows)?,
             weights: optional("weights", call.weights.as_ref())?,
@@ -271,15 +349,45 @@ impl CudaMoe {
                 "output weights",
                 call.output_weights.as_ref().map(|view| view.as_view()).as_ref(),
             )?,
+            region: self.region("combine", &format, top_k)?,
             tokens: tokens as u32,
             row_bytes: format.row_bytes() as u32,
             top_k: top_k as u32,
-            most_tokens: most_tokens as u32,
         };
         let signature = signature(Operation::Combine, &format, 0, handle.num_experts, top_k, handle.number);
-        let extent =
-            Extent { records: most_tokens, chunks: chunks(&format, top_k), blocks: Blocks::ForEachPeer };
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(family, &signature, extent, sums, stream) }
+        unsafe { self.launch(family, &signature, Blocks::All, sums, stream) }
+    }
+
+    /// How the region serves records of a row and so many words beside it.
+    fn region(&self, call: &'static str, format: &RowFormat, words: usize) -> Result<RegionCall> {
+        // Scales that are whole vectors are a row of their own.
+        let scales = format.num_scales();
+        let (second, words) =
+            if scales.is_multiple_of(4) { (scales * 4, words) } else { (0, words + scales) };
+        let beside = words.div_ceil(4) * VECTOR;
+        if beside > BESIDE_BYTES {
+            let problem = format!(
+                "{scales} scales and choices of a row are {beside} bytes; at most {BESIDE_BYTES} are served"
+            );
+            return Err(refused(call, problem));
+        }
+        let record_bytes = format.row_bytes() + second + beside;
+        let lane_bytes = self.region_lane_bytes();
+        let half = (lane_bytes / record_bytes).min(self.flags()) / 2;
+        if half == 0 {
+            return Err(MoeError::Region {
+                call,
+                needed: record_bytes,
+                half: lane_bytes / 2,
+                region_bytes: self.region_bytes(),
+            });
+        }
+        Ok(RegionCall {
+            at: self.region_at(),
+            lane_bytes: lane_bytes as u64,
+            record_bytes: record_bytes as u32,
+            half: half as u32,
+        })
     }
 }

@@ -1,9 +1,7 @@
-// Dispatch: the tokens of every rank to where a handle says. Behind rows.cuh.
+// Dispatch: the tokens of every rank to where a handle says. Behind region.cuh.
 //
 // A record is a token's row with what travels beside it: the token's number, its experts as the receiving rank numbers them, their
-// weights, its scales. Records go as rows of 31 vectors to the receiver's lane of this rank, in order, so that a receiver
-// knows of every vector where it belongs. `a.root` is the first record of each pair of ranks in this launch, `a.count` how many
-// there may be.
+// weights, its scales. Records go in order to the receiver's lane of this rank, so that a receiver knows of each where it belongs.
 
 // Rust's `RowsCall` has the same layout.
 struct rows_call {
@@ -19,27 +17,13 @@ struct rows_call {
     u32* to_scales;
     u8* to_ids;
     u32* to_weights;
-    u32 tokens, row_bytes, scales_of_row, top_k, id_bytes, local;
-};
-
-// How a record is cut.
-struct record {
-    u32 of_row, vectors, chunks;
-
-    DEVICE record(const rows_call& k) : of_row(k.row_bytes / 16) {
-        vectors = of_row + (1 + 2 * k.top_k + k.scales_of_row + 3) / 4;
-        chunks = (vectors + ROW - 1) / ROW;
-    }
-    // This lane's vector of a chunk, or `vectors`.
-    DEVICE u32 mine(u32 chunk) const {
-        const u32 index = chunk * ROW + lane_id();
-        return lane_id() < ROW && index < vectors ? index : vectors;
-    }
+    region_call region;
+    u32 tokens, rows, row_bytes, scales_of_row, top_k, id_bytes, local;
 };
 
 // A token's choice as `rank` numbers its experts; -1 where it is another's.
 DEVICE i32 choice_of(const rows_call& k, u32 rank, u64 index) {
-    const i64 id = k.id_bytes == 8 ? ((const i64*)k.ids)[index] : (i64)((const i32*)k.ids)[index];
+    const i64 id = k.id_bytes == 8 ? __ldg((const i64*)k.ids + index) : (i64)__ldg((const i32*)k.ids + index);
     const i64 here = id - (i64)rank * k.local;
     return 0 <= here && here < k.local ? (i32)here : -1;
 }
@@ -52,10 +36,17 @@ DEVICE u32 word_beside(const rows_call& k, u32 rank, u32 token, u32 word) {
         const bool is_id = word < k.top_k;
         const u64 index = (u64)token * k.top_k + (is_id ? word : word - k.top_k);
         const i32 choice = choice_of(k, rank, index);
-        return is_id ? (u32)choice : choice < 0 ? 0 : k.weights[index];
+        return is_id ? (u32)choice : choice < 0 ? 0 : __ldg(k.weights + index);
     }
     word -= 2 * k.top_k;
-    return word < k.scales_of_row ? k.scales[(u64)token * k.scales_of_row + word] : 0;
+    return word < k.scales_of_row ? __ldg(k.scales + (u64)token * k.scales_of_row + word) : 0;
+}
+
+// The scales of a row that are whole vectors are moved as a row of their own; else as words beside it.
+DEVICE bool has_scale_rows(const rows_call& k) { return k.scales_of_row != 0 && k.scales_of_row % 4 == 0; }
+DEVICE u32 words_of(const rows_call& k) { return 1 + 2 * k.top_k + (has_scale_rows(k) ? 0 : k.scales_of_row); }
+DEVICE parts rows_of(const rows_call& k) {
+    return parts{{k.x, (const u8*)k.scales}, {k.row_bytes, has_scale_rows(k) ? k.scales_of_row * 4 : 0}};
 }
 
 DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
@@ -69,79 +60,117 @@ DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
         k.to_scales[(u64)row * k.scales_of_row + word - 1 - 2 * k.top_k] = value;
 }
 
-DEVICE uint4 load_record(const rows_call& k, const record& shape, u32 rank, u32 token, u32 chunk) {
-    const u32 at = shape.mine(chunk);
-    if (at < shape.of_row) return load16(k.x + (u64)token * k.row_bytes + at * 16);
-    if (at == shape.vectors) return make_uint4(0, 0, 0, 0);
-    const u32 word = (at - shape.of_row) * 4;
-    return make_uint4(word_beside(k, rank, token, word), word_beside(k, rank, token, word + 1),
-                      word_beside(k, rank, token, word + 2), word_beside(k, rank, token, word + 3));
+// Where a row's parts belong.
+DEVICE void copy_row(const rows_call& k, pipeline& copies, u32 row, const u8* x, const u8* scales, signals after) {
+    const parts p = rows_of(k);
+    copies.copy(k.to_x + (u64)row * p.bytes[0], x, p.bytes[0], p.bytes[1] != 0 ? NO_SIGNALS : after);
+    if (p.bytes[1] != 0) copies.copy((u8*)k.to_scales + (u64)row * p.bytes[1], scales, p.bytes[1], after);
 }
 
-DEVICE void store_record(const rows_call& k, const record& shape, u32 row, u32 chunk, uint4 v) {
-    const u32 at = shape.mine(chunk);
-    if (at < shape.of_row) return store16(k.to_x + (u64)row * k.row_bytes + at * 16, v);
-    if (at == shape.vectors) return;
-    const u32 word = (at - shape.of_row) * 4;
-    store_beside(k, row, word, v.x);
-    store_beside(k, row, word + 1, v.y);
-    store_beside(k, row, word + 2, v.z);
-    store_beside(k, row, word + 3, v.w);
+// The warp's share of the records that come from peers, up to 32 at a time.
+DEVICE bool take(reader& r, pipeline& copies, const rows_call& k, const counts& n, const turn& t, rows mine) {
+    const arguments& a = r.a;
+    const u32 words = words_of(k);
+    const parts p = rows_of(k);
+    const auto count = [&](u32 from) { return n.rows[from][a.rank]; };
+    u32 most = 0;
+    for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
+    const u32 end = most * PEERS;
+    for (u32 first = mine.first; first < end; first += 32 * mine.step) {
+        const u32 i = first + lane_id() * mine.step, from = rank_of(a, i % PEERS), number = i / PEERS;
+        u32 left = __ballot_sync(WHOLE_WARP, i < end && number < count(from));
+        while (left != 0) {
+            const bool is_wanted = left >> lane_id() & 1;
+            const auto poll = [&] { return __ballot_sync(WHOLE_WARP, is_wanted && is_there(a, k.region, t, from, number)); };
+            u32 come = poll();
+            if (come == 0) {
+                copies.drain(); // others may wait for that
+                const bool came = r.wait<true>([&](u32& missing) {
+                    come = poll();
+                    if (come == 0 && is_wanted) missing = from;
+                    return come != 0;
+                });
+                if (!came) return false;
+            }
+            copies.see();
+            left &= ~come;
+            while (come != 0) {
+                // Words of some at once, as their loads take as long as those of one.
+                constexpr u32 AT_ONCE = 4;
+                u32 sources[AT_ONCE], numbers[AT_ONCE], some = 0;
+#pragma unroll
+                for (u32 m = 0; m < AT_ONCE; ++m) {
+                    const u32 lane = come == 0 ? 0 : __ffs(come) - 1;
+                    if (come != 0) ++some;
+                    come &= come - 1;
+                    const u32 which = first + lane * mine.step;
+                    sources[m] = rank_of(a, which % PEERS), numbers[m] = which / PEERS;
+                }
+                const auto record = [&](u32 m) { return a.own + record_at(k.region, t, sources[m], a.rank, numbers[m]); };
+                for (u32 word = lane_id(); word < words; word += 32) {
+                    u32 got[AT_ONCE];
+#pragma unroll
+                    for (u32 m = 0; m < AT_ONCE; ++m)
+                        if (m < some) got[m] = ld_relaxed_sys((const u32*)(record(m) + p.bytes[0] + p.bytes[1]) + word);
+#pragma unroll
+                    for (u32 m = 0; m < AT_ONCE; ++m)
+                        if (m < some) store_beside(k, n.starts[sources[m]] + numbers[m], word, got[m]);
+                }
+#pragma unroll
+                for (u32 m = 0; m < AT_ONCE; ++m) {
+                    if (m >= some) continue;
+                    const u32 row = n.starts[sources[m]] + numbers[m];
+                    const u32 peer = (sources[m] + WORLD - a.rank - 1) % WORLD;
+                    const bool is_counted = is_waited_for(k.region, numbers[m], count(sources[m]));
+                    u32* counted = is_counted ? (u32*)(a.peer[peer] + count_at(a, k.region, t, a.rank, numbers[m])) : nullptr;
+                    copy_row(k, copies, row, record(m), record(m) + p.bytes[0], signals{nullptr, counted, 0});
+                }
+            }
+        }
+    }
+    return true;
 }
 
-constexpr u32 AT_ONCE = 4; // chunks that a warp has under way
+// Rows for which there is room, and which do not arrive, name no experts.
+DEVICE void name_no_experts(const arguments& a, const rows_call& k, const counts& n) {
+    const u32 arriving = n.starts[WORLD - 1] + n.rows[WORLD - 1][a.rank], words = 1 + k.top_k;
+    for (u64 i = grid_thread(); i < (u64)(k.rows - arriving) * words; i += grid_threads())
+        store_beside(k, arriving + (u32)(i / words), (u32)(i % words), ~0u);
+}
 
-// Each block serves one peer: it sends to it, and stores what comes from it.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call k) {
+    extern __shared__ uint4 memory[];
     pdl_wait();
-    const u32 next = blockIdx.x % PEERS, peer = rank_of(a, next);
-    const record shape(k);
-    // Records from rank to rank in this launch.
-    const auto records = [&](u32 from, u32 to) {
-        const u32 all = k.counts[from * WORLD + to];
-        return all > a.root ? min(all - a.root, a.count) : 0;
-    };
-    const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
-    const auto load = [&](u32 i) {
-        const u32 token = k.order[(u64)peer * k.tokens + a.root + i / shape.chunks];
-        return load_record(k, shape, peer, token, i % shape.chunks);
-    };
-    const auto send = [&](const turn& t, u32 i, uint4 v) {
-        store16_volatile(a.peer[next] + lane_at(a, t.slot, a.rank) + (i * 32 + lane_id()) * 16, masked(v));
-    };
-    turn t;
-    const u32 sent = records(a.rank, peer) * shape.chunks;
-    if (!begin_and_send<AT_ONCE, AT_ONCE, true>(a, t, mine.first, mine.step, sent, load, send)) return;
+    const turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
+    pipeline::prepare();
+    const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
-        if (from != a.rank) most = max(most, records(from, a.rank));
-    advance(a, t, most * shape.chunks * 32, 0);
+        if (from != a.rank) most = max(most, n.rows[from][a.rank]);
+    advance(a, t, flag_vectors(k.region, most), 1);
 
-    const rows own = rows_of_warp(blockIdx.x, gridDim.x);
-    for (u32 i = own.first; i < records(a.rank, a.rank) * shape.chunks; i += own.step) {
-        const u32 number = a.root + i / shape.chunks, token = k.order[(u64)a.rank * k.tokens + number];
-        const uint4 v = load_record(k, shape, a.rank, token, i % shape.chunks);
-        store_record(k, shape, k.starts[a.rank] + number, i % shape.chunks, v);
-    }
-
+    name_no_experts(a, k, n);
     reader r(a, t);
-    const u32 lane = peer * a.lane_stride, start = k.starts[peer] + a.root, end = records(peer, a.rank) * shape.chunks;
-    const auto store = [&](u32 i, uint4 v) { store_record(k, shape, start + i / shape.chunks, i % shape.chunks, unmasked(v)); };
-    u32 i = mine.first;
-    for (; i + (AT_ONCE - 1) * mine.step < end; i += AT_ONCE * mine.step) {
-        u32 at[AT_ONCE], peers[AT_ONCE];
-        uint4 got[AT_ONCE];
-#pragma unroll
-        for (u32 n = 0; n < AT_ONCE; ++n) at[n] = lane + (i + n * mine.step) * 512, peers[n] = peer;
-        if (!collect_rows(r, at, peers, got)) return;
-#pragma unroll
-        for (u32 n = 0; n < AT_ONCE; ++n) store(i + n * mine.step, got[n]);
+    const u32 warp = threadIdx.x / 32;
+    if (warp == RINGS) return pipeline::raise_flags();
+    pipeline copies(memory);
+    bool came = true;
+    if (warp < SENDING) {
+        const auto count = [&](u32 to) { return n.rows[a.rank][to]; };
+        const auto token = [&](u32 to, u32 number) { return k.order[(u64)to * k.tokens + number]; };
+        const auto word = [&](u32 to, u32 token, u32 index) { return word_beside(k, to, token, index); };
+        const auto keep = [&](u32 number, u32 token, const u32* gathered) {
+            const u32 row = n.starts[a.rank] + number;
+            for (u32 index = lane_id(); index < words_of(k); index += 32) store_beside(k, row, index, gathered[index]);
+            const u8* scales = (const u8*)(k.scales + (u64)token * k.scales_of_row);
+            copy_row(k, copies, row, k.x + (u64)token * k.row_bytes, scales, NO_SIGNALS);
+        };
+        came = send_records<true>(r, copies, k.region, t, share_of_warp(0, SENDING), rows_of(k), words_of(k), count, token, word, keep);
+    } else {
+        came = take(r, copies, k, n, t, share_of_warp(SENDING, RINGS - SENDING));
     }
-    for (; i < end; i += mine.step) {
-        uint4 got[1];
-        if (!collect_rows(r, {lane + i * 512}, {peer}, got)) return;
-        store(i, got[0]);
-    }
-    r.finish();
+    copies.finish();
+    if (came) r.finish();
 }

@@ -188,7 +188,7 @@ impl<'a> Combine<'a> {
 }
 
 /// Refuses a routing that makes no sense; how many tokens it has.
-fn check_routing(routing: &Routing<'_>, world_size: usize) -> Result<usize> {
+pub(crate) fn check_routing(routing: &Routing<'_>, world_size: usize) -> Result<usize> {
     let name = |which| Name { call: "dispatch", which };
     let Routing { num_experts, top_k, format, .. } = *routing;
     check_limits("dispatch", num_experts, top_k, world_size)?;

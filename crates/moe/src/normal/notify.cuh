@@ -9,9 +9,13 @@ struct notify_call {
     const u32* per_expert; // [WORLD, local]
     u32* counts;           // [WORLD, WORLD]: rows that go from rank to rank, as far as there is room
     u32* starts;           // [WORLD]: where the rows of each rank begin at this rank
+    u32* prefix;           // [WORLD, WORLD]: rows for a column's rank from the ranks up to and with the row's, room or not
+    u32* routed;           // [WORLD]: this rank's tokens for each
+    u32* overflow;         // whether there is no room for some row of this rank
+    u32* chosen;           // [local]: how often each of this rank's experts was chosen
     i32* heads;            // [tokens, WORLD]: the number of a token among those for a rank, or -1
     u32* order;            // [WORLD, tokens]: the tokens for each rank
-    u32* result;           // on the host: [WORLD, HEADER], then how often each of this rank's experts was chosen
+    u32* result;           // on the host: [WORLD, HEADER], then `chosen`; null if nobody reads it there
     u32 tokens, room, local;
 };
 
@@ -89,10 +93,18 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
         const u32 from = i / WORLD, to = i % WORLD, room = said[to][1];
         u32 start = 0;
         for (u32 before = 0; before < from; ++before) start += said[before][2 + to];
-        k.counts[i] = min(start + said[from][2 + to], room) - min(start, room);
-        if (to == a.rank) k.starts[from] = min(start, room);
+        const u32 end = start + said[from][2 + to];
+        k.prefix[i] = end;
+        k.counts[i] = min(end, room) - min(start, room);
+        if (from == a.rank) k.routed[to] = end - start;
+        if (to != a.rank) continue;
+        k.starts[from] = min(start, room);
+        if (from == WORLD - 1) *k.overflow = end > room;
     }
-    for (u32 i = threadIdx.x; i < WORLD * HEADER; i += THREADS) k.result[i] = said[i / HEADER][i % HEADER];
-    for (u32 i = threadIdx.x; i < k.local; i += THREADS) k.result[WORLD * HEADER + i] = chosen[i];
+    for (u32 i = threadIdx.x; i < k.local; i += THREADS) k.chosen[i] = chosen[i];
+    if (k.result != nullptr) {
+        for (u32 i = threadIdx.x; i < WORLD * HEADER; i += THREADS) k.result[i] = said[i / HEADER][i % HEADER];
+        for (u32 i = threadIdx.x; i < k.local; i += THREADS) k.result[WORLD * HEADER + i] = chosen[i];
+    }
     r.finish();
 }

@@ -16,7 +16,7 @@ use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
 use antiphon_fabric::{Communicator, FabricError, LocalWorld, gpu::Tenant};
 use antiphon_moe::{
     Choices, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, Tokens,
-    cuda::{CudaHandle, CudaMoe, CudaMoeConfig},
+    cuda::{CudaHandle, CudaMoe, CudaMoeConfig, HandleMemory},
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -139,7 +139,9 @@ fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Tensor; 3], [Tenso
     let [x, ids, weights] = inputs(case, rank.comm.rank());
     let world_size = rank.comm.world_size();
     let layout = layout(&ids.view(), case.num_experts, world_size)?;
-    let handle = rank.host.notify(&rank.comm, &Routing::of(&layout, case.format()))?;
+    let capacity = case.capacity.as_ref().map(|rows| rows[rank.comm.rank()]);
+    let routing = Routing { capacity, ..Routing::of(&layout, case.format()) };
+    let handle = rank.host.notify(&rank.comm, &routing)?;
     let (rows, tokens) = (handle.rows(), handle.num_tokens());
     let mut to_x = Tensor::unwritten(case.dtype, &[rows, case.hidden]);
     let mut to_ids = Tensor::unwritten(DType::I64, &[rows, case.top_k]);
@@ -202,10 +204,10 @@ impl Calls {
             is_token_in_rank: in_rank.view(),
             tokens_per_expert: per_expert.view(),
             format: case.format(),
-            capacity: None,
+            capacity: case.capacity.as_ref().map(|rows| rows[rank.comm.rank()]),
         };
         // SAFETY: as above.
-        let handle = unsafe { rank.moe.notify(&routing, stream) }?;
+        let handle = unsafe { rank.moe.notify(&routing, HandleMemory::Own, stream) }?;
         let rows = handle.rows();
         let received = [
             rank.unwritten(case.dtype, &[rows, case.hidden])?,
@@ -292,6 +294,10 @@ fn every_case(world_size: usize, config: CudaMoeConfig) {
                     check(rank, &Case { dtype, biases, ..case.clone() })?;
                 }
             }
+            for rows in [0, 1, 40, 1000] {
+                let capacity = Some((0..world_size).map(|rank| rows + rank).collect());
+                check(rank, &Case { dtype: DType::BF16, capacity, ..case.clone() })?;
+            }
         }
         Ok(())
     });
@@ -325,8 +331,10 @@ fn pieces_have_the_hosts_bits_on_2_gpus() {
     let config = CudaMoeConfig { region_bytes: 16 << 20, ..CudaMoeConfig::default() };
     on_gpus(2, config, |rank| {
         for choice in [Choice::Spread, Choice::Wild, Choice::AllTo(0)] {
-            let case = Case { choice, tokens: vec![1500, 900], hidden: 7168, ..Case::new(2, 16, 4) };
-            check(rank, &Case { dtype: DType::BF16, ..case })?;
+            for capacity in [None, Some(vec![2000, 1400])] {
+                let case = Case { choice, capacity, tokens: vec![1500, 900], ..Case::new(2, 16, 4) };
+                check(rank, &Case { dtype: DType::BF16, hidden: 7168, ..case })?;
+            }
         }
         Ok(())
     });
@@ -347,6 +355,69 @@ fn a_graph_replays_dispatch_and_combine_on_2_gpus() {
             unsafe { graph.launch(&rank.stream) }?;
         }
         calls.compare(rank, &case, &received, &sums)?;
+        drop(graph);
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+/// The capacity form waits for nothing: the layout and the exchange of counts are in the graph, too, and each replay has other
+/// choices.
+#[test]
+fn a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus() {
+    on_gpus(2, CudaMoeConfig::default(), |rank| {
+        let case = |seed| Case {
+            seed,
+            dtype: DType::BF16,
+            tokens: vec![300, 200],
+            hidden: 1024,
+            capacity: Some(vec![250, 600]),
+            ..Case::new(2, 16, 4)
+        };
+        let (layout, ..) = on_host(rank, &case(1))?;
+        let mut calls = Calls::new(rank, &case(1), &layout)?;
+        let mut outputs = [
+            rank.unwritten(DType::I32, &[2])?,
+            rank.unwritten(DType::I32, &[16])?,
+            rank.unwritten(DType::U8, &[case(1).tokens[rank.comm.rank()], 2])?,
+        ];
+        calls.run(rank)?; // loads the kernels
+        rank.stream.borrow().synchronize()?;
+        let graph = Graph::capture(&rank.stream, |_| -> Outcome {
+            let stream = rank.stream.borrow();
+            let [per_rank, per_expert, in_rank] = &mut outputs;
+            let views = [&mut per_rank.view_mut(), &mut per_expert.view_mut(), &mut in_rank.view_mut()];
+            // SAFETY: all memory lives until the graph is gone, here and below.
+            unsafe { rank.moe.layout(&calls.ids.view(), views, stream) }?;
+            let routing = Routing {
+                num_experts: 16,
+                top_k: 4,
+                is_token_in_rank: in_rank.view(),
+                tokens_per_expert: per_expert.view(),
+                format: case(1).format(),
+                capacity: Some(calls.handle.rows()),
+            };
+            // SAFETY: as above.
+            calls.handle = unsafe { rank.moe.notify(&routing, HandleMemory::Own, stream) }?;
+            calls.run(rank)
+        })?;
+        let graph = graph.instantiate()?;
+        for seed in 2..30 {
+            let (_, received, sums) = on_host(rank, &case(seed))?;
+            let inputs = inputs(&case(seed), rank.comm.rank());
+            for (gpu, tensor) in [&calls.x, &calls.ids, &calls.weights].into_iter().zip(&inputs) {
+                gpu.memory.write(&rank.stream, 0, &tensor.content())?;
+            }
+            for (gpu, tensor) in calls.received.iter().zip(&received) {
+                gpu.memory.write(&rank.stream, 0, &vec![UNWRITTEN; tensor.content().len()])?;
+            }
+            if seed as usize % 2 == rank.comm.rank() {
+                std::thread::sleep(Duration::from_millis(seed % 5));
+            }
+            // SAFETY: as above.
+            unsafe { graph.launch(&rank.stream) }?;
+            calls.compare(rank, &case(seed), &received, &sums)?;
+        }
         drop(graph);
         rank.comm.barrier()?;
         Ok(())
@@ -399,6 +470,60 @@ fn another_tenant_works_beside_on_2_gpus() {
         calls.compare(rank, &case, &received, &sums)?;
         assert!(rank.download(&rotated)? == of(1 - me));
         rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+/// Calls of every form, one after the other, with other choices each time and with ranks that are late at random, beside another
+/// tenant. `ANTIPHON_SOAK_CALLS` says how many.
+#[test]
+fn a_soak_of_every_form_on_2_gpus() {
+    let rounds = std::env::var("ANTIPHON_SOAK_CALLS").map_or(60, |calls| calls.parse().expect("a number"));
+    let config = CudaMoeConfig { region_bytes: 16 << 20, ..CudaMoeConfig::default() };
+    on_gpus(2, config, |rank| {
+        let me = rank.comm.rank();
+        let rotations = Tenant::new(&rank.comm, &rank.context, Tenant::LEAST_STAGING_BYTES)?;
+        rotations.load_together(&rank.comm, Rotation)?;
+        let beside = rank.context.stream()?;
+        let bytes = 1 << 18;
+        let input = rank.upload(&Tensor::holding(DType::U8, &[bytes], &vec![me as u8 + 1; bytes]))?;
+        let rotated = rank.unwritten(DType::U8, &[bytes])?;
+        let mut random = 0x9E37_79B9u32;
+        let mut next = |below: usize| {
+            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (random >> 8) as usize % below
+        };
+        for round in 0..rounds {
+            let tokens = vec![next(700), next(700)];
+            let capacity = (next(2) == 1).then(|| vec![next(900), next(900)]);
+            let choice = [Choice::Spread, Choice::Wild, Choice::AllTo(next(2)), Choice::Nobody][next(4)];
+            let hidden = [8, 512, 2048][next(3)];
+            let case = Case {
+                seed: round,
+                tokens,
+                capacity,
+                choice,
+                hidden,
+                biases: next(3),
+                dtype: [DType::BF16, DType::F16, DType::F32][next(3)],
+                ..Case::new(2, 8, 1 + next(4))
+            };
+            rank.moe.set_num_sms([2, 24, 132][next(3)]);
+            let late = [next(3), next(3)][me];
+            let (layout, received, sums) = on_host(rank, &case)?;
+            std::thread::sleep(Duration::from_millis(late as u64));
+            let at = [input.memory.pointer(), rotated.memory.pointer()];
+            // SAFETY: the memory lives until the stream has been waited for.
+            unsafe { rotate(&rotations, at, bytes, beside.borrow()) }?;
+            let mut calls = Calls::new(rank, &case, &layout)?;
+            for _ in 0..1 + next(3) {
+                calls.run(rank)?;
+            }
+            calls.compare(rank, &case, &received, &sums)?;
+            rank.comm.barrier()?;
+        }
+        beside.borrow().synchronize()?;
+        assert!(rank.download(&rotated)? == vec![2 - me as u8; bytes]);
         Ok(())
     });
 }

@@ -1,7 +1,8 @@
-"""The names of DeepEP's package: ``Buffer`` with the calls of the normal kernels, on tensors in host memory.
+"""The names of DeepEP's package: ``Buffer`` with the calls of the normal kernels, on tensors in host memory and on CUDA GPUs.
 
 What they do is that of :class:`antiphon.moe.ExpertParallel`; what they take and give is DeepEP's (its version 1, commit
-567632d, and ``deep_ep/buffers/legacy.py`` later). On the CPU calls are synchronous, and events do nothing.
+567632d, and ``deep_ep/buffers/legacy.py`` later). On a GPU the
+calls of a buffer go on a stream of its own; on the CPU they are synchronous, and events do nothing.
 """
 
 from antiphon.moe.deep_ep.buffer import Buffer, Config

@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.comm.mnnvl import communicator_of
 from antiphon.moe._calls import Handle, Layout, calls_of
-from antiphon.moe.deep_ep.events import EventHandle, EventOverlap
+from antiphon.moe.deep_ep.events import CallOrder, EventHandle, EventOverlap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,6 +97,7 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.explicitly_destroy = explicitly_destroy
         self._calls: Any = calls_of(self._comm)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
     def runtime(self) -> Any:
@@ -118,7 +120,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets how many SMs kernels use, for all buffers; on the CPU it changes nothing."""
+        """Sets how many SMs kernels use, for all buffers, where a call has no ``config``; on the CPU it changes nothing."""
         Buffer.num_sms = _even(new_num_sms)
 
     @staticmethod
@@ -146,9 +148,13 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         """What the choices ``topk_idx``, ``[T, K]``, come to: ``num_tokens_per_rank`` (int32 ``[R]``), ``None`` (there is one
         machine), ``num_tokens_per_expert`` (int32 ``[E]``), ``is_token_in_rank`` (bool ``[T, R]``), and an event."""
-        _before(previous_event, async_finish, allocate_on_comm_stream)
-        layout = self._open().layout(topk_idx, num_experts)
-        return layout.tokens_per_rank, None, layout.tokens_per_expert, layout.is_token_in_rank, _after(async_finish)
+        calls = self._open()
+        order = self._order(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
+        outputs: list[Any] = []
+        with order.run([topk_idx], outputs):
+            layout = calls.layout(topk_idx, num_experts, order.stream)
+            outputs += layout
+        return layout.tokens_per_rank, None, layout.tokens_per_expert, layout.is_token_in_rank, order.event
 
     def dispatch(
         self,
@@ -178,13 +184,16 @@ class Buffer:
         Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
         """
         calls = self._open()
-        _before(previous_event, async_finish, allocate_on_comm_stream)
         tokens, scales = x if isinstance(x, tuple) else (x, None)
+        order = self._order(tokens, previous_event, async_finish, allocate_on_comm_stream, config)
+        outputs: list[Any] = []
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("dispatch: a handle has the choices already: pass no topk_idx or topk_weights")
-            received = calls.dispatch_along(tokens, handle, scales)
-            return _like(x, received.x, received.scales), None, None, None, handle, _after(async_finish)
+            with order.run([tokens, scales, *handle], outputs):
+                received = calls.dispatch_along(tokens, handle, scales, order.stream)
+                outputs += received
+            return _like(x, received.x, received.scales), None, None, None, handle, order.event
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise ValueError(
                 "dispatch: without a handle pass num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert"
@@ -197,11 +206,16 @@ class Buffer:
                 "below 0 and 1"
             )
         layout = Layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
-        received, handle = calls.dispatch(tokens, layout, topk_idx, topk_weights, scales, num_worst_tokens or None)
-        aligned = [-(-count // expert_alignment) * expert_alignment for count in handle.tokens_per_expert]
-        counts = [] if num_worst_tokens else aligned
+        with order.run([tokens, scales, topk_idx, topk_weights, *layout], outputs):
+            received, handle = calls.dispatch(
+                tokens, layout, topk_idx, topk_weights, scales, num_worst_tokens or None, order.stream
+            )
+            outputs += [*received, *handle]
+        counts = []
+        if not num_worst_tokens:
+            counts = [-(-count // expert_alignment) * expert_alignment for count in handle.tokens_per_expert]
         rows = _like(x, received.x, received.scales)
-        return rows, received.ids, received.weights, counts, handle, _after(async_finish)
+        return rows, received.ids, received.weights, counts, handle, order.event
 
     def combine(
         self,
@@ -217,10 +231,36 @@ class Buffer:
         """Sums the rows (``[N, H]``) of each token, and ``topk_weights`` (float32 ``[N, K]``), in the order of ranks: ``[T, H]``
         and ``[T, K]``. ``bias``, one or a pair of tensors ``[T, H]``, is added first."""
         calls = self._open()
-        _before(previous_event, async_finish, allocate_on_comm_stream)
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-        combined, weights = calls.combine(x, handle, topk_weights, biases)
-        return combined, weights, _after(async_finish)
+        order = self._order(x, previous_event, async_finish, allocate_on_comm_stream, config)
+        outputs: list[Any] = []
+        with order.run([x, topk_weights, *biases, *handle], outputs):
+            combined, weights = calls.combine(x, handle, topk_weights, biases, order.stream)
+            outputs += [combined, weights]
+        return combined, weights, order.event
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of this buffer's calls on the current GPU."""
+        return self._stream_of(torch.device("cuda", torch.cuda.current_device()))
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        return stream
+
+    def _order(
+        self,
+        x: Tensor,
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+        allocate_on_comm_stream: bool,
+        config: Config | None = None,
+    ) -> CallOrder:
+        if x.is_cuda:
+            self._calls.use_sms(Buffer.num_sms if config is None else config.num_sms)
+        stream = self._stream_of(x.device) if x.is_cuda else None
+        return CallOrder(stream, previous_event, async_finish, allocate_on_comm_stream)
 
     def _open(self) -> Any:
         if self._calls is None:
@@ -242,14 +282,3 @@ def _config(num_ranks: int, chunks: dict[int, int]) -> Config:
 
 def _like(x: _Tokens, rows: Tensor, scales: Tensor | None) -> _Tokens:
     return (rows, scales) if isinstance(x, tuple) and scales is not None else rows
-
-
-def _before(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> None:
-    if allocate_on_comm_stream and not (async_finish and previous_event is not None):
-        raise ValueError("allocate_on_comm_stream needs async_finish and a previous_event")
-    if previous_event is not None and previous_event.event is not None:
-        previous_event.current_stream_wait()
-
-
-def _after(async_finish: bool) -> EventOverlap:
-    return EventOverlap(EventHandle() if async_finish else None)

@@ -1,11 +1,13 @@
 """What orders calls on streams."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = ["CallOrder", "EventHandle", "EventOverlap", "topk_idx_t"]
 
 #: The type of experts' numbers.
 topk_idx_t = torch.int64
@@ -46,3 +48,65 @@ class EventOverlap:
     def __exit__(self, *_exception: Any) -> None:
         if self.event is not None:
             self.event.current_stream_wait()
+
+
+class CallOrder:
+    """How a call is ordered on a GPU, as DeepEP's callers ask: on a stream of the buffer, behind ``previous_event`` or else what is
+    in the current stream. With ``async_finish`` the current stream does not wait for its end, which the event is.
+
+    New tensors are of the current stream, which the call then comes behind as well; with ``allocate_on_comm_stream`` they are of the
+    buffer's, so that the call waits for ``previous_event`` alone.
+
+    On the CPU (``stream`` is ``None``) calls are over when they return.
+    """
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream | None,
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+        allocate_on_comm_stream: bool,
+    ) -> None:
+        if allocate_on_comm_stream and not (async_finish and previous_event is not None):
+            raise ValueError("allocate_on_comm_stream needs async_finish and a previous_event")
+        self._stream, self._async_finish, self._allocates_there = stream, async_finish, allocate_on_comm_stream
+        self._previous = None if previous_event is None else previous_event.event
+        if stream is None and self._previous is not None:
+            self._previous.current_stream_wait()
+        #: Where calls are made that are not on the current stream.
+        self.stream = None if allocate_on_comm_stream else stream
+        #: The end of the call.
+        self.event = EventOverlap()
+
+    @contextmanager
+    def run(self, inputs: list[Any], outputs: list[Any]) -> Iterator[None]:
+        """In this the call is made; ``outputs`` gets its new tensors."""
+        if self._stream is None:
+            yield
+            self.event = EventOverlap(EventHandle() if self._async_finish else None)
+            return
+        stream, current = self._stream, torch.cuda.current_stream(self._stream.device)
+        with torch.cuda.stream(stream):
+            if self._previous is None:
+                stream.wait_stream(current)
+            else:
+                self._previous.current_stream_wait()
+        if self._allocates_there:
+            with torch.cuda.stream(stream):
+                yield
+            _keep(inputs, stream)
+            _keep(outputs, current)
+        else:
+            yield
+        if self._async_finish:
+            with torch.cuda.stream(stream):
+                self.event = EventOverlap(EventHandle())
+        else:
+            current.wait_stream(stream)
+
+
+def _keep(tensors: list[Any], stream: torch.cuda.Stream) -> None:
+    """Memory of these is not given away before a stream is done with them."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            tensor.record_stream(stream)

@@ -1,0 +1,249 @@
+// Rows that a warp copies, with many bytes under way at once. Behind slots.cuh.
+//
+// From Hopper on the multiprocessor's bulk copies move them, through a ring of stages in shared memory that every warp has: that
+// takes no registers, and one thread to issue. Older architectures copy through registers. Of a row that goes to a peer a flag is
+// raised when the row is there; of one that came from a peer an acknowledgement is counted when it has been read.
+
+// What is done about a row besides copying it; null is nothing.
+struct signals {
+    u32* raised;  // becomes `value` behind the row
+    u32* counted; // is raised by one when the row has been read
+    u32 value;
+};
+constexpr signals NO_SIGNALS{nullptr, nullptr, 0};
+
+// What travels beside some rows a warp that sends gathers at once, in BESIDE_BYTES.
+
+#if __CUDA_ARCH__ >= 900
+
+DEVICE void bulk_expect(u64* arrived, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(shared_address(arrived)), "r"(bytes) : "memory");
+}
+// Part of what is expected there.
+DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* arrived) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrived)) : "memory");
+}
+// A barrier of one thread's bulk loads for each of so many stages.
+DEVICE void bulk_barriers(u64* arrived, u32 count) {
+    if (lane_id() == 0)
+        for (u32 s = 0; s < count; ++s)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(arrived + s)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
+}
+DEVICE void bulk_wait(u64* arrived, u32 parity) {
+    u32 is_there = 0;
+    while (!is_there)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(is_there) : "r"(shared_address(arrived)), "r"(parity) : "memory");
+}
+// A store is a group of its own.
+DEVICE void bulk_store(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(to), "r"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Between warps of a block.
+DEVICE u32 ld_acquire_block(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
+    return v;
+}
+DEVICE void st_release_block(u32* p, u32 v) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" :: "r"(shared_address(p)), "r"(v) : "memory");
+}
+// All stores but the last `LEFT` have been read from shared memory; or are where they belong.
+template <u32 LEFT> DEVICE void bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory"); }
+template <u32 LEFT> DEVICE void bulk_stores_done() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(LEFT) : "memory"); }
+// Orders plain accesses with those of bulk copies.
+DEVICE void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+constexpr u32 AHEAD = STAGES - 1; // loads that are under way
+constexpr u32 LAG = 8;            // stores that may be, of those that a sender has begun
+constexpr u32 REMEMBERED = 32;    // pieces, more than AHEAD + LAG
+
+// A fence between GPUs takes as long as some rows do. So senders leave it to one warp of the block to raise their flags, which
+// does so for all pieces that are done by then.
+struct pipeline {
+    struct piece {
+        u8* to;
+        u32* signal;  // null; or a flag, or a count
+        u32 value;    // of a flag
+        u32 bytes;
+        u32 from;     // in shared memory
+        u16 stage;    // that is loaded; STAGES if none is
+        u16 is_count;
+    };
+    struct shared {
+        piece pieces[REMEMBERED];
+        u64 arrived[STAGES];
+        u32 done;    // pieces that are where they belong
+        u32 raised;  // of these, those whose flags are raised
+        u32 is_over; // whether `done` is what it will be
+    };
+
+    u8* stages;
+    u8* gathered; // BESIDE_BYTES, if the warp is one that sends
+    shared& mine;
+    u32 begun, stored;        // pieces; only the first lane counts
+    u32 loaded, loads_stored; // those that are loaded
+    u32 phases;               // of the stages' barriers
+
+    static DEVICE shared& of_warp(u32 warp) {
+        __shared__ shared all[RINGS];
+        return all[min(warp, RINGS - 1)];
+    }
+    // Before any is made, and before all threads of the block meet.
+    static DEVICE void prepare() {
+        if (threadIdx.x < RINGS) of_warp(threadIdx.x).done = of_warp(threadIdx.x).raised = of_warp(threadIdx.x).is_over = 0;
+    }
+
+    // `memory`: STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
+    DEVICE pipeline(void* memory)
+        : stages((u8*)memory + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
+          gathered((u8*)memory + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp(threadIdx.x / 32)),
+          begun(0), stored(0), loaded(0), loads_stored(0), phases(0) {
+        bulk_barriers(mine.arrived, STAGES);
+    }
+
+    DEVICE bool is_sender() const { return threadIdx.x / 32 < SENDING; }
+
+    DEVICE void store_next() {
+        const piece& next = mine.pieces[stored % REMEMBERED];
+        if (next.stage < STAGES) {
+            bulk_wait(mine.arrived + next.stage, phases >> next.stage & 1);
+            phases ^= 1u << next.stage;
+            ++loads_stored;
+        }
+        bulk_store(next.to, next.from, next.bytes);
+        if (next.is_count) red_add_release_sys(next.signal, 1u);
+        ++stored;
+        if (is_sender() && stored > LAG) {
+            bulk_stores_done<LAG>();
+            st_release_block(&mine.done, stored - LAG);
+        }
+    }
+    DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, signals after) {
+        if (is_sender())
+            while (begun - ld_acquire_block(&mine.raised) >= REMEMBERED)
+                if (stored < begun) store_next();
+        const bool is_count = after.counted != nullptr;
+        mine.pieces[begun % REMEMBERED] =
+            piece{to, is_count ? after.counted : after.raised, after.value, bytes, from, (u16)stage, is_count};
+        ++begun;
+    }
+    // Raises the flags of all senders as they go, of one warp.
+    static DEVICE void raise_flags() {
+        shared& its = of_warp(lane_id());
+        const bool is_one = lane_id() < SENDING;
+        u32 raised = 0;
+        for (;;) {
+            const bool is_over = !is_one || ld_acquire_block(&its.is_over) != 0;
+            const u32 done = is_one ? ld_acquire_block(&its.done) : 0;
+            if (__any_sync(WHOLE_WARP, done != raised)) {
+                fence_sys(); // pairs with the receivers' acquires of the flags
+                for (; raised != done; ++raised) {
+                    const piece& next = its.pieces[raised % REMEMBERED];
+                    if (next.signal != nullptr) st_relaxed_sys(next.signal, next.value);
+                }
+                if (is_one) st_release_block(&its.raised, raised);
+            } else if (__all_sync(WHOLE_WARP, is_over)) {
+                return;
+            }
+        }
+    }
+
+    // Copies `bytes` bytes, a multiple of 16.
+    DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
+        __syncwarp();
+        if (lane_id() != 0) return;
+        for (u32 at = 0; at < bytes; at += STAGE_BYTES) {
+            const u32 size = min(STAGE_BYTES, bytes - at), stage = loaded % STAGES;
+            while (loaded - loads_stored == AHEAD) store_next();
+            bulk_stores_read<STAGES - AHEAD>();
+            u8* memory = stages + stage * STAGE_BYTES;
+            begin(to + at, shared_address(memory), size, stage, at + size == bytes ? after : NO_SIGNALS);
+            bulk_expect(mine.arrived + stage, size);
+            bulk_load(memory, from + at, size, mine.arrived + stage);
+            ++loaded;
+        }
+    }
+    // Before what was gathered is written anew.
+    DEVICE void before_gathering() {
+        if (lane_id() == 0) {
+            while (stored < begun) store_next();
+            bulk_stores_read<0>();
+        }
+        __syncwarp();
+    }
+    // When all lanes have written what they gather.
+    DEVICE void after_gathering() {
+        bulk_fence();
+        __syncwarp();
+    }
+    // Copies some of that, of the whole warp.
+    DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {
+        if (lane_id() == 0) begin(to, shared_address(gathered + at), bytes, STAGES, after);
+    }
+    // Until all that was begun is done.
+    DEVICE void drain() {
+        if (lane_id() == 0) {
+            while (stored < begun) store_next();
+            bulk_stores_done<0>();
+            if (is_sender()) st_release_block(&mine.done, stored);
+        }
+        __syncwarp();
+    }
+    // At the end.
+    DEVICE void finish() {
+        drain();
+        if (lane_id() == 0) st_release_block(&mine.is_over, 1u);
+    }
+    // Behind a flag that says that a row is there, before it is copied.
+    DEVICE void see() { bulk_fence(); }
+};
+
+#else
+
+struct pipeline {
+    u8* gathered;
+
+    DEVICE pipeline(void*) : gathered(of_warp()) {}
+    static DEVICE u8* of_warp() {
+        __shared__ uint4 all[SENDING][BESIDE_BYTES / 16];
+        return (u8*)all[min(threadIdx.x / 32, SENDING - 1)];
+    }
+
+    DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
+        constexpr u32 COUNT = 4;
+        for (u32 first = lane_id() * 16; first < bytes; first += COUNT * 512) {
+            uint4 v[COUNT];
+#pragma unroll
+            for (u32 n = 0; n < COUNT; ++n)
+                if (first + n * 512 < bytes) v[n] = load16_volatile(from + first + n * 512);
+#pragma unroll
+            for (u32 n = 0; n < COUNT; ++n)
+                if (first + n * 512 < bytes) store16(to + first + n * 512, v[n]);
+        }
+        signal(after);
+    }
+    DEVICE void before_gathering() { __syncwarp(); }
+    DEVICE void after_gathering() { __syncwarp(); }
+    DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {
+        for (u32 i = lane_id() * 4; i < bytes; i += 128) *(u32*)(to + i) = *(const u32*)(gathered + at + i);
+        signal(after);
+    }
+    DEVICE void signal(signals after) {
+        __syncwarp();
+        if (lane_id() != 0) return;
+        if (after.raised != nullptr) st_release_sys(after.raised, after.value);
+        if (after.counted != nullptr) red_add_release_sys(after.counted, 1u);
+    }
+    DEVICE void drain() { __syncwarp(); }
+    DEVICE void finish() {}
+    DEVICE void see() {}
+    static DEVICE void prepare() {}
+    static DEVICE void raise_flags() {}
+};
+
+#endif

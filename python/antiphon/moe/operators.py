@@ -1,0 +1,140 @@
+"""Dispatch and combine as operators of torch, for ``torch.compile(fullgraph=True)``, ``torch.export`` and activation checkpointing.
+
+    import antiphon.moe.operators
+
+    group = antiphon.torch.ops.register(comm)       # a name for the communicator
+
+    rows, ids, weights, routes = torch.ops.antiphon.moe_dispatch(x, ids, weights, num_experts, capacity, group)
+    y, _ = torch.ops.antiphon.moe_combine(made, routes, None, num_experts, len(x), K, group)
+
+``moe_dispatch(Tensor x, Tensor ids, Tensor weights, int num_experts, SymInt capacity, str group) -> (Tensor, Tensor, Tensor,
+Tensor)`` is :meth:`antiphon.moe.ExpertParallel.dispatch` with a capacity: ``[capacity, H]``, ``[capacity, K]``, ``[capacity, K]``,
+and the routes, int32, which :meth:`moe_combine` takes. ``moe_combine(Tensor rows, Tensor routes, Tensor? weights, int num_experts,
+SymInt num_tokens, int top_k, str group) -> (Tensor, Tensor)`` sums what was made of the rows, ``[num_tokens, H]``, and ``weights``,
+float32 ``[capacity, top_k]``, if there are any: ``[num_tokens, top_k]`` (else empty).
+
+Gradients flow to ``x``, ``weights`` and ``rows``. Routes on a GPU that no dispatch made are not noticed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon._operators import Operators
+from antiphon.moe._calls import Calls, calls_of, routes_size
+from antiphon.torch.ops import named_communicator, named_world_size
+
+__all__: list[str] = []
+
+_operators = Operators()
+
+
+def _calls(group: str, x: Tensor) -> Calls:
+    return calls_of(named_communicator(group, x))
+
+
+def _dispatch(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, capacity: int, group: str) -> Any:
+    calls = _calls(group, x)
+    received, handle = calls.dispatch(x, calls.layout(ids, num_experts), ids, weights, None, capacity)
+    return received.x, received.ids, received.weights, calls.routes(handle)
+
+
+def _dispatch_fake(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, capacity: int, group: str) -> Any:
+    top_k = ids.shape[1]
+    size = routes_size(x.device, named_world_size(group), num_experts, x.shape[0], capacity)
+    return (
+        x.new_empty(capacity, x.shape[1]),
+        ids.new_empty(capacity, top_k),
+        weights.new_empty(capacity, top_k),
+        x.new_empty(size, dtype=torch.int32),
+    )
+
+
+def _combine(
+    rows: Tensor, routes: Tensor, weights: Tensor | None, num_experts: int, num_tokens: int, top_k: int, group: str
+) -> Any:
+    calls = _calls(group, rows)
+    handle = calls.handle_of_routes(routes, num_experts, num_tokens, len(rows), top_k)
+    sums, weight_sums = calls.sum_along(handle, rows, weights)
+    return sums, rows.new_empty(0, dtype=torch.float32) if weight_sums is None else weight_sums
+
+
+def _combine_fake(
+    rows: Tensor, routes: Tensor, weights: Tensor | None, num_experts: int, num_tokens: int, top_k: int, group: str
+) -> Any:
+    shape = (0,) if weights is None else (num_tokens, top_k)
+    return rows.new_empty(num_tokens, rows.shape[1]), rows.new_empty(shape, dtype=torch.float32)
+
+
+def _dispatch_along(
+    x: Tensor, routes: Tensor, num_experts: int, capacity: int, top_k: int, group: str
+) -> Tensor:
+    calls = _calls(group, x)
+    handle = calls.handle_of_routes(routes, num_experts, len(x), capacity, top_k)
+    received = calls.rows_along(handle, x).x
+    if received.is_cuda:
+        # Only the GPU knows which rows arrive: those whose token is not −1.
+        received.masked_fill_((routes[-capacity:] < 0).unsqueeze(1), 0)
+    elif handle.num_received != capacity:
+        received[handle.num_received :] = 0
+    return received
+
+
+def _dispatch_along_fake(
+    x: Tensor, routes: Tensor, num_experts: int, capacity: int, top_k: int, group: str
+) -> Tensor:
+    return x.new_empty(capacity, x.shape[1])
+
+
+_operators.define(
+    "moe_dispatch(Tensor x, Tensor ids, Tensor weights, int num_experts, SymInt capacity, str group)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _dispatch,
+    _dispatch_fake,
+)
+_operators.define(
+    "moe_combine(Tensor rows, Tensor routes, Tensor? weights, int num_experts, SymInt num_tokens, int top_k, str group)"
+    " -> (Tensor, Tensor)",
+    _combine,
+    _combine_fake,
+)
+_operators.define(
+    "_moe_dispatch_along(Tensor x, Tensor routes, int num_experts, SymInt capacity, int top_k, str group) -> Tensor",
+    _dispatch_along,
+    _dispatch_along_fake,
+)
+
+
+def _save_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
+    x, ids, _, num_experts, _, group = inputs
+    ctx.call = (num_experts, x.shape[0], ids.shape[1], group)
+    ctx.save_for_backward(output[1], output[3])
+    ctx.mark_non_differentiable(output[1], output[3])
+
+
+def _dispatch_backward(ctx: Any, grad_x: Tensor, _ids: Any, grad_weights: Tensor, _routes: Any) -> Any:
+    ids, routes = ctx.saved_tensors
+    # What comes in a slot whose expert is elsewhere is a constant.
+    masked = grad_weights.float().masked_fill(ids < 0, 0)
+    of_x, of_weights = torch.ops.antiphon.moe_combine(grad_x, routes, masked, *ctx.call)
+    return of_x, None, of_weights, None, None, None
+
+
+def _save_combine(ctx: Any, inputs: Any, output: Any) -> None:
+    rows, routes, weights, num_experts, _, top_k, group = inputs
+    if weights is not None and weights.requires_grad:
+        raise NotImplementedError("moe_combine: sums of weights have no gradient")
+    ctx.call = (num_experts, rows.shape[0], top_k, group)
+    ctx.save_for_backward(routes)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _combine_backward(ctx: Any, grad: Tensor, _weights: Any) -> Any:
+    (routes,) = ctx.saved_tensors
+    of_rows = torch.ops.antiphon._moe_dispatch_along(grad, routes, *ctx.call)
+    return of_rows, None, None, None, None, None, None
+
+
+_operators.differentiate("moe_dispatch", _dispatch_backward, _save_dispatch)
+_operators.differentiate("moe_combine", _combine_backward, _save_combine)
