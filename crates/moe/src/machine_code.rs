@@ -7,6 +7,10 @@ use antiphon_tensor::DType;
 
 use crate::{
     layout::cuda::Counting,
+    low_latency::{
+        LowLatencyFormat,
+        cuda::{Combining, Dispatching},
+    },
     normal::cuda::{Moving, Notifying, Summing},
 };
 
@@ -44,6 +48,14 @@ fn variants() -> Vec<Variant> {
         variants.push(variant(Notifying, world_size, SLOTS));
         variants.push(variant(Moving::new(world_size), world_size, SLOTS));
         variants.push(variant(Summing::new(DType::BF16, world_size).unwrap(), world_size, SLOTS));
+    }
+    for world_size in [2, 4, MAX_WORLD] {
+        variants.push(variant(Combining, world_size, SLOTS));
+        for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8, LowLatencyFormat::Fp8Packed] {
+            let mut dispatching = variant(Dispatching::new(format, world_size), world_size, SLOTS);
+            dispatching.rules.forbidden = &[]; // a correctly rounded division is made of them
+            variants.push(dispatching);
+        }
     }
     for dtype in [DType::F32, DType::F16] {
         variants.push(variant(Summing::new(dtype, 4).unwrap(), 4, SLOTS));
