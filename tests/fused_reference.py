@@ -16,11 +16,16 @@ def total(xs: list[torch.Tensor], rounded: bool = False) -> torch.Tensor:
     return found.to(dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_bias: float = 0.0) -> torch.Tensor:
-    """In float64, rounded once."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_bias: float = 0.0, early: bool = False
+) -> torch.Tensor:
+    """In float64, rounded once; ``early``: before the weight, too."""
     wide = x.double()
     factor = 1.0 if weight is None else weight.double() + weight_bias
-    return (wide * factor / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype)
+    root = (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    if early:
+        return ((wide / root).to(x.dtype).double() * factor).to(x.dtype)
+    return (wide * factor / root).to(x.dtype)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:

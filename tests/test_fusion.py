@@ -53,6 +53,37 @@ def wide(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 @check
+def one_operator_gives_whatever_is_asked_for(comm: Comm, device: Device) -> None:
+    operator, group = torch.ops.antiphon.all_reduce_fused, antiphon.torch.ops.register(comm)
+    for dtype in DTYPES:
+        layer = Layer(comm, device, 5, 640, dtype)
+        total = wide(layer.total, layer.of_residual)
+        inverse = (total.double().pow(2).mean(-1, keepdim=True) + EPS).rsqrt().float()
+        for early in False, True:
+            outputs = ["scales", "inverse_rms", "norm", "codes", "residual", "sum"]
+            options = (layer.residual, layer.weight, EPS, 1.0, early, "fp8-groups", None, 1.0, 128)
+            scales, inverse_rms, norm, codes, residual, found = operator(layer.x, group, outputs, *options)
+            torch.testing.assert_close(inverse_rms.cpu(), inverse, rtol=2**-20, atol=0)
+            reference.close(norm, reference.rms_norm(total, layer.of_weight, EPS, 1.0, early))
+            assert torch.equal(residual.cpu(), total) and torch.equal(found.cpu(), layer.total)
+            wanted, exponents = reference.fp8_groups(norm.cpu(), 128)
+            assert torch.equal(codes.cpu().view(torch.uint8), wanted)
+            assert torch.equal(scales.cpu(), torch.ldexp(torch.ones(()), exponents.int() - 127))
+            options = (layer.residual, layer.weight, EPS, 1.0, early, "fp8-tokens")
+            norm, codes, scales = operator(layer.x, group, ["norm", "codes", "scales"], *options)
+            wanted, of_tokens = reference.fp8_tokens(norm.cpu())
+            assert torch.equal(codes.cpu().view(torch.uint8), wanted) and torch.equal(scales.cpu(), of_tokens)
+    for outputs, options, text in (
+        (["scales"], {}, "no scales of fp8"),
+        (["norm", "norm"], {}, "at most once"),
+        (["codes"], {"quantize": "nvfp4"}, "known are fp8, fp8-tokens, fp8-groups"),
+        (["codes"], {"quantize": "fp8-groups", "group_size": 7}, "a divisor of 640"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            operator(layer.x, group, outputs, **options)
+
+
+@check
 def norms_and_residuals(comm: Comm, device: Device) -> None:
     for dtype in DTYPES:
         for tokens, hidden in (1, 64), (3, 640), (33, 1024):

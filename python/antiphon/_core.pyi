@@ -361,6 +361,7 @@ class Communicator:
         weight: _Array | None = None,
         weight_bias: float = 0.0,
         eps: float = 1e-6,
+        round_before_weight: bool = False,
         quantize: Quantize | None = None,
         scale: float | _Array | None = None,
         group_size: int = 128,
@@ -368,14 +369,17 @@ class Communicator:
         sum_out: _Array | None = None,
         residual_out: _Array | None = None,
         norm_out: _Array | None = None,
+        inverse_rms_out: _Array | None = None,
         codes: _Array | None = None,
         scales: _Array | None = None,
         algorithm: Algorithm | None = None,
         stream: int | None = None,
     ) -> None:
         """:meth:`all_reduce_rms_norm` of any source, into outputs that the caller has; those that are not given are not
-        computed. ``sum_out`` is the sum before everything else. ``codes`` and ``scales`` may be of any dtype and
-        longer.
+        computed. ``sum_out`` is the sum before everything else. ``inverse_rms_out``, float32 ``(tokens,)``, is one
+        over the root mean square that each token's norm divides by, which its gradient needs. ``round_before_weight``: the norm
+        is rounded before its weight and behind it, as in Hugging Face's models. ``codes`` and ``scales`` may be of any dtype
+        and longer.
 
         The source is one of
 

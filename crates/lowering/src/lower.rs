@@ -64,8 +64,6 @@ pub struct Options {
     pub realize: Realize,
     /// Whether starts are moved to the front and waits to the back.
     pub overlap: bool,
-    /// Whether fused calls give [`InverseRms`](crate::FusedOutput::InverseRms) and round before the weight.
-    pub extended: bool,
     /// The most bytes that a tensor of unknown size may take where peers reach it.
     pub max_slot_bytes: u64,
 }
@@ -74,7 +72,7 @@ impl Default for Options {
     fn default() -> Self {
         let (numerics, realize) = Default::default();
         let max_slot_bytes = 64 << 20;
-        Self { numerics, fuse: true, merge: true, realize, overlap: false, extended: true, max_slot_bytes }
+        Self { numerics, fuse: true, merge: true, realize, overlap: false, max_slot_bytes }
     }
 }
 
@@ -139,6 +137,8 @@ pub(crate) struct Context<'c> {
     pub(crate) refusals: Vec<Refusal>,
     /// For calls that stand for others than themselves: which.
     pub(crate) covers: HashMap<String, Vec<String>>,
+    /// What rewrites into fused calls say.
+    pub(crate) told: Vec<rules::fuse::Told>,
 }
 
 impl Context<'_> {
@@ -180,9 +180,10 @@ pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> 
     if !findings.is_empty() {
         return unchanged(findings, Vec::new());
     }
-    let (rewrites, refusals, covers) = Default::default();
+    let (rewrites, refusals, covers, told) = Default::default();
     let names = graph.names();
-    let mut cx = Context { graph: graph.clone(), names, world, costs, options, rewrites, refusals, covers };
+    let mut cx =
+        Context { graph: graph.clone(), names, world, costs, options, rewrites, refusals, covers, told };
     rules::apply(&mut cx);
     let mut plan = Plan::new(graph, options.numerics);
     plan.slots = rules::realize::place(&cx.graph);

@@ -3,7 +3,12 @@
 use antiphon_operation::ReduceOp;
 use serde::{Deserialize, Serialize};
 
-use crate::{ids::TokenId, sym::SymExpr};
+use crate::{
+    ids::TokenId,
+    sym::SymExpr,
+    types::{Element, Type},
+    verify::F32,
+};
 
 /// What an operation does with its operands. In text its name is the variant's, and its fields are attributes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -124,6 +129,9 @@ pub enum Unary {
     Rsqrt,
     Reciprocal,
     Exp,
+    Exp2,
+    Log2,
+    Ceil,
     Sigmoid,
     Silu,
     Relu,
@@ -252,9 +260,45 @@ pub struct Fused {
     /// Whether the norm is rounded before its weight is multiplied, and once more after.
     #[serde(default)]
     pub round_before_weight: bool,
-    /// The dequantisation scale of FP8 codes, where it is a number and no operand.
+    /// How codes are scaled, if there are any.
+    #[serde(default)]
+    pub quantize: Quantize,
+    /// The dequantisation scale of [`Quantize::Fp8`], where it is a number and no operand.
     #[serde(default)]
     pub scale: Option<f64>,
+}
+
+/// How E4M3 codes of a norm `n` are scaled: codes are of `n / scale`, saturated to ±448.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Quantize {
+    /// With one scale, which is given.
+    #[default]
+    Fp8,
+    /// With one for each row: `max(amax / 448, 1 / (512 · 448))` of its magnitudes.
+    Fp8Tokens,
+    /// With a power of two for each so many neighbours of a row: `max(amax / 448, 1e-10)` of theirs, rounded up.
+    Fp8Groups(u32),
+}
+
+impl Quantize {
+    /// The least scale of a row that codes are divided by.
+    pub(crate) const LEAST_OF_ROW: f64 = 1.0 / (512.0 * 448.0);
+    /// The same of a group.
+    pub(crate) const LEAST_OF_GROUP: f64 = 1e-10;
+    /// The largest magnitude of a code.
+    pub(crate) const MOST: f64 = 448.0;
+
+    /// How many scales a row of so many elements has, if they are results.
+    pub fn scales_of(self, hidden: i64) -> Option<i64> {
+        match self {
+            Self::Fp8 => None,
+            Self::Fp8Tokens => Some(1),
+            Self::Fp8Groups(group) => {
+                (group > 0 && hidden % i64::from(group) == 0).then(|| hidden / i64::from(group))
+            }
+        }
+    }
 }
 
 /// An operand of a fused all-reduce.
@@ -283,6 +327,39 @@ pub enum FusedOutput {
     InverseRms,
     /// `e4m3 [.., hidden]`: the norm quantised.
     Codes,
+    /// `f32`, `[.., 1]` or `[.., hidden / group]`: what codes are multiplied with, unless that is given.
+    Scales,
+}
+
+impl FusedOutput {
+    /// Its name in text and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Residual => "residual",
+            Self::Norm => "norm",
+            Self::InverseRms => "inverse_rms",
+            Self::Codes => "codes",
+            Self::Scales => "scales",
+        }
+    }
+
+    /// Whether it is made of the norm.
+    pub fn needs_norm(self) -> bool {
+        !matches!(self, Self::Sum | Self::Residual)
+    }
+}
+
+impl Fused {
+    /// The elements, and the extent of a row, of a result for an input of this type; none if it has no such result.
+    pub fn row(&self, output: FusedOutput, input: &Type) -> Option<(Element, SymExpr)> {
+        Some(match output {
+            FusedOutput::InverseRms => (F32, 1.into()),
+            FusedOutput::Codes => (Element::E4m3, input.last()),
+            FusedOutput::Scales => (F32, self.quantize.scales_of(input.last().as_constant()?)?.into()),
+            _ => (input.dtype, input.last()),
+        })
+    }
 }
 
 /// Where a result lies.

@@ -13,7 +13,8 @@ use antiphon_tensor::{DType, Element as _, bf16, f16};
 use crate::{
     graph::{Graph, Op},
     lower::Numerics,
-    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Reduction, Unary, View},
+    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, Reduction, Unary, View},
+    sym::SymExpr,
     types::{Element, Type},
     verify::F32,
 };
@@ -39,6 +40,8 @@ pub(crate) enum Node {
     Rows(Reduction, String, Term),
     /// Over other dimensions; the text has them and the shape.
     Reduce(Reduction, String, Term),
+    /// The same elements in the same order: rows of the first extent, seen as rows of the second.
+    Reshaped(String, String, Term),
     /// Elements at other places; the text says how.
     Moved(String, Term),
     /// The sum over a group.
@@ -117,6 +120,10 @@ impl Terms {
         if from == to || is_wider(to, from) || (self.is_close() && to.is_float() && from.is_float()) {
             return term;
         }
+        if let Node::Reshaped(from, last, x) = self.node(term).clone() {
+            let x = self.round(to, x);
+            return self.seen_as(from, last, x);
+        }
         if let (Some(value), Some(dtype)) =
             (self.as_number(term), to.number().filter(|dtype| dtype.is_float()))
         {
@@ -165,6 +172,10 @@ impl Terms {
     }
 
     pub(crate) fn unary(&mut self, op: Unary, x: Term) -> Term {
+        if let Node::Reshaped(from, to, x) = self.node(x).clone() {
+            let x = self.unary(op, x);
+            return self.seen_as(from, to, x);
+        }
         let exact = computed(self.exact(x));
         if self.is_close() && exact.is_float() {
             match (op, self.node(x).clone()) {
@@ -193,6 +204,17 @@ impl Terms {
 
     /// A function of two terms, not yet rounded to the result's elements.
     pub(crate) fn binary(&mut self, op: Binary, x: Term, y: Term) -> Term {
+        match (self.node(x).clone(), self.node(y).clone()) {
+            (Node::Reshaped(from, to, x), Node::Number(_)) => {
+                let x = self.binary(op, x, y);
+                return self.seen_as(from, to, x);
+            }
+            (Node::Number(_), Node::Reshaped(from, to, y)) => {
+                let y = self.binary(op, x, y);
+                return self.seen_as(from, to, y);
+            }
+            _ => {}
+        }
         let exact = computed(if self.as_number(x).is_some() { self.exact(y) } else { self.exact(x) });
         if let (Binary::Pow, Some(exponent)) = (op, self.as_number(y)) {
             match exponent {
@@ -283,9 +305,37 @@ impl Terms {
         if from.last() == to.last() && from.numel() == to.numel() {
             return x;
         }
-        let text = format!("reshape {:?} {:?}", sizes(from), sizes(to));
+        self.rows_of(x, &from.last(), &to.last())
+    }
+
+    /// The same elements in the same order, seen as rows of another extent.
+    fn rows_of(&mut self, x: Term, from: &SymExpr, to: &SymExpr) -> Term {
+        let (mut x, mut from) = (x, from.to_string());
+        if let Node::Reshaped(first, _, inner) = self.node(x) {
+            (from, x) = (first.clone(), *inner);
+        }
+        if from == to.to_string() {
+            return x;
+        }
+        self.seen_as(from, to.to_string(), x)
+    }
+
+    fn seen_as(&mut self, from: String, to: String, x: Term) -> Term {
         let exact = self.exact(x);
-        self.intern(Node::Moved(text, x), exact)
+        self.intern(Node::Reshaped(from, to, x), exact)
+    }
+
+    /// A function of the elements of two tensors of one shape: before a reshape, where both have it.
+    fn elementwise(&mut self, op: Binary, x: Term, y: Term) -> Term {
+        match (self.node(x).clone(), self.node(y).clone()) {
+            (Node::Reshaped(from, to, x), Node::Reshaped(other, last, y))
+                if (&from, &to) == (&other, &last) =>
+            {
+                let z = self.binary(op, x, y);
+                self.seen_as(from, to, z)
+            }
+            _ => self.binary(op, x, y),
+        }
     }
 
     /// A term for each value of a graph that is defined.
@@ -326,11 +376,15 @@ impl Terms {
                     None => self.aligned(args[1], ty(1), out),
                 };
                 let (x, y) = if *swapped { (y, x) } else { (x, y) };
-                self.binary(*function, x, y)
+                let is_even = scalar.is_none() && ty(0).shape == ty(1).shape;
+                if is_even { self.elementwise(*function, x, y) } else { self.binary(*function, x, y) }
             }
             Kind::Cast => args[0],
             Kind::Reduce { op, dims, .. } => match dims.len() == 1 && dims[0] + 1 == ty(0).shape.len() {
-                true => self.rows(*op, ty(0), args[0]),
+                true => {
+                    let rows = self.rows(*op, ty(0), args[0]);
+                    self.rows_of(rows, &1.into(), &out.last())
+                }
                 false => {
                     let text = format!("{dims:?} {:?}", sizes(ty(0)));
                     self.intern(Node::Reduce(*op, text, args[0]), computed(out.dtype))
@@ -404,14 +458,64 @@ impl Terms {
             FusedOutput::Residual => row.residual,
             FusedOutput::InverseRms => row.inverse_rms,
             FusedOutput::Norm => row.norm,
-            FusedOutput::Codes => {
-                let scale = match (operand(FusedArg::Scale), fused.scale) {
-                    (Some(scale), _) => scale,
-                    (None, scale) => self.number(scale.unwrap_or(1.0)),
+            FusedOutput::Codes | FusedOutput::Scales => {
+                let given = match operand(FusedArg::Scale) {
+                    Some(scale) => scale,
+                    None => self.number(fused.scale.unwrap_or(1.0)),
                 };
-                self.codes(row.norm, scale)
+                let [codes, scales] = self.quantized(fused.quantize, row.norm, given, input);
+                if output == FusedOutput::Codes { codes } else { scales }
             }
         }
+    }
+
+    /// Codes of a norm, and their scales: those that are given, or what follows from the norm.
+    pub(crate) fn quantized(&mut self, how: Quantize, norm: Term, given: Term, ty: &Type) -> [Term; 2] {
+        match how {
+            Quantize::Fp8 => [self.codes(norm, given), given],
+            Quantize::Fp8Tokens => {
+                let scales = self.scales(norm, ty, Quantize::LEAST_OF_ROW);
+                [self.divided(norm, scales), scales]
+            }
+            Quantize::Fp8Groups(group) => {
+                let last = ty.last();
+                let count = last.as_constant().and_then(|hidden| how.scales_of(hidden)).unwrap_or(1);
+                let mut shape = ty.shape.clone();
+                shape.pop();
+                shape.extend([count.into(), i64::from(group).into()]);
+                let groups = Type::new(ty.dtype, shape);
+                let split = self.reshaped(norm, ty, &groups);
+                let scales = self.scales(split, &groups, Quantize::LEAST_OF_GROUP);
+                let scales = self.unary(Unary::Log2, scales);
+                let scales = self.unary(Unary::Ceil, scales);
+                let scales = self.unary(Unary::Exp2, scales);
+                let codes = self.divided(split, scales);
+                let [one, many] = [1.into(), count.into()];
+                [self.rows_of(codes, &groups.last(), &last), self.rows_of(scales, &one, &many)]
+            }
+        }
+    }
+
+    /// `max(amax / 448, least)` over the rows of a type.
+    fn scales(&mut self, x: Term, ty: &Type, least: f64) -> Term {
+        let magnitudes = self.unary(Unary::Abs, x);
+        let amax = self.rows(Reduction::Amax, ty, magnitudes);
+        let (most, least) = (self.number(Quantize::MOST), self.number(least));
+        let scale = self.binary(Binary::Div, amax, most);
+        self.binary(Binary::Maximum, scale, least)
+    }
+
+    /// FP8 codes of `x / scale`, saturated.
+    fn divided(&mut self, x: Term, scale: Term) -> Term {
+        let scaled = self.binary(Binary::Div, x, scale);
+        self.saturated(scaled)
+    }
+
+    fn saturated(&mut self, scaled: Term) -> Term {
+        let (low, high) = (self.number(-Quantize::MOST), self.number(Quantize::MOST));
+        let clamped = self.binary(Binary::Maximum, scaled, low);
+        let clamped = self.binary(Binary::Minimum, clamped, high);
+        self.round(Element::E4m3, clamped)
     }
 
     /// FP8 codes of a norm: of `n · (1 / scale)`, saturated.
@@ -419,10 +523,7 @@ impl Terms {
         let one = self.number(1.0);
         let inverse = self.binary(Binary::Div, one, scale);
         let scaled = self.binary(Binary::Mul, norm, inverse);
-        let (low, high) = (self.number(-448.0), self.number(448.0));
-        let clamped = self.binary(Binary::Maximum, scaled, low);
-        let clamped = self.binary(Binary::Minimum, clamped, high);
-        self.round(Element::E4m3, clamped)
+        self.saturated(scaled)
     }
 
     /// What is made of a sum, with every rounding where the kernels have it.

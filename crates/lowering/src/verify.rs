@@ -6,7 +6,7 @@ use crate::{
     error::{Finding, FindingKind},
     graph::{Analysis, Graph, Op},
     ids::{OpId, StoreId, TokenId, ValueId},
-    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, ResultMemory},
+    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, ResultMemory},
     sym::SymExpr,
     types::{Class, Element, Type},
 };
@@ -397,10 +397,8 @@ fn fused(fused: &Fused, args: &[&Type], outs: &[&Type]) -> Fits {
         }
     }
     for (index, (role, ty)) in fused.outputs.iter().zip(outs).enumerate() {
-        let (dtype, last) = match role {
-            FusedOutput::InverseRms => (F32, 1.into()),
-            FusedOutput::Codes => (Element::E4m3, hidden.clone()),
-            _ => (input.dtype, hidden.clone()),
+        let Some((dtype, last)) = fused.row(*role, input) else {
+            return Err(format!("result {role:?} of {:?} over rows of {hidden}", fused.quantize));
         };
         let is_new = !fused.outputs[..index].contains(role);
         if !is_new
@@ -411,14 +409,18 @@ fn fused(fused: &Fused, args: &[&Type], outs: &[&Type]) -> Fits {
         {
             return Err(format!("result {role:?} is {ty}, of {input}"));
         }
-        let needs_norm = matches!(role, FusedOutput::Norm | FusedOutput::InverseRms | FusedOutput::Codes);
-        if needs_norm && !fused.eps.is_some_and(f64::is_finite) {
+        if role.needs_norm() && !fused.eps.is_some_and(f64::is_finite) {
             return Err(format!("result {role:?} with an eps of {:?}", fused.eps));
         }
     }
     let has_scale = fused.args.contains(&FusedArg::Scale) || fused.scale.is_some_and(f64::is_finite);
-    if fused.outputs.contains(&FusedOutput::Codes) && !has_scale {
-        return Err("codes without a scale".into());
+    let needs_scale = fused.quantize == Quantize::Fp8 && fused.outputs.contains(&FusedOutput::Codes);
+    if needs_scale != has_scale {
+        return Err(format!("codes {:?} with the scale {:?}", fused.quantize, fused.scale));
+    }
+    let groups = hidden.as_constant().and_then(|hidden| fused.quantize.scales_of(hidden));
+    if matches!(fused.quantize, Quantize::Fp8Groups(_)) && groups.is_none() {
+        return Err(format!("codes {:?} of rows of {hidden}", fused.quantize));
     }
     Ok(())
 }

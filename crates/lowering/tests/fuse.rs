@@ -2,7 +2,7 @@
 
 mod common;
 
-use antiphon_lowering::{Arithmetic, Fused, FusedOutput, Graph, Kind, Numerics, Options};
+use antiphon_lowering::{Arithmetic, Fused, FusedOutput, Graph, Kind, Numerics, Options, Quantize};
 use common::{agree, graph, kinds, lowered, numerics};
 
 /// A block of a tensor-parallel layer: `body` goes from `%sum` to the outputs.
@@ -147,11 +147,82 @@ fn values_that_others_use_become_results() {
     assert_eq!(fused(&after.graph).outputs, [Sum, Residual, Norm, InverseRms]);
     assert_eq!(kinds(&after.graph), ["fused"]);
     agree(&before, &after.graph, 2, 3, Arithmetic::Exact, 1e-9);
+    let text = after.report.to_string();
+    assert!(text.contains("one call gives sum, residual, norm, inverse_rms"), "{text}");
+}
 
-    let plain = Options { extended: false, ..Options::default() };
-    let after = lowered(&before, &plain);
-    assert_eq!(fused(&after.graph).outputs, [Sum, Residual, Norm]);
-    assert!(kinds(&after.graph).contains(&"unary".to_owned()), "1/rms is computed beside");
+#[test]
+fn the_report_names_what_is_left_of_a_call() {
+    let after = lowered(&graph(&block("bf16", RMS_NORM)), &Options::default());
+    assert_eq!(fused(&after.graph).outputs, [FusedOutput::Residual, FusedOutput::Norm]);
+    let text = after.report.to_string();
+    assert!(text.contains("one call gives residual, norm (") && !text.contains("inverse_rms"), "{text}");
+}
+
+#[test]
+fn in_f32_the_order_of_factors_is_that_of_the_program() {
+    for (name, body) in [("rms_norm", RMS_NORM), ("by hand", BY_HAND), ("gemma", GEMMA)] {
+        let before = graph(&block("f32", &body.replace("bf16", "f32")));
+        let after = lowered(&before, &numerics(Numerics::Same));
+        // A root under a fraction is another rounding than the kernels'.
+        let is_fused = kinds(&after.graph).contains(&"fused".to_owned());
+        assert_eq!(is_fused, name != "by hand", "{name}\n{}", after.report);
+    }
+}
+
+/// FP8 codes of the norm, with scales that follow from it.
+const TOKENS: &str = "
+    %plain: f32[3,64] = cast(%norm)
+    %abs: f32[3,64] = unary(%plain) op=abs
+    %amax: f32[3,1] = reduce(%abs) op=amax dims=[1] keepdim=true
+    %raw: f32[3,1] = binary(%amax) op=div scalar=448.0
+    %scales: f32[3,1] = binary(%raw) op=maximum scalar=4.359654017857143e-06
+    %inverse: f32[3,1] = unary(%scales) op=reciprocal
+    %scaled_up: f32[3,64] = binary(%plain, %inverse) op=mul
+    %low: f32[3,64] = binary(%scaled_up) op=maximum scalar=-448.0
+    %high: f32[3,64] = binary(%low) op=minimum scalar=448.0
+    %codes: e4m3[3,64] = cast(%high)
+    return %codes, %scales, %add";
+
+/// The same for groups of 16 neighbours, with powers of two.
+const GROUPS: &str = "
+    %plain: f32[3,64] = cast(%norm)
+    %split: f32[3,4,16] = view(%plain) view=reshape
+    %abs: f32[3,4,16] = unary(%split) op=abs
+    %amax: f32[3,4] = reduce(%abs) op=amax dims=[2]
+    %raw: f32[3,4] = binary(%amax) op=div scalar=448.0
+    %least: f32[3,4] = binary(%raw) op=maximum scalar=1e-10
+    %log: f32[3,4] = unary(%least) op=log2
+    %ceil: f32[3,4] = unary(%log) op=ceil
+    %scales: f32[3,4] = unary(%ceil) op=exp2
+    %column: f32[3,4,1] = view(%scales) view=reshape
+    %scaled_up: f32[3,4,16] = binary(%split, %column) op=div
+    %low: f32[3,4,16] = binary(%scaled_up) op=maximum scalar=-448.0
+    %high: f32[3,4,16] = binary(%low) op=minimum scalar=448.0
+    %narrow: e4m3[3,4,16] = cast(%high)
+    %codes: e4m3[3,64] = view(%narrow) view=reshape
+    return %codes, %scales, %add";
+
+#[test]
+fn scales_that_follow_from_the_norm_are_results() {
+    use FusedOutput::{Codes, Residual, Scales};
+    for (codes, how) in [(TOKENS, Quantize::Fp8Tokens), (GROUPS, Quantize::Fp8Groups(16))] {
+        for (name, norm) in &SPELLINGS[..4] {
+            let body = norm.replace("%narrow", "%rounded").replace("return %norm, %add", codes);
+            let before = graph(&block("bf16", &body));
+            let after = lowered(&before, &Options::default());
+            assert_eq!(kinds(&after.graph), ["fused"], "{name}\n{}", after.report);
+            let call = fused(&after.graph);
+            assert_eq!((call.quantize, &call.outputs[..]), (how, &[Residual, Codes, Scales][..]), "{name}");
+            agree(&before, &after.graph, 2, 4, Arithmetic::Exact, 1e-9);
+            assert_eq!(Graph::from_text(&after.graph.to_text()).unwrap().to_json(), after.graph.to_json());
+        }
+    }
+    // Another least scale is another function.
+    let other = TOKENS.replace("4.359654017857143e-06", "1e-3");
+    let after =
+        lowered(&graph(&block("bf16", &RMS_NORM.replace("return %norm, %add", &other))), &Options::default());
+    assert_eq!(fused(&after.graph).outputs, [Residual, FusedOutput::Norm]);
 }
 
 #[test]

@@ -128,6 +128,8 @@ _SYNC = {
 def _fused(do: Mapping[str, Any], args: list[Node]) -> list[Any]:
     """The arguments behind the tensor, in the order of the operator's."""
     given = dict(zip(do["args"], args[1:], strict=True))
+    quantize = do.get("quantize", "fp8")
+    name, group = ("fp8-groups", quantize["fp8_groups"]) if isinstance(quantize, dict) else (quantize.replace("_", "-"), 128)
     return [
         do["group"],
         list(do["outputs"]),
@@ -136,8 +138,10 @@ def _fused(do: Mapping[str, Any], args: list[Node]) -> list[Any]:
         float(do.get("eps") or 0.0),
         float(do.get("weight_bias", 0.0)),
         bool(do.get("round_before_weight", False)),
+        name,
         given.get("scale"),
         float(do.get("scale") or 1.0),
+        group,
     ]
 
 

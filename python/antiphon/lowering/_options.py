@@ -51,8 +51,8 @@ class Options:
     def request(self) -> dict[str, Any]:
         """As ``_core.lower`` takes it."""
         names = ("numerics", "fuse", "merge", "overlap")
-        # No kernel gives 1/rms, or rounds before the weight, yet; and inductor allocates all memory.
-        return {"extended": False, "realize": "never"} | {name: getattr(self, name) for name in names}
+        # Inductor allocates all memory.
+        return {"realize": "never"} | {name: getattr(self, name) for name in names}
 
 
 def mode() -> str:

@@ -29,8 +29,14 @@ which a compiler's cache does not know.
 Tensor? bias=None) -> (Tensor, Tensor)`` returns the norm, and what it is the norm of: the sum with ``bias`` and ``residual``.
 
 ``all_reduce_fused(Tensor x, str group, str[] outputs, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float
-weight_bias=0., bool round_before_weight=False, Tensor? scale=None, float scale_value=1., *) -> Tensor[]`` returns the ``outputs``
-that are asked for, of ``"sum"``, ``"residual"``, ``"norm"`` (like ``x``) and ``"codes"`` (E4M3 of the norm over the scale).
+weight_bias=0., bool round_before_weight=False, str quantize="fp8", Tensor? scale=None, float scale_value=1., int group_size=128,
+*) -> Tensor[]`` returns the ``outputs`` that are asked for, in their order:
+
+    "sum", "residual", "norm"       like ``x``
+    "inverse_rms"                   float32 ``(..., 1)``: one over the root mean square, which the norm's gradient needs
+    "codes"                         E4M3 like ``x``: the norm over its scales, by ``quantize``
+    "scales"                        float32 ``(..., 1)`` of ``"fp8-tokens"``, ``(..., hidden / group_size)`` of ``"fp8-groups"``;
+                                    ``"fp8"`` has ``scale``, or ``scale_value`` without
 
 ``*`` is ``str site=""``: the compiled program and the place in it that a call comes from, ``"DIGEST:INDEX"``, which
 :mod:`antiphon.lowering` sets. The ranks compare a digest when they first meet it, and all get ``RuntimeError`` if they differ.
@@ -41,6 +47,7 @@ ranks wait for, and keeps the order of the calls, those of :mod:`antiphon.comm` 
 ``torch.distributed``'s own operators: a program that compiles those too gives them another group.
 """
 
+import inspect
 import itertools
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -52,7 +59,7 @@ from torch import Tensor
 import antiphon
 from antiphon._core import operations
 from antiphon._operators import Operators
-from antiphon._types import Op
+from antiphon._types import Op, Quantize
 from antiphon.torch.group import Group
 
 __all__ = ["register"]
@@ -181,7 +188,16 @@ def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
     return comm
 
 
-_OUTPUTS = ("sum", "residual", "norm", "codes")
+#: What a fused call gives, and the elements of what is not like its input.
+_OUTPUTS = {
+    "sum": None,
+    "residual": None,
+    "norm": None,
+    "inverse_rms": torch.float32,
+    "codes": torch.float8_e4m3fn,
+    "scales": torch.float32,
+}
+_QUANTIZE = ("fp8", "fp8-tokens", "fp8-groups")
 
 
 def _all_reduce_fused(
@@ -193,37 +209,87 @@ def _all_reduce_fused(
     eps: float = 1e-6,
     weight_bias: float = 0.0,
     round_before_weight: bool = False,
+    quantize: Quantize = "fp8",
     scale: Tensor | None = None,
     scale_value: float = 1.0,
+    group_size: int = 128,
     site: str = "",
 ) -> list[Tensor]:
-    if round_before_weight:
-        raise ValueError("all_reduce_fused: round_before_weight: no kernel rounds before the weight yet")
     plain = x.contiguous()
-    results = _results(plain, group, outputs)
+    results = _results(plain, outputs, quantize, group_size)
     into = dict(zip(outputs, results, strict=True))
-    codes = into.get("codes")
+    codes, scales = into.get("codes"), into.get("scales")
+    if quantize == "fp8":
+        given: float | Tensor | None = scale_value if scale is None else scale
+    else:
+        given = None
+        codes = _codes(plain) if codes is None and scales is not None else codes
+        if codes is not None and (scales is None or quantize == "fp8-groups"):
+            scales = _scales(plain, quantize, group_size)
     _at(site, group, plain).all_reduce_fused(
         plain,
         residual=None if residual is None else residual.contiguous(),
         weight=None if weight is None else weight.contiguous(),
         eps=eps,
         weight_bias=weight_bias,
+        round_before_weight=round_before_weight,
         sum_out=into.get("sum"),
         residual_out=into.get("residual"),
         norm_out=into.get("norm"),
-        quantize=None if codes is None else "fp8",
-        scale=None if codes is None else scale_value if scale is None else scale,
+        inverse_rms_out=into.get("inverse_rms"),
+        quantize=None if codes is None else quantize,
+        scale=None if codes is None else given,
+        group_size=group_size,
         codes=None if codes is None else codes.view(torch.uint8),
+        scales=scales,
     )
+    if quantize == "fp8-groups" and "scales" in into:
+        into["scales"].copy_(_powers(scales, into["scales"]))
     return results
 
 
-def _results(x: Tensor, group: str, outputs: list[str], *options: Any, **others: Any) -> list[Tensor]:
+def _codes(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+
+
+def _scales(x: Tensor, quantize: str, group_size: int) -> Tensor:
+    """Room for scales as the kernels write them: packed, where they are powers of two."""
+    hidden = x.shape[-1]
+    tokens = x.numel() // max(1, hidden)
+    if quantize == "fp8-tokens":
+        return x.new_empty((tokens, 1), dtype=torch.float32)
+    return x.new_empty(((hidden // group_size + 3) // 4, (tokens + 3) // 4 * 4), dtype=torch.int32)
+
+
+def _powers(packed: Tensor, like: Tensor) -> Tensor:
+    """The numbers whose exponents are packed, four groups of a token in a word."""
+    tokens, groups = like.numel() // max(1, like.shape[-1]), like.shape[-1]
+    exponents = packed.t().contiguous().view(torch.uint8)[:tokens, :groups]
+    return (exponents.to(torch.int32) << 23).view(torch.float32).view(like.shape)
+
+
+def _empty_fused(*arguments: Any, **named: Any) -> list[Tensor]:
+    """The same with nothing in them, for the same arguments."""
+    given = _signature.bind(*arguments, **named)
+    given.apply_defaults()
+    return _results(*(given.arguments[name] for name in ("x", "outputs", "quantize", "group_size")))
+
+
+_signature = inspect.signature(_all_reduce_fused)
+
+
+def _results(x: Tensor, outputs: list[str], quantize: str, group_size: int) -> list[Tensor]:
     if not outputs or len(set(outputs)) < len(outputs) or not set(outputs) <= set(_OUTPUTS):
         raise ValueError(f"all_reduce_fused: outputs {outputs}: each of {', '.join(_OUTPUTS)} at most once, and any")
-    plain = _like(x)
-    return [plain.new_empty(x.shape, dtype=torch.float8_e4m3fn if name == "codes" else x.dtype) for name in outputs]
+    if quantize not in _QUANTIZE:
+        raise ValueError(f"all_reduce_fused: quantize={quantize!r}: known are {', '.join(_QUANTIZE)}")
+    hidden = x.shape[-1] if x.dim() else 1
+    if quantize == "fp8-groups" and (group_size < 1 or hidden % group_size):
+        raise ValueError(f"all_reduce_fused: group_size={group_size}: a divisor of {hidden}")
+    if quantize == "fp8" and "scales" in outputs:
+        raise ValueError("all_reduce_fused: outputs: there are no scales of fp8, whose scale is given")
+    columns = {"inverse_rms": 1, "scales": hidden // group_size if quantize == "fp8-groups" else 1}
+    return [x.new_empty((*x.shape[:-1], columns.get(name, hidden)), dtype=_OUTPUTS[name] or x.dtype) for name in outputs]
 
 
 def _all_reduce_rms_norm(
@@ -273,8 +339,8 @@ _operators.define(
 )
 _operators.define(
     "all_reduce_fused(Tensor x, str group, str[] outputs, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
-    " float weight_bias=0., bool round_before_weight=False, Tensor? scale=None, float scale_value=1.,"
-    ' str site="") -> Tensor[]',
+    ' float weight_bias=0., bool round_before_weight=False, str quantize="fp8", Tensor? scale=None, float scale_value=1.,'
+    ' int group_size=128, str site="") -> Tensor[]',
     _all_reduce_fused,
-    _results,
+    _empty_fused,
 )

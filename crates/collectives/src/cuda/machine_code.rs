@@ -81,6 +81,7 @@ fn mixes() -> Vec<Variant> {
 fn fusions() -> Vec<Variant> {
     const NORM: u32 = 0x1F0; // residual and norm, in and out
     const ALL: u32 = 0x1FF;
+    const ROUND: u32 = 0x600; // before the weight, and one over the root mean square
     let sum = |dtype| Reduction::new(dtype, ReduceOp::Sum).unwrap();
     let usual = Fusion {
         reduction: sum(DType::BF16),
@@ -117,6 +118,10 @@ fn fusions() -> Vec<Variant> {
         fusions.push((Fusion { reduction: sum(dtype), quantization: "FP8_TOKENS", has: ALL, ..usual }, 4));
     }
     fusions.push((Fusion { has: 1, ..usual }, 4));
+    for (quantization, has) in [("NONE", NORM | ROUND), ("FP8_TOKENS", ALL | ROUND)] {
+        fusions.push((Fusion { quantization, has, ..usual }, 4));
+        fusions.push((Fusion { quantization, has, algorithm: two_shot, shape: long, ..usual }, 4));
+    }
     fusions.into_iter().map(|(fusion, world_size)| Variant::of(fusion, world_size)).collect()
 }
 

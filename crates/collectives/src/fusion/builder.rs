@@ -128,6 +128,14 @@ impl<'a> FusedAllReduce<Operand<'a>> {
         self
     }
 
+    /// Where `rms(r)` of each token goes, one over the root of the mean of the squares that its norm divides by:
+    /// `f32 [tokens]`. The gradient of the norm needs it.
+    #[inline]
+    pub fn inverse_rms_out(mut self, inverse_rms: impl Into<TensorViewMut<'a>>) -> Self {
+        self.inverse_rms_out = self.keep(Operand::write(Role::InverseRmsOut, inverse_rms.into()));
+        self
+    }
+
     /// Quantises the norm. Of `codes` and `scales` only the bytes count, not the dtype; they may be longer than needed.
     /// `scales` is needed by all forms but [`Fp8`](Quantization::Fp8). Padding among the scales is written as 0.
     #[inline]

@@ -127,7 +127,9 @@ pub struct FusedAllReduce<T> {
     pub(crate) residual_out: Option<T>,
     pub(crate) norm: Option<RmsNorm<T>>,
     pub(crate) weight_bias: f32,
+    pub(crate) round_before_weight: bool,
     pub(crate) norm_out: Option<T>,
+    pub(crate) inverse_rms_out: Option<T>,
     pub(crate) quantization: Option<Quantization<T>>,
     pub(crate) codes: Option<T>,
     pub(crate) scales: Option<T>,
@@ -164,6 +166,8 @@ pub enum Role {
     ResidualOut,
     /// Where the norm goes.
     NormOut,
+    /// Where one over each token's root mean square goes.
+    InverseRmsOut,
     /// Where the codes go.
     Codes,
     /// Where their scales go.
@@ -172,8 +176,8 @@ pub enum Role {
 
 impl Role {
     /// Those that are written.
-    pub const OUTPUTS: [Self; 5] =
-        [Self::SumOut, Self::ResidualOut, Self::NormOut, Self::Codes, Self::Scales];
+    pub const OUTPUTS: [Self; 6] =
+        [Self::SumOut, Self::ResidualOut, Self::NormOut, Self::InverseRmsOut, Self::Codes, Self::Scales];
 
     /// As errors name it.
     pub const fn name(self) -> &'static str {
@@ -192,6 +196,7 @@ impl Role {
             Self::SumOut => "sum_out",
             Self::ResidualOut => "residual_out",
             Self::NormOut => "norm_out",
+            Self::InverseRmsOut => "inverse_rms_out",
             Self::Codes => "codes",
             Self::Scales => "scales",
         }
@@ -265,7 +270,9 @@ impl<T> FusedAllReduce<T> {
             residual_out: None,
             norm: None,
             weight_bias: 0.0,
+            round_before_weight: false,
             norm_out: None,
+            inverse_rms_out: None,
             quantization: None,
             codes: None,
             scales: None,
@@ -291,6 +298,14 @@ impl<T> FusedAllReduce<T> {
     #[inline]
     pub fn weight_bias(mut self, weight_bias: f32) -> Self {
         self.weight_bias = weight_bias;
+        self
+    }
+
+    /// Whether the norm is rounded before it is multiplied with its weight, and once more behind: as Hugging Face's models do.
+    /// Without a weight there is nothing to multiply with, and it means nothing.
+    #[inline]
+    pub fn round_before_weight(mut self, round_before_weight: bool) -> Self {
+        self.round_before_weight = round_before_weight;
         self
     }
 
@@ -330,7 +345,9 @@ impl<T> FusedAllReduce<T> {
             residual_out: optional(map, Role::ResidualOut, &self.residual_out)?,
             norm: norm(map, Role::Weight, &self.norm)?,
             weight_bias: self.weight_bias,
+            round_before_weight: self.round_before_weight,
             norm_out: optional(map, Role::NormOut, &self.norm_out)?,
+            inverse_rms_out: optional(map, Role::InverseRmsOut, &self.inverse_rms_out)?,
             quantization: match &self.quantization {
                 None => None,
                 Some(quantization) => Some(quantization.try_map(map)?),

@@ -180,6 +180,8 @@ impl Validated {
             self.norm.is_some(),
             weight(self.norm),
             self.norm_out.is_some(),
+            self.inverse_rms_out.is_some(),
+            self.round_before_weight && weight(self.norm),
         ];
         there.iter().enumerate().map(|(bit, &is_there)| u32::from(is_there) << bit).sum()
     }
@@ -239,6 +241,7 @@ pub(crate) struct Fused {
     sum_out: *mut u8,
     residual_out: *mut u8,
     norm_out: *mut u8,
+    inverse_rms_out: *mut u8,
     codes: *mut u8,
     scales: *mut u8,
     scale: *const u8,
@@ -302,6 +305,7 @@ impl Fused {
             sum_out: write(call.sum_out),
             residual_out: write(call.residual_out),
             norm_out: write(call.norm_out),
+            inverse_rms_out: write(call.inverse_rms_out),
             codes: write(call.codes),
             scales: write(call.scales),
             scale,

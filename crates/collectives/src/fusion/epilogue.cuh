@@ -142,7 +142,7 @@ private:
             squares[n] = x.lane[0] * x.lane[0];
 #pragma unroll
             for (u32 k = 1; k < LANES; ++k) squares[n] += x.lane[k] * x.lane[k];
-            if (QUANTIZATION == FP8_TOKENS && LAST) {
+            if (QUANTIZATION == FP8_TOKENS && LAST && !has(ROUND_BEFORE_WEIGHT)) {
                 const wide_vec<T> w = weight(round + n, v + n * team.threads);
 #pragma unroll
                 for (u32 k = 0; k < LANES; ++k) most[n] = larger_number(most[n], x.lane[k] * w.lane[k]);
@@ -176,12 +176,44 @@ private:
         return w;
     }
 
+    // The norm of a vector that is kept.
+    DEVICE uint4 normed(u32 round, u32 v, float rms) const {
+        wide_vec<T> x = widen_words(kept(round));
+        const wide_vec<T> w = weight(round, v);
+        if (has(ROUND_BEFORE_WEIGHT)) {
+#pragma unroll
+            for (u32 k = 0; k < LANES; ++k) x.lane[k] *= rms;
+            x = widen_vec(narrow_vec<T>(x));
+        }
+#pragma unroll
+        for (u32 k = 0; k < LANES; ++k) x.lane[k] = has(ROUND_BEFORE_WEIGHT) ? x.lane[k] * w.lane[k] : x.lane[k] * w.lane[k] * rms;
+        return narrow_vec<T>(x).words;
+    }
+
+    // The largest magnitude of a row's norm, where that does not follow from the largest product with a weight: roundings before the
+    // weight may change which one it is. It takes another exchange.
+    DEVICE float most_of_norm(float rms) const {
+        each<1>([&](u32 round, u32 v) {
+            float none[1] = {0}, most[1] = {0};
+            if (v < f.vectors) {
+                const wide_vec<T> n = widen_words(normed(round, v, rms));
+#pragma unroll
+                for (u32 k = 0; k < LANES; ++k) most[0] = larger_number(most[0], n.lane[k]);
+            }
+            team.share(f, v, none, most);
+        });
+        float most = 0;
+        if (team.takes_part(f)) team.end_exchange(f, most);
+        return most;
+    }
+
     DEVICE void norm(u32 row, u64 begin, float rms, float most) {
         const u32 token = f.first + row;
         quotient scaled;
+        if (has(INVERSE_RMS_OUT) && team.thread == 0) f.inverse_rms_out[token] = canonical(rms);
         if (QUANTIZATION == FP8_TOKENS) {
             // A product with the root and the rounding keep the order, so the largest one stays the largest.
-            const float amax = widen(narrow<T>(most * rms)), least = 0.001953125f / 448.0f;
+            const float amax = has(ROUND_BEFORE_WEIGHT) ? most_of_norm(rms) : widen(narrow<T>(most * rms)), least = 0.001953125f / 448.0f;
             const float most_scaled = f.reciprocal ? amax * (1.0f / 448.0f) : amax / 448.0f;
             const float divisor = amax == amax ? most_scaled : 0.0f;
             scaled = quotient(divisor < least ? least : divisor);
@@ -195,11 +227,7 @@ private:
             const bool is_there = v < f.vectors;
             uint4 words = make_uint4(0, 0, 0, 0);
             if (is_there) {
-                wide_vec<T> x = widen_words(kept(round));
-                const wide_vec<T> w = weight(round, v);
-#pragma unroll
-                for (u32 k = 0; k < LANES; ++k) x.lane[k] = x.lane[k] * w.lane[k] * rms;
-                words = narrow_vec<T>(x).words;
+                words = normed(round, v, rms);
                 if (has(NORM_OUT)) store16(f.norm_out + (begin + v) * 16, words);
             }
             if (QUANTIZATION == NONE) return;

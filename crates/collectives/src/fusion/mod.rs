@@ -37,6 +37,8 @@
 //! p  = T( T(s + bias) · wₚ · rms(T(s + bias)) )   where pre_norm is asked for, else s + bias
 //! r  = T( p + residual )                          → residual_out
 //! n  = T( r · w · rms(r) )                        → norm_out         w = weight_bias + weight
+//!   or T( T(r · rms(r)) · w )                     where round_before_weight is asked for
+//!      rms(r)                                     → inverse_rms_out
 //! q  = quantised n                                → codes, scales    see Quantization
 //!
 //! rms(x) = 1 / √( Σ x² · (1 / hidden) + eps )
@@ -59,7 +61,8 @@
 //! | a weighted row for each of `E` experts, and the shared one | `c` | `u·│c│ + (E + 2)·ε·Σ│term│` |
 //! | `s` | `r`, without pre-norm | `u·│r│ + 2ε·(│s│ + │bias│ + │residual│)` |
 //! | `s` | `p`, with pre-norm | `(3u + 20ε)·│p│`, and `r` then one rounding |
-//! | `r` | `n` | `(u + 16ε)·│n│`, and `ε/2` for each 1024 vectors of a row |
+//! | `r` | `n` | `(u + 16ε)·│n│`, and `ε/2` for each 1024 vectors of a row; `u·│n│` more with `round_before_weight` |
+//! | `r` | `rms(r)` | `(13ε)·│rms(r)│`, and `ε/2` for each 1024 vectors of a row |
 //! | `n` | codes and scales | nothing: they have the bits that `antiphon_tensor::quantize` gives |
 //!
 //! to which comes what a subnormal result loses, and, if it has no `eps`, a row of elements below 10⁻¹⁶ whose squares

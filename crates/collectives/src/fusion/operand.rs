@@ -1,6 +1,6 @@
 //! What is kept of a call's tensors until it is checked.
 //!
-//! A view has room for eight dimensions, and fifteen of them in a call would be three kilobytes that every option moves. So the
+//! A view has room for eight dimensions, and sixteen of them in a call would be three kilobytes that every option moves. So the
 //! call keeps what counts, without anything to be dropped, and tells later what does not fit.
 
 #![expect(
@@ -106,6 +106,7 @@ impl<T: TensorHandle> FusedAllReduce<T> {
             Role::Residual => &mut self.residual,
             Role::ResidualOut => &mut self.residual_out,
             Role::NormOut => &mut self.norm_out,
+            Role::InverseRmsOut => &mut self.inverse_rms_out,
             Role::Codes => &mut self.codes,
             Role::Scales => &mut self.scales,
             _ => panic!("the {} is not given alone", role.name()),

@@ -50,6 +50,7 @@ pub struct Norm {
     pub weight: Option<Vec<f64>>,
     pub weight_bias: f64,
     pub eps: f64,
+    pub round_before_weight: bool,
 }
 
 /// What must come out.
@@ -61,6 +62,8 @@ pub struct Outputs {
     pub residual: Vec<Expected>,
     /// `norm_out`; empty if no norm was asked for.
     pub norm: Vec<Expected>,
+    /// `inverse_rms_out`, likewise.
+    pub inverse_rms: Vec<Expected>,
 }
 
 impl Call {
@@ -88,6 +91,7 @@ impl Call {
             });
             let residual: Vec<Known> = with_residual.collect();
             if let Some(norm) = &self.norm {
+                outputs.inverse_rms.push(Self::inverse_rms(&residual, norm).expected());
                 outputs.norm.extend(self.normed(&residual, norm).iter().map(Known::expected));
             }
             outputs.sum.extend(sum.iter().map(Known::expected));
@@ -145,16 +149,25 @@ impl Call {
         }
     }
 
-    fn normed(&self, x: &[Known], norm: &Norm) -> Vec<Known> {
+    fn inverse_rms(x: &[Known], norm: &Norm) -> Known {
         let squares = x.iter().map(|&x| x.times(x).single()).reduce(Known::plus).expect("a row has elements");
         // Those of a vector, two halvings of 32, and then 1024 vectors at a time.
         let additions = 7 + 5 + 5 + x.len() / 4096;
         let squares = (0..additions).fold(squares, |squares, _| squares.single());
         let mean = squares.times(Known::exactly(1.0 / x.len() as f64)).single();
-        let rms = mean.plus(Known::exactly(norm.eps)).single().sqrt().single().recip().single();
+        mean.plus(Known::exactly(norm.eps)).single().sqrt().single().recip().single()
+    }
+
+    fn normed(&self, x: &[Known], norm: &Norm) -> Vec<Known> {
+        let rms = Self::inverse_rms(x, norm);
         let normed = x.iter().enumerate().map(|(i, x)| {
             let weight = norm.weight.as_ref().map_or(1.0, |weight| norm.weight_bias + weight[i]);
-            x.times(Known::exactly(weight).single()).single().times(rms).single().rounded(self.dtype)
+            let weight = Known::exactly(weight).single();
+            let product = match norm.round_before_weight && norm.weight.is_some() {
+                true => x.times(rms).single().rounded(self.dtype).times(weight),
+                false => x.times(weight).single().times(rms),
+            };
+            product.single().rounded(self.dtype)
         });
         normed.collect()
     }

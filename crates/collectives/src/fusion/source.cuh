@@ -4,7 +4,8 @@
 enum { TENSOR, MOE_REDUCTION, MOE_FINALIZE };                      // SOURCE
 enum { NONE, FP8, FP8_TOKENS, FP8_GROUPS, FP8_ODD_GROUPS, NVFP4 }; // QUANTIZATION
 enum {                                                             // HAS
-    SUM_OUT = 1, BIAS = 2, PRE_NORM = 4, PRE_WEIGHT = 8, RESIDUAL = 16, RESIDUAL_OUT = 32, NORM = 64, WEIGHT = 128, NORM_OUT = 256
+    SUM_OUT = 1, BIAS = 2, PRE_NORM = 4, PRE_WEIGHT = 8, RESIDUAL = 16, RESIDUAL_OUT = 32, NORM = 64, WEIGHT = 128, NORM_OUT = 256,
+    INVERSE_RMS_OUT = 512, ROUND_BEFORE_WEIGHT = 1024
 };
 DEVICE constexpr bool has(u32 what) { return HAS & what; }
 enum { SWIZZLED_128X4, SWIZZLED_8X4, LINEAR };                     // layout
@@ -22,6 +23,7 @@ struct fused {
     u8* sum_out;
     u8* residual_out;
     u8* norm_out;
+    float* inverse_rms_out;
     u8* codes;
     u8* scales;
     const float* scale;

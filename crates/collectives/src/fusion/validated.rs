@@ -157,14 +157,14 @@ impl<'c, 't> Validator<'c, 't> {
     /// Some output is wanted, and what it is made of is there.
     fn check_outputs(&self) -> Result<()> {
         let call = self.call;
-        let outputs = [&call.sum_out, &call.residual_out, &call.norm_out, &call.codes];
+        let outputs = [&call.sum_out, &call.residual_out, &call.norm_out, &call.inverse_rms_out, &call.codes];
         if outputs.iter().all(|output| output.is_none()) {
             return Err(refused("outputs", "at least one".into()));
         }
-        if call.norm.is_none() && (call.norm_out.is_some() || call.codes.is_some()) {
+        if call.norm.is_none() && outputs[2..].iter().any(|output| output.is_some()) {
             return Err(refused(
                 "outputs",
-                "a norm for norm_out and codes, as no rms_norm is asked for".into(),
+                "a norm for norm_out, inverse_rms_out and codes, as no rms_norm is asked for".into(),
             ));
         }
         if self.dtype == DType::F32 && matches!(call.quantization, Some(Quantization::NvFp4 { .. })) {
@@ -202,6 +202,7 @@ impl<'c, 't> Validator<'c, 't> {
             Role::Bias | Role::PreNormWeight | Role::Weight => (self.dtype, self.hidden, VECTOR),
             Role::Experts => (self.dtype, experts * matrix, VECTOR),
             Role::Rows => (self.dtype, rows * self.hidden, VECTOR),
+            Role::InverseRmsOut => (DType::F32, self.tokens, size_of::<f32>()),
             Role::Index => (DType::I32, self.tokens * top_k, 1),
             Role::ExpertScales => match &self.call.source {
                 Source::MoeFinalize { .. } => (self.dtype, self.tokens * top_k, 1),

@@ -69,12 +69,14 @@ pub struct Case {
     pub residual: Residual,
     pub norm: Norm,
     pub weight_bias: f32,
+    pub round_before_weight: bool,
     pub form: Option<Form>,
     /// Whether the scale of `form` is read from memory.
     pub scale_in_memory: bool,
     pub sum_out: bool,
     pub residual_out: bool,
     pub norm_out: bool,
+    pub inverse_rms_out: bool,
     /// Whether codes and scales have more bytes than needed.
     pub roomy: bool,
     /// The all-reduce that is not fused, from the source to `sum_out`.
@@ -100,11 +102,13 @@ impl Case {
             residual: Residual::Apart,
             norm: Norm::Weighted,
             weight_bias: 0.0,
+            round_before_weight: false,
             form: None,
             scale_in_memory: false,
             sum_out: true,
             residual_out: true,
             norm_out: true,
+            inverse_rms_out: false,
             roomy: false,
             plain: false,
             seed: 0,
@@ -155,6 +159,7 @@ impl Case {
             Slot::SumOut => if_wanted(self.sum_out, matrix),
             Slot::ResidualOut => if_wanted(self.residual_out, matrix),
             Slot::NormOut => if_wanted(self.norm_out, matrix),
+            Slot::InverseRmsOut => if_wanted(self.inverse_rms_out, 4 * tokens),
             Slot::Codes => match self.form {
                 None => 0,
                 Some(Form::NvFp4(_)) => tokens * hidden / 2 + room,
@@ -266,9 +271,13 @@ impl Case {
         }
         if self.norm != Norm::No {
             call = call.rms_norm(row(Slot::Gamma), 1e-6).weight_bias(self.weight_bias);
+            call = call.round_before_weight(self.round_before_weight);
         }
         if self.norm_out && is_apart(InPlace::Norm) {
             call = call.norm_out(matrix_mut(Slot::NormOut));
+        }
+        if self.inverse_rms_out {
+            call = call.inverse_rms_out(view_mut(Slot::InverseRmsOut, DType::F32, &[tokens]));
         }
         let Some(form) = self.form else { return call };
         let scale = match self.scale_in_memory {

@@ -174,6 +174,11 @@ fn options(dtype: DType, tokens: usize, hidden: usize) -> Vec<Case> {
         Case { weight_bias: 1.0, ..norm },
         Case { weight_bias: 1.0, norm: Norm::Plain, ..norm },
         Case { norm: Norm::Plain, ..norm },
+        Case { inverse_rms_out: true, ..norm },
+        Case { inverse_rms_out: true, norm: Norm::Plain, round_before_weight: true, ..norm },
+        Case { inverse_rms_out: true, norm_out: false, ..norm },
+        Case { round_before_weight: true, ..norm },
+        Case { round_before_weight: true, weight_bias: 1.0, inverse_rms_out: true, ..fp8 },
         Case { residual: Residual::InPlace, ..norm },
         Case { residual: Residual::InPlace, ..fp8 },
         Case { in_place: Some(InPlace::Sum), ..norm },
@@ -204,6 +209,28 @@ fn options(dtype: DType, tokens: usize, hidden: usize) -> Vec<Case> {
             ..fp8
         },
     ]
+}
+
+/// Where a row's largest magnitude does not follow from the largest product with a weight.
+#[test]
+fn rounding_before_the_weight_has_the_hosts_bits_in_every_form() {
+    on_gpus(2, |rank| {
+        let forms = [
+            Form::Fp8Tokens(TokenRule::Quotient),
+            Form::Fp8Tokens(TokenRule::Reciprocal),
+            Form::Fp8Groups(128),
+            Form::NvFp4(ScaleLayout::Swizzled128x4),
+        ];
+        for (tokens, hidden) in [(1, 7168), (33, 7168), (130, 1024), (300, 7168)] {
+            for form in forms {
+                let case = Case::quantized(DType::BF16, tokens, hidden, form);
+                let case = Case { round_before_weight: true, inverse_rms_out: true, ..case };
+                rank.fuse_by_all(case)?;
+                rank.fuse_by_all(Case { rows: Rows::Strange, ..case })?;
+            }
+        }
+        Ok(())
+    });
 }
 
 #[test]

@@ -23,12 +23,13 @@ pub enum Slot {
     SumOut,
     ResidualOut,
     NormOut,
+    InverseRmsOut,
     Codes,
     Scales,
 }
 
 impl Slot {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Source,
         Self::ExpertScales,
         Self::Index,
@@ -41,6 +42,7 @@ impl Slot {
         Self::SumOut,
         Self::ResidualOut,
         Self::NormOut,
+        Self::InverseRmsOut,
         Self::Codes,
         Self::Scales,
     ];
@@ -56,7 +58,7 @@ impl Slot {
                 first * case.hidden * case.dtype.size()
             }
             Self::Codes => first * case.hidden,
-            Self::Scales => 4 * first,
+            Self::Scales | Self::InverseRmsOut => 4 * first,
             _ => 0,
         }
     }
@@ -83,7 +85,7 @@ pub struct Image {
     /// Aligned as vectors are.
     words: Vec<u128>,
     /// Where each slot begins, and how many bytes it has.
-    slots: [(usize, usize); 14],
+    slots: [(usize, usize); 15],
 }
 
 impl Image {

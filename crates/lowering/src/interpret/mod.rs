@@ -333,6 +333,7 @@ impl Machine<'_> {
                         FusedOutput::Norm => &results.norm,
                         FusedOutput::InverseRms => &results.inverse_rms,
                         FusedOutput::Codes => &results.codes,
+                        FusedOutput::Scales => &results.scales,
                     };
                     self.write(rank, *out, data);
                 }
@@ -361,6 +362,9 @@ fn unary(op: Unary, x: f64) -> f64 {
         Unary::Rsqrt => 1.0 / x.sqrt(),
         Unary::Reciprocal => 1.0 / x,
         Unary::Exp => x.exp(),
+        Unary::Exp2 => x.exp2(),
+        Unary::Log2 => x.log2(),
+        Unary::Ceil => x.ceil(),
         Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
         Unary::Silu => x / (1.0 + (-x).exp()),
         Unary::Relu => x.max(0.0),

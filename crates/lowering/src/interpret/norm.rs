@@ -2,7 +2,10 @@
 
 use antiphon_tensor::{DType, E4M3};
 
-use crate::{op::Fused, terms::rounded};
+use crate::{
+    op::{Fused, Quantize},
+    terms::rounded,
+};
 
 pub(super) struct Call<'g> {
     pub(super) dtype: DType,
@@ -20,6 +23,7 @@ pub(super) struct Results {
     pub(super) norm: Vec<f64>,
     pub(super) inverse_rms: Vec<f64>,
     pub(super) codes: Vec<f64>,
+    pub(super) scales: Vec<f64>,
 }
 
 impl Call<'_> {
@@ -39,8 +43,7 @@ impl Call<'_> {
             None => *sum,
         };
         let residual: Vec<f64> = sum.iter().enumerate().map(add).collect();
-        let (mut norm, mut inverse_rms, mut codes) = (Vec::new(), Vec::new(), Vec::new());
-        let inverse_scale = self.single(1.0 / self.scale);
+        let (mut norm, mut inverse_rms) = (Vec::new(), Vec::new());
         for row in residual.chunks(self.hidden.max(1)) {
             let inverse = self.inverse_rms(row);
             inverse_rms.push(inverse);
@@ -52,16 +55,39 @@ impl Call<'_> {
                     (Some(weight), false) => self.single(self.single(x * weight) * inverse),
                     (Some(weight), true) => self.single(self.own(self.single(x * inverse)) * weight),
                 };
-                let n = self.own(n);
-                norm.push(n);
-                let scaled = self.single(n * inverse_scale);
-                codes.push(match self.exact {
-                    true => scaled.clamp(-448.0, 448.0),
-                    false => E4M3::from_f32(scaled as f32).to_f32().into(),
-                });
+                norm.push(self.own(n));
             }
         }
-        Results { residual, norm, inverse_rms, codes }
+        let (codes, scales) = self.quantized(&norm);
+        Results { residual, norm, inverse_rms, codes, scales }
+    }
+
+    /// Codes, and the scales that are results.
+    fn quantized(&self, norm: &[f64]) -> (Vec<f64>, Vec<f64>) {
+        let code = |scaled: f64| match self.exact {
+            true => scaled.clamp(-Quantize::MOST, Quantize::MOST),
+            false => E4M3::from_f32(self.single(scaled) as f32).to_f32().into(),
+        };
+        let group = match self.fused.quantize {
+            Quantize::Fp8 => {
+                let inverse = self.single(1.0 / self.scale);
+                return (norm.iter().map(|n| code(n * inverse)).collect(), Vec::new());
+            }
+            Quantize::Fp8Tokens => self.hidden,
+            Quantize::Fp8Groups(group) => group as usize,
+        };
+        let (mut codes, mut scales) = (Vec::new(), Vec::new());
+        for part in norm.chunks(group.max(1)) {
+            let amax = part.iter().fold(0.0, |most: f64, n| most.max(n.abs()));
+            let scale = self.single(amax / Quantize::MOST);
+            let scale = match self.fused.quantize {
+                Quantize::Fp8Groups(_) => scale.max(Quantize::LEAST_OF_GROUP).log2().ceil().exp2(),
+                _ => scale.max(self.single(Quantize::LEAST_OF_ROW)),
+            };
+            codes.extend(part.iter().map(|n| code(n / scale)));
+            scales.push(scale);
+        }
+        (codes, scales)
     }
 
     /// The sum of the squares is added in the order of a GPU's threads: elements of 16 bytes one by one, the sums of 32

@@ -11,7 +11,7 @@
 //! | `schedule` | starts come early and waits late, where that is asked for |
 
 mod duplicate;
-mod fuse;
+pub(crate) mod fuse;
 mod merge;
 pub mod realize;
 mod schedule;
@@ -48,13 +48,13 @@ pub(crate) fn apply(cx: &mut Context<'_>) {
         }
         let sorted = cx.graph.sort();
         cx.graph.remove_dead();
-        fuse::drop_unused_outputs(&mut cx.graph);
         if let Err(stuck) = sorted {
             (cx.graph, cx.names, cx.covers) = (kept.0, kept.1, kept.2);
             cx.rewrites.truncate(kept.3);
             let op = stuck.first().cloned().unwrap_or_default();
             cx.refuse(name, &op, "values would have to be there before they are computed");
         }
+        fuse::drop_unused_outputs(cx);
     }
 }
 

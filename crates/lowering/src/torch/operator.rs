@@ -6,7 +6,7 @@ use super::{Importer, Node, Result, Result_};
 use crate::{
     error::LoweringError,
     ids::TokenId,
-    op::{Coll, Fused, FusedArg, FusedOutput, Kind, Prim, View},
+    op::{Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, View},
     sym::SymExpr,
     types::Type,
 };
@@ -228,8 +228,8 @@ impl Importer {
         Ok(true)
     }
 
-    /// The same of a fused call: `(ticket, x, group, outputs, residual, weight, eps, weight_bias, round_before_weight, scale,
-    /// scale_value, site)` to `(ticket, results)`.
+    /// The same of a fused call: `(ticket, x, group, outputs, residual, weight, eps, weight_bias, round_before_weight, quantize,
+    /// scale, scale_value, group_size, site)` to `(ticket, results)`.
     fn fused(&mut self, at: &str, node: &Node) -> Result<bool> {
         let [
             _,
@@ -241,8 +241,10 @@ impl Importer {
             eps,
             bias,
             Json::Bool(round_before_weight),
+            quantize,
             scale,
             value,
+            group_size,
             site,
         ] = &node.args[..]
         else {
@@ -262,10 +264,15 @@ impl Importer {
         let roles = [(FusedArg::Residual, residual), (FusedArg::Weight, weight), (FusedArg::Scale, scale)];
         let operands: Vec<(FusedArg, &str)> =
             roles.into_iter().filter_map(|(role, arg)| Some((role, tensor(arg)?))).collect();
-        let gives = |output: FusedOutput| outputs.contains(&output);
-        let has_norm =
-            [FusedOutput::Norm, FusedOutput::InverseRms, FusedOutput::Codes].into_iter().any(gives);
-        let has_number = gives(FusedOutput::Codes) && tensor(scale).is_none();
+        let quantize = match (quantize.as_str(), group_size.as_u64().map(u32::try_from)) {
+            (Some("fp8"), _) => Quantize::Fp8,
+            (Some("fp8-tokens"), _) => Quantize::Fp8Tokens,
+            (Some("fp8-groups"), Some(Ok(group))) => Quantize::Fp8Groups(group),
+            _ => return Ok(false),
+        };
+        let has_norm = outputs.iter().any(|output| output.needs_norm());
+        let has_codes = outputs.iter().any(|output| matches!(output, FusedOutput::Codes));
+        let has_number = quantize == Quantize::Fp8 && has_codes && tensor(scale).is_none();
         let names = std::iter::once(x).chain(operands.iter().map(|(_, name)| *name));
         let values = names.map(|name| self.value(at, name)).collect::<Result<Vec<_>>>()?;
         let fused = Fused {
@@ -274,6 +281,7 @@ impl Importer {
             eps: has_norm.then_some(eps),
             weight_bias,
             round_before_weight: *round_before_weight,
+            quantize,
             scale: has_number.then_some(value),
             outputs,
         };

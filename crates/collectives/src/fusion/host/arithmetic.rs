@@ -119,16 +119,27 @@ fn add_like_a_warp(numbers: impl Iterator<Item = f32>) -> f32 {
     lanes[0]
 }
 
-/// `x · w · rms` for each, with `w = weight_bias + weight`, or 1 without a weight.
+/// `x · w · rms` for each, with `w = weight_bias + weight`, or 1 without a weight. With `round_before_weight` it is `T(x · rms) · w`.
 ///
 /// # Safety
 /// The weight is null or valid for reads of a row.
 #[inline(always)]
-pub(super) unsafe fn scale<T: Float>(x: &mut [f32], weight: Option<*mut u8>, weight_bias: f32, rms: f32) {
+pub(super) unsafe fn scale<T: Float>(
+    x: &mut [f32],
+    weight: Option<*mut u8>,
+    weight_bias: f32,
+    round_before_weight: bool,
+    rms: f32,
+) {
     let Some(weight) = weight else {
         x.iter_mut().for_each(|x| *x *= rms);
         return;
     };
     // SAFETY: passed on.
-    unsafe { combine::<T>(x, weight, |x, weight| x * (weight_bias + weight) * rms) }
+    unsafe {
+        match round_before_weight {
+            false => combine::<T>(x, weight, |x, weight| x * (weight_bias + weight) * rms),
+            true => combine::<T>(x, weight, |x, weight| rounded::<T>(x * rms) * (weight_bias + weight)),
+        }
+    }
 }

@@ -16,7 +16,8 @@ pub(super) struct Epilogue;
 impl Body for Epilogue {
     #[inline(always)]
     unsafe fn row<T: Float>(call: &Validated, token: usize, sum: *mut u8, x: &mut [f32], norm_row: &mut [T]) {
-        if call.residual_out.is_none() && call.norm_out.is_none() && call.codes.is_none() {
+        let wants_norm = call.norm_out.is_some() || call.inverse_rms_out.is_some() || call.codes.is_some();
+        if call.residual_out.is_none() && !wants_norm {
             return;
         }
         let place = token * call.hidden * size_of::<T>();
@@ -29,7 +30,7 @@ impl Body for Epilogue {
             if let Some(norm) = call.pre_norm {
                 round::<T>(x);
                 // −0 changes nothing when it is added, 0 would change −0.
-                scale::<T>(x, norm.weight, -0.0, rms::<T>(x, norm.eps));
+                scale::<T>(x, norm.weight, -0.0, false, rms::<T>(x, norm.eps));
                 round::<T>(x);
             }
             if let Some(residual) = call.residual {
@@ -39,10 +40,12 @@ impl Body for Epilogue {
             if let Some(residual_out) = call.residual_out {
                 store::<T>(x, residual_out.add(place));
             }
-            let Some(norm) = call.norm.filter(|_| call.norm_out.is_some() || call.codes.is_some()) else {
-                return;
-            };
-            scale::<T>(x, norm.weight, call.weight_bias, rms::<T>(x, norm.eps));
+            let Some(norm) = call.norm.filter(|_| wants_norm) else { return };
+            let inverse_rms = rms::<T>(x, norm.eps);
+            if let Some(inverse_rms_out) = call.inverse_rms_out {
+                inverse_rms_out.cast::<f32>().add(token).write_unaligned(f32::narrow(inverse_rms));
+            }
+            scale::<T>(x, norm.weight, call.weight_bias, call.round_before_weight, inverse_rms);
             if let Some(norm_out) = call.norm_out {
                 store::<T>(x, norm_out.add(place));
             }

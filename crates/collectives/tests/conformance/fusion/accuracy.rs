@@ -23,6 +23,7 @@ pub fn check(case: &Case, data: &Data, outcome: &Outcome) {
         ("sum_out", &outcome.sum, &expected.sum),
         ("residual_out", &outcome.residual, &expected.residual),
         ("norm_out", &outcome.norm, &expected.norm),
+        ("inverse_rms_out", &outcome.inverse_rms, &expected.inverse_rms),
     ];
     for (which, values, expected) in outputs {
         let Some(values) = values else { continue };
@@ -41,9 +42,10 @@ fn numbers(values: &Values) -> Vec<f64> {
 
 fn call(case: &Case, data: &Data) -> reference::Call {
     let weight_bias = f64::from(case.weight_bias);
-    let norm = |weight: Option<&Values>, weight_bias| Norm {
+    let norm = |weight: Option<&Values>, weight_bias, round_before_weight| Norm {
         weight: weight.map(numbers),
         weight_bias,
+        round_before_weight,
         eps: f64::from(case.eps),
     };
     reference::Call {
@@ -53,10 +55,11 @@ fn call(case: &Case, data: &Data) -> reference::Call {
         accumulation: case.accumulation,
         contributions: data.contributions.iter().map(contribution).collect(),
         bias: case.bias.then(|| numbers(&data.bias)),
-        pre_norm: case.pre_norm.map(|weighted| norm(weighted.then_some(&data.pre_weight), 0.0)),
+        pre_norm: case.pre_norm.map(|weighted| norm(weighted.then_some(&data.pre_weight), 0.0, false)),
         residual: (case.residual != Residual::None).then(|| numbers(&data.residual)),
-        norm: (case.norm_out || case.form.is_some())
-            .then(|| norm(case.gamma.then_some(&data.gamma), weight_bias)),
+        norm: case
+            .has_norm()
+            .then(|| norm(case.gamma.then_some(&data.gamma), weight_bias, case.round_before_weight)),
     }
 }
 

@@ -34,10 +34,12 @@ pub struct Case {
     pub residual: Residual,
     pub gamma: bool,
     pub weight_bias: f32,
+    pub round_before_weight: bool,
     pub eps: f32,
     pub sum_out: bool,
     pub residual_out: bool,
     pub norm_out: bool,
+    pub inverse_rms_out: bool,
     pub form: Option<Form>,
     /// Bytes that codes and scales are longer than they need be.
     pub spare: usize,
@@ -84,10 +86,12 @@ impl Case {
             residual: Residual::None,
             gamma: false,
             weight_bias: 0.0,
+            round_before_weight: false,
             eps: 1e-6,
             sum_out: true,
             residual_out: false,
             norm_out: false,
+            inverse_rms_out: false,
             form: None,
             spare: 0,
             seed: 0,
@@ -123,10 +127,12 @@ impl Case {
                 [usize::from(flag()) * 2 + usize::from(flag())],
             gamma: flag(),
             weight_bias: if flag() { 1.0 } else { 0.0 },
+            round_before_weight: flag(),
             eps: if flag() { 1e-6 } else { 0.0 },
             sum_out: flag(),
             residual_out: flag(),
             norm_out: flag(),
+            inverse_rms_out: flag(),
             form,
             spare: if flag() { 7 } else { 0 },
             seed,
@@ -134,7 +140,7 @@ impl Case {
         };
         case.residual_out &= case.residual != Residual::InPlace;
         // Some output.
-        case.sum_out |= !case.residual_out && !case.norm_out && form.is_none();
+        case.sum_out |= !case.residual_out && !case.norm_out && !case.inverse_rms_out && form.is_none();
         let places = [
             (InPlace::Sum, case.sum_out),
             (InPlace::Residual, case.residual_out),
@@ -144,6 +150,11 @@ impl Case {
         let wanted: Vec<InPlace> = wanted.map(|(place, _)| place).collect();
         case.in_place = wanted.get(bits.below(2 * wanted.len().max(1))).copied();
         case
+    }
+
+    /// Whether any result needs the norm.
+    pub fn has_norm(&self) -> bool {
+        self.norm_out || self.inverse_rms_out || self.form.is_some()
     }
 
     pub fn count(&self) -> usize {
@@ -185,6 +196,8 @@ impl Case {
         let mut sum_out = output(self.sum_out, InPlace::Sum);
         let mut residual_out = output(self.residual_out, InPlace::Residual);
         let mut norm_out = output(self.norm_out, InPlace::Norm);
+        let mut inverse_rms_out =
+            self.inverse_rms_out.then(|| Tensor::<B>::unwritten(DType::F32, self.tokens, self.place));
         let (code_bytes, scale_bytes) = self.quantized_bytes();
         let (mut codes, mut scales) = (bytes(code_bytes), bytes(scale_bytes));
         let factor = self.form.map_or(0.0, Form::factor);
@@ -197,8 +210,11 @@ impl Case {
                 FusedAllReduce::of_in_place(tensor, output)
             }
         };
-        let mut call =
-            call.accumulation(self.accumulation).algorithm(self.algorithm).weight_bias(self.weight_bias);
+        let mut call = call
+            .accumulation(self.accumulation)
+            .algorithm(self.algorithm)
+            .weight_bias(self.weight_bias)
+            .round_before_weight(self.round_before_weight);
         if let Some(sum) = &mut sum_out {
             call = call.sum_out(sum.view_mut());
         }
@@ -216,11 +232,14 @@ impl Case {
         if let Some(sum) = &mut residual_out {
             call = call.residual_out(sum.view_mut());
         }
-        if self.norm_out || self.form.is_some() {
+        if self.has_norm() {
             call = call.rms_norm(self.gamma.then(|| gamma.view()), self.eps);
         }
         if let Some(norm) = &mut norm_out {
             call = call.norm_out(norm.view_mut());
+        }
+        if let Some(inverse_rms) = &mut inverse_rms_out {
+            call = call.inverse_rms_out(inverse_rms.view_mut());
         }
         if let Some(form) = self.form {
             let needed = !matches!(form, Form::Fp8 { .. });
@@ -245,6 +264,7 @@ impl Case {
             sum: taken(sum_out, InPlace::Sum),
             residual: taken(residual_out, InPlace::Residual).or(residual_in_place),
             norm: taken(norm_out, InPlace::Norm),
+            inverse_rms: inverse_rms_out.map(|tensor| tensor.values("one over the root mean square")),
             codes: codes.values("codes"),
             scales: scales.values("scales"),
         }
@@ -256,6 +276,7 @@ pub struct Outcome {
     pub sum: Option<Values>,
     pub residual: Option<Values>,
     pub norm: Option<Values>,
+    pub inverse_rms: Option<Values>,
     /// These with what they are longer than they need be.
     pub codes: Values,
     pub scales: Values,

@@ -30,14 +30,14 @@ fn of<T: Source>(case: &Case, data: &Data) -> Outcome {
     let sum = sum::<T>(case, data);
     let (bias, residual) = (data.bias.to_vec::<T>(), data.residual.to_vec::<T>());
     let (gamma, pre_weight) = (data.gamma.to_vec::<T>(), data.pre_weight.to_vec::<T>());
-    let (mut residual_out, mut norm_out) = (Vec::new(), Vec::new());
+    let (mut residual_out, mut norm_out, mut inverse_rms_out) = (Vec::new(), Vec::new(), Vec::new());
     for (token, sum) in sum.chunks_exact(case.hidden).enumerate() {
         let with_bias = |i: usize| if case.bias { sum[i].widen() + bias[i].widen() } else { sum[i].widen() };
         let mut p: Vec<f32> = (0..case.hidden).map(with_bias).collect();
         if let Some(weighted) = case.pre_norm {
             let u: Vec<T> = p.iter().map(|&p| to(p)).collect();
             let weight = |i: usize| if weighted { pre_weight[i].widen() } else { 1.0 };
-            p = normed(&u, weight, case.eps).iter().map(|p| p.widen()).collect();
+            p = normed(&u, weight, false, inverse_rms(&u, case.eps)).iter().map(|p| p.widen()).collect();
         }
         let with_residual = |i: usize| match case.residual {
             Residual::None => to(p[i]),
@@ -45,7 +45,10 @@ fn of<T: Source>(case: &Case, data: &Data) -> Outcome {
         };
         let r: Vec<T> = (0..case.hidden).map(with_residual).collect();
         let weight = |i: usize| if case.gamma { case.weight_bias + gamma[i].widen() } else { 1.0 };
-        norm_out.extend(normed(&r, weight, case.eps));
+        let inverse_rms = inverse_rms(&r, case.eps);
+        let rounds = case.round_before_weight && case.gamma;
+        norm_out.extend(normed(&r, weight, rounds, inverse_rms));
+        inverse_rms_out.push(to::<f32>(inverse_rms));
         residual_out.extend(r);
     }
     let (codes, scales) = quantized(case, &norm_out);
@@ -54,6 +57,7 @@ fn of<T: Source>(case: &Case, data: &Data) -> Outcome {
         sum: case.sum_out.then(|| Values::of(&sum)),
         residual: written.then(|| Values::of(&residual_out)),
         norm: case.norm_out.then(|| Values::of(&norm_out)),
+        inverse_rms: case.inverse_rms_out.then(|| Values::of(&inverse_rms_out)),
         codes: Values::of(&codes),
         scales: Values::of(&scales),
     }
@@ -122,7 +126,7 @@ fn contribution<T: Source>(case: &Case, parts: &Parts) -> Vec<T> {
     }
 }
 
-fn normed<T: Source>(x: &[T], weight: impl Fn(usize) -> f32, eps: f32) -> Vec<T> {
+fn inverse_rms<T: Source>(x: &[T], eps: f32) -> f32 {
     let vectors = x.chunks_exact(16 / size_of::<T>()).map(|vector| {
         let mut squares = vector[0].widen() * vector[0].widen();
         for x in &vector[1..] {
@@ -132,8 +136,15 @@ fn normed<T: Source>(x: &[T], weight: impl Fn(usize) -> f32, eps: f32) -> Vec<T>
     });
     let slices = by_halves(&vectors.collect::<Vec<_>>());
     let sum: f32 = by_halves(&slices).into_iter().reduce(|sum, group| sum + group).unwrap();
-    let rms = 1.0 / (sum * (1.0 / x.len() as f32) + eps).sqrt();
-    x.iter().enumerate().map(|(i, x)| to(x.widen() * weight(i) * rms)).collect()
+    1.0 / (sum * (1.0 / x.len() as f32) + eps).sqrt()
+}
+
+fn normed<T: Source>(x: &[T], weight: impl Fn(usize) -> f32, rounds_before_weight: bool, rms: f32) -> Vec<T> {
+    let element = |(i, x): (usize, &T)| match rounds_before_weight {
+        true => to(to::<T>(x.widen() * rms).widen() * weight(i)),
+        false => to(x.widen() * weight(i) * rms),
+    };
+    x.iter().enumerate().map(element).collect()
 }
 
 /// The sums of 32 neighbours each: the 16 first and the 16 last ones are added, and so on with the 16 sums.

@@ -39,6 +39,7 @@ fn check<B: Backend>(comm: &Communicator, case: &Case, data: &Data) -> Outcome {
         (&outcome.sum, &expected.sum, "sum_out"),
         (&outcome.residual, &expected.residual, "residual_out"),
         (&outcome.norm, &expected.norm, "norm_out"),
+        (&outcome.inverse_rms, &expected.inverse_rms, "inverse_rms_out"),
     ];
     for (actual, expected, which) in tensors {
         assert_eq!(actual.is_some(), expected.is_some(), "{which}");

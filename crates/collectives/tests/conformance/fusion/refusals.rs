@@ -130,8 +130,10 @@ fn calls_without_an_output<B: Backend>(world: usize) {
         let call = || FusedAllReduce::of(ones(&[2, 8]));
         refuse(call(), "the outputs must be at least one");
         refuse(call().rms_norm(None, 0.0).residual(ones(&[2, 8])), "the outputs must be at least one");
-        let missing = "the outputs must be a norm for norm_out and codes, as no rms_norm is asked for";
+        let missing =
+            "the outputs must be a norm for norm_out, inverse_rms_out and codes, as no rms_norm is asked for";
         refuse(call().norm_out(&mut nothing()), missing);
+        refuse(call().inverse_rms_out(&mut [0f32; 2]), missing);
         refuse(
             call().quantize(Quantization::Fp8Tokens { rule: TokenRule::default() }, &mut [0u8; 16], None),
             missing,
@@ -161,8 +163,11 @@ fn tensors_of_the_wrong_length<B: Backend>(world: usize) {
         refuse(plain(&mut nothing()).sum_out(&mut [0f32; 15]), &matrix("sum_out"));
         refuse(plain(&mut nothing()).residual_out(&mut [0f32; 15]), &matrix("residual_out"));
         refuse(plain(&mut nothing()).residual_in_place(&mut [0f32; 15]), &matrix("residual"));
-        let normed = |norm| plain(norm).rms_norm(None, 0.0);
-        refuse(normed(&mut nothing()).norm_out(&mut [0f32; 15]), &matrix("norm_out"));
+        refuse(plain(&mut nothing()).rms_norm(None, 0.0).norm_out(&mut [0f32; 15]), &matrix("norm_out"));
+        refuse(
+            plain(&mut nothing()).rms_norm(None, 0.0).inverse_rms_out(&mut [0f32; 3]),
+            "the inverse_rms_out has 3 elements, expected 2 (of 2 tokens of 8 elements)",
+        );
     });
 }
 

@@ -10,7 +10,7 @@ use crate::{
     graph::{Analysis, Graph},
     ids::ValueId,
     lower::Context,
-    op::{Binary, Kind, Unary},
+    op::{Binary, Kind, Quantize, Unary},
     terms::{Node, Term, Terms},
     types::{Element, Type},
     verify::F32,
@@ -192,57 +192,73 @@ pub(super) enum Scale {
     Value(ValueId),
 }
 
+/// Codes of the norm.
 pub(super) struct Codes {
     pub(super) values: Vec<ValueId>,
-    pub(super) scale: Scale,
+    pub(super) how: Quantize,
+    /// The one that is given.
+    pub(super) scale: Option<Scale>,
+    /// Those that follow from the norm.
+    pub(super) scales: Vec<ValueId>,
 }
 
-/// FP8 codes of the norm, with one scale.
+/// FP8 codes of the norm: with one scale, or one for each row, or group of neighbours in a row.
 pub(super) fn codes(graph: &Graph, known: &mut Known, norm: &Norm, ty: &Type) -> Option<Codes> {
     let term = known.term(*norm.values.first()?)?;
-    let codes: Vec<ValueId> = (0..graph.values.len())
+    let candidates: Vec<ValueId> = (0..graph.values.len())
         .map(ValueId::from)
         .filter(|value| graph.ty(*value).dtype == Element::E4m3 && keeps_rows(graph.ty(*value), ty))
         .collect();
-    for value in codes {
-        let Some(of) = known.term(value) else { continue };
-        let Some(scaled) = clamped(&known.close, of) else { continue };
-        let mut rest = known.close.factors(scaled);
-        let norm_factors = known.close.factors(term);
-        let is_norm = norm_factors.iter().all(|factor| match rest.iter().position(|other| other == factor) {
-            Some(at) => {
-                rest.swap_remove(at);
-                true
-            }
-            None => false,
-        });
-        let scale = match rest[..] {
-            _ if !is_norm => continue,
-            [] => Scale::Number(1.0),
-            [factor] => match (known.close.as_number(factor), known.close.node(factor)) {
-                (Some(number), _) => {
-                    let scale = (1.0 / number as f32) as f64;
-                    if (1.0 / scale as f32) as f64 != number {
-                        continue;
-                    }
-                    Scale::Number(scale)
-                }
-                (None, Node::Unary(Unary::Reciprocal, scale)) => {
-                    let one = |value: &ValueId| graph.ty(*value).numel() == Some(1.into());
-                    match known.values(graph, *scale, F32).find(one) {
-                        Some(value) => Scale::Value(value),
-                        None => continue,
-                    }
-                }
-                _ => continue,
-            },
-            _ => continue,
-        };
-        let values =
-            known.values(graph, of, Element::E4m3).filter(|value| keeps_rows(graph.ty(*value), ty)).collect();
-        return Some(Codes { values, scale });
+    if candidates.is_empty() {
+        return None;
+    }
+    let values_of = |known: &Known, of: Term| -> Vec<ValueId> {
+        known.values(graph, of, Element::E4m3).filter(|value| keeps_rows(graph.ty(*value), ty)).collect()
+    };
+    let given = candidates.into_iter().find_map(|value| {
+        let of = known.term(value)?;
+        Some(Codes {
+            values: values_of(known, of),
+            how: Quantize::Fp8,
+            scale: Some(given_scale(graph, known, term, of)?),
+            scales: Vec::new(),
+        })
+    });
+    if given.is_some() {
+        return given;
+    }
+    let hidden = ty.last().as_constant().and_then(|hidden| u32::try_from(hidden).ok())?;
+    let groups = (3..31).map(|power| 1 << power).filter(|group| hidden.is_multiple_of(*group));
+    let forms = std::iter::once(Quantize::Fp8Tokens).chain(groups.map(Quantize::Fp8Groups));
+    for how in forms {
+        let [codes, scales] = known.close.quantized(how, term, term, ty);
+        let values = values_of(known, codes);
+        if values.is_empty() {
+            continue;
+        }
+        let count = how.scales_of(i64::from(hidden))?;
+        let is_there =
+            |value: &ValueId| graph.ty(*value).rows() == ty.rows() && graph.ty(*value).last() == count.into();
+        let scales = known.values(graph, scales, F32).filter(is_there).collect();
+        return Some(Codes { values, how, scale: None, scales });
     }
     None
+}
+
+/// What a norm is divided by to give these codes, if they are its codes.
+fn given_scale(graph: &Graph, known: &Known, norm: Term, codes: Term) -> Option<Scale> {
+    let mut rest = known.close.factors(clamped(&known.close, codes)?);
+    for factor in known.close.factors(norm) {
+        rest.swap_remove(rest.iter().position(|other| *other == factor)?);
+    }
+    let [factor] = rest[..] else { return rest.is_empty().then_some(Scale::Number(1.0)) };
+    if let Some(number) = known.close.as_number(factor) {
+        let scale = f64::from(1.0 / number as f32);
+        return (f64::from(1.0 / scale as f32) == number).then_some(Scale::Number(scale));
+    }
+    let Node::Unary(Unary::Reciprocal, scale) = known.close.node(factor) else { return None };
+    let one = |value: &ValueId| graph.ty(*value).numel() == Some(1.into());
+    known.values(graph, *scale, F32).find(one).map(Scale::Value)
 }
 
 /// What is clamped to ±448 and rounded to E4M3.

@@ -24,7 +24,7 @@ use crate::{
     graph::{Graph, Op},
     ids::{OpId, ValueId},
     lower::{Context, Numerics},
-    op::{Fused, FusedArg, FusedOutput, Kind},
+    op::{Fused, FusedArg, FusedOutput, Kind, Quantize},
     plan::Rewrite,
     terms::Term,
     types::{Element, Type},
@@ -51,10 +51,12 @@ pub(in crate::rules) fn apply(cx: &mut Context<'_>) {
         }
         let (name, group) = (op.name.clone(), coll.group.clone());
         match attempt(cx, &mut known, OpId::from(index), &group) {
-            Ok(Found { flight, ops, replaces, mut rewrite }) => {
+            Ok(Found { flight, ops, replaces, mut rewrite, mut told }) => {
                 let covered = cx.covered(&name);
                 rewrite.ops.splice(..0, covered.iter().cloned());
                 cx.covers.insert(ops[0].name.clone(), covered);
+                told.rewrite = cx.rewrites.len();
+                cx.told.push(told);
                 cx.rewrites.push(rewrite);
                 by.extend(replaces);
                 new.extend(ops.into_iter().map(|op| (flight.start, op)));
@@ -73,6 +75,22 @@ struct Found {
     ops: Vec<Op>,
     replaces: Vec<(ValueId, ValueId)>,
     rewrite: Rewrite,
+    told: Told,
+}
+
+/// What a rewrite says of a call, once it is known which results are used.
+#[derive(Debug, Clone)]
+pub(crate) struct Told {
+    /// The call.
+    call: String,
+    /// Which of the rewrites it is.
+    pub(in crate::rules) rewrite: usize,
+    /// Results that are rounded otherwise.
+    moved: Vec<FusedOutput>,
+    /// Roundings of such a result, at most.
+    roundings: usize,
+    /// The elements that they round to.
+    dtype: Element,
 }
 
 fn attempt(cx: &mut Context<'_>, known: &mut Known, start: OpId, group: &str) -> Result<Found, String> {
@@ -147,13 +165,12 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
         let values = known.values(&cx.graph, x, ty.dtype).filter(|value| like(&cx.graph, *value)).collect();
         results.push((FusedOutput::Residual, values));
     }
-    let (mut args, mut scale) = (Vec::new(), None);
+    let (mut args, mut scale, mut quantize) = (Vec::new(), None, Quantize::default());
     let mut operands = vec![input];
     if let Some(residual) = &residual {
         args.push(FusedArg::Residual);
         operands.push(residual.value);
     }
-    let mut codes = None;
     if let Some(norm) = &norm {
         if let Some(weight) = norm.weight.value {
             comes_before(&cx.graph, &known.analysis, weight, &flight)?;
@@ -161,19 +178,20 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
             operands.push(weight);
         }
         results.push((FusedOutput::Norm, norm.values.clone()));
-        if cx.options.extended {
-            let is_column = |value: &ValueId| {
-                cx.graph.ty(*value).rows() == ty.rows() && cx.graph.ty(*value).last() == 1.into()
-            };
-            let values = known.values(&cx.graph, norm.inverse, F32).filter(is_column).collect();
-            results.push((FusedOutput::InverseRms, values));
-        }
-        codes = find::codes(&cx.graph, known, norm, &ty);
-        if let Some(Codes { values, scale: by, .. }) = &codes {
+        let is_column = |value: &ValueId| {
+            cx.graph.ty(*value).rows() == ty.rows() && cx.graph.ty(*value).last() == 1.into()
+        };
+        let values = known.values(&cx.graph, norm.inverse, F32).filter(is_column).collect();
+        results.push((FusedOutput::InverseRms, values));
+        let codes = find::codes(&cx.graph, known, norm, &ty);
+        if let Some(Codes { values, how, scale: by, scales }) = &codes {
+            quantize = *how;
             results.push((FusedOutput::Codes, values.clone()));
+            results.push((FusedOutput::Scales, scales.clone()));
             match by {
-                Scale::Number(number) => scale = Some(*number),
-                Scale::Value(value) => {
+                None => {}
+                Some(Scale::Number(number)) => scale = Some(*number),
+                Some(Scale::Value(value)) => {
                     comes_before(&cx.graph, &known.analysis, *value, &flight)?;
                     args.push(FusedArg::Scale);
                     operands.push(*value);
@@ -181,16 +199,26 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
             }
         }
     }
-    let rounds_early = norm.as_ref().is_some_and(|norm| norm.round_before_weight) && cx.options.extended;
     let mut fused = Fused {
         group: group.to_owned(),
         args,
         outputs: Vec::new(),
         eps: norm.as_ref().map(|norm| norm.eps),
         weight_bias: norm.as_ref().map_or(0.0, |norm| norm.weight.bias),
-        round_before_weight: rounds_early,
+        round_before_weight: norm.as_ref().is_some_and(|norm| norm.round_before_weight),
+        quantize,
         scale,
     };
+    if let Some(norm) = norm.as_ref().filter(|norm| norm.weight.value.is_some()) {
+        let output = FusedOutput::Norm;
+        let exact = |known: &mut Known, fused: &Fused| {
+            norm.values.iter().all(|value| is_exact(cx, known, fused, &operands, output, *value, &ty))
+        };
+        let other = Fused { round_before_weight: !fused.round_before_weight, ..fused.clone() };
+        if !exact(known, &fused) && exact(known, &other) {
+            fused = other;
+        }
+    }
     // Results must be there for all that use them; a value that the call cannot give stays as it is computed.
     let mut moved = Vec::new();
     results.retain(|(output, values)| {
@@ -208,15 +236,11 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
     let name = cx.names.fresh("fused_all_reduce");
     let mut views = Vec::new();
     for (output, values) in &results {
-        let (dtype, last) = match output {
-            FusedOutput::InverseRms => (F32, 1.into()),
-            FusedOutput::Codes => (Element::E4m3, ty.last()),
-            _ => (ty.dtype, ty.last()),
-        };
+        let (dtype, last) = fused.row(*output, &ty).ok_or_else(|| format!("it has no {}", output.name()))?;
         let mut shape = ty.shape.clone();
         *shape.last_mut().expect("it has rows") = last;
         let ty = Type::new(dtype, shape);
-        let value = cx.graph.add_value(&mut cx.names, &format!("{name}_{}", word(*output)), ty.clone());
+        let value = cx.graph.add_value(&mut cx.names, &format!("{name}_{}", output.name()), ty.clone());
         outs.push(value);
         fused.outputs.push(*output);
         for old in values {
@@ -228,7 +252,9 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
             }
         }
     }
-    let what = words(&fused.outputs[1..]);
+    let early = norm.as_ref().is_some_and(|norm| norm.round_before_weight);
+    let roundings = if early != fused.round_before_weight { 2 } else { 1 };
+    let told = Told { call: name.clone(), rewrite: 0, moved, roundings, dtype: ty.dtype };
     let mut ops = vec![Op { name, kind: Kind::Fused { fused }, args: operands, outs }];
     for (old, value, wanted) in views {
         if !wanted.is_contiguous() || wanted.offset != 0.into() {
@@ -239,13 +265,12 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
         ops.push(Op { name: cx.graph.name(view).to_owned(), kind, args: vec![value], outs: vec![view] });
         replaces.push((old, view));
     }
-    let bound = (!moved.is_empty()).then(|| bound(&moved, codes.is_some(), norm.as_ref(), rounds_early, &ty));
     let made =
         residual.iter().map(|residual| residual.sum).chain(norm.iter().flat_map(|norm| norm.values.clone()));
     let made =
         made.filter_map(|value| known.analysis.op_of(&cx.graph, value)).map(|op| op.name.clone()).collect();
-    let rewrite = Rewrite { rule: "fuse".into(), ops: made, text: format!("one call gives {what}"), bound };
-    Ok(Found { flight, ops, replaces, rewrite })
+    let rewrite = Rewrite { rule: "fuse".into(), ops: made, text: String::new(), bound: None };
+    Ok(Found { flight, ops, replaces, rewrite, told })
 }
 
 /// Whether a result of the call has every rounding where the value has it.
@@ -263,42 +288,41 @@ fn is_exact(
     Some(known.same.fused(&cx.graph, fused, &args, ty, output)) == known.same_of[value.index()]
 }
 
-/// How far results may be off, in words.
-fn bound(
-    moved: &[FusedOutput],
-    has_codes: bool,
-    norm: Option<&Norm>,
-    rounds_early: bool,
-    ty: &Type,
-) -> String {
-    let dropped = norm.is_some_and(|norm| norm.round_before_weight) && !rounds_early;
-    let roundings = 1 + usize::from(dropped);
-    let codes = if has_codes { ", and a code by one where the norm is at a boundary" } else { "" };
-    format!(
-        "{} may be off by {roundings}u + 20ε of itself, u the rounding of {} and ε of f32{codes}",
-        words(moved),
-        ty.dtype
-    )
-}
-
-fn word(output: FusedOutput) -> &'static str {
-    match output {
-        FusedOutput::Sum => "sum",
-        FusedOutput::Residual => "residual",
-        FusedOutput::Norm => "norm",
-        FusedOutput::InverseRms => "inverse_rms",
-        FusedOutput::Codes => "codes",
+impl Told {
+    /// What was done, and how far results may be off, in words.
+    fn words(&self, outputs: &[FusedOutput]) -> (String, Option<String>) {
+        let moved: Vec<FusedOutput> =
+            outputs.iter().copied().filter(|output| self.moved.contains(output)).collect();
+        let bound = (!moved.is_empty()).then(|| {
+            let codes = if moved.contains(&FusedOutput::Codes) {
+                ", and a code by one where the norm is at a boundary"
+            } else {
+                ""
+            };
+            let Self { roundings, dtype, .. } = self;
+            let moved = words(&moved);
+            format!(
+                "{moved} may be off by {roundings}u + 20ε of itself, u the rounding of {dtype} and ε of f32{codes}"
+            )
+        });
+        (format!("one call gives {}", words(outputs)), bound)
     }
 }
 
 fn words(outputs: &[FusedOutput]) -> String {
-    outputs.iter().map(|output| word(*output)).collect::<Vec<_>>().join(", ")
+    outputs.iter().map(|output| output.name()).collect::<Vec<_>>().join(", ")
 }
 
-/// Takes results that nobody uses from fused calls, but for the last one.
-pub(in crate::rules) fn drop_unused_outputs(graph: &mut Graph) {
+/// Takes results that nobody uses from fused calls, but for the last one, and says which are left.
+pub(in crate::rules) fn drop_unused_outputs(cx: &mut Context<'_>) {
+    let Context { graph, told, rewrites, .. } = cx;
+    told.retain(|told| told.rewrite < rewrites.len());
+    if told.is_empty() {
+        return;
+    }
     let used: HashSet<ValueId> =
         graph.ops.iter().flat_map(|op| &op.args).chain(&graph.outputs).copied().collect();
+    let told: HashMap<&str, &Told> = told.iter().map(|told| (told.call.as_str(), told)).collect();
     for op in &mut graph.ops {
         let Kind::Fused { fused } = &mut op.kind else { continue };
         let any = op.outs.iter().any(|out| used.contains(out));
@@ -308,11 +332,12 @@ pub(in crate::rules) fn drop_unused_outputs(graph: &mut Graph) {
                 fused.outputs.remove(index);
             }
         }
-        let needs = |role: FusedOutput| fused.outputs.contains(&role);
-        let has_norm =
-            [FusedOutput::Norm, FusedOutput::InverseRms, FusedOutput::Codes].into_iter().any(needs);
-        if !has_norm {
+        if !fused.outputs.iter().any(|output| output.needs_norm()) {
             fused.eps = None;
+        }
+        if let Some(told) = told.get(op.name.as_str()) {
+            let rewrite = &mut rewrites[told.rewrite];
+            (rewrite.text, rewrite.bound) = told.words(&fused.outputs);
         }
     }
 }
