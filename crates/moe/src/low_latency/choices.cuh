@@ -79,33 +79,60 @@ DEVICE void send_choices(const arguments& a, const turn& t, const low_latency_ca
     }
 }
 
-// Waits for all ranks' choices, and marks those of this rank's experts: `tokens` is how many each rank has. All blocks do so.
-// False for a thread that gave up.
-DEVICE bool mark_choices(const arguments& a, reader& r, const low_latency_call& k, const marks& m, u32* tokens) {
-    const u32 local = k.experts / WORLD, first = a.rank * local;
-    const auto mark = [&](u32 from, u32 token, u32 entry) {
+// Entries that a block keeps in shared memory, if they are no more than so many; else they are read again.
+constexpr u32 MAX_KEPT = 8192;
+
+// What a block knows of all ranks' choices.
+struct choices {
+    marks chose;
+    u32* tokens; // [WORLD]
+    u16* kept;   // [WORLD, most_tokens, top_k]
+    bool is_kept;
+};
+
+// A choice of a rank's tokens: its expert + 1, or 0.
+DEVICE u32 entry_of(const arguments& a, u32 slot, const low_latency_call& k, const choices& all, u32 from, u32 choice) {
+    if (all.is_kept) return all.kept[from * k.most_tokens * k.top_k + choice];
+    const u8* theirs = a.own + lane_at(a, slot, from) + (HEADER + choice) * 2;
+    return from == a.rank ? own_entry(k, choice) : *(const volatile u16*)theirs;
+}
+
+// Waits for all ranks' choices, and marks those of this rank's experts. All blocks do so. False for a thread that gave up.
+DEVICE bool mark_choices(const arguments& a, reader& r, const low_latency_call& k, const choices& all) {
+    const u32 local = k.experts / WORLD, first = a.rank * local, of_rank = k.most_tokens * k.top_k;
+    const auto mark = [&](u32 from, u32 choice, u32 entry) {
+        if (all.is_kept) all.kept[from * of_rank + choice] = entry;
         const u32 expert = entry - 1 - first; // far beyond `local` for none, and for a smaller one
-        if (entry != 0 && expert < local) m.set(expert, from, token);
+        if (entry != 0 && expert < local) all.chose.set(expert, from, choice / k.top_k);
     };
-    for (u32 i = threadIdx.x; i < k.tokens * k.top_k; i += THREADS) mark(a.rank, i / k.top_k, own_entry(k, i));
-    if (threadIdx.x == 0) tokens[a.rank] = k.tokens;
+    for (u32 i = threadIdx.x; i < k.tokens * k.top_k; i += THREADS) mark(a.rank, i, own_entry(k, i));
+    if (threadIdx.x == 0) all.tokens[a.rank] = k.tokens;
     for (u32 peer = 0; peer < PEERS; ++peer) {
         const u32 from = rank_of(a, peer);
-        uint4 got[1];
-        if (!collect_from(r, from, from, 0, 1, 1, got)) return false;
-        const u32 theirs = min(got[0].x, k.most_tokens), choices = theirs * k.top_k, end = vectors_of_choices(choices);
-        if (threadIdx.x == 0) tokens[from] = theirs;
-        for (u32 i = threadIdx.x; is_warp_before(i, end); i += THREADS) {
-            if (!collect_from(r, from, from, i, THREADS, end, got)) return false;
+        const u8* lane = a.own + lane_at(a, r.slot, from);
+        u32 theirs = 0, end = 1;
+        // The first vector says how many there are; a thread asks for its own with it.
+        for (u32 i = threadIdx.x; is_warp_before(i, end) || i < THREADS; i += THREADS) {
+            uint4 v;
+            const bool came = r.wait<true>([&](u32& missing) {
+                const uint4 head = load16_volatile(lane);
+                v = load16_volatile(lane + min(i, vectors_of_choices(of_rank) - 1) * 16);
+                theirs = min(head.x, k.most_tokens);
+                end = vectors_of_choices(theirs * k.top_k);
+                const bool complete = head.x != EMPTY && (i >= end || !has_empty(v));
+                if (!complete) missing = from;
+                return complete;
+            });
+            if (!came) return false;
             if (i >= end) continue;
-            const u32 words[4] = {got[0].x, got[0].y, got[0].z, got[0].w};
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (u32 n = 0; n < 8; ++n) {
                 const u32 choice = i * 8 + n - HEADER;
-                if (i * 8 + n >= HEADER && choice < choices)
-                    mark(from, choice / k.top_k, words[n / 2] >> n % 2 * 16 & 0xFFFF);
+                if (i * 8 + n >= HEADER && choice < theirs * k.top_k) mark(from, choice, words[n / 2] >> n % 2 * 16 & 0xFFFF);
             }
         }
+        if (threadIdx.x == 0) all.tokens[from] = theirs;
     }
     return true;
 }

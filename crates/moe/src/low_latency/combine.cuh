@@ -19,42 +19,53 @@ DEVICE u32 row_at(const arguments& a, const low_latency_call& k, u32 slot, u32 c
 // Whether a place says that choice k has a row at another rank.
 DEVICE bool is_first_elsewhere(i32 place, u32 k) { return place <= ELSEWHERE && (u32)(ELSEWHERE - place) % 32 == k; }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-low_latency_combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency_call k) {
-    pdl_wait();
-    const u32 lane = lane_id(), of_row = k.hidden / 8, step = gridDim.x * (THREADS / 32);
-    const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x; // neighbours are on different multiprocessors
-    const uint4 control_words = load_control(a);
+// Some warps of a block send and the others receive, so that a token is summed while later ones travel.
+constexpr u32 WARPS = THREADS / 32, SENDERS = WARPS / 3, RECEIVERS = WARPS - SENDERS;
+
+DEVICE void send_rows(const arguments& a, const turn& t, const low_latency_call& k, u32 warp, u32 step) {
     u32 most = 0;
 #pragma unroll
     for (u32 peer = 0; peer < PEERS; ++peer) most = max(most, k.held_tokens[rank_of(a, peer)]);
-    turn t = begin(a, control_words);
-    if (t.has_failed()) return;
-
-    const u32 parts = (of_row + 32 * AT_ONCE - 1) / (32 * AT_ONCE);
+    const u32 of_row = k.hidden / 8, parts = (of_row + 32 * AT_ONCE - 1) / (32 * AT_ONCE);
     const u32 to_send = most * k.top_k * PEERS * parts;
+    const auto place_of = [&](u32 item) {
+        const u32 peer = item / parts % PEERS, choice = item / parts / PEERS, to = rank_of(a, peer);
+        const bool is_one = item < to_send && choice < k.held_tokens[to] * k.top_k;
+        return is_one ? k.places[(u64)to * k.most_tokens * k.top_k + choice] : NOWHERE;
+    };
+    i32 next = place_of(warp);
     for (u32 item = warp; item < to_send; item += step) {
         const u32 part = item % parts, peer = item / parts % PEERS, choice = item / parts / PEERS;
-        const u32 to = rank_of(a, peer);
-        if (choice >= k.held_tokens[to] * k.top_k) continue;
-        const i32 row = k.places[(u64)to * k.most_tokens * k.top_k + choice];
+        const i32 row = next;
+        next = place_of(item + step);
         if (row < 0) continue;
         const u8* rows = k.x + (u64)row * of_row * 16;
         u8* place = a.peer[peer] + row_at(a, k, t.slot, choice);
         uint4 v[AT_ONCE];
 #pragma unroll
         for (u32 n = 0; n < AT_ONCE; ++n) {
-            const u32 at = (part * AT_ONCE + n) * 32 + lane;
+            const u32 at = (part * AT_ONCE + n) * 32 + lane_id();
             if (at < of_row) v[n] = load16(rows + at * 16);
         }
 #pragma unroll
         for (u32 n = 0; n < AT_ONCE; ++n) {
-            const u32 at = (part * AT_ONCE + n) * 32 + lane;
+            const u32 at = (part * AT_ONCE + n) * 32 + lane_id();
             if (at < of_row) store16_volatile(place + at * 16, without_empty(v[n]));
         }
     }
-    advance(a, t, 0, 0);
+}
 
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+low_latency_combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency_call k) {
+    pdl_wait();
+    const u32 lane = lane_id(), of_row = k.hidden / 8, mine = threadIdx.x / 32;
+    turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
+    advance(a, t, 0, 0);
+    // Neighbours are on different multiprocessors.
+    if (mine >= RECEIVERS) return send_rows(a, t, k, (mine - RECEIVERS) * gridDim.x + blockIdx.x, SENDERS * gridDim.x);
+
+    const u32 warp = mine * gridDim.x + blockIdx.x, step = RECEIVERS * gridDim.x;
     reader r(a, t);
     const u32 pieces = (of_row + 31) / 32;
     for (u32 item = warp; item < k.tokens * pieces; item += step) {

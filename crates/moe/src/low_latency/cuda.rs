@@ -24,7 +24,9 @@ use crate::{
 };
 
 /// Words of marks that a block of `dispatch.cuh` has room for: one for each expert and 32 tokens of a rank.
-const MAX_MARKS: usize = 8192;
+const MAX_MARKS: usize = 6144;
+/// Tokens for which half of the multiprocessors are enough.
+const SMALL: u32 = 32;
 /// Slots of a tenant's memory with their lanes: two channels of three slots, each of two lanes for a rank.
 const LANES_OF_A_RANK: usize = 2 * 3 * 2;
 /// What a tenant's memory holds besides lanes, rounded up.
@@ -170,12 +172,26 @@ impl Family for Combining {
     }
 
     fn threads(&self) -> u32 {
-        256
+        384
     }
 
     fn most_blocks(&self, _world_size: usize) -> u32 {
         1
     }
+}
+
+/// A kernel of the low-latency form.
+trait LowLatencyFamily: Family<Arguments = LowLatencyCall> {
+    /// Whether it lets the kernel behind it start when it is certain to end, if it is small.
+    const IS_RELEASED: bool;
+}
+
+impl LowLatencyFamily for Dispatching {
+    const IS_RELEASED: bool = true;
+}
+
+impl LowLatencyFamily for Combining {
+    const IS_RELEASED: bool = false;
 }
 
 /// Low-latency dispatch and combine between the GPUs of a communicator's ranks.
@@ -211,6 +227,11 @@ impl std::fmt::Debug for CudaLowLatencyHandle {
 }
 
 impl CudaLowLatencyHandle {
+    /// How many tokens this rank dispatched.
+    pub fn num_tokens(&self) -> usize {
+        self.sizes.tokens
+    }
+
     fn held_tokens(&self) -> u64 {
         self.memory.pointer().0
     }
@@ -249,9 +270,19 @@ impl CudaLowLatency {
         Ok(Self { tenant, token: Arc::new(()), handles: Cell::new(0), pool })
     }
 
+    /// The context of this rank's GPU.
+    pub fn context(&self) -> &Context {
+        self.tenant.context()
+    }
+
+    /// The number of this rank's GPU.
+    pub fn ordinal(&self) -> u32 {
+        self.context().device().ordinal()
+    }
+
     /// Where tensors must be.
     pub fn device(&self) -> Device {
-        Device::Cuda(self.tenant.context().device().ordinal())
+        Device::Cuda(self.ordinal())
     }
 
     /// Whether all calls that are over have done what they should; see [`Tenant::check`].
@@ -375,7 +406,7 @@ impl CudaLowLatency {
     ///
     /// # Safety
     /// The arguments are as the kernel takes them, until the stream has passed.
-    unsafe fn launch<F: Family<Arguments = LowLatencyCall>>(
+    unsafe fn launch<F: LowLatencyFamily>(
         &self,
         family: F,
         signature: &Signature,
@@ -383,10 +414,12 @@ impl CudaLowLatency {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let loaded = self.tenant.ready(family, stream)?;
-        let config = LaunchConfig::new(self.tenant.multiprocessors_here().max(1), family.threads());
+        let all = self.tenant.multiprocessors_here().max(1);
+        let is_small = F::IS_RELEASED && arguments.tokens <= SMALL && all > 1;
+        let config = LaunchConfig::new(if is_small { all / 2 } else { all }, family.threads());
         let launch = |_, _, _| Launch {
             kernel: F::Kernel::ALL[0],
-            grid: Grid::Exact { config, is_small: false },
+            grid: Grid::Exact { config, is_small },
             work: Work::new(*signature),
             arguments,
         };

@@ -141,9 +141,10 @@ DEVICE u32 ranks_of(const arguments& a, const low_latency_call& k, u32 token) {
 }
 
 // What the host asks about a call.
-DEVICE void describe(const arguments& a, const low_latency_call& k, const marks& m, const u32* tokens) {
-    const u32 local = k.experts / WORLD;
-    for (u32 i = blockIdx.x + threadIdx.x * gridDim.x; i < local * WORLD; i += gridDim.x * THREADS) {
+DEVICE void describe(const arguments& a, const low_latency_call& k, const choices& all) {
+    const marks& m = all.chose;
+    const u32 local = k.experts / WORLD, thread = THREADS - 1 - threadIdx.x; // the last warps have the fewest rows
+    for (u32 i = blockIdx.x + thread * gridDim.x; i < local * WORLD; i += gridDim.x * THREADS) {
         const u32 expert = i / WORLD, from = i % WORLD;
         const u32 begin = m.among(expert, 0, from * m.of_rank), count = m.among(expert, from * m.of_rank, m.of_rank);
         k.layout_range[i] = (u64)begin << 32 | count;
@@ -152,14 +153,15 @@ DEVICE void describe(const arguments& a, const low_latency_call& k, const marks&
             if (k.statistics != nullptr) k.statistics[expert] += begin + count;
         }
     }
-    if (blockIdx.x == 0 && threadIdx.x < WORLD) k.held_tokens[threadIdx.x] = tokens[threadIdx.x];
+    if (blockIdx.x == 0 && threadIdx.x < WORLD) k.held_tokens[threadIdx.x] = all.tokens[threadIdx.x];
 }
 
-constexpr u32 MAX_MARKS = 8192; // words
+constexpr u32 MAX_MARKS = 6144; // words
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 low_latency_dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latency_call k) {
     __shared__ u32 words[MAX_MARKS];
+    __shared__ u16 kept[MAX_KEPT];
     __shared__ u32 tokens[WORLD];
     pdl_wait();
     const u32 chunks = chunks_of_row(k), step = gridDim.x * (THREADS / 32);
@@ -186,11 +188,15 @@ low_latency_dispatch(const __grid_constant__ arguments a, const __grid_constant_
 
     const u32 local = k.experts / WORLD, slots = WORLD * k.most_tokens, first = a.rank * local;
     const marks m{words, words_of_rank(k)};
+    const choices all{m, tokens, kept, slots * k.top_k <= MAX_KEPT};
     for (u32 i = threadIdx.x; i < local * m.of_expert(); i += THREADS) words[i] = 0;
     __syncthreads();
     reader r(a, t);
-    const bool came = mark_choices(a, r, k, m, tokens);
+    const bool came = mark_choices(a, r, k, all);
     if (!__syncthreads_and(came)) return;
+    // The last block of every peer's grid has sent, and blocks start in their order.
+    release_dependents(a);
+    r.ask_for_tag();
 
     u32 before = 0; // items of ranks before this one, of whom this rank is the first
     for (u32 n = 0; n < WORLD; ++n) {
@@ -201,12 +207,7 @@ low_latency_dispatch(const __grid_constant__ arguments a, const __grid_constant_
         for (; i < end; i += step) {
             const u32 token = (i - before) / chunks, index = (i - before) % chunks, lane = lane_id();
             // A lane has a choice.
-            u32 entry = 0;
-            if (lane < k.top_k) {
-                const u32 choice = token * k.top_k + lane;
-                const u8* theirs = a.own + lane_at(a, r.slot, from) + (HEADER + choice) * 2;
-                entry = from == a.rank ? own_entry(k, choice) : *(const volatile u16*)theirs;
-            }
+            const u32 entry = lane < k.top_k ? entry_of(a, r.slot, k, all, from, token * k.top_k + lane) : 0;
             const u32 same = __match_any_sync(WHOLE_WARP, entry), earliest = __ffs(same) - 1;
             const u32 expert = entry - 1 - first;
             const bool is_here = entry != 0 && expert < local;
@@ -232,6 +233,6 @@ low_latency_dispatch(const __grid_constant__ arguments a, const __grid_constant_
         }
         before = end;
     }
-    describe(a, k, m, tokens);
+    describe(a, k, all);
     r.finish();
 }
