@@ -265,7 +265,7 @@ def test_rows_that_did_not_arrive_have_no_gradient() -> None:
 
 def test_the_pages_example_runs() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
     def body(comm: antiphon.Communicator) -> None:
         names: dict[str, Any] = {

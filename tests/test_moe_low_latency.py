@@ -1,5 +1,9 @@
 """antiphon.moe: low-latency dispatch and combine, against their definition."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from ranks import threads
@@ -160,5 +164,23 @@ def test_low_latency_arguments_are_refused_with_their_numbers() -> None:
             buffer.low_latency_combine(x, ids, weights, handle, zero_copy=True)
         with pytest.raises(ValueError, match=r"the rows must be of shape \[L, R·M, H\] = \[2, 12, 512\]"):
             buffer.low_latency_combine(x, ids, weights, handle)
+
+    threads(2, body)
+
+
+def test_the_pages_low_latency_example_runs() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
+    _, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def body(comm: antiphon.Communicator) -> None:
+        names: dict[str, Any] = {
+            "experts": ExpertParallel(comm, 4, H),
+            "x": torch.ones(5, H).bfloat16(),
+            "ids": torch.tensor([[0, 3]] * 5),
+            "weights": torch.tensor([[0.25, 0.5]] * 5),
+            "my_experts": lambda x, scales, counts: (x.float() * scales.repeat_interleave(128, 2)).bfloat16(),
+        }
+        exec(program, names)
+        assert torch.allclose(names["x"].float(), torch.tensor(0.75))
 
     threads(2, body)

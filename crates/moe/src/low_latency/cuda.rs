@@ -172,7 +172,7 @@ impl Family for Combining {
     }
 
     fn threads(&self) -> u32 {
-        384
+        320
     }
 
     fn most_blocks(&self, _world_size: usize) -> u32 {
