@@ -36,6 +36,7 @@ mod mapping;
 mod mixed;
 mod moe;
 mod operand;
+mod parallel_info;
 mod shared;
 
 /// See the crate's page.
@@ -58,8 +59,9 @@ mod _core {
         low_latency::{MoeLowLatency, MoeLowLatencyHandle},
         lowering::{check_lowering, lower},
         mapping::Mapping,
-        mixed::{MixedHandler, ParallelInfo},
+        mixed::MixedHandler,
         moe::{Moe, MoeHandle},
+        parallel_info::ParallelInfo,
         shared::{Memory, SharedBuffer},
     };
 

@@ -17,6 +17,7 @@ conformance! {
     every_layout_gives_the_sums_in_every_mode: every_dtype, [world_2 world_3 world_4 world_5 world_6 world_7 world_8];
     special_values_are_summed_as_elsewhere: [f32 f16 bf16], [world_4 world_6];
     blocks_may_be_uneven_and_empty: [f64 bf16 u8], [world_4 world_6 world_8];
+    gathers_and_scatters_may_be_uneven: [bf16 i32], [world_2 world_4];
     pieces_join_without_a_seam: [f64 bf16 u8], [world_4 world_6];
     tensors_may_begin_anywhere: every_dtype, [world_4];
     a_batch_may_be_split: [f32 f16 bf16], [world_4];
@@ -197,6 +198,26 @@ fn blocks_may_be_uneven_and_empty<B: Backend>(dtype: DType, world: usize) {
                         check::<B>(&comm, &mixed, call, &case, Place::Aligned);
                     }
                 }
+            }
+        }
+    });
+}
+
+/// Without tensor parallelism: what the fused operations are for groups of one.
+fn gathers_and_scatters_may_be_uneven<B: Backend>(dtype: DType, world: usize) {
+    B::run(world, |comm| {
+        let mixed = handler(&comm, 1);
+        let lists = [vec![0; world], (0..world).map(|rank| rank * 7 % 5).collect::<Vec<usize>>()];
+        for counts in &lists {
+            for (op, fused) in [
+                (MixedOp::AllGather, MixedOp::AllReduceAllGather),
+                (MixedOp::ReduceScatter, MixedOp::ReduceScatterAllReduce),
+            ] {
+                let inputs = (0..world)
+                    .map(|rank| Values::moderate(dtype, rank as u64, input_len(fused, 1, counts, rank)));
+                let case = Case::new(fused, 1, counts, comm.rank(), inputs.collect());
+                let call = MixedCall::from(op).counts(&**counts);
+                check::<B>(&comm, &mixed, call, &case, Place::Aligned);
             }
         }
     });

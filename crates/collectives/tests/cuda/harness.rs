@@ -228,7 +228,12 @@ impl Random {
 
     /// Lets one rank be late by up to 300 µs, once in 500 times.
     pub fn delay(&mut self, comm: &Communicator) {
-        let (late, often, delay) = (self.below(comm.world_size()), self.below(500), self.below(300) as u64);
+        self.delay_once_in(500, comm);
+    }
+
+    /// Lets one rank be late by up to 300 µs, once in so many times.
+    pub fn delay_once_in(&mut self, times: usize, comm: &Communicator) {
+        let (late, often, delay) = (self.below(comm.world_size()), self.below(times), self.below(300) as u64);
         if often == 0 && late == comm.rank() {
             std::thread::sleep(std::time::Duration::from_micros(delay));
         }

@@ -11,6 +11,7 @@ mod harness;
 mod image;
 mod loud;
 mod mixed;
+mod mixed_graphs;
 mod registered;
 mod streams;
 mod tenants;

@@ -11,7 +11,10 @@ use antiphon::{
     tensor::{DType, Device, TensorView, TensorViewMut},
 };
 
-use super::super::case::{Case, Collective, ROOT};
+use super::{
+    super::case::{Case, Collective, ROOT},
+    mixed::{self, Handler},
+};
 
 /// One of those who are compared.
 #[derive(Clone, Copy)]
@@ -21,6 +24,8 @@ pub(super) enum Contender<'a> {
     /// Ours, on registered memory.
     Registered(&'a CudaCollectives, Algorithm),
     Nccl(&'a NcclCollectives),
+    /// An operation of a mixed layout, by one of those who can do it.
+    Mixed(&'a Handler<'a>, mixed::Variant),
 }
 
 /// A rank's tensors.
@@ -43,6 +48,7 @@ impl Contender<'_> {
             Self::Ours(_, Some(algorithm)) => algorithm.to_string(),
             Self::Registered(_, algorithm) => format!("{algorithm} registered"),
             Self::Nccl(_) => "nccl".into(),
+            Self::Mixed(handler, variant) => handler.name(case, variant),
         }
     }
 
@@ -72,6 +78,7 @@ impl Contender<'_> {
                         _ => ours.call(&call, Some(&input), Some(output), stream),
                     }
                 }
+                Self::Mixed(handler, variant) => handler.call(case, variant, &input, output, stream),
                 Self::Registered(ours, algorithm) => {
                     ours.all_reduce_with(input, output, op, AllReduceOptions::registered(algorithm), stream)
                 }
@@ -85,6 +92,11 @@ impl Contender<'_> {
                 },
             }
         }
+    }
+
+    /// Whether it is NCCL, beside which ours are shown.
+    pub(super) fn is_nccl(self) -> bool {
+        matches!(self, Self::Nccl(_) | Self::Mixed(_, mixed::Variant::Nccl))
     }
 
     /// Whether it can do this.
