@@ -56,13 +56,15 @@ impl Tensor {
     fn view(&self) -> TensorView<'_> {
         let at = self.memory.pointer().0 as usize as *mut u8;
         // SAFETY: the memory has so many elements, and lives as long as the view.
-        unsafe { TensorView::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }.expect("a tensor")
+        unsafe { TensorView::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }
+            .expect("a tensor")
     }
 
     fn view_mut(&self) -> TensorViewMut<'_> {
         let at = self.memory.pointer().0 as usize as *mut u8;
         // SAFETY: as above; nothing but one call at a time, in one stream, writes it.
-        unsafe { TensorViewMut::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }.expect("a tensor")
+        unsafe { TensorViewMut::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }
+            .expect("a tensor")
     }
 }
 

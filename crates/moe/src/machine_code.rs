@@ -49,13 +49,18 @@ fn variants() -> Vec<Variant> {
         variants.push(variant(Moving::new(world_size), world_size, SLOTS));
         variants.push(variant(Summing::new(DType::BF16, world_size).unwrap(), world_size, SLOTS));
     }
-    for world_size in [2, 4, MAX_WORLD] {
+    let mut dispatching = |format, world_size| {
+        let mut dispatching = variant(Dispatching::new(format, world_size), world_size, SLOTS);
+        dispatching.rules.forbidden = &[]; // a correctly rounded division is made of them
+        variants.push(dispatching);
+    };
+    dispatching(LowLatencyFormat::Fp8Packed, 2);
+    for world_size in [2, MAX_WORLD] {
+        dispatching(LowLatencyFormat::Bf16, world_size);
+        dispatching(LowLatencyFormat::Fp8, world_size);
+    }
+    for world_size in [2, MAX_WORLD] {
         variants.push(variant(Combining, world_size, SLOTS));
-        for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8, LowLatencyFormat::Fp8Packed] {
-            let mut dispatching = variant(Dispatching::new(format, world_size), world_size, SLOTS);
-            dispatching.rules.forbidden = &[]; // a correctly rounded division is made of them
-            variants.push(dispatching);
-        }
     }
     for dtype in [DType::F32, DType::F16] {
         variants.push(variant(Summing::new(dtype, 4).unwrap(), 4, SLOTS));

@@ -64,7 +64,8 @@ impl<'a> Rank<'a> {
         let slots = world_size * TOKENS;
         let x = vec![bf16::from_f32(1.0); TOKENS * HIDDEN];
         let mut rows = vec![bf16::from_f32(0.0); slots * HIDDEN];
-        let (mut counts, mut source_tokens, mut layout_range) = ([0i32], vec![0i32; slots], vec![0i64; world_size]);
+        let (mut counts, mut source_tokens, mut layout_range) =
+            ([0i32], vec![0i32; slots], vec![0i64; world_size]);
         let call = LowLatencyDispatch {
             max_tokens: TOKENS,
             num_experts: world_size,

@@ -85,7 +85,8 @@ impl MoeLowLatency {
             Some(Engine::Cuda(engine)) => Some(engine.ordinal()),
             _ => None,
         };
-        let stream = device.map(|device| stream_or_current(py, device, None)).transpose()?.unwrap_or_default();
+        let stream =
+            device.map(|device| stream_or_current(py, device, None)).transpose()?.unwrap_or_default();
         let outcome = interrupt::detached(py, || {
             if device.is_some() {
                 return match &*self.lock() {
@@ -129,7 +130,8 @@ impl MoeLowLatency {
             queue.run(|comm| match device {
                 None => moe::Moe::new(comm, MoeConfig::default()).map(Engine::Host),
                 Some(device) => {
-                    let context = primary(device).map_err(|error| FabricError::from(DeviceError::from(error)))?;
+                    let context =
+                        primary(device).map_err(|error| FabricError::from(DeviceError::from(error)))?;
                     CudaLowLatency::new(comm, &context, most).map(Engine::Cuda)
                 }
             })
@@ -144,13 +146,7 @@ impl MoeLowLatency {
     #[doc = stub!("MoeLowLatency.bytes")]
     #[staticmethod]
     #[pyo3(signature = (world_size, *, max_tokens, hidden, num_experts, top_k))]
-    fn bytes(
-        world_size: usize,
-        max_tokens: usize,
-        hidden: usize,
-        num_experts: usize,
-        top_k: usize,
-    ) -> usize {
+    fn bytes(world_size: usize, max_tokens: usize, hidden: usize, num_experts: usize, top_k: usize) -> usize {
         LowLatency { max_tokens, hidden, num_experts, top_k }.bytes(world_size)
     }
 
@@ -228,7 +224,8 @@ impl MoeLowLatency {
             },
         };
         let call = Mutex::new(Some(call));
-        let take = || call.lock().unwrap_or_else(PoisonError::into_inner).take().expect("one of them runs, once");
+        let take =
+            || call.lock().unwrap_or_else(PoisonError::into_inner).take().expect("one of them runs, once");
         let routes = self.run(
             py,
             |moe, comm| moe.low_latency_dispatch(comm, take()).map(Routes::Host),
@@ -264,7 +261,8 @@ impl MoeLowLatency {
             output: unsafe { output.view_mut() }?,
         };
         let call = Mutex::new(Some(call));
-        let take = || call.lock().unwrap_or_else(PoisonError::into_inner).take().expect("one of them runs, once");
+        let take =
+            || call.lock().unwrap_or_else(PoisonError::into_inner).take().expect("one of them runs, once");
         self.run(
             py,
             |moe, comm| match &handle.0 {

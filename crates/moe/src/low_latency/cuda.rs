@@ -8,7 +8,9 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Communicator, FabricError, Signature,
-    gpu::{FORMATS, Family, Grid, Kernel as _, Launch, OnFailure, Pieces, ROWS, Source, Tenant, Work, kernels},
+    gpu::{
+        FORMATS, Family, Grid, Kernel as _, Launch, OnFailure, Pieces, ROWS, Source, Tenant, Work, kernels,
+    },
 };
 use antiphon_tensor::{Device, TensorView};
 
@@ -56,7 +58,8 @@ impl LowLatency {
             top_k: self.top_k,
             tokens: 0,
         };
-        let dispatches = [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8].map(|format| dispatch_lane(&sizes, format));
+        let dispatches =
+            [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8].map(|format| dispatch_lane(&sizes, format));
         let lane = dispatches.into_iter().fold(combine_lane(&sizes), usize::max).next_multiple_of(4096);
         (LANES_OF_A_RANK * world_size * lane + BESIDE_LANES).max(Tenant::LEAST_STAGING_BYTES)
     }
@@ -255,7 +258,8 @@ impl CudaLowLatency {
         const CALL: &str = "CudaLowLatency::new";
         let world_size = comm.world_size();
         check_limits(CALL, most.num_experts, most.top_k, world_size)?;
-        if most.max_tokens == 0 || most.hidden == 0 || most.hidden.checked_mul(most.max_tokens * 64).is_none() {
+        if most.max_tokens == 0 || most.hidden == 0 || most.hidden.checked_mul(most.max_tokens * 64).is_none()
+        {
             let problem = format!("{} tokens of {} elements", most.max_tokens, most.hidden);
             return Err(refused(CALL, problem));
         }
@@ -348,7 +352,9 @@ impl CudaLowLatency {
         arguments.places = handle.places();
         let signature = dispatch_signature(&sizes, call.format);
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(Dispatching::new(call.format, sizes.world_size), &signature, arguments, stream) }?;
+        unsafe {
+            self.launch(Dispatching::new(call.format, sizes.world_size), &signature, arguments, stream)
+        }?;
         Ok(handle)
     }
 

@@ -128,7 +128,8 @@ impl Dispatch<'_> {
             let mut begin = 0;
             for (from, &count) in filled.iter().enumerate() {
                 let range = (begin as u64) << 32 | count as u64;
-                to.layout_range[(expert * world_size + from) * 8..][..8].copy_from_slice(&range.to_ne_bytes());
+                to.layout_range[(expert * world_size + from) * 8..][..8]
+                    .copy_from_slice(&range.to_ne_bytes());
                 begin += count;
             }
             set_word(to.counts, expert, begin as u32);
@@ -235,8 +236,7 @@ impl Quantiser {
             LowLatencyFormat::Fp8 => {
                 exact.iter().enumerate().for_each(|(group, scale)| set_word(scales, group, scale.to_bits()));
             }
-            _ => (0..exact.len())
-                .for_each(|group| set_word(scales, group, u32::from(exponent(group)) << 23)),
+            _ => (0..exact.len()).for_each(|group| set_word(scales, group, u32::from(exponent(group)) << 23)),
         }
     }
 }

@@ -196,7 +196,8 @@ pub(crate) fn check_dispatch(call: &LowLatencyDispatch<'_>, world_size: usize) -
         let problem = format!("rows of {hidden} elements, which must be a multiple of {}", format.unit());
         return Err(refused(DISPATCH, problem));
     }
-    let slots = max_tokens.checked_mul(world_size.max(top_k)).and_then(|slots| slots.checked_mul(local.max(1)));
+    let slots =
+        max_tokens.checked_mul(world_size.max(top_k)).and_then(|slots| slots.checked_mul(local.max(1)));
     let bytes = slots.and_then(|slots| slots.checked_mul(hidden * 2));
     if slots.is_none_or(|slots| i32::try_from(slots).is_err()) || bytes.is_none() {
         let problem = format!("max_tokens is {max_tokens}, which is too large for {local} experts of a rank");

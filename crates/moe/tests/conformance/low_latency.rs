@@ -238,7 +238,8 @@ impl LowLatencyCase {
         let (handle, received) = self.dispatch(comm, moe).unwrap();
         let expected = self.expected(rank);
         let parts = ["rows", "scales", "counts", "source tokens", "layout range", "statistics"];
-        for (part, (got, expected)) in parts.iter().zip(received.contents().iter().zip(&expected.contents())) {
+        for (part, (got, expected)) in parts.iter().zip(received.contents().iter().zip(&expected.contents()))
+        {
             assert!(got == expected, "{part} of rank {rank} in {:?}, {:?}", self.case, self.format);
         }
         assert_eq!(handle.tokens(), self.case.tokens);
@@ -282,7 +283,8 @@ pub fn every_format(comm: &Communicator) {
     let mut moe = Moe::new(comm, MoeConfig::default()).unwrap();
     for format in FORMATS {
         for special in [false, true] {
-            let case = Case { hidden: 512, tokens: vec![5; world], special, ..Case::new(world, 2 * world, 3) };
+            let case =
+                Case { hidden: 512, tokens: vec![5; world], special, ..Case::new(world, 2 * world, 3) };
             LowLatencyCase::new(case, format).check(comm, &mut moe);
         }
     }
@@ -309,9 +311,8 @@ pub fn choices_that_are_left_out(comm: &Communicator) {
     let rows = case.rows(comm.rank());
     let is_left_out = |choice: usize| choice.is_multiple_of(3);
     let kept = case.ranks[comm.rank()].ids.iter().enumerate();
-    let kept: Vec<u8> = kept
-        .flat_map(|(choice, &id)| if is_left_out(choice) { -1 } else { id }.to_ne_bytes())
-        .collect();
+    let kept: Vec<u8> =
+        kept.flat_map(|(choice, &id)| if is_left_out(choice) { -1 } else { id }.to_ne_bytes()).collect();
     let ids = Tensor::holding(DType::I64, &weights.shape, &kept);
     let mut sums = Tensor::unwritten(DType::BF16, &[handle.num_tokens(), case.case.hidden]);
     let call = LowLatencyCombine {

@@ -13,7 +13,6 @@ use crate::{
     case::{Case, Choice},
     low_latency_case::{LowLatencyCase, Received},
     on_gpus,
-
 };
 
 const MOST: LowLatency = LowLatency { max_tokens: 129, hidden: 7168, num_experts: 64, top_k: 8 };
@@ -130,7 +129,8 @@ fn every_case(world: usize) {
         for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged] {
             for choice in [Choice::Spread, Choice::AllTo(world - 1), Choice::Nobody, Choice::Wild] {
                 for (local, top_k) in [(4, 2), (2, 5), (1, 1), (8, 8)] {
-                    let case = Case { tokens: tokens.clone(), choice, ..Case::new(world, local * world, top_k) };
+                    let case =
+                        Case { tokens: tokens.clone(), choice, ..Case::new(world, local * world, top_k) };
                     check(rank, &moe, &LowLatencyCase::new(case, LowLatencyFormat::Bf16))?;
                 }
             }
@@ -220,7 +220,9 @@ fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
             ] {
                 to.memory.write(&rank.stream, 0, &from)?;
             }
-            for (to, from) in calls.received.iter().chain(&calls.scales).zip(next.received.iter().chain(&next.scales)) {
+            for (to, from) in
+                calls.received.iter().chain(&calls.scales).zip(next.received.iter().chain(&next.scales))
+            {
                 to.memory.write(&rank.stream, 0, &rank.download(from)?)?;
             }
             if seed % 2 == rank.comm.rank() as u64 {
@@ -266,7 +268,8 @@ fn low_latency_calls_that_are_too_large_are_refused_on_2_gpus() {
         let moe = CudaLowLatency::new(&rank.comm, &rank.context, most)?;
         let case = Case { tokens: vec![300; 2], hidden: 4096, ..Case::new(2, 8, 2) };
         let case = LowLatencyCase::new(case, LowLatencyFormat::Bf16);
-        let error = Calls::new(rank, &case)?.dispatch(rank, &moe).map(drop).expect_err("too large").to_string();
+        let error =
+            Calls::new(rank, &case)?.dispatch(rank, &moe).map(drop).expect_err("too large").to_string();
         assert!(error.contains("exceed what the instance was made for"), "{error}");
         Ok(())
     });
