@@ -38,7 +38,7 @@ pub(crate) struct MoeLowLatency {
 /// What makes the calls.
 enum Engine {
     Host(moe::Moe),
-    Cuda(CudaLowLatency),
+    Cuda(Box<CudaLowLatency>),
 }
 
 #[doc = stub!("MoeLowLatencyHandle")]
@@ -132,7 +132,7 @@ impl MoeLowLatency {
                 Some(device) => {
                     let context =
                         primary(device).map_err(|error| FabricError::from(DeviceError::from(error)))?;
-                    CudaLowLatency::new(comm, &context, most).map(Engine::Cuda)
+                    CudaLowLatency::new(comm, &context, most).map(Box::new).map(Engine::Cuda)
                 }
             })
         })?;
