@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 from ranks import threads
@@ -13,6 +14,7 @@ import antiphon
 from antiphon.moe import ExpertParallel, LowLatencyReceived, deep_ep
 
 H, K, M = 512, 3, 6
+CHECKS = harness.Checks()
 FORMATS = ["bf16", "fp8", "fp8_powers_of_two", "fp8_packed"]
 
 
@@ -184,3 +186,54 @@ def test_the_pages_low_latency_example_runs() -> None:
         assert torch.allclose(names["x"].float(), torch.tensor(0.75))
 
     threads(2, body)
+
+
+def on_host(received: LowLatencyReceived) -> LowLatencyReceived:
+    """What was received, in host memory."""
+    src_info, layout_range = (tensor.cpu() for tensor in received.handle[:2])
+    handle = type(received.handle)(src_info, layout_range, *received.handle[2:])
+    scales = None if received.scales is None else received.scales.cpu()
+    return LowLatencyReceived(received.x.cpu(), scales, received.counts.cpu(), handle)
+
+
+@CHECKS
+def slots_and_sums(comm: antiphon.Communicator, device: torch.device) -> None:
+    experts = 2 * comm.world_size
+    layer = ExpertParallel(comm, experts, H)
+    x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, experts))
+    for format in FORMATS:
+        received = layer.dispatch_low_latency(x, ids, max_tokens=M, format=format)
+        check_slots(on_host(received), comm.rank, comm.world_size, experts, format)
+        if format == "bf16":
+            rows = made(on_host(received), comm.rank, experts, comm.world_size).to(device)
+            result = layer.combine_low_latency(rows, ids, weights, received.handle)
+            assert torch.equal(result.cpu(), sums(comm.rank, experts))
+
+
+@CHECKS
+def graphs(comm: antiphon.Communicator, device: torch.device) -> None:
+    """A CUDA graph of both calls, replayed with other choices."""
+    if device.type == "cpu":
+        return
+    layer = ExpertParallel(comm, 4, H)
+    x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, 4))
+    layer.dispatch_low_latency(x, ids, max_tokens=M)  # makes what calls need
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        received = layer.dispatch_low_latency(x, ids, max_tokens=M)
+        result = layer.combine_low_latency(received.x, ids, weights, received.handle)
+    for shift in range(4):
+        ids.copy_((inputs(comm.rank, 4)[1] + shift) % 4)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = torch.zeros(x.shape, device=device)
+        for k in range(K):
+            expected = expected + weights[:, k : k + 1] * x.float()
+        assert torch.equal(result, expected.bfloat16())
+
+
+@pytest.mark.parametrize("name", list(CHECKS))
+@pytest.mark.parametrize("device, world_size", [pytest.param("cuda", 2, marks=pytest.mark.cuda)])
+def test_on_gpus(name: str, device: str, world_size: int) -> None:
+    harness.expect(__name__, name, device, world_size)
