@@ -96,6 +96,8 @@ pub(super) struct Case {
     pub(super) mode: Option<MixedMode>,
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
+    /// Into how many tensors the bytes are cut, each with a call of its own.
+    pub(super) tensors: usize,
 }
 
 /// Where rank 0 is the one that gives or gets.
@@ -119,8 +121,19 @@ impl Case {
         }
         match self.collective.extents() {
             (Extent::Block, Extent::Block) => whole,
-            _ => (whole / world_size).max(1),
+            _ => (whole / world_size / self.tensors).max(1) * self.tensors,
         }
+    }
+
+    /// Whether it is one call with a list of tensors.
+    pub(super) fn is_list(&self) -> bool {
+        self.tensors > 1
+    }
+
+    /// The tensors that a list cuts `count` elements into.
+    pub(super) fn cut(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let each = count / self.tensors;
+        (0..self.tensors).map(move |index| index * each..(index + 1) * each)
     }
 
     /// The call of a rank. Parts are as long as blocks on average, the first the shortest and the last the longest.
@@ -170,6 +183,9 @@ impl Case {
             Collective::Mixed(mixed) => return mixed.segments(rank, block),
             Collective::Of(operation) => operation.row().root,
         };
+        if self.is_list() {
+            return self.segments_of_list(rank, world_size);
+        }
         let call = self.call(rank, world_size);
         let output = call.output_layout(block, rank, world_size);
         let segment = |sources: Range<usize>| {
@@ -183,6 +199,25 @@ impl Case {
             (false, Some(Root::Gives)) => vec![segment(ROOT..ROOT + 1)],
             (false, _) => (0..world_size).map(|source| segment(source..source + 1)).collect(),
         }
+    }
+
+    /// Of one tensor behind the other.
+    fn segments_of_list(&self, rank: usize, world_size: usize) -> Vec<Segment> {
+        let whole = Self { tensors: 1, ..*self };
+        let one = Self {
+            bytes: (self.block(world_size) * world_size / self.tensors * self.dtype.size()) as u64,
+            ..whole
+        };
+        let (from, to) = one.counts(rank, world_size);
+        let of_tensor = |index: usize| {
+            let shifted = move |segment: Segment| Segment {
+                output: segment.output.start + index * to..segment.output.end + index * to,
+                start: segment.start + index * from,
+                ..segment
+            };
+            one.segments(rank, world_size).into_iter().map(shifted)
+        };
+        (0..self.tensors).flat_map(of_tensor).collect()
     }
 
     /// Does it once; a mixed operation by its handler.
@@ -260,7 +295,15 @@ mod tests {
     }
 
     fn case(collective: Collective) -> Case {
-        Case { collective, bytes: 42, algorithm: None, mode: None, dtype: DType::F32, op: ReduceOp::Sum }
+        Case {
+            collective,
+            bytes: 42,
+            algorithm: None,
+            mode: None,
+            dtype: DType::F32,
+            op: ReduceOp::Sum,
+            tensors: 1,
+        }
     }
 
     #[test]
@@ -281,6 +324,22 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|rank| counts(Operation::AllGatherV, rank).0), [0, 1, 2, 3]);
         assert_eq!([0, 3].map(|rank| counts(Operation::AllGatherV, rank).1), [6, 6]);
         assert_eq!([0, 3].map(|rank| counts(Operation::AllToAllV, rank)), [(6, 0), (6, 12)]);
+    }
+
+    #[test]
+    fn a_list_has_its_tensors_one_behind_the_other() {
+        // Two tensors with blocks of one element, of three ranks.
+        let list = |operation| Case { bytes: 6 * 4, tensors: 2, ..case(Collective::Of(operation)) };
+        let segments = |operation| {
+            let found = list(operation).segments(1, 3);
+            found.into_iter().map(|s| (s.output, s.sources, s.start)).collect::<Vec<_>>()
+        };
+        let gathered = [0, 1].map(|tensor| [0, 1, 2].map(|rank| (3 * tensor + rank, rank..rank + 1, tensor)));
+        let gathered = gathered.as_flattened().iter().cloned();
+        let gathered: Vec<_> = gathered.map(|(at, sources, start)| (at..at + 1, sources, start)).collect();
+        assert_eq!(segments(Operation::AllGather), gathered);
+        assert_eq!(segments(Operation::ReduceScatter), [(0..1, 0..3, 1), (1..2, 0..3, 4)]);
+        assert_eq!(list(Operation::AllGather).counts(0, 3), (2, 6));
     }
 
     #[test]

@@ -19,6 +19,7 @@ mod worker;
 use std::{
     fs::File,
     io::{self, Write},
+    num::NonZeroUsize,
     path::PathBuf,
     sync::LazyLock,
     time::Duration,
@@ -98,6 +99,10 @@ pub struct Args {
     /// How all-reduce is done [default: auto; on cuda all]
     #[arg(long, value_enum)]
     algorithm: Option<AlgorithmChoice>,
+
+    /// On cuda, all-gather and reduce-scatter: so many tensors in one call, which share the bytes
+    #[arg(long, value_name = "COUNT", default_value = "1")]
+    tensors: NonZeroUsize,
 
     /// Whose memory the tensors are in
     #[arg(long, value_enum, default_value = "private")]
@@ -277,7 +282,15 @@ impl Args {
 
     /// A case of a collective and size, as it is chosen.
     fn case(&self, collective: Collective, bytes: u64) -> Case {
-        Case { collective, bytes, algorithm: None, mode: None, dtype: self.dtype, op: self.op }
+        Case {
+            collective,
+            bytes,
+            algorithm: None,
+            mode: None,
+            dtype: self.dtype,
+            op: self.op,
+            tensors: self.tensors.get(),
+        }
     }
 
     /// All-reduce has a row per algorithm, the others one.
@@ -349,6 +362,9 @@ fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     let mut machine = Machine::this();
     if args.tail && args.device == DeviceKind::Host {
         return Err("--tail is for --device cuda".into());
+    }
+    if args.tensors.get() > 1 && args.device == DeviceKind::Host {
+        return Err("--tensors is for --device cuda".into());
     }
     if args.collective == Which::Mixed {
         mixed::refuse(args)?;

@@ -22,7 +22,7 @@ use super::{
 use crate::{
     AlgorithmTable,
     all_reduce::Algorithm,
-    arguments::{Input, Output, reduction},
+    arguments::{Input, Output, check_reduction, reduction},
     cuda::{CudaCollectives, choice::Clock},
     error::Result,
 };
@@ -286,6 +286,7 @@ impl CudaMixedHandler {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let (layout, tenant) = (&self.layout, &collectives.tenant);
+        check_reduction((operation_of(call.op), ReduceOp::Sum), Some(&input), Some(&output))?;
         let checked = Checked::new(layout, call, input, output)?;
         let mode = call.mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
         let loaded = tenant.ready(self.family(call.op, input.dtype)?, stream)?;

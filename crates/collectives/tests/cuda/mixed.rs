@@ -1,4 +1,5 @@
-//! Mixed collectives on GPUs against the host's bits: layouts, modes, uneven blocks, in place.
+//! Mixed collectives on GPUs beyond the conformance suite, which has worlds of up to four ranks: more ranks, blocks that are longer
+//! than a lane, refusals.
 
 use std::time::Duration;
 
@@ -104,13 +105,17 @@ fn every_layout_and_type(world_size: usize) {
 }
 
 #[test]
-fn mixed_sums_have_the_hosts_bits_on_2_gpus() {
-    every_layout_and_type(2);
-}
-
-#[test]
-fn mixed_sums_have_the_hosts_bits_on_4_gpus() {
-    every_layout_and_type(4);
+fn mixed_sums_of_long_blocks_have_the_hosts_bits_on_4_gpus() {
+    on_gpus(4, |rank| {
+        let mixed = Mixed::new(rank, 2)?;
+        for op in FUSED {
+            for mode in MODES {
+                mixed.compare::<bf16>(MixedCall::from(op).mode(mode), 3_000_000, 0)?;
+                mixed.compare::<bf16>(MixedCall::from(op).mode(mode).counts(&[2_000_001, 3][..]), 0, 1)?;
+            }
+        }
+        Ok(())
+    });
 }
 
 #[test]
@@ -124,22 +129,6 @@ fn mixed_sums_have_the_hosts_bits_on_8_gpus() {
 }
 
 #[test]
-fn mixed_blocks_may_be_uneven_and_empty_on_4_gpus() {
-    on_gpus(4, |rank| {
-        let mixed = Mixed::new(rank, 2)?;
-        for counts in [[0, 0], [0, 9], [7168, 0], [1, 300_001], [2_000_001, 3], [64, 72]] {
-            for op in FUSED {
-                for mode in MODES {
-                    mixed.compare::<bf16>(MixedCall::from(op).mode(mode).counts(&counts[..]), 0, 0)?;
-                    mixed.compare::<f32>(MixedCall::from(op).mode(mode).counts(&counts[..]), 0, 1)?;
-                }
-            }
-        }
-        Ok(())
-    });
-}
-
-#[test]
 fn gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus() {
     on_gpus(2, |rank| {
         let mixed = Mixed::new(rank, 1)?;
@@ -147,68 +136,6 @@ fn gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus() {
             for op in [MixedOp::AllGather, MixedOp::ReduceScatter] {
                 mixed.compare::<bf16>(MixedCall::from(op).counts(&counts[..]), 0, 0)?;
                 mixed.compare::<f32>(MixedCall::from(op).counts(&counts[..]), 0, 1)?;
-            }
-        }
-        Ok(())
-    });
-}
-
-/// Words that mean "not arrived", NaNs of every kind, zeros of both signs.
-#[test]
-fn mixed_sums_of_special_bits_have_the_hosts_bits_on_4_gpus() {
-    on_gpus(4, |rank| {
-        let mixed = Mixed::new(rank, 2)?;
-        mixed.gpus.prepare(&rank.collectives, DType::BF16)?;
-        let pattern = |i: usize| i.wrapping_mul(40_503).wrapping_add(rank.comm.rank() * 25_173) as u16;
-        let all: Vec<bf16> =
-            (0..1 << 17).map(|i| bf16::from_bits(if i % 5 == 0 { 0xFFFF } else { pattern(i) })).collect();
-        for op in FUSED {
-            for mode in MODES {
-                let call = MixedCall::from(op).mode(mode);
-                let (from, to) = mixed.lengths(&call, 1 << 16);
-                let mut expected = vec![bf16::ZERO; to];
-                mixed.host.run(&rank.comm, call, &all[..from], &mut expected)?;
-                let (input, output) = (rank.upload(&all[..from])?, rank.allocate(2 * to)?);
-                rank.meet()?;
-                mixed.queue(
-                    call,
-                    At(input.pointer().0, DType::BF16, from),
-                    At(output.pointer().0, DType::BF16, to),
-                )?;
-                let got = rank.download(&output, 0, 2 * to)?;
-                rank.meet()?;
-                rank.same(&format!("{call:?} of special bits"), &got, &expected)?;
-            }
-        }
-        Ok(())
-    });
-}
-
-#[test]
-fn mixed_calls_in_place_have_the_hosts_bits_on_4_gpus() {
-    on_gpus(4, |rank| {
-        let mixed = Mixed::new(rank, 2)?;
-        mixed.gpus.prepare(&rank.collectives, DType::BF16)?;
-        let group = rank.comm.rank() / 2;
-        for count in [8, 1000, 65_537, 2_000_000] {
-            let row = values::<bf16>(rank.comm.rank(), 2 * count);
-            for op in FUSED {
-                for mode in MODES {
-                    let call = MixedCall::from(op).mode(mode);
-                    let mut expected = row.clone();
-                    mixed.host.run_in_place(&rank.comm, call, &mut expected)?;
-                    let memory = rank.upload(&row)?;
-                    rank.meet()?;
-                    let whole = At(memory.pointer().0, DType::BF16, 2 * count);
-                    let own = At(whole.0 + (group * count * 2) as u64, DType::BF16, count);
-                    match op {
-                        MixedOp::AllReduceAllGather => mixed.queue(call, own, whole)?,
-                        _ => mixed.queue(call, whole, own)?,
-                    }
-                    let got = rank.download(&memory, 0, 4 * count)?;
-                    rank.meet()?;
-                    rank.same(&format!("{call:?} of {count} in place"), &got, &expected)?;
-                }
             }
         }
         Ok(())

@@ -20,6 +20,7 @@ use antiphon::{
         cuda::{Algorithm, CudaCollectives},
     },
     device::cuda::{Context, CudaError, Driver, Nccl, Nvml, Nvrtc},
+    operation::Operation,
 };
 use clap::ValueEnum;
 
@@ -93,6 +94,11 @@ pub(super) fn refuse(args: &Args) -> Result<(), String> {
     let other = args.collectives().into_iter().find(|&collective| collective != Collective::ALL_REDUCE);
     if let (Buffers::Symmetric, Some(other)) = (args.buffers, other) {
         return Err(format!("--buffers symmetric on GPUs is for all-reduce alone, not for {}", other.name()));
+    }
+    let listed = [Operation::AllGather, Operation::ReduceScatter].map(Collective::Of);
+    let other = args.collectives().into_iter().find(|collective| !listed.contains(collective));
+    if let (2.., Some(other)) = (args.tensors.get(), other) {
+        return Err(format!("--tensors is for all-gather and reduce-scatter, not for {}", other.name()));
     }
     let is_known = |of: &Collective| {
         matches!(*of, Collective::SEND_RECV | Collective::Mixed(_))

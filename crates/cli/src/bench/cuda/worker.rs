@@ -33,7 +33,7 @@ use crate::{
 };
 
 /// The largest message for which the host's time is taken: beyond, the GPU's hides it.
-const HOST_BYTES: usize = 1 << 20;
+const HOST_BYTES: u64 = 1 << 20;
 
 pub(in crate::bench) fn execute(args: &Args) -> ExitStatus {
     match measure_all(args) {
@@ -139,8 +139,7 @@ impl<'a> Bench<'a> {
             (Buffers::Symmetric, Some(algorithm)) => Contender::Registered(self.ours, algorithm),
             _ => Contender::Ours(self.ours, algorithm),
         });
-        let all = ours.chain(self.nccl.map(Contender::Nccl));
-        all.filter(|contender| contender.does(collective)).collect()
+        ours.chain(self.nccl.map(Contender::Nccl)).collect()
     }
 
     fn tensors<T: Element>(&self, case: &Case) -> Result<Tensors> {
@@ -188,7 +187,8 @@ impl<'a> Bench<'a> {
             let text = format_args!("NCCL: {elements} elements of {name} are not as expected");
             note(self.comm.rank(), text);
         }
-        let small = tensors.input.len().max(tensors.output.len()) <= HOST_BYTES;
+        // Of the case, and not of this rank's tensors: all ranks do it or none does.
+        let small = case.bytes <= HOST_BYTES;
         let host_us = small.then(|| self.clock.host(call)).transpose()?;
         Ok(Run { contender, graph, wrong, times: Vec::new(), free_times: Vec::new(), host_us })
     }
