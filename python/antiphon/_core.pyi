@@ -40,6 +40,8 @@ __all__ = [
     "Memory",
     "Moe",
     "MoeHandle",
+    "MoeLowLatency",
+    "MoeLowLatencyHandle",
     "PeerLostError",
     "Plan",
     "Program",
@@ -788,6 +790,71 @@ class MoeHandle:
     def keep_sources_in(self, sources: _Array) -> None:
         """From now on a handle on a GPU keeps the token of each row in an array of the caller's, int32 ``[rows]``, which lives as
         long as the handle, and as graphs that have its calls."""
+
+@final
+class MoeLowLatency:
+    """Low-latency dispatch and combine of a communicator, on host memory or between GPUs: what :mod:`antiphon.moe` is made of,
+    which makes the arrays that these methods fill.
+
+    All ranks make it together, with equal numbers: the largest that calls may have. ``device`` is the number of this rank's
+    GPU; without one, arrays are in host memory. Methods but :meth:`check` and :meth:`bytes` are collective. On host memory they
+    wait; on a GPU they go into its current stream and wait for nothing, and :meth:`check` raises what has gone wrong.
+    """
+
+    def __new__(
+        cls,
+        comm: Communicator,
+        *,
+        max_tokens: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        device: int | None = None,
+    ) -> Self: ...
+    @staticmethod
+    def bytes(world_size: int, *, max_tokens: int, hidden: int, num_experts: int, top_k: int) -> int:
+        """The memory of each GPU that such calls take."""
+
+    def check(self) -> None:
+        """Raises what has gone wrong in calls on the GPU that are over by now."""
+
+    def close(self) -> None:
+        """Gives the memory back; all ranks call it. Dropping it communicates nothing."""
+
+    def dispatch(
+        self,
+        x: _Array,
+        ids: _Array,
+        received_x: _Array,
+        *,
+        format: str,
+        max_tokens: int,
+        num_experts: int,
+        counts: _Array,
+        source_tokens: _Array,
+        layout_range: _Array,
+        received_scales: _Array | None = None,
+        statistics: _Array | None = None,
+    ) -> MoeLowLatencyHandle:
+        """Moves the tokens ``x`` (bfloat16 ``[T, H]``) to the slots of the experts ``ids`` (``[T, K]``) that they choose:
+        ``received_x`` ``[L, R * M, H]``, bfloat16 or 8 bits as ``format`` (``bf16``, ``fp8``, ``fp8_powers_of_two``,
+        ``fp8_packed``) says, with ``received_scales``, float32 ``[L, H / 128, R * M]`` or int32 ``[L, H / 512, R * M]``.
+        ``counts`` (int32 ``[L]``), ``source_tokens`` (int32 ``[L, R * M]``) and ``layout_range`` (int64 ``[L, R]``) say which
+        slots are filled; ``counts`` is added to ``statistics``."""
+
+    def combine(
+        self, handle: MoeLowLatencyHandle, rows: _Array, ids: _Array, weights: _Array, output: _Array
+    ) -> None:
+        """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along a handle, and sums those of each token with its ``weights``
+        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out."""
+
+@final
+class MoeLowLatencyHandle:
+    """Where rows went; see :meth:`MoeLowLatency.dispatch`."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this rank dispatched."""
 
 @disjoint_base
 class Mapping:

@@ -40,6 +40,9 @@
 //! assert_eq!(sums[1].as_ref().unwrap()[..3], [2.0, 4.0, 6.0]); // each token came back from both ranks
 //! ```
 //!
+//! For decoding there is a [low-latency form](low_latency) of few tokens, which waits for no counts:
+//! [`Moe::low_latency_dispatch`] and [`Moe::low_latency_combine`].
+//!
 //! ## Orders and bits
 //!
 //! Received rows are ordered by their source rank, then by their token. The terms of a combined sum are the biases, then the

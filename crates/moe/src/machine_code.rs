@@ -7,6 +7,10 @@ use antiphon_tensor::DType;
 
 use crate::{
     layout::cuda::Counting,
+    low_latency::{
+        LowLatencyFormat,
+        cuda::{Combining, Dispatching},
+    },
     normal::cuda::{Moving, Notifying, Staging, Summing},
 };
 
@@ -54,6 +58,19 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         variants.push(variant(Moving { staging }, world_size, architecture, rows));
         let summing = Summing::new(DType::BF16, staging, world_size).unwrap();
         variants.push(variant(summing, world_size, architecture, rows));
+    }
+    let mut dispatching = |format, world_size| {
+        let mut dispatching = variant(Dispatching::new(format, world_size), world_size, architecture, SLOTS);
+        dispatching.rules.forbidden = &[]; // a correctly rounded division is made of them
+        variants.push(dispatching);
+    };
+    dispatching(LowLatencyFormat::Fp8Packed, 2);
+    for world_size in [2, MAX_WORLD] {
+        dispatching(LowLatencyFormat::Bf16, world_size);
+        dispatching(LowLatencyFormat::Fp8, world_size);
+    }
+    for world_size in [2, MAX_WORLD] {
+        variants.push(variant(Combining, world_size, architecture, SLOTS));
     }
     for dtype in [DType::F32, DType::F16] {
         variants.push(variant(Summing::new(dtype, staging, 4).unwrap(), 4, architecture, rows));

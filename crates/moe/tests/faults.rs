@@ -6,8 +6,11 @@ mod processes;
 use std::time::Duration;
 
 use antiphon_fabric::{Communicator, FabricError, LocalWorld};
-use antiphon_moe::{Combine, Dispatch, Handle, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout};
-use antiphon_tensor::{DType, TensorView, TensorViewMut};
+use antiphon_moe::{
+    Combine, Dispatch, Handle, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
+    LowLatencyReceived, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout,
+};
+use antiphon_tensor::{DType, TensorView, TensorViewMut, bf16};
 use processes::{VICTIMS, kill_each, role, say, say_error};
 
 const HIDDEN: usize = 1024;
@@ -54,8 +57,58 @@ impl<'a> Rank<'a> {
         Ok(())
     }
 
+    /// Sends some tokens to the slots of all experts; what comes.
+    fn low_latency_dispatch(&mut self) -> Result<(LowLatencyHandle, Vec<bf16>), MoeError> {
+        const TOKENS: usize = 64;
+        let world_size = self.comm.world_size();
+        let slots = world_size * TOKENS;
+        let x = vec![bf16::from_f32(1.0); TOKENS * HIDDEN];
+        let mut rows = vec![bf16::from_f32(0.0); slots * HIDDEN];
+        let (mut counts, mut source_tokens, mut layout_range) =
+            ([0i32], vec![0i32; slots], vec![0i64; world_size]);
+        let call = LowLatencyDispatch {
+            max_tokens: TOKENS,
+            num_experts: world_size,
+            format: LowLatencyFormat::Bf16,
+            x: TensorView::new(&x, &[TOKENS, HIDDEN])?,
+            ids: TensorView::new(&self.ids[..TOKENS * world_size], &[TOKENS, world_size])?,
+            received: LowLatencyReceived {
+                x: TensorViewMut::new(&mut rows, &[1, slots, HIDDEN])?,
+                scales: None,
+                counts: TensorViewMut::new(&mut counts, &[1])?,
+                source_tokens: TensorViewMut::new(&mut source_tokens, &[1, slots])?,
+                layout_range: TensorViewMut::new(&mut layout_range, &[1, world_size])?,
+                statistics: None,
+            },
+        };
+        let handle = self.moe.low_latency_dispatch(self.comm, call)?;
+        assert_eq!(counts, [slots as i32]);
+        Ok((handle, rows))
+    }
+
+    fn low_latency_combine(&mut self, handle: &LowLatencyHandle, rows: &[bf16]) -> Result<(), MoeError> {
+        let (tokens, world_size) = (handle.num_tokens(), self.comm.world_size());
+        let weights = vec![1f32; tokens * world_size];
+        let mut sums = vec![bf16::from_f32(0.0); tokens * HIDDEN];
+        let call = LowLatencyCombine {
+            rows: TensorView::new(rows, &[1, rows.len() / HIDDEN, HIDDEN])?,
+            ids: TensorView::new(&self.ids[..tokens * world_size], &[tokens, world_size])?,
+            weights: TensorView::new(&weights, &[tokens, world_size])?,
+            output: TensorViewMut::new(&mut sums, &[tokens, HIDDEN])?,
+        };
+        self.moe.low_latency_combine(self.comm, handle, call)?;
+        assert!(sums.iter().all(|sum| sum.to_f32() == world_size as f32));
+        Ok(())
+    }
+
     /// Goes on until something is wrong.
     fn work(&mut self, role: &str) -> Result<(), MoeError> {
+        if role == "low latency" {
+            loop {
+                let (handle, rows) = self.low_latency_dispatch()?;
+                self.low_latency_combine(&handle, &rows)?;
+            }
+        }
         if role == "notify" {
             loop {
                 self.notify()?;
@@ -98,6 +151,29 @@ fn killed_in_dispatch() {
 #[test]
 fn killed_in_combine() {
     kill_each(&VICTIMS[..4], "combine", Duration::from_millis(200));
+}
+
+#[test]
+fn killed_in_the_low_latency_form() {
+    kill_each(&VICTIMS[..2], "low latency", Duration::from_millis(150));
+}
+
+#[test]
+fn late_ranks_of_the_low_latency_form_are_waited_for_until_the_deadline() {
+    let outcomes = LocalWorld::run_with(2, Duration::from_millis(600), |comm| {
+        let late = |time| std::thread::sleep(Duration::from_millis(if comm.rank() == 1 { time } else { 0 }));
+        let mut rank = Rank::new(&comm, 64)?;
+        late(100);
+        let (handle, rows) = rank.low_latency_dispatch()?;
+        late(100);
+        rank.low_latency_combine(&handle, &rows)?;
+        late(2000);
+        rank.low_latency_combine(&handle, &rows)
+    });
+    let Err(MoeError::Fabric(error)) = &outcomes[0] else { panic!("{outcomes:?}") };
+    assert!(matches!(error, FabricError::Timeout { missing, .. } if missing == &[1]), "{error}");
+    let text = "low_latency_combine(rows of 1024 × bf16 as call 1 routed them, 2 experts, top-2) timed out";
+    assert!(error.to_string().starts_with(text), "{error}");
 }
 
 /// A rank that comes late costs its lateness, and one that does not come the deadline.

@@ -30,6 +30,7 @@ mod fused;
 mod handle;
 mod interrupt;
 mod language;
+mod low_latency;
 mod lowering;
 mod mapping;
 mod mixed;
@@ -55,6 +56,7 @@ mod _core {
             BaseBuffer, Channel, Chunk, FinishedPlan, Program, Switch, ThreadBlockGroup, library_names,
             library_plan,
         },
+        low_latency::{MoeLowLatency, MoeLowLatencyHandle},
         lowering::{check_lowering, lower},
         mapping::Mapping,
         mixed::MixedHandler,

@@ -76,14 +76,14 @@ fn elsewhere(call: &str, handle: &str, tensors: &str) -> crate::error::Error {
 }
 
 /// An array of a call with its name.
-struct Array {
+pub(crate) struct Array {
     name: &'static str,
     operand: Operand,
     shape: Vec<usize>,
 }
 
 impl Array {
-    fn read(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
+    pub(crate) fn read(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
         let operand = Operand::import(array, name, Usage::Call(None))?;
         let mut shape = operand.shape().to_vec();
         // What is only moved as bytes.
@@ -93,12 +93,12 @@ impl Array {
         Ok(Self { name, operand, shape })
     }
 
-    fn write(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
+    pub(crate) fn write(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
         let Self { operand, shape, .. } = Self::read(array, name)?;
         Ok(Self { name, operand: operand.writable(name)?, shape })
     }
 
-    fn given(
+    pub(crate) fn given(
         array: Given<'_, '_>,
         name: &'static str,
         import: fn(&Bound<'_, PyAny>, &'static str) -> Result<Self>,
@@ -112,21 +112,21 @@ impl Array {
 
     /// # Safety
     /// The array is not written by others for `'a`.
-    unsafe fn view<'a>(&self) -> Result<TensorView<'a>, TensorError> {
+    pub(crate) unsafe fn view<'a>(&self) -> Result<TensorView<'a>, TensorError> {
         // SAFETY: passed on; the operand keeps the memory.
         unsafe { self.operand.tensor.view_as(&self.shape) }
     }
 
     /// # Safety
     /// The array is not used by others for `'a`.
-    unsafe fn view_mut<'a>(&self) -> Result<TensorViewMut<'a>, TensorError> {
+    pub(crate) unsafe fn view_mut<'a>(&self) -> Result<TensorViewMut<'a>, TensorError> {
         // SAFETY: passed on; the operand keeps the memory, and may be written.
         unsafe { self.operand.tensor.view_mut()?.reshape(&self.shape) }
     }
 }
 
 /// Refuses outputs that share memory with anything else of a call.
-fn check_apart(call: &str, inputs: &[Option<&Array>], outputs: &[Option<&Array>]) -> Result<()> {
+pub(crate) fn check_apart(call: &str, inputs: &[Option<&Array>], outputs: &[Option<&Array>]) -> Result<()> {
     for (index, output) in outputs.iter().enumerate() {
         let Some(output) = output else { continue };
         for other in inputs.iter().chain(&outputs[index + 1..]).flatten() {

@@ -12,6 +12,7 @@ Megatron-Core's module of that name, :mod:`antiphon.moe.deep_ep` those of DeepEP
 """
 
 from antiphon.moe._calls import Handle, Layout
+from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived
 from antiphon.moe.expert_parallel import Dispatched, ExpertParallel
 
-__all__ = ["Dispatched", "ExpertParallel", "Handle", "Layout"]
+__all__ = ["Dispatched", "ExpertParallel", "Handle", "Layout", "LowLatencyHandle", "LowLatencyReceived"]

@@ -8,6 +8,7 @@ from torch import Tensor
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._calls import Calls, Handle, Layout, calls_of
+from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, low_latency_calls_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,6 +102,39 @@ class ExpertParallel:
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         result: Tensor = _Combine.apply(x, self._calls, handle, *biases)  # type: ignore[no-untyped-call]
         return result
+
+    def dispatch_low_latency(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        *,
+        max_tokens: int,
+        format: str = "bf16",
+        statistics: Tensor | None = None,
+    ) -> LowLatencyReceived:
+        """Sends few tokens (bfloat16 ``[T, H]``) to slots of the experts that they choose, without waiting for counts.
+
+        ``max_tokens``, equal on all ranks, is the most that any rank has. ``format`` says what rows become: ``"bf16"``; ``"fp8"``,
+        E4M3 codes with a float32 scale for each 128; ``"fp8_powers_of_two"``, whose scales are rounded up to powers of two;
+        ``"fp8_packed"``, which has these as UE8M0, four in an int32. ``statistics``, int32 ``[L]``, has the counts added to it.
+
+        It is for inference: no gradients flow.
+        """
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
+        calls = low_latency_calls_of(self.comm)
+        return calls.dispatch(x, ids, max_tokens, self.num_experts, format, statistics)
+
+    def combine_low_latency(
+        self, x: Tensor, ids: Tensor, weights: Tensor, handle: LowLatencyHandle, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Sums what the experts made of each token: bfloat16 ``[T, H]``, from ``x``, bfloat16 ``[L, R * M, H]``, whose slots are
+        those that :meth:`dispatch_low_latency` filled.
+
+        A sum begins with 0, adds the products of ``weights`` (float32 ``[T, K]``) and rows, each rounded to float32, in the order
+        of the choices, and is rounded once.
+        """
+        return low_latency_calls_of(self.comm).combine(x, ids, weights, handle, out)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -4,6 +4,7 @@ use antiphon_fabric::{Communicator, Signature};
 use antiphon_tensor::{
     bf16,
     quantize::{Fp8Groups, GroupRule},
+    round,
 };
 
 use super::{COMBINE, DISPATCH, LowLatencyFormat, Routes, SCALE_GROUP, Sizes};
@@ -321,6 +322,6 @@ impl Combine<'_> {
 /// Rounds a sum; any NaN becomes the canonical one.
 fn write_row(sum: &[f32], row: &mut [u8]) {
     for (element, &value) in row.chunks_exact_mut(2).zip(sum) {
-        element.copy_from_slice(&bf16::from_f32(value).to_ne_bytes());
+        element.copy_from_slice(&round::f32_to_bf16(value).to_ne_bytes());
     }
 }

@@ -5,6 +5,7 @@
 //! experts, and that rank copies it to the slots of those experts. Combine brings a row for each expert back, and the
 //! source weighs and sums them.
 
+pub mod cuda;
 mod host;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;

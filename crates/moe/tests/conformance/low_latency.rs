@@ -11,7 +11,7 @@ use antiphon_tensor::{DType, bf16};
 
 use crate::{
     case::{Case, Choice},
-    tensor::{Tensor, UNWRITTEN},
+    tensor::{Tensor, UNWRITTEN, element},
 };
 
 const FORMATS: [LowLatencyFormat; 4] = [
@@ -216,7 +216,7 @@ impl LowLatencyCase {
                 })
                 .collect();
             let sum = reference::combine(&choices, hidden);
-            sum.into_iter().flat_map(|value| bf16::from_f32(value).to_ne_bytes()).collect::<Vec<_>>()
+            sum.into_iter().flat_map(|value| element(DType::BF16, f64::from(value))).collect::<Vec<_>>()
         };
         let content: Vec<u8> = (0..x.len()).flat_map(row).collect();
         Tensor::holding(DType::BF16, &[x.len(), hidden], &content)

@@ -4,6 +4,10 @@
 #[allow(dead_code)] // the tests of the host use all of it
 #[path = "../conformance/case.rs"]
 mod case;
+mod low_latency;
+#[allow(dead_code)]
+#[path = "../conformance/low_latency.rs"]
+mod low_latency_case;
 #[path = "../../../fabric/tests/cuda/rotation.rs"]
 mod rotation;
 #[allow(dead_code)]

@@ -10,6 +10,7 @@ from antiphon.comm.cuda_ipc import communicator
 from antiphon.comm.mnnvl import communicator_of
 from antiphon.moe._calls import Handle, Layout, calls_of
 from antiphon.moe.deep_ep.events import CallOrder, EventHandle, EventOverlap
+from antiphon.moe.deep_ep.low_latency import LowLatencyBuffer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +60,7 @@ class Config:
         return 0
 
 
-class Buffer:
+class Buffer(LowLatencyBuffer):
     """Dispatch and combine between the ranks of a group.
 
     All ranks make it together, from a torch process group of any backend, an :class:`antiphon.Communicator`, or ``comm``, an
@@ -86,8 +87,8 @@ class Buffer:
     ) -> None:
         if group is None and comm is None:
             raise ValueError("Buffer: pass a group, or an mpi4py communicator as comm")
-        if low_latency_mode or enable_shrink:
-            raise NotImplementedError("Buffer: the low-latency calls are not served yet; the normal ones are")
+        if enable_shrink:
+            raise NotImplementedError("Buffer: enable_shrink is not served: a rank that is lost ends the communicator")
         for name, size in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
             if size < 0 or size % 128:
                 raise ValueError(f"Buffer: {name} must be a multiple of 128, not {size}")
@@ -98,6 +99,7 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self._calls: Any = calls_of(self._comm)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.low_latency_mode = low_latency_mode
 
     @property
     def runtime(self) -> Any:

@@ -1,0 +1,140 @@
+// Low-latency combine: what the experts made of their slots back to the tokens, weighed and summed. Behind choices.cuh.
+//
+// Each choice of a token has a place for a row at the token's rank, from the first lower lane on: choice token · K + k. Whoever has
+// received a row empties its place.
+
+constexpr u32 AT_ONCE = 4; // vectors of a row that a lane sends at once
+constexpr u32 GROUP = 8;   // rows that are waited for together
+
+// The same number, as a word that is not EMPTY: one NaN for another.
+DEVICE uint4 without_empty(uint4 v) {
+    const auto one = [](u32 x) { return x == EMPTY ? 0x7FFF7FFFu : x; };
+    return make_uint4(one(v.x), one(v.y), one(v.z), one(v.w));
+}
+
+DEVICE u32 row_at(const arguments& a, const low_latency_call& k, u32 slot, u32 choice) {
+    return lane_at(a, slot, 0) + choice * k.hidden * 2;
+}
+
+// Whether a place says that choice k has a row at another rank.
+DEVICE bool is_first_elsewhere(i32 place, u32 k) { return place <= ELSEWHERE && (u32)(ELSEWHERE - place) % 32 == k; }
+
+// Some warps of a block send and the others receive, so that a token is summed while later ones travel.
+constexpr u32 WARPS = THREADS / 32, SENDERS = WARPS / 3, RECEIVERS = WARPS - SENDERS;
+
+DEVICE void send_rows(const arguments& a, const turn& t, const low_latency_call& k, u32 warp, u32 step) {
+    u32 most = 0;
+#pragma unroll
+    for (u32 peer = 0; peer < PEERS; ++peer) most = max(most, k.held_tokens[rank_of(a, peer)]);
+    const u32 of_row = k.hidden / 8, parts = (of_row + 32 * AT_ONCE - 1) / (32 * AT_ONCE);
+    const u32 to_send = most * k.top_k * PEERS * parts;
+    const auto place_of = [&](u32 item) {
+        const u32 peer = item / parts % PEERS, choice = item / parts / PEERS, to = rank_of(a, peer);
+        const bool is_one = item < to_send && choice < k.held_tokens[to] * k.top_k;
+        return is_one ? k.places[(u64)to * k.most_tokens * k.top_k + choice] : NOWHERE;
+    };
+    i32 next = place_of(warp);
+    for (u32 item = warp; item < to_send; item += step) {
+        const u32 part = item % parts, peer = item / parts % PEERS, choice = item / parts / PEERS;
+        const i32 row = next;
+        next = place_of(item + step);
+        if (row < 0) continue;
+        const u8* rows = k.x + (u64)row * of_row * 16;
+        u8* place = a.peer[peer] + row_at(a, k, t.slot, choice);
+        uint4 v[AT_ONCE];
+#pragma unroll
+        for (u32 n = 0; n < AT_ONCE; ++n) {
+            const u32 at = (part * AT_ONCE + n) * 32 + lane_id();
+            if (at < of_row) v[n] = load16(rows + at * 16);
+        }
+#pragma unroll
+        for (u32 n = 0; n < AT_ONCE; ++n) {
+            const u32 at = (part * AT_ONCE + n) * 32 + lane_id();
+            if (at < of_row) store16_volatile(place + at * 16, without_empty(v[n]));
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+low_latency_combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency_call k) {
+    pdl_wait();
+    const u32 lane = lane_id(), of_row = k.hidden / 8, mine = threadIdx.x / 32;
+    turn t = begin(a, load_control(a));
+    if (t.has_failed()) return;
+    advance(a, t, 0, 0);
+    // Neighbours are on different multiprocessors.
+    if (mine >= RECEIVERS) return send_rows(a, t, k, (mine - RECEIVERS) * gridDim.x + blockIdx.x, SENDERS * gridDim.x);
+
+    const u32 warp = mine * gridDim.x + blockIdx.x, step = RECEIVERS * gridDim.x;
+    reader r(a, t);
+    const u32 pieces = (of_row + 31) / 32;
+    for (u32 item = warp; item < k.tokens * pieces; item += step) {
+        const u32 token = item / pieces, at = item % pieces * 32 + lane;
+        // A lane has a choice.
+        i32 my_place = NOWHERE;
+        float my_weight = 0;
+        bool counts = false;
+        if (lane < k.top_k) {
+            const u32 choice = token * k.top_k + lane;
+            my_place = k.places[((u64)a.rank * k.most_tokens) * k.top_k + choice];
+            my_weight = k.weights[choice];
+            counts = own_entry(k, choice) != 0;
+        }
+        const u32 counting = __ballot_sync(WHOLE_WARP, counts);
+        float sum[8];
+#pragma unroll
+        for (u32 n = 0; n < 8; ++n) sum[n] = 0;
+        for (u32 first = 0; first < k.top_k; first += GROUP) {
+            uint4 got[GROUP];
+            u32 is_sent = 0, is_here = 0;
+            u32 from[GROUP]; // bytes from the start of the arena, and in the lowest four bits the rank
+#pragma unroll
+            for (u32 n = 0; n < GROUP; ++n) {
+                const i32 place = __shfl_sync(WHOLE_WARP, my_place, first + n);
+                if (first + n >= k.top_k || at >= of_row) continue;
+                if (place >= 0) {
+                    is_here |= 1u << n;
+                    got[n] = load16(k.x + ((u64)place * of_row + at) * 16);
+                } else if (place <= ELSEWHERE) {
+                    is_sent |= 1u << n;
+                    const u32 where = ELSEWHERE - place;
+                    from[n] = row_at(a, k, t.slot, token * k.top_k + where % 32) + at * 16 | where / 32;
+                }
+            }
+            const bool came = r.wait<true>([&](u32& missing) {
+                bool complete = true;
+#pragma unroll
+                for (u32 n = 0; n < GROUP; ++n)
+                    if (is_sent >> n & 1) got[n] = load16_volatile(a.own + (from[n] & ~15u));
+#pragma unroll
+                for (u32 n = 0; n < GROUP; ++n)
+                    if ((is_sent >> n & 1) && has_empty(got[n])) {
+                        complete = false;
+                        missing = from[n] & 15;
+                    }
+                return complete;
+            });
+            if (!came) return;
+#pragma unroll
+            for (u32 n = 0; n < GROUP; ++n) {
+                const float weight = __shfl_sync(WHOLE_WARP, my_weight, first + n);
+                if (!((is_sent | is_here) >> n & counting >> (first + n) & 1)) continue;
+                vec16<bf16> v;
+                v.words = got[n];
+                const wide_vec<bf16> x = widen_vec(v);
+#pragma unroll
+                for (u32 of = 0; of < 8; ++of) sum[of] = plus(sum[of], times(weight, x.lane[of]));
+            }
+        }
+        wide_vec<bf16> sums;
+#pragma unroll
+        for (u32 n = 0; n < 8; ++n) sums.lane[n] = sum[n];
+        if (at < of_row) store16(k.to_x + ((u64)token * of_row + at) * 16, narrow_vec<bf16>(sums).words);
+        // When all is read: a row may be of two choices.
+        for (u32 n = 0; n < k.top_k; ++n)
+            if (is_first_elsewhere(__shfl_sync(WHOLE_WARP, my_place, n), n) && at < of_row)
+                store16(a.own + row_at(a, k, t.slot, token * k.top_k + n) + at * 16,
+                        make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+    }
+    r.finish();
+}

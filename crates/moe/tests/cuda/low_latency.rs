@@ -1,0 +1,276 @@
+//! The low-latency form between GPUs, against its definition.
+
+use antiphon_device::cuda::Graph;
+use antiphon_moe::{
+    LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived,
+    cuda::CudaMoeConfig,
+    low_latency::cuda::{CudaLowLatency, CudaLowLatencyHandle, LowLatency},
+};
+use antiphon_tensor::DType;
+
+use crate::{
+    OnGpu, Outcome, Rank,
+    case::{Case, Choice},
+    low_latency_case::{LowLatencyCase, Received},
+    on_gpus,
+};
+
+const MOST: LowLatency = LowLatency { max_tokens: 129, hidden: 7168, num_experts: 64, top_k: 8 };
+/// Of what the ranks have for the normal form.
+const SMALL: CudaMoeConfig = CudaMoeConfig { region_bytes: 16 << 20, num_sms: 24 };
+
+/// A case on a rank's GPU.
+struct Calls<'a> {
+    case: &'a LowLatencyCase,
+    x: OnGpu,
+    ids: OnGpu,
+    weights: OnGpu,
+    rows: OnGpu,
+    sums: OnGpu,
+    scales: Option<OnGpu>,
+    /// x, counts, source tokens, layout range, statistics.
+    received: [OnGpu; 5],
+}
+
+impl<'a> Calls<'a> {
+    fn new(rank: &Rank, case: &'a LowLatencyCase) -> Outcome<Self> {
+        let [x, ids, weights] = case.inputs(rank.comm.rank());
+        let Received { x: to_x, scales, counts, source_tokens, layout_range, statistics } = case.unwritten();
+        Ok(Self {
+            case,
+            sums: rank.unwritten(DType::BF16, &x.shape)?,
+            x: rank.upload(&x)?,
+            ids: rank.upload(&ids)?,
+            weights: rank.upload(&weights)?,
+            rows: rank.upload(&case.rows(rank.comm.rank()))?,
+            scales: scales.map(|scales| rank.upload(&scales)).transpose()?,
+            received: [
+                rank.upload(&to_x)?,
+                rank.upload(&counts)?,
+                rank.upload(&source_tokens)?,
+                rank.upload(&layout_range)?,
+                rank.upload(&statistics)?,
+            ],
+        })
+    }
+
+    fn dispatch(&mut self, rank: &Rank, moe: &CudaLowLatency) -> Outcome<CudaLowLatencyHandle> {
+        let [x, counts, source_tokens, layout_range, statistics] = &mut self.received;
+        let call = LowLatencyDispatch {
+            max_tokens: self.case.max_tokens,
+            num_experts: self.case.case.num_experts,
+            format: self.case.format,
+            x: self.x.view(),
+            ids: self.ids.view(),
+            received: LowLatencyReceived {
+                x: x.view_mut(),
+                scales: self.scales.as_mut().map(OnGpu::view_mut),
+                counts: counts.view_mut(),
+                source_tokens: source_tokens.view_mut(),
+                layout_range: layout_range.view_mut(),
+                statistics: Some(statistics.view_mut()),
+            },
+        };
+        // SAFETY: the tensors live until the stream has been waited for, here and below.
+        Ok(unsafe { moe.dispatch(&call, rank.stream.borrow()) }?)
+    }
+
+    fn combine(&mut self, rank: &Rank, moe: &CudaLowLatency, handle: &CudaLowLatencyHandle) -> Outcome {
+        let call = LowLatencyCombine {
+            rows: self.rows.view(),
+            ids: self.ids.view(),
+            weights: self.weights.view(),
+            output: self.sums.view_mut(),
+        };
+        // SAFETY: as above.
+        Ok(unsafe { moe.combine(handle, &call, rank.stream.borrow()) }?)
+    }
+
+    /// Compares what came, of so many calls of which all but the last are counted by the statistics alone.
+    fn compare(&self, rank: &Rank, moe: &CudaLowLatency, calls: u8) -> Outcome {
+        rank.stream.borrow().synchronize()?;
+        moe.check()?;
+        let me = rank.comm.rank();
+        let expected = self.case.expected(me);
+        let [x, scales, counts, source_tokens, layout_range, _] = expected.contents();
+        if let Some(to_scales) = &self.scales {
+            assert!(rank.download(to_scales)? == scales, "scales of rank {me} in {:?}", self.case.case);
+        }
+        let statistics = times(&counts, calls);
+        let parts = ["rows", "counts", "source tokens", "layout range", "statistics"];
+        let wanted = [x, counts, source_tokens, layout_range, statistics];
+        for ((part, got), wanted) in parts.iter().zip(&self.received).zip(wanted) {
+            let what = || format!("{part} of rank {me} in {:?}, {:?}", self.case.case, self.case.format);
+            assert!(rank.download(got)? == wanted, "{}", what());
+        }
+        let sums = self.case.expected_sums(me, |_| false);
+        assert!(rank.download(&self.sums)? == sums.content(), "sums of rank {me} in {:?}", self.case.case);
+        Ok(())
+    }
+}
+
+/// Each of these i32 times a number.
+fn times(words: &[u8], by: u8) -> Vec<u8> {
+    let one = |word: &[u8]| i32::from_ne_bytes([word[0], word[1], word[2], word[3]]) * i32::from(by);
+    words.chunks(4).flat_map(|word| one(word).to_ne_bytes()).collect()
+}
+
+fn check(rank: &Rank, moe: &CudaLowLatency, case: &LowLatencyCase) -> Outcome {
+    let mut calls = Calls::new(rank, case)?;
+    let handle = calls.dispatch(rank, moe)?;
+    calls.combine(rank, moe, &handle)?;
+    calls.compare(rank, moe, 1)
+}
+
+fn every_case(world: usize) {
+    on_gpus(world, SMALL, |rank| {
+        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let ragged: Vec<usize> = (0..world).map(|rank| [0, 33, 1, 128][rank % 4]).collect();
+        for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged] {
+            for choice in [Choice::Spread, Choice::AllTo(world - 1), Choice::Nobody, Choice::Wild] {
+                for (local, top_k) in [(4, 2), (2, 5), (1, 1), (8, 8)] {
+                    let case =
+                        Case { tokens: tokens.clone(), choice, ..Case::new(world, local * world, top_k) };
+                    check(rank, &moe, &LowLatencyCase::new(case, LowLatencyFormat::Bf16))?;
+                }
+            }
+        }
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+fn every_format(world: usize) {
+    on_gpus(world, SMALL, |rank| {
+        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        for (format, hidden) in [
+            (LowLatencyFormat::Bf16, 1024),
+            (LowLatencyFormat::Fp8, 640),
+            (LowLatencyFormat::Fp8PowersOfTwo, 128),
+            (LowLatencyFormat::Fp8Packed, 1024),
+        ] {
+            for special in [false, true] {
+                let case = Case { hidden, special, ..Case::new(world, 4 * world, 3) };
+                check(rank, &moe, &LowLatencyCase::new(case, format))?;
+            }
+        }
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn slots_and_sums_are_as_defined_on_2_gpus() {
+    every_case(2);
+}
+
+#[test]
+fn slots_and_sums_are_as_defined_on_3_gpus() {
+    every_case(3);
+}
+
+#[test]
+fn slots_and_sums_are_as_defined_on_4_gpus() {
+    every_case(4);
+}
+
+#[test]
+fn low_latency_formats_are_as_defined_on_2_gpus() {
+    every_format(2);
+}
+
+#[test]
+fn low_latency_formats_are_as_defined_on_4_gpus() {
+    every_format(4);
+}
+
+/// Slots are used again, with other choices each time, and by formats and forms in turn.
+#[test]
+fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
+    on_gpus(2, SMALL, |rank| {
+        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let case = |seed: u64| {
+            let choice = if seed.is_multiple_of(3) { Choice::Wild } else { Choice::Spread };
+            let case = Case { tokens: vec![60, 41], hidden: 512, seed, choice, ..Case::new(2, 16, 4) };
+            LowLatencyCase::new(case, LowLatencyFormat::Fp8)
+        };
+        let first = case(1);
+        let mut calls = Calls::new(rank, &first)?;
+        let handle = calls.dispatch(rank, &moe)?;
+        calls.combine(rank, &moe, &handle)?; // loads the kernels
+        rank.stream.borrow().synchronize()?;
+        let mut handles = Vec::new();
+        let graph = Graph::capture(&rank.stream, |_| {
+            for _ in 0..5 {
+                let handle = calls.dispatch(rank, &moe)?;
+                calls.combine(rank, &moe, &handle)?;
+                handles.push(handle);
+            }
+            Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
+        })?;
+        let graph = graph.instantiate()?;
+        for seed in 2..12 {
+            let case = case(seed);
+            let next = Calls::new(rank, &case)?;
+            for (to, from) in [
+                (&calls.x, case.inputs(rank.comm.rank())[0].content()),
+                (&calls.ids, case.inputs(rank.comm.rank())[1].content()),
+                (&calls.weights, case.inputs(rank.comm.rank())[2].content()),
+                (&calls.rows, case.rows(rank.comm.rank()).content()),
+            ] {
+                to.memory.write(&rank.stream, 0, &from)?;
+            }
+            for (to, from) in
+                calls.received.iter().chain(&calls.scales).zip(next.received.iter().chain(&next.scales))
+            {
+                to.memory.write(&rank.stream, 0, &rank.download(from)?)?;
+            }
+            if seed % 2 == rank.comm.rank() as u64 {
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
+            for _ in 0..20 {
+                // SAFETY: the memory of the calls lives until the stream has been waited for.
+                unsafe { graph.launch(&rank.stream) }?;
+            }
+            let compared = Calls { case: &case, ..calls };
+            compared.compare(rank, &moe, 100)?;
+            calls = Calls { case: &first, ..compared };
+        }
+        drop(graph);
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn low_latency_ranks_that_differ_hear_of_it_on_2_gpus() {
+    on_gpus(2, SMALL, |rank| {
+        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let case = LowLatencyCase::new(Case::new(2, 8, 2), LowLatencyFormat::Bf16);
+        let case = LowLatencyCase { max_tokens: 18 + rank.comm.rank(), ..case };
+        let mut calls = Calls::new(rank, &case)?;
+        let handle = calls.dispatch(rank, &moe)?;
+        rank.stream.borrow().synchronize()?;
+        let error = match moe.check() {
+            Err(error) => error.to_string(),
+            Ok(()) => calls.combine(rank, &moe, &handle).expect_err("the other heard of it").to_string(),
+        };
+        let hears = error.contains("up to 18 rows") && error.contains("up to 19 rows");
+        assert!(hears || error.contains("aborted"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn low_latency_calls_that_are_too_large_are_refused_on_2_gpus() {
+    on_gpus(2, SMALL, |rank| {
+        let most = LowLatency { max_tokens: 8, hidden: 128, num_experts: 8, top_k: 2 };
+        let moe = CudaLowLatency::new(&rank.comm, &rank.context, most)?;
+        let case = Case { tokens: vec![300; 2], hidden: 4096, ..Case::new(2, 8, 2) };
+        let case = LowLatencyCase::new(case, LowLatencyFormat::Bf16);
+        let error =
+            Calls::new(rank, &case)?.dispatch(rank, &moe).map(drop).expect_err("too large").to_string();
+        assert!(error.contains("exceed what the instance was made for"), "{error}");
+        Ok(())
+    });
+}

@@ -1,0 +1,167 @@
+"""Low-latency calls on torch tensors: new tensors for what comes."""
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from antiphon._core import Communicator, MoeLowLatency, MoeLowLatencyHandle
+from antiphon.moe._calls import _check_devices, _check_ids, _codes
+
+__all__ = ["LowLatencyCalls", "LowLatencyHandle", "LowLatencyReceived", "low_latency_calls_of"]
+
+
+class _Fields(NamedTuple):
+    src_info: Tensor
+    """int32 ``[L, R * M]``: of each slot, its token on the rank that it comes from."""
+    layout_range: Tensor
+    """int64 ``[L, R]``: the slots that each rank's tokens fill: the first in the upper 32 bits, their number in the lower."""
+    num_max_dispatch_tokens_per_rank: int
+    """``M``"""
+    hidden: int
+    """``H``"""
+    num_experts: int
+    """``E``"""
+
+
+class LowLatencyHandle(_Fields):
+    """Along which rows come back: a tuple as DeepEP's. It belongs to the communicator whose dispatch made it."""
+
+    core: MoeLowLatencyHandle
+    engine: MoeLowLatency
+    #: What :meth:`antiphon.moe.deep_ep.Buffer.get_next_low_latency_combine_buffer` gave.
+    combine_buffer: Tensor | None = None
+
+    def new_rows(self) -> Tensor:
+        """A tensor for what the experts make of their slots: bfloat16 ``[L, R * M, H]``."""
+        return self.src_info.new_empty(*self.src_info.shape, self.hidden, dtype=torch.bfloat16)
+
+
+class LowLatencyReceived(NamedTuple):
+    """What a low-latency dispatch brings: of each expert of this rank its ``R * M`` slots, filled from the first on, in the order
+    of source rank and token. What the other slots hold means nothing."""
+
+    x: Tensor
+    """``[L, R * M, H]`` of bfloat16, or of float8_e4m3fn."""
+    scales: Tensor | None
+    """Of codes: float32 ``[L, R * M, H / 128]``, or int32 ``[L, R * M, H / 512]`` with four UE8M0 in each. Scales of neighbouring
+    slots are neighbours in memory."""
+    counts: Tensor
+    """int32 ``[L]``: how many slots of each expert are filled."""
+    handle: LowLatencyHandle
+    """Along which rows come back."""
+
+
+class LowLatencyCalls:
+    """Low-latency dispatch and combine of one communicator. What calls need is made by the first of their sizes, to which all
+    ranks come together."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._engines: dict[tuple[int, int, int, int, int | None], MoeLowLatency] = {}
+
+    def _engine(self, x: Tensor, max_tokens: int, num_experts: int, top_k: int) -> MoeLowLatency:
+        device = x.device.index if x.is_cuda else None
+        key = (max_tokens, x.shape[1], num_experts, top_k, device)
+        engine = self._engines.get(key)
+        if engine is None:
+            engine = self._engines[key] = MoeLowLatency(
+                self._comm,
+                max_tokens=max_tokens,
+                hidden=x.shape[1],
+                num_experts=num_experts,
+                top_k=top_k,
+                device=device,
+            )
+        return engine
+
+    def check(self) -> None:
+        """Raises what has gone wrong in calls on GPUs that are over by now."""
+        for engine in self._engines.values():
+            engine.check()
+
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        max_tokens: int,
+        num_experts: int,
+        format: str,
+        statistics: Tensor | None = None,
+    ) -> LowLatencyReceived:
+        """Moves tokens to the slots of their experts."""
+        call, world_size = "low_latency_dispatch", self._comm.world_size
+        _check_ids(ids)
+        _check_devices(call, [x, ids, statistics])
+        if x.dim() != 2 or len(x) != len(ids):
+            shapes = f"{list(x.shape)} and {list(ids.shape)}"
+            raise ValueError(f"{call}: x and ids must be of shapes [T, H] and [T, K], not {shapes}")
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"{call}: x must be torch.bfloat16, not {x.dtype}")
+        if num_experts <= 0 or num_experts % world_size:
+            raise ValueError(f"{call}: {num_experts} experts cannot be divided among {world_size} ranks")
+        if len(x) > max_tokens:
+            raise ValueError(f"{call}: {len(x)} tokens; num_max_dispatch_tokens_per_rank is {max_tokens}")
+        if statistics is not None and not statistics.is_contiguous():
+            raise ValueError(f"{call}: the statistics must be contiguous, as they are written")
+        group = 512 if format == "fp8_packed" else 8 if format == "bf16" else 128
+        if x.shape[1] == 0 or x.shape[1] % group:
+            raise ValueError(f"{call}: rows of {x.shape[1]} elements, which must be a multiple of {group}")
+        local, slots, hidden = num_experts // world_size, world_size * max_tokens, x.shape[1]
+        x, ids = x.detach().contiguous(), ids.contiguous()
+        is_coded = format != "bf16"
+        rows = x.new_empty(local, slots, hidden, dtype=torch.float8_e4m3fn if is_coded else torch.bfloat16)
+        scale_type = torch.int32 if format == "fp8_packed" else torch.float32
+        scales = x.new_empty(local, hidden // group, slots, dtype=scale_type) if is_coded else None
+        counts = x.new_empty(local, dtype=torch.int32)
+        source_tokens = x.new_empty(local, slots, dtype=torch.int32)
+        layout_range = x.new_empty(local, world_size, dtype=torch.int64)
+        engine = self._engine(x, max_tokens, num_experts, ids.shape[1])
+        core = engine.dispatch(
+            x,
+            ids,
+            _codes(rows),
+            format=format,
+            max_tokens=max_tokens,
+            num_experts=num_experts,
+            counts=counts,
+            source_tokens=source_tokens,
+            layout_range=layout_range,
+            received_scales=scales,
+            statistics=statistics,
+        )
+        handle = LowLatencyHandle(source_tokens, layout_range, max_tokens, hidden, num_experts)
+        handle.core, handle.engine = core, engine
+        return LowLatencyReceived(rows, None if scales is None else scales.transpose(1, 2), counts, handle)
+
+    def combine(
+        self, rows: Tensor, ids: Tensor, weights: Tensor, handle: LowLatencyHandle, out: Tensor | None = None
+    ) -> Tensor:
+        """Moves rows back along a handle, weighs and sums them."""
+        call = "low_latency_combine"
+        if not any(handle.engine is engine for engine in self._engines.values()):
+            raise ValueError(f"{call}: the handle is of another communicator")
+        _check_ids(ids)
+        _check_devices(call, [rows, ids, weights, out, handle.src_info])
+        for name, tensor, dtype in (("x", rows, torch.bfloat16), ("weights", weights, torch.float32)):
+            if tensor.dtype != dtype:
+                raise TypeError(f"{call}: {name} must be {dtype}, not {tensor.dtype}")
+        if out is None:
+            out = rows.new_empty(len(ids), handle.hidden, dtype=torch.bfloat16)
+        elif not out.is_contiguous() or out.dtype != torch.bfloat16:
+            raise ValueError(f"{call}: out must be contiguous and torch.bfloat16, as it is written")
+        rows, weights = rows.detach().contiguous(), weights.detach().contiguous()
+        handle.engine.combine(handle.core, rows, ids.contiguous(), weights, out.detach())
+        return out
+
+
+_calls: "WeakKeyDictionary[Communicator, LowLatencyCalls]" = WeakKeyDictionary()
+
+
+def low_latency_calls_of(comm: Communicator) -> LowLatencyCalls:
+    """The low-latency calls of a communicator."""
+    calls: Any = _calls.get(comm)
+    if calls is None:
+        calls = _calls[comm] = LowLatencyCalls(comm)
+    return calls  # type: ignore[no-any-return]

@@ -1,0 +1,142 @@
+"""The low-latency calls of ``Buffer``."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+from antiphon import Communicator
+from antiphon._core import MoeLowLatency
+from antiphon.moe._low_latency import LowLatencyCalls, LowLatencyHandle, low_latency_calls_of
+from antiphon.moe.deep_ep.events import EventHandle, EventOverlap
+
+__all__ = ["LowLatencyBuffer"]
+
+_Hook: TypeAlias = "Callable[[], None] | None"
+
+
+class LowLatencyBuffer:
+    """What a ``Buffer`` has for few tokens: at most ``num_max_dispatch_tokens_per_rank`` (``M``) of each rank.
+
+    A dispatch sends and receives in one call. With ``return_recv_hook`` it does so too, and the hook has nothing left to do.
+    """
+
+    _comm: Communicator
+
+    def _low_latency(self) -> LowLatencyCalls:
+        return low_latency_calls_of(self._comm)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """The bytes of each GPU that calls of these sizes and up to 8 choices take, a multiple of 128. They are taken by the
+        first call; a buffer need not be so large."""
+        taken = MoeLowLatency.bytes(
+            num_ranks,
+            max_tokens=num_max_dispatch_tokens_per_rank,
+            hidden=hidden,
+            num_experts=num_experts,
+            top_k=8,
+        )
+        return -(-taken // 128) * 128
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Does nothing: normal and low-latency calls share no memory, so nothing needs to be cleaned between them."""
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, _Hook]:
+        """Sends tokens (bfloat16 ``[T, H]``, ``T <= M``) to the slots of the experts ``topk_idx`` (``[T, K]``) that they choose.
+
+        Gives the slots, bfloat16 ``[L, R * M, H]``, or codes with their scales (see
+        :class:`antiphon.moe.LowLatencyReceived`); how many of them are filled, int32 ``[L]``, which is added to
+        ``cumulative_local_expert_recv_stats``; a handle, an event, and a hook. Slots of an expert are in the order of source rank
+        and token.
+
+        Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served, and
+        ``NotImplementedError`` for ``dispatch_wait_recv_cost_stats``.
+        """
+        _check_hook("low_latency_dispatch", async_finish, return_recv_hook)
+        _check_served("low_latency_dispatch", dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
+        if use_ue8m0 and not round_scale:
+            raise ValueError("low_latency_dispatch: use_ue8m0 needs round_scale")
+        format = "bf16" if not use_fp8 else "fp8_packed" if use_ue8m0 else "fp8_powers_of_two" if round_scale else "fp8"
+        received = self._low_latency().dispatch(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, format, cumulative_local_expert_recv_stats
+        )
+        rows = received.x if received.scales is None else (received.x, received.scales)
+        return rows, received.counts, received.handle, _event(async_finish), _hook(return_recv_hook)
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, _Hook]:
+        """Brings what the experts made of their slots (bfloat16 ``[L, R * M, H]``) back, and sums it for each token with the
+        weights ``topk_weights`` (float32 ``[T, K]``), in the order of the choices: bfloat16 ``[T, H]``, in ``out`` if that is
+        given. With ``zero_copy`` the rows are those in what :meth:`get_next_low_latency_combine_buffer` gave, whatever ``x``
+        holds.
+
+        Raises as :meth:`low_latency_dispatch`, and ``NotImplementedError`` for ``use_logfmt``.
+        """
+        _check_hook("low_latency_combine", async_finish, return_recv_hook)
+        _check_served(
+            "low_latency_combine",
+            use_logfmt=use_logfmt or None,
+            combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
+        )
+        if zero_copy:
+            if handle.combine_buffer is None:
+                raise ValueError("low_latency_combine: zero_copy needs a call of get_next_low_latency_combine_buffer before")
+            x = handle.combine_buffer
+        combined = self._low_latency().combine(x, topk_idx, topk_weights, handle, out)
+        return combined, _event(async_finish), _hook(return_recv_hook)
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """The tensor, bfloat16 ``[L, R * M, H]``, from which a combine along the handle with ``zero_copy`` takes its rows."""
+        if handle.combine_buffer is None:
+            handle.combine_buffer = handle.new_rows()
+        return handle.combine_buffer
+
+
+def _check_hook(call: str, async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise ValueError(f"{call}: pass async_finish or return_recv_hook, not both")
+
+
+def _check_served(call: str, **options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(f"{call}: {name} is not served")
+
+
+def _event(async_finish: bool) -> EventOverlap:
+    return EventOverlap(EventHandle() if async_finish else None)
+
+
+def _hook(is_wanted: bool) -> _Hook:
+    return _nothing_left if is_wanted else None
+
+
+def _nothing_left() -> None:
+    """All has been received, or will have been in the order of the stream."""

@@ -1,0 +1,239 @@
+"""antiphon.moe: low-latency dispatch and combine, against their definition."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+from ranks import threads
+from torch import Tensor
+
+import antiphon
+from antiphon.moe import ExpertParallel, LowLatencyReceived, deep_ep
+
+H, K, M = 512, 3, 6
+CHECKS = harness.Checks()
+FORMATS = ["bf16", "fp8", "fp8_powers_of_two", "fp8_packed"]
+
+
+def inputs(rank: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank brings: the same on whatever rank it is asked for."""
+    seed = torch.Generator().manual_seed(rank + 7)
+    count = [5, 0, 6][rank]
+    x = torch.randn(count, H, generator=seed).bfloat16()
+    return x, torch.randint(-1, experts, (count, K), generator=seed), torch.rand(count, K, generator=seed)
+
+
+def slots(world_size: int, experts: int, expert: int) -> list[tuple[int, int]]:
+    chosen = [inputs(rank, experts)[1] for rank in range(world_size)]
+    return [(rank, token) for rank, ids in enumerate(chosen) for token in range(len(ids)) if expert in ids[token]]
+
+
+def quantised(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    groups = x.float().view(-1, 128)
+    amax = groups.abs().amax(1, keepdim=True).clamp(1e-4)
+    if format == "fp8":
+        return (groups * (448.0 / amax)).to(torch.float8_e4m3fn).view(H), (amax * (1 / 448.0)).view(-1)
+    scale = torch.exp2(torch.ceil(torch.log2(amax.double() / 448))).float()
+    codes, scale = (groups / scale).to(torch.float8_e4m3fn).view(H), scale.view(-1)
+    if format == "fp8_packed":
+        scale = (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)
+    return codes, scale
+
+
+def check_slots(received: LowLatencyReceived, rank: int, world_size: int, experts: int, format: str) -> None:
+    local = experts // world_size
+    for expert in range(local):
+        filled = slots(world_size, experts, rank * local + expert)
+        assert received.counts[expert] == len(filled)
+        assert received.handle.src_info[expert, : len(filled)].tolist() == [token for _, token in filled]
+        for source in range(world_size):
+            packed = int(received.handle.layout_range[expert, source])
+            mine = range(packed >> 32, (packed >> 32) + (packed & 0xFFFFFFFF))
+            assert [i for i, (rank, _) in enumerate(filled) if rank == source] == list(mine)
+        for slot, (source, token) in enumerate(filled):
+            x = inputs(source, experts)[0][token]
+            if format == "bf16":
+                assert torch.equal(received.x[expert, slot], x)
+                continue
+            codes, scales = quantised(x, format)
+            assert received.scales is not None
+            assert torch.equal(received.x[expert, slot].view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(received.scales[expert, slot], scales)
+
+
+def made(received: LowLatencyReceived, rank: int, experts: int, world_size: int) -> Tensor:
+    """What experts make of bf16 slots: each something of its own."""
+    first = rank * (experts // world_size)
+    factors = torch.arange(first + 1, first + 1 + len(received.x)).view(-1, 1, 1)
+    return (received.x.float() * factors).bfloat16()
+
+
+def sums(rank: int, experts: int) -> Tensor:
+    x, ids, weights = inputs(rank, experts)
+    result = torch.zeros(len(x), H)
+    for k in range(K):
+        rows = (x.float() * (ids[:, k : k + 1] + 1)).bfloat16().float()
+        result = torch.where(ids[:, k : k + 1] >= 0, result + weights[:, k : k + 1] * rows, result)
+    return result.bfloat16()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_tokens_go_to_the_slots_of_their_experts(world_size: int, format: str) -> None:
+    experts = 2 * world_size
+
+    def body(comm: antiphon.Communicator) -> None:
+        layer = ExpertParallel(comm, experts, H)
+        x, ids, _ = inputs(comm.rank, experts)
+        statistics = torch.full((2,), 5, dtype=torch.int32)
+        received = layer.dispatch_low_latency(x, ids, max_tokens=M, format=format, statistics=statistics)
+        assert received.x.shape == (2, world_size * M, H)
+        check_slots(received, comm.rank, world_size, experts, format)
+        assert torch.equal(statistics, received.counts + 5)
+
+    threads(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_experts_make_of_them_is_weighed_and_summed(world_size: int) -> None:
+    experts = 2 * world_size
+
+    def body(comm: antiphon.Communicator) -> None:
+        layer = ExpertParallel(comm, experts, H)
+        x, ids, weights = inputs(comm.rank, experts)
+        received = layer.dispatch_low_latency(x, ids, max_tokens=M)
+        out = torch.empty_like(x)
+        rows = made(received, comm.rank, experts, world_size)
+        result = layer.combine_low_latency(rows, ids, weights, received.handle, out=out)
+        assert result is out and torch.equal(out, sums(comm.rank, experts))
+
+    threads(world_size, body)
+
+
+def test_a_buffer_makes_deep_eps_low_latency_calls() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        size = deep_ep.Buffer.get_low_latency_rdma_size_hint(M, H, 2, 4)
+        buffer = deep_ep.Buffer(comm, 0, size, low_latency_mode=True, num_qps_per_rank=2)
+        buffer.clean_low_latency_buffer(M, H, 4)
+        x, ids, weights = inputs(comm.rank, 4)
+        for hook_wanted in (False, True):
+            rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+                x, ids, M, 4, use_fp8=False, async_finish=not hook_wanted, return_recv_hook=hook_wanted
+            )
+            assert (hook is not None) == hook_wanted
+            hook() if hook else event.current_stream_wait()
+            assert isinstance(rows, Tensor) and handle[2:] == (M, H, 4)
+            received = LowLatencyReceived(rows, None, counts, handle)
+            check_slots(received, comm.rank, 2, 4, "bf16")
+            buffer.get_next_low_latency_combine_buffer(handle)[:] = made(received, comm.rank, 4, 2)
+            result, _, hook = buffer.low_latency_combine(
+                torch.empty(0), ids, weights, handle, zero_copy=True, return_recv_hook=hook_wanted
+            )
+            hook() if hook else None
+            assert torch.equal(result, sums(comm.rank, 4))
+        packed, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, 4, round_scale=True, use_ue8m0=True)
+        codes, scales = packed
+        assert codes.dtype == torch.float8_e4m3fn and scales.dtype == torch.int32
+        assert scales.shape == (2, 2 * M, H // 512) and scales.stride(1) == 1
+        check_slots(LowLatencyReceived(codes, scales, counts, handle), comm.rank, 2, 4, "fp8_packed")
+
+    threads(2, body)
+
+
+def test_low_latency_arguments_are_refused_with_their_numbers() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        buffer = deep_ep.Buffer(comm, low_latency_mode=True)
+        x, ids, weights = inputs(0, 4)
+        with pytest.raises(ValueError, match="5 tokens; num_max_dispatch_tokens_per_rank is 4"):
+            buffer.low_latency_dispatch(x, ids, 4, 4)
+        with pytest.raises(ValueError, match="3 experts cannot be divided among 2 ranks"):
+            buffer.low_latency_dispatch(x, ids, M, 3)
+        with pytest.raises(TypeError, match="x must be torch.bfloat16, not torch.float32"):
+            buffer.low_latency_dispatch(x.float(), ids, M, 4)
+        with pytest.raises(ValueError, match="rows of 64 elements, which must be a multiple of 128"):
+            buffer.low_latency_dispatch(x[:, :64], ids, M, 4)
+        with pytest.raises(ValueError, match="use_ue8m0 needs round_scale"):
+            buffer.low_latency_dispatch(x, ids, M, 4, use_ue8m0=True)
+        with pytest.raises(ValueError, match="async_finish or return_recv_hook, not both"):
+            buffer.low_latency_dispatch(x, ids, M, 4, async_finish=True, return_recv_hook=True)
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, 4)
+        with pytest.raises(NotImplementedError, match="use_logfmt is not served"):
+            buffer.low_latency_combine(handle.new_rows(), ids, weights, handle, use_logfmt=True)
+        with pytest.raises(ValueError, match="zero_copy needs"):
+            buffer.low_latency_combine(x, ids, weights, handle, zero_copy=True)
+        with pytest.raises(ValueError, match=r"the rows must be of shape \[L, R·M, H\] = \[2, 12, 512\]"):
+            buffer.low_latency_combine(x, ids, weights, handle)
+
+    threads(2, body)
+
+
+def test_the_pages_low_latency_example_runs() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
+    _, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def body(comm: antiphon.Communicator) -> None:
+        names: dict[str, Any] = {
+            "experts": ExpertParallel(comm, 4, H),
+            "x": torch.ones(5, H).bfloat16(),
+            "ids": torch.tensor([[0, 3]] * 5),
+            "weights": torch.tensor([[0.25, 0.5]] * 5),
+            "my_experts": lambda x, scales, counts: (x.float() * scales.repeat_interleave(128, 2)).bfloat16(),
+        }
+        exec(program, names)
+        assert torch.allclose(names["x"].float(), torch.tensor(0.75))
+
+    threads(2, body)
+
+
+def on_host(received: LowLatencyReceived) -> LowLatencyReceived:
+    """What was received, in host memory."""
+    src_info, layout_range = (tensor.cpu() for tensor in received.handle[:2])
+    handle = type(received.handle)(src_info, layout_range, *received.handle[2:])
+    scales = None if received.scales is None else received.scales.cpu()
+    return LowLatencyReceived(received.x.cpu(), scales, received.counts.cpu(), handle)
+
+
+@CHECKS
+def slots_and_sums(comm: antiphon.Communicator, device: torch.device) -> None:
+    experts = 2 * comm.world_size
+    layer = ExpertParallel(comm, experts, H)
+    x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, experts))
+    for format in FORMATS:
+        received = layer.dispatch_low_latency(x, ids, max_tokens=M, format=format)
+        check_slots(on_host(received), comm.rank, comm.world_size, experts, format)
+        if format == "bf16":
+            rows = made(on_host(received), comm.rank, experts, comm.world_size).to(device)
+            result = layer.combine_low_latency(rows, ids, weights, received.handle)
+            assert torch.equal(result.cpu(), sums(comm.rank, experts))
+
+
+@CHECKS
+def graphs(comm: antiphon.Communicator, device: torch.device) -> None:
+    """A CUDA graph of both calls, replayed with other choices."""
+    if device.type == "cpu":
+        return
+    layer = ExpertParallel(comm, 4, H)
+    x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, 4))
+    layer.dispatch_low_latency(x, ids, max_tokens=M)  # makes what calls need
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        received = layer.dispatch_low_latency(x, ids, max_tokens=M)
+        result = layer.combine_low_latency(received.x, ids, weights, received.handle)
+    for shift in range(4):
+        ids.copy_((inputs(comm.rank, 4)[1] + shift) % 4)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = torch.zeros(x.shape, device=device)
+        for k in range(K):
+            expected = expected + weights[:, k : k + 1] * x.float()
+        assert torch.equal(result, expected.bfloat16())
+
+
+@pytest.mark.parametrize("name", list(CHECKS))
+@pytest.mark.parametrize("device, world_size", [pytest.param("cuda", 2, marks=pytest.mark.cuda)])
+def test_on_gpus(name: str, device: str, world_size: int) -> None:
+    harness.expect(__name__, name, device, world_size)
