@@ -1,5 +1,6 @@
 //! Programs of torch: a graph of ATen operators as JSON, which `antiphon.lowering` exports.
 
+mod compound;
 mod operator;
 mod spelling;
 

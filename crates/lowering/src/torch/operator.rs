@@ -1,5 +1,6 @@
 //! Operators of torch that this crate knows.
 
+use antiphon_operation::ReduceOp;
 use serde_json::Value as Json;
 
 use super::{Importer, Node, Result, Result_};
@@ -12,12 +13,12 @@ use crate::{
 };
 
 /// An argument as a tensor's name.
-fn tensor(arg: &Json) -> Option<&str> {
+pub(super) fn tensor(arg: &Json) -> Option<&str> {
     arg.as_object()?.get("value")?.as_str()
 }
 
 /// An argument as a number.
-fn number(arg: &Json) -> Option<f64> {
+pub(super) fn number(arg: &Json) -> Option<f64> {
     match arg.as_object() {
         Some(map) => map.get("number")?.as_str()?.parse().ok(),
         None => arg.as_f64(),
@@ -45,7 +46,7 @@ impl Importer {
             ["start" | "start_", ref rest @ ..] => self.start(at, node, rest, words[0] == "start_"),
             ["sync", ref rest @ ..] => self.sync(at, node, rest),
             ["fused"] => self.fused(at, node),
-            ["clamp"] => self.clamp(at, node),
+            _ if self.compound(at, node, &words)? => Ok(true),
             _ => {
                 let Some(kind) = self.kind(node, &words) else { return Ok(false) };
                 let tensors: Vec<&str> = node.args.iter().filter_map(tensor).collect();
@@ -129,28 +130,6 @@ impl Importer {
         })
     }
 
-    /// Two bounds are two operations.
-    fn clamp(&mut self, at: &str, node: &Node) -> Result<bool> {
-        let [out] = &node.outs[..] else { return Ok(false) };
-        let bound = |index: usize| node.args.get(index).and_then(number);
-        let (Some(x), Some(low), Some(high)) = (node.args.first().and_then(tensor), bound(1), bound(2))
-        else {
-            return Ok(false);
-        };
-        if !node.kwargs.is_empty() {
-            return Ok(false);
-        }
-        let value = self.value(at, x)?;
-        let name = format!("{}/low", node.name);
-        let binary = |op, bound| Kind::Binary { op, scalar: Some(bound), swapped: false };
-        let middle = Result_ { name: name.clone(), ty: out.ty.dense() };
-        self.add(at, name.clone(), binary(crate::Binary::Maximum, low), vec![value], vec![middle])?;
-        let value = self.value(at, &name)?;
-        let out = Result_ { name: out.name.clone(), ty: out.ty.clone() };
-        self.add(at, node.name.clone(), binary(crate::Binary::Minimum, high), vec![value], vec![out])?;
-        Ok(true)
-    }
-
     fn wait(&mut self, at: &str, node: &Node) -> Result<bool> {
         let ([arg], [out]) = (&node.args[..], &node.outs[..]) else { return Ok(false) };
         let Some(name) = tensor(arg) else { return Ok(false) };
@@ -169,7 +148,7 @@ impl Importer {
         }
     }
 
-    fn coll(&self, node: &Node, prim: &str, roles: &[&str], args: &[Json]) -> Option<Coll> {
+    pub(super) fn coll(&self, node: &Node, prim: &str, roles: &[&str], args: &[Json]) -> Option<Coll> {
         let mut coll = Coll::new(parse::<Prim>(prim)?, "");
         for (role, arg) in roles.iter().zip(args) {
             match *role {
@@ -179,10 +158,14 @@ impl Importer {
                 "sends" => coll.sends = Some(arg.as_array()?.iter().map(size).collect::<Option<_>>()?),
                 "receives" => coll.receives = Some(arg.as_array()?.iter().map(size).collect::<Option<_>>()?),
                 "gather" => coll.dims = Some([usize::try_from(arg.as_u64()?).ok()?, 0]),
+                // Of vLLM's, which gather along any dimension, those along the first.
+                "dim" if arg.as_i64() != Some(0) => return None,
                 "shard" => coll.dims = Some([coll.dims?[0], usize::try_from(arg.as_u64()?).ok()?]),
                 _ => {}
             }
         }
+        let reduces = matches!(coll.prim, Prim::AllReduce | Prim::ReduceScatter);
+        coll.red = if reduces { coll.red.or(Some(ReduceOp::Sum)) } else { None };
         let known = !coll.group.is_empty() && node.kwargs.is_empty();
         known.then_some(coll)
     }
@@ -217,11 +200,9 @@ impl Importer {
         };
         let site = roles.iter().position(|role| *role == "site").and_then(|index| rest.get(index));
         let ours = site.and_then(Json::as_str).is_some_and(|site| !site.is_empty());
-        let (true, Some(name), Some(mut coll)) = (ours, tensor(x), self.coll(node, prim, roles, rest)) else {
+        let (true, Some(name), Some(coll)) = (ours, tensor(x), self.coll(node, prim, roles, rest)) else {
             return Ok(false);
         };
-        let reduces = matches!(coll.prim, Prim::AllReduce | Prim::ReduceScatter);
-        coll.red = if reduces { coll.red } else { None };
         let value = self.value(at, name)?;
         let out = Result_ { name: out.name.clone(), ty: out.ty.dense() };
         self.add(at, node.name.clone(), Kind::Sync { coll }, vec![value], vec![out])?;
