@@ -1,5 +1,7 @@
-//! Gives the docstrings of `_core.pyi` to the compiled module, so that `help` shows what editors show: a macro `stub!` that has the
-//! text for each name, such as `stub!("Communicator.barrier")`.
+//! What the compiled module takes from its stub `_core.pyi`, so that it stands once:
+//!
+//! * the docstrings, so that `help` shows what editors show: `stub!("Handle")`, `stub!(Communicator.barrier)` is the text;
+//! * the keywords of the methods with many: `keywords!(method => define)` calls `define!` with them.
 
 use std::{env, fmt::Write as _, fs, path::Path};
 
@@ -9,13 +11,106 @@ fn main() {
     println!("cargo:rerun-if-changed={STUB}");
     println!("cargo:rerun-if-changed=build.rs");
     let stub = fs::read_to_string(STUB).unwrap_or_else(|error| panic!("{STUB}: {error}"));
-    let mut rules = String::new();
+    let mut texts = String::new();
     for (name, text) in docstrings(&stub) {
-        writeln!(rules, "    ({name:?}) => {{ {text:?} }};").expect("strings take everything");
+        writeln!(texts, "    ({name:?}) => {{ {text:?} }};").expect("strings take everything");
+        if name.contains('.') {
+            writeln!(texts, "    ({name}) => {{ {text:?} }};").expect("strings take everything");
+        }
     }
+    let fused = keywords(&stub, "all_reduce_fused");
+    let rms_norm = keywords(&stub, "all_reduce_rms_norm");
+    let same = rms_norm.iter().filter(|keyword| fused.contains(keyword));
+    let same: Vec<&str> = same.filter_map(Keyword::name).collect();
+    let rules = format!(
+        "    (all_reduce_fused => $define:ident) => {{ $define! {{ {} }} }};\n    \
+         (all_reduce_rms_norm => $define:ident) => {{ $define! {{ {} [{}] }} }};\n",
+        definition(&fused),
+        definition(&rms_norm),
+        same.join(" ")
+    );
+    let text = format!("macro_rules! stub {{\n{texts}}}\nmacro_rules! keywords {{\n{rules}}}\n");
     let folder = env::var_os("OUT_DIR").expect("cargo sets it");
-    let text = format!("macro_rules! stub {{\n{rules}}}\n");
     fs::write(Path::new(&folder).join("stub.rs"), text).expect("the folder is for this");
+}
+
+/// A parameter of a method, as the stub writes it.
+#[derive(PartialEq)]
+enum Keyword<'a> {
+    Named {
+        name: &'a str,
+        annotation: &'a str,
+        default: Option<&'a str>,
+    },
+    /// The `*` behind which arguments have names.
+    Star,
+}
+
+impl<'a> Keyword<'a> {
+    fn new(line: &'a str) -> Self {
+        let Some((name, rest)) = line.split_once(": ") else { return Self::Star };
+        match rest.split_once(" = ") {
+            Some((annotation, default)) => Self::Named { name, annotation, default: Some(default) },
+            None => Self::Named { name, annotation: rest, default: None },
+        }
+    }
+
+    fn name(&self) -> Option<&'a str> {
+        match self {
+            Self::Named { name, .. } => Some(name),
+            Self::Star => None,
+        }
+    }
+
+    /// As PyO3's signature has it.
+    fn signature(&self) -> String {
+        match self {
+            Self::Star => "*".into(),
+            Self::Named { name, default: None, .. } => (*name).into(),
+            Self::Named { name, default: Some(value), .. } => {
+                let value = match *value {
+                    "True" => "true",
+                    "False" => "false",
+                    value => value,
+                };
+                format!("{name} = {value}")
+            }
+        }
+    }
+
+    /// As a field or a parameter in Rust.
+    fn field(&self) -> Option<String> {
+        let Self::Named { name, annotation, .. } = self else { return None };
+        let of_rust = match *annotation {
+            "bool" => "bool",
+            "float" => "f32",
+            "int" => "usize",
+            "int | None" if *name == "stream" => "Option<RawStream>",
+            "int | None" => "Option<usize>",
+            "Quantize | None" | "Algorithm | None" => "Option<&'a str>",
+            "_Array" => "Array<'a, 'py>",
+            "_Array | None" | "float | _Array | None" | "ScaleLayout | int | None" => "Given<'a, 'py>",
+            other => panic!("{STUB}: {name} is {other}, of which build.rs does not know the type in Rust"),
+        };
+        Some(format!("{name}: {of_rust},"))
+    }
+}
+
+/// The parameters of a method behind `self`, one a line in the stub.
+fn keywords<'a>(stub: &'a str, method: &str) -> Vec<Keyword<'a>> {
+    let start = stub.find(&format!("    def {method}(\n")).expect("the stub has the method");
+    let lines = stub[start..].lines().skip(2).map(str::trim);
+    lines
+        .take_while(|line| !line.starts_with(')'))
+        .map(|line| Keyword::new(line.trim_end_matches(',')))
+        .collect()
+}
+
+/// The signature, then the fields.
+fn definition(keywords: &[Keyword<'_>]) -> String {
+    let signature: Vec<String> = keywords.iter().map(Keyword::signature).collect();
+    let fields: Vec<String> = keywords.iter().filter_map(Keyword::field).collect();
+    format!("({}) [{}]", signature.join(", "), fields.join(" "))
 }
 
 /// The names with their texts: classes, functions, and methods as `Class.method`.

@@ -1,9 +1,9 @@
 #![forbid(unsafe_code)]
 //! # Antiphon: the communication layer of LLM training and inference
 //!
-//! An antiphon is music sung by two choirs in answer to each other. This library moves tensors between ranks in answer
-//! to each other: all-reduce and the other collectives, symmetric memory, groups, messages. Ranks are processes of one
-//! machine that share memory, with or without a GPU each (or threads, for tests).
+//! The library moves tensors between ranks: it has all-reduce and the other collectives, symmetric memory, groups and
+//! messages. Ranks are processes of one machine that share memory, with or without a GPU each, or threads for tests.
+//! (An antiphon is music that two choirs sing in answer to each other.)
 //!
 //! ```
 //! use antiphon::prelude::*;
@@ -17,7 +17,7 @@
 //! assert_eq!(sums[0].as_ref().unwrap(), &2.5);
 //! ```
 //!
-//! On GPUs the same operations go into a stream, wait for nothing on the host, and may be captured in a graph:
+//! On GPUs the same operations are enqueued in a stream, do not block the host, and may be captured in a graph:
 //!
 //! ```no_run
 //! use antiphon::prelude::*;
@@ -28,41 +28,42 @@
 //!
 //! let mut memory = cuda::DeviceMemory::allocate(&context, 4 << 20)?;
 //! let gradient = memory.view_mut(DType::F32, &[1 << 20])?;
-//! // SAFETY: nobody else uses the memory, which lives until the stream is done.
+//! // SAFETY: no other work uses the memory, which lives until the stream has finished.
 //! unsafe { collectives.all_reduce_in_place(gradient, ReduceOp::Avg, &stream) }?;
 //! stream.borrow().synchronize()?;
-//! collectives.check()?; // a lost peer, a deadline or a disagreement comes out here, or in the next call
+//! collectives.check()?; // reports a lost peer, a deadline or a mismatch, as the next call would
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! ## Chapters
 //!
-//! 1. **Meeting.** A [`Communicator`](fabric::Communicator) is a rank's end of a world. It comes from the environment
-//!    ([`from_env`](fabric::Communicator::from_env)), from a path, or through a channel you already have
-//!    ([`builder`](fabric::Communicator::builder)); [`fabric::rendezvous`] says how ranks find and trust each other.
-//! 2. **Collectives.** [`Collectives`](collectives::Collectives) are the operations,
-//!    [`NonBlocking`](collectives::NonBlocking) the forms that return a handle;
-//!    [`collectives::all_reduce`] explains the algorithms and how one is chosen, [`collectives::fusion`] what can be done
-//!    with a sum in the same call: residual, RMS norm, quantisation, mixtures of experts.
-//! 3. **Tensors.** [`tensor`] has the dtypes with their exact conversions, and views of anybody's memory.
-//! 4. **Who is where.** [`topology`] computes groups for tensor, pipeline, context and expert parallelism.
+//! 1. **Joining a world.** A [`Communicator`](fabric::Communicator) connects a rank to its world. It is made from the
+//!    environment ([`from_env`](fabric::Communicator::from_env)), from a path, or through a channel of the caller
+//!    ([`builder`](fabric::Communicator::builder)); [`fabric::rendezvous`] describes how ranks find and authenticate each other.
+//! 2. **Collectives.** [`Collectives`](collectives::Collectives) has the operations, and
+//!    [`NonBlocking`](collectives::NonBlocking) their forms that return a handle. [`collectives::all_reduce`] explains the
+//!    algorithms and the choice among them. [`collectives::fusion`] fuses an all-reduce with the steps that follow it:
+//!    residual, RMS norm, quantisation, mixtures of experts.
+//! 3. **Tensors.** [`tensor`] has the dtypes with their exact conversions, and views of borrowed memory.
+//! 4. **Groups.** [`topology`] computes groups for tensor, pipeline, context and expert parallelism.
 //! 5. **Memory that all ranks see.** [`create_shared_buffer`](fabric::Communicator::create_shared_buffer).
-//! 6. **GPUs.** [`cuda`] has the collectives between them and what it takes to use them, [`nccl`] the same through NCCL.
+//! 6. **GPUs.** [`cuda`] has the collectives between GPUs, their devices, memory and streams. [`nccl`] has the same
+//!    collectives through NCCL.
 //! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which is proved and simulated before the
-//!    [`executor`] runs it. The usual ones are in its [`library`](language::library).
-//! 8. **Mixtures of experts.** [`moe`] brings tokens to the ranks of their experts, and combines what those made of them.
-//! 9. **Below.** [`device`] holds the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the table of
-//!    what the operations are, [`tuning`] those of what is fastest.
+//!    [`executor`] runs it. The usual algorithms are in its [`library`](language::library).
+//! 8. **Mixtures of experts.** [`moe`] sends tokens to the ranks of their experts, and combines the experts' results.
+//! 9. **Lower layers.** [`device`] has the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the table of
+//!    operations; [`tuning`] the tables of measured times.
 //!
 //! ## Promises
 //!
 //! * **Same bits.** Reductions accumulate in f32 (f64 for f64, wrapping i64 for integers) in ascending rank order and
 //!   round once: every rank and every algorithm gives the same bits.
-//! * **Nothing hangs for ever.** A lost peer, a mismatched call or a missed deadline is an error that names the rank, the
-//!   operation and what was seen.
-//! * **Nothing is left behind.** Shared memory has no name; a killed process leaves no file.
-//! * **Nothing on the hot path.** After its first call a collective allocates nothing and takes no lock
-//!   (messages and the background take one).
+//! * **No call hangs.** A lost peer, a mismatched call or a missed deadline is an error that names the rank, the
+//!   operation and the observed state.
+//! * **No leftovers.** Shared memory has no name; a killed process leaves no file.
+//! * **No overhead on the hot path.** After its first call a collective allocates nothing and takes no lock
+//!   (messages and background operations take one).
 
 pub use antiphon_collectives as collectives;
 pub use antiphon_device as device;

@@ -1,13 +1,13 @@
-//! The command `antiphon` as a library: [`main`] is all of it, for its binary and for `python -m antiphon`; tests reach
-//! the parts.
+//! The command `antiphon` as a library. [`main`] is the whole command, for its binary and for `python -m antiphon`; the
+//! modules are public for tests.
 //!
-//! * [`launch`] starts a program on every rank and watches over it; [`run`] is the command around it.
-//! * [`mod@bench`] verifies and times collectives; [`tune`] finds out which algorithm is fastest at which size.
-//! * [`plan`] has the tools around execution plans; [`lower`] those around compilers' graphs.
-//! * [`doctor`] says what this machine can do and what it lacks.
-//! * [`report`] shows measured rows as a table, a JSON file and a plot.
+//! * [`launch`] starts a program on every rank and supervises it; [`run`] is its command.
+//! * [`mod@bench`] verifies and times collectives; [`tune`] measures which algorithm is fastest at which size.
+//! * [`plan`] has the tools for execution plans; [`lower`] those for compilers' graphs.
+//! * [`doctor`] reports the features that this machine supports, and those that it lacks.
+//! * [`report`] writes measured rows as a table, a JSON file and a plot.
 //! * [`sizes`] reads message sizes such as `1K..64M`.
-//! * [`machine`] reads what Linux tells about the machine.
+//! * [`machine`] reads the machine's properties from Linux.
 
 use std::ffi::OsString;
 

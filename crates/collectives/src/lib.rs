@@ -1,6 +1,6 @@
-//! # antiphon-collectives: what ranks do together
+//! # antiphon-collectives: the collective operations
 //!
-//! [`Collectives`] gives a [`Communicator`] its collective operations. Tensors are slices, vectors or
+//! The trait [`Collectives`] gives a [`Communicator`] its collective operations. Tensors are slices, vectors or
 //! [`TensorView`](antiphon_tensor::TensorView)s of host memory, of any dtype, any length and any alignment, but
 //! contiguous.
 //!
@@ -20,18 +20,19 @@
 //! ## The same bits everywhere
 //!
 //! A reduction accumulates in f32 (f64 for f64, wrapping i64 for integers) in ascending rank order and rounds once;
-//! a NaN result is the canonical one. So every rank gets the same bits, from every algorithm, however the data is cut.
+//! every NaN result is the canonical NaN. So all ranks get the same bits, from every algorithm and every division of the data.
 //!
 //! ## Calls that do not match
 //!
-//! Each rank says with every packet what it is doing. When one calls `all_reduce` of 7 elements and another of 8, or
-//! `broadcast`, every rank gets an error that shows both calls. Collectives synchronise: none returns on any rank before
-//! all ranks have begun it.
+//! Every packet contains the signature of its call. When one rank calls `all_reduce` of 7 elements and another `all_reduce` of
+//! 8, or `broadcast`, every rank gets an error that shows both calls. Collectives synchronise: a call returns on a rank only
+//! after all ranks have begun it.
 //!
-//! ## Reading on
+//! ## Modules
 //!
-//! [`all_reduce`] tells of the algorithms and how one is chosen, [`fusion`] of what can be done with a sum in the same call,
-//! [`mixed`] what goes through groups of tensor and data parallel ranks at once, [`gather_scatter`] of all the others.
+//! [`all_reduce`] explains its algorithms and the choice among them. [`fusion`] fuses an all-reduce with the steps that follow
+//! it. [`mixed`] combines collectives of tensor and data parallel groups in one call. [`gather_scatter`] has all other
+//! operations.
 
 mod algorithm_table;
 pub mod all_reduce;

@@ -1,8 +1,8 @@
-//! # antiphon-executor: plans at work
+//! # antiphon-executor: the execution of plans
 //!
-//! A [`Plan`](antiphon_plan::Plan) says what every thread block of every rank does. [`LoadedPlan`] does it, on a
-//! communicator, as often as it is told to, with tensors of any size and dtype that the plan serves. [`AlgorithmCollection`] has
-//! several, and takes the one that serves a call.
+//! A [`Plan`](antiphon_plan::Plan) lists the operations of every thread block of every rank. A [`LoadedPlan`] executes them on
+//! a communicator, any number of times, with tensors of every size and dtype that the plan supports. An
+//! [`AlgorithmCollection`] has several plans, and chooses one that supports the call.
 //!
 //! ```
 //! use antiphon_executor::{ExecutorError, LoadedPlan, Options};
@@ -26,30 +26,29 @@
 //! # Ok::<(), antiphon_plan::PlanError>(())
 //! ```
 //!
-//! ## What a call costs
+//! ## The cost of a call
 //!
-//! Loading compares the plan between ranks and allocates its signals; the first call of a size compiles the plan for it
-//! and makes room. Later calls allocate nothing. Ranks meet once before a call and once after it (two rounds), in which
-//! calls that do not match are noticed. Between the two they do what the plan says, and nothing else.
+//! Loading compares the plan between ranks and allocates its signals. The first call of a size compiles the plan for this size
+//! and allocates memory; later calls allocate nothing. Ranks synchronise once before a call and once after it (two rounds),
+//! in which they detect calls that do not match. Between the rounds they execute only the plan's operations.
 //!
-//! Tensors in symmetric memory ([`create_shared_buffer`](antiphon_fabric::Communicator::create_shared_buffer)) are read
-//! and written by all ranks where they are. Of other tensors, those chunks that the plan lets *other* ranks touch are
-//! copied through symmetric memory, once on the way in and once on the way out; a large message goes in slices that stay in
-//! the cache meanwhile.
+//! All ranks access tensors in symmetric memory
+//! ([`create_shared_buffer`](antiphon_fabric::Communicator::create_shared_buffer)) in place. Of other tensors, the chunks that *other* ranks access are copied through symmetric memory, once before and
+//! once after the plan's operations. A large message is divided into slices that stay in the cache.
 //!
 //! ## Numerics
 //!
-//! A plan decides in which order contributions are combined. Each of its reductions combines its sources in the order in
-//! which the plan lists them, in f32 (f64 for f64, wrapping for integers), and rounds once; NaN is canonical. So a plan that
+//! A plan determines the order in which contributions are combined. Each of its reductions combines its sources in the order in
+//! which the plan lists them, in f32 (f64 for f64, wrapping for integers), and rounds once; a NaN result is the canonical NaN. So a plan that
 //! reduces all contributions in one operation in rank order gives the bits of
-//! `antiphon-collectives`; one that goes round a ring rounds at every hop. Either way every call gives the same bits.
+//! `antiphon-collectives`; a plan that reduces along a ring rounds at every hop. In both cases all calls give the same bits.
 //!
-//! ## What can go wrong
+//! ## Failures
 //!
-//! Every wait has the communicator's deadline and looks for lost peers: [`ExecutorError::Stuck`] names the rank, the thread
-//! block and the operation, what it waited for and what it saw. Only plans that are proved
-//! run ([`VerifiedPlan`](antiphon_plan::verify::VerifiedPlan)), and launches are no larger than the proof; apart from that, no
-//! access leaves its buffer, which is checked when a plan is loaded and when it is compiled for a size.
+//! Every wait has the communicator's deadline and detects lost peers: [`ExecutorError::Stuck`] names the rank, the thread
+//! block and the operation, the awaited state and the observed state. Only proved plans run
+//! ([`VerifiedPlan`](antiphon_plan::verify::VerifiedPlan)), in launches of sizes that the proof covers. In addition, no
+//! access leaves its buffer: this is checked when a plan is loaded and when it is compiled for a size.
 
 #![warn(missing_docs)]
 

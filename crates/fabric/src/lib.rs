@@ -1,32 +1,32 @@
-//! # antiphon-fabric: ranks that meet, remember and signal
+//! # antiphon-fabric: communicators, symmetric memory and signals
 //!
-//! A *world* is a number of ranks (processes, or threads) that act together. This crate brings them together and
-//! gives them what every collective operation is made of:
+//! A *world* is a number of ranks (processes, or threads) that work together. This crate connects the ranks and
+//! has the parts of which every collective operation consists:
 //!
-//! 1. **Meeting** ([`rendezvous`]). Ranks find each other through torchrun's environment, a path, or any channel the
-//!    caller has, and prove to each other that they belong together.
-//! 2. **Memory**. All ranks map one piece of anonymous shared memory, in which each has a region of its own:
+//! 1. **Rendezvous** ([`rendezvous`]). Ranks find each other through torchrun's environment, a path, or a channel of the
+//!    caller, and prove to each other that they know the world's secret.
+//! 2. **Memory**. All ranks map one piece of anonymous shared memory, in which each rank has a region of its own:
 //!    mailboxes, message rings, and an arena of symmetric buffers
 //!    ([`Communicator::create_shared_buffer`]) that lie at the same offset on every rank.
-//! 3. **Signals**. In a *round* ([`Rounds`]) every rank posts a packet and waits for everybody's; in a *message* one
-//!    rank sends to another. A packet's stamp is written with release order and polled with acquire order, and data up
-//!    to 40 bytes shares its cache line, so that one line carries everything.
-//! 4. **The [`Communicator`]** that holds all this, with barriers, object exchange, splitting into groups, and a
-//!    background for non-blocking work.
-//! 5. **The [engine of the GPUs](gpu)**, which runs families of kernels that crates above write.
+//! 3. **Signals**. In a *round* ([`Rounds`]) every rank posts a packet and waits for the packets of all ranks; in a
+//!    *message* one rank sends to another. A packet's stamp is written with release order and polled with acquire order.
+//!    Data of up to 40 bytes is in the stamp's cache line, so that one line carries the whole packet.
+//! 4. **The [`Communicator`]**, which holds these parts, with barriers, object exchange, splitting into groups, and a
+//!    background thread for non-blocking operations.
+//! 5. **The [engine of the GPUs](gpu)**, which runs the kernel families of higher crates.
 //!
-//! ## What is promised
+//! ## Guarantees
 //!
-//! *Nothing hangs.* Every wait has a deadline, and looks about every millisecond whether a peer has died, left or
-//! given up; the error names the rank and the operation. *Nothing is confused.* Each packet carries the
-//! [`Signature`] of the call it belongs to, and each rank compares it with its own before it touches the data. The cost
-//! is two words in a cache line that travels anyway. *Nothing is left behind.* The memory has no name; a killed rank
-//! leaves no file (but for the socket at a path, if rank 0 is killed while ranks meet there; the next run reclaims it).
+//! *No call hangs.* Every wait has a deadline, and checks about every millisecond whether a peer has died, left or
+//! given up; the error names the rank and the operation. *Calls are never confused.* Each packet carries the
+//! [`Signature`] of its call, and each rank compares it with its own before it accesses the data. The cost
+//! is two words in a cache line that is transferred anyway. *No leftovers.* The memory has no name; a killed rank
+//! leaves no file, except a socket at a path if rank 0 is killed during the rendezvous; the next run reclaims it.
 //!
-//! *A loss is not the end.* Who is left goes on by [`Communicator::shrink`], which takes milliseconds and no new meeting;
-//! [`Monitor::abort`] ends the waits of all ranks from any thread. *A job that hangs can be asked.* A rank that waits and is sent
-//! SIGUSR1 says on standard error in which call, since when and for whom, and what those ranks do; a program that has its own
-//! handler keeps it.
+//! *Surviving ranks can continue* by [`Communicator::shrink`], which takes milliseconds and no new rendezvous.
+//! [`Monitor::abort`] ends the waits of all ranks from any thread. *A hanging job can be inspected.* On SIGUSR1 a waiting rank
+//! reports on standard error its call, the duration of its wait, the ranks that it waits for, and what those ranks do. A
+//! program with its own handler of SIGUSR1 keeps it.
 //!
 //! ```
 //! use antiphon_fabric::{FabricError, LocalWorld};

@@ -1,8 +1,8 @@
 //! Collective algorithms as programs.
 //!
 //! A [`Program`] is written call by call: its [`Rank`]s have buffers, channels connect them ([`MemoryChannel`],
-//! [`PortChannel`], [`SwitchChannel`]), and each operation says which thread block does it. [`Program::plan`] makes the
-//! execution plan of it. The vocabulary is that of MSCCL++ 0.9.0's `mscclpp.language`, the plans are the same.
+//! [`PortChannel`], [`SwitchChannel`]), and each operation names the thread block that does it. [`Program::plan`] makes the
+//! program's execution plan. The terms are those of MSCCL++ 0.9.0's `mscclpp.language`, and the plans are the same.
 //!
 //! An all-gather of two ranks, each of which writes its part into the other's output:
 //!
@@ -31,7 +31,7 @@
 //!
 //! The usual algorithms are in the [`library`].
 //!
-//! [`DataSync`] says on which sides of a signal, wait, flush, acquire or release the threads of the block meet.
+//! [`DataSync`] sets on which sides of a signal, wait, flush, acquire or release the threads of the block synchronise.
 
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]

@@ -1,8 +1,8 @@
-//! Collectives in a compiler's graph: fused with what follows, made one where they are the same, ordered and placed, and all
-//! of it proved.
+//! Rewrites of the collectives in a compiler's graph, with proofs: collectives are fused with the operations that follow
+//! them, merged, ordered and placed in memory.
 //!
-//! A tensor-parallel layer sums over its ranks, adds a residual and norms. Compilers see a collective there, a wait, and a
-//! row of unrelated operations. This crate sees one call ([`Kind::Fused`]), which `antiphon-collectives` has.
+//! A tensor-parallel layer sums over its ranks, adds a residual and computes a norm. Compilers treat these as a collective, a
+//! wait and unrelated operations. This crate replaces them by one call ([`Kind::Fused`]) of `antiphon-collectives`.
 //!
 //! ```
 //! use antiphon_lowering::{Costs, Graph, Options, World, check, lower};
@@ -29,17 +29,17 @@
 //! let lowered = lower(&graph, &world, &Costs::of(world.device), &Options::default());
 //! assert_eq!(lowered.graph.ops.len(), 4); // three inputs, and one call
 //! assert_eq!(check(&graph, &lowered.plan, &lowered.graph), []);
-//! println!("{}", lowered.report); // what was done, what not and why
+//! println!("{}", lowered.report); // the rewrites, and the reasons for those that were not made
 //! # Ok::<(), antiphon_lowering::LoweringError>(())
 //! ```
 //!
 //! | | |
 //! | --- | --- |
 //! | a program | [`Graph`]: its [text](Graph::from_text), its [JSON](Graph::from_json), [torch's](Graph::from_torch) |
-//! | whether it makes sense | [`verify()`] |
-//! | what is made of it | [`lower()`], by [`Options`] and [`Costs`], with a [`Plan`] and a [`Report`] |
-//! | whether that is the same program | [`check()`], [`race::detect`] |
-//! | what it computes | [`interpret()`] |
+//! | its validity | [`verify()`] |
+//! | its rewriting | [`lower()`], by [`Options`] and [`Costs`], with a [`Plan`] and a [`Report`] |
+//! | the proof that two programs are equal | [`check()`], [`race::detect`] |
+//! | its results | [`interpret()`] |
 
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]

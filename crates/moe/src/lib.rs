@@ -1,15 +1,15 @@
 //! # antiphon-moe: mixtures of experts
 //!
-//! Experts are spread over ranks: of `E` experts among `R` ranks, rank `r` owns `L = E / R`, from `r · L` on. Each rank has
-//! `T` tokens (every rank a number of its own), rows of `H` elements, and each token chooses `K` experts. *Dispatch* brings
-//! every token to the ranks of its experts, once to each rank however many of its experts live there. *Combine* brings what
-//! those ranks made of it back, and sums it.
+//! Experts are distributed over ranks: of `E` experts, each of `R` ranks owns `L = E / R`, and rank `r` owns those from `r · L`
+//! on. Each rank has `T` tokens, which are rows of `H` elements; `T` may differ between ranks. Each token chooses `K` experts.
+//! *Dispatch* sends every token to the ranks of its experts: once to each rank, even if several of its experts are there.
+//! *Combine* sends the results for a token back to its rank, and sums them.
 //!
 //! [`Moe`] does both, in four steps:
 //!
 //! 1. [`layout()`] counts: which tokens go to which rank, how many tokens each expert gets.
-//! 2. [`Moe::notify`] tells all ranks, and gives a [`Handle`]: how many rows come, and from whom.
-//! 3. [`Moe::dispatch`] moves the rows, as often as the handle is used.
+//! 2. [`Moe::notify`] exchanges the counts, and returns a [`Handle`] with the number of rows that each rank sends.
+//! 3. [`Moe::dispatch`] moves the rows. A handle may be used any number of times.
 //! 4. [`Moe::combine`] moves rows back along the same handle, and sums them.
 //!
 //! ```
@@ -42,14 +42,15 @@
 //!
 //! ## Orders and bits
 //!
-//! Rows arrive in the order of their source rank, then of their token. Combine starts with the first of the biases and of
-//! the rows in rank order, adds the others in that order in f32 (f64 of f64), and rounds once; a NaN is the canonical one; a
-//! token that went nowhere, without a bias, is +0. So all bits are the same on every backend, and for any size of the region.
+//! Received rows are ordered by their source rank, then by their token. The terms of a combined sum are the biases, then the
+//! rows in rank order. Combine begins with the first term, adds the others in this order in f32 (f64 for f64), and rounds once.
+//! Every NaN result is the canonical NaN. A token without experts and without a bias is +0. So the results have the same bits
+//! on every backend, and for every size of the region.
 //!
 //! ## Memory
 //!
-//! Rows travel through a *region* of symmetric memory of each rank, of [`MoeConfig::region_bytes`]. What exceeds it goes
-//! through its two halves in pieces, so there is no limit on `T`, and nothing ever grows.
+//! Rows are sent through each rank's *region* of symmetric memory, of [`MoeConfig::region_bytes`]. Larger data is sent in
+//! pieces through the two halves of the region, so `T` is not limited, and no memory grows.
 
 pub mod cuda;
 mod error;

@@ -1,10 +1,10 @@
 #![forbid(unsafe_code)]
-//! What an operation between ranks is, apart from how it is done.
+//! The operations between ranks, independent of their implementation.
 //!
-//! [`Operation`] is a table with a [`Row`] for each operation. From its row follow the texts of errors, the check of a
-//! call's tensors, the shape of an output that the caller did not give, the buffers and the bandwidth of a benchmark.
-//! A [`Call`] is an operation with its arguments, but for the tensors; a [`Layout`] says which elements of a tensor go to, or
-//! come from, which rank.
+//! [`Operation`] is a table with a [`Row`] for each operation. The row determines the texts of errors, the check of a
+//! call's tensors, the shape of an output that the caller did not give, and the buffers and the bandwidth of a benchmark.
+//! A [`Call`] is an operation with its arguments except the tensors. A [`Layout`] lists the elements of a tensor that go to,
+//! or come from, each rank.
 //!
 //! ```
 //! use antiphon_operation::{Operation, ReduceOp};

@@ -1,16 +1,16 @@
-//! The execution plan of a collective algorithm: what every thread block of every rank does.
+//! The execution plan of a collective algorithm: the operations of every thread block of every rank.
 //!
-//! A plan says in terms of *chunks* who copies, sends, reduces, signals and waits. It does not say how large a chunk is:
-//! that follows from the message, so one plan serves many sizes. Programs are written with `antiphon-language` and become
-//! plans; executors run them. Between the two stands this crate, which knows what plans mean and runs nothing:
+//! A plan's operations copy, send and reduce *chunks*, signal and wait. The size of a chunk follows from the message, so one
+//! plan serves many sizes. Programs written with `antiphon-language` become plans, and executors run plans. This crate defines
+//! the meaning of plans and runs nothing:
 //!
-//! * [`Plan`] is plain data. Every number in it that names something is typed ([`Rank`], [`ChannelIndex`], …).
+//! * [`Plan`] is plain data. Every number in it that refers to an object is typed ([`Rank`], [`ChannelIndex`], …).
 //! * [`Plan::from_json`] and [`Plan::to_json`] read and write the format of MSCCL++ 0.9.0 (`ExecutionPlan`).
-//! * [`Block`] answers what an operation's numbers stand for: which peer, whose buffer, which bytes ([`Block::accesses`]).
-//!   [`Wiring`] says which channel is whose counterpart.
-//! * [`passes`] make of what a program asks for what thread blocks do: fused, ordered, replicated.
-//! * [`simulate`](mod@simulate) tells how long a plan takes on a cluster; [`picture`] draws that as a page.
-//! * [`Extent`] says where chunks begin in bytes, for a message.
+//! * [`Block`] resolves an operation's numbers to peers, buffers and chunks ([`Block::accesses`]).
+//!   [`Wiring`] finds the counterpart of each channel.
+//! * [`passes`] fuse, order and replicate the operations of a program.
+//! * [`simulate`](mod@simulate) predicts the time of a plan on a cluster; [`picture`] draws the prediction as a page.
+//! * [`Extent`] computes the offsets of chunks in bytes, for a message.
 //!
 //! ```
 //! use antiphon_plan::Plan;

@@ -26,8 +26,11 @@ pub(crate) struct Prepared<'py> {
 /// The input and the output, as far as there are any.
 pub(crate) type Operands = [Option<Operand>; 2];
 
-/// An array that the caller gave, as the argument of this name.
-pub(crate) type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+/// An array that the caller must give.
+pub(crate) type Array<'a, 'py> = &'a Bound<'py, PyAny>;
+
+/// An array that the caller may give, or an operator.
+pub(crate) type Given<'a, 'py> = Option<Array<'a, 'py>>;
 
 /// An operation that reads one array and writes another, on rank `rank` of `world_size`. An array that the caller did not give
 /// gets the shape that follows from the input's. Counts are of rows.
@@ -158,13 +161,19 @@ fn lie_in_place(what: &What, read: &Tensor, write: &Tensor, rank: usize, world_s
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Count(pub(crate) usize);
 
+impl TryFrom<i64> for Count {
+    type Error = PyErr;
+
+    fn try_from(number: i64) -> PyResult<Self> {
+        usize::try_from(number).map(Self).map_err(|_| PyValueError::new_err(format!("{number} is negative")))
+    }
+}
+
 impl<'py> FromPyObject<'_, 'py> for Count {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let number: i64 = object.extract()?;
-        let negative = |_| PyValueError::new_err(format!("{number} is negative"));
-        usize::try_from(number).map(Self).map_err(negative)
+        object.extract::<i64>()?.try_into()
     }
 }
 
@@ -172,14 +181,12 @@ impl<'py> FromPyObject<'_, 'py> for Count {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tag(pub(crate) u32);
 
-impl<'py> FromPyObject<'_, 'py> for Tag {
+impl TryFrom<i64> for Tag {
     type Error = PyErr;
 
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let number: i64 = object.extract()?;
-        let outside =
-            |_| PyValueError::new_err(format!("the tag {number} is not between 0 and {}", u32::MAX));
-        u32::try_from(number).map(Self).map_err(outside)
+    fn try_from(number: i64) -> PyResult<Self> {
+        let text = || format!("the tag {number} is not between 0 and {}", u32::MAX);
+        u32::try_from(number).map(Self).map_err(|_| PyValueError::new_err(text()))
     }
 }
 

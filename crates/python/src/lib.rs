@@ -1,21 +1,21 @@
-//! The Python module `antiphon._core`: the crates of Antiphon as Python sees them.
+//! The Python module `antiphon._core`: the bindings of Antiphon's crates.
 //!
-//! Here is conversion and error mapping only. What a call does is in the crates below; how it looks to a user is in
-//! `python/antiphon/`, whose stub `_core.pyi` documents this module.
+//! This crate has only conversions and the mapping of errors. The crates below implement the calls. `python/antiphon/` is the
+//! package for users; its stub `_core.pyi` documents this module.
 //!
 //! * `operand` finds the memory of any array: the buffer protocol, DLPack's C exchange API, DLPack.
 //! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
 //!   `call` is one collective as a value, which can be run at once or started, and `fused` a fused all-reduce.
-//! * `communicator`, `handle`, `shared`, `mapping` and `mixed` are the classes; `communicator/plan` has execution plans.
-//! * `cuda` puts collectives into streams of GPUs.
+//! * `communicator`, `handle`, `shared`, `mapping` and `mixed` have the classes; `communicator/plan` has execution plans.
+//! * `cuda` enqueues collectives in streams of GPUs.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
 //! * `lowering` has compilers' graphs, for `antiphon.lowering`.
 //! * `moe` has mixtures of experts.
-//! * `comm` is what `antiphon.comm` asks for besides.
-//! * `error` says which exception an error becomes, `interrupt` how Ctrl-C ends a wait, and `fork` what a
-//!   forked child must not use.
+//! * `comm` has further functions for `antiphon.comm`.
+//! * `error` maps errors to exceptions, `interrupt` ends waits on Ctrl-C, and `fork` detects the use of a parent's objects
+//!   in a forked child.
 
-// The macro `stub!`: the docstrings of `_core.pyi`, see build.rs.
+// The macros `stub!` and `keywords!`: docstrings and keywords from `_core.pyi`, see build.rs.
 include!(concat!(env!("OUT_DIR"), "/stub.rs"));
 
 mod arguments;

@@ -1,9 +1,9 @@
 #![forbid(unsafe_code)]
-//! # antiphon-sass: what kernels were compiled to
+//! # antiphon-sass: the machine code of kernels
 //!
-//! For tests, on machines without a GPU: a kernel that spills registers, that loads byte by byte what was meant as a
-//! vector, or that fuses what must be rounded twice, still gives results, only slower or with other bits. Its machine
-//! code (SASS) shows it. A [`Disassembler`] reads cubins as NVRTC makes them; a [`Kernel`] counts its instructions and
+//! This crate is for tests on machines without a GPU. A kernel that spills registers, loads a vector byte by byte, or fuses
+//! operations that must round separately, still gives results, but is slower or has other bits. Its machine
+//! code (SASS) shows the defect. A [`Disassembler`] reads cubins as NVRTC makes them; a [`Kernel`] counts its instructions and
 //! says which of a test's [`Rules`] it breaks.
 //!
 //! ```no_run
@@ -32,19 +32,19 @@
 //! # Ok::<(), SassError>(())
 //! ```
 //!
-//! ## Words of the machine code
+//! ## Mnemonics
 //!
 //! An opcode with its modifiers, `LDG.E.128.STRONG.SYS`, is counted by any of its parts in their order: `LDG`,
-//! `LDG.128`, `LDG.STRONG.SYS`. What they mean, as far as tests of this project ask:
+//! `LDG.128`, `LDG.STRONG.SYS`. The mnemonics that tests of this project use:
 //!
 //! | words | meaning |
 //! | --- | --- |
-//! | `LDG`, `STG` | global memory; `LD` and `ST` are generic, where the compiler does not know which memory it is |
+//! | `LDG`, `STG` | global memory; `LD` and `ST` are generic accesses, to memory of a kind that the compiler does not know |
 //! | `LDL`, `STL` | local memory: registers that were spilled, or an array that is indexed at run time |
 //! | `.128` | 16 bytes of every thread at once |
 //! | `.STRONG.SYS` | volatile, relaxed or acquire at the scope of the system: it may be a peer's memory |
-//! | `MEMBAR` | a fence, of a release among others |
-//! | `FFMA`, `DFMA` | a product and a sum, rounded once. Division by what is no power of two has some too |
+//! | `MEMBAR` | a fence, for example of a release |
+//! | `FFMA`, `DFMA` | a product and a sum, rounded once. Division by a number that is not a power of two contains some too |
 //! | `HFMA2` | the same on halves; also how the compiler makes constants, so forbid it only by looking |
 //! | `RED`, `ATOM` | atomics without and with a result; a `G` at the end of either from Hopper on |
 

@@ -1,7 +1,7 @@
-//! What a collective moves: element types, the one rounding that ends every reduction, borrowed views of memory that
-//! somebody else owns, and the quantised formats that travel instead where bytes are dear.
+//! Tensors and number formats: element types, the rounding at the end of every reduction, borrowed views of
+//! memory, and quantised formats.
 //!
-//! Nothing here copies or knows a device's driver, and only an export to [`dlpack`] allocates. A [`TensorView`] is a
+//! This crate copies no data and uses no device's driver; only an export to [`dlpack`] allocates. A [`TensorView`] is a
 //! pointer with a [`DType`], a shape, strides and a [`Device`], all inline: making one from a slice costs a few stores,
 //! so an operation can take `impl Into<TensorView<'_>>` and be called with a plain slice.
 //!
@@ -13,13 +13,13 @@
 //! let row: TensorView<'_> = (&weights).into();
 //! assert_eq!((row.dtype(), row.shape()), (DType::F32, &[6][..]));
 //!
-//! // A shape gives it more; select, narrow, transpose and reshape move no data.
+//! // A shape gives it more dimensions; select, narrow, transpose and reshape move no data.
 //! let matrix = TensorView::new(&weights, &[2, 3])?;
 //! let columns = matrix.transpose(0, 1)?;
 //! assert_eq!(columns.shape(), [3, 2]);
 //! assert_eq!(columns.get_f64(&[2, 1])?, 6.0);
 //!
-//! // What needs row-major memory says so instead of guessing.
+//! // Operations that need row-major memory refuse other layouts.
 //! assert_eq!(
 //!     columns.contiguous().unwrap_err().to_string(),
 //!     "a tensor of shape [3, 2] with strides [1, 3] is not contiguous: make it contiguous (row-major) first",
@@ -35,15 +35,15 @@
 //!
 //! # Same bits everywhere
 //!
-//! A reduction accumulates in a wide type and rounds once, so its result does not depend on who computed it. That
+//! A reduction accumulates in a wide type and rounds once, so its result does not depend on the device that computed it. This
 //! holds only if the final conversion is the same function on every CPU and GPU: [`round`] defines it, to nearest
 //! with ties to even, subnormals kept, and *one* NaN, since hardware disagrees about NaN payloads.
 //!
-//! # Eight bits and four
+//! # Formats of eight and four bits
 //!
-//! The scalar formats of FP8 and FP4 and the ways to quantise rows are defined here bit by bit, since every backend's
-//! kernels must agree on them. Codes and scales are bytes, in tensors of [`DType::U8`]: they can be moved, and
-//! reducing them would mean nothing without their scales.
+//! This crate defines the scalar formats of FP8 and FP4 and the quantisation of rows bit by bit, because the kernels of all
+//! backends must agree on them. Codes and scales are bytes, in tensors of [`DType::U8`]: operations can move them, but
+//! codes cannot be reduced without their scales.
 //!
 //! ```
 //! use antiphon_tensor::{E4M3, ScaleLayout, quantize::{NvFp4, fp8_static}};
@@ -61,7 +61,7 @@
 //! # Ok::<(), antiphon_tensor::TensorError>(())
 //! ```
 //!
-//! # Where things are
+//! # Contents
 //!
 //! | concept | items |
 //! | --- | --- |

@@ -1,14 +1,14 @@
-//! Where a rank sits in its world, and with whom it talks.
+//! The groups of ranks in a world.
 //!
 //! A *world* is a set of processes numbered `0..world_size`; one number is a *rank*. Parallel training and
-//! inference cut the world into groups several times over: the ranks that share a layer's weights (tensor
+//! inference divide the world into groups in several ways: the ranks that share a layer's weights (tensor
 //! parallelism), a sequence (context parallelism), the layers (pipeline parallelism), the experts (expert
-//! parallelism) or that work on different requests (data parallelism). This crate answers, with plain
-//! integers and no I/O, which groups exist, which one a rank belongs to and which place it has there.
+//! parallelism) or that work on different requests (data parallelism). This crate computes the
+//! groups, the group of each rank and the rank's index in it, with plain integers and no I/O.
 //!
-//! # One idea
+//! # Meshes
 //!
-//! All these groupings are the same thing: the world is a [`Mesh`], a box whose axes are the factors of the
+//! All these groupings have one form: the world is a [`Mesh`], a box whose axes are the factors of the
 //! world size, and a [`Partition`] picks some of its axes. Ranks that agree on every other axis form a group.
 //!
 //! ```
@@ -25,7 +25,7 @@
 //!
 //! # Two layouts
 //!
-//! * [`Mapping`] is the layout of a model: tensor × context × pipeline parallelism, with the tensor ranks cut
+//! * [`Mapping`] is the layout of a model: tensor × context × pipeline parallelism, with the tensor ranks divided
 //!   again for a mixture of experts. It has the attributes of `Mapping` in FlashInfer 0.6.18
 //!   (comm/mapping.py), which comes from TensorRT-LLM.
 //! * [`MixedLayout`] is the layout of one layer's communication where attention is data parallel and the rest
@@ -53,8 +53,8 @@
 //! # Ok::<(), antiphon_topology::TopologyError>(())
 //! ```
 //!
-//! A layout that exists is consistent: both are made by a builder that checks everything, deserialisation
-//! goes through the same builder, and every error is a [`TopologyError`] that states the numbers.
+//! Every layout is consistent: a builder validates it, deserialisation
+//! uses the same builder, and every error is a [`TopologyError`] that states the numbers.
 
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]

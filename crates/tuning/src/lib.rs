@@ -1,32 +1,32 @@
-//! Which of several ways to do the same thing is fastest at which size, equal on all ranks.
+//! Measured choice of the fastest implementation at each size, equal on all ranks.
 //!
 //! A collective has several implementations (*candidates*) with one result, and which one is fastest depends
-//! on the number of bytes and on the machine. This crate finds out by measuring and remembers the answer. It
-//! does not know what it measures: the caller passes a closure that runs a candidate, and one that lets the
+//! on the number of bytes and on the machine. This crate measures the candidates and stores the results. It
+//! is independent of the operation: the caller passes a closure that runs a candidate, and one by which the
 //! ranks agree.
 //!
-//! * A [`Sweep`] says what to measure. [`Sweep::measure`] does it and returns a table.
+//! * A [`Sweep`] lists the candidates and sizes to measure. [`Sweep::measure`] measures them and returns a table.
 //! * A [`Table`] holds all measurements, and [`Table::choose`] picks the candidate for any size.
-//! * A [`Cache`] keeps tables in one JSON file that a person can read, check and edit. A [`CacheFolder`] is what any
-//!   cache of the library is kept in: nothing is read that another user may have written.
+//! * A [`Cache`] keeps tables in one JSON file that a person can read, check and edit. A [`CacheFolder`] is the
+//!   folder of all caches of the library: it ignores files that another user may have written.
 //!
 //! # Equal on all ranks
 //!
-//! Ranks that pick different algorithms for one call wait for each other for ever. So nothing here depends on
-//! what only one rank knows:
+//! Ranks that choose different algorithms for one call would wait for each other for ever. So no result of this crate depends on
+//! information of one rank alone:
 //!
 //! * The number of runs is fixed by the sweep, never by a clock, because each run is a collective call.
 //! * Every sample is replaced by the maximum over all ranks (the slowest rank is what a collective takes)
 //!   before anything is derived from it, so all ranks derive the same table from the same numbers.
 //! * The derivation uses only arithmetic that IEEE 754 defines to the last bit, so machines of different
 //!   makes get the same table, and looking up a size compares integers.
-//! * Before a table from a cache is used, [`same_on_all_ranks`] tells whether every rank has found the same
-//!   one.
+//! * Before the ranks use a table from a cache, [`same_on_all_ranks`] checks that every rank has found the same
+//!   table.
 //!
 //! # Example
 //!
-//! One-shot has less latency, two-shot moves fewer bytes. The clock is made up, and there is one rank, so
-//! that agreeing has nothing to do.
+//! One-shot has less latency, two-shot moves fewer bytes. The times are computed instead of measured, and the example has one
+//! rank, so `agree` has nothing to do.
 //!
 //! ```
 //! use std::time::Duration;
@@ -45,7 +45,7 @@
 //! let cache = Cache::at(&path);
 //! let key = Key::new("all_reduce", "bf16", 8, "8x H200");
 //!
-//! // A table that is missing, or of no more use, is one that this rank has not found.
+//! // A missing or outdated table counts as not found on this rank.
 //! let known = cache.get(&key, &candidates).unwrap_or_else(|why| {
 //!     eprintln!("measuring again: {why}");
 //!     None

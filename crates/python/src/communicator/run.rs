@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use antiphon::{
     collectives::cuda::CudaCollectives,
-    fabric::{self, Queue, Source},
+    fabric::{self, Queue},
     prelude::CollectiveError,
 };
 use pyo3::{
@@ -13,9 +13,9 @@ use pyo3::{
     types::PyList,
 };
 
-use super::{Communicator, refused};
+use super::Communicator;
 use crate::{
-    arguments::{Operands, Prepared, Tag, same_device},
+    arguments::{Operands, Prepared},
     call::{Call, What},
     cuda::{self, Gpus, Order, RawStream},
     error::{Error, Result},
@@ -151,64 +151,6 @@ impl Communicator {
             Ok::<Operands, CollectiveError>(operands)
         })?;
         Ok(Handle::new(pending, result))
-    }
-}
-
-impl Communicator {
-    /// A message to a rank, or from a rank, or both, each with its operand.
-    pub(super) fn exchange(
-        &self,
-        py: Python<'_>,
-        sent: Option<(Operand, usize)>,
-        received: Option<(Operand, usize)>,
-        tag: Tag,
-        stream: Option<RawStream>,
-    ) -> Result<()> {
-        let queue = self.queue()?;
-        let [read, write] =
-            [&sent, &received].map(|side| side.as_ref().map(|(operand, peer)| (operand.tensor, *peer)));
-        let [from, to] = [&sent, &received].map(|side| side.as_ref().map(|(operand, _)| operand));
-        if let (Some(from), Some(to)) = (from, to) {
-            same_device(&from.tensor, &to.tensor)?;
-        }
-        let operand = from.or(to);
-        let device = operand.and_then(|operand| cuda::ordinal(operand.tensor.device));
-        if let Some(device) = device {
-            if tag.0 != 0 {
-                let text = format!(
-                    "a message with tag {} on cuda:{device}: messages between GPUs have no tags",
-                    tag.0
-                );
-                return Err(PyNotImplementedError::new_err(text).into());
-            }
-            let stream = stream.or_else(|| operand.and_then(|operand| operand.stream)).unwrap_or(0);
-            // SAFETY: as in `run`.
-            interrupt::detached(py, || unsafe { self.gpus.exchange(&queue, device, stream, read, write) })?;
-            let orders = [read.map(|_| Order::Sends), write.map(|_| Order::Receives)];
-            let orders: Vec<Order> = orders.into_iter().flatten().collect();
-            return Ok(self.gpus.keep_stream(py, stream, &orders)?);
-        }
-        if let Some(stream) = stream {
-            let text = format!("a message: host memory has no stream {stream}");
-            return Err(pyo3::exceptions::PyValueError::new_err(text).into());
-        }
-        interrupt::detached(py, || {
-            let messenger = queue.messenger();
-            // SAFETY: the operands and the caller's references live until this returns.
-            unsafe {
-                let read = read.map(|(tensor, to)| Ok((tensor.view()?, to))).transpose();
-                let write = write.map(|(tensor, from)| Ok((tensor.view_mut()?, from))).transpose();
-                match (read.map_err(refused)?, write.map_err(refused)?) {
-                    (Some((read, to)), Some((write, from))) => messenger.send_recv(read, to, write, from),
-                    (Some((read, to)), None) => messenger.send_with_tag(read, to, tag.0),
-                    (None, Some((write, from))) => {
-                        messenger.recv_with_tag(write, Source::Rank(from), tag.0).map(drop)
-                    }
-                    (None, None) => Ok(()),
-                }
-            }
-        })?;
-        Ok(())
     }
 }
 

@@ -1,24 +1,25 @@
-//! The arrays of a fused all-reduce: found, checked, and made where the caller gave none.
+//! Fused all-reduces: their keywords, which the stub lists, and the arrays of a call: found, checked, and made where the
+//! caller gave none.
+
+mod outputs;
 
 use antiphon::{
     collectives::fusion::{Accumulation, Quantization, RmsNorm, Role, Scale, Source},
-    prelude::{Collectives, DType},
-    tensor::{
-        ScaleLayout,
-        dlpack::ElementType,
-        quantize::{NvFp4, TokenRule},
-    },
+    prelude::Collectives,
+    tensor::quantize::TokenRule,
 };
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
     prelude::*,
     sync::PyOnceLock,
-    types::{PyBool, PyFloat, PyInt, PySlice, PyString},
+    types::{PyFloat, PyInt},
 };
+
+use outputs::{Outputs, scale_layout};
 
 use super::{Communicator, prepare::algorithm};
 use crate::{
-    arguments::Given,
+    arguments::{Array, Given},
     cuda::RawStream,
     error::Result,
     fused::{Fused, check_overlap, cuda_device},
@@ -26,40 +27,59 @@ use crate::{
     operand::{Operand, Tensor, Usage},
 };
 
-/// The keywords of `all_reduce_fused`, as they were given.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Arguments<'a, 'py> {
-    pub(super) x: Given<'a, 'py>,
-    pub(super) tokens: Option<usize>,
-    pub(super) hidden: Option<usize>,
-    pub(super) experts: Given<'a, 'py>,
-    pub(super) expert_scales: Given<'a, 'py>,
-    pub(super) shared: Given<'a, 'py>,
-    pub(super) rows: Given<'a, 'py>,
-    pub(super) index: Given<'a, 'py>,
-    pub(super) routed_scaling: f32,
-    pub(super) bias: Given<'a, 'py>,
-    pub(super) pre_norm: bool,
-    pub(super) pre_weight: Given<'a, 'py>,
-    pub(super) residual: Given<'a, 'py>,
-    pub(super) weight: Given<'a, 'py>,
-    pub(super) weight_bias: f32,
-    pub(super) round_before_weight: bool,
-    pub(super) eps: f32,
-    pub(super) quantize: Option<&'a str>,
-    pub(super) scale: Given<'a, 'py>,
-    pub(super) group_size: usize,
-    pub(super) scale_layout: Given<'a, 'py>,
-    pub(super) sum_out: Given<'a, 'py>,
-    pub(super) residual_out: Given<'a, 'py>,
-    pub(super) norm_out: Given<'a, 'py>,
-    pub(super) inverse_rms_out: Given<'a, 'py>,
-    pub(super) codes: Given<'a, 'py>,
-    pub(super) scales: Given<'a, 'py>,
-    pub(super) rounded: bool,
-    pub(super) algorithm: Option<&'a str>,
-    pub(super) stream: Option<RawStream>,
+/// Defines `all_reduce_fused` from its keywords in the stub.
+macro_rules! define_fused {
+    ($signature:tt [$($keyword:ident: $type:ty,)*]) => {
+        /// The keywords of `all_reduce_fused`, as the caller gave them.
+        #[derive(Clone, Copy, Default)]
+        struct Arguments<'a, 'py> {
+            $($keyword: $type,)*
+        }
+
+        #[pymethods]
+        impl Communicator {
+            #[doc = stub!(Communicator.all_reduce_fused)]
+            #[pyo3(signature = $signature)]
+            #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
+            fn all_reduce_fused<'a, 'py>(&self, py: Python<'py>, $($keyword: $type,)*) -> Result<()> {
+                self.run_fused(py, &Arguments { $($keyword,)* })
+            }
+        }
+    };
 }
+keywords!(all_reduce_fused => define_fused);
+
+/// Defines `all_reduce_rms_norm` from its keywords in the stub; `$same` are those that `all_reduce_fused` has too.
+macro_rules! define_rms_norm {
+    ($signature:tt [$($keyword:ident: $type:ty,)*] [$($same:ident)*]) => {
+        /// The keywords of `all_reduce_rms_norm`, as the caller gave them.
+        struct RmsNormArguments<'a, 'py> {
+            $($keyword: $type,)*
+        }
+
+        impl<'a, 'py> RmsNormArguments<'a, 'py> {
+            fn to_fused(&self) -> Arguments<'a, 'py> {
+                let (x, norm_out) = (Some(self.x), self.out);
+                Arguments { x, norm_out, $($same: self.$same,)* ..Arguments::default() }
+            }
+        }
+
+        #[pymethods]
+        impl Communicator {
+            #[doc = stub!(Communicator.all_reduce_rms_norm)]
+            #[pyo3(signature = $signature)]
+            #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
+            fn all_reduce_rms_norm<'a, 'py>(
+                &self,
+                py: Python<'py>,
+                $($keyword: $type,)*
+            ) -> Result<Bound<'py, PyAny>> {
+                self.run_rms_norm(py, &RmsNormArguments { $($keyword,)* })
+            }
+        }
+    };
+}
+keywords!(all_reduce_rms_norm => define_rms_norm);
 
 /// What keeps the memory of a call valid, as it is found.
 struct Found {
@@ -140,23 +160,6 @@ fn rows_of(name: &str, tensor: &Tensor, hidden: usize) -> Result<usize> {
         Some(0) => Ok(tensor.count / hidden),
         _ => {
             let text = format!("{name}: {} elements are no rows of {hidden}", tensor.count);
-            Err(PyValueError::new_err(text).into())
-        }
-    }
-}
-
-/// A layout of scales as its name or its integer.
-fn scale_layout(layout: Given<'_, '_>) -> Result<ScaleLayout> {
-    let Some(layout) = layout else { return Ok(ScaleLayout::default()) };
-    if layout.is_instance_of::<PyInt>() && !layout.is_instance_of::<PyBool>() {
-        return Ok(ScaleLayout::from_code(layout.extract()?)?);
-    }
-    match layout.cast::<PyString>().map_err(PyErr::from)?.to_cow()?.as_ref() {
-        "128x4" => Ok(ScaleLayout::Swizzled128x4),
-        "8x4" => Ok(ScaleLayout::Swizzled8x4),
-        "linear" => Ok(ScaleLayout::Linear),
-        other => {
-            let text = format!("unknown layout of scales {other:?}: known are 128x4, 8x4, linear");
             Err(PyValueError::new_err(text).into())
         }
     }
@@ -280,7 +283,7 @@ impl Arguments<'_, '_> {
 impl Communicator {
     /// Waits for a fused all-reduce on the host; puts one on a GPU into the stream, or the current one of the arrays'
     /// library.
-    pub(super) fn run_fused(&self, py: Python<'_>, arguments: &Arguments<'_, '_>) -> Result<()> {
+    fn run_fused(&self, py: Python<'_>, arguments: &Arguments<'_, '_>) -> Result<()> {
         let queue = self.queue()?;
         let (fused, found) = arguments.gather()?;
         match (cuda_device(&fused), arguments.stream) {
@@ -304,16 +307,15 @@ impl Communicator {
         Ok(())
     }
 
-    /// What `all_reduce_rms_norm` returns, for arguments with an `x`: outputs that were not given are made.
-    pub(super) fn run_rms_norm<'py>(
+    /// What `all_reduce_rms_norm` returns. Outputs that the caller did not give are made.
+    fn run_rms_norm<'py>(
         &self,
         py: Python<'py>,
-        arguments: Arguments<'_, 'py>,
-        keep_norm: bool,
+        given: &RmsNormArguments<'_, 'py>,
     ) -> Result<Bound<'py, PyAny>> {
-        let x = arguments.x.expect("the method has it");
+        let (x, arguments) = (given.x, given.to_fused());
         let outputs = Outputs { x, like: Operand::import(x, "x", Usage::Call(arguments.stream))?, arguments };
-        let wants_norm = arguments.quantize.is_none() || keep_norm;
+        let wants_norm = arguments.quantize.is_none() || given.keep_norm;
         let norm = outputs.make(arguments.norm_out, wants_norm, |outputs| outputs.new_like())?;
         let wants_residual = arguments.residual.is_some();
         let residual = outputs.make(arguments.residual_out, wants_residual, |outputs| outputs.new_like())?;
@@ -339,88 +341,5 @@ impl Communicator {
             Ok::<_, PyErr>(py.import("antiphon._results")?.getattr("RmsNormResult")?.unbind())
         })?;
         Ok(class.bind(py).call1((norm, residual, codes, scales))?)
-    }
-}
-
-/// Makes the outputs of a call.
-struct Outputs<'a, 'py> {
-    x: &'a Bound<'py, PyAny>,
-    like: Operand,
-    arguments: Arguments<'a, 'py>,
-}
-
-impl<'py> Outputs<'_, 'py> {
-    /// What was given, or something new if it is wanted.
-    fn make(
-        &self,
-        given: Given<'_, 'py>,
-        is_wanted: bool,
-        new: impl FnOnce(&Self) -> Result<Bound<'py, PyAny>>,
-    ) -> Result<Option<Bound<'py, PyAny>>> {
-        match given {
-            Some(given) => Ok(Some(given.clone())),
-            None if is_wanted => {
-                self.like.allocates_in_order(Usage::Call(self.arguments.stream))?;
-                new(self).map(Some)
-            }
-            None => Ok(None),
-        }
-    }
-
-    fn empty(&self, element: ElementType, shape: &[usize]) -> Result<Bound<'py, PyAny>> {
-        Ok(self.like.new_of(self.x, element, shape, Usage::Call(self.arguments.stream))?.0)
-    }
-
-    fn new_like(&self) -> Result<Bound<'py, PyAny>> {
-        self.empty(self.like.element, self.like.shape())
-    }
-
-    /// Tokens and their elements.
-    fn size(&self) -> (usize, usize) {
-        let hidden = self.like.shape().last().copied().unwrap_or(1);
-        (self.like.tensor.count.checked_div(hidden).unwrap_or(0), hidden)
-    }
-
-    /// The shape of `x` with another last dimension.
-    fn with_columns(&self, columns: usize) -> Vec<usize> {
-        let mut shape = self.like.shape().to_vec();
-        shape.pop();
-        shape.push(columns);
-        shape
-    }
-
-    fn new_codes(&self) -> Result<Bound<'py, PyAny>> {
-        let (_, hidden) = self.size();
-        match self.arguments.quantize {
-            Some("nvfp4") => self.empty(DType::U8.into(), &self.with_columns(hidden / 2)),
-            _ => self.empty(self.like.float8(self.x)?, self.like.shape()),
-        }
-    }
-
-    fn new_scales(&self) -> Result<Bound<'py, PyAny>> {
-        let (tokens, hidden) = self.size();
-        match self.arguments.quantize {
-            Some("fp8-groups") => {
-                let packs = (hidden / self.arguments.group_size.max(1)).div_ceil(4);
-                self.empty(DType::I32.into(), &[packs, tokens.next_multiple_of(4)])
-            }
-            Some("nvfp4") => {
-                let (columns, padded) = (hidden / NvFp4::BLOCK, (hidden / NvFp4::BLOCK).next_multiple_of(4));
-                let shape = match scale_layout(self.arguments.scale_layout)? {
-                    ScaleLayout::Swizzled128x4 => [tokens.next_multiple_of(128), padded],
-                    ScaleLayout::Swizzled8x4 => [tokens.next_multiple_of(8), padded],
-                    ScaleLayout::Linear => [tokens, columns],
-                };
-                self.empty(DType::U8.into(), &shape)
-            }
-            _ => self.empty(DType::F32.into(), &self.with_columns(1)),
-        }
-    }
-
-    /// Whole columns of packed scales as `[tokens, packs]`.
-    fn packed(&self, columns: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
-        let (py, tokens) = (columns.py(), self.size().0 as isize);
-        let (all, first) = (PySlice::full(py), PySlice::new(py, 0, tokens, 1));
-        Ok(columns.get_item((all, first))?.getattr("T")?)
     }
 }

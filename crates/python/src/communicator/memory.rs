@@ -1,0 +1,95 @@
+//! Symmetric memory of the ranks, on the host and on GPUs, and the kernels and failures of the GPUs.
+
+use antiphon::prelude::CollectiveError;
+use pyo3::prelude::*;
+
+use super::{Communicator, prepare};
+use crate::{
+    arguments::Count,
+    cuda::{self, CudaBuffer},
+    error::Result,
+    interrupt,
+    shared::SharedBuffer,
+};
+
+#[pymethods]
+impl Communicator {
+    #[doc = stub!("Communicator.prepare_cuda")]
+    #[pyo3(signature = (device = None, *, dtypes = None, ops = None))]
+    fn prepare_cuda(
+        &self,
+        py: Python<'_>,
+        device: Option<u32>,
+        dtypes: Option<Vec<String>>,
+        ops: Option<Vec<Bound<'_, PyAny>>>,
+    ) -> Result<()> {
+        let kernels = prepare::kernels(dtypes, ops)?;
+        let (queue, device) = (self.queue()?, cuda::device_or_current(py, device)?);
+        Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels))?)
+    }
+
+    #[doc = stub!("Communicator.on_cuda_failure")]
+    fn on_cuda_failure(&self, py: Python<'_>, action: &Bound<'_, PyAny>) -> Result<()> {
+        self.queue()?;
+        self.gpus.on_failure(py, cuda::Action::new(action)?);
+        Ok(())
+    }
+
+    #[doc = stub!("Communicator.check")]
+    fn check(&self, py: Python<'_>) -> Result<()> {
+        self.queue()?;
+        Ok(py.detach(|| self.gpus.check())?)
+    }
+
+    #[doc = stub!("Communicator.create_cuda_buffer")]
+    #[pyo3(signature = (num_bytes, device = None))]
+    fn create_cuda_buffer(
+        &self,
+        py: Python<'_>,
+        num_bytes: Count,
+        device: Option<u32>,
+    ) -> Result<CudaBuffer> {
+        let (queue, device) = (self.queue()?, cuda::device_or_current(py, device)?);
+        Ok(interrupt::detached(py, || {
+            let context = cuda::primary(device).map_err(cuda::failed)?;
+            Ok::<_, CollectiveError>(CudaBuffer::new(&queue, &context, num_bytes.0)?)
+        })?)
+    }
+
+    #[doc = stub!("Communicator.free_cuda_buffer")]
+    fn free_cuda_buffer(&self, py: Python<'_>, buffer: &CudaBuffer) -> Result<()> {
+        let queue = self.queue()?;
+        buffer.check_owner(&queue)?;
+        Ok(interrupt::detached(py, || buffer.free(&queue))?)
+    }
+
+    #[doc = stub!("Communicator.register_cuda")]
+    fn register_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
+        let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
+        if let cuda::Registrable::Buffer(buffer) = &memory {
+            buffer.get().check_owner(&queue)?;
+        }
+        Ok(interrupt::detached(py, || self.gpus.register(&queue, &memory))?)
+    }
+
+    #[doc = stub!("Communicator.unregister_cuda")]
+    fn unregister_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
+        let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
+        Ok(interrupt::detached(py, || self.gpus.unregister(&queue, &memory))?)
+    }
+
+    #[doc = stub!("Communicator.create_shared_buffer")]
+    fn create_shared_buffer(&self, py: Python<'_>, num_bytes: Count) -> Result<SharedBuffer> {
+        let queue = self.queue()?;
+        let buffer = interrupt::detached(py, || queue.run(|comm| comm.create_shared_buffer(num_bytes.0)))?;
+        Ok(SharedBuffer::new(buffer, &queue, self.rank, self.world_size))
+    }
+
+    #[doc = stub!("Communicator.free_shared_buffer")]
+    fn free_shared_buffer(&self, py: Python<'_>, buffer: &SharedBuffer) -> Result<()> {
+        let queue = self.queue()?;
+        buffer.check_owner(&queue)?;
+        // Taken when its turn has come: a call that ends before leaves it where it is.
+        Ok(interrupt::detached(py, || queue.run(|comm| comm.free_shared_buffer(buffer.take()?)))?)
+    }
+}
