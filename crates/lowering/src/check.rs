@@ -255,7 +255,7 @@ fn calls(before: &Side<'_>, after: &Side<'_>, plan: &Plan, terms: &mut Terms, fi
     }
 }
 
-/// Whether what a call gives is all that the calls give that it stands for: each of them, or their sum.
+/// Whether what a call gives is all that the calls give that it stands for: each of them, all one behind the other, or their sum.
 fn is_computed(
     op: &Op,
     covered: &[(usize, &Op)],
@@ -265,7 +265,8 @@ fn is_computed(
     let Some(new) = meaning(after, op, terms) else { return false };
     let old: Option<Vec<Vec<Term>>> = covered.iter().map(|(_, op)| meaning(before, op, terms)).collect();
     let Some(old) = old else { return false };
-    if old.iter().all(|old| *old == new) {
+    let results: BTreeSet<Term> = old.iter().flatten().copied().collect();
+    if old.iter().all(|old| *old == new) || results == new.iter().copied().collect() {
         return true;
     }
     let [new] = new[..] else { return false };

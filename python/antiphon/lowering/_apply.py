@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
+from antiphon.lowering._groups import sizes
+
 __all__ = ["apply"]
 
 
@@ -77,6 +79,14 @@ class _Editor:
             name, arguments = _sync(do)
             self.call(op, getattr(torch.ops.antiphon, f"_ordered_{name}").default, args[0], arguments, nested=False)
             return
+        if kind == "start" and len(args) > 1:
+            self.bucket(op, do, args)
+            return
+        if kind == "wait" and len(args) > 1:
+            for out, arg in zip(op["outs"], args, strict=True):
+                node = self.made[out["name"]] = self.node(out["name"], c10d.wait_tensor.default, (arg,))
+                self.made.setdefault(f"{op['name']}!", node)
+            return
         if kind == "start" and do["prim"] == "all_reduce":
             node = make(c10d.all_reduce.default, args[0], do["red"], do["group"])
         elif kind == "wait":
@@ -90,6 +100,23 @@ class _Editor:
         else:
             raise NotImplementedError(f"{op['name']}: there is no operator for {do}")
         self.made[op["outs"][0]["name"]] = self.made[f"{op['name']}!"] = node
+
+    def bucket(self, op: Mapping[str, Any], do: Mapping[str, Any], args: list[Node]) -> None:
+        """A collective of several tensors, as torch has it."""
+        c10d, prim, group = torch.ops._c10d_functional, do["prim"], do["group"]
+        if prim == "all_reduce":
+            node = self.node(op["name"], c10d.all_reduce_coalesced.default, (args, do["red"], group))
+        else:
+            size = sizes({group})[0][group]
+            several = {
+                "all_gather": (c10d.all_gather_into_tensor_coalesced, (args, size, group)),
+                "reduce_scatter": (c10d.reduce_scatter_tensor_coalesced, (args, do.get("red"), size, group)),
+            }
+            operator_, arguments = several[prim]
+            node = self.node(op["name"], operator_.default, arguments)
+        self.made[f"{op['name']}!"] = node
+        for index, out in enumerate(op["outs"]):
+            self.made[out["name"]] = self.node(out["name"], operator.getitem, (node, index))
 
     def call(self, op: Mapping[str, Any], target: Any, x: Node, arguments: list[Any], nested: bool) -> None:
         """A call of ours, after the one before it."""

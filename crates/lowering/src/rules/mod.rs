@@ -6,10 +6,12 @@
 //! | `world_of_one` | a collective of one rank is a copy |
 //! | `merge` | Σa + Σb becomes Σ(a + b), where nobody else uses the sums |
 //! | `fuse` | a sum, the residual that is added, the norm and its quantisation become one call |
+//! | `bucket` | neighbouring calls of one kind become one of several tensors, where overlap is asked for |
 //! | `sync` | a call that has nothing to hide behind is made in stream order, and its wait goes |
 //! | [`realize`] | tensors lie where peers reach them, and share that memory |
 //! | `schedule` | starts come early and waits late, where that is asked for |
 
+mod bucket;
 mod duplicate;
 pub(crate) mod fuse;
 mod merge;
@@ -31,12 +33,13 @@ use crate::{
 /// Applies all rules.
 pub(crate) fn apply(cx: &mut Context<'_>) {
     type Rule = fn(&mut Context<'_>);
-    let rules: [(&str, Rule); 7] = [
+    let rules: [(&str, Rule); 8] = [
         ("world_of_one", world_of_one::apply),
         ("duplicate", duplicate::apply),
         ("merge", merge::apply),
         ("fuse", fuse::apply),
         ("schedule", schedule::apply),
+        ("bucket", bucket::apply),
         ("sync", sync::apply),
         ("realize", realize::apply),
     ];

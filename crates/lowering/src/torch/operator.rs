@@ -44,6 +44,7 @@ impl Importer {
         match words[..] {
             ["wait"] => self.wait(at, node),
             ["start" | "start_", ref rest @ ..] => self.start(at, node, rest, words[0] == "start_"),
+            ["starts", ref rest @ ..] => self.starts(at, node, rest),
             ["sync", ref rest @ ..] => self.sync(at, node, rest),
             ["fused"] => self.fused(at, node),
             _ if self.compound(at, node, &words)? => Ok(true),
@@ -133,8 +134,30 @@ impl Importer {
     fn wait(&mut self, at: &str, node: &Node) -> Result<bool> {
         let ([arg], [out]) = (&node.args[..], &node.outs[..]) else { return Ok(false) };
         let Some(name) = tensor(arg) else { return Ok(false) };
+        // With another tensor of its call.
+        if self.latest.contains_key(&out.name) {
+            return Ok(true);
+        }
         let value = self.value(at, name)?;
         match self.in_flight.remove(&value) {
+            Some(token) if self.lists.contains_key(&token) => {
+                let list = self.lists.remove(&token).unwrap_or_default();
+                let mut outs = Vec::new();
+                for (value, name) in &list {
+                    let waited = self.waits.get(name).cloned().unwrap_or_else(|| format!("{name}/waited"));
+                    outs.push(Result_ { name: waited, ty: self.types[value.index()].clone() });
+                    self.in_flight.remove(value);
+                }
+                let values = list.iter().map(|(value, _)| *value).collect();
+                let ready: Vec<String> = outs.iter().map(|out| out.name.clone()).collect();
+                let kind = Kind::Wait { tokens: vec![TokenId(token)] };
+                self.add(at, node.name.clone(), kind, values, outs)?;
+                for ((_, name), ready) in list.into_iter().zip(ready) {
+                    let value = self.value(at, &ready)?;
+                    self.latest.insert(name, value);
+                }
+                Ok(true)
+            }
             Some(token) => {
                 let out = Result_ { name: out.name.clone(), ty: self.types[value.index()].clone() };
                 let kind = Kind::Wait { tokens: vec![TokenId(token)] };
@@ -189,6 +212,32 @@ impl Importer {
         if in_place {
             self.latest.insert(name.to_owned(), started);
         }
+        Ok(true)
+    }
+
+    /// A collective of several tensors.
+    fn starts(&mut self, at: &str, node: &Node, words: &[&str]) -> Result<bool> {
+        let ([prim, roles @ ..], [Json::Array(xs), rest @ ..]) = (words, &node.args[..]) else {
+            return Ok(false);
+        };
+        let names: Option<Vec<&str>> = xs.iter().map(tensor).collect();
+        let (Some(names), Some(coll)) = (names, self.coll(node, prim, roles, rest)) else { return Ok(false) };
+        if names.is_empty() || names.len() != node.outs.len() {
+            return Ok(false);
+        }
+        let values = names.iter().map(|name| self.value(at, name)).collect::<Result<Vec<_>>>()?;
+        let token = self.tokens;
+        self.tokens += 1;
+        let out = |out: &Result_| Result_ { name: out.name.clone(), ty: out.ty.dense() };
+        let kind = Kind::Start { coll, token: TokenId(token) };
+        self.add(at, node.name.clone(), kind, values, node.outs.iter().map(out).collect())?;
+        let mut list = Vec::new();
+        for out in &node.outs {
+            let started = self.value(at, &out.name)?;
+            self.in_flight.insert(started, token);
+            list.push((started, out.name.clone()));
+        }
+        self.lists.insert(token, list);
         Ok(true)
     }
 
