@@ -1,12 +1,12 @@
 //! How long it takes to lower a large program: 100,000 operations of tensor-parallel layers, or as many as are asked for.
 //!
 //! ```sh
-//! cargo run --release -p antiphon-lowering --example lowering_scale [OPERATIONS]
+//! cargo run --release -p antiphon-lowering --example lowering_scale [OPERATIONS [realize]]
 //! ```
 
 use std::{fmt::Write as _, time::Instant};
 
-use antiphon_lowering::{Costs, Edits, Graph, Options, World, check, lower};
+use antiphon_lowering::{Costs, Edits, Graph, Options, Realize, World, check, lower};
 
 /// Layers of a sum, a residual, a norm, and operations beside them, until there are so many operations.
 fn program(operations: usize) -> String {
@@ -42,7 +42,9 @@ fn program(operations: usize) -> String {
 fn main() {
     let operations = std::env::args().nth(1).and_then(|count| count.parse().ok()).unwrap_or(100_000);
     let json = Graph::from_text(&program(operations)).expect("a program").to_json();
-    let (world, options) = (World::default(), Options::default());
+    // As in programs of torch, whose compilers place tensors themselves.
+    let realize = if std::env::args().any(|word| word == "realize") { Realize::Always } else { Realize::Never };
+    let (world, options) = (World::default(), Options { realize, ..Options::default() });
     let mut marks = vec![("", Instant::now())];
     let before = Graph::from_json(json.as_bytes()).expect("what was written");
     marks.push(("read JSON", Instant::now()));
