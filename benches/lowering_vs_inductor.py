@@ -10,6 +10,7 @@ process for every GPU, by `antiphon run`, if it is not one of them.
 """
 
 import argparse
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,11 @@ def step(run: Callable[..., Any], inputs: tuple[Tensor, Tensor], leaves: list[Te
     return both
 
 
+def check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for result, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(result.detach(), expected, rtol=1 / 16, atol=1 / 8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS, help="decoding")
@@ -117,17 +123,18 @@ def figures(comm: antiphon.Communicator, arguments: argparse.Namespace, tokens: 
     leaves = [weight for weights in layers.weights for weight in weights] + layers.norms if trains else []
     for leaf in leaves:
         leaf.requires_grad_()
+    with torch.no_grad():  # or its graph would tie the gradients to the stream that is not captured
+        wanted = layers.run(*inputs)
     calls: dict[str, Callable[[], object]] = {}
     with torch.set_grad_enabled(trains):
-        wanted = layers.run(*inputs)
         for name in arguments.contenders:
+            random.seed(f"{name} {tokens}")  # from which auto_select draws the names of its buffers, again and again the same
             run = (
                 torch.compile(layers.run, backend="antiphon", dynamic=False, options={"strict": True})
                 if name == "antiphon"
                 else torch.compile(layers.run, dynamic=False, options=INDUCTOR[name])
             )
-            for found, expected in zip(run(*inputs), wanted, strict=True):
-                torch.testing.assert_close(found, expected, rtol=1 / 16, atol=1 / 8)
+            check(run(*inputs), wanted)
             calls[name] = step(run, inputs, leaves) if trains else lambda run=run: run(*inputs)
         times = measure(comm, calls, arguments.layers << 20)
     row = {"tokens": tokens, "what": "training step" if trains else "decoding", "layers": arguments.layers, **times}

@@ -88,6 +88,19 @@ def sums_of_sums_are_one(comm: Comm, device: Device) -> None:
         assert antiphon.lowering.reports()[-1].calls == (3, 1)
 
 
+def several(*xs: Tensor) -> list[Tensor]:
+    return [summed(x * 2).cos() for x in xs]
+
+
+@check
+def neighbouring_calls_are_one_where_overlap_is_asked_for(comm: Comm, device: Device) -> None:
+    with Group(comm), torch.no_grad():
+        xs = [torch.arange(8.0 * (1 + number)) + comm.rank for number in range(4)]
+        close(lowered(several, overlap=True)(*xs), several(*xs), torch.float32)
+        report = antiphon.lowering.reports()[-1]
+        assert "bucket" in report.rules and report.calls == (4, 1), report
+
+
 @check
 def under_same_the_bits_are_those_of_the_collective(comm: Comm, device: Device) -> None:
     with Group(comm), torch.no_grad():

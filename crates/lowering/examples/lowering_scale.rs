@@ -43,7 +43,8 @@ fn main() {
     let operations = std::env::args().nth(1).and_then(|count| count.parse().ok()).unwrap_or(100_000);
     let json = Graph::from_text(&program(operations)).expect("a program").to_json();
     // As in programs of torch, whose compilers place tensors themselves.
-    let realize = if std::env::args().any(|word| word == "realize") { Realize::Always } else { Realize::Never };
+    let realize =
+        if std::env::args().any(|word| word == "realize") { Realize::Always } else { Realize::Never };
     let (world, options) = (World::default(), Options { realize, ..Options::default() });
     let mut marks = vec![("", Instant::now())];
     let before = Graph::from_json(json.as_bytes()).expect("what was written");

@@ -42,6 +42,17 @@ pub fn check(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
         let text = format!("the plan of version {} is of another graph", plan.version);
         return vec![Finding::new(FindingKind::Plan, text)];
     }
+    compare(before, plan, after)
+}
+
+/// The same for a plan that was just made of `before`, which makes sense.
+pub(crate) fn prove(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
+    let findings = verify(after);
+    if findings.is_empty() { compare(before, plan, after) } else { findings }
+}
+
+fn compare(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
+    let mut findings = Vec::new();
     let mut terms = Terms::new(plan.numerics);
     let (before, after) = (Side::new(before, &mut terms), Side::new(after, &mut terms));
     outputs(&before, &after, &mut findings);
