@@ -224,10 +224,8 @@ pub(super) struct Codes {
 /// FP8 codes of the norm: with one scale, or one for each row, or group of neighbours in a row.
 pub(super) fn codes(graph: &Graph, known: &mut Known, norm: &Norm, ty: &Type) -> Option<Codes> {
     let term = norm.term;
-    let candidates: Vec<ValueId> = (0..graph.values.len())
-        .map(ValueId::from)
-        .filter(|value| graph.ty(*value).dtype == Element::E4m3 && keeps_rows(graph.ty(*value), ty))
-        .collect();
+    let candidates: Vec<ValueId> =
+        known.codes.iter().copied().filter(|value| keeps_rows(graph.ty(*value), ty)).collect();
     if candidates.is_empty() {
         return None;
     }
