@@ -6,6 +6,8 @@ went.
 
 import functools
 import itertools
+import shutil
+import tempfile
 import time
 import traceback
 import warnings
@@ -146,13 +148,43 @@ def lists_of_operations_and_modes(device: torch.device) -> None:
 
 @check
 def uneven_and_empty_batches(device: torch.device) -> None:
-    mixed = handler(2, device, torch.bfloat16)
-    for op, rows in itertools.product(mixed.valid_op_list, ([3, 5], [0, 4], [4, 0], [0, 0], [1, 300])):
-        every = inputs(op, rows, 2, torch.bfloat16, device)
-        mine, wanted = every[dist.get_rank()], expected(op, rows, 2, every)
-        for mode in (Mode.FUSED_OPT_WAITS_UC, Mode.FUSED_OPT_BYTES1_UC, Mode.AUTOTUNE):
-            found = run_mixed_comm(op, mixed, mine, mode=mode, local_batches=rows)
-            assert torch.equal(found, wanted), (op, rows, mode)
+    for tp, batches in {
+        2: [[3, 5], [0, 4], [4, 0], [0, 0], [1, 300]],
+        1: [[3, 5, 0, 1], [0, 0, 0, 4], [0, 0, 0, 0], [1, 300, 2, 2]],
+    }.items():
+        mixed = handler(tp, device, torch.bfloat16)
+        fused = [mode for mode in mixed.valid_mode_list if mode in FUSED]
+        for op, rows in itertools.product(mixed.valid_op_list, batches):
+            every = inputs(op, rows, tp, torch.bfloat16, device)
+            mine, wanted = every[dist.get_rank()], expected(op, rows, tp, every)
+            for mode in fused:
+                found = run_mixed_comm(op, mixed, mine, mode=mode, local_batches=rows)
+                assert torch.equal(found, wanted), (tp, op, rows, mode)
+        mixed.shutdown()
+
+
+@check
+def uneven_batches_in_place(device: torch.device) -> None:
+    rank = dist.get_rank()
+    for tp, rows in {2: [3, 5], 1: [3, 0, 1, 5]}.items():
+        mixed, dp_rank = handler(tp, device), rank // tp
+        own = slice(sum(rows[:dp_rank]), sum(rows[: dp_rank + 1]))
+        gather, scatter = mixed.valid_op_list
+        every = inputs(gather, rows, tp, torch.float32, device)
+        row = torch.zeros(sum(rows), HIDDEN, device=device)
+        row[own] = every[rank]
+        run_mixed_comm(gather, mixed, row[own], row, local_batches=rows)
+        assert torch.equal(row, expected(gather, rows, tp, every))
+        every = inputs(scatter, rows, tp, torch.float32, device)
+        row = every[rank].clone()
+        run_mixed_comm(scatter, mixed, row, row[own], local_batches=rows)
+        assert torch.equal(row[own], expected(scatter, rows, tp, every))
+        mixed.shutdown()
+    mixed = handler(2, device)
+    row = torch.zeros(8, HIDDEN, device=device)
+    with pytest.raises(ValueError, match="x_in and x_out overlap"):
+        wrong = slice(1, 4) if rank < 2 else slice(2, 7)
+        run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, row[wrong], row, local_batches=[3, 5])
     mixed.shutdown()
 
 
@@ -289,6 +321,35 @@ def choice_of_modes(device: torch.device) -> None:
 
 
 @check
+def tables_are_measured_and_kept(device: torch.device) -> None:
+    sizes, folder = [8192, 16384], [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANTIPHON_CACHE_DIR", str(folder[0]))
+        patch.setattr("antiphon.comm._mixed.tuned_sizes", lambda handler: sizes)  # not all sizes up to 128 MiB
+        mixed = handler(2, device)
+        built_in, before = dict(mixed.autotune_map), time.perf_counter()
+        mixed.run_autotune()
+        took = time.perf_counter() - before
+        again = handler(2, device)
+    measured = [mode for mode in mixed.valid_mode_list if mode != Mode.AUTOTUNE]
+    assert set(mixed.autotune_times) == set(itertools.product(mixed.valid_op_list, measured))
+    assert all(len(times) == len(sizes) and 0 < min(times) <= max(times) < took for times in mixed.autotune_times.values())
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, (mixed.autotune_times, mixed.autotune_map))
+    assert all(each == everyone[0] for each in everyone)
+    # AUTOTUNE stands for modes of equal bits alone. A new handler finds the table, and one that looks elsewhere does not.
+    assert all(len(modes) == 14 and set(modes) <= set(FUSED) for modes in mixed.autotune_map.values())
+    assert again.autotune_map == mixed.autotune_map
+    elsewhere = handler(2, device)
+    assert elsewhere.autotune_map == built_in
+    for each in (elsewhere, again, mixed):
+        each.shutdown()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
+
+
+@check
 def two_handlers_and_their_ends(device: torch.device) -> None:
     first, second = handler(2, device), handler(4, device)
     x = torch.ones(2, HIDDEN, device=device)
@@ -311,11 +372,23 @@ def two_handlers_and_their_ends(device: torch.device) -> None:
     del second
 
 
+def captured(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """The call in a graph, on a GPU."""
+    if device.type == "cpu":
+        return call
+    call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
+
+
 @check
 def checkpoints(device: torch.device) -> None:
-    if device.type == "cuda":
-        return
     mixed, x = handler(2, device), torch.ones(2, HIDDEN, device=device)
+    out = x.new_zeros(4, HIDDEN)
+    replay = captured(lambda: run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x, out), device)
     for _ in range(2):
         mixed.checkpoint_prepare()
         mixed.checkpoint_prepare()
@@ -325,6 +398,9 @@ def checkpoints(device: torch.device) -> None:
         mixed.checkpoint_restore(backend)
         mixed.checkpoint_restore(backend)
         assert run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x).eq(2).all()
+        out.zero_()
+        replay()
+        assert out.eq(2).all()
     with pytest.raises(ValueError, match="comm_backend is rank 9 of 10, the handler rank"):
         mixed.checkpoint_restore(Elsewhere())
     mixed.shutdown()
@@ -386,10 +462,18 @@ def unlike_batches_are_an_error_on_all_ranks(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.parametrize(
-    ("backend", "device"), [("gloo", "host"), ("antiphon", "host"), pytest.param("nccl", "cuda", marks=pytest.mark.cuda)]
+    ("backend", "device"),
+    [
+        ("gloo", "host"),
+        ("antiphon", "host"),
+        pytest.param("antiphon", "cuda", marks=pytest.mark.cuda),
+        pytest.param("nccl", "cuda", marks=pytest.mark.cuda),
+    ],
 )
 def test_on(name: str, backend: str, device: str) -> None:
     harness.need(device, WORLD)
+    if backend == "nccl" and torch.cuda.device_count() < WORLD:
+        pytest.skip(f"NCCL needs a GPU for each rank: {torch.cuda.device_count()} of {WORLD}")
     failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(backend, device)) if of[name]]
     assert not failures, "\n".join(failures)
 

@@ -234,11 +234,23 @@ def test_torch_finds_no_fault_with_an_operation_of_the_table(row: tuple[str, str
             torch.library.opcheck(getattr(ops, row[0]).default, arguments(row, x, group))
 
 
-@pytest.mark.parametrize("name", ["all_reduce_", "all_reduce_rms_norm", "broadcast_"])
-@pytest.mark.parametrize("device", harness.DEVICES)
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("all_reduce_", "host"), ("broadcast_", "host"), ("all_reduce_rms_norm", "host"), pytest.param("all_reduce_", "cuda", marks=pytest.mark.cuda)],
+)
 def test_torch_finds_no_fault_with_an_operator(name: str, device: str) -> None:
     harness.need(device, 1)
     with tempfile.TemporaryDirectory() as folder:
         with antiphon.init(rank=0, world_size=1, path=Path(folder) / "world") as comm:
             x = torch.ones(4, 4, device="cpu" if device == "host" else "cuda:0")
             torch.library.opcheck(getattr(ops, name).default, (x, antiphon.torch.ops.register(comm)))
+
+
+@pytest.mark.cuda
+def test_a_fused_operator_on_gpus_is_for_two_ranks_or_more() -> None:
+    harness.need("cuda", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        with antiphon.init(rank=0, world_size=1, path=Path(folder) / "world") as comm:
+            group = antiphon.torch.ops.register(comm)
+            with pytest.raises(ValueError, match="all_reduce_fused on CUDA needs 2 ranks or more"):
+                ops.all_reduce_rms_norm(torch.ones(4, 4, device="cuda:0"), group)

@@ -1,12 +1,17 @@
-"""A rank that gets SIGUSR1 reports what it waits for, and what its peers do."""
+"""What a job waits for: a rank that gets SIGUSR1 reports it, and `antiphon doctor --job` shows it of all ranks."""
 
+import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 RANK = """
 import sys, numpy as np, antiphon
@@ -23,19 +28,29 @@ with antiphon.init(rank=rank, world_size=4, path=path, timeout=60) as comm:
 """
 
 
-def test_a_rank_that_waits_says_for_whom_and_what_those_do(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def hanging_job(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Rank 0 waits for all: for rank 1, which waits for a message, for rank 2, which is stopped, and for rank 3, which sleeps."""
     command = [sys.executable, "-c", RANK]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([*command, str(rank), str(tmp_path / "world")], **options) for rank in range(4)]  # type: ignore[call-overload]
+    started = [subprocess.Popen([*command, str(rank), str(folder / "world")], **options) for rank in range(4)]  # type: ignore[call-overload]
     try:
         for process in started:
             assert process.stdout.readline() == "ready\n"
         started[2].send_signal(signal.SIGSTOP)
         time.sleep(0.5)  # all wait
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_a_rank_that_waits_says_for_whom_and_what_those_do(tmp_path: Path) -> None:
+    with hanging_job(tmp_path) as started:
         for process in started[:2]:
             process.send_signal(signal.SIGUSR1)
-        first, of_1, of_2, of_3 = (started[0].stderr.readline() for _ in range(4))
+        first, of_1, of_2, of_3 = (started[0].stderr.readline() for _ in range(4))  # type: ignore[union-attr]
         pids = [process.pid for process in started]
         seconds = r"since [\d.]+m?s"
         own = rf"antiphon: rank 0 \(process {pids[0]}\) all_reduce\(3 × f64, sum\) waits {seconds} for ranks \[1, 2, 3\] of 4\n"
@@ -44,11 +59,43 @@ def test_a_rank_that_waits_says_for_whom_and_what_those_do(tmp_path: Path) -> No
         assert re.fullmatch(message, of_1), of_1
         assert of_2 == f"antiphon:   rank 2 (process {pids[2]}) is stopped\n"
         assert of_3 == f"antiphon:   rank 3 (process {pids[3]}) does not wait in this communicator: its process sleeps\n"
-        assert "waits" in started[1].stderr.readline() and "rank 3 " in started[1].stderr.readline()
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+        assert "waits" in (line := started[1].stderr.readline()) and "rank 3 " in started[1].stderr.readline(), line  # type: ignore[union-attr]
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "antiphon", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+
+
+@pytest.mark.parametrize("asked", ["a rank", "a stopped rank", "the program that started the ranks"])
+def test_the_doctor_shows_of_a_running_job_who_waits_for_whom(tmp_path: Path, asked: str) -> None:
+    with hanging_job(tmp_path) as started:
+        pids = [process.pid for process in started]
+        asked_for = {"a rank": pids[3], "a stopped rank": pids[2]}.get(asked, os.getpid())
+        run = doctor("--job", str(asked_for))
+        assert run.returncode == 0, run.stderr
+        seconds = r"since [\d.]+ s"
+        expected = (
+            r"4 processes, 1 communicator\n\n"
+            r"world of 4 ranks\n"
+            rf"  rank 0 \(process {pids[0]}\) waits in all_reduce\(3 × f64, sum\) for ranks \[1, 2, 3\], {seconds}\n"
+            rf"  rank 1 \(process {pids[1]}\) waits in send/recv\(5 × f64, tag 7\) for ranks \[3\], {seconds}\n"
+            rf"  rank 2 \(process {pids[2]}\) is stopped\n"
+            rf"  rank 3 \(process {pids[3]}\) does not wait here: its process sleeps\n"
+            r"  waited for, and not waiting themselves: ranks \[2, 3\]\n"
+        )
+        assert re.fullmatch(expected, run.stdout), run.stdout
+        assert all(process.poll() is None for process in started), "the job goes on"
+        (world,) = json.loads(doctor("--job", str(asked_for), "--json").stdout)["communicators"]
+        assert [rank["rank"] for rank in world["ranks"]] == [0, 1, 2, 3]
+        assert world["ranks"][1]["wait"]["missing"] == [3]
+
+
+def test_the_doctor_says_what_is_no_job() -> None:
+    run = doctor("--job", "1")
+    assert run.returncode == 1 and "have a communicator" in run.stderr, run
+    run = doctor("--job", str(2**31))
+    assert (run.returncode, run.stderr) == (1, f"antiphon: there is no process {2**31}\n")
 
 
 def test_a_handler_of_the_program_stays() -> None:

@@ -1010,6 +1010,19 @@ class MixedHandler:
     def tune(self, smallest: int, largest: int) -> None:
         """Measures the modes of equal bits for blocks of these bytes, and keeps the tables. All ranks call it together."""
 
+    def release_memory(self) -> None:
+        """Gives the communicator's memory for staging back to the GPUs of all ranks, and keeps its addresses: until
+        :meth:`restore_memory`, its CUDA calls are refused, and graphs that hold calls may not be launched. All ranks call it together,
+        with nothing under way; a second time it changes nothing. On the host the ranks only meet.
+
+        ``RuntimeError`` or ``ValueError`` on all ranks, if one fails."""
+
+    def restore_memory(self) -> None:
+        """Undoes :meth:`release_memory`: calls go on, and so do graphs that were captured before. All ranks call it together.
+
+        ``RuntimeError`` or ``ValueError`` on all ranks, if one fails, as for a GPU with too little memory left; it can be called again
+        then."""
+
     def run(
         self,
         op: int,
@@ -1019,9 +1032,11 @@ class MixedHandler:
         mode: str | None = None,
         rows: Sequence[int] | None = None,
         stream: int | None = None,
+        strict: bool = False,
     ) -> Any:
         """Runs the operation of this number on an array, and gives ``out``, which is made if there is none. ``rows`` are those of
-        each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for."""
+        each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for; if ``strict`` also for
+        arrays of another dtype or device than the handler's, of one dimension, and of shapes that do not go together."""
 
 def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
     """The bytes of an FP4 matrix's scales in layout ``SWIZZLED_128x4``: rows rounded up to a multiple of 128 times

@@ -23,6 +23,55 @@ fn dispatch_and_combine_are_right_element_by_element() {
 }
 
 #[test]
+fn mixed_layouts_are_right_element_by_element_in_every_mode() {
+    let table = |layout: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        command.args([
+            "bench",
+            "mixed",
+            "--layout",
+            layout,
+            "--sizes",
+            "24,100K",
+            "--iterations",
+            "1",
+            "--dtype",
+            "bf16",
+        ]);
+        let shown = command.output().unwrap();
+        let said = String::from_utf8_lossy(&shown.stdout).into_owned();
+        assert_eq!(shown.status.code(), Some(0), "{said}{}", String::from_utf8_lossy(&shown.stderr));
+        assert!(said.contains("Out of bounds values : 0 OK"), "{said}");
+        said
+    };
+    let said = table("2x2");
+    for word in [
+        "all_reduce_all_gather, 4 ranks",
+        "reduce_scatter_all_reduce, 4 ranks",
+        "auto=waits",
+        " bytes1",
+        " composed",
+    ] {
+        assert!(said.contains(word), "{word} in {said}");
+    }
+    assert!(table("2x1").contains("# all_reduce, 2 ranks"));
+    let said = table("1x2");
+    assert!(said.contains("# all_gather, 2 ranks") && said.contains("# reduce_scatter, 2 ranks"), "{said}");
+}
+
+#[test]
+fn a_mixed_layout_fits_the_ranks_and_sums() {
+    let refused = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        let output = command.args(["bench", "mixed"]).args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    assert!(refused(&["--ranks", "3"]).contains("--ranks 3, but a --layout of 2x2 has 4"));
+    assert!(refused(&["--op", "max"]).contains("--op max is not for mixed, which sums"));
+}
+
+#[test]
 fn a_cache_that_others_may_write_is_warned_of_and_not_used() {
     let folder = tempfile::tempdir().unwrap();
     let cache = [("ANTIPHON_CACHE_DIR", folder.path().to_str().unwrap())];

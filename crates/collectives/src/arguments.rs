@@ -154,6 +154,12 @@ impl<'c> CheckedCall<'c> {
         }
     }
 
+    /// See [`check_reduction`].
+    pub(crate) fn check_reduction(&self) -> Result<()> {
+        let of = (self.signature.operation, self.call.op);
+        check_reduction(of, self.input.as_ref(), self.output.as_ref())
+    }
+
     /// Which elements of the input go to whom.
     #[inline]
     pub(crate) fn input_layout(&self) -> Layout<'_> {
@@ -228,12 +234,30 @@ pub(crate) fn reducible(operation: Operation, dtype: DType, op: ReduceOp) -> Res
 /// The reduction of an operation on GPUs, if the kernels have such arithmetic.
 #[inline]
 pub(crate) fn reduction(operation: Operation, dtype: DType, op: ReduceOp) -> Result<Reduction> {
-    let name = operation.name();
-    let refused = match op.is_bitwise() {
-        true => CollectiveError::NotBits { operation: name, dtype, op },
-        false => CollectiveError::NotNumeric { operation: name, dtype },
-    };
+    reducible(operation, dtype, op)?;
+    let refused = CollectiveError::NotNumeric { operation: operation.name(), dtype };
     Reduction::new(dtype, op).ok_or(refused)
+}
+
+/// GPUs reduce tensors of f32, f16 and bf16 that lie at multiples of their elements' size: kernels load no part of an element,
+/// and an address between two elements would end the work of the whole context.
+#[inline]
+pub(crate) fn check_reduction(
+    (operation, op): (Operation, ReduceOp),
+    input: Option<&Input>,
+    output: Option<&Output>,
+) -> Result<()> {
+    let input = input.map(|input| ("input", input.data.addr(), input.dtype));
+    let output = output.map(|output| ("output", output.data.addr(), output.dtype));
+    for (which, address, dtype) in input.into_iter().chain(output) {
+        reduction(operation, dtype, op)?;
+        let size = dtype.size();
+        if !address.is_multiple_of(size) {
+            let expected = format!("at a multiple of {size} bytes, the size of {dtype}, not at {address:#x}");
+            return Err(CollectiveError::Refused { operation: operation.name(), which, expected });
+        }
+    }
+    Ok(())
 }
 
 /// An operation with what all ranks must agree on.

@@ -11,15 +11,18 @@
 //!
 //! libnccl is opened at run time; [`antiphon_device::cuda`] says where it is looked for.
 
+use std::ops::Range;
+
 use antiphon_device::{
     ReduceOp,
-    cuda::{Context, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef, UniqueId},
+    cuda::{Context, CudaError, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef, UniqueId},
 };
 use antiphon_fabric::{Communicator, FabricError, Operation};
+use antiphon_operation::{Call, Root};
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use crate::{
-    arguments::{Input, Output, block},
+    arguments::{CheckedCall, Input, Output, block},
     error::{CollectiveError, Result},
 };
 
@@ -161,12 +164,162 @@ impl NcclCollectives {
         output: impl Into<TensorViewMut<'o>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        const OPERATION: Operation = Operation::AllToAll;
-        let (from, to, block) = self.pair(OPERATION, input, output)?;
-        let (start, end) = ends(&from, &to);
-        // SAFETY: both have a block for each rank; the rest is passed on.
-        unsafe { self.nccl.all_to_all(start, end, block, from.dtype, stream.into()) }
-            .map_err(CollectiveError::from)
+        let (call, input, mut output) = (Call::new(Operation::AllToAll), input.into(), output.into());
+        // SAFETY: passed on.
+        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
+    }
+
+    /// Any operation of the table as a value. What NCCL has no call for is made of its sends and receives in one group, or of one
+    /// reduction to each rank. A rank need not pass a tensor that is the root's alone.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`CollectiveError::Refused`] for what moves no tensor of one input and one output.
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce); and the tensors of operations other than all-reduce do not overlap.
+    pub unsafe fn call(
+        &self,
+        call: &Call<'_>,
+        input: Option<&TensorView<'_>>,
+        output: Option<&mut TensorViewMut<'_>>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let (operation, serves, rank) = (call.operation, self.serves(), self.rank());
+        let input = input.filter(|_| call.needs_input(rank));
+        let output = output.filter(|_| call.needs_output(rank));
+        let input = input.map(|input| Input::on(serves, operation, input)).transpose()?;
+        let output = output.map(|output| Output::on(serves, operation, output)).transpose()?;
+        let checked = CheckedCall::new(call, (rank, self.world_size()), input, output)?;
+        // SAFETY: passed on.
+        Ok(unsafe { self.carry_out(&checked, stream) }?)
+    }
+
+    /// # Safety
+    /// As [`call`](Self::call).
+    unsafe fn carry_out(
+        &self,
+        call: &CheckedCall<'_>,
+        stream: StreamRef<'_>,
+    ) -> std::result::Result<(), CudaError> {
+        let (nccl, rank, block, dtype) = (&self.nccl, call.rank, call.block, call.dtype);
+        let (op, root, row) = (call.call.op, call.call.root, call.signature.operation.row());
+        let from = DevicePointer(call.input.map_or(0, |input| input.data.addr() as u64));
+        let to = DevicePointer(call.output.map_or(0, |output| output.data.addr() as u64));
+        let (sent, received) = (call.input_layout(), call.output_layout());
+        let at = |base: DevicePointer, part: &Range<usize>| base.offset((part.start * dtype.size()) as u64);
+        // SAFETY: the call was checked, so all parts lie in the tensors; the rest is passed on.
+        unsafe {
+            match call.signature.operation {
+                Operation::AllReduce => nccl.all_reduce(from, to, block, dtype, op, stream),
+                Operation::AllGather => nccl.all_gather(from, to, block, dtype, stream),
+                Operation::ReduceScatter => nccl.reduce_scatter(from, to, block, dtype, op, stream),
+                Operation::Broadcast => nccl.broadcast(from, to, block, dtype, root, stream),
+                Operation::Reduce => nccl.reduce(from, to, block, dtype, op, root, stream),
+                // Uneven parts: a reduction to each rank.
+                _ if row.reduces => nccl.grouped(|| {
+                    (0..call.world_size).try_for_each(|to_rank| {
+                        let part = sent.piece(to_rank);
+                        nccl.reduce(at(from, &part), to, part.len(), dtype, op, to_rank, stream)
+                    })
+                }),
+                _ => nccl.grouped(|| {
+                    (0..call.world_size).try_for_each(|peer| {
+                        let (gives, gets) = match row.root {
+                            None => (true, true),
+                            Some(Root::Gives) => (rank == root, peer == root),
+                            Some(Root::Gets) => (peer == root, rank == root),
+                        };
+                        let (part, place) = (sent.piece(peer), received.piece(peer));
+                        if gives {
+                            nccl.send(at(from, &part), part.len(), dtype, peer, stream)?;
+                        }
+                        if gets {
+                            nccl.recv(at(to, &place), place.len(), dtype, peer, stream)?;
+                        }
+                        Ok(())
+                    })
+                }),
+            }
+        }
+    }
+
+    /// A tensor to another rank, which [receives](Self::recv) it.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] when there is no rank `to`.
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn send(&self, input: &TensorView<'_>, to: usize, stream: StreamRef<'_>) -> Result<()> {
+        self.check_peer("destination", to)?;
+        let from = Input::on(self.serves(), Operation::Message, input)?;
+        let at = DevicePointer(from.data.addr() as u64);
+        // SAFETY: passed on.
+        Ok(unsafe { self.nccl.send(at, from.count, from.dtype, to, stream) }?)
+    }
+
+    /// The tensor that another rank [sends](Self::send).
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn recv(
+        &self,
+        output: &mut TensorViewMut<'_>,
+        from: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        self.check_peer("source", from)?;
+        let to = Output::on(self.serves(), Operation::Message, output)?;
+        let at = DevicePointer(to.data.addr() as u64);
+        // SAFETY: passed on.
+        Ok(unsafe { self.nccl.recv(at, to.count, to.dtype, from, stream) }?)
+    }
+
+    fn check_peer(&self, role: &str, peer: usize) -> Result<()> {
+        let world_size = self.world_size();
+        match peer < world_size {
+            true => Ok(()),
+            false => Err(FabricError::invalid(format!(
+                "{role} rank {peer} is not below the world size {world_size}"
+            ))
+            .into()),
+        }
+    }
+
+    /// One call for each tensor of a list, in one group.
+    ///
+    /// # Errors
+    /// As [`call`](Self::call); [`CollectiveError::Refused`] if there is not an output for each input.
+    ///
+    /// # Safety
+    /// As [`call`](Self::call).
+    pub unsafe fn call_list(
+        &self,
+        call: &Call<'_>,
+        inputs: &[TensorView<'_>],
+        outputs: &mut [TensorViewMut<'_>],
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        if inputs.len() != outputs.len() {
+            let expected = format!("one output for each of {} inputs, not {}", inputs.len(), outputs.len());
+            return Err(CollectiveError::Refused {
+                operation: call.operation.name(),
+                which: "list",
+                expected,
+            });
+        }
+        let (serves, ranks) = (self.serves(), (self.rank(), self.world_size()));
+        let checked = inputs.iter().zip(outputs.iter_mut()).map(|(input, output)| {
+            let input = Input::on(serves, call.operation, input)?;
+            CheckedCall::new(call, ranks, Some(input), Some(Output::on(serves, call.operation, output)?))
+        });
+        let checked = checked.collect::<Result<Vec<_>>>()?;
+        // SAFETY: passed on.
+        let all = || checked.iter().try_for_each(|call| unsafe { self.carry_out(call, stream) });
+        Ok(self.nccl.grouped(all)?)
     }
 
     /// The root's `buffer` to everybody's.
@@ -182,10 +335,7 @@ impl NcclCollectives {
         root: usize,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        if root >= self.world_size() {
-            let text = format!("root rank {root} is not below the world size {}", self.world_size());
-            return Err(FabricError::InvalidArgument(text).into());
-        }
+        self.check_peer("root", root)?;
         let to = Output::on(self.serves(), Operation::Broadcast, &mut buffer.into())?;
         let (start, end) = ends(&to.as_input(), &to);
         // SAFETY: passed on.

@@ -117,6 +117,12 @@ impl Regions {
         Self { memory, layout }
     }
 
+    /// A number that is the memory's alone on this machine, and equal on all ranks.
+    #[cfg(not(loom))]
+    pub(crate) fn number(&self) -> u64 {
+        self.memory.number()
+    }
+
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }

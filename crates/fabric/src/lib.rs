@@ -26,7 +26,8 @@
 //! *Surviving ranks can continue* by [`Communicator::shrink`], which takes milliseconds and no new rendezvous.
 //! [`Monitor::abort`] ends the waits of all ranks from any thread. *A hanging job can be inspected.* On SIGUSR1 a waiting rank
 //! reports on standard error its call, the duration of its wait, the ranks that it waits for, and what those ranks do. A
-//! program with its own handler of SIGUSR1 keeps it.
+//! program with its own handler of SIGUSR1 keeps it. [`Job`](job::Job) reads the same
+//! of all ranks from outside, for `antiphon doctor --job`.
 //!
 //! ```
 //! use antiphon_fabric::{FabricError, LocalWorld};
@@ -48,6 +49,8 @@ pub mod error;
 #[cfg(not(loom))]
 pub mod gpu;
 mod health;
+#[cfg(not(loom))]
+pub mod job;
 mod layout;
 mod local;
 mod members;

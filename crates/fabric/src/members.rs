@@ -27,6 +27,12 @@ impl Members {
         }
     }
 
+    /// Whether this is not the world itself.
+    #[cfg(not(loom))]
+    pub(crate) fn is_group(&self) -> bool {
+        self.0.is_some()
+    }
+
     /// A rank, as the end of a clause: "rank 3", or "rank 1 of the group, 3 of the world".
     pub(crate) fn name(&self, rank: usize) -> String {
         match self.0.as_ref().and_then(|world_ranks| world_ranks.get(rank)) {

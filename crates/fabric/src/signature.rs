@@ -64,6 +64,12 @@ impl fmt::Display for Signature {
             (Count::Size, Some(dtype)) => write!(f, "({} × {dtype}", self.count)?,
             (Count::Size, None) => write!(f, "({} bytes", self.count)?,
             (Count::Offset, _) => write!(f, "(offset {}", self.count)?,
+            (Count::BoundedRows, dtype) => {
+                write!(f, "(up to {} rows of {}", self.count >> 32, self.count as u32)?;
+                if let Some(dtype) = dtype {
+                    write!(f, " × {dtype}")?;
+                }
+            }
             (Count::Rows, dtype) => {
                 write!(f, "(rows of {}", self.count as u32)?;
                 if let Some(dtype) = dtype {
@@ -122,6 +128,14 @@ mod tests {
             Signature { count: Count::rows(7168, 0), detail: Detail::experts(256, 8), reduce: None, ..call };
         let dispatch = Signature { operation: Operation::Dispatch, algorithm: 1, ..rows };
         assert_eq!(dispatch.to_string(), "dispatch(rows of 7168 × bf16, 256 experts, top-8, blocking)");
+        let bounded = Signature {
+            operation: Operation::LowLatencyDispatch,
+            count: Count::bounded_rows(7168, 128),
+            algorithm: 2,
+            ..rows
+        };
+        let expected = "low_latency_dispatch(up to 128 rows of 7168 × bf16, 256 experts, top-8, fp8)";
+        assert_eq!(bounded.to_string(), expected);
         let combine = Signature { operation: Operation::Combine, count: Count::rows(7168, 3), ..rows };
         let expected = "combine(rows of 7168 × bf16 as call 3 routed them, 256 experts, top-8)";
         assert_eq!(combine.to_string(), expected);

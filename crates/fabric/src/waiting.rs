@@ -13,7 +13,7 @@ use antiphon_device::{
 use crate::{Members, Signature, layout::Regions};
 
 /// A rank that waits looks around about every millisecond. One that has not for so long does something else.
-const FRESH: Duration = Duration::from_millis(500);
+pub(crate) const FRESH: Duration = Duration::from_millis(500);
 
 /// What a rank waits in.
 #[repr(C)]
@@ -48,7 +48,7 @@ impl Wait {
 }
 
 /// The clock that all processes of the machine read.
-fn now() -> u64 {
+pub(crate) fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }

@@ -8,6 +8,7 @@ use crate::{
     error::{MoeError, Result, refused},
     handle::Handle,
     layout::MAX_WORLD,
+    low_latency::{self, LowLatencyCombine, LowLatencyDispatch, LowLatencyHandle},
     normal::{self, Combine, Dispatch, Routing},
     region::Region,
 };
@@ -109,6 +110,35 @@ impl Moe {
     pub fn combine(&mut self, comm: &Communicator, handle: &Handle, call: Combine<'_>) -> Result<()> {
         self.knows(comm, handle, "combine")?;
         normal::combine(self, comm, handle, call)
+    }
+
+    /// Moves few tokens, at most [`max_tokens`](LowLatencyDispatch::max_tokens) of each rank, to the slots of the experts that they
+    /// choose; see [`low_latency`]. The handle is for their combine.
+    ///
+    /// # Errors
+    /// [`MoeError`]: arguments that make no sense; ranks that differ in hidden size, format, experts, choices per token or
+    /// `max_tokens` ([`Mismatch`](antiphon_fabric::FabricError::Mismatch), on every rank).
+    pub fn low_latency_dispatch(
+        &mut self,
+        comm: &Communicator,
+        call: LowLatencyDispatch<'_>,
+    ) -> Result<LowLatencyHandle> {
+        self.belongs_to(comm, "low_latency_dispatch")?;
+        low_latency::dispatch(self, comm, call)
+    }
+
+    /// Moves what the experts made of their slots back to the tokens, weighs and sums it.
+    ///
+    /// # Errors
+    /// As [`low_latency_dispatch`](Self::low_latency_dispatch), and [`MoeError::Handle`].
+    pub fn low_latency_combine(
+        &mut self,
+        comm: &Communicator,
+        handle: &LowLatencyHandle,
+        call: LowLatencyCombine<'_>,
+    ) -> Result<()> {
+        self.belongs_to(comm, "low_latency_combine")?;
+        low_latency::combine(self, comm, handle, call)
     }
 
     /// Gives the regions back; all ranks call it alike.

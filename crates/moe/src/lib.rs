@@ -57,6 +57,7 @@ mod error;
 mod handle;
 mod instance;
 pub mod layout;
+pub mod low_latency;
 #[cfg(test)]
 mod machine_code;
 pub mod normal;
@@ -68,4 +69,7 @@ pub use error::{MoeError, Result};
 pub use handle::Handle;
 pub use instance::{Moe, MoeConfig};
 pub use layout::{Layout, layout};
+pub use low_latency::{
+    LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived,
+};
 pub use normal::{Choices, Combine, Dispatch, Routing, RowFormat, Tokens};

@@ -176,6 +176,14 @@ operations! {
         in_place: InPlace::OutputBlock,
         ..Row::mixed("reduce_scatter_all_reduce")
     },
+    /// Rank `r` gets the tokens that chose one of its experts, in slots of each expert: at most so many tokens of each rank.
+    LowLatencyDispatch = 23: Row {
+        algorithms: &[(1, "bf16"), (2, "fp8"), (3, "fp8, powers of two"), (4, "fp8, packed scales")],
+        count: Count::BoundedRows,
+        ..Row::of_experts("low_latency_dispatch")
+    },
+    /// Every rank gets, for each of its tokens, the weighted sum of what the token's experts made of it.
+    LowLatencyCombine = 24: Row::of_experts("low_latency_combine"),
 }
 
 impl Operation {
@@ -231,7 +239,7 @@ mod tests {
     #[test]
     fn codes_are_those_that_ranks_of_this_version_write() {
         let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
-        assert_eq!(codes, Vec::from_iter(1..=22));
+        assert_eq!(codes, Vec::from_iter(1..=24));
     }
 
     #[test]

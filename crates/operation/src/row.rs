@@ -155,12 +155,19 @@ pub enum Count {
     /// Any number of rows of so many elements (the lower 32 bits), as an earlier call of a given number (the upper 32 bits;
     /// 0 stands for none) routed them.
     Rows,
+    /// At most so many rows (the upper 32 bits) of each rank, of so many elements (the lower 32 bits).
+    BoundedRows,
 }
 
 impl Count {
     /// A count of [`Rows`](Self::Rows): of `hidden` elements, routed by the call `routed_by` if that is not 0.
     pub fn rows(hidden: u32, routed_by: u32) -> u64 {
         u64::from(hidden) | u64::from(routed_by) << 32
+    }
+
+    /// A count of [`BoundedRows`](Self::BoundedRows): at most `most` rows of `hidden` elements.
+    pub fn bounded_rows(hidden: u32, most: u32) -> u64 {
+        Self::rows(hidden, most)
     }
 }
 

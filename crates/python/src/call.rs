@@ -51,7 +51,12 @@ pub(crate) struct Call {
 impl Call {
     /// The name of the method.
     pub(crate) fn name(&self) -> &'static str {
-        self.mixed.as_ref().map_or(self.what.operation, Mixed::operation).name()
+        self.operation().name()
+    }
+
+    /// What is carried out.
+    pub(crate) fn operation(&self) -> operation::Operation {
+        self.mixed.as_ref().map_or(self.what.operation, Mixed::operation)
     }
 
     /// A tensor of the call, which all are like.

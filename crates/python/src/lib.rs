@@ -35,6 +35,7 @@ mod mapping;
 mod mixed;
 mod moe;
 mod operand;
+mod parallel_info;
 mod shared;
 
 /// See the crate's page.
@@ -56,8 +57,9 @@ mod _core {
         },
         lowering::{check_lowering, lower},
         mapping::Mapping,
-        mixed::{MixedHandler, ParallelInfo},
+        mixed::MixedHandler,
         moe::{Moe, MoeHandle},
+        parallel_info::ParallelInfo,
         shared::{Memory, SharedBuffer},
     };
 

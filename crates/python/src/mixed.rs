@@ -1,7 +1,8 @@
-//! The classes `ParallelInfo` and `MixedHandler`, and one mixed collective as a value.
+//! The class `MixedHandler`, and one mixed collective as a value.
 
 use std::{
     fmt,
+    ops::Range,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -10,135 +11,29 @@ use antiphon::{
     cuda::{CudaCollectives, StreamRef},
     operation::Operation,
     prelude::{CollectiveError, Communicator as Comm, MixedLayout, TensorView, TensorViewMut},
-    tensor::dlpack::ElementType,
+    tensor::{Device, dlpack::ElementType},
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
 
 use crate::{
-    arguments::{Count, Given, prepare},
+    arguments::{Count, Given, Operands, prepare},
     call::What,
     communicator::Communicator,
     cuda::RawStream,
     error::Result,
     interrupt,
-    mapping::unsigned,
-    operand::Usage,
+    operand::{Operand, Usage},
+    parallel_info::ParallelInfo,
 };
-
-#[doc = stub!("ParallelInfo")]
-#[pyclass(frozen, subclass, module = "antiphon.comm.mixed_comm")]
-pub(crate) struct ParallelInfo {
-    layout: MixedLayout,
-}
-
-/// The properties of the class, which only pass on what the layout says.
-macro_rules! properties {
-    (properties { $($property:ident: $value:ty,)* } $($own:tt)*) => {
-        #[pymethods]
-        impl ParallelInfo {
-            $(
-                #[getter]
-                fn $property(&self) -> $value {
-                    self.layout.$property()
-                }
-            )*
-
-            $($own)*
-        }
-    };
-}
-
-properties! {
-    properties {
-        world_rank: usize,
-        world_size: usize,
-        local_rank: usize,
-        local_size: usize,
-        inter_rank: usize,
-        inter_size: usize,
-        local_tp_rank: usize,
-        local_tp_size: usize,
-        local_dp_rank: usize,
-        local_dp_size: usize,
-        inter_tp_rank: usize,
-        inter_tp_size: usize,
-        inter_dp_rank: usize,
-        inter_dp_size: usize,
-        tp_rank: usize,
-        tp_size: usize,
-        dp_rank: usize,
-        dp_size: usize,
-        use_local_tp: bool,
-        use_inter_tp: bool,
-        use_tp: bool,
-        use_dp: bool,
-        use_inter: bool,
-        use_mixed: bool,
-    }
-
-    #[new]
-    #[expect(clippy::too_many_arguments, reason = "the peer's constructor")]
-    fn new(
-        world_rank: i64,
-        world_size: i64,
-        local_rank: i64,
-        local_size: i64,
-        inter_rank: i64,
-        inter_size: i64,
-        local_tp_size: Option<i64>,
-        local_dp_size: Option<i64>,
-        inter_tp_size: Option<i64>,
-        inter_dp_size: Option<i64>,
-    ) -> Result<Self> {
-        let mut builder = MixedLayout::builder(
-            unsigned("world_size", world_size)?,
-            unsigned("world_rank", world_rank)?,
-        )
-        .local_rank(unsigned("local_rank", local_rank)?)
-        .local_size(unsigned("local_size", local_size)?)
-        .inter_rank(unsigned("inter_rank", inter_rank)?)
-        .inter_size(unsigned("inter_size", inter_size)?);
-        if let Some(size) = local_tp_size {
-            builder = builder.local_tp(unsigned("local_tp_size", size)?);
-        }
-        if let Some(size) = local_dp_size {
-            builder = builder.local_dp(unsigned("local_dp_size", size)?);
-        }
-        if let Some(size) = inter_tp_size {
-            builder = builder.inter_tp(unsigned("inter_tp_size", size)?);
-        }
-        if let Some(size) = inter_dp_size {
-            builder = builder.inter_dp(unsigned("inter_dp_size", size)?);
-        }
-        Ok(Self { layout: builder.build()? })
-    }
-
-    #[doc = stub!("ParallelInfo.valid_ops")]
-    fn valid_ops(&self) -> Vec<u8> {
-        self.layout.valid_ops().iter().map(|&op| op as u8).collect()
-    }
-
-    #[doc = stub!("ParallelInfo.tp_ranks")]
-    fn tp_ranks(&self) -> Vec<Vec<usize>> {
-        self.layout.groups(antiphon::topology::MixedGroup::Tp)
-    }
-
-    #[doc = stub!("ParallelInfo.dp_ranks")]
-    fn dp_ranks(&self) -> Vec<Vec<usize>> {
-        self.layout.groups(antiphon::topology::MixedGroup::Dp)
-    }
-
-    #[doc = stub!("ParallelInfo.local_ranks")]
-    fn local_ranks(&self) -> Vec<Vec<usize>> {
-        self.layout.groups(antiphon::topology::MixedGroup::Local)
-    }
-}
 
 #[doc = stub!("MixedHandler")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct MixedHandler {
     comm: Py<Communicator>,
     layout: MixedLayout,
+    /// What its tensors are of, and where.
+    element: ElementType,
+    device: Device,
     handler: Handler,
 }
 
@@ -170,6 +65,7 @@ impl fmt::Debug for Handler {
 #[derive(Debug, Clone)]
 pub(crate) struct Mixed {
     handler: Handler,
+    layout: MixedLayout,
     op: MixedOp,
     mode: Option<MixedMode>,
     /// Elements of each group's block.
@@ -178,7 +74,10 @@ pub(crate) struct Mixed {
 
 impl Mixed {
     pub(crate) fn operation(&self) -> Operation {
-        operation_of(self.op)
+        match self.layout.use_mixed() {
+            true => operation_of(self.op),
+            false => half_of(self.op, self.counts.is_some()),
+        }
     }
 
     fn call(&self) -> MixedCall<'_> {
@@ -195,11 +94,16 @@ impl Mixed {
         self.handler.with(|handler| handler.run(comm, self.call(), input, output))
     }
 
-    /// Where the rank's own block is in a row of equal blocks: its index, and how many there are. `None` for an all-reduce, which
-    /// has no row.
-    pub(crate) fn own_block(&self) -> Option<(usize, usize)> {
-        let layout = self.handler.with(|handler| *handler.layout());
-        (self.op != MixedOp::AllReduce).then(|| (layout.dp_rank(), layout.dp_size()))
+    /// Where the rank's own block is in a row of so many elements, of which an all-reduce has one block. `half` is as `half_of` says.
+    pub(crate) fn own_piece(
+        &self,
+        half: &What,
+        count: usize,
+    ) -> std::result::Result<Range<usize>, CollectiveError> {
+        if self.op == MixedOp::AllReduce {
+            return Ok(0..count);
+        }
+        Ok(half.own_piece(count, self.layout.dp_rank(), self.layout.dp_size())?)
     }
 
     /// Whether the output is the row of blocks, and not the input.
@@ -243,6 +147,17 @@ fn op_of(number: u8) -> PyResult<MixedOp> {
         .ok_or_else(|| PyValueError::new_err(format!("there is no mixed operation {number}")))
 }
 
+/// What a mixed operation is along the first dimension: its half that moves data between groups.
+fn half_of(op: MixedOp, is_uneven: bool) -> Operation {
+    match (op, is_uneven) {
+        (MixedOp::AllReduce, _) => Operation::AllReduce,
+        (MixedOp::AllGather | MixedOp::AllReduceAllGather, false) => Operation::AllGather,
+        (MixedOp::AllGather | MixedOp::AllReduceAllGather, true) => Operation::AllGatherV,
+        (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, false) => Operation::ReduceScatter,
+        (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, true) => Operation::ReduceScatterV,
+    }
+}
+
 fn mode_of(name: &str) -> PyResult<MixedMode> {
     MixedMode::ALL.into_iter().find(|mode| mode.name() == name).ok_or_else(|| {
         let known = MixedMode::ALL.map(MixedMode::name).join(", ");
@@ -262,9 +177,11 @@ impl MixedHandler {
         dtype: &str,
         most_blocks: Option<usize>,
     ) -> Result<Self> {
-        let (queue, layout) = (comm.get().queue()?, layout.layout);
-        let dtype = ElementType::named(dtype).and_then(|element| element.dtype());
-        let dtype = dtype.ok_or_else(|| PyValueError::new_err("the dtype has no arithmetic"))?;
+        let (queue, layout) = (comm.get().queue()?, layout.layout());
+        let element = ElementType::named(dtype);
+        let dtype = element.and_then(|element| element.dtype());
+        let (element, dtype) =
+            element.zip(dtype).ok_or_else(|| PyValueError::new_err("the dtype has no arithmetic"))?;
         let gpus = comm.get().gpus();
         let handler = interrupt::detached(py, || {
             let host = queue.run(|comm| mixed::MixedHandler::new(comm, layout))?;
@@ -274,7 +191,8 @@ impl MixedHandler {
             });
             Ok::<_, CollectiveError>(Handler { host: Arc::new(Mutex::new(host)), gpu: gpu.transpose()? })
         })?;
-        Ok(Self { comm, layout, handler })
+        let device = device.map_or(Device::Host, Device::Cuda);
+        Ok(Self { comm, layout, element, device, handler })
     }
 
     #[doc = stub!("MixedHandler.valid_modes")]
@@ -306,8 +224,18 @@ impl MixedHandler {
         Ok(interrupt::detached(py, || queue.run(tune))?)
     }
 
+    #[doc = stub!("MixedHandler.release_memory")]
+    fn release_memory(&self, py: Python<'_>) -> Result<()> {
+        self.on_peers(py, |peers, comm| peers.release_memory(comm))
+    }
+
+    #[doc = stub!("MixedHandler.restore_memory")]
+    fn restore_memory(&self, py: Python<'_>) -> Result<()> {
+        self.on_peers(py, |peers, comm| peers.restore_memory(comm))
+    }
+
     #[doc = stub!("MixedHandler.run")]
-    #[pyo3(signature = (op, x, out = None, *, mode = None, rows = None, stream = None))]
+    #[pyo3(signature = (op, x, out = None, *, mode = None, rows = None, stream = None, strict = false))]
     #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
     fn run<'py>(
         &self,
@@ -318,22 +246,59 @@ impl MixedHandler {
         mode: Option<&str>,
         rows: Option<Vec<Count>>,
         stream: Option<RawStream>,
+        strict: bool,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         let (op, mode, usage) = (op_of(op)?, mode.map(mode_of).transpose()?, Usage::Call(stream));
         let groups = (self.layout.dp_rank(), self.layout.dp_size());
         let is_uneven = rows.is_some();
         let rows: Vec<usize> = rows.unwrap_or_default().iter().map(|rows| rows.0).collect();
-        // Along the first dimension a mixed operation is as the half that moves data between groups.
-        let half = match (op, is_uneven) {
-            (MixedOp::AllReduce, _) => Operation::AllReduce,
-            (MixedOp::AllGather | MixedOp::AllReduceAllGather, false) => Operation::AllGather,
-            (MixedOp::AllGather | MixedOp::AllReduceAllGather, true) => Operation::AllGatherV,
-            (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, false) => Operation::ReduceScatter,
-            (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, true) => Operation::ReduceScatterV,
-        };
-        let mut prepared = prepare(What::new(half).with_counts(rows), x, out, groups, usage)?;
+        let half = What::new(half_of(op, is_uneven)).with_counts(rows);
+        let mut prepared = prepare(half.clone(), x, out, groups, usage)?;
+        if strict {
+            self.check_operands(&half, &prepared.operands)?;
+        }
         let counts = is_uneven.then(|| prepared.call.what.counts.to_vec());
-        prepared.call.mixed = Some(Mixed { handler: self.handler.clone(), op, mode, counts });
+        let (handler, layout) = (self.handler.clone(), self.layout);
+        prepared.call.mixed = Some(Mixed { handler, layout, op, mode, counts });
         self.comm.get().run(py, prepared, stream)
+    }
+}
+
+impl MixedHandler {
+    /// Refuses tensors of another type or on another device than the handler's, and shapes that do not go together.
+    fn check_operands(&self, half: &What, operands: &Operands) -> PyResult<()> {
+        let is_like_ours = |operand: &Operand| {
+            operand.element == self.element
+                && operand.tensor.device == self.device
+                && operand.shape().len() >= 2
+        };
+        let go_together = match operands {
+            [Some(read), Some(write)] => {
+                let expected = half.output_shape(read.shape(), self.layout.dp_rank(), self.layout.dp_size());
+                expected.is_ok_and(|shape| shape == write.shape())
+            }
+            _ => true, // in place, where the smaller is a piece of the larger
+        };
+        match go_together && operands.iter().flatten().all(is_like_ours) {
+            true => Ok(()),
+            false => Err(PyValueError::new_err("the tensors do not suit the handler")),
+        }
+    }
+
+    /// Something that all ranks do together with their GPUs; on the host they only meet.
+    fn on_peers(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&CudaCollectives, &Comm) -> std::result::Result<(), CollectiveError> + Send,
+    ) -> Result<()> {
+        let queue = self.comm.get().queue()?;
+        let Some((device, _)) = self.handler.gpu else {
+            return Ok(interrupt::detached(py, || {
+                queue.run(|comm| Ok::<_, CollectiveError>(comm.barrier()?))
+            })?);
+        };
+        let gpus = self.comm.get().gpus();
+        let together = |comm: &Comm| gpus.with_peers(device, |peers| work(peers, comm));
+        Ok(interrupt::detached(py, || queue.run(together))?)
     }
 }

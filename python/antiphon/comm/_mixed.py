@@ -1,5 +1,7 @@
 """What mixed collectives check, what they are in terms of ``torch.distributed``, and how long their modes take."""
 
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -140,9 +142,9 @@ def check_call(
 def _check_batches(
     op: MixedCommOp, info: ParallelInfo, x_in: Tensor, mode: MixedCommMode, local_batches: Sequence[int]
 ) -> None:
-    if not info.use_mixed or mode not in FUSED:
+    if op == MixedCommOp.ALLREDUCE or mode not in FUSED:
         raise ValueError(
-            f"local_batches are for the fused modes of ALLREDUCE_ALLGATHER and REDUCESCATTER_ALLREDUCE, not {op.name} by {mode.name}"
+            f"local_batches are for the fused modes of operations that gather or scatter, not {op.name} by {mode.name}"
         )
     if len(local_batches) != info.dp_size or any(rows < 0 for rows in local_batches):
         raise ValueError(f"local_batches should be rows for each of dp_size {info.dp_size}, but they are {list(local_batches)}")
@@ -161,10 +163,14 @@ def _check_overlap(
     in_bytes, out_bytes = x_in.numel() * x_in.element_size(), x_out.numel() * x_out.element_size()
     if first >= second + out_bytes or second >= first + in_bytes:
         return
-    whole, block, block_bytes = (first, second, out_bytes) if in_bytes > out_bytes else (second, first, in_bytes)
-    if op == MixedCommOp.ALLREDUCE and first == second:
-        return
-    if op != MixedCommOp.ALLREDUCE and local_batches is None and block == whole + info.dp_rank * block_bytes:
+    if op == MixedCommOp.ALLREDUCE:
+        is_in_place = first == second
+    else:
+        whole, block = (x_in, x_out) if op in SCATTERS else (x_out, x_in)
+        dp_rank = info.dp_rank
+        before = dp_rank * block.shape[0] if local_batches is None else sum(local_batches[:dp_rank])
+        is_in_place = block.data_ptr() == whole[before:].data_ptr()
+    if is_in_place:
         return
     raise ValueError("x_in and x_out overlap: they should be apart, or the smaller the rank's own block of the larger")
 
@@ -212,38 +218,66 @@ def tuned_sizes(handler: MixedCommHandler) -> list[int]:
 def measure(
     handler: MixedCommHandler, sizes: Sequence[int]
 ) -> dict[tuple[MixedCommOp, MixedCommMode], list[float]]:
-    """Seconds of every mode but ``AUTOTUNE`` at these sizes: the median of a few calls, on the slowest rank."""
-    times: dict[tuple[MixedCommOp, MixedCommMode], list[float]] = {}
+    """Seconds of every mode but ``AUTOTUNE`` at these sizes: the median over a few samples of the slowest rank."""
+    times: dict[tuple[MixedCommOp, MixedCommMode], list[list[float]]] = {}
     width = sizes[0] // handler.dtype.itemsize
-    for op in handler.valid_op_list:
+    for op, size in itertools.product(handler.valid_op_list, sizes):
+        rows = size // sizes[0] * (handler.para_info.dp_size if op in SCATTERS else 1)
+        x_in = torch.zeros(rows, width, dtype=handler.dtype, device=handler.device)
+        x_out = x_in.new_empty(_output_shape(op, handler.para_info, x_in.shape, None))
         for mode in handler.valid_mode_list:
-            if mode == MixedCommMode.AUTOTUNE:
-                continue
-            for size in sizes:
-                rows = size // sizes[0] * (handler.para_info.dp_size if op in SCATTERS else 1)
-                x_in = torch.zeros(rows, width, dtype=handler.dtype, device=handler.device)
-                shape = _output_shape(op, handler.para_info, x_in.shape, None)
-                x_out = x_in.new_empty(shape)
-                times.setdefault((op, mode), []).append(
-                    _seconds(handler.device, lambda: handler._run(op, mode, x_in, x_out, None))
-                )
+            if mode != MixedCommMode.AUTOTUNE:
+                samples = _samples(handler.device, functools.partial(handler._run, op, mode, x_in, x_out, None))
+                times.setdefault((op, mode), []).append(samples)
     everyone: list[Any] = [None] * handler.para_info.world_size
     dist.all_gather_object(everyone, times)
-    return {key: [max(of_rank) for of_rank in zip(*(each[key] for each in everyone))] for key in times}
+
+    def slowest(op: MixedCommOp, mode: MixedCommMode, k: int) -> float:
+        samples = [max(of_rank) for of_rank in zip(*(each[op, mode][k] for each in everyone))]
+        return float(statistics.median(samples))
+
+    return {(op, mode): [slowest(op, mode, k) for k in range(len(sizes))] for op, mode in times}
 
 
-def _seconds(device: torch.device, call: Callable[[], None], calls: int = 5) -> float:
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+def _samples(device: torch.device, call: Callable[[], None], calls: int = 5, samples: int = 3) -> list[float]:
+    """Seconds of one call: means of several, which are in a graph on a GPU if the default group's backend can be captured."""
 
-    call()
-    samples = []
-    for _ in range(3):
-        dist.barrier()
-        start = now()
+    def several() -> None:
         for _ in range(calls):
             call()
-        samples.append((now() - start) / calls)
-    return statistics.median(samples)
+
+    several()  # connects the ranks
+    if device.type == "cpu":
+        return [_host_seconds(several) / calls for _ in range(samples)]
+    with torch.cuda.device(device):
+        replay = _captured(several) if _backend_of(device) in ("nccl", "antiphon") else several
+        return [_gpu_seconds(replay) / calls for _ in range(samples)]
+
+
+def _backend_of(device: torch.device) -> str:
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD._get_backend(device).name())
+
+
+def _captured(work: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog is another thread
+        work()
+    return graph.replay
+
+
+def _host_seconds(work: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _gpu_seconds(work: Callable[[], None]) -> float:
+    start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    dist.barrier()
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

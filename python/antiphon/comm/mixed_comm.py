@@ -60,8 +60,8 @@ class MixedCommMode(enum.IntEnum):
 
 _Op, _Mode = MixedCommOp, MixedCommMode
 #: Our names of the fused modes.
-FUSED = {_Mode.FUSED_OPT_WAITS_UC: "waits", _Mode.FUSED_OPT_BYTES1_UC: "bytes1", _Mode.AUTOTUNE: None}
-_OF_NAME = {name: mode for mode, name in FUSED.items() if name is not None}
+FUSED: dict[int, str | None] = {_Mode.FUSED_OPT_WAITS_UC: "waits", _Mode.FUSED_OPT_BYTES1_UC: "bytes1", _Mode.AUTOTUNE: None}
+_OF_NAME = {name: _Mode(mode) for mode, name in FUSED.items() if name is not None}
 SCATTERS = (_Op.REDUCESCATTER, _Op.REDUCESCATTER_ALLREDUCE)
 #: The bytes at which FlashInfer's tables begin, and of which it measures the doubles up to 128 MiB.
 _BASE_BYTES, _DOUBLES = 8192, 15
@@ -183,6 +183,8 @@ class MixedCommHandler:
         self.autotune_base_bytes = _BASE_BYTES
         self.autotune_max_coef = max(_DOUBLES - (info.dp_size.bit_length() - 1), 1)
         self.valid_op_list, self.valid_mode_list = self.get_valid_op_list(), self.get_valid_mode_list()
+        by_torch = _Mode.NCCL_TP_DP if info.use_mixed else _Mode.NCCL_ONE
+        self._default_mode = _Mode.AUTOTUNE if use_autotune else by_torch
         on_gpu = [mode for mode in self.valid_mode_list if FUSED.get(mode) and self.device.type == "cuda"]
         #: The threads of a block, by what FlashInfer calls ``block_size_y``. On the host there are no blocks.
         self.max_block_size_dict = {(op, mode): {1: _THREADS} for op in self.valid_op_list for mode in on_gpu}
@@ -281,23 +283,26 @@ class MixedCommHandler:
         self.is_running = False
 
     def checkpoint_prepare(self) -> None:
-        """Gives the memory of the GPU back, and keeps its addresses. All ranks call it together; a second time it does nothing.
+        """Gives the memory of the GPU back, and keeps its addresses. All ranks call it together, with nothing under way; a second
+        time it does nothing.
 
-        On the host there is nothing to give back. Until :meth:`checkpoint_restore`, calls raise ``RuntimeError``.
+        It is the memory of the communicator, which other handlers on it share, as its other CUDA calls do: none of these may be made
+        before :meth:`checkpoint_restore`, nor graphs launched that hold some; calls of this handler raise ``RuntimeError``. On
+        the host there is nothing to give back. If one rank fails, all raise.
         """
-        self._running(even_prepared=True)
-        if self._is_prepared:
-            return
-        self._refuse_checkpoint_on_gpu()
-        self._the_comm().barrier()
-        self._is_prepared = True
+        core = self._running(even_prepared=True)
+        if not self._is_prepared:
+            core.release_memory()
+            self._is_prepared = True
 
     def checkpoint_restore(self, comm_backend: "CommBackend") -> None:
-        """Undoes :meth:`checkpoint_prepare`. All ranks call it together; a second time it does nothing.
+        """Undoes :meth:`checkpoint_prepare`: graphs that were captured before go on. All ranks call it together; a second time it does
+        nothing.
 
-        Raises ``ValueError`` if the backend has another rank or size than the handler.
+        Raises ``ValueError`` if the backend has another rank or size than the handler. If one rank fails, as for too little memory,
+        all raise, and it can be called again.
         """
-        self._running(even_prepared=True)
+        core = self._running(even_prepared=True)
         info = self.para_info
         theirs = comm_backend.Get_rank(), comm_backend.Get_size()
         if theirs != (info.world_rank, info.world_size):
@@ -306,16 +311,8 @@ class MixedCommHandler:
                 f"{info.world_size}"
             )
         if self._is_prepared:
-            self._the_comm().barrier()
+            core.restore_memory()
             self._is_prepared = False
-
-    def _refuse_checkpoint_on_gpu(self) -> None:
-        if self.device.type == "cuda":
-            raise NotImplementedError(f"checkpoint_prepare on {self.device}: only handlers on the CPU can be prepared so far")
-
-    def _the_comm(self) -> "Communicator":
-        assert self._comm is not None
-        return self._comm
 
     def _running(self, even_prepared: bool = False) -> _core.MixedHandler:
         if not self.is_running or self._core is None:
@@ -324,20 +321,33 @@ class MixedCommHandler:
             raise RuntimeError("the handler is prepared for a checkpoint: call checkpoint_restore first")
         return self._core
 
+    def _run_fused(
+        self,
+        op: int,
+        mode: int,
+        x_in: "torch.Tensor",
+        x_out: "torch.Tensor | None",
+        local_batches: Sequence[int] | None,
+        strict: bool = False,
+    ) -> "torch.Tensor":
+        core = self._core
+        if core is None or self._is_prepared or not self.is_running:
+            core = self._running()
+        if self._group is not None and x_in.is_cuda:
+            self._group.enter(x_in)  # behind the calls that were made on our group itself
+        result: torch.Tensor = core.run(op, x_in, x_out, mode=FUSED[mode], rows=local_batches, strict=strict)
+        return result
+
     def _run(
         self, op: int, mode: int, x_in: "torch.Tensor", x_out: "torch.Tensor", local_batches: Sequence[int] | None
     ) -> None:
-        core = self._running()
-        known = MixedCommMode(mode)
-        if known in FUSED:
-            rows = None if local_batches is None else list(local_batches)
-            if self._group is not None and x_in.is_cuda:
-                self._group.enter(x_in)  # behind the calls that were made on our group itself
-            core.run(op, x_in, x_out, mode=FUSED[known], rows=rows)
+        if mode in FUSED:
+            self._run_fused(op, mode, x_in, x_out, local_batches)
         else:
             from antiphon.comm import _mixed
 
-            _mixed.run_by_torch(self, MixedCommOp(op), known, x_in, x_out)
+            self._running()
+            _mixed.run_by_torch(self, MixedCommOp(op), MixedCommMode(mode), x_in, x_out)
 
 
 def run_mixed_comm(
@@ -354,8 +364,8 @@ def run_mixed_comm(
 
     Without a ``mode`` it is ``AUTOTUNE`` if the handler has that, else ``NCCL_TP_DP`` if that is valid, else ``NCCL_ONE``.
     ``local_batches``, which FlashInfer does not have, are the rows of each data parallel rank, 0 allowed, where they are not equal:
-    equal lists on all ranks, for the fused modes of the two fused operations. ``x_out`` may be ``x_in`` for ``ALLREDUCE``; for the others,
-    and with equal rows, the smaller tensor may be this rank's own block of the larger one.
+    equal lists on all ranks, for the fused modes of all operations but ``ALLREDUCE``. ``x_out`` may be ``x_in`` for ``ALLREDUCE``; for
+    the others the smaller tensor may be this rank's own block of the larger one.
 
     Raises ``ValueError`` for arguments that do not suit the handler, unless ``skip_check`` (what would touch other memory is refused
     in any case); ``RuntimeError`` on all ranks that call something else, or with other rows, than another rank.
@@ -363,16 +373,28 @@ def run_mixed_comm(
     import torch
 
     if mode is None:
-        mode = _default_mode(handler)
+        mode = handler._default_mode
+    if mode in FUSED and mode in handler.valid_mode_list and not torch.compiler.is_compiling():
+        # What is wrong is found in compiled code, and explained here.
+        try:
+            return handler._run_fused(op, mode, x_in, x_out, local_batches, not skip_check)
+        except (TypeError, ValueError):
+            if not skip_check:
+                _check(op, handler, x_in, x_out, mode, local_batches)
+            raise
     if not skip_check:
-        from antiphon.comm import _mixed
-
-        _mixed.check_call(op, handler, x_in, x_out, mode, local_batches)
+        _check(op, handler, x_in, x_out, mode, local_batches)
     if x_out is None:
         x_out = x_in.new_empty(_output_shape(op, handler.para_info, x_in.shape, local_batches))
     call = torch.ops.antiphon.mixed_comm if torch.compiler.is_compiling() else _run
     call(x_in, x_out, handler._number, int(op), int(mode), local_batches)
     return x_out
+
+
+def _check(*arguments: Any) -> None:
+    from antiphon.comm import _mixed
+
+    _mixed.check_call(*arguments)
 
 
 def _is_compute_capability_supported(compute_capability: int) -> bool:
@@ -381,12 +403,6 @@ def _is_compute_capability_supported(compute_capability: int) -> bool:
 
 
 run_mixed_comm.is_compute_capability_supported = _is_compute_capability_supported  # type: ignore[attr-defined]
-
-
-def _default_mode(handler: MixedCommHandler) -> MixedCommMode:
-    if handler.use_autotune:
-        return _Mode.AUTOTUNE
-    return _Mode.NCCL_TP_DP if _Mode.NCCL_TP_DP in handler.valid_mode_list else _Mode.NCCL_ONE
 
 
 def _output_shape(

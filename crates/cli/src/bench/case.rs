@@ -3,19 +3,25 @@
 use std::ops::Range;
 
 use antiphon::{
-    collectives::{CollectiveError, Collectives, Communicator, all_reduce::Algorithm},
+    collectives::{
+        CollectiveError, Collectives, Communicator,
+        all_reduce::Algorithm,
+        mixed::{MixedHandler, MixedMode},
+    },
     device::{ReduceOp, host::reduce::Reducer},
     operation::{Call, Extent, Operation, Root},
     tensor::{DType, Element, TensorView, TensorViewMut},
 };
 
-use super::moe;
+use super::{mixed::Mixed, moe};
 
 /// What can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
     /// An operation of the table. A message goes from rank 0 to rank 1 and back.
     Of(Operation),
+    /// An operation of a mixed layout.
+    Mixed(Mixed),
     /// The floor of any all-reduce: every rank reads its input and writes its output, all at once.
     Memory,
 }
@@ -40,6 +46,7 @@ impl Collective {
     pub fn operation(self) -> Option<Operation> {
         match self {
             Self::Of(operation) => Some(operation),
+            Self::Mixed(mixed) => Some(mixed.operation()),
             Self::Memory => None,
         }
     }
@@ -49,6 +56,7 @@ impl Collective {
         match self {
             Self::SEND_RECV => "send_recv",
             Self::Of(operation) => operation.name(),
+            Self::Mixed(mixed) => mixed.operation().name(),
             Self::Memory => "memory",
         }
     }
@@ -84,8 +92,12 @@ pub(super) struct Case {
     /// Of the larger buffer of a rank.
     pub(super) bytes: u64,
     pub(super) algorithm: Option<Algorithm>,
+    /// Of a mixed operation.
+    pub(super) mode: Option<MixedMode>,
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
+    /// Into how many tensors the bytes are cut, each with a call of its own.
+    pub(super) tensors: usize,
 }
 
 /// Where rank 0 is the one that gives or gets.
@@ -94,9 +106,9 @@ pub(super) const ROOT: usize = 0;
 /// Elements of a rank's output, and where they come from.
 pub(super) struct Segment {
     pub(super) output: Range<usize>,
-    /// The rank that gives them; of a reduction all do.
-    pub(super) source: usize,
-    /// Where they begin in its input.
+    /// The ranks that give them: of a reduction those whose sum they are, else one.
+    pub(super) sources: Range<usize>,
+    /// Where they begin in the inputs of these.
     pub(super) start: usize,
 }
 
@@ -104,10 +116,24 @@ impl Case {
     /// Elements of a block: the larger buffer has as many as fit in the bytes, at least one per block.
     fn block(&self, world_size: usize) -> usize {
         let whole = (self.bytes as usize / self.dtype.size()).max(1);
+        if let Collective::Mixed(mixed) = self.collective {
+            return mixed.block(whole);
+        }
         match self.collective.extents() {
             (Extent::Block, Extent::Block) => whole,
-            _ => (whole / world_size).max(1),
+            _ => (whole / world_size / self.tensors).max(1) * self.tensors,
         }
+    }
+
+    /// Whether it is one call with a list of tensors.
+    pub(super) fn is_list(&self) -> bool {
+        self.tensors > 1
+    }
+
+    /// The tensors that a list cuts `count` elements into.
+    pub(super) fn cut(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let each = count / self.tensors;
+        (0..self.tensors).map(move |index| index * each..(index + 1) * each)
     }
 
     /// The call of a rank. Parts are as long as blocks on average, the first the shortest and the last the longest.
@@ -135,8 +161,10 @@ impl Case {
             return moe::counts(self, world_size);
         }
         let block = self.block(world_size);
-        if self.collective == Collective::Memory {
-            return (block, block);
+        match self.collective {
+            Collective::Memory => return (block, block),
+            Collective::Mixed(mixed) => return mixed.counts(block),
+            Collective::Of(_) => {}
         }
         let call = self.call(rank, world_size);
         let layouts =
@@ -148,31 +176,55 @@ impl Case {
     /// Where a rank's output comes from.
     pub(super) fn segments(&self, rank: usize, world_size: usize) -> Vec<Segment> {
         let block = self.block(world_size);
-        let copied = |source| vec![Segment { output: 0..block, source, start: 0 }];
+        let copied = |source| vec![Segment { output: 0..block, sources: source..source + 1, start: 0 }];
         let root = match self.collective {
             Collective::Memory => return copied(rank),
             Collective::SEND_RECV => return copied(ROOT),
+            Collective::Mixed(mixed) => return mixed.segments(rank, block),
             Collective::Of(operation) => operation.row().root,
         };
+        if self.is_list() {
+            return self.segments_of_list(rank, world_size);
+        }
         let call = self.call(rank, world_size);
         let output = call.output_layout(block, rank, world_size);
-        // A reduction is of all ranks alike.
-        let sources = match self.collective.reduces() || root == Some(Root::Gives) {
-            true => ROOT..ROOT + 1,
-            false => 0..world_size,
-        };
-        let segment = |source: usize| {
+        let segment = |sources: Range<usize>| {
+            let source = sources.start;
             let theirs = self.call(source, world_size);
             let start = theirs.input_layout(block, source, world_size).piece(rank).start;
-            Segment { output: output.piece(if output.is_divided() { source } else { rank }), source, start }
+            Segment { output: output.piece(if output.is_divided() { source } else { rank }), sources, start }
         };
-        sources.map(segment).collect()
+        match (self.collective.reduces(), root) {
+            (true, _) => vec![segment(0..world_size)],
+            (false, Some(Root::Gives)) => vec![segment(ROOT..ROOT + 1)],
+            (false, _) => (0..world_size).map(|source| segment(source..source + 1)).collect(),
+        }
     }
 
-    /// Does it once.
+    /// Of one tensor behind the other.
+    fn segments_of_list(&self, rank: usize, world_size: usize) -> Vec<Segment> {
+        let whole = Self { tensors: 1, ..*self };
+        let one = Self {
+            bytes: (self.block(world_size) * world_size / self.tensors * self.dtype.size()) as u64,
+            ..whole
+        };
+        let (from, to) = one.counts(rank, world_size);
+        let of_tensor = |index: usize| {
+            let shifted = move |segment: Segment| Segment {
+                output: segment.output.start + index * to..segment.output.end + index * to,
+                start: segment.start + index * from,
+                ..segment
+            };
+            one.segments(rank, world_size).into_iter().map(shifted)
+        };
+        (0..self.tensors).flat_map(of_tensor).collect()
+    }
+
+    /// Does it once; a mixed operation by its handler.
     pub(super) fn run<T: Element>(
         &self,
         comm: &Communicator,
+        handler: Option<&MixedHandler>,
         input: &[T],
         output: &mut [T],
     ) -> Result<(), CollectiveError> {
@@ -181,6 +233,10 @@ impl Case {
             Collective::Memory => {
                 read_and_write(input, output);
                 Ok(())
+            }
+            Collective::Mixed(mixed) => {
+                let handler = handler.expect("the worker has made one");
+                handler.run(comm, mixed.call(self.mode), input, output)
             }
             Collective::DISPATCH | Collective::COMBINE => unreachable!("`moe` measures these"),
             Collective::Of(_) => {
@@ -239,7 +295,15 @@ mod tests {
     }
 
     fn case(collective: Collective) -> Case {
-        Case { collective, bytes: 42, algorithm: None, dtype: DType::F32, op: ReduceOp::Sum }
+        Case {
+            collective,
+            bytes: 42,
+            algorithm: None,
+            mode: None,
+            dtype: DType::F32,
+            op: ReduceOp::Sum,
+            tensors: 1,
+        }
     }
 
     #[test]
@@ -263,10 +327,26 @@ mod tests {
     }
 
     #[test]
+    fn a_list_has_its_tensors_one_behind_the_other() {
+        // Two tensors with blocks of one element, of three ranks.
+        let list = |operation| Case { bytes: 6 * 4, tensors: 2, ..case(Collective::Of(operation)) };
+        let segments = |operation| {
+            let found = list(operation).segments(1, 3);
+            found.into_iter().map(|s| (s.output, s.sources, s.start)).collect::<Vec<_>>()
+        };
+        let gathered = [0, 1].map(|tensor| [0, 1, 2].map(|rank| (3 * tensor + rank, rank..rank + 1, tensor)));
+        let gathered = gathered.as_flattened().iter().cloned();
+        let gathered: Vec<_> = gathered.map(|(at, sources, start)| (at..at + 1, sources, start)).collect();
+        assert_eq!(segments(Operation::AllGather), gathered);
+        assert_eq!(segments(Operation::ReduceScatter), [(0..1, 0..3, 1), (1..2, 0..3, 4)]);
+        assert_eq!(list(Operation::AllGather).counts(0, 3), (2, 6));
+    }
+
+    #[test]
     fn segments_say_where_each_element_comes_from() {
         let segments = |operation, rank| {
             let found = case(Collective::Of(operation)).segments(rank, 3);
-            found.into_iter().map(|s| (s.output, s.source, s.start)).collect::<Vec<_>>()
+            found.into_iter().map(|s| (s.output, s.sources.start, s.start)).collect::<Vec<_>>()
         };
         use Operation::*;
         assert_eq!(segments(AllGather, 1), [(0..3, 0, 0), (3..6, 1, 0), (6..9, 2, 0)]);

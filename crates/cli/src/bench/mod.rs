@@ -4,12 +4,14 @@
 //!
 //! * `case` says what is measured: which collective, with which buffers.
 //! * `pattern` makes inputs and knows every element of the outputs.
+//! * `mixed` is a layout of tensor and data parallel ranks, with the operations that it has.
 //! * `moe` measures dispatch and combine of a mixture of experts.
 //! * `worker` is what a rank does: verify, time, verify again.
 //! * `cuda` is the same on GPUs, beside NCCL.
 
 mod case;
 mod cuda;
+mod mixed;
 mod moe;
 mod pattern;
 mod worker;
@@ -17,7 +19,7 @@ mod worker;
 use std::{
     fs::File,
     io::{self, Write},
-    iter,
+    num::NonZeroUsize,
     path::PathBuf,
     sync::LazyLock,
     time::Duration,
@@ -40,6 +42,7 @@ use crate::{
     sizes::Sizes,
 };
 
+use case::Case;
 pub use case::Collective;
 pub(crate) use cuda::gpus;
 
@@ -59,6 +62,7 @@ Examples:
   antiphon bench
   antiphon bench all-reduce --ranks 4 --dtype bf16 --sizes 1K..64M
   antiphon bench all-reduce --algorithm both --json results.json --plot results.svg
+  antiphon bench mixed --layout 2x2 --dtype bf16
   antiphon bench memory --ranks 2 --sizes 16M,64M
   antiphon bench --device cuda --dtype bf16 --json results.json
   antiphon bench --device cuda --tail --json tails.json")]
@@ -88,9 +92,17 @@ pub struct Args {
     #[arg(long, default_value = "sum")]
     op: ReduceOp,
 
+    /// Of `mixed`: tensor parallel ranks of a group times groups, as many ranks in all
+    #[arg(long, value_name = "TPxDP", default_value = "2x2")]
+    layout: mixed::Shape,
+
     /// How all-reduce is done [default: auto; on cuda all]
     #[arg(long, value_enum)]
     algorithm: Option<AlgorithmChoice>,
+
+    /// On cuda, all-gather and reduce-scatter: so many tensors in one call, which share the bytes
+    #[arg(long, value_name = "COUNT", default_value = "1")]
+    tensors: NonZeroUsize,
 
     /// Whose memory the tensors are in
     #[arg(long, value_enum, default_value = "private")]
@@ -148,17 +160,19 @@ pub struct Args {
     worker: bool,
 }
 
-/// One collective, or the usual five.
+/// One collective, the usual five, or those of a mixed layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Which {
     All,
+    Mixed,
     One(Collective),
 }
 
 impl ValueEnum for Which {
     fn value_variants<'a>() -> &'a [Self] {
-        static ALL: LazyLock<Vec<Which>> =
-            LazyLock::new(|| iter::once(Which::All).chain(Collective::all().map(Which::One)).collect());
+        static ALL: LazyLock<Vec<Which>> = LazyLock::new(|| {
+            [Which::All, Which::Mixed].into_iter().chain(Collective::all().map(Which::One)).collect()
+        });
         &ALL
     }
 
@@ -169,6 +183,9 @@ impl ValueEnum for Which {
         });
         let help = match self {
             Self::All => "All-reduce, all-gather, reduce-scatter, all-to-all and broadcast",
+            Self::Mixed => {
+                "Sums in groups of tensor parallel ranks with a gather or a scatter between them, of a --layout, in every mode"
+            }
             Self::One(Collective::SEND_RECV) => "A tensor from rank 0 to rank 1 and back",
             Self::One(Collective::DISPATCH) => {
                 "Tokens to the ranks of their experts: of 8 for each rank, two for each token; counts are exchanged in each call"
@@ -181,6 +198,7 @@ impl ValueEnum for Which {
         };
         let name = match self {
             Self::All => "all",
+            Self::Mixed => "mixed",
             Self::One(collective) => &NAMES.iter().find(|(named, _)| named == collective)?.1,
         };
         let value = PossibleValue::new(name);
@@ -241,26 +259,38 @@ fn positive_seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-impl Which {
-    fn collectives(self) -> Vec<Collective> {
+impl Args {
+    fn collectives(&self) -> Vec<Collective> {
         use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter};
-        match self {
-            Self::All => {
+        match self.collective {
+            Which::All => {
                 [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast].map(Collective::Of).into()
             }
-            Self::One(collective) => vec![collective],
+            Which::Mixed => self.layout.all().map(Collective::Mixed).collect(),
+            Which::One(collective) => vec![collective],
         }
     }
-}
 
-impl Args {
     fn sizes(&self) -> Vec<u64> {
         let default = match (self.device, self.collective) {
             (DeviceKind::Cuda, _) => cuda::SIZES,
-            (DeviceKind::Host, Which::All) => "64..16M:8",
+            (DeviceKind::Host, Which::All | Which::Mixed) => "64..16M:8",
             (DeviceKind::Host, Which::One(_)) => "4..64M:4",
         };
         self.sizes.clone().unwrap_or_else(|| default.parse().expect("the default reads well")).0
+    }
+
+    /// A case of a collective and size, as it is chosen.
+    fn case(&self, collective: Collective, bytes: u64) -> Case {
+        Case {
+            collective,
+            bytes,
+            algorithm: None,
+            mode: None,
+            dtype: self.dtype,
+            op: self.op,
+            tensors: self.tensors.get(),
+        }
     }
 
     /// All-reduce has a row per algorithm, the others one.
@@ -274,12 +304,19 @@ impl Args {
     }
 
     /// Everything to measure, in order. Every rank makes the same list.
-    fn cases(&self) -> Vec<case::Case> {
+    fn cases(&self) -> Vec<Case> {
         let mut cases = Vec::new();
-        for collective in self.collective.collectives() {
+        for collective in self.collectives() {
             for bytes in self.sizes() {
-                for algorithm in self.algorithms(collective) {
-                    cases.push(case::Case { collective, bytes, algorithm, dtype: self.dtype, op: self.op });
+                let case = self.case(collective, bytes);
+                match collective {
+                    Collective::Mixed(mixed) => {
+                        cases.extend(mixed.modes().map(|mode| Case { mode, ..case }));
+                    }
+                    _ => {
+                        let algorithms = self.algorithms(collective).into_iter();
+                        cases.extend(algorithms.map(|algorithm| Case { algorithm, ..case }));
+                    }
                 }
             }
         }
@@ -294,7 +331,12 @@ impl Args {
     }
 
     fn ranks(&self, cores: usize) -> usize {
-        self.ranks.unwrap_or(cores.clamp(2, 8))
+        self.fixed_ranks().unwrap_or(cores.clamp(2, 8))
+    }
+
+    /// How many ranks there are, if the machine has no say.
+    fn fixed_ranks(&self) -> Option<usize> {
+        if self.collective == Which::Mixed { Some(self.layout.ranks()) } else { self.ranks }
     }
 }
 
@@ -321,12 +363,18 @@ fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     if args.tail && args.device == DeviceKind::Host {
         return Err("--tail is for --device cuda".into());
     }
+    if args.tensors.get() > 1 && args.device == DeviceKind::Host {
+        return Err("--tensors is for --device cuda".into());
+    }
+    if args.collective == Which::Mixed {
+        mixed::refuse(args)?;
+    }
     if args.device == DeviceKind::Cuda {
         cuda::refuse(args)?;
-        machine.gpus = Some(cuda::gpus(args.ranks)?);
+        machine.gpus = Some(cuda::gpus(args.fixed_ranks())?);
     }
     if args.buffers == Buffers::Symmetric
-        && let Some(of) = args.collective.collectives().into_iter().find(|of| of.is_of_experts())
+        && let Some(of) = args.collectives().into_iter().find(|of| of.is_of_experts())
     {
         return Err(format!("--buffers symmetric is not for {}", of.name()).into());
     }

@@ -3,6 +3,8 @@
 //! Inputs repeat with a prime period, so that a reference in f64 is computed once per period and yet every element of
 //! any size is compared, and an element at a wrong place is a wrong element.
 
+use std::ops::Range;
+
 use antiphon::{collectives::Communicator, device::ReduceOp, tensor::Element};
 use antiphon_collectives::reference::{Expected, reduce_element};
 
@@ -31,11 +33,8 @@ pub(super) fn input<T: Element>(op: ReduceOp, rank: usize, count: usize) -> Vec<
 
 /// What a rank's output must be.
 pub(super) struct Reference {
-    case: Case,
-    /// Of this rank's output; none if it gets nothing.
-    segments: Vec<Segment>,
-    /// By position in the period: the reduction of all ranks' inputs there.
-    reduced: Vec<Expected>,
+    /// Of this rank's output; none if it gets nothing. With what is expected there, by position in the period.
+    segments: Vec<(Segment, Vec<Expected>)>,
 }
 
 /// How many elements are wrong, and by how much the worst is off.
@@ -48,35 +47,32 @@ pub(super) struct Wrong {
 impl Reference {
     pub(super) fn new<T: Element>(comm: &Communicator, case: Case) -> Self {
         let (world_size, rank) = (comm.world_size(), comm.rank());
-        let reduced = |index| {
-            let column: Vec<T> = (0..world_size).map(|rank| value(case.op, rank, index)).collect();
-            reduce_element(case.op, &column)
-        };
-        let reduced = if case.collective.reduces() { (0..PERIOD).map(reduced).collect() } else { Vec::new() };
         let gets = match case.collective {
             Collective::SEND_RECV => rank < 2,
-            Collective::Memory => true,
+            Collective::Memory | Collective::Mixed(_) => true,
             Collective::Of(_) => case.call(rank, world_size).needs_output(rank),
         };
+        let expected = |sources: Range<usize>, index| {
+            if case.collective.reduces() {
+                let column: Vec<T> = sources.map(|rank| value(case.op, rank, index)).collect();
+                return reduce_element(case.op, &column);
+            }
+            Expected { exact: value::<T>(case.op, sources.start, index).to_f64(), tolerance: 0.0 }
+        };
+        let with_expected = |segment: Segment| {
+            let period = (0..PERIOD).map(|index| expected(segment.sources.clone(), index)).collect();
+            (segment, period)
+        };
         let segments = if gets { case.segments(rank, world_size) } else { Vec::new() };
-        Self { case, segments, reduced }
-    }
-
-    /// The expected value of an element of a segment.
-    fn expected<T: Element>(&self, segment: &Segment, index: usize) -> Expected {
-        let at = segment.start + index;
-        if self.case.collective.reduces() {
-            return self.reduced[at % PERIOD];
-        }
-        Expected { exact: value::<T>(self.case.op, segment.source, at).to_f64(), tolerance: 0.0 }
+        Self { segments: segments.into_iter().map(with_expected).collect() }
     }
 
     /// Compares every element.
     pub(super) fn compare<T: Element>(&self, output: &[T]) -> Wrong {
         let mut wrong = Wrong::default();
-        for segment in &self.segments {
+        for (segment, period) in &self.segments {
             for (index, element) in output[segment.output.clone()].iter().enumerate() {
-                let (expected, actual) = (self.expected::<T>(segment, index), element.to_f64());
+                let (expected, actual) = (period[(segment.start + index) % PERIOD], element.to_f64());
                 if !expected.accepts(actual) {
                     wrong.elements += 1;
                 }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use antiphon::{
-    collectives::{CollectiveError, Communicator, all_reduce::algorithm_for},
+    collectives::{CollectiveError, Communicator, all_reduce::algorithm_for, mixed::MixedHandler},
     fabric::FabricError,
     tensor::{Element, with_dtype},
 };
@@ -86,18 +86,27 @@ fn measure_with<T: Element>(
     output: &mut [T],
 ) -> Result<Row, CollectiveError> {
     let reference = Reference::new::<T>(comm, case);
-    case.run(comm, input, output)?;
+    let handler = match case.collective {
+        Collective::Mixed(mixed) => Some(MixedHandler::new(comm, mixed.shape.layout(comm.rank()))?),
+        _ => None,
+    };
+    let run = |output: &mut [T]| case.run(comm, handler.as_ref(), input, output);
+    run(output)?;
     let first = reference.compare(output);
-    let times = time(comm, args, || case.run(comm, input, output))?;
+    let times = time(comm, args, || run(output))?;
     let last = reference.compare(output);
     let wrong = total(comm, &[first, last])?;
     let count = input.len().max(output.len());
-    let algorithm = match (case.collective, case.algorithm) {
-        (Collective::ALL_REDUCE, Some(given)) => given.name(),
-        (Collective::ALL_REDUCE, None) => algorithm_for(comm, count * case.dtype.size())?.name(),
-        _ => "direct",
+    let bytes = |count: usize| count * case.dtype.size();
+    let algorithm = match (case.collective, case.algorithm, handler) {
+        (Collective::ALL_REDUCE, Some(algorithm), _) => algorithm.name().to_owned(),
+        (Collective::ALL_REDUCE, None, _) => algorithm_for(comm, bytes(count))?.name().to_owned(),
+        (Collective::Mixed(mixed), _, Some(handler)) => {
+            mixed.name(case.mode, || handler.select(comm, mixed.op, bytes(input.len().min(output.len()))))?
+        }
+        _ => "direct".to_owned(),
     };
-    Ok(row(comm, case, algorithm.to_owned(), count, &times, wrong))
+    Ok(row(comm, case, algorithm, count, &times, wrong))
 }
 
 /// The times of a call in batches, of the slowest rank, ascending. All ranks do it together.

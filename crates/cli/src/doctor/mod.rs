@@ -2,6 +2,7 @@
 
 mod cpu;
 mod gpu;
+mod job;
 mod kernel;
 mod memory;
 mod render;
@@ -16,26 +17,35 @@ use serde::Serialize;
 use crate::machine::Files;
 use crate::{ExitStatus, FAILURE, SUCCESS};
 
-/// Say what this machine can do for Antiphon, and what it lacks.
+/// Say what this machine can do for Antiphon and what it lacks, or what a running job waits for.
 ///
-/// Each line is ok, a warning (it works, but slower or less safely) or missing. Nothing is changed, and nothing
+/// Without `--job`, each line is ok, a warning (it works, but slower or less safely) or missing. Nothing is changed, and nothing
 /// leaves the machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
   antiphon doctor
   antiphon doctor --json | jq '.checks[] | select(.status != \"ok\")'
+  antiphon doctor --job 4711            # which rank waits for which, in which call, since when
 
 Exit status:
-  0 when everything that Antiphon requires is there, else 1.")]
+  0 when everything that Antiphon requires is there, or the job was found, else 1.")]
 pub struct Args {
     /// Print JSON instead of a table
     #[arg(long)]
     json: bool,
+    /// Show what the ranks of a running job wait for: the process of a rank, or of what started the ranks
+    ///
+    /// The job goes on undisturbed. Ranks of other users are not seen, nor waits of kernels on GPUs.
+    #[arg(long, value_name = "PID")]
+    job: Option<u32>,
 }
 
 /// Runs the command.
 pub fn execute(args: Args) -> ExitStatus {
+    if let Some(process) = args.job {
+        return job::execute(process, args.json);
+    }
     let diagnosis = Diagnosis::new(&Files::system(), Survey::take());
     let text = if args.json {
         diagnosis.json()

@@ -11,7 +11,7 @@ use antiphon_fabric::{
 
 use super::Algorithm;
 use crate::{
-    arguments::{Input, Output, block, reduction, signature},
+    arguments::{Input, Output, block, check_reduction, reduction, signature},
     error::Result,
 };
 
@@ -98,6 +98,7 @@ pub(super) fn signature_of(
     world_size: usize,
 ) -> Result<Signature> {
     block(Operation::AllReduce, input, output, world_size)?;
+    check_reduction((Operation::AllReduce, op), Some(input), Some(output))?;
     let reduce = Some(op);
     Ok(Signature { reduce, algorithm, ..signature(Operation::AllReduce, input.dtype, input.count) })
 }

@@ -7,7 +7,7 @@ use antiphon_tensor::{TensorView, TensorViewMut};
 
 use crate::{
     all_reduce::AllReduceOptions,
-    arguments::{CheckedCall, Input, Output, reduction},
+    arguments::{CheckedCall, Input, Output},
     cuda::CudaCollectives,
     error::Result,
     gather_scatter::cuda as gather_scatter,
@@ -84,6 +84,9 @@ impl CudaCollectives {
     /// As [`call`](Self::call).
     pub(crate) unsafe fn carry_out(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
         let (tenant, op) = (&self.tenant, call.call.op);
+        if call.signature.reduce.is_some() {
+            call.check_reduction()?;
+        }
         // SAFETY: passed on.
         unsafe {
             match (call.signature.operation, call.input, call.output) {
@@ -121,9 +124,6 @@ impl CudaCollectives {
     /// # Safety
     /// As [`call`](Self::call).
     unsafe fn alone(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
-        if call.signature.reduce.is_some() {
-            reduction(call.signature.operation, call.dtype, call.call.op)?;
-        }
         self.tenant.check_ready()?;
         let (Some(from), Some(to)) = (call.input, call.output) else { return Ok(()) };
         // SAFETY: the call was checked: both have as many elements; the rest is passed on.

@@ -140,6 +140,29 @@ impl CudaCollectives {
         Ok(self.tenant.check()?)
     }
 
+    /// Gives the memory for staging back to the GPUs of all ranks, as before a checkpoint of the processes, and keeps its addresses.
+    /// Until [`restore_memory`](Self::restore_memory), calls are refused, and graphs that hold calls may not be launched. All ranks
+    /// call it together; a second time it changes nothing. It waits for all work of the context. Registered memory stays.
+    ///
+    /// # Errors
+    /// On all ranks, if one fails, for which calls are refused too: its own error there ([`FabricError::Device`], as while a stream is
+    /// captured), [`FabricError::InvalidArgument`] that names it elsewhere.
+    pub fn release_memory(&self, comm: &Communicator) -> Result<()> {
+        self.tenant.release_memory(comm)?;
+        Ok(self.messages.release_memory(comm)?)
+    }
+
+    /// Undoes [`release_memory`](Self::release_memory): calls go on, and so do graphs that were captured before. All ranks call it
+    /// together; where nothing was released it does nothing.
+    ///
+    /// # Errors
+    /// As [`release_memory`](Self::release_memory), among others for a GPU that has too little memory by now. Nothing is lost then:
+    /// it can be called again.
+    pub fn restore_memory(&self, comm: &Communicator) -> Result<()> {
+        self.tenant.restore_memory(comm)?;
+        Ok(self.messages.restore_memory(comm)?)
+    }
+
     /// Where tensors must be.
     pub(crate) fn serves(&self) -> Device {
         Device::Cuda(self.context().device().ordinal())

@@ -58,7 +58,7 @@ fn blocks(
     (input, output): (&Input, &Output),
 ) -> Result<(usize, Signature)> {
     let count = block(operation, input, output, tenant.world_size())?;
-    Ok((count * input.dtype.size(), signature(operation, input.dtype, input.count)))
+    Ok((count * input.dtype.size(), signature(operation, input.dtype, count)))
 }
 
 /// All-gather of tensors that have been checked one by one.

@@ -192,6 +192,9 @@ impl CudaCollectives {
         let mut checked = checked.collect::<Result<Vec<_>>>()?;
         checked.retain(|one| one.block > 0);
         let reduces = call.operation.row().reduces;
+        if reduces {
+            checked.iter().try_for_each(CheckedCall::check_reduction)?;
+        }
         let (unit, of_lane) = if reduces { (16, 16) } else { (ROW_DATA, ROW_BYTES) };
         let fits = |list: &List| list.items() * of_lane <= self.tenant.lane_bytes();
         let one_dtype = checked.first().map(|first| first.dtype);

@@ -11,7 +11,7 @@
 
 constexpr u32 CHANNELS = WORLD == 2 ? 256 : WORLD <= 5 ? 128 : 64;
 static_assert(WORLD * CHANNELS <= MAX_BLOCKS, "a ring has a control of its own");
-constexpr u32 BATCH = 4; // rows that a warp has under way
+constexpr u32 BATCH = 8; // rows that a warp has under way
 
 // A rank's messages in a launch, by the peers' ranks. Rust's `Messages` has the same layout.
 struct messages {

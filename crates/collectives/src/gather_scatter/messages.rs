@@ -8,7 +8,7 @@ use antiphon_fabric::{
 use antiphon_operation::Root;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
-use super::cuda::BYTES;
+use super::cuda::{BYTES, ROW_DATA};
 use crate::{
     arguments::{CheckedCall, Input, Output},
     cuda::CudaCollectives,
@@ -63,8 +63,9 @@ unsafe impl KernelArgument for Messages {}
 
 /// Bytes of one message at most; a longer one goes in several.
 const MOST_BYTES: usize = 1 << 30;
-/// Bytes for which a peer gets a block more, at most.
-const BYTES_PER_BLOCK: usize = 16 << 10;
+/// Bytes of the rows that a block's warps take at once. A peer gets a block more for as many, so that no warp of a short message
+/// has a second ring to serve: a ring ends with a release to the peer, which takes microseconds.
+const BYTES_PER_BLOCK: usize = THREADS as usize / 32 * ROW_DATA;
 
 /// What one rank sends to another, or receives from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -189,9 +190,11 @@ impl CudaCollectives {
     ) -> Result<()> {
         const OPERATION: Operation = Operation::Message;
         let (rank, world_size) = (self.rank(), self.world_size());
-        for peer in input.iter().map(|(_, to)| *to).chain(output.iter().map(|(_, from)| *from)) {
+        let destination = input.iter().map(|(_, to)| ("destination", *to));
+        let source = output.iter().map(|(_, from)| ("source", *from));
+        for (role, peer) in destination.chain(source) {
             if peer >= world_size {
-                let text = format!("peer rank {peer} is not below the world size {world_size}");
+                let text = format!("{role} rank {peer} is not below the world size {world_size}");
                 return Err(FabricError::InvalidArgument(text).into());
             }
         }
@@ -359,7 +362,8 @@ mod tests {
         assert_eq!(grid(0, 2, 132), Some(2));
         assert_eq!(grid(1 << 30, 2, 132), Some(128)); // all rings
         assert_eq!(grid(1 << 30, 8, 132), Some(126));
-        assert_eq!(grid(40 << 10, 4, 132), Some(18));
+        assert_eq!(grid(40 << 10, 4, 132), Some(126));
+        assert_eq!(grid(4000, 4, 132), Some(18)); // a row for each of three blocks' warps
         assert_eq!(grid(1, 8, 13), None);
     }
 }

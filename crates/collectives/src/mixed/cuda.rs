@@ -14,14 +14,15 @@ use antiphon_tensor::{DType, TensorView, TensorViewMut};
 use antiphon_tuning::Key;
 
 use super::{
-    Checked, MixedCall, MixedLayout, MixedMode, MixedOp, agree_on_layout, check_call, check_layout, check_op,
+    MixedCall, MixedLayout, MixedMode, MixedOp,
+    call::{Checked, agree_on_layout, check_call, check_layout, check_op, plain_call},
     choice::{Tables, fused, names},
     operation_of,
 };
 use crate::{
     AlgorithmTable,
     all_reduce::Algorithm,
-    arguments::{Input, Output, reduction},
+    arguments::{Input, Output, check_reduction, reduction},
     cuda::{CudaCollectives, choice::Clock},
     error::Result,
 };
@@ -113,9 +114,9 @@ impl CudaMixedHandler {
     pub fn new(comm: &Communicator, collectives: &CudaCollectives, layout: MixedLayout) -> Result<Self> {
         check_layout(&layout, collectives.rank(), collectives.world_size())?;
         agree_on_layout(comm, &layout)?;
-        let gpu = collectives.context().device().properties()?.name;
-        let tables =
-            Tables::load_with(comm, &layout, |operation| key(operation, &layout, &gpu), BYTES1_FROM)?;
+        let machine = machine(collectives)?;
+        let key = |operation| key(operation, &layout, &machine);
+        let tables = Tables::load_with(comm, &layout, key, bytes1_from(&layout))?;
         Ok(Self { layout, tables, most_blocks: usize::MAX })
     }
 
@@ -138,7 +139,7 @@ impl CudaMixedHandler {
 
     /// The modes that [`run`](Self::run) takes.
     pub fn valid_modes(&self) -> &'static [MixedMode] {
-        let modes = super::valid_modes(&self.layout);
+        let modes = MixedMode::valid_in(&self.layout);
         &modes[..modes.len().min(MixedMode::FUSED.len())]
     }
 
@@ -171,7 +172,7 @@ impl CudaMixedHandler {
         sizes: RangeInclusive<usize>,
     ) -> Result<()> {
         const DTYPE: DType = DType::BF16;
-        let (layout, gpu) = (self.layout, collectives.context().device().properties()?.name);
+        let (layout, machine) = (self.layout, machine(collectives)?);
         if !layout.use_mixed() {
             return Ok(());
         }
@@ -181,7 +182,7 @@ impl CudaMixedHandler {
             let (operation, handler) = (operation_of(op), &*self);
             let table = AlgorithmTable::measure(
                 comm,
-                &key(operation, &layout, &gpu),
+                &key(operation, &layout, &machine),
                 &names(),
                 sizes.clone(),
                 |candidate, bytes| {
@@ -261,9 +262,8 @@ impl CudaMixedHandler {
                     let algorithm = mode.of_all_reduce();
                     collectives.all_reduce_with(input, output, ReduceOp::Sum, algorithm, stream)
                 }
-                (MixedOp::AllGather, _) => collectives.all_gather(input, output, stream),
-                (MixedOp::ReduceScatter, _) => {
-                    collectives.reduce_scatter(input, output, ReduceOp::Sum, stream)
+                (MixedOp::AllGather | MixedOp::ReduceScatter, _) => {
+                    collectives.call(&plain_call(&call), Some(input), Some(output), stream)
                 }
                 (MixedOp::AllReduceAllGather | MixedOp::ReduceScatterAllReduce, _) => {
                     let (operation, device) = (operation_of(call.op), collectives.serves());
@@ -286,6 +286,7 @@ impl CudaMixedHandler {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let (layout, tenant) = (&self.layout, &collectives.tenant);
+        check_reduction((operation_of(call.op), ReduceOp::Sum), Some(&input), Some(&output))?;
         let checked = Checked::new(layout, call, input, output)?;
         let mode = call.mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
         let loaded = tenant.ready(self.family(call.op, input.dtype)?, stream)?;
@@ -337,13 +338,28 @@ fn clipped(layout: &MixedLayout, call: &Checked<'_>, start: usize, len: usize) -
     (blocks, start.min(bytes(layout.dp_rank())))
 }
 
-/// From how many bytes of a block on the second hop of [`MixedMode::Bytes1`] pays. It is that of an all-reduce among as many ranks
-/// as an H200 machine was measured with; `tune` finds what is true of mixed operations.
-const BYTES1_FROM: usize = 208 << 10;
+/// What a second hop costs, in bytes that a rank would store meanwhile: on H200s an all-reduce of 4 ranks, which saves 1.5·n of its
+/// 3·n bytes by it, takes as long either way at 208 KiB.
+const SECOND_HOP: usize = 312 << 10;
 
-fn key(operation: Operation, layout: &MixedLayout, gpu: &str) -> Key {
+/// From how many bytes of a block on the second hop of [`MixedMode::Bytes1`] pays: where it saves more bytes than it costs. `tune` finds
+/// what is true.
+fn bytes1_from(layout: &MixedLayout) -> usize {
+    let (mates, peers) = (layout.tp_size() - 1, layout.world_size() - 1);
+    // Of peers·n bytes, (mates + peers) / TP · n are left.
+    SECOND_HOP * layout.tp_size() / (mates * (peers - 1)).max(1)
+}
+
+/// What else changes the times: the GPU, and the driver.
+fn machine(collectives: &CudaCollectives) -> Result<String> {
+    let device = collectives.context().device();
+    Ok(format!("{}, CUDA {}", device.properties()?.name, device.driver().version()))
+}
+
+/// Tables are of bf16, and serve the other types: times depend on the bytes, and hardly on what they mean.
+fn key(operation: Operation, layout: &MixedLayout, machine: &str) -> Key {
     let of = format!("{operation}, tp {} × dp {}", layout.tp_size(), layout.dp_size());
-    Key::new(of, "", layout.world_size(), gpu)
+    Key::new(of, "", layout.world_size(), machine)
 }
 
 #[cfg(test)]
@@ -364,6 +380,15 @@ mod tests {
         let call = MixedCall::from(MixedOp::AllReduceAllGather).counts(counts);
         let checked = Checked::new(&layout, &call, tensor(block).as_input(), tensor(row)).unwrap();
         (layout, checked)
+    }
+
+    #[test]
+    fn the_second_hop_pays_the_sooner_the_more_it_saves() {
+        let from = |tp: usize, dp: usize| {
+            bytes1_from(&MixedLayout::builder(tp * dp, 0).local_tp(tp).build().unwrap()) >> 10
+        };
+        // 3·n bytes become 2·n, then 7·n become 4·n, and 7·n become 2.5·n.
+        assert_eq!([from(2, 2), from(2, 4), from(4, 2)], [312, 104, 69]);
     }
 
     #[test]

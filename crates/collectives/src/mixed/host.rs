@@ -5,7 +5,10 @@ use std::ops::Range;
 use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, FabricError, Operation, Rounds, Signature};
 
-use super::{Checked, MixedLayout};
+use super::{
+    MixedLayout,
+    call::{Blocks, Checked},
+};
 use antiphon_operation::Call;
 
 use crate::{
@@ -238,7 +241,7 @@ pub(super) fn composed(
 /// Every rank's block goes to all ranks of its data parallel group.
 fn gather_blocks(dp: &Communicator, call: &Checked<'_>, own: Output) -> Result<()> {
     let (blocks, output, size) = (call.blocks, call.output, call.input.dtype.size());
-    if let super::Blocks::Even { .. } = blocks {
+    if let Blocks::Even { .. } = blocks {
         return gather_scatter::call(
             dp,
             &Call::new(Operation::AllGather),
@@ -259,7 +262,7 @@ fn gather_blocks(dp: &Communicator, call: &Checked<'_>, own: Output) -> Result<(
 /// Every rank gets the sum of its data parallel group's contributions to its block.
 fn scatter_blocks(dp: &Communicator, call: &Checked<'_>) -> Result<()> {
     let (blocks, input, output, size) = (call.blocks, call.input, call.output, call.input.dtype.size());
-    if let super::Blocks::Even { .. } = blocks {
+    if let Blocks::Even { .. } = blocks {
         return gather_scatter::call(dp, &Call::new(Operation::ReduceScatter), Some(input), Some(output));
     }
     for group in 0..dp.world_size() {

@@ -2,12 +2,12 @@
 
 use antiphon_collectives::{
     Collectives, ReduceOp,
-    all_reduce::{Algorithm, algorithm_for},
+    all_reduce::{Algorithm, AllReduceOptions},
 };
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, Place, assert_same_bits},
+    harness::{Backend, HostThreads, Place, assert_same_bits},
     operations::{Rank, Way},
     values::{Values, any_bits, special_combinations},
 };
@@ -32,19 +32,17 @@ pub fn small_counts(dtype: DType) -> Vec<usize> {
     counts
 }
 
-/// Counts whose bytes are around the sizes at which tensors are cut: 128 KiB, 256 KiB and 1 MiB.
-pub fn seams(dtype: DType) -> Vec<usize> {
-    let around = |bytes: usize| (bytes / dtype.size() - 1)..=(bytes / dtype.size() + 1);
-    let mut counts: Vec<usize> = [128 << 10, 256 << 10, 1 << 20].into_iter().flat_map(around).collect();
-    counts.push((3 << 20) / dtype.size() + 1);
-    counts
+/// Counts whose bytes are around the sizes at which tensors are cut.
+pub fn seams<B: Backend>(dtype: DType) -> Vec<usize> {
+    let around = |bytes: &usize| (bytes / dtype.size() - 1)..=(bytes / dtype.size() + 1);
+    B::SEAMS.iter().flat_map(around).collect()
 }
 
 fn every_way_gives_the_reduction_in_rank_order<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for count in small_counts(dtype) {
-            for op in ReduceOp::ARITHMETIC {
+            for &op in B::operators(dtype) {
                 for way in Way::ALL {
                     rank.all_reduce(count, op, way);
                 }
@@ -68,11 +66,12 @@ fn operators_on_bits_go_every_way<B: Backend>(dtype: DType, world: usize) {
 
 fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
-        let rank = Rank::<B>::new(&comm, dtype).at(Place::Odd);
-        for count in [0, 1, 10, 65, 4099, (256 << 10) / dtype.size() + 1] {
-            for way in Way::ALL {
-                rank.all_reduce(count, ReduceOp::Sum, way);
-                rank.all_reduce(count, ReduceOp::Max, way);
+        for place in [Place::Shifted, Place::Odd] {
+            let rank = Rank::<B>::new(&comm, dtype).at(place);
+            for count in [0, 1, 10, 65, 4099, (256 << 10) / dtype.size() + 1] {
+                for way in Way::ALL {
+                    rank.all_reduce(count, ReduceOp::Sum, way);
+                }
             }
         }
     });
@@ -80,7 +79,7 @@ fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
 
 fn results_are_as_close_to_f64_as_the_rule_says<B: Backend>(dtype: DType, world: usize) {
     let inputs: Vec<Values> = (0..world).map(|rank| Values::moderate(dtype, rank as u64, 4099)).collect();
-    let expected = ReduceOp::ARITHMETIC.map(|op| (op, Values::reduced(op, &inputs)));
+    let expected = expected::<B>(dtype, &inputs);
     for (op, expected) in &expected {
         expected.assert_is_reduction(*op, &inputs);
     }
@@ -90,7 +89,7 @@ fn results_are_as_close_to_f64_as_the_rule_says<B: Backend>(dtype: DType, world:
 /// Signed zeros, subnormals, infinities, NaNs with payloads, the ends of integers, in all combinations.
 fn special_values_follow_the_rules<B: Backend>(dtype: DType, world: usize) {
     let inputs = special_combinations(dtype, world);
-    let expected = ReduceOp::ARITHMETIC.map(|op| (op, Values::reduced(op, &inputs)));
+    let expected = expected::<B>(dtype, &inputs);
     for (op, expected) in &expected {
         // No step of these leaves the range, but the reference takes i64 through f64.
         if matches!(op, ReduceOp::Min | ReduceOp::Max) && dtype != DType::I64 {
@@ -101,10 +100,10 @@ fn special_values_follow_the_rules<B: Backend>(dtype: DType, world: usize) {
 }
 
 fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
-    let longest = seams(dtype).into_iter().max().unwrap();
+    let longest = seams::<B>(dtype).into_iter().max().unwrap();
     let inputs: Vec<Values> = (0..world).map(|rank| Values::any_bits(dtype, rank as u64, longest)).collect();
-    let expected = Values::reduced(ReduceOp::Sum, &inputs);
-    for count in seams(dtype) {
+    let expected = B::reduced(ReduceOp::Sum, &inputs);
+    for count in seams::<B>(dtype) {
         let inputs: Vec<Values> = inputs.iter().map(|input| input.first(count)).collect();
         every_way_gives::<B>(dtype, &inputs, &[(ReduceOp::Sum, expected.first(count))]);
     }
@@ -115,7 +114,7 @@ fn every_pattern_of_16_bits_is_reduced_alike<B: Backend>(dtype: DType, world: us
     let pattern = |rank: usize, i: u64| i * [1, 40_503, 25_173][rank] + 99 * rank as u64;
     let inputs: Vec<Values> =
         (0..world).map(|rank| Values::from_bits(dtype, (0..1 << 16).map(|i| pattern(rank, i)))).collect();
-    let expected = ReduceOp::ARITHMETIC.map(|op| (op, Values::reduced(op, &inputs)));
+    let expected = expected::<B>(dtype, &inputs);
     for (op, expected) in &expected {
         // Only what leaves the range of f32 on the way may differ from the reference.
         if dtype == DType::F16 || matches!(op, ReduceOp::Min | ReduceOp::Max) {
@@ -123,6 +122,11 @@ fn every_pattern_of_16_bits_is_reduced_alike<B: Backend>(dtype: DType, world: us
         }
     }
     every_way_gives::<B>(dtype, &inputs, &expected);
+}
+
+/// What each operator must give.
+fn expected<B: Backend>(dtype: DType, inputs: &[Values]) -> Vec<(ReduceOp, Values)> {
+    B::operators(dtype).iter().map(|&op| (op, B::reduced(op, inputs))).collect()
 }
 
 fn every_way_gives<B: Backend>(dtype: DType, inputs: &[Values], expected: &[(ReduceOp, Values)]) {
@@ -138,10 +142,20 @@ fn every_way_gives<B: Backend>(dtype: DType, inputs: &[Values], expected: &[(Red
 
 fn the_choice_of_algorithm_is_equal_on_all_ranks<B: Backend>(world: usize) {
     let chosen = B::run(world, |comm| {
-        let choose = |bytes: usize| algorithm_for(&comm, bytes).unwrap();
-        (0..28).map(|power| choose(1 << power)).collect::<Vec<Algorithm>>()
+        (0..28).map(|power| comm.algorithm_for(1 << power).to_string()).collect::<Vec<String>>()
     });
     assert!(chosen.iter().all(|choice| *choice == chosen[0]), "{chosen:?}");
+}
+
+#[test]
+fn registered_memory_is_of_gpus() {
+    HostThreads::run(2, |comm| {
+        let options = AllReduceOptions::registered(Algorithm::TwoShot);
+        let error = Collectives::all_reduce_with(&*comm, &[1.0f32], &mut [0.0f32], ReduceOp::Sum, options);
+        let text = error.unwrap_err().to_string();
+        assert!(text.starts_with("all_reduce: the registration must be left out"), "{text}");
+        assert!(text.contains("of GPUs"), "{text}");
+    });
 }
 
 /// The promise spelled out once, for whoever reads this first.

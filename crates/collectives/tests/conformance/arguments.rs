@@ -1,39 +1,58 @@
 //! Arguments that make no sense: refused before anything happens, with the numbers; the communicator stays usable.
 
-use antiphon_collectives::{
-    CollectiveError, Collectives, Communicator, ReduceOp, Result,
-    all_reduce::{Algorithm, AllReduceOptions},
-};
+use antiphon_collectives::{CollectiveError, ReduceOp, Result};
 use antiphon_fabric::FabricError;
-use antiphon_operation::{Call, Operation};
-use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use antiphon_operation::{Call, Operation, Root};
+use antiphon_tensor::{DType, Device};
 
 use crate::{
-    harness::Backend,
-    operations::{Rank, Way},
+    harness::{Backend, Like, Loose},
+    operations::{Rank, Way, calls_of, operations},
 };
 
 conformance! {
-    tensors_of_different_dtypes: any_dtype, [world_1 world_3];
-    outputs_of_the_wrong_length: any_dtype, [world_1 world_3];
-    reductions_that_a_dtype_does_not_have: any_dtype, [world_1 world_3];
+    tensors_of_different_dtypes: any_dtype, [world_1 world_2 world_3];
+    outputs_of_the_wrong_length: any_dtype, [world_1 world_2 world_3];
+    reductions_that_a_dtype_does_not_have: any_dtype, [world_1 world_2 world_3];
     rows_that_do_not_divide: any_dtype, [world_2 world_3];
-    strided_tensors: any_dtype, [world_1 world_3];
+    strided_tensors: any_dtype, [world_1 world_2 world_3];
     tensors_on_another_device: any_dtype, [world_1 world_2];
-    roots_that_do_not_exist: any_dtype, [world_1 world_3];
-    roots_without_their_tensor: any_dtype, [world_1 world_3];
-    lists_of_counts_that_are_not_one_per_rank: any_dtype, [world_1 world_3];
-    counts_that_do_not_sum_up: any_dtype, [world_1 world_3];
-    registered_memory_of_gpus: any_dtype, [world_1 world_2];
+    roots_that_do_not_exist: any_dtype, [world_1 world_2 world_3];
+    roots_without_their_tensor: any_dtype, [world_1 world_2 world_3];
+    lists_of_counts_that_are_not_one_per_rank: any_dtype, [world_1 world_2 world_3];
+    counts_that_do_not_sum_up: any_dtype, [world_1 world_2 world_3];
+    counts_whose_sum_overflows: any_dtype, [world_2];
+    ranks_that_do_not_exist: any_dtype, [world_1 world_2];
     a_refusal_on_one_rank_concerns_nobody_else: any_dtype, [world_2 world_3];
 }
 
-const SUM: ReduceOp = ReduceOp::Sum;
+/// A call with tensors that look like these, of whose elements none is used.
+fn attempt<B: Backend>(comm: &B, call: &Call<'_>, input: Option<Like>, output: Option<Like>) -> Result<()> {
+    let loose = |like: Option<Like>| like.map(|like| Loose::new(comm, like));
+    let (mut input, mut output) = (loose(input), loose(output));
+    comm.call(call, input.as_mut().map(Loose::view), output.as_mut().map(Loose::view_mut))
+}
+
+/// With contiguous tensors of f32, of so many elements.
+fn of_lengths<B: Backend>(comm: &B, call: &Call<'_>, input: usize, output: usize) -> Result<()> {
+    attempt(comm, call, Some(Like::of(DType::F32, input)), Some(Like::of(DType::F32, output)))
+}
+
+/// Every operation as this rank calls it, being its root, with the elements of its input and output.
+fn fitting<B: Backend>(comm: &B) -> impl Iterator<Item = (Call<'static>, usize, usize)> {
+    let (me, world, count) = (comm.rank(), comm.world_size(), 6);
+    operations().map(move |operation| {
+        let call = calls_of(operation, count, world)[me].clone().with_root(me);
+        let (input, output) = (call.input_layout(count, me, world), call.output_layout(count, me, world));
+        let lengths = (input.elements(), output.elements());
+        (call, lengths.0, lengths.1)
+    })
+}
 
 /// Every call is refused on every rank with such an error, and its text says all that; then ranks still work together.
-fn refused<const N: usize>(
-    comm: &Communicator,
-    calls: [Result<()>; N],
+fn refused<B: Backend>(
+    comm: &B,
+    calls: impl IntoIterator<Item = Result<()>>,
     with: impl Fn(&CollectiveError) -> bool,
     saying: &[&str],
 ) {
@@ -43,34 +62,14 @@ fn refused<const N: usize>(
         assert!(with(&error), "call {i}: {error:?}");
         assert!(saying.iter().all(|part| text.contains(part)), "call {i}: {text:?} does not say {saying:?}");
     }
-    let mut total = [1i32];
-    comm.all_reduce_in_place(&mut total, SUM).unwrap();
-    assert_eq!(total, [comm.world_size() as i32]);
-}
-
-fn registered_memory_of_gpus<B: Backend>(world: usize) {
-    B::run(world, |comm| {
-        let options = AllReduceOptions::registered(Algorithm::TwoShot);
-        let calls = [comm.all_reduce_with(&[1.0f32], &mut [0.0f32], SUM, options)];
-        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Refused { .. });
-        refused(&comm, calls, wrong, &["all_reduce: the registration must be left out", "of GPUs"]);
-    });
+    Rank::<B>::new(comm, DType::F32).all_reduce(3, ReduceOp::Sum, Way::Automatic);
 }
 
 fn tensors_of_different_dtypes<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (input, mut output, root) = (vec![0f32; world], vec![0i32; world], comm.rank());
-        let calls = [
-            comm.all_reduce(&input, &mut output, SUM),
-            comm.all_gather(&input[..1], &mut output),
-            comm.reduce_scatter(&input, &mut output[..1], SUM),
-            comm.all_to_all(&input, &mut output),
-            comm.all_to_all_v(&input, &vec![1; world], &mut output, &vec![1; world]),
-            comm.broadcast_from(Some((&input).into()), &mut output, root),
-            comm.reduce(&input, Some((&mut output).into()), SUM, root),
-            comm.gather(&input[..1], Some((&mut output).into()), root),
-            comm.scatter(Some((&input).into()), &mut output[..1], root),
-        ];
+        let calls = fitting(&comm).map(|(call, input, output)| {
+            attempt(&comm, &call, Some(Like::of(DType::F32, input)), Some(Like::of(DType::I32, output)))
+        });
         let wrong = |error: &CollectiveError| {
             matches!(error, CollectiveError::DTypes { input: DType::F32, output: DType::I32, .. })
         };
@@ -80,47 +79,36 @@ fn tensors_of_different_dtypes<B: Backend>(world: usize) {
 
 fn reductions_that_a_dtype_does_not_have<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (input, mut output, root) = (vec![0f32; world], vec![0f32; world], comm.rank());
-        let calls = [
-            comm.all_reduce(&input, &mut output, ReduceOp::Band),
-            comm.reduce_scatter(&input, &mut output[..1], ReduceOp::Bor),
-            comm.reduce(&input, Some((&mut output).into()), ReduceOp::Bxor, root),
-        ];
-        let wrong =
-            |error: &CollectiveError| matches!(error, CollectiveError::NotBits { dtype: DType::F32, .. });
-        refused(&comm, calls, wrong, &["combines the bits of integers, and not of f32"]);
+        let reductions = || fitting(&comm).filter(|(call, ..)| call.operation.row().reduces);
+        for op in [ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor] {
+            let calls = reductions().map(|(call, from, to)| of_lengths(&comm, &call.with_op(op), from, to));
+            let wrong =
+                |error: &CollectiveError| matches!(error, CollectiveError::NotBits { dtype: DType::F32, .. });
+            refused(&comm, calls, wrong, &["combines the bits of integers, and not of f32"]);
+        }
         // What is only moved.
-        let mut truths = [1u8; 4];
-        // SAFETY: four bytes that live until the call is over.
-        let stored = unsafe {
-            TensorViewMut::from_raw_parts(truths.as_mut_ptr(), DType::Bool, &[4], None, Device::Host)
-        };
+        let truths = |count| Some(Like::of(DType::Bool, count));
+        let calls = reductions().map(|(call, from, to)| attempt(&comm, &call, truths(from), truths(to)));
         let wrong =
             |error: &CollectiveError| matches!(error, CollectiveError::NotNumeric { dtype: DType::Bool, .. });
-        refused(&comm, [comm.all_reduce_in_place(stored.unwrap(), SUM)], wrong, &["bool cannot be reduced"]);
+        refused(&comm, calls, wrong, &["bool cannot be reduced"]);
     });
 }
 
 fn outputs_of_the_wrong_length<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (input, mut output, root) = ([0f32; 7], [0f32; 6], comm.rank());
-        let calls = [
-            comm.all_reduce(&input, &mut output, SUM),
-            comm.reduce(&input, Some((&mut output).into()), SUM, root),
-            comm.broadcast_from(Some((&input).into()), &mut output, root),
-        ];
+        let call = |operation| Call::new(operation).with_root(comm.rank());
+        let alike = [Operation::AllReduce, Operation::Reduce, Operation::Broadcast];
+        let calls = alike.map(|operation| of_lengths(&comm, &call(operation), 7, 6));
         let wrong =
             |error: &CollectiveError| matches!(error, CollectiveError::Count { actual: 6, expected: 7, .. });
         refused(&comm, calls, wrong, &["output", "6", "7"]);
 
-        let (block, row, mut out, mut row_out) =
-            ([0f32; 2], vec![0f32; 2 * world + 1], [0f32; 2], vec![0f32; 2 * world + 1]);
-        let calls = [
-            comm.all_gather(&block, &mut row_out),
-            comm.reduce_scatter(&row, &mut out, SUM),
-            comm.gather(&block, Some((&mut row_out).into()), root),
-            comm.scatter(Some((&row).into()), &mut out, root),
-        ];
+        let (block, row) = (2, 2 * world + 1);
+        let gathered = [Operation::AllGather, Operation::Gather];
+        let divided = [Operation::ReduceScatter, Operation::Scatter];
+        let calls = gathered.map(|operation| of_lengths(&comm, &call(operation), block, row));
+        let calls = calls.into_iter().chain(divided.map(|op| of_lengths(&comm, &call(op), row, block)));
         let wrong = |error: &CollectiveError| {
             matches!(error, CollectiveError::Count { actual, expected, .. }
                 if (*actual, *expected) == (2 * world + 1, 2 * world))
@@ -132,157 +120,171 @@ fn outputs_of_the_wrong_length<B: Backend>(world: usize) {
 
 fn rows_that_do_not_divide<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (row, mut out) = (vec![0u8; 4 * world + 1], vec![0u8; 4 * world + 1]);
+        let count = 4 * world + 1;
+        let in_place = |operation| {
+            let mut row = Loose::new(&comm, Like::of(DType::F32, count));
+            comm.call_in_place(&Call::new(operation), row.view_mut())
+        };
         let calls = [
-            comm.all_gather_in_place(&mut out),
-            comm.reduce_scatter_in_place(&mut out, SUM),
-            comm.all_to_all(&row, &mut out),
-            comm.all_to_all_in_place(&mut out),
+            in_place(Operation::AllGather),
+            in_place(Operation::ReduceScatter),
+            of_lengths(&comm, &Call::new(Operation::AllToAll), count, count),
+            in_place(Operation::AllToAll),
         ];
-        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Count { actual, .. } if *actual == 4 * world + 1);
+        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Count { actual, .. } if *actual == count);
         let rule = format!("a multiple of the world size {world}");
-        refused(&comm, calls, wrong, &[&(4 * world + 1).to_string(), &rule]);
+        refused(&comm, calls, wrong, &[&count.to_string(), &rule]);
     });
 }
 
 fn strided_tensors<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (data, root) = (vec![0f32; 2 * world], comm.rank());
-        let (mut space, mut out, mut one) = (data.clone(), data.clone(), [0f32; 2]);
-        let matrix = || TensorView::new(&data, &[world, 2]).unwrap();
-        let column = || matrix().transpose(0, 1).unwrap().select(0, 0).unwrap();
-        // In a world of one a column has one element, and is contiguous.
-        let strided =
-            || if world == 1 { TensorView::with_strides(&data, &[2], &[0]).unwrap() } else { column() };
-        let calls = [
-            comm.all_reduce(strided(), &mut out[..strided().numel()], SUM),
-            comm.all_gather(strided(), &mut out),
-            comm.reduce_scatter(strided(), &mut one, SUM),
-            comm.all_to_all(strided(), &mut out),
-            comm.all_to_all_v(strided(), &vec![1; world], &mut out, &vec![1; world]),
-            comm.broadcast_from(Some(strided()), &mut out, root),
-            comm.reduce(strided(), Some((&mut out).into()), SUM, root),
-            comm.gather(strided(), Some((&mut out).into()), root),
-            comm.scatter(Some(strided()), &mut one, root),
-        ];
+        let like = |count, stride| Some(Like { dtype: DType::F32, count, stride });
+        // Where parts are uneven, a rank may have fewer than two elements, which are contiguous.
+        let calls = fitting(&comm).filter(|(_, input, _)| *input > 1);
+        let calls = calls.map(|(call, from, to)| attempt(&comm, &call, like(from, 3), like(to, 1)));
         let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Tensor { which: "input", .. });
-        let strides = format!("{:?}", strided().strides());
-        refused(&comm, calls, wrong, &["input", &strides, "not contiguous"]);
+        refused(&comm, calls, wrong, &["input", "[3]", "not contiguous"]);
 
-        if world > 1 {
-            let calls = [
-                comm.all_reduce(&data[..world], every_second(&mut space), SUM),
-                comm.all_reduce_in_place(every_second(&mut space), SUM),
-                comm.all_gather_in_place(every_second(&mut space)),
-                comm.broadcast(every_second(&mut space), root),
-                comm.gather(&data[..1], Some(every_second(&mut space)), root),
-            ];
-            let wrong =
-                |error: &CollectiveError| matches!(error, CollectiveError::Tensor { which: "output", .. });
-            refused(&comm, calls, wrong, &["output", "[2]", "not contiguous"]);
-        }
+        let calls = fitting(&comm).filter(|(_, _, output)| *output > 1);
+        let calls = calls.map(|(call, from, to)| attempt(&comm, &call, like(from, 1), like(to, 3)));
+        let wrong =
+            |error: &CollectiveError| matches!(error, CollectiveError::Tensor { which: "output", .. });
+        refused(&comm, calls, wrong, &["output", "[3]", "not contiguous"]);
+
+        let in_place =
+            operations().filter(|operation| !matches!(operation, Operation::Gather | Operation::Scatter));
+        let in_place =
+            in_place.filter(|operation| operation.row().in_place != antiphon_operation::InPlace::Never);
+        let calls = in_place.map(|operation| {
+            let mut row = Loose::new(&comm, like(2 * world, 3).unwrap());
+            comm.call_in_place(&Call::new(operation), row.view_mut())
+        });
+        refused(&comm, calls, wrong, &["output", "[3]", "not contiguous"]);
     });
-}
-
-fn every_second(space: &mut [f32]) -> TensorViewMut<'_> {
-    let count = space.len() / 2;
-    TensorViewMut::with_strides(space, &[count], &[2]).unwrap()
 }
 
 fn tensors_on_another_device<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (data, mut out) = ([0f32; 4], [0f32; 4]);
         // No backend of these tests serves that one.
-        let elsewhere = Device::Cuda(77);
-        // SAFETY: the memory is refused for where it is said to be, and never touched.
-        let there = || unsafe {
-            TensorView::from_raw_parts(data.as_ptr().cast(), DType::F32, &[4], None, elsewhere).unwrap()
-        };
-        let calls = [
-            comm.all_reduce(there(), &mut out, SUM),
-            comm.broadcast_from(Some(there()), &mut out, comm.rank()),
-        ];
+        let elsewhere = if comm.device() == Device::Host { Device::Cuda(77) } else { Device::Host };
+        let calls = fitting(&comm).map(|(call, input, output)| {
+            let mut input = Loose::new(&comm, Like::of(DType::F32, input)).on(elsewhere);
+            let mut output = Loose::new(&comm, Like::of(DType::F32, output));
+            comm.call(&call, Some(input.view()), Some(output.view_mut()))
+        });
         let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Device { device, .. } if *device == elsewhere);
-        refused(&comm, calls, wrong, &["input", "cuda:77"]);
+        let (there, here) = (elsewhere.to_string(), format!("these collectives serve {}", comm.device()));
+        refused(&comm, calls, wrong, &["input", &there, &here]);
     });
 }
 
 fn roots_that_do_not_exist<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (input, mut output, root) = (vec![0f32; world], vec![0f32; world], world + 41);
-        let calls = [
-            comm.broadcast(&mut output, root),
-            comm.broadcast_from(Some((&input).into()), &mut output, root),
-            comm.reduce(&input, Some((&mut output).into()), SUM, root),
-            comm.reduce_in_place(&mut output, SUM, root),
-            comm.gather(&input[..1], Some((&mut output).into()), root),
-            comm.scatter(Some((&input).into()), &mut output[..1], root),
-        ];
+        let root = world + 41;
+        let rooted = || fitting(&comm).filter(|(call, ..)| call.operation.row().root.is_some());
+        let calls = rooted().map(|(call, from, to)| of_lengths(&comm, &call.with_root(root), from, to));
         let wrong = |error: &CollectiveError| {
             matches!(error, CollectiveError::Fabric(FabricError::InvalidArgument(_)))
         };
-        refused(&comm, calls, wrong, &[&format!("root rank {root}"), &format!("world size {world}")]);
+        let says = [format!("root rank {root}"), format!("world size {world}")];
+        refused(&comm, calls, wrong, &[&says[0], &says[1]]);
+        let calls = [Operation::Broadcast, Operation::Reduce].map(|operation| {
+            let mut buffer = Loose::new(&comm, Like::of(DType::F32, 6));
+            comm.call_in_place(&Call::new(operation).with_root(root), buffer.view_mut())
+        });
+        refused(&comm, calls, wrong, &[&says[0], &says[1]]);
     });
 }
 
 fn roots_without_their_tensor<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (input, mut output, root) = ([0f32; 2], [0f32; 2], comm.rank());
-        let calls = [comm.broadcast_from(None, &mut output, root), comm.scatter(None, &mut output, root)];
-        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Missing { which: "input", rank, .. } if *rank == root);
-        refused(&comm, calls, wrong, &[&format!("rank {root} must pass an input")]);
-
-        let calls = [comm.reduce(&input, None, SUM, root), comm.gather(&input, None, root)];
-        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Missing { which: "output", rank, .. } if *rank == root);
-        refused(&comm, calls, wrong, &[&format!("rank {root} must pass an output")]);
+        let me = comm.rank();
+        let lacks = |lacking: &'static str| move |error: &CollectiveError| matches!(error, CollectiveError::Missing { which, rank, .. } if (*which, *rank) == (lacking, me));
+        let of =
+            |role: Root| fitting(&comm).filter(move |(call, ..)| call.operation.row().root == Some(role));
+        let like = |count| Some(Like::of(DType::F32, count));
+        // The root of a broadcast may have its tensor in the output.
+        let gives = of(Root::Gives).filter(|(call, ..)| call.operation != Operation::Broadcast);
+        let calls = gives.map(|(call, _, output)| attempt(&comm, &call, None, like(output)));
+        refused(&comm, calls, lacks("input"), &[&format!("rank {me} must pass an input")]);
+        let calls = of(Root::Gets).map(|(call, input, _)| attempt(&comm, &call, like(input), None));
+        refused(&comm, calls, lacks("output"), &[&format!("rank {me} must pass an output")]);
     });
 }
 
 fn lists_of_counts_that_are_not_one_per_rank<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (input, mut output) = (vec![0f32; world], vec![0f32; world]);
-        let (good, short, long) = (vec![1; world], vec![1; world - 1], vec![1; world + 1]);
-        for (sends, receives, wrong_len) in [
-            (&short, &good, world - 1),
-            (&long, &good, world + 1),
-            (&good, &short, world - 1),
-            (&good, &long, world + 1),
-        ] {
-            let call = [comm.all_to_all_v(&input, sends, &mut output, receives)];
+        let good = vec![1; world];
+        for wrong_len in [world - 1, world + 1] {
+            let bad = vec![1; wrong_len];
+            let call = |operation, sends: &[usize], receives: &[usize]| {
+                let call = Call::new(operation).with_counts(sends.to_vec()).with_receives(receives.to_vec());
+                of_lengths(&comm, &call, world, world)
+            };
+            let calls = [
+                call(Operation::AllToAllV, &bad, &good),
+                call(Operation::AllToAllV, &good, &bad),
+                call(Operation::AllGatherV, &bad, &good),
+                call(Operation::ReduceScatterV, &bad, &good),
+            ];
             let wrong = |error: &CollectiveError| {
                 matches!(error, CollectiveError::Counts { actual, world_size, .. }
                     if (*actual, *world_size) == (wrong_len, world))
             };
-            refused(&comm, call, wrong, &[&wrong_len.to_string(), &format!("{world} ranks")]);
+            refused(&comm, calls, wrong, &[&wrong_len.to_string(), &format!("{world} ranks")]);
         }
     });
 }
 
 fn counts_that_do_not_sum_up<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let (tensor, mut out) = (vec![0f32; 3 * world], vec![0f32; 3 * world]);
         let (threes, fours) = (vec![3; world], vec![4; world]);
-        let numbers = [(3 * world).to_string(), (4 * world).to_string()];
-        let calls = [
-            comm.all_to_all_v(&tensor, &fours, &mut out, &threes),
-            comm.all_to_all_v(&tensor, &threes, &mut out, &fours),
-        ];
+        let call = |sends: &[usize], receives: &[usize]| {
+            let call = Call::new(Operation::AllToAllV).with_counts(sends).with_receives(receives);
+            of_lengths(&comm, &call, 3 * world, 3 * world)
+        };
+        let calls = [call(&fours, &threes), call(&threes, &fours)];
         let wrong = |error: &CollectiveError| {
             matches!(error, CollectiveError::Count { actual, expected, .. }
                 if (*actual, *expected) == (3 * world, 4 * world))
         };
-        refused(&comm, calls, wrong, &[&numbers[0], &numbers[1]]);
+        refused(&comm, calls, wrong, &[&(3 * world).to_string(), &(4 * world).to_string()]);
+    });
+}
+
+/// The counts are right modulo 2⁶⁴.
+fn counts_whose_sum_overflows<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        let counts = [usize::MAX, 1 + 4];
+        let call = Call::new(Operation::AllToAllV).with_counts(&counts).with_receives(&counts);
+        let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Count { .. });
+        refused(&comm, [of_lengths(&comm, &call, 4, 4)], wrong, &["all_to_all_v"]);
+    });
+}
+
+fn ranks_that_do_not_exist<B: Backend>(world: usize) {
+    B::run(world, |comm| {
+        let call = |to, from| {
+            let [mut input, mut output] = [(); 2].map(|()| Loose::new(&comm, Like::of(DType::F32, 4)));
+            comm.send_recv(input.view(), to, output.view_mut(), from)
+        };
+        let wrong = |error: &CollectiveError| {
+            matches!(error, CollectiveError::Fabric(FabricError::InvalidArgument(_)))
+        };
+        refused(&comm, [call(world, 0)], wrong, &[&format!("destination rank {world}")]);
+        refused(&comm, [call(0, world + 5)], wrong, &[&format!("source rank {}", world + 5)]);
     });
 }
 
 fn a_refusal_on_one_rank_concerns_nobody_else<B: Backend>(world: usize) {
     B::run(world, |comm| {
         if comm.rank() == 1 {
-            comm.all_reduce(&[0f32; 7], &mut [0f32; 6], SUM).unwrap_err();
-            comm.broadcast(&mut [0f32], world).unwrap_err();
+            of_lengths(&comm, &Call::new(Operation::AllReduce), 7, 6).unwrap_err();
+            of_lengths(&comm, &Call::new(Operation::Broadcast).with_root(world), 1, 1).unwrap_err();
         }
         let rank = Rank::<B>::new(&comm, DType::F32);
-        rank.all_reduce(7, SUM, Way::Automatic);
+        rank.all_reduce(7, ReduceOp::Sum, Way::Automatic);
         rank.call(&Call::new(Operation::Broadcast), 1);
     });
 }

@@ -21,7 +21,7 @@ conformance! {
 fn each_group_reduces_for_itself<B: Backend>(world: usize) {
     B::run(world, |comm| {
         let color = comm.rank() % 2;
-        let group = comm.split(Some(color as u64), 0).unwrap().expect("a group");
+        let group = comm.group(Some(color as u64), 0).expect("a group");
         let members: Vec<usize> = (0..world).filter(|rank| rank % 2 == color).collect();
         assert_eq!((group.rank(), group.world_size()), (comm.rank() / 2, members.len()));
 
@@ -41,8 +41,8 @@ fn each_group_reduces_for_itself<B: Backend>(world: usize) {
 
 fn groups_split_further<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let half = comm.split(Some(comm.rank() as u64 / 4), 0).unwrap().expect("a half");
-        let pair = half.split(Some(half.rank() as u64 / 2), 0).unwrap().expect("a pair");
+        let half = comm.group(Some(comm.rank() as u64 / 4), 0).expect("a half");
+        let pair = half.group(Some(half.rank() as u64 / 2), 0).expect("a pair");
         let sums = [&comm, &half, &pair].map(|group| {
             let mut sum = [comm.rank() as i64];
             group.all_reduce_in_place(&mut sum, ReduceOp::Sum).unwrap();
@@ -61,7 +61,7 @@ fn groups_split_further<B: Backend>(world: usize) {
 
 fn the_key_orders_a_group<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let reversed = comm.split(Some(0), -(comm.rank() as i64)).unwrap().expect("a group");
+        let reversed = comm.group(Some(0), -(comm.rank() as i64)).expect("a group");
         assert_eq!(reversed.rank(), world - 1 - comm.rank());
         let mut all = vec![0u8; world];
         reversed.all_gather(&[comm.rank() as u8], &mut all).unwrap();
@@ -72,7 +72,7 @@ fn the_key_orders_a_group<B: Backend>(world: usize) {
 fn a_rank_without_colour_joins_no_group<B: Backend>(world: usize) {
     B::run(world, |comm| {
         let color = (comm.rank() % 2 == 0).then_some(u64::MAX);
-        let group = comm.split(color, 0).unwrap();
+        let group = comm.group(color, 0);
         assert_eq!(group.is_some(), color.is_some());
         if let Some(group) = group {
             assert_eq!(group.world_size(), world.div_ceil(2));
@@ -85,7 +85,7 @@ fn a_rank_without_colour_joins_no_group<B: Backend>(world: usize) {
 fn a_group_that_fails_leaves_the_others_working<B: Backend>(world: usize) {
     B::run(world, |comm| {
         let color = comm.rank() / 2;
-        let group = comm.split(Some(color as u64), 0).unwrap().expect("a group");
+        let group = comm.group(Some(color as u64), 0).expect("a group");
         if color == 0 {
             // They disagree about the count.
             group.broadcast(&mut vec![0u8; 1 + group.rank()], 0).unwrap_err();
@@ -106,7 +106,7 @@ fn many_ranks_work_together<B: Backend>(world: usize) {
         }
         rank.call(&Call::new(Operation::AllToAll), 3);
         rank.call(&Call::new(Operation::ReduceScatter), 300);
-        let octet = comm.split(Some(comm.rank() as u64 % 8), 0).unwrap().expect("a group");
+        let octet = comm.group(Some(comm.rank() as u64 % 8), 0).expect("a group");
         assert_eq!((octet.rank(), octet.world_size()), (comm.rank() / 8, 8));
         Rank::<B>::new(&octet, DType::F32).all_reduce(1000, ReduceOp::Sum, Way::Automatic);
         comm.barrier().unwrap();

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use antiphon_collectives::ReduceOp;
 use antiphon_tensor::DType;
 
 use crate::{
@@ -38,7 +37,8 @@ fn any_call<B: Backend>(rank: &Rank<'_, B>, order: &mut Bits) {
         16..19 => order.below(3_000),
         _ => order.below(100_000),
     };
-    let (op, root) = (ReduceOp::ARITHMETIC[order.below(5)], order.below(rank.world()));
+    let operators = B::operators(rank.dtype());
+    let (op, root) = (operators[order.below(60) % operators.len()], order.below(rank.world()));
     let salt = order.below(1000);
     let operations: Vec<_> = operations().collect();
     match order.below(4 + operations.len()) {

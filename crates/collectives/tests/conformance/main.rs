@@ -2,7 +2,9 @@
 //!
 //! A *behaviour* is a function over a [`Backend`](harness::Backend), mostly a dtype, and a world size.
 //! [`conformance!`] makes tests of it for every backend there is, which so all carry the same names:
-//! `all_reduce::host_threads::special_values_follow_the_rules::bf16::world_3`. A new backend adds its module there.
+//! `all_reduce::host_threads::special_values_follow_the_rules::bf16::world_3`. A new backend adds its module there. Where a
+//! world costs more to make, one test has all dtypes, and there are fewer worlds:
+//! `all_reduce::gpus::special_values_follow_the_rules::world_2`. Tests that lack GPUs say so and pass.
 //!
 //! | module | what it holds |
 //! | --- | --- |
@@ -11,14 +13,40 @@
 //! | `operations` | every operation, called once and compared with what it must give |
 //! | the others | the behaviours |
 
-/// Makes a test of every behaviour, dtype and world. `every_dtype`, `any_dtype` (the behaviour does not depend on one)
-/// and `every_world` stand for lists.
+/// Makes a test of every behaviour, dtype and world, for each backend. `every_dtype`, `any_dtype` (the behaviour does not
+/// depend on one) and `every_world` stand for lists.
 macro_rules! conformance {
+    ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
+        conformance_on_host!($($behaviour: $dtypes, $worlds;)*);
+
+        mod gpus {
+            $(mod $behaviour {
+                #[allow(unused_imports)]
+                use super::super::$behaviour as behaviour;
+                with_all_dtypes!($dtypes, crate::harness::Gpus);
+                worlds_of_gpus!($worlds);
+            })*
+        }
+    };
+}
+
+/// As [`conformance!`], for what GPUs do not do: they have no memory that ranks map, and no calls in the background but those of
+/// streams.
+macro_rules! conformance_on_host {
     ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
         mod host_threads {
             $(mod $behaviour {
                 use super::super::$behaviour as behaviour;
                 instantiate!($dtypes, $worlds, crate::harness::HostThreads);
+            })*
+        }
+
+        mod host_processes {
+            $(mod $behaviour {
+                #[allow(unused_imports)]
+                use super::super::$behaviour as behaviour;
+                with_all_dtypes!($dtypes, crate::harness::HostProcesses);
+                one_world_of_processes!($worlds);
             })*
         }
     };
@@ -56,6 +84,67 @@ macro_rules! for_worlds {
     )*};
 }
 
+/// The behaviour with one dtype after the other, which some lists of worlds have no test for.
+macro_rules! with_all_dtypes {
+    (every_dtype, $backend:ty) => {
+        with_all_dtypes!([f64 f32 f16 bf16 i64 i32 i8 u8], $backend);
+    };
+    ([$($dtype:ident)*], $backend:ty) => {
+        #[allow(dead_code)]
+        fn run(world: usize) {
+            $(behaviour::<$backend>(crate::harness::dtype(stringify!($dtype)), world);)*
+        }
+    };
+    (any_dtype, $backend:ty) => {
+        #[allow(dead_code)]
+        fn run(world: usize) {
+            behaviour::<$backend>(world);
+        }
+    };
+}
+
+/// Three processes, or two, or four: what the list has.
+macro_rules! one_world_of_processes {
+    (every_world) => { one_world_of_processes!(@ world_3); };
+    ([world_2 world_3 $($others:ident)*]) => { one_world_of_processes!(@ world_3); };
+    ([world_2 $($others:ident)*]) => { one_world_of_processes!(@ world_2); };
+    ([world_3 $($others:ident)*]) => { one_world_of_processes!(@ world_3); };
+    ([world_4 $($others:ident)*]) => { one_world_of_processes!(@ world_4); };
+    ([$other:ident $($others:ident)*]) => { one_world_of_processes!([$($others)*]); };
+    ([]) => {};
+    (@ $world:ident) => {
+        #[test]
+        fn $world() {
+            crate::harness::in_processes(module_path!(), stringify!($world), run);
+        }
+    };
+}
+
+/// Worlds of up to four ranks.
+macro_rules! worlds_of_gpus {
+    (every_world) => { worlds_of_gpus!([world_1 world_2 world_3 world_4]); };
+    ([$($world:ident)*]) => { $(world_of_gpus!($world);)* };
+}
+
+macro_rules! world_of_gpus {
+    (world_1) => { world_of_gpus!(@ world_1); };
+    (world_2) => { world_of_gpus!(@ world_2); };
+    (world_3) => { world_of_gpus!(@ world_3); };
+    (world_4) => { world_of_gpus!(@ world_4); };
+    (@ $world:ident) => {
+        #[test]
+        fn $world() {
+            crate::harness::on_gpus(stringify!($world), run);
+        }
+    };
+    ($other:ident) => {};
+}
+
+#[path = "../gpus/mod.rs"]
+mod gpus;
+#[path = "../../../fabric/tests/processes/mod.rs"]
+mod processes;
+
 mod harness;
 mod operations;
 mod values;
@@ -63,6 +152,8 @@ mod values;
 mod all_reduce;
 mod arguments;
 mod disagreement;
+mod exchange;
+mod failures;
 mod fusion;
 mod gather_scatter;
 mod groups;
@@ -71,7 +162,6 @@ mod messages;
 mod mixed;
 mod non_blocking;
 mod properties;
-mod rooted;
 mod symmetric;
 mod uneven;
 

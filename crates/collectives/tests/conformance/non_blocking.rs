@@ -13,7 +13,7 @@ use crate::{
     values::{Values, any_bits},
 };
 
-conformance! {
+conformance_on_host! {
     every_operation_gives_what_its_blocking_form_gives: every_dtype, [world_1 world_2 world_3 world_4];
     many_may_be_in_flight_beside_blocking_calls: any_dtype, [world_1 world_2 world_3 world_4];
     handles_may_be_waited_for_in_any_order: any_dtype, [world_2 world_3];

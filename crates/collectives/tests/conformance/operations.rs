@@ -1,14 +1,17 @@
 //! Every operation, called once and compared with what it must give: exactly those bits, nothing written beside the
 //! output, no input changed.
 
-use std::{cell::Cell, fmt::Display, marker::PhantomData};
+use std::{cell::Cell, fmt::Display};
 
-use antiphon_collectives::{Call, Collectives, Communicator, ReduceOp, all_reduce::Algorithm};
+use antiphon_collectives::{
+    Call, CollectiveError, ReduceOp,
+    all_reduce::{Algorithm, AllReduceOptions},
+};
 use antiphon_operation::{Extent, InPlace, Operation, Root};
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, Place, Tensor},
+    harness::{Backend, Like, Loose, Place, Tensor},
     values::Values,
 };
 
@@ -25,19 +28,30 @@ impl Way {
         [Self::Automatic, Self::InPlace, Self::By(Algorithm::OneShot), Self::By(Algorithm::TwoShot)];
 }
 
-/// A rank that calls operations on tensors of one dtype and knows what all ranks contribute: the inputs of a call follow from its number,
-/// which is equal on all ranks that make the same calls.
-pub struct Rank<'c, B> {
-    comm: &'c Communicator,
+/// What an input holds: of a dtype, for a seed, so many elements.
+pub type Content = fn(DType, u64, usize) -> Values;
+
+/// A rank that calls operations on tensors of one dtype and knows what all ranks contribute: the inputs of a call follow from its
+/// number, which is equal on all ranks that make the same calls.
+pub struct Rank<'c, B: Backend> {
+    comm: &'c B,
     dtype: DType,
     place: Place,
     calls: Cell<u64>,
-    backend: PhantomData<B>,
+    passes_strange_tensors: bool,
+    content: Content,
 }
 
 impl<'c, B: Backend> Rank<'c, B> {
-    pub fn new(comm: &'c Communicator, dtype: DType) -> Self {
-        Self { comm, dtype, place: Place::Aligned, calls: Cell::new(0), backend: PhantomData }
+    pub fn new(comm: &'c B, dtype: DType) -> Self {
+        Self {
+            comm,
+            dtype,
+            place: Place::Aligned,
+            calls: Cell::new(0),
+            passes_strange_tensors: false,
+            content: Values::any_bits,
+        }
     }
 
     /// With tensors that begin there.
@@ -45,9 +59,23 @@ impl<'c, B: Backend> Rank<'c, B> {
         Self { place, ..self }
     }
 
+    /// That passes a tensor of another dtype, of another length, strided where a rank need not pass one.
+    pub fn with_strange_tensors(self) -> Self {
+        Self { passes_strange_tensors: true, ..self }
+    }
+
+    /// With such inputs.
+    pub fn holding(self, content: Content) -> Self {
+        Self { content, ..self }
+    }
+
     /// With inputs of its own.
     pub fn seeded(self, seed: u64) -> Self {
         Self { calls: Cell::new(seed << 32), ..self }
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.dtype
     }
 
     pub fn world(&self) -> usize {
@@ -69,11 +97,11 @@ impl<'c, B: Backend> Rank<'c, B> {
     }
 
     fn tensor(&self, values: &Values) -> Tensor<B> {
-        Tensor::holding(values, self.place)
+        Tensor::holding(self.comm, values, self.place)
     }
 
     fn output(&self, count: usize) -> Tensor<B> {
-        Tensor::unwritten(self.dtype, count, self.place)
+        Tensor::unwritten(self.comm, self.dtype, count, self.place)
     }
 
     /// The call, for the message of a failure.
@@ -81,9 +109,28 @@ impl<'c, B: Backend> Rank<'c, B> {
         format!("{call} of {count} × {} on rank {} of {}", self.dtype, self.me(), self.world())
     }
 
+    /// Makes a call of all ranks; whether it was carried out, and not refused as the backend must.
+    fn make(
+        &self,
+        reduces: Option<ReduceOp>,
+        call: impl FnOnce() -> Result<(), CollectiveError>,
+        what: &str,
+    ) -> bool {
+        self.comm.before(self.dtype, reduces);
+        let outcome = call();
+        self.comm.behind();
+        let Some(text) = reduces.and_then(|op| B::refusal(self.dtype, op, self.place)) else {
+            succeeded(outcome, what);
+            return true;
+        };
+        let error = outcome.expect_err(what).to_string();
+        assert!(error.contains(text), "{what}: {error:?} does not say {text:?}");
+        false
+    }
+
     pub fn all_reduce(&self, count: usize, op: ReduceOp, way: Way) {
         let inputs = self.inputs(count);
-        self.all_reduce_of(&inputs, &Values::reduced(op, &inputs), op, way);
+        self.all_reduce_of(&inputs, &B::reduced(op, &inputs), op, way);
     }
 
     /// As [`all_reduce`](Self::all_reduce), of given contributions.
@@ -91,16 +138,23 @@ impl<'c, B: Backend> Rank<'c, B> {
         let mine = &inputs[self.me()];
         let what = self.what(format_args!("all_reduce({op}, {way:?})"), mine.len());
         let (mut input, mut output) = (self.tensor(mine), self.output(mine.len()));
-        let done = match way {
-            Way::Automatic => self.comm.all_reduce(input.view(), output.view_mut(), op),
-            Way::By(algorithm) => self.comm.all_reduce_with(input.view(), output.view_mut(), op, algorithm),
-            Way::InPlace => self.comm.all_reduce_in_place(input.view_mut(), op),
+        let by = |input: &mut Tensor<B>, output: &mut Tensor<B>, options| {
+            self.comm.all_reduce_with(input.view(), output.view_mut(), op, options)
         };
-        succeeded(done, &what);
-        if let Way::InPlace = way {
+        let call = || match way {
+            Way::Automatic => by(&mut input, &mut output, AllReduceOptions::default()),
+            Way::By(algorithm) => by(&mut input, &mut output, algorithm.into()),
+            Way::InPlace => {
+                self.comm.call_in_place(&Call::new(Operation::AllReduce).with_op(op), input.view_mut())
+            }
+        };
+        let is_done = self.make(Some(op), call, &what);
+        if let (Way::InPlace, true) = (way, is_done) {
             return input.assert_holds(expected, &what);
         }
-        output.assert_holds(expected, &what);
+        if is_done {
+            output.assert_holds(expected, &what);
+        }
         input.assert_holds(mine, format_args!("the input of {what}"));
     }
 
@@ -126,7 +180,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let inputs: Vec<Values> = (0..world)
             .map(|rank| {
                 let elements = calls[rank].input_layout(count, rank, world).elements();
-                Values::any_bits(self.dtype, number << 8 | rank as u64, elements)
+                (self.content)(self.dtype, number << 8 | rank as u64, elements)
             })
             .collect();
         let sources =
@@ -134,8 +188,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let pieces: Vec<Values> = sources
             .map(|source| inputs[source].range(calls[source].input_layout(count, source, world).piece(me)))
             .collect();
-        let expected =
-            if row.reduces { Values::reduced(calls[me].op, &pieces) } else { Values::concat(&pieces) };
+        let expected = if row.reduces { B::reduced(calls[me].op, &pieces) } else { Values::concat(&pieces) };
         (inputs, expected)
     }
 
@@ -145,9 +198,16 @@ impl<'c, B: Backend> Rank<'c, B> {
         let what = self.what(format_args!("{call:?}"), count);
         let (mut input, mut output) = (self.tensor(&inputs[mine]), self.output(expected.len()));
         let (gives, gets) = (call.needs_input(mine), call.needs_output(mine));
-        let called = self.comm.call(call, gives.then(|| input.view()), gets.then(|| output.view_mut()));
-        succeeded(called, &what);
-        if gets {
+        let strange = Like { dtype: DType::U8, count: 3, stride: 3 };
+        let strange = || self.passes_strange_tensors.then(|| Loose::new(self.comm, strange));
+        let (mut other_input, mut other_output) = (strange(), strange());
+        let made = || {
+            let from = if gives { Some(input.view()) } else { other_input.as_mut().map(Loose::view) };
+            let to = if gets { Some(output.view_mut()) } else { other_output.as_mut().map(Loose::view_mut) };
+            self.comm.call(call, from, to)
+        };
+        let is_done = self.make(call.operation.row().reduces.then_some(call.op), made, &what);
+        if gets && is_done {
             output.assert_holds(&expected, &what);
         }
         input.assert_holds(&inputs[mine], format_args!("the input of {what}"));
@@ -172,8 +232,9 @@ impl<'c, B: Backend> Rank<'c, B> {
             _ => (mine.clone(), mine.clone()),
         };
         let mut buffer = self.tensor(&before);
-        succeeded(self.comm.call_in_place(call, buffer.view_mut()), &what);
-        buffer.assert_holds(&after, &what);
+        let reduces = call.operation.row().reduces.then_some(call.op);
+        let is_done = self.make(reduces, || self.comm.call_in_place(call, buffer.view_mut()), &what);
+        buffer.assert_holds(if is_done { &after } else { &before }, &what);
     }
 
     /// `counts(from, to)` elements go from rank to rank.
@@ -188,7 +249,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let (next, previous) =
             ((self.me() + 1) % self.world(), (self.me() + self.world() - 1) % self.world());
         let (mut input, mut output) = (self.tensor(&inputs[self.me()]), self.output(count));
-        succeeded(self.comm.send_recv(input.view(), next, output.view_mut(), previous), &what);
+        self.make(None, || self.comm.send_recv(input.view(), next, output.view_mut(), previous), &what);
         output.assert_holds(&inputs[previous], &what);
         input.assert_holds(&inputs[self.me()], format_args!("the input of {what}"));
     }

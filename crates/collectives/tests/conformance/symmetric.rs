@@ -1,7 +1,7 @@
 //! All-reduce of tensors in symmetric memory, which ranks read and write for each other: the same bits, and not a byte
 //! beside them.
 
-use antiphon_collectives::{Collectives, Communicator, ReduceOp, all_reduce::Algorithm};
+use antiphon_collectives::{Collectives, ReduceOp, all_reduce::Algorithm};
 use antiphon_fabric::SharedBuffer;
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
@@ -10,7 +10,7 @@ use crate::{
     values::Values,
 };
 
-conformance! {
+conformance_on_host! {
     tensors_may_lie_apart_in_symmetric_memory: [f64 f32 bf16 u8], [world_1 world_2 world_3 world_5];
     the_result_may_replace_the_input: [f64 f32 bf16 u8], [world_1 world_2 world_3 world_5];
     some_ranks_may_work_in_place_and_others_not: [f32 u8], [world_2 world_3 world_5];
@@ -54,7 +54,7 @@ impl Call {
     /// Both at the same place is in place. The algorithm is chosen unless it is given.
     fn run<B: Backend>(
         &self,
-        comm: &Communicator,
+        comm: &B,
         buffer: &SharedBuffer,
         (input, output): (Kept, Kept),
         algorithm: Option<Algorithm>,
@@ -82,14 +82,15 @@ impl Call {
         comm.barrier().unwrap();
 
         let (mut own_input, mut own_output) = (
-            Tensor::<B>::holding(mine, Place::Aligned),
-            Tensor::<B>::unwritten(mine.dtype(), mine.len(), Place::Aligned),
+            Tensor::<B>::holding(comm, mine, Place::Aligned),
+            Tensor::<B>::unwritten(comm, mine.dtype(), mine.len(), Place::Aligned),
         );
         let shape = [mine.len()];
         // SAFETY: the place lies in this rank's copy, which only the collective touches until it returns; input and
         // output are apart, unless only the output is asked for.
         let view = |at: usize| unsafe {
-            TensorViewMut::from_raw_parts(own_copy.add(at), mine.dtype(), &shape, None, B::DEVICE).unwrap()
+            TensorViewMut::from_raw_parts(own_copy.add(at), mine.dtype(), &shape, None, comm.device())
+                .unwrap()
         };
         let done = match (input, output) {
             (Some(input), Some(output)) if input == output => comm.all_reduce_in_place(view(input), OP),
@@ -97,7 +98,7 @@ impl Call {
                 let input: TensorView<'_> = input.map_or_else(|| own_input.view(), |at| view(at).into_view());
                 let output = output.map_or_else(|| own_output.view_mut(), view);
                 match algorithm {
-                    Some(algorithm) => comm.all_reduce_with(input, output, OP, algorithm),
+                    Some(algorithm) => comm.all_reduce_with(input, output, OP, algorithm.into()),
                     None => comm.all_reduce(input, output, OP),
                 }
             }
@@ -186,7 +187,7 @@ fn memory_of_another_communicator_serves_too<B: Backend>(dtype: DType, world: us
         // SAFETY: the place lies in this rank's copy, which nobody else touches.
         let tensor = || unsafe {
             own.copy_from_nonoverlapping(mine.bytes().as_ptr(), call.bytes());
-            TensorViewMut::from_raw_parts(own, dtype, &shape, None, B::DEVICE).unwrap()
+            TensorViewMut::from_raw_parts(own, dtype, &shape, None, comm.device()).unwrap()
         };
         comm.all_reduce_in_place(tensor(), OP).unwrap();
         // SAFETY: as above.

@@ -9,9 +9,10 @@ use antiphon_collectives::{
 };
 use antiphon_device::cuda::{Context, DeviceMemory, memory};
 use antiphon_fabric::{FabricError, LocalWorld};
-use antiphon_tensor::{DType, quantize::TokenRule};
+use antiphon_tensor::{DType, Device, quantize::TokenRule};
 
 use crate::{
+    captured::tensor,
     fused::{Case, Form, From, Fused},
     harness::{At, Outcome, Rank, What, gpus, on_gpus},
 };
@@ -262,4 +263,29 @@ fn ranks_that_fuse_different_things_are_told_so() {
             assert!(said.iter().all(|said| text.contains(said)), "{cases:?}: {text}");
         }
     }
+}
+
+#[test]
+fn messages_that_differ_are_named_on_the_receiver() {
+    let Some(driver) = gpus(2) else { return };
+    let timeout = std::time::Duration::from_secs(2);
+    let texts = LocalWorld::run_with(2, timeout, |comm| -> Outcome<String> {
+        let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+        let collectives = CudaCollectives::new(&comm, &context)?;
+        let (stream, device) = (context.stream()?, Device::Cuda(context.device().ordinal()));
+        let memory = DeviceMemory::allocate(&context, 4096)?;
+        // SAFETY: the memory lives until the stream has been waited for.
+        unsafe {
+            match comm.rank() {
+                0 => {
+                    collectives.send(&tensor::<f32>(&memory, 0, 100, device).as_view(), 1, stream.borrow())?
+                }
+                _ => collectives.recv(&mut tensor::<f32>(&memory, 0, 101, device), 0, stream.borrow())?,
+            }
+        }
+        stream.borrow().synchronize()?;
+        Ok(collectives.check().map_or_else(|error| error.to_string(), |()| String::new()))
+    });
+    let text = texts[1].as_ref().unwrap();
+    assert!(text.contains("send/recv(100 × f32") && text.contains("send/recv(101 × f32"), "{text}");
 }

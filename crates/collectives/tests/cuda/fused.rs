@@ -328,7 +328,20 @@ impl<'a> Fused<'a> {
             rank.comm.all_reduce_fused(unsafe { case.call(before, expected.base(), Device::Host, 0) })?;
         }
         before.check_around(expected, &format!("{case:?} on the host"))?;
+        fused.prepare()?;
         Ok(fused)
+    }
+
+    /// Loads the kernels of the case, and meets the ranks that share the GPU before any of them waits in a kernel.
+    fn prepare(&self) -> Outcome {
+        if !self.case.plain {
+            let device = Device::Cuda(self.rank.collectives.context().device().ordinal());
+            let base = self.memory.pointer().0 as usize as *mut u8;
+            // SAFETY: the call is not made.
+            let call = unsafe { self.case.call(&self.before, base, device, 0) };
+            self.rank.collectives.prepare_fused(&call)?;
+        }
+        self.rank.meet()
     }
 
     /// For calls that fail: nobody knows what they leave.
@@ -386,6 +399,7 @@ impl Rank {
         let mut fused = Fused::new(self, case)?;
         for algorithm in [None].into_iter().chain(Algorithm::ALL.map(Some)) {
             fused.case.algorithm = algorithm;
+            fused.prepare()?;
             fused.reset()?;
             fused.queue()?;
             fused.check()?;

@@ -59,6 +59,7 @@ fn graphs_between_eager_calls(world_size: usize) {
             mix.iter().try_for_each(|fused| Ok(fused.queue()?))
         })?;
         let graph = graph.instantiate()?;
+        rank.meet()?;
         for replay in 0..100 {
             // SAFETY: all memory of the graph lives until the end of the test, which synchronises.
             unsafe { graph.launch(&rank.stream) }?;

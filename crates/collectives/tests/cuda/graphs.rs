@@ -34,7 +34,7 @@ const MIX: [(What, usize); 11] = [
 ];
 
 /// The calls of the mix, with their memory and what they should give.
-struct Mix<'a> {
+pub struct Mix<'a> {
     rank: &'a Rank,
     input: DeviceMemory,
     outputs: Vec<DeviceMemory>,
@@ -43,7 +43,7 @@ struct Mix<'a> {
 
 impl<'a> Mix<'a> {
     /// Mixes of different seeds have different values, so that what is left of one is wrong for the other.
-    fn new(rank: &'a Rank, seed: usize) -> Outcome<Self> {
+    pub fn new(rank: &'a Rank, seed: usize) -> Outcome<Self> {
         let (me, world_size) = (rank.comm.rank(), rank.comm.world_size());
         let mine = values::<bf16>(me + 100 * seed, 200_000 * world_size);
         let input = rank.upload(&mine)?;
@@ -66,7 +66,10 @@ impl<'a> Mix<'a> {
         Ok(Self { rank, input, outputs, expected })
     }
 
-    fn queue(&self, which: usize) -> Result<(), CollectiveError> {
+    /// How many calls there are.
+    pub const LEN: usize = MIX.len();
+
+    pub fn queue(&self, which: usize) -> Result<(), CollectiveError> {
         let (what, count) = MIX[which];
         let (from, to) = what.counts(count, self.rank.comm.world_size());
         let at = |memory: &DeviceMemory, count| At(memory.pointer().0, DType::BF16, count);
@@ -74,7 +77,7 @@ impl<'a> Mix<'a> {
     }
 
     /// Makes every result wrong that only the root of a broadcast has to begin with.
-    fn spoil(&self) -> Outcome {
+    pub fn spoil(&self) -> Outcome {
         for ((what, _), output) in MIX.iter().zip(&self.outputs) {
             if !matches!(what, What::Broadcast(root) if *root == self.rank.comm.rank()) {
                 // SAFETY: the output has as many bytes, and the stream keeps the order.
@@ -84,7 +87,7 @@ impl<'a> Mix<'a> {
         Ok(())
     }
 
-    fn check(&self) -> Outcome {
+    pub fn check(&self) -> Outcome {
         for (which, expected) in self.expected.iter().enumerate() {
             let got = self.rank.download(&self.outputs[which], 0, 2 * expected.len())?;
             self.rank.same(&format!("{:?}", MIX[which]), &got, expected)?;

@@ -4,9 +4,11 @@ use antiphon_collectives::{
     CollectiveError, Collectives, ReduceOp,
     cuda::{Algorithm, AllReduceOptions, CudaCollectives},
 };
-use antiphon_device::cuda::{Context, Device as CudaDevice, DeviceMemory, Driver, Stream};
+use antiphon_device::cuda::{Context, DeviceMemory, Stream};
 use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
 use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut};
+
+pub use crate::gpus::{device_of, gpus, ranks_per_gpu};
 
 pub type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
@@ -15,34 +17,6 @@ pub struct Rank {
     pub comm: Communicator,
     pub stream: Stream,
     pub collectives: CudaCollectives,
-}
-
-/// The GPUs' driver, if there are enough of them for a test; it says so if not. With `ANTIPHON_TEST_RANKS_PER_GPU=2` half as
-/// many are enough: two ranks have a GPU then, which has room for the blocks of two.
-pub fn gpus(world_size: usize) -> Option<&'static Driver> {
-    let driver = match Driver::load() {
-        Ok(driver) => driver,
-        Err(error) => {
-            eprintln!("skipped: no CUDA driver: {error}");
-            return None;
-        }
-    };
-    let count = driver.device_count().unwrap() as usize;
-    let needed = world_size.div_ceil(ranks_per_gpu());
-    if count < needed {
-        eprintln!("skipped: {count} GPUs, {needed} needed");
-        return None;
-    }
-    Some(driver)
-}
-
-fn ranks_per_gpu() -> usize {
-    std::env::var("ANTIPHON_TEST_RANKS_PER_GPU").map_or(1, |ranks| ranks.parse().expect("1 or 2"))
-}
-
-/// The device of a rank: the first ranks have one each.
-pub fn device_of(driver: &'static Driver, rank: usize) -> Outcome<CudaDevice> {
-    Ok(driver.device(rank as u32 % driver.device_count()?)?)
 }
 
 /// Runs `body` on as many GPUs; skips where there are fewer.
@@ -228,7 +202,12 @@ impl Random {
 
     /// Lets one rank be late by up to 300 µs, once in 500 times.
     pub fn delay(&mut self, comm: &Communicator) {
-        let (late, often, delay) = (self.below(comm.world_size()), self.below(500), self.below(300) as u64);
+        self.delay_once_in(500, comm);
+    }
+
+    /// Lets one rank be late by up to 300 µs, once in so many times.
+    pub fn delay_once_in(&mut self, times: usize, comm: &Communicator) {
+        let (late, often, delay) = (self.below(comm.world_size()), self.below(times), self.below(300) as u64);
         if often == 0 && late == comm.rank() {
             std::thread::sleep(std::time::Duration::from_micros(delay));
         }

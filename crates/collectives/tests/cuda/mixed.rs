@@ -1,20 +1,16 @@
-//! Mixed collectives on GPUs against the host's bits: layouts, modes, uneven blocks, in place, in graphs between other calls.
+//! Mixed collectives on GPUs beyond the conformance suite, which has worlds of up to four ranks: more ranks, blocks that are longer
+//! than a lane, refusals.
 
 use std::time::Duration;
 
 use antiphon_collectives::{
-    CollectiveError, ReduceOp,
-    cuda::Algorithm,
+    CollectiveError,
     mixed::{CudaMixedHandler, MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp},
 };
-use antiphon_device::cuda::Graph;
 use antiphon_fabric::FabricError;
 use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut, bf16, f16};
 
-use crate::{
-    graphs::GraphError,
-    harness::{At, Outcome, Random, Rank, What, on_gpus, values},
-};
+use crate::harness::{At, Outcome, Rank, on_gpus, values};
 
 const FUSED: [MixedOp; 2] = [MixedOp::AllReduceAllGather, MixedOp::ReduceScatterAllReduce];
 const MODES: [Option<MixedMode>; 3] = [Some(MixedMode::Waits), Some(MixedMode::Bytes1), None];
@@ -22,21 +18,21 @@ const MODES: [Option<MixedMode>; 3] = [Some(MixedMode::Waits), Some(MixedMode::B
 const COUNTS: [usize; 9] = [1, 8, 9, 249, 1000, 7168, 65_537, 300_001, 3_000_000];
 
 /// The mixed collectives of one layout, on the host and on the GPUs.
-struct Mixed<'a> {
-    rank: &'a Rank,
-    host: MixedHandler,
-    gpus: CudaMixedHandler,
+pub struct Mixed<'a> {
+    pub rank: &'a Rank,
+    pub host: MixedHandler,
+    pub gpus: CudaMixedHandler,
 }
 
 impl<'a> Mixed<'a> {
-    fn new(rank: &'a Rank, tp: usize) -> Outcome<Self> {
+    pub fn new(rank: &'a Rank, tp: usize) -> Outcome<Self> {
         let layout = MixedLayout::builder(rank.comm.world_size(), rank.comm.rank()).local_tp(tp).build()?;
         let host = MixedHandler::new(&rank.comm, layout)?;
         Ok(Self { rank, host, gpus: CudaMixedHandler::new(&rank.comm, &rank.collectives, layout)? })
     }
 
     /// Elements of input and output.
-    fn lengths(&self, call: &MixedCall<'_>, count: usize) -> (usize, usize) {
+    pub fn lengths(&self, call: &MixedCall<'_>, count: usize) -> (usize, usize) {
         let (group, groups) = (self.host.layout().dp_rank(), self.host.layout().dp_size());
         let (own, all) = match call.counts {
             Some(counts) => (counts[group], counts.iter().sum()),
@@ -49,7 +45,7 @@ impl<'a> Mixed<'a> {
         }
     }
 
-    fn queue(&self, call: MixedCall<'_>, from: At, to: At) -> Result<(), CollectiveError> {
+    pub fn queue(&self, call: MixedCall<'_>, from: At, to: At) -> Result<(), CollectiveError> {
         let Rank { collectives, stream, .. } = self.rank;
         let device = Device::Cuda(collectives.context().device().ordinal());
         let at = |address: u64| address as usize as *mut u8;
@@ -109,13 +105,17 @@ fn every_layout_and_type(world_size: usize) {
 }
 
 #[test]
-fn mixed_sums_have_the_hosts_bits_on_2_gpus() {
-    every_layout_and_type(2);
-}
-
-#[test]
-fn mixed_sums_have_the_hosts_bits_on_4_gpus() {
-    every_layout_and_type(4);
+fn mixed_sums_of_long_blocks_have_the_hosts_bits_on_4_gpus() {
+    on_gpus(4, |rank| {
+        let mixed = Mixed::new(rank, 2)?;
+        for op in FUSED {
+            for mode in MODES {
+                mixed.compare::<bf16>(MixedCall::from(op).mode(mode), 3_000_000, 0)?;
+                mixed.compare::<bf16>(MixedCall::from(op).mode(mode).counts(&[2_000_001, 3][..]), 0, 1)?;
+            }
+        }
+        Ok(())
+    });
 }
 
 #[test]
@@ -129,126 +129,14 @@ fn mixed_sums_have_the_hosts_bits_on_8_gpus() {
 }
 
 #[test]
-fn mixed_blocks_may_be_uneven_and_empty_on_4_gpus() {
-    on_gpus(4, |rank| {
-        let mixed = Mixed::new(rank, 2)?;
-        for counts in [[0, 0], [0, 9], [7168, 0], [1, 300_001], [2_000_001, 3], [64, 72]] {
-            for op in FUSED {
-                for mode in MODES {
-                    mixed.compare::<bf16>(MixedCall::from(op).mode(mode).counts(&counts[..]), 0, 0)?;
-                    mixed.compare::<f32>(MixedCall::from(op).mode(mode).counts(&counts[..]), 0, 1)?;
-                }
+fn gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus() {
+    on_gpus(2, |rank| {
+        let mixed = Mixed::new(rank, 1)?;
+        for counts in [[0, 0], [0, 9], [7168, 0], [1, 300_001], [64, 72]] {
+            for op in [MixedOp::AllGather, MixedOp::ReduceScatter] {
+                mixed.compare::<bf16>(MixedCall::from(op).counts(&counts[..]), 0, 0)?;
+                mixed.compare::<f32>(MixedCall::from(op).counts(&counts[..]), 0, 1)?;
             }
-        }
-        Ok(())
-    });
-}
-
-/// Words that mean "not arrived", NaNs of every kind, zeros of both signs.
-#[test]
-fn mixed_sums_of_special_bits_have_the_hosts_bits_on_4_gpus() {
-    on_gpus(4, |rank| {
-        let mixed = Mixed::new(rank, 2)?;
-        mixed.gpus.prepare(&rank.collectives, DType::BF16)?;
-        let pattern = |i: usize| i.wrapping_mul(40_503).wrapping_add(rank.comm.rank() * 25_173) as u16;
-        let all: Vec<bf16> =
-            (0..1 << 17).map(|i| bf16::from_bits(if i % 5 == 0 { 0xFFFF } else { pattern(i) })).collect();
-        for op in FUSED {
-            for mode in MODES {
-                let call = MixedCall::from(op).mode(mode);
-                let (from, to) = mixed.lengths(&call, 1 << 16);
-                let mut expected = vec![bf16::ZERO; to];
-                mixed.host.run(&rank.comm, call, &all[..from], &mut expected)?;
-                let (input, output) = (rank.upload(&all[..from])?, rank.allocate(2 * to)?);
-                rank.meet()?;
-                mixed.queue(
-                    call,
-                    At(input.pointer().0, DType::BF16, from),
-                    At(output.pointer().0, DType::BF16, to),
-                )?;
-                let got = rank.download(&output, 0, 2 * to)?;
-                rank.meet()?;
-                rank.same(&format!("{call:?} of special bits"), &got, &expected)?;
-            }
-        }
-        Ok(())
-    });
-}
-
-#[test]
-fn mixed_calls_in_place_have_the_hosts_bits_on_4_gpus() {
-    on_gpus(4, |rank| {
-        let mixed = Mixed::new(rank, 2)?;
-        mixed.gpus.prepare(&rank.collectives, DType::BF16)?;
-        let group = rank.comm.rank() / 2;
-        for count in [8, 1000, 65_537, 2_000_000] {
-            let row = values::<bf16>(rank.comm.rank(), 2 * count);
-            for op in FUSED {
-                for mode in MODES {
-                    let call = MixedCall::from(op).mode(mode);
-                    let mut expected = row.clone();
-                    mixed.host.run_in_place(&rank.comm, call, &mut expected)?;
-                    let memory = rank.upload(&row)?;
-                    rank.meet()?;
-                    let whole = At(memory.pointer().0, DType::BF16, 2 * count);
-                    let own = At(whole.0 + (group * count * 2) as u64, DType::BF16, count);
-                    match op {
-                        MixedOp::AllReduceAllGather => mixed.queue(call, own, whole)?,
-                        _ => mixed.queue(call, whole, own)?,
-                    }
-                    let got = rank.download(&memory, 0, 4 * count)?;
-                    rank.meet()?;
-                    rank.same(&format!("{call:?} of {count} in place"), &got, &expected)?;
-                }
-            }
-        }
-        Ok(())
-    });
-}
-
-/// Both operations in both modes, of several sizes, between all-reduces: replayed often, and called eagerly in between.
-#[test]
-fn mixed_calls_in_graphs_and_between_them_on_4_gpus() {
-    on_gpus(4, |rank| {
-        let mixed = Mixed::new(rank, 2)?;
-        mixed.gpus.prepare(&rank.collectives, DType::BF16)?;
-        rank.collectives.prepare(DType::BF16, ReduceOp::Sum)?;
-        let mine = values::<bf16>(rank.comm.rank(), 200_000);
-        let input = rank.upload(&mine)?;
-        let mut calls = Vec::new();
-        for (index, count) in [7168, 100_000, 9, 1].into_iter().enumerate() {
-            for op in FUSED {
-                let call = MixedCall::from(op).mode(MODES[index % 2]);
-                let (from, to) = mixed.lengths(&call, count);
-                let mut expected = vec![bf16::ZERO; to];
-                mixed.host.run(&rank.comm, call, &mine[..from], &mut expected)?;
-                calls.push((call, from, rank.allocate(2 * to)?, expected));
-            }
-        }
-        let sum = rank.allocate(2 * 7168)?;
-        let queue = |index: usize| {
-            let (call, from, output, expected): &(MixedCall<'_>, usize, _, Vec<bf16>) = &calls[index];
-            let at = |pointer: u64, count| At(pointer, DType::BF16, count);
-            mixed.queue(*call, at(input.pointer().0, *from), at(output.pointer().0, expected.len()))?;
-            let reduced = What::AllReduce(ReduceOp::Sum, Some(Algorithm::ALL[index % 2]));
-            rank.queue(reduced, at(input.pointer().0, 7168), at(sum.pointer().0, 7168))
-        };
-        rank.meet()?;
-        let graph = Graph::capture(&rank.stream, |_| {
-            (0..calls.len()).try_for_each(queue)?;
-            Ok::<_, GraphError>(())
-        })?
-        .instantiate()?;
-        let mut random = Random(5);
-        for _ in 0..300 {
-            random.delay(&rank.comm);
-            // SAFETY: all memory of the graph lives until the end of the test, which synchronises.
-            unsafe { graph.launch(&rank.stream) }?;
-            queue(random.below(calls.len()))?;
-        }
-        for (call, _, output, expected) in &calls {
-            let got = rank.download(output, 0, 2 * expected.len())?;
-            rank.same(&format!("{call:?} in graphs"), &got, expected)?;
         }
         Ok(())
     });

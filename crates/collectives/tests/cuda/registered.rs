@@ -5,9 +5,9 @@ use std::sync::Arc;
 use antiphon_collectives::{CollectiveError, Collectives, ReduceOp, cuda::Algorithm};
 use antiphon_device::cuda::{DevicePointer, memory};
 use antiphon_fabric::{CudaArena, RegisteredMemory};
-use antiphon_tensor::DType;
+use antiphon_tensor::{DType, Element, bf16};
 
-use crate::harness::{At, What, on_gpus, values};
+use crate::harness::{At, Outcome, Rank, What, on_gpus, values};
 
 const ONE: What = What::Registered(ReduceOp::Sum, Algorithm::OneShot);
 const TWO: What = What::Registered(ReduceOp::Sum, Algorithm::TwoShot);
@@ -90,5 +90,49 @@ fn memory_that_cannot_serve_is_refused() {
         let nothing = RegisteredMemory::new(&rank.comm, context, DevicePointer(4096), 16).unwrap_err();
         assert!(nothing.to_string().contains("0x1000"), "{nothing}");
         rank.compare(TWO, &[1.0f32; 256], 0)
+    });
+}
+
+fn registered_sums<T: Element>(rank: &Rank, offset: usize) -> Outcome {
+    for count in [1, 9, 249, 7168, 65_537, 1_500_000] {
+        let mine = values::<T>(rank.comm.rank(), offset + count);
+        for what in [ONE, TWO] {
+            rank.compare(what, &mine, offset)?;
+        }
+    }
+    Ok(())
+}
+
+fn registered_sums_are_the_hosts(world_size: usize) {
+    on_gpus(world_size, |rank| {
+        registered_sums::<f32>(rank, 0)?;
+        registered_sums::<bf16>(rank, 0)?;
+        registered_sums::<bf16>(rank, 3)
+    });
+}
+
+#[test]
+fn registered_sums_have_the_hosts_bits() {
+    registered_sums_are_the_hosts(2);
+}
+
+#[test]
+fn registered_sums_have_the_hosts_bits_on_3_gpus() {
+    registered_sums_are_the_hosts(3);
+}
+
+#[test]
+fn registered_sums_have_the_hosts_bits_on_4_gpus() {
+    registered_sums_are_the_hosts(4);
+}
+
+#[test]
+fn every_pattern_of_16_bits_survives_in_registered_memory() {
+    on_gpus(2, |rank| {
+        let bits =
+            (0..=u16::MAX).map(|bits| if rank.comm.rank() == 0 { bits } else { bits.wrapping_mul(40_503) });
+        let bits: Vec<bf16> = bits.map(bf16::from_bits).collect();
+        rank.compare(ONE, &bits, 0)?;
+        rank.compare(TWO, &bits, 0)
     });
 }

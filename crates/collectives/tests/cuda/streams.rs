@@ -7,7 +7,10 @@ use antiphon_device::cuda::{
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
-use crate::harness::{At, Outcome, Rank, What, on_gpus};
+use crate::{
+    captured::tensor,
+    harness::{At, Outcome, Rank, What, on_gpus, values},
+};
 
 const SUM: What = What::AllReduce(ReduceOp::Sum, None);
 
@@ -207,9 +210,32 @@ fn a_call_that_lets_its_dependents_start_at_once_has_the_same_bits() {
     on_gpus(2, |rank| {
         rank.collectives.start_dependents_early(true);
         for count in [1, 1000, 300_001] {
-            rank.compare(SUM, &crate::values::<f32>(rank.comm.rank(), count), 0)?;
+            rank.compare(SUM, &values::<f32>(rank.comm.rank(), count), 0)?;
         }
         rank.collectives.start_dependents_early(false);
         Ok(())
+    });
+}
+
+/// On streams of their own, so that neither rank receives only once it has sent.
+#[test]
+fn both_ranks_may_send_before_they_receive() {
+    on_gpus(2, |rank| {
+        let (me, count) = (rank.comm.rank(), 20_000_000);
+        let device = Device::Cuda(rank.collectives.context().device().ordinal());
+        let receives = rank.collectives.context().stream()?;
+        let (from, to) = (rank.upload(&values::<f32>(me, count))?, rank.allocate(4 * count)?);
+        rank.stream.borrow().synchronize()?;
+        for _ in 0..3 {
+            // SAFETY: the memory lives until both streams have been waited for.
+            unsafe {
+                let input = tensor::<f32>(&from, 0, count, device);
+                let mut output = tensor::<f32>(&to, 0, count, device);
+                rank.collectives.send(&input.as_view(), 1 - me, rank.stream.borrow())?;
+                rank.collectives.recv(&mut output, 1 - me, receives.borrow())?;
+            }
+        }
+        receives.borrow().synchronize()?;
+        rank.same("sent both ways", &rank.download(&to, 0, 4 * count)?, &values::<f32>(1 - me, count))
     });
 }

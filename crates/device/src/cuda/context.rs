@@ -22,6 +22,15 @@ unsafe impl Send for Retained {}
 // SAFETY: as for Send: the driver locks for itself.
 unsafe impl Sync for Retained {}
 
+/// A device's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Bytes that nobody has allocated.
+    pub free_bytes: u64,
+    /// All bytes.
+    pub total_bytes: u64,
+}
+
 impl Context {
     /// The primary context of a device, which is initialised if nobody in this process uses it yet.
     ///
@@ -37,6 +46,18 @@ impl Context {
     /// The device.
     pub fn device(&self) -> Device {
         self.0.device
+    }
+
+    /// How much of the device's memory there is, and is free, for all processes that use it.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn memory(&self) -> Result<MemoryUse, CudaError> {
+        let _current = self.current()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes two numbers.
+        unsafe { call!(cuMemGetInfo_v2(&mut free, &mut total)) }?;
+        Ok(MemoryUse { free_bytes: free as u64, total_bytes: total as u64 })
     }
 
     /// Makes the context current in this thread until the result is dropped, which restores what was current before.

@@ -92,7 +92,7 @@ mod vmm;
 
 pub use cache::{Cubin, KernelCache, Origin};
 pub use capabilities::{Answer, Capabilities};
-pub use context::{Context, Current};
+pub use context::{Context, Current, MemoryUse};
 pub use device::{Device, DeviceProperties, PeerLink};
 pub use driver::Driver;
 pub use error::{CudaError, CudaVersion};

@@ -152,22 +152,12 @@ impl Allocation {
     /// length was wrong.
     pub fn map(self, devices: &[Device]) -> Result<Mapping, CudaError> {
         let context = self.context.clone();
-        let _current = context.current()?;
-        let reservation = Reservation::new(self.len)?;
-        // SAFETY: the reserved range is as long as the memory, and nothing is mapped there.
-        unsafe { call!(cuMemMap(reservation.pointer.0, self.len, 0, self.handle, 0)) }?;
-        // From here on, an error unmaps.
-        let mapping = Mapping { reservation, allocation: self };
-        let access: Vec<sys::CUmemAccessDesc> = devices
-            .iter()
-            .map(|device| sys::CUmemAccessDesc {
-                location: location(*device),
-                flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-            })
-            .collect();
-        let (pointer, len) = (mapping.pointer().0, mapping.len());
-        // SAFETY: the whole range is mapped; reads `access.len()` descriptions.
-        unsafe { call!(cuMemSetAccess(pointer, len, access.as_ptr(), access.len())) }?;
+        let reservation = {
+            let _current = context.current()?;
+            Reservation::new(self.len)?
+        };
+        let mut mapping = Mapping { allocation: None, reservation, devices: devices.to_vec(), context };
+        mapping.restore(self)?;
         Ok(mapping)
     }
 }
@@ -181,11 +171,17 @@ impl Drop for Allocation {
 }
 
 /// Memory at an address; unmapped on drop, for which all work that uses it must be done.
+///
+/// The memory can be [released](Self::release) and other memory [put in its place](Self::restore), under the same address: what
+/// was captured in a graph goes on working.
 #[derive(Debug)]
 pub struct Mapping {
-    // The order of the fields is that of their drops, after the unmapping.
+    /// None while the memory is released.
+    allocation: Option<Allocation>,
     reservation: Reservation,
-    allocation: Allocation,
+    /// Those that have access.
+    devices: Vec<Device>,
+    context: Context,
 }
 
 impl Mapping {
@@ -197,20 +193,56 @@ impl Mapping {
     /// Size in bytes.
     #[allow(clippy::len_without_is_empty)] // never empty, as the allocation
     pub fn len(&self) -> usize {
-        self.allocation.len
+        self.reservation.len
     }
 
-    /// The memory, to export it.
-    pub fn allocation(&self) -> &Allocation {
-        &self.allocation
+    /// The memory, to export it; none while it is [released](Self::release).
+    pub fn allocation(&self) -> Option<&Allocation> {
+        self.allocation.as_ref()
+    }
+
+    /// Gives the memory back, and keeps the address, at which nothing may be used until [`restore`](Self::restore). All work that
+    /// uses the memory must be done. A mapping whose memory is released stays as it is.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`]: the memory is still there.
+    pub fn release(&mut self) -> Result<(), CudaError> {
+        if self.allocation.is_none() {
+            return Ok(());
+        }
+        let _current = self.context.current()?;
+        // SAFETY: mapped in `restore` over the whole range.
+        unsafe { call!(cuMemUnmap(self.reservation.pointer.0, self.reservation.len)) }?;
+        self.allocation = None;
+        Ok(())
+    }
+
+    /// Puts memory at the address, in place of what was [released](Self::release).
+    ///
+    /// # Errors
+    /// [`CudaError::Call`], for which the address stays without memory.
+    ///
+    /// # Panics
+    /// If the mapping has memory, or the allocation is of another length.
+    pub fn restore(&mut self, allocation: Allocation) -> Result<(), CudaError> {
+        let (pointer, len) = (self.reservation.pointer.0, self.reservation.len);
+        assert!(self.allocation.is_none(), "a mapping of {len} bytes has its memory");
+        assert_eq!(allocation.len, len, "bytes of the allocation and of the mapping");
+        let context = self.context.clone();
+        let _current = context.current()?;
+        // SAFETY: the reserved range is as long as the memory, and nothing is mapped there.
+        unsafe { call!(cuMemMap(pointer, len, 0, allocation.handle, 0)) }?;
+        self.allocation = Some(allocation);
+        let access: Vec<sys::CUmemAccessDesc> = self.devices.iter().map(|&device| access(device)).collect();
+        // SAFETY: the whole range is mapped; reads `access.len()` descriptions.
+        let accessible = unsafe { call!(cuMemSetAccess(pointer, len, access.as_ptr(), access.len())) };
+        accessible.inspect_err(|_| _ = self.release())
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        let _current = self.allocation.context.current();
-        // SAFETY: mapped in `map` over the whole range, and unmapped once.
-        let _ = unsafe { call!(cuMemUnmap(self.reservation.pointer.0, self.allocation.len)) };
+        let _ = self.release();
     }
 }
 
@@ -235,6 +267,11 @@ impl Drop for Reservation {
         // SAFETY: reserved in `new`, freed once, and nothing is mapped there any more.
         let _ = unsafe { call!(cuMemAddressFree(self.pointer.0, self.len)) };
     }
+}
+
+fn access(device: Device) -> sys::CUmemAccessDesc {
+    let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    sys::CUmemAccessDesc { location: location(device), flags }
 }
 
 fn location(device: Device) -> CUmemLocation {

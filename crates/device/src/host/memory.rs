@@ -21,6 +21,7 @@ use crate::DeviceError;
 pub struct SharedMemory {
     base: NonNull<u8>,
     len: usize,
+    number: u64,
 }
 
 // SAFETY: the mapping is plain memory that lives as long as the value and is not tied to a thread. Access goes
@@ -90,12 +91,19 @@ impl SharedMemory {
             DeviceError::system(format!("mmap of {len} bytes"), e, "lower ANTIPHON_ARENA_BYTES, or ulimit -v")
         })?;
         let base = NonNull::new(base.cast()).expect("mmap does not return null on success");
-        Ok(Self { base, len })
+        // Of a descriptor that has just been mapped.
+        let number = rustix::fs::fstat(fd).map_or(0, |file| file.st_ino);
+        Ok(Self { base, len, number })
     }
 
     /// The first byte. Valid for [`len`](Self::len) bytes as long as the value lives.
     pub fn base(&self) -> NonNull<u8> {
         self.base
+    }
+
+    /// A number that no other shared memory of this machine has at the same time, and that is equal for all who map it.
+    pub fn number(&self) -> u64 {
+        self.number
     }
 
     /// Size in bytes.

@@ -48,6 +48,9 @@ pub(crate) struct Shared {
     pub(crate) regions: Regions,
     pub(crate) messages: Messages,
     pub(crate) interrupt: Option<Interrupt>,
+    /// Where others of this machine read what this rank waits for.
+    #[cfg(not(loom))]
+    pub(crate) entry: crate::job::Entry,
 }
 
 /// Whether the program wants to stop waiting; see [`Builder::interrupt`].
@@ -66,7 +69,18 @@ impl Shared {
         let timeout = AtomicU64::new(nanoseconds(timeout));
         #[cfg(not(loom))]
         antiphon_device::host::signal::count_sigusr1();
-        Self { rank, world_size, timeout, patience, health, regions, messages, interrupt }
+        Self {
+            #[cfg(not(loom))]
+            entry: crate::job::Entry::new(regions.number(), rank, world_size, health.members()),
+            rank,
+            world_size,
+            timeout,
+            patience,
+            health,
+            regions,
+            messages,
+            interrupt,
+        }
     }
 
     pub(crate) fn timeout(&self) -> Duration {
@@ -86,6 +100,18 @@ impl Shared {
             "{role} rank {rank} is not below the world size {}",
             self.world_size
         )))
+    }
+
+    /// A rank's look around while it waits: it notes for whom, and says so if it was asked to.
+    pub(crate) fn look_around(
+        &self,
+        operation: Signature,
+        missing: &impl Fn() -> Vec<usize>,
+        waited: Duration,
+    ) {
+        #[cfg(not(loom))]
+        self.entry.note(operation, waited, &missing());
+        self.health.answer(&self.regions, operation, missing, waited);
     }
 
     /// Fails if the program wants to stop waiting.

@@ -122,7 +122,7 @@ impl Monitor {
     /// Says on standard error that this rank waits, if it was asked to by SIGUSR1 since the last time: for work that waits
     /// elsewhere, at each look around.
     pub fn answer(&self, doing: Signature, missing: impl Fn() -> Vec<usize>, waited: Duration) {
-        self.shared().health.answer(&self.shared().regions, doing, &missing, waited);
+        self.shared().look_around(doing, &missing, waited);
     }
 
     /// Whether this rank's program does not want to stop waiting (see [`Builder::interrupt`](crate::Builder::interrupt)).

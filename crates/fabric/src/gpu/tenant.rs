@@ -37,7 +37,12 @@ pub struct Tenant {
     /// Those that the kernels of every rank may use.
     multiprocessors: u32,
     starts_dependents: Cell<bool>,
+    /// Whether the arena has no memory at present.
+    is_released: Cell<bool>,
 }
+
+/// The bytes of EMPTY, with which an arena begins.
+const FILL: u8 = 0xFF;
 
 /// What kernels under way use.
 struct Resources {
@@ -78,7 +83,7 @@ impl Tenant {
                 "{staging_bytes} bytes for staging, at least {LEAST_BYTES} are needed"
             ))
         })?;
-        let arena = CudaArena::new(comm, context, staging.arena_bytes(), 0xFF)?; // EMPTY, everywhere
+        let arena = CudaArena::new(comm, context, staging.arena_bytes(), FILL)?;
         let resources = Resources::new(context, arena, staging, comm.rank());
         let resources = comm.agree("cannot prepare its GPU", resources)?;
         let engine = Engine::of(comm, context)?;
@@ -88,7 +93,47 @@ impl Tenant {
             engine,
             multiprocessors,
             starts_dependents: Cell::new(false),
+            is_released: Cell::new(false),
         })
+    }
+
+    /// Gives this tenant's memory on all ranks back to their devices, and keeps its addresses. Until
+    /// [`restore_memory`](Self::restore_memory), calls are refused, and graphs that hold calls may not be launched. All ranks call it
+    /// together, as a second time, which changes nothing. It waits for all work of the context.
+    ///
+    /// # Errors
+    /// As [`CudaArena::release`]: calls are refused then too, on all ranks.
+    pub fn release_memory(&self, comm: &Communicator) -> Result<(), FabricError> {
+        self.is_released.set(true);
+        self.resources.arena.release(comm)
+    }
+
+    /// Undoes [`release_memory`](Self::release_memory): calls go on, and so do graphs that were captured before. All ranks call it
+    /// together; where nothing was released it does nothing.
+    ///
+    /// # Errors
+    /// As [`CudaArena::restore`]: the memory of all ranks is released then, and this can be called again.
+    pub fn restore_memory(&self, comm: &Communicator) -> Result<(), FabricError> {
+        if !self.is_released.get() {
+            return Ok(());
+        }
+        let Resources { arena, staging, .. } = &*self.resources;
+        arena.restore(comm, FILL)?;
+        comm.agree("cannot prepare its GPU", clear(self.context(), arena, *staging, comm.rank()))?;
+        self.is_released.set(false);
+        Ok(())
+    }
+
+    /// Whether there are peers, and memory, for a call.
+    #[inline]
+    fn check_callable(&self) -> Result<(), FabricError> {
+        self.check_ready()?;
+        match self.is_released.get() {
+            false => Ok(()),
+            true => Err(FabricError::invalid(
+                "the GPU's memory for calls is released: restore_memory comes first",
+            )),
+        }
     }
 
     /// Compiles and loads the kernels of a family on all ranks, so that no call has to. All ranks call it together.
@@ -119,10 +164,11 @@ impl Tenant {
     /// Begins a call, which comes after the call before it, if nothing has failed.
     ///
     /// # Errors
-    /// As [`check_ready`](Self::check_ready); [`FabricError::Device`].
+    /// As [`check_ready`](Self::check_ready); [`FabricError::InvalidArgument`] while the memory is
+    /// [released](Self::release_memory); [`FabricError::Device`].
     #[inline]
     pub fn enter(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
-        self.check_ready()?;
+        self.check_callable()?;
         self.fail_if_err(self.resources.order.enter(stream).map_err(device))
     }
 
@@ -132,7 +178,7 @@ impl Tenant {
     /// # Errors
     /// As [`enter`](Self::enter).
     pub fn enter_second(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
-        self.check_ready()?;
+        self.check_callable()?;
         self.fail_if_err(self.resources.second_order.enter(stream).map_err(device))
     }
 
@@ -276,8 +322,7 @@ impl Tenant {
 
 impl Resources {
     fn new(context: &Context, arena: CudaArena, staging: Staging, rank: usize) -> Result<Self, FabricError> {
-        let control = (0..CHANNELS).map(|channel| arena.pointer(rank).offset(staging.channel_at(channel)));
-        clear(context, control, SLOTS_AT)?;
+        clear(context, &arena, staging, rank)?;
         Ok(Self {
             order: Order::new(context).map_err(device)?,
             second_order: Order::new(context).map_err(device)?,
@@ -290,15 +335,12 @@ impl Resources {
 }
 
 /// The control words of each channel begin as zeros.
-fn clear(
-    context: &Context,
-    at: impl Iterator<Item = DevicePointer>,
-    bytes: usize,
-) -> Result<(), FabricError> {
+fn clear(context: &Context, arena: &CudaArena, staging: Staging, rank: usize) -> Result<(), FabricError> {
     let stream = context.stream().map_err(device)?;
-    for at in at {
+    for channel in 0..CHANNELS {
+        let at = arena.pointer(rank).offset(staging.channel_at(channel));
         // SAFETY: a channel is larger, and nobody uses it yet.
-        unsafe { memory::fill(stream.borrow(), at, 0, bytes) }.map_err(device)?;
+        unsafe { memory::fill(stream.borrow(), at, 0, SLOTS_AT) }.map_err(device)?;
     }
     stream.borrow().synchronize().map_err(device)
 }

@@ -361,7 +361,7 @@ impl Messages {
             }
         };
         let Shared { health, regions, .. } = shared;
-        health.answer(regions, ticket.signature, &missing, waited);
+        shared.look_around(ticket.signature, &missing, waited);
         let checked = health.check(regions, ticket.signature, missing, waited, shared.timeout());
         let checked = checked.map_err(|error| refusal(shared, ticket).unwrap_or(error));
         let checked = failed.into_inner().map_or(checked, Err);

@@ -219,7 +219,7 @@ impl Rounds {
             (0..self.shared.world_size).filter(|&r| r != self.shared.rank && arrival(r).is_none()).collect()
         };
         let Shared { health, regions, .. } = &*self.shared;
-        health.answer(regions, self.call.unwrap_or(*signature), &missing, waited);
+        self.shared.look_around(self.call.unwrap_or(*signature), &missing, waited);
         let timeout = self.limit.unwrap_or_else(|| self.shared.timeout());
         health.check(regions, *signature, missing, waited, timeout)
     }

@@ -1,6 +1,9 @@
 //! Symmetric memory on GPUs: every rank's arena, mapped by every rank.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use antiphon_device::{
     DeviceError,
@@ -13,10 +16,14 @@ use crate::{Communicator, FabricError};
 ///
 /// It is made by the driver's virtual memory management and handed over as descriptors: it has no name, and is gone when
 /// the last rank that maps it is. Ranks may be processes or threads.
+///
+/// The memory can be [released](Self::release) for a while, and its addresses kept.
 #[derive(Debug)]
 pub struct CudaArena {
     context: Context,
-    mappings: Vec<Mapping>,
+    pointers: Box<[DevicePointer]>,
+    len: usize,
+    mappings: Mutex<Vec<Mapping>>,
 }
 
 impl CudaArena {
@@ -27,38 +34,84 @@ impl CudaArena {
     /// On every rank, if one fails: its own error there, [`FabricError::InvalidArgument`] that names it elsewhere.
     /// [`FabricError::InvalidArgument`] too when ranks ask for different sizes; as [`Communicator::barrier`].
     pub fn new(comm: &Communicator, context: &Context, len: usize, fill: u8) -> Result<Self, FabricError> {
-        let made = comm.agree("has no memory to share", make(context, len).map_err(device))?;
-        let sizes = comm.exchange_objects(&made.0.len())?;
-        if let Some(rank) = sizes.iter().position(|&size| size != sizes[0]) {
-            let text =
-                format!("rank 0 makes an arena of {} bytes, but rank {rank} of {}", sizes[0], sizes[rank]);
-            return Err(FabricError::invalid(text));
-        }
-        let (allocation, descriptor) = made;
-        let descriptors = comm.exchange_descriptors(descriptor.as_fd())?;
+        let (allocation, descriptors) = exchange(comm, context, len)?;
         let mapped = map(context, comm.rank(), allocation, &descriptors).map_err(device);
         let mappings = comm.agree("cannot map the memory of its peers", mapped)?;
-        let filled = fill_all(context, &mappings[comm.rank()], fill).map_err(device);
+        let pointers: Box<[_]> = mappings.iter().map(Mapping::pointer).collect();
+        let len = mappings[0].len();
+        let arena = Self { context: context.clone(), pointers, len, mappings: Mutex::new(mappings) };
+        let filled = arena.fill(comm.rank(), fill).map_err(device);
         comm.agree("cannot fill its memory", filled)?; // and nobody uses it before
-        Ok(Self { context: context.clone(), mappings })
+        Ok(arena)
+    }
+
+    /// Gives the memory of all ranks back to their devices, and keeps the addresses, at which nothing may be used until
+    /// [`restore`](Self::restore). All ranks call it together; a second time it changes nothing.
+    ///
+    /// It waits for all work of this rank's context first.
+    ///
+    /// # Errors
+    /// On every rank, if one fails: its own error there, [`FabricError::InvalidArgument`] that names it elsewhere. Some of the
+    /// memory may have been given back then: call either function again. As [`Communicator::barrier`].
+    pub fn release(&self, comm: &Communicator) -> Result<(), FabricError> {
+        let idle = self.context.synchronize().map_err(device);
+        comm.agree("cannot wait for its kernels", idle)?; // of all ranks, whose kernels use this memory too
+        let released = self.mappings().iter_mut().try_for_each(Mapping::release).map_err(device);
+        comm.agree("cannot give its memory back", released)
+    }
+
+    /// Gives all ranks memory again at the addresses that they had, every byte of which is `fill`, whether or not the memory had
+    /// been [released](Self::release). All ranks call it together.
+    ///
+    /// # Errors
+    /// As [`release`](Self::release), among others for a device that has too little memory by now: all memory is released then.
+    pub fn restore(&self, comm: &Communicator, fill: u8) -> Result<(), FabricError> {
+        self.release(comm)?;
+        let restored = self.put_back(comm, fill);
+        if restored.is_err() {
+            // As before this call: what did not fail here may have failed elsewhere, which all ranks know.
+            let _ = self.mappings().iter_mut().try_for_each(Mapping::release);
+        }
+        restored
+    }
+
+    fn put_back(&self, comm: &Communicator, fill: u8) -> Result<(), FabricError> {
+        let (own, descriptors) = exchange(comm, &self.context, self.len)?;
+        let each = memory_of_all(&self.context, comm.rank(), own, &descriptors);
+        let mapped =
+            self.mappings().iter_mut().zip(each).try_for_each(|(mapping, each)| mapping.restore(each?));
+        comm.agree("cannot map the memory of its peers", mapped.map_err(device))?;
+        comm.agree("cannot fill its memory", self.fill(comm.rank(), fill).map_err(device))
+    }
+
+    fn fill(&self, own: usize, value: u8) -> Result<(), CudaError> {
+        let stream = self.context.stream()?;
+        // SAFETY: the memory is of that size, and nobody else uses it yet.
+        unsafe { memory::fill(stream.borrow(), self.pointers[own], value, self.len) }?;
+        stream.borrow().synchronize()
+    }
+
+    fn mappings(&self) -> MutexGuard<'_, Vec<Mapping>> {
+        self.mappings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where the arena of `rank` begins, for this rank's device.
     ///
     /// # Panics
     /// When there is no such rank.
+    #[inline]
     pub fn pointer(&self, rank: usize) -> DevicePointer {
-        self.mappings[rank].pointer()
+        self.pointers[rank]
     }
 
     /// How many ranks have one.
     pub fn world_size(&self) -> usize {
-        self.mappings.len()
+        self.pointers.len()
     }
 
     /// The size of each arena, in bytes.
     pub fn len(&self) -> usize {
-        self.mappings[0].len()
+        self.len
     }
 
     /// Whether there is nothing in it.
@@ -70,6 +123,22 @@ impl CudaArena {
     pub fn context(&self) -> &Context {
         &self.context
     }
+}
+
+/// This rank's new memory, and the descriptors of all ranks'.
+fn exchange(
+    comm: &Communicator,
+    context: &Context,
+    len: usize,
+) -> Result<(Allocation, Vec<OwnedFd>), FabricError> {
+    let made = comm.agree("has no memory to share", make(context, len).map_err(device))?;
+    let sizes = comm.exchange_objects(&made.0.len())?;
+    if let Some(rank) = sizes.iter().position(|&size| size != sizes[0]) {
+        let text = format!("rank 0 makes an arena of {} bytes, but rank {rank} of {}", sizes[0], sizes[rank]);
+        return Err(FabricError::invalid(text));
+    }
+    let (allocation, descriptor) = made;
+    Ok((allocation, comm.exchange_descriptors(descriptor.as_fd())?))
 }
 
 fn make(context: &Context, len: usize) -> Result<(Allocation, OwnedFd), CudaError> {
@@ -84,23 +153,22 @@ fn map(
     allocation: Allocation,
     descriptors: &[OwnedFd],
 ) -> Result<Vec<Mapping>, CudaError> {
-    let (len, device) = (allocation.len(), [context.device()]);
-    let mut mine = Some(allocation);
-    let each = descriptors.iter().enumerate().map(|(rank, descriptor)| {
-        let allocation = match mine.take_if(|_| rank == own) {
-            Some(mine) => mine,
-            None => Allocation::import(context, descriptor.as_fd(), len)?,
-        };
-        allocation.map(&device)
-    });
-    each.collect()
+    let device = [context.device()];
+    memory_of_all(context, own, allocation, descriptors).map(|memory| memory?.map(&device)).collect()
 }
 
-fn fill_all(context: &Context, mapping: &Mapping, value: u8) -> Result<(), CudaError> {
-    let stream = context.stream()?;
-    // SAFETY: the mapping is of that size, and nobody else uses it yet.
-    unsafe { memory::fill(stream.borrow(), mapping.pointer(), value, mapping.len()) }?;
-    stream.borrow().synchronize()
+/// The memory of every rank: this rank's own, and the peers' by their descriptors.
+fn memory_of_all(
+    context: &Context,
+    own: usize,
+    allocation: Allocation,
+    descriptors: &[OwnedFd],
+) -> impl Iterator<Item = Result<Allocation, CudaError>> {
+    let (len, mut mine) = (allocation.len(), Some(allocation));
+    descriptors.iter().enumerate().map(move |(rank, descriptor)| match mine.take_if(|_| rank == own) {
+        Some(mine) => Ok(mine),
+        None => Allocation::import(context, descriptor.as_fd(), len),
+    })
 }
 
 fn device(error: CudaError) -> FabricError {

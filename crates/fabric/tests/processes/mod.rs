@@ -1,4 +1,5 @@
-//! Ranks as processes, to be killed: the test binary starts itself again, once per rank, as the test `rank_process`.
+//! Ranks as processes: the test binary starts itself again, once per rank, as the test `rank_process` or as the one that starts
+//! them.
 #![allow(dead_code)] // each test file uses its part
 
 use std::{
@@ -63,6 +64,11 @@ impl World {
         Self::start_under(&[], world_size, role, by_path, timeout)
     }
 
+    /// As [`start`](Self::start), of ranks that are the test `test` of this binary. They meet by path.
+    pub fn of_test(test: &str, world_size: usize, timeout: Duration) -> Self {
+        Self::start_ranks(&Start { launcher: &[], test, role: test, by_path: true, timeout }, world_size)
+    }
+
     /// As [`start`](Self::start), with a program and its arguments that start each rank, and pass its end on.
     pub fn start_under(
         launcher: &[&str],
@@ -71,9 +77,12 @@ impl World {
         by_path: bool,
         timeout: Duration,
     ) -> Self {
+        Self::start_ranks(&Start { launcher, test: "rank_process", role, by_path, timeout }, world_size)
+    }
+
+    fn start_ranks(start: &Start<'_>, world_size: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let start = |rank| Rank::start(launcher, rank, world_size, role, folder.path(), by_path, timeout);
-        let ranks = (0..world_size).map(start).collect();
+        let ranks = (0..world_size).map(|rank| start.rank(rank, world_size, folder.path())).collect();
         let world = Self { ranks, folder };
         for rank in 0..world_size {
             assert_eq!(world.hear(rank).1, "ready", "rank {rank}");
@@ -140,34 +149,37 @@ impl World {
     }
 }
 
-impl Rank {
-    fn start(
-        launcher: &[&str],
-        rank: usize,
-        world_size: usize,
-        role: &str,
-        folder: &Path,
-        by_path: bool,
-        timeout: Duration,
-    ) -> Self {
+/// How ranks are started.
+struct Start<'a> {
+    /// The program with its arguments that starts a rank, if it is not started directly.
+    launcher: &'a [&'a str],
+    /// The test of this binary that the rank runs.
+    test: &'a str,
+    role: &'a str,
+    by_path: bool,
+    timeout: Duration,
+}
+
+impl Start<'_> {
+    fn rank(&self, rank: usize, world_size: usize, folder: &Path) -> Rank {
         let program = std::env::current_exe().unwrap();
-        let mut words = launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
+        let mut words = self.launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
         let mut command = Command::new(words.next().unwrap());
         command
             .args(words)
-            .args(["--exact", "rank_process", "--nocapture"])
-            .env(ROLE, role)
+            .args(["--exact", self.test, "--nocapture"])
+            .env(ROLE, self.role)
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", world_size.to_string())
             .env("TORCHELASTIC_RUN_ID", folder)
             .env("TMPDIR", folder)
             .env("ANTIPHON_CACHE_DIR", env!("CARGO_TARGET_TMPDIR"))
             .env("ANTIPHON_ARENA_BYTES", (16 << 20).to_string())
-            .env("ANTIPHON_TIMEOUT", timeout.as_secs_f64().to_string())
+            .env("ANTIPHON_TIMEOUT", self.timeout.as_secs_f64().to_string())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());
-        if by_path {
+        if self.by_path {
             command.env("ANTIPHON_RENDEZVOUS", folder.join("meeting"));
         }
         let mut child = command.spawn().unwrap();
@@ -180,9 +192,11 @@ impl Rank {
                 }
             }
         });
-        Self { child, lines }
+        Rank { child, lines }
     }
+}
 
+impl Rank {
     fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }

@@ -68,7 +68,7 @@ impl Communicator {
             // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
             // one the caller answers for the order, as the stub says.
             interrupt::detached(py, || unsafe { self.gpus.run(&queue, device, stream, &call) })?;
-            self.gpus.keep_stream(py, stream, Order::of(call.what.operation))?;
+            self.gpus.keep_stream(py, stream, Order::of(call.operation()))?;
         } else if let Some(stream) = stream {
             let text = format!("{}: host memory has no stream {stream}", call.name());
             return Err(pyo3::exceptions::PyValueError::new_err(text).into());

@@ -104,11 +104,10 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
     if let Some(mixed) = &call.mixed {
         let (input, output) = match call.tensors {
             CallTensors::Apart(Some(input), Some(output)) => (input, output),
-            CallTensors::Shared(whole) => match (mixed.own_block(), mixed.gathers()) {
-                (None, _) => (whole, whole),
-                (Some((group, groups)), true) => (whole.block(group, groups), whole),
-                (Some((group, groups)), false) => (whole, whole.block(group, groups)),
-            },
+            CallTensors::Shared(whole) => {
+                let own = whole.piece(mixed.own_piece(&call.what, whole.count)?);
+                if mixed.gathers() { (own, whole) } else { (whole, own) }
+            }
             _ => return Err(FabricError::invalid(format!("{} lacks an operand", call.name())).into()),
         };
         // SAFETY: the caller answers for the memory, which only the device touches.

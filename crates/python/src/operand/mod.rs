@@ -4,6 +4,8 @@ mod buffer;
 mod exchange;
 mod protocol;
 
+use std::ops::Range;
+
 use antiphon::{
     prelude::{DType, ReduceOp, TensorView, TensorViewMut},
     tensor::{
@@ -249,10 +251,10 @@ impl Tensor {
         self.count * self.dtype.size()
     }
 
-    /// One of so many equal parts.
-    pub(crate) fn block(&self, index: usize, parts: usize) -> Self {
-        let count = self.count / parts;
-        Self { data: self.data.wrapping_add(index * count * self.dtype.size()), count, ..*self }
+    /// Some of the elements.
+    pub(crate) fn piece(&self, elements: Range<usize>) -> Self {
+        let data = self.data.wrapping_add(elements.start * self.dtype.size());
+        Self { data, count: elements.len(), ..*self }
     }
 
     /// The tensor to read.

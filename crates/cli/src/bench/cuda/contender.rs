@@ -1,5 +1,7 @@
 //! Those who are compared.
 
+use std::ops::Range;
+
 use antiphon::{
     collectives::{
         CollectiveError,
@@ -11,7 +13,10 @@ use antiphon::{
     tensor::{DType, Device, TensorView, TensorViewMut},
 };
 
-use super::super::case::{Case, Collective, ROOT};
+use super::{
+    super::case::{Case, Collective, ROOT},
+    mixed::{self, Handler},
+};
 
 /// One of those who are compared.
 #[derive(Clone, Copy)]
@@ -21,6 +26,8 @@ pub(super) enum Contender<'a> {
     /// Ours, on registered memory.
     Registered(&'a CudaCollectives, Algorithm),
     Nccl(&'a NcclCollectives),
+    /// An operation of a mixed layout, by one of those who can do it.
+    Mixed(&'a Handler<'a>, mixed::Variant),
 }
 
 /// A rank's tensors.
@@ -39,10 +46,12 @@ impl Contender<'_> {
             Self::Ours(ours, None) if case.collective == Collective::ALL_REDUCE => {
                 format!("auto={}", ours.algorithm_for(bytes))
             }
+            Self::Ours(_, None) if case.is_list() => format!("{} tensors", case.tensors),
             Self::Ours(_, None) => "direct".into(),
             Self::Ours(_, Some(algorithm)) => algorithm.to_string(),
             Self::Registered(_, algorithm) => format!("{algorithm} registered"),
             Self::Nccl(_) => "nccl".into(),
+            Self::Mixed(handler, variant) => handler.name(case, variant),
         }
     }
 
@@ -68,56 +77,118 @@ impl Contender<'_> {
                     let call = case.call(ours.rank(), ours.world_size());
                     match case.collective {
                         Collective::SEND_RECV => ping_pong(ours, &input, output, stream),
+                        Collective::Of(Operation::AllGather) if case.is_list() => {
+                            let (inputs, mut outputs) = tensors.lists(&case);
+                            ours.all_gather_list(&inputs, &mut outputs, stream)
+                        }
+                        _ if case.is_list() => {
+                            let (inputs, mut outputs) = tensors.lists(&case);
+                            ours.reduce_scatter_list(&inputs, &mut outputs, op, stream)
+                        }
                         Collective::Of(Operation::Broadcast) => ours.call_in_place(&call, output, stream),
                         _ => ours.call(&call, Some(&input), Some(output), stream),
                     }
                 }
+                Self::Mixed(handler, variant) => handler.call(case, variant, &input, output, stream),
                 Self::Registered(ours, algorithm) => {
                     ours.all_reduce_with(input, output, op, AllReduceOptions::registered(algorithm), stream)
                 }
-                Self::Nccl(nccl) => match case.collective.operation() {
-                    Some(Operation::AllReduce) => nccl.all_reduce(input, output, op, stream),
-                    Some(Operation::AllGather) => nccl.all_gather(input, output, stream),
-                    Some(Operation::ReduceScatter) => nccl.reduce_scatter(input, output, op, stream),
-                    Some(Operation::AllToAll) => nccl.all_to_all(input, output, stream),
-                    Some(Operation::Broadcast) => nccl.broadcast(output, ROOT, stream),
-                    _ => unreachable!("NCCL is not compared in {}", case.collective.name()),
-                },
+                Self::Nccl(nccl) => {
+                    let call = case.call(nccl.rank(), nccl.world_size());
+                    match case.collective {
+                        Collective::SEND_RECV => ping_pong(nccl, &input, output, stream),
+                        _ if case.is_list() => {
+                            let (inputs, mut outputs) = tensors.lists(case);
+                            nccl.call_list(&call, &inputs, &mut outputs, stream)
+                        }
+                        Collective::Of(Operation::Broadcast) => nccl.broadcast(output, ROOT, stream),
+                        _ => nccl.call(&call, Some(&input), Some(output), stream),
+                    }
+                }
             }
         }
     }
 
-    /// Whether it can do this.
-    pub(super) fn does(self, collective: Collective) -> bool {
-        use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter};
-        let known = [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast];
-        match self {
-            Self::Nccl(_) => collective.operation().is_some_and(|operation| known.contains(&operation)),
-            _ => true,
-        }
+    /// Whether it is NCCL, beside which ours are shown.
+    pub(super) fn is_nccl(self) -> bool {
+        matches!(self, Self::Nccl(_) | Self::Mixed(_, mixed::Variant::Nccl))
     }
 }
+/// What carries messages.
+trait Messages {
+    fn rank(&self) -> usize;
+
+    /// # Safety
+    /// As [`Contender::call`].
+    unsafe fn send(
+        &self,
+        tensor: &TensorView<'_>,
+        to: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<(), CollectiveError>;
+
+    /// # Safety
+    /// As [`Contender::call`].
+    unsafe fn recv(
+        &self,
+        tensor: &mut TensorViewMut<'_>,
+        from: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<(), CollectiveError>;
+}
+
+macro_rules! messages {
+    ($($collectives:ty),*) => {$(
+        impl Messages for $collectives {
+            fn rank(&self) -> usize {
+                self.rank()
+            }
+
+            unsafe fn send(
+                &self,
+                tensor: &TensorView<'_>,
+                to: usize,
+                stream: StreamRef<'_>,
+            ) -> Result<(), CollectiveError> {
+                // SAFETY: passed on.
+                unsafe { self.send(tensor, to, stream) }
+            }
+
+            unsafe fn recv(
+                &self,
+                tensor: &mut TensorViewMut<'_>,
+                from: usize,
+                stream: StreamRef<'_>,
+            ) -> Result<(), CollectiveError> {
+                // SAFETY: passed on.
+                unsafe { self.recv(tensor, from, stream) }
+            }
+        }
+    )*};
+}
+
+messages!(CudaCollectives, NcclCollectives);
 
 /// From rank 0 to rank 1 and back; the others watch.
 ///
 /// # Safety
 /// As [`Contender::call`].
 unsafe fn ping_pong(
-    ours: &CudaCollectives,
+    by: &impl Messages,
     input: &TensorView<'_>,
     output: &mut TensorViewMut<'_>,
     stream: StreamRef<'_>,
 ) -> Result<(), CollectiveError> {
     // SAFETY: passed on.
     unsafe {
-        match ours.rank() {
+        match by.rank() {
             0 => {
-                ours.send(input, 1, stream)?;
-                ours.recv(output, 1, stream)
+                by.send(input, 1, stream)?;
+                by.recv(output, 1, stream)
             }
             1 => {
-                ours.recv(output, 0, stream)?;
-                ours.send(&output.as_view(), 0, stream)
+                by.recv(output, 0, stream)?;
+                by.send(&output.as_view(), 0, stream)
             }
             _ => Ok(()),
         }
@@ -140,5 +211,24 @@ impl Tensors {
         // SAFETY: as above.
         unsafe { TensorViewMut::from_raw_parts(at, dtype, &[self.counts.1], None, self.device) }
             .expect("plain")
+    }
+
+    /// The inputs and the outputs of a list.
+    ///
+    /// # Safety
+    /// As [`input`](Self::input).
+    unsafe fn lists(&self, case: &Case) -> (Vec<TensorView<'_>>, Vec<TensorViewMut<'_>>) {
+        let at = |memory: &DeviceMemory, part: &Range<usize>| {
+            memory.pointer().offset((part.start * case.dtype.size()) as u64).0 as usize as *mut u8
+        };
+        let view = |memory, part: Range<usize>| {
+            // SAFETY: the memory has these elements, apart from those of the other tensors; the rest is passed on.
+            unsafe {
+                TensorViewMut::from_raw_parts(at(memory, &part), case.dtype, &[part.len()], None, self.device)
+            }
+            .expect("plain")
+        };
+        let inputs = case.cut(self.counts.0).map(|part| view(&self.input, part).into_view());
+        (inputs.collect(), case.cut(self.counts.1).map(|part| view(&self.output, part)).collect())
     }
 }

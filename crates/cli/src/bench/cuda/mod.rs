@@ -1,11 +1,13 @@
 //! The benchmark on GPUs: ours beside NCCL, in the same processes, size by size in turn.
 //!
 //! * `contender` is one of those who are compared: an algorithm of ours, or NCCL.
+//! * `mixed` has the contenders of a mixed layout, in groups of its ranks too.
 //! * `timing` is how they are timed: graphs of many calls, with the ranks' GPUs lined up.
 //! * `tail` is another benchmark: ranks that do not start together, and the slowest of many replays.
 //! * `worker` is what a rank does: verify, time, go on.
 
 mod contender;
+mod mixed;
 pub(super) mod tail;
 mod timing;
 mod worker;
@@ -18,12 +20,14 @@ use antiphon::{
         cuda::{Algorithm, CudaCollectives},
     },
     device::cuda::{Context, CudaError, Driver, Nccl, Nvml, Nvrtc},
+    operation::Operation,
 };
 use clap::ValueEnum;
 
 use super::{AlgorithmChoice, Args, Buffers, Collective, case::Case};
 use crate::{launch::Launch, report::Gpus};
 
+use mixed::Variant;
 pub(super) use worker::execute;
 
 /// Replays of the graph for one time.
@@ -42,11 +46,9 @@ fn calls(bytes: u64) -> u32 {
 
 /// Everything to measure, in order. Every rank makes the same list.
 fn cases(args: &Args) -> Vec<Case> {
-    let collectives = args.collective.collectives().into_iter();
-    let case =
-        |collective, bytes| Case { collective, bytes, algorithm: None, dtype: args.dtype, op: args.op };
+    let collectives = args.collectives().into_iter();
     collectives
-        .flat_map(|collective| args.sizes().into_iter().map(move |bytes| case(collective, bytes)))
+        .flat_map(|collective| args.sizes().into_iter().map(move |bytes| args.case(collective, bytes)))
         .collect()
 }
 
@@ -71,7 +73,11 @@ fn algorithms(args: &Args, collective: Collective) -> Vec<Option<Algorithm>> {
 
 /// How many rows there will be.
 pub(super) fn rows(args: &Args) -> usize {
-    cases(args).iter().map(|case| algorithms(args, case.collective).len()).sum()
+    let rows = |case: &Case| match case.collective {
+        Collective::Mixed(mixed) => Variant::all(mixed).count(),
+        collective => algorithms(args, collective).len(),
+    };
+    cases(args).iter().map(rows).sum()
 }
 
 /// What of the arguments makes no sense on GPUs.
@@ -85,15 +91,20 @@ pub(super) fn refuse(args: &Args) -> Result<(), String> {
             ),
         };
     }
-    let other =
-        args.collective.collectives().into_iter().find(|&collective| collective != Collective::ALL_REDUCE);
+    let other = args.collectives().into_iter().find(|&collective| collective != Collective::ALL_REDUCE);
     if let (Buffers::Symmetric, Some(other)) = (args.buffers, other) {
         return Err(format!("--buffers symmetric on GPUs is for all-reduce alone, not for {}", other.name()));
     }
+    let listed = [Operation::AllGather, Operation::ReduceScatter].map(Collective::Of);
+    let other = args.collectives().into_iter().find(|collective| !listed.contains(collective));
+    if let (2.., Some(other)) = (args.tensors.get(), other) {
+        return Err(format!("--tensors is for all-gather and reduce-scatter, not for {}", other.name()));
+    }
     let is_known = |of: &Collective| {
-        *of == Collective::SEND_RECV || of.operation().is_some_and(CudaCollectives::has_operation)
+        matches!(*of, Collective::SEND_RECV | Collective::Mixed(_))
+            || of.operation().is_some_and(CudaCollectives::has_operation)
     };
-    match args.collective.collectives().into_iter().find(|collective| !is_known(collective)) {
+    match args.collectives().into_iter().find(|collective| !is_known(collective)) {
         Some(other) => Err(format!("{} is for --device host: there is none on GPUs yet", other.name())),
         None => Ok(()),
     }

@@ -17,13 +17,14 @@ use antiphon::{
 use super::{
     REPLAYS, Result, algorithms, calls, cases,
     contender::{Contender, Tensors},
+    mixed::{Handler, Variant},
     note,
     timing::Clock,
 };
 use crate::{
     ExitStatus, FAILURE, SUCCESS,
     bench::{
-        Args, Buffers,
+        Args, Buffers, Which,
         case::{Case, Collective},
         pattern::{self, Reference, Wrong},
         worker::{row, slowest, total},
@@ -32,7 +33,7 @@ use crate::{
 };
 
 /// The largest message for which the host's time is taken: beyond, the GPU's hides it.
-const HOST_BYTES: usize = 1 << 20;
+const HOST_BYTES: u64 = 1 << 20;
 
 pub(in crate::bench) fn execute(args: &Args) -> ExitStatus {
     match measure_all(args) {
@@ -50,6 +51,8 @@ struct Bench<'a> {
     comm: &'a Communicator,
     ours: &'a CudaCollectives,
     nccl: Option<&'a NcclCollectives>,
+    /// Of the mixed layout, if one is measured.
+    mixed: Option<Handler<'a>>,
     clock: Clock<'a>,
     launch_us: f64,
 }
@@ -75,7 +78,10 @@ fn measure_all(args: &Args) -> Result<()> {
     let stream = context.stream()?;
     let clock = Clock::new(&comm, &ours, &stream)?;
     let launch_us = slowest(&comm, &[clock.host_launch()?])?[0];
-    let bench = Bench { args, comm: &comm, ours: &ours, nccl: nccl.as_ref(), clock, launch_us };
+    let mixed = (args.collective == Which::Mixed)
+        .then(|| Handler::new(args, &comm, &ours, nccl.as_ref(), &context))
+        .transpose()?;
+    let bench = Bench { args, comm: &comm, ours: &ours, nccl: nccl.as_ref(), mixed, clock, launch_us };
     for case in cases(args) {
         let rows = with_dtype!(case.dtype, T => bench.measure::<T>(case)?);
         if comm.rank() == 0 {
@@ -123,14 +129,17 @@ impl<'a> Bench<'a> {
     }
 
     /// Everybody of ours, then NCCL.
-    fn contenders(&self, collective: Collective) -> Vec<Contender<'a>> {
+    fn contenders(&self, collective: Collective) -> Vec<Contender<'_>> {
+        if let (Collective::Mixed(mixed), Some(handler)) = (collective, &self.mixed) {
+            let all = Variant::all(mixed).chain(self.nccl.map(|_| Variant::Nccl));
+            return all.map(|variant| Contender::Mixed(handler, variant)).collect();
+        }
         let ours = algorithms(self.args, collective).into_iter();
         let ours = ours.map(|algorithm: Option<Algorithm>| match (self.args.buffers, algorithm) {
             (Buffers::Symmetric, Some(algorithm)) => Contender::Registered(self.ours, algorithm),
             _ => Contender::Ours(self.ours, algorithm),
         });
-        let all = ours.chain(self.nccl.map(Contender::Nccl));
-        all.filter(|contender| contender.does(collective)).collect()
+        ours.chain(self.nccl.map(Contender::Nccl)).collect()
     }
 
     fn tensors<T: Element>(&self, case: &Case) -> Result<Tensors> {
@@ -151,14 +160,14 @@ impl<'a> Bench<'a> {
     }
 
     /// Makes the graph, and checks what it computes.
-    fn start<T: Element>(
+    fn start<'b, T: Element>(
         &self,
-        contender: Contender<'a>,
+        contender: Contender<'b>,
         case: &Case,
         tensors: &Tensors,
         reference: &Reference,
         calls: u32,
-    ) -> Result<Run<'a>> {
+    ) -> Result<Run<'b>> {
         let stream = self.clock.stream;
         let call = |stream: StreamRef<'_>| -> Result<()> {
             // SAFETY: the tensors outlive all that is made here, and every use of the stream is waited for.
@@ -173,12 +182,13 @@ impl<'a> Bench<'a> {
         let mut result = vec![T::default(); tensors.counts.1];
         tensors.output.read(stream, 0, TensorViewMut::from(&mut result[..]).as_mut_bytes()?)?;
         let wrong = total(self.comm, &[reference.compare(&result)])?;
-        if let (Contender::Nccl(_), 1..) = (contender, wrong.elements) {
+        if let (true, 1..) = (contender.is_nccl(), wrong.elements) {
             let (name, elements) = (case.collective.name(), wrong.elements);
             let text = format_args!("NCCL: {elements} elements of {name} are not as expected");
             note(self.comm.rank(), text);
         }
-        let small = tensors.input.len().max(tensors.output.len()) <= HOST_BYTES;
+        // Of the case, and not of this rank's tensors: all ranks do it or none does.
+        let small = case.bytes <= HOST_BYTES;
         let host_us = small.then(|| self.clock.host(call)).transpose()?;
         Ok(Run { contender, graph, wrong, times: Vec::new(), free_times: Vec::new(), host_us })
     }
@@ -196,7 +206,7 @@ impl<'a> Bench<'a> {
         Ok(stream.synchronize()?)
     }
 
-    fn rows(&self, case: Case, tensors: &Tensors, runs: Vec<Run<'a>>, calls: u32) -> Result<Vec<Row>> {
+    fn rows(&self, case: Case, tensors: &Tensors, runs: Vec<Run<'_>>, calls: u32) -> Result<Vec<Row>> {
         let count = tensors.counts.0.max(tensors.counts.1);
         let mut measured = Vec::new();
         for Run { contender, wrong, times, free_times, host_us, .. } in runs {
@@ -205,7 +215,7 @@ impl<'a> Bench<'a> {
             let host = slowest(self.comm, &Vec::from_iter(host_us))?;
             measured.push((contender, wrong, times, free[free.len() / 2], host.first().copied()));
         }
-        let nccl = measured.pop_if(|(contender, ..)| matches!(contender, Contender::Nccl(_)));
+        let nccl = measured.pop_if(|(contender, ..)| contender.is_nccl());
         let rows = measured.into_iter().map(|(contender, wrong, times, free_us, host_us)| {
             let name = contender.name(&case, count * case.dtype.size());
             let gpu = OnGpu {

@@ -1,7 +1,7 @@
 //! Fused calls: every combination of what can be asked for, and what they write.
 
 use antiphon_collectives::{
-    Collectives, Communicator,
+    Collectives,
     all_reduce::Algorithm,
     fusion::{Accumulation, FusedAllReduce, InPlace, Quantization, Scale},
 };
@@ -180,24 +180,24 @@ impl Case {
     }
 
     /// The call, on tensors between guards.
-    pub fn run<B: Backend>(&self, comm: &Communicator, data: &Data) -> Outcome {
+    pub fn run<B: Backend>(&self, comm: &B, data: &Data) -> Outcome {
         let (dtype, count, shape) = (self.dtype, self.count(), [self.tokens, self.hidden]);
-        let held = |values: &Values| Tensor::<B>::holding(values, self.place);
+        let held = |values: &Values| Tensor::<B>::holding(comm, values, self.place);
         let output = |wanted: bool, place| {
             let is_apart = wanted && self.in_place != Some(place);
-            is_apart.then(|| Tensor::<B>::unwritten(dtype, count, self.place))
+            is_apart.then(|| Tensor::<B>::unwritten(comm, dtype, count, self.place))
         };
-        let bytes = |count| Tensor::<B>::unwritten(DType::U8, count + self.spare, self.place);
+        let bytes = |count| Tensor::<B>::unwritten(comm, DType::U8, count + self.spare, self.place);
 
         let parts = &data.contributions[comm.rank()];
-        let mut source = parts.hold::<B>(self.place);
+        let mut source = parts.hold(comm, self.place);
         let (mut bias, mut gamma) = (held(&data.bias), held(&data.gamma));
         let (mut pre_weight, mut residual) = (held(&data.pre_weight), held(&data.residual));
         let mut sum_out = output(self.sum_out, InPlace::Sum);
         let mut residual_out = output(self.residual_out, InPlace::Residual);
         let mut norm_out = output(self.norm_out, InPlace::Norm);
         let mut inverse_rms_out =
-            self.inverse_rms_out.then(|| Tensor::<B>::unwritten(DType::F32, self.tokens, self.place));
+            self.inverse_rms_out.then(|| Tensor::<B>::unwritten(comm, DType::F32, self.tokens, self.place));
         let (code_bytes, scale_bytes) = self.quantized_bytes();
         let (mut codes, mut scales) = (bytes(code_bytes), bytes(scale_bytes));
         let factor = self.form.map_or(0.0, Form::factor);

@@ -135,8 +135,8 @@ impl Parts {
         }
     }
 
-    pub fn hold<B: Backend>(&self, place: Place) -> Vec<Tensor<B>> {
-        self.values().iter().map(|values| Tensor::holding(values, place)).collect()
+    pub fn hold<B: Backend>(&self, comm: &B, place: Place) -> Vec<Tensor<B>> {
+        self.values().iter().map(|values| Tensor::holding(comm, values, place)).collect()
     }
 
     /// The source that these tensors are, which hold its values.

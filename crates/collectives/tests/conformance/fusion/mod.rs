@@ -7,7 +7,7 @@ mod definition;
 mod refusals;
 
 use antiphon_collectives::{
-    Collectives, Communicator, ReduceOp,
+    Collectives, ReduceOp,
     all_reduce::Algorithm,
     fusion::{Accumulation, FusedAllReduce, InPlace},
 };
@@ -20,7 +20,7 @@ use crate::{
 use case::{Case, Form, Kind, Outcome, Residual};
 use data::{Data, Parts};
 
-conformance! {
+conformance_on_host! {
     every_call_gives_what_its_page_says: [f32 f16 bf16], [world_1 world_2 world_3 world_4];
     troublesome_numbers_follow_the_rules: [f32 f16 bf16], [world_1 world_2 world_3 world_4];
     the_sum_has_the_bits_of_an_all_reduce: [f32 f16 bf16], [world_1 world_2 world_3 world_4];
@@ -33,7 +33,7 @@ const TOKENS: [usize; 5] = [0, 1, 3, 17, 64];
 const HIDDEN: [usize; 4] = [16, 1024, 1040, 7168];
 
 /// Calls it, and compares every byte with the definition.
-fn check<B: Backend>(comm: &Communicator, case: &Case, data: &Data) -> Outcome {
+fn check<B: Backend>(comm: &B, case: &Case, data: &Data) -> Outcome {
     let (outcome, expected) = (case.run::<B>(comm, data), definition::outcome(case, data));
     let tensors = [
         (&outcome.sum, &expected.sum, "sum_out"),
@@ -89,11 +89,11 @@ fn the_sum_has_the_bits_of_an_all_reduce<B: Backend>(dtype: DType, world: usize)
         // 40 rows in one piece; and more pieces than one, with rows across their ends.
         for (tokens, hidden) in [(40, 16), (150, 1040)] {
             let input = Values::any_bits(dtype, comm.rank() as u64, tokens * hidden);
-            let mut reduced = Tensor::<B>::unwritten(dtype, input.len(), Place::Aligned);
+            let mut reduced = Tensor::<B>::unwritten(&comm, dtype, input.len(), Place::Aligned);
             comm.all_reduce(&input, reduced.view_mut(), ReduceOp::Sum).unwrap();
             let reduced = reduced.values("all_reduce");
             for algorithm in [None, Some(Algorithm::OneShot), Some(Algorithm::TwoShot)] {
-                let mut sum = Tensor::<B>::unwritten(dtype, input.len(), Place::Odd);
+                let mut sum = Tensor::<B>::unwritten(&comm, dtype, input.len(), Place::Odd);
                 let view = TensorView::from(&input).reshape(&[tokens, hidden]).unwrap();
                 let call = FusedAllReduce::of(view).sum_out(sum.view_mut()).algorithm(algorithm);
                 comm.all_reduce_fused(call).unwrap();
@@ -167,13 +167,16 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
             let bytes = input.bytes().len();
             let buffer = comm.create_shared_buffer(2 * bytes).unwrap();
             let (base, shape) = (buffer.as_mut_ptr(comm.rank()), [case.tokens, hidden]);
-            let mut norm = Tensor::<B>::unwritten(dtype, case.count(), Place::Odd);
+            let mut norm = Tensor::<B>::unwritten(&comm, dtype, case.count(), Place::Odd);
             // SAFETY: the buffer has room for both, apart, and peers touch them only in the call.
             let (source, mut residual) = unsafe {
                 std::ptr::copy_nonoverlapping(input.bytes().as_ptr(), base, bytes);
-                let source = TensorView::from_raw_parts(base, dtype, &shape, None, B::DEVICE);
+                let source = TensorView::from_raw_parts(base, dtype, &shape, None, comm.device());
                 let at = base.add(bytes);
-                (source.unwrap(), TensorViewMut::from_raw_parts(at, dtype, &shape, None, B::DEVICE).unwrap())
+                (
+                    source.unwrap(),
+                    TensorViewMut::from_raw_parts(at, dtype, &shape, None, comm.device()).unwrap(),
+                )
             };
             let call = FusedAllReduce::of(source)
                 .algorithm(Algorithm::TwoShot)
@@ -188,7 +191,7 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
 
             // The sum lies where peers read the input, and in the end the sum with the residual.
             // SAFETY: as above.
-            let place = unsafe { TensorViewMut::from_raw_parts(base, dtype, &shape, None, B::DEVICE) };
+            let place = unsafe { TensorViewMut::from_raw_parts(base, dtype, &shape, None, comm.device()) };
             let call = FusedAllReduce::of_in_place(place.unwrap(), InPlace::Residual)
                 .algorithm(Algorithm::TwoShot)
                 .residual(&data.residual)
@@ -196,7 +199,8 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
                 .norm_out(norm.view_mut());
             comm.all_reduce_fused(call).unwrap();
             // SAFETY: as above.
-            let place = unsafe { TensorView::from_raw_parts(base, dtype, &[case.count()], None, B::DEVICE) };
+            let place =
+                unsafe { TensorView::from_raw_parts(base, dtype, &[case.count()], None, comm.device()) };
             assert_same_bits(place.unwrap(), &expected.residual.unwrap(), "residual_out in place");
             norm.assert_holds(&expected.norm.unwrap(), "norm_out");
             comm.free_shared_buffer(buffer).unwrap();

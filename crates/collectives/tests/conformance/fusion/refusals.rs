@@ -1,14 +1,14 @@
 //! Calls that make no sense: refused before anything happens, in these words.
 
 use antiphon_collectives::{
-    Collectives, Communicator, ReduceOp,
+    Collectives, ReduceOp,
     fusion::{FusedAllReduce, InPlace, Operand, Quantization, Scale, Source},
 };
 use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, bf16, quantize::TokenRule};
 
 use crate::harness::Backend;
 
-conformance! {
+conformance_on_host! {
     sources_of_the_wrong_shape: any_dtype, [world_1 world_2];
     rows_that_are_no_whole_vectors: any_dtype, [world_1];
     calls_without_an_output: any_dtype, [world_1];
@@ -21,7 +21,7 @@ conformance! {
 
 /// Refuses calls on every rank of a world, after which the ranks still work together.
 fn refusing<B: Backend>(world: usize, calls: impl Fn(&dyn Fn(FusedAllReduce<Operand<'_>>, &str)) + Sync) {
-    B::run(world, |comm: Communicator| {
+    B::run(world, |comm: B| {
         calls(&|call, text| {
             let error = comm.all_reduce_fused(call).expect_err(text).to_string();
             assert_eq!(error, format!("all_reduce_fused: {text}"));

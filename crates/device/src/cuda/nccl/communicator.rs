@@ -191,40 +191,87 @@ impl NcclCommunicator {
         self.done("ncclBroadcast", unsafe { call(from, to, count, dtype, root, comm, stream.raw()) })
     }
 
-    /// Block `r` of `from`, of `count` elements, to block `rank` of rank r's `to`, for every r: sends and receives in
-    /// one group. Not in place.
+    /// `to[i] = op over all ranks of from[i]`, on the root alone, for `count` elements. In place where `to == from`; `to` is
+    /// written on the root only.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
     ///
     /// # Safety
     /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn all_to_all(
+    #[allow(clippy::too_many_arguments)] // those of NCCL
+    pub unsafe fn reduce(
         &self,
         from: DevicePointer,
         to: DevicePointer,
         count: usize,
         dtype: DType,
+        op: ReduceOp,
+        root: usize,
         stream: StreamRef<'_>,
     ) -> Result<(), CudaError> {
-        let block = (count * dtype.size()) as u64;
-        let (dtype, _current) = (self.dtype(dtype)?, self.context.current()?);
-        let (functions, comm) = (&self.nccl.functions, self.handle.as_ptr());
+        let (dtype, op, _current) = (self.dtype(dtype)?, self.operator(op)?, self.context.current()?);
+        let (from, to, root, comm) = (from.0 as From, to.0 as To, root as c_int, self.handle.as_ptr());
+        let call = self.nccl.functions.reduce;
+        // SAFETY: the communicator lives; the rest is passed on.
+        self.done("ncclReduce", unsafe { call(from, to, count, dtype, op, root, comm, stream.raw()) })
+    }
+
+    /// `count` elements of `from` to rank `peer`, which receives them. A send and a receive that wait for each other are
+    /// [grouped](Self::grouped).
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn send(
+        &self,
+        from: DevicePointer,
+        count: usize,
+        dtype: DType,
+        peer: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<(), CudaError> {
+        let (dtype, peer, _current) = (self.dtype(dtype)?, peer as c_int, self.context.current()?);
+        let (call, comm) = (self.nccl.functions.send, self.handle.as_ptr());
+        // SAFETY: the communicator lives; the rest is passed on.
+        self.done("ncclSend", unsafe { call(from.0 as From, count, dtype, peer, comm, stream.raw()) })
+    }
+
+    /// `count` elements that rank `peer` sends, to `to`.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn recv(
+        &self,
+        to: DevicePointer,
+        count: usize,
+        dtype: DType,
+        peer: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<(), CudaError> {
+        let (dtype, peer, _current) = (self.dtype(dtype)?, peer as c_int, self.context.current()?);
+        let (call, comm) = (self.nccl.functions.recv, self.handle.as_ptr());
+        // SAFETY: the communicator lives; the rest is passed on.
+        self.done("ncclRecv", unsafe { call(to.0 as To, count, dtype, peer, comm, stream.raw()) })
+    }
+
+    /// Makes calls one operation: none waits for another of them.
+    ///
+    /// # Errors
+    /// The first that `calls` returns; [`CudaError::Nccl`].
+    pub fn grouped(&self, calls: impl FnOnce() -> Result<(), CudaError>) -> Result<(), CudaError> {
+        let functions = &self.nccl.functions;
         // SAFETY: ended below, whatever happens in between.
         self.done("ncclGroupStart", unsafe { (functions.group_start)() })?;
-        let mut all = Ok(());
-        for peer in 0..self.world_size {
-            let at = |start: DevicePointer| start.offset(peer as u64 * block).0;
-            let (from, to, peer) = (at(from) as From, at(to) as To, peer as c_int);
-            // SAFETY: the communicator lives, and the blocks lie in the ranges, which are passed on.
-            let sent = unsafe { (functions.send)(from, count, dtype, peer, comm, stream.raw()) };
-            // SAFETY: as above.
-            let received = unsafe { (functions.recv)(to, count, dtype, peer, comm, stream.raw()) };
-            all = all.and(self.done("ncclSend", sent)).and(self.done("ncclRecv", received));
-        }
+        let made = calls();
         // SAFETY: started above.
         let ended = self.done("ncclGroupEnd", unsafe { (functions.group_end)() });
-        all.and(ended)
+        made.and(ended)
     }
 
     fn done(&self, function: &'static str, result: c_int) -> Result<(), CudaError> {

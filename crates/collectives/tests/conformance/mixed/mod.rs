@@ -1,14 +1,16 @@
 //! Sums over tensor parallel ranks fused with a gather or a scatter over data parallel ranks.
 
+mod on_host;
+
 use antiphon_collectives::{
-    CollectiveError, Communicator, ReduceOp,
-    mixed::{MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp, operation_of, reference},
+    ReduceOp,
+    mixed::{MixedCall, MixedLayout, MixedMode, MixedOp, operation_of},
 };
-use antiphon_fabric::FabricError;
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, Place, Tensor},
+    all_reduce::seams,
+    harness::{Backend, Mixed, Place, Tensor},
     operations::succeeded,
     values::{Values, special_combinations},
 };
@@ -17,13 +19,11 @@ conformance! {
     every_layout_gives_the_sums_in_every_mode: every_dtype, [world_2 world_3 world_4 world_5 world_6 world_7 world_8];
     special_values_are_summed_as_elsewhere: [f32 f16 bf16], [world_4 world_6];
     blocks_may_be_uneven_and_empty: [f64 bf16 u8], [world_4 world_6 world_8];
+    gathers_and_scatters_may_be_uneven: [bf16 i32], [world_2 world_4];
     pieces_join_without_a_seam: [f64 bf16 u8], [world_4 world_6];
     tensors_may_begin_anywhere: every_dtype, [world_4];
     a_batch_may_be_split: [f32 f16 bf16], [world_4];
-    composed_gives_almost_the_same: [f32 bf16 i32], [world_4 world_6];
     a_tensor_may_be_the_block_in_the_other: every_dtype, [world_4 world_6];
-    what_makes_no_sense_is_refused: any_dtype, [world_4];
-    ranks_that_disagree_hear_of_it: any_dtype, [world_6];
     the_choice_of_mode_is_equal_on_all_ranks: any_dtype, [world_4];
 }
 
@@ -35,9 +35,9 @@ fn layouts(world: usize) -> impl Iterator<Item = usize> {
     (1..=world).filter(move |tp| world.is_multiple_of(*tp))
 }
 
-fn handler(comm: &Communicator, tp: usize) -> MixedHandler {
+fn handler<B: Backend>(comm: &B, tp: usize) -> B::Mixed {
     let layout = MixedLayout::builder(comm.world_size(), comm.rank()).local_tp(tp).build().unwrap();
-    MixedHandler::new(comm, layout).unwrap()
+    Mixed::new(comm, layout).unwrap()
 }
 
 /// What all ranks pass, and what this one gets, for blocks of these lengths.
@@ -78,13 +78,7 @@ fn input_len(op: MixedOp, tp: usize, counts: &[usize], rank: usize) -> usize {
 }
 
 /// Runs a call on tensors that begin at `place`, and compares every bit of the output and of the input.
-fn check<B: Backend>(
-    comm: &Communicator,
-    mixed: &MixedHandler,
-    call: MixedCall<'_>,
-    case: &Case,
-    place: Place,
-) {
+fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Case, place: Place) {
     let mine = &case.inputs[comm.rank()];
     let (layout, operation) = (mixed.layout(), operation_of(call.op));
     let what = format!(
@@ -96,15 +90,31 @@ fn check<B: Backend>(
         layout.dp_size(),
         call.mode
     );
-    let mut input = Tensor::<B>::holding(mine, place);
-    let mut output = Tensor::<B>::unwritten(mine.dtype(), case.expected.len(), place);
-    succeeded(mixed.run(comm, call, input.view(), output.view_mut()), &what);
-    output.assert_holds(&case.expected, &what);
+    let mut input = Tensor::<B>::holding(comm, mine, place);
+    let mut output = Tensor::<B>::unwritten(comm, mine.dtype(), case.expected.len(), place);
+    let reduces = (call.op != MixedOp::AllGather).then_some(ReduceOp::Sum);
+    let refusal = reduces.and_then(|op| B::refusal(mine.dtype(), op, place));
+    if refusal.is_none() && reduces.is_some() {
+        mixed.prepare(comm, mine.dtype());
+    }
+    comm.before(mine.dtype(), reduces);
+    let outcome = mixed.run(comm, call, input.view(), output.view_mut());
+    comm.behind();
+    match refusal {
+        None => {
+            succeeded(outcome, &what);
+            output.assert_holds(&case.expected, &what);
+        }
+        Some(text) => {
+            let error = outcome.expect_err(&what).to_string();
+            assert!(error.contains(text), "{what}: {error:?} does not say {text:?}");
+        }
+    }
     input.assert_holds(mine, format_args!("the input of {what}"));
 }
 
 /// Every mode of both fused operations, for blocks of equal length.
-fn check_even<B: Backend>(comm: &Communicator, tp: usize, dtype: DType, lengths: &[usize], place: Place) {
+fn check_even<B: Backend>(comm: &B, tp: usize, dtype: DType, lengths: &[usize], place: Place) {
     let mixed = handler(comm, tp);
     for &count in lengths {
         let counts = vec![count; comm.world_size() / tp];
@@ -122,7 +132,7 @@ fn every_layout_gives_the_sums_in_every_mode<B: Backend>(dtype: DType, world: us
         for tp in layouts(world) {
             let mixed = handler(&comm, tp);
             let all_sum = Values::reduced(ReduceOp::Sum, &every_input(dtype, world, 5 * world));
-            match mixed.valid_ops() {
+            match mixed.layout().valid_ops() {
                 [MixedOp::AllReduce] => {
                     for &mode in mixed.valid_modes() {
                         let inputs = every_input(dtype, world, 5 * world);
@@ -202,16 +212,39 @@ fn blocks_may_be_uneven_and_empty<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-/// Blocks around the lengths at which a second round begins, in either mode.
-fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
-    let piece = (128 << 10) / dtype.size();
+/// Without tensor parallelism: what the fused operations are for groups of one.
+fn gathers_and_scatters_may_be_uneven<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
-        check_even::<B>(&comm, 2, dtype, &[piece - 1, piece, piece + 1, 2 * piece + 3], Place::Aligned)
+        let mixed = handler(&comm, 1);
+        let lists = [vec![0; world], (0..world).map(|rank| rank * 7 % 5).collect::<Vec<usize>>()];
+        for counts in &lists {
+            for (op, fused) in [
+                (MixedOp::AllGather, MixedOp::AllReduceAllGather),
+                (MixedOp::ReduceScatter, MixedOp::ReduceScatterAllReduce),
+            ] {
+                let inputs = (0..world)
+                    .map(|rank| Values::moderate(dtype, rank as u64, input_len(fused, 1, counts, rank)));
+                let case = Case::new(fused, 1, counts, comm.rank(), inputs.collect());
+                let call = MixedCall::from(op).counts(&**counts);
+                check::<B>(&comm, &mixed, call, &case, Place::Aligned);
+            }
+        }
     });
 }
 
+/// Blocks around the lengths at which a second round begins, in either mode.
+fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
+    let mut lengths = seams::<B>(dtype);
+    lengths.retain(|count| count * dtype.size() < 1 << 20);
+    B::run(world, |comm| check_even::<B>(&comm, 2, dtype, &lengths, Place::Aligned));
+}
+
 fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
-    B::run(world, |comm| check_even::<B>(&comm, 2, dtype, &[1, 65, 4099], Place::Odd));
+    B::run(world, |comm| {
+        for place in [Place::Shifted, Place::Odd] {
+            check_even::<B>(&comm, 2, dtype, &[1, 65, 4099], place);
+        }
+    });
 }
 
 /// The rows of a batch get the same bits in one call and in two.
@@ -220,10 +253,13 @@ fn a_batch_may_be_split<B: Backend>(dtype: DType, world: usize) {
         let (mixed, rows) = (handler(&comm, 2), 96);
         let sums = |count: usize, start: usize, mode| {
             let mine = Values::moderate(dtype, comm.rank() as u64, rows).part(start..start + count);
-            let mut input = Tensor::<B>::holding(&mine, Place::Aligned);
-            let mut output = Tensor::<B>::unwritten(dtype, count * 2, Place::Aligned);
+            let mut input = Tensor::<B>::holding(&comm, &mine, Place::Aligned);
+            let mut output = Tensor::<B>::unwritten(&comm, dtype, count * 2, Place::Aligned);
             let call = MixedCall::from(MixedOp::AllReduceAllGather).mode(mode);
+            mixed.prepare(&comm, dtype);
+            comm.before(dtype, Some(ReduceOp::Sum));
             mixed.run(&comm, call, input.view(), output.view_mut()).unwrap();
+            comm.behind();
             output.values("a batch")
         };
         let whole = sums(rows, 0, Some(MixedMode::Waits));
@@ -237,45 +273,15 @@ fn a_batch_may_be_split<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-/// Against the obvious version in f64: two collectives may round twice.
-fn composed_gives_almost_the_same<B: Backend>(dtype: DType, world: usize) {
-    B::run(world, |comm| {
-        let (tp, groups) = (2, world / 2);
-        let mixed = handler(&comm, tp);
-        for counts in [vec![50; groups], (0..groups).map(|group| 20 * group).collect()] {
-            for op in FUSED {
-                let inputs: Vec<Values> = (0..world)
-                    .map(|rank| Values::moderate(dtype, rank as u64, input_len(op, tp, &counts, rank)))
-                    .collect();
-                let numbers: Vec<Vec<f64>> = inputs.iter().map(Values::to_f64).collect();
-                let exact = reference::outputs(op, tp, &counts, &numbers, |all: &[f64]| all.iter().sum());
-                let exact = &exact[comm.rank()];
-                let mut input = Tensor::<B>::holding(&inputs[comm.rank()], Place::Aligned);
-                let mut output = Tensor::<B>::unwritten(dtype, exact.len(), Place::Aligned);
-                let call = MixedCall::from(op).mode(MixedMode::Composed).counts(&*counts);
-                mixed.run(&comm, call, input.view(), output.view_mut()).unwrap();
-                // Two roundings of at most 2⁻⁹ each, of partial sums below 4 · world.
-                let tolerance = if dtype == DType::BF16 { world as f64 * 4.0 / 128.0 } else { 1e-4 };
-                for (index, (&exact, actual)) in
-                    exact.iter().zip(output.values("composed").to_f64()).enumerate()
-                {
-                    let wrapped = if dtype == DType::I32 { f64::from(exact as i64 as i32) } else { exact };
-                    assert!(
-                        (actual - wrapped).abs() <= tolerance,
-                        "{op:?}, element {index}: {actual}, not {wrapped}"
-                    );
-                }
-            }
-        }
-    });
-}
-
 fn a_tensor_may_be_the_block_in_the_other<B: Backend>(dtype: DType, world: usize) {
     let (tp, counts) = (2, Vec::from_iter((0..world / 2).map(|group| 70 + group)));
     B::run(world, |comm| {
         let (mixed, group) = (handler(&comm, tp), comm.rank() / tp);
         let start: usize = counts[..group].iter().sum();
-        for mode in [MixedMode::Waits, MixedMode::Bytes1, MixedMode::Composed] {
+        if B::refusal(dtype, ReduceOp::Sum, Place::Aligned).is_none() {
+            mixed.prepare(&comm, dtype);
+        }
+        for &mode in mixed.valid_modes() {
             for op in FUSED {
                 let dtype = if mode == MixedMode::Composed { DType::I32 } else { dtype }; // no rounding
                 let case = Case::any_bits(op, tp, &counts, comm.rank(), dtype, 1);
@@ -287,9 +293,15 @@ fn a_tensor_may_be_the_block_in_the_other<B: Backend>(dtype: DType, world: usize
                     }
                     _ => mine.clone(),
                 };
-                let mut buffer = Tensor::<B>::holding(&row, Place::Aligned);
+                let mut buffer = Tensor::<B>::holding(&comm, &row, Place::Aligned);
                 let call = MixedCall::from(op).mode(mode).counts(&*counts);
+                comm.before(dtype, Some(ReduceOp::Sum));
                 let done = mixed.run_in_place(&comm, call, buffer.view_mut());
+                comm.behind();
+                if let Some(text) = B::refusal(dtype, ReduceOp::Sum, Place::Aligned) {
+                    assert!(done.unwrap_err().to_string().contains(text), "{op:?} of {dtype}");
+                    continue;
+                }
                 succeeded(done, format_args!("{op:?} in place, {mode}"));
                 let expected = match op {
                     MixedOp::AllReduceAllGather => case.expected.clone(),
@@ -299,119 +311,6 @@ fn a_tensor_may_be_the_block_in_the_other<B: Backend>(dtype: DType, world: usize
             }
         }
     });
-}
-
-fn text(outcome: Result<(), CollectiveError>) -> String {
-    outcome.unwrap_err().to_string()
-}
-
-fn what_makes_no_sense_is_refused<B: Backend>(world: usize) {
-    B::run(world, |comm| {
-        let layout = |tp| MixedLayout::builder(world, comm.rank()).local_tp(tp).build().unwrap();
-        let of_tp = |tp| MixedHandler::new(&comm, layout(tp)).unwrap();
-        let (mixed, pure) = (of_tp(2), of_tp(world));
-        let (block, row) = ([1f32; 6], [1f32; 12]);
-        let gather = MixedOp::AllReduceAllGather;
-        let scatter = MixedCall::from(MixedOp::ReduceScatterAllReduce);
-        let mut out = [0f32; 12];
-        let cases = [
-            (
-                text(mixed.run(&comm, MixedOp::AllReduce, &block, &mut out[..6])),
-                "all_reduce: the operation must be one of all_reduce_all_gather, reduce_scatter_all_reduce, as \
-                 tp_size is 2 and dp_size is 2",
-            ),
-            (
-                text(pure.run(
-                    &comm,
-                    MixedCall::from(MixedOp::AllReduce).mode(MixedMode::Composed),
-                    &block,
-                    &mut out[..6],
-                )),
-                "all_reduce: the mode must be one of waits, bytes1, not composed",
-            ),
-            (
-                text(mixed.run(&comm, gather, &block, &mut out[..11])),
-                "all_reduce_all_gather: the output has 11 elements, expected 12 (dp_size 2 × 6 elements)",
-            ),
-            (
-                text(mixed.run(&comm, scatter.counts(&[6][..]), &row, &mut out[..6])),
-                "reduce_scatter_all_reduce: the counts must be one for each of dp_size 2, not 1",
-            ),
-            (
-                text(mixed.run(&comm, scatter.counts(&[usize::MAX, 13][..]), &row, &mut out[..6])),
-                "reduce_scatter_all_reduce: the input has 12 elements, expected",
-            ),
-            (
-                text(mixed.run(&comm, gather, &block, &mut [0f64; 12])),
-                "all_reduce_all_gather: the input is f32, the output is f64",
-            ),
-        ];
-        for (actual, expected) in cases {
-            assert!(actual.starts_with(expected), "{actual}");
-        }
-        let refused = text(mixed.run_in_place(&comm, gather, &mut out[..11]));
-        assert!(
-            refused.contains("the buffer has 11 elements, expected 10 (a multiple of dp_size 2)"),
-            "{refused}"
-        );
-        let elsewhere = MixedLayout::builder(world + 1, comm.rank()).build().unwrap();
-        let refused = text(MixedHandler::new(&comm, elsewhere).map(drop));
-        assert!(refused.contains("of 5") && refused.contains("of 4"), "{refused}");
-        let nodes = MixedLayout::builder(world, comm.rank()).local_size(2).build().unwrap();
-        assert!(text(MixedHandler::new(&comm, nodes).map(drop)).contains("inter_size 2"));
-        // Nobody has called anything, so all are still in step.
-        mixed.run(&comm, gather, &block, &mut out).unwrap();
-    });
-}
-
-fn ranks_that_disagree_hear_of_it<B: Backend>(world: usize) {
-    let gather = MixedCall::from(MixedOp::AllReduceAllGather).mode(MixedMode::Waits);
-    let scatter = MixedCall::from(MixedOp::ReduceScatterAllReduce).mode(MixedMode::Waits);
-    // How the last rank's call differs from the others', and in which of two layouts it is made.
-    let cases = [
-        ("operations", 2, scatter),
-        ("modes", 2, gather.mode(MixedMode::Bytes1)),
-        ("two collectives", 2, gather.mode(MixedMode::Composed)),
-        ("even and uneven blocks", 2, gather.counts(&[4, 4, 4][..])),
-        ("layouts", 3, gather),
-    ];
-    for (about, last_tp, last) in cases {
-        let errors = B::run(world, |comm| {
-            let handlers = [2, 3].map(|tp| handler(&comm, tp));
-            let (tp, call) = if comm.rank() + 1 == world { (last_tp, last) } else { (2, gather) };
-            let (block, mut row) = ([1f32; 4], vec![0f32; 4 * world / tp]);
-            match call.op {
-                MixedOp::AllReduceAllGather => handlers[tp - 2].run(&comm, call, &block, &mut row),
-                _ => handlers[tp - 2].run(&comm, call, &row, &mut [0f32; 4]),
-            }
-            .unwrap_err()
-        });
-        let is_mismatch =
-            |error: &CollectiveError| matches!(error, CollectiveError::Fabric(FabricError::Mismatch { .. }));
-        let is_told =
-            |error: &CollectiveError| matches!(error, CollectiveError::Fabric(FabricError::Aborted { .. }));
-        assert!(errors.iter().any(is_mismatch), "{about}: {errors:?}");
-        assert!(errors.iter().all(|error| is_mismatch(error) || is_told(error)), "{about}: {errors:?}");
-    }
-    let errors = B::run(world, |comm| {
-        let tp = if comm.rank() == 0 { 2 } else { 3 };
-        let layout = MixedLayout::builder(world, comm.rank()).local_tp(tp).build().unwrap();
-        text(MixedHandler::new(&comm, layout).map(drop))
-    });
-    let expected = "rank 0 has tp_size 2 × dp_size 3, rank 1 has tp_size 3 × dp_size 2";
-    assert!(errors.iter().all(|error| error.contains(expected)), "{errors:?}");
-}
-
-/// Lists of which only the sum is equal.
-#[test]
-fn ranks_that_disagree_about_the_rows_hear_of_it() {
-    let errors = antiphon_fabric::LocalWorld::run(4, |comm| {
-        let counts = if comm.rank() < 2 { [4, 6] } else { [6, 4] };
-        let call = MixedCall::from(MixedOp::AllReduceAllGather).counts(&counts[..]);
-        let block = vec![1f32; counts[comm.rank() / 2]];
-        handler(&comm, 2).run(&comm, call, &block, &mut [0f32; 10]).unwrap_err().to_string()
-    });
-    assert!(errors.iter().any(|error| error.contains("layout and rows")), "{errors:?}");
 }
 
 fn the_choice_of_mode_is_equal_on_all_ranks<B: Backend>(world: usize) {

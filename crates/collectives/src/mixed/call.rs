@@ -1,0 +1,330 @@
+//! What is called, and whether it makes sense.
+
+use antiphon_fabric::{Communicator, FabricError, Operation, Signature};
+use antiphon_operation::Call;
+
+use super::{MixedLayout, MixedMode, MixedOp, operation_of};
+use crate::{
+    ReduceOp,
+    arguments::{Input, Output, has_count, reducible, same_dtype},
+    error::{CollectiveError, Result},
+};
+
+/// What is called: the operation, and what else ranks agree on. All ranks pass an equal one.
+#[derive(Debug, Clone, Copy)]
+pub struct MixedCall<'a> {
+    /// One of the layout's [`valid_ops`](MixedLayout::valid_ops).
+    pub op: MixedOp,
+    /// One of [`MixedHandler::valid_modes`](super::MixedHandler::valid_modes); `None` stands for the fastest of the modes that give the same bits.
+    pub mode: Option<MixedMode>,
+    /// The elements of every group's block, 0 allowed; `None` stands for blocks of equal length. Not for an all-reduce.
+    pub counts: Option<&'a [usize]>,
+}
+
+impl From<MixedOp> for MixedCall<'_> {
+    /// The operation with blocks of equal length in the fastest mode.
+    fn from(op: MixedOp) -> Self {
+        Self { op, mode: None, counts: None }
+    }
+}
+
+impl<'a> MixedCall<'a> {
+    /// The same call in this mode.
+    pub fn mode(self, mode: impl Into<Option<MixedMode>>) -> Self {
+        Self { mode: mode.into(), ..self }
+    }
+
+    /// The same call with blocks of these lengths, in elements, one for each group.
+    pub fn counts<'b>(self, counts: impl Into<Option<&'b [usize]>>) -> MixedCall<'b> {
+        MixedCall { op: self.op, mode: self.mode, counts: counts.into() }
+    }
+}
+
+/// The plain collective that a call is where no tensors are parallel: it only gathers, or only scatters.
+pub(crate) fn plain_call<'a>(call: &MixedCall<'a>) -> Call<'a> {
+    let (even, uneven) = match call.op {
+        MixedOp::AllGather => (Operation::AllGather, Operation::AllGatherV),
+        _ => (Operation::ReduceScatter, Operation::ReduceScatterV),
+    };
+    call.counts.map_or(Call::new(even), |counts| Call::new(uneven).with_counts(counts))
+}
+
+/// The lengths of the groups' blocks, in elements.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Blocks<'a> {
+    /// Each of so many.
+    Even { count: usize, groups: usize },
+    /// One for each group.
+    Uneven(&'a [usize]),
+}
+
+impl Blocks<'_> {
+    /// The length of a group's block.
+    pub(crate) fn len(&self, group: usize) -> usize {
+        match *self {
+            Self::Even { count, .. } => count,
+            Self::Uneven(counts) => counts[group],
+        }
+    }
+
+    /// Where a group's block begins in a row of all blocks.
+    pub(crate) fn start(&self, group: usize) -> usize {
+        match *self {
+            Self::Even { count, .. } => count * group,
+            Self::Uneven(counts) => counts[..group].iter().sum(),
+        }
+    }
+
+    /// The length of a row; one that overflows is longer than any tensor.
+    pub(crate) fn total(&self) -> usize {
+        match *self {
+            Self::Even { count, groups } => count.saturating_mul(groups),
+            Self::Uneven(counts) => counts.iter().copied().fold(0, usize::saturating_add),
+        }
+    }
+
+    /// The length of the longest block.
+    pub(crate) fn longest(&self) -> usize {
+        match *self {
+            Self::Even { count, .. } => count,
+            Self::Uneven(counts) => counts.iter().copied().max().unwrap_or(0),
+        }
+    }
+}
+
+/// A mixed operation on checked tensors.
+pub(crate) struct Checked<'a> {
+    pub(crate) operation: Operation,
+    /// Whether the output is the row of all blocks; else the input is.
+    pub(crate) gathers: bool,
+    pub(crate) blocks: Blocks<'a>,
+    pub(crate) input: Input,
+    pub(crate) output: Output,
+    /// Says which layout, and which lengths of blocks.
+    detail: u32,
+}
+
+impl<'a> Checked<'a> {
+    /// Checks tensors and lengths of one of the two fused operations.
+    pub(crate) fn new(
+        layout: &MixedLayout,
+        call: &MixedCall<'a>,
+        input: Input,
+        output: Output,
+    ) -> Result<Self> {
+        let operation = operation_of(call.op);
+        let gathers = operation == Operation::AllReduceAllGather;
+        same_dtype(operation, &input, &output)?;
+        reducible(operation, input.dtype, ReduceOp::Sum)?;
+        let groups = layout.dp_size();
+        let block = if gathers { input.count } else { output.count };
+        let blocks = match call.counts {
+            None => Blocks::Even { count: block, groups },
+            Some(counts) if counts.len() == groups => Blocks::Uneven(counts),
+            Some(counts) => {
+                let expected = format!("one for each of dp_size {groups}, not {}", counts.len());
+                return Err(CollectiveError::Refused {
+                    operation: operation.name(),
+                    which: "counts",
+                    expected,
+                });
+            }
+        };
+        let group = layout.dp_rank();
+        let rule = || match blocks {
+            Blocks::Even { count, groups } => format!("dp_size {groups} × {count} elements"),
+            Blocks::Uneven(counts) => format!("dp_rank {group} of the counts {counts:?}"),
+        };
+        let (of_input, of_output) = match gathers {
+            true => (blocks.len(group), blocks.total()),
+            false => (blocks.total(), blocks.len(group)),
+        };
+        has_count(operation, "input", input.count, of_input, rule)?;
+        has_count(operation, "output", output.count, of_output, rule)?;
+        let checked = Self { operation, gathers, blocks, input, output, detail: digest(layout, call.counts) };
+        checked.refuse_overlap(layout)?;
+        Ok(checked)
+    }
+
+    /// The one tensor may be the rank's own block in the other; otherwise they are apart.
+    fn refuse_overlap(&self, layout: &MixedLayout) -> Result<()> {
+        let size = self.input.dtype.size();
+        let range = |at: usize, count: usize| at..at.saturating_add(count * size);
+        let (input, output) = (self.input.data.addr(), self.output.data.addr());
+        let (from, to) = (range(input, self.input.count), range(output, self.output.count));
+        let own = self.blocks.start(layout.dp_rank()) * size;
+        let is_own = if self.gathers { input == output + own } else { output == input + own };
+        if from.is_empty() || to.is_empty() || from.end <= to.start || to.end <= from.start || is_own {
+            return Ok(());
+        }
+        let expected =
+            format!("apart from the input or its block {}, not overlap it otherwise", layout.dp_rank());
+        Err(CollectiveError::Refused { operation: self.operation.name(), which: "output", expected })
+    }
+
+    /// What ranks agree on in this mode.
+    pub(crate) fn signature(&self, mode: u8) -> Signature {
+        let count = match self.blocks {
+            Blocks::Even { count, .. } => count,
+            Blocks::Uneven(_) => self.blocks.total(),
+        };
+        Signature {
+            dtype: Some(self.input.dtype),
+            reduce: Some(ReduceOp::Sum),
+            algorithm: mode,
+            detail: self.detail,
+            count: count as u64,
+            ..Signature::new(self.operation)
+        }
+    }
+
+    /// The bytes by which a mode is chosen: those of the longest block.
+    pub(crate) fn bytes(&self) -> usize {
+        self.blocks.longest() * self.input.dtype.size()
+    }
+}
+
+/// What differs, as a rule, for ranks whose layouts or lengths of blocks differ; never 0.
+fn digest(layout: &MixedLayout, counts: Option<&[usize]>) -> u32 {
+    let sizes = [layout.tp_size(), layout.dp_size()];
+    let words = sizes.into_iter().chain(counts.into_iter().flatten().map(|count| count + 1));
+    let mix = |sum: u64, word: usize| {
+        let mixed = (sum ^ word as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        mixed ^ mixed >> 29
+    };
+    (words.fold(0, mix) >> 32) as u32 | 1
+}
+
+/// The block of the rank's own group in a row of blocks.
+pub(super) fn own_block(layout: &MixedLayout, call: &MixedCall<'_>, row: &Output) -> Result<Output> {
+    let (group, groups) = (layout.dp_rank(), layout.dp_size());
+    let blocks = match call.counts {
+        Some(counts) if group < counts.len() => Blocks::Uneven(counts),
+        _ => Blocks::Even { count: row.count / groups, groups },
+    };
+    has_count(operation_of(call.op), "buffer", row.count, blocks.total(), || match blocks {
+        Blocks::Even { .. } => format!("a multiple of dp_size {groups}"),
+        Blocks::Uneven(counts) => format!("the sum of the counts {counts:?}"),
+    })?;
+    // SAFETY: the row holds all blocks.
+    let data = unsafe { row.data.add(blocks.start(group) * row.dtype.size()) };
+    Ok(Output { data, count: blocks.len(group), dtype: row.dtype })
+}
+
+/// All ranks have the same layout, each from its own place.
+pub(super) fn agree_on_layout(comm: &Communicator, layout: &MixedLayout) -> Result<()> {
+    let sizes = comm.exchange_objects(&(layout.tp_size(), layout.dp_size()))?;
+    let Some(other) = sizes.iter().position(|theirs| *theirs != sizes[0]) else { return Ok(()) };
+    let text = |rank: usize| {
+        let (tp_size, dp_size) = sizes[rank];
+        format!("rank {rank} has tp_size {tp_size} × dp_size {dp_size}")
+    };
+    Err(FabricError::invalid(format!("layouts differ: {}, {}", text(0), text(other))).into())
+}
+
+/// The layout is that of a communicator's rank, on one node.
+pub(super) fn check_layout(layout: &MixedLayout, rank: usize, world_size: usize) -> Result<()> {
+    let invalid = |text: String| Err(FabricError::invalid(text).into());
+    let (theirs, inter_size) = ((layout.world_rank(), layout.world_size()), layout.inter_size());
+    if theirs != (rank, world_size) {
+        return invalid(format!(
+            "the layout is of rank {} of {}, the communicator of rank {rank} of {world_size}",
+            theirs.0, theirs.1
+        ));
+    }
+    if world_size == 1 {
+        return invalid("a mixed layout needs two ranks at least, the world has one".into());
+    }
+    if inter_size > 1 {
+        return invalid(format!(
+            "mixed collectives need all ranks on one node, the layout has inter_size {inter_size}"
+        ));
+    }
+    Ok(())
+}
+
+/// The operation is one of the layout.
+pub(super) fn check_op(layout: &MixedLayout, op: MixedOp) -> Result<()> {
+    let valid = layout.valid_ops();
+    if valid.contains(&op) {
+        return Ok(());
+    }
+    let names: Vec<_> = valid.iter().map(|&op| operation_of(op).name()).collect();
+    let expected = format!(
+        "one of {}, as tp_size is {} and dp_size is {}",
+        names.join(", "),
+        layout.tp_size(),
+        layout.dp_size()
+    );
+    Err(CollectiveError::Refused { operation: operation_of(op).name(), which: "operation", expected })
+}
+
+/// Operation, mode and counts make sense in the layout.
+pub(super) fn check_call(layout: &MixedLayout, call: &MixedCall<'_>, modes: &[MixedMode]) -> Result<()> {
+    check_op(layout, call.op)?;
+    let refused = |which, expected: String| {
+        Err(CollectiveError::Refused { operation: operation_of(call.op).name(), which, expected })
+    };
+    if let Some(mode) = call.mode.filter(|mode| !modes.contains(mode)) {
+        let names: Vec<_> = modes.iter().map(|mode| mode.name()).collect();
+        return refused("mode", format!("one of {}, not {mode}", names.join(", ")));
+    }
+    if call.counts.is_some() && !layout.use_dp() {
+        return refused("counts", "left out where there is no data parallelism".into());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(tp: usize, dp: usize) -> MixedLayout {
+        MixedLayout::builder(tp * dp, 0).local_tp(tp).build().unwrap()
+    }
+
+    #[test]
+    fn a_digest_says_which_layout_and_which_counts() {
+        let digests = [
+            digest(&layout(2, 2), None),
+            digest(&layout(4, 2), None),
+            digest(&layout(2, 4), None),
+            digest(&layout(2, 2), Some(&[0, 0])),
+            digest(&layout(2, 2), Some(&[1, 3])),
+            digest(&layout(2, 2), Some(&[3, 1])),
+            digest(&layout(2, 2), Some(&[2, 2])),
+        ];
+        for (index, digest) in digests.iter().enumerate() {
+            assert!(*digest != 0 && !digests[..index].contains(digest), "{digests:x?}");
+        }
+    }
+
+    #[test]
+    fn tensors_overlap_as_own_block_or_not_at_all() {
+        let mut row = [0f32; 8];
+        let row = Output { data: row.as_mut_ptr().cast(), count: 8, dtype: antiphon_tensor::DType::F32 };
+        // SAFETY: the offset lies in the row.
+        let at = |index: usize| Output { data: unsafe { row.data.add(index * 4) }, count: 4, ..row };
+        let layout = MixedLayout::builder(4, 3).local_tp(2).build().unwrap();
+        let gather =
+            |index| Checked::new(&layout, &MixedOp::AllReduceAllGather.into(), at(index).as_input(), row);
+        let scatter =
+            |index| Checked::new(&layout, &MixedOp::ReduceScatterAllReduce.into(), row.as_input(), at(index));
+        assert!(gather(4).is_ok() && scatter(4).is_ok(), "the block of group 1");
+        for index in [0, 1, 3] {
+            for refused in [gather(index).err(), scatter(index).err()] {
+                let text = refused.unwrap().to_string();
+                assert!(text.contains("apart from the input or its block 1"), "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_lie_one_after_the_other() {
+        let blocks = Blocks::Uneven(&[3, 0, 5]);
+        assert_eq!([0, 1, 2].map(|group| (blocks.start(group), blocks.len(group))), [(0, 3), (3, 0), (3, 5)]);
+        assert_eq!((blocks.total(), blocks.longest()), (8, 5));
+        let blocks = Blocks::Even { count: 4, groups: 3 };
+        assert_eq!((blocks.start(2), blocks.len(2), blocks.total(), blocks.longest()), (8, 4, 12, 4));
+    }
+}

@@ -1,0 +1,327 @@
+//! Dispatch and combine of the low-latency form: few tokens, at most so many of each rank, into slots of each expert.
+//!
+//! Nobody is told counts before rows move: every expert has `R · M` slots, for as many tokens as all ranks can have together. The
+//! slots of an expert are filled from the first on, in the order of source rank and token. A token goes once to each rank of its
+//! experts, and that rank copies it to the slots of those experts. Combine brings a row for each expert back, and the
+//! source weighs and sums them.
+
+mod host;
+#[cfg(any(test, feature = "reference"))]
+pub mod reference;
+mod routes;
+
+use std::sync::Arc;
+
+use antiphon_fabric::{Communicator, Operation, Signature};
+use antiphon_operation::{Count, Detail};
+use antiphon_tensor::{DType, TensorView, TensorViewMut};
+
+use crate::{
+    Moe,
+    error::{MoeError, Result, refused},
+    instance::next_handle,
+    layout::check_limits,
+    tensors::{ID_TYPES, Ids, Name, VECTOR},
+};
+
+pub(crate) use routes::Routes;
+
+/// Elements of a row for each of its scales.
+pub const SCALE_GROUP: usize = 128;
+
+const DISPATCH: &str = "low_latency_dispatch";
+const COMBINE: &str = "low_latency_combine";
+
+/// What rows become on their way. E4M3 codes share a scale by 128 elements of a row, as
+/// [`GroupRule::DeepEp`](antiphon_tensor::quantize::GroupRule) says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LowLatencyFormat {
+    /// The same bits.
+    Bf16 = 1,
+    /// E4M3 codes; f32 scales.
+    Fp8 = 2,
+    /// E4M3 codes; scales that are rounded up to powers of two, as f32.
+    Fp8PowersOfTwo = 3,
+    /// E4M3 codes; scales that are rounded up to powers of two, as UE8M0, of which an i32 holds four, the first in its lowest
+    /// byte.
+    Fp8Packed = 4,
+}
+
+impl LowLatencyFormat {
+    /// What received rows are made of.
+    pub fn dtype(self) -> DType {
+        if self == Self::Bf16 { DType::BF16 } else { DType::U8 }
+    }
+
+    /// What their scales are made of.
+    pub fn scale_dtype(self) -> Option<DType> {
+        match self {
+            Self::Bf16 => None,
+            Self::Fp8 | Self::Fp8PowersOfTwo => Some(DType::F32),
+            Self::Fp8Packed => Some(DType::I32),
+        }
+    }
+
+    /// Elements of scales that a row of so many elements has.
+    pub fn num_scales(self, hidden: usize) -> usize {
+        match self {
+            Self::Bf16 => 0,
+            Self::Fp8 | Self::Fp8PowersOfTwo => hidden / SCALE_GROUP,
+            Self::Fp8Packed => hidden / SCALE_GROUP / 4,
+        }
+    }
+
+    fn row_bytes(self, hidden: usize) -> usize {
+        hidden * self.dtype().size()
+    }
+
+    /// What the number of elements of a row must be a multiple of.
+    fn unit(self) -> usize {
+        match self {
+            Self::Bf16 => VECTOR / DType::BF16.size(),
+            Self::Fp8 | Self::Fp8PowersOfTwo => SCALE_GROUP,
+            Self::Fp8Packed => SCALE_GROUP * 4,
+        }
+    }
+}
+
+/// What goes and what comes, for [`Moe::low_latency_dispatch`].
+#[derive(Debug)]
+pub struct LowLatencyDispatch<'a> {
+    /// `M`: the most tokens that any rank has; equal on all ranks.
+    pub max_tokens: usize,
+    /// How many experts there are; equal on all ranks.
+    pub num_experts: usize,
+    /// What rows become; equal on all ranks.
+    pub format: LowLatencyFormat,
+    /// This rank's tokens: bf16 `[T, H]`, `T ≤ M`.
+    pub x: TensorView<'a>,
+    /// The experts that they choose: i64 or i32 `[T, K]`. Numbers outside `0..E` choose nothing, and an expert that is chosen
+    /// twice gets the token once.
+    pub ids: TensorView<'a>,
+    /// What comes.
+    pub received: LowLatencyReceived<'a>,
+}
+
+/// What a low-latency dispatch brings: of each expert of this rank, its slots. Slots that nothing came to keep what they hold.
+#[derive(Debug)]
+pub struct LowLatencyReceived<'a> {
+    /// Of [`LowLatencyFormat::dtype`]: `[L, R·M, H]`.
+    pub x: TensorViewMut<'a>,
+    /// Of [`LowLatencyFormat::scale_dtype`]: `[L, S, R·M]`, so that the scales of neighbouring slots are neighbours.
+    pub scales: Option<TensorViewMut<'a>>,
+    /// i32 `[L]`: how many slots of each expert are filled.
+    pub counts: TensorViewMut<'a>,
+    /// i32 `[L, R·M]`: the token, on its source rank, in each slot.
+    pub source_tokens: TensorViewMut<'a>,
+    /// i64 `[L, R]`: the slots that each rank's tokens fill: the first in the upper 32 bits, their number in the lower ones.
+    pub layout_range: TensorViewMut<'a>,
+    /// i32 `[L]`, to which `counts` is added.
+    pub statistics: Option<TensorViewMut<'a>>,
+}
+
+/// What goes back and what it is summed to, for [`Moe::low_latency_combine`].
+#[derive(Debug)]
+pub struct LowLatencyCombine<'a> {
+    /// What the experts made of their slots: bf16 `[L, R·M, H]`.
+    pub rows: TensorView<'a>,
+    /// The choices of the dispatch, i64 or i32 `[T, K]`; what chooses nothing here is left out of the sum.
+    pub ids: TensorView<'a>,
+    /// Their weights: f32 `[T, K]`.
+    pub weights: TensorView<'a>,
+    /// The sums: bf16 `[T, H]`. A sum begins with +0, adds the products of weight and row, each rounded to f32, in the order
+    /// of the choices, and is rounded once.
+    pub output: TensorViewMut<'a>,
+}
+
+/// What the numbers of a call are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    pub(crate) world_size: usize,
+    pub(crate) max_tokens: usize,
+    pub(crate) hidden: usize,
+    pub(crate) num_experts: usize,
+    pub(crate) top_k: usize,
+    /// This rank's tokens.
+    pub(crate) tokens: usize,
+}
+
+impl Sizes {
+    pub(crate) fn local(&self) -> usize {
+        self.num_experts / self.world_size
+    }
+
+    /// Slots of an expert.
+    pub(crate) fn slots(&self) -> usize {
+        self.world_size * self.max_tokens
+    }
+}
+
+/// Where rows went, made by [`Moe::low_latency_dispatch`], for its combine.
+#[derive(Debug, Clone)]
+pub struct LowLatencyHandle {
+    owner: Arc<()>,
+    number: u32,
+    sizes: Sizes,
+    routes: Routes,
+}
+
+impl LowLatencyHandle {
+    /// How many tokens this rank dispatched.
+    pub fn num_tokens(&self) -> usize {
+        self.sizes.tokens
+    }
+
+    /// `[R]`: how many tokens each rank dispatched.
+    pub fn tokens(&self) -> &[usize] {
+        &self.routes.tokens
+    }
+}
+
+/// Refuses a dispatch that makes no sense.
+pub(crate) fn check_dispatch(call: &LowLatencyDispatch<'_>, world_size: usize) -> Result<Sizes> {
+    let name = |which| Name { call: DISPATCH, which };
+    let LowLatencyDispatch { max_tokens, num_experts, format, ref x, ref ids, ref received } = *call;
+    let (tokens, hidden) = name("x").matrix(x, "[T, H]")?;
+    let (_, top_k) = name("ids").matrix(ids, "[T, K]")?;
+    let local = check_limits(DISPATCH, num_experts, top_k, world_size)?;
+    name("x").has_dtype(x.dtype(), &[DType::BF16])?;
+    name("ids").has_dtype(ids.dtype(), &ID_TYPES)?;
+    name("ids").has_shape(ids, &[tokens, top_k], "[T, K]")?;
+    if tokens > max_tokens {
+        return Err(refused(DISPATCH, format!("{tokens} tokens; max_tokens is {max_tokens}")));
+    }
+    if hidden == 0 || !hidden.is_multiple_of(format.unit()) {
+        let problem = format!("rows of {hidden} elements, which must be a multiple of {}", format.unit());
+        return Err(refused(DISPATCH, problem));
+    }
+    let slots =
+        max_tokens.checked_mul(world_size.max(top_k)).and_then(|slots| slots.checked_mul(local.max(1)));
+    let bytes = slots.and_then(|slots| slots.checked_mul(hidden * 2));
+    if slots.is_none_or(|slots| i32::try_from(slots).is_err()) || bytes.is_none() {
+        let problem = format!("max_tokens is {max_tokens}, which is too large for {local} experts of a rank");
+        return Err(refused(DISPATCH, problem));
+    }
+    let sizes = Sizes { world_size, max_tokens, hidden, num_experts, top_k, tokens };
+    let slots = sizes.slots();
+    let output = |which, view: &TensorViewMut<'_>, dtype: DType, shape: &[usize], rule: &str| {
+        name(which).has_dtype(view.dtype(), &[dtype])?;
+        name(which).has_shape(&view.as_view(), shape, rule)
+    };
+    output("received x", &received.x, format.dtype(), &[local, slots, hidden], "[L, R·M, H]")?;
+    match (&received.scales, format.scale_dtype()) {
+        (None, None) => {}
+        (Some(scales), Some(dtype)) => {
+            let shape = [local, format.num_scales(hidden), slots];
+            output("received scales", scales, dtype, &shape, "[L, S, R·M]")?;
+        }
+        (_, needed) => {
+            let which = if needed.is_some() { "need" } else { "have no" };
+            return Err(refused(DISPATCH, format!("rows of the format {format:?} {which} scales")));
+        }
+    }
+    output("counts", &received.counts, DType::I32, &[local], "[L]")?;
+    output("source tokens", &received.source_tokens, DType::I32, &[local, slots], "[L, R·M]")?;
+    output("layout range", &received.layout_range, DType::I64, &[local, world_size], "[L, R]")?;
+    if let Some(statistics) = &received.statistics {
+        output("statistics", statistics, DType::I32, &[local], "[L]")?;
+    }
+    Ok(sizes)
+}
+
+/// Refuses a combine that makes no sense.
+pub(crate) fn check_combine(call: &LowLatencyCombine<'_>, sizes: &Sizes) -> Result<()> {
+    let name = |which| Name { call: COMBINE, which };
+    let Sizes { hidden, tokens, top_k, .. } = *sizes;
+    name("rows").has_dtype(call.rows.dtype(), &[DType::BF16])?;
+    name("rows").has_shape(&call.rows, &[sizes.local(), sizes.slots(), hidden], "[L, R·M, H]")?;
+    if !hidden.is_multiple_of(VECTOR / 2) {
+        let problem = format!("rows of {hidden} elements, which must be a multiple of {}", VECTOR / 2);
+        return Err(refused(COMBINE, problem));
+    }
+    name("ids").has_dtype(call.ids.dtype(), &ID_TYPES)?;
+    name("ids").has_shape(&call.ids, &[tokens, top_k], "[T, K]")?;
+    name("weights").has_dtype(call.weights.dtype(), &[DType::F32])?;
+    name("weights").has_shape(&call.weights, &[tokens, top_k], "[T, K]")?;
+    name("output").has_dtype(call.output.dtype(), &[DType::BF16])?;
+    name("output").has_shape(&call.output.as_view(), &[tokens, hidden], "[T, H]")
+}
+
+/// What ranks agree on in a dispatch.
+pub(crate) fn dispatch_signature(sizes: &Sizes, format: LowLatencyFormat) -> Signature {
+    Signature {
+        dtype: Some(DType::BF16),
+        algorithm: format as u8,
+        detail: Detail::experts(sizes.num_experts as u32, sizes.top_k as u8),
+        count: Count::bounded_rows(sizes.hidden as u32, sizes.max_tokens as u32),
+        ..Signature::new(Operation::LowLatencyDispatch)
+    }
+}
+
+/// What ranks agree on in a combine along the handle of this number.
+pub(crate) fn combine_signature(sizes: &Sizes, number: u32) -> Signature {
+    Signature {
+        dtype: Some(DType::BF16),
+        detail: Detail::experts(sizes.num_experts as u32, sizes.top_k as u8),
+        count: Count::rows(sizes.hidden as u32, number),
+        ..Signature::new(Operation::LowLatencyCombine)
+    }
+}
+
+pub(crate) fn dispatch(
+    moe: &mut Moe,
+    comm: &Communicator,
+    call: LowLatencyDispatch<'_>,
+) -> Result<LowLatencyHandle> {
+    let sizes = check_dispatch(&call, comm.world_size())?;
+    let name = |which| Name { call: DISPATCH, which };
+    let LowLatencyDispatch { num_experts, format, x, ids, mut received, .. } = call;
+    let statistics = match &mut received.statistics {
+        Some(statistics) => name("statistics").bytes_mut(statistics)?,
+        None => &mut [],
+    };
+    let to = host::Received {
+        x: name("received x").bytes_mut(&mut received.x)?,
+        scales: match &mut received.scales {
+            Some(scales) => name("received scales").bytes_mut(scales)?,
+            None => &mut [],
+        },
+        counts: name("counts").bytes_mut(&mut received.counts)?,
+        source_tokens: name("source tokens").bytes_mut(&mut received.source_tokens)?,
+        layout_range: name("layout range").bytes_mut(&mut received.layout_range)?,
+        statistics,
+    };
+    let call = host::Dispatch {
+        signature: dispatch_signature(&sizes, format),
+        sizes,
+        format,
+        x: name("x").bytes(&x)?,
+        ids: Ids::new(name("ids"), &ids, num_experts)?,
+    };
+    let routes = call.run(moe, comm, to)?;
+    Ok(LowLatencyHandle { owner: moe.token.clone(), number: next_handle(comm), sizes, routes })
+}
+
+pub(crate) fn combine(
+    moe: &mut Moe,
+    comm: &Communicator,
+    handle: &LowLatencyHandle,
+    call: LowLatencyCombine<'_>,
+) -> Result<()> {
+    let LowLatencyHandle { owner, number, sizes, routes } = handle;
+    if !Arc::ptr_eq(owner, &moe.token) {
+        return Err(MoeError::Handle { call: COMBINE, problem: "of another instance" });
+    }
+    check_combine(&call, sizes)?;
+    let name = |which| Name { call: COMBINE, which };
+    let LowLatencyCombine { rows, ids, weights, mut output } = call;
+    let call = host::Combine {
+        signature: combine_signature(sizes, *number),
+        sizes: *sizes,
+        routes,
+        rows: name("rows").bytes(&rows)?,
+        ids: Ids::new(name("ids"), &ids, sizes.num_experts)?,
+        weights: name("weights").bytes(&weights)?,
+    };
+    call.run(moe, comm, name("output").bytes_mut(&mut output)?)
+}
