@@ -236,7 +236,10 @@ def test_torch_finds_no_fault_with_an_operation_of_the_table(row: tuple[str, str
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("all_reduce_", "host"), ("broadcast_", "host"), ("all_reduce_rms_norm", "host"), pytest.param("all_reduce_", "cuda", marks=pytest.mark.cuda)],
+    [
+        *((name, "host") for name in ("all_reduce_", "broadcast_", "all_reduce_rms_norm")),
+        pytest.param("all_reduce_", "cuda", marks=pytest.mark.cuda),
+    ],
 )
 def test_torch_finds_no_fault_with_an_operator(name: str, device: str) -> None:
     harness.need(device, 1)
