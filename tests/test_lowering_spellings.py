@@ -104,7 +104,8 @@ def gradients_are_those_of_eager(comm: Comm, device: Device) -> None:
                 torch._dynamo.reset()
                 before = len(antiphon.lowering.reports())
                 found = gradients(lowered(block), comm.rank, dynamic)
-                close(found, gradients(block, comm.rank), torch.float32)
+                # Sums of float32 in another order than gloo's, of terms that cancel.
+                torch.testing.assert_close(found, gradients(block, comm.rank), rtol=1e-4, atol=1e-4)
                 new = [str(report) for report in antiphon.lowering.reports()[before:]]
                 assert any("one call gives" in report and "inverse_rms" in report for report in new), f"{block.__name__}: {new}"
 
