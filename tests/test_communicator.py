@@ -25,7 +25,7 @@ from antiphon._core import strided_memory
 # Meeting.
 
 
-def test_a_world_of_one_meets_nobody() -> None:
+def test_a_world_of_one_needs_no_rendezvous() -> None:
     with antiphon.init(rank=0, world_size=1, path="/nowhere", timeout=1.5) as comm:
         assert (comm.rank, comm.world_size, comm.timeout) == (0, 1, 1.5)
         assert repr(comm) == "<antiphon.Communicator: rank 0 of 1>"
@@ -291,7 +291,7 @@ def test_a_buffer_is_freed_by_its_own_communicator_or_not_at_all() -> None:
 # Ranks that disagree, and ranks that are gone.
 
 
-def test_ranks_that_pass_different_shapes_all_hear_of_it() -> None:
+def test_ranks_that_pass_different_shapes_all_get_the_error() -> None:
     def body(comm: antiphon.Communicator) -> Any:
         return comm.all_reduce(np.zeros(4 + comm.rank, np.float32))
 
@@ -356,7 +356,7 @@ def killed_peer_seen_by_the_first(queue: Any) -> None:
     queue.put(killed_peer())
 
 
-def test_who_is_left_names_the_killed_rank() -> None:
+def test_surviving_ranks_name_the_killed_rank() -> None:
     queue = multiprocessing.get_context("spawn").Manager().Queue()
     with pytest.raises(RuntimeError, match="rank 1 ended"):
         ranks.processes(2, killed_peer_seen_by_the_first, queue)
@@ -444,7 +444,7 @@ def test_a_failed_operation_raises_at_every_wait() -> None:
     ranks.threads(2, body)
 
 
-def test_it_does_not_matter_who_waits() -> None:
+def test_some_ranks_may_wait_and_others_start() -> None:
     def body(comm: antiphon.Communicator) -> None:
         handles = []
         for call in range(10):
@@ -459,7 +459,7 @@ def test_it_does_not_matter_who_waits() -> None:
     ranks.threads(2, body)
 
 
-def test_asking_whether_a_message_is_over_hears_of_a_lost_peer() -> None:
+def test_polling_a_message_notices_a_lost_peer() -> None:
     def body(comm: antiphon.Communicator) -> None:
         if comm.rank == 0:
             handle = comm.start_recv(bytearray(1), 1)

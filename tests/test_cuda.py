@@ -547,7 +547,7 @@ def after_a_shrink() -> tuple[int, float, float]:
         return comm.world_size, eager[0].item(), out[-1].item()
 
 
-def test_whoever_is_left_goes_on_with_its_gpu() -> None:
+def test_surviving_ranks_continue_with_their_gpus() -> None:
     harness.need("cuda", 3)
     left = ranks.processes(3, after_a_shrink, timeout=30, dying={1})
     assert [left[0], left[2]] == [(2, 3.0, 3.0)] * 2

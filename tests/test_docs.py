@@ -39,7 +39,7 @@ def test_the_snippets_run() -> None:
     ranks.threads(2, body)
 
 
-def test_who_is_left_goes_on() -> None:
+def test_surviving_ranks_continue() -> None:
     def body(comm: antiphon.Communicator) -> list[Any]:
         trained: list[Any] = []
 

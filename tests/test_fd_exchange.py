@@ -208,7 +208,7 @@ def test_a_rank_that_does_nothing_is_named_at_the_deadline(monkeypatch: pytest.M
     ranks.threads(2, body)
 
 
-def test_letters_of_strangers_are_dropped() -> None:
+def test_messages_without_the_secret_are_dropped() -> None:
     def write(words: Any) -> None:
         with open(os.devnull) as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
             stranger.setblocking(False)

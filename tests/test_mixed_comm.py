@@ -403,6 +403,14 @@ def checkpoints(device: torch.device) -> None:
         assert out.eq(2).all()
     with pytest.raises(ValueError, match="comm_backend is rank 9 of 10, the handler rank"):
         mixed.checkpoint_restore(Elsewhere())
+    # One rank's failure is that of all ranks, which can try again.
+    mixed.checkpoint_prepare()
+    with pytest.raises(ValueError, match="comm_backend is rank 9 of 10, the handler rank 1 of 4"):
+        mixed.checkpoint_restore(Elsewhere() if dist.get_rank() == 1 else TorchDistBackend())
+    with pytest.raises(RuntimeError, match="call checkpoint_restore first"):
+        run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x)
+    mixed.checkpoint_restore(TorchDistBackend())
+    assert run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x).eq(2).all()
     mixed.shutdown()
 
 
@@ -489,7 +497,7 @@ def test_integers_are_those_of_flashinfer() -> None:
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2))))
-def test_who_is_where(sizes: tuple[int, int, int, int]) -> None:
+def test_ranks_have_their_places(sizes: tuple[int, int, int, int]) -> None:
     local_tp, local_dp, inter_tp, inter_dp = sizes
     local, inter = local_tp * local_dp, inter_tp * inter_dp
     for rank in range(local * inter):

@@ -39,7 +39,7 @@ def train_until(left: int) -> list[int]:
                 return members
 
 
-def test_who_is_left_goes_on_without_the_killed() -> None:
+def test_surviving_ranks_continue_without_the_killed() -> None:
     results = ranks.processes(4, train_until, 2, dying={2, 3})
     assert results[:2] == [[0, 1], [0, 1]]
 

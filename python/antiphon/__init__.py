@@ -69,27 +69,28 @@ def init(
     timeout: float | None = None,
     arena_bytes: int | None = None,
 ) -> Communicator:
-    """Meets the other ranks and returns this rank's communicator. All ranks must call it alike.
+    """Joins the other ranks and returns this rank's communicator. All ranks must pass corresponding arguments.
 
-    With no way given the environment says who meets (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, as
-    ``antiphon run`` and torchrun set them). Otherwise exactly one of these:
+    Without ``path``, ``group`` and ``exchange`` the environment describes the world (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+    ``MASTER_PORT``, as ``antiphon run`` and torchrun set them). Otherwise pass exactly one of these:
 
-    * ``path``: a Unix socket appears there until all have come. Needs ``rank`` and ``world_size``. Whoever joins
-      must know ``secret``, which is the path itself unless given: then whoever of this user can open the socket may join.
-    * ``group``: a ``torch.distributed`` process group that is there already, whatever its backend. It is used once, to
+    * ``path``: the path of a Unix socket, which exists until all ranks have joined. Needs ``rank`` and ``world_size``. A rank
+      must know ``secret`` to join. By default it is the path itself: then any process of this user that can open the socket
+      may join.
+    * ``group``: an existing ``torch.distributed`` process group, of any backend. It is used once, to
       exchange a few bytes.
     * ``exchange``: any other channel, as a function that takes this rank's bytes and returns the bytes of all ranks
-      in order (``MPI.COMM_WORLD.allgather``, for one). Needs ``rank`` and ``world_size``.
+      in order (for example ``MPI.COMM_WORLD.allgather``). Needs ``rank`` and ``world_size``.
 
-    ``parent`` says, on all of them, that these ranks are some of the communicator ``parent``, whose others take no part: errors
-    name them as the world numbers them too, and the handles of their processes are shared.
+    ``parent`` is a communicator of which these ranks are a part; all of them pass it, and its other ranks take no part. Errors
+    then also give the world's rank numbers, and the handles of the ranks' processes are shared.
 
-    ``timeout`` is how many seconds a call waits for a peer (300), ``arena_bytes`` how much symmetric memory each rank can
-    have (1 GiB; only what is used costs memory). The environment may set them by ``ANTIPHON_TIMEOUT`` and
-    ``ANTIPHON_ARENA_BYTES`` where it says who meets.
+    ``timeout`` is the number of seconds that a call waits for a peer (300). ``arena_bytes`` is the limit of each rank's
+    symmetric memory (1 GiB; only used memory is allocated). If the environment describes the world, it may set them by
+    ``ANTIPHON_TIMEOUT`` and ``ANTIPHON_ARENA_BYTES``.
 
-    Raises ``TimeoutError`` naming the ranks that never came, ``ValueError`` for arguments that make no sense,
-    ``RuntimeError`` for what else keeps ranks from meeting.
+    Raises ``TimeoutError`` that names the missing ranks, ``ValueError`` for invalid arguments,
+    ``RuntimeError`` for other failures of the rendezvous.
     """
     ways = [name for name, way in (("path", path), ("group", group), ("exchange", exchange)) if way is not None]
     if len(ways) > 1:
@@ -120,7 +121,7 @@ def init(
 
 
 def _of_group(group: "ProcessGroup") -> tuple[int, int, Callable[[bytes], list[bytes]]]:
-    """Who this process is in a torch process group, and how its members exchange bytes."""
+    """The rank and the size of a torch process group, and the exchange of bytes among its members."""
     import torch.distributed as dist
 
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -128,8 +129,8 @@ def _of_group(group: "ProcessGroup") -> tuple[int, int, Callable[[bytes], list[b
         raise ValueError("init: this process is not in the group")
 
     def exchange(mine: bytes) -> list[bytes]:
-        everybody: list[bytes] = [b""] * world_size
-        dist.all_gather_object(everybody, mine, group=group)
-        return everybody
+        all_bytes: list[bytes] = [b""] * world_size
+        dist.all_gather_object(all_bytes, mine, group=group)
+        return all_bytes
 
     return rank, world_size, exchange

@@ -63,9 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command ``antiphon`` and returns its exit status."""
 
 def operations() -> list[tuple[str, str, str, bool, str | None]]:
-    """The operations that methods of :class:`Communicator` of the same name do, as the table of operations has them: the name;
-    what a rank passes and what it gets (``"block"``, ``"row"``: a block for each rank, ``"part"``: this rank's of uneven
-    parts, ``"parts"``: all of them); whether it reduces; whether one rank, the root, alone ``"gives"`` or ``"gets"``."""
+    """The rows of the table of operations; each operation is a method of :class:`Communicator`. A row has: the name; the extents of
+    the input and of the output (``"block"``; ``"row"``: a block for each rank; ``"part"``: this rank's of uneven
+    parts; ``"parts"``: all of them); whether it reduces; whether the root alone ``"gives"`` or ``"gets"``."""
 
 def after_fork() -> None:
     """Tells the library that this process is the child of a fork."""
@@ -74,76 +74,77 @@ class AbortedError(RuntimeError):
     """A rank, perhaps this one, called :meth:`Communicator.abort`."""
 
     rank: int
-    """Who called, as the communicator numbers it."""
+    """The rank that called, as the communicator numbers it."""
     world_rank: int
-    """Who called, as the world numbers it."""
+    """The rank that called, as the world numbers it."""
 
 class PeerLostError(RuntimeError):
     """A peer is gone: its process ended, or it closed its communicator."""
 
     rank: int
-    """Who is gone, as the communicator numbers it."""
+    """The lost rank, as the communicator numbers it."""
     world_rank: int
-    """Who was lost first, as the world numbers it: the same rank, or (in a group) one elsewhere, because of which this one went."""
+    """The rank that was lost first, as the world numbers it: the same rank, or a rank outside of the group whose loss
+    made it leave."""
 
 @final
 class Handle:
-    """An operation that goes on. Its arrays stay alive, even if the handle and all other references are dropped; do not
-    write the input, or use the output, before it is over."""
+    """A started operation. It keeps its arrays alive, even if the handle and all other references are dropped. Do not
+    write the input, or use the output, before the operation has finished."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits until it is over and returns what the blocking form returns. May be called again.
+        """Waits until the operation has finished and returns the result of the blocking form. May be called again.
 
-        Raises what the blocking form raises; ``TimeoutError`` if it still goes on after ``timeout`` seconds. Neither
-        that nor Ctrl-C ends the operation.
+        Raises the errors of the blocking form, and ``TimeoutError`` if the operation has not finished after ``timeout`` seconds.
+        Neither the time-out nor Ctrl-C ends the operation.
 
-        On CUDA the current stream waits, and the caller does not."""
+        On CUDA the current stream waits for the operation, and the caller does not."""
 
     def is_finished(self) -> bool:
-        """Whether it is over: :meth:`wait` would return at once; on CUDA, the GPU is done with it."""
+        """Whether the operation has finished: :meth:`wait` would return at once; on CUDA, the GPU has finished it."""
 
     @property
     def source(self) -> int | None:
-        """The rank that sent a message, when a wait for its receive has returned; else ``None``."""
+        """The rank that sent the message, after a wait for its receive has returned; else ``None``."""
 
 @final
 class Communicator:
-    """A rank's end of a world of ranks that act together; :func:`antiphon.init` makes it.
+    """The connection of a rank to its world; :func:`antiphon.init` makes it.
 
-    All ranks make the same calls with the same dtype, counts, operator and root, in the same order; whether a rank
-    waits for a call or starts it does not matter. Messages (``send``, ``recv``) have an order of their own, from rank
-    to rank. Threads may share a communicator.
+    All ranks make the same calls with the same dtype, counts, operator and root, in the same order. One rank may
+    start a call where another waits for it. Messages (``send``, ``recv``) are ordered separately, for each pair of ranks.
+    Threads may share a communicator.
 
-    Arrays are NumPy arrays, torch tensors, or anything that has the buffer protocol or DLPack, and must be contiguous.
+    Arrays are NumPy arrays, torch tensors, or other objects with the buffer protocol or DLPack, and must be contiguous.
     Without ``out=`` the result is a new array of the input's library (a NumPy array for plain buffers).
-    ``out=`` may be any writable array of the right dtype and number of elements. ``out=x`` works in place; so does an
-    ``out`` of ``all_gather`` whose block for this rank is ``x``, and an ``out`` of ``reduce_scatter`` that is this
+    ``out=`` may be any writable array of the right dtype and number of elements. ``out=x`` works in place. ``all_gather`` also
+    works in place if ``x`` is this rank's block of ``out``, and ``reduce_scatter`` if ``out`` is this
     rank's block of ``x``. Gradients are not tracked.
 
-    Reductions work on float64, float32, float16, bfloat16, int64, int32, int8 and uint8, and give the same bits on
-    every rank; ``"band"``, ``"bor"`` and ``"bxor"`` take the integers among them. Everything else takes elements of any whole
-    number of bytes. Ranks compare their dtypes; of types that have no name in torch, only the number of bytes.
+    Reductions take float64, float32, float16, bfloat16, int64, int32, int8 and uint8, and give the same bits on
+    every rank; ``"band"``, ``"bor"`` and ``"bxor"`` take only the integers. All other operations take elements of any whole
+    number of bytes. Ranks compare their dtypes; for types without a name in torch, they compare only the number of bytes.
 
-    Raises ``ValueError`` and ``TypeError`` for arguments that make no sense, before anything happens;
-    :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError`` for what goes wrong between ranks, after which every call
-    raises the same (``RuntimeError`` after Ctrl-C); ``RuntimeError`` when closed, or in the child of a fork. While a call waits other threads run,
-    and Ctrl-C ends the wait.
+    Invalid arguments raise ``ValueError`` and ``TypeError`` before the call has any effect. Failures between ranks raise
+    :class:`PeerLostError`, ``TimeoutError`` or ``RuntimeError``; after such a failure every call raises the same error
+    (``RuntimeError`` after Ctrl-C). A closed communicator, or one in the child of a fork, raises ``RuntimeError``. Other threads
+    run while a call waits, and Ctrl-C ends the wait.
 
-    **On CUDA.** All operations but plans, ``start_send`` and ``start_recv`` also take tensors of
-    a GPU (reductions those of float32, float16 and bfloat16) and put their work into the stream that torch or CuPy works
-    on at present, or into ``stream``, the integer of one. They do not wait for it, and may be captured in graphs. On each
+    **On CUDA.** All operations except plans, ``start_send`` and ``start_recv`` also take tensors on
+    a GPU (reductions only float32, float16 and bfloat16). They enqueue their work in the current stream of torch or CuPy,
+    or in ``stream``, a stream's handle as an integer. They do not wait for the work, and may be captured in graphs. On each
     rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
-    caller sees to the order with what else uses the tensors, and keeps them until the stream has passed; it needs ``out``
-    (else ``ValueError``) unless it is the library's current one. A communicator must outlive the replays of its graphs:
-    afterwards they touch unmapped memory, a fatal CUDA error. Of the communicators of the same GPUs, at most two may have
-    large calls under way at once; more may wait for each other until the timeout. The first CUDA call brings the ranks'
-    GPUs together and compiles kernels: :meth:`prepare_cuda` does it in advance. What goes wrong between ranks is raised
-    by a later call, or by :meth:`check`. What has no form on CUDA raises ``NotImplementedError``.
+    caller orders the call against other uses of the tensors, and keeps them until the stream has passed the call; it needs
+    ``out`` (else ``ValueError``) unless it is the library's current stream. A communicator must outlive the replays of its
+    graphs: a later replay accesses unmapped memory, a fatal CUDA error. Of the communicators on the same GPUs, at most two may
+    run large calls at once; more may wait for each other until the timeout. The first CUDA call connects the ranks'
+    GPUs and compiles kernels: :meth:`prepare_cuda` does this in advance. A later call, or :meth:`check`, raises failures between
+    ranks. Operations without a CUDA form raise ``NotImplementedError``.
     """
 
     @staticmethod
     def from_env(timeout: float | None = None, arena_bytes: int | None = None) -> Communicator:
-        """See :func:`antiphon.init`, as for the other two."""
+        """See :func:`antiphon.init`, which calls this method and the two below."""
 
     @staticmethod
     def at_path(
@@ -170,12 +171,12 @@ class Communicator:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     def timeout(self) -> float:
-        """How many seconds a call of this rank waits for a peer before it fails. It can be set, from any thread, which changes
-        waits under way too; graphs that were captured before keep theirs."""
+        """The number of seconds that a call of this rank waits for a peer before it fails. Any thread may set it, also for waits
+        under way; graphs that were captured before keep their timeout."""
 
     @timeout.setter
     def timeout(self, timeout: float) -> None: ...
@@ -185,8 +186,8 @@ class Communicator:
         """Whether :meth:`close` has been called."""
 
     def close(self) -> None:
-        """Waits for what was started (messages to receive excepted), then leaves: others that still need this rank get :class:`PeerLostError`.
-        Graphs that hold its calls must not be replayed any more."""
+        """Waits for all started operations except receives, then leaves the world: ranks that still need this rank get
+        :class:`PeerLostError`. Graphs with calls of this communicator must not be replayed any more."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -196,66 +197,66 @@ class Communicator:
         traceback: TracebackType | None,
     ) -> None: ...
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """A communicator for the ranks that give the same ``color``, ordered by ``key`` and then by rank; ``None``
-        for a rank whose colour is ``None``."""
+        """A communicator of the ranks that pass the same ``color``, ordered by ``key`` and then by rank; ``None``
+        on a rank that passes the color ``None``."""
 
     def shrink(self) -> Communicator:
-        """A communicator of the ranks that are left after a loss or :meth:`abort`, without a new rendezvous: a world of its own,
-        whose ranks are in the same order and numbered anew.
+        """A communicator of the surviving ranks after a loss or :meth:`abort`, without a new rendezvous. It is a world of its own,
+        with the ranks in the same order, numbered from 0.
 
-        All ranks that live, and have not closed this communicator, call it together; all get the same ranks, also if more of
-        them are lost meanwhile. It takes milliseconds once all have called. This communicator stays what it was: close it.
-        The new one makes its part on GPUs at its first use there. Raises ``TimeoutError`` that names the ranks that live and
-        do not come; this communicator can then not be shrunk any more."""
+        All living ranks that have not closed this communicator call it together. All get the same members, even if more ranks
+        are lost meanwhile. It takes milliseconds once all have called. This communicator does not change: close it.
+        The new one sets up GPUs at its first use there. Raises ``TimeoutError`` that names the living ranks that
+        do not call it; then this communicator cannot be shrunk any more."""
 
     def abort(self) -> None:
         """Ends all waits of this communicator, on this rank and the others, with :class:`AbortedError`, within milliseconds.
 
-        Any thread may call it, and it waits for nobody. All later calls raise the same, but for :meth:`shrink`. Nothing
-        happens if the communicator has failed before; groups split off it go on."""
+        Any thread may call it, and it does not wait for other ranks. All later calls except :meth:`shrink` raise the same error.
+        It has no effect if the communicator has failed before. Groups that were split off continue."""
 
     def barrier(self, *, device: int | None = None, stream: int | None = None) -> None:
-        """Waits until every rank has come here. With a CUDA device its stream waits, in its order, and this does not."""
+        """Waits until every rank has called it. With a CUDA device the stream waits, and the call returns at once."""
 
     def prepare_cuda(
         self, device: int | None = None, *, dtypes: Sequence[str] | None = None, ops: Sequence[Op] | None = None
     ) -> None:
-        """Brings the ranks' GPUs together and loads kernels, so that no call has to: needed before a graph is captured.
+        """Connects the ranks' GPUs and loads kernels in advance. It is necessary before a graph is captured.
 
-        All ranks call it together. ``device`` is torch's or CuPy's current one unless given. It loads what reduces
-        ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); what is not in the cache on
-        disk takes about a second for each. It takes about 370 MB on each GPU, for each communicator. Raises
-        ``RuntimeError`` that says what is missing."""
+        All ranks call it together. ``device`` is torch's or CuPy's current device by default. It loads the reductions of
+        ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); each that is not in the cache on
+        disk takes about a second. Each communicator takes about 370 MB on each GPU. Raises
+        ``RuntimeError`` that names missing requirements."""
 
     def on_cuda_failure(self, action: Literal["error", "abort"] | Callable[[Exception], object]) -> None:
-        """Says what happens at once when a kernel has given up, while this rank makes no call: replays a graph, say.
+        """Sets the action when a kernel gives up while this rank makes no call, for example while it replays a graph.
 
-        In any case one line on standard error names the rank, the operation and the cause, and the next call raises it.
-        ``"error"``: nothing else. ``"abort"``: the process is aborted, so that the launcher ends the job. A callable is called
+        In any case one line on standard error names the rank, the operation and the cause, and the next call raises the error.
+        ``"error"``: no further action. ``"abort"``: the process is aborted, so that the launcher ends the job. A callable is called
         once, from another thread, with the exception that the next call raises. The environment variable
-        ``ANTIPHON_ON_FAILURE`` (``error`` or ``abort``) says what a communicator begins with."""
+        ``ANTIPHON_ON_FAILURE`` (``error`` or ``abort``) sets the initial action of communicators."""
 
     def check(self) -> None:
-        """Raises what kernels that are over have left behind: :class:`PeerLostError`, ``TimeoutError``, ``RuntimeError``.
+        """Raises the failure of kernels that have finished: :class:`PeerLostError`, ``TimeoutError`` or ``RuntimeError``.
         It does not wait: synchronise with the stream first."""
 
     def create_cuda_buffer(self, num_bytes: int, device: int | None = None) -> CudaBuffer:
         """Memory of this size on every rank's GPU, all zeros. All ranks call it together, with the same size."""
 
     def free_cuda_buffer(self, buffer: CudaBuffer) -> None:
-        """Frees it on all ranks, which must all call it, once all work on the GPUs is over; what is registered, when it is
-        that no more."""
+        """Frees the buffer on all ranks. All ranks call it together, after all work on the GPUs has finished, and after
+        :meth:`unregister_cuda` of a registered buffer."""
 
     def register_cuda(self, memory: CudaBuffer | _Array) -> None:
         """Lets ``all_reduce(..., registered=True)`` use the memory of an array on CUDA, or of a :class:`CudaBuffer`.
 
-        All ranks call it together, with as much memory. Nothing is staged then: at 16 MiB and more it is as fast, and below
-        3 µs slower. Memory must be taken back (:meth:`unregister_cuda`) before it is freed. Raises ``ValueError`` for
-        memory on the host and for different sizes, ``RuntimeError`` for memory that CUDA IPC cannot share, such as
-        that of PyTorch's expandable segments, saying why."""
+        All ranks call it together, with equal sizes. These calls do not stage data: from 16 MiB on they are as fast as others, and
+        below 3 µs slower. Call :meth:`unregister_cuda` before the memory is freed. Raises ``ValueError`` for
+        memory on the host and for different sizes, and ``RuntimeError`` with the reason for memory that CUDA IPC cannot share, such
+        as that of PyTorch's expandable segments."""
 
     def unregister_cuda(self, memory: CudaBuffer | _Array) -> None:
-        """Takes registered memory back, once all work on the GPUs is over. All ranks call it together."""
+        """Ends the registration of memory, after all work on the GPUs has finished. All ranks call it together."""
 
     def exchange_bytes(self, mine: bytes) -> list[bytes]:
         """The bytes of all ranks, in rank order. Lengths may differ."""
@@ -309,14 +310,14 @@ class Communicator:
         algorithm: Algorithm | None = None,
         stream: int | None = None,
     ) -> RmsNormResult:
-        """The sum of all ranks' ``x`` with the residual, and its RMS norm, in one pass: what follows each matrix
+        """The sum of all ranks' ``x`` and the residual, and its RMS norm, in one pass: the operations behind each matrix
         product of a tensor-parallel transformer layer.
 
             norm, residual, _, _ = comm.all_reduce_rms_norm(x, residual, weight)
 
         ``x`` is ``(..., hidden)`` of float32, float16 or bfloat16, ``hidden`` a multiple of 16 bytes; ``residual`` like
-        it; ``weight``, ``bias`` and ``pre_weight`` are ``(hidden,)`` of the same dtype, a weight 1 and the others
-        nothing unless given. In the order of the result, with f32 inside and one rounding in each line::
+        it; ``weight``, ``bias`` and ``pre_weight`` are ``(hidden,)`` of the same dtype; by default weights are 1,
+        and there is no residual and no bias. The result is computed in this order, in f32 with one rounding in each line::
 
             total    = sum over the ranks of x, with the bits of all_reduce
             total    = rms_norm(total + bias) * pre_weight         with pre_norm, which is Gemma 2's; else total + bias
@@ -337,8 +338,8 @@ class Communicator:
 
         E4M3 codes are torch's ``float8_e4m3fn``, and bytes in other libraries. ``scale`` is a number (1 unless given)
         or an array of one float32. The result's ``residual`` is ``None`` if there was none and no ``residual_out``,
-        which may be ``residual`` itself; ``out`` or ``residual_out`` may be ``x``. ``rounded`` rounds after each addition of ranks. All ranks pass the same
-        shape, dtype, ``rounded`` and ``algorithm``. On CUDA tensors begin at multiples of 16 bytes, and the first call
+        which may be ``residual`` itself; ``out`` or ``residual_out`` may be ``x``. ``rounded`` rounds after each
+        addition of ranks. All ranks pass the same shape, dtype, ``rounded`` and ``algorithm``. On CUDA tensors begin at multiples of 16 bytes, and the first call
         of a dtype must not be captured."""
 
     def all_reduce_fused(
@@ -407,8 +408,8 @@ class Communicator:
     def all_gather_list(
         self, xs: Sequence[_A], *, out: Sequence[_O] | None = None, stream: int | None = None
     ) -> list[_A | _O]:
-        """:meth:`all_gather` of each of ``xs``. On CUDA tensors of one dtype, up to 64 that fit the memory for staging together,
-        go in one launch."""
+        """:meth:`all_gather` of each of ``xs``. On CUDA one launch does all, if there are at most 64 tensors of one dtype that fit the
+        staging memory together."""
 
     def reduce_scatter_list(
         self, xs: Sequence[_A], op: Op | None = None, *, out: Sequence[_O] | None = None, stream: int | None = None
@@ -416,7 +417,7 @@ class Communicator:
         """:meth:`reduce_scatter` of each of ``xs``, as :meth:`all_gather_list`."""
 
     def all_to_all(self, x: _A, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
-        """Block ``r`` of ``x`` goes to rank ``r``, whose block comes to the same place: ``(world_size * n, ...)`` in
+        """Block ``r`` of ``x`` goes to rank ``r``, and block ``r`` of the result comes from rank ``r``: ``(world_size * n, ...)`` in
         and out."""
 
     def all_to_all_v(
@@ -434,7 +435,7 @@ class Communicator:
     def all_gather_v(
         self, x: _A, counts: Sequence[int], *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O:
-        """:meth:`all_gather` with ``counts[r]`` rows of rank ``r``. All ranks pass the same counts; other ones raise
+        """:meth:`all_gather` with ``counts[r]`` rows of rank ``r``. All ranks pass the same counts; different counts raise
         ``RuntimeError``. ``x`` may be this rank's rows of ``out``."""
 
     def reduce_scatter_v(
@@ -446,44 +447,44 @@ class Communicator:
         out: _O | None = None,
         stream: int | None = None,
     ) -> _A | _O:
-        """:meth:`reduce_scatter` with ``counts[r]`` rows for rank ``r``. All ranks pass the same counts; other ones raise
+        """:meth:`reduce_scatter` with ``counts[r]`` rows for rank ``r``. All ranks pass the same counts; different counts raise
         ``RuntimeError``. ``out`` may be this rank's rows of ``x``."""
 
     def broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None, stream: int | None = None) -> _A | _O:
-        """Everybody's ``x`` becomes the root's, in place. With ``out`` that is written instead, and only the root's
-        ``x`` is read; others may pass ``None``."""
+        """Copies the root's ``x`` into the ``x`` of all ranks, in place. With ``out``, copies into ``out`` instead, and reads only the
+        root's ``x``; the other ranks may pass ``None`` as ``x``."""
 
     def reduce(
         self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O | None:
-        """:meth:`all_reduce` whose result only the root gets; others get ``None``."""
+        """:meth:`all_reduce` whose result only the root gets; the other ranks get ``None``."""
 
     def gather(
         self, x: _A, root: int = 0, *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O | None:
-        """:meth:`all_gather` whose result only the root gets; others get ``None``."""
+        """:meth:`all_gather` whose result only the root gets; the other ranks get ``None``."""
 
     def scatter(
         self, x: _A | None, root: int = 0, *, out: _O | None = None, stream: int | None = None
     ) -> _A | _O:
         """Rank ``r`` gets the ``r``-th block of the root's ``x``: ``(world_size * n, ...)`` there, ``(n, ...)`` out.
-        Others pass ``None``, and ``out``."""
+        The other ranks pass ``None``, and ``out``."""
 
     def send(self, x: _Array, to: int, *, tag: int = 0, stream: int | None = None) -> None:
         """Sends an array to a rank, which must receive one of the same dtype and number of elements, with the same tag. The first
-        few messages (8, of up to 32 KiB each) do not wait for that.
+        8 messages of up to 32 KiB each do not wait for the receiver.
 
-        Messages with one tag (0 to 2³² − 1) arrive in the order in which they were sent. While a rank awaits one with another
-        tag, it keeps those that come before in memory of its own. On CUDA there are no tags but 0; a message goes in the order of
-        the stream, and a short one does not wait for its receiver."""
+        Messages with one tag (0 to 2³² − 1) arrive in the order in which they were sent. While a rank waits for a message with
+        another tag, it stores earlier messages in its own memory. On CUDA the tag must be 0; messages are sent in the order of
+        the stream, and a short message does not wait for its receiver."""
 
     def recv(self, out: _O, source: int, *, tag: int = 0, stream: int | None = None) -> _O:
-        """Receives an array from a rank, that was sent with this tag."""
+        """Receives an array that a rank has sent with this tag."""
 
     def recv_any(self, out: _Array, *, tag: int = 0) -> int:
-        """Receives an array from whichever rank sends one with this tag first, and returns the rank.
+        """Receives an array from the first rank that sends one with this tag, and returns this rank.
 
-        :class:`PeerLostError` when the process of any rank ends, or all others have closed their communicators."""
+        Raises :class:`PeerLostError` when the process of any rank ends, or all other ranks have closed their communicators."""
 
     def send_recv(self, x: _Array, to: int, out: _O, source: int, *, stream: int | None = None) -> _O:
         """Sends one array and receives another at the same time, as rings do. On CUDA both have one dtype."""
@@ -534,51 +535,51 @@ class Communicator:
         """Starts :meth:`send`."""
 
     def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
-        """As :meth:`recv`, or, if the source is ``None``, as :meth:`recv_any`: then ``source`` of the handle is the rank."""
+        """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank."""
 
     def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
-        """Makes a buffer of which every rank has a zeroed copy that every rank can read and write. Collectives on
-        parts of it skip a copy. ``RuntimeError`` with the numbers when the symmetric memory is used up."""
+        """Makes a buffer of which every rank has a zeroed copy that all ranks can read and write. Collectives on
+        parts of it skip a copy. Raises ``RuntimeError`` with the numbers when the symmetric memory is exhausted."""
 
     def free_shared_buffer(self, buffer: SharedBuffer) -> None:
-        """Frees it on all ranks; nobody may use any copy any more."""
+        """Frees the buffer on all ranks; afterwards no rank may use any copy."""
 
     def load_plan(self, plan: str | os.PathLike[str] | FinishedPlan | _Program) -> Plan:
         """Makes an execution plan ready: a ``CollectiveProgram`` of :mod:`antiphon.language`, the text of a plan (JSON), or
         the path of its file. All ranks call it together, with the same plan.
 
-        The plan is proved first. ``ValueError`` with what stands against it if it is not right, or is for another number
-        of ranks, or its text has more than 64 MiB; ``RuntimeError`` if ranks load different plans, ``OSError`` for a file
+        The plan is proved first. Raises ``ValueError`` with the findings if the plan is wrong, is for another number
+        of ranks, or has a text of more than 64 MiB; ``RuntimeError`` if ranks load different plans; ``OSError`` for a file
         that cannot be read. The communicator stays usable."""
 
 @final
 class Plan:
-    """An execution plan on the ranks of a communicator, as :meth:`Communicator.load_plan` makes it."""
+    """An execution plan that :meth:`Communicator.load_plan` has loaded on the ranks of a communicator."""
 
     @property
     def name(self) -> str | None: ...
     @property
     def collective(self) -> str:
-        """``"allreduce"``, ``"allgather"``, ``"reducescatter"``, ``"alltoall"``, ... as the plan says."""
+        """The collective's name in the plan: ``"allreduce"``, ``"allgather"``, ``"reducescatter"``, ``"alltoall"``, ..."""
 
     @overload
     def execute(self, x: _A, out: None = None) -> _A: ...
     @overload
     def execute(self, x: _Array, out: _O) -> _O:
-        """Does what the plan says to ``x``, and returns the output: ``out`` if given, else ``x`` if the plan works in place,
-        else a new array like ``x``, with as many times its rows as the plan has chunks of output for each of input. All
+        """Executes the plan on ``x``, and returns the output: ``out`` if given, else ``x`` if the plan works in place,
+        else a new array like ``x``, whose number of rows is that of ``x`` times the ratio of the plan's output and input chunks. All
         ranks call it together, with arrays of the same size and dtype in host memory.
 
-        With ``x`` as ``out``, or a plan that works in place and no ``out``, ``x`` is both; if input and output differ in
+        With ``x`` as ``out``, or with a plan that works in place and no ``out``, ``x`` is input and output. If these differ in
         size, ``x`` is the larger one, and the other is this rank's own part of it.
 
-        The first call of a size costs more than later ones. ``ValueError`` for arrays that are not a whole number of the
+        The first call of a size takes longer than later ones. Raises ``ValueError`` for arrays that are not a whole number of the
         plan's aligned chunks, overlap in part, or are outside the plan's limits, ``TypeError`` for dtypes that differ or
         cannot be reduced, ``NotImplementedError`` for memory of a GPU. After ``TimeoutError`` or :class:`PeerLostError`,
         which name the rank, the thread block and the operation that waited, the communicator is unusable."""
 
     def close(self) -> None:
-        """Gives the plan's memory back. All ranks call it together; a plan that is dropped keeps its memory until the
+        """Frees the plan's memory. All ranks call it together; a plan that is dropped keeps its memory until the
         communicator is closed."""
 
 @final
@@ -599,7 +600,7 @@ class SharedBuffer:
 @final
 class Memory:
     """A part of a :class:`SharedBuffer`, for ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like, without a copy.
-    It stays mapped as long as anybody uses it."""
+    It stays mapped as long as any object uses it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -1017,11 +1018,11 @@ class MixedHandler:
 
         ``RuntimeError`` or ``ValueError`` on all ranks, if one fails."""
 
-    def restore_memory(self) -> None:
+    def restore_memory(self, problem: str | None = None) -> None:
         """Undoes :meth:`release_memory`: calls go on, and so do graphs that were captured before. All ranks call it together.
 
         ``RuntimeError`` or ``ValueError`` on all ranks, if one fails, as for a GPU with too little memory left; it can be called again
-        then."""
+        then. A rank that gives a ``problem`` fails with that text, and restores nothing."""
 
     def run(
         self,
@@ -1052,7 +1053,7 @@ def strided_memory(
     device: int | None = None,
 ) -> CapsuleType:
     """A DLPack capsule of what :func:`antiphon.comm.pack_strided_memory` returns, on a CUDA device or else the host.
-    Nobody checks that there is memory at ``ptr``, or keeps it."""
+    It neither checks that there is memory at ``ptr``, nor keeps it alive."""
 
 @final
 class Chunk:

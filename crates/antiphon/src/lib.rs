@@ -52,8 +52,8 @@
 //! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which is proved and simulated before the
 //!    [`executor`] runs it. The usual algorithms are in its [`library`](language::library).
 //! 8. **Mixtures of experts.** [`moe`] sends tokens to the ranks of their experts, and combines the experts' results.
-//! 9. **Lower layers.** [`device`] has the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the table of
-//!    operations; [`tuning`] the tables of measured times.
+//! 9. **Lower layers.** [`device`] has the shared memory, the waiting, and the vectorised arithmetic; [`operation`] the
+//!    table of operations; [`tuning`] the tables of measured times.
 //!
 //! ## Promises
 //!

@@ -31,7 +31,7 @@ Examples:
   antiphon tune --ranks 4
   antiphon tune --device cuda")]
 pub struct Args {
-    /// Where the tensors are, and who computes
+    /// The device of the tensors and of the computation
     #[arg(long, value_enum, default_value = "host")]
     device: DeviceKind,
 

@@ -134,7 +134,7 @@ fn rank_0_reads_standard_input_and_the_others_find_it_empty() {
 }
 
 #[test]
-fn the_last_lines_say_who_failed_first() {
+fn the_last_lines_name_the_rank_that_failed_first() {
     let script = "if [ $RANK = 1 ]; then kill -9 $$; fi; sleep 0.3; echo 'peer lost' >&2; exit 7";
     let output = output(&["-n", "3"], script);
     assert_eq!(output.status.code(), Some(137));

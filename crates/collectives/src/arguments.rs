@@ -1,4 +1,4 @@
-//! Validating tensors once, at the door: what comes after works on plain addresses and counts.
+//! Validation of a call's tensors, once at its beginning: later stages work on plain addresses and counts.
 
 use antiphon_device::ReduceOp;
 use antiphon_fabric::{Operation, Signature, gpu::Reduction};
@@ -160,13 +160,13 @@ impl<'c> CheckedCall<'c> {
         check_reduction(of, self.input.as_ref(), self.output.as_ref())
     }
 
-    /// Which elements of the input go to whom.
+    /// The elements of the input that go to each rank.
     #[inline]
     pub(crate) fn input_layout(&self) -> Layout<'_> {
         self.call.input_layout(self.block, self.rank, self.world_size)
     }
 
-    /// Which elements of the output come from whom.
+    /// The elements of the output that come from each rank.
     #[inline]
     pub(crate) fn output_layout(&self) -> Layout<'_> {
         self.call.output_layout(self.block, self.rank, self.world_size)

@@ -72,7 +72,7 @@ pub trait Collectives {
     /// [`all_gather`](Self::all_gather) where each rank's input is its own block of the `W·n` elements.
     fn all_gather_in_place<'o>(&self, buffer: impl Into<TensorViewMut<'o>>) -> Result<()>;
 
-    /// Rank `r` gets the reduction of everybody's `r`-th block: `W·n` elements in, `n` out.
+    /// Rank `r` gets the reduction of all ranks' `r`-th blocks: `W·n` elements in, `n` out.
     fn reduce_scatter<'i, 'o>(
         &self,
         input: impl Into<TensorView<'i>>,
@@ -125,10 +125,10 @@ pub trait Collectives {
         op: ReduceOp,
     ) -> Result<()>;
 
-    /// Everybody's buffer becomes the root's.
+    /// Every rank's buffer gets the root's content.
     fn broadcast<'o>(&self, buffer: impl Into<TensorViewMut<'o>>, root: usize) -> Result<()>;
 
-    /// Everybody's output becomes the root's input; the others pass `None`, or anything.
+    /// Every rank's output gets the root's input; the other ranks pass `None`, or any input.
     fn broadcast_from<'i, 'o>(
         &self,
         input: Option<TensorView<'i>>,

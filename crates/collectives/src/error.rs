@@ -1,6 +1,6 @@
 //! Why a collective was refused or failed.
 
-use antiphon_device::{DeviceError, ReduceOp, cuda::CudaError};
+use antiphon_device::{ReduceOp, cuda::CudaError};
 use antiphon_fabric::FabricError;
 use antiphon_operation::{Operation, WrongCall, WrongCount};
 use antiphon_tensor::{DType, Device, TensorError};
@@ -157,7 +157,7 @@ impl From<WrongCall> for CollectiveError {
 
 impl From<CudaError> for CollectiveError {
     fn from(error: CudaError) -> Self {
-        FabricError::from(DeviceError::from(error)).into()
+        FabricError::from(error).into()
     }
 }
 

@@ -108,7 +108,7 @@ impl NcclCollectives {
             .map_err(CollectiveError::from)
     }
 
-    /// Everybody's `input`, one behind the other by rank, to everybody's `output`.
+    /// All ranks' `input`, one behind the other by rank, to the `output` of every rank.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -322,7 +322,7 @@ impl NcclCollectives {
         Ok(self.nccl.grouped(all)?)
     }
 
-    /// The root's `buffer` to everybody's.
+    /// The root's `buffer` to the `buffer` of every rank.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] when there is no rank `root`.

@@ -1,4 +1,4 @@
-//! The operations without waiting: each returns a handle, and the buffers come back from it.
+//! The non-blocking forms of the operations: each returns a handle, which returns the buffers.
 
 use antiphon_fabric::{Communicator, FabricError, Operation, Pending};
 use antiphon_operation::{Call, InPlace};
@@ -9,15 +9,15 @@ use crate::{
     error::{CollectiveError, Result},
 };
 
-/// What [`NonBlocking`] operations return: the operation goes on in the background until
-/// [`wait`](Pending::wait) hands the buffer back.
+/// The handle of a [`NonBlocking`] operation. The operation runs in the background; [`wait`](Pending::wait) returns the buffer.
 type Handle<T> = Result<Pending<Vec<T>, CollectiveError>>;
 
-/// Non-blocking forms of the [`Collectives`]. They run one after the other in the background of the communicator, in
-/// the order of the calls, which must be the same on all ranks; blocking calls may go on meanwhile and have an order of
-/// their own. Buffers are given away and come back, so nobody can touch them too early, even if the handle is lost.
+/// Non-blocking forms of the [`Collectives`]. The operations run one after the other in the background of the communicator, in
+/// the order of the calls, which must be the same on all ranks. Blocking calls may run at the same time and are ordered
+/// separately. A call takes its buffers and the handle returns them, so the caller cannot access them too early, even if it
+/// drops the handle.
 ///
-/// For several operations in a row, or anything else, see [`Communicator::spawn`], of which these are the short forms.
+/// [`Communicator::spawn`] is the general form, for several operations in a row or other work.
 ///
 /// ```
 /// use antiphon_collectives::{CollectiveError, NonBlocking, ReduceOp};

@@ -3,6 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use antiphon_device::DeviceError;
+#[cfg(not(loom))]
+use antiphon_device::cuda::CudaError;
 
 use crate::{Members, Signature, rendezvous::RendezvousError};
 
@@ -15,7 +17,7 @@ pub enum Loss {
     Left,
     /// Another rank saw that it was lost.
     Reported {
-        /// Who said so.
+        /// The rank that reported it.
         by: usize,
     },
     /// It went because it had lost a rank of the world that is not in this group.
@@ -55,7 +57,7 @@ pub enum FabricError {
     /// A peer is gone.
     #[error("{} was lost during {operation}: {}", members.subject(*rank), how.told(members))]
     PeerLost {
-        /// Who is gone.
+        /// The lost rank.
         rank: usize,
         /// What this rank was doing.
         operation: Signature,
@@ -74,7 +76,7 @@ pub enum FabricError {
         operation: Signature,
         /// How long it waited.
         waited: Duration,
-        /// Who did not come.
+        /// The missing ranks.
         missing: Vec<usize>,
         /// How many ranks there are.
         world_size: usize,
@@ -103,7 +105,7 @@ pub enum FabricError {
     Aborted {
         /// What this rank was doing.
         operation: Signature,
-        /// Who gave up.
+        /// The rank that gave up.
         by: usize,
         /// Why.
         reason: String,
@@ -118,7 +120,7 @@ pub enum FabricError {
     AbortCalled {
         /// What this rank was doing: nothing, if it is the one that called.
         operation: Option<Signature>,
-        /// Who called.
+        /// The calling rank.
         by: usize,
         /// The ranks of the communicator.
         members: Members,
@@ -128,7 +130,7 @@ pub enum FabricError {
     ShrinkTimeout {
         /// How long this rank waited.
         waited: Duration,
-        /// For whom.
+        /// The peer of the message.
         missing: Vec<usize>,
         /// How many ranks there were.
         world_size: usize,
@@ -138,7 +140,7 @@ pub enum FabricError {
     /// A rank gave up [shrinking](crate::Communicator::shrink) the communicator, for a reason that it knows.
     #[error("shrink was aborted: {} gave up", members.subject(*by))]
     ShrinkAborted {
-        /// Who.
+        /// The rank.
         by: usize,
         /// The ranks of the communicator.
         members: Members,
@@ -181,6 +183,13 @@ pub enum FabricError {
         /// What is wrong with it.
         problem: String,
     },
+}
+
+#[cfg(not(loom))]
+impl From<CudaError> for FabricError {
+    fn from(error: CudaError) -> Self {
+        DeviceError::from(error).into()
+    }
 }
 
 impl FabricError {

@@ -6,7 +6,7 @@
 //! is killed and rank 2 exits because of that, rank 0 hears of rank 3.
 //!
 //! A rank that gives up in a group leaves the reason in the world's memory too, where it counts once the rank is gone:
-//! its groups fail alone, but whoever misses it elsewhere hears why it went. Reasons name ranks as the world does.
+//! its groups fail alone, but ranks that wait for it in other groups get the reason. Reasons use the world's rank numbers.
 
 use std::{
     collections::BTreeSet,
@@ -51,7 +51,7 @@ pub(crate) struct Peer {
     pub(crate) cores: Arc<[u32]>,
 }
 
-/// The reason in a control block: what happened in the upper half, to whom (as the world numbers ranks) in the lower.
+/// The reason in a control block: the event in the upper half, the rank that it concerns (by its world number) in the lower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Lost(usize),
@@ -134,7 +134,7 @@ impl Health {
         }
     }
 
-    /// Which ranks of this communicator these processes are, of whom each says which it is; or what contradicts that.
+    /// The processes by their ranks of this communicator, as each process has stated its rank; or the contradiction.
     pub(crate) fn check_places(&self, places: &[(usize, Option<(u32, u64)>)]) -> Result<(), String> {
         for (member, &(rank, id)) in places.iter().enumerate() {
             let Some(peer) = self.peers.get(rank) else {
@@ -303,7 +303,7 @@ impl Health {
         silent() && self.has_ended(rank) && silent()
     }
 
-    /// Who has seen that a rank is lost, perhaps from where more can be seen.
+    /// The rank that has noticed that a rank is lost, which may know more.
     fn who_lost(&self, regions: &Regions, rank: usize) -> Option<usize> {
         let lost = Some(Fault::Lost(self.members.world_rank(rank)));
         let peers = (0..self.peers.len()).filter(|&by| by != self.rank && by != rank);
@@ -382,7 +382,7 @@ impl Health {
         }
     }
 
-    /// Leaves the reason why this rank gave up in a group, for those who will miss it elsewhere. A rank that is lost
+    /// Leaves the reason why this rank gave up in a group, for ranks that will wait for it elsewhere. A rank that is lost
     /// explains more than what comes after it.
     fn tell_world(&self, fault: Fault) {
         let Some(world) = &self.world else { return };
@@ -419,7 +419,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_fault_says_whom_in_the_world_the_error_was_about() {
+    fn a_fault_names_the_rank_of_the_world() {
         let members = Members::of_group([20, 21, 22, 23]);
         let operation = Signature::new(Operation::Barrier);
         let lost = FabricError::PeerLost { rank: 3, operation, how: Loss::Left, members: members.clone() };

@@ -40,7 +40,7 @@ const HEAD: usize = 128;
 #[derive(Default)]
 pub(crate) struct Padded<T>(pub(crate) T);
 
-/// What a rank tells everybody about itself while it lives.
+/// The state that a rank publishes to all ranks while it lives.
 #[repr(C)]
 #[derive(Default)]
 pub(crate) struct Control {

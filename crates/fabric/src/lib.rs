@@ -65,7 +65,10 @@ pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue
 pub use error::FabricError;
 pub use local::LocalWorld;
 pub use members::Members;
-pub use signal::rounds::{Arenas, Rounds};
+pub use signal::{
+    arena_offsets::ArenaOffsets,
+    rounds::{Arenas, Rounds},
+};
 pub use signature::Signature;
 #[cfg(not(loom))]
 pub use symmetric::{CudaArena, RegisteredMemory};

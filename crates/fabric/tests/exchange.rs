@@ -75,7 +75,7 @@ fn an_object_of_another_type_is_an_error_that_names_its_rank() {
 }
 
 #[test]
-fn an_object_that_cannot_be_serialised_keeps_nobody_waiting() {
+fn an_object_that_cannot_be_serialised_keeps_no_rank_waiting() {
     use std::collections::HashMap;
     let results = LocalWorld::run(2, |comm| {
         // JSON knows no maps whose keys are lists.

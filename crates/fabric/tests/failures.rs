@@ -52,7 +52,7 @@ fn a_panic_loses_the_peer_for_the_others_and_goes_on_in_the_caller() {
 }
 
 #[test]
-fn a_rank_that_leaves_is_lost_to_those_who_need_it() {
+fn a_rank_that_leaves_is_lost_to_ranks_that_need_it() {
     let results = run(3, |comm| {
         comm.barrier()?;
         match comm.rank() {
@@ -179,7 +179,7 @@ fn who_gave_up_says_on_whom() {
 }
 
 #[test]
-fn a_deadline_names_everybody_who_is_missing() {
+fn a_deadline_names_all_missing_ranks() {
     let timeout = Duration::from_millis(200);
     let over = Barrier::new(4);
     let results = LocalWorld::run_with(4, timeout, |comm| {
@@ -215,7 +215,7 @@ fn every_rank_sees_both_sides_of_a_mismatch() {
 }
 
 #[test]
-fn both_ends_of_a_message_see_both_sides_whoever_comes_first() {
+fn both_ends_of_a_message_see_both_calls_in_any_order() {
     for receiver_first in [false, true] {
         let results = run(2, |comm| {
             if receiver_first == (comm.rank() == 0) {

@@ -299,7 +299,7 @@ fn a_message_that_was_started_goes_on_while_its_rank_does_something_else() {
 }
 
 #[test]
-fn whoever_only_asks_hears_of_a_lost_peer_too() {
+fn a_caller_that_only_polls_notices_a_lost_peer() {
     let results = LocalWorld::run(2, |comm| -> Outcome {
         if comm.rank() == 1 {
             return Ok(());

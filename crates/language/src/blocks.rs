@@ -46,7 +46,7 @@ impl ThreadBlockGroup {
     }
 }
 
-/// Who does an operation: a thread block (`0`), or all of a group (`&group`).
+/// The thread blocks of an operation: one (`0`), or all of a group (`&group`).
 #[derive(Clone, Copy, Debug)]
 pub enum Blocks<'a> {
     /// One thread block does all of it.

@@ -96,7 +96,7 @@ impl<'p> MemoryChannel<'p> {
         self.0.put(PutKind::Plain, dst, src, on.into())
     }
 
-    /// Writes chunks as packets into the destination rank's scratch: whoever reads them waits for each.
+    /// Writes chunks as packets into the destination rank's scratch; their readers wait for each packet.
     ///
     /// # Errors
     /// See [`MemoryChannel`].
@@ -245,7 +245,7 @@ impl<'p> PortChannel<'p> {
         self.0.put(PutKind::WithSignalAndFlush, dst, src, tb.into())
     }
 
-    /// Has chunks written as packets into the destination rank's scratch: whoever reads them waits for each.
+    /// Has chunks written as packets into the destination rank's scratch; their readers wait for each packet.
     ///
     /// # Errors
     /// See [`MemoryChannel`].

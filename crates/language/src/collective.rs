@@ -24,12 +24,12 @@ pub struct BufferChunks {
 }
 
 impl Collective {
-    /// Every rank gets everybody's part: `chunk_factor` chunks in, of all ranks out.
+    /// Every rank gets the parts of all ranks: `chunk_factor` chunks in, those of all ranks out.
     pub fn all_gather(num_ranks: u32, chunk_factor: u64) -> Self {
         Self::uniform("allgather", num_ranks, chunk_factor, all(num_ranks, chunk_factor))
     }
 
-    /// Every rank gets the reduction of everybody's input: `num_ranks × chunk_factor` chunks in and out.
+    /// Every rank gets the reduction of all inputs: `num_ranks × chunk_factor` chunks in and out.
     pub fn all_reduce(num_ranks: u32, chunk_factor: u64) -> Self {
         let chunks = all(num_ranks, chunk_factor);
         Self::uniform("allreduce", num_ranks, chunks, chunks)

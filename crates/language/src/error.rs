@@ -111,9 +111,9 @@ pub enum LanguageError {
     NotAMember {
         /// The operation.
         op: &'static str,
-        /// Which rank.
+        /// The rank.
         rank: u32,
-        /// Who is.
+        /// The members of the channel.
         members: Vec<u32>,
     },
     /// A rank that has no end of a switch channel uses it.
@@ -121,9 +121,9 @@ pub enum LanguageError {
     NoSwitchEnd {
         /// The operation.
         op: &'static str,
-        /// Who.
+        /// The rank.
         rank: u32,
-        /// Who has one.
+        /// The ranks that have one.
         members: Vec<u32>,
     },
     /// A switch channel's buffer is too small at one of its ranks.

@@ -207,7 +207,7 @@ impl State {
         Ok(())
     }
 
-    /// What follows comes from this line, whoever calls.
+    /// The following operations come from this line of the program.
     pub fn tell_origin(&mut self, file: &str, line: u32) {
         self.told = true;
         self.set_origin(file, line);

@@ -47,7 +47,7 @@ fn the_same_sum_is_made_once() {
 }
 
 #[test]
-fn one_rank_alone_has_nobody_to_sum_with() {
+fn a_sum_over_one_rank_is_a_copy() {
     let before = program(&(sum("a", "%x", "alone", 0) + "return %a"));
     let after = lowered(&before, &numerics(Numerics::Same));
     assert_eq!(kinds(&after.graph), ["copy"]);

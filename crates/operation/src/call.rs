@@ -258,13 +258,13 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Which elements of a rank's input go to whom, where a block has `block` elements.
+    /// The elements of a rank's input that go to each rank, where a block has `block` elements.
     #[inline]
     pub fn input_layout(&self, block: usize, rank: usize, world_size: usize) -> Layout<'_> {
         Layout { extent: self.operation.row().input, block, counts: &self.counts, rank, world_size }
     }
 
-    /// Which elements of a rank's output come from whom, where a block has `block` elements.
+    /// The elements of a rank's output that come from each rank, where a block has `block` elements.
     #[inline]
     pub fn output_layout(&self, block: usize, rank: usize, world_size: usize) -> Layout<'_> {
         let counts = if self.has_two_lists() { &self.receives } else { &self.counts };

@@ -59,9 +59,9 @@ pub enum PlanError {
         "rank {from} signals rank {to} {signals} times over {channel_type:?} channels, which waits for it {waits} times"
     )]
     Pairing {
-        /// Who signals.
+        /// The signalling rank.
         from: Rank,
-        /// Who waits.
+        /// The waiting rank.
         to: Rank,
         /// Memory or port channels.
         channel_type: ChannelType,

@@ -1,19 +1,19 @@
-//! Where an operation stands.
+//! The place of an operation in a plan.
 
 use std::fmt;
 
 use crate::ids::{Rank, ThreadBlockId};
 
-/// Where an operation stands in a plan.
+/// The place of an operation in a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Place {
-    /// Whose operation.
+    /// The rank of the operation.
     pub rank: Rank,
     /// The thread block that does it.
     pub threadblock: ThreadBlockId,
-    /// Its place among the block's operations.
+    /// Its index among the block's operations.
     pub op: u32,
-    /// Its place in that operation, if that is a pipeline.
+    /// Its index in that operation, if that is a pipeline.
     pub inner: Option<u32>,
 }
 

@@ -126,7 +126,7 @@ pub enum GpuChannels {
     Switch {
         /// Which buffer it binds.
         buffer: BufferType,
-        /// Who is in it: one group.
+        /// Its ranks, in one group.
         rank_groups: Vec<Vec<Rank>>,
     },
 }

@@ -63,7 +63,7 @@ pub struct Access {
     pub chunks: Range<u64>,
     /// Read or written.
     pub mode: Mode,
-    /// As packets: twice the bytes, at twice the offset, and whoever reads waits for them.
+    /// As packets: twice the bytes, at twice the offset, and a reader waits for them.
     pub packets: bool,
     /// Of the chunks, only this share.
     pub group: Option<GroupShare>,

@@ -212,7 +212,7 @@ fn a_pipeline_turns_as_often_as_the_message_needs() {
 }
 
 #[test]
-fn a_plan_that_cannot_end_says_who_waits_for_what() {
+fn a_deadlock_names_the_blocks_and_what_they_wait_for() {
     let mut builder = PlanBuilder::new("custom", 2, [1, 1, 1]);
     builder.on(0, 0).nop().wait(Memory, 1).signal(Memory, 1);
     builder.on(0, 1).barrier(3, 2);

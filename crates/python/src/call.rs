@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 use crate::{cuda::ordinal, mixed::Mixed, operand::Tensor};
 
-/// What to do: an operation with its arguments.
+/// An operation with its arguments except the tensors.
 pub(crate) type What = operation::Call<'static>;
 
 #[doc = stub!("operations")]
@@ -81,7 +81,7 @@ impl Call {
     /// Takes part in the collective.
     ///
     /// # Safety
-    /// The operands are valid until this returns; nobody writes the input, or uses the output, meanwhile.
+    /// The operands are valid until this returns; no other code writes the input, or uses the output, meanwhile.
     pub(crate) unsafe fn run(&self, comm: &Communicator) -> Result<(), CollectiveError> {
         if self.registered {
             let text = "all_reduce: registered is for tensors on CUDA; on the host, those of shared buffers are reduced \

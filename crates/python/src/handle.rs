@@ -22,7 +22,7 @@ pub(crate) struct Handle {
     state: Mutex<State>,
     /// Given back by `wait`; also keeps an array alive whose memory is only borrowed.
     result: Option<Py<PyAny>>,
-    /// Who sent the message, once it is here.
+    /// The rank that sent the message, once it has arrived.
     source: OnceLock<usize>,
 }
 
@@ -44,7 +44,7 @@ trait Work: Send {
         self.wait_for(Duration::ZERO)
     }
 
-    /// Who sent the message, once it is here.
+    /// The rank that sent the message, once it has arrived.
     fn source(&self) -> Option<usize> {
         None
     }
@@ -104,7 +104,7 @@ impl Handle {
     }
 
     /// Whether it is over after `limit` at most. Like every look at the state it happens detached from the interpreter:
-    /// whoever holds the lock does not need the interpreter, and whoever needs the interpreter does not hold the lock.
+    /// a thread with the lock does not need the interpreter, and a thread that needs the interpreter does not hold the lock.
     fn is_over_in(&self, limit: Duration) -> bool {
         let mut state = self.state();
         match &mut *state {

@@ -51,7 +51,7 @@ pub(crate) fn unsigned(name: &str, value: i64) -> Result<usize> {
     Ok(usize::try_from(value).map_err(negative)?)
 }
 
-/// A rank that somebody gave: `ValueError`, whatever is wrong with it.
+/// A rank from the caller; every invalid value raises `ValueError`.
 fn as_rank(rank: &Bound<'_, PyAny>) -> PyResult<usize> {
     rank.extract().map_err(|_| PyValueError::new_err(format!("rank is {rank:?}, which is no rank")))
 }

@@ -10,7 +10,7 @@ use antiphon::{
     collectives::mixed::{self, CudaMixedHandler, MixedCall, MixedMode, MixedOp, operation_of},
     cuda::{CudaCollectives, StreamRef},
     operation::Operation,
-    prelude::{CollectiveError, Communicator as Comm, MixedLayout, TensorView, TensorViewMut},
+    prelude::{CollectiveError, Communicator as Comm, FabricError, MixedLayout, TensorView, TensorViewMut},
     tensor::{Device, dlpack::ElementType},
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
@@ -124,7 +124,7 @@ impl Mixed {
     ) -> std::result::Result<(), CollectiveError> {
         let Some((_, gpu)) = &self.handler.gpu else {
             let text = "the mixed handler was made for the host, and the tensors are on a GPU";
-            return Err(antiphon::prelude::FabricError::invalid(text).into());
+            return Err(FabricError::invalid(text).into());
         };
         // SAFETY: passed on.
         unsafe { lock(gpu).run(peers, self.call(), input, output, stream) }
@@ -226,12 +226,20 @@ impl MixedHandler {
 
     #[doc = stub!("MixedHandler.release_memory")]
     fn release_memory(&self, py: Python<'_>) -> Result<()> {
-        self.on_peers(py, |peers, comm| peers.release_memory(comm))
+        self.together(py, |comm, peers| match peers {
+            Some(peers) => peers.release_memory(comm),
+            None => Ok(comm.barrier()?),
+        })
     }
 
     #[doc = stub!("MixedHandler.restore_memory")]
-    fn restore_memory(&self, py: Python<'_>) -> Result<()> {
-        self.on_peers(py, |peers, comm| peers.restore_memory(comm))
+    #[pyo3(signature = (problem = None))]
+    fn restore_memory(&self, py: Python<'_>, problem: Option<String>) -> Result<()> {
+        let problem = problem.map_or(Ok(()), |problem| Err(FabricError::invalid(problem)));
+        self.together(py, |comm, peers| {
+            comm.agree("cannot restore its memory", problem)?;
+            peers.map_or(Ok(()), |peers| peers.restore_memory(comm))
+        })
     }
 
     #[doc = stub!("MixedHandler.run")]
@@ -285,20 +293,18 @@ impl MixedHandler {
         }
     }
 
-    /// Something that all ranks do together with their GPUs; on the host they only meet.
-    fn on_peers(
+    /// Something that all ranks do together, with their GPUs if the handler is for these.
+    fn together(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&CudaCollectives, &Comm) -> std::result::Result<(), CollectiveError> + Send,
+        work: impl FnOnce(&Comm, Option<&CudaCollectives>) -> std::result::Result<(), CollectiveError> + Send,
     ) -> Result<()> {
-        let queue = self.comm.get().queue()?;
-        let Some((device, _)) = self.handler.gpu else {
-            return Ok(interrupt::detached(py, || {
-                queue.run(|comm| Ok::<_, CollectiveError>(comm.barrier()?))
-            })?);
+        let (queue, gpus) = (self.comm.get().queue()?, self.comm.get().gpus());
+        let device = self.handler.gpu.as_ref().map(|(device, _)| *device);
+        let together = |comm: &Comm| match device {
+            Some(device) => gpus.with_peers(device, |peers| work(comm, Some(peers))),
+            None => work(comm, None),
         };
-        let gpus = self.comm.get().gpus();
-        let together = |comm: &Comm| gpus.with_peers(device, |peers| work(peers, comm));
         Ok(interrupt::detached(py, || queue.run(together))?)
     }
 }

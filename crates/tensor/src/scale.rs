@@ -13,7 +13,7 @@ use crate::round::{F32_INFINITY, F32_NAN};
 /// A scale is rounded *up* when it is computed from a block's largest magnitude, so that this magnitude, divided by
 /// it, stays within the element format: [`from_f32_up`](UE8M0::from_f32_up), which everything in
 /// [`quantize`](crate::quantize) rounds like. [`from_f32_nearest`](UE8M0::from_f32_nearest) converts a scale that
-/// somebody else has computed, as a cast in a tensor framework does.
+/// another library has computed, as a cast in a tensor framework does.
 ///
 /// ```
 /// use antiphon_tensor::UE8M0;

@@ -227,7 +227,7 @@ def measure(
         x_out = x_in.new_empty(_output_shape(op, handler.para_info, x_in.shape, None))
         for mode in handler.valid_mode_list:
             if mode != MixedCommMode.AUTOTUNE:
-                samples = _samples(handler.device, functools.partial(handler._run, op, mode, x_in, x_out, None))
+                samples = _samples(handler, functools.partial(handler._run, op, mode, x_in, x_out, None))
                 times.setdefault((op, mode), []).append(samples)
     everyone: list[Any] = [None] * handler.para_info.world_size
     dist.all_gather_object(everyone, times)
@@ -239,8 +239,10 @@ def measure(
     return {(op, mode): [slowest(op, mode, k) for k in range(len(sizes))] for op, mode in times}
 
 
-def _samples(device: torch.device, call: Callable[[], None], calls: int = 5, samples: int = 3) -> list[float]:
+def _samples(handler: MixedCommHandler, call: Callable[[], None], samples: int = 3) -> list[float]:
     """Seconds of one call: means of several, which are in a graph on a GPU if the default group's backend can be captured."""
+    device = handler.device
+    calls = 5 if device.type == "cpu" else 20
 
     def several() -> None:
         for _ in range(calls):
@@ -251,7 +253,7 @@ def _samples(device: torch.device, call: Callable[[], None], calls: int = 5, sam
         return [_host_seconds(several) / calls for _ in range(samples)]
     with torch.cuda.device(device):
         replay = _captured(several) if _backend_of(device) in ("nccl", "antiphon") else several
-        return [_gpu_seconds(replay) / calls for _ in range(samples)]
+        return [_gpu_seconds(handler, replay) / calls for _ in range(samples)]
 
 
 def _backend_of(device: torch.device) -> str:
@@ -273,9 +275,11 @@ def _host_seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _gpu_seconds(work: Callable[[], None]) -> float:
+def _gpu_seconds(handler: MixedCommHandler, work: Callable[[], None]) -> float:
     start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
     dist.barrier()
+    assert handler._comm is not None
+    handler._comm.barrier(device=handler.device.index)  # the GPUs start together, behind their hosts
     start.record()
     work()
     end.record()

@@ -299,20 +299,23 @@ class MixedCommHandler:
         """Undoes :meth:`checkpoint_prepare`: graphs that were captured before go on. All ranks call it together; a second time it does
         nothing.
 
-        Raises ``ValueError`` if the backend has another rank or size than the handler. If one rank fails, as for too little memory,
-        all raise, and it can be called again.
+        Raises ``ValueError`` if the backend has another rank or size than the handler. If one rank fails, for that or for too little
+        memory, all raise, and it can be called again.
         """
         core = self._running(even_prepared=True)
         info = self.para_info
         theirs = comm_backend.Get_rank(), comm_backend.Get_size()
+        problem = None
         if theirs != (info.world_rank, info.world_size):
-            raise ValueError(
+            problem = (
                 f"checkpoint_restore: comm_backend is rank {theirs[0]} of {theirs[1]}, the handler rank {info.world_rank} of "
                 f"{info.world_size}"
             )
         if self._is_prepared:
-            core.restore_memory()
+            core.restore_memory(problem)  # the other ranks wait there
             self._is_prepared = False
+        elif problem is not None:
+            raise ValueError(problem)
 
     def _running(self, even_prepared: bool = False) -> _core.MixedHandler:
         if not self.is_running or self._core is None:

@@ -274,7 +274,7 @@ def _all_reduce_fused(
         codes=None if codes is None else codes.view(torch.uint8),
         scales=scales,
     )
-    if quantize == "fp8-groups" and "scales" in into and scales is not None:
+    if quantize == "fp8-groups" and scales is not None and "scales" in into:
         into["scales"].copy_(_powers(scales, into["scales"]))
     return results
 

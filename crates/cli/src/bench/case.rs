@@ -263,7 +263,7 @@ fn ping_pong<T: Element>(comm: &Communicator, input: &[T], output: &mut [T]) -> 
     Ok(())
 }
 
-/// A reduction of one source: the same loop as an all-reduce's, without anybody else.
+/// A reduction of one source: the same loop as an all-reduce's, without peers.
 fn read_and_write<T: Element>(input: &[T], output: &mut [T]) {
     let reducer = Reducer::new(T::DTYPE, ReduceOp::Sum);
     // SAFETY: two separate slices of equal length.

@@ -71,7 +71,7 @@ pub struct Args {
     #[arg(value_enum, default_value = "all")]
     collective: Which,
 
-    /// Where the tensors are, and who computes
+    /// The device of the tensors and of the computation
     #[arg(long, value_enum, default_value = "host")]
     device: DeviceKind,
 
@@ -211,9 +211,9 @@ impl ValueEnum for Which {
 enum AlgorithmChoice {
     /// The one that the tables choose
     Auto,
-    /// Everyone reduces everything
+    /// Every rank reduces everything
     OneShot,
-    /// Everyone reduces a part
+    /// Every rank reduces a part
     TwoShot,
     /// Each of them, for comparison; on cuda, and the chosen one
     #[value(alias = "both")]

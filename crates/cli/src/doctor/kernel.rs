@@ -55,7 +55,7 @@ fn sealing() -> io::Result<()> {
     }
 }
 
-/// A wait that nobody ends must time out; any other answer means that the call is not there.
+/// A wait without a wake-up must time out; any other result means that the call is not supported.
 fn shared_futex() -> io::Result<()> {
     let millisecond = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
     // No flags: not private to this process. The word is an atomic zero.

@@ -122,7 +122,7 @@ impl Outcome {
         }
     }
 
-    /// One line for each rank and, last, who failed first; empty after a success.
+    /// One line for each rank and, last, the rank that failed first; empty after a success.
     pub fn report(&self) -> String {
         if self.success() {
             return String::new();
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn the_report_ends_with_who_failed_first() {
+    fn the_report_ends_with_the_rank_that_failed_first() {
         let ranks = vec![rank(0, End::Code(1), Some(15)), rank(1, End::Signal(9), None)];
         let outcome = Outcome { ranks, first_failure: Some(1), timed_out: None, unwritten: None };
         assert_eq!(outcome.exit_code(), 137);

@@ -38,11 +38,11 @@ impl Family for Reducing {
     const NAME: &'static str = "reduction.cuh";
     const SOURCES: &'static [Source] = &[
         REDUCE,
-        Source { name: "all_reduce/kernels.cuh", text: include_str!("kernels.cuh") },
-        Source {
-            name: "gather_scatter/reduce_scatter.cuh",
-            text: include_str!("../gather_scatter/reduce_scatter.cuh"),
-        },
+        Source::new("all_reduce/kernels.cuh", include_str!("kernels.cuh")),
+        Source::new(
+            "gather_scatter/reduce_scatter.cuh",
+            include_str!("../gather_scatter/reduce_scatter.cuh"),
+        ),
     ];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {

@@ -1,16 +1,16 @@
-//! The algorithms on host memory. `arrived` hears up to which byte the output is complete.
+//! The algorithms on host memory. They call `arrived` with the number of bytes up to which the output is complete.
 
 use std::ops::Range;
 
 use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{FabricError, Rounds, Signature};
+use antiphon_fabric::{ArenaOffsets, FabricError, Rounds, Signature};
 
 use crate::{
     arguments::{Input, Output},
     chunked::{chunk_for, copy, exchange_chunks},
 };
 
-/// What makes one of everybody's contributions.
+/// Reduces the contributions of all ranks.
 pub(crate) trait Reduce {
     /// Reduces `count` elements.
     ///
@@ -73,7 +73,7 @@ impl Piece {
     }
 }
 
-/// A message of this size is worth asking first whether everybody's tensors are symmetric memory.
+/// From this size in bytes on, a round first finds out whether all tensors are symmetric memory.
 const WORTH_ASKING: usize = 32 << 10;
 /// Bytes that are reduced before the result is sent: they stay in L1.
 const SYMMETRIC_PIECE: usize = 8 << 10;
@@ -95,37 +95,23 @@ pub(super) fn two_shot(
     two_shot_staged(rounds, signature, input, output, reducer, arrived)
 }
 
-/// Where a rank's tensors lie in its arena, as it says in its packet; the input is read by all only after that.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Where {
-    symmetric: u64,
-    input: u64,
-    output: u64,
-}
-
-/// One round in which every rank says where its tensors are; whether all are in symmetric memory.
+/// One round in which every rank posts the arena offsets of its input and output. Returns whether all are symmetric memory.
 fn ask_where(
     rounds: &mut Rounds,
     signature: &Signature,
     input: &Input,
     output: &Output,
 ) -> Result<bool, FabricError> {
-    const LEN: usize = size_of::<Where>();
     let len = input.count * input.dtype.size();
-    let offsets = rounds.arena_offset(input.data, len).zip(rounds.arena_offset(output.data, len));
-    let (from, to) = offsets.unwrap_or_default();
-    let mine = Where { symmetric: offsets.is_some().into(), input: from as u64, output: to as u64 };
-    // SAFETY: an outbox of its size.
-    unsafe { rounds.outbox(LEN).cast::<Where>().write_unaligned(mine) };
+    ArenaOffsets::of(rounds, [(input.data, len), (output.data.cast_const(), len)]).put(rounds);
     rounds.exchange(signature)?;
-    // SAFETY: every rank has posted its own.
-    let is_symmetric = |inbox: &*const u8| unsafe { inbox.cast::<Where>().read_unaligned().symmetric == 1 };
-    Ok(rounds.inboxes(LEN).iter().all(is_symmetric))
+    // SAFETY: every rank has posted its offsets in this round.
+    let is_symmetric = |rank| unsafe { ArenaOffsets::<2>::of_rank(rounds, rank) }.all_symmetric();
+    Ok((0..rounds.world_size()).all(is_symmetric))
 }
 
-/// Each rank reduces its part straight from everybody's input and writes it straight into everybody's output: nothing
-/// is staged, and no byte is moved twice. The inboxes hold everybody's [`Where`].
+/// Each rank reduces its part directly from the inputs of all ranks and writes it directly into all outputs: nothing
+/// is staged, and no byte is moved twice. The inboxes hold every rank's [`ArenaOffsets`] of input and output.
 fn two_shot_symmetric(
     rounds: &mut Rounds,
     signature: &Signature,
@@ -136,22 +122,26 @@ fn two_shot_symmetric(
     let whole = Piece { range: 0..input.count * size, world_size, size };
     let own = whole.part(rank);
     let arenas = rounds.arenas();
-    // SAFETY: every rank has posted where its tensors are, and the round is open until the next exchange.
-    let of = |inbox: *const u8| unsafe { inbox.cast::<Where>().read_unaligned() };
+    // SAFETY: every rank has posted its offsets, and the round is open until the next exchange.
+    let output = unsafe { ArenaOffsets::<2>::of_rank(rounds, rank) };
     for place in own.clone().step_by(SYMMETRIC_PIECE) {
         let len = SYMMETRIC_PIECE.min(own.end - place);
-        let sources = rounds.inboxes(size_of::<Where>());
-        // SAFETY: all offsets are those of tensors of this length. This part of all inputs and outputs is this rank's
-        // alone until the next round, and each rank's input is apart from its output or exactly the same.
+        let address = |peer: usize, offsets: ArenaOffsets<2>, tensor: usize| {
+            let offset = offsets.get(tensor).expect("all tensors are symmetric memory");
+            // SAFETY: the offset is that of a tensor of the peer, in which this part lies.
+            unsafe { arenas.at(peer, offset + place) }
+        };
+        let result = address(rank, output, 1);
+        let sources = rounds.inboxes(size_of::<ArenaOffsets<2>>());
+        // SAFETY: the inboxes hold the ranks' offsets. This part of all inputs and outputs is this rank's alone until the
+        // next round, and each rank's input is apart from its output or exactly the same.
         unsafe {
-            let result = arenas.at(rank, of(sources[rank]).output as usize + place);
             for (peer, source) in sources.iter_mut().enumerate() {
-                *source = arenas.at(peer, of(*source).input as usize + place);
+                *source = address(peer, ArenaOffsets::read(*source), 0);
             }
             reducer.run(result, sources, len / size);
             for peer in (0..world_size).filter(|&peer| peer != rank) {
-                let theirs = of(rounds.inbox(peer, size_of::<Where>()));
-                copy(result, arenas.at(peer, theirs.output as usize + place), len);
+                copy(result, address(peer, ArenaOffsets::of_rank(rounds, peer), 1), len);
             }
         }
     }

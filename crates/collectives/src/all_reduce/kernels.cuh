@@ -1,6 +1,6 @@
 // All-reduce over NVLink: one-shot and two-shot. Behind slots.cuh and reduce.cuh.
 
-// Everyone gets everything and reduces everything: (WORLD - 1) · n bytes out, one hop. A thread has ROUND vectors at a time.
+// Every rank receives and reduces everything: (WORLD - 1) · n bytes out, one hop. A thread has ROUND vectors at a time.
 template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
     const elements<PLAIN> in(a.input, a.count), out(a.output, a.count);
     const u32 vectors = vectors_of(a.count), start = grid_thread(), step = grid_threads();
@@ -31,7 +31,7 @@ template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
     if (!r.finish()) fill_nan(out, 0, 1, vectors);
 }
 
-// Everyone reduces a part, and the parts are gathered: 2 (WORLD - 1) / WORLD · n bytes out, two hops. PLAIN: the parts are
+// Every rank reduces a part, and the parts are gathered: 2 (WORLD - 1) / WORLD · n bytes out, two hops. PLAIN: the parts are
 // equal, whole vectors.
 template <bool PLAIN> DEVICE void two_shot_of(const arguments& a) {
     const elements<PLAIN> in(a.input, a.count), out(a.output, a.count);

@@ -1,19 +1,19 @@
-//! All-reduce: every rank gets the reduction of what all ranks have.
+//! All-reduce: every rank gets the reduction of the inputs of all ranks.
 //!
-//! Two algorithms give the same bits, so which one runs is a question of speed alone:
+//! Two algorithms give the same bits, so the choice between them affects only the speed:
 //!
-//! * **One-shot**: every rank posts its whole input and reduces everybody's. One round; `W·n` bytes read and reduced by
-//!   each of the `W` ranks. Best for small messages.
-//! * **Two-shot**: rank `r` reduces the `r`-th part only and posts the result, which the others copy
-//!   (reduce-scatter, then all-gather). Each rank reduces `n` bytes in all, whatever `W`. Large messages go through in
-//!   pieces, and a round carries the inputs of one piece together with the results of the one before.
+//! * **One-shot**: every rank posts its whole input and reduces the inputs of all ranks. It takes one round, in which each of
+//!   the `W` ranks reads and reduces `W·n` bytes. It is best for small messages.
+//! * **Two-shot**: rank `r` reduces only the `r`-th part and posts the result, which the others copy
+//!   (reduce-scatter, then all-gather). Each rank reduces `n` bytes in all, for any `W`. Large messages are sent in
+//!   pieces, and a round carries the inputs of one piece together with the results of the piece before.
 //!
-//!   Tensors that lie in symmetric memory ([`create_shared_buffer`](Communicator::create_shared_buffer)) on all ranks go
-//!   without any staging: each rank reduces its part straight from everybody's input into everybody's output. (After
-//!   an error, slower ranks may still be at it: leave such tensors alone until all have left or met again.)
+//!   Tensors that lie in symmetric memory ([`create_shared_buffer`](Communicator::create_shared_buffer)) on all ranks are
+//!   not staged: each rank reduces its part directly from all inputs into all outputs. (After
+//!   an error, slower ranks may still access such tensors: do not use them until all ranks have left or synchronised again.)
 //!
-//! On GPUs ([`CudaCollectives`](crate::cuda::CudaCollectives)) both push through NVLink into the peers' memory, with data that tells by itself whether it has
-//! arrived: one hop, or two, and no flags.
+//! On GPUs ([`CudaCollectives`](crate::cuda::CudaCollectives)) both store into the peers' memory through NVLink. The data itself
+//! shows whether it has arrived, so there are one or two hops and no flags.
 //!
 //! The floor for large messages on the host is memory bandwidth: each rank must read its input and write its output once. The
 //! pieces are sized to stay in the L2 cache on their way through the mailboxes.
@@ -41,9 +41,9 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Algorithm {
-    /// Everyone reduces everything.
+    /// Every rank reduces everything.
     OneShot = 1,
-    /// Everyone reduces a part, and the parts are gathered.
+    /// Every rank reduces a part, and the parts are gathered.
     TwoShot = 2,
 }
 
@@ -140,7 +140,7 @@ impl From<Option<Algorithm>> for AllReduceOptions {
 /// ranks call it together.
 ///
 /// # Errors
-/// As an object exchange, when nobody asked before: ranks then see whether all have the same table in their cache, and
+/// As an object exchange, at the first question: the ranks then compare the tables in their caches, and
 /// take the built-in one if not.
 pub fn algorithm_for(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
     choice::look_up(comm, bytes)

@@ -1,17 +1,17 @@
-// All-reduce on registered memory: every rank loads what it reduces from where its peers have it. Behind slots.cuh and
-// reduce.cuh.
+// All-reduce on registered memory: every rank loads the inputs from its peers' memory. Behind slots.cuh and reduce.cuh.
 //
-// Nothing is staged: the lanes carry flags alone, a vector for each block. A block meets those of the same index on the other
-// GPUs before it loads, as their inputs are there then, and before it ends: nobody loads from its input any more, and what
-// the others stored into its output has come. A flag is released and acquired, as it speaks of other data.
+// Nothing is staged: the lanes carry only flags, a vector for each block. A block synchronises with the blocks of the same index
+// on the other GPUs before it loads, because their inputs are complete then, and before it ends: then no peer loads from its
+// input any more, and the peers' stores into its output have arrived. A flag is released and acquired, because it orders other
+// data.
 
-// Where the tensors are, in rank order. Rust's `Places` has the same layout.
+// The addresses of the tensors, in rank order. Rust's `Places` has the same layout.
 struct places {
     const u8* input[MAX_WORLD];
-    u8* output[MAX_WORLD]; // of one-shot this rank's alone
+    u8* output[MAX_WORLD]; // for one-shot only this rank's
 };
 
-// Meets the peers' blocks of this index, in the lanes from `first`; false if somebody did not come.
+// Synchronises with the peers' blocks of this index, in the lanes from `first`; false if a peer is missing.
 DEVICE bool meet(const arguments& a, reader& r, u32 first) {
     __syncthreads();
     bool came = true;
@@ -27,7 +27,7 @@ DEVICE bool meet(const arguments& a, reader& r, u32 first) {
     return __syncthreads_and(came);
 }
 
-// Between two meetings, calls store(i, reduced) for the vectors of all ranks' inputs from `first` to `end`. False for a thread that
+// Between two synchronisations, calls store(i, reduced) for the vectors of all ranks' inputs from `first` to `end`. False for a thread that
 // waited in vain or finds something wrong.
 template <bool PLAIN, class Store>
 DEVICE bool reduce_registered(const arguments& a, const places& p, u32 first, u32 end, Store store) {
@@ -52,7 +52,7 @@ DEVICE bool reduce_registered(const arguments& a, const places& p, u32 first, u3
     return r.finish();
 }
 
-// Everyone loads and reduces everything: (WORLD - 1) · n bytes in.
+// Every rank loads and reduces everything: (WORLD - 1) · n bytes in.
 template <bool PLAIN> DEVICE void one_shot_registered_of(const arguments& a, const places& p) {
     const elements<PLAIN> out(a.output, a.count);
     const u32 vectors = vectors_of(a.count);
@@ -60,8 +60,8 @@ template <bool PLAIN> DEVICE void one_shot_registered_of(const arguments& a, con
     if (!done) fill_nan(out, grid_thread(), grid_threads(), vectors);
 }
 
-// Everyone loads and reduces a part, and stores it to everyone: (WORLD - 1) / WORLD · n bytes in, and as many out. In place or
-// not: nobody else loads or stores that part of any rank.
+// Every rank loads and reduces a part, and stores it to all ranks: (WORLD - 1) / WORLD · n bytes in, and as many out. It works in
+// place, because no other rank loads or stores this part of any rank.
 template <bool PLAIN> DEVICE void two_shot_registered_of(const arguments& a, const places& p) {
     const u32 vectors = vectors_of(a.count), part = (vectors + WORLD - 1) / WORLD;
     const u32 first = a.rank * part < vectors ? a.rank * part : vectors;

@@ -34,7 +34,7 @@ impl Family for Registered {
     type Arguments = Places;
     const NAME: &'static str = "registered.cuh";
     const SOURCES: &'static [Source] =
-        &[REDUCE, Source { name: "all_reduce/registered.cuh", text: include_str!("registered.cuh") }];
+        &[REDUCE, Source::new("all_reduce/registered.cuh", include_str!("registered.cuh"))];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         self.0.define(program)

@@ -1,8 +1,8 @@
 //! The collectives between GPUs.
 //!
-//! [`CudaCollectives`] is for the GPUs of a communicator's ranks what [`Collectives`](crate::Collectives) is for host
-//! memory: the same operations with the same bits. Ranks are processes or threads, with a GPU each that reaches the others'
-//! over NVLink (or PCIe). Its methods put kernels into the caller's stream: they allocate nothing, wait for nothing, and
+//! [`CudaCollectives`] has the operations of [`Collectives`](crate::Collectives) for the GPUs of a communicator's ranks, with
+//! the same bits. Ranks are processes or threads, each with a GPU that accesses the others' memory
+//! over NVLink (or PCIe). The methods enqueue kernels in the caller's stream: they allocate nothing, do not wait, and
 //! may be captured in a graph.
 //!
 //! ```no_run
@@ -19,7 +19,7 @@
 //!     let collectives = CudaCollectives::new(&comm, &context)?;
 //!     let (stream, mut memory) = (context.stream()?, DeviceMemory::allocate(&context, 4096)?);
 //!     let gradient = memory.view_mut(DType::F32, &[1024])?;
-//!     // SAFETY: nobody else uses the memory, which lives until the stream is done.
+//!     // SAFETY: no other work uses the memory, which lives until the stream has finished.
 //!     unsafe { collectives.all_reduce_in_place(gradient, ReduceOp::Sum, &stream) }?;
 //!     stream.borrow().synchronize()?;
 //!     Ok(collectives.check()?)
@@ -29,9 +29,10 @@
 //!
 //! ## When ranks fail
 //!
-//! A kernel waits for its peers until the communicator's timeout at most, and not longer than it takes to notice that one
-//! has died. It then ends without its result, and the next call on the host (or [`check`](CudaCollectives::check)) returns
-//! the error: [`FabricError::PeerLost`], [`FabricError::Timeout`], or [`FabricError::Mismatch`] when ranks called different things. The GPUs stay usable.
+//! A kernel stops waiting for its peers at the communicator's timeout, or as soon as the library notices that one has died.
+//! It then ends without its result, and the next call on the host (or [`check`](CudaCollectives::check)) returns
+//! the error: [`FabricError::PeerLost`], [`FabricError::Timeout`], or [`FabricError::Mismatch`] when ranks called different
+//! operations. The GPUs stay usable.
 
 mod builder;
 pub(crate) mod choice;

@@ -234,7 +234,7 @@ impl CudaCollectives {
         unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
-    /// Rank `r` gets the reduction of everybody's `r`-th block: `W·n` elements of f32, f16 or bf16 in, `n` out. The output may
+    /// Rank `r` gets the reduction of all ranks' `r`-th blocks: `W·n` elements of f32, f16 or bf16 in, `n` out. The output may
     /// be this rank's block of the input.
     ///
     /// # Errors
@@ -312,7 +312,7 @@ impl CudaCollectives {
         unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
-    /// Everybody's buffer becomes the root's.
+    /// Every rank's buffer gets the root's content.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] for a root that does not exist.

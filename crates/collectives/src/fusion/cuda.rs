@@ -50,11 +50,11 @@ impl Family for Fusion {
     const SOURCES: &'static [gpu::Source] = &[
         REDUCE,
         FORMATS,
-        gpu::Source { name: "fusion/source.cuh", text: include_str!("source.cuh") },
-        gpu::Source { name: "fusion/team.cuh", text: include_str!("team.cuh") },
-        gpu::Source { name: "fusion/quantize.cuh", text: include_str!("quantize.cuh") },
-        gpu::Source { name: "fusion/epilogue.cuh", text: include_str!("epilogue.cuh") },
-        gpu::Source { name: "fusion/kernels.cuh", text: include_str!("kernels.cuh") },
+        gpu::Source::new("fusion/source.cuh", include_str!("source.cuh")),
+        gpu::Source::new("fusion/team.cuh", include_str!("team.cuh")),
+        gpu::Source::new("fusion/quantize.cuh", include_str!("quantize.cuh")),
+        gpu::Source::new("fusion/epilogue.cuh", include_str!("epilogue.cuh")),
+        gpu::Source::new("fusion/kernels.cuh", include_str!("kernels.cuh")),
     ];
 
     fn define(&self, program: Program, world_size: usize) -> Program {

@@ -1,8 +1,8 @@
-//! Fused all-reduce: the sum and what a transformer layer does with it, in one call.
+//! Fused all-reduce: the sum and the operations that follow it in a transformer layer, in one call.
 //!
-//! A layer never wants a bare all-reduce. It wants the sum, the residual added, the norm, and the activations quantised for
-//! the next matrix product. [`FusedAllReduce`] says which of these, and the call does all of them on each vector of the sum
-//! as it arrives, instead of going through memory once for each.
+//! In a layer an all-reduce is followed by the addition of the residual, the norm, and the quantisation of the activations for
+//! the next matrix product. A [`FusedAllReduce`] lists the steps of a call. The call does all of them on each vector of the sum
+//! as it arrives, instead of one pass through memory for each step.
 //!
 //! ```
 //! use antiphon_collectives::{Collectives, CollectiveError, fusion::FusedAllReduce};
@@ -28,34 +28,34 @@
 //!
 //! # What is computed
 //!
-//! `T` is the dtype of the tensors (f32, f16, bf16), and `T(…)` rounds to it once; everything between is in f32. For each
+//! `T` is the dtype of the tensors (f32, f16, bf16), and `T(…)` rounds to it once; all intermediate results are in f32. For each
 //! token, a row of `hidden` elements:
 //!
 //! ```text
 //! c  = the source                                 this rank's contribution, see Source
 //! s  = T( Σ over the ranks, ascending, of c )     → sum_out          the bits of all_reduce
-//! p  = T( T(s + bias) · wₚ · rms(T(s + bias)) )   where pre_norm is asked for, else s + bias
+//! p  = T( T(s + bias) · wₚ · rms(T(s + bias)) )   with pre_norm, else s + bias
 //! r  = T( p + residual )                          → residual_out
 //! n  = T( r · w · rms(r) )                        → norm_out         w = weight_bias + weight
-//!   or T( T(r · rms(r)) · w )                     where round_before_weight is asked for
+//!   or T( T(r · rms(r)) · w )                     with round_before_weight
 //!      rms(r)                                     → inverse_rms_out
 //! q  = quantised n                                → codes, scales    see Quantization
 //!
 //! rms(x) = 1 / √( Σ x² · (1 / hidden) + eps )
 //! ```
 //!
-//! The squares are added in an order that does not depend on how many threads share a row: those of 16 bytes of elements one
-//! by one; the sums of 32 neighbours as a warp adds, those 16 apart, then those 8 apart and so on; 32 of these sums likewise;
-//! and these in their order. Root and division are those of IEEE. So host and GPU, one-shot and two-shot and every number of
+//! The order in which squares are added does not depend on the number of threads of a row. The squares of 16 bytes of elements
+//! are added one by one. The sums of 32 neighbours are added as in a warp: those 16 apart, then those 8 apart and so on. 32 of
+//! these sums are added likewise, and the results in their order. Root and division are those of IEEE. So host and GPU, one-shot and two-shot and every number of
 //! tokens give the same bits. A row whose squares overflow f32 (elements beyond 10¹⁹) has `rms` 0, as in other
 //! implementations.
 //!
-//! # How exact
+//! # Accuracy
 //!
-//! Against the exact values, with `u` for what one rounding to `T` may cost, relatively (2⁻²⁴ f32, 2⁻¹¹ f16, 2⁻⁸ bf16),
-//! and `ε` = 2⁻²⁴ for one in f32:
+//! The table bounds the differences from the exact values. `u` is the relative error of one rounding to `T` (2⁻²⁴ f32, 2⁻¹¹ f16,
+//! 2⁻⁸ bf16), and `ε` = 2⁻²⁴ that of one in f32:
 //!
-//! | given | | may be off by |
+//! | input | result | bound of the difference |
 //! | --- | --- | --- |
 //! | the contributions of `W` ranks | `s` | `u·│s│ + (W − 1)·ε·Σ│c│`: one rounding, after `W − 1` additions |
 //! | a weighted row for each of `E` experts, and the shared one | `c` | `u·│c│ + (E + 2)·ε·Σ│term│` |
@@ -63,14 +63,14 @@
 //! | `s` | `p`, with pre-norm | `(3u + 20ε)·│p│`, and `r` then one rounding |
 //! | `r` | `n` | `(u + 16ε)·│n│`, and `ε/2` for each 1024 vectors of a row; `u·│n│` more with `round_before_weight` |
 //! | `r` | `rms(r)` | `(13ε)·│rms(r)│`, and `ε/2` for each 1024 vectors of a row |
-//! | `n` | codes and scales | nothing: they have the bits that `antiphon_tensor::quantize` gives |
+//! | `n` | codes and scales | 0: they have the bits of `antiphon_tensor::quantize` |
 //!
-//! to which comes what a subnormal result loses, and, if it has no `eps`, a row of elements below 10⁻¹⁶ whose squares
-//! do. [`Accumulation::Rounded`] costs another `u` for each addition and product. Over all, a code is the right one for a
-//! norm so little off: another than the exact one only at a boundary between two. (`reference`, which tests compare
-//! with, adds these up.)
+//! Subnormal results lose more, and so do, without `eps`, rows of elements below 10⁻¹⁶, whose squares are subnormal.
+//! [`Accumulation::Rounded`] adds another `u` for each addition and product. A code is exact for a norm within these bounds, so it
+//! differs from the code of the exact norm only at a boundary between two codes. (`reference`, with which tests compare, computes
+//! the sum of these bounds.)
 //!
-//! What is computed, the layouts and the names of the quantised forms follow FlashInfer 0.6.18's `trtllm_allreduce_fusion`,
+//! The formulas, the layouts and the names of the quantised forms follow FlashInfer 0.6.18's `trtllm_allreduce_fusion`,
 //! `trtllm_moe_allreduce_fusion`, `trtllm_moe_finalize_allreduce_fusion` and `trtllm_custom_all_reduce`.
 
 mod builder;

@@ -46,7 +46,7 @@ impl<'a> Operand<'a> {
     /// A tensor of so many elements, one behind the other.
     ///
     /// # Safety
-    /// For `'a`, the memory is valid for the role that the operand has in a call: nobody writes what is read, or uses what is
+    /// For `'a`, the memory is valid for the role that the operand has in a call: no other code writes what is read, or uses what is
     /// written.
     #[inline]
     pub unsafe fn from_raw_parts(data: *mut u8, count: usize, dtype: DType, device: Device) -> Self {

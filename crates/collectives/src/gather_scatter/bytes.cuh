@@ -62,8 +62,8 @@ DEVICE bool begin_and_send_rows(const arguments& a, turn& t, const bytes& from, 
     return begin_and_send<DEPTH, DEPTH, true>(a, t, mine.first, mine.step, count, [&](u32 row) { return load_row(from, row); }, send);
 }
 
-// Rows of one peer that a warp asks for at a time: how long a row takes is the way to memory, and what comes after the last row has
-// been sent is waited for by nobody's links.
+// Rows of one peer that a warp loads at a time: the latency of memory determines the time of a row, and rows behind the last
+// sent one keep no links waiting.
 constexpr u32 RECEIVED = PEERS == 1 ? 4 : DEPTH;
 
 // Stores a warp's share of the rows that a peer has sent; false if it gave up.

@@ -1,9 +1,6 @@
 //! The collectives that move data, on GPUs; `kernels.cuh` and `reduce_scatter.cuh` have the algorithms.
 
-use antiphon_device::{
-    ReduceOp,
-    cuda::{Program, StreamRef},
-};
+use antiphon_device::{ReduceOp, cuda::StreamRef};
 use antiphon_fabric::{
     FabricError, Operation, Signature,
     gpu::{Family, Grid, Launch, NoArguments, Pieces, ROWS, Source, Tenant, Work, kernels},
@@ -27,7 +24,7 @@ kernels! {
 }
 
 /// Bytes as rows, for all kernels that move them. Behind [`ROWS`].
-pub(super) const BYTES: Source = Source { name: "gather_scatter/bytes.cuh", text: include_str!("bytes.cuh") };
+pub(super) const BYTES: Source = Source::new("gather_scatter/bytes.cuh", include_str!("bytes.cuh"));
 
 /// The kernels that move bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,11 +35,7 @@ impl Family for Movement {
     type Arguments = NoArguments;
     const NAME: &'static str = "movement.cuh";
     const SOURCES: &'static [Source] =
-        &[ROWS, BYTES, Source { name: "gather_scatter/kernels.cuh", text: include_str!("kernels.cuh") }];
-
-    fn define(&self, program: Program, _world_size: usize) -> Program {
-        program
-    }
+        &[ROWS, BYTES, Source::new("gather_scatter/kernels.cuh", include_str!("kernels.cuh"))];
 }
 
 /// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in rows.cuh.

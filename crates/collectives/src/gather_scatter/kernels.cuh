@@ -1,6 +1,6 @@
 // All-gather, all-to-all and broadcast over NVLink. Behind rows.cuh.
 
-// Nothing moves: waits until everyone is here. One block.
+// Moves no data: waits until all ranks have called it. One block.
 KERNEL(barrier) {
     const turn t = begin(a, load_control(a));
     if (t.has_failed()) return;
@@ -8,7 +8,7 @@ KERNEL(barrier) {
     reader(a, t).finish();
 }
 
-// Everyone sends its block to everyone: (WORLD - 1) · n bytes out.
+// Every rank sends its block to all ranks: (WORLD - 1) · n bytes out.
 KERNEL(all_gather) {
     const u32 count = rows_of(a.count);
     const bytes in(a.input, a.count), own(a.output + a.rank * a.stride, a.count);
@@ -43,7 +43,7 @@ KERNEL(all_gather) {
     }
 }
 
-// Everyone sends everyone a block of its own: (WORLD - 1) · n bytes out. Each block serves one peer, and each warp the same
+// Every rank sends each rank another block: (WORLD - 1) · n bytes out. Each block serves one peer, and each warp the same
 // rows in both directions, so that the output may be the input.
 KERNEL(all_to_all) {
     const u32 count = rows_of(a.count);
@@ -65,7 +65,7 @@ KERNEL(all_to_all) {
     r.finish();
 }
 
-// The root sends the same to everyone: (WORLD - 1) · n bytes out of the root.
+// The root sends the same to all ranks: (WORLD - 1) · n bytes out of the root.
 KERNEL(broadcast) {
     const u32 count = rows_of(a.count);
     const bytes in(a.input, a.count), out(a.output, a.count);
@@ -82,13 +82,13 @@ KERNEL(broadcast) {
     r.finish();
 }
 
-// The root sends every peer a part, which that one passes on to the others: n bytes out of the root, two hops.
+// The root sends every peer a part, which the peer forwards to the others: n bytes out of the root, two hops.
 KERNEL(broadcast_parts) {
     const u32 count = rows_of(a.count), part = (count + PEERS - 1) / PEERS;
     const turn t = begin(a, load_control(a));
     if (t.has_failed()) return;
     const bytes in(a.input, a.count), out(a.output, a.count);
-    // Which part a rank passes on: they are numbered from the root on.
+    // The part that a rank forwards: parts are numbered from the root on.
     const auto number_of = [&](u32 rank) { return (rank + WORLD - a.root - 1) % WORLD; };
     const auto rows_in = [&](u32 number) {
         const u32 first = number * part;

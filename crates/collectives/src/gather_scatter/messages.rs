@@ -1,6 +1,6 @@
 //! Messages between GPUs, and the operations that are made of them; `messages.cuh` has the protocol.
 
-use antiphon_device::cuda::{DevicePointer, KernelArgument, LaunchConfig, Program, StreamRef, memory};
+use antiphon_device::cuda::{DevicePointer, KernelArgument, LaunchConfig, StreamRef, memory};
 use antiphon_fabric::{
     FabricError, Operation, Signature,
     gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, ROWS, Source, THREADS, Work, kernels},
@@ -31,11 +31,7 @@ impl Family for Messaging {
     type Arguments = Messages;
     const NAME: &'static str = "messaging.cuh";
     const SOURCES: &'static [Source] =
-        &[ROWS, BYTES, Source { name: "gather_scatter/messages.cuh", text: include_str!("messages.cuh") }];
-
-    fn define(&self, program: Program, _world_size: usize) -> Program {
-        program
-    }
+        &[ROWS, BYTES, Source::new("gather_scatter/messages.cuh", include_str!("messages.cuh"))];
 
     /// A grid has a block for each multiprocessor at most, but a thread needs many registers for the rows under way; and there
     /// is room for what sends beside what receives.

@@ -1,21 +1,21 @@
 //! The collectives that move data between ranks, with or without reducing it on the way.
 //!
-//! All are pieces of one picture: rank `r` has a row of blocks, one for each rank.
+//! They have one model: a row consists of blocks, one for each rank.
 //!
-//! | operation | who contributes | who gets what |
+//! | operation | contributions | results |
 //! | --- | --- | --- |
-//! | all-gather | every rank a block | every rank all blocks |
-//! | gather | every rank a block | the root all blocks |
-//! | broadcast | the root a block | every rank that block |
-//! | scatter | the root a row | rank `r` the root's `r`-th block |
-//! | all-to-all | every rank a row | rank `r` everybody's `r`-th block |
-//! | reduce-scatter | every rank a row | rank `r` the reduction of everybody's `r`-th block |
-//! | reduce | every rank a block | the root the reduction of all blocks |
+//! | all-gather | every rank a block | every rank gets all blocks |
+//! | gather | every rank a block | the root gets all blocks |
+//! | broadcast | the root a block | every rank gets this block |
+//! | scatter | the root a row | rank `r` gets the root's `r`-th block |
+//! | all-to-all | every rank a row | rank `r` gets all ranks' `r`-th blocks |
+//! | reduce-scatter | every rank a row | rank `r` gets the reduction of all ranks' `r`-th blocks |
+//! | reduce | every rank a block | the root gets the reduction of all blocks |
 //!
 //! All-gather, reduce-scatter and all-to-all also have a form for parts of uneven lengths, which a call lists: `…_v`.
 //!
-//! Every rank takes part in every round, also where it neither gives nor gets: that is how ranks that disagree find
-//! out, and how a rank that is gone is noticed by all.
+//! Every rank takes part in every round, even if it neither sends nor receives data. So all ranks notice calls that disagree and
+//! lost ranks.
 
 pub(crate) mod cuda;
 mod host;

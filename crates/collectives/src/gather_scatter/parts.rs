@@ -29,7 +29,7 @@ impl Family for ReducingParts {
     type Arguments = PartsOfRanks;
     const NAME: &'static str = "reduction_of_parts.cuh";
     const SOURCES: &'static [Source] =
-        &[REDUCE, Source { name: "gather_scatter/reduce_parts.cuh", text: include_str!("reduce_parts.cuh") }];
+        &[REDUCE, Source::new("gather_scatter/reduce_parts.cuh", include_str!("reduce_parts.cuh"))];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         self.0.define(program)

@@ -68,7 +68,7 @@ impl Family for Mixing {
     type Arguments = Blocks;
     const NAME: &'static str = "mixed.cuh";
     const SOURCES: &'static [Source] =
-        &[REDUCE, Source { name: "mixed/kernels.cuh", text: include_str!("kernels.cuh") }];
+        &[REDUCE, Source::new("mixed/kernels.cuh", include_str!("kernels.cuh"))];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         self.sum.define(program).define("TP", self.tp).define("MAX_GROUPS", MAX_GROUPS)

@@ -23,7 +23,7 @@ use crate::{
 /// Bytes of one piece that a rank posts: its two mailboxes stay in L2.
 const PIECE: usize = 128 << 10;
 
-/// Who contributes to which block, who receives it, and where it lies.
+/// The contributors and the receivers of each block, and its place.
 pub(super) struct Flow<'a> {
     call: &'a Checked<'a>,
     rank: usize,

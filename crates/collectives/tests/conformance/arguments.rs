@@ -23,7 +23,7 @@ conformance! {
     counts_that_do_not_sum_up: any_dtype, [world_1 world_2 world_3];
     counts_whose_sum_overflows: any_dtype, [world_2];
     ranks_that_do_not_exist: any_dtype, [world_1 world_2];
-    a_refusal_on_one_rank_concerns_nobody_else: any_dtype, [world_2 world_3];
+    a_refusal_on_one_rank_does_not_affect_the_others: any_dtype, [world_2 world_3];
 }
 
 /// A call with tensors that look like these, of whose elements none is used.
@@ -277,7 +277,7 @@ fn ranks_that_do_not_exist<B: Backend>(world: usize) {
     });
 }
 
-fn a_refusal_on_one_rank_concerns_nobody_else<B: Backend>(world: usize) {
+fn a_refusal_on_one_rank_does_not_affect_the_others<B: Backend>(world: usize) {
     B::run(world, |comm| {
         if comm.rank() == 1 {
             of_lengths(&comm, &Call::new(Operation::AllReduce), 7, 6).unwrap_err();

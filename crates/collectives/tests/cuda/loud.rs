@@ -112,7 +112,7 @@ fn what_moves_in_vain_leaves_a_report() {
 }
 
 #[test]
-fn a_program_that_makes_no_call_hears_of_a_failure() {
+fn a_program_that_makes_no_call_is_notified_of_a_failure() {
     let heard = with_deadline(TIMEOUT, |rank| {
         let (sender, heard) = mpsc::channel();
         rank.collectives.on_failure(OnFailure::Callback(Box::new(move |error: &FabricError| {

@@ -17,7 +17,7 @@ pub enum Answer {
     Yes(String),
     /// It does not work; what says so.
     No(String),
-    /// Nobody tried; why, and what is known all the same.
+    /// Not tried; the reason, and what is known nevertheless.
     Untested(String),
 }
 

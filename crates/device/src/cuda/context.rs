@@ -32,7 +32,7 @@ pub struct MemoryUse {
 }
 
 impl Context {
-    /// The primary context of a device, which is initialised if nobody in this process uses it yet.
+    /// The primary context of a device, which is initialised at its first use in this process.
     ///
     /// # Errors
     /// [`CudaError::Call`], for instance when the device is in exclusive use by another process.
@@ -136,7 +136,7 @@ impl Context {
         Stream::new(self)
     }
 
-    /// A stream that somebody else owns, such as the integer that `torch.cuda.current_stream().cuda_stream` is; 0 is
+    /// A stream of another library, given as an integer such as `torch.cuda.current_stream().cuda_stream`; 0 is
     /// the legacy default stream. Costs nothing: made anew for every call.
     ///
     /// # Safety

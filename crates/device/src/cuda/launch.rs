@@ -130,7 +130,7 @@ impl Function {
     ///
     /// # Safety
     /// The arguments are of the kernel's types, in its order, and whatever the kernel does with them is sound: its
-    /// pointers are valid until it is done, for the elements that it uses, and nobody uses them in a way that races.
+    /// pointers are valid until it is done, for the elements that it uses, and no other code uses them in a way that races.
     #[inline]
     pub unsafe fn launch<'s>(
         &self,

@@ -228,7 +228,7 @@ pub unsafe fn copy_to_device(
 /// [`CudaError::Call`].
 ///
 /// # Safety
-/// Both ranges are valid for `len` bytes until the copy is done, and nobody uses the destination until then.
+/// Both ranges are valid for `len` bytes until the copy is done, and no other code uses the destination until then.
 pub unsafe fn copy_to_host(
     stream: StreamRef<'_>,
     to: *mut u8,

@@ -17,7 +17,7 @@
 //! | [`Nvrtc`], [`Program`], [`KernelCache`] | CUDA C++ to machine code, remembered on disk |
 //! | [`Module`], [`Function`] | machine code loaded, and launched with a [`LaunchConfig`] |
 //! | [`Graph`], [`GraphExec`] | work recorded once and launched many times |
-//! | [`WaitBoard`], [`WaitReport`] | who waited for whom, from a kernel that gave up; how to make it give up |
+//! | [`WaitBoard`], [`WaitReport`] | the wait of a kernel that gave up, and the means to make kernels give up |
 //! | [`Survey`], [`Capabilities`], [`Nvml`] | all that a machine has for GPUs, and which ways of sharing memory work |
 //! | [`Nccl`], [`NcclCommunicator`] | NCCL, if it is there: the yardstick, and the fallback for whole collectives |
 //! | [`PRELUDE`], [`FORMATS`] | what every kernel begins with; quantising in kernels |

@@ -95,7 +95,7 @@ impl UniqueId {
 }
 
 impl fmt::Debug for UniqueId {
-    /// Without the bytes: who knows them can join.
+    /// Without the bytes: a process that knows them can join.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("UniqueId(..)")
     }

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use super::{Context, CudaError, DeviceMemory, DevicePointer, PinnedMemory};
 use crate::sync::{AtomicU32, Ordering};
 
-/// Who waited for whom, as the prelude's `wait_until` records it in a `wait_report` before it returns false. Of all
+/// The waiting rank and the awaited rank, as the prelude's `wait_until` records them in a `wait_report` before it returns false. Of all
 /// threads that give up, the first one is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WaitReport {

@@ -33,7 +33,7 @@ unsafe impl Sync for SharedMemory {}
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 impl SharedMemory {
-    /// Creates `len` bytes of zeroed shared memory and maps them. Whoever is handed the descriptor can
+    /// Creates `len` bytes of zeroed shared memory and maps them. A process that receives the descriptor can
     /// [map](Self::from_fd) them too; the memory itself needs it no more.
     ///
     /// # Errors

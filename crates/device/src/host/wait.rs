@@ -3,7 +3,7 @@
 //! A peer's answer usually comes within a microsecond, so a waiter first spins. When ranks outnumber cores the peer
 //! may need this very core, so it soon yields, and then sleeps on a futex in shared memory ([`Doorbell`]).
 //!
-//! Whoever makes something ready looks at one word, and makes a system call only if somebody sleeps. There is
+//! The notifier reads one word, and makes a system call only if a waiter sleeps. There is
 //! deliberately no full fence between the two (it would cost more than the whole message): a waiter that falls
 //! asleep at that very moment can be missed, and therefore never sleeps longer than [`NAP`] before it looks again.
 
@@ -31,7 +31,7 @@ pub struct Patience {
 impl Patience {
     /// Each rank has a core of its own: spin for some 50 µs.
     pub const OWN_CORE: Self = Self { polls: 1_000, pauses: 1_000, yields: 50 };
-    /// Ranks share cores: whoever is waited for may need this one.
+    /// Ranks share cores: the awaited rank may need this one.
     pub const SHARED_CORE: Self = Self { polls: 50, pauses: 0, yields: 20 };
 
     /// The patience for `ranks` ranks on `cores` cores.
@@ -40,13 +40,13 @@ impl Patience {
     }
 }
 
-/// Where the threads of one waiter sleep, in memory that all who may wake them share.
+/// Where the threads of one waiter sleep, in memory that all notifiers share.
 #[repr(transparent)]
 #[derive(Debug, Default)]
 pub struct Doorbell(AtomicU32);
 
 impl Doorbell {
-    /// Wakes whoever sleeps here. One load when nobody does.
+    /// Wakes the threads that sleep here. Costs one load when none does.
     #[inline]
     pub fn ring(&self) {
         if self.0.load(Ordering::Relaxed) != 0 {
@@ -69,7 +69,7 @@ impl Doorbell {
         fence(Ordering::SeqCst);
     }
 
-    /// Whether nobody has rung since [`arm`](Self::arm): for models, which do not sleep.
+    /// Whether no notifier has rung since [`arm`](Self::arm): for models, which do not sleep.
     #[cfg(loom)]
     pub fn is_armed(&self) -> bool {
         self.0.load(Ordering::Relaxed) != 0

@@ -1,6 +1,6 @@
 //! The addresses of chunks in a launch, computed from sizes, tensors and the workspace.
 
-use antiphon_fabric::Rounds;
+use antiphon_fabric::{ArenaOffsets, Rounds};
 
 use super::{
     arguments::Arguments,
@@ -21,14 +21,6 @@ impl ChunkAddresses {
     pub(super) const UNUSED: Self = ChunkAddresses { base: std::ptr::null_mut(), stride: 0 };
 }
 
-/// Offsets of a rank's tensors in its arena, plus one; 0 stands for a tensor outside the arena.
-#[repr(C)]
-#[derive(Debug, Default, Clone, Copy)]
-pub(super) struct ArenaOffsets {
-    pub(super) input: u64,
-    pub(super) output: u64,
-}
-
 /// A rank's tensors, as this rank sees them.
 pub(super) struct Tensors {
     /// Null if they cannot be reached, nor need to.
@@ -40,21 +32,17 @@ pub(super) struct Tensors {
 
 impl Tensors {
     pub(super) fn own(rounds: &Rounds, call: &Arguments) -> Self {
-        let is_symmetric = [(call.input, call.input_bytes), (call.output.cast_const(), call.output_bytes)]
-            .map(|(pointer, bytes)| rounds.arena_offset(pointer, bytes).is_some());
+        let is_symmetric = [0, 1].map(|tensor| call.offsets(rounds).get(tensor).is_some());
         // The input is written to only where it is the output too.
         Tensors { input: call.input.cast_mut(), output: call.output, is_symmetric }
     }
 
-    pub(super) fn of_peer(rounds: &Rounds, rank: usize, at: ArenaOffsets) -> Self {
-        let arenas = rounds.arenas();
-        let address = |offset: u64| match offset {
-            0 => std::ptr::null_mut(),
-            // SAFETY: the rank has posted this offset of its tensor.
-            place => unsafe { arenas.at(rank, place as usize - 1) },
-        };
-        let is_symmetric = [at.input > 0, at.output > 0];
-        Tensors { input: address(at.input), output: address(at.output), is_symmetric }
+    pub(super) fn of_peer(rounds: &Rounds, rank: usize, offsets: ArenaOffsets<2>) -> Self {
+        let offsets = [offsets.get(0), offsets.get(1)];
+        // SAFETY: the rank has posted these offsets of its tensors.
+        let address = |offset| unsafe { rounds.arenas().at(rank, offset) };
+        let [input, output] = offsets.map(|offset| offset.map_or(std::ptr::null_mut(), address));
+        Tensors { input, output, is_symmetric: offsets.map(|offset| offset.is_some()) }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The tensors that a caller passes, validated once: later stages work on addresses and sizes.
 
+use antiphon_fabric::{ArenaOffsets, Rounds};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::{ExecutorError, error::Result};
@@ -37,6 +38,12 @@ impl Arguments {
             true => Err(ExecutorError::Overlap),
             false => Ok(call),
         }
+    }
+
+    /// The arena offsets of the input and the output.
+    pub(super) fn offsets(&self, rounds: &Rounds) -> ArenaOffsets<2> {
+        let (input, output) = ((self.input, self.input_bytes), (self.output.cast_const(), self.output_bytes));
+        ArenaOffsets::of(rounds, [input, output])
     }
 
     /// Input and output in one buffer, of whose chunks some are the input's and some the output's, beginning where

@@ -151,7 +151,7 @@ impl Work {
         }
     }
 
-    /// Where packets go, which somebody may sleep for.
+    /// The destination of packets, for which a rank may sleep.
     fn sent_packets(&self) -> Option<&[Operand]> {
         match self {
             Work::Pack { to, .. } | Work::Forward { to, .. } => Some(to),

@@ -1,6 +1,6 @@
 //! Loading a plan: once, on all ranks together.
 
-use antiphon_fabric::Communicator;
+use antiphon_fabric::{ArenaOffsets, Communicator};
 use antiphon_plan::{
     Access, Block, BufferType, ChannelId, ChannelType, OpKind, Plan, Rank, Wiring, verify::VerifiedPlan,
 };
@@ -8,7 +8,7 @@ use antiphon_tensor::{TensorView, TensorViewMut};
 use sha2::{Digest, Sha256};
 
 use super::{
-    addresses::{ArenaOffsets, ChunkAddresses},
+    addresses::ChunkAddresses,
     arguments::Arguments,
     machine::{Channel, Machine},
     memory::{SyncArea, Workspace},
@@ -55,7 +55,7 @@ pub struct LoadedPlan {
     /// The addresses of every rank's chunks in the present launch, by [`slot`](super::program::slot).
     pub(super) addresses: Vec<ChunkAddresses>,
     /// The arena offsets of every rank's tensors in the present call.
-    pub(super) offsets: Vec<ArenaOffsets>,
+    pub(super) offsets: Vec<ArenaOffsets<2>>,
 }
 
 // SAFETY: the addresses are used within a call only.

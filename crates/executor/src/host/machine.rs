@@ -10,7 +10,7 @@
 //!   ask for, which are plain numbers therefore.
 //! * A channel's count has one writer, the peer, whose blocks share a thread too. It is stored with release order after the
 //!   data and loaded with acquire order before it, so that everything the peer did before is seen. Counts only grow,
-//!   and nobody resets them. Relaxed signals are as strong as others.
+//!   and they are never reset. Relaxed signals are as strong as others.
 //! * A packet's word carries its data; see [`packet`](super::packet).
 //! * Puts through ports are done when their step is, by this thread. So a flush has nothing left to wait for.
 

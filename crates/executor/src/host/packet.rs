@@ -1,6 +1,6 @@
 //! Packets: data that says by itself whether it is there.
 //!
-//! Four bytes of data and the launch's flag share one atomic word of eight bytes, so whoever sees the flag sees the
+//! Four bytes of data and the launch's flag share one atomic word of eight bytes, so a reader that sees the flag sees the
 //! data. A packet is one such word (LL8) or two (LL16), all of which must carry the flag. Words keep their places whatever
 //! the message's size, and are never written by anything else, so that no data is ever taken for a flag.
 

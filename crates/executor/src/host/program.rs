@@ -73,7 +73,7 @@ impl Step {
     }
 }
 
-/// Somebody's count of signals.
+/// A rank's count of signals.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Signal {
     pub(super) rank: usize,

@@ -9,11 +9,11 @@
 use std::convert::Infallible;
 
 use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{Communicator, Operation, Rounds, Signature};
+use antiphon_fabric::{ArenaOffsets, Communicator, Operation, Rounds, Signature};
 use antiphon_plan::{Extent, REDUCE_OPS};
 
 use super::{
-    addresses::{Areas, ArenaOffsets, RankAddresses, Slice, Slicing, Tensors},
+    addresses::{Areas, RankAddresses, Slice, Slicing, Tensors},
     arguments::Arguments,
     compile::{Target, compile},
     load::{Key, LoadedPlan, Mode},
@@ -106,12 +106,9 @@ impl LoadedPlan {
     fn can_be_whole(&self, comm: &Communicator, call: &Arguments, signature: &Signature) -> Result<bool> {
         // SAFETY: every rank posts where its tensors are, as `ArenaOffsets`.
         let mut rounds = unsafe { comm.rounds()? };
-        post_offsets(&mut rounds, call);
+        call.offsets(&rounds).put(&rounds);
         rounds.exchange(signature)?;
-        let whole = |rank| {
-            let at = offsets_of(&rounds, rank);
-            at.input > 0 && at.output > 0
-        };
+        let whole = |rank| offsets_of(&rounds, rank).all_symmetric();
         Ok(self.scratch_chunks == 0 && (0..rounds.world_size()).all(whole))
     }
 
@@ -211,7 +208,7 @@ impl LoadedPlan {
             let addresses = slice.addresses(self.rank, &own, workspace);
             slice.move_all(&self.mode(call).loads, &addresses);
             if number == 0 {
-                post_offsets(&mut rounds, call);
+                call.offsets(&rounds).put(&rounds);
             }
             rounds.exchange(signature)?;
             if let Some((slice, addresses)) = previous {
@@ -305,23 +302,10 @@ fn shared(comm: &Communicator) -> &SharedWorkspace {
     made.unwrap_or_else(|never| match never {})
 }
 
-fn post_offsets(rounds: &mut Rounds, call: &Arguments) {
-    let offset = |pointer, bytes| rounds.arena_offset(pointer, bytes).map_or(0, |offset| offset as u64 + 1);
-    let (input, output) =
-        (offset(call.input, call.input_bytes), offset(call.output.cast_const(), call.output_bytes));
-    // SAFETY: an outbox of its size.
-    unsafe {
-        rounds
-            .outbox(size_of::<ArenaOffsets>())
-            .cast::<ArenaOffsets>()
-            .write_unaligned(ArenaOffsets { input, output })
-    };
-}
-
 /// The arena offsets of a rank's tensors, in the round in which ranks post them.
-fn offsets_of(rounds: &Rounds, rank: usize) -> ArenaOffsets {
-    // SAFETY: every rank has posted its own.
-    unsafe { rounds.inbox(rank, size_of::<ArenaOffsets>()).cast::<ArenaOffsets>().read_unaligned() }
+fn offsets_of(rounds: &Rounds, rank: usize) -> ArenaOffsets<2> {
+    // SAFETY: every rank posts its offsets in this round.
+    unsafe { ArenaOffsets::of_rank(rounds, rank) }
 }
 
 fn least_common_multiple(a: u64, b: u64) -> Option<u64> {

@@ -22,7 +22,7 @@ use crate::{
 /// use antiphon_fabric::Communicator;
 ///
 /// let alone = Communicator::builder().timeout(Duration::from_secs(5)).at_path(0, 1, "/nowhere", "secret")?;
-/// assert_eq!(alone.world_size(), 1); // a world of one meets nobody
+/// assert_eq!(alone.world_size(), 1); // a world of one rank has no rendezvous
 /// # Ok::<(), antiphon_fabric::FabricError>(())
 /// ```
 #[derive(Clone, Default)]
@@ -176,7 +176,7 @@ impl Builder {
             }
         };
         let comm = Communicator::new(Shared::new(health, regions, timeout, self.interrupt));
-        // Whoever died between joining and mapping the memory, or holds a seat and does nothing, is found now and not
+        // A rank that died between joining and mapping the memory, or that joined and does nothing, is found now and not
         // by the first real call.
         let signature = Signature::new(Operation::Barrier);
         comm.own_rounds()?.exchange_within(timeout.min(PATIENCE), &signature)?;

@@ -45,7 +45,7 @@ struct Letter {
 
 impl Communicator {
     /// Gives every rank a duplicate of every rank's descriptor, in rank order (this rank's own included). They travel
-    /// over Unix sockets without a file, between processes and threads alike; strangers are not heard. Ranks must be in
+    /// over Unix sockets without a file, between processes and threads alike; messages of other processes are ignored. Ranks must be in
     /// one network namespace.
     ///
     /// # Errors
@@ -269,7 +269,7 @@ mod tests {
     use super::*;
     use crate::LocalWorld;
 
-    /// Rank 1 sends its own descriptor and leaves before anybody can send it one.
+    /// Rank 1 sends its own descriptor and leaves before a peer can send it one.
     #[test]
     fn a_recipient_that_left_after_it_had_sent_is_named_at_once() {
         let start = Instant::now();

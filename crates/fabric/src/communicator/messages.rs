@@ -228,7 +228,7 @@ impl Messenger {
     /// As [`start_send`](Self::start_send).
     ///
     /// # Safety
-    /// The tensor's memory stays valid, and is not touched by anybody else, as long as `owner` lives.
+    /// The tensor's memory stays valid, and is not accessed otherwise, as long as `owner` lives.
     pub unsafe fn start_recv<K: Send + 'static>(
         &self,
         mut tensor: TensorViewMut<'_>,
@@ -243,7 +243,7 @@ impl Messenger {
     }
 
     /// # Safety
-    /// The buffer stays valid, and is not touched by anybody else (not written, if it is sent), as long as `owner` lives.
+    /// The buffer stays valid, and is not accessed otherwise (a sent buffer: not written), as long as `owner` lives.
     unsafe fn start<K: Send + 'static>(
         &self,
         route: Route,

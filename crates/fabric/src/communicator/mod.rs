@@ -155,7 +155,7 @@ impl Drop for Presence {
 /// than [`timeout`](Self::timeout) without news.
 ///
 /// A communicator is one ordered stream of calls, so it can move between threads but not be used by two at once
-/// (`Send`, not `Sync`). Dropping it tells the others: those who still need this rank get
+/// (`Send`, not `Sync`). Dropping it notifies the peers: those that still need this rank get
 /// [`PeerLost`](FabricError::PeerLost), instead of waiting.
 ///
 /// The collectives themselves are in the crate `antiphon-collectives`; here is what they are made of.

@@ -1,4 +1,4 @@
-//! News of the peers for who waits elsewhere, as on a GPU.
+//! The state of the peers, for callers whose waits are elsewhere, for example on a GPU.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,7 +17,7 @@ use crate::{FabricError, Signature};
 /// LocalWorld::run(2, |comm| {
 ///     let monitor = comm.monitor();
 ///     monitor.check(Signature::new(Operation::Barrier))?;
-///     comm.barrier() // nobody leaves before all have asked
+///     comm.barrier() // no rank leaves before all have asked
 /// });
 /// ```
 #[derive(Clone)]

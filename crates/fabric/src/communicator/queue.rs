@@ -64,11 +64,11 @@ struct Order {
     next: u64,
     /// The number whose turn it is.
     serving: u64,
-    /// Those who left before their turn.
+    /// The callers that left before their turn.
     left: BTreeSet<u64>,
     /// The threads that wait for their turn, or have it.
     inside: Vec<ThreadId>,
-    /// How many sleep until it is their turn: waking nobody costs a system call too.
+    /// The number of callers that sleep until it is their turn: a wake-up without sleepers costs a system call too.
     waiting: usize,
 }
 
@@ -176,7 +176,7 @@ impl Turn {
         Ok(Self { lane: lane.clone(), number, begun: Cell::new(None) })
     }
 
-    /// Waits until it is its turn, which this thread then uses. No lock is held while `check` runs: it may run anybody's
+    /// Waits until it is its turn, which this thread then uses. No lock is held while `check` runs: it may run foreign
     /// code, such as a signal handler.
     fn begin(&self, mut check: impl FnMut() -> Result<(), FabricError>) -> Result<(), FabricError> {
         let thread = thread::current().id();

@@ -3,10 +3,10 @@
 //! The survivors meet in the memory that they already share; each of them has a word there (in its control block) that
 //! says how far it has come. They make one attempt after the other, and the same number of them:
 //!
-//! 1. A rank *arrives*, and waits until each of the others has arrived or is gone. Who arrived takes part. All ranks find
+//! 1. A rank *arrives*, and waits until each of the others has arrived or is gone. The ranks that arrived take part. All ranks find
 //!    the same, as what is gone does not arrive any more, and what has arrived stays written down.
-//! 2. The lowest that takes part makes new memory and hands it to the others. Whoever has it is *ready*.
-//! 3. The attempt succeeds if all who take part are ready. It does not if one of them is gone and was not ready, which all
+//! 2. The lowest of them makes new memory and sends it to the others. A rank that has it is *ready*.
+//! 3. The attempt succeeds if all of them are ready. It fails if one of them is gone and was not ready, which all
 //!    others find too, and for good: then the next attempt begins, without that rank.
 //!
 //! A rank that gives up before says so, for ever, and the others give up too.
@@ -241,7 +241,7 @@ impl<'a> Survivor<'a> {
         Ok(Some(Regions::new(memory, layout)))
     }
 
-    /// Waits until `ready` says so, while nobody gives up.
+    /// Waits until `ready` returns true, or a rank gives up.
     fn wait<T>(
         &self,
         missing: impl Fn() -> Vec<usize>,
@@ -315,7 +315,7 @@ mod tests {
 
     /// Of 4 ranks `victim` arrives with the others and leaves when they all wait for it; the others go on in a second attempt.
     #[test]
-    fn whoever_arrives_and_is_lost_is_left_out_in_the_next_attempt() {
+    fn a_rank_that_arrives_and_is_lost_is_left_out_in_the_next_attempt() {
         for victim in 0..4 {
             let results = LocalWorld::run_with(4, Duration::from_secs(20), |comm| {
                 let shared = comm.shared();
@@ -347,7 +347,7 @@ mod tests {
 
     /// What was decided is not taken back: a rank that leaves when it is ready is in, and missed by the first call.
     #[test]
-    fn whoever_is_lost_when_it_is_ready_is_lost_to_the_new_communicator() {
+    fn a_rank_that_is_lost_when_ready_is_lost_to_the_new_communicator() {
         let results = LocalWorld::run_with(3, Duration::from_secs(20), |comm| {
             if comm.rank() == 0 {
                 let survivor = Survivor::new(comm.shared())?;

@@ -11,7 +11,7 @@ use antiphon_device::{
 };
 
 use super::{
-    OnFailure, UntilIdle, device, most_blocks,
+    OnFailure, UntilIdle, most_blocks,
     staging::MAX_BLOCKS,
     watch::{Watch, explain},
 };
@@ -66,7 +66,7 @@ impl Engine {
 
     fn new(comm: &Communicator, context: &Context) -> Result<Self, FabricError> {
         let monitor = comm.monitor();
-        let board = Arc::new(WaitBoard::new(context).map_err(device)?);
+        let board = Arc::new(WaitBoard::new(context)?);
         let watch = Watch::start(monitor.clone(), board.clone())?;
         Ok(Self {
             board: UntilIdle::new(context, board),
@@ -143,9 +143,9 @@ impl Engine {
 
 impl Properties {
     fn of(context: &Context) -> Result<Self, FabricError> {
-        let properties = context.device().properties().map_err(device)?;
+        let properties = context.device().properties()?;
         Ok(Self {
-            multiprocessors: context.multiprocessors().map_err(device)?,
+            multiprocessors: context.multiprocessors()?,
             has_clusters: properties.cluster_launch,
             programmatic: Programmatic::of(
                 properties.compute_capability,
@@ -181,7 +181,7 @@ impl Programmatic {
         match self {
             Self::Always => Ok(true),
             Self::Never => Ok(false),
-            Self::Eager => Ok(!stream.is_capturing().map_err(device)?),
+            Self::Eager => Ok(!stream.is_capturing()?),
         }
     }
 }

@@ -7,7 +7,7 @@ use antiphon_device::cuda::{
 };
 
 use super::{
-    MAX_WORLD, device, most_blocks,
+    MAX_WORLD, most_blocks,
     staging::{MAX_BLOCKS, SLOTS_AT},
 };
 use crate::FabricError;
@@ -20,8 +20,15 @@ pub const THREADS: u32 = 128;
 pub struct Source {
     /// The name of its file, which the compiler's messages mention.
     pub name: &'static str,
-    /// What the file holds.
+    /// The content of the file.
     pub text: &'static str,
+}
+
+impl Source {
+    /// A file of this name with this content.
+    pub const fn new(name: &'static str, text: &'static str) -> Self {
+        Self { name, text }
+    }
 }
 
 /// The slots: what every program of a family begins with, behind the prelude.
@@ -48,8 +55,10 @@ pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
     const SOURCES: &'static [Source];
 
     /// Adds the macros that tell this variant from the others. `WORLD`, `THREADS`, `RESIDENT` and the layout of the slots
-    /// are defined in any case.
-    fn define(&self, program: Program, world_size: usize) -> Program;
+    /// are defined in any case. A family with one variant has nothing to add.
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program
+    }
 
     /// The most threads of a block.
     fn threads(&self) -> u32 {
@@ -229,7 +238,7 @@ impl Programs {
             };
             F::Kernel::ALL.iter().map(resident).collect::<Result<Vec<_>, CudaError>>()
         };
-        let loaded = load().map_err(device)?;
+        let loaded = load()?;
         let needed = family.least_blocks(world_size);
         if let Some((resident, fitting)) = loaded.iter().find(|(resident, _)| resident.blocks < needed) {
             let (kernel, threads) = (resident.kernel.name(), family.threads());

@@ -5,7 +5,7 @@ use antiphon_device::cuda::{
 };
 
 use super::{
-    Family, Loaded, THREADS, Tenant, device,
+    Family, Loaded, THREADS, Tenant,
     family::Resident,
     staging::{CHANNELS, MAX_BLOCKS},
 };
@@ -214,7 +214,7 @@ impl Tenant {
     ) -> Result<(), FabricError> {
         let SideStream { stream: second, forked, joined } = self.side();
         let second = second.borrow();
-        forked.record(stream).and_then(|()| second.wait(forked)).map_err(device)?;
+        forked.record(stream).and_then(|()| second.wait(forked))?;
         let launched = pieces.split().enumerate().try_for_each(|(index, (start, len))| {
             let channel = index % CHANNELS;
             let stream = if channel == 0 { stream } else { second };
@@ -222,7 +222,7 @@ impl Tenant {
             unsafe { self.launch(loaded, (channel, CHANNELS), &launch(start, len, CHANNELS), stream) }
         });
         // Whatever happened: a capture may not end with a stream that was forked and not joined.
-        let joined = joined.record(second).and_then(|()| stream.wait(joined)).map_err(device);
+        let joined = joined.record(second).and_then(|()| stream.wait(joined)).map_err(FabricError::from);
         launched.and(joined)
     }
 
@@ -282,7 +282,7 @@ impl Tenant {
                 }
             };
         }
-        launch!(1 2 3 4 5 6 7).map_err(device)
+        launch!(1 2 3 4 5 6 7).map_err(FabricError::from)
     }
 }
 

@@ -1,18 +1,18 @@
-//! The engine of the GPUs: kernels of all ranks that exchange data through each other's memory.
+//! The engine of the GPUs: it runs kernels that exchange data through the memory of all ranks.
 //!
-//! A crate above writes *families* of kernels; this module compiles them, puts them into streams, and ends them when a peer is
-//! lost. What kernels of a family share is in slots.cuh ([`SLOTS`]): data that says by itself whether it has arrived. docs/cuda.md
-//! explains how that works.
+//! Higher crates define *families* of kernels. This module compiles them, enqueues them in streams, and ends them when a peer is
+//! lost. All families include slots.cuh ([`SLOTS`]), which transports data that shows by itself whether it has arrived;
+//! docs/cuda.md explains it.
 //!
-//! * A [`Family`] is a program: its sources, its kernels, the macros that tell its variants apart, and what its kernels take.
+//! * A [`Family`] is a program: its sources, its kernels, the macros that distinguish its variants, and the kernels' arguments.
 //! * A [`Tenant`] is one user of a communicator's GPUs, with memory and an order of calls of its own. Its
 //!   [`run`](Tenant::run) launches a call, in pieces if it is larger than the memory for staging.
 //! * All tenants of one communicator on one GPU share an engine: one thread that watches the peers, and one failure state. A
-//!   kernel waits for its peers until the communicator's timeout at most; it then ends without its result, and the next call of
-//!   any tenant returns the error. [`OnFailure`] says what else happens.
+//!   kernel stops waiting for its peers at the communicator's timeout. It then ends without its result, and the next call of
+//!   any tenant returns the error. [`OnFailure`] sets the further action.
 //!
-//! Two grids have room on a GPU at once, whatever tenants and communicators they are of: more of them would wait for room that
-//! they keep from each other. So at most two calls run at once on a GPU, on two streams.
+//! Two grids, of any tenants and communicators, fit on a GPU at once. More of them could wait for multiprocessors that they keep
+//! from each other. So at most two calls run at once on a GPU, on two streams.
 //!
 //! ## Writing a family
 //!
@@ -41,10 +41,10 @@
 //! }
 //! ```
 //!
-//! And what launches it:
+//! The Rust code that launches it:
 //!
 //! ```no_run
-//! use antiphon_device::cuda::{DevicePointer, Program, StreamRef};
+//! use antiphon_device::cuda::{DevicePointer, StreamRef};
 //! use antiphon_fabric::{
 //!     Communicator, FabricError, Operation, Signature,
 //!     gpu::{Family, Grid, Launch, NoArguments, Pieces, Source, Tenant, Work, kernels},
@@ -61,11 +61,7 @@
 //!     type Kernel = Rotate;
 //!     type Arguments = NoArguments;
 //!     const NAME: &'static str = "rotation.cuh";
-//!     const SOURCES: &'static [Source] = &[Source { name: "rotate.cuh", text: "/* include_str!(\"rotate.cuh\") */" }];
-//!
-//!     fn define(&self, program: Program, _world_size: usize) -> Program {
-//!         program
-//!     }
+//!     const SOURCES: &'static [Source] = &[Source::new("rotate.cuh", "/* include_str!(\"rotate.cuh\") */")];
 //! }
 //!
 //! /// # Safety
@@ -98,9 +94,6 @@ mod staging;
 mod tenant;
 mod watch;
 
-use antiphon_device::{DeviceError, cuda::CudaError};
-
-use crate::FabricError;
 pub use crate::gpu_kernels as kernels;
 pub use family::{FORMATS, Family, Kernel, Loaded, NoArguments, ROWS, SLOTS, Source, THREADS, program};
 pub use idle::UntilIdle;
@@ -116,8 +109,4 @@ pub const MAX_WORLD: usize = 8;
 /// so they must not wait for room: twice as many fit, for those of another grid.
 pub const fn most_blocks(world_size: usize) -> u32 {
     if world_size <= 4 { 4 } else { 2 } // with more ranks a thread needs more registers
-}
-
-pub(crate) fn device(error: CudaError) -> FabricError {
-    DeviceError::from(error).into()
 }

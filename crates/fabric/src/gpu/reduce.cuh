@@ -50,7 +50,7 @@ template <bool PLAIN> struct elements {
     }
 };
 
-// What a reduction that waited in vain leaves in its output, so that whoever uses that notices: NaN in every `step`-th vector from
+// A reduction that waited in vain writes NaN into its output, so that its users notice: in every `step`-th vector from
 // `first` on. Not inlined, so that it costs no registers.
 [[maybe_unused]] static __device__ __noinline__ void write_nan(u64 data, u32 bytes, u32 first, u32 step, u32 end) {
     for (u32 i = first; i < end; i += step)
@@ -62,8 +62,8 @@ template <bool PLAIN> DEVICE void fill_nan(const elements<PLAIN>& out, u32 first
     write_nan((u64)out.data, out.count * sizeof(T), first, step, end);
 }
 
-// In the order of the values, which is that of their ranks, rounded once (ROUND_EACH: after each). The result has no EMPTY: a NaN
-// is the canonical one.
+// Reduces in the order of the values, which is that of their ranks, and rounds once (ROUND_EACH: after each). The result has no
+// EMPTY: a NaN is the canonical NaN.
 template <u32 COUNT> DEVICE uint4 reduce(const uint4 (&values)[COUNT]) {
     vec16<T> v;
     v.words = values[0];
@@ -82,7 +82,7 @@ template <u32 COUNT> DEVICE uint4 reduce(const uint4 (&values)[COUNT]) {
     return narrow_vec<T>(sum).words;
 }
 
-// Waits for everybody's vectors at `index` of the lower lanes (and further ones, as `collect`), and reduces them with this
+// Waits for all ranks' vectors at `index` of the lower lanes (and further ones, as `collect`), and reduces them with this
 // rank's own, which `mine(i)` loads. For a whole warp.
 template <u32 COUNT, class Mine>
 DEVICE bool collect_and_reduce(reader& r, u32 index, u32 step, u32 end, Mine mine, uint4 (&result)[COUNT]) {
@@ -110,6 +110,6 @@ template <bool PLAIN, bool EMPTIES, class Of> DEVICE bool begin_and_scatter(cons
     const auto send = [&](const turn& t, u32 i, uint4 v) {
         store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
     };
-    // Where there are many rounds, other warps' loads are under way anyway, and more of them only get into each other's way.
+    // With many rounds other warps' loads are in flight anyway, and more of them would only slow each other down.
     return begin_and_send<PLAIN ? DEPTH : 1, 1, EMPTIES>(a, t, first, step, vectors, load, send);
 }

@@ -1,21 +1,22 @@
-// Slots: how data travels between GPUs without flags. Every family's program begins with this, behind the prelude.
+// Slots: the transport of data between GPUs without flags. Every family's program begins with this file, behind the prelude.
 //
-// A word of four bytes that has not arrived is EMPTY; whatever else is there has arrived. There is no flag to wait for and
-// no fence; each kernel sees to it that what it sends has no EMPTY in it.
+// A word of four bytes that has not arrived is EMPTY; every other value has arrived. Readers need no flag and no fence. Each
+// kernel guarantees that the words it sends are not EMPTY.
 //
-// Each rank owns three slots in turn; every tenant has its own. A call writes into its slot on the peers, reads its own, and empties the slot of the
-// call before, which every peer is done writing: this rank has read all of it. A peer comes to that slot again two calls
-// later, and before that it needs something that this rank sends in its next call, after this kernel has ended. For that
-// everybody sends everybody a tag in every call, which also says what is called: ranks that disagree find out.
+// Every tenant has three slots on each rank, which consecutive calls use in turn. A call writes into its slot on the peers, reads
+// its own, and empties the slot of the call before. All peers have finished writing that slot, because this rank has read all of
+// it. A peer uses that slot again two calls later, and before that it needs a word that this rank sends in its next call, after
+// this kernel has ended. This word is the tag: in every call every rank sends each peer a tag, which also describes the call, so
+// that ranks detect calls that disagree.
 //
 // A slot begins with WORLD tags and has 2 × WORLD lanes, lower and upper; lane p is written by peer p.
 //
-// Which slot is next stands in device memory, so that graphs may be replayed between other calls. There is a copy of it for
-// every block that a grid can have: a block reads its own and advances its own (and shares in advancing those that no
-// block of this grid reads), and so blocks need not wait for each other.
+// The number of the next slot is in device memory, so that graphs may be replayed between other calls. There is a copy of it for
+// every block that a grid can have. A block reads and advances its own copy, and the blocks share in advancing the copies that no
+// block of this grid reads. So blocks need not wait for each other.
 //
-// How long a small call takes is how soon its data is on the way: what is not needed for that comes after, while the data
-// travels, and the code before has no branches that can be spared.
+// The time of a small call is determined by how early its data is sent. Other work follows while the data travels, and the code
+// before the first store has no avoidable branches.
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;
 constexpr u32 SLOTS = 3;
@@ -31,7 +32,7 @@ struct control {
     u32 failed;                   // whether a call has failed: then none sends any more
 };
 
-// What a kernel is given. Rust's `Arguments` has the same layout.
+// The arguments of a kernel. Rust's `Arguments` has the same layout.
 struct arguments {
     tag doing;
     u8* own;          // this rank's arena
@@ -180,8 +181,8 @@ static __device__ __noinline__ void compare_tags(const u8* tags, wait_board* boa
     }
 }
 
-// After a call that failed no later one sends: the peers may not have read what is in their slots. Marks all copies of both
-// channels, the last one last; or, where somebody has, those that this block may have handed over since.
+// After a failed call no later call sends, because the peers may not have read their slots. Marks all copies of both
+// channels, the last one last. If another block has marked them, marks those that this block may have advanced since.
 static __device__ __noinline__ void stop_calls(control* own, control* other) {
     const bool marked = ld_relaxed_sys(&own[MAX_BLOCKS - 1].failed) && ld_relaxed_sys(&other[MAX_BLOCKS - 1].failed);
     for (u32 copy = marked ? blockIdx.x : 0; copy < MAX_BLOCKS; copy += marked ? gridDim.x : 1) {
@@ -211,12 +212,12 @@ struct reader {
         return hints + threadIdx.x;
     }
 
-    // Waits until what `ready(missing)` asks for is there, which else says of whom it is missing; TOGETHER: for all threads of
-    // the warp. Who waits in vain may do so because the ranks disagree.
+    // Waits until `ready(missing)` returns true; until then it sets `missing` to the awaited rank. TOGETHER: for all threads of
+    // the warp. A thread that waits in vain compares the tags, because the ranks may disagree.
     template <bool TOGETHER, class Ready> DEVICE bool wait(Ready ready) {
         u32 missing = a.rank;
         const auto is_ready = [&](tag&) {
-            missing = a.rank; // who has everything while others of the warp wait blames nobody, whoever was late before
+            missing = a.rank; // a thread that is ready while others of the warp wait names no peer
             return ready(missing);
         };
         const auto look = [&] { compare_tags(a.own + slot, a.board, a.rank, a.doing); };
@@ -225,7 +226,7 @@ struct reader {
         return came;
     }
 
-    // At the end: waits until every peer has come, and compares what it does. False for a thread that finds something wrong.
+    // At the end: waits for the tags of all peers, and compares them. False for a thread that finds a failure.
     DEVICE bool finish() {
         if (!has_tag()) return true;
         const u32 peer = rank_of(a, threadIdx.x);

@@ -9,7 +9,7 @@ use std::{
 use antiphon_device::cuda::{Context, DevicePointer, StreamRef, WaitBoard, memory};
 
 use super::{
-    Family, Loaded, MAX_WORLD, OnFailure, UntilIdle, device,
+    Family, Loaded, MAX_WORLD, OnFailure, UntilIdle,
     engine::{Engine, Programmatic},
     family::Programs,
     launch::SideStream,
@@ -169,7 +169,7 @@ impl Tenant {
     #[inline]
     pub fn enter(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
         self.check_callable()?;
-        self.fail_if_err(self.resources.order.enter(stream).map_err(device))
+        self.fail_if_err(self.resources.order.enter(stream).map_err(FabricError::from))
     }
 
     /// Begins a call, as [`enter`](Self::enter), in an order of its own: for kernels that may work beside those of the first order,
@@ -179,7 +179,7 @@ impl Tenant {
     /// As [`enter`](Self::enter).
     pub fn enter_second(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
         self.check_callable()?;
-        self.fail_if_err(self.resources.second_order.enter(stream).map_err(device))
+        self.fail_if_err(self.resources.second_order.enter(stream).map_err(FabricError::from))
     }
 
     /// [`enter`](Self::enter), then [`load`](Self::load).
@@ -324,9 +324,9 @@ impl Resources {
     fn new(context: &Context, arena: CudaArena, staging: Staging, rank: usize) -> Result<Self, FabricError> {
         clear(context, &arena, staging, rank)?;
         Ok(Self {
-            order: Order::new(context).map_err(device)?,
-            second_order: Order::new(context).map_err(device)?,
-            side: SideStream::new(context).map_err(device)?,
+            order: Order::new(context)?,
+            second_order: Order::new(context)?,
+            side: SideStream::new(context)?,
             programs: RefCell::new(Programs::new(context, arena.world_size())),
             arena,
             staging,
@@ -336,11 +336,11 @@ impl Resources {
 
 /// The control words of each channel begin as zeros.
 fn clear(context: &Context, arena: &CudaArena, staging: Staging, rank: usize) -> Result<(), FabricError> {
-    let stream = context.stream().map_err(device)?;
+    let stream = context.stream()?;
     for channel in 0..CHANNELS {
         let at = arena.pointer(rank).offset(staging.channel_at(channel));
         // SAFETY: a channel is larger, and nobody uses it yet.
-        unsafe { memory::fill(stream.borrow(), at, 0, SLOTS_AT) }.map_err(device)?;
+        unsafe { memory::fill(stream.borrow(), at, 0, SLOTS_AT) }?;
     }
-    stream.borrow().synchronize().map_err(device)
+    stream.borrow().synchronize().map_err(FabricError::from)
 }

@@ -23,7 +23,7 @@ use super::RendezvousError;
 /// The name of the socket on which rank 0 awaits the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Address {
-    /// A name without a file (Linux's abstract sockets): nothing to clean up, whoever is killed. Reachable from the
+    /// A name without a file (Linux's abstract sockets): nothing to clean up after a kill. Reachable from the
     /// same network namespace.
     Abstract(String),
     /// A path in a file system, which ranks in different containers can share. The file is removed when all ranks
@@ -80,7 +80,7 @@ impl Address {
         }
     }
 
-    /// The error when somebody else holds the name.
+    /// The error when another process holds the name.
     pub(super) fn taken(&self, holder: String) -> RendezvousError {
         RendezvousError::NameTaken { address: self.clone(), holder }
     }
@@ -108,14 +108,14 @@ impl Address {
         }
     }
 
-    /// Removes a socket file on which nobody listens any more.
+    /// Removes a socket file on which no process listens any more.
     fn reclaim(&self, path: &Path) {
         if matches!(self.try_connect(), Err(Errno::CONNREFUSED)) {
             let _ = std::fs::remove_file(path);
         }
     }
 
-    /// Connects without blocking: `None` while nobody listens or the queue is full.
+    /// Connects without blocking: `None` while no process listens or the queue is full.
     pub(super) fn connect(&self) -> Result<Option<OwnedFd>, RendezvousError> {
         match self.try_connect() {
             Ok(socket) => Ok(Some(socket)),

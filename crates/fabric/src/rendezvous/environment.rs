@@ -8,11 +8,11 @@ use super::{Address, RendezvousError, Secret, Ticket, secret::fingerprint, user_
 ///
 /// | variable | meaning | if unset |
 /// | --- | --- | --- |
-/// | `RANK`, `WORLD_SIZE` | who this is, and of how many | an error |
+/// | `RANK`, `WORLD_SIZE` | this rank, and the number of ranks | an error |
 /// | `LOCAL_WORLD_SIZE` | ranks on this machine; must equal `WORLD_SIZE` | `WORLD_SIZE` |
 /// | `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` | name the meeting place; no TCP port is opened | empty |
 /// | `ANTIPHON_RENDEZVOUS` | a path to meet at instead | an abstract socket |
-/// | `ANTIPHON_SECRET` | the secret that ranks prove to know | random, in the file `secret` of the user's cache folder; with `ANTIPHON_RENDEZVOUS`, whoever of the same user can open that path may join |
+/// | `ANTIPHON_SECRET` | the secret that ranks prove to know | random, in the file `secret` of the user's cache folder; with `ANTIPHON_RENDEZVOUS`, any process of the same user that can open that path may join |
 /// | `ANTIPHON_TIMEOUT` | seconds before a wait fails | 300 |
 /// | `ANTIPHON_ARENA_BYTES` | symmetric memory of each rank | 1 GiB |
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{Address, RendezvousError, Secret, Ticket};
 
 /// What a caller that already connects the ranks (MPI, a torch process group, a key-value store) offers: every rank
-/// contributes some bytes and gets everybody's.
+/// contributes some bytes and gets those of all ranks.
 ///
 /// It is used once, while the communicator is made, to carry rank 0's [`Ticket`] to the others; shared memory itself
 /// travels over the socket that the ticket names.

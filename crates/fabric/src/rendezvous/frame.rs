@@ -1,7 +1,7 @@
 //! The frames that ranks exchange while they meet.
 //!
 //! A frame is a 12-byte header (magic `ANTI`, protocol version, kind, payload length; little endian) and a JSON
-//! payload. Frames come from whoever can reach the socket, so decoding trusts nothing: the length is bounded before
+//! payload. Frames come from any process that can reach the socket, so decoding trusts nothing: the length is bounded before
 //! anything is allocated, and every malformed input is an error, never a panic (there is a fuzz target).
 
 use serde::{Deserialize, Serialize};
@@ -53,7 +53,7 @@ pub type Proof = String;
 /// One message of the meeting.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Frame {
-    /// Rank 0 greets whoever connects.
+    /// Rank 0 challenges every peer that connects.
     Challenge {
         /// To be covered by the joiner's proof.
         nonce: Nonce,
@@ -61,14 +61,14 @@ pub enum Frame {
     /// A rank asks to join, and proves that it knows the secret. A handle on its process (a pidfd) travels beside this
     /// frame, if the rank has one.
     Join {
-        /// Who it is.
+        /// The rank that joins.
         card: Card,
         /// To be covered by rank 0's proof.
         nonce: Nonce,
         /// Over both nonces and the card.
         proof: Proof,
     },
-    /// Asks whoever has taken the name to prove that it knows the secret: rank 0 finds it taken.
+    /// Asks the process that has taken the name to prove that it knows the secret: rank 0 finds the name taken.
     Ask {
         /// To be covered by the proof.
         nonce: Nonce,
@@ -87,7 +87,7 @@ pub enum Frame {
         /// The ranks that never arrived, if that is why.
         missing: Vec<usize>,
     },
-    /// Everyone is there. The shared memory's descriptor travels beside this frame, then the handles of processes.
+    /// All ranks have joined. The shared memory's descriptor travels beside this frame, then the handles of processes.
     Welcome {
         /// Of all ranks, in order.
         cards: Vec<Card>,
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_recognised_at_once() {
+    fn frames_of_other_protocols_are_recognised_at_once() {
         assert_eq!(Frame::decode(b"GET / HTTP/1.1"), Err(FrameError::Magic(*b"GET ")));
         assert_eq!(Frame::decode(b"\x16"), Err(FrameError::Magic([0x16, 0, 0, 0])));
         let mut long = noted().encode();

@@ -16,7 +16,7 @@ use super::{
     secret::random_hex,
 };
 
-/// How much longer than its own deadline a rank that has joined waits for rank 0 to say who is missing.
+/// How much longer than its own deadline a rank that has joined waits for rank 0's list of missing ranks.
 const GRACE: Duration = Duration::from_secs(1);
 
 pub(super) fn join(

@@ -1,19 +1,18 @@
-//! Ranks finding each other.
+//! The rendezvous, in which the ranks of a world find each other.
 //!
-//! Every way to meet comes down to a [`Ticket`]: a socket's name and a secret. Rank 0 listens; the others connect,
-//! prove that they know the secret, and say who they are ([`Card`]); when all have come, rank 0 hands each of them
-//! all cards and the descriptor of the shared memory, and closes the socket. Where the ticket comes from is what
-//! differs:
+//! Every rendezvous uses a [`Ticket`]: a socket's name and a secret. Rank 0 listens. The other ranks connect, prove that they
+//! know the secret, and identify themselves ([`Card`]). When all have joined, rank 0 sends each of them
+//! all cards and the descriptor of the shared memory, and closes the socket. The ticket has one of these sources:
 //!
-//! | way | ticket |
+//! | source | ticket |
 //! | --- | --- |
 //! | [`Environment`]: torchrun, `antiphon run` | named after MASTER_ADDR, MASTER_PORT and the run id; secret from `ANTIPHON_SECRET`, or a file of the user |
 //! | [`Address::Path`] | a path that the ranks agree on |
-//! | [`Exchange`]: a caller's own channel (MPI, a torch process group, a key-value store) | made up by rank 0, carried to the others by the caller |
-//! | threads of one process ([`LocalWorld`](crate::LocalWorld)) | made up on the spot |
+//! | [`Exchange`]: a caller's own channel (MPI, a torch process group, a key-value store) | random, made by rank 0 and passed to the others by the caller |
+//! | threads of one process ([`LocalWorld`](crate::LocalWorld)) | random |
 //!
-//! Whoever else connects (a stranger without the secret, a port scanner, a client that says nothing, thousands of
-//! them) is dropped and keeps nobody from joining. Only processes of the same user are listened to at all.
+//! Other peers may connect: processes without the secret, port scanners, clients that send nothing, even thousands of them.
+//! Rank 0 closes their connections, and they do not keep any rank from joining. It reads only from processes of the same user.
 
 mod address;
 mod connection;
@@ -60,7 +59,7 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// A ticket that nobody else has: for ranks that can be told of it.
+    /// A random ticket, for ranks to which the caller can pass it.
     pub fn random() -> Self {
         Self {
             address: Address::Abstract(format!("antiphon-{}", secret::random_hex())),
@@ -79,7 +78,7 @@ pub enum RendezvousError {
         last_word(.last_refusal)
     )]
     Missing {
-        /// Who waited.
+        /// The rank that waited.
         rank: usize,
         /// How many ranks there should be.
         world_size: usize,
@@ -87,7 +86,7 @@ pub enum RendezvousError {
         address: Address,
         /// How long.
         waited: Duration,
-        /// Who did not come, as far as this rank knows.
+        /// The missing ranks, as far as this rank knows.
         missing: Vec<usize>,
         /// What rank 0 last said, if it said anything.
         last_refusal: Option<String>,
@@ -95,7 +94,7 @@ pub enum RendezvousError {
     /// Rank 0 turned this rank away.
     #[error("rank {rank} was turned away at {address}: {reason}")]
     Refused {
-        /// Who was refused.
+        /// The refused rank.
         rank: usize,
         /// Where.
         address: Address,
@@ -127,12 +126,12 @@ pub enum RendezvousError {
         /// The system's word.
         source: Arc<std::io::Error>,
     },
-    /// Somebody else holds the name at which rank 0 would listen.
+    /// Another process holds the name at which rank 0 would listen.
     #[error("{address} is held by {holder}: choose another name (MASTER_PORT, or ANTIPHON_RENDEZVOUS)")]
     NameTaken {
         /// The name.
         address: Address,
-        /// By whom, as far as it can be known.
+        /// The holder, as far as it is known.
         holder: String,
     },
     /// The path for the socket is taken.

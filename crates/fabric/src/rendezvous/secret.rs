@@ -1,6 +1,6 @@
 //! Proving that one knows the secret without showing it.
 //!
-//! Both sides prove themselves: a stranger can neither join a world nor, by listening in rank 0's place, learn the
+//! Both sides prove that they know the secret: other processes can neither join a world nor, by listening in place of rank 0, learn the
 //! secret or hand out memory of its own.
 
 use hmac::{Hmac, KeyInit, Mac};
@@ -8,7 +8,7 @@ use sha2::Sha256;
 
 use super::frame::{Card, Nonce, Proof};
 
-/// What all ranks of a world know and nobody else does.
+/// The secret of a world, which only its ranks know.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Vec<u8>);
 
@@ -24,7 +24,7 @@ impl Secret {
         Self(bytes.into())
     }
 
-    /// A fresh secret that nobody can guess.
+    /// A fresh random secret.
     pub fn random() -> Self {
         Self(random_hex().into_bytes())
     }

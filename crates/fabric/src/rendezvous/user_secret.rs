@@ -80,7 +80,7 @@ fn of_file(mut file: File, path: &Path) -> Result<Secret, RendezvousError> {
     }
 }
 
-/// Locks the file until it is closed: nobody reads it before it is whole.
+/// Locks the file until it is closed, so that no process reads it before it is complete.
 fn lock(file: &File, path: &Path) -> Result<(), RendezvousError> {
     let start = Instant::now();
     loop {
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn all_who_ask_at_once_get_the_same_random_secret() {
+    fn concurrent_callers_get_the_same_random_secret() {
         let folder = tempfile::tempdir().unwrap();
         let inner = folder.path().join("not/there/yet");
         let secrets: Vec<Secret> = std::thread::scope(|scope| {

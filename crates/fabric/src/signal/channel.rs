@@ -17,7 +17,7 @@ use crate::{
     layout::{MESSAGE_BELL, RING, RING_BODY},
 };
 
-/// With whom a message is exchanged, and which way it goes.
+/// The peer of a message, and its direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Route {
     /// To a rank.
@@ -49,14 +49,14 @@ pub(super) struct Transfer {
     pub(super) origin: Option<Origin>,
 }
 
-/// Whatever owns a buffer. Dropping it may run anybody's code, and so happens without our lock.
+/// The owner of a buffer. Dropping it may run foreign code, and so happens without the lock.
 type Keep = Box<dyn Any + Send>;
 
 // SAFETY: the buffer is used only under the lock of `Messages`, and stays valid as said above.
 unsafe impl Send for Transfer {}
 
 impl Transfer {
-    /// A message that nobody awaits yet, with a buffer of its own; none if there is no memory for it.
+    /// A message that no receive awaits yet, with a buffer of its own; none if there is no memory for it.
     pub(super) fn unexpected(id: u64, signature: Signature) -> Option<Self> {
         let size = signature.dtype.map_or(1, |dtype| dtype.size());
         let len = usize::try_from(signature.count).ok()?.checked_mul(size)?;
@@ -95,7 +95,7 @@ struct State {
     active: usize,
     /// Owners of buffers whose transfers are over, on their way out of the lock.
     released: Vec<Keep>,
-    /// Whether a thread moves transfers that nobody waits for.
+    /// Whether a thread advances transfers for which no caller waits.
     pumped: bool,
 }
 
@@ -247,7 +247,7 @@ impl Messages {
         }
     }
 
-    /// Moves every transfer as far as it goes, without waiting: for those who wait for something else.
+    /// Moves every transfer as far as it goes, without waiting: for callers that wait for something else.
     pub(crate) fn progress(&self, shared: &Shared) {
         // Whoever holds the lock is moving them already; an error is for the transfers' own callers.
         if let Ok(state) = self.0.try_lock()
@@ -257,7 +257,7 @@ impl Messages {
         }
     }
 
-    /// Has a thread move transfers until none is left: for those that nobody waits for yet, while this rank does
+    /// Lets a thread advance transfers until none is left: those for which no caller waits yet, while this rank does
     /// something else, on another communicator perhaps.
     pub(crate) fn pump(shared: &Arc<Shared>) {
         let mut state = shared.messages.lock();

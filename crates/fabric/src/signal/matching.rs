@@ -41,7 +41,7 @@ struct Peer {
     current: Option<Current>,
     /// Receives from this rank alone, in the order in which they were asked for.
     queue: VecDeque<Transfer>,
-    /// Whole messages that nobody has asked for yet, in the order in which they came.
+    /// Complete messages that no receive has taken yet, in the order of their arrival.
     unexpected: VecDeque<Transfer>,
 }
 
@@ -93,7 +93,7 @@ impl Incoming {
         self.peers[peer].sequence += 1;
     }
 
-    /// Where the packet that comes next from a rank belongs, which says of what message it is; nowhere, if nobody awaits
+    /// The buffer of the packet that comes next from a rank, which names its message; none, if no receive awaits
     /// anything of that rank: then it stays where it is.
     pub(super) fn destination(
         &mut self,

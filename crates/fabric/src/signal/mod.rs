@@ -1,15 +1,16 @@
-//! Signals: how one rank tells another that something is ready.
+//! Signals, by which ranks tell each other that data is ready.
 //!
-//! Everything is a **packet**: a [`Head`] of one cache line with a stamp, and data beside it. Only its owner writes a
-//! packet; it writes the data, then the stamp with release order; others poll the stamp with acquire order and then
-//! read the data. The stamp is a sequence number, so nothing is ever reset.
+//! All signals are **packets**: a packet is a [`Head`] of one cache line with a stamp, and data beside it. Only its owner
+//! writes a packet: first the data, then the stamp with release order. Other ranks poll the stamp with acquire order and then
+//! read the data. The stamp is a sequence number, so it is never reset.
 //!
-//! What makes it safe to *reuse* a packet differs:
-//! * In **rounds** ([`Rounds`](rounds::Rounds)) every rank posts one packet and waits for everybody's. There are two
-//!   packets per rank, used in turn: a rank that has seen everybody's packet of round `k` knows that all have read
-//!   those of round `k − 1`. No acknowledgement is ever sent.
-//! * In a **channel** from one rank to another, a ring of packets, the reader acknowledges what it has consumed.
+//! A packet may be *reused* for one of two reasons:
+//! * In **rounds** ([`Rounds`](rounds::Rounds)) every rank posts one packet and waits for the packets of all ranks. Each rank
+//!   has two packets, used alternately: a rank that has seen all packets of round `k` knows that all ranks have read those of
+//!   round `k − 1`. No acknowledgement is sent.
+//! * A **channel** from one rank to another is a ring of packets; the reader acknowledges the packets that it has read.
 
+pub(crate) mod arena_offsets;
 pub(crate) mod channel;
 mod matching;
 #[cfg(all(test, loom))]

@@ -155,7 +155,7 @@ mod packets {
     }
 
     #[test]
-    fn whoever_sees_the_stamp_sees_the_data() {
+    fn a_reader_of_the_stamp_sees_the_data() {
         arrives::<Head>();
     }
 

@@ -60,7 +60,7 @@ impl Consumed {
 }
 
 impl Head {
-    /// Makes everything written before visible to whoever sees the stamp. Only the owner calls it.
+    /// Makes everything written before visible to every reader that sees the stamp. Only the owner calls it.
     #[inline]
     pub(crate) fn publish(&self, stamp: u64, words: [u64; 2]) {
         self.words[0].store(words[0], Ordering::Relaxed);

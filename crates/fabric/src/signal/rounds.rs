@@ -1,4 +1,4 @@
-//! Rounds: every rank posts one packet and waits for everybody's.
+//! Rounds: every rank posts one packet and waits for the packets of all ranks.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,19 +16,18 @@ pub(super) fn parity(round: u64) -> usize {
     (round % 2) as usize
 }
 
-/// One lane's sequence of rounds. Every collective is made of these.
+/// One lane's sequence of rounds, of which every collective consists.
 ///
-/// A round goes: fill the [`outbox`](Self::outbox), [`post`](Self::post), [`wait`](Self::wait), read the
-/// [`inbox`](Self::inbox) of every rank. What is in the inboxes stays until this rank posts the next round but not
-/// longer; the outbox of the next round may be filled right after the wait.
+/// The steps of a round: fill the [`outbox`](Self::outbox), [`post`](Self::post), [`wait`](Self::wait), read the
+/// [`inbox`](Self::inbox) of every rank. The inboxes are valid until this rank posts the next round; the outbox of the next round may be filled right after the wait.
 pub struct Rounds {
     shared: Arc<Shared>,
     lane: usize,
     /// The round that was posted last.
     sequence: u64,
-    /// How long to wait for a peer, if not as long as the communicator says.
+    /// The longest wait for a peer, if it is not the communicator's timeout.
     limit: Option<Duration>,
-    /// The call that the rounds are for, if their own signatures do not say.
+    /// The call of which the rounds are parts, if their own signatures do not name it.
     pub(crate) call: Option<Signature>,
     /// Room for the answer of `inboxes`, so that no call allocates.
     pointers: Vec<*const u8>,
@@ -100,16 +99,16 @@ impl Rounds {
         self.shared.regions.mailbox(rank, self.lane, parity(round))
     }
 
-    /// Where this rank puts `len` bytes for the next round: valid for writing [`CAPACITY`](Self::CAPACITY) bytes if
-    /// `len` says so, until the next [`post`](Self::post). All ranks must pass the same `len` for one round, and to
-    /// [`inbox`](Self::inbox): tiny payloads have a place of their own.
+    /// The address of this rank's payload of `len` bytes for the next round: valid for writing `len` bytes, at most
+    /// [`CAPACITY`](Self::CAPACITY), until the next [`post`](Self::post). All ranks must pass the same `len` for one round,
+    /// also to [`inbox`](Self::inbox), because tiny payloads are stored elsewhere.
     #[inline]
     pub fn outbox(&self, len: usize) -> *mut u8 {
         debug_assert!(len <= Self::CAPACITY);
         self.packet(self.shared.rank, self.sequence + 1).payload(len)
     }
 
-    /// Where the `len` bytes of `rank` for this round lie: valid for reading from [`wait`](Self::wait) until the next
+    /// The address of the payload of `len` bytes that `rank` has posted for this round: valid for reading from [`wait`](Self::wait) until the next
     /// [`post`](Self::post).
     #[inline]
     pub fn inbox(&self, rank: usize, len: usize) -> *const u8 {
@@ -133,13 +132,13 @@ impl Rounds {
         self.shared.regions.arena_offset(self.shared.rank, pointer, len)
     }
 
-    /// Where the arenas of all ranks lie, for this rank.
+    /// The arenas of all ranks, as this process maps them.
     #[inline]
     pub fn arenas(&self) -> Arenas {
         Arenas { first: self.shared.regions.arena(0, 0), stride: self.shared.regions.layout().stride }
     }
 
-    /// Opens the next round with what is in the outbox.
+    /// Posts the next round with the content of the outbox.
     #[inline]
     pub fn post(&mut self, signature: &Signature) {
         self.sequence += 1;
@@ -184,7 +183,7 @@ impl Rounds {
         self.wait(signature)
     }
 
-    /// Makes the communicator unusable because of `error`, and tells the others; returns the error.
+    /// Makes the communicator unusable because of `error`, and reports it to the peers; returns the error.
     #[cold]
     fn fail(&mut self, error: FabricError) -> FabricError {
         let error = match self.call {
@@ -202,7 +201,7 @@ impl Rounds {
         (rank + 1..world_size).chain(0..rank)
     }
 
-    /// While waiting: is the wait hopeless?
+    /// Checks while waiting whether the wait can still succeed.
     #[cold]
     fn look_around(&self, signature: &Signature, waited: Duration) -> Result<(), FabricError> {
         self.shared.check_interrupt(*signature)?;

@@ -5,10 +5,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use antiphon_device::{
-    DeviceError,
-    cuda::{Allocation, Context, CudaError, DevicePointer, Mapping, memory},
-};
+use antiphon_device::cuda::{Allocation, Context, CudaError, DevicePointer, Mapping, memory};
 
 use crate::{Communicator, FabricError};
 
@@ -35,12 +32,12 @@ impl CudaArena {
     /// [`FabricError::InvalidArgument`] too when ranks ask for different sizes; as [`Communicator::barrier`].
     pub fn new(comm: &Communicator, context: &Context, len: usize, fill: u8) -> Result<Self, FabricError> {
         let (allocation, descriptors) = exchange(comm, context, len)?;
-        let mapped = map(context, comm.rank(), allocation, &descriptors).map_err(device);
+        let mapped = map(context, comm.rank(), allocation, &descriptors).map_err(FabricError::from);
         let mappings = comm.agree("cannot map the memory of its peers", mapped)?;
         let pointers: Box<[_]> = mappings.iter().map(Mapping::pointer).collect();
         let len = mappings[0].len();
         let arena = Self { context: context.clone(), pointers, len, mappings: Mutex::new(mappings) };
-        let filled = arena.fill(comm.rank(), fill).map_err(device);
+        let filled = arena.fill(comm.rank(), fill).map_err(FabricError::from);
         comm.agree("cannot fill its memory", filled)?; // and nobody uses it before
         Ok(arena)
     }
@@ -54,9 +51,9 @@ impl CudaArena {
     /// On every rank, if one fails: its own error there, [`FabricError::InvalidArgument`] that names it elsewhere. Some of the
     /// memory may have been given back then: call either function again. As [`Communicator::barrier`].
     pub fn release(&self, comm: &Communicator) -> Result<(), FabricError> {
-        let idle = self.context.synchronize().map_err(device);
+        let idle = self.context.synchronize().map_err(FabricError::from);
         comm.agree("cannot wait for its kernels", idle)?; // of all ranks, whose kernels use this memory too
-        let released = self.mappings().iter_mut().try_for_each(Mapping::release).map_err(device);
+        let released = self.mappings().iter_mut().try_for_each(Mapping::release).map_err(FabricError::from);
         comm.agree("cannot give its memory back", released)
     }
 
@@ -80,8 +77,8 @@ impl CudaArena {
         let each = memory_of_all(&self.context, comm.rank(), own, &descriptors);
         let mapped =
             self.mappings().iter_mut().zip(each).try_for_each(|(mapping, each)| mapping.restore(each?));
-        comm.agree("cannot map the memory of its peers", mapped.map_err(device))?;
-        comm.agree("cannot fill its memory", self.fill(comm.rank(), fill).map_err(device))
+        comm.agree("cannot map the memory of its peers", mapped.map_err(FabricError::from))?;
+        comm.agree("cannot fill its memory", self.fill(comm.rank(), fill).map_err(FabricError::from))
     }
 
     fn fill(&self, own: usize, value: u8) -> Result<(), CudaError> {
@@ -131,7 +128,7 @@ fn exchange(
     context: &Context,
     len: usize,
 ) -> Result<(Allocation, Vec<OwnedFd>), FabricError> {
-    let made = comm.agree("has no memory to share", make(context, len).map_err(device))?;
+    let made = comm.agree("has no memory to share", make(context, len).map_err(FabricError::from))?;
     let sizes = comm.exchange_objects(&made.0.len())?;
     if let Some(rank) = sizes.iter().position(|&size| size != sizes[0]) {
         let text = format!("rank 0 makes an arena of {} bytes, but rank {rank} of {}", sizes[0], sizes[rank]);
@@ -169,8 +166,4 @@ fn memory_of_all(
         Some(mine) => Ok(mine),
         None => Allocation::import(context, descriptor.as_fd(), len),
     })
-}
-
-fn device(error: CudaError) -> FabricError {
-    DeviceError::from(error).into()
 }

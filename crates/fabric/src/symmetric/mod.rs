@@ -1,7 +1,7 @@
 //! Symmetric memory: buffers at the same offset of every rank's arena.
 //!
-//! Every rank can read and write every rank's copy through its own mapping. Who may touch what when is up to the
-//! users, who order themselves by barriers, rounds or signals of their own.
+//! Every rank can read and write every rank's copy through its own mapping. The users of a
+//! buffer order their accesses by barriers, rounds or signals of their own.
 
 mod allocator;
 #[cfg(not(loom))]
@@ -50,7 +50,7 @@ impl SharedBuffer {
     /// The copy of `rank` as elements (as many as fit), to pass to collectives, say.
     ///
     /// # Safety
-    /// Nobody, on any rank, writes these elements while the slice lives. After a collective on them has failed, slower
+    /// No thread, on any rank, writes these elements while the slice lives. After a collective on them has failed, slower
     /// ranks may still do so, until they have left or met again.
     ///
     /// # Panics
@@ -64,7 +64,7 @@ impl SharedBuffer {
     /// The copy of `rank` as elements, to write.
     ///
     /// # Safety
-    /// Nobody, on any rank, reads or writes these elements while the slice lives, but through it. After a collective on
+    /// No thread, on any rank, reads or writes these elements while the slice lives, except through it. After a collective on
     /// them has failed, slower ranks may still do so, until they have left or met again.
     ///
     /// # Panics
@@ -97,7 +97,7 @@ impl SharedBuffer {
 }
 
 /// Keeps the symmetric memory mapped as long as it lives, even when a buffer has been freed or its communicator is gone:
-/// for views in the hands of other libraries. (Memory that was freed is zero, or somebody else's.)
+/// for views that other libraries hold. (Memory that was freed is zero, or belongs to another buffer.)
 #[derive(Clone)]
 pub struct Mapped(#[expect(dead_code, reason = "held, not used")] Arc<Shared>);
 
@@ -146,7 +146,7 @@ impl Communicator {
         Ok(SharedBuffer { shared: self.shared().clone(), offset, len })
     }
 
-    /// Frees a buffer on all ranks, which must free the same one. Nobody may use any copy any more; the pages go back
+    /// Frees a buffer on all ranks, which must free the same one. No rank may use any copy any more; the pages go back
     /// to the machine. A buffer that is dropped instead keeps its place until its communicator ends.
     ///
     /// # Errors

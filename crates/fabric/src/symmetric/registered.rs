@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use antiphon_device::{
-    DeviceError,
     cuda::{Context, CudaError, DevicePointer, IpcExport, IpcMemory, PointerInfo},
     host::process::pid_namespace,
 };
@@ -15,8 +14,8 @@ use crate::{Communicator, FabricError};
 /// As many bytes on the GPU of every rank, wherever they lie there, which every rank's GPU reads and writes over NVLink (or
 /// PCIe).
 ///
-/// Either symmetric memory ([`CudaArena`]), or what somebody else allocated, opened with CUDA IPC by other processes and as it
-/// is by threads of the same. Whoever drops it must know that this rank's work with the peers' memory is over; whoever frees
+/// Either symmetric memory ([`CudaArena`]), or memory of another library, opened with CUDA IPC by other processes and as it
+/// is by threads of the same. A caller that drops it must know that this rank's work with the peers' memory is over; a caller that frees
 /// memory, that the peers' is.
 #[derive(Debug)]
 pub struct RegisteredMemory {
@@ -90,7 +89,8 @@ impl RegisteredMemory {
             Ok(opened.last().expect("just pushed").pointer())
         };
         let pointers = offers.iter().enumerate().map(&mut reach).collect::<Result<_, _>>();
-        let pointers = comm.agree("cannot open the memory of its peers", pointers.map_err(device))?;
+        let pointers =
+            comm.agree("cannot open the memory of its peers", pointers.map_err(FabricError::from))?;
         Ok(Self { context: context.clone(), pointers, len, _kept: Kept::Opened(opened) })
     }
 
@@ -137,8 +137,8 @@ impl From<Arc<CudaArena>> for RegisteredMemory {
 }
 
 fn export(context: &Context, pointer: DevicePointer, len: u64) -> Result<IpcExport, FabricError> {
-    let export = IpcExport::of(context, pointer).map_err(device)?;
-    let on = PointerInfo::of(context, pointer).map_err(device)?.device;
+    let export = IpcExport::of(context, pointer)?;
+    let on = PointerInfo::of(context, pointer)?.device;
     if on != Some(context.device().ordinal()) {
         let text = format!(
             "the memory at {:#x} is of device {on:?}, and this rank's is {}",
@@ -155,8 +155,4 @@ fn export(context: &Context, pointer: DevicePointer, len: u64) -> Result<IpcExpo
         return Err(FabricError::invalid(text));
     }
     Ok(export)
-}
-
-fn device(error: CudaError) -> FabricError {
-    DeviceError::from(error).into()
 }

@@ -1,6 +1,6 @@
 //! A family for tests: every rank's bytes go to the next rank. The tests of crates above use it too.
 
-use antiphon_device::cuda::{DevicePointer, Program, StreamRef};
+use antiphon_device::cuda::{DevicePointer, StreamRef};
 use antiphon_fabric::{
     FabricError, Operation, Signature,
     gpu::{Family, Grid, Launch, NoArguments, Pieces, Source, Tenant, Work, kernels},
@@ -19,11 +19,7 @@ impl Family for Rotation {
     type Kernel = Kernel;
     type Arguments = NoArguments;
     const NAME: &'static str = "rotation.cuh";
-    const SOURCES: &'static [Source] = &[Source { name: "rotate.cuh", text: include_str!("rotate.cuh") }];
-
-    fn define(&self, program: Program, _world_size: usize) -> Program {
-        program
-    }
+    const SOURCES: &'static [Source] = &[Source::new("rotate.cuh", include_str!("rotate.cuh"))];
 }
 
 /// # Safety

@@ -17,7 +17,7 @@ fn keep(setting: &Setting, rank: &Rank) -> Result<()> {
     }
 }
 
-/// Everybody writes its input to everybody's output.
+/// Every rank writes its input to the outputs of all ranks.
 ///
 /// 1. When all have begun, a rank writes to all others.
 /// 2. It tells them, and waits for them.

@@ -4,7 +4,7 @@ use super::Setting;
 use super::channels::{BLOCK, Mesh, Ring, behind, others, scratch, slot};
 use crate::{BufferType, Collective, DataSync, MemoryChannel, PortChannel, Program, Result};
 
-/// Everybody sends everything to everybody, as packets, and reduces what comes.
+/// Every rank sends its whole input to all ranks as packets, and reduces what it receives.
 ///
 /// 1. A rank sends its input to each other rank, which has a slot for every sender.
 /// 2. It reduces all contributions in rank order, so that the bits are those of every other rank.
@@ -41,7 +41,7 @@ pub fn one_shot(setting: &Setting) -> Result<Program> {
     Ok(program)
 }
 
-/// Each rank reduces its part of everybody's input and hands the result to everybody, all as packets.
+/// Each rank reduces its part of all inputs and sends the result to all ranks, all as packets.
 ///
 /// 1. A rank sends each other rank that one's part of its input.
 /// 2. It reduces what comes with its own, beginning with its own, and sends the result to all others.
@@ -78,7 +78,7 @@ pub fn packet_two_shot(setting: &Setting) -> Result<Program> {
     Ok(program)
 }
 
-/// Each rank reduces its part of everybody's input and writes the result to everybody.
+/// Each rank reduces its part of all inputs and writes the result to all ranks.
 ///
 /// 1. When all have begun, a rank reads its part of all inputs, reduces it, beginning with its own, and writes the result
 ///    to all outputs: one pass.

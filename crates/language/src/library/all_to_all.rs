@@ -16,7 +16,7 @@ fn keep(setting: &Setting, rank: &Rank) -> Result<()> {
     }
 }
 
-/// Everybody writes each part of its input to the output where it belongs; not in place.
+/// Every rank writes each part of its input to its place in the receiver's output; not in place.
 ///
 /// 1. When all have begun, a rank writes to all others.
 /// 2. It tells them, and waits for them.
@@ -83,7 +83,7 @@ pub fn pipelined(setting: &Setting) -> Result<Program> {
     Ok(program)
 }
 
-/// Everybody sends packets to everybody, and unpacks what comes.
+/// Every rank sends packets to all ranks, and unpacks what it receives.
 ///
 /// One step without a signal, 2 (n − 1)/n S bytes from each rank, also in place: for small messages, where signals and the
 /// fences before them cost more than to unpack. On H200s, the simulator says, [`direct`] is faster.

@@ -1,7 +1,7 @@
 //! Ready programs: the usual algorithms of the usual collectives.
 //!
 //! [`ALGORITHMS`] lists them, [`find`] finds one by its name, and [`Algorithm::plan`] makes its plan for a [`Setting`]: how
-//! many ranks, in place or not, how it reduces. Each is a function of its own as well, whose page says who sends what when,
+//! many ranks, in place or not, how it reduces. Each is a function of its own as well, whose page describes the steps of each rank,
 //! and when it is the right one.
 //!
 //! | collective | algorithm | steps | bytes that a rank sends |
@@ -28,7 +28,7 @@
 //! All of them give the same bits on all ranks. A rank does all in one thread block (the pipelined one in two): more
 //! blocks are more [instances](Options::instances), each with its part of every chunk.
 //!
-//! A plan is called again and again on the same buffers, so nobody may write to a rank that is still busy with the call
+//! A plan is called again and again on the same buffers, so no rank may write to a rank that is still busy with the call
 //! before. Plans of packets take turns between two scratches; the others begin with signals that say that a rank has come
 //! this far, unless what a rank waits for says so already.
 //!

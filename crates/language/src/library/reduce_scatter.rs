@@ -9,7 +9,7 @@ fn result(setting: &Setting, rank: &Rank) -> Result<Chunk> {
     if setting.inplace { rank.input().chunk(rank.id().into()) } else { rank.output().chunk(0) }
 }
 
-/// Everybody reads its part of everybody's input.
+/// Every rank reads its part of all inputs.
 ///
 /// 1. When all have begun, a rank reads its part of all inputs and reduces it, beginning with its own: one pass.
 /// 2. It tells all others, and waits for them, since they read its input.

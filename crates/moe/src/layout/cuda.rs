@@ -1,6 +1,6 @@
 //! The layout on a GPU; `kernels.cuh` has the kernel.
 
-use antiphon_device::cuda::{KernelArgument, Program};
+use antiphon_device::cuda::KernelArgument;
 use antiphon_fabric::gpu::{Family, Source, kernels};
 
 use crate::cuda::THREADS;
@@ -39,10 +39,6 @@ impl Family for Counting {
     const NAME: &'static str = "layout.cuh";
     const SOURCES: &'static [Source] =
         &[Source { name: "layout/kernels.cuh", text: include_str!("kernels.cuh") }];
-
-    fn define(&self, program: Program, _world_size: usize) -> Program {
-        program
-    }
 
     fn threads(&self) -> u32 {
         THREADS

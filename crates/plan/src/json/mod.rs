@@ -26,7 +26,7 @@ impl Plan {
 
     /// Reads a plan. Keys of the header that the format gives defaults may be missing.
     ///
-    /// The text may be anybody's: reading takes time and memory in proportion to its length. That every number in it
+    /// The text may come from any source: reading takes time and memory in proportion to its length. That every number in it
     /// names something that exists is checked too ([`Plan::check`](crate::Plan::check)).
     ///
     /// # Errors

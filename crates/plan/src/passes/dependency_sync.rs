@@ -70,7 +70,7 @@ fn accesses(op: &OpKind, each: &mut impl FnMut(LocalChunk, Mode)) {
     }
 }
 
-/// Who touched which chunks last.
+/// The last accesses to each chunk.
 #[derive(Default)]
 struct History {
     /// For each buffer, disjoint spans by their first chunk.

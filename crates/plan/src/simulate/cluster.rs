@@ -43,7 +43,7 @@ pub struct BlockCosts {
     pub memory_ns: f64,
     /// All threads of the block meet.
     pub sync_ns: f64,
-    /// Thread blocks of a GPU meet; a semaphore's release reaches who acquires it.
+    /// Thread blocks of a GPU synchronise; a semaphore's release reaches the block that acquires it.
     pub atomic_ns: f64,
     /// Reading and writing the own GPU's memory, together.
     pub local_gb_s: f64,
@@ -92,7 +92,7 @@ impl Cluster {
     /// figures of [`Link`], [`BlockCosts::store_gb_s`], [`BlockCosts::load_gb_s`], the copy engine's bandwidth and
     /// [`Cluster::launch_ns`] were measured on 4 × H200 (NV18, driver 580.159.04, CUDA 13.0) on 2026-11-21, in CUDA
     /// graphs, with 512 threads per block; see docs/simulator.md for each. `memory_gb_s` is the data sheet's. All others are
-    /// estimates: nobody measured a network card or a port channel for them.
+    /// estimates: no network card or port channel has been measured.
     ///
     /// A description has all fields of [`Cluster`], or `"base"` with a preset's name and what differs from it:
     ///

@@ -187,7 +187,7 @@ impl<'a> Engine<'a> {
         }
     }
 
-    /// Plays the plan until nothing happens any more, and says who waits then.
+    /// Plays the plan until nothing happens any more, and returns the blocks that wait then.
     pub fn run(mut self, message_bytes: u64) -> Result<(Simulation, Vec<Waiting>), SimulateError> {
         for worker in 0..self.states.len() as Worker {
             self.states[worker as usize].seek(false, &self.costs.extent);

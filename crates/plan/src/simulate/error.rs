@@ -60,7 +60,7 @@ pub enum SimulateError {
     Unreachable {
         /// The operation.
         place: Place,
-        /// Who accesses.
+        /// The accessing block.
         from: Rank,
         /// Whose memory.
         to: Rank,
@@ -104,7 +104,7 @@ pub enum SimulateError {
         time_ns: f64,
         /// How many thread blocks the plan has.
         blocks: usize,
-        /// Who waits, in the plan's order.
+        /// The waiting blocks, in the plan's order.
         waiting: Vec<Waiting>,
     },
 }

@@ -1,4 +1,4 @@
-//! What bounds a simulation's time and memory, whoever wrote the plan.
+//! The bounds on a simulation's time and memory, for any plan.
 
 use super::cluster::Cluster;
 use super::cost;

@@ -1,10 +1,10 @@
-//! How long a plan takes on a cluster: a discrete-event simulation of its thread blocks.
+//! The predicted time of a plan on a cluster, by a discrete-event simulation of its thread blocks.
 //!
-//! [`simulate`] plays a checked plan for one message on a [`Cluster`] and tells when every operation begins and ends
-//! ([`Simulation::spans`]), what the whole takes, which chain of operations makes it take so long
-//! ([`Simulation::critical_path`]) and how busy each link was. Equal input gives equal output, bit for bit.
+//! [`simulate`] plays a checked plan for one message on a [`Cluster`]. It returns the begin and the end of every operation
+//! ([`Simulation::spans`]), the total time, the chain of operations that determines it
+//! ([`Simulation::critical_path`]) and the utilisation of each link. Equal input gives equal output, bit for bit.
 //!
-//! # What is modelled
+//! # The model
 //!
 //! * A thread block does its operations in order, each after the one before. All thread blocks begin when the kernel
 //!   has been launched.
@@ -13,24 +13,24 @@
 //!   own memory). Flows share a link max-min fairly, each up to what one thread block can do: a block's stores together
 //!   have a cap, and its loads from each peer, since loads of several peers are in flight side by side.
 //! * A signal waits until earlier stores are acknowledged (not if relaxed) and then takes a link's latency; a wait ends
-//!   when its signal is there. Packets carry their flags, so they have twice the bytes and no fence. Whoever reads
-//!   packets reads along while they arrive and ends with the last; whoever also forwards them begins then.
+//!   when its signal has arrived. Packets carry their flags, so they have twice the bytes and no fence. A reader
+//!   of packets reads while they arrive and ends with the last one; if it forwards them, it begins then.
 //! * A port channel's operations queue at the sender's engine, which takes one after the other: the copy engine to GPUs
-//!   of the node, the network card to others. The thread block goes on at once; a flush waits until what the block put
-//!   there has arrived.
-//! * Barriers, semaphores and meetings of a block's threads take constant times.
+//!   of the node, the network card to others. The thread block continues at once; a flush waits until the block's transfers
+//!   have arrived.
+//! * Barriers, semaphores and synchronisations of a block's threads take constant times.
 //! * A switch channel is loads from and stores to each member; where the cluster has multicast, the switch reduces and
 //!   replicates, and the member's link carries the bytes once.
 //! * A pipeline does its operations as often as the message needs, on a piece of the bytes each time.
 //!
-//! # What is not
+//! # Outside the model
 //!
 //! Caches and memory channels (a local access costs the bandwidth of the GPU's memory, a remote one only the links);
 //! whether all thread blocks fit on the GPU at once; threads per block (the caps were measured with 512); the arithmetic
 //! of a reduction (it is faster than the memory); routing and congestion between nodes beyond the cards themselves;
 //! skew between ranks, and noise.
 //!
-//! # How
+//! # Method
 //!
 //! Flows with the same links and the same cap always have the same rate, so they are one class with a counter of bytes
 //! served to each, and a flow is done when the counter has risen by its bytes. When flows come or go, rates change only
@@ -56,7 +56,7 @@ pub use result::{Arrow, ArrowKind, Lane, LinkUse, Simulation, Span, SpanId, Step
 
 /// Plays a plan for a message of so many bytes: the output of `allgather`, else the input, as the plan's limits count.
 ///
-/// The plan may be anybody's: besides what grows with the length of its text, a simulation takes at most 256 MiB and some seconds,
+/// The plan may come from any source: besides a part that grows with the length of its text, a simulation takes at most 256 MiB and some seconds,
 /// by the limits of [`SimulateError::TooLong`] ([`STEPS`]) and [`SimulateError::TooShared`].
 ///
 /// # Errors
@@ -70,7 +70,7 @@ pub fn simulate(plan: &Plan, cluster: &Cluster, message_bytes: u64) -> Result<Si
     Err(SimulateError::Deadlock { time_ns: simulation.end_ns(), blocks, waiting })
 }
 
-/// Like [`simulate`], but a plan that cannot end is played until nothing can happen any more; who waits then is said
+/// Like [`simulate`], but a plan that deadlocks is played up to the deadlock; the waiting blocks are returned
 /// beside it.
 ///
 /// # Errors

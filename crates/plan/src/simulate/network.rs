@@ -1,4 +1,4 @@
-//! Flows over shared links: who gets how much, and when they are done.
+//! Flows over shared links: their rates, and the times at which they end.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn equals_share_and_the_rest_goes_to_who_can_use_it() {
+    fn equal_flows_share_and_the_rest_goes_to_flows_that_can_use_it() {
         // 10 for two: 5 each until the first is done, then all.
         assert_eq!(play(&[10.0], &[(0.0, &[0], 99.0, 20.0), (0.0, &[0], 99.0, 40.0)]), [(0, 4.0), (1, 6.0)]);
         // One can use 2, the other gets 8.

@@ -1,4 +1,4 @@
-//! Port channels: who asks engines for transfers, and how the engines do them.
+//! Port channels: requests of transfers, and the engines that do them.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,7 +23,7 @@ pub(super) struct Transfer {
     pub channel: u32,
     /// The peer's channel that gets a signal behind the bytes.
     pub signal: Option<u32>,
-    /// Who asked.
+    /// The requesting block.
     pub asked_by: SpanId,
     /// When the engine has heard of it.
     pub ready: f64,

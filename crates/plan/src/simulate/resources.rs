@@ -51,7 +51,7 @@ impl Links {
         [a, b, c, d, gpu(from, SM)]
     }
 
-    /// Loads of SMs: the bytes go from the peer to who loads.
+    /// Loads of SMs: the bytes go from the peer to the loading GPU.
     pub fn load(&self, by: Rank, of: Rank) -> [ResourceId; 5] {
         let [a, b, c, d] = self.copy(of, by);
         [a, b, c, d, gpu(by, SM)]

@@ -15,7 +15,7 @@ impl SpanId {
     }
 }
 
-/// Who does something.
+/// A thread block or an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lane {
     /// The thread block of the operation.
@@ -31,7 +31,7 @@ pub enum Lane {
 pub struct Span {
     /// The operation; of a transfer, the one that asked for it.
     pub place: Place,
-    /// Who does it.
+    /// The block or engine that does it.
     pub lane: Lane,
     /// Which turn of its pipeline, from 0.
     pub turn: u32,
@@ -54,7 +54,7 @@ pub struct Arrow {
     pub kind: ArrowKind,
     /// From what.
     pub from: SpanId,
-    /// To whom.
+    /// The receiver.
     pub rank: Rank,
     /// The operation that took it; none of plain data.
     pub to: Option<SpanId>,

@@ -1,4 +1,4 @@
-//! Who waits for what: signals, semaphores, barriers, packets.
+//! Waits: signals, semaphores, barriers, packets.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
@@ -11,7 +11,7 @@ use crate::plan::Plan;
 /// A thread block of the plan, counted over all ranks.
 pub(super) type Worker = u32;
 
-/// Something that arrives once: who sent it, and when.
+/// An arrival: its sender and its time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Token {
     pub from: SpanId,
@@ -21,13 +21,13 @@ pub(super) struct Token {
 /// One end of a channel: signals to it, and of a port what was put through it.
 #[derive(Debug, Default)]
 pub(super) struct Channel {
-    /// Signals that nobody has taken, and when they came.
+    /// Signals that no wait has taken, with their times of arrival.
     pub arrived: VecDeque<(Token, f64)>,
     pub waiting: VecDeque<Worker>,
     /// Transfers asked for, and those that have arrived.
     pub asked: u64,
     pub done: u64,
-    /// Who flushes: until so many have arrived.
+    /// The blocks that flush, each until this many have arrived.
     pub flushing: Vec<(u64, Worker)>,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Counter {
     pub waiting: VecDeque<Worker>,
 }
 
-/// The packets that a rank's scratch holds, as disjoint ranges of plain bytes that do not touch; and who waits.
+/// The packets that a rank's scratch holds, as disjoint ranges of plain bytes that do not touch; and the waiting blocks.
 #[derive(Debug, Default)]
 pub(super) struct Packets {
     there: BTreeMap<u64, u64>,
@@ -79,7 +79,7 @@ pub(super) struct Sync {
     pub channels: Vec<Channel>,
     semaphore_bases: Vec<u32>,
     pub semaphores: Vec<Counter>,
-    /// Who is at a barrier; only ever asked by key.
+    /// The blocks at each barrier; only accessed by key.
     pub barriers: HashMap<(Rank, BarrierId), Vec<Worker>>,
     pub packets: Vec<Packets>,
 }

@@ -51,7 +51,7 @@ pub enum Missing {
     Count(Counted),
     /// The other thread blocks of a barrier.
     Barrier(BarrierId),
-    /// Packets that nobody has written.
+    /// Packets that no operation has written.
     Packets,
 }
 
@@ -118,7 +118,7 @@ pub enum Kind {
         barrier: BarrierId,
         /// For how many it is.
         expected: u32,
-        /// Who comes, and how often.
+        /// The blocks that reach it, with their numbers of times.
         comes: Vec<(ThreadBlockId, u32)>,
     },
     /// A launch takes more from a counter than it adds, or less: the next launch finds another count.
@@ -132,7 +132,7 @@ pub enum Kind {
     },
     /// Thread blocks wait for each other, or for nothing.
     Deadlock {
-        /// Who (as the places of the finding) waits for what.
+        /// What each of the finding's places waits for.
         waits: Vec<Missing>,
     },
     /// Two accesses to the same bytes, of which nothing says which comes first.
@@ -179,7 +179,7 @@ pub enum Kind {
     },
     /// Another rank's buffer is used without knowing that the rank has begun.
     Unstarted {
-        /// Who uses.
+        /// The user.
         rank: Rank,
         /// Whose buffers.
         owner: Rank,
@@ -198,7 +198,7 @@ pub enum Kind {
         /// How many of it write their share.
         present: usize,
     },
-    /// Scratch that nobody uses.
+    /// Scratch that no operation uses.
     UnusedScratch {
         /// Which chunks, and of which ranks.
         chunks: Vec<(Range<u64>, Vec<Rank>)>,
@@ -212,7 +212,7 @@ pub enum Kind {
         /// Which.
         channel: ChannelId,
     },
-    /// A semaphore that nobody acquires or releases.
+    /// A semaphore that no operation acquires or releases.
     UnusedSemaphore {
         /// Whose.
         rank: Rank,
@@ -300,7 +300,7 @@ pub struct Finding {
     pub operations: Vec<&'static str>,
     /// For each of them, the line that made it, where it is known.
     pub origins: Vec<Option<Origin>>,
-    /// Where it depends on who takes from a counter first: who does, in order, in a run in which it happens.
+    /// If the finding depends on the order in which blocks take from a counter: this order, in a run that has the finding.
     pub served: Vec<Served>,
 }
 

@@ -212,7 +212,7 @@ impl Lower<'_, '_> {
         wrong
     }
 
-    /// Links to counters, and who takes from or adds to them.
+    /// Links to counters, and the agents that take from them or add to them.
     fn link(&mut self, acquire: bool, links: impl IntoIterator<Item = Link>) -> Range<u32> {
         let agent = self.agent();
         let first = self.program.links.len() as u32;

@@ -1,9 +1,9 @@
-//! Packets for which plain data may be taken.
+//! Reads of packets that may find plain data.
 //!
-//! Who waits for a packet looks at its flag until it is that of the launch. What plain data hold is the caller's, so it may
-//! be the same. So there must be no moment, in no run, at which somebody looks where plain data lie: neither those that the
-//! plan wrote there in this launch, before the packets, nor those that it left there in the one before. Where the packets are
-//! known to be there when somebody begins to look, or where packets of the launch before lie until they come, all is well.
+//! A reader polls a packet's flag until it equals the number of the launch. Plain data come from the caller, so they may
+//! equal this number. So no run may have a moment at which a reader polls bytes that hold plain data: neither data that the
+//! plan wrote there in this launch, before the packets, nor data that it left there in the launch before. A read is safe if the
+//! packets are known to have arrived when the reader begins to poll, or if packets of the launch before lie there until then.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,7 +14,7 @@ use super::program::{Location, Program, What};
 use super::runs::{Content, Goal, Hold, Runs};
 use super::schedule::Schedule;
 
-/// Who writes a cell: timeline, level and number of the piece.
+/// The writer of a cell: timeline, level and number of the piece.
 type Writer = (u32, u32, u32);
 
 /// Waits that plain data may end. `left` are the cells of packets in which a run may leave plain data, and the steps that
@@ -96,7 +96,7 @@ fn each_piece(
     Ok(())
 }
 
-/// Of each cell of packets and of plain data that shares bytes with one of the other kind, who writes it.
+/// Of each cell of packets and of plain data that shares bytes with one of the other kind, its writer.
 fn writers(
     program: &Program<'_>,
     cells: &Cells,

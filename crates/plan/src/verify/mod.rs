@@ -1,69 +1,69 @@
-//! Proof that a plan does what its collective must do, or a counterexample.
+//! The proof that a plan implements its collective, or a counterexample.
 //!
-//! [`verify`] never answers "perhaps": a plan is proved, or there is a counterexample: the operations that take part and, where
-//! it depends on it, who took from a counter before others ([`Finding::served`]). Only a plan that is too large to be decided
-//! in bounded time and memory is rejected without one, and the error says so ([`Kind::TooLarge`]).
+//! [`verify`] always decides: a plan is proved, or there is a counterexample. A counterexample names the operations that take
+//! part. Where the order in which blocks take from a counter matters, it names this order too ([`Finding::served`]). Only a
+//! plan that is too large for the bounds on time and memory is rejected without a counterexample, and the error says so
+//! ([`Kind::TooLarge`]).
 //!
-//! A proof is for every size of message that the plan serves, if a few sizes stand for all. Where pipelines do not go in step,
-//! more turns may bring what fewer do not: then every size up to some chunk is looked at, and the proof says how far it goes
-//! ([`Report::largest_chunk`]). Whoever executes the plan does larger messages in parts.
+//! A proof covers every size of message that the plan supports, if a few sizes can represent all. Where pipelines do not
+//! advance together, more iterations may cause what fewer do not. Then the proof covers every size up to some chunk, and the
+//! report states this chunk ([`Report::largest_chunk`]); an executor divides larger messages into parts.
 //!
 //! # What is proved
 //!
-//! * **Form**: everything that is named exists, chunk ranges lie in their buffers, ranges that meet are equally long, packets
-//!   are in scratch, channels lead where the buffers are and have a counterpart, all that a barrier is for come to it.
-//! * **Balance**: a launch takes from each channel and semaphore as much as it adds, so the next one finds it as this one did.
+//! * **Form**: every object that an operation names exists; chunk ranges lie in their buffers; the ranges of one operation are
+//!   equally long; packets are in scratch; channels lead to the ranks of the buffers and have a counterpart; all blocks of a
+//!   barrier reach it.
+//! * **Balance**: a launch takes from each channel and semaphore as much as it adds, so the next launch finds the same state.
 //! * **No deadlock**: every run ends.
-//! * **No race**: of two accesses to the same bytes of which one writes, one happens before the other, in every run. And
-//!   whoever uses a rank's input or output is done before the rank has ended.
-//! * **Values**: nothing is read that was not written, and the outputs hold what the collective says ([`Expectation`]), each
-//!   contribution once (sums; for minima and maxima once is enough).
+//! * **No race**: of two accesses to the same bytes of which one writes, one happens before the other, in every run. All
+//!   accesses to a rank's input and output happen before the rank has ended.
+//! * **Values**: all bytes are written before they are read, and the outputs hold the results of the collective
+//!   ([`Expectation`]), with each contribution once (for minima and maxima: at least once).
 //!
 //! # The memory model
 //!
-//! A plan must be right however many threads a thread block has, and whichever thread does what.
+//! A plan must be right for any number of threads in a thread block, and any assignment of work to them.
 //!
-//! * *With one thread*, operations are done one after the other: that is where everything that can get stuck does.
-//! * *With many*, the operations between two meetings of the block's threads (`nop`, `barrier`) are done in any order and at
-//!   the same time. Two of them that touch the same bytes race, even where the peer's kernels happen to give a byte to the
-//!   same thread in both.
-//! * A **signal** or release tells of what was done before its block's threads met the last time; a **wait** or acquire makes
-//!   that known to what is done after they meet the next time. What is added is counted, and not told apart: if several
-//!   blocks add to one count, who takes from it knows only what must have been added, whoever came first. If several take from
-//!   one, any of them may come first, and those of one operation are taken from in any order.
-//! * **Relaxed** signals and waits order execution, but not data: what was read before the signal may be overwritten after
-//!   the wait, but what was written before need not be seen.
-//! * A **packet** is read once it is there: the reader of some bytes knows what their writer knew, and that the writer is done
-//!   with these bytes, in its other buffers too. Packets are of one launch: those of an earlier one are not taken for new.
-//!   They lie in scratch in twice the bytes of what they carry, from twice as far.
-//! * **Packets and plain data** may share bytes of scratch, one after the other. Whoever reads such bytes must find there what
-//!   it reads them as. Plain data may equal any flag: so whoever waits for packets must not begin to look while plain data
-//!   lie there, of this launch or of the one before, unless the packets are known to come first.
-//! * A **port** does what its block pushes behind the block's back, in order: from when the threads met last, until a flush
-//!   (for the block) or a signal behind it through the same channel (for who waits for it). The chunks of one operation are
-//!   in no order.
-//! * In place, input and output are the same memory; of an all-gather, the input is the rank's part of the output, of a
-//!   reduce-scatter the output the rank's part of the input.
+//! * *With one thread*, operations are done one after the other: all steps that can deadlock are done so.
+//! * *With many threads*, the operations between two synchronisations of the block's threads (`nop`, `barrier`) are done in any
+//!   order and at the same time. Two of them that access the same bytes race, even if a kernel happens to give each byte to
+//!   the same thread in both.
+//! * A **signal** or release publishes the operations before the last synchronisation of its block's threads. A **wait** or
+//!   acquire makes them visible to the operations after the next synchronisation. Counts do not distinguish their signals: if
+//!   several blocks add to one count, a block that takes from it knows only the additions that must have happened in any order.
+//!   If several blocks take from one count, any of them may be first, and the counts of one operation are taken in any order.
+//! * **Relaxed** signals and waits order execution, but not data: bytes that were read before the signal may be overwritten
+//!   after the wait, but writes before the signal may be invisible.
+//! * A **packet** is read after it has arrived: the reader of some bytes knows what their writer knew, and that the writer has
+//!   finished with these bytes, in its other buffers too. Packets belong to one launch: those of an earlier launch are not
+//!   mistaken for new ones. Packets lie in scratch in twice the bytes of their data, at twice the offset.
+//! * **Packets and plain data** may share bytes of scratch, one after the other. A reader must find in such bytes the kind that
+//!   it reads. Plain data may equal any flag, so a reader must not begin to wait for packets while plain data lie there, of this
+//!   launch or of the one before, unless the packets are known to arrive first.
+//! * A **port** does the operations that its block pushes, concurrently with the block and in order. They happen between the
+//!   last synchronisation of the block's threads and a flush (for the block) or a later signal through the same channel (for
+//!   the block that waits for it). The chunks of one operation are in no order.
+//! * In place, input and output are the same memory. The input of an all-gather is the rank's part of the output; the output of
+//!   a reduce-scatter is the rank's part of the input.
 //!
-//! # What the caller must do
+//! # Duties of the caller
 //!
-//! The proof is about one launch. A rank has ended when its blocks have and its ports have done what was pushed. Who starts
-//! launches must see to it that no rank begins one before all ranks have ended the one before and own their buffers: by
-//! letting the ranks meet before each call. Where a plan depends on it for the callers' buffers, there is a warning
-//! ([`Kind::Unstarted`]); for scratch, and for packets with single or double scratch, it is not looked at. Scratch has as
-//! many bytes for a chunk as the other buffers, also where it is shared with other plans. Launches of other sizes or plans
-//! leave no plain data where a launch waits for packets.
+//! The proof covers one launch. A rank has ended when its blocks have ended and its ports have done all pushed operations. No
+//! rank may begin a launch before all ranks have ended the one before and own their buffers: the caller synchronises the ranks
+//! before each call. A plan that needs this for the caller's buffers gets a warning ([`Kind::Unstarted`]). For scratch, and for
+//! packets with single or double scratch, there is no warning. Scratch has as many bytes for a chunk as the other buffers, also
+//! where plans share it. Launches of other sizes or plans leave no plain data at places where a launch waits for packets.
 //!
-//! # How
+//! # Method
 //!
-//! The plan is written out at a few sizes of a chunk that stand for all, or for all in a range (pipelines turn by turn), and
-//! memory is cut into cells that every operation takes whole: whatever the size, there are only as many as the plan tells
-//! apart. One run is as good as
-//! any, because what is waited for stays there until it is taken; only where several blocks take from one counter, the orders
-//! in which they do are all tried. Along a run go vector clocks over thread blocks, ports and packets, which order accesses in
-//! all runs, and the set of contributions that every cell holds. Where clocks do not know everything, because several blocks
-//! add to a counter or take from it, two accesses that they leave open are looked for in the runs: a race is one that happens.
-//! What only relaxed waits order is looked for in runs that pass them over.
+//! The plan is unrolled at a few sizes of a chunk that represent all sizes, or all in a range (pipelines iteration by
+//! iteration). Memory is divided into cells that every operation accesses as a whole, so their number depends on the plan and
+//! not on the size. One run represents all, because an awaited state lasts until it is taken; only where several blocks take
+//! from one counter, all orders are tried. Vector clocks of thread blocks, ports and packets along the run order the accesses in
+//! all runs, and each cell has the set of its contributions. Clocks are incomplete where several blocks add to a counter or
+//! take from it: two accesses that they do not order are searched for in the runs, and are a race if some run has it. Accesses
+//! that only relaxed waits order are searched for in runs that skip these waits.
 //!
 //! ```
 //! use antiphon_plan::{Plan, verify::{Options, verify}};
@@ -176,7 +176,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// A plan that [`verify`] has proved. Nothing else makes one, so whoever has one may run it.
+/// A plan that [`verify`] has proved. No other function makes one, so an executor may run it.
 #[derive(Clone, Debug)]
 pub struct VerifiedPlan {
     plan: Plan,

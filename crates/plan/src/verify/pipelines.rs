@@ -1,20 +1,20 @@
-//! Whether pipelines go well however often they turn.
+//! Whether pipelines are free of deadlocks for every number of their iterations, which are called turns.
 //!
-//! Pipelines that signal each other, or meet at barriers, make up a *section*. They turn equally often, and a counter that is
-//! used in one has one thread block that adds to it and one that takes from it, in each turn as much as the other. Then the
-//! `i`-th that is taken in a turn is always the same one, of this turn or of one that is always as many before it: what a
-//! turn waits for does not depend on its number.
+//! Pipelines that signal each other, or share barriers, form a *section*. They have equally many turns. A counter that a
+//! section uses has one thread block that adds to it and one that takes from it, and both move it equally far in each turn. Then
+//! the `i`-th count that is taken in a turn is always added at the same place, in this turn or a fixed number of turns before:
+//! the awaited count does not depend on the number of the turn.
 //!
-//! Nobody can be stuck, however many turns there are, if there is a run in which the thread blocks of a section meet before
-//! its first turn and after each: between two such meetings every counter comes to what it was, so that each turn goes as
-//! the first did, and what comes after the last finds what it finds after one. (One run ends if and only if all do; see
-//! [`schedule`](super::schedule).) This run is tried.
+//! No number of turns can deadlock if there is a run in which the thread blocks of a section synchronise before
+//! its first turn and after each turn. Between two synchronisations every counter returns to its value, so each turn runs as
+//! the first did, and the steps after the last turn find the state that one turn leaves. (One run ends if and only if all runs
+//! end; see [`schedule`](super::schedule).) This module tries that run.
 //!
-//! Packets in a pipeline are not passed on between thread blocks.
+//! Packets in a pipeline must not be passed between thread blocks.
 //!
-//! Where several thread blocks take from one counter, elsewhere in the plan, no run in which they meet so may be stuck.
+//! Where several thread blocks take from one counter elsewhere in the plan, no run with these synchronisations may deadlock.
 //!
-//! Plans of which this cannot be said may be right, but are proved size by size.
+//! Plans outside these conditions may be right, but are proved size by size.
 
 use std::collections::{BTreeMap, HashMap};
 

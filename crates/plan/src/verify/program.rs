@@ -144,7 +144,7 @@ pub(super) struct Agent {
 pub enum Counted {
     /// Signals that arrive through a channel.
     Channel {
-        /// At whom.
+        /// The receiving rank.
         rank: Rank,
         /// Memory or port.
         channel_type: ChannelType,
@@ -160,7 +160,7 @@ pub enum Counted {
     },
 }
 
-/// Something that steps add to and take from; who would take it below zero waits.
+/// A count that steps add to and take from; a step that would take it below zero waits.
 #[derive(Clone, Debug)]
 pub(super) struct Counter {
     pub counted: Counted,

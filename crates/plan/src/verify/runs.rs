@@ -134,7 +134,7 @@ pub(super) struct State {
     dirty: Vec<u32>,
     /// What memory holds, where that matters.
     pub holds: Vec<u32>,
-    /// Who took, where another could have.
+    /// The agents that took where another could have.
     pub served: Vec<Served>,
 }
 
@@ -152,7 +152,7 @@ pub(super) trait Watch {
 pub(super) struct Runs<'p, 'a> {
     program: &'p Program<'a>,
     cells: &'p Cells,
-    /// Who waits for packets in each cell.
+    /// The agents that wait for packets in each cell.
     readers: OnceCell<HashMap<u32, Vec<u32>>>,
     ports: Vec<Vec<u32>>,
     /// Counters of which several take.
@@ -198,7 +198,7 @@ impl<'p, 'a> Runs<'p, 'a> {
         self.left.get()
     }
 
-    /// Who took in which order in a run that comes to the goal, if there is one.
+    /// The order in which agents took in a run that reaches the goal, if there is one.
     ///
     /// # Errors
     /// [`Kind::TooLarge`]
@@ -284,7 +284,7 @@ impl<'p, 'a> Runs<'p, 'a> {
         taken.chain(&state.holds).copied().collect()
     }
 
-    /// Who could take from a counter of which there is not enough for all.
+    /// The agents that could take from a counter that has not enough for all.
     fn takers(&self, state: &State) -> Vec<(u32, u32)> {
         let mut takers = Vec::new();
         for &counter in &self.contended {
@@ -375,7 +375,7 @@ pub(super) fn too_large(limit: usize) -> Kind {
     Kind::TooLarge { what, limit: limit as u64 }
 }
 
-/// Who waits for packets in each cell.
+/// The agents that wait for packets in each cell.
 fn readers(program: &Program<'_>) -> HashMap<u32, Vec<u32>> {
     let mut readers: HashMap<u32, Vec<u32>> = HashMap::new();
     for (at, agent) in program.agents.iter().enumerate() {

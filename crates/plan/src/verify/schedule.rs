@@ -1,10 +1,10 @@
-//! One run of the program, or the state in which it stands still.
+//! One run of the program, or the state of its deadlock.
 //!
-//! A run is decided by itself where each counter has one block that takes from it: what a step waits for stays true until
-//! that step takes it, so steps that can be done may be done in any order, and every run does the same steps or stops in the
-//! same state. Where several blocks take from one counter, each takes where there is enough for it and for all that the others
-//! could ever take. Otherwise it matters who comes first, and every order is tried: blocks that have taken as often each are
-//! in the same state, whatever the order was.
+//! If each counter has one block that takes from it, all runs are equivalent: an awaited state stays true until the step takes
+//! it, so ready steps may be done in any order, and every run does the same steps or stops in the
+//! same state. If several blocks take from one counter, a block takes from it as soon as there is enough for it and for all that
+//! the others could ever take. Otherwise the order matters, and every order is tried: blocks that have each taken a certain
+//! number of times are in the same state for every order.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -14,8 +14,8 @@ use super::program::{Counted, Move, Program, What};
 use super::runs;
 use crate::place::Place;
 
-/// The steps in an order in which they can be done: who (an agent), and which of all steps. Those that meet at a barrier
-/// stand together.
+/// The steps in an order in which they can be done, each as its agent and its number. The steps of one barrier are
+/// consecutive.
 pub(super) type Schedule = Vec<(u32, u32)>;
 
 /// What a run waits for.
@@ -37,7 +37,7 @@ struct Run<'p, 'a> {
     added: Vec<i64>,
     /// Of each counter, how many each of its acquirers has taken.
     taken: Vec<Vec<u32>>,
-    /// Of each barrier, who has come.
+    /// Of each barrier, the agents that have reached it.
     come: Vec<Vec<u32>>,
     /// Which cells have been written.
     written: Vec<bool>,
@@ -45,7 +45,7 @@ struct Run<'p, 'a> {
     cell_waiters: HashMap<u32, Vec<u32>>,
     ready: Vec<u32>,
     schedule: Schedule,
-    /// Who took, where another could have.
+    /// The agents that took where another could have.
     served: Vec<Served>,
 }
 
@@ -103,7 +103,7 @@ impl Run<'_, '_> {
         }
     }
 
-    /// Who could take from a counter of which there is not enough for all.
+    /// The agents that could take from a counter that has not enough for all.
     fn takers(&self) -> Vec<(u32, u32)> {
         let waits = self.waits.iter().enumerate().filter_map(|(agent, waiting)| match *waiting {
             Some(Waiting::Counter(counter)) => Some((agent as u32, counter)),

@@ -9,7 +9,7 @@ use crate::resolve::{Access, Block, Mode};
 
 use super::finding::{Finding, Kind, Region};
 
-/// Scratch, channels and semaphores that nobody uses, and groups that are not complete.
+/// Unused scratch, channels and semaphores, and incomplete groups.
 pub(super) fn unused(plan: &Plan) -> Vec<Finding> {
     let mut kinds = Vec::new();
     scratch(plan, &mut kinds);

@@ -21,7 +21,7 @@ const LIMIT: usize = 1 << 26;
 /// What a cell holds.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Value {
-    /// Nothing that anybody wrote.
+    /// Never written.
     Nothing,
     /// Something made of that, which has been reported.
     Reported,
@@ -352,7 +352,7 @@ impl<'p, 'a> Run<'p, 'a> {
         each.join(", ")
     }
 
-    /// Each output that is written is somebody's whole input.
+    /// Each written output is the whole input of some rank.
     fn send_receive(&mut self) {
         let mut received = 0;
         for gpu in &self.program.plan.gpus {

@@ -88,7 +88,7 @@ fn in_turn(what: [&str; 2]) -> [String; 3] {
 }
 
 #[test]
-fn a_sum_is_the_same_whoever_comes_first() {
+fn a_sum_is_the_same_in_any_order() {
     let blocks = in_turn(["add:i1:o0", "add:i2:o0"]);
     let blocks = blocks.each_ref().map(String::as_str);
     let report = verify(&plan(&[0, 0], &blocks), &sum_of(&[0, 1, 2]));
@@ -98,7 +98,7 @@ fn a_sum_is_the_same_whoever_comes_first() {
 }
 
 #[test]
-fn what_depends_on_who_comes_first_is_found_with_the_order() {
+fn results_that_depend_on_the_order_are_found_with_the_order() {
     let blocks = in_turn(["copy:i1:o0", "copy:i2:o0"]);
     let blocks = blocks.each_ref().map(String::as_str);
     for (expected, wrong) in [(2, [2, 1]), (1, [1, 2])] {

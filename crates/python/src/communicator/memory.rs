@@ -51,7 +51,7 @@ impl Communicator {
     ) -> Result<CudaBuffer> {
         let (queue, device) = (self.queue()?, cuda::device_or_current(py, device)?);
         Ok(interrupt::detached(py, || {
-            let context = cuda::primary(device).map_err(cuda::failed)?;
+            let context = cuda::primary(device)?;
             Ok::<_, CollectiveError>(CudaBuffer::new(&queue, &context, num_bytes.0)?)
         })?)
     }

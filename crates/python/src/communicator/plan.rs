@@ -214,7 +214,7 @@ impl Plan {
 /// Executes a plan, in place if there is no input.
 ///
 /// # Safety
-/// The memory is valid until this returns; nobody writes the input, or uses the output, meanwhile.
+/// The memory is valid until this returns; no other code writes the input, or uses the output, meanwhile.
 unsafe fn execute(
     plan: &mut LoadedPlan,
     comm: &fabric::Communicator,

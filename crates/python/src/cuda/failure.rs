@@ -41,7 +41,7 @@ impl Action {
     }
 }
 
-/// Calls back; what the callable raises goes where Python sends what nobody catches.
+/// Calls the callable; its exceptions go to Python's hook for unraisable exceptions.
 fn tell(call: &Py<PyAny>, error: &FabricError) {
     // Without an interpreter there is no program any more that could want to hear.
     let _ = Python::try_attach(|py| {

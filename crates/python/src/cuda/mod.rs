@@ -1,6 +1,6 @@
 //! Collectives on CUDA tensors: put into the caller's stream, in its order.
 //!
-//! The lock of a communicator's GPUs is taken detached from the interpreter, which whoever holds it needs at most to look for
+//! The lock of a communicator's GPUs is taken detached from the interpreter; a thread with the lock needs the interpreter at most to look for
 //! signals; and after the queue's turn, if that is needed too.
 
 mod buffer;
@@ -13,10 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use antiphon::{
     collectives::{cuda::CudaCollectives, mixed::CudaMixedHandler},
-    device::{
-        DeviceError,
-        cuda::{Context, CudaError, Driver, Stream, StreamRef},
-    },
+    device::cuda::{Context, CudaError, Driver, Stream, StreamRef},
     fabric::Queue,
     operation::Operation,
     prelude::{CollectiveError, DType, FabricError, MixedLayout, ReduceOp},
@@ -91,7 +88,7 @@ impl Gpus {
     /// Puts a collective into a stream of a device. The first call on a device brings the ranks' devices together.
     ///
     /// # Safety
-    /// The operands are of the device and valid, and nobody uses them in another way, until the stream has passed the call;
+    /// The operands are of the device and valid, and no other code uses them, until the stream has passed the call;
     /// the stream is one of the device.
     pub(crate) unsafe fn run(&self, queue: &Queue, device: u32, stream: RawStream, call: &Call) -> Outcome {
         self.with(queue, device, Some(stream), |gpu| {
@@ -250,7 +247,7 @@ impl Gpus {
 
     #[cold]
     fn open(&self, queue: &Queue, device: u32, stream: Option<RawStream>) -> Outcome {
-        let context = primary(device).map_err(failed)?;
+        let context = primary(device)?;
         if let Some(stream) = stream {
             // SAFETY: the caller's stream.
             not_captured(unsafe { context.borrow_stream(stream) }, "the first CUDA call of a communicator")?;
@@ -318,7 +315,7 @@ impl Gpu {
 
 /// Refuses to set up in the middle of a capture, which would end it.
 fn not_captured(stream: StreamRef<'_>, what: &str) -> Outcome {
-    if stream.is_capturing().map_err(failed)? {
+    if stream.is_capturing()? {
         let text = format!(
             "{what} sets up memory or kernels, and this stream is being captured: call comm.prepare_cuda() before \
              the capture, with the dtypes and operators that it will use"
@@ -330,10 +327,6 @@ fn not_captured(stream: StreamRef<'_>, what: &str) -> Outcome {
 
 pub(crate) fn primary(device: u32) -> std::result::Result<Context, CudaError> {
     Context::primary(Driver::load()?.device(device)?)
-}
-
-pub(crate) fn failed(error: CudaError) -> CollectiveError {
-    FabricError::from(DeviceError::from(error)).into()
 }
 
 /// The device that the caller names, or else the current one of torch or CuPy, whichever is imported.

@@ -16,7 +16,7 @@ use crate::{
 pub(crate) enum Registrable {
     /// Symmetric memory.
     Buffer(Py<CudaBuffer>),
-    /// An array that somebody else allocated, on this GPU.
+    /// An array of another library, on this GPU.
     Array(Tensor, u32),
 }
 
@@ -72,7 +72,7 @@ impl Gpus {
     }
 
     /// What the ranks do together with a device that has been opened. The queue's turn comes before the lock, as where
-    /// devices are opened: whoever has the lock waits for no other thread of this process.
+    /// devices are opened: a thread with the lock waits for no other thread of this process.
     fn together(
         &self,
         queue: &Queue,

@@ -1,13 +1,16 @@
 //! Collectives that go on beside the current stream.
 
-use antiphon::device::cuda::{Context, Event};
+use antiphon::{
+    device::cuda::{Context, Event},
+    fabric::Queue,
+    prelude::CollectiveError,
+};
 use pyo3::prelude::*;
 
-use super::{Gpu, Gpus, Outcome, RawStream, failed, stream_or_current};
+use super::{Gpu, Gpus, Outcome, RawStream, stream_or_current};
 use crate::{arguments::Operands, call::Call, error::Error};
-use antiphon::fabric::Queue;
 
-/// A collective in a stream of the communicator. Whoever waits for it has the current stream wait for its end.
+/// A collective in a stream of the communicator. `finish` makes the current stream wait for its end.
 pub(crate) struct Started {
     context: Context,
     end: Event,
@@ -42,18 +45,18 @@ impl Gpu {
     unsafe fn start(&mut self, call: &Call, stream: RawStream, operands: Operands) -> Outcome<Started> {
         let context = self.context.clone();
         if self.side.is_none() {
-            self.side = Some(context.stream().map_err(failed)?);
+            self.side = Some(context.stream()?);
         }
-        let (begin, end) = (Event::new(&context).map_err(failed)?, Event::new(&context).map_err(failed)?);
+        let (begin, end) = (Event::new(&context)?, Event::new(&context)?);
         // SAFETY: the caller's stream.
-        begin.record(unsafe { context.borrow_stream(stream) }).map_err(failed)?;
+        begin.record(unsafe { context.borrow_stream(stream) })?;
         let side = self.side.as_ref().map_or(stream, |side| side.borrow().as_raw());
         // SAFETY: the stream lives as long as this GPU's part of the communicator.
         let beside = unsafe { context.borrow_stream(side) };
-        beside.wait(&begin).map_err(failed)?;
+        beside.wait(&begin)?;
         // SAFETY: passed on.
         unsafe { self.run(call, side) }?;
-        end.record(beside).map_err(failed)?;
+        end.record(beside)?;
         Ok(Started { context, end, is_waited_for: false, operands })
     }
 }
@@ -69,7 +72,7 @@ impl Started {
         Python::attach(|py| {
             let stream = stream_or_current(py, self.context.device().ordinal(), None)?;
             // SAFETY: the current stream of the library, on this device.
-            unsafe { self.context.borrow_stream(stream) }.wait(&self.end).map_err(failed)?;
+            unsafe { self.context.borrow_stream(stream) }.wait(&self.end).map_err(CollectiveError::from)?;
             self.is_waited_for = true;
             Ok(std::mem::take(&mut self.operands))
         })

@@ -93,7 +93,7 @@ pub(super) enum Missing {
     Value,
 }
 
-/// Who does an operation: `tb`, or else all of `tb_group`; with both, `tb` takes its share of the group's work.
+/// The thread blocks of an operation: `tb`, or else all of `tb_group`; with both, `tb` takes its share of the group's work.
 pub(super) fn blocks<'a>(
     tb: Option<i64>,
     group: Option<&'a Bound<'_, ThreadBlockGroup>>,

@@ -70,7 +70,7 @@ impl<O: Send + 'static> Exported<O> {
         self
     }
 
-    /// The C struct, with explicit strides as DLPack demands since 1.2. Whoever gets it must call its deleter once,
+    /// The C struct, with explicit strides as DLPack demands since 1.2. Its consumer must call its deleter once,
     /// which frees it; until then the owner lives.
     pub fn into_versioned(self) -> NonNull<sys::DLManagedTensorVersioned> {
         let flags = self.flags;

@@ -37,11 +37,11 @@ impl Imported {
     /// # Safety
     ///
     /// * `managed` points to a tensor as its version's `dlpack.h` describes it, with `ndim` sizes and, unless null,
-    ///   strides. Nobody else calls its deleter, which may be called on any thread. (PyTorch's and NumPy's may: they
+    ///   strides. No other code calls its deleter, which may be called on any thread. (PyTorch's and NumPy's may: they
     ///   take the interpreter's lock.)
     /// * Until the deleter is called, every element that shape and strides reach is in one allocation on the device
-    ///   and initialised. While a [`view`](Imported::view) lives nobody writes elements, and while a
-    ///   [`view_mut`](Imported::view_mut) lives nobody else reads them either.
+    ///   and initialised. While a [`view`](Imported::view) lives, no other code writes elements, and while a
+    ///   [`view_mut`](Imported::view_mut) lives, no other code reads them either.
     pub unsafe fn from_versioned(
         managed: NonNull<sys::DLManagedTensorVersioned>,
     ) -> Result<Self, TensorError> {

@@ -1,11 +1,11 @@
 //! Tensors to and from other libraries, without a copy: DLPack.
 //!
 //! [DLPack](https://dmlc.github.io/dlpack) is how PyTorch, JAX, CuPy, NumPy and others lend each other memory: a C
-//! struct with an address, an element type, a shape and strides, and a *deleter* that whoever is done with it calls
+//! struct with an address, an element type, a shape and strides, and a *deleter* that its consumer finally calls
 //! once. In Python the pointer to the struct travels in a capsule; this module knows the struct and no Python.
 //!
 //! [`Exported`] lends memory: it binds an owner, whatever keeps the memory alive, to a description. [`Imported`]
-//! borrows memory: it checks a struct that somebody else wrote, gives [views](crate::TensorView), and calls the
+//! borrows memory: it checks a struct from another library, gives [views](crate::TensorView), and calls the
 //! deleter when it is dropped.
 //!
 //! ```
@@ -21,7 +21,7 @@
 //! let exported = unsafe { Exported::new(owner, address, DType::F32, &[2, 3], None, Device::Host) }?;
 //! let lent = exported.read_only().into_versioned(); // for a capsule named "dltensor_versioned"
 //!
-//! // SAFETY: the struct is fresh, this is its only consumer, and nobody writes the vector.
+//! // SAFETY: the struct is fresh, this is its only consumer, and no other code writes the vector.
 //! let mut imported = unsafe { Imported::from_versioned(lent) }?;
 //! assert_eq!(imported.view()?.shape(), [2, 3]);
 //! assert_eq!(imported.view()?.get_f64(&[1, 2])?, 6.0);
@@ -44,7 +44,7 @@
 //! | --- | --- |
 //! | lending and borrowing | [`Exported`], [`Imported`] |
 //! | types of elements, more than there are [`DType`](crate::DType)s | [`ElementType`] |
-//! | segments at a stride in somebody's memory | [`strided_memory`] |
+//! | segments at a stride in borrowed memory | [`strided_memory`] |
 //! | the C structs | [`sys`] |
 
 mod element_type;

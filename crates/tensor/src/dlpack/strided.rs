@@ -1,4 +1,4 @@
-//! Views of segments in memory that nobody hands over.
+//! Views of segments in borrowed memory.
 
 use super::{ElementType, Exported};
 use crate::{Device, TensorError};

@@ -6,7 +6,7 @@ use std::ptr::{self, NonNull};
 use crate::layout::{Layout, Part};
 use crate::{DType, Device, Element, TensorError};
 
-/// A tensor's address and description. Whoever wraps it adds the lifetime and the kind of access.
+/// A tensor's address and description. Its wrappers add the lifetime and the kind of access.
 ///
 /// Promised: unless it is empty, `ptr` points into memory on `device` that holds, for the lifetime of the wrapper,
 /// an initialised element of `dtype` wherever `layout` reaches from there.

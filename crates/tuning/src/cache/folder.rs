@@ -1,4 +1,4 @@
-//! Folders of cache files, and who may have written in them.
+//! Folders of cache files, and the users that may write to them.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
@@ -17,7 +17,7 @@ use crate::error::TuningError;
 /// How long to wait for another writer before going ahead without the lock.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// An open folder of cache files, in which nobody but this user and root can have put anything.
+/// An open folder of cache files, in which only this user and root can have created files.
 ///
 /// What a cache holds decides what is computed and, for kernels, what is executed. So the folder and each file must
 /// belong to this process's effective user or to root, and no other user may have the right to write them. Neither

@@ -1,4 +1,4 @@
-//! Those who are compared.
+//! The implementations that are compared.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use super::{
     mixed::{self, Handler},
 };
 
-/// One of those who are compared.
+/// An implementation that is compared.
 #[derive(Clone, Copy)]
 pub(super) enum Contender<'a> {
     /// Ours, by a given algorithm or as it chooses.

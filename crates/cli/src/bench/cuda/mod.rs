@@ -1,6 +1,6 @@
 //! The benchmark on GPUs: ours beside NCCL, in the same processes, size by size in turn.
 //!
-//! * `contender` is one of those who are compared: an algorithm of ours, or NCCL.
+//! * `contender` is an implementation that is compared: an algorithm of Antiphon, or NCCL.
 //! * `mixed` has the contenders of a mixed layout, in groups of its ranks too.
 //! * `timing` is how they are timed: graphs of many calls, with the ranks' GPUs lined up.
 //! * `tail` is another benchmark: ranks that do not start together, and the slowest of many replays.

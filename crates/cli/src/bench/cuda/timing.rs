@@ -55,7 +55,7 @@ impl<'a> Clock<'a> {
     /// Replays a graph once and gives the microseconds that it took on this rank's GPU.
     ///
     /// The stream waits a moment, for the host to submit the rest, and then for all other ranks' streams, so that the
-    /// GPUs start together: whoever came early would count its waiting for the others.
+    /// GPUs start together: an early rank would count its wait for the others.
     ///
     /// # Safety
     /// What the graph uses is alive.

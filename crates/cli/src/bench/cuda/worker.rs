@@ -1,4 +1,4 @@
-//! What a rank does: for each size, verify everybody who is compared, time them in turn, tell.
+//! The work of a rank: for each size it verifies all contenders, times them in turn, and reports.
 
 use std::io::{self, Write};
 
@@ -57,7 +57,7 @@ struct Bench<'a> {
     launch_us: f64,
 }
 
-/// One who is compared, with what was measured so far.
+/// A contender with its measurements so far.
 struct Run<'a> {
     contender: Contender<'a>,
     graph: GraphExec,
@@ -128,7 +128,7 @@ impl<'a> Bench<'a> {
         Ok(rows)
     }
 
-    /// Everybody of ours, then NCCL.
+    /// All of Antiphon's contenders, then NCCL.
     fn contenders(&self, collective: Collective) -> Vec<Contender<'_>> {
         if let (Collective::Mixed(mixed), Some(handler)) = (collective, &self.mixed) {
             let all = Variant::all(mixed).chain(self.nccl.map(|_| Variant::Nccl));
@@ -193,7 +193,7 @@ impl<'a> Bench<'a> {
         Ok(Run { contender, graph, wrong, times: Vec::new(), free_times: Vec::new(), host_us })
     }
 
-    /// Puts into the output what is no result; what is broadcast is the root's, so there everybody has its own input.
+    /// Puts into the output what is no result; a broadcast gives the root's input, so there every rank has its own input.
     fn spoil(&self, case: &Case, tensors: &Tensors) -> Result<()> {
         let (stream, to, len) = (self.clock.stream.borrow(), tensors.output.pointer(), tensors.output.len());
         if case.collective == Collective::Of(Operation::Broadcast) {

@@ -121,7 +121,7 @@ impl NcclCommunicator {
         self.done("ncclAllReduce", unsafe { call(from, to, count, dtype, op, comm, stream.raw()) })
     }
 
-    /// Block `rank` of the reduction of everybody's `from`, which has one block of `count` elements for each rank, to
+    /// Block `rank` of the reduction of all ranks' `from`, which has one block of `count` elements for each rank, to
     /// `to`. In place where `to` is that block of `from`.
     ///
     /// # Errors
@@ -145,7 +145,7 @@ impl NcclCommunicator {
         self.done("ncclReduceScatter", unsafe { call(from, to, count, dtype, op, comm, stream.raw()) })
     }
 
-    /// Everybody's `count` elements of `from` to the blocks of `to`, by rank. In place where `from` is this rank's block.
+    /// All ranks' `count` elements of `from` to the blocks of `to`, by rank. In place where `from` is this rank's block.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -167,7 +167,7 @@ impl NcclCommunicator {
         self.done("ncclAllGather", unsafe { call(from, to, count, dtype, comm, stream.raw()) })
     }
 
-    /// The root's `count` elements of `from` to everybody's `to`. In place where `to == from`; `from` is read on the root
+    /// The root's `count` elements of `from` to the `to` of all ranks. In place where `to == from`; `from` is read on the root
     /// only.
     ///
     /// # Errors

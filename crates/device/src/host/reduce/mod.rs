@@ -51,7 +51,7 @@ impl Reducer {
     ///
     /// # Safety
     /// `destination` is valid for writes and every source for reads of `count` elements of the dtype, at any
-    /// alignment, and nobody writes the sources meanwhile. The destination may be exactly one of the sources, but
+    /// alignment, and no other thread writes the sources meanwhile. The destination may be exactly one of the sources, but
     /// must not overlap a source otherwise. There is at least one source.
     #[inline]
     pub unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize) {

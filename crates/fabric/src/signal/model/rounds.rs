@@ -20,7 +20,7 @@ impl<S: Stamp> Mailboxes<S> {
         &self.packets[rank][(self.slot)(round)]
     }
 
-    /// As `Rounds`: fill the outbox, post, wait for everybody, and only then read.
+    /// As `Rounds`: fill the outbox, post, wait for all ranks, and only then read.
     fn exchange(&self, rank: usize, round: u64) {
         let value = |rank: usize| 100 * round + rank as u64;
         self.packet(rank, round).post(round, value(rank));
@@ -35,7 +35,7 @@ impl<S: Stamp> Mailboxes<S> {
     }
 }
 
-fn everybody_sees_everybody<S: Stamp>(
+fn all_ranks_see_all_packets<S: Stamp>(
     preemptions: Option<usize>,
     world_size: usize,
     rounds: u64,
@@ -58,24 +58,24 @@ fn waiting_for_one_neighbour_would_not_be_enough() {
 
 #[test]
 fn two_ranks_reuse_two_packets() {
-    everybody_sees_everybody::<Head>(None, 2, 4, parity);
+    all_ranks_see_all_packets::<Head>(None, 2, 4, parity);
 }
 
 #[test]
 fn three_ranks_reuse_two_packets() {
-    everybody_sees_everybody::<Head>(Some(1), 3, 3, parity);
+    all_ranks_see_all_packets::<Head>(Some(1), 3, 3, parity);
 }
 
 #[test]
 #[should_panic(expected = "Causality violation")]
 fn one_packet_would_not_be_enough() {
-    everybody_sees_everybody::<Head>(None, 2, 2, |_| 0);
+    all_ranks_see_all_packets::<Head>(None, 2, 2, |_| 0);
 }
 
 #[test]
 #[should_panic(expected = "Causality violation")]
 fn without_release_and_acquire_it_is_caught() {
-    everybody_sees_everybody::<Unordered>(None, 2, 1, parity);
+    all_ranks_see_all_packets::<Unordered>(None, 2, 1, parity);
 }
 
 /// A barrier is a round without data: it orders what the ranks do to other memory, symmetric buffers say.
