@@ -74,6 +74,12 @@ def in_place(x: torch.Tensor, group: str) -> torch.Tensor:
     return x
 
 
+def from_the_root(x: torch.Tensor, group: str) -> torch.Tensor:
+    x = x + 1
+    ops.broadcast_(x, group, root=1)
+    return x
+
+
 def norm(x: torch.Tensor, group: str) -> torch.Tensor:
     return ops.all_reduce_rms_norm(x, group)[0]  # type: ignore[no-any-return]
 
@@ -92,6 +98,8 @@ CALLS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
     "all_to_all": lambda x, group: ops.all_to_all(x, group),  # type: ignore[no-any-return]
     "all_gather_v": lambda x, group: ops.all_gather_v(x, [x.shape[0]] * 2, group),  # type: ignore[no-any-return]
     "all_to_all_v": halves,
+    "broadcast_": from_the_root,
+    "shard_dim_all_to_all": lambda x, group: ops.shard_dim_all_to_all(x, 0, 1, group),  # type: ignore[no-any-return]
     "broadcast": lambda x, group: ops.broadcast(x, group),  # type: ignore[no-any-return]
     "scatter": lambda x, group: ops.scatter(x, group),  # type: ignore[no-any-return]
     "all_reduce_rms_norm": norm,
@@ -167,6 +175,19 @@ def calls_that_nobody_uses_are_kept(comm: Comm, device: Device) -> None:
 
 
 @check
+def other_dimensions_are_sharded(comm: Comm, device: Device) -> None:
+    group, world = antiphon.torch.ops.register(comm), comm.world_size
+    whole = torch.arange(3.0 * world * 2 * world * 5, device=device).reshape(3 * world, 2 * world, 5)
+    mine = whole.chunk(world, 0)[comm.rank]
+    assert torch.equal(ops.shard_dim_all_to_all(mine, 0, 1, group), whole.chunk(world, 1)[comm.rank])
+    assert torch.equal(ops.shard_dim_all_to_all(whole.chunk(world, 1)[comm.rank], 1, 0, group), mine)
+    with pytest.raises(ValueError, match="5 along 2 cannot be divided among 2 ranks"):
+        ops.shard_dim_all_to_all(mine, 0, 2, group)
+    with pytest.raises(ValueError, match="dimensions 1 and 1 of 3"):
+        ops.shard_dim_all_to_all(mine, 1, 1, group)
+
+
+@check
 def names_of_groups(comm: Comm, device: Device) -> None:
     name = antiphon.torch.ops.register(comm, "mine")
     assert antiphon.torch.ops.register(comm, "mine") == name
@@ -215,7 +236,10 @@ def test_torch_finds_no_fault_with_an_operation_of_the_table(row: tuple[str, str
 
 @pytest.mark.parametrize(
     ("name", "device"),
-    [("all_reduce_", "host"), ("all_reduce_rms_norm", "host"), pytest.param("all_reduce_", "cuda", marks=pytest.mark.cuda)],
+    [
+        *((name, "host") for name in ("all_reduce_", "broadcast_", "all_reduce_rms_norm")),
+        pytest.param("all_reduce_", "cuda", marks=pytest.mark.cuda),
+    ],
 )
 def test_torch_finds_no_fault_with_an_operator(name: str, device: str) -> None:
     harness.need(device, 1)

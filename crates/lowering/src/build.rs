@@ -42,7 +42,7 @@ pub(crate) struct Out {
 
 impl Builder {
     pub(crate) fn sym(&mut self, at: &str, sym: Sym) -> Result<()> {
-        check_name(at, &sym.name)?;
+        check_name(at, &sym.name, is_of_a_name)?;
         if sym.max.is_some_and(|max| max < sym.min)
             || self.graph.syms.iter().any(|other| other.name == sym.name)
         {
@@ -59,7 +59,7 @@ impl Builder {
     }
 
     pub(crate) fn group(&mut self, at: &str, group: Group) -> Result<()> {
-        check_name(at, &group.name)?;
+        check_name(at, &group.name, is_of_a_group)?;
         if !(1..=MAX_RANKS).contains(&group.size) || self.graph.group(&group.name).is_some() {
             let found = format!("{} of {} ranks", group.name, group.size);
             return Err(LoweringError::unexpected(
@@ -93,7 +93,7 @@ impl Builder {
             Some(name) => name,
             None => format!("op{}", self.graph.ops.len()),
         };
-        check_name(at, &name)?;
+        check_name(at, &name, is_of_a_name)?;
         if !self.ops.insert(name.clone()) {
             return Err(LoweringError::unexpected(at, name, "a name that no other operation has"));
         }
@@ -106,7 +106,7 @@ impl Builder {
     }
 
     fn value(&mut self, at: &str, kind: &Kind, out: Out) -> Result<ValueId> {
-        check_name(at, &out.name)?;
+        check_name(at, &out.name, is_of_a_name)?;
         check_count("values", self.graph.values.len() + 1, MAX_OPS)?;
         check_count("dimensions", out.ty.shape.len(), MAX_DIMS)?;
         if let Some(strides) = out.ty.strides.as_ref().filter(|strides| strides.len() != out.ty.shape.len()) {
@@ -198,8 +198,13 @@ pub(crate) fn is_of_a_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_.$#/-".contains(c)
 }
 
-fn check_name(at: &str, name: &str) -> Result<()> {
-    if !name.is_empty() && name.len() <= MAX_NAME && name.chars().all(is_of_a_name) {
+/// Whether a character may stand in the name of a group: vLLM's are `tp:0`.
+pub(crate) fn is_of_a_group(c: char) -> bool {
+    is_of_a_name(c) || c == ':'
+}
+
+fn check_name(at: &str, name: &str, belongs: fn(char) -> bool) -> Result<()> {
+    if !name.is_empty() && name.len() <= MAX_NAME && name.chars().all(belongs) {
         return Ok(());
     }
     let wanted = format!("a name: at most {MAX_NAME} letters, digits and _ . $ # / -");

@@ -168,13 +168,18 @@ impl Costs {
         (u128::from(bytes) * 1000 / u128::from(self.bytes_per_us.max(1))) as u64
     }
 
-    /// What a graph takes, one operation after the other but for collectives that have something to hide behind.
+    /// What a graph takes, one operation after the other but for collectives that have something to hide behind: those of a group
+    /// one after the other.
     pub fn predict(&self, graph: &Graph) -> u64 {
-        let (mut now, mut done) = (0u64, BTreeMap::new());
+        let (mut now, mut done, mut free) = (0u64, BTreeMap::new(), BTreeMap::<&str, u64>::new());
         for op in &graph.ops {
             let time = self.op(graph, op);
             match &op.kind {
-                Kind::Start { token, .. } => drop(done.insert(*token, now + time)),
+                Kind::Start { coll, token } => {
+                    let free = free.entry(&coll.group).or_default();
+                    *free = now.max(*free).saturating_add(time);
+                    done.insert(*token, *free);
+                }
                 Kind::Wait { tokens } => {
                     now = tokens.iter().filter_map(|token| done.get(token)).copied().fold(now, u64::max);
                 }

@@ -132,7 +132,8 @@ impl Graph {
     /// The names that are taken.
     pub fn names(&self) -> Names {
         let values = self.values.iter().map(|value| value.name.clone());
-        Names { taken: values.chain(self.ops.iter().map(|op| op.name.clone())).collect() }
+        let taken = values.chain(self.ops.iter().map(|op| op.name.clone())).collect();
+        Names { taken, last: HashMap::new() }
     }
 
     /// Puts `by` where `value` is used, among operands and outputs.
@@ -223,16 +224,24 @@ impl Graph {
 #[derive(Debug, Clone)]
 pub struct Names {
     taken: HashSet<String>,
+    /// The last number of each wish.
+    last: HashMap<String, u64>,
 }
 
 impl Names {
     /// `wish`, or where that is taken `wish` with a number; it is taken from then on.
     pub fn fresh(&mut self, wish: &str) -> String {
-        let numbered = (1..).map(|number| format!("{wish}_{number}"));
-        let mut names = std::iter::once(wish.to_owned()).chain(numbered);
-        let name = names.find(|name| !self.taken.contains(name)).expect("there are always more");
-        self.taken.insert(name.clone());
-        name
+        if self.taken.insert(wish.to_owned()) {
+            return wish.to_owned();
+        }
+        let last = self.last.entry(wish.to_owned()).or_default();
+        loop {
+            *last += 1;
+            let name = format!("{wish}_{last}");
+            if self.taken.insert(name.clone()) {
+                return name;
+            }
+        }
     }
 }
 

@@ -49,6 +49,8 @@ pub mod check;
 mod costs;
 mod edits;
 mod error;
+#[doc(hidden)]
+pub mod fuzz;
 mod graph;
 mod ids;
 mod interpret;

@@ -5,7 +5,7 @@ use std::{collections::HashMap, fmt};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    check::check,
+    check::prove,
     costs::{Costs, Device},
     error::Finding,
     graph::{Graph, Names},
@@ -142,6 +142,12 @@ pub(crate) struct Context<'c> {
 }
 
 impl Context<'_> {
+    /// As before the first rule.
+    pub(crate) fn start_again(&mut self, graph: &Graph) {
+        (self.graph, self.names) = (graph.clone(), graph.names());
+        (self.rewrites, self.refusals, self.covers, self.told) = Default::default();
+    }
+
     /// Whether the calls of a group may be changed.
     pub(crate) fn is_ours(&self, group: &str) -> bool {
         self.world.groups.as_ref().is_none_or(|groups| groups.iter().any(|name| name == group))
@@ -184,12 +190,12 @@ pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> 
     let names = graph.names();
     let mut cx =
         Context { graph: graph.clone(), names, world, costs, options, rewrites, refusals, covers, told };
-    rules::apply(&mut cx);
+    rules::apply(&mut cx, graph);
     let mut plan = Plan::new(graph, options.numerics);
     plan.slots = rules::realize::place(&cx.graph);
     plan.calls = calls(&cx.graph, costs, |op| cx.covered(op));
     plan.rewrites = cx.rewrites;
-    let findings = check(graph, &plan, &cx.graph);
+    let findings = prove(graph, &plan, &cx.graph);
     if !findings.is_empty() {
         return unchanged(findings, cx.refusals);
     }

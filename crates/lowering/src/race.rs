@@ -146,26 +146,29 @@ pub fn detect(graph: &Graph, plan: &Plan) -> Vec<Finding> {
 /// Two storages in the same bytes, one of which is written while the other still has a reader to come.
 fn shared_at_once(graph: &Graph, plan: &Plan) -> Vec<Finding> {
     let analysis = graph.analyse();
-    let lives: Vec<(&Slot, usize, usize)> = plan
-        .slots
-        .iter()
-        .filter_map(|slot| {
-            let value = graph.values.iter().position(|value| value.name == slot.value)?;
-            let (first, last) = lifetime(graph, &analysis, analysis.store[value]?)?;
-            Some((slot, first, last))
-        })
-        .collect();
-    let mut findings = Vec::new();
-    for (index, (a, first, last)) in lives.iter().enumerate() {
-        for (b, start, end) in &lives[..index] {
+    let values: HashMap<&str, usize> =
+        graph.values.iter().enumerate().map(|(index, value)| (value.name.as_str(), index)).collect();
+    let life = |slot| {
+        let slot: &Slot = slot;
+        let value = *values.get(slot.value.as_str())?;
+        let (first, last) = lifetime(graph, &analysis, analysis.store[value]?)?;
+        Some((slot, first, last))
+    };
+    let mut lives: Vec<(&Slot, usize, usize)> = plan.slots.iter().filter_map(life).collect();
+    lives.sort_by_key(|(_, first, _)| *first);
+    let (mut findings, mut now) = (Vec::new(), Vec::<(&Slot, usize)>::new());
+    for (a, first, last) in lives {
+        now.retain(|(_, end)| first <= *end);
+        for (b, _) in &now {
             let apart = a.domain != b.domain
                 || a.offset.saturating_add(a.bytes) <= b.offset
                 || b.offset.saturating_add(b.bytes) <= a.offset;
-            if !apart && first <= end && start <= last {
+            if !apart {
                 let text = format!("{} and {} share bytes, and are in use at once", a.value, b.value);
                 findings.push(Finding::new(FindingKind::Slot, text).value(&a.value).value(&b.value));
             }
         }
+        now.push((a, last));
     }
     findings
 }
@@ -215,20 +218,27 @@ fn meet(clocks: &mut [Clock], ranks: usize, stream: impl Fn(usize) -> usize) {
 
 fn races(accesses: &[Access<'_>]) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
-    for (index, a) in accesses.iter().enumerate() {
-        for b in &accesses[..index] {
-            let same = a.domain == b.domain && a.owner == b.owner;
+    // Of each rank's memory, what is not yet covered by a later access that knows of it: whoever does not know of that, does not
+    // know of the later one either.
+    let mut recent: HashMap<(&str, usize), Vec<&Access<'_>>> = HashMap::new();
+    for a in accesses {
+        let recent = recent.entry((a.domain, a.owner)).or_default();
+        recent.retain(|b| {
             let overlap = a.bytes.start < b.bytes.end && b.bytes.start < a.bytes.end;
             // The later one must know how far the earlier one's stream had come.
-            let known = a.clock[b.stream] >= b.clock[b.stream] || b.clock[a.stream] >= a.clock[a.stream];
-            if same && overlap && (a.writes || b.writes) && !known && a.op != b.op {
+            let after = a.clock[b.stream] >= b.clock[b.stream];
+            let known = after || b.clock[a.stream] >= a.clock[a.stream];
+            if overlap && (a.writes || b.writes) && !known && a.op != b.op {
                 let text = format!("{} and {} touch the same bytes in no order", b.op, a.op);
                 let finding = Finding::new(FindingKind::Race, text).op(b.op).op(a.op);
                 if !findings.contains(&finding) {
                     findings.push(finding.numbers([]));
                 }
             }
-        }
+            let covers = a.bytes.start <= b.bytes.start && b.bytes.end <= a.bytes.end;
+            !(covers && after && (a.writes || !b.writes))
+        });
+        recent.push(a);
     }
     findings
 }

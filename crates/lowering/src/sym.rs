@@ -18,7 +18,9 @@ const MAX_TERMS: usize = 256;
 /// does not know, stand in it as symbols of their own.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SymExpr {
-    /// The coefficient of each product of factors, none of which is 0. The empty product is the constant.
+    /// What depends on no symbol: the whole of most sizes, so that they need no memory of their own.
+    constant: i64,
+    /// The coefficient of each product of factors, none of which is 0. No product is empty.
     terms: BTreeMap<Vec<Factor>, i64>,
 }
 
@@ -61,11 +63,7 @@ pub struct Range {
 impl SymExpr {
     /// A constant.
     pub fn constant(value: i64) -> Self {
-        let mut terms = BTreeMap::new();
-        if value != 0 {
-            terms.insert(Vec::new(), value);
-        }
-        Self { terms }
+        Self { constant: value, terms: BTreeMap::new() }
     }
 
     /// A symbol.
@@ -74,20 +72,24 @@ impl SymExpr {
     }
 
     fn factor(factor: Factor) -> Self {
-        Self { terms: BTreeMap::from([(vec![factor], 1)]) }
+        Self { constant: 0, terms: BTreeMap::from([(vec![factor], 1)]) }
     }
 
     /// The value, if it depends on no symbol.
     pub fn as_constant(&self) -> Option<i64> {
-        match self.terms.len() {
-            0 => Some(0),
-            1 => self.terms.get(&Vec::new()).copied(),
-            _ => None,
-        }
+        self.terms.is_empty().then_some(self.constant)
+    }
+
+    /// All products of factors with their coefficients, the empty one last.
+    fn products(&self) -> impl DoubleEndedIterator<Item = (&[Factor], i64)> {
+        let constant = (self.constant != 0).then_some((&[][..], self.constant));
+        let terms = self.terms.iter().rev().map(|(factors, coefficient)| (&factors[..], *coefficient));
+        terms.chain(constant)
     }
 
     /// The sum, unless a coefficient overflows or it has too many terms.
     pub fn plus(&self, other: &Self) -> Option<Self> {
+        let constant = self.constant.checked_add(other.constant)?;
         let mut terms = self.terms.clone();
         for (factors, coefficient) in &other.terms {
             let sum = terms.get(factors).copied().unwrap_or(0).checked_add(*coefficient)?;
@@ -96,20 +98,27 @@ impl SymExpr {
                 sum => drop(terms.insert(factors.clone(), sum)),
             }
         }
-        (terms.len() <= MAX_TERMS).then_some(Self { terms })
+        (terms.len() <= MAX_TERMS).then_some(Self { constant, terms })
     }
 
     /// The product, unless a coefficient overflows or it has too many terms.
     pub fn times(&self, other: &Self) -> Option<Self> {
+        if let (Some(x), Some(y)) = (self.as_constant(), other.as_constant()) {
+            return x.checked_mul(y).map(Self::constant);
+        }
         let mut product = Self::constant(0);
-        for (a, x) in &self.terms {
-            for (b, y) in &other.terms {
+        for (a, x) in self.products() {
+            for (b, y) in other.products() {
                 let mut factors: Vec<Factor> = a.iter().chain(b).cloned().collect();
                 if factors.len() > MAX_DEPTH {
                     return None;
                 }
                 factors.sort();
-                let term = Self { terms: BTreeMap::from([(factors, x.checked_mul(*y)?)]) };
+                let coefficient = x.checked_mul(y)?;
+                let term = match factors.is_empty() {
+                    true => Self::constant(coefficient),
+                    false => Self { constant: 0, terms: BTreeMap::from([(factors, coefficient)]) },
+                };
                 product = product.plus(&term)?;
             }
         }
@@ -118,13 +127,20 @@ impl SymExpr {
 
     /// The product of sizes.
     pub fn product<'a>(sizes: impl IntoIterator<Item = &'a Self>) -> Option<Self> {
-        sizes.into_iter().try_fold(Self::constant(1), |product, size| product.times(size))
+        let mut product = Self::constant(1);
+        for size in sizes {
+            match (size.as_constant(), product.terms.is_empty()) {
+                (Some(size), true) => product.constant = product.constant.checked_mul(size)?,
+                _ => product = product.times(size)?,
+            }
+        }
+        Some(product)
     }
 
     /// The value for these values of the symbols; `None` if one is missing or a step overflows.
     pub fn value(&self, of: &impl Fn(&str) -> Option<i64>) -> Option<i64> {
-        self.terms.iter().try_fold(0i64, |sum, (factors, coefficient)| {
-            let product = factors.iter().try_fold(*coefficient, |product, factor| {
+        self.products().try_fold(0i64, |sum, (factors, coefficient)| {
+            let product = factors.iter().try_fold(coefficient, |product, factor| {
                 let value = match factor {
                     Factor::Symbol(name) => of(name)?,
                     Factor::FloorDiv(a, b) => a.value(of)?.checked_div_euclid(b.value(of)?)?,
@@ -157,15 +173,15 @@ impl SymExpr {
             }
         };
         let (mut min, mut max) = (Some(0i64), Some(0i64));
-        for (factors, coefficient) in &self.terms {
+        for (factors, coefficient) in self.products() {
             let (mut low, mut high) = (Some(1i64), Some(1i64));
             for range in factors.iter().map(factor) {
                 // Every factor is at least 0, so the bounds multiply; an unknown one has no bounds at all.
                 low = low.zip(range.min).and_then(|(a, b)| a.checked_mul(b));
                 high = high.zip(range.max).and_then(|(a, b)| a.checked_mul(b));
             }
-            let scaled = |bound: Option<i64>| bound.and_then(|bound| bound.checked_mul(*coefficient));
-            let (low, high) = if *coefficient > 0 { (low, high) } else { (high, low) };
+            let scaled = |bound: Option<i64>| bound.and_then(|bound| bound.checked_mul(coefficient));
+            let (low, high) = if coefficient > 0 { (low, high) } else { (high, low) };
             min = min.zip(scaled(low)).and_then(|(a, b)| a.checked_add(b));
             max = max.zip(scaled(high)).and_then(|(a, b)| a.checked_add(b));
         }
@@ -347,13 +363,13 @@ fn divide(a: SymExpr, b: SymExpr, floor: bool) -> Result<SymExpr, String> {
 
 impl fmt::Display for SymExpr {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.terms.is_empty() {
-            return f.write_str("0");
+        if let Some(value) = self.as_constant() {
+            return write!(f, "{value}");
         }
         // The constant comes last, as in `s0 + 1`.
-        for (index, (factors, coefficient)) in self.terms.iter().rev().enumerate() {
+        for (index, (factors, coefficient)) in self.products().enumerate() {
             let magnitude = coefficient.unsigned_abs();
-            match (index, *coefficient < 0) {
+            match (index, coefficient < 0) {
                 (0, false) => {}
                 (0, true) => f.write_str("-")?,
                 (_, false) => f.write_str("+")?,

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde_json::{Map, Value as Json};
 
 use crate::{
-    build::{Builder, Out, check_length, class_of, is_of_a_name, kind, telling},
+    build::{Builder, Out, check_length, class_of, is_of_a_group, is_of_a_name, kind, telling},
     error::LoweringError,
     graph::{Graph, Group},
     ids::ValueId,
@@ -184,7 +184,7 @@ impl<'t> Line<'t> {
     }
 
     fn group(mut self) -> Result<Group> {
-        let name = self.name()?.to_owned();
+        let name = self.word(is_of_a_group, "a name")?.to_owned();
         self.expect("size ")?;
         let size = self.number()?;
         let domain = if self.take("domain ") { Some(self.name()?.to_owned()) } else { None };

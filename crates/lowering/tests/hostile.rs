@@ -2,7 +2,7 @@
 
 mod common;
 
-use antiphon_lowering::{Costs, Device, Graph, Options, World, interpret, lower, verify};
+use antiphon_lowering::{Costs, Device, Graph, Options, World, fuzz, interpret, lower, verify};
 use common::Chance;
 
 const TEXT: &str = "sym s0 min 1 max 9 hint 3
@@ -49,6 +49,7 @@ fn changed_bytes_do_no_harm() {
                 }
             }
         }
+        fuzz::graph_file(&bytes);
         let Ok(text) = String::from_utf8(bytes) else { continue };
         let graph = match round % 3 {
             0 => Graph::from_text(&text),

@@ -89,6 +89,43 @@ fn integers_wrap_so_that_their_sums_merge_exactly() {
     agree(&before, &after.graph, 2, 8, Arithmetic::Kernels, 0.0);
 }
 
+/// Four gradients of one size, each ready before the last is summed.
+#[test]
+fn neighbouring_calls_become_a_bucket() {
+    let bodies: String = (0..4)
+        .map(|i| {
+            format!(
+                "%g{i}: f32[4,8] = binary(%x) op=mul scalar={i}.5
+                 %s{i}: f32[4,8] = start(%g{i}) prim=all_reduce group=tp red=sum token={i}\n"
+            )
+        })
+        .collect();
+    let waits: String = (0..4).map(|i| format!("%w{i}: f32[4,8] = wait(%s{i}) tokens=[{i}]\n")).collect();
+    let before = program(&format!("{bodies}{waits}return %w0, %w1, %w2, %w3"));
+    let overlap = Options { overlap: true, ..Options::default() };
+    let after = lowered(&before, &overlap);
+    assert_eq!(after.report.calls, [4, 1], "{}", after.report);
+    assert!(after.report.to_string().contains("bucket: 4 calls of 512 bytes are one"), "{}", after.report);
+    agree(&before, &after.graph, 2, 3, Arithmetic::Kernels, 0.0);
+    // One that needs another's result cannot travel with it, and a call between keeps them apart.
+    for (what, with) in [
+        ("%g3: f32[4,8] = binary(%x)", "%g3: f32[4,8] = binary(%early)"),
+        ("red=sum token=2", "red=max token=2"),
+    ] {
+        let early = "%s0: f32[4,8] = start(%g0) prim=all_reduce group=tp red=sum token=0\n";
+        let wait = "%w0: f32[4,8] = wait(%s0) tokens=[0]\n";
+        let text = format!("{bodies}{waits}return %w0, %w1, %w2, %w3").replace(what, with);
+        let text = match with.contains("early") {
+            true => text.replace(wait, "").replace(early, &format!("{early}{wait}")).replace("%early", "%w0"),
+            false => text,
+        };
+        let before = program(&text);
+        let after = lowered(&before, &overlap);
+        assert!(after.report.calls[1] >= 2, "{}", after.report);
+        agree(&before, &after.graph, 2, 3, Arithmetic::Kernels, 0.0);
+    }
+}
+
 /// D1 and D7: a synchronous call has no wait, and takes no other's away.
 #[test]
 fn waits_go_by_token() {

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
+from antiphon.lowering._groups import sizes
+
 __all__ = ["apply"]
 
 
@@ -35,7 +37,8 @@ class _Editor:
             for op in edits["new"]:
                 self.create(op)
         for name, old, new in edits["inputs"]:
-            self.nodes[name].replace_input_with(self.value(old), self.value(new))
+            # An operator may be several operations to the rules: `NODE/WHAT`.
+            self.nodes[name.partition("/")[0]].replace_input_with(self.value(old), self.value(new))
         for old, new in edits["outputs"]:
             self.output.replace_input_with(self.value(old), self.value(new))
         self.sort(placeholders, edits["order"])
@@ -73,8 +76,16 @@ class _Editor:
             self.call(op, torch.ops.antiphon._ordered_all_reduce_fused.default, args[0], _fused(do, args), nested=True)
             return
         if kind == "sync":
-            name, extra = _SYNC[do["prim"]], [do["red"]] if "red" in do else []
-            self.call(op, getattr(torch.ops.antiphon, name).default, args[0], [do["group"], *extra], nested=False)
+            name, arguments = _sync(do)
+            self.call(op, getattr(torch.ops.antiphon, f"_ordered_{name}").default, args[0], arguments, nested=False)
+            return
+        if kind == "start" and len(args) > 1:
+            self.bucket(op, do, args)
+            return
+        if kind == "wait" and len(args) > 1:
+            for out, arg in zip(op["outs"], args, strict=True):
+                node = self.made[out["name"]] = self.node(out["name"], c10d.wait_tensor.default, (arg,))
+                self.made.setdefault(f"{op['name']}!", node)
             return
         if kind == "start" and do["prim"] == "all_reduce":
             node = make(c10d.all_reduce.default, args[0], do["red"], do["group"])
@@ -89,6 +100,23 @@ class _Editor:
         else:
             raise NotImplementedError(f"{op['name']}: there is no operator for {do}")
         self.made[op["outs"][0]["name"]] = self.made[f"{op['name']}!"] = node
+
+    def bucket(self, op: Mapping[str, Any], do: Mapping[str, Any], args: list[Node]) -> None:
+        """A collective of several tensors, as torch has it."""
+        c10d, prim, group = torch.ops._c10d_functional, do["prim"], do["group"]
+        if prim == "all_reduce":
+            node = self.node(op["name"], c10d.all_reduce_coalesced.default, (args, do["red"], group))
+        else:
+            size = sizes({group})[0][group]
+            several = {
+                "all_gather": (c10d.all_gather_into_tensor_coalesced, (args, size, group)),
+                "reduce_scatter": (c10d.reduce_scatter_tensor_coalesced, (args, do.get("red"), size, group)),
+            }
+            operator_, arguments = several[prim]
+            node = self.node(op["name"], operator_.default, arguments)
+        self.made[f"{op['name']}!"] = node
+        for index, out in enumerate(op["outs"]):
+            self.made[out["name"]] = self.node(out["name"], operator.getitem, (node, index))
 
     def call(self, op: Mapping[str, Any], target: Any, x: Node, arguments: list[Any], nested: bool) -> None:
         """A call of ours, after the one before it."""
@@ -117,12 +145,20 @@ class _Editor:
         return node
 
 
-#: Collectives in stream order, by what they do. Those that reduce take the operator behind the group.
-_SYNC = {
-    "all_reduce": "_ordered_all_reduce",
-    "all_gather": "_ordered_all_gather",
-    "reduce_scatter": "_ordered_reduce_scatter",
-}
+def _sync(do: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """The operator of a collective in stream order, and its arguments behind the tensor."""
+    prim, group = do["prim"], do["group"]
+    if prim == "all_to_all" and "sends" in do:
+        return "all_to_all_v", [_known(do["sends"]), _known(do["receives"]), group]
+    if prim == "shard_dim_all_to_all":
+        return prim, [*do["dims"], group]
+    return prim, [group, *(do[name] for name in ("root", "red") if name in do)]
+
+
+def _known(rows: list[int | str]) -> list[int]:
+    if any(isinstance(count, str) for count in rows):
+        raise NotImplementedError(f"an exchange of {rows} rows")
+    return [int(count) for count in rows]
 
 
 def _fused(do: Mapping[str, Any], args: list[Node]) -> list[Any]:

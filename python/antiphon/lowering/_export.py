@@ -50,6 +50,13 @@ def _parts(node: Node | None, name: str, values: Any) -> Iterator[tuple[str, Ten
             yield from _parts(part, own, value)
 
 
+def _plain(node: Node) -> tuple[str, tuple[Any, ...]]:
+    """An operator and its arguments by place; one that is made functional has its name in the other's."""
+    if node.target is torch.ops.higher_order.auto_functionalized:
+        return f"auto_functionalized({node.args[0]})", node.args[1:]
+    return str(node.target), node.args
+
+
 def _takes_apart(node: Node) -> bool:
     return node.target is operator.getitem and isinstance(node.args[0], Node)
 
@@ -68,8 +75,9 @@ class _Exporter:
         found["outs"] = [{"name": name, **self.type(value)} for name, value in _tensors(node)]
         if node.op != "call_function":
             return found
-        found["target"] = str(node.target)
-        found["args"] = [self.argument(argument) for argument in node.args]
+        operator, arguments = _plain(node)
+        found["target"] = operator
+        found["args"] = [self.argument(argument) for argument in arguments]
         if node.kwargs:
             found["kwargs"] = {name: self.argument(argument) for name, argument in sorted(node.kwargs.items())}
         if isinstance(node.target, torch._ops.OpOverload):

@@ -1,6 +1,6 @@
 """Groups whose calls may be changed."""
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -11,10 +11,13 @@ from antiphon.torch.group import Group
 __all__ = ["attach", "detach", "sizes"]
 
 _attached: WeakKeyDictionary[dist.ProcessGroup, antiphon.Communicator] = WeakKeyDictionary()
+#: Names that programs have for groups, beside the groups' own.
+_names: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
-def attach(group: dist.ProcessGroup | None = None) -> str:
-    """Makes a communicator beside a group of any backend, and returns the group's name, under which programs call it.
+def attach(group: dist.ProcessGroup | None = None, name: str | None = None) -> str:
+    """Makes a communicator beside a group of any backend, and returns the group's name, under which programs call it; or ``name``,
+    where programs have another one for it, as vLLM's have (``"tp:0"``).
 
     All ranks of the group call it, as often; its ranks must be on one machine. A group of the backend ``"antiphon"`` has its
     communicator already. Raises ``ValueError`` if this process is not in the group.
@@ -22,11 +25,15 @@ def attach(group: dist.ProcessGroup | None = None) -> str:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"attach: {group!r} is no group that this process is in")
-    name: str = group.group_name
     if not isinstance(group, Group) and group not in _attached:
-        comm = antiphon.init(group=group)
-        ops.register(comm, name)
-        _attached[group] = comm
+        _attached[group] = antiphon.init(group=group)
+        ops.register(_attached[group], group.group_name)
+    if name is None:
+        return str(group.group_name)
+    if isinstance(group, Group):
+        raise ValueError(f"attach: the group {group.group_name!r} of the backend antiphon has no other name: not {name!r}")
+    ops.register(_attached[group], name)
+    _names[name] = group
     return name
 
 
@@ -35,6 +42,8 @@ def detach(group: dist.ProcessGroup | None = None) -> None:
     group = dist.group.WORLD if group is None else group
     comm = _attached.pop(group, None) if isinstance(group, dist.ProcessGroup) else None
     if comm is not None:
+        for name in [name for name, found in _names.items() if found is group]:
+            del _names[name]
         ops.forget(comm)
         comm.close()
 
@@ -45,7 +54,7 @@ def sizes(names: set[str]) -> tuple[dict[str, int], list[str]]:
     ours: list[str] = []
     for name in sorted(names):
         try:
-            group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+            group = _names.get(name) or dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
         except (RuntimeError, ValueError, LookupError):
             continue
         found[name] = group.size()

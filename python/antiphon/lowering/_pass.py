@@ -126,7 +126,7 @@ class Pass(CustomGraphPass):
         """Whatever the result depends on: inductor's caches keep what was made of a program."""
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else repr(self.before)
         ours = [__version__, torch.__version__, repr(self.options), sorted(_spellings), mode(), before]
-        attached = sorted(group.group_name for group in _groups._attached)
+        attached = [*sorted(group.group_name for group in _groups._attached), *sorted(_groups._names)]
         return json.dumps([*ours, attached], default=repr)
 
 
@@ -143,8 +143,9 @@ def _copied(graph: Graph) -> Graph:
 def _named_groups(graph: Graph) -> set[str]:
     """Strings among the arguments of collectives, some of which are groups."""
     found: set[str] = set()
+    communicating = ["c10d_functional", "antiphon.", "_dtensor.", "vllm.", *(line.split()[0] for line in _spellings)]
     for node in graph.nodes:
-        if node.op == "call_function" and any(name in str(node.target) for name in ("c10d_functional", "antiphon.", "_dtensor.")):
+        if node.op == "call_function" and any(name in str(node.target) for name in communicating):
             found.update(argument for argument in node.args if isinstance(argument, str))
     return found
 

@@ -11,7 +11,8 @@
 A compiled program holds the name, so that a name must mean the same group later on. The name of a ``torch.distributed``
 group of the backend ``"antiphon"`` does as well: such calls take their turn among the group's own, on whatever stream.
 
-``all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()`` reduces in place. The others return a new tensor:
+``all_reduce_(Tensor(a!) x, str group, str op="sum", *) -> ()`` reduces in place, and ``broadcast_(Tensor(a!) x, str group, int
+root=0, *) -> ()`` puts the root's there. The others return a new tensor:
 
     all_reduce(Tensor x, str group, str op="sum", *)                    like ``x``
     all_gather(Tensor x, str group, *)                                  ``(n, ...)`` to ``(world_size * n, ...)``
@@ -21,6 +22,8 @@ group of the backend ``"antiphon"`` does as well: such calls take their turn amo
     broadcast(Tensor x, str group, int root=0, *)                       like ``x``, of which the root's is sent
     scatter(Tensor x, str group, int root=0, *)                         ``(world_size * n, ...)``, the root's, to ``(n, ...)``
     all_to_all_v(Tensor x, SymInt[] sends, SymInt[] receives, str group, *)
+    shard_dim_all_to_all(Tensor x, int gather_dim, int shard_dim, str group, *)     gathered along one dimension, sharded along
+                                                                        another
 
 ``reduce``, ``gather`` and ``reduce_scatter_v`` are methods of the communicator alone: the shapes of their results depend on the rank,
 which a compiler's cache does not know.
@@ -151,7 +154,7 @@ class _Operation:
         return out
 
     def _empty(self, x: Tensor, given: dict[str, Any], group: antiphon.Communicator | Group) -> Tensor:
-        size = group.size() if isinstance(group, Group) else group.world_size
+        size = _size(group)
         rows = x.shape[0] if x.dim() else 1
         if self.output == "parts":
             rows = sum(given[self._lists[-1]])
@@ -166,11 +169,39 @@ class _Operation:
         return x.new_empty((rows, *x.shape[1:]))
 
 
-def _all_reduce_in_place(x: Tensor, group: str, op: Op = "sum") -> None:
+def _all_reduce_in_place(x: Tensor, group: str, op: Op = "sum", site: str = "") -> None:
     plain = x.contiguous()
-    named_communicator(group, plain).all_reduce(plain, op, out=plain)
+    _at(site, group, plain).all_reduce(plain, op, out=plain)
     if plain is not x:
         x.copy_(plain)
+
+
+def _broadcast_in_place(x: Tensor, group: str, root: int = 0, site: str = "") -> None:
+    plain = x.contiguous()
+    x.copy_(_at(site, group, plain).broadcast(plain, root))
+
+
+def _size(group: antiphon.Communicator | Group) -> int:
+    return group.size() if isinstance(group, Group) else group.world_size
+
+
+def _resharded(x: Tensor, gather_dim: int, shard_dim: int, group: str, site: str = "") -> Tensor:
+    """A result with nothing in it."""
+    size, shape = _size(_group(group)), list(x.shape)
+    if not 0 <= gather_dim != shard_dim >= 0 or max(gather_dim, shard_dim) >= x.dim():
+        raise ValueError(f"shard_dim_all_to_all: dimensions {gather_dim} and {shard_dim} of {x.dim()}: two that differ")
+    if shape[shard_dim] % size:
+        raise ValueError(f"shard_dim_all_to_all: {shape[shard_dim]} along {shard_dim} cannot be divided among {size} ranks")
+    shape[shard_dim] //= size
+    shape[gather_dim] *= size
+    return x.new_empty(shape)
+
+
+def _shard_dim_all_to_all(x: Tensor, gather_dim: int, shard_dim: int, group: str, site: str = "") -> Tensor:
+    out = _resharded(x, gather_dim, shard_dim, group)
+    comm = _at(site, group, x)
+    parts = torch.stack(x.chunk(comm.world_size, shard_dim))
+    return torch.cat(comm.all_to_all(parts).unbind(), gather_dim, out=out)
 
 
 #: The programs that the ranks of a communicator have compared.
@@ -270,7 +301,8 @@ def _scales(x: Tensor, quantize: str, group_size: int) -> Tensor:
 def _powers(packed: Tensor, like: Tensor) -> Tensor:
     """The numbers whose exponents are packed, four groups of a token in a word."""
     tokens, groups = like.numel() // max(1, like.shape[-1]), like.shape[-1]
-    exponents = packed.t().contiguous().view(torch.uint8)[:tokens, :groups]
+    rows = packed.t().clone(memory_format=torch.contiguous_format)
+    exponents = rows.view(torch.uint8)[:tokens, :groups]
     return (exponents.to(torch.int32) << 23).view(torch.float32).view(like.shape)
 
 
@@ -326,12 +358,18 @@ def _two_like(x: Tensor, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
     return _like(x), _like(x)
 
 
-def _nothing(x: Tensor, group: str, op: Op = "sum") -> None:
+def _nothing(x: Tensor, *arguments: Any, **named: Any) -> None:
     pass
 
 
 _operators = Operators()
-_operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum") -> ()', _all_reduce_in_place, _nothing)
+_operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum", str site="") -> ()', _all_reduce_in_place, _nothing)
+_operators.define('broadcast_(Tensor(a!) x, str group, int root=0, str site="") -> ()', _broadcast_in_place, _nothing)
+_operators.define(
+    'shard_dim_all_to_all(Tensor x, int gather_dim, int shard_dim, str group, str site="") -> Tensor',
+    _shard_dim_all_to_all,
+    _resharded,
+)
 for _row in operations():
     _operation = _Operation(*_row)
     if _operation.depends_on_rank:

@@ -6,10 +6,12 @@
 //! | `world_of_one` | a collective of one rank is a copy |
 //! | `merge` | Σa + Σb becomes Σ(a + b), where nobody else uses the sums |
 //! | `fuse` | a sum, the residual that is added, the norm and its quantisation become one call |
+//! | `bucket` | neighbouring calls of one kind become one of several tensors, where overlap is asked for |
 //! | `sync` | a call that has nothing to hide behind is made in stream order, and its wait goes |
 //! | [`realize`] | tensors lie where peers reach them, and share that memory |
 //! | `schedule` | starts come early and waits late, where that is asked for |
 
+mod bucket;
 mod duplicate;
 pub(crate) mod fuse;
 mod merge;
@@ -28,34 +30,44 @@ use crate::{
     types::Type,
 };
 
-/// Applies all rules.
-pub(crate) fn apply(cx: &mut Context<'_>) {
-    type Rule = fn(&mut Context<'_>);
-    let rules: [(&str, Rule); 7] = [
-        ("world_of_one", world_of_one::apply),
-        ("duplicate", duplicate::apply),
-        ("merge", merge::apply),
-        ("fuse", fuse::apply),
-        ("schedule", schedule::apply),
-        ("sync", sync::apply),
-        ("realize", realize::apply),
-    ];
-    for (name, rule) in rules {
-        let kept = (cx.graph.clone(), cx.names.clone(), cx.covers.clone(), cx.rewrites.len());
+type Rule = fn(&mut Context<'_>);
+
+const RULES: [(&str, Rule); 8] = [
+    ("world_of_one", world_of_one::apply),
+    ("duplicate", duplicate::apply),
+    ("merge", merge::apply),
+    ("fuse", fuse::apply),
+    ("schedule", schedule::apply),
+    ("bucket", bucket::apply),
+    ("sync", sync::apply),
+    ("realize", realize::apply),
+];
+
+/// Applies all rules to the graph, but for those after which values would have to be there before they are computed.
+pub(crate) fn apply(cx: &mut Context<'_>, graph: &Graph) {
+    let mut without = Vec::new();
+    while let Err((rule, op)) = try_all(cx, &without) {
+        cx.start_again(graph);
+        without.push((rule, op));
+    }
+    for (rule, op) in without {
+        cx.refuse(rule, &op, "values would have to be there before they are computed");
+    }
+}
+
+/// Applies all rules but some. The error is a rule that goes against the order, and what it is about.
+fn try_all(cx: &mut Context<'_>, without: &[(&str, String)]) -> Result<(), (&'static str, String)> {
+    for (name, rule) in RULES.into_iter().filter(|(name, _)| without.iter().all(|(other, _)| other != name)) {
+        let rewrites = cx.rewrites.len();
         rule(cx);
-        if cx.rewrites.len() == kept.3 {
+        if cx.rewrites.len() == rewrites {
             continue;
         }
-        let sorted = cx.graph.sort();
+        cx.graph.sort().map_err(|stuck| (name, stuck.first().cloned().unwrap_or_default()))?;
         cx.graph.remove_dead();
-        if let Err(stuck) = sorted {
-            (cx.graph, cx.names, cx.covers) = (kept.0, kept.1, kept.2);
-            cx.rewrites.truncate(kept.3);
-            let op = stuck.first().cloned().unwrap_or_default();
-            cx.refuse(name, &op, "values would have to be there before they are computed");
-        }
         fuse::drop_unused_outputs(cx);
     }
+    Ok(())
 }
 
 /// A collective that is started, of one tensor, and waited for.

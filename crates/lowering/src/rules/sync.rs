@@ -11,7 +11,7 @@ use crate::{
     costs::{Way, size_of},
     ids::OpId,
     lower::Context,
-    op::{Kind, Prim},
+    op::Kind,
     plan::Rewrite,
 };
 
@@ -69,11 +69,11 @@ pub(crate) fn elide(cx: &mut Context<'_>) {
     cx.graph.substitute(&by);
 }
 
-/// Whether a runtime has such a call in stream order: collectives of numbers, in equal parts.
+/// Whether a runtime has such a call in stream order: collectives of numbers, in parts whose sizes are known.
 fn is_served(cx: &Context<'_>, start: OpId, coll: &crate::Coll) -> bool {
     let ty = cx.graph.ty(cx.graph.op(start).args[0]);
-    let even = coll.sends.is_none() && coll.receives.is_none();
-    ty.dtype.number().is_some()
-        && even
-        && matches!(coll.prim, Prim::AllReduce | Prim::AllGather | Prim::ReduceScatter)
+    let mut rows = coll.sends.iter().chain(&coll.receives).flatten();
+    let is_split =
+        coll.sends.is_some() == coll.receives.is_some() && rows.all(|rows| rows.as_constant().is_some());
+    ty.dtype.number().is_some() && is_split
 }

@@ -1,5 +1,6 @@
 //! Programs of torch: a graph of ATen operators as JSON, which `antiphon.lowering` exports.
 
+mod compound;
 mod operator;
 mod spelling;
 
@@ -88,6 +89,8 @@ impl Graph {
             latest: HashMap::new(),
             types: Vec::new(),
             in_flight: HashMap::new(),
+            lists: HashMap::new(),
+            waits: HashMap::new(),
             spellings: spelling::table(&file.spellings)?,
             tokens: 0,
         };
@@ -96,6 +99,11 @@ impl Graph {
         }
         for (index, group) in file.groups.into_iter().enumerate() {
             importer.graph.group(&format!("groups[{index}]"), group)?;
+        }
+        for node in &file.nodes {
+            if let (Some(name), [out]) = (importer.waited(node), &node.outs[..]) {
+                importer.waits.entry(name.to_owned()).or_insert_with(|| out.name.clone());
+            }
         }
         for (index, node) in file.nodes.into_iter().enumerate() {
             importer.node(format!("nodes[{index}] ({})", node.name), node)?;
@@ -111,6 +119,10 @@ struct Importer {
     types: Vec<Type>,
     /// Tokens of the starts whose results have not been waited for.
     in_flight: HashMap<ValueId, u32>,
+    /// Of starts of several tensors: their results, with their names.
+    lists: HashMap<u32, Vec<(ValueId, String)>>,
+    /// For each name, that of what waits for it.
+    waits: HashMap<String, String>,
     spellings: HashMap<String, Spelling>,
     tokens: u32,
 }
@@ -142,6 +154,13 @@ impl Importer {
                 Err(LoweringError::unexpected(at, other, "placeholder, get_attr, call_function or output"))
             }
         }
+    }
+
+    /// The tensor that a node waits for, if that is what it does.
+    fn waited<'n>(&self, node: &'n Node) -> Option<&'n str> {
+        let spelling = self.spellings.get(&node.target)?;
+        let [arg] = &node.args[..] else { return None };
+        arg.as_object()?.get("value")?.as_str().filter(|_| spelling == &["wait"])
     }
 
     fn call(&mut self, at: &str, node: Node) -> Result<()> {

@@ -1,5 +1,6 @@
 //! Operators of torch that this crate knows.
 
+use antiphon_operation::ReduceOp;
 use serde_json::Value as Json;
 
 use super::{Importer, Node, Result, Result_};
@@ -12,12 +13,12 @@ use crate::{
 };
 
 /// An argument as a tensor's name.
-fn tensor(arg: &Json) -> Option<&str> {
+pub(super) fn tensor(arg: &Json) -> Option<&str> {
     arg.as_object()?.get("value")?.as_str()
 }
 
 /// An argument as a number.
-fn number(arg: &Json) -> Option<f64> {
+pub(super) fn number(arg: &Json) -> Option<f64> {
     match arg.as_object() {
         Some(map) => map.get("number")?.as_str()?.parse().ok(),
         None => arg.as_f64(),
@@ -43,9 +44,10 @@ impl Importer {
         match words[..] {
             ["wait"] => self.wait(at, node),
             ["start" | "start_", ref rest @ ..] => self.start(at, node, rest, words[0] == "start_"),
+            ["starts", ref rest @ ..] => self.starts(at, node, rest),
             ["sync", ref rest @ ..] => self.sync(at, node, rest),
             ["fused"] => self.fused(at, node),
-            ["clamp"] => self.clamp(at, node),
+            _ if self.compound(at, node, &words)? => Ok(true),
             _ => {
                 let Some(kind) = self.kind(node, &words) else { return Ok(false) };
                 let tensors: Vec<&str> = node.args.iter().filter_map(tensor).collect();
@@ -129,33 +131,33 @@ impl Importer {
         })
     }
 
-    /// Two bounds are two operations.
-    fn clamp(&mut self, at: &str, node: &Node) -> Result<bool> {
-        let [out] = &node.outs[..] else { return Ok(false) };
-        let bound = |index: usize| node.args.get(index).and_then(number);
-        let (Some(x), Some(low), Some(high)) = (node.args.first().and_then(tensor), bound(1), bound(2))
-        else {
-            return Ok(false);
-        };
-        if !node.kwargs.is_empty() {
-            return Ok(false);
-        }
-        let value = self.value(at, x)?;
-        let name = format!("{}/low", node.name);
-        let binary = |op, bound| Kind::Binary { op, scalar: Some(bound), swapped: false };
-        let middle = Result_ { name: name.clone(), ty: out.ty.dense() };
-        self.add(at, name.clone(), binary(crate::Binary::Maximum, low), vec![value], vec![middle])?;
-        let value = self.value(at, &name)?;
-        let out = Result_ { name: out.name.clone(), ty: out.ty.clone() };
-        self.add(at, node.name.clone(), binary(crate::Binary::Minimum, high), vec![value], vec![out])?;
-        Ok(true)
-    }
-
     fn wait(&mut self, at: &str, node: &Node) -> Result<bool> {
         let ([arg], [out]) = (&node.args[..], &node.outs[..]) else { return Ok(false) };
         let Some(name) = tensor(arg) else { return Ok(false) };
+        // With another tensor of its call.
+        if self.latest.contains_key(&out.name) {
+            return Ok(true);
+        }
         let value = self.value(at, name)?;
         match self.in_flight.remove(&value) {
+            Some(token) if self.lists.contains_key(&token) => {
+                let list = self.lists.remove(&token).unwrap_or_default();
+                let mut outs = Vec::new();
+                for (value, name) in &list {
+                    let waited = self.waits.get(name).cloned().unwrap_or_else(|| format!("{name}/waited"));
+                    outs.push(Result_ { name: waited, ty: self.types[value.index()].clone() });
+                    self.in_flight.remove(value);
+                }
+                let values = list.iter().map(|(value, _)| *value).collect();
+                let ready: Vec<String> = outs.iter().map(|out| out.name.clone()).collect();
+                let kind = Kind::Wait { tokens: vec![TokenId(token)] };
+                self.add(at, node.name.clone(), kind, values, outs)?;
+                for ((_, name), ready) in list.into_iter().zip(ready) {
+                    let value = self.value(at, &ready)?;
+                    self.latest.insert(name, value);
+                }
+                Ok(true)
+            }
             Some(token) => {
                 let out = Result_ { name: out.name.clone(), ty: self.types[value.index()].clone() };
                 let kind = Kind::Wait { tokens: vec![TokenId(token)] };
@@ -169,7 +171,7 @@ impl Importer {
         }
     }
 
-    fn coll(&self, node: &Node, prim: &str, roles: &[&str], args: &[Json]) -> Option<Coll> {
+    pub(super) fn coll(&self, node: &Node, prim: &str, roles: &[&str], args: &[Json]) -> Option<Coll> {
         let mut coll = Coll::new(parse::<Prim>(prim)?, "");
         for (role, arg) in roles.iter().zip(args) {
             match *role {
@@ -179,10 +181,14 @@ impl Importer {
                 "sends" => coll.sends = Some(arg.as_array()?.iter().map(size).collect::<Option<_>>()?),
                 "receives" => coll.receives = Some(arg.as_array()?.iter().map(size).collect::<Option<_>>()?),
                 "gather" => coll.dims = Some([usize::try_from(arg.as_u64()?).ok()?, 0]),
+                // Of vLLM's, which gather along any dimension, those along the first.
+                "dim" if arg.as_i64() != Some(0) => return None,
                 "shard" => coll.dims = Some([coll.dims?[0], usize::try_from(arg.as_u64()?).ok()?]),
                 _ => {}
             }
         }
+        let reduces = matches!(coll.prim, Prim::AllReduce | Prim::ReduceScatter);
+        coll.red = if reduces { coll.red.or(Some(ReduceOp::Sum)) } else { None };
         let known = !coll.group.is_empty() && node.kwargs.is_empty();
         known.then_some(coll)
     }
@@ -209,6 +215,32 @@ impl Importer {
         Ok(true)
     }
 
+    /// A collective of several tensors.
+    fn starts(&mut self, at: &str, node: &Node, words: &[&str]) -> Result<bool> {
+        let ([prim, roles @ ..], [Json::Array(xs), rest @ ..]) = (words, &node.args[..]) else {
+            return Ok(false);
+        };
+        let names: Option<Vec<&str>> = xs.iter().map(tensor).collect();
+        let (Some(names), Some(coll)) = (names, self.coll(node, prim, roles, rest)) else { return Ok(false) };
+        if names.is_empty() || names.len() != node.outs.len() {
+            return Ok(false);
+        }
+        let values = names.iter().map(|name| self.value(at, name)).collect::<Result<Vec<_>>>()?;
+        let token = self.tokens;
+        self.tokens += 1;
+        let out = |out: &Result_| Result_ { name: out.name.clone(), ty: out.ty.dense() };
+        let kind = Kind::Start { coll, token: TokenId(token) };
+        self.add(at, node.name.clone(), kind, values, node.outs.iter().map(out).collect())?;
+        let mut list = Vec::new();
+        for out in &node.outs {
+            let started = self.value(at, &out.name)?;
+            self.in_flight.insert(started, token);
+            list.push((started, out.name.clone()));
+        }
+        self.lists.insert(token, list);
+        Ok(true)
+    }
+
     /// A call that this crate put in, which its site tells: `(ticket, x, …)` to `(ticket, result)`.
     fn sync(&mut self, at: &str, node: &Node, words: &[&str]) -> Result<bool> {
         let ([prim, roles @ ..], [_, x, rest @ ..], [_, out]) = (words, &node.args[..], &node.outs[..])
@@ -217,11 +249,9 @@ impl Importer {
         };
         let site = roles.iter().position(|role| *role == "site").and_then(|index| rest.get(index));
         let ours = site.and_then(Json::as_str).is_some_and(|site| !site.is_empty());
-        let (true, Some(name), Some(mut coll)) = (ours, tensor(x), self.coll(node, prim, roles, rest)) else {
+        let (true, Some(name), Some(coll)) = (ours, tensor(x), self.coll(node, prim, roles, rest)) else {
             return Ok(false);
         };
-        let reduces = matches!(coll.prim, Prim::AllReduce | Prim::ReduceScatter);
-        coll.red = if reduces { coll.red } else { None };
         let value = self.value(at, name)?;
         let out = Result_ { name: out.name.clone(), ty: out.ty.dense() };
         self.add(at, node.name.clone(), Kind::Sync { coll }, vec![value], vec![out])?;

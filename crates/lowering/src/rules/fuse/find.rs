@@ -33,7 +33,9 @@ pub(super) struct Weight {
 
 /// The norm that was found.
 pub(super) struct Norm {
-    /// All values that are it.
+    /// What it means.
+    pub(super) term: Term,
+    /// All values that are it; none where only its codes are rounded.
     pub(super) values: Vec<ValueId>,
     pub(super) inverse: Term,
     pub(super) eps: f64,
@@ -117,13 +119,30 @@ pub(super) fn comes_before(
 }
 
 /// The norm of `x`, if there is one that a call has.
-pub(super) fn norm(cx: &Context<'_>, known: &Known, x: Term, ty: &Type) -> Result<Option<Norm>, String> {
+pub(super) fn norm(cx: &Context<'_>, known: &mut Known, x: Term, ty: &Type) -> Result<Option<Norm>, String> {
+    let found = norm_of(cx, known, x, ty, ty.dtype)?;
+    if found.is_some() || ty.dtype == F32 {
+        return Ok(found);
+    }
+    // Compilers leave out that a norm is rounded before its codes are.
+    let wide = norm_of(cx, known, x, ty, F32)?.map(|norm| Norm { values: Vec::new(), ..norm });
+    Ok(wide.filter(|norm| codes(&cx.graph, known, norm, ty).is_some()))
+}
+
+/// The same among values of these elements.
+fn norm_of(
+    cx: &Context<'_>,
+    known: &Known,
+    x: Term,
+    ty: &Type,
+    dtype: Element,
+) -> Result<Option<Norm>, String> {
     let graph = &cx.graph;
     let (mut refused, mut bare) = (None, None);
     let Some(candidates) = known.norms.get(&x) else { return Ok(None) };
     for (value, inverse) in candidates {
         let out = graph.ty(*value);
-        if out.dtype != ty.dtype || !keeps_rows(out, ty) || known.follows(graph, *value) {
+        if out.dtype != dtype || !keeps_rows(out, ty) || known.follows(graph, *value) {
             continue;
         }
         let term = known.term(*value).ok_or("nobody computes it")?;
@@ -151,7 +170,7 @@ pub(super) fn norm(cx: &Context<'_>, known: &Known, x: Term, ty: &Type) -> Resul
         let values =
             known.values(graph, term, ty.dtype).filter(|value| keeps_rows(graph.ty(*value), ty)).collect();
         let eps = known.inverses[inverse].eps;
-        let norm = Norm { values, inverse: *inverse, eps, weight, round_before_weight };
+        let norm = Norm { term, values, inverse: *inverse, eps, weight, round_before_weight };
         // A product with the weight may be made of one without.
         match norm.weight.value {
             Some(_) => return Ok(Some(norm)),
@@ -204,11 +223,9 @@ pub(super) struct Codes {
 
 /// FP8 codes of the norm: with one scale, or one for each row, or group of neighbours in a row.
 pub(super) fn codes(graph: &Graph, known: &mut Known, norm: &Norm, ty: &Type) -> Option<Codes> {
-    let term = known.term(*norm.values.first()?)?;
-    let candidates: Vec<ValueId> = (0..graph.values.len())
-        .map(ValueId::from)
-        .filter(|value| graph.ty(*value).dtype == Element::E4m3 && keeps_rows(graph.ty(*value), ty))
-        .collect();
+    let term = norm.term;
+    let candidates: Vec<ValueId> =
+        known.codes.iter().copied().filter(|value| keeps_rows(graph.ty(*value), ty)).collect();
     if candidates.is_empty() {
         return None;
     }

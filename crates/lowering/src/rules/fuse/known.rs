@@ -27,6 +27,8 @@ pub(super) struct Known {
     pub(super) same: Terms,
     pub(super) same_of: Vec<Option<Term>>,
     pub(super) by_term: HashMap<Term, Vec<ValueId>>,
+    /// Values of E4M3.
+    pub(super) codes: Vec<ValueId>,
     pub(super) inverses: HashMap<Term, InverseRms>,
     /// For each `x`, the values that have a factor of it and of its inverse RMS, which is the second.
     pub(super) norms: HashMap<Term, Vec<(ValueId, Term)>>,
@@ -39,6 +41,8 @@ impl Known {
         let mut same = Terms::new(Numerics::Same);
         let same_of = same.of(graph);
         let (analysis, by_term) = (graph.analyse(), by_term(&of));
+        let is_code = |value: &ValueId| graph.ty(*value).dtype == Element::E4m3;
+        let codes = (0..graph.values.len()).map(ValueId::from).filter(is_code).collect();
         let (mut inverses, mut norms) = (HashMap::new(), HashMap::<Term, Vec<_>>::new());
         for (index, value) in graph.values.iter().enumerate() {
             let Some(term) = of[index] else { continue };
@@ -57,7 +61,7 @@ impl Known {
                 }
             }
         }
-        Self { analysis, close, of, same, same_of, by_term, inverses, norms }
+        Self { analysis, close, of, same, same_of, by_term, codes, inverses, norms }
     }
 
     pub(super) fn term(&self, value: ValueId) -> Option<Term> {
