@@ -3,15 +3,16 @@
 // Each ordered pair of ranks has CHANNELS rings of rows in the receiver's memory. A message is a head, which says what is sent, and
 // then its rows; row i goes through ring i % CHANNELS, and a warp serves a ring at a time, so warps need not wait for each other.
 // The sender fills a ring as far as it knows that its rows are empty. The receiver waits for a row, empties it, and tells the sender
-// from time to time up to which row it has. So a message may have any length, whatever the memory for it; a short one does
-// not wait for its receiver.
+// after each quarter of the ring up to which row it has. So a message may have any length, whatever the memory for it; a short one
+// neither waits for its receiver nor, mostly, for a release to the sender.
 //
 // How far a ring has come stands in device memory, so that graphs may be replayed between other calls. Both ranks may send
 // and receive in one kernel: other warps do, so neither waits for the other.
 
 constexpr u32 CHANNELS = WORLD == 2 ? 256 : WORLD <= 5 ? 128 : 64;
 static_assert(WORLD * CHANNELS <= MAX_BLOCKS, "a ring has a control of its own");
-constexpr u32 BATCH = 8; // rows that a warp has under way
+constexpr u32 SENT = 4;     // rows that a sending warp stores at a time, while it loads as many
+constexpr u32 RECEIVED_AT_ONCE = 8;
 
 // A rank's messages in a launch, by the peers' ranks. Rust's `Messages` has the same layout.
 struct messages {
@@ -20,6 +21,9 @@ struct messages {
     u64 sent_count[MAX_WORLD], received_count[MAX_WORLD]; // what the heads say
     u32 sent[MAX_WORLD], received[MAX_WORLD];             // bytes
     u32 to, from;                                         // bits of the ranks that a message goes to, and comes from
+    u32 own_bytes;                                        // what this rank copies from `own_input` to `own_output`
+    const u8* own_input;
+    u8* own_output;
 };
 
 // In the control words of the ring of a peer: `slot` counts the rows sent, `dirty_lower` those received, and `dirty_upper` those
@@ -29,12 +33,13 @@ DEVICE control* state_of(u8* arena, u32 peer, u32 channel) { return (control*)ar
 // Bytes of memory for the rings of one sender.
 DEVICE u32 region_of(const arguments& a) { return SLOTS * a.slot_stride / WORLD / 512 * 512; }
 
-// Rows of a ring: a power of two, so that counters may wrap.
-DEVICE u32 ring_rows(const arguments& a) { return 1u << (31 - __clz(region_of(a) / (CHANNELS * 512))); }
+// Rows of a ring: a power of two, so that counters may wrap. Half of the rings are in either channel of an arena.
+DEVICE u32 ring_rows(const arguments& a) { return 1u << (31 - __clz(region_of(a) / (CHANNELS / 2 * 512))); }
 
 // Where this lane's vector of a ring's first row is, in the receiver's arena.
 DEVICE u8* ring_at(const arguments& a, u8* arena, u32 sender, u32 channel) {
-    return arena + SLOTS_AT + sender * region_of(a) + channel * ring_rows(a) * 512 + lane_id() * 16;
+    u8* const at = arena + (channel % 2 == 0 ? 0 : a.other - a.own);
+    return at + SLOTS_AT + sender * region_of(a) + channel / 2 * ring_rows(a) * 512 + lane_id() * 16;
 }
 
 // For a whole warp: waits until `ready()`, which else has the peer missing. False if it gave up.
@@ -56,18 +61,21 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
     const u32 ring = ring_rows(a), total = 1 + rows_of(m.sent[peer]);
     const bytes from(m.input[peer], m.sent[peer]);
     u8* const at = ring_at(a, a.peer[next], a.rank, channel);
-    u32 n = ld_relaxed_sys(&state->slot), known = ld_acquire_sys(&state->dirty_upper);
-    for (u32 row = channel; row < total; row += BATCH * CHANNELS) {
-        const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < BATCH ? left : BATCH;
-        uint4 v[BATCH];
+    uint4 rows[SENT];
+    const auto load = [&](u32 row) {
 #pragma unroll
-        for (u32 k = 0; k < BATCH; ++k) {
-            if (k >= count) break;
-            v[k] = make_uint4(0, 0, 0, 0);
-            if (row + k * CHANNELS != 0) v[k] = load_row(from, row + k * CHANNELS - 1);
-            else if (lane_id() == 0)
-                v[k] = make_uint4((u32)a.doing.low, (u32)(a.doing.low >> 32), (u32)m.sent_count[peer], (u32)(m.sent_count[peer] >> 32));
+        for (u32 k = 0; k < SENT; ++k) {
+            rows[k] = make_uint4(0, 0, 0, 0);
+            const u32 index = row + k * CHANNELS;
+            if (index != 0 && index < total) rows[k] = load_row(from, index - 1);
         }
+    };
+    load(channel); // while the state comes
+    if (channel == 0 && lane_id() == 0)
+        rows[0] = make_uint4((u32)a.doing.low, (u32)(a.doing.low >> 32), (u32)m.sent_count[peer], (u32)(m.sent_count[peer] >> 32));
+    u32 n = ld_relaxed_sys(&state->slot), known = ld_acquire_sys(&state->dirty_upper);
+    for (u32 row = channel; row < total; row += SENT * CHANNELS) {
+        const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < SENT ? left : SENT;
         if (n + count - known > ring) {
             // The rows are empty once the receiver has said so: the acquire pairs with the release in `receive_ring`.
             const bool has_room = wait_for(a, patience, peer, [&] {
@@ -76,11 +84,13 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
             });
             if (!has_room) return false;
         }
+        uint4 sent[SENT];
 #pragma unroll
-        for (u32 k = 0; k < BATCH; ++k) {
-            if (k >= count) break;
-            store16_volatile(at + ((n + k) & (ring - 1)) * 512, masked(v[k]));
-        }
+        for (u32 k = 0; k < SENT; ++k) sent[k] = masked(rows[k]);
+        load(row + SENT * CHANNELS);
+#pragma unroll
+        for (u32 k = 0; k < SENT; ++k)
+            if (k < count) store16_volatile(at + ((n + k) & (ring - 1)) * 512, sent[k]);
         n += count;
     }
     if (lane_id() == 0) st_relaxed_sys(&state->slot, n);
@@ -91,26 +101,36 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
 DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience, u32 next, u32 peer, u32 channel) {
     control* const state = state_of(a.own, peer, channel);
     u32* const told = &state_of(a.peer[next], a.rank, channel)->dirty_upper;
-    const u32 ring = ring_rows(a), total = 1 + rows_of(m.received[peer]);
+    const u32 ring = ring_rows(a), total = 1 + rows_of(m.received[peer]), quarter = ring / 4;
     const bytes to(m.output[peer], m.received[peer]);
     u8* const at = ring_at(a, a.own, peer, channel);
-    u32 n = ld_relaxed_sys(&state->dirty_lower), unsaid = 0;
-    for (u32 row = channel; row < total; row += BATCH * CHANNELS) {
-        const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < BATCH ? left : BATCH;
-        uint4 got[BATCH];
+    u32 n = ld_relaxed_sys(&state->dirty_lower), said = n / quarter;
+    // Tells the sender of the whole quarters that have been emptied. A release waits for the stores before it, so the one for a batch
+    // comes behind the wait for the next batch.
+    const auto tell = [&] {
+        if (n / quarter == said) return;
+        said = n / quarter;
+        __syncwarp(); // all lanes have emptied their vectors
+        if (lane_id() == 0) st_release_sys(told, said * quarter); // pairs with the sender's acquire
+    };
+    for (u32 row = channel; row < total; row += RECEIVED_AT_ONCE * CHANNELS) {
+        const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < RECEIVED_AT_ONCE ? left : RECEIVED_AT_ONCE;
+        uint4 got[RECEIVED_AT_ONCE];
         const bool came = wait_for(a, patience, peer, [&] {
             bool complete = true;
 #pragma unroll
-            for (u32 k = 0; k < BATCH; ++k)
+            for (u32 k = 0; k < RECEIVED_AT_ONCE; ++k)
                 if (k < count) got[k] = load16_volatile(at + ((n + k) & (ring - 1)) * 512);
 #pragma unroll
-            for (u32 k = 0; k < BATCH; ++k)
+            for (u32 k = 0; k < RECEIVED_AT_ONCE; ++k)
                 if (k < count) complete &= !has_empty(got[k]);
             return complete;
         });
         if (!came) return false;
+        release_dependents(a);
+        tell();
 #pragma unroll
-        for (u32 k = 0; k < BATCH; ++k) {
+        for (u32 k = 0; k < RECEIVED_AT_ONCE; ++k) {
             if (k >= count) break;
             store16(at + ((n + k) & (ring - 1)) * 512, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
             const uint4 v = unmasked(got[k]);
@@ -128,26 +148,27 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
             return false;
         }
         n += count;
-        unsaid += count;
-        if (unsaid >= ring / 4 || left <= BATCH) {
-            __syncwarp(); // all lanes have emptied their vectors
-            if (lane_id() == 0) st_release_sys(told, n); // pairs with the sender's acquire
-            unsaid = 0;
-        }
     }
+    tell();
     if (lane_id() == 0) st_relaxed_sys(&state->dirty_lower, n);
     return true;
 }
 
-// All messages of a launch. Half of the blocks send, half receive, and each serves one peer.
+// All messages of a launch. Half of the blocks send, half receive, and each serves one peer. Those that receive copy what this rank
+// keeps, while the peers' rows come.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 exchange(const __grid_constant__ arguments a, const __grid_constant__ messages m) {
     pdl_wait();
     if (a.dependents == AT_START) pdl_launch_dependents();
     const u32 job = blockIdx.x % (2 * PEERS), next = job % PEERS, peer = rank_of(a, next);
     const bool sends = job < PEERS;
-    if (((sends ? m.to : m.from) >> peer & 1) == 0) return;
     if (ld_relaxed_sys(&((control*)a.own + blockIdx.x)->failed) != 0) return;
+    if (!sends) {
+        const bytes from(m.own_input, m.own_bytes), to(m.own_output, m.own_bytes);
+        const u32 block = blockIdx.x / (2 * PEERS) * PEERS + next, step = gridDim.x / 2 * THREADS;
+        for (u32 at = block * THREADS + threadIdx.x; at * 16 < m.own_bytes; at += step) to.store(at, from.load(at));
+    }
+    if (((sends ? m.to : m.from) >> peer & 1) == 0) return;
     const u64 count = sends ? m.sent_count[peer] : m.received_count[peer];
     waiter patience = start_waiting(a.limit_ns, a.board, a.rank, tag{a.doing.low, count});
     const rows mine = rows_of_warp(blockIdx.x / (2 * PEERS), gridDim.x / (2 * PEERS));

@@ -52,13 +52,19 @@ pub(crate) struct Messages {
     received: [u32; MAX_WORLD],
     to: u32,
     from: u32,
+    own_bytes: u32,
+    own_input: u64,
+    own_output: u64,
 }
 
-// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32.
+// SAFETY: the layout of the kernel's struct: 64-bit words, those of 32, padding, and words of 64; C lays out both.
 unsafe impl KernelArgument for Messages {}
 
 /// Bytes of one message at most; a longer one goes in several.
 const MOST_BYTES: usize = 1 << 30;
+/// Bytes that the kernel itself copies within a rank at most, while messages come; a copy of its own takes 2 µs, and is the faster one
+/// for more.
+const MOST_KEPT_BYTES: usize = 256 << 10;
 /// Bytes of the rows that a block's warps take at once. A peer gets a block more for as many, so that no warp of a short message
 /// has a second ring to serve: a ring ends with a release to the peer, which takes microseconds.
 const BYTES_PER_BLOCK: usize = THREADS as usize / 32 * ROW_DATA;
@@ -71,6 +77,14 @@ struct Message {
     bytes: usize,
     /// What both ranks must agree on, beside the signature.
     count: u64,
+}
+
+/// What a rank keeps of a call's input: bytes that are copied from one address to another.
+#[derive(Debug, Clone, Copy, Default)]
+struct Kept {
+    from: usize,
+    to: usize,
+    bytes: usize,
 }
 
 impl Message {
@@ -103,9 +117,15 @@ impl Messages {
         messages
     }
 
+    fn keep(&mut self, kept: Kept) {
+        self.own_input = kept.from as u64;
+        self.own_output = kept.to as u64;
+        self.own_bytes = kept.bytes as u32;
+    }
+
     /// Bytes of the longest one.
     fn longest(&self) -> usize {
-        self.sent.iter().chain(&self.received).copied().max().unwrap_or(0) as usize
+        self.sent.iter().chain(&self.received).copied().max().unwrap_or(0).max(self.own_bytes) as usize
     }
 }
 
@@ -232,7 +252,10 @@ impl CudaCollectives {
         let signature = Signature { dtype: Some(dtype), ..Signature::new(OPERATION) };
         let one = |side: Option<(Input, usize)>| side.map(|(tensor, peer)| message(tensor, peer));
         // SAFETY: passed on.
-        unsafe { self.run_messages(signature, one(sent).as_slice(), one(received).as_slice(), stream) }
+        unsafe {
+            let (sent, received) = (one(sent), one(received));
+            self.run_messages(signature, Kept::default(), sent.as_slice(), received.as_slice(), stream)
+        }
     }
 
     /// Carries out a call in which each rank sends each peer a piece of its input, and gets one of its output from each.
@@ -267,13 +290,18 @@ impl CudaCollectives {
         let others = || (0..call.world_size).filter(|&peer| peer != rank);
         let (sends, receives): (Vec<_>, Vec<_>) = others().map(|peer| (to(peer), from(peer))).unzip();
         let (own, place) = (to(rank), from(rank));
+        let mut kept = Kept { from: own.address, to: place.address, bytes: own.bytes };
+        if !moves(rank, rank) || kept.from == kept.to {
+            kept = Kept::default();
+        }
         self.messages.check_ready()?;
-        if moves(rank, rank) {
+        if call.world_size == 1 || kept.bytes > MOST_KEPT_BYTES {
             // SAFETY: the own piece has one length on both sides; the rest is passed on.
-            unsafe { copy(own.address, place.address, own.bytes, stream) }?;
+            unsafe { copy(kept.from, kept.to, kept.bytes, stream) }?;
+            kept = Kept::default();
         }
         // SAFETY: passed on.
-        unsafe { self.run_messages(call.signature, &sends, &receives, stream) }
+        unsafe { self.run_messages(call.signature, kept, &sends, &receives, stream) }
     }
 
     /// # Safety
@@ -281,6 +309,7 @@ impl CudaCollectives {
     unsafe fn run_messages(
         &self,
         signature: Signature,
+        kept: Kept,
         sends: &[Message],
         receives: &[Message],
         stream: StreamRef<'_>,
@@ -300,7 +329,10 @@ impl CudaCollectives {
         let loaded = tenant.load(Messaging)?;
         for number in 0.. {
             let part = |message: &Message| message.part(number);
-            let messages = Messages::new(sends.iter().filter_map(part), receives.iter().filter_map(part));
+            let mut messages = Messages::new(sends.iter().filter_map(part), receives.iter().filter_map(part));
+            if number == 0 {
+                messages.keep(kept);
+            }
             if messages.to | messages.from == 0 {
                 break;
             }
@@ -314,7 +346,8 @@ impl CudaCollectives {
             let work = Work::new(Signature { count: 0, ..signature });
             let launch = |_, _, _| Launch {
                 kernel: Kernel::Exchange,
-                grid: Grid::Exact { config, is_small: false },
+                // At most one of the four blocks that a multiprocessor has room for.
+                grid: Grid::Exact { config, is_small: true },
                 work,
                 arguments: messages,
             };
