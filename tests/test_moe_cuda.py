@@ -109,7 +109,7 @@ def the_fused_functions_on_streams(comm: Comm, device: Device) -> None:
     for is_async in (False, True):
         found: list[list[Any]] = []
         for where in (torch.device("cpu"), device):
-            mine, probs = x.to(where).requires_grad_(), weights.to(where).requires_grad_()
+            mine, probs = (tensor.detach().clone().to(where).requires_grad_() for tensor in (x, weights))
             rows, received_ids, received_probs, counts, handle = fused_a2a.fused_dispatch(
                 mine, ids.to(where), probs, EXPERTS, comm, is_async, is_async
             )

@@ -103,85 +103,10 @@ DEVICE void store_weights(const arguments& a, const sums_call& k, const counts& 
     }
 }
 
-#if __CUDA_ARCH__ >= 900
-
-// Parts of rows, of all ranks that have one, that a warp loads at once.
-constexpr u32 PART_BYTES = SUM_STAGE_BYTES / WORLD;
-
-// The warp's share of this rank's tokens. Parts of their rows come through a ring of stages, the first ones of a token before
-// those of the token before it are summed.
-DEVICE bool sum_tokens(reader& r, void* memory, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
-    __shared__ u64 of_warps[THREADS / 32][STAGES];
-    const arguments& a = r.a;
-    const rows mine{blockIdx.x * warps + warp, gridDim.x * warps};
-    u64* arrived = of_warps[threadIdx.x / 32];
-    u8* stages = (u8*)memory + warp * STAGES * SUM_STAGE_BYTES;
-    bulk_barriers(arrived, STAGES);
-
-    const u32 parts = (k.row_bytes + PART_BYTES - 1) / PART_BYTES;
-    u32 loaded = 0, summed = 0; // stages
-    // Of the token that is loaded; and who has rows of the one that is summed.
-    u32 loading = mine.first, next_part = 0;
-    const u8* coming[WORLD] = {};
-    u32 held = 0;
-    // Loads the next part, if its token's rows are there.
-    const auto load = [&](bool is_known) {
-        if (next_part == 0) {
-            u32 missing = a.rank;
-            if (!is_known && !are_there(a, k, n, t, loading, missing)) return false;
-            bulk_fence();
-#pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank) coming[rank] = row_at(a, k, n, t, loading, rank);
-        }
-        const u32 at = next_part * PART_BYTES, size = min(PART_BYTES, k.row_bytes - at), s = loaded % STAGES;
-        if (lane_id() == 0) {
-            u32 rows = 0;
-#pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank) rows += coming[rank] != nullptr;
-            bulk_expect(arrived + s, size * rows);
-#pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank)
-                if (coming[rank] != nullptr)
-                    bulk_load(stages + s * SUM_STAGE_BYTES + rank * PART_BYTES, coming[rank] + at, size, arrived + s);
-        }
-        ++loaded;
-        if (++next_part == parts) next_part = 0, loading += mine.step;
-        return true;
-    };
-    for (u32 token = mine.first; token < k.tokens; token += mine.step) {
-        for (u32 part = 0; part < parts; ++part) {
-            while (loaded - summed < STAGES && loading < k.tokens)
-                if (!load(false)) break;
-            if (loaded == summed) {
-                const bool came = r.wait<true>([&](u32& missing) { return are_there(a, k, n, t, loading, missing); });
-                if (!came) return false;
-                load(true);
-            }
-            if (part == 0) held = held_of(a, k, n, token);
-            const u32 s = summed % STAGES, first = part * (PART_BYTES / 16), end = min(k.row_bytes / 16, first + PART_BYTES / 16);
-            bulk_wait(arrived + s, summed / STAGES & 1);
-            const u8* stage = stages + s * SUM_STAGE_BYTES;
-            for (u32 at = first + lane_id(); at < end; at += 32) {
-                uint4 got[WORLD];
-#pragma unroll
-                for (u32 rank = 0; rank < WORLD; ++rank) got[rank] = *(const uint4*)(stage + rank * PART_BYTES + (at - first) * 16);
-                store_sum(k, token, held, at, got);
-            }
-            __syncwarp();
-            ++summed;
-        }
-        store_weights(a, k, n, t, token);
-        count_read(a, k, n, t, token);
-    }
-    return true;
-}
-
-#else
-
 constexpr u32 AT_ONCE = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1; // vectors that a lane has under way of each rank
 
 // The warp's share of this rank's tokens.
-DEVICE bool sum_tokens(reader& r, void*, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
+DEVICE bool sum_tokens(reader& r, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
     const arguments& a = r.a;
     for (u32 token = blockIdx.x * warps + warp; token < k.tokens; token += gridDim.x * warps) {
         if (!r.wait<true>([&](u32& missing) { return are_there(a, k, n, t, token, missing); })) return false;
@@ -207,8 +132,6 @@ DEVICE bool sum_tokens(reader& r, void*, const sums_call& k, const counts& n, co
     return true;
 }
 
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k) {
     extern __shared__ uint4 memory[];
@@ -225,7 +148,7 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
     // Warps of a block: some send, the others sum.
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;
-    if (warp == RINGS) return pipeline::raise_flags();
+    if (raises_flags(warp)) return pipeline::raise_flags();
     bool came;
     if (warp < SENDING) {
         pipeline copies(memory);
@@ -237,8 +160,8 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
         came = send_records<false>(r, copies, k.region, t, share_of_warp(0, SENDING), from, k.top_k, count, row, weight, keep);
         copies.finish();
     } else {
-        u8* behind = (u8*)memory + RINGS * (STAGES * STAGE_BYTES + BESIDE_BYTES);
-        came = sum_tokens(r, behind, k, n, t, warp - RINGS - 1, THREADS / 32 - RINGS - 1);
+        constexpr u32 OTHERS = RINGS + FLAG_WARPS;
+        came = sum_tokens(r, k, n, t, warp - OTHERS, THREADS / 32 - OTHERS);
     }
     if (came) r.finish();
 }

@@ -97,7 +97,7 @@ pub(crate) struct Moving {
 
 impl Moving {
     /// Some warps send, one raises flags, the others take what comes.
-    const WARPS: Warps = Warps { sending: 4, rings: 7, all: 8 };
+    const WARPS: Warps = Warps { sending: 4, rings: 7, flags: 1, all: 8 };
 }
 
 /// Rows back, and their sums.
@@ -112,7 +112,10 @@ impl Summing {
     /// Of rows of a dtype, for so many ranks (with more of them a thread needs more registers); none for a dtype that is not
     /// summed.
     pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
-        let warps = Warps { sending: 3, rings: 3, all: if world_size <= 3 { 10 } else { 8 } };
+        let warps = match world_size {
+            ..=3 => Warps { sending: 4, rings: 4, flags: 0, all: 12 },
+            _ => Warps { sending: 2, rings: 2, flags: 0, all: 8 },
+        };
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })
     }
 }
@@ -130,16 +133,16 @@ pub(crate) enum Staging {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Warps {
     sending: u32,
-    /// Those that copy through rings of shared memory, which begin with those that send. The next one raises flags.
+    /// Those that copy through rings of shared memory, which begin with those that send.
     rings: u32,
+    /// The next ones, 1 or none, raise the flags of those that send, which otherwise raise their own.
+    flags: u32,
     all: u32,
 }
 
 impl Warps {
     const STAGES: u32 = 4;
     const STAGE_BYTES: u32 = 3584;
-    /// Of the warps without rings, which sum.
-    const SUM_STAGE_BYTES: u32 = 2048;
 
     fn define(self, program: Program) -> Program {
         program
@@ -147,7 +150,7 @@ impl Warps {
             .define("RINGS", self.rings)
             .define("STAGES", Self::STAGES)
             .define("STAGE_BYTES", Self::STAGE_BYTES)
-            .define("SUM_STAGE_BYTES", Self::SUM_STAGE_BYTES)
+            .define("FLAG_WARPS", self.flags)
             .define("BESIDE_BYTES", BESIDE_BYTES)
     }
 
@@ -156,11 +159,9 @@ impl Warps {
     }
 
     fn shared_bytes(self, staging: Staging) -> u32 {
-        let Self { sending, rings, all } = self;
         match staging {
             Staging::Bulk => {
-                let stages = rings * Self::STAGE_BYTES + (all - rings - 1) * Self::SUM_STAGE_BYTES;
-                Self::STAGES * stages + sending * BESIDE_BYTES as u32
+                self.rings * Self::STAGES * Self::STAGE_BYTES + self.sending * BESIDE_BYTES as u32
             }
             Staging::Registers => 0,
         }

@@ -154,7 +154,7 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
     name_no_experts(a, k, n);
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;
-    if (warp == RINGS) return pipeline::raise_flags();
+    if (raises_flags(warp)) return pipeline::raise_flags();
     pipeline copies(memory);
     bool came = true;
     if (warp < SENDING) {

@@ -12,6 +12,9 @@ struct signals {
 };
 constexpr signals NO_SIGNALS{nullptr, nullptr, 0};
 
+// Whether this warp of a block does nothing but raise flags.
+DEVICE bool raises_flags(u32 warp) { return FLAG_WARPS != 0 && warp == RINGS; }
+
 // What travels beside some rows a warp that sends gathers at once, in BESIDE_BYTES.
 
 #if __CUDA_ARCH__ >= 900
@@ -59,11 +62,12 @@ template <u32 LEFT> DEVICE void bulk_stores_done() { asm volatile("cp.async.bulk
 DEVICE void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 constexpr u32 AHEAD = STAGES - 1; // loads that are under way
-constexpr u32 LAG = 8;            // stores that may be, of those that a sender has begun
-constexpr u32 REMEMBERED = 32;    // pieces, more than AHEAD + LAG
+constexpr u32 LAG = FLAG_WARPS ? 8 : 4;   // stores that may be, when a sender looks which are done
+constexpr u32 EVERY = FLAG_WARPS ? 1 : 8; // pieces: how often it looks
+constexpr u32 REMEMBERED = 32;            // pieces, at least AHEAD + LAG + EVERY
 
-// A fence between GPUs takes as long as some rows do. So senders leave it to one warp of the block to raise their flags, which
-// does so for all pieces that are done by then.
+// A fence between GPUs takes as long as some rows do. With FLAG_WARPS the senders of a block leave it to one warp to raise their
+// flags, which does so for all pieces that are done by then; else a sender raises its own, those of some pieces behind one fence.
 struct pipeline {
     struct piece {
         u8* to;
@@ -85,7 +89,7 @@ struct pipeline {
     u8* stages;
     u8* gathered; // BESIDE_BYTES, if the warp is one that sends
     shared& mine;
-    u32 begun, stored;        // pieces; only the first lane counts
+    u32 begun, stored, done;  // pieces; only the first lane counts
     u32 loaded, loads_stored; // those that are loaded
     u32 phases;               // of the stages' barriers
 
@@ -102,7 +106,7 @@ struct pipeline {
     DEVICE pipeline(void* memory)
         : stages((u8*)memory + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
           gathered((u8*)memory + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp(threadIdx.x / 32)),
-          begun(0), stored(0), loaded(0), loads_stored(0), phases(0) {
+          begun(0), stored(0), done(0), loaded(0), loads_stored(0), phases(0) {
         bulk_barriers(mine.arrived, STAGES);
     }
 
@@ -118,34 +122,45 @@ struct pipeline {
         bulk_store(next.to, next.from, next.bytes);
         if (next.is_count) red_add_release_sys(next.signal, 1u);
         ++stored;
-        if (is_sender() && stored > LAG) {
+        if (is_sender() && stored - done == LAG + EVERY) {
             bulk_stores_done<LAG>();
-            st_release_block(&mine.done, stored - LAG);
+            finish_until(stored - LAG);
+        }
+    }
+    // The pieces before `end` are where they belong.
+    DEVICE void finish_until(u32 end) {
+        if (!FLAG_WARPS) return raise(mine, done, end);
+        done = end;
+        st_release_block(&mine.done, done);
+    }
+    // Raises the flags of a sender's pieces from `raised` to `end`.
+    static DEVICE void raise(const shared& its, u32& raised, u32 end) {
+        if (raised != end) fence_sys(); // pairs with the receivers' acquires of the flags
+        for (; raised != end; ++raised) {
+            const piece& next = its.pieces[raised % REMEMBERED];
+            if (next.signal != nullptr) st_relaxed_sys(next.signal, next.value);
         }
     }
     DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, signals after) {
-        if (is_sender())
+        if (FLAG_WARPS && is_sender())
             while (begun - ld_acquire_block(&mine.raised) >= REMEMBERED)
                 if (stored < begun) store_next();
+        if (!FLAG_WARPS && begun - stored == AHEAD) store_next();
         const bool is_count = after.counted != nullptr;
         mine.pieces[begun % REMEMBERED] =
             piece{to, is_count ? after.counted : after.raised, after.value, bytes, from, (u16)stage, is_count};
         ++begun;
     }
-    // Raises the flags of all senders as they go, of one warp.
+    // Raises the flags of all senders of the block as they go; of one warp.
     static DEVICE void raise_flags() {
         shared& its = of_warp(lane_id());
         const bool is_one = lane_id() < SENDING;
         u32 raised = 0;
         for (;;) {
             const bool is_over = !is_one || ld_acquire_block(&its.is_over) != 0;
-            const u32 done = is_one ? ld_acquire_block(&its.done) : 0;
-            if (__any_sync(WHOLE_WARP, done != raised)) {
-                fence_sys(); // pairs with the receivers' acquires of the flags
-                for (; raised != done; ++raised) {
-                    const piece& next = its.pieces[raised % REMEMBERED];
-                    if (next.signal != nullptr) st_relaxed_sys(next.signal, next.value);
-                }
+            const u32 end = is_one ? ld_acquire_block(&its.done) : 0;
+            if (__any_sync(WHOLE_WARP, end != raised)) {
+                raise(its, raised, end);
                 if (is_one) st_release_block(&its.raised, raised);
             } else if (__all_sync(WHOLE_WARP, is_over)) {
                 return;
@@ -190,7 +205,7 @@ struct pipeline {
         if (lane_id() == 0) {
             while (stored < begun) store_next();
             bulk_stores_done<0>();
-            if (is_sender()) st_release_block(&mine.done, stored);
+            if (is_sender()) finish_until(stored);
         }
         __syncwarp();
     }
