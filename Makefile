@@ -23,8 +23,10 @@ python: $(VENV)/installed
 	$(PYTHON) -m pytest
 
 # Each crate is built from nothing but what would be published of it. The wheel has tests/test_package.py.
+# Cargo names the sources that it unpacks after the target folder and the version: a folder that was there before has old ones.
 package:
-	CARGO_PROFILE_DEV_DEBUG=none cargo publish --workspace --dry-run --allow-dirty
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	CARGO_TARGET_DIR="$$folder" CARGO_PROFILE_DEV_DEBUG=none cargo publish --workspace --dry-run --allow-dirty
 
 # The wheel for every Linux whose glibc is 2.28 or newer, in target/wheels. Zig links it against the old glibc, on any machine.
 wheel: $(VENV)/installed
