@@ -8,7 +8,7 @@ from torch import Tensor
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._calls import Calls, Handle, Layout, calls_of
-from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, low_latency_calls_of
+from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -123,7 +123,7 @@ class ExpertParallel:
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
         calls = low_latency_calls_of(self.comm)
-        return calls.dispatch(x, ids, max_tokens, self.num_experts, format, statistics)
+        return calls.dispatch(x, ids, max_tokens, self.num_experts, format, Options(statistics))[0]
 
     def combine_low_latency(
         self, x: Tensor, ids: Tensor, weights: Tensor, handle: LowLatencyHandle, *, out: Tensor | None = None
@@ -134,7 +134,7 @@ class ExpertParallel:
         A sum begins with 0, adds the products of ``weights`` (float32 ``[T, K]``) and rows, each rounded to float32, in the order
         of the choices, and is rounded once.
         """
-        return low_latency_calls_of(self.comm).combine(x, ids, weights, handle, out)
+        return low_latency_calls_of(self.comm).combine(x, ids, weights, handle, out)[0]
 
 
 class _Dispatch(torch.autograd.Function):
