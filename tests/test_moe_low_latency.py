@@ -281,6 +281,24 @@ def slots_and_sums(comm: antiphon.Communicator, device: torch.device) -> None:
 
 
 @CHECKS
+def gradients(comm: antiphon.Communicator, device: torch.device) -> None:
+    """Of ``sums`` to tokens and weights, to the precision of bfloat16."""
+    experts = 2 * comm.world_size
+    layer = ExpertParallel(comm, experts, H)
+    x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, experts))
+    tokens, factors = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    received = layer.dispatch_low_latency(tokens, ids, max_tokens=M)
+    of_expert = torch.arange(comm.rank * 2 + 1, comm.rank * 2 + 3, device=device).view(-1, 1, 1)
+    result = layer.combine_low_latency((received.x * of_expert).bfloat16(), ids, factors, received.handle)
+    given = torch.randn(result.shape, device=device).bfloat16()
+    result.backward(given)
+    scale = (weights * (ids + 1)).masked_fill(ids < 0, 0).sum(1, keepdim=True)
+    assert tokens.grad is not None and torch.allclose(tokens.grad.float(), given.float() * scale, rtol=3e-2, atol=3e-2)
+    products = (x.float() * given.float()).sum(1, keepdim=True) * (ids + 1)
+    assert factors.grad is not None and torch.allclose(factors.grad, products.masked_fill(ids < 0, 0), rtol=1e-2, atol=2.0)
+
+
+@CHECKS
 def hooks(comm: antiphon.Communicator, device: torch.device) -> None:
     """Calls of two launches; the tokens are overwritten before the second, and a hook that nobody calls is called by the next."""
     buffer = deep_ep.Buffer(comm, low_latency_mode=True)
