@@ -12,13 +12,9 @@
 use std::{cell::Cell, ops::Range, sync::Arc};
 
 use antiphon_device::cuda::{Context, Event, LaunchConfig, PinnedMemory, StreamRef};
-use antiphon_device::{
-    DeviceError,
-    cuda::CudaError,
-    sync::{AtomicU32, Ordering},
-};
+use antiphon_device::sync::{AtomicU32, Ordering};
 use antiphon_fabric::{
-    Communicator, FabricError, Operation, Signature,
+    Communicator, Operation, Signature,
     gpu::{Family, Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -297,8 +293,8 @@ impl CudaMoe {
             num_sms: Cell::new(config.num_sms),
             token: Arc::new(()),
             handles: Cell::new(0),
-            result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4).map_err(device)?),
-            arrived: Event::new(context).map_err(device)?,
+            result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4)?),
+            arrived: Event::new(context)?,
             pool: Pool::new(context),
         })
     }
@@ -330,7 +326,7 @@ impl CudaMoe {
     /// `is_token_in_rank`, u8 `[T, R]`. No other rank has a part in it.
     ///
     /// # Errors
-    /// As [`layout`](crate::layout()); [`FabricError::Device`].
+    /// As [`layout`](crate::layout()); [`FabricError::Device`](antiphon_fabric::FabricError::Device).
     ///
     /// # Safety
     /// Nobody writes the ids, or uses the outputs, until the stream has passed this call.
@@ -397,7 +393,7 @@ impl CudaMoe {
         memory: HandleMemory<'_>,
         stream: StreamRef<'_>,
     ) -> Result<CudaHandle> {
-        if routing.capacity.is_none() && stream.is_capturing().map_err(device)? {
+        if routing.capacity.is_none() && stream.is_capturing()? {
             let problem = "without a capacity it waits for the counts, and cannot be captured: pass a capacity \
                            (num_worst_tokens), or capture calls along a handle";
             return Err(MoeError::Captured { call: "dispatch", problem });
@@ -415,7 +411,7 @@ impl CudaMoe {
         };
         let sources = match sources {
             Some(sources) => sources,
-            None => Memory::Pooled(self.pool.take(rows * 4).map_err(device)?),
+            None => Memory::Pooled(self.pool.take(rows * 4)?),
         };
         self.handles.set(self.handles.get().wrapping_add(1).max(1));
         Ok(CudaHandle {
@@ -482,7 +478,7 @@ impl CudaMoe {
         };
         match memory {
             HandleMemory::Own => {
-                let memory = Memory::Pooled(self.pool.take(words.total() * 4).map_err(device)?);
+                let memory = Memory::Pooled(self.pool.take(words.total() * 4)?);
                 Ok((Plan { memory, words }, None))
             }
             HandleMemory::Callers { words: callers_words, sources } => {
@@ -498,9 +494,9 @@ impl CudaMoe {
 
     /// Waits for what Notify found.
     fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
-        self.arrived.record(stream).map_err(device)?;
+        self.arrived.record(stream)?;
         // The kernel ends by the communicator's deadline.
-        while !self.arrived.is_passed().map_err(device)? {
+        while !self.arrived.is_passed()? {
             std::thread::yield_now();
         }
         self.check()?;
@@ -640,13 +636,4 @@ pub(crate) enum Blocks {
 /// Clusters came with bulk copies.
 fn staging(tenant: &Tenant) -> Staging {
     if tenant.has_clusters() { Staging::Bulk } else { Staging::Registers }
-}
-
-/// What went wrong on the GPU, before there is an instance.
-pub fn failed(error: CudaError) -> MoeError {
-    device(error).into()
-}
-
-fn device(error: CudaError) -> FabricError {
-    DeviceError::from(error).into()
 }

@@ -80,6 +80,7 @@ impl<'a> Rank<'a> {
                 source_tokens: TensorViewMut::new(&mut source_tokens, &[1, slots])?,
                 layout_range: TensorViewMut::new(&mut layout_range, &[1, world_size])?,
                 statistics: None,
+                waits: None,
             },
         };
         let handle = self.moe.low_latency_dispatch(self.comm, call)?;
@@ -96,6 +97,7 @@ impl<'a> Rank<'a> {
             ids: TensorView::new(&self.ids[..tokens * world_size], &[tokens, world_size])?,
             weights: TensorView::new(&weights, &[tokens, world_size])?,
             output: TensorViewMut::new(&mut sums, &[tokens, HIDDEN])?,
+            waits: None,
         };
         self.moe.low_latency_combine(self.comm, handle, call)?;
         assert!(sums.iter().all(|sum| sum.to_f32() == world_size as f32));

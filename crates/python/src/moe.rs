@@ -84,7 +84,12 @@ pub(crate) struct Array {
 
 impl Array {
     pub(crate) fn read(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
-        let operand = Operand::import(array, name, Usage::Call(None))?;
+        Self::import(array, name, Usage::Call(None))
+    }
+
+    /// An array that this keeps alive.
+    pub(crate) fn import(array: &Bound<'_, PyAny>, name: &'static str, usage: Usage) -> Result<Self> {
+        let operand = Operand::import(array, name, usage)?;
         let mut shape = operand.shape().to_vec();
         // What is only moved as bytes.
         if let Some(last) = shape.last_mut() {
@@ -94,7 +99,11 @@ impl Array {
     }
 
     pub(crate) fn write(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
-        let Self { operand, shape, .. } = Self::read(array, name)?;
+        Self::read(array, name)?.writable()
+    }
+
+    pub(crate) fn writable(self) -> Result<Self> {
+        let Self { name, operand, shape } = self;
         Ok(Self { name, operand: operand.writable(name)?, shape })
     }
 
@@ -160,7 +169,7 @@ impl Moe {
         let serves = |moe: &&CudaMoe| moe.device() == Device::Cuda(device);
         let outcome = interrupt::detached(py, || -> Result<_, MoeError> {
             if !lock().iter().any(|moe| serves(&moe)) {
-                let context = primary(device).map_err(moe::cuda::failed)?;
+                let context = primary(device)?;
                 let made = queue.run(|comm| CudaMoe::new(comm, &context, CudaMoeConfig::default()))?;
                 lock().push(made);
             }

@@ -48,6 +48,7 @@ impl Received {
             source_tokens: self.source_tokens.view_mut(),
             layout_range: self.layout_range.view_mut(),
             statistics: Some(self.statistics.view_mut()),
+            waits: None,
         }
     }
 
@@ -252,6 +253,7 @@ impl LowLatencyCase {
             ids: ids.view(),
             weights: weights.view(),
             output: sums.view_mut(),
+            waits: None,
         };
         moe.low_latency_combine(comm, &handle, call).unwrap();
         let expected = self.expected_sums(rank, |_| false);
@@ -320,6 +322,7 @@ pub fn choices_that_are_left_out(comm: &Communicator) {
         ids: ids.view(),
         weights: weights.view(),
         output: sums.view_mut(),
+        waits: None,
     };
     moe.low_latency_combine(comm, &handle, call).unwrap();
     assert!(sums.content() == case.expected_sums(comm.rank(), is_left_out).content());
@@ -375,6 +378,7 @@ pub fn arguments_that_make_no_sense(comm: &Communicator) {
         ids: ids.view(),
         weights: weights.view(),
         output: short.view_mut(),
+        waits: None,
     };
     refused(
         moe.low_latency_combine(comm, &handle, call),
@@ -387,6 +391,7 @@ pub fn arguments_that_make_no_sense(comm: &Communicator) {
         ids: ids.view(),
         weights: weights.view(),
         output: sums.view_mut(),
+        waits: None,
     };
     refused(
         other.low_latency_combine(comm, &handle, call),

@@ -4,7 +4,10 @@ use antiphon_device::cuda::Graph;
 use antiphon_moe::{
     LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived,
     cuda::CudaMoeConfig,
-    low_latency::cuda::{CudaLowLatency, CudaLowLatencyHandle, LowLatency},
+    low_latency::{
+        LowLatency,
+        cuda::{CudaLowLatency, CudaLowLatencyHandle},
+    },
 };
 use antiphon_tensor::DType;
 
@@ -13,6 +16,7 @@ use crate::{
     case::{Case, Choice},
     low_latency_case::{LowLatencyCase, Received},
     on_gpus,
+    tensor::Tensor,
 };
 
 const MOST: LowLatency = LowLatency { max_tokens: 129, hidden: 7168, num_experts: 64, top_k: 8 };
@@ -30,6 +34,8 @@ struct Calls<'a> {
     scales: Option<OnGpu>,
     /// x, counts, source tokens, layout range, statistics.
     received: [OnGpu; 5],
+    /// Whether calls are made in halves.
+    halves: bool,
 }
 
 impl<'a> Calls<'a> {
@@ -51,6 +57,7 @@ impl<'a> Calls<'a> {
                 rank.upload(&layout_range)?,
                 rank.upload(&statistics)?,
             ],
+            halves: false,
         })
     }
 
@@ -69,8 +76,18 @@ impl<'a> Calls<'a> {
                 source_tokens: source_tokens.view_mut(),
                 layout_range: layout_range.view_mut(),
                 statistics: Some(statistics.view_mut()),
+                waits: None,
             },
         };
+        if self.halves {
+            // SAFETY: the tensors live until the stream has been waited for, here and below.
+            let (handle, receive) = unsafe { moe.send_dispatch(&call, rank.stream.borrow()) }?;
+            let bytes = self.x.memory.len();
+            self.x.memory.write(&rank.stream, 0, &vec![0x55; bytes])?; // it may be written by now
+            // SAFETY: as above.
+            unsafe { moe.receive(receive, rank.stream.borrow()) }?;
+            return Ok(handle);
+        }
         // SAFETY: the tensors live until the stream has been waited for, here and below.
         Ok(unsafe { moe.dispatch(&call, rank.stream.borrow()) }?)
     }
@@ -81,7 +98,16 @@ impl<'a> Calls<'a> {
             ids: self.ids.view(),
             weights: self.weights.view(),
             output: self.sums.view_mut(),
+            waits: None,
         };
+        if self.halves {
+            // SAFETY: as above.
+            let receive = unsafe { moe.send_combine(handle, &call, rank.stream.borrow()) }?;
+            let bytes = self.rows.memory.len();
+            self.rows.memory.write(&rank.stream, 0, &vec![0x55; bytes])?;
+            // SAFETY: as above.
+            return Ok(unsafe { moe.receive(receive, rank.stream.borrow()) }?);
+        }
         // SAFETY: as above.
         Ok(unsafe { moe.combine(handle, &call, rank.stream.borrow()) }?)
     }
@@ -182,6 +208,75 @@ fn low_latency_formats_are_as_defined_on_2_gpus() {
 #[test]
 fn low_latency_formats_are_as_defined_on_4_gpus() {
     every_format(4);
+}
+
+/// A call in halves gives the same as one in one, and a rank may make it in halves while another does not. What goes may be
+/// written before the second half.
+fn calls_in_halves(world: usize) {
+    on_gpus(world, SMALL, |rank| {
+        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let formats = [(LowLatencyFormat::Bf16, 1024), (LowLatencyFormat::Fp8, 640)];
+        for (index, (format, hidden)) in formats.into_iter().cycle().take(12).enumerate() {
+            let tokens = (0..world).map(|rank| [33, 0, 128, 1][(rank + index) % 4]).collect();
+            let choice = if index % 3 == 0 { Choice::Wild } else { Choice::Spread };
+            let case = Case { hidden, tokens, choice, seed: index as u64, ..Case::new(world, 4 * world, 3) };
+            let case = LowLatencyCase::new(case, format);
+            let mut calls = Calls::new(rank, &case)?;
+            calls.halves = !(index + rank.comm.rank()).is_multiple_of(3);
+            let handle = calls.dispatch(rank, &moe)?;
+            calls.combine(rank, &moe, &handle)?;
+            calls.compare(rank, &moe, 1)?;
+        }
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn low_latency_calls_in_halves_are_the_same_on_2_gpus() {
+    calls_in_halves(2);
+}
+
+#[test]
+fn low_latency_calls_in_halves_are_the_same_on_4_gpus() {
+    calls_in_halves(4);
+}
+
+#[test]
+fn a_call_before_the_second_half_is_refused_on_2_gpus() {
+    on_gpus(2, SMALL, |rank| {
+        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let case = LowLatencyCase::new(Case::new(2, 8, 2), LowLatencyFormat::Bf16);
+        let mut calls = Calls::new(rank, &case)?;
+        let handle = calls.dispatch(rank, &moe)?;
+        let mut waits = rank.upload(&Tensor::holding(DType::I64, &[2], &[0; 16]))?;
+        let call = LowLatencyCombine {
+            rows: calls.rows.view(),
+            ids: calls.ids.view(),
+            weights: calls.weights.view(),
+            output: calls.sums.view_mut(),
+            waits: Some(waits.view_mut()),
+        };
+        // SAFETY: the tensors live until the stream has been waited for, here and below.
+        let receive = unsafe { moe.send_combine(&handle, &call, rank.stream.borrow()) }?;
+        // SAFETY: as above.
+        let error =
+            unsafe { moe.combine(&handle, &call, rank.stream.borrow()) }.expect_err("a half is missing");
+        let text = "low_latency_combine has sent and not received yet: receive first (call its hook)";
+        assert_eq!(error.to_string(), text);
+        if rank.comm.rank() == 1 {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+        // SAFETY: as above.
+        unsafe { moe.receive(receive, rank.stream.borrow()) }?;
+        calls.compare(rank, &moe, 1)?;
+        let waited = rank.download(&waits)?;
+        let waited = |of: usize| i64::from_ne_bytes(waited[of * 8..][..8].try_into().expect("8 bytes"));
+        assert_eq!(waited(rank.comm.rank()), 0);
+        assert!(waited(1 - rank.comm.rank()) >= 0);
+        rank.comm.barrier()?;
+        Ok(())
+    });
 }
 
 /// Slots are used again, with other choices each time, and by formats and forms in turn.
