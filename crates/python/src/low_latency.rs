@@ -19,11 +19,12 @@ use pyo3::{
 use crate::{
     arguments::Given,
     communicator::Communicator,
-    cuda::{primary, stream_or_current},
+    cuda::primary,
     error::Result,
     fork::Process,
     interrupt,
     moe::{Array, check_apart},
+    stream::stream_or_current,
 };
 
 #[doc = stub!("MoeLowLatency")]
