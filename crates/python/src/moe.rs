@@ -115,8 +115,19 @@ impl Array {
         array.map(|array| import(array, name)).transpose()
     }
 
-    fn dtype(&self) -> DType {
+    pub(crate) fn dtype(&self) -> DType {
         self.operand.tensor.dtype
+    }
+
+    /// Elements of a row of `[T, H]`.
+    pub(crate) fn columns(&self, call: &str) -> Result<usize> {
+        match *self.shape {
+            [_, columns] => Ok(columns),
+            _ => {
+                let text = format!("{call}: the {} must be of shape [T, H], not {:?}", self.name, self.shape);
+                Err(PyValueError::new_err(text).into())
+            }
+        }
     }
 
     /// # Safety
@@ -154,7 +165,7 @@ impl Moe {
     }
 
     /// Puts a call into the current stream of a GPU. The first call on it brings the ranks' GPUs together.
-    fn run_cuda<T: Send>(
+    pub(crate) fn run_cuda<T: Send>(
         &self,
         py: Python<'_>,
         device: u32,
@@ -183,7 +194,7 @@ impl Moe {
     }
 
     /// Waits for a call in the order of the communicator's.
-    fn run<T: Send>(
+    pub(crate) fn run<T: Send>(
         &self,
         py: Python<'_>,
         call: impl FnOnce(&mut moe::Moe, &antiphon::prelude::Communicator) -> Result<T, MoeError> + Send,
@@ -394,10 +405,7 @@ impl Moe {
         let (x, scales) = (Array::read(x, "x")?, Array::given(scales, "scales", Array::read)?);
         let in_rank = Array::read(is_token_in_rank, "is_token_in_rank")?;
         let per_expert = Array::read(tokens_per_expert, "tokens_per_expert")?;
-        let &[_, hidden] = x.shape.as_slice() else {
-            let text = format!("dispatch: the x must be of shape [T, H], not {:?}", x.shape);
-            return Err(PyValueError::new_err(text).into());
-        };
+        let hidden = x.columns("dispatch")?;
         let routing = Routing {
             num_experts: per_expert.shape.iter().product(),
             top_k,
@@ -540,7 +548,7 @@ impl Moe {
 }
 
 /// 32-bit numbers in the machine's byte order.
-fn words<'py>(py: Python<'py>, numbers: &[i32]) -> Bound<'py, PyBytes> {
+pub(crate) fn words<'py>(py: Python<'py>, numbers: &[i32]) -> Bound<'py, PyBytes> {
     let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
     PyBytes::new(py, &bytes)
 }
