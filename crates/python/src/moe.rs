@@ -7,7 +7,7 @@ use antiphon::{
     fabric::Queue,
     moe::{
         self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
-        cuda::{CudaHandle, CudaMoe, CudaMoeConfig, HandleMemory},
+        cuda::{CudaHandle, CudaMoe, HandleMemory},
     },
     prelude::{DType, TensorView, TensorViewMut},
     tensor::{Device, TensorError},
@@ -181,7 +181,7 @@ impl Moe {
         let outcome = interrupt::detached(py, || -> Result<_, MoeError> {
             if !lock().iter().any(|moe| serves(&moe)) {
                 let context = primary(device)?;
-                let made = queue.run(|comm| CudaMoe::new(comm, &context, CudaMoeConfig::default()))?;
+                let made = queue.run(|comm| CudaMoe::new(comm, &context, MoeConfig::for_gpus()))?;
                 lock().push(made);
             }
             let gpus = lock();
@@ -219,13 +219,13 @@ impl Moe {
     fn new(py: Python<'_>, comm: &Communicator, region_bytes: Option<usize>) -> Result<Self> {
         let queue = comm.queue()?;
         let default = MoeConfig::default();
-        let config = MoeConfig { region_bytes: region_bytes.unwrap_or(default.region_bytes) };
+        let config = MoeConfig { region_bytes: region_bytes.unwrap_or(default.region_bytes), ..default };
         let moe = interrupt::detached(py, || queue.run(|comm| moe::Moe::new(comm, config)))?;
         Ok(Self {
             region_bytes: moe.region_bytes(),
             moe: Mutex::new(Some(moe)),
             gpus: Mutex::default(),
-            num_sms: Mutex::new(CudaMoeConfig::default().num_sms),
+            num_sms: Mutex::new(MoeConfig::for_gpus().num_sms),
             world_size: queue.messenger().world_size(),
             queue: Arc::downgrade(&queue),
             process: Process::current(),
