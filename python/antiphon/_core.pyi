@@ -40,6 +40,8 @@ __all__ = [
     "Memory",
     "Moe",
     "MoeHandle",
+    "MoeHybrid",
+    "MoeHybridHandle",
     "MoeLowLatency",
     "MoeLowLatencyHandle",
     "PeerLostError",
@@ -790,6 +792,94 @@ class MoeHandle:
     def keep_sources_in(self, sources: _Array) -> None:
         """From now on a handle on a GPU keeps the token of each row in an array of the caller's, int32 ``[rows]``, which lives as
         long as the handle, and as graphs that have its calls."""
+
+@final
+class MoeHybrid:
+    """Dispatch and combine by a routing map: what :mod:`antiphon.moe` is made of, which makes the arrays that these methods fill.
+
+    It shares the memory of a :class:`Moe`, and its rules: all ranks make the same calls in the same order.
+    """
+
+    def __new__(cls, moe: Moe) -> Self: ...
+    def notify(
+        self,
+        x: _Array,
+        routing_map: _Array,
+        *,
+        pad_multiple: int | None = None,
+        scales: _Array | None = None,
+        capacity: int | None = None,
+        max_tokens: int | None = None,
+    ) -> MoeHybridHandle:
+        """Tells all ranks how many rows go from whom to whom, as ``routing_map``, bool or uint8 ``[T, E]``, says. ``x``, ``[T, H]``,
+        and ``scales`` say what rows of the first dispatch will be.
+
+        With ``pad_multiple`` rows are ordered by expert, and those of each expert padded to a multiple of it; without one, by
+        token. With ``capacity`` there are so many rows; ``max_tokens``, equal on all ranks, is then the most tokens of any."""
+
+    def dispatch(
+        self,
+        handle: MoeHybridHandle,
+        x: _Array,
+        received_x: _Array,
+        *,
+        scales: _Array | None = None,
+        received_scales: _Array | None = None,
+        probs: _Array | None = None,
+        received_probs: _Array | None = None,
+    ) -> None:
+        """Moves tokens along a handle: ``received_x`` ``[P, H]`` by expert, ``[N, H]`` by token. ``scales`` go along as they are;
+        of ``probs`` (float32 ``[T, E]``) come those of chosen experts: ``[P]``, or ``[N, L]`` with 0 elsewhere."""
+
+    def combine(
+        self,
+        handle: MoeHybridHandle,
+        rows: _Array,
+        output: _Array,
+        *,
+        probs: _Array | None = None,
+        output_probs: _Array | None = None,
+    ) -> None:
+        """Moves ``rows`` (``[P, H]`` or ``[N, H]``) back along a handle, and sums those of each token: ``output``, ``[T, H]``.
+        ``probs`` (``[P]`` or ``[N, L]``) come back in ``output_probs``, ``[T, E]``, with 0 where there are none."""
+
+@final
+class MoeHybridHandle:
+    """Along which rows go; see :meth:`MoeHybrid.notify`."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows received arrays have: ``P`` by expert, ``N`` by token."""
+
+    @property
+    def num_received(self) -> int:
+        """``N``: how many tokens arrive."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this rank dispatches."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def overflow(self) -> bool:
+        """Whether rows were dropped because the capacity has no room for them."""
+
+    @property
+    def tokens_per_expert(self) -> list[int]:
+        """How many tokens each of this rank's experts gets, those that are dropped not included."""
+
+    @property
+    def rows_per_expert(self) -> list[int]:
+        """How many rows each of this rank's experts has, with the padding."""
+
+    @property
+    def received_as(self) -> bytes:
+        """int32 ``[T, R]``: the number of a token among those that a rank receives, or -1."""
+
+    @property
+    def places(self) -> bytes | None:
+        """int32 ``[N, L]``: the row of each received token for each expert, or -1. ``None`` before the first dispatch."""
 
 @final
 class MoeLowLatency:

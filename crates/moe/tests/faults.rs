@@ -27,7 +27,7 @@ struct Rank<'a> {
 impl<'a> Rank<'a> {
     fn new(comm: &'a Communicator, count: usize) -> Result<Self, MoeError> {
         let ids = (0..count).flat_map(|_| 0..comm.world_size() as i64).collect();
-        let moe = Moe::new(comm, MoeConfig { region_bytes: 1 << 20 })?;
+        let moe = Moe::new(comm, MoeConfig { region_bytes: 1 << 20, ..MoeConfig::default() })?;
         Ok(Self { comm, moe, tokens: vec![1.0; count * HIDDEN], ids })
     }
 

@@ -11,6 +11,7 @@ use antiphon::{
     moe::{
         self, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived,
         MoeConfig, MoeError,
+        cuda::CudaMoe,
         low_latency::{
             LowLatency,
             cuda::{CudaLowLatency, CudaLowLatencyHandle, CudaReceive},
@@ -56,7 +57,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// What makes the calls.
 enum Engine {
     Host(moe::Moe),
-    Cuda(Box<CudaLowLatency>),
+    Cuda(Box<CudaMoe>),
 }
 
 #[doc = stub!("MoeLowLatencyHandle")]
@@ -92,6 +93,7 @@ impl Work for Receiving {
         let stream = Python::attach(|py| stream_or_current(py, device, None))?;
         let engine = lock(&engine);
         let Some(Engine::Cuda(engine)) = &*engine else { return Err(closed().into()) };
+        let engine = engine.low_latency()?;
         // SAFETY: the stream is that of the library whose tensors are used, and so of the device; the arrays live.
         unsafe { engine.receive(receive, engine.context().borrow_stream(stream)) }?;
         drop(arrays);
@@ -165,7 +167,7 @@ impl MoeLowLatency {
             Some(Engine::Cuda(engine)) => {
                 // SAFETY: the stream is that of the library whose tensors are used, and so of the device.
                 let stream = unsafe { engine.context().borrow_stream(stream) };
-                call(engine, stream).map(Some)
+                call(engine.low_latency()?, stream).map(Some)
             }
             _ => Ok(None),
         })?;
@@ -261,11 +263,13 @@ impl MoeLowLatency {
     ) -> Result<Self> {
         let queue = comm.queue()?;
         let most = LowLatency { max_tokens, hidden, num_experts, top_k };
+        let config = MoeConfig { low_latency: Some(most), ..MoeConfig::default() };
         let engine = interrupt::detached(py, || {
             queue.run(|comm| match device {
-                None => moe::Moe::new(comm, MoeConfig::default()).map(Engine::Host),
+                None => moe::Moe::new(comm, config).map(Engine::Host),
                 Some(device) => {
-                    CudaLowLatency::new(comm, &primary(device)?, most).map(Box::new).map(Engine::Cuda)
+                    let config = MoeConfig { region_bytes: 0, ..config };
+                    CudaMoe::new(comm, &primary(device)?, config).map(Box::new).map(Engine::Cuda)
                 }
             })
         })?;

@@ -8,6 +8,7 @@ from torch import Tensor
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._calls import Calls, Handle, Layout, calls_of
+from antiphon.moe._hybrid import CombineByMap, DispatchByMap, HybridHandle, HybridReceived, hybrid_calls_of
 from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
 from antiphon.moe._low_latency_gradients import CombineLowLatency, DispatchLowLatency, needs_gradient
 
@@ -102,6 +103,58 @@ class ExpertParallel:
         """
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         result: Tensor = _Combine.apply(x, self._calls, handle, *biases)  # type: ignore[no-untyped-call]
+        return result
+
+    def dispatch_by_expert(
+        self,
+        x: Tensor,
+        routing_map: Tensor,
+        probs: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+        pad_multiple: int = 1,
+        capacity: int | None = None,
+        max_tokens: int | None = None,
+    ) -> HybridReceived:
+        """Sends each token to a row for each expert that it chooses: rows come ordered by expert, and of each in the order of source
+        rank and token, as grouped matrix products take them.
+
+        ``x`` and ``scales`` are those of :meth:`dispatch`; ``routing_map``, bool ``[T, E]``, says which experts a token chooses,
+        with ``probs``, float32 ``[T, E]``. The rows of each expert are padded to a multiple of ``pad_multiple``.
+
+        Without a ``capacity`` as many rows come as were sent. With one, there are so many; what belongs to later ones is dropped,
+        ``handle.overflow_flag`` says so, and :meth:`combine_by_expert` treats it as absent. ``max_tokens``, equal on all ranks, is
+        then the most tokens that any has (by default, that all have as many as this one).
+
+        Gradients flow to ``x`` and ``probs``.
+        """
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
+        if routing_map.dim() != 2 or routing_map.shape[1] != self.num_experts:
+            shape = list(routing_map.shape)
+            raise ValueError(f"dispatch: the routing map must be of shape [T, {self.num_experts}], not {shape}")
+        plain: list[HybridReceived] = []
+        call = {
+            "routing_map": routing_map,
+            "scales": scales,
+            "pad_multiple": pad_multiple,
+            "capacity": capacity,
+            "max_tokens": max_tokens,
+        }
+        calls = hybrid_calls_of(self.comm)
+        rows, row_probs = DispatchByMap.apply(x, probs, calls, plain, call)  # type: ignore[no-untyped-call]
+        return plain[0]._replace(x=rows, probs=row_probs)
+
+    def combine_by_expert(self, x: Tensor, handle: HybridHandle) -> Tensor:
+        """Sums what the experts made of each token: ``[T, H]`` from ``x``, ``[P, H]``, whose rows are those that
+        :meth:`dispatch_by_expert` brought. Padding is not read.
+
+        Each rank sums the rows of a token in the order of its experts, in float32 (float64 of float64), and rounds; the source
+        sums these in the order of ranks, and rounds.
+
+        Gradients flow to ``x``.
+        """
+        result: Tensor = CombineByMap.apply(x, handle)  # type: ignore[no-untyped-call]
         return result
 
     def dispatch_low_latency(

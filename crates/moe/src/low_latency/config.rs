@@ -23,6 +23,15 @@ pub struct LowLatency {
 }
 
 impl LowLatency {
+    /// Whether a call is as small as these.
+    pub(super) fn serves(&self, sizes: &Sizes) -> bool {
+        let Self { max_tokens, hidden, num_experts, top_k } = *self;
+        sizes.max_tokens <= max_tokens
+            && sizes.hidden <= hidden
+            && sizes.num_experts <= num_experts
+            && sizes.top_k <= top_k
+    }
+
     /// Bytes of each GPU's memory that such calls take among so many ranks.
     pub fn bytes(&self, world_size: usize) -> usize {
         let sizes = Sizes {

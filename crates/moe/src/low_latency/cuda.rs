@@ -15,6 +15,7 @@ use super::{
     config::{combine_lane, dispatch_lane},
     dispatch_signature,
     family::{Combining, Dispatching, LowLatencyCall, LowLatencyFamily, Phases},
+    too_large,
 };
 use crate::{
     error::{MoeError, Result, refused},
@@ -386,12 +387,7 @@ impl CudaLowLatency {
         if needed <= lane {
             return Ok(());
         }
-        let Sizes { max_tokens, hidden, num_experts, top_k, .. } = sizes;
-        let problem = format!(
-            "max_tokens {max_tokens}, rows of {hidden}, {num_experts} experts and top-{top_k} exceed what the instance was made \
-             for: lanes of {needed} bytes, of which it has {lane}"
-        );
-        Err(refused(call, problem))
+        Err(too_large(call, sizes, format_args!("lanes of {needed} bytes, of which it has {lane}")))
     }
 
     /// Launches the kernel of a family on all multiprocessors.

@@ -242,6 +242,18 @@ pub(crate) fn check_dispatch(call: &LowLatencyDispatch<'_>, world_size: usize) -
     Ok(sizes)
 }
 
+/// The error of a call that is larger than what the instance was made for.
+pub(crate) fn too_large(call: &'static str, sizes: &Sizes, most: impl std::fmt::Display) -> MoeError {
+    let Sizes { max_tokens, hidden, num_experts, top_k, .. } = sizes;
+    refused(
+        call,
+        format!(
+            "max_tokens {max_tokens}, rows of {hidden}, {num_experts} experts and top-{top_k} exceed what the instance was made \
+             for: {most}"
+        ),
+    )
+}
+
 /// Refuses a combine that makes no sense.
 pub(crate) fn check_combine(call: &LowLatencyCombine<'_>, sizes: &Sizes) -> Result<()> {
     let name = |which| Name { call: COMBINE, which };
@@ -290,6 +302,9 @@ pub(crate) fn dispatch(
     call: LowLatencyDispatch<'_>,
 ) -> Result<LowLatencyHandle> {
     let sizes = check_dispatch(&call, comm.world_size())?;
+    if let Some(most) = moe.low_latency.filter(|most| !most.serves(&sizes)) {
+        return Err(too_large(DISPATCH, &sizes, format_args!("{most:?}")));
+    }
     let name = |which| Name { call: DISPATCH, which };
     let LowLatencyDispatch { num_experts, format, x, ids, mut received, .. } = call;
     let statistics = match &mut received.statistics {
