@@ -132,7 +132,7 @@ class Communicator:
     (``RuntimeError`` after Ctrl-C). A closed communicator, or one in the child of a fork, raises ``RuntimeError``. Other threads
     run while a call waits, and Ctrl-C ends the wait.
 
-    **On CUDA.** All operations except plans, ``start_send`` and ``start_recv`` also take tensors on
+    **On CUDA.** All operations except plans, :meth:`recv_any` and messages with tags also take tensors on
     a GPU (reductions only float32, float16 and bfloat16). They enqueue their work in the current stream of torch or CuPy,
     or in ``stream``, a stream's handle as an integer. They do not wait for the work, and may be captured in graphs. On each
     rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
@@ -537,7 +537,8 @@ class Communicator:
         """Starts :meth:`send`."""
 
     def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
-        """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank."""
+        """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank
+        (host memory only)."""
 
     def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
         """Makes a buffer of which every rank has a zeroed copy that all ranks can read and write. Collectives on

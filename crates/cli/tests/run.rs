@@ -80,7 +80,7 @@ fn wait_until(what: &str, condition: impl Fn() -> bool) {
 
 fn alive(pid: i32) -> bool {
     let exists = Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid).is_ok());
-    // A process that ended but whom nobody collected is not alive.
+    // A process that has ended, but whose parent has not collected it, is not alive.
     exists && !fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "))
 }
 

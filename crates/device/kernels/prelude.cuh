@@ -322,7 +322,7 @@ template <class T> DEVICE void store_vec(T* to, const vec16<T>& v) { store16(to,
 // --------------------------------------------------------------------------------------------------- memory order
 //
 // One word that tells another GPU (or the host) something. A release store makes everything that this thread wrote
-// or saw before it visible to whoever sees its value with an acquire load. For the writes of other threads of the
+// or saw before it visible to a thread that sees its value with an acquire load. For the writes of other threads of the
 // block, __syncthreads() stands before the store. Relaxed accesses order nothing.
 
 #define ANTIPHON_ORDERED(T, type, c)                                                                                 \
@@ -444,7 +444,7 @@ template <class A, class Op> DEVICE A block_reduce(A value, Op op) {
     __shared__ A of_warps[32];
     u32 thread = thread_in_block(), lane = thread % 32;
     value = warp_reduce(value, op);
-    __syncthreads();  // whoever still reads the results of the call before
+    __syncthreads();  // other threads may still read the results of the call before
     if (lane == 0) of_warps[thread / 32] = value;
     __syncthreads();
     value = lane < threads_in_block() / 32 ? of_warps[lane] : Op::neutral();
@@ -696,7 +696,7 @@ DEVICE bool wait_until(const waiter& w, const u32& peer, u64 expected, Ready rea
         }
         if (!TOGETHER || lane_id() == 0) {
             look();
-            // A thread that waits for another one of its own GPU leaves it to that one to say for whom.
+            // A thread that waits for another thread of its own GPU lets that thread name the peer.
             const u64 grace_ns = blames ? 0 : (w.limit_ns >> 3) + 50 * LOOK_NS;
             late = how_late(w.board, late, w.limit_ns + grace_ns);
         }

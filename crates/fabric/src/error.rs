@@ -198,6 +198,12 @@ impl FabricError {
         Self::InvalidArgument(message.into())
     }
 
+    /// The [`InvalidArgument`](Self::InvalidArgument) for a rank that does not exist; `role` says what the rank was meant to be,
+    /// such as `root`.
+    pub fn no_such_rank(role: &str, rank: usize, world_size: usize) -> Self {
+        Self::InvalidArgument(format!("{role} rank {rank} is not below the world size {world_size}"))
+    }
+
     /// The rank whose loss began it, as the world numbers it, if a lost rank did.
     pub fn lost_world_rank(&self) -> Option<usize> {
         match self {

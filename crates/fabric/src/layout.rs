@@ -61,7 +61,7 @@ pub(crate) struct Control {
 impl Control {
     /// Says that its rank is gone.
     pub(crate) fn depart(&self) {
-        // Pairs with the acquire load in `has_departed`: who sees that we went sees what we posted before.
+        // Pairs with the acquire load in `has_departed`: a rank that sees that this one is gone sees what it posted before.
         self.departed.0.store(1, Ordering::Release);
     }
 

@@ -104,7 +104,7 @@ fn exchanging_and_something_else_is_a_mismatch() {
     }
 }
 
-/// Who this rank is in its group, and who else is there, as ranks of the world.
+/// This rank's number in its group, and the group's members as ranks of the world.
 fn members(comm: &Communicator, color: Option<u64>, key: i64) -> Option<(usize, Vec<usize>)> {
     let group = comm.split(color, key).unwrap()?;
     Some((group.rank(), group.exchange_objects(&comm.rank()).unwrap()))

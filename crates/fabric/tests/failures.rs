@@ -23,7 +23,7 @@ fn run<T: Send>(world_size: usize, rank: impl Fn(Communicator) -> T + Sync) -> V
     results
 }
 
-/// Who was lost, if that is what the error says.
+/// The lost rank, if the error names one.
 #[track_caller]
 fn lost(result: Result) -> (usize, Loss) {
     match result {

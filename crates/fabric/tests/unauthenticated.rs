@@ -186,7 +186,7 @@ fn ten_thousand_connections_keep_no_rank_from_joining() {
     assert!(took < Duration::from_secs(5), "{took:?}");
 }
 
-/// What a rank says about whoever listens in rank 0's place, and how soon; `host` does the talking, with each who comes.
+/// The error of a rank that meets an impostor in rank 0's place, and how soon it comes; `host` talks to each process that connects.
 fn deceived(
     timeout: Duration,
     host: impl Fn(UnixStream) + Send + Sync,

@@ -25,7 +25,7 @@ _NOWHERE, _BITS = 0x4160 << 48, 16
 _numbers = itertools.count(1)
 #: The communicator of each workspace, by its number, and by the address of the tensor that names it.
 _found: "WeakValueDictionary[int, Communicator]" = WeakValueDictionary()
-#: Those of workspaces whose group was met for through a backend of the caller's, who may keep neither.
+#: The communicators of workspaces whose ranks met through a backend of the caller's. The caller may keep neither of the two.
 _kept: dict[int, Communicator] = {}
 #: The workspaces of a communicator: number, and address of the tensor.
 _owned: "WeakKeyDictionary[Communicator, dict[int, int | None]]" = WeakKeyDictionary()

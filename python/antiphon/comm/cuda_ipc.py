@@ -100,7 +100,7 @@ def communicator(caller: str, group: _Group) -> Communicator:
             )
         world: ProcessGroup = dist.group.WORLD
         group = world
-    if isinstance(group, int):  # what torch gives those who are not in a group
+    if isinstance(group, int):  # what torch returns to a rank outside the group
         raise ValueError(f"{caller}: this process is not in the group")
     comm = _communicators.get(group)
     if comm is None:

@@ -73,7 +73,7 @@ _numbers = itertools.count(1)
 
 
 class ParallelInfo(_core.ParallelInfo):
-    """Who is where: ranks of a node (local) and nodes (inter), each cut into tensor and data parallel parts.
+    """The ranks and their groups: ranks of a node (local) and nodes (inter), each cut into tensor and data parallel parts.
 
     ``world_rank = local_rank + local_size * inter_rank``, ``local_rank = local_tp_rank + local_tp_size * local_dp_rank`` and
     ``inter_rank = inter_tp_rank + inter_tp_size * inter_dp_rank``. Of a pair of sizes that are ``None`` the tensor parallel one takes

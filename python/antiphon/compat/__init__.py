@@ -54,7 +54,7 @@ def install(*peers: str, children: bool = False) -> None:
     """Serves our modules under the names of these peers: all of :data:`PEERS`, unless given.
 
     ``children`` does so too for processes that this one starts from now on, by whatever means. Modules of those names
-    that are imported already are put aside; whoever holds one keeps it.
+    that are imported already are put aside; code that holds one keeps it.
 
     Raises ``ValueError`` for a name that is not in :data:`PEERS`.
     """

@@ -69,7 +69,7 @@ class MemoryChannel:
     def put_packets(
         self, dst_chunk: Chunk, src_chunk: Chunk, tb: int | None = None, tb_group: ThreadBlockGroup | None = None
     ) -> None:
-        """Writes chunks as packets into the destination's scratch (``ppkt``): whoever reads them waits for each."""
+        """Writes chunks as packets into the destination's scratch (``ppkt``): a reader waits for each packet."""
         self._channel.put(get_program()._core, "put_packets", dst_chunk, src_chunk, tb, tb_group, _getframe(1))
 
     def read_put_packets(

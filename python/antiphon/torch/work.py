@@ -47,7 +47,7 @@ class Work(dist.Work):
         return True
 
     def finish(self, timeout: timedelta = timedelta(0)) -> None:
-        """As ``wait``, for those who complete futures."""
+        """As ``wait``, for the threads that complete futures."""
         seconds = timeout.total_seconds()
         for handle in self._handles:
             handle.wait(seconds if seconds > 0 else None)

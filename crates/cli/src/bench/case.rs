@@ -5,7 +5,7 @@ use std::ops::Range;
 use antiphon::{
     collectives::{
         CollectiveError, Collectives, Communicator,
-        all_reduce::Algorithm,
+        all_reduce::{Algorithm, AllReduceOptions},
         mixed::{MixedHandler, MixedMode},
     },
     device::{ReduceOp, host::reduce::Reducer},
@@ -142,7 +142,7 @@ impl Case {
         let call = Call::new(operation)
             .with_op(self.op)
             .with_root(ROOT)
-            .with_algorithm(self.algorithm.map_or(0, |algorithm| algorithm.number(false)));
+            .with_algorithm(AllReduceOptions::from(self.algorithm).number());
         let (block, row) = (self.block(world_size), operation.row());
         let part = |rank: usize| (block as u128 * 2 * (rank as u128 + 1) / (world_size as u128 + 1)) as usize;
         let parts = || (0..world_size).map(part).collect::<Vec<_>>();

@@ -3,12 +3,18 @@
 use std::{ops::RangeInclusive, time::Instant};
 
 use antiphon_device::ReduceOp;
-use antiphon_fabric::{Communicator, Signature};
+use antiphon_fabric::{Communicator, Operation, Signature};
+use antiphon_operation::Call;
 use antiphon_tensor::DType;
 use antiphon_tuning::Key;
 
-use super::{Algorithm, run};
-use crate::{AlgorithmTable, algorithm_table::host_key, arguments::Output, error::Result};
+use super::{Algorithm, AllReduceOptions, run};
+use crate::{
+    AlgorithmTable,
+    algorithm_table::host_key,
+    arguments::{CheckedCall, Output},
+    error::Result,
+};
 
 /// The algorithm for a call of this signature, which has none yet. The first call loads the table; ranks that disagree
 /// about that very call must hear of the call and not of the table, so they meet for the call first.
@@ -61,10 +67,13 @@ pub fn tune(comm: &Communicator, sizes: RangeInclusive<usize>) -> Result<Algorit
         let count = (bytes / size_of::<f32>()).max(1);
         let output = Output { data: buffer.as_mut_ptr().cast(), count, dtype: DType::F32 };
         let calls = (1 << 20) / (bytes + 1024) + 1; // about a megabyte, so that small calls are timed in numbers
+        let algorithm = AllReduceOptions::from(Algorithm::ALL[candidate]).number();
+        let call = Call::new(Operation::AllReduce).with_op(ReduceOp::Max).with_algorithm(algorithm);
+        let ranks = (comm.rank(), comm.world_size());
         comm.barrier()?;
         let start = Instant::now();
         for _ in 0..calls {
-            run(comm, output.as_input(), output, ReduceOp::Max, Algorithm::ALL[candidate].into())?;
+            run(comm, &CheckedCall::new(&call, ranks, Some(output.as_input()), Some(output))?)?;
         }
         Ok(Some(start.elapsed() / calls as u32))
     })

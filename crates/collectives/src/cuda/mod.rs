@@ -73,7 +73,7 @@ pub use choice::tune;
 /// another one may work beside it, on another stream.
 pub struct CudaCollectives {
     /// What all-reduces need not stage.
-    registry: UntilIdle<RefCell<Registry>>,
+    pub(crate) registry: UntilIdle<RefCell<Registry>>,
     /// Which all-reduce for which size.
     table: AlgorithmTable,
     pub(crate) tenant: Tenant,

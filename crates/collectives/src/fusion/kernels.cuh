@@ -1,11 +1,11 @@
-// All-reduce with an epilogue over NVLink: one-shot and two-shot, as all_reduce/kernels.cuh, but that whoever has a vector of
-// the sum goes on with it. Behind slots.cuh, reduce.cuh and epilogue.cuh.
+// All-reduce with an epilogue over NVLink: one-shot and two-shot as in all_reduce/kernels.cuh, but the thread that has a
+// vector of the sum also applies the epilogue to it. Behind slots.cuh, reduce.cuh and epilogue.cuh.
 //
-// Sums, residuals and norms may take a tensor's place: what becomes of a vector is written by a thread that has the vector's
-// sum, to which everybody's contribution, this rank's too, was read before.
+// Sums, residuals and norms may take a tensor's place: a thread writes its results for a vector after it has the vector's sum,
+// for which the contributions of all ranks, this rank's among them, have been read.
 //
-// Vectors travel as in a plain all-reduce; sums are then read by rows, each by a team. Whoever has rows returns at the end, as a
-// team's blocks wait for each other: a call that has failed goes on with NaN.
+// Vectors travel as in a plain all-reduce; sums are then read by rows, each by a team. A thread that has rows returns only at the
+// end, because a team's blocks wait for each other: a call that has failed continues with NaN.
 
 // Contributions that are computed are kept in this rank's own lane; a tensor is read again.
 constexpr bool KEEPS_OWN = SOURCE != TENSOR;
@@ -100,7 +100,7 @@ DEVICE bool reduce_ahead(reader& r, const turn& t, const fused& f, const row_tea
     return alive;
 }
 
-// Everyone gets everything and reduces everything. Who sends a vector also writes what becomes of it.
+// Every rank gets all vectors and reduces them. The thread that sends a vector also writes the results for it.
 DEVICE void one_shot(const arguments& a, const fused& f, row_team& team) {
     const u32 start = team.index * f.vectors + team.thread;
     const bool has_any = team.index < f.count && team.thread < f.vectors;
@@ -192,7 +192,7 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
         }
     }
     // The ranks' first rows, this rank's before the others', then their second ones and so on: what is sent on is so soon.
-    // Whoever waits for a row waits for a team that has only earlier ones before it.
+    // A team that waits for a row waits for a team that has only earlier rows before that one.
     const u32 items = part * WORLD, before = SPLIT ? f.reducing : 0, teams = team.teams - before;
     const auto owner_of = [&](u32 item) {
         const u32 owner = a.rank + item % WORLD;

@@ -93,7 +93,7 @@ impl Blocks<'_> {
 }
 
 /// A mixed operation on checked tensors.
-pub(crate) struct Checked<'a> {
+pub(crate) struct CheckedMixedCall<'a> {
     pub(crate) operation: Operation,
     /// Whether the output is the row of all blocks; else the input is.
     pub(crate) gathers: bool,
@@ -104,7 +104,7 @@ pub(crate) struct Checked<'a> {
     detail: u32,
 }
 
-impl<'a> Checked<'a> {
+impl<'a> CheckedMixedCall<'a> {
     /// Checks tensors and lengths of one of the two fused operations.
     pub(crate) fn new(
         layout: &MixedLayout,
@@ -306,10 +306,12 @@ mod tests {
         // SAFETY: the offset lies in the row.
         let at = |index: usize| Output { data: unsafe { row.data.add(index * 4) }, count: 4, ..row };
         let layout = MixedLayout::builder(4, 3).local_tp(2).build().unwrap();
-        let gather =
-            |index| Checked::new(&layout, &MixedOp::AllReduceAllGather.into(), at(index).as_input(), row);
-        let scatter =
-            |index| Checked::new(&layout, &MixedOp::ReduceScatterAllReduce.into(), row.as_input(), at(index));
+        let gather = |index| {
+            CheckedMixedCall::new(&layout, &MixedOp::AllReduceAllGather.into(), at(index).as_input(), row)
+        };
+        let scatter = |index| {
+            CheckedMixedCall::new(&layout, &MixedOp::ReduceScatterAllReduce.into(), row.as_input(), at(index))
+        };
         assert!(gather(4).is_ok() && scatter(4).is_ok(), "the block of group 1");
         for index in [0, 1, 3] {
             for refused in [gather(index).err(), scatter(index).err()] {

@@ -5,7 +5,7 @@
 // elements, equal on all ranks. What is sent is an input without EMPTY or a sum, which has none: no masks are needed.
 //
 // In place the smaller tensor is the group's block in the larger one. A vector of it is overwritten by its sum, which comes after all
-// ranks have received this rank's: those that it sends itself are sent by the thread that overwrites, or are answered by who received them.
+// ranks have received this rank's vector: the thread that overwrites the vector has sent it itself, or its receivers have answered.
 
 constexpr u32 GROUPS = WORLD / TP;
 constexpr u32 MATES = TP - 1; // other ranks of a group
@@ -94,7 +94,8 @@ DEVICE void store_sums(const arguments& a, const blocks& b, u32 i, const uint4 (
     }
 }
 
-// All-reduce + all-gather, one hop: everyone sends its vectors to everyone, who sums those of each group. (WORLD - 1) · n bytes out.
+// All-reduce + all-gather, one hop: every rank sends its vectors to all ranks, and each sums those of each group. (WORLD - 1) · n
+// bytes leave a rank.
 template <bool PLAIN> DEVICE void gather_waits_of(const arguments& a, const blocks& b) {
     const u32 mine = b.count[own_group(a)], vectors = vectors_of(mine), most = vectors_of(b.most);
     const elements<PLAIN> in(a.input, mine);

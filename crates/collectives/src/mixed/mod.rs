@@ -15,7 +15,7 @@
 //! | mode | all-reduce + all-gather | reduce-scatter + all-reduce |
 //! | --- | --- | --- |
 //! | [`Waits`](MixedMode::Waits), one hop | every rank reduces every block | every rank reduces the block of its group |
-//! | [`Bytes1`](MixedMode::Bytes1), two hops | a group divides its block among its ranks, who hand the sums to all | the same, and the sums go to the group |
+//! | [`Bytes1`](MixedMode::Bytes1), two hops | a group divides its block among its ranks, which send the sums to all ranks | the same, and the sums go to the group |
 //! | [`Composed`](MixedMode::Composed) | `all_reduce` in the group, then `all_gather` | `reduce_scatter` between the groups, then `all_reduce` |
 //!
 //! Sums accumulate in f32 (f64 for f64, wrapping i64 for integers) in ascending rank order and are rounded once, so the first two

@@ -1,4 +1,4 @@
-//! What the host promises beyond the suite of all backends: whom a mismatch is told, however late, and that nothing works behind it.
+//! What the host promises beyond the suite of all backends: which ranks learn of a mismatch, however late, and that no later call works.
 
 use std::time::{Duration, Instant};
 

@@ -299,7 +299,7 @@ fn ranks_that_leave_in_order_end_no_receive_from_any<B: Backend>(world: usize) {
         for _ in 1..world {
             comm.recv_with_tag(&mut [0i32], Source::Any, 0).unwrap();
         }
-        // Now nobody is left who could send.
+        // Now no rank is left that could send.
         let error = comm.recv_with_tag(&mut [0i32], Source::Any, 0).unwrap_err();
         assert!(matches!(error, FabricError::PeerLost { .. }), "{error:?}");
     });

@@ -6,7 +6,7 @@ use antiphon_fabric::SharedBuffer;
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use crate::{
-    harness::{Backend, Place, Tensor, assert_same_bits},
+    harness::{Alignment, Backend, Tensor, assert_same_bits},
     values::Values,
 };
 
@@ -82,8 +82,8 @@ impl Call {
         comm.barrier().unwrap();
 
         let (mut own_input, mut own_output) = (
-            Tensor::<B>::holding(comm, mine, Place::Aligned),
-            Tensor::<B>::unwritten(comm, mine.dtype(), mine.len(), Place::Aligned),
+            Tensor::<B>::holding(comm, mine, Alignment::Aligned),
+            Tensor::<B>::unwritten(comm, mine.dtype(), mine.len(), Alignment::Aligned),
         );
         let shape = [mine.len()];
         // SAFETY: the place lies in this rank's copy, which only the collective touches until it returns; input and

@@ -138,7 +138,7 @@ fn captured_calls_on_two_streams_follow_each_other() {
     });
 }
 
-/// Who makes the calls on a stream.
+/// The library whose calls are on a stream.
 enum Caller<'a> {
     Ours(&'a CudaCollectives),
     Nccl(&'a NcclCollectives),

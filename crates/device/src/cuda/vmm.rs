@@ -98,7 +98,7 @@ impl Allocation {
         Ok(Self { context: context.clone(), handle, len })
     }
 
-    /// A handle on the memory of `len` bytes that is mapped at a pointer, by whomever: PyTorch's expandable segments
+    /// A handle on the memory of `len` bytes that is mapped at a pointer, by any library: PyTorch's expandable segments
     /// are mapped like this. It can be exported if it was created to be.
     ///
     /// # Errors

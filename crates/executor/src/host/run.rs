@@ -152,7 +152,7 @@ impl LoadedPlan {
         if keys.iter().all(known) && has_room {
             return Ok(());
         }
-        // Whoever calls something else must hear of that, and not of a missing allocation.
+        // A rank that calls something else must get that as its error, and not a missing allocation.
         // SAFETY: nothing but the signature is posted.
         unsafe { comm.rounds()? }.exchange(signature)?;
         let compiled = keys.iter().try_for_each(|key| self.add_program(*key, extent));

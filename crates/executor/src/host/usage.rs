@@ -38,7 +38,7 @@ impl Chunks {
 pub(super) struct Usage {
     /// Touched by other ranks.
     pub(super) remote: Chunks,
-    /// Written, by whomever.
+    /// Written, by any block.
     pub(super) written: Chunks,
     /// Surely written as a whole, so that what was there before does not matter.
     pub(super) overwritten: Chunks,

@@ -150,7 +150,7 @@ impl Messenger {
         // SAFETY: as in `send_with_tag`.
         let ticket = unsafe { messages.start(Route::From(source), buffer, signature, None) };
         messages.wait(&ticket)?;
-        Ok(ticket.origin().expect("whoever sent a message is known when it is here"))
+        Ok(ticket.origin().expect("the sender of a message that has arrived is known"))
     }
 
     fn check_source(&self, source: Source) -> Result<Source, FabricError> {

@@ -189,8 +189,8 @@ impl Health {
         waited: Duration,
         timeout: Duration,
     ) -> Result<(), FabricError> {
-        // What a rank sent before it went counts, so whoever looks lost is looked for once more. Crashes come first:
-        // ranks that left because of one, in another group perhaps, are not to blame.
+        // A message that a rank sent before it ended still counts, so the check looks once more for a rank that seems lost. Crashes
+        // come first: ranks that left because of a crash, in another group perhaps, are not to blame.
         let crashed = |rank| self.has_crashed(regions, rank).then_some(Loss::ProcessEnded);
         let reported = |rank| self.who_lost(regions, rank).map(|by| Loss::Reported { by });
         for rank in missing() {
@@ -199,7 +199,7 @@ impl Health {
                 return Err(self.lost(rank, operation, how));
             }
         }
-        // An abort ends every wait, for whomever.
+        // An abort ends every wait, whichever rank the wait is for.
         if let Some(error) = self.abort_called(regions, operation).filter(|_| !missing().is_empty()) {
             return Err(error);
         }
@@ -353,7 +353,7 @@ impl Health {
                 });
             }
             Some(Fault::Lost(_)) => "took this rank for lost".to_owned(),
-            // Our own deadline will name all who are missing for us.
+            // Our own deadline will name all ranks that this rank misses.
             Some(Fault::TimedOut(rank)) if rank != own && !gone => return None,
             Some(Fault::TimedOut(rank)) => format!("gave up waiting for {}", name(rank)),
             Some(Fault::Disagreed(rank)) => format!("disagreed with {} about what to do", name(rank)),
@@ -371,7 +371,7 @@ impl Health {
     /// are its consequences.
     pub(crate) fn report(&self, regions: &Regions, error: &FabricError) {
         if self.first.set(Arc::new(error.clone())).is_ok() {
-            // Who was aborted passes the reason on.
+            // A rank that gives up because a peer gave up passes the peer's reason on.
             let fault = match error {
                 FabricError::Aborted { by, .. } => self.reason(regions, *by),
                 _ => None,

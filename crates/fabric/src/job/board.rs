@@ -1,4 +1,4 @@
-//! A process's board: written by its ranks, read by whoever asks what they do.
+//! A process's board: written by its ranks, read by processes that ask what the ranks do.
 
 use std::{
     os::fd::OwnedFd,
@@ -106,7 +106,7 @@ impl Entry {
         entry
     }
 
-    /// Notes a look around: in which call the rank waits, since when, and for whom.
+    /// Notes a look around: in which call the rank waits, since when, and for which ranks.
     pub(crate) fn note(&self, call: Signature, waited: Duration, missing: &[usize]) {
         if self.0.is_none() {
             return;

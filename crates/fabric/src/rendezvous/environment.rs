@@ -92,12 +92,12 @@ fn ticket(
         return Ok(Ticket { secret: given.unwrap_or(Secret::random()), ..Ticket::random() });
     }
     Ok(match lookup("ANTIPHON_RENDEZVOUS").filter(|path| !path.is_empty()) {
-        // Ranks in containers that share a folder need share nothing else: who may open the socket, may join.
+        // Ranks in containers that share a folder need share nothing else: a process that may open the socket may join.
         Some(path) => Ticket {
             address: Address::Path(PathBuf::from(path)),
             secret: given.unwrap_or_else(|| Secret::new(place)),
         },
-        // The name of an abstract socket is no secret: whoever shares the network namespace can read it.
+        // The name of an abstract socket is no secret: every process of the network namespace can read it.
         None => Ticket {
             address: Address::Abstract(format!("antiphon-{place}")),
             secret: given.map_or_else(default, Ok)?,

@@ -102,7 +102,7 @@ pub enum RendezvousError {
         reason: String,
     },
     /// Rank 0 could not prove that it knows the secret.
-    #[error("whoever listens at {address} is not rank 0 of this world: {problem}")]
+    #[error("the process that listens at {address} is not rank 0 of this world: {problem}")]
     Impostor {
         /// Where.
         address: Address,

@@ -48,7 +48,7 @@ impl Consumed {
     /// Tells the sender what was expected instead of its packet.
     pub(crate) fn refuse(&self, expected: [u64; 2]) {
         self.expected[1].store(expected[1], Ordering::Relaxed);
-        // Pairs with the acquire load in `refusal`: whoever sees the first word sees the second.
+        // Pairs with the acquire load in `refusal`: a reader that sees the first word sees the second.
         self.expected[0].store(expected[0], Ordering::Release);
     }
 

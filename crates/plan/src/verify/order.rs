@@ -102,8 +102,8 @@ struct Line {
     news: Vec<Rc<Clock>>,
 }
 
-/// Nothing is known yet of who writes packets. Where several do and it depends on who takes from a counter first which of
-/// them is the first, nothing will be.
+/// Nothing is known yet about the writers of packets. Where a cell has several writers, and the order in which agents take from a
+/// counter decides which of them is first, nothing will be known later either.
 fn first_writers(program: &Program<'_>, cells: &Cells) -> Vec<Option<Rc<Clock>>> {
     let mut first = vec![None; cells.len()];
     if program.contended() {
@@ -261,7 +261,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         line.known = Rc::new(known);
     }
 
-    /// Those who meet stand together in the schedule, so the last of them finds all of them there.
+    /// The agents that meet stand together in the schedule, so the last of them finds all of them there.
     fn barrier(&mut self, barrier: u32) {
         let agents = &self.program.meetings[barrier as usize].agents;
         self.come[barrier as usize] += 1;
@@ -323,7 +323,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         self.order.sent[counter as usize][at].push(known);
     }
 
-    /// Of everybody who adds to the counter, how much must have been added when this agent takes one more: all that is
+    /// For each agent that adds to the counter: how much it must have added when this agent takes one more. That is all that is
     /// needed, less all that the others can have added by then.
     fn acquire(&mut self, agent: u32, counter: u32, orders: bool) {
         let of = &self.program.counters[counter as usize];

@@ -257,8 +257,8 @@ impl Run<'_, '_> {
         Finding::new(program.plan, Kind::Deadlock { waits }, places).in_run(self.served.clone())
     }
 
-    /// Agents each of which waits for the next one: a circle if there is one, else a chain to somebody for whom nobody
-    /// is left.
+    /// Agents each of which waits for the next one: a circle if there is one, else a chain to an agent that waits for
+    /// agents that are all done.
     fn cycle(&self) -> Vec<(u32, Waiting)> {
         let start = self.waits.iter().position(Option::is_some).expect("somebody waits") as u32;
         let mut chain: Vec<(u32, Waiting)> = Vec::new();
@@ -275,7 +275,7 @@ impl Run<'_, '_> {
         chain
     }
 
-    /// Somebody who would end an agent's wait, and waits too; another one, if there is one.
+    /// An agent that would end an agent's wait, and waits too: another one, if there is one.
     fn awaited(&self, own: u32, waiting: Waiting) -> Option<u32> {
         let waits = |agent: &u32| self.waits[*agent as usize].is_some();
         match waiting {

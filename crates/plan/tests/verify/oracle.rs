@@ -59,7 +59,7 @@ struct State {
     holds: Vec<Value>,
     /// Where plain data lie in place of packets, perhaps of the launch before.
     spoilt: Mask,
-    /// Who has been told what; empty if there is nothing relaxed.
+    /// What each block has been told; empty if there is nothing relaxed.
     told: Told,
 }
 
@@ -73,7 +73,7 @@ struct Pushed {
     told: Mask,
 }
 
-/// Of which cells who has been told the last write.
+/// The cells whose last write each block has been told of.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 struct Told {
     /// Of each block, when its threads met last.
@@ -406,7 +406,7 @@ impl<'a> Oracle<'a> {
         state.from[block] + state.phase[block].len() == all && done && state.ports[block].is_empty()
     }
 
-    /// Everything under way: who does it, and which operation.
+    /// Everything under way: the block and its operation.
     fn under_way(&self, state: &State) -> Vec<(usize, usize)> {
         let mut all = Vec::new();
         for block in 0..self.blocks.len() {
@@ -702,7 +702,7 @@ impl<'a> Oracle<'a> {
         true
     }
 
-    /// What is known of a piece: by a block or its port, and by who wrote the packets in it.
+    /// What is known of a piece: by a block or its port, and by the writer of the packets in it.
     fn known(&self, state: &State, block: usize, from: &[usize], pushed: Option<&Pushed>) -> Mask {
         let who = match pushed {
             Some(pushed) => pushed.told | state.told.ports[block][pushed.port as usize],

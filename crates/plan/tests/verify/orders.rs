@@ -207,7 +207,7 @@ fn packets_and_plain_data_at_the_same_time_race() {
         let report = judge(&[], &["pack:i0:s0", block]);
         assert!(matches!(error(&report).kind, Kind::Race { .. }), "{report}");
     }
-    // Who waits for packets looks at what is being written.
+    // A block that waits for packets reads memory that is being written.
     let report = judge(&[0], &["copy:i1:s1 - pack:i0:s0", "unpack:s0:o0"]);
     assert!(report.errors().any(|error| matches!(error.kind, Kind::Race { .. })), "{report}");
     // Packets are farther apart than what they carry.

@@ -61,7 +61,7 @@ pub fn two_shot(ranks: u32, op: ReduceOp) -> Result<Plan> {
     program.plan()
 }
 
-/// Packets, in two steps: parts to those who reduce them, results back, straight over the input. No signal anywhere, and
+/// Packets, in two steps: parts to the ranks that reduce them, results back, straight over the input. No signal anywhere, and
 /// nowhere do threads meet.
 pub fn packets(ranks: u32) -> Result<Plan> {
     let collective = Collective::all_reduce(ranks, 1).inplace(true);

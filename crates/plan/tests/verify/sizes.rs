@@ -25,7 +25,7 @@ struct Stages {
     chunks: u64,
     /// Where each stage has them in scratch.
     at: [u64; 2],
-    /// Who tells whom: of each of the first, who of the others.
+    /// Which blocks signal which: for each of the first blocks, the others that it signals.
     told: Vec<bool>,
     /// With how many the semaphores begin that tell of room, if there are any.
     room: Option<i64>,

@@ -44,8 +44,6 @@ pub(crate) enum CallTensors {
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) what: What,
-    /// Whether the memory is registered.
-    pub(crate) registered: bool,
     /// What is done instead, between tensor and data parallel ranks, on the same tensors.
     pub(crate) mixed: Option<Mixed>,
     pub(crate) tensors: CallTensors,
@@ -86,11 +84,6 @@ impl Call {
     /// # Safety
     /// The operands are valid until this returns; no other code writes the input, or uses the output, meanwhile.
     pub(crate) unsafe fn run(&self, comm: &Communicator) -> Result<(), CollectiveError> {
-        if self.registered {
-            let text = "all_reduce: registered is for tensors on CUDA; on the host, those of shared buffers are reduced \
-                        where they lie without being asked";
-            return Err(FabricError::invalid(text).into());
-        }
         // SAFETY: the caller answers for the memory.
         unsafe {
             if let Some(mixed) = &self.mixed {

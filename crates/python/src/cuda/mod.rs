@@ -71,8 +71,8 @@ struct State {
 struct Gpu {
     context: Context,
     collectives: CudaCollectives,
-    /// Where started calls go.
-    side: Option<Stream>,
+    /// The streams of started calls, one for each [`Order`].
+    sides: [Option<Stream>; 3],
     /// The kernels that are loaded.
     loaded: Vec<(DType, ReduceOp)>,
 }
@@ -250,7 +250,7 @@ impl Gpus {
                 return Ok(()); // another thread was faster
             }
             let collectives = CudaCollectives::new(comm, &context)?;
-            let gpu = Gpu { context, collectives, side: None, loaded: Vec::new() };
+            let gpu = Gpu { context, collectives, sides: [const { None }; 3], loaded: Vec::new() };
             let mut state = self.lock();
             if state.is_closed {
                 drop(state); // first, as the end of the GPU's part waits

@@ -51,7 +51,7 @@ pub(crate) struct Tensor {
     pub(crate) device: Device,
 }
 
-// SAFETY: whoever uses the memory says for how long it is valid, on whatever thread.
+// SAFETY: the code that uses the memory keeps it valid for as long as it does, on any thread.
 unsafe impl Send for Tensor {}
 // SAFETY: as above.
 unsafe impl Sync for Tensor {}

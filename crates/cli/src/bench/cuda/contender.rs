@@ -26,7 +26,7 @@ pub(super) enum Contender<'a> {
     /// Ours, on registered memory.
     Registered(&'a CudaCollectives, Algorithm),
     Nccl(&'a NcclCollectives),
-    /// An operation of a mixed layout, by one of those who can do it.
+    /// An operation of a mixed layout, by one of the libraries that offer it.
     Mixed(&'a Handler<'a>, mixed::Variant),
 }
 

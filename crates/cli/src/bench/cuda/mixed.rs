@@ -1,4 +1,4 @@
-//! Who carries out the operations of a mixed layout on GPUs.
+//! The libraries that carry out the operations of a mixed layout on GPUs.
 
 use antiphon::{
     collectives::{

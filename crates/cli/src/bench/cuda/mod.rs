@@ -132,7 +132,7 @@ pub(crate) fn gpus(ranks: Option<usize>) -> Result<Gpus, Box<dyn std::error::Err
 
 /// What the ranks' processes get beside the command line.
 pub(super) fn prepare(launch: &mut Launch) {
-    // Multicast is never assumed, and NCCL would use it where it can; who wants to see it sets the variable.
+    // Multicast is never assumed, and NCCL would use it where it can; a user who wants it sets the variable.
     const MULTICAST: &str = "NCCL_NVLS_ENABLE";
     if std::env::var_os(MULTICAST).is_none() {
         launch.env.push((MULTICAST.into(), "0".into()));
