@@ -210,14 +210,14 @@ def test_a_rank_that_does_nothing_is_named_at_the_deadline(monkeypatch: pytest.M
 
 def test_messages_without_the_secret_are_dropped() -> None:
     def write(words: Any) -> None:
-        with open(os.devnull) as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-            stranger.setblocking(False)
+        with open(os.devnull) as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outsider:
+            outsider.setblocking(False)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 3))]
             for letter in b"", b"1", b"1 password", bytes(10_000), b"\xff":
-                stranger.sendmsg([letter], rights, 0, words[0][0])
+                outsider.sendmsg([letter], rights, 0, words[0][0])
             with pytest.raises(BlockingIOError):  # until no more goes in
                 for _ in range(10_000):
-                    stranger.sendto(b"1 ", words[0][0])
+                    outsider.sendto(b"1 ", words[0][0])
 
     def body(comm: antiphon.Communicator) -> list[str]:
         return exchanged(comm, write if comm.rank == 0 else lambda words: words)

@@ -71,7 +71,7 @@ impl<'a> Keyword<'a> {
         }
     }
 
-    /// As PyO3's signature has it.
+    /// As in PyO3's signature.
     fn signature(&self) -> String {
         match self {
             Self::Star => "*".into(),

@@ -1142,7 +1142,7 @@ class MixedHandler:
         stream: int | None = None,
         strict: bool = False,
     ) -> Any:
-        """Runs the operation of this number on an array, and gives ``out``, which is made if there is none. ``rows`` are those of
+        """Runs the operation of this number on an array, and returns ``out``, which is made unless given. ``rows`` are those of
         each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for; if ``strict`` also for
         arrays of another dtype or device than the handler's, of one dimension, and of shapes that do not go together."""
 

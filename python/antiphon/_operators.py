@@ -29,7 +29,7 @@ class Operators:
     def define(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
         """An operator for tensors on the host and on GPUs, whose first argument is a tensor and whose results are tensors, or one list of them.
 
-        A compiler keeps its calls, even if nobody uses their results, and keeps their order among those of all operators
+        A compiler keeps its calls, even if their results are unused, and keeps their order among those of all operators
         that are defined here.
         """
         operator = self._define(schema, kernel, fake)

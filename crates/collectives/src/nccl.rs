@@ -1,13 +1,13 @@
 //! The collectives between GPUs through NCCL: the yardstick, and the fallback.
 //!
 //! [`NcclCollectives`] has the methods of [`CudaCollectives`](crate::cuda::CudaCollectives), and puts NCCL's kernels into
-//! the stream instead of ours. It is there to be compared with, and for devices that do not reach each other's memory and
-//! dtypes that the kernels do not reduce. Two promises of this crate are not NCCL's:
+//! the stream instead of ours. It serves as a yardstick, for devices that do not reach each other's memory, and for
+//! dtypes that our kernels do not reduce. Two promises of this crate are not NCCL's:
 //!
 //! * **The bits are its own.** It reduces in an order that depends on the size, the number of ranks, the links and its
 //!   version, and may round at every step: results are the same on every rank, but not those of the host.
-//! * **It has no deadline.** A rank that does not come keeps the others' kernels waiting, and nothing compares what the
-//!   ranks call. [`check`](NcclCollectives::check) tells what NCCL has noticed.
+//! * **It has no deadline.** If a rank does not come, the others' kernels wait for ever, and nothing compares the calls of
+//!   the ranks. [`check`](NcclCollectives::check) returns what NCCL has noticed.
 //!
 //! libnccl is opened at run time; [`antiphon_device::cuda`] says where it is looked for.
 
@@ -46,7 +46,7 @@ impl NcclCollectives {
     /// to install), [`FabricError::InvalidArgument`] that names it elsewhere; as [`Communicator::barrier`]. A rank that
     /// ends while they meet in NCCL leaves the others there: NCCL has no deadline.
     pub fn new(comm: &Communicator, context: &Context) -> Result<Self> {
-        // Only rank 0 makes an id, but nobody waits for a rank that cannot follow.
+        // Only rank 0 makes an id, but all ranks learn of a rank that cannot load NCCL, and do not wait for it.
         let id = Nccl::load().and_then(|nccl| (comm.rank() == 0).then(|| nccl.unique_id()).transpose());
         let id = comm.agree("has no NCCL", id.map_err(CollectiveError::from))?.map(|id| id.to_bytes());
         let ids = comm.exchange_bytes(id.as_ref().map_or(&[], |id| &id[..]))?;

@@ -1,4 +1,4 @@
-//! What can go wrong with one machine's resources.
+//! The errors of one machine's resources.
 
 use std::sync::Arc;
 
@@ -15,15 +15,15 @@ pub enum DeviceError {
         call: String,
         /// The operating system's word.
         source: Arc<std::io::Error>,
-        /// What usually helps.
+        /// The usual remedy.
         hint: &'static str,
     },
     /// A file descriptor that was handed over is not the shared memory it should be.
     #[error("the shared memory handed over is {found}, expected {expected}")]
     ForeignMemory {
-        /// What the descriptor turned out to be.
+        /// The actual kind of the descriptor.
         found: String,
-        /// What it should have been.
+        /// The expected kind.
         expected: String,
     },
     /// CUDA is missing, or a call of it failed.

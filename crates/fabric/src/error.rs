@@ -1,4 +1,4 @@
-//! Everything that can go wrong between ranks.
+//! The errors between ranks.
 
 use std::{sync::Arc, time::Duration};
 
@@ -118,7 +118,7 @@ pub enum FabricError {
         operation.map_or("the communicator".to_owned(), |o| o.to_string()), members.subject(*by)
     )]
     AbortCalled {
-        /// What this rank was doing: nothing, if it is the one that called.
+        /// This rank's call; none on the rank that called abort.
         operation: Option<Signature>,
         /// The calling rank.
         by: usize,
@@ -148,7 +148,7 @@ pub enum FabricError {
     /// This rank's program asked to stop waiting; see [`Builder::interrupt`](crate::Builder::interrupt).
     #[error("{} was interrupted", operation.map_or("the wait for earlier calls".to_owned(), |o| o.to_string()))]
     Interrupted {
-        /// What this rank was doing: nothing yet, if earlier calls kept it waiting.
+        /// This rank's call; none if it still waited behind earlier calls.
         operation: Option<Signature>,
     },
     /// The communicator failed earlier.

@@ -1,4 +1,4 @@
-//! What a rank does by itself.
+//! The operations of a single rank.
 
 use std::panic::Location;
 
@@ -29,12 +29,12 @@ impl<'p> Rank<'p> {
         self.rank
     }
 
-    /// What it gives.
+    /// The rank's input buffer.
     pub fn input(&self) -> Buffer {
         self.buffer(BufferType::Input)
     }
 
-    /// What it gets.
+    /// The rank's output buffer.
     pub fn output(&self) -> Buffer {
         self.buffer(BufferType::Output)
     }

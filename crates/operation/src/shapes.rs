@@ -1,4 +1,4 @@
-//! What a row says about the tensors of a call.
+//! The shapes of a call's tensors, which follow from the row.
 
 use crate::{Extent, Operation};
 

@@ -1,4 +1,4 @@
-//! Text of strangers: how much of it is read, and how it is shown.
+//! Untrusted text: the limit on its length, and how it is shown in errors.
 
 use std::fs::File;
 use std::io::Read;

@@ -17,7 +17,7 @@ use crate::{
 /// An operation that could begin now.
 pub(crate) struct Prepared<'py> {
     pub(crate) call: Call,
-    /// What the caller gets: the output, or nothing.
+    /// The value that the caller gets: the output, or nothing.
     pub(crate) result: Option<Bound<'py, PyAny>>,
     /// Keeps the memory valid.
     pub(crate) operands: Operands,

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 thread_local! {
     /// Whether this thread waits on behalf of Python: the library's own threads do not.
     static WAITING: Cell<bool> = const { Cell::new(false) };
-    /// What a signal handler raised.
+    /// The exception that a signal handler raised.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
 }
 
@@ -37,7 +37,7 @@ fn raises(py: Python<'_>) -> bool {
     interrupted
 }
 
-/// What the signal handler that ended a wait has raised.
+/// Takes the exception of the signal handler that ended a wait.
 pub(crate) fn take() -> Option<PyErr> {
     RAISED.take()
 }

@@ -201,7 +201,7 @@ def run_by_torch(handler: MixedCommHandler, op: MixedCommOp, mode: MixedCommMode
         dist.all_reduce(scattered, group=handler.tp_comm_group)
         x_out.copy_(scattered)
     else:
-        # Every rank gets the block of its group from everybody.
+        # Every rank gets the block of its group from all ranks.
         row = x_in.view(info.dp_size, 1, -1).expand(-1, info.tp_size, -1).reshape(info.world_size, -1)
         received = torch.empty_like(row)
         dist.all_to_all_single(received, row)

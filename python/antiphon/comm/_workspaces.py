@@ -108,7 +108,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
 def trtllm_destroy_ipc_workspace_for_all_reduce(workspace: Sequence[Sequence[int]], group: _Group = None) -> None:
     """Forgets a workspace of either kind, by its lists of addresses. One that is unknown, or was forgotten, is ignored.
 
-    It waits for nobody. The group's communicator stays.
+    It does not wait for other ranks. The group's communicator stays.
     """
     for pointer in itertools.chain.from_iterable(workspace):
         number = _number(pointer)

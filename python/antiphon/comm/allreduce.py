@@ -70,7 +70,7 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         return "trtllm"
 
     def destroy(self) -> None:
-        """Ends it: later calls raise ``ValueError``. It waits for nobody."""
+        """Ends it: later calls raise ``ValueError``. It does not wait for other ranks."""
         trtllm_destroy_ipc_workspace_for_all_reduce_fusion(self.ipc_handles)
 
     def is_buffer_size_sufficient(

@@ -56,7 +56,7 @@ def create_shared_buffer(
 def free_shared_buffer(pointers: Sequence[int | None] | None, group: _Group = None) -> None:
     """Frees what :func:`create_shared_buffer` made, on all ranks of the group, which must all call it.
 
-    Nobody may use any copy any more; work on the GPU is waited for. Without this rank's own address, in a list that is
+    No rank may use any copy any more; the call waits for work on the GPU. Without this rank's own address, in a list that is
     ``None`` or too short, on all ranks, it only waits for the others, as FlashInfer does.
 
     Raises ``ValueError`` naming the address if that is not of a buffer of this group, or was freed already.

@@ -3,7 +3,7 @@
     python -m antiphon.compat run script.py --its --arguments
     python -m antiphon.compat run -m torch.distributed.run --nproc-per-node 2 script.py
 
-runs a script that says ``import flashinfer.comm`` with :mod:`antiphon.comm` under that name. In a program of one's own,
+runs a script that says ``import flashinfer.comm`` with :mod:`antiphon.comm` under that name. In your own program,
 before such imports::
 
     antiphon.compat.install()               # all of PEERS, in this process

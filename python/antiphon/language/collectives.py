@@ -64,7 +64,7 @@ class TestCollective(Collective):
 
 
 class AllGather(Collective):
-    """Every rank gets everybody's part: ``chunk_factor`` chunks in, of all ranks out."""
+    """Every rank gets the parts of all ranks: ``chunk_factor`` chunks in, of all ranks out."""
 
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
         super().__init__(num_ranks, chunk_factor, inplace)
@@ -75,7 +75,7 @@ class AllGather(Collective):
 
 
 class AllReduce(Collective):
-    """Every rank gets the reduction of everybody's input: ``num_ranks * chunk_factor`` chunks in and out."""
+    """Every rank gets the reduction of all inputs: ``num_ranks * chunk_factor`` chunks in and out."""
 
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
         super().__init__(num_ranks, chunk_factor, inplace)

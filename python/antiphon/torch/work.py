@@ -112,7 +112,7 @@ class Completed(Work):
 
 
 class Sends:
-    """Sends under way, which are to come to their end even if nobody waits for them."""
+    """Sends under way, which must complete even if no caller waits for them."""
 
     _FEW = 16
 
@@ -157,7 +157,7 @@ class Callbacks(threading.Thread):
 
 
 class Futures:
-    """Completes the futures of works in their order, on a thread: futures want to be told, and works can only wait.
+    """Completes the futures of works in their order, on a thread: a future must be completed, and a work can only be waited for.
 
     Callbacks run one after the other. One that takes longer than ``PATIENCE`` seconds may be waiting for a future that comes
     after its own: the next are completed meanwhile.

@@ -1,4 +1,4 @@
-//! What is measured.
+//! The cases that are measured.
 
 use std::ops::Range;
 
@@ -15,7 +15,7 @@ use antiphon::{
 
 use super::{mixed::Mixed, moe};
 
-/// What can be measured.
+/// A collective that can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
     /// An operation of the table. A message goes from rank 0 to rank 1 and back.
@@ -33,7 +33,7 @@ impl Collective {
     pub const SEND_RECV: Self = Self::Of(Operation::Message);
     /// Tokens to the ranks of their experts.
     pub const DISPATCH: Self = Self::Of(Operation::Dispatch);
-    /// What those ranks made of tokens, back and summed.
+    /// The combine of a mixture of experts.
     pub const COMBINE: Self = Self::Of(Operation::Combine);
 
     /// Everything that can be measured.
@@ -71,7 +71,7 @@ impl Collective {
         matches!(self, Self::DISPATCH | Self::COMBINE)
     }
 
-    /// What turns its algorithm bandwidth into bus bandwidth.
+    /// The factor from its algorithm bandwidth to its bus bandwidth.
     pub(super) fn bus_factor(self, ranks: usize) -> Option<f64> {
         self.operation().and_then(|operation| operation.row().bus_factor.among(ranks))
     }
@@ -89,10 +89,10 @@ impl Collective {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Case {
     pub(super) collective: Collective,
-    /// Of the larger buffer of a rank.
+    /// The size of the larger buffer of a rank.
     pub(super) bytes: u64,
     pub(super) algorithm: Option<Algorithm>,
-    /// Of a mixed operation.
+    /// The mode of a mixed operation.
     pub(super) mode: Option<MixedMode>,
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,

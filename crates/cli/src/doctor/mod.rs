@@ -1,4 +1,4 @@
-//! `antiphon doctor`: what this machine can do, and what it lacks.
+//! `antiphon doctor`: the features that this machine supports, and those that it lacks.
 
 mod cpu;
 mod gpu;
@@ -75,15 +75,15 @@ pub enum Status {
 pub struct Check {
     /// The group it belongs to.
     pub section: &'static str,
-    /// What was looked at.
+    /// The subject of the check.
     pub name: Cow<'static, str>,
     /// How it went.
     pub status: Status,
     /// Whether Antiphon cannot work without it.
     pub required: bool,
-    /// What was found.
+    /// The finding.
     pub value: String,
-    /// What that means, or what to do about it.
+    /// The meaning of the finding, or the remedy.
     pub note: String,
 }
 
@@ -131,7 +131,7 @@ pub struct Diagnosis {
     pub healthy: bool,
     /// The checks, section by section.
     pub checks: Vec<Check>,
-    /// What is known about GPUs, of which the checks show the most.
+    /// The survey of the GPUs; the checks show most of it.
     pub gpu: Survey,
 }
 

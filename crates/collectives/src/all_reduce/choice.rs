@@ -1,4 +1,4 @@
-//! Which algorithm for which size on the host: measured, and equal on all ranks.
+//! The choice of the algorithm on the host, by size: measured, and equal on all ranks.
 
 use std::{ops::RangeInclusive, time::Instant};
 
@@ -16,8 +16,8 @@ use crate::{
     error::Result,
 };
 
-/// The algorithm for a call of this signature, which has none yet. The first call loads the table; ranks that disagree
-/// about that very call must hear of the call and not of the table, so they meet for the call first.
+/// The algorithm for a call of this signature, which names none yet. The first call loads the table. Ranks that disagree
+/// about that call must get an error that names the call and not the table, so they first compare the call.
 #[inline]
 pub(super) fn choose(comm: &Communicator, call: &Signature, bytes: usize) -> Result<Algorithm> {
     let meet_and_load = |comm: &Communicator| {
@@ -39,7 +39,7 @@ fn load(comm: &Communicator) -> Result<AlgorithmTable> {
     AlgorithmTable::load(comm, &key(world_size), &names(), &[(0, 0), (two_shot_from(world_size), 1)])
 }
 
-/// What was measured on machines with 2 and 16 cores (benches/results); `tune` finds what is true on another.
+/// Measured on machines with 2 and 16 cores (benches/results); `tune` measures other machines.
 fn two_shot_from(world_size: usize) -> usize {
     match world_size {
         0..=2 => 32 << 10,

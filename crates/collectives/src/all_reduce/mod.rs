@@ -77,7 +77,7 @@ impl std::fmt::Display for Algorithm {
     }
 }
 
-/// How an all-reduce is carried out, as far as the caller says so. All ranks pass the same.
+/// The caller's choices of how an all-reduce is carried out. All ranks pass the same.
 ///
 /// ```
 /// use antiphon_collectives::all_reduce::{Algorithm, AllReduceOptions};
@@ -87,7 +87,7 @@ impl std::fmt::Display for Algorithm {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AllReduceOptions {
-    /// By which algorithm. None leaves the choice to measured tables; for registered tensors it is two-shot in place, else
+    /// The algorithm. `None` leaves the choice to measured tables; for registered tensors it is two-shot in place, else
     /// one-shot, which needs no registered output.
     pub algorithm: Option<Algorithm>,
     /// Whether the tensors lie in [registered](crate::cuda::CudaCollectives::register) memory of GPUs. The host refuses it:
@@ -96,7 +96,7 @@ pub struct AllReduceOptions {
 }
 
 impl AllReduceOptions {
-    /// Of registered tensors.
+    /// The options for registered tensors.
     pub fn registered(algorithm: impl Into<Option<Algorithm>>) -> Self {
         Self { algorithm: algorithm.into(), registered: true }
     }
@@ -174,7 +174,7 @@ pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
     carry_out(comm, algorithm, signature, input, output, &Reducer::new(call.dtype, call.call.op), |_| ())
 }
 
-/// The all-reduce that a signature stands for, which is made from the algorithm's number (0 as long as there is none).
+/// The all-reduce that a signature stands for, which `signature` makes from the number of the algorithm (0 before one is chosen).
 /// `arrived` hears up to which byte the output is complete.
 #[inline]
 pub(crate) fn carry_out(

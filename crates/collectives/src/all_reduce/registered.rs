@@ -59,7 +59,7 @@ pub(crate) struct Registry {
 /// A tensor in registered memory.
 #[derive(Clone, Copy)]
 struct RegisteredTensor {
-    /// Of the registration, and in it: equal on all ranks.
+    /// The number of the registration and the offset in it, which are equal on all ranks.
     number: u32,
     offset: u64,
     /// On every rank.
@@ -87,7 +87,7 @@ impl Registry {
 }
 
 impl RegisteredTensor {
-    /// What differs, as a rule, for ranks whose tensors are in different places.
+    /// A digest, which almost always differs for ranks whose tensors are in different places.
     fn digest(places: [Option<RegisteredTensor>; 2]) -> u32 {
         let words =
             places.into_iter().map(|place| place.map_or(0, |p| (p.offset << 8) | (u64::from(p.number) + 1)));

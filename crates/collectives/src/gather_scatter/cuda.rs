@@ -118,7 +118,7 @@ pub(crate) fn barrier(tenant: &Tenant, stream: StreamRef<'_>) -> Result<()> {
 /// As [`Tenant::run`].
 unsafe fn move_rows(tenant: &Tenant, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
     let loaded = tenant.ready(Movement, stream)?;
-    // Of a part, a peer gets one and passes it on.
+    // A peer gets one part and forwards it to the others.
     let parts = if kernel == Kernel::BroadcastParts { tenant.world_size() - 1 } else { 1 };
     let launch = |start: usize, len: usize, _| {
         let work = Work { input: work.input + start, output: work.output + start, count: len, ..*work };

@@ -1,4 +1,4 @@
-//! Lists of tensors in one launch, as sharded training asks for; `lists.cuh` says how they lie one behind the other.
+//! Lists of tensors in one launch, for sharded training; `lists.cuh` describes their order in a lane.
 
 use antiphon_device::{
     ReduceOp,
@@ -79,7 +79,7 @@ impl Family for ReducingLists {
         self.0.define(program)
     }
 
-    /// As of [`MovingLists`].
+    /// As for [`MovingLists`].
     fn most_blocks(&self, _world_size: usize) -> u32 {
         2
     }
@@ -100,7 +100,7 @@ pub(crate) struct List {
 unsafe impl KernelArgument for List {}
 
 impl List {
-    /// Of checked calls, whose blocks have `unit` bytes to a row, or a vector.
+    /// The list of checked calls, whose blocks consist of rows or vectors of `unit` bytes.
     fn new(calls: &[CheckedCall<'_>], unit: usize, reduces: bool) -> Self {
         let mut list = Self {
             input: [0; MAX_TENSORS],

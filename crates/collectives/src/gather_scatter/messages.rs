@@ -69,7 +69,7 @@ const MOST_KEPT_BYTES: usize = 256 << 10;
 /// has a second ring to serve: a ring ends with a release to the peer, which takes microseconds.
 const BYTES_PER_BLOCK: usize = THREADS as usize / 32 * ROW_DATA;
 
-/// What one rank sends to another, or receives from it.
+/// A message that one rank sends to another, or receives from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Message {
     peer: usize,
@@ -79,7 +79,7 @@ struct Message {
     count: u64,
 }
 
-/// What a rank keeps of a call's input: bytes that are copied from one address to another.
+/// The piece of the input that a rank keeps for itself: bytes that are copied from one address to another.
 #[derive(Debug, Clone, Copy, Default)]
 struct OwnPiece {
     from: usize,
@@ -273,7 +273,7 @@ impl CudaCollectives {
         let message = |peer: usize, start: Option<usize>, piece: std::ops::Range<usize>, moves: bool| {
             let count = if moves { piece.len() } else { 0 };
             let address = start.map_or(0, |start| start + piece.start * size);
-            // What all ranks agree on, or else the two.
+            // The number on which all ranks agree, or else the two ranks of the message.
             let agreed = if call.signature.count == 0 { count as u64 } else { call.signature.count };
             Message { peer, address, bytes: count * size, count: agreed }
         };
@@ -314,7 +314,7 @@ impl CudaCollectives {
             return Ok(());
         }
         let tenant = &self.messages;
-        // What sends and what receives use other words of a ring's state, and so have an order each: two ranks may both send,
+        // Sending and receiving use different words of a ring's state, and so have an order each: two ranks may both send,
         // on one stream, before they receive, on another.
         if !sends.is_empty() {
             tenant.enter(stream)?;

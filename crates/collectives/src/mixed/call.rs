@@ -1,4 +1,4 @@
-//! What is called, and whether it makes sense.
+//! A call of a mixed operation, and its validation.
 
 use antiphon_fabric::{Communicator, FabricError, Operation, Signature};
 use antiphon_operation::Call;
@@ -10,7 +10,7 @@ use crate::{
     error::{CollectiveError, Result},
 };
 
-/// What is called: the operation, and what else ranks agree on. All ranks pass an equal one.
+/// A call: the operation, and the choices on which ranks agree. All ranks pass an equal one.
 #[derive(Debug, Clone, Copy)]
 pub struct MixedCall<'a> {
     /// One of the layout's [`valid_ops`](MixedLayout::valid_ops).
@@ -184,7 +184,7 @@ impl<'a> CheckedMixedCall<'a> {
     }
 }
 
-/// What differs, as a rule, for ranks whose layouts or lengths of blocks differ; never 0.
+/// A digest, which almost always differs for ranks whose layouts or lengths of blocks differ; never 0.
 fn digest(layout: &MixedLayout, counts: Option<&[usize]>) -> u32 {
     let sizes = [layout.tp_size(), layout.dp_size()];
     let words = sizes.into_iter().chain(counts.into_iter().flatten().map(|count| count + 1));

@@ -291,7 +291,7 @@ impl CudaMixedHandler {
         let mode = call.mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
         let loaded = tenant.ready(self.family(call.op, input.dtype)?, stream)?;
         let signature = checked.signature(mode as u8);
-        // Of a block, a rank of its group has a part.
+        // Each rank of a group has a part of the group's block.
         let parts = if mode == MixedMode::Waits { 1 } else { layout.tp_size() };
         let launch = |start: usize, len: usize, _| {
             let (blocks, own) = clipped(layout, &checked, start, len);
@@ -324,7 +324,7 @@ impl Blocks {
     }
 }
 
-/// What of every group's block lies in these bytes of the longest, and where that begins in the rank's own block.
+/// The part of every group's block that lies in these bytes of the longest block, and the start of that part in the rank's own block.
 fn clipped(layout: &MixedLayout, call: &CheckedMixedCall<'_>, start: usize, len: usize) -> (Blocks, usize) {
     let size = call.input.dtype.size();
     let bytes = |group: usize| call.blocks.len(group) * size;
@@ -346,11 +346,11 @@ const SECOND_HOP: usize = 312 << 10;
 /// what is true.
 fn bytes1_from(layout: &MixedLayout) -> usize {
     let (mates, peers) = (layout.tp_size() - 1, layout.world_size() - 1);
-    // Of peers·n bytes, (mates + peers) / TP · n are left.
+    // The second hop leaves (mates + peers) / TP · n of peers·n bytes.
     SECOND_HOP * layout.tp_size() / (mates * (peers - 1)).max(1)
 }
 
-/// What else changes the times: the GPU, and the driver.
+/// The machine, on which the times depend: the GPU, and the driver.
 fn machine(collectives: &CudaCollectives) -> Result<String> {
     let device = collectives.context().device();
     Ok(format!("{}, CUDA {}", device.properties()?.name, device.driver().version()))

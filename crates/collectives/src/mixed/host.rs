@@ -69,7 +69,7 @@ impl<'a> Flow<'a> {
         self.contributed().len()
     }
 
-    /// Which of those is a group's.
+    /// The index of a group's contribution in a mailbox.
     fn slot(&self, group: usize) -> usize {
         if self.call.gathers { 0 } else { group }
     }
@@ -78,7 +78,7 @@ impl<'a> Flow<'a> {
         self.call.bytes()
     }
 
-    /// What of a group's block lies in this part of the longest.
+    /// The range of a group's block that lies in this part of the longest block.
     fn clip(&self, group: usize, part: &Range<usize>) -> Range<usize> {
         let len = self.call.blocks.len(group) * self.size;
         part.start.min(len)..part.end.min(len)
@@ -125,7 +125,7 @@ impl<'a> Flow<'a> {
     ) -> *mut u8 {
         let output = self.output(group, part.start);
         let sources = &mut inboxes[self.contributors(group)];
-        // SAFETY: every contributor has posted the part; the output is nobody's mailbox.
+        // SAFETY: every contributor has posted the part; the output is no mailbox.
         unsafe {
             for source in sources.iter_mut() {
                 *source = source.add(self.slot(group) * stride + start);
@@ -135,7 +135,7 @@ impl<'a> Flow<'a> {
         output
     }
 
-    /// What a tensor parallel rank of the group reduces of a part of its block.
+    /// The share of a part of the block that a tensor parallel rank of the group reduces.
     fn share(&self, part: &Range<usize>, tp_rank: usize) -> Range<usize> {
         let elements = part.len() / self.size;
         let bound = |rank: usize| part.start + elements * rank / self.tp * self.size;

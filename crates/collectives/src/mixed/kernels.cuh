@@ -117,7 +117,7 @@ template <bool PLAIN> DEVICE void gather_waits_of(const arguments& a, const bloc
     if (!r.finish()) fail_row<PLAIN>(a, b, 0, 1);
 }
 
-// All-reduce + all-gather, two hops: a group's ranks reduce a part each, and send the sums to everyone. (TP - 1) / TP · n bytes
+// All-reduce + all-gather, two hops: a group's ranks reduce a part each, and send the sums to all ranks. (TP - 1) / TP · n bytes
 // out, and then (WORLD - 1) / TP · n.
 template <bool PLAIN> DEVICE void gather_bytes1_of(const arguments& a, const blocks& b) {
     const u32 mine = b.count[own_group(a)], vectors = vectors_of(mine), part = part_of(vectors);
@@ -165,7 +165,7 @@ template <bool PLAIN> DEVICE void gather_bytes1_of(const arguments& a, const blo
     if (!r.finish()) fail_row<PLAIN>(a, b, 0, 1);
 }
 
-// Reduce-scatter + all-reduce, one hop: everyone gets its group's block of everyone, and sums it. (WORLD - 1) · n bytes out. In
+// Reduce-scatter + all-reduce, one hop: every rank gets its group's block from all ranks, and sums the blocks. (WORLD - 1) · n bytes out. In
 // place a thread has sent what it overwrites.
 template <bool PLAIN> DEVICE void scatter_waits_of(const arguments& a, const blocks& b) {
     const u32 count = b.count[own_group(a)], vectors = vectors_of(count), most = vectors_of(b.most);
@@ -209,7 +209,7 @@ template <bool PLAIN> DEVICE void scatter_waits_of(const arguments& a, const blo
     if (!r.finish()) fail_block<PLAIN>(a, b, 0, 1);
 }
 
-// Reduce-scatter + all-reduce, two hops: everyone sums a part of its group's block, and sends the sum to the group. (WORLD - 1) / TP
+// Reduce-scatter + all-reduce, two hops: every rank sums a part of its group's block, and sends the sum to the group. (WORLD - 1) / TP
 // · n bytes out, and then (TP - 1) / TP · n.
 template <bool PLAIN> DEVICE void scatter_bytes1_of(const arguments& a, const blocks& b) {
     const u32 count = b.count[own_group(a)], vectors = vectors_of(count), part = part_of(vectors);

@@ -9,8 +9,8 @@
 //! | all-reduce + all-gather | its part of block `d` | every block, each the sum over its group |
 //! | reduce-scatter + all-reduce | its part of every block | block `d`, the sum over all ranks |
 //!
-//! Both are one picture with the arrows reversed: some ranks *contribute* to a block, its *group* is where it belongs, and some
-//! ranks *receive* it.
+//! Each operation is the other one reversed: some ranks *contribute* to a block, the block belongs to a *group*, and some ranks
+//! *receive* it.
 //!
 //! | mode | all-reduce + all-gather | reduce-scatter + all-reduce |
 //! | --- | --- | --- |
@@ -24,8 +24,8 @@
 //!
 //! Blocks need not be equally long: [`MixedCall::counts`] has the length of each.
 //!
-//! `call` has what is called and its validation, `handler` the public type on host memory, `host` its algorithms, `choice` the tables;
-//! `cuda` and kernels.cuh are the same between GPUs.
+//! `call` has the call and its validation, `handler` the public type for host memory, `host` its algorithms, and `choice` the
+//! tables; `cuda` and kernels.cuh have the same for GPUs.
 
 mod call;
 mod choice;

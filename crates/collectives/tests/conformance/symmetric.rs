@@ -165,11 +165,11 @@ fn some_ranks_may_work_in_place_and_others_not<B: Backend>(dtype: DType, world: 
 }
 
 fn some_ranks_may_keep_their_tensors_elsewhere<B: Backend>(dtype: DType, world: usize) {
-    for stranger in [0, world - 1] {
+    for outsider in [0, world - 1] {
         for (own_input, own_output) in [(true, true), (true, false), (false, true)] {
             all_counts::<B>(dtype, world, &[None, Some(Algorithm::TwoShot)], |call, rank| {
                 let (input, output) = call.apart(rank);
-                let strange = rank == stranger;
+                let strange = rank == outsider;
                 ((!strange || !own_input).then_some(input), (!strange || !own_output).then_some(output))
             });
         }

@@ -192,7 +192,7 @@ impl<'a> StreamRef<'a> {
             if waited > limit {
                 return Err(CudaError::Deadline { what: "the work in a stream", waited });
             }
-            // What takes longer than a few microseconds is worth a core to somebody else.
+            // A wait of more than a few microseconds should leave the core to other threads.
             if waited > Duration::from_micros(50) {
                 std::thread::sleep(Duration::from_micros(20));
             }

@@ -42,7 +42,7 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    /// What sizes of this device's allocations are multiples of: the recommended granularity, usually 2 MiB.
+    /// The size of every allocation of this device is a multiple of this: the recommended granularity, usually 2 MiB.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -179,7 +179,7 @@ pub struct Mapping {
     /// None while the memory is released.
     allocation: Option<Allocation>,
     reservation: Reservation,
-    /// Those that have access.
+    /// The devices that have access.
     devices: Vec<Device>,
     context: Context,
 }

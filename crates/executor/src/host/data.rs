@@ -1,4 +1,4 @@
-//! The steps that touch data.
+//! The steps that access data.
 
 use std::ops::Range;
 

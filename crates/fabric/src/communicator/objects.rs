@@ -1,4 +1,4 @@
-//! Exchanging things that are not tensors.
+//! Exchanging bytes and objects that are not tensors.
 
 use serde::{Serialize, de::DeserializeOwned};
 

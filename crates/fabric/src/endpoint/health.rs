@@ -1,9 +1,9 @@
-//! Noticing that a wait will never end.
+//! Detecting waits that will never end.
 //!
-//! While a rank waits, it looks now and then at what could make the wait hopeless: a peer that gave up (and left the
-//! reason in its control block), a peer whose process ended, a peer that dropped its communicator, the deadline.
-//! What it finds it leaves in its own control block, so that the *cause* spreads and not its consequences: when rank 3
-//! is killed and rank 2 exits because of that, rank 0 hears of rank 3.
+//! While a rank waits, it checks now and then for what makes the wait hopeless: a peer that gave up (and left the
+//! reason in its control block), a peer whose process ended, a peer that dropped its communicator, or the deadline.
+//! The rank writes what it finds into its own control block, so that the *cause* spreads and not its consequences: when rank 3
+//! is killed and rank 2 exits because of that, the error on rank 0 names rank 3.
 //!
 //! A rank that gives up in a group leaves the reason in the world's memory too, where it counts once the rank is gone:
 //! its groups fail alone, but ranks that wait for it in other groups get the reason. Reasons use the world's rank numbers.
@@ -33,15 +33,15 @@ pub(crate) struct Health {
     rank: usize,
     members: Members,
     peers: Vec<Peer>,
-    /// Of which this communicator is a group, if it is one.
+    /// The world, if this communicator is a group of it.
     world: Option<Arc<Endpoint>>,
-    /// What this communicator failed of, if it did.
+    /// The first error of this communicator, after which it is unusable.
     first: OnceLock<Arc<FabricError>>,
     /// How often this rank had been asked what it does when it said so last.
     answered: AtomicU64,
 }
 
-/// What is known of the process of a rank; groups share it with their world.
+/// The process of a rank, as far as it is known; groups share it with their world.
 #[derive(Clone)]
 pub(crate) struct Peer {
     /// Its handle, if it is another process than this one and can be watched.

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use super::{Address, RendezvousError, Secret, Ticket, secret::fingerprint, user_secret};
 
-/// What the environment says about this rank.
+/// The place of this rank, as the environment states it.
 ///
 /// | variable | meaning | if unset |
 /// | --- | --- | --- |
@@ -46,7 +46,7 @@ impl Environment {
         Self::with_secret(lookup, user_secret::of_user)
     }
 
-    /// As [`from_lookup`](Self::from_lookup); `default` gives the secret of ranks that were told none.
+    /// As [`from_lookup`](Self::from_lookup); `default` gives the secret of ranks whose environment has none.
     fn with_secret(
         lookup: impl Fn(&'static str) -> Option<String>,
         default: impl FnOnce() -> Result<Secret, RendezvousError>,
@@ -88,7 +88,7 @@ fn ticket(
     ]);
     let given = lookup("ANTIPHON_SECRET").filter(|secret| !secret.is_empty()).map(Secret::new);
     if world_size == 1 {
-        // A world of one meets nobody; several may run at once under one name.
+        // The rank of a world of one meets no other rank; several such worlds may run at once under one name.
         return Ok(Ticket { secret: given.unwrap_or(Secret::random()), ..Ticket::random() });
     }
     Ok(match lookup("ANTIPHON_RENDEZVOUS").filter(|path| !path.is_empty()) {

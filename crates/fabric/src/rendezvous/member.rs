@@ -49,7 +49,7 @@ pub(super) fn join(
     }
 }
 
-/// What rank 0 handed over.
+/// The memory and the handles that rank 0 has sent.
 struct Welcome {
     cards: Vec<Card>,
     /// The ranks whose handles follow the memory among the descriptors.

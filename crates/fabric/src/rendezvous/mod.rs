@@ -188,7 +188,7 @@ fn last_word(refusal: &Option<String>) -> String {
     refusal.as_ref().map_or(String::new(), |reason| format!(" (last answer: {reason})"))
 }
 
-/// What a rank has after the meeting.
+/// What the rendezvous gives a rank.
 pub(crate) struct Meeting {
     /// Of all ranks, in order.
     pub(crate) cards: Vec<Card>,

@@ -410,7 +410,7 @@ impl State {
         true
     }
 
-    /// Takes the next packet of `peer`, if someone awaits a message and it is here.
+    /// Takes the next packet of `peer`, if it has arrived and a receive awaits a message of that rank.
     fn receive_packet(&mut self, endpoint: &Endpoint, peer: usize) -> Result<bool, FabricError> {
         while let Some(received) = self.incoming.take_unexpected(endpoint, peer)? {
             self.end(Some(received));
@@ -448,7 +448,7 @@ impl State {
     }
 }
 
-/// What the receiver expected instead, if it refused what this ticket sends.
+/// The error with the receiver's call, if it refused the message of this ticket.
 fn refusal(endpoint: &Endpoint, ticket: &Ticket) -> Option<FabricError> {
     let Route::To(peer) = ticket.route else { return None };
     let expected = endpoint.regions.consumed(endpoint.rank, peer).refusal()?;

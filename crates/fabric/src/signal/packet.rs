@@ -28,7 +28,7 @@ unsafe impl Sync for Head {}
 #[derive(Debug, Default)]
 pub(crate) struct Consumed {
     count: AtomicU64,
-    /// What the receiver expected instead of a packet that it refused; zero if it refused none.
+    /// The signature that the receiver expected instead of a packet that it refused; zero if it refused none.
     expected: [AtomicU64; 2],
 }
 
@@ -52,7 +52,7 @@ impl Consumed {
         self.expected[0].store(expected[0], Ordering::Release);
     }
 
-    /// What the receiver expected, if it refused.
+    /// The signature that the receiver expected, if it refused a packet.
     pub(crate) fn refusal(&self) -> Option<[u64; 2]> {
         let words = [self.expected[0].load(Ordering::Acquire), self.expected[1].load(Ordering::Relaxed)];
         (words[0] != 0).then_some(words)

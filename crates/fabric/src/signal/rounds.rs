@@ -11,7 +11,7 @@ use crate::{
     signal::channel::Messages,
 };
 
-/// Which of a rank's two packets carries a round. Two are enough: see the module's page above.
+/// The one of a rank's two packets that carries a round. Two packets are enough: see the page of `signal`.
 #[inline]
 pub(super) fn parity(round: u64) -> usize {
     (round % 2) as usize

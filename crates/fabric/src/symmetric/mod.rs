@@ -108,7 +108,7 @@ impl std::fmt::Debug for Mapped {
 }
 
 impl SharedBuffer {
-    /// What keeps the memory of all copies mapped.
+    /// A handle that keeps the memory of all copies mapped.
     pub fn keep_mapped(&self) -> Mapped {
         Mapped(self.endpoint.clone())
     }

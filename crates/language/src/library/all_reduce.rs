@@ -163,7 +163,7 @@ pub fn ring(setting: &Setting) -> Result<Program> {
 ///    them with its own, in the order of nodes.
 /// 3. It writes the result to all outputs of its node.
 ///
-/// Of the (k − 1)/k S bytes that a rank reads and writes each, none leaves the node; (m − 1)/k S go through its network
+/// A rank reads and writes (k − 1)/k S bytes each inside its node; (m − 1)/k S bytes go through its network
 /// card. The right one for few nodes, with a card for each GPU.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! What each collective needs of its arrays, on this rank.
+//! The arrays that each collective needs on this rank.
 
 use antiphon::{
     collectives::all_reduce::{Algorithm, AllReduceOptions},

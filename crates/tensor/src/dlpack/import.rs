@@ -160,7 +160,7 @@ impl TryFrom<DLDevice> for Device {
     }
 }
 
-/// What a tensor is, copied out of C's hands. Shape and strides fit an address space.
+/// The description of a tensor, copied from the C struct. Shape and strides fit an address space.
 #[derive(Debug)]
 struct Description {
     ptr: *mut u8,
