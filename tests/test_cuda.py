@@ -487,7 +487,7 @@ def test_a_world_of_one() -> None:
 
 
 def after_a_death(captured: bool) -> str:
-    """What a rank hears of one that is killed while the others wait for it on their GPUs."""
+    """The error of a rank when another one is killed while the others wait for it on their GPUs."""
     with antiphon.init() as comm:
         device = harness.place("cuda", comm.rank)
         comm.prepare_cuda()
@@ -585,7 +585,7 @@ def test_a_timeout_that_is_changed_holds_on_gpus_too() -> None:
 
 
 def with_a_compiler_that_fails() -> tuple[str, float]:
-    """What a rank hears when the last one cannot compile a kernel, and after how many seconds."""
+    """The error of a rank when the last one cannot compile a kernel, and after how many seconds."""
     with antiphon.init() as comm:
         device = harness.place("cuda", comm.rank)
         comm.prepare_cuda(dtypes=[])
@@ -611,7 +611,7 @@ def test_a_kernel_that_one_rank_cannot_compile_is_told_to_all() -> None:
 
 
 def left_alone_with_a_graph() -> str:
-    """The first rank replays a graph for which nobody else comes, and says nothing of it; the other hears how it ends."""
+    """The first rank replays a graph that no other rank replays; the other rank sees how the process ends."""
     os.environ["ANTIPHON_ON_FAILURE"] = "abort"
     with antiphon.init() as comm:
         x = filled(comm, harness.place("cuda", comm.rank))

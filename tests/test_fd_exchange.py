@@ -22,7 +22,7 @@ from antiphon.comm.fd_exchange import broadcast_fd, exchange_fds, recv_fd_dgram,
 
 
 class Backend:
-    """The ranks of a communicator; ``then`` sees what they told each other before this rank goes on."""
+    """The ranks of a communicator; ``then`` sees the exchanged objects before this rank continues."""
 
     def __init__(self, comm: antiphon.Communicator, then: Callable[[Any], Any] = lambda words: words) -> None:
         self.comm, self.then = comm, then
@@ -85,7 +85,7 @@ def read_and_close(*fds: int) -> list[str]:
 
 
 def exchanged(comm: antiphon.Communicator, then: Callable[[Any], Any] = lambda words: words) -> list[str]:
-    """What this rank reads from everybody's descriptor."""
+    """What this rank reads from every rank's descriptor."""
     mine = file_of(comm.rank)
     try:
         fds = exchange_fds(Backend(comm, then), mine)
@@ -169,7 +169,7 @@ def test_a_rank_that_leaves_is_named_at_once_and_nothing_stays_open() -> None:
 
 
 def killed_in_between() -> tuple[str, list[str]]:
-    """What rank 0 hears when rank 1 is killed, and the names of all mailboxes."""
+    """The error of rank 0 when rank 1 is killed, and the names of all mailboxes."""
     names: list[str] = []
 
     def then(words: Any) -> None:

@@ -27,7 +27,7 @@ fn hasty() -> Builder {
     patient().timeout(HASTY)
 }
 
-/// Each of `ranks`, on a thread of its own, joins and then gives everybody its number.
+/// Each of `ranks`, on a thread of its own, joins and then gives every rank its number.
 fn meet(
     ranks: impl IntoIterator<Item = usize>,
     join: impl Fn(usize) -> Result<Communicator, FabricError> + Sync,

@@ -365,7 +365,7 @@ fn connections_of_another_user_get_no_answer() {
     });
 }
 
-/// Waits until somebody listens.
+/// Waits until a process listens.
 fn await_listener(ticket: &Ticket) {
     let Address::Abstract(name) = &ticket.address else { unreachable!("a random ticket") };
     while !std::fs::read_to_string("/proc/net/unix").unwrap().contains(name) {

@@ -1,4 +1,4 @@
-//! What can be wrong with a plan's form.
+//! The errors in a plan's form.
 
 use std::io;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! Where chunks begin in bytes.
+//! The offsets of chunks, in bytes.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! What the numbers of a plan stand for.
+//! Resolving the numbers of a plan to its objects.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -44,7 +44,7 @@ _operators.define(
 
 
 def check_world(info: ParallelInfo) -> None:
-    """The layout is that of the default group, and is served."""
+    """Refuses a layout that is not that of the default group, or not supported."""
     if info.world_size == 1:
         raise ValueError("MixedCommHandler: world_size is 1, and there is nothing to communicate")
     if not dist.is_available() or not dist.is_initialized():
@@ -248,7 +248,7 @@ def _samples(handler: MixedCommHandler, call: Callable[[], None], samples: int =
         for _ in range(calls):
             call()
 
-    several()  # connects the ranks
+    several()  # the first calls connect the ranks
     if device.type == "cpu":
         return [_host_seconds(several) / calls for _ in range(samples)]
     with torch.cuda.device(device):

@@ -19,7 +19,7 @@ from antiphon.comm.mnnvl import TorchDistBackend, communicator_of
 if TYPE_CHECKING:
     import torch
 
-#: Addresses from here on are of no memory on any processor. Those of a workspace share all but the last bits.
+#: From this number on, an address belongs to no memory on any processor. The addresses of a workspace share all but the last bits.
 _NOWHERE, _BITS = 0x4160 << 48, 16
 
 _numbers = itertools.count(1)
@@ -239,7 +239,7 @@ def _addresses(number: int, parts: int, tp_size: int) -> list[list[int]]:
 
 
 def _number(pointer: int) -> int | None:
-    """The number of the workspace that an address is of."""
+    """The number of the workspace to which an address belongs."""
     return (pointer & (1 << 48) - 1) >> _BITS if pointer >> 48 == _NOWHERE >> 48 else None
 
 

@@ -20,7 +20,7 @@ __all__ = ["CudaRTLibrary", "create_shared_buffer", "free_shared_buffer"]
 
 _Group: TypeAlias = "ProcessGroup | Communicator | None"
 
-# What torch's groups and our communicators have no place of their own for.
+# State of torch's groups and of our communicators, which have no attribute for it.
 _communicators: "WeakKeyDictionary[ProcessGroup, Communicator]" = WeakKeyDictionary()
 _buffers: "WeakKeyDictionary[Communicator, dict[int, SharedBuffer | CudaBuffer]]" = WeakKeyDictionary()
 
@@ -89,7 +89,7 @@ def owner(pointers: Sequence[int], rank: int) -> Communicator | None:
 
 
 def communicator(caller: str, group: _Group) -> Communicator:
-    """The communicator of a group, which meets for it the first time."""
+    """The communicator of a group; in the first call the ranks meet."""
     if isinstance(group, Communicator):
         return group
     if group is None:

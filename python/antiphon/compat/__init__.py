@@ -91,7 +91,7 @@ def told_children() -> list[str]:
 
 
 def tell_children(peers: Collection[str]) -> None:
-    """Has the processes that this one starts serve these peers and no others, from their start."""
+    """Makes the processes that this one starts serve exactly these peers."""
     path = os.environ.get("PYTHONPATH")
     folders = [folder for folder in path.split(os.pathsep) if folder != _HOOK] if path else []
     if peers:
@@ -126,7 +126,7 @@ def _put_back(name: str, modules: dict[str, ModuleType]) -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds our modules under the peers' names. Asked first."""
+    """Finds our modules under the peers' names. Python asks it first."""
 
     def __init__(self) -> None:
         #: The peers that are served, each with the modules that had its names before.
@@ -179,7 +179,7 @@ class _Parents(MetaPathFinder):
         return any(peer.startswith(f"{name}.") for peer in _finder.hidden)
 
     def forget(self) -> None:
-        """Takes back those that nothing is in any more."""
+        """Removes the packages without modules."""
         for name in {name for name in self.made if not self.is_served(name)}:
             self.made.remove(name)
             sys.modules.pop(name, None)

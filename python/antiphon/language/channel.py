@@ -1,4 +1,4 @@
-"""What connects ranks."""
+"""Channels between ranks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from antiphon._core import Chunk, ThreadBlockGroup
 from antiphon.language.internal.globals import get_program
 from antiphon.language.internal.types import BufferType, ChannelType, RankGroup, ReduceOperationType, SyncType
 
-# Scripts take more from here than is defined here, by star imports.
+# Scripts import further names from this module, by star imports.
 __all__ = [
     "BufferType",
     "ChannelType",

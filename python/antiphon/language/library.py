@@ -1,4 +1,4 @@
-"""The usual algorithms, written already.
+"""The usual algorithms, as ready plans.
 
     from antiphon.language import library
 

@@ -31,7 +31,7 @@ class Streams:
         self._raw = -1
 
     def enter(self) -> None:
-        """Makes a call on the current stream come after the one before."""
+        """Orders a call on the current stream after the call before."""
         if torch._C._cuda_getCurrentRawStream(self.device) != self._raw:
             self._follow(torch.cuda.current_stream(self.device))
 

@@ -139,7 +139,7 @@ class _Operation:
         self.schema = f"{name}(Tensor x, {arguments}) -> Tensor"
 
     def empty(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """A result with nothing in it."""
+        """A result without values."""
         given = {"root": 0, **dict(zip(self._names, arguments)), **named}
         return self._empty(x, given, _group(given["group"]))
 
@@ -186,7 +186,7 @@ def _size(group: antiphon.Communicator | Group) -> int:
 
 
 def _resharded(x: Tensor, gather_dim: int, shard_dim: int, group: str, site: str = "") -> Tensor:
-    """A result with nothing in it."""
+    """A result without values."""
     size, shape = _size(_group(group)), list(x.shape)
     if not 0 <= gather_dim != shard_dim >= 0 or max(gather_dim, shard_dim) >= x.dim():
         raise ValueError(f"shard_dim_all_to_all: dimensions {gather_dim} and {shard_dim} of {x.dim()}: two that differ")
@@ -225,7 +225,7 @@ def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
     return comm
 
 
-#: What a fused call gives, and the elements of what is not like its input.
+#: The outputs of a fused call, and the elements of those that differ from its input.
 _OUTPUTS = {
     "sum": None,
     "residual": None,

@@ -137,7 +137,7 @@ fn a_message_goes_on_without_its_handle<B: Backend>(world: usize) {
             0 => drop(comm.start_send(message.clone(), 1).unwrap()),
             1 => {
                 drop(comm.start_recv(vec![0u8; message.len()], 0).unwrap());
-                // The next one comes after the one that nobody waits for.
+                // The next message comes after the one for which no call waits.
                 let mut got = [0u8];
                 comm.recv(&mut got, 0).unwrap();
                 assert_eq!(got, [42]);

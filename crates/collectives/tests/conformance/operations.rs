@@ -242,7 +242,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         self.calls(|rank| uneven(rank, self.world(), &counts), 0);
     }
 
-    /// Everyone sends to the next rank and receives from the one before, itself in a world of one.
+    /// Every rank sends to the next rank and receives from the one before, itself in a world of one.
     pub fn ring(&self, count: usize) {
         let inputs = self.inputs(count);
         let what = self.what("send_recv round the ring", count);

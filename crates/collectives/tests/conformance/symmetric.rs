@@ -77,7 +77,7 @@ impl Call {
         put(input, mine, &mut before);
         let mut after = before.clone();
         put(output, &self.expected, &mut after);
-        // SAFETY: until the next barrier nobody else touches this copy.
+        // SAFETY: until the next barrier no other rank accesses this copy.
         unsafe { own_copy.copy_from_nonoverlapping(before.as_ptr(), before.len()) };
         comm.barrier().unwrap();
 
@@ -106,7 +106,7 @@ impl Call {
         done.unwrap_or_else(|error| panic!("{what}: {error}"));
 
         // No barrier: the result is there when the call returns.
-        // SAFETY: nobody touches this copy before the barrier below.
+        // SAFETY: no rank accesses this copy before the barrier below.
         let actual = unsafe { std::slice::from_raw_parts(own_copy, before.len()) };
         assert_same_bits(actual, &after, &what);
         if output.is_none() {
@@ -184,7 +184,7 @@ fn memory_of_another_communicator_serves_too<B: Backend>(dtype: DType, world: us
         let buffer = group.create_shared_buffer(call.room()).unwrap();
         let own = buffer.as_mut_ptr(group.rank());
         let (mine, shape) = (&call.inputs[comm.rank()], [20_000]);
-        // SAFETY: the place lies in this rank's copy, which nobody else touches.
+        // SAFETY: the place lies in this rank's copy, which no other rank accesses.
         let tensor = || unsafe {
             own.copy_from_nonoverlapping(mine.bytes().as_ptr(), call.bytes());
             TensorViewMut::from_raw_parts(own, dtype, &shape, None, comm.device()).unwrap()

@@ -1,5 +1,5 @@
-//! Between operations of one thread block that touch the same chunks, its threads must meet: they share an operation's
-//! bytes in another way each time.
+//! Inserts synchronisations between operations of one thread block that access the same chunks: its threads divide the bytes of
+//! each operation in another way.
 
 use std::collections::BTreeMap;
 

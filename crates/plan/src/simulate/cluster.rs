@@ -1,4 +1,4 @@
-//! What a plan runs on, in figures.
+//! The figures of a cluster, on which a plan is simulated.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! What an operation costs: which bytes it moves over which links.
+//! The cost of an operation: the bytes that it moves over each link.
 
 use std::ops::Range;
 

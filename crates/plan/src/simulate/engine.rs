@@ -1,4 +1,4 @@
-//! The events, in the order of their times, and what thread blocks do at them.
+//! The events in the order of their times, and the actions of thread blocks at them.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -1,4 +1,4 @@
-//! Which links a cluster has, and which ones a flow takes.
+//! The links of a cluster, and those that a flow takes.
 
 use super::cluster::Cluster;
 use super::network::{Network, ResourceId};

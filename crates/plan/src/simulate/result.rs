@@ -1,4 +1,4 @@
-//! What a simulation tells.
+//! The result of a simulation.
 
 use crate::ids::Rank;
 use crate::place::Place;

@@ -1,4 +1,4 @@
-//! Thread blocks that wait, and what ends it.
+//! Waiting thread blocks, and the events that end their waits.
 
 use std::ops::Range;
 

@@ -1,7 +1,7 @@
-//! Memory cut into cells: so fine that every move takes whole cells to whole cells, and no finer than that needs.
+//! Memory divided into the largest cells such that every move takes whole cells to whole cells.
 //!
-//! Whatever happens to one byte of a cell happens to all of it, so everything else is about cells, however many bytes a
-//! chunk has. Cuts are where some access begins or ends, and where a move carries a cut from one of its ends to another.
+//! All bytes of a cell are treated alike, so the proof works on cells, and their number does not depend on the bytes of a
+//! chunk. A cell ends where some access begins or ends, and where a move carries such a boundary from one of its ends to the other.
 
 use std::ops::Range;
 

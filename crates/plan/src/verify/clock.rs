@@ -1,4 +1,4 @@
-//! Vector clocks, as sparse as what is known.
+//! Sparse vector clocks.
 
 /// For some timelines, up to which level all is done. Of the others nothing is known, and not even that they have begun.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! What a collective must deliver.
+//! The result that a collective must have.
 
 use antiphon_operation::ReduceOp;
 use serde::{Deserialize, Serialize};

@@ -1,8 +1,9 @@
-//! What happens before what, whatever the run: a clock for each access.
+//! The order of accesses in every run: a clock for each access.
 //!
-//! A timeline is a thread block, a port channel of one, or a single piece of a move that writes packets. A block's level
-//! grows where its threads meet, a port's with each push. A block comes to know something where its threads meet after the
-//! step that brought the news, and passes on what it knew when its threads met before the step that sends them.
+//! A timeline is a thread block, a port channel of one, or a single piece of a move that writes packets. The level of a block
+//! grows where its threads synchronise, and that of a port with each push. A block learns of other timelines where its threads
+//! synchronise after the step that received this knowledge. It passes on the knowledge that it had when its threads synchronised
+//! before the step that sends it.
 
 use std::rc::Rc;
 

@@ -1,12 +1,12 @@
-//! The runs of the program, as thread blocks of many threads do it; or of one, which is more easily stuck.
+//! The runs of the program, with thread blocks of many threads, or of one thread, which can deadlock more easily.
 //!
-//! A run is decided by itself except where several blocks may take the same one from a counter: all else that can be done
-//! stays so until it is done, and is done at once. So only these takes are tried in every order, and what can happen in any
-//! run happens in one of these. Blocks that have taken as often each stand at the same place, whatever the order was, which
-//! is why states are told apart by that alone (and by what memory holds, where that matters).
+//! A run has a choice only where several blocks may take the same count from a counter. Every other possible step stays possible
+//! until it is done, and is done at once. So only the orders of these takes are tried, and everything that can happen in any
+//! run happens in one of them. The number of takes of each block determines the places of all blocks, whatever the order was.
+//! So states are distinguished by these numbers alone (and by the content of memory, where that matters).
 //!
-//! Accesses may be held: begun and never done. Two that are held and both begin are under way together in some run: a race.
-//! If no run has them both begin, one of them is always done before the other begins.
+//! Accesses may be held: they begin and never end. If two held accesses both begin in some run, they happen at the same time: a race.
+//! If they both begin in no run, one of them always ends before the other begins.
 
 use std::cell::{Cell, OnceCell};
 use std::collections::{HashMap, HashSet, VecDeque};

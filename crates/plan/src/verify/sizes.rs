@@ -1,4 +1,4 @@
-//! At which sizes a plan is proved, so that it is proved at all.
+//! The sizes at which a plan is proved, which represent all sizes.
 //!
 //! Sizes are those of a chunk: whole units of the alignment, from one unit up to what the largest message allows. The
 //! smallest message is no limit, for a chunk may be run in parts ([`Extent::part`]).

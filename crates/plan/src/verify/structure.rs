@@ -1,4 +1,4 @@
-//! What can be seen of each operation by itself: sizes, bounds, types, and where channels lead.
+//! The checks of each operation by itself: sizes, bounds, types, and the ends of channels.
 
 use crate::ids::{ChannelIndex, Rank};
 use crate::op::{

@@ -1,4 +1,4 @@
-//! What every cell holds, as a set of contributions, and whether it is what the collective must deliver.
+//! The content of every cell as a set of contributions, compared with the result that the collective must have.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;

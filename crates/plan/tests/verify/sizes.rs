@@ -408,7 +408,7 @@ fn where_turns_are_not_in_step_there_is_a_proof_for_a_range() {
 #[test]
 fn what_goes_wrong_in_a_range_is_rejected() {
     for (why, mut plan) in not_in_step() {
-        // Nobody tells of the input that is overwritten, in all of it or in the last turn.
+        // No signal orders the overwritten input, in all of it or in the last turn.
         let all = copied(CopyKind::Plain, BufferType::Scratch, BufferType::Output, 1, None);
         let block = ThreadBlock { id: 9, ops: vec![all.into()], ..plan.gpus[0].threadblocks[0].clone() };
         let id = plan.gpus[0].threadblocks.len() as u32;

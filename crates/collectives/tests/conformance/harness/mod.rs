@@ -115,7 +115,7 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
         from: usize,
     ) -> Result<()>;
 
-    /// The error that this rank hears of from its peers, if a call that disagreed with theirs has succeeded here.
+    /// The error that this rank gets from its peers, if a call that disagreed with theirs has succeeded here.
     fn told(&self) -> Result<()> {
         Ok(())
     }

@@ -51,7 +51,7 @@ impl<B: Backend> Tensor<B> {
         Self { memory, start, dtype, count, device: comm.device() }
     }
 
-    /// An output that nobody has written.
+    /// An output that has not been written.
     pub fn unwritten(comm: &B, dtype: DType, count: usize, alignment: Alignment) -> Self {
         Self::holding(comm, &Values::from_bytes(dtype, vec![UNWRITTEN; count * dtype.size()]), alignment)
     }

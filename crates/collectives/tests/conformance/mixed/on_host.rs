@@ -115,7 +115,7 @@ fn what_makes_no_sense_is_refused<B: Backend>(world: usize) {
         assert!(refused.contains("of 5") && refused.contains("of 4"), "{refused}");
         let nodes = MixedLayout::builder(world, comm.rank()).local_size(2).build().unwrap();
         assert!(text(MixedHandler::new(&comm, nodes).map(drop)).contains("inter_size 2"));
-        // Nobody has called anything, so all are still in step.
+        // No rank has made a call, so all ranks are still in step.
         mixed.run(&comm, gather, &block, &mut out).unwrap();
     });
 }
