@@ -285,8 +285,8 @@ class Communicator:
         The algorithm is chosen from measured tables unless given; on the host that needs another ``out`` than ``x``.
 
         ``registered`` is for CUDA: ``x`` lies in memory given to :meth:`register_cuda`, at the same place of it on all ranks,
-        and peers load it where it lies. By ``"one-shot"`` into any ``out`` but ``x``; by ``"two-shot"`` into one that
-        is registered too, or ``x`` itself, for which it is the usual one."""
+        and peers load it in place. With ``"one-shot"``, ``out`` is any memory except ``x``. With ``"two-shot"``, ``out`` is registered
+        too, or is ``x`` itself, where two-shot is the default."""
 
     def all_reduce_rms_norm(
         self,
@@ -597,7 +597,7 @@ class SharedBuffer:
         """The address, in this process, of a rank's copy."""
 
     def memory(self, dtype: str, shape: Sequence[int] | None = None, rank: int | None = None) -> Memory:
-        """The start of a rank's copy (this rank's, unless said otherwise) as a tensor of this dtype (``"float32"``,
+        """The start of a rank's copy (by default this rank's) as a tensor of this dtype (``"float32"``,
         ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given)."""
 
 @final

@@ -84,7 +84,7 @@ impl Output {
     }
 }
 
-/// A call whose arguments make sense beside each other, on one rank.
+/// A call on one rank whose arguments were checked, each alone and with the others.
 pub(crate) struct CheckedCall<'c> {
     pub(crate) call: &'c Call<'c>,
     /// What the ranks must agree on.
@@ -101,7 +101,7 @@ pub(crate) struct CheckedCall<'c> {
 }
 
 impl<'c> CheckedCall<'c> {
-    /// Checks a call of rank `rank` of `world_size` whose tensors lie on `device`: each tensor alone, then one beside the other.
+    /// Checks a call of rank `rank` of `world_size` whose tensors lie on `device`: first each tensor alone, then both together.
     /// A tensor that the rank need not pass is not looked at.
     #[inline]
     pub(crate) fn of_tensors(

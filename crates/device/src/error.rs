@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-/// A resource of this machine that could not be had, with the call that failed.
+/// A resource that the machine refused, with the failed call.
 ///
 /// Cloning is cheap: an error is often reported to several waiting callers.
 #[derive(Debug, Clone, thiserror::Error)]

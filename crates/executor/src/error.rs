@@ -109,7 +109,7 @@ pub enum ExecutorError {
         /// The plan's name.
         plan: String,
     },
-    /// An operation waited in vain.
+    /// An operation waited until the deadline, or for a lost peer.
     #[error("{place}: {waiting}: {reason}")]
     Stuck {
         /// The place of one waiting operation; others may wait too.

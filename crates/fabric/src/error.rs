@@ -51,7 +51,7 @@ pub enum FabricError {
     /// The ranks did not meet.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
-    /// A resource of this machine could not be had.
+    /// The machine refused a resource.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A peer is gone.
@@ -125,7 +125,7 @@ pub enum FabricError {
         /// The ranks of the communicator.
         members: Members,
     },
-    /// Ranks that live did not come to [shrink](crate::Communicator::shrink) the communicator, or do not go on with it.
+    /// Living ranks did not call [`shrink`](crate::Communicator::shrink), or did not complete it.
     #[error("shrink timed out after {waited:.1?}: still waiting for {}", members.names(missing, *world_size))]
     ShrinkTimeout {
         /// How long this rank waited.

@@ -65,7 +65,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The plan that [`Program::plan`] makes from a [draft](Program::draft): fused, ordered and replicated, but not checked for pairing.
+    /// The plan that [`Program::plan`] makes from a [draft](Program::draft): fused, ordered and replicated, but not checked for
+    /// pairing.
     ///
     /// # Errors
     /// [`LanguageError::Plan`] if instances have no room.

@@ -175,7 +175,7 @@ impl<'p> Rank<'p> {
         })
     }
 
-    /// These thread blocks meet: all that each did before is done before any goes on. Of one, its threads.
+    /// These thread blocks synchronise: no block continues before all have done their earlier operations.
     ///
     /// # Errors
     /// [`LanguageError::EmptyBarrier`] if there are none.

@@ -213,7 +213,7 @@ impl State {
         self.set_origin(file, line);
     }
 
-    /// What follows comes from the caller, unless it was said otherwise.
+    /// Records the caller as the origin of the following operations, unless an origin was set.
     pub fn called_from(&mut self, location: &'static Location<'static>) {
         if !self.told {
             self.set_origin(location.file(), location.line());

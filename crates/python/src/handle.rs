@@ -108,7 +108,8 @@ impl Handle {
         Self::of(Mutex::new(State::Pending(Box::new(pending))), result)
     }
 
-    /// Waits for at most `limit`; returns whether it is over. As with all accesses of the state, the caller is detached from the interpreter:
+    /// Waits for at most `limit`; returns whether it is over. As with all accesses of the state, the caller is detached from
+    /// the interpreter:
     /// a thread with the lock does not need the interpreter, and a thread that needs the interpreter does not hold the lock.
     fn is_over_in(&self, limit: Duration) -> bool {
         let mut state = self.state();

@@ -1,7 +1,7 @@
 //! Ctrl-C while a call waits.
 //!
 //! Python's signal handlers run on its main thread, between two steps of Python code. A call that waits is one step, so it
-//! looks now and then whether a handler wants to run; if that raises, the wait ends and the exception goes on.
+//! checks now and then whether a handler must run. If the handler raises, the wait ends and the call raises the exception.
 
 use std::cell::{Cell, RefCell};
 

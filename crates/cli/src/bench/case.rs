@@ -76,7 +76,7 @@ impl Collective {
         self.operation().and_then(|operation| operation.row().bus_factor.among(ranks))
     }
 
-    /// How many elements input and output have beside each other.
+    /// The numbers of elements of input and output.
     pub(super) fn extents(self) -> (Extent, Extent) {
         self.operation().map_or((Extent::Block, Extent::Block), |operation| {
             let row = operation.row();

@@ -36,7 +36,7 @@ pub struct Args {
     json: bool,
     /// Show what the ranks of a running job wait for: the process of a rank, or of what started the ranks
     ///
-    /// The job goes on undisturbed. Ranks of other users are not seen, nor waits of kernels on GPUs.
+    /// The job is not disturbed. The report has neither ranks of other users nor waits of kernels on GPUs.
     #[arg(long, value_name = "PID")]
     job: Option<u32>,
 }

@@ -126,8 +126,8 @@ impl<W: Write> Table<W> {
     }
 }
 
-/// The last columns of a row measured on GPUs: the host's time, the time without synchronised GPUs, both for NCCL, and the ratio of ours
-/// to it.
+/// The last columns of a row measured on GPUs: the host's time, the time without synchronised GPUs, both for NCCL, and the
+/// ratio of ours to it.
 fn gpu_cells(gpu: &OnGpu, latency_us: f64) -> Vec<String> {
     let host = gpu.host_us.map_or("-".into(), four_digits);
     let mut cells = vec![host, four_digits(gpu.free_us)];

@@ -65,7 +65,7 @@ impl CudaCollectives {
     /// be the same on all ranks.
     ///
     /// Registered tensors lie at the same place of the memory on all ranks: peers load the input where it lies, and nothing is
-    /// staged. How fast that is beside the staged form stands in docs/cuda.md. One-shot's output is any other memory of this
+    /// staged. docs/cuda.md compares its speed with the staged form. One-shot's output is any other memory of this
     /// rank; two-shot's is registered too, and may be the input.
     ///
     /// # Errors
@@ -294,7 +294,7 @@ impl CudaCollectives {
         unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
-    /// Waits, in the order of the stream, until the streams of all ranks have come here.
+    /// Makes the stream wait until the streams of all ranks have reached this call.
     ///
     /// # Errors
     /// As [`check`](Self::check).

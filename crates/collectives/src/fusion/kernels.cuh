@@ -57,8 +57,8 @@ template <class What> DEVICE void each_vector(u32 first, u32 step, u32 end, What
 }
 
 // Reduces vectors of the rows that are this rank's, which begin at `own`: those from `first` on in steps that come before `end`,
-// AT_ONCE at a time, while the next vectors of all ranks are on their way to shared memory. A vector that was EMPTY when it was copied is copied
-// again: a copy reads L2 word by word, as a volatile load does. For a whole warp; false if it waited in vain.
+// AT_ONCE at a time, while the next vectors of all ranks are on their way to shared memory. A vector that was EMPTY when it was
+// copied is copied again: a copy reads L2 word by word, as a volatile load does. For a whole warp; false if it waited in vain.
 DEVICE bool reduce_ahead(reader& r, const turn& t, const fused& f, const row_team& team, u32 own, u32 first, u32 step, u32 end) {
     const arguments& a = r.a;
     const u8* lanes = a.own + lane_at(a, t.slot, 0);

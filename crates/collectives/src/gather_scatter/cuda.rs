@@ -101,7 +101,7 @@ pub(crate) unsafe fn reduce_scatter(
     Ok(())
 }
 
-/// Waits, in the order of the stream, until the streams of all ranks have come here.
+/// Makes the stream wait until the streams of all ranks have reached this call.
 pub(crate) fn barrier(tenant: &Tenant, stream: StreamRef<'_>) -> Result<()> {
     let loaded = tenant.ready(Movement, stream)?;
     let work = Work::new(Signature::new(Operation::Barrier));

@@ -2,8 +2,8 @@
 //
 // Each ordered pair of ranks has CHANNELS rings of rows in the receiver's memory. A message is a head, which describes it, and
 // its rows. Row i goes through ring i % CHANNELS, and a warp serves one ring at a time, so warps need not wait for each other.
-// The sender fills a ring as far as it knows that its rows are empty. The receiver waits for a row, empties it, and reports its position to
-// the sender after each quarter of the ring. So a message may have any length, however small the memory; a short message
+// The sender fills a ring as far as it knows that its rows are empty. The receiver waits for a row, empties it, and reports its
+// position to the sender after each quarter of the ring. So a message may have any length, however small the memory; a short message
 // neither waits for its receiver nor, usually, for a release to the sender.
 //
 // The position in a ring is in device memory, so that graphs may be replayed between other calls. Both ranks may send

@@ -211,7 +211,7 @@ pub(super) fn own_block(layout: &MixedLayout, call: &MixedCall<'_>, row: &Output
     Ok(Output { data, count: blocks.len(group), dtype: row.dtype })
 }
 
-/// All ranks have the same layout, each from its own place.
+/// Checks that all ranks have the same layout, each with its own rank.
 pub(super) fn agree_on_layout(comm: &Communicator, layout: &MixedLayout) -> Result<()> {
     let sizes = comm.exchange_objects(&(layout.tp_size(), layout.dp_size()))?;
     let Some(other) = sizes.iter().position(|theirs| *theirs != sizes[0]) else { return Ok(()) };
@@ -222,7 +222,7 @@ pub(super) fn agree_on_layout(comm: &Communicator, layout: &MixedLayout) -> Resu
     Err(FabricError::invalid(format!("layouts differ: {}, {}", text(0), text(other))).into())
 }
 
-/// The layout is that of a communicator's rank, on one node.
+/// Checks that the layout is that of a communicator's rank, on one node.
 pub(super) fn check_layout(layout: &MixedLayout, rank: usize, world_size: usize) -> Result<()> {
     let invalid = |text: String| Err(FabricError::invalid(text).into());
     let (theirs, inter_size) = ((layout.world_rank(), layout.world_size()), layout.inter_size());
@@ -243,7 +243,7 @@ pub(super) fn check_layout(layout: &MixedLayout, rank: usize, world_size: usize)
     Ok(())
 }
 
-/// The operation is one of the layout.
+/// Checks that the operation is one of the layout.
 pub(super) fn check_op(layout: &MixedLayout, op: MixedOp) -> Result<()> {
     let valid = layout.valid_ops();
     if valid.contains(&op) {
@@ -259,7 +259,7 @@ pub(super) fn check_op(layout: &MixedLayout, op: MixedOp) -> Result<()> {
     Err(CollectiveError::Refused { operation: operation_of(op).name(), which: "operation", expected })
 }
 
-/// Operation, mode and counts make sense in the layout.
+/// Checks that operation, mode and counts suit the layout.
 pub(super) fn check_call(layout: &MixedLayout, call: &MixedCall<'_>, modes: &[MixedMode]) -> Result<()> {
     check_op(layout, call.op)?;
     let refused = |which, expected: String| {

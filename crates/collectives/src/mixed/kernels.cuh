@@ -165,8 +165,8 @@ template <bool PLAIN> DEVICE void gather_bytes1_of(const arguments& a, const blo
     if (!r.finish()) fail_row<PLAIN>(a, b, 0, 1);
 }
 
-// Reduce-scatter + all-reduce, one hop: every rank gets its group's block from all ranks, and sums the blocks. (WORLD - 1) · n bytes out. In
-// place, a thread has sent the vectors that it overwrites.
+// Reduce-scatter + all-reduce, one hop: every rank gets its group's block from all ranks, and sums the blocks. (WORLD - 1) · n
+// bytes out. In place, a thread has sent the vectors that it overwrites.
 template <bool PLAIN> DEVICE void scatter_waits_of(const arguments& a, const blocks& b) {
     const u32 count = b.count[own_group(a)], vectors = vectors_of(count), most = vectors_of(b.most);
     const elements<PLAIN> mine = block_in<PLAIN>(a.input, b, own_group(a)), out(a.output, count);

@@ -1,4 +1,5 @@
-//! What the host promises beyond the suite of all backends: which ranks learn of a mismatch, however late, and that no later call works.
+//! What the host promises beyond the suite of all backends: which ranks learn of a mismatch, however late, and that no later
+//! call works.
 
 use std::time::{Duration, Instant};
 

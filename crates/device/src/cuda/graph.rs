@@ -104,7 +104,7 @@ impl Drop for Graph {
     }
 }
 
-/// A capture that is going on. A panic in the work ends it too.
+/// A capture in progress. A panic in the work ends it too.
 struct Recording<'a> {
     stream: StreamRef<'a>,
 }

@@ -62,7 +62,7 @@ const COMPLETE: u32 = 2;
 /// and the report are.
 const BOARD_WORDS: usize = 4;
 
-/// How waits on a device end that are in vain: the word by which the host ends them, the report of the first one that gives up,
+/// The means by which waits on a device end: the word by which the host ends them, the report of the first one that gives up,
 /// and the board in the device's memory on which the others see that it has.
 ///
 /// The word and the report lie in host memory, which the host reads while a kernel runs and after it has left. Kernels read the

@@ -184,7 +184,7 @@ impl<'a> StreamRef<'a> {
     /// Waits for all work submitted so far, for `limit` at most.
     ///
     /// # Errors
-    /// [`CudaError::Deadline`], with the work still going on; [`CudaError::Call`] with what went wrong in it.
+    /// [`CudaError::Deadline`], with the work still running; [`CudaError::Call`] with the work's own error.
     pub fn synchronize_within(&self, limit: Duration) -> Result<(), CudaError> {
         let start = Instant::now();
         while !self.is_done()? {

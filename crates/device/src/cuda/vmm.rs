@@ -66,7 +66,7 @@ impl Allocation {
         Self::create_for(context, len, POSIX_FD)
     }
 
-    /// As [`create`](Self::create), to be handed over in another way, or in none.
+    /// As [`create`](Self::create), for memory that is shared in another way, or not at all.
     pub(super) fn create_for(context: &Context, len: usize, way: HandleType) -> Result<Self, CudaError> {
         let _current = context.current()?;
         let properties = properties(context.device(), way)?;
@@ -173,7 +173,7 @@ impl Drop for Allocation {
 /// Memory at an address; unmapped on drop, for which all work that uses it must be done.
 ///
 /// The memory can be [released](Self::release) and other memory [put in its place](Self::restore), under the same address: what
-/// was captured in a graph goes on working.
+/// was captured in a graph continues to work.
 #[derive(Debug)]
 pub struct Mapping {
     /// None while the memory is released.

@@ -168,7 +168,7 @@ impl Machine {
         }
     }
 
-    /// Lets every block go on as far as it can.
+    /// Advances every block as far as possible.
     fn sweep(&mut self, launch: &Launch<'_>) -> Swept {
         let (mut moved, mut done) = (false, true);
         for id in 0..launch.program.blocks.len() {
@@ -184,7 +184,7 @@ impl Machine {
         }
     }
 
-    /// Lets one block go on as far as it can; whether it moved.
+    /// Advances one block as far as possible; returns whether it advanced.
     fn go_on(&mut self, launch: &Launch<'_>, id: usize, state: &mut State) -> bool {
         let steps = &launch.program.blocks[id].steps;
         let mut moved = false;
@@ -331,7 +331,7 @@ impl Machine {
         }
     }
 
-    /// The error of a launch that cannot go on: of the block that waits for another rank, if there is one.
+    /// The error of a launch that cannot continue: that of a block that waits for another rank, if there is one.
     fn stuck(&self, launch: &Launch<'_>, reason: FabricError) -> Stuck {
         let is_remote =
             |waiting: &Waiting| matches!(waiting, Waiting::Signal { .. } | Waiting::Packet { .. });

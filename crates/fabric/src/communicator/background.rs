@@ -62,7 +62,7 @@ impl Communicator {
     ///
     /// LocalWorld::run(2, |comm| {
     ///     let pending = comm.spawn(|comm| comm.barrier())?;
-    ///     comm.barrier()?; // goes on at the same time
+    ///     comm.barrier()?; // at the same time
     ///     pending.wait()
     /// });
     /// ```

@@ -228,7 +228,7 @@ fn send(socket: &OwnedFd, from: usize, to: &Mailbox, descriptor: BorrowedFd<'_>)
     }
 }
 
-/// The next letter that makes sense, with its descriptor, unless this process cannot have another.
+/// The next valid letter, with its descriptor, unless this process cannot have another one.
 fn receive(socket: &OwnedFd) -> Result<Option<(Letter, Arrived)>, Errno> {
     loop {
         let mut bytes = [0; 1024];

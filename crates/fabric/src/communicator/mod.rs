@@ -148,7 +148,7 @@ impl Communicator {
         Ok(rounds)
     }
 
-    /// Waits until every rank has come here.
+    /// Waits until every rank has called this.
     ///
     /// # Errors
     /// [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout),

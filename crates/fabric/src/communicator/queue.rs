@@ -102,7 +102,7 @@ impl Queue {
     ///
     /// # Errors
     /// Those of `work`; [`FabricError::InvalidArgument`] when called inside a call of the same queue;
-    /// [`FabricError::Interrupted`] while earlier calls go on (the communicator stays usable then). The hook of
+    /// [`FabricError::Interrupted`] while earlier calls run (the communicator stays usable then). The hook of
     /// [`Builder::interrupt`](crate::Builder::interrupt) is asked without any lock held.
     pub fn run<T, E: From<FabricError>>(
         &self,

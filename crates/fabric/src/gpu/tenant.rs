@@ -121,7 +121,7 @@ impl Tenant {
         self.resources.arena.release(comm)
     }
 
-    /// Undoes [`release_memory`](Self::release_memory): calls go on, and so do graphs that were captured before. All ranks call it
+    /// Undoes [`release_memory`](Self::release_memory): calls, and graphs that were captured before, work again. All ranks call it
     /// together; where nothing was released it does nothing.
     ///
     /// # Errors

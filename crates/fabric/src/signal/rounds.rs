@@ -208,7 +208,7 @@ impl Rounds {
     #[cold]
     fn look_around(&self, signature: &Signature, waited: Duration) -> Result<(), FabricError> {
         self.endpoint.check_interrupt(*signature)?;
-        // A peer may be unable to come here before a message of ours has moved on.
+        // A peer may be unable to post this round before a message of this rank has advanced.
         self.messages.progress();
         let arrival = |rank| self.packet(rank, self.sequence).head.arrival(self.sequence);
         let words = signature.to_words();

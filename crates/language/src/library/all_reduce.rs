@@ -109,7 +109,7 @@ pub fn two_shot(setting: &Setting) -> Result<Program> {
     Ok(program)
 }
 
-/// Parts go round a ring, once to be reduced and once to be handed out.
+/// Parts travel around a ring twice: first they are reduced, then they are distributed.
 ///
 /// 1. Part r sets out from rank r. Each rank adds its own to what comes and sends it to the next one, for n − 1 steps; then
 ///    rank r − 1 has all of part r.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::{Buffer, DataSync, MemoryChannel, PortChannel, Program, Result};
 
-/// The thread block that does everything, unless it is said otherwise.
+/// The thread block that does everything by default.
 pub(super) const BLOCK: u32 = 0;
 
 /// All ranks but one, from its successor on, so that not all turn to the same one first.

@@ -1,8 +1,8 @@
 //! Ready programs: the usual algorithms of the usual collectives.
 //!
 //! [`ALGORITHMS`] lists them, [`find`] finds one by its name, and [`Algorithm::plan`] makes its plan for a [`Setting`]: the
-//! number of ranks, in place or not, and the way of reducing. Each is a function of its own as well, whose page describes the steps of each rank,
-//! and when it is the right one.
+//! number of ranks, in place or not, and the way of reducing. Each is a function of its own as well, whose page describes the
+//! steps of each rank, and when it is the right one.
 //!
 //! | collective | algorithm | steps | bytes that a rank sends |
 //! | --- | --- | --- | --- |
@@ -179,7 +179,7 @@ impl Algorithm {
         self.program(setting)?.plan()
     }
 
-    /// Its program, to go on with.
+    /// Its program, to which more operations can be added.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -193,7 +193,7 @@ pub fn find(name: &str) -> Option<&'static Algorithm> {
     ALGORITHMS.iter().find(|algorithm| algorithm.name == name)
 }
 
-/// One that works in place, reduces nothing and knows of no nodes, unless it is said otherwise.
+/// An algorithm that by default works in place, reduces nothing and has no nodes.
 const fn algorithm(
     name: &'static str,
     collective: &'static str,

@@ -1,4 +1,4 @@
-//! Carrying a collective out: on the host, waited for or started, or in a stream of a GPU.
+//! Running collectives: blocking or started on the host, or in a stream of a GPU.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

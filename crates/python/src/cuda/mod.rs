@@ -142,7 +142,7 @@ impl Gpus {
         })
     }
 
-    /// Waits, in the order of a stream, until the streams of all ranks have come here.
+    /// Makes a stream wait until the streams of all ranks have reached this call.
     ///
     /// # Safety
     /// The stream is one of the device.

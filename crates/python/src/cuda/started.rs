@@ -1,4 +1,4 @@
-//! Collectives and messages that go on beside the current stream.
+//! Started collectives and messages, which run in other streams than the current one.
 
 use antiphon::{
     device::cuda::{Context, Event},

@@ -39,7 +39,8 @@ impl Variant {
     }
 }
 
-/// The communicators of the two collectives of a composed operation: the group of tensor parallel ranks, and that of data parallel ones.
+/// The communicators of the two collectives of a composed operation: the group of tensor parallel ranks, and that of data
+/// parallel ones.
 struct Groups<C> {
     tp: C,
     dp: C,

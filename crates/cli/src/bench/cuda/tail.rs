@@ -2,7 +2,8 @@
 //!
 //! A graph of [`CALLS`] calls is replayed without synchronising the GPUs before. In each replay the GPU of another rank is late
 //! by the skew. The reported time is the time beyond the skew: from the start of the late rank to its end. Ours and
-//! NCCL's replays take turns, in the same processes. Behind NCCL's all-reduce a separate kernel does the other operations of our fused call.
+//! NCCL's replays take turns, in the same processes. Behind NCCL's all-reduce a separate kernel does the other operations of
+//! our fused call.
 
 use std::{
     fs::File,
