@@ -5,7 +5,7 @@ use super::network::{Network, ResourceId};
 use super::result::LinkUse;
 use crate::ids::Rank;
 
-/// Of each GPU, in this order.
+/// For each GPU, in this order.
 const OUT: u32 = 0;
 const IN: u32 = 1;
 const DUPLEX: u32 = 2;

@@ -20,13 +20,13 @@ const WORK: usize = 1 << 25;
 /// The cells of all views.
 #[derive(Debug)]
 pub(super) struct Cells {
-    /// Of each view, where cells begin, ascending, and where the last one ends.
+    /// For each view, where cells begin, ascending, and where the last one ends.
     cuts: Vec<Vec<u64>>,
     /// The number of each view's first cell, and that behind the last.
     first: Vec<u32>,
     chunk: u64,
     inplace: bool,
-    /// Of each rank, whether packets and plain data share bytes of its scratch.
+    /// For each rank, whether packets and plain data share bytes of its scratch.
     mixed: Vec<bool>,
     pub pieces: usize,
 }
@@ -231,7 +231,7 @@ pub(super) fn buffer(program: &Program<'_>, rank: Rank, buffer: BufferType) -> (
     (home.view, start..start + program.plan.gpus[rank.index()].chunks(buffer) * program.chunk)
 }
 
-/// Of each rank, whether its scratch is used as packets and plain in the same bytes.
+/// For each rank, whether its scratch is used as packets and plain in the same bytes.
 fn mixed(program: &Program<'_>) -> Vec<bool> {
     let ranks = program.plan.gpus.len();
     let (mut plain, mut packets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);

@@ -30,7 +30,7 @@ impl Clock {
         }
     }
 
-    /// What either knows.
+    /// Adds the knowledge of another clock.
     pub fn join(&mut self, other: &Clock) {
         if other.0.iter().all(|&(timeline, level)| self.reaches(timeline, level)) {
             return;

@@ -19,15 +19,15 @@ const LIMIT: usize = 1 << 27;
 /// How often knowledge is used to gain more; what is known after any of them holds.
 const ROUNDS: usize = 6;
 
-/// What is known before each access.
+/// The clocks before each access.
 pub(super) struct Order {
-    /// Of each piece of a move, what is known before it.
+    /// For each piece of a move, what is known before it.
     pub before: Vec<Rc<Clock>>,
-    /// Of each move, what is known before any packets that it waits for.
+    /// For each move, what is known before any packets that it waits for.
     pub start: Vec<Rc<Clock>>,
-    /// Of each move, the level that its timeline has when it is done.
+    /// For each move, the level that its timeline has when it is done.
     pub level: Vec<u32>,
-    /// Of each rank, what is known when it has ended: its blocks have, and its ports are flushed.
+    /// For each rank, what is known when it has ended: its blocks have, and its ports are flushed.
     pub end: Vec<Clock>,
     /// The clocks that were added to each counter, by each of its releasers in turn.
     sent: Vec<Vec<Vec<Rc<Clock>>>>,
@@ -99,7 +99,7 @@ pub(super) fn orders(program: &Program<'_>, cells: &Cells, schedule: &Schedule) 
 struct Line {
     known: Rc<Clock>,
     level: u32,
-    /// What will be known when the threads meet.
+    /// The knowledge that the block gets when its threads synchronise.
     news: Vec<Rc<Clock>>,
 }
 
@@ -282,7 +282,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         }
     }
 
-    /// What a port's next push knows: the pushes before it, and what its block knows.
+    /// The knowledge of a port's next push: the pushes before it, and the knowledge of its block.
     fn reach(&mut self, agent: u32, port: u32) -> Rc<Clock> {
         let line = &mut self.ports[port as usize];
         let mut known = (*line.known).clone();

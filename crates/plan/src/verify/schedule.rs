@@ -18,7 +18,7 @@ use crate::place::Place;
 /// consecutive.
 pub(super) type Schedule = Vec<(u32, u32)>;
 
-/// What a run waits for.
+/// The wait of an agent.
 #[derive(Clone, Copy)]
 enum Waiting {
     Counter(u32),
@@ -29,17 +29,17 @@ enum Waiting {
 #[derive(Clone)]
 struct Run<'p, 'a> {
     program: &'p Program<'a>,
-    /// Of each agent, the next step, and of that the next link.
+    /// For each agent, the next step, and of that the next link.
     next: Vec<(u32, u32)>,
-    /// What each agent waits for.
+    /// The wait of each agent.
     waits: Vec<Option<Waiting>>,
-    /// Of each counter, how many were added.
+    /// For each counter, how many were added.
     added: Vec<i64>,
-    /// Of each counter, how many each of its acquirers has taken.
+    /// For each counter, how many each of its acquirers has taken.
     taken: Vec<Vec<u32>>,
-    /// Of each barrier, the agents that have reached it.
+    /// For each barrier, the agents that have reached it.
     come: Vec<Vec<u32>>,
-    /// Which cells have been written.
+    /// The cells that have been written.
     written: Vec<bool>,
     counter_waiters: Vec<Vec<u32>>,
     cell_waiters: HashMap<u32, Vec<u32>>,

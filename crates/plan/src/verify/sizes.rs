@@ -95,7 +95,7 @@ const RESIDUES: u64 = 1 << 12;
 /// How many turns the slowest pipeline has in one range after the other.
 const RANGES: [u64; 4] = [4, 8, 16, 32];
 
-/// What counts for a turn in units, where there are no pipelines.
+/// The unit of a turn where there are no pipelines.
 const NO_TURN: u64 = 4;
 
 /// Most sizes one after the other.
@@ -306,7 +306,7 @@ fn moves(op: &OpKind, mut each: impl FnMut(u64, Option<GroupShare>, bool)) {
     }
 }
 
-/// What a chunk of an operation is to a fiber: one of these, or the turn, counted from [`MET`].
+/// The state of an operation's chunk for a fiber: one of these, or the turn, counted from [`MET`].
 type State = u64;
 const BEFORE: State = 0;
 const BEHIND: State = 1;
@@ -317,9 +317,9 @@ const MET: State = 3;
 /// All fibers' patterns at one size.
 #[derive(PartialEq, Eq)]
 struct Patterns {
-    /// Of each pipeline, how many turns it has.
+    /// For each pipeline, how many turns it has.
     turns: Vec<u64>,
-    /// Of each pattern, the states of all chunks of all divisions.
+    /// For each pattern, the states of all chunks of all divisions.
     each: BTreeSet<Vec<State>>,
 }
 
@@ -536,7 +536,7 @@ impl Sizes {
         Ok(classes)
     }
 
-    /// Of each chunk of each division, the pipeline that it stands in, by number.
+    /// For each chunk of each division, the pipeline that it stands in, by number.
     fn slots(&self) -> Vec<Option<usize>> {
         let numbers: BTreeMap<_, _> = self.pipelines.iter().enumerate().map(|(at, &of)| (of, at)).collect();
         let number = |division: &Division| division.pipeline.and_then(|of| numbers.get(&of).copied());
@@ -596,7 +596,7 @@ fn follows(turns: &Turns, from: &Turns) -> bool {
         .all(|(turns, from)| distances(turns).zip(distances(from)).all(|(all, less)| less <= all))
 }
 
-/// Of each size the patterns that follow from no others, by number.
+/// For each size the patterns that follow from no others, by number.
 ///
 /// # Errors
 /// [`Kind::TooLarge`]
@@ -650,7 +650,7 @@ fn cover(of: &BTreeMap<u64, BTreeSet<usize>>) -> Vec<u64> {
     let mut sizes = BTreeSet::new();
     while !missing.is_empty() {
         let new = |numbers: &BTreeSet<usize>| numbers.intersection(&missing).count();
-        // Of those with most, the smallest.
+        // The smallest of those with most.
         let best = of.iter().rev().max_by_key(|(_, numbers)| new(numbers)).expect("some size has it");
         sizes.insert(*best.0);
         best.1.iter().for_each(|number| {

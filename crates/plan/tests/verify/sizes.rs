@@ -17,7 +17,7 @@ type Turned = (u64, u64);
 /// tell the others that it is there, and perhaps that there is room again.
 #[derive(Clone, Debug)]
 struct Stages {
-    /// Of each stage, if it is a pipeline.
+    /// For each stage, if it is a pipeline.
     pipelines: [Option<Turned>; 2],
     /// Thread blocks of each stage.
     groups: [u32; 2],
@@ -280,7 +280,7 @@ fn what_goes_wrong_at_some_sizes_is_rejected() {
         more: None,
         missing: None,
     };
-    // Of each half, only the two quarters are told that it is there: enough where four divides a chunk.
+    // For each half, only the two quarters are told that it is there: enough where four divides a chunk.
     let halves = (0..16).map(|pair| pair / 4 == pair % 4 / 2).collect();
     let quarters = Stages { pipelines: [None, None], groups: [2, 4], told: halves, ..right.clone() };
     // The second stage takes all that is told before it makes room: right as long as that is for all turns.
