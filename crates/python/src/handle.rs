@@ -8,7 +8,7 @@ use std::{
 use antiphon::prelude::{FabricError, Pending};
 use pyo3::{exceptions::PyTimeoutError, prelude::*};
 
-use crate::{cuda::Started, error::Error, fork::Process};
+use crate::{arguments::seconds, cuda::Started, error::Error, fork::Process};
 
 /// How long a wait goes on before Python's signal handlers have their turn.
 const LOOK: Duration = Duration::from_millis(10);
@@ -160,7 +160,7 @@ impl Handle {
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Py<PyAny>>> {
         self.process.check(|| "handle".to_owned())?;
-        let limit = crate::communicator::seconds("timeout", timeout)?;
+        let limit = seconds("timeout", timeout)?;
         let start = Instant::now();
         loop {
             let left = limit.map_or(LOOK, |limit| limit.saturating_sub(start.elapsed()).min(LOOK));

@@ -27,13 +27,14 @@ use pyo3::{
 use crate::{
     arguments::Given,
     communicator::Communicator,
-    cuda::{primary, stream_or_current},
+    cuda::primary,
     error::Result,
     fork::Process,
     handle::{Handle, Work},
     interrupt,
     moe::{Array, check_apart},
     operand::Usage,
+    stream::stream_or_current,
 };
 
 #[doc = stub!("MoeLowLatency")]

@@ -21,11 +21,12 @@ use pyo3::{
 use crate::{
     arguments::{Given, overlap},
     communicator::Communicator,
-    cuda::{ordinal, primary, stream_or_current},
+    cuda::primary,
     error::Result,
     fork::Process,
     interrupt,
     operand::{Operand, Usage},
+    stream::stream_or_current,
 };
 
 #[doc = stub!("Moe")]
@@ -293,7 +294,7 @@ impl Moe {
         let words = Array::read(words, "routes")?;
         // SAFETY: the arrays live until this returns, and those on a GPU as long as the handle; nobody writes them.
         let words = unsafe { words.view() }?;
-        let Some(device) = ordinal(words.device()) else {
+        let Some(device) = words.device().cuda_ordinal() else {
             let bytes = words.as_bytes()?;
             let words: Vec<u32> = bytes
                 .chunks_exact(4)
@@ -349,7 +350,7 @@ impl Moe {
         let ids = Array::read(ids, "ids")?;
         // SAFETY: the array lives until this returns; that nobody writes it meanwhile is the caller's to see to.
         let view = unsafe { ids.view() }?;
-        if let Some(device) = ordinal(view.device()) {
+        if let Some(device) = view.device().cuda_ordinal() {
             let per_rank = Array::write(tokens_per_rank, "tokens_per_rank")?;
             let per_expert = Array::write(tokens_per_expert, "tokens_per_expert")?;
             let in_rank = Array::write(is_token_in_rank, "is_token_in_rank")?;
@@ -416,7 +417,7 @@ impl Moe {
             format: RowFormat { hidden, dtype: x.dtype(), scales: scales.map(|scales| scales.dtype()) },
             capacity,
         };
-        let Some(device) = ordinal(routing.is_token_in_rank.device()) else {
+        let Some(device) = routing.is_token_in_rank.device().cuda_ordinal() else {
             return Ok(MoeHandle(Routes::Host(self.run(py, |moe, comm| moe.notify(comm, &routing))?)));
         };
         let words = Array::given(words, "words", Array::write)?;
@@ -489,7 +490,7 @@ impl Moe {
                     .map(|(ids, weights)| Choices { ids, weights }),
             },
         };
-        if let Some(device) = ordinal(call.tokens.x.device()) {
+        if let Some(device) = call.tokens.x.device().cuda_ordinal() {
             let handle = handle.0.cuda("dispatch")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return self.run_cuda(py, device, |moe, stream| unsafe { moe.dispatch(&handle, call, stream) });
@@ -537,7 +538,7 @@ impl Moe {
             // SAFETY: as above.
             output_weights: output_weights.as_ref().map(|array| unsafe { array.view_mut() }).transpose()?,
         };
-        if let Some(device) = ordinal(call.rows.device()) {
+        if let Some(device) = call.rows.device().cuda_ordinal() {
             let handle = handle.0.cuda("combine")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return self.run_cuda(py, device, |moe, stream| unsafe { moe.combine(&handle, call, stream) });
