@@ -107,7 +107,7 @@ class Buffer(LowLatencyBuffer):
 
     @property
     def runtime(self) -> Any:
-        """What makes the calls; ``None`` when destroyed."""
+        """The object that makes the calls; ``None`` when destroyed."""
         return self._calls
 
     def destroy(self) -> None:
@@ -154,7 +154,7 @@ class Buffer(LowLatencyBuffer):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """What the choices ``topk_idx``, ``[T, K]``, come to: ``num_tokens_per_rank`` (int32 ``[R]``), ``None`` (there is one
+        """The counts of the choices ``topk_idx``, ``[T, K]``: ``num_tokens_per_rank`` (int32 ``[R]``), ``None`` (there is one
         machine), ``num_tokens_per_expert`` (int32 ``[E]``), ``is_token_in_rank`` (bool ``[T, R]``), and an event."""
         calls = self._open()
         order = self._order(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
@@ -187,7 +187,7 @@ class Buffer(LowLatencyBuffer):
         (float32). It gives the rows, ``[N, H]``; the experts of this rank that each chose and their weights, ``[N, K]``, if they
         were passed; how many tokens each expert has, as a list, each rounded up to ``expert_alignment``; a handle; and an
         event. With ``num_worst_tokens`` all have so many rows, and the list is empty. With a ``handle``, rows go as they did
-        then, and ``None`` stands for what comes between.
+        then, and the outputs between are ``None``.
 
         Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
         """

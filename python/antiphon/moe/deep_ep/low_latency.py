@@ -11,7 +11,7 @@ from antiphon.moe.deep_ep.shrink import ShrinkingCalls
 __all__ = ["LowLatencyBuffer"]
 
 class LowLatencyBuffer:
-    """What a ``Buffer`` has for few tokens: at most ``num_max_dispatch_tokens_per_rank`` (``M``) of each rank.
+    """A ``Buffer``'s calls for few tokens: at most ``num_max_dispatch_tokens_per_rank`` (``M``) of each rank.
 
     With ``return_recv_hook`` a call returns before it has received, and the hook that it returns receives. On a GPU the call
     is a kernel that sends, and the hook puts one that receives into the current stream; the communicator's deadline starts
@@ -95,7 +95,7 @@ class LowLatencyBuffer:
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Brings what the experts made of their slots (bfloat16 ``[L, R * M, H]``) back, and sums it for each token with the
+        """Sends the experts' outputs (bfloat16 ``[L, R * M, H]``) back, and sums them for each token with the
         weights ``topk_weights`` (float32 ``[T, K]``), in the order of the choices: bfloat16 ``[T, H]``, in ``out`` if that is
         given. With ``zero_copy`` the rows are those in what :meth:`get_next_low_latency_combine_buffer` gave, whatever ``x``
         holds.
