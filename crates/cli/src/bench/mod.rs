@@ -63,6 +63,7 @@ Examples:
   antiphon bench all-reduce --ranks 4 --dtype bf16 --sizes 1K..64M
   antiphon bench all-reduce --algorithm both --json results.json --plot results.svg
   antiphon bench mixed --layout 2x2 --dtype bf16
+  antiphon bench dispatch --ranks 2 --dtype bf16 --sizes 1M,16M
   antiphon bench memory --ranks 2 --sizes 16M,64M
   antiphon bench --device cuda --dtype bf16 --json results.json
   antiphon bench --device cuda --tail --json tails.json")]
