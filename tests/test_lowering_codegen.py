@@ -278,3 +278,14 @@ def test_inductors_own_passes_run_after_ours() -> None:
     patches = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": [spy]}
     ours(lambda x: summed(x + 1) * 2, **patches)
     assert any("antiphon._ordered_all_reduce" in node for node in seen)
+
+
+def test_modes_are_inductors() -> None:
+    found: dict[str, object] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        keep = lambda module, inputs, config_patches: found.update(config_patches) or module.forward  # noqa: E731
+        patch.setattr(antiphon.lowering._inductor, "compile_fx", keep)
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend="antiphon", mode="reduce-overhead")(X)
+    assert found["triton.cudagraphs"] is True
+    assert isinstance(found["post_grad_custom_post_pass"], antiphon.lowering.Pass)
