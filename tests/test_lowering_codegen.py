@@ -232,6 +232,15 @@ def test_d9_what_computes_a_comm_buffer_writes_into_it() -> None:
     assert kernel is not None and kernel[1] not in (first, second)
 
 
+def test_what_is_computed_from_a_buffers_tensor_lies_elsewhere() -> None:
+    def program(x: Tensor) -> Tensor:
+        y = (x + 1).relu()
+        return summed(y) * summed(y.sin())
+
+    assert len(comm_buffers(ours(program))) == 1
+    assert "sin: what computes it allocates its memory" in str(antiphon.lowering.reports()[-1])
+
+
 WEIGHT = torch.ones(512, 512)
 
 
