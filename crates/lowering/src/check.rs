@@ -3,8 +3,9 @@
 use std::collections::{BTreeSet, HashMap};
 
 use crate::{
+    analysis::Analysis,
     error::{Finding, FindingKind},
-    graph::{Analysis, Graph, Op},
+    graph::{Graph, Op},
     ids::ValueId,
     op::{Kind, ResultMemory},
     plan::{Plan, PlannedCall, digest},

@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use crate::{
-    build::telling,
+    build::attributes_of,
     graph::{Graph, Op},
     types::Type,
 };
@@ -79,7 +79,12 @@ impl Edits {
                         ty: after.ty(*id).clone(),
                     };
                     let outs = op.outs.iter().map(out).collect();
-                    edits.new.push(NewOp { name: op.name.clone(), kind: telling(&op.kind), args, outs });
+                    edits.new.push(NewOp {
+                        name: op.name.clone(),
+                        kind: attributes_of(&op.kind),
+                        args,
+                        outs,
+                    });
                 }
             }
         }

@@ -31,7 +31,8 @@ pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
             findings.push(Finding::new(FindingKind::Slot, text).value(&slot.value));
             continue;
         };
-        let most = analysis.stores[analysis.store[root.index()].expect("has a root").index()].bytes.as_ref();
+        let store = analysis.store[root.index()].expect("has a root");
+        let most = analysis.bytes(graph, store);
         let most = most.and_then(|bytes| bytes.range(&graph.syms).max);
         let fits = most.is_some_and(|most| u64::try_from(most).is_ok_and(|most| slot.bytes >= most));
         let aligned = slot.offset.is_multiple_of(ALIGNMENT) && slot.offset.checked_add(slot.bytes).is_some();
@@ -40,7 +41,7 @@ pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
             let numbers = [slot.bytes as i64, slot.offset as i64];
             findings.push(Finding::new(FindingKind::Slot, text).value(&slot.value).numbers(numbers));
         }
-        *found.entry(analysis.store[root.index()].expect("has a root")).or_default() += 1;
+        *found.entry(store).or_default() += 1;
     }
     for (index, storage) in analysis.stores.iter().enumerate() {
         let asks = matches!(graph.value(storage.root).class, crate::Class::Comm(_));
@@ -178,11 +179,11 @@ pub(crate) fn lifetime(graph: &Graph, analysis: &crate::Analysis, store: StoreId
     let storage = &analysis.stores[store.index()];
     let first = analysis.def[storage.root.index()]?.0.index();
     let mut last = first;
-    for value in &storage.values {
-        for user in &analysis.uses[value.index()] {
+    for value in analysis.values(store) {
+        for user in analysis.uses(*value) {
             last = last.max(user.index());
             for out in &graph.op(*user).outs {
-                let waits = analysis.uses[out.index()].iter().filter(|wait| {
+                let waits = analysis.uses(*out).iter().filter(|wait| {
                     matches!(graph.op(**wait).kind, Kind::Wait { .. })
                         && matches!(graph.op(*user).kind, Kind::Start { .. })
                 });

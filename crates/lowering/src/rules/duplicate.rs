@@ -31,13 +31,11 @@ pub(super) fn apply(cx: &mut Context<'_>) {
             first.insert(key, (name, found.ready));
             continue;
         };
-        let storage = |value: crate::ValueId| {
-            analysis.store[value.index()].map(|store| &analysis.stores[store.index()])
-        };
+        let storage = |value: crate::ValueId| analysis.store[value.index()];
         // The wait itself writes once.
         let is_left_alone =
-            |value| storage(value).is_some_and(|storage| !is_written_again(cx, &analysis, storage));
-        let escapes = storage(found.ready).is_none_or(|storage| storage.escapes);
+            |value| storage(value).is_some_and(|store| !is_written_again(cx, &analysis, store));
+        let escapes = storage(found.ready).is_none_or(|store| analysis.stores[store.index()].escapes);
         if escapes || !is_left_alone(found.ready) || !is_left_alone(ready) {
             cx.refuse(
                 "duplicate",
@@ -57,8 +55,8 @@ pub(super) fn apply(cx: &mut Context<'_>) {
     cx.graph.substitute(&by);
 }
 
-fn is_written_again(cx: &Context<'_>, analysis: &crate::Analysis, storage: &crate::Storage) -> bool {
-    let writes = storage.values.iter().filter(|value| analysis.version[value.index()] > 0);
+fn is_written_again(cx: &Context<'_>, analysis: &crate::Analysis, store: crate::StoreId) -> bool {
+    let writes = analysis.values(store).iter().filter(|value| analysis.version[value.index()] > 0);
     let by_others = writes.filter(|value| {
         let op = analysis.op_of(&cx.graph, **value);
         op.is_some_and(|op| !matches!(op.kind, Kind::Wait { .. } | Kind::View { .. }))

@@ -8,7 +8,8 @@ use std::collections::{HashMap, HashSet};
 
 use super::{Flight, flight, replace};
 use crate::{
-    graph::{Analysis, Op},
+    analysis::Analysis,
+    graph::Op,
     ids::{OpId, ValueId},
     lower::{Context, Numerics},
     op::{Binary, Coll, Kind, View},

@@ -23,7 +23,8 @@ mod world_of_one;
 use std::collections::{HashMap, HashSet};
 
 use crate::{
-    graph::{Analysis, Graph, Op},
+    analysis::Analysis,
+    graph::{Graph, Op},
     ids::{OpId, ValueId},
     lower::Context,
     op::{Coll, Kind, View},
@@ -84,7 +85,7 @@ pub(crate) fn flight(graph: &Graph, analysis: &Analysis, start: OpId) -> Option<
     let op = graph.op(start);
     let Kind::Start { coll, .. } = &op.kind else { return None };
     let ([_], [out]) = (&op.args[..], &op.outs[..]) else { return None };
-    let [wait] = analysis.uses[out.index()][..] else { return None };
+    let [wait] = analysis.uses(*out)[..] else { return None };
     let waits = graph.op(wait);
     if !matches!(waits.kind, Kind::Wait { .. }) {
         return None;

@@ -4,8 +4,9 @@
 //! contiguous, of a size that is known or bounded, and are not returned.
 
 use crate::{
+    analysis::Analysis,
     check::comm,
-    graph::{Analysis, Graph},
+    graph::Graph,
     ids::{OpId, StoreId, ValueId},
     lower::{Context, Realize},
     op::{Kind, ResultMemory},
@@ -63,12 +64,12 @@ pub fn can_realize(graph: &Graph, analysis: &Analysis, value: ValueId, domain: &
     }
     let alias = |value: &ValueId| {
         analysis.op_of(graph, *value).is_some_and(|op| matches!(op.kind, Kind::Opaque { .. }))
-            || analysis.uses[value.index()].iter().any(|user| keeps_hold(graph, *user, *value))
+            || analysis.uses(*value).iter().any(|user| keeps_hold(graph, *user, *value))
     };
-    if storage.values.iter().any(alias) {
+    if analysis.values(store).iter().any(alias) {
         return no("an operation that is not known may keep hold of it");
     }
-    let Some(bytes) = &storage.bytes else { return no("its size overflows") };
+    let Some(bytes) = analysis.bytes(graph, store) else { return no("its size overflows") };
     match (bytes.as_constant(), bytes.range(&graph.syms).max) {
         (Some(_), _) => CanRealize::Yes,
         (None, Some(most)) => {
@@ -173,7 +174,7 @@ pub(crate) fn place(graph: &Graph) -> Vec<Slot> {
     for (index, storage) in analysis.stores.iter().enumerate() {
         let store = StoreId::from(index);
         let Some((_, req)) = comm(graph, &analysis, storage.root) else { continue };
-        let most = storage.bytes.as_ref().and_then(|bytes| bytes.range(&graph.syms).max);
+        let most = analysis.bytes(graph, store).and_then(|bytes| bytes.range(&graph.syms).max);
         let (Some(bytes), Some((first, last))) =
             (most.and_then(|most| u64::try_from(most).ok()), lifetime(graph, &analysis, store))
         else {

@@ -4,7 +4,7 @@
 //! put behind the last operation that it needs, and behind the call before it; a wait before the first that needs it. Where
 //! the predicted time would not become less, everything stays.
 
-use crate::{ids::OpId, lower::Context, op::Kind, order, plan::Rewrite};
+use crate::{lower::Context, op::Kind, order, plan::Rewrite};
 
 pub(super) fn apply(cx: &mut Context<'_>) {
     if !cx.options.overlap {
@@ -22,35 +22,10 @@ pub(super) fn apply(cx: &mut Context<'_>) {
     };
     let mut places: Vec<usize> = (0..ops.len()).collect();
     places.sort_by_key(|place| (rank(&ops[*place]), *place));
-    let analysis = cx.graph.analyse();
     let mut position = vec![0; ops.len()];
-    places.iter().enumerate().for_each(|(new, old)| position[*old] = new);
-    // Whatever writes memory of its operands keeps its place among all that touch memory.
-    let touches_written = |op: &crate::Op| {
-        op.args.iter().any(|arg| {
-            analysis.store[arg.index()].is_some_and(|store| {
-                let storage = &analysis.stores[store.index()];
-                storage.written
-                    && storage.values.iter().any(|value| {
-                        analysis
-                            .op_of(&cx.graph, *value)
-                            .is_some_and(|op| matches!(op.kind, Kind::Assign | Kind::Opaque { .. }))
-                    })
-            })
-        })
-    };
-    let mut needs: Vec<Vec<usize>> = vec![Vec::new(); ops.len()];
-    let (mut last_call, mut last_effect) = (None, None);
-    for (index, op) in ops.iter().enumerate() {
-        let defined = op.args.iter().filter_map(|arg| analysis.def[arg.index()]);
-        needs[position[index]].extend(defined.map(|(op, _): (OpId, usize)| position[op.index()]));
-        if op.kind.communicates() {
-            needs[position[index]].extend(last_call.replace(index).map(|call: usize| position[call]));
-        }
-        if matches!(op.kind, Kind::Opaque { effect: true, .. } | Kind::Assign) || touches_written(op) {
-            needs[position[index]].extend(last_effect.replace(index).map(|effect: usize| position[effect]));
-        }
-    }
+    places.iter().enumerate().for_each(|(new, old)| position[*old] = new as u32);
+    let needs = order::needs(&cx.graph, &cx.graph.analyse()).into_iter();
+    let needs: Vec<order::Edge> = needs.map(|(a, b)| (position[a as usize], position[b as usize])).collect();
     let list = places.iter().map(|place| ops[*place].clone()).collect();
     let Ok(sorted) = order::stable(list, &needs) else { return };
     let mut graph = cx.graph.clone();

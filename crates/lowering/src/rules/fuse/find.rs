@@ -7,7 +7,8 @@ use super::{
     known::Known,
 };
 use crate::{
-    graph::{Analysis, Graph},
+    analysis::Analysis,
+    graph::Graph,
     ids::ValueId,
     lower::Context,
     op::{Binary, Kind, Quantize, Unary},
@@ -55,7 +56,7 @@ pub(super) fn residuals(
     let mut residuals: Vec<Residual> = Vec::new();
     let (mut seen, mut open) = (HashSet::new(), vec![flight.ready]);
     while let Some(value) = open.pop() {
-        for user in &known.analysis.uses[value.index()] {
+        for user in known.analysis.uses(value) {
             let op = graph.op(*user);
             let result = op.outs.first().copied();
             let Some(result) = result.filter(|_| op.outs.len() == 1) else { continue };
@@ -187,8 +188,7 @@ fn norm_of(
 pub(super) fn weight(graph: &Graph, known: &Known, factor: Term, ty: &Type) -> Result<Weight, String> {
     let mut bias = 0.0;
     let mut plain = factor;
-    if let Node::Sum(summands) = known.close.node(factor)
-        && let [a, b] = summands[..]
+    if let [a, b] = known.close.summands(factor)[..]
         && let Some((number, other)) =
             [(a, b), (b, a)].into_iter().find_map(|(x, y)| Some((known.close.as_number(x)?, y)))
     {
@@ -275,17 +275,17 @@ fn given_scale(graph: &Graph, known: &Known, norm: Term, codes: Term) -> Option<
     }
     let Node::Unary(Unary::Reciprocal, scale) = known.close.node(factor) else { return None };
     let one = |value: &ValueId| graph.ty(*value).numel() == Some(1.into());
-    known.values(graph, *scale, F32).find(one).map(Scale::Value)
+    known.values(graph, scale, F32).find(one).map(Scale::Value)
 }
 
 /// What is clamped to ±448 and rounded to E4M3.
 pub(super) fn clamped(terms: &Terms, term: Term) -> Option<Term> {
     let Node::Round(Element::E4m3, clamped) = terms.node(term) else { return None };
     let bounded = |term: Term, op: Binary, bound: f64| match terms.node(term) {
-        Node::Binary(found, x, y) if *found == op => [(*x, *y), (*y, *x)]
-            .into_iter()
-            .find_map(|(x, y)| (terms.as_number(x) == Some(bound)).then_some(y)),
+        Node::Binary(found, x, y) if found == op => {
+            [(x, y), (y, x)].into_iter().find_map(|(x, y)| (terms.as_number(x) == Some(bound)).then_some(y))
+        }
         _ => None,
     };
-    bounded(bounded(*clamped, Binary::Minimum, 448.0)?, Binary::Maximum, -448.0)
+    bounded(bounded(clamped, Binary::Minimum, 448.0)?, Binary::Maximum, -448.0)
 }

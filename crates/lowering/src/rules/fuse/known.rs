@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use super::super::by_term;
 use crate::{
-    graph::{Analysis, Graph},
+    analysis::Analysis,
+    graph::Graph,
     ids::ValueId,
     lower::Numerics,
     op::{Kind, Unary},
@@ -92,14 +93,16 @@ impl Known {
 /// Reads `1/√(mean(x²) + eps)`.
 pub(super) fn inverse_rms(terms: &Terms, term: Term) -> Option<InverseRms> {
     let Node::Unary(Unary::Rsqrt, inner) = terms.node(term) else { return None };
-    let summands = terms.summands(*inner);
+    let summands = terms.summands(inner);
     let (numbers, others): (Vec<Term>, Vec<Term>) =
         summands.into_iter().partition(|term| terms.as_number(*term).is_some());
     let ([mean], true) = (&others[..], numbers.len() <= 1) else { return None };
     let eps = numbers.first().and_then(|eps| terms.as_number(*eps)).unwrap_or(0.0);
     let factors = terms.factors(*mean);
     let rows = |term: &Term| match terms.node(*term) {
-        Node::Rows(crate::Reduction::Sum, extent, squares) => Some((extent.parse::<f64>().ok()?, *squares)),
+        Node::Rows(crate::Reduction::Sum, extent, squares) => {
+            Some((terms.size(extent).as_constant()? as f64, squares))
+        }
         _ => None,
     };
     let (extent, squares) = factors.iter().find_map(rows)?;

@@ -136,7 +136,7 @@ fn attempt(cx: &mut Context<'_>, known: &mut Known, start: OpId, group: &str) ->
         }
         // A residual alone is worth a call, where the bare sum is used for nothing else.
         let is_added = residual.as_ref().is_some_and(|residual| cx.graph.ty(residual.sum).dtype == ty.dtype);
-        if is_added && found.is_none() && known.analysis.uses[flight.ready.index()].len() == 1 {
+        if is_added && found.is_none() && known.analysis.uses(flight.ready).len() == 1 {
             found = Some((residual, x, None));
         }
     }
