@@ -1,9 +1,6 @@
 //! Graphs from what was read, by name: what the text, the JSON and the importer have in common.
 
-use std::{
-    collections::{HashMap, HashSet},
-    fmt::Display,
-};
+use std::fmt::Display;
 
 use serde::Deserialize;
 use serde_json::Value as Json;
@@ -11,6 +8,7 @@ use serde_json::Value as Json;
 use crate::{
     error::LoweringError,
     graph::{Graph, Group, MAX_OPS, Op, Value},
+    hash::{HashMap, HashSet},
     ids::ValueId,
     op::Kind,
     sym::Sym,
@@ -33,7 +31,10 @@ type Result<T> = std::result::Result<T, LoweringError>;
 pub(crate) struct Builder {
     graph: Graph,
     values: HashMap<String, ValueId>,
+    /// Names of operations that are not those of their first results.
     ops: HashSet<String>,
+    /// For each value, whether its operation has its name.
+    names_op: Vec<bool>,
 }
 
 /// A result of an operation that is being read.
@@ -102,7 +103,10 @@ impl Builder {
             None => format!("op{}", self.graph.ops.len()),
         };
         check_name(at, &name, is_of_a_name)?;
-        if !self.ops.insert(name.clone()) {
+        let is_first = outs.first().is_some_and(|out| out.name == name);
+        let is_taken =
+            self.ops.contains(&name) || self.values.get(&name).is_some_and(|id| self.names_op[id.index()]);
+        if is_taken || (!is_first && !self.ops.insert(name.clone())) {
             return Err(LoweringError::unexpected(
                 at.to_string(),
                 name,
@@ -112,6 +116,7 @@ impl Builder {
         let mut ids = Vec::with_capacity(outs.len());
         for out in outs {
             ids.push(self.value(at, &kind, out)?);
+            self.names_op.push(is_first && ids.len() == 1);
         }
         self.graph.ops.push(Op { name, kind, args, outs: ids });
         Ok(())
@@ -158,6 +163,19 @@ pub(crate) fn class_of(kind: &Kind) -> Class {
         Kind::Constant => Class::Const,
         _ => Class::Owned,
     }
+}
+
+/// The operation of a text as [`Graph::to_json`] writes it, or in any other order of attributes.
+pub(crate) fn kind_of_text(at: &(impl Display + ?Sized), text: &str) -> Result<Kind> {
+    let wanted = "an operation with its attributes";
+    let refused = |error| LoweringError::unexpected(at.to_string(), error, wanted);
+    // What is written again as it was read has no attribute that is not known.
+    if let Ok(kind) = serde_json::from_str::<Kind>(text)
+        && serde_json::to_string(&kind).is_ok_and(|again| again == text)
+    {
+        return Ok(kind);
+    }
+    kind(at, serde_json::from_str(text).map_err(refused)?)
 }
 
 /// The operation that its name and attributes say.

@@ -1,11 +1,12 @@
 //! Whether one graph is another.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
 use crate::{
     analysis::Analysis,
     error::{Finding, FindingKind},
     graph::{Graph, Op},
+    hash::HashMap,
     ids::ValueId,
     op::{Kind, ResultMemory},
     plan::{Plan, PlannedCall, digest},
@@ -114,7 +115,7 @@ fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
         }
     }
     let shared = |side: &Side<'_>, outputs: &[ValueId]| -> Vec<usize> {
-        let mut first = HashMap::new();
+        let mut first = HashMap::default();
         let stores = outputs.iter().map(|output| side.analysis.store[output.index()]);
         stores.enumerate().map(|(index, store)| *first.entry(store).or_insert(index)).collect()
     };
@@ -219,7 +220,7 @@ fn calls(before: &Side<'_>, after: &Side<'_>, plan: &Plan, terms: &mut Terms, fi
             }
             place <= high + 1
         };
-    let mut groups: HashMap<String, usize> = HashMap::new();
+    let mut groups: HashMap<String, usize> = HashMap::default();
     for op in after.graph.ops.iter().filter(|op| op.kind.communicates()) {
         let Some(group) = op.kind.group() else {
             match old.get(op.name.as_str()) {

@@ -1,14 +1,12 @@
 //! The graph, and what follows from it: storages, versions, uses.
 
-use std::{
-    collections::{HashMap, HashSet},
-    hash::{DefaultHasher, Hash, Hasher},
-};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
     analysis::Analysis,
+    hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
     op::Kind,
     order,
@@ -137,11 +135,11 @@ impl Graph {
     pub fn names(&self) -> Names {
         let values = self.values.iter().map(|value| value.name.as_str());
         let taken = values.chain(self.ops.iter().map(|op| op.name.as_str())).map(hash_of).collect();
-        Names { taken, last: HashMap::new() }
+        Names { taken, last: HashMap::default() }
     }
 
     /// Puts `by` where `value` is used, among operands and outputs.
-    pub fn substitute(&mut self, by: &HashMap<ValueId, ValueId>) {
+    pub(crate) fn substitute(&mut self, by: &HashMap<ValueId, ValueId>) {
         let last = |mut id: ValueId| {
             while let Some(next) = by.get(&id) {
                 id = *next;

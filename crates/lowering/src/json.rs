@@ -1,14 +1,15 @@
 //! Graphs as JSON.
 
-use std::{collections::HashMap, fmt};
+use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::value::RawValue;
 
 use crate::{
-    build::{Builder, Out, check_length, class_of, kind},
+    build::{Builder, Out, check_length, class_of, kind_of_text},
     error::LoweringError,
     graph::{Graph, Group},
+    hash::HashMap,
     ids::ValueId,
     op::Kind,
     sym::{Sym, SymExpr},
@@ -173,7 +174,7 @@ impl Graph {
         for (index, group) in file.groups.into_iter().enumerate() {
             graph.group(&format!("groups[{index}]"), group)?;
         }
-        let mut kinds: HashMap<&str, Kind> = HashMap::new();
+        let mut kinds: HashMap<&str, Kind> = HashMap::default();
         for (index, op) in file.ops.into_iter().enumerate() {
             let at = Path { list: "ops", index };
             let find =
@@ -182,10 +183,9 @@ impl Graph {
             let kind = match kinds.get(op.kind.get()) {
                 Some(kind) => kind.clone(),
                 None => {
-                    let at = format!("{at}.do");
-                    let attributes = serde_json::from_str(op.kind.get())
-                        .map_err(|error| LoweringError::unexpected(&at, error, "an operation"))?;
-                    kinds.entry(op.kind.get()).or_insert(kind(&at, attributes)?).clone()
+                    let kind = kind_of_text(&format_args!("{at}.do"), op.kind.get())?;
+                    kinds.insert(op.kind.get(), kind.clone());
+                    kind
                 }
             };
             graph.op(&at, op.name.map(|Name(name)| name.into_owned()), kind, args, op.outs)?;

@@ -53,6 +53,7 @@ mod error;
 #[doc(hidden)]
 pub mod fuzz;
 mod graph;
+mod hash;
 mod ids;
 mod interpret;
 mod json;
@@ -73,7 +74,7 @@ mod verify;
 pub use analysis::{Analysis, Storage};
 pub use build::MAX_TEXT_BYTES;
 pub use check::check;
-pub use costs::{Costs, Device};
+pub use costs::{Call, Costs, Device, Tables};
 pub use edits::{Edits, NewOp, NewValue};
 pub use error::{Finding, FindingKind, LoweringError};
 pub use graph::{Graph, Group, MAX_OPS, Names, Op, Value};

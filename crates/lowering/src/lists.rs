@@ -32,7 +32,11 @@ impl<T: Copy> Lists<T> {
         Self { starts, items }
     }
 
+    /// A list; one that is not there is empty.
     pub(crate) fn get(&self, list: usize) -> &[T] {
-        &self.items[self.starts[list] as usize..self.starts[list + 1] as usize]
+        match self.starts.get(list..list + 2) {
+            Some([start, end]) => &self.items[*start as usize..*end as usize],
+            _ => &[],
+        }
     }
 }

@@ -28,7 +28,10 @@ pub(crate) fn needs(graph: &Graph, analysis: &Analysis) -> Vec<Edge> {
         if matches!(op.kind, Kind::Opaque { effect: true, .. }) {
             edges.extend(last_effect.replace(place).map(|before| (before, place)));
         }
-        for arg in &op.args {
+        // A wait stands for the end of its starts, which read their operands until then.
+        let is_wait = matches!(op.kind, Kind::Wait { .. });
+        let starts = op.args.iter().filter(|_| is_wait).filter_map(|arg| analysis.op_of(graph, *arg));
+        for arg in op.args.iter().chain(starts.flat_map(|start| &start.args)) {
             let Some(store) = analysis.store[arg.index()] else { continue };
             if analysis.stores[store.index()].written {
                 let (write, reads) = &mut writes[store.index()];

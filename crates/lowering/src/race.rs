@@ -1,11 +1,10 @@
 //! Whether memory that peers reach is used by one at a time.
 
-use std::collections::HashMap;
-
 use crate::{
     check::comm,
     error::{Finding, FindingKind},
     graph::{Graph, Op},
+    hash::HashMap,
     ids::{StoreId, TokenId},
     op::{Kind, ResultMemory},
     plan::{Plan, Slot},
@@ -19,9 +18,13 @@ const MAX_RANKS: usize = 3;
 /// What is wrong with a plan's slots: each must be of a storage that asks for it, in its heap, large enough, and every
 /// storage that asks must have one.
 pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
+    let asks = |value: &crate::Value| matches!(value.class, crate::Class::Comm(_));
+    if plan.slots.is_empty() && !graph.values.iter().any(asks) {
+        return Vec::new();
+    }
     let analysis = graph.analyse();
     let mut findings = Vec::new();
-    let mut found: HashMap<StoreId, usize> = HashMap::new();
+    let mut found: HashMap<StoreId, usize> = HashMap::default();
     let by_name: HashMap<&str, usize> =
         graph.values.iter().enumerate().map(|(index, value)| (value.name.as_str(), index)).collect();
     for slot in &plan.slots {
@@ -88,7 +91,7 @@ pub fn detect(graph: &Graph, plan: &Plan) -> Vec<Finding> {
     let streams = 2 * ranks;
     // Stream 2r computes on rank r, stream 2r + 1 carries its collectives.
     let mut clocks: Vec<Clock> = vec![vec![0; streams]; streams];
-    let mut ends: HashMap<TokenId, Vec<Clock>> = HashMap::new();
+    let mut ends: HashMap<TokenId, Vec<Clock>> = HashMap::default();
     let mut accesses: Vec<Access<'_>> = Vec::new();
     let slot_of = |value| Some(*by_value.get(graph.name(analysis.root(value)?))?);
     for op in &graph.ops {
@@ -221,7 +224,7 @@ fn races(accesses: &[Access<'_>]) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
     // Of each rank's memory, what is not yet covered by a later access that knows of it: whoever does not know of that, does not
     // know of the later one either.
-    let mut recent: HashMap<(&str, usize), Vec<&Access<'_>>> = HashMap::new();
+    let mut recent: HashMap<(&str, usize), Vec<&Access<'_>>> = HashMap::default();
     for a in accesses {
         let recent = recent.entry((a.domain, a.owner)).or_default();
         recent.retain(|b| {

@@ -3,22 +3,14 @@
 //! Applies to two collectives over one group that are equal in all but their token, whose operands have equal terms and
 //! types. The second one's memory must not leave the graph or be written, nor the first one's be written: they become one.
 
-use std::collections::HashMap;
-
 use super::{flight, replace};
-use crate::{
-    ids::OpId,
-    lower::{Context, Numerics},
-    op::Kind,
-    plan::Rewrite,
-    terms::Terms,
-};
+use crate::{hash::HashMap, ids::OpId, lower::Context, op::Kind, plan::Rewrite};
 
 pub(super) fn apply(cx: &mut Context<'_>) {
-    let analysis = cx.graph.analyse();
-    let of = Terms::new(Numerics::Same).of(&cx.graph);
-    let mut first: HashMap<String, (String, crate::ValueId)> = HashMap::new();
-    let (mut flights, mut by) = (Vec::new(), HashMap::new());
+    let analysis = cx.analysis();
+    let of = cx.meanings().1.clone();
+    let mut first: HashMap<String, (String, crate::ValueId)> = HashMap::default();
+    let (mut flights, mut by) = (Vec::new(), HashMap::default());
     for index in 0..cx.graph.ops.len() {
         let Some((found, coll)) = flight(&cx.graph, &analysis, OpId::from(index)) else { continue };
         if coll.in_place || !cx.is_ours(&coll.group) {

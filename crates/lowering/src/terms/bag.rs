@@ -5,7 +5,7 @@
 //! `O(log n)` new nodes. A trie has one shape for one content, and every node is kept once, so that two multisets are equal
 //! exactly if their roots are.
 
-use std::collections::HashMap;
+use crate::hash::HashMap;
 
 use super::Term;
 

@@ -1,6 +1,8 @@
 //! Tables in which equal things have one number.
 
-use std::{borrow::Borrow, collections::HashMap, hash::Hash, marker::PhantomData, rc::Rc};
+use crate::hash::HashMap;
+
+use std::{borrow::Borrow, hash::Hash, marker::PhantomData, rc::Rc};
 
 /// The number of a thing in a [`Table`] of its kind.
 pub(crate) struct Id<T: ?Sized>(u32, PhantomData<fn() -> Box<T>>);
@@ -41,7 +43,7 @@ pub(crate) struct Table<T: ?Sized + ToOwned> {
 
 impl<T: ?Sized + ToOwned> Default for Table<T> {
     fn default() -> Self {
-        Self { things: Vec::new(), ids: HashMap::new() }
+        Self { things: Vec::new(), ids: HashMap::default() }
     }
 }
 

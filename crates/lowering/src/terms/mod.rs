@@ -11,6 +11,7 @@ mod intern;
 mod program;
 
 use crate::{
+    hash::HashMap,
     lower::Numerics,
     op::{Binary, Reduction, Unary},
     sym::SymExpr,
@@ -59,7 +60,7 @@ pub(crate) struct Terms {
     nodes: Vec<Node>,
     /// The narrowest elements that a term's values are known to have.
     exact: Vec<Element>,
-    table: std::collections::HashMap<Node, Term>,
+    table: HashMap<Node, Term>,
     bags: Bags,
     texts: Table<str>,
     sizes: Table<SymExpr>,
@@ -78,6 +79,17 @@ impl Terms {
 
     pub(crate) fn node(&self, term: Term) -> Node {
         self.nodes[term as usize]
+    }
+
+    /// How many terms there are.
+    pub(crate) fn count(&self) -> usize {
+        self.nodes.len()
+    }
+
+    fn reserve(&mut self, terms: usize) {
+        self.nodes.reserve(terms);
+        self.exact.reserve(terms);
+        self.table.reserve(terms);
     }
 
     /// The extent that a node names.

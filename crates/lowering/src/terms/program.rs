@@ -13,6 +13,8 @@ impl Terms {
     /// A term for each value of a graph that is defined.
     pub(crate) fn of(&mut self, graph: &Graph) -> Vec<Option<Term>> {
         let mut terms = vec![None; graph.values.len()];
+        let expected = graph.ops.len().saturating_sub(self.count());
+        self.reserve(expected);
         let (mut args, mut effects) = (Vec::new(), 0u32);
         for op in &graph.ops {
             args.clear();

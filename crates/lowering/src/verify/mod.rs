@@ -1,11 +1,10 @@
 //! Whether a graph makes sense.
 
-use std::collections::{HashMap, HashSet};
-
 use crate::{
     analysis::Analysis,
     error::{Finding, FindingKind},
     graph::{Graph, Op},
+    hash::{HashMap, HashSet},
     ids::{StoreId, TokenId, ValueId},
     op::{Coll, Kind, ResultMemory},
     types::{Class, Element},
@@ -145,7 +144,7 @@ impl Verifier<'_> {
     }
 
     fn wait(&mut self, op: &Op, tokens: &[TokenId]) {
-        let mut started: HashSet<ValueId> = HashSet::new();
+        let mut started: HashSet<ValueId> = HashSet::default();
         for token in tokens {
             let Some((reads, outs)) = self.flights.open.remove(token) else {
                 self.find(

@@ -1,7 +1,5 @@
 //! What follows a sum: the residual, the norm with its weight, the codes.
 
-use std::collections::HashSet;
-
 use super::{
     super::{Flight, behind_reshapes, keeps_rows},
     known::Known,
@@ -9,6 +7,7 @@ use super::{
 use crate::{
     analysis::Analysis,
     graph::Graph,
+    hash::HashSet,
     ids::ValueId,
     lower::Context,
     op::{Binary, Kind, Quantize, Unary},
@@ -54,7 +53,7 @@ pub(super) fn residuals(
     let ty = graph.ty(flight.ready);
     let sum = known.term(flight.ready);
     let mut residuals: Vec<Residual> = Vec::new();
-    let (mut seen, mut open) = (HashSet::new(), vec![flight.ready]);
+    let (mut seen, mut open) = (HashSet::default(), vec![flight.ready]);
     while let Some(value) = open.pop() {
         for user in known.analysis.uses(value) {
             let op = graph.op(*user);
@@ -104,7 +103,7 @@ pub(super) fn comes_before(
     value: ValueId,
     flight: &Flight,
 ) -> Result<(), String> {
-    let (mut seen, mut open) = (HashSet::new(), vec![value]);
+    let (mut seen, mut open) = (HashSet::default(), vec![value]);
     while let Some(value) = open.pop() {
         let Some((id, _)) = analysis.def[value.index()] else { continue };
         if id < flight.start || !seen.insert(id) {
@@ -199,7 +198,7 @@ pub(super) fn weight(graph: &Graph, known: &Known, factor: Term, ty: &Type) -> R
     match known.values(graph, plain, ty.dtype).find(is_row) {
         Some(value) => Ok(Weight { value: Some(value), bias }),
         None => {
-            let found = known.by_term.get(&plain).and_then(|values| values.first());
+            let found = known.all_values(plain).first();
             let found = found.map_or("something".to_owned(), |value| graph.ty(*value).to_string());
             Err(format!("the norm is multiplied with {found}, not with a row of {}", ty.dtype))
         }

@@ -17,11 +17,10 @@
 mod find;
 mod known;
 
-use std::collections::{HashMap, HashSet};
-
 use super::{Flight, flight, keeps_rows, replace};
 use crate::{
     graph::{Graph, Op},
+    hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
     lower::{Context, Numerics},
     op::{Fused, FusedArg, FusedOutput, Kind, Quantize},
@@ -41,8 +40,8 @@ pub(in crate::rules) fn apply(cx: &mut Context<'_>) {
     if !sums {
         return;
     }
-    let mut known = Known::of(&cx.graph);
-    let (mut flights, mut new, mut by) = (Vec::new(), Vec::new(), HashMap::new());
+    let mut known = Known::of(cx);
+    let (mut flights, mut new, mut by) = (Vec::new(), Vec::new(), HashMap::default());
     for index in 0..cx.graph.ops.len() {
         let op = cx.graph.op(OpId::from(index));
         let Kind::Start { coll, .. } = &op.kind else { continue };

@@ -5,15 +5,17 @@
 
 use crate::{
     analysis::Analysis,
-    check::comm,
-    graph::Graph,
-    ids::{OpId, StoreId, ValueId},
+    costs::{Call, size_of},
+    graph::{Graph, Group},
+    ids::{OpId, ValueId},
     lower::{Context, Realize},
     op::{Kind, ResultMemory},
-    plan::{Rewrite, Slot},
-    race::{ALIGNMENT, lifetime},
+    plan::{Choice, Rewrite},
     types::{Class, CommReq, Roles},
 };
+pub(crate) use place::place;
+
+mod place;
 
 /// Whether a tensor can lie where peers reach it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -117,16 +119,10 @@ fn realize_in(graph: &mut Graph, analysis: &Analysis, value: ValueId, group: &st
 }
 
 pub(super) fn apply(cx: &mut Context<'_>) {
-    // On H200s registered memory costs an all-reduce 3 µs below 16 MiB and gains nothing above.
-    let wanted = match cx.options.realize {
-        Realize::Always => true,
-        Realize::Never => false,
-        Realize::Measured => cx.world.device == crate::Device::Host,
-    };
-    if !wanted {
+    if cx.options.realize == Realize::Never {
         return;
     }
-    let analysis = cx.graph.analyse();
+    let analysis = cx.analysis();
     for index in 0..cx.graph.ops.len() {
         let op = &cx.graph.ops[index];
         let (Kind::Sync { .. } | Kind::Fused { .. }, Some(group)) = (&op.kind, op.kind.group()) else {
@@ -136,6 +132,13 @@ pub(super) fn apply(cx: &mut Context<'_>) {
             continue;
         }
         let (name, group, value) = (op.name.clone(), group.to_owned(), op.args[0]);
+        let Some(Group { size, .. }) = cx.graph.group(&group) else { continue };
+        let bytes = size_of(&cx.graph, cx.graph.ty(value));
+        let call = Call { bytes, ranks: *size, registrable: true, ..Call::default() };
+        let pays = cx.costs.time(Choice::Registered, &call) < cx.costs.time(Choice::Sync, &call);
+        if cx.options.realize == Realize::Measured && !pays {
+            continue;
+        }
         let domain = cx.graph.group(&group).map_or("", |group| group.domain()).to_owned();
         if let CanRealize::AtMost(bytes) = can_realize(&cx.graph, &analysis, value, &domain)
             && bytes > cx.options.max_slot_bytes
@@ -152,92 +155,4 @@ pub(super) fn apply(cx: &mut Context<'_>) {
             Err(reason) => cx.refuse("realize", &name, reason),
         }
     }
-}
-
-/// What has to be placed.
-struct Life {
-    store: StoreId,
-    domain: String,
-    bytes: u64,
-    first: usize,
-    last: usize,
-}
-
-/// What storages are placed by: the least first.
-type Order = fn(&Life) -> (u128, usize);
-
-/// A place in a heap for each storage that asks for one: storages that are never in use at once share bytes, whatever their
-/// shapes, dtypes and groups. Of four orders the one that needs the fewest bytes is taken.
-pub(crate) fn place(graph: &Graph) -> Vec<Slot> {
-    let analysis = graph.analyse();
-    let mut lives = Vec::new();
-    for (index, storage) in analysis.stores.iter().enumerate() {
-        let store = StoreId::from(index);
-        let Some((_, req)) = comm(graph, &analysis, storage.root) else { continue };
-        let most = analysis.bytes(graph, store).and_then(|bytes| bytes.range(&graph.syms).max);
-        let (Some(bytes), Some((first, last))) =
-            (most.and_then(|most| u64::try_from(most).ok()), lifetime(graph, &analysis, store))
-        else {
-            continue;
-        };
-        lives.push(Life {
-            store,
-            domain: req.domain.clone(),
-            bytes: bytes.next_multiple_of(ALIGNMENT),
-            first,
-            last,
-        });
-    }
-    let orders: [Order; 4] = [
-        |life| (u128::MAX - u128::from(life.bytes), life.first),
-        |life| (u128::MAX - u128::from(life.bytes) * (life.last - life.first + 1) as u128, life.first),
-        |life| (u128::MAX - (life.last - life.first) as u128, life.first),
-        |life| (life.first as u128, life.last),
-    ];
-    let best = orders.map(|order| placed(&lives, order)).into_iter().min_by_key(|(peak, _)| *peak);
-    let offsets = best.map(|(_, offsets)| offsets).unwrap_or_default();
-    let slot = |(life, offset): (&Life, u64)| {
-        let root = analysis.stores[life.store.index()].root;
-        let name = |index: usize| graph.ops[index].name.clone();
-        Slot {
-            value: graph.name(root).to_owned(),
-            domain: life.domain.clone(),
-            offset,
-            bytes: life.bytes,
-            first: name(life.first),
-            last: name(life.last),
-        }
-    };
-    lives.iter().zip(offsets).map(slot).collect()
-}
-
-/// The peak and the offsets, if lives are placed in an order, each in the smallest gap that it fits.
-fn placed(lives: &[Life], order: Order) -> (u64, Vec<u64>) {
-    let mut queue: Vec<usize> = (0..lives.len()).collect();
-    queue.sort_by_key(|index| order(&lives[*index]));
-    let (mut offsets, mut done, mut peak) = (vec![0; lives.len()], Vec::<usize>::new(), 0);
-    for index in queue {
-        let life = &lives[index];
-        let mut taken: Vec<(u64, u64)> = done
-            .iter()
-            .filter(|other| {
-                let other = &lives[**other];
-                other.domain == life.domain && other.first <= life.last && life.first <= other.last
-            })
-            .map(|other| (offsets[*other], offsets[*other] + lives[*other].bytes))
-            .collect();
-        taken.sort_unstable();
-        let (mut end, mut gap) = (0, None::<(u64, u64)>);
-        for (start, stop) in taken {
-            let room = start.saturating_sub(end);
-            if room >= life.bytes && gap.is_none_or(|(smallest, _)| room < smallest) {
-                gap = Some((room, end));
-            }
-            end = end.max(stop);
-        }
-        offsets[index] = gap.map_or(end, |(_, offset)| offset);
-        peak = peak.max(offsets[index] + life.bytes);
-        done.push(index);
-    }
-    (peak, offsets)
 }
