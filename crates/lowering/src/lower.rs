@@ -6,14 +6,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     analysis::Analysis,
-    check::prove,
+    check::{choice, prove},
     costs::{Costs, Device},
     error::Finding,
     graph::{Graph, Names},
     hash::HashMap,
     ids::TokenId,
     op::Kind,
-    plan::{Choice, Plan, PlannedCall, Refusal, Rewrite},
+    plan::{Plan, PlannedCall, Refusal, Rewrite},
     rules,
     terms::{Term, Terms},
     verify::verify,
@@ -271,18 +271,9 @@ fn report(
 /// How each call of a graph is made.
 fn calls(graph: &Graph, costs: &Costs, covered: impl Fn(&str) -> Vec<String>) -> Vec<PlannedCall> {
     let analysis = graph.analyse();
-    let is_comm = |value| {
-        let root = analysis.root(value);
-        root.is_some_and(|root| matches!(graph.value(root).class, crate::Class::Comm(_)))
-    };
     let call = |op: &crate::Op| {
         let group = op.kind.group()?.to_owned();
-        let choice = match &op.kind {
-            Kind::Fused { .. } => Choice::Fused,
-            Kind::Sync { .. } if op.args.iter().any(|arg| is_comm(*arg)) => Choice::Registered,
-            Kind::Sync { .. } => Choice::Sync,
-            _ => Choice::Async,
-        };
+        let choice = choice(graph, &analysis, op);
         let (op, covers, nanoseconds) = (op.name.clone(), covered(&op.name), costs.op(graph, op));
         Some(PlannedCall { op, group, choice, covers, nanoseconds })
     };

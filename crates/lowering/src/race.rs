@@ -39,8 +39,14 @@ pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
         let most = most.and_then(|bytes| bytes.range(&graph.syms).max);
         let fits = most.is_some_and(|most| u64::try_from(most).is_ok_and(|most| slot.bytes >= most));
         let aligned = slot.offset.is_multiple_of(ALIGNMENT) && slot.offset.checked_add(slot.bytes).is_some();
-        if graph.name(root) != slot.value || req.domain != slot.domain || !fits || !aligned {
-            let text = format!("{} bytes at {} for {most:?}", slot.bytes, slot.offset);
+        let name = |place: usize| graph.ops[place].name.as_str();
+        let life = lifetime(graph, &analysis, store).map(|(first, last)| (name(first), name(last)));
+        let is_life = life == Some((&slot.first, &slot.last));
+        if graph.name(root) != slot.value || req.domain != slot.domain || !fits || !aligned || !is_life {
+            let text = format!(
+                "{} bytes at {} from {} to {}, for {most:?} bytes in use in {life:?}",
+                slot.bytes, slot.offset, slot.first, slot.last
+            );
             let numbers = [slot.bytes as i64, slot.offset as i64];
             findings.push(Finding::new(FindingKind::Slot, text).value(&slot.value).numbers(numbers));
         }

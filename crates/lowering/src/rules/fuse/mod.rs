@@ -242,12 +242,18 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
         let value = cx.graph.add_value(&mut cx.names, &format!("{name}_{}", output.name()), ty.clone());
         outs.push(value);
         fused.outputs.push(*output);
+        // Memory that the program returns or writes stays apart: of several values of a result, one may be the result.
+        let mut is_taken = false;
         for old in values {
+            let store = known.analysis.store[old.index()].map(|store| &known.analysis.stores[store.index()]);
+            let is_own = store.is_none_or(|store| store.escapes || store.written);
+            let must_copy = is_own && std::mem::replace(&mut is_taken, true);
             let wanted = cx.graph.ty(*old).clone();
-            if wanted == ty {
+            if wanted == ty && !must_copy {
                 replaces.push((*old, value));
             } else {
-                views.push((*old, value, wanted));
+                let kind = if must_copy { Kind::Copy } else { Kind::View { view: crate::View::Reshape } };
+                views.push((*old, value, wanted, kind));
             }
         }
     }
@@ -255,12 +261,11 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
     let roundings = if early != fused.round_before_weight { 2 } else { 1 };
     let told = Told { call: name.clone(), rewrite: 0, moved, roundings, dtype: ty.dtype };
     let mut ops = vec![Op { name, kind: Kind::Fused { fused }, args: operands, outs }];
-    for (old, value, wanted) in views {
+    for (old, value, wanted, kind) in views {
         if !wanted.is_contiguous() || wanted.offset != 0.into() {
             return Err(format!("{} has strides", cx.graph.name(old)));
         }
         let view = cx.graph.add_value(&mut cx.names, "fused_view", wanted);
-        let kind = Kind::View { view: crate::View::Reshape };
         ops.push(Op { name: cx.graph.name(view).to_owned(), kind, args: vec![value], outs: vec![view] });
         replaces.push((old, view));
     }
@@ -294,14 +299,14 @@ impl Told {
             outputs.iter().copied().filter(|output| self.moved.contains(output)).collect();
         let bound = (!moved.is_empty()).then(|| {
             let codes = if moved.contains(&FusedOutput::Codes) {
-                ", and a code by one where the norm is at a boundary"
+                "; a code may differ by one where the norm lies between two codes"
             } else {
                 ""
             };
             let Self { roundings, dtype, .. } = self;
             let moved = words(&moved);
             format!(
-                "{moved} may be off by {roundings}u + 20ε of itself, u the rounding of {dtype} and ε of f32{codes}"
+                "the relative error of {moved} is at most {roundings}u + 20ε, with u the rounding of {dtype} and ε that of f32{codes}"
             )
         });
         (format!("one call gives {}", words(outputs)), bound)
