@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     analysis::Analysis,
     check::{choice, prove},
-    costs::{Costs, Device},
+    costs::{Costs, Device, Tables},
     error::Finding,
     graph::{Graph, Names},
     hash::HashMap,
@@ -67,6 +67,8 @@ pub struct Options {
     pub realize: Realize,
     /// Whether starts are moved to the front and waits to the back.
     pub overlap: bool,
+    /// Which measurements [`Costs::new`] takes. [`lower`] itself is given costs.
+    pub tables: Tables,
     /// The most bytes by which an overlapped program's live tensors may exceed those of the program before.
     pub overlap_bytes: u64,
     /// The most bytes that a tensor of unknown size may take where peers reach it.
@@ -77,7 +79,16 @@ impl Default for Options {
     fn default() -> Self {
         let (numerics, realize) = Default::default();
         let (overlap_bytes, max_slot_bytes) = (1 << 30, 64 << 20);
-        Self { numerics, fuse: true, merge: true, realize, overlap: false, overlap_bytes, max_slot_bytes }
+        Self {
+            numerics,
+            fuse: true,
+            merge: true,
+            realize,
+            overlap: false,
+            tables: Tables::BuiltIn,
+            overlap_bytes,
+            max_slot_bytes,
+        }
     }
 }
 

@@ -91,9 +91,12 @@ impl Known {
             .filter(move |value| graph.ty(*value).dtype == dtype && !self.follows(graph, *value))
     }
 
-    /// Whether a value only shows, or copies, another of its term and elements.
+    /// Whether a value only shows, or copies, another of its term and elements, or is in flight.
     pub(super) fn follows(&self, graph: &Graph, value: ValueId) -> bool {
         let Some(op) = self.analysis.op_of(graph, value) else { return true };
+        if matches!(op.kind, Kind::Start { .. }) {
+            return true;
+        }
         let moves = matches!(op.kind, Kind::View { .. } | Kind::Copy);
         moves
             && self.term(op.args[0]) == self.term(value)

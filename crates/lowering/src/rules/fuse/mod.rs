@@ -218,6 +218,12 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
             fused = other;
         }
     }
+    // What another collective gives stays that collective's, though it may have an equal value.
+    let is_computed = |value: &ValueId| {
+        let op = known.analysis.op_of(&cx.graph, *value);
+        op.is_some_and(|op| !op.kind.communicates() && !matches!(op.kind, Kind::Wait { .. }))
+    };
+    results.iter_mut().skip(1).for_each(|(_, values)| values.retain(is_computed));
     // Results must be there for all that use them; a value that the call cannot give stays as it is computed.
     let mut moved = Vec::new();
     results.retain(|(output, values)| {
