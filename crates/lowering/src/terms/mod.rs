@@ -197,7 +197,7 @@ impl Terms {
                 Some(bag) => self.intern(Node::Sum(bag, number), exact),
                 None => self.ordered(Binary::Add, x, y, exact),
             },
-            (Some(bag), None) | (None, Some(bag)) => self.from_bag(Node::Sum(bag, number), exact),
+            (Some(bag), None) | (None, Some(bag)) => self.of_bag(Node::Sum(bag, number), exact),
         }
     }
 
@@ -221,12 +221,12 @@ impl Terms {
                 Some(bag) => self.intern(Node::Product(bag, number), exact),
                 None => self.ordered(Binary::Mul, x, y, exact),
             },
-            (Some(bag), None) | (None, Some(bag)) => self.from_bag(Node::Product(bag, number), exact),
+            (Some(bag), None) | (None, Some(bag)) => self.of_bag(Node::Product(bag, number), exact),
         }
     }
 
     /// A sum or product that may have one part alone, which it is then.
-    fn from_bag(&mut self, node: Node, exact: Element) -> Term {
+    fn of_bag(&mut self, node: Node, exact: Element) -> Term {
         if let Node::Sum(bag, None) | Node::Product(bag, None) = node {
             let mut parts = self.bags.iter(bag);
             if let (Some((term, 1)), None) = (parts.next(), parts.next()) {
@@ -365,7 +365,7 @@ impl Terms {
                 }
             }
             Node::Product(bag, Some(number)) if is_linear && number == minus => {
-                let rest = self.from_bag(Node::Product(bag, None), self.exact(x));
+                let rest = self.of_bag(Node::Product(bag, None), self.exact(x));
                 let sum = self.group_sum(group, size, of, rest);
                 return self.product(minus, sum);
             }
@@ -447,8 +447,8 @@ pub(crate) fn rounded(dtype: DType, value: f64) -> f64 {
     match dtype {
         DType::F64 => value,
         DType::F32 => f64::from(value as f32),
-        DType::F16 => f16::from_f64(value).to_f64(),
-        DType::BF16 => bf16::from_f64(value).to_f64(),
+        DType::F16 => <f16 as antiphon_tensor::Element>::from_f64(value).to_f64(),
+        DType::BF16 => <bf16 as antiphon_tensor::Element>::from_f64(value).to_f64(),
         DType::I64 => <i64 as antiphon_tensor::Element>::from_f64(value).to_f64(),
         DType::I32 => <i32 as antiphon_tensor::Element>::from_f64(value).to_f64(),
         DType::I8 => <i8 as antiphon_tensor::Element>::from_f64(value).to_f64(),

@@ -49,6 +49,7 @@ macro_rules! behaviours {
 mod case;
 mod disagreement;
 mod forms;
+mod hybrid;
 mod low_latency;
 mod refusals;
 mod tensor;
@@ -75,6 +76,14 @@ behaviours! {
     low_latency::choices_that_are_left_out: [world_2], processes [];
     low_latency::arguments_that_make_no_sense: [world_1 world_2], processes [];
     low_latency::ranks_that_differ: [world_2], processes [];
+    hybrid::hybrid_forms: [world_1 world_2 world_4], processes [world_2];
+    hybrid::hybrid_dtypes: [world_1 world_2 world_3], processes [world_2];
+    hybrid::hybrid_capacities: [world_1 world_2 world_3], processes [world_2];
+    hybrid::hybrid_scales_and_probs: [world_2], processes [];
+    hybrid::hybrid_small_regions: [world_2 world_3], processes [];
+    hybrid::hybrid_is_adjoint: [world_1 world_3], processes [];
+    hybrid::hybrid_refusals: [world_1 world_2], processes [];
+    hybrid::hybrid_mismatches: [world_2], processes [];
     disagreement::instances_that_differ_are_named: [world_2], processes [];
 }
 

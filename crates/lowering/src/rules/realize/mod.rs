@@ -6,10 +6,10 @@
 use crate::{
     analysis::Analysis,
     costs::{Call, size_of},
-    graph::{Graph, Group},
+    graph::{Graph, Op},
     ids::{OpId, ValueId},
     lower::{Context, Realize},
-    op::{Kind, ResultMemory},
+    op::{Kind, Prim, ResultMemory},
     plan::{Choice, Rewrite},
     types::{Class, CommReq, Roles},
 };
@@ -128,17 +128,10 @@ pub(super) fn apply(cx: &mut Context<'_>) {
         let (Kind::Sync { .. } | Kind::Fused { .. }, Some(group)) = (&op.kind, op.kind.group()) else {
             continue;
         };
-        if !cx.is_ours(group) {
+        if !cx.is_ours(group) || (cx.options.realize == Realize::Measured && !pays(cx, op, group)) {
             continue;
         }
         let (name, group, value) = (op.name.clone(), group.to_owned(), op.args[0]);
-        let Some(Group { size, .. }) = cx.graph.group(&group) else { continue };
-        let bytes = size_of(&cx.graph, cx.graph.ty(value));
-        let call = Call { bytes, ranks: *size, registrable: true, ..Call::default() };
-        let pays = cx.costs.time(Choice::Registered, &call) < cx.costs.time(Choice::Sync, &call);
-        if cx.options.realize == Realize::Measured && !pays {
-            continue;
-        }
         let domain = cx.graph.group(&group).map_or("", |group| group.domain()).to_owned();
         if let CanRealize::AtMost(bytes) = can_realize(&cx.graph, &analysis, value, &domain)
             && bytes > cx.options.max_slot_bytes
@@ -155,4 +148,14 @@ pub(super) fn apply(cx: &mut Context<'_>) {
             Err(reason) => cx.refuse("realize", &name, reason),
         }
     }
+}
+
+/// Whether a call is predicted to be faster if its operand is in symmetric memory. Only all-reduces read their operands there:
+/// other calls stage them in any case.
+fn pays(cx: &Context<'_>, op: &Op, group: &str) -> bool {
+    let bytes = size_of(&cx.graph, cx.graph.ty(op.args[0]));
+    let ranks = cx.graph.group(group).map_or(1, |group| group.size);
+    let call = Call { bytes, ranks, registrable: true, ..Call::default() };
+    let is_all_reduce = matches!(&op.kind, Kind::Sync { coll } if coll.prim == Prim::AllReduce);
+    is_all_reduce && cx.costs.choose(&call) == Choice::Registered
 }
