@@ -22,7 +22,7 @@ const LOCAL_EXPERTS: usize = 8;
 const TOP_K: usize = 2;
 
 /// Tokens of a rank, and elements of each.
-fn shape(case: &Case) -> [usize; 2] {
+pub(super) fn shape(case: &Case) -> [usize; 2] {
     let bytes = (case.bytes as usize / VECTOR * VECTOR).clamp(VECTOR, ROW_BYTES);
     [(case.bytes as usize / bytes).max(1), bytes / case.dtype.size()]
 }
@@ -43,7 +43,7 @@ fn choices(rank: usize, tokens: usize, experts: usize) -> Vec<i64> {
 }
 
 /// The layout of a rank's choices, which every rank can compute.
-fn layout_of(rank: usize, tokens: usize, world_size: usize) -> Result<Layout, MoeError> {
+pub(super) fn layout_of(rank: usize, tokens: usize, world_size: usize) -> Result<Layout, MoeError> {
     let experts = LOCAL_EXPERTS * world_size;
     let ids = choices(rank, tokens, experts);
     layout(&TensorView::new(&ids, &[tokens, TOP_K])?, experts, world_size)
@@ -109,7 +109,7 @@ fn wrong<T: Element>(actual: &[T], expected: impl Iterator<Item = f64>) -> Wrong
 }
 
 /// Of what a rank has received: the tokens of all ranks that go to it, in order.
-fn wrong_rows<T: Element>(case: &Case, layouts: &[Layout], rank: usize, received: &[T]) -> Wrong {
+pub(super) fn wrong_rows<T: Element>(case: &Case, layouts: &[Layout], rank: usize, received: &[T]) -> Wrong {
     let [tokens, hidden] = shape(case);
     let rows = layouts.iter().enumerate().flat_map(|(source, layout)| {
         let input = pattern::input::<T>(case.op, source, tokens * hidden);
@@ -122,7 +122,7 @@ fn wrong_rows<T: Element>(case: &Case, layouts: &[Layout], rank: usize, received
 }
 
 /// Of sums of what went to the ranks and came back as it was: each token as often as there are ranks that have it, which is exact.
-fn wrong_sums<T: Element>(layout: &Layout, input: &[T], output: &[T]) -> Wrong {
+pub(super) fn wrong_sums<T: Element>(layout: &Layout, input: &[T], output: &[T]) -> Wrong {
     let world_size = layout.tokens_per_rank.len();
     let hidden = input.len() / (layout.is_token_in_rank.len() / world_size);
     let sums =

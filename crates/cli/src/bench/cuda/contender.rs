@@ -15,7 +15,9 @@ use antiphon::{
 
 use super::{
     super::case::{Case, Collective, ROOT},
+    Result,
     mixed::{self, Handler},
+    moe::Routes,
 };
 
 /// An implementation that is compared.
@@ -28,6 +30,10 @@ pub(super) enum Contender<'a> {
     Nccl(&'a NcclCollectives),
     /// An operation of a mixed layout, by one of the libraries that offer it.
     Mixed(&'a Handler<'a>, mixed::Variant),
+    /// A dispatch or a combine along a handle.
+    Experts(&'a Routes<'a>),
+    /// The same by NCCL.
+    ExpertsByNccl(&'a Routes<'a>),
 }
 
 /// A rank's tensors.
@@ -50,7 +56,8 @@ impl Contender<'_> {
             Self::Ours(_, None) => "direct".into(),
             Self::Ours(_, Some(algorithm)) => algorithm.to_string(),
             Self::Registered(_, algorithm) => format!("{algorithm} registered"),
-            Self::Nccl(_) => "nccl".into(),
+            Self::Nccl(_) | Self::ExpertsByNccl(_) => "nccl".into(),
+            Self::Experts(_) => "cached".into(),
             Self::Mixed(handler, variant) => handler.name(case, variant),
         }
     }
@@ -59,19 +66,17 @@ impl Contender<'_> {
     ///
     /// # Safety
     /// The tensors live until the stream, and every graph that captured the call, is done with them.
-    pub(super) unsafe fn call(
-        self,
-        case: &Case,
-        tensors: &Tensors,
-        stream: StreamRef<'_>,
-    ) -> Result<(), CollectiveError> {
+    pub(super) unsafe fn call(self, case: &Case, tensors: &Tensors, stream: StreamRef<'_>) -> Result<()> {
         let (dtype, op) = (case.dtype, case.op);
+        let memory = (tensors.input.pointer(), tensors.output.pointer());
         // SAFETY: passed on: both are as large as their counts say.
         let (input, mut output) = unsafe { (tensors.input(dtype), tensors.output(dtype)) };
         let output = &mut output;
         // SAFETY: passed on; all calls of this program are on this stream.
         unsafe {
-            match self {
+            let called = match self {
+                Self::Experts(routes) => return routes.ours(case.collective, dtype, memory, stream),
+                Self::ExpertsByNccl(routes) => return routes.nccl(case.collective, dtype, memory, stream),
                 Self::Ours(ours, algorithm) => {
                     let case = Case { algorithm, ..*case };
                     let call = case.call(ours.rank(), ours.world_size());
@@ -105,13 +110,14 @@ impl Contender<'_> {
                         _ => nccl.call(&call, Some(&input), Some(output), stream),
                     }
                 }
-            }
+            };
+            Ok(called?)
         }
     }
 
     /// Whether it is NCCL, beside which ours are shown.
     pub(super) fn is_nccl(self) -> bool {
-        matches!(self, Self::Nccl(_) | Self::Mixed(_, mixed::Variant::Nccl))
+        matches!(self, Self::Nccl(_) | Self::ExpertsByNccl(_) | Self::Mixed(_, mixed::Variant::Nccl))
     }
 }
 /// The library that sends messages.

@@ -81,3 +81,34 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 add_norm(const bf16* sum, bf16* residual, const bf16* weight, float eps, u8* out) { add_norm_row<false>(sum, residual, weight, eps, out); }
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 add_norm_fp8(const bf16* sum, bf16* residual, const bf16* weight, float eps, u8* out) { add_norm_row<true>(sum, residual, weight, eps, out); }
+
+// For an all-to-all of a mixture of experts: to[i] = from[order[i]], rows of so many vectors of 16 bytes.
+extern "C" __global__ void gather_rows(const uint4* from, const i32* order, uint4* to, u64 rows, u64 vectors) {
+    const u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < rows * vectors; i += step)
+        to[i] = from[order[i / vectors] * vectors + i % vectors];
+}
+
+// Behind an all-to-all: of each token the sum, in float, of the rows whose numbers `places` has, of so many ranks; −1 is none.
+template <class T>
+DEVICE void sum_rows(const u8* rows, const i32* places, u8* to, u64 tokens, u64 vectors, u64 ranks) {
+    const u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < tokens * vectors; i += step) {
+        wide_vec<T> sum{};
+        for (u64 rank = 0; rank < ranks; ++rank) {
+            const i32 place = places[i / vectors * ranks + rank];
+            if (place < 0) continue;
+            const wide_vec<T> x = widen_vec(load_vec((const T*)(rows + (place * vectors + i % vectors) * 16)));
+#pragma unroll
+            for (u32 lane = 0; lane < vec16<T>::LANES; ++lane) sum.lane[lane] += x.lane[lane];
+        }
+        store_vec((T*)(to + i * 16), narrow_vec<T>(sum));
+    }
+}
+#define SUM_ROWS(name, T)                                                                                             \
+    extern "C" __global__ void name(const u8* rows, const i32* places, u8* to, u64 tokens, u64 vectors, u64 ranks) { \
+        sum_rows<T>(rows, places, to, tokens, vectors, ranks);                                                        \
+    }
+SUM_ROWS(sum_rows_f32, float)
+SUM_ROWS(sum_rows_f16, f16)
+SUM_ROWS(sum_rows_bf16, bf16)

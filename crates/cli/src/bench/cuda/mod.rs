@@ -2,12 +2,14 @@
 //!
 //! * `contender` is an implementation that is compared: an algorithm of Antiphon, or NCCL.
 //! * `mixed` has the contenders of a mixed layout, in groups of its ranks too.
+//! * `moe` has the contenders of dispatch and combine.
 //! * `timing` measures them: graphs of many calls, with the ranks' GPUs synchronised before.
 //! * `tail` is another benchmark: ranks that do not start together, and the slowest of many replays.
 //! * `worker` is the work of a rank: it verifies and times each size.
 
 mod contender;
 mod mixed;
+mod moe;
 pub(super) mod tail;
 mod timing;
 mod worker;
@@ -102,6 +104,7 @@ pub(super) fn refuse(args: &Args) -> Result<(), String> {
     }
     let is_known = |of: &Collective| {
         matches!(*of, Collective::SEND_RECV | Collective::Mixed(_))
+            || of.is_of_experts()
             || of.operation().is_some_and(CudaCollectives::has_operation)
     };
     match args.collectives().into_iter().find(|collective| !is_known(collective)) {
@@ -209,6 +212,7 @@ mod tests {
     fn what_gpus_cannot_do_is_refused_by_name() {
         assert_eq!(refuse(&args("")), Ok(()));
         assert_eq!(refuse(&args("send-recv")), Ok(()));
+        assert_eq!(["dispatch", "combine"].map(|of| refuse(&args(of))), [Ok(()), Ok(())]);
         let error = refuse(&args("memory")).unwrap_err();
         assert_eq!(error, "memory is for --device host: there is none on GPUs yet");
         let error = refuse(&args("--buffers symmetric")).unwrap_err();

@@ -18,6 +18,7 @@ use super::{
     REPLAYS, Result, algorithms, calls, cases,
     contender::{Contender, Tensors},
     mixed::{Handler, Variant},
+    moe::{Experts, Routes},
     note,
     timing::Clock,
 };
@@ -26,6 +27,7 @@ use crate::{
     bench::{
         Args, Buffers, Which,
         case::{Case, Collective},
+        moe::{wrong_rows, wrong_sums},
         pattern::{self, Reference, Wrong},
         worker::{row, slowest, total},
     },
@@ -53,6 +55,8 @@ struct Bench<'a> {
     nccl: Option<&'a NcclCollectives>,
     /// The handler of the mixed layout, if one is measured.
     mixed: Option<Handler<'a>>,
+    /// Of mixtures of experts, if one is measured.
+    experts: Option<Experts>,
     clock: Clock<'a>,
     launch_us: f64,
 }
@@ -81,9 +85,15 @@ fn measure_all(args: &Args) -> Result<()> {
     let mixed = (args.collective == Which::Mixed)
         .then(|| Handler::new(args, &comm, &ours, nccl.as_ref(), &context))
         .transpose()?;
-    let bench = Bench { args, comm: &comm, ours: &ours, nccl: nccl.as_ref(), mixed, clock, launch_us };
+    let is_of_experts = args.collectives().into_iter().any(Collective::is_of_experts);
+    let experts = is_of_experts.then(|| Experts::new(&comm, &context)).transpose()?;
+    let bench =
+        Bench { args, comm: &comm, ours: &ours, nccl: nccl.as_ref(), mixed, experts, clock, launch_us };
     for case in cases(args) {
-        let rows = with_dtype!(case.dtype, T => bench.measure::<T>(case)?);
+        let rows = match &bench.experts {
+            Some(experts) => with_dtype!(case.dtype, T => bench.measure_experts::<T>(experts, case)?),
+            None => with_dtype!(case.dtype, T => bench.measure::<T>(case)?),
+        };
         if comm.rank() == 0 {
             for row in rows {
                 let line = serde_json::to_string(&row).expect("a row is plain data");
@@ -100,13 +110,58 @@ impl<'a> Bench<'a> {
     fn measure<T: Element>(&self, case: Case) -> Result<Vec<Row>> {
         let tensors = self.tensors::<T>(&case)?;
         let reference = Reference::new::<T>(self.comm, case);
-        let calls = self.args.iterations.unwrap_or_else(|| calls(case.bytes)).max(1);
         if case.collective.reduces() {
             self.ours.prepare(case.dtype, case.op)?;
         }
+        let contenders = self.contenders(case.collective);
+        let rows = self.compare::<T>(case, &tensors, contenders, |result| reference.compare(result))?;
+        if self.args.buffers == Buffers::Symmetric {
+            for memory in [&tensors.input, &tensors.output] {
+                self.ours.unregister(self.comm, memory.pointer())?;
+            }
+        }
+        Ok(rows)
+    }
+
+    /// All rows of a dispatch or a combine at one size.
+    fn measure_experts<T: Element>(&self, experts: &Experts, case: Case) -> Result<Vec<Row>> {
+        let rank = self.comm.rank();
+        let routes = Routes::new(experts, self.nccl, (self.comm, self.clock.stream), &case)?;
+        let dispatch = Case { collective: Collective::DISPATCH, ..case };
+        let sent = self.tensors::<T>(&dispatch)?;
+        let tokens = pattern::input::<T>(case.op, rank, sent.counts.0);
+        let contenders =
+            [Some(Contender::Experts(&routes)), self.nccl.map(|_| Contender::ExpertsByNccl(&routes))];
+        let contenders = contenders.into_iter().flatten().collect();
+        // SAFETY: the tensors live until the stream has been waited for, here and below.
+        unsafe { Contender::Experts(&routes).call(&dispatch, &sent, self.clock.stream.borrow()) }?;
+        self.clock.stream.borrow().synchronize()?;
+        if case.collective == Collective::DISPATCH {
+            let count = routes.received();
+            return self.compare::<T>(case, &sent, contenders, |result| {
+                wrong_rows(&case, &routes.layouts, rank, &result[..count])
+            });
+        }
+        // What a dispatch brings is what a combine takes back.
+        let Tensors { input, output, counts, device } = sent;
+        let back = Tensors { input: output, output: input, counts: (counts.1, counts.0), device };
+        self.compare::<T>(case, &back, contenders, |result| {
+            wrong_sums(&routes.layouts[rank], &tokens, result)
+        })
+    }
+
+    /// Verifies and times contenders.
+    fn compare<T: Element>(
+        &self,
+        case: Case,
+        tensors: &Tensors,
+        contenders: Vec<Contender<'_>>,
+        check: impl Fn(&[T]) -> Wrong,
+    ) -> Result<Vec<Row>> {
+        let calls = self.args.iterations.unwrap_or_else(|| calls(case.bytes)).max(1);
         let mut runs = Vec::new();
-        for contender in self.contenders(case.collective) {
-            runs.push(self.start::<T>(contender, &case, &tensors, &reference, calls)?);
+        for contender in contenders {
+            runs.push(self.start::<T>(contender, &case, tensors, &check, calls)?);
         }
         // In turn, so that whatever drifts hits all alike.
         for _ in 0..REPLAYS {
@@ -119,13 +174,7 @@ impl<'a> Bench<'a> {
                 run.free_times.push(took / f64::from(calls));
             }
         }
-        let rows = self.rows(case, &tensors, runs, calls)?;
-        if self.args.buffers == Buffers::Symmetric {
-            for memory in [&tensors.input, &tensors.output] {
-                self.ours.unregister(self.comm, memory.pointer())?;
-            }
-        }
-        Ok(rows)
+        self.rows(case, tensors, runs, calls)
     }
 
     /// All of Antiphon's contenders, then NCCL.
@@ -165,13 +214,13 @@ impl<'a> Bench<'a> {
         contender: Contender<'b>,
         case: &Case,
         tensors: &Tensors,
-        reference: &Reference,
+        check: impl Fn(&[T]) -> Wrong,
         calls: u32,
     ) -> Result<Run<'b>> {
         let stream = self.clock.stream;
         let call = |stream: StreamRef<'_>| -> Result<()> {
             // SAFETY: the tensors outlive all that is made here, and every use of the stream is waited for.
-            Ok(unsafe { contender.call(case, tensors, stream) }?)
+            unsafe { contender.call(case, tensors, stream) }
         };
         call(stream.borrow())?; // NCCL connects the ranks on the first call, which should not be captured
         stream.borrow().synchronize()?;
@@ -181,7 +230,7 @@ impl<'a> Bench<'a> {
         unsafe { self.clock.replay(&graph) }?;
         let mut result = vec![T::default(); tensors.counts.1];
         tensors.output.read(stream, 0, TensorViewMut::from(&mut result[..]).as_mut_bytes()?)?;
-        let wrong = total(self.comm, &[reference.compare(&result)])?;
+        let wrong = total(self.comm, &[check(&result)])?;
         if let (true, 1..) = (contender.is_nccl(), wrong.elements) {
             let (name, elements) = (case.collective.name(), wrong.elements);
             let text = format_args!("NCCL: {elements} elements of {name} are not as expected");
