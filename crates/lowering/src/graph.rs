@@ -186,6 +186,12 @@ impl Graph {
         Ok(())
     }
 
+    /// The value whose operation allocates the memory in which a value lies: views, waits and calls in place lead back to it.
+    /// `None` if no operation defines the value. For several values, [`Analysis::root`] of one analysis is faster.
+    pub fn root(&self, value: ValueId) -> Option<ValueId> {
+        self.analyse().root(value)
+    }
+
     /// What follows from the graph.
     pub fn analyse(&self) -> Analysis {
         Analysis::of(self)

@@ -85,7 +85,7 @@ pub use op::{
     Alias, Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, Reduction, ResultMemory, Unary,
     View,
 };
-pub use plan::{Choice, Plan, PlannedCall, Refusal, Rewrite, Slot};
+pub use plan::{Choice, Completion, Plan, PlannedCall, Refusal, Rewrite, Slot};
 pub use sym::{Range, Sym, SymExpr};
 pub use types::{Class, CommReq, Element, Roles, Type};
 pub use verify::verify;

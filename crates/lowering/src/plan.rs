@@ -1,4 +1,4 @@
-//! What was decided about a graph: what [`check`](crate::check()) needs to be told, and a runtime.
+//! What was decided about a graph, for [`check`](crate::check()) and for a runtime.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -15,7 +15,7 @@ pub struct Plan {
     pub graph: String,
     /// How much may be rounded otherwise.
     pub numerics: Numerics,
-    /// What was rewritten.
+    /// The rewrites.
     pub rewrites: Vec<Rewrite>,
     /// Every call of the graph after, in order.
     pub calls: Vec<PlannedCall>,
@@ -33,7 +33,7 @@ pub struct Rewrite {
     pub ops: Vec<String>,
     /// What it did, in words.
     pub text: String,
-    /// By how much results may differ; nothing if they do not.
+    /// The bound of the difference of results; none if they are equal.
     pub bound: Option<String>,
 }
 
@@ -65,17 +65,36 @@ pub struct PlannedCall {
     pub nanoseconds: u64,
 }
 
+/// When a call's results may be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Completion {
+    /// In stream order: the next operation of the stream may use them.
+    Stream,
+    /// After the wait for the call's token.
+    Wait,
+}
+
+impl PlannedCall {
+    /// When the call's results may be used.
+    pub fn completion(&self) -> Completion {
+        match self.choice {
+            Choice::Fused | Choice::Sync | Choice::Registered => Completion::Stream,
+            Choice::Async => Completion::Wait,
+        }
+    }
+}
+
 /// How a call is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Choice {
-    /// With what follows the sum, in stream order.
+    /// In stream order, together with the operations behind the sum.
     Fused,
     /// In stream order.
     Sync,
     /// In stream order, on memory that peers reach.
     Registered,
-    /// On a stream of its own, until it is waited for: as the framework has it.
+    /// On a stream of its own, until a wait: as the framework makes it.
     Async,
 }
 

@@ -4,7 +4,10 @@ mod common;
 
 use antiphon_lowering::{
     Arithmetic, Class, Costs, Device, Graph, Kind, Numerics, Options, Realize, World, check, lower,
-    rules::realize::{CanRealize, can_realize, realize},
+    rules::{
+        realize::{CanRealize, can_realize, realize},
+        sync::elide,
+    },
 };
 use common::{agree, graph, kinds, lowered, numerics};
 
@@ -144,6 +147,18 @@ fn waits_go_by_token() {
     let waits = after.graph.ops.iter().filter(|op| matches!(op.kind, Kind::Wait { .. })).count();
     assert_eq!((starts, waits), (0, 0), "{}", after.report);
     agree(&before, &after.graph, 2, 9, Arithmetic::Kernels, 0.0);
+}
+
+#[test]
+fn one_wait_is_elided_by_its_token() {
+    let before = program(&(sum("a", "%x", "tp", 0) + &sum("b", "%a", "tp", 1) + "return %b"));
+    let start = before.ops.iter().position(|op| op.name == "a_start").unwrap();
+    let after = elide(&before, start.into()).unwrap();
+    assert_eq!(kinds(&after), ["sync", "start", "wait"]);
+    same_numbers(&before, &after);
+    assert_eq!(elide(&before, 0.into()).unwrap_err(), "x is no start of one tensor with a wait of its own");
+    let b = after.outputs[0];
+    assert_eq!(after.name(after.root(b).unwrap()), "b_start");
 }
 
 #[test]

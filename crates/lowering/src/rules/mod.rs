@@ -1,13 +1,13 @@
-//! What is done to a graph, a rule a file: when it applies, what it does, and why it is refused where it might have applied.
+//! The rewrites, a file for each rule: when the rule applies, what it does, and why it is refused where it might have applied.
 //!
 //! | rule | what it does |
 //! | --- | --- |
 //! | `duplicate` | the same collective of the same value is made once |
 //! | `world_of_one` | a collective of one rank is a copy |
-//! | `merge` | Σa + Σb becomes Σ(a + b), where nobody else uses the sums |
+//! | `merge` | Σa + Σb becomes Σ(a + b), if no other operation uses the sums |
 //! | `fuse` | a sum, the residual that is added, the norm and its quantisation become one call |
 //! | `bucket` | neighbouring calls of one kind become one of several tensors, where overlap is asked for |
-//! | `sync` | a call that has nothing to hide behind is made in stream order, and its wait goes |
+//! | [`sync`] | a call that no computation runs beside is made in stream order, and its wait goes |
 //! | [`realize`] | tensors lie where peers reach them, and share that memory |
 //! | `schedule` | starts come early and waits late, where that is asked for |
 
@@ -17,7 +17,7 @@ pub(crate) mod fuse;
 mod merge;
 pub mod realize;
 mod schedule;
-mod sync;
+pub mod sync;
 mod world_of_one;
 
 use crate::{
@@ -94,7 +94,7 @@ pub(crate) fn flight(graph: &Graph, analysis: &Analysis, start: OpId) -> Option<
     Some((Flight { start, wait, ready: waits.outs[at] }, coll.clone()))
 }
 
-/// Takes out collectives, with what waits for them, and puts operations in, each before the one at its place.
+/// Removes collectives with their waits, and inserts operations, each before the one at its place.
 pub(crate) fn replace(graph: &mut Graph, flights: &[Flight], new: Vec<(OpId, Op)>) {
     if flights.is_empty() && new.is_empty() {
         return;

@@ -4,23 +4,18 @@
 //! predicted to end earlier than the wait for one beside it. What goes is found by its token: another collective of the same
 //! memory keeps its wait.
 
-use super::flight;
+use super::{Flight, flight};
 use crate::{
     costs::{Call, Costs, size_of},
-    graph::Graph,
+    graph::{Graph, Names},
     hash::HashMap,
-    ids::OpId,
+    ids::{OpId, ValueId},
     lower::Context,
-    op::Kind,
+    op::{Coll, Kind},
     plan::{Choice, Rewrite},
 };
 
 pub(super) fn apply(cx: &mut Context<'_>) {
-    elide(cx);
-}
-
-/// See the module.
-pub(crate) fn elide(cx: &mut Context<'_>) {
     let analysis = cx.analysis();
     let until = computed_until(cx.costs, &cx.graph);
     let mut by = HashMap::default();
@@ -53,21 +48,46 @@ pub(crate) fn elide(cx: &mut Context<'_>) {
         let text = format!("{name} is made in stream order, predicted at {inline} ns instead of {beside} ns");
         let covered = cx.covered(&name);
         cx.rewrites.push(Rewrite { rule: "sync".into(), ops: covered.clone(), text, bound: None });
-        let new = cx.names.fresh(&format!("{name}_sync"));
-        cx.covers.insert(new.clone(), covered);
-        let ty = cx.graph.ty(found.ready).clone();
-        let result = cx.graph.add_value(&mut cx.names, &format!("{new}_result"), ty);
+        let result = make_sync(&mut cx.graph, &mut cx.names, &found, coll);
+        cx.covers.insert(cx.graph.op(start).name.clone(), covered);
         by.insert(found.ready, result);
-        let op = &mut cx.graph.ops[index];
-        op.name = new;
-        op.kind = Kind::Sync { coll };
-        op.outs = vec![result];
-        cx.graph.ops[found.wait.index()].kind = Kind::Wait { tokens: Vec::new() };
-        cx.graph.ops[found.wait.index()].outs.clear();
-        cx.graph.ops[found.wait.index()].args.clear();
     }
-    cx.graph.ops.retain(|op| !matches!(&op.kind, Kind::Wait { tokens } if tokens.is_empty()));
-    cx.graph.substitute(&by);
+    remove_waits(&mut cx.graph, &by);
+}
+
+/// The graph in which the collective of a start is complete in stream order. Its wait goes, which is found by the start's
+/// token; waits of other collectives of the same memory stay.
+///
+/// # Errors
+/// The operation is no start of one tensor for which one wait waits alone.
+pub fn elide(graph: &Graph, start: OpId) -> Result<Graph, String> {
+    let refused = || format!("{} is no start of one tensor with a wait of its own", graph.op(start).name);
+    let (found, coll) = flight(graph, &graph.analyse(), start).ok_or_else(refused)?;
+    if graph.op(found.wait).args.len() != 1 {
+        return Err(refused());
+    }
+    let (mut graph, mut names) = (graph.clone(), graph.names());
+    let result = make_sync(&mut graph, &mut names, &found, coll);
+    remove_waits(&mut graph, &HashMap::from_iter([(found.ready, result)]));
+    Ok(graph)
+}
+
+/// Puts a call in stream order into the place of a start, and takes the operands from its wait. The call's result is new.
+fn make_sync(graph: &mut Graph, names: &mut Names, found: &Flight, coll: Coll) -> ValueId {
+    let name = names.fresh(&format!("{}_sync", graph.op(found.start).name));
+    let ty = graph.ty(found.ready).clone();
+    let result = graph.add_value(names, &format!("{name}_result"), ty);
+    let op = &mut graph.ops[found.start.index()];
+    (op.name, op.kind, op.outs) = (name, Kind::Sync { coll }, vec![result]);
+    let wait = &mut graph.ops[found.wait.index()];
+    (wait.kind, wait.args, wait.outs) = (Kind::Wait { tokens: Vec::new() }, Vec::new(), Vec::new());
+    result
+}
+
+/// Removes waits without tokens, and puts new results where their results were used.
+fn remove_waits(graph: &mut Graph, by: &HashMap<ValueId, ValueId>) {
+    graph.ops.retain(|op| !matches!(&op.kind, Kind::Wait { tokens } if tokens.is_empty()));
+    graph.substitute(by);
 }
 
 /// For each place of a graph, the nanoseconds that the computing stream is busy before.
