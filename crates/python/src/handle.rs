@@ -8,12 +8,7 @@ use std::{
 use antiphon::prelude::{FabricError, Pending};
 use pyo3::{exceptions::PyTimeoutError, prelude::*};
 
-use crate::{
-    arguments::{Operands, seconds},
-    cuda::Started,
-    error::Error,
-    fork::Process,
-};
+use crate::{arguments::seconds, cuda::Started, error::Error, fork::Process};
 
 /// How long a wait lasts before Python's signal handlers run.
 const LOOK: Duration = Duration::from_millis(10);
@@ -40,7 +35,7 @@ enum State {
 }
 
 /// A pending operation, whatever its error type.
-trait Work: Send {
+pub(crate) trait Work: Send {
     /// Waits for at most `limit`; returns whether the operation is over, so that `finish` returns at once.
     fn wait_for(&mut self, limit: Duration) -> bool;
 
@@ -54,10 +49,11 @@ trait Work: Send {
         None
     }
 
-    fn finish(self: Box<Self>) -> Result<Operands, Error>;
+    /// Ends it, and lets go of what it kept alive.
+    fn finish(self: Box<Self>) -> Result<(), Error>;
 }
 
-impl<E: Into<Error> + From<FabricError> + Send> Work for Pending<Operands, E> {
+impl<T: Send, E: Into<Error> + From<FabricError> + Send> Work for Pending<T, E> {
     fn wait_for(&mut self, limit: Duration) -> bool {
         Pending::wait_for(self, limit)
     }
@@ -66,8 +62,8 @@ impl<E: Into<Error> + From<FabricError> + Send> Work for Pending<Operands, E> {
         Pending::source(self)
     }
 
-    fn finish(self: Box<Self>) -> Result<Operands, Error> {
-        self.wait().map_err(Into::into)
+    fn finish(self: Box<Self>) -> Result<(), Error> {
+        self.wait().map(drop).map_err(Into::into)
     }
 }
 
@@ -80,32 +76,33 @@ impl Work for Started {
         self.is_passed()
     }
 
-    fn finish(self: Box<Self>) -> Result<Operands, Error> {
-        (*self).finish()
+    fn finish(self: Box<Self>) -> Result<(), Error> {
+        (*self).finish().map(drop)
     }
 }
 
 impl Handle {
     /// The handle of an operation in a stream.
     pub(crate) fn on_cuda(started: Started, result: Option<Bound<'_, PyAny>>) -> Self {
-        let state = Mutex::new(State::Pending(Box::new(started)));
-        Self::of(state, result)
+        Self::of(Box::new(started), result)
     }
 
-    fn of(state: Mutex<State>, result: Option<Bound<'_, PyAny>>) -> Self {
+    /// The handle of any work.
+    pub(crate) fn of(work: Box<dyn Work>, result: Option<Bound<'_, PyAny>>) -> Self {
         Self {
             process: Process::current(),
-            state,
+            state: Mutex::new(State::Pending(work)),
             result: result.map(Bound::unbind),
             source: OnceLock::new(),
         }
     }
 
-    pub(crate) fn new<E>(pending: Pending<Operands, E>, result: Option<Bound<'_, PyAny>>) -> Self
+    pub(crate) fn new<T, E>(pending: Pending<T, E>, result: Option<Bound<'_, PyAny>>) -> Self
     where
+        T: Send + 'static,
         E: Into<Error> + From<FabricError> + Send + 'static,
     {
-        Self::of(Mutex::new(State::Pending(Box::new(pending))), result)
+        Self::of(Box::new(pending), result)
     }
 
     /// Waits for at most `limit`; returns whether it is over. As with all accesses of the state, the caller is detached from
@@ -146,8 +143,7 @@ impl Handle {
             if let Some(source) = work.source() {
                 let _ = self.source.set(source); // once, as work is ended once
             }
-            let outcome =
-                work.finish().map(drop).map_err(|error| PyErr::from(error).into_value(py).into_any());
+            let outcome = work.finish().map_err(|error| PyErr::from(error).into_value(py).into_any());
             py.detach(|| *self.state() = State::Over(outcome));
         }
         // No thread waits while it holds the lock any more.

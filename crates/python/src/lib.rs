@@ -28,6 +28,7 @@ mod error;
 mod fork;
 mod fused;
 mod handle;
+mod hybrid;
 mod interrupt;
 mod language;
 mod low_latency;
@@ -53,6 +54,7 @@ mod _core {
         error::{AbortedError, PeerLostError},
         fork::after_fork,
         handle::Handle,
+        hybrid::{MoeHybrid, MoeHybridHandle},
         language::{
             BaseBuffer, Channel, Chunk, FinishedPlan, Program, Switch, ThreadBlockGroup, library_names,
             library_plan,

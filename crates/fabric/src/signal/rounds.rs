@@ -1,6 +1,9 @@
 //! Rounds: every rank posts one packet and waits for the packets of all ranks.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use antiphon_device::host::wait::wait_for;
 
@@ -31,6 +34,8 @@ pub struct Rounds {
     limit: Option<Duration>,
     /// The call of which the rounds are parts, if their own signatures do not name it.
     pub(crate) call: Option<Signature>,
+    /// How long this rank has waited for each rank, if it is measured.
+    waits: Vec<Duration>,
     /// Room for the answer of `inboxes`, so that no call allocates.
     pointers: Vec<*const u8>,
 }
@@ -64,7 +69,7 @@ impl Rounds {
     pub(crate) fn new(messages: Arc<Messages>, lane: usize) -> Self {
         let endpoint = messages.endpoint().clone();
         let pointers = Vec::with_capacity(endpoint.world_size);
-        Self { limit: None, call: None, endpoint, messages, lane, sequence: 0, pointers }
+        Self { limit: None, call: None, waits: Vec::new(), endpoint, messages, lane, sequence: 0, pointers }
     }
 
     /// As [`exchange`](Self::exchange), for `limit` at most.
@@ -77,6 +82,17 @@ impl Rounds {
         let exchanged = self.exchange(signature);
         self.limit = None;
         exchanged
+    }
+
+    /// Measures from now on how long this rank waits for each other rank.
+    pub fn measure_waits(&mut self) {
+        self.waits = vec![Duration::ZERO; self.world_size()];
+    }
+
+    /// How long this rank has waited for each rank since [`measure_waits`](Self::measure_waits), which this ends. A rank waits for
+    /// its peers one after the other, from the next rank on: a peer's wait has nothing of those before it.
+    pub fn take_waits(&mut self) -> Vec<Duration> {
+        std::mem::take(&mut self.waits)
     }
 
     /// This rank.
@@ -160,6 +176,7 @@ impl Rounds {
     pub fn wait(&mut self, signature: &Signature) -> Result<(), FabricError> {
         let words = signature.to_words();
         for rank in self.peers() {
+            let start = (!self.waits.is_empty()).then(Instant::now);
             let head = self.packet(rank, self.sequence).head;
             let arrived = wait_for(
                 &self.endpoint.regions.control(self.endpoint.rank).bells[self.lane].0,
@@ -167,6 +184,9 @@ impl Rounds {
                 || head.arrival(self.sequence),
                 |waited| self.look_around(signature, waited),
             );
+            if let Some(start) = start {
+                self.waits[rank] += start.elapsed();
+            }
             match arrived {
                 Ok(theirs) if theirs == words => {}
                 Ok(theirs) => return Err(self.fail(self.mismatch(signature, rank, theirs))),
