@@ -87,7 +87,7 @@ impl Handle {
         Self::of(Box::new(started), result)
     }
 
-    /// Of any work.
+    /// The handle of any work.
     pub(crate) fn of(work: Box<dyn Work>, result: Option<Bound<'_, PyAny>>) -> Self {
         Self {
             process: Process::current(),
