@@ -40,6 +40,8 @@ __all__ = [
     "Memory",
     "Moe",
     "MoeHandle",
+    "MoeHybrid",
+    "MoeHybridHandle",
     "MoeLowLatency",
     "MoeLowLatencyHandle",
     "PeerLostError",
@@ -132,7 +134,7 @@ class Communicator:
     (``RuntimeError`` after Ctrl-C). A closed communicator, or one in the child of a fork, raises ``RuntimeError``. Other threads
     run while a call waits, and Ctrl-C ends the wait.
 
-    **On CUDA.** All operations except plans, ``start_send`` and ``start_recv`` also take tensors on
+    **On CUDA.** All operations except plans, :meth:`recv_any` and messages with tags also take tensors on
     a GPU (reductions only float32, float16 and bfloat16). They enqueue their work in the current stream of torch or CuPy,
     or in ``stream``, a stream's handle as an integer. They do not wait for the work, and may be captured in graphs. On each
     rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
@@ -285,8 +287,8 @@ class Communicator:
         The algorithm is chosen from measured tables unless given; on the host that needs another ``out`` than ``x``.
 
         ``registered`` is for CUDA: ``x`` lies in memory given to :meth:`register_cuda`, at the same place of it on all ranks,
-        and peers load it where it lies. By ``"one-shot"`` into any ``out`` but ``x``; by ``"two-shot"`` into one that
-        is registered too, or ``x`` itself, for which it is the usual one."""
+        and peers load it in place. With ``"one-shot"``, ``out`` is any memory except ``x``. With ``"two-shot"``, ``out`` is registered
+        too, or is ``x`` itself, where two-shot is the default."""
 
     def all_reduce_rms_norm(
         self,
@@ -537,7 +539,8 @@ class Communicator:
         """Starts :meth:`send`."""
 
     def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
-        """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank."""
+        """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank
+        (host memory only)."""
 
     def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
         """Makes a buffer of which every rank has a zeroed copy that all ranks can read and write. Collectives on
@@ -596,7 +599,7 @@ class SharedBuffer:
         """The address, in this process, of a rank's copy."""
 
     def memory(self, dtype: str, shape: Sequence[int] | None = None, rank: int | None = None) -> Memory:
-        """The start of a rank's copy (this rank's, unless said otherwise) as a tensor of this dtype (``"float32"``,
+        """The start of a rank's copy (by default this rank's) as a tensor of this dtype (``"float32"``,
         ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given)."""
 
 @final
@@ -792,6 +795,94 @@ class MoeHandle:
         long as the handle, and as graphs that have its calls."""
 
 @final
+class MoeHybrid:
+    """Dispatch and combine by a routing map: what :mod:`antiphon.moe` is made of, which makes the arrays that these methods fill.
+
+    It shares the memory of a :class:`Moe`, and its rules: all ranks make the same calls in the same order.
+    """
+
+    def __new__(cls, moe: Moe) -> Self: ...
+    def notify(
+        self,
+        x: _Array,
+        routing_map: _Array,
+        *,
+        pad_multiple: int | None = None,
+        scales: _Array | None = None,
+        capacity: int | None = None,
+        max_tokens: int | None = None,
+    ) -> MoeHybridHandle:
+        """Tells all ranks how many rows go from whom to whom, as ``routing_map``, bool or uint8 ``[T, E]``, says. ``x``, ``[T, H]``,
+        and ``scales`` say what rows of the first dispatch will be.
+
+        With ``pad_multiple`` rows are ordered by expert, and those of each expert padded to a multiple of it; without one, by
+        token. With ``capacity`` there are so many rows; ``max_tokens``, equal on all ranks, is then the most tokens of any."""
+
+    def dispatch(
+        self,
+        handle: MoeHybridHandle,
+        x: _Array,
+        received_x: _Array,
+        *,
+        scales: _Array | None = None,
+        received_scales: _Array | None = None,
+        probs: _Array | None = None,
+        received_probs: _Array | None = None,
+    ) -> None:
+        """Moves tokens along a handle: ``received_x`` ``[P, H]`` by expert, ``[N, H]`` by token. ``scales`` go along as they are;
+        of ``probs`` (float32 ``[T, E]``) come those of chosen experts: ``[P]``, or ``[N, L]`` with 0 elsewhere."""
+
+    def combine(
+        self,
+        handle: MoeHybridHandle,
+        rows: _Array,
+        output: _Array,
+        *,
+        probs: _Array | None = None,
+        output_probs: _Array | None = None,
+    ) -> None:
+        """Moves ``rows`` (``[P, H]`` or ``[N, H]``) back along a handle, and sums those of each token: ``output``, ``[T, H]``.
+        ``probs`` (``[P]`` or ``[N, L]``) come back in ``output_probs``, ``[T, E]``, with 0 where there are none."""
+
+@final
+class MoeHybridHandle:
+    """Along which rows go; see :meth:`MoeHybrid.notify`."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows received arrays have: ``P`` by expert, ``N`` by token."""
+
+    @property
+    def num_received(self) -> int:
+        """``N``: how many tokens arrive."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens this rank dispatches."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def overflow(self) -> bool:
+        """Whether rows were dropped because the capacity has no room for them."""
+
+    @property
+    def tokens_per_expert(self) -> list[int]:
+        """How many tokens each of this rank's experts gets, those that are dropped not included."""
+
+    @property
+    def rows_per_expert(self) -> list[int]:
+        """How many rows each of this rank's experts has, with the padding."""
+
+    @property
+    def received_as(self) -> bytes:
+        """int32 ``[T, R]``: the number of a token among those that a rank receives, or -1."""
+
+    @property
+    def places(self) -> bytes | None:
+        """int32 ``[N, L]``: the row of each received token for each expert, or -1. ``None`` before the first dispatch."""
+
+@final
 class MoeLowLatency:
     """Low-latency dispatch and combine of a communicator, on host memory or between GPUs: what :mod:`antiphon.moe` is made of,
     which makes the arrays that these methods fill.
@@ -835,26 +926,42 @@ class MoeLowLatency:
         layout_range: _Array,
         received_scales: _Array | None = None,
         statistics: _Array | None = None,
-    ) -> MoeLowLatencyHandle:
+        waits: _Array | None = None,
+        start: bool = False,
+    ) -> tuple[MoeLowLatencyHandle, Handle | None]:
         """Moves the tokens ``x`` (bfloat16 ``[T, H]``) to the slots of the experts ``ids`` (``[T, K]``) that they choose:
         ``received_x`` ``[L, R * M, H]``, bfloat16 or 8 bits as ``format`` (``bf16``, ``fp8``, ``fp8_powers_of_two``,
         ``fp8_packed``) says, with ``received_scales``, float32 ``[L, H / 128, R * M]`` or int32 ``[L, H / 512, R * M]``.
         ``counts`` (int32 ``[L]``), ``source_tokens`` (int32 ``[L, R * M]``) and ``layout_range`` (int64 ``[L, R]``) say which
-        slots are filled; ``counts`` is added to ``statistics``."""
+        slots are filled; ``counts`` is added to ``statistics``. To ``waits`` (int64 ``[R]``) the nanoseconds are added that
+        this rank waited for each other rank.
+
+        With ``start`` the call returns before it has received, with a handle: on host memory the operation goes on meanwhile, and
+        waiting for the handle is waiting for its end. On a GPU the call only sends, and waiting for the handle puts the
+        receiving kernel, whose deadline starts then, into the current stream; no other call may come before."""
 
     def combine(
-        self, handle: MoeLowLatencyHandle, rows: _Array, ids: _Array, weights: _Array, output: _Array
-    ) -> None:
+        self,
+        handle: MoeLowLatencyHandle,
+        rows: _Array,
+        ids: _Array,
+        weights: _Array,
+        output: _Array,
+        *,
+        waits: _Array | None = None,
+        start: bool = False,
+    ) -> Handle | None:
         """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along a handle, and sums those of each token with its ``weights``
-        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out."""
+        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``waits`` and
+        ``start`` are as for :meth:`dispatch`."""
 
 @final
 class MoeLowLatencyHandle:
     """Where rows went; see :meth:`MoeLowLatency.dispatch`."""
 
     @property
-    def num_tokens(self) -> int:
-        """How many tokens this rank dispatched."""
+    def num_tokens(self) -> int | None:
+        """How many tokens this rank dispatched; ``None`` before a started dispatch on host memory is over."""
 
 @disjoint_base
 class Mapping:
@@ -1141,7 +1248,7 @@ class MixedHandler:
         stream: int | None = None,
         strict: bool = False,
     ) -> Any:
-        """Runs the operation of this number on an array, and gives ``out``, which is made if there is none. ``rows`` are those of
+        """Runs the operation of this number on an array, and returns ``out``, which is made unless given. ``rows`` are those of
         each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for; if ``strict`` also for
         arrays of another dtype or device than the handler's, of one dimension, and of shapes that do not go together."""
 

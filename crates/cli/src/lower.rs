@@ -1,42 +1,63 @@
-//! `antiphon lower`: what becomes of the collectives of a compiler's graph, and why.
+//! `antiphon lower`: the rewritten collectives of a compiler's graph, and the reasons.
 
 use std::path::{Path, PathBuf};
 
 use antiphon_lowering::{
-    Arithmetic, Costs, Device, Graph, Kind, Numerics, Options, Plan, Tensor, World, check, interpret, lower,
+    Arithmetic, Costs, Device, Graph, Kind, Numerics, Options, Plan, Realize, Tables, Tensor, World, check,
+    interpret, lower,
 };
 use antiphon_plan::{escaped, read_text};
 use clap::ValueEnum;
 
 use crate::{ExitStatus, FAILURE, SUCCESS};
 
-/// Fuse, order and place the collectives of a compiler's graph, and prove that it computes what it did.
+/// Fuse, order and place the collectives of a compiler's graph, and prove that the result computes the same.
+///
+/// The report lists each rewrite, the reason for each rewrite that was not made, the calls, the predicted times and the bytes
+/// of symmetric memory. The exit status is 1 if the graph is invalid or the result is not proved.
 #[derive(Debug, Clone, clap::Args)]
+#[command(after_help = "\
+Examples:
+  antiphon lower examples/lowering/block.txt
+  antiphon lower examples/lowering/block.torch.json --device h200 --numerics same
+  antiphon lower examples/lowering/gradients.json --overlap --run 7
+  antiphon lower graph.json --emit plan > plan.json
+  antiphon lower graph.json --emit json > after.json
+  antiphon lower graph.json --check plan.json after.json")]
 pub struct Args {
-    /// The graph.
+    /// The graph
     file: PathBuf,
-    /// What the file holds [default: text for .txt, else json]
+    /// The format of the files [default: text for .txt, torch for .torch.json, else json]
     #[arg(long, value_enum)]
     from: Option<Form>,
-    /// The ranks of every group, instead of what the graph says.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    /// The number of ranks of every group, instead of the numbers in the graph
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     world: Option<u32>,
-    /// The machine whose times are predicted: host or h200.
+    /// The machine whose times are predicted: host or h200
     #[arg(long, default_value = "host")]
     device: Device,
-    /// How much may be rounded otherwise.
+    /// Predict with measured tables: those of this file, or without FILE those of the tuning cache (`antiphon tune`)
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    tables: Option<Option<PathBuf>>,
+    /// Whether every rounding stays where it is, or results may differ within the bounds that the report states
     #[arg(long, value_enum, default_value = "close")]
     numerics: Rounding,
+    /// Run collectives beside computation: form buckets, start early and wait late
+    #[arg(long)]
+    overlap: bool,
+    /// When tensors are placed in symmetric memory
+    #[arg(long, value_enum, default_value = "measured")]
+    realize: Placement,
     /// What to write to standard output [default: the report]
     #[arg(long, value_enum)]
     emit: Option<Emit>,
-    /// Write the report to standard error as well.
+    /// Write the report to standard error as well
     #[arg(long)]
     report: bool,
-    /// Lower nothing, but prove that under a plan another graph computes what the file's does.
+    /// Lower nothing, but prove that under a plan another graph computes the same as this one
     #[arg(long, num_args = 2, value_names = ["PLAN", "AFTER"])]
     check: Option<Vec<PathBuf>>,
-    /// Run both graphs on numbers that follow from this seed, and compare what they return.
+    /// Interpret both graphs on random numbers that follow from this seed, and compare their results
     #[arg(long, value_name = "SEED")]
     run: Option<u64>,
 }
@@ -52,6 +73,13 @@ enum Form {
 enum Rounding {
     Same,
     Close,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Placement {
+    Measured,
+    Always,
+    Never,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -82,13 +110,9 @@ fn run(args: &Args) -> Result<ExitStatus> {
         findings.iter().for_each(|finding| println!("{}", escaped(&finding.to_string())));
         return Ok(if findings.is_empty() { SUCCESS } else { FAILURE });
     }
-    let numerics = match args.numerics {
-        Rounding::Same => Numerics::Same,
-        Rounding::Close => Numerics::Close,
-    };
-    let world = World { device: args.device, groups: None };
-    let lowered =
-        lower(&before, &world, &Costs::of(args.device), &Options { numerics, ..Options::default() });
+    let options = options(args);
+    let costs = Costs::new(args.device, &options.tables)?;
+    let lowered = lower(&before, &World { device: args.device, groups: None }, &costs, &options);
     match args.emit {
         None => println!("{}", lowered.report),
         Some(Emit::Text) => print!("{}", lowered.graph.to_text()),
@@ -100,15 +124,40 @@ fn run(args: &Args) -> Result<ExitStatus> {
     }
     if let Some(seed) = args.run {
         let worst = difference(&before, &lowered.graph, seed)?;
-        eprintln!("results differ by at most {worst:e} of themselves, or of 1 where they are smaller");
+        eprintln!(
+            "the largest difference of a result is {worst:e}, relative to the larger of the result and 1"
+        );
     }
     Ok(if lowered.report.findings.is_empty() { SUCCESS } else { FAILURE })
 }
 
+fn options(args: &Args) -> Options {
+    let numerics = match args.numerics {
+        Rounding::Same => Numerics::Same,
+        Rounding::Close => Numerics::Close,
+    };
+    let realize = match args.realize {
+        Placement::Measured => Realize::Measured,
+        Placement::Always => Realize::Always,
+        Placement::Never => Realize::Never,
+    };
+    let tables = match &args.tables {
+        None => Tables::BuiltIn,
+        Some(None) => Tables::Cache,
+        Some(Some(file)) => Tables::File(file.clone()),
+    };
+    Options { numerics, realize, tables, overlap: args.overlap, ..Options::default() }
+}
+
 fn read(file: &Path, form: Option<Form>) -> Result<Graph> {
     let text = read_text(file)?;
-    let is_text = file.extension().is_some_and(|extension| extension == "txt");
-    let graph = match form.unwrap_or(if is_text { Form::Text } else { Form::Json }) {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    let usual = match () {
+        () if name.ends_with(".txt") => Form::Text,
+        () if name.ends_with(".torch.json") => Form::Torch,
+        () => Form::Json,
+    };
+    let graph = match form.unwrap_or(usual) {
         Form::Torch => Graph::from_torch(&text),
         Form::Json => Graph::from_json(&text),
         Form::Text => Graph::from_text(std::str::from_utf8(&text).map_err(|error| about(file, error))?),
@@ -120,7 +169,7 @@ fn about(file: &Path, error: impl std::fmt::Display) -> String {
     format!("{}: {error}", file.display())
 }
 
-/// By how much two graphs differ on the same numbers, at most.
+/// The largest difference of two graphs' results on the same numbers, which differ from rank to rank.
 fn difference(before: &Graph, after: &Graph, seed: u64) -> Result<f64> {
     let world = before.groups.iter().map(|group| group.size as usize).max().unwrap_or(1);
     let mut state = seed;
@@ -137,15 +186,14 @@ fn difference(before: &Graph, after: &Graph, seed: u64) -> Result<f64> {
         let count = shape
             .iter()
             .try_fold(1usize, |count, size| count.checked_mul(*size).filter(|count| *count < 1 << 26));
-        let count = count.ok_or("inputs too large to be run")?;
-        // Sixteenths are numbers of every dtype.
+        let count = count.ok_or("the inputs have too many elements to be interpreted")?;
+        // Every floating-point dtype has multiples of 1/16.
         let data = (0..count).map(|_| (number() * 16.0).round() / 16.0).collect();
         Ok::<_, &str>(Tensor { dtype: ty.dtype, shape, data })
     };
     let inputs = |op: &&antiphon_lowering::Op| matches!(op.kind, Kind::Input | Kind::Constant);
-    let rank: Vec<Tensor> =
-        before.ops.iter().filter(inputs).map(&mut tensor).collect::<std::result::Result<_, _>>()?;
-    let ranks = vec![rank; world];
+    let mut rank = || before.ops.iter().filter(inputs).map(&mut tensor).collect();
+    let ranks: Vec<Vec<Tensor>> = (0..world).map(|_| rank()).collect::<std::result::Result<_, _>>()?;
     let [old, new] = [before, after].map(|graph| interpret(graph, &ranks, Arithmetic::Kernels));
     let (old, new) = (old?, new?);
     let pairs = old.iter().flatten().zip(new.iter().flatten()).flat_map(|(x, y)| x.data.iter().zip(&y.data));

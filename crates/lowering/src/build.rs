@@ -1,12 +1,14 @@
 //! Graphs from what was read, by name: what the text, the JSON and the importer have in common.
 
-use std::collections::{HashMap, HashSet};
+use std::fmt::Display;
 
+use serde::Deserialize;
 use serde_json::Value as Json;
 
 use crate::{
     error::LoweringError,
     graph::{Graph, Group, MAX_OPS, Op, Value},
+    hash::{HashMap, HashSet},
     ids::ValueId,
     op::Kind,
     sym::Sym,
@@ -29,10 +31,15 @@ type Result<T> = std::result::Result<T, LoweringError>;
 pub(crate) struct Builder {
     graph: Graph,
     values: HashMap<String, ValueId>,
+    /// Names of operations that are not those of their first results.
     ops: HashSet<String>,
+    /// For each value, whether its operation has its name.
+    names_op: Vec<bool>,
 }
 
 /// A result of an operation that is being read.
+#[derive(Deserialize)]
+#[serde(from = "crate::json::NamedType")]
 pub(crate) struct Out {
     pub(crate) name: String,
     pub(crate) ty: Type,
@@ -41,14 +48,14 @@ pub(crate) struct Out {
 }
 
 impl Builder {
-    pub(crate) fn sym(&mut self, at: &str, sym: Sym) -> Result<()> {
+    pub(crate) fn sym(&mut self, at: &(impl Display + ?Sized), sym: Sym) -> Result<()> {
         check_name(at, &sym.name, is_of_a_name)?;
         if sym.max.is_some_and(|max| max < sym.min)
             || self.graph.syms.iter().any(|other| other.name == sym.name)
         {
             let found = format!("{} from {} to {:?}", sym.name, sym.min, sym.max);
             return Err(LoweringError::unexpected(
-                at,
+                at.to_string(),
                 found,
                 "a new symbol whose least value is not above its greatest",
             ));
@@ -58,12 +65,12 @@ impl Builder {
         Ok(())
     }
 
-    pub(crate) fn group(&mut self, at: &str, group: Group) -> Result<()> {
+    pub(crate) fn group(&mut self, at: &(impl Display + ?Sized), group: Group) -> Result<()> {
         check_name(at, &group.name, is_of_a_group)?;
         if !(1..=MAX_RANKS).contains(&group.size) || self.graph.group(&group.name).is_some() {
             let found = format!("{} of {} ranks", group.name, group.size);
             return Err(LoweringError::unexpected(
-                at,
+                at.to_string(),
                 found,
                 format!("a new group of 1 to {MAX_RANKS} ranks"),
             ));
@@ -74,14 +81,16 @@ impl Builder {
     }
 
     /// The value of this name.
-    pub(crate) fn find(&self, at: &str, name: &str) -> Result<ValueId> {
+    pub(crate) fn find(&self, at: &(impl Display + ?Sized), name: &str) -> Result<ValueId> {
         let found = self.values.get(name).copied();
-        found.ok_or_else(|| LoweringError::unexpected(at, name, "the name of a value that is defined before"))
+        found.ok_or_else(|| {
+            LoweringError::unexpected(at.to_string(), name, "the name of a value that is defined before")
+        })
     }
 
     pub(crate) fn op(
         &mut self,
-        at: &str,
+        at: &(impl Display + ?Sized),
         name: Option<String>,
         kind: Kind,
         args: Vec<ValueId>,
@@ -94,29 +103,45 @@ impl Builder {
             None => format!("op{}", self.graph.ops.len()),
         };
         check_name(at, &name, is_of_a_name)?;
-        if !self.ops.insert(name.clone()) {
-            return Err(LoweringError::unexpected(at, name, "a name that no other operation has"));
+        let is_first = outs.first().is_some_and(|out| out.name == name);
+        let is_taken =
+            self.ops.contains(&name) || self.values.get(&name).is_some_and(|id| self.names_op[id.index()]);
+        if is_taken || (!is_first && !self.ops.insert(name.clone())) {
+            return Err(LoweringError::unexpected(
+                at.to_string(),
+                name,
+                "a name that no other operation has",
+            ));
         }
         let mut ids = Vec::with_capacity(outs.len());
         for out in outs {
             ids.push(self.value(at, &kind, out)?);
+            self.names_op.push(is_first && ids.len() == 1);
         }
         self.graph.ops.push(Op { name, kind, args, outs: ids });
         Ok(())
     }
 
-    fn value(&mut self, at: &str, kind: &Kind, out: Out) -> Result<ValueId> {
+    fn value(&mut self, at: &(impl Display + ?Sized), kind: &Kind, out: Out) -> Result<ValueId> {
         check_name(at, &out.name, is_of_a_name)?;
         check_count("values", self.graph.values.len() + 1, MAX_OPS)?;
         check_count("dimensions", out.ty.shape.len(), MAX_DIMS)?;
         if let Some(strides) = out.ty.strides.as_ref().filter(|strides| strides.len() != out.ty.shape.len()) {
             let wanted = format!("{}, one for each dimension", out.ty.shape.len());
-            return Err(LoweringError::unexpected(at, format!("{} strides", strides.len()), wanted));
+            return Err(LoweringError::unexpected(
+                at.to_string(),
+                format!("{} strides", strides.len()),
+                wanted,
+            ));
         }
         let class = out.class.unwrap_or_else(|| class_of(kind));
         let id = ValueId::from(self.graph.values.len());
         if self.values.insert(out.name.clone(), id).is_some() {
-            return Err(LoweringError::unexpected(at, out.name, "a name that no other value has"));
+            return Err(LoweringError::unexpected(
+                at.to_string(),
+                out.name,
+                "a name that no other value has",
+            ));
         }
         self.graph.values.push(Value { name: out.name, ty: out.ty, class });
         Ok(id)
@@ -140,18 +165,31 @@ pub(crate) fn class_of(kind: &Kind) -> Class {
     }
 }
 
+/// The operation of a text as [`Graph::to_json`] writes it, or in any other order of attributes.
+pub(crate) fn kind_of_text(at: &(impl Display + ?Sized), text: &str) -> Result<Kind> {
+    let wanted = "an operation with its attributes";
+    let refused = |error| LoweringError::unexpected(at.to_string(), error, wanted);
+    // What is written again as it was read has no attribute that is not known.
+    if let Ok(kind) = serde_json::from_str::<Kind>(text)
+        && serde_json::to_string(&kind).is_ok_and(|again| again == text)
+    {
+        return Ok(kind);
+    }
+    kind(at, serde_json::from_str(text).map_err(refused)?)
+}
+
 /// The operation that its name and attributes say.
-pub(crate) fn kind(at: &str, attributes: Json) -> Result<Kind> {
+pub(crate) fn kind(at: &(impl Display + ?Sized), attributes: Json) -> Result<Kind> {
     let given = attributes.as_object().cloned().unwrap_or_default();
     let wanted = || "an operation with its attributes";
-    let kind: Kind =
-        serde_json::from_value(attributes).map_err(|error| LoweringError::unexpected(at, error, wanted()))?;
-    let known = json_of(&kind);
+    let kind: Kind = serde_json::from_value(attributes)
+        .map_err(|error| LoweringError::unexpected(at.to_string(), error, wanted()))?;
+    let known = attributes_of(&kind);
     for (key, value) in given {
-        if !known.contains_key(&key) && !matches!(value, Json::Null | Json::Bool(false)) {
+        if !known.contains_key(&key) && !says_nothing(&value) {
             let keys = known.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
             return Err(LoweringError::unexpected(
-                at,
+                at.to_string(),
                 format!("the attribute {key}"),
                 format!("one of {keys}"),
             ));
@@ -160,26 +198,22 @@ pub(crate) fn kind(at: &str, attributes: Json) -> Result<Kind> {
     Ok(kind)
 }
 
-/// All attributes of an operation.
-pub(crate) fn json_of(kind: &Kind) -> serde_json::Map<String, Json> {
+/// The attributes of an operation that are not their defaults.
+pub(crate) fn attributes_of(kind: &Kind) -> serde_json::Map<String, Json> {
     match serde_json::to_value(kind) {
         Ok(Json::Object(map)) => map,
         _ => unreachable!("an operation is a table of plain values"),
     }
 }
 
-/// The attributes of an operation that say more than their absence would.
-pub(crate) fn telling(kind: &Kind) -> serde_json::Map<String, Json> {
-    let says_nothing = |value: &Json| match value {
+/// Whether a value is the same as no value.
+fn says_nothing(value: &Json) -> bool {
+    match value {
         Json::Null | Json::Bool(false) => true,
         Json::Array(list) => list.is_empty(),
         Json::String(text) => text.is_empty(),
         _ => false,
-    };
-    let required = ["dims", "tokens", "args", "outputs", "target"];
-    let map = json_of(kind).into_iter();
-    map.filter(|(key, value)| !says_nothing(value) || (value.is_array() && required.contains(&key.as_str())))
-        .collect()
+    }
 }
 
 pub(crate) fn check_count(what: &'static str, count: usize, limit: usize) -> Result<()> {
@@ -203,10 +237,10 @@ pub(crate) fn is_of_a_group(c: char) -> bool {
     is_of_a_name(c) || c == ':'
 }
 
-fn check_name(at: &str, name: &str, belongs: fn(char) -> bool) -> Result<()> {
+fn check_name(at: &(impl Display + ?Sized), name: &str, belongs: fn(char) -> bool) -> Result<()> {
     if !name.is_empty() && name.len() <= MAX_NAME && name.chars().all(belongs) {
         return Ok(());
     }
     let wanted = format!("a name: at most {MAX_NAME} letters, digits and _ . $ # / -");
-    Err(LoweringError::unexpected(at, format!("{name:?}"), wanted))
+    Err(LoweringError::unexpected(at.to_string(), format!("{name:?}"), wanted))
 }

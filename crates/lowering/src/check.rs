@@ -1,13 +1,15 @@
 //! Whether one graph is another.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
 use crate::{
+    analysis::Analysis,
     error::{Finding, FindingKind},
-    graph::{Analysis, Graph, Op},
+    graph::{Graph, Op},
+    hash::HashMap,
     ids::ValueId,
     op::{Kind, ResultMemory},
-    plan::{Plan, PlannedCall, digest},
+    plan::{Choice, Plan, PlannedCall, digest},
     race,
     terms::{Term, Terms},
     types::Class,
@@ -58,6 +60,7 @@ fn compare(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
     outputs(&before, &after, &mut findings);
     declarations(before.graph, after.graph, &mut findings);
     effects(&before, &after, &mut findings);
+    planned(&after, plan, &mut findings);
     calls(&before, &after, plan, &mut terms, &mut findings);
     findings.extend(race::slots(after.graph, plan));
     findings.extend(race::detect(after.graph, plan));
@@ -113,7 +116,7 @@ fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
         }
     }
     let shared = |side: &Side<'_>, outputs: &[ValueId]| -> Vec<usize> {
-        let mut first = HashMap::new();
+        let mut first = HashMap::default();
         let stores = outputs.iter().map(|output| side.analysis.store[output.index()]);
         stores.enumerate().map(|(index, store)| *first.entry(store).or_insert(index)).collect()
     };
@@ -178,6 +181,33 @@ fn effects(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
     }
 }
 
+/// The way in which an operation makes its call.
+pub(crate) fn choice(graph: &Graph, analysis: &Analysis, op: &Op) -> Choice {
+    let is_registered = || op.args.iter().any(|arg| comm(graph, analysis, *arg).is_some());
+    match &op.kind {
+        Kind::Fused { .. } => Choice::Fused,
+        Kind::Sync { .. } if is_registered() => Choice::Registered,
+        Kind::Sync { .. } => Choice::Sync,
+        _ => Choice::Async,
+    }
+}
+
+/// The plan lists the calls of groups that the graph makes, in their order and with their groups and ways.
+fn planned(after: &Side<'_>, plan: &Plan, findings: &mut Vec<Finding>) {
+    let ops = after.graph.ops.iter();
+    let made: Vec<(&Op, &str, Choice)> =
+        ops.filter_map(|op| Some((op, op.kind.group()?, choice(after.graph, &after.analysis, op)))).collect();
+    for index in 0..made.len().max(plan.calls.len()) {
+        let is = made.get(index).map(|(op, group, choice)| (op.name.as_str(), *group, *choice));
+        let told = plan.calls.get(index).map(|call| (call.op.as_str(), call.group.as_str(), call.choice));
+        if is != told {
+            let text = format!("call {index} of the plan is {told:?}, the program's is {is:?}");
+            findings.push(Finding::new(FindingKind::Plan, text).numbers([index as i64]));
+            return;
+        }
+    }
+}
+
 /// What a call gives, segment by segment.
 fn meaning(side: &Side<'_>, op: &Op, terms: &mut Terms) -> Option<Vec<Term>> {
     let args: Vec<Term> = op.args.iter().map(|arg| side.term(*arg)).collect::<Option<_>>()?;
@@ -218,7 +248,7 @@ fn calls(before: &Side<'_>, after: &Side<'_>, plan: &Plan, terms: &mut Terms, fi
             }
             place <= high + 1
         };
-    let mut groups: HashMap<String, usize> = HashMap::new();
+    let mut groups: HashMap<String, usize> = HashMap::default();
     for op in after.graph.ops.iter().filter(|op| op.kind.communicates()) {
         let Some(group) = op.kind.group() else {
             match old.get(op.name.as_str()) {
@@ -266,7 +296,8 @@ fn calls(before: &Side<'_>, after: &Side<'_>, plan: &Plan, terms: &mut Terms, fi
     }
 }
 
-/// Whether what a call gives is all that the calls give that it stands for: each of them, all one behind the other, or their sum.
+/// Whether a call gives all that the calls give that it stands for: the same as each of them, all their results one behind the
+/// other, or sums of their results.
 fn is_computed(
     op: &Op,
     covered: &[(usize, &Op)],
@@ -280,8 +311,7 @@ fn is_computed(
     if old.iter().all(|old| *old == new) || results == new.iter().copied().collect() {
         return true;
     }
-    let [new] = new[..] else { return false };
-    let summands: BTreeSet<Term> = terms.summands(new).into_iter().collect();
+    let summands: BTreeSet<Term> = new.iter().flat_map(|term| terms.summands(*term)).collect();
     let parts: BTreeSet<Term> = old.iter().flatten().flat_map(|term| terms.summands(*term)).collect();
     summands == parts
 }

@@ -1,13 +1,12 @@
 //! What has to be done to a framework's graph so that it becomes the one after.
 
-use std::collections::{HashMap, HashSet};
-
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use crate::{
-    build::telling,
+    build::attributes_of,
     graph::{Graph, Op},
+    hash::{HashMap, HashSet},
     types::Type,
 };
 
@@ -66,12 +65,13 @@ impl Edits {
         };
         for op in &after.ops {
             edits.order.push(op.name.clone());
-            let args = names(after, &op.args);
             match old.get(op.name.as_str()) {
                 Some(was) => {
-                    let were = names(before, &was.args).into_iter();
-                    let changed = were.zip(args).filter(|(was, is)| was != is);
-                    edits.inputs.extend(changed.map(|(was, is)| (op.name.clone(), was, is)));
+                    let were = was.args.iter().map(|id| before.name(*id));
+                    let are = op.args.iter().map(|id| after.name(*id));
+                    let changed = were.zip(are).filter(|(was, is)| was != is);
+                    let owned = |(was, is): (&str, &str)| (op.name.clone(), was.to_owned(), is.to_owned());
+                    edits.inputs.extend(changed.map(owned));
                 }
                 None => {
                     let out = |id: &crate::ValueId| NewValue {
@@ -79,7 +79,12 @@ impl Edits {
                         ty: after.ty(*id).clone(),
                     };
                     let outs = op.outs.iter().map(out).collect();
-                    edits.new.push(NewOp { name: op.name.clone(), kind: telling(&op.kind), args, outs });
+                    edits.new.push(NewOp {
+                        name: op.name.clone(),
+                        kind: attributes_of(&op.kind),
+                        args: names(after, &op.args),
+                        outs,
+                    });
                 }
             }
         }

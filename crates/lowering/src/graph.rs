@@ -1,14 +1,16 @@
 //! The graph, and what follows from it: storages, versions, uses.
 
-use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    error::{Finding, FindingKind},
-    ids::{OpId, StoreId, ValueId},
-    op::{Kind, ResultMemory},
-    sym::{Sym, SymExpr},
+    analysis::Analysis,
+    hash::{HashMap, HashSet},
+    ids::{OpId, ValueId},
+    op::Kind,
+    order,
+    sym::Sym,
     types::{Class, Type},
 };
 
@@ -131,13 +133,13 @@ impl Graph {
 
     /// The names that are taken.
     pub fn names(&self) -> Names {
-        let values = self.values.iter().map(|value| value.name.clone());
-        let taken = values.chain(self.ops.iter().map(|op| op.name.clone())).collect();
-        Names { taken, last: HashMap::new() }
+        let values = self.values.iter().map(|value| value.name.as_str());
+        let taken = values.chain(self.ops.iter().map(|op| op.name.as_str())).map(hash_of).collect();
+        Names { taken, last: HashMap::default() }
     }
 
     /// Puts `by` where `value` is used, among operands and outputs.
-    pub fn substitute(&mut self, by: &HashMap<ValueId, ValueId>) {
+    pub(crate) fn substitute(&mut self, by: &HashMap<ValueId, ValueId>) {
         let last = |mut id: ValueId| {
             while let Some(next) = by.get(&id) {
                 id = *next;
@@ -151,12 +153,13 @@ impl Graph {
 
     /// Removes operations that nobody needs, and says which.
     pub fn remove_dead(&mut self) -> Vec<String> {
-        let mut needed: HashSet<ValueId> = self.outputs.iter().copied().collect();
+        let mut needed = vec![false; self.values.len()];
+        self.outputs.iter().for_each(|output| needed[output.index()] = true);
         let mut keep = vec![false; self.ops.len()];
         for (index, op) in self.ops.iter().enumerate().rev() {
-            keep[index] = op.kind.has_effect() || op.outs.iter().any(|out| needed.contains(out));
+            keep[index] = op.kind.has_effect() || op.outs.iter().any(|out| needed[out.index()]);
             if keep[index] {
-                needed.extend(&op.args);
+                op.args.iter().for_each(|arg| needed[arg.index()] = true);
             }
         }
         let mut keep = keep.into_iter();
@@ -175,39 +178,8 @@ impl Graph {
     /// as possible. Calls, effects, and accesses of storages that are written keep theirs. The names of those that would have
     /// to come before themselves are the error.
     pub fn sort(&mut self) -> Result<(), Vec<String>> {
-        let analysis = self.analyse();
-        let mut before: Vec<Vec<usize>> = vec![Vec::new(); self.ops.len()];
-        let (mut last_call, mut last_effect) = (None, None);
-        // Of storages that are written: the last write, and what has read it since.
-        let mut writes: HashMap<StoreId, (Option<usize>, Vec<usize>)> = HashMap::new();
-        for (index, op) in self.ops.iter().enumerate() {
-            let defined = op.args.iter().filter_map(|arg| analysis.def[arg.index()]);
-            before[index].extend(defined.map(|(op, _)| op.index()));
-            if op.kind.communicates() {
-                before[index].extend(last_call.replace(index));
-            }
-            if matches!(op.kind, Kind::Opaque { effect: true, .. }) {
-                before[index].extend(last_effect.replace(index));
-            }
-            for arg in &op.args {
-                let Some(store) = analysis.store[arg.index()] else { continue };
-                if !analysis.stores[store.index()].written {
-                    continue;
-                }
-                let (write, reads) = writes.entry(store).or_default();
-                before[index].extend(*write);
-                reads.push(index);
-            }
-            for (out, value) in op.outs.iter().enumerate() {
-                let store = analysis.store[value.index()];
-                if let (ResultMemory::Write(_), Some(store)) = (op.kind.result_memory(out), store) {
-                    let (write, reads) = writes.entry(store).or_default();
-                    before[index].extend(reads.drain(..).filter(|read| *read != index));
-                    *write = Some(index);
-                }
-            }
-        }
-        self.ops = crate::order::stable(std::mem::take(&mut self.ops), &before).map_err(|(ops, stuck)| {
+        let edges = order::needs(self, &self.analyse());
+        self.ops = order::stable(std::mem::take(&mut self.ops), &edges).map_err(|(ops, stuck)| {
             self.ops = ops;
             stuck.into_iter().map(|index| self.ops[index].name.clone()).collect::<Vec<_>>()
         })?;
@@ -220,10 +192,10 @@ impl Graph {
     }
 }
 
-/// Names that are taken.
+/// Names that are taken, as hashes: where two names have one, a new name gets a number that it would not need.
 #[derive(Debug, Clone)]
 pub struct Names {
-    taken: HashSet<String>,
+    taken: HashSet<u64>,
     /// The last number of each wish.
     last: HashMap<String, u64>,
 }
@@ -231,152 +203,23 @@ pub struct Names {
 impl Names {
     /// `wish`, or where that is taken `wish` with a number; it is taken from then on.
     pub fn fresh(&mut self, wish: &str) -> String {
-        if self.taken.insert(wish.to_owned()) {
+        if self.taken.insert(hash_of(wish)) {
             return wish.to_owned();
         }
         let last = self.last.entry(wish.to_owned()).or_default();
         loop {
             *last += 1;
             let name = format!("{wish}_{last}");
-            if self.taken.insert(name.clone()) {
+            if self.taken.insert(hash_of(&name)) {
                 return name;
             }
         }
     }
 }
 
-/// A storage: memory that one operation brought, and values lie in.
-#[derive(Debug, Clone)]
-pub struct Storage {
-    /// The value that brought it.
-    pub root: ValueId,
-    /// The values that lie in it, in the order of their definitions.
-    pub values: Vec<ValueId>,
-    /// Whether any operation writes it after it was brought.
-    pub written: bool,
-    /// Whether an output lies in it.
-    pub escapes: bool,
-    /// How many bytes it has, unless that overflows.
-    pub bytes: Option<SymExpr>,
-}
-
-/// What follows from a graph. Lists of values have an entry for each value of the graph.
-#[derive(Debug, Clone)]
-pub struct Analysis {
-    /// The operation that defines each value, and which of its results the value is.
-    pub def: Vec<Option<(OpId, usize)>>,
-    /// The storage of each value.
-    pub store: Vec<Option<StoreId>>,
-    /// Which version of its storage each value is: the number of writes before.
-    pub version: Vec<u32>,
-    /// The operations that use each value, in order, each once.
-    pub uses: Vec<Vec<OpId>>,
-    /// All storages.
-    pub stores: Vec<Storage>,
-    /// Values that are outputs.
-    pub is_output: Vec<bool>,
-    /// Where the graph's form is wrong: values that are defined twice or used before.
-    pub findings: Vec<Finding>,
-}
-
-impl Analysis {
-    fn of(graph: &Graph) -> Self {
-        let count = graph.values.len();
-        let mut analysis = Self {
-            def: vec![None; count],
-            store: vec![None; count],
-            version: vec![0; count],
-            uses: vec![Vec::new(); count],
-            stores: Vec::new(),
-            is_output: vec![false; count],
-            findings: Vec::new(),
-        };
-        for (index, op) in graph.ops.iter().enumerate() {
-            analysis.add(graph, OpId::from(index), op);
-        }
-        for output in &graph.outputs {
-            analysis.is_output[output.index()] = true;
-            match analysis.store[output.index()] {
-                Some(store) => analysis.stores[store.index()].escapes = true,
-                None => analysis.undefined("return", graph.name(*output)),
-            }
-        }
-        analysis
-    }
-
-    fn add(&mut self, graph: &Graph, id: OpId, op: &Op) {
-        for arg in &op.args {
-            if self.def[arg.index()].is_none() {
-                self.undefined(&op.name, graph.name(*arg));
-            }
-            let uses = &mut self.uses[arg.index()];
-            if uses.last() != Some(&id) {
-                uses.push(id);
-            }
-        }
-        for (index, out) in op.outs.iter().enumerate() {
-            let place = op.kind.result_memory(index);
-            let source = match place {
-                ResultMemory::Fresh => None,
-                ResultMemory::Alias(arg) | ResultMemory::Write(arg) => op.args.get(arg).copied(),
-            };
-            if self.def[out.index()].replace((id, index)).is_some() {
-                let text = format!("{} is defined twice", graph.name(*out));
-                self.findings.push(Finding::new(FindingKind::Undefined, text).op(&op.name));
-                continue;
-            }
-            let store = source.and_then(|source| self.store[source.index()]);
-            let version = source.map_or(0, |source| self.version[source.index()]);
-            match (place, store) {
-                (ResultMemory::Fresh, _) => {
-                    let bytes = graph.ty(*out).bytes();
-                    self.stores.push(Storage {
-                        root: *out,
-                        values: Vec::new(),
-                        written: false,
-                        escapes: false,
-                        bytes,
-                    });
-                    self.store[out.index()] = Some(StoreId::from(self.stores.len() - 1));
-                }
-                (_, None) => {
-                    let text = format!("{} lies in an operand's memory, which is nowhere", graph.name(*out));
-                    self.findings.push(Finding::new(FindingKind::Undefined, text).op(&op.name));
-                    continue;
-                }
-                (ResultMemory::Alias(_), store) => {
-                    self.store[out.index()] = store;
-                    self.version[out.index()] = version;
-                }
-                (ResultMemory::Write(_), Some(store)) => {
-                    self.stores[store.index()].written = true;
-                    self.store[out.index()] = Some(store);
-                    self.version[out.index()] = version + 1;
-                }
-            }
-            if let Some(store) = self.store[out.index()] {
-                self.stores[store.index()].values.push(*out);
-            }
-        }
-    }
-
-    fn undefined(&mut self, op: &str, value: &str) {
-        let text = format!("{value} is used before it is defined");
-        self.findings.push(Finding::new(FindingKind::Undefined, text).op(op).value(value));
-    }
-
-    /// The operation that defines a value. Graphs that are [verified](crate::verify) have one for each value that is used.
-    pub fn op_of<'g>(&self, graph: &'g Graph, value: ValueId) -> Option<&'g Op> {
-        self.def[value.index()].map(|(op, _)| graph.op(op))
-    }
-
-    /// The value that brought the storage of a value.
-    pub fn root(&self, value: ValueId) -> Option<ValueId> {
-        self.store[value.index()].map(|store| self.stores[store.index()].root)
-    }
-
-    /// Whether only this operation uses a value, and no output is it.
-    pub fn is_used_by_only(&self, value: ValueId, op: OpId) -> bool {
-        self.uses[value.index()] == [op] && !self.is_output[value.index()]
-    }
+/// Without a key, so that equal graphs get equal names in all processes.
+fn hash_of(name: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    name.hash(&mut hasher);
+    hasher.finish()
 }

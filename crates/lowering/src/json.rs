@@ -1,47 +1,158 @@
 //! Graphs as JSON.
 
-use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value as Json};
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::value::RawValue;
 
 use crate::{
-    build::{Builder, Out, check_length, class_of, kind, telling},
+    build::{Builder, Out, check_length, class_of, kind_of_text},
     error::LoweringError,
     graph::{Graph, Group},
-    sym::Sym,
-    types::{Class, Type},
+    hash::HashMap,
+    ids::ValueId,
+    op::Kind,
+    sym::{Sym, SymExpr},
+    types::{Class, Element, Type},
 };
 
-#[derive(Serialize, Deserialize)]
+/// A graph that is read. Names are parts of the text, and so are operations: most of them occur many times.
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct File {
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+struct File<'t> {
+    #[serde(default)]
     syms: Vec<Sym>,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default)]
     groups: Vec<Group>,
-    ops: Vec<OpWire>,
-    outputs: Vec<String>,
+    #[serde(borrow)]
+    ops: Vec<OpText<'t>>,
+    outputs: Vec<Name<'t>>,
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct OpWire {
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    name: Option<String>,
-    #[serde(rename = "do")]
-    kind: Map<String, Json>,
+struct OpText<'t> {
+    #[serde(default, borrow)]
+    name: Option<Name<'t>>,
+    #[serde(rename = "do", borrow)]
+    kind: &'t RawValue,
+    #[serde(default, borrow)]
+    args: Vec<Name<'t>>,
     #[serde(default)]
-    args: Vec<String>,
-    #[serde(default)]
-    outs: Vec<OutWire>,
+    outs: Vec<Out>,
 }
 
-#[derive(Serialize, Deserialize)]
-struct OutWire {
+/// A name, copied only where the text escapes a character.
+struct Name<'t>(std::borrow::Cow<'t, str>);
+
+impl<'de: 't, 't> Deserialize<'de> for Name<'t> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+
+        impl<'de> serde::de::Visitor<'de> for Visitor {
+            type Value = Name<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a name")
+            }
+
+            fn visit_borrowed_str<E>(self, name: &'de str) -> Result<Name<'de>, E> {
+                Ok(Name(name.into()))
+            }
+
+            fn visit_str<E>(self, name: &str) -> Result<Name<'de>, E> {
+                Ok(Name(name.to_owned().into()))
+            }
+        }
+
+        deserializer.deserialize_str(Visitor)
+    }
+}
+
+/// A name with a type, which is not flattened: serde would keep each field until it has seen all.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NamedType {
     name: String,
-    #[serde(flatten)]
-    ty: Type,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dtype: Element,
+    shape: Vec<SymExpr>,
+    #[serde(default)]
+    strides: Option<Vec<SymExpr>>,
+    #[serde(default)]
+    offset: Option<SymExpr>,
+    #[serde(default)]
     class: Option<Class>,
+}
+
+impl From<NamedType> for Out {
+    fn from(NamedType { name, dtype, shape, strides, offset, class }: NamedType) -> Self {
+        let offset = offset.unwrap_or(SymExpr::constant(0));
+        Self { name, ty: Type { dtype, shape, strides, offset }, class }
+    }
+}
+
+/// A graph that is written.
+#[derive(Serialize)]
+struct Written<'g> {
+    #[serde(skip_serializing_if = "<[Sym]>::is_empty")]
+    syms: &'g [Sym],
+    #[serde(skip_serializing_if = "<[Group]>::is_empty")]
+    groups: &'g [Group],
+    #[serde(serialize_with = "write_ops")]
+    ops: &'g Graph,
+    outputs: Names<'g>,
+}
+
+#[derive(Serialize)]
+struct WrittenOp<'g> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'g str>,
+    #[serde(rename = "do")]
+    kind: &'g Kind,
+    args: Names<'g>,
+    outs: Outs<'g>,
+}
+
+#[derive(Serialize)]
+struct WrittenOut<'g> {
+    name: &'g str,
+    #[serde(flatten)]
+    ty: &'g Type,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    class: Option<&'g Class>,
+}
+
+fn write_ops<S: Serializer>(graph: &Graph, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(graph.ops.iter().map(|op| WrittenOp {
+        name:
+            Some(op.name.as_str()).filter(|name| op.outs.first().is_none_or(|out| graph.name(*out) != *name)),
+        kind: &op.kind,
+        args: Names(graph, &op.args),
+        outs: Outs(graph, &op.kind, &op.outs),
+    }))
+}
+
+/// The names of values.
+struct Names<'g>(&'g Graph, &'g [ValueId]);
+
+impl Serialize for Names<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.1.iter().map(|id| self.0.name(*id)))
+    }
+}
+
+/// The results of an operation.
+struct Outs<'g>(&'g Graph, &'g Kind, &'g [ValueId]);
+
+impl Serialize for Outs<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let usual = class_of(self.1);
+        serializer.collect_seq(self.2.iter().map(|id| {
+            let value = self.0.value(*id);
+            let class = Some(&value.class).filter(|class| **class != usual);
+            WrittenOut { name: &value.name, ty: &value.ty, class }
+        }))
+    }
 }
 
 impl Graph {
@@ -52,7 +163,7 @@ impl Graph {
     /// [`verify`](crate::verify) to say.
     pub fn from_json(text: &[u8]) -> Result<Self, LoweringError> {
         check_length(text)?;
-        let file: File = serde_json::from_slice(text).map_err(|error| {
+        let file: File<'_> = serde_json::from_slice(text).map_err(|error| {
             let at = format!("line {} column {}", error.line(), error.column());
             LoweringError::unexpected(at, error, "a graph")
         })?;
@@ -63,15 +174,24 @@ impl Graph {
         for (index, group) in file.groups.into_iter().enumerate() {
             graph.group(&format!("groups[{index}]"), group)?;
         }
+        let mut kinds: HashMap<&str, Kind> = HashMap::default();
         for (index, op) in file.ops.into_iter().enumerate() {
-            let at = format!("ops[{index}]");
-            let find = |(arg, name): (usize, &String)| graph.find(&format!("{at}.args[{arg}]"), name);
+            let at = Path { list: "ops", index };
+            let find =
+                |(arg, Name(name)): (usize, &Name<'_>)| graph.find(&format_args!("{at}.args[{arg}]"), name);
             let args = op.args.iter().enumerate().map(find).collect::<Result<_, _>>()?;
-            let out = |out: OutWire| Out { name: out.name, ty: out.ty, class: out.class };
-            let kind = kind(&format!("{at}.do"), Json::Object(op.kind))?;
-            graph.op(&at, op.name, kind, args, op.outs.into_iter().map(out).collect())?;
+            let kind = match kinds.get(op.kind.get()) {
+                Some(kind) => kind.clone(),
+                None => {
+                    let kind = kind_of_text(&format_args!("{at}.do"), op.kind.get())?;
+                    kinds.insert(op.kind.get(), kind.clone());
+                    kind
+                }
+            };
+            graph.op(&at, op.name.map(|Name(name)| name.into_owned()), kind, args, op.outs)?;
         }
-        let find = |(index, name): (usize, &String)| graph.find(&format!("outputs[{index}]"), name);
+        let find =
+            |(index, Name(name)): (usize, &Name<'_>)| graph.find(&format_args!("outputs[{index}]"), name);
         let outputs = file.outputs.iter().enumerate().map(find).collect::<Result<_, _>>()?;
         graph.returns(outputs);
         Ok(graph.finish())
@@ -80,25 +200,27 @@ impl Graph {
     /// The graph as JSON: `{"syms", "groups", "ops": [{"name", "do", "args", "outs"}], "outputs"}`. Equal graphs have equal
     /// texts.
     pub fn to_json(&self) -> String {
-        let names =
-            |ids: &[crate::ValueId]| ids.iter().map(|id| self.name(*id).to_owned()).collect::<Vec<_>>();
-        let ops = self.ops.iter().map(|op| {
-            let out = |id: &crate::ValueId| {
-                let value = self.value(*id);
-                let class = Some(&value.class).filter(|class| **class != class_of(&op.kind)).cloned();
-                OutWire { name: value.name.clone(), ty: value.ty.clone(), class }
-            };
-            let outs: Vec<OutWire> = op.outs.iter().map(out).collect();
-            let name =
-                Some(&op.name).filter(|name| outs.first().is_none_or(|out| out.name != **name)).cloned();
-            OpWire { name, kind: telling(&op.kind), args: names(&op.args), outs }
-        });
-        let file = File {
-            syms: self.syms.clone(),
-            groups: self.groups.clone(),
-            ops: ops.collect(),
-            outputs: names(&self.outputs),
-        };
-        serde_json::to_string(&file).expect("plain values with names")
+        let mut text = Vec::with_capacity(128 * self.ops.len());
+        self.write_json(&mut text);
+        String::from_utf8(text).expect("JSON is UTF-8")
+    }
+
+    /// Writes [`to_json`](Self::to_json) to something that takes all bytes.
+    pub(crate) fn write_json(&self, to: impl std::io::Write) {
+        let (syms, groups, outputs) = (&self.syms[..], &self.groups[..], Names(self, &self.outputs));
+        let written = Written { syms, groups, ops: self, outputs };
+        serde_json::to_writer(to, &written).expect("plain values with names");
+    }
+}
+
+/// A place in the JSON, whose text is made where an error needs it.
+struct Path {
+    list: &'static str,
+    index: usize,
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[{}]", self.list, self.index)
     }
 }

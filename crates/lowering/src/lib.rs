@@ -44,6 +44,7 @@
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
+mod analysis;
 mod build;
 pub mod check;
 mod costs;
@@ -52,9 +53,11 @@ mod error;
 #[doc(hidden)]
 pub mod fuzz;
 mod graph;
+mod hash;
 mod ids;
 mod interpret;
 mod json;
+mod lists;
 pub mod lower;
 mod op;
 mod order;
@@ -68,12 +71,13 @@ mod torch;
 mod types;
 mod verify;
 
+pub use analysis::{Analysis, Storage};
 pub use build::MAX_TEXT_BYTES;
 pub use check::check;
-pub use costs::{Costs, Device};
+pub use costs::{Call, Costs, Device, Tables};
 pub use edits::{Edits, NewOp, NewValue};
 pub use error::{Finding, FindingKind, LoweringError};
-pub use graph::{Analysis, Graph, Group, MAX_OPS, Names, Op, Storage, Value};
+pub use graph::{Graph, Group, MAX_OPS, Names, Op, Value};
 pub use ids::{OpId, StoreId, TokenId, ValueId};
 pub use interpret::{Arithmetic, Tensor, interpret};
 pub use lower::{Lowered, Numerics, Options, Realize, Report, World, lower};

@@ -1,18 +1,21 @@
 //! From a graph to a better one.
 
-use std::{collections::HashMap, fmt};
+use std::{fmt, rc::Rc};
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    check::prove,
-    costs::{Costs, Device},
+    analysis::Analysis,
+    check::{choice, prove},
+    costs::{Costs, Device, Tables},
     error::Finding,
     graph::{Graph, Names},
+    hash::HashMap,
     ids::TokenId,
     op::Kind,
-    plan::{Choice, Plan, PlannedCall, Refusal, Rewrite},
+    plan::{Plan, PlannedCall, Refusal, Rewrite},
     rules,
+    terms::{Term, Terms},
     verify::verify,
 };
 
@@ -64,6 +67,10 @@ pub struct Options {
     pub realize: Realize,
     /// Whether starts are moved to the front and waits to the back.
     pub overlap: bool,
+    /// Which measurements [`Costs::new`] takes. [`lower`] itself is given costs.
+    pub tables: Tables,
+    /// The most bytes by which an overlapped program's live tensors may exceed those of the program before.
+    pub overlap_bytes: u64,
     /// The most bytes that a tensor of unknown size may take where peers reach it.
     pub max_slot_bytes: u64,
 }
@@ -71,8 +78,17 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         let (numerics, realize) = Default::default();
-        let max_slot_bytes = 64 << 20;
-        Self { numerics, fuse: true, merge: true, realize, overlap: false, max_slot_bytes }
+        let (overlap_bytes, max_slot_bytes) = (1 << 30, 64 << 20);
+        Self {
+            numerics,
+            fuse: true,
+            merge: true,
+            realize,
+            overlap: false,
+            tables: Tables::BuiltIn,
+            overlap_bytes,
+            max_slot_bytes,
+        }
     }
 }
 
@@ -139,6 +155,8 @@ pub(crate) struct Context<'c> {
     pub(crate) covers: HashMap<String, Vec<String>>,
     /// What rewrites into fused calls say.
     pub(crate) told: Vec<rules::fuse::Told>,
+    analysis: Option<Rc<Analysis>>,
+    meanings: Option<(Terms, Vec<Option<Term>>)>,
 }
 
 impl Context<'_> {
@@ -146,6 +164,34 @@ impl Context<'_> {
     pub(crate) fn start_again(&mut self, graph: &Graph) {
         (self.graph, self.names) = (graph.clone(), graph.names());
         (self.rewrites, self.refusals, self.covers, self.told) = Default::default();
+        self.changed();
+    }
+
+    /// What follows from the graph, computed once for each state of the graph.
+    pub(crate) fn analysis(&mut self) -> Rc<Analysis> {
+        let graph = &self.graph;
+        Rc::clone(self.analysis.get_or_insert_with(|| Rc::new(graph.analyse())))
+    }
+
+    /// The meaning of each value with every rounding, which is computed once for each state of the graph.
+    pub(crate) fn meanings(&mut self) -> &mut (Terms, Vec<Option<Term>>) {
+        let graph = &self.graph;
+        self.meanings.get_or_insert_with(|| {
+            let mut terms = Terms::new(Numerics::Same);
+            let of = terms.of(graph);
+            (terms, of)
+        })
+    }
+
+    /// [`meanings`](Self::meanings), for a rule that adds terms.
+    pub(crate) fn take_meanings(&mut self) -> (Terms, Vec<Option<Term>>) {
+        self.meanings();
+        self.meanings.take().expect("just computed")
+    }
+
+    /// The graph is another one by now.
+    pub(crate) fn changed(&mut self) {
+        (self.analysis, self.meanings) = (None, None);
     }
 
     /// Whether the calls of a group may be changed.
@@ -188,8 +234,19 @@ pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> 
     }
     let (rewrites, refusals, covers, told) = Default::default();
     let names = graph.names();
-    let mut cx =
-        Context { graph: graph.clone(), names, world, costs, options, rewrites, refusals, covers, told };
+    let mut cx = Context {
+        graph: graph.clone(),
+        names,
+        world,
+        costs,
+        options,
+        rewrites,
+        refusals,
+        covers,
+        told,
+        analysis: None,
+        meanings: None,
+    };
     rules::apply(&mut cx, graph);
     let mut plan = Plan::new(graph, options.numerics);
     plan.slots = rules::realize::place(&cx.graph);
@@ -225,18 +282,9 @@ fn report(
 /// How each call of a graph is made.
 fn calls(graph: &Graph, costs: &Costs, covered: impl Fn(&str) -> Vec<String>) -> Vec<PlannedCall> {
     let analysis = graph.analyse();
-    let is_comm = |value| {
-        let root = analysis.root(value);
-        root.is_some_and(|root| matches!(graph.value(root).class, crate::Class::Comm(_)))
-    };
     let call = |op: &crate::Op| {
         let group = op.kind.group()?.to_owned();
-        let choice = match &op.kind {
-            Kind::Fused { .. } => Choice::Fused,
-            Kind::Sync { .. } if op.args.iter().any(|arg| is_comm(*arg)) => Choice::Registered,
-            Kind::Sync { .. } => Choice::Sync,
-            _ => Choice::Async,
-        };
+        let choice = choice(graph, &analysis, op);
         let (op, covers, nanoseconds) = (op.name.clone(), covered(&op.name), costs.op(graph, op));
         Some(PlannedCall { op, group, choice, covers, nanoseconds })
     };

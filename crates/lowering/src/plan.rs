@@ -148,9 +148,7 @@ impl Plan {
 
 /// The SHA-256 of a graph's JSON.
 pub(crate) fn digest(graph: &Graph) -> String {
-    let mut hash = Sha256::new();
-    hash.update(graph.to_json());
-    hex(hash)
+    hex(Sha256::new_with_prefix(graph.to_json()))
 }
 
 fn hex(hash: Sha256) -> String {

@@ -1,11 +1,10 @@
 //! Whether memory that peers reach is used by one at a time.
 
-use std::collections::HashMap;
-
 use crate::{
     check::comm,
     error::{Finding, FindingKind},
     graph::{Graph, Op},
+    hash::HashMap,
     ids::{StoreId, TokenId},
     op::{Kind, ResultMemory},
     plan::{Plan, Slot},
@@ -19,9 +18,13 @@ const MAX_RANKS: usize = 3;
 /// What is wrong with a plan's slots: each must be of a storage that asks for it, in its heap, large enough, and every
 /// storage that asks must have one.
 pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
+    let asks = |value: &crate::Value| matches!(value.class, crate::Class::Comm(_));
+    if plan.slots.is_empty() && !graph.values.iter().any(asks) {
+        return Vec::new();
+    }
     let analysis = graph.analyse();
     let mut findings = Vec::new();
-    let mut found: HashMap<StoreId, usize> = HashMap::new();
+    let mut found: HashMap<StoreId, usize> = HashMap::default();
     let by_name: HashMap<&str, usize> =
         graph.values.iter().enumerate().map(|(index, value)| (value.name.as_str(), index)).collect();
     for slot in &plan.slots {
@@ -31,16 +34,23 @@ pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
             findings.push(Finding::new(FindingKind::Slot, text).value(&slot.value));
             continue;
         };
-        let most = analysis.stores[analysis.store[root.index()].expect("has a root").index()].bytes.as_ref();
+        let store = analysis.store[root.index()].expect("has a root");
+        let most = analysis.bytes(graph, store);
         let most = most.and_then(|bytes| bytes.range(&graph.syms).max);
         let fits = most.is_some_and(|most| u64::try_from(most).is_ok_and(|most| slot.bytes >= most));
         let aligned = slot.offset.is_multiple_of(ALIGNMENT) && slot.offset.checked_add(slot.bytes).is_some();
-        if graph.name(root) != slot.value || req.domain != slot.domain || !fits || !aligned {
-            let text = format!("{} bytes at {} for {most:?}", slot.bytes, slot.offset);
+        let name = |place: usize| graph.ops[place].name.as_str();
+        let life = lifetime(graph, &analysis, store).map(|(first, last)| (name(first), name(last)));
+        let is_life = life == Some((&slot.first, &slot.last));
+        if graph.name(root) != slot.value || req.domain != slot.domain || !fits || !aligned || !is_life {
+            let text = format!(
+                "{} bytes at {} from {} to {}, for {most:?} bytes in use in {life:?}",
+                slot.bytes, slot.offset, slot.first, slot.last
+            );
             let numbers = [slot.bytes as i64, slot.offset as i64];
             findings.push(Finding::new(FindingKind::Slot, text).value(&slot.value).numbers(numbers));
         }
-        *found.entry(analysis.store[root.index()].expect("has a root")).or_default() += 1;
+        *found.entry(store).or_default() += 1;
     }
     for (index, storage) in analysis.stores.iter().enumerate() {
         let asks = matches!(graph.value(storage.root).class, crate::Class::Comm(_));
@@ -87,7 +97,7 @@ pub fn detect(graph: &Graph, plan: &Plan) -> Vec<Finding> {
     let streams = 2 * ranks;
     // Stream 2r computes on rank r, stream 2r + 1 carries its collectives.
     let mut clocks: Vec<Clock> = vec![vec![0; streams]; streams];
-    let mut ends: HashMap<TokenId, Vec<Clock>> = HashMap::new();
+    let mut ends: HashMap<TokenId, Vec<Clock>> = HashMap::default();
     let mut accesses: Vec<Access<'_>> = Vec::new();
     let slot_of = |value| Some(*by_value.get(graph.name(analysis.root(value)?))?);
     for op in &graph.ops {
@@ -178,11 +188,11 @@ pub(crate) fn lifetime(graph: &Graph, analysis: &crate::Analysis, store: StoreId
     let storage = &analysis.stores[store.index()];
     let first = analysis.def[storage.root.index()]?.0.index();
     let mut last = first;
-    for value in &storage.values {
-        for user in &analysis.uses[value.index()] {
+    for value in analysis.values(store) {
+        for user in analysis.uses(*value) {
             last = last.max(user.index());
             for out in &graph.op(*user).outs {
-                let waits = analysis.uses[out.index()].iter().filter(|wait| {
+                let waits = analysis.uses(*out).iter().filter(|wait| {
                     matches!(graph.op(**wait).kind, Kind::Wait { .. })
                         && matches!(graph.op(*user).kind, Kind::Start { .. })
                 });
@@ -220,7 +230,7 @@ fn races(accesses: &[Access<'_>]) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
     // Of each rank's memory, what is not yet covered by a later access that knows of it: whoever does not know of that, does not
     // know of the later one either.
-    let mut recent: HashMap<(&str, usize), Vec<&Access<'_>>> = HashMap::new();
+    let mut recent: HashMap<(&str, usize), Vec<&Access<'_>>> = HashMap::default();
     for a in accesses {
         let recent = recent.entry((a.domain, a.owner)).or_default();
         recent.retain(|b| {

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use serde_json::{Map, Value as Json};
 
 use crate::{
-    build::{Builder, Out, check_length, class_of, is_of_a_group, is_of_a_name, kind, telling},
+    build::{Builder, Out, attributes_of, check_length, class_of, is_of_a_group, is_of_a_name, kind},
     error::LoweringError,
     graph::{Graph, Group},
     ids::ValueId,
@@ -43,7 +43,7 @@ impl Graph {
                     write!(text, " class {}", serde_json::to_string(&value.class).expect("plain values"))?;
                 }
             }
-            let mut attributes = telling(&op.kind);
+            let mut attributes = attributes_of(&op.kind);
             let kind = attributes.remove("kind");
             let kind = kind.as_ref().and_then(Json::as_str).expect("its tag");
             write!(text, "{} = {kind}({})", if op.outs.is_empty() { "_" } else { "" }, self.list(&op.args))?;

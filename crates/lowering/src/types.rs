@@ -88,7 +88,21 @@ impl Serialize for Element {
 
 impl<'de> Deserialize<'de> for Element {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        struct Name;
+
+        impl serde::de::Visitor<'_> for Name {
+            type Value = Element;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("the name of an element type")
+            }
+
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Element, E> {
+                text.parse().map_err(E::custom)
+            }
+        }
+
+        deserializer.deserialize_str(Name)
     }
 }
 

@@ -290,6 +290,32 @@ fn what_does_not_fit_is_left_and_says_why() {
     refused(&block("i32", added), "not of f32, f16 or bf16");
 }
 
+/// Σ(a + r) has the value of Σa + Σr, which another call gives: each call keeps its own result.
+#[test]
+fn equal_results_of_two_calls_stay_apart() {
+    let body = "%other_start: bf16[3,64] = start(%sum) prim=all_reduce group=tp red=sum token=1
+         %other: bf16[3,64] = wait(%other_start) tokens=[1]
+         %add: bf16[3,64] = binary(%sum, %other) op=add
+         %wide: bf16[3,64] = binary(%x, %sum) op=add
+         %last_start: bf16[3,64] = start(%wide) prim=all_reduce group=tp red=sum token=2
+         %last: bf16[3,64] = wait(%last_start) tokens=[2]
+         return %add, %last, %sum";
+    let before = graph(&block("bf16", body));
+    let after = lowered(&before, &Options::default());
+    assert_eq!(after.report.calls, [3, 3], "{}", after.report);
+    agree(&before, &after.graph, 2, 7, Arithmetic::Exact, 1e-9);
+}
+
+/// Two outputs of equal value have memory of their own.
+#[test]
+fn equal_outputs_stay_apart() {
+    let again = "%again: bf16[3,64] = binary(%residual, %sum) op=add\nreturn %norm, %add, %again";
+    let before = graph(&block("bf16", &RMS_NORM.replace("return %norm, %add", again)));
+    let after = lowered(&before, &Options::default());
+    assert_eq!(kinds(&after.graph), ["fused", "copy"], "{}", after.report);
+    agree(&before, &after.graph, 2, 8, Arithmetic::Exact, 1e-9);
+}
+
 #[test]
 fn sizes_may_be_unknown() {
     let text = block("bf16", RMS_NORM).replace("[3,", "[s0,");

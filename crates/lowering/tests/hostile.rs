@@ -23,7 +23,8 @@ fn survive(graph: Graph) {
 }
 
 fn torch() -> String {
-    std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/block.torch.json")).unwrap()
+    std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../examples/lowering/block.torch.json"))
+        .unwrap()
 }
 
 #[test]

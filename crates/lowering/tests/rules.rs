@@ -159,7 +159,7 @@ fn a_call_with_much_to_hide_behind_stays_beside_it() {
         return %c";
     let after = lowered(&graph(text), &Options::default());
     assert!(kinds(&after.graph).contains(&"start".to_owned()), "{}", after.graph.to_text());
-    assert!(after.report.to_string().contains("of work hide it"), "{}", after.report);
+    assert!(after.report.to_string().contains("of computation run beside it"), "{}", after.report);
 }
 
 #[test]

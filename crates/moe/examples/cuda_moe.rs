@@ -8,8 +8,8 @@ use std::{error::Error as StdError, time::Instant};
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Event, Graph, Stream, memory};
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_moe::{
-    Choices, Combine, Dispatch, Routing, RowFormat, Tokens,
-    cuda::{CudaHandle, CudaMoe, CudaMoeConfig, HandleMemory},
+    Choices, Combine, Dispatch, MoeConfig, Routing, RowFormat, Tokens,
+    cuda::{CudaHandle, CudaMoe, HandleMemory},
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -121,7 +121,7 @@ fn rank_main(
     let weights = Tensor::new(&context, DType::F32, [tokens, TOP_K])?;
     let flushed = DeviceMemory::allocate(&context, FLUSHED)?;
     for &num_sms in all_sms {
-        let moe = CudaMoe::new(comm, &context, CudaMoeConfig { num_sms, ..CudaMoeConfig::default() })?;
+        let moe = CudaMoe::new(comm, &context, MoeConfig { num_sms, ..MoeConfig::for_gpus() })?;
         let routing = Routing {
             num_experts: EXPERTS,
             top_k: TOP_K,

@@ -204,10 +204,6 @@ impl Handle {
         })
     }
 
-    pub(crate) fn is_of(&self, owner: &Arc<()>) -> bool {
-        Arc::ptr_eq(&self.owner, owner)
-    }
-
     /// How many rows the received tensors have: those that arrive, or the capacity.
     pub fn rows(&self) -> usize {
         let Traffic { rank, capacity, .. } = &self.traffic;

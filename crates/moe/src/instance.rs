@@ -1,31 +1,19 @@
-//! What a rank keeps for its calls.
+//! The instance with which a rank makes its calls on host memory.
 
 use std::{cell::Cell, sync::Arc};
 
 use antiphon_fabric::Communicator;
 
 use crate::{
+    MoeConfig,
     error::{MoeError, Result, refused},
     handle::Handle,
+    hybrid::{self, HybridCombine, HybridDispatch, HybridHandle, HybridRouting},
     layout::MAX_WORLD,
-    low_latency::{self, LowLatencyCombine, LowLatencyDispatch, LowLatencyHandle},
+    low_latency::{self, LowLatency, LowLatencyCombine, LowLatencyDispatch, LowLatencyHandle},
     normal::{self, Combine, Dispatch, Routing},
     region::Region,
 };
-
-/// What a [`Moe`] is made with; equal on all ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MoeConfig {
-    /// Bytes of the region of each rank through which rows travel: at least two rows with what travels beside them. A larger
-    /// one means fewer pieces, which on the host gain nothing once a half is beyond the caches.
-    pub region_bytes: usize,
-}
-
-impl Default for MoeConfig {
-    fn default() -> Self {
-        Self { region_bytes: 8 << 20 }
-    }
-}
 
 /// Dispatch and combine between the ranks of a communicator, on host memory.
 ///
@@ -33,10 +21,12 @@ impl Default for MoeConfig {
 /// [`close`](Self::close) gives the memory back before the communicator ends.
 pub struct Moe {
     pub(crate) region: Region,
-    /// Tells handles of this from those of others.
+    /// Distinguishes handles of this instance from those of others.
     pub(crate) token: Arc<()>,
-    /// Which of its communicator's it is, in the order in which they were made.
+    /// The number of this instance among those of its communicator, in the order in which they were made.
     pub(crate) number: u32,
+    /// The largest low-latency calls, if they are limited.
+    pub(crate) low_latency: Option<LowLatency>,
 }
 
 impl std::fmt::Debug for Moe {
@@ -45,7 +35,7 @@ impl std::fmt::Debug for Moe {
     }
 }
 
-/// How many instances and handles a communicator has had; its ranks count alike.
+/// The numbers of instances and handles that a communicator has had, which are equal on all ranks.
 #[derive(Default)]
 struct Numbers {
     instances: Cell<u32>,
@@ -75,7 +65,8 @@ impl Moe {
             return Err(refused("Moe::new", problem));
         }
         let region = Region::new(comm.create_shared_buffer(config.region_bytes)?);
-        Ok(Self { region, token: Arc::new(()), number: next(&numbers(comm).instances) })
+        let (token, number) = (Arc::new(()), next(&numbers(comm).instances));
+        Ok(Self { region, token, number, low_latency: config.low_latency })
     }
 
     /// Bytes of a rank's region.
@@ -99,7 +90,7 @@ impl Moe {
     /// # Errors
     /// As [`notify`](Self::notify), and [`MoeError::Handle`].
     pub fn dispatch(&mut self, comm: &Communicator, handle: &Handle, call: Dispatch<'_>) -> Result<()> {
-        self.knows(comm, handle, "dispatch")?;
+        self.owns(comm, &handle.owner, "dispatch")?;
         normal::dispatch(self, comm, handle, call)
     }
 
@@ -108,7 +99,7 @@ impl Moe {
     /// # Errors
     /// As [`dispatch`](Self::dispatch); [`MoeError::Handle`] also for a handle along which nothing was dispatched yet.
     pub fn combine(&mut self, comm: &Communicator, handle: &Handle, call: Combine<'_>) -> Result<()> {
-        self.knows(comm, handle, "combine")?;
+        self.owns(comm, &handle.owner, "combine")?;
         normal::combine(self, comm, handle, call)
     }
 
@@ -123,8 +114,10 @@ impl Moe {
         words: &[u32],
     ) -> Result<Handle> {
         let place = (comm.rank(), comm.world_size());
-        Handle::from_words(words, &self.token, place, num_experts)
-            .ok_or(MoeError::Handle { call: "combine", problem: "made of words that are none's" })
+        Handle::from_words(words, &self.token, place, num_experts).ok_or(MoeError::Handle {
+            call: "combine",
+            problem: "made of words that are not those of a handle",
+        })
     }
 
     /// Moves few tokens, at most [`max_tokens`](LowLatencyDispatch::max_tokens) of each rank, to the slots of the experts that they
@@ -156,6 +149,49 @@ impl Moe {
         low_latency::combine(self, comm, handle, call)
     }
 
+    /// Tells all ranks how many rows go from whom to whom, by routing maps; see [`hybrid`].
+    ///
+    /// # Errors
+    /// [`MoeError`]: arguments that make no sense; ranks that differ in hidden size, dtype, experts, or in whether there is a
+    /// capacity and in its `max_tokens` ([`Mismatch`](antiphon_fabric::FabricError::Mismatch), on every rank).
+    pub fn hybrid_notify(
+        &mut self,
+        comm: &Communicator,
+        routing: &HybridRouting<'_>,
+    ) -> Result<HybridHandle> {
+        self.belongs_to(comm, "hybrid_dispatch")?;
+        hybrid::notify(self, comm, routing)
+    }
+
+    /// Moves rows along a handle: the tokens of every rank to a row for each of their experts.
+    ///
+    /// # Errors
+    /// As [`hybrid_notify`](Self::hybrid_notify), and [`MoeError::Handle`].
+    pub fn hybrid_dispatch(
+        &mut self,
+        comm: &Communicator,
+        handle: &HybridHandle,
+        call: HybridDispatch<'_>,
+    ) -> Result<()> {
+        self.owns(comm, &handle.owner, "hybrid_dispatch")?;
+        hybrid::dispatch(self, comm, handle, call)
+    }
+
+    /// Moves rows back along a handle, and sums those of each token: on each rank in the order of experts, then in that of ranks.
+    ///
+    /// # Errors
+    /// As [`hybrid_dispatch`](Self::hybrid_dispatch); [`MoeError::Handle`] also for a handle along which nothing was dispatched
+    /// yet.
+    pub fn hybrid_combine(
+        &mut self,
+        comm: &Communicator,
+        handle: &HybridHandle,
+        call: HybridCombine<'_>,
+    ) -> Result<()> {
+        self.owns(comm, &handle.owner, "hybrid_combine")?;
+        hybrid::combine(self, comm, handle, call)
+    }
+
     /// Gives the regions back; all ranks call it alike.
     ///
     /// # Errors
@@ -171,9 +207,9 @@ impl Moe {
         }
     }
 
-    fn knows(&self, comm: &Communicator, handle: &Handle, call: &'static str) -> Result<()> {
+    fn owns(&self, comm: &Communicator, owner: &Arc<()>, call: &'static str) -> Result<()> {
         self.belongs_to(comm, call)?;
-        match handle.is_of(&self.token) {
+        match Arc::ptr_eq(owner, &self.token) {
             true => Ok(()),
             false => Err(MoeError::Handle { call, problem: "of another instance" }),
         }

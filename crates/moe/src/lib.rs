@@ -41,7 +41,8 @@
 //! ```
 //!
 //! For decoding there is a [low-latency form](low_latency) of few tokens, which waits for no counts:
-//! [`Moe::low_latency_dispatch`] and [`Moe::low_latency_combine`].
+//! [`Moe::low_latency_dispatch`] and [`Moe::low_latency_combine`]. In the [hybrid form](hybrid) a routing map says who chooses
+//! whom, and rows arrive ordered by expert: [`Moe::hybrid_dispatch`] and [`Moe::hybrid_combine`].
 //!
 //! ## Orders and bits
 //!
@@ -55,9 +56,11 @@
 //! Rows are sent through each rank's *region* of symmetric memory, of [`MoeConfig::region_bytes`]. Larger data is sent in
 //! pieces through the two halves of the region, so `T` is not limited, and no memory grows.
 
+mod config;
 pub mod cuda;
 mod error;
 mod handle;
+pub mod hybrid;
 mod instance;
 pub mod layout;
 pub mod low_latency;
@@ -67,10 +70,15 @@ pub mod normal;
 mod pool;
 mod region;
 mod tensors;
+mod transport;
 
+pub use config::MoeConfig;
 pub use error::{MoeError, Result};
 pub use handle::{Handle, handle_words};
-pub use instance::{Moe, MoeConfig};
+pub use hybrid::{
+    HybridCapacity, HybridCombine, HybridDispatch, HybridHandle, HybridOrder, HybridRouting, HybridTokens,
+};
+pub use instance::Moe;
 pub use layout::{Layout, layout};
 pub use low_latency::{
     LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived,

@@ -7,13 +7,18 @@ use std::time::Duration;
 
 use antiphon_fabric::{Communicator, FabricError, LocalWorld};
 use antiphon_moe::{
-    Combine, Dispatch, Handle, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
+    Combine, Dispatch, Handle, HybridCombine, HybridDispatch, HybridHandle, HybridOrder, HybridRouting,
+    HybridTokens, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
     LowLatencyReceived, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout,
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut, bf16};
-use processes::{VICTIMS, kill_each, role, say, say_error};
+use processes::{VICTIMS, World, kill_each, role, say, say_error};
 
 const HIDDEN: usize = 1024;
+/// The deadline where a rank is late.
+const TIMEOUT: Duration = Duration::from_millis(500);
+/// What ends the role of ranks of which one is late.
+const LATE: &str = ", late";
 
 /// A rank with tokens that all go everywhere, `count` of them.
 struct Rank<'a> {
@@ -26,7 +31,7 @@ struct Rank<'a> {
 impl<'a> Rank<'a> {
     fn new(comm: &'a Communicator, count: usize) -> Result<Self, MoeError> {
         let ids = (0..count).flat_map(|_| 0..comm.world_size() as i64).collect();
-        let moe = Moe::new(comm, MoeConfig { region_bytes: 1 << 20 })?;
+        let moe = Moe::new(comm, MoeConfig { region_bytes: 1 << 20, ..MoeConfig::default() })?;
         Ok(Self { comm, moe, tokens: vec![1.0; count * HIDDEN], ids })
     }
 
@@ -79,6 +84,7 @@ impl<'a> Rank<'a> {
                 source_tokens: TensorViewMut::new(&mut source_tokens, &[1, slots])?,
                 layout_range: TensorViewMut::new(&mut layout_range, &[1, world_size])?,
                 statistics: None,
+                waits: None,
             },
         };
         let handle = self.moe.low_latency_dispatch(self.comm, call)?;
@@ -95,33 +101,71 @@ impl<'a> Rank<'a> {
             ids: TensorView::new(&self.ids[..tokens * world_size], &[tokens, world_size])?,
             weights: TensorView::new(&weights, &[tokens, world_size])?,
             output: TensorViewMut::new(&mut sums, &[tokens, HIDDEN])?,
+            waits: None,
         };
         self.moe.low_latency_combine(self.comm, handle, call)?;
         assert!(sums.iter().all(|sum| sum.to_f32() == world_size as f32));
         Ok(())
     }
 
-    /// Goes on until something is wrong.
-    fn work(&mut self, role: &str) -> Result<(), MoeError> {
-        if role == "low latency" {
-            loop {
-                let (handle, rows) = self.low_latency_dispatch()?;
-                self.low_latency_combine(&handle, &rows)?;
-            }
-        }
-        if role == "notify" {
-            loop {
-                self.notify()?;
-            }
-        }
+    /// Every token chooses the expert of each rank.
+    fn hybrid_notify(&mut self) -> Result<HybridHandle, MoeError> {
+        let map = vec![1u8; self.ids.len()];
+        let world_size = self.comm.world_size();
+        let routing = HybridRouting {
+            map: TensorView::new(&map, &[map.len() / world_size, world_size])?,
+            order: HybridOrder::Experts { pad_multiple: 16, capacity: None },
+            format: RowFormat { hidden: HIDDEN, dtype: DType::F32, scales: None },
+        };
+        self.moe.hybrid_notify(self.comm, &routing)
+    }
+
+    fn hybrid_dispatch(&mut self, handle: &HybridHandle) -> Result<Vec<f32>, MoeError> {
+        let mut received = vec![0.0; handle.rows() * HIDDEN];
+        let call = HybridDispatch {
+            tokens: HybridTokens::of(TensorView::new(&self.tokens, &[handle.num_tokens(), HIDDEN])?),
+            received: HybridTokens::of(TensorViewMut::new(&mut received, &[handle.rows(), HIDDEN])?),
+        };
+        self.moe.hybrid_dispatch(self.comm, handle, call)?;
+        Ok(received)
+    }
+
+    fn hybrid_combine(&mut self, handle: &HybridHandle, rows: &[f32]) -> Result<(), MoeError> {
+        let mut sums = vec![0.0; self.tokens.len()];
+        let output = TensorViewMut::new(&mut sums, &[handle.num_tokens(), HIDDEN])?;
+        let call = HybridCombine::of(TensorView::new(rows, &[handle.rows(), HIDDEN])?, output);
+        self.moe.hybrid_combine(self.comm, handle, call)?;
+        assert!(sums.iter().all(|&sum| sum == self.comm.world_size() as f32));
+        Ok(())
+    }
+
+    /// Goes on until something is wrong. With `is_late` rank 1 comes late to two rounds, and not at all to the third.
+    fn work(&mut self, role: &str, is_late: bool) -> Result<(), MoeError> {
         let handle = self.notify()?;
         let rows = self.dispatch(&handle)?;
-        loop {
+        for round in 0.. {
+            if is_late && self.comm.rank() == 1 {
+                std::thread::sleep(if round < 2 { TIMEOUT / 4 } else { 2 * TIMEOUT });
+            }
             match role {
+                "notify" => drop(self.notify()?),
                 "dispatch" => drop(self.dispatch(&handle)?),
-                _ => self.combine(&handle, &rows)?,
+                "combine" => self.combine(&handle, &rows)?,
+                "low latency" => {
+                    let (handle, rows) = self.low_latency_dispatch()?;
+                    self.low_latency_combine(&handle, &rows)?;
+                }
+                _ => {
+                    let handle = self.hybrid_notify()?;
+                    let rows = self.hybrid_dispatch(&handle)?;
+                    self.hybrid_combine(&handle, &rows)?;
+                }
+            }
+            if is_late {
+                say(format_args!("round {round}"));
             }
         }
+        Ok(())
     }
 }
 
@@ -132,9 +176,27 @@ fn rank_process() {
     let comm = Communicator::from_env().unwrap();
     let mut rank = Rank::new(&comm, 2000).unwrap();
     say("ready");
-    match rank.work(&role) {
+    let (form, is_late) = role.strip_suffix(LATE).map_or((&*role, false), |form| (form, true));
+    match rank.work(form, is_late) {
         Err(MoeError::Fabric(error)) => say_error(&error),
         other => say(format_args!("{other:?}")),
+    }
+}
+
+/// A rank that comes late costs its lateness, and one that does not come the deadline.
+#[test]
+fn late_processes_are_waited_for_until_the_deadline() {
+    for form in ["notify", "dispatch", "combine", "low latency", "hybrid"] {
+        let world = World::start(2, &format!("{form}{LATE}"), true, TIMEOUT);
+        for round in 0..2 {
+            assert_eq!(
+                [0, 1].map(|rank| world.hear(rank).1),
+                [(); 2].map(|()| format!("round {round}")),
+                "{form}"
+            );
+        }
+        assert_eq!(world.hear(0).1, "timeout [1]", "{form}");
+        world.end(&[]);
     }
 }
 
@@ -156,6 +218,31 @@ fn killed_in_combine() {
 #[test]
 fn killed_in_the_low_latency_form() {
     kill_each(&VICTIMS[..2], "low latency", Duration::from_millis(150));
+}
+
+#[test]
+fn killed_in_the_hybrid_form() {
+    kill_each(&VICTIMS[..2], "hybrid", Duration::from_millis(200));
+}
+
+#[test]
+fn late_ranks_of_the_hybrid_form_are_waited_for_until_the_deadline() {
+    let outcomes = LocalWorld::run_with(2, Duration::from_millis(600), |comm| {
+        let late = |time| std::thread::sleep(Duration::from_millis(if comm.rank() == 1 { time } else { 0 }));
+        let mut rank = Rank::new(&comm, 3)?;
+        late(100);
+        let handle = rank.hybrid_notify()?;
+        late(100);
+        let rows = rank.hybrid_dispatch(&handle)?;
+        late(100);
+        rank.hybrid_combine(&handle, &rows)?;
+        late(2000);
+        rank.hybrid_combine(&handle, &rows)
+    });
+    let Err(MoeError::Fabric(error)) = &outcomes[0] else { panic!("{outcomes:?}") };
+    assert!(matches!(error, FabricError::Timeout { missing, .. } if missing == &[1]), "{error}");
+    let text = "hybrid_combine(rows of 1024 × f32 as call 1 routed them, 2 experts) timed out";
+    assert!(error.to_string().starts_with(text), "{error}");
 }
 
 #[test]
@@ -195,6 +282,22 @@ fn late_ranks_are_waited_for_until_the_deadline() {
     assert!(matches!(error, FabricError::Timeout { missing, .. } if missing == &[1]), "{error}");
     let text = "combine(rows of 1024 × f32 as call 1 routed them, 2 experts) timed out";
     assert!(error.to_string().starts_with(text), "{error}");
+}
+
+#[test]
+fn hybrid_handles_of_different_calls_are_a_mismatch() {
+    let outcomes = LocalWorld::run_with(2, Duration::from_secs(5), |comm| {
+        let mut rank = Rank::new(&comm, 3)?;
+        let handles = [rank.hybrid_notify()?, rank.hybrid_notify()?];
+        rank.hybrid_dispatch(&handles[comm.rank()])
+    });
+    for outcome in outcomes {
+        let error = outcome.unwrap_err();
+        assert!(
+            matches!(error, MoeError::Fabric(FabricError::Mismatch { .. } | FabricError::Aborted { .. })),
+            "{error}"
+        );
+    }
 }
 
 /// Ranks that use handles of different calls hear of it before a row is read.

@@ -19,7 +19,7 @@ macro_rules! operations {
             /// Every operation.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
-            /// What is to be known of it.
+            /// Its row.
             #[inline]
             pub const fn row(self) -> &'static Row {
                 match self {
@@ -30,7 +30,7 @@ macro_rules! operations {
     };
 }
 
-/// Of an all-reduce, and of what is fused to one.
+/// The row of an all-reduce, and of the operations that contain one.
 const ALL_REDUCE: Row = Row {
     in_place: InPlace::Same,
     reduces: true,
@@ -184,6 +184,23 @@ operations! {
     },
     /// Every rank gets, for each of its tokens, the weighted sum of what the token's experts made of it.
     LowLatencyCombine = 24: Row::of_experts("low_latency_combine"),
+    /// Rank `r` gets the tokens that chose one of its experts, ordered by expert.
+    HybridDispatch = 25: Row {
+        algorithms: &[
+            (1, "blocking"),
+            (2, "capacity"),
+            (3, "rows"),
+            (4, "rows, probs"),
+            (5, "rows, f32 scales"),
+            (6, "rows, f32 scales, probs"),
+            (7, "rows, i32 scales"),
+            (8, "rows, i32 scales, probs"),
+        ],
+        ..Row::of_experts("hybrid_dispatch")
+    },
+    /// Every rank gets, for each of its tokens, the sum of what the ranks of the token's experts made of it, of which each has
+    /// summed what its own experts made.
+    HybridCombine = 26: Row { algorithms: &[(1, "probs")], ..Row::of_experts("hybrid_combine") },
 }
 
 impl Operation {
@@ -239,7 +256,7 @@ mod tests {
     #[test]
     fn codes_are_those_that_ranks_of_this_version_write() {
         let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
-        assert_eq!(codes, Vec::from_iter(1..=24));
+        assert_eq!(codes, Vec::from_iter(1..=26));
     }
 
     #[test]

@@ -3,9 +3,9 @@
 use antiphon::collectives::fusion::{FusedAllReduce, Operand, Role, Source, TensorHandle};
 use pyo3::{exceptions::PyValueError, prelude::*};
 
-use crate::{arguments::overlap, cuda::ordinal, operand::Tensor};
+use crate::{arguments::overlap, operand::Tensor};
 
-/// What to do, and with which memory: plain values, so that it can go to another thread.
+/// A fused all-reduce with its memory, as plain values that can go to another thread.
 pub(crate) type Fused = FusedAllReduce<Tensor>;
 
 impl TensorHandle for Tensor {
@@ -22,7 +22,7 @@ pub(crate) fn cuda_device(call: &Fused) -> Option<u32> {
         | Source::MoeReduction { shared: tensor, .. }
         | Source::MoeFinalize { rows: tensor, .. } => tensor,
     };
-    ordinal(tensor.device)
+    tensor.device.cuda_ordinal()
 }
 
 /// The keyword of a role.
@@ -64,7 +64,7 @@ pub(crate) fn check_overlap(call: &Fused) -> PyResult<()> {
     Ok(())
 }
 
-/// Whether these are the same bytes, and any.
+/// Whether these are the same bytes, at least one.
 fn same_place(a: &Tensor, b: &Tensor) -> bool {
     a.data == b.data && a.bytes() == b.bytes() && a.bytes() > 0
 }

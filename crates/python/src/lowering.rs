@@ -31,13 +31,15 @@ pub(crate) fn lower<'py>(py: Python<'py>, program: &[u8], request: &str) -> PyRe
     let request: Request =
         serde_json::from_str(request).map_err(|error| PyValueError::new_err(error.to_string()))?;
     let answer = py.detach(|| {
-        let before = Graph::from_torch(program)?;
-        let lowered = lowered(&before, &request.world, &Costs::of(request.world.device), &request.options);
+        let before = Graph::from_torch(program).map_err(refused)?;
+        let costs = Costs::new(request.world.device, &request.options.tables)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let lowered = lowered(&before, &request.world, &costs, &request.options);
         let (digest, text) = (lowered.plan.digest(), lowered.report.to_string());
         let edits = Edits::between(&before, &lowered.graph);
-        Ok(Answer { edits, plan: lowered.plan, digest, report: lowered.report, text })
+        Ok::<_, PyErr>(Answer { edits, plan: lowered.plan, digest, report: lowered.report, text })
     });
-    let answer = serde_json::to_vec(&answer.map_err(refused)?).expect("plain values with names");
+    let answer = serde_json::to_vec(&answer?).expect("plain values with names");
     Ok(PyBytes::new(py, &answer))
 }
 

@@ -1,4 +1,4 @@
-"""``python -m antiphon.compat run``: a script, or anything that ``python`` runs, on Antiphon."""
+"""``python -m antiphon.compat run``: runs a script, or whatever ``python`` can run, on Antiphon."""
 
 import os
 import sys
@@ -13,7 +13,8 @@ usage: python -m antiphon.compat run [--peer NAME]... SCRIPT [ARGUMENT]...
 Runs a Python program in which Antiphon's modules stand for those of the peers, and in all processes that it starts.
 What follows `run` is what would follow `python`, options of the interpreter too.
 
-  --peer NAME  only this one, of {", ".join(compat.PEERS)} (default: all)"""
+  --peer NAME  only this one, of {", ".join(compat.PEERS)}
+               (default: all but {", ".join(compat.BY_NAME)})"""
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -33,9 +34,9 @@ def main(arguments: list[str]) -> NoReturn:
         peers.append(name)
     if not program:
         _refuse("no program to run")
-    compat.tell_children(peers or compat.PEERS)
+    compat.tell_children(peers or compat.PEERS.keys() - compat.BY_NAME)
     sys.stdout.flush()
-    # A fresh interpreter sets the stage: sys.argv, sys.path, __main__, the exit status.
+    # A fresh interpreter sets sys.argv, sys.path, __main__ and the exit status.
     os.execv(sys.executable, [sys.executable, *program])
 
 

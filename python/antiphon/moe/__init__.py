@@ -12,7 +12,17 @@ Megatron-Core's module of that name, :mod:`antiphon.moe.deep_ep` those of DeepEP
 """
 
 from antiphon.moe._calls import Handle, Layout
+from antiphon.moe._hybrid import HybridHandle, HybridReceived
 from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived
 from antiphon.moe.expert_parallel import Dispatched, ExpertParallel
 
-__all__ = ["Dispatched", "ExpertParallel", "Handle", "Layout", "LowLatencyHandle", "LowLatencyReceived"]
+__all__ = [
+    "Dispatched",
+    "ExpertParallel",
+    "Handle",
+    "HybridHandle",
+    "HybridReceived",
+    "Layout",
+    "LowLatencyHandle",
+    "LowLatencyReceived",
+]

@@ -8,7 +8,9 @@ from torch import Tensor
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._calls import Calls, Handle, Layout, calls_of
-from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, low_latency_calls_of
+from antiphon.moe._hybrid import CombineByMap, DispatchByMap, HybridHandle, HybridReceived, hybrid_calls_of
+from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
+from antiphon.moe._low_latency_gradients import CombineLowLatency, DispatchLowLatency, needs_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,7 +54,7 @@ class ExpertParallel:
         self._calls = calls_of(self.comm)
 
     def layout(self, ids: Tensor) -> Layout:
-        """What this rank's choices (int64 or int32 ``[T, K]``) come to, without asking the others."""
+        """The counts of this rank's choices (int64 or int32 ``[T, K]``). It does not communicate."""
         return self._calls.layout(ids, self.num_experts)
 
     def dispatch(
@@ -91,7 +93,7 @@ class ExpertParallel:
         )
 
     def combine(self, x: Tensor, handle: Handle, *, bias: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Sums what the ranks made of each token: ``[T, H]`` from ``x``, ``[N, H]``, whose rows are those that
+        """Sums the ranks' outputs for each token: ``[T, H]`` from ``x``, ``[N, H]``, whose rows are those that
         :meth:`dispatch` brought, already summed over this rank's experts with their weights.
 
         A sum begins with ``bias`` (one or a pair of tensors like the result), adds rows in the order of ranks, in float32
@@ -101,6 +103,58 @@ class ExpertParallel:
         """
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         result: Tensor = _Combine.apply(x, self._calls, handle, *biases)  # type: ignore[no-untyped-call]
+        return result
+
+    def dispatch_by_expert(
+        self,
+        x: Tensor,
+        routing_map: Tensor,
+        probs: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+        pad_multiple: int = 1,
+        capacity: int | None = None,
+        max_tokens: int | None = None,
+    ) -> HybridReceived:
+        """Sends each token to a row for each expert that it chooses: rows come ordered by expert, and of each in the order of source
+        rank and token, as grouped matrix products take them.
+
+        ``x`` and ``scales`` are those of :meth:`dispatch`; ``routing_map``, bool ``[T, E]``, says which experts a token chooses,
+        with ``probs``, float32 ``[T, E]``. The rows of each expert are padded to a multiple of ``pad_multiple``.
+
+        Without a ``capacity`` as many rows come as were sent. With one, there are so many; what belongs to later ones is dropped,
+        ``handle.overflow_flag`` says so, and :meth:`combine_by_expert` treats it as absent. ``max_tokens``, equal on all ranks, is
+        then the most tokens that any has (by default, that all have as many as this one).
+
+        Gradients flow to ``x`` and ``probs``.
+        """
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
+        if routing_map.dim() != 2 or routing_map.shape[1] != self.num_experts:
+            shape = list(routing_map.shape)
+            raise ValueError(f"dispatch: the routing map must be of shape [T, {self.num_experts}], not {shape}")
+        plain: list[HybridReceived] = []
+        call = {
+            "routing_map": routing_map,
+            "scales": scales,
+            "pad_multiple": pad_multiple,
+            "capacity": capacity,
+            "max_tokens": max_tokens,
+        }
+        calls = hybrid_calls_of(self.comm)
+        rows, row_probs = DispatchByMap.apply(x, probs, calls, plain, call)  # type: ignore[no-untyped-call]
+        return plain[0]._replace(x=rows, probs=row_probs)
+
+    def combine_by_expert(self, x: Tensor, handle: HybridHandle) -> Tensor:
+        """Sums what the experts made of each token: ``[T, H]`` from ``x``, ``[P, H]``, whose rows are those that
+        :meth:`dispatch_by_expert` brought. Padding is not read.
+
+        Each rank sums the rows of a token in the order of its experts, in float32 (float64 of float64), and rounds; the source
+        sums these in the order of ranks, and rounds.
+
+        Gradients flow to ``x``.
+        """
+        result: Tensor = CombineByMap.apply(x, handle)  # type: ignore[no-untyped-call]
         return result
 
     def dispatch_low_latency(
@@ -114,27 +168,44 @@ class ExpertParallel:
     ) -> LowLatencyReceived:
         """Sends few tokens (bfloat16 ``[T, H]``) to slots of the experts that they choose, without waiting for counts.
 
-        ``max_tokens``, equal on all ranks, is the most that any rank has. ``format`` says what rows become: ``"bf16"``; ``"fp8"``,
+        ``max_tokens``, equal on all ranks, is the most that any rank has. ``format`` is that of the received rows: ``"bf16"``; ``"fp8"``,
         E4M3 codes with a float32 scale for each 128; ``"fp8_powers_of_two"``, whose scales are rounded up to powers of two;
         ``"fp8_packed"``, which has these as UE8M0, four in an int32. ``statistics``, int32 ``[L]``, has the counts added to it.
 
-        It is for inference: no gradients flow.
+        Gradients flow to ``x`` with the format ``"bf16"``. Raises ``ValueError`` for an ``x`` that needs a gradient with another
+        one.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
         calls = low_latency_calls_of(self.comm)
-        return calls.dispatch(x, ids, max_tokens, self.num_experts, format, statistics)
+        call = (max_tokens, self.num_experts, format, Options(statistics))
+        if not needs_gradient(x):
+            return calls.dispatch(x, ids, *call)[0]
+        if format != "bf16":
+            raise ValueError(f"dispatch: rows of {format} have no gradient: use the format bf16, or pass x.detach()")
+        plain: list[Any] = []
+        rows = DispatchLowLatency.apply(x, ids, calls, plain, call)  # type: ignore[no-untyped-call]
+        received: LowLatencyReceived = plain[0]._replace(x=rows)
+        return received
 
     def combine_low_latency(
         self, x: Tensor, ids: Tensor, weights: Tensor, handle: LowLatencyHandle, *, out: Tensor | None = None
     ) -> Tensor:
-        """Sums what the experts made of each token: bfloat16 ``[T, H]``, from ``x``, bfloat16 ``[L, R * M, H]``, whose slots are
+        """Sums the experts' outputs for each token: bfloat16 ``[T, H]``, from ``x``, bfloat16 ``[L, R * M, H]``, whose slots are
         those that :meth:`dispatch_low_latency` filled.
 
         A sum begins with 0, adds the products of ``weights`` (float32 ``[T, K]``) and rows, each rounded to float32, in the order
         of the choices, and is rounded once.
+
+        Gradients flow to ``x`` and ``weights``. Raises ``ValueError`` for an ``out`` where they do.
         """
-        return low_latency_calls_of(self.comm).combine(x, ids, weights, handle, out)
+        calls = low_latency_calls_of(self.comm)
+        if not needs_gradient(x, weights):
+            return calls.combine(x, ids, weights, handle, out)[0]
+        if out is not None:
+            raise ValueError("combine: with out there is no gradient: pass no out, or detached tensors")
+        result: Tensor = CombineLowLatency.apply(x, weights, ids, calls, self._calls, handle)  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Dispatch(torch.autograd.Function):
@@ -148,7 +219,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> Any:
-        # What comes in a slot whose expert is elsewhere is a constant.
+        # The weight of a choice whose expert is elsewhere is a constant.
         masked = grad_weights.float().masked_fill(ctx.ids < 0, 0)
         return *ctx.calls.combine(grad_x, ctx.handle, masked), None, None, None
 

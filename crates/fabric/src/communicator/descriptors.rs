@@ -1,4 +1,4 @@
-//! Handing file descriptors to the other ranks: memory of a device travels as such.
+//! Sending file descriptors to the other ranks, which is how they share memory of a device.
 
 use std::{
     cell::RefCell,
@@ -20,8 +20,8 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Communicator, Shared};
-use crate::{FabricError, Members, Operation, Signature, rendezvous::random_hex};
+use super::Communicator;
+use crate::{FabricError, Members, Operation, Signature, endpoint::Endpoint, rendezvous::random_hex};
 
 const PROBLEM: &str = "cannot hand over a descriptor";
 /// How often a rank that waits for descriptors looks around.
@@ -36,7 +36,7 @@ pub(super) struct Mailbox {
     pub(super) network: u64,
 }
 
-/// What comes beside a descriptor.
+/// The bytes beside a descriptor.
 #[derive(Serialize, Deserialize)]
 struct Letter {
     from: usize,
@@ -83,7 +83,7 @@ impl Communicator {
         post.check_networks(0..self.world_size(), self.members())?;
         let post = RefCell::new(post);
         self.deliver(&post, descriptor, from)?;
-        // Nobody closes its mailbox before all letters are out of it.
+        // No rank closes its mailbox before it has taken all letters out of it.
         let mut post = post.into_inner();
         let arrived = from.iter().map(|&rank| post.take(rank).expect("all have been delivered"));
         self.agree(PROBLEM, arrived.collect::<Result<_, _>>().map_err(|e| unavailable(&e)))
@@ -96,20 +96,22 @@ impl Communicator {
         descriptor: Option<BorrowedFd<'_>>,
         from: &[usize],
     ) -> Result<(), FabricError> {
-        let Shared { health, regions, .. } = &**self.shared();
+        let Endpoint { health, regions, .. } = &**self.endpoint();
         let (operation, start) = (Signature::new(Operation::ExchangeObjects), Instant::now());
         let look = || -> Result<bool, FabricError> {
             post.borrow_mut().advance(descriptor).map_err(|e| unavailable(&e))?;
             if post.borrow().missing(from).is_empty() {
                 return Ok(true);
             }
-            self.shared().check_interrupt(operation)?;
+            self.endpoint().check_interrupt(operation)?;
             let missing = || {
-                // What goes wrong now goes wrong at the next look too.
+                // An error now occurs again at the next look.
                 let _ = post.borrow_mut().advance(descriptor);
                 post.borrow().missing(from)
             };
-            health.check(regions, operation, missing, start.elapsed(), self.shared.timeout()).map(|()| false)
+            health
+                .check(regions, operation, missing, start.elapsed(), self.endpoint.timeout())
+                .map(|()| false)
         };
         while !look().inspect_err(|error| health.report(regions, error))? {
             let post = post.borrow();
@@ -226,7 +228,7 @@ fn send(socket: &OwnedFd, from: usize, to: &Mailbox, descriptor: BorrowedFd<'_>)
     }
 }
 
-/// The next letter that makes sense, with its descriptor, unless this process cannot have another.
+/// The next valid letter, with its descriptor, unless this process cannot have another one.
 fn receive(socket: &OwnedFd) -> Result<Option<(Letter, Arrived)>, Errno> {
     loop {
         let mut bytes = [0; 1024];

@@ -1,8 +1,9 @@
 //! Storages of one rank, and values as views of them.
 
 use crate::{
-    graph::{Analysis, Graph},
-    ids::ValueId,
+    analysis::Analysis,
+    graph::Graph,
+    ids::{StoreId, ValueId},
     sym::SymExpr,
 };
 
@@ -117,8 +118,8 @@ impl Memory {
     ) -> Result<Self, String> {
         let mut total = 0usize;
         let mut stores = Vec::with_capacity(analysis.stores.len());
-        for storage in &analysis.stores {
-            let extents = storage.values.iter().map(|value| shapes.extent(*value));
+        for (index, storage) in analysis.stores.iter().enumerate() {
+            let extents = analysis.values(StoreId::from(index)).iter().map(|value| shapes.extent(*value));
             let own = shapes
                 .shape(storage.root)
                 .iter()

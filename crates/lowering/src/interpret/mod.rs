@@ -7,7 +7,8 @@ use antiphon_operation::ReduceOp;
 use antiphon_tensor::{DType, E4M3};
 
 use crate::{
-    graph::{Analysis, Graph, Op},
+    analysis::Analysis,
+    graph::{Graph, Op},
     ids::ValueId,
     op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Reduction, Unary},
     terms::rounded,

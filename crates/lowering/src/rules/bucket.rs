@@ -5,12 +5,11 @@
 //! the first one was; so a tensor joins only if it is there before any member is needed, which also tells that no member
 //! depends on another. No tensor is copied: the call takes a list. Where the predicted time would not become less, everything stays.
 
-use std::collections::HashMap;
-
 use super::{Flight, flight, replace};
 use crate::{
     costs::size_of,
     graph::{Graph, Op},
+    hash::HashMap,
     ids::{OpId, TokenId},
     lower::Context,
     op::{Coll, Kind, Prim},
@@ -42,7 +41,8 @@ pub(super) fn apply(cx: &mut Context<'_>) {
     }
     let (before, names) = (cx.costs.predict(&cx.graph), cx.names.clone());
     let mut graph = cx.graph.clone();
-    let (mut flights, mut new, mut by, mut rewrites) = (Vec::new(), Vec::new(), HashMap::new(), Vec::new());
+    let (mut flights, mut new, mut by, mut rewrites) =
+        (Vec::new(), Vec::new(), HashMap::default(), Vec::new());
     let first_token = cx.token();
     for (number, bucket) in buckets.into_iter().enumerate() {
         let token = TokenId(first_token.0.wrapping_add(number as u32));
@@ -88,7 +88,7 @@ pub(super) fn apply(cx: &mut Context<'_>) {
 /// Starts that may be one, in order.
 fn collect(cx: &Context<'_>) -> Vec<Bucket> {
     let (graph, analysis) = (&cx.graph, cx.graph.analyse());
-    let (mut open, mut done) = (HashMap::<String, Bucket>::new(), Vec::new());
+    let (mut open, mut done) = (HashMap::<String, Bucket>::default(), Vec::new());
     for (index, op) in graph.ops.iter().enumerate().filter(|(_, op)| op.kind.communicates()) {
         let Some(group) = op.kind.group() else {
             done.extend(open.drain().map(|(_, bucket)| bucket));

@@ -3,22 +3,14 @@
 //! Applies to two collectives over one group that are equal in all but their token, whose operands have equal terms and
 //! types. The second one's memory must not leave the graph or be written, nor the first one's be written: they become one.
 
-use std::collections::HashMap;
-
 use super::{flight, replace};
-use crate::{
-    ids::OpId,
-    lower::{Context, Numerics},
-    op::Kind,
-    plan::Rewrite,
-    terms::Terms,
-};
+use crate::{hash::HashMap, ids::OpId, lower::Context, op::Kind, plan::Rewrite};
 
 pub(super) fn apply(cx: &mut Context<'_>) {
-    let analysis = cx.graph.analyse();
-    let of = Terms::new(Numerics::Same).of(&cx.graph);
-    let mut first: HashMap<String, (String, crate::ValueId)> = HashMap::new();
-    let (mut flights, mut by) = (Vec::new(), HashMap::new());
+    let analysis = cx.analysis();
+    let of = cx.meanings().1.clone();
+    let mut first: HashMap<String, (String, crate::ValueId)> = HashMap::default();
+    let (mut flights, mut by) = (Vec::new(), HashMap::default());
     for index in 0..cx.graph.ops.len() {
         let Some((found, coll)) = flight(&cx.graph, &analysis, OpId::from(index)) else { continue };
         if coll.in_place || !cx.is_ours(&coll.group) {
@@ -31,13 +23,11 @@ pub(super) fn apply(cx: &mut Context<'_>) {
             first.insert(key, (name, found.ready));
             continue;
         };
-        let storage = |value: crate::ValueId| {
-            analysis.store[value.index()].map(|store| &analysis.stores[store.index()])
-        };
+        let storage = |value: crate::ValueId| analysis.store[value.index()];
         // The wait itself writes once.
         let is_left_alone =
-            |value| storage(value).is_some_and(|storage| !is_written_again(cx, &analysis, storage));
-        let escapes = storage(found.ready).is_none_or(|storage| storage.escapes);
+            |value| storage(value).is_some_and(|store| !is_written_again(cx, &analysis, store));
+        let escapes = storage(found.ready).is_none_or(|store| analysis.stores[store.index()].escapes);
         if escapes || !is_left_alone(found.ready) || !is_left_alone(ready) {
             cx.refuse(
                 "duplicate",
@@ -57,8 +47,8 @@ pub(super) fn apply(cx: &mut Context<'_>) {
     cx.graph.substitute(&by);
 }
 
-fn is_written_again(cx: &Context<'_>, analysis: &crate::Analysis, storage: &crate::Storage) -> bool {
-    let writes = storage.values.iter().filter(|value| analysis.version[value.index()] > 0);
+fn is_written_again(cx: &Context<'_>, analysis: &crate::Analysis, store: crate::StoreId) -> bool {
+    let writes = analysis.values(store).iter().filter(|value| analysis.version[value.index()] > 0);
     let by_others = writes.filter(|value| {
         let op = analysis.op_of(&cx.graph, **value);
         op.is_some_and(|op| !matches!(op.kind, Kind::Wait { .. } | Kind::View { .. }))

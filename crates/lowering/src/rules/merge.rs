@@ -4,11 +4,11 @@
 //! The sum of the second call's place is made of `a + b`. Floating-point numbers are rounded otherwise then, so that
 //! [`Numerics::Same`] refuses those.
 
-use std::collections::{HashMap, HashSet};
-
 use super::{Flight, flight, replace};
 use crate::{
-    graph::{Analysis, Op},
+    analysis::Analysis,
+    graph::Op,
+    hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
     lower::{Context, Numerics},
     op::{Binary, Coll, Kind, View},
@@ -31,6 +31,7 @@ pub(super) fn apply(cx: &mut Context<'_>) {
             return; // the caller finds the same, and takes everything back
         }
         cx.graph.remove_dead();
+        cx.changed();
     }
 }
 
@@ -63,9 +64,9 @@ fn side(cx: &Context<'_>, analysis: &Analysis, user: OpId, mut value: ValueId) -
 }
 
 fn round(cx: &mut Context<'_>) -> bool {
-    let analysis = cx.graph.analyse();
-    let (mut taken, mut refused) = (HashSet::new(), HashSet::new());
-    let (mut flights, mut by, mut new) = (Vec::new(), HashMap::new(), Vec::new());
+    let analysis = cx.analysis();
+    let (mut taken, mut refused) = (HashSet::default(), HashSet::default());
+    let (mut flights, mut by, mut new) = (Vec::new(), HashMap::default(), Vec::new());
     let mut token = cx.token();
     for index in 0..cx.graph.ops.len() {
         let op = &cx.graph.ops[index];
@@ -154,5 +155,6 @@ fn round(cx: &mut Context<'_>) -> bool {
     }
     replace(&mut cx.graph, &flights, new);
     cx.graph.substitute(&by);
+    cx.changed();
     true
 }

@@ -20,10 +20,10 @@ mod schedule;
 mod sync;
 mod world_of_one;
 
-use std::collections::{HashMap, HashSet};
-
 use crate::{
-    graph::{Analysis, Graph, Op},
+    analysis::Analysis,
+    graph::{Graph, Op},
+    hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
     lower::Context,
     op::{Coll, Kind, View},
@@ -63,6 +63,7 @@ fn try_all(cx: &mut Context<'_>, without: &[(&str, String)]) -> Result<(), (&'st
         if cx.rewrites.len() == rewrites {
             continue;
         }
+        cx.changed();
         cx.graph.sort().map_err(|stuck| (name, stuck.first().cloned().unwrap_or_default()))?;
         cx.graph.remove_dead();
         fuse::drop_unused_outputs(cx);
@@ -84,7 +85,7 @@ pub(crate) fn flight(graph: &Graph, analysis: &Analysis, start: OpId) -> Option<
     let op = graph.op(start);
     let Kind::Start { coll, .. } = &op.kind else { return None };
     let ([_], [out]) = (&op.args[..], &op.outs[..]) else { return None };
-    let [wait] = analysis.uses[out.index()][..] else { return None };
+    let [wait] = analysis.uses(*out)[..] else { return None };
     let waits = graph.op(wait);
     if !matches!(waits.kind, Kind::Wait { .. }) {
         return None;
@@ -95,6 +96,9 @@ pub(crate) fn flight(graph: &Graph, analysis: &Analysis, start: OpId) -> Option<
 
 /// Takes out collectives, with what waits for them, and puts operations in, each before the one at its place.
 pub(crate) fn replace(graph: &mut Graph, flights: &[Flight], new: Vec<(OpId, Op)>) {
+    if flights.is_empty() && new.is_empty() {
+        return;
+    }
     for Flight { start, wait, ready } in flights {
         let Kind::Start { token, .. } = graph.op(*start).kind else { continue };
         let waits = &mut graph.ops[wait.index()];
@@ -107,7 +111,7 @@ pub(crate) fn replace(graph: &mut Graph, flights: &[Flight], new: Vec<(OpId, Op)
         }
     }
     let gone: HashSet<usize> = flights.iter().map(|flight| flight.start.index()).collect();
-    let mut at: HashMap<usize, Vec<Op>> = HashMap::new();
+    let mut at: HashMap<usize, Vec<Op>> = HashMap::default();
     new.into_iter().for_each(|(place, op)| at.entry(place.index()).or_default().push(op));
     for (index, op) in std::mem::take(&mut graph.ops).into_iter().enumerate() {
         graph.ops.extend(at.remove(&index).unwrap_or_default());
@@ -133,15 +137,4 @@ pub(crate) fn behind_reshapes(graph: &Graph, analysis: &Analysis, mut value: Val
 /// Whether a reshape leaves rows as they are.
 pub(crate) fn keeps_rows(from: &Type, to: &Type) -> bool {
     from.last() == to.last() && from.numel() == to.numel()
-}
-
-/// Values by term.
-pub(crate) fn by_term(terms: &[Option<crate::terms::Term>]) -> HashMap<crate::terms::Term, Vec<ValueId>> {
-    let mut table: HashMap<_, Vec<ValueId>> = HashMap::new();
-    for (index, term) in terms.iter().enumerate() {
-        if let Some(term) = term {
-            table.entry(*term).or_default().push(ValueId::from(index));
-        }
-    }
-    table
 }

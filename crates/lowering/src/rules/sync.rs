@@ -4,15 +4,15 @@
 //! predicted to end earlier than the wait for one beside it. What goes is found by its token: another collective of the same
 //! memory keeps its wait.
 
-use std::collections::HashMap;
-
 use super::flight;
 use crate::{
-    costs::{Way, size_of},
+    costs::{Call, Costs, size_of},
+    graph::Graph,
+    hash::HashMap,
     ids::OpId,
     lower::Context,
     op::Kind,
-    plan::Rewrite,
+    plan::{Choice, Rewrite},
 };
 
 pub(super) fn apply(cx: &mut Context<'_>) {
@@ -21,8 +21,9 @@ pub(super) fn apply(cx: &mut Context<'_>) {
 
 /// See the module.
 pub(crate) fn elide(cx: &mut Context<'_>) {
-    let analysis = cx.graph.analyse();
-    let mut by = HashMap::new();
+    let analysis = cx.analysis();
+    let until = computed_until(cx.costs, &cx.graph);
+    let mut by = HashMap::default();
     for index in 0..cx.graph.ops.len() {
         let start = OpId::from(index);
         let Some((found, coll)) = flight(&cx.graph, &analysis, start) else { continue };
@@ -36,16 +37,16 @@ pub(crate) fn elide(cx: &mut Context<'_>) {
         }
         let op = cx.graph.op(start);
         let bytes = size_of(&cx.graph, cx.graph.ty(op.args[0]));
-        let between = &cx.graph.ops[index + 1..found.wait.index()];
-        let hides: u64 = between.iter().map(|op| cx.costs.op(&cx.graph, op)).sum();
-        let beside = cx.costs.call(Way::Async, bytes).max(hides);
-        let inline = cx.costs.call(Way::Sync, bytes).saturating_add(hides);
+        let hidden = until[found.wait.index()].saturating_sub(until[index + 1]);
+        let ranks = cx.graph.group(&coll.group).map_or(1, |group| group.size);
+        let call = Call { bytes, ranks, hidden, ..Call::default() };
+        let [beside, inline] = [Choice::Async, Choice::Sync].map(|choice| cx.costs.time(choice, &call));
         let name = op.name.clone();
-        if inline > beside {
+        if cx.costs.choose(&call) == Choice::Async {
             cx.refuse(
                 "sync",
                 &name,
-                format!("{hides} ns of work hide it: {beside} ns beside, {inline} ns in line"),
+                format!("{hidden} ns of computation run beside it: {beside} ns together, {inline} ns one after the other"),
             );
             continue;
         }
@@ -67,6 +68,16 @@ pub(crate) fn elide(cx: &mut Context<'_>) {
     }
     cx.graph.ops.retain(|op| !matches!(&op.kind, Kind::Wait { tokens } if tokens.is_empty()));
     cx.graph.substitute(&by);
+}
+
+/// For each place of a graph, the nanoseconds that the computing stream is busy before.
+pub(super) fn computed_until(costs: &Costs, graph: &Graph) -> Vec<u64> {
+    let mut until = vec![0u64];
+    for op in &graph.ops {
+        let time = if matches!(op.kind, Kind::Start { .. }) { 0 } else { costs.op(graph, op) };
+        until.push(until[until.len() - 1].saturating_add(time));
+    }
+    until
 }
 
 /// Whether a runtime has such a call in stream order: collectives of numbers, in parts whose sizes are known.

@@ -7,7 +7,7 @@ use super::{flight, replace};
 use crate::{graph::Op, ids::OpId, lower::Context, op::Kind, plan::Rewrite};
 
 pub(super) fn apply(cx: &mut Context<'_>) {
-    let analysis = cx.graph.analyse();
+    let analysis = cx.analysis();
     let mut flights = Vec::new();
     let mut copies = Vec::new();
     for index in 0..cx.graph.ops.len() {

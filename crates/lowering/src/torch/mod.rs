@@ -63,10 +63,16 @@ struct Node {
 }
 
 #[derive(Deserialize)]
+#[serde(from = "Out")]
 struct Result_ {
     name: String,
-    #[serde(flatten)]
     ty: Type,
+}
+
+impl From<Out> for Result_ {
+    fn from(Out { name, ty, .. }: Out) -> Self {
+        Self { name, ty }
+    }
 }
 
 type Result<T> = std::result::Result<T, LoweringError>;

@@ -9,6 +9,8 @@ mod host;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
 
+use std::sync::OnceLock;
+
 use antiphon_fabric::{Communicator, Operation, Signature};
 use antiphon_operation::{Count, Detail};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
@@ -16,14 +18,16 @@ use antiphon_tensor::{DType, TensorView, TensorViewMut};
 use crate::{
     Handle, Layout, Moe,
     error::{MoeError, Result, refused},
+    instance::next_handle,
     layout::check_limits,
     tensors::{ID_TYPES, Ids, Name, VECTOR},
+    transport::{Announcement, Counts},
 };
 
 /// What rows can be made of.
-const MOVED: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::F64, DType::U8, DType::I8];
+pub(crate) const MOVED: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::F64, DType::U8, DType::I8];
 /// What can be summed.
-const SUMMED: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
+pub(crate) const SUMMED: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
 /// Elements of a row for each of its scales.
 const SCALE_GROUP: usize = 128;
 
@@ -39,7 +43,7 @@ pub struct RowFormat {
 }
 
 impl RowFormat {
-    fn of(tensor: &TensorView<'_>, scales: Option<&TensorView<'_>>, name: Name) -> Result<Self> {
+    pub(crate) fn of(tensor: &TensorView<'_>, scales: Option<&TensorView<'_>>, name: Name) -> Result<Self> {
         let (_, hidden) = name.matrix(tensor, "[T, H]")?;
         Ok(Self { hidden, dtype: tensor.dtype(), scales: scales.map(TensorView::dtype) })
     }
@@ -53,11 +57,11 @@ impl RowFormat {
         }
     }
 
-    fn row_bytes(&self) -> usize {
+    pub(crate) fn row_bytes(&self) -> usize {
         self.hidden * self.dtype.size()
     }
 
-    fn check(&self, name: Name, dtypes: &[DType]) -> Result<()> {
+    pub(crate) fn check(&self, name: Name, dtypes: &[DType]) -> Result<()> {
         name.has_dtype(self.dtype, dtypes)?;
         if let Some(scales) = self.scales {
             Name { which: "scales", ..name }.has_dtype(scales, &[DType::F32, DType::I32])?;
@@ -74,7 +78,7 @@ impl RowFormat {
     }
 
     /// The row's number of an algorithm, after the form's.
-    fn code(&self) -> u8 {
+    pub(crate) fn code(&self) -> u8 {
         match self.scales {
             None => 0,
             Some(DType::I32) => 2,
@@ -283,16 +287,28 @@ fn check_combine(
 
 pub(crate) fn notify(moe: &mut Moe, comm: &Communicator, routing: &Routing<'_>) -> Result<Handle> {
     let name = |which| Name { call: "dispatch", which };
-    let call = host::Notify {
+    let announcement = Announcement {
+        call: "dispatch",
         tokens: check_routing(routing, comm.world_size())?,
         signature: signature_of_routing(routing),
         in_rank: name("is_token_in_rank").bytes(&routing.is_token_in_rank)?,
         per_expert: name("tokens_per_expert").bytes(&routing.tokens_per_expert)?,
         num_experts: routing.num_experts,
-        top_k: routing.top_k,
         capacity: routing.capacity,
     };
-    call.run(moe, comm)
+    let Counts { traffic, tokens, chosen } = announcement.exchange(moe, comm)?;
+    let local = routing.num_experts / comm.world_size();
+    let of_expert = |expert: usize| chosen.iter().skip(expert).step_by(local).sum();
+    Ok(Handle {
+        owner: moe.token.clone(),
+        number: next_handle(comm),
+        num_experts: routing.num_experts,
+        top_k: routing.top_k,
+        traffic,
+        tokens,
+        tokens_per_expert: (0..local).map(of_expert).collect(),
+        sources: OnceLock::new(),
+    })
 }
 
 pub(crate) fn dispatch(

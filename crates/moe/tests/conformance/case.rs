@@ -68,13 +68,8 @@ impl Case {
         self.tokens.len()
     }
 
-    /// A number that looks random, the same on every rank.
     fn hash(&self, what: &str, place: [usize; 3]) -> u64 {
-        let bytes = what.bytes().map(u64::from);
-        bytes.chain(place.map(|number| number as u64 + 1)).fold(self.seed, |hash, word| {
-            let mixed = (hash ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-            mixed ^ mixed >> 29
-        })
+        hash(self.seed, what, place)
     }
 
     fn value(&self, what: &str, place: [usize; 3]) -> f64 {
@@ -159,10 +154,19 @@ impl Case {
 
     /// With a region of its own.
     pub fn check_in(&self, comm: &Communicator, region_bytes: usize) {
-        let mut moe = Moe::new(comm, MoeConfig { region_bytes }).unwrap();
+        let mut moe = Moe::new(comm, MoeConfig { region_bytes, ..MoeConfig::default() }).unwrap();
         self.check(comm, &mut moe);
         moe.close(comm).unwrap();
     }
+}
+
+/// A number that looks random, the same on every rank.
+pub fn hash(seed: u64, what: &str, place: [usize; 3]) -> u64 {
+    let bytes = what.bytes().map(u64::from);
+    bytes.chain(place.map(|number| number as u64 + 1)).fold(seed, |hash, word| {
+        let mixed = (hash ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        mixed ^ mixed >> 29
+    })
 }
 
 fn gcd(a: usize, b: usize) -> usize {

@@ -1,7 +1,7 @@
 //! Collectives on CUDA tensors: put into the caller's stream, in its order.
 //!
-//! The lock of a communicator's GPUs is taken detached from the interpreter; a thread with the lock needs the interpreter at most to look for
-//! signals; and after the queue's turn, if that is needed too.
+//! A thread takes the lock of a communicator's GPUs detached from the interpreter, and after its turn in the queue if it needs both.
+//! While it has the lock, it needs the interpreter at most to check for signals.
 
 mod buffer;
 mod failure;
@@ -17,26 +17,19 @@ use antiphon::{
     fabric::Queue,
     operation::Operation,
     prelude::{CollectiveError, DType, FabricError, MixedLayout, ReduceOp},
-    tensor::Device,
 };
-use pyo3::{exceptions::PyValueError, intern, prelude::*};
+use pyo3::{intern, prelude::*};
 
 pub(crate) use buffer::CudaBuffer;
 pub(crate) use failure::Action;
 pub(crate) use register::Registrable;
 pub(crate) use started::Started;
 
-use crate::{call::Call, error::Result, fused::Fused, operand::Tensor};
+use crate::{call::Call, fused::Fused, operand::Tensor, stream::RawStream};
 
 type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
 
-/// A stream as frameworks exchange it.
-pub(crate) type RawStream = usize;
-
-/// The legacy default stream, which 0 names too.
-pub(crate) const LEGACY_DEFAULT: RawStream = 1;
-
-/// What the kernels reduce.
+/// The dtypes that the kernels reduce.
 pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// The orders of calls, each of which waits for the stream of its own last call.
@@ -48,7 +41,7 @@ pub(crate) enum Order {
 }
 
 impl Order {
-    /// Those of an operation.
+    /// The orders in which an operation has its place.
     pub(crate) fn of(operation: Operation) -> &'static [Self] {
         match CudaCollectives::is_by_messages(operation) {
             true => &[Self::Sends, Self::Receives],
@@ -69,7 +62,7 @@ pub(crate) struct Gpus {
 #[derive(Default)]
 struct State {
     open: Vec<Gpu>,
-    /// What happens when a kernel gives up; none is what the environment says.
+    /// The action after a kernel has given up; without one, the action of the environment.
     on_failure: Option<Action>,
     /// Nothing is opened any more.
     is_closed: bool,
@@ -78,8 +71,8 @@ struct State {
 struct Gpu {
     context: Context,
     collectives: CudaCollectives,
-    /// Where started calls go.
-    side: Option<Stream>,
+    /// The streams of started calls, one for each [`Order`].
+    sides: [Option<Stream>; 3],
     /// The kernels that are loaded.
     loaded: Vec<(DType, ReduceOp)>,
 }
@@ -149,7 +142,7 @@ impl Gpus {
         })
     }
 
-    /// Waits, in the order of a stream, until the streams of all ranks have come here.
+    /// Makes a stream wait until the streams of all ranks have reached this call.
     ///
     /// # Safety
     /// The stream is one of the device.
@@ -208,7 +201,7 @@ impl Gpus {
         drop(before); // attached, as it may be a callable
     }
 
-    /// What kernels have left behind.
+    /// Returns the failure that kernels have reported, if any.
     pub(crate) fn check(&self) -> Outcome {
         self.lock().open.iter().try_for_each(|gpu| gpu.collectives.check())
     }
@@ -257,7 +250,7 @@ impl Gpus {
                 return Ok(()); // another thread was faster
             }
             let collectives = CudaCollectives::new(comm, &context)?;
-            let gpu = Gpu { context, collectives, side: None, loaded: Vec::new() };
+            let gpu = Gpu { context, collectives, sides: [const { None }; 3], loaded: Vec::new() };
             let mut state = self.lock();
             if state.is_closed {
                 drop(state); // first, as the end of the GPU's part waits
@@ -294,7 +287,7 @@ impl Gpus {
 
 impl Drop for Gpus {
     fn drop(&mut self) {
-        // Without an interpreter there is nobody to detach from.
+        // Without an interpreter there is nothing to detach from.
         if Python::try_attach(|py| py.detach(|| self.close())).is_none() {
             self.close();
         }
@@ -327,57 +320,4 @@ fn not_captured(stream: StreamRef<'_>, what: &str) -> Outcome {
 
 pub(crate) fn primary(device: u32) -> std::result::Result<Context, CudaError> {
     Context::primary(Driver::load()?.device(device)?)
-}
-
-/// The device that the caller names, or else the current one of torch or CuPy, whichever is imported.
-pub(crate) fn device_or_current(py: Python<'_>, device: Option<u32>) -> Result<u32> {
-    if let Some(device) = device {
-        return Ok(device);
-    }
-    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
-    if let Ok(torch) = modules.get_item("torch") {
-        return Ok(torch.getattr("cuda")?.call_method0("current_device")?.extract()?);
-    }
-    if let Ok(cupy) = modules.get_item("cupy") {
-        return Ok(cupy.getattr("cuda")?.call_method0("Device")?.getattr("id")?.extract()?);
-    }
-    Err(PyValueError::new_err("no device: pass its number, as neither torch nor CuPy is imported").into())
-}
-
-/// The stream that the caller names, or else torch's or CuPy's current one on the device, or the legacy default.
-pub(crate) fn stream_or_current(py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<RawStream> {
-    if let Some(stream) = stream {
-        return Ok(stream);
-    }
-    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
-    for library in ["torch", "cupy"] {
-        if modules.contains(library)? {
-            return Ok(library_stream(py, library, device)?.unwrap_or_default());
-        }
-    }
-    Ok(0)
-}
-
-/// The stream on which torch or CuPy works at present; nothing for other libraries.
-pub(crate) fn library_stream(py: Python<'_>, library: &str, device: u32) -> PyResult<Option<RawStream>> {
-    let cuda = |name: &str| py.import(name)?.getattr(intern!(py, "cuda"));
-    match library {
-        "torch" => {
-            let current = cuda("torch")?.call_method1(intern!(py, "current_stream"), (device,))?;
-            current.getattr(intern!(py, "cuda_stream"))?.extract().map(Some)
-        }
-        "cupy" => {
-            let current = cuda("cupy")?.call_method0(intern!(py, "get_current_stream"))?;
-            current.getattr(intern!(py, "ptr"))?.extract().map(Some)
-        }
-        _ => Ok(None),
-    }
-}
-
-/// Where the memory of a call is: on one device.
-pub(crate) fn ordinal(device: Device) -> Option<u32> {
-    match device {
-        Device::Cuda(ordinal) => Some(ordinal),
-        _ => None,
-    }
 }

@@ -6,13 +6,13 @@ use antiphon::{
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
 
-use super::{CudaBuffer, Gpu, Gpus, Outcome, ordinal};
+use super::{CudaBuffer, Gpu, Gpus, Outcome};
 use crate::{
     error::Result,
     operand::{Operand, Tensor, Usage},
 };
 
-/// What can be registered.
+/// Memory that can be registered.
 pub(crate) enum Registrable {
     /// Symmetric memory.
     Buffer(Py<CudaBuffer>),
@@ -26,7 +26,7 @@ impl Registrable {
             return Ok(Self::Buffer(buffer.clone().unbind()));
         }
         let tensor = Operand::import_span(memory, "the memory to register", Usage::Call(None))?.tensor;
-        match ordinal(tensor.device) {
+        match tensor.device.cuda_ordinal() {
             Some(device) => Ok(Self::Array(tensor, device)),
             None => Err(PyValueError::new_err(format!(
                 "the memory to register is on {}, not on CUDA: on the host, arrays of shared buffers are reduced where they lie \
@@ -71,7 +71,7 @@ impl Gpus {
         })
     }
 
-    /// What the ranks do together with a device that has been opened. The queue's turn comes before the lock, as where
+    /// Work that the ranks do together on a device that has been opened. The queue's turn comes before the lock, as where
     /// devices are opened: a thread with the lock waits for no other thread of this process.
     fn together(
         &self,

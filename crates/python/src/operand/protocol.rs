@@ -18,14 +18,14 @@ use pyo3::{
 
 use super::{Description, Operand, Source, Usage};
 use crate::{
-    cuda::{LEGACY_DEFAULT, RawStream, library_stream},
     error::Result,
+    stream::{LEGACY_DEFAULT, RawStream, library_stream},
 };
 
 const VERSIONED: &CStr = c"dltensor_versioned";
 const UNVERSIONED: &CStr = c"dltensor";
 
-/// What we can read.
+/// The newest version of DLPack that this crate reads.
 const VERSION: (u32, u32) = (1, 1);
 
 /// Whether an array says that it is in the memory of a device.

@@ -1,13 +1,13 @@
 //! What follows a sum: the residual, the norm with its weight, the codes.
 
-use std::collections::HashSet;
-
 use super::{
     super::{Flight, behind_reshapes, keeps_rows},
     known::Known,
 };
 use crate::{
-    graph::{Analysis, Graph},
+    analysis::Analysis,
+    graph::Graph,
+    hash::HashSet,
     ids::ValueId,
     lower::Context,
     op::{Binary, Kind, Quantize, Unary},
@@ -53,9 +53,9 @@ pub(super) fn residuals(
     let ty = graph.ty(flight.ready);
     let sum = known.term(flight.ready);
     let mut residuals: Vec<Residual> = Vec::new();
-    let (mut seen, mut open) = (HashSet::new(), vec![flight.ready]);
+    let (mut seen, mut open) = (HashSet::default(), vec![flight.ready]);
     while let Some(value) = open.pop() {
-        for user in &known.analysis.uses[value.index()] {
+        for user in known.analysis.uses(value) {
             let op = graph.op(*user);
             let result = op.outs.first().copied();
             let Some(result) = result.filter(|_| op.outs.len() == 1) else { continue };
@@ -103,7 +103,7 @@ pub(super) fn comes_before(
     value: ValueId,
     flight: &Flight,
 ) -> Result<(), String> {
-    let (mut seen, mut open) = (HashSet::new(), vec![value]);
+    let (mut seen, mut open) = (HashSet::default(), vec![value]);
     while let Some(value) = open.pop() {
         let Some((id, _)) = analysis.def[value.index()] else { continue };
         if id < flight.start || !seen.insert(id) {
@@ -187,8 +187,7 @@ fn norm_of(
 pub(super) fn weight(graph: &Graph, known: &Known, factor: Term, ty: &Type) -> Result<Weight, String> {
     let mut bias = 0.0;
     let mut plain = factor;
-    if let Node::Sum(summands) = known.close.node(factor)
-        && let [a, b] = summands[..]
+    if let [a, b] = known.close.summands(factor)[..]
         && let Some((number, other)) =
             [(a, b), (b, a)].into_iter().find_map(|(x, y)| Some((known.close.as_number(x)?, y)))
     {
@@ -199,7 +198,7 @@ pub(super) fn weight(graph: &Graph, known: &Known, factor: Term, ty: &Type) -> R
     match known.values(graph, plain, ty.dtype).find(is_row) {
         Some(value) => Ok(Weight { value: Some(value), bias }),
         None => {
-            let found = known.by_term.get(&plain).and_then(|values| values.first());
+            let found = known.all_values(plain).first();
             let found = found.map_or("something".to_owned(), |value| graph.ty(*value).to_string());
             Err(format!("the norm is multiplied with {found}, not with a row of {}", ty.dtype))
         }
@@ -275,17 +274,17 @@ fn given_scale(graph: &Graph, known: &Known, norm: Term, codes: Term) -> Option<
     }
     let Node::Unary(Unary::Reciprocal, scale) = known.close.node(factor) else { return None };
     let one = |value: &ValueId| graph.ty(*value).numel() == Some(1.into());
-    known.values(graph, *scale, F32).find(one).map(Scale::Value)
+    known.values(graph, scale, F32).find(one).map(Scale::Value)
 }
 
 /// What is clamped to ±448 and rounded to E4M3.
 pub(super) fn clamped(terms: &Terms, term: Term) -> Option<Term> {
     let Node::Round(Element::E4m3, clamped) = terms.node(term) else { return None };
     let bounded = |term: Term, op: Binary, bound: f64| match terms.node(term) {
-        Node::Binary(found, x, y) if *found == op => [(*x, *y), (*y, *x)]
-            .into_iter()
-            .find_map(|(x, y)| (terms.as_number(x) == Some(bound)).then_some(y)),
+        Node::Binary(found, x, y) if found == op => {
+            [(x, y), (y, x)].into_iter().find_map(|(x, y)| (terms.as_number(x) == Some(bound)).then_some(y))
+        }
         _ => None,
     };
-    bounded(bounded(*clamped, Binary::Minimum, 448.0)?, Binary::Maximum, -448.0)
+    bounded(bounded(clamped, Binary::Minimum, 448.0)?, Binary::Maximum, -448.0)
 }

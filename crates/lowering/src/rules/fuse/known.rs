@@ -1,12 +1,14 @@
 //! What is known of the whole graph before any sum is looked at.
 
-use std::collections::HashMap;
+use std::rc::Rc;
 
-use super::super::by_term;
 use crate::{
-    graph::{Analysis, Graph},
+    analysis::Analysis,
+    graph::Graph,
+    hash::HashMap,
     ids::ValueId,
-    lower::Numerics,
+    lists::Lists,
+    lower::{Context, Numerics},
     op::{Kind, Unary},
     terms::{Node, Term, Terms},
     types::Element,
@@ -21,12 +23,13 @@ pub(super) struct InverseRms {
 
 /// What is known of the whole graph.
 pub(super) struct Known {
-    pub(super) analysis: Analysis,
+    pub(super) analysis: Rc<Analysis>,
     pub(super) close: Terms,
     pub(super) of: Vec<Option<Term>>,
     pub(super) same: Terms,
     pub(super) same_of: Vec<Option<Term>>,
-    pub(super) by_term: HashMap<Term, Vec<ValueId>>,
+    /// The values of each term that has any.
+    by_term: Lists<ValueId>,
     /// Values of E4M3.
     pub(super) codes: Vec<ValueId>,
     pub(super) inverses: HashMap<Term, InverseRms>,
@@ -35,15 +38,17 @@ pub(super) struct Known {
 }
 
 impl Known {
-    pub(super) fn of(graph: &Graph) -> Self {
+    pub(super) fn of(cx: &mut Context<'_>) -> Self {
+        let analysis = cx.analysis();
+        let (same, same_of) = cx.take_meanings();
+        let graph = &cx.graph;
         let mut close = Terms::new(Numerics::Close);
         let of = close.of(graph);
-        let mut same = Terms::new(Numerics::Same);
-        let same_of = same.of(graph);
-        let (analysis, by_term) = (graph.analyse(), by_term(&of));
+        let values = of.iter().enumerate().filter_map(|(index, term)| Some(((*term)?, ValueId::from(index))));
+        let by_term = Lists::of(close.count(), &values.collect::<Vec<_>>());
         let is_code = |value: &ValueId| graph.ty(*value).dtype == Element::E4m3;
         let codes = (0..graph.values.len()).map(ValueId::from).filter(is_code).collect();
-        let (mut inverses, mut norms) = (HashMap::new(), HashMap::<Term, Vec<_>>::new());
+        let (mut inverses, mut norms) = (HashMap::default(), HashMap::<Term, Vec<_>>::default());
         for (index, value) in graph.values.iter().enumerate() {
             let Some(term) = of[index] else { continue };
             let factors = close.factors(term);
@@ -68,6 +73,11 @@ impl Known {
         self.of[value.index()]
     }
 
+    /// All values of a term, of any elements.
+    pub(super) fn all_values(&self, term: Term) -> &[ValueId] {
+        self.by_term.get(term as usize)
+    }
+
     /// Values of a term that have these elements, but for views and copies of others.
     pub(super) fn values<'k>(
         &'k self,
@@ -75,13 +85,18 @@ impl Known {
         term: Term,
         dtype: Element,
     ) -> impl Iterator<Item = ValueId> + 'k {
-        let values = self.by_term.get(&term).into_iter().flatten().copied();
-        values.filter(move |value| graph.ty(*value).dtype == dtype && !self.follows(graph, *value))
+        self.all_values(term)
+            .iter()
+            .copied()
+            .filter(move |value| graph.ty(*value).dtype == dtype && !self.follows(graph, *value))
     }
 
-    /// Whether a value only shows, or copies, another of its term and elements.
+    /// Whether a value only shows, or copies, another of its term and elements, or is in flight.
     pub(super) fn follows(&self, graph: &Graph, value: ValueId) -> bool {
         let Some(op) = self.analysis.op_of(graph, value) else { return true };
+        if matches!(op.kind, Kind::Start { .. }) {
+            return true;
+        }
         let moves = matches!(op.kind, Kind::View { .. } | Kind::Copy);
         moves
             && self.term(op.args[0]) == self.term(value)
@@ -92,14 +107,16 @@ impl Known {
 /// Reads `1/√(mean(x²) + eps)`.
 pub(super) fn inverse_rms(terms: &Terms, term: Term) -> Option<InverseRms> {
     let Node::Unary(Unary::Rsqrt, inner) = terms.node(term) else { return None };
-    let summands = terms.summands(*inner);
+    let summands = terms.summands(inner);
     let (numbers, others): (Vec<Term>, Vec<Term>) =
         summands.into_iter().partition(|term| terms.as_number(*term).is_some());
     let ([mean], true) = (&others[..], numbers.len() <= 1) else { return None };
     let eps = numbers.first().and_then(|eps| terms.as_number(*eps)).unwrap_or(0.0);
     let factors = terms.factors(*mean);
     let rows = |term: &Term| match terms.node(*term) {
-        Node::Rows(crate::Reduction::Sum, extent, squares) => Some((extent.parse::<f64>().ok()?, *squares)),
+        Node::Rows(crate::Reduction::Sum, extent, squares) => {
+            Some((terms.size(extent).as_constant()? as f64, squares))
+        }
         _ => None,
     };
     let (extent, squares) = factors.iter().find_map(rows)?;

@@ -17,11 +17,10 @@
 mod find;
 mod known;
 
-use std::collections::{HashMap, HashSet};
-
 use super::{Flight, flight, keeps_rows, replace};
 use crate::{
     graph::{Graph, Op},
+    hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
     lower::{Context, Numerics},
     op::{Fused, FusedArg, FusedOutput, Kind, Quantize},
@@ -41,8 +40,8 @@ pub(in crate::rules) fn apply(cx: &mut Context<'_>) {
     if !sums {
         return;
     }
-    let mut known = Known::of(&cx.graph);
-    let (mut flights, mut new, mut by) = (Vec::new(), Vec::new(), HashMap::new());
+    let mut known = Known::of(cx);
+    let (mut flights, mut new, mut by) = (Vec::new(), Vec::new(), HashMap::default());
     for index in 0..cx.graph.ops.len() {
         let op = cx.graph.op(OpId::from(index));
         let Kind::Start { coll, .. } = &op.kind else { continue };
@@ -136,7 +135,7 @@ fn attempt(cx: &mut Context<'_>, known: &mut Known, start: OpId, group: &str) ->
         }
         // A residual alone is worth a call, where the bare sum is used for nothing else.
         let is_added = residual.as_ref().is_some_and(|residual| cx.graph.ty(residual.sum).dtype == ty.dtype);
-        if is_added && found.is_none() && known.analysis.uses[flight.ready.index()].len() == 1 {
+        if is_added && found.is_none() && known.analysis.uses(flight.ready).len() == 1 {
             found = Some((residual, x, None));
         }
     }
@@ -219,6 +218,12 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
             fused = other;
         }
     }
+    // What another collective gives stays that collective's, though it may have an equal value.
+    let is_computed = |value: &ValueId| {
+        let op = known.analysis.op_of(&cx.graph, *value);
+        op.is_some_and(|op| !op.kind.communicates() && !matches!(op.kind, Kind::Wait { .. }))
+    };
+    results.iter_mut().skip(1).for_each(|(_, values)| values.retain(is_computed));
     // Results must be there for all that use them; a value that the call cannot give stays as it is computed.
     let mut moved = Vec::new();
     results.retain(|(output, values)| {
@@ -243,12 +248,18 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
         let value = cx.graph.add_value(&mut cx.names, &format!("{name}_{}", output.name()), ty.clone());
         outs.push(value);
         fused.outputs.push(*output);
+        // Memory that the program returns or writes stays apart: of several values of a result, one may be the result.
+        let mut is_taken = false;
         for old in values {
+            let store = known.analysis.store[old.index()].map(|store| &known.analysis.stores[store.index()]);
+            let is_own = store.is_none_or(|store| store.escapes || store.written);
+            let must_copy = is_own && std::mem::replace(&mut is_taken, true);
             let wanted = cx.graph.ty(*old).clone();
-            if wanted == ty {
+            if wanted == ty && !must_copy {
                 replaces.push((*old, value));
             } else {
-                views.push((*old, value, wanted));
+                let kind = if must_copy { Kind::Copy } else { Kind::View { view: crate::View::Reshape } };
+                views.push((*old, value, wanted, kind));
             }
         }
     }
@@ -256,12 +267,11 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
     let roundings = if early != fused.round_before_weight { 2 } else { 1 };
     let told = Told { call: name.clone(), rewrite: 0, moved, roundings, dtype: ty.dtype };
     let mut ops = vec![Op { name, kind: Kind::Fused { fused }, args: operands, outs }];
-    for (old, value, wanted) in views {
+    for (old, value, wanted, kind) in views {
         if !wanted.is_contiguous() || wanted.offset != 0.into() {
             return Err(format!("{} has strides", cx.graph.name(old)));
         }
         let view = cx.graph.add_value(&mut cx.names, "fused_view", wanted);
-        let kind = Kind::View { view: crate::View::Reshape };
         ops.push(Op { name: cx.graph.name(view).to_owned(), kind, args: vec![value], outs: vec![view] });
         replaces.push((old, view));
     }
@@ -295,14 +305,14 @@ impl Told {
             outputs.iter().copied().filter(|output| self.moved.contains(output)).collect();
         let bound = (!moved.is_empty()).then(|| {
             let codes = if moved.contains(&FusedOutput::Codes) {
-                ", and a code by one where the norm is at a boundary"
+                "; a code may differ by one where the norm lies between two codes"
             } else {
                 ""
             };
             let Self { roundings, dtype, .. } = self;
             let moved = words(&moved);
             format!(
-                "{moved} may be off by {roundings}u + 20ε of itself, u the rounding of {dtype} and ε of f32{codes}"
+                "the relative error of {moved} is at most {roundings}u + 20ε, with u the rounding of {dtype} and ε that of f32{codes}"
             )
         });
         (format!("one call gives {}", words(outputs)), bound)

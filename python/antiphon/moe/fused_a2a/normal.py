@@ -1,8 +1,4 @@
-"""The names of Megatron-Core's ``core.transformer.moe.fused_a2a``, over :class:`antiphon.moe.deep_ep.Buffer`.
-
-Arguments are in the order of release 0.16. What differs: the gradient of ``token_probs`` counts only where the received id is
-an expert of the receiving rank, which is the exact product; float32, float16 and float64 are combined as bfloat16 is.
-"""
+"""``FusedDispatch`` and ``FusedCombine``, and the functions around them."""
 
 from typing import Any
 
@@ -13,10 +9,6 @@ from antiphon.moe._calls import Handle
 from antiphon.moe.deep_ep import Buffer, EventHandle, EventOverlap
 
 __all__ = [
-    "HAVE_DEEP_EP",
-    "HAVE_HYBRIDEP",
-    "HAVE_TE_EP",
-    "HYBRIDEP_TOKEN_ALIGNMENT",
     "FusedCombine",
     "FusedDispatch",
     "fused_combine",
@@ -25,14 +17,6 @@ __all__ = [
     "get_hidden_bytes",
     "set_deepep_num_sms",
 ]
-
-HAVE_DEEP_EP = True
-#: The hybrid calls are not served yet.
-HAVE_HYBRIDEP = False
-#: Those of Transformer Engine are its own.
-HAVE_TE_EP = False
-#: What Megatron pads numbers of tokens to that differ by rank, for the hybrid calls.
-HYBRIDEP_TOKEN_ALIGNMENT = 64
 
 _buffer: Buffer | None = None
 
@@ -134,7 +118,7 @@ class FusedDispatch(torch.autograd.Function):
 
 
 class FusedCombine(torch.autograd.Function):
-    """What experts made of the rows, back to their tokens, and summed. Differentiable in ``x``."""
+    """Sends the experts' outputs back to their tokens, and sums them. Differentiable in ``x``."""
 
     @staticmethod
     def forward(

@@ -4,16 +4,18 @@
 //! contiguous, of a size that is known or bounded, and are not returned.
 
 use crate::{
-    check::comm,
-    costs::size_of,
-    graph::{Analysis, Graph, Op},
-    ids::{OpId, StoreId, ValueId},
+    analysis::Analysis,
+    costs::{Call, size_of},
+    graph::{Graph, Op},
+    ids::{OpId, ValueId},
     lower::{Context, Realize},
     op::{Kind, Prim, ResultMemory},
-    plan::{Rewrite, Slot},
-    race::{ALIGNMENT, lifetime},
+    plan::{Choice, Rewrite},
     types::{Class, CommReq, Roles},
 };
+pub(crate) use place::place;
+
+mod place;
 
 /// Whether a tensor can lie where peers reach it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,12 +66,12 @@ pub fn can_realize(graph: &Graph, analysis: &Analysis, value: ValueId, domain: &
     }
     let alias = |value: &ValueId| {
         analysis.op_of(graph, *value).is_some_and(|op| matches!(op.kind, Kind::Opaque { .. }))
-            || analysis.uses[value.index()].iter().any(|user| keeps_hold(graph, *user, *value))
+            || analysis.uses(*value).iter().any(|user| keeps_hold(graph, *user, *value))
     };
-    if storage.values.iter().any(alias) {
+    if analysis.values(store).iter().any(alias) {
         return no("an operation that is not known may keep hold of it");
     }
-    let Some(bytes) = &storage.bytes else { return no("its size overflows") };
+    let Some(bytes) = analysis.bytes(graph, store) else { return no("its size overflows") };
     match (bytes.as_constant(), bytes.range(&graph.syms).max) {
         (Some(_), _) => CanRealize::Yes,
         (None, Some(most)) => {
@@ -117,22 +119,16 @@ fn realize_in(graph: &mut Graph, analysis: &Analysis, value: ValueId, group: &st
 }
 
 pub(super) fn apply(cx: &mut Context<'_>) {
-    // On H200s registered memory costs an all-reduce 3 µs below 16 MiB and gains nothing above.
-    let wanted = match cx.options.realize {
-        Realize::Always => true,
-        Realize::Never => false,
-        Realize::Measured => cx.world.device == crate::Device::Host,
-    };
-    if !wanted {
+    if cx.options.realize == Realize::Never {
         return;
     }
-    let analysis = cx.graph.analyse();
+    let analysis = cx.analysis();
     for index in 0..cx.graph.ops.len() {
         let op = &cx.graph.ops[index];
         let (Kind::Sync { .. } | Kind::Fused { .. }, Some(group)) = (&op.kind, op.kind.group()) else {
             continue;
         };
-        if !cx.is_ours(group) || (cx.options.realize == Realize::Measured && !pays(&cx.graph, op)) {
+        if !cx.is_ours(group) || (cx.options.realize == Realize::Measured && !pays(cx, op, group)) {
             continue;
         }
         let (name, group, value) = (op.name.clone(), group.to_owned(), op.args[0]);
@@ -154,97 +150,12 @@ pub(super) fn apply(cx: &mut Context<'_>) {
     }
 }
 
-/// Whether a call on the host is faster if its operand is in symmetric memory. Between two ranks of a Xeon an all-reduce of 64 KiB
-/// to 4 MiB takes 0.8 to 0.95 of its time; other calls stage their operands in any case.
-fn pays(graph: &Graph, op: &Op) -> bool {
+/// Whether a call is predicted to be faster if its operand is in symmetric memory. Only all-reduces read their operands there:
+/// other calls stage them in any case.
+fn pays(cx: &Context<'_>, op: &Op, group: &str) -> bool {
+    let bytes = size_of(&cx.graph, cx.graph.ty(op.args[0]));
+    let ranks = cx.graph.group(group).map_or(1, |group| group.size);
+    let call = Call { bytes, ranks, registrable: true, ..Call::default() };
     let is_all_reduce = matches!(&op.kind, Kind::Sync { coll } if coll.prim == Prim::AllReduce);
-    is_all_reduce && (64 << 10..=4 << 20).contains(&size_of(graph, graph.ty(op.args[0])))
-}
-
-/// What has to be placed.
-struct Life {
-    store: StoreId,
-    domain: String,
-    bytes: u64,
-    first: usize,
-    last: usize,
-}
-
-/// What storages are placed by: the least first.
-type Order = fn(&Life) -> (u128, usize);
-
-/// A place in a heap for each storage that asks for one: storages that are never in use at once share bytes, whatever their
-/// shapes, dtypes and groups. Of four orders the one that needs the fewest bytes is taken.
-pub(crate) fn place(graph: &Graph) -> Vec<Slot> {
-    let analysis = graph.analyse();
-    let mut lives = Vec::new();
-    for (index, storage) in analysis.stores.iter().enumerate() {
-        let store = StoreId::from(index);
-        let Some((_, req)) = comm(graph, &analysis, storage.root) else { continue };
-        let most = storage.bytes.as_ref().and_then(|bytes| bytes.range(&graph.syms).max);
-        let (Some(bytes), Some((first, last))) =
-            (most.and_then(|most| u64::try_from(most).ok()), lifetime(graph, &analysis, store))
-        else {
-            continue;
-        };
-        lives.push(Life {
-            store,
-            domain: req.domain.clone(),
-            bytes: bytes.next_multiple_of(ALIGNMENT),
-            first,
-            last,
-        });
-    }
-    let orders: [Order; 4] = [
-        |life| (u128::MAX - u128::from(life.bytes), life.first),
-        |life| (u128::MAX - u128::from(life.bytes) * (life.last - life.first + 1) as u128, life.first),
-        |life| (u128::MAX - (life.last - life.first) as u128, life.first),
-        |life| (life.first as u128, life.last),
-    ];
-    let best = orders.map(|order| placed(&lives, order)).into_iter().min_by_key(|(peak, _)| *peak);
-    let offsets = best.map(|(_, offsets)| offsets).unwrap_or_default();
-    let slot = |(life, offset): (&Life, u64)| {
-        let root = analysis.stores[life.store.index()].root;
-        let name = |index: usize| graph.ops[index].name.clone();
-        Slot {
-            value: graph.name(root).to_owned(),
-            domain: life.domain.clone(),
-            offset,
-            bytes: life.bytes,
-            first: name(life.first),
-            last: name(life.last),
-        }
-    };
-    lives.iter().zip(offsets).map(slot).collect()
-}
-
-/// The peak and the offsets, if lives are placed in an order, each in the smallest gap that it fits.
-fn placed(lives: &[Life], order: Order) -> (u64, Vec<u64>) {
-    let mut queue: Vec<usize> = (0..lives.len()).collect();
-    queue.sort_by_key(|index| order(&lives[*index]));
-    let (mut offsets, mut done, mut peak) = (vec![0; lives.len()], Vec::<usize>::new(), 0);
-    for index in queue {
-        let life = &lives[index];
-        let mut taken: Vec<(u64, u64)> = done
-            .iter()
-            .filter(|other| {
-                let other = &lives[**other];
-                other.domain == life.domain && other.first <= life.last && life.first <= other.last
-            })
-            .map(|other| (offsets[*other], offsets[*other] + lives[*other].bytes))
-            .collect();
-        taken.sort_unstable();
-        let (mut end, mut gap) = (0, None::<(u64, u64)>);
-        for (start, stop) in taken {
-            let room = start.saturating_sub(end);
-            if room >= life.bytes && gap.is_none_or(|(smallest, _)| room < smallest) {
-                gap = Some((room, end));
-            }
-            end = end.max(stop);
-        }
-        offsets[index] = gap.map_or(end, |(_, offset)| offset);
-        peak = peak.max(offsets[index] + life.bytes);
-        done.push(index);
-    }
-    (peak, offsets)
+    is_all_reduce && cx.costs.choose(&call) == Choice::Registered
 }

@@ -3,12 +3,13 @@
 use antiphon_operation::ReduceOp;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    ids::TokenId,
-    sym::SymExpr,
-    types::{Element, Type},
-    verify::F32,
-};
+use crate::{ids::TokenId, sym::SymExpr};
+
+mod fused;
+mod number;
+
+pub use fused::{Fused, FusedArg, FusedOutput, Quantize};
+use std::ops::Not;
 
 /// What an operation does with its operands. In text its name is the variant's, and its fields are attributes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -22,6 +23,7 @@ pub enum Kind {
     /// A tensor of one number.
     Full {
         /// The number.
+        #[serde(with = "number")]
         value: f64,
     },
     /// A function of each element. Halves are widened to f32 before and rounded after.
@@ -34,10 +36,10 @@ pub enum Kind {
         /// Which one.
         op: Binary,
         /// The number that stands for the second operand, or for the first if [`swapped`](Self::Binary::swapped).
-        #[serde(default)]
+        #[serde(default, with = "number::option", skip_serializing_if = "Option::is_none")]
         scalar: Option<f64>,
         /// Whether the number comes first.
-        #[serde(default)]
+        #[serde(default, skip_serializing_if = "Not::not")]
         swapped: bool,
     },
     /// Elements of another type, each rounded to nearest.
@@ -49,7 +51,7 @@ pub enum Kind {
         /// Over which dimensions, ascending.
         dims: Vec<usize>,
         /// Whether they stay, with extent 1.
-        #[serde(default)]
+        #[serde(default, skip_serializing_if = "Not::not")]
         keepdim: bool,
     },
     /// The same memory, seen otherwise; the result's strides and offset say how.
@@ -69,16 +71,16 @@ pub enum Kind {
         /// Its name.
         target: String,
         /// What else it is given, as text: two operations with equal text and operands do the same.
-        #[serde(default)]
+        #[serde(default, skip_serializing_if = "String::is_empty")]
         attributes: String,
         /// For each result: the operand whose memory it is, if it is one's.
-        #[serde(default)]
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
         aliases: Vec<Option<Alias>>,
         /// Whether it does more than to compute its results: it is neither removed nor made one with another.
-        #[serde(default)]
+        #[serde(default, skip_serializing_if = "Not::not")]
         effect: bool,
         /// Whether it talks to other ranks: it keeps its place among the calls of all groups.
-        #[serde(default)]
+        #[serde(default, skip_serializing_if = "Not::not")]
         communicates: bool,
     },
     /// A collective begins. Its results are in flight until a [`Wait`](Self::Wait) for its token.
@@ -184,22 +186,22 @@ pub struct Coll {
     /// The name of the group that does it.
     pub group: String,
     /// How it reduces.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub red: Option<ReduceOp>,
     /// Whether its results lie where its operands are.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Not::not")]
     pub in_place: bool,
     /// Whose tensor it is, in a broadcast.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root: Option<u32>,
     /// Rows to each rank, in an uneven exchange.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sends: Option<Vec<SymExpr>>,
     /// Rows from each rank, in an uneven exchange.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub receives: Option<Vec<SymExpr>>,
     /// The dimensions that are gathered and sharded, in [`Prim::ShardDimAllToAll`].
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dims: Option<[usize; 2]>,
 }
 
@@ -238,128 +240,6 @@ pub enum Prim {
     Broadcast,
     /// Gathered along one dimension, sharded along another.
     ShardDimAllToAll,
-}
-
-/// A fused all-reduce: `crates/collectives`' `fusion` says what is computed.
-///
-/// Its operands are the tensor, then those of [`args`](Self::args), in their order.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Fused {
-    /// The name of the group.
-    pub group: String,
-    /// The operands behind the first.
-    pub args: Vec<FusedArg>,
-    /// The results, in the order of the operation's.
-    pub outputs: Vec<FusedOutput>,
-    /// What is added to the mean of the squares, if there is a norm.
-    #[serde(default)]
-    pub eps: Option<f64>,
-    /// What is added to the norm's weight.
-    #[serde(default)]
-    pub weight_bias: f64,
-    /// Whether the norm is rounded before its weight is multiplied, and once more after.
-    #[serde(default)]
-    pub round_before_weight: bool,
-    /// How codes are scaled, if there are any.
-    #[serde(default)]
-    pub quantize: Quantize,
-    /// The dequantisation scale of [`Quantize::Fp8`], where it is a number and no operand.
-    #[serde(default)]
-    pub scale: Option<f64>,
-}
-
-/// How E4M3 codes of a norm `n` are scaled: codes are of `n / scale`, saturated to ±448.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Quantize {
-    /// With one scale, which is given.
-    #[default]
-    Fp8,
-    /// With one for each row: `max(amax / 448, 1 / (512 · 448))` of its magnitudes.
-    Fp8Tokens,
-    /// With a power of two for each so many neighbours of a row: `max(amax / 448, 1e-10)` of theirs, rounded up.
-    Fp8Groups(u32),
-}
-
-impl Quantize {
-    /// The least scale of a row that codes are divided by.
-    pub(crate) const LEAST_OF_ROW: f64 = 1.0 / (512.0 * 448.0);
-    /// The same of a group.
-    pub(crate) const LEAST_OF_GROUP: f64 = 1e-10;
-    /// The largest magnitude of a code.
-    pub(crate) const MOST: f64 = 448.0;
-
-    /// How many scales a row of so many elements has, if they are results.
-    pub fn scales_of(self, hidden: i64) -> Option<i64> {
-        match self {
-            Self::Fp8 => None,
-            Self::Fp8Tokens => Some(1),
-            Self::Fp8Groups(group) => {
-                (group > 0 && hidden % i64::from(group) == 0).then(|| hidden / i64::from(group))
-            }
-        }
-    }
-}
-
-/// An operand of a fused all-reduce.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FusedArg {
-    /// `T [.., hidden]`, added to the sum.
-    Residual,
-    /// `T [hidden]`, the norm's.
-    Weight,
-    /// `f32` of one element: the dequantisation scale of FP8 codes.
-    Scale,
-}
-
-/// A result of a fused all-reduce.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FusedOutput {
-    /// `T [.., hidden]`: the sum over the ranks.
-    Sum,
-    /// `T [.., hidden]`: the sum with the residual.
-    Residual,
-    /// `T [.., hidden]`: its norm.
-    Norm,
-    /// `f32 [.., 1]`: one over the root of the mean of the squares, for a backward pass.
-    InverseRms,
-    /// `e4m3 [.., hidden]`: the norm quantised.
-    Codes,
-    /// `f32`, `[.., 1]` or `[.., hidden / group]`: what codes are multiplied with, unless that is given.
-    Scales,
-}
-
-impl FusedOutput {
-    /// Its name in text and JSON.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Sum => "sum",
-            Self::Residual => "residual",
-            Self::Norm => "norm",
-            Self::InverseRms => "inverse_rms",
-            Self::Codes => "codes",
-            Self::Scales => "scales",
-        }
-    }
-
-    /// Whether it is made of the norm.
-    pub fn needs_norm(self) -> bool {
-        !matches!(self, Self::Sum | Self::Residual)
-    }
-}
-
-impl Fused {
-    /// The elements, and the extent of a row, of a result for an input of this type; none if it has no such result.
-    pub fn row(&self, output: FusedOutput, input: &Type) -> Option<(Element, SymExpr)> {
-        Some(match output {
-            FusedOutput::InverseRms => (F32, 1.into()),
-            FusedOutput::Codes => (Element::E4m3, input.last()),
-            FusedOutput::Scales => (F32, self.quantize.scales_of(input.last().as_constant()?)?.into()),
-            _ => (input.dtype, input.last()),
-        })
-    }
 }
 
 /// Where a result lies.

@@ -1,0 +1,606 @@
+//! The hybrid form against its definition.
+
+use antiphon_fabric::{Communicator, FabricError};
+use antiphon_moe::{
+    HybridCapacity, HybridCombine, HybridDispatch, HybridHandle, HybridOrder, HybridRouting, HybridTokens,
+    Moe, MoeConfig, MoeError, RowFormat,
+    hybrid::reference::{self, Received, Source},
+};
+use antiphon_tensor::DType;
+
+use crate::{
+    case::hash,
+    tensor::{Tensor, add, element, value},
+};
+
+/// Which experts tokens choose.
+#[derive(Debug, Clone, Copy)]
+enum Choice {
+    /// One in so many.
+    OneIn(u64),
+    /// All those of one rank, and no others.
+    AllTo(usize),
+    Nobody,
+}
+
+#[derive(Debug, Clone)]
+struct Case {
+    seed: u64,
+    num_experts: usize,
+    hidden: usize,
+    dtype: DType,
+    scales: Option<DType>,
+    probs: bool,
+    /// Of each rank.
+    tokens: Vec<usize>,
+    choice: Choice,
+    /// Of rows by expert; `None` for rows by token.
+    pad_multiple: Option<usize>,
+    /// Of each rank.
+    capacity: Option<Vec<usize>>,
+}
+
+fn floats(values: impl Iterator<Item = f64>) -> Vec<u8> {
+    values.flat_map(|value| element(DType::F32, value)).collect()
+}
+
+impl Case {
+    fn new(world: usize, local: usize) -> Self {
+        Self {
+            seed: 1,
+            num_experts: local * world,
+            hidden: 16,
+            dtype: DType::BF16,
+            scales: None,
+            probs: true,
+            tokens: vec![17; world],
+            choice: Choice::OneIn(3),
+            pad_multiple: Some(4),
+            capacity: None,
+        }
+    }
+
+    fn format(&self) -> RowFormat {
+        RowFormat { hidden: self.hidden, dtype: self.dtype, scales: self.scales }
+    }
+
+    fn local(&self) -> usize {
+        self.num_experts / self.tokens.len()
+    }
+
+    fn hash(&self, what: &str, place: [usize; 3]) -> u64 {
+        hash(self.seed, what, place)
+    }
+
+    /// Values whose sums depend on the order and on roundings; −0 and NaN among them.
+    fn value(&self, what: &str, place: [usize; 3]) -> f64 {
+        match self.hash(what, place) {
+            hash if hash % 61 == 0 => f64::NAN,
+            hash if hash % 7 == 0 => -0.0,
+            hash => ((hash >> 40) as f64 / f64::from(1 << 20) - 8.0) * f64::from(1 << (hash % 5 * 3)),
+        }
+    }
+
+    fn map(&self, rank: usize) -> Vec<bool> {
+        let local = self.local();
+        let chooses = |place: usize| match self.choice {
+            Choice::OneIn(many) => (self.hash("map", [rank, place, 0]) >> 9).is_multiple_of(many),
+            Choice::AllTo(to) => place % self.num_experts / local == to,
+            Choice::Nobody => false,
+        };
+        (0..self.tokens[rank] * self.num_experts).map(chooses).collect()
+    }
+
+    fn row(&self, what: &str, [holder, rank, token]: [usize; 3]) -> Vec<f64> {
+        let dtype = self.dtype;
+        let cell = |column| self.value(what, [holder * 8 + rank, token, column]);
+        (0..self.hidden).map(|column| value(dtype, &element(dtype, cell(column)))).collect()
+    }
+
+    fn bytes(&self, row: &[f64]) -> Vec<u8> {
+        row.iter().flat_map(|&value| element(self.dtype, value)).collect()
+    }
+
+    fn scale_bytes(&self, (rank, token): Source) -> Vec<u8> {
+        (0..self.format().num_scales() * 4).map(|i| self.hash("scale", [rank, token, i]) as u8).collect()
+    }
+
+    fn order(&self, rank: usize) -> HybridOrder {
+        let max_tokens = *self.tokens.iter().max().unwrap();
+        let capacity = self.capacity.as_ref().map(|rows| HybridCapacity { rows: rows[rank], max_tokens });
+        self.pad_multiple
+            .map_or(HybridOrder::Tokens, |pad_multiple| HybridOrder::Experts { pad_multiple, capacity })
+    }
+
+    /// What comes to each rank. By token there is a row for each token, of no expert.
+    fn received(&self) -> Vec<Received> {
+        let maps: Vec<_> = (0..self.tokens.len()).map(|rank| self.map(rank)).collect();
+        let of_rank = |rank: usize| {
+            let capacity = self.capacity.as_ref().map(|rows| rows[rank]);
+            let pad_multiple = self.pad_multiple.unwrap_or(1);
+            let mut received = reference::received(&maps, self.num_experts, rank, pad_multiple, capacity);
+            if self.pad_multiple.is_none() {
+                received.rows = received.tokens.iter().map(|&source| Some((source, 0))).collect();
+            }
+            received
+        };
+        (0..self.tokens.len()).map(of_rank).collect()
+    }
+
+    fn check(&self, comm: &Communicator, moe: &mut Moe) -> HybridHandle {
+        let run = Run { case: self, comm, rank: comm.rank(), received: self.received() };
+        let handle = run.notify(moe).unwrap();
+        let of_rank = &run.received[comm.rank()];
+        assert_eq!(handle.rows(), of_rank.rows.len(), "{self:?}");
+        assert_eq!(handle.num_received(), of_rank.tokens.len());
+        assert_eq!(handle.rows_per_expert(), of_rank.rows_per_expert);
+        assert_eq!(handle.overflow(), of_rank.overflow);
+        run.dispatch(moe, &handle);
+        run.combine(moe, &handle);
+        run.dispatch(moe, &handle); // again, along the handle
+        handle
+    }
+}
+
+/// A case on one of its ranks.
+struct Run<'a> {
+    case: &'a Case,
+    comm: &'a Communicator,
+    rank: usize,
+    received: Vec<Received>,
+}
+
+impl Run<'_> {
+    fn notify(&self, moe: &mut Moe) -> Result<HybridHandle, MoeError> {
+        let (case, rank) = (self.case, self.rank);
+        let map: Vec<u8> = case.map(rank).iter().map(|&chosen| u8::from(chosen) * 3).collect();
+        let map = Tensor::holding(DType::U8, &[case.tokens[rank], case.num_experts], &map);
+        let routing = HybridRouting { map: map.view(), order: case.order(rank), format: case.format() };
+        moe.hybrid_notify(self.comm, &routing)
+    }
+
+    fn is_by_token(&self) -> bool {
+        self.case.pad_multiple.is_none()
+    }
+
+    fn prob(&self, rank: usize, token: usize, expert: usize) -> f64 {
+        f64::from(self.case.value("prob", [rank, token, expert]) as f32)
+    }
+
+    /// The shape of received probs.
+    fn shape_of_probs(&self, rows: usize) -> Vec<usize> {
+        if self.is_by_token() { vec![rows, self.case.local()] } else { vec![rows] }
+    }
+
+    fn dispatch(&self, moe: &mut Moe, handle: &HybridHandle) {
+        let Self { case, rank, ref received, .. } = *self;
+        let (tokens, rows, num_experts) = (case.tokens[rank], handle.rows(), case.num_experts);
+        let x: Vec<u8> = (0..tokens).flat_map(|token| case.bytes(&case.row("x", [0, rank, token]))).collect();
+        let x = Tensor::holding(case.dtype, &[tokens, case.hidden], &x);
+        let probs = (0..tokens * num_experts).map(|i| self.prob(rank, i / num_experts, i % num_experts));
+        let probs = Tensor::holding(DType::F32, &[tokens, num_experts], &floats(probs));
+        let num_scales = case.format().num_scales();
+        let scales: Vec<u8> = (0..tokens).flat_map(|token| case.scale_bytes((rank, token))).collect();
+        let scales = case.scales.map(|dtype| Tensor::holding(dtype, &[tokens, num_scales], &scales));
+        let mut to_x = Tensor::unwritten(case.dtype, &[rows, case.hidden]);
+        let mut to_probs = Tensor::unwritten(DType::F32, &self.shape_of_probs(rows));
+        let mut to_scales = case.scales.map(|dtype| Tensor::unwritten(dtype, &[rows, num_scales]));
+        let call = HybridDispatch {
+            tokens: HybridTokens {
+                x: x.view(),
+                scales: scales.as_ref().map(Tensor::view),
+                probs: case.probs.then(|| probs.view()),
+            },
+            received: HybridTokens {
+                x: to_x.view_mut(),
+                scales: to_scales.as_mut().map(Tensor::view_mut),
+                probs: case.probs.then(|| to_probs.view_mut()),
+            },
+        };
+        moe.hybrid_dispatch(self.comm, handle, call).unwrap();
+
+        let of_row = |of_token: &dyn Fn(Source) -> Vec<u8>, bytes: usize| -> Vec<u8> {
+            let row =
+                |row: &Option<(Source, usize)>| row.map_or(vec![0; bytes], |(source, _)| of_token(source));
+            received[rank].rows.iter().flat_map(row).collect()
+        };
+        let row = |(rank, token): Source| case.bytes(&case.row("x", [0, rank, token]));
+        assert!(
+            to_x.content() == of_row(&row, case.hidden * case.dtype.size()),
+            "rows of {rank} in {case:?}"
+        );
+        if let Some(to_scales) = to_scales {
+            let expected = of_row(&|source| case.scale_bytes(source), num_scales * 4);
+            assert!(to_scales.content() == expected, "scales of {rank} in {case:?}");
+        }
+        if case.probs {
+            let first = rank * case.local();
+            let prob = |(from, token): Source, expert: usize| self.prob(from, token, first + expert);
+            let expected: Vec<u8> = match self.is_by_token() {
+                false => floats(
+                    received[rank].rows.iter().map(|row| row.map_or(0.0, |(source, j)| prob(source, j))),
+                ),
+                true => {
+                    let maps: Vec<_> = (0..case.tokens.len()).map(|rank| case.map(rank)).collect();
+                    let chooses =
+                        |(from, token): Source, j: usize| maps[from][token * num_experts + first + j];
+                    let of_token = |&source: &Source| {
+                        (0..case.local())
+                            .map(move |j| if chooses(source, j) { prob(source, j) } else { 0.0 })
+                            .collect::<Vec<_>>()
+                    };
+                    floats(received[rank].tokens.iter().flat_map(of_token))
+                }
+            };
+            assert!(to_probs.content() == expected, "probs of {rank} in {case:?}");
+        }
+    }
+
+    fn combine(&self, moe: &mut Moe, handle: &HybridHandle) {
+        let Self { case, rank, ref received, .. } = *self;
+        let (tokens, rows, num_experts, local) =
+            (case.tokens[rank], handle.rows(), case.num_experts, case.local());
+        // What a rank made of a row, and its prob; what nothing came to is not read.
+        let made = |holder: usize, row: usize| match received[holder].rows[row] {
+            Some((source, expert)) => {
+                case.row(["made0", "made1", "made2", "made3"][expert % 4], [holder, source.0, source.1])
+            }
+            None => vec![f64::NAN; case.hidden],
+        };
+        let grad = |holder: usize, index: usize| f64::from(case.value("grad", [holder, index, 0]) as f32);
+        let made_bytes: Vec<u8> = (0..rows).flat_map(|row| case.bytes(&made(rank, row))).collect();
+        let made_rows = Tensor::holding(case.dtype, &[rows, case.hidden], &made_bytes);
+        let shape = self.shape_of_probs(rows);
+        let grads = Tensor::holding(
+            DType::F32,
+            &shape,
+            &floats((0..shape.iter().product()).map(|index| grad(rank, index))),
+        );
+        let mut sums = Tensor::unwritten(case.dtype, &[tokens, case.hidden]);
+        let mut to_probs = Tensor::unwritten(DType::F32, &[tokens, num_experts]);
+        let call = HybridCombine {
+            rows: made_rows.view(),
+            probs: case.probs.then(|| grads.view()),
+            output: sums.view_mut(),
+            output_probs: case.probs.then(|| to_probs.view_mut()),
+        };
+        moe.hybrid_combine(self.comm, handle, call).unwrap();
+
+        let plus = |a: Vec<f64>, b: Vec<f64>| -> Vec<f64> {
+            a.iter().zip(b).map(|(&a, b)| add(case.dtype, a, b)).collect()
+        };
+        let round = |sum: Vec<f64>| -> Vec<f64> {
+            sum.iter().map(|&v| value(case.dtype, &element(case.dtype, v))).collect()
+        };
+        let zero = || vec![0.0; case.hidden];
+        let expected: Vec<u8> = (0..tokens)
+            .flat_map(|token| {
+                let sum = reference::combine(received, (rank, token), zero, made, plus, round);
+                case.bytes(&sum.unwrap_or_else(zero))
+            })
+            .collect();
+        assert!(sums.content() == expected, "sums of {rank} in {case:?}");
+        if !case.probs {
+            return;
+        }
+        let map = case.map(rank);
+        let prob = |index: usize| {
+            let (token, holder, expert) = (index / num_experts, index % num_experts / local, index % local);
+            let source = (rank, token);
+            let row = match self.is_by_token() {
+                false => received[holder].rows.iter().position(|&row| row == Some((source, expert))),
+                true if map[index] => received[holder]
+                    .tokens
+                    .iter()
+                    .position(|&its| its == source)
+                    .map(|at| at * local + expert),
+                true => None,
+            };
+            row.map_or(0.0, |row| grad(holder, row))
+        };
+        assert!(
+            to_probs.content() == floats((0..tokens * num_experts).map(prob)),
+            "probs of {rank} back in {case:?}"
+        );
+    }
+}
+
+fn moe(comm: &Communicator) -> Moe {
+    Moe::new(comm, MoeConfig { region_bytes: 64 << 10, ..MoeConfig::default() }).unwrap()
+}
+
+/// Numbers of tokens that differ by rank.
+fn ragged(world: usize, shift: usize) -> Vec<usize> {
+    (0..world).map(|rank| [0, 33, 1, 128][(rank + shift) % 4]).collect()
+}
+
+pub fn hybrid_forms(comm: &Communicator) {
+    let world = comm.world_size();
+    let mut moe = moe(comm);
+    for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged(world, 0), ragged(world, 3)] {
+        for choice in [Choice::OneIn(3), Choice::AllTo(world - 1), Choice::Nobody, Choice::OneIn(1)] {
+            for (local, pad_multiple) in [(4, Some(1)), (3, Some(16)), (1, Some(7)), (4, None), (1, None)] {
+                let case = Case { tokens: tokens.clone(), choice, pad_multiple, ..Case::new(world, local) };
+                case.check(comm, &mut moe);
+            }
+        }
+    }
+}
+
+pub fn hybrid_dtypes(comm: &Communicator) {
+    let mut moe = moe(comm);
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+        for pad_multiple in [Some(1), Some(8), None] {
+            let case = Case { dtype, pad_multiple, hidden: 24, ..Case::new(comm.world_size(), 4) };
+            case.check(comm, &mut moe);
+            Case { probs: false, ..case }.check(comm, &mut moe);
+        }
+    }
+}
+
+pub fn hybrid_capacities(comm: &Communicator) {
+    let world = comm.world_size();
+    let mut moe = moe(comm);
+    for pad_multiple in [1, 4] {
+        let case = Case { tokens: ragged(world, 1), pad_multiple: Some(pad_multiple), ..Case::new(world, 3) };
+        let exact: Vec<usize> = case.received().iter().map(|received| received.rows.len()).collect();
+        let changed = |by: isize| {
+            exact.iter().map(|&rows| rows.saturating_add_signed(by * pad_multiple as isize)).collect()
+        };
+        for (capacity, overflows) in [
+            (vec![0; world], Some(true)),
+            (vec![4; world], None),
+            (exact.clone(), Some(false)), // exactly at the limit
+            (changed(-1), Some(true)),    // one above it
+            (changed(1), Some(false)),
+            (changed(50), Some(false)),
+            (exact.iter().map(|rows| rows / 2 / pad_multiple * pad_multiple).collect(), None),
+        ] {
+            let handle = Case { capacity: Some(capacity), ..case.clone() }.check(comm, &mut moe);
+            if let Some(overflows) = overflows.filter(|_| exact[comm.rank()] > 0) {
+                assert_eq!(handle.overflow(), overflows);
+            }
+        }
+    }
+}
+
+pub fn hybrid_scales_and_probs(comm: &Communicator) {
+    let mut moe = Moe::new(comm, MoeConfig::default()).unwrap();
+    for (scales, hidden) in [(DType::F32, 128), (DType::F32, 384), (DType::I32, 512), (DType::I32, 640)] {
+        for (probs, pad_multiple) in [(true, Some(4)), (false, Some(4)), (true, None)] {
+            let case = Case::new(comm.world_size(), 4);
+            let case = Case { dtype: DType::U8, scales: Some(scales), hidden, probs, pad_multiple, ..case };
+            let run = |case| Run { case, comm, rank: comm.rank(), received: Case::received(case) };
+            let handle = run(&case).notify(&mut moe).unwrap();
+            // What is made of codes may be of another dtype and length.
+            let made = Case { dtype: DType::BF16, scales: None, hidden: 64, ..case.clone() };
+            let codes = Case { scales: Some(scales), ..case.clone() };
+            Codes(&codes).dispatch(comm, &mut moe, &handle);
+            run(&made).combine(&mut moe, &handle);
+        }
+    }
+}
+
+/// Rows of bytes, which are no floats.
+struct Codes<'a>(&'a Case);
+
+impl Codes<'_> {
+    fn dispatch(&self, comm: &Communicator, moe: &mut Moe, handle: &HybridHandle) {
+        let rank = comm.rank();
+        let case = self.0;
+        let bytes = |rank: usize, token: usize| -> Vec<u8> {
+            (0..case.hidden).map(|column| case.hash("code", [rank, token, column]) as u8).collect()
+        };
+        let (tokens, rows, width) = (case.tokens[rank], handle.rows(), case.format().num_scales());
+        let x = Tensor::holding(
+            DType::U8,
+            &[tokens, case.hidden],
+            &(0..tokens).flat_map(|token| bytes(rank, token)).collect::<Vec<_>>(),
+        );
+        let scales: Vec<u8> = (0..tokens).flat_map(|token| case.scale_bytes((rank, token))).collect();
+        let scales = Tensor::holding(case.scales.unwrap(), &[tokens, width], &scales);
+        let mut to_x = Tensor::unwritten(DType::U8, &[rows, case.hidden]);
+        let mut to_scales = Tensor::unwritten(case.scales.unwrap(), &[rows, width]);
+        let call = HybridDispatch {
+            tokens: HybridTokens { scales: Some(scales.view()), ..HybridTokens::of(x.view()) },
+            received: HybridTokens {
+                scales: Some(to_scales.view_mut()),
+                ..HybridTokens::of(to_x.view_mut())
+            },
+        };
+        moe.hybrid_dispatch(comm, handle, call).unwrap();
+        let received = &case.received()[rank].rows;
+        let of_rows = |bytes: usize, of: &dyn Fn(Source) -> Vec<u8>| -> Vec<u8> {
+            received.iter().flat_map(|row| row.map_or(vec![0; bytes], |(source, _)| of(source))).collect()
+        };
+        assert!(to_x.content() == of_rows(case.hidden, &|(rank, token)| bytes(rank, token)), "{case:?}");
+        assert!(to_scales.content() == of_rows(width * 4, &|source| case.scale_bytes(source)), "{case:?}");
+    }
+}
+
+pub fn hybrid_small_regions(comm: &Communicator) {
+    let world = comm.world_size();
+    let case = Case { tokens: ragged(world, 1), ..Case::new(world, 2) };
+    let record = 16 + 16 * 2 + 5 * 2 * world; // of a dispatch; those of a combine are shorter
+    for records in [2, 4, 10, 34] {
+        let mut moe = Moe::new(
+            comm,
+            MoeConfig { region_bytes: records * record.next_multiple_of(16), ..MoeConfig::default() },
+        )
+        .unwrap();
+        case.check(comm, &mut moe);
+        Case { pad_multiple: None, ..case.clone() }.check(comm, &mut moe);
+        moe.close(comm).unwrap();
+    }
+}
+
+/// ⟨dispatch x, y⟩ over all ranks is ⟨x, combine y⟩, with the probs: in small integers, exactly.
+pub fn hybrid_is_adjoint(comm: &Communicator) {
+    let (rank, world) = (comm.rank(), comm.world_size());
+    let mut moe = moe(comm);
+    for pad_multiple in [Some(8), None] {
+        let case = Case {
+            tokens: (0..world).map(|rank| 40 + rank).collect(),
+            dtype: DType::F64,
+            pad_multiple,
+            ..Case::new(world, 4)
+        };
+        let run = Run { case: &case, comm, rank, received: case.received() };
+        let handle = run.notify(&mut moe).unwrap();
+        let (tokens, rows, num_experts) = (case.tokens[rank], handle.rows(), case.num_experts);
+        let whole = |what: &str, dtype: DType, shape: &[usize]| {
+            let number = |index| (case.hash(what, [rank, index, 0]) >> 9) % 17;
+            let bytes: Vec<u8> =
+                (0..shape.iter().product()).flat_map(|i| element(dtype, number(i) as f64 - 8.0)).collect();
+            Tensor::holding(dtype, shape, &bytes)
+        };
+        let (x, probs) =
+            (whole("x", DType::F64, &[tokens, 16]), whole("probs", DType::F32, &[tokens, num_experts]));
+        let (y, grads) =
+            (whole("y", DType::F64, &[rows, 16]), whole("grads", DType::F32, &run.shape_of_probs(rows)));
+        let (mut to_x, mut to_probs) =
+            (Tensor::unwritten(DType::F64, &y.shape), Tensor::unwritten(DType::F32, &grads.shape));
+        let (mut sums, mut back) =
+            (Tensor::unwritten(DType::F64, &x.shape), Tensor::unwritten(DType::F32, &probs.shape));
+        let call = HybridDispatch {
+            tokens: HybridTokens { probs: Some(probs.view()), ..HybridTokens::of(x.view()) },
+            received: HybridTokens { probs: Some(to_probs.view_mut()), ..HybridTokens::of(to_x.view_mut()) },
+        };
+        moe.hybrid_dispatch(comm, &handle, call).unwrap();
+        let call = HybridCombine {
+            rows: y.view(),
+            probs: Some(grads.view()),
+            output: sums.view_mut(),
+            output_probs: Some(back.view_mut()),
+        };
+        moe.hybrid_combine(comm, &handle, call).unwrap();
+        let values = |tensor: &Tensor| -> Vec<f64> {
+            tensor.content().chunks(tensor.dtype.size()).map(|cell| value(tensor.dtype, cell)).collect()
+        };
+        let dot = |a: &Tensor, b: &Tensor| values(a).iter().zip(values(b)).map(|(a, b)| a * b).sum::<f64>();
+        let [there, here] = [dot(&to_x, &y) + dot(&to_probs, &grads), dot(&x, &sums) + dot(&probs, &back)];
+        let all = comm.exchange_objects(&format!("{there} {here}")).unwrap();
+        let total = |part: usize| -> f64 {
+            all.iter().map(|pair| pair.split(' ').nth(part).unwrap().parse::<f64>().unwrap()).sum()
+        };
+        assert_eq!(total(0), total(1));
+        assert_ne!(total(0), 0.0);
+    }
+}
+
+#[track_caller]
+fn refused<T>(outcome: Result<T, MoeError>, text: &str) {
+    assert_eq!(outcome.err().expect("it is refused").to_string(), text);
+}
+
+pub fn hybrid_refusals(comm: &Communicator) {
+    let world = comm.world_size();
+    let case = Case::new(world, 2);
+    let mut moe = moe(comm);
+    let map = |dtype, shape: &[usize]| Tensor::unwritten(dtype, shape);
+    let mut route = |map: &Tensor, order, hidden| {
+        let format = RowFormat { hidden, ..case.format() };
+        moe.hybrid_notify(comm, &HybridRouting { map: map.view(), order, format })
+    };
+    let by_expert = |pad_multiple, capacity| HybridOrder::Experts { pad_multiple, capacity };
+    let good = map(DType::U8, &[17, 2 * world]);
+    refused(
+        route(&map(DType::I32, &[17, 2 * world]), HybridOrder::Tokens, 16),
+        "hybrid_dispatch: the routing map must be u8 or bool, not i32",
+    );
+    refused(
+        route(&map(DType::U8, &[17]), HybridOrder::Tokens, 16),
+        "hybrid_dispatch: the routing map must be of shape [T, E], not [17]",
+    );
+    if world > 1 {
+        refused(
+            route(&map(DType::U8, &[17, 5]), HybridOrder::Tokens, 16),
+            "hybrid_dispatch: 5 experts cannot be divided among 2 ranks",
+        );
+    }
+    refused(
+        route(&good, HybridOrder::Tokens, 20),
+        "hybrid_dispatch: rows of 20 × bf16 are 40 bytes, which must be a multiple of 16",
+    );
+    refused(
+        route(&good, by_expert(0, None), 16),
+        "hybrid_dispatch: pad_multiple is 0; it must be at least 1",
+    );
+    let capacity = |rows, max_tokens| Some(HybridCapacity { rows, max_tokens });
+    refused(
+        route(&good, by_expert(16, capacity(40, 17)), 16),
+        "hybrid_dispatch: num_permuted_tokens is 40, which is no multiple of pad_multiple, 16",
+    );
+    refused(route(&good, by_expert(1, capacity(40, 16)), 16), "hybrid_dispatch: 17 tokens; max_tokens is 16");
+
+    let run = Run { case: &case, comm, rank: comm.rank(), received: case.received() };
+    let handle = run.notify(&mut moe).unwrap();
+    let rows = handle.rows();
+    let combine = |moe: &mut Moe, rows: &Tensor, output: &mut Tensor| {
+        moe.hybrid_combine(comm, &handle, HybridCombine::of(rows.view(), output.view_mut()))
+    };
+    let made = Tensor::unwritten(DType::BF16, &[rows, 16]);
+    let mut sums = Tensor::unwritten(DType::BF16, &[17, 16]);
+    refused(
+        combine(&mut moe, &made, &mut sums),
+        "hybrid_combine: the handle is one along which nothing was dispatched yet",
+    );
+    let dispatch = |moe: &mut Moe, x: &Tensor, received: &mut Tensor| {
+        let (tokens, received) = (HybridTokens::of(x.view()), HybridTokens::of(received.view_mut()));
+        moe.hybrid_dispatch(comm, &handle, HybridDispatch { tokens, received })
+    };
+    let x = Tensor::unwritten(DType::BF16, &[17, 16]);
+    refused(
+        dispatch(
+            &mut moe,
+            &Tensor::unwritten(DType::BF16, &[18, 16]),
+            &mut Tensor::unwritten(DType::BF16, &[rows, 16]),
+        ),
+        "hybrid_dispatch: the x must be of shape [T, H] = [17, 16], not [18, 16]",
+    );
+    refused(
+        dispatch(&mut moe, &x, &mut Tensor::unwritten(DType::BF16, &[rows + 4, 16])),
+        &format!(
+            "hybrid_dispatch: the received x must be of shape [P, H] = [{rows}, 16], not [{}, 16]",
+            rows + 4
+        ),
+    );
+    let mut received = Tensor::unwritten(DType::BF16, &[rows, 16]);
+    dispatch(&mut moe, &x, &mut received).unwrap();
+    refused(
+        combine(&mut moe, &Tensor::unwritten(DType::BF16, &[rows + 1, 16]), &mut sums),
+        &format!("hybrid_combine: the rows must be of shape [P, H] = [{rows}, 16], not [{}, 16]", rows + 1),
+    );
+    refused(
+        combine(&mut moe, &Tensor::unwritten(DType::U8, &[rows, 16]), &mut sums),
+        "hybrid_combine: the rows must be f32 or f16 or bf16 or f64, not u8",
+    );
+    let mut other = Moe::new(comm, MoeConfig::default()).unwrap();
+    refused(combine(&mut other, &made, &mut sums), "hybrid_combine: the handle is of another instance");
+    // Nobody was kept waiting, and the handle is as good as before.
+    combine(&mut moe, &made, &mut sums).unwrap();
+}
+
+/// The last rank's call differs from the others' in one thing; each needs a communicator of its own, which is of no use after.
+pub fn hybrid_mismatches(comm: &Communicator) {
+    let world = comm.world_size();
+    let case = Case::new(world, 8);
+    let others = [
+        (Case { hidden: 24, ..case.clone() }, "rows of 24 × bf16"),
+        (Case { dtype: DType::F16, ..case.clone() }, "rows of 16 × f16"),
+        (Case { num_experts: 4 * world, ..case.clone() }, "experts"),
+        (Case { capacity: Some(vec![64; world]), ..case.clone() }, "capacity"),
+    ];
+    for (other, text) in others {
+        let group = comm.split(Some(0), 0).unwrap().unwrap();
+        let mut moe = Moe::new(&group, MoeConfig::default()).unwrap();
+        let case = if group.rank() + 1 == world { &other } else { &case };
+        let run = Run { case, comm: &group, rank: group.rank(), received: case.received() };
+        let error = run.notify(&mut moe).unwrap_err();
+        assert!(
+            matches!(error, MoeError::Fabric(FabricError::Mismatch { .. } | FabricError::Aborted { .. })),
+            "{error}"
+        );
+        assert!(error.to_string().contains(text), "{error}");
+    }
+}

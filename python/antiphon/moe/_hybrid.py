@@ -1,0 +1,264 @@
+"""Calls of the hybrid form on torch tensors: new tensors for what comes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from antiphon._core import Communicator, MoeHybrid, MoeHybridHandle
+from antiphon.moe._calls import _check_devices, _check_row, _check_scales, _codes, calls_of
+
+__all__ = ["HybridCalls", "HybridHandle", "HybridReceived", "hybrid_calls_of"]
+
+
+class _Fields(NamedTuple):
+    sparse_to_dense_map: Tensor
+    """int32 ``[T, R]``: the number of a token among those that a rank receives, or −1."""
+    rdma_to_attn_map: None
+    """Of several machines."""
+    attn_to_rdma_map: None
+    """Of several machines."""
+    num_dispatched_tokens: Tensor
+    """int32 ``[1]``: ``N``, how many tokens arrive."""
+    local_expert_routing_map: Tensor
+    """bool ``[N, L]``: which of this rank's experts have a row of an arriving token."""
+    dense_chunk_layout: None
+    """Of DeepEP's transport."""
+    dense_to_expert_map: Tensor
+    """int32 ``[N, L]``: that row, or −1."""
+    tokens_per_expert: Tensor
+    """int32 ``[L]``: how many tokens each expert gets, without padding and without what is dropped."""
+    num_tokens: int
+    """``T``"""
+    config: None
+    """Of DeepEP's kernels."""
+    overflow_flag: Tensor
+    """int32 ``[1]``: 1 if rows were dropped because there are more than the capacity, else 0."""
+
+
+class HybridHandle(_Fields):
+    """Along which rows go: a tuple as DeepEP's, with ``overflow_flag`` last. It belongs to the communicator whose dispatch made it,
+    and serves any number of dispatches and combines."""
+
+    core: MoeHybridHandle
+    calls: "HybridCalls"
+    #: The rows of each expert are padded to a multiple of this; ``None`` for rows by token.
+    pad_multiple: int | None
+    #: int64 ``[L]``
+    rows_per_expert: Tensor
+
+    @property
+    def rows(self) -> int:
+        """How many rows received tensors have."""
+        return self.core.rows
+
+
+class HybridReceived(NamedTuple):
+    """What a dispatch by a routing map brings, ordered by expert. Rows to which no token comes are 0."""
+
+    x: Tensor
+    """``[P, H]``"""
+    probs: Tensor | None
+    """float32 ``[P]``, if tokens have them."""
+    scales: Tensor | None
+    """``[P, S]``, if tokens have them."""
+    rows_per_expert: Tensor
+    """int64 ``[L]``: how many rows each expert has, with the padding."""
+    handle: HybridHandle
+    """Along which rows come back."""
+
+
+class HybridCalls:
+    """Dispatch and combine by routing maps, of one communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._core = MoeHybrid(calls_of(comm)._core)
+
+    def dispatch(
+        self,
+        x: Tensor,
+        routing_map: Tensor,
+        probs: Tensor | None = None,
+        scales: Tensor | None = None,
+        *,
+        pad_multiple: int | None,
+        capacity: int | None = None,
+        max_tokens: int | None = None,
+    ) -> HybridReceived:
+        """Dispatches tokens as a routing map, bool ``[T, E]``, says. ``pad_multiple`` is ``None`` for rows by token, of which
+        ``probs`` are ``[N, L]``."""
+        call = "hybrid_dispatch"
+        _check_hybrid(call, [x, routing_map, probs, scales])
+        _check_row(call, x)
+        _check_scales(x, scales)
+        if routing_map.dtype != torch.bool:
+            raise TypeError(f"{call}: the routing map must be torch.bool, not {routing_map.dtype}")
+        if routing_map.dim() != 2 or len(routing_map) != len(x):
+            shape = list(routing_map.shape)
+            raise ValueError(f"{call}: the routing map must be of shape [T, E] = [{len(x)}, E], not {shape}")
+        self._check_probs(call, probs, routing_map.shape)
+        routing_map = routing_map.contiguous()
+        core = self._core.notify(
+            _codes(x.detach().contiguous()),
+            routing_map.view(torch.uint8),
+            pad_multiple=pad_multiple,
+            scales=None if scales is None else scales.contiguous(),
+            capacity=capacity,
+            max_tokens=len(x) if max_tokens is None else max_tokens,
+        )
+        received = self._rows_along(core, x, probs, scales, pad_multiple is None)
+        handle = _handle(core, self.comm.world_size)
+        handle.core, handle.calls, handle.pad_multiple = core, self, pad_multiple
+        handle.rows_per_expert = torch.tensor(core.rows_per_expert, dtype=torch.int64)
+        return HybridReceived(*received, handle.rows_per_expert, handle)
+
+    def dispatch_along(
+        self, x: Tensor, handle: HybridHandle, probs: Tensor | None = None, scales: Tensor | None = None
+    ) -> HybridReceived:
+        """Dispatches tokens along a handle."""
+        call = "hybrid_dispatch"
+        self._check_handle(call, handle)
+        _check_hybrid(call, [x, probs, scales])
+        _check_row(call, x)
+        _check_scales(x, scales)
+        self._check_probs(call, probs, (handle.num_tokens, handle.core.num_experts))
+        received = self._rows_along(handle.core, x, probs, scales, handle.pad_multiple is None)
+        return HybridReceived(*received, handle.rows_per_expert, handle)
+
+    def _rows_along(
+        self, core: MoeHybridHandle, x: Tensor, probs: Tensor | None, scales: Tensor | None, is_by_token: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        rows, local = core.rows, core.num_experts // self.comm.world_size
+        x, probs, scales = x.detach().contiguous(), _whole(probs), _whole(scales)
+        to_x = x.new_empty(rows, x.shape[1])
+        to_probs = None if probs is None else probs.new_empty((rows, local) if is_by_token else (rows,))
+        to_scales = None if scales is None else scales.new_empty(rows, scales.shape[1])
+        self._core.dispatch(
+            core,
+            _codes(x),
+            _codes(to_x),
+            scales=scales,
+            received_scales=to_scales,
+            probs=probs,
+            received_probs=to_probs,
+        )
+        return to_x, to_probs, to_scales
+
+    def combine(
+        self, x: Tensor, handle: HybridHandle, probs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Brings rows back along a handle; the sums, ``[T, H]``, and ``probs`` in their places, ``[T, E]``."""
+        call = "hybrid_combine"
+        self._check_handle(call, handle)
+        _check_hybrid(call, [x, probs])
+        _check_row(call, x)
+        if probs is not None and probs.dtype != torch.float32:
+            raise TypeError(f"{call}: the probs must be torch.float32, not {probs.dtype}")
+        x, probs = x.detach().contiguous(), _whole(probs)
+        output = x.new_empty(handle.num_tokens, x.shape[1])
+        output_probs = None if probs is None else probs.new_empty(handle.num_tokens, handle.core.num_experts)
+        self._core.combine(handle.core, x, output, probs=probs, output_probs=output_probs)
+        return output, output_probs
+
+    def _check_handle(self, call: str, handle: HybridHandle) -> None:
+        if handle.calls is not self:
+            raise ValueError(f"{call}: the handle is of another communicator")
+
+    @staticmethod
+    def _check_probs(call: str, probs: Tensor | None, shape: Sequence[int]) -> None:
+        if probs is None:
+            return
+        if probs.dtype != torch.float32:
+            raise TypeError(f"{call}: the probs must be torch.float32, not {probs.dtype}")
+        if list(probs.shape) != list(shape):
+            raise ValueError(f"{call}: the probs must be of shape [T, E] = {list(shape)}, not {list(probs.shape)}")
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().contiguous()
+
+
+def _check_hybrid(call: str, tensors: Sequence[Any]) -> None:
+    _check_devices(call, tensors)
+    if any(tensor is not None and tensor.is_cuda for tensor in tensors):
+        raise NotImplementedError(f"{call}: the hybrid form is not served on CUDA GPUs yet")
+
+
+def _handle(core: MoeHybridHandle, world_size: int) -> HybridHandle:
+    def matrix(words: bytes, columns: int) -> Tensor:
+        flat = torch.frombuffer(bytearray(words), dtype=torch.int32) if words else torch.empty(0, dtype=torch.int32)
+        return flat.view(-1, columns)
+
+    places = matrix(core.places or b"", core.num_experts // world_size)
+    return HybridHandle(
+        matrix(core.received_as, world_size),
+        None,
+        None,
+        torch.tensor([core.num_received], dtype=torch.int32),
+        places >= 0,
+        None,
+        places,
+        torch.tensor(core.tokens_per_expert, dtype=torch.int32),
+        core.num_tokens,
+        None,
+        torch.tensor([core.overflow], dtype=torch.int32),
+    )
+
+
+_calls: "WeakKeyDictionary[Communicator, HybridCalls]" = WeakKeyDictionary()
+
+
+def hybrid_calls_of(comm: Communicator) -> HybridCalls:
+    """The calls of a communicator by routing maps, whose ranks come together to the first."""
+    calls = _calls.get(comm)
+    if calls is None:
+        calls = _calls[comm] = HybridCalls(comm)
+    return calls
+
+
+class DispatchByMap(torch.autograd.Function):
+    """Differentiable in ``x`` and ``probs``. ``plain`` gets what is not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor | None, calls: HybridCalls, plain: list[Any], call: dict[str, Any]
+    ) -> Any:
+        received = calls.dispatch(x, probs=probs, **call)
+        plain.append(received)
+        ctx.handle = received.handle
+        ctx.set_materialize_grads(False)
+        ctx.rows, ctx.dtype, ctx.has_probs = received.x.shape, received.x.dtype, probs is not None
+        return received.x, received.probs
+
+    @staticmethod
+    def backward(ctx: Any, grad_x: Tensor | None, grad_probs: Tensor | None) -> Any:
+        grad_x, grad_probs = gradients_of_dispatch(ctx.handle, grad_x, grad_probs, ctx)
+        return grad_x, grad_probs, None, None, None
+
+
+def gradients_of_dispatch(
+    handle: HybridHandle, grad_x: Tensor | None, grad_probs: Tensor | None, ctx: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """One combine of what comes; of what does not come, zeros, as all ranks call alike."""
+    like = handle.overflow_flag
+    if grad_x is None:
+        grad_x = like.new_zeros(ctx.rows, dtype=ctx.dtype)
+    if grad_probs is None and ctx.has_probs:
+        grad_probs = like.new_zeros(handle.rows, dtype=torch.float32)
+    return handle.calls.combine(grad_x, handle, None if grad_probs is None else grad_probs.float())
+
+
+class CombineByMap(torch.autograd.Function):
+    """Differentiable in ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, handle: HybridHandle) -> Any:
+        ctx.handle = handle
+        return handle.calls.combine(x, handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.handle.calls.dispatch_along(grad, ctx.handle).x, None

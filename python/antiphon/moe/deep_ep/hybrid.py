@@ -1,0 +1,268 @@
+"""``HybridEPBuffer``."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from antiphon import Communicator
+from antiphon.comm.cuda_ipc import communicator
+from antiphon.moe._hybrid import HybridHandle, HybridReceived, hybrid_calls_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["HybridEPBuffer"]
+
+
+class HybridEPBuffer:
+    """Dispatch and combine by routing maps between the ranks of a group.
+
+    All ranks make it together, from a torch process group of any backend or an :class:`antiphon.Communicator`. Memory depends on
+    none of the numbers, and buffers of one group share it. Tokens may be any number, a different one on each rank; only calls
+    with ``num_permuted_tokens`` need to know the most that any rank has, which is ``max_num_of_tokens_per_rank``: the largest
+    number that a rank passed, at least 512, as a multiple of 64.
+
+    Raises ``ValueError`` for numbers below 1, and for more than 8 ranks.
+    """
+
+    def __init__(
+        self,
+        group: "ProcessGroup | Communicator",
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+    ) -> None:
+        for name, number in (("hidden_dim", hidden_dim), ("num_local_experts", num_local_experts)):
+            if number < 1:
+                raise ValueError(f"HybridEPBuffer: {name} must be at least 1, not {number}")
+        if max_num_of_tokens_per_rank < 0:
+            raise ValueError(f"HybridEPBuffer: max_num_of_tokens_per_rank is {max_num_of_tokens_per_rank}")
+        self.group = group
+        self._comm = communicator("HybridEPBuffer", group)
+        self.rank, self.group_size = self._comm.rank, self._comm.world_size
+        self.hidden_dim, self.num_local_experts, self.use_fp8 = hidden_dim, num_local_experts, use_fp8
+        self.num_sms_dispatch_api = 24 if num_sms_dispatch_api is None else num_sms_dispatch_api
+        self.num_sms_combine_api = 24 if num_sms_combine_api is None else num_sms_combine_api
+        most = max(*self._comm.exchange_objects(max_num_of_tokens_per_rank), 512)
+        self.max_num_of_tokens_per_rank = -(-most // 64) * 64
+        self._calls = hybrid_calls_of(self._comm)
+
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: Any = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
+        """Sends tokens (``[T, H]``) to the ranks of their experts, where each has one row, in the order of source rank and token.
+
+        Experts are those of ``routing_map`` (bool ``[T, E]``) with ``probs`` (float32 ``[T, E]``), or of ``topk_idx`` (``[T, K]``)
+        with ``topk_weights``, which needs ``num_of_experts``. Tokens of 8 bits have a ``scaling_factor``, float32
+        ``[T, H / 128]``; of others it is ignored.
+
+        Gives the rows ``[N, H]``, their probs ``[N, E]`` (0 but for chosen experts of this rank), their scales, and a handle:
+        a tuple of seven, of which ``[3]`` is ``N`` and ``[4]`` the routing map of this rank's experts.
+        """
+        scales = _scales_of("dispatch", hidden, scaling_factor)
+        if handle is not None:
+            inner = _inner(handle)
+            if probs is None and topk_idx is not None and topk_weights is not None:
+                probs = _map_of(topk_idx, topk_weights, inner.core.num_experts)[1]
+            received = self._calls.dispatch_along(hidden, inner, probs, scales)
+        else:
+            routing_map, probs = self._routing("dispatch", routing_map, probs, topk_idx, topk_weights, num_of_experts)
+            received = self._calls.dispatch(hidden, routing_map, probs, scales, pad_multiple=None)
+            handle = HybridTokenHandle.of(received.handle)
+        return received.x, self._spread(received.probs), received.scales, handle
+
+    def _spread(self, probs: Tensor | None) -> Tensor | None:
+        """Probs of this rank's experts, ``[N, L]``, among those of all."""
+        if probs is None:
+            return None
+        before = self.rank * probs.shape[1]
+        after = (self.group_size - self.rank - 1) * probs.shape[1]
+        return torch.nn.functional.pad(probs, (before, after))
+
+    def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Any = None) -> tuple[Tensor, Tensor | None]:
+        """Sums what the ranks made of each token (``[N, H]``), in the order of ranks: ``[T, H]``. Of ``probs``, ``[N, E]``, come those
+        of each expert back from its rank: ``[T, E]``."""
+        inner = _inner(handle)
+        if inner.pad_multiple is not None:
+            raise ValueError("combine: the handle is of dispatch_with_permute: use combine_with_unpermute")
+        if probs is not None:
+            if list(probs.shape) != [len(hidden), inner.core.num_experts]:
+                shape = [len(hidden), inner.core.num_experts]
+                raise ValueError(f"combine: the probs must be of shape [N, E] = {shape}, not {list(probs.shape)}")
+            probs = probs.tensor_split(self.group_size, 1)[self.rank]
+        return self._calls.combine(hidden, inner, probs)
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        num_permuted_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        handle: Any = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        use_host_meta: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, HybridHandle]:
+        """Sends tokens (``[T, H]``) to a row for each of their experts: by expert, and of each in the order of source rank and token.
+        The rows of each expert are padded to a multiple of ``pad_multiple`` (``None`` and 0: not). Experts are named as in
+        :meth:`dispatch`.
+
+        Gives the rows ``[P, H]``, their probs ``[P]``, their scales, how many rows each expert has (int64 ``[L]``), and a handle.
+        Rows to which no token comes are 0. Without ``num_permuted_tokens`` the call waits for the counts of all ranks. With it
+        ``P`` is that number, and what belongs to later rows is dropped, which ``handle.overflow_flag`` says.
+
+        With a ``handle`` tokens go as they did then.
+        """
+        scales = _scales_of("dispatch_with_permute", hidden, scaling_factor)
+        received: HybridReceived
+        if handle is not None:
+            inner = _inner(handle)
+            self._check_along("dispatch_with_permute", inner, num_permuted_tokens, pad_multiple)
+            if probs is None and topk_idx is not None and topk_weights is not None:
+                probs = _map_of(topk_idx, topk_weights, inner.core.num_experts)[1]
+            received = self._calls.dispatch_along(hidden, inner, probs, scales)
+            return received.x, received.probs, received.scales, received.rows_per_expert, inner
+        if non_blocking and num_permuted_tokens is None:
+            raise ValueError("dispatch_with_permute: non_blocking needs num_permuted_tokens")
+        call = "dispatch_with_permute"
+        routing_map, probs = self._routing(call, routing_map, probs, topk_idx, topk_weights, num_of_experts)
+        if num_permuted_tokens is not None and num_permuted_tokens < 0:
+            raise ValueError(f"{call}: num_permuted_tokens is {num_permuted_tokens}")
+        received = self._calls.dispatch(
+            hidden,
+            routing_map,
+            probs,
+            scales,
+            pad_multiple=_multiple(call, pad_multiple),
+            capacity=num_permuted_tokens,
+            max_tokens=self.max_num_of_tokens_per_rank,
+        )
+        return received.x, received.probs, received.scales, received.rows_per_expert, received.handle
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: Any = None,
+        num_dispatched_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums the rows (``[P, H]``) of each token: on each rank in the order of experts, rounded, then in the order of ranks:
+        ``[T, H]``. ``probs``, ``[P]``, come back in the places of their experts, ``[T, E]``. Padding is not read."""
+        inner = _inner(handle)
+        self._check_along("combine_with_unpermute", inner, None, pad_multiple)
+        return self._calls.combine(hidden, inner, probs)
+
+    def _routing(
+        self,
+        call: str,
+        routing_map: Tensor | None,
+        probs: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        num_of_experts: int | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        experts = self.num_local_experts * self.group_size
+        if routing_map is None:
+            if topk_idx is None:
+                raise ValueError(f"{call}: pass a handle, a routing_map, or topk_idx")
+            if num_of_experts is None:
+                raise ValueError(f"{call}: topk_idx needs num_of_experts")
+            routing_map, of_choices = _map_of(topk_idx, topk_weights, num_of_experts)
+            probs = of_choices if probs is None else probs
+        if routing_map.dim() != 2 or routing_map.shape[1] != experts:
+            raise ValueError(
+                f"{call}: {self.num_local_experts} experts of each of {self.group_size} ranks need a routing map of shape "
+                f"[T, {experts}], not {list(routing_map.shape)}"
+            )
+        return routing_map, probs
+
+    @staticmethod
+    def _check_along(call: str, handle: HybridHandle, rows: int | None, pad_multiple: int | None) -> None:
+        if handle.pad_multiple is None:
+            raise ValueError(f"{call}: the handle is of dispatch, whose rows are by token")
+        if rows is not None and rows != handle.rows:
+            raise ValueError(f"{call}: num_permuted_tokens is {rows}; the handle has {handle.rows} rows")
+        if pad_multiple is not None and _multiple(call, pad_multiple) != handle.pad_multiple:
+            raise ValueError(f"{call}: pad_multiple is {pad_multiple}; that of the handle is {handle.pad_multiple}")
+
+
+class HybridTokenHandle(tuple[Any, ...]):
+    """The handle of :meth:`HybridEPBuffer.dispatch`: the first five fields of a :class:`HybridHandle`, ``T`` and ``None``."""
+
+    inner: HybridHandle
+
+    @classmethod
+    def of(cls, inner: HybridHandle) -> "HybridTokenHandle":
+        """The one of these routes."""
+        handle = cls((*inner[:5], inner.num_tokens, None))
+        handle.inner = inner
+        return handle
+
+
+def _inner(handle: Any) -> HybridHandle:
+    if isinstance(handle, HybridTokenHandle):
+        return handle.inner
+    if isinstance(handle, HybridHandle):
+        return handle
+    raise TypeError(f"the handle must be one that a dispatch gave, not {type(handle).__name__}")
+
+
+def _multiple(call: str, pad_multiple: int | None) -> int:
+    if pad_multiple is not None and pad_multiple < 0:
+        raise ValueError(f"{call}: pad_multiple is {pad_multiple}")
+    return pad_multiple or 1
+
+
+def _scales_of(call: str, hidden: Tensor, scaling_factor: Tensor | None) -> Tensor | None:
+    if hidden.element_size() != 1:
+        return None
+    if scaling_factor is None:
+        raise ValueError(f"{call}: tokens of {hidden.dtype} need a scaling_factor")
+    return scaling_factor
+
+
+def _map_of(topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor | None]:
+    """The routing map of choices, and their weights in its places. What is outside of ``0..num_experts`` chooses nothing; the
+    weights of an expert that is chosen twice are added."""
+    if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise TypeError(f"topk_idx must be integers of shape [T, K], not {topk_idx.dtype} {list(topk_idx.shape)}")
+    places = topk_idx.long().masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts)
+    zeros = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.float32, device=topk_idx.device)
+    routing_map = zeros.bool().scatter(1, places, True)[:, :num_experts]
+    if topk_weights is None:
+        return routing_map, None
+    return routing_map, zeros.scatter_add(1, places, topk_weights.float())[:, :num_experts]

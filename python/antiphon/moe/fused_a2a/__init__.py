@@ -1,0 +1,86 @@
+"""The names of Megatron-Core's ``core.transformer.moe.fused_a2a``, over :mod:`antiphon.moe.deep_ep`.
+
+Arguments are in the order of release 0.16; names of later releases are taken by keyword. What differs: the gradient of
+``token_probs`` counts only where the received id is an expert of the receiving rank, which is the exact product; float32, float16
+and float64 are combined as bfloat16 is; gradients may be non-contiguous.
+"""
+
+from typing import Any
+
+from antiphon.moe.deep_ep import Buffer, HybridEPBuffer
+from antiphon.moe.fused_a2a import hybrid as _hybrid
+from antiphon.moe.fused_a2a import normal as _normal
+from antiphon.moe.fused_a2a.hybrid import (
+    HYBRIDEP_TOKEN_ALIGNMENT,
+    HybridEPCombine,
+    HybridEPDispatch,
+    hybrid_ep_combine,
+    hybrid_ep_dispatch,
+    init_hybrid_ep_buffer,
+    reset_hybrid_ep_buffer,
+)
+from antiphon.moe.fused_a2a.normal import (
+    FusedCombine,
+    FusedDispatch,
+    fused_combine,
+    fused_dispatch,
+    get_buffer,
+    get_hidden_bytes,
+    set_deepep_num_sms,
+)
+
+__all__ = [
+    "HAVE_DEEP_EP",
+    "HAVE_HYBRIDEP",
+    "HAVE_TE_EP",
+    "HYBRIDEP_TOKEN_ALIGNMENT",
+    "Buffer",
+    "FusedCombine",
+    "FusedDispatch",
+    "HybridEPBuffer",
+    "HybridEPCombine",
+    "HybridEPDispatch",
+    "alloc_ep_symm_buffer",
+    "ensure_nccl_ep_bootstrapped",
+    "fused_combine",
+    "fused_dispatch",
+    "get_buffer",
+    "get_hidden_bytes",
+    "hybrid_ep_combine",
+    "hybrid_ep_dispatch",
+    "init_hybrid_ep_buffer",
+    "is_nccl_ep_bootstrapped",
+    "nccl_ep_combine",
+    "nccl_ep_dispatch",
+    "nccl_ep_finalize",
+    "new_nccl_ep_buffer",
+    "reset_hybrid_ep_buffer",
+    "set_deepep_num_sms",
+]
+
+HAVE_DEEP_EP = True
+HAVE_HYBRIDEP = True
+#: The names of Transformer Engine are its own: here they are ``None``.
+HAVE_TE_EP = False
+alloc_ep_symm_buffer = None
+ensure_nccl_ep_bootstrapped = None
+is_nccl_ep_bootstrapped = None
+nccl_ep_combine = None
+nccl_ep_dispatch = None
+new_nccl_ep_buffer = None
+
+_buffer: Buffer | None
+_hybrid_ep_buffer: HybridEPBuffer | None
+
+
+def nccl_ep_finalize() -> None:
+    """Does nothing: there is nothing of Transformer Engine's to end."""
+
+
+def __getattr__(name: str) -> Any:
+    """The buffers that all layers share; ``None`` before they are made."""
+    if name == "_buffer":
+        return _normal._buffer
+    if name == "_hybrid_ep_buffer":
+        return _hybrid._hybrid_ep_buffer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,309 @@
+"""The hybrid form of antiphon.moe: rows by expert, against its definition, and its gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradients import check_gradients
+from ranks import outcomes, processes, threads
+from torch import Tensor
+
+import antiphon
+from antiphon.moe import ExpertParallel, deep_ep, fused_a2a
+
+H, LOCAL = 8, 3
+
+
+def tokens_of(rank: int, world: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank brings: the same on whatever rank it is asked for. Ranks have different numbers of tokens."""
+    count = [5, 0, 9, 1][rank]
+    seed = torch.Generator().manual_seed(rank)
+    x = torch.randn(count, H, generator=seed).to(dtype)
+    routing_map = torch.rand(count, LOCAL * world, generator=seed) < 0.4
+    return x, routing_map, torch.rand(count, LOCAL * world, generator=seed) * routing_map
+
+
+def rows_of(rank: int, world: int, multiple: int) -> list[tuple[int, int, int] | None]:
+    """The rows of a rank: source rank, token and expert; ``None`` for padding."""
+    rows: list[tuple[int, int, int] | None] = []
+    for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
+        for source in range(world):
+            chosen = tokens_of(source, world)[1][:, expert]
+            rows += [(source, token, expert) for token in range(len(chosen)) if chosen[token]]
+        rows += [None] * (-len(rows) % multiple)
+    return rows
+
+
+def received(rank: int, world: int, multiple: int) -> tuple[Tensor, Tensor]:
+    """What must come to a rank."""
+    rows = rows_of(rank, world, multiple)
+    x = [torch.zeros(H, dtype=torch.bfloat16) if row is None else tokens_of(row[0], world)[0][row[1]] for row in rows]
+    probs = [0.0 if row is None else tokens_of(row[0], world)[2][row[1], row[2]].item() for row in rows]
+    return torch.stack(x), torch.tensor(probs)
+
+
+def combined(rank: int, world: int, made: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The sums of a rank's tokens: of the rows on each rank, rounded, then of the ranks."""
+    x, routing_map, _ = tokens_of(rank, world)
+    total = torch.zeros(len(x), H)
+    for holder in range(world):
+        part = torch.zeros(len(x), H)
+        for expert in range(holder * LOCAL, (holder + 1) * LOCAL):
+            part += torch.where(routing_map[:, expert, None], made(holder, x).float(), 0.0)
+        total += part.bfloat16().float()
+    return total.bfloat16()
+
+
+def made(holder: int, x: Tensor) -> Tensor:
+    return x * (holder + 1.5)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_come_by_expert_and_go_back(world: int) -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, LOCAL * world, H)
+        x, routing_map, probs = tokens_of(comm.rank, world)
+        for multiple in (1, 4):
+            got = parallel.dispatch_by_expert(x, routing_map, probs, pad_multiple=multiple)
+            rows, row_probs = received(comm.rank, world, multiple)
+            assert torch.equal(got.x, rows) and got.probs is not None and torch.equal(got.probs, row_probs)
+            assert got.rows_per_expert.sum() == len(rows) and all(got.rows_per_expert % multiple == 0)
+            assert got.handle.overflow_flag.item() == 0 and got.handle[-1] is got.handle.overflow_flag
+            places = got.handle.dense_to_expert_map
+            assert torch.equal(places >= 0, got.handle.local_expert_routing_map)
+            assert sorted(places[places >= 0].tolist()) == [i for i, row in enumerate(rows_of(comm.rank, world, multiple)) if row]
+            sums = parallel.combine_by_expert(made(comm.rank, got.x), got.handle)
+            assert torch.equal(sums, combined(comm.rank, world, made))
+
+    threads(world, body)
+
+
+def test_what_a_capacity_has_no_room_for_is_dropped() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, LOCAL * 2, H)
+        x, routing_map, probs = tokens_of(comm.rank, 2)
+        rows, row_probs = received(comm.rank, 2, 4)
+        for capacity, overflows in ((len(rows), False), (len(rows) - 4, True), (len(rows) + 8, False), (0, True)):
+            got = parallel.dispatch_by_expert(
+                x, routing_map, probs, pad_multiple=4, capacity=capacity, max_tokens=9
+            )
+            assert len(got.x) == capacity and got.handle.overflow_flag.item() == overflows
+            kept = min(capacity, len(rows))
+            assert torch.equal(got.x[:kept], rows[:kept]) and not got.x[kept:].any()
+            assert got.probs is not None and torch.equal(got.probs[:kept], row_probs[:kept])
+            parallel.combine_by_expert(got.x, got.handle)
+
+    threads(2, body)
+
+
+def test_rows_of_a_hybrid_buffer() -> None:
+    """As DeepEP's test of the branch hybrid-ep has it: codes and bfloat16, by token and by expert, with and without probs."""
+
+    def body(comm: antiphon.Communicator) -> None:
+        hidden, count, top_k = 512, 33, 4
+        seed = torch.Generator().manual_seed(comm.rank)
+        buffer = deep_ep.HybridEPBuffer(comm, hidden, count, 4, use_fp8=True)
+        topk_idx = torch.stack([torch.randperm(8, generator=seed)[:top_k] for _ in range(count)])
+        routing_map = torch.zeros(count, 8, dtype=torch.bool).scatter(1, topk_idx, True)
+        probs = routing_map.float()
+        scales = torch.randn(count, hidden // 128, generator=seed)
+        codes = torch.randint(0, 256, (count, hidden), generator=seed, dtype=torch.uint8)
+        for x in (codes, torch.randn(count, hidden, generator=seed).bfloat16()):
+            for with_probs in (True, False):
+                weights = torch.ones(count, top_k) if with_probs else None
+                rows, row_probs, row_scales, handle = buffer.dispatch(
+                    hidden=x, scaling_factor=scales, topk_idx=topk_idx, topk_weights=weights, num_of_experts=8
+                )
+                _, _, _, num_dispatched, local_map, _, _ = handle
+                assert num_dispatched.item() == len(rows) and (row_scales is None) == (x is not codes)
+                mine = slice(comm.rank * 4, comm.rank * 4 + 4)
+                if row_probs is not None:
+                    assert torch.equal(row_probs[:, mine], local_map.float()) and row_probs.sum() == local_map.sum()
+                copies = local_map.sum(1, keepdim=True)
+                sums, sum_probs = buffer.combine(rows.bfloat16() * copies, row_probs, handle)
+                torch.testing.assert_close(sums / top_k, x.bfloat16(), atol=2e-5, rtol=1e-2)
+                assert sum_probs is None or torch.equal(sum_probs, probs)
+
+                rows, row_probs, row_scales, per_expert, handle = buffer.dispatch_with_permute(
+                    hidden=x,
+                    routing_map=routing_map,
+                    probs=probs if with_probs else None,
+                    scaling_factor=scales,
+                    pad_multiple=32,
+                )
+                assert len(rows) == per_expert.sum() and len(handle) == 11
+                again = buffer.dispatch_with_permute(
+                    hidden=x, scaling_factor=scales, handle=handle, num_permuted_tokens=len(rows), pad_multiple=32
+                )
+                assert torch.equal(again[0], rows)
+                sums, sum_probs = buffer.combine_with_unpermute(
+                    hidden=rows.bfloat16(), probs=row_probs, handle=handle, pad_multiple=32
+                )
+                torch.testing.assert_close(sums / top_k, x.bfloat16(), atol=2e-5, rtol=1e-2)
+                assert sum_probs is None or torch.equal(sum_probs, probs)
+
+    threads(2, body)
+
+
+MAPS = [
+    torch.tensor([[1, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]).bool(),
+    torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]]).bool(),
+]
+
+
+def gradient_inputs() -> list[Tensor]:
+    inputs = []
+    for rank, count in enumerate([3, 2]):
+        seed = torch.Generator().manual_seed(rank)
+        x = torch.randn(count, 2, generator=seed, dtype=torch.float64)
+        inputs += [x, torch.randint(0, 64, (count, 4), generator=seed).double() / 64]
+    return [tensor.requires_grad_() for tensor in inputs]
+
+
+@pytest.mark.parametrize("capacity", [None, 8])
+def test_gradients_of_expert_parallel(capacity: int | None) -> None:
+    """With a capacity some rows are dropped: of the 10 that come with the padding, 8 are there."""
+
+    def body(comm: antiphon.Communicator) -> Callable[..., Sequence[Tensor]]:
+        parallel = ExpertParallel(comm, 4, 2)
+
+        def layer(x: Tensor, probs: Tensor) -> Sequence[Tensor]:
+            got = parallel.dispatch_by_expert(
+                x, MAPS[comm.rank], probs.float(), pad_multiple=2, capacity=capacity, max_tokens=3
+            )
+            assert got.probs is not None
+            y = parallel.combine_by_expert(got.x * (comm.rank + 2), got.handle)
+            return got.x, got.probs.double(), y
+
+        return layer
+
+    check_gradients(body, gradient_inputs())
+
+
+def test_gradients_of_the_fused_functions() -> None:
+    def body(comm: antiphon.Communicator) -> Callable[..., Sequence[Tensor]]:
+        def layer(x: Tensor, probs: Tensor) -> Sequence[Tensor]:
+            rows, row_probs, scales, per_expert, handle = fused_a2a.hybrid_ep_dispatch(
+                x, MAPS[comm.rank], probs.float(), comm, 2, pad_multiple=4, fused=True
+            )
+            assert scales is None
+            sums = fused_a2a.hybrid_ep_combine(rows * (comm.rank + 2), handle, per_expert.sum(), 4)
+            # A gradient that is not contiguous, and one that is missing.
+            return sums.t().contiguous().t(), row_probs.double()
+
+        return layer
+
+    fused_a2a.reset_hybrid_ep_buffer()
+    try:
+        check_gradients(body, gradient_inputs())
+    finally:
+        fused_a2a.reset_hybrid_ep_buffer()
+
+
+def test_dispatch_and_combine_are_adjoint() -> None:
+    """⟨dispatch x, y⟩ over all ranks is ⟨x, combine y⟩."""
+
+    def body(comm: antiphon.Communicator) -> tuple[float, float]:
+        parallel = ExpertParallel(comm, LOCAL * 4, H)
+        x, routing_map, _ = tokens_of(comm.rank, 4)
+        x = x.double().round()
+        got = parallel.dispatch_by_expert(x, routing_map, pad_multiple=8)
+        y = torch.arange(got.x.numel()).remainder(17).double().view_as(got.x)
+        return (got.x * y).sum().item(), (x * parallel.combine_by_expert(y, got.handle)).sum().item()
+
+    there, here = zip(*threads(4, body), strict=True)
+    assert sum(there) == sum(here) != 0
+
+
+def test_what_is_refused_is_named_with_its_numbers() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        buffer = deep_ep.HybridEPBuffer(comm, H, 4, LOCAL)
+        x, routing_map, probs = tokens_of(comm.rank, 1)
+
+        def dispatch(**changed: Any) -> Any:
+            return buffer.dispatch_with_permute(**{"hidden": x, "routing_map": routing_map, "probs": probs} | changed)
+
+        for error, text, changed in (
+            (TypeError, "the probs must be torch.float32, not torch.float64", {"probs": probs.double()}),
+            (TypeError, "the routing map must be torch.bool, not torch.int64", {"routing_map": routing_map.long()}),
+            (ValueError, r"need a routing map of shape \[T, 3\], not \[5, 2\]", {"routing_map": routing_map[:, :2]}),
+            (ValueError, r"must be of shape \[T, E\] = \[5, E\], not \[4, 3\]", {"routing_map": routing_map[:4]}),
+            (ValueError, r"the probs must be of shape \[T, E\] = \[5, 3\], not \[5, 2\]", {"probs": probs[:, :2]}),
+            (ValueError, "rows of 6 × bf16 are 12 bytes, which must be a multiple of 16", {"hidden": x[:, :6]}),
+            (
+                ValueError,
+                "num_permuted_tokens is 9, which is no multiple of pad_multiple, 4",
+                {"num_permuted_tokens": 9, "pad_multiple": 4},
+            ),
+            (ValueError, "pad_multiple is -4", {"pad_multiple": -4}),
+            (ValueError, "non_blocking needs num_permuted_tokens", {"non_blocking": True}),
+            (ValueError, "pass a handle, a routing_map, or topk_idx", {"routing_map": None}),
+            (
+                ValueError,
+                "513 tokens; max_tokens is 512",
+                {
+                    "hidden": torch.zeros(513, H, dtype=torch.bfloat16),
+                    "routing_map": torch.zeros(513, LOCAL, dtype=torch.bool),
+                    "probs": None,
+                    "num_permuted_tokens": 64,
+                },
+            ),
+            (ValueError, "tokens of torch.uint8 need a scaling_factor", {"hidden": torch.zeros(5, 512, dtype=torch.uint8)}),
+        ):
+            with pytest.raises(error, match=text):
+                dispatch(**changed)
+        rows, _, _, _, handle = dispatch()
+        with pytest.raises(ValueError, match=f"num_permuted_tokens is 99; the handle has {len(rows)} rows"):
+            dispatch(handle=handle, num_permuted_tokens=99)
+        with pytest.raises(ValueError, match="pad_multiple is 8; that of the handle is 1"):
+            buffer.combine_with_unpermute(hidden=rows, handle=handle, pad_multiple=8)
+        with pytest.raises(ValueError, match="use combine_with_unpermute"):
+            buffer.combine(rows, handle=handle)
+        with pytest.raises(TypeError, match="the handle must be one that a dispatch gave, not tuple"):
+            buffer.combine(rows, handle=(1, 2))
+        with pytest.raises(ValueError, match=f"num_permuted_tokens is 1; the handle has {len(rows)} rows"):
+            fused_a2a.hybrid_ep_combine(rows, handle, 1, None)
+        with pytest.raises(ValueError, match="fp8_dispatch is not served"):
+            fused_a2a.init_hybrid_ep_buffer(comm, H, 4, LOCAL, 24, 24, True)
+        shape = [len(rows) + 1, H]
+        with pytest.raises(ValueError, match=rf"shape \[P, H\] = \[{len(rows)}, {H}\], not \[{shape[0]}, {H}\]"):
+            buffer.combine_with_unpermute(hidden=torch.zeros(shape, dtype=torch.bfloat16), handle=handle)
+
+    threads(1, body)
+
+
+def test_ranks_that_differ_hear_of_it() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, 4, H)
+        routing_map = torch.ones(3, 4, dtype=torch.bool)
+        parallel.dispatch_by_expert(
+            torch.zeros(3, H), routing_map, capacity=None if comm.rank else 64
+        )
+
+    for outcome in outcomes(2, body):
+        assert isinstance(outcome, RuntimeError) and "hybrid_dispatch" in str(outcome) and "capacity" in str(outcome)
+
+
+def _of_a_torch_group() -> None:
+    dist.init_process_group("gloo")
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x, routing_map, probs = tokens_of(rank, 2)
+    for layer in range(2):
+        x.grad = None
+        x.requires_grad_()
+        rows, row_probs, _, _, handle = fused_a2a.hybrid_ep_dispatch(x, routing_map, probs, group, LOCAL, pad_multiple=4)
+        expected = received(rank, 2, 4)
+        assert torch.equal(rows, expected[0]) and torch.equal(row_probs, expected[1])
+        sums = fused_a2a.hybrid_ep_combine(made(rank, rows), handle, None, 4)
+        assert torch.equal(sums.detach(), combined(rank, 2, made).detach())
+        sums.sum().backward()
+        assert fused_a2a._hybrid_ep_buffer is not None and fused_a2a._hybrid_ep_buffer.group is group, layer
+    fused_a2a.nccl_ep_finalize()
+    assert fused_a2a.HAVE_HYBRIDEP and fused_a2a.nccl_ep_dispatch is None
+    dist.destroy_process_group()
+
+
+def test_a_torch_group_of_any_backend_will_do() -> None:
+    processes(2, _of_a_torch_group)
