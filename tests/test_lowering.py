@@ -1,7 +1,9 @@
 """Compiled models whose collectives are fused with what follows, on host ranks: against eager, and what is refused."""
 
 import json
+import tempfile
 import warnings
+from pathlib import Path
 
 import antiphon.lowering
 import antiphon.torch
@@ -129,6 +131,15 @@ def ranks_that_compile_other_programs_are_told(comm: Comm, device: Device) -> No
 
 
 @check
+def ranks_with_other_tables_are_told(comm: Comm, device: Device) -> None:
+    with Group(comm), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        tables = Path(folder) / "tables.json"
+        tables.write_text(json.dumps({"format": 1, "entries": []}) + " " * comm.rank)
+        with pytest.raises(RuntimeError, match="run different programs"):
+            lowered(rms_norm, tables=str(tables))(*tensors(comm.rank, torch.float32))
+
+
+@check
 def ranks_of_which_one_knows_its_program_are_told(comm: Comm, device: Device) -> None:
     """The rank whose program is new compares it, where the other one already sums: an error, and not a wait for ever."""
     with Group(comm), torch.no_grad():
@@ -250,6 +261,8 @@ def test_wrong_options_are_told() -> None:
         Options(numerics="exact")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="realize=True: known are measured, always, never"):
         Options(realize=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tables='none.json': no such file"):
+        Options(tables="none.json")
     with pytest.raises(ValueError, match="overlap=1: True or False"):
         Options(overlap=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a tuple of the names of groups"):

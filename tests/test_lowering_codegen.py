@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
+from antiphon.lowering._place import storage
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.codegen.wrapper import AllocateLine
@@ -232,13 +233,13 @@ def test_d9_what_computes_a_comm_buffer_writes_into_it() -> None:
     assert kernel is not None and kernel[1] not in (first, second)
 
 
-def test_what_is_computed_from_a_buffers_tensor_lies_elsewhere() -> None:
-    def program(x: Tensor) -> Tensor:
-        y = (x + 1).relu()
-        return summed(y) * summed(y.sin())
-
-    assert len(comm_buffers(ours(program))) == 1
-    assert "sin: what computes it allocates its memory" in str(antiphon.lowering.reports()[-1])
+def test_a_view_lies_in_its_operands_storage() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    view = graph.call_function(torch.ops.aten.reshape.default, (x, [8]))
+    sine = graph.call_function(torch.ops.aten.sin.default, (view,))
+    assert storage(view) is x
+    assert storage(sine) is sine
 
 
 WEIGHT = torch.ones(512, 512)

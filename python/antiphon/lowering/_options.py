@@ -1,7 +1,9 @@
 """The options of the pass."""
 
+import hashlib
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 __all__ = ["Options", "mode"]
@@ -19,6 +21,7 @@ class Options:
     ``realize``      which operands of calls lie in symmetric memory, on the host: ``"measured"``, those for which it was
                      measured to be faster; ``"always"``, those for which it is possible; ``"never"``, none. On GPUs it was
                      never faster: ``"always"`` is refused there
+    ``tables``       the path of a file of ``antiphon tune``, equal on all ranks, whose measured times replace the built-in ones
     ``overlap``      whether starts come early and waits late, neighbouring calls become one, and inductor keeps that order
     ``groups``       the names of the groups whose calls the pass may change; by default all that are attached
     ``strict``       whether a failed proof raises ``RuntimeError``; otherwise the graph stays unchanged, with a warning
@@ -29,6 +32,7 @@ class Options:
     fuse: bool = True
     merge: bool = True
     realize: Literal["measured", "always", "never"] = "measured"
+    tables: str | None = None
     overlap: bool = False
     groups: tuple[str, ...] | None = None
     strict: bool = False
@@ -40,6 +44,8 @@ class Options:
         for name in ("fuse", "merge", "overlap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False")
+        if self.tables is not None and not Path(self.tables).is_file():
+            raise ValueError(f"tables={self.tables!r}: no such file")
         if self.groups is not None:
             if isinstance(self.groups, str) or not all(isinstance(group, str) for group in self.groups):
                 raise ValueError(f"groups={self.groups!r}: a tuple of the names of groups")
@@ -55,7 +61,14 @@ class Options:
 
     def request(self) -> dict[str, Any]:
         """The options in the form that ``_core.lower`` takes."""
-        return {name: getattr(self, name) for name in ("numerics", "fuse", "merge", "realize", "overlap")}
+        names = ("numerics", "fuse", "merge", "realize", "overlap")
+        tables = "built_in" if self.tables is None else {"file": self.tables}
+        return {"tables": tables} | {name: getattr(self, name) for name in names}
+
+    def key(self) -> str:
+        """A text that differs for options which may lead to different programs."""
+        tables = b"" if self.tables is None else Path(self.tables).read_bytes()
+        return f"{replace(self, tables=None)!r} {hashlib.sha256(tables).hexdigest()}"
 
 
 def mode() -> str:

@@ -132,11 +132,11 @@ class Pass(CustomGraphPass):
     def uuid(self) -> Any:
         """The key of inductor's caches: everything that the result of the pass depends on.
 
-        These are the versions, the options, the spellings, and the groups with their sizes. The tables of costs are a part of the
-        package, and so of its version.
+        These are the versions, the options with the contents of their tables, the spellings, and the groups with their sizes. The
+        built-in tables are a part of the package, and so of its version.
         """
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else repr(self.before)
-        ours = [__version__, torch.__version__, repr(self.options), sorted(_spellings), mode(), before]
+        ours = [__version__, torch.__version__, self.options.key(), sorted(_spellings), mode(), before]
         return json.dumps([*ours, _groups.all_sizes()], default=repr)
 
 

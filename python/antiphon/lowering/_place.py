@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from antiphon.lowering._export import COMM_BUFFER
 from antiphon.lowering._inductor import preserve_node_ordering
 
-__all__ = ["freeze", "put_in_comm_buffers"]
+__all__ = ["freeze", "put_in_comm_buffers", "storage"]
 
 
 def put_in_comm_buffers(graph: Graph, slots: Iterable[Mapping[str, Any]], site: str) -> None:
@@ -31,7 +31,7 @@ def put_in_comm_buffers(graph: Graph, slots: Iterable[Mapping[str, Any]], site: 
     calls = [node for node in graph.nodes if node.op == "call_function" and _site(node).startswith(f"{site}:")]
     for number, call in enumerate(calls):
         ticket, x = call.args[:2]
-        slot = by_value.get(_storage(x).name)
+        slot = by_value.get(storage(x).name)
         if slot is None:
             continue
         value: Tensor = x.meta["val"]
@@ -64,7 +64,7 @@ def _site(node: Node) -> str:
     return last if isinstance(last, str) else ""
 
 
-def _storage(node: Node) -> Node:
+def storage(node: Node) -> Node:
     """The node whose storage a view lies in; the node itself if it is no view."""
     while isinstance(node.target, torch._ops.OpOverload) and any(each.alias_info for each in node.target._schema.returns):
         node = node.args[0]  # type: ignore[assignment]
