@@ -265,7 +265,7 @@ def test_operators_compile_and_differentiate() -> None:
 
 def test_the_pages_example_runs() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
-    program, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
     def body(comm: antiphon.Communicator) -> None:
         names: dict[str, Any] = {

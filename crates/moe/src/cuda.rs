@@ -67,12 +67,12 @@ pub struct CudaMoe {
     tenant: Tenant,
     region_bytes: usize,
     num_sms: Cell<u32>,
-    token: Arc<()>,
+    pub(crate) token: Arc<()>,
     handles: Cell<u32>,
     /// What Notify found.
     result: UntilIdle<PinnedMemory>,
     arrived: Event,
-    pool: Arc<Pool>,
+    pub(crate) pool: Arc<Pool>,
 }
 
 impl std::fmt::Debug for CudaMoe {
@@ -90,7 +90,7 @@ pub(crate) enum Memory {
 }
 
 impl Memory {
-    fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         match self {
             Self::Pooled(memory) => memory.pointer().0,
             Self::Callers(address) => *address,
@@ -166,8 +166,8 @@ impl HandleWords {
 
 /// Where those words are.
 pub(crate) struct Plan {
-    memory: Memory,
-    words: HandleWords,
+    pub(crate) memory: Memory,
+    pub(crate) words: HandleWords,
 }
 
 impl Plan {
@@ -191,9 +191,9 @@ pub struct CudaHandle {
 }
 
 /// What the host knows when it has waited for the counts.
-struct Arrived {
-    traffic: Traffic,
-    tokens_per_expert: Vec<usize>,
+pub(crate) struct Arrived {
+    pub(crate) traffic: Traffic,
+    pub(crate) tokens_per_expert: Vec<usize>,
 }
 
 impl std::fmt::Debug for CudaHandle {
@@ -290,7 +290,7 @@ impl CudaMoe {
         tenant.load_together(comm, Counting)?;
         tenant.load_together(comm, Notifying)?;
         tenant.load_together(comm, Moving { staging: staging(&tenant) })?;
-        let words = comm.world_size() * (2 + comm.world_size()) + MAX_LOCAL_EXPERTS;
+        let words = comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
         Ok(Self {
             tenant,
             region_bytes: config.region_bytes,
@@ -417,10 +417,9 @@ impl CudaMoe {
             Some(sources) => sources,
             None => Memory::Pooled(self.pool.take(rows * 4).map_err(device)?),
         };
-        self.handles.set(self.handles.get().wrapping_add(1).max(1));
         Ok(CudaHandle {
             owner: self.token.clone(),
-            number: self.handles.get(),
+            number: self.next_handle(),
             num_experts: routing.num_experts,
             top_k: routing.top_k,
             rows,
@@ -497,7 +496,7 @@ impl CudaMoe {
     }
 
     /// Waits for what Notify found.
-    fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
+    pub(crate) fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
         self.arrived.record(stream).map_err(device)?;
         // The kernel ends by the communicator's deadline.
         while !self.arrived.is_passed().map_err(device)? {
@@ -508,7 +507,7 @@ impl CudaMoe {
         let result = self.result.host().as_ptr().cast::<u32>();
         // SAFETY: the kernel that wrote these words is over, and so many there are.
         let word = |index: usize| unsafe { result.add(index).read() as usize };
-        let said = |from: usize, index: usize| word(from * (2 + world_size) + index);
+        let said = |from: usize, index: usize| word(from * (3 + world_size) + index);
         let traffic = Traffic {
             rank,
             world_size,
@@ -516,10 +515,10 @@ impl CudaMoe {
             capacity: vec![None; world_size],
             routed: (0..world_size)
                 .flat_map(|from| (0..world_size).map(move |to| (from, to)))
-                .map(|(from, to)| said(from, 2 + to))
+                .map(|(from, to)| said(from, 3 + to))
                 .collect(),
         };
-        let chosen = (0..local).map(|expert| word(world_size * (2 + world_size) + expert));
+        let chosen = (0..local).map(|expert| word(world_size * (3 + world_size) + expert));
         Ok(Arrived { tokens_per_expert: chosen.collect(), traffic })
     }
 
@@ -536,7 +535,7 @@ impl CudaMoe {
         call: Dispatch<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        self.knows(handle, "dispatch")?;
+        self.owns(&handle.owner, "dispatch")?;
         self.move_rows(handle, &call, stream)?;
         handle.has_rows.store(1, Ordering::Relaxed);
         Ok(())
@@ -556,7 +555,7 @@ impl CudaMoe {
         call: Combine<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        self.knows(handle, "combine")?;
+        self.owns(&handle.owner, "combine")?;
         if handle.has_rows.load(Ordering::Relaxed) == 0 {
             return Err(MoeError::Handle {
                 call: "combine",
@@ -566,8 +565,14 @@ impl CudaMoe {
         self.sum_rows(handle, &call, stream)
     }
 
-    fn knows(&self, handle: &CudaHandle, call: &'static str) -> Result<()> {
-        match Arc::ptr_eq(&handle.owner, &self.token) {
+    /// The number of a new handle.
+    pub(crate) fn next_handle(&self) -> u32 {
+        self.handles.set(self.handles.get().wrapping_add(1).max(1));
+        self.handles.get()
+    }
+
+    pub(crate) fn owns(&self, owner: &Arc<()>, call: &'static str) -> Result<()> {
+        match Arc::ptr_eq(owner, &self.token) {
             true => Ok(()),
             false => Err(MoeError::Handle { call, problem: "of another instance" }),
         }
@@ -613,6 +618,23 @@ impl CudaMoe {
         arguments: F::Arguments,
         stream: StreamRef<'_>,
     ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.launch_kernel(family, F::Kernel::ALL[0], signature, blocks, arguments, stream) }
+    }
+
+    /// Launches one of a family's kernels.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub(crate) unsafe fn launch_kernel<F: Family<Arguments: Copy>>(
+        &self,
+        family: F,
+        kernel: F::Kernel,
+        signature: &Signature,
+        blocks: Blocks,
+        arguments: F::Arguments,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
         let loaded = self.tenant.ready(family, stream)?;
         let blocks = match blocks {
             Blocks::One => 1,
@@ -620,7 +642,7 @@ impl CudaMoe {
         };
         let config = LaunchConfig::new(blocks, family.threads()).shared_bytes(family.shared_bytes());
         let launch = |_, _, _| Launch {
-            kernel: F::Kernel::ALL[0],
+            kernel,
             grid: Grid::Exact { config, is_small: false },
             work: Work::new(*signature),
             arguments,
@@ -647,6 +669,6 @@ pub fn failed(error: CudaError) -> MoeError {
     device(error).into()
 }
 
-fn device(error: CudaError) -> FabricError {
+pub(crate) fn device(error: CudaError) -> FabricError {
     DeviceError::from(error).into()
 }
