@@ -41,7 +41,9 @@ class World(torch.autograd.Function):
         return None, None, *[grad for grads in ctx.run(rank) for grad in grads]
 
 
-def check_gradients(body: Callable[[antiphon.Communicator], Callable[..., Sequence[Tensor]]], inputs: list[Tensor]) -> None:
+def check_gradients(
+    body: Callable[[antiphon.Communicator], Callable[..., Sequence[Tensor]]], inputs: list[Tensor], step: float = 2.0**-10
+) -> None:
     """Compares gradients with differences of ``body(comm)(*inputs of the rank)``, a function on each of two ranks."""
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(2) as pool:
 
@@ -50,8 +52,7 @@ def check_gradients(body: Callable[[antiphon.Communicator], Callable[..., Sequen
 
         comms = run(lambda rank: antiphon.init(rank=rank, world_size=2, path=f"{folder}/world", timeout=20))
         bodies = run(lambda rank: body(comms[rank]))
-        # Differences of a power of two are exact in float32, which weights have: all of this is linear.
-        step = 2.0**-10
+        # Differences of a power of two are exact in float32, which weights have: all of this is linear in each input.
         assert torch.autograd.gradcheck(
             lambda *inputs: World.apply(run, lambda rank, *mine: bodies[rank](*mine), *inputs), inputs, eps=step, atol=1e-6
         )

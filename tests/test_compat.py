@@ -145,7 +145,7 @@ def test_what_is_beside_an_installed_peer_is_the_peers(real: Path) -> None:
 
 def test_unknown_peers_are_refused() -> None:
     for call in compat.install, compat.uninstall:
-        with pytest.raises(ValueError, match="no peer 'flashinfer' is served; served are deep_ep, flashinfer.comm"):
+        with pytest.raises(ValueError, match="no peer 'flashinfer' is served; served are deep_ep, deep_ep_cpp, flashinfer.comm, "):
             call("flashinfer")
 
 
@@ -204,7 +204,7 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv("PYTHONPATH", path)
         before = dict(os.environ)
         compat.install(children=True)
-        assert os.environ["ANTIPHON_COMPAT"] == ",".join(sorted(compat.PEERS))
+        assert os.environ["ANTIPHON_COMPAT"] == ",".join(sorted(compat.PEERS.keys() - compat.BY_NAME))
         compat.uninstall()
         assert dict(os.environ) == before
 

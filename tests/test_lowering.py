@@ -10,6 +10,7 @@ import pytest
 import torch
 from antiphon import _core
 from antiphon.lowering import Options
+from antiphon.torch import comm_buffers, ops
 from harness import Checks
 from lowered import Comm, Device, Group, close, compiled, interpreted, last_rules, lowered, rms_norm, summed, tensors
 from torch import Tensor
@@ -128,6 +129,87 @@ def ranks_that_compile_other_programs_are_told(comm: Comm, device: Device) -> No
 
 
 @check
+def ranks_of_which_one_knows_its_program_are_told(comm: Comm, device: Device) -> None:
+    """The rank whose program is new compares it, where the other one already sums: an error, and not a wait for ever."""
+    with Group(comm), torch.no_grad():
+        x = torch.ones(4, 8)
+        programs = lowered(lambda x: summed(x * 2) + 1), lowered(sum_then_average)
+        for _ in range(2):
+            programs[0](x)
+        with pytest.raises(RuntimeError, match="ranks disagree: .* called exchange_objects"):
+            programs[1 - comm.rank](x)
+
+
+@check
+def what_inductor_keeps_depends_on_the_groups_sizes(comm: Comm, device: Device) -> None:
+    """A program for a group of one rank has no collectives."""
+    with Group(comm) as group:
+        assert json.loads(antiphon.lowering.Pass().uuid())[-1] == [[group, comm.world_size]]
+
+
+@check
+def every_operator_tells_ranks_apart_by_its_site(comm: Comm, device: Device) -> None:
+    with Group(comm) as group:
+        x, counts = torch.ones(4, 2, 16), [2, 2]
+        given: dict[str, tuple[object, ...]] = {
+            "all_gather_v": (counts, group),
+            "all_to_all_v": (counts, counts, group),
+            "shard_dim_all_to_all": (0, 1, group),
+            "all_reduce_fused": (group, ["sum"]),
+        }
+        schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("antiphon::")]
+        names = [schema.name.removeprefix("antiphon::") for schema in schemas if str(schema.arguments[-1].name) == "site"]
+        sited = sorted(name for name in names if not name.startswith("_"))
+        assert {*given, "all_reduce", "all_reduce_", "all_reduce_rms_norm", "broadcast_"} <= set(sited)
+        for name in sited:
+            with pytest.raises(RuntimeError, match=f"rank 0 is at call {name} of 0:1, rank 1 at {name} of 1:1"):
+                getattr(torch.ops.antiphon, name)(x, *given.get(name, (group,)), site=f"{name} of {comm.rank}:1")
+
+
+@check
+def operands_lie_in_comm_buffers_where_that_is_asked_for(comm: Comm, device: Device) -> None:
+    with Group(comm) as group, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        found: list[bool] = []
+        known = comm_buffers.is_comm_buffer
+        patch.setattr(ops, "is_comm_buffer", lambda comm, x: found.append(known(comm, x)) or found[-1])
+
+        def both(x: Tensor) -> tuple[Tensor, Tensor]:
+            y = (x + 1).relu()
+            return summed(summed(y).sin() * 3) * 2, y
+
+        def one(x: Tensor) -> Tensor:
+            return summed((x + 1).relu()) * 2
+
+        x = torch.randn(64, 512)
+        for program, options, where in [
+            (one, {"realize": "always"}, True),
+            (one, {}, True),  # of this size it was measured to be faster
+            (one, {"realize": "never"}, False),
+            (both, {"realize": "always"}, True),
+        ]:
+            found.clear()
+            torch._dynamo.reset()
+            compiled = lowered(program, **options)  # type: ignore[arg-type]
+            first, second = compiled(x), compiled(x * 2)
+            close(first, program(x), torch.float32)
+            close(second, program(x * 2), torch.float32)
+            assert found and found[-1] == where, (program, options, found)
+        assert comm_buffers.arena_bytes(ops._group(group)) == 1 << 20
+
+
+@check
+def a_comm_buffer_has_room_for_the_largest_of_bounded_sizes(comm: Comm, device: Device) -> None:
+    """D5."""
+    with Group(comm) as group, torch.no_grad():
+        program = lowered(lambda x: summed(x + 1) * 2, realize="always")
+        for rows in 6, 512, 3:
+            x = torch.randn(rows, 1024)
+            torch._dynamo.mark_dynamic(x, 0, min=2, max=512)
+            close(program(x), summed(x + 1) * 2, torch.float32)
+        assert comm_buffers.arena_bytes(ops._group(group)) == 512 * 1024 * 4
+
+
+@check
 def a_proof_that_fails_changes_nothing(comm: Comm, device: Device) -> None:
     with Group(comm), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(antiphon.lowering._pass._core, "check_lowering", lambda *_: ["it is somebody else's"])
@@ -166,6 +248,8 @@ def test_on(name: str) -> None:
 def test_wrong_options_are_told() -> None:
     with pytest.raises(ValueError, match="numerics='exact': known are close, same"):
         Options(numerics="exact")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="realize=True: known are measured, always, never"):
+        Options(realize=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overlap=1: True or False"):
         Options(overlap=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names of groups"):

@@ -202,6 +202,73 @@ def test_gradients_of_the_fused_functions(is_async: bool) -> None:
     check_gradients(body, gradient_inputs())
 
 
+def test_gradients_of_the_low_latency_form() -> None:
+    """Of numbers so few bits long that bfloat16 has all sums of their products."""
+    shapes = [(3, 8), (2, 8)]
+
+    def few(shape: tuple[int, ...], seed: int) -> Tensor:
+        numbers = torch.Generator().manual_seed(seed)
+        return (torch.randint(-4, 5, shape, generator=numbers) / 4).double().requires_grad_()
+
+    inputs = [few(shape, rank) for rank, (count, _) in enumerate(shapes) for shape in [(count, 8), (count, K)]]
+
+    def body(comm: antiphon.Communicator) -> Callable[..., Sequence[Tensor]]:
+        parallel = ExpertParallel(comm, 4, 8)
+        factors = torch.tensor([1.0, 2.0]).view(2, 1, 1) * (comm.rank + 1)
+
+        def layer(x: Tensor, weights: Tensor) -> Sequence[Tensor]:
+            received = parallel.dispatch_low_latency(x.bfloat16(), IDS[comm.rank], max_tokens=3)
+            is_filled = torch.arange(6) < received.counts.unsqueeze(1)
+            rows = torch.where(is_filled.unsqueeze(2), received.x * factors, 0).bfloat16()
+            y = parallel.combine_low_latency(rows, IDS[comm.rank], weights.float(), received.handle)
+            return rows.double(), y.double()
+
+        return layer
+
+    check_gradients(body, inputs, step=0.25)
+
+
+def test_low_latency_calls_without_a_gradient_say_so() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        parallel = ExpertParallel(comm, 2, 128)
+        x, ids = torch.ones(2, 128, dtype=torch.bfloat16, requires_grad=True), torch.tensor([[0], [1]])
+        with pytest.raises(ValueError, match="rows of fp8 have no gradient"):
+            parallel.dispatch_low_latency(x, ids, max_tokens=2, format="fp8")
+        received = parallel.dispatch_low_latency(x, ids, max_tokens=2)
+        with pytest.raises(ValueError, match="with out there is no gradient"):
+            parallel.combine_low_latency(received.x, ids, torch.ones(2, 1), received.handle, out=torch.empty_like(x))
+
+    threads(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_dispatch_and_combine_are_adjoint(world_size: int) -> None:
+    """⟨dispatch x, y⟩ = ⟨x, combine y⟩ over all ranks, in float64, and the same of the low-latency form."""
+
+    def body(comm: antiphon.Communicator) -> list[tuple[float, float]]:
+        experts = 2 * world_size
+        parallel = ExpertParallel(comm, experts, H)
+        x, ids, weights = tokens_of(comm.rank, counts(world_size)[comm.rank], experts, torch.float64)
+        received = parallel.dispatch(x, ids, weights)
+        y = torch.randn(received.x.shape, dtype=torch.float64)
+        normal = (received.x * y).sum().item(), (x * parallel.combine(y, received.handle)).sum().item()
+
+        few = torch.randint(-3, 4, x.shape).bfloat16()
+        ids = ids.masked_fill((ids.unsqueeze(2) == ids.unsqueeze(1)).tril(-1).any(2), -1)  # one slot for each choice
+        slots = parallel.dispatch_low_latency(few, ids, max_tokens=9)
+        is_filled = torch.arange(9 * world_size) < slots.counts.unsqueeze(1)
+        y = torch.randint(-3, 4, slots.x.shape).masked_fill(~is_filled.unsqueeze(2), 0).bfloat16()
+        sums = parallel.combine_low_latency(y, ids, torch.ones(ids.shape), slots.handle)
+        rows = slots.x.masked_fill(~is_filled.unsqueeze(2), 0)
+        low_latency = (rows.double() * y.double()).sum().item(), (few.double() * sums.double()).sum().item()
+        return [normal, low_latency]
+
+    ranks = threads(world_size, body)
+    for form in range(2):
+        there, back = (sum(rank[form][side] for rank in ranks) for side in range(2))
+        assert there == pytest.approx(back, rel=1e-12) and there != 0
+
+
 def test_rows_that_did_not_arrive_have_no_gradient() -> None:
     def body(comm: antiphon.Communicator) -> None:
         parallel = ExpertParallel(comm, 2, H)
@@ -265,7 +332,7 @@ def test_operators_compile_and_differentiate() -> None:
 
 def test_the_pages_example_runs() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
-    program, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
 
     def body(comm: antiphon.Communicator) -> None:
         names: dict[str, Any] = {

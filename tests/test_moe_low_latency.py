@@ -1,13 +1,15 @@
 """antiphon.moe: low-latency dispatch and combine, against their definition."""
 
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import harness
 import pytest
 import torch
-from ranks import threads
+from ranks import outcomes, threads
 from torch import Tensor
 
 import antiphon
@@ -143,6 +145,74 @@ def test_a_buffer_makes_deep_eps_low_latency_calls() -> None:
     threads(2, body)
 
 
+def test_a_hook_receives_while_its_rank_goes_on() -> None:
+    """Rank 1 makes its dispatch after rank 0 has got its own back, and rank 0 waits no earlier than in the hook."""
+    called = threading.Event()
+
+    def body(comm: antiphon.Communicator) -> None:
+        buffer = deep_ep.Buffer(comm, low_latency_mode=True)
+        x, ids, weights = inputs(comm.rank, 4)
+        for calls in range(2):  # of which the first makes what calls need
+            if calls and comm.rank == 1:
+                assert called.wait(20)
+            rows, counts, handle, _, hook = buffer.low_latency_dispatch(x, ids, M, 4, use_fp8=False, return_recv_hook=True)
+            if calls and comm.rank == 0:
+                called.set()
+            assert hook is not None and isinstance(rows, Tensor)
+            hook()
+            check_slots(LowLatencyReceived(rows, None, counts, handle), comm.rank, 2, 4, "bf16")
+            hook()  # once more does nothing
+        # A combine behind a dispatch whose hook nobody has called.
+        rows, _, handle, _, first = buffer.low_latency_dispatch(x, ids, M, 4, use_fp8=False, return_recv_hook=True)
+        assert first is not None and isinstance(rows, Tensor)
+        first()
+        made_rows = made(LowLatencyReceived(rows, None, counts, handle), comm.rank, 4, 2)
+        result, _, second = buffer.low_latency_combine(made_rows, ids, weights, handle, return_recv_hook=True)
+        buffer.low_latency_dispatch(x, ids, M, 4, use_fp8=False)
+        assert second is not None
+        second()
+        assert torch.equal(result, sums(comm.rank, 4))
+
+    threads(2, body)
+
+
+def test_a_hook_tells_of_a_rank_that_does_not_come() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        buffer = deep_ep.Buffer(comm, low_latency_mode=True)
+        x, ids, _ = inputs(comm.rank, 4)
+        buffer.low_latency_dispatch(x, ids, M, 4)
+        if comm.rank == 0:
+            *_, hook = buffer.low_latency_dispatch(x, ids, M, 4, return_recv_hook=True)
+            hook()
+        else:
+            time.sleep(1.5)
+
+    first, _ = outcomes(2, body, timeout=0.5)
+    assert isinstance(first, TimeoutError) and "low_latency_dispatch" in str(first) and "ranks [1]" in str(first)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_waits_name_the_late_rank(late: int) -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        buffer = deep_ep.Buffer(comm, low_latency_mode=True)
+        x, ids, weights = inputs(comm.rank, 6)
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, 6, use_fp8=False)
+        waits = torch.full((3,), 7, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+        if comm.rank == late:
+            time.sleep(0.2)
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, 6, use_fp8=False, dispatch_wait_recv_cost_stats=waits[0])
+        if comm.rank == late:
+            time.sleep(0.2)
+        rows = handle.new_rows().zero_()
+        buffer.low_latency_combine(rows, ids, weights, handle, combine_wait_recv_cost_stats=waits[1])
+        for own, measured in zip((7, 0), waits, strict=True):
+            assert measured[comm.rank] == own
+            if comm.rank != late:
+                assert measured.argmax() == late and measured[late] > 50_000_000
+
+    threads(3, body)
+
+
 def test_low_latency_arguments_are_refused_with_their_numbers() -> None:
     def body(comm: antiphon.Communicator) -> None:
         buffer = deep_ep.Buffer(comm, low_latency_mode=True)
@@ -160,7 +230,7 @@ def test_low_latency_arguments_are_refused_with_their_numbers() -> None:
         with pytest.raises(ValueError, match="async_finish or return_recv_hook, not both"):
             buffer.low_latency_dispatch(x, ids, M, 4, async_finish=True, return_recv_hook=True)
         _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, 4)
-        with pytest.raises(NotImplementedError, match="use_logfmt is not served"):
+        with pytest.raises(NotImplementedError, match="use_logfmt is not served: rows come back as bfloat16"):
             buffer.low_latency_combine(handle.new_rows(), ids, weights, handle, use_logfmt=True)
         with pytest.raises(ValueError, match="zero_copy needs"):
             buffer.low_latency_combine(x, ids, weights, handle, zero_copy=True)
@@ -172,7 +242,7 @@ def test_low_latency_arguments_are_refused_with_their_numbers() -> None:
 
 def test_the_pages_low_latency_example_runs() -> None:
     page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
-    _, program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1]
 
     def body(comm: antiphon.Communicator) -> None:
         names: dict[str, Any] = {
@@ -211,6 +281,66 @@ def slots_and_sums(comm: antiphon.Communicator, device: torch.device) -> None:
 
 
 @CHECKS
+def gradients(comm: antiphon.Communicator, device: torch.device) -> None:
+    """Of ``sums`` to tokens and weights, to the precision of bfloat16."""
+    experts = 2 * comm.world_size
+    layer = ExpertParallel(comm, experts, H)
+    x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, experts))
+    tokens, factors = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    received = layer.dispatch_low_latency(tokens, ids, max_tokens=M)
+    of_expert = torch.arange(comm.rank * 2 + 1, comm.rank * 2 + 3, device=device).view(-1, 1, 1)
+    result = layer.combine_low_latency((received.x * of_expert).bfloat16(), ids, factors, received.handle)
+    given = torch.randn(result.shape, device=device).bfloat16()
+    result.backward(given)
+    scale = (weights * (ids + 1)).masked_fill(ids < 0, 0).sum(1, keepdim=True)
+    assert tokens.grad is not None and torch.allclose(tokens.grad.float(), given.float() * scale, rtol=3e-2, atol=3e-2)
+    products = (x.float() * given.float()).sum(1, keepdim=True) * (ids + 1)
+    assert factors.grad is not None and torch.allclose(factors.grad, products.masked_fill(ids < 0, 0), rtol=1e-2, atol=2.0)
+
+
+@CHECKS
+def hooks(comm: antiphon.Communicator, device: torch.device) -> None:
+    """Calls of two launches; the tokens are overwritten before the second, and a hook that nobody calls is called by the next."""
+    buffer = deep_ep.Buffer(comm, low_latency_mode=True)
+    x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, 2 * comm.world_size))
+    experts = 2 * comm.world_size
+    for calls_hook in (True, False, True):
+        tokens = x.clone()
+        rows, counts, handle, _, hook = buffer.low_latency_dispatch(
+            tokens, ids, M, experts, use_fp8=False, return_recv_hook=True
+        )
+        assert hook is not None and isinstance(rows, Tensor)
+        tokens.fill_(9)
+        hook()
+        received = on_host(LowLatencyReceived(rows, None, counts, handle))
+        check_slots(received, comm.rank, comm.world_size, experts, "bf16")
+        buffer.get_next_low_latency_combine_buffer(handle)[:] = made(received, comm.rank, experts, comm.world_size).to(device)
+        result, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, zero_copy=True, return_recv_hook=True)
+        assert hook is not None
+        if calls_hook:
+            hook()
+        else:
+            buffer.low_latency_dispatch(x, ids, M, experts, use_fp8=False)
+            hook()
+        assert torch.equal(result.cpu(), sums(comm.rank, experts))
+
+
+@CHECKS
+def waits(comm: antiphon.Communicator, device: torch.device) -> None:
+    buffer = deep_ep.Buffer(comm, low_latency_mode=True)
+    experts = 2 * comm.world_size
+    x, ids, _ = (tensor.to(device) for tensor in inputs(comm.rank, experts))
+    buffer.low_latency_dispatch(x, ids, M, experts)
+    measured = torch.zeros(comm.world_size, dtype=torch.int64, device=device)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.2)
+    buffer.low_latency_dispatch(x, ids, M, experts, dispatch_wait_recv_cost_stats=measured)
+    if comm.rank == 0:
+        assert measured.argmax() == 1 and measured[0] == 0 and measured[1] > 50_000_000
+
+
+@CHECKS
 def graphs(comm: antiphon.Communicator, device: torch.device) -> None:
     """A CUDA graph of both calls, replayed with other choices."""
     if device.type == "cpu":
@@ -234,6 +364,6 @@ def graphs(comm: antiphon.Communicator, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", list(CHECKS))
-@pytest.mark.parametrize("device, world_size", [pytest.param("cuda", 2, marks=pytest.mark.cuda)])
-def test_on_gpus(name: str, device: str, world_size: int) -> None:
+@pytest.mark.parametrize("device, world_size", [("host", 2), pytest.param("cuda", 2, marks=pytest.mark.cuda)])
+def test_on_processes(name: str, device: str, world_size: int) -> None:
     harness.expect(__name__, name, device, world_size)

@@ -28,6 +28,17 @@ with antiphon.init(rank=rank, world_size=4, path=path, timeout=60) as comm:
 """
 
 
+# A job's own launcher, as torchrun is one: the process of the tests may have other communicators.
+LAUNCHER = """
+import sys
+from pathlib import Path
+from test_waiting import hanging_job
+with hanging_job(Path(sys.argv[1])) as ranks:
+    print(*(rank.pid for rank in ranks), flush=True)
+    sys.stdin.read()
+"""
+
+
 @contextlib.contextmanager
 def hanging_job(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Rank 0 waits for all: for rank 1, which waits for a message, for rank 2, which is stopped, and for rank 3, which sleeps."""
@@ -67,11 +78,22 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
 
 
+@contextlib.contextmanager
+def launched_job(folder: Path) -> Iterator[tuple[int, list[int]]]:
+    """The process ids of the launcher of a hanging job and of its ranks."""
+    here = str(Path(__file__).parent)
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=here
+    ) as launcher:
+        assert launcher.stdout is not None and launcher.stdin is not None
+        yield launcher.pid, [int(pid) for pid in launcher.stdout.readline().split()]
+        launcher.stdin.close()
+
+
 @pytest.mark.parametrize("asked", ["a rank", "a stopped rank", "the program that started the ranks"])
-def test_the_doctor_shows_of_a_running_job_who_waits_for_whom(tmp_path: Path, asked: str) -> None:
-    with hanging_job(tmp_path) as started:
-        pids = [process.pid for process in started]
-        asked_for = {"a rank": pids[3], "a stopped rank": pids[2]}.get(asked, os.getpid())
+def test_the_doctor_shows_what_each_rank_of_a_running_job_waits_for(tmp_path: Path, asked: str) -> None:
+    with launched_job(tmp_path) as (launcher, pids):
+        asked_for = {"a rank": pids[3], "a stopped rank": pids[2]}.get(asked, launcher)
         run = doctor("--job", str(asked_for))
         assert run.returncode == 0, run.stderr
         seconds = r"since [\d.]+ s"
@@ -85,14 +107,15 @@ def test_the_doctor_shows_of_a_running_job_who_waits_for_whom(tmp_path: Path, as
             r"  waited for, and not waiting themselves: ranks \[2, 3\]\n"
         )
         assert re.fullmatch(expected, run.stdout), run.stdout
-        assert all(process.poll() is None for process in started), "the job goes on"
         (world,) = json.loads(doctor("--job", str(asked_for), "--json").stdout)["communicators"]
-        assert [rank["rank"] for rank in world["ranks"]] == [0, 1, 2, 3]
+        assert [rank["rank"] for rank in world["ranks"]] == [0, 1, 2, 3], "the job goes on"
         assert world["ranks"][1]["wait"]["missing"] == [3]
 
 
 def test_the_doctor_says_what_is_no_job() -> None:
-    run = doctor("--job", "1")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        run = doctor("--job", str(other.pid))
+        other.kill()
     assert run.returncode == 1 and "have a communicator" in run.stderr, run
     run = doctor("--job", str(2**31))
     assert (run.returncode, run.stderr) == (1, f"antiphon: there is no process {2**31}\n")

@@ -944,26 +944,42 @@ class MoeLowLatency:
         layout_range: _Array,
         received_scales: _Array | None = None,
         statistics: _Array | None = None,
-    ) -> MoeLowLatencyHandle:
+        waits: _Array | None = None,
+        start: bool = False,
+    ) -> tuple[MoeLowLatencyHandle, Handle | None]:
         """Moves the tokens ``x`` (bfloat16 ``[T, H]``) to the slots of the experts ``ids`` (``[T, K]``) that they choose:
         ``received_x`` ``[L, R * M, H]``, bfloat16 or 8 bits as ``format`` (``bf16``, ``fp8``, ``fp8_powers_of_two``,
         ``fp8_packed``) says, with ``received_scales``, float32 ``[L, H / 128, R * M]`` or int32 ``[L, H / 512, R * M]``.
         ``counts`` (int32 ``[L]``), ``source_tokens`` (int32 ``[L, R * M]``) and ``layout_range`` (int64 ``[L, R]``) say which
-        slots are filled; ``counts`` is added to ``statistics``."""
+        slots are filled; ``counts`` is added to ``statistics``. To ``waits`` (int64 ``[R]``) the nanoseconds are added that
+        this rank waited for each other rank.
+
+        With ``start`` the call returns before it has received, with a handle: on host memory the operation goes on meanwhile, and
+        waiting for the handle is waiting for its end. On a GPU the call only sends, and waiting for the handle puts the
+        receiving kernel, whose deadline starts then, into the current stream; no other call may come before."""
 
     def combine(
-        self, handle: MoeLowLatencyHandle, rows: _Array, ids: _Array, weights: _Array, output: _Array
-    ) -> None:
+        self,
+        handle: MoeLowLatencyHandle,
+        rows: _Array,
+        ids: _Array,
+        weights: _Array,
+        output: _Array,
+        *,
+        waits: _Array | None = None,
+        start: bool = False,
+    ) -> Handle | None:
         """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along a handle, and sums those of each token with its ``weights``
-        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out."""
+        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``waits`` and
+        ``start`` are as for :meth:`dispatch`."""
 
 @final
 class MoeLowLatencyHandle:
     """Where rows went; see :meth:`MoeLowLatency.dispatch`."""
 
     @property
-    def num_tokens(self) -> int:
-        """How many tokens this rank dispatched."""
+    def num_tokens(self) -> int | None:
+        """How many tokens this rank dispatched; ``None`` before a started dispatch on host memory is over."""
 
 @disjoint_base
 class Mapping:

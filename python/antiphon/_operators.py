@@ -51,6 +51,10 @@ class Operators:
             place[_TICKET], *others = results if count else (results,)
             return None if not others else others[0] if count == 1 else tuple(others)
 
+    def define_ordered(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        """An operator that compiled programs alone have: its first argument is a ticket, and so is its first result."""
+        self._define(f"_ordered_{schema}", kernel, fake)
+
     def differentiate(self, name: str, backward: Callable[..., Any], save: Callable[..., None]) -> None:
         """Gives an operator a gradient: ``backward(ctx, *grads)``, of what ``save(ctx, inputs, output)`` has kept."""
         torch.library.register_autograd(f"antiphon::{name}", backward, setup_context=save, lib=self._library)

@@ -12,7 +12,7 @@ use antiphon_device::{
 };
 
 use crate::{
-    communicator::Notice,
+    notice::Notice,
     signal::{
         Head,
         packet::{Consumed, INLINE},

@@ -45,15 +45,16 @@
 //! ```
 
 mod communicator;
+mod endpoint;
 pub mod error;
 #[cfg(not(loom))]
 pub mod gpu;
-mod health;
 #[cfg(not(loom))]
 pub mod job;
 mod layout;
 mod local;
 mod members;
+mod notice;
 pub mod rendezvous;
 mod signal;
 mod signature;
@@ -61,12 +62,13 @@ mod symmetric;
 mod waiting;
 
 pub use antiphon_operation::Operation;
-pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue, Source};
+pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue};
 pub use error::FabricError;
 pub use local::LocalWorld;
 pub use members::Members;
 pub use signal::{
     arena_offsets::ArenaOffsets,
+    matching::Source,
     rounds::{Arenas, Rounds},
 };
 pub use signature::Signature;

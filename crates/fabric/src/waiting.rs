@@ -5,12 +5,9 @@
 
 use std::time::Duration;
 
-use antiphon_device::{
-    host::process,
-    sync::{AtomicU64, Ordering},
-};
+use antiphon_device::sync::{AtomicU64, Ordering};
 
-use crate::{Members, Signature, layout::Regions};
+use crate::Signature;
 
 /// A rank that waits looks around about every millisecond. One that has not for so long does something else.
 pub(crate) const FRESH: Duration = Duration::from_millis(500);
@@ -39,7 +36,7 @@ impl Wait {
     }
 
     /// The operation in which a rank waits at present, and for how long.
-    fn current(&self) -> Option<(Signature, Duration)> {
+    pub(crate) fn current(&self) -> Option<(Signature, Duration)> {
         let age = now().saturating_sub(self.looked.load(Ordering::Acquire));
         let words = [0, 1].map(|word| self.words[word].load(Ordering::Relaxed));
         let waited = Duration::from_nanos(self.waited.load(Ordering::Relaxed).saturating_add(age));
@@ -51,46 +48,4 @@ impl Wait {
 pub(crate) fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
-
-/// A rank that is asked, and what it knows of the others.
-pub(crate) struct Witness<'a> {
-    pub(crate) rank: usize,
-    pub(crate) members: &'a Members,
-    pub(crate) regions: &'a Regions,
-    /// The process of a rank, if it has a number here.
-    pub(crate) pid: &'a dyn Fn(usize) -> Option<u32>,
-}
-
-impl Witness<'_> {
-    /// One line for the rank itself, and one for each that it waits for.
-    pub(crate) fn tell(&self, operation: Signature, missing: &[usize], waited: Duration) -> String {
-        let all = self.regions.layout().world_size;
-        let mut text = format!(
-            "antiphon: {} {operation} waits since {waited:.1?} for {}\n",
-            self.name(self.rank),
-            self.members.names(missing, all)
-        );
-        for &rank in missing {
-            text += &format!("antiphon:   {} {}\n", self.name(rank), self.activity(rank));
-        }
-        text
-    }
-
-    fn name(&self, rank: usize) -> String {
-        let process = (self.pid)(rank).map_or(String::new(), |pid| format!(" (process {pid})"));
-        format!("{}{process}", self.members.name(rank))
-    }
-
-    fn activity(&self, rank: usize) -> String {
-        let process = (self.pid)(rank).and_then(process::activity);
-        if let Some(stopped) = process.filter(|doing| doing.contains("stopped") || doing.contains("ended")) {
-            return stopped.to_owned();
-        }
-        match (self.regions.control(rank).wait.0.current(), process) {
-            (Some((operation, waited)), _) => format!("waits in {operation} since {waited:.1?}"),
-            (None, Some(doing)) => format!("does not wait in this communicator: its process {doing}"),
-            (None, None) => "does not wait in this communicator".to_owned(),
-        }
-    }
 }

@@ -7,7 +7,10 @@ use antiphon_device::cuda::{Context, DeviceMemory, Driver, Event, Graph, Stream}
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_moe::{
     LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived,
-    low_latency::cuda::{CudaLowLatency, CudaLowLatencyHandle, LowLatency},
+    low_latency::{
+        LowLatency,
+        cuda::{CudaLowLatency, CudaLowLatencyHandle},
+    },
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
@@ -115,6 +118,7 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, most: LowLatency) -> 
                 source_tokens: sources.view_mut(),
                 layout_range: layout_range.view_mut(),
                 statistics: None,
+                waits: None,
             };
             let call = LowLatencyDispatch {
                 max_tokens: most.max_tokens,
@@ -133,6 +137,7 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, most: LowLatency) -> 
                 ids: ids.view(),
                 weights: weights.view(),
                 output: output.view_mut(),
+                waits: None,
             };
             // SAFETY: as above.
             Ok(unsafe { moe.combine(handle, &call, stream.borrow()) }?)

@@ -9,8 +9,8 @@ use antiphon_device::cuda::{Context, DeviceMemory, Driver, Event, Graph, Stream,
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_moe::{
     Choices, Combine, Dispatch, HybridCapacity, HybridCombine, HybridDispatch, HybridOrder, HybridRouting,
-    HybridTokens, Routing, RowFormat, Tokens,
-    cuda::{CudaHandle, CudaMoe, CudaMoeConfig, HandleMemory},
+    HybridTokens, MoeConfig, Routing, RowFormat, Tokens,
+    cuda::{CudaHandle, CudaMoe, HandleMemory},
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -125,7 +125,7 @@ fn rank_main(
     let map = Tensor::holding(&stream, &context, DType::U8, [tokens, EXPERTS], &map)?;
     let flushed = DeviceMemory::allocate(&context, FLUSHED)?;
     for &num_sms in all_sms {
-        let moe = CudaMoe::new(comm, &context, CudaMoeConfig { num_sms, ..CudaMoeConfig::default() })?;
+        let moe = CudaMoe::new(comm, &context, MoeConfig { num_sms, ..MoeConfig::for_gpus() })?;
         let routing = Routing {
             num_experts: EXPERTS,
             top_k: TOP_K,

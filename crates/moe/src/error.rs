@@ -1,5 +1,6 @@
 //! Why a call was refused or failed.
 
+use antiphon_device::cuda::CudaError;
 use antiphon_fabric::FabricError;
 use antiphon_tensor::{DType, Device, TensorError};
 
@@ -84,6 +85,12 @@ pub enum MoeError {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// A call while an earlier one has sent and not received.
+    #[error("{sent} has sent and not received yet: receive first (call its hook)")]
+    Unreceived {
+        /// The earlier call.
+        sent: &'static str,
+    },
     /// The region cannot hold what one step of the call needs.
     #[error(
         "{call}: a row takes {needed} bytes, half a region of {region_bytes} bytes has {half} (raise region_bytes)"
@@ -118,6 +125,12 @@ pub enum MoeError {
 
 /// The result of a call.
 pub type Result<T, E = MoeError> = std::result::Result<T, E>;
+
+impl From<CudaError> for MoeError {
+    fn from(error: CudaError) -> Self {
+        FabricError::from(error).into()
+    }
+}
 
 /// A [`MoeError::Refused`].
 pub(crate) fn refused(call: &'static str, problem: String) -> MoeError {

@@ -5,28 +5,15 @@ use std::{cell::Cell, sync::Arc};
 use antiphon_fabric::Communicator;
 
 use crate::{
+    MoeConfig,
     error::{MoeError, Result, refused},
     handle::Handle,
     hybrid::{self, HybridCombine, HybridDispatch, HybridHandle, HybridRouting},
     layout::MAX_WORLD,
-    low_latency::{self, LowLatencyCombine, LowLatencyDispatch, LowLatencyHandle},
+    low_latency::{self, LowLatency, LowLatencyCombine, LowLatencyDispatch, LowLatencyHandle},
     normal::{self, Combine, Dispatch, Routing},
     region::Region,
 };
-
-/// What a [`Moe`] is made with; equal on all ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MoeConfig {
-    /// Bytes of the region of each rank through which rows travel: at least two rows with what travels beside them. A larger
-    /// one means fewer pieces, which on the host gain nothing once a half is beyond the caches.
-    pub region_bytes: usize,
-}
-
-impl Default for MoeConfig {
-    fn default() -> Self {
-        Self { region_bytes: 8 << 20 }
-    }
-}
 
 /// Dispatch and combine between the ranks of a communicator, on host memory.
 ///
@@ -38,6 +25,8 @@ pub struct Moe {
     pub(crate) token: Arc<()>,
     /// Which of its communicator's it is, in the order in which they were made.
     pub(crate) number: u32,
+    /// The largest low-latency calls, if they are limited.
+    pub(crate) low_latency: Option<LowLatency>,
 }
 
 impl std::fmt::Debug for Moe {
@@ -76,7 +65,8 @@ impl Moe {
             return Err(refused("Moe::new", problem));
         }
         let region = Region::new(comm.create_shared_buffer(config.region_bytes)?);
-        Ok(Self { region, token: Arc::new(()), number: next(&numbers(comm).instances) })
+        let (token, number) = (Arc::new(()), next(&numbers(comm).instances));
+        Ok(Self { region, token, number, low_latency: config.low_latency })
     }
 
     /// Bytes of a rank's region.

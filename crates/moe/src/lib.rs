@@ -56,6 +56,7 @@
 //! Rows are sent through each rank's *region* of symmetric memory, of [`MoeConfig::region_bytes`]. Larger data is sent in
 //! pieces through the two halves of the region, so `T` is not limited, and no memory grows.
 
+mod config;
 pub mod cuda;
 mod error;
 mod handle;
@@ -71,12 +72,13 @@ mod region;
 mod tensors;
 mod transport;
 
+pub use config::MoeConfig;
 pub use error::{MoeError, Result};
 pub use handle::{Handle, handle_words};
 pub use hybrid::{
     HybridCapacity, HybridCombine, HybridDispatch, HybridHandle, HybridOrder, HybridRouting, HybridTokens,
 };
-pub use instance::{Moe, MoeConfig};
+pub use instance::Moe;
 pub use layout::{Layout, layout};
 pub use low_latency::{
     LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived,

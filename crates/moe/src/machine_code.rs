@@ -10,7 +10,7 @@ use crate::{
     layout::cuda::Counting,
     low_latency::{
         LowLatencyFormat,
-        cuda::{Combining, Dispatching},
+        family::{Combining, Dispatching, Phases},
     },
     normal::cuda::{Moving, Notifying, Staging, Summing},
 };
@@ -77,18 +77,28 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
             &["LDG.128.STRONG.SYS"],
         ));
     }
-    let mut dispatching = |format, world_size| {
-        let mut dispatching = variant(Dispatching::new(format, world_size), world_size, architecture, SLOTS);
+    let of_phases = |phases| match phases {
+        Phases::Send => &SLOTS[1..],
+        Phases::Receive => &SLOTS[..1],
+        Phases::Both => SLOTS,
+    };
+    let mut dispatching = |phases, format, world_size| {
+        let family = Dispatching::new(phases, format, world_size);
+        let mut dispatching = variant(family, world_size, architecture, of_phases(phases));
         dispatching.rules.forbidden = &[]; // a correctly rounded division is made of them
         variants.push(dispatching);
     };
-    dispatching(LowLatencyFormat::Fp8Packed, 2);
+    dispatching(Phases::Both, LowLatencyFormat::Fp8Packed, 2);
     for world_size in [2, MAX_WORLD] {
-        dispatching(LowLatencyFormat::Bf16, world_size);
-        dispatching(LowLatencyFormat::Fp8, world_size);
+        dispatching(Phases::Both, LowLatencyFormat::Bf16, world_size);
+        dispatching(Phases::Both, LowLatencyFormat::Fp8, world_size);
+        dispatching(Phases::Send, LowLatencyFormat::Fp8, world_size);
+        dispatching(Phases::Receive, LowLatencyFormat::Fp8, world_size);
     }
     for world_size in [2, MAX_WORLD] {
-        variants.push(variant(Combining, world_size, architecture, SLOTS));
+        for phases in [Phases::Both, Phases::Send, Phases::Receive] {
+            variants.push(variant(Combining { phases }, world_size, architecture, of_phases(phases)));
+        }
     }
     for dtype in [DType::F32, DType::F16] {
         variants.push(variant(Summing::new(dtype, staging, 4).unwrap(), 4, architecture, rows));

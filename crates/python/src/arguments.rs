@@ -1,6 +1,6 @@
 //! The arrays of one call: found, checked, and made where the caller gave none.
 
-use std::ops::Range;
+use std::{ops::Range, time::Duration};
 
 use antiphon::operation::InPlace;
 use pyo3::{
@@ -188,6 +188,15 @@ impl TryFrom<i64> for Tag {
         let text = || format!("the tag {number} is not between 0 and {}", u32::MAX);
         u32::try_from(number).map(Self).map_err(|_| PyValueError::new_err(text()))
     }
+}
+
+/// A duration from the caller's number of seconds, the argument `name`.
+pub(crate) fn seconds(name: &str, seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    let duration = |seconds| {
+        Duration::try_from_secs_f64(seconds)
+            .map_err(|_| PyValueError::new_err(format!("{name} is {seconds}, which is no number of seconds")))
+    };
+    seconds.map(duration).transpose()
 }
 
 /// Refuses tensors in different memories.

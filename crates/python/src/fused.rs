@@ -3,7 +3,7 @@
 use antiphon::collectives::fusion::{FusedAllReduce, Operand, Role, Source, TensorHandle};
 use pyo3::{exceptions::PyValueError, prelude::*};
 
-use crate::{arguments::overlap, cuda::ordinal, operand::Tensor};
+use crate::{arguments::overlap, operand::Tensor};
 
 /// What to do, and with which memory: plain values, so that it can go to another thread.
 pub(crate) type Fused = FusedAllReduce<Tensor>;
@@ -22,7 +22,7 @@ pub(crate) fn cuda_device(call: &Fused) -> Option<u32> {
         | Source::MoeReduction { shared: tensor, .. }
         | Source::MoeFinalize { rows: tensor, .. } => tensor,
     };
-    ordinal(tensor.device)
+    tensor.device.cuda_ordinal()
 }
 
 /// The keyword of a role.

@@ -8,7 +8,7 @@ use std::{
 use antiphon::prelude::{FabricError, Pending};
 use pyo3::{exceptions::PyTimeoutError, prelude::*};
 
-use crate::{arguments::Operands, cuda::Started, error::Error, fork::Process};
+use crate::{arguments::seconds, cuda::Started, error::Error, fork::Process};
 
 /// How long a wait goes on before Python's signal handlers have their turn.
 const LOOK: Duration = Duration::from_millis(10);
@@ -35,7 +35,7 @@ enum State {
 }
 
 /// A pending operation, whatever its error type.
-trait Work: Send {
+pub(crate) trait Work: Send {
     /// Whether it can be ended after `limit` at most.
     fn wait_for(&mut self, limit: Duration) -> bool;
 
@@ -49,10 +49,11 @@ trait Work: Send {
         None
     }
 
-    fn finish(self: Box<Self>) -> Result<Operands, Error>;
+    /// Ends it, and lets go of what it kept alive.
+    fn finish(self: Box<Self>) -> Result<(), Error>;
 }
 
-impl<E: Into<Error> + From<FabricError> + Send> Work for Pending<Operands, E> {
+impl<T: Send, E: Into<Error> + From<FabricError> + Send> Work for Pending<T, E> {
     fn wait_for(&mut self, limit: Duration) -> bool {
         Pending::wait_for(self, limit)
     }
@@ -61,8 +62,8 @@ impl<E: Into<Error> + From<FabricError> + Send> Work for Pending<Operands, E> {
         Pending::source(self)
     }
 
-    fn finish(self: Box<Self>) -> Result<Operands, Error> {
-        self.wait().map_err(Into::into)
+    fn finish(self: Box<Self>) -> Result<(), Error> {
+        self.wait().map(drop).map_err(Into::into)
     }
 }
 
@@ -75,32 +76,33 @@ impl Work for Started {
         self.is_passed()
     }
 
-    fn finish(self: Box<Self>) -> Result<Operands, Error> {
-        (*self).finish()
+    fn finish(self: Box<Self>) -> Result<(), Error> {
+        (*self).finish().map(drop)
     }
 }
 
 impl Handle {
     /// Of an operation in a stream.
     pub(crate) fn on_cuda(started: Started, result: Option<Bound<'_, PyAny>>) -> Self {
-        let state = Mutex::new(State::Pending(Box::new(started)));
-        Self::of(state, result)
+        Self::of(Box::new(started), result)
     }
 
-    fn of(state: Mutex<State>, result: Option<Bound<'_, PyAny>>) -> Self {
+    /// Of any work.
+    pub(crate) fn of(work: Box<dyn Work>, result: Option<Bound<'_, PyAny>>) -> Self {
         Self {
             process: Process::current(),
-            state,
+            state: Mutex::new(State::Pending(work)),
             result: result.map(Bound::unbind),
             source: OnceLock::new(),
         }
     }
 
-    pub(crate) fn new<E>(pending: Pending<Operands, E>, result: Option<Bound<'_, PyAny>>) -> Self
+    pub(crate) fn new<T, E>(pending: Pending<T, E>, result: Option<Bound<'_, PyAny>>) -> Self
     where
+        T: Send + 'static,
         E: Into<Error> + From<FabricError> + Send + 'static,
     {
-        Self::of(Mutex::new(State::Pending(Box::new(pending))), result)
+        Self::of(Box::new(pending), result)
     }
 
     /// Whether it is over after `limit` at most. Like every look at the state it happens detached from the interpreter:
@@ -140,8 +142,7 @@ impl Handle {
             if let Some(source) = work.source() {
                 let _ = self.source.set(source); // once, as work is ended once
             }
-            let outcome =
-                work.finish().map(drop).map_err(|error| PyErr::from(error).into_value(py).into_any());
+            let outcome = work.finish().map_err(|error| PyErr::from(error).into_value(py).into_any());
             py.detach(|| *self.state() = State::Over(outcome));
         }
         // Nobody holds the lock while waiting any more.
@@ -159,7 +160,7 @@ impl Handle {
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Py<PyAny>>> {
         self.process.check(|| "handle".to_owned())?;
-        let limit = crate::communicator::seconds("timeout", timeout)?;
+        let limit = seconds("timeout", timeout)?;
         let start = Instant::now();
         loop {
             let left = limit.map_or(LOOK, |limit| limit.saturating_sub(start.elapsed()).min(LOOK));

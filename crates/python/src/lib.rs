@@ -7,7 +7,7 @@
 //! * `arguments` checks the arrays of a call, and makes those that the caller did not give;
 //!   `call` is one collective as a value, which can be run at once or started, and `fused` a fused all-reduce.
 //! * `communicator`, `handle`, `shared`, `mapping` and `mixed` have the classes; `communicator/plan` has execution plans.
-//! * `cuda` enqueues collectives in streams of GPUs.
+//! * `cuda` enqueues collectives in streams of GPUs; `stream` finds the current stream of torch or CuPy.
 //! * `language` has programs of collective algorithms, for `antiphon.language`.
 //! * `lowering` has compilers' graphs, for `antiphon.lowering`.
 //! * `moe` has mixtures of experts.
@@ -39,6 +39,7 @@ mod moe;
 mod operand;
 mod parallel_info;
 mod shared;
+mod stream;
 
 /// See the crate's page.
 #[pyo3::pymodule(gil_used = false)]

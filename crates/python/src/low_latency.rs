@@ -1,15 +1,23 @@
 //! Mixtures of experts: the low-latency calls.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::{
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    time::Duration,
+};
 
 use antiphon::{
-    device::DeviceError,
-    fabric::{FabricError, Queue},
+    device::cuda::StreamRef,
+    fabric::Queue,
     moe::{
         self, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived,
         MoeConfig, MoeError,
-        low_latency::cuda::{CudaLowLatency, CudaLowLatencyHandle, LowLatency},
+        cuda::CudaMoe,
+        low_latency::{
+            LowLatency,
+            cuda::{CudaLowLatency, CudaLowLatencyHandle, CudaReceive},
+        },
     },
+    prelude::{TensorView, TensorViewMut},
 };
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
@@ -19,26 +27,37 @@ use pyo3::{
 use crate::{
     arguments::Given,
     communicator::Communicator,
-    cuda::{primary, stream_or_current},
+    cuda::primary,
     error::Result,
     fork::Process,
+    handle::{Handle, Work},
     interrupt,
     moe::{Array, check_apart},
+    operand::Usage,
+    stream::stream_or_current,
 };
 
 #[doc = stub!("MoeLowLatency")]
 #[pyclass(frozen, module = "antiphon", weakref)]
 pub(crate) struct MoeLowLatency {
-    /// Absent when closed.
-    engine: Mutex<Option<Engine>>,
+    engine: SharedEngine,
+    /// The number of the GPU.
+    device: Option<u32>,
     queue: Weak<Queue>,
     process: Process,
+}
+
+/// Absent when closed.
+type SharedEngine = Arc<Mutex<Option<Engine>>>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What makes the calls.
 enum Engine {
     Host(moe::Moe),
-    Cuda(Box<CudaLowLatency>),
+    Cuda(Box<CudaMoe>),
 }
 
 #[doc = stub!("MoeLowLatencyHandle")]
@@ -46,8 +65,47 @@ enum Engine {
 pub(crate) struct MoeLowLatencyHandle(Routes);
 
 enum Routes {
-    Host(LowLatencyHandle),
+    /// Absent until the dispatch is over.
+    Host(Arc<OnceLock<LowLatencyHandle>>),
     Cuda(Mutex<CudaLowLatencyHandle>),
+}
+
+/// The second half of a call on a GPU.
+struct Receiving {
+    engine: SharedEngine,
+    device: u32,
+    receive: CudaReceive,
+    /// Keeps the memory until the second half is in a stream, in whose order libraries give memory back.
+    arrays: Vec<Array>,
+}
+
+impl Work for Receiving {
+    fn wait_for(&mut self, _limit: Duration) -> bool {
+        true // it is the stream that waits
+    }
+
+    fn is_over(&mut self) -> bool {
+        false
+    }
+
+    fn finish(self: Box<Self>) -> Result<()> {
+        let Self { engine, device, receive, arrays } = *self;
+        let stream = Python::attach(|py| stream_or_current(py, device, None))?;
+        let engine = lock(&engine);
+        let Some(Engine::Cuda(engine)) = &*engine else { return Err(closed().into()) };
+        let engine = engine.low_latency()?;
+        // SAFETY: the stream is that of the library whose tensors are used, and so of the device; the arrays live.
+        unsafe { engine.receive(receive, engine.context().borrow_stream(stream)) }?;
+        drop(arrays);
+        Ok(())
+    }
+}
+
+/// A call, its arrays, and whether it is only started.
+struct Prepared<C> {
+    call: C,
+    arrays: Vec<Array>,
+    starts: bool,
 }
 
 fn format_of(name: &str) -> Result<LowLatencyFormat> {
@@ -64,42 +122,59 @@ fn format_of(name: &str) -> Result<LowLatencyFormat> {
 }
 
 impl MoeLowLatency {
-    fn lock(&self) -> MutexGuard<'_, Option<Engine>> {
-        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn queue(&self) -> Result<Arc<Queue>> {
         self.process.check(|| "MoeLowLatency".to_owned())?;
         Ok(self.queue.upgrade().ok_or_else(closed)?)
     }
 
-    /// Makes a call: on the host in the order of the communicator's, on a GPU in its current stream.
-    fn run<T: Send>(
+    /// Makes a call on host memory in the order of the communicator's, or starts it.
+    fn on_host<C: Send + 'static>(
         &self,
         py: Python<'_>,
-        host: impl FnOnce(&mut moe::Moe, &antiphon::prelude::Communicator) -> Result<T, MoeError> + Send,
-        cuda: impl FnOnce(&CudaLowLatency, usize) -> Result<T, MoeError> + Send,
-    ) -> Result<T> {
+        prepared: Prepared<C>,
+        call: impl FnOnce(&mut moe::Moe, &antiphon::prelude::Communicator, C) -> Result<(), MoeError>
+        + Send
+        + 'static,
+    ) -> Result<Option<Handle>> {
         let queue = self.queue()?;
-        let device = match &*self.lock() {
-            Some(Engine::Cuda(engine)) => Some(engine.ordinal()),
-            _ => None,
+        let Prepared { call: operands, arrays, starts } = prepared;
+        let engine = self.engine.clone();
+        let run = move |comm: &antiphon::prelude::Communicator| match &mut *lock(&engine) {
+            Some(Engine::Host(moe)) => call(moe, comm, operands).map(|()| true),
+            _ => Ok(false),
         };
-        let stream =
-            device.map(|device| stream_or_current(py, device, None)).transpose()?.unwrap_or_default();
-        let outcome = interrupt::detached(py, || {
-            if device.is_some() {
-                return match &*self.lock() {
-                    Some(Engine::Cuda(engine)) => cuda(engine, stream).map(Some),
-                    _ => Ok(None),
-                };
+        if starts {
+            let pending = queue.start(move |comm| run(comm).map(|_| arrays))?;
+            return Ok(Some(Handle::new(pending, None)));
+        }
+        match interrupt::detached(py, || queue.run(run))? {
+            true => Ok(None),
+            false => Err(closed().into()),
+        }
+    }
+
+    /// Makes a call in the current stream of a GPU, or its first half.
+    fn on_cuda(
+        &self,
+        py: Python<'_>,
+        device: u32,
+        arrays: Vec<Array>,
+        call: impl FnOnce(&CudaLowLatency, StreamRef<'_>) -> Result<Option<CudaReceive>, MoeError> + Send,
+    ) -> Result<Option<Handle>> {
+        let _queue = self.queue()?;
+        let stream = stream_or_current(py, device, None)?;
+        let receive = interrupt::detached(py, || match &*lock(&self.engine) {
+            Some(Engine::Cuda(engine)) => {
+                // SAFETY: the stream is that of the library whose tensors are used, and so of the device.
+                let stream = unsafe { engine.context().borrow_stream(stream) };
+                call(engine.low_latency()?, stream).map(Some)
             }
-            queue.run(|comm| match &mut *self.lock() {
-                Some(Engine::Host(moe)) => host(moe, comm).map(Some),
-                _ => Ok(None),
-            })
+            _ => Ok(None),
         })?;
-        Ok(outcome.ok_or_else(closed)?)
+        let receive = receive.ok_or_else(closed)?;
+        let engine = self.engine.clone();
+        let half = receive.map(|receive| Receiving { engine, device, receive, arrays });
+        Ok(half.map(|half| Handle::of(Box::new(half), None)))
     }
 }
 
@@ -107,8 +182,70 @@ fn closed() -> PyErr {
     PyRuntimeError::new_err("this MoeLowLatency or its communicator is closed")
 }
 
-fn of_another() -> MoeError {
-    MoeError::Handle { call: "low_latency_combine", problem: "of another instance" }
+const COMBINE: &str = "low_latency_combine";
+
+/// What a function makes of each element.
+fn try_each<T, U, E, const N: usize>(
+    array: [T; N],
+    function: impl FnMut(T) -> Result<U, E>,
+) -> Result<[U; N], E> {
+    let made = array.into_iter().map(function).collect::<Result<Vec<_>, _>>()?;
+    Ok(made.try_into().unwrap_or_else(|_| unreachable!("as many as there were")))
+}
+
+/// The arrays of a call: those that it reads, and those that it writes, of which some may be absent.
+struct Arrays<const READ: usize, const WRITTEN: usize> {
+    call: &'static str,
+    usage: Usage,
+    read: [Array; READ],
+    written: [Option<Array>; WRITTEN],
+}
+
+impl<const READ: usize> Arrays<READ, 0> {
+    fn read(
+        call: &'static str,
+        starts: bool,
+        arrays: [(&Bound<'_, PyAny>, &'static str); READ],
+    ) -> Result<Self> {
+        let usage = if starts { Usage::Started } else { Usage::Call(None) };
+        let read = try_each(arrays, |(array, name)| Array::import(array, name, usage))?;
+        Ok(Self { call, usage, read, written: [] })
+    }
+
+    /// Adds arrays that are apart from all others.
+    fn write<const WRITTEN: usize>(
+        self,
+        arrays: [(Given<'_, '_>, &'static str); WRITTEN],
+    ) -> Result<Arrays<READ, WRITTEN>> {
+        let Self { call, usage, read, .. } = self;
+        let import = |(array, name): (Given<'_, '_>, _)| {
+            array.map(|array| Array::import(array, name, usage)?.writable()).transpose()
+        };
+        let written = try_each(arrays, import)?;
+        check_apart(call, &read.each_ref().map(Some), &written.each_ref().map(Option::as_ref))?;
+        Ok(Arrays { call, usage, read, written })
+    }
+}
+
+/// Views of arrays.
+type Views<'a, const READ: usize, const WRITTEN: usize> =
+    ([TensorView<'a>; READ], [Option<TensorViewMut<'a>>; WRITTEN]);
+
+impl<const READ: usize, const WRITTEN: usize> Arrays<READ, WRITTEN> {
+    /// # Safety
+    /// For `'a` nobody else writes those that are read, or uses those that are written.
+    unsafe fn views<'a>(&self) -> Result<Views<'a, READ, WRITTEN>> {
+        // SAFETY: passed on; they are apart.
+        let read = try_each(self.read.each_ref(), |array| unsafe { array.view() })?;
+        // SAFETY: as above.
+        let write = |array: &Array| unsafe { array.view_mut() };
+        let written = try_each(self.written.each_ref(), |array| array.as_ref().map(write).transpose())?;
+        Ok((read, written))
+    }
+
+    fn into_vec(self) -> Vec<Array> {
+        self.read.into_iter().chain(self.written.into_iter().flatten()).collect()
+    }
 }
 
 #[pymethods]
@@ -126,18 +263,19 @@ impl MoeLowLatency {
     ) -> Result<Self> {
         let queue = comm.queue()?;
         let most = LowLatency { max_tokens, hidden, num_experts, top_k };
+        let config = MoeConfig { low_latency: Some(most), ..MoeConfig::default() };
         let engine = interrupt::detached(py, || {
             queue.run(|comm| match device {
-                None => moe::Moe::new(comm, MoeConfig::default()).map(Engine::Host),
+                None => moe::Moe::new(comm, config).map(Engine::Host),
                 Some(device) => {
-                    let context =
-                        primary(device).map_err(|error| FabricError::from(DeviceError::from(error)))?;
-                    CudaLowLatency::new(comm, &context, most).map(Box::new).map(Engine::Cuda)
+                    let config = MoeConfig { region_bytes: 0, ..config };
+                    CudaMoe::new(comm, &primary(device)?, config).map(Box::new).map(Engine::Cuda)
                 }
             })
         })?;
         Ok(Self {
-            engine: Mutex::new(Some(engine)),
+            engine: Arc::new(Mutex::new(Some(engine))),
+            device,
             queue: Arc::downgrade(&queue),
             process: Process::current(),
         })
@@ -152,7 +290,7 @@ impl MoeLowLatency {
 
     #[doc = stub!("MoeLowLatency.check")]
     fn check(&self) -> Result<()> {
-        match &*self.lock() {
+        match &*lock(&self.engine) {
             Some(Engine::Cuda(engine)) => Ok(engine.check()?),
             _ => Ok(()),
         }
@@ -162,7 +300,7 @@ impl MoeLowLatency {
     fn close(&self, py: Python<'_>) -> Result<()> {
         let (Some(queue), true) = (self.queue.upgrade(), self.process.is_current()) else { return Ok(()) };
         let closed = interrupt::detached(py, || {
-            queue.run(|comm| match self.lock().take() {
+            queue.run(|comm| match lock(&self.engine).take() {
                 Some(Engine::Host(moe)) => moe.close(comm),
                 _ => Ok(()),
             })
@@ -171,7 +309,7 @@ impl MoeLowLatency {
     }
 
     #[doc = stub!("MoeLowLatency.dispatch")]
-    #[pyo3(signature = (x, ids, received_x, *, format, max_tokens, num_experts, counts, source_tokens, layout_range, received_scales = None, statistics = None))]
+    #[pyo3(signature = (x, ids, received_x, *, format, max_tokens, num_experts, counts, source_tokens, layout_range, received_scales = None, statistics = None, waits = None, start = false))]
     #[expect(clippy::too_many_arguments, reason = "of which Python names all but three")]
     fn dispatch(
         &self,
@@ -187,58 +325,69 @@ impl MoeLowLatency {
         layout_range: &Bound<'_, PyAny>,
         received_scales: Given<'_, '_>,
         statistics: Given<'_, '_>,
-    ) -> Result<MoeLowLatencyHandle> {
+        waits: Given<'_, '_>,
+        start: bool,
+    ) -> Result<(MoeLowLatencyHandle, Option<Handle>)> {
         let format = format_of(format)?;
-        let (x, ids) = (Array::read(x, "x")?, Array::read(ids, "ids")?);
-        let received_x = Array::write(received_x, "received_x")?;
-        let scales = Array::given(received_scales, "received_scales", Array::write)?;
-        let counts = Array::write(counts, "counts")?;
-        let source_tokens = Array::write(source_tokens, "source_tokens")?;
-        let layout_range = Array::write(layout_range, "layout_range")?;
-        let statistics = Array::given(statistics, "statistics", Array::write)?;
-        let outputs = [&received_x, &counts, &source_tokens, &layout_range].map(Some);
-        let optional = [scales.as_ref(), statistics.as_ref()];
-        check_apart(
-            "low_latency_dispatch",
-            &[Some(&x), Some(&ids)],
-            &[outputs.as_slice(), optional.as_slice()].concat(),
-        )?;
-        // SAFETY: the arrays live until this returns, or on a GPU until the stream has passed, as the caller's library sees to;
+        let arrays = Arrays::read("low_latency_dispatch", start, [(x, "x"), (ids, "ids")])?;
+        let arrays = arrays.write([
+            (Some(received_x), "received_x"),
+            (Some(counts), "counts"),
+            (Some(source_tokens), "source_tokens"),
+            (Some(layout_range), "layout_range"),
+            (received_scales, "received_scales"),
+            (statistics, "statistics"),
+            (waits, "waits"),
+        ])?;
+        // SAFETY: the arrays live until the call is over, or on a GPU until the stream has passed, as the caller's library sees to;
         // the written ones are apart from all others; that nobody else uses them meanwhile is the caller's to see to.
-        let write = |array: &Array| unsafe { array.view_mut() };
+        let ([x, ids], [received_x, counts, source_tokens, layout_range, scales, statistics, waits]) =
+            unsafe { arrays.views() }?;
+        let present = |view: Option<_>| view.expect("it was given");
         let call = LowLatencyDispatch {
             max_tokens,
             num_experts,
             format,
-            // SAFETY: as above.
-            x: unsafe { x.view() }?,
-            // SAFETY: as above.
-            ids: unsafe { ids.view() }?,
+            x,
+            ids,
             received: LowLatencyReceived {
-                x: write(&received_x)?,
-                scales: scales.as_ref().map(write).transpose()?,
-                counts: write(&counts)?,
-                source_tokens: write(&source_tokens)?,
-                layout_range: write(&layout_range)?,
-                statistics: statistics.as_ref().map(write).transpose()?,
+                x: present(received_x),
+                scales,
+                counts: present(counts),
+                source_tokens: present(source_tokens),
+                layout_range: present(layout_range),
+                statistics,
+                waits,
             },
         };
-        let call = Mutex::new(Some(call));
-        let take =
-            || call.lock().unwrap_or_else(PoisonError::into_inner).take().expect("one of them runs, once");
-        let routes = self.run(
-            py,
-            |moe, comm| moe.low_latency_dispatch(comm, take()).map(Routes::Host),
-            |engine, stream| {
-                // SAFETY: the stream is that of the library whose tensors are used, and so of the device; the rest as above.
-                let handle = unsafe { engine.dispatch(&take(), engine.context().borrow_stream(stream)) };
-                handle.map(|handle| Routes::Cuda(Mutex::new(handle)))
-            },
-        )?;
-        Ok(MoeLowLatencyHandle(routes))
+        let arrays = arrays.into_vec();
+        let Some(device) = self.device else {
+            let routes = Arc::new(OnceLock::new());
+            let (prepared, made) = (Prepared { call, arrays, starts: start }, routes.clone());
+            let handle = self.on_host(py, prepared, move |moe, comm, call| {
+                let _ = made.set(moe.low_latency_dispatch(comm, call)?); // once, by this call
+                Ok(())
+            })?;
+            return Ok((MoeLowLatencyHandle(Routes::Host(routes)), handle));
+        };
+        let mut routes = None;
+        let handle = self.on_cuda(py, device, arrays, |engine, stream| {
+            // SAFETY: as above.
+            let (handle, receive) = unsafe {
+                match start {
+                    false => (engine.dispatch(&call, stream)?, None),
+                    true => engine.send_dispatch(&call, stream).map(|(handle, half)| (handle, Some(half)))?,
+                }
+            };
+            routes = Some(Routes::Cuda(Mutex::new(handle)));
+            Ok(receive)
+        })?;
+        Ok((MoeLowLatencyHandle(routes.ok_or_else(closed)?), handle))
     }
 
     #[doc = stub!("MoeLowLatency.combine")]
+    #[pyo3(signature = (handle, rows, ids, weights, output, *, waits = None, start = false))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last two")]
     fn combine(
         &self,
         py: Python<'_>,
@@ -247,35 +396,38 @@ impl MoeLowLatency {
         ids: &Bound<'_, PyAny>,
         weights: &Bound<'_, PyAny>,
         output: &Bound<'_, PyAny>,
-    ) -> Result<()> {
-        let (rows, ids) = (Array::read(rows, "rows")?, Array::read(ids, "ids")?);
-        let (weights, output) = (Array::read(weights, "weights")?, Array::write(output, "output")?);
-        check_apart("low_latency_combine", &[Some(&rows), Some(&ids), Some(&weights)], &[Some(&output)])?;
+        waits: Given<'_, '_>,
+        start: bool,
+    ) -> Result<Option<Handle>> {
+        let reads = [(rows, "rows"), (ids, "ids"), (weights, "weights")];
+        let arrays = Arrays::read("low_latency_combine", start, reads)?;
+        let arrays = arrays.write([(Some(output), "output"), (waits, "waits")])?;
         // SAFETY: as in `dispatch`.
-        let read = |array: &Array| unsafe { array.view() };
-        let call = LowLatencyCombine {
-            rows: read(&rows)?,
-            ids: read(&ids)?,
-            weights: read(&weights)?,
-            // SAFETY: as in `dispatch`.
-            output: unsafe { output.view_mut() }?,
-        };
-        let call = Mutex::new(Some(call));
-        let take =
-            || call.lock().unwrap_or_else(PoisonError::into_inner).take().expect("one of them runs, once");
-        self.run(
-            py,
-            |moe, comm| match &handle.0 {
-                Routes::Host(handle) => moe.low_latency_combine(comm, handle, take()),
-                Routes::Cuda(_) => Err(of_another()),
-            },
-            |engine, stream| {
-                let Routes::Cuda(handle) = &handle.0 else { return Err(of_another()) };
-                let handle = handle.lock().unwrap_or_else(PoisonError::into_inner);
+        let ([rows, ids, weights], [output, waits]) = unsafe { arrays.views() }?;
+        let output = output.expect("it was given");
+        let call = LowLatencyCombine { rows, ids, weights, output, waits };
+        let arrays = arrays.into_vec();
+        match (&handle.0, self.device) {
+            (Routes::Host(routes), None) => {
+                let routes = routes.clone();
+                self.on_host(py, Prepared { call, arrays, starts: start }, move |moe, comm, call| {
+                    let missing =
+                        MoeError::Handle { call: COMBINE, problem: "of a dispatch that has failed" };
+                    moe.low_latency_combine(comm, routes.get().ok_or(missing)?, call)
+                })
+            }
+            (Routes::Cuda(routes), Some(device)) => self.on_cuda(py, device, arrays, |engine, stream| {
+                let routes = lock(routes);
                 // SAFETY: as in `dispatch`.
-                unsafe { engine.combine(&handle, &take(), engine.context().borrow_stream(stream)) }
-            },
-        )
+                unsafe {
+                    match start {
+                        false => engine.combine(&routes, &call, stream).map(|()| None),
+                        true => engine.send_combine(&routes, &call, stream).map(Some),
+                    }
+                }
+            }),
+            _ => Err(MoeError::Handle { call: COMBINE, problem: "of another instance" }.into()),
+        }
     }
 }
 
@@ -283,10 +435,10 @@ impl MoeLowLatency {
 impl MoeLowLatencyHandle {
     #[doc = stub!("MoeLowLatencyHandle.num_tokens")]
     #[getter]
-    fn num_tokens(&self) -> usize {
+    fn num_tokens(&self) -> Option<usize> {
         match &self.0 {
-            Routes::Host(handle) => handle.num_tokens(),
-            Routes::Cuda(handle) => handle.lock().unwrap_or_else(PoisonError::into_inner).num_tokens(),
+            Routes::Host(routes) => routes.get().map(LowLatencyHandle::num_tokens),
+            Routes::Cuda(routes) => Some(lock(routes).num_tokens()),
         }
     }
 }

@@ -1,29 +1,27 @@
-//! The class `MixedHandler`, and one mixed collective as a value.
+//! The class `MixedHandler`.
 
-use std::{
-    fmt,
-    ops::Range,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::sync::{Arc, Mutex};
 
 use antiphon::{
-    collectives::mixed::{self, CudaMixedHandler, MixedCall, MixedMode, MixedOp, operation_of},
-    cuda::{CudaCollectives, StreamRef},
-    operation::Operation,
-    prelude::{CollectiveError, Communicator as Comm, FabricError, MixedLayout, TensorView, TensorViewMut},
+    collectives::mixed::{self, MixedMode, MixedOp},
+    cuda::CudaCollectives,
+    prelude::{CollectiveError, Communicator as Comm, FabricError, MixedLayout},
     tensor::{Device, dlpack::ElementType},
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
 
 use crate::{
     arguments::{Count, Given, Operands, prepare},
-    call::What,
+    call::{
+        What,
+        mixed::{Handler, Mixed, half_of, lock},
+    },
     communicator::Communicator,
-    cuda::RawStream,
     error::Result,
     interrupt,
     operand::{Operand, Usage},
     parallel_info::ParallelInfo,
+    stream::RawStream,
 };
 
 #[doc = stub!("MixedHandler")]
@@ -31,113 +29,10 @@ use crate::{
 pub(crate) struct MixedHandler {
     comm: Py<Communicator>,
     layout: MixedLayout,
-    /// What its tensors are of, and where.
+    /// The element type and the device of its tensors.
     element: ElementType,
     device: Device,
     handler: Handler,
-}
-
-/// The host's is locked in a turn of the communicator's queue only.
-#[derive(Clone)]
-struct Handler {
-    host: Arc<Mutex<mixed::MixedHandler>>,
-    /// With the number of its device.
-    gpu: Option<(u32, Arc<Mutex<CudaMixedHandler>>)>,
-}
-
-impl Handler {
-    fn with<T>(&self, work: impl FnOnce(&mut mixed::MixedHandler) -> T) -> T {
-        work(&mut lock(&self.host))
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl fmt::Debug for Handler {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("MixedHandler")
-    }
-}
-
-/// A call without its tensors.
-#[derive(Debug, Clone)]
-pub(crate) struct Mixed {
-    handler: Handler,
-    layout: MixedLayout,
-    op: MixedOp,
-    mode: Option<MixedMode>,
-    /// Elements of each group's block.
-    counts: Option<Vec<usize>>,
-}
-
-impl Mixed {
-    pub(crate) fn operation(&self) -> Operation {
-        match self.layout.use_mixed() {
-            true => operation_of(self.op),
-            false => half_of(self.op, self.counts.is_some()),
-        }
-    }
-
-    fn call(&self) -> MixedCall<'_> {
-        MixedCall::from(self.op).mode(self.mode).counts(self.counts.as_deref())
-    }
-
-    /// On host memory.
-    pub(crate) fn run(
-        &self,
-        comm: &Comm,
-        input: TensorView<'_>,
-        output: TensorViewMut<'_>,
-    ) -> std::result::Result<(), CollectiveError> {
-        self.handler.with(|handler| handler.run(comm, self.call(), input, output))
-    }
-
-    /// Where the rank's own block is in a row of so many elements, of which an all-reduce has one block. `half` is as `half_of` says.
-    pub(crate) fn own_piece(
-        &self,
-        half: &What,
-        count: usize,
-    ) -> std::result::Result<Range<usize>, CollectiveError> {
-        if self.op == MixedOp::AllReduce {
-            return Ok(0..count);
-        }
-        Ok(half.own_piece(count, self.layout.dp_rank(), self.layout.dp_size())?)
-    }
-
-    /// Whether the output is the row of blocks, and not the input.
-    pub(crate) fn gathers(&self) -> bool {
-        matches!(self.op, MixedOp::AllGather | MixedOp::AllReduceAllGather)
-    }
-
-    /// On a GPU.
-    ///
-    /// # Safety
-    /// As [`CudaMixedHandler::run`].
-    pub(crate) unsafe fn run_on(
-        &self,
-        peers: &CudaCollectives,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
-    ) -> std::result::Result<(), CollectiveError> {
-        let Some((_, gpu)) = &self.handler.gpu else {
-            let text = "the mixed handler was made for the host, and the tensors are on a GPU";
-            return Err(FabricError::invalid(text).into());
-        };
-        // SAFETY: passed on.
-        unsafe { lock(gpu).run(peers, self.call(), input, output, stream) }
-    }
-
-    /// On host memory, in one buffer.
-    pub(crate) fn run_in_place(
-        &self,
-        comm: &Comm,
-        buffer: TensorViewMut<'_>,
-    ) -> std::result::Result<(), CollectiveError> {
-        self.handler.with(|handler| handler.run_in_place(comm, self.call(), buffer))
-    }
 }
 
 fn op_of(number: u8) -> PyResult<MixedOp> {
@@ -145,17 +40,6 @@ fn op_of(number: u8) -> PyResult<MixedOp> {
         .into_iter()
         .find(|&op| op as u8 == number)
         .ok_or_else(|| PyValueError::new_err(format!("there is no mixed operation {number}")))
-}
-
-/// What a mixed operation is along the first dimension: its half that moves data between groups.
-fn half_of(op: MixedOp, is_uneven: bool) -> Operation {
-    match (op, is_uneven) {
-        (MixedOp::AllReduce, _) => Operation::AllReduce,
-        (MixedOp::AllGather | MixedOp::AllReduceAllGather, false) => Operation::AllGather,
-        (MixedOp::AllGather | MixedOp::AllReduceAllGather, true) => Operation::AllGatherV,
-        (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, false) => Operation::ReduceScatter,
-        (MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce, true) => Operation::ReduceScatterV,
-    }
 }
 
 fn mode_of(name: &str) -> PyResult<MixedMode> {

@@ -7,7 +7,7 @@ use antiphon::{
     fabric::Queue,
     moe::{
         self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
-        cuda::{CudaHandle, CudaMoe, CudaMoeConfig, HandleMemory},
+        cuda::{CudaHandle, CudaMoe, HandleMemory},
     },
     prelude::{DType, TensorView, TensorViewMut},
     tensor::{Device, TensorError},
@@ -21,11 +21,12 @@ use pyo3::{
 use crate::{
     arguments::{Given, overlap},
     communicator::Communicator,
-    cuda::{ordinal, primary, stream_or_current},
+    cuda::primary,
     error::Result,
     fork::Process,
     interrupt,
     operand::{Operand, Usage},
+    stream::stream_or_current,
 };
 
 #[doc = stub!("Moe")]
@@ -84,7 +85,12 @@ pub(crate) struct Array {
 
 impl Array {
     pub(crate) fn read(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
-        let operand = Operand::import(array, name, Usage::Call(None))?;
+        Self::import(array, name, Usage::Call(None))
+    }
+
+    /// An array that this keeps alive.
+    pub(crate) fn import(array: &Bound<'_, PyAny>, name: &'static str, usage: Usage) -> Result<Self> {
+        let operand = Operand::import(array, name, usage)?;
         let mut shape = operand.shape().to_vec();
         // What is only moved as bytes.
         if let Some(last) = shape.last_mut() {
@@ -94,7 +100,11 @@ impl Array {
     }
 
     pub(crate) fn write(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
-        let Self { operand, shape, .. } = Self::read(array, name)?;
+        Self::read(array, name)?.writable()
+    }
+
+    pub(crate) fn writable(self) -> Result<Self> {
+        let Self { name, operand, shape } = self;
         Ok(Self { name, operand: operand.writable(name)?, shape })
     }
 
@@ -171,8 +181,8 @@ impl Moe {
         let serves = |moe: &&CudaMoe| moe.device() == Device::Cuda(device);
         let outcome = interrupt::detached(py, || -> Result<_, MoeError> {
             if !lock().iter().any(|moe| serves(&moe)) {
-                let context = primary(device).map_err(moe::cuda::failed)?;
-                let made = queue.run(|comm| CudaMoe::new(comm, &context, CudaMoeConfig::default()))?;
+                let context = primary(device)?;
+                let made = queue.run(|comm| CudaMoe::new(comm, &context, MoeConfig::for_gpus()))?;
                 lock().push(made);
             }
             let gpus = lock();
@@ -210,13 +220,13 @@ impl Moe {
     fn new(py: Python<'_>, comm: &Communicator, region_bytes: Option<usize>) -> Result<Self> {
         let queue = comm.queue()?;
         let default = MoeConfig::default();
-        let config = MoeConfig { region_bytes: region_bytes.unwrap_or(default.region_bytes) };
+        let config = MoeConfig { region_bytes: region_bytes.unwrap_or(default.region_bytes), ..default };
         let moe = interrupt::detached(py, || queue.run(|comm| moe::Moe::new(comm, config)))?;
         Ok(Self {
             region_bytes: moe.region_bytes(),
             moe: Mutex::new(Some(moe)),
             gpus: Mutex::default(),
-            num_sms: Mutex::new(CudaMoeConfig::default().num_sms),
+            num_sms: Mutex::new(MoeConfig::for_gpus().num_sms),
             world_size: queue.messenger().world_size(),
             queue: Arc::downgrade(&queue),
             process: Process::current(),
@@ -284,7 +294,7 @@ impl Moe {
         let words = Array::read(words, "routes")?;
         // SAFETY: the arrays live until this returns, and those on a GPU as long as the handle; nobody writes them.
         let words = unsafe { words.view() }?;
-        let Some(device) = ordinal(words.device()) else {
+        let Some(device) = words.device().cuda_ordinal() else {
             let bytes = words.as_bytes()?;
             let words: Vec<u32> = bytes
                 .chunks_exact(4)
@@ -340,7 +350,7 @@ impl Moe {
         let ids = Array::read(ids, "ids")?;
         // SAFETY: the array lives until this returns; that nobody writes it meanwhile is the caller's to see to.
         let view = unsafe { ids.view() }?;
-        if let Some(device) = ordinal(view.device()) {
+        if let Some(device) = view.device().cuda_ordinal() {
             let per_rank = Array::write(tokens_per_rank, "tokens_per_rank")?;
             let per_expert = Array::write(tokens_per_expert, "tokens_per_expert")?;
             let in_rank = Array::write(is_token_in_rank, "is_token_in_rank")?;
@@ -407,7 +417,7 @@ impl Moe {
             format: RowFormat { hidden, dtype: x.dtype(), scales: scales.map(|scales| scales.dtype()) },
             capacity,
         };
-        let Some(device) = ordinal(routing.is_token_in_rank.device()) else {
+        let Some(device) = routing.is_token_in_rank.device().cuda_ordinal() else {
             return Ok(MoeHandle(Routes::Host(self.run(py, |moe, comm| moe.notify(comm, &routing))?)));
         };
         let words = Array::given(words, "words", Array::write)?;
@@ -480,7 +490,7 @@ impl Moe {
                     .map(|(ids, weights)| Choices { ids, weights }),
             },
         };
-        if let Some(device) = ordinal(call.tokens.x.device()) {
+        if let Some(device) = call.tokens.x.device().cuda_ordinal() {
             let handle = handle.0.cuda("dispatch")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return self.run_cuda(py, device, |moe, stream| unsafe { moe.dispatch(&handle, call, stream) });
@@ -528,7 +538,7 @@ impl Moe {
             // SAFETY: as above.
             output_weights: output_weights.as_ref().map(|array| unsafe { array.view_mut() }).transpose()?,
         };
-        if let Some(device) = ordinal(call.rows.device()) {
+        if let Some(device) = call.rows.device().cuda_ordinal() {
             let handle = handle.0.cuda("combine")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return self.run_cuda(py, device, |moe, stream| unsafe { moe.combine(&handle, call, stream) });

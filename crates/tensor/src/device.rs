@@ -23,6 +23,15 @@ impl Device {
     pub const fn is_host(self) -> bool {
         matches!(self, Device::Host)
     }
+
+    /// The ordinal of the CUDA device that the memory is on; none for host memory.
+    #[inline]
+    pub const fn cuda_ordinal(self) -> Option<u32> {
+        match self {
+            Device::Cuda(ordinal) => Some(ordinal),
+            Device::Host => None,
+        }
+    }
 }
 
 impl fmt::Display for Device {

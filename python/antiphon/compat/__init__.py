@@ -30,14 +30,19 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["PEERS", "install", "uninstall"]
+__all__ = ["BY_NAME", "PEERS", "install", "uninstall"]
 
 #: Our module for each module of a peer.
 PEERS = {
     "deep_ep": "antiphon.moe.deep_ep",
+    "deep_ep_cpp": "antiphon.moe.deep_ep",
     "flashinfer.comm": "antiphon.comm",
+    "megatron.core.transformer.moe.fused_a2a": "antiphon.moe.fused_a2a",
     "mscclpp.language": "antiphon.language",
 }
+
+#: Those that :func:`install` serves only if it names them: Megatron's own module works on our ``deep_ep``.
+BY_NAME = frozenset({"megatron.core.transformer.moe.fused_a2a"})
 
 #: Our module for modules beside those, where the peer is not installed.
 _BESIDE = {
@@ -51,14 +56,14 @@ _HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "children")
 
 
 def install(*peers: str, children: bool = False) -> None:
-    """Serves our modules under the names of these peers: all of :data:`PEERS`, unless given.
+    """Serves our modules under the names of these peers: all of :data:`PEERS` but those of :data:`BY_NAME`, unless given.
 
     ``children`` does so too for processes that this one starts from now on, by whatever means. Modules of those names
     that are imported already are put aside; whoever holds one keeps it.
 
     Raises ``ValueError`` for a name that is not in :data:`PEERS`.
     """
-    names = _known(peers)
+    names = _known(peers) or [name for name in PEERS if name not in BY_NAME]
     for name in names:
         if name not in _finder.hidden:
             _finder.hidden[name] = _take(name)
@@ -74,7 +79,7 @@ def uninstall(*peers: str) -> None:
 
     Raises ``ValueError`` for a name that is not in :data:`PEERS`.
     """
-    names = _known(peers)
+    names = _known(peers) or list(PEERS)
     for name in names:
         if name in _finder.hidden:
             _take(name)
@@ -107,7 +112,7 @@ def _known(peers: Sequence[str]) -> Sequence[str]:
     for name in peers:
         if name not in PEERS:
             raise ValueError(f"antiphon.compat: no peer {name!r} is served; served are {', '.join(PEERS)}")
-    return peers or list(PEERS)
+    return peers
 
 
 def _take(name: str) -> dict[str, ModuleType]:
@@ -186,7 +191,7 @@ class _Parents(MetaPathFinder):
 
 
 def _not_served(name: str, peer: str) -> str:
-    modules = pkgutil.iter_modules(importlib.import_module(PEERS[peer]).__path__, f"{peer}.")
+    modules = pkgutil.iter_modules(getattr(importlib.import_module(PEERS[peer]), "__path__", []), f"{peer}.")
     names = [module.name for module in modules if "._" not in module.name]
     served = ", ".join([peer, *names])
     return f"Antiphon does not serve the module {name} yet; it serves {served}"

@@ -13,7 +13,8 @@ usage: python -m antiphon.compat run [--peer NAME]... SCRIPT [ARGUMENT]...
 Runs a Python program in which Antiphon's modules stand for those of the peers, and in all processes that it starts.
 What follows `run` is what would follow `python`, options of the interpreter too.
 
-  --peer NAME  only this one, of {", ".join(compat.PEERS)} (default: all)"""
+  --peer NAME  only this one, of {", ".join(compat.PEERS)}
+               (default: all but {", ".join(compat.BY_NAME)})"""
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> NoReturn:
         peers.append(name)
     if not program:
         _refuse("no program to run")
-    compat.tell_children(peers or compat.PEERS)
+    compat.tell_children(peers or compat.PEERS.keys() - compat.BY_NAME)
     sys.stdout.flush()
     # A fresh interpreter sets the stage: sys.argv, sys.path, __main__, the exit status.
     os.execv(sys.executable, [sys.executable, *program])

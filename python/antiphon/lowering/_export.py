@@ -1,27 +1,43 @@
 """A graph of torch as JSON, which ``antiphon-lowering`` reads."""
 
+import functools
+import gc
 import json
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import _side_effectful_functions
+from torch.fx.node import _side_effectful_functions, map_arg
 
-__all__ = ["export", "names_of"]
+from antiphon.lowering._inductor import control_deps
+
+__all__ = ["COMM_BUFFER", "export", "names_of"]
 
 
 def export(graph: Graph, groups: Mapping[str, int], spellings: tuple[str, ...] = ()) -> bytes:
-    """The graph, with the sizes of the groups that it names and operators that are spelled in other ways."""
-    exporter = _Exporter()
-    nodes = [found for node in graph.nodes if (found := exporter.node(node)) is not None]
+    """The graph as ``_core.lower`` takes it, with the sizes of the groups that it names, and with the meanings of operators that
+    :func:`antiphon.lowering.spell` taught.
+
+    A copy into a comm buffer is exported as the copied tensor, which then asks for symmetric memory. What ``control_deps`` wraps is
+    exported as itself.
+    """
+    exporter = _Exporter(_comm_buffers(graph))
+    # Nothing here becomes garbage, and to look for it at every 10,000 dicts would take half of the time of a large graph.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        nodes = [found for node in graph.nodes if (found := exporter.node(node)) is not None]
+    finally:
+        if collects:
+            gc.enable()
     syms = [exporter.sym(name, symbol) for name, symbol in sorted(exporter.symbols.items())]
     listed = [{"name": name, "size": size} for name, size in sorted(groups.items())]
-    file = {"syms": syms, "groups": listed, "spellings": list(spellings), "nodes": nodes}
-    return json.dumps(file, separators=(",", ":")).encode()
+    file = {"syms": syms, "groups": listed, "spellings": list(spellings), "comm": exporter.buffers.requests, "nodes": nodes}
+    return json.dumps(file, separators=(",", ":"), check_circular=False).encode()
 
 
 def names_of(node: Node) -> list[str]:
@@ -29,16 +45,15 @@ def names_of(node: Node) -> list[str]:
     return [name for name, _ in _tensors(node)]
 
 
-def _tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
+def _tensors(node: Node) -> list[tuple[str, Tensor]]:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        yield node.name, value
-    elif isinstance(value, (list, tuple)):
-        yield from _parts(node, node.name, value)
+        return [(node.name, value)]
+    return list(_parts(node, node.name, value)) if isinstance(value, (list, tuple)) else []
 
 
 def _parts(node: Node | None, name: str, values: Any) -> Iterator[tuple[str, Tensor]]:
-    """Those of several, which may be several again."""
+    """The tensors of a list, whose elements may be lists."""
     users = () if node is None else node.users
     taken = {user.args[1]: user for user in users if user.target is operator.getitem}
     for index, value in enumerate(values):
@@ -50,11 +65,62 @@ def _parts(node: Node | None, name: str, values: Any) -> Iterator[tuple[str, Ten
             yield from _parts(part, own, value)
 
 
-def _plain(node: Node) -> tuple[str, tuple[Any, ...]]:
-    """An operator and its arguments by place; one that is made functional has its name in the other's."""
-    if node.target is torch.ops.higher_order.auto_functionalized:
-        return f"auto_functionalized({node.args[0]})", node.args[1:]
-    return str(node.target), node.args
+def _wrapped(node: Node) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """The operator and the arguments of a call that is wrapped to order it after others."""
+    module = getattr(node.graph.owning_module, str(node.args[1].target))  # type: ignore[union-attr]
+    inner = next(each for each in module.graph.nodes if each.op == "call_function")
+    operands = dict(zip(module.graph.find_nodes(op="placeholder"), node.args[2:], strict=True))
+    args, kwargs = map_arg((inner.args, inner.kwargs), lambda each: operands[each])
+    return inner.target, args, kwargs
+
+
+class _Buffers(NamedTuple):
+    """The comm buffers of a graph."""
+
+    #: For each copy into a buffer, the tensor that it copies.
+    copies: dict[Node, Node]
+    #: Nodes that make buffers.
+    hidden: set[Node]
+    #: For each tensor that asks for symmetric memory, what communication needs of it.
+    requests: dict[str, dict[str, Any]]
+
+
+def _comm_buffers(graph: Graph) -> _Buffers:
+    found = _Buffers({}, set(), {})
+    for node in graph.find_nodes(op="call_function", target=torch.ops.antiphon._ordered_comm_buffer.default):
+        value, domain = node.meta[COMM_BUFFER]
+        request = found.requests.setdefault(value, {"domain": domain, "groups": [], "roles": "in"})
+        request["groups"] = sorted({*request["groups"], node.args[1]})
+        memory = next(user for user in node.users if user.args[1] == 1)
+        (view,) = memory.users
+        found.hidden.update((node, view))
+        for copy in view.users:
+            source = copy.args[1]
+            assert isinstance(source, Node)
+            found.copies[copy] = source
+    return found
+
+
+#: The key of a comm buffer's node in ``meta``: the name of the tensor whose storage it is, and its heap.
+COMM_BUFFER = "antiphon_comm_buffer"
+
+
+class _Operator(NamedTuple):
+    """An operator, which graphs call often."""
+
+    name: str
+    #: Whether its results alias arguments, or it writes arguments.
+    aliases: bool
+    effect: bool
+
+
+@functools.cache
+def _operator(target: torch._ops.OpOverload) -> _Operator:
+    schema = target._schema
+    aliases = schema.is_mutable or any(result.alias_info for result in schema.returns)
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    effect = schema.is_mutable if aliases else random or target in _side_effectful_functions
+    return _Operator(str(target), aliases, effect)
 
 
 def _takes_apart(node: Node) -> bool:
@@ -62,11 +128,15 @@ def _takes_apart(node: Node) -> bool:
 
 
 class _Exporter:
-    def __init__(self) -> None:
+    def __init__(self, buffers: _Buffers) -> None:
+        self.buffers = buffers
+        self.hidden = buffers.hidden | buffers.copies.keys()
         self.symbols: dict[str, Any] = {}
+        #: Of types whose sizes are all known, what the file says of them.
+        self.types: dict[Any, dict[str, Any]] = {}
 
     def node(self, node: Node) -> dict[str, Any] | None:
-        if _takes_apart(node):
+        if _takes_apart(node) or node in self.hidden:
             return None
         found: dict[str, Any] = {"name": node.name, "op": node.op}
         if node.op == "output":
@@ -74,31 +144,36 @@ class _Exporter:
             return found
         found["outs"] = [{"name": name, **self.type(value)} for name, value in _tensors(node)]
         if node.op != "call_function":
-            return found
-        operator, arguments = _plain(node)
-        found["target"] = operator
-        found["args"] = [self.argument(argument) for argument in arguments]
-        if node.kwargs:
-            found["kwargs"] = {name: self.argument(argument) for name, argument in sorted(node.kwargs.items())}
-        if isinstance(node.target, torch._ops.OpOverload):
-            self.effects(node, node.target, found)
+            # A module has no tensors, and sizes are told with the tensors that have them.
+            return found if found["outs"] else None
+        target, args, kwargs = (node.target, node.args, node.kwargs) if node.target is not control_deps else _wrapped(node)
+        if isinstance(target, torch._ops.OpOverload):
+            known = _operator(target)
+            if not (found["outs"] or known.effect or known.aliases):
+                return None  # a size, which is told with the tensors that have it
+            found["target"], found["effect"] = known.name, known.effect
+            if known.aliases:
+                self.aliases(target._schema, args, kwargs, found)
+        elif target is torch.ops.higher_order.auto_functionalized:
+            # The operator that is made functional is an argument.
+            found["target"], args, found["effect"] = f"auto_functionalized({args[0]})", args[1:], True
         else:
-            # A size, or an operator that runs a program: nobody knows what that does.
-            found["effect"] = bool(found["outs"]) or isinstance(node.target, torch._ops.HigherOrderOperator)
+            # A size, or an operator that runs a program, whose effects are not known.
+            found["target"] = str(target)
+            found["effect"] = bool(found["outs"]) or isinstance(target, torch._ops.HigherOrderOperator)
+        found["args"] = [self.argument(argument) for argument in args]
+        if kwargs:
+            found["kwargs"] = {name: self.argument(argument) for name, argument in sorted(kwargs.items())}
         return found
 
-    def effects(self, node: Node, target: torch._ops.OpOverload, found: dict[str, Any]) -> None:
-        schema = target._schema
-        if not schema.is_mutable and not any(result.alias_info for result in schema.returns):
-            random = torch.Tag.nondeterministic_seeded in target.tags
-            found["effect"] = random or target in _side_effectful_functions
-            return
+    def aliases(self, schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: dict[str, Any]) -> None:
+        """Which results lie in the memory of which operands, and which operands are written."""
         places: dict[str, list[int]] = {}
         written: dict[str, bool] = {}
         count = 0
-        given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-        in_order = [argument for argument in schema.arguments if argument.name not in node.kwargs]
-        in_order += sorted((argument for argument in schema.arguments if argument.name in node.kwargs), key=lambda each: each.name)
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+        in_order = [argument for argument in schema.arguments if argument.name not in kwargs]
+        in_order += sorted((argument for argument in schema.arguments if argument.name in kwargs), key=lambda each: each.name)
         for argument in in_order:
             tensors = _count(given.get(argument.name))
             if argument.alias_info is not None:
@@ -113,12 +188,23 @@ class _Exporter:
             place = next((places[name][0] for name in names if places.get(name)), None)
             aliases.append(None if place is None else {"arg": place, "writes": any(written[name] for name in names)})
             returned.update(names)
-        # Of a list of results, each may lie in the operand.
+        # Each tensor of a list of results may lie in the operand.
         found["aliases"] = (aliases * max(1, len(found["outs"])))[: len(found["outs"])] if len(aliases) == 1 else aliases
         found["writes"] = [place for name, all in places.items() if written[name] and name not in returned for place in all]
-        found["effect"] = schema.is_mutable
 
     def type(self, value: Tensor) -> dict[str, Any]:
+        if value.layout is not torch.strided:
+            return self.new_type(value)
+        key = (value.dtype, value.shape, value.stride(), value.storage_offset())
+        try:
+            found = self.types.get(key)
+        except TypeError:  # symbols have no hashes
+            return self.new_type(value)
+        if found is None:
+            found = self.types[key] = self.new_type(value)
+        return found
+
+    def new_type(self, value: Tensor) -> dict[str, Any]:
         found: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": [self.size(size) for size in value.shape]}
         if value.layout is torch.strided:
             if not value.is_contiguous():
@@ -149,7 +235,11 @@ class _Exporter:
         return result
 
     def argument(self, argument: Any) -> Any:
+        if argument is None or type(argument) in (bool, int, str):
+            return argument
         if isinstance(argument, Node):
+            if self.buffers.copies:
+                argument = self.buffers.copies.get(argument, argument)
             value = argument.meta.get("val")
             if isinstance(value, Tensor):
                 return {"value": argument.name}
@@ -168,7 +258,7 @@ class _Exporter:
             return {"dtype": str(argument).removeprefix("torch.")}
         if isinstance(argument, float) and not math.isfinite(argument):
             return {"number": str(argument)}
-        return argument if argument is None or isinstance(argument, (bool, int, float, str)) else {"other": str(argument)}
+        return argument if isinstance(argument, (bool, int, float, str)) else {"other": str(argument)}
 
 
 def _count(argument: Any) -> int:

@@ -8,7 +8,7 @@ import antiphon
 from antiphon.torch import ops
 from antiphon.torch.group import Group
 
-__all__ = ["attach", "detach", "sizes"]
+__all__ = ["all_sizes", "attach", "detach", "sizes"]
 
 _attached: WeakKeyDictionary[dist.ProcessGroup, antiphon.Communicator] = WeakKeyDictionary()
 #: Names that programs have for groups, beside the groups' own.
@@ -61,3 +61,10 @@ def sizes(names: set[str]) -> tuple[dict[str, int], list[str]]:
         if isinstance(group, Group) or group in _attached:
             ours.append(name)
     return found, ours
+
+
+def all_sizes() -> list[tuple[str, int]]:
+    """All groups whose calls may be changed, with their sizes."""
+    names = {str(group.group_name) for group in dist.distributed_c10d._world.pg_map} | set(_names)
+    found, ours = sizes(names)
+    return [(name, found[name]) for name in ours]

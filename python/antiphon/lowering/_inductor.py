@@ -5,7 +5,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Backend", "CustomGraphPass", "compile_fx", "current_pass", "register", "set_pass"]
+__all__ = [
+    "Backend",
+    "CustomGraphPass",
+    "compile_fx",
+    "control_deps",
+    "current_pass",
+    "preserve_node_ordering",
+    "register",
+    "set_pass",
+]
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 if VERSION < (2, 11):
@@ -16,6 +25,7 @@ try:
     from torch._dynamo.backends.registry import list_backends, register_backend
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 
     config.post_grad_custom_post_pass  # noqa: B018  (whether it is there)
 except (ImportError, AttributeError) as error:

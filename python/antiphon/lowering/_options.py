@@ -16,6 +16,9 @@ class Options:
                      ``"same"``: every rounding stays where it was, and only the order of a row's sum is free
     ``fuse``         sums with the residual, norm and quantisation behind them
     ``merge``        sums of sums
+    ``realize``      ``"measured"``: operands lie in symmetric memory where that was measured to be faster, which on the host
+                     saves a copy; ``"always"``: wherever possible; ``"never"``. On GPUs it was never faster, and
+                     ``"always"`` is refused
     ``overlap``      starts early, waits late
     ``groups``       names of the groups whose calls may be changed; all that are attached unless given
     ``strict``       what cannot be proved raises ``RuntimeError`` instead of being left as it was
@@ -25,13 +28,15 @@ class Options:
     numerics: Literal["close", "same"] = "close"
     fuse: bool = True
     merge: bool = True
+    realize: Literal["measured", "always", "never"] = "measured"
     overlap: bool = False
     groups: tuple[str, ...] | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
-        if self.numerics not in ("close", "same"):
-            raise ValueError(f"numerics={self.numerics!r}: known are close, same")
+        for name, known in ("numerics", ("close", "same")), ("realize", ("measured", "always", "never")):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: known are {', '.join(known)}")
         for name in ("fuse", "merge", "overlap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False")
@@ -50,9 +55,7 @@ class Options:
 
     def request(self) -> dict[str, Any]:
         """As ``_core.lower`` takes it."""
-        names = ("numerics", "fuse", "merge", "overlap")
-        # Inductor allocates all memory.
-        return {"realize": "never"} | {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("numerics", "fuse", "merge", "realize", "overlap")}
 
 
 def mode() -> str:

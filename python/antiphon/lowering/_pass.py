@@ -20,6 +20,7 @@ from antiphon.lowering._apply import apply
 from antiphon.lowering._export import export
 from antiphon.lowering._inductor import CustomGraphPass
 from antiphon.lowering._options import Options, mode
+from antiphon.lowering._place import freeze, put_in_comm_buffers
 
 __all__ = ["Pass", "Report", "reports", "spell"]
 
@@ -96,6 +97,8 @@ class Pass(CustomGraphPass):
 
     def _lower(self, graph: Graph, program: bytes, sizes: dict[str, int], ours: list[str], verbose: bool) -> None:
         device = "h200" if any(_is_cuda(node) for node in graph.nodes) else "host"
+        if device != "host" and self.options.realize == "always":
+            raise ValueError("realize='always': comm buffers are for tensors on the host")
         request = {"world": {"device": device, "groups": ours}, "options": self.options.request()}
         answer = json.loads(_core.lower(program, json.dumps(request)))
         if findings := answer["report"]["findings"]:
@@ -106,28 +109,32 @@ class Pass(CustomGraphPass):
             tuple(answer["report"]["calls"]),
             answer["digest"],
         )
-        edits = answer["edits"]
-        if edits["new"] or edits["inputs"] or edits["outputs"]:
+        edits, slots = answer["edits"], answer["plan"]["slots"]
+        if answer["plan"]["rewrites"]:
             site = hashlib.sha256(f"{answer['digest']} {self.uuid()!r}".encode()).hexdigest()[:16]
             # What is proved is a copy, so that a graph which cannot be proved is still there.
             copy = _copied(graph)
             apply(copy, edits, site)
+            put_in_comm_buffers(copy, slots, site)
             proved = export(copy, sizes, tuple(_spellings))
             plan = json.dumps(answer["plan"]).encode()
             if found := _core.check_lowering(program, plan, proved):
                 raise ValueError("; ".join(found[:3]))
             apply(graph, edits, site)
+            put_in_comm_buffers(graph, slots, site)
+            if self.options.overlap:
+                freeze(graph)
             if export(graph, sizes, tuple(_spellings)) != proved:
                 raise RuntimeError("the same edits gave two programs")
         _reports.append(report)
         log.log(logging.WARNING if verbose else logging.INFO, "%s", report)
 
     def uuid(self) -> Any:
-        """Whatever the result depends on: inductor's caches keep what was made of a program."""
+        """Whatever the result depends on, as inductor's caches keep what was made of a program: versions, options, spellings, and
+        the groups with their sizes. The tables of costs are a part of the version."""
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else repr(self.before)
         ours = [__version__, torch.__version__, repr(self.options), sorted(_spellings), mode(), before]
-        attached = [*sorted(group.group_name for group in _groups._attached), *sorted(_groups._names)]
-        return json.dumps([*ours, attached], default=repr)
+        return json.dumps([*ours, _groups.all_sizes()], default=repr)
 
 
 def _copied(graph: Graph) -> Graph:

@@ -1,15 +1,30 @@
 """Low-latency calls on torch tensors: new tensors for what comes."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from antiphon._core import Communicator, MoeLowLatency, MoeLowLatencyHandle
+from antiphon._core import Communicator, Handle, MoeLowLatency, MoeLowLatencyHandle
 from antiphon.moe._calls import _check_devices, _check_ids, _codes
 
-__all__ = ["LowLatencyCalls", "LowLatencyHandle", "LowLatencyReceived", "low_latency_calls_of"]
+__all__ = ["Hook", "LowLatencyCalls", "LowLatencyHandle", "LowLatencyReceived", "Options", "low_latency_calls_of"]
+
+#: Receives what a started call has sent for.
+Hook: TypeAlias = Callable[[], None]
+
+
+class Options(NamedTuple):
+    """What a call does besides."""
+
+    statistics: Tensor | None = None
+    """int32 ``[L]``, to which a dispatch adds its counts."""
+    waits: Tensor | None = None
+    """int64 ``[R]``, to which a call adds the nanoseconds that this rank waited for each other rank."""
+    start: bool = False
+    """Whether the call returns before it has received, with a hook that receives."""
 
 
 class _Fields(NamedTuple):
@@ -60,6 +75,8 @@ class LowLatencyCalls:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._engines: dict[tuple[int, int, int, int, int | None], MoeLowLatency] = {}
+        #: Of each engine on a GPU the call that may not have received yet.
+        self._started: dict[MoeLowLatency, Handle] = {}
 
     def _engine(self, x: Tensor, max_tokens: int, num_experts: int, top_k: int) -> MoeLowLatency:
         device = x.device.index if x.is_cuda else None
@@ -81,6 +98,24 @@ class LowLatencyCalls:
         for engine in self._engines.values():
             engine.check()
 
+    def _receive(self, engine: MoeLowLatency) -> None:
+        """Receives what the call before has sent for, if its hook has not been called."""
+        started = self._started.pop(engine, None)
+        if started is not None:
+            started.wait()
+
+    def _hook(self, engine: MoeLowLatency, started: Handle | None, is_cuda: bool) -> Hook | None:
+        if started is None:
+            return None
+        if is_cuda:
+            self._started[engine] = started
+        handle = started
+
+        def hook() -> None:
+            handle.wait()
+
+        return hook
+
     def dispatch(
         self,
         x: Tensor,
@@ -88,12 +123,13 @@ class LowLatencyCalls:
         max_tokens: int,
         num_experts: int,
         format: str,
-        statistics: Tensor | None = None,
-    ) -> LowLatencyReceived:
+        options: Options = Options(),
+    ) -> tuple[LowLatencyReceived, Hook | None]:
         """Moves tokens to the slots of their experts."""
         call, world_size = "low_latency_dispatch", self._comm.world_size
+        statistics, waits, start = options
         _check_ids(ids)
-        _check_devices(call, [x, ids, statistics])
+        _check_devices(call, [x, ids, statistics, waits])
         if x.dim() != 2 or len(x) != len(ids):
             shapes = f"{list(x.shape)} and {list(ids.shape)}"
             raise ValueError(f"{call}: x and ids must be of shapes [T, H] and [T, K], not {shapes}")
@@ -103,13 +139,12 @@ class LowLatencyCalls:
             raise ValueError(f"{call}: {num_experts} experts cannot be divided among {world_size} ranks")
         if len(x) > max_tokens:
             raise ValueError(f"{call}: {len(x)} tokens; num_max_dispatch_tokens_per_rank is {max_tokens}")
-        if statistics is not None and not statistics.is_contiguous():
-            raise ValueError(f"{call}: the statistics must be contiguous, as they are written")
+        _check_written(call, statistics=statistics, waits=waits)
         group = 512 if format == "fp8_packed" else 8 if format == "bf16" else 128
         if x.shape[1] == 0 or x.shape[1] % group:
             raise ValueError(f"{call}: rows of {x.shape[1]} elements, which must be a multiple of {group}")
         local, slots, hidden = num_experts // world_size, world_size * max_tokens, x.shape[1]
-        x, ids = x.detach().contiguous(), ids.contiguous()
+        x, ids = _sent(x, start), _sent(ids, start)
         is_coded = format != "bf16"
         rows = x.new_empty(local, slots, hidden, dtype=torch.float8_e4m3fn if is_coded else torch.bfloat16)
         scale_type = torch.int32 if format == "fp8_packed" else torch.float32
@@ -118,7 +153,8 @@ class LowLatencyCalls:
         source_tokens = x.new_empty(local, slots, dtype=torch.int32)
         layout_range = x.new_empty(local, world_size, dtype=torch.int64)
         engine = self._engine(x, max_tokens, num_experts, ids.shape[1])
-        core = engine.dispatch(
+        self._receive(engine)
+        core, started = engine.dispatch(
             x,
             ids,
             _codes(rows),
@@ -130,20 +166,30 @@ class LowLatencyCalls:
             layout_range=layout_range,
             received_scales=scales,
             statistics=statistics,
+            waits=waits,
+            start=start,
         )
         handle = LowLatencyHandle(source_tokens, layout_range, max_tokens, hidden, num_experts)
         handle.core, handle.engine = core, engine
-        return LowLatencyReceived(rows, None if scales is None else scales.transpose(1, 2), counts, handle)
+        received = LowLatencyReceived(rows, None if scales is None else scales.transpose(1, 2), counts, handle)
+        return received, self._hook(engine, started, x.is_cuda)
 
     def combine(
-        self, rows: Tensor, ids: Tensor, weights: Tensor, handle: LowLatencyHandle, out: Tensor | None = None
-    ) -> Tensor:
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        handle: LowLatencyHandle,
+        out: Tensor | None = None,
+        options: Options = Options(),
+    ) -> tuple[Tensor, Hook | None]:
         """Moves rows back along a handle, weighs and sums them."""
         call = "low_latency_combine"
         if not any(handle.engine is engine for engine in self._engines.values()):
             raise ValueError(f"{call}: the handle is of another communicator")
         _check_ids(ids)
-        _check_devices(call, [rows, ids, weights, out, handle.src_info])
+        _check_devices(call, [rows, ids, weights, out, options.waits, handle.src_info])
+        _check_written(call, waits=options.waits)
         for name, tensor, dtype in (("x", rows, torch.bfloat16), ("weights", weights, torch.float32)):
             if tensor.dtype != dtype:
                 raise TypeError(f"{call}: {name} must be {dtype}, not {tensor.dtype}")
@@ -151,9 +197,30 @@ class LowLatencyCalls:
             out = rows.new_empty(len(ids), handle.hidden, dtype=torch.bfloat16)
         elif not out.is_contiguous() or out.dtype != torch.bfloat16:
             raise ValueError(f"{call}: out must be contiguous and torch.bfloat16, as it is written")
-        rows, weights = rows.detach().contiguous(), weights.detach().contiguous()
-        handle.engine.combine(handle.core, rows, ids.contiguous(), weights, out.detach())
-        return out
+        rows, weights = _sent(rows, options.start), weights.detach().contiguous()
+        self._receive(handle.engine)
+        started = handle.engine.combine(
+            handle.core,
+            rows,
+            ids.contiguous(),
+            weights,
+            out.detach(),
+            waits=options.waits,
+            start=options.start,
+        )
+        return out, self._hook(handle.engine, started, rows.is_cuda)
+
+
+def _sent(tensor: Tensor, starts: bool) -> Tensor:
+    """A tensor that a call sends. On the CPU a started call sends later, when the caller may have written the tensor."""
+    tensor = tensor.detach()
+    return tensor.clone(memory_format=torch.contiguous_format) if starts and not tensor.is_cuda else tensor.contiguous()
+
+
+def _check_written(call: str, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{call}: the {name} must be contiguous, as the call writes to them")
 
 
 _calls: "WeakKeyDictionary[Communicator, LowLatencyCalls]" = WeakKeyDictionary()

@@ -9,7 +9,8 @@ from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._calls import Calls, Handle, Layout, calls_of
 from antiphon.moe._hybrid import CombineByMap, DispatchByMap, HybridHandle, HybridReceived, hybrid_calls_of
-from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, low_latency_calls_of
+from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
+from antiphon.moe._low_latency_gradients import CombineLowLatency, DispatchLowLatency, needs_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -171,12 +172,21 @@ class ExpertParallel:
         E4M3 codes with a float32 scale for each 128; ``"fp8_powers_of_two"``, whose scales are rounded up to powers of two;
         ``"fp8_packed"``, which has these as UE8M0, four in an int32. ``statistics``, int32 ``[L]``, has the counts added to it.
 
-        It is for inference: no gradients flow.
+        Gradients flow to ``x`` with the format ``"bf16"``. Raises ``ValueError`` for an ``x`` that needs a gradient with another
+        one.
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
         calls = low_latency_calls_of(self.comm)
-        return calls.dispatch(x, ids, max_tokens, self.num_experts, format, statistics)
+        call = (max_tokens, self.num_experts, format, Options(statistics))
+        if not needs_gradient(x):
+            return calls.dispatch(x, ids, *call)[0]
+        if format != "bf16":
+            raise ValueError(f"dispatch: rows of {format} have no gradient: use the format bf16, or pass x.detach()")
+        plain: list[Any] = []
+        rows = DispatchLowLatency.apply(x, ids, calls, plain, call)  # type: ignore[no-untyped-call]
+        received: LowLatencyReceived = plain[0]._replace(x=rows)
+        return received
 
     def combine_low_latency(
         self, x: Tensor, ids: Tensor, weights: Tensor, handle: LowLatencyHandle, *, out: Tensor | None = None
@@ -186,8 +196,16 @@ class ExpertParallel:
 
         A sum begins with 0, adds the products of ``weights`` (float32 ``[T, K]``) and rows, each rounded to float32, in the order
         of the choices, and is rounded once.
+
+        Gradients flow to ``x`` and ``weights``. Raises ``ValueError`` for an ``out`` where they do.
         """
-        return low_latency_calls_of(self.comm).combine(x, ids, weights, handle, out)
+        calls = low_latency_calls_of(self.comm)
+        if not needs_gradient(x, weights):
+            return calls.combine(x, ids, weights, handle, out)[0]
+        if out is not None:
+            raise ValueError("combine: with out there is no gradient: pass no out, or detached tensors")
+        result: Tensor = CombineLowLatency.apply(x, weights, ids, calls, self._calls, handle)  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Dispatch(torch.autograd.Function):

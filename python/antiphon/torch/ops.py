@@ -29,7 +29,7 @@ root=0, *) -> ()`` puts the root's there. The others return a new tensor:
 which a compiler's cache does not know.
 
 ``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float weight_bias=0.,
-Tensor? bias=None) -> (Tensor, Tensor)`` returns the norm, and what it is the norm of: the sum with ``bias`` and ``residual``.
+Tensor? bias=None, *) -> (Tensor, Tensor)`` returns the norm, and what it is the norm of: the sum with ``bias`` and ``residual``.
 
 ``all_reduce_fused(Tensor x, str group, str[] outputs, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float
 weight_bias=0., bool round_before_weight=False, str quantize="fp8", Tensor? scale=None, float scale_value=1., int group_size=128,
@@ -63,6 +63,7 @@ import antiphon
 from antiphon._core import operations
 from antiphon._operators import Operators
 from antiphon._types import Op, Quantize
+from antiphon.torch.comm_buffers import comm_buffer, is_comm_buffer
 from antiphon.torch.group import Group
 
 __all__ = ["register"]
@@ -150,6 +151,10 @@ class _Operation:
         out = self._empty(x, given, comm)
         if "root" not in self._names:
             del given["root"]
+        if self.name == "all_reduce" and is_comm_buffer(comm, x):
+            # Only this call reads a comm buffer. The ranks reduce in place, where the result needs no staging either.
+            comm.all_reduce(x, out=x, **given)
+            return out.copy_(x)
         getattr(comm, self.name)(x.contiguous(), out=out, **given)
         return out
 
@@ -338,10 +343,11 @@ def _all_reduce_rms_norm(
     eps: float = 1e-6,
     weight_bias: float = 0.0,
     bias: Tensor | None = None,
+    site: str = "",
 ) -> tuple[Tensor, Tensor]:
     plain = x.contiguous()
     norm, total = torch.empty_like(plain), torch.empty_like(plain)
-    named_communicator(group, plain).all_reduce_fused(
+    _at(site, group, plain).all_reduce_fused(
         plain,
         residual=None if residual is None else residual.contiguous(),
         weight=weight,
@@ -362,6 +368,17 @@ def _nothing(x: Tensor, *arguments: Any, **named: Any) -> None:
     pass
 
 
+def _comm_buffer(
+    ticket: Tensor, group: str, shape: list[int], dtype: torch.dtype, offset: int, arena_bytes: int, site: str
+) -> tuple[Tensor, Tensor]:
+    comm = _at(site, group, ticket)
+    return ticket.new_empty(0), comm_buffer(comm, shape, dtype, offset, arena_bytes)
+
+
+def _empty_comm_buffer(ticket: Tensor, group: str, shape: list[int], dtype: torch.dtype, *place: Any) -> tuple[Tensor, Tensor]:
+    return ticket.new_empty(0), ticket.new_empty(shape, dtype=dtype)
+
+
 _operators = Operators()
 _operators.define('all_reduce_(Tensor(a!) x, str group, str op="sum", str site="") -> ()', _all_reduce_in_place, _nothing)
 _operators.define('broadcast_(Tensor(a!) x, str group, int root=0, str site="") -> ()', _broadcast_in_place, _nothing)
@@ -377,7 +394,7 @@ for _row in operations():
     _operators.define(_operation.schema, _operation.call, _operation.empty)
 _operators.define(
     "all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6,"
-    " float weight_bias=0., Tensor? bias=None) -> (Tensor, Tensor)",
+    ' float weight_bias=0., Tensor? bias=None, str site="") -> (Tensor, Tensor)',
     _all_reduce_rms_norm,
     _two_like,
 )
@@ -387,4 +404,11 @@ _operators.define(
     ' int group_size=128, str site="") -> Tensor[]',
     _all_reduce_fused,
     _empty_fused,
+)
+# Compilers do not give the memory of a result to other tensors if the result is said to alias an argument.
+_operators.define_ordered(
+    "comm_buffer(Tensor(a) ticket, str group, SymInt[] shape, ScalarType dtype, int offset, int arena_bytes, str site)"
+    " -> (Tensor, Tensor(a))",
+    _comm_buffer,
+    _empty_comm_buffer,
 )

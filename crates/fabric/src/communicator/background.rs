@@ -6,8 +6,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Communicator, Presence, Shared};
-use crate::{FabricError, signal::channel::Ticket};
+use super::{Communicator, Messenger};
+use crate::{
+    FabricError,
+    endpoint::Endpoint,
+    signal::channel::{Messages, Ticket},
+};
 
 pub(super) type Job = Box<dyn FnOnce(&Communicator) + Send>;
 
@@ -18,11 +22,11 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn start(presence: Arc<Presence>) -> Result<Self, FabricError> {
+    pub(super) fn start(messenger: Messenger) -> Result<Self, FabricError> {
         let (sender, jobs) = mpsc::channel::<Job>();
-        let name = format!("antiphon-{}", presence.0.rank);
+        let name = format!("antiphon-{}", messenger.rank());
         let run = move || {
-            let comm = Communicator::on_lane(presence, 1);
+            let comm = Communicator::on_lane(messenger, 1);
             for job in jobs {
                 job(&comm);
             }
@@ -36,7 +40,7 @@ impl Worker {
 }
 
 /// Tells the others when the work panics: they may be waiting for it.
-struct Alarm<'a>(&'a Shared);
+struct Alarm<'a>(&'a Endpoint);
 
 impl Drop for Alarm<'_> {
     fn drop(&mut self) {
@@ -75,9 +79,9 @@ impl Communicator {
         E: Send + 'static,
     {
         self.check_foreground("spawn")?;
-        self.shared.health.check_usable()?;
+        self.endpoint.health.check_usable()?;
         if self.background.get().is_none() {
-            let worker = Worker::start(self.messenger.presence.clone())?;
+            let worker = Worker::start(self.messenger.clone())?;
             self.background.get_or_init(|| worker);
         }
         let &Worker { ref jobs, thread } = self.background.get().expect("started above");
@@ -96,7 +100,7 @@ pub(super) fn job<T: Send + 'static, E: Send + 'static>(
     let (sender, result) = mpsc::sync_channel(1);
     // The receiver may be dropped before: then nobody wants the result.
     let job = Box::new(move |comm: &Communicator| {
-        let _alarm = Alarm(&comm.shared);
+        let _alarm = Alarm(&comm.endpoint);
         drop(sender.send(work(comm)));
     });
     (job, Pending(State::Background { result, is_behind: Box::new(is_behind), early: None }))
@@ -118,7 +122,7 @@ enum State<T, E> {
         early: Option<Result<T, E>>,
     },
     Transfer {
-        shared: Arc<Shared>,
+        messages: Arc<Messages>,
         ticket: Ticket,
         buffer: Handover<T>,
         waiting: Option<Instant>,
@@ -127,8 +131,8 @@ enum State<T, E> {
 }
 
 impl<T, E> Pending<T, E> {
-    pub(super) fn transfer(shared: Arc<Shared>, ticket: Ticket, buffer: Handover<T>) -> Self {
-        Self(State::Transfer { shared, ticket, buffer, waiting: None, early: None })
+    pub(super) fn transfer(messages: Arc<Messages>, ticket: Ticket, buffer: Handover<T>) -> Self {
+        Self(State::Transfer { messages, ticket, buffer, waiting: None, early: None })
     }
 }
 
@@ -160,12 +164,12 @@ impl<T, E: From<FabricError>> Pending<T, E> {
                 .into()),
                 Err(_) => result.recv().unwrap_or_else(|_| Err(panicked().into())),
             },
-            State::Transfer { shared, ticket, early: Some(error), .. } => {
-                shared.messages.cancel(&ticket);
+            State::Transfer { messages, ticket, early: Some(error), .. } => {
+                messages.cancel(&ticket);
                 Err(error.into())
             }
-            State::Transfer { shared, ticket, buffer, .. } => {
-                shared.messages.wait(&shared, &ticket)?;
+            State::Transfer { messages, ticket, buffer, .. } => {
+                messages.wait(&ticket)?;
                 buffer.recv().map_err(|_| panicked().into())
             }
         }
@@ -190,9 +194,9 @@ impl<T, E: From<FabricError>> Pending<T, E> {
                 early.is_some()
             }
             State::Transfer { early: Some(_), .. } => true,
-            State::Transfer { shared, ticket, waiting, early, .. } => {
+            State::Transfer { messages, ticket, waiting, early, .. } => {
                 let since = *waiting.get_or_insert_with(Instant::now);
-                match shared.messages.wait_for(shared, ticket, limit, since) {
+                match messages.wait_for(ticket, limit, since) {
                     Ok(over) => over,
                     Err(error) => {
                         *early = Some(error);

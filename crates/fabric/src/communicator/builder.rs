@@ -4,10 +4,10 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use antiphon_device::host::{cpu::allowed_cores, process::pid_namespace};
 
-use super::{Communicator, Interrupt, Messenger, Shared};
+use super::{Communicator, Messenger};
 use crate::{
     FabricError, Operation, Signature,
-    health::{Health, Peer},
+    endpoint::{Endpoint, Health, Interrupt, Peer},
     layout::{Layout, Regions},
     rendezvous::{
         self, Address, Card, Environment, Exchange, PATIENCE, RendezvousError, Secret, Ticket,
@@ -30,7 +30,7 @@ pub struct Builder {
     timeout: Option<Duration>,
     arena_bytes: Option<usize>,
     interrupt: Option<Interrupt>,
-    parent: Option<Arc<Shared>>,
+    parent: Option<Arc<Endpoint>>,
 }
 
 impl std::fmt::Debug for Builder {
@@ -175,7 +175,7 @@ impl Builder {
                 Health::of_world(rank, cards.map(peer).collect())
             }
         };
-        let comm = Communicator::new(Shared::new(health, regions, timeout, self.interrupt));
+        let comm = Communicator::new(Endpoint::new(health, regions, timeout, self.interrupt));
         // A rank that died between joining and mapping the memory, or that joined and does nothing, is found now and not
         // by the first real call.
         let signature = Signature::new(Operation::Barrier);
@@ -185,7 +185,7 @@ impl Builder {
 }
 
 /// Which ranks of the parent the ranks with these cards are, if they have one.
-fn places(parent: Option<&Shared>, cards: &[Card]) -> Result<Option<Vec<usize>>, FabricError> {
+fn places(parent: Option<&Endpoint>, cards: &[Card]) -> Result<Option<Vec<usize>>, FabricError> {
     let without = cards.iter().find(|card| card.parent_rank.is_none());
     let with = cards.iter().find(|card| card.parent_rank.is_some());
     if let (Some(with), Some(without)) = (with, without) {

@@ -20,8 +20,8 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Communicator, Shared};
-use crate::{FabricError, Members, Operation, Signature, rendezvous::random_hex};
+use super::Communicator;
+use crate::{FabricError, Members, Operation, Signature, endpoint::Endpoint, rendezvous::random_hex};
 
 const PROBLEM: &str = "cannot hand over a descriptor";
 /// How often a rank that waits for descriptors looks around.
@@ -96,20 +96,22 @@ impl Communicator {
         descriptor: Option<BorrowedFd<'_>>,
         from: &[usize],
     ) -> Result<(), FabricError> {
-        let Shared { health, regions, .. } = &**self.shared();
+        let Endpoint { health, regions, .. } = &**self.endpoint();
         let (operation, start) = (Signature::new(Operation::ExchangeObjects), Instant::now());
         let look = || -> Result<bool, FabricError> {
             post.borrow_mut().advance(descriptor).map_err(|e| unavailable(&e))?;
             if post.borrow().missing(from).is_empty() {
                 return Ok(true);
             }
-            self.shared().check_interrupt(operation)?;
+            self.endpoint().check_interrupt(operation)?;
             let missing = || {
                 // What goes wrong now goes wrong at the next look too.
                 let _ = post.borrow_mut().advance(descriptor);
                 post.borrow().missing(from)
             };
-            health.check(regions, operation, missing, start.elapsed(), self.shared.timeout()).map(|()| false)
+            health
+                .check(regions, operation, missing, start.elapsed(), self.endpoint.timeout())
+                .map(|()| false)
         };
         while !look().inspect_err(|error| health.report(regions, error))? {
             let post = post.borrow();

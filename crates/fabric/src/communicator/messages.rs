@@ -7,26 +7,15 @@ use std::{
 
 use antiphon_tensor::{Element, TensorView, TensorViewMut};
 
-use super::{Communicator, Pending, Presence, Shared};
+use super::{Communicator, Pending};
 use crate::{
     FabricError, Operation, Signature,
-    signal::channel::{Buffer, Messages, Route},
+    endpoint::{Endpoint, Presence},
+    signal::{
+        channel::{Buffer, Messages, Route},
+        matching::Source,
+    },
 };
-
-/// From which rank a message is awaited.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
-    /// From this one.
-    Rank(usize),
-    /// From whichever sends one first.
-    Any,
-}
-
-impl From<usize> for Source {
-    fn from(rank: usize) -> Self {
-        Self::Rank(rank)
-    }
-}
 
 /// The messages of a communicator, for any thread at any time: they have an order of their own, from rank to rank.
 ///
@@ -34,11 +23,12 @@ impl From<usize> for Source {
 #[derive(Clone)]
 pub struct Messenger {
     pub(super) presence: Arc<Presence>,
+    pub(super) messages: Arc<Messages>,
 }
 
 impl std::fmt::Debug for Messenger {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Shared { rank, world_size, .. } = self.shared();
+        let Endpoint { rank, world_size, .. } = self.endpoint();
         write!(f, "Messenger {{ rank: {rank}, world_size: {world_size} }}")
     }
 }
@@ -55,23 +45,28 @@ impl<T: Send> Drop for Kept<T> {
 }
 
 impl Messenger {
-    pub(super) fn shared(&self) -> &Shared {
+    pub(super) fn new(presence: Presence) -> Self {
+        let messages = Arc::new(Messages::new(presence.0.clone()));
+        Self { presence: Arc::new(presence), messages }
+    }
+
+    pub(super) fn endpoint(&self) -> &Endpoint {
         &self.presence.0
     }
 
     /// This rank, from 0.
     pub fn rank(&self) -> usize {
-        self.shared().rank
+        self.endpoint().rank
     }
 
     /// How many ranks there are.
     pub fn world_size(&self) -> usize {
-        self.shared().world_size
+        self.endpoint().world_size
     }
 
     /// How long a call waits for a peer before it fails.
     pub fn timeout(&self) -> Duration {
-        self.shared().timeout()
+        self.endpoint().timeout()
     }
 
     /// Sends a tensor to a rank, which must [`recv`](Self::recv) one of the same dtype and number of elements.
@@ -119,11 +114,11 @@ impl Messenger {
     ) -> Result<(), FabricError> {
         let tensor = tensor.into();
         let buffer = readable(&tensor)?;
-        self.shared().check_rank(to, "destination")?;
-        let messages = &self.shared().messages;
+        self.endpoint().check_rank(to, "destination")?;
+        let messages = &self.messages;
         // SAFETY: the tensor is borrowed until `wait` returns, which leaves no transfer behind.
         let ticket = unsafe { messages.start(Route::To(to), buffer, message(&tensor, tag), None) };
-        messages.wait(self.shared(), &ticket)
+        messages.wait(&ticket)
     }
 
     /// Receives a tensor from a rank.
@@ -151,16 +146,16 @@ impl Messenger {
         let buffer = writable(&mut tensor)?;
         let source = self.check_source(from.into())?;
         let signature = message(&tensor.as_view(), tag);
-        let messages = &self.shared().messages;
+        let messages = &self.messages;
         // SAFETY: as in `send_with_tag`.
         let ticket = unsafe { messages.start(Route::From(source), buffer, signature, None) };
-        messages.wait(self.shared(), &ticket)?;
+        messages.wait(&ticket)?;
         Ok(ticket.origin().expect("whoever sent a message is known when it is here"))
     }
 
     fn check_source(&self, source: Source) -> Result<Source, FabricError> {
         if let Source::Rank(rank) = source {
-            self.shared().check_rank(rank, "source")?;
+            self.endpoint().check_rank(rank, "source")?;
         }
         Ok(source)
     }
@@ -178,17 +173,17 @@ impl Messenger {
     ) -> Result<(), FabricError> {
         let (send, mut receive) = (send.into(), receive.into());
         let (read, write) = (readable(&send)?, writable(&mut receive)?);
-        self.shared().check_rank(to, "destination")?;
-        self.shared().check_rank(from, "source")?;
+        self.endpoint().check_rank(to, "destination")?;
+        self.endpoint().check_rank(from, "source")?;
         let (sends, receives) = (message(&send, 0), message(&receive.as_view(), 0));
-        let messages = &self.shared().messages;
+        let messages = &self.messages;
         // SAFETY: both tensors are borrowed until both waits have returned; a failed one leaves no transfer behind,
         // and the other is cancelled then.
         unsafe {
             let outgoing = messages.start(Route::To(to), read, sends, None);
             let incoming = messages.start(Route::From(from.into()), write, receives, None);
-            messages.wait(self.shared(), &incoming).inspect_err(|_| messages.cancel(&outgoing))?;
-            messages.wait(self.shared(), &outgoing)
+            messages.wait(&incoming).inspect_err(|_| messages.cancel(&outgoing))?;
+            messages.wait(&outgoing)
         }
     }
 
@@ -197,7 +192,7 @@ impl Messenger {
     /// # Errors
     /// As [`send`](Self::send).
     pub fn flush(&self) -> Result<(), FabricError> {
-        self.shared().messages.flush(self.shared())
+        self.messages.flush()
     }
 
     /// Begins to send a tensor, [with a tag](Self::send_with_tag), and keeps `owner`, which [`Pending::wait`] hands back. It goes
@@ -216,7 +211,7 @@ impl Messenger {
         tag: u32,
     ) -> Result<Pending<K>, FabricError> {
         let buffer = readable(&tensor)?;
-        self.shared().check_rank(to, "destination")?;
+        self.endpoint().check_rank(to, "destination")?;
         // SAFETY: passed on.
         unsafe { self.start(Route::To(to), buffer, message(&tensor, tag), owner) }
     }
@@ -251,15 +246,15 @@ impl Messenger {
         signature: Signature,
         owner: K,
     ) -> Result<Pending<K>, FabricError> {
-        self.shared().health.check_usable()?;
+        self.endpoint().health.check_usable()?;
         let (sender, handover) = mpsc::sync_channel(1);
         let keep = Box::new(Kept(Some(owner), sender));
-        let messages = &self.shared().messages;
+        let messages = &self.messages;
         // SAFETY: the transfer owns what keeps the memory valid.
         let ticket = unsafe { messages.start(route, buffer, signature, Some(keep)) };
-        messages.progress(self.shared());
-        Messages::pump(&self.presence.0);
-        Ok(Pending::transfer(self.presence.0.clone(), ticket, handover))
+        messages.progress();
+        messages.pump();
+        Ok(Pending::transfer(messages.clone(), ticket, handover))
     }
 }
 

@@ -17,136 +17,18 @@ use std::{
     time::Duration,
 };
 
-use antiphon_device::{
-    host::wait::Patience,
-    sync::{AtomicU64, Ordering},
-};
-
 use crate::{
     FabricError, Members, Operation, Signature,
-    health::Health,
-    layout::Regions,
-    signal::{channel::Messages, rounds::Rounds},
+    endpoint::{Endpoint, Presence},
+    signal::rounds::Rounds,
     symmetric::Allocator,
 };
 
 pub use background::Pending;
 pub use builder::Builder;
-pub use messages::{Messenger, Source};
+pub use messages::Messenger;
 pub use monitor::Monitor;
 pub use queue::Queue;
-pub(crate) use shrink::Notice;
-
-/// What all parts of a communicator share: the caller's thread, the background, buffers that outlive it.
-pub(crate) struct Shared {
-    pub(crate) rank: usize,
-    pub(crate) world_size: usize,
-    /// In nanoseconds.
-    timeout: AtomicU64,
-    pub(crate) patience: Patience,
-    pub(crate) health: Health,
-    pub(crate) regions: Regions,
-    pub(crate) messages: Messages,
-    pub(crate) interrupt: Option<Interrupt>,
-    /// Where others of this machine read what this rank waits for.
-    #[cfg(not(loom))]
-    pub(crate) entry: crate::job::Entry,
-}
-
-/// Whether the program wants to stop waiting; see [`Builder::interrupt`].
-pub(crate) type Interrupt = Arc<dyn Fn() -> bool + Send + Sync>;
-
-impl Shared {
-    pub(crate) fn new(
-        health: Health,
-        regions: Regions,
-        timeout: Duration,
-        interrupt: Option<Interrupt>,
-    ) -> Self {
-        let (rank, world_size) = (health.rank(), regions.layout().world_size);
-        let patience = Patience::for_ranks(world_size, health.count_cores());
-        let messages = Messages::new(world_size);
-        let timeout = AtomicU64::new(nanoseconds(timeout));
-        #[cfg(not(loom))]
-        antiphon_device::host::signal::count_sigusr1();
-        Self {
-            #[cfg(not(loom))]
-            entry: crate::job::Entry::new(regions.number(), rank, world_size, health.members()),
-            rank,
-            world_size,
-            timeout,
-            patience,
-            health,
-            regions,
-            messages,
-            interrupt,
-        }
-    }
-
-    pub(crate) fn timeout(&self) -> Duration {
-        // Nothing else is read by what it says.
-        Duration::from_nanos(self.timeout.load(Ordering::Relaxed))
-    }
-
-    pub(crate) fn set_timeout(&self, timeout: Duration) {
-        self.timeout.store(nanoseconds(timeout), Ordering::Relaxed);
-    }
-
-    pub(crate) fn check_rank(&self, rank: usize, role: &str) -> Result<(), FabricError> {
-        if rank < self.world_size {
-            return Ok(());
-        }
-        Err(FabricError::invalid(format!(
-            "{role} rank {rank} is not below the world size {}",
-            self.world_size
-        )))
-    }
-
-    /// A rank's look around while it waits: it notes for whom, and says so if it was asked to.
-    pub(crate) fn look_around(
-        &self,
-        operation: Signature,
-        missing: &impl Fn() -> Vec<usize>,
-        waited: Duration,
-    ) {
-        #[cfg(not(loom))]
-        self.entry.note(operation, waited, &missing());
-        self.health.answer(&self.regions, operation, missing, waited);
-    }
-
-    /// Fails if the program wants to stop waiting.
-    pub(crate) fn check_interrupt(&self, operation: impl Into<Option<Signature>>) -> Result<(), FabricError> {
-        match &self.interrupt {
-            Some(interrupted) if interrupted() => {
-                Err(FabricError::Interrupted { operation: operation.into() })
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
-/// Longer than 584 years is for ever.
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// While one of these lives, this rank takes part. Buffers may outlive it, and only keep the memory mapped.
-pub(crate) struct Presence(pub(crate) Arc<Shared>, u32);
-
-impl Presence {
-    pub(crate) fn new(shared: Shared) -> Self {
-        Self(Arc::new(shared), std::process::id())
-    }
-}
-
-impl Drop for Presence {
-    fn drop(&mut self) {
-        // A forked child inherits the value but not the part that it stands for.
-        if self.1 == std::process::id() {
-            self.0.health.depart(&self.0.regions);
-        }
-    }
-}
 
 /// A rank's end of a world of ranks that act together.
 ///
@@ -170,7 +52,7 @@ impl Drop for Presence {
 /// assert_eq!(names[2].as_ref().unwrap(), &["rank 0", "rank 1", "rank 2"]);
 /// ```
 pub struct Communicator {
-    shared: Arc<Shared>,
+    endpoint: Arc<Endpoint>,
     messenger: Messenger,
     rounds: RefCell<Rounds>,
     lane: usize,
@@ -181,7 +63,7 @@ pub struct Communicator {
 
 impl std::fmt::Debug for Communicator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (Shared { rank, world_size, .. }, timeout) = (&*self.shared, self.timeout());
+        let (Endpoint { rank, world_size, .. }, timeout) = (&*self.endpoint, self.timeout());
         write!(f, "Communicator {{ rank: {rank}, world_size: {world_size}, timeout: {timeout:?} }}")
     }
 }
@@ -202,45 +84,45 @@ impl Communicator {
     }
 
     /// The communicator for what its ranks share.
-    fn new(shared: Shared) -> Self {
-        Self::on_lane(Arc::new(Presence::new(shared)), 0)
+    fn new(endpoint: Endpoint) -> Self {
+        Self::on_lane(Messenger::new(Presence::new(endpoint)), 0)
     }
 
-    fn on_lane(presence: Arc<Presence>, lane: usize) -> Self {
-        let shared = presence.0.clone();
-        let allocator = Allocator::new(shared.regions.layout().arena_bytes);
+    fn on_lane(messenger: Messenger, lane: usize) -> Self {
+        let endpoint = messenger.presence.0.clone();
+        let allocator = Allocator::new(endpoint.regions.layout().arena_bytes);
         Self {
-            rounds: RefCell::new(Rounds::new(shared.clone(), lane)),
+            rounds: RefCell::new(Rounds::new(messenger.messages.clone(), lane)),
             lane,
             allocator: RefCell::new(allocator),
             background: OnceCell::new(),
             extensions: extension::Extensions::default(),
-            messenger: Messenger { presence },
-            shared,
+            messenger,
+            endpoint,
         }
     }
 
     /// This rank, from 0.
     #[inline]
     pub fn rank(&self) -> usize {
-        self.shared.rank
+        self.endpoint.rank
     }
 
     /// How many ranks there are.
     #[inline]
     pub fn world_size(&self) -> usize {
-        self.shared.world_size
+        self.endpoint.world_size
     }
 
     /// How long a call waits for a peer before it fails.
     pub fn timeout(&self) -> Duration {
-        self.shared.timeout()
+        self.endpoint.timeout()
     }
 
     /// Changes how long a call waits for a peer before it fails, also for waits under way; see [`Monitor::set_timeout`], which
     /// any thread may call.
     pub fn set_timeout(&self, timeout: Duration) {
-        self.shared.set_timeout(timeout);
+        self.endpoint.set_timeout(timeout);
     }
 
     /// The rounds that collectives are made of: for crates that implement them.
@@ -288,7 +170,7 @@ impl Communicator {
     /// # Errors
     /// [`FabricError::InvalidArgument`] with the numbers; `role` says what the rank was meant to be.
     pub fn check_rank(&self, rank: usize, role: &str) -> Result<(), FabricError> {
-        self.shared.check_rank(rank, role)
+        self.endpoint.check_rank(rank, role)
     }
 
     /// A value that lives as long as this communicator: made by `init` at the first call for its type, found again
@@ -302,11 +184,11 @@ impl Communicator {
 
     /// The ranks of this communicator, as the world numbers them.
     pub fn members(&self) -> &Members {
-        self.shared.health.members()
+        self.endpoint.health.members()
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
-        &self.shared
+    pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.endpoint
     }
 
     pub(crate) fn allocator(&self) -> &RefCell<Allocator> {

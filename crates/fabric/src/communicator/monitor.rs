@@ -4,8 +4,11 @@ use std::{sync::Arc, time::Duration};
 
 use antiphon_device::host::wait::Patience;
 
-use super::{Communicator, Presence, Shared};
-use crate::{FabricError, Signature};
+use super::Communicator;
+use crate::{
+    FabricError, Signature,
+    endpoint::{Endpoint, Presence},
+};
 
 /// Whether the ranks of a communicator are still there: for work that does not wait in the communicator itself.
 ///
@@ -66,34 +69,34 @@ impl Monitor {
     /// });
     /// ```
     pub fn abort(&self) {
-        self.shared().health.abort(&self.shared().regions);
+        self.endpoint().health.abort(&self.endpoint().regions);
     }
 
-    fn shared(&self) -> &Shared {
+    fn endpoint(&self) -> &Endpoint {
         &self.presence.0
     }
 
     /// This rank, from 0.
     #[inline]
     pub fn rank(&self) -> usize {
-        self.shared().rank
+        self.endpoint().rank
     }
 
     /// How many ranks there are.
     #[inline]
     pub fn world_size(&self) -> usize {
-        self.shared().world_size
+        self.endpoint().world_size
     }
 
     /// How long a call waits for a peer before it fails.
     pub fn timeout(&self) -> Duration {
-        self.shared().timeout()
+        self.endpoint().timeout()
     }
 
     /// Changes how long a call of this rank waits for a peer before it fails, also for waits under way. Groups that were split
     /// off before keep theirs.
     pub fn set_timeout(&self, timeout: Duration) {
-        self.shared().set_timeout(timeout);
+        self.endpoint().set_timeout(timeout);
     }
 
     /// Whether the communicator has not failed before.
@@ -102,7 +105,7 @@ impl Monitor {
     /// [`FabricError::Failed`].
     #[inline]
     pub fn check_usable(&self) -> Result<(), FabricError> {
-        self.shared().health.check_usable()
+        self.endpoint().health.check_usable()
     }
 
     /// Whether all peers are there, and none has given up; `doing` is what an error says this rank was doing. It takes a
@@ -111,7 +114,7 @@ impl Monitor {
     /// # Errors
     /// [`FabricError::PeerLost`], [`FabricError::Aborted`].
     pub fn check(&self, doing: Signature) -> Result<(), FabricError> {
-        let Shared { rank, world_size, health, regions, .. } = self.shared();
+        let Endpoint { rank, world_size, health, regions, .. } = self.endpoint();
         let peers = || (0..*world_size).filter(|peer| peer != rank).collect();
         match health.check(regions, doing, peers, Duration::ZERO, Duration::MAX) {
             Err(FabricError::Timeout { .. }) | Ok(()) => Ok(()),
@@ -122,7 +125,7 @@ impl Monitor {
     /// Says on standard error that this rank waits, if it was asked to by SIGUSR1 since the last time: for work that waits
     /// elsewhere, at each look around.
     pub fn answer(&self, doing: Signature, missing: impl Fn() -> Vec<usize>, waited: Duration) {
-        self.shared().look_around(doing, &missing, waited);
+        self.endpoint().look_around(doing, &missing, waited);
     }
 
     /// Whether this rank's program does not want to stop waiting (see [`Builder::interrupt`](crate::Builder::interrupt)).
@@ -130,27 +133,27 @@ impl Monitor {
     /// # Errors
     /// [`FabricError::Interrupted`].
     pub fn check_interrupt(&self, doing: Signature) -> Result<(), FabricError> {
-        self.shared().check_interrupt(doing)
+        self.endpoint().check_interrupt(doing)
     }
 
     /// How patiently a wait for a peer spins, which depends on whether each rank has a core of its own.
     pub fn patience(&self) -> Patience {
-        self.shared().patience
+        self.endpoint().patience
     }
 
     /// The error for peers that did not come in time, for work that waits elsewhere.
     pub fn timed_out(&self, doing: Signature, waited: Duration, missing: Vec<usize>) -> FabricError {
-        self.shared().health.timed_out(doing, waited, missing)
+        self.endpoint().health.timed_out(doing, waited, missing)
     }
 
     /// The error for a peer that does something else than this rank.
     pub fn disagreement(&self, mine: Signature, peer: usize, theirs: Signature) -> FabricError {
-        self.shared().health.disagreement(mine, peer, theirs)
+        self.endpoint().health.disagreement(mine, peer, theirs)
     }
 
     /// Makes the communicator unusable because of something that went wrong elsewhere, and lets the peers know.
     pub fn report(&self, error: &FabricError) {
-        self.shared().health.report(&self.shared().regions, error);
+        self.endpoint().health.report(&self.endpoint().regions, error);
     }
 }
 

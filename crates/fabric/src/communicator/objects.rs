@@ -50,7 +50,7 @@ impl Communicator {
         match all.iter().enumerate().find_map(|(rank, error)| Some((rank, error.as_ref()?))) {
             None => Ok(mine),
             Some((rank, error)) => {
-                let who = self.shared().health.members().subject(rank);
+                let who = self.endpoint().health.members().subject(rank);
                 Err(FabricError::invalid(format!("{who} {problem}: {error}")).into())
             }
         }

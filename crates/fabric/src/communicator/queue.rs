@@ -109,7 +109,7 @@ impl Queue {
         work: impl FnOnce(&Communicator) -> Result<T, E>,
     ) -> Result<T, E> {
         let turn = Turn::take(&self.lane)?;
-        turn.begin(|| self.messenger.shared().check_interrupt(None))?;
+        turn.begin(|| self.messenger.endpoint().check_interrupt(None))?;
         let comm = lock(&self.lane.comm);
         work(&comm)
     }
@@ -126,7 +126,7 @@ impl Queue {
         T: Send + 'static,
         E: Send + 'static,
     {
-        self.messenger.shared().health.check_usable()?;
+        self.messenger.endpoint().health.check_usable()?;
         let lane = Arc::downgrade(&self.lane); // a handle does not take part
         let (job, pending) = job(work, move || lane.upgrade().is_some_and(|lane| lane.is_inside()));
         let mut worker = lock(&self.worker);

@@ -17,83 +17,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use antiphon_device::{
-    host::{memory::SharedMemory, process::network_namespace, wait::wait_for},
-    sync::{AtomicU64, Ordering},
-};
+use antiphon_device::host::{memory::SharedMemory, process::network_namespace, wait::wait_for};
 
 use super::{
-    Communicator, Shared,
+    Communicator,
     descriptors::{Mailbox, Post, open, unavailable},
 };
 use crate::{
     FabricError,
+    endpoint::Endpoint,
     layout::{Layout, Regions},
+    notice::{Notice, Progress, Step},
     rendezvous::random_word,
 };
-
-/// How far a rank has come, in which attempt (the first is 1).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Progress {
-    attempt: u64,
-    step: Step,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Step {
-    Arrived,
-    Ready,
-    GaveUp,
-}
-
-/// What a rank that shrinks its communicator tells the others.
-#[repr(C)]
-#[derive(Default)]
-pub(crate) struct Notice {
-    /// Its [`Progress`], or zero.
-    progress: AtomicU64,
-    /// Its mailbox: what names it, what its peers say there, and the network namespace in which it can be seen.
-    mailbox: [AtomicU64; 3],
-}
-
-impl Notice {
-    fn progress(&self) -> Option<Progress> {
-        // Pairs with the release store in `tell`: the mailbox was written before.
-        let word = self.progress.load(Ordering::Acquire);
-        let step = match word % 4 {
-            0 => return None,
-            1 => Step::Arrived,
-            2 => Step::Ready,
-            _ => Step::GaveUp,
-        };
-        Some(Progress { attempt: word / 4, step })
-    }
-
-    fn tell(&self, Progress { attempt, step }: Progress) {
-        let step = match step {
-            Step::Arrived => 1,
-            Step::Ready => 2,
-            Step::GaveUp => 3,
-        };
-        self.progress.store(attempt * 4 + step, Ordering::Release);
-    }
-
-    /// The mailbox in an attempt. What was sent there in an earlier one is not taken for it.
-    fn mailbox(&self, attempt: u64) -> Mailbox {
-        let [name, password, network] = [0, 1, 2].map(|word| self.mailbox[word].load(Ordering::Relaxed));
-        Mailbox {
-            name: format!("antiphon-{name:016x}"),
-            password: format!("{password:016x}-{attempt}"),
-            network,
-        }
-    }
-
-    fn make_mailbox(&self) {
-        for (word, value) in self.mailbox.iter().zip([random_word(), random_word(), network_namespace()]) {
-            word.store(value, Ordering::Relaxed);
-        }
-    }
-}
 
 impl Communicator {
     /// A communicator of the ranks that are left, when ranks of this one were lost (or it was [aborted](Self::abort)):
@@ -125,13 +61,13 @@ impl Communicator {
     /// shrink this communicator any more: the others get [`ShrinkAborted`](FabricError::ShrinkAborted).
     pub fn shrink(&self) -> Result<Self, FabricError> {
         self.check_foreground("shrink")?;
-        let shared = self.shared();
-        let attempts = match notice(shared, shared.rank).progress() {
-            Some(Progress { step: Step::GaveUp, .. }) => return Err(gave_up(shared, shared.rank)),
+        let endpoint = self.endpoint();
+        let attempts = match notice(endpoint, endpoint.rank).progress() {
+            Some(Progress { step: Step::GaveUp, .. }) => return Err(gave_up(endpoint, endpoint.rank)),
             Some(Progress { attempt, .. }) => attempt + 1..,
             None => 1..,
         };
-        let shrunk = Survivor::new(shared).and_then(|survivor| {
+        let shrunk = Survivor::new(endpoint).and_then(|survivor| {
             for attempt in attempts {
                 if let Some(comm) = survivor.attempt(attempt)? {
                     return Ok(comm);
@@ -139,52 +75,63 @@ impl Communicator {
             }
             unreachable!("there is no last number")
         });
-        shrunk.inspect_err(|_| tell(shared, Progress { attempt: 0, step: Step::GaveUp }))
+        shrunk.inspect_err(|_| tell(endpoint, Progress { attempt: 0, step: Step::GaveUp }))
     }
 }
 
-fn notice(shared: &Shared, rank: usize) -> &Notice {
-    &shared.regions.control(rank).notice.0
+fn notice(endpoint: &Endpoint, rank: usize) -> &Notice {
+    &endpoint.regions.control(rank).notice.0
 }
 
-fn tell(shared: &Shared, progress: Progress) {
-    notice(shared, shared.rank).tell(progress);
-    shared.health.wake_all(&shared.regions);
+/// The mailbox of a rank in an attempt. What was sent there in an earlier one is not taken for it.
+fn mailbox(endpoint: &Endpoint, rank: usize, attempt: u64) -> Mailbox {
+    let [name, password, network] = notice(endpoint, rank).mailbox();
+    Mailbox { name: format!("antiphon-{name:016x}"), password: format!("{password:016x}-{attempt}"), network }
 }
 
-fn gave_up(shared: &Shared, by: usize) -> FabricError {
-    FabricError::ShrinkAborted { by, members: shared.health.members().clone() }
+/// Gives this rank a mailbox of a random name and password.
+fn make_mailbox(endpoint: &Endpoint) {
+    let words = [random_word(), random_word(), network_namespace()];
+    notice(endpoint, endpoint.rank).set_mailbox(words);
+}
+
+fn tell(endpoint: &Endpoint, progress: Progress) {
+    notice(endpoint, endpoint.rank).tell(progress);
+    endpoint.health.wake_all(&endpoint.regions);
+}
+
+fn gave_up(endpoint: &Endpoint, by: usize) -> FabricError {
+    FabricError::ShrinkAborted { by, members: endpoint.health.members().clone() }
 }
 
 /// A rank on its way to a smaller communicator.
 struct Survivor<'a> {
-    shared: &'a Shared,
+    endpoint: &'a Endpoint,
     start: Instant,
     post: RefCell<Post>,
 }
 
 impl<'a> Survivor<'a> {
-    fn new(shared: &'a Shared) -> Result<Self, FabricError> {
-        let own = notice(shared, shared.rank);
-        own.make_mailbox();
-        let socket = open(&own.mailbox(0).name).map_err(|e| unavailable(&e))?;
-        let post = RefCell::new(Post::new(shared.rank, socket));
-        Ok(Self { shared, start: Instant::now(), post })
+    fn new(endpoint: &'a Endpoint) -> Result<Self, FabricError> {
+        make_mailbox(endpoint);
+        let socket = open(&mailbox(endpoint, endpoint.rank, 0).name).map_err(|e| unavailable(&e))?;
+        let post = RefCell::new(Post::new(endpoint.rank, socket));
+        Ok(Self { endpoint, start: Instant::now(), post })
     }
 
     /// The communicator, unless a rank is lost in the attempt.
     fn attempt(&self, attempt: u64) -> Result<Option<Communicator>, FabricError> {
-        let shared = self.shared;
-        tell(shared, Progress { attempt, step: Step::Arrived });
+        let endpoint = self.endpoint;
+        tell(endpoint, Progress { attempt, step: Step::Arrived });
         let group = self.await_arrivals(attempt)?;
         let Some(regions) = self.share_memory(attempt, &group)? else { return Ok(None) };
-        let comm = Communicator::new(Shared::new(
-            shared.health.of_survivors(&group),
+        let comm = Communicator::new(Endpoint::new(
+            endpoint.health.of_survivors(&group),
             regions,
-            shared.timeout(),
-            shared.interrupt.clone(),
+            endpoint.timeout(),
+            endpoint.interrupt.clone(),
         ));
-        tell(shared, Progress { attempt, step: Step::Ready });
+        tell(endpoint, Progress { attempt, step: Step::Ready });
         let unready = || group.iter().copied().filter(|&rank| !self.is_ready(rank, attempt)).collect();
         let succeeded = self.wait(unready, || {
             let unready: Vec<usize> = unready();
@@ -199,7 +146,7 @@ impl<'a> Survivor<'a> {
 
     /// Waits until every rank has arrived or is gone; returns those that have arrived.
     fn await_arrivals(&self, attempt: u64) -> Result<Vec<usize>, FabricError> {
-        let ranks = 0..self.shared.world_size;
+        let ranks = 0..self.endpoint.world_size;
         let awaited = || {
             let is_awaited = |&rank: &usize| !self.has_arrived(rank, attempt) && !self.is_out(rank, attempt);
             ranks.clone().filter(is_awaited).collect::<Vec<_>>()
@@ -210,16 +157,16 @@ impl<'a> Survivor<'a> {
 
     /// Memory that the group shares, made by the first of it; none if the attempt is lost.
     fn share_memory(&self, attempt: u64, group: &[usize]) -> Result<Option<Regions>, FabricError> {
-        let (shared, leader) = (self.shared, group[0]);
-        let leads = leader == shared.rank;
-        let layout = Layout::new(group.len(), shared.regions.layout().arena_bytes);
+        let (endpoint, leader) = (self.endpoint, group[0]);
+        let leads = leader == endpoint.rank;
+        let layout = Layout::new(group.len(), endpoint.regions.layout().arena_bytes);
         let layout = layout.expect("fewer ranks need no more");
         let made = leads.then(|| SharedMemory::create(layout.total())).transpose()?;
         let descriptor = made.as_ref().map(|(_, descriptor)| descriptor.as_fd());
         let (to, from) = if leads { (&group[1..], &[][..]) } else { (&[][..], &group[..1]) };
-        let mailboxes = (0..shared.world_size).map(|rank| notice(shared, rank).mailbox(attempt)).collect();
+        let mailboxes = (0..endpoint.world_size).map(|rank| mailbox(endpoint, rank, attempt)).collect();
         self.post.borrow_mut().address(mailboxes, to);
-        self.post.borrow().check_networks(group.iter().copied(), shared.health.members())?;
+        self.post.borrow().check_networks(group.iter().copied(), endpoint.health.members())?;
         let missing = || self.post.borrow().missing(from);
         let delivered = self.wait(missing, || {
             self.post.borrow_mut().advance(descriptor).map_err(|e| unavailable(&e))?;
@@ -247,14 +194,14 @@ impl<'a> Survivor<'a> {
         missing: impl Fn() -> Vec<usize>,
         mut ready: impl FnMut() -> Result<Option<T>, FabricError>,
     ) -> Result<T, FabricError> {
-        let Shared { rank, world_size, regions, patience, health, .. } = self.shared;
+        let Endpoint { rank, world_size, regions, patience, health, .. } = self.endpoint;
         let check = |_: Duration| {
-            self.shared.check_interrupt(None)?;
+            self.endpoint.check_interrupt(None)?;
             if let Some(by) = (0..*world_size).find(|&rank| self.has_given_up(rank)) {
-                return Err(gave_up(self.shared, by));
+                return Err(gave_up(self.endpoint, by));
             }
             let waited = self.start.elapsed();
-            if waited < self.shared.timeout() {
+            if waited < self.endpoint.timeout() {
                 return Ok(());
             }
             let (missing, members) = (missing(), health.members().clone());
@@ -265,7 +212,7 @@ impl<'a> Survivor<'a> {
     }
 
     fn progress(&self, rank: usize) -> Option<Progress> {
-        notice(self.shared, rank).progress()
+        notice(self.endpoint, rank).progress()
     }
 
     fn has_given_up(&self, rank: usize) -> bool {
@@ -291,14 +238,14 @@ impl<'a> Survivor<'a> {
 
     /// Whether a rank is gone that never arrived in an attempt.
     fn is_out(&self, rank: usize, attempt: u64) -> bool {
-        let Shared { health, regions, .. } = self.shared;
+        let Endpoint { health, regions, .. } = self.endpoint;
         // It may have come further just before it ended.
         health.is_gone(regions, rank) && !self.has_arrived(rank, attempt) && !self.has_given_up(rank)
     }
 
     /// Whether one of these ranks is gone and was not ready.
     fn is_hopeless(&self, ranks: &[usize], attempt: u64) -> bool {
-        let Shared { health, regions, .. } = self.shared;
+        let Endpoint { health, regions, .. } = self.endpoint;
         let is_lost = |&rank: &usize| {
             health.is_gone(regions, rank) && !self.is_ready(rank, attempt) && !self.has_given_up(rank)
         };
@@ -318,11 +265,11 @@ mod tests {
     fn a_rank_that_arrives_and_is_lost_is_left_out_in_the_next_attempt() {
         for victim in 0..4 {
             let results = LocalWorld::run_with(4, Duration::from_secs(20), |comm| {
-                let shared = comm.shared();
+                let endpoint = comm.endpoint();
                 if comm.rank() == victim {
-                    notice(shared, victim).make_mailbox();
-                    tell(shared, Progress { attempt: 1, step: Step::Arrived });
-                    let have_arrived = || (0..4).all(|rank| notice(shared, rank).progress().is_some());
+                    make_mailbox(endpoint);
+                    tell(endpoint, Progress { attempt: 1, step: Step::Arrived });
+                    let have_arrived = || (0..4).all(|rank| notice(endpoint, rank).progress().is_some());
                     while !have_arrived() {
                         thread::yield_now();
                     }
@@ -331,7 +278,7 @@ mod tests {
                 }
                 let left = comm.shrink()?;
                 left.barrier()?;
-                let attempt = notice(shared, comm.rank()).progress().map(|progress| progress.attempt);
+                let attempt = notice(endpoint, comm.rank()).progress().map(|progress| progress.attempt);
                 Ok::<_, FabricError>(Some((attempt, left.exchange_objects(&comm.rank())?)))
             });
             let others: Vec<usize> = (0..4).filter(|&rank| rank != victim).collect();
@@ -350,11 +297,11 @@ mod tests {
     fn a_rank_that_is_lost_when_ready_is_lost_to_the_new_communicator() {
         let results = LocalWorld::run_with(3, Duration::from_secs(20), |comm| {
             if comm.rank() == 0 {
-                let survivor = Survivor::new(comm.shared())?;
-                tell(comm.shared(), Progress { attempt: 1, step: Step::Arrived });
+                let survivor = Survivor::new(comm.endpoint())?;
+                tell(comm.endpoint(), Progress { attempt: 1, step: Step::Arrived });
                 let group = survivor.await_arrivals(1)?;
                 let _memory = survivor.share_memory(1, &group)?;
-                tell(comm.shared(), Progress { attempt: 1, step: Step::Ready });
+                tell(comm.endpoint(), Progress { attempt: 1, step: Step::Ready });
                 return Ok(3);
             }
             let three = comm.shrink()?;
@@ -367,7 +314,7 @@ mod tests {
     fn a_rank_that_gives_up_ends_it_for_all_and_for_good() {
         let results = LocalWorld::run_with(2, Duration::from_secs(20), |comm| {
             if comm.rank() == 0 {
-                tell(comm.shared(), Progress { attempt: 0, step: Step::GaveUp });
+                tell(comm.endpoint(), Progress { attempt: 0, step: Step::GaveUp });
                 let again = comm.shrink();
                 comm.barrier()?; // it stays until the other has seen it
                 return again.map(drop);

@@ -4,10 +4,10 @@ use std::os::fd::AsFd;
 
 use antiphon_device::host::memory::SharedMemory;
 
-use super::{Communicator, Shared};
+use super::Communicator;
 use crate::{
     FabricError,
-    health::Health,
+    endpoint::{Endpoint, Health},
     layout::{Layout, Regions},
 };
 
@@ -38,8 +38,8 @@ impl Communicator {
         group.sort_by_key(|&rank| (choices[rank].1, rank));
         let Some((memory, layout)) = self.share_in_group(&group)? else { return Ok(None) };
         let rank = group.iter().position(|&rank| rank == self.rank()).expect("a rank is in its group");
-        let parent = self.shared();
-        Ok(Some(Self::new(Shared::new(
+        let parent = self.endpoint();
+        Ok(Some(Self::new(Endpoint::new(
             Health::of_group(rank, parent, &group),
             Regions::new(memory, layout),
             parent.timeout(),
@@ -50,7 +50,7 @@ impl Communicator {
     /// Memory that the ranks of each group share, made by the first of it; a rank whose `group` is empty gets none.
     fn share_in_group(&self, group: &[usize]) -> Result<Option<(SharedMemory, Layout)>, FabricError> {
         let leads = group.first() == Some(&self.rank());
-        let layout = Layout::new(group.len(), self.shared().regions.layout().arena_bytes);
+        let layout = Layout::new(group.len(), self.endpoint().regions.layout().arena_bytes);
         let layout = layout.expect("a group needs no more than its world");
         let made = leads.then(|| SharedMemory::create(layout.total())).transpose();
         let made = self.agree("has no memory for its group", made.map_err(FabricError::from))?;

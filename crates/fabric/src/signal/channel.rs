@@ -10,10 +10,10 @@ use std::{
 
 use antiphon_device::host::wait::{Patience, wait_for};
 
-use super::matching::{Incoming, Outgoing};
+use super::matching::{Incoming, Outgoing, Source};
 use crate::{
     FabricError, Signature,
-    communicator::{Shared, Source},
+    endpoint::Endpoint,
     layout::{MESSAGE_BELL, RING, RING_BODY},
 };
 
@@ -86,7 +86,10 @@ impl Transfer {
 }
 
 /// The messages of one rank.
-pub(crate) struct Messages(Mutex<State>);
+pub(crate) struct Messages {
+    endpoint: Arc<Endpoint>,
+    state: Mutex<State>,
+}
 
 struct State {
     next_id: u64,
@@ -143,10 +146,17 @@ impl Ticket {
 }
 
 impl Messages {
-    pub(crate) fn new(world_size: usize) -> Self {
+    pub(crate) fn new(endpoint: Arc<Endpoint>) -> Self {
+        let world_size = endpoint.world_size;
         let outgoing = (0..world_size).map(|_| Outgoing::default()).collect();
         let (incoming, released) = (Incoming::new(world_size), Vec::new());
-        Self(Mutex::new(State { next_id: 0, outgoing, incoming, active: 0, released, pumped: false }))
+        let state = State { next_id: 0, outgoing, incoming, active: 0, released, pumped: false };
+        Self { endpoint, state: Mutex::new(state) }
+    }
+
+    /// The rank's end of the world that the messages go through.
+    pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.endpoint
     }
 
     /// Begins to send or receive a message and moves it as far as it goes.
@@ -175,29 +185,30 @@ impl Messages {
     }
 
     /// Whether the transfer is over, after moving everything as far as it goes.
-    pub(crate) fn is_over(&self, shared: &Shared, ticket: &Ticket) -> Result<bool, FabricError> {
+    pub(crate) fn is_over(&self, ticket: &Ticket) -> Result<bool, FabricError> {
         let mut state = self.lock();
         if !state.is_active(ticket) {
             return Ok(true); // also when something else has failed since
         }
-        self.advance(shared, &mut state)?;
+        self.advance(&mut state)?;
         Ok(!state.is_active(ticket))
     }
 
     /// Waits until the transfer is over. After an error it is cancelled.
-    pub(crate) fn wait(&self, shared: &Shared, ticket: &Ticket) -> Result<(), FabricError> {
+    pub(crate) fn wait(&self, ticket: &Ticket) -> Result<(), FabricError> {
+        let endpoint = &*self.endpoint;
         let over = wait_for(
-            &shared.regions.control(shared.rank).bells[MESSAGE_BELL].0,
-            shared.patience,
-            || match self.is_over(shared, ticket) {
+            &endpoint.regions.control(endpoint.rank).bells[MESSAGE_BELL].0,
+            endpoint.patience,
+            || match self.is_over(ticket) {
                 Ok(false) => None,
                 Ok(true) => Some(Ok(())),
                 Err(error) => Some(Err(error)),
             },
             |waited| {
-                let interrupted = shared.check_interrupt(ticket.signature);
-                interrupted.inspect_err(|error| shared.health.report(&shared.regions, error))?;
-                self.look_around(shared, ticket, waited)
+                let interrupted = endpoint.check_interrupt(ticket.signature);
+                interrupted.inspect_err(|error| endpoint.health.report(&endpoint.regions, error))?;
+                self.look_around(ticket, waited)
             },
         );
         over.and_then(|result| result).inspect_err(|_| self.cancel(ticket))
@@ -207,25 +218,20 @@ impl Messages {
     /// error it is still there.
     pub(crate) fn wait_for(
         &self,
-        shared: &Shared,
         ticket: &Ticket,
         limit: Duration,
         since: Instant,
     ) -> Result<bool, FabricError> {
         if limit.is_zero() {
             // Who only ever asks must hear of a lost peer too.
-            let over = self.is_over(shared, ticket)?;
-            return if over {
-                Ok(true)
-            } else {
-                self.look_around(shared, ticket, since.elapsed()).map(|()| false)
-            };
+            let over = self.is_over(ticket)?;
+            return if over { Ok(true) } else { self.look_around(ticket, since.elapsed()).map(|()| false) };
         }
         let over = wait_for(
-            &shared.regions.control(shared.rank).bells[MESSAGE_BELL].0,
-            shared.patience,
-            || self.is_over(shared, ticket).map(|over| over.then_some(true)).transpose(),
-            |waited| match self.look_around(shared, ticket, since.elapsed()) {
+            &self.endpoint.regions.control(self.endpoint.rank).bells[MESSAGE_BELL].0,
+            self.endpoint.patience,
+            || self.is_over(ticket).map(|over| over.then_some(true)).transpose(),
+            |waited| match self.look_around(ticket, since.elapsed()) {
                 Ok(()) if waited < limit => Ok(()),
                 Ok(()) => Err(Ok(false)),
                 Err(error) => Err(Err(error)),
@@ -248,37 +254,37 @@ impl Messages {
     }
 
     /// Moves every transfer as far as it goes, without waiting: for callers that wait for something else.
-    pub(crate) fn progress(&self, shared: &Shared) {
+    pub(crate) fn progress(&self) {
         // Whoever holds the lock is moving them already; an error is for the transfers' own callers.
-        if let Ok(state) = self.0.try_lock()
+        if let Ok(state) = self.state.try_lock()
             && state.active > 0
         {
-            let _ = self.advance(shared, &mut Locked(Some(state)));
+            let _ = self.advance(&mut Locked(Some(state)));
         }
     }
 
     /// Lets a thread advance transfers until none is left: those for which no caller waits yet, while this rank does
     /// something else, on another communicator perhaps.
-    pub(crate) fn pump(shared: &Arc<Shared>) {
-        let mut state = shared.messages.lock();
+    pub(crate) fn pump(self: &Arc<Self>) {
+        let mut state = self.lock();
         if state.active == 0 || state.pumped {
             return;
         }
-        let shared = shared.clone();
-        let run = move || shared.messages.pump_until_idle(&shared);
+        let messages = self.clone();
+        let run = move || messages.pump_until_idle();
         // Without a thread they move whenever this rank waits.
         state.pumped = std::thread::Builder::new().name("antiphon-messages".into()).spawn(run).is_ok();
     }
 
-    fn pump_until_idle(&self, shared: &Shared) {
-        let control = shared.regions.control(shared.rank);
+    fn pump_until_idle(&self) {
+        let control = self.endpoint.regions.control(self.endpoint.rank);
         let done = |state: &mut State| {
-            state.pumped = self.advance(shared, state).is_ok() && state.active > 0;
+            state.pumped = self.advance(state).is_ok() && state.active > 0;
             !state.pumped
         };
         let stop = |waited| {
             // Whoever waits for a transfer finds out why it does not move; this thread only leaves.
-            let hopeless = waited > shared.timeout() || control.has_departed();
+            let hopeless = waited > self.endpoint.timeout() || control.has_departed();
             if hopeless { Err(()) } else { Ok(()) }
         };
         let bell = &control.bells[MESSAGE_BELL].0;
@@ -289,7 +295,7 @@ impl Messages {
     }
 
     /// Waits until everything is sent that was going to be.
-    pub(crate) fn flush(&self, shared: &Shared) -> Result<(), FabricError> {
+    pub(crate) fn flush(&self) -> Result<(), FabricError> {
         let unsent = |state: &State| {
             let of_peer = |(peer, outbox): (usize, &Outgoing)| {
                 outbox.queue.back().map(|last| {
@@ -300,29 +306,30 @@ impl Messages {
             state.outgoing.iter().enumerate().filter_map(of_peer).collect::<Vec<_>>()
         };
         let tickets = unsent(&self.lock());
-        tickets.iter().try_for_each(|ticket| self.wait(shared, ticket))?;
+        tickets.iter().try_for_each(|ticket| self.wait(ticket))?;
         // A failure drops what was not sent, and what is dropped is not waited for.
-        shared.health.check_usable()
+        self.endpoint.health.check_usable()
     }
 
     fn lock(&self) -> Locked<'_> {
-        Locked(Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)))
+        Locked(Some(self.state.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
-    fn advance(&self, shared: &Shared, state: &mut State) -> Result<(), FabricError> {
+    fn advance(&self, state: &mut State) -> Result<(), FabricError> {
+        let endpoint = &*self.endpoint;
         if state.active == 0 {
             return Ok(());
         }
         // Under the lock: a transfer that was cancelled half-way, which takes a failure, is the last of its stream.
-        shared.health.check_usable()?;
-        for peer in 0..shared.world_size {
-            while state.send_packet(shared, peer) {}
+        endpoint.health.check_usable()?;
+        for peer in 0..endpoint.world_size {
+            while state.send_packet(endpoint, peer) {}
             loop {
-                match state.receive_packet(shared, peer) {
+                match state.receive_packet(endpoint, peer) {
                     Ok(true) => {}
                     Ok(false) => break,
                     Err(error) => {
-                        shared.health.report(&shared.regions, &error);
+                        endpoint.health.report(&endpoint.regions, &error);
                         return Err(error);
                     }
                 }
@@ -332,14 +339,16 @@ impl Messages {
     }
 
     /// The ranks without which a transfer does not move.
-    fn awaited(&self, shared: &Shared, ticket: &Ticket) -> Vec<usize> {
+    fn awaited(&self, ticket: &Ticket) -> Vec<usize> {
+        let endpoint = &*self.endpoint;
         match ticket.route {
             Route::To(peer) | Route::From(Source::Rank(peer)) => vec![peer],
             Route::From(Source::Any) => {
                 // A rank that has left in order does not keep the others from sending.
-                let others =
-                    || (0..shared.world_size).filter(|&rank| rank != shared.rank || shared.world_size == 1);
-                let has_stayed = |&rank: &usize| !shared.regions.control(rank).has_departed();
+                let others = || {
+                    (0..endpoint.world_size).filter(|&rank| rank != endpoint.rank || endpoint.world_size == 1)
+                };
+                let has_stayed = |&rank: &usize| !endpoint.regions.control(rank).has_departed();
                 match others().filter(has_stayed).collect::<Vec<_>>() {
                     none if none.is_empty() => others().collect(),
                     stayed => stayed,
@@ -349,21 +358,21 @@ impl Messages {
     }
 
     #[cold]
-    fn look_around(&self, shared: &Shared, ticket: &Ticket, waited: Duration) -> Result<(), FabricError> {
+    fn look_around(&self, ticket: &Ticket, waited: Duration) -> Result<(), FabricError> {
         // Looking moves the transfer on, which may fail: then there is nothing to wait for.
         let failed = RefCell::new(None);
-        let missing = || match self.is_over(shared, ticket) {
-            Ok(false) => self.awaited(shared, ticket),
+        let missing = || match self.is_over(ticket) {
+            Ok(false) => self.awaited(ticket),
             Ok(true) => Vec::new(),
             Err(error) => {
                 failed.borrow_mut().get_or_insert(error);
                 Vec::new()
             }
         };
-        let Shared { health, regions, .. } = shared;
-        shared.look_around(ticket.signature, &missing, waited);
-        let checked = health.check(regions, ticket.signature, missing, waited, shared.timeout());
-        let checked = checked.map_err(|error| refusal(shared, ticket).unwrap_or(error));
+        let Endpoint { health, regions, .. } = &*self.endpoint;
+        self.endpoint.look_around(ticket.signature, &missing, waited);
+        let checked = health.check(regions, ticket.signature, missing, waited, self.endpoint.timeout());
+        let checked = checked.map_err(|error| refusal(&self.endpoint, ticket).unwrap_or(error));
         let checked = failed.into_inner().map_or(checked, Err);
         checked.inspect_err(|error| health.report(regions, error))
     }
@@ -378,13 +387,13 @@ impl State {
     }
 
     /// Sends the next packet to `peer`, if there is one and room for it.
-    fn send_packet(&mut self, shared: &Shared, peer: usize) -> bool {
+    fn send_packet(&mut self, endpoint: &Endpoint, peer: usize) -> bool {
         let outbox = &mut self.outgoing[peer];
         let Some(transfer) = outbox.queue.front_mut() else { return false };
-        if !has_room(outbox.sequence, shared.regions.consumed(shared.rank, peer).count(), RING) {
+        if !has_room(outbox.sequence, endpoint.regions.consumed(endpoint.rank, peer).count(), RING) {
             return false;
         }
-        let packet = shared.regions.ring(shared.rank, peer, place(outbox.sequence, RING));
+        let packet = endpoint.regions.ring(endpoint.rank, peer, place(outbox.sequence, RING));
         let part = transfer.part();
         // SAFETY: the buffer is valid for its length, the packet's body for RING_BODY, and the receiver is done with it.
         unsafe {
@@ -393,7 +402,7 @@ impl State {
         transfer.done += part;
         outbox.sequence += 1;
         packet.head.publish(outbox.sequence, transfer.signature.to_words());
-        shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
+        endpoint.regions.control(peer).bells[MESSAGE_BELL].0.ring();
         if transfer.is_over() {
             let sent = outbox.queue.pop_front();
             self.end(sent);
@@ -402,15 +411,15 @@ impl State {
     }
 
     /// Takes the next packet of `peer`, if someone awaits a message and it is here.
-    fn receive_packet(&mut self, shared: &Shared, peer: usize) -> Result<bool, FabricError> {
-        while let Some(received) = self.incoming.take_unexpected(shared, peer)? {
+    fn receive_packet(&mut self, endpoint: &Endpoint, peer: usize) -> Result<bool, FabricError> {
+        while let Some(received) = self.incoming.take_unexpected(endpoint, peer)? {
             self.end(Some(received));
         }
         let sequence = self.incoming.sequence(peer);
-        let packet = shared.regions.ring(peer, shared.rank, place(sequence, RING));
+        let packet = endpoint.regions.ring(peer, endpoint.rank, place(sequence, RING));
         let Some(words) = packet.head.arrival(sequence + 1) else { return Ok(false) };
         let next_id = &mut self.next_id;
-        let Some(transfer) = self.incoming.destination(shared, peer, words, next_id)? else {
+        let Some(transfer) = self.incoming.destination(endpoint, peer, words, next_id)? else {
             return Ok(false);
         };
         let part = transfer.part();
@@ -421,8 +430,8 @@ impl State {
         transfer.done += part;
         let is_over = transfer.is_over();
         self.incoming.consume(peer);
-        shared.regions.consumed(peer, shared.rank).announce(sequence + 1);
-        shared.regions.control(peer).bells[MESSAGE_BELL].0.ring();
+        endpoint.regions.consumed(peer, endpoint.rank).announce(sequence + 1);
+        endpoint.regions.control(peer).bells[MESSAGE_BELL].0.ring();
         if is_over {
             let received = self.incoming.finish(peer);
             self.end(received);
@@ -440,10 +449,10 @@ impl State {
 }
 
 /// What the receiver expected instead, if it refused what this ticket sends.
-fn refusal(shared: &Shared, ticket: &Ticket) -> Option<FabricError> {
+fn refusal(endpoint: &Endpoint, ticket: &Ticket) -> Option<FabricError> {
     let Route::To(peer) = ticket.route else { return None };
-    let expected = shared.regions.consumed(shared.rank, peer).refusal()?;
-    Some(shared.health.disagreement(ticket.signature, peer, Signature::from_words(expected)?))
+    let expected = endpoint.regions.consumed(endpoint.rank, peer).refusal()?;
+    Some(endpoint.health.disagreement(ticket.signature, peer, Signature::from_words(expected)?))
 }
 
 /// Where in the ring the packet after the first `sequence` packets lies.

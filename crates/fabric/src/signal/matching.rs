@@ -6,10 +6,22 @@
 use std::collections::VecDeque;
 
 use super::channel::Transfer;
-use crate::{
-    FabricError, Signature,
-    communicator::{Shared, Source},
-};
+use crate::{FabricError, Signature, endpoint::Endpoint};
+
+/// From which rank a message is awaited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// From this one.
+    Rank(usize),
+    /// From whichever sends one first.
+    Any,
+}
+
+impl From<usize> for Source {
+    fn from(rank: usize) -> Self {
+        Self::Rank(rank)
+    }
+}
 
 /// The messages to one rank; they go in order.
 #[derive(Default)]
@@ -97,13 +109,13 @@ impl Incoming {
     /// anything of that rank: then it stays where it is.
     pub(super) fn destination(
         &mut self,
-        shared: &Shared,
+        endpoint: &Endpoint,
         peer: usize,
         words: [u64; 2],
         next_id: &mut u64,
     ) -> Result<Option<&mut Transfer>, FabricError> {
         if self.peers[peer].current.is_none() {
-            let Some(next) = self.begin(shared, peer, words, next_id)? else { return Ok(None) };
+            let Some(next) = self.begin(endpoint, peer, words, next_id)? else { return Ok(None) };
             self.peers[peer].current = Some(next);
         }
         let Some(Current::Awaited(transfer) | Current::Unexpected(transfer)) = &mut self.peers[peer].current
@@ -111,7 +123,7 @@ impl Incoming {
             unreachable!("it was begun above")
         };
         if transfer.signature.to_words() != words {
-            return Err(broken(shared, peer, transfer.signature, words));
+            return Err(broken(endpoint, peer, transfer.signature, words));
         }
         Ok(Some(transfer))
     }
@@ -119,7 +131,7 @@ impl Incoming {
     /// The receive that a new message is for, or memory for it if another is awaited.
     fn begin(
         &mut self,
-        shared: &Shared,
+        endpoint: &Endpoint,
         peer: usize,
         words: [u64; 2],
         next_id: &mut u64,
@@ -127,16 +139,16 @@ impl Incoming {
         let first = self.peers[peer].queue.front().or(self.from_any.front()).map(|first| first.signature);
         let Some(mine) = first else { return Ok(None) };
         let Some(message) = Signature::from_words(words) else {
-            return Err(broken(shared, peer, mine, words));
+            return Err(broken(endpoint, peer, mine, words));
         };
-        if let Some(receive) = self.take_receive(shared, peer, message)? {
+        if let Some(receive) = self.take_receive(endpoint, peer, message)? {
             return Ok(Some(Current::Awaited(receive)));
         }
         let id = *next_id;
         *next_id += 1;
         let Some(unexpected) = Transfer::unexpected(id, message) else {
             let reason = format!("sent {message}, for which there is no memory here");
-            return Err(shared.health.aborted(mine, peer, reason));
+            return Err(endpoint.health.aborted(mine, peer, reason));
         };
         Ok(Some(Current::Unexpected(unexpected)))
     }
@@ -144,7 +156,7 @@ impl Incoming {
     /// The first receive that fits a message of a rank.
     fn take_receive(
         &mut self,
-        shared: &Shared,
+        endpoint: &Endpoint,
         peer: usize,
         message: Signature,
     ) -> Result<Option<Transfer>, FabricError> {
@@ -160,8 +172,8 @@ impl Incoming {
         };
         let mine = queue[place].signature;
         if mine != message {
-            shared.regions.consumed(peer, shared.rank).refuse(mine.to_words());
-            return Err(shared.health.disagreement(mine, peer, message));
+            endpoint.regions.consumed(peer, endpoint.rank).refuse(mine.to_words());
+            return Err(endpoint.health.disagreement(mine, peer, message));
         }
         let receive = queue.remove(place);
         if let Some(origin) = receive.as_ref().and_then(|receive| receive.origin.as_ref()) {
@@ -173,12 +185,12 @@ impl Incoming {
     /// The receive for which a message of a rank lay ready, now filled.
     pub(super) fn take_unexpected(
         &mut self,
-        shared: &Shared,
+        endpoint: &Endpoint,
         peer: usize,
     ) -> Result<Option<Transfer>, FabricError> {
         for place in 0..self.peers[peer].unexpected.len() {
             let message = self.peers[peer].unexpected[place].signature;
-            if let Some(mut receive) = self.take_receive(shared, peer, message)? {
+            if let Some(mut receive) = self.take_receive(endpoint, peer, message)? {
                 let arrived = self.peers[peer].unexpected.remove(place).expect("it was found there");
                 receive.take(&arrived);
                 return Ok(Some(receive));
@@ -206,6 +218,6 @@ fn remove(queue: &mut VecDeque<Transfer>, id: u64) -> Option<Transfer> {
 
 /// A packet that no rank of this version writes.
 #[cold]
-fn broken(shared: &Shared, peer: usize, mine: Signature, words: [u64; 2]) -> FabricError {
-    shared.health.aborted(mine, peer, format!("wrote {words:x?}, which is no message"))
+fn broken(endpoint: &Endpoint, peer: usize, mine: Signature, words: [u64; 2]) -> FabricError {
+    endpoint.health.aborted(mine, peer, format!("wrote {words:x?}, which is no message"))
 }

@@ -12,7 +12,7 @@
 
 pub(crate) mod arena_offsets;
 pub(crate) mod channel;
-mod matching;
+pub(crate) mod matching;
 #[cfg(all(test, loom))]
 mod model;
 pub(crate) mod packet;

@@ -1,13 +1,17 @@
 //! Rounds: every rank posts one packet and waits for the packets of all ranks.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use antiphon_device::host::wait::wait_for;
 
 use crate::{
     FabricError, Signature,
-    communicator::Shared,
+    endpoint::Endpoint,
     layout::{BODY, Packet},
+    signal::channel::Messages,
 };
 
 /// Which of a rank's two packets carries a round. Two are enough: see the module's page above.
@@ -21,7 +25,8 @@ pub(super) fn parity(round: u64) -> usize {
 /// The steps of a round: fill the [`outbox`](Self::outbox), [`post`](Self::post), [`wait`](Self::wait), read the
 /// [`inbox`](Self::inbox) of every rank. The inboxes are valid until this rank posts the next round; the outbox of the next round may be filled right after the wait.
 pub struct Rounds {
-    shared: Arc<Shared>,
+    endpoint: Arc<Endpoint>,
+    messages: Arc<Messages>,
     lane: usize,
     /// The round that was posted last.
     sequence: u64,
@@ -29,11 +34,13 @@ pub struct Rounds {
     limit: Option<Duration>,
     /// The call of which the rounds are parts, if their own signatures do not name it.
     pub(crate) call: Option<Signature>,
+    /// How long this rank has waited for each rank, if it is measured.
+    waits: Vec<Duration>,
     /// Room for the answer of `inboxes`, so that no call allocates.
     pointers: Vec<*const u8>,
 }
 
-// SAFETY: the pointers lead into the shared memory, which `shared` keeps mapped for every thread.
+// SAFETY: the pointers lead into the shared memory, which `endpoint` keeps mapped for every thread.
 unsafe impl Send for Rounds {}
 
 /// The arenas of all ranks, mapped as long as the communicator lives.
@@ -59,9 +66,10 @@ impl Rounds {
     /// The largest payload of one round, in bytes.
     pub const CAPACITY: usize = BODY;
 
-    pub(crate) fn new(shared: Arc<Shared>, lane: usize) -> Self {
-        let pointers = Vec::with_capacity(shared.world_size);
-        Self { limit: None, call: None, shared, lane, sequence: 0, pointers }
+    pub(crate) fn new(messages: Arc<Messages>, lane: usize) -> Self {
+        let endpoint = messages.endpoint().clone();
+        let pointers = Vec::with_capacity(endpoint.world_size);
+        Self { limit: None, call: None, waits: Vec::new(), endpoint, messages, lane, sequence: 0, pointers }
     }
 
     /// As [`exchange`](Self::exchange), for `limit` at most.
@@ -76,27 +84,38 @@ impl Rounds {
         exchanged
     }
 
+    /// Measures from now on how long this rank waits for each other rank.
+    pub fn measure_waits(&mut self) {
+        self.waits = vec![Duration::ZERO; self.world_size()];
+    }
+
+    /// How long this rank has waited for each rank since [`measure_waits`](Self::measure_waits), which this ends. A rank waits for
+    /// its peers one after the other, from the next rank on: a peer's wait has nothing of those before it.
+    pub fn take_waits(&mut self) -> Vec<Duration> {
+        std::mem::take(&mut self.waits)
+    }
+
     /// This rank.
     #[inline]
     pub fn rank(&self) -> usize {
-        self.shared.rank
+        self.endpoint.rank
     }
 
     /// How many ranks there are.
     #[inline]
     pub fn world_size(&self) -> usize {
-        self.shared.world_size
+        self.endpoint.world_size
     }
 
     /// Fails if an earlier round failed: the ranks are then no longer in step.
     #[inline]
     pub(crate) fn check_usable(&self) -> Result<(), FabricError> {
-        self.shared.health.check_usable()
+        self.endpoint.health.check_usable()
     }
 
     #[inline]
     fn packet(&self, rank: usize, round: u64) -> Packet<'_> {
-        self.shared.regions.mailbox(rank, self.lane, parity(round))
+        self.endpoint.regions.mailbox(rank, self.lane, parity(round))
     }
 
     /// The address of this rank's payload of `len` bytes for the next round: valid for writing `len` bytes, at most
@@ -105,7 +124,7 @@ impl Rounds {
     #[inline]
     pub fn outbox(&self, len: usize) -> *mut u8 {
         debug_assert!(len <= Self::CAPACITY);
-        self.packet(self.shared.rank, self.sequence + 1).payload(len)
+        self.packet(self.endpoint.rank, self.sequence + 1).payload(len)
     }
 
     /// The address of the payload of `len` bytes that `rank` has posted for this round: valid for reading from [`wait`](Self::wait) until the next
@@ -119,9 +138,9 @@ impl Rounds {
     #[inline]
     pub fn inboxes(&mut self, len: usize) -> &mut [*const u8] {
         self.pointers.clear();
-        let (shared, lane, parity) = (&self.shared, self.lane, parity(self.sequence));
-        let inbox = |rank| shared.regions.mailbox(rank, lane, parity).payload(len).cast_const();
-        self.pointers.extend((0..shared.world_size).map(inbox));
+        let (endpoint, lane, parity) = (&self.endpoint, self.lane, parity(self.sequence));
+        let inbox = |rank| endpoint.regions.mailbox(rank, lane, parity).payload(len).cast_const();
+        self.pointers.extend((0..endpoint.world_size).map(inbox));
         &mut self.pointers
     }
 
@@ -129,22 +148,22 @@ impl Rounds {
     /// then every rank can reach them through [`arenas`](Self::arenas).
     #[inline]
     pub fn arena_offset(&self, pointer: *const u8, len: usize) -> Option<usize> {
-        self.shared.regions.arena_offset(self.shared.rank, pointer, len)
+        self.endpoint.regions.arena_offset(self.endpoint.rank, pointer, len)
     }
 
     /// The arenas of all ranks, as this process maps them.
     #[inline]
     pub fn arenas(&self) -> Arenas {
-        Arenas { first: self.shared.regions.arena(0, 0), stride: self.shared.regions.layout().stride }
+        Arenas { first: self.endpoint.regions.arena(0, 0), stride: self.endpoint.regions.layout().stride }
     }
 
     /// Posts the next round with the content of the outbox.
     #[inline]
     pub fn post(&mut self, signature: &Signature) {
         self.sequence += 1;
-        self.packet(self.shared.rank, self.sequence).head.publish(self.sequence, signature.to_words());
+        self.packet(self.endpoint.rank, self.sequence).head.publish(self.sequence, signature.to_words());
         for rank in self.peers() {
-            self.shared.regions.control(rank).bells[self.lane].0.ring();
+            self.endpoint.regions.control(rank).bells[self.lane].0.ring();
         }
     }
 
@@ -157,13 +176,17 @@ impl Rounds {
     pub fn wait(&mut self, signature: &Signature) -> Result<(), FabricError> {
         let words = signature.to_words();
         for rank in self.peers() {
+            let start = (!self.waits.is_empty()).then(Instant::now);
             let head = self.packet(rank, self.sequence).head;
             let arrived = wait_for(
-                &self.shared.regions.control(self.shared.rank).bells[self.lane].0,
-                self.shared.patience,
+                &self.endpoint.regions.control(self.endpoint.rank).bells[self.lane].0,
+                self.endpoint.patience,
                 || head.arrival(self.sequence),
                 |waited| self.look_around(signature, waited),
             );
+            if let Some(start) = start {
+                self.waits[rank] += start.elapsed();
+            }
             match arrived {
                 Ok(theirs) if theirs == words => {}
                 Ok(theirs) => return Err(self.fail(self.mismatch(signature, rank, theirs))),
@@ -190,23 +213,23 @@ impl Rounds {
             Some(call) => error.during(call),
             None => error,
         };
-        self.shared.health.report(&self.shared.regions, &error);
+        self.endpoint.health.report(&self.endpoint.regions, &error);
         error
     }
 
     /// The other ranks, beginning after this one so that not all look at the same rank first.
     #[inline]
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
-        let (rank, world_size) = (self.shared.rank, self.shared.world_size);
+        let (rank, world_size) = (self.endpoint.rank, self.endpoint.world_size);
         (rank + 1..world_size).chain(0..rank)
     }
 
     /// Checks while waiting whether the wait can still succeed.
     #[cold]
     fn look_around(&self, signature: &Signature, waited: Duration) -> Result<(), FabricError> {
-        self.shared.check_interrupt(*signature)?;
+        self.endpoint.check_interrupt(*signature)?;
         // A peer may be unable to come here before a message of ours has moved on.
-        self.shared.messages.progress(&self.shared);
+        self.messages.progress();
         let arrival = |rank| self.packet(rank, self.sequence).head.arrival(self.sequence);
         let words = signature.to_words();
         for rank in self.peers() {
@@ -215,16 +238,18 @@ impl Rounds {
             }
         }
         let missing = || {
-            (0..self.shared.world_size).filter(|&r| r != self.shared.rank && arrival(r).is_none()).collect()
+            (0..self.endpoint.world_size)
+                .filter(|&r| r != self.endpoint.rank && arrival(r).is_none())
+                .collect()
         };
-        let Shared { health, regions, .. } = &*self.shared;
-        self.shared.look_around(self.call.unwrap_or(*signature), &missing, waited);
-        let timeout = self.limit.unwrap_or_else(|| self.shared.timeout());
+        let Endpoint { health, regions, .. } = &*self.endpoint;
+        self.endpoint.look_around(self.call.unwrap_or(*signature), &missing, waited);
+        let timeout = self.limit.unwrap_or_else(|| self.endpoint.timeout());
         health.check(regions, *signature, missing, waited, timeout)
     }
 
     fn mismatch(&self, mine: &Signature, peer: usize, theirs: [u64; 2]) -> FabricError {
-        let health = &self.shared.health;
+        let health = &self.endpoint.health;
         match Signature::from_words(theirs) {
             Some(theirs) => health.disagreement(*mine, peer, theirs),
             None => health.aborted(*mine, peer, format!("wrote {theirs:x?}, which is no operation")),

@@ -19,13 +19,13 @@ pub use cuda::CudaArena;
 #[cfg(not(loom))]
 pub use registered::RegisteredMemory;
 
-use crate::{Communicator, FabricError, Operation, Signature, communicator::Shared};
+use crate::{Communicator, FabricError, Operation, Signature, endpoint::Endpoint};
 
 /// A buffer of which every rank has a copy, zeroed when it is made; see [`Communicator::create_shared_buffer`].
 ///
 /// It keeps the memory mapped as long as it lives, even beyond its communicator.
 pub struct SharedBuffer {
-    shared: Arc<Shared>,
+    endpoint: Arc<Endpoint>,
     offset: usize,
     len: usize,
 }
@@ -43,8 +43,8 @@ impl SharedBuffer {
     /// # Panics
     /// When there is no such rank.
     pub fn as_mut_ptr(&self, rank: usize) -> *mut u8 {
-        assert!(rank < self.shared.world_size, "rank {rank} is not below {}", self.shared.world_size);
-        self.shared.regions.arena(rank, self.offset)
+        assert!(rank < self.endpoint.world_size, "rank {rank} is not below {}", self.endpoint.world_size);
+        self.endpoint.regions.arena(rank, self.offset)
     }
 
     /// The copy of `rank` as elements (as many as fit), to pass to collectives, say.
@@ -87,7 +87,7 @@ impl SharedBuffer {
 
     /// Whether `comm` made it.
     pub fn belongs_to(&self, comm: &Communicator) -> bool {
-        Arc::ptr_eq(&self.shared, comm.shared())
+        Arc::ptr_eq(&self.endpoint, comm.endpoint())
     }
 
     /// The offset in the arena, equal on all ranks.
@@ -99,7 +99,7 @@ impl SharedBuffer {
 /// Keeps the symmetric memory mapped as long as it lives, even when a buffer has been freed or its communicator is gone:
 /// for views that other libraries hold. (Memory that was freed is zero, or belongs to another buffer.)
 #[derive(Clone)]
-pub struct Mapped(#[expect(dead_code, reason = "held, not used")] Arc<Shared>);
+pub struct Mapped(#[expect(dead_code, reason = "held, not used")] Arc<Endpoint>);
 
 impl std::fmt::Debug for Mapped {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -110,7 +110,7 @@ impl std::fmt::Debug for Mapped {
 impl SharedBuffer {
     /// What keeps the memory of all copies mapped.
     pub fn keep_mapped(&self) -> Mapped {
-        Mapped(self.shared.clone())
+        Mapped(self.endpoint.clone())
     }
 }
 
@@ -143,7 +143,7 @@ impl Communicator {
         // was freed has been given back to the machine, and so is zero again.
         rounds.exchange(&signature)?;
         let offset = self.allocator().borrow_mut().allocate(len)?;
-        Ok(SharedBuffer { shared: self.shared().clone(), offset, len })
+        Ok(SharedBuffer { endpoint: self.endpoint().clone(), offset, len })
     }
 
     /// Frees a buffer on all ranks, which must free the same one. No rank may use any copy any more; the pages go back
@@ -160,7 +160,7 @@ impl Communicator {
         let signature = Signature { count: buffer.offset as u64, ..Signature::new(Operation::Free) };
         rounds.exchange(&signature)?; // all are done with it
         let pages = self.allocator().borrow_mut().free(buffer.offset);
-        let released = self.shared().regions.release_arena(self.rank(), buffer.offset, pages);
+        let released = self.endpoint().regions.release_arena(self.rank(), buffer.offset, pages);
         rounds.exchange(&signature)?; // all copies are zero again before anyone may get the place anew
         Ok(released?)
     }

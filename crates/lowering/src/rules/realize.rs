@@ -5,10 +5,11 @@
 
 use crate::{
     check::comm,
-    graph::{Analysis, Graph},
+    costs::size_of,
+    graph::{Analysis, Graph, Op},
     ids::{OpId, StoreId, ValueId},
     lower::{Context, Realize},
-    op::{Kind, ResultMemory},
+    op::{Kind, Prim, ResultMemory},
     plan::{Rewrite, Slot},
     race::{ALIGNMENT, lifetime},
     types::{Class, CommReq, Roles},
@@ -131,7 +132,7 @@ pub(super) fn apply(cx: &mut Context<'_>) {
         let (Kind::Sync { .. } | Kind::Fused { .. }, Some(group)) = (&op.kind, op.kind.group()) else {
             continue;
         };
-        if !cx.is_ours(group) {
+        if !cx.is_ours(group) || (cx.options.realize == Realize::Measured && !pays(&cx.graph, op)) {
             continue;
         }
         let (name, group, value) = (op.name.clone(), group.to_owned(), op.args[0]);
@@ -151,6 +152,13 @@ pub(super) fn apply(cx: &mut Context<'_>) {
             Err(reason) => cx.refuse("realize", &name, reason),
         }
     }
+}
+
+/// Whether a call on the host is faster if its operand is in symmetric memory. Between two ranks of a Xeon an all-reduce of 64 KiB
+/// to 4 MiB takes 0.8 to 0.95 of its time; other calls stage their operands in any case.
+fn pays(graph: &Graph, op: &Op) -> bool {
+    let is_all_reduce = matches!(&op.kind, Kind::Sync { coll } if coll.prim == Prim::AllReduce);
+    is_all_reduce && (64 << 10..=4 << 20).contains(&size_of(graph, graph.ty(op.args[0])))
 }
 
 /// What has to be placed.

@@ -16,7 +16,7 @@ use crate::{
     ids::ValueId,
     op::{Alias, Kind},
     sym::Sym,
-    types::Type,
+    types::{Class, CommReq, Type},
 };
 use spelling::Spelling;
 
@@ -30,6 +30,9 @@ struct File {
     /// Operators that are spelled otherwise: as lines of the table are.
     #[serde(default)]
     spellings: Vec<String>,
+    /// Tensors whose storage lies in symmetric memory, by name, and what communication needs of it.
+    #[serde(default)]
+    comm: HashMap<String, CommReq>,
     nodes: Vec<Node>,
 }
 
@@ -69,7 +72,7 @@ struct Result_ {
 type Result<T> = std::result::Result<T, LoweringError>;
 
 impl Graph {
-    /// Reads a program of torch: `{"syms", "groups", "spellings", "nodes"}`, a node being `{"name", "op", "target", "args",
+    /// Reads a program of torch: `{"syms", "groups", "spellings", "comm", "nodes"}`, a node being `{"name", "op", "target", "args",
     /// "kwargs", "outs", "aliases", "writes", "effect"}` as `torch.fx` has them. Among arguments a tensor is
     /// `{"value": name}`, a size `{"sym": expression}`, a dtype `{"dtype": name}`.
     ///
@@ -92,6 +95,7 @@ impl Graph {
             lists: HashMap::new(),
             waits: HashMap::new(),
             spellings: spelling::table(&file.spellings)?,
+            comm: file.comm,
             tokens: 0,
         };
         for (index, sym) in file.syms.into_iter().enumerate() {
@@ -124,6 +128,7 @@ struct Importer {
     /// For each name, that of what waits for it.
     waits: HashMap<String, String>,
     spellings: HashMap<String, Spelling>,
+    comm: HashMap<String, CommReq>,
     tokens: u32,
 }
 
@@ -215,7 +220,9 @@ impl Importer {
             .collect();
         let names: Vec<String> = outs.iter().map(|out| out.name.clone()).collect();
         self.types.extend(outs.iter().map(|out| out.ty.clone()));
-        let outs = outs.into_iter().map(|out| Out { name: out.name, ty: out.ty, class: None }).collect();
+        let class = |name: &str| self.comm.get(name).cloned().map(Class::Comm);
+        let outs = outs.into_iter().map(|out| Out { class: class(&out.name), name: out.name, ty: out.ty });
+        let outs = outs.collect();
         self.graph.op(at, Some(name), kind, args, outs)?;
         for name in names {
             let value = self.graph.find(at, &name)?;

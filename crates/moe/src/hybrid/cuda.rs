@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     RowFormat,
-    cuda::{Arrived, Blocks, CudaMoe, HandleMemory, HandleWords, Memory, Plan, THREADS, device},
+    cuda::{Arrived, Blocks, CudaMoe, HandleMemory, HandleWords, Memory, Plan, THREADS},
     error::{MoeError, Result, refused},
     normal::cuda::{
         BESIDE_BYTES, Moving, NotifyCall, Notifying, PIPELINE, REGION, RegionCall, SUMMED, SUMS, Staging,
@@ -373,14 +373,14 @@ impl CudaMoe {
             HybridOrder::Experts { capacity, .. } => capacity,
             HybridOrder::Tokens => None,
         };
-        if capacity.is_none() && stream.is_capturing().map_err(device)? {
+        if capacity.is_none() && stream.is_capturing()? {
             let problem = "without a capacity it waits for the counts, and cannot be captured: pass a capacity \
                            (num_permuted_tokens), or capture calls along a handle";
             return Err(MoeError::Captured { call: DISPATCH, problem });
         }
         let words = HybridWords::new(self.world_size(), sizes.num_experts, sizes.tokens);
         let (memory, places) = match memory {
-            HandleMemory::Own => (Memory::Pooled(self.pool.take(words.total() * 4).map_err(device)?), None),
+            HandleMemory::Own => (Memory::Pooled(self.pool.take(words.total() * 4)?), None),
             HandleMemory::Callers { words: callers_words, sources } => {
                 let memory = callers(
                     "handle's words",
@@ -424,7 +424,7 @@ impl CudaMoe {
             }
             None => {
                 let bytes = handle.places() * sizes.local() * 4;
-                Memory::Pooled(self.pool.take(bytes).map_err(device)?)
+                Memory::Pooled(self.pool.take(bytes)?)
             }
         };
         handle.along.number = self.next_handle();

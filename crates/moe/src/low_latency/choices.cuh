@@ -2,6 +2,24 @@
 //
 // A call has its own part of a slot of slots.cuh: the choices of rank r's tokens are in lower lane r, two in a word, behind a word
 // with their number. A choice goes as its expert's number + 1, 0 if it names none.
+//
+// PHASES: a kernel sends (1), receives (2), or does both (3). A rank that only sends also sends to its own lanes, as the caller may
+// write the inputs before the kernel that receives.
+
+constexpr bool SENDS = PHASES & 1, RECEIVES = PHASES & 2, IS_SPLIT = !SENDS || !RECEIVES;
+constexpr u32 TARGETS = IS_SPLIT ? WORLD : PEERS; // ranks that a rank sends to; the last of WORLD is the rank itself
+
+// The arena of a target.
+DEVICE u8* arena_of(const arguments& a, u32 target) {
+    return IS_SPLIT && target == PEERS ? a.own : a.peer[target];
+}
+
+// This call's turn. A kernel that only receives has the turn of the kernel before, which has sent and advanced.
+DEVICE turn begin_phase(const arguments& a, uint4 control_words) {
+    turn t = begin(a, control_words);
+    if (!SENDS) t.slot = t.before;
+    return t;
+}
 
 // Rust's `LowLatencyCall` has the same layout.
 struct low_latency_call {
@@ -14,6 +32,7 @@ struct low_latency_call {
     u32* source_tokens;  // [local, slots]
     u64* layout_range;   // [local, WORLD]
     u32* statistics;     // [local]; null if there are none
+    u64* waits;          // [WORLD]: nanoseconds that this rank waited for each peer; null if nobody asks
     u32* held_tokens;    // of the handle: [WORLD], how many tokens each rank has
     i32* places;         // of the handle: [WORLD, most_tokens, top_k]
     u32 tokens, most_tokens, hidden, top_k, id_bytes, experts;
@@ -62,7 +81,24 @@ struct marks {
     }
 };
 
-// Sends this rank's choices to every peer; one block.
+// For every thread of a block: adds the nanoseconds that the first thread of the grid waits for the tag of each peer, one after the other.
+DEVICE void time_waits(const arguments& a, reader& r, const low_latency_call& k) {
+    if (k.waits == nullptr || blockIdx.x != 0 || threadIdx.x / 32 != 0) return;
+    for (u32 peer = 0; peer < PEERS && threadIdx.x == 0; ++peer) {
+        const u32 from = rank_of(a, peer);
+        const u64 start = global_ns();
+        r.wait<false>([&](u32& missing) {
+            tag theirs;
+            missing = from;
+            load_tag(a.own + r.slot + from * 16, theirs.low, theirs.high);
+            return theirs.low != ~0ull;
+        });
+        k.waits[from] += global_ns() - start;
+    }
+    __syncwarp();
+}
+
+// Sends this rank's choices to every target; one block.
 DEVICE void send_choices(const arguments& a, const turn& t, const low_latency_call& k) {
     const u32 choices = k.tokens * k.top_k;
     for (u32 i = threadIdx.x; i < vectors_of_choices(choices); i += THREADS) {
@@ -75,7 +111,7 @@ DEVICE void send_choices(const arguments& a, const turn& t, const low_latency_ca
         }
         const uint4 v = make_uint4(words[0], words[1], words[2], words[3]);
 #pragma unroll
-        for (u32 peer = 0; peer < PEERS; ++peer) store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16, v);
+        for (u32 to = 0; to < TARGETS; ++to) store16_volatile(arena_of(a, to) + lane_at(a, t.slot, a.rank) + i * 16, v);
     }
 }
 
@@ -94,7 +130,7 @@ struct choices {
 DEVICE u32 entry_of(const arguments& a, u32 slot, const low_latency_call& k, const choices& all, u32 from, u32 choice) {
     if (all.is_kept) return all.kept[from * k.most_tokens * k.top_k + choice];
     const u8* theirs = a.own + lane_at(a, slot, from) + (HEADER + choice) * 2;
-    return from == a.rank ? own_entry(k, choice) : *(const volatile u16*)theirs;
+    return from == a.rank && !IS_SPLIT ? own_entry(k, choice) : *(const volatile u16*)theirs;
 }
 
 // Waits for all ranks' choices, and marks those of this rank's experts. All blocks do so. False for a thread that gave up.
@@ -105,10 +141,12 @@ DEVICE bool mark_choices(const arguments& a, reader& r, const low_latency_call& 
         const u32 expert = entry - 1 - first; // far beyond `local` for none, and for a smaller one
         if (entry != 0 && expert < local) all.chose.set(expert, from, choice / k.top_k);
     };
-    for (u32 i = threadIdx.x; i < k.tokens * k.top_k; i += THREADS) mark(a.rank, i, own_entry(k, i));
-    if (threadIdx.x == 0) all.tokens[a.rank] = k.tokens;
-    for (u32 peer = 0; peer < PEERS; ++peer) {
-        const u32 from = rank_of(a, peer);
+    if (!IS_SPLIT) {
+        for (u32 i = threadIdx.x; i < k.tokens * k.top_k; i += THREADS) mark(a.rank, i, own_entry(k, i));
+        if (threadIdx.x == 0) all.tokens[a.rank] = k.tokens;
+    }
+    for (u32 source = 0; source < TARGETS; ++source) {
+        const u32 from = rank_of(a, source);
         const u8* lane = a.own + lane_at(a, r.slot, from);
         u32 theirs = 0, end = 1;
         // The first vector says how many there are; a thread asks for its own with it.

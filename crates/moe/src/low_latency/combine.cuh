@@ -16,31 +16,33 @@ DEVICE u32 row_at(const arguments& a, const low_latency_call& k, u32 slot, u32 c
     return lane_at(a, slot, 0) + choice * k.hidden * 2;
 }
 
-// Whether a place says that choice k has a row at another rank.
-DEVICE bool is_first_elsewhere(i32 place, u32 k) { return place <= ELSEWHERE && (u32)(ELSEWHERE - place) % 32 == k; }
+// Whether a row comes to the place of choice k: from another rank, or in a split call from this one.
+DEVICE bool has_own_place(i32 place, u32 k) {
+    return place <= ELSEWHERE ? (u32)(ELSEWHERE - place) % 32 == k : IS_SPLIT && place >= 0;
+}
 
-// Some warps of a block send and the others receive, so that a token is summed while later ones travel.
-constexpr u32 WARPS = THREADS / 32, SENDERS = WARPS / 3, RECEIVERS = WARPS - SENDERS;
+// Where a kernel does both, some warps of a block send and the others receive, so that a token is summed while later ones travel.
+constexpr u32 WARPS = THREADS / 32, SENDERS = !SENDS ? 0 : RECEIVES ? WARPS / 3 : WARPS, RECEIVERS = WARPS - SENDERS;
 
 DEVICE void send_rows(const arguments& a, const turn& t, const low_latency_call& k, u32 warp, u32 step) {
     u32 most = 0;
 #pragma unroll
-    for (u32 peer = 0; peer < PEERS; ++peer) most = max(most, k.held_tokens[rank_of(a, peer)]);
+    for (u32 to = 0; to < TARGETS; ++to) most = max(most, k.held_tokens[rank_of(a, to)]);
     const u32 of_row = k.hidden / 8, parts = (of_row + 32 * AT_ONCE - 1) / (32 * AT_ONCE);
-    const u32 to_send = most * k.top_k * PEERS * parts;
+    const u32 to_send = most * k.top_k * TARGETS * parts;
     const auto place_of = [&](u32 item) {
-        const u32 peer = item / parts % PEERS, choice = item / parts / PEERS, to = rank_of(a, peer);
+        const u32 choice = item / parts / TARGETS, to = rank_of(a, item / parts % TARGETS);
         const bool is_one = item < to_send && choice < k.held_tokens[to] * k.top_k;
         return is_one ? k.places[(u64)to * k.most_tokens * k.top_k + choice] : NOWHERE;
     };
     i32 next = place_of(warp);
     for (u32 item = warp; item < to_send; item += step) {
-        const u32 part = item % parts, peer = item / parts % PEERS, choice = item / parts / PEERS;
+        const u32 part = item % parts, target = item / parts % TARGETS, choice = item / parts / TARGETS;
         const i32 row = next;
         next = place_of(item + step);
         if (row < 0) continue;
         const u8* rows = k.x + (u64)row * of_row * 16;
-        u8* place = a.peer[peer] + row_at(a, k, t.slot, choice);
+        u8* place = arena_of(a, target) + row_at(a, k, t.slot, choice);
         uint4 v[AT_ONCE];
 #pragma unroll
         for (u32 n = 0; n < AT_ONCE; ++n) {
@@ -59,14 +61,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 low_latency_combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency_call k) {
     pdl_wait();
     const u32 lane = lane_id(), of_row = k.hidden / 8, mine = threadIdx.x / 32;
-    turn t = begin(a, load_control(a));
+    const turn t = begin_phase(a, load_control(a));
     if (t.has_failed()) return;
-    advance(a, t, 0, 0);
+    if (SENDS) advance(a, t, 0, 0);
     // Neighbours are on different multiprocessors.
-    if (mine >= RECEIVERS) return send_rows(a, t, k, (mine - RECEIVERS) * gridDim.x + blockIdx.x, SENDERS * gridDim.x);
+    if (mine + SENDERS >= WARPS) return send_rows(a, t, k, (mine - RECEIVERS) * gridDim.x + blockIdx.x, SENDERS * gridDim.x);
 
     const u32 warp = mine * gridDim.x + blockIdx.x, step = RECEIVERS * gridDim.x;
     reader r(a, t);
+    time_waits(a, r, k);
     const u32 pieces = (of_row + 31) / 32;
     for (u32 item = warp; item < k.tokens * pieces; item += step) {
         const u32 token = item / pieces, at = item % pieces * 32 + lane;
@@ -92,7 +95,10 @@ low_latency_combine(const __grid_constant__ arguments a, const __grid_constant__
             for (u32 n = 0; n < GROUP; ++n) {
                 const i32 place = __shfl_sync(WHOLE_WARP, my_place, first + n);
                 if (first + n >= k.top_k || at >= of_row) continue;
-                if (place >= 0) {
+                if (place >= 0 && IS_SPLIT) {
+                    is_sent |= 1u << n;
+                    from[n] = row_at(a, k, t.slot, token * k.top_k + first + n) + at * 16 | a.rank;
+                } else if (place >= 0) {
                     is_here |= 1u << n;
                     got[n] = load16(k.x + ((u64)place * of_row + at) * 16);
                 } else if (place <= ELSEWHERE) {
@@ -132,7 +138,7 @@ low_latency_combine(const __grid_constant__ arguments a, const __grid_constant__
         if (at < of_row) store16(k.to_x + ((u64)token * of_row + at) * 16, narrow_vec<bf16>(sums).words);
         // When all is read: a row may be of two choices.
         for (u32 n = 0; n < k.top_k; ++n)
-            if (is_first_elsewhere(__shfl_sync(WHOLE_WARP, my_place, n), n) && at < of_row)
+            if (has_own_place(__shfl_sync(WHOLE_WARP, my_place, n), n) && at < of_row)
                 store16(a.own + row_at(a, k, t.slot, token * k.top_k + n) + at * 16,
                         make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
     }

@@ -1,22 +1,21 @@
-//! The low-latency form between GPUs: the kernels of `dispatch.cuh` and `combine.cuh`, and what launches them.
+//! The low-latency form between GPUs: what launches the kernels.
 
 use std::{cell::Cell, sync::Arc};
 
-use antiphon_device::{
-    DeviceError,
-    cuda::{Context, CudaError, KernelArgument, LaunchConfig, Program, StreamRef, relaxed},
-};
+use antiphon_device::cuda::{Context, LaunchConfig, StreamRef, relaxed};
 use antiphon_fabric::{
-    Communicator, FabricError, Signature,
-    gpu::{
-        FORMATS, Family, Grid, Kernel as _, Launch, OnFailure, Pieces, ROWS, Source, Tenant, Work, kernels,
-    },
+    Communicator, Signature,
+    gpu::{Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, Work},
 };
-use antiphon_tensor::{Device, TensorView};
+use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use super::{
-    COMBINE, DISPATCH, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, Sizes, check_combine,
-    check_dispatch, combine_signature, dispatch_signature,
+    COMBINE, DISPATCH, LowLatency, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, Sizes,
+    check_combine, check_dispatch, combine_signature,
+    config::{combine_lane, dispatch_lane},
+    dispatch_signature,
+    family::{Combining, Dispatching, LowLatencyCall, LowLatencyFamily, Phases},
+    too_large,
 };
 use crate::{
     error::{MoeError, Result, refused},
@@ -29,173 +28,6 @@ use crate::{
 const MAX_MARKS: usize = 6144;
 /// Tokens for which half of the multiprocessors are enough.
 const SMALL: u32 = 32;
-/// Slots of a tenant's memory with their lanes: two channels of three slots, each of two lanes for a rank.
-const LANES_OF_A_RANK: usize = 2 * 3 * 2;
-/// What a tenant's memory holds besides lanes, rounded up.
-const BESIDE_LANES: usize = 1 << 20;
-
-/// The largest calls of a [`CudaLowLatency`]; equal on all ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LowLatency {
-    /// The most tokens of a rank.
-    pub max_tokens: usize,
-    /// The most elements of a row.
-    pub hidden: usize,
-    /// The most experts.
-    pub num_experts: usize,
-    /// The most experts that a token chooses.
-    pub top_k: usize,
-}
-
-impl LowLatency {
-    /// Bytes of each GPU's memory that such calls take among so many ranks.
-    pub fn bytes(&self, world_size: usize) -> usize {
-        let sizes = Sizes {
-            world_size,
-            max_tokens: self.max_tokens,
-            hidden: self.hidden,
-            num_experts: self.num_experts,
-            top_k: self.top_k,
-            tokens: 0,
-        };
-        let dispatches =
-            [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8].map(|format| dispatch_lane(&sizes, format));
-        let lane = dispatches.into_iter().fold(combine_lane(&sizes), usize::max).next_multiple_of(4096);
-        (LANES_OF_A_RANK * world_size * lane + BESIDE_LANES).max(Tenant::LEAST_STAGING_BYTES)
-    }
-}
-
-/// Bytes of a lane that a dispatch needs: for the choices, and in another lane for the rows.
-fn dispatch_lane(sizes: &Sizes, format: LowLatencyFormat) -> usize {
-    let choices = (4 + 2 * sizes.max_tokens * sizes.top_k).next_multiple_of(16);
-    let chunks = match format {
-        LowLatencyFormat::Bf16 => (sizes.hidden * 2).div_ceil(31 * 16) * 512,
-        _ => sizes.hidden.div_ceil(512) * 528,
-    };
-    choices.max(sizes.max_tokens * chunks)
-}
-
-/// Bytes of a lane that a combine needs, which uses them all as one.
-fn combine_lane(sizes: &Sizes) -> usize {
-    (sizes.max_tokens * sizes.top_k * sizes.hidden * 2).div_ceil(2 * sizes.world_size)
-}
-
-kernels! {
-    /// The kernel of `dispatch.cuh`.
-    pub(crate) enum DispatchKernel {
-        Dispatch = "low_latency_dispatch",
-    }
-}
-kernels! {
-    /// The kernel of `combine.cuh`.
-    pub(crate) enum CombineKernel {
-        Combine = "low_latency_combine",
-    }
-}
-
-/// `low_latency_call` of choices.cuh.
-#[derive(Clone, Copy, Default)]
-#[repr(C)]
-pub(crate) struct LowLatencyCall {
-    x: u64,
-    ids: u64,
-    weights: u64,
-    to_x: u64,
-    to_scales: u64,
-    counts: u64,
-    source_tokens: u64,
-    layout_range: u64,
-    statistics: u64,
-    held_tokens: u64,
-    places: u64,
-    tokens: u32,
-    most_tokens: u32,
-    hidden: u32,
-    top_k: u32,
-    id_bytes: u32,
-    experts: u32,
-}
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32.
-unsafe impl KernelArgument for LowLatencyCall {}
-
-const CHOICES: Source = Source { name: "low_latency/choices.cuh", text: include_str!("choices.cuh") };
-
-/// Tokens to the slots of experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Dispatching {
-    format: LowLatencyFormat,
-    threads: u32,
-}
-
-impl Dispatching {
-    /// Of rows of a format, for so many ranks: with more of them a thread needs more registers.
-    pub(crate) fn new(format: LowLatencyFormat, world_size: usize) -> Self {
-        Self { format, threads: if world_size <= 4 { 512 } else { 384 } }
-    }
-}
-
-impl Family for Dispatching {
-    type Kernel = DispatchKernel;
-    type Arguments = LowLatencyCall;
-    const NAME: &'static str = "moe_low_latency_dispatch.cuh";
-    const SOURCES: &'static [Source] = &[
-        ROWS,
-        FORMATS,
-        CHOICES,
-        Source { name: "low_latency/dispatch.cuh", text: include_str!("dispatch.cuh") },
-    ];
-
-    fn define(&self, program: Program, _world_size: usize) -> Program {
-        program.define("FORMAT", self.format as u32)
-    }
-
-    fn threads(&self) -> u32 {
-        self.threads
-    }
-
-    fn most_blocks(&self, _world_size: usize) -> u32 {
-        1
-    }
-}
-
-/// Rows back, and their sums.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Combining;
-
-impl Family for Combining {
-    type Kernel = CombineKernel;
-    type Arguments = LowLatencyCall;
-    const NAME: &'static str = "moe_low_latency_combine.cuh";
-    const SOURCES: &'static [Source] =
-        &[CHOICES, Source { name: "low_latency/combine.cuh", text: include_str!("combine.cuh") }];
-
-    fn define(&self, program: Program, _world_size: usize) -> Program {
-        program
-    }
-
-    fn threads(&self) -> u32 {
-        320
-    }
-
-    fn most_blocks(&self, _world_size: usize) -> u32 {
-        1
-    }
-}
-
-/// A kernel of the low-latency form.
-trait LowLatencyFamily: Family<Arguments = LowLatencyCall> {
-    /// Whether it lets the kernel behind it start when it is certain to end, if it is small.
-    const IS_RELEASED: bool;
-}
-
-impl LowLatencyFamily for Dispatching {
-    const IS_RELEASED: bool = true;
-}
-
-impl LowLatencyFamily for Combining {
-    const IS_RELEASED: bool = false;
-}
 
 /// Low-latency dispatch and combine between the GPUs of a communicator's ranks.
 ///
@@ -206,6 +38,8 @@ pub struct CudaLowLatency {
     token: Arc<()>,
     handles: Cell<u32>,
     pool: Arc<Pool>,
+    /// The call that has sent and not received yet.
+    unreceived: Cell<Option<&'static str>>,
 }
 
 impl std::fmt::Debug for CudaLowLatency {
@@ -221,6 +55,25 @@ pub struct CudaLowLatencyHandle {
     sizes: Sizes,
     /// The tokens of each rank, `[R]`, and the places of all choices, `[R, M, K]`.
     memory: Pooled,
+}
+
+/// The second half of a call that has sent: what [`CudaLowLatency::receive`] launches.
+#[derive(Debug)]
+#[must_use = "the next call is refused before this one has received"]
+pub struct CudaReceive {
+    owner: Arc<()>,
+    half: Half,
+    signature: Signature,
+    arguments: LowLatencyCall,
+    /// Which capture the first half is part of.
+    capture: Option<u64>,
+}
+
+/// The kernel of a second half.
+#[derive(Debug)]
+enum Half {
+    Dispatch(Dispatching),
+    Combine(Combining),
 }
 
 impl std::fmt::Debug for CudaLowLatencyHandle {
@@ -266,12 +119,12 @@ impl CudaLowLatency {
         let tenant = Tenant::new(comm, context, most.bytes(world_size))?;
         if world_size > 1 {
             for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8] {
-                tenant.load_together(comm, Dispatching::new(format, world_size))?;
+                tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size))?;
             }
-            tenant.load_together(comm, Combining)?;
+            tenant.load_together(comm, Combining { phases: Phases::Both })?;
         }
-        let pool = Pool::new(context);
-        Ok(Self { tenant, token: Arc::new(()), handles: Cell::new(0), pool })
+        let (handles, unreceived) = (Cell::new(0), Cell::new(None));
+        Ok(Self { tenant, token: Arc::new(()), handles, pool: Pool::new(context), unreceived })
     }
 
     /// The context of this rank's GPU.
@@ -305,8 +158,8 @@ impl CudaLowLatency {
     /// As [`Moe::low_latency_dispatch`](crate::Moe::low_latency_dispatch), in the order of the stream.
     ///
     /// # Errors
-    /// As there; [`MoeError::Refused`] for a call that exceeds what this was made for. That a peer is lost or late comes with a
-    /// later call, or [`check`](Self::check).
+    /// As there; [`MoeError::Refused`] for a call that exceeds what this was made for; [`MoeError::Unreceived`]. That a peer is
+    /// lost or late comes with a later call, or [`check`](Self::check).
     ///
     /// # Safety
     /// Nobody writes what goes, or uses what comes, until the stream has passed this call; the handle lives as long.
@@ -315,47 +168,33 @@ impl CudaLowLatency {
         call: &LowLatencyDispatch<'_>,
         stream: StreamRef<'_>,
     ) -> Result<CudaLowLatencyHandle> {
-        let sizes = check_dispatch(call, self.tenant.world_size())?;
-        self.check_room(&sizes, dispatch_lane(&sizes, call.format), DISPATCH)?;
-        let marks = sizes.num_experts * sizes.max_tokens.div_ceil(32);
-        if marks > MAX_MARKS {
-            let problem = format!(
-                "{} experts and max_tokens {}: at most {MAX_MARKS} × 32 of their product are served",
-                sizes.num_experts, sizes.max_tokens
-            );
-            return Err(refused(DISPATCH, problem));
-        }
-        let name = |which| Name { call: DISPATCH, which };
-        let address = |which, view: &TensorView<'_>| name(which).address(view, self.device());
-        let received = &call.received;
-        let optional = |which, view: Option<TensorView<'_>>| view.map_or(Ok(0), |view| address(which, &view));
-        let scales = optional("received scales", received.scales.as_ref().map(|scales| scales.as_view()))?;
-        let statistics = optional("statistics", received.statistics.as_ref().map(|counts| counts.as_view()))?;
-        let mut arguments = LowLatencyCall {
-            x: name("x").vectors(&call.x, self.device())?,
-            ids: address("ids", &call.ids)?,
-            to_x: name("received x").vectors(&received.x.as_view(), self.device())?,
-            to_scales: scales,
-            counts: address("counts", &received.counts.as_view())?,
-            source_tokens: address("source tokens", &received.source_tokens.as_view())?,
-            layout_range: address("layout range", &received.layout_range.as_view())?,
-            statistics,
-            id_bytes: call.ids.dtype().size() as u32,
-            ..numbers(&sizes)
-        };
-        let bytes = CudaLowLatencyHandle::bytes(&sizes);
-        let memory = relaxed(|| self.pool.take(bytes)).and_then(|taken| taken).map_err(device)?;
-        self.handles.set(self.handles.get().wrapping_add(1).max(1));
-        let owner = self.token.clone();
-        let handle = CudaLowLatencyHandle { owner, number: self.handles.get(), sizes, memory };
-        arguments.held_tokens = handle.held_tokens();
-        arguments.places = handle.places();
-        let signature = dispatch_signature(&sizes, call.format);
+        let (handle, arguments) = self.prepare_dispatch(call)?;
+        let (family, signature) = self.dispatching(call, &handle.sizes);
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe {
-            self.launch(Dispatching::new(call.format, sizes.world_size), &signature, arguments, stream)
-        }?;
+        unsafe { self.launch(family, &signature, arguments, stream) }?;
         Ok(handle)
+    }
+
+    /// The first half of [`dispatch`](Self::dispatch): a kernel that sends and waits for nothing. [`receive`](Self::receive)
+    /// launches the second half, whose deadline starts then. It comes before any other call of this instance, on all ranks.
+    /// The other ranks may make the call in one.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch).
+    ///
+    /// # Safety
+    /// Nobody writes what goes until the stream has passed this call, or uses what comes until a stream has passed the second
+    /// half; the handle and the tensors live as long.
+    pub unsafe fn send_dispatch(
+        &self,
+        call: &LowLatencyDispatch<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<(CudaLowLatencyHandle, CudaReceive)> {
+        let (handle, arguments) = self.prepare_dispatch(call)?;
+        let (family, signature) = self.dispatching(call, &handle.sizes);
+        // SAFETY: as in `dispatch`.
+        let half = unsafe { self.send(DISPATCH, Half::Dispatch(family), signature, arguments, stream) }?;
+        Ok((handle, half))
     }
 
     /// As [`Moe::low_latency_combine`](crate::Moe::low_latency_combine), in the order of the stream.
@@ -371,6 +210,155 @@ impl CudaLowLatency {
         call: &LowLatencyCombine<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
+        let arguments = self.prepare_combine(handle, call)?;
+        let signature = combine_signature(&handle.sizes, handle.number);
+        // SAFETY: as in `dispatch`.
+        unsafe { self.launch(Combining { phases: Phases::Both }, &signature, arguments, stream) }
+    }
+
+    /// The first half of [`combine`](Self::combine); as [`send_dispatch`](Self::send_dispatch). The second half reads the ids and
+    /// the weights.
+    ///
+    /// # Errors
+    /// As [`combine`](Self::combine).
+    ///
+    /// # Safety
+    /// As [`send_dispatch`](Self::send_dispatch), and nobody writes the ids and the weights until a stream has passed the second
+    /// half.
+    pub unsafe fn send_combine(
+        &self,
+        handle: &CudaLowLatencyHandle,
+        call: &LowLatencyCombine<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<CudaReceive> {
+        let arguments = self.prepare_combine(handle, call)?;
+        let signature = combine_signature(&handle.sizes, handle.number);
+        let half = Half::Combine(Combining { phases: Phases::Both });
+        // SAFETY: as in `dispatch`.
+        unsafe { self.send(COMBINE, half, signature, arguments, stream) }
+    }
+
+    /// Launches the second half of a call. A later call on another stream comes behind it.
+    ///
+    /// # Errors
+    /// [`MoeError::Captured`] if a graph that is captured has one half of the call and not the other; as
+    /// [`dispatch`](Self::dispatch).
+    ///
+    /// # Safety
+    /// As promised to the first half.
+    pub unsafe fn receive(&self, receive: CudaReceive, stream: StreamRef<'_>) -> Result<()> {
+        let CudaReceive { owner, half, signature, arguments, capture } = receive;
+        let call = match half {
+            Half::Dispatch(_) => DISPATCH,
+            Half::Combine(_) => COMBINE,
+        };
+        if !Arc::ptr_eq(&owner, &self.token) {
+            return Err(MoeError::Handle { call, problem: "of another instance" });
+        }
+        self.unreceived.set(None);
+        if capture != stream.capture()? {
+            let problem = "one half of the call is captured in a graph and the other is not: capture both";
+            return Err(MoeError::Captured { call, problem });
+        }
+        // SAFETY: passed on.
+        unsafe { self.launch_half(&half, Phases::Receive, &signature, arguments, stream) }
+    }
+
+    /// Launches the first half of a call.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    unsafe fn send(
+        &self,
+        call: &'static str,
+        half: Half,
+        signature: Signature,
+        arguments: LowLatencyCall,
+        stream: StreamRef<'_>,
+    ) -> Result<CudaReceive> {
+        let capture = stream.capture()?;
+        // SAFETY: passed on.
+        unsafe { self.launch_half(&half, Phases::Send, &signature, arguments, stream) }?;
+        self.unreceived.set(Some(call));
+        Ok(CudaReceive { owner: self.token.clone(), half, signature, arguments, capture })
+    }
+
+    /// Launches one half of a call.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    unsafe fn launch_half(
+        &self,
+        half: &Half,
+        phases: Phases,
+        signature: &Signature,
+        arguments: LowLatencyCall,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe {
+            match half {
+                Half::Dispatch(family) => self.launch(family.with(phases), signature, arguments, stream),
+                Half::Combine(family) => self.launch(family.with(phases), signature, arguments, stream),
+            }
+        }
+    }
+
+    /// The kernel of a dispatch, and what ranks agree on.
+    fn dispatching(&self, call: &LowLatencyDispatch<'_>, sizes: &Sizes) -> (Dispatching, Signature) {
+        let family = Dispatching::new(Phases::Both, call.format, sizes.world_size);
+        (family, dispatch_signature(sizes, call.format))
+    }
+
+    /// What the kernels of a dispatch take, and its handle.
+    fn prepare_dispatch(
+        &self,
+        call: &LowLatencyDispatch<'_>,
+    ) -> Result<(CudaLowLatencyHandle, LowLatencyCall)> {
+        let sizes = check_dispatch(call, self.tenant.world_size())?;
+        self.check_room(&sizes, dispatch_lane(&sizes, call.format), DISPATCH)?;
+        let marks = sizes.num_experts * sizes.max_tokens.div_ceil(32);
+        if marks > MAX_MARKS {
+            let problem = format!(
+                "{} experts and max_tokens {}: at most {MAX_MARKS} × 32 of their product are served",
+                sizes.num_experts, sizes.max_tokens
+            );
+            return Err(refused(DISPATCH, problem));
+        }
+        let name = |which| Name { call: DISPATCH, which };
+        let address = |which, view: &TensorView<'_>| name(which).address(view, self.device());
+        let optional = |which, view: &Option<TensorViewMut<'_>>| {
+            view.as_ref().map_or(Ok(0), |view| address(which, &view.as_view()))
+        };
+        let received = &call.received;
+        let bytes = CudaLowLatencyHandle::bytes(&sizes);
+        let arguments = LowLatencyCall {
+            x: name("x").vectors(&call.x, self.device())?,
+            ids: address("ids", &call.ids)?,
+            to_x: name("received x").vectors(&received.x.as_view(), self.device())?,
+            to_scales: optional("received scales", &received.scales)?,
+            counts: address("counts", &received.counts.as_view())?,
+            source_tokens: address("source tokens", &received.source_tokens.as_view())?,
+            layout_range: address("layout range", &received.layout_range.as_view())?,
+            statistics: optional("statistics", &received.statistics)?,
+            waits: optional("waits", &received.waits)?,
+            id_bytes: call.ids.dtype().size() as u32,
+            ..LowLatencyCall::of(&sizes)
+        };
+        let memory = relaxed(|| self.pool.take(bytes))??;
+        self.handles.set(self.handles.get().wrapping_add(1).max(1));
+        let owner = self.token.clone();
+        let handle = CudaLowLatencyHandle { owner, number: self.handles.get(), sizes, memory };
+        let (held_tokens, places) = (handle.held_tokens(), handle.places());
+        Ok((handle, LowLatencyCall { held_tokens, places, ..arguments }))
+    }
+
+    /// What the kernels of a combine take.
+    fn prepare_combine(
+        &self,
+        handle: &CudaLowLatencyHandle,
+        call: &LowLatencyCombine<'_>,
+    ) -> Result<LowLatencyCall> {
         if !Arc::ptr_eq(&handle.owner, &self.token) {
             return Err(MoeError::Handle { call: COMBINE, problem: "of another instance" });
         }
@@ -379,19 +367,18 @@ impl CudaLowLatency {
         self.check_room(sizes, combine_lane(sizes), COMBINE)?;
         let name = |which| Name { call: COMBINE, which };
         let vectors = |which, view: &TensorView<'_>| name(which).vectors(view, self.device());
-        let arguments = LowLatencyCall {
+        let waits = call.waits.as_ref();
+        Ok(LowLatencyCall {
             x: vectors("rows", &call.rows)?,
             ids: name("ids").address(&call.ids, self.device())?,
             weights: name("weights").address(&call.weights, self.device())?,
             to_x: vectors("output", &call.output.as_view())?,
+            waits: waits.map_or(Ok(0), |waits| name("waits").address(&waits.as_view(), self.device()))?,
             held_tokens: handle.held_tokens(),
             places: handle.places(),
             id_bytes: call.ids.dtype().size() as u32,
-            ..numbers(sizes)
-        };
-        let signature = combine_signature(sizes, handle.number);
-        // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(Combining, &signature, arguments, stream) }
+            ..LowLatencyCall::of(sizes)
+        })
     }
 
     /// Refuses a call that needs longer lanes.
@@ -400,12 +387,7 @@ impl CudaLowLatency {
         if needed <= lane {
             return Ok(());
         }
-        let Sizes { max_tokens, hidden, num_experts, top_k, .. } = sizes;
-        let problem = format!(
-            "max_tokens {max_tokens}, rows of {hidden}, {num_experts} experts and top-{top_k} exceed what the instance was made \
-             for: lanes of {needed} bytes, of which it has {lane}"
-        );
-        Err(refused(call, problem))
+        Err(too_large(call, sizes, format_args!("lanes of {needed} bytes, of which it has {lane}")))
     }
 
     /// Launches the kernel of a family on all multiprocessors.
@@ -419,9 +401,12 @@ impl CudaLowLatency {
         arguments: LowLatencyCall,
         stream: StreamRef<'_>,
     ) -> Result<()> {
+        if let Some(sent) = self.unreceived.get() {
+            return Err(MoeError::Unreceived { sent });
+        }
         let loaded = self.tenant.ready(family, stream)?;
         let all = self.tenant.multiprocessors_here().max(1);
-        let is_small = F::IS_RELEASED && arguments.tokens <= SMALL && all > 1;
+        let is_small = family.is_released() && arguments.tokens <= SMALL && all > 1;
         let config = LaunchConfig::new(if is_small { all / 2 } else { all }, family.threads());
         let launch = |_, _, _| Launch {
             kernel: F::Kernel::ALL[0],
@@ -433,20 +418,4 @@ impl CudaLowLatency {
         // SAFETY: passed on; a grid has a block for each multiprocessor, of which two run at once, and lanes have room.
         Ok(unsafe { self.tenant.run(&loaded, once, stream, launch) }?)
     }
-}
-
-/// The numbers of a call.
-fn numbers(sizes: &Sizes) -> LowLatencyCall {
-    LowLatencyCall {
-        tokens: sizes.tokens as u32,
-        most_tokens: sizes.max_tokens as u32,
-        hidden: sizes.hidden as u32,
-        top_k: sizes.top_k as u32,
-        experts: sizes.num_experts as u32,
-        ..LowLatencyCall::default()
-    }
-}
-
-fn device(error: CudaError) -> FabricError {
-    DeviceError::from(error).into()
 }

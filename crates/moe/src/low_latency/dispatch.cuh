@@ -88,14 +88,14 @@ DEVICE void send_chunk(const arguments& a, const turn& t, const low_latency_call
     if (!IS_CODED) made.v = masked(made.v);
     const u32 at = chunk_at(a, k, t.slot, a.rank, token, index);
 #pragma unroll
-    for (u32 peer = 0; peer < PEERS; ++peer) {
-        if (!(ranks >> rank_of(a, peer) & 1)) continue;
-        store16_volatile(a.peer[peer] + at + lane_id() * 16, made.v);
-        if (IS_CODED && lane_id() == 0) store16_volatile(a.peer[peer] + at + 512, made.scales);
+    for (u32 to = 0; to < TARGETS; ++to) {
+        if (!(ranks >> rank_of(a, to) & 1)) continue;
+        store16_volatile(arena_of(a, to) + at + lane_id() * 16, made.v);
+        if (IS_CODED && lane_id() == 0) store16_volatile(arena_of(a, to) + at + 512, made.scales);
     }
 }
 
-// Waits for a chunk of a peer, and empties its place.
+// Waits for a chunk of a rank, and empties its place.
 DEVICE bool receive_chunk(const arguments& a, reader& r, const low_latency_call& k, u32 from, u32 token, u32 index,
                           chunk& got) {
     u8* at = a.own + chunk_at(a, k, r.slot, from, token, index);
@@ -133,11 +133,11 @@ DEVICE void store_chunk(const low_latency_call& k, u32 expert, u32 slot, u32 slo
             got.scales.x >> 23 | got.scales.y >> 23 << 8 | got.scales.z >> 23 << 16 | got.scales.w >> 23 << 24;
 }
 
-// The ranks of a token's experts, but for this one.
+// The ranks of a token's experts that it is sent to, as bits.
 DEVICE u32 ranks_of(const arguments& a, const low_latency_call& k, u32 token) {
     const u32 entry = lane_id() < k.top_k ? own_entry(k, token * k.top_k + lane_id()) : 0;
-    const u32 rank = entry == 0 ? a.rank : (entry - 1) / (k.experts / WORLD);
-    return __reduce_or_sync(WHOLE_WARP, 1u << rank) & ~(1u << a.rank);
+    const u32 bit = entry == 0 ? 0 : 1u << (entry - 1) / (k.experts / WORLD);
+    return __reduce_or_sync(WHOLE_WARP, bit) & ~(IS_SPLIT ? 0 : 1u << a.rank);
 }
 
 // What the host asks about a call.
@@ -175,16 +175,17 @@ low_latency_dispatch(const __grid_constant__ arguments a, const __grid_constant_
         from = load_source(k, item / chunks, item % chunks);
         ranks = ranks_of(a, k, item / chunks);
     };
-    load();
-    turn t = begin(a, control_words);
+    if (SENDS) load();
+    const turn t = begin_phase(a, control_words);
     if (t.has_failed()) return;
-    if (blockIdx.x == gridDim.x - 1) send_choices(a, t, k);
-    while (item < to_send) {
+    if (SENDS && blockIdx.x == gridDim.x - 1) send_choices(a, t, k);
+    while (SENDS && item < to_send) {
         if (ranks != 0) send_chunk(a, t, k, item / chunks, item % chunks, ranks, from);
         item += step;
         load();
     }
-    advance(a, t, vectors_of_choices(k.most_tokens * k.top_k), 0);
+    if (SENDS) advance(a, t, vectors_of_choices(k.most_tokens * k.top_k) | (IS_SPLIT ? OWN_TOO : 0), 0);
+    if (!RECEIVES) return;
 
     const u32 local = k.experts / WORLD, slots = WORLD * k.most_tokens, first = a.rank * local;
     const marks m{words, words_of_rank(k)};
@@ -192,6 +193,7 @@ low_latency_dispatch(const __grid_constant__ arguments a, const __grid_constant_
     for (u32 i = threadIdx.x; i < local * m.of_expert(); i += THREADS) words[i] = 0;
     __syncthreads();
     reader r(a, t);
+    time_waits(a, r, k);
     const bool came = mark_choices(a, r, k, all);
     if (!__syncthreads_and(came)) return;
     // The last block of every peer's grid has sent, and blocks start in their order.
@@ -223,7 +225,7 @@ low_latency_dispatch(const __grid_constant__ arguments a, const __grid_constant_
             }
             if (here == 0) continue;
             chunk got;
-            if (from == a.rank) got = made_of(load_source(k, token, index));
+            if (from == a.rank && !IS_SPLIT) got = made_of(load_source(k, token, index));
             else if (!receive_chunk(a, r, k, from, token, index, got)) return;
             while (here != 0) {
                 const u32 of = __ffs(here) - 1;

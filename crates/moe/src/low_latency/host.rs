@@ -1,5 +1,7 @@
 //! The low-latency form on host memory: choices first, then rows, both through the region.
 
+use std::time::Duration;
+
 use antiphon_fabric::{Communicator, Signature};
 use antiphon_tensor::{
     bf16,
@@ -33,6 +35,8 @@ pub(super) struct Received<'a> {
     pub(super) layout_range: &'a mut [u8],
     /// Empty if there are none.
     pub(super) statistics: &'a mut [u8],
+    /// i64 `[R]`
+    pub(super) waits: Option<&'a mut [u8]>,
 }
 
 /// A bf16 row, from its bytes.
@@ -49,12 +53,19 @@ fn set_word(bytes: &mut [u8], index: usize, word: u32) {
     bytes[index * 4..][..4].copy_from_slice(&word.to_ne_bytes());
 }
 
+/// Adds nanoseconds of each rank to 64-bit integers.
+fn add_waits(waits: &mut [u8], waited: &[Duration]) {
+    for (place, waited) in waits.as_chunks_mut().0.iter_mut().zip(waited) {
+        *place = i64::from_ne_bytes(*place).wrapping_add(waited.as_nanos() as i64).to_ne_bytes();
+    }
+}
+
 /// What a rank says of a choice that names no expert.
 const NO_EXPERT: u32 = u32::MAX;
 
 impl Dispatch<'_> {
     pub(super) fn run(&self, moe: &mut Moe, comm: &Communicator, mut to: Received<'_>) -> Result<Routes> {
-        let (tokens, ids) = self.exchange_choices(moe, comm)?;
+        let (tokens, ids) = self.exchange_choices(moe, comm, to.waits.as_deref_mut())?;
         let routes = Routes::new(comm.rank(), &self.sizes, tokens, &ids);
         self.describe(&routes, &mut to);
         self.move_rows(moe, comm, &routes, &mut to)?;
@@ -66,6 +77,7 @@ impl Dispatch<'_> {
         &self,
         moe: &mut Moe,
         comm: &Communicator,
+        waits: Option<&mut [u8]>,
     ) -> Result<(Vec<usize>, Vec<Option<usize>>)> {
         let Sizes { world_size, max_tokens, top_k, num_experts, .. } = self.sizes;
         // Whether there is such a token, the instance, the choices.
@@ -77,6 +89,9 @@ impl Dispatch<'_> {
         let mut instances = vec![number; world_size];
         // SAFETY: every rank moves as many records of one size, which the signature says.
         let mut rounds = unsafe { comm.rounds()? };
+        if waits.is_some() {
+            rounds.measure_waits();
+        }
         moe.region.in_pieces(
             &mut rounds,
             &self.signature,
@@ -114,6 +129,9 @@ impl Dispatch<'_> {
                 }
             },
         )?;
+        if let Some(waits) = waits {
+            add_waits(waits, &rounds.take_waits());
+        }
         if let Some(peer) = (1..world_size).find(|&peer| instances[peer] != instances[0]) {
             let (number, theirs) = (instances[0], instances[peer]);
             return Err(MoeError::Instances { call: DISPATCH, rank: 0, number, peer, theirs });
@@ -255,7 +273,13 @@ pub(super) struct Combine<'a> {
 
 impl Combine<'_> {
     /// Each choice of a token has a record at the token's rank: choice `token · K + k`.
-    pub(super) fn run(&self, moe: &mut Moe, comm: &Communicator, output: &mut [u8]) -> Result<()> {
+    pub(super) fn run(
+        &self,
+        moe: &mut Moe,
+        comm: &Communicator,
+        output: &mut [u8],
+        waits: Option<&mut [u8]>,
+    ) -> Result<()> {
         let Sizes { world_size, hidden, top_k, tokens, .. } = self.sizes;
         let row_bytes = hidden * 2;
         let fitting = moe.region.records(COMBINE, row_bytes)?;
@@ -275,6 +299,9 @@ impl Combine<'_> {
         let mut sum = vec![0f32; hidden];
         // SAFETY: every rank moves as many records of one size, along handles of one call, as the signature says.
         let mut rounds = unsafe { comm.rounds()? };
+        if waits.is_some() {
+            rounds.measure_waits();
+        }
         moe.region.in_pieces(
             &mut rounds,
             &self.signature,
@@ -312,6 +339,9 @@ impl Combine<'_> {
                 }
             },
         )?;
+        if let Some(waits) = waits {
+            add_waits(waits, &rounds.take_waits());
+        }
         if top_k == 0 {
             output.fill(0);
         }

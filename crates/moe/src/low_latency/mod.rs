@@ -5,7 +5,9 @@
 //! experts, and that rank copies it to the slots of those experts. Combine brings a row for each expert back, and the
 //! source weighs and sums them.
 
+mod config;
 pub mod cuda;
+pub(crate) mod family;
 mod host;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
@@ -25,6 +27,7 @@ use crate::{
     tensors::{ID_TYPES, Ids, Name, VECTOR},
 };
 
+pub use config::LowLatency;
 pub(crate) use routes::Routes;
 
 /// Elements of a row for each of its scales.
@@ -119,6 +122,10 @@ pub struct LowLatencyReceived<'a> {
     pub layout_range: TensorViewMut<'a>,
     /// i32 `[L]`, to which `counts` is added.
     pub statistics: Option<TensorViewMut<'a>>,
+    /// i64 `[R]`, to which the nanoseconds are added that this rank waited for each other rank. A rank waits for its peers one
+    /// after the other, from the next rank on, so a peer's number has nothing of the waits for the peers before it. Between
+    /// GPUs it is the wait for the peer's first message.
+    pub waits: Option<TensorViewMut<'a>>,
 }
 
 /// What goes back and what it is summed to, for [`Moe::low_latency_combine`].
@@ -133,6 +140,8 @@ pub struct LowLatencyCombine<'a> {
     /// The sums: bf16 `[T, H]`. A sum begins with +0, adds the products of weight and row, each rounded to f32, in the order
     /// of the choices, and is rounded once.
     pub output: TensorViewMut<'a>,
+    /// As [`LowLatencyReceived::waits`].
+    pub waits: Option<TensorViewMut<'a>>,
 }
 
 /// What the numbers of a call are.
@@ -227,7 +236,22 @@ pub(crate) fn check_dispatch(call: &LowLatencyDispatch<'_>, world_size: usize) -
     if let Some(statistics) = &received.statistics {
         output("statistics", statistics, DType::I32, &[local], "[L]")?;
     }
+    if let Some(waits) = &received.waits {
+        output("waits", waits, DType::I64, &[world_size], "[R]")?;
+    }
     Ok(sizes)
+}
+
+/// The error of a call that is larger than what the instance was made for.
+pub(crate) fn too_large(call: &'static str, sizes: &Sizes, most: impl std::fmt::Display) -> MoeError {
+    let Sizes { max_tokens, hidden, num_experts, top_k, .. } = sizes;
+    refused(
+        call,
+        format!(
+            "max_tokens {max_tokens}, rows of {hidden}, {num_experts} experts and top-{top_k} exceed what the instance was made \
+             for: {most}"
+        ),
+    )
 }
 
 /// Refuses a combine that makes no sense.
@@ -245,7 +269,10 @@ pub(crate) fn check_combine(call: &LowLatencyCombine<'_>, sizes: &Sizes) -> Resu
     name("weights").has_dtype(call.weights.dtype(), &[DType::F32])?;
     name("weights").has_shape(&call.weights, &[tokens, top_k], "[T, K]")?;
     name("output").has_dtype(call.output.dtype(), &[DType::BF16])?;
-    name("output").has_shape(&call.output.as_view(), &[tokens, hidden], "[T, H]")
+    name("output").has_shape(&call.output.as_view(), &[tokens, hidden], "[T, H]")?;
+    let Some(waits) = &call.waits else { return Ok(()) };
+    name("waits").has_dtype(waits.dtype(), &[DType::I64])?;
+    name("waits").has_shape(&waits.as_view(), &[sizes.world_size], "[R]")
 }
 
 /// What ranks agree on in a dispatch.
@@ -275,12 +302,16 @@ pub(crate) fn dispatch(
     call: LowLatencyDispatch<'_>,
 ) -> Result<LowLatencyHandle> {
     let sizes = check_dispatch(&call, comm.world_size())?;
+    if let Some(most) = moe.low_latency.filter(|most| !most.serves(&sizes)) {
+        return Err(too_large(DISPATCH, &sizes, format_args!("{most:?}")));
+    }
     let name = |which| Name { call: DISPATCH, which };
     let LowLatencyDispatch { num_experts, format, x, ids, mut received, .. } = call;
     let statistics = match &mut received.statistics {
         Some(statistics) => name("statistics").bytes_mut(statistics)?,
         None => &mut [],
     };
+    let waits = received.waits.as_mut().map(|waits| name("waits").bytes_mut(waits)).transpose()?;
     let to = host::Received {
         x: name("received x").bytes_mut(&mut received.x)?,
         scales: match &mut received.scales {
@@ -291,6 +322,7 @@ pub(crate) fn dispatch(
         source_tokens: name("source tokens").bytes_mut(&mut received.source_tokens)?,
         layout_range: name("layout range").bytes_mut(&mut received.layout_range)?,
         statistics,
+        waits,
     };
     let call = host::Dispatch {
         signature: dispatch_signature(&sizes, format),
@@ -315,7 +347,8 @@ pub(crate) fn combine(
     }
     check_combine(&call, sizes)?;
     let name = |which| Name { call: COMBINE, which };
-    let LowLatencyCombine { rows, ids, weights, mut output } = call;
+    let LowLatencyCombine { rows, ids, weights, mut output, mut waits } = call;
+    let waits = waits.as_mut().map(|waits| name("waits").bytes_mut(waits)).transpose()?;
     let call = host::Combine {
         signature: combine_signature(sizes, *number),
         sizes: *sizes,
@@ -324,5 +357,5 @@ pub(crate) fn combine(
         ids: Ids::new(name("ids"), &ids, sizes.num_experts)?,
         weights: name("weights").bytes(&weights)?,
     };
-    call.run(moe, comm, name("output").bytes_mut(&mut output)?)
+    call.run(moe, comm, name("output").bytes_mut(&mut output)?, waits)
 }

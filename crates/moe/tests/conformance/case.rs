@@ -154,7 +154,7 @@ impl Case {
 
     /// With a region of its own.
     pub fn check_in(&self, comm: &Communicator, region_bytes: usize) {
-        let mut moe = Moe::new(comm, MoeConfig { region_bytes }).unwrap();
+        let mut moe = Moe::new(comm, MoeConfig { region_bytes, ..MoeConfig::default() }).unwrap();
         self.check(comm, &mut moe);
         moe.close(comm).unwrap();
     }

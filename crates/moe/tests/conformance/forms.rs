@@ -9,7 +9,7 @@ use antiphon_tensor::{DType, TensorView, TensorViewMut};
 use crate::case::{Case, Choice, Run};
 
 fn moe(comm: &Communicator) -> Moe {
-    Moe::new(comm, MoeConfig { region_bytes: 64 << 10 }).unwrap()
+    Moe::new(comm, MoeConfig { region_bytes: 64 << 10, ..MoeConfig::default() }).unwrap()
 }
 
 /// Numbers of tokens that differ by rank: of rank `r` the `r + shift`-th.
@@ -75,7 +75,7 @@ pub fn regions_of_any_size(comm: &Communicator) {
         case.check_in(comm, records * (record as usize).next_multiple_of(16));
     }
     // What was in a half is not used again, though calls begin in either one.
-    let mut moe = Moe::new(comm, MoeConfig { region_bytes: 1000 }).unwrap();
+    let mut moe = Moe::new(comm, MoeConfig { region_bytes: 1000, ..MoeConfig::default() }).unwrap();
     for seed in 0..20 {
         Case { seed, tokens: vec![seed as usize % 7; world], ..case.clone() }.check(comm, &mut moe);
     }

@@ -333,7 +333,7 @@ impl Run<'_> {
 }
 
 fn moe(comm: &Communicator) -> Moe {
-    Moe::new(comm, MoeConfig { region_bytes: 64 << 10 }).unwrap()
+    Moe::new(comm, MoeConfig { region_bytes: 64 << 10, ..MoeConfig::default() }).unwrap()
 }
 
 /// Numbers of tokens that differ by rank.
@@ -423,8 +423,11 @@ pub fn hybrid_small_regions(comm: &Communicator) {
     let case = HybridCase { tokens: ragged(world, 1), ..HybridCase::new(world, 2) };
     let record = 16 + 16 * 2 + 5 * 2 * world; // of a dispatch; those of a combine are shorter
     for records in [2, 4, 10, 34] {
-        let mut moe =
-            Moe::new(comm, MoeConfig { region_bytes: records * record.next_multiple_of(16) }).unwrap();
+        let mut moe = Moe::new(
+            comm,
+            MoeConfig { region_bytes: records * record.next_multiple_of(16), ..MoeConfig::default() },
+        )
+        .unwrap();
         case.check(comm, &mut moe);
         HybridCase { pad_multiple: None, ..case.clone() }.check(comm, &mut moe);
         moe.close(comm).unwrap();

@@ -4,7 +4,10 @@ use antiphon_fabric::Communicator;
 use antiphon_moe::{
     LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived, Moe,
     MoeConfig, MoeError,
-    low_latency::reference::{self, Source},
+    low_latency::{
+        LowLatency,
+        reference::{self, Source},
+    },
     normal::reference::Rank,
 };
 use antiphon_tensor::{DType, bf16};
@@ -48,6 +51,7 @@ impl Received {
             source_tokens: self.source_tokens.view_mut(),
             layout_range: self.layout_range.view_mut(),
             statistics: Some(self.statistics.view_mut()),
+            waits: None,
         }
     }
 
@@ -252,6 +256,7 @@ impl LowLatencyCase {
             ids: ids.view(),
             weights: weights.view(),
             output: sums.view_mut(),
+            waits: None,
         };
         moe.low_latency_combine(comm, &handle, call).unwrap();
         let expected = self.expected_sums(rank, |_| false);
@@ -295,7 +300,8 @@ pub fn small_regions(comm: &Communicator) {
     let world = comm.world_size();
     let case = Case { tokens: vec![7; world], choice: Choice::Wild, ..Case::new(world, 2 * world, 3) };
     for records in [6, 8, 20] {
-        let mut moe = Moe::new(comm, MoeConfig { region_bytes: records * 32 }).unwrap();
+        let mut moe =
+            Moe::new(comm, MoeConfig { region_bytes: records * 32, ..MoeConfig::default() }).unwrap();
         for _ in 0..3 {
             LowLatencyCase::new(case.clone(), LowLatencyFormat::Bf16).check(comm, &mut moe);
         }
@@ -320,6 +326,7 @@ pub fn choices_that_are_left_out(comm: &Communicator) {
         ids: ids.view(),
         weights: weights.view(),
         output: sums.view_mut(),
+        waits: None,
     };
     moe.low_latency_combine(comm, &handle, call).unwrap();
     assert!(sums.content() == case.expected_sums(comm.rank(), is_left_out).content());
@@ -340,6 +347,12 @@ pub fn arguments_that_make_no_sense(comm: &Communicator) {
     let [x, ids, weights] = case.inputs(comm.rank());
     let few = LowLatencyCase { max_tokens: 16, ..LowLatencyCase::new(case.case.clone(), case.format) };
     refused(few.dispatch(comm, &mut moe), "low_latency_dispatch: 17 tokens; max_tokens is 16");
+    let most = LowLatency { max_tokens: 17, hidden: 16, num_experts: 4 * world, top_k: 2 };
+    let config = MoeConfig { low_latency: Some(most), ..MoeConfig::default() };
+    let error = case.dispatch(comm, &mut Moe::new(comm, config).unwrap()).err().unwrap().to_string();
+    let text =
+        format!("low_latency_dispatch: max_tokens 18, rows of 16, {} experts and top-2 exceed", 4 * world);
+    assert!(error.starts_with(&text) && error.contains("max_tokens: 17"), "{error}");
     let codes = LowLatencyCase::new(case.case.clone(), LowLatencyFormat::Fp8);
     refused(
         codes.dispatch(comm, &mut moe),
@@ -375,6 +388,7 @@ pub fn arguments_that_make_no_sense(comm: &Communicator) {
         ids: ids.view(),
         weights: weights.view(),
         output: short.view_mut(),
+        waits: None,
     };
     refused(
         moe.low_latency_combine(comm, &handle, call),
@@ -387,6 +401,7 @@ pub fn arguments_that_make_no_sense(comm: &Communicator) {
         ids: ids.view(),
         weights: weights.view(),
         output: sums.view_mut(),
+        waits: None,
     };
     refused(
         other.low_latency_combine(comm, &handle, call),

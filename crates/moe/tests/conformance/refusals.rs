@@ -126,7 +126,7 @@ pub fn limits_are_named(comm: &Communicator) {
     refused(layout(&floats.view(), 8, 2), "layout: the ids must be i64 or i32, not f32");
 
     // A region without room for a row says how much it would need.
-    let mut moe = Moe::new(comm, MoeConfig { region_bytes: 128 }).unwrap();
+    let mut moe = Moe::new(comm, MoeConfig { region_bytes: 128, ..MoeConfig::default() }).unwrap();
     let layout = layout(&ids(2).view(), 8, 2).unwrap();
     let format = RowFormat { hidden: 16, dtype: DType::F32, scales: None };
     let handle = moe.notify(comm, &Routing::of(&layout, format)).unwrap();

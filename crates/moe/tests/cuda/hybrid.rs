@@ -2,8 +2,8 @@
 
 use antiphon_device::cuda::Graph;
 use antiphon_moe::{
-    HybridCombine, HybridDispatch, HybridRouting, HybridTokens, MoeError,
-    cuda::{CudaMoeConfig, HandleMemory},
+    HybridCombine, HybridDispatch, HybridRouting, HybridTokens, MoeConfig, MoeError,
+    cuda::HandleMemory,
     hybrid::cuda::{CudaHybridHandle, HybridWords},
 };
 use antiphon_tensor::DType;
@@ -198,7 +198,7 @@ fn check(rank: &mut Rank, case: &HybridCase) -> Outcome {
     Ok(())
 }
 
-fn every_case(world: usize, config: CudaMoeConfig) {
+fn every_case(world: usize, config: MoeConfig) {
     on_gpus(world, config, |rank| {
         let ragged = |shift: usize| (0..world).map(|rank| [0, 33, 1, 700][(rank + shift) % 4]).collect();
         for (choice, tokens) in [
@@ -231,29 +231,29 @@ fn every_case(world: usize, config: CudaMoeConfig) {
 
 #[test]
 fn hybrid_rows_and_sums_have_the_hosts_bits_on_2_gpus() {
-    every_case(2, CudaMoeConfig::default());
+    every_case(2, MoeConfig::for_gpus());
 }
 
 #[test]
 fn hybrid_rows_and_sums_have_the_hosts_bits_on_3_gpus() {
-    every_case(3, CudaMoeConfig::default());
+    every_case(3, MoeConfig::for_gpus());
 }
 
 #[test]
 fn hybrid_rows_and_sums_have_the_hosts_bits_on_4_gpus() {
-    every_case(4, CudaMoeConfig::default());
+    every_case(4, MoeConfig::for_gpus());
 }
 
 #[test]
 fn hybrid_calls_take_any_number_of_multiprocessors_on_2_gpus() {
     for num_sms in [2, 5, 132] {
-        every_case(2, CudaMoeConfig { num_sms, ..CudaMoeConfig::default() });
+        every_case(2, MoeConfig { num_sms, ..MoeConfig::for_gpus() });
     }
 }
 
 #[test]
 fn hybrid_scales_go_along_on_2_gpus() {
-    on_gpus(2, CudaMoeConfig::default(), |rank| {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
         for (scales, hidden) in [(DType::F32, 128), (DType::F32, 512), (DType::I32, 640), (DType::I32, 2048)]
         {
             for pad_multiple in [Some(16), None] {
@@ -268,7 +268,7 @@ fn hybrid_scales_go_along_on_2_gpus() {
 /// Some tens of pieces, each of some tens of rows; of a capacity that drops all rows of some tokens.
 #[test]
 fn hybrid_pieces_have_the_hosts_bits_on_2_gpus() {
-    let config = CudaMoeConfig { region_bytes: 16 << 20, ..CudaMoeConfig::default() };
+    let config = MoeConfig { region_bytes: 16 << 20, ..MoeConfig::for_gpus() };
     on_gpus(2, config, |rank| {
         for capacity in [None, Some(vec![2000, 1408])] {
             let case = HybridCase { capacity, tokens: vec![1500, 900], ..HybridCase::new(2, 8) };
@@ -283,7 +283,7 @@ fn hybrid_pieces_have_the_hosts_bits_on_2_gpus() {
 
 #[test]
 fn a_graph_replays_the_hybrid_capacity_form_with_other_maps_on_2_gpus() {
-    on_gpus(2, CudaMoeConfig::default(), |rank| {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
         let case = |seed| HybridCase {
             seed,
             capacity: Some(vec![1024, 800]),
@@ -325,7 +325,7 @@ fn a_graph_replays_the_hybrid_capacity_form_with_other_maps_on_2_gpus() {
 
 #[test]
 fn what_the_hybrid_form_cannot_do_is_refused_on_2_gpus() {
-    on_gpus(2, CudaMoeConfig::default(), |rank| {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
         let case = HybridCase::new(2, 192);
         let error = Calls::new(rank, &case).err().expect("it is refused");
         assert_eq!(

@@ -2,9 +2,12 @@
 
 use antiphon_device::cuda::Graph;
 use antiphon_moe::{
-    LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived,
-    cuda::CudaMoeConfig,
-    low_latency::cuda::{CudaLowLatency, CudaLowLatencyHandle, LowLatency},
+    LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived, MoeConfig,
+    cuda::CudaMoe,
+    low_latency::{
+        LowLatency,
+        cuda::{CudaLowLatency, CudaLowLatencyHandle},
+    },
 };
 use antiphon_tensor::DType;
 
@@ -13,11 +16,12 @@ use crate::{
     case::{Case, Choice},
     low_latency_case::{LowLatencyCase, Received},
     on_gpus,
+    tensor::Tensor,
 };
 
 const MOST: LowLatency = LowLatency { max_tokens: 129, hidden: 7168, num_experts: 64, top_k: 8 };
 /// Of what the ranks have for the normal form.
-const SMALL: CudaMoeConfig = CudaMoeConfig { region_bytes: 16 << 20, num_sms: 24 };
+const SMALL: MoeConfig = MoeConfig { region_bytes: 16 << 20, num_sms: 24, low_latency: Some(MOST) };
 
 /// A case on a rank's GPU.
 struct Calls<'a> {
@@ -30,6 +34,8 @@ struct Calls<'a> {
     scales: Option<OnGpu>,
     /// x, counts, source tokens, layout range, statistics.
     received: [OnGpu; 5],
+    /// Whether calls are made in halves.
+    halves: bool,
 }
 
 impl<'a> Calls<'a> {
@@ -51,6 +57,7 @@ impl<'a> Calls<'a> {
                 rank.upload(&layout_range)?,
                 rank.upload(&statistics)?,
             ],
+            halves: false,
         })
     }
 
@@ -69,8 +76,18 @@ impl<'a> Calls<'a> {
                 source_tokens: source_tokens.view_mut(),
                 layout_range: layout_range.view_mut(),
                 statistics: Some(statistics.view_mut()),
+                waits: None,
             },
         };
+        if self.halves {
+            // SAFETY: the tensors live until the stream has been waited for, here and below.
+            let (handle, receive) = unsafe { moe.send_dispatch(&call, rank.stream.borrow()) }?;
+            let bytes = self.x.memory.len();
+            self.x.memory.write(&rank.stream, 0, &vec![0x55; bytes])?; // it may be written by now
+            // SAFETY: as above.
+            unsafe { moe.receive(receive, rank.stream.borrow()) }?;
+            return Ok(handle);
+        }
         // SAFETY: the tensors live until the stream has been waited for, here and below.
         Ok(unsafe { moe.dispatch(&call, rank.stream.borrow()) }?)
     }
@@ -81,7 +98,16 @@ impl<'a> Calls<'a> {
             ids: self.ids.view(),
             weights: self.weights.view(),
             output: self.sums.view_mut(),
+            waits: None,
         };
+        if self.halves {
+            // SAFETY: as above.
+            let receive = unsafe { moe.send_combine(handle, &call, rank.stream.borrow()) }?;
+            let bytes = self.rows.memory.len();
+            self.rows.memory.write(&rank.stream, 0, &vec![0x55; bytes])?;
+            // SAFETY: as above.
+            return Ok(unsafe { moe.receive(receive, rank.stream.borrow()) }?);
+        }
         // SAFETY: as above.
         Ok(unsafe { moe.combine(handle, &call, rank.stream.borrow()) }?)
     }
@@ -124,14 +150,14 @@ fn check(rank: &Rank, moe: &CudaLowLatency, case: &LowLatencyCase) -> Outcome {
 
 fn every_case(world: usize) {
     on_gpus(world, SMALL, |rank| {
-        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let moe = rank.moe.low_latency()?;
         let ragged: Vec<usize> = (0..world).map(|rank| [0, 33, 1, 128][rank % 4]).collect();
         for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged] {
             for choice in [Choice::Spread, Choice::AllTo(world - 1), Choice::Nobody, Choice::Wild] {
                 for (local, top_k) in [(4, 2), (2, 5), (1, 1), (8, 8)] {
                     let case =
                         Case { tokens: tokens.clone(), choice, ..Case::new(world, local * world, top_k) };
-                    check(rank, &moe, &LowLatencyCase::new(case, LowLatencyFormat::Bf16))?;
+                    check(rank, moe, &LowLatencyCase::new(case, LowLatencyFormat::Bf16))?;
                 }
             }
         }
@@ -142,7 +168,7 @@ fn every_case(world: usize) {
 
 fn every_format(world: usize) {
     on_gpus(world, SMALL, |rank| {
-        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let moe = rank.moe.low_latency()?;
         for (format, hidden) in [
             (LowLatencyFormat::Bf16, 1024),
             (LowLatencyFormat::Fp8, 640),
@@ -151,7 +177,7 @@ fn every_format(world: usize) {
         ] {
             for special in [false, true] {
                 let case = Case { hidden, special, ..Case::new(world, 4 * world, 3) };
-                check(rank, &moe, &LowLatencyCase::new(case, format))?;
+                check(rank, moe, &LowLatencyCase::new(case, format))?;
             }
         }
         rank.comm.barrier()?;
@@ -184,11 +210,80 @@ fn low_latency_formats_are_as_defined_on_4_gpus() {
     every_format(4);
 }
 
+/// A call in halves gives the same as one in one, and a rank may make it in halves while another does not. What goes may be
+/// written before the second half.
+fn calls_in_halves(world: usize) {
+    on_gpus(world, SMALL, |rank| {
+        let moe = rank.moe.low_latency()?;
+        let formats = [(LowLatencyFormat::Bf16, 1024), (LowLatencyFormat::Fp8, 640)];
+        for (index, (format, hidden)) in formats.into_iter().cycle().take(12).enumerate() {
+            let tokens = (0..world).map(|rank| [33, 0, 128, 1][(rank + index) % 4]).collect();
+            let choice = if index % 3 == 0 { Choice::Wild } else { Choice::Spread };
+            let case = Case { hidden, tokens, choice, seed: index as u64, ..Case::new(world, 4 * world, 3) };
+            let case = LowLatencyCase::new(case, format);
+            let mut calls = Calls::new(rank, &case)?;
+            calls.halves = !(index + rank.comm.rank()).is_multiple_of(3);
+            let handle = calls.dispatch(rank, moe)?;
+            calls.combine(rank, moe, &handle)?;
+            calls.compare(rank, moe, 1)?;
+        }
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn low_latency_calls_in_halves_are_the_same_on_2_gpus() {
+    calls_in_halves(2);
+}
+
+#[test]
+fn low_latency_calls_in_halves_are_the_same_on_4_gpus() {
+    calls_in_halves(4);
+}
+
+#[test]
+fn a_call_before_the_second_half_is_refused_on_2_gpus() {
+    on_gpus(2, SMALL, |rank| {
+        let moe = rank.moe.low_latency()?;
+        let case = LowLatencyCase::new(Case::new(2, 8, 2), LowLatencyFormat::Bf16);
+        let mut calls = Calls::new(rank, &case)?;
+        let handle = calls.dispatch(rank, moe)?;
+        let mut waits = rank.upload(&Tensor::holding(DType::I64, &[2], &[0; 16]))?;
+        let call = LowLatencyCombine {
+            rows: calls.rows.view(),
+            ids: calls.ids.view(),
+            weights: calls.weights.view(),
+            output: calls.sums.view_mut(),
+            waits: Some(waits.view_mut()),
+        };
+        // SAFETY: the tensors live until the stream has been waited for, here and below.
+        let receive = unsafe { moe.send_combine(&handle, &call, rank.stream.borrow()) }?;
+        // SAFETY: as above.
+        let error =
+            unsafe { moe.combine(&handle, &call, rank.stream.borrow()) }.expect_err("a half is missing");
+        let text = "low_latency_combine has sent and not received yet: receive first (call its hook)";
+        assert_eq!(error.to_string(), text);
+        if rank.comm.rank() == 1 {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+        // SAFETY: as above.
+        unsafe { moe.receive(receive, rank.stream.borrow()) }?;
+        calls.compare(rank, moe, 1)?;
+        let waited = rank.download(&waits)?;
+        let waited = |of: usize| i64::from_ne_bytes(waited[of * 8..][..8].try_into().expect("8 bytes"));
+        assert_eq!(waited(rank.comm.rank()), 0);
+        assert!(waited(1 - rank.comm.rank()) >= 0);
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
 /// Slots are used again, with other choices each time, and by formats and forms in turn.
 #[test]
 fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
     on_gpus(2, SMALL, |rank| {
-        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let moe = rank.moe.low_latency()?;
         let case = |seed: u64| {
             let choice = if seed.is_multiple_of(3) { Choice::Wild } else { Choice::Spread };
             let case = Case { tokens: vec![60, 41], hidden: 512, seed, choice, ..Case::new(2, 16, 4) };
@@ -196,14 +291,14 @@ fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
         };
         let first = case(1);
         let mut calls = Calls::new(rank, &first)?;
-        let handle = calls.dispatch(rank, &moe)?;
-        calls.combine(rank, &moe, &handle)?; // loads the kernels
+        let handle = calls.dispatch(rank, moe)?;
+        calls.combine(rank, moe, &handle)?; // loads the kernels
         rank.stream.borrow().synchronize()?;
         let mut handles = Vec::new();
         let graph = Graph::capture(&rank.stream, |_| {
             for _ in 0..5 {
-                let handle = calls.dispatch(rank, &moe)?;
-                calls.combine(rank, &moe, &handle)?;
+                let handle = calls.dispatch(rank, moe)?;
+                calls.combine(rank, moe, &handle)?;
                 handles.push(handle);
             }
             Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
@@ -233,7 +328,7 @@ fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
                 unsafe { graph.launch(&rank.stream) }?;
             }
             let compared = Calls { case: &case, ..calls };
-            compared.compare(rank, &moe, 100)?;
+            compared.compare(rank, moe, 100)?;
             calls = Calls { case: &first, ..compared };
         }
         drop(graph);
@@ -245,15 +340,15 @@ fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
 #[test]
 fn low_latency_ranks_that_differ_hear_of_it_on_2_gpus() {
     on_gpus(2, SMALL, |rank| {
-        let moe = CudaLowLatency::new(&rank.comm, &rank.context, MOST)?;
+        let moe = rank.moe.low_latency()?;
         let case = LowLatencyCase::new(Case::new(2, 8, 2), LowLatencyFormat::Bf16);
         let case = LowLatencyCase { max_tokens: 18 + rank.comm.rank(), ..case };
         let mut calls = Calls::new(rank, &case)?;
-        let handle = calls.dispatch(rank, &moe)?;
+        let handle = calls.dispatch(rank, moe)?;
         rank.stream.borrow().synchronize()?;
         let error = match moe.check() {
             Err(error) => error.to_string(),
-            Ok(()) => calls.combine(rank, &moe, &handle).expect_err("the other heard of it").to_string(),
+            Ok(()) => calls.combine(rank, moe, &handle).expect_err("the other heard of it").to_string(),
         };
         let hears = error.contains("up to 18 rows") && error.contains("up to 19 rows");
         assert!(hears || error.contains("aborted"), "{error}");
@@ -265,11 +360,15 @@ fn low_latency_ranks_that_differ_hear_of_it_on_2_gpus() {
 fn low_latency_calls_that_are_too_large_are_refused_on_2_gpus() {
     on_gpus(2, SMALL, |rank| {
         let most = LowLatency { max_tokens: 8, hidden: 128, num_experts: 8, top_k: 2 };
-        let moe = CudaLowLatency::new(&rank.comm, &rank.context, most)?;
+        let config = MoeConfig { region_bytes: 0, low_latency: Some(most), ..MoeConfig::default() };
+        let moe = CudaMoe::new(&rank.comm, &rank.context, config)?;
         let case = Case { tokens: vec![300; 2], hidden: 4096, ..Case::new(2, 8, 2) };
         let case = LowLatencyCase::new(case, LowLatencyFormat::Bf16);
-        let error =
-            Calls::new(rank, &case)?.dispatch(rank, &moe).map(drop).expect_err("too large").to_string();
+        let error = Calls::new(rank, &case)?
+            .dispatch(rank, moe.low_latency()?)
+            .map(drop)
+            .expect_err("too large")
+            .to_string();
         assert!(error.contains("exceed what the instance was made for"), "{error}");
         Ok(())
     });

@@ -24,7 +24,7 @@ use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
 use antiphon_fabric::{Communicator, FabricError, LocalWorld, gpu::Tenant};
 use antiphon_moe::{
     Choices, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, Tokens,
-    cuda::{CudaHandle, CudaMoe, CudaMoeConfig, HandleMemory},
+    cuda::{CudaHandle, CudaMoe, HandleMemory},
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -113,7 +113,7 @@ fn gpus(world_size: usize) -> Option<&'static Driver> {
 }
 
 /// Runs `body` on so many ranks with GPUs; skips where there are fewer.
-fn on_gpus(world_size: usize, config: CudaMoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
+fn on_gpus(world_size: usize, config: MoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
     let Some(driver) = gpus(world_size) else { return };
     let outcomes = LocalWorld::run_with(world_size, Duration::from_secs(20), |comm| -> Outcome {
         let device = driver.device(comm.rank() as u32 % driver.device_count()?)?;
@@ -278,7 +278,7 @@ fn check(rank: &mut Rank, case: &Case) -> Outcome {
     Ok(())
 }
 
-fn every_case(world_size: usize, config: CudaMoeConfig) {
+fn every_case(world_size: usize, config: MoeConfig) {
     on_gpus(world_size, config, |rank| {
         let ragged = |shift: usize| (0..world_size).map(|rank| [0, 33, 1, 700][(rank + shift) % 4]).collect();
         for (choice, tokens) in [
@@ -313,30 +313,30 @@ fn every_case(world_size: usize, config: CudaMoeConfig) {
 
 #[test]
 fn rows_and_sums_have_the_hosts_bits_on_2_gpus() {
-    every_case(2, CudaMoeConfig::default());
+    every_case(2, MoeConfig::for_gpus());
 }
 
 #[test]
 fn rows_and_sums_have_the_hosts_bits_on_3_gpus() {
-    every_case(3, CudaMoeConfig::default());
+    every_case(3, MoeConfig::for_gpus());
 }
 
 #[test]
 fn rows_and_sums_have_the_hosts_bits_on_4_gpus() {
-    every_case(4, CudaMoeConfig::default());
+    every_case(4, MoeConfig::for_gpus());
 }
 
 #[test]
 fn any_number_of_multiprocessors_will_do_on_2_gpus() {
     for num_sms in [2, 5, 132] {
-        every_case(2, CudaMoeConfig { num_sms, ..CudaMoeConfig::default() });
+        every_case(2, MoeConfig { num_sms, ..MoeConfig::for_gpus() });
     }
 }
 
 /// Some tens of pieces, each of some tens of rows.
 #[test]
 fn pieces_have_the_hosts_bits_on_2_gpus() {
-    let config = CudaMoeConfig { region_bytes: 16 << 20, ..CudaMoeConfig::default() };
+    let config = MoeConfig { region_bytes: 16 << 20, ..MoeConfig::for_gpus() };
     on_gpus(2, config, |rank| {
         for choice in [Choice::Spread, Choice::Wild, Choice::AllTo(0)] {
             for capacity in [None, Some(vec![2000, 1400])] {
@@ -350,7 +350,7 @@ fn pieces_have_the_hosts_bits_on_2_gpus() {
 
 #[test]
 fn a_graph_replays_dispatch_and_combine_on_2_gpus() {
-    on_gpus(2, CudaMoeConfig::default(), |rank| {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
         let case = Case { dtype: DType::BF16, tokens: vec![300, 200], hidden: 1024, ..Case::new(2, 16, 4) };
         let (layout, received, sums) = on_host(rank, &case)?;
         let mut calls = Calls::new(rank, &case, &layout)?;
@@ -373,7 +373,7 @@ fn a_graph_replays_dispatch_and_combine_on_2_gpus() {
 /// choices.
 #[test]
 fn a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus() {
-    on_gpus(2, CudaMoeConfig::default(), |rank| {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
         let case = |seed| Case {
             seed,
             dtype: DType::BF16,
@@ -434,7 +434,7 @@ fn a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus() {
 
 #[test]
 fn ranks_that_differ_hear_of_it_on_2_gpus() {
-    on_gpus(2, CudaMoeConfig::default(), |rank| {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
         let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
         let other = Case { num_experts: 16, ..case.clone() };
         let mine = if rank.comm.rank() == 0 { &case } else { &other };
@@ -452,7 +452,7 @@ fn ranks_that_differ_hear_of_it_on_2_gpus() {
 /// of the other rank wait at once.
 #[test]
 fn another_tenant_works_beside_on_2_gpus() {
-    on_gpus(2, CudaMoeConfig::default(), |rank| {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
         let me = rank.comm.rank();
         let rotations = Tenant::new(&rank.comm, &rank.context, Tenant::LEAST_STAGING_BYTES)?;
         rotations.load_together(&rank.comm, Rotation)?;
@@ -487,7 +487,7 @@ fn another_tenant_works_beside_on_2_gpus() {
 #[test]
 fn a_soak_of_every_form_on_2_gpus() {
     let rounds = std::env::var("ANTIPHON_SOAK_CALLS").map_or(60, |calls| calls.parse().expect("a number"));
-    let config = CudaMoeConfig { region_bytes: 16 << 20, ..CudaMoeConfig::default() };
+    let config = MoeConfig { region_bytes: 16 << 20, ..MoeConfig::for_gpus() };
     on_gpus(2, config, |rank| {
         let me = rank.comm.rank();
         let rotations = Tenant::new(&rank.comm, &rank.context, Tenant::LEAST_STAGING_BYTES)?;
@@ -539,7 +539,7 @@ fn a_soak_of_every_form_on_2_gpus() {
 /// A rank that does not come is named when the deadline has passed; nothing waits for ever.
 #[test]
 fn a_rank_that_does_not_come_is_named_on_2_gpus() {
-    on_gpus(2, CudaMoeConfig::default(), |rank| {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
         let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
         let (layout, ..) = on_host(rank, &case)?;
         let mut calls = Calls::new(rank, &case, &layout)?;

@@ -9,10 +9,10 @@ use super::{
 };
 use crate::{
     arguments::{Array, Count, Given},
-    cuda::RawStream,
     error::Result,
     handle::Handle,
     operand::Usage,
+    stream::RawStream,
 };
 
 /// Defines the two methods of each operation, from its arguments, its input and its call. Both methods take the arguments and

@@ -10,6 +10,7 @@ use crate::{
     error::Result,
     interrupt,
     shared::SharedBuffer,
+    stream::device_or_current,
 };
 
 #[pymethods]
@@ -24,7 +25,7 @@ impl Communicator {
         ops: Option<Vec<Bound<'_, PyAny>>>,
     ) -> Result<()> {
         let kernels = prepare::kernels(dtypes, ops)?;
-        let (queue, device) = (self.queue()?, cuda::device_or_current(py, device)?);
+        let (queue, device) = (self.queue()?, device_or_current(py, device)?);
         Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels))?)
     }
 
@@ -49,7 +50,7 @@ impl Communicator {
         num_bytes: Count,
         device: Option<u32>,
     ) -> Result<CudaBuffer> {
-        let (queue, device) = (self.queue()?, cuda::device_or_current(py, device)?);
+        let (queue, device) = (self.queue()?, device_or_current(py, device)?);
         Ok(interrupt::detached(py, || {
             let context = cuda::primary(device)?;
             Ok::<_, CollectiveError>(CudaBuffer::new(&queue, &context, num_bytes.0)?)

@@ -9,11 +9,12 @@ use pyo3::{
 use super::{Communicator, refused};
 use crate::{
     arguments::{Count, Operands, Tag, overlap, same_device},
-    cuda::{self, Order, RawStream},
+    cuda::Order,
     error::Result,
     handle::Handle,
     interrupt,
     operand::{Operand, Usage},
+    stream::RawStream,
 };
 
 #[pymethods]
@@ -146,7 +147,7 @@ impl Communicator {
             same_device(&from.tensor, &to.tensor)?;
         }
         let operand = from.or(to);
-        let device = operand.and_then(|operand| cuda::ordinal(operand.tensor.device));
+        let device = operand.and_then(|operand| operand.tensor.device.cuda_ordinal());
         if let Some(device) = device {
             if tag.0 != 0 {
                 let text = format!(

@@ -25,12 +25,13 @@ pub(crate) use plan::Plan;
 use prepare::call;
 
 use crate::{
-    arguments::{Count, Prepared},
-    cuda::{Gpus, RawStream},
+    arguments::{Count, Prepared, seconds},
+    cuda::Gpus,
     error::Result,
     fork::Process,
     handle::Handle,
     interrupt,
+    stream::RawStream,
 };
 
 #[doc = stub!("Communicator")]
@@ -43,15 +44,6 @@ pub(crate) struct Communicator {
     /// Absent when closed. Calls hold a reference of their own.
     queue: Mutex<Option<Arc<Queue>>>,
     gpus: Gpus,
-}
-
-/// A duration from the caller's number of seconds, the argument `name`.
-pub(crate) fn seconds(name: &str, seconds: Option<f64>) -> PyResult<Option<Duration>> {
-    let duration = |seconds| {
-        Duration::try_from_secs_f64(seconds)
-            .map_err(|_| PyValueError::new_err(format!("{name} is {seconds}, which is no number of seconds")))
-    };
-    seconds.map(duration).transpose()
 }
 
 #[pymethods]

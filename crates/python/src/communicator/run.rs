@@ -17,12 +17,13 @@ use super::Communicator;
 use crate::{
     arguments::{Operands, Prepared},
     call::{Call, What},
-    cuda::{self, Gpus, Order, RawStream},
+    cuda::{Gpus, Order},
     error::{Error, Result},
     fork::Process,
     handle::Handle,
     interrupt,
     operand::{Operand, Usage},
+    stream::{RawStream, stream_or_current},
 };
 
 impl Communicator {
@@ -124,7 +125,7 @@ impl Communicator {
     }
 
     pub(super) fn run_barrier(&self, py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<()> {
-        let (queue, stream) = (self.queue()?, cuda::stream_or_current(py, device, stream)?);
+        let (queue, stream) = (self.queue()?, stream_or_current(py, device, stream)?);
         // SAFETY: the stream is the library's current one of the device, or the caller says that it is one of it.
         interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?;
         Ok(self.gpus.keep_stream(py, stream, &[Order::Collectives])?)
@@ -157,7 +158,7 @@ impl Communicator {
 impl Operand {
     /// Refuses memory of a GPU, for what has no kernel.
     pub(super) fn on_host(self, operation: &str) -> Result<Self> {
-        match cuda::ordinal(self.tensor.device) {
+        match self.tensor.device.cuda_ordinal() {
             Some(device) => Err(not_on_cuda(operation, device)),
             None => Ok(self),
         }

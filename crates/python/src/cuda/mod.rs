@@ -17,24 +17,17 @@ use antiphon::{
     fabric::Queue,
     operation::Operation,
     prelude::{CollectiveError, DType, FabricError, MixedLayout, ReduceOp},
-    tensor::Device,
 };
-use pyo3::{exceptions::PyValueError, intern, prelude::*};
+use pyo3::{intern, prelude::*};
 
 pub(crate) use buffer::CudaBuffer;
 pub(crate) use failure::Action;
 pub(crate) use register::Registrable;
 pub(crate) use started::Started;
 
-use crate::{call::Call, error::Result, fused::Fused, operand::Tensor};
+use crate::{call::Call, fused::Fused, operand::Tensor, stream::RawStream};
 
 type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
-
-/// A stream as frameworks exchange it.
-pub(crate) type RawStream = usize;
-
-/// The legacy default stream, which 0 names too.
-pub(crate) const LEGACY_DEFAULT: RawStream = 1;
 
 /// What the kernels reduce.
 pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -327,57 +320,4 @@ fn not_captured(stream: StreamRef<'_>, what: &str) -> Outcome {
 
 pub(crate) fn primary(device: u32) -> std::result::Result<Context, CudaError> {
     Context::primary(Driver::load()?.device(device)?)
-}
-
-/// The device that the caller names, or else the current one of torch or CuPy, whichever is imported.
-pub(crate) fn device_or_current(py: Python<'_>, device: Option<u32>) -> Result<u32> {
-    if let Some(device) = device {
-        return Ok(device);
-    }
-    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
-    if let Ok(torch) = modules.get_item("torch") {
-        return Ok(torch.getattr("cuda")?.call_method0("current_device")?.extract()?);
-    }
-    if let Ok(cupy) = modules.get_item("cupy") {
-        return Ok(cupy.getattr("cuda")?.call_method0("Device")?.getattr("id")?.extract()?);
-    }
-    Err(PyValueError::new_err("no device: pass its number, as neither torch nor CuPy is imported").into())
-}
-
-/// The stream that the caller names, or else torch's or CuPy's current one on the device, or the legacy default.
-pub(crate) fn stream_or_current(py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<RawStream> {
-    if let Some(stream) = stream {
-        return Ok(stream);
-    }
-    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
-    for library in ["torch", "cupy"] {
-        if modules.contains(library)? {
-            return Ok(library_stream(py, library, device)?.unwrap_or_default());
-        }
-    }
-    Ok(0)
-}
-
-/// The stream on which torch or CuPy works at present; nothing for other libraries.
-pub(crate) fn library_stream(py: Python<'_>, library: &str, device: u32) -> PyResult<Option<RawStream>> {
-    let cuda = |name: &str| py.import(name)?.getattr(intern!(py, "cuda"));
-    match library {
-        "torch" => {
-            let current = cuda("torch")?.call_method1(intern!(py, "current_stream"), (device,))?;
-            current.getattr(intern!(py, "cuda_stream"))?.extract().map(Some)
-        }
-        "cupy" => {
-            let current = cuda("cupy")?.call_method0(intern!(py, "get_current_stream"))?;
-            current.getattr(intern!(py, "ptr"))?.extract().map(Some)
-        }
-        _ => Ok(None),
-    }
-}
-
-/// Where the memory of a call is: on one device.
-pub(crate) fn ordinal(device: Device) -> Option<u32> {
-    match device {
-        Device::Cuda(ordinal) => Some(ordinal),
-        _ => None,
-    }
 }

@@ -6,7 +6,7 @@ use antiphon::{
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
 
-use super::{CudaBuffer, Gpu, Gpus, Outcome, ordinal};
+use super::{CudaBuffer, Gpu, Gpus, Outcome};
 use crate::{
     error::Result,
     operand::{Operand, Tensor, Usage},
@@ -26,7 +26,7 @@ impl Registrable {
             return Ok(Self::Buffer(buffer.clone().unbind()));
         }
         let tensor = Operand::import_span(memory, "the memory to register", Usage::Call(None))?.tensor;
-        match ordinal(tensor.device) {
+        match tensor.device.cuda_ordinal() {
             Some(device) => Ok(Self::Array(tensor, device)),
             None => Err(PyValueError::new_err(format!(
                 "the memory to register is on {}, not on CUDA: on the host, arrays of shared buffers are reduced where they lie \

@@ -7,8 +7,13 @@ use antiphon::{
 };
 use pyo3::prelude::*;
 
-use super::{Gpu, Gpus, Outcome, RawStream, stream_or_current};
-use crate::{arguments::Operands, call::Call, error::Error};
+use super::{Gpu, Gpus, Outcome};
+use crate::{
+    arguments::Operands,
+    call::Call,
+    error::Error,
+    stream::{RawStream, stream_or_current},
+};
 
 /// A collective in a stream of the communicator. `finish` makes the current stream wait for its end.
 pub(crate) struct Started {

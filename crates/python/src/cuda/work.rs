@@ -6,11 +6,12 @@ use antiphon::{
     prelude::FabricError,
 };
 
-use super::{Gpu, Outcome, REDUCED, RawStream};
+use super::{Gpu, Outcome, REDUCED};
 use crate::{
     call::{Call, CallTensors, refused},
     fused::Fused,
     operand::Tensor,
+    stream::RawStream,
 };
 
 impl Gpu {

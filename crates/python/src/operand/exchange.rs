@@ -20,8 +20,8 @@ use pyo3::{
 
 use super::{Description, Operand, Source, Usage};
 use crate::{
-    cuda::{RawStream, library_stream},
     error::{Error, Result},
+    stream::{RawStream, library_stream},
 };
 
 #[derive(Clone, Copy)]

@@ -22,8 +22,8 @@ use pyo3::{
 };
 
 use crate::{
-    cuda::{LEGACY_DEFAULT, RawStream},
     error::{Error, Result},
+    stream::{LEGACY_DEFAULT, RawStream},
 };
 use buffer::Buffer;
 use exchange::ExchangeApi;

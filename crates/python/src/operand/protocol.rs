@@ -18,8 +18,8 @@ use pyo3::{
 
 use super::{Description, Operand, Source, Usage};
 use crate::{
-    cuda::{LEGACY_DEFAULT, RawStream, library_stream},
     error::Result,
+    stream::{LEGACY_DEFAULT, RawStream, library_stream},
 };
 
 const VERSIONED: &CStr = c"dltensor_versioned";

@@ -1,5 +1,6 @@
 """``HybridEPBuffer``."""
 
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -218,11 +219,13 @@ class HybridEPBuffer:
         return routing_map, probs
 
     @staticmethod
-    def _check_along(call: str, handle: HybridHandle, rows: int | None, pad_multiple: int | None) -> None:
+    def _check_along(call: str, handle: HybridHandle, rows: Any, pad_multiple: int | None) -> None:
+        if isinstance(rows, Tensor) and rows.is_cuda:
+            rows = None  # reading it would wait for the GPU
         if handle.pad_multiple is None:
             raise ValueError(f"{call}: the handle is of dispatch, whose rows are by token")
-        if rows is not None and rows != handle.rows:
-            raise ValueError(f"{call}: num_permuted_tokens is {rows}; the handle has {handle.rows} rows")
+        if rows is not None and index(rows) != handle.rows:
+            raise ValueError(f"{call}: num_permuted_tokens is {index(rows)}; the handle has {handle.rows} rows")
         if pad_multiple is not None and _multiple(call, pad_multiple) != handle.pad_multiple:
             raise ValueError(f"{call}: pad_multiple is {pad_multiple}; that of the handle is {handle.pad_multiple}")
 

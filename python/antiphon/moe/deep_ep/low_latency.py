@@ -1,24 +1,22 @@
 """The low-latency calls of ``Buffer``."""
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 from torch import Tensor
 
 from antiphon import Communicator
 from antiphon._core import MoeLowLatency
-from antiphon.moe._low_latency import LowLatencyCalls, LowLatencyHandle, low_latency_calls_of
+from antiphon.moe._low_latency import Hook, LowLatencyCalls, LowLatencyHandle, Options, low_latency_calls_of
 from antiphon.moe.deep_ep.events import EventHandle, EventOverlap
 
 __all__ = ["LowLatencyBuffer"]
 
-_Hook: TypeAlias = "Callable[[], None] | None"
-
-
 class LowLatencyBuffer:
     """What a ``Buffer`` has for few tokens: at most ``num_max_dispatch_tokens_per_rank`` (``M``) of each rank.
 
-    A dispatch sends and receives in one call. With ``return_recv_hook`` it does so too, and the hook has nothing left to do.
+    With ``return_recv_hook`` a call returns before it has received, and the hook that it returns receives. On a GPU the call
+    is a kernel that sends, and the hook puts one that receives into the current stream; the communicator's deadline starts
+    then. On the CPU the operation goes on beside the caller, and the hook waits for its end. The results may be read after the
+    hook, and until then a combine's ``topk_idx`` and ``topk_weights`` may not be written. The next low-latency call of these
+    sizes receives first if the hook was not called.
     """
 
     _comm: Communicator
@@ -57,27 +55,27 @@ class LowLatencyBuffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, _Hook]:
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Sends tokens (bfloat16 ``[T, H]``, ``T <= M``) to the slots of the experts ``topk_idx`` (``[T, K]``) that they choose.
 
         Gives the slots, bfloat16 ``[L, R * M, H]``, or codes with their scales (see
         :class:`antiphon.moe.LowLatencyReceived`); how many of them are filled, int32 ``[L]``, which is added to
         ``cumulative_local_expert_recv_stats``; a handle, an event, and a hook. Slots of an expert are in the order of source rank
-        and token.
+        and token. To ``dispatch_wait_recv_cost_stats``, int64 ``[R]``, the nanoseconds are added that this rank waited for each
+        other rank: one after the other, so that the number of the latest rank is large and those of the ranks behind it are not.
 
-        Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served, and
-        ``NotImplementedError`` for ``dispatch_wait_recv_cost_stats``.
+        Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
         """
         _check_hook("low_latency_dispatch", async_finish, return_recv_hook)
-        _check_served("low_latency_dispatch", dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats)
         if use_ue8m0 and not round_scale:
             raise ValueError("low_latency_dispatch: use_ue8m0 needs round_scale")
         format = "bf16" if not use_fp8 else "fp8_packed" if use_ue8m0 else "fp8_powers_of_two" if round_scale else "fp8"
-        received = self._low_latency().dispatch(
-            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, format, cumulative_local_expert_recv_stats
+        options = Options(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, return_recv_hook)
+        received, hook = self._low_latency().dispatch(
+            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, format, options
         )
         rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, received.counts, received.handle, _event(async_finish), _hook(return_recv_hook)
+        return rows, received.counts, received.handle, _event(async_finish), hook
 
     def low_latency_combine(
         self,
@@ -91,26 +89,29 @@ class LowLatencyBuffer:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
-    ) -> tuple[Tensor, EventOverlap, _Hook]:
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Brings what the experts made of their slots (bfloat16 ``[L, R * M, H]``) back, and sums it for each token with the
         weights ``topk_weights`` (float32 ``[T, K]``), in the order of the choices: bfloat16 ``[T, H]``, in ``out`` if that is
         given. With ``zero_copy`` the rows are those in what :meth:`get_next_low_latency_combine_buffer` gave, whatever ``x``
         holds.
 
-        Raises as :meth:`low_latency_dispatch`, and ``NotImplementedError`` for ``use_logfmt``.
+        ``combine_wait_recv_cost_stats`` is as ``dispatch_wait_recv_cost_stats`` of a dispatch.
+
+        Raises as :meth:`low_latency_dispatch`, and ``NotImplementedError`` for ``use_logfmt``, DeepEP's lossy code of 10 bits.
         """
         _check_hook("low_latency_combine", async_finish, return_recv_hook)
-        _check_served(
-            "low_latency_combine",
-            use_logfmt=use_logfmt or None,
-            combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
-        )
+        if use_logfmt:
+            raise NotImplementedError(
+                "low_latency_combine: use_logfmt is not served: rows come back as bfloat16, which keeps their bits. Pass "
+                "use_logfmt=False"
+            )
         if zero_copy:
             if handle.combine_buffer is None:
                 raise ValueError("low_latency_combine: zero_copy needs a call of get_next_low_latency_combine_buffer before")
             x = handle.combine_buffer
-        combined = self._low_latency().combine(x, topk_idx, topk_weights, handle, out)
-        return combined, _event(async_finish), _hook(return_recv_hook)
+        options = Options(waits=combine_wait_recv_cost_stats, start=return_recv_hook)
+        combined, hook = self._low_latency().combine(x, topk_idx, topk_weights, handle, out, options)
+        return combined, _event(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """The tensor, bfloat16 ``[L, R * M, H]``, from which a combine along the handle with ``zero_copy`` takes its rows."""
@@ -124,19 +125,6 @@ def _check_hook(call: str, async_finish: bool, return_recv_hook: bool) -> None:
         raise ValueError(f"{call}: pass async_finish or return_recv_hook, not both")
 
 
-def _check_served(call: str, **options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise NotImplementedError(f"{call}: {name} is not served")
-
-
 def _event(async_finish: bool) -> EventOverlap:
     return EventOverlap(EventHandle() if async_finish else None)
 
-
-def _hook(is_wanted: bool) -> _Hook:
-    return _nothing_left if is_wanted else None
-
-
-def _nothing_left() -> None:
-    """All has been received, or will have been in the order of the stream."""

@@ -20,11 +20,11 @@ use outputs::{Outputs, scale_layout};
 use super::{Communicator, prepare::algorithm};
 use crate::{
     arguments::{Array, Given},
-    cuda::RawStream,
     error::Result,
     fused::{Fused, check_overlap, cuda_device},
     interrupt,
     operand::{Operand, Tensor, Usage},
+    stream::RawStream,
 };
 
 /// Defines `all_reduce_fused` from its keywords in the stub.

@@ -1,5 +1,7 @@
 //! One collective with its tensors, as a value.
 
+pub(crate) mod mixed;
+
 use antiphon::{
     operation::{self, Extent, Root},
     prelude::{CollectiveError, Collectives, Communicator, DType, FabricError},
@@ -7,7 +9,8 @@ use antiphon::{
 };
 use pyo3::prelude::*;
 
-use crate::{cuda::ordinal, mixed::Mixed, operand::Tensor};
+use crate::operand::Tensor;
+use mixed::Mixed;
 
 /// An operation with its arguments except the tensors.
 pub(crate) type What = operation::Call<'static>;
@@ -70,7 +73,7 @@ impl Call {
 
     /// The GPU that it is on.
     pub(crate) fn cuda_device(&self) -> Option<u32> {
-        self.tensor().and_then(|tensor| ordinal(tensor.device))
+        self.tensor().and_then(|tensor| tensor.device.cuda_ordinal())
     }
 
     /// What it works on.

@@ -19,12 +19,13 @@ use antiphon_device::{
     sync::{AtomicU64, Ordering},
 };
 
+use super::Endpoint;
+#[cfg(not(loom))]
+use super::witness::Witness;
 use crate::{
     FabricError, Members, Signature,
-    communicator::Shared,
     error::Loss,
     layout::{LANES, Regions},
-    waiting::Witness,
 };
 
 /// Watches the peers of one rank.
@@ -33,7 +34,7 @@ pub(crate) struct Health {
     members: Members,
     peers: Vec<Peer>,
     /// Of which this communicator is a group, if it is one.
-    world: Option<Arc<Shared>>,
+    world: Option<Arc<Endpoint>>,
     /// What this communicator failed of, if it did.
     first: OnceLock<Arc<FabricError>>,
     /// How often this rank had been asked what it does when it said so last.
@@ -122,7 +123,7 @@ impl Health {
     }
 
     /// The health of a group that consists of these ranks of `parent`; this rank is `rank` of them.
-    pub(crate) fn of_group(rank: usize, parent: &Arc<Shared>, group: &[usize]) -> Self {
+    pub(crate) fn of_group(rank: usize, parent: &Arc<Endpoint>, group: &[usize]) -> Self {
         let parents = &parent.health;
         Self {
             rank,

@@ -1,0 +1,40 @@
+//! What instances are made with.
+
+use crate::low_latency::LowLatency;
+
+/// What a [`Moe`](crate::Moe) or a [`CudaMoe`](crate::cuda::CudaMoe) is made with; equal on all ranks.
+///
+/// ```
+/// use antiphon_moe::{MoeConfig, low_latency::LowLatency};
+///
+/// let decoding = LowLatency { max_tokens: 128, hidden: 7168, num_experts: 256, top_k: 8 };
+/// let config = MoeConfig { low_latency: Some(decoding), ..MoeConfig::for_gpus() };
+/// assert_eq!(config.num_sms, 24);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MoeConfig {
+    /// Bytes of the region of each rank through which rows travel: at least two rows with what travels beside them. A larger
+    /// one means fewer pieces, which on the host gain nothing once a half is beyond the caches. Between GPUs 0 makes an instance
+    /// for low-latency calls alone.
+    pub region_bytes: usize,
+    /// How many multiprocessors a call of the normal form uses, at most. The host has none.
+    pub num_sms: u32,
+    /// The largest low-latency calls. Between GPUs they have memory of their own, of
+    /// [`LowLatency::bytes`]; without this there is none, and such calls are refused. On the host they need no memory, and
+    /// without this any are served.
+    pub low_latency: Option<LowLatency>,
+}
+
+impl MoeConfig {
+    /// The default between GPUs: regions of 256 MiB.
+    pub fn for_gpus() -> Self {
+        Self { region_bytes: 256 << 20, ..Self::default() }
+    }
+}
+
+/// The default on the host: regions of 8 MiB.
+impl Default for MoeConfig {
+    fn default() -> Self {
+        Self { region_bytes: 8 << 20, num_sms: 24, low_latency: None }
+    }
+}

@@ -1,0 +1,270 @@
+//! The calls of the layout and of the normal form between GPUs.
+
+use std::sync::Arc;
+
+use antiphon_device::{
+    cuda::StreamRef,
+    sync::{AtomicU32, Ordering},
+};
+use antiphon_fabric::{Operation, Signature};
+use antiphon_tensor::{DType, TensorView, TensorViewMut};
+
+use super::{
+    Blocks, CudaMoe,
+    handle::{Arrived, CudaHandle, HandleMemory, HandleWords, Memory, Plan},
+};
+use crate::{
+    Combine, Dispatch, Routing,
+    error::{MoeError, Result},
+    handle::Traffic,
+    layout::{
+        check_limits,
+        cuda::{Counting, LayoutCall},
+    },
+    normal::check_routing,
+    tensors::{ID_TYPES, Name},
+};
+
+impl CudaMoe {
+    /// The layout of `ids`, i64 or i32 `[T, K]`: `tokens_per_rank`, i32 `[R]`; `tokens_per_expert`, i32 `[E]`; and
+    /// `is_token_in_rank`, u8 `[T, R]`. No other rank has a part in it.
+    ///
+    /// # Errors
+    /// As [`layout`](crate::layout()); [`FabricError::Device`](antiphon_fabric::FabricError::Device).
+    ///
+    /// # Safety
+    /// Nobody writes the ids, or uses the outputs, until the stream has passed this call.
+    pub unsafe fn layout(
+        &self,
+        ids: &TensorView<'_>,
+        outputs: [&mut TensorViewMut<'_>; 3],
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let name = |which| Name { call: "layout", which };
+        let (tokens, top_k) = name("ids").matrix(ids, "[T, K]")?;
+        let [per_rank, per_expert, in_rank] = outputs;
+        let experts = per_expert.numel();
+        check_limits("layout", experts, top_k, self.world_size())?;
+        name("ids").has_dtype(ids.dtype(), &ID_TYPES)?;
+        name("tokens_per_rank").has_shape(&per_rank.as_view(), &[self.world_size()], "[R]")?;
+        name("is_token_in_rank").has_shape(&in_rank.as_view(), &[tokens, self.world_size()], "[T, R]")?;
+        for (which, view, dtype) in [
+            ("tokens_per_rank", per_rank.as_view(), DType::I32),
+            ("tokens_per_expert", per_expert.as_view(), DType::I32),
+            ("is_token_in_rank", in_rank.as_view(), DType::U8),
+        ] {
+            name(which).has_dtype(view.dtype(), &[dtype])?;
+        }
+        let call = LayoutCall {
+            ids: name("ids").address(ids, self.device())?,
+            per_rank: name("tokens_per_rank").address(&per_rank.as_view(), self.device())?,
+            per_expert: name("tokens_per_expert").address(&per_expert.as_view(), self.device())?,
+            in_rank: name("is_token_in_rank").address(&in_rank.as_view(), self.device())?,
+            tokens: tokens as u32,
+            top_k: top_k as u32,
+            experts: experts as u32,
+            id_bytes: ids.dtype().size() as u32,
+        };
+        let signature = Signature::new(Operation::Dispatch);
+        // SAFETY: the tensors are as the kernel takes them; the caller answers for how long.
+        unsafe { self.launch(Counting, &signature, Blocks::All, call, stream) }
+    }
+
+    /// As [`Moe::notify`](crate::Moe::notify), with a routing on the GPU.
+    ///
+    /// Without a capacity it waits for the counts of all ranks, and so cannot be captured. With one it waits for nothing, and may
+    /// be: what is captured uses the handle's memory as long as the graph lives.
+    ///
+    /// # Errors
+    /// As there; [`MoeError::Captured`] for a stream that is being captured, without a capacity.
+    ///
+    /// # Safety
+    /// The routing is not written until the stream has passed this call. The caller's memory, if it is that, is nobody else's as
+    /// long as the handle is used, or a graph that has its calls.
+    pub unsafe fn notify(
+        &self,
+        routing: &Routing<'_>,
+        memory: HandleMemory<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<CudaHandle> {
+        if routing.capacity.is_none() && stream.is_capturing()? {
+            let problem = "without a capacity it waits for the counts, and cannot be captured: pass a capacity \
+                           (num_worst_tokens), or capture calls along a handle";
+            return Err(MoeError::Captured { call: "dispatch", problem });
+        }
+        let tokens = check_routing(routing, self.world_size())?;
+        let (plan, sources) = self.memory(routing, tokens, memory)?;
+        self.exchange_counts(routing, &plan, stream)?;
+        let arrived = match routing.capacity {
+            Some(_) => None,
+            None => Some(self.wait_for_counts(plan.words.local, stream)?),
+        };
+        let rows = match (&arrived, routing.capacity) {
+            (Some(Arrived { traffic, .. }), _) => traffic.kept_at(traffic.rank),
+            (None, capacity) => capacity.unwrap_or(0),
+        };
+        let sources = match sources {
+            Some(sources) => sources,
+            None => Memory::Pooled(self.pool.take(rows * 4)?),
+        };
+        Ok(CudaHandle {
+            owner: self.token.clone(),
+            number: self.next_handle(),
+            num_experts: routing.num_experts,
+            top_k: routing.top_k,
+            rows,
+            arrived,
+            plan,
+            sources,
+            has_rows: AtomicU32::new(0),
+        })
+    }
+
+    /// The handle of a dispatch, of so many choices for each token, that left its words and sources in these tensors.
+    ///
+    /// # Errors
+    /// [`MoeError`] for tensors of other dtypes, shapes or devices.
+    ///
+    /// # Safety
+    /// Such a dispatch along a handle of this instance did, of so many experts, and nobody has written them since. They live as
+    /// long as the handle is used, or a graph that has its calls.
+    pub unsafe fn handle_of(
+        &self,
+        (words, sources): (&TensorView<'_>, &TensorView<'_>),
+        [num_experts, tokens, top_k]: [usize; 3],
+    ) -> Result<CudaHandle> {
+        let name = |which| Name { call: "combine", which };
+        let layout = HandleWords::new(self.world_size(), num_experts, tokens);
+        let rows = sources.numel();
+        for (which, view, count) in [("routes", words, layout.total()), ("sources", sources, rows)] {
+            name(which).has_dtype(view.dtype(), &[DType::I32])?;
+            name(which).has_shape(view, &[count], "[N]")?;
+        }
+        let plan =
+            Plan { memory: Memory::Callers(name("routes").address(words, self.device())?), words: layout };
+        Ok(CudaHandle {
+            owner: self.token.clone(),
+            number: 0,
+            num_experts,
+            top_k,
+            rows,
+            arrived: None,
+            plan,
+            sources: Memory::Callers(name("sources").address(sources, self.device())?),
+            has_rows: AtomicU32::new(1),
+        })
+    }
+
+    /// The memory of a handle: its words, and if they are there the sources.
+    fn memory(
+        &self,
+        routing: &Routing<'_>,
+        tokens: usize,
+        memory: HandleMemory<'_>,
+    ) -> Result<(Plan, Option<Memory>)> {
+        let words = HandleWords::new(self.world_size(), routing.num_experts, tokens);
+        let name = |which| Name { call: "dispatch", which };
+        let callers = |which, view: &TensorView<'_>, count: usize| {
+            name(which).has_dtype(view.dtype(), &[DType::I32])?;
+            name(which).has_shape(view, &[count], "[N]")?;
+            Ok::<_, MoeError>(Memory::Callers(name(which).address(view, self.device())?))
+        };
+        match memory {
+            HandleMemory::Own => {
+                let memory = Memory::Pooled(self.pool.take(words.total() * 4)?);
+                Ok((Plan { memory, words }, None))
+            }
+            HandleMemory::Callers { words: callers_words, sources } => {
+                let memory = callers("handle's words", &callers_words.as_view(), words.total())?;
+                let sources = match (sources, routing.capacity) {
+                    (Some(sources), Some(rows)) => Some(callers("sources", &sources.as_view(), rows)?),
+                    _ => None,
+                };
+                Ok((Plan { memory, words }, sources))
+            }
+        }
+    }
+
+    /// Waits for what Notify found.
+    pub(crate) fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
+        self.arrived.record(stream)?;
+        // The kernel ends by the communicator's deadline.
+        while !self.arrived.is_passed()? {
+            std::thread::yield_now();
+        }
+        self.check()?;
+        let (rank, world_size) = (self.tenant.rank(), self.world_size());
+        let result = self.result.host().as_ptr().cast::<u32>();
+        // SAFETY: the kernel that wrote these words is over, and so many there are.
+        let word = |index: usize| unsafe { result.add(index).read() as usize };
+        let said = |from: usize, index: usize| word(from * (3 + world_size) + index);
+        let traffic = Traffic {
+            rank,
+            world_size,
+            tokens: (0..world_size).map(|from| said(from, 0)).collect(),
+            capacity: vec![None; world_size],
+            routed: (0..world_size)
+                .flat_map(|from| (0..world_size).map(move |to| (from, to)))
+                .map(|(from, to)| said(from, 3 + to))
+                .collect(),
+        };
+        let chosen = (0..local).map(|expert| word(world_size * (3 + world_size) + expert));
+        Ok(Arrived { tokens_per_expert: chosen.collect(), traffic })
+    }
+
+    /// As [`Moe::dispatch`](crate::Moe::dispatch), in the order of the stream. It waits for nothing, and may be captured.
+    ///
+    /// # Errors
+    /// As there; that a peer is lost or late comes with a later call, or [`check`](Self::check).
+    ///
+    /// # Safety
+    /// Nobody writes what goes, or uses what comes, until the stream has passed this call; the handle lives as long.
+    pub unsafe fn dispatch(
+        &self,
+        handle: &CudaHandle,
+        call: Dispatch<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        self.owns(&handle.owner, "dispatch")?;
+        self.move_rows(handle, &call, stream)?;
+        handle.has_rows.store(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// As [`Moe::combine`](crate::Moe::combine), of f32, f16 or bf16, in the order of the stream. It waits for nothing, and may be
+    /// captured.
+    ///
+    /// # Errors
+    /// As [`dispatch`](Self::dispatch).
+    ///
+    /// # Safety
+    /// As [`dispatch`](Self::dispatch).
+    pub unsafe fn combine(
+        &self,
+        handle: &CudaHandle,
+        call: Combine<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        self.owns(&handle.owner, "combine")?;
+        if handle.has_rows.load(Ordering::Relaxed) == 0 {
+            return Err(MoeError::Handle {
+                call: "combine",
+                problem: "one along which nothing was dispatched yet",
+            });
+        }
+        self.sum_rows(handle, &call, stream)
+    }
+
+    /// The number of a new handle.
+    pub(crate) fn next_handle(&self) -> u32 {
+        self.handles.set(self.handles.get().wrapping_add(1).max(1));
+        self.handles.get()
+    }
+
+    pub(crate) fn owns(&self, owner: &Arc<()>, call: &'static str) -> Result<()> {
+        match Arc::ptr_eq(owner, &self.token) {
+            true => Ok(()),
+            false => Err(MoeError::Handle { call, problem: "of another instance" }),
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Dispatch and combine between GPUs.
+//!
+//! [`CudaMoe`] is a tenant of the communicator's engine ([`antiphon_fabric::gpu`]), with memory and an order of calls of its own:
+//! a dispatch may run beside an all-reduce of the same communicator on another stream. Kernels poll their own GPU's memory alone.
+//!
+//! *Notify*, one block, numbers this rank's tokens for each rank, and exchanges the counts; the host waits for them. *Dispatch*
+//! pushes records (a token's row with what travels beside it) in order into the receiver's lane of this rank, so the receiver
+//! knows of each where it belongs, and needs no flags: data is its own. *Combine* pushes rows back likewise, and the source sums
+//! a token's when all of them are there. What does not fit a lane goes in pieces, through two channels in turn: a dispatch by
+//! records of each pair of ranks, a combine by tokens.
+
+mod calls;
+mod handle;
+
+use std::{cell::Cell, sync::Arc};
+
+use antiphon_device::cuda::{Context, Event, LaunchConfig, PinnedMemory, StreamRef};
+use antiphon_fabric::{
+    Communicator, Signature,
+    gpu::{Family, Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
+};
+use antiphon_tensor::Device;
+
+pub(crate) use handle::{Arrived, Memory, Plan};
+pub use handle::{CudaHandle, HandleMemory, HandleWords};
+
+use crate::{
+    MoeConfig,
+    error::{Result, refused},
+    layout::{MAX_LOCAL_EXPERTS, cuda::Counting},
+    low_latency::cuda::CudaLowLatency,
+    normal::cuda::{Moving, Notifying, Staging},
+    pool::Pool,
+    tensors::VECTOR,
+};
+
+/// The threads of a block: one block for each multiprocessor.
+pub(crate) const THREADS: u32 = 512;
+/// Parts of the region: one for each slot.
+const PARTS: usize = 3;
+
+/// Dispatch and combine between the GPUs of a communicator's ranks.
+///
+/// Calls go into streams, in one order, as those of a [`Tenant`]. Dropping it waits for the context's kernels, and communicates
+/// nothing.
+pub struct CudaMoe {
+    tenant: Tenant,
+    region_bytes: usize,
+    num_sms: Cell<u32>,
+    pub(crate) token: Arc<()>,
+    handles: Cell<u32>,
+    /// What Notify found.
+    result: UntilIdle<PinnedMemory>,
+    arrived: Event,
+    pub(crate) pool: Arc<Pool>,
+    low_latency: Option<CudaLowLatency>,
+}
+
+impl std::fmt::Debug for CudaMoe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaMoe {{ num_sms: {}, {:?} }}", self.num_sms.get(), self.tenant)
+    }
+}
+
+impl CudaMoe {
+    /// Shares memory between the ranks' GPUs. All ranks call it together, each with the context of its GPU.
+    ///
+    /// # Errors
+    /// As [`Tenant::new`]; [`MoeError::Refused`](crate::MoeError::Refused) for no multiprocessors, or more than there are, and for low-latency calls of a
+    /// size that none can have.
+    pub fn new(comm: &Communicator, context: &Context, config: MoeConfig) -> Result<Self> {
+        if config.num_sms == 0 {
+            return Err(refused("CudaMoe::new", "0 multiprocessors; a call needs one for each peer".into()));
+        }
+        let tenant = Tenant::with_region(comm, context, Tenant::LEAST_STAGING_BYTES, config.region_bytes)?;
+        if config.num_sms > tenant.multiprocessors() {
+            let problem =
+                format!("{} multiprocessors; kernels may use {}", config.num_sms, tenant.multiprocessors());
+            return Err(refused("CudaMoe::new", problem));
+        }
+        if config.region_bytes > 0 {
+            tenant.load_together(comm, Counting)?;
+            tenant.load_together(comm, Notifying)?;
+            tenant.load_together(comm, Moving { staging: staging(&tenant) })?;
+        }
+        let low_latency =
+            config.low_latency.map(|most| CudaLowLatency::new(comm, context, most)).transpose()?;
+        let words = comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
+        Ok(Self {
+            tenant,
+            region_bytes: config.region_bytes,
+            num_sms: Cell::new(config.num_sms),
+            token: Arc::new(()),
+            handles: Cell::new(0),
+            result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4)?),
+            arrived: Event::new(context)?,
+            pool: Pool::new(context),
+            low_latency,
+        })
+    }
+
+    /// How many ranks there are.
+    pub fn world_size(&self) -> usize {
+        self.tenant.world_size()
+    }
+
+    /// Where tensors must be.
+    pub fn device(&self) -> Device {
+        Device::Cuda(self.tenant.context().device().ordinal())
+    }
+
+    /// Whether all calls that are over have done what they should; see [`Tenant::check`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check(&self) -> Result<()> {
+        self.low_latency.as_ref().map_or(Ok(()), CudaLowLatency::check)?;
+        Ok(self.tenant.check()?)
+    }
+
+    /// What happens, from now on, when a kernel has given up; see [`OnFailure`].
+    pub fn on_failure(&self, action: OnFailure) {
+        self.tenant.on_failure(action);
+    }
+
+    /// What makes the low-latency calls.
+    ///
+    /// # Errors
+    /// [`MoeError::Refused`](crate::MoeError::Refused) if this was made without [`MoeConfig::low_latency`].
+    pub fn low_latency(&self) -> Result<&CudaLowLatency> {
+        let problem =
+            "the instance was made without low_latency: MoeConfig's, which says how large such calls are";
+        self.low_latency.as_ref().ok_or_else(|| refused("low_latency", problem.into()))
+    }
+
+    /// The context of this rank's GPU.
+    pub fn context(&self) -> &Context {
+        self.tenant.context()
+    }
+
+    /// From now on a call uses so many multiprocessors, at most, of those that there are.
+    pub fn set_num_sms(&self, num_sms: u32) {
+        self.num_sms.set(num_sms.max(1));
+    }
+
+    pub(crate) fn result_pointer(&self) -> u64 {
+        self.result.pointer().0
+    }
+
+    /// How rows pass through a multiprocessor of this GPU.
+    pub(crate) fn staging(&self) -> Staging {
+        staging(&self.tenant)
+    }
+
+    /// Bytes of the region of each rank.
+    pub(crate) fn region_bytes(&self) -> usize {
+        self.region_bytes
+    }
+
+    pub(crate) fn region_at(&self) -> u64 {
+        self.tenant.region_at()
+    }
+
+    /// Bytes for the rows of a peer.
+    pub(crate) fn region_lane_bytes(&self) -> usize {
+        self.region_bytes() / PARTS / (self.world_size() - 1) / VECTOR * VECTOR
+    }
+
+    /// How many flags a lane of a slot has room for.
+    pub(crate) fn flags(&self) -> usize {
+        self.tenant.lane_bytes() / 4
+    }
+
+    /// Launches the kernel of a family that has one.
+    ///
+    /// # Safety
+    /// As [`Tenant::run`], but for the stream.
+    pub(crate) unsafe fn launch<F: Family<Arguments: Copy>>(
+        &self,
+        family: F,
+        signature: &Signature,
+        blocks: Blocks,
+        arguments: F::Arguments,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.launch_kernel(family, F::Kernel::ALL[0], signature, blocks, arguments, stream) }
+    }
+
+    /// Launches one of a family's kernels.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub(crate) unsafe fn launch_kernel<F: Family<Arguments: Copy>>(
+        &self,
+        family: F,
+        kernel: F::Kernel,
+        signature: &Signature,
+        blocks: Blocks,
+        arguments: F::Arguments,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        if self.region_bytes == 0 {
+            let problem = "the instance was made with region_bytes 0, for low-latency calls alone";
+            return Err(refused("CudaMoe", problem.into()));
+        }
+        let loaded = self.tenant.ready(family, stream)?;
+        let blocks = match blocks {
+            Blocks::One => 1,
+            Blocks::All => self.num_sms.get().min(self.tenant.multiprocessors_here()).max(1),
+        };
+        let config = LaunchConfig::new(blocks, family.threads()).shared_bytes(family.shared_bytes());
+        let launch = |_, _, _| Launch {
+            kernel,
+            grid: Grid::Exact { config, is_small: false },
+            work: Work::new(*signature),
+            arguments,
+        };
+        // SAFETY: passed on; a grid has at most a block for each multiprocessor, of which two run at once.
+        Ok(unsafe { self.tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }?)
+    }
+}
+
+/// How many blocks a grid has, of as many as the call may use multiprocessors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Blocks {
+    One,
+    All,
+}
+
+/// Clusters came with bulk copies.
+fn staging(tenant: &Tenant) -> Staging {
+    if tenant.has_clusters() { Staging::Bulk } else { Staging::Registers }
+}

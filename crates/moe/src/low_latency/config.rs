@@ -1,0 +1,65 @@
+//! The largest calls, and the memory that they take between GPUs.
+
+use antiphon_fabric::gpu::Tenant;
+
+use super::{LowLatencyFormat, Sizes};
+
+/// Slots of a tenant's memory with their lanes: two channels of three slots, each of two lanes for a rank.
+const LANES_OF_A_RANK: usize = 2 * 3 * 2;
+/// What a tenant's memory holds besides lanes, rounded up.
+const BESIDE_LANES: usize = 1 << 20;
+
+/// The largest calls of a [`CudaLowLatency`](super::cuda::CudaLowLatency); equal on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LowLatency {
+    /// The most tokens of a rank.
+    pub max_tokens: usize,
+    /// The most elements of a row.
+    pub hidden: usize,
+    /// The most experts.
+    pub num_experts: usize,
+    /// The most experts that a token chooses.
+    pub top_k: usize,
+}
+
+impl LowLatency {
+    /// Whether a call is as small as these.
+    pub(super) fn serves(&self, sizes: &Sizes) -> bool {
+        let Self { max_tokens, hidden, num_experts, top_k } = *self;
+        sizes.max_tokens <= max_tokens
+            && sizes.hidden <= hidden
+            && sizes.num_experts <= num_experts
+            && sizes.top_k <= top_k
+    }
+
+    /// Bytes of each GPU's memory that such calls take among so many ranks.
+    pub fn bytes(&self, world_size: usize) -> usize {
+        let sizes = Sizes {
+            world_size,
+            max_tokens: self.max_tokens,
+            hidden: self.hidden,
+            num_experts: self.num_experts,
+            top_k: self.top_k,
+            tokens: 0,
+        };
+        let dispatches =
+            [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8].map(|format| dispatch_lane(&sizes, format));
+        let lane = dispatches.into_iter().fold(combine_lane(&sizes), usize::max).next_multiple_of(4096);
+        (LANES_OF_A_RANK * world_size * lane + BESIDE_LANES).max(Tenant::LEAST_STAGING_BYTES)
+    }
+}
+
+/// Bytes of a lane that a dispatch needs: for the choices, and in another lane for the rows.
+pub(super) fn dispatch_lane(sizes: &Sizes, format: LowLatencyFormat) -> usize {
+    let choices = (4 + 2 * sizes.max_tokens * sizes.top_k).next_multiple_of(16);
+    let chunks = match format {
+        LowLatencyFormat::Bf16 => (sizes.hidden * 2).div_ceil(31 * 16) * 512,
+        _ => sizes.hidden.div_ceil(512) * 528,
+    };
+    choices.max(sizes.max_tokens * chunks)
+}
+
+/// Bytes of a lane that a combine needs, which uses them all as one.
+pub(super) fn combine_lane(sizes: &Sizes) -> usize {
+    (sizes.max_tokens * sizes.top_k * sizes.hidden * 2).div_ceil(2 * sizes.world_size)
+}

@@ -1,0 +1,164 @@
+//! The kernels of `dispatch.cuh` and `combine.cuh`, and what they take.
+
+use antiphon_device::cuda::{KernelArgument, Program};
+use antiphon_fabric::gpu::{FORMATS, Family, ROWS, Source, kernels};
+
+use super::{LowLatencyFormat, Sizes};
+
+kernels! {
+    /// The kernel of `dispatch.cuh`.
+    pub(crate) enum DispatchKernel {
+        Dispatch = "low_latency_dispatch",
+    }
+}
+kernels! {
+    /// The kernel of `combine.cuh`.
+    pub(crate) enum CombineKernel {
+        Combine = "low_latency_combine",
+    }
+}
+
+/// `low_latency_call` of choices.cuh.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(crate) struct LowLatencyCall {
+    pub(super) x: u64,
+    pub(super) ids: u64,
+    pub(super) weights: u64,
+    pub(super) to_x: u64,
+    pub(super) to_scales: u64,
+    pub(super) counts: u64,
+    pub(super) source_tokens: u64,
+    pub(super) layout_range: u64,
+    pub(super) statistics: u64,
+    pub(super) waits: u64,
+    pub(super) held_tokens: u64,
+    pub(super) places: u64,
+    pub(super) tokens: u32,
+    pub(super) most_tokens: u32,
+    pub(super) hidden: u32,
+    pub(super) top_k: u32,
+    pub(super) id_bytes: u32,
+    pub(super) experts: u32,
+}
+
+// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32.
+unsafe impl KernelArgument for LowLatencyCall {}
+
+const CHOICES: Source = Source { name: "low_latency/choices.cuh", text: include_str!("choices.cuh") };
+
+/// What a kernel does of a call; the same numbers as in choices.cuh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Phases {
+    Send = 1,
+    Receive = 2,
+    Both = 3,
+}
+
+/// Tokens to the slots of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Dispatching {
+    phases: Phases,
+    format: LowLatencyFormat,
+    threads: u32,
+}
+
+impl Dispatching {
+    /// Of rows of a format, for so many ranks: with more of them a thread needs more registers.
+    pub(crate) fn new(phases: Phases, format: LowLatencyFormat, world_size: usize) -> Self {
+        Self { phases, format, threads: if world_size <= 4 { 512 } else { 384 } }
+    }
+}
+
+impl Family for Dispatching {
+    type Kernel = DispatchKernel;
+    type Arguments = LowLatencyCall;
+    const NAME: &'static str = "moe_low_latency_dispatch.cuh";
+    const SOURCES: &'static [Source] = &[
+        ROWS,
+        FORMATS,
+        CHOICES,
+        Source { name: "low_latency/dispatch.cuh", text: include_str!("dispatch.cuh") },
+    ];
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program.define("FORMAT", self.format as u32).define("PHASES", self.phases as u32)
+    }
+
+    fn threads(&self) -> u32 {
+        self.threads
+    }
+
+    fn most_blocks(&self, _world_size: usize) -> u32 {
+        1
+    }
+}
+
+/// Rows back, and their sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Combining {
+    pub(crate) phases: Phases,
+}
+
+impl Family for Combining {
+    type Kernel = CombineKernel;
+    type Arguments = LowLatencyCall;
+    const NAME: &'static str = "moe_low_latency_combine.cuh";
+    const SOURCES: &'static [Source] =
+        &[CHOICES, Source { name: "low_latency/combine.cuh", text: include_str!("combine.cuh") }];
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program.define("PHASES", self.phases as u32)
+    }
+
+    fn threads(&self) -> u32 {
+        320
+    }
+
+    fn most_blocks(&self, _world_size: usize) -> u32 {
+        1
+    }
+}
+
+/// A kernel of the low-latency form.
+pub(super) trait LowLatencyFamily: Family<Arguments = LowLatencyCall> {
+    /// The same kernel that does something else of a call.
+    fn with(self, phases: Phases) -> Self;
+
+    /// Whether the kernel lets the one behind it start when it is certain to end, if it is small.
+    fn is_released(self) -> bool;
+}
+
+impl LowLatencyFamily for Dispatching {
+    fn with(self, phases: Phases) -> Self {
+        Self { phases, ..self }
+    }
+
+    fn is_released(self) -> bool {
+        self.phases == Phases::Both
+    }
+}
+
+impl LowLatencyFamily for Combining {
+    fn with(self, phases: Phases) -> Self {
+        Self { phases }
+    }
+
+    fn is_released(self) -> bool {
+        false
+    }
+}
+
+impl LowLatencyCall {
+    /// A call of these numbers, without addresses.
+    pub(super) fn of(sizes: &Sizes) -> Self {
+        Self {
+            tokens: sizes.tokens as u32,
+            most_tokens: sizes.max_tokens as u32,
+            hidden: sizes.hidden as u32,
+            top_k: sizes.top_k as u32,
+            experts: sizes.num_experts as u32,
+            ..Self::default()
+        }
+    }
+}
