@@ -12,7 +12,6 @@ use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use crate::{
     arguments::Given,
-    cuda::ordinal,
     error::Result,
     moe::{Array, Moe, check_apart, elsewhere, words},
 };
@@ -121,7 +120,7 @@ impl MoeHybrid {
         let format = RowFormat { hidden: x.columns("hybrid_dispatch")?, dtype: x.dtype(), scales };
         let routing = HybridRouting { map, order, format };
         let moe = self.0.get();
-        let Some(device) = ordinal(routing.map.device()) else {
+        let Some(device) = routing.map.device().cuda_ordinal() else {
             let handle = moe.run(py, |moe, comm| moe.hybrid_notify(comm, &routing))?;
             return Ok(MoeHybridHandle(Routes::Host(handle)));
         };
@@ -182,7 +181,7 @@ impl MoeHybrid {
                 probs: write(&received_probs)?,
             },
         };
-        if let Some(device) = ordinal(call.tokens.x.device()) {
+        if let Some(device) = call.tokens.x.device().cuda_ordinal() {
             let handle = handle.0.cuda("hybrid_dispatch")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return self
@@ -224,7 +223,7 @@ impl MoeHybrid {
             // SAFETY: as above.
             output_probs: output_probs.as_ref().map(|array| unsafe { array.view_mut() }).transpose()?,
         };
-        if let Some(device) = ordinal(call.rows.device()) {
+        if let Some(device) = call.rows.device().cuda_ordinal() {
             let handle = handle.0.cuda("hybrid_combine")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return self
