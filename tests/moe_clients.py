@@ -1,16 +1,18 @@
 """Clients of mixtures of experts as their authors wrote them, on Antiphon under the name ``deep_ep``.
 
-    python tests/moe_clients.py --megatron PATH [--deep-ep PATH] [--ranks 2] [--device cpu]
+    python tests/moe_clients.py --megatron PATH [--deep-ep PATH] [--hybrid-ep PATH] [--ranks 2] [--device cpu]
 
-The paths are checkouts: Megatron-LM (Megatron-Core 0.16 or later), and DeepEP at 567632d. Megatron's ``MoEFlexTokenDispatcher`` runs
-with its own ``fused_a2a.py`` on CPUs or GPUs. DeepEP's tests, and Megatron's tests of the dispatcher, need GPUs.
+The paths are checkouts: Megatron-LM (Megatron-Core 0.16 or later), DeepEP at 567632d, and its branch hybrid-ep at 94a9f8f.
+Megatron's ``MoEFlexTokenDispatcher`` runs with its own ``fused_a2a.py`` on CPUs or GPUs. DeepEP's tests, and Megatron's tests of the dispatcher, need GPUs.
 """
 
 import argparse
 import functools
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 64, 24
+BACKENDS = ("deepep", "hybridep")
 
 
 def sizes_of(world_size: int) -> list[tuple[int, int]]:
@@ -77,7 +80,9 @@ def dispatchers(megatron: str, device: str) -> int:
         groups = groups_of(tp_size)
         local = EXPERTS // ep_size
         first = dist.get_rank(groups.ep) * local
-        for drops in (False, True):
+        fused_a2a.reset_hybrid_ep_buffer()
+        # Megatron's dispatcher by routing maps makes tensors on GPUs.
+        for backend, drops in itertools.product(BACKENDS[: 1 if device == "cpu" else 2], (False, True)):
             config = TransformerConfig(
                 num_layers=1,
                 hidden_size=HIDDEN,
@@ -86,7 +91,7 @@ def dispatchers(megatron: str, device: str) -> int:
                 moe_router_topk=TOP_K,
                 moe_router_dtype="fp32",
                 moe_token_dispatcher_type="flex",
-                moe_flex_dispatcher_backend="deepep",
+                moe_flex_dispatcher_backend=backend,
                 moe_expert_capacity_factor=0.5 if drops else None,
                 tensor_model_parallel_size=tp_size,
                 expert_tensor_parallel_size=tp_size,
@@ -98,9 +103,31 @@ def dispatchers(megatron: str, device: str) -> int:
             dispatcher = MoEFlexTokenDispatcher(local, list(range(first, first + local)), config, groups)
             check(dispatcher, tp_size, drops, place)
             tried += 1
+    by_routing_map(fused_a2a, place)
     dist.barrier()
     dist.destroy_process_group()
     return tried
+
+
+def by_routing_map(fused_a2a: Any, device: torch.device) -> None:
+    """Megatron's functions over ``HybridEPBuffer``, forward and backward."""
+    group, world_size = dist.group.WORLD, dist.get_world_size()
+    probs, routing_map = (tensor.to(device) for tensor in routes(dist.get_rank(), True))
+    x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+    tokens, factors = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    fused_a2a.reset_hybrid_ep_buffer()
+    rows, row_probs, scales, counts, handle = fused_a2a.hybrid_ep_dispatch(
+        tokens, routing_map, factors, group, EXPERTS // world_size, pad_multiple=16
+    )
+    assert scales is None and int(counts.sum()) == len(rows) and int(handle[-1]) == 0
+    made = (rows * row_probs.unsqueeze(1)).to(rows.dtype)
+    restored = fused_a2a.hybrid_ep_combine(made, handle, counts.sum(), 16)
+    torch.testing.assert_close(restored.float(), x.float() * probs.sum(1, keepdim=True), rtol=2e-2, atol=2e-2)
+    restored.sum().backward()
+    assert tokens.grad is not None and factors.grad is not None
+    torch.testing.assert_close(tokens.grad.float(), x.float() * probs.sum(1, keepdim=True), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(factors.grad, routing_map * float(HIDDEN), rtol=2e-2, atol=2e-2)
+    fused_a2a.reset_hybrid_ep_buffer()
 
 
 def check(dispatcher: Any, tp_size: int, drops: bool, device: torch.device) -> None:
@@ -133,31 +160,34 @@ def megatron_tests(megatron: str) -> None:
 
     for tp_size, ep_size in sizes_of(dist.get_world_size()):
         shape = {"tp_size": tp_size, "ep_size": ep_size, "pp_size": 1, "num_moe_experts": EXPERTS, "moe_router_topk": TOP_K}
-        common = shape | {
-            "moe_token_dispatcher_type": "flex",
-            "moe_flex_dispatcher_backend": "deepep",
-            "hidden_size": 1024,
-            "test_dtype": torch.bfloat16,
-        }
-        MoEModelTestContainer(**common).dispatcher_dropless_test()
-        MoEModelTestContainer(**common, moe_expert_capacity_factor=0.5).dispatcher_capacity_test()
+        for backend in BACKENDS:
+            common = shape | {
+                "moe_token_dispatcher_type": "flex",
+                "moe_flex_dispatcher_backend": backend,
+                "hidden_size": 1024,
+                "test_dtype": torch.bfloat16,
+            }
+            MoEModelTestContainer(**common).dispatcher_dropless_test()
+            MoEModelTestContainer(**common, moe_expert_capacity_factor=0.5).dispatcher_capacity_test()
 
 
-def deep_ep_tests(deep_ep: str, world_size: int) -> None:
-    """DeepEP's tests of one machine, each with this number of processes."""
+def deep_ep_tests(deep_ep: str, world_size: int, names: Sequence[str]) -> None:
+    """Some of DeepEP's tests of one machine, each with this number of processes."""
     from antiphon import compat
 
     compat.tell_children(["deep_ep"])
-    for name in ("test_intranode.py", "test_low_latency.py"):
+    environment = os.environ | dict.fromkeys(("NUM_OF_RANKS_PER_NODE", "NUM_OF_RANKS_PER_NVLINK_DOMAIN"), str(world_size))
+    for name in names:
         command = [sys.executable, name, "--num-processes", str(world_size)]
         print("$", *command, flush=True)
-        subprocess.run(command, cwd=os.path.join(deep_ep, "tests"), check=True, timeout=600)
+        subprocess.run(command, cwd=os.path.join(deep_ep, "tests"), check=True, timeout=600, env=environment)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron", metavar="PATH")
     parser.add_argument("--deep-ep", metavar="PATH")
+    parser.add_argument("--hybrid-ep", metavar="PATH")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -175,8 +205,12 @@ def main() -> None:
         run("Megatron's dispatcher", on_ranks, dispatchers, os.path.abspath(options.megatron), options.device)
         if options.device == "cuda":
             run("Megatron's tests", on_ranks, megatron_tests, os.path.abspath(options.megatron))
-    if options.deep_ep and options.device == "cuda":
-        run("DeepEP's tests", deep_ep_tests, os.path.abspath(options.deep_ep), options.ranks)
+    for checkout, names in (
+        (options.deep_ep, ("test_intranode.py", "test_low_latency.py")),
+        (options.hybrid_ep, ("test_hybrid_ep.py", "test_graphed_hybrid_ep.py")),
+    ):
+        if checkout and options.device == "cuda":
+            run(f"DeepEP's {names[0]}", deep_ep_tests, os.path.abspath(checkout), options.ranks, names)
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 
 

@@ -1,6 +1,7 @@
 """Megatron's own dispatcher on ranks without GPUs, if the variable MEGATRON_LM names a checkout; see moe_clients.py."""
 
 import importlib
+import inspect
 import os
 
 import moe_clients
@@ -20,12 +21,13 @@ def test_deep_ep_has_what_its_clients_import() -> None:
 
     compat.install("deep_ep", "deep_ep_cpp")
     try:
-        from deep_ep import Buffer, Config, EventOverlap, topk_idx_t
+        from deep_ep import Buffer, Config, EventOverlap, HybridEPBuffer, topk_idx_t
         from deep_ep.utils import EventHandle
         from deep_ep.utils import EventOverlap as same
 
         assert same is EventOverlap and Buffer.__module__.startswith("antiphon")
         assert Config(20).num_sms == 20 and topk_idx_t and EventHandle
+        assert "fuse_permute_dispatch" in inspect.signature(HybridEPBuffer.dispatch_with_permute).parameters
         from deep_ep_cpp import Config as config
         from deep_ep_cpp import EventHandle as event
         from deep_ep_cpp import topk_idx_t as ids

@@ -1,6 +1,8 @@
 """The hybrid form of antiphon.moe: rows by expert, against its definition, and its gradients."""
 
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,6 +286,25 @@ def test_ranks_that_differ_hear_of_it() -> None:
 
     for outcome in outcomes(2, body):
         assert isinstance(outcome, RuntimeError) and "hybrid_dispatch" in str(outcome) and "capacity" in str(outcome)
+
+
+def test_the_pages_example_runs() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
+    (program,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "by_expert" in block)
+
+    def body(comm: antiphon.Communicator) -> None:
+        x, routing_map, probs = tokens_of(comm.rank, 2)
+        names: dict[str, Any] = {
+            "experts": ExpertParallel(comm, LOCAL * 2, H),
+            "x": x.float(),
+            "routing_map": routing_map,
+            "probs": probs,
+            "grouped_mlp": lambda rows, counts: torch.cat([part * 2 for part in rows.split(counts.tolist())]),
+        }
+        exec(program, names)
+        torch.testing.assert_close(names["x"], x.float() * 2 * probs.sum(1, keepdim=True))
+
+    threads(2, body)
 
 
 def _of_a_torch_group() -> None:

@@ -802,6 +802,10 @@ class MoeHybrid:
     """
 
     def __new__(cls, moe: Moe) -> Self: ...
+    @staticmethod
+    def handle_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
+        """Of what a handle keeps on a GPU, in 32-bit integers, where each part begins and ends; at last ``all``."""
+
     def notify(
         self,
         x: _Array,
@@ -811,12 +815,16 @@ class MoeHybrid:
         scales: _Array | None = None,
         capacity: int | None = None,
         max_tokens: int | None = None,
+        words: _Array | None = None,
     ) -> MoeHybridHandle:
         """Tells all ranks how many rows go from whom to whom, as ``routing_map``, bool or uint8 ``[T, E]``, says. ``x``, ``[T, H]``,
         and ``scales`` say what rows of the first dispatch will be.
 
         With ``pad_multiple`` rows are ordered by expert, and those of each expert padded to a multiple of it; without one, by
-        token. With ``capacity`` there are so many rows; ``max_tokens``, equal on all ranks, is then the most tokens of any."""
+        token. With ``capacity`` there are so many rows; ``max_tokens``, equal on all ranks, is then the most tokens of any.
+
+        On a GPU the handle keeps what :meth:`handle_words` says in ``words``, int32, if they are given, which then live as long as
+        the handle, and as graphs that have its calls. Without a capacity the call waits for the counts, and cannot be captured."""
 
     def dispatch(
         self,
@@ -853,8 +861,8 @@ class MoeHybridHandle:
         """How many rows received arrays have: ``P`` by expert, ``N`` by token."""
 
     @property
-    def num_received(self) -> int:
-        """``N``: how many tokens arrive."""
+    def num_received(self) -> int | None:
+        """``N``: how many tokens arrive. ``None`` on a GPU with a capacity, where only the GPU knows."""
 
     @property
     def num_tokens(self) -> int:
@@ -864,15 +872,17 @@ class MoeHybridHandle:
     def num_experts(self) -> int: ...
     @property
     def overflow(self) -> bool:
-        """Whether rows were dropped because the capacity has no room for them."""
+        """Whether rows were dropped because the capacity has no room for them. This, :attr:`received_as` and :attr:`places` are those
+        of a handle on the host; one on a GPU has them there, and ``TypeError`` is raised."""
 
     @property
-    def tokens_per_expert(self) -> list[int]:
-        """How many tokens each of this rank's experts gets, those that are dropped not included."""
+    def tokens_per_expert(self) -> list[int] | None:
+        """How many tokens each of this rank's experts gets, those that are dropped not included. ``None`` on a GPU with a
+        capacity."""
 
     @property
-    def rows_per_expert(self) -> list[int]:
-        """How many rows each of this rank's experts has, with the padding."""
+    def rows_per_expert(self) -> list[int] | None:
+        """How many rows each of this rank's experts has, with the padding. ``None`` on a GPU with a capacity."""
 
     @property
     def received_as(self) -> bytes:
@@ -881,6 +891,15 @@ class MoeHybridHandle:
     @property
     def places(self) -> bytes | None:
         """int32 ``[N, L]``: the row of each received token for each expert, or -1. ``None`` before the first dispatch."""
+
+    @property
+    def num_places(self) -> int:
+        """How many received tokens there is room for in the places: ``N``, or on a GPU with a capacity ``R`` times
+        ``max_tokens``."""
+
+    def keep_places_in(self, places: _Array) -> None:
+        """From now on the places stand in this array on the GPU, int32 ``[num_places, L]``, which lives as long as the handle, and
+        as graphs that have its calls."""
 
 @final
 class MoeLowLatency:

@@ -8,7 +8,8 @@ use std::{error::Error as StdError, time::Instant};
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Event, Graph, Stream, memory};
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_moe::{
-    Choices, Combine, Dispatch, MoeConfig, Routing, RowFormat, Tokens,
+    Choices, Combine, Dispatch, HybridCapacity, HybridCombine, HybridDispatch, HybridOrder, HybridRouting,
+    HybridTokens, MoeConfig, Routing, RowFormat, Tokens,
     cuda::{CudaHandle, CudaMoe, HandleMemory},
     layout,
 };
@@ -111,6 +112,8 @@ fn rank_main(
     let device = Device::Cuda(context.device().ordinal());
     let ids = choices(comm.rank(), tokens);
     let layout = layout(&TensorView::new(&ids, &[tokens, TOP_K])?, EXPERTS, world_size)?;
+    let mut map = vec![0u8; tokens * EXPERTS];
+    ids.iter().enumerate().for_each(|(place, &id)| map[place / TOP_K * EXPERTS + id as usize] = 1);
     let words = |counts: &[i32]| counts.iter().flat_map(|count| count.to_ne_bytes()).collect::<Vec<_>>();
     let id_bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
     let ids = Tensor::holding(&stream, &context, DType::I64, [tokens, TOP_K], &id_bytes)?;
@@ -119,6 +122,7 @@ fn rank_main(
     let in_rank =
         Tensor::holding(&stream, &context, DType::U8, [tokens, world_size], &layout.is_token_in_rank)?;
     let weights = Tensor::new(&context, DType::F32, [tokens, TOP_K])?;
+    let map = Tensor::holding(&stream, &context, DType::U8, [tokens, EXPERTS], &map)?;
     let flushed = DeviceMemory::allocate(&context, FLUSHED)?;
     for &num_sms in all_sms {
         let moe = CudaMoe::new(comm, &context, MoeConfig { num_sms, ..MoeConfig::for_gpus() })?;
@@ -226,6 +230,34 @@ fn rank_main(
                     choices: None,
                 },
             })
+        })?;
+        // By a routing map, to rows by expert.
+        let order = |rows| HybridOrder::Experts {
+            pad_multiple: 32,
+            capacity: (rows > 0).then_some(HybridCapacity { rows, max_tokens: tokens }),
+        };
+        let format = RowFormat { hidden: HIDDEN, dtype: DType::BF16, scales: None };
+        let routing = |rows| HybridRouting { map: map.view(device), order: order(rows), format };
+        // SAFETY: the map is not written, here and below.
+        let by_map = unsafe { moe.hybrid_notify(&routing(0), HandleMemory::Own, stream.borrow()) }?;
+        let by_expert = Tensor::new(&context, DType::BF16, [by_map.rows(), HIDDEN])?;
+        time("hybrid notify", 0, &|| {
+            let waits_for_nothing = routing(by_map.rows());
+            // SAFETY: as above.
+            drop(unsafe { moe.hybrid_notify(&waits_for_nothing, HandleMemory::Own, stream.borrow()) }?);
+            Ok(())
+        })?;
+        time("hybrid dispatch bf16", bytes(HIDDEN * 2), &|| {
+            let (tokens, received) =
+                (HybridTokens::of(x.view(device)), HybridTokens::of(by_expert.view_mut(device)));
+            let call = HybridDispatch { tokens, received };
+            // SAFETY: the tensors live until the stream has been waited for.
+            Ok(unsafe { moe.hybrid_dispatch(&by_map, call, stream.borrow()) }?)
+        })?;
+        time("hybrid combine bf16", bytes(HIDDEN * 2), &|| {
+            let call = HybridCombine::of(by_expert.view(device), x.view_mut(device));
+            // SAFETY: as above.
+            Ok(unsafe { moe.hybrid_combine(&by_map, call, stream.borrow()) }?)
         })?;
         stream.borrow().synchronize()?;
         comm.barrier()?;

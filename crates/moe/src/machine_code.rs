@@ -6,6 +6,7 @@ use antiphon_sass::{Disassembler, Rules};
 use antiphon_tensor::DType;
 
 use crate::{
+    hybrid::cuda::{HybridMoving, HybridSumming, Listing, Placing},
     layout::cuda::Counting,
     low_latency::{
         LowLatencyFormat,
@@ -63,6 +64,18 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
             summing.rules.local_bytes = 16;
         }
         variants.push(summing);
+    }
+    for world_size in [2, 4, MAX_WORLD] {
+        variants.push(variant(Listing, world_size, architecture, &[]));
+        variants.push(variant(Placing, world_size, architecture, &[]));
+        variants.push(variant(HybridMoving { staging }, world_size, architecture, rows));
+        let dtype = if world_size == 4 { DType::F32 } else { DType::BF16 };
+        variants.push(variant(
+            HybridSumming::new(dtype).unwrap(),
+            world_size,
+            architecture,
+            &["LDG.128.STRONG.SYS"],
+        ));
     }
     let of_phases = |phases| match phases {
         Phases::Send => &SLOTS[1..],

@@ -1,15 +1,19 @@
 //! Mixtures of experts: the calls of the hybrid form.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use antiphon::moe::{
     HybridCapacity, HybridCombine, HybridDispatch, HybridHandle, HybridOrder, HybridRouting, HybridTokens,
     RowFormat,
+    cuda::HandleMemory,
+    hybrid::cuda::{CudaHybridHandle, HybridWords},
 };
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use crate::{
     arguments::Given,
     error::Result,
-    moe::{Array, Moe, check_apart, words},
+    moe::{Array, Moe, check_apart, elsewhere, words},
 };
 
 #[doc = stub!("MoeHybrid")]
@@ -18,7 +22,41 @@ pub(crate) struct MoeHybrid(Py<Moe>);
 
 #[doc = stub!("MoeHybridHandle")]
 #[pyclass(frozen, module = "antiphon")]
-pub(crate) struct MoeHybridHandle(HybridHandle);
+pub(crate) struct MoeHybridHandle(Routes);
+
+/// The routes of rows, on the host or between GPUs.
+enum Routes {
+    Host(HybridHandle),
+    Cuda(Mutex<CudaHybridHandle>),
+}
+
+impl Routes {
+    fn host(&self, call: &str) -> Result<&HybridHandle> {
+        match self {
+            Self::Host(handle) => Ok(handle),
+            Self::Cuda(_) => Err(elsewhere(call, "a GPU", "the host")),
+        }
+    }
+
+    fn cuda(&self, call: &str) -> Result<MutexGuard<'_, CudaHybridHandle>> {
+        match self {
+            Self::Cuda(handle) => Ok(handle.lock().unwrap_or_else(PoisonError::into_inner)),
+            Self::Host(_) => Err(elsewhere(call, "the host", "a GPU")),
+        }
+    }
+
+    /// What both have.
+    fn either<T>(
+        &self,
+        host: impl FnOnce(&HybridHandle) -> T,
+        cuda: impl FnOnce(&CudaHybridHandle) -> T,
+    ) -> T {
+        match self {
+            Self::Host(handle) => host(handle),
+            Self::Cuda(handle) => cuda(&handle.lock().unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+}
 
 #[pymethods]
 impl MoeHybrid {
@@ -27,9 +65,30 @@ impl MoeHybrid {
         Self(moe)
     }
 
+    #[doc = stub!("MoeHybrid.handle_words")]
+    #[staticmethod]
+    #[pyo3(signature = (world_size, num_experts, num_tokens))]
+    fn handle_words(
+        world_size: usize,
+        num_experts: usize,
+        num_tokens: usize,
+    ) -> Vec<(&'static str, usize, usize)> {
+        let words = HybridWords::new(world_size, num_experts, num_tokens);
+        let named = [
+            ("rank_prefix_matrix", words.normal().rank_prefix_matrix()),
+            ("send_head", words.normal().send_head()),
+            ("overflow", words.overflow()),
+            ("num_received", words.num_received()),
+            ("tokens_per_expert", words.tokens_per_expert()),
+            ("rows_per_expert", words.rows_per_expert()),
+            ("all", 0..words.total()),
+        ];
+        named.map(|(name, range)| (name, range.start, range.end)).to_vec()
+    }
+
     #[doc = stub!("MoeHybrid.notify")]
-    #[pyo3(signature = (x, routing_map, *, pad_multiple = None, scales = None, capacity = None, max_tokens = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last four")]
+    #[pyo3(signature = (x, routing_map, *, pad_multiple = None, scales = None, capacity = None, max_tokens = None, words = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last five")]
     fn notify(
         &self,
         py: Python<'_>,
@@ -39,6 +98,7 @@ impl MoeHybrid {
         scales: Given<'_, '_>,
         capacity: Option<usize>,
         max_tokens: Option<usize>,
+        words: Given<'_, '_>,
     ) -> Result<MoeHybridHandle> {
         let (x, scales) = (Array::read(x, "x")?, Array::given(scales, "scales", Array::read)?);
         let map = Array::read(routing_map, "routing_map")?;
@@ -59,7 +119,22 @@ impl MoeHybrid {
         let scales = scales.map(|scales| scales.dtype());
         let format = RowFormat { hidden: x.columns("hybrid_dispatch")?, dtype: x.dtype(), scales };
         let routing = HybridRouting { map, order, format };
-        Ok(MoeHybridHandle(self.0.get().run(py, |moe, comm| moe.hybrid_notify(comm, &routing))?))
+        let moe = self.0.get();
+        let Some(device) = routing.map.device().cuda_ordinal() else {
+            let handle = moe.run(py, |moe, comm| moe.hybrid_notify(comm, &routing))?;
+            return Ok(MoeHybridHandle(Routes::Host(handle)));
+        };
+        let words = Array::given(words, "words", Array::write)?;
+        let memory = match &words {
+            None => HandleMemory::Own,
+            // SAFETY: the caller keeps this array as long as the handle.
+            Some(words) => HandleMemory::Callers { words: unsafe { words.view_mut() }?, sources: None },
+        };
+        // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+        let notify = |moe: &antiphon::moe::cuda::CudaMoe, stream: antiphon::device::cuda::StreamRef<'_>| unsafe {
+            moe.hybrid_notify(&routing, memory, stream)
+        };
+        Ok(MoeHybridHandle(Routes::Cuda(Mutex::new(moe.run_cuda(py, device, notify)?))))
     }
 
     #[doc = stub!("MoeHybrid.dispatch")]
@@ -106,7 +181,16 @@ impl MoeHybrid {
                 probs: write(&received_probs)?,
             },
         };
-        self.0.get().run(py, |moe, comm| moe.hybrid_dispatch(comm, &handle.0, call))
+        if let Some(device) = call.tokens.x.device().cuda_ordinal() {
+            let handle = handle.0.cuda("hybrid_dispatch")?;
+            // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+            return self
+                .0
+                .get()
+                .run_cuda(py, device, |moe, stream| unsafe { moe.hybrid_dispatch(&handle, call, stream) });
+        }
+        let handle = handle.0.host("hybrid_dispatch")?;
+        self.0.get().run(py, |moe, comm| moe.hybrid_dispatch(comm, handle, call))
     }
 
     #[doc = stub!("MoeHybrid.combine")]
@@ -139,7 +223,16 @@ impl MoeHybrid {
             // SAFETY: as above.
             output_probs: output_probs.as_ref().map(|array| unsafe { array.view_mut() }).transpose()?,
         };
-        self.0.get().run(py, |moe, comm| moe.hybrid_combine(comm, &handle.0, call))
+        if let Some(device) = call.rows.device().cuda_ordinal() {
+            let handle = handle.0.cuda("hybrid_combine")?;
+            // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+            return self
+                .0
+                .get()
+                .run_cuda(py, device, |moe, stream| unsafe { moe.hybrid_combine(&handle, call, stream) });
+        }
+        let handle = handle.0.host("hybrid_combine")?;
+        self.0.get().run(py, |moe, comm| moe.hybrid_combine(comm, handle, call))
     }
 }
 
@@ -148,53 +241,75 @@ impl MoeHybridHandle {
     #[doc = stub!("MoeHybridHandle.rows")]
     #[getter]
     fn rows(&self) -> usize {
-        self.0.rows()
+        self.0.either(HybridHandle::rows, CudaHybridHandle::rows)
     }
 
     #[doc = stub!("MoeHybridHandle.num_received")]
     #[getter]
-    fn num_received(&self) -> usize {
-        self.0.num_received()
+    fn num_received(&self) -> Option<usize> {
+        self.0.either(|handle| Some(handle.num_received()), CudaHybridHandle::num_received)
     }
 
     #[doc = stub!("MoeHybridHandle.num_tokens")]
     #[getter]
     fn num_tokens(&self) -> usize {
-        self.0.num_tokens()
+        self.0.either(HybridHandle::num_tokens, CudaHybridHandle::num_tokens)
     }
 
     #[getter]
     fn num_experts(&self) -> usize {
-        self.0.num_experts()
+        self.0.either(HybridHandle::num_experts, CudaHybridHandle::num_experts)
     }
 
     #[doc = stub!("MoeHybridHandle.overflow")]
     #[getter]
-    fn overflow(&self) -> bool {
-        self.0.overflow()
+    fn overflow(&self) -> Result<bool> {
+        Ok(self.0.host("overflow")?.overflow())
     }
 
     #[doc = stub!("MoeHybridHandle.tokens_per_expert")]
     #[getter]
-    fn tokens_per_expert(&self) -> Vec<usize> {
-        self.0.tokens_per_expert().to_vec()
+    fn tokens_per_expert(&self) -> Option<Vec<usize>> {
+        self.0.either(
+            |handle| Some(handle.tokens_per_expert().to_vec()),
+            |handle| handle.tokens_per_expert().map(<[_]>::to_vec),
+        )
     }
 
     #[doc = stub!("MoeHybridHandle.rows_per_expert")]
     #[getter]
-    fn rows_per_expert(&self) -> Vec<usize> {
-        self.0.rows_per_expert().to_vec()
+    fn rows_per_expert(&self) -> Option<Vec<usize>> {
+        self.0.either(
+            |handle| Some(handle.rows_per_expert().to_vec()),
+            |handle| handle.rows_per_expert().map(<[_]>::to_vec),
+        )
     }
 
     #[doc = stub!("MoeHybridHandle.received_as")]
     #[getter]
-    fn received_as<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        words(py, &self.0.received_as())
+    fn received_as<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
+        Ok(words(py, &self.0.host("received_as")?.received_as()))
     }
 
     #[doc = stub!("MoeHybridHandle.places")]
     #[getter]
-    fn places<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        self.0.places().map(|places| words(py, places))
+    fn places<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyBytes>>> {
+        Ok(self.0.host("places")?.places().map(|places| words(py, places)))
+    }
+
+    #[doc = stub!("MoeHybridHandle.num_places")]
+    #[getter]
+    fn num_places(&self) -> usize {
+        self.0.either(HybridHandle::num_received, CudaHybridHandle::places)
+    }
+
+    #[doc = stub!("MoeHybridHandle.keep_places_in")]
+    fn keep_places_in(&self, places: &Bound<'_, PyAny>) -> Result<()> {
+        let places = Array::write(places, "places")?;
+        // SAFETY: the caller keeps the array as long as the handle.
+        let view = unsafe { places.view_mut() }?;
+        let device = view.as_view().device();
+        // SAFETY: as above.
+        Ok(unsafe { self.0.cuda("keep_places_in")?.keep_places_in(view, device) }?)
     }
 }

@@ -69,7 +69,7 @@ impl Routes {
     }
 }
 
-fn elsewhere(call: &str, handle: &str, tensors: &str) -> crate::error::Error {
+pub(crate) fn elsewhere(call: &str, handle: &str, tensors: &str) -> crate::error::Error {
     PyTypeError::new_err(format!(
         "{call}: the handle is of a dispatch on {handle}, the tensors are on {tensors}"
     ))

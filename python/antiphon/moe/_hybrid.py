@@ -23,11 +23,12 @@ class _Fields(NamedTuple):
     num_dispatched_tokens: Tensor
     """int32 ``[1]``: ``N``, how many tokens arrive."""
     local_expert_routing_map: Tensor
-    """bool ``[N, L]``: which of this rank's experts have a row of an arriving token."""
+    """bool ``[N, L]``: which of this rank's experts have a row of an arriving token. On a GPU with a capacity there are more rows,
+    which mean nothing."""
     dense_chunk_layout: None
     """Of DeepEP's transport."""
     dense_to_expert_map: Tensor
-    """int32 ``[N, L]``: that row, or −1."""
+    """int32 ``[N, L]``: that row, or −1; likewise."""
     tokens_per_expert: Tensor
     """int32 ``[L]``: how many tokens each expert gets, without padding and without what is dropped."""
     num_tokens: int
@@ -46,8 +47,10 @@ class HybridHandle(_Fields):
     calls: "HybridCalls"
     #: The rows of each expert are padded to a multiple of this; ``None`` for rows by token.
     pad_multiple: int | None
-    #: int64 ``[L]``
+    #: int64 ``[L]``: on the CPU, or on a GPU with a capacity there.
     rows_per_expert: Tensor
+    #: What the handle keeps on a GPU.
+    words: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -65,7 +68,7 @@ class HybridReceived(NamedTuple):
     scales: Tensor | None
     """``[P, S]``, if tokens have them."""
     rows_per_expert: Tensor
-    """int64 ``[L]``: how many rows each expert has, with the padding."""
+    """int64 ``[L]``: how many rows each expert has, with the padding. On the CPU; on a GPU with a capacity there."""
     handle: HybridHandle
     """Along which rows come back."""
 
@@ -75,7 +78,12 @@ class HybridCalls:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._core = MoeHybrid(calls_of(comm)._core)
+        self._normal = calls_of(comm)
+        self._core = MoeHybrid(self._normal._core)
+
+    def use_sms(self, num_sms: int) -> None:
+        """From now on calls on GPUs use so many multiprocessors, at most."""
+        self._normal.use_sms(num_sms)
 
     def dispatch(
         self,
@@ -91,7 +99,7 @@ class HybridCalls:
         """Dispatches tokens as a routing map, bool ``[T, E]``, says. ``pad_multiple`` is ``None`` for rows by token, of which
         ``probs`` are ``[N, L]``."""
         call = "hybrid_dispatch"
-        _check_hybrid(call, [x, routing_map, probs, scales])
+        _check_devices(call, [x, routing_map, probs, scales])
         _check_row(call, x)
         _check_scales(x, scales)
         if routing_map.dtype != torch.bool:
@@ -101,6 +109,11 @@ class HybridCalls:
             raise ValueError(f"{call}: the routing map must be of shape [T, E] = [{len(x)}, E], not {shape}")
         self._check_probs(call, probs, routing_map.shape)
         routing_map = routing_map.contiguous()
+        parts: dict[str, Tensor] = {}
+        if x.is_cuda:
+            named = MoeHybrid.handle_words(self.comm.world_size, routing_map.shape[1], len(x))
+            words = x.new_empty(named[-1][2], dtype=torch.int32)
+            parts = {name: words[begin:end] for name, begin, end in named}
         core = self._core.notify(
             _codes(x.detach().contiguous()),
             routing_map.view(torch.uint8),
@@ -108,11 +121,21 @@ class HybridCalls:
             scales=None if scales is None else scales.contiguous(),
             capacity=capacity,
             max_tokens=len(x) if max_tokens is None else max_tokens,
+            words=parts.get("all"),
         )
+        places = None
+        if parts:
+            places = x.new_empty(core.num_places, core.num_experts // self.comm.world_size, dtype=torch.int32)
+            core.keep_places_in(places)
         received = self._rows_along(core, x, probs, scales, pad_multiple is None)
-        handle = _handle(core, self.comm.world_size)
+        world_size = self.comm.world_size
+        handle = _handle(core, world_size) if places is None else _cuda_handle(core, parts, places, self.comm)
         handle.core, handle.calls, handle.pad_multiple = core, self, pad_multiple
-        handle.rows_per_expert = torch.tensor(core.rows_per_expert, dtype=torch.int64)
+        handle.words = parts.get("all")
+        if core.rows_per_expert is None:
+            handle.rows_per_expert = parts["rows_per_expert"].long()
+        else:
+            handle.rows_per_expert = torch.tensor(core.rows_per_expert, dtype=torch.int64)
         return HybridReceived(*received, handle.rows_per_expert, handle)
 
     def dispatch_along(
@@ -121,7 +144,7 @@ class HybridCalls:
         """Dispatches tokens along a handle."""
         call = "hybrid_dispatch"
         self._check_handle(call, handle)
-        _check_hybrid(call, [x, probs, scales])
+        _check_devices(call, [x, probs, scales])
         _check_row(call, x)
         _check_scales(x, scales)
         self._check_probs(call, probs, (handle.num_tokens, handle.core.num_experts))
@@ -153,7 +176,7 @@ class HybridCalls:
         """Brings rows back along a handle; the sums, ``[T, H]``, and ``probs`` in their places, ``[T, E]``."""
         call = "hybrid_combine"
         self._check_handle(call, handle)
-        _check_hybrid(call, [x, probs])
+        _check_devices(call, [x, probs])
         _check_row(call, x)
         if probs is not None and probs.dtype != torch.float32:
             raise TypeError(f"{call}: the probs must be torch.float32, not {probs.dtype}")
@@ -181,10 +204,26 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().contiguous()
 
 
-def _check_hybrid(call: str, tensors: Sequence[Any]) -> None:
-    _check_devices(call, tensors)
-    if any(tensor is not None and tensor.is_cuda for tensor in tensors):
-        raise NotImplementedError(f"{call}: the hybrid form is not served on CUDA GPUs yet")
+def _cuda_handle(
+    core: MoeHybridHandle, parts: dict[str, Tensor], places: Tensor, comm: Communicator
+) -> HybridHandle:
+    heads = parts["send_head"].view(-1, comm.world_size)
+    if comm.rank > 0:
+        before = parts["rank_prefix_matrix"].view(comm.world_size, -1)[comm.rank - 1]
+        heads = torch.where(heads < 0, heads, heads + before)
+    return HybridHandle(
+        heads,
+        None,
+        None,
+        parts["num_received"],
+        places >= 0,
+        None,
+        places,
+        parts["tokens_per_expert"],
+        core.num_tokens,
+        None,
+        parts["overflow"],
+    )
 
 
 def _handle(core: MoeHybridHandle, world_size: int) -> HybridHandle:
@@ -193,6 +232,7 @@ def _handle(core: MoeHybridHandle, world_size: int) -> HybridHandle:
         return flat.view(-1, columns)
 
     places = matrix(core.places or b"", core.num_experts // world_size)
+    assert core.num_received is not None and core.tokens_per_expert is not None
     return HybridHandle(
         matrix(core.received_as, world_size),
         None,

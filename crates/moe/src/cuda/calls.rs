@@ -107,10 +107,9 @@ impl CudaMoe {
             Some(sources) => sources,
             None => Memory::Pooled(self.pool.take(rows * 4)?),
         };
-        self.handles.set(self.handles.get().wrapping_add(1).max(1));
         Ok(CudaHandle {
             owner: self.token.clone(),
-            number: self.handles.get(),
+            number: self.next_handle(),
             num_experts: routing.num_experts,
             top_k: routing.top_k,
             rows,
@@ -187,7 +186,7 @@ impl CudaMoe {
     }
 
     /// Waits for the counts of Notify.
-    fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
+    pub(crate) fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
         self.arrived.record(stream)?;
         // The kernel ends by the communicator's deadline.
         while !self.arrived.is_passed()? {
@@ -198,7 +197,7 @@ impl CudaMoe {
         let result = self.result.host().as_ptr().cast::<u32>();
         // SAFETY: the kernel that wrote these words is over, and so many there are.
         let word = |index: usize| unsafe { result.add(index).read() as usize };
-        let said = |from: usize, index: usize| word(from * (2 + world_size) + index);
+        let said = |from: usize, index: usize| word(from * (3 + world_size) + index);
         let traffic = Traffic {
             rank,
             world_size,
@@ -206,10 +205,10 @@ impl CudaMoe {
             capacity: vec![None; world_size],
             routed: (0..world_size)
                 .flat_map(|from| (0..world_size).map(move |to| (from, to)))
-                .map(|(from, to)| said(from, 2 + to))
+                .map(|(from, to)| said(from, 3 + to))
                 .collect(),
         };
-        let chosen = (0..local).map(|expert| word(world_size * (2 + world_size) + expert));
+        let chosen = (0..local).map(|expert| word(world_size * (3 + world_size) + expert));
         Ok(Arrived { tokens_per_expert: chosen.collect(), traffic })
     }
 
@@ -226,7 +225,7 @@ impl CudaMoe {
         call: Dispatch<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        self.knows(handle, "dispatch")?;
+        self.owns(&handle.owner, "dispatch")?;
         self.move_rows(handle, &call, stream)?;
         handle.has_rows.store(1, Ordering::Relaxed);
         Ok(())
@@ -246,7 +245,7 @@ impl CudaMoe {
         call: Combine<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        self.knows(handle, "combine")?;
+        self.owns(&handle.owner, "combine")?;
         if handle.has_rows.load(Ordering::Relaxed) == 0 {
             return Err(MoeError::Handle {
                 call: "combine",
@@ -256,8 +255,14 @@ impl CudaMoe {
         self.sum_rows(handle, &call, stream)
     }
 
-    fn knows(&self, handle: &CudaHandle, call: &'static str) -> Result<()> {
-        match Arc::ptr_eq(&handle.owner, &self.token) {
+    /// The number of a new handle.
+    pub(crate) fn next_handle(&self) -> u32 {
+        self.handles.set(self.handles.get().wrapping_add(1).max(1));
+        self.handles.get()
+    }
+
+    pub(crate) fn owns(&self, owner: &Arc<()>, call: &'static str) -> Result<()> {
+        match Arc::ptr_eq(owner, &self.token) {
             true => Ok(()),
             false => Err(MoeError::Handle { call, problem: "of another instance" }),
         }

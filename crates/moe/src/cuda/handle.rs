@@ -16,7 +16,7 @@ pub(crate) enum Memory {
 }
 
 impl Memory {
-    pub(super) fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         match self {
             Self::Pooled(memory) => memory.pointer().0,
             Self::Callers(address) => *address,
@@ -92,8 +92,8 @@ impl HandleWords {
 
 /// The words of a handle, and their memory.
 pub(crate) struct Plan {
-    pub(super) memory: Memory,
-    pub(super) words: HandleWords,
+    pub(crate) memory: Memory,
+    pub(crate) words: HandleWords,
 }
 
 impl Plan {
@@ -117,9 +117,9 @@ pub struct CudaHandle {
 }
 
 /// The counts of all ranks, once the host has waited for them.
-pub(super) struct Arrived {
-    pub(super) traffic: Traffic,
-    pub(super) tokens_per_expert: Vec<usize>,
+pub(crate) struct Arrived {
+    pub(crate) traffic: Traffic,
+    pub(crate) tokens_per_expert: Vec<usize>,
 }
 
 impl std::fmt::Debug for CudaHandle {

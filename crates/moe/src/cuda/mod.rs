@@ -20,7 +20,7 @@ use antiphon_fabric::{
 };
 use antiphon_tensor::Device;
 
-pub(crate) use handle::Plan;
+pub(crate) use handle::{Arrived, Memory, Plan};
 pub use handle::{CudaHandle, HandleMemory, HandleWords};
 
 use crate::{
@@ -46,12 +46,12 @@ pub struct CudaMoe {
     tenant: Tenant,
     region_bytes: usize,
     num_sms: Cell<u32>,
-    token: Arc<()>,
+    pub(crate) token: Arc<()>,
     handles: Cell<u32>,
     /// The counts of Notify, in host memory.
     result: UntilIdle<PinnedMemory>,
     arrived: Event,
-    pool: Arc<Pool>,
+    pub(crate) pool: Arc<Pool>,
     low_latency: Option<CudaLowLatency>,
 }
 
@@ -84,7 +84,7 @@ impl CudaMoe {
         }
         let low_latency =
             config.low_latency.map(|most| CudaLowLatency::new(comm, context, most)).transpose()?;
-        let words = comm.world_size() * (2 + comm.world_size()) + MAX_LOCAL_EXPERTS;
+        let words = comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
         Ok(Self {
             tenant,
             region_bytes: config.region_bytes,
@@ -182,6 +182,23 @@ impl CudaMoe {
         arguments: F::Arguments,
         stream: StreamRef<'_>,
     ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.launch_kernel(family, F::Kernel::ALL[0], signature, blocks, arguments, stream) }
+    }
+
+    /// Launches one of a family's kernels.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch).
+    pub(crate) unsafe fn launch_kernel<F: Family<Arguments: Copy>>(
+        &self,
+        family: F,
+        kernel: F::Kernel,
+        signature: &Signature,
+        blocks: Blocks,
+        arguments: F::Arguments,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
         if self.region_bytes == 0 {
             let problem = "the instance was made with region_bytes 0, for low-latency calls alone";
             return Err(refused("CudaMoe", problem.into()));
@@ -193,7 +210,7 @@ impl CudaMoe {
         };
         let config = LaunchConfig::new(blocks, family.threads()).shared_bytes(family.shared_bytes());
         let launch = |_, _, _| Launch {
-            kernel: F::Kernel::ALL[0],
+            kernel,
             grid: Grid::Exact { config, is_small: false },
             work: Work::new(*signature),
             arguments,

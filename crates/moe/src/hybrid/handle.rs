@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::{HybridOrder, Segments, Sizes};
+use super::{Along, HybridOrder, Segments, Sizes};
 use crate::handle::{Source, Token, Traffic};
 
 /// The routes of rows by a routing map, made by [`Moe::hybrid_notify`](crate::Moe::hybrid_notify) and used by any number of
@@ -96,16 +96,8 @@ impl HybridHandle {
         self.received.get().map(|received| &*received.places)
     }
 
-    /// The one of two texts that is about rows by expert, or by token.
-    pub(crate) fn rule<'a>(&self, [by_expert, by_token]: [&'a str; 2]) -> &'a str {
-        if self.segments.is_some() { by_expert } else { by_token }
-    }
-
-    /// What received probs are.
-    pub(crate) fn shape_of_probs(&self) -> Vec<usize> {
-        match &self.segments {
-            Some(segments) => vec![segments.rows],
-            None => vec![self.num_received(), self.sizes.local()],
-        }
+    /// What calls along it must fit.
+    pub(crate) fn along(&self) -> Along {
+        Along { sizes: self.sizes, order: self.order, rows: self.rows(), number: self.number }
     }
 }

@@ -12,6 +12,7 @@
 //! | rows go | [`Moe::hybrid_dispatch`] |
 //! | rows come back and are summed | [`Moe::hybrid_combine`] |
 
+pub mod cuda;
 mod handle;
 mod host;
 #[cfg(any(test, feature = "reference"))]
@@ -143,6 +144,33 @@ impl Sizes {
     }
 }
 
+/// What calls along a handle must fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Along {
+    pub(crate) sizes: Sizes,
+    pub(crate) order: HybridOrder,
+    /// Of received tensors.
+    pub(crate) rows: usize,
+    /// The handle's.
+    pub(crate) number: u32,
+}
+
+impl Along {
+    pub(crate) fn is_by_token(&self) -> bool {
+        self.order == HybridOrder::Tokens
+    }
+
+    /// The one of two texts that is about rows by expert, or by token.
+    fn rule<'a>(&self, [by_expert, by_token]: [&'a str; 2]) -> &'a str {
+        if self.is_by_token() { by_token } else { by_expert }
+    }
+
+    /// What received probs are.
+    fn shape_of_probs(&self) -> Vec<usize> {
+        if self.is_by_token() { vec![self.rows, self.sizes.local()] } else { vec![self.rows] }
+    }
+}
+
 /// Refuses a routing that makes no sense.
 fn check_routing(routing: &HybridRouting<'_>, world_size: usize) -> Result<Sizes> {
     let HybridRouting { map, order, format } = routing;
@@ -189,9 +217,9 @@ fn signature_of_routing(routing: &HybridRouting<'_>, sizes: &Sizes) -> Signature
 }
 
 /// Refuses a dispatch along a handle that makes no sense; what its rows are.
-fn check_dispatch(call: &HybridDispatch<'_>, handle: &HybridHandle) -> Result<RowFormat> {
+fn check_dispatch(call: &HybridDispatch<'_>, handle: &Along) -> Result<RowFormat> {
     let HybridDispatch { tokens, received } = call;
-    let (sizes, rows) = (&handle.sizes, handle.rows());
+    let Along { sizes, rows, .. } = *handle;
     let format = RowFormat::of(&tokens.x, tokens.scales.as_ref(), of_dispatch("x"))?;
     format.check(of_dispatch("x"), &MOVED)?;
     let check = |which, view: &TensorView<'_>, dtype: DType, shape: &[usize], rule: &str| {
@@ -221,12 +249,12 @@ fn check_dispatch(call: &HybridDispatch<'_>, handle: &HybridHandle) -> Result<Ro
 }
 
 /// Refuses a combine along a handle that makes no sense; what its rows are.
-fn check_combine(call: &HybridCombine<'_>, handle: &HybridHandle, dtypes: &[DType]) -> Result<RowFormat> {
+fn check_combine(call: &HybridCombine<'_>, handle: &Along, dtypes: &[DType]) -> Result<RowFormat> {
     let sizes = &handle.sizes;
     let format = RowFormat::of(&call.rows, None, of_combine("rows"))?;
     format.check(of_combine("rows"), dtypes)?;
     let rule = handle.rule(["[P, H]", "[N, H]"]);
-    of_combine("rows").has_shape(&call.rows, &[handle.rows(), format.hidden], rule)?;
+    of_combine("rows").has_shape(&call.rows, &[handle.rows, format.hidden], rule)?;
     let output = call.output.as_view();
     of_combine("output").has_dtype(output.dtype(), &[format.dtype])?;
     of_combine("output").has_shape(&output, &[sizes.tokens, format.hidden], "[T, H]")?;
@@ -246,13 +274,13 @@ fn check_combine(call: &HybridCombine<'_>, handle: &HybridHandle, dtypes: &[DTyp
 }
 
 /// What ranks agree on in [`Moe::hybrid_dispatch`].
-fn signature_of_rows(format: &RowFormat, has_probs: bool, handle: &HybridHandle) -> Signature {
+fn signature_of_rows(format: &RowFormat, has_probs: bool, handle: &Along) -> Signature {
     let algorithm = 3 + 2 * format.code() + u8::from(has_probs);
     signature(Operation::HybridDispatch, format, algorithm, &handle.sizes, handle.number)
 }
 
 /// What ranks agree on in [`Moe::hybrid_combine`].
-fn signature_of_sums(format: &RowFormat, has_probs: bool, handle: &HybridHandle) -> Signature {
+fn signature_of_sums(format: &RowFormat, has_probs: bool, handle: &Along) -> Signature {
     signature(Operation::HybridCombine, format, u8::from(has_probs), &handle.sizes, handle.number)
 }
 
@@ -289,10 +317,11 @@ pub(crate) fn dispatch(
     handle: &HybridHandle,
     call: HybridDispatch<'_>,
 ) -> Result<()> {
-    let format = check_dispatch(&call, handle)?;
+    let along = handle.along();
+    let format = check_dispatch(&call, &along)?;
     let HybridDispatch { tokens, received: HybridTokens { mut x, mut scales, mut probs } } = call;
     let call = host::Rows {
-        signature: signature_of_rows(&format, tokens.probs.is_some(), handle),
+        signature: signature_of_rows(&format, tokens.probs.is_some(), &along),
         x: of_dispatch("x").bytes(&tokens.x)?,
         scales: optional(of_dispatch("scales"), tokens.scales.as_ref())?,
         probs: optional(of_dispatch("probs"), tokens.probs.as_ref())?,
@@ -318,10 +347,11 @@ pub(crate) fn combine(
             problem: "one along which nothing was dispatched yet",
         });
     };
-    let format = check_combine(&call, handle, &SUMMED)?;
+    let along = handle.along();
+    let format = check_combine(&call, &along, &SUMMED)?;
     let HybridCombine { rows, probs, mut output, mut output_probs } = call;
     let call = host::Sums {
-        signature: signature_of_sums(&format, probs.is_some(), handle),
+        signature: signature_of_sums(&format, probs.is_some(), &along),
         dtype: format.dtype,
         hidden: format.hidden,
         rows: of_combine("rows").bytes(&rows)?,

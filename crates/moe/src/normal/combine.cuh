@@ -1,4 +1,4 @@
-// Combine: rows back to their tokens, and their sums. Behind region.cuh and reduce.cuh.
+// Combine: rows back to their tokens, and their sums. Behind sums.cuh.
 //
 // A record is a row with its weights. Those that a rank has for a source go to the source's lane of it in order, so that the
 // source knows where each of its tokens' is.
@@ -19,58 +19,12 @@ struct sums_call {
     u32 tokens, row_bytes, top_k;
 };
 
-// A sum that begins with the first that is added to it, so that a zero keeps its sign.
-struct growing {
-    wide_vec<T> elements;
-    bool is_begun;
-
-    DEVICE growing() : is_begun(false) {
-#pragma unroll
-        for (u32 lane = 0; lane < LANES; ++lane) elements.lane[lane] = 0;
-    }
-    DEVICE void add(uint4 words) {
-        vec16<T> v;
-        v.words = words;
-        const wide_vec<T> x = widen_vec(v);
-#pragma unroll
-        for (u32 lane = 0; lane < LANES; ++lane)
-            elements.lane[lane] = is_begun ? plus(elements.lane[lane], x.lane[lane]) : x.lane[lane];
-        is_begun = true;
-    }
-};
-
 // Where a rank's row of a token of this rank is; null if it has none.
 DEVICE const u8* row_at(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token, u32 rank) {
     const u32 head = (u32)k.heads[(u64)token * WORLD + rank];
     if (head >= n.rows[a.rank][rank]) return nullptr; // -1 too
     if (rank == a.rank) return k.rows + (u64)(n.starts[rank] + head) * k.row_bytes;
     return a.own + record_at(k.region, t, rank, a.rank, head);
-}
-
-// A bit for each rank that has a row of a token. Of the whole warp.
-DEVICE u32 held_of(const arguments& a, const sums_call& k, const counts& n, u32 token) {
-    const u32 rank = lane_id();
-    return __ballot_sync(WHOLE_WARP, rank < WORLD && (u32)k.heads[(u64)token * WORLD + rank] < n.rows[a.rank][rank]);
-}
-
-// Whether all rows of a token that come from peers are there; `missing` is a peer whose is not. Of the whole warp.
-DEVICE bool are_there(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token, u32& missing) {
-    bool is_ready = true;
-    if (lane_id() < PEERS) {
-        const u32 peer = rank_of(a, lane_id()), head = (u32)k.heads[(u64)token * WORLD + peer];
-        is_ready = head >= n.rows[a.rank][peer] || is_there(a, k.region, t, peer, head);
-        if (!is_ready) missing = peer;
-    }
-    return __all_sync(WHOLE_WARP, is_ready);
-}
-
-// Tells the peers that the rows of a token have been read, where they wait for that.
-DEVICE void count_read(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token) {
-    __syncwarp();
-    if (lane_id() >= PEERS) return;
-    const u32 peer = rank_of(a, lane_id()), head = (u32)k.heads[(u64)token * WORLD + peer], count = n.rows[a.rank][peer];
-    if (head < count && is_waited_for(k.region, head, count))
-        red_add_release_sys((u32*)(a.peer[lane_id()] + count_at(a, k.region, t, a.rank, head)), 1u);
 }
 
 // A vector of the sum of a token, of which `got` has those of the ranks.
@@ -103,14 +57,12 @@ DEVICE void store_weights(const arguments& a, const sums_call& k, const counts& 
     }
 }
 
-constexpr u32 AT_ONCE = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1; // vectors that a lane has under way of each rank
-
 // The warp's share of this rank's tokens.
 DEVICE bool sum_tokens(reader& r, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
     const arguments& a = r.a;
     for (u32 token = blockIdx.x * warps + warp; token < k.tokens; token += gridDim.x * warps) {
-        if (!r.wait<true>([&](u32& missing) { return are_there(a, k, n, t, token, missing); })) return false;
-        const u32 held = held_of(a, k, n, token);
+        if (!r.wait<true>([&](u32& missing) { return are_there(a, k.heads, k.region, n, t, token, missing); })) return false;
+        const u32 held = held_of(a, k.heads, n, token);
         const u8* rows[WORLD];
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) rows[rank] = row_at(a, k, n, t, token, rank);
@@ -127,7 +79,7 @@ DEVICE bool sum_tokens(reader& r, const sums_call& k, const counts& n, const tur
                 if (first + m * 32 < vectors) store_sum(k, token, held, first + m * 32, got[m]);
         }
         store_weights(a, k, n, t, token);
-        count_read(a, k, n, t, token);
+        count_read(a, k.heads, k.region, n, t, token);
     }
     return true;
 }

@@ -1,6 +1,6 @@
 //! Dispatch and combine on GPUs: the kernels of `notify.cuh`, `dispatch.cuh` and `combine.cuh`, and what they take.
 
-use antiphon_device::cuda::{KernelArgument, Program, StreamRef};
+use antiphon_device::cuda::{Program, StreamRef};
 use antiphon_fabric::{
     Operation,
     gpu::{Family, REDUCE, ROWS, Reduction, Source, kernels},
@@ -49,9 +49,10 @@ macro_rules! kernel_call {
         }
 
         // SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32.
-        unsafe impl KernelArgument for $Name {}
+        unsafe impl antiphon_device::cuda::KernelArgument for $Name {}
     };
 }
+pub(crate) use kernel_call;
 
 /// `region_call` of region.cuh.
 #[derive(Clone, Copy)]
@@ -66,8 +67,33 @@ pub(crate) struct RegionCall {
 kernel_call! {
     /// `notify_call` of notify.cuh.
     NotifyCall {
-        in_rank per_expert counts starts prefix routed overflow chosen heads order result;
+        in_rank per_expert own_most counts starts prefix routed overflow chosen chosen_by most heads order result;
         tokens room local
+    }
+}
+
+impl NotifyCall {
+    /// Without an input, with all outputs that a handle has.
+    pub(crate) fn leaving(plan: &Plan) -> Self {
+        Self {
+            in_rank: 0,
+            per_expert: 0,
+            own_most: 0,
+            counts: plan.at(HandleWords::counts),
+            starts: plan.at(HandleWords::starts),
+            prefix: plan.at(HandleWords::rank_prefix_matrix),
+            routed: plan.at(HandleWords::routed_to_each),
+            overflow: plan.at(HandleWords::overflow),
+            chosen: plan.at(HandleWords::tokens_per_expert),
+            chosen_by: 0,
+            most: 0,
+            heads: plan.at(HandleWords::send_head),
+            order: plan.at(HandleWords::order),
+            result: 0,
+            tokens: 0,
+            room: UNBOUNDED,
+            local: 0,
+        }
     }
 }
 kernel_call! {
@@ -97,7 +123,7 @@ pub(crate) struct Moving {
 
 impl Moving {
     /// Some warps send, one raises flags, the others take what comes.
-    const WARPS: Warps = Warps { sending: 4, rings: 7, flags: 1, all: 8 };
+    pub(crate) const WARPS: Warps = Warps { sending: 4, rings: 7, flags: 1, all: 8 };
 }
 
 /// Rows back, and their sums.
@@ -131,20 +157,20 @@ pub(crate) enum Staging {
 
 /// What the warps of a block do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Warps {
-    sending: u32,
+pub(crate) struct Warps {
+    pub(crate) sending: u32,
     /// Those that copy through rings of shared memory, which begin with those that send.
-    rings: u32,
+    pub(crate) rings: u32,
     /// The next ones, 1 or none, raise the flags of those that send, which otherwise raise their own.
-    flags: u32,
-    all: u32,
+    pub(crate) flags: u32,
+    pub(crate) all: u32,
 }
 
 impl Warps {
     const STAGES: u32 = 4;
     const STAGE_BYTES: u32 = 3584;
 
-    fn define(self, program: Program) -> Program {
+    pub(crate) fn define(self, program: Program) -> Program {
         program
             .define("SENDING", self.sending)
             .define("RINGS", self.rings)
@@ -154,11 +180,11 @@ impl Warps {
             .define("BESIDE_BYTES", BESIDE_BYTES)
     }
 
-    fn threads(self) -> u32 {
+    pub(crate) fn threads(self) -> u32 {
         self.all * 32
     }
 
-    fn shared_bytes(self, staging: Staging) -> u32 {
+    pub(crate) fn shared_bytes(self, staging: Staging) -> u32 {
         match staging {
             Staging::Bulk => {
                 self.rings * Self::STAGES * Self::STAGE_BYTES + self.sending * BESIDE_BYTES as u32
@@ -169,18 +195,17 @@ impl Warps {
 }
 
 /// Bytes of what travels beside rows that a warp gathers at once.
-const BESIDE_BYTES: usize = 1536;
+pub(crate) const BESIDE_BYTES: usize = 1536;
 
-/// A family of one kernel.
+/// A family of one kernel, made of these sources, of which the last gives it its name.
 macro_rules! family {
-    ($Family:ident: $Kernel:ident($Call:ident), $name:literal behind [$($before:expr),*],
+    ($Family:ident: $Kernel:ident($Call:ident), $name:literal of [$($source:expr),*],
      $define:expr, $threads:expr, $shared:expr) => {
         impl Family for $Family {
             type Kernel = $Kernel;
             type Arguments = $Call;
             const NAME: &'static str = concat!("moe_", $name);
-            const SOURCES: &'static [Source] =
-                &[$($before,)* Source { name: concat!("normal/", $name), text: include_str!($name) }];
+            const SOURCES: &'static [Source] = &[$($source),*];
 
             fn define(&self, program: Program, _world_size: usize) -> Program {
                 let define: fn(&Self, Program) -> Program = $define;
@@ -204,27 +229,34 @@ macro_rules! family {
     };
 }
 
-/// What lies between the tensors of the ranks.
-const PIPELINE: Source = Source { name: "normal/pipeline.cuh", text: include_str!("pipeline.cuh") };
-const REGION: Source = Source { name: "normal/region.cuh", text: include_str!("region.cuh") };
+pub(crate) use family;
 
-family!(Notifying: NotifyKernel(NotifyCall), "notify.cuh" behind [], |_, program| program, |_| THREADS, |_| 0);
+const NOTIFY: Source = Source { name: "normal/notify.cuh", text: include_str!("notify.cuh") };
+/// What lies between the tensors of the ranks.
+pub(crate) const PIPELINE: Source =
+    Source { name: "normal/pipeline.cuh", text: include_str!("pipeline.cuh") };
+pub(crate) const REGION: Source = Source { name: "normal/region.cuh", text: include_str!("region.cuh") };
+pub(crate) const SUMS: Source = Source { name: "normal/sums.cuh", text: include_str!("sums.cuh") };
+const DISPATCH: Source = Source { name: "normal/dispatch.cuh", text: include_str!("dispatch.cuh") };
+const COMBINE: Source = Source { name: "normal/combine.cuh", text: include_str!("combine.cuh") };
+
+family!(Notifying: NotifyKernel(NotifyCall), "notify.cuh" of [NOTIFY], |_, program| program, |_| THREADS, |_| 0);
 family!(
-    Moving: DispatchKernel(RowsCall), "dispatch.cuh" behind [ROWS, PIPELINE, REGION],
+    Moving: DispatchKernel(RowsCall), "dispatch.cuh" of [ROWS, PIPELINE, REGION, DISPATCH],
     |_, program| Moving::WARPS.define(program), |_| Moving::WARPS.threads(),
     |this| Moving::WARPS.shared_bytes(this.staging)
 );
 family!(
-    Summing: CombineKernel(SumsCall), "combine.cuh" behind [ROWS, REDUCE, PIPELINE, REGION],
+    Summing: CombineKernel(SumsCall), "combine.cuh" of [ROWS, REDUCE, PIPELINE, REGION, SUMS, COMBINE],
     |this, program| this.warps.define(this.reduction.define(program)), |this| this.warps.threads(),
     |this| this.warps.shared_bytes(this.staging)
 );
 
 /// What rows are summed on GPUs.
-const SUMMED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+pub(crate) const SUMMED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// A rank's room when it has no capacity: what no rank can exceed.
-const UNBOUNDED: u32 = i32::MAX as u32;
+pub(crate) const UNBOUNDED: u32 = i32::MAX as u32;
 
 impl CudaMoe {
     /// What [`Moe::notify`](crate::Moe::notify) does, between GPUs. `stream` is behind what made the routing.
@@ -239,18 +271,11 @@ impl CudaMoe {
         let call = NotifyCall {
             in_rank: name("is_token_in_rank").address(in_rank, self.device())?,
             per_expert: name("tokens_per_expert").address(&routing.tokens_per_expert, self.device())?,
-            counts: plan.at(HandleWords::counts),
-            starts: plan.at(HandleWords::starts),
-            prefix: plan.at(HandleWords::rank_prefix_matrix),
-            routed: plan.at(HandleWords::routed_to_each),
-            overflow: plan.at(HandleWords::overflow),
-            chosen: plan.at(HandleWords::tokens_per_expert),
-            heads: plan.at(HandleWords::send_head),
-            order: plan.at(HandleWords::order),
             result: if routing.capacity.is_none() { self.result_pointer() } else { 0 },
             tokens: in_rank.shape()[0] as u32,
             room: routing.capacity.map_or(UNBOUNDED, |rows| rows.min(UNBOUNDED as usize) as u32),
             local: (routing.num_experts / self.world_size()) as u32,
+            ..NotifyCall::leaving(plan)
         };
         let signature = signature_of_routing(routing);
         // SAFETY: the plan has room for what the kernel writes, and lasts; the caller answers for the routing.
@@ -373,7 +398,11 @@ impl CudaMoe {
             );
             return Err(refused(call, problem));
         }
-        let record_bytes = format.row_bytes() + second + beside;
+        self.region_of_records(call, format.row_bytes() + second + beside)
+    }
+
+    /// How the region serves records of so many bytes.
+    pub(crate) fn region_of_records(&self, call: &'static str, record_bytes: usize) -> Result<RegionCall> {
         let lane_bytes = self.region_lane_bytes();
         let half = (lane_bytes / record_bytes).min(self.flags()) / 2;
         if half == 0 {

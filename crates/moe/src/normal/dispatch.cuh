@@ -67,68 +67,30 @@ DEVICE void copy_row(const rows_call& k, pipeline& copies, u32 row, const u8* x,
     if (p.bytes[1] != 0) copies.copy((u8*)k.to_scales + (u64)row * p.bytes[1], scales, p.bytes[1], after);
 }
 
-// The warp's share of the records that come from peers, up to 32 at a time.
+// The warp's share of the records that come from peers.
 DEVICE bool take(reader& r, pipeline& copies, const rows_call& k, const counts& n, const turn& t, rows mine) {
     const arguments& a = r.a;
     const u32 words = words_of(k);
     const parts p = rows_of(k);
     const auto count = [&](u32 from) { return n.rows[from][a.rank]; };
-    u32 most = 0;
-    for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
-    const u32 end = most * PEERS;
-    for (u32 first = mine.first; first < end; first += 32 * mine.step) {
-        const u32 i = first + lane_id() * mine.step, from = rank_of(a, i % PEERS), number = i / PEERS;
-        u32 left = __ballot_sync(WHOLE_WARP, i < end && number < count(from));
-        while (left != 0) {
-            const bool is_wanted = left >> lane_id() & 1;
-            const auto poll = [&] { return __ballot_sync(WHOLE_WARP, is_wanted && is_there(a, k.region, t, from, number)); };
-            u32 come = poll();
-            if (come == 0) {
-                copies.drain(); // others may wait for that
-                const bool came = r.wait<true>([&](u32& missing) {
-                    come = poll();
-                    if (come == 0 && is_wanted) missing = from;
-                    return come != 0;
-                });
-                if (!came) return false;
-            }
-            copies.see();
-            left &= ~come;
-            while (come != 0) {
-                // Words of some at once, as their loads take as long as those of one.
-                constexpr u32 AT_ONCE = 4;
-                u32 sources[AT_ONCE], numbers[AT_ONCE], some = 0;
+    return take_records(r, copies, k.region, t, mine, count, [&](u32 some, const u32 (&sources)[RECORDS], const u32 (&numbers)[RECORDS]) {
+        const auto record = [&](u32 m) { return a.own + record_at(k.region, t, sources[m], a.rank, numbers[m]); };
+        for (u32 word = lane_id(); word < words; word += 32) {
+            u32 got[RECORDS];
 #pragma unroll
-                for (u32 m = 0; m < AT_ONCE; ++m) {
-                    const u32 lane = come == 0 ? 0 : __ffs(come) - 1;
-                    if (come != 0) ++some;
-                    come &= come - 1;
-                    const u32 which = first + lane * mine.step;
-                    sources[m] = rank_of(a, which % PEERS), numbers[m] = which / PEERS;
-                }
-                const auto record = [&](u32 m) { return a.own + record_at(k.region, t, sources[m], a.rank, numbers[m]); };
-                for (u32 word = lane_id(); word < words; word += 32) {
-                    u32 got[AT_ONCE];
+            for (u32 m = 0; m < RECORDS; ++m)
+                if (m < some) got[m] = ld_relaxed_sys((const u32*)(record(m) + p.bytes[0] + p.bytes[1]) + word);
 #pragma unroll
-                    for (u32 m = 0; m < AT_ONCE; ++m)
-                        if (m < some) got[m] = ld_relaxed_sys((const u32*)(record(m) + p.bytes[0] + p.bytes[1]) + word);
-#pragma unroll
-                    for (u32 m = 0; m < AT_ONCE; ++m)
-                        if (m < some) store_beside(k, n.starts[sources[m]] + numbers[m], word, got[m]);
-                }
-#pragma unroll
-                for (u32 m = 0; m < AT_ONCE; ++m) {
-                    if (m >= some) continue;
-                    const u32 row = n.starts[sources[m]] + numbers[m];
-                    const u32 peer = (sources[m] + WORLD - a.rank - 1) % WORLD;
-                    const bool is_counted = is_waited_for(k.region, numbers[m], count(sources[m]));
-                    u32* counted = is_counted ? (u32*)(a.peer[peer] + count_at(a, k.region, t, a.rank, numbers[m])) : nullptr;
-                    copy_row(k, copies, row, record(m), record(m) + p.bytes[0], signals{nullptr, counted, 0});
-                }
-            }
+            for (u32 m = 0; m < RECORDS; ++m)
+                if (m < some) store_beside(k, n.starts[sources[m]] + numbers[m], word, got[m]);
         }
-    }
-    return true;
+#pragma unroll
+        for (u32 m = 0; m < RECORDS; ++m) {
+            if (m >= some) continue;
+            u32* counted = counted_at(a, k.region, t, sources[m], numbers[m], count(sources[m]));
+            copy_row(k, copies, n.starts[sources[m]] + numbers[m], record(m), record(m) + p.bytes[0], signals{nullptr, counted, 0});
+        }
+    });
 }
 
 // Rows for which there is room, and which do not arrive, name no experts.

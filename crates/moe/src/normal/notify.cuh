@@ -1,18 +1,21 @@
 // Notify: every rank tells all others how many tokens it has for whom. Behind slots.cuh.
 
 constexpr u32 MAX_LOCAL = 1024;
-constexpr u32 HEADER = 2 + WORLD; // words before the experts': tokens, room, tokens for each rank
+constexpr u32 HEADER = 3 + WORLD; // words before the experts': tokens, room, most, tokens for each rank
 
 // Rust's `NotifyCall` has the same layout.
 struct notify_call {
     const u8* in_rank;     // [tokens, WORLD]
     const u32* per_expert; // [WORLD, local]
+    const u32* own_most;   // the most experts of one rank that a token has; null if nobody asks
     u32* counts;           // [WORLD, WORLD]: rows that go from rank to rank, as far as there is room
     u32* starts;           // [WORLD]: where the rows of each rank begin at this rank
     u32* prefix;           // [WORLD, WORLD]: rows for a column's rank from the ranks up to and with the row's, room or not
     u32* routed;           // [WORLD]: this rank's tokens for each
     u32* overflow;         // whether there is no room for some row of this rank
     u32* chosen;           // [local]: how often each of this rank's experts was chosen
+    u32* chosen_by;        // [WORLD, local]: by the tokens of each rank; null if nobody asks
+    u32* most;             // the largest of all ranks' `own_most`; null if nobody asks
     i32* heads;            // [tokens, WORLD]: the number of a token among those for a rank, or -1
     u32* order;            // [WORLD, tokens]: the tokens for each rank
     u32* result;           // on the host: [WORLD, HEADER], then `chosen`; null if nobody reads it there
@@ -51,11 +54,12 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
     }
 
     // No word is EMPTY: none has its highest bit.
-    const u32 vectors = (HEADER + k.local + 3) / 4;
+    const u32 vectors = (HEADER + k.local + 3) / 4, own_most = k.own_most == nullptr ? 0 : *k.own_most;
     const auto word = [&](u32 to, u32 index) {
         if (index == 0) return k.tokens;
         if (index == 1) return k.room;
-        if (index < HEADER) return totals[index - 2];
+        if (index == 2) return own_most;
+        if (index < HEADER) return totals[index - 3];
         return index < HEADER + k.local ? k.per_expert[to * k.local + index - HEADER] & ~(1u << 31) : 0;
     };
     const turn t = begin(a, load_control(a));
@@ -69,7 +73,10 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
     advance(a, t, vectors, 0);
     const auto hear = [&](u32 from, u32 index, u32 value) {
         if (index < HEADER) said[from][index] = value;
-        else if (index < HEADER + k.local) chosen[index - HEADER] = value + (from == a.rank ? 0 : chosen[index - HEADER]);
+        else if (index < HEADER + k.local) {
+            chosen[index - HEADER] = value + (from == a.rank ? 0 : chosen[index - HEADER]);
+            if (k.chosen_by != nullptr) k.chosen_by[from * k.local + index - HEADER] = value;
+        }
     };
     for (u32 i = threadIdx.x; i < vectors * 4; i += THREADS) hear(a.rank, i, word(a.rank, i));
     __syncthreads();
@@ -92,8 +99,8 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
     for (u32 i = threadIdx.x; i < WORLD * WORLD; i += THREADS) {
         const u32 from = i / WORLD, to = i % WORLD, room = said[to][1];
         u32 start = 0;
-        for (u32 before = 0; before < from; ++before) start += said[before][2 + to];
-        const u32 end = start + said[from][2 + to];
+        for (u32 before = 0; before < from; ++before) start += said[before][3 + to];
+        const u32 end = start + said[from][3 + to];
         k.prefix[i] = end;
         k.counts[i] = min(end, room) - min(start, room);
         if (from == a.rank) k.routed[to] = end - start;
@@ -102,6 +109,11 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
         if (from == WORLD - 1) *k.overflow = end > room;
     }
     for (u32 i = threadIdx.x; i < k.local; i += THREADS) k.chosen[i] = chosen[i];
+    if (k.most != nullptr && threadIdx.x == 0) {
+        u32 most = 0;
+        for (u32 from = 0; from < WORLD; ++from) most = max(most, said[from][2]);
+        *k.most = most;
+    }
     if (k.result != nullptr) {
         for (u32 i = threadIdx.x; i < WORLD * HEADER; i += THREADS) k.result[i] = said[i / HEADER][i % HEADER];
         for (u32 i = threadIdx.x; i < k.local; i += THREADS) k.result[WORLD * HEADER + i] = chosen[i];

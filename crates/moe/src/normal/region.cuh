@@ -14,6 +14,13 @@ struct region_call {
     u32 half;         // places of half a ring
 };
 
+// A region whose records have so many words more, which only the GPU knows.
+[[maybe_unused]] DEVICE region_call with_words(const arguments& a, region_call g, u32 words) {
+    g.record_bytes += (words + 3) / 4 * 16;
+    g.half = min((u32)(g.lane_bytes / g.record_bytes), a.lane_stride / 4) / 2;
+    return g;
+}
+
 DEVICE u32 places_of(const region_call& g) { return 2 * g.half; }
 
 // The lane of rank `from` at rank `to`: a place for each peer.
@@ -59,7 +66,7 @@ struct parts {
 };
 
 // Waits until `ready()`; what the warp copies is done before it waits, as others may wait for that. `peer` is to blame.
-template <class Ready> DEVICE bool wait_for_peer(reader& r, pipeline& copies, u32 peer, Ready ready) {
+template <class Copies, class Ready> DEVICE bool wait_for_peer(reader& r, Copies& copies, u32 peer, Ready ready) {
     if (!__all_sync(WHOLE_WARP, ready())) {
         copies.drain();
         const bool came = r.wait<true>([&](u32& missing) {
@@ -74,7 +81,8 @@ template <class Ready> DEVICE bool wait_for_peer(reader& r, pipeline& copies, u3
 }
 
 // For a sender: waits until the place of a record is free.
-DEVICE bool wait_for_place(reader& r, pipeline& copies, const region_call& g, const turn& t, u32 peer, u32 number) {
+template <class Copies>
+DEVICE bool wait_for_place(reader& r, Copies& copies, const region_call& g, const turn& t, u32 peer, u32 number) {
     const u32 filled = round_of(g, number);
     if (filled == 0) return true;
     const u32* count = (const u32*)(r.a.own + count_at(r.a, g, t, peer, number));
@@ -139,6 +147,57 @@ DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, cons
             place += from.bytes[0];
             if (has_second) copies.copy(place, from.data[1] + (u64)of * from.bytes[1], from.bytes[1], has_words ? NO_SIGNALS : after);
             if (has_words) copies.copy_gathered(place + from.bytes[1], gathered, padded * 4, after);
+        }
+    }
+    return true;
+}
+
+// Where the reading of a record is counted; null if nobody waits for that.
+DEVICE u32* counted_at(const arguments& a, const region_call& g, const turn& t, u32 source, u32 number, u32 records) {
+    if (!is_waited_for(g, number, records)) return nullptr;
+    return (u32*)(a.peer[(source + WORLD - a.rank - 1) % WORLD] + count_at(a, g, t, a.rank, number));
+}
+
+constexpr u32 RECORDS = 4; // that are taken at once, as their loads take as long as those of one
+
+// Waits for the records that come from peers, the warp's share of them; take(some, sources, numbers) takes up to RECORDS that have
+// come. `count(from)` is how many a peer sends.
+template <class Count, class Take>
+DEVICE bool take_records(reader& r, pipeline& copies, const region_call& g, const turn& t, rows mine, Count count, Take take) {
+    const arguments& a = r.a;
+    u32 most = 0;
+    for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
+    const u32 end = most * PEERS;
+    for (u32 first = mine.first; first < end; first += 32 * mine.step) {
+        const u32 i = first + lane_id() * mine.step, from = rank_of(a, i % PEERS), number = i / PEERS;
+        u32 left = __ballot_sync(WHOLE_WARP, i < end && number < count(from));
+        while (left != 0) {
+            const bool is_wanted = left >> lane_id() & 1;
+            const auto poll = [&] { return __ballot_sync(WHOLE_WARP, is_wanted && is_there(a, g, t, from, number)); };
+            u32 come = poll();
+            if (come == 0) {
+                copies.drain(); // others may wait for that
+                const bool came = r.wait<true>([&](u32& missing) {
+                    come = poll();
+                    if (come == 0 && is_wanted) missing = from;
+                    return come != 0;
+                });
+                if (!came) return false;
+            }
+            copies.see();
+            left &= ~come;
+            while (come != 0) {
+                u32 sources[RECORDS], numbers[RECORDS], some = 0;
+#pragma unroll
+                for (u32 m = 0; m < RECORDS; ++m) {
+                    const u32 lane = come == 0 ? 0 : __ffs(come) - 1;
+                    if (come != 0) ++some;
+                    come &= come - 1;
+                    const u32 which = first + lane * mine.step;
+                    sources[m] = rank_of(a, which % PEERS), numbers[m] = which / PEERS;
+                }
+                take(some, sources, numbers);
+            }
         }
     }
     return true;

@@ -15,7 +15,7 @@ use crate::{
 
 /// Which experts tokens choose.
 #[derive(Debug, Clone, Copy)]
-enum Choice {
+pub enum Choice {
     /// One in so many.
     OneIn(u64),
     /// All those of one rank, and no others.
@@ -24,28 +24,36 @@ enum Choice {
 }
 
 #[derive(Debug, Clone)]
-struct Case {
-    seed: u64,
-    num_experts: usize,
-    hidden: usize,
-    dtype: DType,
-    scales: Option<DType>,
-    probs: bool,
+pub struct HybridCase {
+    pub seed: u64,
+    pub num_experts: usize,
+    pub hidden: usize,
+    pub dtype: DType,
+    pub scales: Option<DType>,
+    pub probs: bool,
     /// Of each rank.
-    tokens: Vec<usize>,
-    choice: Choice,
+    pub tokens: Vec<usize>,
+    pub choice: Choice,
     /// Of rows by expert; `None` for rows by token.
-    pad_multiple: Option<usize>,
+    pub pad_multiple: Option<usize>,
     /// Of each rank.
-    capacity: Option<Vec<usize>>,
+    pub capacity: Option<Vec<usize>>,
+}
+
+/// What a rank brings.
+pub struct Inputs {
+    pub map: Tensor,
+    pub x: Tensor,
+    pub probs: Tensor,
+    pub scales: Option<Tensor>,
 }
 
 fn floats(values: impl Iterator<Item = f64>) -> Vec<u8> {
     values.flat_map(|value| element(DType::F32, value)).collect()
 }
 
-impl Case {
-    fn new(world: usize, local: usize) -> Self {
+impl HybridCase {
+    pub fn new(world: usize, local: usize) -> Self {
         Self {
             seed: 1,
             num_experts: local * world,
@@ -60,11 +68,11 @@ impl Case {
         }
     }
 
-    fn format(&self) -> RowFormat {
+    pub fn format(&self) -> RowFormat {
         RowFormat { hidden: self.hidden, dtype: self.dtype, scales: self.scales }
     }
 
-    fn local(&self) -> usize {
+    pub fn local(&self) -> usize {
         self.num_experts / self.tokens.len()
     }
 
@@ -105,15 +113,49 @@ impl Case {
         (0..self.format().num_scales() * 4).map(|i| self.hash("scale", [rank, token, i]) as u8).collect()
     }
 
-    fn order(&self, rank: usize) -> HybridOrder {
+    pub fn order(&self, rank: usize) -> HybridOrder {
         let max_tokens = *self.tokens.iter().max().unwrap();
         let capacity = self.capacity.as_ref().map(|rows| HybridCapacity { rows: rows[rank], max_tokens });
         self.pad_multiple
             .map_or(HybridOrder::Tokens, |pad_multiple| HybridOrder::Experts { pad_multiple, capacity })
     }
 
+    /// A token's row.
+    fn x(&self, (rank, token): Source) -> Vec<u8> {
+        match self.dtype {
+            DType::U8 => {
+                (0..self.hidden).map(|column| self.hash("code", [rank, token, column]) as u8).collect()
+            }
+            _ => self.bytes(&self.row("x", [0, rank, token])),
+        }
+    }
+
+    pub fn inputs(&self, rank: usize) -> Inputs {
+        let (tokens, num_experts, width) = (self.tokens[rank], self.num_experts, self.format().num_scales());
+        let map: Vec<u8> = self.map(rank).iter().map(|&chosen| u8::from(chosen) * 3).collect();
+        let x: Vec<u8> = (0..tokens).flat_map(|token| self.x((rank, token))).collect();
+        let prob = |i: usize| self.prob(rank, i / num_experts, i % num_experts);
+        let probs = floats((0..tokens * num_experts).map(prob));
+        let scales: Vec<u8> = (0..tokens).flat_map(|token| self.scale_bytes((rank, token))).collect();
+        Inputs {
+            map: Tensor::holding(DType::U8, &[tokens, num_experts], &map),
+            x: Tensor::holding(self.dtype, &[tokens, self.hidden], &x),
+            probs: Tensor::holding(DType::F32, &[tokens, num_experts], &probs),
+            scales: self.scales.map(|dtype| Tensor::holding(dtype, &[tokens, width], &scales)),
+        }
+    }
+
+    fn prob(&self, rank: usize, token: usize, expert: usize) -> f64 {
+        f64::from(self.value("prob", [rank, token, expert]) as f32)
+    }
+
+    /// The shape of received probs.
+    pub fn shape_of_probs(&self, rows: usize) -> Vec<usize> {
+        if self.pad_multiple.is_none() { vec![rows, self.local()] } else { vec![rows] }
+    }
+
     /// What comes to each rank. By token there is a row for each token, of no expert.
-    fn received(&self) -> Vec<Received> {
+    pub fn received(&self) -> Vec<Received> {
         let maps: Vec<_> = (0..self.tokens.len()).map(|rank| self.map(rank)).collect();
         let of_rank = |rank: usize| {
             let capacity = self.capacity.as_ref().map(|rows| rows[rank]);
@@ -144,7 +186,7 @@ impl Case {
 
 /// A case on one of its ranks.
 struct Run<'a> {
-    case: &'a Case,
+    case: &'a HybridCase,
     comm: &'a Communicator,
     rank: usize,
     received: Vec<Received>,
@@ -153,8 +195,7 @@ struct Run<'a> {
 impl Run<'_> {
     fn notify(&self, moe: &mut Moe) -> Result<HybridHandle, MoeError> {
         let (case, rank) = (self.case, self.rank);
-        let map: Vec<u8> = case.map(rank).iter().map(|&chosen| u8::from(chosen) * 3).collect();
-        let map = Tensor::holding(DType::U8, &[case.tokens[rank], case.num_experts], &map);
+        let map = case.inputs(rank).map;
         let routing = HybridRouting { map: map.view(), order: case.order(rank), format: case.format() };
         moe.hybrid_notify(self.comm, &routing)
     }
@@ -163,27 +204,13 @@ impl Run<'_> {
         self.case.pad_multiple.is_none()
     }
 
-    fn prob(&self, rank: usize, token: usize, expert: usize) -> f64 {
-        f64::from(self.case.value("prob", [rank, token, expert]) as f32)
-    }
-
-    /// The shape of received probs.
-    fn shape_of_probs(&self, rows: usize) -> Vec<usize> {
-        if self.is_by_token() { vec![rows, self.case.local()] } else { vec![rows] }
-    }
-
     fn dispatch(&self, moe: &mut Moe, handle: &HybridHandle) {
         let Self { case, rank, ref received, .. } = *self;
-        let (tokens, rows, num_experts) = (case.tokens[rank], handle.rows(), case.num_experts);
-        let x: Vec<u8> = (0..tokens).flat_map(|token| case.bytes(&case.row("x", [0, rank, token]))).collect();
-        let x = Tensor::holding(case.dtype, &[tokens, case.hidden], &x);
-        let probs = (0..tokens * num_experts).map(|i| self.prob(rank, i / num_experts, i % num_experts));
-        let probs = Tensor::holding(DType::F32, &[tokens, num_experts], &floats(probs));
+        let (rows, num_experts) = (handle.rows(), case.num_experts);
+        let Inputs { x, probs, scales, .. } = case.inputs(rank);
         let num_scales = case.format().num_scales();
-        let scales: Vec<u8> = (0..tokens).flat_map(|token| case.scale_bytes((rank, token))).collect();
-        let scales = case.scales.map(|dtype| Tensor::holding(dtype, &[tokens, num_scales], &scales));
         let mut to_x = Tensor::unwritten(case.dtype, &[rows, case.hidden]);
-        let mut to_probs = Tensor::unwritten(DType::F32, &self.shape_of_probs(rows));
+        let mut to_probs = Tensor::unwritten(DType::F32, &case.shape_of_probs(rows));
         let mut to_scales = case.scales.map(|dtype| Tensor::unwritten(dtype, &[rows, num_scales]));
         let call = HybridDispatch {
             tokens: HybridTokens {
@@ -204,7 +231,7 @@ impl Run<'_> {
                 |row: &Option<(Source, usize)>| row.map_or(vec![0; bytes], |(source, _)| of_token(source));
             received[rank].rows.iter().flat_map(row).collect()
         };
-        let row = |(rank, token): Source| case.bytes(&case.row("x", [0, rank, token]));
+        let row = |source: Source| case.x(source);
         assert!(
             to_x.content() == of_row(&row, case.hidden * case.dtype.size()),
             "rows of {rank} in {case:?}"
@@ -215,7 +242,7 @@ impl Run<'_> {
         }
         if case.probs {
             let first = rank * case.local();
-            let prob = |(from, token): Source, expert: usize| self.prob(from, token, first + expert);
+            let prob = |(from, token): Source, expert: usize| case.prob(from, token, first + expert);
             let expected: Vec<u8> = match self.is_by_token() {
                 false => floats(
                     received[rank].rows.iter().map(|row| row.map_or(0.0, |(source, j)| prob(source, j))),
@@ -250,7 +277,7 @@ impl Run<'_> {
         let grad = |holder: usize, index: usize| f64::from(case.value("grad", [holder, index, 0]) as f32);
         let made_bytes: Vec<u8> = (0..rows).flat_map(|row| case.bytes(&made(rank, row))).collect();
         let made_rows = Tensor::holding(case.dtype, &[rows, case.hidden], &made_bytes);
-        let shape = self.shape_of_probs(rows);
+        let shape = case.shape_of_probs(rows);
         let grads = Tensor::holding(
             DType::F32,
             &shape,
@@ -320,7 +347,12 @@ pub fn hybrid_forms(comm: &Communicator) {
     for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged(world, 0), ragged(world, 3)] {
         for choice in [Choice::OneIn(3), Choice::AllTo(world - 1), Choice::Nobody, Choice::OneIn(1)] {
             for (local, pad_multiple) in [(4, Some(1)), (3, Some(16)), (1, Some(7)), (4, None), (1, None)] {
-                let case = Case { tokens: tokens.clone(), choice, pad_multiple, ..Case::new(world, local) };
+                let case = HybridCase {
+                    tokens: tokens.clone(),
+                    choice,
+                    pad_multiple,
+                    ..HybridCase::new(world, local)
+                };
                 case.check(comm, &mut moe);
             }
         }
@@ -331,9 +363,10 @@ pub fn hybrid_dtypes(comm: &Communicator) {
     let mut moe = moe(comm);
     for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
         for pad_multiple in [Some(1), Some(8), None] {
-            let case = Case { dtype, pad_multiple, hidden: 24, ..Case::new(comm.world_size(), 4) };
+            let case =
+                HybridCase { dtype, pad_multiple, hidden: 24, ..HybridCase::new(comm.world_size(), 4) };
             case.check(comm, &mut moe);
-            Case { probs: false, ..case }.check(comm, &mut moe);
+            HybridCase { probs: false, ..case }.check(comm, &mut moe);
         }
     }
 }
@@ -342,7 +375,11 @@ pub fn hybrid_capacities(comm: &Communicator) {
     let world = comm.world_size();
     let mut moe = moe(comm);
     for pad_multiple in [1, 4] {
-        let case = Case { tokens: ragged(world, 1), pad_multiple: Some(pad_multiple), ..Case::new(world, 3) };
+        let case = HybridCase {
+            tokens: ragged(world, 1),
+            pad_multiple: Some(pad_multiple),
+            ..HybridCase::new(world, 3)
+        };
         let exact: Vec<usize> = case.received().iter().map(|received| received.rows.len()).collect();
         let changed = |by: isize| {
             exact.iter().map(|&rows| rows.saturating_add_signed(by * pad_multiple as isize)).collect()
@@ -356,7 +393,7 @@ pub fn hybrid_capacities(comm: &Communicator) {
             (changed(50), Some(false)),
             (exact.iter().map(|rows| rows / 2 / pad_multiple * pad_multiple).collect(), None),
         ] {
-            let handle = Case { capacity: Some(capacity), ..case.clone() }.check(comm, &mut moe);
+            let handle = HybridCase { capacity: Some(capacity), ..case.clone() }.check(comm, &mut moe);
             if let Some(overflows) = overflows.filter(|_| exact[comm.rank()] > 0) {
                 assert_eq!(handle.overflow(), overflows);
             }
@@ -368,59 +405,22 @@ pub fn hybrid_scales_and_probs(comm: &Communicator) {
     let mut moe = Moe::new(comm, MoeConfig::default()).unwrap();
     for (scales, hidden) in [(DType::F32, 128), (DType::F32, 384), (DType::I32, 512), (DType::I32, 640)] {
         for (probs, pad_multiple) in [(true, Some(4)), (false, Some(4)), (true, None)] {
-            let case = Case::new(comm.world_size(), 4);
-            let case = Case { dtype: DType::U8, scales: Some(scales), hidden, probs, pad_multiple, ..case };
-            let run = |case| Run { case, comm, rank: comm.rank(), received: Case::received(case) };
+            let case = HybridCase::new(comm.world_size(), 4);
+            let case =
+                HybridCase { dtype: DType::U8, scales: Some(scales), hidden, probs, pad_multiple, ..case };
+            let run = |case| Run { case, comm, rank: comm.rank(), received: HybridCase::received(case) };
             let handle = run(&case).notify(&mut moe).unwrap();
             // What is made of codes may be of another dtype and length.
-            let made = Case { dtype: DType::BF16, scales: None, hidden: 64, ..case.clone() };
-            let codes = Case { scales: Some(scales), ..case.clone() };
-            Codes(&codes).dispatch(comm, &mut moe, &handle);
+            let made = HybridCase { dtype: DType::BF16, scales: None, hidden: 64, ..case.clone() };
+            run(&case).dispatch(&mut moe, &handle);
             run(&made).combine(&mut moe, &handle);
         }
     }
 }
 
-/// Rows of bytes, which are no floats.
-struct Codes<'a>(&'a Case);
-
-impl Codes<'_> {
-    fn dispatch(&self, comm: &Communicator, moe: &mut Moe, handle: &HybridHandle) {
-        let rank = comm.rank();
-        let case = self.0;
-        let bytes = |rank: usize, token: usize| -> Vec<u8> {
-            (0..case.hidden).map(|column| case.hash("code", [rank, token, column]) as u8).collect()
-        };
-        let (tokens, rows, width) = (case.tokens[rank], handle.rows(), case.format().num_scales());
-        let x = Tensor::holding(
-            DType::U8,
-            &[tokens, case.hidden],
-            &(0..tokens).flat_map(|token| bytes(rank, token)).collect::<Vec<_>>(),
-        );
-        let scales: Vec<u8> = (0..tokens).flat_map(|token| case.scale_bytes((rank, token))).collect();
-        let scales = Tensor::holding(case.scales.unwrap(), &[tokens, width], &scales);
-        let mut to_x = Tensor::unwritten(DType::U8, &[rows, case.hidden]);
-        let mut to_scales = Tensor::unwritten(case.scales.unwrap(), &[rows, width]);
-        let call = HybridDispatch {
-            tokens: HybridTokens { scales: Some(scales.view()), ..HybridTokens::of(x.view()) },
-            received: HybridTokens {
-                scales: Some(to_scales.view_mut()),
-                ..HybridTokens::of(to_x.view_mut())
-            },
-        };
-        moe.hybrid_dispatch(comm, handle, call).unwrap();
-        let received = &case.received()[rank].rows;
-        let of_rows = |bytes: usize, of: &dyn Fn(Source) -> Vec<u8>| -> Vec<u8> {
-            received.iter().flat_map(|row| row.map_or(vec![0; bytes], |(source, _)| of(source))).collect()
-        };
-        assert!(to_x.content() == of_rows(case.hidden, &|(rank, token)| bytes(rank, token)), "{case:?}");
-        assert!(to_scales.content() == of_rows(width * 4, &|source| case.scale_bytes(source)), "{case:?}");
-    }
-}
-
 pub fn hybrid_small_regions(comm: &Communicator) {
     let world = comm.world_size();
-    let case = Case { tokens: ragged(world, 1), ..Case::new(world, 2) };
+    let case = HybridCase { tokens: ragged(world, 1), ..HybridCase::new(world, 2) };
     let record = 16 + 16 * 2 + 5 * 2 * world; // of a dispatch; those of a combine are shorter
     for records in [2, 4, 10, 34] {
         let mut moe = Moe::new(
@@ -429,7 +429,7 @@ pub fn hybrid_small_regions(comm: &Communicator) {
         )
         .unwrap();
         case.check(comm, &mut moe);
-        Case { pad_multiple: None, ..case.clone() }.check(comm, &mut moe);
+        HybridCase { pad_multiple: None, ..case.clone() }.check(comm, &mut moe);
         moe.close(comm).unwrap();
     }
 }
@@ -439,11 +439,11 @@ pub fn hybrid_is_adjoint(comm: &Communicator) {
     let (rank, world) = (comm.rank(), comm.world_size());
     let mut moe = moe(comm);
     for pad_multiple in [Some(8), None] {
-        let case = Case {
+        let case = HybridCase {
             tokens: (0..world).map(|rank| 40 + rank).collect(),
             dtype: DType::F64,
             pad_multiple,
-            ..Case::new(world, 4)
+            ..HybridCase::new(world, 4)
         };
         let run = Run { case: &case, comm, rank, received: case.received() };
         let handle = run.notify(&mut moe).unwrap();
@@ -457,7 +457,7 @@ pub fn hybrid_is_adjoint(comm: &Communicator) {
         let (x, probs) =
             (whole("x", DType::F64, &[tokens, 16]), whole("probs", DType::F32, &[tokens, num_experts]));
         let (y, grads) =
-            (whole("y", DType::F64, &[rows, 16]), whole("grads", DType::F32, &run.shape_of_probs(rows)));
+            (whole("y", DType::F64, &[rows, 16]), whole("grads", DType::F32, &case.shape_of_probs(rows)));
         let (mut to_x, mut to_probs) =
             (Tensor::unwritten(DType::F64, &y.shape), Tensor::unwritten(DType::F32, &grads.shape));
         let (mut sums, mut back) =
@@ -495,7 +495,7 @@ fn refused<T>(outcome: Result<T, MoeError>, text: &str) {
 
 pub fn hybrid_refusals(comm: &Communicator) {
     let world = comm.world_size();
-    let case = Case::new(world, 2);
+    let case = HybridCase::new(world, 2);
     let mut moe = moe(comm);
     let map = |dtype, shape: &[usize]| Tensor::unwritten(dtype, shape);
     let mut route = |map: &Tensor, order, hidden| {
@@ -584,12 +584,12 @@ pub fn hybrid_refusals(comm: &Communicator) {
 /// The last rank's call differs from the others' in one thing; each needs a communicator of its own, which is of no use after.
 pub fn hybrid_mismatches(comm: &Communicator) {
     let world = comm.world_size();
-    let case = Case::new(world, 8);
+    let case = HybridCase::new(world, 8);
     let others = [
-        (Case { hidden: 24, ..case.clone() }, "rows of 24 × bf16"),
-        (Case { dtype: DType::F16, ..case.clone() }, "rows of 16 × f16"),
-        (Case { num_experts: 4 * world, ..case.clone() }, "experts"),
-        (Case { capacity: Some(vec![64; world]), ..case.clone() }, "capacity"),
+        (HybridCase { hidden: 24, ..case.clone() }, "rows of 24 × bf16"),
+        (HybridCase { dtype: DType::F16, ..case.clone() }, "rows of 16 × f16"),
+        (HybridCase { num_experts: 4 * world, ..case.clone() }, "experts"),
+        (HybridCase { capacity: Some(vec![64; world]), ..case.clone() }, "capacity"),
     ];
     for (other, text) in others {
         let group = comm.split(Some(0), 0).unwrap().unwrap();

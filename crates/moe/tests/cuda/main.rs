@@ -4,6 +4,10 @@
 #[allow(dead_code)] // the tests of the host use all of it
 #[path = "../conformance/case.rs"]
 mod case;
+mod hybrid;
+#[allow(dead_code)]
+#[path = "../conformance/hybrid.rs"]
+mod hybrid_case;
 mod low_latency;
 #[allow(dead_code)]
 #[path = "../conformance/low_latency.rs"]

@@ -1,5 +1,6 @@
 """``HybridEPBuffer``."""
 
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,9 @@ class HybridEPBuffer:
         for name, number in (("hidden_dim", hidden_dim), ("num_local_experts", num_local_experts)):
             if number < 1:
                 raise ValueError(f"HybridEPBuffer: {name} must be at least 1, not {number}")
+        for name, sms in (("num_sms_dispatch_api", num_sms_dispatch_api), ("num_sms_combine_api", num_sms_combine_api)):
+            if sms is not None and sms < 1:
+                raise ValueError(f"HybridEPBuffer: {name} must be at least 1, not {sms}")
         if max_num_of_tokens_per_rank < 0:
             raise ValueError(f"HybridEPBuffer: max_num_of_tokens_per_rank is {max_num_of_tokens_per_rank}")
         self.group = group
@@ -82,6 +86,7 @@ class HybridEPBuffer:
         a tuple of seven, of which ``[3]`` is ``N`` and ``[4]`` the routing map of this rank's experts.
         """
         scales = _scales_of("dispatch", hidden, scaling_factor)
+        self._calls.use_sms(self.num_sms_dispatch_api)
         if handle is not None:
             inner = _inner(handle)
             if probs is None and topk_idx is not None and topk_weights is not None:
@@ -112,6 +117,7 @@ class HybridEPBuffer:
                 shape = [len(hidden), inner.core.num_experts]
                 raise ValueError(f"combine: the probs must be of shape [N, E] = {shape}, not {list(probs.shape)}")
             probs = probs.tensor_split(self.group_size, 1)[self.rank]
+        self._calls.use_sms(self.num_sms_combine_api)
         return self._calls.combine(hidden, inner, probs)
 
     def dispatch_with_permute(
@@ -145,6 +151,7 @@ class HybridEPBuffer:
         With a ``handle`` tokens go as they did then.
         """
         scales = _scales_of("dispatch_with_permute", hidden, scaling_factor)
+        self._calls.use_sms(self.num_sms_dispatch_api)
         received: HybridReceived
         if handle is not None:
             inner = _inner(handle)
@@ -184,6 +191,7 @@ class HybridEPBuffer:
         ``[T, H]``. ``probs``, ``[P]``, come back in the places of their experts, ``[T, E]``. Padding is not read."""
         inner = _inner(handle)
         self._check_along("combine_with_unpermute", inner, None, pad_multiple)
+        self._calls.use_sms(self.num_sms_combine_api)
         return self._calls.combine(hidden, inner, probs)
 
     def _routing(
@@ -211,11 +219,13 @@ class HybridEPBuffer:
         return routing_map, probs
 
     @staticmethod
-    def _check_along(call: str, handle: HybridHandle, rows: int | None, pad_multiple: int | None) -> None:
+    def _check_along(call: str, handle: HybridHandle, rows: Any, pad_multiple: int | None) -> None:
+        if isinstance(rows, Tensor) and rows.is_cuda:
+            rows = None  # reading it would wait for the GPU
         if handle.pad_multiple is None:
             raise ValueError(f"{call}: the handle is of dispatch, whose rows are by token")
-        if rows is not None and rows != handle.rows:
-            raise ValueError(f"{call}: num_permuted_tokens is {rows}; the handle has {handle.rows} rows")
+        if rows is not None and index(rows) != handle.rows:
+            raise ValueError(f"{call}: num_permuted_tokens is {index(rows)}; the handle has {handle.rows} rows")
         if pad_multiple is not None and _multiple(call, pad_multiple) != handle.pad_multiple:
             raise ValueError(f"{call}: pad_multiple is {pad_multiple}; that of the handle is {handle.pad_multiple}")
 

@@ -1,0 +1,349 @@
+//! The hybrid form between GPUs, against the host.
+
+use antiphon_device::cuda::Graph;
+use antiphon_moe::{
+    HybridCombine, HybridDispatch, HybridRouting, HybridTokens, MoeConfig, MoeError,
+    cuda::HandleMemory,
+    hybrid::cuda::{CudaHybridHandle, HybridWords},
+};
+use antiphon_tensor::DType;
+
+use crate::{
+    OnGpu, Outcome, Rank,
+    hybrid_case::{Choice, HybridCase, Inputs},
+    on_gpus,
+    tensor::Tensor,
+};
+
+/// What comes of a case: rows, scales, probs, sums, and probs that came back.
+struct Expected {
+    rows: Vec<Tensor>,
+    sums: [Tensor; 2],
+    /// Overflow, how many tokens arrive, tokens of each expert, rows of each expert.
+    words: Vec<i32>,
+    places: Vec<i32>,
+}
+
+fn on_host(rank: &mut Rank, case: &HybridCase) -> Outcome<Expected> {
+    let me = rank.comm.rank();
+    let Inputs { map, x, probs, scales } = case.inputs(me);
+    let routing = HybridRouting { map: map.view(), order: case.order(me), format: case.format() };
+    let handle = rank.host.hybrid_notify(&rank.comm, &routing)?;
+    let rows = handle.rows();
+    let mut to_x = Tensor::unwritten(case.dtype, &[rows, case.hidden]);
+    let mut to_scales =
+        case.scales.map(|dtype| Tensor::unwritten(dtype, &[rows, case.format().num_scales()]));
+    let mut to_probs = Tensor::unwritten(DType::F32, &case.shape_of_probs(rows));
+    let call = HybridDispatch {
+        tokens: HybridTokens {
+            x: x.view(),
+            scales: scales.as_ref().map(Tensor::view),
+            probs: case.probs.then(|| probs.view()),
+        },
+        received: HybridTokens {
+            x: to_x.view_mut(),
+            scales: to_scales.as_mut().map(Tensor::view_mut),
+            probs: case.probs.then(|| to_probs.view_mut()),
+        },
+    };
+    rank.host.hybrid_dispatch(&rank.comm, &handle, call)?;
+    let made = made_rows(case, me, rows);
+    let mut sums = Tensor::unwritten(made.dtype, &[handle.num_tokens(), case.hidden]);
+    let mut back = Tensor::unwritten(DType::F32, &probs.shape);
+    let call = HybridCombine {
+        rows: made.view(),
+        probs: case.probs.then(|| to_probs.view()),
+        output: sums.view_mut(),
+        output_probs: case.probs.then(|| back.view_mut()),
+    };
+    rank.host.hybrid_combine(&rank.comm, &handle, call)?;
+    let counts = handle.tokens_per_expert().iter().chain(handle.rows_per_expert()).copied();
+    let words = [usize::from(handle.overflow()), handle.num_received()].into_iter().chain(counts);
+    Ok(Expected {
+        rows: [Some(to_x), to_scales, Some(to_probs)].into_iter().flatten().collect(),
+        sums: [sums, back],
+        words: words.map(|word| word as i32).collect(),
+        places: handle.places().unwrap_or_default().to_vec(),
+    })
+}
+
+/// So many rows that differ, as experts make them.
+fn made_rows(case: &HybridCase, rank: usize, rows: usize) -> Tensor {
+    let tokens = vec![rows; case.tokens.len()];
+    HybridCase { seed: case.seed + 100, tokens, ..summed(case) }.inputs(rank).x
+}
+
+/// The case whose rows are summed: of bytes nothing is.
+fn summed(case: &HybridCase) -> HybridCase {
+    match case.dtype {
+        DType::U8 => HybridCase { dtype: DType::BF16, scales: None, ..case.clone() },
+        _ => case.clone(),
+    }
+}
+
+/// A case on a rank's GPU.
+struct Calls {
+    case: HybridCase,
+    map: OnGpu,
+    x: OnGpu,
+    probs: OnGpu,
+    scales: Option<OnGpu>,
+    words: OnGpu,
+    places: OnGpu,
+    received: Vec<OnGpu>,
+    made: OnGpu,
+    sums: [OnGpu; 2],
+    handle: CudaHybridHandle,
+}
+
+impl Calls {
+    fn new(rank: &Rank, case: &HybridCase) -> Outcome<Self> {
+        let me = rank.comm.rank();
+        let inputs = case.inputs(me);
+        let (map, x, probs) =
+            (rank.upload(&inputs.map)?, rank.upload(&inputs.x)?, rank.upload(&inputs.probs)?);
+        let layout = HybridWords::new(rank.comm.world_size(), case.num_experts, x.shape[0]);
+        let mut words = rank.unwritten(DType::I32, &[layout.total()])?;
+        let mut handle = Self::notify(rank, case, &map, &mut words)?;
+        let mut places = rank.unwritten(DType::I32, &[handle.places(), case.local()])?;
+        // SAFETY: all memory lives until the stream has been waited for, here and below.
+        unsafe { handle.keep_places_in(places.view_mut(), rank.moe.device()) }?;
+        let rows = handle.rows();
+        let mut received = vec![rank.unwritten(case.dtype, &[rows, case.hidden])?];
+        if let Some(dtype) = case.scales {
+            received.push(rank.unwritten(dtype, &[rows, case.format().num_scales()])?);
+        }
+        received.push(rank.unwritten(DType::F32, &case.shape_of_probs(rows))?);
+        let made = rank.upload(&made_rows(case, me, rows))?;
+        let sums = [
+            rank.unwritten(made.dtype, &[x.shape[0], case.hidden])?,
+            rank.unwritten(DType::F32, &probs.shape)?,
+        ];
+        let scales = inputs.scales.map(|scales| rank.upload(&scales)).transpose()?;
+        let case = case.clone();
+        Ok(Self { case, map, x, probs, scales, words, places, received, made, sums, handle })
+    }
+
+    fn notify(rank: &Rank, case: &HybridCase, map: &OnGpu, words: &mut OnGpu) -> Outcome<CudaHybridHandle> {
+        let order = case.order(rank.comm.rank());
+        let routing = HybridRouting { map: map.view(), order, format: case.format() };
+        let memory = HandleMemory::Callers { words: words.view_mut(), sources: None };
+        // SAFETY: as above.
+        Ok(unsafe { rank.moe.hybrid_notify(&routing, memory, rank.stream.borrow()) }?)
+    }
+
+    fn run(&mut self, rank: &Rank) -> Outcome {
+        let Self { case, x, probs, scales, received, made, sums: [sums, back], handle, .. } = self;
+        let (to_probs, rest) = received.split_last_mut().expect("there are x and probs");
+        let (to_x, to_scales) = rest.split_first_mut().expect("there is x");
+        let call = HybridDispatch {
+            tokens: HybridTokens {
+                x: x.view(),
+                scales: scales.as_ref().map(OnGpu::view),
+                probs: case.probs.then(|| probs.view()),
+            },
+            received: HybridTokens {
+                x: to_x.view_mut(),
+                scales: to_scales.first_mut().map(OnGpu::view_mut),
+                probs: case.probs.then(|| to_probs.view_mut()),
+            },
+        };
+        // SAFETY: as above.
+        unsafe { rank.moe.hybrid_dispatch(handle, call, rank.stream.borrow()) }?;
+        let call = HybridCombine {
+            rows: made.view(),
+            probs: case.probs.then(|| to_probs.view()),
+            output: sums.view_mut(),
+            output_probs: case.probs.then(|| back.view_mut()),
+        };
+        // SAFETY: as above.
+        Ok(unsafe { rank.moe.hybrid_combine(handle, call, rank.stream.borrow()) }?)
+    }
+
+    fn compare(&self, rank: &Rank, expected: &Expected) -> Outcome {
+        let me = rank.comm.rank();
+        let integers = |bytes: Vec<u8>| -> Vec<i32> {
+            bytes.chunks(4).map(|word| i32::from_ne_bytes(word.try_into().unwrap())).collect()
+        };
+        let layout = HybridWords::new(rank.comm.world_size(), self.case.num_experts, self.x.shape[0]);
+        let words = integers(rank.download(&self.words)?);
+        let public = layout.overflow().start..layout.rows_per_expert().end;
+        assert_eq!(words[public], expected.words, "counts of rank {me} in {:?}", self.case);
+        let places = integers(rank.download(&self.places)?);
+        assert_eq!(
+            places[..expected.places.len()],
+            expected.places,
+            "places of rank {me} in {:?}",
+            self.case
+        );
+        for (got, wanted) in
+            self.received.iter().chain(&self.sums).zip(expected.rows.iter().chain(&expected.sums))
+        {
+            assert_eq!(got.shape, wanted.shape, "{:?}", self.case);
+            let what = || format!("{:?} {:?} of rank {me} in {:?}", got.dtype, got.shape, self.case);
+            assert!(rank.download(got)? == wanted.content(), "{}", what());
+        }
+        Ok(())
+    }
+}
+
+fn check(rank: &mut Rank, case: &HybridCase) -> Outcome {
+    let expected = on_host(rank, case)?;
+    let mut calls = Calls::new(rank, case)?;
+    for _ in 0..2 {
+        calls.run(rank)?;
+    }
+    calls.compare(rank, &expected)?;
+    rank.comm.barrier()?; // memory is freed while no kernel runs
+    Ok(())
+}
+
+fn every_case(world: usize, config: MoeConfig) {
+    on_gpus(world, config, |rank| {
+        let ragged = |shift: usize| (0..world).map(|rank| [0, 33, 1, 700][(rank + shift) % 4]).collect();
+        for (choice, tokens) in [
+            (Choice::OneIn(3), vec![1; world]),
+            (Choice::OneIn(3), vec![17; world]),
+            (Choice::OneIn(5), vec![128; world]),
+            (Choice::OneIn(2), ragged(0)),
+            (Choice::OneIn(1), ragged(1)),
+            (Choice::AllTo(world - 1), ragged(2)),
+            (Choice::Nobody, ragged(3)),
+            (Choice::OneIn(3), vec![0; world]),
+        ] {
+            let case = HybridCase { choice, tokens, hidden: 520, ..HybridCase::new(world, 5) };
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                for pad_multiple in [Some(1), Some(16), None] {
+                    check(rank, &HybridCase { dtype, pad_multiple, ..case.clone() })?;
+                }
+            }
+            check(rank, &HybridCase { probs: false, ..case.clone() })?;
+            for rows in [0, 4, 40, 2000] {
+                let capacity = Some((0..world).map(|rank| rows + 4 * rank).collect());
+                check(rank, &HybridCase { capacity, ..case.clone() })?;
+            }
+            // One whose choices are more than a warp's lanes, and lie in several words.
+            check(rank, &HybridCase { num_experts: 70 * world, ..case.clone() })?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn hybrid_rows_and_sums_have_the_hosts_bits_on_2_gpus() {
+    every_case(2, MoeConfig::for_gpus());
+}
+
+#[test]
+fn hybrid_rows_and_sums_have_the_hosts_bits_on_3_gpus() {
+    every_case(3, MoeConfig::for_gpus());
+}
+
+#[test]
+fn hybrid_rows_and_sums_have_the_hosts_bits_on_4_gpus() {
+    every_case(4, MoeConfig::for_gpus());
+}
+
+#[test]
+fn hybrid_calls_take_any_number_of_multiprocessors_on_2_gpus() {
+    for num_sms in [2, 5, 132] {
+        every_case(2, MoeConfig { num_sms, ..MoeConfig::for_gpus() });
+    }
+}
+
+#[test]
+fn hybrid_scales_go_along_on_2_gpus() {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
+        for (scales, hidden) in [(DType::F32, 128), (DType::F32, 512), (DType::I32, 640), (DType::I32, 2048)]
+        {
+            for pad_multiple in [Some(16), None] {
+                let case = HybridCase { scales: Some(scales), hidden, pad_multiple, ..HybridCase::new(2, 4) };
+                check(rank, &HybridCase { dtype: DType::U8, tokens: vec![130, 90], ..case })?;
+            }
+        }
+        Ok(())
+    });
+}
+
+/// Some tens of pieces, each of some tens of rows; of a capacity that drops all rows of some tokens.
+#[test]
+fn hybrid_pieces_have_the_hosts_bits_on_2_gpus() {
+    let config = MoeConfig { region_bytes: 16 << 20, ..MoeConfig::for_gpus() };
+    on_gpus(2, config, |rank| {
+        for capacity in [None, Some(vec![2000, 1408])] {
+            let case = HybridCase { capacity, tokens: vec![1500, 900], ..HybridCase::new(2, 8) };
+            check(
+                rank,
+                &HybridCase { hidden: 7168, choice: Choice::OneIn(4), pad_multiple: Some(16), ..case },
+            )?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_graph_replays_the_hybrid_capacity_form_with_other_maps_on_2_gpus() {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
+        let case = |seed| HybridCase {
+            seed,
+            capacity: Some(vec![1024, 800]),
+            tokens: vec![300, 200],
+            hidden: 1024,
+            ..HybridCase::new(2, 8)
+        };
+        let mut calls = Calls::new(rank, &case(1))?;
+        calls.run(rank)?; // kernels are loaded
+        rank.stream.borrow().synchronize()?;
+        let graph = Graph::capture(&rank.stream, |_| -> Outcome {
+            let mut handle = Calls::notify(rank, &calls.case, &calls.map, &mut calls.words)?;
+            // SAFETY: all memory outlives the graph.
+            unsafe { handle.keep_places_in(calls.places.view_mut(), rank.moe.device()) }?;
+            calls.handle = handle;
+            calls.run(rank)
+        })?;
+        let graph = graph.instantiate()?;
+        for seed in 2..30 {
+            let case = case(seed);
+            let expected = on_host(rank, &case)?;
+            let inputs = case.inputs(rank.comm.rank());
+            for (gpu, tensor) in
+                [(&calls.map, inputs.map), (&calls.x, inputs.x), (&calls.probs, inputs.probs)]
+            {
+                gpu.memory.write(&rank.stream, 0, &tensor.content())?;
+            }
+            let made = made_rows(&case, rank.comm.rank(), calls.handle.rows());
+            calls.made.memory.write(&rank.stream, 0, &made.content())?;
+            // SAFETY: the memory of the calls lives until the stream has been waited for.
+            unsafe { graph.launch(&rank.stream) }?;
+            calls.compare(rank, &expected)?;
+        }
+        drop(graph);
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn what_the_hybrid_form_cannot_do_is_refused_on_2_gpus() {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
+        let case = HybridCase::new(2, 192);
+        let error = Calls::new(rank, &case).err().expect("it is refused");
+        assert_eq!(
+            error.to_string(),
+            "hybrid_dispatch: 192 experts of a rank; at most 191 are served between GPUs"
+        );
+        let calls = Calls::new(rank, &HybridCase::new(2, 4))?;
+        let stream = rank.context.stream()?;
+        let order = calls.case.order(rank.comm.rank());
+        let routing = HybridRouting { map: calls.map.view(), order, format: calls.case.format() };
+        let mut outcome = None;
+        let _ = Graph::capture(&stream, |_| -> Outcome {
+            // SAFETY: all memory lives until the stream has been waited for.
+            outcome = Some(unsafe { rank.moe.hybrid_notify(&routing, HandleMemory::Own, stream.borrow()) });
+            Ok(())
+        });
+        assert!(matches!(outcome, Some(Err(MoeError::Captured { .. }))), "{outcome:?}");
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
