@@ -19,7 +19,7 @@ import torch
 from antiphon.torch.comm_buffers import comm_buffer
 
 SIZES = [1 << power for power in range(12, 25, 2)]
-ROUNDS = 9
+ROUNDS = 40
 
 
 def rows(comm: antiphon.Communicator) -> list[dict[str, float]]:
@@ -38,7 +38,7 @@ def rows(comm: antiphon.Communicator) -> list[dict[str, float]]:
             comm.all_reduce(symmetric, out=symmetric)
             result.copy_(symmetric)
 
-        repeats = max(3, min(200, (1 << 24) // size))
+        repeats = max(2, min(50, (1 << 22) // size))
         times = [(timed(comm, without, repeats), timed(comm, within, repeats)) for _ in range(ROUNDS)]
         plain_us, symmetric_us = (min(column) for column in zip(*times, strict=True))
         found.append({"bytes": size, "plain_us": plain_us, "symmetric_us": symmetric_us, "ratio": symmetric_us / plain_us})

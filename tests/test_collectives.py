@@ -54,7 +54,7 @@ class Torch:
 
 
 def cases(world: int) -> dict[str, tuple[int, tuple[Any, ...], Reference]]:
-    """Name, rows per rank, arguments, and what rank ``r`` gets of everybody's input ``xs``."""
+    """Name, rows per rank, arguments, and what rank ``r`` gets of every rank's input ``xs``."""
     root = world - 1
     return {
         "all_reduce": (3, ("sum",), lambda xs, r: reduced("sum", xs)),
@@ -290,7 +290,7 @@ def test_messages() -> None:
 
 
 class OnlyDLPack:
-    """An array of a library nobody has heard of."""
+    """An array of an unknown library."""
 
     def __init__(self, values: Any, versioned: bool) -> None:
         self.values = values

@@ -195,7 +195,13 @@ BAD = {
     "a reduction on no device": (lambda c: c.reduce(CudaArray(), out=CudaArray()), RuntimeError, "libcuda|device 99"),
     "a message on no device": (lambda c: c.send(CudaArray(), 0), RuntimeError, "libcuda|device 99"),
     "started on no device": (lambda c: c.start_broadcast(CudaArray()), RuntimeError, "libcuda|device 99"),
-    "no message started": (lambda c: c.start_recv(CudaArray(), 0), NotImplementedError, "start_recv on cuda:99"),
+    "no message started": (lambda c: c.start_recv(CudaArray(), 0), RuntimeError, "libcuda|device 99"),
+    "no message from any rank": (
+        lambda c: c.start_recv(CudaArray(), None),
+        NotImplementedError,
+        "start_recv from any rank on cuda:99: it takes host memory only",
+    ),
+    "no tag on CUDA": (lambda c: c.start_send(CudaArray(), 0, tag=3), NotImplementedError, "tag 3 on cuda:99"),
     "a barrier of no device": (lambda c: c.barrier(stream=1), ValueError, "a stream needs its device"),
     "a barrier on no device": (lambda c: c.barrier(device=99, stream=1), RuntimeError, "libcuda|device 99"),
     "nothing to prepare": (lambda c: c.prepare_cuda(99), RuntimeError, "libcuda|device 99"),
@@ -484,7 +490,7 @@ def test_closing_waits_for_what_is_being_sent() -> None:
     assert ranks.threads(2, body) == [None, 1 << 20]
 
 
-# Threads, signals, forks, the end. No lock may be held by who waits for the interpreter: the first tests hung before.
+# Threads, signals, forks, the end. A thread that waits for the interpreter must hold no lock.
 
 
 def test_starting_while_another_thread_waits_for_its_turn() -> None:

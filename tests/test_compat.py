@@ -269,7 +269,7 @@ def test_the_command_explains_itself() -> None:
         assert python("-m", "antiphon.compat", *arguments).stdout.startswith("usage: python -m antiphon.compat run")
 
 
-# A script as FlashInfer's users write them, which nobody changed.
+# A script as FlashInfer's users write it, unchanged.
 
 SCRIPT = """
     import ctypes, sys

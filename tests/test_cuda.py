@@ -156,7 +156,7 @@ def a_program_that_only_replays_graphs_hears_of_a_failure(comm: Comm, device: De
 
 @check
 def every_entry_point_raises_after_a_failure(comm: Comm, device: Device) -> None:
-    """Whoever calls next hears of a failure in a graph, by whatever name it calls."""
+    """The next call, of any kind, raises a failure that happened in a graph."""
     group = antiphon.torch.ops.register(comm)
     fused = Call(comm, device, 2, 256, torch.bfloat16)
     fused()
@@ -376,6 +376,9 @@ def messages(comm: Comm, device: Device) -> None:
             comm.send(x, 1)
         elif rank == 1:
             assert comm.recv(out, 0).eq(1).all()
+        received = comm.start_recv(out.zero_(), before)  # first, on every rank: it delays no send
+        sent = comm.start_send(x, after)
+        assert received.wait().eq(before + 1).all() and sent.wait() is None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         comm.send_recv(x, after, out, before)
@@ -407,7 +410,8 @@ def started_calls_go_beside_the_current_stream(comm: Comm, device: Device) -> No
 def what_has_no_form_on_cuda_is_refused(comm: Comm, device: Device) -> None:
     x = filled(comm, device)
     for name, call in {
-        "start_send": lambda: comm.start_send(x, 0),
+        "recv_any": lambda: comm.recv_any(x),
+        "start_recv from any rank": lambda: comm.start_recv(x, None),
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name} on cuda:{device.index}: "):
             call()
@@ -483,7 +487,7 @@ def test_a_world_of_one() -> None:
 
 
 def after_a_death(captured: bool) -> str:
-    """What a rank hears of one that is killed while the others wait for it on their GPUs."""
+    """The error of a rank when another one is killed while the others wait for it on their GPUs."""
     with antiphon.init() as comm:
         device = harness.place("cuda", comm.rank)
         comm.prepare_cuda()
@@ -523,7 +527,7 @@ def test_a_killed_rank_is_named_and_gpus_stay_usable(world_size: int, captured: 
 
 
 def after_a_shrink() -> tuple[int, float, float]:
-    """What those who are left get on their GPUs, eager and in a graph, when a rank was killed and they have shrunk."""
+    """What surviving ranks get on their GPUs, eager and in a graph, when a rank was killed and they have shrunk."""
     with antiphon.init() as old:
         device = harness.place("cuda", old.rank)
         assert old.all_reduce(filled(old, device)).eq(total(old)).all()
@@ -581,7 +585,7 @@ def test_a_timeout_that_is_changed_holds_on_gpus_too() -> None:
 
 
 def with_a_compiler_that_fails() -> tuple[str, float]:
-    """What a rank hears when the last one cannot compile a kernel, and after how many seconds."""
+    """The error of a rank when the last one cannot compile a kernel, and after how many seconds."""
     with antiphon.init() as comm:
         device = harness.place("cuda", comm.rank)
         comm.prepare_cuda(dtypes=[])
@@ -607,7 +611,7 @@ def test_a_kernel_that_one_rank_cannot_compile_is_told_to_all() -> None:
 
 
 def left_alone_with_a_graph() -> str:
-    """The first rank replays a graph for which nobody else comes, and says nothing of it; the other hears how it ends."""
+    """The first rank replays a graph that no other rank replays; the other rank sees how the process ends."""
     os.environ["ANTIPHON_ON_FAILURE"] = "abort"
     with antiphon.init() as comm:
         x = filled(comm, harness.place("cuda", comm.rank))

@@ -22,7 +22,7 @@ from antiphon.comm.fd_exchange import broadcast_fd, exchange_fds, recv_fd_dgram,
 
 
 class Backend:
-    """The ranks of a communicator; ``then`` sees what they told each other before this rank goes on."""
+    """The ranks of a communicator; ``then`` sees the exchanged objects before this rank continues."""
 
     def __init__(self, comm: antiphon.Communicator, then: Callable[[Any], Any] = lambda words: words) -> None:
         self.comm, self.then = comm, then
@@ -85,7 +85,7 @@ def read_and_close(*fds: int) -> list[str]:
 
 
 def exchanged(comm: antiphon.Communicator, then: Callable[[Any], Any] = lambda words: words) -> list[str]:
-    """What this rank reads from everybody's descriptor."""
+    """What this rank reads from every rank's descriptor."""
     mine = file_of(comm.rank)
     try:
         fds = exchange_fds(Backend(comm, then), mine)
@@ -169,7 +169,7 @@ def test_a_rank_that_leaves_is_named_at_once_and_nothing_stays_open() -> None:
 
 
 def killed_in_between() -> tuple[str, list[str]]:
-    """What rank 0 hears when rank 1 is killed, and the names of all mailboxes."""
+    """The error of rank 0 when rank 1 is killed, and the names of all mailboxes."""
     names: list[str] = []
 
     def then(words: Any) -> None:
@@ -210,14 +210,14 @@ def test_a_rank_that_does_nothing_is_named_at_the_deadline(monkeypatch: pytest.M
 
 def test_messages_without_the_secret_are_dropped() -> None:
     def write(words: Any) -> None:
-        with open(os.devnull) as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-            stranger.setblocking(False)
+        with open(os.devnull) as file, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outsider:
+            outsider.setblocking(False)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 3))]
             for letter in b"", b"1", b"1 password", bytes(10_000), b"\xff":
-                stranger.sendmsg([letter], rights, 0, words[0][0])
+                outsider.sendmsg([letter], rights, 0, words[0][0])
             with pytest.raises(BlockingIOError):  # until no more goes in
                 for _ in range(10_000):
-                    stranger.sendto(b"1 ", words[0][0])
+                    outsider.sendto(b"1 ", words[0][0])
 
     def body(comm: antiphon.Communicator) -> list[str]:
         return exchanged(comm, write if comm.rank == 0 else lambda words: words)

@@ -1,4 +1,4 @@
-"""Programs that nobody would write, against a second implementation of the format (`language_model.py`): the same bytes."""
+"""Random programs, against a second implementation of the format (`language_model.py`): the same bytes."""
 
 import random
 from types import ModuleType

@@ -252,12 +252,12 @@ def test_wrong_options_are_told() -> None:
         Options(realize=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="overlap=1: True or False"):
         Options(overlap=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="names of groups"):
+    with pytest.raises(ValueError, match="a tuple of the names of groups"):
         Options(groups="tp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="known are off, log, strict"), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ANTIPHON_LOWERING", "on")
         antiphon.lowering._options.mode()
-    with pytest.raises(ValueError, match="what it is"):
+    with pytest.raises(ValueError, match="one word, and at least one"):
         antiphon.lowering.spell("mine.add.default", "")
 
 

@@ -259,7 +259,7 @@ def what_is_wrong_with_a_handler(device: torch.device) -> None:
     for changes, kind, text in wrong:
         with pytest.raises(kind, match=text):
             MixedCommHandler(**{**good, **changes})
-    # Nobody waits for the one whose handler has failed.
+    # No rank waits for the one whose handler has failed.
     broken = MixedCommHandler.__new__(MixedCommHandler)
     del broken
     MixedCommHandler(**good).shutdown()

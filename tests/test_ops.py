@@ -137,7 +137,7 @@ def others(x: torch.Tensor, group: str) -> tuple[torch.Tensor, ...]:
 
 
 def unused(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Results that nobody uses, around one that is."""
+    """Unused results, around one that is used."""
     ops.all_reduce(x, group)
     ops.all_gather(x, group)
     ops.reduce_scatter(x, group)

@@ -1,4 +1,4 @@
-"""What is published: the sdist builds alone, the wheel is whole, and its types reach those who import it."""
+"""What is published: the sdist builds alone, the wheel is whole, and its types are visible to programs that import it."""
 
 import json
 import os

@@ -14,7 +14,7 @@ from antiphon.language import *
 
 
 def all_gather(size: int = 2, inplace: bool = False) -> CollectiveProgram:
-    """Each rank puts its input into everybody's output."""
+    """Each rank puts its input into every rank's output."""
     with CollectiveProgram("all_gather", AllGather(size, 1, inplace), size) as program:
         pairs = [(own, peer) for own in range(size) for peer in range(size) if own != peer]
         channel = {(own, peer): MemoryChannel(peer, own) for own, peer in pairs}
@@ -36,7 +36,7 @@ def all_gather(size: int = 2, inplace: bool = False) -> CollectiveProgram:
 
 
 def all_reduce(size: int = 2, reads: bool = True) -> CollectiveProgram:
-    """Each rank reduces everybody's input into its output."""
+    """Each rank reduces every rank's input into its output."""
     with CollectiveProgram("all_reduce", AllReduce(size, 1, False), size) as program:
         pairs = [(own, peer) for own in range(size) for peer in range(size) if own != peer]
         channel = {(own, peer): MemoryChannel(peer, own) for own, peer in pairs}
@@ -152,7 +152,7 @@ def test_what_is_not_proved_is_not_loaded() -> None:
             comm.load_plan("/dev/zero")
         with pytest.raises(ValueError, match="plan \"all_gather\" is for 3 ranks, and there are 2"):
             comm.load_plan(all_gather_of_three)
-        # One rank's mistake is everybody's, and the communicator stays usable.
+        # A mistake of one rank is an error on every rank, and the communicator stays usable.
         named = "rank 1 has no plan that can run: " if comm.rank == 0 else ""
         with pytest.raises(ValueError, match=f"^{named}plan \"all_reduce\" is not proved"):
             comm.load_plan(right if comm.rank == 0 else wrong)

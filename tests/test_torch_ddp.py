@@ -177,7 +177,7 @@ def begin_and_end(folder: str) -> None:
     dist.destroy_process_group()
     assert comm.closed
 
-    # A store to which nobody else comes.
+    # A store that no other rank joins.
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not come"):
         dist.init_process_group(
             "antiphon", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=1)

@@ -283,7 +283,7 @@ def lists_of_uneven_tensors(group: Group, device: Device) -> None:
 
 @check
 def messages(group: Group, device: Device) -> None:
-    """Everyone sends before it receives, also more than is buffered."""
+    """Every rank sends before it receives, also more than is buffered."""
     size, rank = group.size(), group.rank()
     after, before = (rank + 1) % size, (rank - 1) % size
     for count in (3, 2_000_000):

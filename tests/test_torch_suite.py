@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("expecttest")  # which PyTorch's tests need
 import torch_suite
 
-#: But for ``monitored_barrier``, which torch lets nobody but gloo do.
+#: Except ``monitored_barrier``, which torch allows only for gloo.
 ONCE_FAILED = [
     "test_accumulate_gradients_no_sync",
     "test_accumulate_gradients_no_sync_allreduce_hook",

@@ -19,7 +19,7 @@ def norm_of(x: torch.Tensor, weight: torch.Tensor, weight_bias: float = 0.0) -> 
 
 
 class Tensors:
-    """Random tensors that are the same on all ranks, or of which every rank knows everybody's."""
+    """Random tensors that are the same on all ranks, or of which every rank knows every rank's."""
 
     def __init__(self, device: torch.device, world_size: int, rank: int) -> None:
         self.device, self.world_size, self.rank, self.seed = device, world_size, rank, 0

@@ -22,6 +22,15 @@ fn main() {
     let rms_norm = keywords(&stub, "all_reduce_rms_norm");
     let same = rms_norm.iter().filter(|keyword| fused.contains(keyword));
     let same: Vec<&str> = same.filter_map(Keyword::name).collect();
+    // Type checkers want both signatures written out: a keyword of both must not mean two things.
+    for name in rms_norm.iter().filter_map(Keyword::name).filter(|name| *name != "x" && !same.contains(name))
+    {
+        let differs = fused.iter().any(|keyword| keyword.name() == Some(name));
+        assert!(
+            !differs,
+            "{STUB}: {name} has another type or default in all_reduce_rms_norm than in all_reduce_fused"
+        );
+    }
     let rules = format!(
         "    (all_reduce_fused => $define:ident) => {{ $define! {{ {} }} }};\n    \
          (all_reduce_rms_norm => $define:ident) => {{ $define! {{ {} [{}] }} }};\n",
@@ -62,7 +71,7 @@ impl<'a> Keyword<'a> {
         }
     }
 
-    /// As PyO3's signature has it.
+    /// As in PyO3's signature.
     fn signature(&self) -> String {
         match self {
             Self::Star => "*".into(),

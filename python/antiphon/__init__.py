@@ -1,4 +1,4 @@
-"""Collectives between the processes of one machine, on NumPy arrays, torch tensors and anything that speaks DLPack.
+"""Collectives between the processes of one machine, on NumPy arrays, torch tensors and any object with DLPack.
 
     import antiphon, numpy as np
 
@@ -45,7 +45,7 @@ __all__ = [
     "wait_all",
 ]
 
-#: Parts that a program imports by themselves.
+#: Modules that a program imports separately.
 _PARTS = ("comm", "compat", "language", "torch")
 
 

@@ -8,7 +8,7 @@ from antiphon import _core
 
 
 def main() -> None:
-    # No Python runs meanwhile, so Python's handler would never.
+    # No Python code runs meanwhile, so Python's signal handler would never run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # `plan build` runs scripts, by a Python that has this package.
     os.environ.setdefault("ANTIPHON_PYTHON", sys.executable)

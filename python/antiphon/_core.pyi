@@ -134,7 +134,7 @@ class Communicator:
     (``RuntimeError`` after Ctrl-C). A closed communicator, or one in the child of a fork, raises ``RuntimeError``. Other threads
     run while a call waits, and Ctrl-C ends the wait.
 
-    **On CUDA.** All operations except plans, ``start_send`` and ``start_recv`` also take tensors on
+    **On CUDA.** All operations except plans, :meth:`recv_any` and messages with tags also take tensors on
     a GPU (reductions only float32, float16 and bfloat16). They enqueue their work in the current stream of torch or CuPy,
     or in ``stream``, a stream's handle as an integer. They do not wait for the work, and may be captured in graphs. On each
     rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
@@ -287,8 +287,8 @@ class Communicator:
         The algorithm is chosen from measured tables unless given; on the host that needs another ``out`` than ``x``.
 
         ``registered`` is for CUDA: ``x`` lies in memory given to :meth:`register_cuda`, at the same place of it on all ranks,
-        and peers load it where it lies. By ``"one-shot"`` into any ``out`` but ``x``; by ``"two-shot"`` into one that
-        is registered too, or ``x`` itself, for which it is the usual one."""
+        and peers load it in place. With ``"one-shot"``, ``out`` is any memory except ``x``. With ``"two-shot"``, ``out`` is registered
+        too, or is ``x`` itself, where two-shot is the default."""
 
     def all_reduce_rms_norm(
         self,
@@ -539,7 +539,8 @@ class Communicator:
         """Starts :meth:`send`."""
 
     def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
-        """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank."""
+        """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank
+        (host memory only)."""
 
     def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
         """Makes a buffer of which every rank has a zeroed copy that all ranks can read and write. Collectives on
@@ -598,7 +599,7 @@ class SharedBuffer:
         """The address, in this process, of a rank's copy."""
 
     def memory(self, dtype: str, shape: Sequence[int] | None = None, rank: int | None = None) -> Memory:
-        """The start of a rank's copy (this rank's, unless said otherwise) as a tensor of this dtype (``"float32"``,
+        """The start of a rank's copy (by default this rank's) as a tensor of this dtype (``"float32"``,
         ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given)."""
 
 @final
@@ -1247,7 +1248,7 @@ class MixedHandler:
         stream: int | None = None,
         strict: bool = False,
     ) -> Any:
-        """Runs the operation of this number on an array, and gives ``out``, which is made if there is none. ``rows`` are those of
+        """Runs the operation of this number on an array, and returns ``out``, which is made unless given. ``rows`` are those of
         each data parallel rank, where they differ. ``ValueError`` for what the layout has no use for; if ``strict`` also for
         arrays of another dtype or device than the handler's, of one dimension, and of shapes that do not go together."""
 

@@ -1,4 +1,4 @@
-"""The communicator of calls that name none."""
+"""The default communicator, for calls without one."""
 
 import os
 import threading

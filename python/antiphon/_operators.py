@@ -21,7 +21,7 @@ __all__ = ["Operators"]
 
 
 class Operators:
-    """A part of the namespace, which lasts as long as this does."""
+    """Operators in the namespace, which exist as long as this object."""
 
     def __init__(self) -> None:
         self._library = torch.library.Library("antiphon", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -29,7 +29,7 @@ class Operators:
     def define(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
         """An operator for tensors on the host and on GPUs, whose first argument is a tensor and whose results are tensors, or one list of them.
 
-        A compiler keeps its calls, even if nobody uses their results, and keeps their order among those of all operators
+        A compiler keeps its calls, even if their results are unused, and keeps their order among those of all operators
         that are defined here.
         """
         operator = self._define(schema, kernel, fake)
@@ -71,7 +71,7 @@ class Operators:
         return operator
 
 
-#: Where a trace keeps the ticket for its next call.
+#: The name under which a trace keeps the ticket for its next call.
 _TICKET = "antiphon_ticket"
 
 
@@ -87,5 +87,5 @@ def _with_ticket(function: Callable[..., Any]) -> Callable[..., Any]:
     return ordered
 
 
-# Torch's caches of compiled programs know an operator by its name: what an older release left there has no tickets.
+# Torch's caches of compiled programs identify an operator by its name, and entries of an older release have no tickets.
 torch.compiler.config.cache_key_tag += "antiphon: tickets;"

@@ -1,4 +1,4 @@
-"""What calls with several results return."""
+"""The results of calls that return several."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ __all__ = ["RmsNormResult"]
 
 
 class RmsNormResult(NamedTuple):
-    """What :meth:`antiphon.Communicator.all_reduce_rms_norm` gives; ``None`` for what was not asked for."""
+    """The result of :meth:`antiphon.Communicator.all_reduce_rms_norm`; a field that was not asked for is ``None``."""
 
     norm: Any
     """The norm, of the shape and dtype of ``x``."""

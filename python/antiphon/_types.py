@@ -27,7 +27,7 @@ class ReduceOp(str, enum.Enum):
 #: ``ReduceOp(name)`` makes one of any string.
 Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg", "band", "bor", "bxor"] | ReduceOp
 Algorithm: TypeAlias = Literal["one-shot", "two-shot"]
-#: How a norm is quantised.
+#: The quantisations of a norm.
 Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-tokens-reciprocal", "fp8-groups", "nvfp4"]
-#: Where the scales of FP4 stand.
+#: The layouts of the scales of FP4.
 ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"]

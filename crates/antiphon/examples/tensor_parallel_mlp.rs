@@ -68,7 +68,7 @@ impl Matrix {
         self.data.chunks(self.columns).flat_map(|row| row[range.clone()].iter().copied()).collect()
     }
 
-    /// The approximation by tanh, as GPT-2 has it.
+    /// The approximation by tanh, as in GPT-2.
     fn gelu(mut self) -> Matrix {
         for x in &mut self.data {
             *x *= 0.5 * (1.0 + (0.797_884_6 * (*x + 0.044_715 * x.powi(3))).tanh());

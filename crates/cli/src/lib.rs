@@ -70,7 +70,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitStatus {
 }
 
 /// A file, or a shared memory, that would grow beyond RLIMIT_FSIZE makes the kernel send SIGXFSZ, which kills without a
-/// word. With a handler that does nothing the write fails, and the error is told. Programs that this one starts get the
+/// word. With a handler that does nothing the write fails, and the error is reported. Programs that this one starts get the
 /// default back, as from every handler.
 fn survive_file_limits() {
     // SAFETY: the handler does nothing at all.

@@ -1,4 +1,4 @@
-//! `antiphon lower`: what becomes of the collectives of a compiler's graph, and why.
+//! `antiphon lower`: the rewritten collectives of a compiler's graph, and the reasons.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! What Linux tells about the machine, read from /proc and /sys.
+//! The properties of the machine, read from /proc and /sys.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -87,9 +87,9 @@ pub fn cpu_list(text: &str) -> Option<Vec<usize>> {
 /// How many cores there are, counted as Linux does: one for each hardware thread.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cores {
-    /// Those of the machine that are switched on.
+    /// The cores of the machine that are online.
     pub online: usize,
-    /// Those that this process may run on.
+    /// The cores on which this process may run.
     pub allowed: usize,
     /// How many cores' worth of time the control group grants; `None` without a limit.
     pub quota: Option<f64>,

@@ -66,7 +66,7 @@ pub struct Args {
     command: Vec<OsString>,
 }
 
-/// Runs the command; problems and failed ranks are told on standard error.
+/// Runs the command; problems and failed ranks are reported on standard error.
 pub fn execute(args: Args) -> ExitStatus {
     let mut printer = Printer::new();
     match args.launch().run(|rank, stream, line| printer.print(rank, stream, line)) {

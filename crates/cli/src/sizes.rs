@@ -66,7 +66,7 @@ pub enum SizesError {
     Step {
         /// The range.
         text: String,
-        /// What stands behind the colon.
+        /// The text behind the colon.
         factor: String,
     },
 }

@@ -1,4 +1,4 @@
-//! `antiphon tune`: measures which algorithm is fastest at which size, and keeps the answer.
+//! `antiphon tune`: measures which algorithm is fastest at which size, and keeps the result.
 
 use std::io::{Write, stdout};
 

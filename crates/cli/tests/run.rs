@@ -80,7 +80,7 @@ fn wait_until(what: &str, condition: impl Fn() -> bool) {
 
 fn alive(pid: i32) -> bool {
     let exists = Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid).is_ok());
-    // A process that ended but whom nobody collected is not alive.
+    // A process that has ended, but whose parent has not collected it, is not alive.
     exists && !fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "))
 }
 
@@ -238,7 +238,7 @@ fn a_reader_that_stalls_stops_no_signal() {
     launch.signal(Signal::INT); // to the ranks
     let rank: i32 = launch.lines[0][4..].parse().unwrap();
     wait_until("the interrupt did not reach the ranks", || !alive(rank));
-    // The launcher still holds lines that nobody reads: the next interrupt is for itself.
+    // The launcher still holds lines that no process reads: the next interrupt ends the launcher itself.
     let deadline = Instant::now() + PATIENCE;
     while launch.launcher.try_wait().unwrap().is_none() {
         assert!(Instant::now() < deadline, "the launcher hangs");

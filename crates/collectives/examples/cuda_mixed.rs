@@ -1,5 +1,5 @@
 //! Times mixed collectives on the GPUs of this machine: `cuda_mixed [RANKS [TP]]`, on bf16 rows of 7168, beside two collectives of
-//! ours in the groups. All GPUs in groups of two, unless told otherwise.
+//! ours in the groups. By default all GPUs, in groups of two.
 
 mod timing;
 

@@ -1,4 +1,4 @@
-//! Tables of which algorithm is fastest at which size: equal on all ranks, and kept in a cache file.
+//! Tables of the fastest algorithm at each size: equal on all ranks, and kept in a cache file.
 
 use std::{ops::RangeInclusive, time::Duration};
 
@@ -7,7 +7,7 @@ use antiphon_tuning::{Cache, Key, Sweep, Table, TuningError, doubling, same_on_a
 
 use crate::error::{CollectiveError, Result};
 
-/// Which of an operation's algorithms is fastest at which size. Algorithms are in the order of their numbers.
+/// The fastest of an operation's algorithms at each size. Algorithms are in the order of their numbers.
 #[derive(Debug, Clone)]
 pub struct AlgorithmTable {
     table: Table,

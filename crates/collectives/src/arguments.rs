@@ -84,7 +84,7 @@ impl Output {
     }
 }
 
-/// A call whose arguments make sense beside each other, on one rank.
+/// A call on one rank whose arguments were checked, each alone and with the others.
 pub(crate) struct CheckedCall<'c> {
     pub(crate) call: &'c Call<'c>,
     /// What the ranks must agree on.
@@ -101,7 +101,56 @@ pub(crate) struct CheckedCall<'c> {
 }
 
 impl<'c> CheckedCall<'c> {
-    /// A call of rank `rank` of `world_size` with these tensors; those that the rank need not pass are dropped.
+    /// Checks a call of rank `rank` of `world_size` whose tensors lie on `device`: first each tensor alone, then both together.
+    /// A tensor that the rank need not pass is not looked at.
+    #[inline]
+    pub(crate) fn of_tensors(
+        device: Device,
+        call: &'c Call<'c>,
+        (rank, world_size): (usize, usize),
+        input: Option<&TensorView<'_>>,
+        output: Option<&mut TensorViewMut<'_>>,
+    ) -> Result<Self> {
+        let input = input.filter(|_| call.needs_input(rank));
+        let output = output.filter(|_| call.needs_output(rank));
+        let input = input.map(|input| Input::on(device, call.operation, input)).transpose()?;
+        let output = output.map(|output| Output::on(device, call.operation, output)).transpose()?;
+        Self::new(call, (rank, world_size), input, output)
+    }
+
+    /// [`of_tensors`](Self::of_tensors) for one buffer that is both input and output, as the operation's row allows.
+    pub(crate) fn of_buffer(
+        device: Device,
+        call: &'c Call<'c>,
+        ranks: (usize, usize),
+        buffer: &mut TensorViewMut<'_>,
+    ) -> Result<Self> {
+        Self::in_place(call, ranks, Output::on(device, call.operation, buffer)?)
+    }
+
+    /// [`of_tensors`](Self::of_tensors) for every pair of a list.
+    pub(crate) fn of_lists(
+        device: Device,
+        call: &'c Call<'c>,
+        ranks: (usize, usize),
+        inputs: &[TensorView<'_>],
+        outputs: &mut [TensorViewMut<'_>],
+    ) -> Result<Vec<Self>> {
+        if inputs.len() != outputs.len() {
+            let expected = format!("one output for each of {} inputs, not {}", inputs.len(), outputs.len());
+            return Err(CollectiveError::Refused {
+                operation: call.operation.name(),
+                which: "list",
+                expected,
+            });
+        }
+        let pairs = inputs.iter().zip(outputs);
+        pairs
+            .map(|(input, output)| Self::of_tensors(device, call, ranks, Some(input), Some(output)))
+            .collect()
+    }
+
+    /// A call of rank `rank` of `world_size` with tensors that were checked alone; those that the rank need not pass are dropped.
     #[inline]
     pub(crate) fn new(
         call: &'c Call<'c>,
@@ -136,11 +185,7 @@ impl<'c> CheckedCall<'c> {
     }
 
     /// A call whose output takes the place of its input, as the operation's row allows.
-    pub(crate) fn in_place(
-        call: &'c Call<'c>,
-        (rank, world_size): (usize, usize),
-        buffer: Output,
-    ) -> Result<Self> {
+    fn in_place(call: &'c Call<'c>, (rank, world_size): (usize, usize), buffer: Output) -> Result<Self> {
         let operation = call.operation;
         let own =
             || -> Result<Output> { Ok(buffer.elements(call.own_piece(buffer.count, rank, world_size)?)) };
@@ -152,6 +197,24 @@ impl<'c> CheckedCall<'c> {
             }
             InPlace::Never => Err(CollectiveError::not_in_place(operation)),
         }
+    }
+
+    /// The addresses of the input and of the output; 0 for one that is absent.
+    #[inline]
+    pub(crate) fn addresses(&self) -> (usize, usize) {
+        (self.input.map_or(0, |input| input.data.addr()), self.output.map_or(0, |output| output.data.addr()))
+    }
+
+    /// The size of a block in bytes.
+    #[inline]
+    pub(crate) fn block_bytes(&self) -> usize {
+        self.block * self.dtype.size()
+    }
+
+    /// The kernels' reduction for this call.
+    #[inline]
+    pub(crate) fn reduction(&self) -> Result<Reduction> {
+        reduction(self.signature.operation, self.dtype, self.call.op)
     }
 
     /// See [`check_reduction`].
@@ -180,18 +243,6 @@ fn check(serves: Device, operation: Operation, which: &'static str, tensor: &Ten
         return Err(CollectiveError::Device { operation, which, device: tensor.device(), serves });
     }
     tensor.contiguous().map_err(|source| CollectiveError::Tensor { operation, which, source })
-}
-
-/// Checks the tensors of a call beside each other, wherever they are, as the operation's row says; the elements of a block.
-#[inline]
-pub(crate) fn block(
-    operation: Operation,
-    input: &Input,
-    output: &Output,
-    world_size: usize,
-) -> Result<usize> {
-    same_dtype(operation, input, output)?;
-    Ok(operation.block(input.count, output.count, world_size)?)
 }
 
 /// Input and output must hold the same kind of elements.
@@ -258,9 +309,4 @@ pub(crate) fn check_reduction(
         }
     }
     Ok(())
-}
-
-/// An operation with what all ranks must agree on.
-pub(crate) fn signature(operation: Operation, dtype: DType, count: usize) -> Signature {
-    Signature { dtype: Some(dtype), count: count as u64, ..Signature::new(operation) }
 }

@@ -171,27 +171,24 @@ pub trait Collectives {
 }
 
 impl Collectives for Communicator {
+    #[inline]
     fn call(
         &self,
         call: &Call<'_>,
         input: Option<TensorView<'_>>,
-        output: Option<TensorViewMut<'_>>,
+        mut output: Option<TensorViewMut<'_>>,
     ) -> Result<()> {
-        let (operation, rank) = (call.operation, self.rank());
-        if operation == Operation::Barrier {
+        if call.operation == Operation::Barrier {
             return Ok(self.barrier()?);
         }
-        // What a rank need not pass is not even looked at.
-        let input = input.filter(|_| call.needs_input(rank));
-        let output = output.filter(|_| call.needs_output(rank));
-        let input = input.map(|input| Input::new(operation, &input)).transpose()?;
-        let output = output.map(|mut output| Output::new(operation, &mut output)).transpose()?;
-        run(self, &CheckedCall::new(call, (rank, self.world_size()), input, output)?)
+        let ranks = (self.rank(), self.world_size());
+        run(self, &CheckedCall::of_tensors(Device::Host, call, ranks, input.as_ref(), output.as_mut())?)
     }
 
+    #[inline]
     fn call_in_place(&self, call: &Call<'_>, mut buffer: TensorViewMut<'_>) -> Result<()> {
-        let buffer = Output::new(call.operation, &mut buffer)?;
-        run(self, &CheckedCall::in_place(call, (self.rank(), self.world_size()), buffer)?)
+        let ranks = (self.rank(), self.world_size());
+        run(self, &CheckedCall::of_buffer(Device::Host, call, ranks, &mut buffer)?)
     }
 
     #[inline]
@@ -201,23 +198,15 @@ impl Collectives for Communicator {
         output: impl Into<TensorViewMut<'o>>,
         op: ReduceOp,
     ) -> Result<()> {
-        let (input, mut output) = (input.into(), output.into());
-        let input = Input::new(Operation::AllReduce, &input)?;
-        all_reduce::run(
-            self,
-            input,
-            Output::new(Operation::AllReduce, &mut output)?,
-            op,
-            AllReduceOptions::default(),
-        )
+        self.all_reduce_with(input, output, op, AllReduceOptions::default())
     }
 
     #[inline]
     fn all_reduce_in_place<'o>(&self, buffer: impl Into<TensorViewMut<'o>>, op: ReduceOp) -> Result<()> {
-        let buffer = Output::new(Operation::AllReduce, &mut buffer.into())?;
-        all_reduce::run(self, buffer.as_input(), buffer, op, AllReduceOptions::default())
+        self.call_in_place(&Call::new(Operation::AllReduce).with_op(op), buffer.into())
     }
 
+    #[inline]
     fn all_reduce_with<'i, 'o>(
         &self,
         input: impl Into<TensorView<'i>>,
@@ -225,9 +214,8 @@ impl Collectives for Communicator {
         op: ReduceOp,
         options: impl Into<AllReduceOptions>,
     ) -> Result<()> {
-        let (input, mut output) = (input.into(), output.into());
-        let input = Input::new(Operation::AllReduce, &input)?;
-        all_reduce::run(self, input, Output::new(Operation::AllReduce, &mut output)?, op, options.into())
+        let call = Call::new(Operation::AllReduce).with_op(op).with_algorithm(options.into().number());
+        self.call(&call, Some(input.into()), Some(output.into()))
     }
 
     fn all_reduce_fused(&self, call: FusedAllReduce<Operand<'_>>) -> Result<()> {
@@ -357,14 +345,16 @@ impl Collectives for Communicator {
     }
 }
 
+/// Checks a call of tensors that were checked alone, and carries it out on host memory.
+pub(crate) fn call_checked(comm: &Communicator, call: &Call<'_>, input: Input, output: Output) -> Result<()> {
+    run(comm, &CheckedCall::new(call, (comm.rank(), comm.world_size()), Some(input), Some(output))?)
+}
+
 /// Carries out a call on host memory.
 fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
-    match (call.signature.operation, call.input, call.output) {
-        (Operation::AllReduce, Some(input), Some(output)) => {
-            let options = AllReduceOptions::numbered(call.call.algorithm)?;
-            all_reduce::run(comm, input, output, call.call.op, options)
-        }
-        (operation, ..) if !operation.is_call() => {
+    match call.signature.operation {
+        Operation::AllReduce => all_reduce::run(comm, call),
+        operation if !operation.is_call() => {
             let text = format!("{operation} is no call with one input and one output");
             Err(FabricError::invalid(text).into())
         }

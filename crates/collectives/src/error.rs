@@ -28,9 +28,9 @@ pub enum CollectiveError {
     DTypes {
         /// The operation.
         operation: &'static str,
-        /// Of the input.
+        /// The dtype of the input.
         input: DType,
-        /// Of the output.
+        /// The dtype of the output.
         output: DType,
     },
     /// A tensor has the wrong number of elements.
@@ -54,7 +54,7 @@ pub enum CollectiveError {
         operation: &'static str,
         /// Which argument.
         which: &'static str,
-        /// What is needed, and what there is.
+        /// The requirement, and the actual argument.
         expected: String,
     },
     /// A tensor is in memory that this backend does not serve.
@@ -119,15 +119,15 @@ pub enum CollectiveError {
         from: usize,
         /// The receiver.
         to: usize,
-        /// What the one sends.
+        /// The number of elements that the sender sends.
         sent: u64,
-        /// What the other expects.
+        /// The number of elements that the receiver expects.
         expected: u64,
     },
 }
 
 impl CollectiveError {
-    /// That input and output must lie apart.
+    /// The error for an operation whose input and output must not overlap.
     pub(crate) fn not_in_place(operation: Operation) -> Self {
         let expected = "apart from the input: this does not work in place".to_owned();
         Self::Refused { operation: operation.name(), which: "output", expected }

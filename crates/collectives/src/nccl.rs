@@ -1,13 +1,13 @@
 //! The collectives between GPUs through NCCL: the yardstick, and the fallback.
 //!
 //! [`NcclCollectives`] has the methods of [`CudaCollectives`](crate::cuda::CudaCollectives), and puts NCCL's kernels into
-//! the stream instead of ours. It is there to be compared with, and for devices that do not reach each other's memory and
-//! dtypes that the kernels do not reduce. Two promises of this crate are not NCCL's:
+//! the stream instead of ours. It serves as a yardstick, for devices that do not reach each other's memory, and for
+//! dtypes that our kernels do not reduce. Two promises of this crate are not NCCL's:
 //!
 //! * **The bits are its own.** It reduces in an order that depends on the size, the number of ranks, the links and its
 //!   version, and may round at every step: results are the same on every rank, but not those of the host.
-//! * **It has no deadline.** A rank that does not come keeps the others' kernels waiting, and nothing compares what the
-//!   ranks call. [`check`](NcclCollectives::check) tells what NCCL has noticed.
+//! * **It has no deadline.** If a rank does not come, the others' kernels wait for ever, and nothing compares the calls of
+//!   the ranks. [`check`](NcclCollectives::check) returns what NCCL has noticed.
 //!
 //! libnccl is opened at run time; [`antiphon_device::cuda`] says where it is looked for.
 
@@ -22,7 +22,7 @@ use antiphon_operation::{Call, Root};
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use crate::{
-    arguments::{CheckedCall, Input, Output, block},
+    arguments::{CheckedCall, Input, Output},
     error::{CollectiveError, Result},
 };
 
@@ -46,7 +46,7 @@ impl NcclCollectives {
     /// to install), [`FabricError::InvalidArgument`] that names it elsewhere; as [`Communicator::barrier`]. A rank that
     /// ends while they meet in NCCL leaves the others there: NCCL has no deadline.
     pub fn new(comm: &Communicator, context: &Context) -> Result<Self> {
-        // Only rank 0 makes an id, but nobody waits for a rank that cannot follow.
+        // Only rank 0 makes an id, but all ranks learn of a rank that cannot load NCCL, and do not wait for it.
         let id = Nccl::load().and_then(|nccl| (comm.rank() == 0).then(|| nccl.unique_id()).transpose());
         let id = comm.agree("has no NCCL", id.map_err(CollectiveError::from))?.map(|id| id.to_bytes());
         let ids = comm.exchange_bytes(id.as_ref().map_or(&[], |id| &id[..]))?;
@@ -100,12 +100,10 @@ impl NcclCollectives {
         op: ReduceOp,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        const OPERATION: Operation = Operation::AllReduce;
-        let (from, to, _) = self.pair(OPERATION, input, output)?;
-        let (start, end) = ends(&from, &to);
-        // SAFETY: as many elements on both sides; the rest is passed on.
-        unsafe { self.nccl.all_reduce(start, end, from.count, from.dtype, op, stream.into()) }
-            .map_err(CollectiveError::from)
+        let call = Call::new(Operation::AllReduce).with_op(op);
+        let (input, mut output) = (input.into(), output.into());
+        // SAFETY: passed on.
+        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
     /// All ranks' `input`, one behind the other by rank, to the `output` of every rank.
@@ -121,12 +119,10 @@ impl NcclCollectives {
         output: impl Into<TensorViewMut<'o>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        const OPERATION: Operation = Operation::AllGather;
-        let (from, to, block) = self.pair(OPERATION, input, output)?;
-        let (start, end) = ends(&from, &to);
-        // SAFETY: the output has a block of the input's size for each rank; the rest is passed on.
-        unsafe { self.nccl.all_gather(start, end, block, from.dtype, stream.into()) }
-            .map_err(CollectiveError::from)
+        let call = Call::new(Operation::AllGather);
+        let (input, mut output) = (input.into(), output.into());
+        // SAFETY: passed on.
+        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
     /// Reduces the inputs, which have one block for each rank, and gives every rank its block.
@@ -143,12 +139,10 @@ impl NcclCollectives {
         op: ReduceOp,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        const OPERATION: Operation = Operation::ReduceScatter;
-        let (from, to, block) = self.pair(OPERATION, input, output)?;
-        let (start, end) = ends(&from, &to);
-        // SAFETY: the input has a block of the output's size for each rank; the rest is passed on.
-        unsafe { self.nccl.reduce_scatter(start, end, block, to.dtype, op, stream.into()) }
-            .map_err(CollectiveError::from)
+        let call = Call::new(Operation::ReduceScatter).with_op(op);
+        let (input, mut output) = (input.into(), output.into());
+        // SAFETY: passed on.
+        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
     /// Block `r` of every rank's `input` to rank r's `output`, where the blocks lie in the order of their senders.
@@ -164,7 +158,8 @@ impl NcclCollectives {
         output: impl Into<TensorViewMut<'o>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let (call, input, mut output) = (Call::new(Operation::AllToAll), input.into(), output.into());
+        let call = Call::new(Operation::AllToAll);
+        let (input, mut output) = (input.into(), output.into());
         // SAFETY: passed on.
         unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
@@ -184,12 +179,8 @@ impl NcclCollectives {
         output: Option<&mut TensorViewMut<'_>>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let (operation, serves, rank) = (call.operation, self.serves(), self.rank());
-        let input = input.filter(|_| call.needs_input(rank));
-        let output = output.filter(|_| call.needs_output(rank));
-        let input = input.map(|input| Input::on(serves, operation, input)).transpose()?;
-        let output = output.map(|output| Output::on(serves, operation, output)).transpose()?;
-        let checked = CheckedCall::new(call, (rank, self.world_size()), input, output)?;
+        let ranks = (self.rank(), self.world_size());
+        let checked = CheckedCall::of_tensors(self.serves(), call, ranks, input, output)?;
         // SAFETY: passed on.
         Ok(unsafe { self.carry_out(&checked, stream) }?)
     }
@@ -203,8 +194,8 @@ impl NcclCollectives {
     ) -> std::result::Result<(), CudaError> {
         let (nccl, rank, block, dtype) = (&self.nccl, call.rank, call.block, call.dtype);
         let (op, root, row) = (call.call.op, call.call.root, call.signature.operation.row());
-        let from = DevicePointer(call.input.map_or(0, |input| input.data.addr() as u64));
-        let to = DevicePointer(call.output.map_or(0, |output| output.data.addr() as u64));
+        let (from, to) = call.addresses();
+        let (from, to) = (DevicePointer(from as u64), DevicePointer(to as u64));
         let (sent, received) = (call.input_layout(), call.output_layout());
         let at = |base: DevicePointer, part: &Range<usize>| base.offset((part.start * dtype.size()) as u64);
         // SAFETY: the call was checked, so all parts lie in the tensors; the rest is passed on.
@@ -279,13 +270,9 @@ impl NcclCollectives {
     }
 
     fn check_peer(&self, role: &str, peer: usize) -> Result<()> {
-        let world_size = self.world_size();
-        match peer < world_size {
+        match peer < self.world_size() {
             true => Ok(()),
-            false => Err(FabricError::invalid(format!(
-                "{role} rank {peer} is not below the world size {world_size}"
-            ))
-            .into()),
+            false => Err(FabricError::no_such_rank(role, peer, self.world_size()).into()),
         }
     }
 
@@ -303,20 +290,8 @@ impl NcclCollectives {
         outputs: &mut [TensorViewMut<'_>],
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        if inputs.len() != outputs.len() {
-            let expected = format!("one output for each of {} inputs, not {}", inputs.len(), outputs.len());
-            return Err(CollectiveError::Refused {
-                operation: call.operation.name(),
-                which: "list",
-                expected,
-            });
-        }
-        let (serves, ranks) = (self.serves(), (self.rank(), self.world_size()));
-        let checked = inputs.iter().zip(outputs.iter_mut()).map(|(input, output)| {
-            let input = Input::on(serves, call.operation, input)?;
-            CheckedCall::new(call, ranks, Some(input), Some(Output::on(serves, call.operation, output)?))
-        });
-        let checked = checked.collect::<Result<Vec<_>>>()?;
+        let ranks = (self.rank(), self.world_size());
+        let checked = CheckedCall::of_lists(self.serves(), call, ranks, inputs, outputs)?;
         // SAFETY: passed on.
         let all = || checked.iter().try_for_each(|call| unsafe { self.carry_out(call, stream) });
         Ok(self.nccl.grouped(all)?)
@@ -335,32 +310,14 @@ impl NcclCollectives {
         root: usize,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        self.check_peer("root", root)?;
-        let to = Output::on(self.serves(), Operation::Broadcast, &mut buffer.into())?;
-        let (start, end) = ends(&to.as_input(), &to);
+        let (call, ranks) =
+            (Call::new(Operation::Broadcast).with_root(root), (self.rank(), self.world_size()));
+        let checked = CheckedCall::of_buffer(self.serves(), &call, ranks, &mut buffer.into())?;
         // SAFETY: passed on.
-        unsafe { self.nccl.broadcast(start, end, to.count, to.dtype, root, stream.into()) }
-            .map_err(CollectiveError::from)
+        Ok(unsafe { self.carry_out(&checked, stream.into()) }?)
     }
 
     fn serves(&self) -> Device {
         Device::Cuda(self.context().device().ordinal())
     }
-
-    /// The operands of a call, checked, and the elements of a block.
-    fn pair<'i, 'o>(
-        &self,
-        operation: Operation,
-        input: impl Into<TensorView<'i>>,
-        output: impl Into<TensorViewMut<'o>>,
-    ) -> Result<(Input, Output, usize)> {
-        let from = Input::on(self.serves(), operation, &input.into())?;
-        let to = Output::on(self.serves(), operation, &mut output.into())?;
-        let block = block(operation, &from, &to, self.world_size())?;
-        Ok((from, to, block))
-    }
-}
-
-fn ends(from: &Input, to: &Output) -> (DevicePointer, DevicePointer) {
-    (DevicePointer(from.data.addr() as u64), DevicePointer(to.data.addr() as u64))
 }

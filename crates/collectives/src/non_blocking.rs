@@ -177,7 +177,7 @@ mod tests {
             let gathered = comm.start_gather(vec![rank, -rank], 1)?;
             let row = if rank == 2 { (0..6).collect() } else { Vec::new() };
             let block = comm.start_scatter(row, 2, 2)?;
-            // Rank r sends r elements to everybody.
+            // Rank r sends r elements to every rank.
             let sent = comm.start_all_to_all_v(
                 vec![rank; 3 * rank as usize],
                 vec![rank as usize; 3],

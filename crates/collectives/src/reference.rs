@@ -1,10 +1,10 @@
-//! The obvious versions of the arithmetic, in f64 and i128, for tests and the benchmark to compare with.
+//! The obvious versions of the arithmetic, in f64 and i128, with which tests and the benchmark compare.
 
 use antiphon_tensor::Element;
 
 use crate::ReduceOp;
 
-/// What a reduction of one element must give, from the contributions in rank order.
+/// The result that a reduction of one element must have, from the contributions in rank order.
 ///
 /// `exact` is computed in f64 (integers: exactly, then wrapped to the type), `tolerance` bounds how far a result that
 /// was accumulated in f32 (f64 for f64) and rounded once may be from it.

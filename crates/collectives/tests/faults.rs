@@ -1,4 +1,4 @@
-//! Processes that are killed in the middle of a collective: the others hear of it at once, whatever it was.
+//! Processes that are killed in the middle of a collective: the others get an error at once, whatever it was.
 
 #[path = "../../fabric/tests/processes/mod.rs"]
 mod processes;
@@ -40,7 +40,7 @@ fn step(comm: &Communicator, work: &str, buffer: &mut Vec<f32>) -> Result<(), Co
         }
         "reduce to the last" => comm.reduce_in_place(buffer, ReduceOp::Max, world_size - 1),
         "uneven all_to_all" => {
-            // Rank r gets r + 1 shares from everybody.
+            // Rank r gets r + 1 shares from every rank.
             let share = buffer.len() / 24;
             let sends: Vec<usize> = (1..=world_size).map(|shares| shares * share).collect();
             let receives = vec![(rank + 1) * share; world_size];
@@ -49,7 +49,7 @@ fn step(comm: &Communicator, work: &str, buffer: &mut Vec<f32>) -> Result<(), Co
         }
         "symmetric all_reduce" => {
             let shared = comm.create_shared_buffer(12 << 20)?; // the worlds of these tests have 16 MiB
-            // SAFETY: the others touch this copy only within the collective, and after an error nobody here does.
+            // SAFETY: the others access this copy only within the collective, and after an error no rank here does.
             comm.all_reduce_in_place(unsafe { shared.slice_mut::<f32>(rank) }, ReduceOp::Max)?;
             Ok(comm.free_shared_buffer(shared)?)
         }

@@ -1,6 +1,6 @@
 //! The whole way, from the driver to a kernel's result: `cargo run -p antiphon-device --example cuda_hello`.
 //!
-//! Where something is missing it says what, and how to get it.
+//! If a library or the driver is missing, it prints which one and how to install it.
 
 use antiphon_device::cuda::{
     Context, CudaError, Device, DeviceMemory, Driver, KernelCache, LaunchConfig, Module, Nvrtc, Program,

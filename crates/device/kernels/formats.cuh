@@ -13,7 +13,7 @@ template <class T> DEVICE u32 most_of(const wide_vec<T>& x) {
     for (u32 k = 1; k < vec16<T>::LANES; ++k) most = larger(most, magnitude(x.lane[k]));
     return most;
 }
-// As `most_of`, where a NaN counts for nothing.
+// As `most_of`, but NaNs are ignored.
 template <class T> DEVICE u32 most_of_numbers(const wide_vec<T>& x) {
     float most = 0;
 #pragma unroll
@@ -21,10 +21,10 @@ template <class T> DEVICE u32 most_of_numbers(const wide_vec<T>& x) {
     return __float_as_uint(most);
 }
 
-// Divides by the same number many times: what IEEE's division gives, where it makes a difference for a code of e4m3 (formats.rs of
-// the tests has the proof). A product with the inverse is put right by its remainder, which is exact unless the quotient is far
-// below any code. Where the inverse would be too small for that, both are made smaller; by infinity it is a product with 0. There
-// are no branches.
+// Divides many numbers by one number. The quotient is that of IEEE's division wherever a code of e4m3 depends on it (formats.rs of
+// the tests has the proof): the product with the inverse is corrected by its remainder, which is exact unless the quotient is far
+// below any code. Where the inverse would be too small for that, dividend and divisor are both made smaller; a division by infinity
+// is a product with 0. There are no branches.
 struct quotient {
     float unit, divisor, inverse;
 
@@ -55,8 +55,8 @@ template <class T, class Scaled> DEVICE void store_e4m3(u8* codes, u64 at, const
     else *(u32*)(codes + at * 4) = words[0];
 }
 
-// UE8M0: the exponent of the power of two that a group of e4m3 shares, by its largest magnitude: the least power that is no less
-// than amax / 448 and 1e-10. A mantissa above that of 448 is by more than a division could round away.
+// UE8M0: the exponent of the power of two that a group of e4m3 shares, by its largest magnitude: the least power that is not less
+// than amax / 448 and 1e-10. A mantissa above that of 448 exceeds it by more than the rounding of a division.
 DEVICE u32 group_exponent(u32 amax) {
     const int above = ((int)amax - 0x43E00000 + 0x3F800000 + 0x7FFFFF) >> 23;
     return amax == 0x7F800000u ? 255 : above < 94 ? 94 : above;
@@ -66,14 +66,14 @@ DEVICE float inverse_power(u32 exponent) { return __uint_as_float(exponent == 25
 
 DEVICE u32 round_up(u32 x, u32 unit) { return (x + unit - 1) / unit * unit; }
 
-// Where the scale of a token's group is among the bytes of packed scales: four neighbouring groups of a token in a word, the words
+// The index of the scale of a token's group among the bytes of packed scales: four neighbouring groups of a token in a word, the words
 // of all tokens, of which there are a multiple of four, after each other. (`tokens` by reference: an argument of a kernel is then
 // loaded where it is needed.)
 DEVICE u64 packed_scale_at(const u32& tokens, u32 token, u32 group) {
     return ((u64)(group / 4) * round_up(tokens, 4) + token) * 4 + group % 4;
 }
 
-// NVFP4: the scale of a group by its largest magnitude, and what its elements are multiplied by before they are narrowed.
+// NVFP4: the scale of a group from its largest magnitude, and the factor of its elements before they are narrowed.
 DEVICE e4m3 nvfp4_scale(u32 amax, float scale) { return narrow<e4m3>(scale * (__uint_as_float(amax) / 6.0f)); }
 DEVICE float nvfp4_factor(e4m3 code, float scale) {
     const float divisor = widen(code);

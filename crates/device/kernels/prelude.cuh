@@ -1,15 +1,15 @@
-// What every kernel begins with. No includes: NVRTC compiles it in a few tens of milliseconds.
+// The code that every kernel includes. It includes no header itself: NVRTC compiles it in a few tens of milliseconds.
 //
 //   types            u8 .. i64, f16, bf16, e4m3, e5m2, pairs of e2m1
 //   conversions      widen, narrow: the bits of the host's crate antiphon-tensor, one NaN included
 //   vectors          16 bytes at a time: vec16, load16, store16 and their volatile and streaming forms
 //   memory order     acquire, release and relaxed accesses of one word, for the system (other GPUs, the host)
 //   operators        sum, prod, min, max, and reductions over a warp and a block in one fixed order
-//   work             which part of a range is this block's
+//   work             this block's part of a range
 //   clusters         blocks that write into each other's shared memory
 //   shared memory    copies into it
 //   PDL              starting before the kernel ahead has ended
-//   waiting          until something is ready, or the deadline has come, or the host says stop
+//   waiting          until something is ready, or the deadline has passed, or the host ends the wait
 //
 // Kernels run on sm_80 and newer. Compiled with -fmad=false: a product and a sum round one by one, as on the host.
 
@@ -49,8 +49,8 @@ struct float_pair { float first, second; };
 DEVICE float canonical(float x) { return x == x ? x : __uint_as_float(0x7FC00000u); }
 DEVICE double canonical(double x) { return x == x ? x : __longlong_as_double(0x7FF8000000000000ll); }
 
-// cvt's NaN is 0x7FFF, larger as a signed number than everything but what it should be: infinity is less than the
-// canonical NaN, and what is negative is negative.
+// cvt's NaN is 0x7FFF. Compared as signed numbers, the canonical NaN is the smaller of the two, and every other value is
+// smaller than both: infinity is less than the canonical NaN, and negative values are negative.
 DEVICE u16 one_nan(u16 bits, i16 nan) { i16 x = (i16)bits; return (u16)(x < nan ? x : nan); }
 DEVICE u32 one_nan_x2(u32 bits, u32 nans) { return __vmins2(bits, nans); }
 
@@ -223,15 +223,15 @@ DEVICE uint4 load16(const void* from) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
     return v;
 }
-// For data that nobody writes while the kernel runs, and that is read once: not kept in the L1 cache.
+// For data that no thread writes while the kernel runs, and that is read once: not kept in the L1 cache.
 DEVICE uint4 load16_once(const void* from) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
 }
-// Asks memory every time: for polling what a peer writes. The 16 bytes come as one access, yet only each word of four
-// bytes is promised to be whole, so every word must tell by itself whether it has arrived.
+// Loads from memory every time: for polling words that a peer writes. The 16 bytes are one access, but only words of four
+// bytes are guaranteed to be whole, so every word must show by itself whether it has arrived.
 DEVICE uint4 load16_volatile(const void* from) {
     uint4 v;
     asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -321,8 +321,8 @@ template <class T> DEVICE void store_vec(T* to, const vec16<T>& v) { store16(to,
 
 // --------------------------------------------------------------------------------------------------- memory order
 //
-// One word that tells another GPU (or the host) something. A release store makes everything that this thread wrote
-// or saw before it visible to whoever sees its value with an acquire load. For the writes of other threads of the
+// Accesses of one word that signals another GPU or the host. A release store makes everything that this thread wrote
+// or saw before it visible to a thread that sees its value with an acquire load. For the writes of other threads of the
 // block, __syncthreads() stands before the store. Relaxed accesses order nothing.
 
 #define ANTIPHON_ORDERED(T, type, c)                                                                                 \
@@ -421,13 +421,13 @@ template <class A> struct max_of {
     DEVICE A operator()(A a, A b) const { return maximum(a, b); }
 };
 
-// All lanes of a warp, for what they do together.
+// The mask of all lanes of a warp, for instructions that they execute together.
 constexpr u32 WHOLE_WARP = 0xFFFFFFFFu;
 // This thread's, in a block of one dimension.
 DEVICE u32 lane_id() { return threadIdx.x % 32; }
 
-// Of the 32 values of a warp, in every lane: halves with halves, quarters with quarters and so on. The order is fixed,
-// and as the operators commute every lane has the same bits. All 32 lanes take part.
+// Reduces the 32 values of a warp, in every lane: halves with halves, quarters with quarters and so on. The order is fixed,
+// and the operators commute, so every lane has the same bits. All 32 lanes take part.
 template <class A, class Op> DEVICE A warp_reduce(A value, Op op) {
 #pragma unroll
     for (u32 distance = 16; distance > 0; distance /= 2)
@@ -438,13 +438,13 @@ template <class A, class Op> DEVICE A warp_reduce(A value, Op op) {
 DEVICE u32 thread_in_block() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 DEVICE u32 threads_in_block() { return blockDim.x * blockDim.y * blockDim.z; }
 
-// Of all values of a block, in every thread: each warp's, then those of the warps. The order depends on the number of
-// threads, a multiple of 32, and on nothing else.
+// Reduces all values of a block, in every thread: first in each warp, then over the warps. The order depends only on the
+// number of threads, a multiple of 32.
 template <class A, class Op> DEVICE A block_reduce(A value, Op op) {
     __shared__ A of_warps[32];
     u32 thread = thread_in_block(), lane = thread % 32;
     value = warp_reduce(value, op);
-    __syncthreads();  // whoever still reads the results of the call before
+    __syncthreads();  // other threads may still read the results of the call before
     if (lane == 0) of_warps[thread / 32] = value;
     __syncthreads();
     value = lane < threads_in_block() / 32 ? of_warps[lane] : Op::neutral();
@@ -489,7 +489,7 @@ DEVICE u32 cluster_size() {
     return size;
 }
 
-// Which cluster, and how many there are, of a grid of one dimension.
+// The index of the cluster, and the number of clusters, in a grid of one dimension.
 DEVICE u32 cluster_index() {
 #if __CUDA_ARCH__ >= 900
     u32 index;
@@ -511,7 +511,7 @@ DEVICE u32 cluster_count() {
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// All threads of a cluster come here. What they wrote to their shared memory before is there after the wait.
+// All threads of a cluster call this. Their earlier writes to shared memory are visible after the wait.
 DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -573,15 +573,15 @@ DEVICE void pdl_launch_dependents() {
 
 // -------------------------------------------------------------------------------------------------------- waiting
 //
-// Nothing waits for ever. A kernel that gives up says why in a wait_report and returns; the host, which finds the
-// report (WaitBoard), turns it into an error that names the rank. State 0: empty, 2: complete.
+// No wait lasts for ever. A kernel that gives up writes the reason to a wait_report and returns; the host finds the
+// report (WaitBoard) and turns it into an error that names the rank. State 0: empty, 2: complete.
 //
-// A thread that waits reads the memory of its own GPU and nothing else. Host memory lies behind PCIe: a grid whose warps all
-// read one host word takes milliseconds for it, is late for its next call, and makes its peers wait in turn. So the host's
-// word is read by one thread of the GPU at a time, once in LOOK_NS, and what it finds is carried to the board, where the
-// others find it. How many reads there are does not depend on the grid.
+// A waiting thread reads only the memory of its own GPU. Host memory is behind PCIe: a grid whose warps all
+// read one host word takes milliseconds for it, is late for its next call, and makes its peers wait in turn. So only one thread
+// of the GPU at a time reads the host's word, once in LOOK_NS, and copies its value to the board, where the
+// other threads read it. The number of reads does not depend on the grid.
 
-// Two words that only the host understands: what a kernel is doing.
+// The call of a kernel, as two words that only the host interprets.
 struct alignas(16) tag { u64 low, high; };
 
 struct wait_report {
@@ -590,9 +590,9 @@ struct wait_report {
 };
 static_assert(sizeof(wait_report) == 72, "report.rs has the same layout");
 
-// What all waits that end together share, in this GPU's memory.
+// The state of all waits that end together, in this GPU's memory.
 struct alignas(32) wait_board {
-    u32 stopped;          // whether a wait was in vain: then all are
+    u32 stopped;          // whether a wait was in vain: then all waits end
     u32 waited;           // how long the last thread that found a reason to stop had waited, in ticks
     u64 looked_ns;        // when a thread last read the host's word
     const u32* abort;     // the host's word
@@ -600,11 +600,11 @@ struct alignas(32) wait_board {
 };
 static_assert(sizeof(wait_board) == 32, "report.rs writes it");
 
-// How late a wait is, in one register: not at all, or why it stops (SILENTLY where another thread of this GPU has said why), or
-// else the tick when it was late first.
+// The lateness of a wait, in one register: none, or the reason why it stops (SILENTLY if another thread of this GPU reports the
+// reason), or else the tick at which it was late for the first time.
 constexpr u32 NOT_LATE = 0, DEADLINE = 1, ABORTED = 2, DISAGREED = 3, SILENTLY = 4;
 
-// What a thread's waits have in common. How long one lasts is in a register only while it lasts.
+// The common part of a thread's waits. The duration of a wait is in a register only during the wait.
 struct waiter {
     u64 limit_ns;
     wait_board* board;
@@ -619,7 +619,7 @@ DEVICE u64 global_ns() {
     return ns;
 }
 
-// How long a wait lasts is counted in ticks of 65.5 µs, which fit one register for three days, and are none of the numbers above.
+// The duration of a wait is counted in ticks of 65.5 µs, which fit one register for three days, and differ from the numbers above.
 constexpr u32 NS_PER_TICK_LOG2 = 16;
 DEVICE u32 ticks() {
     const u32 now = (u32)(global_ns() >> NS_PER_TICK_LOG2);
@@ -630,10 +630,10 @@ DEVICE waiter start_waiting(u64 limit_ns, wait_board* board, u32 rank, tag doing
     return waiter{limit_ns, board, rank, doing};
 }
 
-// How many polls there are between two looks at the board and the time, which comes from outside of the multiprocessor: half a
-// millisecond, about.
+// The number of polls between two reads of the board and of the time, which is read outside of the multiprocessor: about half a
+// millisecond.
 constexpr u32 POLLS_PER_LOOK = 1024;
-// How long there is at least between two readings of the host's word by this GPU.
+// The least time between two reads of the host's word by this GPU.
 constexpr u64 LOOK_NS = 1000000;
 
 // Writes the report, unless another thread has stopped the board. The compiler does not know that a pointer from memory is global,
@@ -657,7 +657,7 @@ static __device__ __noinline__ void record_wait(wait_board* b, u32 reason, u32 r
     st_release_sys(&r->state, 2u);  // pairs with the host's acquire load in WaitBoard::report
 }
 
-// How late a wait is by now that was so late before. Not inlined, so that it costs no registers.
+// The present lateness of a wait, from its lateness before. Not inlined, so that it costs no registers.
 static __device__ __noinline__ u32 how_late(wait_board* b, u32 late, u64 limit_ns) {
     if (ld_relaxed_sys(&b->stopped) != 0) return SILENTLY;
     if (late == NOT_LATE) late = ticks();
@@ -673,11 +673,11 @@ static __device__ __noinline__ u32 how_late(wait_board* b, u32 late, u64 limit_n
 
 // Calls `ready(seen)` until it returns true, and returns true; or gives up and returns false, and then the thread must
 // not wait again (a further wait would give up soon) but lead its block out of the kernel. `ready` may
-// leave in `seen` what it saw, and in `peer` the rank that is still missing, or this rank if none is; they and `expected`
-// are only for the report. `look` is called now and then, when something is late.
+// leave in `seen` the value that it saw, and in `peer` the rank that is still missing, or this rank if none is; they and `expected`
+// are only for the report. `look` is called now and then while the wait is late.
 //
-// TOGETHER: all threads of the warp come here, and go on when it is true for all of them. A thread that went on alone would
-// do by itself what follows, and the others after it.
+// TOGETHER: all threads of the warp call this, and continue when `ready` is true for all of them. A thread that continued alone
+// would execute the following code by itself, and the others after it.
 template <bool TOGETHER, class Ready, class Look>
 DEVICE bool wait_until(const waiter& w, const u32& peer, u64 expected, Ready ready, Look look) {
     tag seen{0, 0};
@@ -689,14 +689,14 @@ DEVICE bool wait_until(const waiter& w, const u32& peer, u64 expected, Ready rea
             if (TOGETHER ? __all_sync(WHOLE_WARP, is_ready) : is_ready) return true;
         }
         const bool blames = TOGETHER ? __any_sync(WHOLE_WARP, peer != w.rank) : peer != w.rank;
-        if (late != NOT_LATE && late <= SILENTLY) {  // and what came before the reason has been seen by now
+        if (late != NOT_LATE && late <= SILENTLY) {  // and everything written before the reason is visible by now
             if (late != SILENTLY && (peer != w.rank || !blames))
                 record_wait(w.board, late, w.rank, peer, w.doing, expected, seen);
             return false;
         }
         if (!TOGETHER || lane_id() == 0) {
             look();
-            // A thread that waits for another one of its own GPU leaves it to that one to say for whom.
+            // A thread that waits for another thread of its own GPU lets that thread name the peer.
             const u64 grace_ns = blames ? 0 : (w.limit_ns >> 3) + 50 * LOOK_NS;
             late = how_late(w.board, late, w.limit_ns + grace_ns);
         }

@@ -1,8 +1,8 @@
-//! What can go wrong with one machine's resources.
+//! The errors of one machine's resources.
 
 use std::sync::Arc;
 
-/// A resource of this machine that could not be had, with the call that failed.
+/// A resource that the machine refused, with the failed call.
 ///
 /// Cloning is cheap: an error is often reported to several waiting callers.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -15,15 +15,15 @@ pub enum DeviceError {
         call: String,
         /// The operating system's word.
         source: Arc<std::io::Error>,
-        /// What usually helps.
+        /// The usual remedy.
         hint: &'static str,
     },
     /// A file descriptor that was handed over is not the shared memory it should be.
     #[error("the shared memory handed over is {found}, expected {expected}")]
     ForeignMemory {
-        /// What the descriptor turned out to be.
+        /// The actual kind of the descriptor.
         found: String,
-        /// What it should have been.
+        /// The expected kind.
         expected: String,
     },
     /// CUDA is missing, or a call of it failed.

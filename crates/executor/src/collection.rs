@@ -1,4 +1,4 @@
-//! Many plans, of which a call takes one.
+//! A collection of plans, from which each call chooses one.
 
 use antiphon_fabric::Communicator;
 use antiphon_plan::{Extent, escaped, verify::VerifiedPlan};

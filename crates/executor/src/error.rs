@@ -63,7 +63,7 @@ pub enum ExecutorError {
         largest_chunk: u64,
         /// Bytes of a chunk of the message.
         chunk: u64,
-        /// Of how many bytes each part must be a multiple.
+        /// The number of bytes of which each part must be a multiple.
         multiple: u64,
     },
     /// An operation that cannot be carried out on these tensors.
@@ -95,9 +95,9 @@ pub enum ExecutorError {
     /// Input and output hold different kinds of elements.
     #[error("the input is {input}, the output is {output}")]
     DTypes {
-        /// Of the input.
+        /// The dtype of the input.
         input: DType,
-        /// Of the output.
+        /// The dtype of the output.
         output: DType,
     },
     /// Input and output share some memory, but not as the plan would have it.
@@ -109,12 +109,12 @@ pub enum ExecutorError {
         /// The plan's name.
         plan: String,
     },
-    /// An operation waited in vain.
+    /// An operation waited until the deadline, or for a lost peer.
     #[error("{place}: {waiting}: {reason}")]
     Stuck {
-        /// Which operation; others may wait too.
+        /// The place of one waiting operation; others may wait too.
         place: Place,
-        /// What it waited for, and what it saw.
+        /// The state that it waited for, and the state that it saw.
         waiting: Waiting,
         /// Why the wait ended: a lost peer, the deadline, an interrupt.
         reason: Box<FabricError>,
@@ -130,7 +130,7 @@ pub enum ExecutorError {
         dtype: DType,
         /// How many ranks there are.
         world_size: usize,
-        /// Which plans there are.
+        /// The plans of the collection.
         known: String,
     },
 }

@@ -1,10 +1,10 @@
-//! What an operation waits for.
+//! The states that operations wait for.
 
 use std::fmt;
 
 use antiphon_plan::{ChannelId, ChannelType, Rank};
 
-/// What an operation waited for, and what it saw instead.
+/// The state that an operation waited for, and the state that it saw.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Waiting {

@@ -1,4 +1,4 @@
-//! Ranks that are killed in the middle of a plan: the others hear of it at once.
+//! Ranks that are killed in the middle of a plan: the others get the error at once.
 
 #[path = "../../fabric/tests/processes/mod.rs"]
 mod processes;

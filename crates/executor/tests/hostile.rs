@@ -1,12 +1,12 @@
-//! Plan files from strangers: whatever they hold, there is a typed error or a result, in bounded time; never a panic, and
-//! never an access outside a buffer. This is what the fuzzer looks for, in its corpus and for a while around it.
+//! Untrusted plan files: any file gives a typed error or a result, in bounded time, and never a panic or
+//! an access outside a buffer. The test runs the fuzzer's target on its corpus, and on variations for a bounded time.
 
-#[path = "../fuzz/stranger.rs"]
-mod stranger;
+#[path = "../fuzz/untrusted.rs"]
+mod untrusted;
 
 use std::{fs, path::PathBuf};
 
-use stranger::{Came, Numbers, mutated, receive};
+use untrusted::{Came, Numbers, mutated, receive};
 
 /// The fuzzer's corpus, in order.
 fn corpus() -> Vec<PathBuf> {

@@ -1,4 +1,4 @@
-//! Every plan of the library at work, compared with what the collective must give.
+//! Every plan of the library is executed, and compared with the result that the collective must have.
 
 use antiphon_executor::{LoadedPlan, Options};
 use antiphon_fabric::LocalWorld;

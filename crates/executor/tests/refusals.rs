@@ -1,4 +1,4 @@
-//! What is refused, and what an error says.
+//! Calls that are refused, and the texts of their errors.
 
 mod plans;
 

@@ -1,4 +1,4 @@
-//! Everything that can go wrong between ranks.
+//! The errors between ranks.
 
 use std::{sync::Arc, time::Duration};
 
@@ -51,7 +51,7 @@ pub enum FabricError {
     /// The ranks did not meet.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
-    /// A resource of this machine could not be had.
+    /// The machine refused a resource.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A peer is gone.
@@ -118,14 +118,14 @@ pub enum FabricError {
         operation.map_or("the communicator".to_owned(), |o| o.to_string()), members.subject(*by)
     )]
     AbortCalled {
-        /// What this rank was doing: nothing, if it is the one that called.
+        /// This rank's call; none on the rank that called abort.
         operation: Option<Signature>,
         /// The calling rank.
         by: usize,
         /// The ranks of the communicator.
         members: Members,
     },
-    /// Ranks that live did not come to [shrink](crate::Communicator::shrink) the communicator, or do not go on with it.
+    /// Living ranks did not call [`shrink`](crate::Communicator::shrink), or did not complete it.
     #[error("shrink timed out after {waited:.1?}: still waiting for {}", members.names(missing, *world_size))]
     ShrinkTimeout {
         /// How long this rank waited.
@@ -148,7 +148,7 @@ pub enum FabricError {
     /// This rank's program asked to stop waiting; see [`Builder::interrupt`](crate::Builder::interrupt).
     #[error("{} was interrupted", operation.map_or("the wait for earlier calls".to_owned(), |o| o.to_string()))]
     Interrupted {
-        /// What this rank was doing: nothing yet, if earlier calls kept it waiting.
+        /// This rank's call; none if it still waited behind earlier calls.
         operation: Option<Signature>,
     },
     /// The communicator failed earlier.
@@ -196,6 +196,12 @@ impl FabricError {
     /// An [`InvalidArgument`](Self::InvalidArgument).
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::InvalidArgument(message.into())
+    }
+
+    /// The [`InvalidArgument`](Self::InvalidArgument) for a rank that does not exist; `role` says what the rank was meant to be,
+    /// such as `root`.
+    pub fn no_such_rank(role: &str, rank: usize, world_size: usize) -> Self {
+        Self::InvalidArgument(format!("{role} rank {rank} is not below the world size {world_size}"))
     }
 
     /// The rank whose loss began it, as the world numbers it, if a lost rank did.

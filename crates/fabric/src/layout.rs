@@ -1,6 +1,6 @@
-//! Where things lie in a rank's part of the shared memory.
+//! The layout of a rank's part of the shared memory.
 //!
-//! The memory is one piece, cut into equal *regions*, one per rank; every region is laid out alike, so an address is
+//! The memory is one piece that consists of equal *regions*, one for each rank. All regions have the same layout, so an address is
 //! always "base + rank × stride + offset". A region holds, in this order: the control block, the mailboxes of the
 //! rounds (per lane and parity a head and a body), the rings of outgoing messages with the counters of consumed
 //! incoming ones, and the arena from which symmetric buffers are allocated. Untouched pages cost nothing, so generous
@@ -52,16 +52,16 @@ pub(crate) struct Control {
     pub(crate) fault: Padded<AtomicU64>,
     /// Why it gave up in a group of this world, if it did: others ask when it is gone.
     pub(crate) fault_in_group: Padded<AtomicU64>,
-    /// What it says when the communicator shrinks.
+    /// Its state while the communicator shrinks.
     pub(crate) notice: Padded<Notice>,
-    /// In what it waits.
+    /// Its present wait.
     pub(crate) wait: Padded<Wait>,
 }
 
 impl Control {
     /// Says that its rank is gone.
     pub(crate) fn depart(&self) {
-        // Pairs with the acquire load in `has_departed`: who sees that we went sees what we posted before.
+        // Pairs with the acquire load in `has_departed`: a rank that sees that this one is gone sees what it posted before.
         self.departed.0.store(1, Ordering::Release);
     }
 

@@ -18,7 +18,7 @@ impl LocalWorld {
     /// ```
     ///
     /// # Panics
-    /// When a rank panics: its communicator is dropped, the others get `PeerLost`, and then the panic goes on here. Also
+    /// When a rank panics: its communicator is dropped, the others get `PeerLost`, and then the panic resumes in the caller. Also
     /// when the world cannot be made.
     pub fn run<T: Send>(world_size: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
         Self::run_with(world_size, Duration::from_secs(60), rank)

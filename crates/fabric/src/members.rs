@@ -1,4 +1,4 @@
-//! Which ranks of the world a communicator has.
+//! The ranks of the world that a communicator has.
 
 use std::sync::Arc;
 

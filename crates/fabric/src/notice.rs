@@ -16,7 +16,7 @@ pub(crate) enum Step {
     GaveUp,
 }
 
-/// What a rank that shrinks its communicator tells the others.
+/// The state that a rank publishes while it shrinks its communicator.
 #[repr(C)]
 #[derive(Default)]
 pub(crate) struct Notice {

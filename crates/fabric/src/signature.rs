@@ -1,4 +1,4 @@
-//! What a rank says it is doing, so that ranks that disagree find out.
+//! The description of a rank's call, by which ranks notice that they disagree.
 
 use std::fmt;
 
@@ -9,13 +9,13 @@ use antiphon_tensor::DType;
 /// rank compares its peers' with its own before it touches their data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Signature {
-    /// What is done.
+    /// The operation.
     pub operation: Operation,
     /// To what kind of elements.
     pub dtype: Option<DType>,
     /// With which operator.
     pub reduce: Option<ReduceOp>,
-    /// By which algorithm, numbered by the operation.
+    /// The number of the algorithm, in the operation's row.
     pub algorithm: u8,
     /// What else the operation has ranks agree on, the root for one; the operation's [`Detail`](antiphon_operation::Detail)
     /// says how it reads. 0 where there is nothing.
@@ -40,7 +40,7 @@ impl Signature {
         [small[0] | small[1] << 8 | small[2] << 16 | small[3] << 24 | detail << 32, self.count]
     }
 
-    /// What a peer's words say. They come from memory that a broken process may have scribbled on.
+    /// The signature in a peer's words. The words come from memory that a broken process may have overwritten.
     pub fn from_words([word, count]: [u64; 2]) -> Option<Self> {
         let byte = |shift: u32| (word >> shift) as u8;
         let optional = |code: u8| code.checked_sub(1);

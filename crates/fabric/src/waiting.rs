@@ -1,4 +1,4 @@
-//! What a rank waits for: a rank that gets SIGUSR1 reports it at the next look of a wait.
+//! The published wait of a rank, from which reports are made: a rank that gets SIGUSR1 reports at the next look of its wait.
 //!
 //! Every rank keeps in its control block what it waits in, as of its last look. So the rank that was asked can also say what
 //! those do that it waits for.
@@ -12,7 +12,7 @@ use crate::Signature;
 /// A rank that waits looks around about every millisecond. One that has not for so long does something else.
 pub(crate) const FRESH: Duration = Duration::from_millis(500);
 
-/// What a rank waits in.
+/// The wait of a rank, as of its last look around.
 #[repr(C)]
 #[derive(Default)]
 pub(crate) struct Wait {
@@ -35,7 +35,7 @@ impl Wait {
         self.looked.store(now(), Ordering::Release);
     }
 
-    /// The operation in which a rank waits at present, and for how long.
+    /// The operation in which the rank waits now, and for how long it has waited.
     pub(crate) fn current(&self) -> Option<(Signature, Duration)> {
         let age = now().saturating_sub(self.looked.load(Ordering::Acquire));
         let words = [0, 1].map(|word| self.words[word].load(Ordering::Relaxed));

@@ -9,12 +9,12 @@ fn bytes_of(rank: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 31 + len * 7 + rank * 101) as u8).collect()
 }
 
-/// Rank `r` gives `lengths[r]` bytes, twice, and everybody gets everybody's.
+/// Rank `r` gives `lengths[r]` bytes, twice, and every rank gets every rank's.
 fn assert_exchanged(lengths: &[usize]) {
     let all: Vec<_> = lengths.iter().enumerate().map(|(rank, &len)| bytes_of(rank, len)).collect();
     LocalWorld::run(lengths.len(), |comm| {
         for _ in 0..2 {
-            // Not by assert_eq: nobody wants to read megabytes.
+            // Not by assert_eq, whose message would be megabytes.
             assert!(comm.exchange_bytes(&all[comm.rank()]).unwrap() == all, "{lengths:?}");
         }
     });
@@ -104,7 +104,7 @@ fn exchanging_and_something_else_is_a_mismatch() {
     }
 }
 
-/// Who this rank is in its group, and who else is there, as ranks of the world.
+/// This rank's number in its group, and the group's members as ranks of the world.
 fn members(comm: &Communicator, color: Option<u64>, key: i64) -> Option<(usize, Vec<usize>)> {
     let group = comm.split(color, key).unwrap()?;
     Some((group.rank(), group.exchange_objects(&comm.rank()).unwrap()))

@@ -1,4 +1,4 @@
-//! What ranks hear when one of them fails: the cause, soon, and again at every further call.
+//! The errors of ranks when one of them fails: they name the cause, soon, and again in every further call.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -23,7 +23,7 @@ fn run<T: Send>(world_size: usize, rank: impl Fn(Communicator) -> T + Sync) -> V
     results
 }
 
-/// Who was lost, if that is what the error says.
+/// The lost rank, if the error names one.
 #[track_caller]
 fn lost(result: Result) -> (usize, Loss) {
     match result {
@@ -80,7 +80,7 @@ fn a_rank_that_leaves_is_lost_even_if_its_buffer_lives_on() {
         if comm.rank() == 1 {
             drop(comm);
             over.wait();
-            // SAFETY: the buffer keeps both copies mapped, and nobody writes any more.
+            // SAFETY: the buffer keeps both copies mapped, and no rank writes any more.
             let values = [0, 1].map(|rank| unsafe { buffer.as_mut_ptr(rank).read() });
             assert_eq!(values, [1, 2]);
             return Ok(());
@@ -230,7 +230,7 @@ fn both_ends_of_a_message_see_both_calls_in_any_order() {
         assert!(matches!(error, FabricError::Mismatch { rank: 1, peer: 0, .. }), "{error:?}");
         assert!(error.to_string().contains("send/recv(1048576 × f32)"), "{error}");
         let error = results[0].as_ref().unwrap_err().to_string();
-        // The sender is told both sides too.
+        // The sender's error has both sides too.
         assert!(error.contains("1048576 × f32") && error.contains("2 × f64"), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Processes that are killed, stopped, or leave in the middle of anything: the others hear of it at once.
+//! Processes that are killed, stopped, or leave in the middle of anything: the others get an error at once.
 
 mod processes;
 

@@ -1,4 +1,4 @@
-//! Groups: whom they blame when a rank goes, and what they cost.
+//! Groups: which rank their errors blame for a loss, and what groups cost.
 
 mod processes;
 
@@ -229,7 +229,7 @@ fn a_rank_without_descriptors_is_named_by_all_and_nothing_is_broken() {
     end_well("no files", 3);
 }
 
-/// Rank 3 leaves everything; rank 1 misses it in their group and leaves; ranks 0 and 2 hear whom it is about.
+/// Rank 3 leaves everything; rank 1 misses it in their group and leaves; ranks 0 and 2 learn which rank was the first to leave.
 #[test]
 fn a_rank_that_leaves_because_of_another_is_not_to_blame() {
     let results = LocalWorld::run_with(4, LONG, |comm| {

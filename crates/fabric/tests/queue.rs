@@ -359,7 +359,7 @@ fn alone() -> Communicator {
     Communicator::builder().with_ticket(0, 1, &Ticket::random()).unwrap()
 }
 
-/// Nobody would ever end this wait: what is waited for begins when the work that waits is over.
+/// This wait would never end: the awaited work begins only when the waiting work is over.
 #[test]
 fn work_that_waits_for_work_behind_it_is_an_error_and_not_a_wait() {
     fn assert_told(result: Result<(), FabricError>) {

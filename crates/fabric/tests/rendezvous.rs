@@ -27,7 +27,7 @@ fn hasty() -> Builder {
     patient().timeout(HASTY)
 }
 
-/// Each of `ranks`, on a thread of its own, joins and then gives everybody its number.
+/// Each of `ranks`, on a thread of its own, joins and then gives every rank its number.
 fn meet(
     ranks: impl IntoIterator<Item = usize>,
     join: impl Fn(usize) -> Result<Communicator, FabricError> + Sync,
@@ -54,7 +54,7 @@ fn problem<T: std::fmt::Debug>(result: Result<T, FabricError>) -> RendezvousErro
     }
 }
 
-/// Who did not come, as `result` says.
+/// The ranks that did not come, as `result` says.
 fn missing<T: std::fmt::Debug>(result: Result<T, FabricError>) -> Vec<usize> {
     match problem(result) {
         RendezvousError::Missing { missing, .. } => missing,
@@ -320,7 +320,7 @@ fn a_rank_that_gave_up_may_join_again() {
     let ticket = Ticket::random();
     std::thread::scope(|scope| {
         let first = scope.spawn(|| meet(0..1, |rank| patient().with_ticket(rank, 3, &ticket)));
-        // As if killed: it leaves without a word, without knowing who is missing.
+        // As if killed: it leaves without a word, without knowing which ranks are missing.
         assert_eq!(missing(hasty().with_ticket(1, 3, &ticket)), [] as [usize; 0]);
         let others = scope.spawn(|| meet(1..3, |rank| patient().with_ticket(rank, 3, &ticket)));
         assert_met(&[first.join().unwrap(), others.join().unwrap()].concat());

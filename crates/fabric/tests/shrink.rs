@@ -1,4 +1,4 @@
-//! Going on after a loss: whoever is left agrees on who that is, however many are killed, and when.
+//! Surviving ranks continue: they agree on which ranks survive, however many ranks are killed, and at any time.
 
 mod processes;
 
@@ -50,7 +50,7 @@ fn rank_process() {
     }
 }
 
-/// Who takes part, as they were numbered first, after some calls of all kinds.
+/// The ranks that take part, by their first numbers, after some calls of all kinds.
 fn work(comm: &Communicator, first: usize) -> Result<Vec<usize>, FabricError> {
     let (next, before) = ((comm.rank() + 1) % comm.world_size(), comm.rank() + comm.world_size() - 1);
     comm.send_recv(&[1f32; 100], next, &mut [0f32; 100], before % comm.world_size())?;

@@ -124,7 +124,7 @@ fn a_buffer_outlives_its_communicator() {
     });
     for buffer in &buffers {
         for rank in [0, 1] {
-            // SAFETY: the ranks are gone, and nobody writes.
+            // SAFETY: the ranks are gone, and no thread writes.
             assert_eq!(unsafe { buffer.as_mut_ptr(rank).add(4095).read() }, rank as u8 + 1);
         }
     }

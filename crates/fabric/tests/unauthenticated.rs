@@ -186,7 +186,7 @@ fn ten_thousand_connections_keep_no_rank_from_joining() {
     assert!(took < Duration::from_secs(5), "{took:?}");
 }
 
-/// What a rank says about whoever listens in rank 0's place, and how soon; `host` does the talking, with each who comes.
+/// The error of a rank that meets an impostor in rank 0's place, and how soon it comes; `host` talks to each process that connects.
 fn deceived(
     timeout: Duration,
     host: impl Fn(UnixStream) + Send + Sync,
@@ -365,7 +365,7 @@ fn connections_of_another_user_get_no_answer() {
     });
 }
 
-/// Waits until somebody listens.
+/// Waits until a process listens.
 fn await_listener(ticket: &Ticket) {
     let Address::Abstract(name) = &ticket.address else { unreachable!("a random ticket") };
     while !std::fs::read_to_string("/proc/net/unix").unwrap().contains(name) {

@@ -1,4 +1,4 @@
-//! Which thread blocks do an operation.
+//! The thread blocks that do an operation.
 
 use antiphon_plan::GroupShare;
 

@@ -27,7 +27,7 @@ pub struct MemoryChannel<'p>(pub(crate) PeerChannel<'p>);
 #[derive(Clone, Copy)]
 pub struct PortChannel<'p>(pub(crate) PeerChannel<'p>);
 
-/// What both have.
+/// The part that both kinds share.
 #[derive(Clone, Copy)]
 pub(crate) struct PeerChannel<'p> {
     pub program: &'p Program,

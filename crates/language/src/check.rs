@@ -1,4 +1,4 @@
-//! What must be true of an operation's chunks.
+//! The checks of an operation's chunks.
 
 use antiphon_plan::BufferType;
 

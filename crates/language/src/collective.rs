@@ -1,12 +1,12 @@
-//! What a program is to do.
+//! The collective that a program implements.
 
-/// What a program is to do: its name in the plan, and the buffers that each rank has for it.
+/// The collective that a program implements: its name in the plan, and the buffers of each rank.
 ///
 /// Sizes are in chunks; the chunk factor says into how many chunks each rank's part of the message is divided. As in
 /// MSCCL++ 0.9.0, `mscclpp.language.collectives`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Collective {
-    /// What the plan calls it.
+    /// The collective's name in the plan.
     pub name: String,
     /// Whether input and output share memory. It stands in the plan; the program's buffers remain two.
     pub inplace: bool,
@@ -17,9 +17,9 @@ pub struct Collective {
 /// Chunks of one rank's buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BufferChunks {
-    /// What it gives.
+    /// The chunks of a rank's input.
     pub input: u64,
-    /// What it gets.
+    /// The chunks of a rank's output.
     pub output: u64,
 }
 

@@ -1,16 +1,16 @@
-//! What can be wrong with a program.
+//! The errors of programs.
 
 use antiphon_plan::{BufferType, PlanError};
 use thiserror::Error;
 
-/// What is wrong with a program. The call that says so has had no effect, unless it is said otherwise.
+/// An error in a program. The call that returns it has had no effect, unless its page says otherwise.
 #[derive(Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum LanguageError {
     /// A rank is none of the program's.
     #[error("{what}: there is no rank {rank} among {num_ranks}")]
     NoSuchRank {
-        /// What was to have that rank.
+        /// The object that was to have that rank.
         what: &'static str,
         /// The rank.
         rank: u32,
@@ -20,7 +20,7 @@ pub enum LanguageError {
     /// A channel leads from a rank to itself.
     #[error("{what}: from rank {rank} to itself, where no channel leads")]
     ToItself {
-        /// What it was to be.
+        /// The kind of channel.
         what: &'static str,
         /// The rank.
         rank: u32,
@@ -66,9 +66,9 @@ pub enum LanguageError {
         op: &'static str,
         /// Which of its chunks.
         what: &'static str,
-        /// What it has.
+        /// The number that it has.
         size: u64,
-        /// What it must have.
+        /// The number that it must have.
         expected: u64,
     },
     /// Packets are outside scratch.
@@ -161,7 +161,7 @@ pub enum LanguageError {
     Unsuited {
         /// The algorithm.
         algorithm: &'static str,
-        /// What it needs or cannot do, with the numbers.
+        /// The requirement or the limit, with the numbers.
         why: String,
     },
     /// Something has too large a number.

@@ -16,7 +16,7 @@ use crate::rank::{Rank, Semaphore};
 use crate::state::State;
 use crate::switch::{SwitchChannel, SwitchEnds};
 
-/// What of a program is not its operations.
+/// The parts of a program besides its operations.
 ///
 /// The defaults are those of MSCCL++ 0.9.0: one instance, [`Protocol::Simple`], both passes on, messages of any size in
 /// multiples of 16 bytes, 1,024 threads in a block.
@@ -65,7 +65,8 @@ impl Default for Options {
 }
 
 impl Options {
-    /// What [`Program::plan`] makes of a [draft](Program::draft): fused, ordered and replicated, not checked for pairing.
+    /// The plan that [`Program::plan`] makes from a [draft](Program::draft): fused, ordered and replicated, but not checked for
+    /// pairing.
     ///
     /// # Errors
     /// [`LanguageError::Plan`] if instances have no room.
@@ -89,7 +90,7 @@ impl Options {
 pub struct Program {
     /// The plan's name.
     pub name: Option<String>,
-    /// What the plan says that it does, and whether in place.
+    /// The collective's name in the plan, and whether it is in place.
     collective: (String, bool),
     /// All the rest of it.
     pub options: Options,
@@ -104,12 +105,12 @@ impl Program {
         Program { name: Some(name.to_owned()), collective, options, state }
     }
 
-    /// What the plan calls the collective, and whether it is in place.
+    /// Sets the collective's name in the plan, and whether it is in place.
     pub fn set_collective(&mut self, name: &str, inplace: bool) {
         self.collective = (name.to_owned(), inplace);
     }
 
-    /// How many ranks it is for.
+    /// The number of its ranks.
     pub fn num_ranks(&self) -> u32 {
         self.state.borrow().gpus.len() as u32
     }

@@ -1,4 +1,4 @@
-//! What a rank does by itself.
+//! The operations of a single rank.
 
 use std::panic::Location;
 
@@ -29,12 +29,12 @@ impl<'p> Rank<'p> {
         self.rank
     }
 
-    /// What it gives.
+    /// The rank's input buffer.
     pub fn input(&self) -> Buffer {
         self.buffer(BufferType::Input)
     }
 
-    /// What it gets.
+    /// The rank's output buffer.
     pub fn output(&self) -> Buffer {
         self.buffer(BufferType::Output)
     }
@@ -175,7 +175,7 @@ impl<'p> Rank<'p> {
         })
     }
 
-    /// These thread blocks meet: all that each did before is done before any goes on. Of one, its threads.
+    /// These thread blocks synchronise: no block continues before all have done their earlier operations.
     ///
     /// # Errors
     /// [`LanguageError::EmptyBarrier`] if there are none.

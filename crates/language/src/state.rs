@@ -1,4 +1,4 @@
-//! The plan as it grows.
+//! The plan under construction.
 
 use std::collections::HashMap;
 use std::mem;
@@ -17,7 +17,7 @@ use crate::error::{LanguageError, Result};
 /// Far beyond what a GPU holds at once, so that a slip of the pen is an error and not an exhausted memory.
 const MAX_THREAD_BLOCKS: u32 = 1 << 16;
 
-/// What operations become as they are called: thread blocks with numbered channels and buffers, before any pass.
+/// The plan as operations are added: thread blocks with numbered channels and buffers, before any pass.
 #[derive(Default)]
 pub(crate) struct State {
     pub gpus: Vec<Gpu>,
@@ -32,7 +32,7 @@ pub(crate) struct State {
     pipeline: Option<OpenPipeline>,
 }
 
-/// What one rank has numbered so far.
+/// The numbers that one rank has used so far.
 #[derive(Default)]
 struct Numbers {
     barriers: HashMap<Vec<u32>, BarrierId>,
@@ -44,7 +44,7 @@ struct OpenPipeline {
     unit_size: u64,
     num_chunks: u64,
     origin: Option<OriginId>,
-    /// Of each rank and thread block, in the order in which they came.
+    /// The operations of each rank and thread block, in the order of the calls.
     blocks: Vec<((u32, u32), Vec<Op>)>,
     places: HashMap<(u32, u32), usize>,
 }
@@ -213,7 +213,7 @@ impl State {
         self.set_origin(file, line);
     }
 
-    /// What follows comes from the caller, unless it was said otherwise.
+    /// Records the caller as the origin of the following operations, unless an origin was set.
     pub fn called_from(&mut self, location: &'static Location<'static>) {
         if !self.told {
             self.set_origin(location.file(), location.line());

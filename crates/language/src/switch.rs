@@ -42,7 +42,7 @@ pub struct SwitchChannel<'p> {
     pub(crate) ends: Cow<'p, SwitchEnds>,
 }
 
-/// A switch channel as one of its ranks uses it.
+/// One rank's end of a switch channel.
 #[derive(Clone, Copy)]
 pub struct SwitchView<'c> {
     channel: &'c SwitchChannel<'c>,
@@ -71,7 +71,7 @@ impl<'p> SwitchChannel<'p> {
         &self.ends
     }
 
-    /// The channel as one of its ranks uses it.
+    /// The end of the channel at one of its ranks.
     ///
     /// # Errors
     /// [`LanguageError::NotAMember`].

@@ -1,4 +1,4 @@
-//! What a rank keeps for its calls.
+//! The instance with which a rank makes its calls on host memory.
 
 use std::{cell::Cell, sync::Arc};
 
@@ -21,9 +21,9 @@ use crate::{
 /// [`close`](Self::close) gives the memory back before the communicator ends.
 pub struct Moe {
     pub(crate) region: Region,
-    /// Tells handles of this from those of others.
+    /// Distinguishes handles of this instance from those of others.
     pub(crate) token: Arc<()>,
-    /// Which of its communicator's it is, in the order in which they were made.
+    /// The number of this instance among those of its communicator, in the order in which they were made.
     pub(crate) number: u32,
     /// The largest low-latency calls, if they are limited.
     pub(crate) low_latency: Option<LowLatency>,
@@ -35,7 +35,7 @@ impl std::fmt::Debug for Moe {
     }
 }
 
-/// How many instances and handles a communicator has had; its ranks count alike.
+/// The numbers of instances and handles that a communicator has had, which are equal on all ranks.
 #[derive(Default)]
 struct Numbers {
     instances: Cell<u32>,
@@ -114,8 +114,10 @@ impl Moe {
         words: &[u32],
     ) -> Result<Handle> {
         let place = (comm.rank(), comm.world_size());
-        Handle::from_words(words, &self.token, place, num_experts)
-            .ok_or(MoeError::Handle { call: "combine", problem: "made of words that are none's" })
+        Handle::from_words(words, &self.token, place, num_experts).ok_or(MoeError::Handle {
+            call: "combine",
+            problem: "made of words that are not those of a handle",
+        })
     }
 
     /// Moves few tokens, at most [`max_tokens`](LowLatencyDispatch::max_tokens) of each rank, to the slots of the experts that they

@@ -12,7 +12,7 @@ const ALIGNMENT: usize = 16;
 /// A region of every rank, used half by half.
 ///
 /// While ranks drain a piece in one half, others may fill the next piece into the other half. The halves alternate over all
-/// calls: whoever fills piece `n` has met everybody at piece `n − 1`, to which each comes when it has drained piece `n − 2`,
+/// calls: a rank that fills piece `n` has met all ranks at piece `n − 1`, to which each comes when it has drained piece `n − 2`,
 /// which was in the same half.
 pub(crate) struct Region {
     buffer: SharedBuffer,
@@ -81,7 +81,7 @@ impl Region {
     }
 }
 
-/// Half of everybody's region, as records.
+/// Half of every rank's region, as records.
 pub(crate) struct Half<'a> {
     buffer: &'a SharedBuffer,
     offset: usize,
@@ -99,7 +99,7 @@ impl Half<'_> {
     /// A record to read.
     ///
     /// # Safety
-    /// Nobody writes it while the slice lives: it is read while its piece is drained.
+    /// No rank writes it while the slice lives: it is read while its piece is drained.
     pub(crate) unsafe fn get(&self, rank: usize, index: usize) -> &[u8] {
         // SAFETY: a record has so many bytes, which are mapped as long as the buffer; the caller answers for the writers.
         unsafe { std::slice::from_raw_parts(self.at(rank, index), self.record) }
@@ -108,7 +108,7 @@ impl Half<'_> {
     /// A record to write.
     ///
     /// # Safety
-    /// Nobody else reads or writes it while the slice lives: it is this rank's to write while its piece is filled.
+    /// No other code reads or writes it while the slice lives: it is this rank's to write while its piece is filled.
     #[allow(clippy::mut_from_ref)] // the memory belongs to all ranks; the caller answers for who uses it
     pub(crate) unsafe fn get_mut(&self, rank: usize, index: usize) -> &mut [u8] {
         // SAFETY: as in `get`.

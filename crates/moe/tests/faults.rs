@@ -12,9 +12,13 @@ use antiphon_moe::{
     LowLatencyReceived, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout,
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut, bf16};
-use processes::{VICTIMS, kill_each, role, say, say_error};
+use processes::{VICTIMS, World, kill_each, role, say, say_error};
 
 const HIDDEN: usize = 1024;
+/// The deadline where a rank is late.
+const TIMEOUT: Duration = Duration::from_millis(500);
+/// What ends the role of ranks of which one is late.
+const LATE: &str = ", late";
 
 /// A rank with tokens that all go everywhere, `count` of them.
 struct Rank<'a> {
@@ -135,34 +139,33 @@ impl<'a> Rank<'a> {
         Ok(())
     }
 
-    /// Goes on until something is wrong.
-    fn work(&mut self, role: &str) -> Result<(), MoeError> {
-        if role == "low latency" {
-            loop {
-                let (handle, rows) = self.low_latency_dispatch()?;
-                self.low_latency_combine(&handle, &rows)?;
-            }
-        }
-        if role == "notify" {
-            loop {
-                self.notify()?;
-            }
-        }
-        if role == "hybrid" {
-            loop {
-                let handle = self.hybrid_notify()?;
-                let rows = self.hybrid_dispatch(&handle)?;
-                self.hybrid_combine(&handle, &rows)?;
-            }
-        }
+    /// Goes on until something is wrong. With `is_late` rank 1 comes late to two rounds, and not at all to the third.
+    fn work(&mut self, role: &str, is_late: bool) -> Result<(), MoeError> {
         let handle = self.notify()?;
         let rows = self.dispatch(&handle)?;
-        loop {
+        for round in 0.. {
+            if is_late && self.comm.rank() == 1 {
+                std::thread::sleep(if round < 2 { TIMEOUT / 4 } else { 2 * TIMEOUT });
+            }
             match role {
+                "notify" => drop(self.notify()?),
                 "dispatch" => drop(self.dispatch(&handle)?),
-                _ => self.combine(&handle, &rows)?,
+                "combine" => self.combine(&handle, &rows)?,
+                "low latency" => {
+                    let (handle, rows) = self.low_latency_dispatch()?;
+                    self.low_latency_combine(&handle, &rows)?;
+                }
+                _ => {
+                    let handle = self.hybrid_notify()?;
+                    let rows = self.hybrid_dispatch(&handle)?;
+                    self.hybrid_combine(&handle, &rows)?;
+                }
+            }
+            if is_late {
+                say(format_args!("round {round}"));
             }
         }
+        Ok(())
     }
 }
 
@@ -173,9 +176,27 @@ fn rank_process() {
     let comm = Communicator::from_env().unwrap();
     let mut rank = Rank::new(&comm, 2000).unwrap();
     say("ready");
-    match rank.work(&role) {
+    let (form, is_late) = role.strip_suffix(LATE).map_or((&*role, false), |form| (form, true));
+    match rank.work(form, is_late) {
         Err(MoeError::Fabric(error)) => say_error(&error),
         other => say(format_args!("{other:?}")),
+    }
+}
+
+/// A rank that comes late costs its lateness, and one that does not come the deadline.
+#[test]
+fn late_processes_are_waited_for_until_the_deadline() {
+    for form in ["notify", "dispatch", "combine", "low latency", "hybrid"] {
+        let world = World::start(2, &format!("{form}{LATE}"), true, TIMEOUT);
+        for round in 0..2 {
+            assert_eq!(
+                [0, 1].map(|rank| world.hear(rank).1),
+                [(); 2].map(|()| format!("round {round}")),
+                "{form}"
+            );
+        }
+        assert_eq!(world.hear(0).1, "timeout [1]", "{form}");
+        world.end(&[]);
     }
 }
 

@@ -4,7 +4,7 @@ use std::{borrow::Cow, ops::Range};
 
 use crate::{Extent, Indivisible, Layout, Operation, ReduceOp, Root, WrongCount, layout::total};
 
-/// An operation with all its arguments but the tensors. What the operation's row has no use for is not looked at.
+/// An operation with all its arguments except the tensors. Arguments that the operation's row does not use are ignored.
 ///
 /// ```
 /// use antiphon_operation::{Call, Operation, ReduceOp};
@@ -21,11 +21,11 @@ use crate::{Extent, Indivisible, Layout, Operation, ReduceOp, Root, WrongCount, 
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Call<'a> {
-    /// What is done.
+    /// The operation.
     pub operation: Operation,
-    /// By which operator elements are combined: the sum unless said otherwise.
+    /// The operator that combines elements; by default the sum.
     pub op: ReduceOp,
-    /// The rank that gives or gets for all: 0 unless said otherwise.
+    /// The root, for operations that have one; by default 0.
     pub root: usize,
     /// The elements of each rank's part; where input and output both have parts, of the input's.
     pub counts: Cow<'a, [usize]>,
@@ -305,7 +305,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// What differs, as a rule, for lists of counts that differ: FNV-1a over them, and never 0, which stands for no digest.
+/// A digest of a list of counts, which almost always differs for different lists: FNV-1a. It is never 0, which stands for no digest.
 pub fn digest(counts: &[usize]) -> u32 {
     let bytes = counts.iter().flat_map(|&count| (count as u64).to_le_bytes());
     bytes.fold(0x811c_9dc5, |hash: u32, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)).max(1)
@@ -323,7 +323,7 @@ mod tests {
     fn only_the_root_needs_what_it_gives_or_gets() {
         let scatter = Call::new(Operation::Scatter).with_root(1);
         assert_eq!(scatter.check(1, 3, Some(12), Some(4)), Ok(4));
-        // What another rank passes as its input is not looked at.
+        // The input of another rank is ignored.
         assert_eq!(scatter.check(0, 3, Some(999), Some(4)), Ok(4));
         assert_eq!(text(scatter.check(1, 3, None, Some(4))), "scatter: rank 1 must pass an input");
         let gather = Call::new(Operation::Gather).with_root(1);

@@ -1,4 +1,4 @@
-//! Which elements of a tensor belong to which rank.
+//! The elements of a tensor that belong to each rank.
 
 use std::ops::Range;
 

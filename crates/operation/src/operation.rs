@@ -19,7 +19,7 @@ macro_rules! operations {
             /// Every operation.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
-            /// What is to be known of it.
+            /// Its row.
             #[inline]
             pub const fn row(self) -> &'static Row {
                 match self {
@@ -30,7 +30,7 @@ macro_rules! operations {
     };
 }
 
-/// Of an all-reduce, and of what is fused to one.
+/// The row of an all-reduce, and of the operations that contain one.
 const ALL_REDUCE: Row = Row {
     in_place: InPlace::Same,
     reduces: true,

@@ -44,7 +44,7 @@ impl ReduceOp {
         let [sum, prod, min, max, avg] = Self::ARITHMETIC;
         [sum, prod, min, max, avg, Self::Band, Self::Bor, Self::Bxor]
     };
-    /// Those that every dtype with arithmetic has.
+    /// The operators that every dtype with arithmetic has.
     pub const ARITHMETIC: [Self; 5] = [Self::Sum, Self::Prod, Self::Min, Self::Max, Self::Avg];
 
     /// Whether it combines the bits of integers, and not their values.

@@ -1,6 +1,6 @@
 //! The columns of the table of operations.
 
-/// What is to be known of an operation.
+/// The properties of an operation, from which everything else is derived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
     /// The name that callers know it by.
@@ -13,9 +13,9 @@ pub struct Row {
     pub in_place: InPlace,
     /// Whether a [`ReduceOp`](crate::ReduceOp) combines the ranks' elements.
     pub reduces: bool,
-    /// What one rank alone does, in an operation that has a root.
+    /// The part of the root, in an operation that has one.
     pub root: Option<Root>,
-    /// What turns its algorithm bandwidth into bus bandwidth.
+    /// The factor from its algorithm bandwidth to its bus bandwidth.
     pub bus_factor: BusFactor,
     /// The number and the name of each algorithm. 0 has no name: it stands for the only one, or for one not yet chosen.
     pub algorithms: &'static [(u8, &'static str)],
@@ -107,7 +107,7 @@ pub enum InPlace {
     OutputBlock,
 }
 
-/// What the root does and no other rank.
+/// The part that only the root has in an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Root {
     /// The root passes an input; the other ranks need none.
@@ -116,7 +116,7 @@ pub enum Root {
     Gets,
 }
 
-/// What turns algorithm bandwidth into bus bandwidth: the share of the data that must cross the busiest link. The
+/// The factor from algorithm bandwidth to bus bandwidth: the share of the data that must cross the busiest link. The
 /// definitions are those of nccl-tests (doc/PERFORMANCE.md), so that figures compare over numbers of ranks and with theirs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BusFactor {

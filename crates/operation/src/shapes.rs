@@ -1,8 +1,8 @@
-//! What a row says about the tensors of a call.
+//! The shapes of a call's tensors, which follow from the row.
 
 use crate::{Extent, Operation};
 
-/// A tensor has another number of elements than the operation needs beside the call's other tensor.
+/// A tensor's number of elements does not suit the call's other tensor.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{operation}: the {which} has {actual} elements, expected {expected} ({rule})")]
 pub struct WrongCount {

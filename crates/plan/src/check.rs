@@ -110,7 +110,7 @@ fn block_refs(gpu: &Gpu, block: &ThreadBlock) -> Result<(), String> {
     Ok(())
 }
 
-/// What an operation can name.
+/// An object that an operation can name.
 struct Scope<'a> {
     ranks: usize,
     gpu: &'a Gpu,

@@ -1,4 +1,4 @@
-//! What can be wrong with a plan's form.
+//! The errors in a plan's form.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use crate::op::ChannelType;
 use crate::place::Place;
 use crate::text::escaped;
 
-/// What is wrong with a plan, or with what is done with it.
+/// An error in a plan, or in its use.
 #[derive(Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -19,7 +19,7 @@ pub enum PlanError {
     File {
         /// The file.
         path: PathBuf,
-        /// What kind of error the operating system gave.
+        /// The kind of the operating system's error.
         kind: io::ErrorKind,
         /// Its words.
         message: String,

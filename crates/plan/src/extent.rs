@@ -1,4 +1,4 @@
-//! Where chunks begin in bytes.
+//! The offsets of chunks, in bytes.
 
 use std::ops::Range;
 
@@ -79,7 +79,7 @@ impl Extent {
         Some(chunks.start.checked_mul(self.chunk)?..chunks.end.checked_mul(self.chunk)?)
     }
 
-    /// Of some bytes, a thread block's share: whole units of the alignment, the first blocks one more where they do not
+    /// A thread block's share of some bytes: whole units of the alignment, the first blocks one more where they do not
     /// divide evenly, and the last unit perhaps cut.
     pub fn share(&self, bytes: &Range<u64>, group: GroupShare) -> Range<u64> {
         let units = (bytes.end - bytes.start).div_ceil(self.alignment);

@@ -71,10 +71,10 @@ pub enum ChannelType {
 /// Whose memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum BufferType {
-    /// What the caller gives.
+    /// The input, which the caller gives.
     #[serde(rename = "i")]
     Input,
-    /// What the caller gets.
+    /// The output, which the caller gets.
     #[serde(rename = "o")]
     Output,
     /// The plan's own.
@@ -94,13 +94,13 @@ pub(crate) fn reduce_op<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Re
     known.ok_or_else(|| de::Error::unknown_variant(&name, &NAMES))
 }
 
-/// On which sides of an operation its thread block's threads meet. Consumed by the pass that inserts [`OpKind::Nop`]s;
-/// nothing in a finished plan has any.
+/// The sides of an operation on which its thread block's threads synchronise. The pass that inserts [`OpKind::Nop`]s consumes it;
+/// no operation of a finished plan has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct DataSync {
-    /// What was done before must be done.
+    /// All threads have done the earlier operations before this one.
     pub before: bool,
-    /// It must be done before what comes.
+    /// No thread continues before this operation is done.
     pub after: bool,
 }
 
@@ -209,7 +209,7 @@ pub enum NotifyKind {
 pub struct SemaphoreOp {
     /// Waits until the count is positive and takes one; else adds one.
     pub acquire: bool,
-    /// Which ones; one that is named twice counts twice.
+    /// The semaphores; one that is named twice counts twice.
     pub semaphores: Vec<SemaphoreId>,
     /// Where the block's threads meet.
     pub data_sync: DataSync,
@@ -218,7 +218,7 @@ pub struct SemaphoreOp {
 /// `copy`, `cpkt`, `upkt`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Copy {
-    /// What form the data has.
+    /// The form of the data.
     pub kind: CopyKind,
     /// From here.
     pub src: LocalChunk,
@@ -242,7 +242,7 @@ pub enum CopyKind {
 /// `put`, `pws`, `pwsf`, `ppkt`, `rppkt`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Put {
-    /// What form the data has, and what follows it.
+    /// The form of the data, and the signals behind it.
     pub kind: PutKind,
     /// From here: as many as destinations; of [`PutKind::ReadPackets`] one.
     pub src: Vec<LocalChunk>,
@@ -333,7 +333,7 @@ impl Reduce {
 /// `glre`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SwitchReduce {
-    /// Which buffer of the members.
+    /// The members' buffer.
     pub buffer: BufferType,
     /// Its first chunk.
     pub offset: u64,
@@ -377,7 +377,7 @@ pub struct Pipeline {
     pub unit_size: u64,
     /// How many chunks all turns together cover.
     pub num_chunks: u64,
-    /// What is done in each turn; no pipelines.
+    /// The operations of each iteration; no pipelines.
     pub ops: Vec<Op>,
 }
 

@@ -7,14 +7,14 @@ use crate::ids::{ChannelId, OriginId, Rank, RemoteBufferId};
 use crate::op::{BufferType, ChannelType, Op, OpKind};
 use crate::place::Place;
 
-/// What every thread block of every rank does, in terms of chunks; how large a chunk is follows from the message.
+/// The operations of every thread block of every rank, in terms of chunks. The size of a chunk follows from the message.
 ///
 /// The format is that of MSCCL++ 0.9.0's `ExecutionPlan`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The program's name.
     pub name: Option<String>,
-    /// What it does: `allgather`, `allreduce`, `reducescatter`, `alltoall`, `sendrecv`, or any other.
+    /// The collective: `allgather`, `allreduce`, `reducescatter`, `alltoall`, `sendrecv`, or any other.
     pub collective: String,
     /// How data travels.
     pub protocol: Protocol,
@@ -65,7 +65,7 @@ impl Plan {
         }
     }
 
-    /// What stands somewhere in its thread blocks, if there is anything.
+    /// The operation at a place, if there is one.
     pub fn op(&self, place: Place) -> Option<&Op> {
         let block = self.gpus.get(place.rank.index())?.threadblocks.get(place.threadblock.index())?;
         let op = block.ops.get(place.op as usize)?;
@@ -124,7 +124,7 @@ pub enum GpuChannels {
     },
     /// One switch channel. Its place among the switch channels is its [`ChannelId`].
     Switch {
-        /// Which buffer it binds.
+        /// The buffer that it binds.
         buffer: BufferType,
         /// Its ranks, in one group.
         rank_groups: Vec<Vec<Rank>>,
@@ -157,7 +157,7 @@ pub struct Semaphore {
 pub struct ThreadBlock {
     /// Its number: its place in [`Gpu::threadblocks`].
     pub id: u32,
-    /// What it does.
+    /// Its operations.
     pub ops: Vec<Op>,
     /// The channels that it uses: an entry for each type. A place in `channel_ids` is a
     /// [`ChannelIndex`](crate::ChannelIndex).

@@ -1,4 +1,4 @@
-//! What the numbers of a plan stand for.
+//! Resolving the numbers of a plan to its objects.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -65,7 +65,7 @@ pub struct Access {
     pub mode: Mode,
     /// As packets: twice the bytes, at twice the offset, and a reader waits for them.
     pub packets: bool,
-    /// Of the chunks, only this share.
+    /// The share of the chunks that is accessed.
     pub group: Option<GroupShare>,
 }
 
@@ -106,7 +106,7 @@ impl<'a> Block<'a> {
         &self.plan.gpus[self.rank.index()]
     }
 
-    /// What it holds.
+    /// The block itself.
     pub fn get(&self) -> &'a ThreadBlock {
         &self.gpu().threadblocks[self.id.index()]
     }

@@ -1,4 +1,4 @@
-//! Text of strangers: how much of it is read, and how it is shown.
+//! Untrusted text: the limit on its length, and how it is shown in errors.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,7 +9,7 @@ use crate::error::PlanError;
 /// The longest text of a plan, in bytes. The library's ring all-reduce of 64 ranks and 4 instances has half as many.
 pub const MAX_TEXT_BYTES: u64 = 64 << 20;
 
-/// What the file of a plan, or of something about a plan, holds: at most [`MAX_TEXT_BYTES`].
+/// The content of a file with a plan, or about a plan: at most [`MAX_TEXT_BYTES`].
 ///
 /// # Errors
 /// [`PlanError::File`] if it cannot be read, [`PlanError::TooLong`].

@@ -43,7 +43,8 @@ fn plan(copies: &[(u64, u64, u64)]) -> Plan {
     }
 }
 
-/// Before which copies the threads must meet, chunk by chunk: each remembers who touched it last, and whether writing.
+/// Before which copies the threads must meet, chunk by chunk: each chunk remembers which thread block accessed it last, and
+/// whether that was a write.
 fn meetings(copies: &[(u64, u64, u64)]) -> Vec<bool> {
     let mut last = [None::<(usize, bool)>; CHUNKS as usize];
     let mut meets = Vec::new();

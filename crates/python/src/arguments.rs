@@ -17,7 +17,7 @@ use crate::{
 /// An operation that could begin now.
 pub(crate) struct Prepared<'py> {
     pub(crate) call: Call,
-    /// What the caller gets: the output, or nothing.
+    /// The value that the caller gets: the output, or nothing.
     pub(crate) result: Option<Bound<'py, PyAny>>,
     /// Keeps the memory valid.
     pub(crate) operands: Operands,
@@ -112,7 +112,7 @@ pub(crate) fn prepare_output<'py>(
 
 impl<'py> Prepared<'py> {
     fn in_place(what: What, buffer: Operand, result: Bound<'py, PyAny>) -> Self {
-        let call = Call { what, registered: false, mixed: None, tensors: CallTensors::Shared(buffer.tensor) };
+        let call = Call { what, mixed: None, tensors: CallTensors::Shared(buffer.tensor) };
         Self { call, result: Some(result), operands: [None, Some(buffer)] }
     }
 
@@ -123,19 +123,14 @@ impl<'py> Prepared<'py> {
         result: Option<Bound<'py, PyAny>>,
     ) -> Self {
         let tensor = |operand: &Option<Operand>| operand.as_ref().map(|operand| operand.tensor);
-        let call = Call {
-            what,
-            registered: false,
-            mixed: None,
-            tensors: CallTensors::Apart(tensor(&input), tensor(&output)),
-        };
+        let call = Call { what, mixed: None, tensors: CallTensors::Apart(tensor(&input), tensor(&output)) };
         Self { call, result, operands: [input, output] }
     }
 
     /// An operation without arrays.
     pub(crate) fn bare(what: What) -> Self {
         Self {
-            call: Call { what, registered: false, mixed: None, tensors: CallTensors::Nowhere },
+            call: Call { what, mixed: None, tensors: CallTensors::Nowhere },
             result: None,
             operands: [None, None],
         }

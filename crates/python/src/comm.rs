@@ -1,4 +1,4 @@
-//! What `antiphon.comm` asks of Rust besides the classes.
+//! Functions for `antiphon.comm`.
 
 use antiphon::tensor::{
     self, Device,

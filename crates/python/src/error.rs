@@ -1,4 +1,4 @@
-//! Which exception an error becomes. The text is the error's own.
+//! The Python exception for each error. The text is the error's own.
 
 use antiphon::{
     fabric::rendezvous::RendezvousError,

@@ -1,4 +1,4 @@
-//! What a forked child inherits but must not use: it stands for its parent's rank, and the threads behind it are gone.
+//! Detects the use of a communicator in a forked child: it stands for the parent's rank, and its threads do not run in the child.
 
 use std::sync::OnceLock;
 

@@ -5,7 +5,7 @@ use pyo3::{exceptions::PyValueError, prelude::*};
 
 use crate::{arguments::overlap, operand::Tensor};
 
-/// What to do, and with which memory: plain values, so that it can go to another thread.
+/// A fused all-reduce with its memory, as plain values that can go to another thread.
 pub(crate) type Fused = FusedAllReduce<Tensor>;
 
 impl TensorHandle for Tensor {
@@ -64,7 +64,7 @@ pub(crate) fn check_overlap(call: &Fused) -> PyResult<()> {
     Ok(())
 }
 
-/// Whether these are the same bytes, and any.
+/// Whether these are the same bytes, at least one.
 fn same_place(a: &Tensor, b: &Tensor) -> bool {
     a.data == b.data && a.bytes() == b.bytes() && a.bytes() > 0
 }

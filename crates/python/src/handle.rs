@@ -1,4 +1,4 @@
-//! What `start_…` returns.
+//! The handle that `start_…` returns.
 
 use std::{
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
@@ -10,9 +10,9 @@ use pyo3::{exceptions::PyTimeoutError, prelude::*};
 
 use crate::{arguments::seconds, cuda::Started, error::Error, fork::Process};
 
-/// How long a wait goes on before Python's signal handlers have their turn.
+/// How long a wait lasts before Python's signal handlers run.
 const LOOK: Duration = Duration::from_millis(10);
-/// How long one thread waits for another to say how an operation ended.
+/// How long one thread waits for another that finds out how an operation ended.
 const SHORT_LOOK: Duration = Duration::from_micros(100);
 
 #[doc = stub!("Handle")]
@@ -30,13 +30,13 @@ enum State {
     Pending(Box<dyn Work>),
     /// A thread is finding out how it ended.
     Ending,
-    /// How it ended; kept, as one may wait again.
+    /// How it ended; kept, because a program may wait again.
     Over(Result<(), Py<PyAny>>),
 }
 
 /// A pending operation, whatever its error type.
 pub(crate) trait Work: Send {
-    /// Whether it can be ended after `limit` at most.
+    /// Waits for at most `limit`; returns whether the operation is over, so that `finish` returns at once.
     fn wait_for(&mut self, limit: Duration) -> bool;
 
     /// Whether it is over.
@@ -82,7 +82,7 @@ impl Work for Started {
 }
 
 impl Handle {
-    /// Of an operation in a stream.
+    /// The handle of an operation in a stream.
     pub(crate) fn on_cuda(started: Started, result: Option<Bound<'_, PyAny>>) -> Self {
         Self::of(Box::new(started), result)
     }
@@ -105,7 +105,8 @@ impl Handle {
         Self::of(Box::new(pending), result)
     }
 
-    /// Whether it is over after `limit` at most. Like every look at the state it happens detached from the interpreter:
+    /// Waits for at most `limit`; returns whether it is over. As with all accesses of the state, the caller is detached from
+    /// the interpreter:
     /// a thread with the lock does not need the interpreter, and a thread that needs the interpreter does not hold the lock.
     fn is_over_in(&self, limit: Duration) -> bool {
         let mut state = self.state();
@@ -145,7 +146,7 @@ impl Handle {
             let outcome = work.finish().map_err(|error| PyErr::from(error).into_value(py).into_any());
             py.detach(|| *self.state() = State::Over(outcome));
         }
-        // Nobody holds the lock while waiting any more.
+        // No thread waits while it holds the lock any more.
         match &*self.state() {
             State::Over(Ok(())) => Some(Ok(())),
             State::Over(Err(error)) => Some(Err(PyErr::from_value(error.bind(py).clone()))),

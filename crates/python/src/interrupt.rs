@@ -1,7 +1,7 @@
 //! Ctrl-C while a call waits.
 //!
 //! Python's signal handlers run on its main thread, between two steps of Python code. A call that waits is one step, so it
-//! looks now and then whether a handler wants to run; if that raises, the wait ends and the exception goes on.
+//! checks now and then whether a handler must run. If the handler raises, the wait ends and the call raises the exception.
 
 use std::cell::{Cell, RefCell};
 
@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 thread_local! {
     /// Whether this thread waits on behalf of Python: the library's own threads do not.
     static WAITING: Cell<bool> = const { Cell::new(false) };
-    /// What a signal handler raised.
+    /// The exception that a signal handler raised.
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
 }
 
@@ -37,7 +37,7 @@ fn raises(py: Python<'_>) -> bool {
     interrupted
 }
 
-/// What the signal handler that ended a wait has raised.
+/// Takes the exception of the signal handler that ended a wait.
 pub(crate) fn take() -> Option<PyErr> {
     RAISED.take()
 }

@@ -26,7 +26,7 @@ impl PartialEq for Mapping {
     }
 }
 
-/// What makes two mappings equal, as keywords of the constructor.
+/// The fields by which mappings are compared, as keywords of the constructor.
 const IDENTITY: [&str; 12] = [
     "world_size",
     "rank",

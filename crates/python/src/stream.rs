@@ -39,7 +39,7 @@ pub(crate) fn stream_or_current(py: Python<'_>, device: u32, stream: Option<RawS
     Ok(0)
 }
 
-/// The stream on which torch or CuPy works at present; nothing for other libraries.
+/// The current stream of torch or CuPy on a device; nothing for other libraries.
 pub(crate) fn library_stream(py: Python<'_>, library: &str, device: u32) -> PyResult<Option<RawStream>> {
     let cuda = |name: &str| py.import(name)?.getattr(intern!(py, "cuda"));
     match library {

@@ -196,7 +196,7 @@ pub enum TensorError {
     /// A buffer of a quantiser that is longer or shorter than its shape.
     #[error("the buffer of {what} has {actual} entries instead of {expected}")]
     BufferLength {
-        /// What the buffer holds.
+        /// The number of elements in the buffer.
         what: &'static str,
         /// The number of entries that the shape needs.
         expected: usize,

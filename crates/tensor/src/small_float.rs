@@ -10,7 +10,7 @@ use crate::round::{F32_INFINITY, F32_NAN};
 pub(crate) struct Format {
     /// The number of fraction bits, at least 1.
     pub(crate) fraction: u32,
-    /// What the exponent's code is larger by than the exponent.
+    /// The bias: the exponent's code minus the exponent.
     pub(crate) bias: u32,
     /// The sign's place in a code.
     pub(crate) sign: u32,
@@ -33,7 +33,7 @@ impl Format {
         (127 + 1 - self.bias) << 23
     }
 
-    /// What the f32 bits of a normal value exceed its code, moved to the f32 places, by.
+    /// The f32 bits of a normal value minus its code, shifted to the f32 places.
     const fn rebias(&self) -> u32 {
         (127 - self.bias) << 23
     }

@@ -1,4 +1,4 @@
-//! What can be wrong with a layout.
+//! The errors of layouts.
 
 use std::fmt;
 
@@ -63,16 +63,16 @@ pub enum TopologyError {
     Mismatch {
         /// The sizes that should multiply to `expected`.
         found: Product,
-        /// What they have to make up.
+        /// The product that they must have.
         expected: Product,
     },
 
     /// A size that was left open cannot be filled in, because the rest does not divide evenly.
     #[error("no even split: {whole}, but {divisor}")]
     Indivisible {
-        /// What is to be split.
+        /// The number that is divided.
         whole: Product,
-        /// What it is to be divided by.
+        /// The divisor.
         divisor: Product,
     },
 

@@ -122,12 +122,12 @@ impl<const AXES: usize> Partition<AXES> {
         self.volume(false)
     }
 
-    /// Which group the rank belongs to: `0..count`.
+    /// The group of the rank: `0..count`.
     pub fn index_of(&self, rank: usize) -> usize {
         self.mesh.pack(rank, self.across())
     }
 
-    /// Which place the rank has in its group: `0..size`.
+    /// The rank's index in its group: `0..size`.
     pub fn position_of(&self, rank: usize) -> usize {
         self.mesh.pack(rank, self.along)
     }

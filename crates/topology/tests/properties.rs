@@ -1,4 +1,4 @@
-//! What holds for every layout.
+//! The properties of every layout.
 
 use std::collections::HashSet;
 

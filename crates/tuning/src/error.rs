@@ -1,4 +1,4 @@
-//! What can go wrong when measuring, choosing and remembering.
+//! The errors of measuring, choosing and caching.
 
 use std::io;
 use std::path::PathBuf;

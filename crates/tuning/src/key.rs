@@ -1,10 +1,10 @@
-//! What a table is about.
+//! The key of a table.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What a table was measured for; a table serves one key only.
+/// The key of a table: the operation, the world and the machine for which it was measured.
 ///
 /// Whatever else changes the times belongs into one of the strings: a fused epilogue into the operation, the
 /// driver and the links between the GPUs into the machine.

@@ -1,4 +1,4 @@
-//! What to measure, and doing it.
+//! Measuring candidates over sizes.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::error::TuningError;
 use crate::table::{Table, Timing, check_candidates};
 
-/// What to measure: candidates, sizes, and how often.
+/// A measurement: its candidates, its sizes and its number of samples.
 ///
 /// At every size all candidates run in turn, round after round, so that a machine that warms up or slows down
 /// hits all of them alike; the one that begins changes from round to round, so that none is always the first.
@@ -124,7 +124,7 @@ impl Sweep {
         Ok(samples)
     }
 
-    /// What the samples of one size say about each candidate.
+    /// The statistics of each candidate at one size.
     fn timings(&self, bytes: usize, samples: &[f64]) -> Result<Vec<Option<Timing>>, TuningError> {
         let own = samples.chunks_exact(self.rounds);
         let timing = |(name, samples): (&String, &[f64])| {

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Writes `antiphon: warning: ` and the text to standard error, once per text and process.
 ///
-/// This is for a cache that cannot be used: the library goes on without it, slower, and the user can cure it.
+/// A warning about a cache that cannot be used: the library continues without it, slower, and the user can repair it.
 pub fn warn_once(text: &str) {
     static SAID: Mutex<Option<HashSet<String>>> = Mutex::new(None);
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner); // an insertion is never half done

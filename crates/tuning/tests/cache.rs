@@ -284,7 +284,7 @@ fn with_a_table() -> (TempDir, Cache) {
     (folder, cache)
 }
 
-/// What reading and writing say.
+/// The warnings of reading and writing.
 fn refusals(cache: &Cache) -> [String; 3] {
     [
         cache.get(&key("all_reduce"), &CANDIDATES).unwrap_err(),

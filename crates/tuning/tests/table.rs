@@ -1,4 +1,4 @@
-//! What a table chooses.
+//! The choices of a table.
 
 use antiphon_tuning::{Choice, STICKINESS, Table, Timing, TuningError};
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-"""The CUDA runtime by ctypes, for scripts that reach for it. After FlashInfer 0.6.18 comm/cuda_ipc.py.
+"""The CUDA runtime by ctypes, for scripts that use it. After FlashInfer 0.6.18 comm/cuda_ipc.py.
 
 Antiphon itself does not use it.
 """
@@ -15,7 +15,7 @@ _LAZY_PEER_ACCESS = 1
 
 
 class cudaIpcMemHandle_t(ctypes.Structure):
-    """What names an allocation in another process."""
+    """The handle of an allocation, for another process."""
 
     _fields_ = [("internal", ctypes.c_byte * 64)]
 

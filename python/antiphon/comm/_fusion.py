@@ -171,7 +171,7 @@ def run(
         raise missing(_NAME, residual_in=residual, residual_out=residual_out, rms_gamma=weight)
     if gives_norm and norm_out is None:
         raise missing(_NAME, norm_out=norm_out)
-    if quantize is None:  # without keywords that say nothing, which take time
+    if quantize is None:  # without keywords that have no effect, which take time
         comm.all_reduce_fused(
             x,
             tokens=tokens,

@@ -3,7 +3,7 @@
 The classes hold plain ``int`` constants, which go into calls as they are.
 """
 
-# What FlashInfer's kernels are limited to. Nothing here depends on them, but for the sizes that a workspace names.
+# The limits of FlashInfer's kernels. Here only the sizes of workspaces depend on them.
 OneShotMaxToken = 128
 MAX_ALL_REDUCE_BLOCKS = 24
 LamportTokenNumThreshold = 16
@@ -12,7 +12,7 @@ MAX_COMM_SIZE = ((1 << 31) - 1) >> 21 << 21
 
 
 class AllReduceStrategyType:
-    """How an all-reduce is done."""
+    """The algorithm of an all-reduce."""
 
     NCCL = 0
     MIN_LATENCY = 1
@@ -31,7 +31,7 @@ class AllReduceStrategyConfig:
 
 
 class AllReduceFusionOp:
-    """What follows a custom all-reduce in the same call."""
+    """The operations that follow a custom all-reduce in the same call."""
 
     NONE = 0
     RESIDUAL_RMS_NORM = 1

@@ -44,7 +44,7 @@ _operators.define(
 
 
 def check_world(info: ParallelInfo) -> None:
-    """The layout is that of the default group, and is served."""
+    """Refuses a layout that is not that of the default group, or not supported."""
     if info.world_size == 1:
         raise ValueError("MixedCommHandler: world_size is 1, and there is nothing to communicate")
     if not dist.is_available() or not dist.is_initialized():
@@ -201,7 +201,7 @@ def run_by_torch(handler: MixedCommHandler, op: MixedCommOp, mode: MixedCommMode
         dist.all_reduce(scattered, group=handler.tp_comm_group)
         x_out.copy_(scattered)
     else:
-        # Every rank gets the block of its group from everybody.
+        # Every rank gets the block of its group from all ranks.
         row = x_in.view(info.dp_size, 1, -1).expand(-1, info.tp_size, -1).reshape(info.world_size, -1)
         received = torch.empty_like(row)
         dist.all_to_all_single(received, row)
@@ -248,7 +248,7 @@ def _samples(handler: MixedCommHandler, call: Callable[[], None], samples: int =
         for _ in range(calls):
             call()
 
-    several()  # connects the ranks
+    several()  # the first calls connect the ranks
     if device.type == "cpu":
         return [_host_seconds(several) / calls for _ in range(samples)]
     with torch.cuda.device(device):

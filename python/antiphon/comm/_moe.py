@@ -41,7 +41,7 @@ def trtllm_moe_allreduce_fusion(
     The experts' outputs are ``[experts, token_num, hidden_dim]``, their weights float32 ``[experts, token_num]``,
     ``moe_reduction_token_input`` ``[token_num, hidden_dim]``, as are the outputs: ``moe_allreduce_out`` is the sum,
     ``residual_out`` that with ``residual_in``, ``norm_out`` its norm, and ``quant_out`` with ``scale_out`` its FP4
-    form, as pattern 3 of :func:`trtllm_allreduce_fusion` has it. At least one is needed. Sums are accumulated in
+    form, as in pattern 3 of :func:`trtllm_allreduce_fusion`. At least one is needed. Sums are accumulated in
     float32 and rounded once. ``launch_with_pdl`` has no effect.
 
     Raises ``ValueError`` that names what is missing or too small, and as :func:`trtllm_allreduce_fusion`.
@@ -165,7 +165,7 @@ def trtllm_moe_finalize_allreduce_fusion(
     size are those of ``residual_in``. At least one of the outputs is needed.
 
     ``scale_factor`` (1) and ``layout_code`` (0) of ``quant_out`` are not in FlashInfer, whose codes are of a scale that
-    nobody set. Where neither is given, a ``scale_out`` without room for the scales is left alone, with one warning.
+    no caller has set. Where neither is given, a ``scale_out`` without room for the scales is left alone, with one warning.
     ``workspace`` is another name of ``workspace_ptrs``. Raises as :func:`trtllm_moe_allreduce_fusion`.
     """
     import torch

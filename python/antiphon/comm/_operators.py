@@ -1,4 +1,4 @@
-"""The fused calls as operators of torch, which a compiled program holds in place of the functions."""
+"""The fused calls as operators of torch, which compiled programs call in place of the functions."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tensors as the fused calls take them."""
+"""Preparing the tensors of fused calls."""
 
 import warnings
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ _has_warned = False
 
 
 def missing(caller: str, **tensors: object) -> ValueError:
-    """The error that names those of some arguments that are not there."""
+    """The error that names the missing ones of some arguments."""
     names = ", ".join(name for name, tensor in tensors.items() if tensor is None)
     return ValueError(f"{caller}: {names} must be given")
 

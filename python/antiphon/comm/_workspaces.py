@@ -19,13 +19,13 @@ from antiphon.comm.mnnvl import TorchDistBackend, communicator_of
 if TYPE_CHECKING:
     import torch
 
-#: Addresses from here on are of no memory on any processor. Those of a workspace share all but the last bits.
+#: From this number on, an address belongs to no memory on any processor. The addresses of a workspace share all but the last bits.
 _NOWHERE, _BITS = 0x4160 << 48, 16
 
 _numbers = itertools.count(1)
 #: The communicator of each workspace, by its number, and by the address of the tensor that names it.
 _found: "WeakValueDictionary[int, Communicator]" = WeakValueDictionary()
-#: Those of workspaces whose group was met for through a backend of the caller's, who may keep neither.
+#: The communicators of workspaces whose ranks met through a backend of the caller's. The caller may keep neither of the two.
 _kept: dict[int, Communicator] = {}
 #: The workspaces of a communicator: number, and address of the tensor.
 _owned: "WeakKeyDictionary[Communicator, dict[int, int | None]]" = WeakKeyDictionary()
@@ -108,7 +108,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
 def trtllm_destroy_ipc_workspace_for_all_reduce(workspace: Sequence[Sequence[int]], group: _Group = None) -> None:
     """Forgets a workspace of either kind, by its lists of addresses. One that is unknown, or was forgotten, is ignored.
 
-    It waits for nobody. The group's communicator stays.
+    It does not wait for other ranks. The group's communicator stays.
     """
     for pointer in itertools.chain.from_iterable(workspace):
         number = _number(pointer)
@@ -239,7 +239,7 @@ def _addresses(number: int, parts: int, tp_size: int) -> list[list[int]]:
 
 
 def _number(pointer: int) -> int | None:
-    """The number of the workspace that an address is of."""
+    """The number of the workspace to which an address belongs."""
     return (pointer & (1 << 48) - 1) >> _BITS if pointer >> 48 == _NOWHERE >> 48 else None
 
 

@@ -1,4 +1,4 @@
-"""What a group of ranks is to these modules. After FlashInfer comm/abstractions.py (its main branch of August 2026)."""
+"""The interface of a group of ranks. After FlashInfer comm/abstractions.py (its main branch of August 2026)."""
 
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ class CommBackend(Protocol):
         ...
 
     def Get_size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     def allgather(self, data: Any) -> tuple[Any, ...]:
@@ -26,9 +26,9 @@ class CommBackend(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Waits for all."""
+        """Waits for all ranks."""
         ...
 
     def Split(self, color: int, key: int) -> "CommBackend":
-        """One for the ranks of the same ``color``, in the order of ``key``."""
+        """A group of the ranks with the same ``color``, in the order of ``key``."""
         ...

@@ -52,7 +52,7 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         import torch
 
         super().__init__(tp_size, tp_rank)
-        self.mem_handles: list[Any] = []  # scripts look for it
+        self.mem_handles: list[Any] = []  # scripts read it
         self.ipc_handles, self.workspace_tensor, self.metadata = trtllm_create_ipc_workspace_for_all_reduce_fusion(
             tp_rank,
             tp_size,
@@ -70,7 +70,7 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         return "trtllm"
 
     def destroy(self) -> None:
-        """Ends it: later calls raise ``ValueError``. It waits for nobody."""
+        """Ends the workspace: later calls raise ``ValueError``. It does not wait for other ranks."""
         trtllm_destroy_ipc_workspace_for_all_reduce_fusion(self.ipc_handles)
 
     def is_buffer_size_sufficient(

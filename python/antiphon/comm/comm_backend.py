@@ -48,7 +48,7 @@ class _World:
 
 
 class TorchDistBackend:
-    """The ranks of a process group of torch, that of all unless given. ``RuntimeError`` if there is none."""
+    """The ranks of a process group of torch, by default of the group of all ranks. ``RuntimeError`` if there is no such group."""
 
     def __init__(self, group: "ProcessGroup | None" = None) -> None:
         dist = sys.modules.get("torch.distributed")

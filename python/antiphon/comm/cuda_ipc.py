@@ -20,7 +20,7 @@ __all__ = ["CudaRTLibrary", "create_shared_buffer", "free_shared_buffer"]
 
 _Group: TypeAlias = "ProcessGroup | Communicator | None"
 
-# What torch's groups and our communicators have no place of their own for.
+# State of torch's groups and of our communicators, which have no attribute for it.
 _communicators: "WeakKeyDictionary[ProcessGroup, Communicator]" = WeakKeyDictionary()
 _buffers: "WeakKeyDictionary[Communicator, dict[int, SharedBuffer | CudaBuffer]]" = WeakKeyDictionary()
 
@@ -56,7 +56,7 @@ def create_shared_buffer(
 def free_shared_buffer(pointers: Sequence[int | None] | None, group: _Group = None) -> None:
     """Frees what :func:`create_shared_buffer` made, on all ranks of the group, which must all call it.
 
-    Nobody may use any copy any more; work on the GPU is waited for. Without this rank's own address, in a list that is
+    No rank may use any copy any more; the call waits for work on the GPU. Without this rank's own address, in a list that is
     ``None`` or too short, on all ranks, it only waits for the others, as FlashInfer does.
 
     Raises ``ValueError`` naming the address if that is not of a buffer of this group, or was freed already.
@@ -89,7 +89,7 @@ def owner(pointers: Sequence[int], rank: int) -> Communicator | None:
 
 
 def communicator(caller: str, group: _Group) -> Communicator:
-    """The communicator of a group, which meets for it the first time."""
+    """The communicator of a group; in the first call the ranks meet."""
     if isinstance(group, Communicator):
         return group
     if group is None:
@@ -100,7 +100,7 @@ def communicator(caller: str, group: _Group) -> Communicator:
             )
         world: ProcessGroup = dist.group.WORLD
         group = world
-    if isinstance(group, int):  # what torch gives those who are not in a group
+    if isinstance(group, int):  # what torch returns to a rank outside the group
         raise ValueError(f"{caller}: this process is not in the group")
     comm = _communicators.get(group)
     if comm is None:

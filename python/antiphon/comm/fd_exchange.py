@@ -91,7 +91,7 @@ def _spread(caller: str, comm: CommBackend, local_fd: int | None, senders: Seque
     """The descriptors of the senders, by rank: each sends its own to all other ranks."""
     rank, size = comm.Get_rank(), comm.Get_size()
     with contextlib.ExitStack() as sockets:
-        # What goes wrong on one rank is told to all, since the others would wait for that rank.
+        # A failure of one rank is reported to all ranks, which would wait for that rank otherwise.
         word: _Address | str
         try:
             own = {rank: _open_fd(local_fd)} if rank in senders else {}
@@ -172,7 +172,7 @@ class _Post:
         """Sends and receives what is possible now; the ranks that are still waited for."""
         self.unsent = {rank for rank in self.unsent if not self.is_sent(rank)}
         with contextlib.suppress(BlockingIOError):
-            while time.monotonic() < self.deadline:  # strangers may write without end
+            while time.monotonic() < self.deadline:  # other processes may write without end
                 self.take()
         return self.unsent.union(self.due.values())
 

@@ -1,4 +1,4 @@
-"""Who is in which group. After FlashInfer 0.6.18 comm/mapping.py."""
+"""Which ranks form which groups. After FlashInfer 0.6.18 comm/mapping.py."""
 
 from antiphon._core import Mapping
 

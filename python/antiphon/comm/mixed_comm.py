@@ -73,7 +73,7 @@ _numbers = itertools.count(1)
 
 
 class ParallelInfo(_core.ParallelInfo):
-    """Who is where: ranks of a node (local) and nodes (inter), each cut into tensor and data parallel parts.
+    """The ranks and their groups: ranks of a node (local) and nodes (inter), each cut into tensor and data parallel parts.
 
     ``world_rank = local_rank + local_size * inter_rank``, ``local_rank = local_tp_rank + local_tp_size * local_dp_rank`` and
     ``inter_rank = inter_tp_rank + inter_tp_size * inter_dp_rank``. Of a pair of sizes that are ``None`` the tensor parallel one takes
@@ -363,7 +363,7 @@ def run_mixed_comm(
     skip_check: bool = False,
     local_batches: Sequence[int] | None = None,
 ) -> "torch.Tensor":
-    """Runs an operation on ``x_in`` and returns ``x_out``, which is made if there is none. Shapes are in :class:`MixedCommOp`.
+    """Runs an operation on ``x_in`` and returns ``x_out``, which is made unless given. Shapes are in :class:`MixedCommOp`.
 
     Without a ``mode`` it is ``AUTOTUNE`` if the handler has that, else ``NCCL_TP_DP`` if that is valid, else ``NCCL_ONE``.
     ``local_batches``, which FlashInfer does not have, are the rows of each data parallel rank, 0 allowed, where they are not equal:

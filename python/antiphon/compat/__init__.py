@@ -3,7 +3,7 @@
     python -m antiphon.compat run script.py --its --arguments
     python -m antiphon.compat run -m torch.distributed.run --nproc-per-node 2 script.py
 
-runs a script that says ``import flashinfer.comm`` with :mod:`antiphon.comm` under that name. In a program of one's own,
+runs a script that says ``import flashinfer.comm`` with :mod:`antiphon.comm` under that name. In your own program,
 before such imports::
 
     antiphon.compat.install()               # all of PEERS, in this process
@@ -59,7 +59,7 @@ def install(*peers: str, children: bool = False) -> None:
     """Serves our modules under the names of these peers: all of :data:`PEERS` but those of :data:`BY_NAME`, unless given.
 
     ``children`` does so too for processes that this one starts from now on, by whatever means. Modules of those names
-    that are imported already are put aside; whoever holds one keeps it.
+    that are imported already are put aside; code that holds one keeps it.
 
     Raises ``ValueError`` for a name that is not in :data:`PEERS`.
     """
@@ -96,7 +96,7 @@ def told_children() -> list[str]:
 
 
 def tell_children(peers: Collection[str]) -> None:
-    """Has the processes that this one starts serve these peers and no others, from their start."""
+    """Makes the processes that this one starts serve exactly these peers."""
     path = os.environ.get("PYTHONPATH")
     folders = [folder for folder in path.split(os.pathsep) if folder != _HOOK] if path else []
     if peers:
@@ -131,7 +131,7 @@ def _put_back(name: str, modules: dict[str, ModuleType]) -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds our modules under the peers' names. Asked first."""
+    """Finds our modules under the peers' names. Python asks it first."""
 
     def __init__(self) -> None:
         #: The peers that are served, each with the modules that had its names before.
@@ -184,7 +184,7 @@ class _Parents(MetaPathFinder):
         return any(peer.startswith(f"{name}.") for peer in _finder.hidden)
 
     def forget(self) -> None:
-        """Takes back those that nothing is in any more."""
+        """Removes the packages without modules."""
         for name in {name for name in self.made if not self.is_served(name)}:
             self.made.remove(name)
             sys.modules.pop(name, None)

@@ -1,4 +1,4 @@
-"""``python -m antiphon.compat run``: a script, or anything that ``python`` runs, on Antiphon."""
+"""``python -m antiphon.compat run``: runs a script, or whatever ``python`` can run, on Antiphon."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> NoReturn:
         _refuse("no program to run")
     compat.tell_children(peers or compat.PEERS.keys() - compat.BY_NAME)
     sys.stdout.flush()
-    # A fresh interpreter sets the stage: sys.argv, sys.path, __main__, the exit status.
+    # A fresh interpreter sets sys.argv, sys.path, __main__ and the exit status.
     os.execv(sys.executable, [sys.executable, *program])
 
 

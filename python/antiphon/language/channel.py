@@ -1,4 +1,4 @@
-"""What connects ranks."""
+"""Channels between ranks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from antiphon._core import Chunk, ThreadBlockGroup
 from antiphon.language.internal.globals import get_program
 from antiphon.language.internal.types import BufferType, ChannelType, RankGroup, ReduceOperationType, SyncType
 
-# Scripts take more from here than is defined here, by star imports.
+# Scripts import further names from this module, by star imports.
 __all__ = [
     "BufferType",
     "ChannelType",
@@ -69,7 +69,7 @@ class MemoryChannel:
     def put_packets(
         self, dst_chunk: Chunk, src_chunk: Chunk, tb: int | None = None, tb_group: ThreadBlockGroup | None = None
     ) -> None:
-        """Writes chunks as packets into the destination's scratch (``ppkt``): whoever reads them waits for each."""
+        """Writes chunks as packets into the destination's scratch (``ppkt``): a reader waits for each packet."""
         self._channel.put(get_program()._core, "put_packets", dst_chunk, src_chunk, tb, tb_group, _getframe(1))
 
     def read_put_packets(

@@ -1,4 +1,4 @@
-"""What programs are to do."""
+"""The collectives that programs implement."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ class Collective:
         """For each rank, a ``BaseBuffer`` under ``BufferType.input`` and one under ``BufferType.output``."""
 
     def check(self, prog: "CollectiveProgram") -> Any:
-        """For a subclass that can tell whether a program does it. Nothing calls it."""
+        """For subclasses that check a program themselves. Antiphon does not call it."""
 
     def _uniform(self, input_chunks: int, output_chunks: int) -> list[Buffers]:
         sizes = (BufferType.input, input_chunks), (BufferType.output, output_chunks)
@@ -52,7 +52,7 @@ class Collective:
 class TestCollective(Collective):
     """Any number of chunks in and out, the same at every rank."""
 
-    __test__ = False  # for pytest, which would take it for a test
+    __test__ = False  # otherwise pytest would collect it as a test
 
     def __init__(self, num_ranks: int, input_size: int, output_size: int) -> None:
         super().__init__(num_ranks, 1, False)
@@ -64,7 +64,7 @@ class TestCollective(Collective):
 
 
 class AllGather(Collective):
-    """Every rank gets everybody's part: ``chunk_factor`` chunks in, of all ranks out."""
+    """Every rank gets the parts of all ranks: ``chunk_factor`` chunks in, of all ranks out."""
 
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
         super().__init__(num_ranks, chunk_factor, inplace)
@@ -75,7 +75,7 @@ class AllGather(Collective):
 
 
 class AllReduce(Collective):
-    """Every rank gets the reduction of everybody's input: ``num_ranks * chunk_factor`` chunks in and out."""
+    """Every rank gets the reduction of all inputs: ``num_ranks * chunk_factor`` chunks in and out."""
 
     def __init__(self, num_ranks: int, chunk_factor: int, inplace: bool) -> None:
         super().__init__(num_ranks, chunk_factor, inplace)

@@ -1,12 +1,12 @@
-"""The usual algorithms, written already.
+"""The usual algorithms, as ready plans.
 
     from antiphon.language import library
 
     plan = library.build("ring-all-reduce", 4, inplace=True)
     print(library.names())
 
-They are those of ``antiphon plan build --library``; the pages of the crate ``antiphon_language::library`` say of each who
-sends what when, and when it is the right one.
+They are those of ``antiphon plan build --library``. The pages of the crate ``antiphon_language::library`` describe the steps of
+each algorithm, and when it is the right choice.
 """
 
 from antiphon import _core

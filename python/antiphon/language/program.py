@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something that stands against a plan (an ``"error"``), or that is noteworthy (a ``"warning"``)."""
+    """A reason against a plan (an ``"error"``), or a remark (a ``"warning"``)."""
 
     severity: Literal["error", "warning"]
     #: What sort it is of: ``"deadlock"``, ``"race"``, ``"wrong"``, ...
@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the verifier says of a plan."""
+    """The verifier's result for a plan."""
 
     #: Whether it is proved.
     proved: bool
@@ -72,7 +72,7 @@ class Verdict(NamedTuple):
 
 
 class _Header(TypedDict):
-    """All of a plan but its operations, and how they are made."""
+    """The parts of a plan besides its operations, and the options of its passes."""
 
     name: str | None
     collective: str

@@ -1,4 +1,4 @@
-"""What a rank has and does by itself."""
+"""Ranks, with their buffers and their own operations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ class Rank:
         self.rank = get_program()._core.rank(rank)
 
     def get_input_buffer(self) -> BaseBuffer:
-        """What the rank gives."""
+        """The rank's input buffer."""
         return get_program().buffers[self.rank][BufferType.input]
 
     def get_output_buffer(self) -> BaseBuffer:
-        """What the rank gets."""
+        """The rank's output buffer."""
         return get_program().buffers[self.rank][BufferType.output]
 
     def copy(
@@ -88,7 +88,7 @@ class Rank:
 
 
 class Buffer(BaseBuffer):
-    """Some chunks of a rank's scratch, set aside by this."""
+    """Allocates some chunks of a rank's scratch."""
 
     def __new__(cls, rank: int, size: int) -> "Buffer":
         core = get_program()._core

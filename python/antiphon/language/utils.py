@@ -1,4 +1,4 @@
-"""What describes an algorithm from outside."""
+"""Descriptions of algorithms."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,7 +11,7 @@ __all__ = ["AlgoSpec", "ReplicationPolicy"]
 
 
 class ReplicationPolicy(Enum):
-    """How instances divide the work."""
+    """The division of work among instances."""
 
     #: Each chunk becomes as many as there are instances, side by side; each instance takes one.
     interleaved = "interleaved"

@@ -1,4 +1,4 @@
-"""Collectives of a compiled model, fused with what follows them, at compile time.
+"""Fuses the collectives of a compiled model with the operations that follow them.
 
     import torch, torch.distributed as dist
     import antiphon.lowering
@@ -6,23 +6,24 @@
     antiphon.lowering.attach(group)                         # a communicator beside a group of any backend
     model = torch.compile(model, backend="antiphon")        # inductor, with our pass
 
-In a tensor-parallel model every all-reduce with the residual and the RMS norm behind it becomes one call, a sum of sums one
-sum, and waits that are for nothing go. Nothing changes that is not proved: each program is exported, rewritten, exported once
-more, and compared. :func:`reports` says what was done and why not more.
+In a tensor-parallel model an all-reduce, the residual and the RMS norm behind it become one call. A sum of sums becomes one sum. A
+wait is removed if its call has become synchronous. The pass proves each rewrite: it exports the graph, rewrites it, exports it
+again, and compares the two. :func:`reports` returns the rewrites, and the reasons why others were not made.
 
-Ranks compile for themselves. The first call of a program compares what they made: ranks that differ all get a
+Each rank compiles for itself. At the first call of a program the ranks compare their programs. If these differ, every rank gets a
 ``RuntimeError``.
 
 =========================== ==========================================================================================
-:func:`attach`, `detach`    groups whose calls may be changed; others are left alone
-:func:`enable`, `disable`   for every ``torch.compile`` of the process
-:class:`Pass`               for a framework's own slot
-:class:`Options`            what is done
-:func:`spell`               how an operator is spelled that nobody knows
-:func:`reports`             what was done
+:func:`attach`, `detach`    the groups whose calls the pass may change; it leaves other groups alone
+:func:`enable`, `disable`   the pass for every ``torch.compile`` of the process
+:class:`Pass`               the pass for a framework's own slot
+:class:`Options`            the rules that the pass applies
+:func:`spell`               the meaning of an operator that the pass does not know
+:func:`reports`             the rewrites of each graph
 =========================== ==========================================================================================
 
-``ANTIPHON_LOWERING=off|log|strict`` overrules all of it. Needs torch 2.11 or newer, else importing raises ``RuntimeError``.
+``ANTIPHON_LOWERING=off|log|strict`` overrides the options. The package needs torch 2.11 or newer; with an older one the import
+raises ``RuntimeError``.
 """
 
 from typing import Any
@@ -36,8 +37,10 @@ __all__ = ["Options", "Pass", "Report", "attach", "backend", "detach", "disable"
 
 
 def backend(module: Any, inputs: Any, *, options: dict[str, Any] | None = None, mode: str | None = None) -> Any:
-    """``torch.compile``'s backend ``"antiphon"``: inductor with our pass. Options that are not :class:`Options` are
-    inductor's. A pass that is there already runs first."""
+    """The backend ``"antiphon"`` of ``torch.compile``: inductor with our pass.
+
+    Fields of :class:`Options` among ``options`` are the pass's; the other options and the mode are inductor's. A pass that inductor is
+    configured with runs before ours."""
     ours, patches = Options.split(dict(options or {}))
     if mode is not None and mode != "default":
         import torch
@@ -50,14 +53,15 @@ def backend(module: Any, inputs: Any, *, options: dict[str, Any] | None = None, 
 
 
 def enable(**options: Any) -> None:
-    """Lowers all that inductor compiles from now on, with :class:`Options`. A pass that is there already runs first."""
+    """Applies the pass to every graph that inductor compiles from now on. ``options`` are the fields of :class:`Options`. A pass that
+    inductor is configured with runs before ours."""
     before = _inductor.current_pass()
     new = Options(**options)
     _inductor.set_pass(Pass(new, before.before if isinstance(before, Pass) else before))
 
 
 def disable() -> None:
-    """Takes back what :func:`enable` did."""
+    """Undoes :func:`enable`."""
     before = _inductor.current_pass()
     if isinstance(before, Pass):
         _inductor.set_pass(before.before)

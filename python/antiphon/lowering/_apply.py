@@ -1,4 +1,4 @@
-"""What was decided about a graph, done to it."""
+"""Applies the edits of a plan to a graph."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ __all__ = ["apply"]
 
 
 def apply(graph: Graph, edits: Mapping[str, Any], site: str) -> None:
-    """Makes the edits of ``_core.lower``. Each call that is new carries the site and a number.
+    """Applies the edits that ``_core.lower`` returned. The site of each new call is ``site`` and the call's number.
 
-    Raises ``NotImplementedError`` for an operation that torch has no operator for.
+    Raises ``NotImplementedError`` for an operation for which torch has no operator.
     """
     _Editor(graph, site).run(edits)
 
@@ -37,7 +37,7 @@ class _Editor:
             for op in edits["new"]:
                 self.create(op)
         for name, old, new in edits["inputs"]:
-            # An operator may be several operations to the rules: `NODE/WHAT`.
+            # The rules may divide an operator into several operations, `NODE/PART`.
             self.nodes[name.partition("/")[0]].replace_input_with(self.value(old), self.value(new))
         for old, new in edits["outputs"]:
             self.output.replace_input_with(self.value(old), self.value(new))
@@ -102,7 +102,7 @@ class _Editor:
         self.made[op["outs"][0]["name"]] = self.made[f"{op['name']}!"] = node
 
     def bucket(self, op: Mapping[str, Any], do: Mapping[str, Any], args: list[Node]) -> None:
-        """A collective of several tensors, as torch has it."""
+        """Creates a collective of several tensors: torch's coalesced one."""
         c10d, prim, group = torch.ops._c10d_functional, do["prim"], do["group"]
         if prim == "all_reduce":
             node = self.node(op["name"], c10d.all_reduce_coalesced.default, (args, do["red"], group))
@@ -119,7 +119,7 @@ class _Editor:
             self.made[out["name"]] = self.node(out["name"], operator.getitem, (node, index))
 
     def call(self, op: Mapping[str, Any], target: Any, x: Node, arguments: list[Any], nested: bool) -> None:
-        """A call of ours, after the one before it."""
+        """Creates one of our calls, which takes the ticket of the call before it."""
         if self.ticket is None:
             self.ticket = self.node("antiphon_ticket", torch.ops.aten.new_empty.default, (x, [0]))
         site = f"{self.site}:{self.calls}"
@@ -146,7 +146,7 @@ class _Editor:
 
 
 def _sync(do: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """The operator of a collective in stream order, and its arguments behind the tensor."""
+    """The name of the operator of a synchronous collective, and its arguments after the tensor."""
     prim, group = do["prim"], do["group"]
     if prim == "all_to_all" and "sends" in do:
         return "all_to_all_v", [_known(do["sends"]), _known(do["receives"]), group]
@@ -157,12 +157,12 @@ def _sync(do: Mapping[str, Any]) -> tuple[str, list[Any]]:
 
 def _known(rows: list[int | str]) -> list[int]:
     if any(isinstance(count, str) for count in rows):
-        raise NotImplementedError(f"an exchange of {rows} rows")
+        raise NotImplementedError(f"an exchange of {rows} rows, which are not all constants")
     return [int(count) for count in rows]
 
 
 def _fused(do: Mapping[str, Any], args: list[Node]) -> list[Any]:
-    """The arguments behind the tensor, in the order of the operator's."""
+    """The arguments of a fused call after the tensor."""
     given = dict(zip(do["args"], args[1:], strict=True))
     quantize = do.get("quantize", "fp8")
     name, group = ("fp8-groups", quantize["fp8_groups"]) if isinstance(quantize, dict) else (quantize.replace("_", "-"), 128)
@@ -182,8 +182,8 @@ def _fused(do: Mapping[str, Any], args: list[Node]) -> list[Any]:
 
 
 def _sizes(shape: list[int | str]) -> list[int]:
-    """Of a reshape, whose only size that is not known torch finds out."""
+    """The argument of a reshape, in which -1 stands for the only symbolic size."""
     if sum(isinstance(size, str) for size in shape) > 1:
-        raise NotImplementedError(f"a reshape to {shape}")
+        raise NotImplementedError(f"a reshape to {shape}, which has more than one symbolic size")
     return [-1 if isinstance(size, str) else size for size in shape]
 

@@ -1,4 +1,4 @@
-"""A graph of torch as JSON, which ``antiphon-lowering`` reads."""
+"""Writes a graph of torch as the JSON that the crate ``antiphon-lowering`` reads."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""Groups whose calls may be changed."""
+"""The groups whose calls the pass may change."""
 
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -11,20 +11,21 @@ from antiphon.torch.group import Group
 __all__ = ["all_sizes", "attach", "detach", "sizes"]
 
 _attached: WeakKeyDictionary[dist.ProcessGroup, antiphon.Communicator] = WeakKeyDictionary()
-#: Names that programs have for groups, beside the groups' own.
+#: Further names by which programs call groups.
 _names: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def attach(group: dist.ProcessGroup | None = None, name: str | None = None) -> str:
-    """Makes a communicator beside a group of any backend, and returns the group's name, under which programs call it; or ``name``,
-    where programs have another one for it, as vLLM's have (``"tp:0"``).
+    """Makes a communicator beside a group of any backend, and returns the name by which programs call the group.
 
-    All ranks of the group call it, as often; its ranks must be on one machine. A group of the backend ``"antiphon"`` has its
-    communicator already. Raises ``ValueError`` if this process is not in the group.
+    This is the group's own name, or ``name`` if given: vLLM's programs, for example, call a group ``"tp:0"``.
+
+    All ranks of the group make the same calls of ``attach``. The ranks must be on one machine. A group of the backend
+    ``"antiphon"`` has a communicator already. Raises ``ValueError`` if this process is not in the group.
     """
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"attach: {group!r} is no group that this process is in")
+        raise ValueError(f"attach: this process is in no group {group!r}")
     if not isinstance(group, Group) and group not in _attached:
         _attached[group] = antiphon.init(group=group)
         ops.register(_attached[group], group.group_name)
@@ -38,7 +39,7 @@ def attach(group: dist.ProcessGroup | None = None, name: str | None = None) -> s
 
 
 def detach(group: dist.ProcessGroup | None = None) -> None:
-    """Closes what :func:`attach` made. Programs that were compiled meanwhile must not be called any more."""
+    """Closes the communicator that :func:`attach` made. Programs that were compiled since then must not be called any more."""
     group = dist.group.WORLD if group is None else group
     comm = _attached.pop(group, None) if isinstance(group, dist.ProcessGroup) else None
     if comm is not None:
@@ -49,7 +50,7 @@ def detach(group: dist.ProcessGroup | None = None) -> None:
 
 
 def sizes(names: set[str]) -> tuple[dict[str, int], list[str]]:
-    """The sizes of groups that a program names, and the names of those that programs may call through us."""
+    """The sizes of the groups among ``names``, and the names of those whose calls the pass may change."""
     found: dict[str, int] = {}
     ours: list[str] = []
     for name in sorted(names):
@@ -64,7 +65,7 @@ def sizes(names: set[str]) -> tuple[dict[str, int], list[str]]:
 
 
 def all_sizes() -> list[tuple[str, int]]:
-    """All groups whose calls may be changed, with their sizes."""
+    """All groups whose calls the pass may change, with their sizes."""
     names = {str(group.group_name) for group in dist.distributed_c10d._world.pg_map} | set(_names)
     found, ours = sizes(names)
     return [(name, found[name]) for name in ours]

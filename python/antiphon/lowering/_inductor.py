@@ -1,4 +1,4 @@
-"""Torch's private names that the package needs, in one place: what a new version of torch may move is looked up here."""
+"""Torch's private names that this package uses. They are all imported here, as a new version of torch may move them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,21 +31,21 @@ try:
 except (ImportError, AttributeError) as error:
     raise RuntimeError(f"torch {torch.__version__} has no such pass as antiphon.lowering needs: {error}") from error
 
-#: What ``torch.compile`` calls.
+#: The function that ``torch.compile`` calls to compile a graph.
 Backend = Callable[..., Any]
 
 
 def current_pass() -> Any:
-    """The pass that somebody else has put behind the gradients, or one of ours."""
+    """The pass that inductor is configured with."""
     return config.post_grad_custom_post_pass
 
 
 def set_pass(new: Any) -> None:
-    """Puts a pass there for the process."""
+    """Configures inductor with a pass, for this process."""
     config.post_grad_custom_post_pass = new
 
 
 def register(backend: Backend, name: str) -> None:
-    """Makes a backend known to ``torch.compile``, unless the package's entry point has."""
+    """Registers a backend of ``torch.compile``, unless the package's entry point has done so."""
     if name not in list_backends(exclude_tags=None):
         register_backend(compiler_fn=backend, name=name)

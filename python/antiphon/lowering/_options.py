@@ -1,4 +1,4 @@
-"""What a user asks for."""
+"""The options of the pass."""
 
 import os
 from dataclasses import dataclass, fields
@@ -9,19 +9,19 @@ __all__ = ["Options", "mode"]
 
 @dataclass(frozen=True)
 class Options:
-    """What is done to a program. Raises ``ValueError`` for a value that there is not.
+    """The rules that the pass applies. An unknown value raises ``ValueError``.
 
     ================ ==========================================================================================
-    ``numerics``     ``"close"``: roundings may be dropped, and the report says by how much results may differ;
-                     ``"same"``: every rounding stays where it was, and only the order of a row's sum is free
-    ``fuse``         sums with the residual, norm and quantisation behind them
-    ``merge``        sums of sums
-    ``realize``      ``"measured"``: operands lie in symmetric memory where that was measured to be faster, which on the host
-                     saves a copy; ``"always"``: wherever possible; ``"never"``. On GPUs it was never faster, and
-                     ``"always"`` is refused
-    ``overlap``      starts early, waits late
-    ``groups``       names of the groups whose calls may be changed; all that are attached unless given
-    ``strict``       what cannot be proved raises ``RuntimeError`` instead of being left as it was
+    ``numerics``     ``"close"``: a rewrite may drop or move roundings, and the report bounds the difference of each
+                     result; ``"same"``: every rounding stays, and only the order of a row's sum may change
+    ``fuse``         whether a sum is fused with the residual, the norm and the quantisation behind it
+    ``merge``        whether a sum of sums becomes one sum
+    ``realize``      which operands of calls lie in symmetric memory, on the host: ``"measured"``, those for which it was
+                     measured to be faster; ``"always"``, those for which it is possible; ``"never"``, none. On GPUs it was
+                     never faster: ``"always"`` is refused there
+    ``overlap``      whether starts come early and waits late, neighbouring calls become one, and inductor keeps that order
+    ``groups``       the names of the groups whose calls the pass may change; by default all that are attached
+    ``strict``       whether a failed proof raises ``RuntimeError``; otherwise the graph stays unchanged, with a warning
     ================ ==========================================================================================
     """
 
@@ -42,25 +42,27 @@ class Options:
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False")
         if self.groups is not None:
             if isinstance(self.groups, str) or not all(isinstance(group, str) for group in self.groups):
-                raise ValueError(f"groups={self.groups!r}: the names of groups")
+                raise ValueError(f"groups={self.groups!r}: a tuple of the names of groups")
             object.__setattr__(self, "groups", tuple(self.groups))
 
     @classmethod
     def split(cls, given: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
-        """The options among what ``torch.compile`` was given, and the rest, which is inductor's."""
+        """Separates the options of ``torch.compile`` into the pass's and inductor's."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if name in names}), {
             name: value for name, value in given.items() if name not in names
         }
 
     def request(self) -> dict[str, Any]:
-        """As ``_core.lower`` takes it."""
+        """The options in the form that ``_core.lower`` takes."""
         return {name: getattr(self, name) for name in ("numerics", "fuse", "merge", "realize", "overlap")}
 
 
 def mode() -> str:
-    """``ANTIPHON_LOWERING``: ``off`` changes nothing, ``log`` tells of every program, ``strict`` raises where something
-    cannot be proved; empty unless set. Raises ``ValueError`` for anything else."""
+    """The value of ``ANTIPHON_LOWERING``, or an empty string.
+
+    ``off`` disables the pass, ``log`` logs the report of each graph as a warning, ``strict`` raises an error if a proof fails.
+    Any other value raises ``ValueError``."""
     found = os.environ.get("ANTIPHON_LOWERING", "")
     if found not in ("", "off", "log", "strict"):
         raise ValueError(f"ANTIPHON_LOWERING={found!r}: known are off, log, strict")

@@ -29,15 +29,15 @@ log = logging.getLogger("antiphon.lowering")
 
 @dataclass(frozen=True)
 class Report:
-    """What was done to one graph."""
+    """The rewrites of one graph."""
 
-    #: The same as ``antiphon lower --report`` prints.
+    #: The text that ``antiphon lower --report`` prints.
     text: str
-    #: Names of the rules that were applied, in order.
+    #: The names of the applied rules, in order.
     rules: tuple[str, ...]
-    #: Calls of groups before and after.
+    #: The number of calls before and after.
     calls: tuple[int, int]
-    #: What ranks compare.
+    #: The SHA-256 of the calls, in hexadecimal digits, which the ranks compare.
     digest: str
 
     def __str__(self) -> str:
@@ -49,28 +49,28 @@ _spellings: list[str] = []
 
 
 def reports() -> list[Report]:
-    """What was done to the graphs that this process compiled, the last one last; those that inductor's caches had are not
-    among them."""
+    """The reports of the last 1000 graphs that this process compiled, the latest one last. A graph that inductor took from its
+    cache has no report."""
     return list(_reports)
 
 
 def spell(operator: str, meaning: str) -> None:
-    """Teaches how an operator is spelled: ``spell("mine.add.default", "binary add")``.
+    """Gives an operator a meaning: ``spell("mine.add.default", "binary add")``.
 
-    ``meaning`` is what stands behind an operator in the table of ``crates/lowering/src/torch/spellings.txt``. Raises
-    ``ValueError`` if one of the two is empty.
+    ``meaning`` has the form of the second column of ``crates/lowering/src/torch/spellings.txt``. Raises ``ValueError`` if
+    ``operator`` is not one word, or ``meaning`` is empty.
     """
     if not operator.strip() or not meaning.strip() or len(operator.split()) != 1:
-        raise ValueError(f"spell: {operator!r} is {meaning!r}: the name of an operator, and what it is")
+        raise ValueError(f"spell: operator {operator!r}, meaning {meaning!r}: one word, and at least one")
     line = f"{operator} {meaning}"
     if line not in _spellings:
         _spellings.append(line)
 
 
 class Pass(CustomGraphPass):
-    """A pass for inductor's ``post_grad_custom_post_pass``, or a framework's own slot: it takes a ``torch.fx.Graph``.
+    """The pass, for inductor's ``post_grad_custom_post_pass`` or for a framework's own slot.
 
-    ``before`` is called first, if given.
+    A call takes a ``torch.fx.Graph`` and changes it in place. ``before``, if given, is another pass that runs first.
     """
 
     def __init__(self, options: Options | None = None, before: Callable[[Graph], None] | None = None) -> None:
@@ -112,7 +112,7 @@ class Pass(CustomGraphPass):
         edits, slots = answer["edits"], answer["plan"]["slots"]
         if answer["plan"]["rewrites"]:
             site = hashlib.sha256(f"{answer['digest']} {self.uuid()!r}".encode()).hexdigest()[:16]
-            # What is proved is a copy, so that a graph which cannot be proved is still there.
+            # A copy is rewritten and proved first: if the proof fails, the graph itself is unchanged.
             copy = _copied(graph)
             apply(copy, edits, site)
             put_in_comm_buffers(copy, slots, site)
@@ -130,8 +130,11 @@ class Pass(CustomGraphPass):
         log.log(logging.WARNING if verbose else logging.INFO, "%s", report)
 
     def uuid(self) -> Any:
-        """Whatever the result depends on, as inductor's caches keep what was made of a program: versions, options, spellings, and
-        the groups with their sizes. The tables of costs are a part of the version."""
+        """The key of inductor's caches: everything that the result of the pass depends on.
+
+        These are the versions, the options, the spellings, and the groups with their sizes. The tables of costs are a part of the
+        package, and so of its version.
+        """
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else repr(self.before)
         ours = [__version__, torch.__version__, repr(self.options), sorted(_spellings), mode(), before]
         return json.dumps([*ours, _groups.all_sizes()], default=repr)
@@ -148,7 +151,7 @@ def _copied(graph: Graph) -> Graph:
 
 
 def _named_groups(graph: Graph) -> set[str]:
-    """Strings among the arguments of collectives, some of which are groups."""
+    """The strings among the arguments of collectives: names of groups, and others."""
     found: set[str] = set()
     communicating = ["c10d_functional", "antiphon.", "_dtensor.", "vllm.", *(line.split()[0] for line in _spellings)]
     for node in graph.nodes:
@@ -163,7 +166,7 @@ def _is_cuda(node: Node) -> bool:
 
 
 def _kept(program: bytes) -> str:
-    """A file with the program, to reproduce what happened: ``antiphon lower FILE --from torch``."""
+    """Writes the program to a file, and returns its path. ``antiphon lower FILE --from torch`` reads it."""
     handle, path = tempfile.mkstemp(prefix="antiphon-lowering-", suffix=".json")
     with os.fdopen(handle, "wb") as file:
         file.write(program)

@@ -28,10 +28,10 @@ def put_in_comm_buffers(graph: Graph, slots: Iterable[Mapping[str, Any]], site: 
         return
     arena_bytes = max(slot["offset"] + slot["bytes"] for slot in by_value.values())
     comm_buffer = torch.ops.antiphon._ordered_comm_buffer.default
-    calls = [node for node in graph.nodes if node.op == "call_function" and "antiphon._ordered_" in str(node.target)]
+    calls = [node for node in graph.nodes if node.op == "call_function" and _site(node).startswith(f"{site}:")]
     for number, call in enumerate(calls):
         ticket, x = call.args[:2]
-        slot = by_value.get(_storage(x, by_value).name)
+        slot = by_value.get(_storage(x).name)
         if slot is None:
             continue
         value: Tensor = x.meta["val"]
@@ -58,10 +58,16 @@ def _with_value(node: Node, value: Any) -> Node:
     return node
 
 
-def _storage(node: Node, names: Mapping[str, Any]) -> Node:
-    """The node whose storage a view lies in, if that is one of these."""
-    while node.name not in names and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
+def _site(node: Node) -> str:
+    """The last argument of our calls; an empty string for others."""
+    last = node.args[-1] if node.args else ""
+    return last if isinstance(last, str) else ""
+
+
+def _storage(node: Node) -> Node:
+    """The node whose storage a view lies in; the node itself if it is no view."""
+    while isinstance(node.target, torch._ops.OpOverload) and any(each.alias_info for each in node.target._schema.returns):
+        node = node.args[0]  # type: ignore[assignment]
     return node
 
 

@@ -1,4 +1,4 @@
-"""Calls on torch tensors: new tensors for what comes."""
+"""The normal form's calls on torch tensors. They allocate their outputs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ __all__ = ["Calls", "Handle", "Layout", "Received", "calls_of"]
 
 
 class Layout(NamedTuple):
-    """What a rank's choices of experts come to; see :meth:`antiphon.moe.ExpertParallel.layout`."""
+    """The counts of a rank's choices of experts; see :meth:`antiphon.moe.ExpertParallel.layout`."""
 
     tokens_per_rank: Tensor
     """int32 ``[R]``: of each rank, how many of the tokens go there."""
@@ -324,7 +324,7 @@ Stream: TypeAlias = "torch.cuda.Stream | None"
 @contextmanager
 def _on(stream: Stream, *tensors: Tensor | None) -> Iterator[None]:
     """Makes calls on a stream, which comes behind the current one: new tensors are of that, and their memory may be what its
-    work still uses. Whoever frees one of the tensors does not get its memory back before the stream is done with it."""
+    work still uses. The memory of a tensor that is freed is not used again before the stream is done with it."""
     if stream is None:
         yield
         return

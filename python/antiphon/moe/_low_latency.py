@@ -1,4 +1,4 @@
-"""Low-latency calls on torch tensors: new tensors for what comes."""
+"""The low-latency calls on torch tensors. They allocate their outputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -12,12 +12,12 @@ from antiphon.moe._calls import _check_devices, _check_ids, _codes
 
 __all__ = ["Hook", "LowLatencyCalls", "LowLatencyHandle", "LowLatencyReceived", "Options", "low_latency_calls_of"]
 
-#: Receives what a started call has sent for.
+#: The second half of a started call.
 Hook: TypeAlias = Callable[[], None]
 
 
 class Options(NamedTuple):
-    """What a call does besides."""
+    """The optional parts of a call."""
 
     statistics: Tensor | None = None
     """int32 ``[L]``, to which a dispatch adds its counts."""
@@ -41,7 +41,8 @@ class _Fields(NamedTuple):
 
 
 class LowLatencyHandle(_Fields):
-    """Along which rows come back: a tuple as DeepEP's. It belongs to the communicator whose dispatch made it."""
+    """The routes of a dispatch, along which a combine sends rows back: a tuple as DeepEP's. It belongs to the communicator whose
+    dispatch made it."""
 
     core: MoeLowLatencyHandle
     engine: MoeLowLatency
@@ -49,28 +50,28 @@ class LowLatencyHandle(_Fields):
     combine_buffer: Tensor | None = None
 
     def new_rows(self) -> Tensor:
-        """A tensor for what the experts make of their slots: bfloat16 ``[L, R * M, H]``."""
+        """A tensor for the experts' outputs: bfloat16 ``[L, R * M, H]``."""
         return self.src_info.new_empty(*self.src_info.shape, self.hidden, dtype=torch.bfloat16)
 
 
 class LowLatencyReceived(NamedTuple):
-    """What a low-latency dispatch brings: of each expert of this rank its ``R * M`` slots, filled from the first on, in the order
-    of source rank and token. What the other slots hold means nothing."""
+    """The outputs of a low-latency dispatch: the ``R * M`` slots of each expert of this rank. They are filled from the first on, in
+    the order of source rank and token. The content of the other slots is undefined."""
 
     x: Tensor
     """``[L, R * M, H]`` of bfloat16, or of float8_e4m3fn."""
     scales: Tensor | None
-    """Of codes: float32 ``[L, R * M, H / 128]``, or int32 ``[L, R * M, H / 512]`` with four UE8M0 in each. Scales of neighbouring
+    """The scales of codes: float32 ``[L, R * M, H / 128]``, or int32 ``[L, R * M, H / 512]`` with four UE8M0 in each. Scales of neighbouring
     slots are neighbours in memory."""
     counts: Tensor
     """int32 ``[L]``: how many slots of each expert are filled."""
     handle: LowLatencyHandle
-    """Along which rows come back."""
+    """The routes, for the combine."""
 
 
 class LowLatencyCalls:
-    """Low-latency dispatch and combine of one communicator. What calls need is made by the first of their sizes, to which all
-    ranks come together."""
+    """Low-latency dispatch and combine of one communicator. The first call of each size allocates memory; all ranks make it
+    together."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -94,12 +95,12 @@ class LowLatencyCalls:
         return engine
 
     def check(self) -> None:
-        """Raises what has gone wrong in calls on GPUs that are over by now."""
+        """Raises the errors of calls on GPUs that have ended."""
         for engine in self._engines.values():
             engine.check()
 
     def _receive(self, engine: MoeLowLatency) -> None:
-        """Receives what the call before has sent for, if its hook has not been called."""
+        """Receives the data of the call before, if its hook has not been called."""
         started = self._started.pop(engine, None)
         if started is not None:
             started.wait()

@@ -54,7 +54,7 @@ class ExpertParallel:
         self._calls = calls_of(self.comm)
 
     def layout(self, ids: Tensor) -> Layout:
-        """What this rank's choices (int64 or int32 ``[T, K]``) come to, without asking the others."""
+        """The counts of this rank's choices (int64 or int32 ``[T, K]``). It does not communicate."""
         return self._calls.layout(ids, self.num_experts)
 
     def dispatch(
@@ -93,7 +93,7 @@ class ExpertParallel:
         )
 
     def combine(self, x: Tensor, handle: Handle, *, bias: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Sums what the ranks made of each token: ``[T, H]`` from ``x``, ``[N, H]``, whose rows are those that
+        """Sums the ranks' outputs for each token: ``[T, H]`` from ``x``, ``[N, H]``, whose rows are those that
         :meth:`dispatch` brought, already summed over this rank's experts with their weights.
 
         A sum begins with ``bias`` (one or a pair of tensors like the result), adds rows in the order of ranks, in float32
@@ -168,7 +168,7 @@ class ExpertParallel:
     ) -> LowLatencyReceived:
         """Sends few tokens (bfloat16 ``[T, H]``) to slots of the experts that they choose, without waiting for counts.
 
-        ``max_tokens``, equal on all ranks, is the most that any rank has. ``format`` says what rows become: ``"bf16"``; ``"fp8"``,
+        ``max_tokens``, equal on all ranks, is the most that any rank has. ``format`` is that of the received rows: ``"bf16"``; ``"fp8"``,
         E4M3 codes with a float32 scale for each 128; ``"fp8_powers_of_two"``, whose scales are rounded up to powers of two;
         ``"fp8_packed"``, which has these as UE8M0, four in an int32. ``statistics``, int32 ``[L]``, has the counts added to it.
 
@@ -191,7 +191,7 @@ class ExpertParallel:
     def combine_low_latency(
         self, x: Tensor, ids: Tensor, weights: Tensor, handle: LowLatencyHandle, *, out: Tensor | None = None
     ) -> Tensor:
-        """Sums what the experts made of each token: bfloat16 ``[T, H]``, from ``x``, bfloat16 ``[L, R * M, H]``, whose slots are
+        """Sums the experts' outputs for each token: bfloat16 ``[T, H]``, from ``x``, bfloat16 ``[L, R * M, H]``, whose slots are
         those that :meth:`dispatch_low_latency` filled.
 
         A sum begins with 0, adds the products of ``weights`` (float32 ``[T, K]``) and rows, each rounded to float32, in the order
@@ -219,7 +219,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> Any:
-        # What comes in a slot whose expert is elsewhere is a constant.
+        # The weight of a choice whose expert is elsewhere is a constant.
         masked = grad_weights.float().masked_fill(ctx.ids < 0, 0)
         return *ctx.calls.combine(grad_x, ctx.handle, masked), None, None, None
 

@@ -10,7 +10,7 @@
 ``moe_dispatch(Tensor x, Tensor ids, Tensor weights, int num_experts, SymInt capacity, str group) -> (Tensor, Tensor, Tensor,
 Tensor)`` is :meth:`antiphon.moe.ExpertParallel.dispatch` with a capacity: ``[capacity, H]``, ``[capacity, K]``, ``[capacity, K]``,
 and the routes, int32, which :meth:`moe_combine` takes. ``moe_combine(Tensor rows, Tensor routes, Tensor? weights, int num_experts,
-SymInt num_tokens, int top_k, str group) -> (Tensor, Tensor)`` sums what was made of the rows, ``[num_tokens, H]``, and ``weights``,
+SymInt num_tokens, int top_k, str group) -> (Tensor, Tensor)`` sums the rows of each token, ``[num_tokens, H]``, and ``weights``,
 float32 ``[capacity, top_k]``, if there are any: ``[num_tokens, top_k]`` (else empty).
 
 Gradients flow to ``x``, ``weights`` and ``rows``. Routes on a GPU that no dispatch made are not noticed.
@@ -115,7 +115,7 @@ def _save_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _dispatch_backward(ctx: Any, grad_x: Tensor, _ids: Any, grad_weights: Tensor, _routes: Any) -> Any:
     ids, routes = ctx.saved_tensors
-    # What comes in a slot whose expert is elsewhere is a constant.
+    # The weight of a choice whose expert is elsewhere is a constant.
     masked = grad_weights.float().masked_fill(ids < 0, 0)
     of_x, of_weights = torch.ops.antiphon.moe_combine(grad_x, routes, masked, *ctx.call)
     return of_x, None, of_weights, None, None, None

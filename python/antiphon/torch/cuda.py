@@ -31,7 +31,7 @@ class Streams:
         self._raw = -1
 
     def enter(self) -> None:
-        """Makes a call on the current stream come after the one before."""
+        """Orders a call on the current stream after the call before."""
         if torch._C._cuda_getCurrentRawStream(self.device) != self._raw:
             self._follow(torch.cuda.current_stream(self.device))
 
@@ -54,7 +54,7 @@ class Streams:
                 end = side.record_event()
         finally:  # also when a later call raises: those before are under way
             for tensor in used:
-                tensor.record_stream(side)  # whoever frees it meanwhile does not get it back before
+                tensor.record_stream(side)  # memory that is freed meanwhile is not given out again before
         return StreamWork(self, side, end, result)
 
     def message(
@@ -82,7 +82,7 @@ class Streams:
 
     def _follow(self, stream: torch.cuda.Stream) -> None:
         last, self._last, self._raw = self._last, stream, stream.cuda_stream
-        # A graph cannot wait for what is outside of it: that is for who replays it to see to.
+        # A graph cannot wait for what is outside of it: the program that replays the graph orders it.
         if last is not None and last != stream and _is_captured(last) == _is_captured(stream):
             stream.wait_stream(last)
 
@@ -138,7 +138,7 @@ class StreamWork(dist.Work):
         return self._result
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Complete at once: who waits for it has its current stream wait for the end."""
+        """Complete at once: waiting for it makes the current stream wait for the end."""
         future: Future[list[Tensor]] = Future(devices=[torch.device("cuda", self._streams.device)])
         with torch.cuda.stream(self._stream):
             future.set_result(self._result)

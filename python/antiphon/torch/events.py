@@ -1,4 +1,4 @@
-"""What profilers see of a group's calls."""
+"""The events of a group's calls, for profilers."""
 
 import contextlib
 import os

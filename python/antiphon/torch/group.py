@@ -102,7 +102,7 @@ class Group(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         tensor: Tensor = only("all_reduce", tensors)
-        # The most frequent case, without what the others need.
+        # The most frequent case, without the work that the others need.
         if opts is not None and not opts.asyncOp and tensor.dtype in NUMERIC and not events.is_watched():
             op = OPS.get(int(opts.reduceOp.op))
             served = tensor.is_cpu or tensor.is_cuda
@@ -383,13 +383,13 @@ class Group(dist.ProcessGroup):
         return Options(timedelta(seconds=self.comm.timeout))
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing is numbered."""
+        """Does nothing: calls have no numbers here."""
 
     def perform_nocolor_split(self, device: torch.device | None) -> None:
         """Only its members take part when ``new_group`` makes a group."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Ranks have met; their GPUs meet at the first call."""
+        """Does nothing: the ranks are connected, and their GPUs are connected in the first call."""
 
     def get_group_store(self) -> Store:
         return self._store

@@ -29,7 +29,7 @@ root=0, *) -> ()`` puts the root's there. The others return a new tensor:
 which a compiler's cache does not know.
 
 ``all_reduce_rms_norm(Tensor x, str group, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float weight_bias=0.,
-Tensor? bias=None, *) -> (Tensor, Tensor)`` returns the norm, and what it is the norm of: the sum with ``bias`` and ``residual``.
+Tensor? bias=None, *) -> (Tensor, Tensor)`` returns the norm, and its input: the sum with ``bias`` and ``residual``.
 
 ``all_reduce_fused(Tensor x, str group, str[] outputs, Tensor? residual=None, Tensor? weight=None, float eps=1e-6, float
 weight_bias=0., bool round_before_weight=False, str quantize="fp8", Tensor? scale=None, float scale_value=1., int group_size=128,
@@ -45,8 +45,8 @@ weight_bias=0., bool round_before_weight=False, str quantize="fp8", Tensor? scal
 :mod:`antiphon.lowering` sets. The ranks compare a digest when they first meet it, and all get ``RuntimeError`` if they differ.
 
 They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
-is not contiguous is copied. Gradients are not tracked. A compiler keeps a call whose result nobody uses, which the other
-ranks wait for, and keeps the order of the calls, those of :mod:`antiphon.comm` among them. It does not know that order for
+is not contiguous is copied. Gradients are not tracked. A compiler keeps a call whose result is unused, because the other
+ranks wait for it, and keeps the order of the calls, those of :mod:`antiphon.comm` among them. It does not know that order for
 ``torch.distributed``'s own operators: a program that compiles those too gives them another group.
 """
 
@@ -140,7 +140,7 @@ class _Operation:
         self.schema = f"{name}(Tensor x, {arguments}) -> Tensor"
 
     def empty(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        """A result with nothing in it."""
+        """A result without values."""
         given = {"root": 0, **dict(zip(self._names, arguments)), **named}
         return self._empty(x, given, _group(given["group"]))
 
@@ -191,7 +191,7 @@ def _size(group: antiphon.Communicator | Group) -> int:
 
 
 def _resharded(x: Tensor, gather_dim: int, shard_dim: int, group: str, site: str = "") -> Tensor:
-    """A result with nothing in it."""
+    """A result without values."""
     size, shape = _size(_group(group)), list(x.shape)
     if not 0 <= gather_dim != shard_dim >= 0 or max(gather_dim, shard_dim) >= x.dim():
         raise ValueError(f"shard_dim_all_to_all: dimensions {gather_dim} and {shard_dim} of {x.dim()}: two that differ")
@@ -230,7 +230,7 @@ def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
     return comm
 
 
-#: What a fused call gives, and the elements of what is not like its input.
+#: The outputs of a fused call, and the elements of those that differ from its input.
 _OUTPUTS = {
     "sum": None,
     "residual": None,

@@ -41,7 +41,7 @@ class SparseSum(Copies):
         self._mine[1][: self._counts[comm.rank]] = values
 
     def calls(self) -> list[Call]:
-        """What gathers the elements, padded to the most that a rank has."""
+        """The calls that gather the elements, padded to the largest number of a rank."""
         pairs = zip(self._mine, (self._indices, self._values))
         return [("all_gather", (mine,), all_of_them) for mine, all_of_them in pairs]
 
@@ -53,5 +53,5 @@ class SparseSum(Copies):
                 for all_of_them in (self._indices, self._values)
             ]
             total = torch.sparse_coo_tensor(parts[0].t(), parts[1], self._tensor.shape)
-            with torch.no_grad():  # what is detached would keep its number of elements
+            with torch.no_grad():  # a detached tensor would keep its number of elements
                 self._tensor.copy_(total.coalesce())

@@ -1,4 +1,4 @@
-"""Torch's tensors and operators as the communicator takes them."""
+"""Preparing torch's tensors and operators for the communicator."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from antiphon._types import Op
 
-#: Any: torch's types keep the members of this enum, and the operators that hold one, apart.
+#: The type is Any, because torch's types distinguish the members of this enum from the operators that hold one.
 SUM: Any = dist.ReduceOp(dist.ReduceOp.SUM)
 #: By number, as comparing operators takes microseconds.
 PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)  # type: ignore[call-overload]
@@ -24,7 +24,7 @@ _NAMES: list[tuple[Any, Op]] = [
     (dist.ReduceOp.BXOR, "bxor"),
 ]
 OPS = {int(op): name for op, name in _NAMES}
-#: What needs no other view to be reduced.
+#: The dtypes that are reduced without another view.
 NUMERIC = {
     torch.float64,
     torch.float32,
@@ -35,7 +35,7 @@ NUMERIC = {
     torch.int8,
     torch.uint8,
 }
-#: Of truth values, as NCCL reads them.
+#: The operators on booleans, with NCCL's meaning.
 BOOL_OPS = {"sum": "max", "max": "max", "prod": "min", "min": "min", "band": "band", "bor": "bor", "bxor": "bxor"}
 
 
@@ -52,13 +52,13 @@ class Copies(list[tuple[Tensor, Tensor]]):
     """Outputs that are not contiguous, each with the contiguous tensor that stands in for it."""
 
     def output(self, tensor: Tensor) -> Tensor:
-        """What to write in place of ``tensor``."""
+        """The tensor to write in place of ``tensor``."""
         if is_plain(tensor):
             return tensor
         return self.stand_in(tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
 
     def in_out(self, tensor: Tensor) -> Tensor:
-        """What to read and write in place of ``tensor``."""
+        """The tensors to read and to write in place of ``tensor``."""
         return tensor if is_plain(tensor) else self.stand_in(tensor, contiguous(tensor))
 
     def outputs(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -74,7 +74,7 @@ class Copies(list[tuple[Tensor, Tensor]]):
         return substitute
 
     def finish(self) -> None:
-        """Copies what has come to where it was asked for."""
+        """Copies the results to the outputs that were asked for."""
         for tensor, substitute in self:
             tensor.detach().copy_(substitute)
         self.clear()
@@ -117,7 +117,7 @@ def reduction(what: str, op: Any, *tensors: Tensor) -> tuple[str, Callable[[Tens
     check(what, *tensors)
     dtype, factor = tensors[0].dtype, None
     if number == PREMUL_SUM:
-        factor = op.__getstate__()[1]  # it has no other way out
+        factor = op.__getstate__()[1]  # torch has no other accessor
         if not (dtype.is_floating_point or dtype.is_complex):
             raise TypeError(f"{what}: PREMUL_SUM multiplies {dtype} by a factor, which needs floating point")
     if dtype is torch.bool:

@@ -47,7 +47,7 @@ class Work(dist.Work):
         return True
 
     def finish(self, timeout: timedelta = timedelta(0)) -> None:
-        """As ``wait``, for those who complete futures."""
+        """As ``wait``, for the threads that complete futures."""
         seconds = timeout.total_seconds()
         for handle in self._handles:
             handle.wait(seconds if seconds > 0 else None)
@@ -59,7 +59,7 @@ class Work(dist.Work):
         """Whether all is over; what has come then lies in the outputs, as after ``wait``."""
         if not all(handle.is_finished() for handle in self._handles):
             return False
-        with contextlib.suppress(Exception):  # which is for ``wait`` to raise
+        with contextlib.suppress(Exception):  # ``wait`` raises it
             self.finish()
         return True
 
@@ -90,7 +90,7 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Completed with the outputs when all is over."""
+        """A future that is completed with the outputs when all operations are over."""
         if self._future is None:
             done: Future[list[Tensor]] = Future()
             # An error set on a future from Python is a value to C++; one that a callback raises is an error.
@@ -105,14 +105,14 @@ class Work(dist.Work):
 
 
 class Completed(Work):
-    """What a blocking call returns: there is nothing left to wait for."""
+    """The result of a blocking call, which is over."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
 
 
 class Sends:
-    """Sends under way, which are to come to their end even if nobody waits for them."""
+    """Sends under way, which must complete even if no caller waits for them."""
 
     _FEW = 16
 
@@ -129,7 +129,7 @@ class Sends:
             self._handles.append(handle)
 
     def wait(self) -> None:
-        """Waits until all are over, which is bounded by the timeout of the group, however they end."""
+        """Waits until all are over, successfully or not; the timeout of the group bounds the wait."""
         with self._lock:
             handles, self._handles = self._handles, []
         for handle in handles:
@@ -137,7 +137,7 @@ class Sends:
                 handle.wait()
 
 
-#: What a thread of futures has to do, up to ``None``.
+#: The work of a thread of futures; ``None`` ends it.
 _Queue = queue.SimpleQueue[tuple[Work, Future[list[Tensor]]] | None]
 
 
@@ -157,7 +157,7 @@ class Callbacks(threading.Thread):
 
 
 class Futures:
-    """Completes the futures of works in their order, on a thread: futures want to be told, and works can only wait.
+    """Completes the futures of works in their order, on a thread: a future must be completed, and a work can only be waited for.
 
     Callbacks run one after the other. One that takes longer than ``PATIENCE`` seconds may be waiting for a future that comes
     after its own: the next are completed meanwhile.
@@ -175,7 +175,7 @@ class Futures:
 
     def complete(self, work: Work, future: Future[list[Tensor]]) -> None:
         if isinstance(threading.current_thread(), Callbacks):
-            with contextlib.suppress(Exception):  # which the future has
+            with contextlib.suppress(Exception):  # the future has the error
                 work.finish()  # as the thread completes no other before this callback ends
         if work.is_completed():
             Callbacks(work, future).run()  # which spares waking a thread
@@ -220,7 +220,7 @@ class Futures:
             try:
                 work.finish(timedelta(seconds=0.1))
             except Exception:
-                pass  # not yet over; or a failure, which is found again
+                pass  # not yet over, or a failure, which the next call finds
         callbacks = Callbacks(work, future)
         callbacks.start()
         callbacks.join(cls.PATIENCE)

@@ -1,11 +1,11 @@
-//! What is measured.
+//! The cases that are measured.
 
 use std::ops::Range;
 
 use antiphon::{
     collectives::{
         CollectiveError, Collectives, Communicator,
-        all_reduce::Algorithm,
+        all_reduce::{Algorithm, AllReduceOptions},
         mixed::{MixedHandler, MixedMode},
     },
     device::{ReduceOp, host::reduce::Reducer},
@@ -15,7 +15,7 @@ use antiphon::{
 
 use super::{mixed::Mixed, moe};
 
-/// What can be measured.
+/// A collective that can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
     /// An operation of the table. A message goes from rank 0 to rank 1 and back.
@@ -33,7 +33,7 @@ impl Collective {
     pub const SEND_RECV: Self = Self::Of(Operation::Message);
     /// Tokens to the ranks of their experts.
     pub const DISPATCH: Self = Self::Of(Operation::Dispatch);
-    /// What those ranks made of tokens, back and summed.
+    /// The combine of a mixture of experts.
     pub const COMBINE: Self = Self::Of(Operation::Combine);
 
     /// Everything that can be measured.
@@ -71,12 +71,12 @@ impl Collective {
         matches!(self, Self::DISPATCH | Self::COMBINE)
     }
 
-    /// What turns its algorithm bandwidth into bus bandwidth.
+    /// The factor from its algorithm bandwidth to its bus bandwidth.
     pub(super) fn bus_factor(self, ranks: usize) -> Option<f64> {
         self.operation().and_then(|operation| operation.row().bus_factor.among(ranks))
     }
 
-    /// How many elements input and output have beside each other.
+    /// The numbers of elements of input and output.
     pub(super) fn extents(self) -> (Extent, Extent) {
         self.operation().map_or((Extent::Block, Extent::Block), |operation| {
             let row = operation.row();
@@ -89,10 +89,10 @@ impl Collective {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Case {
     pub(super) collective: Collective,
-    /// Of the larger buffer of a rank.
+    /// The size of the larger buffer of a rank.
     pub(super) bytes: u64,
     pub(super) algorithm: Option<Algorithm>,
-    /// Of a mixed operation.
+    /// The mode of a mixed operation.
     pub(super) mode: Option<MixedMode>,
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
@@ -142,7 +142,7 @@ impl Case {
         let call = Call::new(operation)
             .with_op(self.op)
             .with_root(ROOT)
-            .with_algorithm(self.algorithm.map_or(0, |algorithm| algorithm.number(false)));
+            .with_algorithm(AllReduceOptions::from(self.algorithm).number());
         let (block, row) = (self.block(world_size), operation.row());
         let part = |rank: usize| (block as u128 * 2 * (rank as u128 + 1) / (world_size as u128 + 1)) as usize;
         let parts = || (0..world_size).map(part).collect::<Vec<_>>();

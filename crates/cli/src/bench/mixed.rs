@@ -118,7 +118,7 @@ impl Mixed {
     }
 }
 
-/// What of the arguments makes no sense for a mixed layout.
+/// An argument that does not suit a mixed layout.
 pub(super) fn refuse(args: &Args) -> Result<(), String> {
     let Shape { tp, dp } = args.layout;
     if let Some(ranks) = args.ranks.filter(|&ranks| ranks != args.layout.ranks()) {

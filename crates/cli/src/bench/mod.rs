@@ -3,10 +3,10 @@
 //! The command starts one worker process per rank (itself, with a hidden flag) and shows the rows that rank 0 measures.
 //!
 //! * `case` says what is measured: which collective, with which buffers.
-//! * `pattern` makes inputs and knows every element of the outputs.
+//! * `pattern` makes inputs, and computes every element of the outputs.
 //! * `mixed` is a layout of tensor and data parallel ranks, with the operations that it has.
 //! * `moe` measures dispatch and combine of a mixture of experts.
-//! * `worker` is what a rank does: verify, time, verify again.
+//! * `worker` is the work of a rank: it verifies, times, and verifies again.
 //! * `cuda` is the same on GPUs, beside NCCL.
 
 mod case;
@@ -63,6 +63,7 @@ Examples:
   antiphon bench all-reduce --ranks 4 --dtype bf16 --sizes 1K..64M
   antiphon bench all-reduce --algorithm both --json results.json --plot results.svg
   antiphon bench mixed --layout 2x2 --dtype bf16
+  antiphon bench dispatch --ranks 2 --dtype bf16 --sizes 1M,16M
   antiphon bench memory --ranks 2 --sizes 16M,64M
   antiphon bench --device cuda --dtype bf16 --json results.json
   antiphon bench --device cuda --tail --json tails.json")]
@@ -92,7 +93,7 @@ pub struct Args {
     #[arg(long, default_value = "sum")]
     op: ReduceOp,
 
-    /// Of `mixed`: tensor parallel ranks of a group times groups, as many ranks in all
+    /// For `mixed`: tensor parallel ranks of a group × groups; the product is the number of ranks
     #[arg(long, value_name = "TPxDP", default_value = "2x2")]
     layout: mixed::Shape,
 
@@ -206,7 +207,7 @@ impl ValueEnum for Which {
     }
 }
 
-/// Which all-reduce.
+/// The algorithm of an all-reduce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum AlgorithmChoice {
     /// The one that the tables choose
@@ -220,7 +221,7 @@ enum AlgorithmChoice {
     All,
 }
 
-/// What the ranks are.
+/// The kind of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DeviceKind {
     /// Processes on the cores of this machine

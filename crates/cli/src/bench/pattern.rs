@@ -31,7 +31,7 @@ pub(super) fn input<T: Element>(op: ReduceOp, rank: usize, count: usize) -> Vec<
     period.iter().copied().cycle().take(count).collect()
 }
 
-/// What a rank's output must be.
+/// The expected output of a rank.
 pub(super) struct Reference {
     /// Of this rank's output; none if it gets nothing. With what is expected there, by position in the period.
     segments: Vec<(Segment, Vec<Expected>)>,

@@ -1,4 +1,4 @@
-//! What a rank does: verify, time, verify again, case by case.
+//! The work of a rank: it verifies, times and verifies again, case by case.
 
 use std::{
     io::{self, Write},
@@ -48,7 +48,7 @@ fn measure_all(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
         };
         if comm.rank() == 0 {
             let line = serde_json::to_string(&row).expect("a row is plain data");
-            // When nobody reads any more, the launcher has gone, and this process with it.
+            // When no process reads any more, the launcher has ended, and this process ends too.
             let _ = writeln!(io::stdout(), "{line}");
         }
     }

@@ -61,7 +61,7 @@ fn features() -> Vec<(&'static str, bool)> {
     return Vec::new();
 }
 
-/// What the processor has, and what the reductions make of it.
+/// The vector instructions of the processor, and those that the reductions use.
 fn simd(features: &[(&str, bool)], widest: Simd) -> Check {
     let seen: Vec<&str> = features.iter().filter(|(_, seen)| *seen).map(|(name, _)| *name).collect();
     let value = if seen.is_empty() { "none".into() } else { seen.join(" ") };

@@ -1,4 +1,4 @@
-//! The GPUs: drivers, devices, how they reach each other, what their memory can do.
+//! The GPUs: drivers, devices, the links between them, and the features of their memory.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use antiphon::device::cuda::{Answer, Capabilities, DeviceSurvey, Finding, PeerLi
 use super::{Check, Status};
 use crate::sizes::Bytes;
 
-/// What a machine without a driver is told besides.
+/// The additional line for a machine without a driver.
 const NO_DRIVER: &str = "Ranks use the processor. For GPUs:";
 
 pub(super) fn checks(survey: &Survey) -> Vec<Check> {

@@ -1,4 +1,4 @@
-//! What the kernel offers, by trying it.
+//! The features of the kernel, each of which is tried.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};

@@ -1,4 +1,4 @@
-//! `antiphon doctor`: what this machine can do, and what it lacks.
+//! `antiphon doctor`: the features that this machine supports, and those that it lacks.
 
 mod cpu;
 mod gpu;
@@ -36,7 +36,7 @@ pub struct Args {
     json: bool,
     /// Show what the ranks of a running job wait for: the process of a rank, or of what started the ranks
     ///
-    /// The job goes on undisturbed. Ranks of other users are not seen, nor waits of kernels on GPUs.
+    /// The job is not disturbed. The report has neither ranks of other users nor waits of kernels on GPUs.
     #[arg(long, value_name = "PID")]
     job: Option<u32>,
 }
@@ -75,15 +75,15 @@ pub enum Status {
 pub struct Check {
     /// The group it belongs to.
     pub section: &'static str,
-    /// What was looked at.
+    /// The subject of the check.
     pub name: Cow<'static, str>,
     /// How it went.
     pub status: Status,
     /// Whether Antiphon cannot work without it.
     pub required: bool,
-    /// What was found.
+    /// The finding.
     pub value: String,
-    /// What that means, or what to do about it.
+    /// The meaning of the finding, or the remedy.
     pub note: String,
 }
 
@@ -131,7 +131,7 @@ pub struct Diagnosis {
     pub healthy: bool,
     /// The checks, section by section.
     pub checks: Vec<Check>,
-    /// What is known about GPUs, of which the checks show the most.
+    /// The survey of the GPUs; the checks show most of it.
     pub gpu: Survey,
 }
 

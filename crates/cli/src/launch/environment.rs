@@ -16,7 +16,7 @@ const THREADS: &str = "OMP_NUM_THREADS";
 /// Left by an outer torchrun, this would send the ranks to its store instead of their own.
 const OUTER_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 
-/// What every rank of one launch shares.
+/// The values that all ranks of one launch share.
 pub(super) struct Environment<'a> {
     launch: &'a Launch,
     port: u16,

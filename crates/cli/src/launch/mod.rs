@@ -21,14 +21,14 @@
 //! * a session of its own, so that a terminal's Ctrl-C reaches it once, through the launcher, and so that a
 //!   signal reaches the programs that it started as well;
 //! * the launcher's standard input if it is rank 0 and [`Launch::stdin`] is set, else `/dev/null`;
-//! * its end with SIGKILL should the launcher die without being able to end it. That reaches the rank's own
-//!   process only: what a wrapper script started lives on in this one case.
+//! * SIGKILL if the launcher dies before it could end the rank. The signal reaches only the rank's own
+//!   process: programs that a wrapper script started live on in this one case.
 //!
 //! # How a launch ends
 //!
-//! When a rank fails, the others have [`Launch::grace`] to end by themselves, since ranks that communicate
-//! report the lost peer with more sense than a launcher can. Then they get SIGTERM, and after the same time
-//! again SIGKILL. What a rank left running when it ended well is let be.
+//! When a rank fails, the others have [`Launch::grace`] to end by themselves, because ranks that communicate
+//! report a lost peer more precisely than a launcher can. Then they get SIGTERM, and after the same time
+//! again SIGKILL. Programs that a successful rank leaves running are not ended.
 
 mod environment;
 mod lines;
@@ -57,7 +57,7 @@ pub const MAX_RANKS: usize = 4096;
 /// A line longer than this many bytes is handed over in pieces, each a little longer than this.
 pub const MAX_LINE: usize = 1 << 20;
 
-/// Which of its two outputs a rank wrote to.
+/// The output stream to which a rank wrote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stream {
     /// Standard output.
@@ -66,7 +66,7 @@ pub enum Stream {
     Stderr,
 }
 
-/// What to start, and how to end it. Start from [`Launch::new`] and set the fields that differ.
+/// The program to start, and how to end it. Begin with [`Launch::new`] and set the fields that differ.
 #[derive(Clone, Debug)]
 pub struct Launch {
     /// The program: a path, or a name looked up in `PATH`.

@@ -1,4 +1,4 @@
-//! How a launch went.
+//! The outcome of a launch.
 
 use std::fmt::{self, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use signal_hook::low_level::signal_name;
 
-/// The exit code of a launch that ran out of time, as `timeout` has it.
+/// The exit code of a launch that ran out of time: that of the command `timeout`.
 const TIMED_OUT: u8 = 124;
 
 /// How a rank's process ended.

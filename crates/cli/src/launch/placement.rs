@@ -1,4 +1,4 @@
-//! Which cores each rank runs on.
+//! The cores on which each rank runs.
 
 use std::io;
 

@@ -1,8 +1,7 @@
 //! Signals for the launches under way in this process.
 //!
-//! A signal handler, once installed, stays: taking it out again would leave the signal ignored. So one thread
-//! receives the signals for the life of the process and does for each what the signal does by default while no
-//! launch listens.
+//! A signal handler stays installed: removing it would leave the signal ignored. So one thread receives the signals for the
+//! life of the process. While no launch listens, the thread takes each signal's default action.
 
 use std::fs;
 use std::io;

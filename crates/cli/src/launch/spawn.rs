@@ -145,7 +145,7 @@ impl Drop for Children {
     }
 }
 
-/// Adds the end of a process to those that are told.
+/// Adds the end of a process to those that are reported.
 fn watch(ends: &OwnedFd, pid: Pid, rank: usize) -> Result<OwnedFd, Errno> {
     let end = pidfd_open(pid, PidfdFlags::empty())?;
     epoll::add(ends, &end, EventData::new_u64(rank as u64), EventFlags::IN)?;

@@ -130,7 +130,7 @@ impl Supervisor {
         now.checked_add(self.grace).unwrap_or(now + day)
     }
 
-    /// What there is to tell, once [`Supervisor::run`] has returned.
+    /// The outcome, once [`Supervisor::run`] has returned.
     pub(super) fn outcome(&mut self) -> Outcome {
         Outcome {
             ranks: self.children.take_reports(),

@@ -38,12 +38,12 @@ pub struct Args {
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 
-    /// What the script is called with
+    /// The script's arguments
     #[arg(last = true, conflicts_with_all = ["library", "list"])]
     arguments: Vec<OsString>,
 }
 
-/// Which algorithm of the library, and for what.
+/// The algorithm of the library, and its setting.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "The library")]
 struct Library {
@@ -105,7 +105,7 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
     Ok(SUCCESS)
 }
 
-/// What a script prints.
+/// The output of a script.
 fn run(script: &Path, arguments: &[OsString]) -> Result<Plan> {
     let python = env::var_os("ANTIPHON_PYTHON").unwrap_or_else(|| "python3".into());
     let mut command = Command::new(&python);

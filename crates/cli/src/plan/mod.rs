@@ -1,6 +1,6 @@
 //! `antiphon plan`: execution plans of collective algorithms, from program to proof, prediction, picture and run.
 //!
-//! A file for each of its commands; all they know of plans is in `antiphon-plan` and the crates above it.
+//! Each of its commands has a file; the work on plans is in `antiphon-plan` and the crates above it.
 
 mod build;
 mod run;
@@ -55,7 +55,7 @@ fn read(file: &Path) -> Result<Plan> {
     Ok(Plan::from_file(file).map_err(|error| about(file, error))?)
 }
 
-/// What is wrong with a file, which is named.
+/// An error in a file, with the file's name.
 fn about(file: &Path, error: PlanError) -> String {
     match error {
         PlanError::File { .. } => error.to_string(),

@@ -1,4 +1,4 @@
-//! `antiphon plan run`: a plan at work on ranks of this machine, with every result checked.
+//! `antiphon plan run`: executes a plan on ranks of this machine, and checks every result.
 
 use std::{
     io::{Write, stdout},
@@ -257,7 +257,7 @@ fn wrong<T: Element>(comm: &Communicator, plan: &Plan, output: &[T], input: usiz
 }
 
 /// How many elements differ from the input that is most like the output. That it is the right rank's, and that a rank to
-/// which nobody sends keeps its zeros, is for the proof.
+/// that no rank sends keeps its zeros, is for the proof.
 fn unlike_any<T: Element>(output: &[T], rank: usize, ranks: usize) -> u64 {
     let unlike = |expected: &dyn Fn(usize) -> f64| {
         output.iter().enumerate().filter(|(index, found)| found.to_f64() != expected(*index)).count() as u64

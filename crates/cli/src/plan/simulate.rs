@@ -1,4 +1,4 @@
-//! `antiphon plan simulate`: how long a plan takes on a cluster, for many sizes, and what makes it so.
+//! `antiphon plan simulate`: the predicted time of a plan on a cluster, for many sizes, and its causes.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -156,10 +156,10 @@ struct Prediction<'a> {
     ranks: usize,
     cluster: String,
     rows: Vec<Row>,
-    /// Of the last row; times from the kernel's start.
+    /// The critical path of the last row; times are from the kernel's start.
     #[serde(serialize_with = "Path::serialize")]
     critical_path: Path<'a>,
-    /// Of the last row.
+    /// The utilisation of the links in the last row.
     links: Vec<Link>,
 }
 

@@ -26,7 +26,7 @@ pub struct Args {
     /// The plan
     file: PathBuf,
 
-    /// What the outputs must hold, instead of what the collective says
+    /// A table of what the outputs must hold, instead of the collective's own
     #[arg(long, value_name = "FILE")]
     expect: Option<PathBuf>,
 

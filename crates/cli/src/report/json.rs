@@ -16,7 +16,7 @@ struct Document<'a> {
     rows: &'a [Row],
 }
 
-/// What a file holds.
+/// The content of a file.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Recorded {
     /// Where and when the rows were measured.

@@ -50,12 +50,12 @@ pub struct Row {
     /// The largest difference from the right value.
     #[serde(deserialize_with = "null_is_nan")]
     pub max_error: f64,
-    /// What only GPUs have.
+    /// The columns of GPUs alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu: Option<OnGpu>,
 }
 
-/// What a row measured on GPUs has beside the others. Times are those of the slowest rank, in microseconds.
+/// The further columns of a row measured on GPUs. Times are those of the slowest rank, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OnGpu {
     /// How many calls were in the graph that was timed.

@@ -1,4 +1,4 @@
-//! Rows as a table in the manner of nccl-tests, for eyes and for the scripts that read theirs.
+//! Rows as a table in the format of nccl-tests, for people and for scripts that read that format.
 
 use std::io::{self, Write};
 
@@ -13,7 +13,7 @@ pub struct Table<W: Write> {
     summary: Summary,
 }
 
-/// What the last lines of a table say.
+/// The last lines of a table.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Summary {
     /// How many rows there were.
@@ -126,8 +126,8 @@ impl<W: Write> Table<W> {
     }
 }
 
-/// What a row measured on GPUs shows behind the others: the host's time, that without a line-up, both of NCCL's, and the ratio of ours
-/// to it.
+/// The last columns of a row measured on GPUs: the host's time, the time without synchronised GPUs, both for NCCL, and the
+/// ratio of ours to it.
 fn gpu_cells(gpu: &OnGpu, latency_us: f64) -> Vec<String> {
     let host = gpu.host_us.map_or("-".into(), four_digits);
     let mut cells = vec![host, four_digits(gpu.free_us)];

@@ -1,17 +1,23 @@
-//! Which algorithm for which size on the host: measured, and equal on all ranks.
+//! The choice of the algorithm on the host, by size: measured, and equal on all ranks.
 
 use std::{ops::RangeInclusive, time::Instant};
 
 use antiphon_device::ReduceOp;
-use antiphon_fabric::{Communicator, Signature};
+use antiphon_fabric::{Communicator, Operation, Signature};
+use antiphon_operation::Call;
 use antiphon_tensor::DType;
 use antiphon_tuning::Key;
 
-use super::{Algorithm, run};
-use crate::{AlgorithmTable, algorithm_table::host_key, arguments::Output, error::Result};
+use super::{Algorithm, AllReduceOptions, run};
+use crate::{
+    AlgorithmTable,
+    algorithm_table::host_key,
+    arguments::{CheckedCall, Output},
+    error::Result,
+};
 
-/// The algorithm for a call of this signature, which has none yet. The first call loads the table; ranks that disagree
-/// about that very call must hear of the call and not of the table, so they meet for the call first.
+/// The algorithm for a call of this signature, which names none yet. The first call loads the table. Ranks that disagree
+/// about that call must get an error that names the call and not the table, so they first compare the call.
 #[inline]
 pub(super) fn choose(comm: &Communicator, call: &Signature, bytes: usize) -> Result<Algorithm> {
     let meet_and_load = |comm: &Communicator| {
@@ -33,7 +39,7 @@ fn load(comm: &Communicator) -> Result<AlgorithmTable> {
     AlgorithmTable::load(comm, &key(world_size), &names(), &[(0, 0), (two_shot_from(world_size), 1)])
 }
 
-/// What was measured on machines with 2 and 16 cores (benches/results); `tune` finds what is true on another.
+/// Measured on machines with 2 and 16 cores (benches/results); `tune` measures other machines.
 fn two_shot_from(world_size: usize) -> usize {
     match world_size {
         0..=2 => 32 << 10,
@@ -61,10 +67,13 @@ pub fn tune(comm: &Communicator, sizes: RangeInclusive<usize>) -> Result<Algorit
         let count = (bytes / size_of::<f32>()).max(1);
         let output = Output { data: buffer.as_mut_ptr().cast(), count, dtype: DType::F32 };
         let calls = (1 << 20) / (bytes + 1024) + 1; // about a megabyte, so that small calls are timed in numbers
+        let algorithm = AllReduceOptions::from(Algorithm::ALL[candidate]).number();
+        let call = Call::new(Operation::AllReduce).with_op(ReduceOp::Max).with_algorithm(algorithm);
+        let ranks = (comm.rank(), comm.world_size());
         comm.barrier()?;
         let start = Instant::now();
         for _ in 0..calls {
-            run(comm, output.as_input(), output, ReduceOp::Max, Algorithm::ALL[candidate].into())?;
+            run(comm, &CheckedCall::new(&call, ranks, Some(output.as_input()), Some(output))?)?;
         }
         Ok(Some(start.elapsed() / calls as u32))
     })

@@ -1,19 +1,13 @@
 //! All-reduce on GPUs; `kernels.cuh` has the algorithms.
 
-use antiphon_device::{
-    ReduceOp,
-    cuda::{Program, StreamRef},
-};
+use antiphon_device::cuda::{Program, StreamRef};
 use antiphon_fabric::{
-    Operation, Signature,
+    Signature,
     gpu::{Family, Grid, Launch, NoArguments, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
 };
 
 use super::Algorithm;
-use crate::{
-    arguments::{Input, Output, block, check_reduction, reduction, signature},
-    error::Result,
-};
+use crate::{arguments::CheckedCall, error::Result};
 
 kernels! {
     /// The kernels of `kernels.cuh` and of `reduce_scatter.cuh`. A plain one needs whole vectors at multiples of 16 bytes.
@@ -53,23 +47,21 @@ impl Family for Reducing {
 /// From how many bytes on a thread of one-shot has more than one vector, between two ranks, on 132 multiprocessors.
 const PAIRS_FROM: usize = 528 << 10;
 
-/// The all-reduce of tensors that have been checked one by one.
+/// Carries out an all-reduce through the memory for staging.
 ///
 /// # Safety
 /// Both tensors stay valid, and are not used in another way, until the stream has passed this call.
 pub(crate) unsafe fn run_staged(
     tenant: &Tenant,
-    (input, output): (Input, Output),
-    op: ReduceOp,
+    call: &CheckedCall<'_>,
     algorithm: Algorithm,
     stream: StreamRef<'_>,
 ) -> Result<()> {
-    let signature = signature_of((&input, &output), op, algorithm as u8, tenant.world_size())?;
-    let loaded = tenant.ready(Reducing(reduction(signature.operation, input.dtype, op)?), stream)?;
-    let (size, world_size) = (input.dtype.size(), tenant.world_size());
-    let bytes = input.count * size;
+    let signature = Signature { algorithm: algorithm.number(false), ..call.signature };
+    let loaded = tenant.ready(Reducing(call.reduction()?), stream)?;
+    let (size, bytes, world_size) = (call.dtype.size(), call.block_bytes(), call.world_size);
     let parts = if algorithm == Algorithm::OneShot { 1 } else { world_size };
-    let (from, to) = (input.data.addr(), output.data.addr());
+    let (from, to) = call.addresses();
     let launch = |start: usize, len: usize, _| {
         let (input, output) = (from + start, to + start);
         let work = Work { input, output, count: len / size, ..Work::new(signature) };
@@ -88,17 +80,4 @@ pub(crate) unsafe fn run_staged(
     // SAFETY: the caller's promise; a launch sends what fits a lane.
     unsafe { tenant.run(&loaded, Pieces::bytes(bytes, tenant.lane_bytes() * parts), stream, launch) }?;
     Ok(())
-}
-
-/// What the ranks of an all-reduce must agree on, if its operands fit each other.
-pub(super) fn signature_of(
-    (input, output): (&Input, &Output),
-    op: ReduceOp,
-    algorithm: u8,
-    world_size: usize,
-) -> Result<Signature> {
-    block(Operation::AllReduce, input, output, world_size)?;
-    check_reduction((Operation::AllReduce, op), Some(input), Some(output))?;
-    let reduce = Some(op);
-    Ok(Signature { reduce, algorithm, ..signature(Operation::AllReduce, input.dtype, input.count) })
 }

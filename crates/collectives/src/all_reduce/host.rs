@@ -50,7 +50,7 @@ pub(super) fn one_shot(
         // SAFETY: the part lies within the input, and the outbox has room for it.
         |part, outbox| unsafe { copy(input.data.add(part.start), outbox, part.len()) },
         |part, inboxes| {
-            // SAFETY: every rank has posted as many bytes; the output is nobody's mailbox.
+            // SAFETY: every rank has posted as many bytes; the output is no mailbox.
             unsafe { reducer.run(output.data.add(part.start), inboxes, part.len() / size) };
             arrived(part.end);
         },
@@ -169,7 +169,7 @@ fn two_shot_staged(
             let own = piece.part(rank);
             let outbox = rounds.outbox(Rounds::CAPACITY);
             // SAFETY: the piece lies within the input and the first half of the mailbox; this rank's own part is
-            // needed by nobody else.
+            // needed by no other rank.
             unsafe {
                 let from = input.data.add(piece.range.start);
                 copy(from, outbox, own.start);

@@ -28,12 +28,12 @@ pub(crate) use cuda::{ReduceKernel, Reducing, run_staged};
 pub(crate) use host::Reduce;
 pub(crate) use registered::{Registered, Registry, run_registered};
 
-use antiphon_device::{ReduceOp, host::reduce::Reducer};
+use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
     AlgorithmTable,
-    arguments::{Input, Output, block, reducible},
+    arguments::{CheckedCall, Input, Output},
     error::{CollectiveError, Result},
 };
 
@@ -65,8 +65,8 @@ impl Algorithm {
         name.expect("the row of all-reduce has every algorithm's name")
     }
 
-    /// The number of the algorithm in a [`Call`](crate::Call); on GPUs also `registered`, for registered memory.
-    pub fn number(self, registered: bool) -> u8 {
+    /// The number of the algorithm in a signature, where registered memory has numbers of its own.
+    pub(crate) fn number(self, registered: bool) -> u8 {
         self as u8 + if registered { Self::ALL.len() as u8 } else { 0 }
     }
 }
@@ -77,7 +77,7 @@ impl std::fmt::Display for Algorithm {
     }
 }
 
-/// How an all-reduce is carried out, as far as the caller says so. All ranks pass the same.
+/// The caller's choices of how an all-reduce is carried out. All ranks pass the same.
 ///
 /// ```
 /// use antiphon_collectives::all_reduce::{Algorithm, AllReduceOptions};
@@ -87,7 +87,7 @@ impl std::fmt::Display for Algorithm {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AllReduceOptions {
-    /// By which algorithm. None leaves the choice to measured tables; for registered tensors it is two-shot in place, else
+    /// The algorithm. `None` leaves the choice to measured tables; for registered tensors it is two-shot in place, else
     /// one-shot, which needs no registered output.
     pub algorithm: Option<Algorithm>,
     /// Whether the tensors lie in [registered](crate::cuda::CudaCollectives::register) memory of GPUs. The host refuses it:
@@ -96,31 +96,41 @@ pub struct AllReduceOptions {
 }
 
 impl AllReduceOptions {
-    /// Of registered tensors.
+    /// The options for registered tensors.
     pub fn registered(algorithm: impl Into<Option<Algorithm>>) -> Self {
         Self { algorithm: algorithm.into(), registered: true }
     }
 
-    /// What a [`Call`](crate::Call)'s number asks for; 0 leaves the choice to the library.
+    /// Registered memory, and any algorithm.
+    const ANY_REGISTERED: u8 = 2 * Algorithm::ALL.len() as u8 + 1;
+
+    /// The number that stands for these options in a [`Call`](crate::Call).
+    #[inline]
+    pub fn number(self) -> u8 {
+        match self {
+            Self { algorithm: Some(algorithm), registered } => algorithm.number(registered),
+            Self { algorithm: None, registered: true } => Self::ANY_REGISTERED,
+            Self { algorithm: None, registered: false } => 0,
+        }
+    }
+
+    /// The options that a [`Call`](crate::Call)'s number stands for.
     ///
     /// # Errors
-    /// [`CollectiveError::Refused`] for a number that names no algorithm.
+    /// [`CollectiveError::Refused`] for a number that stands for none.
+    #[inline]
     pub(crate) fn numbered(number: u8) -> Result<Self> {
-        let options = |registered| {
-            let named = Algorithm::ALL.into_iter().find(|by| by.number(registered) == number)?;
-            Some(Self { algorithm: Some(named), registered })
-        };
-        match number {
-            0 => Ok(Self::default()),
-            _ => options(false).or_else(|| options(true)).ok_or_else(|| CollectiveError::Refused {
-                operation: Operation::AllReduce.name(),
-                which: "algorithm",
-                expected: format!(
-                    "one of {}, not number {number}",
-                    Algorithm::ALL.map(Algorithm::name).join(", ")
-                ),
-            }),
-        }
+        let all = [None].into_iter().chain(Algorithm::ALL.map(Some));
+        let mut all =
+            all.flat_map(|algorithm| [false, true].map(|registered| Self { algorithm, registered }));
+        all.find(|options| options.number() == number).ok_or_else(|| CollectiveError::Refused {
+            operation: Operation::AllReduce.name(),
+            which: "algorithm",
+            expected: format!(
+                "one of {}, not number {number}",
+                Algorithm::ALL.map(Algorithm::name).join(", ")
+            ),
+        })
     }
 }
 
@@ -146,35 +156,25 @@ pub fn algorithm_for(comm: &Communicator, bytes: usize) -> Result<Algorithm> {
     choice::look_up(comm, bytes)
 }
 
-pub(crate) fn run(
-    comm: &Communicator,
-    input: Input,
-    output: Output,
-    op: ReduceOp,
-    AllReduceOptions { algorithm, registered }: AllReduceOptions,
-) -> Result<()> {
-    const OPERATION: Operation = Operation::AllReduce;
-    block(OPERATION, &input, &output, comm.world_size())?;
-    reducible(OPERATION, input.dtype, op)?;
+/// Carries out an all-reduce on host memory.
+pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
+    let AllReduceOptions { algorithm, registered } = AllReduceOptions::numbered(call.call.algorithm)?;
     if registered {
-        let expected = "left out: registered memory is of GPUs".to_owned();
+        let expected =
+            "left out on the host, where tensors of shared buffers are reduced in place in any case"
+                .to_owned();
         return Err(CollectiveError::Refused {
-            operation: OPERATION.name(),
+            operation: call.signature.operation.name(),
             which: "registration",
             expected,
         });
     }
-    let signature = |algorithm| Signature {
-        dtype: Some(input.dtype),
-        reduce: Some(op),
-        algorithm,
-        count: input.count as u64,
-        ..Signature::new(OPERATION)
-    };
-    carry_out(comm, algorithm, signature, &input, &output, &Reducer::new(input.dtype, op), |_| ())
+    let (Some(input), Some(output)) = (&call.input, &call.output) else { return Ok(()) };
+    let signature = |algorithm| Signature { algorithm, ..call.signature };
+    carry_out(comm, algorithm, signature, input, output, &Reducer::new(call.dtype, call.call.op), |_| ())
 }
 
-/// The all-reduce that a signature stands for, which is made from the algorithm's number (0 as long as there is none).
+/// The all-reduce that a signature stands for, which `signature` makes from the number of the algorithm (0 before one is chosen).
 /// `arrived` hears up to which byte the output is complete.
 #[inline]
 pub(crate) fn carry_out(

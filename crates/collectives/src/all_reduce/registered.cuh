@@ -28,7 +28,7 @@ DEVICE bool meet(const arguments& a, reader& r, u32 first) {
 }
 
 // Between two synchronisations, calls store(i, reduced) for the vectors of all ranks' inputs from `first` to `end`. False for a thread that
-// waited in vain or finds something wrong.
+// waited in vain or found a failure.
 template <bool PLAIN, class Store>
 DEVICE bool reduce_registered(const arguments& a, const places& p, u32 first, u32 end, Store store) {
     const turn t = begin(a, load_control(a));

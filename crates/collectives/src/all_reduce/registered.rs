@@ -1,17 +1,14 @@
 //! All-reduce on GPUs' registered memory; `registered.cuh` has the algorithms.
 
-use antiphon_device::{
-    ReduceOp,
-    cuda::{DevicePointer, KernelArgument, Program, StreamRef},
-};
+use antiphon_device::cuda::{DevicePointer, KernelArgument, Program, StreamRef};
 use antiphon_fabric::{
-    Communicator, FabricError, Operation, RegisteredMemory,
+    Communicator, FabricError, Operation, RegisteredMemory, Signature,
     gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
 };
 
-use super::{Algorithm, cuda::signature_of};
+use super::Algorithm;
 use crate::{
-    arguments::{Input, Output, reduction},
+    arguments::CheckedCall,
     error::{CollectiveError, Result},
 };
 
@@ -62,7 +59,7 @@ pub(crate) struct Registry {
 /// A tensor in registered memory.
 #[derive(Clone, Copy)]
 struct RegisteredTensor {
-    /// Of the registration, and in it: equal on all ranks.
+    /// The number of the registration and the offset in it, which are equal on all ranks.
     number: u32,
     offset: u64,
     /// On every rank.
@@ -90,7 +87,7 @@ impl Registry {
 }
 
 impl RegisteredTensor {
-    /// What differs, as a rule, for ranks whose tensors are in different places.
+    /// A digest, which almost always differs for ranks whose tensors are in different places.
     fn digest(places: [Option<RegisteredTensor>; 2]) -> u32 {
         let words =
             places.into_iter().map(|place| place.map_or(0, |p| (p.offset << 8) | (u64::from(p.number) + 1)));
@@ -147,26 +144,23 @@ impl Registry {
     }
 }
 
-/// The all-reduce of registered tensors, which have been checked one by one.
+/// Carries out an all-reduce of registered tensors.
 ///
 /// # Safety
 /// As [`run_staged`](super::cuda::run_staged). After an error slower peers may still use what is registered.
 pub(crate) unsafe fn run_registered(
     tenant: &Tenant,
     registry: &Registry,
-    (input, output): (Input, Output),
-    op: ReduceOp,
+    call: &CheckedCall<'_>,
     algorithm: Algorithm,
     stream: StreamRef<'_>,
 ) -> Result<()> {
-    let number = algorithm.number(true);
-    let mut signature = signature_of((&input, &output), op, number, tenant.world_size())?;
-    let (size, one_shot) = (input.dtype.size(), algorithm == Algorithm::OneShot);
-    let bytes = input.count * size;
+    let mut signature = Signature { algorithm: algorithm.number(true), ..call.signature };
+    let (size, bytes, one_shot) = (call.dtype.size(), call.block_bytes(), algorithm == Algorithm::OneShot);
     if bytes == 0 {
         return Ok(tenant.check_ready()?); // nothing lies anywhere
     }
-    let (from, to) = (input.data.addr(), output.data.addr());
+    let (from, to) = call.addresses();
     let apart = from + bytes <= to || to + bytes <= from;
     if !apart && (one_shot || from != to) {
         let form = if one_shot {
@@ -185,7 +179,7 @@ pub(crate) unsafe fn run_registered(
     let source = find("input", from)?;
     let target = if one_shot { None } else { Some(find("output", to)?) };
     signature.detail = RegisteredTensor::digest([Some(source), target]);
-    let loaded = tenant.ready(Registered(reduction(signature.operation, input.dtype, op)?), stream)?;
+    let loaded = tenant.ready(Registered(call.reduction()?), stream)?;
     if tenant.multiprocessors_here() < tenant.multiprocessors() {
         let expected = format!(
             "on a stream whose kernels may use {} multiprocessors, as those of the other ranks, not {}",

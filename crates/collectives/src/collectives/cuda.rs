@@ -6,8 +6,8 @@ use antiphon_operation::Call;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use crate::{
-    all_reduce::AllReduceOptions,
-    arguments::{CheckedCall, Input, Output},
+    all_reduce::{self, Algorithm, AllReduceOptions},
+    arguments::CheckedCall,
     cuda::CudaCollectives,
     error::Result,
     gather_scatter::cuda as gather_scatter,
@@ -28,7 +28,8 @@ impl CudaCollectives {
             && !matches!(operation, AllGather | AllToAll | Broadcast)
     }
 
-    /// Any operation as a value, in the order of the stream. A rank need not pass a tensor that is the root's alone.
+    /// Any operation as a value, in the order of the stream. A rank need not pass a tensor that is the root's alone. A broadcast
+    /// without an input takes place in the output.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] for an operation that has no kernels.
@@ -42,23 +43,17 @@ impl CudaCollectives {
         output: Option<&mut TensorViewMut<'_>>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let (operation, serves, rank) = (call.operation, self.serves(), self.rank());
-        if operation == Operation::Barrier {
-            return self.barrier(stream);
+        match (call.operation, input, output) {
+            (Operation::Barrier, ..) => self.barrier(stream),
+            // SAFETY: passed on.
+            (Operation::Broadcast, None, Some(buffer)) => unsafe { self.call_in_place(call, buffer, stream) },
+            (_, input, output) => {
+                let ranks = (self.rank(), self.world_size());
+                let checked = CheckedCall::of_tensors(self.serves(), call, ranks, input, output)?;
+                // SAFETY: passed on.
+                unsafe { self.carry_out(&checked, stream) }
+            }
         }
-        // What a rank need not pass is not even looked at.
-        let input = input.filter(|_| call.needs_input(rank));
-        let output = output.filter(|_| call.needs_output(rank));
-        let input = input.map(|input| Input::on(serves, operation, input)).transpose()?;
-        let output = output.map(|output| Output::on(serves, operation, output)).transpose()?;
-        let input = match operation {
-            // A root without an input has its output for one.
-            Operation::Broadcast => input.or(output.as_ref().map(Output::as_input)),
-            _ => input,
-        };
-        let checked = CheckedCall::new(call, (rank, self.world_size()), input, output)?;
-        // SAFETY: passed on.
-        unsafe { self.carry_out(&checked, stream) }
     }
 
     /// [`call`](Self::call) with one buffer for input and output, where the operation allows that.
@@ -74,47 +69,61 @@ impl CudaCollectives {
         buffer: &mut TensorViewMut<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let buffer = Output::on(self.serves(), call.operation, buffer)?;
-        let checked = CheckedCall::in_place(call, (self.rank(), self.world_size()), buffer)?;
+        let ranks = (self.rank(), self.world_size());
+        let checked = CheckedCall::of_buffer(self.serves(), call, ranks, buffer)?;
         // SAFETY: passed on.
         unsafe { self.carry_out(&checked, stream) }
     }
 
     /// # Safety
     /// As [`call`](Self::call).
-    pub(crate) unsafe fn carry_out(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
-        let (tenant, op) = (&self.tenant, call.call.op);
+    unsafe fn carry_out(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
+        let tenant = &self.tenant;
         if call.signature.reduce.is_some() {
             call.check_reduction()?;
         }
         // SAFETY: passed on.
         unsafe {
-            match (call.signature.operation, call.input, call.output) {
-                (operation, ..) if !operation.is_call() => {
+            match call.signature.operation {
+                operation if !operation.is_call() => {
                     Err(FabricError::invalid(format!("there are no kernels for {operation}")).into())
                 }
                 _ if self.world_size() == 1 => self.alone(call, stream),
-                (Operation::AllReduce, Some(input), Some(output)) => {
-                    let options = AllReduceOptions::numbered(call.call.algorithm)?;
-                    self.all_reduce_of((input, output), op, options, stream)
+                Operation::AllReduce => self.reduce_all(call, stream),
+                Operation::AllGather | Operation::AllToAll => {
+                    gather_scatter::move_blocks(tenant, call, stream)
                 }
-                (Operation::AllGather, Some(input), Some(output)) => {
-                    gather_scatter::all_gather(tenant, (input, output), stream)
+                Operation::ReduceScatter => gather_scatter::reduce_scatter(tenant, call, stream),
+                Operation::Broadcast => {
+                    self.copy(call, stream)?;
+                    gather_scatter::broadcast(tenant, call, stream)
                 }
-                (Operation::ReduceScatter, Some(input), Some(output)) => {
-                    gather_scatter::reduce_scatter(tenant, (input, output), op, stream)
-                }
-                (Operation::AllToAll, Some(input), Some(output)) => {
-                    gather_scatter::all_to_all(tenant, (input, output), stream)
-                }
-                (Operation::Broadcast, input, Some(output)) => {
-                    if let Some(input) = input {
-                        self.copy(&input, &output, stream)?;
-                    }
-                    gather_scatter::broadcast(tenant, output, call.call.root, stream)
-                }
-                (operation, ..) if Self::is_by_messages(operation) => self.call_by_messages(call, stream),
+                operation if Self::is_by_messages(operation) => self.call_by_messages(call, stream),
                 _ => self.reduce_parts(call, stream),
+            }
+        }
+    }
+
+    /// Carries out an all-reduce, by the algorithm that the call names or the measured tables choose.
+    ///
+    /// # Safety
+    /// As [`all_reduce_with`](Self::all_reduce_with).
+    unsafe fn reduce_all(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
+        let AllReduceOptions { algorithm, registered } = AllReduceOptions::numbered(call.call.algorithm)?;
+        let (input, output) = call.addresses();
+        let algorithm = algorithm.unwrap_or_else(|| match registered {
+            true if input == output => Algorithm::TwoShot,
+            true => Algorithm::OneShot,
+            false => self.algorithm_for(call.block_bytes()),
+        });
+        // SAFETY: passed on; registered memory is mapped as long as the registry has it.
+        unsafe {
+            match registered {
+                false => all_reduce::run_staged(&self.tenant, call, algorithm, stream),
+                true => {
+                    let registry = self.registry.borrow();
+                    all_reduce::run_registered(&self.tenant, &registry, call, algorithm, stream)
+                }
             }
         }
     }
@@ -125,16 +134,16 @@ impl CudaCollectives {
     /// As [`call`](Self::call).
     unsafe fn alone(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
         self.tenant.check_ready()?;
-        let (Some(from), Some(to)) = (call.input, call.output) else { return Ok(()) };
-        // SAFETY: the call was checked: both have as many elements; the rest is passed on.
-        unsafe { self.copy(&from, &to, stream) }
+        // SAFETY: passed on.
+        unsafe { self.copy(call, stream) }
     }
 
-    /// Copies as many elements as both have, unless they lie at one place.
+    /// Copies the input to the output, if this rank has both and they lie at different places.
     ///
     /// # Safety
-    /// As [`call`](Self::call).
-    unsafe fn copy(&self, from: &Input, to: &Output, stream: StreamRef<'_>) -> Result<()> {
+    /// As [`call`](Self::call); the call was checked, so that both have as many elements.
+    unsafe fn copy(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
+        let (Some(from), Some(to)) = (call.input, call.output) else { return Ok(()) };
         if from.count == 0 || from.data.addr() == to.data.addr() {
             return Ok(());
         }

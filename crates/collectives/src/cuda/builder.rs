@@ -1,4 +1,4 @@
-//! How collectives on GPUs are made.
+//! The builder of collectives on GPUs.
 
 use antiphon_device::cuda::Context;
 use antiphon_fabric::{Communicator, gpu::Tenant};
@@ -29,7 +29,7 @@ impl CudaCollectives {
         CudaBuilder { comm, context, staging_bytes: CudaBuilder::STAGING_BYTES }
     }
 
-    /// Collectives between the GPUs of a communicator's ranks; what [`builder`](Self::builder) makes unless told otherwise. All
+    /// Collectives between the GPUs of a communicator's ranks; what [`builder`](Self::builder) makes by default. All
     /// ranks call it together.
     ///
     /// # Errors
@@ -40,7 +40,7 @@ impl CudaCollectives {
 }
 
 impl CudaBuilder<'_> {
-    /// The memory that is taken for staging unless told otherwise; docs/cuda.md says what less of it costs.
+    /// The default size of the memory for staging; docs/cuda.md says what less memory costs.
     pub const STAGING_BYTES: usize = 340 << 20;
     /// The least memory for staging.
     pub const LEAST_STAGING_BYTES: usize = Tenant::LEAST_STAGING_BYTES;

@@ -1,4 +1,4 @@
-//! Which all-reduce for which size on GPUs: measured, and equal on all ranks.
+//! The choice of the all-reduce on GPUs, by size: measured, and equal on all ranks.
 
 use std::{cell::RefCell, ops::RangeInclusive, time::Duration};
 
@@ -18,7 +18,7 @@ use crate::{AlgorithmTable, error::Result};
 const TWO_SHOT_FROM: usize = 208 << 10;
 const TWO_SHOT_FROM_BETWEEN_TWO: usize = 4 << 20;
 
-/// What is measured with: time depends on the bytes, and hardly on what they mean.
+/// The dtype of the measurement: the time depends on the number of bytes, and hardly on the dtype.
 const DTYPE: DType = DType::BF16;
 const OP: ReduceOp = ReduceOp::Sum;
 
@@ -63,7 +63,7 @@ pub fn tune(
     })
 }
 
-/// What a rank measures with.
+/// The tensors with which a rank measures.
 pub(crate) struct Clock<'a> {
     collectives: &'a CudaCollectives,
     stream: Stream,
@@ -79,7 +79,7 @@ impl<'a> Clock<'a> {
         let context = collectives.context();
         let (stream, len) = (context.stream()?, largest.max(DTYPE.size()));
         let (input, output) = (DeviceMemory::allocate(context, len)?, DeviceMemory::allocate(context, len)?);
-        // SAFETY: memory of that size, which nobody else has.
+        // SAFETY: memory of that size, which no other code uses.
         unsafe { memory::fill(stream.borrow(), input.pointer(), 0, len) }?;
         collectives.prepare(DTYPE, OP)?;
         let (start, end) = (Event::with_time(context)?, Event::with_time(context)?);

@@ -1,4 +1,4 @@
-//! What the kernels are compiled to, every variant for every architecture, on any machine that has NVRTC.
+//! The machine code of the kernels: every variant, for every architecture, on any machine that has NVRTC.
 
 use std::thread;
 

@@ -72,12 +72,12 @@ pub use choice::tune;
 /// It takes part as long as it lives, as its [`Communicator`] does. It is a [`Tenant`] of the communicator's engine on this GPU:
 /// another one may work beside it, on another stream.
 pub struct CudaCollectives {
-    /// What all-reduces need not stage.
-    registry: UntilIdle<RefCell<Registry>>,
-    /// Which all-reduce for which size.
+    /// The registered memory, which all-reduces need not stage.
+    pub(crate) registry: UntilIdle<RefCell<Registry>>,
+    /// The algorithm of the all-reduce for each size.
     table: AlgorithmTable,
     pub(crate) tenant: Tenant,
-    /// What messages between two ranks go through, in an order of their own.
+    /// The tenant of messages between two ranks, which have an order of their own.
     pub(crate) messages: Tenant,
 }
 
@@ -101,9 +101,9 @@ impl CudaCollectives {
     }
 
     /// Whether small kernels let a kernel behind them that is launched programmatically start at once, instead of when they are
-    /// certain to end; they do not unless told so.
+    /// certain to end. By default they do not.
     ///
-    /// Measure what it gains: on H200s small calls one behind the other take as long without it. It is right only where no other
+    /// Measure the gain: on H200s consecutive small calls take as long without it. It is correct only where no other
     /// communicator, of whatever library, has calls
     /// under way on the same GPUs: a large kernel behind a call takes all the room on its GPU, and on another GPU one behind a
     /// call of the other communicator does; then each call waits for a kernel that finds no room, until the deadline.
@@ -111,7 +111,7 @@ impl CudaCollectives {
         self.tenant.start_dependents_early(early);
     }
 
-    /// What happens, from now on, when a kernel has given up; see [`OnFailure`].
+    /// Sets the action after a kernel has given up; see [`OnFailure`].
     pub fn on_failure(&self, action: OnFailure) {
         self.tenant.on_failure(action);
     }
@@ -153,7 +153,7 @@ impl CudaCollectives {
         Ok(self.messages.release_memory(comm)?)
     }
 
-    /// Undoes [`release_memory`](Self::release_memory): calls go on, and so do graphs that were captured before. All ranks call it
+    /// Undoes [`release_memory`](Self::release_memory): calls, and graphs that were captured before, work again. All ranks call it
     /// together; where nothing was released it does nothing.
     ///
     /// # Errors

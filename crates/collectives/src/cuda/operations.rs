@@ -10,8 +10,8 @@ use super::CudaCollectives;
 use crate::CollectiveError;
 use crate::{
     ReduceOp,
-    all_reduce::{self, Algorithm, AllReduceOptions, Reducing, Registered},
-    arguments::{CheckedCall, Input, Output, reduction},
+    all_reduce::{Algorithm, AllReduceOptions, Reducing, Registered},
+    arguments::reduction,
     error::Result,
     fusion::{self, FusedAllReduce, Operand, Validated},
     gather_scatter::cuda as gather_scatter,
@@ -56,18 +56,16 @@ impl CudaCollectives {
         op: ReduceOp,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let buffer = Output::on(self.serves(), Operation::AllReduce, &mut buffer.into())?;
+        let call = Call::new(Operation::AllReduce).with_op(op);
         // SAFETY: passed on.
-        unsafe {
-            self.all_reduce_of((buffer.as_input(), buffer), op, AllReduceOptions::default(), stream.into())
-        }
+        unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
     /// [`all_reduce`](Self::all_reduce) by a given algorithm, or of tensors in [registered](Self::register) memory, which must
     /// be the same on all ranks.
     ///
     /// Registered tensors lie at the same place of the memory on all ranks: peers load the input where it lies, and nothing is
-    /// staged. How fast that is beside the staged form stands in docs/cuda.md. One-shot's output is any other memory of this
+    /// staged. docs/cuda.md compares its speed with the staged form. One-shot's output is any other memory of this
     /// rank; two-shot's is registered too, and may be the input.
     ///
     /// # Errors
@@ -88,45 +86,10 @@ impl CudaCollectives {
         options: impl Into<AllReduceOptions>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let input = Input::on(self.serves(), Operation::AllReduce, &input.into())?;
-        let operands = (input, Output::on(self.serves(), Operation::AllReduce, &mut output.into())?);
+        let call = Call::new(Operation::AllReduce).with_op(op).with_algorithm(options.into().number());
+        let (input, mut output) = (input.into(), output.into());
         // SAFETY: passed on.
-        unsafe { self.all_reduce_of(operands, op, options.into(), stream.into()) }
-    }
-
-    /// # Safety
-    /// As [`all_reduce_with`](Self::all_reduce_with).
-    #[inline]
-    pub(crate) unsafe fn all_reduce_of(
-        &self,
-        operands: (Input, Output),
-        op: ReduceOp,
-        AllReduceOptions { algorithm, registered }: AllReduceOptions,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        let (input, output) = &operands;
-        if self.world_size() == 1 {
-            let call = Call::new(Operation::AllReduce).with_op(op);
-            let checked = CheckedCall::new(&call, (0, 1), Some(*input), Some(*output))?;
-            // SAFETY: passed on.
-            return unsafe { self.carry_out(&checked, stream) };
-        }
-        let algorithm = algorithm.unwrap_or_else(|| match registered {
-            true if input.data.addr() == output.data.addr() => Algorithm::TwoShot,
-            true => Algorithm::OneShot,
-            false => self.algorithm_for(input.count * input.dtype.size()),
-        });
-        let tenant = &self.tenant;
-        // SAFETY: passed on; registered memory is mapped as long as the registry has it.
-        unsafe {
-            match registered {
-                false => all_reduce::run_staged(tenant, operands, op, algorithm, stream),
-                true => {
-                    let registry = self.registry.borrow();
-                    all_reduce::run_registered(tenant, &registry, operands, op, algorithm, stream)
-                }
-            }
-        }
+        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
     /// The algorithm that [`all_reduce`](Self::all_reduce) takes for so many bytes.
@@ -331,7 +294,7 @@ impl CudaCollectives {
         unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
-    /// Waits, in the order of the stream, until the streams of all ranks have come here.
+    /// Makes the stream wait until the streams of all ranks have reached this call.
     ///
     /// # Errors
     /// As [`check`](Self::check).

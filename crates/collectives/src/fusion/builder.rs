@@ -12,7 +12,7 @@ use super::{
     operand::{Unfit, matrix, shape_of},
 };
 
-/// Which output goes where the tensor was, see [`FusedAllReduce::of_in_place`].
+/// The output that takes the place of the source; see [`FusedAllReduce::of_in_place`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum InPlace {
     /// The sum, instead of [`sum_out`](FusedAllReduce::sum_out).
@@ -25,7 +25,7 @@ pub enum InPlace {
 
 /// Describing a call with views.
 impl<'a> FusedAllReduce<Operand<'a>> {
-    /// Of a tensor `T [tokens, hidden]`.
+    /// A call whose source is a tensor `T [tokens, hidden]`.
     #[inline]
     pub fn of(input: impl Into<TensorView<'a>>) -> Self {
         Self::of_source(Source::Tensor { input: input.into() })
@@ -37,7 +37,7 @@ impl<'a> FusedAllReduce<Operand<'a>> {
         Self::described(operands(&source))
     }
 
-    /// Of a tensor `T [tokens, hidden]`, in whose place an output goes.
+    /// A call whose source is a tensor `T [tokens, hidden]`, whose place an output takes.
     #[inline]
     pub fn of_in_place(tensor: impl Into<TensorViewMut<'a>>, output: InPlace) -> Self {
         let tensor = tensor.into();

@@ -1,4 +1,4 @@
-//! A fused all-reduce as a value, over whatever stands for a tensor.
+//! A fused all-reduce as a value, generic over the type of its tensors.
 
 use std::convert::Infallible;
 
@@ -7,7 +7,7 @@ use antiphon_tensor::{ScaleLayout, quantize::TokenRule};
 use super::operand::Unfit;
 use crate::all_reduce::Algorithm;
 
-/// What a rank contributes to the sum: `tokens × hidden` elements of the call's dtype, here `E`. `T` stands for a tensor.
+/// A rank's contribution to the sum: `tokens × hidden` elements of the call's dtype, here `E`. `T` stands for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Source<T> {
     /// The elements themselves.
@@ -15,7 +15,7 @@ pub enum Source<T> {
         /// `E [tokens, hidden]`.
         input: T,
     },
-    /// What the experts on this rank computed for every token, weighted, and the shared expert's:
+    /// The weighted outputs of this rank's experts for every token, and the shared expert's output:
     /// `E( Σₑ experts[e] · scales[e] + shared )`, experts in order, the shared expert last.
     MoeReduction {
         /// `E [experts, tokens, hidden]`.
@@ -25,7 +25,7 @@ pub enum Source<T> {
         /// `E [tokens, hidden]`.
         shared: T,
     },
-    /// What the experts on this rank computed for the tokens that were sent to them, in the order of the experts:
+    /// The outputs of this rank's experts for the tokens that were sent to them, in the order of the experts:
     /// `E( routed_scaling · Σₖ rows[index[t, k]] · scales[t, k] + shared )`.
     MoeFinalize {
         /// `E [rows, hidden]`.
@@ -95,7 +95,7 @@ pub enum Quantization<T> {
 pub struct RmsNorm<T> {
     /// `E [hidden]`; 1 without.
     pub weight: Option<T>,
-    /// What is added to the mean of the squares.
+    /// The number that is added to the mean of the squares.
     pub eps: f32,
 }
 
@@ -135,7 +135,7 @@ pub struct FusedAllReduce<T> {
     pub(crate) scales: Option<T>,
 }
 
-/// What a tensor is in a call.
+/// The role of a tensor in a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// [`Source::Tensor`]'s.
@@ -148,13 +148,13 @@ pub enum Role {
     Shared,
     /// The experts' outputs, by rows.
     Rows,
-    /// Which row is whose.
+    /// The rows of each token.
     Index,
-    /// What is added to each row.
+    /// The bias, which is added to each row.
     Bias,
     /// The weight of the norm before the residual is added.
     PreNormWeight,
-    /// What is added to the sum.
+    /// The residual, which is added to the sum.
     Residual,
     /// The weight of the norm.
     Weight,
@@ -175,7 +175,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Those that are written.
+    /// The roles of outputs.
     pub const OUTPUTS: [Self; 6] =
         [Self::SumOut, Self::ResidualOut, Self::NormOut, Self::InverseRmsOut, Self::Codes, Self::Scales];
 
@@ -293,7 +293,7 @@ impl<T> FusedAllReduce<T> {
         self
     }
 
-    /// What is added to the norm's weight: 1 for Gemma's and Qwen 3.5's, whose weights are kept as differences from 1.
+    /// Sets the number that is added to the norm's weight: 1 for Gemma and Qwen 3.5, whose weights are differences from 1.
     /// Without a weight, which is 1 then, it means nothing.
     #[inline]
     pub fn weight_bias(mut self, weight_bias: f32) -> Self {

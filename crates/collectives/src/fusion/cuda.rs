@@ -1,4 +1,4 @@
-//! The fused all-reduce on GPUs; `kernels.cuh` has the algorithms, `epilogue.cuh` what is done with the sum.
+//! The fused all-reduce on GPUs; `kernels.cuh` has the algorithms, `epilogue.cuh` the operations on the sum.
 
 use std::ptr::{null, null_mut};
 
@@ -30,7 +30,7 @@ kernels! {
     }
 }
 
-/// What the kernel is specialised in.
+/// The properties of a call for which the kernel is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Fusion {
     pub(crate) reduction: Reduction,
@@ -128,7 +128,7 @@ pub(crate) fn prepare(tenant: &Tenant, table: &AlgorithmTable, call: &Validated)
     Ok(())
 }
 
-/// By which algorithm, the same on all ranks, and in which teams, if a row fits any.
+/// The algorithm, which is the same on all ranks, and the teams, if a row fits any.
 fn plan(tenant: &Tenant, table: &AlgorithmTable, call: &Validated) -> Result<(Algorithm, Teams)> {
     let (everywhere, here) = (Room::everywhere(tenant, 1), Room::here(tenant, 1));
     let of = |algorithm| -> Result<_> {
@@ -212,7 +212,7 @@ impl Validated {
 }
 
 impl Room {
-    /// What a call with an epilogue may use of every rank's GPU, in one of so many channels.
+    /// The resources of every rank's GPU that a call with an epilogue may use, in one of so many channels.
     fn everywhere(tenant: &Tenant, channels: usize) -> Self {
         let (world_size, multiprocessors) = (tenant.world_size(), tenant.multiprocessors());
         Self { world_size, multiprocessors, has_clusters: tenant.has_clusters(), channels }
@@ -269,7 +269,7 @@ pub(crate) struct Fused {
 unsafe impl KernelArgument for Fused {}
 
 impl Fused {
-    /// Of `count` tokens from `first` on.
+    /// The part of the call for `count` tokens from `first` on.
     fn new(call: &Validated, first: usize, count: usize, teams: &Teams) -> Self {
         let (mut scale, mut group, mut layout) = (Scale::Value(0.0), 0, 0);
         let mut reciprocal = false;

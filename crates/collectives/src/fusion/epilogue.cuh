@@ -1,9 +1,9 @@
-// What is done with the rows of a sum: bias, residual, RMS norm, quantisation. One piece of code for all algorithms; the
-// steps are those of mod.rs, in f32, each rounded once. For a program that has HAS and QUANTIZATION. Behind team.cuh and
+// The operations on the rows of a sum: bias, residual, RMS norm, quantisation. One piece of code for all algorithms. The
+// steps are those of mod.rs, in f32, and each rounds once. For a program that has HAS and QUANTIZATION. Behind team.cuh and
 // quantize.cuh.
 //
 // SHORT: every thread of a team has one vector of a row at most, and keeps it in registers. Otherwise it keeps its vectors in
-// shared memory, where the residuals of the next row are on their way meanwhile.
+// shared memory, where the residuals of the next row are loaded meanwhile.
 
 // Vectors that a thread waits for at once. More would need more registers.
 constexpr u32 BATCH = SHORT || IS_ONE_SHOT ? 1 : THREADS > 128 || QUANTIZATION > FP8 || SOURCE != TENSOR ? 2 : 4;
@@ -23,7 +23,7 @@ struct epilogue {
     u32 turn;               // PREFETCH: which of two buffers has this row
     float scale;
 
-    // `row` is the first one to come, if there is one.
+    // `row` is the first row of this team, if it has one.
     DEVICE epilogue(const fused& f, row_team& team, u32 row, bool is_there) : f(f), team(team), turn(0) {
         each<1>([&](u32 round, u32 v) {
             if (!KEEPS_WEIGHT || v >= f.vectors) return;
@@ -38,8 +38,8 @@ struct epilogue {
         asm volatile("" ::"l"(f.residual_out), "l"(f.norm_out), "l"(f.codes), "r"(f.slices), "f"(f.inverse_hidden), "f"(f.eps));
     }
 
-    // One row of this piece, and which one this team has next, if any; `sums_at(v, sums)` gives the v-th vector of the row's
-    // sum, if there is one, and as many more of this thread's as fit. All threads of the team come here together.
+    // Processes one row of this piece; the second row is the team's next one, if any. `sums_at(v, sums)` returns the v-th vector of
+    // the row's sum, if there is one, and as many more of this thread's vectors as fit. All threads of the team call this together.
     template <class SumsAt> DEVICE void run(u32 row, u32 next, bool has_next, SumsAt sums_at) {
         const u64 begin = at(row);
         if (PREFETCH) {
@@ -49,7 +49,7 @@ struct epilogue {
         } else if (!SHORT && KEEPS_WEIGHT) copies_wait<0>();
         each<BATCH>([&](u32 round, u32 v) {
             uint4 residual[BATCH], sums[BATCH];
-            at_once(v, [&](u32 n, u32 v) { // on the way before the sum is waited for
+            at_once(v, [&](u32 n, u32 v) { // loaded before the wait for the sum
                 if (!PREFETCH && !has(PRE_NORM)) residual[n] = load_residual(begin + v);
             });
             sums_at(v, sums);
@@ -76,10 +76,10 @@ struct epilogue {
     }
 
 private:
-    // Where a row begins, among all of the call.
+    // The index of a row's first vector, among all vectors of the call.
     DEVICE u64 at(u32 row) const { return (u64)(f.first + row) * f.vectors; }
 
-    // The vectors of a row that are this thread's, some at once. Warps stay together: the last ones may be beyond the row.
+    // Visits this thread's vectors of a row, some at once. Warps stay together, so the last vectors may be beyond the row.
     template <u32 COUNT, class Step> DEVICE void each(Step step) const {
         if (SHORT) return step(0, team.thread);
         u32 round = 0;
@@ -91,7 +91,7 @@ private:
             if (v + n * team.threads < f.vectors) step(n, v + n * team.threads);
     }
 
-    // This thread's vectors of three rows: two that are kept or on their way, and the weights; or of one that is kept.
+    // Room for this thread's vectors of three rows: two that are kept or being loaded, and the weights; or of one that is kept.
     DEVICE uint4* slot(u32 which, u32 round) const {
         return team.room(f) + (which * f.rounds + round) * blockDim.x + threadIdx.x;
     }
@@ -130,7 +130,7 @@ private:
         return keep(round, words);
     }
 
-    // What the team must know of vectors: the squares, and the largest product with a weight.
+    // A thread's part of the row's squares, and of its largest product with a weight, which the team exchanges.
     template <u32 COUNT, bool LAST> DEVICE void share(u32 round, u32 v, const uint4 (&words)[COUNT]) const {
         float squares[COUNT];
         float most[COUNT];
@@ -190,8 +190,8 @@ private:
         return narrow_vec<T>(x).words;
     }
 
-    // The largest magnitude of a row's norm, where that does not follow from the largest product with a weight: roundings before the
-    // weight may change which one it is. It takes another exchange.
+    // The largest magnitude of a row's norm, where it does not follow from the largest product with a weight, because a rounding
+    // before the weight may make another element the largest. This takes another exchange.
     DEVICE float most_of_norm(float rms) const {
         each<1>([&](u32 round, u32 v) {
             float none[1] = {0}, most[1] = {0};

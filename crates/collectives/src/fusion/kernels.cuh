@@ -1,24 +1,24 @@
-// All-reduce with an epilogue over NVLink: one-shot and two-shot, as all_reduce/kernels.cuh, but that whoever has a vector of
-// the sum goes on with it. Behind slots.cuh, reduce.cuh and epilogue.cuh.
+// All-reduce with an epilogue over NVLink: one-shot and two-shot as in all_reduce/kernels.cuh, but the thread that has a
+// vector of the sum also applies the epilogue to it. Behind slots.cuh, reduce.cuh and epilogue.cuh.
 //
-// Sums, residuals and norms may take a tensor's place: what becomes of a vector is written by a thread that has the vector's
-// sum, to which everybody's contribution, this rank's too, was read before.
+// Sums, residuals and norms may take a tensor's place: a thread writes its results for a vector after it has the vector's sum,
+// for which the contributions of all ranks, this rank's among them, have been read.
 //
-// Vectors travel as in a plain all-reduce; sums are then read by rows, each by a team. Whoever has rows returns at the end, as a
-// team's blocks wait for each other: a call that has failed goes on with NaN.
+// Vectors travel as in a plain all-reduce; sums are then read by rows, each by a team. A thread that has rows returns only at the
+// end, because a team's blocks wait for each other: a call that has failed continues with NaN.
 
 // Contributions that are computed are kept in this rank's own lane; a tensor is read again.
 constexpr bool KEEPS_OWN = SOURCE != TENSOR;
-// Whether teams that only reduce have their next vectors, AT_ONCE of every rank's, on the way meanwhile, so that fewer of them do.
-// Between two ranks they keep up with the links anyway, and what they ask for too soon they must ask for again; only where much
-// is done with a row is it worth the registers that it saves.
+// Whether teams that only reduce load their next vectors, AT_ONCE of every rank's, in advance, so that fewer such teams suffice.
+// Between two ranks these teams keep up with the links anyway, and must repeat loads that came too early; there it is worth it
+// only where the epilogue is large and needs the registers that this saves.
 constexpr bool AHEAD = SPLIT && (WORLD > 2 || QUANTIZATION >= FP8_GROUPS);
 
-// As in `begin_and_send`; where contributions are computed it is memory that holds sending up, and small blocks would be short of
+// As in `begin_and_send`. Where contributions are computed, memory limits the sending, and small blocks would have too few
 // registers.
 constexpr bool EMPTIES = SOURCE == TENSOR && !SHORT && THREADS > 128;
 
-// For a whole warp: waits for everybody's vectors at COUNT places of the lower lanes, and reduces them: those from `index` on in
+// For a whole warp: waits for the vectors of all ranks at COUNT places of the lower lanes, and reduces them: those from `index` on in
 // steps that come before `end`. `first` is where this rank's own begin.
 template <u32 COUNT>
 DEVICE bool reduce_at(reader& r, const fused& f, u32 first, u32 index, u32 step, u32 end, uint4 (&sums)[COUNT]) {
@@ -32,7 +32,7 @@ DEVICE bool reduce_at(reader& r, const fused& f, u32 first, u32 index, u32 step,
     return collect_and_reduce(r, index, step, end, [&](u32 index) { return contribution(f, first + index); }, sums);
 }
 
-// What `wait` brings, or NaN from the first time on that it was in vain.
+// The result of `wait`, or NaN from the first wait in vain on.
 template <u32 COUNT, class Wait> DEVICE void sums_or_nan(reader& r, bool& alive, uint4 (&sums)[COUNT], Wait wait) {
     if (alive) alive = wait();
     if (alive) r.ask_for_tag();
@@ -41,7 +41,7 @@ template <u32 COUNT, class Wait> DEVICE void sums_or_nan(reader& r, bool& alive,
         if (!alive) sums[n] = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR);
 }
 
-// A vector of the sum that this rank has reduced, for everybody's teams.
+// A vector of the sum that this rank has reduced, for the teams of all ranks.
 DEVICE void publish(const arguments& a, const turn& t, u32 i, uint4 sum) {
     push(a, t, WORLD + a.rank, i, sum);
     store16_volatile(a.own + lane_at(a, t.slot, WORLD + a.rank) + i * 16, sum);
@@ -57,8 +57,8 @@ template <class What> DEVICE void each_vector(u32 first, u32 step, u32 end, What
 }
 
 // Reduces vectors of the rows that are this rank's, which begin at `own`: those from `first` on in steps that come before `end`,
-// AT_ONCE at a time, while everybody's next ones are on their way to shared memory. What was EMPTY when it was copied is copied
-// again: a copy takes what has come to L2, as a volatile load does, word by word. For a whole warp; false if it waited in vain.
+// AT_ONCE at a time, while the next vectors of all ranks are on their way to shared memory. A vector that was EMPTY when it was
+// copied is copied again: a copy reads L2 word by word, as a volatile load does. For a whole warp; false if it waited in vain.
 DEVICE bool reduce_ahead(reader& r, const turn& t, const fused& f, const row_team& team, u32 own, u32 first, u32 step, u32 end) {
     const arguments& a = r.a;
     const u8* lanes = a.own + lane_at(a, t.slot, 0);
@@ -100,7 +100,7 @@ DEVICE bool reduce_ahead(reader& r, const turn& t, const fused& f, const row_tea
     return alive;
 }
 
-// Everyone gets everything and reduces everything. Who sends a vector also writes what becomes of it.
+// Every rank gets all vectors and reduces them. The thread that sends a vector also writes the results for it.
 DEVICE void one_shot(const arguments& a, const fused& f, row_team& team) {
     const u32 start = team.index * f.vectors + team.thread;
     const bool has_any = team.index < f.count && team.thread < f.vectors;
@@ -138,7 +138,7 @@ DEVICE void one_shot(const arguments& a, const fused& f, row_team& team) {
     if (alive) r.finish();
 }
 
-// Everyone reduces some of the rows, which are then gathered.
+// Every rank reduces some of the rows, which are then gathered.
 DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     constexpr u32 TARGETS = KEEPS_OWN ? WORLD : PEERS;
     const u32 part = (f.count + WORLD - 1) / WORLD; // rows of a rank; the last ones may have fewer
@@ -166,8 +166,8 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     begin_epilogue(f, team);
     reader r(a, t);
     const u32 own = a.rank * part * f.vectors;
-    // Where a thread has several vectors of a row, all are reduced before any team has its row; or, where there is much to do,
-    // some teams reduce, and nothing but the links holds them up, while the others go on with the rows as they come.
+    // Where a thread has several vectors of a row, all vectors are reduced before any team processes its row. With many rows, some
+    // teams only reduce, as fast as the links allow, while the others process the rows as they arrive.
     if (!SHORT && (!SPLIT || team.index < f.reducing)) {
         const u32 end = rows_of(a.rank) * f.vectors, step = (SPLIT ? f.reducing : team.teams) * team.threads;
         const u32 first = team.index * team.threads + team.thread;
@@ -191,15 +191,16 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
             return;
         }
     }
-    // The ranks' first rows, this rank's before the others', then their second ones and so on: what is sent on is so soon.
-    // Whoever waits for a row waits for a team that has only earlier ones before it.
+    // The order of rows: the ranks' first rows, this rank's before the others', then their second rows and so on. So rows that
+    // must be sent on are sent early.
+    // A team that waits for a row waits for a team that has only earlier rows before that one.
     const u32 items = part * WORLD, before = SPLIT ? f.reducing : 0, teams = team.teams - before;
     const auto owner_of = [&](u32 item) {
         const u32 owner = a.rank + item % WORLD;
         return owner < WORLD ? owner : owner - WORLD;
     };
     const auto row_of = [&](u32 item) { return owner_of(item) * part + item / WORLD; };
-    const auto from = [&](u32 item) { // the next one that there is
+    const auto from = [&](u32 item) { // the next row that exists
         while (item < items && item / WORLD >= rows_of(owner_of(item))) item += teams;
         return item;
     };
@@ -224,9 +225,10 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     if (alive) r.finish();
 }
 
-// As KERNEL in slots.cuh; ALGORITHM is one of the two. A SHORT grid lets the kernel behind come when it is certain to end: in
-// one-shot when a warp has its sums, as the blocks of this index, which all of them run then, have sent the rest of this block's;
-// in two-shot when the team has. (Other grids would be slower by that: there are teams in the middle of their rows.)
+// As KERNEL in slots.cuh; ALGORITHM is one of the two. A SHORT grid lets the next kernel begin when this one is certain to end.
+// In one-shot this is when a warp has its sums: the blocks of this index then run on all GPUs, and have sent the rest of this
+// block's vectors. In two-shot it is when the team has its sums. (Other grids would become slower, because their teams are in the
+// middle of their rows.)
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 fused_all_reduce(const __grid_constant__ arguments a, const __grid_constant__ fused f) {
     row_team team(f);

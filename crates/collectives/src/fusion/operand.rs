@@ -1,7 +1,7 @@
-//! What is kept of a call's tensors until it is checked.
+//! The tensors of a call, before it is checked.
 //!
-//! A view has room for eight dimensions, and sixteen of them in a call would be three kilobytes that every option moves. So the
-//! call keeps what counts, without anything to be dropped, and tells later what does not fit.
+//! A view has room for eight dimensions, and sixteen views in a call would be three kilobytes that every option moves. So the
+//! call keeps only address, number of elements, dtype and device of each tensor, and reports errors when it is checked.
 
 #![expect(
     clippy::result_large_err,
@@ -82,7 +82,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// What a binding has in place of a tensor: a plain value that knows where the tensor lies.
+/// The form of a tensor in a language binding: a plain value that knows the tensor's place.
 pub trait TensorHandle {
     /// The tensor.
     ///

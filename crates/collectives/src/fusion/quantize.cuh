@@ -1,9 +1,9 @@
-// Quantised vectors and where their scales stand: antiphon-tensor's `quantize`, `PackedScales` and `ScaleGrid`, bit by bit.
+// Quantised vectors and the places of their scales: antiphon-tensor's `quantize`, `PackedScales` and `ScaleGrid`, bit by bit.
 // Behind formats.cuh and source.cuh.
 
 // ---------------------------------------------------------------------------------------------------------- scales
 
-// A group has so many vectors, and an odd one so many elements.
+// The vectors of a group, and the elements of an odd group.
 DEVICE u32 groups_of_row(const fused& f) { return f.vectors * (QUANTIZATION == FP8_ODD_GROUPS ? LANES : 1) / f.group; }
 
 // FP8 groups.
@@ -19,7 +19,7 @@ DEVICE u64 scale_at(const fused& f, u32 token, u32 column) {
     return ((u64)(token / 128) * tiles + column / 4) * 512 + token % 32 * 16 + token % 128 / 32 * 4 + column % 4;
 }
 
-// Bytes that no scale has are 0. The last piece's part, while data travels.
+// Bytes of the layout without a scale are 0. The last piece writes them, while data travels.
 DEVICE void zero_padding(const fused& f) {
     if (f.first + f.count != f.tokens) return;
     const u32 start = grid_thread(), step = grid_threads();
@@ -70,7 +70,7 @@ DEVICE void reach_odd_groups(const fused& f, u32 v, const wide_vec<T>& n, u32* m
     atomicMax(most_of_groups + group, __float_as_uint(most));
 }
 
-// And when those are known.
+// Then the codes, once those magnitudes are known.
 DEVICE void store_odd_groups(const fused& f, u32 token, u64 begin, u32 v, wide_vec<T> n, const u32* most_of_groups) {
     u32 group = v * LANES / f.group, left = (group + 1) * f.group - v * LANES;
     u32 exponent = group_exponent(most_of_groups[group]);

@@ -1,7 +1,7 @@
-//! The obvious version of a fused all-reduce, in f64, with how far from it a correct result may be.
+//! The obvious version of a fused all-reduce, in f64, with the greatest distance of a correct result.
 //!
-//! Nothing is rounded on the way to [`Expected::exact`]. [`Expected::tolerance`] adds up what every rounding of the
-//! definition may cost, each at its worst: several times what happens.
+//! Nothing is rounded on the way to [`Expected::exact`]. [`Expected::tolerance`] is the sum of the worst cases of all roundings
+//! of the definition: several times the actual errors.
 
 use antiphon_tensor::DType;
 

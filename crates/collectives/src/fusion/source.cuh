@@ -1,4 +1,4 @@
-// What a rank contributes to a fused all-reduce, and what the kernels are given. For a program that has SOURCE. Behind
+// A rank's contribution to a fused all-reduce, and the kernels' arguments. For a program that has SOURCE. Behind
 // reduce.cuh.
 
 enum { TENSOR, MOE_REDUCTION, MOE_FINALIZE };                      // SOURCE
@@ -10,7 +10,7 @@ enum {                                                             // HAS
 DEVICE constexpr bool has(u32 what) { return HAS & what; }
 enum { SWIZZLED_128X4, SWIZZLED_8X4, LINEAR };                     // layout
 
-// Rust's `Fused` has the same layout. Null for what there is not.
+// Rust's `Fused` has the same layout. An address is null if the tensor is absent.
 struct fused {
     const u8* input;      // the tensor; the experts' outputs; the rows
     const u8* shared;     // the shared expert's output
@@ -42,7 +42,7 @@ struct fused {
     float scale_value, eps, pre_eps, weight_bias, routed_scaling;
 };
 
-// Rows that are on their way at once: as many as there are registers for.
+// The number of rows that are loaded at once: as many as the registers allow.
 constexpr u32 GATHERED = SHORT && THREADS <= 128 ? 8 : 4;
 
 DEVICE wide_vec<T> widen_words(uint4 words) {
@@ -67,8 +67,8 @@ DEVICE void add(wide_vec<T>& sum, uint4 words) {
     for (u32 k = 0; k < LANES; ++k) sum.lane[k] += x.lane[k];
 }
 
-// The sum of a token's rows, each with its weight: those that its indices name. All loads are under way before any is needed:
-// some indices and weights, then their rows.
+// The weighted sum of the rows that a token's indices name. All loads are under way before any is needed:
+// first some indices and weights, then their rows.
 DEVICE void add_gathered(const fused& f, wide_vec<T>& sum, u64 token, u64 v) {
     const i32* index = f.index + token * f.experts;
     const T* weight = f.weights ? (const T*)f.weights + token * f.experts : nullptr;
@@ -84,7 +84,7 @@ DEVICE void add_gathered(const fused& f, wide_vec<T>& sum, u64 token, u64 v) {
         }
 #pragma unroll
         for (u32 k = 0; k < GATHERED; ++k) {
-            words[k] = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR); // of a row that there is not
+            words[k] = make_uint4(NAN_PAIR, NAN_PAIR, NAN_PAIR, NAN_PAIR); // for a row that does not exist
             if ((u32)rows[k] < f.rows) words[k] = load16_once(f.input + ((u64)(u32)rows[k] * f.vectors + v) * 16);
         }
 #pragma unroll

@@ -1,20 +1,20 @@
 // Teams: the threads that share a row, a block or a cluster of blocks. Every thread has each `threads`-th vector. Behind
 // source.cuh.
 //
-// The sum of a row's squares does not depend on the team. A vector's are added in their order. The sums of 32 neighbouring
-// vectors, a slice, are added as a warp does: those 16 apart, then those 8 apart and so on. So are the sums of 32
-// neighbouring slices, and those of such groups in their order.
+// The sum of a row's squares does not depend on the team. The squares of a vector are added in their order. The sums of 32
+// neighbouring vectors, a slice, are added as in a warp: those 16 apart, then those 8 apart and so on. The sums of 32
+// neighbouring slices are added likewise, and the sums of such groups in their order.
 
 struct row_team {
     static constexpr bool MOST = QUANTIZATION == FP8_TOKENS;
     static constexpr u32 WORDS = MOST ? 2 : 1; // of a slice: its squares and, where that is asked for, its largest magnitude
 
-    u32 index, teams;    // which team, and how many there are
-    u32 rank, blocks;    // which block of the team, and how many
-    u32 thread, threads; // among all of the team
-    u32 exchanges;       // that there have been
+    u32 index, teams;    // this team's index, and the number of teams
+    u32 rank, blocks;    // this block's index in the team, and the number of blocks
+    u32 thread, threads; // in the team
+    u32 exchanges;       // done so far
 
-    // Before anything is waited for.
+    // Called before the first wait.
     DEVICE row_team(const fused& f)
         : index(cluster_index()), teams(cluster_count()), rank(cluster_rank()), blocks(cluster_size()),
           thread(rank * blockDim.x + threadIdx.x), threads(blocks * blockDim.x), exchanges(0) {
@@ -23,14 +23,14 @@ struct row_team {
         else __syncthreads();
     }
 
-    // Before the first exchange, and long after the start.
+    // Called before the first exchange, and long after the start.
     DEVICE void meet() const {
         if (blocks > 1) cluster_wait();
     }
 
-    // Shared memory: what slices add, for two exchanges in turn, as a block that is done with one may begin the next while
-    // others still read. A word has a number and, in its upper half, the exchange that it is of: so it tells by itself
-    // whether it has come. Behind that is room for the epilogue.
+    // Shared memory has the slices' sums, for two exchanges in turn, because a block that has finished one exchange may begin the
+    // next while others still read. A word holds a sum and, in its upper half, the number of its exchange, which shows whether the
+    // word has arrived. Behind the sums is room for the epilogue.
     static DEVICE u64* shares() {
         extern __shared__ uint4 memory[];
         return (u64*)memory;
@@ -40,7 +40,7 @@ struct row_team {
     // Whether this warp has any vector of a row. Only such warps take part in exchanges: others could fall behind.
     DEVICE bool takes_part(const fused& f) const { return thread - threadIdx.x % 32 < f.vectors; }
 
-    // What a warp has of the slice in which vector v is, and of the next ones of its. Every warp tells every block.
+    // Stores a warp's sum of the slice of vector v, and of its next slices. Every warp stores its sums in every block.
     template <u32 COUNT>
     DEVICE void share(const fused& f, u32 v, float (&squares)[COUNT], float (&most)[COUNT]) const {
         combine(squares, most);
@@ -61,7 +61,7 @@ struct row_team {
         }
     }
 
-    // The sum over the row, and the largest, once all are there: the team's blocks all run, and wait for nothing else.
+    // The sum over the row, and the largest value, once all words have arrived: all blocks of the team run, and wait for nothing else.
     DEVICE float end_exchange(const fused& f, float& most) {
         const u64* of_slices = shares() + exchanges % 2 * f.slices * WORDS;
         float sum = 0;
@@ -90,7 +90,7 @@ private:
             }
     }
 
-    // For a whole warp; 0 where nothing is to come.
+    // For a whole warp; 0 where no word is expected.
     DEVICE u32 wait_for(const u64* place, bool is_to_come) const {
         u64 word = 0;
         do if (is_to_come) word = load_from_blocks(place);

@@ -1,4 +1,4 @@
-//! Which blocks work on which rows: the shape of a grid. See `team.cuh`.
+//! The blocks that work on each row: the shape of a grid. See `team.cuh`.
 
 use antiphon_device::cuda::LaunchConfig;
 
@@ -64,7 +64,7 @@ impl Shape {
         if world_size <= 3 { 2 } else { 1 }
     }
 
-    /// Of a hundred teams, those that do nothing but reduce this rank's part. Measured on H200s, with two, three and four ranks.
+    /// The percentage of teams that only reduce this rank's part. Measured on H200s, with two, three and four ranks.
     const fn reducing(
         self,
         world_size: usize,
@@ -88,7 +88,7 @@ impl Shape {
     }
 }
 
-/// What a call may use of a GPU.
+/// The resources of a GPU that a call may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Room {
     pub(crate) world_size: usize,

@@ -1,4 +1,4 @@
-//! A call that has been validated: what the backends work with.
+//! A validated call, on which the backends work.
 
 use std::ops::Deref;
 
@@ -28,7 +28,7 @@ pub(crate) struct Validated {
     pub(crate) counts: Counts,
 }
 
-/// What follows from the sizes of a source's tensors; 0 for what it has not.
+/// The sizes that follow from a source's tensors; 0 for those that it does not have.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Counts {
     /// Experts of this rank.
@@ -109,7 +109,7 @@ fn refused(which: &'static str, expected: String) -> Box<CollectiveError> {
     Box::new(CollectiveError::Refused { operation: OPERATION.name(), which, expected })
 }
 
-/// What a call and its tensors are held to.
+/// The rules for a call and its tensors.
 struct Validator<'c, 't> {
     call: &'c FusedAllReduce<Operand<'t>>,
     serves: Device,
@@ -154,7 +154,7 @@ impl<'c, 't> Validator<'c, 't> {
         Ok(())
     }
 
-    /// Some output is wanted, and what it is made of is there.
+    /// At least one output is given, and so are the tensors that it is computed from.
     fn check_outputs(&self) -> Result<()> {
         let call = self.call;
         let outputs = [&call.sum_out, &call.residual_out, &call.norm_out, &call.inverse_rms_out, &call.codes];
@@ -189,7 +189,7 @@ impl<'c, 't> Validator<'c, 't> {
         !matches!(self.call.quantization, None | Some(Quantization::Fp8 { .. }))
     }
 
-    /// What a role needs: the whole table.
+    /// The rule for each role.
     fn check(&self, role: Role, tensor: &Operand<'_>) -> Result<*mut u8> {
         let (matrix, Counts { experts, rows, top_k }) = (self.tokens * self.hidden, self.counts);
         let (dtype, count, alignment) = match role {

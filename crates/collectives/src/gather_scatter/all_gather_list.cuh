@@ -1,4 +1,4 @@
-// All-gather of a list of tensors: as of one, whose rows are those of all. Behind rows.cuh and lists.cuh.
+// All-gather of a list of tensors: as the all-gather of one tensor that has the rows of all. Behind rows.cuh and lists.cuh.
 
 LIST_KERNEL(all_gather_list) {
     const u32 count = l.first[l.tensors];

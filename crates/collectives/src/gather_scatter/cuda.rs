@@ -1,14 +1,14 @@
 //! The collectives that move data, on GPUs; `kernels.cuh` and `reduce_scatter.cuh` have the algorithms.
 
-use antiphon_device::{ReduceOp, cuda::StreamRef};
+use antiphon_device::cuda::StreamRef;
 use antiphon_fabric::{
-    FabricError, Operation, Signature,
+    Operation, Signature,
     gpu::{Family, Grid, Launch, NoArguments, Pieces, ROWS, Source, Tenant, Work, kernels},
 };
 
 use crate::{
     all_reduce::{ReduceKernel, Reducing},
-    arguments::{Input, Output, block, reduction, signature},
+    arguments::CheckedCall,
     error::Result,
 };
 
@@ -44,68 +44,33 @@ pub(super) const ROW_DATA: usize = 496;
 /// From how many bytes on a broadcast goes in parts: where (W − 1)·n bytes out of the root weigh more than a second hop.
 const PARTS_FROM: usize = 256 << 10;
 
-/// The operands of an operation of blocks, checked beside each other: the bytes of a block, and what ranks must agree on.
-fn blocks(
-    tenant: &Tenant,
-    operation: Operation,
-    (input, output): (&Input, &Output),
-) -> Result<(usize, Signature)> {
-    let count = block(operation, input, output, tenant.world_size())?;
-    Ok((count * input.dtype.size(), signature(operation, input.dtype, count)))
-}
-
-/// All-gather of tensors that have been checked one by one.
+/// Carries out an all-gather or an all-to-all.
 ///
 /// # Safety
 /// The tensors stay valid, and are not used in another way, until the stream has passed this call.
-pub(crate) unsafe fn all_gather(
+pub(crate) unsafe fn move_blocks(
     tenant: &Tenant,
-    (input, output): (Input, Output),
+    call: &CheckedCall<'_>,
     stream: StreamRef<'_>,
 ) -> Result<()> {
-    let (count, signature) = blocks(tenant, Operation::AllGather, (&input, &output))?;
-    let (input, output) = (input.data.addr(), output.data.addr());
-    let work = Work { input, output, count, stride: count, ..Work::new(signature) };
+    let kernel = match call.signature.operation {
+        Operation::AllGather => Kernel::AllGather,
+        _ => Kernel::AllToAll,
+    };
+    let ((input, output), bytes) = (call.addresses(), call.block_bytes());
+    let work = Work { input, output, count: bytes, stride: bytes, ..Work::new(call.signature) };
     // SAFETY: passed on.
-    unsafe { move_rows(tenant, Kernel::AllGather, &work, stream) }
+    unsafe { move_rows(tenant, kernel, &work, stream) }
 }
 
-/// All-to-all of tensors that have been checked one by one.
+/// Carries out a broadcast in the output, which at the root holds the block already.
 ///
 /// # Safety
-/// As [`all_gather`].
-pub(crate) unsafe fn all_to_all(
-    tenant: &Tenant,
-    (input, output): (Input, Output),
-    stream: StreamRef<'_>,
-) -> Result<()> {
-    let (count, signature) = blocks(tenant, Operation::AllToAll, (&input, &output))?;
-    let (input, output) = (input.data.addr(), output.data.addr());
-    let work = Work { input, output, count, stride: count, ..Work::new(signature) };
-    // SAFETY: passed on.
-    unsafe { move_rows(tenant, Kernel::AllToAll, &work, stream) }
-}
-
-/// Broadcast in a buffer that has been checked.
-///
-/// # Safety
-/// As [`all_gather`].
-pub(crate) unsafe fn broadcast(
-    tenant: &Tenant,
-    buffer: Output,
-    root: usize,
-    stream: StreamRef<'_>,
-) -> Result<()> {
-    let world_size = tenant.world_size();
-    if root >= world_size {
-        let text = format!("root rank {root} is not below the world size {world_size}");
-        return Err(FabricError::InvalidArgument(text).into());
-    }
-    let signature =
-        Signature { detail: root as u32, ..signature(Operation::Broadcast, buffer.dtype, buffer.count) };
-    let (at, bytes) = (buffer.data.addr(), buffer.count * buffer.dtype.size());
-    let work = Work { input: at, output: at, count: bytes, stride: bytes, root, signature };
-    let kernel = match bytes < PARTS_FROM || world_size == 2 {
+/// As [`move_blocks`].
+pub(crate) unsafe fn broadcast(tenant: &Tenant, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
+    let ((_, at), bytes, root) = (call.addresses(), call.block_bytes(), call.call.root);
+    let work = Work { input: at, output: at, count: bytes, stride: bytes, root, signature: call.signature };
+    let kernel = match bytes < PARTS_FROM || call.world_size == 2 {
         true => Kernel::Broadcast,
         false => Kernel::BroadcastParts,
     };
@@ -113,24 +78,20 @@ pub(crate) unsafe fn broadcast(
     unsafe { move_rows(tenant, kernel, &work, stream) }
 }
 
-/// Reduce-scatter of tensors that have been checked one by one.
+/// Carries out a reduce-scatter.
 ///
 /// # Safety
-/// As [`all_gather`].
+/// As [`move_blocks`].
 pub(crate) unsafe fn reduce_scatter(
     tenant: &Tenant,
-    (input, output): (Input, Output),
-    op: ReduceOp,
+    call: &CheckedCall<'_>,
     stream: StreamRef<'_>,
 ) -> Result<()> {
-    let (bytes, signature) = blocks(tenant, Operation::ReduceScatter, (&input, &output))?;
-    let signature = Signature { reduce: Some(op), ..signature };
-    let loaded = tenant.ready(Reducing(reduction(signature.operation, input.dtype, op)?), stream)?;
-    let size = input.dtype.size();
-    let (from, to) = (input.data.addr(), output.data.addr());
+    let loaded = tenant.ready(Reducing(call.reduction()?), stream)?;
+    let ((from, to), bytes, size) = (call.addresses(), call.block_bytes(), call.dtype.size());
     let launch = |start: usize, len: usize, _| {
         let (input, output) = (from + start, to + start);
-        let work = Work { input, output, count: len / size, stride: bytes, ..Work::new(signature) };
+        let work = Work { input, output, count: len / size, stride: bytes, ..Work::new(call.signature) };
         let plain = (input | output | bytes | len).is_multiple_of(16);
         let kernel = if plain { ReduceKernel::ReduceScatterPlain } else { ReduceKernel::ReduceScatter };
         Launch { kernel, grid: Grid::ItemsByPeer(len.div_ceil(16)), work, arguments: NoArguments }
@@ -140,7 +101,7 @@ pub(crate) unsafe fn reduce_scatter(
     Ok(())
 }
 
-/// Waits, in the order of the stream, until the streams of all ranks have come here.
+/// Makes the stream wait until the streams of all ranks have reached this call.
 pub(crate) fn barrier(tenant: &Tenant, stream: StreamRef<'_>) -> Result<()> {
     let loaded = tenant.ready(Movement, stream)?;
     let work = Work::new(Signature::new(Operation::Barrier));
@@ -157,7 +118,7 @@ pub(crate) fn barrier(tenant: &Tenant, stream: StreamRef<'_>) -> Result<()> {
 /// As [`Tenant::run`].
 unsafe fn move_rows(tenant: &Tenant, kernel: Kernel, work: &Work, stream: StreamRef<'_>) -> Result<()> {
     let loaded = tenant.ready(Movement, stream)?;
-    // Of a part, a peer gets one and passes it on.
+    // A peer gets one part and forwards it to the others.
     let parts = if kernel == Kernel::BroadcastParts { tenant.world_size() - 1 } else { 1 };
     let launch = |start: usize, len: usize, _| {
         let work = Work { input: work.input + start, output: work.output + start, count: len, ..*work };

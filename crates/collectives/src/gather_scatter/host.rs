@@ -1,4 +1,4 @@
-//! The loop on host memory: what each rank puts into its outbox, and what it takes from whose inbox.
+//! The loop on host memory: what each rank puts into its outbox, and what it takes from the inbox of each peer.
 //!
 //! A rank's input falls into pieces, one for each peer or the same one for all; so does its output, by the operation's row
 //! ([`Layout`](antiphon_operation::Layout)). The pieces move a *part* at a time: a range of bytes of each piece. A mailbox holds
@@ -25,7 +25,7 @@ pub(super) fn run(rounds: &mut Rounds, call: &CheckedCall<'_>, longest: usize) -
     let row = call.signature.operation.row();
     let root = call.call.root;
     let width = if sent.is_divided() { world_size } else { 1 };
-    // Whose elements come: nobody else gives any, and a root that alone gets any posts none.
+    // The ranks whose elements come: no other rank gives any, and a root that is the only receiver posts none.
     let sources = if row.root == Some(Root::Gives) { root..root + 1 } else { 0..world_size };
     let posts = row.root != Some(Root::Gets) || rank != root;
     let reducer = row.reduces.then(|| Reducer::new(call.dtype, call.call.op));

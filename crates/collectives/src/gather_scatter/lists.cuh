@@ -1,4 +1,4 @@
-// Lists of tensors in one launch: their rows, or their vectors, one behind the other. Behind slots.cuh.
+// Lists of tensors in one launch: the rows or vectors of all tensors, one tensor after the other. Behind slots.cuh.
 
 constexpr u32 MAX_TENSORS = 64;
 
@@ -11,7 +11,7 @@ struct list {
     u32 tensors;
 };
 
-// The tensor that a row, or a vector, is of.
+// The index of the tensor to which a row or a vector belongs.
 DEVICE u32 tensor_of(const list& l, u32 index) {
     u32 found = 0;
 #pragma unroll

@@ -1,4 +1,4 @@
-//! Lists of tensors in one launch, as sharded training asks for; `lists.cuh` says how they lie one behind the other.
+//! Lists of tensors in one launch, for sharded training; `lists.cuh` describes their order in a lane.
 
 use antiphon_device::{
     ReduceOp,
@@ -12,10 +12,12 @@ use antiphon_operation::{Call, digest};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use super::cuda::{BYTES, ROW_BYTES, ROW_DATA};
+#[cfg(doc)]
+use crate::CollectiveError;
 use crate::{
-    arguments::{CheckedCall, Input, Output, reduction},
+    arguments::{CheckedCall, reduction},
     cuda::CudaCollectives,
-    error::{CollectiveError, Result},
+    error::Result,
 };
 
 /// As many as MAX_TENSORS in lists.cuh.
@@ -77,7 +79,7 @@ impl Family for ReducingLists {
         self.0.define(program)
     }
 
-    /// As of [`MovingLists`].
+    /// As for [`MovingLists`].
     fn most_blocks(&self, _world_size: usize) -> u32 {
         2
     }
@@ -98,7 +100,7 @@ pub(crate) struct List {
 unsafe impl KernelArgument for List {}
 
 impl List {
-    /// Of checked calls, whose blocks have `unit` bytes to a row, or a vector.
+    /// The list of checked calls, whose blocks consist of rows or vectors of `unit` bytes.
     fn new(calls: &[CheckedCall<'_>], unit: usize, reduces: bool) -> Self {
         let mut list = Self {
             input: [0; MAX_TENSORS],
@@ -108,9 +110,9 @@ impl List {
             tensors: calls.len() as u32,
         };
         for (index, call) in calls.iter().enumerate() {
-            let bytes = call.block * call.dtype.size();
-            list.input[index] = call.input.map_or(0, |input| input.data.addr() as u64);
-            list.output[index] = call.output.map_or(0, |output| output.data.addr() as u64);
+            let (bytes, (input, output)) = (call.block_bytes(), call.addresses());
+            list.input[index] = input as u64;
+            list.output[index] = output as u64;
             list.count[index] = if reduces { call.block } else { bytes } as u32;
             list.first[index + 1] = list.first[index] + bytes.div_ceil(unit) as u32;
         }
@@ -169,20 +171,8 @@ impl CudaCollectives {
         outputs: &mut [TensorViewMut<'_>],
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        if inputs.len() != outputs.len() {
-            let expected = format!("one output for each of {} inputs, not {}", inputs.len(), outputs.len());
-            return Err(CollectiveError::Refused {
-                operation: call.operation.name(),
-                which: "list",
-                expected,
-            });
-        }
-        let (serves, ranks) = (self.serves(), (self.rank(), self.world_size()));
-        let checked = inputs.iter().zip(outputs.iter_mut()).map(|(input, output)| {
-            let input = Input::on(serves, call.operation, input)?;
-            CheckedCall::new(call, ranks, Some(input), Some(Output::on(serves, call.operation, output)?))
-        });
-        let mut checked = checked.collect::<Result<Vec<_>>>()?;
+        let ranks = (self.rank(), self.world_size());
+        let mut checked = CheckedCall::of_lists(self.serves(), call, ranks, inputs, outputs)?;
         checked.retain(|one| one.block > 0);
         let reduces = call.operation.row().reduces;
         if reduces {

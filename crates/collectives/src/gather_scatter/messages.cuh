@@ -1,13 +1,13 @@
-// Messages between GPUs: any bytes from one rank to another, of which the others know nothing. Behind rows.cuh.
+// Messages between GPUs: any bytes from one rank to another, without the other ranks. Behind rows.cuh.
 //
-// Each ordered pair of ranks has CHANNELS rings of rows in the receiver's memory. A message is a head, which says what is sent, and
-// then its rows; row i goes through ring i % CHANNELS, and a warp serves a ring at a time, so warps need not wait for each other.
-// The sender fills a ring as far as it knows that its rows are empty. The receiver waits for a row, empties it, and tells the sender
-// after each quarter of the ring up to which row it has. So a message may have any length, whatever the memory for it; a short one
-// neither waits for its receiver nor, mostly, for a release to the sender.
+// Each ordered pair of ranks has CHANNELS rings of rows in the receiver's memory. A message is a head, which describes it, and
+// its rows. Row i goes through ring i % CHANNELS, and a warp serves one ring at a time, so warps need not wait for each other.
+// The sender fills a ring as far as it knows that its rows are empty. The receiver waits for a row, empties it, and reports its
+// position to the sender after each quarter of the ring. So a message may have any length, however small the memory; a short message
+// neither waits for its receiver nor, usually, for a release to the sender.
 //
-// How far a ring has come stands in device memory, so that graphs may be replayed between other calls. Both ranks may send
-// and receive in one kernel: other warps do, so neither waits for the other.
+// The position in a ring is in device memory, so that graphs may be replayed between other calls. Both ranks may send
+// and receive in one kernel: different warps do so, so neither waits for the other.
 
 constexpr u32 CHANNELS = WORLD == 2 ? 256 : WORLD <= 5 ? 128 : 64;
 static_assert(WORLD * CHANNELS <= MAX_BLOCKS, "a ring has a control of its own");
@@ -18,7 +18,7 @@ constexpr u32 RECEIVED_AT_ONCE = 8;
 struct messages {
     const u8* input[MAX_WORLD];
     u8* output[MAX_WORLD];
-    u64 sent_count[MAX_WORLD], received_count[MAX_WORLD]; // what the heads say
+    u64 sent_count[MAX_WORLD], received_count[MAX_WORLD]; // the counts in the heads
     u32 sent[MAX_WORLD], received[MAX_WORLD];             // bytes
     u32 to, from;                                         // bits of the ranks that a message goes to, and comes from
     u32 own_bytes;                                        // what this rank copies from `own_input` to `own_output`
@@ -26,8 +26,8 @@ struct messages {
     u8* own_output;
 };
 
-// In the control words of the ring of a peer: `slot` counts the rows sent, `dirty_lower` those received, and `dirty_upper` those
-// that the peer has received of what was sent, which the peer writes.
+// In the control words of a peer's ring, `slot` counts the rows sent and `dirty_lower` the rows received. `dirty_upper` counts the
+// sent rows that the peer has received; the peer writes it.
 DEVICE control* state_of(u8* arena, u32 peer, u32 channel) { return (control*)arena + peer * CHANNELS + channel; }
 
 // Bytes of memory for the rings of one sender.
@@ -36,13 +36,13 @@ DEVICE u32 region_of(const arguments& a) { return SLOTS * a.slot_stride / WORLD 
 // Rows of a ring: a power of two, so that counters may wrap. Half of the rings are in either channel of an arena.
 DEVICE u32 ring_rows(const arguments& a) { return 1u << (31 - __clz(region_of(a) / (CHANNELS / 2 * 512))); }
 
-// Where this lane's vector of a ring's first row is, in the receiver's arena.
+// The address of this lane's vector of a ring's first row, in the receiver's arena.
 DEVICE u8* ring_at(const arguments& a, u8* arena, u32 sender, u32 channel) {
     u8* const at = arena + (channel % 2 == 0 ? 0 : a.other - a.own);
     return at + SLOTS_AT + sender * region_of(a) + channel / 2 * ring_rows(a) * 512 + lane_id() * 16;
 }
 
-// For a whole warp: waits until `ready()`, which else has the peer missing. False if it gave up.
+// For a whole warp: waits until `ready()` is true; until then the peer is the missing rank. False if it gave up.
 template <class Ready> DEVICE bool wait_for(const arguments& a, waiter& patience, u32 peer, Ready ready) {
     u32 missing = a.rank;
     const auto is_ready = [&](tag&) {
@@ -70,14 +70,14 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
             if (index != 0 && index < total) rows[k] = load_row(from, index - 1);
         }
     };
-    load(channel); // while the state comes
+    load(channel); // while the state is loaded
     if (channel == 0 && lane_id() == 0)
         rows[0] = make_uint4((u32)a.doing.low, (u32)(a.doing.low >> 32), (u32)m.sent_count[peer], (u32)(m.sent_count[peer] >> 32));
     u32 n = ld_relaxed_sys(&state->slot), known = ld_acquire_sys(&state->dirty_upper);
     for (u32 row = channel; row < total; row += SENT * CHANNELS) {
         const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < SENT ? left : SENT;
         if (n + count - known > ring) {
-            // The rows are empty once the receiver has said so: the acquire pairs with the release in `receive_ring`.
+            // The rows are empty once the receiver has reported it: the acquire pairs with the release in `receive_ring`.
             const bool has_room = wait_for(a, patience, peer, [&] {
                 known = ld_acquire_sys(&state->dirty_upper);
                 return n + count - known <= ring;
@@ -105,8 +105,8 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
     const bytes to(m.output[peer], m.received[peer]);
     u8* const at = ring_at(a, a.own, peer, channel);
     u32 n = ld_relaxed_sys(&state->dirty_lower), said = n / quarter;
-    // Tells the sender of the whole quarters that have been emptied. A release waits for the stores before it, so the one for a batch
-    // comes behind the wait for the next batch.
+    // Reports to the sender the whole quarters that have been emptied. A release waits for the stores before it, so the release for
+    // a batch follows the wait for the next batch.
     const auto tell = [&] {
         if (n / quarter == said) return;
         said = n / quarter;
@@ -154,8 +154,8 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
     return true;
 }
 
-// All messages of a launch. Half of the blocks send, half receive, and each serves one peer. Those that receive copy what this rank
-// keeps, while the peers' rows come.
+// All messages of a launch. Half of the blocks send, half receive, and each serves one peer. The receiving blocks also copy the piece
+// that this rank keeps, while the peers' rows travel.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 exchange(const __grid_constant__ arguments a, const __grid_constant__ messages m) {
     pdl_wait();

@@ -10,7 +10,7 @@ use antiphon_tensor::{TensorView, TensorViewMut};
 
 use super::cuda::{BYTES, ROW_DATA};
 use crate::{
-    arguments::{CheckedCall, Input, Output},
+    arguments::{CheckedCall, Input, Output, same_dtype},
     cuda::CudaCollectives,
     error::{CollectiveError, Result},
 };
@@ -69,7 +69,7 @@ const MOST_KEPT_BYTES: usize = 256 << 10;
 /// has a second ring to serve: a ring ends with a release to the peer, which takes microseconds.
 const BYTES_PER_BLOCK: usize = THREADS as usize / 32 * ROW_DATA;
 
-/// What one rank sends to another, or receives from it.
+/// A message that one rank sends to another, or receives from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Message {
     peer: usize,
@@ -79,9 +79,9 @@ struct Message {
     count: u64,
 }
 
-/// What a rank keeps of a call's input: bytes that are copied from one address to another.
+/// The piece of the input that a rank keeps for itself: bytes that are copied from one address to another.
 #[derive(Debug, Clone, Copy, Default)]
-struct Kept {
+struct OwnPiece {
     from: usize,
     to: usize,
     bytes: usize,
@@ -117,7 +117,7 @@ impl Messages {
         messages
     }
 
-    fn keep(&mut self, kept: Kept) {
+    fn keep(&mut self, kept: OwnPiece) {
         self.own_input = kept.from as u64;
         self.own_output = kept.to as u64;
         self.own_bytes = kept.bytes as u32;
@@ -210,8 +210,7 @@ impl CudaCollectives {
         let source = output.iter().map(|(_, from)| ("source", *from));
         for (role, peer) in destination.chain(source) {
             if peer >= world_size {
-                let text = format!("{role} rank {peer} is not below the world size {world_size}");
-                return Err(FabricError::InvalidArgument(text).into());
+                return Err(FabricError::no_such_rank(role, peer, world_size).into());
             }
         }
         let to_self = input.as_ref().is_some_and(|(_, to)| *to == rank);
@@ -227,34 +226,31 @@ impl CudaCollectives {
             bytes: tensor.count * tensor.dtype.size(),
             count: tensor.count as u64,
         };
-        let sent = input
-            .map(|(tensor, to)| Ok::<_, CollectiveError>((Input::on(self.serves(), OPERATION, tensor)?, to)));
-        let received = output.map(|(tensor, from)| {
-            Ok::<_, CollectiveError>((Output::on(self.serves(), OPERATION, tensor)?.as_input(), from))
-        });
-        let (sent, received) = (sent.transpose()?, received.transpose()?);
-        if to_self && let (Some((input, _)), Some((output, _))) = (sent, received) {
-            let as_output = Output { data: output.data.cast_mut(), count: output.count, dtype: output.dtype };
-            crate::arguments::block(OPERATION, &input, &as_output, world_size)?;
-            self.messages.check_ready()?;
-            // SAFETY: as many elements of one type; the rest is passed on.
-            return unsafe {
-                copy(input.data.addr(), output.data.addr(), input.count * input.dtype.size(), stream)
-            };
+        let (serves, mut sent, mut received) = (self.serves(), None, None);
+        if let Some((tensor, to)) = input {
+            sent = Some((Input::on(serves, OPERATION, tensor)?, to));
         }
-
-        let dtypes = [sent, received].map(|side| side.map(|(tensor, _)| tensor.dtype));
-        let ([Some(dtype), _] | [None, Some(dtype)]) = dtypes else { return Ok(()) };
-        if dtypes.iter().flatten().any(|&other| other != dtype) {
-            let [input, output] = dtypes.map(|of| of.unwrap_or(dtype));
-            return Err(CollectiveError::DTypes { operation: OPERATION.name(), input, output });
+        if let Some((tensor, from)) = output {
+            received = Some((Output::on(serves, OPERATION, tensor)?, from));
         }
+        if let (Some((input, _)), Some((output, _))) = (&sent, &received) {
+            same_dtype(OPERATION, input, output)?;
+            if to_self {
+                OPERATION.block(input.count, output.count, world_size).map_err(CollectiveError::from)?;
+                self.messages.check_ready()?;
+                let (from, to) = (input.data.addr(), output.data.addr());
+                // SAFETY: as many elements of one type; the rest is passed on.
+                return unsafe { copy(from, to, input.count * input.dtype.size(), stream) };
+            }
+        }
+        let received = received.map(|(tensor, from)| (tensor.as_input(), from));
+        let Some((Input { dtype, .. }, _)) = sent.or(received) else { return Ok(()) };
         let signature = Signature { dtype: Some(dtype), ..Signature::new(OPERATION) };
         let one = |side: Option<(Input, usize)>| side.map(|(tensor, peer)| message(tensor, peer));
         // SAFETY: passed on.
         unsafe {
             let (sent, received) = (one(sent), one(received));
-            self.run_messages(signature, Kept::default(), sent.as_slice(), received.as_slice(), stream)
+            self.run_messages(signature, OwnPiece::default(), sent.as_slice(), received.as_slice(), stream)
         }
     }
 
@@ -277,7 +273,7 @@ impl CudaCollectives {
         let message = |peer: usize, start: Option<usize>, piece: std::ops::Range<usize>, moves: bool| {
             let count = if moves { piece.len() } else { 0 };
             let address = start.map_or(0, |start| start + piece.start * size);
-            // What all ranks agree on, or else the two.
+            // The number on which all ranks agree, or else the two ranks of the message.
             let agreed = if call.signature.count == 0 { count as u64 } else { call.signature.count };
             Message { peer, address, bytes: count * size, count: agreed }
         };
@@ -290,15 +286,15 @@ impl CudaCollectives {
         let others = || (0..call.world_size).filter(|&peer| peer != rank);
         let (sends, receives): (Vec<_>, Vec<_>) = others().map(|peer| (to(peer), from(peer))).unzip();
         let (own, place) = (to(rank), from(rank));
-        let mut kept = Kept { from: own.address, to: place.address, bytes: own.bytes };
+        let mut kept = OwnPiece { from: own.address, to: place.address, bytes: own.bytes };
         if !moves(rank, rank) || kept.from == kept.to {
-            kept = Kept::default();
+            kept = OwnPiece::default();
         }
         self.messages.check_ready()?;
         if call.world_size == 1 || kept.bytes > MOST_KEPT_BYTES {
             // SAFETY: the own piece has one length on both sides; the rest is passed on.
             unsafe { copy(kept.from, kept.to, kept.bytes, stream) }?;
-            kept = Kept::default();
+            kept = OwnPiece::default();
         }
         // SAFETY: passed on.
         unsafe { self.run_messages(call.signature, kept, &sends, &receives, stream) }
@@ -309,7 +305,7 @@ impl CudaCollectives {
     unsafe fn run_messages(
         &self,
         signature: Signature,
-        kept: Kept,
+        kept: OwnPiece,
         sends: &[Message],
         receives: &[Message],
         stream: StreamRef<'_>,
@@ -318,7 +314,7 @@ impl CudaCollectives {
             return Ok(());
         }
         let tenant = &self.messages;
-        // What sends and what receives use other words of a ring's state, and so have an order each: two ranks may both send,
+        // Sending and receiving use different words of a ring's state, and so have an order each: two ranks may both send,
         // on one stream, before they receive, on another.
         if !sends.is_empty() {
             tenant.enter(stream)?;

@@ -25,7 +25,7 @@ mod parts;
 mod uneven;
 
 use antiphon_fabric::Communicator;
-use antiphon_operation::{Call, Extent};
+use antiphon_operation::Extent;
 
 pub(crate) use messages::Messaging;
 #[cfg(test)]
@@ -34,20 +34,7 @@ pub(crate) use {
     parts::ReducingParts,
 };
 
-use crate::{
-    arguments::{CheckedCall, Input, Output},
-    error::Result,
-};
-
-/// Checks a call of tensors that have been checked one by one, and carries it out on host memory.
-pub(crate) fn call(
-    comm: &Communicator,
-    call: &Call<'_>,
-    input: Option<Input>,
-    output: Option<Output>,
-) -> Result<()> {
-    run(comm, &CheckedCall::new(call, (comm.rank(), comm.world_size()), input, output)?)
-}
+use crate::{arguments::CheckedCall, error::Result};
 
 /// Carries out a call on host memory.
 pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {

@@ -6,11 +6,7 @@ use antiphon_fabric::gpu::{
 };
 use antiphon_operation::Root;
 
-use crate::{
-    arguments::{CheckedCall, reduction},
-    cuda::CudaCollectives,
-    error::Result,
-};
+use crate::{arguments::CheckedCall, cuda::CudaCollectives, error::Result};
 
 kernels! {
     /// The kernels of `reduce_parts.cuh`. The plain one needs whole vectors at multiples of 16 bytes.
@@ -62,15 +58,14 @@ impl CudaCollectives {
         let sent = call.input_layout();
         let (row, root) = (call.signature.operation.row(), call.call.root);
         let gets = |peer: usize| row.root != Some(Root::Gets) || peer == root;
-        let from = call.input.map_or(0, |input| input.data.addr());
-        let to = call.output.map_or(0, |output| output.data.addr());
+        let (from, to) = call.addresses();
         // Bytes of the input that are for a rank.
         let part = |peer: usize| {
             let piece = sent.piece(if sent.is_divided() { peer } else { rank });
             let bytes = piece.start * size..piece.end * size;
             if gets(peer) { bytes } else { bytes.start..bytes.start }
         };
-        let family = ReducingParts(reduction(call.signature.operation, call.dtype, call.call.op)?);
+        let family = ReducingParts(call.reduction()?);
         let loaded = self.tenant.ready(family, stream)?;
         let launch = |start: usize, len: usize, _| {
             let (mut parts, mut bits) = (PartsOfRanks::default(), to + start);

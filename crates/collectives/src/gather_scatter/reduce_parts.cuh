@@ -1,5 +1,5 @@
-// Reduce-scatter of uneven parts, and reduction for one rank alone: each rank sends each peer what is that one's, and reduces what
-// comes. Behind slots.cuh and reduce.cuh.
+// Reduce-scatter of uneven parts, and reduction for one rank alone: each rank sends each peer the peer's part, and reduces the
+// parts that it receives. Behind slots.cuh and reduce.cuh.
 
 // The elements of each rank's part of the input, in this launch. Rust's `PartsOfRanks` has the same layout.
 struct parts {

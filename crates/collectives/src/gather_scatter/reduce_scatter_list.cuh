@@ -1,4 +1,5 @@
-// Reduce-scatter of a list of tensors: as of one, whose vectors are those of all. Behind reduce.cuh and lists.cuh.
+// Reduce-scatter of a list of tensors: as the reduce-scatter of one tensor that has the vectors of all. Behind reduce.cuh and
+// lists.cuh.
 
 LIST_KERNEL(reduce_scatter_list) {
     const u32 vectors = l.first[l.tensors], next = blockIdx.x % PEERS, peer = rank_of(a, next);

@@ -1,4 +1,4 @@
-//! How ranks find out what the others send them, where each knows its own counts alone.
+//! The exchange of counts where each rank knows only its own.
 
 use antiphon_fabric::Rounds;
 

@@ -1,4 +1,4 @@
-//! What is called, and whether it makes sense.
+//! A call of a mixed operation, and its validation.
 
 use antiphon_fabric::{Communicator, FabricError, Operation, Signature};
 use antiphon_operation::Call;
@@ -10,7 +10,7 @@ use crate::{
     error::{CollectiveError, Result},
 };
 
-/// What is called: the operation, and what else ranks agree on. All ranks pass an equal one.
+/// A call: the operation, and the choices on which ranks agree. All ranks pass an equal one.
 #[derive(Debug, Clone, Copy)]
 pub struct MixedCall<'a> {
     /// One of the layout's [`valid_ops`](MixedLayout::valid_ops).
@@ -93,7 +93,7 @@ impl Blocks<'_> {
 }
 
 /// A mixed operation on checked tensors.
-pub(crate) struct Checked<'a> {
+pub(crate) struct CheckedMixedCall<'a> {
     pub(crate) operation: Operation,
     /// Whether the output is the row of all blocks; else the input is.
     pub(crate) gathers: bool,
@@ -104,7 +104,7 @@ pub(crate) struct Checked<'a> {
     detail: u32,
 }
 
-impl<'a> Checked<'a> {
+impl<'a> CheckedMixedCall<'a> {
     /// Checks tensors and lengths of one of the two fused operations.
     pub(crate) fn new(
         layout: &MixedLayout,
@@ -184,7 +184,7 @@ impl<'a> Checked<'a> {
     }
 }
 
-/// What differs, as a rule, for ranks whose layouts or lengths of blocks differ; never 0.
+/// A digest, which almost always differs for ranks whose layouts or lengths of blocks differ; never 0.
 fn digest(layout: &MixedLayout, counts: Option<&[usize]>) -> u32 {
     let sizes = [layout.tp_size(), layout.dp_size()];
     let words = sizes.into_iter().chain(counts.into_iter().flatten().map(|count| count + 1));
@@ -211,7 +211,7 @@ pub(super) fn own_block(layout: &MixedLayout, call: &MixedCall<'_>, row: &Output
     Ok(Output { data, count: blocks.len(group), dtype: row.dtype })
 }
 
-/// All ranks have the same layout, each from its own place.
+/// Checks that all ranks have the same layout, each with its own rank.
 pub(super) fn agree_on_layout(comm: &Communicator, layout: &MixedLayout) -> Result<()> {
     let sizes = comm.exchange_objects(&(layout.tp_size(), layout.dp_size()))?;
     let Some(other) = sizes.iter().position(|theirs| *theirs != sizes[0]) else { return Ok(()) };
@@ -222,7 +222,7 @@ pub(super) fn agree_on_layout(comm: &Communicator, layout: &MixedLayout) -> Resu
     Err(FabricError::invalid(format!("layouts differ: {}, {}", text(0), text(other))).into())
 }
 
-/// The layout is that of a communicator's rank, on one node.
+/// Checks that the layout is that of a communicator's rank, on one node.
 pub(super) fn check_layout(layout: &MixedLayout, rank: usize, world_size: usize) -> Result<()> {
     let invalid = |text: String| Err(FabricError::invalid(text).into());
     let (theirs, inter_size) = ((layout.world_rank(), layout.world_size()), layout.inter_size());
@@ -243,7 +243,7 @@ pub(super) fn check_layout(layout: &MixedLayout, rank: usize, world_size: usize)
     Ok(())
 }
 
-/// The operation is one of the layout.
+/// Checks that the operation is one of the layout.
 pub(super) fn check_op(layout: &MixedLayout, op: MixedOp) -> Result<()> {
     let valid = layout.valid_ops();
     if valid.contains(&op) {
@@ -259,7 +259,7 @@ pub(super) fn check_op(layout: &MixedLayout, op: MixedOp) -> Result<()> {
     Err(CollectiveError::Refused { operation: operation_of(op).name(), which: "operation", expected })
 }
 
-/// Operation, mode and counts make sense in the layout.
+/// Checks that operation, mode and counts suit the layout.
 pub(super) fn check_call(layout: &MixedLayout, call: &MixedCall<'_>, modes: &[MixedMode]) -> Result<()> {
     check_op(layout, call.op)?;
     let refused = |which, expected: String| {
@@ -306,10 +306,12 @@ mod tests {
         // SAFETY: the offset lies in the row.
         let at = |index: usize| Output { data: unsafe { row.data.add(index * 4) }, count: 4, ..row };
         let layout = MixedLayout::builder(4, 3).local_tp(2).build().unwrap();
-        let gather =
-            |index| Checked::new(&layout, &MixedOp::AllReduceAllGather.into(), at(index).as_input(), row);
-        let scatter =
-            |index| Checked::new(&layout, &MixedOp::ReduceScatterAllReduce.into(), row.as_input(), at(index));
+        let gather = |index| {
+            CheckedMixedCall::new(&layout, &MixedOp::AllReduceAllGather.into(), at(index).as_input(), row)
+        };
+        let scatter = |index| {
+            CheckedMixedCall::new(&layout, &MixedOp::ReduceScatterAllReduce.into(), row.as_input(), at(index))
+        };
         assert!(gather(4).is_ok() && scatter(4).is_ok(), "the block of group 1");
         for index in [0, 1, 3] {
             for refused in [gather(index).err(), scatter(index).err()] {

@@ -1,4 +1,4 @@
-//! Which mode for which size on the host: measured, and equal on all ranks.
+//! The choice of the mode on the host, by size: measured, and equal on all ranks.
 
 use std::{ops::RangeInclusive, time::Instant};
 

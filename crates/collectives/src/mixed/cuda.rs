@@ -15,7 +15,7 @@ use antiphon_tuning::Key;
 
 use super::{
     MixedCall, MixedLayout, MixedMode, MixedOp,
-    call::{Checked, agree_on_layout, check_call, check_layout, check_op, plain_call},
+    call::{CheckedMixedCall, agree_on_layout, check_call, check_layout, check_op, plain_call},
     choice::{Tables, fused, names},
     operation_of,
 };
@@ -287,11 +287,11 @@ impl CudaMixedHandler {
     ) -> Result<()> {
         let (layout, tenant) = (&self.layout, &collectives.tenant);
         check_reduction((operation_of(call.op), ReduceOp::Sum), Some(&input), Some(&output))?;
-        let checked = Checked::new(layout, call, input, output)?;
+        let checked = CheckedMixedCall::new(layout, call, input, output)?;
         let mode = call.mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
         let loaded = tenant.ready(self.family(call.op, input.dtype)?, stream)?;
         let signature = checked.signature(mode as u8);
-        // Of a block, a rank of its group has a part.
+        // Each rank of a group has a part of the group's block.
         let parts = if mode == MixedMode::Waits { 1 } else { layout.tp_size() };
         let launch = |start: usize, len: usize, _| {
             let (blocks, own) = clipped(layout, &checked, start, len);
@@ -324,8 +324,8 @@ impl Blocks {
     }
 }
 
-/// What of every group's block lies in these bytes of the longest, and where that begins in the rank's own block.
-fn clipped(layout: &MixedLayout, call: &Checked<'_>, start: usize, len: usize) -> (Blocks, usize) {
+/// The part of every group's block that lies in these bytes of the longest block, and the start of that part in the rank's own block.
+fn clipped(layout: &MixedLayout, call: &CheckedMixedCall<'_>, start: usize, len: usize) -> (Blocks, usize) {
     let size = call.input.dtype.size();
     let bytes = |group: usize| call.blocks.len(group) * size;
     let mut blocks = Blocks { most: (len / size) as u32, ..Blocks::default() };
@@ -346,11 +346,11 @@ const SECOND_HOP: usize = 312 << 10;
 /// what is true.
 fn bytes1_from(layout: &MixedLayout) -> usize {
     let (mates, peers) = (layout.tp_size() - 1, layout.world_size() - 1);
-    // Of peers·n bytes, (mates + peers) / TP · n are left.
+    // The second hop leaves (mates + peers) / TP · n of peers·n bytes.
     SECOND_HOP * layout.tp_size() / (mates * (peers - 1)).max(1)
 }
 
-/// What else changes the times: the GPU, and the driver.
+/// The machine, on which the times depend: the GPU, and the driver.
 fn machine(collectives: &CudaCollectives) -> Result<String> {
     let device = collectives.context().device();
     Ok(format!("{}, CUDA {}", device.properties()?.name, device.driver().version()))
@@ -370,7 +370,7 @@ mod tests {
         counts: Option<&'a [usize]>,
         row: &mut [u16],
         block: &mut [u16],
-    ) -> (MixedLayout, Checked<'a>) {
+    ) -> (MixedLayout, CheckedMixedCall<'a>) {
         let layout = MixedLayout::builder(4, 2).local_tp(2).build().unwrap();
         let tensor = |data: &mut [u16]| Output {
             data: data.as_mut_ptr().cast(),
@@ -378,7 +378,7 @@ mod tests {
             dtype: DType::BF16,
         };
         let call = MixedCall::from(MixedOp::AllReduceAllGather).counts(counts);
-        let checked = Checked::new(&layout, &call, tensor(block).as_input(), tensor(row)).unwrap();
+        let checked = CheckedMixedCall::new(&layout, &call, tensor(block).as_input(), tensor(row)).unwrap();
         (layout, checked)
     }
 

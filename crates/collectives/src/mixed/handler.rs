@@ -3,12 +3,13 @@
 use std::cell::OnceCell;
 
 use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{Communicator, FabricError};
+use antiphon_fabric::{Communicator, FabricError, Operation};
+use antiphon_operation::Call;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use super::{
     MixedCall, MixedLayout, MixedMode, MixedOp,
-    call::{Checked, agree_on_layout, check_call, check_layout, check_op, own_block, plain_call},
+    call::{CheckedMixedCall, agree_on_layout, check_call, check_layout, check_op, own_block, plain_call},
     choice::Tables,
     host, operation_of,
 };
@@ -16,10 +17,10 @@ use super::{
 use crate::CollectiveError;
 use crate::{
     ReduceOp,
-    all_reduce::{self, Algorithm},
+    all_reduce::{self, Algorithm, AllReduceOptions},
     arguments::{Input, Output},
+    collectives::call_checked,
     error::Result,
-    gather_scatter,
 };
 
 /// The mixed collectives of a layout, on a communicator of all its ranks. All ranks make the same calls in the same order.
@@ -153,14 +154,15 @@ impl MixedHandler {
         check_call(&self.layout, call, self.valid_modes())?;
         match call.op {
             MixedOp::AllReduce => {
-                let algorithm = call.mode.map(MixedMode::of_all_reduce);
-                all_reduce::run(comm, input, output, ReduceOp::Sum, algorithm.into())
+                let algorithm = AllReduceOptions::from(call.mode.map(MixedMode::of_all_reduce));
+                let call = Call::new(Operation::AllReduce).with_algorithm(algorithm.number());
+                call_checked(comm, &call, input, output)
             }
             MixedOp::AllGather | MixedOp::ReduceScatter => {
-                gather_scatter::call(comm, &plain_call(call), Some(input), Some(output))
+                call_checked(comm, &plain_call(call), input, output)
             }
             MixedOp::AllReduceAllGather | MixedOp::ReduceScatterAllReduce => {
-                let checked = Checked::new(&self.layout, call, input, output)?;
+                let checked = CheckedMixedCall::new(&self.layout, call, input, output)?;
                 let mode =
                     call.mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
                 self.carry_out(comm, mode, &checked)
@@ -168,7 +170,7 @@ impl MixedHandler {
         }
     }
 
-    fn carry_out(&self, comm: &Communicator, mode: MixedMode, call: &Checked<'_>) -> Result<()> {
+    fn carry_out(&self, comm: &Communicator, mode: MixedMode, call: &CheckedMixedCall<'_>) -> Result<()> {
         let signature = call.signature(mode as u8);
         let flow = host::Flow::new(&self.layout, call);
         let reducer = Reducer::new(call.input.dtype, ReduceOp::Sum);
@@ -185,7 +187,7 @@ impl MixedHandler {
         }
     }
 
-    fn composed(&self, comm: &Communicator, call: &Checked<'_>) -> Result<()> {
+    fn composed(&self, comm: &Communicator, call: &CheckedMixedCall<'_>) -> Result<()> {
         if self.groups.get().is_none() {
             let group = |color: usize| {
                 let group = comm.split(Some(color as u64), 0)?;

@@ -4,20 +4,17 @@ use std::ops::Range;
 
 use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, FabricError, Operation, Rounds, Signature};
+use antiphon_operation::Call;
 
 use super::{
     MixedLayout,
-    call::{Blocks, Checked},
+    call::{Blocks, CheckedMixedCall},
 };
-use antiphon_operation::Call;
-
 use crate::{
-    ReduceOp,
-    all_reduce::{self, AllReduceOptions},
     arguments::{Input, Output},
     chunked::{chunk_for, copy, exchange_chunks},
+    collectives::call_checked,
     error::Result,
-    gather_scatter,
 };
 
 /// Bytes of one piece that a rank posts: its two mailboxes stay in L2.
@@ -25,7 +22,7 @@ const PIECE: usize = 128 << 10;
 
 /// The contributors and the receivers of each block, and its place.
 pub(super) struct Flow<'a> {
-    call: &'a Checked<'a>,
+    call: &'a CheckedMixedCall<'a>,
     rank: usize,
     /// Ranks of a group.
     tp: usize,
@@ -35,7 +32,7 @@ pub(super) struct Flow<'a> {
 }
 
 impl<'a> Flow<'a> {
-    pub(super) fn new(layout: &MixedLayout, call: &'a Checked<'a>) -> Self {
+    pub(super) fn new(layout: &MixedLayout, call: &'a CheckedMixedCall<'a>) -> Self {
         let (rank, tp, groups) = (layout.world_rank(), layout.tp_size(), layout.dp_size());
         Self { call, rank, tp, groups, size: call.input.dtype.size() }
     }
@@ -72,7 +69,7 @@ impl<'a> Flow<'a> {
         self.contributed().len()
     }
 
-    /// Which of those is a group's.
+    /// The index of a group's contribution in a mailbox.
     fn slot(&self, group: usize) -> usize {
         if self.call.gathers { 0 } else { group }
     }
@@ -81,7 +78,7 @@ impl<'a> Flow<'a> {
         self.call.bytes()
     }
 
-    /// What of a group's block lies in this part of the longest.
+    /// The range of a group's block that lies in this part of the longest block.
     fn clip(&self, group: usize, part: &Range<usize>) -> Range<usize> {
         let len = self.call.blocks.len(group) * self.size;
         part.start.min(len)..part.end.min(len)
@@ -128,7 +125,7 @@ impl<'a> Flow<'a> {
     ) -> *mut u8 {
         let output = self.output(group, part.start);
         let sources = &mut inboxes[self.contributors(group)];
-        // SAFETY: every contributor has posted the part; the output is nobody's mailbox.
+        // SAFETY: every contributor has posted the part; the output is no mailbox.
         unsafe {
             for source in sources.iter_mut() {
                 *source = source.add(self.slot(group) * stride + start);
@@ -138,7 +135,7 @@ impl<'a> Flow<'a> {
         output
     }
 
-    /// What a tensor parallel rank of the group reduces of a part of its block.
+    /// The share of a part of the block that a tensor parallel rank of the group reduces.
     fn share(&self, part: &Range<usize>, tp_rank: usize) -> Range<usize> {
         let elements = part.len() / self.size;
         let bound = |rank: usize| part.start + elements * rank / self.tp * self.size;
@@ -223,54 +220,49 @@ pub(super) fn composed(
     tp: &Communicator,
     dp: &Communicator,
     layout: &MixedLayout,
-    call: &Checked<'_>,
+    call: &CheckedMixedCall<'_>,
 ) -> Result<()> {
     let (group, size) = (layout.dp_rank(), call.input.dtype.size());
-    let &Checked { blocks, input, output, .. } = call;
+    let &CheckedMixedCall { blocks, input, output, .. } = call;
     let (start, count) = (blocks.start(group) * size, blocks.len(group));
     if call.gathers {
         // SAFETY: the group's block lies in the row.
         let own = Output { data: unsafe { output.data.add(start) }, count, ..output };
-        all_reduce::run(tp, input, own, ReduceOp::Sum, AllReduceOptions::default())?;
+        call_checked(tp, &Call::new(Operation::AllReduce), input, own)?;
         return gather_blocks(dp, call, own);
     }
     scatter_blocks(dp, call)?;
-    all_reduce::run(tp, output.as_input(), output, ReduceOp::Sum, AllReduceOptions::default())
+    call_checked(tp, &Call::new(Operation::AllReduce), output.as_input(), output)
 }
 
 /// Every rank's block goes to all ranks of its data parallel group.
-fn gather_blocks(dp: &Communicator, call: &Checked<'_>, own: Output) -> Result<()> {
+fn gather_blocks(dp: &Communicator, call: &CheckedMixedCall<'_>, own: Output) -> Result<()> {
     let (blocks, output, size) = (call.blocks, call.output, call.input.dtype.size());
     if let Blocks::Even { .. } = blocks {
-        return gather_scatter::call(
-            dp,
-            &Call::new(Operation::AllGather),
-            Some(own.as_input()),
-            Some(output),
-        );
+        return call_checked(dp, &Call::new(Operation::AllGather), own.as_input(), output);
     }
     for group in 0..dp.world_size() {
         // SAFETY: the group's block lies in the row.
         let data = unsafe { output.data.add(blocks.start(group) * size) };
         let block = Output { data, count: blocks.len(group), ..output };
         let call = Call::new(Operation::Broadcast).with_root(group);
-        gather_scatter::call(dp, &call, Some(block.as_input()), Some(block))?;
+        call_checked(dp, &call, block.as_input(), block)?;
     }
     Ok(())
 }
 
 /// Every rank gets the sum of its data parallel group's contributions to its block.
-fn scatter_blocks(dp: &Communicator, call: &Checked<'_>) -> Result<()> {
+fn scatter_blocks(dp: &Communicator, call: &CheckedMixedCall<'_>) -> Result<()> {
     let (blocks, input, output, size) = (call.blocks, call.input, call.output, call.input.dtype.size());
     if let Blocks::Even { .. } = blocks {
-        return gather_scatter::call(dp, &Call::new(Operation::ReduceScatter), Some(input), Some(output));
+        return call_checked(dp, &Call::new(Operation::ReduceScatter), input, output);
     }
     for group in 0..dp.world_size() {
         // SAFETY: the group's block lies in the row.
         let data = unsafe { input.data.add(blocks.start(group) * size) };
         let block = Input { data, count: blocks.len(group), ..input };
         let call = Call::new(Operation::Reduce).with_root(group);
-        gather_scatter::call(dp, &call, Some(block), Some(output))?;
+        call_checked(dp, &call, block, output)?;
     }
     Ok(())
 }

@@ -1,18 +1,18 @@
 // Sums over tensor parallel ranks, fused with a gather or a scatter over data parallel ranks. Behind slots.cuh and reduce.cuh, for
 // a program that has TP: rank r is in group r / TP, and GROUPS groups have a block each.
 //
-// One communicator of all ranks, without groups of its own: lanes are by rank, and tags go to all. A block may have any number of
-// elements, equal on all ranks. What is sent is an input without EMPTY or a sum, which has none: no masks are needed.
+// There is one communicator of all ranks and none of the groups: lanes are by rank, and tags go to all ranks. A block may have any
+// number of elements, equal on all ranks. The data sent is an input without EMPTY or a sum, which has none, so no masks are needed.
 //
 // In place the smaller tensor is the group's block in the larger one. A vector of it is overwritten by its sum, which comes after all
-// ranks have received this rank's: those that it sends itself are sent by the thread that overwrites, or are answered by who received them.
+// ranks have received this rank's vector: the thread that overwrites the vector has sent it itself, or its receivers have answered.
 
 constexpr u32 GROUPS = WORLD / TP;
 constexpr u32 MATES = TP - 1; // other ranks of a group
 
 // The blocks of the groups, of this launch. Rust's `Blocks` has the same layout.
 struct blocks {
-    u64 at[MAX_GROUPS];    // bytes from where the row of blocks begins
+    u64 at[MAX_GROUPS];    // bytes from the start of the row of blocks
     u32 count[MAX_GROUPS]; // elements
     u32 even;              // whether all blocks have as many
     u32 most;              // elements of the longest
@@ -34,8 +34,8 @@ template <bool PLAIN> DEVICE elements<PLAIN> block_in(const void* row, const blo
     return elements<PLAIN>((const u8*)row + b.at[group], b.count[group]);
 }
 
-// For a whole warp: waits for the vectors at `index` of the lanes from `first`, of those of COUNT ranks from `ranks` on whose
-// `limit(rank)` is beyond it; a limit of 0 means that nothing is expected. Nothing is of this rank. False if it gave up.
+// For a whole warp: waits for the vectors at `index` of the lanes from `first`, for those of COUNT ranks from `ranks` on whose
+// `limit(rank)` is greater than `index`; a limit of 0 means that nothing is expected. This rank itself is skipped. False if it gave up.
 template <u32 COUNT, class Limit>
 DEVICE bool collect_some(reader& r, u32 first, u32 ranks, u32 index, Limit limit, uint4 (&got)[COUNT]) {
     const arguments& a = r.a;
@@ -55,13 +55,13 @@ DEVICE bool collect_some(reader& r, u32 first, u32 ranks, u32 index, Limit limit
     });
 }
 
-// This thread's own vector in every place: an index known at run time would need local memory.
+// Writes this thread's own vector to every place: an index known only at run time would need local memory.
 template <u32 COUNT> DEVICE void fill_all(uint4 (&got)[COUNT], uint4 own) {
 #pragma unroll
     for (u32 k = 0; k < COUNT; ++k) got[k] = own;
 }
 
-// The vector of a group. Word by word: the compiler would else make an index of the group, which needs local memory.
+// The vector of a group, selected word by word: otherwise the compiler would index by the group, which needs local memory.
 DEVICE uint4 select(const uint4 (&v)[GROUPS], u32 group) {
     uint4 found = v[0];
 #pragma unroll
@@ -72,7 +72,7 @@ DEVICE uint4 select(const uint4 (&v)[GROUPS], u32 group) {
     return found;
 }
 
-// What a call that waited in vain leaves in a row of blocks, or in the group's own.
+// The NaNs that a call which waited in vain writes to a row of blocks, or to the group's own block.
 template <bool PLAIN> DEVICE void fail_row(const arguments& a, const blocks& b, u32 first, u32 step) {
     for (u32 group = 0; group < GROUPS; ++group)
         fill_nan(block_in<PLAIN>(a.output, b, group), first, step, vectors_of_group(b, group));
@@ -94,7 +94,8 @@ DEVICE void store_sums(const arguments& a, const blocks& b, u32 i, const uint4 (
     }
 }
 
-// All-reduce + all-gather, one hop: everyone sends its vectors to everyone, who sums those of each group. (WORLD - 1) · n bytes out.
+// All-reduce + all-gather, one hop: every rank sends its vectors to all ranks, and each sums those of each group. (WORLD - 1) · n
+// bytes leave a rank.
 template <bool PLAIN> DEVICE void gather_waits_of(const arguments& a, const blocks& b) {
     const u32 mine = b.count[own_group(a)], vectors = vectors_of(mine), most = vectors_of(b.most);
     const elements<PLAIN> in(a.input, mine);
@@ -116,7 +117,7 @@ template <bool PLAIN> DEVICE void gather_waits_of(const arguments& a, const bloc
     if (!r.finish()) fail_row<PLAIN>(a, b, 0, 1);
 }
 
-// All-reduce + all-gather, two hops: a group's ranks reduce a part each, and send the sums to everyone. (TP - 1) / TP · n bytes
+// All-reduce + all-gather, two hops: a group's ranks reduce a part each, and send the sums to all ranks. (TP - 1) / TP · n bytes
 // out, and then (WORLD - 1) / TP · n.
 template <bool PLAIN> DEVICE void gather_bytes1_of(const arguments& a, const blocks& b) {
     const u32 mine = b.count[own_group(a)], vectors = vectors_of(mine), part = part_of(vectors);
@@ -164,8 +165,8 @@ template <bool PLAIN> DEVICE void gather_bytes1_of(const arguments& a, const blo
     if (!r.finish()) fail_row<PLAIN>(a, b, 0, 1);
 }
 
-// Reduce-scatter + all-reduce, one hop: everyone gets its group's block of everyone, and sums it. (WORLD - 1) · n bytes out. In
-// place a thread has sent what it overwrites.
+// Reduce-scatter + all-reduce, one hop: every rank gets its group's block from all ranks, and sums the blocks. (WORLD - 1) · n
+// bytes out. In place, a thread has sent the vectors that it overwrites.
 template <bool PLAIN> DEVICE void scatter_waits_of(const arguments& a, const blocks& b) {
     const u32 count = b.count[own_group(a)], vectors = vectors_of(count), most = vectors_of(b.most);
     const elements<PLAIN> mine = block_in<PLAIN>(a.input, b, own_group(a)), out(a.output, count);
@@ -208,7 +209,7 @@ template <bool PLAIN> DEVICE void scatter_waits_of(const arguments& a, const blo
     if (!r.finish()) fail_block<PLAIN>(a, b, 0, 1);
 }
 
-// Reduce-scatter + all-reduce, two hops: everyone sums a part of its group's block, and sends the sum to the group. (WORLD - 1) / TP
+// Reduce-scatter + all-reduce, two hops: every rank sums a part of its group's block, and sends the sum to the group. (WORLD - 1) / TP
 // · n bytes out, and then (TP - 1) / TP · n.
 template <bool PLAIN> DEVICE void scatter_bytes1_of(const arguments& a, const blocks& b) {
     const u32 count = b.count[own_group(a)], vectors = vectors_of(count), part = part_of(vectors);

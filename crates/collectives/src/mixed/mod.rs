@@ -9,13 +9,13 @@
 //! | all-reduce + all-gather | its part of block `d` | every block, each the sum over its group |
 //! | reduce-scatter + all-reduce | its part of every block | block `d`, the sum over all ranks |
 //!
-//! Both are one picture with the arrows reversed: some ranks *contribute* to a block, its *group* is where it belongs, and some
-//! ranks *receive* it.
+//! Each operation is the other one reversed: some ranks *contribute* to a block, the block belongs to a *group*, and some ranks
+//! *receive* it.
 //!
 //! | mode | all-reduce + all-gather | reduce-scatter + all-reduce |
 //! | --- | --- | --- |
 //! | [`Waits`](MixedMode::Waits), one hop | every rank reduces every block | every rank reduces the block of its group |
-//! | [`Bytes1`](MixedMode::Bytes1), two hops | a group divides its block among its ranks, who hand the sums to all | the same, and the sums go to the group |
+//! | [`Bytes1`](MixedMode::Bytes1), two hops | a group divides its block among its ranks, which send the sums to all ranks | the same, and the sums go to the group |
 //! | [`Composed`](MixedMode::Composed) | `all_reduce` in the group, then `all_gather` | `reduce_scatter` between the groups, then `all_reduce` |
 //!
 //! Sums accumulate in f32 (f64 for f64, wrapping i64 for integers) in ascending rank order and are rounded once, so the first two
@@ -24,8 +24,8 @@
 //!
 //! Blocks need not be equally long: [`MixedCall::counts`] has the length of each.
 //!
-//! `call` has what is called and its validation, `handler` the public type on host memory, `host` its algorithms, `choice` the tables;
-//! `cuda` and kernels.cuh are the same between GPUs.
+//! `call` has the call and its validation, `handler` the public type for host memory, `host` its algorithms, and `choice` the
+//! tables; `cuda` and kernels.cuh have the same for GPUs.
 
 mod call;
 mod choice;

@@ -1,8 +1,8 @@
-//! The obvious version of the mixed operations, for tests to compare with.
+//! The obvious version of the mixed operations, with which tests compare.
 
 use super::MixedOp;
 
-/// What every rank must get, in rank order, from what every rank passes. Ranks are in groups of `tp`; `counts` has the elements of each
+/// The outputs of all ranks, in rank order, for the inputs of all ranks. Ranks are in groups of `tp`; `counts` has the elements of each
 /// group's block. `sum` makes the result of the contributions to one element, in ascending rank order.
 pub fn outputs<T: Copy>(
     op: MixedOp,

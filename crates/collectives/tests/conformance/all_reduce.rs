@@ -7,7 +7,7 @@ use antiphon_collectives::{
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, HostThreads, Place, assert_same_bits},
+    harness::{Alignment, Backend, HostThreads, assert_same_bits},
     operations::{Rank, Way},
     values::{Values, any_bits, special_combinations},
 };
@@ -66,8 +66,8 @@ fn operators_on_bits_go_every_way<B: Backend>(dtype: DType, world: usize) {
 
 fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
-        for place in [Place::Shifted, Place::Odd] {
-            let rank = Rank::<B>::new(&comm, dtype).at(place);
+        for alignment in [Alignment::Shifted, Alignment::Odd] {
+            let rank = Rank::<B>::new(&comm, dtype).at(alignment);
             for count in [0, 1, 10, 65, 4099, (256 << 10) / dtype.size() + 1] {
                 for way in Way::ALL {
                     rank.all_reduce(count, ReduceOp::Sum, way);
@@ -158,7 +158,7 @@ fn registered_memory_is_of_gpus() {
     });
 }
 
-/// The promise spelled out once, for whoever reads this first.
+/// The promise, spelled out once.
 #[test]
 fn all_ranks_get_the_same_bits_from_both_algorithms() {
     let results = antiphon_fabric::LocalWorld::run(3, |comm| {

@@ -1,4 +1,4 @@
-//! Ranks that make different calls: everyone is told what both sides called, soon, and nobody hangs.
+//! Ranks that make different calls: every rank soon gets an error with both calls, and no rank hangs.
 //!
 //! In each case the last rank makes one call and the others another.
 
@@ -51,7 +51,7 @@ pub fn disagree<B: Backend>(world: usize, others: Named<'_, B>, last: Named<'_, 
                 assert!(texts.iter().all(|text| message.contains(text)), "{message} does not say {texts:?}");
                 (true, message)
             }
-            // Someone else was faster to see it.
+            // Another rank noticed it first.
             FabricError::Aborted { .. } => {
                 assert!(message.contains(text), "{message} does not say {text}");
                 (false, message)

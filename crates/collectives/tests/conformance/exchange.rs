@@ -4,7 +4,7 @@ use antiphon_tensor::DType;
 
 use crate::{
     all_reduce::{seams, small_counts},
-    harness::{Backend, Place},
+    harness::{Alignment, Backend},
     messages::PACKET,
     operations::Rank,
 };
@@ -26,8 +26,8 @@ fn everyone_passes_a_message_round_the_ring<B: Backend>(dtype: DType, world: usi
 
 fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
-        for place in [Place::Shifted, Place::Odd] {
-            let rank = Rank::<B>::new(&comm, dtype).at(place);
+        for alignment in [Alignment::Shifted, Alignment::Odd] {
+            let rank = Rank::<B>::new(&comm, dtype).at(alignment);
             for count in [0, 3, 65, PACKET / dtype.size() + 1] {
                 rank.ring(count);
             }

@@ -1,4 +1,5 @@
-//! What the host promises beyond the suite of all backends: whom a mismatch is told, however late, and that nothing works behind it.
+//! What the host promises beyond the suite of all backends: which ranks learn of a mismatch, however late, and that no later
+//! call works.
 
 use std::time::{Duration, Instant};
 
@@ -96,7 +97,7 @@ fn in_the_very_first_call<B: Backend>(world: usize) {
     }
 }
 
-/// The background has an order of its own, so nothing tells them; but nobody waits longer than the timeout.
+/// The background has an order of its own, so no mismatch is found; but no rank waits longer than the timeout.
 fn one_rank_in_the_background<B: Backend>(world: usize) {
     let errors = B::run(world, |comm| {
         comm.set_timeout(Duration::from_millis(300)); // of this behaviour alone, which runs into it

@@ -6,7 +6,7 @@ use antiphon_tensor::DType;
 
 use crate::{
     all_reduce::small_counts,
-    harness::{Backend, Place},
+    harness::{Alignment, Backend},
     operations::{Content, Rank, calls_of, operations},
     values::Values,
 };
@@ -78,8 +78,8 @@ fn what_others_than_the_root_pass_does_not_matter<B: Backend>(dtype: DType, worl
 
 fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
-        for place in [Place::Shifted, Place::Odd] {
-            every_operation::<B>(&Rank::new(&comm, dtype).at(place), &[0, 3, 65, 4099]);
+        for alignment in [Alignment::Shifted, Alignment::Odd] {
+            every_operation::<B>(&Rank::new(&comm, dtype).at(alignment), &[0, 3, 65, 4099]);
         }
     });
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, Place},
+    harness::{Alignment, Backend},
     operations::{Rank, Way, calls_of, operations},
     values::Bits,
 };
@@ -16,8 +16,9 @@ conformance! {
 
 fn two_thousand_calls_in_random_order_with_random_delays<B: Backend>(world: usize) {
     B::run(world, |comm| {
-        let kinds = DType::NUMERIC.iter().flat_map(|&dtype| [(dtype, Place::Aligned), (dtype, Place::Odd)]);
-        let make = |(i, (dtype, place))| Rank::<B>::new(&comm, dtype).at(place).seeded(i as u64);
+        let kinds =
+            DType::NUMERIC.iter().flat_map(|&dtype| [(dtype, Alignment::Aligned), (dtype, Alignment::Odd)]);
+        let make = |(i, (dtype, alignment))| Rank::<B>::new(&comm, dtype).at(alignment).seeded(i as u64);
         let ranks: Vec<_> = kinds.enumerate().map(make).collect();
         let mut order = Bits::new(world as u64); // the same on all ranks
         let mut delays = Bits::new((world * 100 + comm.rank()) as u64); // not

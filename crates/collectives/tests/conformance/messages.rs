@@ -137,7 +137,7 @@ fn a_message_goes_on_without_its_handle<B: Backend>(world: usize) {
             0 => drop(comm.start_send(message.clone(), 1).unwrap()),
             1 => {
                 drop(comm.start_recv(vec![0u8; message.len()], 0).unwrap());
-                // The next one comes after the one that nobody waits for.
+                // The next message comes after the one for which no call waits.
                 let mut got = [0u8];
                 comm.recv(&mut got, 0).unwrap();
                 assert_eq!(got, [42]);
@@ -299,7 +299,7 @@ fn ranks_that_leave_in_order_end_no_receive_from_any<B: Backend>(world: usize) {
         for _ in 1..world {
             comm.recv_with_tag(&mut [0i32], Source::Any, 0).unwrap();
         }
-        // Now nobody is left who could send.
+        // Now no rank is left that could send.
         let error = comm.recv_with_tag(&mut [0i32], Source::Any, 0).unwrap_err();
         assert!(matches!(error, FabricError::PeerLost { .. }), "{error:?}");
     });

@@ -11,7 +11,7 @@ use antiphon_operation::{Extent, InPlace, Operation, Root};
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, Like, Loose, Place, Tensor},
+    harness::{Alignment, Backend, Like, Loose, Tensor},
     values::Values,
 };
 
@@ -36,7 +36,7 @@ pub type Content = fn(DType, u64, usize) -> Values;
 pub struct Rank<'c, B: Backend> {
     comm: &'c B,
     dtype: DType,
-    place: Place,
+    alignment: Alignment,
     calls: Cell<u64>,
     passes_strange_tensors: bool,
     content: Content,
@@ -47,7 +47,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         Self {
             comm,
             dtype,
-            place: Place::Aligned,
+            alignment: Alignment::Aligned,
             calls: Cell::new(0),
             passes_strange_tensors: false,
             content: Values::any_bits,
@@ -55,8 +55,8 @@ impl<'c, B: Backend> Rank<'c, B> {
     }
 
     /// With tensors that begin there.
-    pub fn at(self, place: Place) -> Self {
-        Self { place, ..self }
+    pub fn at(self, alignment: Alignment) -> Self {
+        Self { alignment, ..self }
     }
 
     /// That passes a tensor of another dtype, of another length, strided where a rank need not pass one.
@@ -97,11 +97,11 @@ impl<'c, B: Backend> Rank<'c, B> {
     }
 
     fn tensor(&self, values: &Values) -> Tensor<B> {
-        Tensor::holding(self.comm, values, self.place)
+        Tensor::holding(self.comm, values, self.alignment)
     }
 
     fn output(&self, count: usize) -> Tensor<B> {
-        Tensor::unwritten(self.comm, self.dtype, count, self.place)
+        Tensor::unwritten(self.comm, self.dtype, count, self.alignment)
     }
 
     /// The call, for the message of a failure.
@@ -119,7 +119,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         self.comm.before(self.dtype, reduces);
         let outcome = call();
         self.comm.behind();
-        let Some(text) = reduces.and_then(|op| B::refusal(self.dtype, op, self.place)) else {
+        let Some(text) = reduces.and_then(|op| B::refusal(self.dtype, op, self.alignment)) else {
             succeeded(outcome, what);
             return true;
         };
@@ -242,7 +242,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         self.calls(|rank| uneven(rank, self.world(), &counts), 0);
     }
 
-    /// Everyone sends to the next rank and receives from the one before, itself in a world of one.
+    /// Every rank sends to the next rank and receives from the one before, itself in a world of one.
     pub fn ring(&self, count: usize) {
         let inputs = self.inputs(count);
         let what = self.what("send_recv round the ring", count);

@@ -5,7 +5,7 @@ use antiphon_tensor::DType;
 use proptest::{prelude::*, sample::select};
 
 use crate::{
-    harness::{Backend, HostThreads, Place},
+    harness::{Alignment, Backend, HostThreads},
     operations::{Rank, Way},
 };
 
@@ -19,10 +19,10 @@ fn an_all_reduce_gives_the_bits_of_a_single_process<B: Backend>(
     dtype: DType,
     op: ReduceOp,
     way: Way,
-    place: Place,
+    alignment: Alignment,
 ) {
     B::run(world, |comm| {
-        Rank::<B>::new(&comm, dtype).at(place).seeded(count as u64).all_reduce(count, op, way);
+        Rank::<B>::new(&comm, dtype).at(alignment).seeded(count as u64).all_reduce(count, op, way);
     });
 }
 
@@ -36,8 +36,8 @@ proptest! {
         dtype in select(DType::NUMERIC),
         op in select(&ReduceOp::ARITHMETIC[..]),
         way in select(&Way::ALL[..]),
-        place in select(&[Place::Aligned, Place::Odd][..]),
+        alignment in select(&[Alignment::Aligned, Alignment::Odd][..]),
     ) {
-        an_all_reduce_gives_the_bits_of_a_single_process::<HostThreads>(world, count, dtype, op, way, place);
+        an_all_reduce_gives_the_bits_of_a_single_process::<HostThreads>(world, count, dtype, op, way, alignment);
     }
 }

@@ -6,7 +6,7 @@ use antiphon_fabric::SharedBuffer;
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use crate::{
-    harness::{Backend, Place, Tensor, assert_same_bits},
+    harness::{Alignment, Backend, Tensor, assert_same_bits},
     values::Values,
 };
 
@@ -77,13 +77,13 @@ impl Call {
         put(input, mine, &mut before);
         let mut after = before.clone();
         put(output, &self.expected, &mut after);
-        // SAFETY: until the next barrier nobody else touches this copy.
+        // SAFETY: until the next barrier no other rank accesses this copy.
         unsafe { own_copy.copy_from_nonoverlapping(before.as_ptr(), before.len()) };
         comm.barrier().unwrap();
 
         let (mut own_input, mut own_output) = (
-            Tensor::<B>::holding(comm, mine, Place::Aligned),
-            Tensor::<B>::unwritten(comm, mine.dtype(), mine.len(), Place::Aligned),
+            Tensor::<B>::holding(comm, mine, Alignment::Aligned),
+            Tensor::<B>::unwritten(comm, mine.dtype(), mine.len(), Alignment::Aligned),
         );
         let shape = [mine.len()];
         // SAFETY: the place lies in this rank's copy, which only the collective touches until it returns; input and
@@ -106,7 +106,7 @@ impl Call {
         done.unwrap_or_else(|error| panic!("{what}: {error}"));
 
         // No barrier: the result is there when the call returns.
-        // SAFETY: nobody touches this copy before the barrier below.
+        // SAFETY: no rank accesses this copy before the barrier below.
         let actual = unsafe { std::slice::from_raw_parts(own_copy, before.len()) };
         assert_same_bits(actual, &after, &what);
         if output.is_none() {
@@ -165,11 +165,11 @@ fn some_ranks_may_work_in_place_and_others_not<B: Backend>(dtype: DType, world: 
 }
 
 fn some_ranks_may_keep_their_tensors_elsewhere<B: Backend>(dtype: DType, world: usize) {
-    for stranger in [0, world - 1] {
+    for outsider in [0, world - 1] {
         for (own_input, own_output) in [(true, true), (true, false), (false, true)] {
             all_counts::<B>(dtype, world, &[None, Some(Algorithm::TwoShot)], |call, rank| {
                 let (input, output) = call.apart(rank);
-                let strange = rank == stranger;
+                let strange = rank == outsider;
                 ((!strange || !own_input).then_some(input), (!strange || !own_output).then_some(output))
             });
         }
@@ -184,7 +184,7 @@ fn memory_of_another_communicator_serves_too<B: Backend>(dtype: DType, world: us
         let buffer = group.create_shared_buffer(call.room()).unwrap();
         let own = buffer.as_mut_ptr(group.rank());
         let (mine, shape) = (&call.inputs[comm.rank()], [20_000]);
-        // SAFETY: the place lies in this rank's copy, which nobody else touches.
+        // SAFETY: the place lies in this rank's copy, which no other rank accesses.
         let tensor = || unsafe {
             own.copy_from_nonoverlapping(mine.bytes().as_ptr(), call.bytes());
             TensorViewMut::from_raw_parts(own, dtype, &shape, None, comm.device()).unwrap()

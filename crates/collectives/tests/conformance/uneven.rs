@@ -5,7 +5,7 @@ use antiphon_operation::Operation;
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, Place},
+    harness::{Alignment, Backend},
     operations::Rank,
 };
 
@@ -18,8 +18,8 @@ conformance! {
 
 fn blocks_may_have_any_lengths<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
-        for place in [Place::Aligned, Place::Odd] {
-            let rank = Rank::<B>::new(&comm, dtype).at(place);
+        for alignment in [Alignment::Aligned, Alignment::Odd] {
+            let rank = Rank::<B>::new(&comm, dtype).at(alignment);
             rank.all_to_all_v(|_, _| 0);
             rank.all_to_all_v(|_, _| 7); // as all_to_all
             rank.all_to_all_v(|from, to| if from == to { 5 } else { 0 }); // only to themselves

@@ -27,7 +27,7 @@ impl Bits {
     }
 }
 
-/// Elements of some dtype, for whom only their bits count.
+/// Elements of some dtype, of which only the bits count.
 #[derive(Clone)]
 pub struct Values {
     dtype: DType,

@@ -209,7 +209,7 @@ impl Case {
     /// The call, on memory that begins at `base` and holds an [`Image`] of this case; of `tokens` tokens from `first` on.
     ///
     /// # Safety
-    /// The memory is there, and nobody else uses it, as long as the call is used.
+    /// The memory is valid, and no other code uses it, as long as the call is used.
     unsafe fn call<'a>(
         &self,
         image: &Image,
@@ -344,7 +344,7 @@ impl<'a> Fused<'a> {
         self.rank.meet()
     }
 
-    /// For calls that fail: nobody knows what they leave.
+    /// For calls that fail, after which the content of outputs is not defined.
     pub fn without_host(rank: &'a Rank, case: Case) -> Outcome<Self> {
         let before = Image::new(&case, rank.comm.rank());
         let (expected, memory) = (before.clone(), rank.upload(before.bytes())?);

@@ -1,5 +1,5 @@
 //! All tensors of a fused call in one piece of memory, so that it can be on the host and on a GPU alike, with bytes between
-//! the tensors that nobody may touch.
+//! the tensors that no kernel may access.
 
 use antiphon_tensor::{DType, Element, with_dtype};
 

@@ -1,4 +1,4 @@
-//! Failures that nobody can overlook: NaN where a reduction was to be, a report where something was to be moved, a word to the
+//! Failures that a program cannot overlook: NaN in place of a reduction, a report where data was to be moved, a word to the
 //! program that makes no call, and to the peers what went wrong here alone.
 
 use std::{
@@ -132,7 +132,7 @@ fn a_program_that_makes_no_call_is_notified_of_a_failure() {
     assert!(text.contains("all_reduce(64 × f32") && text.contains("ranks [1] of 2"), "{text}");
 }
 
-/// What the ranks hear when the second one's launches are refused, as the capture that they are part of was spoilt.
+/// The errors of the ranks when the driver refuses the second rank's launches, because their capture was invalidated.
 fn refused_on_one_rank(count: usize) {
     let errors = with_deadline(Duration::from_secs(60), |rank| {
         let memory = rank.upload(&vec![1.0f32; count])?;

@@ -152,7 +152,7 @@ fn a_checkpoint_under_a_graph_of_mixed_calls_on_4_gpus() {
     checkpoint_under_a_graph(4);
 }
 
-/// While one rank's GPU is full, no rank is restored, and all hear of it; later it succeeds.
+/// While one rank's GPU is full, no rank is restored, and all get the error; later it succeeds.
 #[test]
 fn a_restore_that_fails_on_one_rank_fails_on_all_and_can_be_repeated() {
     on_gpus(2, |rank| {

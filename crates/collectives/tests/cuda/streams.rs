@@ -71,7 +71,7 @@ fn a_stream_may_be_dropped_between_two_calls() {
     });
 }
 
-/// Two streams that nobody has ordered: the calls are, as they take each other's slots otherwise.
+/// Two streams without an order between them: the calls are ordered, because they would use each other's slots otherwise.
 #[test]
 fn calls_on_two_streams_follow_each_other() {
     on_gpus(2, |rank| {
@@ -138,7 +138,7 @@ fn captured_calls_on_two_streams_follow_each_other() {
     });
 }
 
-/// Who makes the calls on a stream.
+/// The library whose calls are on a stream.
 enum Caller<'a> {
     Ours(&'a CudaCollectives),
     Nccl(&'a NcclCollectives),

@@ -1,11 +1,11 @@
 //! Machine code that outlives a process.
 //!
 //! One file per program, named by the SHA-256 of everything that went into it (source, options, NVRTC's version,
-//! architecture), so an entry is never out of date: it is right or it is not there. A file carries its key, its length
-//! and a checksum. It is written under another name and then renamed, so a reader sees a whole file or none, and of
-//! any number of writers the last one wins with the same bytes. What is truncated or corrupt is compiled again and
-//! replaced. A GPU executes what is found here, so a file or folder that another user may have written is not used, and
-//! the user is told.
+//! architecture), so an entry is never out of date. A file contains its key, its length
+//! and a checksum. It is written under another name and then renamed, so a reader sees a whole file or none, and
+//! several writers write the same bytes. A truncated or corrupt file is compiled again and
+//! replaced. A GPU executes these files, so the cache does not use a file or folder that another user may have written, and
+//! warns of it.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use super::{CudaError, Nvrtc, Program};
 
-/// What a file begins with: the format, then the key, the checksum and the length of the code.
+/// The beginning of a file: the format, then the key, the checksum and the length of the code.
 const MAGIC: &[u8; 8] = b"ANTIPHK1";
 const HEADER: usize = 8 + 32 + 32 + 8;
 /// The largest file that is read. The largest kernels take some hundred KB.
@@ -23,7 +23,7 @@ const MAX_FILE_BYTES: u64 = 64 << 20;
 /// A folder of compiled kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelCache {
-    /// Or why there is none.
+    /// The reason why there is none.
     folder: Result<PathBuf, String>,
 }
 
@@ -121,7 +121,7 @@ fn open(mut file: Vec<u8>, key: &[u8; 32]) -> Option<Vec<u8>> {
     })
 }
 
-/// What a file of this code holds.
+/// The content of a file with this code.
 fn contents(key: &[u8; 32], code: &[u8]) -> Vec<u8> {
     let mut contents = Vec::with_capacity(HEADER + code.len());
     contents.extend_from_slice(MAGIC);

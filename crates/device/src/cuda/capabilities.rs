@@ -1,4 +1,4 @@
-//! What a device can do for peers, found out by doing it with a small allocation.
+//! The ways in which a device can share memory with peers, each tried with a small allocation.
 
 use std::os::fd::AsFd;
 
@@ -15,7 +15,7 @@ use super::{
 pub enum Answer {
     /// It was tried and works; what was tried.
     Yes(String),
-    /// It does not work; what says so.
+    /// It does not work; the text of the error.
     No(String),
     /// Not tried; the reason, and what is known nevertheless.
     Untested(String),

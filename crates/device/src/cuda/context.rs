@@ -25,7 +25,7 @@ unsafe impl Sync for Retained {}
 /// A device's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// Bytes that nobody has allocated.
+    /// Bytes that are not allocated.
     pub free_bytes: u64,
     /// All bytes.
     pub total_bytes: u64,

@@ -1,4 +1,4 @@
-//! What a device is and what it can do.
+//! The properties of a device.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub struct Device {
     raw: sys::CUdevice,
 }
 
-/// What a device is and what it can do, as plain data.
+/// The properties of a device, as plain data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceProperties {
@@ -97,7 +97,7 @@ impl Device {
         Ok((major as u32, minor as u32))
     }
 
-    /// What to compile kernels for.
+    /// The architecture for which kernels are compiled.
     ///
     /// # Errors
     /// [`CudaError::Call`].

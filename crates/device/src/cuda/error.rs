@@ -1,4 +1,4 @@
-//! What can go wrong with CUDA.
+//! The errors of CUDA.
 
 use std::{fmt, path::PathBuf, time::Duration};
 
@@ -61,7 +61,7 @@ pub enum CudaError {
         code: u32,
         /// The name of the code.
         name: &'static str,
-        /// What the library says that it means.
+        /// The library's text for the code.
         text: &'static str,
     },
     /// A function of NCCL returned an error code.
@@ -73,7 +73,7 @@ pub enum CudaError {
         code: u32,
         /// What the code means.
         text: &'static str,
-        /// What NCCL noted last, which may be empty.
+        /// NCCL's last log line, which may be empty.
         detail: String,
     },
     /// The driver is older than what was asked of it.
@@ -81,7 +81,7 @@ pub enum CudaError {
     DriverTooOld {
         /// What was asked for.
         what: &'static str,
-        /// The version that has it.
+        /// The first version with this function.
         needed: CudaVersion,
         /// The driver's version.
         found: CudaVersion,
@@ -109,7 +109,7 @@ pub enum CudaError {
         pointer: u64,
         /// The way.
         way: &'static str,
-        /// What kind of memory it is, and what would do.
+        /// The kind of the memory, and the kinds that are accepted.
         reason: &'static str,
     },
     /// Bytes that do not encode what they should.

@@ -36,7 +36,7 @@ impl Graph {
         let recording = Recording { stream };
         let done = work(stream);
         let graph = recording.end();
-        // What went wrong inside is the cause of what the end of the capture says.
+        // An error inside is the cause of the error at the end of the capture.
         done?;
         Ok(graph?)
     }
@@ -104,7 +104,7 @@ impl Drop for Graph {
     }
 }
 
-/// A capture that is going on. A panic in the work ends it too.
+/// A capture in progress. A panic in the work ends it too.
 struct Recording<'a> {
     stream: StreamRef<'a>,
 }
@@ -128,7 +128,7 @@ impl Recording<'_> {
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
         if let Ok(raw) = self.end_capture() {
-            // SAFETY: just made, and known to nobody else.
+            // SAFETY: just made; no other code has the handle.
             let _ = unsafe { call!(cuGraphDestroy(raw)) };
         }
     }
@@ -151,7 +151,7 @@ impl GraphExec {
     /// [`CudaError::Call`].
     ///
     /// # Safety
-    /// What was recorded is still sound to run: the memory that it uses, the events and the kernels are alive.
+    /// The recorded work is still sound to run: the memory that it uses, the events and the kernels are alive.
     pub unsafe fn launch<'s>(&self, stream: impl Into<StreamRef<'s>>) -> Result<(), CudaError> {
         let stream = stream.into();
         let _current = stream.context().current()?;

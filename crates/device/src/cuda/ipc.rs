@@ -1,8 +1,8 @@
 //! Memory that a framework allocated, opened by peers: CUDA IPC.
 //!
-//! A handle is of a whole allocation, and a tensor lies somewhere inside one (PyTorch carves many from a segment), so
-//! what is sent is the handle and the offset: [`IpcExport`]. Memory of [`Allocation`](super::Allocation) has no such
-//! handle and goes by descriptor; [`PointerInfo`] tells which is which.
+//! A handle stands for a whole allocation, and a tensor may begin anywhere inside it (PyTorch makes many tensors from one segment).
+//! So a rank sends the handle and the offset: [`IpcExport`]. Memory of [`Allocation`](super::Allocation) has no such
+//! handle and is sent as a descriptor; [`PointerInfo`] tells the two kinds apart.
 
 use std::ffi::c_void;
 
@@ -10,7 +10,7 @@ use cudarc::driver::sys::{self, CUpointer_attribute as Attribute};
 
 use super::{Context, CudaError, DevicePointer, driver::call};
 
-/// What a pointer points into.
+/// The allocation into which a pointer points.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryKind {
     /// Nothing that CUDA knows: ordinary host memory, or an address that is not mapped.
@@ -36,7 +36,7 @@ pub enum MemoryKind {
 pub struct PointerInfo {
     /// What kind of memory it is.
     pub kind: MemoryKind,
-    /// The ordinal of the device that has it; none for memory that CUDA does not know.
+    /// The ordinal of the device that holds the memory; none for memory that CUDA does not know.
     pub device: Option<u32>,
     /// Where the allocation begins; the pointer itself where that is unknown.
     pub base: DevicePointer,
@@ -101,7 +101,7 @@ impl PointerInfo {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IpcHandle(pub [u8; 64]);
 
-/// What a peer needs to use a piece of memory: the handle of its allocation and the place inside it.
+/// The description by which a peer opens a piece of memory: the handle of its allocation and the offset inside it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IpcExport {
     /// The allocation.
@@ -117,7 +117,7 @@ impl IpcExport {
     pub const BYTES: usize = 64 + 8 + 8;
 
     /// Exports the memory that a pointer, anywhere inside an allocation, points to. The memory must not be freed while
-    /// a peer has it open.
+    /// a peer has the memory open.
     ///
     /// # Errors
     /// [`CudaError::NotShareable`] for memory of another kind, saying which; [`CudaError::Call`].
@@ -147,7 +147,7 @@ impl IpcExport {
         bytes
     }
 
-    /// What [`to_bytes`](Self::to_bytes) made.
+    /// The description from the bytes of [`to_bytes`](Self::to_bytes).
     ///
     /// # Errors
     /// [`CudaError::Encoding`] for another number of bytes.

@@ -1,4 +1,4 @@
-//! Finding libraries that may not be there.
+//! Finding libraries that may be missing.
 //!
 //! Nothing of CUDA is linked: a program that uses this crate starts on any machine. A library is looked for
 //!
@@ -10,7 +10,7 @@
 //!    process is, then of `VIRTUAL_ENV`, `CONDA_PREFIX`, the `python3` in `PATH`, and the user's own;
 //! 5. in a CUDA toolkit: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`.
 //!
-//! The driver's own libraries, libcuda and libnvidia-ml, come with the kernel module and are only ever where the dynamic
+//! The driver's own libraries, libcuda and libnvidia-ml, come with the kernel module. They are looked for only where the dynamic
 //! loader looks.
 
 use std::{
@@ -25,9 +25,9 @@ use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
 use super::CudaError;
 
-/// What to look for.
+/// A library to look for.
 pub(crate) struct Wanted {
-    /// What it is, for a person.
+    /// What the library is, for error texts.
     pub(crate) what: &'static str,
     /// The variable with its path.
     pub(crate) variable: Option<&'static str>,
@@ -37,7 +37,7 @@ pub(crate) struct Wanted {
     pub(crate) packages: &'static [&'static str],
     /// How the names begin of libraries in the same folder that it opens by name while it works, and would not find.
     pub(crate) companions: Option<&'static str>,
-    /// What to do if there is none.
+    /// The remedy if the library is missing.
     pub(crate) install: &'static str,
 }
 

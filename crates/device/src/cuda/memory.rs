@@ -143,7 +143,7 @@ impl Drop for DeviceMemory {
 
 /// Zeroed host memory that devices reach at any time, and that copies at full speed; freed on drop.
 ///
-/// What kernels report while they run (a [`WaitReport`](super::WaitReport)) is in such memory.
+/// The reports that kernels write while they run ([`WaitReport`](super::WaitReport)) are in such memory.
 #[derive(Debug)]
 pub struct PinnedMemory {
     context: Context,
@@ -171,7 +171,7 @@ impl PinnedMemory {
         unsafe { call!(cuMemHostAlloc(&mut host, len, flags)) }?;
         let host = NonNull::new(host.cast::<u8>()).expect("cuMemHostAlloc does not return null on success");
         let mut memory = Self { context: context.clone(), host, pointer: DevicePointer(0), len };
-        // SAFETY: the memory is `len` bytes long and nobody else knows of it.
+        // SAFETY: the memory is `len` bytes long, and no other code has its address yet.
         unsafe { host.write_bytes(0, len) };
         // SAFETY: writes one address; the memory was allocated to be mapped.
         unsafe { call!(cuMemHostGetDevicePointer_v2(&mut memory.pointer.0, host.as_ptr().cast(), 0)) }?;

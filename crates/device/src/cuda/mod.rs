@@ -1,13 +1,13 @@
-//! CUDA: the driver, memory that peers share, kernels compiled on the spot, launches.
+//! CUDA: the driver, memory that peers share, kernels compiled at run time, launches.
 //!
-//! A thin layer: every type is one object of the driver with its lifetime, and every function is one call of it with
-//! its error. It exists because a program must start where there is no CUDA and say what is missing, because memory
-//! must be exchanged between processes, and because a launch may neither allocate nor lock.
+//! A thin layer: every type is one object of the driver with its lifetime, and every function is one call of the driver with
+//! its error. This layer exists because a program must start without CUDA and report what is missing, because processes
+//! must exchange memory, and because a launch may neither allocate nor lock.
 //!
-//! | type | what it is |
+//! | type | meaning |
 //! | --- | --- |
 //! | [`Driver`] | libcuda, found and initialised once; everything else is made from it |
-//! | [`Device`] | one GPU: what it is, what it can do, how it reaches the others |
+//! | [`Device`] | one GPU: its properties, its capabilities, its links to the others |
 //! | [`Context`] | the device's primary context, shared with PyTorch, and making it current |
 //! | [`Stream`], [`StreamRef`] | a queue of work, ours or borrowed from a framework by its integer |
 //! | [`Event`] | a point in a stream, with or without a time |
@@ -18,9 +18,9 @@
 //! | [`Module`], [`Function`] | machine code loaded, and launched with a [`LaunchConfig`] |
 //! | [`Graph`], [`GraphExec`] | work recorded once and launched many times |
 //! | [`WaitBoard`], [`WaitReport`] | the wait of a kernel that gave up, and the means to make kernels give up |
-//! | [`Survey`], [`Capabilities`], [`Nvml`] | all that a machine has for GPUs, and which ways of sharing memory work |
-//! | [`Nccl`], [`NcclCommunicator`] | NCCL, if it is there: the yardstick, and the fallback for whole collectives |
-//! | [`PRELUDE`], [`FORMATS`] | what every kernel begins with; quantising in kernels |
+//! | [`Survey`], [`Capabilities`], [`Nvml`] | the GPUs and libraries of a machine, and the ways of sharing memory that work |
+//! | [`Nccl`], [`NcclCommunicator`] | NCCL, if it is installed: the yardstick, and the fallback for whole collectives |
+//! | [`PRELUDE`], [`FORMATS`] | the code that every kernel includes; quantising in kernels |
 //!
 //! ```no_run
 //! use antiphon_device::cuda::{

@@ -83,7 +83,7 @@ unsafe impl Send for Function {}
 // SAFETY: as for Send: the driver locks for itself.
 unsafe impl Sync for Function {}
 
-/// What a kernel needs and is limited to.
+/// The resources and limits of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FunctionAttributes {
@@ -93,7 +93,7 @@ pub struct FunctionAttributes {
     pub local_bytes: u32,
     /// Bytes of static shared memory of a block.
     pub shared_bytes: u32,
-    /// Bytes of dynamic shared memory that a launch may ask for at present.
+    /// Bytes of dynamic shared memory that a launch may ask for now.
     pub max_dynamic_shared_bytes: u32,
     /// Threads that a block may have.
     pub max_threads_per_block: u32,
@@ -123,7 +123,7 @@ impl Function {
         self.parameters.as_deref()
     }
 
-    /// What the kernel needs and is limited to.
+    /// The resources and limits of the kernel.
     ///
     /// # Errors
     /// [`CudaError::Call`].

@@ -69,7 +69,7 @@ struct Functions {
     last_error: unsafe extern "C" fn(Handle) -> *const c_char,
 }
 
-/// What the ranks of one communicator share: made by one of them, carried to the others by other means.
+/// The id that the ranks of one communicator share: one rank makes it, and the program sends it to the others.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct UniqueId([u8; UniqueId::LEN]);
@@ -83,7 +83,7 @@ impl UniqueId {
         self.0
     }
 
-    /// What [`to_bytes`](Self::to_bytes) of another rank gave.
+    /// The id from the bytes that another rank's [`to_bytes`](Self::to_bytes) returned.
     ///
     /// # Errors
     /// [`CudaError::Encoding`] when there are not [`LEN`](Self::LEN) bytes.
@@ -172,7 +172,7 @@ impl Nccl {
 }
 
 impl NcclVersion {
-    /// What `ncclGetVersion` means: 2.8.4 was 2804, 2.9.6 and later are 20906.
+    /// The version for a number of `ncclGetVersion`: 2804 is 2.8.4, and 20906 is 2.9.6.
     fn from_code(code: u32) -> Self {
         let unit = if code < 10_000 { 1_000 } else { 10_000 };
         Self { major: code / unit, minor: code % unit / 100, patch: code % 100 }

@@ -1,4 +1,4 @@
-//! What only the driver's management library knows: NVML, opened at run time. Nothing is ever changed through it.
+//! NVML, the driver's management library, opened at run time for properties that the driver does not report. It changes nothing.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_uint, c_void},

@@ -38,12 +38,12 @@ struct Functions {
     error_text: unsafe extern "C" fn(c_int) -> *const c_char,
 }
 
-/// What a compilation gives.
+/// The result of a compilation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {
     /// The machine code, an ELF file.
     pub cubin: Vec<u8>,
-    /// What the compiler says: warnings, or nothing.
+    /// The compiler's log: warnings, or nothing.
     pub log: String,
 }
 
@@ -171,7 +171,7 @@ struct Running<'a> {
 }
 
 impl Running<'_> {
-    /// What a pair of functions for the size and the bytes gives.
+    /// The bytes that a pair of functions returns, one for the size and one for the bytes.
     fn text(
         &self,
         size: unsafe extern "C" fn(Handle, *mut usize) -> c_int,

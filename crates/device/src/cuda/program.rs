@@ -4,7 +4,7 @@ use std::{env, fmt};
 
 use super::CudaVersion;
 
-/// What every kernel begins with: types, conversions, memory order, reductions, waiting with a deadline.
+/// The code before every kernel: types, conversions, memory order, reductions, waiting with a deadline.
 pub const PRELUDE: &str = include_str!("../../kernels/prelude.cuh");
 /// Numbers of few bits and their scales, for programs that quantise; behind the [`PRELUDE`].
 pub const FORMATS: &str = include_str!("../../kernels/formats.cuh");
@@ -112,12 +112,12 @@ impl Program {
         &self.options
     }
 
-    /// What it is compiled for.
+    /// The architecture that it is compiled for.
     pub fn architecture(&self) -> Architecture {
         self.architecture
     }
 
-    /// What tells this program's machine code from every other's: a SHA-256 of all that goes into it.
+    /// The key of this program's machine code: a SHA-256 over all its inputs.
     pub(super) fn key(&self, nvrtc: CudaVersion) -> [u8; 32] {
         use sha2::{Digest, Sha256};
         let mut hash = Sha256::new();

@@ -1,4 +1,4 @@
-//! What a kernel that gave up waiting leaves behind.
+//! The report of a kernel that gave up waiting.
 
 use std::ptr::NonNull;
 
@@ -15,15 +15,15 @@ pub struct WaitReport {
     pub rank: u32,
     /// The rank that it waited for.
     pub peer: u32,
-    /// What it was doing, by the two words that the kernel was given.
+    /// Its call, as the two words that the kernel was given.
     pub doing: [u64; 2],
     /// The block that waited.
     pub block: u32,
     /// The thread in it.
     pub thread: u32,
-    /// What it waited to see.
+    /// The value that it waited for.
     pub expected: u64,
-    /// What it saw last; where ranks disagree, the two words of what the peer does.
+    /// The value that it saw last; where ranks disagree, the two words of the peer's call.
     pub seen: [u64; 2],
     /// How long it waited, in nanoseconds.
     pub waited_ns: u64,
@@ -62,7 +62,7 @@ const COMPLETE: u32 = 2;
 /// and the report are.
 const BOARD_WORDS: usize = 4;
 
-/// How waits on a device end that are in vain: the word by which the host ends them, the report of the first one that gives up,
+/// The means by which waits on a device end: the word by which the host ends them, the report of the first one that gives up,
 /// and the board in the device's memory on which the others see that it has.
 ///
 /// The word and the report lie in host memory, which the host reads while a kernel runs and after it has left. Kernels read the

@@ -184,7 +184,7 @@ impl<'a> StreamRef<'a> {
     /// Waits for all work submitted so far, for `limit` at most.
     ///
     /// # Errors
-    /// [`CudaError::Deadline`], with the work still going on; [`CudaError::Call`] with what went wrong in it.
+    /// [`CudaError::Deadline`], with the work still running; [`CudaError::Call`] with the work's own error.
     pub fn synchronize_within(&self, limit: Duration) -> Result<(), CudaError> {
         let start = Instant::now();
         while !self.is_done()? {
@@ -192,7 +192,7 @@ impl<'a> StreamRef<'a> {
             if waited > limit {
                 return Err(CudaError::Deadline { what: "the work in a stream", waited });
             }
-            // What takes longer than a few microseconds is worth a core to somebody else.
+            // A wait of more than a few microseconds should leave the core to other threads.
             if waited > Duration::from_micros(50) {
                 std::thread::sleep(Duration::from_micros(20));
             }

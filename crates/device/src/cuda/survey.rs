@@ -11,7 +11,7 @@ use super::{
 /// How each device (row) reaches each (column).
 type Links = Vec<Vec<PeerLink>>;
 
-/// What was looked for, found or not.
+/// The outcome of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Finding {
@@ -24,20 +24,20 @@ pub enum Finding {
     },
     /// It is not there, or cannot be used.
     Missing {
-        /// What is wrong.
+        /// The problem.
         what: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: String,
     },
 }
 
-/// One device: what it is and what was found out about it.
+/// One device, with its properties and what a survey measured.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct DeviceSurvey {
-    /// What it says of itself.
+    /// The properties that the driver reports.
     pub properties: DeviceProperties,
-    /// What its memory can do for peers.
+    /// The ways in which its memory can be shared with peers.
     pub capabilities: Capabilities,
     /// How many of its NVLinks are active; none if NVML is not there to tell.
     pub active_links: Option<u32>,

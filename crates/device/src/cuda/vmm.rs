@@ -42,7 +42,7 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    /// What sizes of this device's allocations are multiples of: the recommended granularity, usually 2 MiB.
+    /// The size of every allocation of this device is a multiple of this: the recommended granularity, usually 2 MiB.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -66,7 +66,7 @@ impl Allocation {
         Self::create_for(context, len, POSIX_FD)
     }
 
-    /// As [`create`](Self::create), to be handed over in another way, or in none.
+    /// As [`create`](Self::create), for memory that is shared in another way, or not at all.
     pub(super) fn create_for(context: &Context, len: usize, way: HandleType) -> Result<Self, CudaError> {
         let _current = context.current()?;
         let properties = properties(context.device(), way)?;
@@ -98,7 +98,7 @@ impl Allocation {
         Ok(Self { context: context.clone(), handle, len })
     }
 
-    /// A handle on the memory of `len` bytes that is mapped at a pointer, by whomever: PyTorch's expandable segments
+    /// A handle on the memory of `len` bytes that is mapped at a pointer, by any library: PyTorch's expandable segments
     /// are mapped like this. It can be exported if it was created to be.
     ///
     /// # Errors
@@ -173,13 +173,13 @@ impl Drop for Allocation {
 /// Memory at an address; unmapped on drop, for which all work that uses it must be done.
 ///
 /// The memory can be [released](Self::release) and other memory [put in its place](Self::restore), under the same address: what
-/// was captured in a graph goes on working.
+/// was captured in a graph continues to work.
 #[derive(Debug)]
 pub struct Mapping {
     /// None while the memory is released.
     allocation: Option<Allocation>,
     reservation: Reservation,
-    /// Those that have access.
+    /// The devices that have access.
     devices: Vec<Device>,
     context: Context,
 }

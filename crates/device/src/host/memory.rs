@@ -101,7 +101,7 @@ impl SharedMemory {
         self.base
     }
 
-    /// A number that no other shared memory of this machine has at the same time, and that is equal for all who map it.
+    /// A number that no other shared memory of this machine has at the same time, and that is equal in all processes that map it.
     pub fn number(&self) -> u64 {
         self.number
     }

@@ -55,7 +55,7 @@ impl AsFd for ProcessWatch {
     }
 }
 
-/// What a process does at present, by the letter in its `/proc/PID/stat` (see proc(5)); nothing, if that cannot be read.
+/// The present state of a process, by the letter in its `/proc/PID/stat` (see proc(5)); nothing, if that cannot be read.
 pub fn activity(pid: u32) -> Option<&'static str> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name of the program, in parentheses, may hold anything.

@@ -1,4 +1,4 @@
-//! SIGUSR1, by which a program is asked what it is doing.
+//! SIGUSR1, which asks a rank to report what it waits for.
 
 use std::sync::OnceLock;
 

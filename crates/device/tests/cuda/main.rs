@@ -1,5 +1,5 @@
-//! CUDA, as far as the machine has it. A test that needs a GPU, NVRTC or a disassembler says that it is skipped where
-//! there is none. The binary has everything in it that it needs, so it can be carried to a machine with a GPU:
+//! CUDA, as far as the machine supports it. A test that needs a GPU, NVRTC or a disassembler says that it is skipped where
+//! there is none. The binary contains everything that it needs, so it can be copied to a machine with a GPU:
 //!
 //! ```sh
 //! cargo test --release -p antiphon-device --test cuda --no-run

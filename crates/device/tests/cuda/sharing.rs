@@ -1,4 +1,4 @@
-//! Memory of several processes. A child is this very binary, told by a variable to play the peer.
+//! Memory of several processes. A child process is this same binary, which an environment variable makes act as the peer.
 
 use std::{
     env, fs,

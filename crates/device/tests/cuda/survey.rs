@@ -1,4 +1,4 @@
-//! What `antiphon doctor` is told.
+//! What `antiphon doctor` reports of GPUs.
 
 use antiphon_device::cuda::{Answer, Finding, Survey};
 

@@ -1,11 +1,11 @@
-//! A plan file from a stranger.
+//! An untrusted plan file.
 #![no_main]
 
-#[path = "../stranger.rs"]
-mod stranger;
+#[path = "../untrusted.rs"]
+mod untrusted;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
-    stranger::receive(bytes);
+    untrusted::receive(bytes);
 });
 
 // Bytes at random are seldom a plan: every other change is one that a plan may survive.
@@ -13,7 +13,7 @@ libfuzzer_sys::fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, see
     if seed.is_multiple_of(2) {
         return libfuzzer_sys::fuzzer_mutate(data, size, max_size);
     }
-    let mut changed = stranger::mutated(&data[..size], &mut stranger::Numbers(seed.into()));
+    let mut changed = untrusted::mutated(&data[..size], &mut untrusted::Numbers(seed.into()));
     changed.truncate(max_size);
     data[..changed.len()].copy_from_slice(&changed);
     changed.len()

@@ -69,10 +69,10 @@ impl Slicing {
 /// Bytes of the workspace's areas, for chunks of some size.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Areas {
-    /// Of the staged input, and of input and output.
+    /// The size of the staged input, and that of staged input and output.
     pub(super) staged_input: usize,
     pub(super) staging: usize,
-    /// Of plain scratch, and of scratch with its packets.
+    /// The size of plain scratch, and that of scratch with its packets.
     pub(super) plain: usize,
     pub(super) scratch: usize,
     /// Whether launches take turns between two such scratches.

@@ -1,4 +1,4 @@
-//! The steps that touch data.
+//! The steps that access data.
 
 use std::ops::Range;
 
@@ -73,8 +73,8 @@ impl Machine {
         let address = |operand: &Operand| launch.address(*operand, at);
         let (kind, flag) = (launch.packets, launch.flag);
         // SAFETY: compiling has checked that the operands' chunks lie in their buffers, whose addresses begin where `len`
-        // bytes and their packets fit from `at` on; a piece that is cut does not leave its chunk. Who touches them when is
-        // what the plan's signals order.
+        // bytes and their packets fit from `at` on; a piece that is cut does not leave its chunk. The plan's
+        // signals order the accesses.
         unsafe {
             match work {
                 Work::Copy { from, to } => {

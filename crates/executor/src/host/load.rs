@@ -44,7 +44,7 @@ pub struct LoadedPlan {
     pub(super) wiring: Wiring,
     /// For calls on two tensors, and for calls in place if these are possible.
     pub(super) modes: [Option<Mode>; 2],
-    /// Of the rank that has most.
+    /// The scratch chunks of the rank that has most.
     pub(super) scratch_chunks: u64,
     pub(super) uses_packets: bool,
     pub(super) machine: Machine,
@@ -70,7 +70,7 @@ pub(super) struct Mode {
     pub(super) may_stage: bool,
 }
 
-/// What a program is compiled for.
+/// The sizes for which a program is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Key {
     /// Bytes of a chunk.
@@ -88,7 +88,7 @@ impl std::fmt::Debug for LoadedPlan {
     }
 }
 
-/// What can be said of a plan without the others.
+/// The part of a loaded plan that needs no other rank.
 struct Prepared {
     modes: [Option<Mode>; 2],
     channels: Vec<Channel>,

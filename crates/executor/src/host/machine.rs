@@ -1,13 +1,13 @@
 //! The interpreter: all thread blocks of a rank on one thread, each until it would have to wait.
 //!
 //! Ranks outnumber cores and thread blocks outnumber ranks, so blocks are state machines: a step that would wait
-//! gives way to the next block. When none can go on, the thread waits as everything on the host does: it spins, yields,
-//! then sleeps on a futex that peers ring, and looks every millisecond for a lost peer and at the deadline.
+//! gives way to the next block. When no block can continue, the thread waits as all waits on the host do: it spins, yields,
+//! then sleeps on a futex that peers wake, and checks every millisecond for lost peers and the deadline.
 //!
-//! ## Why this is enough synchronisation
+//! ## Why this synchronisation suffices
 //!
 //! * Blocks of one rank share a thread: its program order is stronger than what block barriers, semaphores and barriers
-//!   ask for, which are plain numbers therefore.
+//!   require, so these are plain numbers.
 //! * A channel's count has one writer, the peer, whose blocks share a thread too. It is stored with release order after the
 //!   data and loaded with acquire order before it, so that everything the peer did before is seen. Counts only grow,
 //!   and they are never reset. Relaxed signals are as strong as others.
@@ -34,14 +34,14 @@ use super::{
 };
 use crate::Waiting;
 
-/// What one launch of a program works on.
+/// The memory and the numbers of one launch of a program.
 pub(super) struct Launch<'a> {
     pub(super) rank: usize,
     pub(super) program: &'a Program,
     /// The addresses of every rank's chunks, by [`slot`](super::program::slot).
     pub(super) addresses: &'a [ChunkAddresses],
     pub(super) sync: &'a SyncArea,
-    /// What this launch's packets carry.
+    /// The flag of this launch's packets.
     pub(super) flag: u32,
     pub(super) packets: PacketKind,
     /// For each of [`REDUCE_OPS`].
@@ -94,7 +94,7 @@ pub(super) struct Channel {
     pub(super) taken: u64,
 }
 
-/// What lasts from launch to launch, and room for the rest so that none allocates.
+/// The state that lasts from launch to launch, and room for the rest so that no launch allocates.
 pub(super) struct Machine {
     pub(super) channels: Vec<Channel>,
     pub(super) semaphores: Vec<i64>,
@@ -168,7 +168,7 @@ impl Machine {
         }
     }
 
-    /// Lets every block go on as far as it can.
+    /// Advances every block as far as possible.
     fn sweep(&mut self, launch: &Launch<'_>) -> Swept {
         let (mut moved, mut done) = (false, true);
         for id in 0..launch.program.blocks.len() {
@@ -184,7 +184,7 @@ impl Machine {
         }
     }
 
-    /// Lets one block go on as far as it can; whether it moved.
+    /// Advances one block as far as possible; returns whether it advanced.
     fn go_on(&mut self, launch: &Launch<'_>, id: usize, state: &mut State) -> bool {
         let steps = &launch.program.blocks[id].steps;
         let mut moved = false;
@@ -331,7 +331,7 @@ impl Machine {
         }
     }
 
-    /// The error of a launch that cannot go on: of the block that waits for another rank, if there is one.
+    /// The error of a launch that cannot continue: that of a block that waits for another rank, if there is one.
     fn stuck(&self, launch: &Launch<'_>, reason: FabricError) -> Stuck {
         let is_remote =
             |waiting: &Waiting| matches!(waiting, Waiting::Signal { .. } | Waiting::Packet { .. });

@@ -49,11 +49,11 @@ impl SyncArea {
 pub(super) struct Workspace {
     staging: Option<SharedBuffer>,
     scratch: Option<SharedBuffer>,
-    /// That of the last launch: every launch has another one, and none is zero.
+    /// The flag of the last launch: every launch has another one, and none is zero.
     flag: u32,
 }
 
-/// What plans that share resources share.
+/// The memory that several plans of a communicator share.
 #[derive(Default)]
 pub(super) struct SharedWorkspace(pub(super) RefCell<Workspace>);
 

@@ -1,8 +1,8 @@
-//! Packets: data that says by itself whether it is there.
+//! Packets: data that shows by itself whether it has arrived.
 //!
 //! Four bytes of data and the launch's flag share one atomic word of eight bytes, so a reader that sees the flag sees the
-//! data. A packet is one such word (LL8) or two (LL16), all of which must carry the flag. Words keep their places whatever
-//! the message's size, and are never written by anything else, so that no data is ever taken for a flag.
+//! data. A packet is one such word (LL8) or two (LL16), all of which must carry the flag. The place of a word does not depend on
+//! the message's size, and nothing else is ever written there, so no data is mistaken for a flag.
 
 use antiphon_device::sync::{AtomicU64, Ordering, fence};
 

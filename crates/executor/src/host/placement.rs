@@ -80,7 +80,7 @@ pub(super) struct Placements {
 }
 
 impl Placements {
-    /// Of a plan whose ranks all have the same numbers of chunks.
+    /// The placements for a plan whose ranks all have the same numbers of chunks.
     pub(super) fn new(plan: &Plan, in_place: bool) -> Self {
         let chunks = plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks]);
         let larger = if chunks[0] > chunks[1] { BufferType::Input } else { BufferType::Output };

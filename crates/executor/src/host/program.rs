@@ -6,10 +6,10 @@ use antiphon_plan::{Place, ReduceOp};
 
 use super::placement::Base;
 
-/// What one thread block does.
+/// The steps of one thread block.
 pub(super) struct Steps {
     pub(super) steps: Vec<Step>,
-    /// Which operation each step belongs to.
+    /// The operation of each step.
     pub(super) places: Vec<Place>,
 }
 
@@ -79,11 +79,11 @@ pub(super) struct Signal {
     pub(super) rank: usize,
     /// Its place among the rank's counts.
     pub(super) channel: usize,
-    /// Which of this rank's channels leads there.
+    /// The index of this rank's channel to the peer.
     pub(super) own: usize,
 }
 
-/// Which bytes of an operation a step is about.
+/// The bytes of an operation that a step handles.
 #[derive(Debug, Clone)]
 pub(super) struct Frame {
     /// The block's share of the operation's bytes.
@@ -132,7 +132,7 @@ pub(super) fn slot(rank: usize, base: Base) -> usize {
     rank * Base::COUNT + base as usize
 }
 
-/// What is done with bytes.
+/// The work on bytes.
 #[derive(Debug)]
 pub(super) enum Work {
     /// Plain to plain.

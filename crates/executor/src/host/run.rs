@@ -1,10 +1,10 @@
 //! Running a loaded plan.
 //!
-//! A call is one launch of the plan's program, or several: of messages that need staging or scratch, a launch handles a
-//! slice of every chunk, so that what is staged stays in the cache and any message does with a bounded workspace. (What a
-//! plan does with chunks it does with equal parts of them.) Nor does a launch handle more of a chunk than the plan is proved
-//! for. Ranks meet before every launch and after the last one, which is where calls that do not match are noticed, and why
-//! no rank touches another's memory when the call has returned.
+//! A call is one launch of the plan's program, or several. Where a message needs staging or scratch, a launch handles a
+//! slice of every chunk, so that staged data stays in the cache and the workspace is bounded for any message. (A plan that is
+//! right for chunks is right for equal parts of them.) A launch never handles more of a chunk than the plan is proved
+//! for. Ranks synchronise before every launch and after the last one. There they notice calls that do not match, and after a call
+//! has returned no rank accesses another's memory.
 
 use std::convert::Infallible;
 
@@ -152,7 +152,7 @@ impl LoadedPlan {
         if keys.iter().all(known) && has_room {
             return Ok(());
         }
-        // Whoever calls something else must hear of that, and not of a missing allocation.
+        // A rank that calls something else must get that as its error, and not a missing allocation.
         // SAFETY: nothing but the signature is posted.
         unsafe { comm.rounds()? }.exchange(signature)?;
         let compiled = keys.iter().try_for_each(|key| self.add_program(*key, extent));
@@ -296,7 +296,7 @@ impl Key {
     }
 }
 
-/// What plans that share resources share.
+/// The workspace that several plans of a communicator share.
 fn shared(comm: &Communicator) -> &SharedWorkspace {
     let made = comm.extension(|_| Ok::<_, Infallible>(SharedWorkspace::default()));
     made.unwrap_or_else(|never| match never {})

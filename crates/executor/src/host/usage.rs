@@ -1,4 +1,4 @@
-//! Which parts of every rank's input and output the plan touches, and how: what decides where they live.
+//! The parts of every rank's input and output that the plan accesses, and how: this decides where they are placed.
 
 use std::ops::Range;
 
@@ -33,12 +33,12 @@ impl Chunks {
     }
 }
 
-/// What happens to a tensor of one rank.
+/// The accesses to a tensor of one rank.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Usage {
     /// Touched by other ranks.
     pub(super) remote: Chunks,
-    /// Written, by whomever.
+    /// Written, by any block.
     pub(super) written: Chunks,
     /// Surely written as a whole, so that what was there before does not matter.
     pub(super) overwritten: Chunks,

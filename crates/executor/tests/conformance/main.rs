@@ -48,7 +48,7 @@ fn input(rank: usize, count: usize, call: usize) -> Vec<f64> {
     (0..count).map(|at| ((at * 7 + rank * 5 + call * 3 + at / 11) % 13) as f64).collect()
 }
 
-/// What an output holds that nobody writes.
+/// The bytes of an output that is not written.
 const UNWRITTEN: f64 = 99.0;
 
 /// What all ranks put in, and what the scalar interpreter makes of it.

@@ -12,7 +12,7 @@ pub struct World<'p> {
     dtype: DType,
     /// Elements of a chunk.
     chunk: usize,
-    /// Of each rank's input, output and scratch.
+    /// For each rank's input, output and scratch.
     plain: Vec<[Vec<Option<f64>>; 3]>,
     packets: Vec<Vec<Option<f64>>>,
     signals: HashMap<(Rank, ChannelType, ChannelId), i64>,

@@ -54,7 +54,7 @@ impl<'p> Mesh<'p> {
     }
 }
 
-/// Each rank reduces its chunk of everybody's input and puts it into everybody's output (`rres`), or input if in place.
+/// Each rank reduces its chunk of every rank's input and puts it into every rank's output (`rres`), or input if in place.
 pub fn two_shot(ranks: u32, op: ReduceOp, inplace: bool) -> Result<Plan> {
     let collective = Collective::all_reduce(ranks, 1).inplace(inplace);
     let program = Program::new("two_shot", &collective, Options::default());
@@ -76,7 +76,7 @@ pub fn two_shot(ranks: u32, op: ReduceOp, inplace: bool) -> Result<Plan> {
     program.plan()
 }
 
-/// Everybody sends packets to everybody and reduces what comes (`ppkt`, `repkt`); calls take turns between two scratches.
+/// Every rank sends packets to every rank and reduces what comes (`ppkt`, `repkt`); calls take turns between two scratches.
 pub fn packets(ranks: u32, op: ReduceOp, reuse_resources: bool) -> Result<Plan> {
     let options = Options {
         protocol: Protocol::LL,
@@ -185,7 +185,7 @@ pub fn ring_all_gather(ranks: u32) -> Result<Plan> {
     program.plan()
 }
 
-/// Everybody fetches everybody's input (`get`), several thread blocks each a share of it.
+/// Every rank fetches every rank's input (`get`), several thread blocks each a share of it.
 pub fn get_all_gather(ranks: u32, blocks: u32) -> Result<Plan> {
     let program = Program::new("get_all_gather", &Collective::all_gather(ranks, 1), Options::default());
     let mesh = Mesh::new(&program)?;
@@ -291,7 +291,7 @@ pub fn switch_all_reduce(ranks: u32, op: ReduceOp, fused: bool) -> Result<Plan> 
     program.plan()
 }
 
-/// Each rank packs its input, and the switch hands the packets to everybody (`cpkt`, `gstorepkt`, `upkt`).
+/// Each rank packs its input, and the switch hands the packets to every rank (`cpkt`, `gstorepkt`, `upkt`).
 pub fn switch_packets(ranks: u32) -> Result<Plan> {
     let options = Options { protocol: Protocol::LL, ..Options::default() };
     let program = Program::new("switch_packets", &Collective::all_gather(ranks, 1), options);

@@ -1,4 +1,4 @@
-//! Work that goes on while the caller does something else.
+//! Work in the background, while the caller does something else.
 
 use std::{
     sync::{Arc, mpsc},
@@ -62,13 +62,13 @@ impl Communicator {
     ///
     /// LocalWorld::run(2, |comm| {
     ///     let pending = comm.spawn(|comm| comm.barrier())?;
-    ///     comm.barrier()?; // goes on at the same time
+    ///     comm.barrier()?; // at the same time
     ///     pending.wait()
     /// });
     /// ```
     ///
     /// # Errors
-    /// [`FabricError::InvalidArgument`] when called in the background itself, or no thread can be had;
+    /// [`FabricError::InvalidArgument`] when called in the background itself, or when no thread can be started;
     /// [`Failed`](FabricError::Failed).
     pub fn spawn<T, E>(
         &self,
@@ -92,13 +92,13 @@ impl Communicator {
 }
 
 /// Work for a thread that has a communicator, and the handle to wait for it. `is_behind` says whether the work cannot begin
-/// before the thread that asks has finished what it is doing.
+/// before the calling thread has finished its present work.
 pub(super) fn job<T: Send + 'static, E: Send + 'static>(
     work: impl FnOnce(&Communicator) -> Result<T, E> + Send + 'static,
     is_behind: impl Fn() -> bool + Send + Sync + 'static,
 ) -> (Job, Pending<T, E>) {
     let (sender, result) = mpsc::sync_channel(1);
-    // The receiver may be dropped before: then nobody wants the result.
+    // The receiver may be dropped before: then no caller wants the result.
     let job = Box::new(move |comm: &Communicator| {
         let _alarm = Alarm(&comm.endpoint);
         drop(sender.send(work(comm)));

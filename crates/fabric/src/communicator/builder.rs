@@ -58,7 +58,7 @@ impl Builder {
         self
     }
 
-    /// What is asked about every millisecond while a call waits: true ends the wait with
+    /// A function that is called about every millisecond while a call waits: true ends the wait with
     /// [`FabricError::Interrupted`]. Bindings to languages with signals of their own need this. Groups that are
     /// [split](Communicator::split) off inherit it.
     pub fn interrupt(mut self, interrupted: impl Fn() -> bool + Send + Sync + 'static) -> Self {
@@ -184,7 +184,7 @@ impl Builder {
     }
 }
 
-/// Which ranks of the parent the ranks with these cards are, if they have one.
+/// The ranks' numbers in the parent, if they have one.
 fn places(parent: Option<&Endpoint>, cards: &[Card]) -> Result<Option<Vec<usize>>, FabricError> {
     let without = cards.iter().find(|card| card.parent_rank.is_none());
     let with = cards.iter().find(|card| card.parent_rank.is_some());

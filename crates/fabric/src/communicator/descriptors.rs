@@ -1,4 +1,4 @@
-//! Handing file descriptors to the other ranks: memory of a device travels as such.
+//! Sending file descriptors to the other ranks, which is how they share memory of a device.
 
 use std::{
     cell::RefCell,
@@ -36,7 +36,7 @@ pub(super) struct Mailbox {
     pub(super) network: u64,
 }
 
-/// What comes beside a descriptor.
+/// The bytes beside a descriptor.
 #[derive(Serialize, Deserialize)]
 struct Letter {
     from: usize,
@@ -83,7 +83,7 @@ impl Communicator {
         post.check_networks(0..self.world_size(), self.members())?;
         let post = RefCell::new(post);
         self.deliver(&post, descriptor, from)?;
-        // Nobody closes its mailbox before all letters are out of it.
+        // No rank closes its mailbox before it has taken all letters out of it.
         let mut post = post.into_inner();
         let arrived = from.iter().map(|&rank| post.take(rank).expect("all have been delivered"));
         self.agree(PROBLEM, arrived.collect::<Result<_, _>>().map_err(|e| unavailable(&e)))
@@ -105,7 +105,7 @@ impl Communicator {
             }
             self.endpoint().check_interrupt(operation)?;
             let missing = || {
-                // What goes wrong now goes wrong at the next look too.
+                // An error now occurs again at the next look.
                 let _ = post.borrow_mut().advance(descriptor);
                 post.borrow().missing(from)
             };
@@ -228,7 +228,7 @@ fn send(socket: &OwnedFd, from: usize, to: &Mailbox, descriptor: BorrowedFd<'_>)
     }
 }
 
-/// The next letter that makes sense, with its descriptor, unless this process cannot have another.
+/// The next valid letter, with its descriptor, unless this process cannot have another one.
 fn receive(socket: &OwnedFd) -> Result<Option<(Letter, Arrived)>, Errno> {
     loop {
         let mut bytes = [0; 1024];

@@ -150,7 +150,7 @@ impl Messenger {
         // SAFETY: as in `send_with_tag`.
         let ticket = unsafe { messages.start(Route::From(source), buffer, signature, None) };
         messages.wait(&ticket)?;
-        Ok(ticket.origin().expect("whoever sent a message is known when it is here"))
+        Ok(ticket.origin().expect("the sender of a message that has arrived is known"))
     }
 
     fn check_source(&self, source: Source) -> Result<Source, FabricError> {
@@ -195,8 +195,8 @@ impl Messenger {
         self.messages.flush()
     }
 
-    /// Begins to send a tensor, [with a tag](Self::send_with_tag), and keeps `owner`, which [`Pending::wait`] hands back. It goes
-    /// on by itself.
+    /// Begins to send a tensor, [with a tag](Self::send_with_tag), and keeps `owner`, which [`Pending::wait`] returns. The message
+    /// advances by itself.
     ///
     /// # Errors
     /// As [`send`](Self::send), for the arguments; [`Failed`](FabricError::Failed).
@@ -217,7 +217,7 @@ impl Messenger {
     }
 
     /// Begins to receive into a tensor, [with a tag](Self::recv_with_tag) from a rank or from any, and keeps `owner`, which
-    /// [`Pending::wait`] hands back. [`Pending::source`] is the rank that sent the message.
+    /// [`Pending::wait`] returns. [`Pending::source`] is the rank that sent the message.
     ///
     /// # Errors
     /// As [`start_send`](Self::start_send).
@@ -320,7 +320,7 @@ impl Communicator {
         self.messenger.send_recv(send, to, receive, from)
     }
 
-    /// Begins to send a buffer, which comes back from [`Pending::wait`]. It goes on by itself.
+    /// Begins to send a buffer, which [`Pending::wait`] returns. The message advances by itself.
     ///
     /// # Errors
     /// [`FabricError::InvalidArgument`] for a rank that does not exist; [`Failed`](FabricError::Failed).

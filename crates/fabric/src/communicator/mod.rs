@@ -134,7 +134,7 @@ impl Communicator {
     /// When the rounds of an unfinished call are still borrowed.
     ///
     /// # Safety
-    /// What a rank posts is what every rank takes it for: equal signatures mean payloads of one layout. And the rounds
+    /// Equal signatures mean payloads of one layout on all ranks. And the rounds
     /// stay where they are: they are not exchanged for those of another communicator.
     #[inline]
     pub unsafe fn rounds(&self) -> Result<RefMut<'_, Rounds>, FabricError> {
@@ -148,7 +148,7 @@ impl Communicator {
         Ok(rounds)
     }
 
-    /// Waits until every rank has come here.
+    /// Waits until every rank has called this.
     ///
     /// # Errors
     /// [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout),
@@ -157,7 +157,7 @@ impl Communicator {
         self.own_rounds()?.exchange(&Signature::new(Operation::Barrier))
     }
 
-    /// Does `work`, which is part of a call of this signature: errors name the call, and not what it is made of.
+    /// Does `work`, which is part of a call of this signature: errors name this call instead of its parts.
     pub fn as_part_of<T>(&self, call: &Signature, work: impl FnOnce() -> T) -> T {
         self.rounds.borrow_mut().call = Some(*call);
         let done = work();

@@ -52,7 +52,7 @@ impl Monitor {
     /// Ends all waits of the communicator, of this rank and of the others, with
     /// [`AbortCalled`](FabricError::AbortCalled), within milliseconds. It fails for good, as after a loss, and can be
     /// [shrunk](Communicator::shrink) to the ranks that are there. Nothing happens if it has failed before. The communicator's
-    /// parent and groups go on.
+    /// parent and groups continue.
     ///
     /// ```
     /// use antiphon_fabric::{FabricError, LocalWorld};

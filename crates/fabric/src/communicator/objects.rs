@@ -1,4 +1,4 @@
-//! Exchanging things that are not tensors.
+//! Exchanging bytes and objects that are not tensors.
 
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -50,8 +50,8 @@ impl Communicator {
         match all.iter().enumerate().find_map(|(rank, error)| Some((rank, error.as_ref()?))) {
             None => Ok(mine),
             Some((rank, error)) => {
-                let who = self.endpoint().health.members().subject(rank);
-                Err(FabricError::invalid(format!("{who} {problem}: {error}")).into())
+                let subject = self.endpoint().health.members().subject(rank);
+                Err(FabricError::invalid(format!("{subject} {problem}: {error}")).into())
             }
         }
     }

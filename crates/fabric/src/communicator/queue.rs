@@ -1,4 +1,4 @@
-//! One order for many callers.
+//! A queue that gives the calls of many threads one order.
 
 use std::{
     cell::Cell,
@@ -76,7 +76,7 @@ struct Order {
 struct Turn {
     lane: Arc<Lane>,
     number: u64,
-    /// The thread that waits for it, or has it.
+    /// The thread that waits for the turn, or has the turn.
     begun: Cell<Option<ThreadId>>,
 }
 
@@ -102,7 +102,7 @@ impl Queue {
     ///
     /// # Errors
     /// Those of `work`; [`FabricError::InvalidArgument`] when called inside a call of the same queue;
-    /// [`FabricError::Interrupted`] while earlier calls go on (the communicator stays usable then). The hook of
+    /// [`FabricError::Interrupted`] while earlier calls run (the communicator stays usable then). The hook of
     /// [`Builder::interrupt`](crate::Builder::interrupt) is asked without any lock held.
     pub fn run<T, E: From<FabricError>>(
         &self,
@@ -143,7 +143,7 @@ fn start_worker(rank: usize) -> Result<mpsc::Sender<(Turn, Job)>, FabricError> {
     let (sender, jobs) = mpsc::channel::<(Turn, Job)>();
     let run = move || {
         for (turn, job) in jobs {
-            // Nothing interrupts this wait: the callers before were told to give up, or finish.
+            // Nothing interrupts this wait: the earlier callers were interrupted too, or finish.
             if turn.begin(|| Ok(())).is_ok() {
                 job(&lock(&turn.lane.comm));
             }
@@ -157,7 +157,7 @@ fn start_worker(rank: usize) -> Result<mpsc::Sender<(Turn, Job)>, FabricError> {
 }
 
 impl Lane {
-    /// Whether this thread waits for its turn, or has it.
+    /// Whether this thread waits for its turn, or has its turn.
     fn is_inside(&self) -> bool {
         lock(&self.order).inside.contains(&thread::current().id())
     }
@@ -220,7 +220,7 @@ impl Drop for Turn {
     }
 }
 
-/// A panic elsewhere has been told to all ranks; what is behind the lock is still whole.
+/// A panic elsewhere has been reported to all ranks; the data behind the lock is still consistent.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,15 +1,15 @@
-//! Going on without the ranks that were lost.
+//! Continuing without the ranks that were lost.
 //!
-//! The survivors meet in the memory that they already share; each of them has a word there (in its control block) that
-//! says how far it has come. They make one attempt after the other, and the same number of them:
+//! The survivors meet in the memory that they already share. Each has a word there, in its control block, that states its
+//! progress. The survivors make one attempt after the other, and all make the same number of attempts:
 //!
-//! 1. A rank *arrives*, and waits until each of the others has arrived or is gone. The ranks that arrived take part. All ranks find
-//!    the same, as what is gone does not arrive any more, and what has arrived stays written down.
-//! 2. The lowest of them makes new memory and sends it to the others. A rank that has it is *ready*.
-//! 3. The attempt succeeds if all of them are ready. It fails if one of them is gone and was not ready, which all
-//!    others find too, and for good: then the next attempt begins, without that rank.
+//! 1. A rank *arrives*, and waits until each of the others has arrived or is gone. The ranks that arrived take part. All ranks
+//!    find the same members: a rank that is gone does not arrive any more, and an arrival stays written down.
+//! 2. The lowest of these ranks makes new memory and sends it to the others. A rank that has received the memory is *ready*.
+//! 3. The attempt succeeds if all of these ranks are ready. It fails if one of them is gone and was not ready. This is final, and
+//!    all other ranks find the same: the next attempt begins without that rank.
 //!
-//! A rank that gives up before says so, for ever, and the others give up too.
+//! A rank that gives up earlier records this for good, and the others give up too.
 
 use std::{
     cell::RefCell,
@@ -260,7 +260,7 @@ mod tests {
     use super::*;
     use crate::LocalWorld;
 
-    /// Of 4 ranks `victim` arrives with the others and leaves when they all wait for it; the others go on in a second attempt.
+    /// Of 4 ranks `victim` arrives with the others and leaves when they all wait for it; the others continue in a second attempt.
     #[test]
     fn a_rank_that_arrives_and_is_lost_is_left_out_in_the_next_attempt() {
         for victim in 0..4 {

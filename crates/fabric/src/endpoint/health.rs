@@ -1,9 +1,9 @@
-//! Noticing that a wait will never end.
+//! Detecting waits that will never end.
 //!
-//! While a rank waits, it looks now and then at what could make the wait hopeless: a peer that gave up (and left the
-//! reason in its control block), a peer whose process ended, a peer that dropped its communicator, the deadline.
-//! What it finds it leaves in its own control block, so that the *cause* spreads and not its consequences: when rank 3
-//! is killed and rank 2 exits because of that, rank 0 hears of rank 3.
+//! While a rank waits, it checks now and then for what makes the wait hopeless: a peer that gave up (and left the
+//! reason in its control block), a peer whose process ended, a peer that dropped its communicator, or the deadline.
+//! The rank writes what it finds into its own control block, so that the *cause* spreads and not its consequences: when rank 3
+//! is killed and rank 2 exits because of that, the error on rank 0 names rank 3.
 //!
 //! A rank that gives up in a group leaves the reason in the world's memory too, where it counts once the rank is gone:
 //! its groups fail alone, but ranks that wait for it in other groups get the reason. Reasons use the world's rank numbers.
@@ -33,15 +33,15 @@ pub(crate) struct Health {
     rank: usize,
     members: Members,
     peers: Vec<Peer>,
-    /// Of which this communicator is a group, if it is one.
+    /// The world, if this communicator is a group of it.
     world: Option<Arc<Endpoint>>,
-    /// What this communicator failed of, if it did.
+    /// The first error of this communicator, after which it is unusable.
     first: OnceLock<Arc<FabricError>>,
     /// How often this rank had been asked what it does when it said so last.
     answered: AtomicU64,
 }
 
-/// What is known of the process of a rank; groups share it with their world.
+/// The process of a rank, as far as it is known; groups share it with their world.
 #[derive(Clone)]
 pub(crate) struct Peer {
     /// Its handle, if it is another process than this one and can be watched.
@@ -189,8 +189,8 @@ impl Health {
         waited: Duration,
         timeout: Duration,
     ) -> Result<(), FabricError> {
-        // What a rank sent before it went counts, so whoever looks lost is looked for once more. Crashes come first:
-        // ranks that left because of one, in another group perhaps, are not to blame.
+        // A message that a rank sent before it ended still counts, so the check looks once more for a rank that seems lost. Crashes
+        // come first: ranks that left because of a crash, in another group perhaps, are not to blame.
         let crashed = |rank| self.has_crashed(regions, rank).then_some(Loss::ProcessEnded);
         let reported = |rank| self.who_lost(regions, rank).map(|by| Loss::Reported { by });
         for rank in missing() {
@@ -199,7 +199,7 @@ impl Health {
                 return Err(self.lost(rank, operation, how));
             }
         }
-        // An abort ends every wait, for whomever.
+        // An abort ends every wait, whichever rank the wait is for.
         if let Some(error) = self.abort_called(regions, operation).filter(|_| !missing().is_empty()) {
             return Err(error);
         }
@@ -353,7 +353,7 @@ impl Health {
                 });
             }
             Some(Fault::Lost(_)) => "took this rank for lost".to_owned(),
-            // Our own deadline will name all who are missing for us.
+            // Our own deadline will name all ranks that this rank misses.
             Some(Fault::TimedOut(rank)) if rank != own && !gone => return None,
             Some(Fault::TimedOut(rank)) => format!("gave up waiting for {}", name(rank)),
             Some(Fault::Disagreed(rank)) => format!("disagreed with {} about what to do", name(rank)),
@@ -371,7 +371,7 @@ impl Health {
     /// are its consequences.
     pub(crate) fn report(&self, regions: &Regions, error: &FabricError) {
         if self.first.set(Arc::new(error.clone())).is_ok() {
-            // Who was aborted passes the reason on.
+            // A rank that gives up because a peer gave up passes the peer's reason on.
             let fault = match error {
                 FabricError::Aborted { by, .. } => self.reason(regions, *by),
                 _ => None,

@@ -70,16 +70,13 @@ impl Endpoint {
     }
 
     pub(crate) fn check_rank(&self, rank: usize, role: &str) -> Result<(), FabricError> {
-        if rank < self.world_size {
-            return Ok(());
+        match rank < self.world_size {
+            true => Ok(()),
+            false => Err(FabricError::no_such_rank(role, rank, self.world_size)),
         }
-        Err(FabricError::invalid(format!(
-            "{role} rank {rank} is not below the world size {}",
-            self.world_size
-        )))
     }
 
-    /// A rank's look around while it waits: it notes for whom, and says so if it was asked to.
+    /// What a waiting rank does at each look around: it notes for which ranks it waits, and reports that if SIGUSR1 asked it to.
     pub(crate) fn look_around(
         &self,
         operation: Signature,

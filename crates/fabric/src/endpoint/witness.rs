@@ -6,7 +6,7 @@ use antiphon_device::host::process;
 
 use crate::{Members, Signature, layout::Regions};
 
-/// A rank that is asked, and what it knows of the others.
+/// A rank that was asked for a report, and its view of the others.
 pub(crate) struct Witness<'a> {
     pub(crate) rank: usize,
     pub(crate) members: &'a Members,
@@ -16,7 +16,7 @@ pub(crate) struct Witness<'a> {
 }
 
 impl Witness<'_> {
-    /// One line for the rank itself, and one for each that it waits for.
+    /// The report: one line for the rank itself, and one for each rank that it waits for.
     pub(crate) fn tell(&self, operation: Signature, missing: &[usize], waited: Duration) -> String {
         let all = self.regions.layout().world_size;
         let mut text = format!(

@@ -24,15 +24,15 @@ pub(super) struct Engine {
     watch: Watch,
     properties: Properties,
     context: Context,
-    /// Whether an error has been returned as what it is; 0 or 1.
+    /// 1 once an error has been returned with its own variant, and 0 before; later calls get `Failed`.
     has_returned_error: AtomicU32,
 }
 
-/// What the engine knows of this rank's GPU.
+/// The properties of this rank's GPU that the engine needs.
 #[derive(Debug, Clone)]
 pub(super) struct Properties {
     pub(super) name: String,
-    /// Those that the context's kernels may use.
+    /// The multiprocessors that the context's kernels may use.
     multiprocessors: u32,
     /// Whether blocks can reach each other's shared memory.
     pub(super) has_clusters: bool,

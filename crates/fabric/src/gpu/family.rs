@@ -1,4 +1,4 @@
-//! Families of kernels: what they are compiled from, and those that are loaded.
+//! Families of kernels: their programs, and the loaded ones.
 
 use std::{any::Any, fmt, sync::Arc};
 
@@ -47,7 +47,7 @@ pub const ROWS: Source = Source { name: "rows.cuh", text: include_str!("rows.cuh
 pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
     /// The kernels of the program; `gpu::kernels!` makes the enum.
     type Kernel: Kernel;
-    /// What each kernel takes behind the `arguments` of slots.cuh: [`NoArguments`] if nothing.
+    /// The kernels' argument behind the `arguments` of slots.cuh: [`NoArguments`] if there is none.
     type Arguments: KernelArgument;
     /// The name of the program, which the compiler's messages mention.
     const NAME: &'static str;

@@ -1,4 +1,4 @@
-//! What kernels may use until they are over.
+//! Values that kernels may use, and that are dropped only when the GPU is idle.
 
 use std::{mem::ManuallyDrop, ops::Deref, process};
 

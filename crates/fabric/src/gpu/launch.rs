@@ -18,7 +18,7 @@ pub struct Pieces {
     pub total: usize,
     /// The largest size of a launch.
     pub most: usize,
-    /// What the size of every launch but the last is a multiple of.
+    /// The size of every launch but the last is a multiple of this.
     pub unit: usize,
 }
 
@@ -47,7 +47,7 @@ impl Pieces {
     }
 }
 
-/// What a launch works on; see `arguments` in slots.cuh.
+/// The tensors and the signature of a launch; see `arguments` in slots.cuh.
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
     /// The address of the input; 0 for none.
@@ -75,17 +75,17 @@ impl Work {
 /// A kernel to launch.
 #[derive(Clone, Copy)]
 pub struct Launch<F: Family> {
-    /// Which of the family's kernels.
+    /// A kernel of the family.
     pub kernel: F::Kernel,
     /// How many blocks it gets.
     pub grid: Grid,
-    /// What it works on.
+    /// Its tensors and its signature.
     pub work: Work,
-    /// What it takes besides.
+    /// The family's own argument.
     pub arguments: F::Arguments,
 }
 
-/// What there is to do, from which the number of blocks follows.
+/// The amount of work, from which the number of blocks follows.
 #[derive(Debug, Clone, Copy)]
 pub enum Grid {
     /// Items, one for each thread of blocks of [`THREADS`].
@@ -177,7 +177,7 @@ impl Tenant {
     /// Several pieces go through both channels in turn. A call of nothing launches nothing.
     ///
     /// # Errors
-    /// [`FabricError::Device`]; it is told to the peers, and ends the communicator.
+    /// [`FabricError::Device`], which is reported to the peers and ends the communicator.
     ///
     /// # Safety
     /// The kernels may be launched with these arguments: the addresses are of this rank's device and serve what the kernels do

@@ -1,4 +1,4 @@
-//! The order of calls that come on several streams.
+//! The order of calls on several streams.
 
 use std::cell::{Cell, RefCell};
 
@@ -13,7 +13,7 @@ pub(super) struct Order {
     context: Context,
     /// The stream of the call before.
     last: Cell<Option<usize>>,
-    /// That stream, if it is one of this process's own: it is not destroyed before the next call has come. Else its owner keeps it.
+    /// The stream, if this process made it: it is kept until the next call. Otherwise its owner keeps it.
     kept: RefCell<Option<Stream>>,
     /// Multiprocessors that the kernels of that stream may use.
     multiprocessors: Cell<u32>,

@@ -1,7 +1,7 @@
 // Reducing vectors of one type: for a program that has ELEMENT, OPERATOR, AVERAGE and ROUND_EACH. Behind slots.cuh.
 //
-// EMPTY is a NaN (two of them in half precision) that no reduction gives and that senders replace by the canonical one, so
-// no value is lost: a sum with a NaN is the canonical NaN whichever NaN went in.
+// EMPTY is a NaN (two NaNs in half precision). No reduction returns it, and senders replace it by the canonical NaN. This loses
+// no value: a sum with any NaN is the canonical NaN.
 
 typedef ELEMENT T;
 typedef wide<T>::type A;
@@ -18,7 +18,7 @@ DEVICE uint4 without_empty(uint4 v) {
     return v;
 }
 
-// Elements in this GPU's memory: PLAIN, whole vectors at a multiple of 16; else of any number and at any address.
+// Elements in this GPU's memory. PLAIN: whole vectors at a multiple of 16 bytes; otherwise any number, at any address.
 template <bool PLAIN> struct elements {
     T* data;
     u32 count;
@@ -100,7 +100,7 @@ DEVICE bool collect_and_reduce(reader& r, u32 index, u32 step, u32 end, Mine min
     return true;
 }
 
-// Begins a call, and sends each peer its own vectors, `of(peer)` telling which elements. Every block serves one peer, so that
+// Begins a call, and sends each peer its own vectors: the elements `of(peer)`. Every block serves one peer, so that
 // bursts are long; there are a multiple of WORLD - 1 blocks. EMPTIES as in `begin_and_send`.
 template <bool PLAIN, bool EMPTIES, class Of> DEVICE bool begin_and_scatter(const arguments& a, turn& t, u32 vectors, Of of) {
     const u32 peer = blockIdx.x % PEERS, step = gridDim.x / PEERS * blockDim.x;
@@ -110,6 +110,6 @@ template <bool PLAIN, bool EMPTIES, class Of> DEVICE bool begin_and_scatter(cons
     const auto send = [&](const turn& t, u32 i, uint4 v) {
         store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
     };
-    // With many rounds other warps' loads are in flight anyway, and more of them would only slow each other down.
+    // With many rounds the loads of other warps are in flight anyway, and more loads would only slow each other down.
     return begin_and_send<PLAIN ? DEPTH : 1, 1, EMPTIES>(a, t, first, step, vectors, load, send);
 }

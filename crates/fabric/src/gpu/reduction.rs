@@ -1,4 +1,4 @@
-//! What programs that reduce are specialised in.
+//! The dtype and operator for which a reducing program is compiled.
 
 use antiphon_device::cuda::Program;
 use antiphon_operation::ReduceOp;
@@ -9,7 +9,7 @@ use super::Source;
 /// Reducing vectors of one type, for a family that has a [`Reduction`]; behind [`SLOTS`](super::SLOTS).
 pub const REDUCE: Source = Source { name: "reduce.cuh", text: include_str!("reduce.cuh") };
 
-/// Which elements are reduced by which operator: what [`REDUCE`] is specialised in.
+/// The dtype and the operator for which [`REDUCE`] is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reduction {
     element: Element,

@@ -1,12 +1,12 @@
 // Rows: bytes of any meaning, so any word may be EMPTY. Behind slots.cuh.
 //
-// A warp sends rows: 31 vectors of data and one of masks. A word that is EMPTY goes as zero and has its bit set in the
-// mask, whose words are never EMPTY themselves, having 31 bits. That costs a thirty-first of the links, where a flag beside
-// every 12 bytes would cost a third.
+// A warp sends rows: 31 vectors of data and one of masks. A word that is EMPTY is sent as zero, and its bit is set in the
+// mask. A word of the mask has 31 bits and so is never EMPTY itself. The masks cost a thirty-first of the links' bandwidth; a flag
+// beside every 12 bytes would cost a third.
 
 constexpr u32 ROW = 31;
 
-// What this lane sends of the row whose vector it has; all lanes of a warp together.
+// The vector that this lane sends of the row whose vector it has; all lanes of a warp call this together.
 DEVICE uint4 masked(uint4 v) {
     const bool data = lane_id() < ROW;
     const uint4 mask = make_uint4(

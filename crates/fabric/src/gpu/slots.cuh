@@ -29,7 +29,7 @@ constexpr u32 OWN_TOO = 0x80000000u; // beside a number of vectors: in the lane 
 struct control {
     u32 slot;                     // of this call
     u32 dirty_lower, dirty_upper; // vectors of the lower and upper lanes that the call before has used
-    u32 failed;                   // whether a call has failed: then none sends any more
+    u32 failed;                   // whether a call has failed: then no call sends any more
 };
 
 // The arguments of a kernel. Rust's `Arguments` has the same layout.
@@ -50,13 +50,13 @@ struct arguments {
     u32 dependents;   // when the kernel behind may start
 };
 
-// When the kernel behind may start, if it is launched so that it can: when this one ends, when it is certain that this one will
-// end, or at once. A kernel that starts early may take all the room that is left on this GPU. So it comes at once only where the
-// caller says that no kernel which a peer waits for, of another communicator say, will want that room.
+// When the kernel behind may start, if it was launched programmatically: when this kernel ends, when it is certain that this kernel
+// will end, or at once. A kernel that starts early may take all the free room of this GPU. So it starts at once only where the
+// caller promises that no kernel for which a peer waits, for example of another communicator, will need that room.
 [[maybe_unused]] constexpr u32 AT_END = 0, WHEN_CERTAIN = 1, AT_START = 2;
 
-// For a thread of a block that has begun to receive: the blocks of all GPUs that send to this block run, so they need no room, and
-// wait for nothing that does. Once all blocks have come here this kernel is certain to end.
+// Called by a thread of a block that has begun to receive. The blocks of all GPUs that send to this block then run, so they need no
+// room, and wait for nothing that needs room. Once all blocks have called this, the kernel is certain to end.
 DEVICE void release_dependents(const arguments& a) {
     if (a.dependents == WHEN_CERTAIN) pdl_launch_dependents();
 }
@@ -76,20 +76,20 @@ DEVICE u32 rank_of(const arguments& a, u32 peer) {
     return rank < WORLD ? rank : rank - WORLD;
 }
 
-// Where a lane of a slot begins, from the start of an arena.
+// The offset of a lane of a slot from the start of an arena.
 DEVICE u32 lane_at(const arguments& a, u32 slot, u32 lane) { return slot + TAGS_BYTES + lane * a.lane_stride; }
 
 // This block's control words.
 DEVICE uint4 load_control(const arguments& a) { return load16_volatile((control*)a.own + blockIdx.x); }
 
-// Begins a call, once the block's control words are there. If one has failed, that is all.
+// Begins a call with the block's control words. After a failed call it does nothing else.
 DEVICE turn begin(const arguments& a, uint4 words) {
     const u32 before = words.x == 0 ? SLOTS - 1 : words.x - 1;
     return turn{SLOTS_AT + words.x * a.slot_stride, SLOTS_AT + before * a.slot_stride, words, 0};
 }
 
-// A vector of each lane from `lane` on, of which the call before has filled `count`; in the lane of this rank itself only where
-// that says so.
+// Empties a vector of each lane from `lane` on. The call before has filled `count` vectors of a lane; those of this rank's own lane
+// only if `count` has OWN_TOO.
 DEVICE void empty_at(const arguments& a, const turn& t, u32 lane, u32 count, u32 index) {
     const u32 spared = count & OWN_TOO ? WORLD : a.rank;
 #pragma unroll
@@ -98,12 +98,12 @@ DEVICE void empty_at(const arguments& a, const turn& t, u32 lane, u32 count, u32
             store16(a.own + lane_at(a, t.before, lane + k) + index * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
 }
 
-// What the call before has filled is emptied by all blocks but the first `busy` ones. Which vector is this thread's next.
+// All blocks but the first `busy` ones empty the vectors that the call before has filled. The index of this thread's next vector.
 DEVICE u32 next_to_empty(const turn& t, u32 busy) {
     return (blockIdx.x - busy + t.emptied * (gridDim.x - busy)) * blockDim.x + threadIdx.x;
 }
 
-// That vector, of all lanes.
+// Empties that vector of all lanes.
 DEVICE void empty_next(const arguments& a, turn& t, u32 busy) {
     if (blockIdx.x < busy) return;
     const u32 lower = t.words.y, upper = t.words.z, index = next_to_empty(t, busy);
@@ -112,7 +112,7 @@ DEVICE void empty_next(const arguments& a, turn& t, u32 busy) {
     ++t.emptied;
 }
 
-// That one and all that come after, of the lanes from `lane` on.
+// Empties that vector and all later ones, of the lanes from `lane` on.
 DEVICE void empty_rest(const arguments& a, const turn& t, u32 busy, u32 lane, u32 count) {
     if (blockIdx.x < busy) return;
     const u32 blocks = gridDim.x - busy, end = count & ~OWN_TOO;
@@ -120,8 +120,8 @@ DEVICE void empty_rest(const arguments& a, const turn& t, u32 busy, u32 lane, u3
 }
 
 // Begins a call, and calls send(t, i, load(i)) for every `step`-th i from `first` on that is before `end`: with FIRST loads under
-// way before the control words are needed, and then COUNT at a time. EMPTIES: between those it empties the slot of the call
-// before, which takes no time as long as it is the links that hold it up; `busy` as for `advance`. False if a call has failed.
+// way before the control words are needed, and then COUNT at a time. EMPTIES: between the stores it empties the slot of the call
+// before, which costs no time while the links are the limit; `busy` as for `advance`. False if a call has failed.
 template <u32 FIRST, u32 COUNT, bool EMPTIES, class Load, class Send>
 DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32 end, Load load, Send send, u32 busy = 0) {
     const uint4 words = load_control(a);
@@ -147,16 +147,17 @@ DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32
     return true;
 }
 
-// The threads that have a peer's tag to send and to read.
+// Whether this thread sends and reads the tag of a peer.
 DEVICE bool has_tag() { return blockIdx.x == 0 && threadIdx.x < PEERS; }
 
-// Where each block serves one peer: whether what this block receives comes, the tags included, from blocks that are known to run
-// once it has begun to. Block 0 also waits for the tags of the peers' blocks 0, which with more peers than one may be others.
+// Where each block serves one peer: whether everything that this block receives, the tags included, comes from blocks that are known
+// to run once it has begun to receive. Block 0 also waits for the tags of the peers' blocks 0, which may be other blocks if there
+// are several peers.
 DEVICE bool serves_its_senders() { return PEERS == 1 || blockIdx.x != 0; }
 
-// While data travels: sends the tags, empties the slot of the call before, and hands over to the call behind, which reads
-// this after this one has ended: the next slot, with `lower` and `upper` vectors of its lanes to be emptied. The first `busy`
-// blocks leave it to the others to empty anything.
+// While data travels: sends the tags, empties the slot of the call before, and stores the state for the next call, which reads
+// it after this one has ended: the next slot, and the `lower` and `upper` vectors of this call's lanes, which that call empties. The
+// first `busy` blocks empty nothing.
 DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0) {
     if (has_tag()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
@@ -170,7 +171,7 @@ DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32
     if (t.words.z != 0) empty_rest(a, t, busy, WORLD, t.words.z);
 }
 
-// Whether all tags that are in a slot are ours; reports the first that is not.
+// Whether all tags in a slot equal this rank's; reports the first that differs.
 static __device__ __noinline__ void compare_tags(const u8* tags, wait_board* board, u32 rank, tag doing) {
     for (u32 peer = 0; peer < WORLD; ++peer) {
         tag theirs;
@@ -201,8 +202,8 @@ struct reader {
     DEVICE reader(const arguments& a, const turn& t)
         : a(a), slot(t.slot), patience(start_waiting(a.limit_ns, a.board, a.rank, a.doing)), has_asked(false) {}
 
-    // Asks for the tag that `finish` waits for, so that it may be there by then. It needs no register meanwhile; what comes is
-    // no more than a hint, as such a copy is not indivisible.
+    // Loads the tag for which `finish` waits in advance, without a register. The loaded tag is only a hint, because such a copy is
+    // not indivisible.
     DEVICE void ask_for_tag() {
         if (has_tag()) copy_async16(hint(), a.own + slot + rank_of(a, threadIdx.x) * 16);
         has_asked = true;
@@ -252,11 +253,11 @@ struct reader {
 
 DEVICE bool has_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
 
-// Whether the warp of the thread whose place is `index` has a place before `end`; its threads have neighbouring ones.
+// Whether any thread of this warp has an index before `end`. `index` is this thread's; the threads have neighbouring ones.
 DEVICE bool is_warp_before(u32 index, u32 end) { return index - lane_id() < end; }
 
-// For a whole warp: waits for the vectors of all peers (OWN: and of this rank) at COUNT places of the lanes from `first`, those
-// from `index` on in steps that come before `end`. False if it gave up.
+// For a whole warp: waits for the vectors of all peers (OWN: and of this rank) at COUNT places of the lanes from `first`: the places
+// from `index` on, in steps, that are before `end`. False if it gave up.
 template <u32 COUNT, bool OWN = false>
 DEVICE bool collect(reader& r, u32 first, u32 index, u32 step, u32 end, uint4 (&got)[COUNT][WORLD]) {
     const arguments& a = r.a;
@@ -281,7 +282,7 @@ DEVICE bool collect(reader& r, u32 first, u32 index, u32 step, u32 end, uint4 (&
     });
 }
 
-// As `collect`, of one peer's lane.
+// As `collect`, but for the lane of one peer.
 template <u32 COUNT>
 DEVICE bool collect_from(reader& r, u32 peer, u32 lane, u32 index, u32 step, u32 end, uint4 (&got)[COUNT]) {
     const u8* at = r.a.own + lane_at(r.a, r.slot, lane) + index * 16;
@@ -298,15 +299,15 @@ DEVICE bool collect_from(reader& r, u32 peer, u32 lane, u32 index, u32 step, u32
     });
 }
 
-// The same vector to every peer, beginning with the next so that they are not all written to at once.
+// Stores the same vector to every peer, beginning with the next rank, so that not all ranks store to one peer at once.
 DEVICE void push(const arguments& a, const turn& t, u32 lane, u32 index, uint4 v) {
     const u32 at = lane_at(a, t.slot, lane) + index * 16;
 #pragma unroll
     for (u32 k = 0; k < PEERS; ++k) store16_volatile(a.peer[k] + at, v);
 }
 
-// A kernel of these arguments, which the kernel ahead in the stream does not hold up while it ends. RESIDENT blocks fit a
-// multiprocessor; see `most_blocks` in mod.rs.
+// Defines a kernel with these arguments, which may begin while the kernel ahead in the stream ends. RESIDENT blocks fit a
+// multiprocessor; see `Family::most_blocks`.
 #define KERNEL(name)                                                                                        \
     DEVICE void name##_body(const arguments& a);                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \

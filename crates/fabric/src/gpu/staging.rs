@@ -1,4 +1,4 @@
-//! How a tenant's memory is laid out: channels of slots, slots of lanes. slots.cuh says what they are for.
+//! The layout of a tenant's memory: channels of slots, and slots of lanes. slots.cuh describes their use.
 
 /// Sets of slots. Large messages go in pieces through both, in two streams: while one piece is reduced or stored, the next is
 /// already on the links.

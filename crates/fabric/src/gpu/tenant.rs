@@ -34,17 +34,17 @@ use crate::{Communicator, CudaArena, FabricError, Monitor};
 pub struct Tenant {
     resources: UntilIdle<Resources>,
     engine: Arc<Engine>,
-    /// Those that the kernels of every rank may use.
+    /// The multiprocessors that the kernels of every rank may use.
     multiprocessors: u32,
     starts_dependents: Cell<bool>,
-    /// Whether the arena has no memory at present.
+    /// Whether the memory of the arena is released now.
     is_released: Cell<bool>,
 }
 
 /// The bytes of EMPTY, with which an arena begins.
 const FILL: u8 = 0xFF;
 
-/// What kernels under way use.
+/// The memory that enqueued kernels use.
 struct Resources {
     arena: CudaArena,
     staging: Staging,
@@ -121,7 +121,7 @@ impl Tenant {
         self.resources.arena.release(comm)
     }
 
-    /// Undoes [`release_memory`](Self::release_memory): calls go on, and so do graphs that were captured before. All ranks call it
+    /// Undoes [`release_memory`](Self::release_memory): calls, and graphs that were captured before, work again. All ranks call it
     /// together; where nothing was released it does nothing.
     ///
     /// # Errors
@@ -164,7 +164,7 @@ impl Tenant {
     /// else up to about a second. Not while a stream is being captured.
     ///
     /// # Errors
-    /// As [`load_together`](Self::load_together). A failure is told to the peers, which count on the call, and ends the
+    /// As [`load_together`](Self::load_together). A failure is reported to the peers, which rely on the call, and ends the
     /// communicator. [`FabricError::InvalidArgument`] in a world of one rank, which has nothing to exchange.
     #[inline]
     pub fn load<F: Family>(&self, family: F) -> Result<Loaded<F>, FabricError> {
@@ -241,7 +241,7 @@ impl Tenant {
         self.starts_dependents.set(early);
     }
 
-    /// What happens, from now on, when a kernel of any tenant has given up; see [`OnFailure`].
+    /// Sets the action after a kernel of any tenant has given up; see [`OnFailure`].
     pub fn on_failure(&self, action: OnFailure) {
         self.engine.on_failure(action);
     }
@@ -358,7 +358,7 @@ fn clear(context: &Context, arena: &CudaArena, staging: Staging, rank: usize) ->
     let stream = context.stream()?;
     for channel in 0..CHANNELS {
         let at = arena.pointer(rank).offset(staging.channel_at(channel));
-        // SAFETY: a channel is larger, and nobody uses it yet.
+        // SAFETY: a channel is larger, and no kernel uses it yet.
         unsafe { memory::fill(stream.borrow(), at, 0, SLOTS_AT) }?;
     }
     stream.borrow().synchronize().map_err(FabricError::from)

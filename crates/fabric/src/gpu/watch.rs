@@ -1,4 +1,4 @@
-//! Looking after kernels that wait.
+//! The thread that watches the peers of waiting kernels.
 
 use std::{
     mem::ManuallyDrop,
@@ -33,7 +33,7 @@ impl OnFailure {
     /// The environment variable that says what a communicator begins with: `error`, which is the default, or `abort`.
     pub const VARIABLE: &str = "ANTIPHON_ON_FAILURE";
 
-    /// What the environment says.
+    /// The action that the environment sets.
     ///
     /// # Errors
     /// [`FabricError::InvalidArgument`] for other words.
@@ -89,11 +89,11 @@ impl Watch {
             while stopped.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout) {
                 if let Some(report) = board.report() {
                     let error = explain(&monitor, &report, found.get());
-                    // The peers hear of it, and do not wait for this rank's next call.
+                    // The peers are informed, so that they do not wait for this rank's next call.
                     monitor.report(&error);
                     return act(monitor.rank(), &error, &action);
                 }
-                // What kernels were doing is in their report, if any was. A peer that leaves when no kernel waits is no failure.
+                // The report has the kernels' call, if a kernel waited. A peer that leaves while no kernel waits is no failure.
                 if found.get().is_none()
                     && let Err(error) = monitor.check(Signature::new(Operation::Barrier))
                 {

@@ -1,4 +1,4 @@
-//! A process's board: written by its ranks, read by whoever asks what they do.
+//! A process's board: written by its ranks, read by processes that ask what the ranks do.
 
 use std::{
     os::fd::OwnedFd,
@@ -17,7 +17,7 @@ use crate::{
     waiting::{FRESH, now},
 };
 
-/// What a board begins with; the last digits are the version of its layout.
+/// The first bytes of a board; the last digits are the version of its layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"antiph01");
 /// Bytes of a board.
 pub(super) const BYTES: usize = 64 << 10;
@@ -29,7 +29,7 @@ const RECORDS: usize = BYTES / 8 / WORDS - 1;
 const MAGIC_AT: usize = 0;
 const PROCESS_AT: usize = 1;
 
-/// Words of a record. Its communicator is 0 while nobody has it.
+/// Words of a record. Its communicator is 0 while no rank uses the record.
 const COMMUNICATOR: usize = 0;
 const RANK: usize = 1;
 const WORLD_SIZE: usize = 2;
@@ -106,7 +106,7 @@ impl Entry {
         entry
     }
 
-    /// Notes a look around: in which call the rank waits, since when, and for whom.
+    /// Notes a look around: in which call the rank waits, since when, and for which ranks.
     pub(crate) fn note(&self, call: Signature, waited: Duration, missing: &[usize]) {
         if self.0.is_none() {
             return;
@@ -169,7 +169,7 @@ impl Record {
         Some((u32::try_from(words[PROCESS_AT]).ok()?, records.map(read).collect()))
     }
 
-    /// What the rank waits in, if it looked around lately.
+    /// The wait of the rank, if it has looked around lately.
     pub(super) fn wait(&self) -> Option<JobWait> {
         let age = now().saturating_sub(self.words[LOOKED]);
         if age >= FRESH.as_nanos() as u64 {

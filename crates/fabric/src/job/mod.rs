@@ -1,7 +1,7 @@
-//! What the ranks of a running job wait for, seen from outside: nothing is sent to them, and none of them need run.
+//! What the ranks of a running job wait for, seen from outside. Nothing is sent to the ranks, and they need not be running.
 //!
-//! Each process with a communicator keeps a *board*: a page of anonymous memory in which every rank writes what it waits in,
-//! about every millisecond of a wait. A program of the same user reads it through `/proc`.
+//! Each process with a communicator keeps a *board*: a page of anonymous memory. Every rank writes the call in which it waits
+//! there, about every millisecond of a wait. A program of the same user reads the board through `/proc`.
 
 mod board;
 mod processes;
@@ -31,7 +31,7 @@ pub struct JobCommunicator {
     pub world_size: usize,
     /// Whether it was split off a world.
     pub is_group: bool,
-    /// Those ranks that this machine has and this user may see, ascending.
+    /// The ranks on this machine that this user may see, ascending.
     pub ranks: Vec<JobRank>,
 }
 
@@ -46,11 +46,11 @@ pub struct JobRank {
     pub process: u32,
     /// What the process does: `runs`, `sleeps`, `is stopped`, …; empty if that is not known.
     pub activity: &'static str,
-    /// What the rank waits in, on the host.
+    /// The rank's wait on the host, if it waits.
     pub wait: Option<JobWait>,
 }
 
-/// What a rank waits in.
+/// A wait of a rank.
 #[derive(Debug, Clone, Serialize)]
 pub struct JobWait {
     /// The call: `all_reduce(3 × f64, sum)`.
@@ -140,7 +140,7 @@ impl JobCommunicator {
 impl JobRank {
     fn new(process: u32, record: &Record) -> Self {
         let activity = process::activity(process).unwrap_or("");
-        // What is stopped does not look around, and waits for nothing but to go on.
+        // A stopped rank does not look around, and so its last wait is not current.
         let wait = record.wait().filter(|_| !activity.contains("stopped"));
         Self { rank: record.rank, world_rank: record.world_rank, process, activity, wait }
     }

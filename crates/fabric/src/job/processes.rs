@@ -1,4 +1,4 @@
-//! The processes of this machine, by what `/proc` says.
+//! The processes of this machine, as `/proc` lists them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

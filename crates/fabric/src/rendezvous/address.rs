@@ -85,7 +85,7 @@ impl Address {
         RendezvousError::NameTaken { address: self.clone(), holder }
     }
 
-    /// Opens the socket for the others; `None` while another process still has it open.
+    /// Opens the socket for the others; `None` while another process still listens there.
     pub(super) fn listen(&self) -> Result<Option<Listener>, RendezvousError> {
         let failed = |source| self.failed(source);
         let (bound, file) = match self {

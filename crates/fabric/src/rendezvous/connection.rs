@@ -31,7 +31,7 @@ pub(super) struct Connection {
     unsent: VecDeque<Piece>,
     /// How many descriptors the other side may send.
     limit: usize,
-    /// Those that came beside the bytes.
+    /// The descriptors that came beside the bytes.
     pub(super) descriptors: Vec<OwnedFd>,
 }
 

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use super::{Address, RendezvousError, Secret, Ticket, secret::fingerprint, user_secret};
 
-/// What the environment says about this rank.
+/// The place of this rank, as the environment states it.
 ///
 /// | variable | meaning | if unset |
 /// | --- | --- | --- |
@@ -46,7 +46,7 @@ impl Environment {
         Self::with_secret(lookup, user_secret::of_user)
     }
 
-    /// As [`from_lookup`](Self::from_lookup); `default` gives the secret of ranks that were told none.
+    /// As [`from_lookup`](Self::from_lookup); `default` gives the secret of ranks whose environment has none.
     fn with_secret(
         lookup: impl Fn(&'static str) -> Option<String>,
         default: impl FnOnce() -> Result<Secret, RendezvousError>,
@@ -88,16 +88,16 @@ fn ticket(
     ]);
     let given = lookup("ANTIPHON_SECRET").filter(|secret| !secret.is_empty()).map(Secret::new);
     if world_size == 1 {
-        // A world of one meets nobody; several may run at once under one name.
+        // The rank of a world of one meets no other rank; several such worlds may run at once under one name.
         return Ok(Ticket { secret: given.unwrap_or(Secret::random()), ..Ticket::random() });
     }
     Ok(match lookup("ANTIPHON_RENDEZVOUS").filter(|path| !path.is_empty()) {
-        // Ranks in containers that share a folder need share nothing else: who may open the socket, may join.
+        // Ranks in containers that share a folder need share nothing else: a process that may open the socket may join.
         Some(path) => Ticket {
             address: Address::Path(PathBuf::from(path)),
             secret: given.unwrap_or_else(|| Secret::new(place)),
         },
-        // The name of an abstract socket is no secret: whoever shares the network namespace can read it.
+        // The name of an abstract socket is no secret: every process of the network namespace can read it.
         None => Ticket {
             address: Address::Abstract(format!("antiphon-{place}")),
             secret: given.map_or_else(default, Ok)?,

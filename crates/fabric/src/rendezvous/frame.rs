@@ -14,7 +14,7 @@ pub const MAX_PAYLOAD: usize = 1 << 20;
 const MAGIC: [u8; 4] = *b"ANTI";
 const HEADER: usize = 12;
 
-/// What a rank tells the others about itself.
+/// A rank's description of itself for the others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     /// Its rank.
@@ -75,7 +75,7 @@ pub enum Frame {
     },
     /// Rank 0 has noted the join; the rest are still awaited.
     Noted {
-        /// That it is rank 0, over both nonces.
+        /// The proof that the sender is rank 0, over both nonces.
         proof: Proof,
     },
     /// Rank 0 turns the joiner away.
@@ -91,7 +91,7 @@ pub enum Frame {
     Welcome {
         /// Of all ranks, in order.
         cards: Vec<Card>,
-        /// Of which ranks the handles travel beside this frame: one for each process but the receiver's own.
+        /// The ranks whose process handles come beside this frame: one for each process but the receiver's own.
         handles: Vec<usize>,
         /// Over both nonces, the cards and the handles' ranks.
         proof: Proof,

@@ -49,7 +49,7 @@ pub(super) fn join(
     }
 }
 
-/// What rank 0 handed over.
+/// The memory and the handles that rank 0 has sent.
 struct Welcome {
     cards: Vec<Card>,
     /// The ranks whose handles follow the memory among the descriptors.
@@ -126,7 +126,7 @@ impl Member<'_> {
                         return Err(self.impostor("it does not know the secret".into()));
                     }
                 }
-                // Whoever chatters on must not keep us from looking at the clock.
+                // A peer that keeps sending must not keep this rank from looking at the clock.
                 Ok(Some(Frame::Challenge { .. } | Frame::Noted { .. })) => {
                     return Err(self.impostor("it says the same thing twice".into()));
                 }

@@ -102,7 +102,7 @@ pub enum RendezvousError {
         reason: String,
     },
     /// Rank 0 could not prove that it knows the secret.
-    #[error("whoever listens at {address} is not rank 0 of this world: {problem}")]
+    #[error("the process that listens at {address} is not rank 0 of this world: {problem}")]
     Impostor {
         /// Where.
         address: Address,
@@ -188,7 +188,7 @@ fn last_word(refusal: &Option<String>) -> String {
     refusal.as_ref().map_or(String::new(), |reason| format!(" (last answer: {reason})"))
 }
 
-/// What a rank has after the meeting.
+/// What the rendezvous gives a rank.
 pub(crate) struct Meeting {
     /// Of all ranks, in order.
     pub(crate) cards: Vec<Card>,

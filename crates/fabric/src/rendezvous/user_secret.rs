@@ -1,4 +1,4 @@
-//! The secret of ranks that were told none: random bytes in a file that only their user can read.
+//! The secret of ranks whose environment has none: random bytes in a file that only their user can read.
 
 use std::{
     fs::{DirBuilder, File},
@@ -47,7 +47,7 @@ fn first_usable(folders: impl IntoIterator<Item = PathBuf>) -> Result<Secret, Re
 
 fn open(folder: &Path, path: &Path) -> std::io::Result<File> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    // Neither a symbolic link nor a pipe that somebody has put there leads anywhere.
+    // A symbolic link or a pipe that another process has put there is refused.
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
 }
@@ -88,7 +88,7 @@ fn lock(file: &File, path: &Path) -> Result<(), RendezvousError> {
             Ok(()) => return Ok(()),
             Err(Errno::AGAIN | Errno::INTR) if start.elapsed() < PATIENCE => std::thread::sleep(RETRY),
             Err(Errno::AGAIN) => {
-                return Err(problem(path, format!("another process has it locked for {PATIENCE:?}")));
+                return Err(problem(path, format!("another process has locked it for {PATIENCE:?}")));
             }
             Err(error) => return Err(problem(path, error.to_string())),
         }

@@ -223,7 +223,7 @@ impl Messages {
         since: Instant,
     ) -> Result<bool, FabricError> {
         if limit.is_zero() {
-            // Who only ever asks must hear of a lost peer too.
+            // A caller that only polls must learn of a lost peer too.
             let over = self.is_over(ticket)?;
             return if over { Ok(true) } else { self.look_around(ticket, since.elapsed()).map(|()| false) };
         }
@@ -255,7 +255,7 @@ impl Messages {
 
     /// Moves every transfer as far as it goes, without waiting: for callers that wait for something else.
     pub(crate) fn progress(&self) {
-        // Whoever holds the lock is moving them already; an error is for the transfers' own callers.
+        // The thread that holds the lock is moving them already; an error is for the transfers' own callers.
         if let Ok(state) = self.state.try_lock()
             && state.active > 0
         {
@@ -283,7 +283,7 @@ impl Messages {
             !state.pumped
         };
         let stop = |waited| {
-            // Whoever waits for a transfer finds out why it does not move; this thread only leaves.
+            // The caller that waits for a transfer finds out why it does not move; this thread only leaves.
             let hopeless = waited > self.endpoint.timeout() || control.has_departed();
             if hopeless { Err(()) } else { Ok(()) }
         };
@@ -410,7 +410,7 @@ impl State {
         true
     }
 
-    /// Takes the next packet of `peer`, if someone awaits a message and it is here.
+    /// Takes the next packet of `peer`, if it has arrived and a receive awaits a message of that rank.
     fn receive_packet(&mut self, endpoint: &Endpoint, peer: usize) -> Result<bool, FabricError> {
         while let Some(received) = self.incoming.take_unexpected(endpoint, peer)? {
             self.end(Some(received));
@@ -448,7 +448,7 @@ impl State {
     }
 }
 
-/// What the receiver expected instead, if it refused what this ticket sends.
+/// The error with the receiver's call, if it refused the message of this ticket.
 fn refusal(endpoint: &Endpoint, ticket: &Ticket) -> Option<FabricError> {
     let Route::To(peer) = ticket.route else { return None };
     let expected = endpoint.regions.consumed(endpoint.rank, peer).refusal()?;

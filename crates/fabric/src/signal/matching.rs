@@ -8,12 +8,12 @@ use std::collections::VecDeque;
 use super::channel::Transfer;
 use crate::{FabricError, Signature, endpoint::Endpoint};
 
-/// From which rank a message is awaited.
+/// The sender of an awaited message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
-    /// From this one.
+    /// This rank.
     Rank(usize),
-    /// From whichever sends one first.
+    /// Any rank: the first message that fits.
     Any,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Incoming {
 struct Peer {
     /// Packets consumed.
     sequence: u64,
-    /// What the packets belong to that come next.
+    /// The message to which the next packets belong.
     current: Option<Current>,
     /// Receives from this rank alone, in the order in which they were asked for.
     queue: VecDeque<Transfer>,

@@ -104,8 +104,8 @@ impl<S: Stamp> Packet<S> {
     }
 }
 
-/// Waits as loom wants it: somebody else must go on first. Whoever looks in vain again and again sees nothing new, so
-/// what follows that is not explored any further. (Without this, three ranks could wait in turns for ever. The models of
+/// Polls in a way that loom can explore: another thread must run first. A thread that polls in vain again and again sees nothing
+/// new, so that branch is not explored any further. (Without this, three ranks could wait in turns for ever. The models of
 /// two ranks hold without it, too.)
 fn until<T>(mut ready: impl FnMut() -> Option<T>) -> T {
     for looks in 1.. {
@@ -233,7 +233,7 @@ mod channel {
 mod health {
     use super::*;
 
-    /// What a rank posted before it left is seen by whoever sees that it left; see `Health::check`.
+    /// A rank that sees that a peer has left also sees what the peer posted before; see `Health::check`.
     #[test]
     fn what_was_sent_before_leaving_counts() {
         explore(None, || {

@@ -28,7 +28,7 @@ unsafe impl Sync for Head {}
 #[derive(Debug, Default)]
 pub(crate) struct Consumed {
     count: AtomicU64,
-    /// What the receiver expected instead of a packet that it refused; zero if it refused none.
+    /// The signature that the receiver expected instead of a packet that it refused; zero if it refused none.
     expected: [AtomicU64; 2],
 }
 
@@ -48,11 +48,11 @@ impl Consumed {
     /// Tells the sender what was expected instead of its packet.
     pub(crate) fn refuse(&self, expected: [u64; 2]) {
         self.expected[1].store(expected[1], Ordering::Relaxed);
-        // Pairs with the acquire load in `refusal`: whoever sees the first word sees the second.
+        // Pairs with the acquire load in `refusal`: a reader that sees the first word sees the second.
         self.expected[0].store(expected[0], Ordering::Release);
     }
 
-    /// What the receiver expected, if it refused.
+    /// The signature that the receiver expected, if it refused a packet.
     pub(crate) fn refusal(&self) -> Option<[u64; 2]> {
         let words = [self.expected[0].load(Ordering::Acquire), self.expected[1].load(Ordering::Relaxed)];
         (words[0] != 0).then_some(words)

@@ -14,7 +14,7 @@ use crate::{
     signal::channel::Messages,
 };
 
-/// Which of a rank's two packets carries a round. Two are enough: see the module's page above.
+/// The one of a rank's two packets that carries a round. Two packets are enough: see the page of `signal`.
 #[inline]
 pub(super) fn parity(round: u64) -> usize {
     (round % 2) as usize
@@ -228,7 +228,7 @@ impl Rounds {
     #[cold]
     fn look_around(&self, signature: &Signature, waited: Duration) -> Result<(), FabricError> {
         self.endpoint.check_interrupt(*signature)?;
-        // A peer may be unable to come here before a message of ours has moved on.
+        // A peer may be unable to post this round before a message of this rank has advanced.
         self.messages.progress();
         let arrival = |rank| self.packet(rank, self.sequence).head.arrival(self.sequence);
         let words = signature.to_words();

@@ -38,7 +38,7 @@ impl CudaArena {
         let len = mappings[0].len();
         let arena = Self { context: context.clone(), pointers, len, mappings: Mutex::new(mappings) };
         let filled = arena.fill(comm.rank(), fill).map_err(FabricError::from);
-        comm.agree("cannot fill its memory", filled)?; // and nobody uses it before
+        comm.agree("cannot fill its memory", filled)?; // no rank uses the memory before
         Ok(arena)
     }
 
@@ -83,7 +83,7 @@ impl CudaArena {
 
     fn fill(&self, own: usize, value: u8) -> Result<(), CudaError> {
         let stream = self.context.stream()?;
-        // SAFETY: the memory is of that size, and nobody else uses it yet.
+        // SAFETY: the memory has that size, and no other code uses it yet.
         unsafe { memory::fill(stream.borrow(), self.pointers[own], value, self.len) }?;
         stream.borrow().synchronize()
     }

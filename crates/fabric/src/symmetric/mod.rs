@@ -69,7 +69,7 @@ impl SharedBuffer {
     ///
     /// # Panics
     /// When there is no such rank.
-    #[allow(clippy::mut_from_ref)] // the memory belongs to all ranks; the caller answers for who uses it
+    #[allow(clippy::mut_from_ref)] // the memory belongs to all ranks; the caller orders their accesses
     pub unsafe fn slice_mut<T: Element>(&self, rank: usize) -> &mut [T] {
         // SAFETY: as in `slice`.
         unsafe { std::slice::from_raw_parts_mut(self.as_mut_ptr(rank).cast(), self.len / size_of::<T>()) }
@@ -108,7 +108,7 @@ impl std::fmt::Debug for Mapped {
 }
 
 impl SharedBuffer {
-    /// What keeps the memory of all copies mapped.
+    /// A handle that keeps the memory of all copies mapped.
     pub fn keep_mapped(&self) -> Mapped {
         Mapped(self.endpoint.clone())
     }

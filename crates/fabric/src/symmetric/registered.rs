@@ -25,14 +25,14 @@ pub struct RegisteredMemory {
     _kept: Kept,
 }
 
-/// What must live as long as the addresses.
+/// The owner of the memory, which must live as long as the addresses.
 #[derive(Debug)]
 enum Kept {
     Arena(#[allow(dead_code)] Arc<CudaArena>),
     Opened(#[allow(dead_code)] Vec<IpcMemory>),
 }
 
-/// What a rank tells of its memory.
+/// The description of a rank's memory, which it sends to the others.
 #[derive(Serialize, Deserialize)]
 struct Offer {
     process: (u32, u64),

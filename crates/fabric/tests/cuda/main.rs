@@ -173,7 +173,7 @@ fn two_tenants_work_beside_each_other() {
     });
 }
 
-/// One tenant's ranks disagree; the other tenant hears of it too.
+/// One tenant's ranks disagree; the other tenant gets the error too.
 #[test]
 fn a_failure_of_one_tenant_is_one_of_all() {
     let texts = on_gpus(Duration::from_secs(10), |rank| {

@@ -219,7 +219,7 @@ fn listing(folder: impl AsRef<Path>) -> Vec<String> {
 /// World sizes, each with the rank that is killed.
 pub const VICTIMS: [(usize, usize); 8] = [(2, 1), (3, 0), (4, 2), (4, 3), (2, 0), (3, 1), (3, 2), (4, 0)];
 
-/// Kills each victim in the middle of `role`, and sees that the others soon hear of it.
+/// Kills each victim in the middle of `role`, and sees that the others soon get an error.
 pub fn kill_each(victims: &[(usize, usize)], role: &str, longest_delay: Duration) {
     for (seed, &(world_size, victim)) in victims.iter().enumerate() {
         let world = World::start(world_size, role, seed % 2 == 0, LIMIT);

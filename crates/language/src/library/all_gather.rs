@@ -4,7 +4,7 @@ use super::Setting;
 use super::channels::{BLOCK, Mesh, Ring, behind};
 use crate::{Chunk, Collective, MemoryChannel, Program, Rank, Result};
 
-/// What a rank gives; in place, that is its part of the output.
+/// The chunks that a rank gives; in place, its part of the output.
 fn given(setting: &Setting, rank: &Rank) -> Result<Chunk> {
     if setting.inplace { rank.output().chunk(rank.id().into()) } else { rank.input().chunk(0) }
 }

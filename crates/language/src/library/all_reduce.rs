@@ -109,7 +109,7 @@ pub fn two_shot(setting: &Setting) -> Result<Program> {
     Ok(program)
 }
 
-/// Parts go round a ring, once to be reduced and once to be handed out.
+/// Parts travel around a ring twice: first they are reduced, then they are distributed.
 ///
 /// 1. Part r sets out from rank r. Each rank adds its own to what comes and sends it to the next one, for n − 1 steps; then
 ///    rank r − 1 has all of part r.
@@ -163,7 +163,7 @@ pub fn ring(setting: &Setting) -> Result<Program> {
 ///    them with its own, in the order of nodes.
 /// 3. It writes the result to all outputs of its node.
 ///
-/// Of the (k − 1)/k S bytes that a rank reads and writes each, none leaves the node; (m − 1)/k S go through its network
+/// A rank reads and writes (k − 1)/k S bytes each inside its node; (m − 1)/k S bytes go through its network
 /// card. The right one for few nodes, with a card for each GPU.
 ///
 /// # Errors

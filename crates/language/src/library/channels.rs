@@ -1,10 +1,10 @@
-//! Which ranks are connected, and how they know of each other.
+//! The connections between ranks, and the signals that ranks are ready.
 
 use std::collections::BTreeMap;
 
 use crate::{Buffer, DataSync, MemoryChannel, PortChannel, Program, Result};
 
-/// The thread block that does everything, unless it is said otherwise.
+/// The thread block that does everything by default.
 pub(super) const BLOCK: u32 = 0;
 
 /// All ranks but one, from its successor on, so that not all turn to the same one first.
@@ -17,7 +17,7 @@ pub(super) fn behind(part: u32, back: u32, ranks: u32) -> u64 {
     u64::from((part + ranks - back % ranks) % ranks)
 }
 
-/// Which of a rank's slots, one for each of the others, is a peer's.
+/// The index of a peer among a rank's slots, one for each other rank.
 pub(super) fn slot(own: u32, peer: u32, ranks: u32) -> u64 {
     behind(peer, own + 1, ranks)
 }
@@ -30,7 +30,7 @@ pub(super) fn scratch(program: &Program, chunks: u64) -> Result<Vec<Buffer>> {
 /// Channels between all ranks of each of some groups.
 pub(super) struct Mesh<C> {
     channels: BTreeMap<(u32, u32), C>,
-    /// Of each rank, from its successor on.
+    /// The peers of each rank, from its successor on.
     peers: Vec<Vec<u32>>,
 }
 
@@ -125,7 +125,7 @@ impl<C> Ring<C> {
 }
 
 impl<'p> Ring<MemoryChannel<'p>> {
-    /// Of memory channels.
+    /// A ring of memory channels.
     pub fn of_memory(program: &'p Program) -> Result<Self> {
         Ring::new(program, |peer, own| program.memory_channel(peer, own))
     }
@@ -136,19 +136,19 @@ impl<'p> Ring<MemoryChannel<'p>> {
         self.next(own).relaxed_wait(BLOCK, DataSync::AFTER)
     }
 
-    /// What the rank has put is there, for the next rank's [`receive`](Self::receive).
+    /// Signals that the rank's data has arrived, for the next rank's [`receive`](Self::receive).
     pub fn send(&self, own: u32) -> Result<()> {
         self.next(own).signal(BLOCK, DataSync::BEFORE)
     }
 
-    /// What the rank before has put is there.
+    /// Waits until the previous rank's data has arrived.
     pub fn receive(&self, own: u32) -> Result<()> {
         self.previous(own).wait(BLOCK, DataSync::AFTER)
     }
 }
 
 impl<'p> Ring<PortChannel<'p>> {
-    /// Of port channels.
+    /// A ring of port channels.
     pub fn of_ports(program: &'p Program) -> Result<Self> {
         Ring::new(program, |peer, own| program.port_channel(peer, own))
     }

@@ -1,8 +1,8 @@
 //! Ready programs: the usual algorithms of the usual collectives.
 //!
-//! [`ALGORITHMS`] lists them, [`find`] finds one by its name, and [`Algorithm::plan`] makes its plan for a [`Setting`]: how
-//! many ranks, in place or not, how it reduces. Each is a function of its own as well, whose page describes the steps of each rank,
-//! and when it is the right one.
+//! [`ALGORITHMS`] lists them, [`find`] finds one by its name, and [`Algorithm::plan`] makes its plan for a [`Setting`]: the
+//! number of ranks, in place or not, and the way of reducing. Each is a function of its own as well, whose page describes the
+//! steps of each rank, and when it is the right one.
 //!
 //! | collective | algorithm | steps | bytes that a rank sends |
 //! | --- | --- | --- | --- |
@@ -22,15 +22,15 @@
 //! | send/receive | [`shift`](send_recv::shift) | 1 | S |
 //! | | [`port_shift`](send_recv::port_shift) | 1 | S, by an engine |
 //!
-//! n ranks, on m nodes of k ranks each; S bytes are the larger one of a rank's two tensors. Packets have twice the bytes of
-//! what they hold, and need no signals.
+//! n ranks, on m nodes of k ranks each; S bytes are the larger one of a rank's two tensors. Packets are twice as large as
+//! their data, and need no signals.
 //!
-//! All of them give the same bits on all ranks. A rank does all in one thread block (the pipelined one in two): more
+//! All of them give the same bits on all ranks. A rank works in one thread block (in two if pipelined): more
 //! blocks are more [instances](Options::instances), each with its part of every chunk.
 //!
 //! A plan is called again and again on the same buffers, so no rank may write to a rank that is still busy with the call
-//! before. Plans of packets take turns between two scratches; the others begin with signals that say that a rank has come
-//! this far, unless what a rank waits for says so already.
+//! before. Plans of packets take turns between two scratches; the others begin with signals that a rank has begun the
+//! call, unless a later wait of the algorithm implies this.
 //!
 //! ```
 //! use antiphon_language::library::{self, Setting};
@@ -53,7 +53,7 @@ use crate::{Buffer, Collective, LanguageError, Options, Plan, Program, Protocol,
 /// Most pairs of ranks, times instances: what a plan of all pairs grows with.
 const PAIRS: u64 = 1 << 20;
 
-/// What an algorithm is to be for.
+/// The setting for which an algorithm makes a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     /// How many ranks: 2 at least.
@@ -107,7 +107,7 @@ impl Setting {
         Ok(Program::new(name, &collective(self.ranks).inplace(self.inplace), options))
     }
 
-    /// What a rank gets, of a collective whose input and output are the same memory if in place.
+    /// The output of a rank, for a collective whose input and output are the same memory if in place.
     fn result(&self, rank: &Rank) -> Buffer {
         if self.inplace { rank.input() } else { rank.output() }
     }
@@ -143,9 +143,9 @@ impl Setting {
 pub struct Algorithm {
     /// Its name, and that of its plans.
     pub name: &'static str,
-    /// What its plans say that they do.
+    /// The collective of its plans.
     pub collective: &'static str,
-    /// What it does and when it is the right one, in a line.
+    /// A line on its steps, and on when to use it.
     pub summary: &'static str,
     /// Whether it also works in place.
     pub inplace: bool,
@@ -179,7 +179,7 @@ impl Algorithm {
         self.program(setting)?.plan()
     }
 
-    /// Its program, to go on with.
+    /// Its program, to which more operations can be added.
     ///
     /// # Errors
     /// As [`plan`](Self::plan).
@@ -193,7 +193,7 @@ pub fn find(name: &str) -> Option<&'static Algorithm> {
     ALGORITHMS.iter().find(|algorithm| algorithm.name == name)
 }
 
-/// One that works in place, reduces nothing and knows of no nodes, unless it is said otherwise.
+/// An algorithm that by default works in place, reduces nothing and has no nodes.
 const fn algorithm(
     name: &'static str,
     collective: &'static str,

@@ -4,7 +4,7 @@ use super::Setting;
 use super::channels::{BLOCK, Mesh, Ring, behind, scratch};
 use crate::{Chunk, Collective, MemoryChannel, Program, Rank, Result};
 
-/// What a rank gets; in place, that is its part of the input.
+/// The chunks that a rank gets; in place, its part of the input.
 fn result(setting: &Setting, rank: &Rank) -> Result<Chunk> {
     if setting.inplace { rank.input().chunk(rank.id().into()) } else { rank.output().chunk(0) }
 }

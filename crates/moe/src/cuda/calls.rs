@@ -33,7 +33,7 @@ impl CudaMoe {
     /// As [`layout`](crate::layout()); [`FabricError::Device`](antiphon_fabric::FabricError::Device).
     ///
     /// # Safety
-    /// Nobody writes the ids, or uses the outputs, until the stream has passed this call.
+    /// No other code writes the ids, or uses the outputs, until the stream has passed this call.
     pub unsafe fn layout(
         &self,
         ids: &TensorView<'_>,
@@ -79,8 +79,8 @@ impl CudaMoe {
     /// As there; [`MoeError::Captured`] for a stream that is being captured, without a capacity.
     ///
     /// # Safety
-    /// The routing is not written until the stream has passed this call. The caller's memory, if it is that, is nobody else's as
-    /// long as the handle is used, or a graph that has its calls.
+    /// No other code writes the routing until the stream has passed this call. Memory of [`HandleMemory::Callers`] is used for nothing
+    /// else as long as the handle is used, or a graph that has its calls.
     pub unsafe fn notify(
         &self,
         routing: &Routing<'_>,
@@ -127,8 +127,8 @@ impl CudaMoe {
     /// [`MoeError`] for tensors of other dtypes, shapes or devices.
     ///
     /// # Safety
-    /// Such a dispatch along a handle of this instance did, of so many experts, and nobody has written them since. They live as
-    /// long as the handle is used, or a graph that has its calls.
+    /// A dispatch of this instance, with these numbers, has written them, and no other code has since. They live as long as the
+    /// handle is used, or a graph that has its calls.
     pub unsafe fn handle_of(
         &self,
         (words, sources): (&TensorView<'_>, &TensorView<'_>),
@@ -186,7 +186,7 @@ impl CudaMoe {
         }
     }
 
-    /// Waits for what Notify found.
+    /// Waits for the counts of Notify.
     fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
         self.arrived.record(stream)?;
         // The kernel ends by the communicator's deadline.
@@ -219,7 +219,7 @@ impl CudaMoe {
     /// As there; that a peer is lost or late comes with a later call, or [`check`](Self::check).
     ///
     /// # Safety
-    /// Nobody writes what goes, or uses what comes, until the stream has passed this call; the handle lives as long.
+    /// Until the stream has passed this call no other code writes the inputs or uses the outputs, and the handle lives.
     pub unsafe fn dispatch(
         &self,
         handle: &CudaHandle,

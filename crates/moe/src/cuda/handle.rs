@@ -9,9 +9,9 @@ use crate::{error::Result, handle::Traffic, pool::Pooled, tensors::Name};
 
 /// Memory of a handle on the GPU.
 pub(crate) enum Memory {
-    /// Of the instance's own.
+    /// Memory of the instance.
     Pooled(Pooled),
-    /// Of the caller, who keeps it as long as the handle is used.
+    /// The caller's, who keeps it as long as the handle is used.
     Callers(u64),
 }
 
@@ -35,7 +35,7 @@ pub struct HandleWords {
 }
 
 impl HandleWords {
-    /// Those of a handle of so many ranks, experts of all of them, and tokens of this rank.
+    /// The words of a handle of `world_size` ranks, with `num_experts` experts in all and `tokens` tokens of this rank.
     pub fn new(world_size: usize, num_experts: usize, tokens: usize) -> Self {
         Self { world_size, local: num_experts / world_size.max(1), tokens }
     }
@@ -80,7 +80,7 @@ impl HandleWords {
         self.behind(self.send_head(), self.tokens * self.world_size)
     }
 
-    /// How many words there are.
+    /// The number of words.
     pub fn total(&self) -> usize {
         self.order().end
     }
@@ -90,14 +90,14 @@ impl HandleWords {
     }
 }
 
-/// Where those words are.
+/// The words of a handle, and their memory.
 pub(crate) struct Plan {
     pub(super) memory: Memory,
     pub(super) words: HandleWords,
 }
 
 impl Plan {
-    /// The address of some of them.
+    /// The address of some of the words.
     pub(crate) fn at(&self, words: impl Fn(&HandleWords) -> Range<usize>) -> u64 {
         self.memory.address() + words(&self.words).start as u64 * 4
     }
@@ -116,7 +116,7 @@ pub struct CudaHandle {
     pub(super) has_rows: AtomicU32,
 }
 
-/// What the host knows when it has waited for the counts.
+/// The counts of all ranks, once the host has waited for them.
 pub(super) struct Arrived {
     pub(super) traffic: Traffic,
     pub(super) tokens_per_expert: Vec<usize>,
@@ -166,7 +166,7 @@ impl CudaHandle {
     /// [`MoeError`] for a tensor of another dtype, shape or device.
     ///
     /// # Safety
-    /// The memory is nobody else's as long as the handle is used, or a graph that has its calls.
+    /// The memory is used for nothing else as long as the handle is used, or a graph that has its calls.
     pub unsafe fn keep_sources_in(&mut self, sources: TensorViewMut<'_>, device: Device) -> Result<()> {
         let name = Name { call: "dispatch", which: "sources" };
         let view = sources.as_view();
@@ -182,18 +182,17 @@ impl CudaHandle {
     }
 }
 
-/// Where a handle keeps what it has on the GPU.
+/// The memory for the parts of a handle on the GPU.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "it is made for one call, and not kept")]
 pub enum HandleMemory<'a> {
-    /// In memory of the instance, which goes back to it with the handle.
+    /// Memory of the instance, which gets it back when the handle is dropped.
     Own,
-    /// In the caller's, i32: the words, and the token of each row, `[N]`, if `N` is known (the capacity).
-    /// What is known later comes by [`CudaHandle::keep_sources_in`].
+    /// The caller's tensors, i32. Without a capacity, the caller passes the sources later, by [`CudaHandle::keep_sources_in`].
     Callers {
-        /// As many words as [`HandleWords::total`] says.
+        /// `[HandleWords::total()]`: the words.
         words: TensorViewMut<'a>,
-        /// `[N]`
+        /// `[N]`: the token of each row, if there is a capacity of `N` rows.
         sources: Option<TensorViewMut<'a>>,
     },
 }

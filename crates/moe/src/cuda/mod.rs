@@ -5,9 +5,8 @@
 //!
 //! *Notify*, one block, numbers this rank's tokens for each rank, and exchanges the counts; the host waits for them. *Dispatch*
 //! pushes records (a token's row with what travels beside it) in order into the receiver's lane of this rank, so the receiver
-//! knows of each where it belongs, and needs no flags: data is its own. *Combine* pushes rows back likewise, and the source sums
-//! a token's when all of them are there. What does not fit a lane goes in pieces, through two channels in turn: a dispatch by
-//! records of each pair of ranks, a combine by tokens.
+//! knows the place of each. *Combine* pushes rows back in the same way, and the source sums the rows of a token when all of
+//! them have arrived. A lane is a ring: if a call has more records than a lane, the sender waits until the receiver has read.
 
 mod calls;
 mod handle;
@@ -49,7 +48,7 @@ pub struct CudaMoe {
     num_sms: Cell<u32>,
     token: Arc<()>,
     handles: Cell<u32>,
-    /// What Notify found.
+    /// The counts of Notify, in host memory.
     result: UntilIdle<PinnedMemory>,
     arrived: Event,
     pool: Arc<Pool>,
@@ -104,7 +103,7 @@ impl CudaMoe {
         self.tenant.world_size()
     }
 
-    /// Where tensors must be.
+    /// The device of the tensors.
     pub fn device(&self) -> Device {
         Device::Cuda(self.tenant.context().device().ordinal())
     }
@@ -138,7 +137,7 @@ impl CudaMoe {
         self.tenant.context()
     }
 
-    /// From now on a call uses so many multiprocessors, at most, of those that there are.
+    /// From now on a call uses at most `num_sms` multiprocessors.
     pub fn set_num_sms(&self, num_sms: u32) {
         self.num_sms.set(num_sms.max(1));
     }
@@ -147,7 +146,7 @@ impl CudaMoe {
         self.result.pointer().0
     }
 
-    /// How rows pass through a multiprocessor of this GPU.
+    /// The way that rows pass through a multiprocessor of this GPU.
     pub(crate) fn staging(&self) -> Staging {
         staging(&self.tenant)
     }
@@ -161,12 +160,12 @@ impl CudaMoe {
         self.tenant.region_at()
     }
 
-    /// Bytes for the rows of a peer.
+    /// The bytes of the region for the rows of one peer.
     pub(crate) fn region_lane_bytes(&self) -> usize {
         self.region_bytes() / PARTS / (self.world_size() - 1) / VECTOR * VECTOR
     }
 
-    /// How many flags a lane of a slot has room for.
+    /// The number of flags that fit a lane of a slot.
     pub(crate) fn flags(&self) -> usize {
         self.tenant.lane_bytes() / 4
     }
@@ -204,7 +203,7 @@ impl CudaMoe {
     }
 }
 
-/// How many blocks a grid has, of as many as the call may use multiprocessors.
+/// The number of blocks of a grid: one, or one for each multiprocessor that the call may use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Blocks {
     One,

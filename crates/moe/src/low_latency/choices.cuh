@@ -1,4 +1,4 @@
-// Choices: which experts all ranks' tokens chose, and the slots that follow from it. Behind formats.cuh.
+// Choices: the experts that all ranks' tokens chose, and the slots that follow from them. Included behind formats.cuh.
 //
 // A call has its own part of a slot of slots.cuh: the choices of rank r's tokens are in lower lane r, two in a word, behind a word
 // with their number. A choice goes as its expert's number + 1, 0 if it names none.
@@ -32,7 +32,7 @@ struct low_latency_call {
     u32* source_tokens;  // [local, slots]
     u64* layout_range;   // [local, WORLD]
     u32* statistics;     // [local]; null if there are none
-    u64* waits;          // [WORLD]: nanoseconds that this rank waited for each peer; null if nobody asks
+    u64* waits;          // [WORLD]: nanoseconds that this rank waited for each peer; null if they are not asked for
     u32* held_tokens;    // of the handle: [WORLD], how many tokens each rank has
     i32* places;         // of the handle: [WORLD, most_tokens, top_k]
     u32 tokens, most_tokens, hidden, top_k, id_bytes, experts;
@@ -118,7 +118,7 @@ DEVICE void send_choices(const arguments& a, const turn& t, const low_latency_ca
 // Entries that a block keeps in shared memory, if they are no more than so many; else they are read again.
 constexpr u32 MAX_KEPT = 8192;
 
-// What a block knows of all ranks' choices.
+// All ranks' choices, as a block keeps them in shared memory.
 struct choices {
     marks chose;
     u32* tokens; // [WORLD]

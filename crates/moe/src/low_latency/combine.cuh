@@ -1,7 +1,7 @@
-// Low-latency combine: what the experts made of their slots back to the tokens, weighed and summed. Behind choices.cuh.
+// Low-latency combine: moves the experts' rows back to the tokens' ranks, and computes the weighted sums. Included behind choices.cuh.
 //
-// Each choice of a token has a place for a row at the token's rank, from the first lower lane on: choice token · K + k. Whoever has
-// received a row empties its place.
+// Each choice of a token has a place for a row at the token's rank, from the first lower lane on: choice token · K + k. The rank that
+// has received a row empties its place.
 
 constexpr u32 AT_ONCE = 4; // vectors of a row that a lane sends at once
 constexpr u32 GROUP = 8;   // rows that are waited for together

@@ -6,7 +6,7 @@ use super::{LowLatencyFormat, Sizes};
 
 /// Slots of a tenant's memory with their lanes: two channels of three slots, each of two lanes for a rank.
 const LANES_OF_A_RANK: usize = 2 * 3 * 2;
-/// What a tenant's memory holds besides lanes, rounded up.
+/// The bytes of a tenant's memory besides lanes, rounded up.
 const BESIDE_LANES: usize = 1 << 20;
 
 /// The largest calls of a [`CudaLowLatency`](super::cuda::CudaLowLatency); equal on all ranks.
@@ -32,7 +32,7 @@ impl LowLatency {
             && sizes.top_k <= top_k
     }
 
-    /// Bytes of each GPU's memory that such calls take among so many ranks.
+    /// The bytes of each GPU's memory for such calls of `world_size` ranks.
     pub fn bytes(&self, world_size: usize) -> usize {
         let sizes = Sizes {
             world_size,
@@ -49,7 +49,7 @@ impl LowLatency {
     }
 }
 
-/// Bytes of a lane that a dispatch needs: for the choices, and in another lane for the rows.
+/// The bytes of a lane for a dispatch: one lane has the choices, another has the rows.
 pub(super) fn dispatch_lane(sizes: &Sizes, format: LowLatencyFormat) -> usize {
     let choices = (4 + 2 * sizes.max_tokens * sizes.top_k).next_multiple_of(16);
     let chunks = match format {
@@ -59,7 +59,7 @@ pub(super) fn dispatch_lane(sizes: &Sizes, format: LowLatencyFormat) -> usize {
     choices.max(sizes.max_tokens * chunks)
 }
 
-/// Bytes of a lane that a combine needs, which uses them all as one.
+/// The bytes of a lane for a combine, which uses all lanes as one.
 pub(super) fn combine_lane(sizes: &Sizes) -> usize {
     (sizes.max_tokens * sizes.top_k * sizes.hidden * 2).div_ceil(2 * sizes.world_size)
 }

@@ -1,4 +1,4 @@
-//! The low-latency form between GPUs: what launches the kernels.
+//! The low-latency form between GPUs: the launches of its kernels.
 
 use std::{cell::Cell, sync::Arc};
 
@@ -24,7 +24,7 @@ use crate::{
     tensors::Name,
 };
 
-/// Words of marks that a block of `dispatch.cuh` has room for: one for each expert and 32 tokens of a rank.
+/// The words of marks in the shared memory of a block of `dispatch.cuh`: one for each expert and 32 tokens of a rank.
 const MAX_MARKS: usize = 6144;
 /// Tokens for which half of the multiprocessors are enough.
 const SMALL: u32 = 32;
@@ -48,12 +48,12 @@ impl std::fmt::Debug for CudaLowLatency {
     }
 }
 
-/// Where rows went, made by [`CudaLowLatency::dispatch`], for its combine. What is captured uses it as long as the graph lives.
+/// The routes of a [`CudaLowLatency::dispatch`], for its combine. A captured call uses the handle as long as its graph lives.
 pub struct CudaLowLatencyHandle {
     owner: Arc<()>,
     number: u32,
     sizes: Sizes,
-    /// The tokens of each rank, `[R]`, and the places of all choices, `[R, M, K]`.
+    /// The number of tokens of each rank, `[R]`, and the place of every choice, `[R, M, K]`.
     memory: Pooled,
 }
 
@@ -162,7 +162,7 @@ impl CudaLowLatency {
     /// lost or late comes with a later call, or [`check`](Self::check).
     ///
     /// # Safety
-    /// Nobody writes what goes, or uses what comes, until the stream has passed this call; the handle lives as long.
+    /// Until the stream has passed this call no other code writes the inputs or uses the outputs, and the handle lives.
     pub unsafe fn dispatch(
         &self,
         call: &LowLatencyDispatch<'_>,
@@ -183,8 +183,8 @@ impl CudaLowLatency {
     /// As [`dispatch`](Self::dispatch).
     ///
     /// # Safety
-    /// Nobody writes what goes until the stream has passed this call, or uses what comes until a stream has passed the second
-    /// half; the handle and the tensors live as long.
+    /// No other code writes the inputs until the stream has passed this call, or uses the outputs until a stream has passed the
+    /// second half. The handle and the tensors live until then.
     pub unsafe fn send_dispatch(
         &self,
         call: &LowLatencyDispatch<'_>,
@@ -223,8 +223,8 @@ impl CudaLowLatency {
     /// As [`combine`](Self::combine).
     ///
     /// # Safety
-    /// As [`send_dispatch`](Self::send_dispatch), and nobody writes the ids and the weights until a stream has passed the second
-    /// half.
+    /// As [`send_dispatch`](Self::send_dispatch), and no other code writes the ids and the weights until a stream has passed the
+    /// second half.
     pub unsafe fn send_combine(
         &self,
         handle: &CudaLowLatencyHandle,

@@ -1,8 +1,8 @@
-// Low-latency dispatch: tokens to the slots of their experts. Behind choices.cuh.
+// Low-latency dispatch: moves tokens to the slots of their experts. Included behind choices.cuh.
 //
 // A token goes once to each rank of its experts, as a message at a place that its number gives, in chunks that a warp sends and a
 // warp receives. No word of a chunk is EMPTY: codes of E4M3 have one NaN, scales are positive or one NaN, and rows of bf16 go
-// masked. Whoever has received a chunk empties it.
+// masked. The rank that has received a chunk empties it.
 //
 // FORMAT, as Rust's LowLatencyFormat: 1 bf16, 2 codes with f32 scales, 3 with powers of two, 4 with these packed.
 
@@ -140,7 +140,7 @@ DEVICE u32 ranks_of(const arguments& a, const low_latency_call& k, u32 token) {
     return __reduce_or_sync(WHOLE_WARP, bit) & ~(IS_SPLIT ? 0 : 1u << a.rank);
 }
 
-// What the host asks about a call.
+// Writes the outputs that describe the slots.
 DEVICE void describe(const arguments& a, const low_latency_call& k, const choices& all) {
     const marks& m = all.chose;
     const u32 local = k.experts / WORLD, thread = THREADS - 1 - threadIdx.x; // the last warps have the fewest rows

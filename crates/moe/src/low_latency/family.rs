@@ -1,4 +1,4 @@
-//! The kernels of `dispatch.cuh` and `combine.cuh`, and what they take.
+//! The families of the kernels of `dispatch.cuh` and `combine.cuh`, and the kernels' arguments.
 
 use antiphon_device::cuda::{KernelArgument, Program};
 use antiphon_fabric::gpu::{FORMATS, Family, ROWS, Source, kernels};
@@ -47,7 +47,7 @@ unsafe impl KernelArgument for LowLatencyCall {}
 
 const CHOICES: Source = Source { name: "low_latency/choices.cuh", text: include_str!("choices.cuh") };
 
-/// What a kernel does of a call; the same numbers as in choices.cuh.
+/// The part of a call that a kernel does; choices.cuh has the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phases {
     Send = 1,
@@ -55,7 +55,7 @@ pub(crate) enum Phases {
     Both = 3,
 }
 
-/// Tokens to the slots of experts.
+/// The kernel that moves tokens to the slots of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Dispatching {
     phases: Phases,
@@ -64,7 +64,7 @@ pub(crate) struct Dispatching {
 }
 
 impl Dispatching {
-    /// Of rows of a format, for so many ranks: with more of them a thread needs more registers.
+    /// For rows of a format. With more than 4 ranks a thread needs more registers, so a block has fewer threads.
     pub(crate) fn new(phases: Phases, format: LowLatencyFormat, world_size: usize) -> Self {
         Self { phases, format, threads: if world_size <= 4 { 512 } else { 384 } }
     }
@@ -94,7 +94,7 @@ impl Family for Dispatching {
     }
 }
 
-/// Rows back, and their sums.
+/// The kernel that moves rows back and sums them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Combining {
     pub(crate) phases: Phases,
@@ -122,7 +122,7 @@ impl Family for Combining {
 
 /// A kernel of the low-latency form.
 pub(super) trait LowLatencyFamily: Family<Arguments = LowLatencyCall> {
-    /// The same kernel that does something else of a call.
+    /// The kernel for other phases of the same call.
     fn with(self, phases: Phases) -> Self;
 
     /// Whether the kernel lets the one behind it start when it is certain to end, if it is small.

@@ -26,7 +26,7 @@ pub(super) struct Dispatch<'a> {
     pub(super) ids: Ids<'a>,
 }
 
-/// What it fills.
+/// The outputs of a dispatch.
 pub(super) struct Received<'a> {
     pub(super) x: &'a mut [u8],
     pub(super) scales: &'a mut [u8],
@@ -60,7 +60,7 @@ fn add_waits(waits: &mut [u8], waited: &[Duration]) {
     }
 }
 
-/// What a rank says of a choice that names no expert.
+/// The message of a choice that names no expert.
 const NO_EXPERT: u32 = u32::MAX;
 
 impl Dispatch<'_> {
@@ -139,7 +139,7 @@ impl Dispatch<'_> {
         Ok((tokens, ids))
     }
 
-    /// Writes everything but rows.
+    /// Writes all outputs but the rows.
     fn describe(&self, routes: &Routes, to: &mut Received<'_>) {
         let world_size = self.sizes.world_size;
         for (expert, filled) in routes.filled.chunks_exact(world_size).enumerate() {
@@ -217,9 +217,9 @@ impl Dispatch<'_> {
     }
 }
 
-/// What makes rows of a format.
+/// Converts rows to a format.
 struct Quantiser {
-    /// Of one token; none for rows that no format of groups has.
+    /// The groups of one row; none if rows are not whole groups.
     groups: Option<Fp8Groups>,
 }
 

@@ -1,9 +1,9 @@
 //! Dispatch and combine of the low-latency form: few tokens, at most so many of each rank, into slots of each expert.
 //!
-//! Nobody is told counts before rows move: every expert has `R · M` slots, for as many tokens as all ranks can have together. The
-//! slots of an expert are filled from the first on, in the order of source rank and token. A token goes once to each rank of its
-//! experts, and that rank copies it to the slots of those experts. Combine brings a row for each expert back, and the
-//! source weighs and sums them.
+//! Rows move without an exchange of counts before: every expert has `R · M` slots, enough for all tokens of all ranks. A dispatch
+//! fills the slots of an expert from the first on, in the order of source rank and token. It sends a token once to each rank of its
+//! experts, and that rank copies the token to the slots of these experts. Combine sends a row for each expert back, and the source
+//! computes their weighted sum.
 
 mod config;
 pub mod cuda;
@@ -36,11 +36,11 @@ pub const SCALE_GROUP: usize = 128;
 const DISPATCH: &str = "low_latency_dispatch";
 const COMBINE: &str = "low_latency_combine";
 
-/// What rows become on their way. E4M3 codes share a scale by 128 elements of a row, as
+/// The format of received rows. 128 elements of a row share a scale of E4M3 codes, as
 /// [`GroupRule::DeepEp`](antiphon_tensor::quantize::GroupRule) says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LowLatencyFormat {
-    /// The same bits.
+    /// bf16, with the bits of the tokens.
     Bf16 = 1,
     /// E4M3 codes; f32 scales.
     Fp8 = 2,
@@ -52,12 +52,12 @@ pub enum LowLatencyFormat {
 }
 
 impl LowLatencyFormat {
-    /// What received rows are made of.
+    /// The dtype of received rows.
     pub fn dtype(self) -> DType {
         if self == Self::Bf16 { DType::BF16 } else { DType::U8 }
     }
 
-    /// What their scales are made of.
+    /// The dtype of their scales; none without scales.
     pub fn scale_dtype(self) -> Option<DType> {
         match self {
             Self::Bf16 => None,
@@ -66,7 +66,7 @@ impl LowLatencyFormat {
         }
     }
 
-    /// Elements of scales that a row of so many elements has.
+    /// The number of scale elements of a row of `hidden` elements.
     pub fn num_scales(self, hidden: usize) -> usize {
         match self {
             Self::Bf16 => 0,
@@ -79,7 +79,7 @@ impl LowLatencyFormat {
         hidden * self.dtype().size()
     }
 
-    /// What the number of elements of a row must be a multiple of.
+    /// The number of elements of a row must be a multiple of this.
     fn unit(self) -> usize {
         match self {
             Self::Bf16 => VECTOR / DType::BF16.size(),
@@ -89,32 +89,32 @@ impl LowLatencyFormat {
     }
 }
 
-/// What goes and what comes, for [`Moe::low_latency_dispatch`].
+/// The tensors of [`Moe::low_latency_dispatch`].
 #[derive(Debug)]
 pub struct LowLatencyDispatch<'a> {
     /// `M`: the most tokens that any rank has; equal on all ranks.
     pub max_tokens: usize,
-    /// How many experts there are; equal on all ranks.
+    /// The number of experts of all ranks; equal on all ranks.
     pub num_experts: usize,
-    /// What rows become; equal on all ranks.
+    /// The format of received rows; equal on all ranks.
     pub format: LowLatencyFormat,
     /// This rank's tokens: bf16 `[T, H]`, `T ≤ M`.
     pub x: TensorView<'a>,
-    /// The experts that they choose: i64 or i32 `[T, K]`. Numbers outside `0..E` choose nothing, and an expert that is chosen
-    /// twice gets the token once.
+    /// The experts of each token: i64 or i32 `[T, K]`. A number outside `0..E` names no expert. An expert that a token names twice
+    /// gets the token once.
     pub ids: TensorView<'a>,
-    /// What comes.
+    /// The outputs.
     pub received: LowLatencyReceived<'a>,
 }
 
-/// What a low-latency dispatch brings: of each expert of this rank, its slots. Slots that nothing came to keep what they hold.
+/// The outputs of a low-latency dispatch: the slots of each expert of this rank. The call does not write slots that no token fills.
 #[derive(Debug)]
 pub struct LowLatencyReceived<'a> {
     /// Of [`LowLatencyFormat::dtype`]: `[L, R·M, H]`.
     pub x: TensorViewMut<'a>,
     /// Of [`LowLatencyFormat::scale_dtype`]: `[L, S, R·M]`, so that the scales of neighbouring slots are neighbours.
     pub scales: Option<TensorViewMut<'a>>,
-    /// i32 `[L]`: how many slots of each expert are filled.
+    /// i32 `[L]`: the number of filled slots of each expert.
     pub counts: TensorViewMut<'a>,
     /// i32 `[L, R·M]`: the token, on its source rank, in each slot.
     pub source_tokens: TensorViewMut<'a>,
@@ -128,12 +128,12 @@ pub struct LowLatencyReceived<'a> {
     pub waits: Option<TensorViewMut<'a>>,
 }
 
-/// What goes back and what it is summed to, for [`Moe::low_latency_combine`].
+/// The tensors of [`Moe::low_latency_combine`].
 #[derive(Debug)]
 pub struct LowLatencyCombine<'a> {
-    /// What the experts made of their slots: bf16 `[L, R·M, H]`.
+    /// The experts' outputs for their slots: bf16 `[L, R·M, H]`.
     pub rows: TensorView<'a>,
-    /// The choices of the dispatch, i64 or i32 `[T, K]`; what chooses nothing here is left out of the sum.
+    /// The ids of the dispatch, i64 or i32 `[T, K]`. A sum leaves out a choice whose id here is outside `0..E`.
     pub ids: TensorView<'a>,
     /// Their weights: f32 `[T, K]`.
     pub weights: TensorView<'a>,
@@ -144,7 +144,7 @@ pub struct LowLatencyCombine<'a> {
     pub waits: Option<TensorViewMut<'a>>,
 }
 
-/// What the numbers of a call are.
+/// The sizes of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sizes {
     pub(crate) world_size: usize,
@@ -161,13 +161,13 @@ impl Sizes {
         self.num_experts / self.world_size
     }
 
-    /// Slots of an expert.
+    /// The number of slots of an expert.
     pub(crate) fn slots(&self) -> usize {
         self.world_size * self.max_tokens
     }
 }
 
-/// Where rows went, made by [`Moe::low_latency_dispatch`], for its combine.
+/// The routes of a [`Moe::low_latency_dispatch`], for its combine.
 #[derive(Debug, Clone)]
 pub struct LowLatencyHandle {
     owner: Arc<()>,
@@ -188,7 +188,7 @@ impl LowLatencyHandle {
     }
 }
 
-/// Refuses a dispatch that makes no sense.
+/// Checks the tensors of a dispatch.
 pub(crate) fn check_dispatch(call: &LowLatencyDispatch<'_>, world_size: usize) -> Result<Sizes> {
     let name = |which| Name { call: DISPATCH, which };
     let LowLatencyDispatch { max_tokens, num_experts, format, ref x, ref ids, ref received } = *call;
@@ -254,7 +254,7 @@ pub(crate) fn too_large(call: &'static str, sizes: &Sizes, most: impl std::fmt::
     )
 }
 
-/// Refuses a combine that makes no sense.
+/// Checks the tensors of a combine.
 pub(crate) fn check_combine(call: &LowLatencyCombine<'_>, sizes: &Sizes) -> Result<()> {
     let name = |which| Name { call: COMBINE, which };
     let Sizes { hidden, tokens, top_k, .. } = *sizes;
@@ -275,7 +275,7 @@ pub(crate) fn check_combine(call: &LowLatencyCombine<'_>, sizes: &Sizes) -> Resu
     name("waits").has_shape(&waits.as_view(), &[sizes.world_size], "[R]")
 }
 
-/// What ranks agree on in a dispatch.
+/// The signature of a dispatch: what must be equal on all ranks.
 pub(crate) fn dispatch_signature(sizes: &Sizes, format: LowLatencyFormat) -> Signature {
     Signature {
         dtype: Some(DType::BF16),
@@ -286,7 +286,7 @@ pub(crate) fn dispatch_signature(sizes: &Sizes, format: LowLatencyFormat) -> Sig
     }
 }
 
-/// What ranks agree on in a combine along the handle of this number.
+/// The signature of a combine along the handle with this number.
 pub(crate) fn combine_signature(sizes: &Sizes, number: u32) -> Signature {
     Signature {
         dtype: Some(DType::BF16),

@@ -1,19 +1,19 @@
-//! Where tokens go and where what is made of them comes back to, from the choices of all ranks.
+//! The routes of a low-latency dispatch, computed from the choices of all ranks.
 
 use super::Sizes;
 
-/// A place of [`Routes::places`] where nothing is.
+/// The entry of [`Routes::places`] for a choice without a row.
 pub(crate) const NOWHERE: i32 = -1;
 
-/// Where the rows of all ranks' choices are at this rank.
+/// The rows of all ranks' choices at this rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Routes {
     /// `[R]`
     pub(crate) tokens: Vec<usize>,
-    /// `[R, M, K]`: of each choice the row (`expert · R·M + slot`) that it has at this rank, else [`NOWHERE`]. Of a choice that
-    /// an earlier one of its token repeats, the first has the row.
+    /// `[R, M, K]`: the row of each choice at this rank, `expert · R·M + slot`, or [`NOWHERE`]. If a token names an expert twice,
+    /// the first of the choices has the row.
     pub(crate) places: Vec<i32>,
-    /// `[L, R]`: how many slots the tokens of each rank fill.
+    /// `[L, R]`: the number of slots that the tokens of each rank fill.
     pub(crate) filled: Vec<usize>,
     /// `[M, K]` of this rank's tokens: for each choice the first one of its token that names the same expert; [`NOWHERE`] for one
     /// that names none.

@@ -69,13 +69,13 @@ behaviours! {
     refusals::arguments_are_refused_with_their_numbers: [world_1 world_2], processes [];
     refusals::handles_of_others_are_refused: [world_2], processes [];
     refusals::limits_are_named: [world_2], processes [];
-    disagreement::ranks_that_differ_hear_of_it: [world_2 world_3], processes [];
+    disagreement::ranks_that_differ_hear_of_it: [world_2 world_3], processes [world_2];
     low_latency::slots_and_sums: [world_1 world_2 world_4], processes [world_2];
     low_latency::every_format: [world_1 world_2 world_3], processes [world_2];
     low_latency::small_regions: [world_2 world_3], processes [];
     low_latency::choices_that_are_left_out: [world_2], processes [];
     low_latency::arguments_that_make_no_sense: [world_1 world_2], processes [];
-    low_latency::ranks_that_differ: [world_2], processes [];
+    low_latency::ranks_that_differ: [world_2], processes [world_2];
     hybrid::hybrid_forms: [world_1 world_2 world_4], processes [world_2];
     hybrid::hybrid_dtypes: [world_1 world_2 world_3], processes [world_2];
     hybrid::hybrid_capacities: [world_1 world_2 world_3], processes [world_2];
@@ -83,7 +83,7 @@ behaviours! {
     hybrid::hybrid_small_regions: [world_2 world_3], processes [];
     hybrid::hybrid_is_adjoint: [world_1 world_3], processes [];
     hybrid::hybrid_refusals: [world_1 world_2], processes [];
-    hybrid::hybrid_mismatches: [world_2], processes [];
+    hybrid::hybrid_mismatches: [world_2], processes [world_2];
     disagreement::instances_that_differ_are_named: [world_2], processes [];
 }
 

@@ -1,8 +1,8 @@
 //! The plan as text.
 //!
 //! [`Plan::to_json`] writes the keys in the order in which MSCCL++ 0.9.0 writes them, with an indent of two spaces, so
-//! that equal plans are equal bytes. [`Plan::from_json`] takes any JSON with these keys; what it does not know, and what
-//! cannot be, it refuses by name and place.
+//! that equal plans are equal bytes. [`Plan::from_json`] takes any JSON with these keys. Unknown keys and impossible values
+//! are errors with their name and place.
 
 mod read;
 mod read_op;

@@ -1,4 +1,4 @@
-//! From text.
+//! Reading a plan from JSON.
 
 use serde::Deserialize;
 

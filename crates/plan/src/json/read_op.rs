@@ -1,4 +1,4 @@
-//! Operations, from text.
+//! Reading operations from JSON.
 
 use antiphon_operation::ReduceOp;
 use serde::{Deserialize, Deserializer};

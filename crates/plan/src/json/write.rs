@@ -1,5 +1,5 @@
-//! To text. By hand, since plans of many ranks are tens of megabytes and a serializer of structures would need a second
-//! set of types for the keys that only some operations have.
+//! Writing a plan as JSON. It is written by hand, because plans of many ranks are tens of megabytes, and a serializer of structures
+//! would need a second set of types for the keys that only some operations have.
 
 use std::fmt::Write;
 

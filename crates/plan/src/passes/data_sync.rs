@@ -1,4 +1,4 @@
-//! Where the program asks for its threads to meet.
+//! Inserts the synchronisations of threads that a program asks for.
 
 use super::each_block;
 use crate::op::{DataSync, Op, OpKind};

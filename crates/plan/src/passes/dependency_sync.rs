@@ -1,5 +1,5 @@
-//! Between operations of one thread block that touch the same chunks, its threads must meet: they share an operation's
-//! bytes in another way each time.
+//! Inserts synchronisations between operations of one thread block that access the same chunks: its threads divide the bytes of
+//! each operation in another way.
 
 use std::collections::BTreeMap;
 
@@ -45,7 +45,7 @@ fn insert(ops: Vec<Op>) -> Vec<Op> {
     done
 }
 
-/// What of an operation is looked at: sources, then destinations.
+/// The accesses of an operation that are considered: sources, then destinations.
 fn accesses(op: &OpKind, each: &mut impl FnMut(LocalChunk, Mode)) {
     match op {
         OpKind::Copy(copy) => {
@@ -110,7 +110,7 @@ impl History {
                 .any(|(_, span)| span.owner != owner && (mode == Mode::Write || span.mode == Mode::Write))
     }
 
-    /// What of older spans is beside the chunk stays theirs.
+    /// The parts of older spans outside of the chunk remain.
     fn record(&mut self, chunk: LocalChunk, mode: Mode, owner: usize) {
         if chunk.size == 0 {
             return;

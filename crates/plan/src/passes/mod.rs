@@ -1,12 +1,12 @@
-//! From the operations that a program asks for to those that a thread block does.
+//! From the operations of a program to those of its thread blocks.
 //!
-//! Each pass is a function from plan to plan and knows nothing of the others. A program's plan goes through them in this
+//! Each pass is a function from plan to plan, independent of the others. A program's plan goes through them in this
 //! order (as in MSCCL++ 0.9.0):
 //!
 //! 1. [`check_pairing`]: every signal has its wait.
 //! 2. [`fuse`]: neighbours become one operation where one can do the work of both.
-//! 3. [`insert_data_sync`]: threads meet where the program asks for it ([`DataSync`](crate::DataSync)).
-//! 4. [`insert_dependency_sync`]: threads meet between operations of one block that touch the same chunks.
+//! 3. [`insert_data_sync`]: threads synchronise where the program asks for it ([`DataSync`](crate::DataSync)).
+//! 4. [`insert_dependency_sync`]: threads synchronise between operations of one block that access the same chunks.
 //! 5. [`replicate`]: every thread block becomes `instances` of them, each with its part of every chunk.
 
 mod data_sync;

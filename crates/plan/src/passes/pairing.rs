@@ -1,4 +1,4 @@
-//! Whether every signal has its wait.
+//! Checks that every signal has its wait.
 
 use std::collections::BTreeMap;
 

@@ -42,7 +42,7 @@ pub fn replicate(mut plan: Plan, instances: u32, policy: ReplicationPolicy) -> R
 
 type Result<T> = std::result::Result<T, PlanError>;
 
-/// What becomes of the numbers of one rank.
+/// The new numbers of one rank's objects.
 struct Spread {
     rank: Rank,
     instances: u32,

@@ -1,4 +1,4 @@
-//! What the page's script reads: columns of numbers, and each text once.
+//! The data of the page's script: columns of numbers, and each text once.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -173,7 +173,7 @@ fn spans(plan: &Plan, simulation: &Simulation, lanes: &Lanes, texts: &mut Texts)
     columns
 }
 
-/// What an operation does, in words; then the line that made it.
+/// The description of an operation, and the line that made it.
 fn describe(plan: &Plan, place: Place, op: &Op) -> String {
     let block = Block::new(plan, place.rank, place.threadblock);
     let mut text = String::new();

@@ -1,4 +1,4 @@
-//! What a plan runs on, in figures.
+//! The figures of a cluster, on which a plan is simulated.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +11,7 @@ use crate::text::escaped;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cluster {
-    /// What it is called.
+    /// The cluster's name.
     pub name: String,
     /// How many nodes.
     pub nodes: u32,
@@ -21,7 +21,7 @@ pub struct Cluster {
     pub launch_ns: f64,
     /// Bandwidth of a GPU's memory; a local copy reads and writes, so it takes it twice.
     pub memory_gb_s: f64,
-    /// What a thread block can do.
+    /// The figures of a thread block.
     pub block: BlockCosts,
     /// Between the GPUs of a node.
     pub link: Link,
@@ -37,7 +37,7 @@ pub struct Cluster {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BlockCosts {
-    /// What any operation takes besides its data.
+    /// The overhead of any operation besides its data.
     pub op_ns: f64,
     /// From a load of the own GPU's memory until the data is there.
     pub memory_ns: f64,
@@ -61,7 +61,7 @@ pub struct Link {
     pub direction_gb_s: f64,
     /// Out of and into a GPU together.
     pub duplex_gb_s: f64,
-    /// Of that, what SMs can store to or load from peers.
+    /// The part of it that SMs can store to or load from peers.
     pub sm_gb_s: f64,
     /// From a store until the peer sees it.
     pub latency_ns: f64,
@@ -71,13 +71,13 @@ pub struct Link {
     pub multicast: bool,
 }
 
-/// What moves the bytes of port channels.
+/// The engine that moves the bytes of port channels.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PortEngine {
     /// Each way.
     pub gb_s: f64,
-    /// What a thread block needs to ask for a transfer.
+    /// The time in which a thread block requests a transfer.
     pub issue_ns: f64,
     /// From the request until the engine begins.
     pub start_ns: f64,

@@ -1,4 +1,4 @@
-//! What an operation costs: which bytes it moves over which links.
+//! The cost of an operation: the bytes that it moves over each link.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ pub(super) struct Flow {
 /// Plain bytes of a rank's scratch that packets hold, however large the packets are.
 pub(super) type PacketRange = (Rank, Range<u64>);
 
-/// What an operation that moves data does.
+/// The work of an operation that moves data.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Work {
     /// Before bytes flow.
@@ -80,7 +80,7 @@ impl Costs<'_> {
         }
     }
 
-    /// What an operation does through loads and stores. Of an operation on a port, only what it reads from its rank.
+    /// The loads and stores of an operation. For an operation on a port, only its reads from its own rank.
     pub fn work(&self, block: Block<'_>, op: &OpKind, turn: Option<Turn>) -> Work {
         let mut accesses = Vec::new();
         block.accesses(op, |access| accesses.push(access));

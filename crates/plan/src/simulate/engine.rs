@@ -1,4 +1,4 @@
-//! The events, in the order of their times, and what thread blocks do at them.
+//! The events in the order of their times, and the actions of thread blocks at them.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -19,7 +19,7 @@ use crate::op::OpKind;
 use crate::plan::Plan;
 use crate::resolve::{Block, Wiring};
 
-/// What happens at a time.
+/// An event.
 #[derive(Clone, Debug)]
 pub(super) enum Event {
     /// A thread block goes on.
@@ -34,7 +34,7 @@ pub(super) enum Event {
     Packets(Rank, Range<u64>, Token),
     /// A rank's engine can look whether its next transfer may begin.
     Engine(u32),
-    /// What was put through a channel has arrived.
+    /// Data that was put through a channel has arrived.
     Arrived(u32, Token),
 }
 
@@ -157,7 +157,7 @@ impl Ord for Slot {
 }
 
 impl<'a> Engine<'a> {
-    /// Of a plan whose length has been checked.
+    /// The engine for a plan whose length has been checked.
     pub fn new(plan: &'a Plan, cluster: &'a Cluster, extent: Extent) -> Self {
         let links = Links::new(cluster, plan.num_ranks());
         let state = |block| State {

@@ -32,7 +32,7 @@ pub enum SimulateError {
         field: &'static str,
         /// Its value.
         value: f64,
-        /// What would do.
+        /// The accepted values.
         expected: &'static str,
     },
     /// The plan has more ranks than the cluster has GPUs.

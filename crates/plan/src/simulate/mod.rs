@@ -33,7 +33,7 @@
 //! # Method
 //!
 //! Flows with the same links and the same cap always have the same rate, so they are one class with a counter of bytes
-//! served to each, and a flow is done when the counter has risen by its bytes. When flows come or go, rates change only
+//! served to each flow, and a flow is done when the counter has risen by its bytes. When flows come or go, rates change only
 //! in the classes that are connected through shared links; only those are computed anew, once per instant.
 
 mod cluster;

@@ -32,9 +32,9 @@ const ROUNDING: f64 = 1e-3;
 #[derive(Debug)]
 struct Class {
     resources: Box<[ResourceId]>,
-    /// What one flow gets at most, in bytes per ns.
+    /// The highest rate of one flow, in bytes per ns.
     cap: f64,
-    /// What each flow gets now.
+    /// The present rate of each flow.
     rate: f64,
     /// Bytes that a flow has got which is there since the class was last empty; as of `since`.
     served: f64,
@@ -207,14 +207,14 @@ impl Network {
 struct Fair {
     /// The classes, the one first that was asked for; it may have no flows any more.
     members: Vec<ClassId>,
-    /// Of each member, bytes per ns for each of its flows.
+    /// For each member, bytes per ns for each of its flows.
     rates: Vec<f64>,
     resources: Vec<ResourceId>,
     /// Marks for the present search, so that nothing needs to be cleared.
     search: u32,
     seen_class: Vec<u32>,
     seen_resource: Vec<u32>,
-    /// Of each resource, what is left for flows that have no rate yet, and how many there are.
+    /// For each resource, what is left for flows that have no rate yet, and how many there are.
     left: Vec<(f64, f64)>,
     shares_computed: u64,
 }

@@ -37,7 +37,7 @@ struct Queue {
     last: Option<SpanId>,
 }
 
-/// Of each rank a copy engine, then its way through the network card.
+/// For each rank a copy engine, then its way through the network card.
 #[derive(Debug)]
 pub(super) struct Ports(Vec<Queue>);
 
@@ -56,7 +56,7 @@ pub(super) fn is_put(op: Option<(&OpKind, Option<Turn>)>) -> Option<&Put> {
 }
 
 impl Engine<'_> {
-    /// What moves bytes from a rank to another one.
+    /// The engine that moves bytes from a rank to another one.
     pub fn port_engine(&self, from: Rank, to: Rank) -> &PortEngine {
         let cluster = self.costs.cluster;
         match &cluster.nic {

@@ -1,11 +1,11 @@
-//! Which links a cluster has, and which ones a flow takes.
+//! The links of a cluster, and those that a flow takes.
 
 use super::cluster::Cluster;
 use super::network::{Network, ResourceId};
 use super::result::LinkUse;
 use crate::ids::Rank;
 
-/// Of each GPU, in this order.
+/// For each GPU, in this order.
 const OUT: u32 = 0;
 const IN: u32 = 1;
 const DUPLEX: u32 = 2;

@@ -1,4 +1,4 @@
-//! What a simulation tells.
+//! The result of a simulation.
 
 use crate::ids::Rank;
 use crate::place::Place;
@@ -29,11 +29,11 @@ pub enum Lane {
 /// An operation, or a transfer of an engine, from its begin to its end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
-    /// The operation; of a transfer, the one that asked for it.
+    /// The operation; for a transfer, the operation that requested it.
     pub place: Place,
     /// The block or engine that does it.
     pub lane: Lane,
-    /// Which turn of its pipeline, from 0.
+    /// The iteration of its pipeline, from 0.
     pub turn: u32,
     /// When it begins, in ns from the kernel's start.
     pub start_ns: f64,
@@ -41,16 +41,16 @@ pub struct Span {
     pub end_ns: f64,
     /// Bytes that it moves: over links, or within the rank if there are no others; packets with their flags.
     pub bytes: u64,
-    /// What was before it in its lane.
+    /// The span before it in its lane.
     pub previous: Option<SpanId>,
-    /// What it waited for last, if it waited; of a transfer, the operation that asked for it.
+    /// The span for which it waited last, if it waited; for a transfer, the operation that requested it.
     pub cause: Option<SpanId>,
 }
 
-/// Something that goes from an operation to another rank or thread block.
+/// A signal or data from an operation to another rank or thread block.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Arrow {
-    /// What goes.
+    /// The kind of the arrow.
     pub kind: ArrowKind,
     /// From what.
     pub from: SpanId,
@@ -64,7 +64,7 @@ pub struct Arrow {
     pub arrived_ns: f64,
 }
 
-/// What an [`Arrow`] stands for.
+/// The meaning of an [`Arrow`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ArrowKind {
     /// A channel's signal.
@@ -80,11 +80,11 @@ pub enum ArrowKind {
 /// How much a link carried.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LinkUse {
-    /// Which link.
+    /// The link.
     pub name: String,
     /// Bytes.
     pub bytes: u64,
-    /// What it can, in GB/s.
+    /// Its capacity, in GB/s.
     pub capacity_gb_s: f64,
     /// Its use over the whole time, from 0 to 1.
     pub busy: f64,
@@ -108,11 +108,11 @@ pub struct Simulation {
     pub message_bytes: u64,
     /// The whole time, launch included, in ns.
     pub time_ns: f64,
-    /// Of that, the launch; spans count from its end.
+    /// The part of it before the launch is over; spans count from the end of the launch.
     pub launch_ns: f64,
     /// All operations and transfers, in the order in which they began.
     pub spans: Vec<Span>,
-    /// What went between them.
+    /// The arrows between spans.
     pub arrows: Vec<Arrow>,
     /// The links, in order: for each rank out, in, memory; then the network cards.
     pub links: Vec<LinkUse>,
@@ -121,7 +121,7 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    /// When the last thing happened, in ns from the kernel's start.
+    /// The time of the last event, in ns from the kernel's start.
     pub fn end_ns(&self) -> f64 {
         self.end_ns
     }
@@ -137,8 +137,8 @@ impl Simulation {
         self.algorithm_bandwidth() * self.bus_factor
     }
 
-    /// What made it take so long, in time's order: from the first operation to the last one that ended, each either the
-    /// lane's next or released by the one before. A step begins where the one before ended.
+    /// The chain of operations that determines the time, in the order of time: from the first operation to the last one that ended.
+    /// Each operation is the next of its lane, or the one before released it. A step begins where the one before ended.
     pub fn critical_path(&self) -> Vec<Step> {
         let by_end =
             |a: &usize, b: &usize| self.spans[*a].end_ns.total_cmp(&self.spans[*b].end_ns).then(a.cmp(b));

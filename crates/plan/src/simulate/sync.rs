@@ -74,7 +74,7 @@ impl Packets {
 /// All of a plan.
 #[derive(Debug)]
 pub(super) struct Sync {
-    /// Of each rank, where its memory and its port channels begin in `channels`.
+    /// For each rank, where its memory and its port channels begin in `channels`.
     bases: Vec<[u32; 2]>,
     pub channels: Vec<Channel>,
     semaphore_bases: Vec<u32>,

@@ -1,4 +1,4 @@
-//! Thread blocks that wait, and what ends it.
+//! Waiting thread blocks, and the events that end their waits.
 
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ impl Engine<'_> {
         }
     }
 
-    /// What a signal does when it has ended.
+    /// The effect of a signal that has ended.
     pub fn signal(&mut self, own: Rank, worker: Worker, notify: &Notify, token: Token) {
         if notify.kind != NotifyKind::Signal {
             return;

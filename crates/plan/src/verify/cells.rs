@@ -1,7 +1,7 @@
-//! Memory cut into cells: so fine that every move takes whole cells to whole cells, and no finer than that needs.
+//! Memory divided into the largest cells such that every move takes whole cells to whole cells.
 //!
-//! Whatever happens to one byte of a cell happens to all of it, so everything else is about cells, however many bytes a
-//! chunk has. Cuts are where some access begins or ends, and where a move carries a cut from one of its ends to another.
+//! All bytes of a cell are treated alike, so the proof works on cells, and their number does not depend on the bytes of a
+//! chunk. A cell ends where some access begins or ends, and where a move carries such a boundary from one of its ends to the other.
 
 use std::ops::Range;
 
@@ -20,13 +20,13 @@ const WORK: usize = 1 << 25;
 /// The cells of all views.
 #[derive(Debug)]
 pub(super) struct Cells {
-    /// Of each view, where cells begin, ascending, and where the last one ends.
+    /// For each view, where cells begin, ascending, and where the last one ends.
     cuts: Vec<Vec<u64>>,
     /// The number of each view's first cell, and that behind the last.
     first: Vec<u32>,
     chunk: u64,
     inplace: bool,
-    /// Of each rank, whether packets and plain data share bytes of its scratch.
+    /// For each rank, whether packets and plain data share bytes of its scratch.
     mixed: Vec<bool>,
     pub pieces: usize,
 }
@@ -231,7 +231,7 @@ pub(super) fn buffer(program: &Program<'_>, rank: Rank, buffer: BufferType) -> (
     (home.view, start..start + program.plan.gpus[rank.index()].chunks(buffer) * program.chunk)
 }
 
-/// Of each rank, whether its scratch is used as packets and plain in the same bytes.
+/// For each rank, whether its scratch is used as packets and plain in the same bytes.
 fn mixed(program: &Program<'_>) -> Vec<bool> {
     let ranks = program.plan.gpus.len();
     let (mut plain, mut packets) = (vec![Vec::new(); ranks], vec![Vec::new(); ranks]);

@@ -1,4 +1,4 @@
-//! Vector clocks, as sparse as what is known.
+//! Sparse vector clocks.
 
 /// For some timelines, up to which level all is done. Of the others nothing is known, and not even that they have begun.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -30,7 +30,7 @@ impl Clock {
         }
     }
 
-    /// What either knows.
+    /// Adds the knowledge of another clock.
     pub fn join(&mut self, other: &Clock) {
         if other.0.iter().all(|&(timeline, level)| self.reaches(timeline, level)) {
             return;

@@ -1,4 +1,4 @@
-//! What a collective must deliver.
+//! The result that a collective must have.
 
 use antiphon_operation::ReduceOp;
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,7 @@ pub struct Expected {
     pub index: u64,
     /// How many chunks.
     pub size: u64,
-    /// What goes into them.
+    /// The contributions that they hold.
     pub from: Vec<Source>,
     /// How it is reduced.
     #[serde(default = "sum", deserialize_with = "reduce_op")]
@@ -42,7 +42,7 @@ fn sum() -> ReduceOp {
     ReduceOp::Sum
 }
 
-/// What the outputs must hold.
+/// The required content of the outputs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Expectation {
     /// This; outputs that are not named may hold anything.

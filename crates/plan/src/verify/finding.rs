@@ -1,4 +1,4 @@
-//! What is found.
+//! The findings of the verifier.
 
 use std::ops::Range;
 
@@ -33,7 +33,7 @@ pub struct Region {
     pub chunks: Range<f64>,
 }
 
-/// Which accesses meet.
+/// The accesses of a race.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Hazard {
     /// The first writes, the second reads.
@@ -44,7 +44,7 @@ pub enum Hazard {
     WriteAfterWrite,
 }
 
-/// What a thread block waits for.
+/// The object that a thread block waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Missing {
     /// One more of something that is counted.
@@ -55,7 +55,7 @@ pub enum Missing {
     Packets,
 }
 
-/// What bytes of scratch are taken for.
+/// The use of bytes of scratch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mistake {
     /// Packets for plain data: their flags are read.
@@ -66,7 +66,7 @@ pub enum Mistake {
     LaunchBefore,
 }
 
-/// What is wrong, or noteworthy. Of the places of a [`Finding`], the first is where it is.
+/// The kind of a [`Finding`]. The first of the finding's places is where it is.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Kind {
@@ -77,12 +77,12 @@ pub enum Kind {
     },
     /// No message fits the plan.
     NoSize {
-        /// What stands against it, with the numbers.
+        /// The reason, with the numbers.
         why: String,
     },
     /// More than can be decided in bounded time and memory.
     TooLarge {
-        /// What there is too much of.
+        /// The quantity beyond its limit.
         what: &'static str,
         /// How much of it can be decided.
         limit: u64,
@@ -156,7 +156,7 @@ pub enum Kind {
         /// What they are taken for.
         mistake: Mistake,
     },
-    /// What is read was never written.
+    /// A read of bytes that were never written.
     Unwritten {
         /// Which bytes.
         region: Region,
@@ -165,9 +165,9 @@ pub enum Kind {
     Wrong {
         /// Where in the output.
         region: Region,
-        /// What must be there.
+        /// The required content.
         expected: String,
-        /// What is there.
+        /// The actual content.
         found: String,
     },
     /// Nothing is known of larger chunks: those that were looked at do not stand for them.
@@ -200,7 +200,7 @@ pub enum Kind {
     },
     /// Scratch that no operation uses.
     UnusedScratch {
-        /// Which chunks, and of which ranks.
+        /// The chunks, and their ranks.
         chunks: Vec<(Range<u64>, Vec<Rank>)>,
     },
     /// A channel that no thread block lists.

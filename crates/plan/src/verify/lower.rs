@@ -73,7 +73,7 @@ struct Chunks {
     packets: bool,
 }
 
-/// Of a range of bytes, those that an operation takes.
+/// The bytes of a range that an operation takes.
 #[derive(Clone, Copy)]
 struct Slice {
     group: Option<GroupShare>,
@@ -409,7 +409,7 @@ impl Lower<'_, '_> {
         });
     }
 
-    /// Of `size` chunks, the bytes from their first one.
+    /// The bytes of `size` chunks.
     fn part(&self, size: u64, slice: Slice) -> Range<u64> {
         let all = 0..size * self.extent.chunk();
         let shared = slice.group.map_or(all.clone(), |group| self.extent.share(&all, group));
@@ -434,7 +434,7 @@ impl Lower<'_, '_> {
     }
 }
 
-/// Of an operation the step, the signals and the accesses.
+/// The step, the signals and the accesses of an operation.
 fn cost(block: &Block<'_>, op: &OpKind) -> u64 {
     let signals = match op {
         OpKind::Notify(notify) => notify.channels.len(),

@@ -96,7 +96,7 @@ fn each_piece(
     Ok(())
 }
 
-/// Of each cell of packets and of plain data that shares bytes with one of the other kind, its writer.
+/// For each cell of packets and of plain data that shares bytes with one of the other kind, its writer.
 fn writers(
     program: &Program<'_>,
     cells: &Cells,

@@ -117,14 +117,14 @@ const FINDINGS: usize = 32;
 /// Most findings that a report shows as text.
 const SHOWN: usize = 10;
 
-/// What is to be proved.
+/// The options of a proof.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// What the outputs must hold; if none, what the plan's collective says.
+    /// The required content of the outputs; `None` stands for that of the plan's collective.
     pub expectation: Option<Expectation>,
 }
 
-/// What was proved, or what stands against it.
+/// The proof, or the reasons against it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Report {
@@ -141,12 +141,12 @@ pub struct Report {
 }
 
 impl Report {
-    /// What forbids the plan to run.
+    /// The findings that reject the plan.
     pub fn errors(&self) -> impl Iterator<Item = &Finding> {
         self.findings.iter().filter(|finding| finding.severity() == Severity::Error)
     }
 
-    /// What does not.
+    /// The findings that do not reject it.
     pub fn warnings(&self) -> impl Iterator<Item = &Finding> {
         self.findings.iter().filter(|finding| finding.severity() == Severity::Warning)
     }
@@ -198,20 +198,20 @@ impl VerifiedPlan {
         &self.plan
     }
 
-    /// What was proved, and the warnings.
+    /// The report of the proof, with its warnings.
     pub fn report(&self) -> &Report {
         &self.report
     }
 }
 
-/// Proves that a plan is right, or says what is wrong.
+/// Proves that a plan is right, or reports what is wrong.
 pub fn verify(plan: &Plan, options: &Options) -> Report {
     Verifier::new(plan).report(|verifier| verifier.run(options))
 }
 
-/// Proves that a plan is right at one size of a chunk, in bytes, or says what is wrong there.
+/// Proves that a plan is right at one size of a chunk, in bytes, or reports what is wrong there.
 ///
-/// What is proved at the sizes that [`verify`] chooses is so at all sizes: this is how to try it.
+/// For tests that a proof at the sizes that [`verify`] chooses covers all sizes.
 #[doc(hidden)]
 pub fn verify_at(plan: &Plan, options: &Options, chunk: u64) -> Report {
     Verifier::new(plan).report(|verifier| {

@@ -1,8 +1,9 @@
-//! What happens before what, whatever the run: a clock for each access.
+//! The order of accesses in every run: a clock for each access.
 //!
-//! A timeline is a thread block, a port channel of one, or a single piece of a move that writes packets. A block's level
-//! grows where its threads meet, a port's with each push. A block comes to know something where its threads meet after the
-//! step that brought the news, and passes on what it knew when its threads met before the step that sends them.
+//! A timeline is a thread block, a port channel of one, or a single piece of a move that writes packets. The level of a block
+//! grows where its threads synchronise, and that of a port with each push. A block learns of other timelines where its threads
+//! synchronise after the step that received this knowledge. It passes on the knowledge that it had when its threads synchronised
+//! before the step that sends it.
 
 use std::rc::Rc;
 
@@ -18,15 +19,15 @@ const LIMIT: usize = 1 << 27;
 /// How often knowledge is used to gain more; what is known after any of them holds.
 const ROUNDS: usize = 6;
 
-/// What is known before each access.
+/// The clocks before each access.
 pub(super) struct Order {
-    /// Of each piece of a move, what is known before it.
+    /// For each piece of a move, what is known before it.
     pub before: Vec<Rc<Clock>>,
-    /// Of each move, what is known before any packets that it waits for.
+    /// For each move, what is known before any packets that it waits for.
     pub start: Vec<Rc<Clock>>,
-    /// Of each move, the level that its timeline has when it is done.
+    /// For each move, the level that its timeline has when it is done.
     pub level: Vec<u32>,
-    /// Of each rank, what is known when it has ended: its blocks have, and its ports are flushed.
+    /// For each rank, what is known when it has ended: its blocks have, and its ports are flushed.
     pub end: Vec<Clock>,
     /// The clocks that were added to each counter, by each of its releasers in turn.
     sent: Vec<Vec<Vec<Rc<Clock>>>>,
@@ -98,12 +99,12 @@ pub(super) fn orders(program: &Program<'_>, cells: &Cells, schedule: &Schedule) 
 struct Line {
     known: Rc<Clock>,
     level: u32,
-    /// What will be known when the threads meet.
+    /// The knowledge that the block gets when its threads synchronise.
     news: Vec<Rc<Clock>>,
 }
 
-/// Nothing is known yet of who writes packets. Where several do and it depends on who takes from a counter first which of
-/// them is the first, nothing will be.
+/// Nothing is known yet about the writers of packets. Where a cell has several writers, and the order in which agents take from a
+/// counter decides which of them is first, nothing will be known later either.
 fn first_writers(program: &Program<'_>, cells: &Cells) -> Vec<Option<Rc<Clock>>> {
     let mut first = vec![None; cells.len()];
     if program.contended() {
@@ -261,7 +262,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         line.known = Rc::new(known);
     }
 
-    /// Those who meet stand together in the schedule, so the last of them finds all of them there.
+    /// The agents that meet stand together in the schedule, so the last of them finds all of them there.
     fn barrier(&mut self, barrier: u32) {
         let agents = &self.program.meetings[barrier as usize].agents;
         self.come[barrier as usize] += 1;
@@ -281,7 +282,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         }
     }
 
-    /// What a port's next push knows: the pushes before it, and what its block knows.
+    /// The knowledge of a port's next push: the pushes before it, and the knowledge of its block.
     fn reach(&mut self, agent: u32, port: u32) -> Rc<Clock> {
         let line = &mut self.ports[port as usize];
         let mut known = (*line.known).clone();
@@ -323,7 +324,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         self.order.sent[counter as usize][at].push(known);
     }
 
-    /// Of everybody who adds to the counter, how much must have been added when this agent takes one more: all that is
+    /// For each agent that adds to the counter: how much it must have added when this agent takes one more. That is all that is
     /// needed, less all that the others can have added by then.
     fn acquire(&mut self, agent: u32, counter: u32, orders: bool) {
         let of = &self.program.counters[counter as usize];

@@ -32,7 +32,7 @@ use crate::place::Place;
 use crate::plan::Plan;
 use crate::resolve::{Block, Wiring};
 
-/// What of a pipeline must be equal in all of its section: bytes of a turn, and chunks of all turns.
+/// The numbers that must be equal for all pipelines of a section: bytes of a turn, and chunks of all turns.
 type Form = (u64, u64);
 
 /// A thread block's pipeline.
@@ -48,7 +48,7 @@ struct Loop {
     section: usize,
 }
 
-/// What pipelines meet through.
+/// The counters and barriers through which pipelines synchronise.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Use {
     Adds(u32),

@@ -98,19 +98,19 @@ pub(super) struct Move {
     pub first_piece: u32,
 }
 
-/// One end of something that is counted, and through which port (see [`Program::ports`]).
+/// One end of a counter, and the port that it goes through, if any (see [`Program::ports`]).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Link {
     pub counter: u32,
     pub port: Option<u32>,
 }
 
-/// What a step does.
+/// The action of a step.
 #[derive(Clone, Debug)]
 pub(super) enum What {
     /// The block's threads meet.
     Nop,
-    /// Those of several blocks meet.
+    /// The threads of several blocks synchronise.
     Barrier(u32),
     /// Takes one from each counter.
     Acquire { links: Range<u32>, relaxed: bool },
@@ -139,7 +139,7 @@ pub(super) struct Agent {
     pub steps: Range<u32>,
 }
 
-/// What a counter counts.
+/// The object that a counter stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Counted {
     /// Signals that arrive through a channel.
@@ -171,7 +171,7 @@ pub(super) struct Counter {
 }
 
 impl Counter {
-    /// Which of its acquirers an agent is.
+    /// The index of an agent among the counter's acquirers.
     pub fn acquirer(&self, agent: u32) -> usize {
         self.acquirers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered")
     }

@@ -226,8 +226,8 @@ impl Races<'_, '_> {
         Ok(())
     }
 
-    /// Who takes in which order in a run in which what the clocks leave open happens. What was `written` may not be seen
-    /// where only relaxed waits order.
+    /// The order in which agents take from counters, in a run in which the clocks allow the race to happen. What was `written`
+    /// may not be seen where only relaxed waits order.
     fn happens(&self, hold: Hold, goal: Goal, written: bool) -> Result<Option<Vec<Served>>, Kind> {
         if self.sure {
             return Ok(Some(Vec::new()));

@@ -1,12 +1,12 @@
-//! The runs of the program, as thread blocks of many threads do it; or of one, which is more easily stuck.
+//! The runs of the program, with thread blocks of many threads, or of one thread, which can deadlock more easily.
 //!
-//! A run is decided by itself except where several blocks may take the same one from a counter: all else that can be done
-//! stays so until it is done, and is done at once. So only these takes are tried in every order, and what can happen in any
-//! run happens in one of these. Blocks that have taken as often each stand at the same place, whatever the order was, which
-//! is why states are told apart by that alone (and by what memory holds, where that matters).
+//! A run has a choice only where several blocks may take the same count from a counter. Every other possible step stays possible
+//! until it is done, and is done at once. So only the orders of these takes are tried, and everything that can happen in any
+//! run happens in one of them. The number of takes of each block determines the places of all blocks, whatever the order was.
+//! So states are distinguished by these numbers alone (and by the content of memory, where that matters).
 //!
-//! Accesses may be held: begun and never done. Two that are held and both begin are under way together in some run: a race.
-//! If no run has them both begin, one of them is always done before the other begins.
+//! Accesses may be held: they begin and never end. If two held accesses both begin in some run, they happen at the same time: a race.
+//! If they both begin in no run, one of them always ends before the other begins.
 
 use std::cell::{Cell, OnceCell};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -32,7 +32,7 @@ const LEAST_WORDS: usize = 1 << 13;
 /// A piece of a move.
 type Piece = (u32, u32);
 
-/// What is looked for.
+/// The event that is searched for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Goal {
     /// A state in which nothing more can be done, though not all have ended.
@@ -61,10 +61,10 @@ pub(super) struct Hold {
     pub alone: bool,
 }
 
-/// What is in the cell that is watched.
+/// The content of the watched cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Content {
-    /// What the launch before left there.
+    /// The content that the launch before left.
     Before,
     /// Packets.
     Packets,
@@ -72,7 +72,7 @@ pub(super) enum Content {
     Data(u32),
 }
 
-/// What a block's threads have not done since they met.
+/// The steps that a block's threads have not done since they synchronised.
 #[derive(Clone)]
 struct Item {
     step: u32,
@@ -100,7 +100,7 @@ struct Block {
     came: bool,
 }
 
-/// What a port does in one go.
+/// The operations that a port does at once.
 #[derive(Clone)]
 struct Entry {
     step: u32,
@@ -124,15 +124,15 @@ pub(super) struct State {
     blocks: Vec<Block>,
     ports: Vec<Port>,
     added: Vec<i64>,
-    /// Of each counter, how many each of its acquirers has taken.
+    /// For each counter, how many each of its acquirers has taken.
     taken: Vec<Vec<u32>>,
     come: Vec<u32>,
-    /// Which packets have been written.
+    /// The packets that have been written.
     written: Vec<bool>,
     begun: [bool; 2],
     pub content: Content,
     dirty: Vec<u32>,
-    /// What memory holds, where that matters.
+    /// The content of memory, where it matters.
     pub holds: Vec<u32>,
     /// The agents that took where another could have.
     pub served: Vec<Served>,
@@ -331,7 +331,7 @@ impl<'p, 'a> Runs<'p, 'a> {
             && self.ports[agent].iter().all(|&port| state.ports[port as usize].queue.is_empty())
     }
 
-    /// What the blocks wait for that have not ended.
+    /// The waits of the blocks that have not ended.
     pub fn waits(&self, state: &State) -> Vec<(Place, Missing)> {
         let program = self.program;
         let place = |step: u32| program.steps[step as usize].place;
@@ -467,7 +467,7 @@ impl Play<'_, '_, '_, '_> {
         port.pushed += 1;
     }
 
-    /// Of one operation, a port does all in no order: only the last of its signals says that all is done.
+    /// A port does the parts of one operation in no order: only its last signal shows that all are done.
     fn pushes(&mut self, step: u32, moves: std::ops::Range<u32>, links: &[Link]) {
         let program = self.runs.program;
         let of_move = |at: u32| program.moves[at as usize].port.expect("pushes have ports");

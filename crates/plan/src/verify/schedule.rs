@@ -18,7 +18,7 @@ use crate::place::Place;
 /// consecutive.
 pub(super) type Schedule = Vec<(u32, u32)>;
 
-/// What a run waits for.
+/// The wait of an agent.
 #[derive(Clone, Copy)]
 enum Waiting {
     Counter(u32),
@@ -29,17 +29,17 @@ enum Waiting {
 #[derive(Clone)]
 struct Run<'p, 'a> {
     program: &'p Program<'a>,
-    /// Of each agent, the next step, and of that the next link.
+    /// For each agent, the next step, and of that the next link.
     next: Vec<(u32, u32)>,
-    /// What each agent waits for.
+    /// The wait of each agent.
     waits: Vec<Option<Waiting>>,
-    /// Of each counter, how many were added.
+    /// For each counter, how many were added.
     added: Vec<i64>,
-    /// Of each counter, how many each of its acquirers has taken.
+    /// For each counter, how many each of its acquirers has taken.
     taken: Vec<Vec<u32>>,
-    /// Of each barrier, the agents that have reached it.
+    /// For each barrier, the agents that have reached it.
     come: Vec<Vec<u32>>,
-    /// Which cells have been written.
+    /// The cells that have been written.
     written: Vec<bool>,
     counter_waiters: Vec<Vec<u32>>,
     cell_waiters: HashMap<u32, Vec<u32>>,
@@ -257,8 +257,8 @@ impl Run<'_, '_> {
         Finding::new(program.plan, Kind::Deadlock { waits }, places).in_run(self.served.clone())
     }
 
-    /// Agents each of which waits for the next one: a circle if there is one, else a chain to somebody for whom nobody
-    /// is left.
+    /// Agents each of which waits for the next one: a circle if there is one, else a chain to an agent that waits for
+    /// agents that are all done.
     fn cycle(&self) -> Vec<(u32, Waiting)> {
         let start = self.waits.iter().position(Option::is_some).expect("somebody waits") as u32;
         let mut chain: Vec<(u32, Waiting)> = Vec::new();
@@ -275,7 +275,7 @@ impl Run<'_, '_> {
         chain
     }
 
-    /// Somebody who would end an agent's wait, and waits too; another one, if there is one.
+    /// An agent that would end an agent's wait, and waits too: another one, if there is one.
     fn awaited(&self, own: u32, waiting: Waiting) -> Option<u32> {
         let waits = |agent: &u32| self.waits[*agent as usize].is_some();
         match waiting {

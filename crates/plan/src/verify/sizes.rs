@@ -1,4 +1,4 @@
-//! At which sizes a plan is proved, so that it is proved at all.
+//! The sizes at which a plan is proved, which represent all sizes.
 //!
 //! Sizes are those of a chunk: whole units of the alignment, from one unit up to what the largest message allows. The
 //! smallest message is no limit, for a chunk may be run in parts ([`Extent::part`]).
@@ -14,8 +14,8 @@
 //!
 //! What happens before what follows from the steps and from how often pipelines turn, not from bytes. So whether there are
 //! races or wrong values in a fiber depends on its pattern alone, and a plan is right at a size if it is right for each
-//! pattern there, and deadlocks at none. (Packets are waited for: who writes packets that whom awaits adds to what
-//! happens before what. Where groups share packets, patterns are compared only between sizes at which the same
+//! pattern there, and deadlocks at none. (Readers wait for packets, so the writer and the reader of a
+//! packet add to what happens before what. Where groups share packets, patterns are compared only between sizes at which the same
 //! operations meet in packets.)
 //!
 //! # Sizes with the same patterns
@@ -95,7 +95,7 @@ const RESIDUES: u64 = 1 << 12;
 /// How many turns the slowest pipeline has in one range after the other.
 const RANGES: [u64; 4] = [4, 8, 16, 32];
 
-/// What counts for a turn in units, where there are no pipelines.
+/// The unit of a turn where there are no pipelines.
 const NO_TURN: u64 = 4;
 
 /// Most sizes one after the other.
@@ -267,9 +267,9 @@ fn most_units(plan: &Plan) -> Result<u64, Kind> {
     }
 }
 
-/// A kind of operation: how it takes its bytes.
+/// How operations of one kind divide the bytes of their chunks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Cut {
+struct Division {
     chunks: u64,
     /// The place in the group and its size; of no group, one alone.
     group: (u32, u32),
@@ -278,7 +278,7 @@ struct Cut {
     packets: bool,
 }
 
-impl Cut {
+impl Division {
     fn share(&self, extent: Extent) -> std::ops::Range<u64> {
         let (tb_id, tbg_size) = self.group;
         extent.share(&(0..self.chunks * extent.chunk()), GroupShare { tb_id, tbg_size })
@@ -306,7 +306,7 @@ fn moves(op: &OpKind, mut each: impl FnMut(u64, Option<GroupShare>, bool)) {
     }
 }
 
-/// What a chunk of an operation is to a fiber: one of these, or the turn, counted from [`MET`].
+/// The state of an operation's chunk for a fiber: one of these, or the turn, counted from [`MET`].
 type State = u64;
 const BEFORE: State = 0;
 const BEHIND: State = 1;
@@ -317,16 +317,16 @@ const MET: State = 3;
 /// All fibers' patterns at one size.
 #[derive(PartialEq, Eq)]
 struct Patterns {
-    /// Of each pipeline, how many turns it has.
+    /// For each pipeline, how many turns it has.
     turns: Vec<u64>,
-    /// Of each pattern, the states of all chunks of all cuts.
+    /// For each pattern, the states of all chunks of all divisions.
     each: BTreeSet<Vec<State>>,
 }
 
 struct Sizes {
     alignment: u64,
-    cuts: Vec<Cut>,
-    /// All that occur among the cuts, and others.
+    divisions: Vec<Division>,
+    /// All that occur among the divisions, and others.
     pipelines: Vec<(u64, u64)>,
     /// Whether packets stand in one: then the first turn is not like the others.
     first: bool,
@@ -339,7 +339,7 @@ struct Sizes {
 
 impl Sizes {
     fn new(plan: &Plan) -> Self {
-        let mut cuts = BTreeSet::new();
+        let mut divisions = BTreeSet::new();
         let mut pipelines = BTreeSet::new();
         let mut first = false;
         let mut add = |op: &Op, pipeline: Option<(u64, u64)>| {
@@ -349,7 +349,7 @@ impl Sizes {
                 // Packets carry no turn.
                 let pipeline = pipeline.filter(|_| !packets);
                 if chunks > 0 && (group.1 > 1 || pipeline.is_some()) {
-                    cuts.insert(Cut { chunks, group, pipeline, packets });
+                    divisions.insert(Division { chunks, group, pipeline, packets });
                 }
             });
         };
@@ -365,22 +365,24 @@ impl Sizes {
                 _ => add(op, None),
             }
         }
-        let cuts = cuts.into_iter().filter(|cut| cut.pipeline.is_none_or(|(_, chunks)| chunks > 0));
-        let cuts: Vec<_> = cuts.collect();
+        let divisions =
+            divisions.into_iter().filter(|division| division.pipeline.is_none_or(|(_, chunks)| chunks > 0));
+        let divisions: Vec<_> = divisions.collect();
         Sizes {
             alignment: plan.buffer_alignment,
             pipelines: pipelines.into_iter().collect(),
             first,
             apart: if first { FEW } else { 0 },
-            mixed: if cuts.is_empty() { None } else { mixed_scratch(plan) },
-            cuts,
+            mixed: if divisions.is_empty() { None } else { mixed_scratch(plan) },
+            divisions,
             work: 0,
         }
     }
 
-    /// The least common multiple of the groups of some cuts; above the limit, any number above it.
-    fn multiple(&self, of: impl Fn(&Cut) -> bool) -> u64 {
-        let groups = self.cuts.iter().filter(|cut| of(cut)).map(|cut| u64::from(cut.group.1));
+    /// The least common multiple of the groups of some divisions; above the limit, any number above it.
+    fn multiple(&self, of: impl Fn(&Division) -> bool) -> u64 {
+        let groups =
+            self.divisions.iter().filter(|division| of(division)).map(|division| u64::from(division.group.1));
         groups.fold(1, |multiple, size| {
             let (mut a, mut b) = (multiple, size);
             while b > 0 {
@@ -402,9 +404,9 @@ impl Sizes {
         Some(if all == 1 && nested && !self.first {
             units
         } else {
-            let within = if self.first { all } else { self.multiple(|cut| cut.pipeline.is_some()) };
+            let within = if self.first { all } else { self.multiple(|division| division.pipeline.is_some()) };
             let units = if self.first { units.saturating_mul(1 + FEW) } else { units };
-            let group = self.cuts.iter().map(|cut| u64::from(cut.group.1)).max().unwrap_or(1);
+            let group = self.divisions.iter().map(|division| u64::from(division.group.1)).max().unwrap_or(1);
             let order = within.saturating_mul(units.saturating_add(group)).max(all.saturating_mul(group));
             order.saturating_add(all).saturating_add(all.saturating_mul(units).saturating_mul(2))
         })
@@ -412,9 +414,13 @@ impl Sizes {
 
     /// Why pipelines are not such that large sizes follow from small ones, if they are not.
     fn gap(&self) -> Option<Gap> {
-        let turned = || self.cuts.iter().filter_map(|cut| cut.pipeline.map(|pipeline| (cut, pipeline)));
-        for (cut, (_, covered)) in turned() {
-            let (chunks, group) = (cut.chunks, u64::from(cut.group.1));
+        let turned = || {
+            self.divisions
+                .iter()
+                .filter_map(|division| division.pipeline.map(|pipeline| (division, pipeline)))
+        };
+        for (division, (_, covered)) in turned() {
+            let (chunks, group) = (division.chunks, u64::from(division.group.1));
             if chunks > covered.saturating_mul(group) {
                 return Some(Gap::new(format!(
                     "the turns of a pipeline cover {covered} chunks, and an operation in it has {chunks}"
@@ -422,16 +428,16 @@ impl Sizes {
             }
         }
         // Where the shares of each group begin, to the unit, at every residue; equal on average must be equal.
-        let multiple = self.multiple(|cut| cut.pipeline.is_some());
+        let multiple = self.multiple(|division| division.pipeline.is_some());
         let mut begins = BTreeMap::new();
-        for (cut, pipeline) in turned().filter(|_| multiple <= RESIDUES) {
-            let (place, size) = (u64::from(cut.group.0), u64::from(cut.group.1));
-            let average = place * (cut.chunks % size) % size * (multiple / size);
+        for (division, pipeline) in turned().filter(|_| multiple <= RESIDUES) {
+            let (place, size) = (u64::from(division.group.0), u64::from(division.group.1));
+            let average = place * (division.chunks % size) % size * (multiple / size);
             // By how much it is more than the average, as a fraction.
             let rounding = |units: u64| {
                 let extent = Extent::of_chunk(units * self.alignment, self.alignment);
-                let begins = cut.share(extent).start / self.alignment;
-                let average = i128::from(place) * i128::from(cut.chunks) * i128::from(units);
+                let begins = division.share(extent).start / self.alignment;
+                let average = i128::from(place) * i128::from(division.chunks) * i128::from(units);
                 (i128::from(begins) * i128::from(size) - average) * i128::from(multiple / size)
             };
             let rounding: Vec<_> = (1..=multiple).map(rounding).collect();
@@ -447,19 +453,19 @@ impl Sizes {
         let extent = Extent::of_chunk(units * self.alignment, self.alignment);
         let chunk = extent.chunk();
         let turns = |&(unit, chunks): &(u64, u64)| chunks.saturating_mul(chunk).div_ceil(unit);
-        let slots: u64 = self.cuts.iter().map(|cut| cut.chunks).fold(0, u64::saturating_add);
+        let slots: u64 = self.divisions.iter().map(|division| division.chunks).fold(0, u64::saturating_add);
         self.spend(slots)?;
         let mut marks = vec![0];
-        for cut in &self.cuts {
-            let share = cut.share(extent);
-            for k in 0..cut.chunks {
+        for division in &self.divisions {
+            let share = division.share(extent);
+            for k in 0..division.chunks {
                 let from = share.start.max(k * chunk);
                 let to = share.end.min((k + 1) * chunk);
                 if from >= to {
                     continue;
                 }
                 marks.extend([from - k * chunk, to - k * chunk]);
-                let Some((unit, _)) = cut.pipeline else { continue };
+                let Some((unit, _)) = division.pipeline else { continue };
                 let first = (from - share.start) / unit + 1;
                 let last = (to - 1 - share.start) / unit;
                 if (last + 1).saturating_sub(first) + marks.len() as u64 > WORK {
@@ -473,9 +479,9 @@ impl Sizes {
         marks.retain(|&mark| mark < chunk);
         self.spend(slots.saturating_mul(marks.len() as u64))?;
         let each = marks.iter().map(|&y| {
-            let state = |cut: &Cut, k: u64| {
-                let (share, at) = (cut.share(extent), k * chunk + y);
-                match cut.pipeline {
+            let state = |division: &Division, k: u64| {
+                let (share, at) = (division.share(extent), k * chunk + y);
+                match division.pipeline {
                     _ if at < share.start => BEFORE,
                     _ if at >= share.end => BEHIND,
                     None => MET,
@@ -485,7 +491,10 @@ impl Sizes {
                     },
                 }
             };
-            let states = self.cuts.iter().flat_map(|cut| (0..cut.chunks).map(move |k| state(cut, k)));
+            let states = self
+                .divisions
+                .iter()
+                .flat_map(|division| (0..division.chunks).map(move |k| state(division, k)));
             states.collect()
         });
         let each = each.collect();
@@ -527,14 +536,17 @@ impl Sizes {
         Ok(classes)
     }
 
-    /// Of each chunk of each cut, the pipeline that it stands in, by number.
+    /// For each chunk of each division, the pipeline that it stands in, by number.
     fn slots(&self) -> Vec<Option<usize>> {
         let numbers: BTreeMap<_, _> = self.pipelines.iter().enumerate().map(|(at, &of)| (of, at)).collect();
-        let number = |cut: &Cut| cut.pipeline.and_then(|of| numbers.get(&of).copied());
-        self.cuts.iter().flat_map(|cut| (0..cut.chunks).map(move |_| number(cut))).collect()
+        let number = |division: &Division| division.pipeline.and_then(|of| numbers.get(&of).copied());
+        self.divisions
+            .iter()
+            .flat_map(|division| (0..division.chunks).map(move |_| number(division)))
+            .collect()
     }
 
-    /// What two patterns must have in common to be compared (which chunks of which cuts meet the fiber, and in the how
+    /// What two patterns must have in common to be compared (which chunks of which divisions meet the fiber, and in the how
     /// manieth of the turns that do), and what is compared.
     fn parts(
         &mut self,
@@ -584,7 +596,7 @@ fn follows(turns: &Turns, from: &Turns) -> bool {
         .all(|(turns, from)| distances(turns).zip(distances(from)).all(|(all, less)| less <= all))
 }
 
-/// Of each size the patterns that follow from no others, by number.
+/// For each size the patterns that follow from no others, by number.
 ///
 /// # Errors
 /// [`Kind::TooLarge`]
@@ -593,7 +605,7 @@ fn least(
     classes: &BTreeMap<u64, Rc<Patterns>>,
 ) -> Result<BTreeMap<u64, BTreeSet<usize>>, Kind> {
     let (slots, apart) = (sizes.slots(), sizes.apart);
-    let packets = sizes.cuts.iter().flat_map(|cut| (0..cut.chunks).map(|_| cut.packets));
+    let packets = sizes.divisions.iter().flat_map(|division| (0..division.chunks).map(|_| division.packets));
     let packets: Vec<bool> = packets.collect();
     let meets = |patterns: &Patterns| -> BTreeSet<Vec<bool>> {
         let meets = |states: &Vec<State>| -> Vec<bool> {
@@ -638,7 +650,7 @@ fn cover(of: &BTreeMap<u64, BTreeSet<usize>>) -> Vec<u64> {
     let mut sizes = BTreeSet::new();
     while !missing.is_empty() {
         let new = |numbers: &BTreeSet<usize>| numbers.intersection(&missing).count();
-        // Of those with most, the smallest.
+        // The smallest of those with most.
         let best = of.iter().rev().max_by_key(|(_, numbers)| new(numbers)).expect("some size has it");
         sizes.insert(*best.0);
         best.1.iter().for_each(|number| {

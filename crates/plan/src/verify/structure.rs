@@ -1,4 +1,4 @@
-//! What can be seen of each operation by itself: sizes, bounds, types, and where channels lead.
+//! The checks of each operation by itself: sizes, bounds, types, and the ends of channels.
 
 use crate::ids::{ChannelIndex, Rank};
 use crate::op::{
@@ -32,7 +32,7 @@ pub(super) fn check(plan: &Plan, wiring: &Wiring, limit: usize) -> Vec<Finding> 
     found
 }
 
-/// What is wrong with an operation, if anything is.
+/// The error in an operation, if any.
 fn wrong(plan: &Plan, wiring: &Wiring, block: &Block<'_>, op: &OpKind) -> Option<Kind> {
     if let Err(why) = possible(block, op) {
         return Some(Kind::Operation { why: format!("{}: {why}", op.name()) });

@@ -1,4 +1,4 @@
-//! What a plan has and does not use.
+//! The unused resources of a plan.
 
 use std::collections::{BTreeMap, BTreeSet};
 

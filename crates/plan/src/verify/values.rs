@@ -1,4 +1,4 @@
-//! What every cell holds, as a set of contributions, and whether it is what the collective must deliver.
+//! The content of every cell as a set of contributions, compared with the result that the collective must have.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -18,16 +18,16 @@ use crate::op::BufferType;
 /// Most contributions in all values together.
 const LIMIT: usize = 1 << 26;
 
-/// What a cell holds.
+/// The content of a cell.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Value {
     /// Never written.
     Nothing,
     /// Something made of that, which has been reported.
     Reported,
-    /// What the caller gave, in this cell.
+    /// The caller's data, in this cell.
     Input(u32),
-    /// What a step wrote into the same bytes in the other form, packets or plain.
+    /// Data that a step wrote into the same bytes in the other form, packets or plain.
     Overwritten(u32),
     /// Several reduced, ascending; in a sum, what contributes twice counts twice.
     Reduced(ReduceOp, Rc<[u32]>),
@@ -167,7 +167,7 @@ struct Run<'p, 'a> {
     expectation: Option<&'p Expectation>,
     limit: usize,
     values: Values,
-    /// What each cell holds.
+    /// The content of each cell.
     holds: Vec<u32>,
     seen: HashSet<u32>,
     overwritten: HashSet<Rank>,
@@ -240,7 +240,7 @@ impl<'p, 'a> Run<'p, 'a> {
         }
     }
 
-    /// What is wrong at the end of a run, and what it leaves in place of packets.
+    /// The findings at the end of a run, and the data that it leaves in place of packets.
     fn results(&mut self) {
         for gpu in self.program.plan.gpus.iter().filter(|_| self.cells.mixed()) {
             for cell in self.cells.of(View::new(gpu.id, View::PACKETS)) {

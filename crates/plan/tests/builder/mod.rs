@@ -288,7 +288,7 @@ impl BlockBuilder<'_> {
     }
 }
 
-/// Everyone sends its whole input as packets and sums what came, with `blocks` thread blocks for each rank.
+/// Every rank sends its whole input as packets and sums what came, with `blocks` thread blocks for each rank.
 pub fn one_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
     let chunks = u64::from(ranks) * blocks;
     let mut builder = PlanBuilder::new("allreduce", ranks, [chunks, chunks, chunks * u64::from(ranks)]);
@@ -308,7 +308,7 @@ pub fn one_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
     builder.0
 }
 
-/// Everyone sums a part of the message and sends the sum on, both as packets.
+/// Every rank sums a part of the message and sends the sum on, both as packets.
 pub fn two_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
     let n = u64::from(ranks);
     let chunks = n * blocks;
@@ -336,7 +336,7 @@ pub fn two_shot_all_reduce(ranks: u32, blocks: u64) -> Plan {
     builder.0
 }
 
-/// As torch's `one_shot_all_reduce`: everyone sums what it loads from all, between two meetings.
+/// As torch's `one_shot_all_reduce`: every rank sums what it loads from all, between two meetings.
 pub fn pulled_one_shot(ranks: u32, blocks: u64) -> Plan {
     let mut builder = PlanBuilder::new("allreduce", ranks, [blocks, blocks, 0]);
     for rank in 0..ranks {
@@ -351,7 +351,7 @@ pub fn pulled_one_shot(ranks: u32, blocks: u64) -> Plan {
     builder.0
 }
 
-/// As torch's `two_shot_all_reduce`: everyone sums its part of what it loads from all, and then loads all sums.
+/// As torch's `two_shot_all_reduce`: every rank sums its part of what it loads from all, and then loads all sums.
 pub fn pulled_two_shot(ranks: u32, blocks: u64) -> Plan {
     let chunks = u64::from(ranks) * blocks;
     let mut builder = PlanBuilder::new("allreduce", ranks, [chunks, chunks, 0]);

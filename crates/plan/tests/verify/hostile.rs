@@ -1,4 +1,4 @@
-//! Plans from strangers: an answer in bounded time and memory.
+//! Untrusted plans: an answer in bounded time and memory.
 
 use antiphon_plan::verify::{Kind, Options, Report, verify};
 use antiphon_plan::*;

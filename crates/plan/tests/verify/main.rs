@@ -46,11 +46,11 @@ fn only_signals_need_a_channel_back() {
     };
     let kinds = |report: &Report| report.errors().map(|error| error.kind.name()).collect::<Vec<_>>();
     assert_eq!(kinds(&one_way(&mut plan.clone(), &["nop", "put", "signal"])), ["no_counterpart"]);
-    // Nobody waits for it, so it may come too late.
+    // No block waits for it, so it may come too late.
     assert_eq!(kinds(&one_way(&mut plan, &["nop", "put"])), ["late"]);
 }
 
-/// What is expected may be told, for plans whose collective says nothing or something else.
+/// The caller may give the expectation, for plans whose collective is unknown or another one.
 #[test]
 fn a_table_takes_the_place_of_the_collective() {
     let plan = plans::all_gather(2).expect("a plan");

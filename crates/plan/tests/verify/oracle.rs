@@ -47,19 +47,19 @@ const NOTHING: Value = 0;
 
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct State {
-    /// Of each block, the phase's first operation.
+    /// For each block, the phase's first operation.
     from: Vec<usize>,
-    /// Of each block, what operations of the phase are: 0 to do, 1 under way, 2 done. Those that take from several counters
+    /// For each block, what operations of the phase are: 0 to do, 1 under way, 2 done. Those that take from several counters
     /// have from there on, as bits, from which they have.
     phase: Vec<Vec<u8>>,
     counts: Vec<i64>,
-    /// Of each block, what its ports have to do.
+    /// For each block, what its ports have to do.
     ports: Vec<VecDeque<Pushed>>,
     /// What each cell holds.
     holds: Vec<Value>,
     /// Where plain data lie in place of packets, perhaps of the launch before.
     spoilt: Mask,
-    /// Who has been told what; empty if there is nothing relaxed.
+    /// What each block has been told; empty if there is nothing relaxed.
     told: Told,
 }
 
@@ -73,18 +73,18 @@ struct Pushed {
     told: Mask,
 }
 
-/// Of which cells who has been told the last write.
+/// The cells whose last write each block has been told of.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 struct Told {
-    /// Of each block, when its threads met last.
+    /// For each block, when its threads met last.
     blocks: Vec<Mask>,
     /// What comes to that when they meet next.
     news: Vec<Mask>,
     /// Each port of each block.
     ports: Vec<Vec<Mask>>,
-    /// Of each counter, what those tell that have been added and not taken.
+    /// For each counter, what those tell that have been added and not taken.
     signals: Vec<VecDeque<Mask>>,
-    /// Of each cell of packets, what its writer had been told.
+    /// For each cell of packets, what its writer had been told.
     packets: Vec<Mask>,
 }
 
@@ -115,7 +115,7 @@ pub struct Oracle<'a> {
     blocks: Vec<Block<'a>>,
     items: Vec<Vec<Item<'a>>>,
     cells: Vec<Cell>,
-    /// Of each cell, those of the other kind that share bytes with it.
+    /// For each cell, those of the other kind that share bytes with it.
     shared: Vec<Mask>,
     wiring: Wiring,
     /// Of which cells there must be which inputs.
@@ -406,7 +406,7 @@ impl<'a> Oracle<'a> {
         state.from[block] + state.phase[block].len() == all && done && state.ports[block].is_empty()
     }
 
-    /// Everything under way: who does it, and which operation.
+    /// Everything under way: the block and its operation.
     fn under_way(&self, state: &State) -> Vec<(usize, usize)> {
         let mut all = Vec::new();
         for block in 0..self.blocks.len() {
@@ -702,7 +702,7 @@ impl<'a> Oracle<'a> {
         true
     }
 
-    /// What is known of a piece: by a block or its port, and by who wrote the packets in it.
+    /// What is known of a piece: by a block or its port, and by the writer of the packets in it.
     fn known(&self, state: &State, block: usize, from: &[usize], pushed: Option<&Pushed>) -> Mask {
         let who = match pushed {
             Some(pushed) => pushed.told | state.told.ports[block][pushed.port as usize],

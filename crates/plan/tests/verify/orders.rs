@@ -177,7 +177,7 @@ fn more_orders_than_can_be_tried_are_refused() {
     let report = judge(&[1], &[&*block; 8]);
     let Kind::TooLarge { what, .. } = error(&report).kind else { panic!("{report}") };
     assert!(what.contains("took from a counter before others"), "{report}");
-    // There is enough for all: nobody is in another's way.
+    // There is enough for all blocks: none is in another's way.
     proved(&[64], &[&*block; 8]);
 }
 
@@ -197,7 +197,7 @@ fn scratch_may_be_packets_and_plain_data_in_turn() {
     proved(&[0], &["copy:i1:s1 - pack:i0:s0 - give:0", "take:0 - unpack:s0:o0"]);
     // They are waited for, and packets of the launch before lie there.
     proved(&[0], &["pack:i0:s0 take:0 - copy:i1:s1 - pack:i0:s0", "unpack:s0:o0 - give:0"]);
-    // Nobody reads them.
+    // No block reads them.
     proved(&[], &["pack:i0:s0 - copy:i1:s0", "copy:i1:s2"]);
 }
 
@@ -207,7 +207,7 @@ fn packets_and_plain_data_at_the_same_time_race() {
         let report = judge(&[], &["pack:i0:s0", block]);
         assert!(matches!(error(&report).kind, Kind::Race { .. }), "{report}");
     }
-    // Who waits for packets looks at what is being written.
+    // A block that waits for packets reads memory that is being written.
     let report = judge(&[0], &["copy:i1:s1 - pack:i0:s0", "unpack:s0:o0"]);
     assert!(report.errors().any(|error| matches!(error.kind, Kind::Race { .. })), "{report}");
     // Packets are farther apart than what they carry.

@@ -19,7 +19,7 @@ fn to_all(program: &Program, ranks: u32, own: u32) -> Result<Vec<(u32, MemoryCha
     peers(ranks, own).map(|peer| Ok((peer, program.memory_channel(peer, own)?))).collect()
 }
 
-/// Everybody puts its input into everybody's output.
+/// Every rank puts its input into every rank's output.
 pub fn all_gather(ranks: u32) -> Result<Plan> {
     let program = Program::new("all_gather", &Collective::all_gather(ranks, 1), Options::default());
     for own in 0..ranks {
@@ -38,7 +38,7 @@ pub fn all_gather(ranks: u32) -> Result<Plan> {
     program.plan()
 }
 
-/// In place: everybody reduces one part, and gives the result to all.
+/// In place: every rank reduces one part, and gives the result to all.
 pub fn two_shot(ranks: u32, op: ReduceOp) -> Result<Plan> {
     let collective = Collective::all_reduce(ranks, 1).inplace(true);
     let program = Program::new("two_shot", &collective, Options::default());
@@ -61,7 +61,7 @@ pub fn two_shot(ranks: u32, op: ReduceOp) -> Result<Plan> {
     program.plan()
 }
 
-/// Packets, in two steps: parts to those who reduce them, results back, straight over the input. No signal anywhere, and
+/// Packets, in two steps: parts to the ranks that reduce them, results back, straight over the input. No signal anywhere, and
 /// nowhere do threads meet.
 pub fn packets(ranks: u32) -> Result<Plan> {
     let collective = Collective::all_reduce(ranks, 1).inplace(true);

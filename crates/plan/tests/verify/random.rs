@@ -181,7 +181,7 @@ fn balanced(mut blocks: Blocks, at: usize) -> Blocks {
     blocks
 }
 
-/// Of each rank the first two of four blocks, and the others.
+/// For each rank the first two of four blocks, and the others.
 fn in_pairs(mut blocks: Vec<Vec<OpKind>>) -> Blocks {
     let others = blocks.split_off(2);
     [blocks, others]
@@ -273,9 +273,9 @@ fn handovers() -> impl Strategy<Value = Blocks> {
 struct Changes {
     /// The rank's block that signals and releases what is missing.
     at: usize,
-    /// Of each rank, whether signals and waits through its memory channel are relaxed.
+    /// For each rank, whether signals and waits through its memory channel are relaxed.
     relaxed: [[bool; 2]; 2],
-    /// Of each block, whether its operations stand in a pipeline.
+    /// For each block, whether its operations stand in a pipeline.
     turned: Vec<bool>,
     /// The shares of some operations: of which block, which, and which half.
     shares: Vec<(usize, usize, u32)>,

@@ -17,7 +17,7 @@ type Turned = (u64, u64);
 /// tell the others that it is there, and perhaps that there is room again.
 #[derive(Clone, Debug)]
 struct Stages {
-    /// Of each stage, if it is a pipeline.
+    /// For each stage, if it is a pipeline.
     pipelines: [Option<Turned>; 2],
     /// Thread blocks of each stage.
     groups: [u32; 2],
@@ -25,7 +25,7 @@ struct Stages {
     chunks: u64,
     /// Where each stage has them in scratch.
     at: [u64; 2],
-    /// Who tells whom: of each of the first, who of the others.
+    /// Which blocks signal which: for each of the first blocks, the others that it signals.
     told: Vec<bool>,
     /// With how many the semaphores begin that tell of room, if there are any.
     room: Option<i64>,
@@ -280,7 +280,7 @@ fn what_goes_wrong_at_some_sizes_is_rejected() {
         more: None,
         missing: None,
     };
-    // Of each half, only the two quarters are told that it is there: enough where four divides a chunk.
+    // For each half, only the two quarters are told that it is there: enough where four divides a chunk.
     let halves = (0..16).map(|pair| pair / 4 == pair % 4 / 2).collect();
     let quarters = Stages { pipelines: [None, None], groups: [2, 4], told: halves, ..right.clone() };
     // The second stage takes all that is told before it makes room: right as long as that is for all turns.
@@ -408,7 +408,7 @@ fn where_turns_are_not_in_step_there_is_a_proof_for_a_range() {
 #[test]
 fn what_goes_wrong_in_a_range_is_rejected() {
     for (why, mut plan) in not_in_step() {
-        // Nobody tells of the input that is overwritten, in all of it or in the last turn.
+        // No signal orders the overwritten input, in all of it or in the last turn.
         let all = copied(CopyKind::Plain, BufferType::Scratch, BufferType::Output, 1, None);
         let block = ThreadBlock { id: 9, ops: vec![all.into()], ..plan.gpus[0].threadblocks[0].clone() };
         let id = plan.gpus[0].threadblocks.len() as u32;

@@ -44,9 +44,7 @@ pub(crate) enum CallTensors {
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) what: What,
-    /// Whether the memory is registered.
-    pub(crate) registered: bool,
-    /// What is done instead, between tensor and data parallel ranks, on the same tensors.
+    /// The mixed collective that takes the place of the operation, on the same tensors.
     pub(crate) mixed: Option<Mixed>,
     pub(crate) tensors: CallTensors,
 }
@@ -57,12 +55,12 @@ impl Call {
         self.operation().name()
     }
 
-    /// What is carried out.
+    /// The operation that is carried out.
     pub(crate) fn operation(&self) -> operation::Operation {
         self.mixed.as_ref().map_or(self.what.operation, Mixed::operation)
     }
 
-    /// A tensor of the call, which all are like.
+    /// One tensor of the call; all have its dtype and its device.
     fn tensor(&self) -> Option<&Tensor> {
         match &self.tensors {
             CallTensors::Nowhere => None,
@@ -71,12 +69,12 @@ impl Call {
         }
     }
 
-    /// The GPU that it is on.
+    /// The GPU that its tensors are on.
     pub(crate) fn cuda_device(&self) -> Option<u32> {
         self.tensor().and_then(|tensor| tensor.device.cuda_ordinal())
     }
 
-    /// What it works on.
+    /// The dtype of its tensors.
     pub(crate) fn dtype(&self) -> Option<DType> {
         self.tensor().map(|tensor| tensor.dtype)
     }
@@ -86,11 +84,6 @@ impl Call {
     /// # Safety
     /// The operands are valid until this returns; no other code writes the input, or uses the output, meanwhile.
     pub(crate) unsafe fn run(&self, comm: &Communicator) -> Result<(), CollectiveError> {
-        if self.registered {
-            let text = "all_reduce: registered is for tensors on CUDA; on the host, those of shared buffers are reduced \
-                        where they lie without being asked";
-            return Err(FabricError::invalid(text).into());
-        }
         // SAFETY: the caller answers for the memory.
         unsafe {
             if let Some(mixed) = &self.mixed {

@@ -6,7 +6,7 @@ use pyo3::{
     prelude::*,
 };
 
-use super::{Communicator, refused};
+use super::{Communicator, refused, run::not_on_cuda};
 use crate::{
     arguments::{Count, Operands, Tag, overlap, same_device},
     cuda::Order,
@@ -78,8 +78,19 @@ impl Communicator {
     #[pyo3(signature = (x, to, *, tag = 0))]
     fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: i64) -> Result<Handle> {
         let tag = Tag::try_from(tag)?;
-        let operand = Operand::import(x, "the input", Usage::Started)?.on_host("start_send")?;
+        let operand = Operand::import(x, "the input", Usage::Started)?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
+        if let Some(device) = tensor.device.cuda_ordinal() {
+            untagged(tag, device)?;
+            let (stream, message) = (operand.stream.unwrap_or(0), Some((tensor, to.0)));
+            let started = interrupt::detached(py, || {
+                // SAFETY: the operand was made to last as long as it lives, and what is started keeps it.
+                unsafe {
+                    self.gpus.start_message(&queue, device, stream, message, None, [Some(operand), None])
+                }
+            })?;
+            return Ok(Handle::on_cuda(started, None));
+        }
         // Detached, as no lock is taken while attached that others hold while they attach.
         let pending = py.detach(|| {
             // SAFETY: the operand is the owner.
@@ -101,9 +112,20 @@ impl Communicator {
         tag: i64,
     ) -> Result<Handle> {
         let tag = Tag::try_from(tag)?;
-        let operand = Operand::import(&out, "the output", Usage::Started)?;
-        let operand = operand.on_host("start_recv")?.writable("the output")?;
+        let operand = Operand::import(&out, "the output", Usage::Started)?.writable("the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
+        if let Some(device) = tensor.device.cuda_ordinal() {
+            untagged(tag, device)?;
+            let Some(source) = source else { return Err(not_on_cuda("start_recv from any rank", device)) };
+            let (stream, message) = (operand.stream.unwrap_or(0), Some((tensor, source.0)));
+            let started = interrupt::detached(py, || {
+                // SAFETY: as in `start_send`.
+                unsafe {
+                    self.gpus.start_message(&queue, device, stream, None, message, [None, Some(operand)])
+                }
+            })?;
+            return Ok(Handle::on_cuda(started, Some(out)));
+        }
         let source = source.map_or(Source::Any, |rank| Source::Rank(rank.0));
         let pending = py.detach(|| {
             // SAFETY: the operand is the owner.
@@ -149,13 +171,7 @@ impl Communicator {
         let operand = from.or(to);
         let device = operand.and_then(|operand| operand.tensor.device.cuda_ordinal());
         if let Some(device) = device {
-            if tag.0 != 0 {
-                let text = format!(
-                    "a message with tag {} on cuda:{device}: messages between GPUs have no tags",
-                    tag.0
-                );
-                return Err(PyNotImplementedError::new_err(text).into());
-            }
+            untagged(tag, device)?;
             let stream = stream.or_else(|| operand.and_then(|operand| operand.stream)).unwrap_or(0);
             // SAFETY: as in `run`.
             interrupt::detached(py, || unsafe { self.gpus.exchange(&queue, device, stream, read, write) })?;
@@ -184,5 +200,15 @@ impl Communicator {
             }
         })?;
         Ok(())
+    }
+}
+
+/// Refuses a tag for messages between GPUs.
+fn untagged(Tag(tag): Tag, device: u32) -> PyResult<()> {
+    match tag {
+        0 => Ok(()),
+        _ => Err(PyNotImplementedError::new_err(format!(
+            "a message with tag {tag} on cuda:{device}: messages between GPUs have no tags"
+        ))),
     }
 }

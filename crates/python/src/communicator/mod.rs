@@ -141,7 +141,7 @@ impl Communicator {
             return Ok(()); // it was never this process's
         }
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // What was started goes on to its end, as its handles promise.
+        // Started operations complete, as their handles promise.
         let finish = |queue: Arc<fabric::Queue>| {
             queue.run(|_| Ok::<_, fabric::FabricError>(()))?;
             queue.messenger().flush()

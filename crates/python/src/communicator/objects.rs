@@ -1,7 +1,8 @@
 //! Bytes and pickled objects, exchanged among all ranks.
 
+use antiphon::prelude::FabricError;
 use pyo3::{
-    exceptions::{PyRuntimeError, PyValueError},
+    exceptions::PyRuntimeError,
     prelude::*,
     pybacked::PyBackedBytes,
     types::{PyBytes, PyList},
@@ -54,8 +55,7 @@ impl Communicator {
         let (pickle, root) = (py.import("pickle")?, Count::try_from(root)?.0);
         // Bytes go round even if pickling failed: the others must not be left waiting. No pickle is one byte long.
         if root >= self.world_size {
-            let text = format!("root rank {} is not below the world size {}", root, self.world_size);
-            return Err(PyValueError::new_err(text).into());
+            return Err(FabricError::no_such_rank("root", root, self.world_size).into());
         }
         let pickled = match root == self.rank {
             true => {

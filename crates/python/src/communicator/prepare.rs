@@ -1,9 +1,9 @@
-//! What each collective needs of its arrays, on this rank.
+//! The arrays that each collective needs on this rank.
 
 use antiphon::{
-    collectives::all_reduce::Algorithm,
+    collectives::all_reduce::{Algorithm, AllReduceOptions},
     operation::{InPlace, Operation, Root},
-    prelude::{DType, ReduceOp},
+    prelude::{DType, FabricError, ReduceOp},
     tensor::dlpack::ElementType,
 };
 use pyo3::{
@@ -90,8 +90,7 @@ impl Communicator {
     ) -> Result<Prepared<'py>> {
         let (operation, row) = (what.operation, what.operation.row());
         if row.root.is_some() && what.root >= self.world_size {
-            let text = format!("root rank {} is not below the world size {}", what.root, self.world_size);
-            return Err(PyValueError::new_err(text).into());
+            return Err(FabricError::no_such_rank("root", what.root, self.world_size).into());
         }
         let out = match (row.in_place, row.root) {
             (InPlace::Same, Some(Root::Gives)) => out.or(input),
@@ -122,9 +121,7 @@ impl Communicator {
         usage: Usage,
     ) -> Result<Prepared<'py>> {
         let what = reducing(Operation::AllReduce, op)?;
-        let number = chosen.map(algorithm).transpose()?.map_or(0, |algorithm| algorithm.number(false));
-        let mut prepared = self.prepare(what.with_algorithm(number), Some(input), out, usage)?;
-        prepared.call.registered = registered;
-        Ok(prepared)
+        let options = AllReduceOptions { algorithm: chosen.map(algorithm).transpose()?, registered };
+        self.prepare(what.with_algorithm(options.number()), Some(input), out, usage)
     }
 }

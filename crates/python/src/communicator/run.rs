@@ -1,4 +1,4 @@
-//! Carrying a collective out: on the host, waited for or started, or in a stream of a GPU.
+//! Running collectives: blocking or started on the host, or in a stream of a GPU.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -166,9 +166,9 @@ impl Operand {
 }
 
 #[cold]
-fn not_on_cuda(operation: &str, device: u32) -> Error {
+pub(super) fn not_on_cuda(operation: &str, device: u32) -> Error {
     let text = format!(
-        "{operation} on cuda:{device}: it is for host memory alone; on CUDA there are the collectives, send, recv and send_recv"
+        "{operation} on cuda:{device}: it takes host memory only; on CUDA there are the collectives and the messages that name both ranks"
     );
     PyNotImplementedError::new_err(text).into()
 }

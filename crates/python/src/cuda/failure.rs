@@ -1,11 +1,11 @@
-//! What a rank's program hears of kernels that give up, while it makes no call.
+//! How a program learns of kernels that give up while it makes no call.
 
 use antiphon::{collectives::cuda::OnFailure, prelude::FabricError};
 use pyo3::{exceptions::PyTypeError, prelude::*};
 
 use crate::error::{Error, Result};
 
-/// What happens when a kernel has given up, on each GPU of a communicator.
+/// The action after a kernel has given up, for each GPU of a communicator.
 pub(crate) enum Action {
     /// One of the words.
     Word(String),

@@ -1,7 +1,7 @@
 //! Collectives on CUDA tensors: put into the caller's stream, in its order.
 //!
-//! The lock of a communicator's GPUs is taken detached from the interpreter; a thread with the lock needs the interpreter at most to look for
-//! signals; and after the queue's turn, if that is needed too.
+//! A thread takes the lock of a communicator's GPUs detached from the interpreter, and after its turn in the queue if it needs both.
+//! While it has the lock, it needs the interpreter at most to check for signals.
 
 mod buffer;
 mod failure;
@@ -29,7 +29,7 @@ use crate::{call::Call, fused::Fused, operand::Tensor, stream::RawStream};
 
 type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
 
-/// What the kernels reduce.
+/// The dtypes that the kernels reduce.
 pub(crate) const REDUCED: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// The orders of calls, each of which waits for the stream of its own last call.
@@ -41,7 +41,7 @@ pub(crate) enum Order {
 }
 
 impl Order {
-    /// Those of an operation.
+    /// The orders in which an operation has its place.
     pub(crate) fn of(operation: Operation) -> &'static [Self] {
         match CudaCollectives::is_by_messages(operation) {
             true => &[Self::Sends, Self::Receives],
@@ -62,7 +62,7 @@ pub(crate) struct Gpus {
 #[derive(Default)]
 struct State {
     open: Vec<Gpu>,
-    /// What happens when a kernel gives up; none is what the environment says.
+    /// The action after a kernel has given up; without one, the action of the environment.
     on_failure: Option<Action>,
     /// Nothing is opened any more.
     is_closed: bool,
@@ -71,8 +71,8 @@ struct State {
 struct Gpu {
     context: Context,
     collectives: CudaCollectives,
-    /// Where started calls go.
-    side: Option<Stream>,
+    /// The streams of started calls, one for each [`Order`].
+    sides: [Option<Stream>; 3],
     /// The kernels that are loaded.
     loaded: Vec<(DType, ReduceOp)>,
 }
@@ -142,7 +142,7 @@ impl Gpus {
         })
     }
 
-    /// Waits, in the order of a stream, until the streams of all ranks have come here.
+    /// Makes a stream wait until the streams of all ranks have reached this call.
     ///
     /// # Safety
     /// The stream is one of the device.
@@ -201,7 +201,7 @@ impl Gpus {
         drop(before); // attached, as it may be a callable
     }
 
-    /// What kernels have left behind.
+    /// Returns the failure that kernels have reported, if any.
     pub(crate) fn check(&self) -> Outcome {
         self.lock().open.iter().try_for_each(|gpu| gpu.collectives.check())
     }
@@ -250,7 +250,7 @@ impl Gpus {
                 return Ok(()); // another thread was faster
             }
             let collectives = CudaCollectives::new(comm, &context)?;
-            let gpu = Gpu { context, collectives, side: None, loaded: Vec::new() };
+            let gpu = Gpu { context, collectives, sides: [const { None }; 3], loaded: Vec::new() };
             let mut state = self.lock();
             if state.is_closed {
                 drop(state); // first, as the end of the GPU's part waits
@@ -287,7 +287,7 @@ impl Gpus {
 
 impl Drop for Gpus {
     fn drop(&mut self) {
-        // Without an interpreter there is nobody to detach from.
+        // Without an interpreter there is nothing to detach from.
         if Python::try_attach(|py| py.detach(|| self.close())).is_none() {
             self.close();
         }

@@ -12,7 +12,7 @@ use crate::{
     operand::{Operand, Tensor, Usage},
 };
 
-/// What can be registered.
+/// Memory that can be registered.
 pub(crate) enum Registrable {
     /// Symmetric memory.
     Buffer(Py<CudaBuffer>),
@@ -71,7 +71,7 @@ impl Gpus {
         })
     }
 
-    /// What the ranks do together with a device that has been opened. The queue's turn comes before the lock, as where
+    /// Work that the ranks do together on a device that has been opened. The queue's turn comes before the lock, as where
     /// devices are opened: a thread with the lock waits for no other thread of this process.
     fn together(
         &self,

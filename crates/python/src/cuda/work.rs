@@ -1,10 +1,6 @@
 //! One collective, put into a stream.
 
-use antiphon::{
-    collectives::cuda::{Algorithm, CudaCollectives},
-    device::cuda::StreamRef,
-    prelude::FabricError,
-};
+use antiphon::{collectives::cuda::CudaCollectives, device::cuda::StreamRef, prelude::FabricError};
 
 use super::{Gpu, Outcome, REDUCED};
 use crate::{
@@ -117,26 +113,17 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
             return mixed.run_on(peers, &read, &mut write, stream);
         }
     }
-    let mut what = call.what.clone();
-    if call.registered {
-        let usual = match call.tensors {
-            CallTensors::Shared(_) => Algorithm::TwoShot,
-            _ => Algorithm::OneShot,
-        };
-        let by = Algorithm::ALL.into_iter().find(|by| by.number(false) == what.algorithm).unwrap_or(usual);
-        what.algorithm = by.number(true);
-    }
     // SAFETY: the caller answers for the memory, which only the device touches.
     unsafe {
         match call.tensors {
-            CallTensors::Nowhere => peers.call(&what, None, None, stream),
+            CallTensors::Nowhere => peers.call(&call.what, None, None, stream),
             CallTensors::Shared(buffer) => {
-                peers.call_in_place(&what, &mut buffer.view_mut().map_err(refused)?, stream)
+                peers.call_in_place(&call.what, &mut buffer.view_mut().map_err(refused)?, stream)
             }
             CallTensors::Apart(input, output) => {
                 let input = input.map(|tensor| tensor.view()).transpose().map_err(refused)?;
                 let mut output = output.map(|tensor| tensor.view_mut()).transpose().map_err(refused)?;
-                peers.call(&what, input.as_ref(), output.as_mut(), stream)
+                peers.call(&call.what, input.as_ref(), output.as_mut(), stream)
             }
         }
     }

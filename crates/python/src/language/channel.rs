@@ -176,7 +176,7 @@ impl Switch {
         let program = program.get().at(frame)?;
         let channel = SwitchChannel::existing(&program, &self.ends)?;
         let rank = convert::rank(rank, program.num_ranks())?;
-        // That the rank is none of the program's is for the channel to say.
+        // The channel refuses a rank that is not in the program.
         let tb = convert::thread_block(tb, program.num_thread_blocks(rank).unwrap_or(0))?;
         let from = buffer_offset..buffer_offset.saturating_add(size);
         Ok(channel.reduce(rank, dst.chunk, from, tb, convert::reduce_op(reduce_op)?)?)

@@ -86,7 +86,7 @@ fn from_end(index: i64, count: u32) -> Option<u32> {
     }
 }
 
-/// What an operation raises if it is told no thread block at all.
+/// The error of an operation without a thread block.
 #[derive(Clone, Copy)]
 pub(super) enum Missing {
     Runtime,
@@ -101,7 +101,7 @@ pub(super) fn blocks<'a>(
     missing: Missing,
 ) -> Result<Blocks<'a>> {
     let tb = tb.map(|tb| thread_block(tb, count)).transpose()?;
-    let text = "neither tb nor tb_group says who does it";
+    let text = "neither tb nor tb_group names the thread blocks that do it";
     match (tb, group.map(|group| &group.get().0)) {
         (Some(tb), None) => Ok(Blocks::One(tb)),
         (Some(tb), Some(group)) => Ok(Blocks::Member(tb, group)),

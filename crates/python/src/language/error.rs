@@ -1,4 +1,4 @@
-//! Which exception an error becomes: that of MSCCL++ 0.9.0, which scripts may catch.
+//! The Python exception for each error: that of MSCCL++ 0.9.0, which scripts may catch.
 
 use antiphon_language::LanguageError;
 use antiphon_plan::PlanError;

@@ -1,4 +1,4 @@
-//! What `antiphon.language` is made of: programs, and the chunks that their operations name.
+//! The classes of `antiphon.language`: programs, and the chunks that their operations name.
 //!
 //! The modules of that package hold the names, defaults and the current program; here arguments become those of
 //! `antiphon-language`.

@@ -21,7 +21,7 @@ pub(crate) struct Program(Mutex<language::Program>);
 
 impl Program {
     pub(super) fn lock(&self) -> MutexGuard<'_, language::Program> {
-        // What panicked left the program as it was before, or with an operation less.
+        // A panic leaves the program as it was before, or without the last operation.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -52,7 +52,7 @@ unsafe impl Send for Buffer {}
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Without an interpreter there is nobody to give it back to.
+        // Without an interpreter the buffer cannot be released.
         // SAFETY: it was filled by `PyObject_GetBuffer` and is released once.
         Python::try_attach(|_| unsafe { PyBuffer_Release(&mut *self.0) });
     }

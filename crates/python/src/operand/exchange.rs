@@ -1,4 +1,4 @@
-//! DLPack's C exchange API (version 1.3): a table of C functions on an array's type. torch has it; it is the fastest way
+//! DLPack's C exchange API (version 1.3): a table of C functions on an array's type. torch provides it; it is the fastest way
 //! in and out, as no Python code runs.
 
 use std::{
@@ -89,7 +89,7 @@ impl ExchangeApi {
         }
     }
 
-    /// The stream on which the array's library works on a device at present.
+    /// The stream on which the array's library works on a device now.
     fn stream(&self, array: &Bound<'_, PyAny>, device: Device) -> Result<Option<RawStream>> {
         let Device::Cuda(id) = device else { return Ok(None) };
         let Some(current) = self.table().current_work_stream else {

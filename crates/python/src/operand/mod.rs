@@ -33,7 +33,7 @@ pub(crate) use protocol::capsule;
 pub(crate) struct Operand {
     pub(crate) tensor: Tensor,
     pub(crate) element: ElementType,
-    /// The stream on which its library works on its device at present.
+    /// The current stream of its library on its device.
     pub(crate) stream: Option<RawStream>,
     read_only: bool,
     /// In elements, unless it is row-major.
@@ -41,7 +41,7 @@ pub(crate) struct Operand {
     source: Source,
 }
 
-/// What the operation works on: plain values, so that it can go to another thread.
+/// The memory that an operation works on, as plain values that can go to another thread.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tensor {
     pub(crate) data: *mut u8,
@@ -51,12 +51,12 @@ pub(crate) struct Tensor {
     pub(crate) device: Device,
 }
 
-// SAFETY: whoever uses the memory says for how long it is valid, on whatever thread.
+// SAFETY: the code that uses the memory keeps it valid for as long as it does, on any thread.
 unsafe impl Send for Tensor {}
 // SAFETY: as above.
 unsafe impl Sync for Tensor {}
 
-/// What keeps the memory alive, and knows its shape.
+/// The owner of the memory, which keeps it alive and knows its shape.
 enum Source {
     Buffer(Buffer),
     Borrowed { shape: Vec<usize> },
@@ -147,7 +147,7 @@ impl Operand {
         Ok(Self { tensor, element, stream: None, read_only, strides, source })
     }
 
-    /// Refuses a new array for work in a stream where its library does not work at present: it may give memory that its
+    /// Refuses a new array for work in a stream that is not the current one of its library: it may get memory that its
     /// own stream still uses.
     pub(crate) fn allocates_in_order(&self, usage: Usage) -> Result<()> {
         match (usage, self.stream) {
@@ -196,7 +196,7 @@ impl Operand {
         Ok((new, operand))
     }
 
-    /// What libraries keep E4M3 codes as: their type for them if they exchange types by number, else bytes.
+    /// The element type of E4M3 codes in the array's library: its own type if the library exchanges types by number, else bytes.
     pub(crate) fn float8(&self, array: &Bound<'_, PyAny>) -> Result<ElementType> {
         let exchanges = ExchangeApi::of_foreign(array, &self.source)?.is_some();
         Ok(ElementType::named("float8_e4m3fn").filter(|_| exchanges).unwrap_or(DType::U8.into()))

@@ -25,7 +25,7 @@ use crate::{
 const VERSIONED: &CStr = c"dltensor_versioned";
 const UNVERSIONED: &CStr = c"dltensor";
 
-/// What we can read.
+/// The newest version of DLPack that this crate reads.
 const VERSION: (u32, u32) = (1, 1);
 
 /// Whether an array says that it is in the memory of a device.

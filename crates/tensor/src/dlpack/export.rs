@@ -121,7 +121,7 @@ impl<O: Send + 'static> Exported<O> {
     }
 }
 
-/// What a consumer holds by a pointer to its first field.
+/// The struct whose first field's address the consumer has.
 #[repr(C)]
 struct Block<M, O> {
     managed: M,

@@ -18,7 +18,7 @@ pub struct Imported {
     _loan: Loan,
 }
 
-// SAFETY: whoever made it promised that the deleter may be called on any thread. The rest is plain data, and elements,
+// SAFETY: the library that made it promised that the deleter may be called on any thread. The rest is plain data, and elements,
 // which are Send and Sync by the bound on `Element`.
 unsafe impl Send for Imported {}
 // SAFETY: a shared `Imported` only reads.
@@ -121,7 +121,7 @@ impl Imported {
     /// [`device`](Imported::device).
     pub fn view(&self) -> Result<TensorView<'_>, TensorError> {
         let (Description { ptr, shape, .. }, dtype) = (&self.description, self.dtype()?);
-        // SAFETY: whoever made `self` promised memory that is readable, and not written, while it is borrowed.
+        // SAFETY: the library that made `self` promised memory that is readable, and not written, while it is borrowed.
         unsafe { TensorView::from_raw_parts(*ptr, dtype, shape, self.strides(), self.device()?) }
     }
 
@@ -136,7 +136,7 @@ impl Imported {
             return Err(TensorError::ReadOnly);
         }
         let (Description { ptr, shape, .. }, dtype) = (&self.description, self.dtype()?);
-        // SAFETY: whoever made `self` promised memory that only this view reaches while `self` is borrowed.
+        // SAFETY: the library that made `self` promised memory that only this view reaches while `self` is borrowed.
         unsafe { TensorViewMut::from_raw_parts(*ptr, dtype, shape, self.strides(), self.device()?) }
     }
 
@@ -160,7 +160,7 @@ impl TryFrom<DLDevice> for Device {
     }
 }
 
-/// What a tensor is, copied out of C's hands. Shape and strides fit an address space.
+/// The description of a tensor, copied from the C struct. Shape and strides fit an address space.
 #[derive(Debug)]
 struct Description {
     ptr: *mut u8,

@@ -230,7 +230,7 @@ impl MxFp4 {
     }
 }
 
-/// What the two formats share: all but the scale of a block.
+/// The common part of the two formats: everything except the scale of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Matrix {
     blocks: Blocks,

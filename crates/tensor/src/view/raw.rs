@@ -1,4 +1,4 @@
-//! What the two views share: an address with its layout, without a lifetime.
+//! The common part of the two views: an address with its layout, without a lifetime.
 
 use std::fmt;
 use std::ptr::{self, NonNull};
@@ -37,7 +37,7 @@ impl Raw {
         Ok(raw)
     }
 
-    /// Those elements of a slice that the strides reach from its first.
+    /// The elements of a slice that the strides reach from its first one.
     pub(super) fn strided<T: Element>(
         data: NonNull<[T]>,
         shape: &[usize],
@@ -103,7 +103,7 @@ impl Raw {
         self.device
     }
 
-    /// That no two indices reach the same element.
+    /// Checks that no two indices reach the same element.
     pub(super) fn check_overlap(&self) -> Result<(), TensorError> {
         if self.layout.may_overlap() {
             let (shape, strides) = (self.layout.shape().to_vec(), self.layout.strides().to_vec());

@@ -1,4 +1,4 @@
-//! Segments in memory that nobody hands over.
+//! Segments of memory without an owner.
 
 use std::ptr;
 

@@ -9,7 +9,7 @@ use crate::mesh::{Mesh, Partition};
 /// all other sizes are 1 and so each rank is alone in its groups.
 const AXES: usize = 6;
 
-/// What the ranks of a group share.
+/// The kind of parallelism of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GroupKind {
     /// The tensors of a layer: `tp_size` neighbouring ranks.
@@ -161,7 +161,7 @@ impl Mapping {
         self.moe_ep_size > 1
     }
 
-    /// Which part of its experts this rank holds.
+    /// The part of its experts that this rank holds.
     pub fn moe_tp_rank(&self) -> usize {
         self.partition(GroupKind::MoeTp).position_of(self.rank)
     }
@@ -173,7 +173,7 @@ impl Mapping {
         cluster
     }
 
-    /// Which of the experts this rank holds.
+    /// The experts that this rank holds.
     pub fn moe_ep_rank(&self) -> usize {
         self.partition(GroupKind::MoeEp).position_of(self.rank)
     }

@@ -1,4 +1,4 @@
-//! The groups of a mixed layout, and the operations that make sense on it.
+//! The groups of a mixed layout, and its operations.
 
 use super::{AXES, MixedLayout};
 use crate::mesh::Partition;
@@ -145,7 +145,7 @@ impl MixedLayout {
 
 /// Operations.
 impl MixedLayout {
-    /// The operations that make sense on this layout.
+    /// The operations of this layout.
     ///
     /// Without data parallelism there is nothing to gather, without tensor parallelism nothing to sum; with
     /// both, a sum is always fused with a gather or a scatter. A world of one rank has no operation at all.

@@ -13,7 +13,7 @@ use crate::mesh::Mesh;
 /// The axes of the mesh: tensor and data inside a node, tensor and data between nodes.
 const AXES: usize = 4;
 
-/// Which ranks share tensors and which ranks share nothing but the work, inside nodes and between them.
+/// The tensor parallel and data parallel groups of ranks, inside nodes and between them.
 ///
 /// *Local* counts inside one node, *inter* counts nodes; both are cut into a tensor parallel and a data
 /// parallel part. Tensor ranks are neighbours:
@@ -148,7 +148,7 @@ impl MixedLayout {
     }
 }
 
-/// What a layout makes use of.
+/// The kinds of parallelism of a layout.
 impl MixedLayout {
     /// Whether tensors are shared inside a node.
     pub const fn use_local_tp(&self) -> bool {

@@ -12,7 +12,7 @@ pub const FORMAT: u32 = 1;
 /// The largest file that is read, in bytes. An entry takes some 10 KB.
 pub const MAX_FILE_BYTES: u64 = 16 << 20;
 
-/// What stands in a cache file. Entries are read one by one, so that one that is broken does not spoil the
+/// The content of a cache file. Entries are read one by one, so that a broken entry does not spoil the
 /// rest.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Contents {

@@ -132,7 +132,7 @@ impl CacheFolder {
 
     /// Keeps other writers out for as long as the result lives, by a lock on a file of this name.
     ///
-    /// What it guards against is a lost entry, never a broken file, so where locks do not work, or where somebody
+    /// The lock guards against a lost entry, never a broken file, so where locks do not work, or where somebody
     /// holds one for too long, it is better to go ahead: that is `None`.
     ///
     /// # Errors
@@ -202,7 +202,7 @@ pub(super) fn io_error(action: &'static str, path: &Path) -> impl Fn(io::Error) 
 mod tests {
     use super::*;
 
-    /// What is said of a file of this owner and mode, when user 1000 finds it.
+    /// The warning about a file of this owner and mode, when user 1000 finds it.
     fn said(owner: u32, mode: u32) -> Option<String> {
         let mut stat = fstat(File::open("/").unwrap()).unwrap();
         (stat.st_uid, stat.st_mode) = (owner, mode);

@@ -9,7 +9,7 @@ use crate::error::TuningError;
 /// The folder of this library's caches: `$ANTIPHON_CACHE_DIR`, else `$XDG_CACHE_HOME/antiphon`, else
 /// `$HOME/.cache/antiphon`. It need not exist yet.
 ///
-/// As the XDG base directory specification has it, a variable that is empty counts as unset, and so does an
+/// As in the XDG base directory specification, an empty variable counts as unset, and so does an
 /// `XDG_CACHE_HOME` that is not absolute.
 ///
 /// # Errors

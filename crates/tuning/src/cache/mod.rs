@@ -23,7 +23,7 @@ use crate::{Key, Table};
 /// One table in a cache file, with all its measurements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
-    /// What the table is about.
+    /// The key of the table.
     pub key: Key,
     /// A checksum over the candidates' names, in order. An entry with another one than today's is not used.
     pub checksum: String,
@@ -67,7 +67,7 @@ pub struct Entry {
 /// }
 /// ```
 ///
-/// What is chosen follows from `choices`, which may be edited; the rows say why.
+/// The selection follows from `choices`, which may be edited; the rows are the measurements behind it.
 ///
 /// Any number of processes and threads may use one file. It is replaced as a whole, so a reader never sees
 /// half of it, and writers wait for each other (with a lock on a file beside it), so none loses an entry. A

@@ -41,7 +41,7 @@ impl Timing {
     }
 }
 
-/// What was measured at one size.
+/// The measurements at one size.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
     /// The size.
@@ -52,7 +52,7 @@ pub struct Row {
     pub timings: Vec<Option<Timing>>,
 }
 
-/// From which size on a candidate is chosen.
+/// The size from which a candidate is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
     /// The smallest such size.
@@ -61,7 +61,7 @@ pub struct Choice {
     pub candidate: usize,
 }
 
-/// Which candidate to take at which size, and the measurements that say so.
+/// The fastest candidate at each size, and the measurements behind that.
 ///
 /// # How it chooses
 ///
@@ -164,12 +164,12 @@ impl Table {
         &self.candidates
     }
 
-    /// What was measured, by ascending size; empty if the table was built from thresholds.
+    /// The measurements, by ascending size; empty if the table was built from thresholds.
     pub fn rows(&self) -> &[Row] {
         &self.rows
     }
 
-    /// What is chosen from which size on, by ascending size.
+    /// The candidates with the sizes from which they are chosen, by ascending size.
     pub fn choices(&self) -> &[Choice] {
         &self.choices
     }

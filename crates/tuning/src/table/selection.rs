@@ -4,7 +4,7 @@
 use super::{Choice, Row, Timing, ascending};
 use crate::error::TuningError;
 
-/// By which part of the best time the winner of the size below may be slower and still stay: 5 %.
+/// The winner of the size below stays the choice while it is slower by at most this part of the best time: 5 %.
 pub const STICKINESS: f64 = 0.05;
 
 /// Finds the winner of each row, after checking the rows.
@@ -48,7 +48,7 @@ fn winner(timings: &[Option<Timing>], incumbent: Option<usize>) -> Option<usize>
     Some(incumbent.filter(stays).unwrap_or(best))
 }
 
-/// What is chosen from which size on.
+/// The candidates with the sizes from which they are chosen.
 pub(super) fn choices(rows: &[Row]) -> Vec<Choice> {
     let first = rows.first().map(|row| Choice { from_bytes: 0, candidate: row.winner });
     let changes = rows.windows(2).filter(|pair| pair[0].winner != pair[1].winner);

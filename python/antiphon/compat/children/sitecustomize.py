@@ -14,7 +14,7 @@ def _serve() -> None:
     except ModuleNotFoundError as error:
         if error.name != "antiphon":
             raise
-        return  # another Python than the one that was told
+        return  # another Python than the one that `run` started
     if peers := compat.told_children():
         compat.install(*peers)
 

@@ -11,6 +11,7 @@ from antiphon.comm.mnnvl import communicator_of
 from antiphon.moe._calls import Handle, Layout, calls_of
 from antiphon.moe.deep_ep.events import CallOrder, EventHandle, EventOverlap
 from antiphon.moe.deep_ep.low_latency import LowLatencyBuffer
+from antiphon.moe.deep_ep.shrink import ShrinkingCalls
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,6 +68,9 @@ class Buffer(LowLatencyBuffer):
     mpi4py communicator. Memory does not depend on ``num_nvl_bytes``, which is only kept for those who ask. Buffers of one
     group share their memory, and dropping one communicates nothing.
 
+    With ``enable_shrink`` low-latency calls, on the CPU, go on without ranks that are lost: see
+    :class:`antiphon.moe.deep_ep.shrink.ShrinkingCalls`.
+
     Raises ``ValueError`` without a group, and for what is not served: more than 8 ranks, several machines.
     """
 
@@ -87,8 +91,6 @@ class Buffer(LowLatencyBuffer):
     ) -> None:
         if group is None and comm is None:
             raise ValueError("Buffer: pass a group, or an mpi4py communicator as comm")
-        if enable_shrink:
-            raise NotImplementedError("Buffer: enable_shrink is not served: a rank that is lost ends the communicator")
         for name, size in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
             if size < 0 or size % 128:
                 raise ValueError(f"Buffer: {name} must be a multiple of 128, not {size}")
@@ -100,20 +102,24 @@ class Buffer(LowLatencyBuffer):
         self._calls: Any = calls_of(self._comm)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.low_latency_mode = low_latency_mode
+        if enable_shrink:
+            self._shrinking = ShrinkingCalls(self._comm)
 
     @property
     def runtime(self) -> Any:
-        """What makes the calls; ``None`` when destroyed."""
+        """The object that makes the calls; ``None`` when destroyed."""
         return self._calls
 
     def destroy(self) -> None:
-        """Ends the use of this buffer. Nothing is communicated.
+        """Ends the use of this buffer. Nothing is communicated; with ``enable_shrink`` the other ranks go on without this one.
 
         Raises ``RuntimeError`` unless the buffer was made with ``explicitly_destroy``.
         """
         if not self.explicitly_destroy:
             raise RuntimeError("Buffer.destroy: the buffer was not made with explicitly_destroy=True")
         self._calls = None
+        if self._shrinking is not None:
+            self._shrinking.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -148,7 +154,7 @@ class Buffer(LowLatencyBuffer):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """What the choices ``topk_idx``, ``[T, K]``, come to: ``num_tokens_per_rank`` (int32 ``[R]``), ``None`` (there is one
+        """The counts of the choices ``topk_idx``, ``[T, K]``: ``num_tokens_per_rank`` (int32 ``[R]``), ``None`` (there is one
         machine), ``num_tokens_per_expert`` (int32 ``[E]``), ``is_token_in_rank`` (bool ``[T, R]``), and an event."""
         calls = self._open()
         order = self._order(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
@@ -181,7 +187,7 @@ class Buffer(LowLatencyBuffer):
         (float32). It gives the rows, ``[N, H]``; the experts of this rank that each chose and their weights, ``[N, K]``, if they
         were passed; how many tokens each expert has, as a list, each rounded up to ``expert_alignment``; a handle; and an
         event. With ``num_worst_tokens`` all have so many rows, and the list is empty. With a ``handle``, rows go as they did
-        then, and ``None`` stands for what comes between.
+        then, and the outputs between are ``None``.
 
         Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
         """

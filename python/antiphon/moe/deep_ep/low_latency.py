@@ -6,11 +6,12 @@ from antiphon import Communicator
 from antiphon._core import MoeLowLatency
 from antiphon.moe._low_latency import Hook, LowLatencyCalls, LowLatencyHandle, Options, low_latency_calls_of
 from antiphon.moe.deep_ep.events import EventHandle, EventOverlap
+from antiphon.moe.deep_ep.shrink import ShrinkingCalls
 
 __all__ = ["LowLatencyBuffer"]
 
 class LowLatencyBuffer:
-    """What a ``Buffer`` has for few tokens: at most ``num_max_dispatch_tokens_per_rank`` (``M``) of each rank.
+    """A ``Buffer``'s calls for few tokens: at most ``num_max_dispatch_tokens_per_rank`` (``M``) of each rank.
 
     With ``return_recv_hook`` a call returns before it has received, and the hook that it returns receives. On a GPU the call
     is a kernel that sends, and the hook puts one that receives into the current stream; the communicator's deadline starts
@@ -20,6 +21,8 @@ class LowLatencyBuffer:
     """
 
     _comm: Communicator
+    #: With ``enable_shrink``.
+    _shrinking: ShrinkingCalls | None = None
 
     def _low_latency(self) -> LowLatencyCalls:
         return low_latency_calls_of(self._comm)
@@ -71,9 +74,11 @@ class LowLatencyBuffer:
             raise ValueError("low_latency_dispatch: use_ue8m0 needs round_scale")
         format = "bf16" if not use_fp8 else "fp8_packed" if use_ue8m0 else "fp8_powers_of_two" if round_scale else "fp8"
         options = Options(cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, return_recv_hook)
-        received, hook = self._low_latency().dispatch(
-            x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, format, options
-        )
+        arguments = (x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, format, options)
+        if self._shrinking is not None:
+            received, hook = self._shrinking.dispatch(*arguments), _over if return_recv_hook else None
+        else:
+            received, hook = self._low_latency().dispatch(*arguments)
         rows = received.x if received.scales is None else (received.x, received.scales)
         return rows, received.counts, received.handle, _event(async_finish), hook
 
@@ -90,7 +95,7 @@ class LowLatencyBuffer:
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Brings what the experts made of their slots (bfloat16 ``[L, R * M, H]``) back, and sums it for each token with the
+        """Sends the experts' outputs (bfloat16 ``[L, R * M, H]``) back, and sums them for each token with the
         weights ``topk_weights`` (float32 ``[T, K]``), in the order of the choices: bfloat16 ``[T, H]``, in ``out`` if that is
         given. With ``zero_copy`` the rows are those in what :meth:`get_next_low_latency_combine_buffer` gave, whatever ``x``
         holds.
@@ -110,7 +115,11 @@ class LowLatencyBuffer:
                 raise ValueError("low_latency_combine: zero_copy needs a call of get_next_low_latency_combine_buffer before")
             x = handle.combine_buffer
         options = Options(waits=combine_wait_recv_cost_stats, start=return_recv_hook)
-        combined, hook = self._low_latency().combine(x, topk_idx, topk_weights, handle, out, options)
+        arguments = (x, topk_idx, topk_weights, handle, out, options)
+        if self._shrinking is not None:
+            combined, hook = self._shrinking.combine(*arguments), _over if return_recv_hook else None
+        else:
+            combined, hook = self._low_latency().combine(*arguments)
         return combined, _event(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -118,6 +127,34 @@ class LowLatencyBuffer:
         if handle.combine_buffer is None:
             handle.combine_buffer = handle.new_rows()
         return handle.combine_buffer
+
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leaves a rank out from the next low-latency call on, or with ``mask=False`` no longer.
+
+        All other ranks call it alike. The rank must be lost, or have closed its communicator: a rank that lives is waited for
+        until the deadline, and a ``TimeoutError`` names it. Raises ``RuntimeError`` without ``enable_shrink``, and to take the mask
+        back from a rank that was left out already.
+        """
+        self._shrinkable().update_mask(rank_to_mask, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Writes 1 for each rank that is left out, else 0, to ``mask_status``, int32 ``[R]``. Raises ``RuntimeError`` without
+        ``enable_shrink``."""
+        mask_status.copy_(self._shrinkable().mask())
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Takes back all masks but those of ranks that were left out already. Raises ``RuntimeError`` without ``enable_shrink``."""
+        self._shrinkable().clean_mask()
+
+    def _shrinkable(self) -> ShrinkingCalls:
+        if self._shrinking is None:
+            raise RuntimeError("the mask of ranks: the Buffer was made without enable_shrink=True")
+        return self._shrinking
+
+
+def _over() -> None:
+    """The hook of a call that was over when it returned."""
 
 
 def _check_hook(call: str, async_finish: bool, return_recv_hook: bool) -> None:

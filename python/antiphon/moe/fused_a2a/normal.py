@@ -118,7 +118,7 @@ class FusedDispatch(torch.autograd.Function):
 
 
 class FusedCombine(torch.autograd.Function):
-    """What experts made of the rows, back to their tokens, and summed. Differentiable in ``x``."""
+    """Sends the experts' outputs back to their tokens, and sums them. Differentiable in ``x``."""
 
     @staticmethod
     def forward(

@@ -26,7 +26,7 @@ pub(super) enum Contender<'a> {
     /// Ours, on registered memory.
     Registered(&'a CudaCollectives, Algorithm),
     Nccl(&'a NcclCollectives),
-    /// An operation of a mixed layout, by one of those who can do it.
+    /// An operation of a mixed layout, by one of the libraries that offer it.
     Mixed(&'a Handler<'a>, mixed::Variant),
 }
 
@@ -114,7 +114,7 @@ impl Contender<'_> {
         matches!(self, Self::Nccl(_) | Self::Mixed(_, mixed::Variant::Nccl))
     }
 }
-/// What carries messages.
+/// The library that sends messages.
 trait Messages {
     fn rank(&self) -> usize;
 
@@ -200,7 +200,7 @@ impl Tensors {
     /// The view is not used when `self` is gone.
     unsafe fn input(&self, dtype: DType) -> TensorView<'_> {
         let at = self.input.pointer().0 as usize as *mut u8;
-        // SAFETY: the memory has so many elements, of any bits, and nobody else uses it meanwhile.
+        // SAFETY: the memory has so many elements, of any bits, and no other code uses it meanwhile.
         unsafe { TensorView::from_raw_parts(at, dtype, &[self.counts.0], None, self.device) }.expect("plain")
     }
 

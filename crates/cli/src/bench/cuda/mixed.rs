@@ -1,4 +1,4 @@
-//! Who carries out the operations of a mixed layout on GPUs.
+//! The libraries that carry out the operations of a mixed layout on GPUs.
 
 use antiphon::{
     collectives::{
@@ -39,7 +39,8 @@ impl Variant {
     }
 }
 
-/// What the two collectives of a composed operation go through: the group of tensor parallel ranks, that of data parallel ones.
+/// The communicators of the two collectives of a composed operation: the group of tensor parallel ranks, and that of data
+/// parallel ones.
 struct Groups<C> {
     tp: C,
     dp: C,
@@ -146,7 +147,7 @@ fn operation(case: &Case) -> Mixed {
     }
 }
 
-/// What a composed operation is made of.
+/// The parts of a composed operation.
 trait PlainCollectives {
     /// # Safety
     /// As [`Contender::call`](super::contender::Contender::call); of the other methods too.

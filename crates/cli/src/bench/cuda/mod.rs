@@ -2,9 +2,9 @@
 //!
 //! * `contender` is an implementation that is compared: an algorithm of Antiphon, or NCCL.
 //! * `mixed` has the contenders of a mixed layout, in groups of its ranks too.
-//! * `timing` is how they are timed: graphs of many calls, with the ranks' GPUs lined up.
+//! * `timing` measures them: graphs of many calls, with the ranks' GPUs synchronised before.
 //! * `tail` is another benchmark: ranks that do not start together, and the slowest of many replays.
-//! * `worker` is what a rank does: verify, time, go on.
+//! * `worker` is the work of a rank: it verifies and times each size.
 
 mod contender;
 mod mixed;
@@ -80,7 +80,7 @@ pub(super) fn rows(args: &Args) -> usize {
     cases(args).iter().map(rows).sum()
 }
 
-/// What of the arguments makes no sense on GPUs.
+/// An argument that does not suit GPUs.
 pub(super) fn refuse(args: &Args) -> Result<(), String> {
     if args.tail {
         return match tail::measures(args.collective) && args.sizes.is_none() && args.plot.is_none() {
@@ -130,9 +130,9 @@ pub(crate) fn gpus(ranks: Option<usize>) -> Result<Gpus, Box<dyn std::error::Err
     })
 }
 
-/// What the ranks' processes get beside the command line.
+/// The environment of the ranks' processes.
 pub(super) fn prepare(launch: &mut Launch) {
-    // Multicast is never assumed, and NCCL would use it where it can; who wants to see it sets the variable.
+    // Multicast is never assumed, and NCCL would use it where it can; a user who wants it sets the variable.
     const MULTICAST: &str = "NCCL_NVLS_ENABLE";
     if std::env::var_os(MULTICAST).is_none() {
         launch.env.push((MULTICAST.into(), "0".into()));
@@ -155,7 +155,7 @@ type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
 /// A note for people, from one rank.
 fn note(rank: usize, text: impl std::fmt::Display) {
     if rank == 0 {
-        // When nobody reads any more, the launcher has gone, and this process with it.
+        // When no process reads any more, the launcher has ended, and this process ends too.
         let _ = io::Write::write_fmt(&mut io::stderr(), format_args!("{text}\n"));
     }
 }

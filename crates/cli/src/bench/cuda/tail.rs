@@ -1,8 +1,9 @@
 //! `--tail`: how long calls take when the ranks do not start together, and how long at worst.
 //!
-//! A graph of [`CALLS`] calls is replayed freely, without a line-up: before each replay the GPU of one rank, another one each
-//! time, is late by the skew. What is told is the time beyond the skew: from the start of the late rank to its end. Ours and
-//! NCCL's replays take turns, in the same processes. Behind NCCL's all-reduce a kernel does what our fused call does besides.
+//! A graph of [`CALLS`] calls is replayed without synchronising the GPUs before. In each replay the GPU of another rank is late
+//! by the skew. The reported time is the time beyond the skew: from the start of the late rank to its end. Ours and
+//! NCCL's replays take turns, in the same processes. Behind NCCL's all-reduce a separate kernel does the other operations of
+//! our fused call.
 
 use std::{
     fs::File,
@@ -56,7 +57,7 @@ const HEAD_START_NS: u64 = 400_000;
 const GEMMS: u32 = 50;
 const BESIDE_US: f64 = 1500.0;
 
-/// What is called.
+/// The call that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Operation {
@@ -109,7 +110,7 @@ struct Quantiles {
 }
 
 impl Quantiles {
-    /// Of times, at least one.
+    /// The statistics of one or more times.
     fn of(mut times: Vec<f64>) -> Self {
         times.sort_by(f64::total_cmp);
         let at = |part: f64| times[((part * times.len() as f64) as usize).min(times.len() - 1)];
@@ -130,7 +131,7 @@ struct Row {
     nccl: Option<Quantiles>,
 }
 
-/// What is written to the file.
+/// The content of the file.
 #[derive(Serialize)]
 struct Report<'a> {
     machine: &'a Machine,
@@ -155,7 +156,7 @@ fn line(row: &Row) -> String {
     )
 }
 
-/// What the command does: starts the ranks and shows their rows.
+/// The command: it starts the ranks and shows their rows.
 pub(in crate::bench) fn measure(args: &Args, machine: &Machine, json: Option<File>) -> Result<ExitStatus> {
     println!("microseconds beyond the skew of graphs of {CALLS} calls, {DTYPE}, rows of {HIDDEN}\n{HEADER}");
     let mut rows: Vec<Row> = Vec::new();
@@ -180,7 +181,7 @@ pub(in crate::bench) fn measure(args: &Args, machine: &Machine, json: Option<Fil
     Ok(SUCCESS)
 }
 
-/// What a rank does.
+/// The work of a rank.
 pub(in crate::bench) fn execute(args: &Args) -> ExitStatus {
     match measure_all(args) {
         Ok(()) => SUCCESS,
@@ -227,7 +228,7 @@ struct Tensors {
     matrices: DeviceMemory,
 }
 
-/// The side of the matrices that are multiplied, as kernels.cuh has it.
+/// The side of the matrices that are multiplied, as in kernels.cuh.
 const SIDE: usize = 2048;
 const DEPTH: usize = 256;
 
@@ -354,7 +355,7 @@ impl Tensors {
     }
 }
 
-/// What does behind an all-reduce the rest of a fused call.
+/// The kernel that does the rest of a fused call behind an all-reduce.
 struct Norms {
     norm: Function,
     fp8: Function,
@@ -367,7 +368,7 @@ impl Norms {
     }
 }
 
-/// What measuring needs on a rank.
+/// The resources of a rank for measuring.
 struct Tail<'a> {
     comm: &'a Communicator,
     ours: &'a CudaCollectives,
@@ -458,7 +459,7 @@ impl<'a> Tail<'a> {
                         nccl: (!theirs.is_empty()).then(|| Quantiles::of(theirs)),
                     };
                     let row = serde_json::to_string(&row).expect("a row is plain data");
-                    // When nobody reads any more, the launcher has gone, and this process with it.
+                    // When no process reads any more, the launcher has ended, and this process ends too.
                     let _ = writeln!(io::stdout(), "{row}");
                 }
             }

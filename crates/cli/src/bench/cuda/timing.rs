@@ -1,4 +1,4 @@
-//! How calls are timed.
+//! The timing of calls.
 
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ const LINE_UP: usize = 64;
 const EAGER_CALLS: u32 = 200;
 const EAGER_BATCHES: usize = 5;
 
-/// What timing needs on a rank.
+/// The resources of a rank for timing.
 pub(super) struct Clock<'a> {
     comm: &'a Communicator,
     ours: &'a CudaCollectives,
@@ -58,7 +58,7 @@ impl<'a> Clock<'a> {
     /// GPUs start together: an early rank would count its wait for the others.
     ///
     /// # Safety
-    /// What the graph uses is alive.
+    /// The memory and the kernels of the graph are alive.
     pub(super) unsafe fn replay(&self, graph: &GraphExec) -> Result<f64> {
         self.comm.barrier()?;
         let config = LaunchConfig::new(1, 1);

@@ -51,7 +51,7 @@ struct Bench<'a> {
     comm: &'a Communicator,
     ours: &'a CudaCollectives,
     nccl: Option<&'a NcclCollectives>,
-    /// Of the mixed layout, if one is measured.
+    /// The handler of the mixed layout, if one is measured.
     mixed: Option<Handler<'a>>,
     clock: Clock<'a>,
     launch_us: f64,
@@ -87,7 +87,7 @@ fn measure_all(args: &Args) -> Result<()> {
         if comm.rank() == 0 {
             for row in rows {
                 let line = serde_json::to_string(&row).expect("a row is plain data");
-                // When nobody reads any more, the launcher has gone, and this process with it.
+                // When no process reads any more, the launcher has ended, and this process ends too.
                 let _ = writeln!(io::stdout(), "{line}");
             }
         }
@@ -187,7 +187,7 @@ impl<'a> Bench<'a> {
             let text = format_args!("NCCL: {elements} elements of {name} are not as expected");
             note(self.comm.rank(), text);
         }
-        // Of the case, and not of this rank's tensors: all ranks do it or none does.
+        // This depends on the case and not on this rank's tensors, so either all ranks do it or none.
         let small = case.bytes <= HOST_BYTES;
         let host_us = small.then(|| self.clock.host(call)).transpose()?;
         Ok(Run { contender, graph, wrong, times: Vec::new(), free_times: Vec::new(), host_us })
@@ -232,7 +232,7 @@ impl<'a> Bench<'a> {
         Ok(rows.collect())
     }
 
-    /// Of the slowest rank, in ascending order.
+    /// The times of the slowest rank, in ascending order.
     fn sorted(&self, times: &[f64]) -> Result<Vec<f64>> {
         let mut times = slowest(self.comm, times)?;
         times.sort_by(f64::total_cmp);

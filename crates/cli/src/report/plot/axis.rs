@@ -1,4 +1,4 @@
-//! Scales: where a value lies on an axis, and which values are marked.
+//! Scales: the position of a value on an axis, and the marked values.
 
 use crate::sizes::Bytes;
 

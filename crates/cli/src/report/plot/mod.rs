@@ -60,7 +60,7 @@ struct Series<'a> {
     rows: Vec<&'a Row>,
 }
 
-/// What makes rows one curve.
+/// The properties that the rows of one curve share.
 fn key(row: &Row) -> [&str; 4] {
     [&row.collective, &row.algorithm, &row.dtype, row.op.as_deref().unwrap_or("")]
 }
@@ -82,7 +82,7 @@ fn series<'a>(rows: &[&'a Row]) -> Vec<Series<'a>> {
     series
 }
 
-/// Which properties differ between rows and so belong in the legend; the others are in the title.
+/// The properties that differ between rows, which the legend shows; the title shows the others.
 struct Varying {
     dtype: bool,
     op: bool,

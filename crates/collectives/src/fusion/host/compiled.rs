@@ -7,7 +7,7 @@ use antiphon_tensor::{DType, bf16, f16};
 
 use super::{super::Validated, arithmetic::Float};
 
-/// What is done with each row.
+/// The operations on each row.
 pub(super) trait Body {
     /// One token: its row of the sum is at `sum`; `x` and `elements` have room for a row each.
     ///
@@ -15,7 +15,7 @@ pub(super) trait Body {
     /// The call's tensors are there, and `sum` is valid for a row; the token is one of the call's.
     unsafe fn row<T: Float>(call: &Validated, token: usize, sum: *mut u8, x: &mut [f32], elements: &mut [T]);
 
-    /// What comes before the first token.
+    /// The preparation before the first token.
     ///
     /// # Safety
     /// As [`row`](Self::row).

@@ -1,4 +1,4 @@
-//! What is done with a row of the sum.
+//! The operations on a row of the sum.
 
 use std::slice::from_raw_parts_mut;
 

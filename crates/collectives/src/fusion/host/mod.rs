@@ -77,7 +77,7 @@ fn landing(call: &Validated) -> Option<*mut u8> {
     call.sum_out.or(residual_out).or(call.norm_out)
 }
 
-/// What is done with the sum as it arrives.
+/// The operations on the sum as it arrives.
 struct Rest<'c> {
     call: &'c Validated,
     epilogue: Loop,

@@ -12,7 +12,7 @@ use antiphon_tensor::{
 
 use super::data::Data;
 use crate::{
-    harness::{Backend, Place, Tensor},
+    harness::{Alignment, Backend, Tensor},
     values::{Bits, Values},
 };
 
@@ -27,7 +27,7 @@ pub struct Case {
     pub in_place: Option<InPlace>,
     pub accumulation: Accumulation,
     pub algorithm: Option<Algorithm>,
-    pub place: Place,
+    pub alignment: Alignment,
     pub bias: bool,
     /// With a weight or without.
     pub pre_norm: Option<bool>,
@@ -80,7 +80,7 @@ impl Case {
             in_place: None,
             accumulation: Accumulation::F32,
             algorithm: None,
-            place: Place::Aligned,
+            alignment: Alignment::Aligned,
             bias: false,
             pre_norm: None,
             residual: Residual::None,
@@ -120,7 +120,7 @@ impl Case {
             source,
             accumulation,
             algorithm,
-            place: if flag() { Place::Odd } else { Place::Aligned },
+            alignment: if flag() { Alignment::Odd } else { Alignment::Aligned },
             bias: flag(),
             pre_norm: flag().then(&mut flag),
             residual: [Residual::None, Residual::Apart, Residual::InPlace, Residual::InPlace]
@@ -182,22 +182,23 @@ impl Case {
     /// The call, on tensors between guards.
     pub fn run<B: Backend>(&self, comm: &B, data: &Data) -> Outcome {
         let (dtype, count, shape) = (self.dtype, self.count(), [self.tokens, self.hidden]);
-        let held = |values: &Values| Tensor::<B>::holding(comm, values, self.place);
+        let held = |values: &Values| Tensor::<B>::holding(comm, values, self.alignment);
         let output = |wanted: bool, place| {
             let is_apart = wanted && self.in_place != Some(place);
-            is_apart.then(|| Tensor::<B>::unwritten(comm, dtype, count, self.place))
+            is_apart.then(|| Tensor::<B>::unwritten(comm, dtype, count, self.alignment))
         };
-        let bytes = |count| Tensor::<B>::unwritten(comm, DType::U8, count + self.spare, self.place);
+        let bytes = |count| Tensor::<B>::unwritten(comm, DType::U8, count + self.spare, self.alignment);
 
         let parts = &data.contributions[comm.rank()];
-        let mut source = parts.hold(comm, self.place);
+        let mut source = parts.hold(comm, self.alignment);
         let (mut bias, mut gamma) = (held(&data.bias), held(&data.gamma));
         let (mut pre_weight, mut residual) = (held(&data.pre_weight), held(&data.residual));
         let mut sum_out = output(self.sum_out, InPlace::Sum);
         let mut residual_out = output(self.residual_out, InPlace::Residual);
         let mut norm_out = output(self.norm_out, InPlace::Norm);
-        let mut inverse_rms_out =
-            self.inverse_rms_out.then(|| Tensor::<B>::unwritten(comm, DType::F32, self.tokens, self.place));
+        let mut inverse_rms_out = self
+            .inverse_rms_out
+            .then(|| Tensor::<B>::unwritten(comm, DType::F32, self.tokens, self.alignment));
         let (code_bytes, scale_bytes) = self.quantized_bytes();
         let (mut codes, mut scales) = (bytes(code_bytes), bytes(scale_bytes));
         let factor = self.form.map_or(0.0, Form::factor);

@@ -5,7 +5,7 @@ use antiphon_tensor::{DType, Element, TensorView, with_dtype};
 
 use super::case::{Case, Kind};
 use crate::{
-    harness::{Backend, Place, Tensor},
+    harness::{Alignment, Backend, Tensor},
     values::{Bits, Values},
 };
 
@@ -135,8 +135,8 @@ impl Parts {
         }
     }
 
-    pub fn hold<B: Backend>(&self, comm: &B, place: Place) -> Vec<Tensor<B>> {
-        self.values().iter().map(|values| Tensor::holding(comm, values, place)).collect()
+    pub fn hold<B: Backend>(&self, comm: &B, alignment: Alignment) -> Vec<Tensor<B>> {
+        self.values().iter().map(|values| Tensor::holding(comm, values, alignment)).collect()
     }
 
     /// The source that these tensors are, which hold its values.

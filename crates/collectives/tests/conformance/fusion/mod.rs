@@ -14,7 +14,7 @@ use antiphon_collectives::{
 use antiphon_tensor::{DType, TensorView, TensorViewMut, quantize::TokenRule};
 
 use crate::{
-    harness::{Backend, HostThreads, Place, Tensor, assert_same_bits},
+    harness::{Alignment, Backend, HostThreads, Tensor, assert_same_bits},
     values::Values,
 };
 use case::{Case, Form, Kind, Outcome, Residual};
@@ -89,11 +89,11 @@ fn the_sum_has_the_bits_of_an_all_reduce<B: Backend>(dtype: DType, world: usize)
         // 40 rows in one piece; and more pieces than one, with rows across their ends.
         for (tokens, hidden) in [(40, 16), (150, 1040)] {
             let input = Values::any_bits(dtype, comm.rank() as u64, tokens * hidden);
-            let mut reduced = Tensor::<B>::unwritten(&comm, dtype, input.len(), Place::Aligned);
+            let mut reduced = Tensor::<B>::unwritten(&comm, dtype, input.len(), Alignment::Aligned);
             comm.all_reduce(&input, reduced.view_mut(), ReduceOp::Sum).unwrap();
             let reduced = reduced.values("all_reduce");
             for algorithm in [None, Some(Algorithm::OneShot), Some(Algorithm::TwoShot)] {
-                let mut sum = Tensor::<B>::unwritten(&comm, dtype, input.len(), Place::Odd);
+                let mut sum = Tensor::<B>::unwritten(&comm, dtype, input.len(), Alignment::Odd);
                 let view = TensorView::from(&input).reshape(&[tokens, hidden]).unwrap();
                 let call = FusedAllReduce::of(view).sum_out(sum.view_mut()).algorithm(algorithm);
                 comm.all_reduce_fused(call).unwrap();
@@ -103,7 +103,7 @@ fn the_sum_has_the_bits_of_an_all_reduce<B: Backend>(dtype: DType, world: usize)
     });
 }
 
-/// Batch invariance, spelled out: what a token gets does not depend on who travels with it, nor how.
+/// Batch invariance, spelled out: the result of a token depends neither on the tokens beside it nor on the algorithm.
 fn a_row_has_the_same_bits_alone_as_among_others<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for hidden in [1040, 7168] {
@@ -158,7 +158,7 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
                 norm_out: true,
                 sum_out: false,
                 residual_out: true,
-                place: Place::Aligned,
+                alignment: Alignment::Aligned,
                 ..Case::new(dtype, 33, hidden)
             };
             let data = Data::moderate(&case, world, comm.rank());
@@ -167,7 +167,7 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
             let bytes = input.bytes().len();
             let buffer = comm.create_shared_buffer(2 * bytes).unwrap();
             let (base, shape) = (buffer.as_mut_ptr(comm.rank()), [case.tokens, hidden]);
-            let mut norm = Tensor::<B>::unwritten(&comm, dtype, case.count(), Place::Odd);
+            let mut norm = Tensor::<B>::unwritten(&comm, dtype, case.count(), Alignment::Odd);
             // SAFETY: the buffer has room for both, apart, and peers touch them only in the call.
             let (source, mut residual) = unsafe {
                 std::ptr::copy_nonoverlapping(input.bytes().as_ptr(), base, bytes);
@@ -226,7 +226,7 @@ fn a_call_that_is_repeated_finds_nothing_of_the_last<B: Backend>(dtype: DType, w
     });
 }
 
-/// The promise spelled out once, for whoever reads this first.
+/// The promise, spelled out once.
 #[test]
 fn one_call_does_what_three_do() {
     HostThreads::run(2, |comm| {

@@ -22,7 +22,7 @@ use antiphon_fabric::{FabricError, LocalWorld};
 use antiphon_operation::Operation;
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
-use super::{Backend, Like, Loose, Place, TIMEOUT};
+use super::{Alignment, Backend, Like, Loose, TIMEOUT};
 use crate::{
     gpus::{device_of, gpus, ranks_per_gpu},
     values::Values,
@@ -185,16 +185,16 @@ impl Backend for Gpus {
         }
     }
 
-    fn refusal(dtype: DType, op: ReduceOp, place: Place) -> Option<&'static str> {
+    fn refusal(dtype: DType, op: ReduceOp, alignment: Alignment) -> Option<&'static str> {
         match dtype {
             _ if op.is_bitwise() && dtype.is_float() => Some("combines the bits of integers"),
-            DType::F32 | DType::F16 | DType::BF16 => (place == Place::Odd).then_some("a multiple of"),
+            DType::F32 | DType::F16 | DType::BF16 => (alignment == Alignment::Odd).then_some("a multiple of"),
             _ => Some("cannot be reduced"),
         }
     }
 
     fn before(&self, dtype: DType, reduces: Option<ReduceOp>) {
-        if let Some(op) = reduces.filter(|&op| Self::refusal(dtype, op, Place::Aligned).is_none()) {
+        if let Some(op) = reduces.filter(|&op| Self::refusal(dtype, op, Alignment::Aligned).is_none()) {
             self.collectives.prepare(dtype, op).unwrap();
             if ranks_per_gpu() > 1 {
                 self.load_parts(dtype, op);

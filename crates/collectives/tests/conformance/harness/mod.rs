@@ -19,7 +19,7 @@ use crate::values::Values;
 pub use gpus::{Gpus, on_gpus};
 pub use host::{HostProcesses, HostThreads, in_processes};
 pub use mixed::Mixed;
-pub use tensor::{Like, Loose, Place, Tensor, UNWRITTEN};
+pub use tensor::{Alignment, Like, Loose, Tensor, UNWRITTEN};
 
 /// Of every wait: far longer than anything here takes, so that nothing passes because of it.
 pub const TIMEOUT: Duration = Duration::from_secs(20);
@@ -78,7 +78,7 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
     }
 
     /// What a refusal to reduce such tensors says, where this backend cannot.
-    fn refusal(_dtype: DType, _op: ReduceOp, _place: Place) -> Option<&'static str> {
+    fn refusal(_dtype: DType, _op: ReduceOp, _alignment: Alignment) -> Option<&'static str> {
         None
     }
 
@@ -115,7 +115,7 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
         from: usize,
     ) -> Result<()>;
 
-    /// The error that this rank hears of from its peers, if a call that disagreed with theirs has succeeded here.
+    /// The error that this rank gets from its peers, if a call that disagreed with theirs has succeeded here.
     fn told(&self) -> Result<()> {
         Ok(())
     }

@@ -9,7 +9,7 @@ use crate::values::Values;
 
 /// Where a tensor begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum Alignment {
     /// At a multiple of 64 bytes.
     Aligned,
     /// One element after that.
@@ -35,12 +35,12 @@ pub struct Tensor<B: Backend> {
 
 impl<B: Backend> Tensor<B> {
     /// In memory of a rank.
-    pub fn holding(comm: &B, values: &Values, place: Place) -> Self {
+    pub fn holding(comm: &B, values: &Values, alignment: Alignment) -> Self {
         let (dtype, count) = (values.dtype(), values.len());
-        let behind = match place {
-            Place::Aligned => 0,
-            Place::Shifted => dtype.size(),
-            Place::Odd => 1,
+        let behind = match alignment {
+            Alignment::Aligned => 0,
+            Alignment::Shifted => dtype.size(),
+            Alignment::Odd => 1,
         };
         let start = GUARD + behind;
         let end = start + count * dtype.size();
@@ -51,9 +51,9 @@ impl<B: Backend> Tensor<B> {
         Self { memory, start, dtype, count, device: comm.device() }
     }
 
-    /// An output that nobody has written.
-    pub fn unwritten(comm: &B, dtype: DType, count: usize, place: Place) -> Self {
-        Self::holding(comm, &Values::from_bytes(dtype, vec![UNWRITTEN; count * dtype.size()]), place)
+    /// An output that has not been written.
+    pub fn unwritten(comm: &B, dtype: DType, count: usize, alignment: Alignment) -> Self {
+        Self::holding(comm, &Values::from_bytes(dtype, vec![UNWRITTEN; count * dtype.size()]), alignment)
     }
 
     /// To read; it is exclusive because that is how [`Backend`] gives addresses.

@@ -10,7 +10,7 @@ use antiphon_tensor::DType;
 
 use crate::{
     all_reduce::seams,
-    harness::{Backend, Mixed, Place, Tensor},
+    harness::{Alignment, Backend, Mixed, Tensor},
     operations::succeeded,
     values::{Values, special_combinations},
 };
@@ -77,8 +77,8 @@ fn input_len(op: MixedOp, tp: usize, counts: &[usize], rank: usize) -> usize {
     }
 }
 
-/// Runs a call on tensors that begin at `place`, and compares every bit of the output and of the input.
-fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Case, place: Place) {
+/// Runs a call on tensors that begin at `alignment`, and compares every bit of the output and of the input.
+fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Case, alignment: Alignment) {
     let mine = &case.inputs[comm.rank()];
     let (layout, operation) = (mixed.layout(), operation_of(call.op));
     let what = format!(
@@ -90,10 +90,10 @@ fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Cas
         layout.dp_size(),
         call.mode
     );
-    let mut input = Tensor::<B>::holding(comm, mine, place);
-    let mut output = Tensor::<B>::unwritten(comm, mine.dtype(), case.expected.len(), place);
+    let mut input = Tensor::<B>::holding(comm, mine, alignment);
+    let mut output = Tensor::<B>::unwritten(comm, mine.dtype(), case.expected.len(), alignment);
     let reduces = (call.op != MixedOp::AllGather).then_some(ReduceOp::Sum);
-    let refusal = reduces.and_then(|op| B::refusal(mine.dtype(), op, place));
+    let refusal = reduces.and_then(|op| B::refusal(mine.dtype(), op, alignment));
     if refusal.is_none() && reduces.is_some() {
         mixed.prepare(comm, mine.dtype());
     }
@@ -114,14 +114,14 @@ fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Cas
 }
 
 /// Every mode of both fused operations, for blocks of equal length.
-fn check_even<B: Backend>(comm: &B, tp: usize, dtype: DType, lengths: &[usize], place: Place) {
+fn check_even<B: Backend>(comm: &B, tp: usize, dtype: DType, lengths: &[usize], alignment: Alignment) {
     let mixed = handler(comm, tp);
     for &count in lengths {
         let counts = vec![count; comm.world_size() / tp];
         for op in FUSED {
             let case = Case::any_bits(op, tp, &counts, comm.rank(), dtype, count as u64);
             for mode in MODES {
-                check::<B>(comm, &mixed, MixedCall::from(op).mode(mode), &case, place);
+                check::<B>(comm, &mixed, MixedCall::from(op).mode(mode), &case, alignment);
             }
         }
     }
@@ -142,19 +142,19 @@ fn every_layout_gives_the_sums_in_every_mode<B: Backend>(dtype: DType, world: us
                             &mixed,
                             MixedCall::from(MixedOp::AllReduce).mode(mode),
                             &case,
-                            Place::Aligned,
+                            Alignment::Aligned,
                         );
                     }
                 }
                 [MixedOp::AllGather, MixedOp::ReduceScatter] => {
                     let inputs = every_input(dtype, world, 5);
                     let case = Case { expected: Values::concat(&inputs), inputs };
-                    check::<B>(&comm, &mixed, MixedOp::AllGather.into(), &case, Place::Aligned);
+                    check::<B>(&comm, &mixed, MixedOp::AllGather.into(), &case, Alignment::Aligned);
                     let inputs = every_input(dtype, world, 5 * world);
                     let case = Case { inputs, expected: all_sum.block(comm.rank(), world) };
-                    check::<B>(&comm, &mixed, MixedOp::ReduceScatter.into(), &case, Place::Aligned);
+                    check::<B>(&comm, &mixed, MixedOp::ReduceScatter.into(), &case, Alignment::Aligned);
                 }
-                _ => check_even::<B>(&comm, tp, dtype, &[0, 1, tp, 67, 300], Place::Aligned),
+                _ => check_even::<B>(&comm, tp, dtype, &[0, 1, tp, 67, 300], Alignment::Aligned),
             }
         }
     });
@@ -182,7 +182,7 @@ fn special_values_are_summed_as_elsewhere<B: Backend>(dtype: DType, world: usize
                     &mixed,
                     MixedCall::from(op).mode(mode).counts(&*counts),
                     &case,
-                    Place::Aligned,
+                    Alignment::Aligned,
                 );
             }
         }
@@ -204,7 +204,7 @@ fn blocks_may_be_uneven_and_empty<B: Backend>(dtype: DType, world: usize) {
                     let case = Case::any_bits(op, tp, counts, comm.rank(), dtype, seed as u64);
                     for mode in MODES {
                         let call = MixedCall::from(op).mode(mode).counts(&**counts);
-                        check::<B>(&comm, &mixed, call, &case, Place::Aligned);
+                        check::<B>(&comm, &mixed, call, &case, Alignment::Aligned);
                     }
                 }
             }
@@ -226,7 +226,7 @@ fn gathers_and_scatters_may_be_uneven<B: Backend>(dtype: DType, world: usize) {
                     .map(|rank| Values::moderate(dtype, rank as u64, input_len(fused, 1, counts, rank)));
                 let case = Case::new(fused, 1, counts, comm.rank(), inputs.collect());
                 let call = MixedCall::from(op).counts(&**counts);
-                check::<B>(&comm, &mixed, call, &case, Place::Aligned);
+                check::<B>(&comm, &mixed, call, &case, Alignment::Aligned);
             }
         }
     });
@@ -236,13 +236,13 @@ fn gathers_and_scatters_may_be_uneven<B: Backend>(dtype: DType, world: usize) {
 fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
     let mut lengths = seams::<B>(dtype);
     lengths.retain(|count| count * dtype.size() < 1 << 20);
-    B::run(world, |comm| check_even::<B>(&comm, 2, dtype, &lengths, Place::Aligned));
+    B::run(world, |comm| check_even::<B>(&comm, 2, dtype, &lengths, Alignment::Aligned));
 }
 
 fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
-        for place in [Place::Shifted, Place::Odd] {
-            check_even::<B>(&comm, 2, dtype, &[1, 65, 4099], place);
+        for alignment in [Alignment::Shifted, Alignment::Odd] {
+            check_even::<B>(&comm, 2, dtype, &[1, 65, 4099], alignment);
         }
     });
 }
@@ -253,8 +253,8 @@ fn a_batch_may_be_split<B: Backend>(dtype: DType, world: usize) {
         let (mixed, rows) = (handler(&comm, 2), 96);
         let sums = |count: usize, start: usize, mode| {
             let mine = Values::moderate(dtype, comm.rank() as u64, rows).part(start..start + count);
-            let mut input = Tensor::<B>::holding(&comm, &mine, Place::Aligned);
-            let mut output = Tensor::<B>::unwritten(&comm, dtype, count * 2, Place::Aligned);
+            let mut input = Tensor::<B>::holding(&comm, &mine, Alignment::Aligned);
+            let mut output = Tensor::<B>::unwritten(&comm, dtype, count * 2, Alignment::Aligned);
             let call = MixedCall::from(MixedOp::AllReduceAllGather).mode(mode);
             mixed.prepare(&comm, dtype);
             comm.before(dtype, Some(ReduceOp::Sum));
@@ -278,7 +278,7 @@ fn a_tensor_may_be_the_block_in_the_other<B: Backend>(dtype: DType, world: usize
     B::run(world, |comm| {
         let (mixed, group) = (handler(&comm, tp), comm.rank() / tp);
         let start: usize = counts[..group].iter().sum();
-        if B::refusal(dtype, ReduceOp::Sum, Place::Aligned).is_none() {
+        if B::refusal(dtype, ReduceOp::Sum, Alignment::Aligned).is_none() {
             mixed.prepare(&comm, dtype);
         }
         for &mode in mixed.valid_modes() {
@@ -293,12 +293,12 @@ fn a_tensor_may_be_the_block_in_the_other<B: Backend>(dtype: DType, world: usize
                     }
                     _ => mine.clone(),
                 };
-                let mut buffer = Tensor::<B>::holding(&comm, &row, Place::Aligned);
+                let mut buffer = Tensor::<B>::holding(&comm, &row, Alignment::Aligned);
                 let call = MixedCall::from(op).mode(mode).counts(&*counts);
                 comm.before(dtype, Some(ReduceOp::Sum));
                 let done = mixed.run_in_place(&comm, call, buffer.view_mut());
                 comm.behind();
-                if let Some(text) = B::refusal(dtype, ReduceOp::Sum, Place::Aligned) {
+                if let Some(text) = B::refusal(dtype, ReduceOp::Sum, Alignment::Aligned) {
                     assert!(done.unwrap_err().to_string().contains(text), "{op:?} of {dtype}");
                     continue;
                 }

@@ -9,7 +9,7 @@ use antiphon_tensor::DType;
 
 use super::{FUSED, input_len};
 use crate::{
-    harness::{Backend, Place, Tensor},
+    harness::{Alignment, Backend, Tensor},
     values::Values,
 };
 
@@ -37,8 +37,8 @@ fn composed_gives_almost_the_same<B: Backend>(dtype: DType, world: usize) {
                 let numbers: Vec<Vec<f64>> = inputs.iter().map(Values::to_f64).collect();
                 let exact = reference::outputs(op, tp, &counts, &numbers, |all: &[f64]| all.iter().sum());
                 let exact = &exact[comm.rank()];
-                let mut input = Tensor::<B>::holding(&comm, &inputs[comm.rank()], Place::Aligned);
-                let mut output = Tensor::<B>::unwritten(&comm, dtype, exact.len(), Place::Aligned);
+                let mut input = Tensor::<B>::holding(&comm, &inputs[comm.rank()], Alignment::Aligned);
+                let mut output = Tensor::<B>::unwritten(&comm, dtype, exact.len(), Alignment::Aligned);
                 let call = MixedCall::from(op).mode(MixedMode::Composed).counts(&*counts);
                 mixed.run(&comm, call, input.view(), output.view_mut()).unwrap();
                 // Two roundings of at most 2⁻⁹ each, of partial sums below 4 · world.
@@ -115,7 +115,7 @@ fn what_makes_no_sense_is_refused<B: Backend>(world: usize) {
         assert!(refused.contains("of 5") && refused.contains("of 4"), "{refused}");
         let nodes = MixedLayout::builder(world, comm.rank()).local_size(2).build().unwrap();
         assert!(text(MixedHandler::new(&comm, nodes).map(drop)).contains("inter_size 2"));
-        // Nobody has called anything, so all are still in step.
+        // No rank has made a call, so all ranks are still in step.
         mixed.run(&comm, gather, &block, &mut out).unwrap();
     });
 }

@@ -1,4 +1,4 @@
-//! What widening, combining and rounding mean: the definition of the arithmetic.
+//! The definition of the arithmetic: widening, combining and rounding.
 
 use antiphon_tensor::{Element, bf16, f16, round};
 

@@ -186,7 +186,7 @@ fn integer_sums_wrap() {
     assert_eq!(out, [i64::MIN]);
 }
 
-/// Of whatever bits, in every integer type and by every level of vector instructions.
+/// Arbitrary bits, in every integer type and with every level of vector instructions.
 #[test]
 fn bitwise_operators_combine_bits() {
     let mut bits = Bits(9);

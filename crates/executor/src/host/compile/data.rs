@@ -1,4 +1,4 @@
-//! The operations that move data: which chunks, where their bytes live, and what is done with them.
+//! The operations that move data: their chunks, the places of the bytes, and the work on them.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! From a plan to the steps of one rank: here what orders them, in [`data`] what moves bytes.
+//! From a plan to the steps of one rank: this module has the steps that synchronise, [`data`] those that move bytes.
 
 mod data;
 
@@ -20,7 +20,7 @@ const MOST_STEPS: usize = 1 << 20;
 /// More work in loops than any sensible message needs, in units of [`Step::cost`]: a few lines may ask for any number of turns.
 const MOST_WORK: u64 = 1 << 26;
 
-/// What a plan is compiled for.
+/// The sizes for which a plan is compiled.
 #[derive(Clone, Copy)]
 pub(super) struct Target<'a> {
     pub(super) plan: &'a Plan,
@@ -30,7 +30,7 @@ pub(super) struct Target<'a> {
     pub(super) packets: PacketKind,
     /// Bytes of an element.
     pub(super) element: usize,
-    /// Of a chunk; its bytes fit into memory.
+    /// The extent of a chunk, whose bytes fit into memory.
     pub(super) extent: Extent,
     /// Whether chunks are parts of the tensors' chunks.
     pub(super) sliced: bool,
@@ -176,7 +176,7 @@ impl<'a> Compiler<'a> {
                 let step = Step::Wait(ends.collect::<Result<_>>()?);
                 self.push(scope, step, steps)
             }
-            // What is put through a port has arrived when the step is over, so nothing is left to flush.
+            // Data that is put through a port has arrived when the step is over, so nothing is left to flush.
             NotifyKind::Flush => Ok(()),
         }
     }

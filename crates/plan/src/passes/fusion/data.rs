@@ -1,4 +1,4 @@
-//! Which operations one can do the work of.
+//! The data operations that one operation can replace.
 
 use crate::op::{
     ChannelType, Copy, CopyKind, DataSync, Get, Notify, NotifyKind, OpKind, Put, PutKind, Reduce,

@@ -1,4 +1,4 @@
-//! Where a thread block's threads meet, once is enough.
+//! Neighbouring synchronisations of a thread block's threads become one.
 
 use crate::op::{DataSync, OpKind};
 

@@ -81,7 +81,7 @@ macro_rules! define_rms_norm {
 }
 keywords!(all_reduce_rms_norm => define_rms_norm);
 
-/// What keeps the memory of a call valid, as it is found.
+/// The operands of a call, collected one by one, which keep its memory valid.
 struct Found {
     usage: Usage,
     operands: Vec<Operand>,
@@ -137,7 +137,7 @@ impl Found {
         Ok(Some(self.keep(operand)))
     }
 
-    /// A number, or an array of one. Numbers are told by their type: asking an array for its value would wait for the GPU.
+    /// A number, or an array of one. A number is recognised by its type: asking an array for its value would wait for the GPU.
     fn scale(&mut self, array: Given<'_, '_>) -> Result<Scale<Tensor>> {
         Ok(match array {
             None => Scale::Value(1.0),
@@ -307,7 +307,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// What `all_reduce_rms_norm` returns. Outputs that the caller did not give are made.
+    /// The result of `all_reduce_rms_norm`. Outputs that the caller did not give are made.
     fn run_rms_norm<'py>(
         &self,
         py: Python<'py>,

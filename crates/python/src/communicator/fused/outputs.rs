@@ -42,7 +42,7 @@ pub(super) struct Outputs<'a, 'py> {
 }
 
 impl<'py> Outputs<'_, 'py> {
-    /// What was given, or something new if it is wanted.
+    /// The array that was given, or a new one if the output is wanted.
     pub(super) fn make(
         &self,
         given: Given<'_, 'py>,

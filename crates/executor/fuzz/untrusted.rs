@@ -1,4 +1,4 @@
-//! All that is done with a stranger's plan file: by the fuzzer, and by the tests for a while.
+//! Everything that is done with an untrusted plan file: by the fuzzer, and by the tests for a bounded time.
 
 use std::{
     ops::{Range, RangeInclusive},

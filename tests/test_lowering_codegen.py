@@ -1,4 +1,5 @@
-"""Eight defects of inductor's own lowering of collectives, D1 to D8, and a ninth: in torch as it is, and not with our pass.
+"""The code that inductor makes of collectives. Eight defects of its own lowering, D1 to D8, and a ninth: in torch as it is, and not
+with our pass. The order of overlapped collectives.
 
 Programs are compiled for a group of two ranks that are not there, up to the Python code that inductor would run. Inductor places
 comm buffers on GPUs alone, so that their allocation is replaced by a line which names the group. What the programs compute is
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.codegen.wrapper import AllocateLine
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import BaseSchedulerNode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 #: Two groups of the same ranks. The second one is not attached, so that its calls stay torch's.
@@ -228,3 +230,71 @@ def test_d9_what_computes_a_comm_buffer_writes_into_it() -> None:
     first, second, _ = comm_buffers(code)
     kernel = re.search(rf"cpp_fused\w+\((buf\d+), {second}\)", code)
     assert kernel is not None and kernel[1] not in (first, second)
+
+
+def test_what_is_computed_from_a_buffers_tensor_lies_elsewhere() -> None:
+    def program(x: Tensor) -> Tensor:
+        y = (x + 1).relu()
+        return summed(y) * summed(y.sin())
+
+    assert len(comm_buffers(ours(program))) == 1
+    assert "sin: what computes it allocates its memory" in str(antiphon.lowering.reports()[-1])
+
+
+WEIGHT = torch.ones(512, 512)
+
+
+def overlapped(x: Tensor) -> tuple[Tensor, Tensor]:
+    first = summed(x * 2)
+    product = x @ WEIGHT
+    second = summed(x.sin())
+    return first + product @ WEIGHT, second
+
+
+def steps(code: str) -> str:
+    """The starts (s), waits (w) and products (p) of code, in order."""
+    found = re.findall(r"\.(all_reduce_|wait_tensor)\.default\(|kernels\.(mm|addmm)\(", code)
+    return "".join({"all_reduce_": "s", "wait_tensor": "w"}.get(call, "p") for call, _ in found)
+
+
+def waits_first(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """A scheduler's order in which waits come as early as what they depend on allows."""
+    here = {buffer for node in nodes for buffer in node.get_buffer_names()}
+    order: list[BaseSchedulerNode] = []
+    while left := [node for node in nodes if node not in order]:
+        done = {buffer for node in order for buffer in node.get_buffer_names()}
+        ready = [node for node in left if {each.name for each in node.unmet_dependencies} & here <= done]
+        order.append(next((node for node in ready if "wait_tensor" in str(node.node)), ready[0]))
+    return order
+
+
+def test_inductor_keeps_the_order_of_an_overlap() -> None:
+    x = torch.ones(64, 512)
+    hostile = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": [waits_first]}
+    assert steps(code_of(overlapped, x, "inductor", False, **hostile)) == "sswwpp"
+    code = ours(overlapped, x, overlap=True, **hostile)
+    assert "schedule" in antiphon.lowering.reports()[-1].rules
+    assert steps(code) == "sspwpw"
+
+
+def test_inductors_own_passes_run_after_ours() -> None:
+    seen: list[str] = []
+
+    def spy(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        seen.extend(str(node.node) for node in nodes)
+        return nodes
+
+    patches = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": [spy]}
+    ours(lambda x: summed(x + 1) * 2, **patches)
+    assert any("antiphon._ordered_all_reduce" in node for node in seen)
+
+
+def test_modes_are_inductors() -> None:
+    found: dict[str, object] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        keep = lambda module, inputs, config_patches: found.update(config_patches) or module.forward  # noqa: E731
+        patch.setattr(antiphon.lowering._inductor, "compile_fx", keep)
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend="antiphon", mode="reduce-overhead")(X)
+    assert found["triton.cudagraphs"] is True
+    assert isinstance(found["post_grad_custom_post_pass"], antiphon.lowering.Pass)
