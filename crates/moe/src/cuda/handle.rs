@@ -103,7 +103,7 @@ impl Plan {
     }
 }
 
-/// The routes of rows between GPUs, made by [`CudaMoe::notify`].
+/// The routes of rows between GPUs, made by [`CudaMoe::notify`](super::CudaMoe::notify).
 pub struct CudaHandle {
     pub(super) owner: Arc<()>,
     pub(crate) number: u32,
@@ -163,7 +163,7 @@ impl CudaHandle {
     /// From now on the token of each row stands in the caller's memory, i32 `[N]`.
     ///
     /// # Errors
-    /// [`MoeError`] for a tensor of another dtype, shape or device.
+    /// [`MoeError`](crate::MoeError) for a tensor of another dtype, shape or device.
     ///
     /// # Safety
     /// The memory is used for nothing else as long as the handle is used, or a graph that has its calls.
