@@ -250,14 +250,15 @@ def test_dispatch_and_combine_are_adjoint(world_size: int) -> None:
         parallel = ExpertParallel(comm, experts, H)
         x, ids, weights = tokens_of(comm.rank, counts(world_size)[comm.rank], experts, torch.float64)
         received = parallel.dispatch(x, ids, weights)
-        y = torch.randn(received.x.shape, dtype=torch.float64)
+        seed = torch.Generator().manual_seed(comm.rank)
+        y = torch.randn(received.x.shape, generator=seed, dtype=torch.float64)
         normal = (received.x * y).sum().item(), (x * parallel.combine(y, received.handle)).sum().item()
 
-        few = torch.randint(-3, 4, x.shape).bfloat16()
+        few = torch.randint(1, 4, x.shape, generator=seed).bfloat16()
         ids = ids.masked_fill((ids.unsqueeze(2) == ids.unsqueeze(1)).tril(-1).any(2), -1)  # one slot for each choice
         slots = parallel.dispatch_low_latency(few, ids, max_tokens=9)
         is_filled = torch.arange(9 * world_size) < slots.counts.unsqueeze(1)
-        y = torch.randint(-3, 4, slots.x.shape).masked_fill(~is_filled.unsqueeze(2), 0).bfloat16()
+        y = torch.randint(1, 4, slots.x.shape, generator=seed).masked_fill(~is_filled.unsqueeze(2), 0).bfloat16()
         sums = parallel.combine_low_latency(y, ids, torch.ones(ids.shape), slots.handle)
         rows = slots.x.masked_fill(~is_filled.unsqueeze(2), 0)
         low_latency = (rows.double() * y.double()).sum().item(), (few.double() * sums.double()).sum().item()
