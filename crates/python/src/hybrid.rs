@@ -12,8 +12,9 @@ use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use crate::{
     arguments::Given,
+    array::{Array, check_apart},
     error::Result,
-    moe::{Array, Moe, check_apart, elsewhere, words},
+    moe::{Moe, elsewhere, words},
 };
 
 #[doc = stub!("MoeHybrid")]
@@ -183,10 +184,9 @@ impl MoeHybrid {
         };
         if let Some(device) = call.tokens.x.device().cuda_ordinal() {
             let handle = handle.0.cuda("hybrid_dispatch")?;
+            let moe = self.0.get();
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-            return self
-                .0
-                .get()
+            return moe
                 .run_cuda(py, device, |moe, stream| unsafe { moe.hybrid_dispatch(&handle, call, stream) });
         }
         let handle = handle.0.host("hybrid_dispatch")?;
@@ -225,10 +225,9 @@ impl MoeHybrid {
         };
         if let Some(device) = call.rows.device().cuda_ordinal() {
             let handle = handle.0.cuda("hybrid_combine")?;
+            let moe = self.0.get();
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-            return self
-                .0
-                .get()
+            return moe
                 .run_cuda(py, device, |moe, stream| unsafe { moe.hybrid_combine(&handle, call, stream) });
         }
         let handle = handle.0.host("hybrid_combine")?;

@@ -19,6 +19,7 @@
 include!(concat!(env!("OUT_DIR"), "/stub.rs"));
 
 mod arguments;
+mod array;
 mod call;
 mod comm;
 mod command;

@@ -26,13 +26,13 @@ use pyo3::{
 
 use crate::{
     arguments::Given,
+    array::{Array, check_apart},
     communicator::Communicator,
     cuda::primary,
     error::Result,
     fork::Process,
     handle::{Handle, Work},
     interrupt,
-    moe::{Array, check_apart},
     operand::Usage,
     stream::stream_or_current,
 };

@@ -9,8 +9,7 @@ use antiphon::{
         self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
         cuda::{CudaHandle, CudaMoe, HandleMemory},
     },
-    prelude::{DType, TensorView, TensorViewMut},
-    tensor::{Device, TensorError},
+    tensor::Device,
 };
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError, PyValueError},
@@ -19,13 +18,13 @@ use pyo3::{
 };
 
 use crate::{
-    arguments::{Given, overlap},
+    arguments::Given,
+    array::{Array, check_apart},
     communicator::Communicator,
     cuda::primary,
     error::Result,
     fork::Process,
     interrupt,
-    operand::{Operand, Usage},
     stream::stream_or_current,
 };
 
@@ -74,90 +73,6 @@ pub(crate) fn elsewhere(call: &str, handle: &str, tensors: &str) -> crate::error
         "{call}: the handle is of a dispatch on {handle}, the tensors are on {tensors}"
     ))
     .into()
-}
-
-/// An array of a call with its name.
-pub(crate) struct Array {
-    name: &'static str,
-    operand: Operand,
-    shape: Vec<usize>,
-}
-
-impl Array {
-    pub(crate) fn read(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
-        Self::import(array, name, Usage::Call(None))
-    }
-
-    /// An array that this keeps alive.
-    pub(crate) fn import(array: &Bound<'_, PyAny>, name: &'static str, usage: Usage) -> Result<Self> {
-        let operand = Operand::import(array, name, usage)?;
-        let mut shape = operand.shape().to_vec();
-        // What is only moved as bytes.
-        if let Some(last) = shape.last_mut() {
-            *last *= operand.units();
-        }
-        Ok(Self { name, operand, shape })
-    }
-
-    pub(crate) fn write(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
-        Self::read(array, name)?.writable()
-    }
-
-    pub(crate) fn writable(self) -> Result<Self> {
-        let Self { name, operand, shape } = self;
-        Ok(Self { name, operand: operand.writable(name)?, shape })
-    }
-
-    pub(crate) fn given(
-        array: Given<'_, '_>,
-        name: &'static str,
-        import: fn(&Bound<'_, PyAny>, &'static str) -> Result<Self>,
-    ) -> Result<Option<Self>> {
-        array.map(|array| import(array, name)).transpose()
-    }
-
-    pub(crate) fn dtype(&self) -> DType {
-        self.operand.tensor.dtype
-    }
-
-    /// Elements of a row of `[T, H]`.
-    pub(crate) fn columns(&self, call: &str) -> Result<usize> {
-        match *self.shape {
-            [_, columns] => Ok(columns),
-            _ => {
-                let text = format!("{call}: the {} must be of shape [T, H], not {:?}", self.name, self.shape);
-                Err(PyValueError::new_err(text).into())
-            }
-        }
-    }
-
-    /// # Safety
-    /// The array is not written by others for `'a`.
-    pub(crate) unsafe fn view<'a>(&self) -> Result<TensorView<'a>, TensorError> {
-        // SAFETY: passed on; the operand keeps the memory.
-        unsafe { self.operand.tensor.view_as(&self.shape) }
-    }
-
-    /// # Safety
-    /// The array is not used by others for `'a`.
-    pub(crate) unsafe fn view_mut<'a>(&self) -> Result<TensorViewMut<'a>, TensorError> {
-        // SAFETY: passed on; the operand keeps the memory, and may be written.
-        unsafe { self.operand.tensor.view_mut()?.reshape(&self.shape) }
-    }
-}
-
-/// Refuses outputs that share memory with anything else of a call.
-pub(crate) fn check_apart(call: &str, inputs: &[Option<&Array>], outputs: &[Option<&Array>]) -> Result<()> {
-    for (index, output) in outputs.iter().enumerate() {
-        let Some(output) = output else { continue };
-        for other in inputs.iter().chain(&outputs[index + 1..]).flatten() {
-            if overlap(&output.operand.tensor, &other.operand.tensor) {
-                let text = format!("{call}: {} and {} overlap: they must be apart", output.name, other.name);
-                return Err(PyValueError::new_err(text).into());
-            }
-        }
-    }
-    Ok(())
 }
 
 impl Moe {
@@ -371,19 +286,8 @@ impl Moe {
             (is_token_in_rank, "is_token_in_rank", layout.is_token_in_rank),
         ];
         for (array, name, content) in outputs {
-            let output = Array::write(array, name)?;
-            if output.operand.tensor.bytes() != content.len() || !output.operand.tensor.device.is_host() {
-                let text = format!(
-                    "layout: {name} has {} bytes on {}, expected {} on the host",
-                    output.operand.tensor.bytes(),
-                    output.operand.tensor.device,
-                    content.len()
-                );
-                return Err(PyValueError::new_err(text).into());
-            }
-            // SAFETY: the array may be written, and lives until this returns.
-            let mut view = unsafe { output.view_mut() }?;
-            view.as_mut_bytes()?.copy_from_slice(&content);
+            // SAFETY: the array lives until this returns; that no other thread uses it meanwhile is the caller's to see to.
+            unsafe { Array::write(array, name)?.fill("layout", &content) }?;
         }
         Ok(())
     }
@@ -408,7 +312,7 @@ impl Moe {
         let per_expert = Array::read(tokens_per_expert, "tokens_per_expert")?;
         let hidden = x.columns("dispatch")?;
         let routing = Routing {
-            num_experts: per_expert.shape.iter().product(),
+            num_experts: per_expert.elements(),
             top_k,
             // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
             is_token_in_rank: unsafe { in_rank.view() }?,

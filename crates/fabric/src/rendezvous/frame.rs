@@ -14,7 +14,7 @@ pub const MAX_PAYLOAD: usize = 1 << 20;
 const MAGIC: [u8; 4] = *b"ANTI";
 const HEADER: usize = 12;
 
-/// A rank's description of itself for the others.
+/// What a rank tells the other ranks about itself when they meet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     /// Its rank.

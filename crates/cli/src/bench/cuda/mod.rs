@@ -135,7 +135,7 @@ pub(crate) fn gpus(ranks: Option<usize>) -> Result<Gpus, Box<dyn std::error::Err
 
 /// The environment of the ranks' processes.
 pub(super) fn prepare(launch: &mut Launch) {
-    // Multicast is never assumed, and NCCL would use it where it can; a user who wants it sets the variable.
+    // NCCL uses multicast wherever the GPUs have it, and Antiphon does not. A user who wants NCCL to use it sets the variable.
     const MULTICAST: &str = "NCCL_NVLS_ENABLE";
     if std::env::var_os(MULTICAST).is_none() {
         launch.env.push((MULTICAST.into(), "0".into()));
