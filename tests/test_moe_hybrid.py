@@ -155,6 +155,22 @@ MAPS = [
 ]
 
 
+def test_a_call_may_have_another_number_of_experts_than_the_buffer() -> None:
+    """Megatron keeps one buffer for layers of any number of experts, and passes that number with each call."""
+
+    def body(comm: antiphon.Communicator) -> None:
+        x, routing_map, probs = tokens_of(comm.rank, 2)
+        buffer = deep_ep.HybridEPBuffer(comm, H, len(x), LOCAL + 1)
+        rows, row_probs, _, per_expert, handle = buffer.dispatch_with_permute(
+            hidden=x, routing_map=routing_map, probs=probs, num_of_experts_per_rank=LOCAL
+        )
+        expected, expected_probs = received(comm.rank, 2, 1)
+        assert per_expert.shape == (LOCAL,)
+        assert torch.equal(rows, expected) and row_probs is not None and torch.equal(row_probs, expected_probs)
+
+    threads(2, body)
+
+
 def gradient_inputs() -> list[Tensor]:
     inputs = []
     for rank, count in enumerate([3, 2]):
@@ -240,6 +256,8 @@ def test_what_is_refused_is_named_with_its_numbers() -> None:
                 {"num_permuted_tokens": 9, "pad_multiple": 4},
             ),
             (ValueError, "pad_multiple is -4", {"pad_multiple": -4}),
+            (ValueError, "num_of_experts_per_rank must be at least 1, not 0", {"num_of_experts_per_rank": 0}),
+            (ValueError, r"2 experts of each of 1 ranks need a routing map .* \[T, 2\]", {"num_of_experts_per_rank": 2}),
             (ValueError, "non_blocking needs num_permuted_tokens", {"non_blocking": True}),
             (ValueError, "pass a handle, a routing_map, or topk_idx", {"routing_map": None}),
             (

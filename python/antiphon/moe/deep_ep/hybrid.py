@@ -163,7 +163,11 @@ class HybridEPBuffer:
         if non_blocking and num_permuted_tokens is None:
             raise ValueError("dispatch_with_permute: non_blocking needs num_permuted_tokens")
         call = "dispatch_with_permute"
-        routing_map, probs = self._routing(call, routing_map, probs, topk_idx, topk_weights, num_of_experts)
+        if num_of_experts_per_rank is not None and num_of_experts_per_rank < 1:
+            raise ValueError(f"{call}: num_of_experts_per_rank must be at least 1, not {num_of_experts_per_rank}")
+        routing_map, probs = self._routing(
+            call, routing_map, probs, topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank
+        )
         if num_permuted_tokens is not None and num_permuted_tokens < 0:
             raise ValueError(f"{call}: num_permuted_tokens is {num_permuted_tokens}")
         received = self._calls.dispatch(
@@ -202,8 +206,10 @@ class HybridEPBuffer:
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
         num_of_experts: int | None,
+        num_of_experts_per_rank: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        experts = self.num_local_experts * self.group_size
+        local = num_of_experts_per_rank or self.num_local_experts
+        experts = local * self.group_size
         if routing_map is None:
             if topk_idx is None:
                 raise ValueError(f"{call}: pass a handle, a routing_map, or topk_idx")
@@ -213,7 +219,7 @@ class HybridEPBuffer:
             probs = of_choices if probs is None else probs
         if routing_map.dim() != 2 or routing_map.shape[1] != experts:
             raise ValueError(
-                f"{call}: {self.num_local_experts} experts of each of {self.group_size} ranks need a routing map of shape "
+                f"{call}: {local} experts of each of {self.group_size} ranks need a routing map of shape "
                 f"[T, {experts}], not {list(routing_map.shape)}"
             )
         return routing_map, probs

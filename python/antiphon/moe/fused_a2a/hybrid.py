@@ -78,10 +78,10 @@ def reset_hybrid_ep_buffer() -> None:
 
 
 def _buffer_of(group: Any, x: Tensor, num_local_experts: int, sms: tuple[int | None, int | None]) -> HybridEPBuffer:
-    """The group's buffer, made by all ranks together if there is none, or if it is of other experts."""
+    """The group's buffer, made by all ranks together if there is none."""
     comm = communicator("hybrid_ep_dispatch", group)
     kept = _of_groups.get(comm)
-    if kept is None or kept.num_local_experts != num_local_experts:
+    if kept is None:
         num_tokens, hidden_dim = x.shape[-2:]
         init_hybrid_ep_buffer(group, hidden_dim, num_tokens, num_local_experts, *sms, fp8_dispatch=False)
         kept = _of_groups[comm]
@@ -114,6 +114,7 @@ class HybridEPDispatch(torch.autograd.Function):
             hidden=x,
             routing_map=routing_map,
             probs=probs,
+            num_of_experts_per_rank=num_local_experts,
             num_permuted_tokens=None if num_permuted_tokens is None else index(num_permuted_tokens),
             pad_multiple=pad_multiple,
             non_blocking=num_permuted_tokens is not None,
