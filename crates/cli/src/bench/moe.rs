@@ -18,8 +18,8 @@ use crate::report::Row;
 const ROW_BYTES: usize = 14_336;
 /// Rows are whole vectors of so many bytes.
 const VECTOR: usize = 16;
-const LOCAL_EXPERTS: usize = 8;
-const TOP_K: usize = 2;
+pub(super) const LOCAL_EXPERTS: usize = 8;
+pub(super) const TOP_K: usize = 2;
 
 /// Tokens of a rank, and elements of each.
 pub(super) fn shape(case: &Case) -> [usize; 2] {
@@ -37,7 +37,7 @@ pub(super) fn counts(case: &Case, world_size: usize) -> (usize, usize) {
 }
 
 /// The experts that a rank's tokens choose.
-fn choices(rank: usize, tokens: usize, experts: usize) -> Vec<i64> {
+pub(super) fn choices(rank: usize, tokens: usize, experts: usize) -> Vec<i64> {
     let expert = |token: usize, k: usize| (token * 2_654_435_761 + rank * 40_503 + k * 7919) >> 5;
     (0..tokens).flat_map(|token| (0..TOP_K).map(move |k| (expert(token, k) % experts) as i64)).collect()
 }

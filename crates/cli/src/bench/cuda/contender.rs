@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use antiphon::{
     collectives::{
-        CollectiveError,
+        CollectiveError, Communicator,
         cuda::{Algorithm, AllReduceOptions, CudaCollectives},
         nccl::NcclCollectives,
     },
-    device::cuda::{DeviceMemory, StreamRef},
+    device::cuda::{Context, DeviceMemory, Stream, StreamRef, memory},
     operation::Operation,
     tensor::{DType, Device, TensorView, TensorViewMut},
 };
@@ -202,6 +202,25 @@ unsafe fn ping_pong(
 }
 
 impl Tensors {
+    /// Those of a rank for a case, of zeros.
+    pub(super) fn zeros(
+        comm: &Communicator,
+        context: &Context,
+        stream: &Stream,
+        case: &Case,
+    ) -> Result<Self> {
+        let counts = case.counts(comm.rank(), comm.world_size());
+        let zeros = |count: usize| -> Result<DeviceMemory> {
+            let made = DeviceMemory::allocate(context, (count * case.dtype.size()).max(16))?;
+            // SAFETY: the memory has so many bytes, and the stream is waited for below.
+            unsafe { memory::fill(stream.borrow(), made.pointer(), 0, made.len()) }?;
+            Ok(made)
+        };
+        let (input, output) = (zeros(counts.0)?, zeros(counts.1)?);
+        stream.borrow().synchronize()?;
+        Ok(Self { input, output, counts, device: Device::Cuda(context.device().ordinal()) })
+    }
+
     /// # Safety
     /// The view is not used when `self` is gone.
     unsafe fn input(&self, dtype: DType) -> TensorView<'_> {

@@ -3,11 +3,13 @@
 //! * `contender` is an implementation that is compared: an algorithm of Antiphon, or NCCL.
 //! * `mixed` has the contenders of a mixed layout, in groups of its ranks too.
 //! * `moe` has the contenders of dispatch and combine.
+//! * `forms` has the low-latency and the hybrid form of these.
 //! * `timing` measures them: graphs of many calls, with the ranks' GPUs synchronised before.
 //! * `tail` is another benchmark: ranks that do not start together, and the slowest of many replays.
 //! * `worker` is the work of a rank: it verifies and times each size.
 
 mod contender;
+mod forms;
 mod mixed;
 mod moe;
 pub(super) mod tail;
@@ -85,10 +87,11 @@ pub(super) fn rows(args: &Args) -> usize {
 /// An argument that does not suit GPUs.
 pub(super) fn refuse(args: &Args) -> Result<(), String> {
     if args.tail {
-        return match tail::measures(args.collective) && args.sizes.is_none() && args.plot.is_none() {
+        return match tail::measures(args) && args.sizes.is_none() && args.plot.is_none() {
             true => Ok(()),
             false => Err(
-                "--tail measures all-reduce, all-gather and all-to-all at its own sizes, and draws nothing"
+                "--tail measures all-reduce, all-gather, all-to-all, mixed, dispatch and combine at its own sizes, and draws \
+                 nothing"
                     .into(),
             ),
         };
@@ -219,7 +222,7 @@ mod tests {
         assert_eq!(error, "--buffers symmetric on GPUs is for all-reduce alone, not for all_gather");
         assert_eq!(refuse(&args("all-reduce --buffers symmetric")), Ok(()));
         assert_eq!(refuse(&args("all-gather --tail")), Ok(()));
-        assert!(refuse(&args("broadcast --tail")).unwrap_err().contains("all-to-all at its own sizes"));
+        assert!(refuse(&args("broadcast --tail")).unwrap_err().contains("combine at its own sizes"));
         assert!(refuse(&args("--tail --sizes 1M")).is_err());
     }
 }

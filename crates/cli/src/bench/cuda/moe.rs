@@ -154,6 +154,11 @@ impl<'a> Routes<'a> {
         self.handle.rows() * self.hidden
     }
 
+    /// The error of a call of ours that failed on the GPU.
+    pub(super) fn check(&self) -> Result<()> {
+        Ok(self.experts.moe.check()?)
+    }
+
     /// Puts one of our calls into the stream.
     ///
     /// # Safety

@@ -3,7 +3,7 @@
 //! A graph of [`CALLS`] calls is replayed without synchronising the GPUs before. In each replay the GPU of another rank is late
 //! by the skew. The reported time is the time beyond the skew: from the start of the late rank to its end. Ours and
 //! NCCL's replays take turns, in the same processes. Behind NCCL's all-reduce a separate kernel does the other operations of
-//! our fused call.
+//! our fused call. Forms of dispatch and combine that NCCL has no calls for are ours alone.
 
 use std::{
     fs::File,
@@ -25,14 +25,22 @@ use antiphon::{
         },
     },
     fabric::RegisteredMemory,
+    operation::Operation,
     tensor::{DType, Device, TensorView, TensorViewMut},
 };
 use serde::{Deserialize, Serialize};
 
-use super::{Result, note, timing};
+use super::{
+    Result,
+    contender::{self, Contender},
+    forms::Form,
+    mixed::{Handler, Variant},
+    moe::{Experts, Routes},
+    note, timing,
+};
 use crate::{
     ExitStatus, FAILURE, SUCCESS,
-    bench::{Args, Collective, Which, launch},
+    bench::{Args, Collective, Which, case::Case, launch},
     launch::Stream as Output,
     report::Machine,
 };
@@ -58,29 +66,39 @@ const GEMMS: u32 = 50;
 const BESIDE_US: f64 = 1500.0;
 
 /// The call that is measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Operation {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Call {
+    /// All-reduce with what else is done to the sum, or on registered memory.
     Sum,
     Norm,
     Fp8,
     Registered,
-    AllGather,
-    AllToAll,
+    /// A collective that the table of times measures too, by the same contenders.
+    Of(Collective),
+    /// A form of dispatch or combine of its own.
+    Form(Operation),
 }
 
-impl Operation {
-    const ALL: [Self; 6] =
-        [Self::Sum, Self::Norm, Self::Fp8, Self::Registered, Self::AllGather, Self::AllToAll];
-
-    /// Whether it is measured where this collective, or all, were asked for.
-    fn is_of(self, which: Which) -> bool {
-        let of = match self {
-            Self::Sum | Self::Norm | Self::Fp8 | Self::Registered => Collective::ALL_REDUCE,
-            Self::AllGather => Collective::Of(antiphon::operation::Operation::AllGather),
-            Self::AllToAll => Collective::Of(antiphon::operation::Operation::AllToAll),
-        };
-        which == Which::All || which == Which::One(of)
+impl Call {
+    /// Those that are measured where these collectives were asked for.
+    fn all(args: &Args) -> Vec<Self> {
+        use Operation::{AllGather, AllToAll};
+        let sums = [Self::Sum, Self::Norm, Self::Fp8, Self::Registered];
+        let plain = [AllGather, AllToAll].map(Collective::Of);
+        match args.collective {
+            Which::All => sums.into_iter().chain(plain.map(Self::Of)).collect(),
+            Which::Mixed => args.collectives().into_iter().map(Self::Of).collect(),
+            Which::One(Collective::ALL_REDUCE) => sums.into(),
+            Which::One(Collective::DISPATCH) => {
+                let forms = [Operation::LowLatencyDispatch, Operation::HybridDispatch];
+                [Self::Of(Collective::DISPATCH)].into_iter().chain(forms.map(Self::Form)).collect()
+            }
+            Which::One(Collective::COMBINE) => {
+                let forms = [Operation::LowLatencyCombine, Operation::HybridCombine];
+                [Self::Of(Collective::COMBINE)].into_iter().chain(forms.map(Self::Form)).collect()
+            }
+            Which::One(of) => plain.into_iter().filter(|&plain| plain == of).map(Self::Of).collect(),
+        }
     }
 
     fn name(self) -> &'static str {
@@ -89,15 +107,15 @@ impl Operation {
             Self::Norm => "norm",
             Self::Fp8 => "fp8",
             Self::Registered => "registered",
-            Self::AllGather => "all_gather",
-            Self::AllToAll => "all_to_all",
+            Self::Of(collective) => collective.name(),
+            Self::Form(operation) => operation.name(),
         }
     }
 }
 
-/// Whether something is measured for these collectives.
-pub(super) fn measures(which: Which) -> bool {
-    Operation::ALL.into_iter().any(|operation| operation.is_of(which))
+/// Whether something is measured for these arguments.
+pub(super) fn measures(args: &Args) -> bool {
+    !Call::all(args).is_empty()
 }
 
 /// Microseconds of a graph.
@@ -121,7 +139,7 @@ impl Quantiles {
 /// A line of the table.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Row {
-    operation: Operation,
+    operation: String,
     rows: usize,
     skew_us: u64,
     /// Whether products of matrices run on a second stream.
@@ -140,13 +158,13 @@ struct Report<'a> {
     rows: Vec<Row>,
 }
 
-const HEADER: &str = "operation    rows  skew beside |  ours p50      p99    p99.9      max |  NCCL p50      p99    p99.9      max | replays";
+const HEADER: &str = "operation                    rows  skew beside |  ours p50      p99    p99.9      max |  NCCL p50      p99    p99.9      max | replays";
 
 fn line(row: &Row) -> String {
     let quantiles = |q: &Quantiles| format!("{:9.1}{:9.1}{:9.1}{:9.1}", q.p50, q.p99, q.p999, q.max);
     format!(
-        "{:10}{:7}{:6} {:6} | {} | {} | {:7}",
-        row.operation.name(),
+        "{:26}{:7}{:6} {:6} | {} | {} | {:7}",
+        row.operation,
         row.rows,
         row.skew_us,
         if row.beside_gemm { "gemm" } else { "" },
@@ -198,7 +216,7 @@ fn measure_all(args: &Args) -> Result<()> {
     let ours = super::collectives(args, &comm, &context)?;
     let nccl = NcclCollectives::new(&comm, &context);
     let nccl = nccl.map_err(|error| note(comm.rank(), format_args!("without NCCL beside it: {error}"))).ok();
-    let tensors = Tensors::new(&comm, &context)?;
+    let tensors = Tensors::new(&context)?;
     for memory in [&tensors.input, &tensors.output] {
         ours.register(RegisteredMemory::new(&comm, &context, memory.pointer(), memory.len() as u64)?)?;
     }
@@ -207,9 +225,15 @@ fn measure_all(args: &Args) -> Result<()> {
     let stream = Stream::with_priority(&context, priority)?;
     let mut tail = Tail::new(&comm, &ours, nccl.as_ref(), &tensors, stream)?;
     (tail.replays, tail.seconds) = (args.iterations.unwrap_or(u32::MAX).max(1), args.seconds.as_secs_f64());
-    for operation in Operation::ALL.into_iter().filter(|operation| operation.is_of(args.collective)) {
+    let mixed = (args.collective == Which::Mixed)
+        .then(|| Handler::new(args, &comm, &ours, nccl.as_ref(), &context))
+        .transpose()?;
+    let calls = Call::all(args);
+    let is_of_experts = calls.iter().any(|&call| matches!(call, Call::Of(of) if of.is_of_experts()));
+    let experts = is_of_experts.then(|| Experts::new(&comm, &context)).transpose()?;
+    for call in calls {
         for &rows in &args.rows {
-            tail.measure(operation, rows as usize, args)?;
+            tail.measure_call(call, rows as usize, (mixed.as_ref(), experts.as_ref()), args)?;
         }
     }
     Ok(())
@@ -218,7 +242,6 @@ fn measure_all(args: &Args) -> Result<()> {
 /// A rank's tensors, for as many rows as there may be.
 struct Tensors {
     device: Device,
-    world_size: usize,
     input: DeviceMemory,
     output: DeviceMemory,
     residual: DeviceMemory,
@@ -233,7 +256,7 @@ const SIDE: usize = 2048;
 const DEPTH: usize = 256;
 
 impl Tensors {
-    fn new(comm: &Communicator, context: &Context) -> Result<Self> {
+    fn new(context: &Context) -> Result<Self> {
         let stream = context.stream()?;
         let zeros = |bytes: usize| -> Result<DeviceMemory> {
             let made = DeviceMemory::allocate(context, bytes)?;
@@ -244,7 +267,6 @@ impl Tensors {
         let bytes = MOST_ROWS as usize * HIDDEN * DTYPE.size();
         let tensors = Self {
             device: Device::Cuda(context.device().ordinal()),
-            world_size: comm.world_size(),
             input: zeros(bytes)?,
             output: zeros(bytes)?,
             residual: zeros(bytes)?,
@@ -272,15 +294,8 @@ impl Tensors {
     }
 
     /// Puts a call of ours into the stream.
-    fn ours(
-        &self,
-        ours: &CudaCollectives,
-        operation: Operation,
-        rows: usize,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
+    fn ours(&self, ours: &CudaCollectives, call: Call, rows: usize, stream: StreamRef<'_>) -> Result<()> {
         let whole = [rows, HIDDEN];
-        let part = [rows * HIDDEN / self.world_size];
         let matrix = |memory| self.view(memory, DTYPE, &whole);
         let matrix_mut = |memory| self.view_mut(memory, DTYPE, &whole);
         let mut output = matrix_mut(&self.output);
@@ -292,27 +307,18 @@ impl Tensors {
         };
         // SAFETY: the tensors outlive all streams and graphs.
         unsafe {
-            match operation {
-                Operation::Sum => ours.all_reduce(matrix(&self.input), &mut output, ReduceOp::Sum, stream)?,
-                Operation::Registered => {
-                    let options = AllReduceOptions::registered(Algorithm::TwoShot);
-                    ours.all_reduce_with(matrix(&self.input), &mut output, ReduceOp::Sum, options, stream)?
-                }
-                Operation::Norm => ours.all_reduce_fused(normed().norm_out(output), stream)?,
-                Operation::Fp8 => {
+            match call {
+                Call::Norm => ours.all_reduce_fused(normed().norm_out(output), stream)?,
+                Call::Fp8 => {
                     let codes = self.view_mut(&self.codes, DType::U8, &whole);
                     let form = Quantization::Fp8 { scale: Scale::Value(1.0) };
                     ours.all_reduce_fused(normed().quantize(form, codes, None), stream)?
                 }
-                Operation::AllGather => {
-                    let mut output = self.view_mut(&self.output, DTYPE, &[part[0] * self.world_size]);
-                    ours.all_gather(self.view(&self.input, DTYPE, &part), &mut output, stream)?
+                Call::Registered => {
+                    let options = AllReduceOptions::registered(Algorithm::TwoShot);
+                    ours.all_reduce_with(matrix(&self.input), &mut output, ReduceOp::Sum, options, stream)?
                 }
-                Operation::AllToAll => {
-                    let whole = [part[0] * self.world_size];
-                    let mut output = self.view_mut(&self.output, DTYPE, &whole);
-                    ours.all_to_all(self.view(&self.input, DTYPE, &whole), &mut output, stream)?
-                }
+                _ => ours.all_reduce(matrix(&self.input), &mut output, ReduceOp::Sum, stream)?,
             }
         }
         Ok(())
@@ -323,27 +329,17 @@ impl Tensors {
         &self,
         nccl: &NcclCollectives,
         norms: &Norms,
-        operation: Operation,
+        call: Call,
         rows: usize,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let part = rows * HIDDEN / self.world_size;
-        let whole = [part * self.world_size];
-        let input = self.view(&self.input, DTYPE, &whole);
-        let mut output = self.view_mut(&self.output, DTYPE, &whole);
+        let input = self.view(&self.input, DTYPE, &[rows, HIDDEN]);
+        let mut output = self.view_mut(&self.output, DTYPE, &[rows, HIDDEN]);
         // SAFETY: the tensors outlive all streams and graphs.
-        unsafe {
-            match operation {
-                Operation::AllGather => {
-                    nccl.all_gather(self.view(&self.input, DTYPE, &[part]), &mut output, stream)?
-                }
-                Operation::AllToAll => nccl.all_to_all(input, &mut output, stream)?,
-                _ => nccl.all_reduce(input, &mut output, ReduceOp::Sum, stream)?,
-            }
-        }
-        let (function, out) = match operation {
-            Operation::Norm => (&norms.norm, self.output.pointer()),
-            Operation::Fp8 => (&norms.fp8, self.codes.pointer()),
+        unsafe { nccl.all_reduce(input, &mut output, ReduceOp::Sum, stream) }?;
+        let (function, out) = match call {
+            Call::Norm => (&norms.norm, self.output.pointer()),
+            Call::Fp8 => (&norms.fp8, self.codes.pointer()),
             _ => return Ok(()),
         };
         let [sum, residual, weight] =
@@ -367,6 +363,9 @@ impl Norms {
         Ok(Self { norm, fp8 })
     }
 }
+
+/// Puts one call into a stream.
+type Put<'a> = &'a dyn Fn(StreamRef<'_>) -> Result<()>;
 
 /// The resources of a rank for measuring.
 struct Tail<'a> {
@@ -422,19 +421,81 @@ impl<'a> Tail<'a> {
         Ok(tail)
     }
 
-    /// An operation at a size, by each of the skews.
-    fn measure(&self, operation: Operation, rows: usize, args: &Args) -> Result<()> {
-        let graph = |call: &dyn Fn(StreamRef<'_>) -> Result<()>| -> Result<GraphExec> {
-            call(self.stream.borrow())?; // what is loaded and connected at the first call is not captured
+    /// A call at a size, by each of the skews.
+    fn measure_call(
+        &self,
+        call: Call,
+        rows: usize,
+        (mixed, experts): (Option<&Handler<'_>>, Option<&Experts>),
+        args: &Args,
+    ) -> Result<()> {
+        let shown = (call, rows, args);
+        match call {
+            Call::Of(collective) => {
+                let case =
+                    Case { dtype: DTYPE, ..args.case(collective, (rows * HIDDEN * DTYPE.size()) as u64) };
+                let tensors = contender::Tensors::zeros(self.comm, self.ours.context(), &self.stream, &case)?;
+                let routes = experts.filter(|_| collective.is_of_experts());
+                let routes =
+                    routes.map(|experts| Routes::new(experts, self.nccl, (self.comm, &self.stream), &case));
+                let routes = routes.transpose()?;
+                let [ours, nccl] = match (&routes, mixed) {
+                    (Some(routes), _) => {
+                        [Contender::Experts(routes), Contender::ExpertsByNccl(routes)].map(Some)
+                    }
+                    (None, Some(handler)) => {
+                        [Variant::Fused(None), Variant::Nccl].map(|of| Some(Contender::Mixed(handler, of)))
+                    }
+                    (None, None) => [Some(Contender::Ours(self.ours, None)), self.nccl.map(Contender::Nccl)],
+                };
+                let put = |by: Contender<'_>, stream: StreamRef<'_>| {
+                    // SAFETY: the tensors and routes live until the streams are done with the graphs of `measure`.
+                    unsafe { by.call(&case, &tensors, stream) }
+                };
+                let ours = |stream: StreamRef<'_>| put(ours.expect("there is always one"), stream);
+                match nccl.filter(|_| self.nccl.is_some()) {
+                    Some(nccl) => {
+                        self.measure(&ours, Some(&|stream: StreamRef<'_>| put(nccl, stream)), shown)?
+                    }
+                    None => self.measure(&ours, None, shown)?,
+                }
+                routes.map_or(Ok(()), |routes| routes.check())
+            }
+            Call::Form(operation) => {
+                let form =
+                    Form::new(operation, self.comm, self.ours.context(), &self.stream, [rows, HIDDEN])?;
+                let Some(form) = form else { return Ok(()) };
+                self.measure(&|stream| form.call(operation, stream), None, shown)?;
+                form.check()
+            }
+            _ => {
+                let ours = |stream: StreamRef<'_>| self.tensors.ours(self.ours, call, rows, stream);
+                match self.nccl {
+                    Some(nccl) => {
+                        let nccl =
+                            |stream: StreamRef<'_>| self.tensors.nccl(nccl, &self.norms, call, rows, stream);
+                        self.measure(&ours, Some(&nccl), shown)
+                    }
+                    None => self.measure(&ours, None, shown),
+                }
+            }
+        }
+    }
+
+    /// A call of ours, and the same by NCCL, by each of the skews.
+    fn measure(
+        &self,
+        ours: Put<'_>,
+        nccl: Option<Put<'_>>,
+        (call, rows, args): (Call, usize, &Args),
+    ) -> Result<()> {
+        let graph = |put: Put<'_>| -> Result<GraphExec> {
+            put(self.stream.borrow())?; // what is loaded and connected at the first call is not captured
             self.stream.borrow().synchronize()?;
             self.comm.barrier()?;
-            timing::graph(&self.stream, CALLS, call)
+            timing::graph(&self.stream, CALLS, put)
         };
-        let ours = graph(&|stream| self.tensors.ours(self.ours, operation, rows, stream))?;
-        let nccl = self
-            .nccl
-            .map(|nccl| graph(&|stream| self.tensors.nccl(nccl, &self.norms, operation, rows, stream)));
-        let nccl = nccl.transpose()?;
+        let (ours, nccl) = (graph(ours)?, nccl.map(graph).transpose()?);
         let warm_up = self.batch(nccl.as_ref().unwrap_or(&ours), 0, false, 0.0)?;
         let alone_us = Quantiles::of(warm_up).p50;
         self.batch(&ours, 0, false, 0.0)?;
@@ -450,7 +511,7 @@ impl<'a> Tail<'a> {
                 }
                 if self.comm.rank() == 0 {
                     let row = Row {
-                        operation,
+                        operation: call.name().to_owned(),
                         rows,
                         skew_us,
                         beside_gemm,
@@ -552,7 +613,7 @@ mod tests {
     fn lines_stand_under_their_header() {
         let ours = Quantiles { p50: 23.4, p99: 25.0, p999: 26.0, max: 1234.5 };
         let row = Row {
-            operation: Operation::Registered,
+            operation: "reduce_scatter_all_reduce".into(),
             rows: 2048,
             skew_us: 5000,
             beside_gemm: true,
