@@ -231,7 +231,10 @@ impl HybridForm {
         // SAFETY: the map lives until the call, which waits for the counts, has ended.
         let handle = unsafe { moe.hybrid_notify(&routing, HandleMemory::Own, stream.borrow()) }?;
         let rows = Tensor::new(context, DTYPE, &[handle.rows(), hidden])?;
-        Ok(Self { moe, x: Tensor::new(context, DTYPE, &[tokens, hidden])?, rows, handle })
+        let form = Self { moe, x: Tensor::new(context, DTYPE, &[tokens, hidden])?, rows, handle };
+        // A combine needs a dispatch before it.
+        form.dispatch(stream.borrow())?;
+        Ok(form)
     }
 
     fn dispatch(&self, stream: StreamRef<'_>) -> Result<()> {

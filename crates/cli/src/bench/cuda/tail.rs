@@ -434,11 +434,22 @@ impl<'a> Tail<'a> {
             Call::Of(collective) => {
                 let case =
                     Case { dtype: DTYPE, ..args.case(collective, (rows * HIDDEN * DTYPE.size()) as u64) };
-                let tensors = contender::Tensors::zeros(self.comm, self.ours.context(), &self.stream, &case)?;
                 let routes = experts.filter(|_| collective.is_of_experts());
                 let routes =
                     routes.map(|experts| Routes::new(experts, self.nccl, (self.comm, &self.stream), &case));
                 let routes = routes.transpose()?;
+                let zeros = |case: &Case| {
+                    contender::Tensors::zeros(self.comm, self.ours.context(), &self.stream, case)
+                };
+                if let Some(routes) = &routes {
+                    // A combine needs a dispatch before it.
+                    let dispatch = Case { collective: Collective::DISPATCH, ..case };
+                    let sent = zeros(&dispatch)?;
+                    // SAFETY: the tensors live until the stream has been waited for.
+                    unsafe { Contender::Experts(routes).call(&dispatch, &sent, self.stream.borrow()) }?;
+                    self.stream.borrow().synchronize()?;
+                }
+                let tensors = zeros(&case)?;
                 let [ours, nccl] = match (&routes, mixed) {
                     (Some(routes), _) => {
                         [Contender::Experts(routes), Contender::ExpertsByNccl(routes)].map(Some)
