@@ -44,6 +44,12 @@ pub(crate) fn library_stream(py: Python<'_>, library: &str, device: u32) -> PyRe
     let cuda = |name: &str| py.import(name)?.getattr(intern!(py, "cuda"));
     match library {
         "torch" => {
+            // Triton asks so too: the number alone, where the public function makes an object around it.
+            let raw =
+                py.import(intern!(py, "torch._C"))?.getattr_opt(intern!(py, "_cuda_getCurrentRawStream"))?;
+            if let Some(raw) = raw {
+                return raw.call1((device,))?.extract().map(Some);
+            }
             let current = cuda("torch")?.call_method1(intern!(py, "current_stream"), (device,))?;
             current.getattr(intern!(py, "cuda_stream"))?.extract().map(Some)
         }
