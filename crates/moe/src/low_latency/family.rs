@@ -6,15 +6,15 @@ use antiphon_fabric::gpu::{FORMATS, Family, ROWS, Source, kernels};
 use super::{LowLatencyFormat, Sizes};
 
 kernels! {
-    /// The kernel of `dispatch.cuh`.
+    /// The kernel of `dispatch.cuh`, `low_latency::dispatch` as the compiler mangles it.
     pub(crate) enum DispatchKernel {
-        Dispatch = "low_latency_dispatch",
+        Dispatch = "_ZN11low_latency8dispatchE9arguments16low_latency_call",
     }
 }
 kernels! {
-    /// The kernel of `combine.cuh`.
+    /// The kernel of `combine.cuh`, `low_latency::combine` as the compiler mangles it.
     pub(crate) enum CombineKernel {
-        Combine = "low_latency_combine",
+        Combine = "_ZN11low_latency7combineE9arguments16low_latency_call",
     }
 }
 
