@@ -76,7 +76,8 @@ struct pipeline {
         u32 bytes;
         u32 from;     // in shared memory
         u16 stage;    // that is loaded; STAGES if none is
-        u16 is_count;
+        u8 is_count;
+        u8 is_last;   // of those that store what was loaded
     };
     struct shared {
         piece pieces[REMEMBERED];
@@ -117,9 +118,9 @@ struct pipeline {
         if (next.stage < STAGES) {
             bulk_wait(mine.arrived + next.stage, phases >> next.stage & 1);
             phases ^= 1u << next.stage;
-            ++loads_stored;
         }
         bulk_store(next.to, next.from, next.bytes);
+        loads_stored += next.is_last;
         if (next.is_count) red_add_release_sys(next.signal, 1u);
         ++stored;
         if (is_sender() && stored - done == LAG + EVERY) {
@@ -141,14 +142,14 @@ struct pipeline {
             if (next.signal != nullptr) st_relaxed_sys(next.signal, next.value);
         }
     }
-    DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, signals after) {
+    DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, bool is_last, signals after) {
         if (FLAG_WARPS && is_sender())
             while (begun - ld_acquire_block(&mine.raised) >= REMEMBERED)
                 if (stored < begun) store_next();
-        if (!FLAG_WARPS && begun - stored == AHEAD) store_next();
+        if (begun - stored == (FLAG_WARPS ? REMEMBERED : AHEAD)) store_next();
         const bool is_count = after.counted != nullptr;
         mine.pieces[begun % REMEMBERED] =
-            piece{to, is_count ? after.counted : after.raised, after.value, bytes, from, (u16)stage, is_count};
+            piece{to, is_count ? after.counted : after.raised, after.value, bytes, from, (u16)stage, is_count, is_last};
         ++begun;
     }
     // Raises the flags of all senders of the block as they go; of one warp.
@@ -170,6 +171,10 @@ struct pipeline {
 
     // Copies `bytes` bytes, a multiple of 16.
     DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
+        copy_to_each(1, [&](u32) { return to; }, from, bytes, after);
+    }
+    // Copies them to `count` places, to(index); they are read once.
+    template <class To> DEVICE void copy_to_each(u32 count, To to, const u8* from, u32 bytes, signals after) {
         __syncwarp();
         if (lane_id() != 0) return;
         for (u32 at = 0; at < bytes; at += STAGE_BYTES) {
@@ -177,11 +182,29 @@ struct pipeline {
             while (loaded - loads_stored == AHEAD) store_next();
             bulk_stores_read<STAGES - AHEAD>();
             u8* memory = stages + stage * STAGE_BYTES;
-            begin(to + at, shared_address(memory), size, stage, at + size == bytes ? after : NO_SIGNALS);
             bulk_expect(mine.arrived + stage, size);
             bulk_load(memory, from + at, size, mine.arrived + stage);
             ++loaded;
+            for (u32 index = 0; index < count; ++index) {
+                const bool is_last = index == count - 1;
+                begin(to(index) + at, shared_address(memory), size, index == 0 ? stage : STAGES, is_last,
+                      is_last && at + size == bytes ? after : NO_SIGNALS);
+            }
         }
+    }
+    // The index-th piece of STAGE_BYTES at most that the warp computes: where it writes what belongs to `to`.
+    DEVICE u8* piece_for(u8*, u32 index) {
+        if (lane_id() == 0) bulk_stores_read<STAGES - 1>();
+        __syncwarp();
+        return stages + index % STAGES * STAGE_BYTES;
+    }
+    // Moves that piece.
+    DEVICE void copy_piece(u8* to, u32 index, u32 bytes, signals after) {
+        bulk_fence();
+        __syncwarp();
+        if (lane_id() != 0) return;
+        begin(to, shared_address(stages + index % STAGES * STAGE_BYTES), bytes, STAGES, false, after);
+        while (stored < begun) store_next();
     }
     // Before what was gathered is written anew.
     DEVICE void before_gathering() {
@@ -198,7 +221,7 @@ struct pipeline {
     }
     // Copies some of that, of the whole warp.
     DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {
-        if (lane_id() == 0) begin(to, shared_address(gathered + at), bytes, STAGES, after);
+        if (lane_id() == 0) begin(to, shared_address(gathered + at), bytes, STAGES, false, after);
     }
     // Until all that was begun is done.
     DEVICE void drain() {
@@ -230,18 +253,25 @@ struct pipeline {
     }
 
     DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
+        copy_to_each(1, [&](u32) { return to; }, from, bytes, after);
+    }
+    template <class To> DEVICE void copy_to_each(u32 count, To to, const u8* from, u32 bytes, signals after) {
         constexpr u32 COUNT = 4;
         for (u32 first = lane_id() * 16; first < bytes; first += COUNT * 512) {
             uint4 v[COUNT];
 #pragma unroll
             for (u32 n = 0; n < COUNT; ++n)
                 if (first + n * 512 < bytes) v[n] = load16_volatile(from + first + n * 512);
+#pragma unroll 1
+            for (u32 index = 0; index < count; ++index)
 #pragma unroll
-            for (u32 n = 0; n < COUNT; ++n)
-                if (first + n * 512 < bytes) store16(to + first + n * 512, v[n]);
+                for (u32 n = 0; n < COUNT; ++n)
+                    if (first + n * 512 < bytes) store16(to(index) + first + n * 512, v[n]);
         }
         signal(after);
     }
+    DEVICE u8* piece_for(u8* to, u32) { return to; }
+    DEVICE void copy_piece(u8*, u32, u32, signals after) { signal(after); }
     DEVICE void before_gathering() { __syncwarp(); }
     DEVICE void after_gathering() { __syncwarp(); }
     DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {
