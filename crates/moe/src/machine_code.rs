@@ -76,9 +76,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         let dtype = if world_size == 4 { DType::F32 } else { DType::BF16 };
         let summing = HybridSumming::new(dtype, staging).unwrap();
         let mut summing = variant(summing, world_size, architecture, &["LDG.128.STRONG.SYS"]);
-        if world_size == 2 {
-            summing.rules.local_bytes = 32; // registers outside the loops
-        }
+        summing.rules.local_bytes = 32; // registers outside the loops
         variants.push(summing);
     }
     let of_phases = |phases| match phases {

@@ -89,17 +89,6 @@ struct terms {
     }
 };
 
-// Brings the rows of a received token nearer, while another one's are summed: a warp has few bytes under way, and memory is far.
-DEVICE void prefetch_rows(const hybrid_sums_call& k, u32 token) {
-#if __CUDA_ARCH__ >= 900
-    for (u32 expert = lane_id(); expert < k.local; expert += 32) {
-        const i32 row = k.places[(u64)token * k.local + expert];
-        if (row >= 0)
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(k.rows + (u64)row * k.row_bytes), "r"(k.row_bytes) : "memory");
-    }
-#endif
-}
-
 DEVICE u32 padded_words(u32 words) { return (words + 3) / 4 * 4; }
 
 // Sends the warp's share of what this rank has of peers' tokens.
@@ -111,8 +100,6 @@ DEVICE bool send_sums(reader& r, pipeline& copies, const hybrid_sums_call& k, co
     for (u32 i = mine.first; i < most * PEERS; i += mine.step) {
         const u32 next = i % PEERS, to = rank_of(a, next), number = i / PEERS;
         if (number >= n.rows[to][a.rank]) continue;
-        const u32 later = i + mine.step, after_peer = rank_of(a, later % PEERS);
-        if (later / PEERS < n.rows[after_peer][a.rank]) prefetch_rows(k, n.starts[after_peer] + later / PEERS);
         const terms its(k, true, n.starts[to] + number);
         if (!wait_for_place(r, copies, g, t, to, number)) return false;
         u8* place = a.peer[next] + record_at(g, t, a.rank, to, number);
@@ -152,10 +139,6 @@ DEVICE bool sum_tokens(reader& r, const hybrid_sums_call& k, const region_call& 
     for (u32 token = mine.first; token < k.tokens; token += mine.step) {
         if (!r.wait<true>([&](u32& missing) { return are_there(a, k.heads, g, n, t, token, missing); })) return false;
         const u32 held = held_of(a, k.heads, n, token);
-        if (token + mine.step < k.tokens) {
-            const u32 head = (u32)k.heads[(u64)(token + mine.step) * WORLD + a.rank];
-            if (head < n.rows[a.rank][a.rank]) prefetch_rows(k, n.starts[a.rank] + head);
-        }
         const u8* records[WORLD];
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) records[rank] = record_of(a, k, g, n, t, token, rank);

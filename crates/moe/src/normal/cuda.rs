@@ -187,7 +187,9 @@ impl Warps {
     pub(crate) fn shared_bytes(self, staging: Staging) -> u32 {
         match staging {
             Staging::Bulk => {
-                self.rings * Self::STAGES * Self::STAGE_BYTES + self.sending * BESIDE_BYTES as u32
+                LINE as u32
+                    + self.rings * Self::STAGES * Self::STAGE_BYTES
+                    + self.sending * BESIDE_BYTES as u32
             }
             Staging::Registers => 0,
         }

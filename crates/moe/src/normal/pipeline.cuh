@@ -12,6 +12,8 @@ struct signals {
 };
 constexpr signals NO_SIGNALS{nullptr, nullptr, 0};
 
+constexpr u32 LINE = 128; // bytes, as in Rust
+
 // Whether this warp of a block does nothing but raise flags.
 DEVICE bool raises_flags(u32 warp) { return FLAG_WARPS != 0 && warp == RINGS; }
 
@@ -103,10 +105,13 @@ struct pipeline {
         if (threadIdx.x < RINGS) of_warp(threadIdx.x).done = of_warp(threadIdx.x).raised = of_warp(threadIdx.x).is_over = 0;
     }
 
-    // `memory`: STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
+    // Bulk copies are half as fast where lines of memory and of shared memory do not coincide.
+    static DEVICE u8* aligned(void* memory) { return (u8*)memory + (0u - shared_address(memory)) % LINE; }
+
+    // `memory`: up to LINE bytes, STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
     DEVICE pipeline(void* memory)
-        : stages((u8*)memory + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
-          gathered((u8*)memory + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp(threadIdx.x / 32)),
+        : stages(aligned(memory) + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
+          gathered(aligned(memory) + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp(threadIdx.x / 32)),
           begun(0), stored(0), done(0), loaded(0), loads_stored(0), phases(0) {
         bulk_barriers(mine.arrived, STAGES);
     }

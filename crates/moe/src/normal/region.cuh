@@ -14,8 +14,6 @@ struct region_call {
     u32 half;         // places of half a ring
 };
 
-constexpr u32 LINE = 128; // as in Rust
-
 // A region whose records have so many words more, which only the GPU knows. Before that `record_bytes` is any multiple of 16.
 [[maybe_unused]] DEVICE region_call with_words(const arguments& a, region_call g, u32 words) {
     g.record_bytes = (g.record_bytes + (words + 3) / 4 * 16 + LINE - 1) / LINE * LINE;
