@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python package wheel loom lint doc deny bench gpu-bundle
+.PHONY: test rust python package wheel loom emulated lint doc deny bench gpu-bundle
 
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer.
 test: loom rust package python
@@ -14,6 +14,19 @@ rust: $(VENV)/installed
 # Every interleaving of the fabric's signals. A target folder of its own, as --cfg loom rebuilds everything.
 loom:
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p antiphon-fabric --lib -- model
+
+# The GPU tests without a GPU: crates/emulator takes the places of libcuda and NVRTC. `make emulated TESTS='-p antiphon-moe
+# --test cuda -- hybrid'` runs some of them. Left out: tests of NVRTC's own words and of sizes that only a GPU moves in time.
+EMULATOR = $(or $(CARGO_TARGET_DIR),target)/emulator
+TESTS ?= -p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe --test cuda --test gpus --no-fail-fast -- \
+	--test-threads 1 --skip compile:: --skip a_soak
+emulated:
+	cargo build -p antiphon-emulator
+	mkdir -p $(EMULATOR)/cache
+	for name in libcuda.so.1 libnvrtc.so.13; do \
+		ln -sf ../debug/libantiphon_emulator.so $(EMULATOR)/$$name; done
+	LD_LIBRARY_PATH=$(abspath $(EMULATOR)) ANTIPHON_NVRTC=$(abspath $(EMULATOR)) ANTIPHON_CACHE_DIR=$(abspath $(EMULATOR))/cache \
+	cargo test $(TESTS)
 
 # The package in place, its types, its stub against what was compiled, its tests.
 python: $(VENV)/installed

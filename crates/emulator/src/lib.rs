@@ -1,0 +1,60 @@
+//! A CUDA driver and an NVRTC without a GPU, for tests: `make emulated` runs the GPU tests on any machine with an x86-64 processor
+//! and g++.
+//!
+//! The library exports the functions of libcuda and libnvrtc that Antiphon calls. g++ compiles the kernels, with `device.hpp` in
+//! front, for the processor. A block of a kernel is a thread of the operating system, and its threads are fibers. All blocks of
+//! all GPUs run at the same time. Device memory is memory of the process, and a file descriptor hands it to other processes.
+//!
+//! The emulator shows waits that never end, wrong addresses, copies that are read too early, memory that is reused too early, missing
+//! barriers within a block, and wrong bits. It does not show speed, the use of registers and shared memory, and what
+//! follows from weakly ordered memory: the processor orders its accesses strongly.
+//!
+//! | variable | effect |
+//! | --- | --- |
+//! | `ANTIPHON_EMULATOR_GPUS` | the number of GPUs, 4 without it |
+//! | `ANTIPHON_EMULATOR_KEEP` | the compiled programs stay in the folder for temporary files |
+
+#![allow(clippy::disallowed_types)] // not part of the library, nor of its models under loom
+#![allow(missing_docs, non_snake_case)] // the names and the documentation are CUDA's
+
+mod driver;
+mod execution;
+mod kernel;
+mod memory;
+mod stream;
+
+use std::sync::{Condvar, Mutex, MutexGuard};
+
+/// The driver's codes.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Code(u32);
+
+impl Code {
+    const OK: Self = Self(0);
+    const INVALID_VALUE: Self = Self(1);
+    const OUT_OF_MEMORY: Self = Self(2);
+    const INVALID_DEVICE: Self = Self(101);
+    const INVALID_IMAGE: Self = Self(200);
+    const INVALID_HANDLE: Self = Self(400);
+    const ILLEGAL_STATE: Self = Self(401);
+    const NOT_FOUND: Self = Self(500);
+    const NOT_READY: Self = Self(600);
+    const PEER_ACCESS_ALREADY_ENABLED: Self = Self(704);
+    const COOPERATIVE_LAUNCH_TOO_LARGE: Self = Self(720);
+    const NOT_SUPPORTED: Self = Self(801);
+    const CAPTURE_UNSUPPORTED: Self = Self(900);
+    const CAPTURE_MERGE: Self = Self(902);
+    const CAPTURE_UNMATCHED: Self = Self(903);
+    const CAPTURE_UNJOINED: Self = Self(904);
+    const CAPTURE_ISOLATION: Self = Self(905);
+    const CAPTURED_EVENT: Self = Self(907);
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn wait<'a, T>(changed: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    changed.wait(guard).unwrap_or_else(|poisoned| poisoned.into_inner())
+}

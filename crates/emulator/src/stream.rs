@@ -1,0 +1,356 @@
+//! Streams, events and graphs.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use crate::{Code, lock, wait};
+
+/// Work of a stream, which a graph repeats.
+pub(crate) type Work = Arc<dyn Fn() + Send + Sync>;
+
+/// A stream: a thread that does its work in order.
+pub(crate) struct Stream {
+    pub device: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    queue: VecDeque<Work>,
+    /// Submitted and not done.
+    pending: usize,
+    has_worker: bool,
+    is_closed: bool,
+    capture: Option<Capturing>,
+}
+
+#[derive(Clone)]
+struct Capturing {
+    capture: Arc<Capture>,
+    /// What the next node waits for.
+    tail: Vec<usize>,
+    is_origin: bool,
+}
+
+struct Capture {
+    number: u64,
+    /// None when it has ended.
+    nodes: Mutex<Option<Vec<Node>>>,
+}
+
+#[derive(Clone)]
+struct Node {
+    work: Work,
+    after: Vec<usize>,
+    /// The stream it was captured in: its nodes run in order.
+    lane: usize,
+}
+
+static ALL: Mutex<Vec<Weak<Stream>>> = Mutex::new(Vec::new());
+
+/// Waits for all streams of the device.
+pub(crate) fn synchronize_device(device: usize) -> Result<(), Code> {
+    let streams: Vec<_> = lock(&ALL).iter().filter_map(Weak::upgrade).collect();
+    streams.iter().filter(|stream| stream.device == device).try_for_each(|stream| stream.synchronize())
+}
+
+impl Stream {
+    pub(crate) fn new(device: usize) -> Arc<Self> {
+        let stream = Arc::new(Self { device, state: Mutex::default(), changed: Condvar::new() });
+        let mut all = lock(&ALL);
+        all.retain(|stream| stream.strong_count() > 0);
+        all.push(Arc::downgrade(&stream));
+        stream
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        let mut state = lock(&self.state);
+        if state.capture.as_ref().is_some_and(|of| lock(&of.capture.nodes).is_none()) {
+            state.capture = None;
+        }
+        state
+    }
+
+    /// Runs the work behind what was submitted before, or captures it.
+    pub(crate) fn submit(self: &Arc<Self>, work: Work) {
+        let mut state = self.state();
+        match &mut state.capture {
+            Some(capturing) => capturing.add(work, Arc::as_ptr(self) as usize),
+            None => self.push(state, work),
+        }
+    }
+
+    fn push(self: &Arc<Self>, mut state: MutexGuard<'_, State>, work: Work) {
+        state.queue.push_back(work);
+        state.pending += 1;
+        if !state.has_worker {
+            state.has_worker = true;
+            let stream = self.clone();
+            let thread = std::thread::Builder::new().name("emulated stream".into());
+            thread.spawn(move || stream.work()).expect("a thread for a stream");
+        }
+        self.changed.notify_all();
+    }
+
+    fn work(&self) {
+        loop {
+            let mut state = lock(&self.state);
+            let work = loop {
+                match state.queue.pop_front() {
+                    Some(work) => break work,
+                    None if state.is_closed => return,
+                    None => state = wait(&self.changed, state),
+                }
+            };
+            drop(state);
+            work();
+            drop(work);
+            lock(&self.state).pending -= 1;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Lets the thread end when its work is done.
+    pub(crate) fn close(&self) {
+        lock(&self.state).is_closed = true;
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn query(&self) -> Result<(), Code> {
+        let state = self.state();
+        match (&state.capture, state.pending) {
+            (Some(_), _) => Err(Code::CAPTURE_UNSUPPORTED),
+            (None, 0) => Ok(()),
+            (None, _) => Err(Code::NOT_READY),
+        }
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<(), Code> {
+        let mut state = self.state();
+        if state.capture.is_some() {
+            return Err(Code::CAPTURE_UNSUPPORTED);
+        }
+        while state.pending != 0 {
+            state = wait(&self.changed, state);
+        }
+        Ok(())
+    }
+
+    /// The number of the capture.
+    pub(crate) fn capture(&self) -> Option<u64> {
+        self.state().capture.as_ref().map(|of| of.capture.number)
+    }
+
+    pub(crate) fn begin_capture(&self) -> Result<(), Code> {
+        static NUMBER: AtomicU64 = AtomicU64::new(1);
+        let mut state = self.state();
+        if state.capture.is_some() {
+            return Err(Code::ILLEGAL_STATE);
+        }
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let capture = Arc::new(Capture { number, nodes: Mutex::new(Some(Vec::new())) });
+        state.capture = Some(Capturing { capture, tail: Vec::new(), is_origin: true });
+        Ok(())
+    }
+
+    pub(crate) fn end_capture(&self) -> Result<Graph, Code> {
+        let capturing = self.state().capture.take().ok_or(Code::ILLEGAL_STATE)?;
+        if !capturing.is_origin {
+            return Err(Code::CAPTURE_UNMATCHED);
+        }
+        let nodes = lock(&capturing.capture.nodes).take().ok_or(Code::ILLEGAL_STATE)?;
+        let mut is_joined = vec![false; nodes.len()];
+        let mut behind = capturing.tail;
+        while let Some(node) = behind.pop() {
+            if !std::mem::replace(&mut is_joined[node], true) {
+                behind.extend(&nodes[node].after);
+            }
+        }
+        match is_joined.iter().all(|&joined| joined) {
+            true => Ok(Graph { nodes: nodes.into(), running: Arc::default() }),
+            false => Err(Code::CAPTURE_UNJOINED),
+        }
+    }
+
+    pub(crate) fn record(self: &Arc<Self>, event: &Arc<Event>, is_external: bool) {
+        let mut state = self.state();
+        match &mut state.capture {
+            Some(_) if is_external => {
+                let event = event.clone();
+                drop(state);
+                self.submit(Arc::new(move || {
+                    let mark = Arc::new(Mark::default());
+                    mark.set();
+                    *lock(&event.0) = Recorded::Mark(mark);
+                }));
+            }
+            Some(capturing) => {
+                *lock(&event.0) = Recorded::Captured(capturing.capture.clone(), capturing.tail.clone());
+            }
+            None => {
+                let mark = Arc::new(Mark::default());
+                *lock(&event.0) = Recorded::Mark(mark.clone());
+                self.push(state, Arc::new(move || mark.set()));
+            }
+        }
+    }
+
+    pub(crate) fn wait_for(self: &Arc<Self>, event: &Arc<Event>, is_external: bool) -> Result<(), Code> {
+        let mut state = self.state();
+        if is_external {
+            let event = event.clone();
+            drop(state);
+            self.submit(Arc::new(move || event.wait()));
+            return Ok(());
+        }
+        let recorded = lock(&event.0).clone();
+        match (recorded, &mut state.capture) {
+            (Recorded::Captured(capture, after), of) => match of {
+                None if lock(&capture.nodes).is_some() => {
+                    *of = Some(Capturing { capture, tail: after, is_origin: false });
+                }
+                None => return Err(Code::CAPTURED_EVENT),
+                Some(of) if Arc::ptr_eq(&of.capture, &capture) => of.tail.extend(after),
+                Some(_) => return Err(Code::CAPTURE_MERGE),
+            },
+            (Recorded::Mark(_), Some(_)) => return Err(Code::CAPTURE_ISOLATION),
+            (Recorded::Mark(mark), None) => self.push(state, Arc::new(move || mark.wait())),
+            (Recorded::Never, _) => {}
+        }
+        Ok(())
+    }
+
+    pub(crate) fn launch(self: &Arc<Self>, graph: &Graph) {
+        let graph = graph.clone();
+        self.submit(Arc::new(move || graph.run()));
+    }
+}
+
+impl Capturing {
+    fn add(&mut self, work: Work, lane: usize) {
+        if let Some(nodes) = &mut *lock(&self.capture.nodes) {
+            nodes.push(Node { work, after: std::mem::take(&mut self.tail), lane });
+            self.tail = vec![nodes.len() - 1];
+        }
+    }
+}
+
+/// Nodes and what they wait for.
+#[derive(Clone)]
+pub(crate) struct Graph {
+    nodes: Arc<[Node]>,
+    /// One run at a time.
+    running: Arc<Mutex<()>>,
+}
+
+impl Graph {
+    pub(crate) fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    fn run(&self) {
+        let _one = lock(&self.running);
+        let mut lanes: HashMap<usize, Vec<usize>> = HashMap::new();
+        for (index, node) in self.nodes.iter().enumerate() {
+            lanes.entry(node.lane).or_default().push(index);
+        }
+        let (done, changed) = (&Mutex::new(vec![false; self.nodes.len()]), &Condvar::new());
+        std::thread::scope(|scope| {
+            for lane in lanes.values() {
+                let run = move || {
+                    for &index in lane {
+                        let node = &self.nodes[index];
+                        let mut ready = lock(done);
+                        while !node.after.iter().all(|&before| ready[before]) {
+                            ready = wait(changed, ready);
+                        }
+                        drop(ready);
+                        (node.work)();
+                        lock(done)[index] = true;
+                        changed.notify_all();
+                    }
+                };
+                if lanes.len() == 1 { run() } else { _ = scope.spawn(run) }
+            }
+        });
+    }
+}
+
+/// An event; with time or without.
+pub(crate) struct Event(Mutex<Recorded>, bool);
+
+#[derive(Clone)]
+enum Recorded {
+    Never,
+    Mark(Arc<Mark>),
+    Captured(Arc<Capture>, Vec<usize>),
+}
+
+/// A point in a stream.
+#[derive(Default)]
+struct Mark {
+    passed: Mutex<Option<Instant>>,
+    changed: Condvar,
+}
+
+impl Mark {
+    fn set(&self) {
+        *lock(&self.passed) = Some(Instant::now());
+        self.changed.notify_all();
+    }
+
+    fn wait(&self) {
+        let mut passed = lock(&self.passed);
+        while passed.is_none() {
+            passed = wait(&self.changed, passed);
+        }
+    }
+}
+
+impl Event {
+    pub(crate) fn new(has_time: bool) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(Recorded::Never), has_time))
+    }
+
+    fn mark(&self) -> Result<Option<Arc<Mark>>, Code> {
+        match &*lock(&self.0) {
+            Recorded::Never => Ok(None),
+            Recorded::Mark(mark) => Ok(Some(mark.clone())),
+            Recorded::Captured(..) => Err(Code::CAPTURED_EVENT),
+        }
+    }
+
+    pub(crate) fn query(&self) -> Result<(), Code> {
+        match self.mark()? {
+            Some(mark) if lock(&mark.passed).is_none() => Err(Code::NOT_READY),
+            _ => Ok(()),
+        }
+    }
+
+    fn wait(&self) {
+        if let Ok(Some(mark)) = self.mark() {
+            mark.wait();
+        }
+    }
+
+    pub(crate) fn synchronize(&self) -> Result<(), Code> {
+        self.mark()?.iter().for_each(|mark| mark.wait());
+        Ok(())
+    }
+
+    pub(crate) fn milliseconds_since(&self, start: &Event) -> Result<f32, Code> {
+        let at = |event: &Event| {
+            let mark = event.mark()?.filter(|_| event.1).ok_or(Code::INVALID_HANDLE)?;
+            let passed = *lock(&mark.passed);
+            passed.ok_or(Code::NOT_READY)
+        };
+        Ok(at(self)?.saturating_duration_since(at(start)?).as_secs_f32() * 1e3)
+    }
+}
