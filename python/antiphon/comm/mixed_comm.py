@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from antiphon import Communicator
     from antiphon.comm.abstractions import CommBackend
+    from antiphon.torch.cuda import Streams
 
 __all__ = ["MixedCommHandler", "MixedCommMode", "MixedCommOp", "ParallelInfo", "run_mixed_comm"]
 
@@ -158,6 +159,8 @@ class MixedCommHandler:
         should_init_nvshmem: bool = True,
         use_autotune: bool = True,
     ) -> None:
+        import torch
+
         from antiphon.comm import _mixed
 
         self.para_info = info = ParallelInfo(
@@ -185,6 +188,9 @@ class MixedCommHandler:
         self.autotune_base_bytes = _BASE_BYTES
         self.autotune_max_coef = max(_DOUBLES - (info.dp_size.bit_length() - 1), 1)
         self.valid_op_list, self.valid_mode_list = self.get_valid_op_list(), self.get_valid_mode_list()
+        self._fused_modes = frozenset(self.valid_mode_list) & FUSED.keys()
+        # Found once: each call asks, and importing torch there takes as long as the answer.
+        self._is_compiling = torch.compiler.is_compiling
         by_torch = _Mode.NCCL_TP_DP if info.use_mixed else _Mode.NCCL_ONE
         self._default_mode = _Mode.AUTOTUNE if use_autotune else by_torch
         on_gpu = [mode for mode in self.valid_mode_list if FUSED.get(mode) and self.device.type == "cuda"]
@@ -196,7 +202,7 @@ class MixedCommHandler:
         self.dp_comm_group = info.get_dp_comm_group() if info.use_mixed else None
         self._core: _core.MixedHandler | None = None
         self._comm: Communicator | None = None
-        self._group: Any = None
+        self._streams: Streams | None = None
         self._is_prepared = False
         self.init_virtual_memory()
         self._number = next(_numbers)
@@ -227,10 +233,13 @@ class MixedCommHandler:
         import antiphon.comm._mixed  # noqa: F401  (so that what is compiled from now on finds the operator)
 
         if self._core is None:
-            self._comm, self._group = _communicator()
+            self._comm, group = _communicator()
             index, dtype = self.device.index, str(self.dtype).removeprefix("torch.")
-            if self._group is None and self.device.type == "cuda":
-                self._comm.prepare_cuda(index, dtypes=[], staging_bytes=_STAGING_BYTES)
+            if self.device.type == "cuda":
+                if group is None:
+                    self._comm.prepare_cuda(index, dtypes=[], staging_bytes=_STAGING_BYTES)
+                else:
+                    self._streams = group.streams_on(index)
             self._core = _core.MixedHandler(self._comm, self.para_info, index, dtype, self._most_blocks)
 
     def init_nvshmem(self) -> None:
@@ -340,8 +349,8 @@ class MixedCommHandler:
         core = self._core
         if core is None or self._is_prepared or not self.is_running:
             core = self._running()
-        if self._group is not None and x_in.is_cuda:
-            self._group.enter(x_in)  # behind the calls that were made on our group itself
+        if self._streams is not None:
+            self._streams.enter()  # behind the calls that were made on our group itself
         result: torch.Tensor = core.run(op, x_in, x_out, mode=FUSED[mode], rows=local_batches, strict=strict)
         return result
 
@@ -377,11 +386,10 @@ def run_mixed_comm(
     Raises ``ValueError`` for arguments that do not suit the handler, unless ``skip_check`` (what would touch other memory is refused
     in any case); ``RuntimeError`` on all ranks that call something else, or with other rows, than another rank.
     """
-    import torch
-
     if mode is None:
         mode = handler._default_mode
-    if mode in FUSED and mode in handler.valid_mode_list and not torch.compiler.is_compiling():
+    is_compiling = handler._is_compiling()
+    if mode in handler._fused_modes and not is_compiling:
         # What is wrong is found in compiled code, and explained here.
         try:
             return handler._run_fused(op, mode, x_in, x_out, local_batches, not skip_check)
@@ -393,8 +401,12 @@ def run_mixed_comm(
         _check(op, handler, x_in, x_out, mode, local_batches)
     if x_out is None:
         x_out = x_in.new_empty(_output_shape(op, handler.para_info, x_in.shape, local_batches))
-    call = torch.ops.antiphon.mixed_comm if torch.compiler.is_compiling() else _run
-    call(x_in, x_out, handler._number, int(op), int(mode), local_batches)
+    if is_compiling:
+        import torch
+
+        torch.ops.antiphon.mixed_comm(x_in, x_out, handler._number, int(op), int(mode), local_batches)
+    else:
+        handler._run(op, mode, x_in, x_out, local_batches)
     return x_out
 
 

@@ -75,7 +75,7 @@ class Group(dist.ProcessGroup):
         comm, started = self.comm, opts is None or opts.asyncOp
         device = next((tensor.get_device() for tensor in result if tensor.is_cuda), None)
         if device is not None:
-            streams = self._on(device)
+            streams = self.streams_on(device)
             if started:
                 return streams.aside(calls, result, copies)
             streams.enter()
@@ -90,10 +90,10 @@ class Group(dist.ProcessGroup):
     def enter(self, tensor: Tensor) -> antiphon.Communicator:
         """The communicator, for a call on such a tensor that comes after those before, on the current stream."""
         if tensor.is_cuda:
-            self._on(tensor.get_device()).enter()
+            self.streams_on(tensor.get_device()).enter()
         return self.comm
 
-    def _on(self, device: int) -> Streams:
+    def streams_on(self, device: int) -> Streams:
         """The order of the calls on a GPU."""
         streams = self._streams.get(device)
         if streams is None:
@@ -282,7 +282,7 @@ class Group(dist.ProcessGroup):
         with self._event("send", tensors):
             if tensor.is_cuda:
                 self._check_untagged("send", tag)
-                return self._on(tensor.get_device()).message("send", (contiguous(tensor), dstRank), [], Copies())
+                return self.streams_on(tensor.get_device()).message("send", (contiguous(tensor), dstRank), [], Copies())
             handle = self.comm.start_send(contiguous(tensor), dstRank, tag=tag)
         self._sends.add(handle)
         return Work([handle], tensors)
@@ -301,7 +301,7 @@ class Group(dist.ProcessGroup):
                 self._check_untagged(name, tag)
                 if source is None:
                     raise unsupported(f"{name} on CUDA", "name the rank that sends")
-                return self._on(tensor.get_device()).message("recv", (out, source), tensors, copies)
+                return self.streams_on(tensor.get_device()).message("recv", (out, source), tensors, copies)
             handle = self.comm.start_recv(out, source, tag=tag)
         return Work([handle], tensors, copies)
 

@@ -28,7 +28,12 @@ pub(crate) use failure::Action;
 pub(crate) use register::Registrable;
 pub(crate) use started::Started;
 
-use crate::{call::Call, fused::Fused, operand::Tensor, stream::RawStream};
+use crate::{
+    call::Call,
+    fused::Fused,
+    operand::Tensor,
+    stream::{RawStream, imported},
+};
 
 type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
 
@@ -286,8 +291,7 @@ impl Gpus {
 
     /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call of the same order has been made.
     pub(crate) fn keep_stream(&self, py: Python<'_>, stream: RawStream, orders: &[Order]) -> PyResult<()> {
-        let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
-        let Ok(cupy) = modules.get_item(intern!(py, "cupy")) else { return Ok(()) };
+        let Some(cupy) = imported(py, "cupy")? else { return Ok(()) };
         let current = cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?;
         let is_current = current.getattr(intern!(py, "ptr"))?.extract::<RawStream>()? == stream;
         for &order in orders {

@@ -160,9 +160,9 @@ fn not_exchanged(array: &Bound<'_, PyAny>, name: &str) -> Error {
 /// one, floats (imaginary parts of such) the other.
 fn check_lazy_bits(array: &Bound<'_, PyAny>, operand: &Operand, name: &str) -> Result<()> {
     let py = array.py();
-    let (bit, resolve) = match operand.element.dtype() {
+    let (bit, resolve) = match operand.tensor.dtype {
         _ if operand.element.is_complex() => (intern!(py, "is_conj"), "resolve_conj"),
-        Some(dtype) if dtype.is_float() => (intern!(py, "is_neg"), "resolve_neg"),
+        dtype if dtype.is_float() => (intern!(py, "is_neg"), "resolve_neg"),
         _ => return Ok(()),
     };
     match array.call_method0(bit) {
