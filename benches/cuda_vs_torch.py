@@ -46,9 +46,9 @@ def capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure(comm: antiphon.Communicator, contenders: dict[str, Callable[[], object]], size: int) -> dict[str, float]:
-    """Microseconds per call: the slowest rank of each replay, the median of the replays, in which all take turns."""
-    calls = calls_for(size)
+def measure(comm: antiphon.Communicator, contenders: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+    """Microseconds per call, of graphs of ``calls`` calls: the slowest rank of each replay, the median of the replays, in which all
+    take turns."""
     graphs = {name: capture(call, calls) for name, call in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for replay in range(REPLAYS + 1):
@@ -127,7 +127,7 @@ def main() -> None:
     with ranks() as comm:
         rows = []
         for size in arguments.sizes:
-            row = measure(comm, contenders_for(comm, size), size)
+            row = measure(comm, contenders_for(comm, size), calls_for(size))
             peers = {name: time for name, time in row.items() if name != "antiphon"}
             row = {"bytes": size, **row, "ratio to nccl": round(row["antiphon"] / row["nccl"], 3)}
             row["ratio to best"] = round(row["antiphon"] / min(peers.values()), 3)
