@@ -19,7 +19,7 @@ use crate::{
     handle::Traffic,
     layout::{
         check_limits,
-        cuda::{Counting, LayoutCall},
+        cuda::{Counting, Kernel, LayoutCall},
     },
     normal::check_routing,
     tensors::{ID_TYPES, Name},
@@ -67,7 +67,10 @@ impl CudaMoe {
         };
         let signature = Signature::new(Operation::Dispatch);
         // SAFETY: the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(Counting, &signature, Blocks::All, call, stream) }
+        unsafe {
+            self.launch_kernel(Counting, Kernel::Clear, &signature, Blocks::One, call, stream)?;
+            self.launch_kernel(Counting, Kernel::Layout, &signature, Blocks::All, call, stream)
+        }
     }
 
     /// As [`Moe::notify`](crate::Moe::notify), with a routing on the GPU.

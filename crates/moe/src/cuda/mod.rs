@@ -30,8 +30,10 @@ use crate::{
     low_latency::cuda::CudaLowLatency,
     normal::cuda::{Moving, Notifying, Staging},
     pool::Pool,
-    tensors::VECTOR,
 };
+
+/// Records in the region begin at multiples of this: a copy between GPUs that straddles lines of the cache takes half as long again.
+pub(crate) const LINE: usize = 128;
 
 /// The threads of a block: one block for each multiprocessor.
 pub(crate) const THREADS: u32 = 512;
@@ -162,7 +164,7 @@ impl CudaMoe {
 
     /// The bytes of the region for the rows of one peer.
     pub(crate) fn region_lane_bytes(&self) -> usize {
-        self.region_bytes() / PARTS / (self.world_size() - 1) / VECTOR * VECTOR
+        self.region_bytes() / PARTS / (self.world_size() - 1) / LINE * LINE
     }
 
     /// The number of flags that fit a lane of a slot.

@@ -22,7 +22,9 @@ struct hybrid_sums_call {
 };
 
 constexpr u32 MAX_LOCAL = 191;
-constexpr u32 FENCED = 4; // records that a warp sends behind one fence
+constexpr u32 VECTORS = 2; // that a lane has under way of each row
+constexpr u32 SUMMED = WORLD <= 2 ? 2 : 1; // of each row and record, where it sums what ranks send
+constexpr u32 TERMS = 4;   // rows that are under way
 
 // What this rank has of a token: of each choice that was not dropped, in the order of experts, the place of its prob, which by
 // expert is its row, too. Each warp has one.
@@ -51,74 +53,75 @@ struct terms {
     DEVICE u32 row(const hybrid_sums_call& k, u32 index) const { return k.is_by_token ? token : places[index]; }
     DEVICE u32 prob(const hybrid_sums_call& k, u32 index) const { return index < count ? __ldg(k.probs + places[index]) : 0; }
 
-    // Some vectors, from `first` on by 32, of the rounded sum.
-    template <u32 COUNT> DEVICE void sum(const hybrid_sums_call& k, u32 first, u32 vectors, uint4 (&result)[COUNT]) const {
-        growing sums[COUNT];
-#pragma unroll 2
-        for (u32 index = 0; index < rows(k); ++index) {
-            const u8* at = k.rows + (u64)row(k, index) * k.row_bytes;
+    // Some vectors, from `first` on by 32, of the rounded sum; vectors from `end` on are undefined. -0 is the start that keeps the
+    // sign of any first term.
+    template <u32 COUNT> DEVICE void sum(const hybrid_sums_call& k, u32 first, u32 end, uint4 (&result)[COUNT]) const {
+        wide_vec<T> sums[COUNT];
+        const u32 terms = rows(k);
 #pragma unroll
-            for (u32 m = 0; m < COUNT; ++m)
-                if (first + m * 32 < vectors) sums[m].add(load16(at + (first + m * 32) * 16));
+        for (u32 m = 0; m < COUNT; ++m)
+#pragma unroll
+            for (u32 lane = 0; lane < LANES; ++lane) sums[m].lane[lane] = terms == 0 ? 0.0f : -0.0f;
+#pragma unroll 1
+        for (u32 index = 0; index < terms; index += TERMS) {
+            vec16<T> got[TERMS][COUNT];
+#pragma unroll
+            for (u32 d = 0; d < TERMS; ++d) {
+                if (index + d >= terms) continue;
+                const u8* at = k.rows + (u64)row(k, index + d) * k.row_bytes;
+#pragma unroll
+                for (u32 m = 0; m < COUNT; ++m)
+                    if (first + m * 32 < end) got[d][m].words = load16(at + (first + m * 32) * 16);
+            }
+#pragma unroll
+            for (u32 d = 0; d < TERMS; ++d) {
+                if (index + d >= terms) continue;
+#pragma unroll
+                for (u32 m = 0; m < COUNT; ++m) {
+                    const wide_vec<T> x = widen_vec(got[d][m]);
+#pragma unroll
+                    for (u32 lane = 0; lane < LANES; ++lane) sums[m].lane[lane] = plus(sums[m].lane[lane], x.lane[lane]);
+                }
+            }
         }
 #pragma unroll
-        for (u32 m = 0; m < COUNT; ++m) result[m] = narrow_vec<T>(sums[m].elements).words;
+        for (u32 m = 0; m < COUNT; ++m) result[m] = narrow_vec<T>(sums[m]).words;
     }
 };
 
-// Flags of records that a warp has sent, and which it raises behind a fence.
-struct unraised {
-    struct shared {
-        u32* flags[FENCED];
-        u32 values[FENCED];
-    };
-    u32 count;
-
-    static DEVICE shared& of_warp() {
-        __shared__ shared all[THREADS / 32];
-        return all[threadIdx.x / 32];
-    }
-    DEVICE unraised() : count(0) {}
-    DEVICE void add(u32* flag, u32 value) {
-        if (lane_id() == 0) of_warp().flags[count] = flag, of_warp().values[count] = value;
-        if (++count == FENCED) drain();
-    }
-    DEVICE void drain() {
-        __syncwarp();
-        if (lane_id() == 0 && count != 0) {
-            fence_sys(); // pairs with the receivers' acquires of the flags
-            for (u32 i = 0; i < count; ++i) st_relaxed_sys(of_warp().flags[i], of_warp().values[i]);
-        }
-        count = 0;
-        __syncwarp();
-    }
-    DEVICE void see() {}
-};
+DEVICE u32 padded_words(u32 words) { return (words + 3) / 4 * 4; }
 
 // Sends the warp's share of what this rank has of peers' tokens.
-DEVICE bool send_sums(reader& r, const hybrid_sums_call& k, const region_call& g, const counts& n, const turn& t, rows mine) {
+DEVICE bool send_sums(reader& r, pipeline& copies, const hybrid_sums_call& k, const region_call& g, const counts& n, const turn& t, rows mine) {
     const arguments& a = r.a;
-    const u32 vectors = k.row_bytes / 16, probs = k.probs == nullptr ? 0 : *k.most;
-    u32 most = 0;
+    const u32 probs = k.probs == nullptr ? 0 : *k.most;
+    u32 most = 0, piece = 0;
     for (u32 next = 0; next < PEERS; ++next) most = max(most, n.rows[rank_of(a, next)][a.rank]);
-    unraised flags;
     for (u32 i = mine.first; i < most * PEERS; i += mine.step) {
         const u32 next = i % PEERS, to = rank_of(a, next), number = i / PEERS;
         if (number >= n.rows[to][a.rank]) continue;
         const terms its(k, true, n.starts[to] + number);
-        if (!wait_for_place(r, flags, g, t, to, number)) return false;
+        if (!wait_for_place(r, copies, g, t, to, number)) return false;
         u8* place = a.peer[next] + record_at(g, t, a.rank, to, number);
-        for (u32 first = lane_id(); first < vectors; first += 128) {
-            uint4 sum[4];
-            its.sum(k, first, vectors, sum);
+        const signals after{(u32*)(a.peer[next] + flag_at(a, g, t, a.rank, number)), nullptr, round_of(g, number)};
+        for (u32 at = 0; at < k.row_bytes; at += STAGE_BYTES, ++piece) {
+            const u32 size = min(STAGE_BYTES, k.row_bytes - at), end = (at + size) / 16;
+            u8* written = copies.piece_for(place + at, piece);
+            for (u32 first = at / 16 + lane_id(); first < end; first += 32 * VECTORS) {
+                uint4 sum[VECTORS];
+                its.sum(k, first, end, sum);
 #pragma unroll
-            for (u32 m = 0; m < 4; ++m)
-                if (first + m * 32 < vectors) store16(place + (first + m * 32) * 16, sum[m]);
+                for (u32 m = 0; m < VECTORS; ++m)
+                    if (first + m * 32 < end) *(uint4*)(written + (first + m * 32) * 16 - at) = sum[m];
+            }
+            copies.copy_piece(place + at, piece, size, probs == 0 && at + size == k.row_bytes ? after : NO_SIGNALS);
         }
-        for (u32 index = lane_id(); index < probs; index += 32) *((u32*)(place + k.row_bytes) + index) = its.prob(k, index);
-        flags.add((u32*)(a.peer[next] + flag_at(a, g, t, a.rank, number)), round_of(g, number));
+        if (probs == 0) continue;
+        copies.before_gathering();
+        for (u32 index = lane_id(); index < padded_words(probs); index += 32) ((u32*)copies.gathered)[index] = its.prob(k, index);
+        copies.after_gathering();
+        copies.copy_gathered(place + k.row_bytes, 0, padded_words(probs) * 4, after);
     }
-    flags.drain();
     return true;
 }
 
@@ -140,16 +143,16 @@ DEVICE bool sum_tokens(reader& r, const hybrid_sums_call& k, const region_call& 
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) records[rank] = record_of(a, k, g, n, t, token, rank);
         const terms own(k, held >> a.rank & 1, n.starts[a.rank] + (u32)k.heads[(u64)token * WORLD + a.rank]);
-        for (u32 first = lane_id(); first < vectors; first += 32 * AT_ONCE) {
-            uint4 mine_of[AT_ONCE], got[AT_ONCE][WORLD];
+        for (u32 first = lane_id(); first < vectors; first += 32 * SUMMED) {
+            uint4 mine_of[SUMMED], got[SUMMED][WORLD];
             own.sum(k, first, vectors, mine_of);
 #pragma unroll
-            for (u32 m = 0; m < AT_ONCE; ++m)
+            for (u32 m = 0; m < SUMMED; ++m)
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank)
                     if (records[rank] != nullptr && first + m * 32 < vectors) got[m][rank] = load16_volatile(records[rank] + (first + m * 32) * 16);
 #pragma unroll
-            for (u32 m = 0; m < AT_ONCE; ++m) {
+            for (u32 m = 0; m < SUMMED; ++m) {
                 growing sum;
 #pragma unroll
                 for (u32 rank = 0; rank < WORLD; ++rank)
@@ -176,10 +179,12 @@ DEVICE bool sum_tokens(reader& r, const hybrid_sums_call& k, const region_call& 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-hybrid_combine(const __grid_constant__ arguments a, const __grid_constant__ hybrid_sums_call k) {
+hybrid_combine_kernel(const __grid_constant__ arguments a, const __grid_constant__ hybrid_sums_call k) {
+    extern __shared__ uint4 memory[];
     pdl_wait();
     const turn t = begin(a, load_control(a));
     if (t.has_failed()) return;
+    pipeline::prepare();
     const counts n(k.counts, k.starts);
     const region_call g = with_words(a, k.region, k.probs == nullptr ? 0 : *k.most);
     u32 most = 0;
@@ -187,10 +192,18 @@ hybrid_combine(const __grid_constant__ arguments a, const __grid_constant__ hybr
         if (from != a.rank) most = max(most, n.rows[a.rank][from]);
     advance(a, t, flag_vectors(g, most), 1);
 
-    // Warps of a block: some send, the others sum.
+    // Warps of a block: some send, one raises flags, the others sum.
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;
-    const bool came = warp < SENDING ? send_sums(r, k, g, n, t, share_of_warp(0, SENDING))
-                                     : sum_tokens(r, k, g, n, t, share_of_warp(SENDING, THREADS / 32 - SENDING));
+    if (raises_flags(warp)) return pipeline::raise_flags();
+    bool came;
+    if (warp < SENDING) {
+        pipeline copies(memory);
+        came = send_sums(r, copies, k, g, n, t, share_of_warp(0, SENDING));
+        copies.finish();
+    } else {
+        constexpr u32 OTHERS = RINGS + FLAG_WARPS;
+        came = sum_tokens(r, k, g, n, t, share_of_warp(OTHERS, THREADS / 32 - OTHERS));
+    }
     if (came) r.finish();
 }

@@ -48,13 +48,13 @@ kernels! {
 kernels! {
     /// The kernel of `dispatch.cuh`.
     pub(crate) enum DispatchKernel {
-        Dispatch = "hybrid_dispatch",
+        Dispatch = "hybrid_dispatch_kernel",
     }
 }
 kernels! {
     /// The kernel of `combine.cuh`.
     pub(crate) enum CombineKernel {
-        Combine = "hybrid_combine",
+        Combine = "hybrid_combine_kernel",
     }
 }
 
@@ -99,6 +99,7 @@ pub(crate) struct HybridMoving {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HybridSumming {
     reduction: Reduction,
+    staging: Staging,
 }
 
 impl HybridSumming {
@@ -106,8 +107,8 @@ impl HybridSumming {
     const WARPS: Warps = Warps { sending: 4, rings: 4, flags: 0, all: 8 };
 
     /// Of rows of a dtype; none for one that is not summed.
-    pub(crate) fn new(dtype: DType) -> Option<Self> {
-        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)? })
+    pub(crate) fn new(dtype: DType, staging: Staging) -> Option<Self> {
+        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging })
     }
 }
 
@@ -128,7 +129,7 @@ family!(
     HybridSumming: CombineKernel(HybridSumsCall),
     "hybrid_combine.cuh" of [ROWS, REDUCE, PIPELINE, REGION, SUMS, CHOICES, SUMS_BY_MAP],
     |this, program| HybridSumming::WARPS.define(this.reduction.define(program)), |_| HybridSumming::WARPS.threads(),
-    |_| 0
+    |this| HybridSumming::WARPS.shared_bytes(this.staging)
 );
 
 /// The most experts of a rank: `MAX_LOCAL` of the kernels, whose choices with their probs fit beside a row.
@@ -579,7 +580,7 @@ impl CudaMoe {
         }
         let along = &handle.along;
         let format: RowFormat = check_combine(&call, along, &SUMMED)?;
-        let Some(family) = HybridSumming::new(format.dtype) else {
+        let Some(family) = HybridSumming::new(format.dtype, self.staging()) else {
             let expected = "f32, f16 or bf16".into();
             return Err(MoeError::DType { call: COMBINE, which: "rows", actual: format.dtype, expected });
         };

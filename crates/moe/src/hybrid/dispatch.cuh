@@ -59,12 +59,14 @@ template <u32 COUNT> DEVICE u32 pick(const u32 (&of)[COUNT], u32 index) {
     return value;
 }
 
-// Copies some tokens, the numbers[m]-th that sources[m] sends, to the rows of their experts. Of the token of a source and number,
+// Copies some tokens, the numbers[m]-th that sources[m] sends, to the rows of their experts; a token is read once for up to 32 of them. Of the token of a source and number,
 // word(source, number, i) is one of those beside its row, x and scales are where the row is, and counted(source, number) is where to
 // count that it has been read, or null.
 template <u32 COUNT, class Word, class Row, class Scales, class Counted>
 DEVICE void copy_to_experts(pipeline& copies, const hybrid_rows_call& k, const counts& n, const beside& b, u32 some,
                             const u32 (&sources)[COUNT], const u32 (&numbers)[COUNT], Word word, Row x, Scales scales, Counted counted) {
+    __shared__ u32 all_rows[RINGS][32];
+    u32 (&its_rows)[32] = all_rows[threadIdx.x / 32];
     const parts p = rows_of(k);
     u32 choice[COUNT], prob[COUNT]; // of each token up to 32, whose loads take as long as those of one
 #pragma unroll
@@ -80,39 +82,45 @@ DEVICE void copy_to_experts(pipeline& copies, const hybrid_rows_call& k, const c
             if (k.is_by_token && b.probs != 0) k.to_probs[(u64)token * k.local + i] = 0;
         }
         __syncwarp();
-        const auto copy = [&](i32 row, u32* after) {
+        const auto copy = [&](u32 some_rows, u32* after) {
             const signals last{nullptr, after, 0};
-            copies.copy(k.to_x + (u64)row * p.bytes[0], x(source, number), p.bytes[0], p.bytes[1] != 0 ? NO_SIGNALS : last);
-            if (p.bytes[1] != 0) copies.copy((u8*)k.to_scales + (u64)row * p.bytes[1], scales(source, number), p.bytes[1], last);
-            for (u32 i = lane_id(); i < b.scales; i += 32)
-                k.to_scales[(u64)row * b.scales + i] = word(source, number, b.choices + b.probs + i);
+            copies.copy_to_each(some_rows, [&](u32 index) { return k.to_x + (u64)its_rows[index] * p.bytes[0]; }, x(source, number),
+                                p.bytes[0], p.bytes[1] != 0 ? NO_SIGNALS : last);
+            if (p.bytes[1] != 0)
+                copies.copy_to_each(some_rows, [&](u32 index) { return (u8*)k.to_scales + (u64)its_rows[index] * p.bytes[1]; },
+                                    scales(source, number), p.bytes[1], last);
+            for (u32 i = lane_id(); i < b.scales; i += 32) {
+                const u32 scale = word(source, number, b.choices + b.probs + i);
+                for (u32 index = 0; index < some_rows; ++index) k.to_scales[(u64)its_rows[index] * b.scales + i] = scale;
+            }
         };
-        i32 next = -1; // a row to which the token is still to be copied
+        u32 listed = 0; // rows to which the token is still to be copied
 #pragma unroll 1
         for (u32 first = 0; first < b.choices; first += 32) {
             const u32 i = first + lane_id();
             const u32 its_choice = first == 0 ? pick(choice, m) : i < b.choices ? word(source, number, i) : NO_CHOICE;
-            i32 row = -1;
+            u32 row = NO_CHOICE;
             if (its_choice != NO_CHOICE) {
                 const u32 expert = expert_of(its_choice);
                 const u32 at = k.is_by_token ? token : k.first[source * k.local + expert] + position_of(its_choice);
                 if (at < k.rows) {
                     const u64 place = (u64)token * k.local + expert;
-                    k.places[place] = row = (i32)at;
+                    k.places[place] = (i32)(row = at);
                     if (b.probs != 0)
                         k.to_probs[k.is_by_token ? place : (u64)at] = first == 0 ? pick(prob, m) : word(source, number, b.choices + i);
                 }
             }
-#pragma unroll 1
-            for (u32 left = __ballot_sync(WHOLE_WARP, row >= 0); left != 0; left &= left - 1) {
-                const i32 to = __shfl_sync(WHOLE_WARP, row, __ffs(left) - 1);
-                if (next >= 0 && next != to) copy(next, nullptr);
-                next = to;
-            }
+            u32 mask = __ballot_sync(WHOLE_WARP, row != NO_CHOICE);
+            if (mask == 0 || (k.is_by_token && listed != 0)) continue; // all choices of a token have one row by token
+            if (listed != 0) copy(listed, nullptr);
+            if (k.is_by_token) mask &= ~mask + 1;
+            __syncwarp(); // the list has been read
+            if (mask >> lane_id() & 1) its_rows[__popc(mask & ((1u << lane_id()) - 1))] = row;
+            listed = __popc(mask);
         }
         u32* after = counted(source, number);
-        if (next >= 0) {
-            copy(next, after);
+        if (listed != 0) {
+            copy(listed, after);
         } else if (after != nullptr) { // all its rows are dropped
             __syncwarp();
             if (lane_id() == 0) red_add_release_sys(after, 1u);
@@ -121,7 +129,7 @@ DEVICE void copy_to_experts(pipeline& copies, const hybrid_rows_call& k, const c
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-hybrid_dispatch(const __grid_constant__ arguments a, const __grid_constant__ hybrid_rows_call k) {
+hybrid_dispatch_kernel(const __grid_constant__ arguments a, const __grid_constant__ hybrid_rows_call k) {
     extern __shared__ uint4 memory[];
     pdl_wait();
     const turn t = begin(a, load_control(a));

@@ -12,7 +12,7 @@ use super::{
     Combine, Dispatch, Routing, RowFormat, check_combine, check_dispatch, signature, signature_of_routing,
 };
 use crate::{
-    cuda::{Blocks, CudaHandle, CudaMoe, HandleWords, Plan, THREADS},
+    cuda::{Blocks, CudaHandle, CudaMoe, HandleWords, LINE, Plan, THREADS},
     error::{MoeError, Result, refused},
     tensors::{Name, VECTOR},
 };
@@ -187,7 +187,9 @@ impl Warps {
     pub(crate) fn shared_bytes(self, staging: Staging) -> u32 {
         match staging {
             Staging::Bulk => {
-                self.rings * Self::STAGES * Self::STAGE_BYTES + self.sending * BESIDE_BYTES as u32
+                LINE as u32
+                    + self.rings * Self::STAGES * Self::STAGE_BYTES
+                    + self.sending * BESIDE_BYTES as u32
             }
             Staging::Registers => 0,
         }
@@ -404,6 +406,7 @@ impl CudaMoe {
     /// How the region serves records of so many bytes.
     pub(crate) fn region_of_records(&self, call: &'static str, record_bytes: usize) -> Result<RegionCall> {
         let lane_bytes = self.region_lane_bytes();
+        let record_bytes = record_bytes.next_multiple_of(LINE);
         let half = (lane_bytes / record_bytes).min(self.flags()) / 2;
         if half == 0 {
             return Err(MoeError::Region {

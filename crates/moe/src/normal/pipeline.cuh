@@ -12,6 +12,8 @@ struct signals {
 };
 constexpr signals NO_SIGNALS{nullptr, nullptr, 0};
 
+constexpr u32 LINE = 128; // bytes, as in Rust
+
 // Whether this warp of a block does nothing but raise flags.
 DEVICE bool raises_flags(u32 warp) { return FLAG_WARPS != 0 && warp == RINGS; }
 
@@ -76,7 +78,8 @@ struct pipeline {
         u32 bytes;
         u32 from;     // in shared memory
         u16 stage;    // that is loaded; STAGES if none is
-        u16 is_count;
+        u8 is_count;
+        u8 is_last;   // of those that store what was loaded
     };
     struct shared {
         piece pieces[REMEMBERED];
@@ -102,10 +105,13 @@ struct pipeline {
         if (threadIdx.x < RINGS) of_warp(threadIdx.x).done = of_warp(threadIdx.x).raised = of_warp(threadIdx.x).is_over = 0;
     }
 
-    // `memory`: STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
+    // Bulk copies are half as fast where lines of memory and of shared memory do not coincide.
+    static DEVICE u8* aligned(void* memory) { return (u8*)memory + (0u - shared_address(memory)) % LINE; }
+
+    // `memory`: up to LINE bytes, STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
     DEVICE pipeline(void* memory)
-        : stages((u8*)memory + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
-          gathered((u8*)memory + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp(threadIdx.x / 32)),
+        : stages(aligned(memory) + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
+          gathered(aligned(memory) + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp(threadIdx.x / 32)),
           begun(0), stored(0), done(0), loaded(0), loads_stored(0), phases(0) {
         bulk_barriers(mine.arrived, STAGES);
     }
@@ -117,9 +123,9 @@ struct pipeline {
         if (next.stage < STAGES) {
             bulk_wait(mine.arrived + next.stage, phases >> next.stage & 1);
             phases ^= 1u << next.stage;
-            ++loads_stored;
         }
         bulk_store(next.to, next.from, next.bytes);
+        loads_stored += next.is_last;
         if (next.is_count) red_add_release_sys(next.signal, 1u);
         ++stored;
         if (is_sender() && stored - done == LAG + EVERY) {
@@ -141,14 +147,14 @@ struct pipeline {
             if (next.signal != nullptr) st_relaxed_sys(next.signal, next.value);
         }
     }
-    DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, signals after) {
+    DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, bool is_last, signals after) {
         if (FLAG_WARPS && is_sender())
             while (begun - ld_acquire_block(&mine.raised) >= REMEMBERED)
                 if (stored < begun) store_next();
-        if (!FLAG_WARPS && begun - stored == AHEAD) store_next();
+        if (begun - stored == (FLAG_WARPS ? REMEMBERED : AHEAD)) store_next();
         const bool is_count = after.counted != nullptr;
         mine.pieces[begun % REMEMBERED] =
-            piece{to, is_count ? after.counted : after.raised, after.value, bytes, from, (u16)stage, is_count};
+            piece{to, is_count ? after.counted : after.raised, after.value, bytes, from, (u16)stage, is_count, is_last};
         ++begun;
     }
     // Raises the flags of all senders of the block as they go; of one warp.
@@ -170,6 +176,10 @@ struct pipeline {
 
     // Copies `bytes` bytes, a multiple of 16.
     DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
+        copy_to_each(1, [&](u32) { return to; }, from, bytes, after);
+    }
+    // Copies them to `count` places, to(index); they are read once.
+    template <class To> DEVICE void copy_to_each(u32 count, To to, const u8* from, u32 bytes, signals after) {
         __syncwarp();
         if (lane_id() != 0) return;
         for (u32 at = 0; at < bytes; at += STAGE_BYTES) {
@@ -177,11 +187,29 @@ struct pipeline {
             while (loaded - loads_stored == AHEAD) store_next();
             bulk_stores_read<STAGES - AHEAD>();
             u8* memory = stages + stage * STAGE_BYTES;
-            begin(to + at, shared_address(memory), size, stage, at + size == bytes ? after : NO_SIGNALS);
             bulk_expect(mine.arrived + stage, size);
             bulk_load(memory, from + at, size, mine.arrived + stage);
             ++loaded;
+            for (u32 index = 0; index < count; ++index) {
+                const bool is_last = index == count - 1;
+                begin(to(index) + at, shared_address(memory), size, index == 0 ? stage : STAGES, is_last,
+                      is_last && at + size == bytes ? after : NO_SIGNALS);
+            }
         }
+    }
+    // The index-th piece of STAGE_BYTES at most that the warp computes: where it writes what belongs to `to`.
+    DEVICE u8* piece_for(u8*, u32 index) {
+        if (lane_id() == 0) bulk_stores_read<STAGES - 1>();
+        __syncwarp();
+        return stages + index % STAGES * STAGE_BYTES;
+    }
+    // Moves that piece.
+    DEVICE void copy_piece(u8* to, u32 index, u32 bytes, signals after) {
+        bulk_fence();
+        __syncwarp();
+        if (lane_id() != 0) return;
+        begin(to, shared_address(stages + index % STAGES * STAGE_BYTES), bytes, STAGES, false, after);
+        while (stored < begun) store_next();
     }
     // Before what was gathered is written anew.
     DEVICE void before_gathering() {
@@ -198,7 +226,7 @@ struct pipeline {
     }
     // Copies some of that, of the whole warp.
     DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {
-        if (lane_id() == 0) begin(to, shared_address(gathered + at), bytes, STAGES, after);
+        if (lane_id() == 0) begin(to, shared_address(gathered + at), bytes, STAGES, false, after);
     }
     // Until all that was begun is done.
     DEVICE void drain() {
@@ -230,18 +258,25 @@ struct pipeline {
     }
 
     DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
+        copy_to_each(1, [&](u32) { return to; }, from, bytes, after);
+    }
+    template <class To> DEVICE void copy_to_each(u32 count, To to, const u8* from, u32 bytes, signals after) {
         constexpr u32 COUNT = 4;
         for (u32 first = lane_id() * 16; first < bytes; first += COUNT * 512) {
             uint4 v[COUNT];
 #pragma unroll
             for (u32 n = 0; n < COUNT; ++n)
                 if (first + n * 512 < bytes) v[n] = load16_volatile(from + first + n * 512);
+#pragma unroll 1
+            for (u32 index = 0; index < count; ++index)
 #pragma unroll
-            for (u32 n = 0; n < COUNT; ++n)
-                if (first + n * 512 < bytes) store16(to + first + n * 512, v[n]);
+                for (u32 n = 0; n < COUNT; ++n)
+                    if (first + n * 512 < bytes) store16(to(index) + first + n * 512, v[n]);
         }
         signal(after);
     }
+    DEVICE u8* piece_for(u8* to, u32) { return to; }
+    DEVICE void copy_piece(u8*, u32, u32, signals after) { signal(after); }
     DEVICE void before_gathering() { __syncwarp(); }
     DEVICE void after_gathering() { __syncwarp(); }
     DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {

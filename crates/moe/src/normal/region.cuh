@@ -10,13 +10,13 @@
 struct region_call {
     u64 at;           // from the start of the first channel
     u64 lane_bytes;
-    u32 record_bytes; // a multiple of 16
+    u32 record_bytes; // a multiple of LINE
     u32 half;         // places of half a ring
 };
 
-// A region whose records have so many words more, which only the GPU knows.
+// A region whose records have so many words more, which only the GPU knows. Before that `record_bytes` is any multiple of 16.
 [[maybe_unused]] DEVICE region_call with_words(const arguments& a, region_call g, u32 words) {
-    g.record_bytes += (words + 3) / 4 * 16;
+    g.record_bytes = (g.record_bytes + (words + 3) / 4 * 16 + LINE - 1) / LINE * LINE;
     g.half = min((u32)(g.lane_bytes / g.record_bytes), a.lane_stride / 4) / 2;
     return g;
 }
