@@ -88,16 +88,19 @@ def contenders_for(comm: antiphon.Communicator, size: int) -> dict[str, Callable
 
 
 @contextmanager
-def ranks() -> Iterator[antiphon.Communicator]:
-    """This rank, with its GPU and with NCCL."""
+def ranks(device: str = "cuda") -> Iterator[antiphon.Communicator]:
+    """This rank, with its GPU and with NCCL; on the device ``"cpu"`` with gloo."""
     with antiphon.init() as comm:
-        torch.cuda.set_device(comm.rank)
+        gpu = torch.device("cuda", comm.rank) if device == "cuda" else None
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
         folder = comm.exchange_objects(tempfile.mkdtemp() if comm.rank == 0 else "")[0]
         dist.init_process_group(
-            "nccl", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.world_size,
-            device_id=torch.device("cuda", comm.rank),
+            "gloo" if gpu is None else "nccl", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.world_size,
+            device_id=gpu,
         )  # fmt: skip
-        comm.prepare_cuda(comm.rank, dtypes=["bfloat16"])
+        if gpu is not None:
+            comm.prepare_cuda(comm.rank, dtypes=["bfloat16"])
         yield comm
         comm.check()
         dist.destroy_process_group()
@@ -111,11 +114,11 @@ def record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[s
     path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
-def become_ranks() -> None:
-    """Starts a process for every GPU in this one's place, if it is not one of them."""
+def become_ranks(count: int | None = None) -> None:
+    """Starts ``count`` processes, by default one for every GPU, in this one's place, if it is not one of them."""
     if "RANK" not in os.environ:
-        count = str(torch.cuda.device_count())
-        os.execv(sys.executable, [sys.executable, "-m", "antiphon", "run", "-n", count, sys.executable, *sys.argv])
+        count = count or torch.cuda.device_count()
+        os.execv(sys.executable, [sys.executable, "-m", "antiphon", "run", "-n", str(count), sys.executable, *sys.argv])
 
 
 def main() -> None:
