@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 # Multicast objects belong to the switches, which others share.
 for name, value in {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}.items():
@@ -106,12 +107,37 @@ def ranks(device: str = "cuda") -> Iterator[antiphon.Communicator]:
         dist.destroy_process_group()
 
 
-def record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[str, float]]) -> None:
+def record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[str, Any]]) -> None:
     machine = {"gpus": f"{comm.world_size} × {torch.cuda.get_device_name()}", "torch": torch.__version__}
     machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     figures = {"date": date.today().isoformat(), **machine, "dtype": what, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+
+
+def add_times(row: dict[str, Any], times: dict[str, float], references: tuple[str, ...]) -> None:
+    """Adds each contender's time, and its ratio to those of the references and of the fastest peer.
+
+    A peer is a contender whose name does not begin with "antiphon" or "bare"."""
+    peers = {name: time for name, time in times.items() if not name.startswith(("antiphon", "bare"))}
+    against = {f"of {name}": times[name] for name in references if name in times}
+    if peers:
+        row["best peer"] = min(peers, key=lambda name: peers[name])
+        against["of best peer"] = min(peers.values())
+    for name, contender in row["contenders"].items():
+        contender |= {"µs": times[name]} | {what: round(times[name] / time, 3) for what, time in against.items()}
+
+
+def table(row: dict[str, Any]) -> str:
+    """A line for each contender of a row; last in it the calls of its program, if they were counted."""
+    contenders = row["contenders"]
+    columns = list(dict.fromkeys(column for contender in contenders.values() for column in contender if column != "calls"))
+    lines = [f"{row['what']}, {row['tokens']} tokens".ljust(36) + "".join(column.rjust(17) for column in columns)]
+    for name, contender in contenders.items():
+        figures = "".join(str(contender.get(column, "")).rjust(17) for column in columns)
+        calls = ", ".join(f"{count} {call}" for call, count in contender.get("calls", {}).items())
+        lines.append(f"{name:36}{figures}   {calls}".rstrip())
+    return "\n".join(lines)
 
 
 def become_ranks(count: int | None = None) -> None:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.distributed._symmetric_memory as symmetric
-from cuda_vs_torch import become_ranks, calls_for, measure, ranks, record
+from cuda_vs_torch import add_times, become_ranks, calls_for, measure, ranks, record, table
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 from torch.nn.functional import rms_norm, silu
@@ -298,28 +298,6 @@ class Bench:
 
 def rounded(figures: dict[str, float]) -> dict[str, float]:
     return {name: round(figure, 1) for name, figure in figures.items()}
-
-
-def add_times(row: dict[str, Any], times: dict[str, float], references: tuple[str, ...]) -> None:
-    """Adds each contender's time, and its ratio to those of the references and of the fastest contender that is not ours."""
-    peers = {name: time for name, time in times.items() if not name.startswith(("antiphon", "bare"))}
-    against = {f"of {name}": times[name] for name in references if name in times}
-    if peers:
-        row["best peer"] = min(peers, key=lambda name: peers[name])
-        against["of best peer"] = min(peers.values())
-    for name, contender in row["contenders"].items():
-        contender |= {"µs": times[name]} | {what: round(times[name] / time, 3) for what, time in against.items()}
-
-
-def table(row: dict[str, Any]) -> str:
-    """A line for each contender of a row."""
-    contenders = row["contenders"]
-    columns = list(dict.fromkeys(column for contender in contenders.values() for column in contender if column != "calls"))
-    lines = [f"{row['what']}, {row['tokens']} tokens".ljust(28) + "".join(column.rjust(16) for column in columns)]
-    for name, contender in contenders.items():
-        calls = ", ".join(f"{count} {call}" for call, count in contender["calls"].items())
-        lines.append(name.ljust(28) + "".join(str(contender.get(column, "")).rjust(16) for column in columns) + f"   {calls}")
-    return "\n".join(lines)
 
 
 def main() -> None:
