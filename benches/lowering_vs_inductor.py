@@ -19,7 +19,7 @@ import argparse
 import random
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -192,6 +192,8 @@ class Bench:
         self.comm, self.arguments = comm, arguments
         #: MiB of each GPU that a communicator takes: another one of NCCL's, and the one that `attach` makes.
         self.communicators: dict[str, float] = {}
+        #: MiB that a contender's programs have taken besides so far. What one of them allocates, the next one may use.
+        self.taken: dict[str, float] = defaultdict(float)
         x = torch.ones(max(TOKENS["training"]), arguments.hidden, device=arguments.device, dtype=torch.bfloat16)
         before, group = outside(), dist.new_group()
         dist.all_reduce(x.clone(), group=group)
@@ -239,8 +241,9 @@ class Bench:
                 if trains:
                     check(f"gradients {tokens} {name}", summed(calls[name](), norms), wanted_gradients)
                 most = peak(calls[name])
+            self.taken[name] += outside() - before
             communicator = self.communicators["antiphon" if name.startswith("antiphon") else "nccl"]
-            contenders[name] = {"comm MiB": round(communicator + outside() - before, 1), "peak MiB": round(most, 1)}
+            contenders[name] = {"comm MiB": round(communicator + self.taken[name], 1), "peak MiB": round(most, 1)}
             contenders[name]["calls"] = dict(sorted(code.items()))
             self.log(f"{what} {tokens} {name}: compiled in {time.monotonic() - started:.1f} s")
         row = {"what": "training step" if trains else what, "tokens": tokens, "layers": arguments.layers, "contenders": contenders}
