@@ -328,7 +328,8 @@ def main() -> None:
         for name in arguments.sections:
             rows.extend(bench.section(name))
         if arguments.check:
-            bench.log("\n".join(dict.fromkeys(map(str, antiphon.lowering.reports()))))
+            for report in dict.fromkeys(map(str, antiphon.lowering.reports())):
+                bench.log(report)
         if comm.rank == 0 and arguments.record:
             record(comm, arguments.record, "bfloat16, µs of all layers or of a fused call", rows)
         antiphon.lowering.detach()
