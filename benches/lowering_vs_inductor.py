@@ -69,6 +69,7 @@ COMPILERS: dict[str, dict[str, Any]] = {
     "nccl sequence": {"options": {}},
     "async_tp sequence": {"options": {"_micro_pipeline_tp": True}},
     "antiphon sequence": OURS | {"options": {"strict": True}},
+    "antiphon overlap sequence": OURS | {"options": {"strict": True, "overlap": True}},
 }
 CONTENDERS = {
     "decoding": ["nccl", "auto_select", "antiphon"],
