@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 # Multicast objects belong to the switches, which others share.
 for name, value in {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}.items():
@@ -46,9 +47,9 @@ def capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure(comm: antiphon.Communicator, contenders: dict[str, Callable[[], object]], size: int) -> dict[str, float]:
-    """Microseconds per call: the slowest rank of each replay, the median of the replays, in which all take turns."""
-    calls = calls_for(size)
+def measure(comm: antiphon.Communicator, contenders: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+    """Microseconds per call, of graphs of ``calls`` calls: the slowest rank of each replay, the median of the replays, in which all
+    take turns."""
     graphs = {name: capture(call, calls) for name, call in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for replay in range(REPLAYS + 1):
@@ -88,22 +89,25 @@ def contenders_for(comm: antiphon.Communicator, size: int) -> dict[str, Callable
 
 
 @contextmanager
-def ranks() -> Iterator[antiphon.Communicator]:
-    """This rank, with its GPU and with NCCL."""
+def ranks(device: str = "cuda") -> Iterator[antiphon.Communicator]:
+    """This rank, with its GPU and with NCCL; on the device ``"cpu"`` with gloo."""
     with antiphon.init() as comm:
-        torch.cuda.set_device(comm.rank)
+        gpu = torch.device("cuda", comm.rank) if device == "cuda" else None
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
         folder = comm.exchange_objects(tempfile.mkdtemp() if comm.rank == 0 else "")[0]
         dist.init_process_group(
-            "nccl", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.world_size,
-            device_id=torch.device("cuda", comm.rank),
+            "gloo" if gpu is None else "nccl", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.world_size,
+            device_id=gpu,
         )  # fmt: skip
-        comm.prepare_cuda(comm.rank, dtypes=["bfloat16"])
+        if gpu is not None:
+            comm.prepare_cuda(comm.rank, dtypes=["bfloat16"])
         yield comm
         comm.check()
         dist.destroy_process_group()
 
 
-def record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[str, float]]) -> None:
+def record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[str, Any]]) -> None:
     machine = {"gpus": f"{comm.world_size} × {torch.cuda.get_device_name()}", "torch": torch.__version__}
     machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     figures = {"date": date.today().isoformat(), **machine, "dtype": what, "rows": rows}
@@ -111,11 +115,36 @@ def record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[s
     path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
-def become_ranks() -> None:
-    """Starts a process for every GPU in this one's place, if it is not one of them."""
+def add_times(row: dict[str, Any], times: dict[str, float], references: tuple[str, ...]) -> None:
+    """Adds each contender's time, and its ratio to those of the references and of the fastest peer.
+
+    A peer is a contender whose name does not begin with "antiphon" or "bare"."""
+    peers = {name: time for name, time in times.items() if not name.startswith(("antiphon", "bare"))}
+    against = {f"of {name}": times[name] for name in references if name in times}
+    if peers:
+        row["best peer"] = min(peers, key=lambda name: peers[name])
+        against["of best peer"] = min(peers.values())
+    for name, contender in row["contenders"].items():
+        contender |= {"µs": times[name]} | {what: round(times[name] / time, 3) for what, time in against.items()}
+
+
+def table(row: dict[str, Any]) -> str:
+    """A line for each contender of a row; last in it the calls of its program, if they were counted."""
+    contenders = row["contenders"]
+    columns = list(dict.fromkeys(column for contender in contenders.values() for column in contender if column != "calls"))
+    lines = [f"{row['what']}, {row['tokens']} tokens".ljust(36) + "".join(column.rjust(17) for column in columns)]
+    for name, contender in contenders.items():
+        figures = "".join(str(contender.get(column, "")).rjust(17) for column in columns)
+        calls = ", ".join(f"{count} {call}" for call, count in contender.get("calls", {}).items())
+        lines.append(f"{name:36}{figures}   {calls}".rstrip())
+    return "\n".join(lines)
+
+
+def become_ranks(count: int | None = None) -> None:
+    """Starts ``count`` processes, by default one for every GPU, in this one's place, if it is not one of them."""
     if "RANK" not in os.environ:
-        count = str(torch.cuda.device_count())
-        os.execv(sys.executable, [sys.executable, "-m", "antiphon", "run", "-n", count, sys.executable, *sys.argv])
+        count = count or torch.cuda.device_count()
+        os.execv(sys.executable, [sys.executable, "-m", "antiphon", "run", "-n", str(count), sys.executable, *sys.argv])
 
 
 def main() -> None:
@@ -127,7 +156,7 @@ def main() -> None:
     with ranks() as comm:
         rows = []
         for size in arguments.sizes:
-            row = measure(comm, contenders_for(comm, size), size)
+            row = measure(comm, contenders_for(comm, size), calls_for(size))
             peers = {name: time for name, time in row.items() if name != "antiphon"}
             row = {"bytes": size, **row, "ratio to nccl": round(row["antiphon"] / row["nccl"], 3)}
             row["ratio to best"] = round(row["antiphon"] / min(peers.values()), 3)

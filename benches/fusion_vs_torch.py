@@ -13,7 +13,7 @@ from pathlib import Path
 import antiphon
 import torch
 import torch.distributed as dist
-from cuda_vs_torch import become_ranks, measure, ranks, record
+from cuda_vs_torch import become_ranks, calls_for, measure, ranks, record
 from torch.nn.functional import rms_norm
 
 TOKENS = [1, 4, 16, 64, 256, 512, 2048]
@@ -85,7 +85,7 @@ def main() -> None:
         for tokens in arguments.tokens:
             layer = Layer(comm, tokens, arguments.hidden)
             layer.check()
-            times = measure(comm, layer.contenders(), 2 * tokens * arguments.hidden)
+            times = measure(comm, layer.contenders(), calls_for(2 * tokens * arguments.hidden))
             row = {"tokens": tokens, "hidden": arguments.hidden, **times}
             for what, peer in {"norm": "nccl, torch norm", "fp8": "nccl, torch fp8", "sum": "nccl sum"}.items():
                 row[f"ratio {what}"] = round(times[f"antiphon {what}"] / times[peer], 3)
