@@ -216,7 +216,7 @@ def test_waits_name_the_late_rank(late: int) -> None:
 def without(rank: int, lost: int, experts: int) -> Tensor:
     """``sums`` of which the choices of a rank's experts are left out."""
     x, ids, weights = inputs(rank, experts)
-    weights = weights.masked_fill(ids // (experts // 3) == lost, 0)
+    weights = weights.masked_fill(ids // 2 == lost, 0)
     result = torch.zeros(len(x), H)
     for k in range(K):
         rows = (x.float() * (ids[:, k : k + 1] + 1)).bfloat16().float()
@@ -224,60 +224,63 @@ def without(rank: int, lost: int, experts: int) -> Tensor:
     return result.bfloat16()
 
 
-@pytest.mark.parametrize("leaves", ["before dispatch", "before combine", "masked"])
+LEAVES = ["before dispatch", "before combine", "masked"]
+
+
+def go_on_without(comm: antiphon.Communicator, device: torch.device, lost: int, leaves: str) -> None:
+    world_size, experts = comm.world_size, 2 * comm.world_size
+    buffer = deep_ep.Buffer(comm, low_latency_mode=True, enable_shrink=True, explicitly_destroy=True)
+    x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, experts))
+
+    def dispatched() -> LowLatencyReceived:
+        rows, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, experts, use_fp8=False)
+        assert isinstance(rows, Tensor)
+        return LowLatencyReceived(rows, None, counts, handle)
+
+    def mask() -> list[int]:
+        status = torch.full((world_size,), 7, dtype=torch.int32, device=device)
+        buffer.low_latency_query_mask_buffer(status)
+        return status.tolist()
+
+    def combined(received: LowLatencyReceived) -> Tensor:
+        rows = made(on_host(received), comm.rank, experts, world_size).to(device)
+        return buffer.low_latency_combine(rows, ids, weights, received.handle)[0].cpu()
+
+    received = dispatched()
+    check_slots(on_host(received), comm.rank, world_size, experts, "bf16")
+    assert torch.equal(combined(received), sums(comm.rank, experts)) and mask() == [0] * world_size
+    if leaves == "before combine":
+        received = dispatched()
+    if comm.rank == lost:
+        return buffer.destroy()
+    if leaves == "masked":
+        buffer.low_latency_update_mask_buffer(lost, True)
+        assert mask()[lost] == 1
+    if leaves != "before combine":
+        statistics = torch.zeros(2, dtype=torch.int32, device=device)
+        rows, counts, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, M, experts, statistics, use_fp8=False, return_recv_hook=True
+        )
+        assert hook is not None and isinstance(rows, Tensor)
+        hook()
+        received = LowLatencyReceived(rows, None, counts, handle)
+        for expert in range(2):
+            chose = [source for source, _ in slots(world_size, experts, comm.rank * 2 + expert) if source != lost]
+            assert counts[expert] == statistics[expert] == len(chose)
+            assert (handle.layout_range[expert] & 0xFFFFFFFF).tolist() == [chose.count(rank) for rank in range(world_size)]
+    assert torch.equal(combined(received), without(comm.rank, lost, experts))
+    assert mask() == [int(rank == lost) for rank in range(world_size)]
+    with pytest.raises(RuntimeError, match=f"rank {lost} does not take part any more"):
+        buffer.low_latency_update_mask_buffer(lost, False)
+    buffer.low_latency_clean_mask_buffer()
+    assert mask()[lost] == 1
+    assert torch.equal(combined(dispatched()), without(comm.rank, lost, experts))
+
+
+@pytest.mark.parametrize("leaves", LEAVES)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_calls_go_on_without_a_lost_rank(lost: int, leaves: str) -> None:
-    def body(comm: antiphon.Communicator) -> None:
-        experts = 6
-        buffer = deep_ep.Buffer(comm, low_latency_mode=True, enable_shrink=True, explicitly_destroy=True)
-        x, ids, weights = inputs(comm.rank, experts)
-        is_lost = comm.rank == lost
-
-        def dispatched() -> LowLatencyReceived:
-            rows, counts, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, experts, use_fp8=False)
-            assert isinstance(rows, Tensor)
-            return LowLatencyReceived(rows, None, counts, handle)
-
-        def mask() -> list[int]:
-            status = torch.full((3,), 7, dtype=torch.int32)
-            buffer.low_latency_query_mask_buffer(status)
-            return status.tolist()
-
-        def combined(received: LowLatencyReceived) -> Tensor:
-            rows = made(received, comm.rank, experts, 3)
-            return buffer.low_latency_combine(rows, ids, weights, received.handle)[0]
-
-        received = dispatched()
-        check_slots(received, comm.rank, 3, experts, "bf16")
-        assert torch.equal(combined(received), sums(comm.rank, experts)) and mask() == [0, 0, 0]
-        if leaves == "before combine":
-            received = dispatched()
-        if is_lost:
-            return buffer.destroy()
-        if leaves == "masked":
-            buffer.low_latency_update_mask_buffer(lost, True)
-            assert mask()[lost] == 1
-        if leaves != "before combine":
-            statistics = torch.zeros(2, dtype=torch.int32)
-            rows, counts, handle, _, hook = buffer.low_latency_dispatch(
-                x, ids, M, experts, statistics, use_fp8=False, return_recv_hook=True
-            )
-            assert hook is not None and isinstance(rows, Tensor)
-            hook()
-            received = LowLatencyReceived(rows, None, counts, handle)
-            for expert in range(2):
-                chose = [source for source, _ in slots(3, experts, comm.rank * 2 + expert) if source != lost]
-                assert counts[expert] == statistics[expert] == len(chose)
-                assert (handle.layout_range[expert] & 0xFFFFFFFF).tolist() == [chose.count(rank) for rank in range(3)]
-        assert torch.equal(combined(received), without(comm.rank, lost, experts))
-        assert mask() == [int(rank == lost) for rank in range(3)]
-        with pytest.raises(RuntimeError, match=f"rank {lost} does not take part any more"):
-            buffer.low_latency_update_mask_buffer(lost, False)
-        buffer.low_latency_clean_mask_buffer()
-        assert mask()[lost] == 1
-        assert torch.equal(combined(dispatched()), without(comm.rank, lost, experts))
-
-    threads(3, body)
+    threads(3, lambda comm: go_on_without(comm, torch.device("cpu"), lost, leaves))
 
 
 def test_low_latency_arguments_are_refused_with_their_numbers() -> None:
@@ -408,6 +411,12 @@ def waits(comm: antiphon.Communicator, device: torch.device) -> None:
 
 
 @CHECKS
+def goes_on_without_a_lost_rank(comm: antiphon.Communicator, device: torch.device) -> None:
+    for leaves in LEAVES:
+        go_on_without(comm, device, comm.world_size - 1, leaves)
+
+
+@CHECKS
 def graphs(comm: antiphon.Communicator, device: torch.device) -> None:
     """A CUDA graph of both calls, replayed with other choices."""
     if device.type == "cpu":
@@ -415,7 +424,10 @@ def graphs(comm: antiphon.Communicator, device: torch.device) -> None:
     layer = ExpertParallel(comm, 4, H)
     x, ids, weights = (tensor.to(device) for tensor in inputs(comm.rank, 4))
     layer.dispatch_low_latency(x, ids, max_tokens=M)  # makes what calls need
+    shrinking = deep_ep.Buffer(comm, low_latency_mode=True, enable_shrink=True)
     torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        shrinking.low_latency_dispatch(x, ids, M, 4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         received = layer.dispatch_low_latency(x, ids, max_tokens=M)

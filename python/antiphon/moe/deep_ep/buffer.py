@@ -68,7 +68,7 @@ class Buffer(LowLatencyBuffer):
     mpi4py communicator. Memory does not depend on ``num_nvl_bytes``, which is only kept for those who ask. Buffers of one
     group share their memory, and dropping one communicates nothing.
 
-    With ``enable_shrink`` low-latency calls, on the CPU, go on without ranks that are lost: see
+    With ``enable_shrink`` low-latency calls go on without ranks that are lost: see
     :class:`antiphon.moe.deep_ep.shrink.ShrinkingCalls`.
 
     Raises ``ValueError`` without a group, and for what is not served: more than 8 ranks, several machines.

@@ -1,4 +1,4 @@
-"""Low-latency calls that go on without ranks that are lost (``enable_shrink``), on the CPU."""
+"""Low-latency calls that go on without ranks that are lost (``enable_shrink``)."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,10 +15,12 @@ _T = TypeVar("_T")
 
 
 class ShrunkHandle(LowLatencyHandle):
-    """A handle of all ranks. ``inner`` is that of the ranks which took part, of which ``members`` are the numbers."""
+    """A handle of all ranks. ``inner`` is that of the ranks which take part, of which ``members`` are the numbers."""
 
     inner: LowLatencyHandle
     members: list[int]
+    #: Whether ranks were lost behind the dispatch, so that ``inner`` has other slots.
+    is_moved: bool = False
 
 
 class ShrinkingCalls:
@@ -27,6 +29,8 @@ class ShrinkingCalls:
     A call that fails because ranks are lost, or not there at the deadline, is made again by the others: those become a communicator of
     their own. Tensors keep the shapes that they have with all ranks. Experts of a masked rank get no token, tokens of a masked rank
     do not arrive, and a sum leaves out the choices of its experts.
+
+    A call on a GPU is over when it returns, as only then the host knows whether a rank was lost. It cannot be captured in a graph.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -81,14 +85,19 @@ class ShrinkingCalls:
         if still := sorted(self._masked & set(self._members)):
             raise RuntimeError(f"low latency: ranks {still} are masked here, and take part")
 
-    def _call(self, waits: Tensor | None, call: Callable[[Tensor | None], _T]) -> _T:
+    def _call(self, device: torch.device, waits: Tensor | None, call: Callable[[Tensor | None], _T]) -> _T:
         """Makes a call with statistics of waiting, again if ranks are lost meanwhile."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("low latency: with enable_shrink a call ends on the host, and cannot be captured in a CUDA graph")
         if self._masked & set(self._members):
             self._comm.abort()
         while True:
-            waited = None if waits is None else torch.zeros(len(self._members), dtype=torch.int64)
+            waited = None if waits is None else waits.new_zeros(len(self._members))
             try:
                 result = call(waited)
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+                    low_latency_calls_of(self._comm).check()
             except (AbortedError, PeerLostError, TimeoutError):
                 self._shrink()
                 continue
@@ -100,8 +109,8 @@ class ShrinkingCalls:
     def _ids(self, ids: Tensor, num_experts: int) -> Tensor:
         """Experts as the ranks that are left number them; −1 for those of other ranks."""
         local = num_experts // self._whole.world_size
-        numbers = torch.full((self._whole.world_size,), -1)
-        numbers[self._members] = torch.arange(len(self._members))
+        places = [self._members.index(rank) if rank in self._members else -1 for rank in range(self._whole.world_size)]
+        numbers = torch.tensor(places, device=ids.device)
         is_expert = (ids >= 0) & (ids < num_experts)
         rank = numbers[ids.long().div(local, rounding_mode="floor").masked_fill(~is_expert, 0)]
         return (rank * local + ids % local).masked_fill(~is_expert | (rank < 0), -1)
@@ -110,8 +119,6 @@ class ShrinkingCalls:
         self, x: Tensor, ids: Tensor, max_tokens: int, num_experts: int, format: str, options: Options
     ) -> LowLatencyReceived:
         """As :meth:`LowLatencyCalls.dispatch`, over when it returns."""
-        if x.is_cuda:
-            raise NotImplementedError("low_latency_dispatch: enable_shrink is served on the CPU: on GPUs shrink the communicator")
         world_size = self._whole.world_size
         if num_experts <= 0 or num_experts % world_size:
             raise ValueError(f"low_latency_dispatch: {num_experts} experts cannot be divided among {world_size} ranks")
@@ -122,7 +129,7 @@ class ShrinkingCalls:
             experts = local * len(self._members)
             return calls.dispatch(x, self._ids(ids, num_experts), max_tokens, experts, format, Options(waits=waits))[0]
 
-        received = self._call(options.waits, call)
+        received = self._call(x.device, options.waits, call)
         if options.statistics is not None:
             options.statistics.add_(received.counts)
         inner = received.handle
@@ -130,6 +137,8 @@ class ShrinkingCalls:
 
         def whole(tensor: Tensor, dimension: int) -> Tensor:
             """With the slots of all ranks, of which those of the members come first."""
+            if tensor.shape[dimension] == slots:
+                return tensor
             shape = list(tensor.shape)
             shape[dimension] = slots
             grown = tensor.new_zeros(shape)
@@ -163,22 +172,26 @@ class ShrinkingCalls:
             calls = low_latency_calls_of(self._comm)
             return calls.combine(kept, inner_ids, weights, handle.inner, out, Options(waits=waits))[0]
 
-        return self._call(options.waits, call)
+        return self._call(rows.device, options.waits, call)
 
     def _route_again(self, ids: Tensor, handle: ShrunkHandle) -> None:
         """Makes the routes of a handle anew, between the ranks that are left."""
         local = handle.num_experts // self._whole.world_size
-        nothing = torch.zeros(len(ids), handle.hidden, dtype=torch.bfloat16)
+        nothing = ids.new_zeros(len(ids), handle.hidden, dtype=torch.bfloat16)
         count = handle.num_max_dispatch_tokens_per_rank
         calls = low_latency_calls_of(self._comm)
         received, _ = calls.dispatch(nothing, self._ids(ids, handle.num_experts), count, local * len(self._members), "bf16")
-        handle.inner, handle.members = received.handle, list(self._members)
+        handle.inner, handle.members, handle.is_moved = received.handle, list(self._members), True
 
     def _kept(self, rows: Tensor, handle: ShrunkHandle) -> Tensor:
         """The rows of the ranks that are left, in their slots: the slots of other ranks' tokens are no more."""
-        kept = rows.new_zeros(len(rows), len(handle.members) * handle.num_max_dispatch_tokens_per_rank, handle.hidden)
-        for expert, (theirs, ours) in enumerate(zip(handle.layout_range, handle.inner.layout_range, strict=True)):
-            for rank, packed in zip(handle.members, ours.tolist(), strict=True):
-                begin, count = int(theirs[rank]) >> 32, packed & 0xFFFFFFFF
+        slots = len(handle.members) * handle.num_max_dispatch_tokens_per_rank
+        if not handle.is_moved:
+            return rows[:, :slots]
+        kept = rows.new_zeros(len(rows), slots, handle.hidden)
+        ranges = zip(handle.layout_range.tolist(), handle.inner.layout_range.tolist(), strict=True)
+        for expert, (theirs, ours) in enumerate(ranges):
+            for rank, packed in zip(handle.members, ours, strict=True):
+                begin, count = theirs[rank] >> 32, packed & 0xFFFFFFFF
                 kept[expert, packed >> 32 : (packed >> 32) + count] = rows[expert, begin : begin + count]
         return kept
