@@ -22,7 +22,7 @@ use crate::{
         cuda::{Counting, LayoutCall},
     },
     normal::check_routing,
-    tensors::{ID_TYPES, Name},
+    tensors::{ID_TYPES, Name, VECTOR},
 };
 
 impl CudaMoe {
@@ -60,6 +60,8 @@ impl CudaMoe {
             per_rank: name("tokens_per_rank").address(&per_rank.as_view(), self.device())?,
             per_expert: name("tokens_per_expert").address(&per_expert.as_view(), self.device())?,
             in_rank: name("is_token_in_rank").address(&in_rank.as_view(), self.device())?,
+            totals: self.totals.pointer().0 + VECTOR as u64,
+            blocks: self.totals.pointer().0,
             tokens: tokens as u32,
             top_k: top_k as u32,
             experts: experts as u32,

@@ -24,6 +24,8 @@ pub(crate) struct LayoutCall {
     pub(crate) per_rank: u64,
     pub(crate) per_expert: u64,
     pub(crate) in_rank: u64,
+    pub(crate) totals: u64,
+    pub(crate) blocks: u64,
     pub(crate) tokens: u32,
     pub(crate) top_k: u32,
     pub(crate) experts: u32,
