@@ -205,6 +205,11 @@ BAD = {
     "a barrier of no device": (lambda c: c.barrier(stream=1), ValueError, "a stream needs its device"),
     "a barrier on no device": (lambda c: c.barrier(device=99, stream=1), RuntimeError, "libcuda|device 99"),
     "nothing to prepare": (lambda c: c.prepare_cuda(99), RuntimeError, "libcuda|device 99"),
+    "too little to prepare": (
+        lambda c: c.prepare_cuda(99, staging_bytes=1 << 20),
+        ValueError,
+        "staging_bytes is 1048576, and must be at least 16777216",
+    ),
     "unknown to prepare": (lambda c: c.prepare_cuda(99, dtypes=["int8"]), ValueError, "'?\"?int8.* is not reduced on CUDA"),
     "no buffer": (lambda c: c.create_cuda_buffer(64, 99), RuntimeError, "libcuda|device 99"),
     "meta": (lambda c: c.all_reduce(torch.zeros(2, device="meta")), ValueError, "no memory .*: Cannot pack tensors on meta$"),

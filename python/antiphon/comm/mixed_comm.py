@@ -62,6 +62,8 @@ _Op, _Mode = MixedCommOp, MixedCommMode
 #: Our names of the fused modes.
 FUSED: dict[int, str | None] = {_Mode.FUSED_OPT_WAITS_UC: "waits", _Mode.FUSED_OPT_BYTES1_UC: "bytes1", _Mode.AUTOTUNE: None}
 _OF_NAME = {name: _Mode(mode) for mode, name in FUSED.items() if name is not None}
+#: Of each GPU, for data under way: with what else a communicator has there it takes less than 100 MB.
+_STAGING_BYTES = 64 << 20
 SCATTERS = (_Op.REDUCESCATTER, _Op.REDUCESCATTER_ALLREDUCE)
 #: The bytes at which FlashInfer's tables begin, and of which it measures the doubles up to 128 MiB.
 _BASE_BYTES, _DOUBLES = 8192, 15
@@ -227,6 +229,8 @@ class MixedCommHandler:
         if self._core is None:
             self._comm, self._group = _communicator()
             index, dtype = self.device.index, str(self.dtype).removeprefix("torch.")
+            if self._group is None and self.device.type == "cuda":
+                self._comm.prepare_cuda(index, dtypes=[], staging_bytes=_STAGING_BYTES)
             self._core = _core.MixedHandler(self._comm, self.para_info, index, dtype, self._most_blocks)
 
     def init_nvshmem(self) -> None:

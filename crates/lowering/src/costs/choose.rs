@@ -18,8 +18,6 @@ pub struct Call {
     pub registrable: bool,
 }
 
-/// The bytes for which memory that peers reach makes an all-reduce on the host faster.
-const REGISTERED_FASTER: std::ops::RangeInclusive<u64> = 64 << 10..=4 << 20;
 /// From so many bytes on, memory that peers reach costs an all-reduce between H200s nothing.
 const REGISTERED_FREE_FROM: u64 = 16 << 20;
 /// What it costs below that, in nanoseconds.
@@ -37,8 +35,9 @@ impl Costs {
     /// assert_eq!(costs.choose(&call), Choice::Sync);
     /// assert_eq!(costs.choose(&Call { epilogue: Some(5_000), ..call }), Choice::Fused);
     /// assert_eq!(costs.choose(&Call { hidden: 100_000, ..call }), Choice::Async);
-    /// let on_the_host = Call { registrable: true, ..call };
-    /// assert_eq!(Costs::of(Device::Host).choose(&on_the_host), Choice::Registered);
+    /// let registrable = Call { registrable: true, ..call };
+    /// assert_eq!(costs.choose(&registrable), Choice::Sync);
+    /// assert_eq!(Costs::of(Device::Host).choose(&registrable), Choice::Sync);
     /// ```
     pub fn choose(&self, call: &Call) -> Choice {
         let all = [Choice::Fused, Choice::Sync, Choice::Registered, Choice::Async];
@@ -66,15 +65,13 @@ impl Costs {
         time.saturating_add(epilogue)
     }
 
-    /// In stream order, on memory that peers reach. On the host this saves a copy: between two ranks of a Xeon, all-reduces of
-    /// 64 KiB to 4 MiB take 0.8 to 0.95 of the time, and others as long.
+    /// In stream order, on memory that peers reach. On the host this saves a copy, but no time: between two ranks of an idle
+    /// EPYC, all-reduces take 0.93 to 1.18 of theirs (`benches/comm_buffers.py`).
     fn registered(&self, call: &Call) -> u64 {
         let sync = self.call(Way::Sync, call.ranks, call.bytes);
         match self.device {
-            Device::Host if REGISTERED_FASTER.contains(&call.bytes) => sync / 8 * 7,
-            Device::Host => sync,
             Device::H200 if call.bytes < REGISTERED_FREE_FROM => sync.saturating_add(REGISTERED_COST),
-            Device::H200 => sync,
+            Device::Host | Device::H200 => sync,
         }
     }
 }

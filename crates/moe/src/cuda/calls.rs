@@ -19,10 +19,10 @@ use crate::{
     handle::Traffic,
     layout::{
         check_limits,
-        cuda::{Counting, LayoutCall},
+        cuda::{Counting, Kernel, LayoutCall},
     },
     normal::check_routing,
-    tensors::{ID_TYPES, Name, VECTOR},
+    tensors::{ID_TYPES, Name},
 };
 
 impl CudaMoe {
@@ -60,8 +60,6 @@ impl CudaMoe {
             per_rank: name("tokens_per_rank").address(&per_rank.as_view(), self.device())?,
             per_expert: name("tokens_per_expert").address(&per_expert.as_view(), self.device())?,
             in_rank: name("is_token_in_rank").address(&in_rank.as_view(), self.device())?,
-            totals: self.totals.pointer().0 + VECTOR as u64,
-            blocks: self.totals.pointer().0,
             tokens: tokens as u32,
             top_k: top_k as u32,
             experts: experts as u32,
@@ -69,7 +67,10 @@ impl CudaMoe {
         };
         let signature = Signature::new(Operation::Dispatch);
         // SAFETY: the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(Counting, &signature, Blocks::All, call, stream) }
+        unsafe {
+            self.launch_kernel(Counting, Kernel::Clear, &signature, Blocks::One, call, stream)?;
+            self.launch_kernel(Counting, Kernel::Layout, &signature, Blocks::All, call, stream)
+        }
     }
 
     /// As [`Moe::notify`](crate::Moe::notify), with a routing on the GPU.

@@ -13,9 +13,7 @@ mod handle;
 
 use std::{cell::Cell, sync::Arc};
 
-use antiphon_device::cuda::{
-    Context, CudaError, DeviceMemory, Event, LaunchConfig, PinnedMemory, StreamRef, memory,
-};
+use antiphon_device::cuda::{Context, Event, LaunchConfig, PinnedMemory, StreamRef};
 use antiphon_fabric::{
     Communicator, Signature,
     gpu::{Family, Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
@@ -30,7 +28,7 @@ use crate::{
     error::{Result, refused},
     layout::{MAX_LOCAL_EXPERTS, cuda::Counting},
     low_latency::cuda::CudaLowLatency,
-    normal::cuda::{LINE, Moving, Notifying, Staging},
+    normal::cuda::{Moving, Notifying, Staging},
     pool::Pool,
 };
 
@@ -55,8 +53,6 @@ pub struct CudaMoe {
     /// The counts of Notify, in host memory.
     result: UntilIdle<PinnedMemory>,
     arrived: Event,
-    /// Where blocks of a layout add up what they count; zeros between calls.
-    totals: UntilIdle<DeviceMemory>,
     pub(crate) pool: Arc<Pool>,
     low_latency: Option<CudaLowLatency>,
 }
@@ -99,10 +95,6 @@ impl CudaMoe {
             handles: Cell::new(0),
             result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4)?),
             arrived: Event::new(context)?,
-            totals: UntilIdle::new(
-                context,
-                zeros(context, VECTOR + comm.world_size() * (MAX_LOCAL_EXPERTS + 1) * 4)?,
-            ),
             pool: Pool::new(context),
             low_latency,
         })
@@ -240,13 +232,4 @@ pub(crate) enum Blocks {
 /// Clusters came with bulk copies.
 fn staging(tenant: &Tenant) -> Staging {
     if tenant.has_clusters() { Staging::Bulk } else { Staging::Registers }
-}
-
-/// So many bytes of zeros.
-fn zeros(context: &Context, bytes: usize) -> std::result::Result<DeviceMemory, CudaError> {
-    let (stream, memory) = (context.stream()?, DeviceMemory::allocate(context, bytes)?);
-    // SAFETY: the memory has so many bytes, and lives until the fill is done.
-    unsafe { memory::fill(stream.borrow(), memory.pointer(), 0, bytes) }?;
-    stream.borrow().synchronize()?;
-    Ok(memory)
 }

@@ -1,4 +1,4 @@
-//! The layout on a GPU; `kernels.cuh` has the kernel.
+//! The layout on a GPU; `kernels.cuh` has the kernels.
 
 use antiphon_device::cuda::KernelArgument;
 use antiphon_fabric::gpu::{Family, Source, kernels};
@@ -6,9 +6,10 @@ use antiphon_fabric::gpu::{Family, Source, kernels};
 use crate::cuda::THREADS;
 
 kernels! {
-    /// The kernel of `kernels.cuh`.
+    /// The kernels of `kernels.cuh`: the first adds to what the second has cleared.
     pub(crate) enum Kernel {
         Layout = "layout",
+        Clear = "clear",
     }
 }
 
@@ -24,8 +25,6 @@ pub(crate) struct LayoutCall {
     pub(crate) per_rank: u64,
     pub(crate) per_expert: u64,
     pub(crate) in_rank: u64,
-    pub(crate) totals: u64,
-    pub(crate) blocks: u64,
     pub(crate) tokens: u32,
     pub(crate) top_k: u32,
     pub(crate) experts: u32,

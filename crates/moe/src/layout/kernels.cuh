@@ -1,4 +1,4 @@
-// The layout of a dispatch: one kernel, which no other rank has a part in. Behind slots.cuh.
+// The layout of a dispatch, in two kernels that no other rank has a part in. Behind slots.cuh.
 
 constexpr u32 MAX_EXPERTS = WORLD * 1024;
 constexpr u32 AT_ONCE = 8; // choices of a token that a thread looks at
@@ -9,8 +9,6 @@ struct layout_call {
     i32* per_rank;   // [WORLD]
     i32* per_expert; // [experts]
     u8* in_rank;     // [tokens, WORLD]
-    u32* totals;     // [experts], [WORLD]: zeros before and behind the call
-    u32* blocks;     // those that have added to them; as well
     u32 tokens, top_k, experts, id_bytes;
 };
 
@@ -20,11 +18,20 @@ DEVICE u32 expert_at(const layout_call& k, u64 index) {
     return 0 <= id && id < k.experts ? (u32)id : k.experts;
 }
 
-// Every block counts the choices of some tokens, and adds its counts to the totals. The last block to do so has the result.
+// Zeros, which `layout` adds to.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+clear(const __grid_constant__ arguments a, const __grid_constant__ layout_call k) {
+    pdl_wait();
+    if (a.dependents == AT_START) pdl_launch_dependents();
+    for (u32 i = threadIdx.x; i < k.experts + WORLD; i += blockDim.x)
+        if (i < k.experts) k.per_expert[i] = 0;
+        else k.per_rank[i - k.experts] = 0;
+}
+
+// Every block counts the choices of some tokens, and adds its counts to those of the others.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 layout(const __grid_constant__ arguments a, const __grid_constant__ layout_call k) {
     __shared__ u32 counts[MAX_EXPERTS + WORLD];
-    __shared__ bool is_last;
     const u32 local = k.experts / WORLD, all = k.experts + WORLD;
     for (u32 i = threadIdx.x; i < all; i += blockDim.x) counts[i] = 0;
     pdl_wait();
@@ -55,17 +62,5 @@ layout(const __grid_constant__ arguments a, const __grid_constant__ layout_call 
     }
     __syncthreads();
     for (u32 i = threadIdx.x; i < all; i += blockDim.x)
-        if (counts[i] != 0) atomicAdd(k.totals + i, counts[i]);
-    __syncthreads();
-    // Behind the additions of all threads of the block, and for the last one behind those of all blocks.
-    if (threadIdx.x == 0) is_last = atom_add_acq_rel_gpu(k.blocks, 1u) == gridDim.x - 1;
-    __syncthreads();
-    if (!is_last) return;
-    for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
-        const i32 count = (i32)ld_relaxed_sys(k.totals + i);
-        if (i < k.experts) k.per_expert[i] = count;
-        else k.per_rank[i - k.experts] = count;
-        k.totals[i] = 0;
-    }
-    if (threadIdx.x == 0) *k.blocks = 0;
+        if (counts[i] != 0) atomicAdd(i < k.experts ? k.per_expert + i : k.per_rank + i - k.experts, (i32)counts[i]);
 }

@@ -12,7 +12,7 @@ use super::{
     Combine, Dispatch, Routing, RowFormat, check_combine, check_dispatch, signature, signature_of_routing,
 };
 use crate::{
-    cuda::{Blocks, CudaHandle, CudaMoe, HandleWords, Plan, THREADS},
+    cuda::{Blocks, CudaHandle, CudaMoe, HandleWords, LINE, Plan, THREADS},
     error::{MoeError, Result, refused},
     tensors::{Name, VECTOR},
 };
@@ -214,10 +214,6 @@ impl Warps {
         }
     }
 }
-
-/// The bytes of a line of the cache. Lanes, records and stages begin with one: bulk copies from a place in a line to another take half
-/// as long again.
-pub(crate) const LINE: usize = 128;
 
 /// Bytes of what travels beside rows that a warp gathers at once.
 pub(crate) const BESIDE_BYTES: usize = 1536;

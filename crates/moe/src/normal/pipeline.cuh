@@ -243,7 +243,7 @@ struct pipeline {
     }
     // Moves that piece.
     DEVICE void copy_piece(u8* to, u32 index, u32 bytes, signals after) {
-        bulk_fence();
+        bulk_fence_shared();
         __syncwarp();
         if (lane_id() != 0) return;
         make_room(false, after.raised != nullptr);

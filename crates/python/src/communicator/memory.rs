@@ -1,7 +1,7 @@
 //! Symmetric memory of the ranks, on the host and on GPUs, and the kernels and failures of the GPUs.
 
-use antiphon::prelude::CollectiveError;
-use pyo3::prelude::*;
+use antiphon::{collectives::cuda::CudaBuilder, prelude::CollectiveError};
+use pyo3::{exceptions::PyValueError, prelude::*};
 
 use super::{Communicator, prepare};
 use crate::{
@@ -16,17 +16,24 @@ use crate::{
 #[pymethods]
 impl Communicator {
     #[doc = stub!("Communicator.prepare_cuda")]
-    #[pyo3(signature = (device = None, *, dtypes = None, ops = None))]
+    #[pyo3(signature = (device = None, *, dtypes = None, ops = None, staging_bytes = None))]
     fn prepare_cuda(
         &self,
         py: Python<'_>,
         device: Option<u32>,
         dtypes: Option<Vec<String>>,
         ops: Option<Vec<Bound<'_, PyAny>>>,
+        staging_bytes: Option<Count>,
     ) -> Result<()> {
         let kernels = prepare::kernels(dtypes, ops)?;
+        let staging_bytes = staging_bytes.map(|bytes| bytes.0);
+        if let Some(bytes) = staging_bytes.filter(|&bytes| bytes < CudaBuilder::LEAST_STAGING_BYTES) {
+            let least = CudaBuilder::LEAST_STAGING_BYTES;
+            let text = format!("prepare_cuda: staging_bytes is {bytes}, and must be at least {least}");
+            return Err(PyValueError::new_err(text).into());
+        }
         let (queue, device) = (self.queue()?, device_or_current(py, device)?);
-        Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels))?)
+        Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels, staging_bytes))?)
     }
 
     #[doc = stub!("Communicator.on_cuda_failure")]

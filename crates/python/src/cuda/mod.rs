@@ -12,7 +12,10 @@ mod work;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use antiphon::{
-    collectives::{cuda::CudaCollectives, mixed::CudaMixedHandler},
+    collectives::{
+        cuda::{CudaBuilder, CudaCollectives},
+        mixed::CudaMixedHandler,
+    },
     device::cuda::{Context, CudaError, Driver, Stream, StreamRef},
     fabric::Queue,
     operation::Operation,
@@ -66,6 +69,8 @@ struct State {
     on_failure: Option<Action>,
     /// Nothing is opened any more.
     is_closed: bool,
+    /// The memory for data under way on GPUs that are opened from now on; the usual size without one.
+    staging_bytes: Option<usize>,
 }
 
 struct Gpu {
@@ -154,7 +159,16 @@ impl Gpus {
     }
 
     /// Does now what the first calls on a device would.
-    pub(crate) fn prepare(&self, queue: &Queue, device: u32, kernels: &[(DType, ReduceOp)]) -> Outcome {
+    pub(crate) fn prepare(
+        &self,
+        queue: &Queue,
+        device: u32,
+        kernels: &[(DType, ReduceOp)],
+        staging_bytes: Option<usize>,
+    ) -> Outcome {
+        if staging_bytes.is_some() {
+            self.lock().staging_bytes = staging_bytes;
+        }
         self.with(queue, device, None, |gpu| kernels.iter().try_for_each(|&(dtype, op)| gpu.load(dtype, op)))
     }
 
@@ -167,7 +181,7 @@ impl Gpus {
         dtype: DType,
         most_blocks: Option<usize>,
     ) -> Outcome<CudaMixedHandler> {
-        self.prepare(queue, device, &[])?;
+        self.prepare(queue, device, &[], None)?;
         queue.run(|comm| {
             self.with_peers(device, |peers| {
                 let handler = CudaMixedHandler::new(comm, peers, layout)?;
@@ -249,7 +263,9 @@ impl Gpus {
             if self.lock().open.iter().any(|gpu| gpu.context == context) {
                 return Ok(()); // another thread was faster
             }
-            let collectives = CudaCollectives::new(comm, &context)?;
+            let staging_bytes = self.lock().staging_bytes.unwrap_or(CudaBuilder::STAGING_BYTES);
+            let collectives =
+                CudaCollectives::builder(comm, &context).staging_bytes(staging_bytes).build()?;
             let gpu = Gpu { context, collectives, sides: [const { None }; 3], loaded: Vec::new() };
             let mut state = self.lock();
             if state.is_closed {
