@@ -95,7 +95,7 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[a.rank][from]);
-    advance(a, t, flag_vectors(k.region, most), 1);
+    advance(a, t, flag_vectors(k.region, most), 1 | OWN_TOO);
 
     // Warps of a block: some send, the others sum.
     reader r(a, t);
@@ -109,7 +109,7 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
         const auto weight = [&](u32, u32 row, u32 index) { return __ldg(k.weights + (u64)row * k.top_k + index); };
         const auto keep = [](u32, u32, const u32*) {};
         const parts from{{k.rows, nullptr}, {k.row_bytes, 0}};
-        came = send_records<false>(r, copies, k.region, t, share_of_warp(0, SENDING), from, k.top_k, count, row, weight, keep);
+        came = send_records<false>(r, copies, k.region, t, claims(a, t), from, k.top_k, count, row, weight, keep);
         copies.finish();
     } else {
         constexpr u32 OTHERS = RINGS + FLAG_WARPS;

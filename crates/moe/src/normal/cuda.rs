@@ -124,6 +124,10 @@ pub(crate) struct Moving {
 impl Moving {
     /// Some warps send, one raises flags, the others take what comes.
     pub(crate) const WARPS: Warps = Warps { sending: 4, rings: 7, flags: 1, all: 8 };
+    /// Most warps send and take by turns, one raises flags, one polls those of the peers.
+    const BY_TURNS: Warps = Warps { sending: 7, rings: 7, flags: 1, all: 9 };
+    /// Half a row of bf16: a warp needs a microsecond for a stage, whatever its size.
+    const STAGES: Stages = Stages { count: 2, bytes: 7168 };
 }
 
 /// Rows back, and their sums.
@@ -166,18 +170,29 @@ pub(crate) struct Warps {
     pub(crate) all: u32,
 }
 
+/// The stages of a ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stages {
+    count: u32,
+    bytes: u32,
+}
+
 impl Warps {
-    const STAGES: u32 = 4;
-    const STAGE_BYTES: u32 = 3584;
+    const STAGES: Stages = Stages { count: 4, bytes: 3584 };
 
     pub(crate) fn define(self, program: Program) -> Program {
+        self.define_with(Self::STAGES, program)
+    }
+
+    fn define_with(self, stages: Stages, program: Program) -> Program {
         program
             .define("SENDING", self.sending)
             .define("RINGS", self.rings)
-            .define("STAGES", Self::STAGES)
-            .define("STAGE_BYTES", Self::STAGE_BYTES)
+            .define("STAGES", stages.count)
+            .define("STAGE_BYTES", stages.bytes)
             .define("FLAG_WARPS", self.flags)
             .define("BESIDE_BYTES", BESIDE_BYTES)
+            .define("LINE", LINE)
     }
 
     pub(crate) fn threads(self) -> u32 {
@@ -185,11 +200,15 @@ impl Warps {
     }
 
     pub(crate) fn shared_bytes(self, staging: Staging) -> u32 {
+        self.shared_bytes_with(Self::STAGES, staging)
+    }
+
+    fn shared_bytes_with(self, stages: Stages, staging: Staging) -> u32 {
         match staging {
+            // The kernel begins at a line.
             Staging::Bulk => {
-                LINE as u32
-                    + self.rings * Self::STAGES * Self::STAGE_BYTES
-                    + self.sending * BESIDE_BYTES as u32
+                (LINE - VECTOR + self.sending as usize * BESIDE_BYTES) as u32
+                    + self.rings * stages.count * stages.bytes
             }
             Staging::Registers => 0,
         }
@@ -245,8 +264,8 @@ const COMBINE: Source = Source { name: "normal/combine.cuh", text: include_str!(
 family!(Notifying: NotifyKernel(NotifyCall), "notify.cuh" of [NOTIFY], |_, program| program, |_| THREADS, |_| 0);
 family!(
     Moving: DispatchKernel(RowsCall), "dispatch.cuh" of [ROWS, PIPELINE, REGION, DISPATCH],
-    |_, program| Moving::WARPS.define(program), |_| Moving::WARPS.threads(),
-    |this| Moving::WARPS.shared_bytes(this.staging)
+    |_, program| Moving::BY_TURNS.define_with(Moving::STAGES, program), |_| Moving::BY_TURNS.threads(),
+    |this| Moving::BY_TURNS.shared_bytes_with(Moving::STAGES, this.staging)
 );
 family!(
     Summing: CombineKernel(SumsCall), "combine.cuh" of [ROWS, REDUCE, PIPELINE, REGION, SUMS, COMBINE],

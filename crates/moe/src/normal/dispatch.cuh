@@ -60,37 +60,18 @@ DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
         k.to_scales[(u64)row * k.scales_of_row + word - 1 - 2 * k.top_k] = value;
 }
 
-// Where a row's parts belong.
-DEVICE void copy_row(const rows_call& k, pipeline& copies, u32 row, const u8* x, const u8* scales, signals after) {
+// Takes a record that has come.
+DEVICE void take_record(const arguments& a, pipeline& copies, const rows_call& k, const counts& n, const turn& t, u32 source, u32 number) {
     const parts p = rows_of(k);
-    copies.copy(k.to_x + (u64)row * p.bytes[0], x, p.bytes[0], p.bytes[1] != 0 ? NO_SIGNALS : after);
-    if (p.bytes[1] != 0) copies.copy((u8*)k.to_scales + (u64)row * p.bytes[1], scales, p.bytes[1], after);
-}
-
-// The warp's share of the records that come from peers.
-DEVICE bool take(reader& r, pipeline& copies, const rows_call& k, const counts& n, const turn& t, rows mine) {
-    const arguments& a = r.a;
-    const u32 words = words_of(k);
-    const parts p = rows_of(k);
-    const auto count = [&](u32 from) { return n.rows[from][a.rank]; };
-    return take_records(r, copies, k.region, t, mine, count, [&](u32 some, const u32 (&sources)[RECORDS], const u32 (&numbers)[RECORDS]) {
-        const auto record = [&](u32 m) { return a.own + record_at(k.region, t, sources[m], a.rank, numbers[m]); };
-        for (u32 word = lane_id(); word < words; word += 32) {
-            u32 got[RECORDS];
-#pragma unroll
-            for (u32 m = 0; m < RECORDS; ++m)
-                if (m < some) got[m] = ld_relaxed_sys((const u32*)(record(m) + p.bytes[0] + p.bytes[1]) + word);
-#pragma unroll
-            for (u32 m = 0; m < RECORDS; ++m)
-                if (m < some) store_beside(k, n.starts[sources[m]] + numbers[m], word, got[m]);
-        }
-#pragma unroll
-        for (u32 m = 0; m < RECORDS; ++m) {
-            if (m >= some) continue;
-            u32* counted = counted_at(a, k.region, t, sources[m], numbers[m], count(sources[m]));
-            copy_row(k, copies, n.starts[sources[m]] + numbers[m], record(m), record(m) + p.bytes[0], signals{nullptr, counted, 0});
-        }
-    });
+    const u32 words = words_of(k), row = n.starts[source] + number;
+    const u8* record = a.own + record_at(k.region, t, source, a.rank, number);
+    const u32* beside = (const u32*)(record + p.bytes[0] + p.bytes[1]);
+    for (u32 word = lane_id() + 32; word < words; word += 32) store_beside(k, row, word, ld_relaxed_sys(beside + word));
+    // These loads are under way while the row is copied.
+    const u32 value = lane_id() < words ? ld_relaxed_sys(beside + lane_id()) : 0;
+    u32* counted = counted_at(a, k.region, t, source, number, n.rows[source][a.rank]);
+    copy_parts(copies, p.of_record(record), k.to_x + (u64)row * p.bytes[0], (u8*)k.to_scales + (u64)row * p.bytes[1], signals{nullptr, counted, 0});
+    if (lane_id() < words) store_beside(k, row, lane_id(), value);
 }
 
 // Rows for which there is room, and which do not arrive, name no experts.
@@ -107,32 +88,38 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
     const turn t = begin(a, load_control(a));
     if (t.has_failed()) return;
     pipeline::prepare();
+    arrivals::prepare();
     const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[from][a.rank]);
-    advance(a, t, flag_vectors(k.region, most), 1);
+    advance(a, t, flag_vectors(k.region, most), 1 | OWN_TOO);
 
+    // Warps of a block: most send and take, one raises flags, one polls those of the peers.
     name_no_experts(a, k, n);
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;
+    const auto arriving = [&](u32 from) { return n.rows[from][a.rank]; };
     if (raises_flags(warp)) return pipeline::raise_flags();
-    pipeline copies(memory);
-    bool came = true;
-    if (warp < SENDING) {
+    bool came;
+    if (warp < RINGS) {
+        pipeline copies(memory);
         const auto count = [&](u32 to) { return n.rows[a.rank][to]; };
         const auto token = [&](u32 to, u32 number) { return k.order[(u64)to * k.tokens + number]; };
         const auto word = [&](u32 to, u32 token, u32 index) { return word_beside(k, to, token, index); };
         const auto keep = [&](u32 number, u32 token, const u32* gathered) {
             const u32 row = n.starts[a.rank] + number;
             for (u32 index = lane_id(); index < words_of(k); index += 32) store_beside(k, row, index, gathered[index]);
-            const u8* scales = (const u8*)(k.scales + (u64)token * k.scales_of_row);
-            copy_row(k, copies, row, k.x + (u64)token * k.row_bytes, scales, NO_SIGNALS);
+            const parts p = rows_of(k);
+            copy_parts(copies, p.row(token), k.to_x + (u64)row * p.bytes[0], (u8*)k.to_scales + (u64)row * p.bytes[1], NO_SIGNALS);
         };
-        came = send_records<true>(r, copies, k.region, t, share_of_warp(0, SENDING), rows_of(k), words_of(k), count, token, word, keep);
+        const auto take = [&](u32 source, u32 number) { take_record(a, copies, k, n, t, source, number); };
+        came = exchange(r, copies,
+                        to_be_sent<true>(a, copies, k.region, t, claims(a, t), rows_of(k), words_of(k), count, token, word, keep),
+                        to_be_taken(a, copies, warp, RINGS, arriving, take));
+        copies.finish();
     } else {
-        came = take(r, copies, k, n, t, share_of_warp(SENDING, RINGS - SENDING));
+        came = arrivals::poll(r, k.region, t, arriving);
     }
-    copies.finish();
     if (came) r.finish();
 }

@@ -12,12 +12,29 @@ struct signals {
 };
 constexpr signals NO_SIGNALS{nullptr, nullptr, 0};
 
-constexpr u32 LINE = 128; // bytes, as in Rust
+// Rows of one or two tensors, whose n-th rows lie side by side in a record.
+struct parts {
+    const u8* data[2];
+    u32 bytes[2]; // of a row, multiples of 16
+
+    DEVICE parts row(u64 index) const { return parts{{data[0] + index * bytes[0], data[1] + index * bytes[1]}, {bytes[0], bytes[1]}}; }
+    DEVICE parts of_record(const u8* record) const { return parts{{record, record + bytes[0]}, {bytes[0], bytes[1]}}; }
+};
 
 // Whether this warp of a block does nothing but raise flags.
 DEVICE bool raises_flags(u32 warp) { return FLAG_WARPS != 0 && warp == RINGS; }
 
 // What travels beside some rows a warp that sends gathers at once, in BESIDE_BYTES.
+
+// Between warps of a block.
+DEVICE u32 ld_acquire_block(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
+    return v;
+}
+DEVICE void st_release_block(u32* p, u32 v) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" :: "r"(shared_address(p)), "r"(v) : "memory");
+}
 
 #if __CUDA_ARCH__ >= 900
 
@@ -48,54 +65,54 @@ DEVICE void bulk_store(void* to, u32 from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(to), "r"(from), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Between warps of a block.
-DEVICE u32 ld_acquire_block(const u32* p) {
-    u32 v;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(p)) : "memory");
-    return v;
-}
-DEVICE void st_release_block(u32* p, u32 v) {
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" :: "r"(shared_address(p)), "r"(v) : "memory");
-}
 // All stores but the last `LEFT` have been read from shared memory; or are where they belong.
 template <u32 LEFT> DEVICE void bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory"); }
 template <u32 LEFT> DEVICE void bulk_stores_done() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(LEFT) : "memory"); }
-// Orders plain accesses with those of bulk copies.
-DEVICE void bulk_fence() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Order plain accesses before with bulk copies behind: of global memory, which waits for what is under way; of shared memory.
+DEVICE void bulk_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+DEVICE void bulk_fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 constexpr u32 AHEAD = STAGES - 1; // loads that are under way
-constexpr u32 LAG = FLAG_WARPS ? 8 : 4;   // stores that may be, when a sender looks which are done
-constexpr u32 EVERY = FLAG_WARPS ? 1 : 8; // pieces: how often it looks
-constexpr u32 REMEMBERED = 32;            // pieces, at least AHEAD + LAG + EVERY
+constexpr u32 LAG = FLAG_WARPS ? 8 : 4;    // stores that may be, when a sender looks which are done
+constexpr u32 EVERY = FLAG_WARPS ? 1 : 8;  // stores: how often it looks
+constexpr u32 PENDING = 16;                // pieces that are begun and not stored yet, at least AHEAD + 1
+constexpr u32 FLAGS = FLAG_WARPS ? 16 : 32; // that are not raised yet, more than LAG + EVERY
 
 // A fence between GPUs takes as long as some rows do. With FLAG_WARPS the senders of a block leave it to one warp to raise their
-// flags, which does so for all pieces that are done by then; else a sender raises its own, those of some pieces behind one fence.
+// flags, which does so for all records that are done by then; else a sender raises its own, those of some pieces behind one fence.
 struct pipeline {
     struct piece {
         u8* to;
-        u32* signal;  // null; or a flag, or a count
-        u32 value;    // of a flag
+        u32* counted; // null if nothing is counted
         u32 bytes;
         u32 from;     // in shared memory
-        u16 stage;    // that is loaded; STAGES if none is
-        u8 is_count;
-        u8 is_last;   // of those that store what was loaded
+        u32 stage;    // that is loaded; STAGES if none is
+        u32 is_last;  // of those that store what was loaded
+    };
+    struct flag {
+        u32* at;
+        u32 value;
+        u32 store; // the number of the store that it stands behind
     };
     struct shared {
-        piece pieces[REMEMBERED];
+        piece pieces[PENDING];
+        flag flags[FLAGS];
         u64 arrived[STAGES];
-        u32 done;    // pieces that are where they belong
-        u32 raised;  // of these, those whose flags are raised
+        u32 done;    // flags whose records are where they belong
+        u32 raised;  // of these, those that are raised
         u32 is_over; // whether `done` is what it will be
     };
 
     u8* stages;
     u8* gathered; // BESIDE_BYTES, if the warp is one that sends
     shared& mine;
-    u32 begun, stored, done;  // pieces; only the first lane counts
-    u32 loaded, loads_stored; // those that are loaded
+    u32 begun, stored;        // pieces; only the first lane counts
+    u32 flagged, done;        // flags: those that stand behind what is begun, and behind what is done
+    u32 loaded, loads_stored; // pieces that are loaded
     u32 phases;               // of the stages' barriers
 
+    // Bulk copies are half as fast where lines of memory and of shared memory do not coincide.
+    static DEVICE u8* aligned(void* memory) { return (u8*)memory + (0u - shared_address(memory)) % LINE; }
     static DEVICE shared& of_warp(u32 warp) {
         __shared__ shared all[RINGS];
         return all[min(warp, RINGS - 1)];
@@ -105,56 +122,64 @@ struct pipeline {
         if (threadIdx.x < RINGS) of_warp(threadIdx.x).done = of_warp(threadIdx.x).raised = of_warp(threadIdx.x).is_over = 0;
     }
 
-    // Bulk copies are half as fast where lines of memory and of shared memory do not coincide.
-    static DEVICE u8* aligned(void* memory) { return (u8*)memory + (0u - shared_address(memory)) % LINE; }
-
-    // `memory`: up to LINE bytes, STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
+    // `memory`: STAGES × STAGE_BYTES for each of the first RINGS warps, then BESIDE_BYTES for each that sends.
     DEVICE pipeline(void* memory)
         : stages(aligned(memory) + threadIdx.x / 32 * (STAGES * STAGE_BYTES)),
           gathered(aligned(memory) + RINGS * STAGES * STAGE_BYTES + threadIdx.x / 32 * BESIDE_BYTES), mine(of_warp(threadIdx.x / 32)),
-          begun(0), stored(0), done(0), loaded(0), loads_stored(0), phases(0) {
+          begun(0), stored(0), flagged(0), done(0), loaded(0), loads_stored(0), phases(0) {
         bulk_barriers(mine.arrived, STAGES);
     }
 
-    DEVICE bool is_sender() const { return threadIdx.x / 32 < SENDING; }
-
     DEVICE void store_next() {
-        const piece& next = mine.pieces[stored % REMEMBERED];
+        const piece& next = mine.pieces[stored % PENDING];
         if (next.stage < STAGES) {
             bulk_wait(mine.arrived + next.stage, phases >> next.stage & 1);
             phases ^= 1u << next.stage;
         }
         bulk_store(next.to, next.from, next.bytes);
         loads_stored += next.is_last;
-        if (next.is_count) red_add_release_sys(next.signal, 1u);
+        if (next.counted != nullptr) red_add_release_sys(next.counted, 1u);
         ++stored;
-        if (is_sender() && stored - done == LAG + EVERY) {
+        if (done != flagged && (i32)(stored - mine.flags[done % FLAGS].store) >= (i32)(LAG + EVERY)) {
             bulk_stores_done<LAG>();
             finish_until(stored - LAG);
         }
     }
-    // The pieces before `end` are where they belong.
+    // The stores before `end` are done.
     DEVICE void finish_until(u32 end) {
-        if (!FLAG_WARPS) return raise(mine, done, end);
-        done = end;
-        st_release_block(&mine.done, done);
+        const u32 before = done;
+        while (done != flagged && (i32)(mine.flags[done % FLAGS].store - end) < 0) ++done;
+        if (FLAG_WARPS) {
+            if (done != before) st_release_block(&mine.done, done);
+        } else {
+            raise(mine, mine.raised, done);
+        }
     }
-    // Raises the flags of a sender's pieces from `raised` to `end`.
+    // Raises a sender's flags from `raised` to `end`.
     static DEVICE void raise(const shared& its, u32& raised, u32 end) {
         if (raised != end) fence_sys(); // pairs with the receivers' acquires of the flags
-        for (; raised != end; ++raised) {
-            const piece& next = its.pieces[raised % REMEMBERED];
-            if (next.signal != nullptr) st_relaxed_sys(next.signal, next.value);
+        for (; raised != end; ++raised) st_relaxed_sys(its.flags[raised % FLAGS].at, its.flags[raised % FLAGS].value);
+    }
+    // Stores until there is room for a piece, which is loaded or not, and for its flag if it has one. The code that stores is large,
+    // so what calls this is kept together: instructions that are not in the cache take longer than a copy.
+    DEVICE void make_room(bool is_loaded, bool is_flagged) {
+        for (;;) {
+            const bool is_full = begun - stored == PENDING || (is_loaded && loaded - loads_stored == AHEAD);
+            if (!is_full && !(is_flagged && flagged - ld_acquire_block(&mine.raised) >= FLAGS)) return;
+            if (stored < begun) {
+                store_next();
+            } else if (!FLAG_WARPS) {
+                bulk_stores_done<0>();
+                finish_until(stored);
+            }
         }
     }
     DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, bool is_last, signals after) {
-        if (FLAG_WARPS && is_sender())
-            while (begun - ld_acquire_block(&mine.raised) >= REMEMBERED)
-                if (stored < begun) store_next();
-        if (begun - stored == (FLAG_WARPS ? REMEMBERED : AHEAD)) store_next();
-        const bool is_count = after.counted != nullptr;
-        mine.pieces[begun % REMEMBERED] =
-            piece{to, is_count ? after.counted : after.raised, after.value, bytes, from, (u16)stage, is_count, is_last};
+        if (after.raised != nullptr) {
+            mine.flags[flagged % FLAGS] = flag{after.raised, after.value, begun};
+            ++flagged;
+        }
+        mine.pieces[begun % PENDING] = piece{to, after.counted, bytes, from, stage, is_last};
         ++begun;
     }
     // Raises the flags of all senders of the block as they go; of one warp.
@@ -176,7 +201,19 @@ struct pipeline {
 
     // Copies `bytes` bytes, a multiple of 16.
     DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
-        copy_to_each(1, [&](u32) { return to; }, from, bytes, after);
+        __syncwarp();
+        if (lane_id() != 0) return;
+        for (u32 at = 0; at < bytes; at += STAGE_BYTES) {
+            const u32 size = min(STAGE_BYTES, bytes - at), stage = loaded % STAGES;
+            const signals its = at + size == bytes ? after : NO_SIGNALS;
+            make_room(true, its.raised != nullptr);
+            bulk_stores_read<STAGES - AHEAD>();
+            u8* memory = stages + stage * STAGE_BYTES;
+            begin(to + at, shared_address(memory), size, stage, true, its);
+            bulk_expect(mine.arrived + stage, size);
+            bulk_load(memory, from + at, size, mine.arrived + stage);
+            ++loaded;
+        }
     }
     // Copies them to `count` places, to(index); they are read once.
     template <class To> DEVICE void copy_to_each(u32 count, To to, const u8* from, u32 bytes, signals after) {
@@ -184,7 +221,7 @@ struct pipeline {
         if (lane_id() != 0) return;
         for (u32 at = 0; at < bytes; at += STAGE_BYTES) {
             const u32 size = min(STAGE_BYTES, bytes - at), stage = loaded % STAGES;
-            while (loaded - loads_stored == AHEAD) store_next();
+            make_room(true, after.raised != nullptr);
             bulk_stores_read<STAGES - AHEAD>();
             u8* memory = stages + stage * STAGE_BYTES;
             bulk_expect(mine.arrived + stage, size);
@@ -192,6 +229,7 @@ struct pipeline {
             ++loaded;
             for (u32 index = 0; index < count; ++index) {
                 const bool is_last = index == count - 1;
+                if (index != 0) make_room(false, after.raised != nullptr);
                 begin(to(index) + at, shared_address(memory), size, index == 0 ? stage : STAGES, is_last,
                       is_last && at + size == bytes ? after : NO_SIGNALS);
             }
@@ -205,9 +243,10 @@ struct pipeline {
     }
     // Moves that piece.
     DEVICE void copy_piece(u8* to, u32 index, u32 bytes, signals after) {
-        bulk_fence();
+        bulk_fence_shared();
         __syncwarp();
         if (lane_id() != 0) return;
+        make_room(false, after.raised != nullptr);
         begin(to, shared_address(stages + index % STAGES * STAGE_BYTES), bytes, STAGES, false, after);
         while (stored < begun) store_next();
     }
@@ -221,29 +260,35 @@ struct pipeline {
     }
     // When all lanes have written what they gather.
     DEVICE void after_gathering() {
-        bulk_fence();
+        bulk_fence_shared();
         __syncwarp();
     }
     // Copies some of that, of the whole warp.
     DEVICE void copy_gathered(u8* to, u32 at, u32 bytes, signals after) {
-        if (lane_id() == 0) begin(to, shared_address(gathered + at), bytes, STAGES, false, after);
+        if (lane_id() != 0) return;
+        make_room(false, after.raised != nullptr);
+        begin(to, shared_address(gathered + at), bytes, STAGES, false, after);
     }
-    // Until all that was begun is done.
+    // Does what others may wait for.
     DEVICE void drain() {
         if (lane_id() == 0) {
             while (stored < begun) store_next();
-            bulk_stores_done<0>();
-            if (is_sender()) finish_until(stored);
+            if (done != flagged) {
+                bulk_stores_done<0>();
+                finish_until(stored);
+            }
         }
         __syncwarp();
     }
     // At the end.
     DEVICE void finish() {
         drain();
-        if (lane_id() == 0) st_release_block(&mine.is_over, 1u);
+        if (lane_id() != 0) return;
+        bulk_stores_done<0>();
+        st_release_block(&mine.is_over, 1u);
     }
     // Behind a flag that says that a row is there, before it is copied.
-    DEVICE void see() { bulk_fence(); }
+    static DEVICE void see() { bulk_fence(); }
 };
 
 #else
@@ -291,9 +336,19 @@ struct pipeline {
     }
     DEVICE void drain() { __syncwarp(); }
     DEVICE void finish() {}
-    DEVICE void see() {}
+    static DEVICE void see() {}
     static DEVICE void prepare() {}
     static DEVICE void raise_flags() {}
 };
 
 #endif
+
+// Copies the rows of one token of one or two tensors, by code that is there once.
+DEVICE void copy_parts(pipeline& copies, parts from, u8* to, u8* second_to, signals after) {
+#pragma unroll 1
+    for (u32 part = 0; part < (from.bytes[1] != 0 ? 2u : 1u); ++part) {
+        const bool is_last = part == 1 || from.bytes[1] == 0;
+        copies.copy(part == 0 ? to : second_to, part == 0 ? from.data[0] : from.data[1], part == 0 ? from.bytes[0] : from.bytes[1],
+                    is_last ? after : NO_SIGNALS);
+    }
+}

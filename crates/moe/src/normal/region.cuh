@@ -59,12 +59,6 @@ struct counts {
     }
 };
 
-// Rows of one or two tensors, whose n-th rows lie side by side in a record.
-struct parts {
-    const u8* data[2];
-    u32 bytes[2]; // of a row, multiples of 16
-};
-
 // Waits until `ready()`; what the warp copies is done before it waits, as others may wait for that. `peer` is to blame.
 template <class Copies, class Ready> DEVICE bool wait_for_peer(reader& r, Copies& copies, u32 peer, Ready ready) {
     if (!__all_sync(WHOLE_WARP, ready())) {
@@ -80,13 +74,16 @@ template <class Copies, class Ready> DEVICE bool wait_for_peer(reader& r, Copies
     return true;
 }
 
-// For a sender: waits until the place of a record is free.
+// For a sender: whether the place of a record is free.
+DEVICE bool is_free(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
+    const u32 filled = round_of(g, number);
+    return filled == 0 || ld_acquire_sys((const u32*)(a.own + count_at(a, g, t, peer, number))) + 1 >= filled * g.half;
+}
+
+// Waits until it is.
 template <class Copies>
 DEVICE bool wait_for_place(reader& r, Copies& copies, const region_call& g, const turn& t, u32 peer, u32 number) {
-    const u32 filled = round_of(g, number);
-    if (filled == 0) return true;
-    const u32* count = (const u32*)(r.a.own + count_at(r.a, g, t, peer, number));
-    return wait_for_peer(r, copies, peer, [&] { return ld_acquire_sys(count) + 1 >= filled * g.half; });
+    return round_of(g, number) == 0 || wait_for_peer(r, copies, peer, [&] { return is_free(r.a, g, t, peer, number); });
 }
 
 // For a receiver: whether a record is there. Lanes may ask for different ones.
@@ -94,62 +91,153 @@ DEVICE bool is_there(const arguments& a, const region_call& g, const turn& t, u3
     return ld_acquire_sys((const u32*)(a.own + flag_at(a, g, t, peer, number))) == round_of(g, number);
 }
 
+// Some of the records for all ranks in turn, number by number: the first, the way from one to the next, and how many.
+struct window {
+    u32 first, step, count;
+};
+
+// Records as warps claim them, for each rank those of one number. What a multiprocessor can send to peers differs, as some share a
+// port; so each warp takes the next ones when it is ready. The counter is a word of this rank's own upper lane of the slot: it begins
+// as EMPTY, one before 0, and the next call empties it (OWN_TOO).
+struct claims {
+    u32* counter;
+    u32 next; // of the first lane; claimed in advance, as that takes as long as a record
+
+    DEVICE claims(const arguments& a, const turn& t) : counter((u32*)(a.own + lane_at(a, t.slot, WORLD + a.rank))), next(0) { claim(); }
+    DEVICE void claim() {
+        if (lane_id() == 0) next = atomicAdd(counter, 1u) + 1;
+    }
+    DEVICE window take(u32 at_once, u32 ranks) {
+        const u32 count = min(at_once, ranks), first = __shfl_sync(WHOLE_WARP, next, 0) * count;
+        claim();
+        return window{first, 1, count};
+    }
+};
+// The warp's share of records.
+struct share : rows {
+    DEVICE window take(u32 at_once, u32) {
+        const window some{first, step, at_once};
+        first += at_once * step;
+        return some;
+    }
+};
+
 // This warp's share of what `warps` warps of each block do, of which the block's `first` warp is the first.
-DEVICE rows share_of_warp(u32 first, u32 warps) {
-    return rows{blockIdx.x * warps + threadIdx.x / 32 - first, gridDim.x * warps};
+DEVICE share share_of_warp(u32 first, u32 warps) {
+    return share{{blockIdx.x * warps + threadIdx.x / 32 - first, gridDim.x * warps}};
 }
 
 // Whether the sender of so many records waits until this one has been read.
 DEVICE bool is_waited_for(const region_call& g, u32 number, u32 records) { return (number / g.half + 2) * g.half < records; }
 
-// Sends records to all peers in turn, the warp's share of them; or if `keep` says so to this rank too, which puts its own where they
-// belong.
+// What has come of a step of some work.
+enum progress { MOVED, WAITS, OVER };
+
+// Sends records to all peers in turn, those of `mine`; or if KEEPS to this rank too, where keep(number, row, words) puts them where
+// they belong.
 //
 // `count(to)` is how many there are, row(to, number) which of the rows from `base` on one is, and word(to, row, index) one of the
 // `words` words that travel with it. Of some records at once the warp looks up rows and words, which takes as long as for one.
-template <bool KEEPS, class Count, class Row, class Word, class Keep>
-DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, const turn& t, rows mine, parts from, u32 words,
-                         Count count, Row row, Word word, Keep keep) {
-    constexpr u32 RANKS = KEEPS ? WORLD : PEERS;
-    const arguments& a = r.a;
-    const u32 padded = (words + 3) / 4 * 4, at_once = words == 0 ? 32 : min(32, BESIDE_BYTES / 4 / padded);
-    u32 most = 0;
-    for (u32 next = 0; next < RANKS; ++next) most = max(most, count(rank_of(a, next)));
-    const u32 end = most * RANKS;
-    for (u32 first = mine.first; first < end; first += at_once * mine.step) {
-        const u32 i = first + lane_id() * mine.step;
-        const bool is_one = lane_id() < at_once && i < end && i / RANKS < count(rank_of(a, i % RANKS));
-        const u32 its_row = is_one ? row(rank_of(a, i % RANKS), i / RANKS) : ~0u;
-        if (words != 0) {
+template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep> struct sending {
+    static constexpr u32 RANKS = KEEPS ? WORLD : PEERS;
+    const arguments& a;
+    pipeline& copies;
+    const region_call& g;
+    const turn& t;
+    Mine mine;
+    const parts from;
+    const u32 words;
+    const Count count;
+    const Row row;
+    const Word word;
+    const Keep keep;
+    u32 end;
+    window some; // the records that are looked up
+    u32 record;  // of these the next
+    u32 used;    // of the records that fit where words are gathered, before these
+    u32 its_row; // of the lane's; ~0 if there is none
+
+    DEVICE sending(const arguments& a, pipeline& copies, const region_call& g, const turn& t, Mine mine, parts from, u32 words,
+                   Count count, Row row, Word word, Keep keep)
+        : a(a), copies(copies), g(g), t(t), mine(mine), from(from), words(words), count(count), row(row), word(word), keep(keep),
+          end(0), some{0, 0, 0}, record(0), used(0), its_row(~0u) {
+        for (u32 next = 0; next < RANKS; ++next) end = max(end, count(rank_of(a, next)));
+        end *= RANKS;
+    }
+
+    DEVICE u32 padded() const { return (words + 3) / 4 * 4; }
+    DEVICE u32 at_once() const { return words == 0 ? 32 : min(32, BESIDE_BYTES / 4 / padded()); }
+    DEVICE u32 index_of(u32 record) const { return some.first + record * some.step; }
+    DEVICE u32 next_of(u32 record) const { return index_of(record) % RANKS; }
+    DEVICE u32 to() const { return rank_of(a, next_of(record)); }
+    DEVICE u32 number() const { return index_of(record) / RANKS; }
+    DEVICE bool has_place() const { return is_free(a, g, t, to(), number()); }
+
+    DEVICE void look_up() {
+        const u32 i = index_of(lane_id()), to = rank_of(a, i % RANKS);
+        const bool is_one = lane_id() < some.count && i < end && i / RANKS < count(to);
+        its_row = is_one ? row(to, i / RANKS) : ~0u;
+        if (words == 0) return;
+        if (used + some.count > at_once()) {
             copies.before_gathering();
-#pragma unroll 4
-            for (u32 at = 0; at < at_once * padded; at += 32) {
-                const u32 index = at + lane_id(), record = index / padded, which = index % padded;
-                const u32 of = __shfl_sync(WHOLE_WARP, its_row, record);
-                const u32 to = rank_of(a, (first + record * mine.step) % RANKS);
-                if (record < at_once) ((u32*)copies.gathered)[index] = of != ~0u && which < words ? word(to, of, which) : 0;
-            }
-            copies.after_gathering();
+            used = 0;
         }
-        for (u32 record = 0; record < at_once; ++record) {
-            const u32 i = first + record * mine.step, next = i % RANKS, to = rank_of(a, next), number = i / RANKS;
-            const u32 of = __shfl_sync(WHOLE_WARP, its_row, record), gathered = record * padded * 4;
-            if (of == ~0u) continue;
-            if (KEEPS && to == a.rank) {
-                keep(number, of, (const u32*)(copies.gathered + gathered));
-                continue;
+        u32* gathered = (u32*)copies.gathered + used * padded();
+#pragma unroll 4
+        for (u32 at = 0; at < some.count * padded(); at += 32) {
+            const u32 index = at + lane_id(), record = index / padded(), which = index % padded();
+            const u32 of = __shfl_sync(WHOLE_WARP, its_row, record);
+            if (record < some.count) gathered[index] = of != ~0u && which < words ? word(rank_of(a, next_of(record)), of, which) : 0;
+        }
+        copies.after_gathering();
+    }
+    // Sends the next record, if there is a place for it. Not called again when it is OVER.
+    DEVICE progress step() {
+        for (;; ++record) {
+            if (record == some.count) {
+                used += some.count;
+                some = mine.take(at_once(), RANKS);
+                record = 0;
+                if (some.first >= end) return OVER;
+                look_up();
             }
-            if (!wait_for_place(r, copies, g, t, to, number)) return false;
-            u8* place = a.peer[next] + record_at(g, t, a.rank, to, number);
-            const signals after{(u32*)(a.peer[next] + flag_at(a, g, t, a.rank, number)), nullptr, round_of(g, number)};
-            const bool has_second = from.bytes[1] != 0, has_words = words != 0;
-            copies.copy(place, from.data[0] + (u64)of * from.bytes[0], from.bytes[0], has_second || has_words ? NO_SIGNALS : after);
-            place += from.bytes[0];
-            if (has_second) copies.copy(place, from.data[1] + (u64)of * from.bytes[1], from.bytes[1], has_words ? NO_SIGNALS : after);
-            if (has_words) copies.copy_gathered(place + from.bytes[1], gathered, padded * 4, after);
+            const u32 of = __shfl_sync(WHOLE_WARP, its_row, record), gathered = (used + record) * padded() * 4;
+            if (of == ~0u) continue;
+            if (KEEPS && to() == a.rank) {
+                keep(number(), of, (const u32*)(copies.gathered + gathered));
+            } else {
+                if (!__all_sync(WHOLE_WARP, has_place())) return WAITS;
+                if (round_of(g, number()) != 0) copies.see();
+                send(of, gathered);
+            }
+            ++record;
+            return MOVED;
         }
     }
-    return true;
+    DEVICE void send(u32 of, u32 gathered) {
+        u8* peer = a.peer[next_of(record)];
+        u8* place = peer + record_at(g, t, a.rank, to(), number());
+        const signals after{(u32*)(peer + flag_at(a, g, t, a.rank, number())), nullptr, round_of(g, number())};
+        copy_parts(copies, from.row(of), place, place + from.bytes[0], words == 0 ? after : NO_SIGNALS);
+        if (words != 0) copies.copy_gathered(place + from.bytes[0] + from.bytes[1], gathered, padded() * 4, after);
+    }
+};
+template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep>
+DEVICE auto to_be_sent(const arguments& a, pipeline& copies, const region_call& g, const turn& t, Mine mine, parts from, u32 words,
+                       Count count, Row row, Word word, Keep keep) {
+    return sending<KEEPS, Mine, Count, Row, Word, Keep>(a, copies, g, t, mine, from, words, count, row, word, keep);
+}
+
+// Sends all of them, as for `sending`.
+template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep>
+DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, const turn& t, Mine mine, parts from, u32 words,
+                         Count count, Row row, Word word, Keep keep) {
+    auto records = to_be_sent<KEEPS>(r.a, copies, g, t, mine, from, words, count, row, word, keep);
+    for (;;) {
+        const progress come = records.step();
+        if (come == OVER) return true;
+        if (come == WAITS && !wait_for_peer(r, copies, records.to(), [&] { return records.has_place(); })) return false;
+    }
 }
 
 // Where the reading of a record is counted; null if nobody waits for that.
@@ -201,4 +289,100 @@ DEVICE bool take_records(reader& r, pipeline& copies, const region_call& g, cons
         }
     }
     return true;
+}
+
+// Where rows are also taken by the warps that send, one warp of each block polls the flags of the records that are the block's share.
+// The others find the number of those that have come, of the first ones, in shared memory, so that no copy waits for a poll.
+struct arrivals {
+    static DEVICE u32& of_block() {
+        __shared__ u32 come;
+        return come;
+    }
+    // Before all threads of the block meet.
+    static DEVICE void prepare() {
+        if (threadIdx.x == 0) of_block() = 0;
+    }
+    template <class Count> static DEVICE u32 end(const arguments& a, Count count) {
+        u32 most = 0;
+        for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
+        return most * PEERS;
+    }
+    // For the warp that polls, until all have come. `count(from)` is how many a peer sends.
+    template <class Count> static DEVICE bool poll(reader& r, const region_call& g, const turn& t, Count count) {
+        const arguments& a = r.a;
+        const u32 end = arrivals::end(a, count);
+        for (u32 first = 0; blockIdx.x + first * gridDim.x < end; first += 32) {
+            const u32 i = blockIdx.x + (first + lane_id()) * gridDim.x, from = rank_of(a, i % PEERS), number = i / PEERS;
+            bool has_come = i >= end || number >= count(from);
+            u32 come = 0; // of the first ones
+            while (come < 32) {
+                u32 now = 0;
+                const bool is_later = r.wait<true>([&](u32& missing) {
+                    if (!has_come) has_come = is_there(a, g, t, from, number);
+                    const u32 left = __ballot_sync(WHOLE_WARP, !has_come);
+                    now = left == 0 ? 32 : __ffs(left) - 1;
+                    if (now == lane_id()) missing = from;
+                    return now != come;
+                });
+                if (!is_later) return false;
+                come = now;
+                pipeline::see();
+                __syncwarp();
+                if (lane_id() == 0) st_release_block(&of_block(), first + come);
+            }
+        }
+        return true;
+    }
+};
+
+// Takes the records that come from peers, the warp's share of its block's: take(source, number). `count(from)` is how many a peer
+// sends.
+template <class Count, class Take> struct taking {
+    const arguments& a;
+    pipeline& copies;
+    const u32 warps;
+    const Count count;
+    const Take take;
+    u32 end, next, come; // records of the block
+
+    DEVICE taking(const arguments& a, pipeline& copies, u32 warp, u32 warps, Count count, Take take)
+        : a(a), copies(copies), warps(warps), count(count), take(take), end(arrivals::end(a, count)), next(warp), come(0) {}
+
+    DEVICE u32 index() const { return blockIdx.x + next * gridDim.x; }
+    DEVICE u32 from() const { return rank_of(a, index() % PEERS); }
+    DEVICE bool has_come() {
+        if (next >= come) come = ld_acquire_block(&arrivals::of_block());
+        return next < come;
+    }
+    // Takes the next record, if it has come. Not called again when it is OVER.
+    DEVICE progress step() {
+        while (index() < end && index() / PEERS >= count(from())) next += warps;
+        if (index() >= end) return OVER;
+        if (!__all_sync(WHOLE_WARP, has_come())) return WAITS;
+        take(from(), index() / PEERS);
+        next += warps;
+        return MOVED;
+    }
+};
+template <class Count, class Take>
+DEVICE auto to_be_taken(const arguments& a, pipeline& copies, u32 warp, u32 warps, Count count, Take take) {
+    return taking<Count, Take>(a, copies, warp, warps, count, take);
+}
+
+// Sends and takes by turns, so that neither waits for the other.
+template <class Sending, class Taking> DEVICE bool exchange(reader& r, pipeline& copies, Sending sent, Taking taken) {
+    progress sends = MOVED, takes = MOVED;
+    for (;;) {
+        if (takes != OVER) takes = taken.step();
+        if (sends != OVER) sends = sent.step();
+        if (sends == MOVED || takes == MOVED) continue;
+        if (sends == OVER && takes == OVER) return true;
+        copies.drain(); // others may wait for that
+        const bool came = r.wait<true>([&](u32& missing) {
+            const bool can_take = takes != OVER && taken.has_come(), can_send = sends != OVER && sent.has_place();
+            missing = takes != OVER ? taken.from() : sent.to();
+            return can_take || can_send;
+        });
+        if (!came) return false;
+    }
 }
