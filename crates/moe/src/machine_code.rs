@@ -138,3 +138,34 @@ fn every_kernel_is_compiled_to_what_was_meant() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
+
+/// The kernels of a rank that is alone, whose arrays have no element for a peer, and whose loops none to serve.
+#[test]
+fn every_kernel_compiles_for_a_rank_that_is_alone() {
+    let nvrtc = match Nvrtc::load() {
+        Ok(nvrtc) => nvrtc,
+        Err(error) => return eprintln!("skipped: {error}"),
+    };
+    fn alone<F: Family>(family: F) -> Variant {
+        variant(family, 1, Architecture::SM_90A, &[])
+    }
+    let staging = Staging::Bulk;
+    let variants = [
+        alone(Counting),
+        alone(Notifying),
+        alone(Moving { staging }),
+        alone(Summing::new(DType::BF16, staging, 1).unwrap()),
+        alone(Listing),
+        alone(Placing),
+        alone(HybridMoving { staging }),
+        alone(HybridSumming::new(DType::BF16, staging).unwrap()),
+        alone(Dispatching::new(Phases::Both, LowLatencyFormat::Fp8, 1)),
+        alone(Dispatching::new(Phases::Send, LowLatencyFormat::Bf16, 1)),
+        alone(Combining { phases: Phases::Both }),
+        alone(Combining { phases: Phases::Receive }),
+    ];
+    for Variant { name, program, .. } in variants {
+        let compiled = nvrtc.compile(&program).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(compiled.log, "", "{name}");
+    }
+}

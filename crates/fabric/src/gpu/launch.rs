@@ -240,8 +240,12 @@ impl Tenant {
         let Launch { kernel, grid, work, arguments } = launch;
         let Resident { function, blocks: resident, .. } = loaded.get(*kernel);
         let (rank, world_size) = (self.rank(), self.world_size());
-        let (config, is_small) =
-            grid.config(*resident, self.multiprocessors_here(), channels as u32, world_size as u32 - 1);
+        let (config, is_small) = grid.config(
+            *resident,
+            self.multiprocessors_here(),
+            channels as u32,
+            (world_size as u32 - 1).max(1),
+        );
         let dependents = match is_small {
             true if self.starts_dependents() => Dependents::AtStart,
             true => Dependents::WhenCertain,
@@ -250,7 +254,8 @@ impl Tenant {
         let config = if self.programmatic().applies(stream)? { config.programmatic() } else { config };
         macro_rules! launch {
             ($($peers:literal)*) => {
-                match world_size - 1 {
+                // A rank that is alone has one address, which no kernel uses.
+                match (world_size - 1).max(1) {
                     $($peers => {
                         let first = Arguments::<$peers> {
                             doing: work.signature.to_words(),

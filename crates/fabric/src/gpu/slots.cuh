@@ -22,6 +22,8 @@ constexpr u32 EMPTY = 0xFFFFFFFFu;
 constexpr u32 SLOTS = 3;
 constexpr u32 TAGS_BYTES = 4096;
 constexpr u32 PEERS = WORLD - 1;
+// For the sizes of arrays and for divisions, which exist also where a rank is alone.
+DEVICE constexpr u32 at_least_one(u32 count) { return count == 0 ? 1 : count; }
 constexpr u32 OWN_TOO = 0x80000000u; // beside a number of vectors: in the lane of this rank itself as well
 [[maybe_unused]] constexpr u32 DEPTH = 2; // loads that a thread has under way where there is much to move
 
@@ -36,7 +38,7 @@ struct control {
 struct arguments {
     tag doing;
     u8* own;          // this rank's arena
-    u8* peer[PEERS];  // the others', beginning with the next rank's
+    u8* peer[at_least_one(PEERS)]; // the others', beginning with the next rank's
     u8* other;        // this rank's other channel
     u64 limit_ns;
     wait_board* board;
@@ -209,7 +211,7 @@ struct reader {
         has_asked = true;
     }
     static DEVICE uint4* hint() {
-        __shared__ uint4 hints[PEERS];
+        __shared__ uint4 hints[at_least_one(PEERS)];
         return hints + threadIdx.x;
     }
 

@@ -164,7 +164,7 @@ impl CudaMoe {
 
     /// The bytes of the region for the rows of one peer.
     pub(crate) fn region_lane_bytes(&self) -> usize {
-        self.region_bytes() / PARTS / (self.world_size() - 1) / LINE * LINE
+        self.region_bytes() / PARTS / (self.world_size() - 1).max(1) / LINE * LINE
     }
 
     /// The number of flags that fit a lane of a slot.

@@ -98,7 +98,7 @@ DEVICE bool send_sums(reader& r, pipeline& copies, const hybrid_sums_call& k, co
     u32 most = 0, piece = 0;
     for (u32 next = 0; next < PEERS; ++next) most = max(most, n.rows[rank_of(a, next)][a.rank]);
     for (u32 i = mine.first; i < most * PEERS; i += mine.step) {
-        const u32 next = i % PEERS, to = rank_of(a, next), number = i / PEERS;
+        const u32 next = i % at_least_one(PEERS), to = rank_of(a, next), number = i / at_least_one(PEERS);
         if (number >= n.rows[to][a.rank]) continue;
         const terms its(k, true, n.starts[to] + number);
         if (!wait_for_place(r, copies, g, t, to, number)) return false;

@@ -31,13 +31,13 @@ DEVICE void send_rows(const arguments& a, const turn& t, const low_latency_call&
     const u32 of_row = k.hidden / 8, parts = (of_row + 32 * AT_ONCE - 1) / (32 * AT_ONCE);
     const u32 to_send = most * k.top_k * TARGETS * parts;
     const auto place_of = [&](u32 item) {
-        const u32 choice = item / parts / TARGETS, to = rank_of(a, item / parts % TARGETS);
+        const u32 choice = item / parts / at_least_one(TARGETS), to = rank_of(a, item / parts % at_least_one(TARGETS));
         const bool is_one = item < to_send && choice < k.held_tokens[to] * k.top_k;
         return is_one ? k.places[(u64)to * k.most_tokens * k.top_k + choice] : NOWHERE;
     };
     i32 next = place_of(warp);
     for (u32 item = warp; item < to_send; item += step) {
-        const u32 part = item % parts, target = item / parts % TARGETS, choice = item / parts / TARGETS;
+        const u32 part = item % parts, target = item / parts % at_least_one(TARGETS), choice = item / parts / at_least_one(TARGETS);
         const i32 row = next;
         next = place_of(item + step);
         if (row < 0) continue;

@@ -117,12 +117,10 @@ impl CudaLowLatency {
             return Err(refused(CALL, problem));
         }
         let tenant = Tenant::new(comm, context, most.bytes(world_size))?;
-        if world_size > 1 {
-            for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8] {
-                tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size))?;
-            }
-            tenant.load_together(comm, Combining { phases: Phases::Both })?;
+        for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8] {
+            tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size))?;
         }
+        tenant.load_together(comm, Combining { phases: Phases::Both })?;
         let (handles, unreceived) = (Cell::new(0), Cell::new(None));
         Ok(Self { tenant, token: Arc::new(()), handles, pool: Pool::new(context), unreceived })
     }

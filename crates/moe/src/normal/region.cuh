@@ -168,15 +168,15 @@ template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep
     DEVICE u32 padded() const { return (words + 3) / 4 * 4; }
     DEVICE u32 at_once() const { return words == 0 ? 32 : min(32, BESIDE_BYTES / 4 / padded()); }
     DEVICE u32 index_of(u32 record) const { return some.first + record * some.step; }
-    DEVICE u32 next_of(u32 record) const { return index_of(record) % RANKS; }
+    DEVICE u32 next_of(u32 record) const { return index_of(record) % at_least_one(RANKS); }
     DEVICE u32 to() const { return rank_of(a, next_of(record)); }
-    DEVICE u32 number() const { return index_of(record) / RANKS; }
+    DEVICE u32 number() const { return index_of(record) / at_least_one(RANKS); }
     DEVICE bool has_place() const { return is_free(a, g, t, to(), number()); }
 
     DEVICE void look_up() {
-        const u32 i = index_of(lane_id()), to = rank_of(a, i % RANKS);
-        const bool is_one = lane_id() < some.count && i < end && i / RANKS < count(to);
-        its_row = is_one ? row(to, i / RANKS) : ~0u;
+        const u32 i = index_of(lane_id()), to = rank_of(a, i % at_least_one(RANKS));
+        const bool is_one = lane_id() < some.count && i < end && i / at_least_one(RANKS) < count(to);
+        its_row = is_one ? row(to, i / at_least_one(RANKS)) : ~0u;
         if (words == 0) return;
         if (used + some.count > at_once()) {
             copies.before_gathering();
@@ -257,7 +257,7 @@ DEVICE bool take_records(reader& r, pipeline& copies, const region_call& g, cons
     for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
     const u32 end = most * PEERS;
     for (u32 first = mine.first; first < end; first += 32 * mine.step) {
-        const u32 i = first + lane_id() * mine.step, from = rank_of(a, i % PEERS), number = i / PEERS;
+        const u32 i = first + lane_id() * mine.step, from = rank_of(a, i % at_least_one(PEERS)), number = i / at_least_one(PEERS);
         u32 left = __ballot_sync(WHOLE_WARP, i < end && number < count(from));
         while (left != 0) {
             const bool is_wanted = left >> lane_id() & 1;
@@ -282,7 +282,7 @@ DEVICE bool take_records(reader& r, pipeline& copies, const region_call& g, cons
                     if (come != 0) ++some;
                     come &= come - 1;
                     const u32 which = first + lane * mine.step;
-                    sources[m] = rank_of(a, which % PEERS), numbers[m] = which / PEERS;
+                    sources[m] = rank_of(a, which % at_least_one(PEERS)), numbers[m] = which / at_least_one(PEERS);
                 }
                 take(some, sources, numbers);
             }
@@ -312,7 +312,7 @@ struct arrivals {
         const arguments& a = r.a;
         const u32 end = arrivals::end(a, count);
         for (u32 first = 0; blockIdx.x + first * gridDim.x < end; first += 32) {
-            const u32 i = blockIdx.x + (first + lane_id()) * gridDim.x, from = rank_of(a, i % PEERS), number = i / PEERS;
+            const u32 i = blockIdx.x + (first + lane_id()) * gridDim.x, from = rank_of(a, i % at_least_one(PEERS)), number = i / at_least_one(PEERS);
             bool has_come = i >= end || number >= count(from);
             u32 come = 0; // of the first ones
             while (come < 32) {
@@ -349,17 +349,17 @@ template <class Count, class Take> struct taking {
         : a(a), copies(copies), warps(warps), count(count), take(take), end(arrivals::end(a, count)), next(warp), come(0) {}
 
     DEVICE u32 index() const { return blockIdx.x + next * gridDim.x; }
-    DEVICE u32 from() const { return rank_of(a, index() % PEERS); }
+    DEVICE u32 from() const { return rank_of(a, index() % at_least_one(PEERS)); }
     DEVICE bool has_come() {
         if (next >= come) come = ld_acquire_block(&arrivals::of_block());
         return next < come;
     }
     // Takes the next record, if it has come. Not called again when it is OVER.
     DEVICE progress step() {
-        while (index() < end && index() / PEERS >= count(from())) next += warps;
+        while (index() < end && index() / at_least_one(PEERS) >= count(from())) next += warps;
         if (index() >= end) return OVER;
         if (!__all_sync(WHOLE_WARP, has_come())) return WAITS;
-        take(from(), index() / PEERS);
+        take(from(), index() / at_least_one(PEERS));
         next += warps;
         return MOVED;
     }

@@ -230,6 +230,11 @@ fn every_case(world: usize, config: MoeConfig) {
 }
 
 #[test]
+fn hybrid_rows_and_sums_have_the_hosts_bits_on_1_gpus() {
+    every_case(1, MoeConfig::for_gpus());
+}
+
+#[test]
 fn hybrid_rows_and_sums_have_the_hosts_bits_on_2_gpus() {
     every_case(2, MoeConfig::for_gpus());
 }

@@ -312,6 +312,11 @@ fn every_case(world_size: usize, config: MoeConfig) {
 }
 
 #[test]
+fn rows_and_sums_have_the_hosts_bits_on_1_gpus() {
+    every_case(1, MoeConfig::for_gpus());
+}
+
+#[test]
 fn rows_and_sums_have_the_hosts_bits_on_2_gpus() {
     every_case(2, MoeConfig::for_gpus());
 }
