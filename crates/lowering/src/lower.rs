@@ -13,7 +13,7 @@ use crate::{
     hash::HashMap,
     ids::TokenId,
     op::Kind,
-    plan::{Plan, PlannedCall, Refusal, Rewrite},
+    plan::{Plan, PlannedCall, Refusal, Rewrite, Signatures, Slot},
     rules,
     terms::{Term, Terms},
     verify::verify,
@@ -224,7 +224,7 @@ impl Context<'_> {
 pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> Lowered {
     let unchanged = |findings: Vec<Finding>, refusals: Vec<Refusal>| {
         let mut plan = Plan::new(graph, options.numerics);
-        plan.calls = calls(graph, costs, |op| vec![op.to_owned()]);
+        plan.calls = calls(graph, costs, &[], |op| vec![op.to_owned()]);
         let report = report(graph, graph, &plan, costs, refusals, findings);
         Lowered { graph: graph.clone(), plan, report }
     };
@@ -250,7 +250,7 @@ pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> 
     rules::apply(&mut cx, graph);
     let mut plan = Plan::new(graph, options.numerics);
     plan.slots = rules::realize::place(&cx.graph);
-    plan.calls = calls(&cx.graph, costs, |op| cx.covered(op));
+    plan.calls = calls(&cx.graph, costs, &plan.slots, |op| cx.covered(op));
     plan.rewrites = cx.rewrites;
     let findings = prove(graph, &plan, &cx.graph);
     if !findings.is_empty() {
@@ -280,13 +280,19 @@ fn report(
 }
 
 /// How each call of a graph is made.
-fn calls(graph: &Graph, costs: &Costs, covered: impl Fn(&str) -> Vec<String>) -> Vec<PlannedCall> {
+fn calls(
+    graph: &Graph,
+    costs: &Costs,
+    slots: &[Slot],
+    covered: impl Fn(&str) -> Vec<String>,
+) -> Vec<PlannedCall> {
     let analysis = graph.analyse();
+    let signatures = Signatures::new(graph, &analysis, slots);
     let call = |op: &crate::Op| {
         let group = op.kind.group()?.to_owned();
-        let choice = choice(graph, &analysis, op);
+        let (choice, signature) = (choice(graph, &analysis, op), signatures.of(op));
         let (op, covers, nanoseconds) = (op.name.clone(), covered(&op.name), costs.op(graph, op));
-        Some(PlannedCall { op, group, choice, covers, nanoseconds })
+        Some(PlannedCall { op, group, choice, covers, signature, nanoseconds })
     };
     graph.ops.iter().filter_map(call).collect()
 }
