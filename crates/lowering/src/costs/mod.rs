@@ -237,6 +237,11 @@ impl Costs {
         }
     }
 
+    /// The time of a kernel that reads and writes so many bytes, in nanoseconds.
+    pub(crate) fn kernel(&self, bytes: u64) -> u64 {
+        self.launch.saturating_add(self.memory(bytes))
+    }
+
     fn memory(&self, bytes: u64) -> u64 {
         (u128::from(bytes) * 1000 / u128::from(self.bytes_per_us.max(1))) as u64
     }
