@@ -11,8 +11,6 @@ use crate::{
     error::Finding,
     graph::{Graph, Names},
     hash::HashMap,
-    ids::TokenId,
-    op::Kind,
     plan::{Plan, PlannedCall, Refusal, Rewrite, Signatures, Slot},
     rules,
     terms::{Term, Terms},
@@ -206,15 +204,6 @@ impl Context<'_> {
     /// The calls of the graph before that a call stands for.
     pub(crate) fn covered(&self, op: &str) -> Vec<String> {
         self.covers.get(op).cloned().unwrap_or_else(|| vec![op.to_owned()])
-    }
-
-    /// A token that no start has.
-    pub(crate) fn token(&self) -> TokenId {
-        let tokens = self.graph.ops.iter().filter_map(|op| match &op.kind {
-            Kind::Start { token, .. } => Some(token.0),
-            _ => None,
-        });
-        TokenId(tokens.max().map_or(0, |token| token.wrapping_add(1)))
     }
 }
 
