@@ -144,9 +144,9 @@ impl<'s> Search<'s> {
     /// Each member in the bucket of the one before, if it fits there.
     fn largest(&self) -> Vec<bool> {
         let (mut joined, mut first) = (vec![false; self.members.len()], 0);
-        for last in 1..joined.len() {
-            joined[last] = fits(&self.members[first..=last]);
-            first = if joined[last] { first } else { last };
+        for (last, joined) in joined.iter_mut().enumerate().skip(1) {
+            *joined = fits(&self.members[first..=last]);
+            first = if *joined { first } else { last };
         }
         joined
     }
