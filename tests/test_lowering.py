@@ -10,11 +10,12 @@ import antiphon.torch
 import harness
 import pytest
 import torch
+import torch.nn.functional as F
 from antiphon import _core
 from antiphon.lowering import Options
 from antiphon.torch import comm_buffers, ops
 from harness import Checks
-from lowered import Comm, Device, Group, close, compiled, interpreted, last_rules, lowered, rms_norm, summed, tensors
+from lowered import HIDDEN, Comm, Device, Group, close, compiled, interpreted, last_rules, lowered, rms_norm, summed, tensors
 from torch import Tensor
 
 CHECKS = check = Checks()
@@ -131,11 +132,24 @@ def ranks_that_compile_other_programs_are_told(comm: Comm, device: Device) -> No
 
 
 @check
+def ranks_whose_models_differ_in_a_constant_are_told_which(comm: Comm, device: Device) -> None:
+    with Group(comm), torch.no_grad():
+        mine, eps = tensors(comm.rank, torch.float32), 1e-6 * (1 + comm.rank)
+
+        def model(x: Tensor, w0: Tensor, residual: Tensor, w: Tensor) -> Tensor:
+            return summed(F.rms_norm(summed(x @ w0) + residual, (HIDDEN,), w, eps)) * 2
+
+        wanted = [rf"fused_all_reduce = fused\(.* eps={eps}.* on rank {rank}" for rank, eps in enumerate(["9.99.*e-7", "1.99.*e-6"])]
+        with pytest.raises(RuntimeError, match=f"run different programs: .*; call 0 is {', '.join(wanted)}"):
+            lowered(model)(*mine)
+
+
+@check
 def ranks_with_other_tables_are_told(comm: Comm, device: Device) -> None:
     with Group(comm), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         tables = Path(folder) / "tables.json"
         tables.write_text(json.dumps({"format": 1, "entries": []}) + " " * comm.rank)
-        with pytest.raises(RuntimeError, match="run different programs"):
+        with pytest.raises(RuntimeError, match="their calls are equal, but not their options, tables"):
             lowered(rms_norm, tables=str(tables))(*tensors(comm.rank, torch.float32))
 
 

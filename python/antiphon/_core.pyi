@@ -1583,8 +1583,8 @@ def library_plan(
     """The plan's text; see ``antiphon.language.library.build``."""
 
 def lower(program: bytes, request: str) -> bytes:
-    """What becomes of a graph of torch, which ``antiphon.lowering`` exported, as JSON: ``edits``, ``plan``, ``digest``,
-    ``report`` and its ``text``. The request has a ``world`` and ``options``. Raises ``ValueError`` for what is neither."""
+    """What becomes of a graph of torch, which ``antiphon.lowering`` exported, as JSON: ``edits``, ``plan``, ``report``,
+    its ``text``, and ``digests``: for each group what its ranks compare. The request has a ``world`` and ``options``. Raises ``ValueError`` for what is neither."""
 
 def check_lowering(before: bytes, plan: bytes, after: bytes) -> list[str]:
     """Why a graph of torch is not shown to compute what another does, under a plan; empty if it is. Raises ``ValueError``

@@ -9,7 +9,7 @@ use crate::{
     hash::HashMap,
     ids::ValueId,
     op::{Kind, ResultMemory},
-    plan::{Choice, Plan, PlannedCall, digest},
+    plan::{Choice, Plan, PlannedCall, Signatures, digest},
     race,
     terms::{Term, Terms},
     types::Class,
@@ -192,14 +192,19 @@ pub(crate) fn choice(graph: &Graph, analysis: &Analysis, op: &Op) -> Choice {
     }
 }
 
-/// The plan lists the calls of groups that the graph makes, in their order and with their groups and ways.
+/// The plan lists the calls of groups that the graph makes, in their order and with their groups, ways and signatures.
 fn planned(after: &Side<'_>, plan: &Plan, findings: &mut Vec<Finding>) {
-    let ops = after.graph.ops.iter();
-    let made: Vec<(&Op, &str, Choice)> =
-        ops.filter_map(|op| Some((op, op.kind.group()?, choice(after.graph, &after.analysis, op)))).collect();
+    let signatures = Signatures::new(after.graph, &after.analysis, &plan.slots);
+    let calls = after.graph.ops.iter().filter_map(|op| Some((op, op.kind.group()?)));
+    let made: Vec<(&str, &str, Choice, String)> = calls
+        .map(|(op, group)| {
+            (op.name.as_str(), group, choice(after.graph, &after.analysis, op), signatures.of(op))
+        })
+        .collect();
     for index in 0..made.len().max(plan.calls.len()) {
-        let is = made.get(index).map(|(op, group, choice)| (op.name.as_str(), *group, *choice));
-        let told = plan.calls.get(index).map(|call| (call.op.as_str(), call.group.as_str(), call.choice));
+        let is = made.get(index).map(|(op, group, choice, signature)| (*op, *group, *choice, signature));
+        let told = plan.calls.get(index);
+        let told = told.map(|call| (call.op.as_str(), call.group.as_str(), call.choice, &call.signature));
         if is != told {
             let text = format!("call {index} of the plan is {told:?}, the program's is {is:?}");
             findings.push(Finding::new(FindingKind::Plan, text).numbers([index as i64]));

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     analysis::Analysis,
     hash::{HashMap, HashSet},
-    ids::{OpId, ValueId},
+    ids::{OpId, TokenId, ValueId},
     op::Kind,
     order,
     sym::Sym,
@@ -136,6 +136,15 @@ impl Graph {
         let values = self.values.iter().map(|value| value.name.as_str());
         let taken = values.chain(self.ops.iter().map(|op| op.name.as_str())).map(hash_of).collect();
         Names { taken, last: HashMap::default() }
+    }
+
+    /// A token that no start has.
+    pub(crate) fn token(&self) -> TokenId {
+        let tokens = self.ops.iter().filter_map(|op| match &op.kind {
+            Kind::Start { token, .. } => Some(token.0),
+            _ => None,
+        });
+        TokenId(tokens.max().map_or(0, |token| token.wrapping_add(1)))
     }
 
     /// Puts `by` where `value` is used, among operands and outputs.

@@ -11,9 +11,7 @@ use crate::{
     error::Finding,
     graph::{Graph, Names},
     hash::HashMap,
-    ids::TokenId,
-    op::Kind,
-    plan::{Plan, PlannedCall, Refusal, Rewrite},
+    plan::{Plan, PlannedCall, Refusal, Rewrite, Signatures, Slot},
     rules,
     terms::{Term, Terms},
     verify::verify,
@@ -207,15 +205,6 @@ impl Context<'_> {
     pub(crate) fn covered(&self, op: &str) -> Vec<String> {
         self.covers.get(op).cloned().unwrap_or_else(|| vec![op.to_owned()])
     }
-
-    /// A token that no start has.
-    pub(crate) fn token(&self) -> TokenId {
-        let tokens = self.graph.ops.iter().filter_map(|op| match &op.kind {
-            Kind::Start { token, .. } => Some(token.0),
-            _ => None,
-        });
-        TokenId(tokens.max().map_or(0, |token| token.wrapping_add(1)))
-    }
 }
 
 /// Rewrites a graph into a faster one that computes the same, or returns it unchanged.
@@ -224,7 +213,7 @@ impl Context<'_> {
 pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> Lowered {
     let unchanged = |findings: Vec<Finding>, refusals: Vec<Refusal>| {
         let mut plan = Plan::new(graph, options.numerics);
-        plan.calls = calls(graph, costs, |op| vec![op.to_owned()]);
+        plan.calls = calls(graph, costs, &[], |op| vec![op.to_owned()]);
         let report = report(graph, graph, &plan, costs, refusals, findings);
         Lowered { graph: graph.clone(), plan, report }
     };
@@ -250,7 +239,7 @@ pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> 
     rules::apply(&mut cx, graph);
     let mut plan = Plan::new(graph, options.numerics);
     plan.slots = rules::realize::place(&cx.graph);
-    plan.calls = calls(&cx.graph, costs, |op| cx.covered(op));
+    plan.calls = calls(&cx.graph, costs, &plan.slots, |op| cx.covered(op));
     plan.rewrites = cx.rewrites;
     let findings = prove(graph, &plan, &cx.graph);
     if !findings.is_empty() {
@@ -280,13 +269,19 @@ fn report(
 }
 
 /// How each call of a graph is made.
-fn calls(graph: &Graph, costs: &Costs, covered: impl Fn(&str) -> Vec<String>) -> Vec<PlannedCall> {
+fn calls(
+    graph: &Graph,
+    costs: &Costs,
+    slots: &[Slot],
+    covered: impl Fn(&str) -> Vec<String>,
+) -> Vec<PlannedCall> {
     let analysis = graph.analyse();
+    let signatures = Signatures::new(graph, &analysis, slots);
     let call = |op: &crate::Op| {
         let group = op.kind.group()?.to_owned();
-        let choice = choice(graph, &analysis, op);
+        let (choice, signature) = (choice(graph, &analysis, op), signatures.of(op));
         let (op, covers, nanoseconds) = (op.name.clone(), covered(&op.name), costs.op(graph, op));
-        Some(PlannedCall { op, group, choice, covers, nanoseconds })
+        Some(PlannedCall { op, group, choice, covers, signature, nanoseconds })
     };
     graph.ops.iter().filter_map(call).collect()
 }

@@ -3,7 +3,17 @@
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::{error::LoweringError, graph::Graph, lower::Numerics};
+use crate::{
+    analysis::Analysis,
+    build::attributes_of,
+    error::LoweringError,
+    graph::{Graph, Op},
+    hash::HashMap,
+    ids::ValueId,
+    lower::Numerics,
+    text::operation,
+    types::Type,
+};
 
 /// What was decided about a graph.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -61,6 +71,9 @@ pub struct PlannedCall {
     pub choice: Choice,
     /// The calls of the graph before that it stands for.
     pub covers: Vec<String>,
+    /// What all ranks of the group must agree on: the operation with its constants, and the dtypes, shapes and slots of its
+    /// operands. It leaves out what may differ by rank: tokens, whether the call is in place, and the rows of an uneven exchange.
+    pub signature: String,
     /// What it is predicted to take, in nanoseconds.
     pub nanoseconds: u64,
 }
@@ -142,13 +155,20 @@ impl Plan {
         serde_json::to_string(self).expect("plain values with names")
     }
 
-    /// A number that plans share that make the same calls in the same order: what ranks compare.
-    pub fn digest(&self) -> String {
+    /// The SHA-256 of a group's calls, which the ranks of the group compare: the names, the ways and the
+    /// [signatures](PlannedCall::signature) of its calls, in order. Calls of other groups do not count, because they may differ
+    /// between ranks of this one.
+    pub fn digest(&self, group: &str) -> String {
         let mut hash = Sha256::new();
-        for PlannedCall { op, group, choice, covers, .. } in &self.calls {
-            hash.update(format!("{op} {group} {choice:?} {covers:?}\n"));
+        for PlannedCall { op, choice, covers, signature, .. } in self.calls_of(group) {
+            hash.update(format!("{op} {choice:?} {covers:?} {signature}\n"));
         }
         hex(hash)
+    }
+
+    /// The calls of a group, in order.
+    pub fn calls_of(&self, group: &str) -> impl Iterator<Item = &PlannedCall> {
+        self.calls.iter().filter(move |call| call.group == group)
     }
 
     /// The most bytes that slots reach to, over all heaps together.
@@ -162,6 +182,41 @@ impl Plan {
             }
         }
         domains.iter().fold(0, |sum, (_, peak)| sum.saturating_add(*peak))
+    }
+}
+
+/// What the [signatures](PlannedCall::signature) of a graph's calls follow from.
+pub(crate) struct Signatures<'g> {
+    graph: &'g Graph,
+    analysis: &'g Analysis,
+    slots: HashMap<&'g str, &'g Slot>,
+}
+
+impl<'g> Signatures<'g> {
+    pub(crate) fn new(graph: &'g Graph, analysis: &'g Analysis, slots: &'g [Slot]) -> Self {
+        Self { graph, analysis, slots: slots.iter().map(|slot| (slot.value.as_str(), slot)).collect() }
+    }
+
+    pub(crate) fn of(&self, op: &Op) -> String {
+        let is_uneven = op.kind.coll().is_some_and(|coll| coll.sends.is_some() || coll.receives.is_some());
+        let operands: Vec<String> = op.args.iter().map(|value| self.operand(*value, is_uneven)).collect();
+        let mut attributes = attributes_of(&op.kind);
+        let differs = ["group", "token", "in_place", "sends", "receives"];
+        attributes.retain(|key, _| !differs.contains(&key.as_str()));
+        operation(&attributes, &operands.join(", "))
+    }
+
+    fn operand(&self, value: ValueId, is_uneven: bool) -> String {
+        let Type { dtype, shape, .. } = self.graph.ty(value);
+        let rows = if is_uneven { 1 } else { 0 };
+        let sizes = shape.iter().enumerate();
+        let sizes = sizes.map(|(dim, size)| if dim < rows { "_".to_owned() } else { size.to_string() });
+        let text = format!("{dtype}[{}]", sizes.collect::<Vec<_>>().join(","));
+        let root = self.analysis.root(value).map(|root| self.graph.name(root));
+        match root.and_then(|root| self.slots.get(root)) {
+            Some(Slot { offset, bytes, .. }) => format!("{text} in {bytes} bytes at {offset}"),
+            None => text,
+        }
     }
 }
 

@@ -43,16 +43,8 @@ impl Graph {
                     write!(text, " class {}", serde_json::to_string(&value.class).expect("plain values"))?;
                 }
             }
-            let mut attributes = attributes_of(&op.kind);
-            let kind = attributes.remove("kind");
-            let kind = kind.as_ref().and_then(Json::as_str).expect("its tag");
-            write!(text, "{} = {kind}({})", if op.outs.is_empty() { "_" } else { "" }, self.list(&op.args))?;
-            for (key, value) in &attributes {
-                match value {
-                    Json::String(word) if is_word(word) => write!(text, " {key}={word}")?,
-                    value => write!(text, " {key}={value}")?,
-                }
-            }
+            let operation = operation(&attributes_of(&op.kind), &self.list(&op.args));
+            write!(text, "{} = {operation}", if op.outs.is_empty() { "_" } else { "" })?;
             if op.outs.first().is_none_or(|out| self.name(*out) != op.name) {
                 write!(text, " name={}", op.name)?;
             }
@@ -101,6 +93,20 @@ impl Graph {
             false => Err(LoweringError::unexpected("the end", "no more lines", "`return`")),
         }
     }
+}
+
+/// An operation as text: its kind, its operands, its other attributes.
+pub(crate) fn operation(attributes: &Map<String, Json>, operands: &str) -> String {
+    let kind = attributes.get("kind").and_then(Json::as_str).expect("its tag");
+    let mut text = format!("{kind}({operands})");
+    for (key, value) in attributes.iter().filter(|(key, _)| *key != "kind") {
+        match value {
+            Json::String(word) if is_word(word) => write!(text, " {key}={word}"),
+            value => write!(text, " {key}={value}"),
+        }
+        .expect("a string takes everything");
+    }
+    text
 }
 
 /// Whether a text reads as itself without quotes.

@@ -2,7 +2,11 @@
 
 mod common;
 
-use antiphon_lowering::{Arithmetic, Fused, FusedOutput, Graph, Kind, Numerics, Options, Quantize};
+use antiphon_lowering::{
+    Arithmetic, Costs, Device, Fused, FusedOutput, Graph, Kind, Numerics, Options, Quantize, World, check,
+    lower,
+};
+use antiphon_tuning::{Key, Table, Timing};
 use common::{agree, graph, kinds, lowered, numerics};
 
 /// A block of a tensor-parallel layer: `body` goes from `%sum` to the outputs.
@@ -288,6 +292,56 @@ fn what_does_not_fit_is_left_and_says_why() {
     // Integers have no norm.
     let added = "%add: i32[3,64] = binary(%sum, %residual) op=add\nreturn %add";
     refused(&block("i32", added), "not of f32, f16 or bf16");
+}
+
+/// Costs in which a fused call was measured to take so long, at any size.
+fn with_fused_calls_of(nanoseconds: f64) -> Costs {
+    let key = Key::new("fused_all_reduce", "bf16", 2, "2 × a processor");
+    let table =
+        Table::from_timings(vec!["one_shot".into()], vec![(1 << 20, vec![Timing::of(&[nanoseconds])])]);
+    Costs::of(Device::Host).with_table(&key, &table.unwrap())
+}
+
+#[test]
+fn a_call_that_is_predicted_to_be_slower_than_its_parts_is_refused() {
+    let fuses = |text: &str, nanoseconds: f64, because: &str| {
+        let before = graph(text);
+        let costs = with_fused_calls_of(nanoseconds);
+        let after = lower(&before, &World::default(), &costs, &Options::default());
+        assert_eq!(check(&before, &after.plan, &after.graph), []);
+        assert!(after.report.to_string().contains(because), "{}", after.report);
+        kinds(&after.graph).contains(&"fused".to_owned())
+    };
+    // In stream order a call takes 6 µs, and then a kernel of 1,664 bytes 2 µs and 166 ns.
+    let text = block("bf16", RMS_NORM);
+    assert!(fuses(&text, 8_166.0, "one call gives residual, norm"));
+    let slower =
+        "one call is predicted at 8167 ns, a call in stream order and the operations behind it at 8166 ns";
+    assert!(!fuses(&text, 8_167.0, slower));
+    // A call beside computation takes 30 µs, and a product of 86 µs hides it.
+    let product = "%a: f32[128,128] = input()
+         %product: f32[128,128] = matmul(%a, %a)
+         %sum:";
+    let text = text.replace("%sum:", product).replace("return", "return %product,");
+    let hidden = "one call is predicted at 93886 ns, a call beside 85886 ns of computation and the operations behind it at 88052 ns";
+    assert!(!fuses(&text, 8_000.0, hidden));
+}
+
+#[test]
+fn by_the_built_in_figures_fused_calls_pay_at_all_sizes() {
+    let residual = "%add: bf16[3,64] = binary(%sum, %residual) op=add\nreturn %add";
+    for body in [RMS_NORM, BY_HAND, residual] {
+        for device in [Device::Host, Device::H200] {
+            for rows in [1, 4, 16, 64, 128, 256, 512, 1024, 2048, 65536] {
+                let text = block("bf16", body).replace("64", "7168").replace("[3,", &format!("[{rows},"));
+                let before = graph(&text.replace("[1,3,", &format!("[1,{rows},")));
+                let world = World { device, ..World::default() };
+                let after = lower(&before, &world, &Costs::of(device), &Options::default());
+                let is_fused = kinds(&after.graph).contains(&"fused".to_owned());
+                assert!(is_fused, "{rows} rows on {device}: {}", after.report);
+            }
+        }
+    }
 }
 
 /// Σ(a + r) has the value of Σa + Σr, which another call gives: each call keeps its own result.

@@ -96,7 +96,7 @@ fn mutated(graph: &Graph, plan: &Plan, chance: &mut Chance) -> Option<(Graph, Pl
     let (mut graph, mut plan) = (graph.clone(), plan.clone());
     let kept = (graph.clone(), plan.clone());
     let at = chance.below(graph.ops.len());
-    let what = match chance.below(16) {
+    let what = match chance.below(17) {
         0 => {
             graph.ops.remove(at);
             "an operation goes"
@@ -189,6 +189,12 @@ fn mutated(graph: &Graph, plan: &Plan, chance: &mut Chance) -> Option<(Graph, Pl
             graph.values[out.index()].class = Class::Comm(req);
             "a value lies where peers reach it"
         }
+        15 => {
+            let count = plan.calls.len();
+            let call = plan.calls.get_mut(chance.below(count.max(1)))?;
+            call.signature = call.signature.replace("sum", "max");
+            "a call has another signature"
+        }
         _ => {
             let other = chance.below(graph.ops.len());
             let [a, b] = [&graph.ops[at], &graph.ops[other]];
@@ -221,7 +227,7 @@ fn whatever_is_changed_is_found_or_changes_nothing() {
             agree(&before, &graph, 2, seed, Arithmetic::Exact, 1e-7);
         }
     }
-    assert_eq!(found.len(), 16, "only these were found: {found:?}");
+    assert_eq!(found.len(), 17, "only these were found: {found:?}");
 }
 
 #[test]

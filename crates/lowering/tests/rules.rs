@@ -300,3 +300,57 @@ fn equal_input_gives_equal_bytes() {
     let again = Graph::from_json(before.to_json().as_bytes()).unwrap();
     assert_eq!(lowered(&again, &Options::default()).graph.to_json(), texts().0);
 }
+
+/// What ranks compare: everything that they must agree on, and nothing else.
+#[test]
+fn the_digest_of_a_groups_calls_tells_ranks_apart_whose_calls_differ() {
+    let text = "group tp size 2
+        group dp size 2
+        %x: f32[4,8] = input()
+        %r: f32[4,8] = input()
+        %s: f32[4,8] = start(%x) prim=all_reduce group=tp red=sum token=0
+        %a: f32[4,8] = wait(%s) tokens=[0]
+        %b: f32[4,8] = binary(%a, %r) op=add
+        %c: f32[4,8] = binary(%b, %b) op=mul
+        %d: f32[4,1] = reduce(%c) op=mean dims=[1] keepdim=true
+        %e: f32[4,1] = binary(%d) op=add scalar=0.01
+        %f: f32[4,1] = unary(%e) op=rsqrt
+        %n: f32[4,8] = binary(%b, %f) op=mul
+        %t: f32[4,8] = start(%x) prim=broadcast group=dp root=0 token=1
+        %u: f32[4,8] = wait(%t) tokens=[1]
+        %p: f32[4,8] = start(%x) prim=all_to_all group=dp sends=[1,3] receives=[2,2] token=2
+        %q: f32[4,8] = wait(%p) tokens=[2]
+        return %n, %u, %q";
+    let plan = |text: &str| lowered(&graph(text), &Options::default()).plan;
+    let of = |text: &str| ["tp", "dp"].map(|group| plan(text).digest(group));
+    let wanted = of(text);
+    let fused = plan(text).calls[0].signature.clone();
+    assert!(
+        fused.starts_with("fused(f32[4,8], f32[4,8]) args=[") && fused.contains(" eps=0.00999"),
+        "{fused}"
+    );
+    // Each changes one group's calls: of tp, of dp, of both.
+    for (old, new, changes) in [
+        ("scalar=0.01", "scalar=0.02", [true, false]),
+        ("red=sum", "red=max", [true, false]),
+        ("root=0", "root=1", [false, true]),
+        ("8]", "16]", [true, true]),
+        ("f32", "f16", [true, true]),
+        // The parts of an uneven exchange are each rank's own, and so is what is computed between calls.
+        ("sends=[1,3]", "sends=[2,2]", [false, false]),
+        ("op=rsqrt", "op=rsqrt name=root", [false, false]),
+    ] {
+        let found = of(&text.replace(old, new));
+        assert_eq!([found[0] != wanted[0], found[1] != wanted[1]], changes, "{old} → {new}");
+    }
+    // So is the number of its rows.
+    let exchange = text.replace("%x) prim=all_to_all", "%y) prim=all_to_all");
+    let rows = |rows: &str| {
+        exchange.replace(
+            "%r: f32[4,8] = input()",
+            &format!("%r: f32[4,8] = input()\n%y: f32[{rows},8] = input()"),
+        )
+    };
+    assert_eq!(of(&rows("4")), of(&rows("5")));
+    assert_eq!(of(&rows("4")), wanted);
+}

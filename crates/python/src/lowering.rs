@@ -1,5 +1,7 @@
 //! Compilers' graphs, for `antiphon.lowering`.
 
+use std::collections::BTreeMap;
+
 use antiphon_lowering::{Costs, Edits, Graph, LoweringError, Options, Plan, World, check, lower as lowered};
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
@@ -20,7 +22,8 @@ struct Request {
 struct Answer {
     edits: Edits,
     plan: Plan,
-    digest: String,
+    /// For each group that has calls, what its ranks compare.
+    digests: BTreeMap<String, String>,
     report: antiphon_lowering::Report,
     text: String,
 }
@@ -35,9 +38,11 @@ pub(crate) fn lower<'py>(py: Python<'py>, program: &[u8], request: &str) -> PyRe
         let costs = Costs::new(request.world.device, &request.options.tables)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let lowered = lowered(&before, &request.world, &costs, &request.options);
-        let (digest, text) = (lowered.plan.digest(), lowered.report.to_string());
+        let groups = lowered.plan.calls.iter().map(|call| call.group.as_str());
+        let digests = groups.map(|group| (group.to_owned(), lowered.plan.digest(group))).collect();
+        let text = lowered.report.to_string();
         let edits = Edits::between(&before, &lowered.graph);
-        Ok::<_, PyErr>(Answer { edits, plan: lowered.plan, digest, report: lowered.report, text })
+        Ok::<_, PyErr>(Answer { edits, plan: lowered.plan, digests, report: lowered.report, text })
     });
     let answer = serde_json::to_vec(&answer?).expect("plain values with names");
     Ok(PyBytes::new(py, &answer))

@@ -1,6 +1,7 @@
 """Applies the edits of a plan to a graph."""
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,22 +15,23 @@ from antiphon.lowering._groups import sizes
 __all__ = ["apply"]
 
 
-def apply(graph: Graph, edits: Mapping[str, Any], site: str) -> None:
-    """Applies the edits that ``_core.lower`` returned. The site of each new call is ``site`` and the call's number.
+def apply(graph: Graph, edits: Mapping[str, Any], sites: Mapping[str, str]) -> None:
+    """Applies the edits that ``_core.lower`` returned. The site of each new call is that of its group in ``sites``, and the
+    call's number among those of the group.
 
     Raises ``NotImplementedError`` for an operation for which torch has no operator.
     """
-    _Editor(graph, site).run(edits)
+    _Editor(graph, sites).run(edits)
 
 
 class _Editor:
-    def __init__(self, graph: Graph, site: str) -> None:
-        self.graph, self.site = graph, site
+    def __init__(self, graph: Graph, sites: Mapping[str, str]) -> None:
+        self.graph, self.sites = graph, sites
         self.nodes: dict[str, Node] = {node.name: node for node in graph.nodes}
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self.made: dict[str, Node] = {}
         self.ticket: Node | None = None
-        self.calls = 0
+        self.calls = Counter[str]()
 
     def run(self, edits: Mapping[str, Any]) -> None:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -122,8 +124,9 @@ class _Editor:
         """Creates one of our calls, which takes the ticket of the call before it."""
         if self.ticket is None:
             self.ticket = self.node("antiphon_ticket", torch.ops.aten.new_empty.default, (x, [0]))
-        site = f"{self.site}:{self.calls}"
-        self.calls += 1
+        group = op["do"]["group"]
+        site = f"{self.sites[group]}:{self.calls[group]}"
+        self.calls[group] += 1
         node = self.node(op["name"], target, (self.ticket, x, *arguments, site))
         self.made[f"{op['name']}!"] = node
         self.ticket = self.node(f"{op['name']}_ticket", operator.getitem, (node, 0))

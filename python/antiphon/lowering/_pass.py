@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from antiphon.lowering._export import export
 from antiphon.lowering._inductor import CustomGraphPass
 from antiphon.lowering._options import Options, mode
 from antiphon.lowering._place import freeze, put_in_comm_buffers
+from antiphon.torch import ops
 
 __all__ = ["Pass", "Report", "reports", "spell"]
 
@@ -37,8 +38,8 @@ class Report:
     rules: tuple[str, ...]
     #: The number of calls before and after.
     calls: tuple[int, int]
-    #: The SHA-256 of the calls, in hexadecimal digits, which the ranks compare.
-    digest: str
+    #: For each group the SHA-256 of its calls, in hexadecimal digits, which the ranks of the group compare.
+    digests: dict[str, str]
 
     def __str__(self) -> str:
         return self.text
@@ -107,27 +108,37 @@ class Pass(CustomGraphPass):
             answer["text"],
             tuple(rewrite["rule"] for rewrite in answer["plan"]["rewrites"]),
             tuple(answer["report"]["calls"]),
-            answer["digest"],
+            answer["digests"],
         )
         edits, slots = answer["edits"], answer["plan"]["slots"]
         if answer["plan"]["rewrites"]:
-            site = hashlib.sha256(f"{answer['digest']} {self.uuid()!r}".encode()).hexdigest()[:16]
+            sites = self._sites(answer)
             # A copy is rewritten and proved first: if the proof fails, the graph itself is unchanged.
             copy = _copied(graph)
-            apply(copy, edits, site)
-            put_in_comm_buffers(copy, slots, site)
+            apply(copy, edits, sites)
+            put_in_comm_buffers(copy, slots, sites.values())
             proved = export(copy, sizes, tuple(_spellings))
             plan = json.dumps(answer["plan"]).encode()
             if found := _core.check_lowering(program, plan, proved):
                 raise ValueError("; ".join(found[:3]))
-            apply(graph, edits, site)
-            put_in_comm_buffers(graph, slots, site)
+            apply(graph, edits, sites)
+            put_in_comm_buffers(graph, slots, sites.values())
             if self.options.overlap:
                 freeze(graph)
             if export(graph, sizes, tuple(_spellings)) != proved:
                 raise RuntimeError("the same edits gave two programs")
         _reports.append(report)
         log.log(logging.WARNING if verbose else logging.INFO, "%s", report)
+
+    def _sites(self, answer: dict[str, Any]) -> dict[str, str]:
+        """For each group the first part of its calls' sites: a hash of all that its ranks must agree on."""
+        options = replace(self.options, groups=None)  # whose names may differ by rank
+        ours, sites = f"{__version__} {torch.__version__} {options.key()} {sorted(_spellings)}", dict[str, str]()
+        for group, digest in answer["digests"].items():
+            sites[group] = hashlib.sha256(f"{digest} {ours}".encode()).hexdigest()[:16]
+            calls = (call for call in answer["plan"]["calls"] if call["group"] == group)
+            ops.describe(sites[group], [f"{call['op']} = {call['signature']}, {call['choice']}" for call in calls])
+        return sites
 
     def uuid(self) -> Any:
         """The key of inductor's caches: everything that the result of the pass depends on.

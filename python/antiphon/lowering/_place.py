@@ -1,7 +1,7 @@
 """What a plan decides beyond the graph itself: operands in comm buffers, and an order that inductor keeps."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from antiphon.lowering._inductor import preserve_node_ordering
 __all__ = ["freeze", "put_in_comm_buffers", "storage"]
 
 
-def put_in_comm_buffers(graph: Graph, slots: Iterable[Mapping[str, Any]], site: str) -> None:
+def put_in_comm_buffers(graph: Graph, slots: Iterable[Mapping[str, Any]], sites: Container[str]) -> None:
     """Copies the operands of our calls into the plan's slots.
 
     The copy is fused with what computes the operand, which so writes into the buffer. Only the call reads a buffer; other
@@ -26,17 +26,19 @@ def put_in_comm_buffers(graph: Graph, slots: Iterable[Mapping[str, Any]], site: 
     by_value = {slot["value"]: slot for slot in slots}
     if not by_value:
         return
-    arena_bytes = max(slot["offset"] + slot["bytes"] for slot in by_value.values())
+    arena_bytes: dict[str, int] = {}
+    for each in by_value.values():
+        arena_bytes[each["domain"]] = max(arena_bytes.get(each["domain"], 0), each["offset"] + each["bytes"])
     comm_buffer = torch.ops.antiphon._ordered_comm_buffer.default
-    calls = [node for node in graph.nodes if node.op == "call_function" and _site(node).startswith(f"{site}:")]
-    for number, call in enumerate(calls):
+    calls = [node for node in graph.nodes if node.op == "call_function" and _site(node).rpartition(":")[0] in sites]
+    for call in calls:
         ticket, x = call.args[:2]
         slot = by_value.get(storage(x).name)
         if slot is None:
             continue
         value: Tensor = x.meta["val"]
         group = next(argument for argument in call.args[2:] if isinstance(argument, str))
-        place = (group, [1, *value.shape], value.dtype, slot["offset"], arena_bytes, f"{site}:buffer {number}")
+        place = (group, [1, *value.shape], value.dtype, slot["offset"], arena_bytes[slot["domain"]], f"{_site(call)}, its buffer")
         with graph.inserting_before(call):
             shape = torch.ops.aten.sym_size.int
             sizes = [

@@ -213,6 +213,28 @@ def _shard_dim_all_to_all(x: Tensor, gather_dim: int, shard_dim: int, group: str
 _agreed: WeakKeyDictionary[antiphon.Communicator, set[str]] = WeakKeyDictionary()
 
 
+#: The calls of programs that this process compiled, by the digest in their sites.
+_calls: dict[str, list[str]] = {}
+
+
+def describe(program: str, calls: list[str]) -> None:
+    """Stores what the calls of a program are, for the error that ranks with different programs get."""
+    _calls[program] = calls
+
+
+def _difference(program: str, comm: antiphon.Communicator, other: int) -> str:
+    """The first call that differs between the programs of rank 0 and of rank ``other``, if both ranks know their calls. All
+    ranks of the communicator call this together."""
+    programs = comm.exchange_objects(_calls.get(program))
+    first, second = programs[0], programs[other]
+    if first is None or second is None:
+        return ""
+    for index, (one, another) in enumerate(itertools.zip_longest(first, second, fillvalue="missing")):
+        if one != another:
+            return f"; call {index} is {one} on rank 0, {another} on rank {other}"
+    return "; their calls are equal, but not their options, tables or versions"
+
+
 def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
     """The communicator for a call on ``x`` from a place in a compiled program, which all ranks must have."""
     comm = named_communicator(group, x)
@@ -224,7 +246,8 @@ def _at(site: str, group: str, x: Tensor) -> antiphon.Communicator:
             if (other := next((rank for rank, found in enumerate(sites) if found != sites[0]), None)) is not None:
                 raise RuntimeError(
                     f"the ranks of group {group!r} run different programs: rank 0 is at call {sites[0]}, rank {other} at"
-                    f" {sites[other]}: compile the same model with the same options, or clear the caches of torch.compile"
+                    f" {sites[other]}{_difference(program, comm, other)}: compile the same model with the same options, or clear"
+                    " the caches of torch.compile"
                 )
             agreed.add(program)
     return comm

@@ -35,15 +35,23 @@ impl<'g> Clock<'g> {
     /// Runs an operation that takes so long alone.
     pub(crate) fn run(&mut self, op: &'g Op, time: u64) {
         match &op.kind {
-            Kind::Start { coll, token } => {
-                let free = self.free.entry(&coll.group).or_default();
-                *free = self.now.max(*free).saturating_add(time);
-                self.ended.insert(*token, *free);
-                self.busy = self.busy.max(*free);
-            }
-            Kind::Wait { tokens } => self.now = self.now.max(self.end_of(tokens)),
+            Kind::Start { coll, token } => self.start(&coll.group, *token, time),
+            Kind::Wait { tokens } => self.wait(tokens),
             _ => self.now = self.now.saturating_add(self.beside(time)),
         }
+    }
+
+    /// Starts a collective that takes so long alone, after the group's others.
+    pub(crate) fn start(&mut self, group: &'g str, token: TokenId, time: u64) {
+        let free = self.free.entry(group).or_default();
+        *free = self.now.max(*free).saturating_add(time);
+        self.ended.insert(token, *free);
+        self.busy = self.busy.max(*free);
+    }
+
+    /// Waits for the collectives of these tokens.
+    pub(crate) fn wait(&mut self, tokens: &[TokenId]) {
+        self.now = self.now.max(self.end_of(tokens));
     }
 
     /// The time of a computation that may run beside collectives, which slow it down while they last.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     graph::{Graph, Op},
-    op::{Kind, Prim},
+    op::{Coll, Kind, Prim},
     types::Type,
 };
 pub use choose::Call;
@@ -212,18 +212,18 @@ impl Costs {
     /// The time of an operation, in nanoseconds: of a start, until its collective ends.
     pub(crate) fn op(&self, graph: &Graph, op: &Op) -> u64 {
         let bytes = |ty: &Type| size_of(graph, ty);
-        let ranks = |group: &str| graph.group(group).map_or(1, |group| group.size);
         let all = || {
             op.args.iter().chain(&op.outs).map(|value| bytes(graph.ty(*value))).fold(0, u64::saturating_add)
         };
         let input = || op.args.iter().map(|value| bytes(graph.ty(*value))).fold(0, u64::saturating_add);
         match &op.kind {
             Kind::Input | Kind::Constant | Kind::View { .. } | Kind::Wait { .. } | Kind::Full { .. } => 0,
-            Kind::Start { coll, .. } | Kind::Sync { coll } => {
-                let way = if matches!(op.kind, Kind::Sync { .. }) { Way::Sync } else { Way::Async };
-                self.call(way, ranks(&coll.group), input().saturating_mul(steps(coll.prim)) / 2)
+            Kind::Start { coll, .. } => self.collective(Way::Async, graph, coll, input()),
+            Kind::Sync { coll } => self.collective(Way::Sync, graph, coll, input()),
+            Kind::Fused { fused } => {
+                let ranks = graph.group(&fused.group).map_or(1, |group| group.size);
+                self.call(Way::Fused, ranks, bytes(graph.ty(op.args[0])))
             }
-            Kind::Fused { fused } => self.call(Way::Fused, ranks(&fused.group), bytes(graph.ty(op.args[0]))),
             Kind::MatMul => {
                 let inner = graph.ty(op.args[0]).last().as_constant().unwrap_or(1).max(0) as u64;
                 let outs = graph.ty(op.outs[0]).dtype.size() as u64;
@@ -235,6 +235,21 @@ impl Costs {
             // Neighbouring operations on elements become one kernel: the bytes count, not the number of operations.
             _ => self.memory(all()),
         }
+    }
+
+    /// The time of a collective on a stream of its own whose tensors have so many bytes together.
+    pub(crate) fn start(&self, graph: &Graph, coll: &Coll, bytes: u64) -> u64 {
+        self.collective(Way::Async, graph, coll, bytes)
+    }
+
+    fn collective(&self, way: Way, graph: &Graph, coll: &Coll, bytes: u64) -> u64 {
+        let ranks = graph.group(&coll.group).map_or(1, |group| group.size);
+        self.call(way, ranks, bytes.saturating_mul(steps(coll.prim)) / 2)
+    }
+
+    /// The time of a kernel that reads and writes so many bytes, in nanoseconds.
+    pub(crate) fn kernel(&self, bytes: u64) -> u64 {
+        self.launch.saturating_add(self.memory(bytes))
     }
 
     fn memory(&self, bytes: u64) -> u64 {

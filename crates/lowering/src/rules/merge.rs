@@ -67,7 +67,7 @@ fn round(cx: &mut Context<'_>) -> bool {
     let analysis = cx.analysis();
     let (mut taken, mut refused) = (HashSet::default(), HashSet::default());
     let (mut flights, mut by, mut new) = (Vec::new(), HashMap::default(), Vec::new());
-    let mut token = cx.token();
+    let mut token = cx.graph.token();
     for index in 0..cx.graph.ops.len() {
         let op = &cx.graph.ops[index];
         let (Kind::Binary { op: Binary::Add, scalar: None, .. }, [x, y]) = (&op.kind, &op.args[..]) else {

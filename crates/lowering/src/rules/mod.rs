@@ -72,6 +72,7 @@ fn try_all(cx: &mut Context<'_>, without: &[(&str, String)]) -> Result<(), (&'st
 }
 
 /// A collective that is started, of one tensor, and waited for.
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Flight {
     pub(crate) start: OpId,
     pub(crate) wait: OpId,

@@ -12,10 +12,12 @@
 //! `E4M3(clamp(norm / scale))`. Every value on the way that others use becomes a result of the call: the sum, the sum with the
 //! residual, the norm, one over the root mean square.
 //!
-//! Under [`Numerics::Same`] each of these must have its roundings where the kernels have theirs.
+//! [`Costs::choose`](crate::Costs::choose) must predict that the fused call ends before a call and the operations behind it, which
+//! are taken for one kernel. Under [`Numerics::Same`] each of these must have its roundings where the kernels have theirs.
 
 mod find;
 mod known;
+mod price;
 
 use super::{Flight, flight, keeps_rows, replace};
 use crate::{
@@ -31,6 +33,7 @@ use crate::{
 };
 use find::{Codes, Norm, Residual, Scale, comes_before, residuals};
 use known::Known;
+use price::Prices;
 
 pub(in crate::rules) fn apply(cx: &mut Context<'_>) {
     if !cx.options.fuse {
@@ -41,6 +44,7 @@ pub(in crate::rules) fn apply(cx: &mut Context<'_>) {
         return;
     }
     let mut known = Known::of(cx);
+    let prices = Prices::of(cx.costs, &cx.graph);
     let (mut flights, mut new, mut by) = (Vec::new(), Vec::new(), HashMap::default());
     for index in 0..cx.graph.ops.len() {
         let op = cx.graph.op(OpId::from(index));
@@ -49,7 +53,7 @@ pub(in crate::rules) fn apply(cx: &mut Context<'_>) {
             continue;
         }
         let (name, group) = (op.name.clone(), coll.group.clone());
-        match attempt(cx, &mut known, OpId::from(index), &group) {
+        match attempt(cx, &mut known, &prices, OpId::from(index), &group) {
             Ok(Found { flight, ops, replaces, mut rewrite, mut told }) => {
                 let covered = cx.covered(&name);
                 rewrite.ops.splice(..0, covered.iter().cloned());
@@ -92,7 +96,13 @@ pub(crate) struct Told {
     dtype: Element,
 }
 
-fn attempt(cx: &mut Context<'_>, known: &mut Known, start: OpId, group: &str) -> Result<Found, String> {
+fn attempt(
+    cx: &mut Context<'_>,
+    known: &mut Known,
+    prices: &Prices<'_>,
+    start: OpId,
+    group: &str,
+) -> Result<Found, String> {
     let Some((flight, _)) = flight(&cx.graph, &known.analysis, start) else {
         return Err("it has several tensors, or is used in flight".into());
     };
@@ -141,7 +151,7 @@ fn attempt(cx: &mut Context<'_>, known: &mut Known, start: OpId, group: &str) ->
     }
     let (residual, x, norm) =
         found.ok_or_else(|| refused.unwrap_or_else(|| "no residual and no norm follows it".into()))?;
-    build(cx, known, Parts { flight, group, ty, input, residual, x, norm })
+    build(cx, known, prices, Parts { flight, group, ty, input, residual, x, norm })
 }
 
 struct Parts<'p> {
@@ -154,7 +164,12 @@ struct Parts<'p> {
     norm: Option<Norm>,
 }
 
-fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Found, String> {
+fn build(
+    cx: &mut Context<'_>,
+    known: &mut Known,
+    prices: &Prices<'_>,
+    parts: Parts<'_>,
+) -> Result<Found, String> {
     let Parts { flight, group, ty, input, residual, x, norm } = parts;
     let ready = flight.ready;
     let like = |graph: &Graph, value: ValueId| keeps_rows(graph.ty(value), &ty);
@@ -237,6 +252,8 @@ fn build(cx: &mut Context<'_>, known: &mut Known, parts: Parts<'_>) -> Result<Fo
     if results.len() < 2 || (norm.is_some() && !gives(FusedOutput::Norm) && !gives(FusedOutput::Codes)) {
         return Err(format!("{} would be rounded otherwise", words(&moved)));
     }
+    let replaced: Vec<ValueId> = results.iter().flat_map(|(_, values)| values.iter().copied()).collect();
+    prices.check(&cx.graph, &known.analysis, (&flight, group), &operands, &replaced)?;
     let (mut outs, mut replaces) = (Vec::new(), Vec::new());
     let name = cx.names.fresh("fused_all_reduce");
     let mut views = Vec::new();
