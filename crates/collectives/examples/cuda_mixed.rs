@@ -57,7 +57,7 @@ struct Bench<'a> {
 }
 
 fn rank_main(comm: &Communicator, driver: &'static Driver, tp: usize) -> Result<(), Error> {
-    let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+    let context = Context::primary(driver.device(comm.rank() as u32 % driver.device_count()?)?)?;
     let layout = MixedLayout::builder(comm.world_size(), comm.rank()).local_tp(tp).build()?;
     if !layout.use_mixed() {
         return Err(format!("{} ranks in groups of {tp} are not mixed", comm.world_size()).into());

@@ -90,7 +90,7 @@ fn choices(rank: usize, tokens: usize, experts: usize) -> Vec<u8> {
 }
 
 fn rank_main(comm: &Communicator, driver: &'static Driver, most: LowLatency) -> Result<(), Error> {
-    let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+    let context = Context::primary(driver.device(comm.rank() as u32 % driver.device_count()?)?)?;
     let stream = context.stream()?;
     let moe = CudaLowLatency::new(comm, &context, most)?;
     let (local, slots) = (most.num_experts / comm.world_size(), comm.world_size() * most.max_tokens);

@@ -106,7 +106,7 @@ fn rank_main(
     tokens: usize,
     all_sms: &[u32],
 ) -> Result<(), Error> {
-    let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+    let context = Context::primary(driver.device(comm.rank() as u32 % driver.device_count()?)?)?;
     let stream = context.stream()?;
     let world_size = comm.world_size();
     let device = Device::Cuda(context.device().ordinal());
