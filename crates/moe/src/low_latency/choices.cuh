@@ -98,18 +98,23 @@ DEVICE void time_waits(const arguments& a, reader& r, const low_latency_call& k)
     __syncwarp();
 }
 
-// Sends this rank's choices to every target; one block.
-DEVICE void send_choices(const arguments& a, const turn& t, const low_latency_call& k) {
+// A vector of the message that has this rank's choices.
+DEVICE uint4 vector_of_choices(const low_latency_call& k, u32 i) {
     const u32 choices = k.tokens * k.top_k;
-    for (u32 i = threadIdx.x; i < vectors_of_choices(choices); i += THREADS) {
-        u32 words[4];
+    u32 words[4];
 #pragma unroll
-        for (u32 n = 0; n < 4; ++n) {
-            const u32 first = (i * 4 + n) * 2;
-            const auto entry = [&](u32 index) { return index < HEADER + choices ? own_entry(k, index - HEADER) : 0; };
-            words[n] = first == 0 ? k.tokens : entry(first) | entry(first + 1) << 16;
-        }
-        const uint4 v = make_uint4(words[0], words[1], words[2], words[3]);
+    for (u32 n = 0; n < 4; ++n) {
+        const u32 first = (i * 4 + n) * 2;
+        const auto entry = [&](u32 index) { return index < HEADER + choices ? own_entry(k, index - HEADER) : 0; };
+        words[n] = first == 0 ? k.tokens : entry(first) | entry(first + 1) << 16;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Sends this rank's choices to every target; one block, whose threads have loaded their first vectors.
+DEVICE void send_choices(const arguments& a, const turn& t, const low_latency_call& k, uint4 v) {
+    for (u32 i = threadIdx.x; i < vectors_of_choices(k.tokens * k.top_k); i += THREADS) {
+        if (i != threadIdx.x) v = vector_of_choices(k, i);
 #pragma unroll
         for (u32 to = 0; to < TARGETS; ++to) store16_volatile(arena_of(a, to) + lane_at(a, t.slot, a.rank) + i * 16, v);
     }
@@ -133,8 +138,10 @@ DEVICE u32 entry_of(const arguments& a, u32 slot, const low_latency_call& k, con
     return from == a.rank && !IS_SPLIT ? own_entry(k, choice) : *(const volatile u16*)theirs;
 }
 
-// Waits for all ranks' choices, and marks those of this rank's experts. All blocks do so. False for a thread that gave up.
-DEVICE bool mark_choices(const arguments& a, reader& r, const low_latency_call& k, const choices& all) {
+// Waits for all ranks' choices, and marks those of this rank's experts. All blocks do so, and a warp waits for one rank. Each time a warp
+// looks, it also calls `peek`, to load what it needs next. False for a thread that gave up.
+template <class Peek>
+DEVICE bool mark_choices(const arguments& a, reader& r, const low_latency_call& k, const choices& all, Peek peek) {
     const u32 local = k.experts / WORLD, first = a.rank * local, of_rank = k.most_tokens * k.top_k;
     const auto mark = [&](u32 from, u32 choice, u32 entry) {
         if (all.is_kept) all.kept[from * of_rank + choice] = entry;
@@ -145,32 +152,35 @@ DEVICE bool mark_choices(const arguments& a, reader& r, const low_latency_call& 
         for (u32 i = threadIdx.x; i < k.tokens * k.top_k; i += THREADS) mark(a.rank, i, own_entry(k, i));
         if (threadIdx.x == 0) all.tokens[a.rank] = k.tokens;
     }
-    for (u32 source = 0; source < TARGETS; ++source) {
-        const u32 from = rank_of(a, source);
-        const u8* lane = a.own + lane_at(a, r.slot, from);
-        u32 theirs = 0, end = 1;
-        // The first vector says how many there are; a thread asks for its own with it.
-        for (u32 i = threadIdx.x; is_warp_before(i, end) || i < THREADS; i += THREADS) {
-            uint4 v;
-            const bool came = r.wait<true>([&](u32& missing) {
-                const uint4 head = load16_volatile(lane);
-                v = load16_volatile(lane + min(i, vectors_of_choices(of_rank) - 1) * 16);
-                theirs = min(head.x, k.most_tokens);
-                end = vectors_of_choices(theirs * k.top_k);
-                const bool complete = head.x != EMPTY && (i >= end || !has_empty(v));
-                if (!complete) missing = from;
-                return complete;
-            });
-            if (!came) return false;
-            if (i >= end) continue;
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
+    if (TARGETS == 0) return true;
+    constexpr u32 WARPS = THREADS / 32, SOURCES = at_least_one(TARGETS);
+    static_assert(WARPS >= SOURCES, "a rank needs a warp");
+    const u32 warp = threadIdx.x / 32, source = warp % SOURCES, warps = (WARPS - source + SOURCES - 1) / SOURCES;
+    const u32 from = rank_of(a, source), begin = warp / SOURCES * 32 + lane_id();
+    const u8* lane = a.own + lane_at(a, r.slot, from);
+    u32 theirs = 0, end = 1;
+    // The first vector says how many there are; a thread asks for its own with it.
+    for (u32 i = begin; i == begin || is_warp_before(i, end); i += warps * 32) {
+        uint4 v;
+        const bool came = r.wait<true>([&](u32& missing) {
+            const uint4 head = load16_volatile(lane);
+            v = load16_volatile(lane + min(i, vectors_of_choices(of_rank) - 1) * 16);
+            peek();
+            theirs = min(head.x, k.most_tokens);
+            end = vectors_of_choices(theirs * k.top_k);
+            const bool complete = head.x != EMPTY && (i >= end || !has_empty(v));
+            if (!complete) missing = from;
+            return complete;
+        });
+        if (!came) return false;
+        if (i == 0) all.tokens[from] = theirs;
+        if (i >= end) continue;
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (u32 n = 0; n < 8; ++n) {
-                const u32 choice = i * 8 + n - HEADER;
-                if (i * 8 + n >= HEADER && choice < theirs * k.top_k) mark(from, choice, words[n / 2] >> n % 2 * 16 & 0xFFFF);
-            }
+        for (u32 n = 0; n < 8; ++n) {
+            const u32 choice = i * 8 + n - HEADER;
+            if (i * 8 + n >= HEADER && choice < theirs * k.top_k) mark(from, choice, words[n / 2] >> n % 2 * 16 & 0xFFFF);
         }
-        if (threadIdx.x == 0) all.tokens[from] = theirs;
     }
     return true;
 }

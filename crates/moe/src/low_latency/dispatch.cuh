@@ -11,9 +11,10 @@ constexpr bool IS_CODED = FORMAT != 1;
 constexpr u32 CHUNK_VECTORS = IS_CODED ? 64 : ROW;
 constexpr u32 CHUNK_BYTES = IS_CODED ? 33 * 16 : 32 * 16;
 
-// A chunk of a row: what a lane has of it, and, of codes, the scales of the warp's four groups.
+// A chunk of a row: what a lane has of it, and, of codes, the scale of one of the warp's four groups.
 struct chunk {
-    uint4 v, scales;
+    uint4 v;
+    u32 scale; // of group lane % 4
 };
 // The same as it is in x.
 struct source {
@@ -66,14 +67,13 @@ DEVICE chunk quantised(const source& from) {
     }
     made.v = make_uint4(words[0], words[1], words[2], words[3]);
     const u32 bits = __float_as_uint(scale);
-    made.scales = make_uint4(__shfl_sync(WHOLE_WARP, bits, 0), __shfl_sync(WHOLE_WARP, bits, 8),
-                             __shfl_sync(WHOLE_WARP, bits, 16), __shfl_sync(WHOLE_WARP, bits, 24));
+    made.scale = __shfl_sync(WHOLE_WARP, bits, lane_id() % 4 * 8);
     return made;
 }
 
 DEVICE chunk made_of(const source& from) {
     if constexpr (IS_CODED) return quantised(from);
-    else return chunk{from.v[0], make_uint4(0, 0, 0, 0)};
+    else return chunk{from.v[0], 0};
 }
 
 // Where a chunk of a token is in the upper lane of its rank.
@@ -82,30 +82,29 @@ DEVICE u32 chunk_at(const arguments& a, const low_latency_call& k, u32 slot, u32
 }
 
 // Sends a chunk to the ranks whose bits are set.
-DEVICE void send_chunk(const arguments& a, const turn& t, const low_latency_call& k, u32 token, u32 index, u32 ranks,
-                       const source& from) {
-    chunk made = made_of(from);
+DEVICE void send_chunk(const arguments& a, const turn& t, const low_latency_call& k, u32 token, u32 index, u32 ranks, chunk made) {
     if (!IS_CODED) made.v = masked(made.v);
     const u32 at = chunk_at(a, k, t.slot, a.rank, token, index);
 #pragma unroll
     for (u32 to = 0; to < TARGETS; ++to) {
         if (!(ranks >> rank_of(a, to) & 1)) continue;
         store16_volatile(arena_of(a, to) + at + lane_id() * 16, made.v);
-        if (IS_CODED && lane_id() == 0) store16_volatile(arena_of(a, to) + at + 512, made.scales);
+        if (IS_CODED && lane_id() < 4) *(volatile u32*)(arena_of(a, to) + at + 512 + lane_id() * 4) = made.scale;
     }
 }
 
-// Waits for a chunk of a rank, and empties its place.
-DEVICE bool receive_chunk(const arguments& a, reader& r, const low_latency_call& k, u32 from, u32 token, u32 index,
-                          chunk& got) {
-    u8* at = a.own + chunk_at(a, k, r.slot, from, token, index);
+// Loads what has arrived of a chunk.
+DEVICE void look_at_chunk(const u8* at, chunk& got) {
+    got.v = load16_volatile(at + lane_id() * 16);
+    if (IS_CODED) got.scale = *(const volatile u32*)(at + 512 + lane_id() % 4 * 4);
+}
+
+// Waits for a chunk of a rank, and empties its place. `is_loaded`: the warp has looked at it before.
+DEVICE bool receive_chunk(reader& r, u32 from, u8* at, bool is_loaded, chunk& got) {
     const bool came = r.wait<true>([&](u32& missing) {
-        got.v = load16_volatile(at + lane_id() * 16);
-        bool complete = !has_empty(got.v);
-        if (IS_CODED) {
-            got.scales = load16_volatile(at + 512);
-            complete &= !has_empty(got.scales);
-        }
+        if (!is_loaded) look_at_chunk(at, got);
+        is_loaded = false;
+        const bool complete = !has_empty(got.v) && !(IS_CODED && got.scale == EMPTY);
         if (!complete) missing = from;
         return complete;
     });
@@ -124,14 +123,17 @@ DEVICE void store_chunk(const low_latency_call& k, u32 expert, u32 slot, u32 slo
     if (at < of_row && (IS_CODED || lane < ROW))
         store16(k.to_x + (((u64)expert * slots + slot) * of_row + at) * 16, got.v);
     const u32 groups = k.hidden / 128, group = index * 4 + lane;
-    const u32 bits = lane == 0 ? got.scales.x : lane == 1 ? got.scales.y : lane == 2 ? got.scales.z : got.scales.w;
     if (FORMAT == 2 || FORMAT == 3) {
-        if (lane < 4 && group < groups) k.to_scales[((u64)expert * groups + group) * slots + slot] = bits;
+        if (lane < 4 && group < groups) k.to_scales[((u64)expert * groups + group) * slots + slot] = got.scale;
     }
-    if (FORMAT == 4 && lane == 0)
-        k.to_scales[((u64)expert * (groups / 4) + index) * slots + slot] =
-            got.scales.x >> 23 | got.scales.y >> 23 << 8 | got.scales.z >> 23 << 16 | got.scales.w >> 23 << 24;
+    if (FORMAT == 4) {
+        const u32 packed = __reduce_or_sync(WHOLE_WARP, got.scale >> 23 << lane % 4 * 8);
+        if (lane == 0) k.to_scales[((u64)expert * (groups / 4) + index) * slots + slot] = packed;
+    }
 }
+
+// The n-th rank from this one on.
+DEVICE u32 nth_rank(const arguments& a, u32 n) { return a.rank + n < WORLD ? a.rank + n : a.rank + n - WORLD; }
 
 // The ranks of a token's experts that it is sent to, as bits.
 DEVICE u32 ranks_of(const arguments& a, const low_latency_call& k, u32 token) {
@@ -170,6 +172,9 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latenc
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x; // neighbours are on different multiprocessors
     const u32 to_send = k.tokens * chunks;
     const uint4 control_words = load_control(a);
+    const bool has_choices = SENDS && blockIdx.x == gridDim.x - 1;
+    uint4 first_choices;
+    if (has_choices) first_choices = vector_of_choices(k, threadIdx.x);
     u32 item = warp, ranks = 0;
     source from;
     const auto load = [&] {
@@ -180,9 +185,12 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latenc
     if (SENDS) load();
     const turn t = begin_phase(a, control_words);
     if (t.has_failed()) return;
-    if (SENDS && blockIdx.x == gridDim.x - 1) send_choices(a, t, k);
+    if (has_choices) send_choices(a, t, k, first_choices);
+    chunk got;
     while (SENDS && item < to_send) {
-        if (ranks != 0) send_chunk(a, t, k, item / chunks, item % chunks, ranks, from);
+        const chunk made = made_of(from);
+        if (item == warp) got = made;
+        if (ranks != 0) send_chunk(a, t, k, item / chunks, item % chunks, ranks, made);
         item += step;
         load();
     }
@@ -196,20 +204,23 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latenc
     __syncthreads();
     reader r(a, t);
     time_waits(a, r, k);
-    const bool came = mark_choices(a, r, k, all);
+    // The warps begin with a share of the items of each rank, so that few tokens of all ranks are different warps'. Before it knows the
+    // choices, a warp has its first own chunk, or else looks at one that may come.
+    const u32 share = step / WORLD, n = min(warp / share, WORLD - 1), item_of_n = warp - n * share;
+    const bool has_own = !IS_SPLIT && (n == 0 || warp < to_send);
+    const bool looks = !has_own && item_of_n < k.most_tokens * chunks;
+    u32 ahead_at = looks ? chunk_at(a, k, r.slot, nth_rank(a, n), item_of_n / chunks, item_of_n % chunks) : 0;
+    const bool came = mark_choices(a, r, k, all, [&] { if (ahead_at != 0) look_at_chunk(a.own + ahead_at, got); });
     if (!__syncthreads_and(came)) return;
     // The last block of every peer's grid has sent, and blocks start in their order.
     release_dependents(a);
     r.ask_for_tag();
 
-    u32 before = 0; // items of ranks before this one, of whom this rank is the first
+#pragma unroll 1
     for (u32 n = 0; n < WORLD; ++n) {
-        const u32 from = a.rank + n < WORLD ? a.rank + n : a.rank + n - WORLD;
-        const u32 end = before + tokens[from] * chunks;
-        // This warp's first item of that rank's.
-        u32 i = before + (warp + step - before % step) % step;
-        for (; i < end; i += step) {
-            const u32 token = (i - before) / chunks, index = (i - before) % chunks, lane = lane_id();
+        const u32 from = nth_rank(a, n), end = tokens[from] * chunks;
+        for (u32 i = (warp + step - n * share) % step; i < end; i += step) {
+            const u32 token = i / chunks, index = i % chunks, lane = lane_id();
             // A lane has a choice.
             const u32 entry = lane < k.top_k ? entry_of(a, r.slot, k, all, from, token * k.top_k + lane) : 0;
             const u32 same = __match_any_sync(WHOLE_WARP, entry), earliest = __ffs(same) - 1;
@@ -226,16 +237,19 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latenc
                 if (is_here && earliest == lane) k.source_tokens[row] = token;
             }
             if (here == 0) continue;
-            chunk got;
-            if (from == a.rank && !IS_SPLIT) got = made_of(load_source(k, token, index));
-            else if (!receive_chunk(a, r, k, from, token, index, got)) return;
+            if (from == a.rank && !IS_SPLIT) {
+                if (i != warp) got = made_of(load_source(k, token, index));
+            } else {
+                const u32 at = chunk_at(a, k, r.slot, from, token, index);
+                if (!receive_chunk(r, from, a.own + at, at == ahead_at, got)) return;
+            }
+            ahead_at = 0;
             while (here != 0) {
                 const u32 of = __ffs(here) - 1;
                 here &= here - 1;
                 store_chunk(k, __shfl_sync(WHOLE_WARP, expert, of), __shfl_sync(WHOLE_WARP, slot, of), slots, index, got);
             }
         }
-        before = end;
     }
     describe(a, k, all);
     r.finish();

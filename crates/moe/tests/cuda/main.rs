@@ -1,5 +1,6 @@
 //! Dispatch and combine between GPUs against the host, bit by bit. Ranks are threads, one for each GPU; without a GPU for every
-//! rank a test says so and skips. With `ANTIPHON_TEST_RANKS_PER_GPU=2` half as many are enough.
+//! rank a test says so and skips. Threads cannot share a GPU here: a rank that loads a kernel or frees memory waits for all kernels
+//! of the process, and a kernel of the other rank may wait for this rank. The Python tests have processes, which can.
 
 #[allow(dead_code)] // the tests of the host use all of it
 #[path = "../conformance/case.rs"]
@@ -102,11 +103,8 @@ fn gpus(world_size: usize) -> Option<&'static Driver> {
         }
     };
     let count = driver.device_count().unwrap() as usize;
-    let per_gpu =
-        std::env::var("ANTIPHON_TEST_RANKS_PER_GPU").map_or(1, |ranks| ranks.parse().expect("1 or 2"));
-    let needed = world_size.div_ceil(per_gpu);
-    if count < needed {
-        eprintln!("skipped: {count} GPUs, {needed} needed");
+    if count < world_size {
+        eprintln!("skipped: {count} GPUs, {world_size} needed");
         return None;
     }
     Some(driver)
@@ -116,7 +114,7 @@ fn gpus(world_size: usize) -> Option<&'static Driver> {
 fn on_gpus(world_size: usize, config: MoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
     let Some(driver) = gpus(world_size) else { return };
     let outcomes = LocalWorld::run_with(world_size, Duration::from_secs(20), |comm| -> Outcome {
-        let device = driver.device(comm.rank() as u32 % driver.device_count()?)?;
+        let device = driver.device(comm.rank() as u32)?;
         let context = Context::primary(device)?;
         let moe = CudaMoe::new(&comm, &context, config)?;
         let (stream, host) = (context.stream()?, Moe::new(&comm, MoeConfig::default())?);
