@@ -9,7 +9,7 @@
 //! as long as one of them is predicted to make the program faster: neighbouring buckets become one, a bucket is divided, or the
 //! member at a border moves to the bucket beside it.
 
-use super::{Flight, flight, replace};
+use super::{Flight, flight, most_trials, replace};
 use crate::{
     costs::{Clock, Costs, size_of},
     graph::{Graph, Names, Op},
@@ -25,8 +25,6 @@ use crate::{
 /// The most tensors of a bucket, and the most bytes.
 const MOST_MEMBERS: usize = 64;
 const MOST_BYTES: u64 = 64 << 20;
-/// The most operations that are simulated in search of better buckets: each trial simulates all operations of the graph.
-const MOST_SIMULATED: usize = 1 << 21;
 
 pub(super) fn apply(cx: &mut Context<'_>) {
     if !cx.options.overlap {
@@ -154,7 +152,7 @@ impl<'s> Search<'s> {
     /// Buckets that no single change makes faster, or those that were found when the search ends, with their time.
     fn improved(&self, mut joined: Vec<bool>) -> (u64, Vec<bool>) {
         let mut best = self.predicted(&joined);
-        let mut trials = MOST_SIMULATED / self.graph.ops.len().max(1);
+        let mut trials = most_trials(self.graph);
         loop {
             let before = best;
             for at in 1..joined.len() {

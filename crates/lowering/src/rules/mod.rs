@@ -71,6 +71,14 @@ fn try_all(cx: &mut Context<'_>, without: &[(&str, String)]) -> Result<(), (&'st
     Ok(())
 }
 
+/// The most operations that a rule simulates in search of a faster program: each trial simulates all operations of the graph.
+const MOST_SIMULATED: usize = 1 << 21;
+
+/// How many changes of a graph a rule may try.
+fn most_trials(graph: &Graph) -> usize {
+    MOST_SIMULATED / graph.ops.len().max(1)
+}
+
 /// A collective that is started, of one tensor, and waited for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Flight {

@@ -1,23 +1,29 @@
 //! Starts come early and waits late, so that collectives run beside computation.
 //!
 //! Applies where [`Options::overlap`](crate::Options::overlap) asks for it. All calls keep their order, and so do effects and
-//! accesses of memory that is written. Two orders are tried, and the one that is predicted to end first is taken: all
-//! starts as early and all waits as late as possible, and a list schedule by the longest path that an operation leads to
-//! ([`list`]). If neither is predicted to end before the present order does, nothing changes.
+//! accesses of memory that is written. There are three orders to begin with: the present one; all starts as early and all waits as
+//! late as possible; and a list schedule by the longest path that an operation leads to ([`list`]). The one that is predicted to
+//! end first is improved by single moves as long as one of them is predicted to make it faster ([`Search`]). If the result is not
+//! predicted to end before the present order does, nothing changes.
+
+mod memory;
+mod search;
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 use crate::{
     analysis::Analysis,
-    costs::{Clock, Costs, size_of},
+    costs::{Clock, Costs},
     graph::{Graph, Op},
     lists::Lists,
     lower::Context,
-    op::{Kind, ResultMemory},
+    op::Kind,
     order::{self, Edge},
     plan::Rewrite,
     verify::verify,
 };
+use memory::{Memory, peak};
+use search::Search;
 
 pub(super) fn apply(cx: &mut Context<'_>) {
     if !cx.options.overlap || !cx.graph.ops.iter().any(|op| matches!(op.kind, Kind::Start { .. })) {
@@ -33,20 +39,22 @@ pub(super) fn apply(cx: &mut Context<'_>) {
     }
 }
 
-/// The graph in the better of two orders, with its predicted time, if that is less than the graph's own. Its tensors take at
+/// The graph in the best order that was found, with its predicted time, if that is less than the graph's own. Its tensors take at
 /// most so many bytes more at once.
 fn improved(graph: &Graph, costs: &Costs, more_bytes: u64) -> Option<(u64, Graph)> {
     let analysis = graph.analyse();
     let edges = order::needs(graph, &analysis);
-    let budget = peak(graph, &analysis).saturating_add(more_bytes);
-    let orders = [outward(graph, &edges), list(graph, &analysis, costs, &edges, budget)];
-    let timed = orders.into_iter().flatten().filter_map(|order| {
-        let ops = order.iter().map(|place| graph.ops[*place as usize].clone()).collect();
-        let graph = Graph { ops, ..graph.clone() };
-        let fits = peak(&graph, &graph.analyse()) <= budget && verify(&graph).is_empty();
-        fits.then(|| (costs.predict(&graph), graph))
-    });
-    timed.min_by_key(|(time, _)| *time).filter(|(time, _)| *time < costs.predict(graph))
+    let budget = peak(graph, &analysis, graph.ops.iter()).saturating_add(more_bytes);
+    let search = Search::new(graph, &analysis, costs, &edges, budget);
+    let present: Order = (0..graph.ops.len() as u32).collect();
+    let before = search.predicted(&present);
+    let made = [outward(graph, &edges), list(graph, &analysis, costs, &edges, budget)];
+    let made = made.into_iter().flatten().filter(|order| search.fits(order));
+    let best = made.chain([present]).min_by_key(|order| search.predicted(order))?;
+    let (time, order) = search.improved(best);
+    let ops = order.iter().map(|place| graph.ops[*place as usize].clone()).collect();
+    let graph = Graph { ops, ..graph.clone() };
+    (time < before && verify(&graph).is_empty()).then_some((time, graph))
 }
 
 /// An order, by the places in the present one.
@@ -122,103 +130,22 @@ fn list(graph: &Graph, analysis: &Analysis, costs: &Costs, edges: &[Edge], budge
     (order.len() == count).then_some(order)
 }
 
-/// The most operations that are looked at for one whose results fit.
-const MAX_LOOKS: usize = 16;
-
-/// The bytes of storages that have been allocated and are still used.
-struct Memory<'a> {
-    analysis: &'a Analysis,
-    live: u64,
-    bytes: Vec<u64>,
-    /// For each storage, how many uses of its values are to come. The caller's storages and outputs never end.
-    uses: Vec<u32>,
-}
-
-impl<'a> Memory<'a> {
-    fn of(graph: &Graph, analysis: &'a Analysis) -> Self {
-        let bytes = analysis.stores.iter().map(|store| size_of(graph, graph.ty(store.root))).collect();
-        let mut uses = vec![0; analysis.stores.len()];
-        for arg in graph.ops.iter().flat_map(|op| &op.args).chain(&graph.outputs) {
-            if let Some(store) = analysis.store[arg.index()] {
-                uses[store.index()] += 1;
-            }
-        }
-        Self { analysis, live: 0, bytes, uses }
-    }
-
-    /// What an operation allocates.
-    fn allocated(&self, op: &Op) -> u64 {
-        let fresh = |index: &usize| matches!(op.kind.result_memory(*index), ResultMemory::Fresh);
-        let outs =
-            (0..op.outs.len()).filter(fresh).filter_map(|index| self.analysis.store[op.outs[index].index()]);
-        outs.fold(0, |sum, store| sum.saturating_add(self.bytes[store.index()]))
-    }
-
-    fn run(&mut self, op: &Op) {
-        self.live = self.live.saturating_add(self.allocated(op));
-        for store in op.args.iter().filter_map(|arg| self.analysis.store[arg.index()]) {
-            self.uses[store.index()] -= 1;
-            if self.uses[store.index()] == 0 {
-                self.live = self.live.saturating_sub(self.bytes[store.index()]);
-            }
-        }
-    }
-
-    /// The first of the operations whose results fit into the budget; the first of all where there is no choice.
-    fn pop(
-        &self,
-        graph: &Graph,
-        ready: &mut BinaryHeap<(u64, Reverse<u32>)>,
-        budget: u64,
-        must: bool,
-    ) -> Option<u32> {
-        let mut passed = Vec::new();
-        let mut found = None;
-        while let Some(next) = ready.pop() {
-            let (_, Reverse(place)) = next;
-            if self.live.saturating_add(self.allocated(&graph.ops[place as usize])) <= budget {
-                found = Some(place);
-                break;
-            }
-            passed.push(next);
-            if passed.len() == MAX_LOOKS {
-                break;
-            }
-        }
-        if found.is_none() && must && !passed.is_empty() {
-            found = Some(passed.remove(0).1.0);
-        }
-        ready.extend(passed);
-        found
-    }
-}
-
-/// The most bytes that are live at once.
-fn peak(graph: &Graph, analysis: &Analysis) -> u64 {
-    let mut memory = Memory::of(graph, analysis);
-    graph.ops.iter().fold(0, |peak, op| {
-        let during = memory.live.saturating_add(memory.allocated(op));
-        memory.run(op);
-        peak.max(during)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::costs::Device;
 
-    /// A program of up to nine operations on 512 × 512 elements: products, functions of elements, and sums over ranks.
-    fn program(random: &mut impl FnMut(usize) -> usize) -> Graph {
+    /// A program of so many operations, or one more, on 512 × 512 elements: products, functions of elements, and sums over ranks.
+    fn program(random: &mut impl FnMut(usize) -> usize, operations: usize) -> Graph {
         let mut text = String::from(
             "group tp size 2\ngroup dp size 2\n%x: f32[512,512] = input()\n%y: f32[512,512] = input()\n",
         );
         let (mut values, mut count, mut calls) = (vec!["x".to_owned(), "y".to_owned()], 0, 0);
-        while count < 8 {
+        while count < operations {
             let [a, b] = [random(values.len()), random(values.len())].map(|index| values[index].clone());
             let new = format!("v{count}");
             text += &match random(5) {
-                0 | 1 if calls < 3 => {
+                0 | 1 if 3 * calls < operations => {
                     (calls, count) = (calls + 1, count + 1);
                     let group = ["tp", "dp"][random(2)];
                     format!(
@@ -268,17 +195,20 @@ mod tests {
         least
     }
 
-    #[test]
-    fn orders_of_nine_operations_are_near_the_best_of_all() {
-        let mut state = 11u64;
-        let mut random = |limit: usize| {
+    fn numbers(mut state: u64) -> impl FnMut(usize) -> usize {
+        move |limit| {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (state >> 33) as usize % limit
-        };
+        }
+    }
+
+    #[test]
+    fn orders_of_nine_operations_are_near_the_best_of_all() {
+        let mut random = numbers(11);
         let costs = Costs::of(Device::Host);
         let (mut best, mut improvable, mut worst) = (0, 0, 0u64);
         for _ in 0..60 {
-            let graph = program(&mut random);
+            let graph = program(&mut random, 8);
             assert_eq!(verify(&graph), [], "{}", graph.to_text());
             let (before, least) = (costs.predict(&graph), least(&graph, &costs));
             let after = improved(&graph, &costs, u64::MAX).map_or(before, |(time, _)| time);
@@ -288,7 +218,31 @@ mod tests {
             worst = worst.max(after * 100 / least);
         }
         assert!(improvable >= 20, "{improvable} of 60 could be better");
-        assert!(best >= 54 && worst <= 115, "{best} of 60 are the best, the worst takes {worst} % of it");
+        assert!(best >= 56 && worst <= 105, "{best} of 60 are the best, the worst takes {worst} % of it");
+    }
+
+    #[test]
+    fn moves_find_an_order_where_the_two_orders_take_too_much_memory() {
+        let mut random = numbers(11);
+        let costs = Costs::of(Device::Host);
+        let mut found = 0;
+        for _ in 0..60 {
+            let graph = program(&mut random, 40);
+            let analysis = graph.analyse();
+            let edges = order::needs(&graph, &analysis);
+            let budget = peak(&graph, &analysis, graph.ops.iter());
+            let search = Search::new(&graph, &analysis, &costs, &edges, budget);
+            let orders = [outward(&graph, &edges), list(&graph, &analysis, &costs, &edges, budget)];
+            if orders.iter().flatten().any(|order| search.fits(order)) {
+                continue;
+            }
+            if let Some((time, after)) = improved(&graph, &costs, 0) {
+                assert!(time == costs.predict(&after) && time < costs.predict(&graph));
+                assert!(peak(&after, &after.analyse(), after.ops.iter()) <= budget);
+                found += 1;
+            }
+        }
+        assert!(found >= 5, "{found}");
     }
 
     #[test]
