@@ -249,6 +249,19 @@ inline void report_fault(int signal, siginfo_t* fault, void* context) {
             fault->si_addr, b.x, b.y, b.z, t.x, t.y, t.z, at);
 }
 
+// From fiber to fiber in the order in which they run: 1, or any number that comes to all of them if there is a seed for it.
+inline unsigned step_of(const launch& l, unsigned threads) {
+    const char* seed = getenv("ANTIPHON_EMULATOR_SEED");
+    if (!seed) return 1;
+    unsigned step = ((atoi(seed) + l.index.x) * 2654435761u >> 8) % threads;
+    const auto divisor = [](unsigned a, unsigned b) {
+        while (b) { const unsigned rest = a % b; a = b; b = rest; }
+        return a;
+    };
+    while (divisor(threads, step) != 1) ++step;
+    return step;
+}
+
 inline void run(const launch& l) {
     struct sigaction action {};
     action.sa_sigaction = report_fault;
@@ -276,6 +289,7 @@ inline void run(const launch& l) {
         frame[6] = (void*)&enter; // the stack is 8 off a multiple of 16 there, as behind a call
         f.stack_pointer = frame;
     }
+    const unsigned step = step_of(l, b.threads);
     // Blocks that only look leave the processor to those that work: they rest, and then look with some warps at a time.
     unsigned rests = 0, next = 0;
     while (b.alive) {
@@ -283,7 +297,7 @@ inline void run(const launch& l) {
         b.looks = 0;
         unsigned switches = 0;
         const unsigned turns = rests > 4 && b.threads > 128 ? 128 : b.threads;
-        for (unsigned turn = 0; turn < turns; ++turn, next = next + 1 < b.threads ? next + 1 : 0) {
+        for (unsigned turn = 0; turn < turns; ++turn, next = (next + step) % b.threads) {
             fiber& f = b.fibers[next];
             if (f.over || (f.asleep_on && *f.asleep_on == f.asleep_at)) continue;
             f.asleep_on = nullptr;

@@ -12,6 +12,7 @@
 //! | variable | effect |
 //! | --- | --- |
 //! | `ANTIPHON_EMULATOR_GPUS` | the number of GPUs, 4 without it |
+//! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number; in ascending order without it |
 //! | `ANTIPHON_EMULATOR_KEEP` | the compiled programs stay in the folder for temporary files |
 
 #![allow(clippy::disallowed_types)] // not part of the library, nor of its models under loom
