@@ -155,6 +155,19 @@ impl Function {
         self.set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)
     }
 
+    /// Asks multiprocessors that run the kernel to have as much shared memory as they can, and as little first-level cache.
+    ///
+    /// A multiprocessor divides its memory between the two while no block runs on it. By default it takes what its kernel needs, and a
+    /// kernel that needs more shared memory begins on it when that one has ended. A kernel that waits for one behind it would wait
+    /// for ever. Kernels that all have asked begin beside each other.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn prefer_shared(&self) -> Result<(), CudaError> {
+        const MOST: i32 = 100; // percent
+        self.set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, MOST)
+    }
+
     /// Lets launches use clusters of more than eight blocks, which not every device has.
     ///
     /// # Errors

@@ -32,13 +32,18 @@ impl Waiting {
     }
 
     fn launch(&self, expected: u32, limit: Duration) {
+        self.launch_blocks(BLOCKS, expected, limit);
+    }
+
+    fn launch_blocks(&self, blocks: u32, expected: u32, limit: Duration) {
+        assert!(blocks <= 256, "there are as many words before the signal");
         let (outcome, signal) = (self.memory.pointer(), self.memory.pointer().offset(1024));
         let limit_ns = limit.as_nanos() as u64;
         let board = self.board.pointer();
         let given =
             [(&outcome).into(), (&signal).into(), (&expected).into(), (&limit_ns).into(), (&board).into()];
         // SAFETY: the arguments are the kernel's; it writes one word per block, and the board outlives the stream's work.
-        unsafe { self.wait.launch(&self.stream, &LaunchConfig::new(BLOCKS, 64), &given) }.unwrap();
+        unsafe { self.wait.launch(&self.stream, &LaunchConfig::new(blocks, 64), &given) }.unwrap();
     }
 
     /// How the wait ended, for every block.
@@ -66,6 +71,26 @@ fn a_signal_that_comes_is_seen() {
     // A number from before the counter wrapped has been passed.
     waiting.launch(u32::MAX - 5, Duration::from_secs(10));
     assert_eq!(waiting.outcome(), [1; BLOCKS as usize]);
+}
+
+#[test]
+fn a_kernel_of_more_shared_memory_begins_beside_one_that_waits_everywhere() {
+    let Some(waiting) = Waiting::new() else { return };
+    let other = waiting.context.stream().unwrap();
+    let send = kernel(&waiting.context, "waiting.cu", SOURCE, "send_signal").unwrap();
+    let bytes = 64 << 10;
+    send.allow_dynamic_shared(bytes).unwrap();
+    for kernel in [&waiting.wait, &send] {
+        kernel.prefer_shared().unwrap();
+    }
+    let everywhere = waiting.context.device().properties().unwrap().multiprocessors;
+    waiting.launch_blocks(everywhere, 1, Duration::from_secs(10));
+    let (signal, value) = (waiting.memory.pointer().offset(1024), 1u32);
+    let config = LaunchConfig::new(1, 1).shared_bytes(bytes);
+    // SAFETY: the kernel writes one word.
+    unsafe { send.launch(&other, &config, &[(&signal).into(), (&value).into()]) }.unwrap();
+    assert_eq!(waiting.outcome(), [1; BLOCKS as usize]);
+    assert_eq!(waiting.board.report(), None);
 }
 
 #[test]

@@ -232,6 +232,9 @@ impl Programs {
             let module = relaxed(|| Module::load(&self.context, &cubin.bytes))??;
             let resident = |&kernel: &F::Kernel| {
                 let function = module.function(kernel.name())?;
+                // A kernel that waits on every multiprocessor must leave each other kernel its place: peers may call them in
+                // another order, on several streams.
+                function.prefer_shared()?;
                 if family.shared_bytes() > 0 {
                     function.allow_dynamic_shared(family.shared_bytes())?;
                 }
