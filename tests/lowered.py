@@ -74,11 +74,13 @@ def with_any_rows(given: tuple[Tensor, ...], dynamic: bool) -> tuple[Tensor, ...
 
 
 class Group:
-    """The default group, of gloo or NCCL, with a communicator beside it, for one check."""
+    """The default group, of gloo or NCCL, with a communicator beside it, for one check. NCCL wants a GPU for each rank: where
+    ranks share one, the group is ours."""
 
     def __init__(self, comm: Comm, device: Device = Device("cpu")) -> None:
         port = comm.exchange_objects(_free_port() if comm.rank == 0 else None)[0]
-        backend = "gloo" if device.type == "cpu" else "nccl"
+        has_gpus = torch.cuda.device_count() >= comm.world_size
+        backend = "gloo" if device.type == "cpu" else "nccl" if has_gpus else "antiphon"
         dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.world_size)
 
     def __enter__(self) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 import antiphon
 
-#: Seconds until a test's world counts as stuck. Importing torch in every process takes a few on a busy machine.
-LIMIT = 120.0
+#: Seconds until a test's world counts as stuck. Importing torch in every process takes a few on a busy machine, and ranks that share
+#: a GPU take turns on it.
+LIMIT = 120.0 * int(os.environ.get("ANTIPHON_TEST_RANKS_PER_GPU", "1"))
 
 _worlds = itertools.count()
 

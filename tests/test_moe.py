@@ -1,6 +1,8 @@
 """antiphon.moe: dispatch and combine, against their definition, and their gradients."""
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from torch import Tensor
 import antiphon
 from antiphon import compat
 from antiphon.moe import ExpertParallel, deep_ep, fused_a2a
+from antiphon.moe._calls import calls_of
+from antiphon.moe._hybrid import hybrid_calls_of
+from antiphon.moe._low_latency import low_latency_calls_of
 
 H, K = 8, 3
 
@@ -492,6 +497,16 @@ def test_handles_of_another_communicator_are_refused() -> None:
             parallel.dispatch(x, ids, weights)
 
     threads(2, body)
+
+
+@pytest.mark.parametrize("calls", [calls_of, hybrid_calls_of, low_latency_calls_of])
+def test_calls_do_not_keep_their_communicator(calls: Callable[[antiphon.Communicator], Any], tmp_path: Path) -> None:
+    comm = antiphon.init(rank=0, world_size=1, path=str(tmp_path / "world"))
+    calls(comm)
+    known = weakref.ref(comm)
+    del comm
+    gc.collect()
+    assert known() is None
 
 
 def test_ranks_that_differ_hear_of_it() -> None:

@@ -273,12 +273,11 @@ impl MoeLowLatency {
                 }
             })
         })?;
-        Ok(Self {
-            engine: Arc::new(Mutex::new(Some(engine))),
-            device,
-            queue: Arc::downgrade(&queue),
-            process: Process::current(),
-        })
+        let engine = Arc::new(Mutex::new(Some(engine)));
+        if device.is_some() {
+            comm.gpus().add(&engine);
+        }
+        Ok(Self { engine, device, queue: Arc::downgrade(&queue), process: Process::current() })
     }
 
     #[doc = stub!("MoeLowLatency.bytes")]

@@ -21,7 +21,7 @@ use crate::{
     arguments::Given,
     array::{Array, check_apart},
     communicator::Communicator,
-    cuda::primary,
+    cuda::{Tenant, primary},
     error::Result,
     fork::Process,
     interrupt,
@@ -34,7 +34,7 @@ pub(crate) struct Moe {
     /// Absent when closed.
     moe: Mutex<Option<moe::Moe>>,
     /// Those of the GPUs that were used; one, as a rule.
-    gpus: Mutex<Vec<CudaMoe>>,
+    gpus: Arc<Mutex<Vec<CudaMoe>>>,
     num_sms: Mutex<u32>,
     queue: Weak<Queue>,
     process: Process,
@@ -137,10 +137,12 @@ impl Moe {
         let default = MoeConfig::default();
         let config = MoeConfig { region_bytes: region_bytes.unwrap_or(default.region_bytes), ..default };
         let moe = interrupt::detached(py, || queue.run(|comm| moe::Moe::new(comm, config)))?;
+        let gpus = Arc::default();
+        comm.gpus().add(&gpus);
         Ok(Self {
             region_bytes: moe.region_bytes(),
             moe: Mutex::new(Some(moe)),
-            gpus: Mutex::default(),
+            gpus,
             num_sms: Mutex::new(MoeConfig::for_gpus().num_sms),
             world_size: queue.messenger().world_size(),
             queue: Arc::downgrade(&queue),
@@ -245,7 +247,7 @@ impl Moe {
     fn close(&self, py: Python<'_>) -> Result<()> {
         let (Some(queue), true) = (self.queue.upgrade(), self.process.is_current()) else { return Ok(()) };
         let closed = interrupt::detached(py, || {
-            drop(std::mem::take(&mut *self.gpus.lock().unwrap_or_else(PoisonError::into_inner)));
+            self.gpus.close();
             queue.run(|comm| self.lock().take().map_or(Ok(()), |moe| moe.close(comm)))
         });
         Ok(closed?)

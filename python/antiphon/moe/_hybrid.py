@@ -77,7 +77,7 @@ class HybridCalls:
     """Dispatch and combine by routing maps, of one communicator."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
+        self.rank, self.world_size = comm.rank, comm.world_size
         self._normal = calls_of(comm)
         self._core = MoeHybrid(self._normal._core)
 
@@ -111,7 +111,7 @@ class HybridCalls:
         routing_map = routing_map.contiguous()
         parts: dict[str, Tensor] = {}
         if x.is_cuda:
-            named = MoeHybrid.handle_words(self.comm.world_size, routing_map.shape[1], len(x))
+            named = MoeHybrid.handle_words(self.world_size, routing_map.shape[1], len(x))
             words = x.new_empty(named[-1][2], dtype=torch.int32)
             parts = {name: words[begin:end] for name, begin, end in named}
         core = self._core.notify(
@@ -125,11 +125,11 @@ class HybridCalls:
         )
         places = None
         if parts:
-            places = x.new_empty(core.num_places, core.num_experts // self.comm.world_size, dtype=torch.int32)
+            places = x.new_empty(core.num_places, core.num_experts // self.world_size, dtype=torch.int32)
             core.keep_places_in(places)
         received = self._rows_along(core, x, probs, scales, pad_multiple is None)
-        world_size = self.comm.world_size
-        handle = _handle(core, world_size) if places is None else _cuda_handle(core, parts, places, self.comm)
+        world_size = self.world_size
+        handle = _handle(core, world_size) if places is None else _cuda_handle(core, parts, places, self.rank, world_size)
         handle.core, handle.calls, handle.pad_multiple = core, self, pad_multiple
         handle.words = parts.get("all")
         if core.rows_per_expert is None:
@@ -154,7 +154,7 @@ class HybridCalls:
     def _rows_along(
         self, core: MoeHybridHandle, x: Tensor, probs: Tensor | None, scales: Tensor | None, is_by_token: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        rows, local = core.rows, core.num_experts // self.comm.world_size
+        rows, local = core.rows, core.num_experts // self.world_size
         x, probs, scales = x.detach().contiguous(), _whole(probs), _whole(scales)
         to_x = x.new_empty(rows, x.shape[1])
         to_probs = None if probs is None else probs.new_empty((rows, local) if is_by_token else (rows,))
@@ -205,11 +205,11 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def _cuda_handle(
-    core: MoeHybridHandle, parts: dict[str, Tensor], places: Tensor, comm: Communicator
+    core: MoeHybridHandle, parts: dict[str, Tensor], places: Tensor, rank: int, world_size: int
 ) -> HybridHandle:
-    heads = parts["send_head"].view(-1, comm.world_size)
-    if comm.rank > 0:
-        before = parts["rank_prefix_matrix"].view(comm.world_size, -1)[comm.rank - 1]
+    heads = parts["send_head"].view(-1, world_size)
+    if rank > 0:
+        before = parts["rank_prefix_matrix"].view(world_size, -1)[rank - 1]
         heads = torch.where(heads < 0, heads, heads + before)
     return HybridHandle(
         heads,

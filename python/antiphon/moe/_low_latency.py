@@ -1,8 +1,8 @@
 """The low-latency calls on torch tensors. They allocate their outputs."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -74,7 +74,9 @@ class LowLatencyCalls:
     together."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+        # The calls live as long as the communicator, and so do not keep it.
+        self._comm = weakref.ref(comm)
+        self._world_size = comm.world_size
         self._engines: dict[tuple[int, int, int, int, int | None], MoeLowLatency] = {}
         #: Of each engine on a GPU the call that may not have received yet.
         self._started: dict[MoeLowLatency, Handle] = {}
@@ -84,8 +86,11 @@ class LowLatencyCalls:
         key = (max_tokens, x.shape[1], num_experts, top_k, device)
         engine = self._engines.get(key)
         if engine is None:
+            comm = self._comm()
+            if comm is None:
+                raise RuntimeError("low latency: the communicator is no more")
             engine = self._engines[key] = MoeLowLatency(
-                self._comm,
+                comm,
                 max_tokens=max_tokens,
                 hidden=x.shape[1],
                 num_experts=num_experts,
@@ -127,7 +132,7 @@ class LowLatencyCalls:
         options: Options = Options(),
     ) -> tuple[LowLatencyReceived, Hook | None]:
         """Moves tokens to the slots of their experts."""
-        call, world_size = "low_latency_dispatch", self._comm.world_size
+        call, world_size = "low_latency_dispatch", self._world_size
         statistics, waits, start = options
         _check_ids(ids)
         _check_devices(call, [x, ids, statistics, waits])
@@ -224,7 +229,7 @@ def _check_written(call: str, **tensors: Tensor | None) -> None:
             raise ValueError(f"{call}: the {name} must be contiguous, as the call writes to them")
 
 
-_calls: "WeakKeyDictionary[Communicator, LowLatencyCalls]" = WeakKeyDictionary()
+_calls: "weakref.WeakKeyDictionary[Communicator, LowLatencyCalls]" = weakref.WeakKeyDictionary()
 
 
 def low_latency_calls_of(comm: Communicator) -> LowLatencyCalls:

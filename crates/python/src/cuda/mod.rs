@@ -9,7 +9,7 @@ mod register;
 mod started;
 mod work;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use antiphon::{
     collectives::{
@@ -76,6 +76,20 @@ struct State {
     is_closed: bool,
     /// The memory for data under way on GPUs that are opened from now on; the usual size without one.
     staging_bytes: Option<usize>,
+    tenants: Vec<Weak<dyn Tenant>>,
+}
+
+/// What uses GPUs together with the peers of a communicator, beside its collectives.
+pub(crate) trait Tenant: Send + Sync {
+    /// Leaves the peers, once the kernels under way are over.
+    fn close(&self);
+}
+
+impl<T: Default + Send> Tenant for Mutex<T> {
+    fn close(&self) {
+        let open = std::mem::take(&mut *self.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(open); // without the lock, as it waits
+    }
 }
 
 struct Gpu {
@@ -225,13 +239,27 @@ impl Gpus {
         self.lock().open.iter().try_for_each(|gpu| gpu.collectives.check())
     }
 
+    /// From now on [`close`](Self::close) closes this too: as long as any part of a rank uses GPUs with its peers, they take the rank
+    /// for present.
+    pub(crate) fn add<T: Tenant + 'static>(&self, tenant: &Arc<T>) {
+        let mut state = self.lock();
+        if state.is_closed {
+            drop(state);
+            return tenant.close();
+        }
+        state.tenants.retain(|tenant| tenant.strong_count() > 0);
+        let tenant: Weak<T> = Arc::downgrade(tenant);
+        state.tenants.push(tenant);
+    }
+
     /// Leaves the peers, once the kernels under way are over.
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.is_closed = true;
-        let gpus = std::mem::take(&mut state.open);
+        let (gpus, tenants) = (std::mem::take(&mut state.open), std::mem::take(&mut state.tenants));
         drop(state);
         drop(gpus); // without the lock, as it waits
+        tenants.iter().filter_map(Weak::upgrade).for_each(|tenant| tenant.close());
     }
 
     fn with<T>(
