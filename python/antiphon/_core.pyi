@@ -649,7 +649,8 @@ class Moe:
     least two rows with what travels beside them; the first call on CUDA arrays takes 272 MiB of each rank's GPU. Methods but
     :meth:`layout` are collective, and wait; what they wait for is as for the collectives of :class:`Communicator`. Calls on CUDA
     arrays go into the current stream of their library, and only :meth:`notify` without a capacity waits, for the counts of all
-    ranks. Arrays that are written overlap no others.
+    ranks. With ``side``, the number of another stream and a bool, they go into that stream, behind the work of the current one, which
+    waits for their end if the bool is true. Arrays that are written overlap no others.
     """
 
     def __new__(cls, comm: Communicator, region_bytes: int | None = None) -> Self: ...
@@ -693,6 +694,7 @@ class Moe:
         tokens_per_rank: _Array,
         tokens_per_expert: _Array,
         is_token_in_rank: _Array,
+        side: tuple[int, bool] | None = None,
     ) -> None:
         """What the choices ``ids`` (int64 or int32 ``[T, K]``) come to: how many tokens go to each rank (int32 ``[R]``), how
         often each expert was chosen (int32 ``[E]``), which tokens go to which ranks (8 bits, ``[T, R]``).
@@ -712,6 +714,7 @@ class Moe:
         capacity: int | None = None,
         words: _Array | None = None,
         sources: _Array | None = None,
+        side: tuple[int, bool] | None = None,
     ) -> MoeHandle:
         """Tells all ranks how many rows go from whom to whom: those of a layout. ``x`` and ``scales`` say what rows will be,
         ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for. On a GPU the handle may
@@ -730,6 +733,7 @@ class Moe:
         weights: _Array | None = None,
         received_ids: _Array | None = None,
         received_weights: _Array | None = None,
+        side: tuple[int, bool] | None = None,
     ) -> None:
         """Moves rows along a handle: ``x`` ``[T, H]`` to ``received_x`` ``[handle.rows, H]``, and so what is beside them."""
 
@@ -743,6 +747,7 @@ class Moe:
         output_weights: _Array | None = None,
         bias: _Array | None = None,
         second_bias: _Array | None = None,
+        side: tuple[int, bool] | None = None,
     ) -> None:
         """Moves rows back along a handle and sums those of each token: ``rows`` ``[handle.rows, H]`` to ``output`` ``[T, H]``;
         sums begin with the biases, ``[T, H]``."""

@@ -135,7 +135,7 @@ impl MoeHybrid {
         let notify = |moe: &antiphon::moe::cuda::CudaMoe, stream: antiphon::device::cuda::StreamRef<'_>| unsafe {
             moe.hybrid_notify(&routing, memory, stream)
         };
-        Ok(MoeHybridHandle(Routes::Cuda(Mutex::new(moe.run_cuda(py, device, notify)?))))
+        Ok(MoeHybridHandle(Routes::Cuda(Mutex::new(moe.run_cuda(py, device, None, notify)?))))
     }
 
     #[doc = stub!("MoeHybrid.dispatch")]
@@ -186,8 +186,9 @@ impl MoeHybrid {
             let handle = handle.0.cuda("hybrid_dispatch")?;
             let moe = self.0.get();
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-            return moe
-                .run_cuda(py, device, |moe, stream| unsafe { moe.hybrid_dispatch(&handle, call, stream) });
+            return moe.run_cuda(py, device, None, |moe, stream| unsafe {
+                moe.hybrid_dispatch(&handle, call, stream)
+            });
         }
         let handle = handle.0.host("hybrid_dispatch")?;
         self.0.get().run(py, |moe, comm| moe.hybrid_dispatch(comm, handle, call))
@@ -227,8 +228,9 @@ impl MoeHybrid {
             let handle = handle.0.cuda("hybrid_combine")?;
             let moe = self.0.get();
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-            return moe
-                .run_cuda(py, device, |moe, stream| unsafe { moe.hybrid_combine(&handle, call, stream) });
+            return moe.run_cuda(py, device, None, |moe, stream| unsafe {
+                moe.hybrid_combine(&handle, call, stream)
+            });
         }
         let handle = handle.0.host("hybrid_combine")?;
         self.0.get().run(py, |moe, comm| moe.hybrid_combine(comm, handle, call))

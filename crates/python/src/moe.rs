@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use antiphon::{
-    device::cuda::StreamRef,
+    device::cuda::{Event, StreamRef},
     fabric::Queue,
     moe::{
         self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
@@ -25,7 +25,7 @@ use crate::{
     error::Result,
     fork::Process,
     interrupt,
-    stream::stream_or_current,
+    stream::{RawStream, stream_or_current},
 };
 
 #[doc = stub!("Moe")]
@@ -33,14 +33,24 @@ use crate::{
 pub(crate) struct Moe {
     /// Absent when closed.
     moe: Mutex<Option<moe::Moe>>,
-    /// Those of the GPUs that were used; one, as a rule.
-    gpus: Arc<Mutex<Vec<CudaMoe>>>,
+    /// The GPUs that were used; one, as a rule.
+    gpus: Arc<Mutex<Vec<Gpu>>>,
     num_sms: Mutex<u32>,
     queue: Weak<Queue>,
     process: Process,
     world_size: usize,
     region_bytes: usize,
 }
+
+/// A GPU that calls are made on.
+struct Gpu {
+    moe: CudaMoe,
+    /// Orders a call on a stream beside the current one.
+    order: Event,
+}
+
+/// A stream beside the current one, and whether the current one waits for the end of a call on it.
+pub(crate) type Side = (RawStream, bool);
 
 #[doc = stub!("MoeHandle")]
 #[pyclass(frozen, module = "antiphon")]
@@ -80,11 +90,13 @@ impl Moe {
         self.moe.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a call into the current stream of a GPU. The first call on it brings the ranks' GPUs together.
+    /// Puts a call into the current stream of a GPU, or into one beside it, where it comes behind the work of the current one. The first
+    /// call on a GPU brings the ranks' GPUs together.
     pub(crate) fn run_cuda<T: Send>(
         &self,
         py: Python<'_>,
         device: u32,
+        side: Option<Side>,
         call: impl FnOnce(&CudaMoe, StreamRef<'_>) -> Result<T, MoeError> + Send,
     ) -> Result<T> {
         self.process.check(|| "Moe".to_owned())?;
@@ -93,18 +105,29 @@ impl Moe {
         let stream = stream_or_current(py, device, None)?;
         let num_sms = *self.num_sms.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = || self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
-        let serves = |moe: &&CudaMoe| moe.device() == Device::Cuda(device);
+        let serves = |gpu: &&Gpu| gpu.moe.device() == Device::Cuda(device);
         let outcome = interrupt::detached(py, || -> Result<_, MoeError> {
-            if !lock().iter().any(|moe| serves(&moe)) {
+            if !lock().iter().any(|gpu| serves(&gpu)) {
                 let context = primary(device)?;
-                let made = queue.run(|comm| CudaMoe::new(comm, &context, MoeConfig::for_gpus()))?;
-                lock().push(made);
+                let moe = queue.run(|comm| CudaMoe::new(comm, &context, MoeConfig::for_gpus()))?;
+                lock().push(Gpu { moe, order: Event::new(&context)? });
             }
             let gpus = lock();
-            let Some(moe) = gpus.iter().find(serves) else { return Ok(None) };
+            let Some(Gpu { moe, order }) = gpus.iter().find(serves) else { return Ok(None) };
             moe.set_num_sms(num_sms);
-            // SAFETY: the stream is that of the library whose tensors are used, and so of the device.
-            call(moe, unsafe { moe.context().borrow_stream(stream) }).map(Some)
+            // SAFETY: the streams are those of the library whose tensors are used, and so of the device.
+            let borrow = |stream| unsafe { moe.context().borrow_stream(stream) };
+            let current = borrow(stream);
+            let Some((side, joins)) = side else { return call(moe, current).map(Some) };
+            let side = borrow(side);
+            order.record(current)?;
+            side.wait(order)?;
+            let result = call(moe, side)?;
+            if joins {
+                order.record(side)?;
+                current.wait(order)?;
+            }
+            Ok(Some(result))
         })?;
         Ok(outcome.ok_or_else(closed)?)
     }
@@ -228,14 +251,14 @@ impl Moe {
         let sizes = [num_experts, num_tokens, top_k];
         // SAFETY: that they are what a dispatch has left is the caller's to see to.
         let handle =
-            self.run_cuda(py, device, |moe, _| unsafe { moe.handle_of((&words, &sources), sizes) })?;
+            self.run_cuda(py, device, None, |moe, _| unsafe { moe.handle_of((&words, &sources), sizes) })?;
         Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
     }
 
     #[doc = stub!("Moe.check")]
     fn check(&self) -> Result<()> {
         let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(gpus.iter().try_for_each(CudaMoe::check)?)
+        Ok(gpus.iter().try_for_each(|gpu| gpu.moe.check())?)
     }
 
     #[getter]
@@ -254,7 +277,8 @@ impl Moe {
     }
 
     #[doc = stub!("Moe.layout")]
-    #[pyo3(signature = (ids, num_experts, *, tokens_per_rank, tokens_per_expert, is_token_in_rank))]
+    #[pyo3(signature = (ids, num_experts, *, tokens_per_rank, tokens_per_expert, is_token_in_rank, side = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last four")]
     fn layout(
         &self,
         py: Python<'_>,
@@ -263,6 +287,7 @@ impl Moe {
         tokens_per_rank: &Bound<'_, PyAny>,
         tokens_per_expert: &Bound<'_, PyAny>,
         is_token_in_rank: &Bound<'_, PyAny>,
+        side: Option<Side>,
     ) -> Result<()> {
         let ids = Array::read(ids, "ids")?;
         // SAFETY: the array lives until this returns; that nobody writes it meanwhile is the caller's to see to.
@@ -274,7 +299,7 @@ impl Moe {
             // SAFETY: the arrays may be written; in the order of the stream, as the caller's library uses them.
             let outputs = unsafe { [per_rank.view_mut()?, per_expert.view_mut()?, in_rank.view_mut()?] };
             let [mut per_rank, mut per_expert, mut in_rank] = outputs;
-            return self.run_cuda(py, device, |moe, stream| {
+            return self.run_cuda(py, device, side, |moe, stream| {
                 let outputs = [&mut per_rank, &mut per_expert, &mut in_rank];
                 // SAFETY: as above.
                 unsafe { moe.layout(&view, outputs, stream) }
@@ -295,8 +320,8 @@ impl Moe {
     }
 
     #[doc = stub!("Moe.notify")]
-    #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, *, top_k = 0, scales = None, capacity = None, words = None, sources = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last five")]
+    #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, *, top_k = 0, scales = None, capacity = None, words = None, sources = None, side = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last six")]
     fn notify(
         &self,
         py: Python<'_>,
@@ -308,6 +333,7 @@ impl Moe {
         capacity: Option<usize>,
         words: Given<'_, '_>,
         sources: Given<'_, '_>,
+        side: Option<Side>,
     ) -> Result<MoeHandle> {
         let (x, scales) = (Array::read(x, "x")?, Array::given(scales, "scales", Array::read)?);
         let in_rank = Array::read(is_token_in_rank, "is_token_in_rank")?;
@@ -339,13 +365,13 @@ impl Moe {
         };
         // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
         let handle =
-            self.run_cuda(py, device, |moe, stream| unsafe { moe.notify(&routing, memory, stream) })?;
+            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.notify(&routing, memory, stream) })?;
         Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
     }
 
     #[doc = stub!("Moe.dispatch")]
-    #[pyo3(signature = (handle, x, received_x, *, scales = None, received_scales = None, ids = None, weights = None, received_ids = None, received_weights = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last six")]
+    #[pyo3(signature = (handle, x, received_x, *, scales = None, received_scales = None, ids = None, weights = None, received_ids = None, received_weights = None, side = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last seven")]
     fn dispatch(
         &self,
         py: Python<'_>,
@@ -358,6 +384,7 @@ impl Moe {
         weights: Given<'_, '_>,
         received_ids: Given<'_, '_>,
         received_weights: Given<'_, '_>,
+        side: Option<Side>,
     ) -> Result<()> {
         let (x, received_x) = (Array::read(x, "x")?, Array::write(received_x, "received_x")?);
         let scales = Array::given(scales, "scales", Array::read)?;
@@ -399,15 +426,16 @@ impl Moe {
         if let Some(device) = call.tokens.x.device().cuda_ordinal() {
             let handle = handle.0.cuda("dispatch")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-            return self.run_cuda(py, device, |moe, stream| unsafe { moe.dispatch(&handle, call, stream) });
+            return self
+                .run_cuda(py, device, side, |moe, stream| unsafe { moe.dispatch(&handle, call, stream) });
         }
         let handle = handle.0.host("dispatch")?;
         self.run(py, |moe, comm| moe.dispatch(comm, handle, call))
     }
 
     #[doc = stub!("Moe.combine")]
-    #[pyo3(signature = (handle, rows, output, *, weights = None, output_weights = None, bias = None, second_bias = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last four")]
+    #[pyo3(signature = (handle, rows, output, *, weights = None, output_weights = None, bias = None, second_bias = None, side = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last five")]
     fn combine(
         &self,
         py: Python<'_>,
@@ -418,6 +446,7 @@ impl Moe {
         output_weights: Given<'_, '_>,
         bias: Given<'_, '_>,
         second_bias: Given<'_, '_>,
+        side: Option<Side>,
     ) -> Result<()> {
         let (rows, output) = (Array::read(rows, "rows")?, Array::write(output, "output")?);
         let weights = Array::given(weights, "weights", Array::read)?;
@@ -447,7 +476,8 @@ impl Moe {
         if let Some(device) = call.rows.device().cuda_ordinal() {
             let handle = handle.0.cuda("combine")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-            return self.run_cuda(py, device, |moe, stream| unsafe { moe.combine(&handle, call, stream) });
+            return self
+                .run_cuda(py, device, side, |moe, stream| unsafe { moe.combine(&handle, call, stream) });
         }
         let handle = handle.0.host("combine")?;
         self.run(py, |moe, comm| moe.combine(comm, handle, call))

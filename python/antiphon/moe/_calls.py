@@ -1,8 +1,7 @@
 """The normal form's calls on torch tensors. They allocate their outputs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,7 +9,29 @@ from torch import Tensor
 
 from antiphon._core import Communicator, Moe, MoeHandle
 
-__all__ = ["Calls", "Handle", "Layout", "Received", "calls_of"]
+__all__ = ["Calls", "Handle", "Layout", "Received", "Side", "calls_of"]
+
+
+class Side(NamedTuple):
+    """A stream beside the current one, where calls are made. A call comes behind the work of the current stream: new tensors are of
+    that, and their memory may be what its work still uses."""
+
+    stream: torch.cuda.Stream
+    joins: bool
+    """Whether the current stream waits for the end of a call."""
+
+    def keep(self, *tensors: Tensor | None) -> None:
+        """The memory of a tensor that is freed is not used again before the stream is done with it."""
+        if self.joins:
+            return
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self.stream)
+
+
+def _raw(side: Side | None) -> tuple[int, bool] | None:
+    """As the core takes it."""
+    return None if side is None else (side.stream.cuda_stream, side.joins)
 
 
 class Layout(NamedTuple):
@@ -98,8 +119,8 @@ class Calls:
         """Raises what has gone wrong in calls on GPUs that are over by now."""
         self._core.check()
 
-    def layout(self, ids: Tensor, num_experts: int, stream: "Stream" = None) -> Layout:
-        """The layout of ``ids``, int64 or int32 ``[T, K]``. On a GPU it is made on ``stream``, if that is not the current one."""
+    def layout(self, ids: Tensor, num_experts: int, side: Side | None = None) -> Layout:
+        """The layout of ``ids``, int64 or int32 ``[T, K]``. On a GPU it is made on ``side``, or else in the current stream."""
         _check_ids(ids)
         _check_devices("layout", [ids])
         if num_experts <= 0:
@@ -110,14 +131,16 @@ class Calls:
             ids.new_empty(len(ids), self.world_size, dtype=torch.bool),
         )
         ids = ids.contiguous()
-        with _on(stream, ids, *layout):
-            self._core.layout(
-                ids,
-                num_experts,
-                tokens_per_rank=layout.tokens_per_rank,
-                tokens_per_expert=layout.tokens_per_expert,
-                is_token_in_rank=layout.is_token_in_rank.view(torch.uint8),
-            )
+        self._core.layout(
+            ids,
+            num_experts,
+            tokens_per_rank=layout.tokens_per_rank,
+            tokens_per_expert=layout.tokens_per_expert,
+            is_token_in_rank=layout.is_token_in_rank.view(torch.uint8),
+            side=_raw(side),
+        )
+        if side is not None:
+            side.keep(ids, *layout)
         return layout
 
     def dispatch(
@@ -128,10 +151,10 @@ class Calls:
         weights: Tensor | None,
         scales: Tensor | None,
         capacity: int | None,
-        stream: "Stream" = None,
+        side: Side | None = None,
     ) -> tuple[Received, Handle]:
         """Dispatches tokens as a layout says: all ranks agree on how many rows come, and then they do. On a GPU calls are made on
-        ``stream``, if that is not the current one, where new tensors are made; ``stream`` is behind what made the arguments."""
+        ``side``, or else in the current stream, where new tensors are made."""
         if (ids is None) != (weights is None):
             raise ValueError("dispatch: ids need weights, and weights need ids")
         if ids is not None and weights is not None:
@@ -158,21 +181,23 @@ class Calls:
         if x.is_cuda:
             words = self._words(x, len(per_expert), capacity or 0)
             sources = None if capacity is None else words["sources"]
-        with _on(stream, words.get("all"), per_expert, is_token_in_rank):
-            core = self._core.notify(
-                _codes(x),
-                is_token_in_rank.view(torch.uint8),
-                per_expert,
-                top_k=top_k,
-                scales=scales,
-                capacity=capacity,
-                words=words.get("all"),
-                sources=sources,
-            )
+        core = self._core.notify(
+            _codes(x),
+            is_token_in_rank.view(torch.uint8),
+            per_expert,
+            top_k=top_k,
+            scales=scales,
+            capacity=capacity,
+            words=words.get("all"),
+            sources=sources,
+            side=_raw(side),
+        )
+        if side is not None:
+            side.keep(words.get("all"), per_expert, is_token_in_rank)
         if words and sources is None:
             sources = words["all"].new_empty(core.rows)
             core.keep_sources_in(sources)
-        received = self.rows_along(core, x, scales, ids, weights, stream)
+        received = self.rows_along(core, x, scales, ids, weights, side)
         if sources is None:
             return received, _handle(core, is_token_in_rank, self.world_size)
         return received, self._cuda_handle(core, words, sources, is_token_in_rank)
@@ -224,12 +249,12 @@ class Calls:
         return handle
 
     def dispatch_along(
-        self, x: Tensor, handle: Handle, scales: Tensor | None = None, stream: "Stream" = None
+        self, x: Tensor, handle: Handle, scales: Tensor | None = None, side: Side | None = None
     ) -> Received:
         """Dispatches tokens along a handle."""
         _check_devices("dispatch", [x, scales, handle.is_token_in_rank])
         _check_scales(x, scales)
-        return self.rows_along(handle.core, x, scales, stream=stream)
+        return self.rows_along(handle.core, x, scales, side=side)
 
     def rows_along(
         self,
@@ -238,7 +263,7 @@ class Calls:
         scales: Tensor | None = None,
         ids: Tensor | None = None,
         weights: Tensor | None = None,
-        stream: "Stream" = None,
+        side: Side | None = None,
     ) -> Received:
         """Moves rows along a handle, to new tensors."""
 
@@ -250,18 +275,20 @@ class Calls:
 
         received = Received(x.detach().new_empty(core.rows, *x.shape[1:]), *map(empty, (scales, ids, weights)))
         x, scales, ids, weights = x.detach().contiguous(), whole(scales), whole(ids), whole(weights)
-        with _on(stream, x, scales, ids, weights, *received):
-            self._core.dispatch(
-                core,
-                _codes(x),
-                _codes(received.x),
-                scales=scales,
-                received_scales=received.scales,
-                ids=ids,
-                weights=weights,
-                received_ids=received.ids,
-                received_weights=received.weights,
-            )
+        self._core.dispatch(
+            core,
+            _codes(x),
+            _codes(received.x),
+            scales=scales,
+            received_scales=received.scales,
+            ids=ids,
+            weights=weights,
+            received_ids=received.ids,
+            received_weights=received.weights,
+            side=_raw(side),
+        )
+        if side is not None:
+            side.keep(x, scales, ids, weights, *received)
         return received
 
     def combine(
@@ -270,11 +297,11 @@ class Calls:
         handle: Handle,
         weights: Tensor | None = None,
         biases: Sequence[Tensor] = (),
-        stream: "Stream" = None,
+        side: Side | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Brings rows, ``[N, H]``, back along a handle; the sums, ``[T, H]``, and those of ``weights``, ``[N, K]``."""
         _check_devices("combine", [x, weights, handle.is_token_in_rank, *biases])
-        return self.sum_along(handle.core, x, weights, biases, stream)
+        return self.sum_along(handle.core, x, weights, biases, side)
 
     def sum_along(
         self,
@@ -282,7 +309,7 @@ class Calls:
         x: Tensor,
         weights: Tensor | None = None,
         biases: Sequence[Tensor] = (),
-        stream: "Stream" = None,
+        side: Side | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Sums rows along a handle, to new tensors."""
         if len(biases) > 2:
@@ -292,16 +319,18 @@ class Calls:
         first, second = [*(bias.detach().contiguous() for bias in biases), None, None][:2]
         x = x.detach().contiguous()
         weights = None if weights is None else weights.detach().contiguous()
-        with _on(stream, x, weights, first, second, output, output_weights):
-            self._core.combine(
-                core,
-                x,
-                output,
-                weights=weights,
-                output_weights=output_weights,
-                bias=first,
-                second_bias=second,
-            )
+        self._core.combine(
+            core,
+            x,
+            output,
+            weights=weights,
+            output_weights=output_weights,
+            bias=first,
+            second_bias=second,
+            side=_raw(side),
+        )
+        if side is not None:
+            side.keep(x, weights, first, second, output, output_weights)
         return output, output_weights
 
 
@@ -315,25 +344,6 @@ def routes_size(device: torch.device, world_size: int, num_experts: int, num_tok
 
     alone = size(0, 0)
     return alone + (size(1, 0) - alone) * num_tokens + (size(0, 1) - alone) * capacity
-
-
-#: Where a call is made, if that is not the current stream.
-Stream: TypeAlias = "torch.cuda.Stream | None"
-
-
-@contextmanager
-def _on(stream: Stream, *tensors: Tensor | None) -> Iterator[None]:
-    """Makes calls on a stream, which comes behind the current one: new tensors are of that, and their memory may be what its
-    work still uses. The memory of a tensor that is freed is not used again before the stream is done with it."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.record_stream(stream)
 
 
 _calls: "WeakKeyDictionary[Communicator, Calls]" = WeakKeyDictionary()

@@ -161,7 +161,7 @@ class Buffer(LowLatencyBuffer):
         order = self._order(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
         outputs: list[Any] = []
         with order.run([topk_idx], outputs):
-            layout = calls.layout(topk_idx, num_experts, order.stream)
+            layout = calls.layout(topk_idx, num_experts, order.side)
             outputs += layout
         return layout.tokens_per_rank, None, layout.tokens_per_expert, layout.is_token_in_rank, order.event
 
@@ -200,7 +200,7 @@ class Buffer(LowLatencyBuffer):
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("dispatch: a handle has the choices already: pass no topk_idx or topk_weights")
             with order.run([tokens, scales, *handle], outputs):
-                received = calls.dispatch_along(tokens, handle, scales, order.stream)
+                received = calls.dispatch_along(tokens, handle, scales, order.side)
                 outputs += received
             return _like(x, received.x, received.scales), None, None, None, handle, order.event
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
@@ -217,7 +217,7 @@ class Buffer(LowLatencyBuffer):
         layout = Layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
         with order.run([tokens, scales, topk_idx, topk_weights, *layout], outputs):
             received, handle = calls.dispatch(
-                tokens, layout, topk_idx, topk_weights, scales, num_worst_tokens or None, order.stream
+                tokens, layout, topk_idx, topk_weights, scales, num_worst_tokens or None, order.side
             )
             outputs += [*received, *handle]
         counts = []
@@ -244,7 +244,7 @@ class Buffer(LowLatencyBuffer):
         order = self._order(x, previous_event, async_finish, allocate_on_comm_stream, config)
         outputs: list[Any] = []
         with order.run([x, topk_weights, *biases, *handle], outputs):
-            combined, weights = calls.combine(x, handle, topk_weights, biases, order.stream)
+            combined, weights = calls.combine(x, handle, topk_weights, biases, order.side)
             outputs += [combined, weights]
         return combined, weights, order.event
 

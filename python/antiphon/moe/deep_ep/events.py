@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from antiphon.moe._calls import Side
+
 __all__ = ["CallOrder", "EventHandle", "EventOverlap", "topk_idx_t"]
 
 #: The type of experts' numbers.
@@ -14,18 +16,24 @@ topk_idx_t = torch.int64
 
 
 class EventHandle:
-    """A point in the current stream. On the CPU, where nothing is pending when a call returns, it is always reached."""
+    """A point in the current stream, or in ``stream``. On the CPU, where nothing is pending when a call returns, it is always
+    reached."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._event = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(stream)
 
     def current_stream_wait(self) -> None:
         """Has the current stream wait for this point."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
+
+    def stream_wait(self, stream: torch.cuda.Stream) -> None:
+        """Has a stream wait for this point."""
+        if self._event is not None:
+            stream.wait_event(self._event)
 
 
 class EventOverlap:
@@ -71,27 +79,24 @@ class CallOrder:
             raise ValueError("allocate_on_comm_stream needs async_finish and a previous_event")
         self._stream, self._async_finish, self._allocates_there = stream, async_finish, allocate_on_comm_stream
         self._previous = None if previous_event is None else previous_event.event
-        if stream is None and self._previous is not None:
-            self._previous.current_stream_wait()
-        #: Where calls are made that are not on the current stream.
-        self.stream = None if allocate_on_comm_stream else stream
+        if self._previous is not None:
+            if stream is None:
+                self._previous.current_stream_wait()
+            else:
+                self._previous.stream_wait(stream)
+        #: Where calls are made that are not in the current stream.
+        self.side = None if stream is None or allocate_on_comm_stream else Side(stream, joins=not async_finish)
         #: The end of the call.
         self.event = EventOverlap()
 
     @contextmanager
     def run(self, inputs: list[Any], outputs: list[Any]) -> Iterator[None]:
         """In this the call is made; ``outputs`` gets its new tensors."""
-        if self._stream is None:
-            yield
-            self.event = EventOverlap(EventHandle() if self._async_finish else None)
-            return
-        stream, current = self._stream, torch.cuda.current_stream(self._stream.device)
-        with torch.cuda.stream(stream):
+        stream = self._stream
+        if stream is not None and self._allocates_there:
+            current = torch.cuda.current_stream(stream.device)
             if self._previous is None:
                 stream.wait_stream(current)
-            else:
-                self._previous.current_stream_wait()
-        if self._allocates_there:
             with torch.cuda.stream(stream):
                 yield
             _keep(inputs, stream)
@@ -99,10 +104,7 @@ class CallOrder:
         else:
             yield
         if self._async_finish:
-            with torch.cuda.stream(stream):
-                self.event = EventOverlap(EventHandle())
-        else:
-            current.wait_stream(stream)
+            self.event = EventOverlap(EventHandle(stream))
 
 
 def _keep(tensors: list[Any], stream: torch.cuda.Stream) -> None:
