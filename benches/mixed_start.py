@@ -2,10 +2,11 @@
 
     python benches/mixed_start.py [--ranks 4] [--tp 2] [--device cuda] [--hidden 7168] [--json FILE]
 
-Ranks are processes that share the GPUs if there are fewer. The start is the time of the slowest rank's constructor and its first
-call. The cost of a call is the time that the host spends in it: the mean of eager calls of ``run_mixed_comm``, of the compiled
-handler that it calls, and of ``comm.all_reduce`` of as many bytes. On the host that time has the collective's own, of which
-``--hidden 8`` leaves little.
+Ranks are processes that share the GPUs if there are fewer. The start is the time of the slowest rank's constructor and its
+first call; the first of three worlds also calls ``run_autotune``, whose table the other two find in the cache. The cost of a
+call is the time that the host spends in it: the mean of eager calls of ``run_mixed_comm``, of the compiled handler that it
+calls, and of ``comm.all_reduce`` of as many bytes. On the host that time has the collective's own, of which ``--hidden 8``
+leaves little.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 CALLS, BATCHES, ROWS = 200, 9, 4
 
 
-def rank_main(tp: int, hidden: int, kind: str) -> None:
+def rank_main(tp: int, hidden: int, kind: str, tunes: bool) -> None:
     """One rank: rank 0 prints the seconds of a start and the microseconds of calls."""
     import torch
     import torch.distributed as dist
@@ -58,6 +59,11 @@ def rank_main(tp: int, hidden: int, kind: str) -> None:
     out = run_mixed_comm(op, handler, x)
     wait()
     first = slowest(time.perf_counter() - start)
+    tuning = None
+    if tunes:
+        start = time.perf_counter()
+        handler.run_autotune()
+        tuning = slowest(time.perf_counter() - start)
 
     comm = communicator("mixed_start", dist.group.WORLD)
     same = torch.empty_like(x)
@@ -80,13 +86,13 @@ def rank_main(tp: int, hidden: int, kind: str) -> None:
         wait()
         microseconds[name] = slowest(statistics.median(batches[1:]))
     if rank == 0:
-        print(json.dumps({"constructor_s": made, "first_call_s": first, "host_us": microseconds}))
+        print(json.dumps({"constructor_s": made, "first_call_s": first, "tuning_s": tuning, "host_us": microseconds}))
     dist.barrier()
     handler.shutdown()
     dist.destroy_process_group()
 
 
-def world(ranks: int, tp: int, hidden: int, device: str, cache: str) -> dict[str, object]:
+def world(ranks: int, tp: int, hidden: int, device: str, cache: str, tunes: bool) -> dict[str, object]:
     """One world of new processes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -96,6 +102,7 @@ def world(ranks: int, tp: int, hidden: int, device: str, cache: str) -> dict[str
         own = {"RANK": rank, "LOCAL_RANK": rank, "ANTIPHON_CACHE_DIR": cache}
         environment = os.environ | {name: str(value) for name, value in (shared | own).items()}
         command = [sys.executable, __file__, "--rank", "--tp", str(tp), "--hidden", str(hidden), "--device", device]
+        command += ["--tune"] * tunes
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     try:
         texts = [process.communicate(timeout=120)[0] for process in processes]
@@ -115,15 +122,17 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank_main(options.tp, options.hidden, options.device)
+        rank_main(options.tp, options.hidden, options.device, options.tune)
         return
     results = {}
     with tempfile.TemporaryDirectory() as cache:
         for name in ("cold", "cached", "cached again"):
-            results[name] = world(options.ranks, options.tp, options.hidden, options.device, cache)
+            of = options.ranks, options.tp, options.hidden, options.device, cache
+            results[name] = world(*of, tunes=name == "cold")
             print(f"{name}: {json.dumps(results[name])}", flush=True)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:

@@ -138,6 +138,8 @@ def lists_of_operations_and_modes(device: torch.device) -> None:
         assert mixed.get_valid_mode_list() == mixed.valid_mode_list == modes
         assert (mixed.tp_comm_group is None) == (mixed.dp_comm_group is None) == (tp != 2)
         assert mixed.local_comm_group is None
+        for group in (mixed.tp_comm_group, mixed.dp_comm_group):
+            assert group is None or antiphon._timeout_of(group) == timedelta(seconds=60)  # as the default group's
         if tp == 2:
             assert dist.get_process_group_ranks(mixed.tp_comm_group) == mixed.para_info.tp_ranks()[dist.get_rank() // 2]
             assert dist.get_world_size(mixed.dp_comm_group) == 2
@@ -207,6 +209,15 @@ def in_place(device: torch.device) -> None:
         with pytest.raises(ValueError, match="x_in and x_out overlap"):
             run_mixed_comm(gather, mixed, row[1:7], row, mode)
     mixed.shutdown()
+    mixed = handler(1, device)
+    for mode in mixed.valid_mode_list:
+        row = torch.zeros(WORLD * 3, HIDDEN, device=device)
+        row[rank * 3 : rank * 3 + 3] = rank
+        run_mixed_comm(Op.ALLGATHER, mixed, row[rank * 3 : rank * 3 + 3], row, mode)
+        assert row.eq(torch.arange(WORLD, device=device).repeat_interleave(3).unsqueeze(1)).all()
+        run_mixed_comm(Op.REDUCESCATTER, mixed, row, row[rank * 3 : rank * 3 + 3], mode)
+        assert row[rank * 3 : rank * 3 + 3].eq(WORLD * rank).all()
+    mixed.shutdown()
     mixed = handler(4, device)
     for mode in mixed.valid_mode_list:
         x = torch.full((3, HIDDEN), float(rank), device=device)
@@ -254,15 +265,41 @@ def what_is_wrong_with_a_handler(device: torch.device) -> None:
         (dict(min_block_size=33), ValueError, "min_block_size is 33, not a multiple of 32"),
         (dict(max_block_size=128), ValueError, "max_block_size 128 is below min_block_size 256"),
         (dict(min_num_steps=0), ValueError, "min_num_steps is 0"),
+        (dict(min_num_steps=1.5), ValueError, "min_num_steps is 1.5"),
+        (dict(min_block_size=True), ValueError, "min_block_size is True"),
+        (dict(max_block_size=512.0), ValueError, "max_block_size is 512.0"),
+        (dict(grid_size=2.0), ValueError, "grid_size is 2.0"),
+        (dict(device="foo"), ValueError, "device is 'foo'"),
+        (dict(device=None), ValueError, "device is None"),
+        (dict(dtype=None), ValueError, "dtype is None"),
+        (dict(world_size=2**70), ValueError, f"{2**70} has more than 64 bits"),
         (dict(local_size=2, local_rank=rank % 2, inter_size=2, inter_rank=rank // 2, local_dp_size=1), NotImplementedError, "inter_size is 2"),
     ]  # fmt: skip
     for changes, kind, text in wrong:
         with pytest.raises(kind, match=text):
             MixedCommHandler(**{**good, **changes})
-    # No rank waits for the one whose handler has failed.
+    # Nothing is left of a handler that has failed.
     broken = MixedCommHandler.__new__(MixedCommHandler)
     del broken
     MixedCommHandler(**good).shutdown()
+
+
+@check
+def what_is_wrong_on_one_rank_is_an_error_on_all(device: torch.device) -> None:
+    is_odd = dist.get_rank() == 1
+    for changes, text in (
+        (dict(tp=4), "tp_size differs between the ranks: 2 on rank 0, 4 on rank 1"),
+        (dict(dtype=torch.bfloat16), "dtype differs between the ranks: torch.float32 on rank 0, torch.bfloat16 on rank 1"),
+        (dict(use_autotune=False), "use_autotune differs between the ranks: True on rank 0, False on rank 1"),
+        (dict(grid_size=2), "grid_size differs between the ranks: None on rank 0, 2 on rank 1"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            handler(**{"tp": 2, "device": device, **(changes if is_odd else {})})
+    for changes in (dict(dtype=torch.int32), dict(grid_size=0), dict(min_block_size=33), dict(device="meta"), dict(tp=3)):
+        kind, text = (ValueError, "") if is_odd else (RuntimeError, "MixedCommHandler: rank 1 cannot make its handler: ")
+        with pytest.raises(kind, match=text):
+            handler(**{"tp": 2, "device": device, **(changes if is_odd else {})})
+    handler(2, device).shutdown()
 
 
 @check
@@ -291,7 +328,21 @@ def what_is_wrong_with_a_call(device: torch.device) -> None:
     refused("^local_batches should be rows for each of dp_size 2", gather, mixed, x, local_batches=[4])
     refused("^local_batches should be rows for each of dp_size 2", gather, mixed, x, local_batches=[5, -1])
     refused(r"^x_in.shape\[0\] should be 3 on dp_rank", gather, mixed, x, local_batches=[3, 3])
-    # What would touch other memory is refused without the check too.
+    refused("^Invalid op: 1208925819614629174706176", 2**80, mixed, x)
+    refused("^Invalid op: 'sum'", "sum", mixed, x)
+    for x_in in (None, [[1.0]]):
+        with pytest.raises(TypeError, match="^x_in should be a torch.Tensor, not"):
+            run_mixed_comm(gather, mixed, x_in, mode=Mode.NCCL_ONE)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            run_mixed_comm(gather, mixed, x_in)  # type: ignore[arg-type]
+    for batches in (4, "44", [4.0, 4.0]):
+        with pytest.raises(TypeError, match="^local_batches should be a sequence of integers"):
+            run_mixed_comm(gather, mixed, x, local_batches=batches)  # type: ignore[arg-type]
+    # What there is not is refused without the check too, and what would touch other memory.
+    with pytest.raises(ValueError, match="^Invalid op: ALLGATHER"):
+        run_mixed_comm(Op.ALLGATHER, mixed, x, mode=Mode.NCCL_ONE, skip_check=True)
+    with pytest.raises(ValueError, match="^Invalid mode: FUSED_OPT_WAITS_MC"):
+        run_mixed_comm(gather, mixed, x, mode=Mode.FUSED_OPT_WAITS_MC, skip_check=True)
     with pytest.raises(ValueError, match="elements"):
         run_mixed_comm(gather, mixed, x, torch.ones(7, HIDDEN, device=device), skip_check=True)
     assert run_mixed_comm(gather, mixed, x, skip_check=True).eq(2).all()
@@ -328,7 +379,13 @@ def tables_are_measured_and_kept(device: torch.device) -> None:
         patch.setenv("ANTIPHON_CACHE_DIR", str(folder[0]))
         patch.setattr("antiphon.comm._mixed.tuned_sizes", lambda handler: sizes)  # not all sizes up to 128 MiB
         mixed = handler(2, device)
-        built_in, before = dict(mixed.autotune_map), time.perf_counter()
+        built_in = dict(mixed.autotune_map)
+        with pytest.MonkeyPatch.context() as elsewhere:
+            if dist.get_rank() == 0:
+                elsewhere.setenv("ANTIPHON_CACHE_DIR", "/dev/null/nowhere")
+            with pytest.raises(RuntimeError if dist.get_rank() == 0 else ValueError, match="/dev/null/nowhere"):
+                mixed.run_autotune()
+        before = time.perf_counter()
         mixed.run_autotune()
         took = time.perf_counter() - before
         again = handler(2, device)
@@ -365,6 +422,9 @@ def two_handlers_and_their_ends(device: torch.device) -> None:
         first.run_autotune,
         first.checkpoint_prepare,
         lambda: first.select_autotune_mode(Op.ALLREDUCE_ALLGATHER, x),
+        lambda: run_mixed_comm(Op.ALLREDUCE_ALLGATHER, first, x, mode=Mode.NCCL_ONE),
+        first.init_virtual_memory,
+        first.init_nvshmem,
     ):
         with pytest.raises(RuntimeError, match="was shut down"):
             late()
@@ -392,8 +452,9 @@ def checkpoints(device: torch.device) -> None:
     for _ in range(2):
         mixed.checkpoint_prepare()
         mixed.checkpoint_prepare()
-        with pytest.raises(RuntimeError, match="call checkpoint_restore first"):
-            run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x)
+        for early in (lambda: run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x), mixed.run_autotune, mixed.init_virtual_memory):
+            with pytest.raises(RuntimeError, match="call checkpoint_restore first"):
+                early()
         backend = TorchDistBackend()
         mixed.checkpoint_restore(backend)
         mixed.checkpoint_restore(backend)
@@ -409,7 +470,14 @@ def checkpoints(device: torch.device) -> None:
         mixed.checkpoint_restore(Elsewhere() if dist.get_rank() == 1 else TorchDistBackend())
     with pytest.raises(RuntimeError, match="call checkpoint_restore first"):
         run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x)
+    with pytest.raises(ValueError, match="checkpoint_restore: None does not tell its rank and size"):
+        mixed.checkpoint_restore(None if dist.get_rank() == 2 else TorchDistBackend())  # type: ignore[arg-type]
     mixed.checkpoint_restore(TorchDistBackend())
+    assert run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x).eq(2).all()
+    # The memory is the communicator's: another handler has it again when this one ends.
+    mixed.checkpoint_prepare()
+    mixed.shutdown()
+    mixed = handler(2, device)
     assert run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, x).eq(2).all()
     mixed.shutdown()
 
@@ -437,6 +505,20 @@ class Elsewhere(CommBackend):
 
 
 @check
+def parameters_and_negated_views(device: torch.device) -> None:
+    """No mode passes gradients on, or takes bits for numbers."""
+    mixed = handler(2, device)
+    for mode, op in itertools.product(mixed.valid_mode_list, mixed.valid_op_list):
+        x = torch.nn.Parameter(torch.ones(4, HIDDEN, device=device))
+        wanted = 4.0 if op in SCATTERS else 2.0
+        found = run_mixed_comm(op, mixed, x, mode=mode)
+        assert found.eq(wanted).all() and not found.requires_grad
+        with pytest.raises(ValueError, match=r"is_neg is set\): pass .*resolve_neg\(\)"):
+            run_mixed_comm(op, mixed, torch._neg_view(x.detach()), mode=mode)
+    mixed.shutdown()
+
+
+@check
 def compiled(device: torch.device) -> None:
     mixed = handler(2, device)
 
@@ -448,7 +530,12 @@ def compiled(device: torch.device) -> None:
     wanted = layer(x)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(layer, backend="aot_eager")(x), wanted)
-    out = x.new_empty(8, HIDDEN)
+    torch._dynamo.reset()
+    dynamic = torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True)
+    for batch in (4, 6, 10):
+        x = torch.full((batch, HIDDEN), float(dist.get_rank() // 2), device=device)
+        assert torch.equal(dynamic(x), layer(x))
+    x, out = x[:4], x.new_empty(8, HIDDEN)
     arguments = (x, out, mixed._number, int(Op.ALLREDUCE_ALLGATHER), int(Mode.AUTOTUNE), None)
     torch.library.opcheck(torch.ops.antiphon.mixed_comm.default, arguments)
     mixed.shutdown()
@@ -456,7 +543,7 @@ def compiled(device: torch.device) -> None:
 
 @check
 def unlike_batches_are_an_error_on_all_ranks(device: torch.device) -> None:
-    """The last check: the communicator is unusable afterwards."""
+    """The last check: the communicator is unusable afterwards, and what the backend is made of."""
     mixed = handler(2, device)
     x = torch.ones(4 if dist.get_rank() else 5, HIDDEN, device=device)
     with pytest.raises(RuntimeError, match="all_reduce_all_gather"):
@@ -466,6 +553,13 @@ def unlike_batches_are_an_error_on_all_ranks(device: torch.device) -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 time.sleep(0.02)
+    with pytest.raises(RuntimeError):
+        mixed.shutdown()
+    assert not mixed.is_running and mixed.tp_comm_group is mixed.dp_comm_group is None
+    if dist.get_backend() == "gloo":  # where the communicator is not the group's, there is another one
+        mixed = handler(2, device)
+        assert run_mixed_comm(Op.ALLREDUCE_ALLGATHER, mixed, torch.ones(4, HIDDEN, device=device)).eq(2).all()
+        mixed.shutdown()
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -14,6 +14,7 @@ need not be named: :func:`all_reduce` and :func:`all_reduce_rms_norm` are calls 
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from antiphon._core import AbortedError, Communicator, CudaBuffer, Handle, Memory, PeerLostError, Plan, SharedBuffer, __version__, after_fork
@@ -85,7 +86,8 @@ def init(
     ``parent`` is a communicator of which these ranks are a part; all of them pass it, and its other ranks take no part. Errors
     then also give the world's rank numbers, and the handles of the ranks' processes are shared.
 
-    ``timeout`` is the number of seconds that a call waits for a peer (300). ``arena_bytes`` is the limit of each rank's
+    ``timeout`` is the number of seconds that a call waits for a peer (300, or the timeout of the ``group`` if that is less).
+    ``arena_bytes`` is the limit of each rank's
     symmetric memory (1 GiB; only used memory is allocated). If the environment describes the world, it may set them by
     ``ANTIPHON_TIMEOUT`` and ``ANTIPHON_ARENA_BYTES``.
 
@@ -99,6 +101,8 @@ def init(
         if rank is not None or world_size is not None:
             raise ValueError("init: the group says rank and world_size")
         rank, world_size, exchange = _of_group(group)
+        if timeout is None and (of_group := _timeout_of(group)) is not None:
+            timeout = min(300.0, of_group.total_seconds())
     if secret is not None and path is None:
         raise ValueError("init: secret is for meeting at a path")
     if not ways:
@@ -118,6 +122,16 @@ def init(
     known = where if secret is None else secret
     known = known.encode() if isinstance(known, str) else known
     return Communicator.at_path(rank, world_size, where, known, timeout, arena_bytes, parent)
+
+
+def _timeout_of(group: "ProcessGroup") -> timedelta | None:
+    """How long calls of a torch process group wait, if its backend says so."""
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def _of_group(group: "ProcessGroup") -> tuple[int, int, Callable[[bytes], list[bytes]]]:

@@ -65,11 +65,13 @@ impl AlgorithmTable {
     ) -> Result<Self> {
         let sweep = Sweep::new(algorithms.iter().copied(), doubling(sizes))?;
         let table = sweep.measure(run, |samples| Ok::<_, CollectiveError>(maximum(comm, samples)?))?;
-        let cache = Cache::open()?;
-        if comm.rank() == 0 {
-            cache.put(key, &table)?;
-        }
-        comm.barrier()?;
+        let kept = Cache::open().and_then(|cache| {
+            if comm.rank() == 0 {
+                cache.put(key, &table)?;
+            }
+            Ok(cache)
+        });
+        let cache = comm.agree("cannot keep the table of algorithms", kept.map_err(CollectiveError::from))?;
         Ok(Self { table, origin: cache.path().display().to_string() })
     }
 }

@@ -4,7 +4,7 @@ use std::{ops::Range, time::Duration};
 
 use antiphon::operation::InPlace;
 use pyo3::{
-    exceptions::{PyTypeError, PyValueError},
+    exceptions::{PyOverflowError, PyTypeError, PyValueError},
     prelude::*,
 };
 
@@ -168,7 +168,23 @@ impl<'py> FromPyObject<'_, 'py> for Count {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        object.extract::<i64>()?.try_into()
+        object.extract::<Whole>()?.0.try_into()
+    }
+}
+
+/// An integer of 64 bits. Larger ones are a `ValueError`, where Python would raise `OverflowError`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Whole(pub(crate) i64);
+
+impl<'py> FromPyObject<'_, 'py> for Whole {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let too_large = |error: PyErr| match error.is_instance_of::<PyOverflowError>(object.py()) {
+            true => PyValueError::new_err(format!("{} has more than 64 bits", object.to_owned())),
+            false => error,
+        };
+        object.extract().map(Self).map_err(too_large)
     }
 }
 

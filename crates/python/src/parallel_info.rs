@@ -3,7 +3,7 @@
 use antiphon::{prelude::MixedLayout, topology::MixedGroup};
 use pyo3::prelude::*;
 
-use crate::{error::Result, mapping::unsigned};
+use crate::{arguments::Whole, error::Result, mapping::unsigned};
 
 #[doc = stub!("ParallelInfo")]
 #[pyclass(frozen, subclass, module = "antiphon.comm.mixed_comm")]
@@ -59,36 +59,36 @@ properties! {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "the peer's constructor")]
     fn new(
-        world_rank: i64,
-        world_size: i64,
-        local_rank: i64,
-        local_size: i64,
-        inter_rank: i64,
-        inter_size: i64,
-        local_tp_size: Option<i64>,
-        local_dp_size: Option<i64>,
-        inter_tp_size: Option<i64>,
-        inter_dp_size: Option<i64>,
+        world_rank: Whole,
+        world_size: Whole,
+        local_rank: Whole,
+        local_size: Whole,
+        inter_rank: Whole,
+        inter_size: Whole,
+        local_tp_size: Option<Whole>,
+        local_dp_size: Option<Whole>,
+        inter_tp_size: Option<Whole>,
+        inter_dp_size: Option<Whole>,
     ) -> Result<Self> {
         let mut builder = MixedLayout::builder(
-            unsigned("world_size", world_size)?,
-            unsigned("world_rank", world_rank)?,
+            unsigned("world_size", world_size.0)?,
+            unsigned("world_rank", world_rank.0)?,
         )
-        .local_rank(unsigned("local_rank", local_rank)?)
-        .local_size(unsigned("local_size", local_size)?)
-        .inter_rank(unsigned("inter_rank", inter_rank)?)
-        .inter_size(unsigned("inter_size", inter_size)?);
+        .local_rank(unsigned("local_rank", local_rank.0)?)
+        .local_size(unsigned("local_size", local_size.0)?)
+        .inter_rank(unsigned("inter_rank", inter_rank.0)?)
+        .inter_size(unsigned("inter_size", inter_size.0)?);
         if let Some(size) = local_tp_size {
-            builder = builder.local_tp(unsigned("local_tp_size", size)?);
+            builder = builder.local_tp(unsigned("local_tp_size", size.0)?);
         }
         if let Some(size) = local_dp_size {
-            builder = builder.local_dp(unsigned("local_dp_size", size)?);
+            builder = builder.local_dp(unsigned("local_dp_size", size.0)?);
         }
         if let Some(size) = inter_tp_size {
-            builder = builder.inter_tp(unsigned("inter_tp_size", size)?);
+            builder = builder.inter_tp(unsigned("inter_tp_size", size.0)?);
         }
         if let Some(size) = inter_dp_size {
-            builder = builder.inter_dp(unsigned("inter_dp_size", size)?);
+            builder = builder.inter_dp(unsigned("inter_dp_size", size.0)?);
         }
         Ok(Self { layout: builder.build()? })
     }

@@ -44,11 +44,11 @@ _operators.define(
 
 
 def check_world(info: ParallelInfo) -> None:
-    """Refuses a layout that is not that of the default group, or not supported."""
+    """Refuses a layout that is not that of the default group, if there is one, or not supported."""
     if info.world_size == 1:
         raise ValueError("MixedCommHandler: world_size is 1, and there is nothing to communicate")
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("MixedCommHandler: call torch.distributed.init_process_group first")
+        return
     rank, size = dist.get_rank(), dist.get_world_size()
     if (info.world_rank, info.world_size) != (rank, size):
         raise ValueError(
@@ -64,7 +64,10 @@ def check_world(info: ParallelInfo) -> None:
 def check_kind(dtype: torch.dtype, device: "torch.device | str") -> tuple[torch.dtype, torch.device]:
     if dtype not in _DTYPES:
         raise ValueError(f"MixedCommHandler: dtype is {dtype}, not float16, bfloat16 or float32")
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"MixedCommHandler: device is {device!r}, neither a CUDA device nor the CPU") from None
     if place.type not in _LARGEST:
         raise ValueError(f"MixedCommHandler: device is {place}, neither a CUDA device nor the CPU")
     if place.type == "cpu":
@@ -76,24 +79,29 @@ def check_kind(dtype: torch.dtype, device: "torch.device | str") -> tuple[torch.
     return dtype, torch.device("cuda", index)
 
 
-def check_grid(device: torch.device, grid_size: int | None) -> int:
-    """Blocks of a call, at most: on the host there are none, and any number will do."""
+def check_grid(device: torch.device, grid_size: int | None) -> tuple[int, int | None]:
+    """Blocks of a call, at most, for the caller and for the handler: on the host there are none, and any number will do."""
     most = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
     if grid_size is None:
-        return most or 1
-    if grid_size < 1 or (most is not None and grid_size > most):
-        raise ValueError(f"MixedCommHandler: grid_size is {grid_size}, not 1 to {most or 'any number'} (multiprocessors)")
-    return grid_size
+        return most or 1, None
+    if not _is_whole(grid_size) or grid_size < 1 or (most is not None and grid_size > most):
+        raise ValueError(f"MixedCommHandler: grid_size is {grid_size!r}, not 1 to {most or 'any number'} (multiprocessors)")
+    return grid_size, None if most is None else grid_size
+
+
+def _is_whole(number: object) -> bool:
+    return hasattr(number, "__index__") and not isinstance(number, bool)
 
 
 def check_blocks(max_block_size: int | None, min_block_size: int, min_num_steps: int) -> None:
-    for name, size in (("max_block_size", max_block_size), ("min_block_size", min_block_size)):
-        if size is not None and (size < _WARP or size % _WARP):
-            raise ValueError(f"MixedCommHandler: {name} is {size}, not a multiple of {_WARP}")
-    if max_block_size is not None and max_block_size < min_block_size:
-        raise ValueError(f"MixedCommHandler: max_block_size {max_block_size} is below min_block_size {min_block_size}")
-    if min_num_steps < 1:
-        raise ValueError(f"MixedCommHandler: min_num_steps is {min_num_steps}, not 1 or more")
+    most = min_block_size if max_block_size is None else max_block_size
+    for name, size in (("min_block_size", min_block_size), ("max_block_size", most)):
+        if not _is_whole(size) or size < _WARP or size % _WARP:
+            raise ValueError(f"MixedCommHandler: {name} is {size!r}, not a multiple of {_WARP}")
+    if most < min_block_size:
+        raise ValueError(f"MixedCommHandler: max_block_size {most} is below min_block_size {min_block_size}")
+    if not _is_whole(min_num_steps) or min_num_steps < 1:
+        raise ValueError(f"MixedCommHandler: min_num_steps is {min_num_steps!r}, not 1 or more")
 
 
 def check_call(
@@ -106,17 +114,22 @@ def check_call(
 ) -> None:
     """Refuses what does not suit the handler. Texts begin as FlashInfer's."""
     info = handler.para_info
-    sizes = f"tp_size {info.tp_size}, dp_size {info.dp_size}"
+
+    def sizes() -> str:  # made for errors alone: a compiler cannot print every number
+        return f"tp_size {info.tp_size}, dp_size {info.dp_size}"
+
     if op not in handler.valid_op_list:
         names = ", ".join(each.name for each in handler.valid_op_list)
-        raise ValueError(f"Invalid op: {_name(MixedCommOp, op)}, valid with {sizes}: {names}")
+        raise ValueError(f"Invalid op: {_name(MixedCommOp, op)}, valid with {sizes()}: {names}")
     if mode not in handler.valid_mode_list:
         names, called = ", ".join(each.name for each in handler.valid_mode_list), _name(MixedCommMode, mode)
         why = " (it needs NVLink multicast, which Antiphon does not use)" if called.endswith("_MC") else ""
-        raise ValueError(f"Invalid mode: {called}{why}, valid with {sizes}: {names}")
+        raise ValueError(f"Invalid mode: {called}{why}, valid with {sizes()}: {names}")
     for name, tensor in (("x_in", x_in), ("x_out", x_out)):
-        if tensor is None:
+        if tensor is None and name == "x_out":
             continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} should be a torch.Tensor, not {type(tensor).__name__}")
         if tensor.ndim < 2:
             raise ValueError(f"{name}.ndim should be at least 2, but it is {tensor.ndim}")
         if tensor.dtype != handler.dtype:
@@ -125,15 +138,17 @@ def check_call(
             raise ValueError(f"{name}.device should be {handler.device}, but it is {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} should be contiguous, but its strides are {tuple(tensor.stride())}")
+        if not torch.compiler.is_compiling() and tensor.is_neg():
+            raise ValueError(f"{name}: its values are not what is in memory (is_neg is set): pass {name}.resolve_neg()")
     if local_batches is not None:
         _check_batches(op, info, x_in, mode, local_batches)
     elif op in SCATTERS and x_in.shape[0] % info.dp_size:
-        raise ValueError(f"x_in.shape[0] should be divisible by dp_size, but it is {x_in.shape[0]}, with {sizes}")
+        raise ValueError(f"x_in.shape[0] should be divisible by dp_size, but it is {x_in.shape[0]}, with {sizes()}")
     if x_out is not None:
         expected = _output_shape(op, info, x_in.shape, local_batches)
         if list(x_out.shape) != expected:
             raise ValueError(
-                f"x_out.shape should be {expected} for x_in.shape {list(x_in.shape)} with {sizes}, but it is {list(x_out.shape)}"
+                f"x_out.shape should be {expected} for x_in.shape {list(x_in.shape)} with {sizes()}, but it is {list(x_out.shape)}"
             )
         if not torch.compiler.is_compiling():
             _check_overlap(op, info, x_in, x_out, local_batches)
@@ -146,6 +161,8 @@ def _check_batches(
         raise ValueError(
             f"local_batches are for the fused modes of operations that gather or scatter, not {op.name} by {mode.name}"
         )
+    if not isinstance(local_batches, Sequence) or not all(_is_whole(rows) for rows in local_batches):
+        raise TypeError(f"local_batches should be a sequence of integers, but they are {local_batches!r}")
     if len(local_batches) != info.dp_size or any(rows < 0 for rows in local_batches):
         raise ValueError(f"local_batches should be rows for each of dp_size {info.dp_size}, but they are {list(local_batches)}")
     rows = sum(local_batches) if op in SCATTERS else local_batches[info.dp_rank]
@@ -175,6 +192,7 @@ def _check_overlap(
     raise ValueError("x_in and x_out overlap: they should be apart, or the smaller the rank's own block of the larger")
 
 
+@torch.no_grad()  # as the fused modes, which no gradient passes
 def run_by_torch(handler: MixedCommHandler, op: MixedCommOp, mode: MixedCommMode, x_in: Tensor, x_out: Tensor) -> None:
     """An operation as one collective of ``torch.distributed``, or as one in each of the handler's groups."""
     info = handler.para_info

@@ -108,6 +108,12 @@ def communicator(caller: str, group: _Group) -> Communicator:
     return comm
 
 
+def forget(group: "ProcessGroup | None") -> None:
+    """The next call makes a new communicator of the group, as this one has failed."""
+    if group is not None:
+        _communicators.pop(group, None)
+
+
 def uses_cuda() -> bool:
     """Whether this process uses CUDA through torch."""
     torch = sys.modules.get("torch")

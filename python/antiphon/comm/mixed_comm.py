@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from antiphon import _core
-from antiphon.comm.cuda_ipc import communicator
+from antiphon import _core, _timeout_of
+from antiphon.comm.cuda_ipc import communicator, forget
 
 if TYPE_CHECKING:
     import torch
@@ -101,21 +101,31 @@ class ParallelInfo(_core.ParallelInfo):
 
     def get_local_tp_group_local_ranks(self, local_dp_rank: int | None = None) -> list[int]:
         """The local ranks that share tensors, of this or another ``local_dp_rank``."""
-        first = (self.local_dp_rank if local_dp_rank is None else local_dp_rank) * self.local_tp_size
+        first = _below(self.local_dp_size, self.local_dp_rank, local_dp_rank=local_dp_rank) * self.local_tp_size
         return list(range(first, first + self.local_tp_size))
 
     def get_local_dp_group_local_ranks(self, local_tp_rank: int | None = None) -> list[int]:
         """The local data parallel ranks, of this or another ``local_tp_rank``."""
-        first = self.local_tp_rank if local_tp_rank is None else local_tp_rank
+        first = _below(self.local_tp_size, self.local_tp_rank, local_tp_rank=local_tp_rank)
         return list(range(first, self.local_size, self.local_tp_size))
 
 
+def _below(size: int, own: int, **rank: int | None) -> int:
+    """A rank that was passed, or this rank's own."""
+    ((name, value),) = rank.items()
+    if value is not None and not 0 <= value < size:
+        raise ValueError(f"{name} is {value}, not 0 to {size - 1}")
+    return own if value is None else value
+
+
 def _new_group(partition: list[list[int]], rank: int) -> "ProcessGroup":
+    """A new group of this rank's part. It waits as long as the default group."""
     import torch.distributed as dist
 
-    own: ProcessGroup | None = None
+    world, own = dist.group.WORLD, None
+    timeout = None if world is None else _timeout_of(world)
     for ranks in partition:
-        group: ProcessGroup = dist.new_group(ranks)
+        group: ProcessGroup = dist.new_group(ranks, timeout=timeout)
         own = group if rank in ranks else own
     assert own is not None, "every rank is in a part"
     return own
@@ -125,13 +135,16 @@ class MixedCommHandler:
     """The mixed collectives of the default group of ``torch.distributed``, of any backend. All ranks make one together.
 
     ``local_tp_size`` to ``inter_dp_size`` are as in :class:`ParallelInfo`; tensors are of ``dtype`` (float16, bfloat16 or float32)
-    and on ``device`` (``"cuda:i"`` or ``"cpu"``). On CUDA, a fused operation has at most ``grid_size``
-    blocks (and at least one for each peer), if that is given. ``max_block_size``, ``min_block_size`` and ``min_num_steps`` are checked
-    and change nothing, as the blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect on one node. With ``use_autotune``, calls without a mode take the fastest
-    of the fused modes: as :meth:`run_autotune` measured on this machine, or else by a built-in table.
+    and on ``device`` (``"cuda:i"`` or ``"cpu"``). On CUDA, a fused operation has at most ``grid_size`` blocks (and at least one for
+    each peer), if that is given. ``max_block_size``, ``min_block_size`` and ``min_num_steps`` are checked and change nothing, as the
+    blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect on one node. With
+    ``use_autotune``, calls without a mode take the fastest of the fused modes: as :meth:`run_autotune` measured on this machine, or
+    else by a built-in table.
 
-    Raises ``ValueError`` for sizes and ranks that do not fit, a world of one rank, dtypes and devices that are not served, and
-    blocks that FlashInfer would refuse; ``RuntimeError`` without a process group; ``NotImplementedError`` for several nodes.
+    The ranks compare their arguments. Raises ``ValueError`` for sizes and ranks that do not fit, a world of one rank, dtypes and
+    devices that are not served, and blocks that FlashInfer would refuse; ``NotImplementedError`` for several nodes;
+    ``RuntimeError`` without a process group, on ranks whose arguments are right while another rank's are not, and on all ranks if
+    their layouts, dtypes, kinds of device, ``grid_size`` or ``use_autotune`` differ.
     """
 
     #: Whether calls are possible: from the end of the constructor to :meth:`shutdown`.
@@ -163,25 +176,22 @@ class MixedCommHandler:
 
         from antiphon.comm import _mixed
 
-        self.para_info = info = ParallelInfo(
-            world_rank,
-            world_size,
-            local_rank,
-            local_size,
-            inter_rank,
-            inter_size,
-            local_tp_size,
-            local_dp_size,
-            inter_tp_size,
-            inter_dp_size,
-        )
-        _mixed.check_world(info)
-        self.dtype, self.device = _mixed.check_kind(dtype, device)
-        self.grid_size, self._most_blocks = _mixed.check_grid(self.device, grid_size), grid_size
-        _mixed.check_blocks(max_block_size, min_block_size, min_num_steps)
+        layout = world_rank, world_size, local_rank, local_size, inter_rank, inter_size
+        parts = local_tp_size, local_dp_size, inter_tp_size, inter_dp_size
+        problem: Exception | None = None
+        try:
+            self.para_info = ParallelInfo(*layout, *parts)
+            _mixed.check_world(self.para_info)
+            self.dtype, self.device = _mixed.check_kind(dtype, device)
+            self.grid_size, self._most_blocks = _mixed.check_grid(self.device, grid_size)
+            _mixed.check_blocks(max_block_size, min_block_size, min_num_steps)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            problem = error
+        self.use_autotune = bool(use_autotune)
+        self._comm, self._group = self._agree(problem, grid_size)
+        info = self.para_info
         self.min_block_size, self.min_num_steps = min_block_size, min_num_steps
-        self.use_autotune = use_autotune
-        #: The choice at ``8192 << k`` bytes of each data parallel rank, for each operation.
+        #: The choice at ``8192 << k`` bytes of each data parallel rank, for each operation: a list as FlashInfer's, by ``k``.
         self.autotune_map: dict[MixedCommOp, list[MixedCommMode]] = {}
         #: Seconds at those sizes, as far as :meth:`run_autotune` measured them, for each operation and mode.
         self.autotune_times: dict[tuple[MixedCommOp, MixedCommMode], list[float]] = {}
@@ -192,24 +202,60 @@ class MixedCommHandler:
         # Found once: each call asks, and importing torch there takes as long as the answer.
         self._is_compiling = torch.compiler.is_compiling
         by_torch = _Mode.NCCL_TP_DP if info.use_mixed else _Mode.NCCL_ONE
-        self._default_mode = _Mode.AUTOTUNE if use_autotune else by_torch
+        self._default_mode = _Mode.AUTOTUNE if self.use_autotune else by_torch
         on_gpu = [mode for mode in self.valid_mode_list if FUSED.get(mode) and self.device.type == "cuda"]
         #: The threads of a block, by what FlashInfer calls ``block_size_y``. On the host there are no blocks.
         self.max_block_size_dict = {(op, mode): {1: _THREADS} for op in self.valid_op_list for mode in on_gpu}
+        self._is_prepared = False
+        self._streams: Streams | None = None
+        index = self.device.index
+        if self.device.type == "cuda":
+            if self._group is None:
+                self._comm.prepare_cuda(index, dtypes=[], staging_bytes=_STAGING_BYTES)
+            else:
+                self._streams = self._group.streams_on(index)
+        of_dtype = str(self.dtype).removeprefix("torch.")
+        self._core: _core.MixedHandler | None = _core.MixedHandler(self._comm, info, index, of_dtype, self._most_blocks)
         # In this order on all ranks.
         self.local_comm_group = info.get_local_comm_group() if info.use_inter else None
         self.tp_comm_group = info.get_tp_comm_group() if info.use_mixed else None
         self.dp_comm_group = info.get_dp_comm_group() if info.use_mixed else None
-        self._core: _core.MixedHandler | None = None
-        self._comm: Communicator | None = None
-        self._streams: Streams | None = None
-        self._is_prepared = False
-        self.init_virtual_memory()
         self._number = next(_numbers)
         _handlers[self._number] = self
         self.is_running = True
-        if use_autotune:
+        if self.use_autotune:
             self._read_tables()
+
+    def _agree(self, problem: Exception | None, grid_size: int | None) -> "tuple[Communicator, Any]":
+        """The communicator of the default group, with the group if that is ours. Raises on all ranks if one has a problem, or they
+        differ."""
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise problem or RuntimeError("MixedCommHandler: call torch.distributed.init_process_group first")
+        mine: dict[str, Any] = {}
+        if problem is None:
+            info = self.para_info
+            mine = {"tp_size": info.tp_size, "dp_size": info.dp_size, "dtype": str(self.dtype), "device": self.device.type}
+            mine |= {"grid_size": grid_size, "use_autotune": self.use_autotune}
+        try:
+            comm, group = _communicator()
+            every = comm.exchange_objects((None if problem is None else str(problem), mine))
+        except (RuntimeError, TimeoutError):
+            forget(dist.group.WORLD)
+            if problem is not None:  # where there is no communicator either, as between nodes
+                raise problem from None
+            raise
+        if problem is not None:
+            raise problem
+        for rank, (text, _) in enumerate(every):
+            if text is not None:
+                raise RuntimeError(f"MixedCommHandler: rank {rank} cannot make its handler: {text}")
+        for (rank, (_, theirs)), name in itertools.product(enumerate(every), mine):
+            if theirs[name] != (first := every[0][1][name]):
+                values = f"{first} on rank 0, {theirs[name]} on rank {rank}"
+                raise RuntimeError(f"MixedCommHandler: {name} differs between the ranks: {values}")
+        return comm, group
 
     def get_valid_op_list(self) -> list[MixedCommOp]:
         """The operations of the layout: fused ones if it is both tensor and data parallel."""
@@ -229,21 +275,13 @@ class MixedCommHandler:
         return [mode for mode, is_valid in modes.items() if is_valid]
 
     def init_virtual_memory(self) -> None:
-        """Brings the ranks together, as the constructor does; a second time it does nothing."""
-        import antiphon.comm._mixed  # noqa: F401  (so that what is compiled from now on finds the operator)
-
-        if self._core is None:
-            self._comm, group = _communicator()
-            index, dtype = self.device.index, str(self.dtype).removeprefix("torch.")
-            if self.device.type == "cuda":
-                if group is None:
-                    self._comm.prepare_cuda(index, dtypes=[], staging_bytes=_STAGING_BYTES)
-                else:
-                    self._streams = group.streams_on(index)
-            self._core = _core.MixedHandler(self._comm, self.para_info, index, dtype, self._most_blocks)
+        """Does nothing: the constructor has brought the ranks together. ``RuntimeError`` after :meth:`shutdown`, and while the handler
+        is prepared for a checkpoint."""
+        self._running()
 
     def init_nvshmem(self) -> None:
-        """Does nothing: on one node there is no NVSHMEM."""
+        """Does nothing: on one node there is no NVSHMEM. ``RuntimeError`` as :meth:`init_virtual_memory`."""
+        self._running()
 
     def run_autotune(self) -> None:
         """Measures every mode but ``AUTOTUNE``, and keeps the fused ones' table where every handler on this machine finds it.
@@ -282,14 +320,22 @@ class MixedCommHandler:
 
         if not self.is_running:
             raise RuntimeError("Should not call shutdown() more than once.")
-        self.is_running, comm, self._core = False, self._comm, None
-        if comm is not None and not comm.closed:
-            comm.barrier()
-        for name in ("local_comm_group", "tp_comm_group", "dp_comm_group"):
-            group = getattr(self, name)
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
-            setattr(self, name, None)
+        core, self._core, self.is_running = self._core, None, False
+        try:
+            if not self._comm.closed:
+                if self._is_prepared and core is not None:  # the memory is the communicator's, which goes on
+                    core.restore_memory()
+                self._comm.barrier()
+        except (RuntimeError, TimeoutError):
+            # The ranks of a communicator that has failed need another one.
+            forget(dist.group.WORLD)
+            raise
+        finally:
+            for name in ("local_comm_group", "tp_comm_group", "dp_comm_group"):
+                group = getattr(self, name)
+                if group is not None and dist.is_initialized():
+                    dist.destroy_process_group(group)
+                setattr(self, name, None)
 
     def __del__(self) -> None:
         # The other ranks may be elsewhere, so that this one waits for none: what it holds goes with it.
@@ -312,18 +358,19 @@ class MixedCommHandler:
         """Undoes :meth:`checkpoint_prepare`: graphs that were captured before go on. All ranks call it together; a second time it does
         nothing.
 
-        Raises ``ValueError`` if the backend has another rank or size than the handler. If one rank fails, for that or for too little
+        Raises ``ValueError`` if the backend has another rank or size than the handler, or does not tell them. If one rank fails, for that or for too little
         memory, all raise, and it can be called again.
         """
         core = self._running(even_prepared=True)
-        info = self.para_info
-        theirs = comm_backend.Get_rank(), comm_backend.Get_size()
-        problem = None
-        if theirs != (info.world_rank, info.world_size):
-            problem = (
-                f"checkpoint_restore: comm_backend is rank {theirs[0]} of {theirs[1]}, the handler rank {info.world_rank} of "
-                f"{info.world_size}"
-            )
+        info, problem = self.para_info, None
+        try:
+            rank, size = comm_backend.Get_rank(), comm_backend.Get_size()
+        except Exception as error:
+            problem = f"checkpoint_restore: {comm_backend!r} does not tell its rank and size: {error}"
+        else:
+            if (rank, size) != (info.world_rank, info.world_size):
+                mine = f"rank {info.world_rank} of {info.world_size}"
+                problem = f"checkpoint_restore: comm_backend is rank {rank} of {size}, the handler {mine}"
         if self._is_prepared:
             core.restore_memory(problem)  # the other ranks wait there
             self._is_prepared = False
@@ -363,6 +410,8 @@ class MixedCommHandler:
             from antiphon.comm import _mixed
 
             self._running()
+            if op not in self.valid_op_list or mode not in self.valid_mode_list:
+                _mixed.check_call(MixedCommOp(op), self, x_in, x_out, MixedCommMode(mode), local_batches)
             _mixed.run_by_torch(self, MixedCommOp(op), MixedCommMode(mode), x_in, x_out)
 
 
@@ -384,7 +433,9 @@ def run_mixed_comm(
     the others the smaller tensor may be this rank's own block of the larger one.
 
     Raises ``ValueError`` for arguments that do not suit the handler, unless ``skip_check`` (what would touch other memory is refused
-    in any case); ``RuntimeError`` on all ranks that call something else, or with other rows, than another rank.
+    in any case); ``RuntimeError`` on all ranks that call something else, or with other rows, than another rank. Only the fused modes
+    compare: what unlike calls of the ``NCCL`` modes do, or of a fused mode on one rank and of ``NCCL`` on another, is up to the
+    backend of the default group, and to its timeout.
     """
     if mode is None:
         mode = handler._default_mode
@@ -393,7 +444,7 @@ def run_mixed_comm(
         # What is wrong is found in compiled code, and explained here.
         try:
             return handler._run_fused(op, mode, x_in, x_out, local_batches, not skip_check)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             if not skip_check:
                 _check(op, handler, x_in, x_out, mode, local_batches)
             raise
