@@ -87,6 +87,8 @@ class ExpertParallel:
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
+        if capacity is not None and capacity < 0:
+            raise ValueError(f"dispatch: the capacity must not be below 0, not {capacity}")
         if layout is None:
             layout = self.layout(ids)
         elif len(layout.tokens_per_expert) != self.num_experts:
