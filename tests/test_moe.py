@@ -483,6 +483,33 @@ def test_arguments_are_refused_with_their_numbers() -> None:
     threads(2, body)
 
 
+def test_expert_parallel_refuses_what_is_not_its_own() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        experts = ExpertParallel(comm, 4, H)
+        x, ids, weights = tokens_of(0, 3, 4)
+        rows = experts.dispatch(x, ids, weights).x
+        layout = ExpertParallel(comm, 8, H).layout(ids)
+        nothing: Any = None
+        calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+            (lambda: ExpertParallel(comm, 4, 0), ValueError, "hidden must be above 0, not 0"),
+            (lambda: ExpertParallel(comm, 4.0, H), TypeError, "float"),  # type: ignore[arg-type]
+            (lambda: experts.dispatch(x, ids, weights, layout=layout), ValueError, "of 8 experts; there are 4"),
+            (lambda: experts.combine(rows, nothing), TypeError, "Handle that a dispatch gave, not NoneType"),
+            (lambda: experts.combine_by_expert(rows, nothing), TypeError, "HybridHandle .* not NoneType"),
+            (lambda: experts.dispatch(x, ids, weights, capacity=-1), ValueError, "capacity must not be below 0, not -1"),
+            (
+                lambda: experts.combine_low_latency(rows, ids, weights, nothing),
+                TypeError,
+                "LowLatencyHandle .* not NoneType",
+            ),
+        ]
+        for call, kind, text in calls:
+            with pytest.raises(kind, match=text):
+                call()
+
+    threads(1, body)
+
+
 def test_handles_of_another_communicator_are_refused() -> None:
     def body(comm: antiphon.Communicator) -> None:
         x, ids, weights = tokens_of(0, 5, 4)

@@ -1,5 +1,6 @@
 """Expert parallelism over one communicator."""
 
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,13 +44,17 @@ class ExpertParallel:
     first such object of it. Calls are collective: all ranks make the same ones in the same order. Any number of tokens is
     served, a different one on each rank, zero too.
 
-    Raises ``ValueError`` if the experts cannot be divided among the ranks.
+    Raises ``ValueError`` if the experts cannot be divided among the ranks, and for a ``hidden`` below 1; ``TypeError`` for
+    numbers that are no integers.
     """
 
     def __init__(self, comm_or_group: "Communicator | ProcessGroup | None", num_experts: int, hidden: int) -> None:
         self.comm = communicator("ExpertParallel", comm_or_group)
+        num_experts, hidden = index(num_experts), index(hidden)
         if num_experts <= 0 or num_experts % self.comm.world_size:
             raise ValueError(f"{num_experts} experts cannot be divided among {self.comm.world_size} ranks")
+        if hidden <= 0:
+            raise ValueError(f"ExpertParallel: hidden must be above 0, not {hidden}")
         self.num_experts, self.hidden = num_experts, hidden
         self._calls = calls_of(self.comm)
 
@@ -82,7 +87,14 @@ class ExpertParallel:
         """
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
-        layout = self.layout(ids) if layout is None else layout
+        if capacity is not None and capacity < 0:
+            raise ValueError(f"dispatch: the capacity must not be below 0, not {capacity}")
+        if layout is None:
+            layout = self.layout(ids)
+        elif len(layout.tokens_per_expert) != self.num_experts:
+            raise ValueError(
+                f"dispatch: the layout is of {len(layout.tokens_per_expert)} experts; there are {self.num_experts}"
+            )
         plain: list[Any] = []
         received_x, received_weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
             x, weights, self._calls, plain, (layout, ids, scales, capacity)
@@ -101,6 +113,7 @@ class ExpertParallel:
 
         Gradients flow to ``x`` and ``bias``.
         """
+        _check_handle("combine", handle, Handle)
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         result: Tensor = _Combine.apply(x, self._calls, handle, *biases)  # type: ignore[no-untyped-call]
         return result
@@ -154,6 +167,7 @@ class ExpertParallel:
 
         Gradients flow to ``x``.
         """
+        _check_handle("combine_by_expert", handle, HybridHandle)
         result: Tensor = CombineByMap.apply(x, handle)  # type: ignore[no-untyped-call]
         return result
 
@@ -199,6 +213,7 @@ class ExpertParallel:
 
         Gradients flow to ``x`` and ``weights``. Raises ``ValueError`` for an ``out`` where they do.
         """
+        _check_handle("combine_low_latency", handle, LowLatencyHandle)
         calls = low_latency_calls_of(self.comm)
         if not needs_gradient(x, weights):
             return calls.combine(x, ids, weights, handle, out)[0]
@@ -206,6 +221,12 @@ class ExpertParallel:
             raise ValueError("combine: with out there is no gradient: pass no out, or detached tensors")
         result: Tensor = CombineLowLatency.apply(x, weights, ids, calls, self._calls, handle)  # type: ignore[no-untyped-call]
         return result
+
+
+def _check_handle(call: str, handle: Any, expected: type) -> None:
+    if not isinstance(handle, expected):
+        found = type(handle).__name__
+        raise TypeError(f"{call}: the handle must be the {expected.__name__} that a dispatch gave, not {found}")
 
 
 class _Dispatch(torch.autograd.Function):
