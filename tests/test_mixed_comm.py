@@ -343,6 +343,12 @@ def what_is_wrong_with_a_call(device: torch.device) -> None:
         run_mixed_comm(Op.ALLGATHER, mixed, x, mode=Mode.NCCL_ONE, skip_check=True)
     with pytest.raises(ValueError, match="^Invalid mode: FUSED_OPT_WAITS_MC"):
         run_mixed_comm(gather, mixed, x, mode=Mode.FUSED_OPT_WAITS_MC, skip_check=True)
+    for mode in (Mode.NCCL_ONE, Mode.NCCL_TP_DP):
+        rows = torch.zeros(4, HIDDEN, device=device)
+        for x_in, x_out in ((x[:3], rows[:1]), (x, rows[:1]), (x, rows)):
+            with pytest.raises(ValueError, match="elements with dp_size 2"):
+                run_mixed_comm(scatter, mixed, x_in, x_out, mode, skip_check=True)
+        assert not rows.any()
     with pytest.raises(ValueError, match="elements"):
         run_mixed_comm(gather, mixed, x, torch.ones(7, HIDDEN, device=device), skip_check=True)
     assert run_mixed_comm(gather, mixed, x, skip_check=True).eq(2).all()

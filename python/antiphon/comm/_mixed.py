@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -196,6 +197,10 @@ def _check_overlap(
 def run_by_torch(handler: MixedCommHandler, op: MixedCommOp, mode: MixedCommMode, x_in: Tensor, x_out: Tensor) -> None:
     """An operation as one collective of ``torch.distributed``, or as one in each of the handler's groups."""
     info = handler.para_info
+    # Where nothing was checked before, too: no other memory is written.
+    count = math.prod(_output_shape(op, info, x_in.shape, None))
+    if x_out.numel() != count or (op in SCATTERS and x_in.shape[0] % info.dp_size):
+        raise ValueError(f"x_in.shape {list(x_in.shape)} gives {count} elements with dp_size {info.dp_size}, x_out has {x_out.numel()}")
     by_groups = mode == MixedCommMode.NCCL_TP_DP
     if op == MixedCommOp.ALLREDUCE:
         if x_out.data_ptr() != x_in.data_ptr():
@@ -212,7 +217,7 @@ def run_by_torch(handler: MixedCommHandler, op: MixedCommOp, mode: MixedCommMode
     elif op == MixedCommOp.ALLREDUCE_ALLGATHER:
         gathered = x_in.new_empty(info.world_size * x_in.shape[0], *x_in.shape[1:])
         dist.all_gather_into_tensor(gathered, x_in)
-        torch.sum(gathered.view(info.dp_size, info.tp_size, -1), 1, out=x_out.view(info.dp_size, -1))
+        x_out.view(info.dp_size, -1).copy_(gathered.view(info.dp_size, info.tp_size, -1).sum(1))
     elif by_groups:
         scattered = torch.empty_like(x_out)  # the output may be a block of the input
         dist.reduce_scatter_tensor(scattered, x_in, group=handler.dp_comm_group)
@@ -223,7 +228,7 @@ def run_by_torch(handler: MixedCommHandler, op: MixedCommOp, mode: MixedCommMode
         row = x_in.view(info.dp_size, 1, -1).expand(-1, info.tp_size, -1).reshape(info.world_size, -1)
         received = torch.empty_like(row)
         dist.all_to_all_single(received, row)
-        torch.sum(received, 0, out=x_out.view(-1))
+        x_out.view(-1).copy_(received.sum(0))
 
 
 def tuned_sizes(handler: MixedCommHandler) -> list[int]:

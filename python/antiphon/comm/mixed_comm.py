@@ -185,9 +185,9 @@ class MixedCommHandler:
             self.dtype, self.device = _mixed.check_kind(dtype, device)
             self.grid_size, self._most_blocks = _mixed.check_grid(self.device, grid_size)
             _mixed.check_blocks(max_block_size, min_block_size, min_num_steps)
-        except (TypeError, ValueError, NotImplementedError) as error:
+            self.use_autotune = bool(use_autotune)
+        except Exception as error:
             problem = error
-        self.use_autotune = bool(use_autotune)
         self._comm, self._group = self._agree(problem, grid_size)
         info = self.para_info
         self.min_block_size, self.min_num_steps = min_block_size, min_num_steps
