@@ -1,6 +1,7 @@
 """Compiled models whose collectives are fused with what follows, on host ranks: against eager, and what is refused."""
 
 import json
+import logging
 import tempfile
 import warnings
 from pathlib import Path
@@ -10,12 +11,13 @@ import antiphon.torch
 import harness
 import pytest
 import torch
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from antiphon import _core
 from antiphon.lowering import Options
 from antiphon.torch import comm_buffers, ops
 from harness import Checks
-from lowered import HIDDEN, Comm, Device, Group, close, compiled, interpreted, last_rules, lowered, rms_norm, summed, tensors
+from lowered import HIDDEN, Comm, Device, Group, close, compiled, interpreted, last_rules, lowered, rms_norm, summed, tensors, with_any_rows
 from torch import Tensor
 
 CHECKS = check = Checks()
@@ -248,6 +250,155 @@ def a_proof_that_fails_changes_nothing(comm: Comm, device: Device) -> None:
 
 
 @check
+def an_exporter_that_fails_changes_nothing(comm: Comm, device: Device) -> None:
+    with Group(comm), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(antiphon.lowering._pass, "export", lambda *_: 1 / 0)
+        mine = tensors(comm.rank, torch.float32)
+        with pytest.warns(UserWarning, match="a graph is left as it was: division by zero$"):
+            close(lowered(rms_norm, strict=False)(*mine), rms_norm(*mine), torch.float32)
+
+
+@check
+def sizes_that_do_not_follow_leave_the_rest(comm: Comm, device: Device) -> None:
+    """Torch knows more of sizes than their polynomials say: of rows that are grouped and taken apart, or shared out."""
+
+    def grouped(x: Tensor, w0: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        pairs = x.reshape(-1, 2, x.shape[-1])
+        return *rms_norm(x, w0, residual, w), (pairs * 2).reshape(x.shape)
+
+    def halved(x: Tensor, w0: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        part = collectives.reduce_scatter_tensor(x @ w0, "sum", 1, torch.distributed.group.WORLD)
+        whole = collectives.all_gather_tensor(part, 1, torch.distributed.group.WORLD)
+        return *rms_norm(x, w0, residual, w), whole
+
+    with Group(comm), torch.no_grad():
+        for model in grouped, halved:
+            torch._dynamo.reset()
+            program = lowered(model, dynamic=True)
+            for rows in 6, 4, 18:
+                mine = with_any_rows(tensors(comm.rank, torch.float32, rows), True)
+                close(program(*mine), model(*mine), torch.float32)
+            assert "fuse" in last_rules(), str(antiphon.lowering.reports()[-1])
+
+
+@check
+def a_group_of_one_rank_has_no_calls(comm: Comm, device: Device) -> None:
+    with Group(comm), torch.no_grad():
+        groups = [torch.distributed.new_group([rank]) for rank in range(comm.world_size)]
+        own = groups[comm.rank]
+        antiphon.lowering.attach(own)
+
+        def model(x: Tensor) -> Tensor:
+            return collectives.all_reduce(x * 2, "sum", own) + 1
+
+        x = torch.ones(4)
+        close(lowered(model)(x), x * 2 + 1, torch.float32)
+        assert antiphon.lowering.reports()[-1].calls == (1, 0) and last_rules() == ("world_of_one",)
+        antiphon.lowering.detach(own)
+
+
+@check
+def a_second_wait_waits_for_nothing(comm: Comm, device: Device) -> None:
+    def twice(x: Tensor, w0: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        found = rms_norm(x, w0, residual, w)
+        started = torch.ops._c10d_functional.all_reduce(x, "sum", torch.distributed.group.WORLD.group_name)
+        wait = torch.ops._c10d_functional.wait_tensor
+        return *found, wait(started) + 1, wait(started) * 2
+
+    with Group(comm), torch.no_grad():
+        mine = tensors(comm.rank, torch.float32)
+        close(lowered(twice)(*mine), twice(*mine), torch.float32)
+        assert "fuse" in last_rules()
+
+
+@check
+def operators_of_others_are_spelled(comm: Comm, device: Device) -> None:
+    library = torch.library.Library("lowering_test", "DEF")
+    library.define("all_reduce(Tensor x, str group) -> Tensor")
+    for key in "CPU", "Meta":
+        library.impl("all_reduce", lambda x, group: summed(x) if x.device.type == "cpu" else x.clone(), key)
+
+    def model(x: Tensor, w0: Tensor, residual: Tensor, w: Tensor) -> Tensor:
+        total = torch.ops.lowering_test.all_reduce(x @ w0, torch.distributed.group.WORLD.group_name)
+        return F.rms_norm(total + residual, (HIDDEN,), w, 1e-6)
+
+    known = list(antiphon.lowering._pass._spellings)
+    with Group(comm), torch.no_grad():
+        mine, count = tensors(comm.rank, torch.float32), len(antiphon.lowering.reports())
+        close(lowered(model)(*mine), model(*mine), torch.float32)
+        assert len(antiphon.lowering.reports()) == count
+        torch._dynamo.reset()
+        antiphon.lowering.spell("lowering_test::all_reduce", "all_reduce", x=0, group=1)
+        close(lowered(model)(*mine), model(*mine), torch.float32)
+        assert "fuse" in last_rules()
+    antiphon.lowering._pass._spellings[:] = known
+
+
+@check
+def the_options_of_a_program_come_first(comm: Comm, device: Device) -> None:
+    with Group(comm), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        found: list[Options] = []
+        patch.setattr(antiphon.lowering.Pass, "__call__", lambda self, graph: found.append(self.options))
+        patch.setattr(antiphon.lowering.Pass, "uuid", lambda self: None)
+        own = antiphon.lowering.Pass(Options(merge=False))
+        antiphon.lowering.enable(fuse=False)
+        try:
+            for options, wanted in (
+                ({}, Options(fuse=False)),
+                ({"realize": "never"}, Options(realize="never")),
+                ({"post_grad_custom_post_pass": own}, Options(merge=False)),
+                ({"post_grad_custom_post_pass": own, "strict": True}, Options(strict=True)),
+            ):
+                torch._dynamo.reset()
+                found.clear()
+                program = torch.compile(lambda x: summed(x) + 1, backend="antiphon", options=options)
+                close(program(torch.ones(4)), torch.full((4,), comm.world_size + 1.0), torch.float32)
+                assert found == [wanted], (options, found)
+        finally:
+            antiphon.lowering.disable()
+
+
+@check
+def a_pass_that_is_there_runs_first(comm: Comm, device: Device) -> None:
+    seen: list[list[str]] = []
+
+    def theirs(graph: torch.fx.Graph) -> None:
+        seen.append([str(node.target) for node in graph.nodes])
+
+    with Group(comm), torch.no_grad(), torch._inductor.config.patch(post_grad_custom_post_pass=theirs):
+        antiphon.lowering.enable(strict=True)
+        try:
+            mine = tensors(comm.rank, torch.float32)
+            here = torch._inductor.config.post_grad_custom_post_pass
+            close(interpreted(rms_norm, here)(*mine), rms_norm(*mine), torch.float32)
+        finally:
+            antiphon.lowering.disable()
+        assert torch._inductor.config.post_grad_custom_post_pass is theirs
+        assert len(seen) == 1 and any("all_reduce" in name for name in seen[0]) and not any("fused" in name for name in seen[0])
+
+
+@check
+def the_environment_logs_reports_and_insists_on_proofs(comm: Comm, device: Device) -> None:
+    with Group(comm), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        mine, records = tensors(comm.rank, torch.float32), list[logging.LogRecord]()
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        logging.getLogger("antiphon.lowering").addHandler(handler)
+        for word, levels in (("", []), ("log", [logging.WARNING])):
+            torch._dynamo.reset()
+            records.clear()
+            patch.setenv("ANTIPHON_LOWERING", word)
+            close(lowered(rms_norm)(*mine), rms_norm(*mine), torch.float32)
+            assert [record.levelno for record in records] == levels
+        logging.getLogger("antiphon.lowering").removeHandler(handler)
+        patch.setattr(antiphon.lowering._pass._core, "check_lowering", lambda *_: ["it is somebody else's"])
+        patch.setenv("ANTIPHON_LOWERING", "strict")
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="left as it was"):
+            lowered(rms_norm, strict=False)(*mine)
+
+
+@check
 def enabled_for_all_and_for_nothing(comm: Comm, device: Device) -> None:
     with Group(comm), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         mine, count = tensors(comm.rank, torch.float32), len(antiphon.lowering.reports())
@@ -275,8 +426,19 @@ def test_wrong_options_are_told() -> None:
         Options(numerics="exact")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="realize=True: known are measured, always, never"):
         Options(realize=True)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tables='none.json': no such file"):
-        Options(tables="none.json")
+    for tables in ("none.json", 5):
+        with pytest.raises(ValueError, match=f"tables={tables!r}: the path of a file of antiphon tune"):
+            Options(tables=tables)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="groups=5: a tuple of the names of groups"):
+        Options(groups=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="antiphon.lowering has no options foo: known are numerics, fuse"):
+        antiphon.lowering.enable(foo=1)
+    with pytest.raises(ValueError, match="options are an antiphon.lowering.Options, not {'fuse': False}"):
+        antiphon.lowering.Pass({"fuse": False})  # type: ignore[arg-type]
+    for options, text in (({"foo": 1}, "options foo are neither inductor's nor antiphon's"), ({"realize": 1}, "realize=1: known are")):
+        with pytest.raises(Exception, match=text) as raised:
+            torch.compile(lambda x: x + 1, backend="antiphon", options=options)(torch.ones(1))
+        assert isinstance(raised.value, ValueError) or "ValueError" in str(raised.value)
     with pytest.raises(ValueError, match="overlap=1: True or False"):
         Options(overlap=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a tuple of the names of groups"):
@@ -284,8 +446,15 @@ def test_wrong_options_are_told() -> None:
     with pytest.raises(ValueError, match="known are off, log, strict"), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ANTIPHON_LOWERING", "on")
         antiphon.lowering._options.mode()
-    with pytest.raises(ValueError, match="one word, and at least one"):
-        antiphon.lowering.spell("mine.add.default", "")
+    for arguments, roles, text in (
+        (("mine.add.default", ""), {}, "words as in spellings.txt"),
+        (("mine", "binary add"), {}, "namespace::name"),
+        (("mine::add", "all_reduce"), {"x": 0}, "no group"),
+        (("mine::add", "all_reduce"), {"x": 0, "group": -1}, "group=-1: the place of an argument"),
+        (("mine::add", "sum"), {"x": 0}, "all_reduce, all_gather"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            antiphon.lowering.spell(*arguments, **roles)
 
 
 def test_what_is_no_program_is_told() -> None:

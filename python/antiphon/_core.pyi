@@ -57,6 +57,7 @@ __all__ = [
     "library_names",
     "library_plan",
     "lower",
+    "spelled",
     "main",
     "operations",
     "strided_memory",
@@ -1590,6 +1591,10 @@ def library_plan(
 def lower(program: bytes, request: str) -> bytes:
     """What becomes of a graph of torch, which ``antiphon.lowering`` exported, as JSON: ``edits``, ``plan``, ``report``,
     its ``text``, and ``digests``: for each group what its ranks compare. The request has a ``world`` and ``options``. Raises ``ValueError`` for what is neither."""
+
+def spelled(operator: str, meaning: str, roles: dict[str, int]) -> str:
+    """A spelling for :func:`lower`'s programs: an operator, and its meaning with the places of its arguments. ``ValueError`` names what
+    is unknown, and what is known."""
 
 def check_lowering(before: bytes, plan: bytes, after: bytes) -> list[str]:
     """Why a graph of torch is not shown to compute what another does, under a plan; empty if it is. Raises ``ValueError``

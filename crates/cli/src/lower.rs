@@ -169,6 +169,9 @@ fn about(file: &Path, error: impl std::fmt::Display) -> String {
     format!("{}: {error}", file.display())
 }
 
+/// The most elements that the inputs of all simulated ranks have together.
+const MOST_ELEMENTS: usize = 1 << 26;
+
 /// The largest difference of two graphs' results on the same numbers, which differ from rank to rank.
 fn difference(before: &Graph, after: &Graph, seed: u64) -> Result<f64> {
     let world = before.groups.iter().map(|group| group.size as usize).max().unwrap_or(1);
@@ -192,6 +195,22 @@ fn difference(before: &Graph, after: &Graph, seed: u64) -> Result<f64> {
         Ok::<_, &str>(Tensor { dtype: ty.dtype, shape, data })
     };
     let inputs = |op: &&antiphon_lowering::Op| matches!(op.kind, Kind::Input | Kind::Constant);
+    let elements = before.ops.iter().filter(inputs).try_fold(0usize, |sum, op| {
+        let shape = &before.ty(op.outs[0]).shape;
+        let sizes = shape.iter().map(|size| usize::try_from(size.value(&hint)?).ok());
+        let count = sizes.into_iter().try_fold(1usize, |count, size| count.checked_mul(size?))?;
+        sum.checked_add(count.max(1))
+    });
+    if elements
+        .and_then(|elements| elements.checked_mul(world))
+        .is_none_or(|elements| elements > MOST_ELEMENTS)
+    {
+        let found = elements.map_or("too many".into(), |elements| elements.to_string());
+        let text = format!(
+            "{found} elements of inputs on each of {world} ranks; at most {MOST_ELEMENTS} are interpreted"
+        );
+        return Err(text.into());
+    }
     let mut rank = || before.ops.iter().filter(inputs).map(&mut tensor).collect();
     let ranks: Vec<Vec<Tensor>> = (0..world).map(|_| rank()).collect::<std::result::Result<_, _>>()?;
     let [old, new] = [before, after].map(|graph| interpret(graph, &ranks, Arithmetic::Kernels));

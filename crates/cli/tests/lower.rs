@@ -78,6 +78,23 @@ fn what_cannot_be_read_is_refused_with_its_place() {
     }
 }
 
+#[test]
+fn a_run_of_too_many_ranks_or_elements_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for (size, rows) in [(1u64 << 20, 1024u64), (2, 1 << 40)] {
+        let text = format!(
+            "group tp size {size}\n%x: f32[{rows},64] = input()\n%s: f32[{rows},64] = start(%x) prim=all_reduce group=tp red=sum \
+             token=0\n%w: f32[{rows},64] = wait(%s) tokens=[0]\nreturn %w\n"
+        );
+        let file = written(folder.path(), "large.txt", text.as_bytes());
+        let output = antiphon(&[&file, "--run", "7"]);
+        let (_, error) = says(&output);
+        let expected =
+            format!("elements of inputs on each of {size} ranks; at most {} are interpreted", 1 << 26);
+        assert!(!output.status.success() && error.contains(&expected), "{error}");
+    }
+}
+
 /// Each example as its own text says: lowered, proved, written in both forms, and proved once more from the files.
 #[test]
 fn every_example_is_lowered_and_proved() {

@@ -80,6 +80,11 @@ impl Builder {
         Ok(())
     }
 
+    /// The number of a group's ranks, if there is the group.
+    pub(crate) fn group_size(&self, name: &str) -> Option<u32> {
+        self.graph.group(name).map(|group| group.size)
+    }
+
     /// The value of this name.
     pub(crate) fn find(&self, at: &(impl Display + ?Sized), name: &str) -> Result<ValueId> {
         let found = self.values.get(name).copied();

@@ -56,6 +56,8 @@ impl Edits {
         let names = |graph: &Graph, ids: &[crate::ValueId]| {
             ids.iter().map(|id| graph.name(*id).to_owned()).collect::<Vec<_>>()
         };
+        let new = after.ops.iter().filter(|op| !old.contains_key(op.name.as_str()));
+        let made: HashSet<crate::ValueId> = new.flat_map(|op| op.outs.iter().copied()).collect();
         let mut edits = Self {
             new: Vec::new(),
             inputs: Vec::new(),
@@ -63,15 +65,18 @@ impl Edits {
             removed: Vec::new(),
             order: Vec::new(),
         };
+        // A new operation may give a value under its old name.
+        let is_made = |value: &crate::ValueId| made.contains(value);
         for op in &after.ops {
             edits.order.push(op.name.clone());
             match old.get(op.name.as_str()) {
                 Some(was) => {
-                    let were = was.args.iter().map(|id| before.name(*id));
-                    let are = op.args.iter().map(|id| after.name(*id));
-                    let changed = were.zip(are).filter(|(was, is)| was != is);
-                    let owned = |(was, is): (&str, &str)| (op.name.clone(), was.to_owned(), is.to_owned());
-                    edits.inputs.extend(changed.map(owned));
+                    for (was, is) in was.args.iter().zip(&op.args) {
+                        let (was, name) = (before.name(*was), after.name(*is));
+                        if was != name || is_made(is) {
+                            edits.inputs.push((op.name.clone(), was.to_owned(), name.to_owned()));
+                        }
+                    }
                 }
                 None => {
                     let out = |id: &crate::ValueId| NewValue {
@@ -88,8 +93,12 @@ impl Edits {
                 }
             }
         }
-        let outputs = names(before, &before.outputs).into_iter().zip(names(after, &after.outputs));
-        edits.outputs.extend(outputs.filter(|(was, is)| was != is));
+        for (was, is) in before.outputs.iter().zip(&after.outputs) {
+            let (was, name) = (before.name(*was), after.name(*is));
+            if was != name || is_made(is) {
+                edits.outputs.push((was.to_owned(), name.to_owned()));
+            }
+        }
         let left: HashSet<&str> = after.ops.iter().map(|op| op.name.as_str()).collect();
         let gone = before.ops.iter().filter(|op| !left.contains(op.name.as_str()));
         edits.removed.extend(gone.map(|op| op.name.clone()));

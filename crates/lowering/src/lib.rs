@@ -87,5 +87,6 @@ pub use op::{
 };
 pub use plan::{Choice, Completion, Plan, PlannedCall, Refusal, Rewrite, Slot};
 pub use sym::{Range, Sym, SymExpr};
+pub use torch::spelled;
 pub use types::{Class, CommReq, Element, Roles, Type};
 pub use verify::verify;

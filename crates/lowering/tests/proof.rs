@@ -259,7 +259,19 @@ fn what_makes_no_sense_is_named() {
         [FindingKind::Group]
     );
     assert_eq!(found(&format!("{start}{wait}return %w").replace("red=sum", "")), [FindingKind::Group]);
-    assert!(found("%d: f32[4,9] = unary(%x) op=neg\nreturn %d").contains(&FindingKind::Shape));
+    for shape in [
+        "%d: f32[4,9] = unary(%x) op=neg",
+        "%d: f32[-4,-8] = view(%x) view=reshape",
+        "%d: f32[s7,8] = full() value=1",
+        "%d: f32[2,8] strides [-8,1] = view(%x) view=strided",
+        "%d: f32[2,8] strides [8,1] offset 24 = view(%x) view=strided",
+        "%d: f32[4,8] = view(%x) view={\"permute\":[1,0]}",
+        "%d: f32[8,4] strides [1,8] = view(%x) view={\"permute\":[1,2]}",
+        "%d: f32[4,9] strides [8,0] = view(%x) view=expand",
+        "%t: f32[4,8] = start(%x) prim=all_to_all group=tp sends=[1,2] receives=[2,2] token=0\n%d: f32[4,8] = wait(%t) tokens=[0]",
+    ] {
+        assert!(found(&format!("{shape}\nreturn %d")).contains(&FindingKind::Shape), "{shape}");
+    }
     let comm = r#"%d: f32[4,8] class {"comm":{"domain":"tp","groups":["tp"],"roles":"in"}} = unary(%x) op=neg
 return %d"#;
     assert_eq!(found(comm), [FindingKind::Escape]);

@@ -345,12 +345,14 @@ fn the_digest_of_a_groups_calls_tells_ranks_apart_whose_calls_differ() {
     }
     // So is the number of its rows.
     let exchange = text.replace("%x) prim=all_to_all", "%y) prim=all_to_all");
-    let rows = |rows: &str| {
-        exchange.replace(
-            "%r: f32[4,8] = input()",
-            &format!("%r: f32[4,8] = input()\n%y: f32[{rows},8] = input()"),
-        )
+    let rows = |rows: usize| {
+        exchange
+            .replace(
+                "%r: f32[4,8] = input()",
+                &format!("%r: f32[4,8] = input()\n%y: f32[{rows},8] = input()"),
+            )
+            .replace("sends=[1,3]", &format!("sends=[1,{}]", rows - 1))
     };
-    assert_eq!(of(&rows("4")), of(&rows("5")));
-    assert_eq!(of(&rows("4")), wanted);
+    assert_eq!(of(&rows(4)), of(&rows(5)));
+    assert_eq!(of(&rows(4)), wanted);
 }

@@ -61,7 +61,7 @@ mod _core {
             library_plan,
         },
         low_latency::{MoeLowLatency, MoeLowLatencyHandle},
-        lowering::{check_lowering, lower},
+        lowering::{check_lowering, lower, spelled},
         mapping::Mapping,
         mixed::MixedHandler,
         moe::{Moe, MoeHandle},

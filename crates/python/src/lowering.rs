@@ -48,6 +48,13 @@ pub(crate) fn lower<'py>(py: Python<'py>, program: &[u8], request: &str) -> PyRe
     Ok(PyBytes::new(py, &answer))
 }
 
+#[doc = stub!("spelled")]
+#[pyfunction]
+pub(crate) fn spelled(operator: &str, meaning: &str, roles: BTreeMap<String, usize>) -> PyResult<String> {
+    let roles: Vec<(String, usize)> = roles.into_iter().collect();
+    antiphon_lowering::spelled(operator, meaning, &roles).map_err(refused)
+}
+
 #[doc = stub!("check_lowering")]
 #[pyfunction]
 pub(crate) fn check_lowering(

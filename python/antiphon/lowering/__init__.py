@@ -39,16 +39,18 @@ __all__ = ["Options", "Pass", "Report", "attach", "backend", "detach", "disable"
 def backend(module: Any, inputs: Any, *, options: dict[str, Any] | None = None, mode: str | None = None) -> Any:
     """The backend ``"antiphon"`` of ``torch.compile``: inductor with our pass.
 
-    Fields of :class:`Options` among ``options`` are the pass's; the other options and the mode are inductor's. A pass that inductor is
-    configured with runs before ours."""
+    Fields of :class:`Options` among ``options`` are the pass's; the other options and the mode are inductor's. With none of them the
+    pass is that of :func:`enable`, or a :class:`Pass` among ``options``, if there is one. Another pass that inductor is configured with
+    runs before ours. Raises ``ValueError`` for options that neither has, and for wrong values."""
     ours, patches = Options.split(dict(options or {}))
     if mode is not None and mode != "default":
         import torch
 
         patches = {**torch._inductor.list_mode_options(mode), **patches}
-    before = patches.pop("post_grad_custom_post_pass", _inductor.current_pass())
-    if not isinstance(before, Pass):
-        patches["post_grad_custom_post_pass"] = Pass(ours, before)
+    before = patches.get("post_grad_custom_post_pass", _inductor.current_pass())
+    if ours or not isinstance(before, Pass):
+        before = Pass(Options.of(ours), before.before if isinstance(before, Pass) else before)
+    patches["post_grad_custom_post_pass"] = before
     return _inductor.compile_fx(module, inputs, config_patches=patches)
 
 
@@ -56,7 +58,7 @@ def enable(**options: Any) -> None:
     """Applies the pass to every graph that inductor compiles from now on. ``options`` are the fields of :class:`Options`. A pass that
     inductor is configured with runs before ours."""
     before = _inductor.current_pass()
-    new = Options(**options)
+    new = Options.of(options)
     _inductor.set_pass(Pass(new, before.before if isinstance(before, Pass) else before))
 
 

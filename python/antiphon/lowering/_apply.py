@@ -28,6 +28,13 @@ class _Editor:
     def __init__(self, graph: Graph, sites: Mapping[str, str]) -> None:
         self.graph, self.sites = graph, sites
         self.nodes: dict[str, Node] = {node.name: node for node in graph.nodes}
+        first_waits: dict[Node, Node] = {}
+        for node in graph.nodes:
+            if node.target is torch.ops._c10d_functional.wait_tensor.default:
+                # A second wait takes what the first one gives, which an edit may replace.
+                started = node.args[0]
+                if (first := first_waits.setdefault(started, node)) is not node:
+                    node.replace_input_with(started, first)
         self.output = next(node for node in reversed(graph.nodes) if node.op == "output")
         self.made: dict[str, Node] = {}
         self.ticket: Node | None = None
@@ -40,9 +47,9 @@ class _Editor:
                 self.create(op)
         for name, old, new in edits["inputs"]:
             # The rules may divide an operator into several operations, `NODE/PART`.
-            self.nodes[name.partition("/")[0]].replace_input_with(self.value(old), self.value(new))
+            self.nodes[name.partition("/")[0]].replace_input_with(self.nodes[old], self.value(new))
         for old, new in edits["outputs"]:
-            self.output.replace_input_with(self.value(old), self.value(new))
+            self.output.replace_input_with(self.nodes[old], self.value(new))
         self.sort(placeholders, edits["order"])
         for node in reversed(list(self.graph.nodes)):
             if node.name in edits["removed"] or (node.target is operator.getitem and not node.users):

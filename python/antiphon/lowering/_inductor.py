@@ -11,6 +11,7 @@ __all__ = [
     "compile_fx",
     "control_deps",
     "current_pass",
+    "is_inductors",
     "preserve_node_ordering",
     "register",
     "set_pass",
@@ -43,6 +44,11 @@ def current_pass() -> Any:
 def set_pass(new: Any) -> None:
     """Configures inductor with a pass, for this process."""
     config.post_grad_custom_post_pass = new
+
+
+def is_inductors(name: str) -> bool:
+    """Whether inductor has an option of this name."""
+    return name.replace("-", "_") in config.get_config_copy()
 
 
 def register(backend: Backend, name: str) -> None:

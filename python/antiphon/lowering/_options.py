@@ -2,9 +2,12 @@
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from antiphon.lowering._inductor import is_inductors
 
 __all__ = ["Options", "mode"]
 
@@ -44,20 +47,31 @@ class Options:
         for name in ("fuse", "merge", "overlap", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False")
-        if self.tables is not None and not Path(self.tables).is_file():
-            raise ValueError(f"tables={self.tables!r}: no such file")
+        if self.tables is not None and not (isinstance(self.tables, str | os.PathLike) and Path(self.tables).is_file()):
+            raise ValueError(f"tables={self.tables!r}: the path of a file of antiphon tune")
         if self.groups is not None:
-            if isinstance(self.groups, str) or not all(isinstance(group, str) for group in self.groups):
+            is_list = isinstance(self.groups, Iterable) and not isinstance(self.groups, str)
+            if not is_list or not all(isinstance(group, str) for group in self.groups):
                 raise ValueError(f"groups={self.groups!r}: a tuple of the names of groups")
             object.__setattr__(self, "groups", tuple(self.groups))
 
     @classmethod
-    def split(cls, given: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
-        """Separates the options of ``torch.compile`` into the pass's and inductor's."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if name in names}), {
-            name: value for name, value in given.items() if name not in names
-        }
+    def of(cls, given: dict[str, Any]) -> "Options":
+        """The options of these names. ``ValueError`` for a name that there is not."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"antiphon.lowering has no options {', '.join(unknown)}: known are {', '.join(known)}")
+        return cls(**given)
+
+    @classmethod
+    def split(cls, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Separates the options of ``torch.compile`` into the pass's and inductor's. ``ValueError`` for names that neither has."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(name for name in given if name not in known and not is_inductors(name)):
+            text = f"options {', '.join(unknown)} are neither inductor's nor antiphon's, which are {', '.join(known)}"
+            raise ValueError(f"torch.compile: {text}")
+        ours = {name: value for name, value in given.items() if name in known}
+        return ours, {name: value for name, value in given.items() if name not in known}
 
     def request(self) -> dict[str, Any]:
         """The options in the form that ``_core.lower`` takes."""

@@ -55,15 +55,22 @@ def reports() -> list[Report]:
     return list(_reports)
 
 
-def spell(operator: str, meaning: str) -> None:
-    """Gives an operator a meaning: ``spell("mine.add.default", "binary add")``.
+def spell(operator: str, meaning: str, **roles: int) -> None:
+    """Gives an operator a meaning, with the places of its arguments by their roles.
 
-    ``meaning`` has the form of the second column of ``crates/lowering/src/torch/spellings.txt``. Raises ``ValueError`` if
-    ``operator`` is not one word, or ``meaning`` is empty.
+        spell("mine::all_reduce", "all_reduce", x=0, group=1)   # mine::all_reduce(Tensor x, str group) -> Tensor
+        spell("mine::norm", "rms_norm", x=0, weight=1, eps=2)
+        spell("mine::add", "binary add")
+
+    ``operator`` is ``namespace::name`` or ``namespace.name.overload``. A collective is functional, and complete when it returns:
+    ``all_reduce`` (``x``, ``group``, and perhaps ``op``), ``all_gather`` and ``reduce_scatter`` (with ``dim``, ``size``), ``broadcast``
+    (with ``root``), ``all_to_all`` (with ``sends``, ``receives``). ``rms_norm`` rounds before its weight. Without roles a meaning is the
+    words behind an operator in ``crates/lowering/src/torch/spellings.txt``. Raises ``ValueError`` for what is unknown there.
     """
-    if not operator.strip() or not meaning.strip() or len(operator.split()) != 1:
-        raise ValueError(f"spell: operator {operator!r}, meaning {meaning!r}: one word, and at least one")
-    line = f"{operator} {meaning}"
+    for role, place in roles.items():
+        if not isinstance(place, int) or isinstance(place, bool) or place < 0:
+            raise ValueError(f"spell: {role}={place!r}: the place of an argument")
+    line = _core.spelled(operator, meaning, roles)
     if line not in _spellings:
         _spellings.append(line)
 
@@ -75,6 +82,8 @@ class Pass(CustomGraphPass):
     """
 
     def __init__(self, options: Options | None = None, before: Callable[[Graph], None] | None = None) -> None:
+        if options is not None and not isinstance(options, Options):
+            raise ValueError(f"Pass: options are an antiphon.lowering.Options, not {options!r}")
         self.options, self.before = options or Options(), before
 
     def __call__(self, graph: Graph) -> None:
@@ -88,15 +97,23 @@ class Pass(CustomGraphPass):
             ours = [name for name in ours if name in self.options.groups]
         if not ours:
             return
-        program = export(graph, sizes, tuple(_spellings))
+        program: bytes | None = None
         try:
-            self._lower(graph, program, sizes, ours, verbose=asked == "log")
+            program = export(graph, sizes, tuple(_spellings))
+            edits = self._proved(graph, program, sizes, ours, verbose=asked == "log")
         except Exception as error:
             if self.options.strict or asked == "strict":
                 raise RuntimeError(f"antiphon.lowering: a graph is left as it was: {error}") from error
-            warnings.warn(f"antiphon.lowering: a graph is left as it was: {error} (it is in {_kept(program)})", stacklevel=2)
+            where = "" if program is None else f" (it is in {_kept(program)})"
+            warnings.warn(f"antiphon.lowering: a graph is left as it was: {error}{where}", stacklevel=2)
+            return
+        if edits is not None and edits(graph) != edits.proved:  # from here on the graph is changed
+            raise RuntimeError("antiphon.lowering: the same edits gave two programs")
 
-    def _lower(self, graph: Graph, program: bytes, sizes: dict[str, int], ours: list[str], verbose: bool) -> None:
+    def _proved(
+        self, graph: Graph, program: bytes, sizes: dict[str, int], ours: list[str], verbose: bool
+    ) -> "_Edits | None":
+        """The edits of the graph, proved on a copy of it; nothing if there is nothing to change."""
         device = "h200" if any(_is_cuda(node) for node in graph.nodes) else "host"
         if device != "host" and self.options.realize == "always":
             raise ValueError("realize='always': comm buffers are for tensors on the host")
@@ -110,25 +127,17 @@ class Pass(CustomGraphPass):
             tuple(answer["report"]["calls"]),
             answer["digests"],
         )
-        edits, slots = answer["edits"], answer["plan"]["slots"]
+        edits = None
         if answer["plan"]["rewrites"]:
-            sites = self._sites(answer)
-            # A copy is rewritten and proved first: if the proof fails, the graph itself is unchanged.
-            copy = _copied(graph)
-            apply(copy, edits, sites)
-            put_in_comm_buffers(copy, slots, sites.values())
-            proved = export(copy, sizes, tuple(_spellings))
+            slots, freezes = answer["plan"]["slots"], self.options.overlap
+            edits = _Edits(answer["edits"], slots, self._sites(answer), sizes, freezes)
+            edits.proved = edits(_copied(graph))
             plan = json.dumps(answer["plan"]).encode()
-            if found := _core.check_lowering(program, plan, proved):
+            if found := _core.check_lowering(program, plan, edits.proved):
                 raise ValueError("; ".join(found[:3]))
-            apply(graph, edits, sites)
-            put_in_comm_buffers(graph, slots, sites.values())
-            if self.options.overlap:
-                freeze(graph)
-            if export(graph, sizes, tuple(_spellings)) != proved:
-                raise RuntimeError("the same edits gave two programs")
         _reports.append(report)
         log.log(logging.WARNING if verbose else logging.INFO, "%s", report)
+        return edits
 
     def _sites(self, answer: dict[str, Any]) -> dict[str, str]:
         """For each group the first part of its calls' sites: a hash of all that its ranks must agree on."""
@@ -149,6 +158,24 @@ class Pass(CustomGraphPass):
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else repr(self.before)
         ours = [__version__, torch.__version__, self.options.key(), sorted(_spellings), mode(), before]
         return json.dumps([*ours, _groups.all_sizes()], default=repr)
+
+
+class _Edits:
+    """What changes a graph."""
+
+    #: The program that a graph becomes.
+    proved: bytes = b""
+
+    def __init__(self, edits: Any, slots: Any, sites: dict[str, str], sizes: dict[str, int], freezes: bool) -> None:
+        self._edits, self._slots, self._sites, self._sizes, self._freezes = edits, slots, sites, sizes, freezes
+
+    def __call__(self, graph: Graph) -> bytes:
+        """Changes a graph, and returns the program that it has become."""
+        apply(graph, self._edits, self._sites)
+        put_in_comm_buffers(graph, self._slots, self._sites.values())
+        if self._freezes:
+            freeze(graph)
+        return export(graph, self._sizes, tuple(_spellings))
 
 
 def _copied(graph: Graph) -> Graph:

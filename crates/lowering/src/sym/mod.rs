@@ -190,6 +190,15 @@ impl SymExpr {
         Range { min, max }
     }
 
+    /// How many parentheses are in each other in its text.
+    fn depth(&self) -> usize {
+        let of = |factor: &Factor| match factor {
+            Factor::FloorDiv(a, b) | Factor::Mod(a, b) => 2 + a.depth().max(b.depth()),
+            Factor::Symbol(_) | Factor::Unknown(_) => 0,
+        };
+        self.terms.keys().flatten().map(of).max().unwrap_or(0)
+    }
+
     /// The names of the symbols that it depends on, in order, each as often as it occurs.
     pub fn symbols(&self) -> Vec<&str> {
         let mut names = Vec::new();
@@ -335,5 +344,8 @@ mod tests {
         assert!(error(&"(".repeat(100)).contains("parentheses"));
         assert!(error(&"s".repeat(5000)).contains("5000 characters"));
         assert!(error("s0**17").contains("exponent"));
+        let nested = |divisions: usize| (0..divisions).fold("s0".to_owned(), |text, _| format!("{text}//7"));
+        assert_eq!(parse(&parse(&nested(16)).to_string()), parse(&nested(16)));
+        assert!(error(&nested(17)).contains("more than 16 divisions in each other"));
     }
 }

@@ -146,6 +146,10 @@ fn divide(a: SymExpr, b: SymExpr, floor: bool) -> Result<SymExpr, String> {
         let value = if floor { x.checked_div_euclid(y) } else { x.checked_rem_euclid(y) };
         return value.map(SymExpr::constant).ok_or_else(|| format!("{x} cannot be divided by {y}"));
     }
+    // What is read can be written, and read again.
+    if 2 + a.depth().max(b.depth()) > MAX_DEPTH {
+        return Err(format!("a size with more than {} divisions in each other", MAX_DEPTH / 2));
+    }
     let (a, b) = (Box::new(a), Box::new(b));
     Ok(SymExpr::factor(if floor { Factor::FloorDiv(a, b) } else { Factor::Mod(a, b) }))
 }

@@ -15,16 +15,20 @@ use crate::{
     verify::F32,
 };
 
-/// What an operator is given by name.
+/// What an operator is given by name, or by place.
 struct Given<'n> {
     node: &'n Node,
-    /// The names of its arguments, in the order that the spelling has.
+    /// The names or places of its arguments, in the order that the spelling has.
     names: &'n [&'n str],
 }
 
 impl<'n> Given<'n> {
     fn argument(&self, index: usize) -> Option<&'n Json> {
-        self.node.kwargs.get(*self.names.get(index)?)
+        let name = *self.names.get(index)?;
+        match name.parse::<usize>() {
+            Ok(place) => self.node.args.get(place),
+            Err(_) => self.node.kwargs.get(name),
+        }
     }
 
     fn tensor(&self, index: usize) -> Option<&'n str> {
@@ -97,9 +101,13 @@ impl Importer {
             return Ok(false);
         };
         let (value, token) = (self.value(at, name)?, TokenId(self.tokens));
+        let start = Kind::Start { coll, token };
+        if !self.suits(&start, &[value], &[&out.ty.dense()]) {
+            return Ok(false);
+        }
         self.tokens += 1;
         let name = format!("{}/started", node.name);
-        let started = self.emit(at, &name, Kind::Start { coll, token }, &[value], out.ty.dense())?;
+        let started = self.emit(at, &name, start, &[value], out.ty.dense())?;
         let out = Result_ { name: out.name.clone(), ty: out.ty.dense() };
         self.give(at, node.name.clone(), &out, Kind::Wait { tokens: vec![token] }, &[started])?;
         Ok(true)

@@ -4,7 +4,7 @@ mod compound;
 mod operator;
 mod spelling;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
@@ -19,6 +19,7 @@ use crate::{
     types::{Class, CommReq, Type},
 };
 use spelling::Spelling;
+pub use spelling::spelled;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -98,6 +99,7 @@ impl Graph {
             latest: HashMap::new(),
             types: Vec::new(),
             in_flight: HashMap::new(),
+            ready: HashSet::new(),
             lists: HashMap::new(),
             waits: HashMap::new(),
             spellings: spelling::table(&file.spellings)?,
@@ -129,6 +131,8 @@ struct Importer {
     types: Vec<Type>,
     /// Tokens of the starts whose results have not been waited for.
     in_flight: HashMap<ValueId, u32>,
+    /// Results of collectives that have been waited for, or are complete.
+    ready: HashSet<ValueId>,
     /// Of starts of several tensors: their results, with their names.
     lists: HashMap<u32, Vec<(ValueId, String)>>,
     /// For each name, that of what waits for it.

@@ -6,10 +6,11 @@ use serde_json::Value as Json;
 use super::{Importer, Node, Result, Result_};
 use crate::{
     error::LoweringError,
-    ids::TokenId,
-    op::{Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, View},
+    ids::{TokenId, ValueId},
+    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, Reduction, Unary, View},
     sym::SymExpr,
     types::Type,
+    verify::suit,
 };
 
 /// An argument as a tensor's name.
@@ -35,6 +36,22 @@ fn size(arg: &Json) -> Option<SymExpr> {
 
 fn parse<T: serde::de::DeserializeOwned>(word: &str) -> Option<T> {
     serde_json::from_value(Json::String(word.to_owned())).ok()
+}
+
+/// Whether words of the table of spellings say something.
+pub(super) fn is_meaning(words: &[&str]) -> bool {
+    match words {
+        [
+            "wait" | "fused" | "clamp" | "cast" | "reshape" | "expand" | "permute" | "strided" | "copy"
+            | "matmul" | "full" | "assign",
+        ] => true,
+        ["unary", op] => parse::<Unary>(op).is_some(),
+        ["binary", op] | ["binary", op, "swapped"] => parse::<Binary>(op).is_some(),
+        ["reduce", op] => parse::<Reduction>(op).is_some(),
+        ["start" | "start_" | "starts" | "sync" | "blocking", prim, ..] => parse::<Prim>(prim).is_some(),
+        ["rms_norm" | "add_rms_norm" | "fp8" | "fp8_tokens", ..] => words.len() > 1,
+        _ => false,
+    }
 }
 
 impl Importer {
@@ -66,6 +83,9 @@ impl Importer {
                     }
                     kind => kind,
                 };
+                if !self.suits(&kind, &values, &[&out.ty]) {
+                    return Ok(false);
+                }
                 self.add(at, node.name.clone(), kind, values, vec![out])?;
                 if words[0] == "assign"
                     && let Some(name) = node.args.first().and_then(tensor)
@@ -76,6 +96,14 @@ impl Importer {
                 Ok(true)
             }
         }
+    }
+
+    /// Whether the results' sizes follow from those of the operands by what this crate knows of sizes: those of torch's own reasoning,
+    /// as of `s0 // 2 * 2` where `s0` is even, may not.
+    pub(super) fn suits(&self, kind: &Kind, args: &[ValueId], outs: &[&Type]) -> bool {
+        let args: Vec<&Type> = args.iter().map(|value| &self.types[value.index()]).collect();
+        let size = kind.group().and_then(|group| self.graph.group_size(group));
+        suit(kind, &args, outs, size.unwrap_or(1)).is_ok()
     }
 
     /// An operation on tensors, without communication.
@@ -154,6 +182,7 @@ impl Importer {
                 self.add(at, node.name.clone(), kind, values, outs)?;
                 for ((_, name), ready) in list.into_iter().zip(ready) {
                     let value = self.value(at, &ready)?;
+                    self.ready.insert(value);
                     self.latest.insert(name, value);
                 }
                 Ok(true)
@@ -163,12 +192,31 @@ impl Importer {
                 let kind = Kind::Wait { tokens: vec![TokenId(token)] };
                 self.add(at, node.name.clone(), kind, vec![value], vec![out])?;
                 let value = self.value(at, &node.name)?;
+                self.ready.insert(value);
                 self.latest.insert(name.to_owned(), value);
                 Ok(true)
             }
-            // Of what nobody started, torch waits for nothing, and gives the tensor back.
+            // Torch waits for nothing a second time, and gives the tensor back.
+            None if self.ready.contains(&value) && self.types[value.index()].is_contiguous() => {
+                let out = Result_ { name: out.name.clone(), ty: self.types[value.index()].clone() };
+                let kind = Kind::View { view: View::Reshape };
+                self.add(at, node.name.clone(), kind, vec![value], vec![out])?;
+                let again = self.value(at, &node.name)?;
+                self.ready.insert(again);
+                Ok(true)
+            }
+            // What an earlier program may have started.
             None => Ok(false),
         }
+    }
+
+    /// Waits for these tensors would wait for nothing.
+    fn is_ready<'n>(&mut self, at: &str, names: impl IntoIterator<Item = &'n String>) -> Result<()> {
+        for name in names {
+            let value = self.value(at, name)?;
+            self.ready.insert(value);
+        }
+        Ok(())
     }
 
     pub(super) fn coll(&self, node: &Node, prim: &str, roles: &[&str], args: &[Json]) -> Option<Coll> {
@@ -205,8 +253,12 @@ impl Importer {
         let token = TokenId(self.tokens);
         self.tokens += 1;
         let ty = if in_place { self.types[value.index()].clone() } else { out.ty.dense() };
+        let kind = Kind::Start { coll, token };
+        if !self.suits(&kind, &[value], &[&ty]) {
+            return Ok(false);
+        }
         let out = Result_ { name: out.name.clone(), ty };
-        self.add(at, node.name.clone(), Kind::Start { coll, token }, vec![value], vec![out])?;
+        self.add(at, node.name.clone(), kind, vec![value], vec![out])?;
         let started = self.value(at, &node.name)?;
         self.in_flight.insert(started, token.0);
         if in_place {
@@ -230,7 +282,11 @@ impl Importer {
         self.tokens += 1;
         let out = |out: &Result_| Result_ { name: out.name.clone(), ty: out.ty.dense() };
         let kind = Kind::Start { coll, token: TokenId(token) };
-        self.add(at, node.name.clone(), kind, values, node.outs.iter().map(out).collect())?;
+        let outs: Vec<Result_> = node.outs.iter().map(out).collect();
+        if !self.suits(&kind, &values, &outs.iter().map(|out| &out.ty).collect::<Vec<_>>()) {
+            return Ok(false);
+        }
+        self.add(at, node.name.clone(), kind, values, outs)?;
         let mut list = Vec::new();
         for out in &node.outs {
             let started = self.value(at, &out.name)?;
@@ -253,8 +309,10 @@ impl Importer {
             return Ok(false);
         };
         let value = self.value(at, name)?;
-        let out = Result_ { name: out.name.clone(), ty: out.ty.dense() };
+        let name = out.name.clone();
+        let out = Result_ { name: name.clone(), ty: out.ty.dense() };
         self.add(at, node.name.clone(), Kind::Sync { coll }, vec![value], vec![out])?;
+        self.is_ready(at, [&name])?;
         Ok(true)
     }
 
@@ -317,6 +375,7 @@ impl Importer {
         };
         let outs = node.outs[1..].iter().map(|out| Result_ { name: out.name.clone(), ty: out.ty.dense() });
         self.add(at, node.name.clone(), Kind::Fused { fused }, values, outs.collect())?;
+        self.is_ready(at, node.outs[1..].iter().map(|out| &out.name))?;
         Ok(true)
     }
 }

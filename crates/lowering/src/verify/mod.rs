@@ -9,8 +9,8 @@ use crate::{
     op::{Coll, Kind, ResultMemory},
     types::{Class, Element},
 };
-pub(crate) use shapes::is_fusible;
 use shapes::{fits, shapes};
+pub(crate) use shapes::{is_fusible, suit};
 
 mod shapes;
 

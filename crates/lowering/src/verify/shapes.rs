@@ -4,7 +4,7 @@ use super::F32;
 use crate::{
     graph::{Graph, Op},
     ids::ValueId,
-    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize},
+    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, View},
     sym::SymExpr,
     types::Type,
 };
@@ -35,6 +35,56 @@ pub(super) fn fits(graph: &Graph, op: &Op, name: &str) -> Fits {
 pub(super) fn shapes(graph: &Graph, op: &Op) -> Fits {
     let types = |ids: &[ValueId]| ids.iter().map(|id| graph.ty(*id)).collect::<Vec<_>>();
     let (args, outs) = (types(&op.args), types(&op.outs));
+    outs.iter().try_for_each(|out| makes_sense(graph, out))?;
+    let size = op.kind.group().and_then(|group| graph.group(group)).map_or(1, |group| group.size);
+    suit(&op.kind, &args, &outs, size)?;
+    match (&op.kind, graph.root(op.outs.first().copied().unwrap_or(ValueId(0)))) {
+        (Kind::View { view: View::Strided }, Some(root)) => lies_in(outs[0], graph.ty(root)),
+        _ => Ok(()),
+    }
+}
+
+/// Whether extents, strides and the offset can be a tensor's.
+fn makes_sense(graph: &Graph, ty: &Type) -> Fits {
+    for size in ty.shape.iter().chain(ty.strides.iter().flatten()).chain([&ty.offset]) {
+        if size.as_constant().is_some_and(|size| size < 0) {
+            return Err(format!("{ty} has the negative number {size}"));
+        }
+        if let Some(name) =
+            size.symbols().into_iter().find(|name| graph.syms.iter().all(|sym| sym.name != *name))
+        {
+            return Err(format!("{ty} has the symbol {name}, which is not declared"));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a view ends where its storage does, or before, as far as their sizes are known.
+fn lies_in(view: &Type, root: &Type) -> Fits {
+    let end = |ty: &Type| -> Option<i64> {
+        let strides = match &ty.strides {
+            Some(strides) => strides.clone(),
+            None => ty.row_major()?,
+        };
+        let mut last = ty.offset.as_constant()?;
+        for (size, stride) in ty.shape.iter().zip(&strides) {
+            match size.as_constant()? {
+                0 => return Some(0),
+                size => last = last.checked_add((size - 1).checked_mul(stride.as_constant()?)?)?,
+            }
+        }
+        last.checked_add(1)
+    };
+    match (end(view), end(root)) {
+        (Some(end), Some(elements)) if end > elements => {
+            Err(format!("the view {view} ends at element {end}, of {elements}"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether operands and results of these types fit an operation, for a group of so many ranks.
+pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32) -> Fits {
     let count = |wanted_args: usize, wanted_outs: usize| -> Fits {
         match (args.len(), outs.len()) == (wanted_args, wanted_outs) {
             true => Ok(()),
@@ -46,7 +96,7 @@ pub(super) fn shapes(graph: &Graph, op: &Op) -> Fits {
         }
     };
     let differ = |what: &str, found: &Type, wanted: &Type| Err(format!("{what} is {found}, wanted {wanted}"));
-    match &op.kind {
+    match kind {
         Kind::Input | Kind::Constant | Kind::Full { .. } => count(0, 1),
         Kind::Unary { .. } => {
             count(1, 1)?;
@@ -60,7 +110,7 @@ pub(super) fn shapes(graph: &Graph, op: &Op) -> Fits {
             let shape = args.iter().try_fold(Vec::new(), |shape, arg| broadcast(&shape, &arg.shape));
             match shape {
                 Some(shape) if shape == outs[0].shape => Ok(()),
-                _ => Err(format!("the result is {}, of {}", outs[0], list(&args))),
+                _ => Err(format!("the result is {}, of {}", outs[0], list(args))),
             }
         }
         Kind::Cast => {
@@ -86,11 +136,18 @@ pub(super) fn shapes(graph: &Graph, op: &Op) -> Fits {
         Kind::View { view } => {
             count(1, 1)?;
             let same_elements = args[0].dtype == outs[0].dtype;
-            let is_reshape = *view == crate::op::View::Reshape;
-            if !same_elements || (is_reshape && args[0].numel() != outs[0].numel()) {
-                return differ("the view", outs[0], args[0]);
-            }
-            Ok(())
+            let same_shape = match view {
+                View::Reshape => args[0].numel() == outs[0].numel(),
+                View::Permute(dims) => {
+                    let mut sorted = dims.clone();
+                    sorted.sort_unstable();
+                    sorted.iter().copied().eq(0..args[0].shape.len())
+                        && dims.iter().map(|dim| &args[0].shape[*dim]).eq(&outs[0].shape)
+                }
+                View::Expand => broadcast(&args[0].shape, &outs[0].shape).as_ref() == Some(&outs[0].shape),
+                View::Strided => true,
+            };
+            if same_elements && same_shape { Ok(()) } else { differ("the view", outs[0], args[0]) }
         }
         Kind::Copy => {
             count(1, 1)?;
@@ -101,7 +158,7 @@ pub(super) fn shapes(graph: &Graph, op: &Op) -> Fits {
             count(2, 1)?;
             let wanted = match (&args[0].shape[..], &args[1].shape[..]) {
                 ([m, k], [l, n]) if k == l => vec![m.clone(), n.clone()],
-                _ => return Err(format!("a product of {}", list(&args))),
+                _ => return Err(format!("a product of {}", list(args))),
             };
             if outs[0].shape == wanted { Ok(()) } else { Err(format!("the product is {}", outs[0])) }
         }
@@ -122,7 +179,7 @@ pub(super) fn shapes(graph: &Graph, op: &Op) -> Fits {
         }
         Kind::Wait { .. } => {
             count(args.len(), args.len())?;
-            match args.iter().zip(&outs).find(|(arg, out)| arg != out) {
+            match args.iter().zip(outs).find(|(arg, out)| arg != out) {
                 Some((arg, out)) => differ("what was waited for", out, arg),
                 None => Ok(()),
             }
@@ -132,10 +189,9 @@ pub(super) fn shapes(graph: &Graph, op: &Op) -> Fits {
             if args.is_empty() {
                 return Err("a collective of nothing".into());
             }
-            let size = graph.group(&coll.group).map_or(1, |group| i64::from(group.size));
-            args.iter().zip(&outs).try_for_each(|(arg, out)| collective(coll, size, arg, out))
+            args.iter().zip(outs).try_for_each(|(arg, out)| collective(coll, group_size.into(), arg, out))
         }
-        Kind::Fused { fused } => self::fused(fused, &args, &outs),
+        Kind::Fused { fused } => self::fused(fused, args, outs),
     }
 }
 
@@ -176,7 +232,19 @@ fn collective(coll: &Coll, size: i64, arg: &Type, out: &Type) -> Fits {
             is_block
                 || (rest && rows.map(|rows| SymExpr::constant(rows / size)).as_ref() == out.shape.first())
         }
-        Prim::AllToAll => arg.shape.get(1..) == out.shape.get(1..),
+        Prim::AllToAll => {
+            let rows = |list: &Option<Vec<SymExpr>>, ty: &Type| match list {
+                Some(list) => {
+                    let sum = list.iter().try_fold(SymExpr::constant(0), |sum, rows| sum.plus(rows));
+                    let known = sum.as_ref().and_then(SymExpr::as_constant);
+                    let size = ty.shape.first().and_then(SymExpr::as_constant);
+                    known.is_none() || size.is_none() || known == size
+                }
+                None => true,
+            };
+            let splits = rows(&coll.sends, arg) && rows(&coll.receives, out);
+            splits && arg.shape.get(1..) == out.shape.get(1..)
+        }
         Prim::ShardDimAllToAll => {
             let Some([gather, shard]) = coll.dims else { return wrong() };
             let apart = gather != shard && gather.max(shard) < arg.shape.len();

@@ -1,7 +1,8 @@
 //! Starts come early and waits late, so that collectives run beside computation.
 //!
 //! Applies where [`Options::overlap`](crate::Options::overlap) asks for it. All calls keep their order, and so do effects and
-//! accesses of memory that is written. There are three orders to begin with: the present one; all starts as early and all waits as
+//! accesses of memory that is written. A call of a group that the pass leaves alone keeps its place among all operations, and so does
+//! its wait. There are three orders to begin with: the present one; all starts as early and all waits as
 //! late as possible; and a list schedule by the longest path that an operation leads to ([`list`]). The one that is predicted to
 //! end first is improved by single moves as long as one of them is predicted to make it faster ([`Search`]). If the result is not
 //! predicted to end before the present order does, nothing changes.
@@ -15,6 +16,8 @@ use crate::{
     analysis::Analysis,
     costs::{Clock, Costs},
     graph::{Graph, Op},
+    hash::HashSet,
+    ids::TokenId,
     lists::Lists,
     lower::Context,
     op::Kind,
@@ -30,9 +33,11 @@ pub(super) fn apply(cx: &mut Context<'_>) {
         return;
     }
     let before = cx.costs.predict(&cx.graph);
-    if let Some((after, graph)) = improved(&cx.graph, cx.costs, cx.options.overlap_bytes) {
+    let improved = improved(&cx.graph, cx.costs, cx.options.overlap_bytes, &|group| cx.is_ours(group));
+    if let Some((after, graph)) = improved {
         let text = format!("{before} ns are predicted to become {after} ns");
-        let starts = graph.ops.iter().filter(|op| matches!(op.kind, Kind::Start { .. }));
+        let is_ours = |op: &&Op| op.kind.group().is_some_and(|group| cx.is_ours(group));
+        let starts = graph.ops.iter().filter(|op| matches!(op.kind, Kind::Start { .. })).filter(is_ours);
         let ops = starts.flat_map(|op| cx.covered(&op.name)).collect();
         cx.rewrites.push(Rewrite { rule: "schedule".into(), ops, text, bound: None });
         cx.graph = graph;
@@ -41,9 +46,15 @@ pub(super) fn apply(cx: &mut Context<'_>) {
 
 /// The graph in the best order that was found, with its predicted time, if that is less than the graph's own. Its tensors take at
 /// most so many bytes more at once.
-fn improved(graph: &Graph, costs: &Costs, more_bytes: u64) -> Option<(u64, Graph)> {
+fn improved(
+    graph: &Graph,
+    costs: &Costs,
+    more_bytes: u64,
+    is_ours: &impl Fn(&str) -> bool,
+) -> Option<(u64, Graph)> {
     let analysis = graph.analyse();
-    let edges = order::needs(graph, &analysis);
+    let mut edges = order::needs(graph, &analysis);
+    edges.extend(fences(graph, is_ours));
     let budget = peak(graph, &analysis, graph.ops.iter()).saturating_add(more_bytes);
     let search = Search::new(graph, &analysis, costs, &edges, budget);
     let present: Order = (0..graph.ops.len() as u32).collect();
@@ -59,6 +70,27 @@ fn improved(graph: &Graph, costs: &Costs, more_bytes: u64) -> Option<(u64, Graph
 
 /// An order, by the places in the present one.
 type Order = Vec<u32>;
+
+/// What keeps the places of starts and waits of other groups: all operations up to one come before it, and all others behind it.
+fn fences(graph: &Graph, is_ours: impl Fn(&str) -> bool) -> Vec<Edge> {
+    let mut foreign: HashSet<TokenId> = HashSet::default();
+    let (mut edges, mut last, mut since) = (Vec::new(), None, Vec::new());
+    for (place, op) in (0u32..).zip(&graph.ops) {
+        let is_foreign = match &op.kind {
+            Kind::Start { coll, token } if !is_ours(&coll.group) => foreign.insert(*token),
+            Kind::Wait { tokens } => tokens.iter().any(|token| foreign.contains(token)),
+            _ => false,
+        };
+        edges.extend(last.map(|fence| (fence, place)));
+        if is_foreign {
+            edges.extend(since.drain(..).map(|before| (before, place)));
+            last = Some(place);
+        } else {
+            since.push(place);
+        }
+    }
+    edges
+}
 
 /// Every start as early as its operands allow, and every wait as late as its results do; the rest as it is.
 fn outward(graph: &Graph, edges: &[Edge]) -> Option<Order> {
@@ -134,6 +166,8 @@ fn list(graph: &Graph, analysis: &Analysis, costs: &Costs, edges: &[Edge], budge
 mod tests {
     use super::*;
     use crate::costs::Device;
+
+    const ALL: fn(&str) -> bool = |_| true;
 
     /// A program of so many operations, or one more, on 512 × 512 elements: products, functions of elements, and sums over ranks.
     fn program(random: &mut impl FnMut(usize) -> usize, operations: usize) -> Graph {
@@ -211,7 +245,7 @@ mod tests {
             let graph = program(&mut random, 8);
             assert_eq!(verify(&graph), [], "{}", graph.to_text());
             let (before, least) = (costs.predict(&graph), least(&graph, &costs));
-            let after = improved(&graph, &costs, u64::MAX).map_or(before, |(time, _)| time);
+            let after = improved(&graph, &costs, u64::MAX, &ALL).map_or(before, |(time, _)| time);
             assert!(least <= after && after <= before, "{least} {after} {before}\n{}", graph.to_text());
             improvable += u32::from(least < before);
             best += u32::from(after == least);
@@ -236,13 +270,52 @@ mod tests {
             if orders.iter().flatten().any(|order| search.fits(order)) {
                 continue;
             }
-            if let Some((time, after)) = improved(&graph, &costs, 0) {
+            if let Some((time, after)) = improved(&graph, &costs, 0, &ALL) {
                 assert!(time == costs.predict(&after) && time < costs.predict(&graph));
                 assert!(peak(&after, &after.analyse(), after.ops.iter()) <= budget);
                 found += 1;
             }
         }
         assert!(found >= 5, "{found}");
+    }
+
+    #[test]
+    fn calls_of_other_groups_keep_their_places() {
+        let mut random = numbers(5);
+        let costs = Costs::of(Device::Host);
+        let (mut found, mut moved) = (0, 0);
+        for _ in 0..60 {
+            let graph = program(&mut random, 20);
+            moved += u32::from(improved(&graph, &costs, u64::MAX, &ALL).is_some());
+            let Some((_, after)) = improved(&graph, &costs, u64::MAX, &|group| group == "tp") else {
+                continue;
+            };
+            found += 1;
+            // Each foreign start and wait has the same operations before it.
+            let dp = |graph: &Graph| {
+                let mut before: Vec<String> = Vec::new();
+                let mut seen = Vec::new();
+                for op in &graph.ops {
+                    let of_dp = |value: &crate::ValueId| graph.name(*value).starts_with("sv");
+                    let waits_for = match &op.kind {
+                        Kind::Wait { .. } => op.args.iter().find(|value| of_dp(value)),
+                        _ => None,
+                    };
+                    let start = waits_for.and_then(|value| {
+                        graph.ops.iter().find(|op| op.outs.contains(value)).and_then(|op| op.kind.group())
+                    });
+                    if op.kind.group().or(start) == Some("dp") {
+                        let mut names = before.clone();
+                        names.sort();
+                        seen.push((op.name.clone(), names));
+                    }
+                    before.push(op.name.clone());
+                }
+                seen
+            };
+            assert_eq!(dp(&graph), dp(&after), "{}", graph.to_text());
+        }
+        assert!(found >= 5 && moved > found, "{found} {moved}");
     }
 
     #[test]
@@ -257,7 +330,7 @@ mod tests {
             return %c, %d";
         let graph = Graph::from_text(text).unwrap();
         let costs = Costs::of(Device::Host);
-        assert!(improved(&graph, &costs, 1 << 20).is_some(), "the product runs beside the sum");
-        assert!(improved(&graph, &costs, 0).is_none(), "there is no memory for both");
+        assert!(improved(&graph, &costs, 1 << 20, &ALL).is_some(), "the product runs beside the sum");
+        assert!(improved(&graph, &costs, 0, &ALL).is_none(), "there is no memory for both");
     }
 }
