@@ -11,7 +11,6 @@ use antiphon_moe::{
     Choices, Combine, Dispatch, HybridCapacity, HybridCombine, HybridDispatch, HybridOrder, HybridRouting,
     HybridTokens, MoeConfig, Routing, RowFormat, Tokens,
     cuda::{CudaHandle, CudaMoe, HandleMemory},
-    hybrid::cuda::MAX_LOCAL_EXPERTS,
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -232,10 +231,7 @@ fn rank_main(
                 },
             })
         })?;
-        // By a routing map, to rows by expert. One GPU would have too many of them.
-        if EXPERTS / world_size > MAX_LOCAL_EXPERTS {
-            continue;
-        }
+        // By a routing map, to rows by expert.
         let order = |rows| HybridOrder::Experts {
             pad_multiple: 32,
             capacity: (rows > 0).then_some(HybridCapacity { rows, max_tokens: tokens }),

@@ -6,7 +6,7 @@ use antiphon_sass::{Disassembler, Rules};
 use antiphon_tensor::DType;
 
 use crate::{
-    hybrid::cuda::{HybridMoving, HybridSumming, Listing, Placing},
+    hybrid::cuda::{Experts, HybridMoving, HybridSumming, Listing, Placing},
     layout::cuda::Counting,
     low_latency::{
         LowLatencyFormat,
@@ -68,13 +68,14 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
     for world_size in [2, 4, MAX_WORLD] {
         variants.push(variant(Listing, world_size, architecture, &[]));
         variants.push(variant(Placing, world_size, architecture, &[]));
-        let mut moving = variant(HybridMoving { staging }, world_size, architecture, rows);
+        let experts = if world_size == MAX_WORLD { Experts::Many } else { Experts::Few };
+        let mut moving = variant(HybridMoving { staging, experts }, world_size, architecture, rows);
         if staging == Staging::Registers {
             moving.rules.local_bytes = 24; // registers outside the loops
         }
         variants.push(moving);
         let dtype = if world_size == 4 { DType::F32 } else { DType::BF16 };
-        let summing = HybridSumming::new(dtype, staging).unwrap();
+        let summing = HybridSumming::new(dtype, staging, experts).unwrap();
         let mut summing = variant(summing, world_size, architecture, &["LDG.128.STRONG.SYS"]);
         summing.rules.local_bytes = 32; // registers outside the loops
         variants.push(summing);
@@ -149,7 +150,7 @@ fn every_kernel_compiles_for_a_rank_that_is_alone() {
     fn alone<F: Family>(family: F) -> Variant {
         variant(family, 1, Architecture::SM_90A, &[])
     }
-    let staging = Staging::Bulk;
+    let (staging, experts) = (Staging::Bulk, Experts::Few);
     let variants = [
         alone(Counting),
         alone(Notifying),
@@ -157,8 +158,8 @@ fn every_kernel_compiles_for_a_rank_that_is_alone() {
         alone(Summing::new(DType::BF16, staging, 1).unwrap()),
         alone(Listing),
         alone(Placing),
-        alone(HybridMoving { staging }),
-        alone(HybridSumming::new(DType::BF16, staging).unwrap()),
+        alone(HybridMoving { staging, experts }),
+        alone(HybridSumming::new(DType::BF16, staging, experts).unwrap()),
         alone(Dispatching::new(Phases::Both, LowLatencyFormat::Fp8, 1)),
         alone(Dispatching::new(Phases::Send, LowLatencyFormat::Bf16, 1)),
         alone(Combining { phases: Phases::Both }),

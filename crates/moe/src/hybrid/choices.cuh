@@ -12,8 +12,8 @@ DEVICE u32 position_of(u32 choice) { return choice & ((1u << POSITION_BITS) - 1)
 
 // The choices of all tokens.
 struct choices {
-    const u32* all;   // [tokens, WORLD, local]: those of each rank, in the order of experts
-    const u8* number; // [tokens, WORLD]: how many
+    const u32* all;    // [tokens, WORLD, local]: those of each rank, in the order of experts
+    const u16* number; // [tokens, WORLD]: how many
     u32 local;
 
     // The index-th of a token's at a rank.

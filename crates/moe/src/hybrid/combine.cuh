@@ -11,7 +11,7 @@ struct hybrid_sums_call {
     const i32* heads;
     const u32* most;
     const u32* all;     // as in choices.cuh
-    const u8* number;
+    const u16* number;
     const i32* places;  // as in dispatch.cuh
     const u8* rows;     // [rows, row_bytes]
     const u32* probs;   // [rows]; by token [rows, local]; null if there are none
@@ -21,7 +21,6 @@ struct hybrid_sums_call {
     u32 tokens, row_bytes, local, is_by_token;
 };
 
-constexpr u32 MAX_LOCAL = 191;
 constexpr u32 VECTORS = 2; // that a lane has under way of each row
 constexpr u32 SUMMED = WORLD <= 2 ? 2 : 1; // of each row and record, where it sums what ranks send
 constexpr u32 TERMS = 4;   // rows that are under way

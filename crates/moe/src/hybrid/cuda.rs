@@ -25,8 +25,9 @@ use crate::{
     RowFormat,
     cuda::{Arrived, Blocks, CudaMoe, HandleMemory, HandleWords, Memory, Plan, THREADS},
     error::{MoeError, Result, refused},
+    layout::MAX_LOCAL_EXPERTS,
     normal::cuda::{
-        BESIDE_BYTES, Moving, NotifyCall, Notifying, PIPELINE, REGION, RegionCall, SUMMED, SUMS, Staging,
+        BESIDE, Moving, NotifyCall, Notifying, PIPELINE, REGION, RegionCall, SUMMED, SUMS, Staging,
         UNBOUNDED, Warps, family, kernel_call,
     },
     tensors::{Name, VECTOR},
@@ -60,7 +61,7 @@ kernels! {
 
 kernel_call! {
     /// `list_call` of list.cuh.
-    ListCall { map of_chunk all number per_expert most; tokens experts }
+    ListCall { map of_chunk all number in_rank per_expert most; tokens experts chunk }
 }
 kernel_call! {
     /// `place_call` of place.cuh.
@@ -89,10 +90,49 @@ pub(crate) struct Listing;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placing;
 
+/// How many experts a rank has at most, on which the shared memory of warps depends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Experts {
+    /// The choices and probs of 191 fit beside a row in what the normal form has there.
+    Few,
+    /// As many as are served.
+    Many,
+}
+
+impl Experts {
+    fn of(local: usize) -> Self {
+        if local <= Self::Few.most() { Self::Few } else { Self::Many }
+    }
+
+    /// `MAX_LOCAL` of combine.cuh.
+    const fn most(self) -> usize {
+        match self {
+            Self::Few => 191,
+            Self::Many => MAX_LOCAL_EXPERTS,
+        }
+    }
+
+    /// `warps` with room beside a row for so many words of each expert.
+    const fn widen(self, warps: Warps, words: u32) -> Warps {
+        match self {
+            Self::Few => warps,
+            Self::Many => Warps { beside: BESIDE + words * 4 * MAX_LOCAL_EXPERTS as u32, ..warps },
+        }
+    }
+}
+
 /// Rows to those of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct HybridMoving {
     pub(crate) staging: Staging,
+    pub(crate) experts: Experts,
+}
+
+impl HybridMoving {
+    /// Beside a row travel choices and their probs.
+    fn warps(self) -> Warps {
+        self.experts.widen(Moving::WARPS, 2)
+    }
 }
 
 /// Rows back, and their sums.
@@ -100,15 +140,23 @@ pub(crate) struct HybridMoving {
 pub(crate) struct HybridSumming {
     reduction: Reduction,
     staging: Staging,
+    experts: Experts,
 }
 
 impl HybridSumming {
-    /// Half send, half sum.
-    const WARPS: Warps = Warps { sending: 4, rings: 4, flags: 0, all: 8 };
-
     /// Of rows of a dtype; none for one that is not summed.
-    pub(crate) fn new(dtype: DType, staging: Staging) -> Option<Self> {
-        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging })
+    pub(crate) fn new(dtype: DType, staging: Staging, experts: Experts) -> Option<Self> {
+        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, experts })
+    }
+
+    /// Half send, half sum; with many experts fewer send, as the lists of what is summed leave less shared memory. Beside a row
+    /// travel probs.
+    fn warps(self) -> Warps {
+        let sending = match self.experts {
+            Experts::Few => 4,
+            Experts::Many => 2,
+        };
+        self.experts.widen(Warps { sending, rings: sending, flags: 0, all: 8, beside: BESIDE }, 1)
     }
 }
 
@@ -122,22 +170,24 @@ family!(Listing: ListKernel(ListCall), "list.cuh" of [CHOICES, LIST], |_, progra
 family!(Placing: PlaceKernel(PlaceCall), "place.cuh" of [PLACE], |_, program| program, |_| THREADS, |_| 0);
 family!(
     HybridMoving: DispatchKernel(HybridRowsCall), "hybrid_dispatch.cuh" of [ROWS, PIPELINE, REGION, CHOICES, ROWS_BY_MAP],
-    |_, program| Moving::WARPS.define(program), |_| Moving::WARPS.threads(),
-    |this| Moving::WARPS.shared_bytes(this.staging)
+    |this, program| this.warps().define(program), |this| this.warps().threads(),
+    |this| this.warps().shared_bytes(this.staging)
 );
 family!(
     HybridSumming: CombineKernel(HybridSumsCall),
     "hybrid_combine.cuh" of [ROWS, REDUCE, PIPELINE, REGION, SUMS, CHOICES, SUMS_BY_MAP],
-    |this, program| HybridSumming::WARPS.define(this.reduction.define(program)), |_| HybridSumming::WARPS.threads(),
-    |this| HybridSumming::WARPS.shared_bytes(this.staging)
+    |this, program| this.warps().define(this.reduction.define(program)).define("MAX_LOCAL", this.experts.most()),
+    |this| this.warps().threads(), |this| this.warps().shared_bytes(this.staging)
 );
 
-/// The most experts of a rank: `MAX_LOCAL` of the kernels, whose choices with their probs fit beside a row.
-pub const MAX_LOCAL_EXPERTS: usize = 191;
 /// The most tokens of a rank: those that `POSITION_BITS` of the kernels count.
 const MAX_TOKENS: usize = (1 << 22) - 1;
-/// `CHUNK` of list.cuh.
-const CHUNK: usize = 128;
+
+/// How many tokens a block of list.cuh has at a time: as many as its `BITS` have room for.
+fn chunk(local: usize) -> usize {
+    const WORDS_OF_RANK: usize = 768;
+    (WORDS_OF_RANK / local.div_ceil(32).max(1)).min(128)
+}
 
 /// The words of a handle on the GPU, 32-bit integers, by where they lie in its memory: those of the normal form, and behind them
 /// those of this one.
@@ -207,15 +257,19 @@ impl HybridWords {
     }
 
     fn of_chunk(&self) -> Range<usize> {
-        behind(self.per_expert(), self.tokens.div_ceil(CHUNK).max(1) * self.num_experts)
+        behind(self.per_expert(), self.tokens.div_ceil(chunk(self.local())).max(1) * self.num_experts)
     }
 
     fn number(&self) -> Range<usize> {
-        behind(self.of_chunk(), (self.tokens * self.world_size).div_ceil(4))
+        behind(self.of_chunk(), (self.tokens * self.world_size).div_ceil(2))
+    }
+
+    fn in_rank(&self) -> Range<usize> {
+        behind(self.number(), (self.tokens * self.world_size).div_ceil(4))
     }
 
     fn all(&self) -> Range<usize> {
-        behind(self.number(), self.tokens * self.num_experts)
+        behind(self.in_rank(), self.tokens * self.num_experts)
     }
 
     /// How many words there are.
@@ -338,14 +392,12 @@ fn check_limits(sizes: &Sizes, order: HybridOrder) -> Result<()> {
         HybridOrder::Experts { capacity: Some(HybridCapacity { max_tokens, .. }), .. } => max_tokens,
         _ => tokens,
     };
-    let problem = if local > MAX_LOCAL_EXPERTS {
-        format!("{local} experts of a rank; at most {MAX_LOCAL_EXPERTS} are served between GPUs")
-    } else if most > MAX_TOKENS || world_size * most * local > i32::MAX as usize {
-        format!("{most} tokens of each rank, for {local} experts of a rank, are more than kernels count")
-    } else {
-        return Ok(());
-    };
-    Err(refused(DISPATCH, problem))
+    if most > MAX_TOKENS || world_size * most * local > i32::MAX as usize {
+        let problem =
+            format!("{most} tokens of each rank, for {local} experts of a rank, are more than kernels count");
+        return Err(refused(DISPATCH, problem));
+    }
+    Ok(())
 }
 
 impl CudaMoe {
@@ -356,8 +408,8 @@ impl CudaMoe {
     /// Without a capacity it waits for the counts of all ranks, and so cannot be captured.
     ///
     /// # Errors
-    /// As there; [`MoeError::Refused`] also for more than [`MAX_LOCAL_EXPERTS`] of a rank; [`MoeError::Captured`] for a stream that
-    /// is being captured, without a capacity.
+    /// As there; [`MoeError::Refused`] also for more tokens than kernels count; [`MoeError::Captured`] for a stream that is being
+    /// captured, without a capacity.
     ///
     /// # Safety
     /// The map is not written until the stream has passed this call. The caller's memory, if it is that, is nobody else's as long as
@@ -448,10 +500,12 @@ impl CudaMoe {
             of_chunk: at(HybridWords::of_chunk),
             all: at(HybridWords::all),
             number: at(HybridWords::number),
+            in_rank: at(HybridWords::in_rank),
             per_expert: at(HybridWords::per_expert),
             most: at(HybridWords::own_most),
             tokens,
             experts: sizes.num_experts as u32,
+            chunk: chunk(sizes.local()) as u32,
         };
         let alone = Signature::new(Operation::HybridDispatch);
         for kernel in [ListKernel::Count, ListKernel::List] {
@@ -459,7 +513,7 @@ impl CudaMoe {
             unsafe { self.launch_kernel(Listing, kernel, &alone, Blocks::All, list, stream) }?;
         }
         let call = NotifyCall {
-            in_rank: at(HybridWords::number),
+            in_rank: at(HybridWords::in_rank),
             per_expert: at(HybridWords::per_expert),
             own_most: at(HybridWords::own_most),
             chosen_by: at(HybridWords::chosen_by),
@@ -523,6 +577,7 @@ impl CudaMoe {
         let second = if has_scale_rows { scales * 4 } else { 0 };
         let words =
             if from.probs.is_some() { 2 } else { 1 } * local + if has_scale_rows { 0 } else { scales };
+        let family = HybridMoving { staging: self.staging(), experts: Experts::of(local) };
         let rows = HybridRowsCall {
             counts: handle.plan.at(HandleWords::counts),
             starts: handle.plan.at(HandleWords::starts),
@@ -543,7 +598,12 @@ impl CudaMoe {
                 has_scale_rows,
             )?,
             to_probs: optional("received probs", to_probs.map(|view| view.as_view()).as_ref(), false)?,
-            region: self.region_of_map(of_dispatch("x"), format.row_bytes() + second, words)?,
+            region: self.region_of_map(
+                of_dispatch("x"),
+                format.row_bytes() + second,
+                words,
+                family.warps(),
+            )?,
             tokens: along.sizes.tokens as u32,
             rows: along.rows as u32,
             row_bytes: format.row_bytes() as u32,
@@ -552,7 +612,6 @@ impl CudaMoe {
             is_by_token: along.is_by_token().into(),
         };
         let signature = signature_of_rows(&format, from.probs.is_some(), along);
-        let family = HybridMoving { staging: self.staging() };
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
         unsafe { self.launch(family, &signature, Blocks::All, rows, stream) }?;
         handle.has_rows.store(1, Ordering::Relaxed);
@@ -580,7 +639,8 @@ impl CudaMoe {
         }
         let along = &handle.along;
         let format: RowFormat = check_combine(&call, along, &SUMMED)?;
-        let Some(family) = HybridSumming::new(format.dtype, self.staging()) else {
+        let experts = Experts::of(along.sizes.local());
+        let Some(family) = HybridSumming::new(format.dtype, self.staging(), experts) else {
             let expected = "f32, f16 or bf16".into();
             return Err(MoeError::DType { call: COMBINE, which: "rows", actual: format.dtype, expected });
         };
@@ -604,7 +664,7 @@ impl CudaMoe {
                 "output probs",
                 call.output_probs.as_ref().map(|view| view.as_view()).as_ref(),
             )?,
-            region: self.region_of_map(of_combine("rows"), format.row_bytes(), words)?,
+            region: self.region_of_map(of_combine("rows"), format.row_bytes(), words, family.warps())?,
             tokens: along.sizes.tokens as u32,
             row_bytes: format.row_bytes() as u32,
             local: local as u32,
@@ -616,11 +676,11 @@ impl CudaMoe {
     }
 
     /// How the region serves records of so many bytes, beside which are at most so many words; how many, only the GPU knows.
-    fn region_of_map(&self, name: Name, bytes: usize, words: usize) -> Result<RegionCall> {
-        let beside = words.div_ceil(4) * VECTOR;
-        if beside > BESIDE_BYTES {
+    fn region_of_map(&self, name: Name, bytes: usize, words: usize, warps: Warps) -> Result<RegionCall> {
+        let (beside, most) = (words.div_ceil(4) * VECTOR, warps.beside as usize);
+        if beside > most {
             let problem = format!(
-                "choices, probs and scales beside a row are up to {beside} bytes; at most {BESIDE_BYTES} are served"
+                "choices, probs and scales beside a row are up to {beside} bytes; at most {most} are served"
             );
             return Err(refused(name.call, problem));
         }

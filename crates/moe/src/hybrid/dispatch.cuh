@@ -10,7 +10,7 @@ struct hybrid_rows_call {
     const u32* order;
     const u32* most;
     const u32* all;    // as in choices.cuh
-    const u8* number;
+    const u16* number;
     const u32* first;  // as in place.cuh
     const u32* kept;
     i32* places;       // [N, local]: the row of a received token for each expert, or -1
@@ -39,13 +39,18 @@ DEVICE parts rows_of(const hybrid_rows_call& k) {
 
 // Rows that have no token, in all parts: padding, and the rest of a capacity. The warp's share of them.
 DEVICE void empty_rows(const hybrid_rows_call& k, rows mine) {
-    for (u32 expert = 0; expert < k.local; ++expert) {
-        const u32 end = expert + 1 < k.local ? min(k.first[expert + 1], k.rows) : k.rows;
-        for (u32 row = min(k.first[expert] + k.kept[expert], k.rows) + mine.first; row < end; row += mine.step) {
-            for (u32 at = lane_id() * 16; at < k.row_bytes; at += 512)
-                store16(k.to_x + (u64)row * k.row_bytes + at, make_uint4(0, 0, 0, 0));
-            for (u32 i = lane_id(); i < k.scales_of_row; i += 32) k.to_scales[(u64)row * k.scales_of_row + i] = 0;
-            if (k.probs != nullptr && lane_id() == 0) k.to_probs[row] = 0;
+    for (u32 some = 0; some < k.local; some += 32) {
+        const u32 expert = some + lane_id();
+        const u32 its_first = expert < k.local ? min(k.first[expert] + k.kept[expert], k.rows) : k.rows;
+        const u32 its_end = expert + 1 < k.local ? min(k.first[expert + 1], k.rows) : k.rows;
+        for (u32 left = __ballot_sync(WHOLE_WARP, its_first < its_end); left != 0; left &= left - 1) {
+            const u32 lane = __ffs(left) - 1, end = __shfl_sync(WHOLE_WARP, its_end, lane);
+            for (u32 row = __shfl_sync(WHOLE_WARP, its_first, lane) + mine.first; row < end; row += mine.step) {
+                for (u32 at = lane_id() * 16; at < k.row_bytes; at += 512)
+                    store16(k.to_x + (u64)row * k.row_bytes + at, make_uint4(0, 0, 0, 0));
+                for (u32 i = lane_id(); i < k.scales_of_row; i += 32) k.to_scales[(u64)row * k.scales_of_row + i] = 0;
+                if (k.probs != nullptr && lane_id() == 0) k.to_probs[row] = 0;
+            }
         }
     }
 }

@@ -123,9 +123,9 @@ pub(crate) struct Moving {
 
 impl Moving {
     /// Some warps send, one raises flags, the others take what comes.
-    pub(crate) const WARPS: Warps = Warps { sending: 4, rings: 7, flags: 1, all: 8 };
+    pub(crate) const WARPS: Warps = Warps { sending: 4, rings: 7, flags: 1, all: 8, beside: BESIDE };
     /// Most warps send and take by turns, one raises flags, one polls those of the peers.
-    const BY_TURNS: Warps = Warps { sending: 7, rings: 7, flags: 1, all: 9 };
+    const BY_TURNS: Warps = Warps { sending: 7, rings: 7, flags: 1, all: 9, beside: BESIDE };
     /// Half a row of bf16: a warp needs a microsecond for a stage, whatever its size.
     const STAGES: Stages = Stages { count: 2, bytes: 7168 };
 }
@@ -143,8 +143,8 @@ impl Summing {
     /// summed.
     pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
         let warps = match world_size {
-            ..=3 => Warps { sending: 4, rings: 4, flags: 0, all: 12 },
-            _ => Warps { sending: 2, rings: 2, flags: 0, all: 8 },
+            ..=3 => Warps { sending: 4, rings: 4, flags: 0, all: 12, beside: BESIDE },
+            _ => Warps { sending: 2, rings: 2, flags: 0, all: 8, beside: BESIDE },
         };
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })
     }
@@ -168,6 +168,8 @@ pub(crate) struct Warps {
     /// The next ones, 1 or none, raise the flags of those that send, which otherwise raise their own.
     pub(crate) flags: u32,
     pub(crate) all: u32,
+    /// Bytes of what travels beside rows that a warp which sends gathers at once.
+    pub(crate) beside: u32,
 }
 
 /// The stages of a ring.
@@ -191,7 +193,7 @@ impl Warps {
             .define("STAGES", stages.count)
             .define("STAGE_BYTES", stages.bytes)
             .define("FLAG_WARPS", self.flags)
-            .define("BESIDE_BYTES", BESIDE_BYTES)
+            .define("BESIDE_BYTES", self.beside)
             .define("LINE", LINE)
     }
 
@@ -207,16 +209,15 @@ impl Warps {
         match staging {
             // The kernel begins at a line.
             Staging::Bulk => {
-                (LINE - VECTOR + self.sending as usize * BESIDE_BYTES) as u32
-                    + self.rings * stages.count * stages.bytes
+                (LINE - VECTOR) as u32 + self.sending * self.beside + self.rings * stages.count * stages.bytes
             }
             Staging::Registers => 0,
         }
     }
 }
 
-/// Bytes of what travels beside rows that a warp gathers at once.
-pub(crate) const BESIDE_BYTES: usize = 1536;
+/// What travels beside a row, in bytes, is at most this, but for the hybrid form's rows of many experts.
+pub(crate) const BESIDE: u32 = 1536;
 
 /// A family of one kernel, made of these sources, of which the last gives it its name.
 macro_rules! family {
@@ -413,9 +414,9 @@ impl CudaMoe {
         let (second, words) =
             if scales.is_multiple_of(4) { (scales * 4, words) } else { (0, words + scales) };
         let beside = words.div_ceil(4) * VECTOR;
-        if beside > BESIDE_BYTES {
+        if beside > BESIDE as usize {
             let problem = format!(
-                "{scales} scales and choices of a row are {beside} bytes; at most {BESIDE_BYTES} are served"
+                "{scales} scales and choices of a row are {beside} bytes; at most {BESIDE} are served"
             );
             return Err(refused(call, problem));
         }

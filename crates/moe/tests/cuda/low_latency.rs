@@ -12,7 +12,7 @@ use antiphon_moe::{
 use antiphon_tensor::DType;
 
 use crate::{
-    OnGpu, Outcome, Rank,
+    OnGpu, Outcome, REPLAYS, Rank,
     case::{Case, Choice},
     low_latency_case::{LowLatencyCase, Received},
     on_gpus,
@@ -309,7 +309,7 @@ fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
             Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
         })?;
         let graph = graph.instantiate()?;
-        for seed in 2..12 {
+        for seed in REPLAYS.step_by(20) {
             let case = case(seed);
             let next = Calls::new(rank, &case)?;
             for (to, from) in [
@@ -325,10 +325,8 @@ fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
             {
                 to.memory.write(&rank.stream, 0, &rank.download(from)?)?;
             }
-            if seed % 2 == rank.comm.rank() as u64 {
-                std::thread::sleep(std::time::Duration::from_millis(2));
-            }
-            for _ in 0..20 {
+            for replay in 0..20 {
+                rank.is_late(seed + replay);
                 // SAFETY: the memory of the calls lives until the stream has been waited for.
                 unsafe { graph.launch(&rank.stream) }?;
             }

@@ -19,7 +19,7 @@ mod rotation;
 #[path = "../conformance/tensor.rs"]
 mod tensor;
 
-use std::time::Duration;
+use std::{ops::Range, time::Duration};
 
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
 use antiphon_fabric::{Communicator, FabricError, LocalWorld, gpu::Tenant};
@@ -29,9 +29,12 @@ use antiphon_moe::{
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
-use case::{Case, Choice};
+use case::{Case, Choice, hash};
 use rotation::{Rotation, rotate};
 use tensor::{Tensor, UNWRITTEN};
+
+/// The seeds of what a graph is replayed with.
+const REPLAYS: Range<u64> = 2..1002;
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
@@ -83,6 +86,11 @@ impl Rank {
         memory.write(&self.stream, 0, &vec![UNWRITTEN; bytes])?;
         let device = Device::Cuda(self.context.device().ordinal());
         Ok(OnGpu { memory, dtype, shape: shape.to_vec(), device })
+    }
+
+    /// Comes up to 2 ms later than the other ranks, or they do.
+    fn is_late(&self, seed: u64) {
+        std::thread::sleep(Duration::from_micros(hash(seed, "late", [self.comm.rank(), 0, 0]) % 2000));
     }
 
     fn download(&self, gpu: &OnGpu) -> Outcome<Vec<u8>> {
@@ -413,7 +421,7 @@ fn a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus() {
             calls.run(rank)
         })?;
         let graph = graph.instantiate()?;
-        for seed in 2..30 {
+        for seed in REPLAYS {
             let (_, received, sums) = on_host(rank, &case(seed))?;
             let inputs = inputs(&case(seed), rank.comm.rank());
             for (gpu, tensor) in [&calls.x, &calls.ids, &calls.weights].into_iter().zip(&inputs) {
@@ -422,9 +430,7 @@ fn a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus() {
             for (gpu, tensor) in calls.received.iter().zip(&received) {
                 gpu.memory.write(&rank.stream, 0, &vec![UNWRITTEN; tensor.content().len()])?;
             }
-            if seed as usize % 2 == rank.comm.rank() {
-                std::thread::sleep(Duration::from_millis(seed % 5));
-            }
+            rank.is_late(seed);
             // SAFETY: as above.
             unsafe { graph.launch(&rank.stream) }?;
             calls.compare(rank, &case(seed), &received, &sums)?;
