@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -290,6 +291,27 @@ def test_rows_that_did_not_arrive_have_no_gradient() -> None:
 # Operators
 
 
+def test_a_gradient_has_no_gradient_and_says_so() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        experts = ExpertParallel(comm, 4, H)
+        x, ids, weights = tokens_of(0, 3, 4)
+        routing_map = torch.ones(3, 4, dtype=torch.bool)
+        x.requires_grad_()
+        forms: list[Callable[[], Tensor]] = [
+            lambda: experts.dispatch(x, ids, weights).x,
+            lambda: experts.combine(experts.dispatch(x, ids, weights).x, experts.dispatch(x, ids, weights).handle),
+            lambda: experts.dispatch_by_expert(x, routing_map).x,
+            lambda: fused_a2a.fused_dispatch(x, ids, weights, 4, comm)[0],
+            lambda: fused_a2a.hybrid_ep_dispatch(x, routing_map, None, comm, 4)[0],
+        ]
+        for form in forms:
+            (first,) = torch.autograd.grad(form().square().sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                first.sum().backward()
+
+    threads(1, body)
+
+
 def operators_are_what_torch_expects() -> None:
     """One rank of two: eager, as operators that a compiler knows, and compiled, with the same gradients."""
     import antiphon.moe.operators
@@ -323,6 +345,15 @@ def operators_are_what_torch_expects() -> None:
             found.append((y.detach(), mine.grad, probs.grad))
         for eager, compiled in zip(*found, strict=True):
             torch.testing.assert_close(eager, compiled, rtol=0, atol=0)
+
+        # A token's sum is a multiple of the token: y = m x. The gradient of the sum of (dy²/dx)² is 8 m⁴ x.
+        mine = x.clone().requires_grad_()
+        y = layer(mine, weights)
+        (gradient,) = torch.autograd.grad(y.square().sum(), mine, create_graph=True)
+        (twice,) = torch.autograd.grad(gradient.square().sum(), mine)
+        torch.testing.assert_close(twice, (8 * (y / mine) ** 4 * mine).detach())
+        with pytest.raises(ValueError, match=r"must be of shape \[capacity, top_k\] = \[9, 2\], not \[9, 3\]"):
+            ops.moe_combine(rows, routes, received_weights, 4, len(x), 2, group)
         # With as many rows as arrive: what others hold is undefined.
         torch.library.opcheck(ops.moe_dispatch, (x.clone().requires_grad_(), ids, weights.requires_grad_(), 4, 2, group))
         made = torch.ones(9, H, requires_grad=True)
@@ -490,13 +521,16 @@ def test_expert_parallel_refuses_what_is_not_its_own() -> None:
         rows = experts.dispatch(x, ids, weights).x
         layout = ExpertParallel(comm, 8, H).layout(ids)
         nothing: Any = None
+        wrong: Any = 4.0
         calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
-            (lambda: ExpertParallel(comm, 4, 0), ValueError, "hidden must be above 0, not 0"),
-            (lambda: ExpertParallel(comm, 4.0, H), TypeError, "float"),  # type: ignore[arg-type]
+            (lambda: ExpertParallel(comm, 4, 0), ValueError, "ExpertParallel: hidden must be at least 1, not 0"),
+            (lambda: ExpertParallel(comm, wrong, H), TypeError, "num_experts must be an integer, not float"),
+            (lambda: ExpertParallel(comm, 1025, H), ValueError, "num_experts must be at most 1024, not 1025"),
+            (lambda: experts.dispatch(x, ids, weights, layout=wrong), TypeError, "ExpertParallel.layout gave, not float"),
             (lambda: experts.dispatch(x, ids, weights, layout=layout), ValueError, "of 8 experts; there are 4"),
             (lambda: experts.combine(rows, nothing), TypeError, "Handle that a dispatch gave, not NoneType"),
             (lambda: experts.combine_by_expert(rows, nothing), TypeError, "HybridHandle .* not NoneType"),
-            (lambda: experts.dispatch(x, ids, weights, capacity=-1), ValueError, "capacity must not be below 0, not -1"),
+            (lambda: experts.dispatch(x, ids, weights, capacity=-1), ValueError, "capacity must be at least 0, not -1"),
             (
                 lambda: experts.combine_low_latency(rows, ids, weights, nothing),
                 TypeError,
@@ -506,6 +540,185 @@ def test_expert_parallel_refuses_what_is_not_its_own() -> None:
         for call, kind, text in calls:
             with pytest.raises(kind, match=text):
                 call()
+
+    threads(1, body)
+
+
+def test_a_call_that_is_refused_on_one_rank_may_be_made_again() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        experts = ExpertParallel(comm, 4, 128)
+        x, ids, weights = torch.ones(3, 128, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+        routing_map = torch.ones(3, 4, dtype=torch.bool)
+        counts = torch.zeros(2, dtype=torch.int32)
+        calls: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = [
+            (experts.dispatch, {"x": x, "ids": ids, "weights": weights}, {"weights": weights[:2]}),
+            (experts.dispatch, {"x": x, "ids": ids, "weights": weights, "capacity": 9}, {"capacity": -1}),
+            (experts.dispatch, {"x": x, "ids": ids, "weights": weights, "capacity": 9}, {"ids": ids.expand(3, 2)[:, :0]}),
+            (experts.dispatch_by_expert, {"x": x, "routing_map": routing_map}, {"pad_multiple": 2**30}),
+            (experts.dispatch_by_expert, {"x": x, "routing_map": routing_map, "capacity": 9}, {"capacity": -1}),
+            (
+                experts.dispatch_low_latency,
+                {"x": x, "ids": ids, "max_tokens": 3, "statistics": counts},
+                {"statistics": counts.long()},
+            ),
+        ]
+        for call, arguments, wrong in calls:
+            if comm.rank == 1:
+                with pytest.raises((TypeError, ValueError, RuntimeError)):
+                    call(**arguments | wrong)
+            received = call(**arguments)
+            assert received.handle is not None
+        comm.barrier()
+
+    threads(2, body)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, [1.0], np.ones((3, H), dtype=np.float32), torch.eye(3, H).to_sparse(), torch.ones(3, H, device="meta")],
+    ids=["None", "list", "ndarray", "sparse", "meta"],
+)
+def test_what_is_no_tensor_of_the_ranks_device_is_named(wrong: Any) -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        experts, buffer = ExpertParallel(comm, 4, H), deep_ep.Buffer(comm)
+        hybrid = deep_ep.HybridEPBuffer(comm, H, 3, 4)
+        x, ids, weights = tokens_of(0, 3, 4)
+        routing_map = torch.ones(3, 4, dtype=torch.bool)
+        handle = experts.dispatch(x, ids, weights).handle
+        by_map = experts.dispatch_by_expert(x, routing_map).handle
+        few = experts.dispatch_low_latency(x.bfloat16(), ids, max_tokens=3)
+        layout = buffer.get_dispatch_layout(ids, 4)
+        num_tokens, _, num_of_experts, is_in_rank, _ = layout
+        calls: list[tuple[str, Callable[[], Any]]] = [
+            ("ids", lambda: experts.layout(wrong)),
+            ("x", lambda: experts.dispatch(wrong, ids, weights)),
+            ("ids", lambda: experts.dispatch(x, wrong, weights)),
+            ("weights", lambda: experts.dispatch(x, ids, wrong)),
+            ("x", lambda: experts.combine(wrong, handle)),
+            ("x", lambda: experts.dispatch_by_expert(wrong, routing_map)),
+            ("routing_map", lambda: experts.dispatch_by_expert(x, wrong)),
+            ("x", lambda: experts.combine_by_expert(wrong, by_map)),
+            ("x", lambda: experts.dispatch_low_latency(wrong, ids, max_tokens=3)),
+            ("ids", lambda: experts.dispatch_low_latency(x.bfloat16(), wrong, max_tokens=3)),
+            ("x", lambda: experts.combine_low_latency(wrong, ids, weights, few.handle)),
+            ("weights", lambda: experts.combine_low_latency(few.x, ids, wrong, few.handle)),
+            ("topk_idx", lambda: buffer.get_dispatch_layout(wrong, 4)),
+            ("x", lambda: buffer.dispatch(wrong, handle)),
+            ("x", lambda: buffer.combine(wrong, handle)),
+            ("bias 1", lambda: buffer.combine(torch.ones(handle.rows, H), handle, bias=(x, wrong))),
+            ("hidden", lambda: hybrid.dispatch(wrong, routing_map=routing_map)),
+            ("hidden", lambda: hybrid.dispatch_with_permute(hidden=wrong, routing_map=routing_map)),
+            ("hidden", lambda: hybrid.combine_with_unpermute(hidden=wrong, handle=by_map)),
+            ("x", lambda: fused_a2a.fused_dispatch(wrong, ids, weights, 4, comm)),
+            ("token_indices", lambda: fused_a2a.fused_dispatch(x, wrong, weights, 4, comm)),
+            ("token_probs", lambda: fused_a2a.fused_dispatch(x, ids, wrong, 4, comm)),
+            ("x", lambda: fused_a2a.fused_combine(wrong, comm, handle)),
+            ("x", lambda: fused_a2a.hybrid_ep_dispatch(wrong, routing_map, None, comm, 4)),
+            ("routing_map", lambda: fused_a2a.hybrid_ep_dispatch(x, wrong, None, comm, 4)),
+            ("x", lambda: fused_a2a.hybrid_ep_combine(wrong, by_map, None, None)),
+        ]
+        if wrong is not None:
+            calls += [
+                ("scales", lambda: experts.dispatch(x, ids, weights, scales=wrong)),
+                ("bias 0", lambda: experts.combine(torch.ones(handle.rows, H), handle, bias=wrong)),
+                ("probs", lambda: experts.dispatch_by_expert(x, routing_map, wrong)),
+                ("statistics", lambda: experts.dispatch_low_latency(x.bfloat16(), ids, max_tokens=3, statistics=wrong)),
+                ("out", lambda: experts.combine_low_latency(few.x, ids, weights, few.handle, out=wrong)),
+                (
+                    "is_token_in_rank",
+                    lambda: buffer.dispatch(x, None, num_tokens, None, wrong, num_of_experts, ids, weights),
+                ),
+                ("tokens_per_expert", lambda: buffer.dispatch(x, None, num_tokens, None, is_in_rank, wrong, ids, weights)),
+                ("topk_idx", lambda: hybrid.dispatch(x, topk_idx=wrong, num_of_experts=4)),
+                ("scaling_factor", lambda: hybrid.dispatch(x, wrong, routing_map=routing_map)),
+                ("probs", lambda: fused_a2a.hybrid_ep_dispatch(x, routing_map, wrong, comm, 4)),
+            ]
+        for name, call in calls:
+            with pytest.raises((TypeError, NotImplementedError)) as refused:
+                call()
+            known = f"{name} must be" in str(refused.value) or "meta" in str(refused.value)
+            assert known, f"{name}: {refused.value}"
+
+    threads(1, body)
+
+
+@pytest.mark.parametrize("wrong", [2.0, "2", None, True, -1, 2**40, 2**70])
+def test_what_is_no_integer_of_the_range_is_named(wrong: Any) -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        experts, buffer = ExpertParallel(comm, 4, H), deep_ep.Buffer(comm)
+        hybrid = deep_ep.HybridEPBuffer(comm, H, 3, 4)
+        x, ids, weights = tokens_of(0, 3, 4)
+        routing_map = torch.ones(3, 4, dtype=torch.bool)
+        num_tokens, _, num_of_experts, is_in_rank, _ = buffer.get_dispatch_layout(ids, 4)
+        calls: list[tuple[str, Callable[[], Any]]] = [
+            ("num_experts", lambda: ExpertParallel(comm, wrong, H)),
+            ("hidden", lambda: ExpertParallel(comm, 4, wrong)),
+            ("max_tokens", lambda: experts.dispatch_low_latency(x.bfloat16(), ids, max_tokens=wrong)),
+            ("pad_multiple", lambda: experts.dispatch_by_expert(x, routing_map, pad_multiple=-1 if wrong is None else wrong)),
+            ("num_experts", lambda: buffer.get_dispatch_layout(ids, wrong)),
+            ("num_max_dispatch_tokens_per_rank", lambda: buffer.low_latency_dispatch(x.bfloat16(), ids, wrong, 4)),
+            ("num_experts", lambda: buffer.low_latency_dispatch(x.bfloat16(), ids, 4, wrong)),
+            ("num_sms", lambda: deep_ep.Buffer.set_num_sms(wrong)),
+            ("num_sms", lambda: deep_ep.Config(wrong)),
+            ("hidden_bytes", lambda: deep_ep.Config().get_nvl_buffer_size_hint(wrong, 2)),
+            ("num_ranks", lambda: deep_ep.Buffer.get_low_latency_rdma_size_hint(4, H, wrong, 4)),
+            ("hidden_dim", lambda: deep_ep.HybridEPBuffer(comm, wrong, 3, 4)),
+            ("max_num_of_tokens_per_rank", lambda: deep_ep.HybridEPBuffer(comm, H, wrong, 4)),
+            ("num_local_experts", lambda: deep_ep.HybridEPBuffer(comm, H, 3, wrong)),
+            ("num_of_experts", lambda: hybrid.dispatch(x, topk_idx=ids, num_of_experts=4.5 if wrong is None else wrong)),
+            ("hidden_bytes", lambda: fused_a2a.get_buffer(comm, wrong)),
+        ]
+        for size in ("num_nvl_bytes", "num_rdma_bytes"):
+            if wrong != 2**40:  # of bytes that is one
+                calls.append((size, lambda size=size: deep_ep.Buffer(comm, **{size: wrong})))  # type: ignore[misc]
+        if wrong is not None:
+            calls += [
+                ("capacity", lambda: experts.dispatch(x, ids, weights, capacity=wrong)),
+                ("capacity", lambda: experts.dispatch_by_expert(x, routing_map, capacity=wrong)),
+                ("max_tokens", lambda: experts.dispatch_by_expert(x, routing_map, capacity=4, max_tokens=wrong)),
+                (
+                    "num_worst_tokens",
+                    lambda: buffer.dispatch(
+                        x, None, num_tokens, None, is_in_rank, num_of_experts, ids, weights, num_worst_tokens=wrong
+                    ),
+                ),
+                (
+                    "num_permuted_tokens",
+                    lambda: hybrid.dispatch_with_permute(hidden=x, routing_map=routing_map, num_permuted_tokens=wrong),
+                ),
+            ]
+        for name, call in calls:
+            with pytest.raises((TypeError, ValueError), match=f"{name} must be (an integer, not|at (least|most) [0-9]+, not)"):
+                call()
+
+    threads(1, body)
+
+
+def test_objects_of_another_kind_are_named() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        buffer = deep_ep.Buffer(comm)
+        x, ids, weights = tokens_of(0, 3, 4)
+        handle = ExpertParallel(comm, 4, H).dispatch(x, ids, weights).handle
+        wrong: Any = object()
+        calls: list[tuple[str, Callable[[], Any]]] = [
+            ("previous_event must be an EventOverlap, not object", lambda: buffer.get_dispatch_layout(ids, 4, wrong)),
+            ("config must be a Config, not object", lambda: buffer.combine(x, handle, config=wrong)),
+            ("must be the Handle that a dispatch gave, not object", lambda: buffer.dispatch(x, wrong)),
+            ("must be the Handle that a dispatch gave, not object", lambda: buffer.combine(x, wrong)),
+            ("the LowLatencyHandle", lambda: buffer.low_latency_combine(x.bfloat16(), ids, weights, wrong)),
+            ("the LowLatencyHandle", lambda: buffer.get_next_low_latency_combine_buffer(wrong)),
+            ("the HybridHandle", lambda: fused_a2a.hybrid_ep_combine(x, wrong, None, None)),
+            ("the Handle", lambda: fused_a2a.fused_combine(x, comm, wrong)),
+        ]
+        for text, call in calls:
+            with pytest.raises(TypeError, match=text):
+                call()
+        with pytest.raises(NotImplementedError, match="share the region"):
+            buffer.get_local_buffer_tensor(torch.uint8)
+        with pytest.raises(ValueError, match="codes and their scales, not 3 tensors"):
+            buffer.dispatch((x, x, x), handle)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="format must be one of bf16, .*, not 'int4'"):
+            ExpertParallel(comm, 4, H).dispatch_low_latency(x.bfloat16(), ids, max_tokens=3, format="int4")
 
     threads(1, body)
 

@@ -255,7 +255,7 @@ def test_what_is_refused_is_named_with_its_numbers() -> None:
                 "num_permuted_tokens is 9, which is no multiple of pad_multiple, 4",
                 {"num_permuted_tokens": 9, "pad_multiple": 4},
             ),
-            (ValueError, "pad_multiple is -4", {"pad_multiple": -4}),
+            (ValueError, "pad_multiple must be at least 0, not -4", {"pad_multiple": -4}),
             (ValueError, "num_of_experts_per_rank must be at least 1, not 0", {"num_of_experts_per_rank": 0}),
             (ValueError, r"2 experts of each of 1 ranks need a routing map .* \[T, 2\]", {"num_of_experts_per_rank": 2}),
             (ValueError, "non_blocking needs num_permuted_tokens", {"non_blocking": True}),

@@ -654,6 +654,9 @@ class Moe:
     waits for their end if the bool is true. Arrays that are written overlap no others.
     """
 
+    MAX_LOCAL_EXPERTS: int
+    """How many experts a rank has at most."""
+
     def __new__(cls, comm: Communicator, region_bytes: int | None = None) -> Self: ...
     @property
     def region_bytes(self) -> int: ...

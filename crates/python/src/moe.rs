@@ -153,6 +153,9 @@ impl Moe {
 
 #[pymethods]
 impl Moe {
+    #[classattr]
+    const MAX_LOCAL_EXPERTS: usize = moe::layout::MAX_LOCAL_EXPERTS;
+
     #[new]
     #[pyo3(signature = (comm, region_bytes = None))]
     fn new(py: Python<'_>, comm: &Communicator, region_bytes: Option<usize>) -> Result<Self> {

@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 
 from antiphon._core import Communicator, Moe, MoeHandle
+from antiphon.moe._arguments import (
+    check_handle,
+    check_ids,
+    check_rows,
+    check_scales,
+    check_tensors,
+    experts,
+    whole,
+)
 
 __all__ = ["Calls", "Handle", "Layout", "Received", "Side", "calls_of"]
 
@@ -121,10 +130,9 @@ class Calls:
 
     def layout(self, ids: Tensor, num_experts: int, side: Side | None = None) -> Layout:
         """The layout of ``ids``, int64 or int32 ``[T, K]``. On a GPU it is made on ``side``, or else in the current stream."""
-        _check_ids(ids)
-        _check_devices("layout", [ids])
-        if num_experts <= 0:
-            raise ValueError(f"layout: {num_experts} experts cannot be divided among {self.world_size} ranks")
+        check_tensors("layout", {"ids": ids})
+        check_ids("layout", ids)
+        num_experts = experts("layout", num_experts, self.world_size)
         layout = Layout(
             ids.new_empty(self.world_size, dtype=torch.int32),
             ids.new_empty(num_experts, dtype=torch.int32),
@@ -157,26 +165,31 @@ class Calls:
         ``side``, or else in the current stream, where new tensors are made."""
         if (ids is None) != (weights is None):
             raise ValueError("dispatch: ids need weights, and weights need ids")
+        check_tensors("dispatch", {"x": x, **layout._asdict()}, {"ids": ids, "weights": weights, "scales": scales})
+        check_rows("dispatch", x)
+        check_scales("dispatch", x, scales)
+        if capacity is not None:
+            capacity = whole("dispatch", "the capacity", capacity)
         if ids is not None and weights is not None:
-            _check_ids(ids)
+            check_ids("dispatch", ids)
             if weights.dtype != torch.float32:
                 raise TypeError(f"dispatch: the weights must be torch.float32, not {weights.dtype}")
             if ids.shape != weights.shape or len(ids) != len(x):
                 shapes = f"{list(ids.shape)} and {list(weights.shape)} for {len(x)} tokens"
                 raise ValueError(f"dispatch: ids and weights must both be of shape [T, K], not {shapes}")
-        if len(layout.is_token_in_rank) != len(x):
-            raise ValueError(f"dispatch: a layout of {len(layout.is_token_in_rank)} tokens, and {len(x)} tokens")
         if layout.is_token_in_rank.dtype != torch.bool:
             raise TypeError(f"dispatch: is_token_in_rank must be torch.bool, not {layout.is_token_in_rank.dtype}")
-        _check_devices("dispatch", [x, scales, ids, weights, *layout])
-        _check_row("dispatch", x)
-        _check_scales(x, scales)
+        if list(layout.is_token_in_rank.shape) != [len(x), self.world_size]:
+            expected, found = [len(x), self.world_size], list(layout.is_token_in_rank.shape)
+            raise ValueError(f"dispatch: is_token_in_rank must be of shape [T, R] = {expected}, not {found}")
         top_k = 0 if ids is None else ids.shape[1]
         is_token_in_rank = layout.is_token_in_rank.contiguous()
         # Contiguous, as all that is passed on.
         x, scales = x.contiguous(), None if scales is None else scales.contiguous()
         per_expert = layout.tokens_per_expert.contiguous()
         words: dict[str, Tensor] = {}
+        # What may not find memory comes before what peers wait for.
+        received = None if capacity is None else _rows(capacity, x, scales, ids, weights)
         sources = None
         if x.is_cuda:
             words = self._words(x, len(per_expert), capacity or 0)
@@ -197,7 +210,9 @@ class Calls:
         if words and sources is None:
             sources = words["all"].new_empty(core.rows)
             core.keep_sources_in(sources)
-        received = self.rows_along(core, x, scales, ids, weights, side)
+        if received is None:
+            received = _rows(core.rows, x, scales, ids, weights)
+        self._move(core, received, x, scales, ids, weights, side)
         if sources is None:
             return received, _handle(core, is_token_in_rank, self.world_size)
         return received, self._cuda_handle(core, words, sources, is_token_in_rank)
@@ -252,29 +267,34 @@ class Calls:
         self, x: Tensor, handle: Handle, scales: Tensor | None = None, side: Side | None = None
     ) -> Received:
         """Dispatches tokens along a handle."""
-        _check_devices("dispatch", [x, scales, handle.is_token_in_rank])
-        _check_scales(x, scales)
+        check_handle("dispatch", handle, Handle)
+        check_tensors("dispatch", {"x": x, "the handle": handle.is_token_in_rank}, {"scales": scales})
+        check_rows("dispatch", x)
+        check_scales("dispatch", x, scales)
         return self.rows_along(handle.core, x, scales, side=side)
 
     def rows_along(
-        self,
-        core: MoeHandle,
-        x: Tensor,
-        scales: Tensor | None = None,
-        ids: Tensor | None = None,
-        weights: Tensor | None = None,
-        side: Side | None = None,
+        self, core: MoeHandle, x: Tensor, scales: Tensor | None = None, side: Side | None = None
     ) -> Received:
         """Moves rows along a handle, to new tensors."""
+        received = _rows(core.rows, x, scales, None, None)
+        self._move(core, received, x, scales, None, None, side)
+        return received
 
-        def empty(like: Tensor | None) -> Tensor | None:
-            return None if like is None else like.new_empty(core.rows, like.shape[1])
-
-        def whole(tensor: Tensor | None) -> Tensor | None:
+    def _move(
+        self,
+        core: MoeHandle,
+        received: Received,
+        x: Tensor,
+        scales: Tensor | None,
+        ids: Tensor | None,
+        weights: Tensor | None,
+        side: Side | None,
+    ) -> None:
+        def contiguous(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.detach().contiguous()
 
-        received = Received(x.detach().new_empty(core.rows, *x.shape[1:]), *map(empty, (scales, ids, weights)))
-        x, scales, ids, weights = x.detach().contiguous(), whole(scales), whole(ids), whole(weights)
+        x, scales, ids, weights = x.detach().contiguous(), contiguous(scales), contiguous(ids), contiguous(weights)
         self._core.dispatch(
             core,
             _codes(x),
@@ -289,7 +309,6 @@ class Calls:
         )
         if side is not None:
             side.keep(x, scales, ids, weights, *received)
-        return received
 
     def combine(
         self,
@@ -300,7 +319,9 @@ class Calls:
         side: Side | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Brings rows, ``[N, H]``, back along a handle; the sums, ``[T, H]``, and those of ``weights``, ``[N, K]``."""
-        _check_devices("combine", [x, weights, handle.is_token_in_rank, *biases])
+        check_handle("combine", handle, Handle)
+        named = {"x": x, "the handle": handle.is_token_in_rank, **{f"bias {i}": bias for i, bias in enumerate(biases)}}
+        check_tensors("combine", named, {"weights": weights})
         return self.sum_along(handle.core, x, weights, biases, side)
 
     def sum_along(
@@ -380,35 +401,15 @@ def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handl
     return handle
 
 
+def _rows(count: int, x: Tensor, scales: Tensor | None, ids: Tensor | None, weights: Tensor | None) -> Received:
+    """New tensors for so many rows."""
+
+    def empty(like: Tensor | None) -> Tensor | None:
+        return None if like is None else like.detach().new_empty(count, *like.shape[1:])
+
+    return Received(x.detach().new_empty(count, *x.shape[1:]), empty(scales), empty(ids), empty(weights))
+
+
 def _codes(x: Tensor) -> Tensor:
     """Elements of 8 bits as bytes, which is what is moved of them."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-def _check_ids(ids: Tensor) -> None:
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"the ids must be torch.int64 or torch.int32, not {ids.dtype}")
-    if ids.dim() != 2:
-        raise ValueError(f"the ids must be of shape [T, K], not {list(ids.shape)}")
-
-
-def _check_row(call: str, x: Tensor) -> None:
-    if x.dim() != 2:
-        raise ValueError(f"{call}: x must be of shape [T, H], not {list(x.shape)}")
-
-
-def _check_scales(x: Tensor, scales: Tensor | None) -> None:
-    if scales is None:
-        return
-    group = 512 if scales.dtype == torch.int32 else 128
-    expected = [len(x), -(-x.shape[1] // group)]
-    if list(scales.shape) != expected:
-        raise ValueError(f"dispatch: scales must be of shape [T, H / {group}] = {expected}, not {list(scales.shape)}")
-
-
-def _check_devices(call: str, tensors: Sequence[Any]) -> None:
-    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise TypeError(f"{call}: tensors on {' and '.join(sorted(devices))}; all must be on one device")
-    if not all(device == "cpu" or device.startswith("cuda") for device in devices):
-        raise NotImplementedError(f"{call} on {devices.pop()}: mixtures of experts are served on the CPU and on CUDA GPUs")

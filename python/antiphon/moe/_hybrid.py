@@ -6,9 +6,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from antiphon._core import Communicator, MoeHybrid, MoeHybridHandle
-from antiphon.moe._calls import _check_devices, _check_row, _check_scales, _codes, calls_of
+from antiphon.moe._arguments import check_handle, check_rows, check_scales, check_tensors, whole
+from antiphon.moe._calls import _codes, calls_of
 
 __all__ = ["HybridCalls", "HybridHandle", "HybridReceived", "hybrid_calls_of"]
 
@@ -99,9 +101,14 @@ class HybridCalls:
         """Dispatches tokens as a routing map, bool ``[T, E]``, says. ``pad_multiple`` is ``None`` for rows by token, of which
         ``probs`` are ``[N, L]``."""
         call = "hybrid_dispatch"
-        _check_devices(call, [x, routing_map, probs, scales])
-        _check_row(call, x)
-        _check_scales(x, scales)
+        check_tensors(call, {"x": x, "routing_map": routing_map}, {"probs": probs, "scales": scales})
+        check_rows(call, x)
+        check_scales(call, x, scales)
+        if pad_multiple is not None:
+            pad_multiple = whole(call, "pad_multiple", pad_multiple, 1)
+        if capacity is not None:
+            capacity = whole(call, "the capacity", capacity)
+        max_tokens = len(x) if max_tokens is None else whole(call, "max_tokens", max_tokens)
         if routing_map.dtype != torch.bool:
             raise TypeError(f"{call}: the routing map must be torch.bool, not {routing_map.dtype}")
         if routing_map.dim() != 2 or len(routing_map) != len(x):
@@ -114,20 +121,25 @@ class HybridCalls:
             named = MoeHybrid.handle_words(self.world_size, routing_map.shape[1], len(x))
             words = x.new_empty(named[-1][2], dtype=torch.int32)
             parts = {name: words[begin:end] for name, begin, end in named}
+        # What may not find memory comes before what peers wait for.
+        is_by_token = pad_multiple is None
+        received = None if capacity is None else _rows(capacity, 0, x, probs, scales)
         core = self._core.notify(
             _codes(x.detach().contiguous()),
             routing_map.view(torch.uint8),
             pad_multiple=pad_multiple,
             scales=None if scales is None else scales.contiguous(),
             capacity=capacity,
-            max_tokens=len(x) if max_tokens is None else max_tokens,
+            max_tokens=max_tokens,
             words=parts.get("all"),
         )
         places = None
         if parts:
             places = x.new_empty(core.num_places, core.num_experts // self.world_size, dtype=torch.int32)
             core.keep_places_in(places)
-        received = self._rows_along(core, x, probs, scales, pad_multiple is None)
+        if received is None:
+            received = _rows(core.rows, core.num_experts // self.world_size if is_by_token else 0, x, probs, scales)
+        self._move(core, received, x, probs, scales)
         world_size = self.world_size
         handle = _handle(core, world_size) if places is None else _cuda_handle(core, parts, places, self.rank, world_size)
         handle.core, handle.calls, handle.pad_multiple = core, self, pad_multiple
@@ -144,31 +156,27 @@ class HybridCalls:
         """Dispatches tokens along a handle."""
         call = "hybrid_dispatch"
         self._check_handle(call, handle)
-        _check_devices(call, [x, probs, scales])
-        _check_row(call, x)
-        _check_scales(x, scales)
+        check_tensors(call, {"x": x}, {"probs": probs, "scales": scales})
+        check_rows(call, x)
+        check_scales(call, x, scales)
         self._check_probs(call, probs, (handle.num_tokens, handle.core.num_experts))
-        received = self._rows_along(handle.core, x, probs, scales, handle.pad_multiple is None)
+        local = handle.core.num_experts // self.world_size if handle.pad_multiple is None else 0
+        received = _rows(handle.rows, local, x, probs, scales)
+        self._move(handle.core, received, x, probs, scales)
         return HybridReceived(*received, handle.rows_per_expert, handle)
 
-    def _rows_along(
-        self, core: MoeHybridHandle, x: Tensor, probs: Tensor | None, scales: Tensor | None, is_by_token: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        rows, local = core.rows, core.num_experts // self.world_size
-        x, probs, scales = x.detach().contiguous(), _whole(probs), _whole(scales)
-        to_x = x.new_empty(rows, x.shape[1])
-        to_probs = None if probs is None else probs.new_empty((rows, local) if is_by_token else (rows,))
-        to_scales = None if scales is None else scales.new_empty(rows, scales.shape[1])
+    def _move(
+        self, core: MoeHybridHandle, received: "_Rows", x: Tensor, probs: Tensor | None, scales: Tensor | None
+    ) -> None:
         self._core.dispatch(
             core,
-            _codes(x),
-            _codes(to_x),
-            scales=scales,
-            received_scales=to_scales,
-            probs=probs,
-            received_probs=to_probs,
+            _codes(x.detach().contiguous()),
+            _codes(received.x),
+            scales=_contiguous(scales),
+            received_scales=received.scales,
+            probs=_contiguous(probs),
+            received_probs=received.probs,
         )
-        return to_x, to_probs, to_scales
 
     def combine(
         self, x: Tensor, handle: HybridHandle, probs: Tensor | None = None
@@ -176,17 +184,18 @@ class HybridCalls:
         """Brings rows back along a handle; the sums, ``[T, H]``, and ``probs`` in their places, ``[T, E]``."""
         call = "hybrid_combine"
         self._check_handle(call, handle)
-        _check_devices(call, [x, probs])
-        _check_row(call, x)
+        check_tensors(call, {"x": x}, {"probs": probs})
+        check_rows(call, x)
         if probs is not None and probs.dtype != torch.float32:
             raise TypeError(f"{call}: the probs must be torch.float32, not {probs.dtype}")
-        x, probs = x.detach().contiguous(), _whole(probs)
+        x, probs = x.detach().contiguous(), _contiguous(probs)
         output = x.new_empty(handle.num_tokens, x.shape[1])
         output_probs = None if probs is None else probs.new_empty(handle.num_tokens, handle.core.num_experts)
         self._core.combine(handle.core, x, output, probs=probs, output_probs=output_probs)
         return output, output_probs
 
     def _check_handle(self, call: str, handle: HybridHandle) -> None:
+        check_handle(call, handle, HybridHandle)
         if handle.calls is not self:
             raise ValueError(f"{call}: the handle is of another communicator")
 
@@ -200,7 +209,23 @@ class HybridCalls:
             raise ValueError(f"{call}: the probs must be of shape [T, E] = {list(shape)}, not {list(probs.shape)}")
 
 
-def _whole(tensor: Tensor | None) -> Tensor | None:
+class _Rows(NamedTuple):
+    x: Tensor
+    probs: Tensor | None
+    scales: Tensor | None
+
+
+def _rows(count: int, local: int, x: Tensor, probs: Tensor | None, scales: Tensor | None) -> _Rows:
+    """New tensors for so many rows. By token they have probs of ``local`` experts, else one of their own."""
+    x = x.detach()
+    return _Rows(
+        x.new_empty(count, x.shape[1]),
+        None if probs is None else probs.detach().new_empty((count, local) if local else (count,)),
+        None if scales is None else scales.detach().new_empty(count, scales.shape[1]),
+    )
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().contiguous()
 
 
@@ -274,6 +299,7 @@ class DispatchByMap(torch.autograd.Function):
         return received.x, received.probs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_x: Tensor | None, grad_probs: Tensor | None) -> Any:
         grad_x, grad_probs = gradients_of_dispatch(ctx.handle, grad_x, grad_probs, ctx)
         return grad_x, grad_probs, None, None, None
@@ -300,5 +326,6 @@ class CombineByMap(torch.autograd.Function):
         return handle.calls.combine(x, handle)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.handle.calls.dispatch_along(grad, ctx.handle).x, None

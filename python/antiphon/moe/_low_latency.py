@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from antiphon._core import Communicator, Handle, MoeLowLatency, MoeLowLatencyHandle
-from antiphon.moe._calls import _check_devices, _check_ids, _codes
+from antiphon.moe._arguments import check_handle, check_ids, check_tensors, experts, whole
+from antiphon.moe._calls import _codes
 
 __all__ = ["Hook", "LowLatencyCalls", "LowLatencyHandle", "LowLatencyReceived", "Options", "low_latency_calls_of"]
 
 #: The second half of a started call.
 Hook: TypeAlias = Callable[[], None]
+
+
+#: The formats of received rows, and of how many elements a row is a multiple.
+_GROUPS = {"bf16": 8, "fp8": 128, "fp8_powers_of_two": 128, "fp8_packed": 512}
 
 
 class Options(NamedTuple):
@@ -134,19 +139,21 @@ class LowLatencyCalls:
         """Moves tokens to the slots of their experts."""
         call, world_size = "low_latency_dispatch", self._world_size
         statistics, waits, start = options
-        _check_ids(ids)
-        _check_devices(call, [x, ids, statistics, waits])
+        check_tensors(call, {"x": x, "ids": ids}, {"statistics": statistics, "waits": waits})
+        check_ids(call, ids)
         if x.dim() != 2 or len(x) != len(ids):
             shapes = f"{list(x.shape)} and {list(ids.shape)}"
             raise ValueError(f"{call}: x and ids must be of shapes [T, H] and [T, K], not {shapes}")
         if x.dtype != torch.bfloat16:
             raise TypeError(f"{call}: x must be torch.bfloat16, not {x.dtype}")
-        if num_experts <= 0 or num_experts % world_size:
-            raise ValueError(f"{call}: {num_experts} experts cannot be divided among {world_size} ranks")
+        num_experts = experts(call, num_experts, world_size)
+        max_tokens = whole(call, "num_max_dispatch_tokens_per_rank", max_tokens)
         if len(x) > max_tokens:
             raise ValueError(f"{call}: {len(x)} tokens; num_max_dispatch_tokens_per_rank is {max_tokens}")
         _check_written(call, statistics=statistics, waits=waits)
-        group = 512 if format == "fp8_packed" else 8 if format == "bf16" else 128
+        group = _GROUPS.get(format)
+        if group is None:
+            raise ValueError(f"{call}: the format must be one of {', '.join(_GROUPS)}, not {format!r}")
         if x.shape[1] == 0 or x.shape[1] % group:
             raise ValueError(f"{call}: rows of {x.shape[1]} elements, which must be a multiple of {group}")
         local, slots, hidden = num_experts // world_size, world_size * max_tokens, x.shape[1]
@@ -191,10 +198,12 @@ class LowLatencyCalls:
     ) -> tuple[Tensor, Hook | None]:
         """Moves rows back along a handle, weighs and sums them."""
         call = "low_latency_combine"
+        check_handle(call, handle, LowLatencyHandle)
         if not any(handle.engine is engine for engine in self._engines.values()):
             raise ValueError(f"{call}: the handle is of another communicator")
-        _check_ids(ids)
-        _check_devices(call, [rows, ids, weights, out, options.waits, handle.src_info])
+        given = {"x": rows, "ids": ids, "weights": weights, "the handle": handle.src_info}
+        check_tensors(call, given, {"out": out, "waits": options.waits})
+        check_ids(call, ids)
         _check_written(call, waits=options.waits)
         for name, tensor, dtype in (("x", rows, torch.bfloat16), ("weights", weights, torch.float32)):
             if tensor.dtype != dtype:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from antiphon.moe._calls import Calls
 from antiphon.moe._low_latency import LowLatencyCalls, LowLatencyHandle
@@ -31,6 +32,7 @@ class DispatchLowLatency(torch.autograd.Function):
         return received.x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor) -> Any:
         ids = ctx.ids
         # An expert that a token names twice has one slot for it.
@@ -81,6 +83,7 @@ class CombineLowLatency(torch.autograd.Function):
         return low_latency.combine(rows, ids, weights, handle)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weights, ids = ctx.saved_tensors
         calls, handle = ctx.normal, ctx.handle

@@ -1,13 +1,14 @@
 """Expert parallelism over one communicator."""
 
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
+from antiphon.moe._arguments import check_handle, check_rows, check_tensors, experts, whole
 from antiphon.moe._calls import Calls, Handle, Layout, calls_of
 from antiphon.moe._hybrid import CombineByMap, DispatchByMap, HybridHandle, HybridReceived, hybrid_calls_of
 from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
@@ -44,18 +45,15 @@ class ExpertParallel:
     first such object of it. Calls are collective: all ranks make the same ones in the same order. Any number of tokens is
     served, a different one on each rank, zero too.
 
-    Raises ``ValueError`` if the experts cannot be divided among the ranks, and for a ``hidden`` below 1; ``TypeError`` for
-    numbers that are no integers.
+    Raises ``ValueError`` if the experts cannot be divided among the ranks, for more than 1024 of each, and for a ``hidden`` below 1;
+    ``TypeError`` for numbers that are no integers. Methods raise ``TypeError`` for what is no dense tensor, or of a dtype that is
+    not served, and ``ValueError`` for shapes and numbers that do not suit each other, before anything is sent.
     """
 
     def __init__(self, comm_or_group: "Communicator | ProcessGroup | None", num_experts: int, hidden: int) -> None:
         self.comm = communicator("ExpertParallel", comm_or_group)
-        num_experts, hidden = index(num_experts), index(hidden)
-        if num_experts <= 0 or num_experts % self.comm.world_size:
-            raise ValueError(f"{num_experts} experts cannot be divided among {self.comm.world_size} ranks")
-        if hidden <= 0:
-            raise ValueError(f"ExpertParallel: hidden must be above 0, not {hidden}")
-        self.num_experts, self.hidden = num_experts, hidden
+        self.num_experts = experts("ExpertParallel", num_experts, self.comm.world_size)
+        self.hidden = whole("ExpertParallel", "hidden", hidden, 1)
         self._calls = calls_of(self.comm)
 
     def layout(self, ids: Tensor) -> Layout:
@@ -85,12 +83,12 @@ class ExpertParallel:
 
         Gradients flow to ``x`` and ``weights``.
         """
-        if x.dim() != 2 or x.shape[1] != self.hidden:
-            raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
-        if capacity is not None and capacity < 0:
-            raise ValueError(f"dispatch: the capacity must not be below 0, not {capacity}")
+        check_tensors("dispatch", {"x": x, "ids": ids, "weights": weights}, {"scales": scales})
+        check_rows("dispatch", x, self.hidden)
         if layout is None:
             layout = self.layout(ids)
+        elif not isinstance(layout, Layout):
+            raise TypeError(f"dispatch: the layout must be one that ExpertParallel.layout gave, not {type(layout).__name__}")
         elif len(layout.tokens_per_expert) != self.num_experts:
             raise ValueError(
                 f"dispatch: the layout is of {len(layout.tokens_per_expert)} experts; there are {self.num_experts}"
@@ -113,7 +111,7 @@ class ExpertParallel:
 
         Gradients flow to ``x`` and ``bias``.
         """
-        _check_handle("combine", handle, Handle)
+        check_handle("combine", handle, Handle)
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         result: Tensor = _Combine.apply(x, self._calls, handle, *biases)  # type: ignore[no-untyped-call]
         return result
@@ -141,8 +139,8 @@ class ExpertParallel:
 
         Gradients flow to ``x`` and ``probs``.
         """
-        if x.dim() != 2 or x.shape[1] != self.hidden:
-            raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
+        check_tensors("dispatch", {"x": x, "routing_map": routing_map}, {"probs": probs, "scales": scales})
+        check_rows("dispatch", x, self.hidden)
         if routing_map.dim() != 2 or routing_map.shape[1] != self.num_experts:
             shape = list(routing_map.shape)
             raise ValueError(f"dispatch: the routing map must be of shape [T, {self.num_experts}], not {shape}")
@@ -167,7 +165,7 @@ class ExpertParallel:
 
         Gradients flow to ``x``.
         """
-        _check_handle("combine_by_expert", handle, HybridHandle)
+        check_handle("combine_by_expert", handle, HybridHandle)
         result: Tensor = CombineByMap.apply(x, handle)  # type: ignore[no-untyped-call]
         return result
 
@@ -189,8 +187,9 @@ class ExpertParallel:
         Gradients flow to ``x`` with the format ``"bf16"``. Raises ``ValueError`` for an ``x`` that needs a gradient with another
         one.
         """
-        if x.dim() != 2 or x.shape[1] != self.hidden:
-            raise ValueError(f"dispatch: x must be of shape [T, H] = [T, {self.hidden}], not {list(x.shape)}")
+        check_tensors("dispatch_low_latency", {"x": x, "ids": ids}, {"statistics": statistics})
+        max_tokens = whole("dispatch_low_latency", "max_tokens", max_tokens)
+        check_rows("dispatch", x, self.hidden)
         calls = low_latency_calls_of(self.comm)
         call = (max_tokens, self.num_experts, format, Options(statistics))
         if not needs_gradient(x):
@@ -213,7 +212,8 @@ class ExpertParallel:
 
         Gradients flow to ``x`` and ``weights``. Raises ``ValueError`` for an ``out`` where they do.
         """
-        _check_handle("combine_low_latency", handle, LowLatencyHandle)
+        check_handle("combine_low_latency", handle, LowLatencyHandle)
+        check_tensors("combine_low_latency", {"x": x, "ids": ids, "weights": weights}, {"out": out})
         calls = low_latency_calls_of(self.comm)
         if not needs_gradient(x, weights):
             return calls.combine(x, ids, weights, handle, out)[0]
@@ -221,12 +221,6 @@ class ExpertParallel:
             raise ValueError("combine: with out there is no gradient: pass no out, or detached tensors")
         result: Tensor = CombineLowLatency.apply(x, weights, ids, calls, self._calls, handle)  # type: ignore[no-untyped-call]
         return result
-
-
-def _check_handle(call: str, handle: Any, expected: type) -> None:
-    if not isinstance(handle, expected):
-        found = type(handle).__name__
-        raise TypeError(f"{call}: the handle must be the {expected.__name__} that a dispatch gave, not {found}")
 
 
 class _Dispatch(torch.autograd.Function):
@@ -239,6 +233,7 @@ class _Dispatch(torch.autograd.Function):
         return received.x, received.weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> Any:
         # The weight of a choice whose expert is elsewhere is a constant.
         masked = grad_weights.float().masked_fill(ctx.ids < 0, 0)
@@ -252,6 +247,7 @@ class _Combine(torch.autograd.Function):
         return calls.combine(x, handle, biases=biases)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_x = ctx.calls.dispatch_along(grad, ctx.handle).x
         if ctx.handle.num_received != ctx.handle.rows:

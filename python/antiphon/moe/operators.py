@@ -13,7 +13,8 @@ and the routes, int32, which :meth:`moe_combine` takes. ``moe_combine(Tensor row
 SymInt num_tokens, int top_k, str group) -> (Tensor, Tensor)`` sums the rows of each token, ``[num_tokens, H]``, and ``weights``,
 float32 ``[capacity, top_k]``, if there are any: ``[num_tokens, top_k]`` (else empty).
 
-Gradients flow to ``x``, ``weights`` and ``rows``. Routes on a GPU that no dispatch made are not noticed.
+Gradients flow to ``x``, ``weights`` and ``rows``; those of ``x`` and ``rows`` have gradients of their own. Routes on a GPU that no
+dispatch made are not noticed.
 """
 
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from antiphon._operators import Operators
+from antiphon.moe._arguments import check_rows, whole
 from antiphon.moe._calls import Calls, calls_of, routes_size
 from antiphon.torch.ops import named_communicator, named_world_size
 
@@ -55,6 +57,11 @@ def _combine(
     rows: Tensor, routes: Tensor, weights: Tensor | None, num_experts: int, num_tokens: int, top_k: int, group: str
 ) -> Any:
     calls = _calls(group, rows)
+    check_rows("moe_combine", rows)
+    whole("moe_combine", "top_k", top_k)
+    if weights is not None and list(weights.shape) != [len(rows), top_k]:
+        expected, found = [len(rows), top_k], list(weights.shape)
+        raise ValueError(f"moe_combine: the weights must be of shape [capacity, top_k] = {expected}, not {found}")
     handle = calls.handle_of_routes(routes, num_experts, num_tokens, len(rows), top_k)
     sums, weight_sums = calls.sum_along(handle, rows, weights)
     return sums, rows.new_empty(0, dtype=torch.float32) if weight_sums is None else weight_sums
@@ -123,18 +130,36 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _ids: Any, grad_weights: Tensor
 
 def _save_combine(ctx: Any, inputs: Any, output: Any) -> None:
     rows, routes, weights, num_experts, _, top_k, group = inputs
-    if weights is not None and weights.requires_grad:
-        raise NotImplementedError("moe_combine: sums of weights have no gradient")
     ctx.call = (num_experts, rows.shape[0], top_k, group)
     ctx.save_for_backward(routes)
-    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    if weights is None:
+        ctx.mark_non_differentiable(output[1])
 
 
-def _combine_backward(ctx: Any, grad: Tensor, _weights: Any) -> Any:
+def _combine_backward(ctx: Any, grad: Tensor | None, of_weights: Tensor | None) -> Any:
+    if of_weights is not None:
+        raise NotImplementedError("moe_combine: sums of weights have no gradient")
+    if grad is None:
+        return (None,) * 7
     (routes,) = ctx.saved_tensors
     of_rows = torch.ops.antiphon._moe_dispatch_along(grad, routes, *ctx.call)
     return of_rows, None, None, None, None, None, None
 
 
+def _save_dispatch_along(ctx: Any, inputs: Any, output: Any) -> None:
+    x, routes, num_experts, _, top_k, group = inputs
+    ctx.call = (num_experts, x.shape[0], top_k, group)
+    ctx.save_for_backward(routes)
+
+
+def _dispatch_along_backward(ctx: Any, grad: Tensor) -> Any:
+    (routes,) = ctx.saved_tensors
+    num_experts, num_tokens, top_k, group = ctx.call
+    of_x, _ = torch.ops.antiphon.moe_combine(grad, routes, None, num_experts, num_tokens, top_k, group)
+    return of_x, None, None, None, None, None
+
+
 _operators.differentiate("moe_dispatch", _dispatch_backward, _save_dispatch)
 _operators.differentiate("moe_combine", _combine_backward, _save_combine)
+_operators.differentiate("_moe_dispatch_along", _dispatch_along_backward, _save_dispatch_along)

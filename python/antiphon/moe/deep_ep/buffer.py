@@ -8,6 +8,7 @@ from torch import Tensor
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.comm.mnnvl import communicator_of
+from antiphon.moe._arguments import check_handle, check_tensors, whole
 from antiphon.moe._calls import Handle, Layout, calls_of
 from antiphon.moe.deep_ep.events import CallOrder, EventHandle, EventOverlap
 from antiphon.moe.deep_ep.low_latency import LowLatencyBuffer
@@ -37,11 +38,17 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
-        nvl = (num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens)
-        rdma = (num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens)
+        chunks = {
+            "num_max_nvl_chunked_send_tokens": num_max_nvl_chunked_send_tokens,
+            "num_max_nvl_chunked_recv_tokens": num_max_nvl_chunked_recv_tokens,
+            "num_max_rdma_chunked_send_tokens": num_max_rdma_chunked_send_tokens,
+            "num_max_rdma_chunked_recv_tokens": num_max_rdma_chunked_recv_tokens,
+        }
+        sizes = [whole("Config", name, size) for name, size in chunks.items()]
+        nvl, rdma = (sizes[0], sizes[1]), (sizes[2], sizes[3])
         for send, recv in (nvl, rdma):
             if not 0 < send < recv:
-                raise ValueError(f"chunks of {send} tokens to send must be fewer than the {recv} to receive")
+                raise ValueError(f"Config: chunks of {send} tokens to send must be fewer than the {recv} to receive")
         rounded = -(-rdma[1] // rdma[0]) * rdma[0]
         self.num_sms = _even(num_sms)
         self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens = nvl
@@ -50,6 +57,8 @@ class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """The bytes that DeepEP's ring queues would take. Rows travel through a region of a fixed size here, so a buffer need
         not be so large."""
+        hidden_bytes = whole("get_nvl_buffer_size_hint", "hidden_bytes", hidden_bytes)
+        num_ranks = whole("get_nvl_buffer_size_hint", "num_ranks", num_ranks, 1)
         per_token = hidden_bytes + 8 + 128 * 8 + 128 * 4 + 128 * 4
         local, nodes = min(num_ranks, 8), max(num_ranks // 8, 1)
         channels = self.num_sms // 2 * local
@@ -93,7 +102,7 @@ class Buffer(LowLatencyBuffer):
         if group is None and comm is None:
             raise ValueError("Buffer: pass a group, or an mpi4py communicator as comm")
         for name, size in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
-            if size < 0 or size % 128:
+            if whole("Buffer", name, size, most=2**63 - 1) % 128:
                 raise ValueError(f"Buffer: {name} must be a multiple of 128, not {size}")
         self.group = group if group is not None else comm
         self._comm = communicator("Buffer", group) if group is not None else communicator_of(comm)
@@ -158,6 +167,7 @@ class Buffer(LowLatencyBuffer):
         """The counts of the choices ``topk_idx``, ``[T, K]``: ``num_tokens_per_rank`` (int32 ``[R]``), ``None`` (there is one
         machine), ``num_tokens_per_expert`` (int32 ``[E]``), ``is_token_in_rank`` (bool ``[T, R]``), and an event."""
         calls = self._open()
+        check_tensors("get_dispatch_layout", {"topk_idx": topk_idx})
         order = self._order(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
         outputs: list[Any] = []
         with order.run([topk_idx], outputs):
@@ -193,7 +203,12 @@ class Buffer(LowLatencyBuffer):
         Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
         """
         calls = self._open()
+        if isinstance(x, tuple) and len(x) != 2:
+            raise ValueError(f"dispatch: x must be tokens, or codes and their scales, not {len(x)} tensors")
         tokens, scales = x if isinstance(x, tuple) else (x, None)
+        check_tensors("dispatch", {"x": tokens}, {"scales": scales})
+        if handle is not None:
+            check_handle("dispatch", handle, Handle)
         order = self._order(tokens, previous_event, async_finish, allocate_on_comm_stream, config)
         outputs: list[Any] = []
         if handle is not None:
@@ -207,13 +222,10 @@ class Buffer(LowLatencyBuffer):
             raise ValueError(
                 "dispatch: without a handle pass num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert"
             )
+        num_worst_tokens = whole("dispatch", "num_worst_tokens", num_worst_tokens)
+        expert_alignment = whole("dispatch", "expert_alignment", expert_alignment, 1)
         if num_worst_tokens and topk_idx is None:
             raise ValueError("dispatch: num_worst_tokens needs topk_idx and topk_weights")
-        if num_worst_tokens < 0 or expert_alignment < 1:
-            raise ValueError(
-                f"dispatch: num_worst_tokens {num_worst_tokens} and expert_alignment {expert_alignment} must not be "
-                "below 0 and 1"
-            )
         layout = Layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
         with order.run([tokens, scales, topk_idx, topk_weights, *layout], outputs):
             received, handle = calls.dispatch(
@@ -240,6 +252,8 @@ class Buffer(LowLatencyBuffer):
         """Sums the rows (``[N, H]``) of each token, and ``topk_weights`` (float32 ``[N, K]``), in the order of ranks: ``[T, H]``
         and ``[T, K]``. ``bias``, one or a pair of tensors ``[T, H]``, is added first."""
         calls = self._open()
+        check_tensors("combine", {"x": x})
+        check_handle("combine", handle, Handle)
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         order = self._order(x, previous_event, async_finish, allocate_on_comm_stream, config)
         outputs: list[Any] = []
@@ -251,6 +265,15 @@ class Buffer(LowLatencyBuffer):
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of this buffer's calls on the current GPU."""
         return self._stream_of(torch.device("cuda", torch.cuda.current_device()))
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> Tensor:
+        """Raises ``NotImplementedError``: a buffer has no memory of its own that callers might write."""
+        raise NotImplementedError(
+            "get_local_buffer_tensor: buffers of a group share the region through which rows travel, and none can be "
+            "written: pass tensors to dispatch and combine"
+        )
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
         stream = self._streams.get(device)
@@ -266,6 +289,8 @@ class Buffer(LowLatencyBuffer):
         allocate_on_comm_stream: bool,
         config: Config | None = None,
     ) -> CallOrder:
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config must be a Config, not {type(config).__name__}")
         if x.is_cuda:
             self._calls.use_sms(Buffer.num_sms if config is None else config.num_sms)
         stream = self._stream_of(x.device) if x.is_cuda else None
@@ -277,10 +302,11 @@ class Buffer(LowLatencyBuffer):
         return self._calls
 
 
-def _even(num_sms: int) -> int:
-    if num_sms <= 0 or num_sms % 2:
-        raise ValueError(f"num_sms must be even and above 0, not {num_sms}")
-    return num_sms
+def _even(num_sms: Any) -> int:
+    number = whole("Buffer", "num_sms", num_sms, 2)
+    if number % 2:
+        raise ValueError(f"Buffer: num_sms must be even, not {number}")
+    return number
 
 
 def _config(num_ranks: int, chunks: dict[int, int]) -> Config:

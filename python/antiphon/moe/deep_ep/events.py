@@ -77,6 +77,8 @@ class CallOrder:
     ) -> None:
         if allocate_on_comm_stream and not (async_finish and previous_event is not None):
             raise ValueError("allocate_on_comm_stream needs async_finish and a previous_event")
+        if previous_event is not None and not isinstance(previous_event, EventOverlap):
+            raise TypeError(f"previous_event must be an EventOverlap, not {type(previous_event).__name__}")
         self._stream, self._async_finish, self._allocates_there = stream, async_finish, allocate_on_comm_stream
         self._previous = None if previous_event is None else previous_event.event
         if self._previous is not None:

@@ -1,13 +1,14 @@
 """``HybridEPBuffer``."""
 
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from antiphon import Communicator
+from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator
+from antiphon.moe._arguments import check_rows, check_tensors, whole
 from antiphon.moe._hybrid import HybridHandle, HybridReceived, hybrid_calls_of
 
 if TYPE_CHECKING:
@@ -45,14 +46,13 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
         use_mnnvl: bool | None = None,
     ) -> None:
-        for name, number in (("hidden_dim", hidden_dim), ("num_local_experts", num_local_experts)):
-            if number < 1:
-                raise ValueError(f"HybridEPBuffer: {name} must be at least 1, not {number}")
+        call = "HybridEPBuffer"
+        num_local_experts = whole(call, "num_local_experts", num_local_experts, 1, Moe.MAX_LOCAL_EXPERTS)
+        hidden_dim = whole(call, "hidden_dim", hidden_dim, 1)
+        max_num_of_tokens_per_rank = whole(call, "max_num_of_tokens_per_rank", max_num_of_tokens_per_rank)
         for name, sms in (("num_sms_dispatch_api", num_sms_dispatch_api), ("num_sms_combine_api", num_sms_combine_api)):
-            if sms is not None and sms < 1:
-                raise ValueError(f"HybridEPBuffer: {name} must be at least 1, not {sms}")
-        if max_num_of_tokens_per_rank < 0:
-            raise ValueError(f"HybridEPBuffer: max_num_of_tokens_per_rank is {max_num_of_tokens_per_rank}")
+            if sms is not None:
+                whole(call, name, sms, 1)
         self.group = group
         self._comm = communicator("HybridEPBuffer", group)
         self.rank, self.group_size = self._comm.rank, self._comm.world_size
@@ -85,7 +85,9 @@ class HybridEPBuffer:
         Gives the rows ``[N, H]``, their probs ``[N, E]`` (0 but for chosen experts of this rank), their scales, and a handle:
         a tuple of seven, of which ``[3]`` is ``N`` and ``[4]`` the routing map of this rank's experts.
         """
-        scales = _scales_of("dispatch", hidden, scaling_factor)
+        call = "dispatch"
+        _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
+        scales = _scales_of(call, hidden, scaling_factor)
         self._calls.use_sms(self.num_sms_dispatch_api)
         if handle is not None:
             inner = _inner(handle)
@@ -93,7 +95,7 @@ class HybridEPBuffer:
                 probs = _map_of(topk_idx, topk_weights, inner.core.num_experts)[1]
             received = self._calls.dispatch_along(hidden, inner, probs, scales)
         else:
-            routing_map, probs = self._routing("dispatch", routing_map, probs, topk_idx, topk_weights, num_of_experts)
+            routing_map, probs = self._routing(call, routing_map, probs, topk_idx, topk_weights, num_of_experts)
             received = self._calls.dispatch(hidden, routing_map, probs, scales, pad_multiple=None)
             handle = HybridTokenHandle.of(received.handle)
         return received.x, self._spread(received.probs), received.scales, handle
@@ -109,6 +111,8 @@ class HybridEPBuffer:
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Any = None) -> tuple[Tensor, Tensor | None]:
         """Sums what the ranks made of each token (``[N, H]``), in the order of ranks: ``[T, H]``. Of ``probs``, ``[N, E]``, come those
         of each expert back from its rank: ``[T, E]``."""
+        check_tensors("combine", {"hidden": hidden}, {"probs": probs})
+        check_rows("combine", hidden)
         inner = _inner(handle)
         if inner.pad_multiple is not None:
             raise ValueError("combine: the handle is of dispatch_with_permute: use combine_with_unpermute")
@@ -150,26 +154,27 @@ class HybridEPBuffer:
 
         With a ``handle`` tokens go as they did then.
         """
-        scales = _scales_of("dispatch_with_permute", hidden, scaling_factor)
+        call = "dispatch_with_permute"
+        _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
+        scales = _scales_of(call, hidden, scaling_factor)
         self._calls.use_sms(self.num_sms_dispatch_api)
         received: HybridReceived
         if handle is not None:
             inner = _inner(handle)
-            self._check_along("dispatch_with_permute", inner, num_permuted_tokens, pad_multiple)
+            self._check_along(call, inner, num_permuted_tokens, pad_multiple)
             if probs is None and topk_idx is not None and topk_weights is not None:
                 probs = _map_of(topk_idx, topk_weights, inner.core.num_experts)[1]
             received = self._calls.dispatch_along(hidden, inner, probs, scales)
             return received.x, received.probs, received.scales, received.rows_per_expert, inner
         if non_blocking and num_permuted_tokens is None:
-            raise ValueError("dispatch_with_permute: non_blocking needs num_permuted_tokens")
-        call = "dispatch_with_permute"
-        if num_of_experts_per_rank is not None and num_of_experts_per_rank < 1:
-            raise ValueError(f"{call}: num_of_experts_per_rank must be at least 1, not {num_of_experts_per_rank}")
+            raise ValueError(f"{call}: non_blocking needs num_permuted_tokens")
+        if num_of_experts_per_rank is not None:
+            whole(call, "num_of_experts_per_rank", num_of_experts_per_rank, 1, Moe.MAX_LOCAL_EXPERTS)
         routing_map, probs = self._routing(
             call, routing_map, probs, topk_idx, topk_weights, num_of_experts, num_of_experts_per_rank
         )
-        if num_permuted_tokens is not None and num_permuted_tokens < 0:
-            raise ValueError(f"{call}: num_permuted_tokens is {num_permuted_tokens}")
+        if num_permuted_tokens is not None:
+            num_permuted_tokens = whole(call, "num_permuted_tokens", num_permuted_tokens)
         received = self._calls.dispatch(
             hidden,
             routing_map,
@@ -193,6 +198,7 @@ class HybridEPBuffer:
     ) -> tuple[Tensor, Tensor | None]:
         """Sums the rows (``[P, H]``) of each token: on each rank in the order of experts, rounded, then in the order of ranks:
         ``[T, H]``. ``probs``, ``[P]``, come back in the places of their experts, ``[T, E]``. Padding is not read."""
+        check_tensors("combine_with_unpermute", {"hidden": hidden}, {"probs": probs})
         inner = _inner(handle)
         self._check_along("combine_with_unpermute", inner, None, pad_multiple)
         self._calls.use_sms(self.num_sms_combine_api)
@@ -215,6 +221,10 @@ class HybridEPBuffer:
                 raise ValueError(f"{call}: pass a handle, a routing_map, or topk_idx")
             if num_of_experts is None:
                 raise ValueError(f"{call}: topk_idx needs num_of_experts")
+            if whole(call, "num_of_experts", num_of_experts, 1) != experts:
+                raise ValueError(
+                    f"{call}: num_of_experts is {num_of_experts}; {local} experts of each of {self.group_size} ranks are {experts}"
+                )
             routing_map, of_choices = _map_of(topk_idx, topk_weights, num_of_experts)
             probs = of_choices if probs is None else probs
         if routing_map.dim() != 2 or routing_map.shape[1] != experts:
@@ -230,8 +240,8 @@ class HybridEPBuffer:
             rows = None  # reading it would wait for the GPU
         if handle.pad_multiple is None:
             raise ValueError(f"{call}: the handle is of dispatch, whose rows are by token")
-        if rows is not None and index(rows) != handle.rows:
-            raise ValueError(f"{call}: num_permuted_tokens is {index(rows)}; the handle has {handle.rows} rows")
+        if rows is not None and whole(call, "num_permuted_tokens", rows) != handle.rows:
+            raise ValueError(f"{call}: num_permuted_tokens is {int(rows)}; the handle has {handle.rows} rows")
         if pad_multiple is not None and _multiple(call, pad_multiple) != handle.pad_multiple:
             raise ValueError(f"{call}: pad_multiple is {pad_multiple}; that of the handle is {handle.pad_multiple}")
 
@@ -258,9 +268,26 @@ def _inner(handle: Any) -> HybridHandle:
 
 
 def _multiple(call: str, pad_multiple: int | None) -> int:
-    if pad_multiple is not None and pad_multiple < 0:
-        raise ValueError(f"{call}: pad_multiple is {pad_multiple}")
-    return pad_multiple or 1
+    return 1 if pad_multiple is None else whole(call, "pad_multiple", pad_multiple) or 1
+
+
+def _check_given(
+    call: str,
+    hidden: Tensor,
+    scaling_factor: Tensor | None,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    routing_map: Tensor | None,
+    probs: Tensor | None,
+) -> None:
+    optional = {
+        "scaling_factor": scaling_factor,
+        "topk_idx": topk_idx,
+        "topk_weights": topk_weights,
+        "routing_map": routing_map,
+        "probs": probs,
+    }
+    check_tensors(call, {"hidden": hidden}, optional)
 
 
 def _scales_of(call: str, hidden: Tensor, scaling_factor: Tensor | None) -> Tensor | None:
@@ -276,6 +303,9 @@ def _map_of(topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int) -> 
     weights of an expert that is chosen twice are added."""
     if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32, torch.int16):
         raise TypeError(f"topk_idx must be integers of shape [T, K], not {topk_idx.dtype} {list(topk_idx.shape)}")
+    if topk_weights is not None and topk_weights.shape != topk_idx.shape:
+        shapes = f"{list(topk_idx.shape)} and {list(topk_weights.shape)}"
+        raise ValueError(f"topk_idx and topk_weights must both be of shape [T, K], not {shapes}")
     places = topk_idx.long().masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts)
     zeros = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.float32, device=topk_idx.device)
     routing_map = zeros.bool().scatter(1, places, True)[:, :num_experts]

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from antiphon import Communicator
 from antiphon._core import MoeLowLatency
+from antiphon.moe._arguments import check_handle, check_tensors, experts, whole
 from antiphon.moe._low_latency import Hook, LowLatencyCalls, LowLatencyHandle, Options, low_latency_calls_of
 from antiphon.moe.deep_ep.events import EventHandle, EventOverlap
 from antiphon.moe.deep_ep.shrink import ShrinkingCalls
@@ -33,11 +34,13 @@ class LowLatencyBuffer:
     ) -> int:
         """The bytes of each GPU that calls of these sizes and up to 8 choices take, a multiple of 128. They are taken by the
         first call; a buffer need not be so large."""
+        call = "get_low_latency_rdma_size_hint"
+        num_ranks = whole(call, "num_ranks", num_ranks, 1, 8)
         taken = MoeLowLatency.bytes(
             num_ranks,
-            max_tokens=num_max_dispatch_tokens_per_rank,
-            hidden=hidden,
-            num_experts=num_experts,
+            max_tokens=whole(call, "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank),
+            hidden=whole(call, "hidden", hidden),
+            num_experts=experts(call, num_experts, num_ranks),
             top_k=8,
         )
         return -(-taken // 128) * 128
@@ -110,6 +113,7 @@ class LowLatencyBuffer:
                 "low_latency_combine: use_logfmt is not served: rows come back as bfloat16, which keeps their bits. Pass "
                 "use_logfmt=False"
             )
+        check_handle("low_latency_combine", handle, LowLatencyHandle)
         if zero_copy:
             if handle.combine_buffer is None:
                 raise ValueError("low_latency_combine: zero_copy needs a call of get_next_low_latency_combine_buffer before")
@@ -124,6 +128,7 @@ class LowLatencyBuffer:
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """The tensor, bfloat16 ``[L, R * M, H]``, from which a combine along the handle with ``zero_copy`` takes its rows."""
+        check_handle("get_next_low_latency_combine_buffer", handle, LowLatencyHandle)
         if handle.combine_buffer is None:
             handle.combine_buffer = handle.new_rows()
         return handle.combine_buffer
@@ -136,12 +141,21 @@ class LowLatencyBuffer:
         until the deadline, and a ``TimeoutError`` names it. Raises ``RuntimeError`` without ``enable_shrink``, and to take the mask
         back from a rank that was left out already.
         """
-        self._shrinkable().update_mask(rank_to_mask, mask)
+        calls = self._shrinkable()
+        last = self._comm.world_size - 1
+        calls.update_mask(whole("low_latency_update_mask_buffer", "rank_to_mask", rank_to_mask, 0, last), mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Writes 1 for each rank that is left out, else 0, to ``mask_status``, int32 ``[R]``. Raises ``RuntimeError`` without
         ``enable_shrink``."""
-        mask_status.copy_(self._shrinkable().mask())
+        mask = self._shrinkable().mask()
+        call = "low_latency_query_mask_buffer"
+        check_tensors(call, {"mask_status": mask_status})
+        if mask_status.dtype != mask.dtype:
+            raise TypeError(f"{call}: mask_status must be {mask.dtype}, not {mask_status.dtype}")
+        if mask_status.shape != mask.shape:
+            raise ValueError(f"{call}: mask_status must be of shape {list(mask.shape)}, not {list(mask_status.shape)}")
+        mask_status.copy_(mask)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Takes back all masks but those of ranks that were left out already. Raises ``RuntimeError`` without ``enable_shrink``."""

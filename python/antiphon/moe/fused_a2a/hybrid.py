@@ -1,13 +1,14 @@
 """``HybridEPDispatch`` and ``HybridEPCombine``, and the functions around them."""
 
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
+from antiphon.moe._arguments import check_handle, check_rows, check_tensors, whole
 from antiphon.moe._hybrid import HybridHandle, gradients_of_dispatch
 from antiphon.moe.deep_ep import HybridEPBuffer
 
@@ -82,7 +83,7 @@ def _buffer_of(group: Any, x: Tensor, num_local_experts: int, sms: tuple[int | N
     comm = communicator("hybrid_ep_dispatch", group)
     kept = _of_groups.get(comm)
     if kept is None:
-        num_tokens, hidden_dim = x.shape[-2:]
+        num_tokens, hidden_dim = x.shape
         init_hybrid_ep_buffer(group, hidden_dim, num_tokens, num_local_experts, *sms, fp8_dispatch=False)
         kept = _of_groups[comm]
     return kept
@@ -109,13 +110,15 @@ class HybridEPDispatch(torch.autograd.Function):
         Gives the rows ``[P, H]``; their probs ``[P]``; ``None`` (rows have no scales); how many rows each expert has, int64
         ``[L]``; and a handle.
         """
+        check_tensors("hybrid_ep_dispatch", {"x": x, "routing_map": routing_map}, {"probs": probs})
+        check_rows("hybrid_ep_dispatch", x)
         buffer = _buffer_of(group, x, num_local_experts, (num_sms_dispatch_api, num_sms_combine_api))
         rows, row_probs, scales, per_expert, handle = buffer.dispatch_with_permute(
             hidden=x,
             routing_map=routing_map,
             probs=probs,
             num_of_experts_per_rank=num_local_experts,
-            num_permuted_tokens=None if num_permuted_tokens is None else index(num_permuted_tokens),
+            num_permuted_tokens=num_permuted_tokens,
             pad_multiple=pad_multiple,
             non_blocking=num_permuted_tokens is not None,
         )
@@ -126,6 +129,7 @@ class HybridEPDispatch(torch.autograd.Function):
         return rows, row_probs, scales, per_expert, handle
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any,
         grad_x: Tensor | None,
@@ -147,24 +151,25 @@ class HybridEPCombine(torch.autograd.Function):
         ctx: Any, x: Tensor, handle: HybridHandle, num_permuted_tokens: Any = None, pad_multiple: int | None = None
     ) -> Tensor:
         """``x`` ``[P, H]``. Gives the sums ``[T, H]``. ``num_permuted_tokens``, anything that is an integer, must be ``P``."""
-        _check_rows(handle, num_permuted_tokens)
+        check_handle("hybrid_ep_combine", handle, HybridHandle)
+        _check_count(handle, num_permuted_tokens)
         ctx.handle = handle
         return handle.calls.combine(x, handle)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_x: Tensor) -> Any:
         """The gradient of ``x``: one dispatch along the handle. That of padding is 0."""
         return ctx.handle.calls.dispatch_along(grad_x, ctx.handle).x, None, None, None
 
 
-def _check_rows(handle: HybridHandle, num_permuted_tokens: Any) -> None:
+def _check_count(handle: HybridHandle, num_permuted_tokens: Any) -> None:
     # Reading a number of a GPU waits for it.
     if num_permuted_tokens is None or (isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.is_cuda):
         return
-    if index(num_permuted_tokens) != handle.rows:
-        raise ValueError(
-            f"hybrid_ep_combine: num_permuted_tokens is {index(num_permuted_tokens)}; the handle has {handle.rows} rows"
-        )
+    number = whole("hybrid_ep_combine", "num_permuted_tokens", num_permuted_tokens)
+    if number != handle.rows:
+        raise ValueError(f"hybrid_ep_combine: num_permuted_tokens is {number}; the handle has {handle.rows} rows")
 
 
 def hybrid_ep_dispatch(

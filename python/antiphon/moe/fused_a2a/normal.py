@@ -4,7 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from antiphon.comm.cuda_ipc import communicator
+from antiphon.moe._arguments import check_handle, check_rows, check_tensors, whole
 from antiphon.moe._calls import Handle
 from antiphon.moe.deep_ep import Buffer, EventHandle, EventOverlap
 
@@ -26,6 +29,7 @@ def get_hidden_bytes(x: Tensor) -> int:
 
     Raises ``ValueError`` for fewer than 2 dimensions.
     """
+    check_tensors("get_hidden_bytes", {"x": x})
     if x.dim() < 2:
         raise ValueError(f"get_hidden_bytes: x must be of shape [T, H], not {list(x.shape)}")
     return x.size(1) * max(x.element_size(), 2)
@@ -35,7 +39,8 @@ def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
     """The buffer of a group, for rows of so many bytes; made by all ranks together if there is none, it is another group's, or
     its sizes are smaller than DeepEP's would need."""
     global _buffer
-    size = group.size() if hasattr(group, "size") else group.world_size
+    hidden_bytes = whole("get_buffer", "hidden_bytes", hidden_bytes)
+    size = communicator("get_buffer", group).world_size
     configs = [Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)]
     nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
     rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
@@ -68,6 +73,8 @@ class FusedDispatch(torch.autograd.Function):
         Gives the rows ``[N, H]``; the experts of this rank that they chose, ``[N, K]``, −1 elsewhere; their probs, 0 elsewhere;
         how often they chose each of this rank's experts, int64 ``[L]`` on the CPU; and a handle.
         """
+        check_tensors("fused_dispatch", {"x": x, "token_indices": token_indices, "token_probs": token_probs})
+        check_rows("fused_dispatch", x)
         if token_probs.dtype != torch.float32:
             raise TypeError(f"fused_dispatch: token_probs must be torch.float32, not {token_probs.dtype}")
         event = _event(async_finish)
@@ -95,6 +102,7 @@ class FusedDispatch(torch.autograd.Function):
         return rows, ids, probs, per_local_expert, handle
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any,
         grad_output: Tensor,
@@ -130,6 +138,9 @@ class FusedCombine(torch.autograd.Function):
         allocate_on_comm_stream: bool = False,
     ) -> Any:
         """``x`` ``[N, H]``: row ``i`` is what this rank made of received row ``i``. Gives the sums ``[T, H]``, and ``None``."""
+        check_tensors("fused_combine", {"x": x})
+        check_rows("fused_combine", x)
+        check_handle("fused_combine", handle, Handle)
         buffer = get_buffer(group, get_hidden_bytes(x))
         combined, _, after = buffer.combine(
             x.contiguous(),
@@ -144,6 +155,7 @@ class FusedCombine(torch.autograd.Function):
         return combined, None
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, previous_event: Any = None) -> Any:
         """The gradient of ``x``: one dispatch along the handle. ``previous_event`` is the gradient of the ``None``, and is
         ignored."""
@@ -173,6 +185,7 @@ def fused_dispatch(
     allocate_on_comm_stream: bool = False,
 ) -> Any:
     """:class:`FusedDispatch` of contiguous tokens: a tuple of five."""
+    check_tensors("fused_dispatch", {"x": x})
     return FusedDispatch.apply(  # type: ignore[no-untyped-call]
         x.contiguous(), token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
     )

@@ -1,0 +1,90 @@
+"""What callers pass, checked before anything is sent. Errors name the call, the argument, and what was found."""
+
+from collections.abc import Mapping
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from antiphon._core import Moe
+
+__all__ = ["check_handle", "check_ids", "check_rows", "check_scales", "check_tensors", "experts", "whole"]
+
+#: Numbers of rows, tokens and bytes are counted in 32 bits.
+MOST = 2**31 - 1
+
+
+def whole(call: str, name: str, value: Any, least: int = 0, most: int = MOST) -> int:
+    """An integer of ``least..=most``. Raises ``TypeError`` for what is none, ``ValueError`` for another one."""
+    if isinstance(value, bool):
+        raise TypeError(f"{call}: {name} must be an integer, not bool")
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{call}: {name} must be an integer, not {type(value).__name__}") from None
+    if not least <= number <= most:
+        bound = f"at least {least}" if number < least else f"at most {most}"
+        raise ValueError(f"{call}: {name} must be {bound}, not {number}")
+    return number
+
+
+def experts(call: str, num_experts: Any, world_size: int) -> int:
+    """A number of experts that are spread over ranks, as many on each."""
+    number = whole(call, "num_experts", num_experts, 1, Moe.MAX_LOCAL_EXPERTS * world_size)
+    if number % world_size:
+        raise ValueError(f"{call}: {number} experts cannot be divided among {world_size} ranks")
+    return number
+
+
+def check_tensors(call: str, tensors: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
+    """Raises ``TypeError`` for what is no dense tensor (of ``optional``, ``None`` is not passed), or on another device than the
+    others; ``NotImplementedError`` for devices that are not served."""
+    devices = []
+    for named in (tensors, optional or {}):
+        for name, tensor in named.items():
+            if tensor is None and named is optional:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{call}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
+            if tensor.layout != torch.strided:
+                raise TypeError(f"{call}: {name} must be dense, not {tensor.layout}")
+            devices.append(tensor.device)
+    first = devices[0]
+    if any(device != first for device in devices):
+        raise TypeError(f"{call}: tensors on {' and '.join(sorted({*map(str, devices)}))}; all must be on one device")
+    if first.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{call} on {first}: mixtures of experts are served on the CPU and on CUDA GPUs")
+
+
+def check_handle(call: str, handle: Any, expected: type) -> None:
+    """Raises ``TypeError`` for a handle that is of another form, or none."""
+    if not isinstance(handle, expected):
+        found = type(handle).__name__
+        raise TypeError(f"{call}: the handle must be the {expected.__name__} that a dispatch gave, not {found}")
+
+
+def check_ids(call: str, ids: Tensor) -> None:
+    """Raises for ids that are not int64 or int32 ``[T, K]``."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{call}: the ids must be torch.int64 or torch.int32, not {ids.dtype}")
+    if ids.dim() != 2:
+        raise ValueError(f"{call}: the ids must be of shape [T, K], not {list(ids.shape)}")
+
+
+def check_rows(call: str, x: Tensor, hidden: int | None = None) -> None:
+    """Raises for an ``x`` that is not ``[T, H]``."""
+    if x.dim() == 2 and hidden in (None, x.shape[1]):
+        return
+    shape = "[T, H]" if hidden is None else f"[T, H] = [T, {hidden}]"
+    raise ValueError(f"{call}: x must be of shape {shape}, not {list(x.shape)}")
+
+
+def check_scales(call: str, x: Tensor, scales: Tensor | None) -> None:
+    """Raises for scales that are not one of each group of the elements of ``x``."""
+    if scales is None:
+        return
+    group = 512 if scales.dtype == torch.int32 else 128
+    expected = [len(x), -(-x.shape[1] // group)]
+    if list(scales.shape) != expected:
+        raise ValueError(f"{call}: scales must be of shape [T, H / {group}] = {expected}, not {list(scales.shape)}")
