@@ -18,13 +18,13 @@ Comm, Device = antiphon.Communicator, torch.device
 H, LOCAL = 256, 4
 
 
-def tokens_of(rank: int, world: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def tokens_of(rank: int, world: int, seed: int = 0, local: int = LOCAL) -> tuple[Tensor, Tensor, Tensor]:
     """What a rank brings, on the host: ragged numbers of tokens."""
     generator = torch.Generator().manual_seed(seed * 100 + rank)
     count = [300, 17, 0, 5][rank]
     x = torch.randn(count, H, generator=generator).bfloat16()
-    routing_map = torch.rand(count, LOCAL * world, generator=generator) < 0.3
-    return x, routing_map, torch.rand(count, LOCAL * world, generator=generator)
+    routing_map = torch.rand(count, local * world, generator=generator) < 0.3
+    return x, routing_map, torch.rand(count, local * world, generator=generator)
 
 
 def same(got: Any, expected: Any) -> None:
@@ -36,9 +36,10 @@ def same(got: Any, expected: Any) -> None:
 
 @check
 def rows_and_sums_have_the_hosts_bits(comm: Comm, device: Device) -> None:
-    parallel = ExpertParallel(comm, LOCAL * comm.world_size, H)
-    x, routing_map, probs = tokens_of(comm.rank, comm.world_size)
-    for multiple, capacity in ((1, None), (16, None), (16, 256), (16, 1600)):
+    few = [(LOCAL, multiple, capacity) for multiple, capacity in ((1, None), (16, None), (16, 256), (16, 1600))]
+    for local, multiple, capacity in [*few, (200, 16, None), (1024, 1, None), (1024, 16, 4096)]:
+        parallel = ExpertParallel(comm, local * comm.world_size, H)
+        x, routing_map, probs = tokens_of(comm.rank, comm.world_size, local=local)
         options: dict[str, Any] = {"pad_multiple": multiple, "capacity": capacity, "max_tokens": 300}
         host = parallel.dispatch_by_expert(x, routing_map, probs, **options)
         gpu = parallel.dispatch_by_expert(x.to(device), routing_map.to(device), probs.to(device), **options)

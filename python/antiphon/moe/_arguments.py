@@ -40,21 +40,23 @@ def experts(call: str, num_experts: Any, world_size: int) -> int:
 def check_tensors(call: str, tensors: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:
     """Raises ``TypeError`` for what is no dense tensor (of ``optional``, ``None`` is not passed), or on another device than the
     others; ``NotImplementedError`` for devices that are not served."""
-    devices = []
+    # A call that launches a kernel has few microseconds, so this looks at each tensor once.
+    first = None
     for named in (tensors, optional or {}):
         for name, tensor in named.items():
             if tensor is None and named is optional:
                 continue
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{call}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
-            if tensor.layout != torch.strided:
+            if tensor.layout is not torch.strided:
                 raise TypeError(f"{call}: {name} must be dense, not {tensor.layout}")
-            devices.append(tensor.device)
-    first = devices[0]
-    if any(device != first for device in devices):
-        raise TypeError(f"{call}: tensors on {' and '.join(sorted({*map(str, devices)}))}; all must be on one device")
-    if first.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"{call} on {first}: mixtures of experts are served on the CPU and on CUDA GPUs")
+            if not (tensor.is_cpu or tensor.is_cuda):
+                served = "mixtures of experts are served on the CPU and on CUDA GPUs"
+                raise NotImplementedError(f"{call}: {name} is on {tensor.device}; {served}")
+            if first is None:
+                first = tensor.device
+            elif tensor.device != first:
+                raise TypeError(f"{call}: tensors on {first} and {tensor.device}; all must be on one device")
 
 
 def check_handle(call: str, handle: Any, expected: type) -> None:

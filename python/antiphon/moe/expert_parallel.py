@@ -187,7 +187,7 @@ class ExpertParallel:
         Gradients flow to ``x`` with the format ``"bf16"``. Raises ``ValueError`` for an ``x`` that needs a gradient with another
         one.
         """
-        check_tensors("dispatch_low_latency", {"x": x, "ids": ids}, {"statistics": statistics})
+        check_tensors("dispatch_low_latency", {"x": x})
         max_tokens = whole("dispatch_low_latency", "max_tokens", max_tokens)
         check_rows("dispatch", x, self.hidden)
         calls = low_latency_calls_of(self.comm)

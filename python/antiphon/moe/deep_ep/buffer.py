@@ -168,7 +168,7 @@ class Buffer(LowLatencyBuffer):
         machine), ``num_tokens_per_expert`` (int32 ``[E]``), ``is_token_in_rank`` (bool ``[T, R]``), and an event."""
         calls = self._open()
         check_tensors("get_dispatch_layout", {"topk_idx": topk_idx})
-        order = self._order(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
+        order = self._order("get_dispatch_layout", topk_idx, previous_event, async_finish, allocate_on_comm_stream)
         outputs: list[Any] = []
         with order.run([topk_idx], outputs):
             layout = calls.layout(topk_idx, num_experts, order.side)
@@ -206,10 +206,9 @@ class Buffer(LowLatencyBuffer):
         if isinstance(x, tuple) and len(x) != 2:
             raise ValueError(f"dispatch: x must be tokens, or codes and their scales, not {len(x)} tensors")
         tokens, scales = x if isinstance(x, tuple) else (x, None)
-        check_tensors("dispatch", {"x": tokens}, {"scales": scales})
         if handle is not None:
             check_handle("dispatch", handle, Handle)
-        order = self._order(tokens, previous_event, async_finish, allocate_on_comm_stream, config)
+        order = self._order("dispatch", tokens, previous_event, async_finish, allocate_on_comm_stream, config)
         outputs: list[Any] = []
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
@@ -252,10 +251,9 @@ class Buffer(LowLatencyBuffer):
         """Sums the rows (``[N, H]``) of each token, and ``topk_weights`` (float32 ``[N, K]``), in the order of ranks: ``[T, H]``
         and ``[T, K]``. ``bias``, one or a pair of tensors ``[T, H]``, is added first."""
         calls = self._open()
-        check_tensors("combine", {"x": x})
         check_handle("combine", handle, Handle)
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-        order = self._order(x, previous_event, async_finish, allocate_on_comm_stream, config)
+        order = self._order("combine", x, previous_event, async_finish, allocate_on_comm_stream, config)
         outputs: list[Any] = []
         with order.run([x, topk_weights, *biases, *handle], outputs):
             combined, weights = calls.combine(x, handle, topk_weights, biases, order.side)
@@ -283,14 +281,17 @@ class Buffer(LowLatencyBuffer):
 
     def _order(
         self,
+        call: str,
         x: Tensor,
         previous_event: EventOverlap | None,
         async_finish: bool,
         allocate_on_comm_stream: bool,
         config: Config | None = None,
     ) -> CallOrder:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{call}: x must be a torch.Tensor, not {type(x).__name__}")
         if config is not None and not isinstance(config, Config):
-            raise TypeError(f"config must be a Config, not {type(config).__name__}")
+            raise TypeError(f"{call}: config must be a Config, not {type(config).__name__}")
         if x.is_cuda:
             self._calls.use_sms(Buffer.num_sms if config is None else config.num_sms)
         stream = self._stream_of(x.device) if x.is_cuda else None
