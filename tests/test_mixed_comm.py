@@ -368,6 +368,8 @@ def choice_of_modes(device: torch.device) -> None:
     assert len(handler(4, device).autotune_map[Op.ALLREDUCE]) == 15
     with pytest.raises(ValueError, match="^Invalid op: ALLGATHER"):
         mixed.select_autotune_mode(Op.ALLGATHER, torch.empty(1, 1, device=device))
+    with pytest.raises(TypeError, match="x_in should be a torch.Tensor, not NoneType"):
+        mixed.select_autotune_mode(Op.ALLREDUCE_ALLGATHER, None)
     plain = handler(2, device, use_autotune=False)
     assert Mode.AUTOTUNE not in plain.valid_mode_list and plain.autotune_map == {}
     with pytest.raises(RuntimeError, match="use_autotune=False"):

@@ -277,7 +277,9 @@ inline void run(const launch& l) {
     // Lanes that the last warp does not have.
     if (b.threads % 32) b.warps[b.threads / 32].over = ~0u << b.threads % 32;
     current_block = &b;
-    memset(dynamic_shared, 0xCD, l.shared_bytes);
+    // Bytes behind what the launch asked for show whether a kernel writes there.
+    const size_t wanted = l.shared_bytes + 4096, behind = wanted < sizeof(dynamic_shared) ? wanted : sizeof(dynamic_shared);
+    memset(dynamic_shared, 0xCD, behind);
     if (l.of_cluster) __atomic_store_n(&l.of_cluster->anchors[l.cluster_rank], &anchor[0], __ATOMIC_RELEASE);
     for (unsigned t = 0; t < b.threads; ++t) {
         fiber& f = b.fibers[t];
@@ -315,6 +317,8 @@ inline void run(const launch& l) {
         free(b.fibers[t].bulk.begun.items);
     }
     if (b.loads.len) fail("a block has ended before its bulk loads");
+    for (size_t at = l.shared_bytes; at < behind; ++at)
+        if (dynamic_shared[at] != 0xCD) fail("a kernel writes more dynamic shared memory than its launch has");
     free(b.loads.items);
     free(b.warps);
     delete[] b.fibers;

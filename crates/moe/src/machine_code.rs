@@ -10,7 +10,7 @@ use crate::{
     layout::cuda::Counting,
     low_latency::{
         LowLatencyFormat,
-        family::{Combining, Dispatching, Phases},
+        family::{Combining, Dispatching, Marks, Phases},
     },
     normal::cuda::{Moving, Notifying, Staging, Summing},
 };
@@ -86,7 +86,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         Phases::Both => SLOTS,
     };
     let mut dispatching = |phases, format, world_size| {
-        let family = Dispatching::new(phases, format, world_size);
+        let family = Dispatching::new(phases, format, world_size, Marks::Few);
         let mut dispatching = variant(family, world_size, architecture, of_phases(phases));
         dispatching.rules.forbidden = &[]; // a correctly rounded division is made of them
         variants.push(dispatching);
@@ -160,8 +160,8 @@ fn every_kernel_compiles_for_a_rank_that_is_alone() {
         alone(Placing),
         alone(HybridMoving { staging, experts }),
         alone(HybridSumming::new(DType::BF16, staging, experts).unwrap()),
-        alone(Dispatching::new(Phases::Both, LowLatencyFormat::Fp8, 1)),
-        alone(Dispatching::new(Phases::Send, LowLatencyFormat::Bf16, 1)),
+        alone(Dispatching::new(Phases::Both, LowLatencyFormat::Fp8, 1, Marks::Few)),
+        alone(Dispatching::new(Phases::Send, LowLatencyFormat::Bf16, 1, Marks::Many)),
         alone(Combining { phases: Phases::Both }),
         alone(Combining { phases: Phases::Receive }),
     ];

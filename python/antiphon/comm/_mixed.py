@@ -105,6 +105,11 @@ def check_blocks(max_block_size: int | None, min_block_size: int, min_num_steps:
         raise ValueError(f"MixedCommHandler: min_num_steps is {min_num_steps!r}, not 1 or more")
 
 
+def check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} should be a torch.Tensor, not {type(tensor).__name__}")
+
+
 def check_call(
     op: MixedCommOp,
     handler: MixedCommHandler,
@@ -129,8 +134,7 @@ def check_call(
     for name, tensor in (("x_in", x_in), ("x_out", x_out)):
         if tensor is None and name == "x_out":
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} should be a torch.Tensor, not {type(tensor).__name__}")
+        check_tensor(name, tensor)
         if tensor.ndim < 2:
             raise ValueError(f"{name}.ndim should be at least 2, but it is {tensor.ndim}")
         if tensor.dtype != handler.dtype:

@@ -311,6 +311,9 @@ class MixedCommHandler:
             raise RuntimeError("select_autotune_mode: the handler was made with use_autotune=False")
         if op not in self.valid_op_list:
             raise ValueError(f"Invalid op: {_name(MixedCommOp, op)}")
+        from antiphon.comm import _mixed
+
+        _mixed.check_tensor("x_in", x_in)
         num_bytes = x_in.numel() * x_in.element_size()
         return self._select(op, num_bytes // (self.para_info.dp_size if op in SCATTERS else 1))
 

@@ -3,7 +3,8 @@
 use std::{any::Any, fmt, sync::Arc};
 
 use antiphon_device::cuda::{
-    Architecture, Context, CudaError, Function, KernelArgument, KernelCache, Module, Nvrtc, Program, relaxed,
+    Architecture, Context, CudaError, Function, KernelArgument, KernelCache, LaunchConfig, Module, Nvrtc,
+    Program, relaxed,
 };
 
 use super::{
@@ -81,6 +82,11 @@ pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
     /// The most bytes of dynamic shared memory that a launch asks for.
     fn shared_bytes(&self) -> u32 {
         0
+    }
+
+    /// A launch of so many blocks of [`threads`](Self::threads), with [`shared_bytes`](Self::shared_bytes).
+    fn blocks(&self, blocks: u32) -> LaunchConfig {
+        LaunchConfig::new(blocks, self.threads()).shared_bytes(self.shared_bytes())
     }
 }
 

@@ -13,7 +13,7 @@ mod handle;
 
 use std::{cell::Cell, sync::Arc};
 
-use antiphon_device::cuda::{Context, Event, LaunchConfig, PinnedMemory, StreamRef};
+use antiphon_device::cuda::{Context, Event, PinnedMemory, StreamRef};
 use antiphon_fabric::{
     Communicator, Signature,
     gpu::{Family, Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
@@ -210,7 +210,7 @@ impl CudaMoe {
             Blocks::One => 1,
             Blocks::All => self.num_sms.get().min(self.tenant.multiprocessors_here()).max(1),
         };
-        let config = LaunchConfig::new(blocks, family.threads()).shared_bytes(family.shared_bytes());
+        let config = family.blocks(blocks);
         let launch = |_, _, _| Launch {
             kernel,
             grid: Grid::Exact { config, is_small: false },

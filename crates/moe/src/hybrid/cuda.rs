@@ -112,12 +112,9 @@ impl Experts {
         }
     }
 
-    /// `warps` with room beside a row for so many words of each expert.
-    const fn widen(self, warps: Warps, words: u32) -> Warps {
-        match self {
-            Self::Few => warps,
-            Self::Many => Warps { beside: BESIDE + words * 4 * MAX_LOCAL_EXPERTS as u32, ..warps },
-        }
+    /// The bytes of a word for each.
+    const fn bytes(self) -> u32 {
+        4 * self.most() as u32
     }
 }
 
@@ -129,9 +126,12 @@ pub(crate) struct HybridMoving {
 }
 
 impl HybridMoving {
-    /// Beside a row travel choices and their probs.
+    /// With many experts fewer warps send, so that a multiprocessor has room for another kernel that waits.
     fn warps(self) -> Warps {
-        self.experts.widen(Moving::WARPS, 2)
+        match self.experts {
+            Experts::Few => Moving::WARPS,
+            Experts::Many => Warps { sending: 2, beside: 2 * self.experts.bytes() + BESIDE, ..Moving::WARPS },
+        }
     }
 }
 
@@ -149,14 +149,13 @@ impl HybridSumming {
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, experts })
     }
 
-    /// Half send, half sum; with many experts fewer send, as the lists of what is summed leave less shared memory. Beside a row
-    /// travel probs.
+    /// Half send, half sum. With many experts fewer send, as the lists of what is summed leave less shared memory.
     fn warps(self) -> Warps {
-        let sending = match self.experts {
-            Experts::Few => 4,
-            Experts::Many => 2,
-        };
-        self.experts.widen(Warps { sending, rings: sending, flags: 0, all: 8, beside: BESIDE }, 1)
+        let few = Warps { sending: 4, rings: 4, flags: 0, all: 8, beside: BESIDE };
+        match self.experts {
+            Experts::Few => few,
+            Experts::Many => Warps { sending: 2, rings: 2, beside: self.experts.bytes(), ..few },
+        }
     }
 }
 

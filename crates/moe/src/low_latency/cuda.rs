@@ -2,7 +2,7 @@
 
 use std::{cell::Cell, sync::Arc};
 
-use antiphon_device::cuda::{Context, LaunchConfig, StreamRef, relaxed};
+use antiphon_device::cuda::{Context, StreamRef, relaxed};
 use antiphon_fabric::{
     Communicator, Signature,
     gpu::{Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, Work},
@@ -14,7 +14,7 @@ use super::{
     check_combine, check_dispatch, combine_signature,
     config::{combine_lane, dispatch_lane},
     dispatch_signature,
-    family::{Combining, Dispatching, LowLatencyCall, LowLatencyFamily, Phases},
+    family::{Combining, Dispatching, LowLatencyCall, LowLatencyFamily, Marks, Phases},
     too_large,
 };
 use crate::{
@@ -24,8 +24,6 @@ use crate::{
     tensors::Name,
 };
 
-/// The words of marks in the shared memory of a block of `dispatch.cuh`: one for each expert and 32 tokens of a rank.
-const MAX_MARKS: usize = 6144;
 /// Tokens for which half of the multiprocessors are enough.
 const SMALL: u32 = 32;
 
@@ -117,8 +115,9 @@ impl CudaLowLatency {
             return Err(refused(CALL, problem));
         }
         let tenant = Tenant::new(comm, context, most.bytes(world_size))?;
+        let marks = Marks::of(most.num_experts, most.max_tokens).unwrap_or(Marks::Many);
         for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8] {
-            tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size))?;
+            tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size, marks))?;
         }
         tenant.load_together(comm, Combining { phases: Phases::Both })?;
         let (handles, unreceived) = (Cell::new(0), Cell::new(None));
@@ -167,7 +166,7 @@ impl CudaLowLatency {
         stream: StreamRef<'_>,
     ) -> Result<CudaLowLatencyHandle> {
         let (handle, arguments) = self.prepare_dispatch(call)?;
-        let (family, signature) = self.dispatching(call, &handle.sizes);
+        let (family, signature) = self.dispatching(call, &handle.sizes)?;
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
         unsafe { self.launch(family, &signature, arguments, stream) }?;
         Ok(handle)
@@ -189,7 +188,7 @@ impl CudaLowLatency {
         stream: StreamRef<'_>,
     ) -> Result<(CudaLowLatencyHandle, CudaReceive)> {
         let (handle, arguments) = self.prepare_dispatch(call)?;
-        let (family, signature) = self.dispatching(call, &handle.sizes);
+        let (family, signature) = self.dispatching(call, &handle.sizes)?;
         // SAFETY: as in `dispatch`.
         let half = unsafe { self.send(DISPATCH, Half::Dispatch(family), signature, arguments, stream) }?;
         Ok((handle, half))
@@ -303,9 +302,10 @@ impl CudaLowLatency {
     }
 
     /// The kernel of a dispatch, and what ranks agree on.
-    fn dispatching(&self, call: &LowLatencyDispatch<'_>, sizes: &Sizes) -> (Dispatching, Signature) {
-        let family = Dispatching::new(Phases::Both, call.format, sizes.world_size);
-        (family, dispatch_signature(sizes, call.format))
+    fn dispatching(&self, call: &LowLatencyDispatch<'_>, sizes: &Sizes) -> Result<(Dispatching, Signature)> {
+        let marks = marks_of(sizes)?;
+        let family = Dispatching::new(Phases::Both, call.format, sizes.world_size, marks);
+        Ok((family, dispatch_signature(sizes, call.format)))
     }
 
     /// What the kernels of a dispatch take, and its handle.
@@ -315,14 +315,6 @@ impl CudaLowLatency {
     ) -> Result<(CudaLowLatencyHandle, LowLatencyCall)> {
         let sizes = check_dispatch(call, self.tenant.world_size())?;
         self.check_room(&sizes, dispatch_lane(&sizes, call.format), DISPATCH)?;
-        let marks = sizes.num_experts * sizes.max_tokens.div_ceil(32);
-        if marks > MAX_MARKS {
-            let problem = format!(
-                "{} experts and max_tokens {}: at most {MAX_MARKS} × 32 of their product are served",
-                sizes.num_experts, sizes.max_tokens
-            );
-            return Err(refused(DISPATCH, problem));
-        }
         let name = |which| Name { call: DISPATCH, which };
         let address = |which, view: &TensorView<'_>| name(which).address(view, self.device());
         let optional = |which, view: &Option<TensorViewMut<'_>>| {
@@ -405,7 +397,7 @@ impl CudaLowLatency {
         let loaded = self.tenant.ready(family, stream)?;
         let all = self.tenant.multiprocessors_here().max(1);
         let is_small = family.is_released() && arguments.tokens <= SMALL && all > 1;
-        let config = LaunchConfig::new(if is_small { all / 2 } else { all }, family.threads());
+        let config = family.blocks(if is_small { all / 2 } else { all });
         let launch = |_, _, _| Launch {
             kernel: F::Kernel::ALL[0],
             grid: Grid::Exact { config, is_small },
@@ -416,4 +408,15 @@ impl CudaLowLatency {
         // SAFETY: passed on; a grid has a block for each multiprocessor, of which two run at once, and lanes have room.
         Ok(unsafe { self.tenant.run(&loaded, once, stream, launch) }?)
     }
+}
+
+/// What a block has for a call's marks.
+fn marks_of(sizes: &Sizes) -> Result<Marks> {
+    let Sizes { num_experts, max_tokens, .. } = *sizes;
+    Marks::of(num_experts, max_tokens).ok_or_else(|| {
+        let most = Marks::Many.words();
+        let problem =
+            format!("{num_experts} experts and max_tokens {max_tokens}: at most {most} × 32 of their product are served");
+        refused(DISPATCH, problem)
+    })
 }

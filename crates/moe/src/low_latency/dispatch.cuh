@@ -158,13 +158,11 @@ DEVICE void describe(const arguments& a, const low_latency_call& k, const choice
     if (blockIdx.x == 0 && threadIdx.x < WORLD) k.held_tokens[threadIdx.x] = all.tokens[threadIdx.x];
 }
 
-constexpr u32 MAX_MARKS = 6144; // words
-
 // Profilers show the kernel by this name, and tools that were made for DeepEP look for "::dispatch" there.
 namespace low_latency {
 __global__ void __launch_bounds__(THREADS, RESIDENT)
 dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latency_call k) {
-    __shared__ u32 words[MAX_MARKS];
+    extern __shared__ u32 words[]; // of marks
     __shared__ u16 kept[MAX_KEPT];
     __shared__ u32 tokens[WORLD];
     pdl_wait();

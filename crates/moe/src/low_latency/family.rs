@@ -55,18 +55,43 @@ pub(crate) enum Phases {
     Both = 3,
 }
 
+/// The words of marks in the shared memory of a block of `dispatch.cuh`: one for each expert and 32 tokens of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Marks {
+    /// What decoding needs, 24 KiB.
+    Few,
+    /// As many as leave a multiprocessor room for a kernel of the other forms.
+    Many,
+}
+
+impl Marks {
+    /// The smaller one that has room for a call's; none for a call that has too many.
+    pub(crate) fn of(num_experts: usize, max_tokens: usize) -> Option<Self> {
+        let words = num_experts.saturating_mul(max_tokens.div_ceil(32));
+        [Self::Few, Self::Many].into_iter().find(|marks| words <= marks.words() as usize)
+    }
+
+    pub(crate) const fn words(self) -> u32 {
+        match self {
+            Self::Few => 6144,
+            Self::Many => 16384,
+        }
+    }
+}
+
 /// The kernel that moves tokens to the slots of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Dispatching {
     phases: Phases,
     format: LowLatencyFormat,
     threads: u32,
+    marks: Marks,
 }
 
 impl Dispatching {
     /// For rows of a format. With more than 4 ranks a thread needs more registers, so a block has fewer threads.
-    pub(crate) fn new(phases: Phases, format: LowLatencyFormat, world_size: usize) -> Self {
-        Self { phases, format, threads: if world_size <= 4 { 512 } else { 384 } }
+    pub(crate) fn new(phases: Phases, format: LowLatencyFormat, world_size: usize, marks: Marks) -> Self {
+        Self { phases, format, threads: if world_size <= 4 { 512 } else { 384 }, marks }
     }
 }
 
@@ -87,6 +112,10 @@ impl Family for Dispatching {
 
     fn threads(&self) -> u32 {
         self.threads
+    }
+
+    fn shared_bytes(&self) -> u32 {
+        if self.phases == Phases::Send { 0 } else { self.marks.words() * 4 }
     }
 
     fn most_blocks(&self, _world_size: usize) -> u32 {
@@ -160,5 +189,20 @@ impl LowLatencyCall {
             experts: sizes.num_experts as u32,
             ..Self::default()
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Marks;
+
+    #[test]
+    fn marks_are_for_each_expert_and_32_tokens() {
+        assert_eq!(Marks::of(256, 128), Some(Marks::Few));
+        assert_eq!(Marks::of(6144, 32), Some(Marks::Few));
+        assert_eq!(Marks::of(6145, 32), Some(Marks::Many));
+        assert_eq!(Marks::of(4096, 128), Some(Marks::Many));
+        assert_eq!(Marks::of(4096, 129), None);
+        assert_eq!(Marks::of(usize::MAX, 64), None);
     }
 }

@@ -210,6 +210,23 @@ fn low_latency_formats_are_as_defined_on_2_gpus() {
     every_format(2);
 }
 
+/// As many experts of a rank as are served, whose marks take more shared memory.
+#[test]
+fn slots_and_sums_of_many_experts_are_as_defined_on_2_gpus() {
+    let most = LowLatency { num_experts: 2048, ..MOST };
+    on_gpus(2, MoeConfig { low_latency: Some(most), ..SMALL }, |rank| {
+        let moe = rank.moe.low_latency()?;
+        for (local, tokens) in [(768, [128, 90]), (1024, [128, 128]), (1024, [3, 0])] {
+            let case = Case { tokens: tokens.to_vec(), ..Case::new(2, 2 * local, 8) };
+            for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8] {
+                check(rank, moe, &LowLatencyCase::new(Case { hidden: 128, ..case.clone() }, format))?;
+            }
+        }
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
 #[test]
 fn low_latency_formats_are_as_defined_on_4_gpus() {
     every_format(4);
