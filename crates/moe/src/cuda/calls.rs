@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     Combine, Dispatch, Routing,
-    error::{MoeError, Result},
+    error::{MoeError, Result, refused},
     handle::Traffic,
     layout::{
         check_limits,
@@ -190,16 +190,26 @@ impl CudaMoe {
 
     /// Waits for the counts of Notify.
     pub(crate) fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
+        let number = self.result_number();
+        self.waited.set(number);
         self.arrived.record(stream)?;
-        // The kernel ends by the communicator's deadline.
-        while !self.arrived.is_passed()? {
+        let result = self.result.host().as_ptr().cast::<u32>();
+        // SAFETY: an aligned word of memory that lasts, which only the kernel writes.
+        let written = unsafe { &*result.cast::<AtomicU32>() };
+        // A kernel that gives up, by the communicator's deadline, writes nothing.
+        for looks in 1.. {
+            if written.load(Ordering::Acquire) == number || (looks % 64 == 0 && self.arrived.is_passed()?) {
+                break;
+            }
             std::thread::yield_now();
         }
         self.check()?;
+        if written.load(Ordering::Acquire) != number {
+            return Err(refused("dispatch", "the counts of the ranks did not come".into()));
+        }
         let (rank, world_size) = (self.tenant.rank(), self.world_size());
-        let result = self.result.host().as_ptr().cast::<u32>();
-        // SAFETY: the kernel that wrote these words is over, and so many there are.
-        let word = |index: usize| unsafe { result.add(index).read() as usize };
+        // SAFETY: the kernel wrote these words before its number, and so many there are.
+        let word = |index: usize| unsafe { result.add(1 + index).read() as usize };
         let said = |from: usize, index: usize| word(from * (3 + world_size) + index);
         let traffic = Traffic {
             rank,

@@ -52,6 +52,8 @@ pub struct CudaMoe {
     handles: Cell<u32>,
     /// The counts of Notify, in host memory.
     result: UntilIdle<PinnedMemory>,
+    /// Of the last call that waits for counts, which its kernel writes before them.
+    waited: Cell<u32>,
     arrived: Event,
     pub(crate) pool: Arc<Pool>,
     low_latency: Option<CudaLowLatency>,
@@ -86,7 +88,7 @@ impl CudaMoe {
         }
         let low_latency =
             config.low_latency.map(|most| CudaLowLatency::new(comm, context, most)).transpose()?;
-        let words = comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
+        let words = 1 + comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
         Ok(Self {
             tenant,
             region_bytes: config.region_bytes,
@@ -94,6 +96,7 @@ impl CudaMoe {
             token: Arc::new(()),
             handles: Cell::new(0),
             result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4)?),
+            waited: Cell::new(0),
             arrived: Event::new(context)?,
             pool: Pool::new(context),
             low_latency,
@@ -142,6 +145,11 @@ impl CudaMoe {
     /// From now on a call uses at most `num_sms` multiprocessors.
     pub fn set_num_sms(&self, num_sms: u32) {
         self.num_sms.set(num_sms.max(1));
+    }
+
+    /// The number of the next call that waits for counts.
+    pub(crate) fn result_number(&self) -> u32 {
+        self.waited.get().wrapping_add(1)
     }
 
     pub(crate) fn result_pointer(&self) -> u64 {

@@ -518,6 +518,7 @@ impl CudaMoe {
             chosen_by: at(HybridWords::chosen_by),
             most: at(HybridWords::most),
             result: if capacity.is_none() { self.result_pointer() } else { 0 },
+            number: self.result_number(),
             tokens,
             local,
             ..NotifyCall::leaving(&handle.plan)

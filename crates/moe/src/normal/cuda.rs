@@ -68,7 +68,7 @@ kernel_call! {
     /// `notify_call` of notify.cuh.
     NotifyCall {
         in_rank per_expert own_most counts starts prefix routed overflow chosen chosen_by most heads order result;
-        tokens room local
+        tokens room local number
     }
 }
 
@@ -93,6 +93,7 @@ impl NotifyCall {
             tokens: 0,
             room: UNBOUNDED,
             local: 0,
+            number: 0,
         }
     }
 }
@@ -294,6 +295,7 @@ impl CudaMoe {
             in_rank: name("is_token_in_rank").address(in_rank, self.device())?,
             per_expert: name("tokens_per_expert").address(&routing.tokens_per_expert, self.device())?,
             result: if routing.capacity.is_none() { self.result_pointer() } else { 0 },
+            number: self.result_number(),
             tokens: in_rank.shape()[0] as u32,
             room: routing.capacity.map_or(UNBOUNDED, |rows| rows.min(UNBOUNDED as usize) as u32),
             local: (routing.num_experts / self.world_size()) as u32,

@@ -18,8 +18,9 @@ struct notify_call {
     u32* most;             // the largest of all ranks' `own_most`; null if nobody asks
     i32* heads;            // [tokens, WORLD]: the number of a token among those for a rank, or -1
     u32* order;            // [WORLD, tokens]: the tokens for each rank
-    u32* result;           // on the host: [WORLD, HEADER], then `chosen`; null if nobody reads it there
+    u32* result;           // on the host: `number`, [WORLD, HEADER], `chosen`; null if nobody reads it there
     u32 tokens, room, local;
+    u32 number;            // of the call, written last, which tells the host that the result is there
 };
 
 // One block. It numbers this rank's tokens for each rank, exchanges the counts, and computes where everyone's rows begin.
@@ -30,28 +31,29 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
     __shared__ u32 of_warp[THREADS / 32][WORLD];
     __shared__ u32 totals[WORLD];
     pdl_wait();
-    const u32 lane = lane_id(), warp = threadIdx.x / 32;
-    if (threadIdx.x < WORLD) totals[threadIdx.x] = 0;
-    __syncthreads();
-    for (u32 first = 0; first < k.tokens; first += THREADS) {
-        const u32 token = first + threadIdx.x;
-        const bool is_token = token < k.tokens;
+    const uint4 control_words = load_control(a);
+    // A warp has tokens that follow each other. It counts them, and when the counts are on their way to the peers, it numbers them.
+    const u32 lane = lane_id(), warp = threadIdx.x / 32, share = (k.tokens + THREADS - 1) / THREADS * 32;
+    const u32 begin_of_warp = min(warp * share, k.tokens), end_of_warp = min(begin_of_warp + share, k.tokens);
+    u32 number[WORLD] = {};
+#pragma unroll 4
+    for (u32 token = begin_of_warp + lane; token < end_of_warp; token += 32)
 #pragma unroll
-        for (u32 rank = 0; rank < WORLD; ++rank) {
-            const u32 goes = __ballot_sync(WHOLE_WARP, is_token && k.in_rank[(u64)token * WORLD + rank] != 0);
-            if (lane == 0) of_warp[warp][rank] = __popc(goes);
-            __syncthreads();
-            u32 number = totals[rank] + __popc(goes & ((1u << lane) - 1));
-            for (u32 before = 0; before < warp; ++before) number += of_warp[before][rank];
-            const bool mine = goes >> lane & 1;
-            if (is_token) k.heads[(u64)token * WORLD + rank] = mine ? (i32)number : -1;
-            if (mine) k.order[(u64)rank * k.tokens + number] = token;
-        }
-        __syncthreads();
-        if (threadIdx.x < WORLD)
-            for (u32 each = 0; each < THREADS / 32; ++each) totals[threadIdx.x] += of_warp[each][threadIdx.x];
-        __syncthreads();
+        for (u32 rank = 0; rank < WORLD; ++rank) number[rank] += __ldg(k.in_rank + (u64)token * WORLD + rank) != 0;
+#pragma unroll
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+        const u32 count = __reduce_add_sync(WHOLE_WARP, number[rank]);
+        if (lane == 0) of_warp[warp][rank] = count;
     }
+    __syncthreads();
+#pragma unroll
+    for (u32 rank = 0; rank < WORLD; ++rank) {
+        const u32 count = lane < THREADS / 32 ? of_warp[lane][rank] : 0;
+        number[rank] = __reduce_add_sync(WHOLE_WARP, lane < warp ? count : 0);
+        const u32 total = __reduce_add_sync(WHOLE_WARP, count);
+        if (threadIdx.x == 0) totals[rank] = total;
+    }
+    __syncthreads(); // the totals are there
 
     // No word is EMPTY: none has its highest bit.
     const u32 vectors = (HEADER + k.local + 3) / 4, own_most = k.own_most == nullptr ? 0 : *k.own_most;
@@ -62,7 +64,7 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
         if (index < HEADER) return totals[index - 3];
         return index < HEADER + k.local ? k.per_expert[to * k.local + index - HEADER] & ~(1u << 31) : 0;
     };
-    const turn t = begin(a, load_control(a));
+    const turn t = begin(a, control_words);
     if (t.has_failed()) return;
     for (u32 peer = 0; peer < PEERS; ++peer) {
         const u32 to = rank_of(a, peer);
@@ -71,6 +73,20 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
                              make_uint4(word(to, i * 4), word(to, i * 4 + 1), word(to, i * 4 + 2), word(to, i * 4 + 3)));
     }
     advance(a, t, vectors, 0);
+#pragma unroll 4
+    for (u32 first = begin_of_warp; first < end_of_warp; first += 32) {
+        const u32 token = first + lane;
+        const bool is_token = token < end_of_warp;
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            const u32 goes = __ballot_sync(WHOLE_WARP, is_token && __ldg(k.in_rank + (u64)token * WORLD + rank) != 0);
+            const u32 its_number = number[rank] + __popc(goes & ((1u << lane) - 1));
+            const bool mine = goes >> lane & 1;
+            if (is_token) k.heads[(u64)token * WORLD + rank] = mine ? (i32)its_number : -1;
+            if (mine) k.order[(u64)rank * k.tokens + its_number] = token;
+            number[rank] += __popc(goes);
+        }
+    }
     const auto hear = [&](u32 from, u32 index, u32 value) {
         if (index < HEADER) said[from][index] = value;
         else if (index < HEADER + k.local) {
@@ -115,8 +131,11 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
         *k.most = most;
     }
     if (k.result != nullptr) {
-        for (u32 i = threadIdx.x; i < WORLD * HEADER; i += THREADS) k.result[i] = said[i / HEADER][i % HEADER];
-        for (u32 i = threadIdx.x; i < k.local; i += THREADS) k.result[WORLD * HEADER + i] = chosen[i];
+        u32* words = k.result + 1;
+        for (u32 i = threadIdx.x; i < WORLD * HEADER; i += THREADS) words[i] = said[i / HEADER][i % HEADER];
+        for (u32 i = threadIdx.x; i < k.local; i += THREADS) words[WORLD * HEADER + i] = chosen[i];
+        __syncthreads();
+        if (threadIdx.x == 0) st_release_sys(k.result, k.number);
     }
     r.finish();
 }
