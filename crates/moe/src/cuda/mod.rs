@@ -156,6 +156,11 @@ impl CudaMoe {
         self.result.pointer().0
     }
 
+    /// How many multiprocessors a call uses.
+    pub(crate) fn blocks(&self) -> u32 {
+        self.num_sms.get().min(self.tenant.multiprocessors_here()).max(1)
+    }
+
     /// The way that rows pass through a multiprocessor of this GPU.
     pub(crate) fn staging(&self) -> Staging {
         staging(&self.tenant)
@@ -216,7 +221,7 @@ impl CudaMoe {
         let loaded = self.tenant.ready(family, stream)?;
         let blocks = match blocks {
             Blocks::One => 1,
-            Blocks::All => self.num_sms.get().min(self.tenant.multiprocessors_here()).max(1),
+            Blocks::All => self.blocks(),
         };
         let config = family.blocks(blocks);
         let launch = |_, _, _| Launch {

@@ -61,7 +61,7 @@ kernels! {
 
 kernel_call! {
     /// `list_call` of list.cuh.
-    ListCall { map of_chunk all number in_rank per_expert most; tokens experts chunk }
+    ListCall { map bits of_chunk all number in_rank per_expert most; tokens experts chunk }
 }
 kernel_call! {
     /// `place_call` of place.cuh.
@@ -130,7 +130,7 @@ impl HybridMoving {
     fn warps(self) -> Warps {
         match self.experts {
             Experts::Few => Moving::WARPS,
-            Experts::Many => Warps { sending: 2, beside: 2 * self.experts.bytes() + BESIDE, ..Moving::WARPS },
+            Experts::Many => Warps { sending: 3, beside: 2 * self.experts.bytes() + BESIDE, ..Moving::WARPS },
         }
     }
 }
@@ -182,10 +182,15 @@ family!(
 /// The most tokens of a rank: those that `POSITION_BITS` of the kernels count.
 const MAX_TOKENS: usize = (1 << 22) - 1;
 
-/// How many tokens a block of list.cuh has at a time: as many as its `BITS` have room for.
-fn chunk(local: usize) -> usize {
-    const WORDS_OF_RANK: usize = 768;
-    (WORDS_OF_RANK / local.div_ceil(32).max(1)).min(128)
+/// A unit of list.cuh.
+const UNIT: usize = 32;
+
+/// How many units of so many a block of list.cuh has at a time: its share, as far as there is room.
+fn chunk(units: usize, blocks: u32, local: usize, world_size: usize) -> usize {
+    const AT_ONCE: usize = 2048;
+    const BITS: usize = 6144;
+    let experts = local * (AT_ONCE / local).clamp(1, world_size);
+    units.div_ceil(blocks as usize).clamp(1, BITS / experts)
 }
 
 /// The words of a handle on the GPU, 32-bit integers, by where they lie in its memory: those of the normal form, and behind them
@@ -255,8 +260,16 @@ impl HybridWords {
         behind(self.most(), self.num_experts)
     }
 
+    fn units(&self) -> usize {
+        self.tokens.div_ceil(UNIT).max(1)
+    }
+
+    fn bits(&self) -> Range<usize> {
+        behind(self.per_expert(), self.units() * self.num_experts)
+    }
+
     fn of_chunk(&self) -> Range<usize> {
-        behind(self.per_expert(), self.tokens.div_ceil(chunk(self.local())).max(1) * self.num_experts)
+        behind(self.bits(), self.units() * self.num_experts)
     }
 
     fn number(&self) -> Range<usize> {
@@ -496,6 +509,7 @@ impl CudaMoe {
         let at = |words: fn(&HybridWords) -> Range<usize>| handle.at(words);
         let list = ListCall {
             map: of_dispatch("routing map").address(&routing.map, self.device())?,
+            bits: at(HybridWords::bits),
             of_chunk: at(HybridWords::of_chunk),
             all: at(HybridWords::all),
             number: at(HybridWords::number),
@@ -504,7 +518,7 @@ impl CudaMoe {
             most: at(HybridWords::own_most),
             tokens,
             experts: sizes.num_experts as u32,
-            chunk: chunk(sizes.local()) as u32,
+            chunk: chunk(handle.words.units(), self.blocks(), sizes.local(), sizes.world_size) as u32,
         };
         let alone = Signature::new(Operation::HybridDispatch);
         for kernel in [ListKernel::Count, ListKernel::List] {

@@ -1,11 +1,14 @@
 // Lists of choices from a routing map, in two kernels that no other rank has a part in. Behind choices.cuh.
+//
+// A *unit* is 32 tokens: of each expert a word says which of them choose it. A *chunk* is the units that a block has at a time.
 
-// Words of bits that a block has at a time, those of a chunk of tokens.
-constexpr u32 BITS = 768 * WORLD;
+constexpr u32 AT_ONCE = 2048; // experts, of whole ranks, that a block looks at, or those of one rank
+constexpr u32 BITS = 6144;    // words of units that it has room for
 
 // Rust's `ListCall` has the same layout.
 struct list_call {
     const u8* map;   // [tokens, experts]
+    u32* bits;       // [units, experts]
     u32* of_chunk;   // [chunks, experts]: how many of a chunk's tokens choose each expert
     u32* all;        // as in choices.cuh
     u16* number;
@@ -13,69 +16,95 @@ struct list_call {
     u32* per_expert; // [experts]: how many tokens choose each
     u32* most;       // the most choices of a token at one rank
     u32 tokens, experts;
-    u32 chunk;       // tokens of a chunk, whose bits fit BITS
+    u32 chunk;       // units of a chunk
 };
 
 // One at least.
-DEVICE u32 chunks_of(const list_call& k) { return max(1, (k.tokens + k.chunk - 1) / k.chunk); }
+DEVICE u32 units_of(const list_call& k) { return max(1, (k.tokens + 31) / 32); }
+DEVICE u32 chunks_of(const list_call& k) { return (units_of(k) + k.chunk - 1) / k.chunk; }
 
+// The words, and their bits by chunk.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 count_choices(const __grid_constant__ arguments a, const __grid_constant__ list_call k) {
+    __shared__ u32 counts[AT_ONCE];
     pdl_wait();
     if (a.dependents == AT_START) pdl_launch_dependents();
     if (grid_thread() == 0) *k.most = 0;
-    const u64 pairs = (u64)chunks_of(k) * k.experts;
-    for (u64 i = grid_thread(); i < pairs; i += grid_threads()) {
-        const u32 first = (u32)(i / k.experts) * k.chunk, expert = (u32)(i % k.experts), end = min(k.tokens, first + k.chunk);
-        u32 count = 0;
-#pragma unroll 16
-        for (u32 token = first; token < end; ++token) count += k.map[(u64)token * k.experts + expert] != 0;
-        k.of_chunk[i] = count;
+    const u32 chunks = chunks_of(k);
+    for (u32 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+        const u32 units = min(k.chunk, units_of(k) - chunk * k.chunk);
+        for (u32 begin = 0; begin < k.experts; begin += AT_ONCE) {
+            const u32 experts = min(AT_ONCE, k.experts - begin);
+            for (u32 i = threadIdx.x; i < experts; i += THREADS) counts[i] = 0;
+            __syncthreads();
+            for (u32 i = threadIdx.x; i < units * experts; i += THREADS) {
+                const u32 unit = chunk * k.chunk + i / experts, expert = begin + i % experts, first = unit * 32;
+                u32 word = 0;
+#pragma unroll
+                for (u32 n = 0; n < 32; ++n)
+                    if (first + n < k.tokens && __ldg(k.map + (u64)(first + n) * k.experts + expert) != 0) word |= 1u << n;
+                k.bits[(u64)unit * k.experts + expert] = word;
+                if (word != 0) atomicAdd(counts + expert - begin, __popc(word));
+            }
+            __syncthreads();
+            for (u32 i = threadIdx.x; i < experts; i += THREADS) k.of_chunk[(u64)chunk * k.experts + begin + i] = counts[i];
+            __syncthreads(); // the counts have been read
+        }
     }
 }
 
-// A block has all experts of a chunk: first a bit for each choice, then a thread for each expert.
+// A warp has all experts of one rank for a token.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 list_choices(const __grid_constant__ arguments a, const __grid_constant__ list_call k) {
-    __shared__ u32 bits[BITS]; // [chunk, WORLD, words]
+    __shared__ u32 bits[BITS];
+    __shared__ u32 before[AT_ONCE]; // of each expert the tokens of chunks before
+    __shared__ u32 most_of_block;
     pdl_wait();
     if (a.dependents == AT_START) pdl_launch_dependents();
-    const u32 local = k.experts / WORLD, words = (local + 31) / 32, chunks = chunks_of(k);
+    if (threadIdx.x == 0) most_of_block = 0;
+    const u32 local = k.experts / WORLD, at_once = min(max(1, AT_ONCE / local), WORLD), chunks = chunks_of(k);
+    u32 most = 0;
     for (u32 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-        const u32 first = chunk * k.chunk, here = min(k.chunk, k.tokens - first);
-        __syncthreads(); // the bits of the chunk before have been read
-#pragma unroll 8
-        for (u32 i = threadIdx.x / 32; i < here * words * WORLD; i += THREADS / 32) {
-            const u32 token = i / (words * WORLD), rank = i / words % WORLD, expert = i % words * 32 + lane_id();
-            const bool is_chosen = expert < local && k.map[(u64)(first + token) * k.experts + rank * local + expert] != 0;
-            const u32 mask = __ballot_sync(WHOLE_WARP, is_chosen);
-            if (lane_id() == 0) bits[i] = mask;
-        }
-        __syncthreads();
-        for (u32 expert = threadIdx.x; expert < k.experts; expert += THREADS) {
-            u32 position = 0;
-#pragma unroll 8
-            for (u32 before = 0; before < chunk; ++before) position += k.of_chunk[(u64)before * k.experts + expert];
-            const u32 rank = expert / local, its = expert % local, word = its / 32, bit = its % 32;
-            for (u32 token = 0; token < here; ++token) {
-                const u32* its_bits = bits + (token * WORLD + rank) * words;
-                const u32 mask = its_bits[word];
-                if (!(mask >> bit & 1)) continue;
-                u32 index = __popc(mask & ((1u << bit) - 1));
-                for (u32 w = 0; w < word; ++w) index += __popc(its_bits[w]);
-                k.all[((u64)(first + token) * WORLD + rank) * local + index] = choice_of(its, position);
-                ++position;
+        const u32 first_unit = chunk * k.chunk, units = min(k.chunk, units_of(k) - first_unit);
+        const u32 first = first_unit * 32, tokens = min(units * 32, k.tokens - min(first, k.tokens));
+        for (u32 first_rank = 0; first_rank < WORLD; first_rank += at_once) {
+            const u32 ranks = min(at_once, WORLD - first_rank), experts = ranks * local, begin = first_rank * local;
+            __syncthreads(); // what was there before has been read
+            for (u32 i = threadIdx.x; i < units * experts; i += THREADS)
+                bits[i] = k.bits[(u64)(first_unit + i / experts) * k.experts + begin + i % experts];
+            for (u32 i = threadIdx.x; i < experts; i += THREADS) {
+                u32 sum = 0;
+#pragma unroll 16
+                for (u32 other = 0; other < chunk; ++other) sum += k.of_chunk[(u64)other * k.experts + begin + i];
+                before[i] = sum;
+                if (chunk == chunks - 1) k.per_expert[begin + i] = sum + k.of_chunk[(u64)chunk * k.experts + begin + i];
             }
-            if (chunk == chunks - 1) k.per_expert[expert] = position;
+            __syncthreads();
+            for (u32 i = threadIdx.x / 32; i < tokens * ranks; i += THREADS / 32) {
+                const u32 token = i / ranks, rank = i % ranks, unit = token / 32, bit = token % 32;
+                const u64 place = (u64)(first + token) * WORLD + first_rank + rank;
+                u32 number = 0;
+                for (u32 some = 0; some < local; some += 32) {
+                    const u32 its = some + lane_id(), expert = rank * local + its;
+                    const u32 word = its < local ? bits[unit * experts + expert] : 0;
+                    const bool is_chosen = word >> bit & 1;
+                    const u32 mask = __ballot_sync(WHOLE_WARP, is_chosen);
+                    if (is_chosen) {
+                        u32 position = before[expert] + __popc(word & ((1u << bit) - 1));
+                        for (u32 other = 0; other < unit; ++other) position += __popc(bits[other * experts + expert]);
+                        k.all[place * local + number + __popc(mask & ((1u << lane_id()) - 1))] = choice_of(its, position);
+                    }
+                    number += __popc(mask);
+                }
+                if (lane_id() == 0) {
+                    k.number[place] = (u16)number;
+                    k.in_rank[place] = number != 0;
+                }
+                most = max(most, number);
+            }
         }
-        u32 most = 0;
-        for (u32 i = threadIdx.x; i < here * WORLD; i += THREADS) {
-            u32 number = 0;
-            for (u32 w = 0; w < words; ++w) number += __popc(bits[i * words + w]);
-            k.number[(u64)first * WORLD + i] = (u16)number;
-            k.in_rank[(u64)first * WORLD + i] = number != 0;
-            most = max(most, number);
-        }
-        if (most != 0) atomicMax(k.most, most);
     }
+    if (lane_id() == 0 && most != 0) atomicMax(&most_of_block, most);
+    __syncthreads();
+    if (threadIdx.x == 0 && most_of_block != 0) atomicMax(k.most, most_of_block);
 }
