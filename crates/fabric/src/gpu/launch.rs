@@ -212,14 +212,15 @@ impl Tenant {
         stream: StreamRef<'_>,
         launch: impl Fn(usize, usize, usize) -> Launch<F>,
     ) -> Result<(), FabricError> {
+        let channels = self.staging().channels;
         let SideStream { stream: second, forked, joined } = self.side();
         let second = second.borrow();
         forked.record(stream).and_then(|()| second.wait(forked))?;
         let launched = pieces.split().enumerate().try_for_each(|(index, (start, len))| {
-            let channel = index % CHANNELS;
+            let channel = index % channels;
             let stream = if channel == 0 { stream } else { second };
             // SAFETY: passed on.
-            unsafe { self.launch(loaded, (channel, CHANNELS), &launch(start, len, CHANNELS), stream) }
+            unsafe { self.launch(loaded, (channel, channels), &launch(start, len, channels), stream) }
         });
         // Whatever happened: a capture may not end with a stream that was forked and not joined.
         let joined = joined.record(second).and_then(|()| stream.wait(joined)).map_err(FabricError::from);

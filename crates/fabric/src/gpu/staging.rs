@@ -17,19 +17,21 @@ pub(super) const LEAST_BYTES: usize = 16 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Staging {
     world_size: usize,
+    /// The first ones, which have slots. All have control words.
+    pub(super) channels: usize,
     /// Bytes of a lane, which are also those from lane to lane.
     pub(super) lane_stride: usize,
 }
 
 impl Staging {
-    /// The largest lanes such that all of them fit so much memory; none for less than [`LEAST_BYTES`].
-    pub(super) fn within(staging_bytes: usize, world_size: usize) -> Option<Self> {
-        let lanes = CHANNELS * SLOTS * 2 * world_size;
-        let others = Self { world_size, lane_stride: 0 }.arena_bytes();
+    /// The largest lanes such that all of them, in so many channels, fit so much memory; none for less than [`LEAST_BYTES`].
+    pub(super) fn within(staging_bytes: usize, world_size: usize, channels: usize) -> Option<Self> {
+        let lanes = channels * SLOTS * 2 * world_size;
+        let others = Self { world_size, channels, lane_stride: 0 }.arena_bytes();
         let stride = staging_bytes.checked_sub(others)? / lanes / 4096 * 4096;
         // A kernel counts bytes of a channel in 32 bits.
         let most = (u32::MAX as usize / (SLOTS * 2 * world_size)) / 4096 * 4096 - 4096;
-        (staging_bytes >= LEAST_BYTES).then_some(Self { world_size, lane_stride: stride.min(most) })
+        (staging_bytes >= LEAST_BYTES).then_some(Self { world_size, channels, lane_stride: stride.min(most) })
     }
 
     /// Bytes from slot to slot.
@@ -51,7 +53,7 @@ impl Staging {
 
     /// Bytes of the arena.
     pub(super) fn arena_bytes(self) -> usize {
-        CHANNELS * self.channel_bytes()
+        self.channels * self.channel_bytes() + (CHANNELS - self.channels) * SLOTS_AT
     }
 }
 
@@ -63,8 +65,10 @@ mod tests {
     #[test]
     fn lanes_take_as_much_memory_as_there_is_and_no_more() {
         for world_size in 2..=MAX_WORLD {
-            for bytes in [LEAST_BYTES, 100_000_000, 256 << 20, 1 << 40] {
-                let staging = Staging::within(bytes, world_size).unwrap();
+            for (bytes, channels) in
+                [(LEAST_BYTES, 2), (LEAST_BYTES, 1), (100_000_000, 2), (256 << 20, 1), (1 << 40, 2)]
+            {
+                let staging = Staging::within(bytes, world_size, channels).unwrap();
                 let stride = staging.lane_stride;
                 assert!(
                     stride >= 128 << 10 && stride.is_multiple_of(4096),
@@ -73,17 +77,17 @@ mod tests {
                 assert!(staging.arena_bytes() <= bytes && staging.channel_bytes() < 1 << 32);
                 let next = Staging { lane_stride: stride + 4096, ..staging }.arena_bytes();
                 assert!(
-                    next > bytes || next / CHANNELS > u32::MAX as usize / 2,
+                    next > bytes || next / channels > u32::MAX as usize / 2,
                     "{world_size} ranks, {bytes}"
                 );
             }
         }
-        assert_eq!(Staging::within(LEAST_BYTES - 1, 2), None);
+        assert_eq!(Staging::within(LEAST_BYTES - 1, 2, 2), None);
     }
 
     #[test]
     fn channels_slots_and_lanes_lie_side_by_side() {
-        let staging = Staging { world_size: 4, lane_stride: 1 << 20 };
+        let staging = Staging { world_size: 4, channels: CHANNELS, lane_stride: 1 << 20 };
         assert_eq!(staging.channel_at(0), 0);
         let slots: Vec<u64> = (0..CHANNELS)
             .flat_map(|channel| {

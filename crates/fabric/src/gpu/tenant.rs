@@ -73,7 +73,19 @@ impl Tenant {
     /// [`LEAST_STAGING_BYTES`](Self::LEAST_STAGING_BYTES); for ranks that ask for different staging; and for an environment
     /// variable that [`OnFailure`] does not know. As [`CudaArena::new`]; [`FabricError::Device`].
     pub fn new(comm: &Communicator, context: &Context, staging_bytes: usize) -> Result<Self, FabricError> {
-        Self::with_region(comm, context, staging_bytes, 0)
+        Self::with(comm, context, (staging_bytes, CHANNELS), 0)
+    }
+
+    /// As [`new`](Self::new), for calls that are not in pieces: one of them at a time has all of the memory.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_one_channel(
+        comm: &Communicator,
+        context: &Context,
+        staging_bytes: usize,
+    ) -> Result<Self, FabricError> {
+        Self::with(comm, context, (staging_bytes, 1), 0)
     }
 
     /// As [`new`](Self::new), with a region of so many bytes besides, in each rank's arena: memory that calls use as they like.
@@ -86,12 +98,21 @@ impl Tenant {
         staging_bytes: usize,
         region_bytes: usize,
     ) -> Result<Self, FabricError> {
+        Self::with(comm, context, (staging_bytes, CHANNELS), region_bytes)
+    }
+
+    fn with(
+        comm: &Communicator,
+        context: &Context,
+        (staging_bytes, channels): (usize, usize),
+        region_bytes: usize,
+    ) -> Result<Self, FabricError> {
         let world_size = comm.world_size();
         if world_size > MAX_WORLD {
             let text = format!("collectives on CUDA work among up to {MAX_WORLD} ranks, not {world_size}");
             return Err(FabricError::InvalidArgument(text));
         }
-        let staging = Staging::within(staging_bytes, world_size).ok_or_else(|| {
+        let staging = Staging::within(staging_bytes, world_size, channels).ok_or_else(|| {
             FabricError::InvalidArgument(format!(
                 "{staging_bytes} bytes for staging, at least {LEAST_BYTES} are needed"
             ))

@@ -4,8 +4,8 @@ use antiphon_fabric::gpu::Tenant;
 
 use super::{LowLatencyFormat, Sizes};
 
-/// Slots of a tenant's memory with their lanes: two channels of three slots, each of two lanes for a rank.
-const LANES_OF_A_RANK: usize = 2 * 3 * 2;
+/// Of a tenant's memory, a channel of three slots, each of two lanes for a rank.
+const LANES_OF_A_RANK: usize = 3 * 2;
 /// The bytes of a tenant's memory besides lanes, rounded up.
 const BESIDE_LANES: usize = 1 << 20;
 

@@ -114,7 +114,7 @@ impl CudaLowLatency {
             let problem = format!("{} tokens of {} elements", most.max_tokens, most.hidden);
             return Err(refused(CALL, problem));
         }
-        let tenant = Tenant::new(comm, context, most.bytes(world_size))?;
+        let tenant = Tenant::with_one_channel(comm, context, most.bytes(world_size))?;
         let marks = Marks::of(most.num_experts, most.max_tokens).unwrap_or(Marks::Many);
         for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8] {
             tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size, marks))?;
