@@ -200,12 +200,80 @@ def test_gradients_of_the_fused_functions(is_async: bool) -> None:
             )
             combined, none = fused_a2a.fused_combine(rows * (comm.rank + 2), comm, handle, is_async, is_async)
             assert none is None
-            # A gradient that is not contiguous, and one that is missing.
-            return combined.t().contiguous().t(), probs.double()
+            return combined, probs.double()
 
         return layer
 
     check_gradients(body, gradient_inputs())
+
+
+def test_gradients_may_be_missing_or_not_contiguous() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        experts = ExpertParallel(comm, 4, H)
+        x, ids, weights = tokens_of(0, 5, 4)
+        routing_map = torch.rand(5, 4, generator=torch.Generator().manual_seed(1)) < 0.5
+        probs = torch.rand(5, 4, generator=torch.Generator().manual_seed(2))
+
+        def normal(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            got = experts.dispatch(x, ids, weights)
+            return got.x, got.weights, experts.combine(got.x, got.handle)
+
+        def fused(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            rows, _, row_weights, _, handle = fused_a2a.fused_dispatch(x, ids, weights, 4, comm)
+            return rows, row_weights, fused_a2a.fused_combine(rows, comm, handle)[0]
+
+        def by_map(x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            got = experts.dispatch_by_expert(x, routing_map, probs, pad_multiple=4)
+            assert got.probs is not None
+            return got.x, got.probs, experts.combine_by_expert(got.x, got.handle)
+
+        def fused_by_map(x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            rows, row_probs, _, _, handle = fused_a2a.hybrid_ep_dispatch(x, routing_map, probs, comm, 4, pad_multiple=4)
+            return rows, row_probs, fused_a2a.hybrid_ep_combine(rows, handle, None, 4)
+
+        forms = ((normal, weights), (fused, weights), (by_map, probs), (fused_by_map, probs))
+        for form, second in forms:
+            inputs = x.clone().requires_grad_(), second.clone().requires_grad_()
+            outputs = form(*inputs)
+            grads = [torch.randn(output.shape[::-1]).permute(*range(output.dim() - 1, -1, -1)) for output in outputs]
+            assert not grads[0].is_contiguous() and not grads[2].is_contiguous()
+
+            def gradients(used: Sequence[int], contiguous: bool) -> list[Tensor]:
+                given = [grads[n].contiguous() if contiguous else grads[n] for n in used]
+                found = torch.autograd.grad([outputs[n] for n in used], inputs, given, retain_graph=True, allow_unused=True)
+                return [torch.zeros_like(i) if grad is None else grad for i, grad in zip(inputs, found, strict=True)]
+
+            whole = gradients([0, 1, 2], contiguous=True)
+            assert all(map(torch.equal, whole, gradients([0, 1, 2], contiguous=False)))
+            # The gradients are linear: what is missing counts as zeros.
+            parts = [gradients([n], contiguous=False) for n in range(3)]
+            for n, both in enumerate(whole):
+                torch.testing.assert_close(sum(part[n] for part in parts), both)
+
+    fused_a2a.reset_hybrid_ep_buffer()
+    threads(1, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
+def test_codes_have_no_gradient_and_their_weights_have(dtype: torch.dtype) -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        experts = ExpertParallel(comm, 4, 128)
+        codes, scales = torch.ones(3, 128).to(dtype), torch.ones(3, 1)
+        _, ids, weights = tokens_of(0, 3, 4)
+        probs = torch.rand(3, 4)
+        routing_map = torch.tensor([[True, False, True, False]] * 3)
+        mine, theirs = weights.clone().requires_grad_(), probs.clone().requires_grad_()
+        experts.dispatch(codes, ids, mine, scales=scales).weights.sum().backward()
+        assert mine.grad is not None and torch.equal(mine.grad, (ids >= 0).float())
+        mine.grad = None
+        fused_a2a.fused_dispatch(codes, ids, mine, 4, comm)[2].sum().backward()
+        assert torch.equal(mine.grad, (ids >= 0).float())
+        by_map = experts.dispatch_by_expert(codes, routing_map, theirs, scales=scales)
+        assert by_map.probs is not None
+        by_map.probs.sum().backward()
+        assert theirs.grad is not None and torch.equal(theirs.grad, routing_map.float())
+
+    threads(1, body)
 
 
 def test_gradients_of_the_low_latency_form() -> None:
@@ -358,6 +426,18 @@ def operators_are_what_torch_expects() -> None:
         torch.library.opcheck(ops.moe_dispatch, (x.clone().requires_grad_(), ids, weights.requires_grad_(), 4, 2, group))
         made = torch.ones(9, H, requires_grad=True)
         torch.library.opcheck(ops.moe_combine, (made, routes, None, 4, len(x), K, group))
+        row_weights = received_weights.clone().requires_grad_()
+        torch.library.opcheck(ops.moe_combine, (made, routes, row_weights, 4, len(x), K, group))
+
+        def weighed(rows: Tensor, row_weights: Tensor) -> Tensor:
+            y, sums = ops.moe_combine(rows, routes, row_weights, 4, len(x), K, group)
+            return y.square().sum() + (sums * torch.arange(1, K + 1)).sum()
+
+        of_rows, of_weights = torch.autograd.grad(weighed(made, row_weights), (made, row_weights))
+        compiled = torch.compile(weighed, fullgraph=True, backend="aot_eager")
+        again = torch.autograd.grad(compiled(made, row_weights), (made, row_weights))
+        assert torch.equal(again[0][:kept], of_rows[:kept]) and torch.equal(again[1][:kept], of_weights[:kept])
+        assert torch.equal(of_weights[:kept], torch.arange(1.0, K + 1).expand(kept, K))
 
 
 IDS_OF_OPERATORS = torch.tensor([[0, 3, -1], [2, 2, 1], [-1, -1, -1], [1, 0, 5]])
@@ -412,7 +492,7 @@ def test_a_buffer_makes_deep_eps_calls() -> None:
         assert torch.equal(rows, expected[0]) and torch.equal(received_ids, expected[1])
         assert per_local == [-(-int((expected[1] == e).sum()) // 4) * 4 for e in range(4)]
         again = buffer.dispatch(x, handle=handle)
-        assert torch.equal(again[0], rows) and again[1:4] == (None, None, None)
+        assert torch.equal(again[0], rows) and again[1:5] == (None,) * 4
         # Without choices, only rows go.
         assert buffer.dispatch(x, **given)[1:3] == (None, None)
         worst = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_worst_tokens=40, **given)
@@ -424,6 +504,29 @@ def test_a_buffer_makes_deep_eps_calls() -> None:
         assert torch.equal(combined, (x.float() * count).bfloat16())
 
     threads(2, body)
+
+
+def test_numbers_of_multiprocessors_are_those_of_each_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has none, so what the shared core is told is looked at."""
+
+    def body(comm: antiphon.Communicator) -> None:
+        experts, buffer = ExpertParallel(comm, 4, H), deep_ep.Buffer(comm)
+        hybrid = deep_ep.HybridEPBuffer(comm, H, 5, 4, num_sms_dispatch_api=16, num_sms_combine_api=64)
+        core, (x, ids, weights) = experts._calls._core, tokens_of(0, 5, 4)
+        routing_map = torch.ones(5, 4, dtype=torch.bool)
+        rows, _, _, _, handle = hybrid.dispatch_with_permute(hidden=x, routing_map=routing_map)
+        assert core.num_sms == 16
+        fused_a2a.hybrid_ep_combine(rows, handle, None, None)
+        assert core.num_sms == 64
+        experts.dispatch(x, ids, weights)
+        assert core.num_sms == 24
+        buffer._calls.num_sms = 8
+        buffer.get_dispatch_layout(ids, 4)
+        assert core.num_sms == 8
+        experts.dispatch_by_expert(x, routing_map)
+        assert core.num_sms == 24
+
+    threads(1, body)
 
 
 def test_sizes_and_configurations_are_deep_eps() -> None:
@@ -449,7 +552,7 @@ def test_deep_ep_is_served_by_its_own_name() -> None:
         import deep_ep as served  # type: ignore[import-not-found]
     finally:
         compat.uninstall("deep_ep")
-    assert served is deep_ep
+    assert served is deep_ep and served.utils.EventOverlap is deep_ep.EventOverlap
 
 
 def _of_a_torch_group() -> None:
@@ -465,7 +568,15 @@ def _of_a_torch_group() -> None:
     combined, _ = fused_a2a.fused_combine(made(dist.get_rank(), rows), group, handle)
     combined.sum().backward()
     assert torch.equal(combined.detach(), definition.combined(dist.get_rank(), made).detach())
-    assert fused_a2a._buffer is fused_a2a.get_buffer(group, fused_a2a.get_hidden_bytes(x))
+    buffer = fused_a2a._buffer
+    assert buffer is fused_a2a.get_buffer(group, fused_a2a.get_hidden_bytes(x))
+    # Every group has its own, which is kept while others are used, until it is forgotten.
+    other = dist.new_group(list(range(dist.get_world_size())))
+    assert fused_a2a.get_buffer(other, 16) is not buffer and fused_a2a.get_buffer(group, 16) is buffer
+    fused_a2a._buffer = None
+    assert fused_a2a._buffer is None and fused_a2a.get_buffer(group, 16) is not buffer
+    with pytest.raises(TypeError, match="_buffer may only be set to None"):
+        fused_a2a._buffer = buffer
     dist.destroy_process_group()
 
 

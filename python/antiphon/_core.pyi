@@ -656,6 +656,8 @@ class Moe:
 
     MAX_LOCAL_EXPERTS: int
     """How many experts a rank has at most."""
+    NUM_SMS: int
+    """What :attr:`num_sms` begins as."""
 
     def __new__(cls, comm: Communicator, region_bytes: int | None = None) -> Self: ...
     @property

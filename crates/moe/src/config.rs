@@ -26,6 +26,9 @@ pub struct MoeConfig {
 }
 
 impl MoeConfig {
+    /// The default of [`num_sms`](Self::num_sms).
+    pub const NUM_SMS: u32 = 24;
+
     /// The default between GPUs: regions of 256 MiB.
     pub fn for_gpus() -> Self {
         Self { region_bytes: 256 << 20, ..Self::default() }
@@ -35,6 +38,6 @@ impl MoeConfig {
 /// The default on the host: regions of 8 MiB.
 impl Default for MoeConfig {
     fn default() -> Self {
-        Self { region_bytes: 8 << 20, num_sms: 24, low_latency: None }
+        Self { region_bytes: 8 << 20, num_sms: Self::NUM_SMS, low_latency: None }
     }
 }

@@ -155,6 +155,8 @@ impl Moe {
 impl Moe {
     #[classattr]
     const MAX_LOCAL_EXPERTS: usize = moe::layout::MAX_LOCAL_EXPERTS;
+    #[classattr]
+    const NUM_SMS: u32 = MoeConfig::NUM_SMS;
 
     #[new]
     #[pyo3(signature = (comm, region_bytes = None))]
@@ -169,7 +171,7 @@ impl Moe {
             region_bytes: moe.region_bytes(),
             moe: Mutex::new(Some(moe)),
             gpus,
-            num_sms: Mutex::new(MoeConfig::for_gpus().num_sms),
+            num_sms: Mutex::new(MoeConfig::NUM_SMS),
             world_size: queue.messenger().world_size(),
             queue: Arc::downgrade(&queue),
             process: Process::current(),

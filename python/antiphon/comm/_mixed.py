@@ -105,9 +105,10 @@ def check_blocks(max_block_size: int | None, min_block_size: int, min_num_steps:
         raise ValueError(f"MixedCommHandler: min_num_steps is {min_num_steps!r}, not 1 or more")
 
 
-def check_tensor(name: str, tensor: Any) -> None:
+def check_tensor(name: str, tensor: Any) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} should be a torch.Tensor, not {type(tensor).__name__}")
+    return tensor
 
 
 def check_call(
@@ -131,10 +132,10 @@ def check_call(
         names, called = ", ".join(each.name for each in handler.valid_mode_list), _name(MixedCommMode, mode)
         why = " (it needs NVLink multicast, which Antiphon does not use)" if called.endswith("_MC") else ""
         raise ValueError(f"Invalid mode: {called}{why}, valid with {sizes()}: {names}")
-    for name, tensor in (("x_in", x_in), ("x_out", x_out)):
-        if tensor is None and name == "x_out":
+    for name, given in (("x_in", x_in), ("x_out", x_out)):
+        if given is None and name == "x_out":
             continue
-        check_tensor(name, tensor)
+        tensor = check_tensor(name, given)
         if tensor.ndim < 2:
             raise ValueError(f"{name}.ndim should be at least 2, but it is {tensor.ndim}")
         if tensor.dtype != handler.dtype:

@@ -18,7 +18,7 @@ from antiphon.moe._arguments import (
     whole,
 )
 
-__all__ = ["Calls", "Handle", "Layout", "Received", "Side", "calls_of"]
+__all__ = ["Calls", "Handle", "Layout", "Received", "Side", "calls_of", "core_of", "is_code", "rows_of_gradient"]
 
 
 class Side(NamedTuple):
@@ -82,6 +82,11 @@ class Handle(_Fields):
     routes: Tensor | None = None
 
     @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """What calls along the handle read on a GPU: a tensor of each part."""
+        return () if self.routes is None else (self.routes, self.recv_src_idx)
+
+    @property
     def num_received(self) -> int | None:
         """How many rows arrive. ``None`` on a GPU with a capacity: only the GPU knows, and ``recv_src_idx`` has no −1."""
         return self.core.num_received
@@ -112,17 +117,19 @@ class Received(NamedTuple):
 
 
 class Calls:
-    """Dispatch and combine of one communicator."""
+    """Dispatch and combine of one communicator, which all its objects of this class share."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._core = Moe(comm)
-        self.world_size = comm.world_size
+    def __init__(self, core: Moe, world_size: int) -> None:
+        self._core = core
+        self.world_size = world_size
+        #: How many multiprocessors calls of this object on GPUs use, at most.
+        self.num_sms = Moe.NUM_SMS
         #: Of one channel, which begins at 0.
         self._zeros: dict[torch.device, Tensor] = {}
 
-    def use_sms(self, num_sms: int) -> None:
-        """From now on calls on GPUs use so many multiprocessors, at most."""
-        self._core.num_sms = num_sms
+    def _ready(self) -> Moe:
+        self._core.num_sms = self.num_sms
+        return self._core
 
     def check(self) -> None:
         """Raises what has gone wrong in calls on GPUs that are over by now."""
@@ -139,7 +146,7 @@ class Calls:
             ids.new_empty(len(ids), self.world_size, dtype=torch.bool),
         )
         ids = ids.contiguous()
-        self._core.layout(
+        self._ready().layout(
             ids,
             num_experts,
             tokens_per_rank=layout.tokens_per_rank,
@@ -194,7 +201,7 @@ class Calls:
         if x.is_cuda:
             words = self._words(x, len(per_expert), capacity or 0)
             sources = None if capacity is None else words["sources"]
-        core = self._core.notify(
+        core = self._ready().notify(
             _codes(x),
             is_token_in_rank.view(torch.uint8),
             per_expert,
@@ -213,6 +220,8 @@ class Calls:
         if received is None:
             received = _rows(core.rows, x, scales, ids, weights)
         self._move(core, received, x, scales, ids, weights, side)
+        if side is not None:
+            side.keep(sources)
         if sources is None:
             return received, _handle(core, is_token_in_rank, self.world_size)
         return received, self._cuda_handle(core, words, sources, is_token_in_rank)
@@ -271,7 +280,10 @@ class Calls:
         check_tensors("dispatch", {"x": x, "the handle": handle.is_token_in_rank}, {"scales": scales})
         check_rows("dispatch", x)
         check_scales("dispatch", x, scales)
-        return self.rows_along(handle.core, x, scales, side=side)
+        received = self.rows_along(handle.core, x, scales, side=side)
+        if side is not None:
+            side.keep(*handle.memory)
+        return received
 
     def rows_along(
         self, core: MoeHandle, x: Tensor, scales: Tensor | None = None, side: Side | None = None
@@ -295,7 +307,7 @@ class Calls:
             return None if tensor is None else tensor.detach().contiguous()
 
         x, scales, ids, weights = x.detach().contiguous(), contiguous(scales), contiguous(ids), contiguous(weights)
-        self._core.dispatch(
+        self._ready().dispatch(
             core,
             _codes(x),
             _codes(received.x),
@@ -322,7 +334,10 @@ class Calls:
         check_handle("combine", handle, Handle)
         named = {"x": x, "the handle": handle.is_token_in_rank, **{f"bias {i}": bias for i, bias in enumerate(biases)}}
         check_tensors("combine", named, {"weights": weights})
-        return self.sum_along(handle.core, x, weights, biases, side)
+        sums = self.sum_along(handle.core, x, weights, biases, side)
+        if side is not None:
+            side.keep(*handle.memory)
+        return sums
 
     def sum_along(
         self,
@@ -340,7 +355,7 @@ class Calls:
         first, second = [*(bias.detach().contiguous() for bias in biases), None, None][:2]
         x = x.detach().contiguous()
         weights = None if weights is None else weights.detach().contiguous()
-        self._core.combine(
+        self._ready().combine(
             core,
             x,
             output,
@@ -367,15 +382,20 @@ def routes_size(device: torch.device, world_size: int, num_experts: int, num_tok
     return alone + (size(1, 0) - alone) * num_tokens + (size(0, 1) - alone) * capacity
 
 
-_calls: "WeakKeyDictionary[Communicator, Calls]" = WeakKeyDictionary()
+_cores: "WeakKeyDictionary[Communicator, Moe]" = WeakKeyDictionary()
+
+
+def core_of(comm: Communicator) -> Moe:
+    """What makes the calls of a communicator, whose ranks come together to the first."""
+    core = _cores.get(comm)
+    if core is None:
+        core = _cores[comm] = Moe(comm)
+    return core
 
 
 def calls_of(comm: Communicator) -> Calls:
     """The calls of a communicator, whose ranks come together to the first."""
-    calls = _calls.get(comm)
-    if calls is None:
-        calls = _calls[comm] = Calls(comm)
-    return calls
+    return Calls(core_of(comm), comm.world_size)
 
 
 def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handle:
@@ -410,6 +430,17 @@ def _rows(count: int, x: Tensor, scales: Tensor | None, ids: Tensor | None, weig
     return Received(x.detach().new_empty(count, *x.shape[1:]), empty(scales), empty(ids), empty(weights))
 
 
+def is_code(x: Tensor) -> bool:
+    """Whether the elements are bytes or codes of 8 bits, which are moved and have no sums."""
+    return x.element_size() == 1
+
+
+def rows_of_gradient(grad: Tensor, of_weights: Tensor) -> Tensor:
+    """The rows that a combine sums for the gradients of a dispatch: ``grad``, or for codes, which have none, the fewest zeros that
+    are a row."""
+    return of_weights.new_zeros(len(of_weights), 4) if is_code(grad) else grad
+
+
 def _codes(x: Tensor) -> Tensor:
     """Elements of 8 bits as bytes, which is what is moved of them."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+    return x.view(torch.uint8) if is_code(x) else x

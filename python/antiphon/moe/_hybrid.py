@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from antiphon._core import Communicator, MoeHybrid, MoeHybridHandle
+from antiphon._core import Communicator, Moe, MoeHybrid, MoeHybridHandle
 from antiphon.moe._arguments import check_handle, check_rows, check_scales, check_tensors, whole
-from antiphon.moe._calls import _codes, calls_of
+from antiphon.moe._calls import _codes, core_of
 
 __all__ = ["HybridCalls", "HybridHandle", "HybridReceived", "hybrid_calls_of"]
 
@@ -76,16 +76,13 @@ class HybridReceived(NamedTuple):
 
 
 class HybridCalls:
-    """Dispatch and combine by routing maps, of one communicator."""
+    """Dispatch and combine by routing maps, of one communicator, which all its objects of this class share."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, core: MoeHybrid, moe: Moe, comm: Communicator) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size
-        self._normal = calls_of(comm)
-        self._core = MoeHybrid(self._normal._core)
-
-    def use_sms(self, num_sms: int) -> None:
-        """From now on calls on GPUs use so many multiprocessors, at most."""
-        self._normal.use_sms(num_sms)
+        self._moe, self._core = moe, core
+        #: How many multiprocessors calls of this object on GPUs use, at most.
+        self.dispatch_sms = self.combine_sms = Moe.NUM_SMS
 
     def dispatch(
         self,
@@ -124,6 +121,7 @@ class HybridCalls:
         # What may not find memory comes before what peers wait for.
         is_by_token = pad_multiple is None
         received = None if capacity is None else _rows(capacity, 0, x, probs, scales)
+        self._moe.num_sms = self.dispatch_sms
         core = self._core.notify(
             _codes(x.detach().contiguous()),
             routing_map.view(torch.uint8),
@@ -168,6 +166,7 @@ class HybridCalls:
     def _move(
         self, core: MoeHybridHandle, received: "_Rows", x: Tensor, probs: Tensor | None, scales: Tensor | None
     ) -> None:
+        self._moe.num_sms = self.dispatch_sms
         self._core.dispatch(
             core,
             _codes(x.detach().contiguous()),
@@ -191,12 +190,13 @@ class HybridCalls:
         x, probs = x.detach().contiguous(), _contiguous(probs)
         output = x.new_empty(handle.num_tokens, x.shape[1])
         output_probs = None if probs is None else probs.new_empty(handle.num_tokens, handle.core.num_experts)
+        self._moe.num_sms = self.combine_sms
         self._core.combine(handle.core, x, output, probs=probs, output_probs=output_probs)
         return output, output_probs
 
     def _check_handle(self, call: str, handle: HybridHandle) -> None:
         check_handle(call, handle, HybridHandle)
-        if handle.calls is not self:
+        if handle.calls._core is not self._core:
             raise ValueError(f"{call}: the handle is of another communicator")
 
     @staticmethod
@@ -273,15 +273,16 @@ def _handle(core: MoeHybridHandle, world_size: int) -> HybridHandle:
     )
 
 
-_calls: "WeakKeyDictionary[Communicator, HybridCalls]" = WeakKeyDictionary()
+_cores: "WeakKeyDictionary[Communicator, tuple[MoeHybrid, Moe]]" = WeakKeyDictionary()
 
 
 def hybrid_calls_of(comm: Communicator) -> HybridCalls:
     """The calls of a communicator by routing maps, whose ranks come together to the first."""
-    calls = _calls.get(comm)
-    if calls is None:
-        calls = _calls[comm] = HybridCalls(comm)
-    return calls
+    cores = _cores.get(comm)
+    if cores is None:
+        moe = core_of(comm)
+        cores = _cores[comm] = MoeHybrid(moe), moe
+    return HybridCalls(*cores, comm)
 
 
 class DispatchByMap(torch.autograd.Function):
@@ -308,13 +309,17 @@ class DispatchByMap(torch.autograd.Function):
 def gradients_of_dispatch(
     handle: HybridHandle, grad_x: Tensor | None, grad_probs: Tensor | None, ctx: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """One combine of what comes; of what does not come, zeros, as all ranks call alike."""
+    """One combine of what comes; of what does not come, zeros, as all ranks call alike. Codes have no gradient."""
     like = handle.overflow_flag
-    if grad_x is None:
+    has_codes = ctx.dtype.itemsize == 1
+    if has_codes:
+        grad_x = like.new_zeros(handle.rows, 4, dtype=torch.float32)
+    elif grad_x is None:
         grad_x = like.new_zeros(ctx.rows, dtype=ctx.dtype)
     if grad_probs is None and ctx.has_probs:
         grad_probs = like.new_zeros(handle.rows, dtype=torch.float32)
-    return handle.calls.combine(grad_x, handle, None if grad_probs is None else grad_probs.float())
+    of_x, of_probs = handle.calls.combine(grad_x, handle, None if grad_probs is None else grad_probs.float())
+    return None if has_codes else of_x, of_probs
 
 
 class CombineByMap(torch.autograd.Function):

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._arguments import check_handle, check_rows, check_tensors, experts, whole
-from antiphon.moe._calls import Calls, Handle, Layout, calls_of
+from antiphon.moe._calls import Calls, Handle, Layout, calls_of, is_code, rows_of_gradient
 from antiphon.moe._hybrid import CombineByMap, DispatchByMap, HybridHandle, HybridReceived, hybrid_calls_of
 from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
 from antiphon.moe._low_latency_gradients import CombineLowLatency, DispatchLowLatency, needs_gradient
@@ -81,7 +81,7 @@ class ExpertParallel:
         treats them as absent. On GPUs such a dispatch waits for nothing, and may be captured in a CUDA graph; one without waits for
         the counts of all ranks.
 
-        Gradients flow to ``x`` and ``weights``.
+        Gradients flow to ``x``, unless that is of codes, and ``weights``.
         """
         check_tensors("dispatch", {"x": x, "ids": ids, "weights": weights}, {"scales": scales})
         check_rows("dispatch", x, self.hidden)
@@ -237,7 +237,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> Any:
         # The weight of a choice whose expert is elsewhere is a constant.
         masked = grad_weights.float().masked_fill(ctx.ids < 0, 0)
-        return *ctx.calls.combine(grad_x, ctx.handle, masked), None, None, None
+        of_x, of_weights = ctx.calls.combine(rows_of_gradient(grad_x, masked), ctx.handle, masked)
+        return None if is_code(grad_x) else of_x, of_weights, None, None, None
 
 
 class _Combine(torch.autograd.Function):

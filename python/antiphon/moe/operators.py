@@ -13,8 +13,7 @@ and the routes, int32, which :meth:`moe_combine` takes. ``moe_combine(Tensor row
 SymInt num_tokens, int top_k, str group) -> (Tensor, Tensor)`` sums the rows of each token, ``[num_tokens, H]``, and ``weights``,
 float32 ``[capacity, top_k]``, if there are any: ``[num_tokens, top_k]`` (else empty).
 
-Gradients flow to ``x``, ``weights`` and ``rows``; those of ``x`` and ``rows`` have gradients of their own. Routes on a GPU that no
-dispatch made are not noticed.
+Gradients flow to ``x``, ``weights`` and ``rows``, and through gradients. Routes on a GPU that no dispatch made are not noticed.
 """
 
 from typing import Any
@@ -132,19 +131,21 @@ def _save_combine(ctx: Any, inputs: Any, output: Any) -> None:
     rows, routes, weights, num_experts, _, top_k, group = inputs
     ctx.call = (num_experts, rows.shape[0], top_k, group)
     ctx.save_for_backward(routes)
-    ctx.set_materialize_grads(False)
+    ctx.has_weights = weights is not None
     if weights is None:
         ctx.mark_non_differentiable(output[1])
 
 
-def _combine_backward(ctx: Any, grad: Tensor | None, of_weights: Tensor | None) -> Any:
-    if of_weights is not None:
-        raise NotImplementedError("moe_combine: sums of weights have no gradient")
-    if grad is None:
-        return (None,) * 7
+def _combine_backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> Any:
     (routes,) = ctx.saved_tensors
     of_rows = torch.ops.antiphon._moe_dispatch_along(grad, routes, *ctx.call)
-    return of_rows, None, None, None, None, None, None
+    of_weights = None
+    if ctx.has_weights:
+        # Sums of weights are those of rows of float32, which are whole vectors of four.
+        top_k = grad_weights.shape[1]
+        rows = torch.nn.functional.pad(grad_weights, (0, -top_k % 4))
+        of_weights = torch.ops.antiphon._moe_dispatch_along(rows, routes, *ctx.call)[:, :top_k]
+    return of_rows, None, of_weights, None, None, None, None
 
 
 def _save_dispatch_along(ctx: Any, inputs: Any, output: Any) -> None:

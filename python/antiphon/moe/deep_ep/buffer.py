@@ -191,7 +191,7 @@ class Buffer(LowLatencyBuffer):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[_Tokens, Tensor | None, Tensor | None, list[int] | None, Handle, EventOverlap]:
+    ) -> tuple[_Tokens, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         """Sends tokens (``[T, H]``, or codes with their scales) to the ranks of their experts.
 
         A fresh dispatch takes what :meth:`get_dispatch_layout` gave, and optionally both ``topk_idx`` and ``topk_weights``
@@ -216,7 +216,7 @@ class Buffer(LowLatencyBuffer):
             with order.run([tokens, scales, *handle], outputs):
                 received = calls.dispatch_along(tokens, handle, scales, order.side)
                 outputs += received
-            return _like(x, received.x, received.scales), None, None, None, handle, order.event
+            return _like(x, received.x, received.scales), None, None, None, None, order.event
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise ValueError(
                 "dispatch: without a handle pass num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert"
@@ -293,7 +293,7 @@ class Buffer(LowLatencyBuffer):
         if config is not None and not isinstance(config, Config):
             raise TypeError(f"{call}: config must be a Config, not {type(config).__name__}")
         if x.is_cuda:
-            self._calls.use_sms(Buffer.num_sms if config is None else config.num_sms)
+            self._calls.num_sms = Buffer.num_sms if config is None else config.num_sms
         stream = self._stream_of(x.device) if x.is_cuda else None
         return CallOrder(stream, previous_event, async_finish, allocate_on_comm_stream)
 

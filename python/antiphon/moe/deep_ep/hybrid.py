@@ -23,7 +23,8 @@ class HybridEPBuffer:
     All ranks make it together, from a torch process group of any backend or an :class:`antiphon.Communicator`. Memory depends on
     none of the numbers, and buffers of one group share it. Tokens may be any number, a different one on each rank; only calls
     with ``num_permuted_tokens`` need to know the most that any rank has, which is ``max_num_of_tokens_per_rank``: the largest
-    number that a rank passed, at least 512, as a multiple of 64.
+    number that a rank passed, at least 512, as a multiple of 64. It grows with a call of more tokens, which all ranks must have then:
+    ranks whose numbers differ get an error.
 
     Raises ``ValueError`` for numbers below 1, and for more than 8 ranks.
     """
@@ -57,11 +58,12 @@ class HybridEPBuffer:
         self._comm = communicator("HybridEPBuffer", group)
         self.rank, self.group_size = self._comm.rank, self._comm.world_size
         self.hidden_dim, self.num_local_experts, self.use_fp8 = hidden_dim, num_local_experts, use_fp8
-        self.num_sms_dispatch_api = 24 if num_sms_dispatch_api is None else num_sms_dispatch_api
-        self.num_sms_combine_api = 24 if num_sms_combine_api is None else num_sms_combine_api
+        self.num_sms_dispatch_api = Moe.NUM_SMS if num_sms_dispatch_api is None else num_sms_dispatch_api
+        self.num_sms_combine_api = Moe.NUM_SMS if num_sms_combine_api is None else num_sms_combine_api
         most = max(*self._comm.exchange_objects(max_num_of_tokens_per_rank), 512)
         self.max_num_of_tokens_per_rank = -(-most // 64) * 64
         self._calls = hybrid_calls_of(self._comm)
+        self._calls.dispatch_sms, self._calls.combine_sms = self.num_sms_dispatch_api, self.num_sms_combine_api
 
     def dispatch(
         self,
@@ -88,7 +90,6 @@ class HybridEPBuffer:
         call = "dispatch"
         _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
         scales = _scales_of(call, hidden, scaling_factor)
-        self._calls.use_sms(self.num_sms_dispatch_api)
         if handle is not None:
             inner = _inner(handle)
             if probs is None and topk_idx is not None and topk_weights is not None:
@@ -121,7 +122,6 @@ class HybridEPBuffer:
                 shape = [len(hidden), inner.core.num_experts]
                 raise ValueError(f"combine: the probs must be of shape [N, E] = {shape}, not {list(probs.shape)}")
             probs = probs.tensor_split(self.group_size, 1)[self.rank]
-        self._calls.use_sms(self.num_sms_combine_api)
         return self._calls.combine(hidden, inner, probs)
 
     def dispatch_with_permute(
@@ -157,7 +157,6 @@ class HybridEPBuffer:
         call = "dispatch_with_permute"
         _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
         scales = _scales_of(call, hidden, scaling_factor)
-        self._calls.use_sms(self.num_sms_dispatch_api)
         received: HybridReceived
         if handle is not None:
             inner = _inner(handle)
@@ -175,6 +174,7 @@ class HybridEPBuffer:
         )
         if num_permuted_tokens is not None:
             num_permuted_tokens = whole(call, "num_permuted_tokens", num_permuted_tokens)
+            self.max_num_of_tokens_per_rank = max(self.max_num_of_tokens_per_rank, -(-len(hidden) // 64) * 64)
         received = self._calls.dispatch(
             hidden,
             routing_map,
@@ -201,7 +201,6 @@ class HybridEPBuffer:
         check_tensors("combine_with_unpermute", {"hidden": hidden}, {"probs": probs})
         inner = _inner(handle)
         self._check_along("combine_with_unpermute", inner, None, pad_multiple)
-        self._calls.use_sms(self.num_sms_combine_api)
         return self._calls.combine(hidden, inner, probs)
 
     def _routing(

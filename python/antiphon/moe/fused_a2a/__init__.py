@@ -5,6 +5,8 @@ Arguments are in the order of release 0.16; names of later releases are taken by
 and float64 are combined as bfloat16 is; gradients may be non-contiguous.
 """
 
+import sys
+from types import ModuleType
 from typing import Any
 
 from antiphon.moe.deep_ep import Buffer, HybridEPBuffer
@@ -69,18 +71,37 @@ nccl_ep_combine = None
 nccl_ep_dispatch = None
 new_nccl_ep_buffer = None
 
-_buffer: Buffer | None
-_hybrid_ep_buffer: HybridEPBuffer | None
+
+class _Module(ModuleType):
+    """The buffers that all layers share are attributes; ``None`` before they are made, and to make new ones."""
+
+    @property
+    def _buffer(self) -> Buffer | None:
+        return _normal._buffer
+
+    @_buffer.setter
+    def _buffer(self, none: None) -> None:
+        _check_none("_buffer", none)
+        _normal.reset_buffer()
+
+    @property
+    def _hybrid_ep_buffer(self) -> HybridEPBuffer | None:
+        return _hybrid._hybrid_ep_buffer
+
+    @_hybrid_ep_buffer.setter
+    def _hybrid_ep_buffer(self, none: None) -> None:
+        _check_none("_hybrid_ep_buffer", none)
+        _hybrid.reset_hybrid_ep_buffer()
+
+
+def _check_none(name: str, value: Any) -> None:
+    if value is not None:
+        raise TypeError(f"{name} may only be set to None, for new buffers of all groups, not to {type(value).__name__}")
+
+
+sys.modules[__name__].__class__ = _Module
 
 
 def nccl_ep_finalize() -> None:
     """Does nothing: there is nothing of Transformer Engine's to end."""
 
-
-def __getattr__(name: str) -> Any:
-    """The buffers that all layers share; ``None`` before they are made."""
-    if name == "_buffer":
-        return _normal._buffer
-    if name == "_hybrid_ep_buffer":
-        return _hybrid._hybrid_ep_buffer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

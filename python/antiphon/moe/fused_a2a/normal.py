@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._arguments import check_handle, check_rows, check_tensors, whole
-from antiphon.moe._calls import Handle
+from antiphon.moe._calls import Handle, is_code, rows_of_gradient
 from antiphon.moe.deep_ep import Buffer, EventHandle, EventOverlap
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "set_deepep_num_sms",
 ]
 
+#: The last that was made, and those of all groups.
 _buffer: Buffer | None = None
+_of_groups: dict[Communicator, Buffer] = {}
 
 
 def get_hidden_bytes(x: Tensor) -> int:
@@ -36,18 +39,29 @@ def get_hidden_bytes(x: Tensor) -> int:
 
 
 def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
-    """The buffer of a group, for rows of so many bytes; made by all ranks together if there is none, it is another group's, or
-    its sizes are smaller than DeepEP's would need."""
+    """The buffer of a group, for rows of so many bytes; made by all ranks together if there is none, or its sizes are smaller
+    than DeepEP's would need."""
     global _buffer
     hidden_bytes = whole("get_buffer", "hidden_bytes", hidden_bytes)
-    size = communicator("get_buffer", group).world_size
+    comm = communicator("get_buffer", group)
+    size = comm.world_size
     configs = [Buffer.get_dispatch_config(size), Buffer.get_combine_config(size)]
     nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
     rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
-    kept = _buffer
-    if kept is None or kept.group != group or kept.num_nvl_bytes < nvl or kept.num_rdma_bytes < rdma:
-        kept = _buffer = Buffer(group, nvl, rdma)
+    kept = _of_groups.get(comm)
+    if kept is None or kept.num_nvl_bytes < nvl or kept.num_rdma_bytes < rdma:
+        for closed in [other for other in _of_groups if other.closed]:
+            del _of_groups[closed]
+        kept = _of_groups[comm] = Buffer(group, nvl, rdma)
+    _buffer = kept
     return kept
+
+
+def reset_buffer() -> None:
+    """Forgets the buffers of all groups."""
+    global _buffer
+    _buffer = None
+    _of_groups.clear()
 
 
 def _event(async_finish: bool) -> EventOverlap | None:
@@ -114,7 +128,7 @@ class FusedDispatch(torch.autograd.Function):
         """The gradients of ``x`` and ``token_probs``: one combine."""
         masked = grad_token_probs.float().masked_fill(ctx.ids < 0, 0)
         grad_x, grad_probs, after = ctx.buffer.combine(
-            grad_output.contiguous(),
+            rows_of_gradient(grad_output, masked).contiguous(),
             ctx.handle,
             topk_weights=masked,
             previous_event=_event(ctx.async_finish),
@@ -122,7 +136,7 @@ class FusedDispatch(torch.autograd.Function):
             allocate_on_comm_stream=ctx.allocate_on_comm_stream,
         )
         _finish(after, ctx.async_finish)
-        return grad_x, None, grad_probs, None, None, None, None
+        return None if is_code(grad_output) else grad_x, None, grad_probs, None, None, None, None
 
 
 class FusedCombine(torch.autograd.Function):
