@@ -19,7 +19,7 @@ loom:
 # `make emulated TESTS='-p antiphon-collectives --test cuda -- --test-threads 1 --exact NAME'`.
 EMULATOR = $(or $(CARGO_TARGET_DIR),target)/emulator
 TESTS = -p antiphon-device -p antiphon-moe --test cuda -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
-	hybrid_scales many_experts rows_and_sums_have_the_hosts_bits_on_2 --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2
+	hybrid_scales many_experts many_tokens region_of_two rows_and_sums_have_the_hosts_bits_on_2 --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2
 emulated:
 ifneq ($(shell uname -m) $(notdir $(shell command -v g++)),x86_64 g++)
 	@echo "skipped: the emulator needs g++ and an x86-64 processor"

@@ -8,8 +8,8 @@ import functools
 import importlib
 import os
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -49,6 +49,32 @@ def place(device: str, rank: int) -> torch.device:
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+_T = TypeVar("_T")
+
+
+def beside_an_all_reduce(comm: antiphon.Communicator, device: torch.device, call: Callable[[], _T]) -> Iterator[_T]:
+    """What a call on a GPU gives beside a large all-reduce on another stream. Ranks make the two in another order, so kernels of both
+    wait on every GPU at once."""
+    large = torch.ones(16 << 20, device=device)
+    streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    call()  # makes what calls need
+    comm.all_reduce(large, out=large)
+    torch.cuda.synchronize(device)
+    for _ in range(3):
+        if comm.rank == 0:
+            with torch.cuda.stream(streams[0]):
+                comm.all_reduce(large, out=large)
+        with torch.cuda.stream(streams[1]):
+            result = call()
+        if comm.rank != 0:
+            streams[1].synchronize()
+            with torch.cuda.stream(streams[0]):
+                comm.all_reduce(large, out=large)
+        torch.cuda.synchronize(device)
+        yield result
+    assert (large == comm.world_size**4).all()
 
 
 def expect(module: str, name: str, device: str, world_size: int) -> None:

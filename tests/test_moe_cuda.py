@@ -63,6 +63,24 @@ def codes_take_their_scales_along(comm: Comm, device: Device) -> None:
 
 
 @check
+def beside_an_all_reduce(comm: Comm, device: Device) -> None:
+    parallel = ExpertParallel(comm, EXPERTS, H)
+    inputs = tokens_of(comm.rank)
+    host = parallel.dispatch(*inputs)
+    sums = parallel.combine(host.x, host.handle)
+    there = [tensor.to(device) for tensor in inputs]
+    for capacity in (None, 1300):
+
+        def call(capacity: int | None = capacity) -> tuple[Tensor, Tensor]:
+            got = parallel.dispatch(*there, capacity=capacity)
+            return got.x, parallel.combine(got.x, got.handle)
+
+        for rows, combined in harness.beside_an_all_reduce(comm, device, call):
+            same(rows[: len(host.x)], host.x)
+            same(combined, sums)
+
+
+@check
 def rows_beyond_a_capacity_are_absent(comm: Comm, device: Device) -> None:
     parallel = ExpertParallel(comm, EXPERTS, H)
     x, ids, weights = tokens_of(comm.rank)

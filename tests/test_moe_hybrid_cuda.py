@@ -55,6 +55,25 @@ def rows_and_sums_have_the_hosts_bits(comm: Comm, device: Device) -> None:
 
 
 @check
+def beside_an_all_reduce(comm: Comm, device: Device) -> None:
+    parallel = ExpertParallel(comm, LOCAL * comm.world_size, H)
+    inputs = tokens_of(comm.rank, comm.world_size)
+    for capacity in (None, 1600):
+        options: dict[str, Any] = {"pad_multiple": 16, "capacity": capacity, "max_tokens": 300}
+        host = parallel.dispatch_by_expert(*inputs, **options)
+        sums = parallel.combine_by_expert(host.x, host.handle)
+        there = [tensor.to(device) for tensor in inputs]
+
+        def call(there: list[Tensor] = there, options: dict[str, Any] = options) -> tuple[Tensor, Tensor]:
+            got = parallel.dispatch_by_expert(*there, **options)
+            return got.x, parallel.combine_by_expert(got.x, got.handle)
+
+        for rows, combined in harness.beside_an_all_reduce(comm, device, call):
+            same(rows, host.x)
+            same(combined, sums)
+
+
+@check
 def the_fused_functions_and_their_gradients(comm: Comm, device: Device) -> None:
     x, routing_map, probs = tokens_of(comm.rank, comm.world_size)
     for capacity in (None, 512):

@@ -116,6 +116,7 @@ pub fn many_tokens(comm: &Communicator) {
     let mut moe = moe(comm);
     let handle = run.notify(&mut moe);
     run.dispatch(&mut moe, &handle, &received, true);
+    run.combine(&mut moe, &handle, &received);
 }
 
 pub fn two_handles_at_once(comm: &Communicator) {

@@ -198,6 +198,17 @@ fn check(rank: &mut Rank, case: &HybridCase) -> Outcome {
     Ok(())
 }
 
+/// How many rows each rank has without a capacity, and without padding.
+fn rows_of(case: &HybridCase) -> Vec<usize> {
+    let mut rows = vec![0; case.tokens.len()];
+    for from in 0..case.tokens.len() {
+        let chosen = case.inputs(from).map.content();
+        let experts = chosen.iter().enumerate().filter(|(_, is_chosen)| **is_chosen != 0);
+        experts.for_each(|(place, _)| rows[place % case.num_experts / case.local()] += 1);
+    }
+    rows
+}
+
 fn every_case(world: usize, config: MoeConfig) {
     on_gpus(world, config, |rank| {
         let ragged = |shift: usize| (0..world).map(|rank| [0, 33, 1, 700][(rank + shift) % 4]).collect();
@@ -218,6 +229,13 @@ fn every_case(world: usize, config: MoeConfig) {
                 }
             }
             check(rank, &HybridCase { probs: false, ..case.clone() })?;
+            let exact = rows_of(&case);
+            let around =
+                [-1, 0, 1].map(|more| exact.iter().map(|rows| rows.saturating_add_signed(more)).collect());
+            for capacity in around {
+                let pad_multiple = Some(1);
+                check(rank, &HybridCase { pad_multiple, capacity: Some(capacity), ..case.clone() })?;
+            }
             for rows in [0, 4, 40, 2000] {
                 let capacity = Some((0..world).map(|rank| rows + 4 * rank).collect());
                 check(rank, &HybridCase { capacity, ..case.clone() })?;

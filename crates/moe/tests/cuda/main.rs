@@ -27,6 +27,7 @@ use antiphon_moe::{
     Choices, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, Tokens,
     cuda::{CudaHandle, CudaMoe, HandleMemory},
     layout,
+    normal::reference,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 use case::{Case, Choice, hash};
@@ -308,10 +309,17 @@ fn every_case(world_size: usize, config: MoeConfig) {
                     check(rank, &Case { dtype, biases, ..case.clone() })?;
                 }
             }
-            for rows in [0, 1, 40, 1000] {
-                let capacity = Some((0..world_size).map(|rank| rows + rank).collect());
-                check(rank, &Case { dtype: DType::BF16, capacity, ..case.clone() })?;
+            let exact = reference::dispatch(&case.ranks(), case.num_experts, case.top_k);
+            let around = [-1, 0, 1]
+                .map(|more| exact.iter().map(|rows| rows.len().saturating_add_signed(more)).collect());
+            let any = [0, 1, 40, 1000].map(|rows| (0..world_size).map(|rank| rows + rank).collect());
+            for capacity in around.into_iter().chain(any) {
+                check(rank, &Case { dtype: DType::BF16, capacity: Some(capacity), ..case.clone() })?;
             }
+        }
+        // As many experts as ranks, more choices than experts of a rank, the same one twice.
+        for (local, top_k) in [(1, 1), (1, 5), (2, 32)] {
+            check(rank, &Case { choice: Choice::Wild, ..Case::new(world_size, local * world_size, top_k) })?;
         }
         Ok(())
     });
@@ -335,6 +343,33 @@ fn rows_and_sums_have_the_hosts_bits_on_3_gpus() {
 #[test]
 fn rows_and_sums_have_the_hosts_bits_on_4_gpus() {
     every_case(4, MoeConfig::for_gpus());
+}
+
+#[test]
+fn many_tokens_have_the_hosts_bits_on_2_gpus() {
+    on_gpus(2, MoeConfig::for_gpus(), |rank| {
+        let case = Case { tokens: vec![4096, 1000], dtype: DType::BF16, hidden: 64, ..Case::new(2, 256, 8) };
+        check(rank, &case)?;
+        check(rank, &Case { capacity: Some(vec![4000, 3000]), biases: 2, ..case })
+    });
+}
+
+/// Every record waits until the one before has been read.
+#[test]
+fn a_region_of_two_rows_has_the_hosts_bits_on_2_gpus() {
+    let record = 14_336 + 7 * 4; // a row of bf16 with a token's number, and choices with their weights
+    let region_bytes = 3 * 2 * (record as usize).next_multiple_of(128); // of each of three slots
+    on_gpus(2, MoeConfig { region_bytes, ..MoeConfig::for_gpus() }, |rank| {
+        let case = Case { tokens: vec![70, 40], dtype: DType::BF16, hidden: 7168, ..Case::new(2, 8, 3) };
+        check(rank, &case)?;
+        check(rank, &Case { choice: Choice::AllTo(1), capacity: Some(vec![0, 90]), ..case })
+    });
+    on_gpus(2, MoeConfig { region_bytes: region_bytes - 6 * 128, ..MoeConfig::for_gpus() }, |rank| {
+        let case = Case { dtype: DType::BF16, hidden: 7168, ..Case::new(2, 8, 3) };
+        let error = check(rank, &case).expect_err("it is too small").to_string();
+        assert!(error.contains("region"), "{error}");
+        Ok(())
+    });
 }
 
 #[test]
