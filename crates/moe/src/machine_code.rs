@@ -1,7 +1,7 @@
 //! What the kernels are compiled to, every variant for every architecture, on any machine that has NVRTC.
 
 use antiphon_device::cuda::{Architecture, Nvrtc, Program};
-use antiphon_fabric::gpu::{Family, Kernel as _, MAX_WORLD, program};
+use antiphon_fabric::gpu::{Family, Kernel as _, MAX_WORLD, most_registers, program};
 use antiphon_sass::{Disassembler, Rules};
 use antiphon_tensor::DType;
 
@@ -37,7 +37,7 @@ fn variant<F: Family>(
         program: program(&family, architecture, world_size),
         // Twice the blocks fit a multiprocessor that a grid may have there. Sums are rounded one by one.
         rules: Rules {
-            registers: 65536 / (2 * family.most_blocks(world_size) * family.threads()) / 8 * 8,
+            registers: most_registers(&family, world_size),
             needed,
             forbidden: &["FFMA", "DFMA"],
             ..Rules::default()
@@ -100,7 +100,9 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
     }
     for world_size in [2, MAX_WORLD] {
         for phases in [Phases::Both, Phases::Send, Phases::Receive] {
-            variants.push(variant(Combining { phases }, world_size, architecture, of_phases(phases)));
+            let mut combining = variant(Combining { phases }, world_size, architecture, of_phases(phases));
+            combining.rules.local_bytes = 16; // registers outside the loops
+            variants.push(combining);
         }
     }
     for dtype in [DType::F32, DType::F16] {

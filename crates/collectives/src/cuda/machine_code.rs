@@ -6,7 +6,7 @@ use antiphon_device::{
     ReduceOp,
     cuda::{Architecture, Nvrtc, Program},
 };
-use antiphon_fabric::gpu::{Family, Kernel as _, Reduction, program};
+use antiphon_fabric::gpu::{Family, Kernel as _, Reduction, most_registers, program};
 use antiphon_sass::{Disassembler, Kernel as Code, Rules};
 use antiphon_tensor::DType;
 
@@ -26,8 +26,7 @@ struct Variant {
     world_size: usize,
     program: Box<dyn Fn(Architecture) -> Program + Sync>,
     kernels: Vec<&'static str>,
-    /// Registers that a thread may have, of the 65536 of a multiprocessor: twice the blocks fit that a grid may have, and none
-    /// waits for room.
+    /// Registers that a thread may have.
     registers: u32,
     is_fused: bool,
 }
@@ -39,7 +38,7 @@ impl Variant {
             world_size,
             program: Box::new(move |architecture| program(&family, architecture, world_size)),
             kernels: F::Kernel::ALL.iter().map(|kernel| kernel.name()).collect(),
-            registers: 65536 / (2 * family.most_blocks(world_size) * family.threads()) / 8 * 8,
+            registers: most_registers(&family, world_size),
             is_fused: F::NAME == Fusion::NAME,
         }
     }

@@ -229,7 +229,7 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
 // In one-shot this is when a warp has its sums: the blocks of this index then run on all GPUs, and have sent the rest of this
 // block's vectors. In two-shot it is when the team has its sums. (Other grids would become slower, because their teams are in the
 // middle of their rows.)
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 fused_all_reduce(const __grid_constant__ arguments a, const __grid_constant__ fused f) {
     row_team team(f);
     pdl_wait();

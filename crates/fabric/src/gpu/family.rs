@@ -15,6 +15,10 @@ use crate::FabricError;
 
 /// The threads of a block, unless a [`Family`] says otherwise.
 pub const THREADS: u32 = 128;
+/// The registers of a multiprocessor.
+const REGISTERS: u32 = 65536;
+/// Of a multiprocessor: each has a quarter of the registers, and a quarter of a block's warps, rounded up.
+const PARTITIONS: u32 = 4;
 
 /// A text of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,6 +150,17 @@ pub struct NoArguments;
 // SAFETY: it has no bytes, and is not passed.
 unsafe impl KernelArgument for NoArguments {}
 
+/// The threads that a kernel is compiled for: those of a block whose warps are as many on each partition. With fewer the compiler
+/// would count registers that a partition does not have, and another grid's blocks would find no room beside the kernel's.
+fn bound<F: Family>(family: &F) -> u32 {
+    family.threads().next_multiple_of(PARTITIONS * 32)
+}
+
+/// The most registers of a thread of a family's kernels, of which twice the blocks of a grid fit a multiprocessor.
+pub fn most_registers<F: Family>(family: &F, world_size: usize) -> u32 {
+    REGISTERS / (2 * family.most_blocks(world_size) * bound(family)) / 8 * 8
+}
+
 /// The program of a family for a world of this size.
 pub fn program<F: Family>(family: &F, architecture: Architecture, world_size: usize) -> Program {
     let program = Program::new(F::NAME, "", architecture).include(SLOTS.name, SLOTS.text);
@@ -157,6 +172,7 @@ pub fn program<F: Family>(family: &F, architecture: Architecture, world_size: us
         .define(program, world_size)
         .define("WORLD", world_size)
         .define("THREADS", family.threads())
+        .define("BOUND", bound(family))
         .define("RESIDENT", 2 * family.most_blocks(world_size))
         .define("MAX_WORLD", MAX_WORLD)
         .define("MAX_BLOCKS", MAX_BLOCKS)

@@ -95,7 +95,9 @@ mod tenant;
 mod watch;
 
 pub use crate::gpu_kernels as kernels;
-pub use family::{FORMATS, Family, Kernel, Loaded, NoArguments, ROWS, SLOTS, Source, THREADS, program};
+pub use family::{
+    FORMATS, Family, Kernel, Loaded, NoArguments, ROWS, SLOTS, Source, THREADS, most_registers, program,
+};
 pub use idle::UntilIdle;
 pub use launch::{Grid, Launch, Pieces, Work};
 pub use reduction::{REDUCE, Reduction};

@@ -59,7 +59,7 @@ DEVICE void send_rows(const arguments& a, const turn& t, const low_latency_call&
 
 // Profilers show the kernel by this name, and tools that were made for DeepEP look for "::combine" there.
 namespace low_latency {
-__global__ void __launch_bounds__(THREADS, RESIDENT)
+__global__ void __launch_bounds__(BOUND, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency_call k) {
     pdl_wait();
     const u32 lane = lane_id(), of_row = k.hidden / 8, mine = threadIdx.x / 32;

@@ -81,7 +81,7 @@ DEVICE void name_no_experts(const arguments& a, const rows_call& k, const counts
         store_beside(k, arriving + (u32)(i / words), (u32)(i % words), ~0u);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call k) {
     extern __shared__ uint4 memory[];
     pdl_wait();
