@@ -205,6 +205,9 @@ def what_is_refused(comm: Comm, device: Device) -> None:
     received = parallel.dispatch(x, ids, weights)
     refused(ValueError, r"\[N, H\]", lambda: parallel.combine(received.x.new_empty(1 + len(received.x), H), received.handle))
     refused(TypeError, "bf16", lambda: parallel.combine(received.x.double(), received.handle))
+    buffer, most = deep_ep.Buffer(comm), torch.cuda.get_device_properties(device).multi_processor_count
+    config = deep_ep.Config(most * 2)
+    refused(ValueError, f"{most * 2} multiprocessors; kernels may use {most}", lambda: buffer.combine(received.x, received.handle, config=config))
     comm.barrier()
 
 

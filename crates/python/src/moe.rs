@@ -114,7 +114,7 @@ impl Moe {
             }
             let gpus = lock();
             let Some(Gpu { moe, order }) = gpus.iter().find(serves) else { return Ok(None) };
-            moe.set_num_sms(num_sms);
+            moe.set_num_sms(num_sms)?;
             // SAFETY: the streams are those of the library whose tensors are used, and so of the device.
             let borrow = |stream| unsafe { moe.context().borrow_stream(stream) };
             let current = borrow(stream);

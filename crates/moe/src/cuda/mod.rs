@@ -72,15 +72,9 @@ impl CudaMoe {
     /// As [`Tenant::new`]; [`MoeError::Refused`](crate::MoeError::Refused) for no multiprocessors, or more than there are, and for low-latency calls of a
     /// size that none can have.
     pub fn new(comm: &Communicator, context: &Context, config: MoeConfig) -> Result<Self> {
-        if config.num_sms == 0 {
-            return Err(refused("CudaMoe::new", "0 multiprocessors; a call needs one for each peer".into()));
-        }
+        check_num_sms("CudaMoe::new", config.num_sms, u32::MAX)?;
         let tenant = Tenant::with_region(comm, context, Tenant::LEAST_STAGING_BYTES, config.region_bytes)?;
-        if config.num_sms > tenant.multiprocessors() {
-            let problem =
-                format!("{} multiprocessors; kernels may use {}", config.num_sms, tenant.multiprocessors());
-            return Err(refused("CudaMoe::new", problem));
-        }
+        check_num_sms("CudaMoe::new", config.num_sms, tenant.multiprocessors())?;
         if config.region_bytes > 0 {
             tenant.load_together(comm, Counting)?;
             tenant.load_together(comm, Notifying)?;
@@ -143,8 +137,13 @@ impl CudaMoe {
     }
 
     /// From now on a call uses at most `num_sms` multiprocessors.
-    pub fn set_num_sms(&self, num_sms: u32) {
-        self.num_sms.set(num_sms.max(1));
+    ///
+    /// # Errors
+    /// [`MoeError::Refused`](crate::MoeError::Refused) for none, or more than there are.
+    pub fn set_num_sms(&self, num_sms: u32) -> Result<()> {
+        check_num_sms("num_sms", num_sms, self.tenant.multiprocessors())?;
+        self.num_sms.set(num_sms);
+        Ok(())
     }
 
     /// The number of the next call that waits for counts.
@@ -240,6 +239,16 @@ impl CudaMoe {
 pub(crate) enum Blocks {
     One,
     All,
+}
+
+/// Refuses no multiprocessors, and more than `most`.
+fn check_num_sms(call: &'static str, num_sms: u32, most: u32) -> Result<()> {
+    let problem = match num_sms {
+        0 => "0 multiprocessors; a call needs one for each peer".into(),
+        _ if num_sms > most => format!("{num_sms} multiprocessors; kernels may use {most}"),
+        _ => return Ok(()),
+    };
+    Err(refused(call, problem))
 }
 
 /// Clusters came with bulk copies.

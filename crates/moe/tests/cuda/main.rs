@@ -560,7 +560,7 @@ fn a_soak_of_every_form_on_2_gpus() {
                 dtype: [DType::BF16, DType::F16, DType::F32][next(3)],
                 ..Case::new(2, 8, 1 + next(4))
             };
-            rank.moe.set_num_sms([2, 24, 132][next(3)]);
+            rank.moe.set_num_sms([2, 24, 132][next(3)])?;
             let late = [next(3), next(3)][me];
             let (layout, received, sums) = on_host(rank, &case)?;
             std::thread::sleep(Duration::from_millis(late as u64));
