@@ -119,13 +119,11 @@ class Received(NamedTuple):
 class Calls:
     """Dispatch and combine of one communicator, which all its objects of this class share."""
 
-    def __init__(self, core: Moe, world_size: int) -> None:
-        self._core = core
+    def __init__(self, shared: "_Shared", world_size: int) -> None:
+        self._core, self._zeros = shared
         self.world_size = world_size
         #: How many multiprocessors calls of this object on GPUs use, at most.
         self.num_sms = Moe.NUM_SMS
-        #: Of one channel, which begins at 0.
-        self._zeros: dict[torch.device, Tensor] = {}
 
     def _ready(self) -> Moe:
         self._core.num_sms = self.num_sms
@@ -382,20 +380,30 @@ def routes_size(device: torch.device, world_size: int, num_experts: int, num_tok
     return alone + (size(1, 0) - alone) * num_tokens + (size(0, 1) - alone) * capacity
 
 
-_cores: "WeakKeyDictionary[Communicator, Moe]" = WeakKeyDictionary()
+class _Shared(NamedTuple):
+    core: Moe
+    zeros: dict[torch.device, Tensor]
+    """int32 ``[R, 1]``: where the rows of one channel begin."""
+
+
+_of_communicators: "WeakKeyDictionary[Communicator, _Shared]" = WeakKeyDictionary()
+
+
+def _shared(comm: Communicator) -> _Shared:
+    shared = _of_communicators.get(comm)
+    if shared is None:
+        shared = _of_communicators[comm] = _Shared(Moe(comm), {})
+    return shared
 
 
 def core_of(comm: Communicator) -> Moe:
     """What makes the calls of a communicator, whose ranks come together to the first."""
-    core = _cores.get(comm)
-    if core is None:
-        core = _cores[comm] = Moe(comm)
-    return core
+    return _shared(comm).core
 
 
 def calls_of(comm: Communicator) -> Calls:
     """The calls of a communicator, whose ranks come together to the first."""
-    return Calls(core_of(comm), comm.world_size)
+    return Calls(_shared(comm), comm.world_size)
 
 
 def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handle:
