@@ -6,7 +6,7 @@ use antiphon_sass::{Disassembler, Rules};
 use antiphon_tensor::DType;
 
 use crate::{
-    hybrid::cuda::{Experts, HybridMoving, HybridSumming, Listing, Placing},
+    hybrid::family::{Experts, HybridMoving, HybridSumming, Listing, Placing},
     layout::cuda::Counting,
     low_latency::{
         LowLatencyFormat,

@@ -13,6 +13,7 @@
 //! | rows come back and are summed | [`Moe::hybrid_combine`] |
 
 pub mod cuda;
+pub(crate) mod family;
 mod handle;
 mod host;
 #[cfg(any(test, feature = "reference"))]

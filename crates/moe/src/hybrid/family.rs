@@ -1,0 +1,158 @@
+//! The families of the kernels of `list.cuh`, `place.cuh`, `dispatch.cuh` and `combine.cuh`, and the kernels' arguments.
+
+use antiphon_device::cuda::Program;
+use antiphon_fabric::gpu::{Family, REDUCE, ROWS, Reduction, Source, kernels};
+use antiphon_operation::ReduceOp;
+use antiphon_tensor::DType;
+
+use crate::{
+    cuda::THREADS,
+    layout::MAX_LOCAL_EXPERTS,
+    normal::cuda::{BESIDE, Moving, PIPELINE, REGION, RegionCall, SUMS, Staging, Warps, family, kernel_call},
+};
+
+kernels! {
+    /// The kernels of `list.cuh`.
+    pub(crate) enum ListKernel {
+        Count = "count_choices",
+        List = "list_choices",
+    }
+}
+kernels! {
+    /// The kernel of `place.cuh`.
+    pub(crate) enum PlaceKernel {
+        Place = "place",
+    }
+}
+kernels! {
+    /// The kernel of `dispatch.cuh`.
+    pub(crate) enum DispatchKernel {
+        Dispatch = "hybrid_dispatch_kernel",
+    }
+}
+kernels! {
+    /// The kernel of `combine.cuh`.
+    pub(crate) enum CombineKernel {
+        Combine = "hybrid_combine_kernel",
+    }
+}
+
+kernel_call! {
+    /// `list_call` of list.cuh.
+    ListCall { map bits of_chunk all number in_rank per_expert most; tokens experts chunk }
+}
+kernel_call! {
+    /// `place_call` of place.cuh.
+    PlaceCall { chosen_by counts first kept padded overflow received; local multiple limit }
+}
+kernel_call! {
+    /// `hybrid_rows_call` of dispatch.cuh.
+    HybridRowsCall {
+        counts starts order most all number first kept places x scales probs to_x to_scales to_probs;
+        [region: RegionCall] tokens rows row_bytes scales_of_row local is_by_token
+    }
+}
+kernel_call! {
+    /// `hybrid_sums_call` of combine.cuh.
+    HybridSumsCall {
+        counts starts heads most all number places rows probs output to_probs;
+        [region: RegionCall] tokens row_bytes local is_by_token
+    }
+}
+
+/// A routing map to choices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Listing;
+
+/// Where the rows of each expert are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Placing;
+
+/// How many experts a rank has at most, on which the shared memory of warps depends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Experts {
+    /// The choices and probs of 191 fit beside a row in what the normal form has there.
+    Few,
+    /// As many as are served.
+    Many,
+}
+
+impl Experts {
+    pub(super) fn of(local: usize) -> Self {
+        if local <= Self::Few.most() { Self::Few } else { Self::Many }
+    }
+
+    /// `MAX_LOCAL` of combine.cuh.
+    const fn most(self) -> usize {
+        match self {
+            Self::Few => 191,
+            Self::Many => MAX_LOCAL_EXPERTS,
+        }
+    }
+
+    /// The bytes of a word for each.
+    const fn bytes(self) -> u32 {
+        4 * self.most() as u32
+    }
+}
+
+/// Rows to those of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HybridMoving {
+    pub(crate) staging: Staging,
+    pub(crate) experts: Experts,
+}
+
+impl HybridMoving {
+    /// With many experts fewer warps send, so that a multiprocessor has room for another kernel that waits.
+    pub(super) fn warps(self) -> Warps {
+        match self.experts {
+            Experts::Few => Moving::WARPS,
+            Experts::Many => Warps { sending: 3, beside: 2 * self.experts.bytes() + BESIDE, ..Moving::WARPS },
+        }
+    }
+}
+
+/// Rows back, and their sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HybridSumming {
+    reduction: Reduction,
+    staging: Staging,
+    experts: Experts,
+}
+
+impl HybridSumming {
+    /// Of rows of a dtype; none for one that is not summed.
+    pub(crate) fn new(dtype: DType, staging: Staging, experts: Experts) -> Option<Self> {
+        Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, experts })
+    }
+
+    /// Half send, half sum. With many experts fewer send, as the lists of what is summed leave less shared memory.
+    pub(super) fn warps(self) -> Warps {
+        let few = Warps { sending: 4, rings: 4, flags: 0, all: 8, beside: BESIDE };
+        match self.experts {
+            Experts::Few => few,
+            Experts::Many => Warps { sending: 2, rings: 2, beside: self.experts.bytes(), ..few },
+        }
+    }
+}
+
+const CHOICES: Source = Source { name: "hybrid/choices.cuh", text: include_str!("choices.cuh") };
+const LIST: Source = Source { name: "hybrid/list.cuh", text: include_str!("list.cuh") };
+const PLACE: Source = Source { name: "hybrid/place.cuh", text: include_str!("place.cuh") };
+const ROWS_BY_MAP: Source = Source { name: "hybrid/dispatch.cuh", text: include_str!("dispatch.cuh") };
+const SUMS_BY_MAP: Source = Source { name: "hybrid/combine.cuh", text: include_str!("combine.cuh") };
+
+family!(Listing: ListKernel(ListCall), "list.cuh" of [CHOICES, LIST], |_, program| program, |_| THREADS, |_| 0);
+family!(Placing: PlaceKernel(PlaceCall), "place.cuh" of [PLACE], |_, program| program, |_| THREADS, |_| 0);
+family!(
+    HybridMoving: DispatchKernel(HybridRowsCall), "hybrid_dispatch.cuh" of [ROWS, PIPELINE, REGION, CHOICES, ROWS_BY_MAP],
+    |this, program| this.warps().define(program), |this| this.warps().threads(),
+    |this| this.warps().shared_bytes(this.staging)
+);
+family!(
+    HybridSumming: CombineKernel(HybridSumsCall),
+    "hybrid_combine.cuh" of [ROWS, REDUCE, PIPELINE, REGION, SUMS, CHOICES, SUMS_BY_MAP],
+    |this, program| this.warps().define(this.reduction.define(program)).define("MAX_LOCAL", this.experts.most()),
+    |this| this.warps().threads(), |this| this.warps().shared_bytes(this.staging)
+);
