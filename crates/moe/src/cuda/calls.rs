@@ -197,7 +197,7 @@ impl CudaMoe {
         // SAFETY: an aligned word of memory that lasts, which only the kernel writes.
         let written = unsafe { &*result.cast::<AtomicU32>() };
         // A kernel that gives up, by the communicator's deadline, writes nothing.
-        for looks in 1.. {
+        for looks in 1u64.. {
             if written.load(Ordering::Acquire) == number || (looks % 64 == 0 && self.arrived.is_passed()?) {
                 break;
             }

@@ -35,14 +35,6 @@ const MAX_TOKENS: usize = (1 << 22) - 1;
 /// A unit of list.cuh.
 const UNIT: usize = 32;
 
-/// How many units of so many a block of list.cuh has at a time: its share, as far as there is room.
-fn chunk(units: usize, blocks: u32, local: usize, world_size: usize) -> usize {
-    const AT_ONCE: usize = 2048;
-    const BITS: usize = 6144;
-    let experts = local * (AT_ONCE / local).clamp(1, world_size);
-    units.div_ceil(blocks as usize).clamp(1, BITS / experts)
-}
-
 /// The words of a handle on the GPU, 32-bit integers, by where they lie in its memory: those of the normal form, and behind them
 /// those of this one.
 ///
@@ -368,7 +360,8 @@ impl CudaMoe {
             most: at(HybridWords::own_most),
             tokens,
             experts: sizes.num_experts as u32,
-            chunk: chunk(handle.words.units(), self.blocks(), sizes.local(), sizes.world_size) as u32,
+            chunk: Listing::chunk(handle.words.units(), self.blocks(), sizes.local(), sizes.world_size)
+                as u32,
         };
         let alone = Signature::new(Operation::HybridDispatch);
         for kernel in [ListKernel::Count, ListKernel::List] {

@@ -64,6 +64,19 @@ kernel_call! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Listing;
 
+impl Listing {
+    /// The experts of whole ranks, or those of one, that a block looks at.
+    const AT_ONCE: usize = 2 * MAX_LOCAL_EXPERTS;
+    /// The words of units that a block has room for.
+    const BITS: usize = 6144;
+
+    /// How many units of so many a block has at a time: its share, as far as there is room.
+    pub(super) fn chunk(units: usize, blocks: u32, local: usize, world_size: usize) -> usize {
+        let experts = local * (Self::AT_ONCE / local).clamp(1, world_size);
+        units.div_ceil(blocks as usize).clamp(1, Self::BITS / experts)
+    }
+}
+
 /// Where the rows of each expert are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placing;
@@ -143,7 +156,10 @@ const PLACE: Source = Source { name: "hybrid/place.cuh", text: include_str!("pla
 const ROWS_BY_MAP: Source = Source { name: "hybrid/dispatch.cuh", text: include_str!("dispatch.cuh") };
 const SUMS_BY_MAP: Source = Source { name: "hybrid/combine.cuh", text: include_str!("combine.cuh") };
 
-family!(Listing: ListKernel(ListCall), "list.cuh" of [CHOICES, LIST], |_, program| program, |_| THREADS, |_| 0);
+family!(
+    Listing: ListKernel(ListCall), "list.cuh" of [CHOICES, LIST],
+    |_, program| program.define("AT_ONCE", Listing::AT_ONCE).define("BITS", Listing::BITS), |_| THREADS, |_| 0
+);
 family!(Placing: PlaceKernel(PlaceCall), "place.cuh" of [PLACE], |_, program| program, |_| THREADS, |_| 0);
 family!(
     HybridMoving: DispatchKernel(HybridRowsCall), "hybrid_dispatch.cuh" of [ROWS, PIPELINE, REGION, CHOICES, ROWS_BY_MAP],

@@ -1,9 +1,7 @@
 // Lists of choices from a routing map, in two kernels that no other rank has a part in. Behind choices.cuh.
 //
-// A *unit* is 32 tokens: of each expert a word says which of them choose it. A *chunk* is the units that a block has at a time.
-
-constexpr u32 AT_ONCE = 2048; // experts, of whole ranks, that a block looks at, or those of one rank
-constexpr u32 BITS = 6144;    // words of units that it has room for
+// A *unit* is 32 tokens: of each expert a word says which of them choose it. A *chunk* is the units that a block has at a time. It looks at
+// AT_ONCE experts, of whole ranks, and has room for BITS words.
 
 // Rust's `ListCall` has the same layout.
 struct list_call {
