@@ -6,12 +6,10 @@ A layer is a matrix product, an all-reduce, its wait, the residual, an RMS norm 
 """
 
 import argparse
-import datetime
-import json
-import os
 import time
 from pathlib import Path
 
+import record
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
@@ -23,8 +21,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from antiphon.lowering._export import export
 
 ROUNDS = 9
-#: Microseconds a node of the 9,604 in a run with the exporter before, which looked an operator up at each of its nodes.
-BEFORE = 14.0
 
 
 def program(layers: int, hidden: int = 64) -> torch.fx.Graph:
@@ -57,13 +53,10 @@ def main() -> None:
     for layers in given.layers:
         graph = program(layers)
         each = min(seconds(graph) for _ in range(ROUNDS)) / len(graph.nodes) * 1e6
-        rows.append({"nodes": len(graph.nodes), "us_per_node": each, "us_per_node_before": BEFORE})
-        print(f"{len(graph.nodes)} nodes: {each:.1f} µs a node; before {BEFORE}")
+        rows.append({"nodes": len(graph.nodes), "us_per_node": each})
+        print(f"{len(graph.nodes)} nodes: {each:.1f} µs a node")
     if given.record:
-        date = datetime.date.today().isoformat()
-        figures = {"command": "python benches/lowering_export.py", "figures": f"the fastest of {ROUNDS}", "date": date}
-        about = {"torch": torch.__version__, "load": os.getloadavg()[0]}
-        given.record.write_text(json.dumps({**figures, **about, "rows": rows}, indent=1) + "\n")
+        record.write(given.record, {"figures": f"the fastest of {ROUNDS}", "torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.distributed._symmetric_memory as symmetric
-from cuda_vs_torch import add_times, become_ranks, calls_for, measure, ranks, record, table
+from cuda_vs_torch import add_times, become_ranks, calls_for, measure, ranks, table, write_record
 from torch import Tensor
 from torch._inductor.graph import GraphLowering
 from torch.nn.functional import rms_norm, silu
@@ -332,7 +332,7 @@ def main() -> None:
             for report in dict.fromkeys(map(str, antiphon.lowering.reports())):
                 bench.log(report)
         if comm.rank == 0 and arguments.record:
-            record(comm, arguments.record, "bfloat16, µs of all layers or of a fused call", rows)
+            write_record(comm, arguments.record, "bfloat16, µs of all layers or of a fused call", rows)
         antiphon.lowering.detach()
 
 

@@ -239,7 +239,7 @@ def a_comm_buffer_has_room_for_the_largest_of_bounded_sizes(comm: Comm, device: 
 @check
 def a_proof_that_fails_changes_nothing(comm: Comm, device: Device) -> None:
     with Group(comm), torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(antiphon.lowering._pass._core, "check_lowering", lambda *_: ["it is somebody else's"])
+        patch.setattr(antiphon.lowering._pass, "_unproved", lambda *_: ["it is somebody else's"])
         mine = tensors(comm.rank, torch.float32)
         with pytest.warns(UserWarning, match="left as it was: it is somebody else's .it is in /"):
             found = lowered(rms_norm, strict=False)(*mine)
@@ -391,7 +391,7 @@ def the_environment_logs_reports_and_insists_on_proofs(comm: Comm, device: Devic
             close(lowered(rms_norm)(*mine), rms_norm(*mine), torch.float32)
             assert [record.levelno for record in records] == levels
         logging.getLogger("antiphon.lowering").removeHandler(handler)
-        patch.setattr(antiphon.lowering._pass._core, "check_lowering", lambda *_: ["it is somebody else's"])
+        patch.setattr(antiphon.lowering._pass, "_unproved", lambda *_: ["it is somebody else's"])
         patch.setenv("ANTIPHON_LOWERING", "strict")
         torch._dynamo.reset()
         with pytest.raises(Exception, match="left as it was"):
@@ -460,13 +460,33 @@ def test_wrong_options_are_told() -> None:
 def test_what_is_no_program_is_told() -> None:
     request = json.dumps({"world": {}, "options": {}})
     with pytest.raises(ValueError, match="line 1 column 1"):
-        _core.lower(b"[", request)
+        _core.Lowering(b"[", request)
     with pytest.raises(ValueError, match="unknown field"):
-        _core.lower(b"{}", json.dumps({"world": {}, "options": {}, "more": 1}))
+        _core.Lowering(b"{}", json.dumps({"world": {}, "options": {}, "more": 1}))
     program = b'{"nodes": [{"name": "output", "op": "output", "args": []}]}'
-    answer = json.loads(_core.lower(program, request))
-    assert answer["edits"]["new"] == []
-    assert _core.check_lowering(program, json.dumps(answer["plan"]).encode(), program) == []
+    lowering = _core.Lowering(program, request)
+    assert json.loads(lowering.answer())["edits"]["new"] == []
+    assert lowering.check(program) == []
+    assert lowering.second_opinion(program) == (True, "the programs were run, and agree")
+    with pytest.raises(ValueError, match="line 1 column 1"):
+        lowering.check(b"[")
+
+
+def test_a_second_opinion_runs_both_programs() -> None:
+    def program(operator: str) -> bytes:
+        tensor = {"dtype": "float32", "shape": ["s0", 4]}
+        given = [{"name": name, "op": "placeholder", "outs": [{"name": name, **tensor}]} for name in "xy"]
+        args = [{"value": "x"}, {"value": "y"}]
+        call = {"name": "z", "op": "call_function", "target": operator, "args": args, "outs": [{"name": "z", **tensor}]}
+        output = {"name": "output", "op": "output", "args": [{"value": "z"}]}
+        syms = [{"name": "s0", "min": 2, "max": 1 << 20, "hint": 1 << 19}]
+        return json.dumps({"syms": syms, "nodes": [*given, call, output]}).encode()
+
+    lowering = _core.Lowering(program("aten.add.Tensor"), json.dumps({"world": {}, "options": {}}))
+    assert lowering.second_opinion(program("aten.add.Tensor")) == (True, "the programs were run, and agree")
+    agrees, text = lowering.second_opinion(program("aten.sub.Tensor"))
+    assert not agrees and text.startswith("output 0 (z), rank 0, element "), text
+    assert "another meaning" in lowering.check(program("aten.sub.Tensor"))[0]
 
 
 def test_what_inductor_keeps_depends_on_the_options() -> None:

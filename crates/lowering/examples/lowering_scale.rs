@@ -1,24 +1,28 @@
 //! How long it takes to lower a large program: 100,000 operations of tensor-parallel layers, or as many as are asked for.
 //!
 //! ```sh
-//! cargo run --release -p antiphon-lowering --example lowering_scale [OPERATIONS [realize]]
+//! cargo run --release -p antiphon-lowering --example lowering_scale [OPERATIONS [realize] [small]]
 //! ```
+//!
+//! With `small` rows have 64 elements instead of 4096, of 4 tokens instead of 16, so that a program of up to 500 operations is also run
+//! before and after.
 //!
 //! The times are seconds of the processor, to which other processes on the machine add little. The fastest of five runs is
 //! printed.
 
 use std::fmt::Write as _;
 
-use antiphon_lowering::{Costs, Edits, Graph, Options, Realize, World, check, lower};
+use antiphon_lowering::{Costs, Edits, Graph, Options, Realize, World, check, lower, second_opinion};
 use rustix::time::{ClockId, clock_gettime};
 
 /// Layers of a sum, a residual, a norm, and operations beside them, until there are so many operations.
-fn program(operations: usize) -> String {
-    let mut text = String::from(
-        "group tp size 4\n%x0: bf16[16,4096] = input()\n%r0: bf16[16,4096] = input()\n%w: bf16[4096] = input()\n",
+fn program(operations: usize, rows: usize, hidden: usize) -> String {
+    let shape = format!("[{rows},{hidden}]");
+    let mut text = format!(
+        "group tp size 4\n%x0: bf16{shape} = input()\n%r0: bf16{shape} = input()\n%w: bf16[{hidden}] = input()\n",
     );
     for i in 0..operations.div_ceil(20) {
-        let (next, shape) = (i + 1, "[16,4096]");
+        let next = i + 1;
         for step in 0..10 {
             let from = if step == 0 { format!("x{i}") } else { format!("y{i}_{}", step - 1) };
             let _ = writeln!(text, "%y{i}_{step}: bf16{shape} = unary(%{from}) op=silu");
@@ -30,9 +34,9 @@ fn program(operations: usize) -> String {
 %r{next}: bf16{shape} = binary(%sum{i}, %r{i}) op=add
 %wide{i}: f32{shape} = cast(%r{next})
 %sq{i}: f32{shape} = binary(%wide{i}) op=pow scalar=2.0
-%mean{i}: f32[16,1] = reduce(%sq{i}) op=mean dims=[1] keepdim=true
-%eps{i}: f32[16,1] = binary(%mean{i}) op=add scalar=1e-6
-%inv{i}: f32[16,1] = unary(%eps{i}) op=rsqrt
+%mean{i}: f32[{rows},1] = reduce(%sq{i}) op=mean dims=[1] keepdim=true
+%eps{i}: f32[{rows},1] = binary(%mean{i}) op=add scalar=1e-6
+%inv{i}: f32[{rows},1] = unary(%eps{i}) op=rsqrt
 %scaled{i}: f32{shape} = binary(%wide{i}, %inv{i}) op=mul
 %weighted{i}: f32{shape} = binary(%scaled{i}, %w) op=mul
 %x{next}: bf16{shape} = cast(%weighted{i})
@@ -59,11 +63,13 @@ fn run(json: &str, options: &Options) -> (String, Vec<(&'static str, f64)>) {
     marks.push(("rules and proof", seconds()));
     let edits = serde_json::to_string(&Edits::between(&before, &lowered.graph)).expect("plain values");
     marks.push(("edits as JSON", seconds()));
+    let opinion = second_opinion(&before, &lowered.graph, options.numerics);
+    marks.push(("second opinion", seconds()));
     let times = marks.windows(2).map(|pair| (pair[1].0, pair[1].1 - pair[0].1)).collect();
     assert_eq!(check(&before, &lowered.plan, &lowered.graph), []);
     let [calls, fewer] = lowered.report.calls;
     let text = format!(
-        "{} operations, {calls} calls, became {}, {fewer} calls; {} MB of JSON, {} MB of edits",
+        "{} operations, {calls} calls, became {}, {fewer} calls; {} MB of JSON, {} MB of edits; the second opinion: {opinion:?}",
         before.ops.len(),
         lowered.graph.ops.len(),
         json.len() >> 20,
@@ -74,10 +80,11 @@ fn run(json: &str, options: &Options) -> (String, Vec<(&'static str, f64)>) {
 
 fn main() {
     let operations = std::env::args().nth(1).and_then(|count| count.parse().ok()).unwrap_or(100_000);
-    let json = Graph::from_text(&program(operations)).expect("a program").to_json();
+    let is_asked = |word: &str| std::env::args().any(|other| other == word);
+    let (rows, hidden) = if is_asked("small") { (4, 64) } else { (16, 4096) };
+    let json = Graph::from_text(&program(operations, rows, hidden)).expect("a program").to_json();
     // As in programs of torch, whose compilers place tensors themselves.
-    let realize =
-        if std::env::args().any(|word| word == "realize") { Realize::Always } else { Realize::Never };
+    let realize = if is_asked("realize") { Realize::Always } else { Realize::Never };
     let options = Options { realize, ..Options::default() };
     let all = |times: &[(&str, f64)]| times.iter().map(|(_, time)| time).sum::<f64>();
     let runs = (0..5).map(|_| run(&json, &options));

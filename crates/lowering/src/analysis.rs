@@ -135,9 +135,10 @@ impl Analysis {
         self.values.get(store.index())
     }
 
-    /// How many bytes a storage has, unless that overflows.
+    /// How many bytes a storage has, with its gaps, unless that overflows.
     pub fn bytes(&self, graph: &Graph, store: StoreId) -> Option<SymExpr> {
-        graph.ty(self.stores[store.index()].root).bytes()
+        let root = graph.ty(self.stores[store.index()].root);
+        root.reach()?.times(&(root.dtype.size() as i64).into())
     }
 
     /// The operation that defines a value. Graphs that are [verified](crate::verify) have one for each value that is used.

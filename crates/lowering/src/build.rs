@@ -85,6 +85,11 @@ impl Builder {
         self.graph.group(name).map(|group| group.size)
     }
 
+    /// The symbols that have been declared.
+    pub(crate) fn syms(&self) -> &[Sym] {
+        &self.graph.syms
+    }
+
     /// The value of this name.
     pub(crate) fn find(&self, at: &(impl Display + ?Sized), name: &str) -> Result<ValueId> {
         let found = self.values.get(name).copied();

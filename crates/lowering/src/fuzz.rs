@@ -1,6 +1,6 @@
-//! What the fuzz target does with bytes, which a test does for a while.
+//! What the fuzz targets do with bytes, which tests do for a while.
 
-use crate::{Costs, Graph, Numerics, Options, Realize, World, check, lower, verify};
+use crate::{Costs, Graph, Numerics, Options, Plan, Realize, World, check, lower, plan::digest, verify};
 
 /// The most operations of a graph that is lowered: what is searched for is not how long it takes.
 const MOST_OPS: usize = 2000;
@@ -26,4 +26,35 @@ pub fn graph_file(bytes: &[u8]) {
             assert_eq!(check(&graph, &lowered.plan, &lowered.graph), []);
         }
     }
+}
+
+/// A program with a call whose operand lies in symmetric memory, with another one before it.
+const PROGRAM: &str = "group tp size 2
+%x: f32[4,8] = input()
+%a: f32[4,8] = unary(%x) op=neg
+%b: f32[4,8] = sync(%a) prim=all_reduce group=tp red=sum
+%c: f32[4,8] = unary(%b) op=abs
+%d: f32[4,8] = sync(%c) prim=all_reduce group=tp red=max
+return %d
+";
+
+/// What a program is lowered to, with a plan that [`plan_file`] reads.
+pub fn planned() -> (Graph, crate::Lowered) {
+    let (before, world) = (Graph::from_text(PROGRAM).expect("a program"), World::default());
+    let options = Options { realize: Realize::Always, ..Options::default() };
+    let lowered = lower(&before, &world, &Costs::of(world.device), &options);
+    (before, lowered)
+}
+
+/// Reads bytes as a plan, and asks for the proof under it, as it is and as one of the program.
+///
+/// # Panics
+/// If something is wrong with the crate: what is written must be read as it was.
+pub fn plan_file(bytes: &[u8]) {
+    let Ok(mut plan) = Plan::from_json(bytes) else { return };
+    assert_eq!(Plan::from_json(plan.to_json().as_bytes()).expect("what was written"), plan);
+    let (before, lowered) = planned();
+    check(&before, &plan, &lowered.graph);
+    plan.graph = digest(&before);
+    check(&before, &plan, &lowered.graph);
 }

@@ -39,17 +39,20 @@
 //! | its validity | [`verify()`] |
 //! | its rewriting | [`lower()`], by [`Options`] and [`Costs`], with a [`Plan`] and a [`Report`] |
 //! | the proof that two programs are equal | [`check()`], [`race::detect`] |
-//! | its results | [`interpret()`] |
+//! | its results | [`interpret()`]; those of two programs: [`compare`], [`second_opinion`] |
 
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
 mod analysis;
 mod build;
-pub mod check;
 mod costs;
+mod decisions;
 mod edits;
 mod error;
+#[cfg_attr(not(feature = "faults"), allow(dead_code))]
+#[doc(hidden)]
+pub mod faults;
 #[doc(hidden)]
 pub mod fuzz;
 mod graph;
@@ -58,14 +61,16 @@ mod ids;
 mod interpret;
 mod json;
 mod lists;
-pub mod lower;
+mod lower;
+mod numerics;
 mod op;
+mod options;
 mod order;
+mod places;
 mod plan;
-pub mod race;
+mod proof;
 pub mod rules;
 mod sym;
-mod terms;
 mod text;
 mod torch;
 mod types;
@@ -73,19 +78,22 @@ mod verify;
 
 pub use analysis::{Analysis, Storage};
 pub use build::MAX_TEXT_BYTES;
-pub use check::check;
 pub use costs::{Call, Costs, Device, Tables};
+pub use decisions::{Lowered, Refusal, Report, Rewrite};
 pub use edits::{Edits, NewOp, NewValue};
 pub use error::{Finding, FindingKind, LoweringError};
 pub use graph::{Graph, Group, MAX_OPS, Names, Op, Value};
 pub use ids::{OpId, StoreId, TokenId, ValueId};
-pub use interpret::{Arithmetic, Tensor, interpret};
-pub use lower::{Lowered, Numerics, Options, Realize, Report, World, lower};
+pub use interpret::{Arithmetic, Difference, Opinion, Tensor, compare, interpret, second_opinion};
+pub use lower::lower;
+pub use numerics::Numerics;
 pub use op::{
     Alias, Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, Reduction, ResultMemory, Unary,
     View,
 };
-pub use plan::{Choice, Completion, Plan, PlannedCall, Refusal, Rewrite, Slot};
+pub use options::{Options, Realize, World};
+pub use plan::{Choice, Completion, Plan, PlannedCall, Slot};
+pub use proof::{check::check, race};
 pub use sym::{Range, Sym, SymExpr};
 pub use torch::spelled;
 pub use types::{Class, CommReq, Element, Roles, Type};

@@ -6,11 +6,12 @@ use sha2::{Digest, Sha256};
 use crate::{
     analysis::Analysis,
     build::attributes_of,
+    decisions::Rewrite,
     error::LoweringError,
     graph::{Graph, Op},
     hash::HashMap,
     ids::ValueId,
-    lower::Numerics,
+    numerics::Numerics,
     text::operation,
     types::Type,
 };
@@ -31,32 +32,6 @@ pub struct Plan {
     pub calls: Vec<PlannedCall>,
     /// Memory that peers can reach.
     pub slots: Vec<Slot>,
-}
-
-/// A rewrite.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Rewrite {
-    /// The rule.
-    pub rule: String,
-    /// The operations of the graph before that it is about; first the calls.
-    pub ops: Vec<String>,
-    /// What it did, in words.
-    pub text: String,
-    /// The bound of the difference of results; none if they are equal.
-    pub bound: Option<String>,
-}
-
-/// Why something was not rewritten.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Refusal {
-    /// The rule.
-    pub rule: String,
-    /// The call.
-    pub op: String,
-    /// Why, with the numbers.
-    pub reason: String,
 }
 
 /// A call of the graph after.

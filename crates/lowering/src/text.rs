@@ -66,11 +66,7 @@ impl Graph {
         check_length(text.as_bytes())?;
         let mut graph = Builder::default();
         let mut returned = false;
-        for (index, line) in text.lines().enumerate() {
-            let mut line = Line { rest: line.trim(), number: index + 1 };
-            if line.rest.is_empty() || line.rest.starts_with("//") {
-                continue;
-            }
+        for mut line in lines(text) {
             if returned {
                 return Err(line.wanted("nothing after `return`"));
             }
@@ -93,6 +89,19 @@ impl Graph {
             false => Err(LoweringError::unexpected("the end", "no more lines", "`return`")),
         }
     }
+
+    /// The line of a text, of which the first is 1, that has the operation with an index in [`ops`](Self::ops); none if
+    /// [`from_text`](Self::from_text) reads no such operation there.
+    pub fn line_of(text: &str, op: usize) -> Option<usize> {
+        let is_op = |line: &Line<'_>| line.rest.starts_with(['%', '_']);
+        lines(text).filter(is_op).nth(op).map(|line| line.number)
+    }
+}
+
+/// The lines that say something.
+fn lines(text: &str) -> impl Iterator<Item = Line<'_>> {
+    let lines = text.lines().enumerate().map(|(index, line)| Line { rest: line.trim(), number: index + 1 });
+    lines.filter(|line| !line.rest.is_empty() && !line.rest.starts_with("//"))
 }
 
 /// An operation as text: its kind, its operands, its other attributes.

@@ -5,7 +5,10 @@ use std::{fmt, str::FromStr};
 use antiphon_tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::sym::SymExpr;
+use crate::{
+    places::{Places, row_major},
+    sym::SymExpr,
+};
 
 /// The type of a value's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -150,11 +153,7 @@ impl Type {
 
     /// The strides of a row-major tensor of this shape, unless they overflow.
     pub fn row_major(&self) -> Option<Vec<SymExpr>> {
-        let mut strides = vec![SymExpr::constant(1); self.shape.len()];
-        for dim in (1..self.shape.len()).rev() {
-            strides[dim - 1] = strides[dim].times(&self.shape[dim])?;
-        }
-        Some(strides)
+        row_major(&self.shape)
     }
 
     /// How many elements there are, unless that overflows.
@@ -165,6 +164,15 @@ impl Type {
     /// How many bytes the elements take, without gaps.
     pub fn bytes(&self) -> Option<SymExpr> {
         self.numel()?.times(&(self.dtype.size() as i64).into())
+    }
+
+    /// How many elements the memory has at least in which this lies: up to the last element, with the offset and all gaps. None if
+    /// that overflows.
+    pub fn reach(&self) -> Option<SymExpr> {
+        match &self.strides {
+            None => self.offset.plus(&self.numel()?),
+            Some(_) => Places::of(self)?.reach(),
+        }
     }
 
     /// The last extent; 1 for a scalar.

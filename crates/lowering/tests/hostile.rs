@@ -2,7 +2,7 @@
 
 mod common;
 
-use antiphon_lowering::{Costs, Device, Graph, Options, World, fuzz, interpret, lower, verify};
+use antiphon_lowering::{Costs, Device, Graph, Options, World, check, fuzz, interpret, lower, verify};
 use common::Chance;
 
 const TEXT: &str = "sym s0 min 1 max 9 hint 3
@@ -32,11 +32,18 @@ fn changed_bytes_do_no_harm() {
     let text = TEXT.replace("%a; %b = never\n", "");
     let json = Graph::from_text(&text).unwrap().to_json();
     let torch = torch();
+    let (before, after) = fuzz::planned();
+    assert_eq!(check(&before, &after.plan, &after.graph), []);
+    assert!(!after.plan.slots.is_empty(), "{}", after.plan.to_json());
+    let plan = after.plan.to_json();
     let mut chance = Chance(5);
-    for round in 0..3_000 {
-        let source = [&text, &json, &torch][round % 3];
+    for round in 0..4_000 {
+        let source = [&text, &json, &torch, &plan][round % 4];
         let mut bytes = source.clone().into_bytes();
         for _ in 0..1 + chance.below(3) {
+            if bytes.is_empty() {
+                break;
+            }
             let at = chance.below(bytes.len());
             match chance.below(4) {
                 0 => bytes[at] = b"0123456789[](){}%\",:=*s-"[chance.below(24)],
@@ -50,9 +57,12 @@ fn changed_bytes_do_no_harm() {
                 }
             }
         }
-        fuzz::graph_file(&bytes);
+        match round % 4 {
+            3 => fuzz::plan_file(&bytes),
+            _ => fuzz::graph_file(&bytes),
+        }
         let Ok(text) = String::from_utf8(bytes) else { continue };
-        let graph = match round % 3 {
+        let graph = match round % 4 {
             0 => Graph::from_text(&text),
             1 => Graph::from_json(text.as_bytes()),
             _ => Graph::from_torch(text.as_bytes()),
@@ -79,6 +89,24 @@ fn what_is_refused_says_where() {
             .starts_with("ops[0].args[0]: found x")
     );
     assert!(json("[").contains("line 1 column 1"));
+}
+
+#[test]
+fn the_line_of_an_operation_is_told() {
+    let text = format!(
+        "// a comment\n\n{}",
+        TEXT.replace("%a; %b = never\n", "_ = opaque(%w) target=told effect=true\n")
+    );
+    let graph = Graph::from_text(&text).unwrap();
+    for (index, op) in graph.ops.iter().enumerate() {
+        let line = text.lines().nth(Graph::line_of(&text, index).unwrap() - 1).unwrap();
+        assert!(
+            line.starts_with(&format!("%{}: ", op.name)) || line.starts_with("_ = opaque"),
+            "{}: {line}",
+            op.name
+        );
+    }
+    assert_eq!(Graph::line_of(&text, graph.ops.len()), None);
 }
 
 #[test]

@@ -16,7 +16,7 @@ __all__ = ["apply"]
 
 
 def apply(graph: Graph, edits: Mapping[str, Any], sites: Mapping[str, str]) -> None:
-    """Applies the edits that ``_core.lower`` returned. The site of each new call is that of its group in ``sites``, and the
+    """Applies the edits that ``_core.Lowering`` returned. The site of each new call is that of its group in ``sites``, and the
     call's number among those of the group.
 
     Raises ``NotImplementedError`` for an operation for which torch has no operator.

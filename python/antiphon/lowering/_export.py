@@ -19,7 +19,7 @@ __all__ = ["COMM_BUFFER", "export", "names_of"]
 
 
 def export(graph: Graph, groups: Mapping[str, int], spellings: tuple[str, ...] = ()) -> bytes:
-    """The graph as ``_core.lower`` takes it, with the sizes of the groups that it names, and with the meanings of operators that
+    """The graph as ``_core.Lowering`` takes it, with the sizes of the groups that it names, and with the meanings of operators that
     :func:`antiphon.lowering.spell` taught.
 
     A copy into a comm buffer is exported as the copied tensor, which then asks for symmetric memory. What ``control_deps`` wraps is

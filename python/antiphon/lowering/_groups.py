@@ -21,11 +21,15 @@ def attach(group: dist.ProcessGroup | None = None, name: str | None = None) -> s
     This is the group's own name, or ``name`` if given: vLLM's programs, for example, call a group ``"tp:0"``.
 
     All ranks of the group make the same calls of ``attach``. The ranks must be on one machine. A group of the backend
-    ``"antiphon"`` has a communicator already. Raises ``ValueError`` if this process is not in the group.
+    ``"antiphon"`` has a communicator already. Raises ``ValueError`` if this process is not in the group, and without a group before
+    ``init_process_group``.
     """
-    group = dist.group.WORLD if group is None else group
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("attach: no group: pass one, or call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"attach: this process is in no group {group!r}")
+        raise ValueError("attach: this process is not in the group")
     if not isinstance(group, Group) and group not in _attached:
         _attached[group] = antiphon.init(group=group)
         ops.register(_attached[group], group.group_name)

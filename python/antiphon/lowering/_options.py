@@ -27,7 +27,8 @@ class Options:
     ``tables``       the path of a file of ``antiphon tune``, equal on all ranks, whose measured times replace the built-in ones
     ``overlap``      whether starts come early and waits late, neighbouring calls become one, and inductor keeps that order
     ``groups``       the names of the groups whose calls the pass may change; by default all that are attached
-    ``strict``       whether a failed proof raises ``RuntimeError``; otherwise the graph stays unchanged, with a warning
+    ``strict``       whether a failed proof raises ``RuntimeError``; otherwise the graph stays unchanged, with a warning. Small programs,
+                     before and after, are also run on numbers, and must agree
     ================ ==========================================================================================
     """
 
@@ -74,7 +75,7 @@ class Options:
         return ours, {name: value for name, value in given.items() if name not in known}
 
     def request(self) -> dict[str, Any]:
-        """The options in the form that ``_core.lower`` takes."""
+        """The options in the form that ``_core.Lowering`` takes."""
         names = ("numerics", "fuse", "merge", "realize", "overlap")
         tables = "built_in" if self.tables is None else {"file": self.tables}
         return {"tables": tables} | {name: getattr(self, name) for name in names}

@@ -100,7 +100,7 @@ class Pass(CustomGraphPass):
         program: bytes | None = None
         try:
             program = export(graph, sizes, tuple(_spellings))
-            edits = self._proved(graph, program, sizes, ours, verbose=asked == "log")
+            edits = self._proved(graph, program, sizes, ours, asked)
         except Exception as error:
             if self.options.strict or asked == "strict":
                 raise RuntimeError(f"antiphon.lowering: a graph is left as it was: {error}") from error
@@ -111,14 +111,15 @@ class Pass(CustomGraphPass):
             raise RuntimeError("antiphon.lowering: the same edits gave two programs")
 
     def _proved(
-        self, graph: Graph, program: bytes, sizes: dict[str, int], ours: list[str], verbose: bool
+        self, graph: Graph, program: bytes, sizes: dict[str, int], ours: list[str], asked: str
     ) -> "_Edits | None":
         """The edits of the graph, proved on a copy of it; nothing if there is nothing to change."""
         device = "h200" if any(_is_cuda(node) for node in graph.nodes) else "host"
         if device != "host" and self.options.realize == "always":
             raise ValueError("realize='always': comm buffers are for tensors on the host")
         request = {"world": {"device": device, "groups": ours}, "options": self.options.request()}
-        answer = json.loads(_core.lower(program, json.dumps(request)))
+        lowering = _core.Lowering(program, json.dumps(request))
+        answer = json.loads(lowering.answer())
         if findings := answer["report"]["findings"]:
             raise ValueError("; ".join(finding["text"] for finding in findings[:3]))
         report = Report(
@@ -132,11 +133,15 @@ class Pass(CustomGraphPass):
             slots, freezes = answer["plan"]["slots"], self.options.overlap
             edits = _Edits(answer["edits"], slots, self._sites(answer), sizes, freezes)
             edits.proved = edits(_copied(graph))
-            plan = json.dumps(answer["plan"]).encode()
-            if found := _core.check_lowering(program, plan, edits.proved):
+            if found := _unproved(lowering, edits.proved):
                 raise ValueError("; ".join(found[:3]))
+            if self.options.strict or asked == "strict":
+                agrees, text = lowering.second_opinion(edits.proved)
+                if not agrees:
+                    raise ValueError(f"{text} (the programs are in {_kept(program)} and {_kept(edits.proved)})")
+                log.info("%s", text)
         _reports.append(report)
-        log.log(logging.WARNING if verbose else logging.INFO, "%s", report)
+        log.log(logging.WARNING if asked == "log" else logging.INFO, "%s", report)
         return edits
 
     def _sites(self, answer: dict[str, Any]) -> dict[str, str]:
@@ -176,6 +181,11 @@ class _Edits:
         if self._freezes:
             freeze(graph)
         return export(graph, self._sizes, tuple(_spellings))
+
+
+def _unproved(lowering: _core.Lowering, program: bytes) -> list[str]:
+    """Why a program is not shown to compute what the one before does."""
+    return lowering.check(program)
 
 
 def _copied(graph: Graph) -> Graph:

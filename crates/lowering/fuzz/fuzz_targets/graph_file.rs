@@ -1,4 +1,7 @@
-//! Graphs from strangers: text, JSON, torch's.
+//! Files of strangers: graphs as text, JSON and torch's, and plans.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| antiphon_lowering::fuzz::graph_file(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    antiphon_lowering::fuzz::graph_file(bytes);
+    antiphon_lowering::fuzz::plan_file(bytes);
+});

@@ -1,21 +1,25 @@
 //! A graph run by the book, for all ranks of a world at once.
 
+mod compare;
 mod memory;
 mod norm;
+mod numbers;
 
 use antiphon_operation::ReduceOp;
-use antiphon_tensor::{DType, E4M3};
+use antiphon_tensor::DType;
 
 use crate::{
     analysis::Analysis,
     graph::{Graph, Op},
     ids::ValueId,
-    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Reduction, Unary},
-    terms::rounded,
+    numerics::rounded,
+    op::{Coll, Fused, FusedArg, FusedOutput, Kind, Prim},
     types::{Element, Type},
-    verify::verify,
+    verify::{arithmetic::computed, verify},
 };
+pub use compare::{Difference, Opinion, compare, second_opinion};
 use memory::{Memory, Shapes};
+use numbers::{Numbers, full};
 
 /// The most elements that all storages of one rank may have together.
 const MAX_ELEMENTS: usize = 1 << 26;
@@ -118,27 +122,17 @@ impl Machine<'_> {
             let name = self.graph.name(value);
             return Err(format!("{name} is {} {:?}, not {} {shape:?}", tensor.dtype, tensor.shape, ty.dtype));
         }
+        let is_one = |value: &f64| value.is_nan() || full(ty.dtype, *value) == *value;
+        if let Some(at) = tensor.data.iter().position(|value| !is_one(value)) {
+            let (name, value) = (self.graph.name(value), tensor.data[at]);
+            return Err(format!("element {at} of {name} is {value}, which {} has not", ty.dtype));
+        }
         self.write(rank, value, &tensor.data);
         Ok(())
     }
 
-    /// A number as a result of this type.
-    fn round(&self, to: Element, value: f64) -> f64 {
-        let exact = self.arithmetic == Arithmetic::Exact;
-        match to {
-            Element::Number(dtype) if !(exact && dtype.is_float()) => rounded(dtype, value),
-            Element::E4m3 if !exact => E4M3::from_f32(value as f32).to_f32().into(),
-            Element::Bool => f64::from(value != 0.0),
-            _ => value,
-        }
-    }
-
-    /// A number as a step of arithmetic on such elements leaves it.
-    fn step(&self, of: Element, value: f64) -> f64 {
-        match of {
-            Element::Number(DType::F32 | DType::F16 | DType::BF16) => self.round(DType::F32.into(), value),
-            _ => self.round(of, value),
-        }
+    fn arithmetic(&self) -> Numbers {
+        Numbers { exact: self.arithmetic == Arithmetic::Exact }
     }
 
     fn run(&mut self, op: &Op) -> Result<(), String> {
@@ -165,42 +159,55 @@ impl Machine<'_> {
 
     /// What an operation without communication gives.
     fn local(&self, op: &Op, args: &[Vec<f64>], index: usize, out: ValueId) -> Result<Vec<f64>, String> {
-        let (ty, shape) = (self.graph.ty(out), self.shapes.shape(out));
+        let (to, shape) = (self.graph.ty(out).dtype, self.shapes.shape(out));
         let count = shape.iter().product();
         let source = |arg: usize| (&args[arg], self.shapes.shape(op.args[arg]));
-        let element = |arg: usize| self.graph.ty(op.args[arg]).dtype;
-        let rounded = |data: Vec<f64>| data.into_iter().map(|value| self.round(ty.dtype, value)).collect();
+        let types: Vec<&Type> = op.args.iter().map(|arg| self.graph.ty(*arg)).collect();
+        let numbers = self.arithmetic();
+        let element = || computed(&op.kind, &types);
+        let all = |from: Element, data: Vec<f64>| -> Vec<f64> {
+            data.into_iter().map(|value| numbers.convert(from, to, value)).collect()
+        };
         Ok(match &op.kind {
-            Kind::Full { value } => vec![self.round(ty.dtype, *value); count],
+            Kind::Full { value } => vec![full(to, *value); count],
             Kind::Unary { op } => {
-                rounded(args[0].iter().map(|x| self.step(element(0), unary(*op, *x))).collect())
+                let element = element()?;
+                all(element, args[0].iter().map(|x| numbers.unary(*op, element, *x)).collect())
             }
             Kind::Binary { op, scalar, swapped } => {
+                let element = element()?;
                 let x = memory::spread(source(0), shape);
                 let y = match scalar {
-                    Some(number) => vec![self.step(element(0), *number); count],
+                    Some(number) => {
+                        vec![element.number().map_or(*number, |dtype| rounded(dtype, *number)); count]
+                    }
                     None => memory::spread(source(1), shape),
                 };
                 let (x, y) = if *swapped { (y, x) } else { (x, y) };
-                let wide = if element(0).is_float() || scalar.is_some() { element(0) } else { ty.dtype };
-                rounded(x.iter().zip(&y).map(|(x, y)| self.step(wide, binary(*op, *x, *y))).collect())
+                all(element, x.iter().zip(&y).map(|(x, y)| numbers.binary(*op, element, *x, *y)).collect())
             }
-            Kind::Cast | Kind::Copy => rounded(args[0].clone()),
-            Kind::Assign => rounded(memory::spread(source(1), shape)),
-            Kind::Reduce { op, dims, .. } => rounded(reduce(*op, source(0), dims, count)),
+            Kind::Cast => all(types[0].dtype, args[0].clone()),
+            Kind::Copy => args[0].clone(),
+            Kind::Assign => all(types[1].dtype, memory::spread(source(1), shape)),
+            Kind::Reduce { op, dims, keepdim: _ } => {
+                let element = if to.is_float() { element()? } else { to };
+                all(element, numbers.reduce(*op, element, source(0), dims, count))
+            }
             Kind::MatMul => {
+                let element = element()?;
                 let (k, n) = (self.shapes.shape(op.args[0])[1], shape[1]);
                 let dot = |at: usize| {
                     let (row, column) = (at / n, at % n);
                     (0..k).fold(0.0, |sum, i| {
-                        self.step(ty.dtype, sum + args[0][row * k + i] * args[1][i * n + column])
+                        numbers.step(element, sum + args[0][row * k + i] * args[1][i * n + column])
                     })
                 };
-                rounded((0..count).map(dot).collect())
+                all(element, (0..count).map(dot).collect())
             }
-            Kind::Opaque { target, attributes, effect, communicates, .. } => {
+            Kind::Opaque { target, attributes, aliases: _, effect, communicates } => {
                 let turn = if *effect || *communicates { self.effects } else { 0 };
-                rounded(opaque(&format!("{target} {attributes} {index} {turn}"), args, count))
+                let data = opaque(&format!("{target} {attributes} {index} {turn}"), args, count);
+                all(Element::Number(DType::F64), data)
             }
             _ => return Err("it is not computed here".into()),
         })
@@ -222,26 +229,7 @@ impl Machine<'_> {
     }
 
     fn reduced(&self, red: ReduceOp, dtype: Element, given: &[Vec<f64>], at: usize) -> f64 {
-        let step = |value: f64| match dtype.is_float() {
-            true => self.step(dtype, value),
-            false => value,
-        };
-        let values = given.iter().map(|data| data[at]);
-        let total = match red {
-            ReduceOp::Sum | ReduceOp::Avg => values.reduce(|sum, x| step(sum + x)),
-            ReduceOp::Prod => values.reduce(|product, x| step(product * x)),
-            ReduceOp::Min => values.reduce(|a, b| if a.is_nan() || a < b { a } else { b }),
-            ReduceOp::Max => values.reduce(|a, b| if a.is_nan() || a > b { a } else { b }),
-            ReduceOp::Band => values.reduce(|a, b| (a as i64 & b as i64) as f64),
-            ReduceOp::Bor => values.reduce(|a, b| (a as i64 | b as i64) as f64),
-            ReduceOp::Bxor => values.reduce(|a, b| (a as i64 ^ b as i64) as f64),
-        };
-        let total = total.unwrap_or(0.0);
-        let total = if red == ReduceOp::Avg { step(total / given.len() as f64) } else { total };
-        match dtype {
-            Element::Number(dtype) if !dtype.is_float() => wrapped(dtype, total.trunc()),
-            dtype => self.round(dtype, total),
-        }
+        self.arithmetic().reduced(red, dtype, given.iter().map(|data| data[at]))
     }
 
     fn segment(
@@ -342,77 +330,6 @@ impl Machine<'_> {
         }
         Ok(())
     }
-}
-
-/// An integer in as many bits as its type has.
-fn wrapped(dtype: DType, value: f64) -> f64 {
-    let value = value as i64;
-    match dtype {
-        DType::I32 => f64::from(value as i32),
-        DType::I8 => f64::from(value as i8),
-        DType::U8 => f64::from(value as u8),
-        _ => value as f64,
-    }
-}
-
-fn unary(op: Unary, x: f64) -> f64 {
-    match op {
-        Unary::Neg => -x,
-        Unary::Abs => x.abs(),
-        Unary::Sqrt => x.sqrt(),
-        Unary::Rsqrt => 1.0 / x.sqrt(),
-        Unary::Reciprocal => 1.0 / x,
-        Unary::Exp => x.exp(),
-        Unary::Exp2 => x.exp2(),
-        Unary::Log2 => x.log2(),
-        Unary::Ceil => x.ceil(),
-        Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
-        Unary::Silu => x / (1.0 + (-x).exp()),
-        Unary::Relu => x.max(0.0),
-        Unary::Tanh => x.tanh(),
-    }
-}
-
-fn binary(op: Binary, x: f64, y: f64) -> f64 {
-    match op {
-        Binary::Add => x + y,
-        Binary::Sub => x - y,
-        Binary::Mul => x * y,
-        Binary::Div => x / y,
-        Binary::Pow => x.powf(y),
-        Binary::Maximum => {
-            if x.is_nan() || x > y {
-                x
-            } else {
-                y
-            }
-        }
-        Binary::Minimum => {
-            if x.is_nan() || x < y {
-                x
-            } else {
-                y
-            }
-        }
-    }
-}
-
-fn reduce(op: Reduction, (data, shape): (&Vec<f64>, &[usize]), dims: &[usize], count: usize) -> Vec<f64> {
-    let start = if op == Reduction::Amax { f64::NEG_INFINITY } else { 0.0 };
-    let mut results = vec![start; count];
-    let mut at = 0;
-    memory::each_index(shape, |index| {
-        let kept = index.iter().enumerate().filter(|(dim, _)| !dims.contains(dim));
-        let place = kept.fold(0, |place, (dim, i)| place * shape[dim] + i);
-        let (result, value) = (&mut results[place], data[at]);
-        *result = if op == Reduction::Amax { result.max(value) } else { *result + value };
-        at += 1;
-    });
-    let extent: usize = dims.iter().map(|dim| shape[*dim]).product();
-    if op == Reduction::Mean {
-        results.iter_mut().for_each(|result| *result /= extent as f64);
-    }
-    results
 }
 
 /// A linear function of all elements, whose weights follow from the text.

@@ -3,8 +3,8 @@
 use antiphon_tensor::{DType, E4M3};
 
 use crate::{
+    numerics::rounded,
     op::{Fused, Quantize},
-    terms::rounded,
 };
 
 pub(super) struct Call<'g> {

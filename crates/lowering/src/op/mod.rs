@@ -296,7 +296,9 @@ impl Kind {
         let writes = |index: usize| matches!(self.result_memory(index), ResultMemory::Write(_));
         match self {
             Self::Input => true,
-            Self::Opaque { effect, aliases, .. } => *effect || (0..aliases.len()).any(writes),
+            Self::Opaque { effect, communicates, aliases, .. } => {
+                *effect || *communicates || (0..aliases.len()).any(writes)
+            }
             Self::Wait { .. } | Self::Assign => true,
             _ => self.communicates(),
         }

@@ -9,15 +9,14 @@
 //! as long as one of them is predicted to make the program faster: neighbouring buckets become one, a bucket is divided, or the
 //! member at a border moves to the bucket beside it.
 
-use super::{Flight, flight, most_trials, replace};
+use super::{Flight, context::Context, flight, most_trials, replace};
 use crate::{
     costs::{Clock, Costs, size_of},
+    decisions::Rewrite,
     graph::{Graph, Names, Op},
     hash::{HashMap, HashSet},
     ids::{OpId, TokenId},
-    lower::Context,
     op::{Coll, Kind, Prim},
-    plan::Rewrite,
     types::Element,
     verify::verify,
 };

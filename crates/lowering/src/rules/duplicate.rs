@@ -1,15 +1,17 @@
 //! The same collective of the same value is made once.
 //!
-//! Applies to two collectives over one group that are equal in all but their token, whose operands have equal terms and
-//! types. The second one's memory must not leave the graph or be written, nor the first one's be written: they become one.
+//! Applies to two collectives over one group that are equal in all but their token, whose operands are computed by the same
+//! operations of the same operands ([`numbering`]). The second one's memory must not leave the graph or be written, nor the
+//! first one's be written: they become one.
 
-use super::{flight, replace};
-use crate::{hash::HashMap, ids::OpId, lower::Context, op::Kind, plan::Rewrite};
+use super::{context::Context, flight, numbering, replace};
+use crate::{decisions::Rewrite, hash::HashMap, ids::OpId};
 
 pub(super) fn apply(cx: &mut Context<'_>) {
     let analysis = cx.analysis();
-    let of = cx.meanings().1.clone();
-    let mut first: HashMap<String, (String, crate::ValueId)> = HashMap::default();
+    let numbers = numbering::of(&cx.graph, &analysis);
+    let mut first: HashMap<(String, Option<numbering::Number>), (String, crate::ValueId)> =
+        HashMap::default();
     let (mut flights, mut by) = (Vec::new(), HashMap::default());
     for index in 0..cx.graph.ops.len() {
         let Some((found, coll)) = flight(&cx.graph, &analysis, OpId::from(index)) else { continue };
@@ -18,15 +20,16 @@ pub(super) fn apply(cx: &mut Context<'_>) {
         }
         let op = cx.graph.op(found.start);
         let name = op.name.clone();
-        let key = format!("{coll:?} {:?} {}", of[op.args[0].index()], cx.graph.ty(op.args[0]).dense());
+        let key = (format!("{coll:?} {}", cx.graph.ty(op.args[0]).dense()), numbers[op.args[0].index()]);
         let Some((other, ready)) = first.get(&key).cloned() else {
             first.insert(key, (name, found.ready));
             continue;
         };
         let storage = |value: crate::ValueId| analysis.store[value.index()];
         // The wait itself writes once.
-        let is_left_alone =
-            |value| storage(value).is_some_and(|store| !is_written_again(cx, &analysis, store));
+        let is_left_alone = |value| {
+            storage(value).is_some_and(|store| !numbering::is_overwritten(&cx.graph, &analysis, store))
+        };
         let escapes = storage(found.ready).is_none_or(|store| analysis.stores[store.index()].escapes);
         if escapes || !is_left_alone(found.ready) || !is_left_alone(ready) {
             cx.refuse(
@@ -45,13 +48,4 @@ pub(super) fn apply(cx: &mut Context<'_>) {
     }
     replace(&mut cx.graph, &flights, Vec::new());
     cx.graph.substitute(&by);
-}
-
-fn is_written_again(cx: &Context<'_>, analysis: &crate::Analysis, store: crate::StoreId) -> bool {
-    let writes = analysis.values(store).iter().filter(|value| analysis.version[value.index()] > 0);
-    let by_others = writes.filter(|value| {
-        let op = analysis.op_of(&cx.graph, **value);
-        op.is_some_and(|op| !matches!(op.kind, Kind::Wait { .. } | Kind::View { .. }))
-    });
-    by_others.count() > 0
 }

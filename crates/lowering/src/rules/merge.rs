@@ -4,15 +4,15 @@
 //! The sum of the second call's place is made of `a + b`. Floating-point numbers are rounded otherwise then, so that
 //! [`Numerics::Same`] refuses those.
 
-use super::{Flight, flight, replace};
+use super::{Flight, context::Context, flight, replace};
 use crate::{
     analysis::Analysis,
+    decisions::Rewrite,
     graph::Op,
     hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
-    lower::{Context, Numerics},
+    numerics::Numerics,
     op::{Binary, Coll, Kind, View},
-    plan::Rewrite,
 };
 
 /// The most sums that are made one after the other of one.

@@ -12,9 +12,11 @@
 //! | `schedule` | starts come early and waits late, where that is asked for |
 
 mod bucket;
+pub(crate) mod context;
 mod duplicate;
 pub(crate) mod fuse;
 mod merge;
+mod numbering;
 pub mod realize;
 mod schedule;
 pub mod sync;
@@ -25,10 +27,10 @@ use crate::{
     graph::{Graph, Op},
     hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
-    lower::Context,
     op::{Coll, Kind, View},
     types::Type,
 };
+use context::Context;
 
 type Rule = fn(&mut Context<'_>);
 

@@ -4,15 +4,15 @@
 //! predicted to end earlier than the wait for one beside it. What goes is found by its token: another collective of the same
 //! memory keeps its wait.
 
-use super::{Flight, flight};
+use super::{Flight, context::Context, flight};
 use crate::{
     costs::{Call, Costs, size_of},
+    decisions::Rewrite,
     graph::{Graph, Names},
     hash::HashMap,
     ids::{OpId, ValueId},
-    lower::Context,
     op::{Coll, Kind},
-    plan::{Choice, Rewrite},
+    plan::Choice,
 };
 
 pub(super) fn apply(cx: &mut Context<'_>) {

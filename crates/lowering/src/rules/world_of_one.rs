@@ -3,8 +3,8 @@
 //! Applies to collectives over a group of one rank whose results have memory of their own. Those in place are left alone:
 //! what they would write is there already, but others may wait for their results.
 
-use super::{flight, replace};
-use crate::{graph::Op, ids::OpId, lower::Context, op::Kind, plan::Rewrite};
+use super::{context::Context, flight, replace};
+use crate::{decisions::Rewrite, graph::Op, ids::OpId, op::Kind};
 
 pub(super) fn apply(cx: &mut Context<'_>) {
     let analysis = cx.analysis();

@@ -127,6 +127,27 @@ impl SymExpr {
         Some(product)
     }
 
+    /// The quotient, where it is one of polynomials: by an equal expression, or by a constant that divides every coefficient.
+    pub(crate) fn divided(&self, by: &Self) -> Option<Self> {
+        if self == by {
+            return (*by != Self::constant(0)).then(|| Self::constant(1));
+        }
+        let by = by.as_constant().filter(|by| *by != 0)?;
+        let divided = |x: i64| (x % by == 0).then(|| x / by);
+        let terms = self.terms.iter().map(|(factors, x)| Some((factors.clone(), divided(*x)?)));
+        Some(Self { constant: divided(self.constant)?, terms: terms.collect::<Option<_>>()? })
+    }
+
+    /// Whether this is at least `least` for all values of the symbols.
+    pub(crate) fn is_at_least(&self, least: i64, syms: &[Sym]) -> bool {
+        self.range(syms).min.is_some_and(|min| min >= least)
+    }
+
+    /// The difference, unless a coefficient overflows or it has too many terms.
+    pub(crate) fn minus(&self, other: &Self) -> Option<Self> {
+        self.plus(&Self::constant(-1).times(other)?)
+    }
+
     /// The product of sizes.
     pub fn product<'a>(sizes: impl IntoIterator<Item = &'a Self>) -> Option<Self> {
         let mut product = Self::constant(1);

@@ -103,7 +103,7 @@ impl Importer {
     pub(super) fn suits(&self, kind: &Kind, args: &[ValueId], outs: &[&Type]) -> bool {
         let args: Vec<&Type> = args.iter().map(|value| &self.types[value.index()]).collect();
         let size = kind.group().and_then(|group| self.graph.group_size(group));
-        suit(kind, &args, outs, size.unwrap_or(1)).is_ok()
+        suit(kind, &args, outs, size.unwrap_or(1), self.graph.syms()).is_ok()
     }
 
     /// An operation on tensors, without communication.

@@ -12,6 +12,7 @@ use crate::{
 use shapes::{fits, shapes};
 pub(crate) use shapes::{is_fusible, suit};
 
+pub(crate) mod arithmetic;
 mod shapes;
 
 /// What is wrong with a graph; nothing if it makes sense.
@@ -33,7 +34,7 @@ pub fn verify(graph: &Graph) -> Vec<Finding> {
     for op in &graph.ops {
         verifier.versions(op, &mut latest);
         verifier.flights(op);
-        if let Err(text) = shapes(graph, op) {
+        if let Err(text) = shapes(graph, &analysis, op) {
             verifier.findings.push(Finding::new(FindingKind::Shape, text).op(&op.name));
         }
         if let Some(text) = op.kind.group().and_then(|group| fits(graph, op, group).err()) {

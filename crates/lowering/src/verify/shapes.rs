@@ -1,11 +1,13 @@
 //! Whether operands, results and groups fit an operation.
 
-use super::F32;
+use super::{F32, arithmetic};
 use crate::{
+    analysis::Analysis,
     graph::{Graph, Op},
     ids::ValueId,
-    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, View},
-    sym::SymExpr,
+    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, ResultMemory, View},
+    places::Places,
+    sym::{Sym, SymExpr},
     types::Type,
 };
 
@@ -32,14 +34,25 @@ pub(super) fn fits(graph: &Graph, op: &Op, name: &str) -> Fits {
 }
 
 /// Whether operands and results fit the operation.
-pub(super) fn shapes(graph: &Graph, op: &Op) -> Fits {
+pub(super) fn shapes(graph: &Graph, analysis: &Analysis, op: &Op) -> Fits {
     let types = |ids: &[ValueId]| ids.iter().map(|id| graph.ty(*id)).collect::<Vec<_>>();
     let (args, outs) = (types(&op.args), types(&op.outs));
     outs.iter().try_for_each(|out| makes_sense(graph, out))?;
     let size = op.kind.group().and_then(|group| graph.group(group)).map_or(1, |group| group.size);
-    suit(&op.kind, &args, &outs, size)?;
-    match (&op.kind, graph.root(op.outs.first().copied().unwrap_or(ValueId(0)))) {
-        (Kind::View { view: View::Strided }, Some(root)) => lies_in(outs[0], graph.ty(root)),
+    suit(&op.kind, &args, &outs, size, &graph.syms)?;
+    // An input, and what an unknown operation gives, may show one element many times.
+    if !matches!(op.kind, Kind::Input | Kind::Constant | Kind::Opaque { .. }) {
+        let is_fresh = |(index, _): &(usize, &&Type)| op.kind.result_memory(*index) == ResultMemory::Fresh;
+        outs.iter().enumerate().filter(is_fresh).try_for_each(|(_, out)| are_apart(out, &graph.syms))?;
+    }
+    let root = || analysis.root(*op.outs.first()?);
+    match (&op.kind, root()) {
+        (Kind::View { view: View::Strided }, Some(root)) => {
+            let is_given =
+                analysis.op_of(graph, root).is_some_and(|op| matches!(op.kind, Kind::Input | Kind::Constant));
+            lies_in(outs[0], graph.ty(root))?;
+            if is_given { Ok(()) } else { reads_no_gap(outs[0], graph.ty(root), &graph.syms) }
+        }
         _ => Ok(()),
     }
 }
@@ -61,20 +74,7 @@ fn makes_sense(graph: &Graph, ty: &Type) -> Fits {
 
 /// Whether a view ends where its storage does, or before, as far as their sizes are known.
 fn lies_in(view: &Type, root: &Type) -> Fits {
-    let end = |ty: &Type| -> Option<i64> {
-        let strides = match &ty.strides {
-            Some(strides) => strides.clone(),
-            None => ty.row_major()?,
-        };
-        let mut last = ty.offset.as_constant()?;
-        for (size, stride) in ty.shape.iter().zip(&strides) {
-            match size.as_constant()? {
-                0 => return Some(0),
-                size => last = last.checked_add((size - 1).checked_mul(stride.as_constant()?)?)?,
-            }
-        }
-        last.checked_add(1)
-    };
+    let end = |ty: &Type| ty.reach()?.as_constant();
     match (end(view), end(root)) {
         (Some(end), Some(elements)) if end > elements => {
             Err(format!("the view {view} ends at element {end}, of {elements}"))
@@ -83,8 +83,31 @@ fn lies_in(view: &Type, root: &Type) -> Fits {
     }
 }
 
+/// Whether no two elements of what is written lie in one place.
+fn are_apart(ty: &Type, syms: &[Sym]) -> Fits {
+    match ty.strides.is_none() || Places::of(ty).is_some_and(|places| places.are_apart(syms)) {
+        true => Ok(()),
+        false => Err(format!("elements of {ty} may lie in one place, and are written")),
+    }
+}
+
+/// Whether a view of what an operation has computed, as far as sizes are known, shows no memory between its elements.
+fn reads_no_gap(view: &Type, root: &Type, syms: &[Sym]) -> Fits {
+    let (Some(places), Some(layout), Some(elements)) = (Places::of(view), Places::of(root), root.numel())
+    else {
+        return Err(format!("the view {view} of {root} overflows"));
+    };
+    let is_known = layout.reach().and_then(|reach| reach.as_constant()).is_some();
+    match layout.is_all(&elements) || !is_known || places.within(&layout, syms).is_some() {
+        true => Ok(()),
+        false => {
+            Err(format!("the view {view} shows memory between the elements of {root}, which nobody wrote"))
+        }
+    }
+}
+
 /// Whether operands and results of these types fit an operation, for a group of so many ranks.
-pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32) -> Fits {
+pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32, syms: &[Sym]) -> Fits {
     let count = |wanted_args: usize, wanted_outs: usize| -> Fits {
         match (args.len(), outs.len()) == (wanted_args, wanted_outs) {
             true => Ok(()),
@@ -96,14 +119,20 @@ pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32)
         }
     };
     let differ = |what: &str, found: &Type, wanted: &Type| Err(format!("{what} is {found}, wanted {wanted}"));
+    // What is computed, and in which elements, comes behind the numbers of operands and results.
+    let computes = |wanted: usize| -> Fits {
+        count(wanted, 1)?;
+        arithmetic::check(kind, args, outs[0])
+    };
     match kind {
-        Kind::Input | Kind::Constant | Kind::Full { .. } => count(0, 1),
+        Kind::Input | Kind::Constant => count(0, 1),
+        Kind::Full { .. } => computes(0),
         Kind::Unary { .. } => {
-            count(1, 1)?;
+            computes(1)?;
             if outs[0].shape == args[0].shape { Ok(()) } else { differ("the result", outs[0], args[0]) }
         }
         Kind::Binary { op, scalar, .. } => {
-            count(if scalar.is_some() { 1 } else { 2 }, 1)?;
+            computes(if scalar.is_some() { 1 } else { 2 })?;
             if *op == Binary::Pow && scalar.is_none() {
                 return Err("a power needs a number for its exponent".into());
             }
@@ -114,11 +143,11 @@ pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32)
             }
         }
         Kind::Cast => {
-            count(1, 1)?;
+            computes(1)?;
             if outs[0].shape == args[0].shape { Ok(()) } else { differ("the result", outs[0], args[0]) }
         }
-        Kind::Reduce { dims, keepdim, .. } => {
-            count(1, 1)?;
+        Kind::Reduce { op: _, dims, keepdim } => {
+            computes(1)?;
             let ascending = dims.windows(2).all(|pair| pair[0] < pair[1]);
             if dims.is_empty() || !ascending || dims.last().is_some_and(|dim| *dim >= args[0].shape.len()) {
                 return Err(format!("dimensions {dims:?} of {}", args[0]));
@@ -136,18 +165,11 @@ pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32)
         Kind::View { view } => {
             count(1, 1)?;
             let same_elements = args[0].dtype == outs[0].dtype;
-            let same_shape = match view {
-                View::Reshape => args[0].numel() == outs[0].numel(),
-                View::Permute(dims) => {
-                    let mut sorted = dims.clone();
-                    sorted.sort_unstable();
-                    sorted.iter().copied().eq(0..args[0].shape.len())
-                        && dims.iter().map(|dim| &args[0].shape[*dim]).eq(&outs[0].shape)
-                }
-                View::Expand => broadcast(&args[0].shape, &outs[0].shape).as_ref() == Some(&outs[0].shape),
-                View::Strided => true,
-            };
-            if same_elements && same_shape { Ok(()) } else { differ("the view", outs[0], args[0]) }
+            if same_elements && shows(view, args[0], outs[0]) {
+                Ok(())
+            } else {
+                differ("the view", outs[0], args[0])
+            }
         }
         Kind::Copy => {
             count(1, 1)?;
@@ -155,7 +177,7 @@ pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32)
             if same { Ok(()) } else { differ("the copy", outs[0], args[0]) }
         }
         Kind::MatMul => {
-            count(2, 1)?;
+            computes(2)?;
             let wanted = match (&args[0].shape[..], &args[1].shape[..]) {
                 ([m, k], [l, n]) if k == l => vec![m.clone(), n.clone()],
                 _ => return Err(format!("a product of {}", list(args))),
@@ -164,9 +186,10 @@ pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32)
         }
         Kind::Assign => {
             count(2, 1)?;
+            arithmetic::converts(args[1].dtype, args[0].dtype)?;
             let fits = broadcast(&args[0].shape, &args[1].shape).as_ref() == Some(&args[0].shape);
             if fits && outs[0] == args[0] {
-                Ok(())
+                are_apart(args[0], syms)
             } else {
                 Err(format!("{} goes into {}", args[1], args[0]))
             }
@@ -193,6 +216,31 @@ pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32)
         }
         Kind::Fused { fused } => self::fused(fused, args, outs),
     }
+}
+
+/// Whether a view shows its operand's elements as it says, at the places where they are.
+fn shows(view: &View, from: &Type, to: &Type) -> bool {
+    let Some(places) = Places::of(to) else { return false };
+    let strides = || from.strides.clone().or_else(|| from.row_major());
+    let wanted = match view {
+        View::Reshape => (from.numel() == to.numel()).then(|| Places::of(from)).flatten(),
+        View::Permute(dims) => {
+            let mut sorted = dims.clone();
+            sorted.sort_unstable();
+            let turns = sorted.iter().copied().eq(0..from.shape.len())
+                && dims.iter().map(|dim| &from.shape[*dim]).eq(&to.shape);
+            let turned = |strides: Vec<SymExpr>| {
+                let dims = dims.iter().map(|dim| (&from.shape[*dim], strides[*dim].clone()));
+                Places::new(from.offset.clone(), dims)
+            };
+            strides().filter(|_| turns).and_then(turned)
+        }
+        View::Expand => strides()
+            .filter(|_| broadcast(&from.shape, &to.shape).as_ref() == Some(&to.shape))
+            .and_then(|strides| Places::repeated(&from.shape, &strides, from.offset.clone(), &to.shape)),
+        View::Strided => return true,
+    };
+    wanted == Some(places)
 }
 
 fn list(types: &[&Type]) -> String {

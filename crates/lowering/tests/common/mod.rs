@@ -1,9 +1,12 @@
 //! Programs for the tests, and numbers for them.
 #![allow(dead_code)] // each test uses some
 
+pub mod adversarial;
+pub mod tamper;
+
 use antiphon_lowering::{
-    Arithmetic, Costs, Graph, Kind, Lowered, Numerics, Options, Tensor, World, check, interpret, lower,
-    verify,
+    Arithmetic, Costs, Difference, Graph, Kind, Lowered, Numerics, Opinion, Options, Plan, Realize, Tensor,
+    World, check, compare, interpret, lower, second_opinion, verify,
 };
 
 /// The graph of a text, which makes sense.
@@ -13,12 +16,15 @@ pub fn graph(text: &str) -> Graph {
     graph
 }
 
-/// What comes of a graph, proved.
+/// What comes of a graph: proved, and run beside it.
 pub fn lowered(graph: &Graph, options: &Options) -> Lowered {
     let world = World::default();
     let lowered = lower(graph, &world, &Costs::of(world.device), options);
     assert_eq!(lowered.report.findings, [], "{}", graph.to_text());
     assert_eq!(check(graph, &lowered.plan, &lowered.graph), [], "{}", lowered.graph.to_text());
+    if let Opinion::Different(difference) = second_opinion(graph, &lowered.graph, options.numerics) {
+        panic!("{difference}\n{}\nbecame\n{}", graph.to_text(), lowered.graph.to_text());
+    }
     lowered
 }
 
@@ -56,7 +62,12 @@ pub fn inputs(graph: &Graph, world: usize, seed: u64) -> Vec<Vec<Tensor>> {
             let ty = graph.ty(op.outs[0]);
             let shape: Vec<usize> = ty.shape.iter().map(|size| size.value(&hint).unwrap() as usize).collect();
             let data = (0..shape.iter().product()).map(|_| chance.below(65) as f64 / 16.0 - 2.0);
-            let data = data.map(|x| if ty.dtype.is_float() { x } else { (x * 4.0).trunc() }).collect();
+            let data = data.map(|x| match ty.dtype {
+                antiphon_lowering::Element::Bool => f64::from(x > 0.0),
+                dtype if dtype.is_float() => x,
+                _ => (x * 4.0).trunc().abs(),
+            });
+            let data = data.collect();
             Tensor { dtype: ty.dtype, shape, data }
         })
         .collect::<Vec<_>>()
@@ -91,4 +102,131 @@ pub fn agree(before: &Graph, after: &Graph, world: usize, seed: u64, arithmetic:
             assert!(worst <= tolerance, "rank {rank}, output {output}: off by {worst}\n{}", texts());
         }
     }
+}
+
+/// What is wrong with how a program is lowered, or with what is proved of it: a program of [`adversarial`] with `changes` of the
+/// lowered one. Says how many of each kind of change the proof refused, and how many it accepted.
+pub fn trial(seed: u64, changes: usize, tally: &mut Tally) -> Result<(), String> {
+    let text = adversarial::program(seed);
+    let before = Graph::from_text(&text).map_err(|error| format!("{error}\n{text}"))?;
+    if let Some(finding) = verify(&before).first() {
+        return Err(format!("seed {seed}: {finding}\n{text}"));
+    }
+    let numerics = if seed.is_multiple_of(2) { Numerics::Close } else { Numerics::Same };
+    let realize = if seed.is_multiple_of(3) { Realize::Never } else { Realize::Always };
+    let options = Options { numerics, realize, overlap: seed.is_multiple_of(5), ..Options::default() };
+    let world = World::default();
+    let after = lower(&before, &world, &Costs::of(world.device), &options);
+    let texts = || format!("seed {seed}, {numerics:?}\n{text}\nbecame\n{}", after.graph.to_text());
+    let findings =
+        after.report.findings.iter().chain(&check(&before, &after.plan, &after.graph)).next().cloned();
+    if let Some(finding) = findings {
+        return Err(format!("not proved: {finding}; {}", texts()));
+    }
+    let apart = |graph: &Graph| {
+        let runs = [2 * seed, 2 * seed + 1].map(|seed| compare(&before, graph, numerics, seed));
+        runs.into_iter().find_map(|found| match found {
+            Ok(found) => found.filter(Difference::is_too_large).map(|found| found.to_string()),
+            Err(error) => Some(error),
+        })
+    };
+    if let Some(difference) = apart(&after.graph) {
+        return Err(format!("lowered to something else: {difference}; {}", texts()));
+    }
+    let mut chance = Chance(seed ^ 0x7A3F);
+    for _ in 0..changes {
+        let Some((graph, plan, kind)) = tamper::tampered(&after.graph, &after.plan, &mut chance) else {
+            continue;
+        };
+        let findings = check(&before, &plan, &graph);
+        tally.count(kind, findings.is_empty());
+        if !findings.is_empty() {
+            continue;
+        }
+        if let Some(difference) = apart(&graph) {
+            let what = tamper::KINDS[kind].0;
+            return Err(format!(
+                "accepted, where {what}: {difference}; {}\ntampered\n{}",
+                texts(),
+                graph.to_text()
+            ));
+        }
+        if let Some(slots) = races(&graph, &plan) {
+            return Err(format!("accepted, where {}: {slots}; {}", tamper::KINDS[kind].0, texts()));
+        }
+    }
+    Ok(())
+}
+
+/// How many changes of each kind were refused, and how many accepted.
+pub struct Tally(Vec<[usize; 2]>);
+
+impl Tally {
+    pub fn new() -> Self {
+        Self(vec![[0; 2]; tamper::KINDS.len()])
+    }
+
+    fn count(&mut self, kind: usize, accepted: bool) {
+        self.0[kind][usize::from(accepted)] += 1;
+    }
+
+    pub fn add(&mut self, other: &Self) {
+        self.0.iter_mut().zip(&other.0).for_each(|(own, other)| (0..2).for_each(|i| own[i] += other[i]));
+    }
+
+    pub fn changes(&self) -> usize {
+        self.0.iter().flatten().sum()
+    }
+
+    /// The kinds of which none was refused.
+    pub fn never_refused(&self) -> Vec<&'static str> {
+        let kinds = self.0.iter().zip(tamper::KINDS);
+        kinds.filter(|(counts, _)| counts[0] == 0).map(|(_, (name, _))| *name).collect()
+    }
+
+    /// `{"kind": [refused, accepted]}`.
+    pub fn to_json(&self) -> String {
+        let kinds = self
+            .0
+            .iter()
+            .zip(tamper::KINDS)
+            .map(|([refused, accepted], (name, _))| format!("    \"{name}\": [{refused}, {accepted}]"));
+        format!("{{\n{}\n  }}", kinds.collect::<Vec<_>>().join(",\n"))
+    }
+}
+
+/// Two slots that share bytes and are in use at once, or one that is too small, by a count of its own: each slot is in use from
+/// the first operation that touches a value of its storage to the last, or to the wait for it.
+pub fn races(graph: &Graph, plan: &Plan) -> Option<String> {
+    let analysis = graph.analyse();
+    let mut lives = Vec::new();
+    for slot in &plan.slots {
+        let root = graph.values.iter().position(|value| value.name == slot.value)?;
+        let store = analysis.store[root]?;
+        let lies = |value: &antiphon_lowering::ValueId| analysis.store[value.index()] == Some(store);
+        let mut places = Vec::new();
+        for (place, op) in graph.ops.iter().enumerate() {
+            if op.args.iter().chain(&op.outs).any(lies) {
+                places.push(place);
+                if let Kind::Start { token, .. } = &op.kind {
+                    let waits = |op: &antiphon_lowering::Op| matches!(&op.kind, Kind::Wait { tokens } if tokens.contains(token));
+                    places.extend(graph.ops.iter().position(waits));
+                }
+            }
+        }
+        let bytes = graph.ty(antiphon_lowering::ValueId::from(root)).reach()?.as_constant()? as u64;
+        if slot.bytes < bytes * graph.values[root].ty.dtype.size() as u64 {
+            return Some(format!("{} has {} bytes", slot.value, slot.bytes));
+        }
+        lives.push((slot, *places.iter().min()?, *places.iter().max()?));
+    }
+    for (index, (a, first, last)) in lives.iter().enumerate() {
+        for (b, begin, end) in &lives[..index] {
+            let together = first <= end && begin <= last && a.domain == b.domain;
+            if together && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes {
+                return Some(format!("{} and {} are in use at once", a.value, b.value));
+            }
+        }
+    }
+    None
 }

@@ -1,17 +1,16 @@
 //! What follows a sum: the residual, the norm with its weight, the codes.
 
 use super::{
-    super::{Flight, behind_reshapes, keeps_rows},
+    super::{Flight, behind_reshapes, context::Context, keeps_rows},
     known::Known,
+    matcher::{Node, Term, Terms},
 };
 use crate::{
     analysis::Analysis,
     graph::Graph,
     hash::HashSet,
     ids::ValueId,
-    lower::Context,
     op::{Binary, Kind, Quantize, Unary},
-    terms::{Node, Term, Terms},
     types::{Element, Type},
     verify::F32,
 };

@@ -2,15 +2,18 @@
 
 use std::rc::Rc;
 
+use super::{
+    super::context::Context,
+    matcher::{Node, Term, Terms},
+};
 use crate::{
     analysis::Analysis,
     graph::Graph,
     hash::HashMap,
     ids::ValueId,
     lists::Lists,
-    lower::{Context, Numerics},
+    numerics::Numerics,
     op::{Kind, Unary},
-    terms::{Node, Term, Terms},
     types::Element,
     verify::is_fusible,
 };
@@ -40,10 +43,11 @@ pub(super) struct Known {
 impl Known {
     pub(super) fn of(cx: &mut Context<'_>) -> Self {
         let analysis = cx.analysis();
-        let (same, same_of) = cx.take_meanings();
         let graph = &cx.graph;
+        let mut same = Terms::new(Numerics::Same);
+        let same_of = same.of(graph, &analysis);
         let mut close = Terms::new(Numerics::Close);
-        let of = close.of(graph);
+        let of = close.of(graph, &analysis);
         let values = of.iter().enumerate().filter_map(|(index, term)| Some(((*term)?, ValueId::from(index))));
         let by_term = Lists::of(close.count(), &values.collect::<Vec<_>>());
         let is_code = |value: &ValueId| graph.ty(*value).dtype == Element::E4m3;

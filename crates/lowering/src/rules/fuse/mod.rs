@@ -17,22 +17,23 @@
 
 mod find;
 mod known;
+mod matcher;
 mod price;
 
-use super::{Flight, flight, keeps_rows, replace};
+use super::{Flight, context::Context, flight, keeps_rows, replace};
 use crate::{
+    decisions::Rewrite,
     graph::{Graph, Op},
     hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
-    lower::{Context, Numerics},
+    numerics::Numerics,
     op::{Fused, FusedArg, FusedOutput, Kind, Quantize},
-    plan::Rewrite,
-    terms::Term,
     types::{Element, Type},
     verify::{F32, is_fusible},
 };
 use find::{Codes, Norm, Residual, Scale, comes_before, residuals};
 use known::Known;
+use matcher::Term;
 use price::Prices;
 
 pub(in crate::rules) fn apply(cx: &mut Context<'_>) {

@@ -3,14 +3,16 @@
 //! Applies to what calls in stream order read: storages of the graph's own, whose producer writes where it is told, that are
 //! contiguous, of a size that is known or bounded, and are not returned.
 
+use super::context::Context;
 use crate::{
     analysis::Analysis,
     costs::{Call, size_of},
+    decisions::Rewrite,
     graph::{Graph, Op},
     ids::{OpId, ValueId},
-    lower::{Context, Realize},
     op::{Kind, Prim, ResultMemory},
-    plan::{Choice, Rewrite},
+    options::Realize,
+    plan::Choice,
     types::{Class, CommReq, Roles},
 };
 pub(crate) use place::place;

@@ -4,11 +4,14 @@
 use std::collections::BTreeMap;
 
 use crate::{
-    check::comm,
+    analysis::Analysis,
+    decisions::{ALIGNMENT, comm},
+    faults::Fault,
     graph::Graph,
-    ids::StoreId,
+    hash::HashMap,
+    ids::{StoreId, TokenId, ValueId},
+    op::Kind,
     plan::Slot,
-    race::{ALIGNMENT, lifetime},
     types::Class,
 };
 
@@ -48,13 +51,14 @@ pub(crate) fn place(graph: &Graph) -> Vec<Slot> {
         return Vec::new();
     }
     let analysis = graph.analyse();
+    let in_use = in_use(graph, &analysis);
     let mut heaps: BTreeMap<&str, Vec<(StoreId, Life)>> = BTreeMap::new();
     for (index, storage) in analysis.stores.iter().enumerate() {
         let store = StoreId::from(index);
         let Some((_, req)) = comm(graph, &analysis, storage.root) else { continue };
         let most = analysis.bytes(graph, store).and_then(|bytes| bytes.range(&graph.syms).max);
         let most = most.and_then(|most| u64::try_from(most).ok()?.checked_next_multiple_of(ALIGNMENT));
-        if let (Some(bytes), Some((first, last))) = (most, lifetime(graph, &analysis, store)) {
+        if let (Some(bytes), Some((first, last))) = (most, in_use[index]) {
             heaps.entry(&req.domain).or_default().push((store, Life { bytes, first, last }));
         }
     }
@@ -76,6 +80,42 @@ pub(crate) fn place(graph: &Graph) -> Vec<Slot> {
     }
     slots.sort_by_key(|(store, _)| *store);
     slots.into_iter().map(|(_, slot)| slot).collect()
+}
+
+/// For each storage the first operation that touches it and the last. A collective that was started touches its storages until
+/// its wait.
+fn in_use(graph: &Graph, analysis: &Analysis) -> Vec<Option<(usize, usize)>> {
+    let mut spans: Vec<Option<(usize, usize)>> = vec![None; analysis.stores.len()];
+    let mut flights: HashMap<TokenId, Vec<StoreId>> = HashMap::default();
+    for (place, op) in graph.ops.iter().enumerate() {
+        let is_shown = |value: &&ValueId| {
+            let views = analysis.op_of(graph, **value).is_some_and(|op| matches!(op.kind, Kind::View { .. }));
+            !(views && Fault::ViewsAreNone.is_present())
+        };
+        let values = op.args.iter().chain(&op.outs).filter(is_shown);
+        let mut touched: Vec<StoreId> = values.filter_map(|value| analysis.store[value.index()]).collect();
+        match &op.kind {
+            Kind::Start { token, .. } => drop(flights.insert(*token, touched.clone())),
+            Kind::Wait { .. } if Fault::EndsAtStart.is_present() => {}
+            Kind::Wait { tokens } => {
+                touched.extend(tokens.iter().filter_map(|token| flights.remove(token)).flatten())
+            }
+            _ => {}
+        }
+        for store in touched {
+            let (_, last) = spans[store.index()].get_or_insert((place, place));
+            *last = place;
+        }
+    }
+    for (first, last) in spans.iter_mut().flatten() {
+        match () {
+            () if Fault::BeginsLate.is_present() => *first = (*first + 1).min(*last),
+            () if Fault::EndsEarly.is_present() => *last = (*last - 1).max(*first),
+            () if Fault::NeverEnds.is_present() => *last = graph.ops.len() - 1,
+            () => {}
+        }
+    }
+    spans
 }
 
 /// An offset for each storage. The best of four orders is taken; a heap of few storages for which that is above the lower

@@ -12,17 +12,17 @@ mod search;
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
+use super::context::Context;
 use crate::{
     analysis::Analysis,
     costs::{Clock, Costs},
+    decisions::Rewrite,
     graph::{Graph, Op},
     hash::HashSet,
     ids::TokenId,
     lists::Lists,
-    lower::Context,
     op::Kind,
     order::{self, Edge},
-    plan::Rewrite,
     verify::verify,
 };
 use memory::{Memory, peak};

@@ -4,15 +4,19 @@ use antiphon_operation::ReduceOp;
 
 use super::{Node, Term, Terms, computed, sizes};
 use crate::{
+    analysis::Analysis,
     graph::{Graph, Op},
-    op::{Coll, Kind, Prim, View},
+    hash::HashSet,
+    op::{Coll, Kind, Prim, ResultMemory, View},
+    places::Places,
     types::{Element, Type},
 };
 
 impl Terms {
     /// A term for each value of a graph that is defined.
-    pub(crate) fn of(&mut self, graph: &Graph) -> Vec<Option<Term>> {
+    pub(crate) fn of(&mut self, graph: &Graph, analysis: &Analysis) -> Vec<Option<Term>> {
         let mut terms = vec![None; graph.values.len()];
+        let mut partly_written = HashSet::default();
         let expected = graph.ops.len().saturating_sub(self.count());
         self.reserve(expected);
         let (mut args, mut effects) = (Vec::new(), 0u32);
@@ -26,7 +30,16 @@ impl Terms {
                 effects += 1;
             }
             for (index, out) in op.outs.iter().enumerate() {
-                let term = self.result(graph, op, &args, index, effects);
+                let store = analysis.store[out.index()];
+                if writes_a_part(graph, analysis, op, index) {
+                    partly_written.insert(store);
+                }
+                // What such a view shows is not looked into.
+                let is_mixed = matches!(op.kind, Kind::View { .. }) && partly_written.contains(&store);
+                let term = match is_mixed {
+                    true => self.of_operands(&format!("%{}", graph.name(*out)), &[], 0, graph.ty(*out).dtype),
+                    false => self.result(graph, op, &args, index, effects),
+                };
                 let to = graph.ty(*out).dtype;
                 terms[out.index()] = Some(self.round(to, term));
             }
@@ -70,7 +83,7 @@ impl Terms {
                     self.rows_of(rows, &1.into(), &out.last())
                 }
                 false => {
-                    let text = self.texts.intern(&format!("{dims:?} {:?}", sizes(ty(0))));
+                    let text = self.texts.intern(&format!("{dims:?} {:?} {:?}", sizes(ty(0)), sizes(out)));
                     self.intern(Node::Reduce(*op, text, args[0]), computed(out.dtype))
                 }
             },
@@ -115,5 +128,15 @@ impl Terms {
         let text =
             format!("{prim:?} {group} {red:?} {root:?} {sends:?} {receives:?} {dims:?} {:?}", sizes(from));
         self.of_operands(&text, &[x], 0, to.dtype)
+    }
+}
+
+/// Whether a result is written into a storage and leaves some of it as it was.
+fn writes_a_part(graph: &Graph, analysis: &Analysis, op: &Op, index: usize) -> bool {
+    let is_write = matches!(op.kind.result_memory(index), ResultMemory::Write(_));
+    is_write && !matches!(op.kind, Kind::Wait { .. }) && {
+        let out = op.outs[index];
+        let size = analysis.root(out).and_then(|root| graph.ty(root).reach());
+        !Places::of(graph.ty(out)).zip(size).is_some_and(|(places, size)| places.is_all(&size))
     }
 }

@@ -1,9 +1,11 @@
-//! The meaning of values, independent of the program that computes them: equal values have equal terms.
+//! Which values a norm may be made of: values with equal terms are taken for equal, however they are spelled.
+//!
+//! This finds what can be fused. It proves nothing: what is proposed for values that only look alike is refused by the proof,
+//! which has a language of its own.
 //!
 //! A term is a value as a function of the program's inputs. It leaves out how the program is written: casts that change
 //! nothing, reshapes that keep rows, the order of commuting operands. Under [`Numerics::Close`] it also leaves out where f32,
-//! f16, bf16 and f64 are rounded, so that equal terms are equal real functions. [`check`](mod@crate::check) compares the terms
-//! of two graphs; the rule `fuse` finds norms by theirs.
+//! f16, bf16 and f64 are rounded, so that equal terms are equal real functions.
 
 mod bag;
 mod fused;
@@ -12,13 +14,13 @@ mod program;
 
 use crate::{
     hash::HashMap,
-    lower::Numerics,
+    numerics::{Numerics, rounded},
     op::{Binary, Reduction, Unary},
     sym::SymExpr,
     types::{Element, Type},
     verify::F32,
 };
-use antiphon_tensor::{DType, Element as _, bf16, f16};
+use antiphon_tensor::DType;
 use bag::{Bag, Bags};
 use intern::{Id, Table};
 
@@ -440,19 +442,4 @@ fn computed(element: Element) -> Element {
 /// sizes wraps differently, and on f64 rounds differently, so that their conversions mean something.)
 fn is_wider(wide: Element, narrow: Element) -> bool {
     wide == F32 && matches!(narrow, Element::Number(DType::F16 | DType::BF16))
-}
-
-/// A number rounded to a type.
-pub(crate) fn rounded(dtype: DType, value: f64) -> f64 {
-    match dtype {
-        DType::F64 => value,
-        DType::F32 => f64::from(value as f32),
-        DType::F16 => <f16 as antiphon_tensor::Element>::from_f64(value).to_f64(),
-        DType::BF16 => <bf16 as antiphon_tensor::Element>::from_f64(value).to_f64(),
-        DType::I64 => <i64 as antiphon_tensor::Element>::from_f64(value).to_f64(),
-        DType::I32 => <i32 as antiphon_tensor::Element>::from_f64(value).to_f64(),
-        DType::I8 => <i8 as antiphon_tensor::Element>::from_f64(value).to_f64(),
-        DType::U8 => <u8 as antiphon_tensor::Element>::from_f64(value).to_f64(),
-        _ => value,
-    }
 }

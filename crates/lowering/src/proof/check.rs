@@ -1,18 +1,23 @@
 //! Whether one graph is another.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, fmt};
 
+use super::{
+    race,
+    roundings::Roundings,
+    terms::{Meanings, Term, Terms},
+};
 use crate::{
     analysis::Analysis,
+    decisions::choice,
     error::{Finding, FindingKind},
     graph::{Graph, Op},
     hash::HashMap,
-    ids::ValueId,
-    op::{Kind, ResultMemory},
+    ids::{StoreId, ValueId},
+    op::{FusedOutput, Kind, ResultMemory},
     plan::{Choice, Plan, PlannedCall, Signatures, digest},
-    race,
-    terms::{Term, Terms},
-    types::Class,
+    sym::SymExpr,
+    types::Type,
     verify::verify,
 };
 
@@ -55,7 +60,7 @@ pub(crate) fn prove(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> 
 
 fn compare(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let mut terms = Terms::new(plan.numerics);
+    let mut terms = Terms::new(plan.numerics, &before.syms);
     let (before, after) = (Side::new(before, &mut terms), Side::new(after, &mut terms));
     outputs(&before, &after, &mut findings);
     declarations(before.graph, after.graph, &mut findings);
@@ -70,16 +75,19 @@ fn compare(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
 struct Side<'g> {
     graph: &'g Graph,
     analysis: Analysis,
-    terms: Vec<Option<Term>>,
+    meanings: Meanings,
+    roundings: Roundings,
 }
 
 impl<'g> Side<'g> {
     fn new(graph: &'g Graph, terms: &mut Terms) -> Self {
-        Self { graph, analysis: graph.analyse(), terms: terms.of(graph) }
+        let analysis = graph.analyse();
+        let meanings = terms.of(graph, &analysis);
+        Self { graph, analysis, meanings, roundings: Roundings::of(graph) }
     }
 
     fn term(&self, value: ValueId) -> Option<Term> {
-        self.terms[value.index()]
+        self.meanings.value(value)
     }
 
     /// The caller's memory that a value lies in, by the name of its input.
@@ -97,6 +105,8 @@ fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
         findings.push(Finding::new(FindingKind::Meaning, text).numbers([old.len() as i64, new.len() as i64]));
         return;
     }
+    let mut lying: HashMap<Option<StoreId>, usize> = HashMap::default();
+    old.iter().for_each(|x| *lying.entry(before.analysis.store[x.index()]).or_default() += 1);
     for (index, (x, y)) in old.iter().zip(new).enumerate() {
         let (ty, now) = (before.graph.ty(*x), after.graph.ty(*y));
         let same_type =
@@ -105,8 +115,19 @@ fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
             let text = format!("output {index} is {now}, was {ty}");
             findings.push(Finding::new(FindingKind::Meaning, text).value(after.graph.name(*y)));
         }
-        if before.term(*x) != after.term(*y) {
+        if before.term(*x).is_none() || before.term(*x) != after.term(*y) {
             let text = format!("output {index} has another meaning than {}", before.graph.name(*x));
+            findings.push(Finding::new(FindingKind::Meaning, text).value(after.graph.name(*y)));
+        }
+        if let Some(text) = new_rounding(before, after, *x, *y) {
+            let text = format!("output {index}: {text}");
+            findings.push(Finding::new(FindingKind::Meaning, text).value(after.graph.name(*y)));
+        }
+        // Where others see the memory, its places count too.
+        let is_shared = |store| lying.get(&store).is_some_and(|count| *count > 1);
+        let is_seen = before.external(*x).is_some() || is_shared(before.analysis.store[x.index()]);
+        if is_seen && ty.offset != now.offset {
+            let text = format!("output {index} begins at element {}, began at {}", now.offset, ty.offset);
             findings.push(Finding::new(FindingKind::Meaning, text).value(after.graph.name(*y)));
         }
         if before.external(*x) != after.external(*y) {
@@ -123,6 +144,12 @@ fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
     if shared(before, old) != shared(after, new) {
         findings.push(Finding::new(FindingKind::Meaning, "other outputs than before share memory"));
     }
+}
+
+/// A rounding that a value has now, and which is narrower than those that it had.
+fn new_rounding(before: &Side<'_>, after: &Side<'_>, x: ValueId, y: ValueId) -> Option<String> {
+    let new = after.roundings.value(y).narrower_than(before.roundings.value(x))?;
+    Some(format!("it is rounded to {new}, which {} was not", before.graph.name(x)))
 }
 
 /// Inputs, constants, groups and symbols are the program's, not a pass's.
@@ -148,47 +175,74 @@ fn declarations(before: &Graph, after: &Graph, findings: &mut Vec<Finding>) {
     }
 }
 
-/// What the rest of the world sees, in order.
-fn effects(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
-    let list = |side: &Side<'_>| {
-        let mut list: Vec<(String, Vec<Option<Term>>)> = Vec::new();
-        for op in &side.graph.ops {
-            let args = |op: &Op| op.args.iter().map(|arg| side.term(*arg)).collect::<Vec<_>>();
-            if let Kind::Opaque { target, attributes, .. } = &op.kind
-                && op.kind.has_effect()
-            {
-                list.push((format!("{target} {attributes}"), args(op)));
-            }
-            for (index, out) in op.outs.iter().enumerate() {
-                // A wait writes what its start wrote.
-                let waits = matches!(op.kind, Kind::Wait { .. });
-                let writes = matches!(op.kind.result_memory(index), ResultMemory::Write(_)) && !waits;
-                if let Some(input) = side.external(*out).filter(|_| writes) {
-                    let text = format!("write {input} {}", side.graph.ty(*out));
-                    list.push((text, vec![side.term(*out)]));
-                }
-            }
+/// Something that the rest of the world sees: what it is, and the values that it is given.
+#[derive(PartialEq)]
+struct Effect<'g> {
+    what: Seen<'g>,
+    terms: Vec<Option<Term>>,
+}
+
+#[derive(PartialEq)]
+enum Seen<'g> {
+    /// An operation that is not known, with the types of its operands and results.
+    Opaque { kind: &'g Kind, args: Vec<&'g Type>, outs: Vec<&'g Type> },
+    /// A write of the caller's memory, which is all of it afterwards.
+    Write { input: &'g str, ty: &'g Type },
+}
+
+impl fmt::Display for Seen<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Opaque { kind: Kind::Opaque { target, .. }, .. } => f.write_str(target),
+            Self::Opaque { .. } => f.write_str("an operation"),
+            Self::Write { input, ty } => write!(f, "write {input} {ty}"),
         }
-        list
-    };
-    let (old, new) = (list(before), list(after));
-    if let Some(index) = (0..old.len().max(new.len())).find(|index| old.get(*index) != new.get(*index)) {
-        let name = |list: &[(String, Vec<Option<Term>>)]| {
-            list.get(index).map_or("nothing".into(), |(name, _)| name.clone())
-        };
-        let text = format!("effect {index} is {}, was {}", name(&new), name(&old));
-        findings.push(Finding::new(FindingKind::Order, text).numbers([index as i64]));
     }
 }
 
-/// The way in which an operation makes its call.
-pub(crate) fn choice(graph: &Graph, analysis: &Analysis, op: &Op) -> Choice {
-    let is_registered = || op.args.iter().any(|arg| comm(graph, analysis, *arg).is_some());
-    match &op.kind {
-        Kind::Fused { .. } => Choice::Fused,
-        Kind::Sync { .. } if is_registered() => Choice::Registered,
-        Kind::Sync { .. } => Choice::Sync,
-        _ => Choice::Async,
+/// What the rest of the world sees, in order, with the value whose roundings count.
+fn seen<'s>(side: &'s Side<'_>) -> Vec<(Effect<'s>, Vec<ValueId>)> {
+    let types = |ids: &[ValueId]| ids.iter().map(|id| side.graph.ty(*id)).collect::<Vec<_>>();
+    let mut list = Vec::new();
+    for op in &side.graph.ops {
+        if matches!(op.kind, Kind::Opaque { .. }) && op.kind.has_effect() {
+            let what = Seen::Opaque { kind: &op.kind, args: types(&op.args), outs: types(&op.outs) };
+            let memory = op.args.iter().flat_map(|arg| [side.term(*arg), side.meanings.memory(*arg)]);
+            list.push((Effect { what, terms: memory.collect() }, op.args.clone()));
+        }
+        for (index, out) in op.outs.iter().enumerate() {
+            // A wait writes what its start wrote.
+            let waits = matches!(op.kind, Kind::Wait { .. });
+            let writes = matches!(op.kind.result_memory(index), ResultMemory::Write(_)) && !waits;
+            if let Some(input) = side.external(*out).filter(|_| writes) {
+                let what = Seen::Write { input, ty: side.graph.ty(*out) };
+                let terms = vec![side.term(*out), side.meanings.memory(*out)];
+                list.push((Effect { what, terms }, vec![*out]));
+            }
+        }
+    }
+    list
+}
+
+fn effects(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
+    let (old, new) = (seen(before), seen(after));
+    for index in 0..old.len().max(new.len()) {
+        let (was, is) = (old.get(index), new.get(index));
+        let name = |effect: Option<&(Effect<'_>, Vec<ValueId>)>| {
+            effect.map_or("nothing".into(), |(effect, _)| effect.what.to_string())
+        };
+        let text = match (was, is) {
+            (Some((was, x)), Some((is, y))) if was == is => {
+                let mut pairs = x.iter().zip(y);
+                pairs.find_map(|(x, y)| new_rounding(before, after, *x, *y))
+            }
+            _ => Some(format!("it is {}, was {}", name(is), name(was))),
+        };
+        if let Some(text) = text {
+            let text = format!("effect {index}: {text}");
+            findings.push(Finding::new(FindingKind::Order, text).numbers([index as i64]));
+            return;
+        }
     }
 }
 
@@ -213,18 +267,22 @@ fn planned(after: &Side<'_>, plan: &Plan, findings: &mut Vec<Finding>) {
     }
 }
 
-/// What a call gives, segment by segment.
-fn meaning(side: &Side<'_>, op: &Op, terms: &mut Terms) -> Option<Vec<Term>> {
+/// What a segment of a call gives, and how many elements those are.
+type Segment = (Term, Option<SymExpr>);
+
+/// What a call gives, segment by segment, with the numbers of elements.
+fn meaning(side: &Side<'_>, op: &Op, terms: &mut Terms) -> Option<Vec<Segment>> {
     let args: Vec<Term> = op.args.iter().map(|arg| side.term(*arg)).collect::<Option<_>>()?;
     let ty = |index: usize| side.graph.ty(op.args[index]);
     Some(match &op.kind {
         Kind::Fused { fused } => {
-            vec![terms.fused(side.graph, fused, &args, ty(0), crate::op::FusedOutput::Sum)]
+            vec![(terms.fused(side.graph, fused, &args, ty(0), FusedOutput::Sum), ty(0).numel())]
         }
         kind => {
             let coll = kind.coll()?;
             let segment = |(index, x): (usize, &Term)| {
-                terms.collective(side.graph, coll, *x, ty(index), side.graph.ty(op.outs[index]))
+                let out = side.graph.ty(op.outs[index]);
+                (terms.collective(side.graph, coll, *x, ty(index), out), out.numel())
             };
             args.iter().enumerate().map(segment).collect()
         }
@@ -310,26 +368,17 @@ fn is_computed(
     terms: &mut Terms,
 ) -> bool {
     let Some(new) = meaning(after, op, terms) else { return false };
-    let old: Option<Vec<Vec<Term>>> = covered.iter().map(|(_, op)| meaning(before, op, terms)).collect();
+    let old: Option<Vec<Vec<Segment>>> = covered.iter().map(|(_, op)| meaning(before, op, terms)).collect();
     let Some(old) = old else { return false };
-    let results: BTreeSet<Term> = old.iter().flatten().copied().collect();
-    if old.iter().all(|old| *old == new) || results == new.iter().copied().collect() {
+    let results: BTreeSet<&Segment> = old.iter().flatten().collect();
+    if old.iter().all(|old| *old == new) || results == new.iter().collect() {
         return true;
     }
-    let summands: BTreeSet<Term> = new.iter().flat_map(|term| terms.summands(*term)).collect();
-    let parts: BTreeSet<Term> = old.iter().flatten().flat_map(|term| terms.summands(*term)).collect();
-    summands == parts
-}
-
-/// Whether a value's storage is memory of communication.
-pub(crate) fn comm<'g>(
-    graph: &'g Graph,
-    analysis: &Analysis,
-    value: ValueId,
-) -> Option<(ValueId, &'g crate::CommReq)> {
-    let root = analysis.root(value)?;
-    match &graph.value(root).class {
-        Class::Comm(req) => Some((root, req)),
-        _ => None,
-    }
+    let parts = |segments: Vec<&Segment>| -> BTreeSet<(Term, Option<SymExpr>)> {
+        let parts = segments.into_iter().flat_map(|(term, count)| {
+            terms.summands(*term).into_iter().map(|part| (part, count.clone())).collect::<Vec<_>>()
+        });
+        parts.collect()
+    };
+    parts(new.iter().collect()) == parts(old.iter().flatten().collect())
 }
