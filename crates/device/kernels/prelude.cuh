@@ -603,6 +603,8 @@ static_assert(sizeof(wait_board) == 32, "report.rs writes it");
 // The lateness of a wait, in one register: none, or the reason why it stops (SILENTLY if another thread of this GPU reports the
 // reason), or else the tick at which it was late for the first time.
 constexpr u32 NOT_LATE = 0, DEADLINE = 1, ABORTED = 2, DISAGREED = 3, SILENTLY = 4;
+// Besides, a reason why a call ends that no wait finds: another grid of the tenant runs at the same time.
+constexpr u32 OVERLAPPED = 5;
 
 // The common part of a thread's waits. The duration of a wait is in a register only during the wait.
 struct waiter {

@@ -11,7 +11,7 @@
 //! | [`host::cpu`] | the cores that this process may use, and their widest vector instructions |
 //! | [`host::reduce`] | the element-wise reduction of any number of sources, vectorised, in one fixed order |
 //! | [`cuda`] | the GPUs: the driver opened at run time, memory for peers, kernels compiled at run time, launches |
-//! | [`sync`] | the atomics of all crates; under `cfg(loom)` they are loom's |
+//! | [`sync`] | the atomics of all crates, which are loom's under `cfg(loom)`; the lock of all crates, which tests count |
 //!
 //! ## The rule of the arithmetic
 //!

@@ -448,6 +448,8 @@ inline void cluster_wait() {
 inline unsigned cluster_size() { return current_block->launch.cluster_size; }
 inline unsigned cluster_rank() { return current_block->launch.cluster_rank; }
 inline unsigned cluster_index() { return current_block->launch.index.x / cluster_size(); }
+// The address of the launch's first argument, of which no other launch that runs has one; so the number is good for kernels with arguments.
+inline uint64_t grid_number() { return (uint64_t)current_block->launch.parameters[0]; }
 inline unsigned cluster_count() { return current_block->launch.grid.x / cluster_size(); }
 
 // A barrier of bulk loads: its phase, the arrivals of a phase, those that are missing, and the bytes that are.

@@ -126,6 +126,12 @@ functions! {
     fn cuCtxEnablePeerAccess(_peer: usize, _flags: c_uint) { Code::PEER_ACCESS_ALREADY_ENABLED }
     fn cuCtxGetExecAffinity(_affinity: *mut c_void, _kind: u32) { Code::NOT_SUPPORTED }
     fn cuThreadExchangeStreamCaptureMode(_mode: *mut u32) { Code::OK }
+    fn cuGetProcAddress_v2(name: *const c_char, function: *mut usize, _version: c_int, _flags: u64, _status: *mut u32) {
+        match CStr::from_ptr(name).to_bytes() {
+            b"cuStreamGetCaptureInfo" => answer(function, Ok(cuStreamGetCaptureInfo_v2 as *const () as usize)),
+            _ => Code::NOT_FOUND,
+        }
+    }
     fn cuGetErrorName(error: u32, name: *mut *const c_char) {
         answer(name, Ok(match error {
             0 => c"CUDA_SUCCESS",
@@ -153,12 +159,27 @@ functions! {
 
 // ---------------------------------------------------------------------------------------------------------------- memory
 
+/// Devices, and how many allocations there are until one fails.
+static FAILING: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
+
 functions! {
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         total.write(memory::TOTAL);
         answer(free, Ok(memory::free_bytes()))
     }
-    fn cuMemAlloc_v2(to: *mut u64, len: usize) { answer(to, memory::allocate(current(), len, Kind::Plain)) }
+    fn cuMemAlloc_v2(to: *mut u64, len: usize) {
+        let fails = lock(&FAILING).iter_mut().any(|(device, left)| {
+            *left = left.wrapping_sub((*device == current()).into());
+            *left == 0 && *device == current()
+        });
+        lock(&FAILING).retain(|(_, left)| *left != 0);
+        answer(to, if fails { Err(Code::OUT_OF_MEMORY) } else { memory::allocate(current(), len, Kind::Plain) })
+    }
+    // Not of CUDA: the `nth` allocation from now on fails on a device.
+    fn antiphon_emulator_fail_allocation(device: usize, nth: usize) {
+        lock(&FAILING).push((device, nth));
+        Code::OK
+    }
     fn cuMemFree_v2(at: u64) { code(stream::synchronize_device(current()).and_then(|()| memory::free(at))) }
     fn cuMemHostAlloc(to: *mut u64, len: usize, _flags: c_uint) {
         answer(to, memory::allocate(current(), len, Kind::Host))
@@ -302,8 +323,13 @@ functions! {
     fn cuStreamIsCapturing(stream: *const Stream, status: *mut u32) {
         answer(status, Ok(stream_of(stream).capture().is_some().into()))
     }
-    fn cuStreamGetCaptureInfo_v3(stream: *const Stream, status: *mut u32, number: *mut u64,
-            _graph: usize, _nodes: usize, _edges: usize, _count: usize) {
+    // It ends a capture, as the driver does.
+    fn cuStreamGetId(stream: *const Stream, id: *mut u64) {
+        let stream = stream_of(stream);
+        answer(id, if stream.spoil_capture() { Err(Code::CAPTURE_UNSUPPORTED) } else { Ok(stream.id) })
+    }
+    fn cuStreamGetCaptureInfo_v2(stream: *const Stream, status: *mut u32, number: *mut u64,
+            _graph: usize, _nodes: usize, _count: usize) {
         let capture = stream_of(stream).capture();
         number.write(capture.unwrap_or(0));
         answer(status, Ok(capture.is_some().into()))

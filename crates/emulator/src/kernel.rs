@@ -82,6 +82,7 @@ const INSTRUCTIONS: &[(&str, &str)] = &[
     ("fence.proxy.async;", ""),
     ("fence.proxy.async.global;", ""),
     ("fence.proxy.async.shared::cta;", ""),
+    ("mov.u64 %0, %%gridid;", "$0 = emulator::grid_number();"),
     // Time.
     ("mov.u64 %0, %%globaltimer;", "$0 = emulator::global_timer();"),
     ("griddepcontrol.wait;", ""),

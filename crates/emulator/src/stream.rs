@@ -17,6 +17,8 @@ pub(crate) type Work = Arc<dyn Fn() + Send + Sync>;
 /// A stream: a thread that does its work in order.
 pub(crate) struct Stream {
     pub device: usize,
+    /// No other stream has it, also when this one is gone.
+    pub id: u64,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -63,7 +65,9 @@ pub(crate) fn synchronize_device(device: usize) -> Result<(), Code> {
 
 impl Stream {
     pub(crate) fn new(device: usize) -> Arc<Self> {
-        let stream = Arc::new(Self { device, state: Mutex::default(), changed: Condvar::new() });
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let stream = Arc::new(Self { device, id, state: Mutex::default(), changed: Condvar::new() });
         let mut all = lock(&ALL);
         all.retain(|stream| stream.strong_count() > 0);
         all.push(Arc::downgrade(&stream));
@@ -146,6 +150,13 @@ impl Stream {
     /// The number of the capture.
     pub(crate) fn capture(&self) -> Option<u64> {
         self.state().capture.as_ref().map(|of| of.capture.number)
+    }
+
+    /// Ends the capture of the stream, if it is in one, without a graph.
+    pub(crate) fn spoil_capture(&self) -> bool {
+        let state = self.state();
+        let capturing = state.capture.as_ref();
+        capturing.is_some_and(|capturing| lock(&capturing.capture.nodes).take().is_some())
     }
 
     pub(crate) fn begin_capture(&self) -> Result<(), Code> {

@@ -100,6 +100,21 @@ pub enum FabricError {
         /// The ranks of the communicator.
         members: Members,
     },
+    /// On a GPU of this rank two calls ran at the same time that use the same memory: a graph was launched beside a call, or beside
+    /// another graph.
+    #[error(
+        "{operation} ran at the same time as another call of {}: a graph was launched that is not ordered behind it, or it \
+         behind the graph; launch them on one stream, or put an event between their streams",
+        members.subject(*rank)
+    )]
+    Overlap {
+        /// One of the calls.
+        operation: Signature,
+        /// This rank.
+        rank: usize,
+        /// The ranks of the communicator.
+        members: Members,
+    },
     /// Another rank gave up.
     #[error("{operation} was aborted: {} {reason}", members.subject(*by))]
     Aborted {

@@ -15,6 +15,7 @@ use crate::{
     notice::Notice,
     signal::{
         Head,
+        given_up::Earliest,
         packet::{Consumed, INLINE},
     },
     waiting::Wait,
@@ -52,6 +53,8 @@ pub(crate) struct Control {
     pub(crate) fault: Padded<AtomicU64>,
     /// Why it gave up in a group of this world, if it did: others ask when it is gone.
     pub(crate) fault_in_group: Padded<AtomicU64>,
+    /// In rank 0's block: the earliest round in which a rank gave up, for each lane.
+    pub(crate) given_up: [Padded<Earliest>; LANES],
     /// Its state while the communicator shrinks.
     pub(crate) notice: Padded<Notice>,
     /// Its present wait.
@@ -140,6 +143,12 @@ impl Regions {
         // SAFETY: a region begins, page-aligned, with its control block; all-zero bytes are a valid one, and it
         // consists of atomics only.
         unsafe { &*self.at(rank, 0).cast() }
+    }
+
+    /// The mark of ranks that gave up in a round of this lane.
+    #[inline]
+    pub(crate) fn given_up(&self, lane: usize) -> &Earliest {
+        &self.control(0).given_up[lane].0
     }
 
     #[inline]

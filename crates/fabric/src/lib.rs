@@ -18,7 +18,9 @@
 //! ## Guarantees
 //!
 //! *No call hangs.* Every wait has a deadline, and checks about every millisecond whether a peer has died, left or
-//! given up; the error names the rank and the operation. *Calls are never confused.* Each packet carries the
+//! given up; the error names the rank and the operation. *Time-outs are symmetric.* A rank that gives up says so before its call
+//! returns, and a rank that ends the same call after that fails too; only a rank that ended it before keeps its result, which no
+//! protocol can take back. *Calls are never confused.* Each packet carries the
 //! [`Signature`] of its call, and each rank compares it with its own before it accesses the data. The cost
 //! is two words in a cache line that is transferred anyway. *No leftovers.* The memory has no name; a killed rank
 //! leaves no file, except a socket at a path if rank 0 is killed during the rendezvous; the next run reclaims it.

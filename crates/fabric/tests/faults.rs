@@ -9,6 +9,7 @@ use std::{
 };
 
 use antiphon_fabric::{Communicator, FabricError};
+use antiphon_testing::{Need, need};
 use processes::{VICTIMS, World, kill_each, role, say, say_error};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
@@ -221,9 +222,9 @@ fn own_namespace() -> Option<Vec<&'static str>> {
 /// As in containers: no rank knows the process number of another.
 #[test]
 fn ranks_of_different_pid_namespaces_meet_and_hear_of_each_others_end() {
-    let Some(launcher) = own_namespace() else {
-        return eprintln!("skipped: `unshare --pid` is not permitted here, with or without a user namespace");
-    };
+    let launcher =
+        own_namespace().ok_or("`unshare --pid` is not permitted, with or without a user namespace");
+    let Some(launcher) = need(Need::Namespaces, launcher) else { return };
     for (victim, by_path) in [(0, false), (2, true)] {
         let world = World::start_under(&launcher, 3, "barrier", by_path, Duration::from_secs(30));
         let killed = world.signal(victim, Signal::KILL);

@@ -1,7 +1,7 @@
 //! Ranks find each other, whatever way they meet, and say precisely why when they do not.
 
 use std::{
-    os::unix::net::UnixListener,
+    os::unix::{fs::MetadataExt, net::UnixListener},
     path::Path,
     sync::{Barrier, Mutex},
     time::{Duration, Instant},
@@ -94,6 +94,38 @@ fn a_socket_path_is_removed_after_the_rendezvous() {
     let path = folder.path().join("lonely");
     assert_eq!(missing(hasty().at_path(0, 2, &path, "secret")), [1]);
     assert_eq!(files(folder.path()), [] as [&Path; 0], "nor after a meeting that failed");
+}
+
+/// In processes of their own, since a process has one umask.
+#[test]
+fn a_socket_is_its_users_alone_whatever_the_umask() {
+    const PLACE: &str = "ANTIPHON_TEST_PLACE";
+    if let Some(path) = std::env::var_os(PLACE) {
+        let modes = std::thread::scope(|scope| {
+            let root = scope.spawn(|| hasty().at_path(0, 2, &path, "s").map(drop));
+            let mut modes = Vec::new();
+            while !root.is_finished() {
+                let mode = std::fs::symlink_metadata(&path).ok().map(|metadata| metadata.mode() & 0o777);
+                modes.extend(mode.filter(|mode| !modes.contains(mode)));
+            }
+            assert_eq!(missing(root.join().unwrap()), [1]);
+            modes
+        });
+        assert_eq!(modes.last(), Some(&0o600));
+        assert!(modes.iter().all(|mode| mode & 0o177 == 0), "{modes:?}");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for umask in ["0000", "0022", "0777"] {
+        let child = std::process::Command::new("sh")
+            .args(["-c", r#"umask $0 && exec "$@""#, umask])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", "a_socket_is_its_users_alone_whatever_the_umask"])
+            .env(PLACE, folder.path().join("meeting"))
+            .output()
+            .unwrap();
+        assert!(child.status.success(), "umask {umask}: {}", String::from_utf8_lossy(&child.stdout));
+    }
 }
 
 #[test]

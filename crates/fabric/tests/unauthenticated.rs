@@ -363,6 +363,41 @@ fn connections_of_another_user_get_no_answer() {
             assert_eq!(peer.join().unwrap(), [], "not even a challenge");
         });
     });
+    let told = std::thread::scope(|scope| {
+        let ticket = Ticket::random();
+        let peer = scope.spawn({
+            let ticket = ticket.clone();
+            move || {
+                become_nobody();
+                hear(connect(&ticket))
+            }
+        });
+        let error = builder(Duration::from_secs(1)).with_ticket(0, 2, &ticket).unwrap_err();
+        peer.join().unwrap();
+        error.to_string()
+    });
+    assert!(told.ends_with("; turned away: 1 process of another user"), "{told}");
+}
+
+/// A rank that waits in vain may have turned its peer away itself, with another secret or as another user.
+#[test]
+fn a_time_out_tells_who_was_turned_away() {
+    let ticket = Ticket::random();
+    let told = std::thread::scope(|scope| {
+        let root = scope
+            .spawn(|| builder(Duration::from_secs(1)).with_ticket(0, 3, &ticket).unwrap_err().to_string());
+        for _ in 0..3 {
+            let mut stream = connect(&ticket);
+            stream.write_all(&join_request()).unwrap();
+            assert!(matches!(&hear(stream)[1..], [Frame::Refusal { .. }]));
+        }
+        root.join().unwrap()
+    });
+    // This process, which tried three times.
+    assert!(
+        told.ends_with("ranks [1, 2] never arrived; turned away: 1 process with a wrong secret"),
+        "{told}"
+    );
 }
 
 /// Waits until a process listens.

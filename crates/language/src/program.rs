@@ -254,7 +254,8 @@ impl Program {
     /// [`LanguageError::Plan`] if one has none.
     pub fn check_pairing(&self) -> Result<()> {
         let gpus = mem::take(&mut self.state.borrow_mut().gpus);
-        let draft = self.with_header(gpus);
+        let origins = self.state.borrow().origins.clone();
+        let draft = Plan { origins, ..self.with_header(gpus) };
         let checked = passes::check_pairing(&draft);
         self.state.borrow_mut().gpus = draft.gpus;
         Ok(checked?)

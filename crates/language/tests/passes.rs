@@ -213,10 +213,15 @@ fn the_switch_stores_where_the_broadcast_says() {
 #[test]
 fn signals_and_waits_must_match_pair_by_pair() {
     let bench = Bench::new(Options::default());
+    let line = line!() + 1;
     bench.channel(1).signal(0, NONE).unwrap();
     let back = bench.program.memory_channel(0, 1).unwrap();
     let unpaired = passes::check_pairing(&bench.program.draft());
-    assert!(matches!(unpaired, Err(PlanError::Pairing { signals: 1, waits: 0, .. })), "{unpaired:?}");
+    let Err(error @ PlanError::Pairing { signals: 1, waits: 0, .. }) = &unpaired else {
+        panic!("{unpaired:?}")
+    };
+    assert!(error.to_string().ends_with(&format!("; the signals are made at {}:{line}", file!())), "{error}");
+    assert!(bench.program.check_pairing().is_err_and(|found| found.to_string() == error.to_string()));
     // In a loop it counts once, and a relaxed wait is one too.
     bench.program.pipeline(64, 4, || back.relaxed_wait(0, AFTER)).unwrap();
     bench.program.plan().unwrap();

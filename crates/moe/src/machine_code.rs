@@ -1,9 +1,10 @@
 //! What the kernels are compiled to, every variant for every architecture, on any machine that has NVRTC.
 
-use antiphon_device::cuda::{Architecture, Nvrtc, Program};
-use antiphon_fabric::gpu::{Family, Kernel as _, MAX_WORLD, most_registers, program};
-use antiphon_sass::{Disassembler, Rules};
+use antiphon_device::cuda::{Architecture, Program};
+use antiphon_fabric::gpu::{Family, Kernel as _, MAX_WORLD, most_registers, most_shared_bytes, program};
+use antiphon_sass::Rules;
 use antiphon_tensor::DType;
+use antiphon_testing::{disassembler, nvrtc};
 
 use crate::{
     hybrid::family::{Experts, HybridMoving, HybridSumming, Listing, Placing},
@@ -23,6 +24,10 @@ struct Variant {
     kernel: &'static str,
     program: Program,
     rules: Rules<'static>,
+    /// Bytes of dynamic shared memory of a block, and the most of it with the static one.
+    shared: [u32; 2],
+    /// Whether a block takes more, so that a grid has a multiprocessor for itself.
+    takes_all: bool,
 }
 
 fn variant<F: Family>(
@@ -35,6 +40,8 @@ fn variant<F: Family>(
         name: format!("{family:?} for {world_size} ranks on {architecture}"),
         kernel: F::Kernel::ALL[0].name(),
         program: program(&family, architecture, world_size),
+        shared: [family.shared_bytes(world_size), most_shared_bytes(&family, architecture, world_size)],
+        takes_all: false,
         // Twice the blocks fit a multiprocessor that a grid may have there. Sums are rounded one by one.
         rules: Rules {
             registers: most_registers(&family, world_size),
@@ -70,8 +77,9 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         variants.push(variant(Placing, world_size, architecture, &[]));
         let experts = if world_size == MAX_WORLD { Experts::Many } else { Experts::Few };
         let mut moving = variant(HybridMoving { staging, experts }, world_size, architecture, rows);
+        moving.takes_all = experts == Experts::Many && staging == Staging::Bulk;
         if staging == Staging::Registers {
-            moving.rules.local_bytes = 24; // registers outside the loops
+            moving.rules.local_bytes = 56; // registers outside the loops
         }
         variants.push(moving);
         let dtype = if world_size == 4 { DType::F32 } else { DType::BF16 };
@@ -101,7 +109,8 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
     for world_size in [2, MAX_WORLD] {
         for phases in [Phases::Both, Phases::Send, Phases::Receive] {
             let mut combining = variant(Combining { phases }, world_size, architecture, of_phases(phases));
-            combining.rules.local_bytes = 16; // registers outside the loops
+            // Registers outside the loops.
+            combining.rules.local_bytes = if architecture == Architecture::SM_80 { 24 } else { 16 };
             variants.push(combining);
         }
     }
@@ -113,14 +122,9 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
 
 #[test]
 fn every_kernel_is_compiled_to_what_was_meant() {
-    let nvrtc = match Nvrtc::load() {
-        Ok(nvrtc) => nvrtc,
-        Err(error) => return eprintln!("skipped: {error}"),
-    };
-    let disassembler = Disassembler::find();
-    if let Err(error) = &disassembler {
-        eprintln!("compiled, but not looked at: {error}");
-    }
+    let Some(nvrtc) = nvrtc() else { return };
+    // Without it kernels are compiled, but not looked at.
+    let disassembler = disassembler();
     let mut wrong = Vec::new();
     for architecture in ARCHITECTURES {
         let variants = variants(architecture);
@@ -133,9 +137,14 @@ fn every_kernel_is_compiled_to_what_was_meant() {
             }
             cubins.push(compiled.cubin);
         }
-        let Ok(disassembler) = &disassembler else { continue };
+        let Some(disassembler) = &disassembler else { continue };
         for (variant, code) in variants.iter().zip(disassembler.read(&cubins).unwrap()) {
-            let found = code.kernel(variant.kernel).unwrap().broken(&variant.rules);
+            let kernel = code.kernel(variant.kernel).unwrap();
+            let (shared, most) = (kernel.shared_bytes + variant.shared[0], variant.shared[1]);
+            if (shared > most) != variant.takes_all {
+                wrong.push(format!("{}: {shared} bytes of shared memory, of {most}", variant.name));
+            }
+            let found = kernel.broken(&variant.rules);
             wrong.extend(found.iter().map(|what| format!("{}: {what}", variant.name)));
         }
     }
@@ -145,10 +154,7 @@ fn every_kernel_is_compiled_to_what_was_meant() {
 /// The kernels of a rank that is alone, whose arrays have no element for a peer, and whose loops none to serve.
 #[test]
 fn every_kernel_compiles_for_a_rank_that_is_alone() {
-    let nvrtc = match Nvrtc::load() {
-        Ok(nvrtc) => nvrtc,
-        Err(error) => return eprintln!("skipped: {error}"),
-    };
+    let Some(nvrtc) = nvrtc() else { return };
     fn alone<F: Family>(family: F) -> Variant {
         variant(family, 1, Architecture::SM_90A, &[])
     }

@@ -1,8 +1,9 @@
 //! Memory of a GPU that handles take and give back.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use antiphon_device::cuda::{Context, CudaError, DeviceMemory, DevicePointer, relaxed};
+use antiphon_device::sync::Mutex;
 use antiphon_fabric::gpu::UntilIdle;
 
 /// Memory that no handle has. Calls of one tenant come one after the other, so what a handle gave back may be written by the

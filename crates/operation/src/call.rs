@@ -197,13 +197,14 @@ impl<'a> Call<'a> {
         self.check_counts(world_size)?;
         let tensors = [("input", row.input, input), ("output", row.output, output)];
         for ((which, extent, actual), (list, counts)) in tensors.into_iter().zip(self.lists()) {
-            let (expected, rule) = match extent {
-                Extent::Part => (counts[rank], format!("the count of rank {rank}")),
-                _ => (total(counts), format!("the sum of the {list}")),
-            };
+            let expected = if extent == Extent::Part { counts[rank] } else { total(counts) };
             let actual = actual.unwrap_or(expected);
             // A sum that overflows is no number that a tensor could have.
             if actual != expected || expected == usize::MAX {
+                let rule = match extent {
+                    Extent::Part => format!("the count of rank {rank}"),
+                    _ => format!("the sum of the {list}"),
+                };
                 return Err(WrongCount { operation, which, actual, expected, rule }.into());
             }
         }

@@ -8,6 +8,7 @@ use thiserror::Error;
 use crate::ids::Rank;
 use crate::op::ChannelType;
 use crate::place::Place;
+use crate::plan::Origin;
 use crate::text::escaped;
 
 /// An error in a plan, or in its use.
@@ -56,7 +57,8 @@ pub enum PlanError {
     },
     /// A rank waits more or less often for another than that one signals it.
     #[error(
-        "rank {from} signals rank {to} {signals} times over {channel_type:?} channels, which waits for it {waits} times"
+        "rank {from} signals rank {to} {signals} times over {channel_type:?} channels, which waits for it {waits} times{}",
+        at(lines, if signals > waits { "signals" } else { "waits" })
     )]
     Pairing {
         /// The signalling rank.
@@ -69,6 +71,8 @@ pub enum PlanError {
         signals: u64,
         /// How often the other waits.
         waits: u64,
+        /// The lines of the program that made the signals, or the waits if these are more; as far as they are known.
+        lines: Vec<Origin>,
     },
     /// Thread blocks cannot be made many.
     #[error("rank {rank} cannot have {instances} instances: {what}")]
@@ -104,4 +108,17 @@ impl PlanError {
         let message = text.split(" at line ").next().unwrap_or(&text).to_owned();
         PlanError::Json { message, line: error.line(), column: error.column() }
     }
+}
+
+/// Where operations come from.
+fn at(lines: &[Origin], what: &str) -> String {
+    const MOST: usize = 4;
+    if lines.is_empty() {
+        return String::new();
+    }
+    let shown: Vec<_> =
+        lines.iter().take(MOST).map(|Origin { file, line }| format!("{file}:{line}")).collect();
+    let others = lines.len().saturating_sub(MOST);
+    let others = if others > 0 { format!(" and {others} more lines") } else { String::new() };
+    format!("; the {what} are made at {}{others}", shown.join(", "))
 }

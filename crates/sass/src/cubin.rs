@@ -6,6 +6,7 @@ pub(crate) struct Text<'a> {
     pub(crate) name: &'a str,
     pub(crate) registers: u32,
     pub(crate) local_bytes: u32,
+    pub(crate) shared_bytes: u32,
     pub(crate) code: &'a [u8],
 }
 
@@ -29,6 +30,8 @@ const SYMBOL_BYTES: usize = 24;
 
 struct Section<'a> {
     name: &'a str,
+    /// In memory; those without a content in the file have a size too.
+    size: u32,
     bytes: &'a [u8],
 }
 
@@ -52,10 +55,13 @@ pub(crate) fn read(file: &[u8]) -> Result<Cubin<'_>, &'static str> {
             let ask = |attribute| {
                 attribute_of(info, attribute, |symbol| symbol_name(symbols, names, symbol) == Ok(name))
             };
+            let shared = format!(".nv.shared.{name}");
+            let shared = sections.iter().find(|section| section.name == shared);
             kernels.push(Text {
                 name,
                 registers: ask(EIATTR_REGCOUNT)?.ok_or(INCOMPLETE)?,
                 local_bytes: ask(EIATTR_FRAME_SIZE)?.unwrap_or(0),
+                shared_bytes: shared.map_or(0, |section| section.size),
                 code: section.bytes,
             });
         }
@@ -82,7 +88,8 @@ fn sections(file: &[u8]) -> Result<Vec<Section<'_>>, &'static str> {
     (0..number(file, 60, 2)?)
         .map(|index| {
             let header = at(index)?;
-            Ok(Section { name: text(names, number(file, header, 4)? as usize)?, bytes: bytes(header)? })
+            let size = number(file, header + 32, 8)? as u32;
+            Ok(Section { name: text(names, number(file, header, 4)? as usize)?, size, bytes: bytes(header)? })
         })
         .collect()
 }

@@ -174,8 +174,8 @@ fn count(kernel: &Text<'_>, rest: &mut &[String]) -> Kernel {
     *rest = others;
     let mut instructions = BTreeMap::new();
     its.iter().for_each(|words| *instructions.entry(words.clone()).or_default() += 1);
-    let (registers, local_bytes) = (kernel.registers, kernel.local_bytes);
-    Kernel { name: kernel.name.to_owned(), registers, local_bytes, instructions }
+    let Text { name, registers, local_bytes, shared_bytes, .. } = *kernel;
+    Kernel { name: name.to_owned(), registers, local_bytes, shared_bytes, instructions }
 }
 
 /// The opcode with its modifiers of a line such as `/*0030*/  @!P0 LDG.E.128 R4, [R2.64] ;`.

@@ -22,6 +22,8 @@ pub struct Kernel {
     pub registers: u32,
     /// Bytes of local memory of a thread: spilled registers, and arrays that are indexed at run time.
     pub local_bytes: u32,
+    /// Bytes of shared memory of a block, without what a launch adds and what the system reserves.
+    pub shared_bytes: u32,
     /// How often each opcode, with all its modifiers, stands in the code.
     pub instructions: BTreeMap<String, usize>,
 }
@@ -107,7 +109,7 @@ mod tests {
     fn kernel() -> Kernel {
         let instructions = [("STG.E.128", 3), ("STG.E.128.STRONG.SYS", 4), ("STL.64", 1), ("ST.E", 7)];
         let instructions = instructions.map(|(words, count)| (words.to_owned(), count)).into();
-        Kernel { name: "k".into(), registers: 40, local_bytes: 8, instructions }
+        Kernel { name: "k".into(), registers: 40, local_bytes: 8, shared_bytes: 0, instructions }
     }
 
     #[test]

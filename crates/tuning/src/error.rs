@@ -139,6 +139,15 @@ pub enum TuningError {
         mode: u32,
     },
 
+    /// Users other than its owner may use a folder or file that is to be its user's alone.
+    #[error("others may use {path} (its mode is {mode:04o}): `chmod go=` it")]
+    Shared {
+        /// The folder or file.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+
     /// A cache file is larger than any that a cache writes.
     #[error("{path} is larger than {limit} bytes, the most that is read")]
     TooLarge {

@@ -4,7 +4,8 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::time::Duration;
 
-use antiphon_tuning::{Cache, Key, MAX_FILE_BYTES, Sweep, Table, TuningError, doubling};
+use antiphon_testing::{Need, need};
+use antiphon_tuning::{Cache, CacheFolder, Key, MAX_FILE_BYTES, Sweep, Table, TuningError, doubling};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use tempfile::TempDir;
 
@@ -251,7 +252,42 @@ fn a_place_that_cannot_be_written_is_an_error() {
     fs::write(&file, "").unwrap();
     let cache = Cache::at(file.join("tuning.json"));
     let error = cache.put(&key("all_reduce"), &defaults()).unwrap_err();
+    assert!(matches!(error, TuningError::Kind { found: "a regular file", .. }), "{error}");
+    let error = Cache::at("/dev/null/cache/tuning.json").put(&key("all_reduce"), &defaults()).unwrap_err();
     assert!(matches!(error, TuningError::Io { action: "open", .. }), "{error}");
+}
+
+/// What a writer opened stays what it writes to, even if another folder takes its place in between.
+#[test]
+fn files_are_made_in_the_folder_that_was_looked_at() {
+    let around = tempfile::tempdir().unwrap();
+    let (path, moved, other) = (around.path().join("a"), around.path().join("b"), around.path().join("c"));
+    let folder = CacheFolder::create(&path).unwrap();
+    fs::rename(&path, &moved).unwrap();
+    fs::create_dir(&other).unwrap();
+    symlink(&other, &path).unwrap();
+    folder.replace("file", b"content").unwrap();
+    folder.rename("file", "renamed").unwrap();
+    folder.subfolder("inner").unwrap().replace("file", b"content").unwrap();
+    assert_eq!(fs::read(moved.join("renamed")).unwrap(), b"content");
+    assert_eq!(fs::read(moved.join("inner/file")).unwrap(), b"content");
+    assert_eq!(fs::metadata(moved.join("inner")).unwrap().permissions().mode() & 0o777, 0o700);
+    assert_eq!(fs::read_dir(&other).unwrap().count(), 0, "nothing was made behind the link");
+}
+
+#[test]
+fn a_folder_of_a_folder_is_trusted_like_it() {
+    let around = tempfile::tempdir().unwrap();
+    let folder = CacheFolder::create(&around.path().join("outer")).unwrap();
+    let inner = folder.path("inner");
+    symlink(around.path(), &inner).unwrap();
+    let error = folder.subfolder("inner").unwrap_err().to_string();
+    assert_eq!(error, format!("{} is a symbolic link, not a folder", inner.display()));
+    fs::remove_file(&inner).unwrap();
+    folder.subfolder("inner").unwrap();
+    fs::set_permissions(&inner, fs::Permissions::from_mode(0o777)).unwrap();
+    let error = folder.subfolder("inner").unwrap_err().to_string();
+    assert!(error.starts_with(&format!("others may write {}", inner.display())), "{error}");
 }
 
 #[test]
@@ -376,9 +412,7 @@ fn what_others_may_write_is_refused() {
 fn what_belongs_to_another_user_is_refused() {
     let (_folder, cache) = with_a_table();
     for path in [cache.path(), cache.path().parent().unwrap()] {
-        if chown(path, Some(12_345), None).is_err() {
-            return eprintln!("skipped: only root can give files away");
-        }
+        let Some(()) = need(Need::Root, chown(path, Some(12_345), None)) else { return };
         for error in refusals(&cache) {
             assert!(error.starts_with(&format!("{} belongs to user 12345", path.display())), "{error}");
         }

@@ -83,8 +83,8 @@ impl Family for Fusion {
         self.most_blocks(world_size)
     }
 
-    fn shared_bytes(&self) -> u32 {
-        Teams::most_shared_bytes()
+    fn shared_bytes(&self, world_size: usize) -> u32 {
+        Teams::most_shared_bytes(self.most_blocks(world_size))
     }
 }
 

@@ -180,7 +180,7 @@ impl Teams {
             let blocks = blocks.min(vectors.div_ceil(threads));
             let rounds = vectors.div_ceil(blocks * threads);
             let shared_bytes = shared(threads, rounds);
-            let fits = shared_bytes <= SHARED_BYTES / per_multiprocessor as usize;
+            let fits = shared_bytes <= Self::most_shared_bytes(per_multiprocessor) as usize;
             fits.then_some((blocks, threads, rounds, shared_bytes))
         });
         let (blocks, threads, rounds, shared_bytes) = fitting?;
@@ -223,9 +223,9 @@ impl Teams {
         if self.blocks_of_team == 1 { config } else { config.cluster(self.blocks_of_team) }
     }
 
-    /// The most shared memory that a block of any program has.
-    pub(crate) const fn most_shared_bytes() -> u32 {
-        SHARED_BYTES as u32
+    /// The most shared memory of a block, if a multiprocessor runs so many.
+    pub(crate) const fn most_shared_bytes(per_multiprocessor: u32) -> u32 {
+        SHARED_BYTES as u32 / per_multiprocessor
     }
 }
 

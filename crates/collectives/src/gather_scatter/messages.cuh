@@ -55,6 +55,12 @@ template <class Ready> DEVICE bool wait_for(const arguments& a, waiter& patience
     return came;
 }
 
+// Stores the position up to which a warp has used a ring. If another launch has used the ring meanwhile, a graph was launched beside a
+// call: both had the same position.
+DEVICE void advance_ring(const arguments& a, u32* position, u32 from, u32 to) {
+    if (lane_id() == 0 && atomicCAS(position, from, to) != from) stop_overlap(a);
+}
+
 // Sends the rows of one ring. Row 0 is the head.
 DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u32 next, u32 peer, u32 channel) {
     control* const state = state_of(a.own, peer, channel);
@@ -73,7 +79,8 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
     load(channel); // while the state is loaded
     if (channel == 0 && lane_id() == 0)
         rows[0] = make_uint4((u32)a.doing.low, (u32)(a.doing.low >> 32), (u32)m.sent_count[peer], (u32)(m.sent_count[peer] >> 32));
-    u32 n = ld_relaxed_sys(&state->slot), known = ld_acquire_sys(&state->dirty_upper);
+    const u32 first = ld_relaxed_sys(&state->slot);
+    u32 n = first, known = ld_acquire_sys(&state->dirty_upper);
     for (u32 row = channel; row < total; row += SENT * CHANNELS) {
         const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < SENT ? left : SENT;
         if (n + count - known > ring) {
@@ -93,7 +100,7 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
             if (k < count) store16_volatile(at + ((n + k) & (ring - 1)) * 512, sent[k]);
         n += count;
     }
-    if (lane_id() == 0) st_relaxed_sys(&state->slot, n);
+    advance_ring(a, &state->slot, first, n);
     return true;
 }
 
@@ -104,7 +111,8 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
     const u32 ring = ring_rows(a), total = 1 + rows_of(m.received[peer]), quarter = ring / 4;
     const bytes to(m.output[peer], m.received[peer]);
     u8* const at = ring_at(a, a.own, peer, channel);
-    u32 n = ld_relaxed_sys(&state->dirty_lower), said = n / quarter;
+    const u32 first = ld_relaxed_sys(&state->dirty_lower);
+    u32 n = first, said = n / quarter;
     // Reports to the sender the whole quarters that have been emptied. A release waits for the stores before it, so the release for
     // a batch follows the wait for the next batch.
     const auto tell = [&] {
@@ -150,7 +158,7 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
         n += count;
     }
     tell();
-    if (lane_id() == 0) st_relaxed_sys(&state->dirty_lower, n);
+    advance_ring(a, &state->dirty_lower, first, n);
     return true;
 }
 

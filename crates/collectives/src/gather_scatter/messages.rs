@@ -70,7 +70,7 @@ const MOST_KEPT_BYTES: usize = 256 << 10;
 const BYTES_PER_BLOCK: usize = THREADS as usize / 32 * ROW_DATA;
 
 /// A message that one rank sends to another, or receives from it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Message {
     peer: usize,
     address: usize,
@@ -283,8 +283,11 @@ impl CudaCollectives {
             message(peer, input, sent.piece(if sent.is_divided() { peer } else { rank }), moves(rank, peer))
         };
         let from = |peer| message(peer, output, received.piece(peer), moves(peer, rank));
-        let others = || (0..call.world_size).filter(|&peer| peer != rank);
-        let (sends, receives): (Vec<_>, Vec<_>) = others().map(|peer| (to(peer), from(peer))).unzip();
+        let (mut sends, mut receives) = ([Message::default(); MAX_WORLD], [Message::default(); MAX_WORLD]);
+        for (index, peer) in (0..call.world_size).filter(|&peer| peer != rank).enumerate() {
+            (sends[index], receives[index]) = (to(peer), from(peer));
+        }
+        let peers = call.world_size - 1;
         let (own, place) = (to(rank), from(rank));
         let mut kept = OwnPiece { from: own.address, to: place.address, bytes: own.bytes };
         if !moves(rank, rank) || kept.from == kept.to {
@@ -297,7 +300,7 @@ impl CudaCollectives {
             kept = OwnPiece::default();
         }
         // SAFETY: passed on.
-        unsafe { self.run_messages(call.signature, kept, &sends, &receives, stream) }
+        unsafe { self.run_messages(call.signature, kept, &sends[..peers], &receives[..peers], stream) }
     }
 
     /// # Safety

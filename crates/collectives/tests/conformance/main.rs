@@ -4,7 +4,7 @@
 //! [`conformance!`] makes tests of it for every backend there is, which so all carry the same names:
 //! `all_reduce::host_threads::special_values_follow_the_rules::bf16::world_3`. A new backend adds its module there. Where a
 //! world costs more to make, one test has all dtypes, and there are fewer worlds:
-//! `all_reduce::gpus::special_values_follow_the_rules::world_2`. Tests that lack GPUs say so and pass.
+//! `all_reduce::gpus::special_values_follow_the_rules::world_2`. Tests that lack GPUs are recorded as skipped.
 //!
 //! | module | what it holds |
 //! | --- | --- |

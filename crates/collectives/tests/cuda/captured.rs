@@ -23,7 +23,7 @@ pub unsafe fn tensor<T: Element>(
 }
 
 /// An operation of about `count` elements as each rank calls it; parts have lengths around that.
-fn calls_of(operation: Operation, count: usize, world: usize, root: usize) -> Vec<Call<'static>> {
+pub fn calls_of(operation: Operation, count: usize, world: usize, root: usize) -> Vec<Call<'static>> {
     let (row, length) = (operation.row(), |index: usize| count * (index % 3) / 2);
     let call = Call::new(operation).with_root(root);
     let of = |rank: usize| match (row.input, row.output) {
@@ -37,14 +37,14 @@ fn calls_of(operation: Operation, count: usize, world: usize, root: usize) -> Ve
 }
 
 /// A call with its tensors, and what it must give.
-struct Case<T> {
-    call: Call<'static>,
-    input: Vec<T>,
-    expected: Vec<T>,
+pub struct Case<T> {
+    pub call: Call<'static>,
+    pub input: Vec<T>,
+    pub expected: Vec<T>,
 }
 
 impl<T: Element> Case<T> {
-    fn new(rank: &Rank, call: &Call<'static>, count: usize) -> Outcome<Self> {
+    pub fn new(rank: &Rank, call: &Call<'static>, count: usize) -> Outcome<Self> {
         let (me, world) = (rank.comm.rank(), rank.comm.world_size());
         let input = values::<T>(me, call.input_layout(count, me, world).elements());
         let mut expected = vec![T::from_f64(7.0); call.output_layout(count, me, world).elements()];

@@ -5,7 +5,7 @@ use antiphon_collectives::{
     cuda::Algorithm,
     fusion::{Accumulation, FusedAllReduce, InPlace, Operand, Quantization, Scale, Source},
 };
-use antiphon_device::cuda::DeviceMemory;
+use antiphon_device::cuda::{DeviceMemory, Stream};
 use antiphon_tensor::{
     DType, Device, ScaleGrid, ScaleLayout, TensorView, TensorViewMut,
     quantize::{Fp8Groups, GroupRule, TokenRule},
@@ -352,25 +352,36 @@ impl<'a> Fused<'a> {
     }
 
     pub fn queue(&self) -> Result<(), CollectiveError> {
-        if self.case.plain { self.queue_plain() } else { self.queue_tokens(0, self.case.tokens) }
+        self.queue_on(&self.rank.stream)
     }
 
-    fn queue_plain(&self) -> Result<(), CollectiveError> {
+    pub fn queue_on(&self, stream: &Stream) -> Result<(), CollectiveError> {
+        match self.case.plain {
+            true => self.queue_plain(stream),
+            false => self.queue_tokens_on(0, self.case.tokens, stream),
+        }
+    }
+
+    fn queue_plain(&self, stream: &Stream) -> Result<(), CollectiveError> {
         let count = self.case.tokens * self.case.hidden;
         let at = |slot| At(self.memory.pointer().0 + self.before.offset(slot) as u64, self.case.dtype, count);
         let what = What::AllReduce(ReduceOp::Sum, self.case.algorithm);
-        self.rank.queue(what, at(Slot::Source), at(Slot::SumOut))
+        self.rank.queue_on(what, at(Slot::Source), at(Slot::SumOut), stream)
     }
 
     /// Some of the tokens only, of a case whose results have a row for each token.
     pub fn queue_tokens(&self, first: usize, tokens: usize) -> Result<(), CollectiveError> {
+        self.queue_tokens_on(first, tokens, &self.rank.stream)
+    }
+
+    fn queue_tokens_on(&self, first: usize, tokens: usize, stream: &Stream) -> Result<(), CollectiveError> {
         let case = Case { tokens, ..self.case };
         let device = Device::Cuda(self.rank.collectives.context().device().ordinal());
         let base = self.memory.pointer().0 as usize as *mut u8;
         // SAFETY: the tests keep this until they have synchronised with the stream, which keeps calls apart.
         unsafe {
             let call = case.call(&self.before, base, device, first);
-            self.rank.collectives.all_reduce_fused(call, self.rank.stream.borrow())
+            self.rank.collectives.all_reduce_fused(call, stream.borrow())
         }
     }
 

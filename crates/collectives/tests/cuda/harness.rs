@@ -116,13 +116,18 @@ impl Rank {
 
     /// Queues an operation. A broadcast uses the output alone.
     pub fn queue(&self, what: What, from: At, to: At) -> Result<(), CollectiveError> {
+        self.queue_on(what, from, to, &self.stream)
+    }
+
+    /// As `queue`, in a stream.
+    pub fn queue_on(&self, what: What, from: At, to: At, stream: &Stream) -> Result<(), CollectiveError> {
         let device = Device::Cuda(self.collectives.context().device().ordinal());
         let at = |address: u64| address as usize as *mut u8;
         // SAFETY: the tests keep the memory until they have synchronised with the stream.
         unsafe {
             let input = TensorView::from_raw_parts(at(from.0), from.1, &[from.2], None, device).unwrap();
             let mut output = TensorViewMut::from_raw_parts(at(to.0), to.1, &[to.2], None, device).unwrap();
-            let (collectives, stream) = (&self.collectives, self.stream.borrow());
+            let (collectives, stream) = (&self.collectives, stream.borrow());
             match what {
                 What::AllReduce(op, None) => collectives.all_reduce(input, &mut output, op, stream),
                 What::AllReduce(op, Some(algorithm)) => {

@@ -15,6 +15,7 @@ mod image;
 mod loud;
 mod mixed;
 mod mixed_graphs;
+mod orders;
 mod registered;
 mod streams;
 mod tenants;

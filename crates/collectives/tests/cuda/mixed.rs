@@ -7,6 +7,7 @@ use antiphon_collectives::{
     CollectiveError,
     mixed::{CudaMixedHandler, MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp},
 };
+use antiphon_device::cuda::Stream;
 use antiphon_fabric::FabricError;
 use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut, bf16, f16};
 
@@ -46,7 +47,17 @@ impl<'a> Mixed<'a> {
     }
 
     pub fn queue(&self, call: MixedCall<'_>, from: At, to: At) -> Result<(), CollectiveError> {
-        let Rank { collectives, stream, .. } = self.rank;
+        self.queue_on(call, from, to, &self.rank.stream)
+    }
+
+    pub fn queue_on(
+        &self,
+        call: MixedCall<'_>,
+        from: At,
+        to: At,
+        stream: &Stream,
+    ) -> Result<(), CollectiveError> {
+        let collectives = &self.rank.collectives;
         let device = Device::Cuda(collectives.context().device().ordinal());
         let at = |address: u64| address as usize as *mut u8;
         // SAFETY: the tests keep the memory until they have synchronised with the stream.

@@ -3,23 +3,10 @@
 
 use antiphon_device::cuda::{CudaError, Device, Driver};
 
-/// The GPUs' driver, if there are enough of them for a test; it says so if not. With `ANTIPHON_TEST_RANKS_PER_GPU=2` half as
-/// many are enough: two ranks have a GPU then, which has room for the blocks of two.
+/// The GPUs' driver, if there are enough of them for a test. With `ANTIPHON_TEST_RANKS_PER_GPU=2` half as many are enough: two
+/// ranks have a GPU then, which has room for the blocks of two.
 pub fn gpus(world_size: usize) -> Option<&'static Driver> {
-    let driver = match Driver::load() {
-        Ok(driver) => driver,
-        Err(error) => {
-            eprintln!("skipped: no CUDA driver: {error}");
-            return None;
-        }
-    };
-    let count = driver.device_count().unwrap() as usize;
-    let needed = world_size.div_ceil(ranks_per_gpu());
-    if count < needed {
-        eprintln!("skipped: {count} GPUs, {needed} needed");
-        return None;
-    }
-    Some(driver)
+    antiphon_testing::gpus(world_size.div_ceil(ranks_per_gpu()))
 }
 
 /// How many ranks may share a GPU.

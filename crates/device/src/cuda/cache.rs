@@ -19,12 +19,16 @@ const MAGIC: &[u8; 8] = b"ANTIPHK1";
 const HEADER: usize = 8 + 32 + 32 + 8;
 /// The largest file that is read. The largest kernels take some hundred KB.
 const MAX_FILE_BYTES: u64 = 64 << 20;
+/// Where in the library's cache folder.
+const FOLDER: &str = "kernels";
 
 /// A folder of compiled kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelCache {
-    /// The reason why there is none.
+    /// The folder, or the reason why there is none.
     folder: Result<PathBuf, String>,
+    /// Whether the folder around it is this library's too, and must be trusted alike.
+    is_inner: bool,
 }
 
 /// A program's machine code, ready to load.
@@ -51,16 +55,13 @@ impl KernelCache {
     /// The user's cache: `kernels` in [the library's cache folder](antiphon_tuning::cache_dir). Without a folder that
     /// [can be trusted](CacheFolder) everything is compiled every time.
     pub fn open() -> Self {
-        let folder = antiphon_tuning::cache_dir().and_then(|folder| {
-            CacheFolder::open(&folder)?;
-            Ok(folder.join("kernels"))
-        });
-        Self { folder: folder.map_err(|error| error.to_string()) }
+        let folder = antiphon_tuning::cache_dir().map(|folder| folder.join(FOLDER));
+        Self { folder: folder.map_err(|error| error.to_string()), is_inner: true }
     }
 
     /// A cache in this folder, which is created when something is stored.
     pub fn at(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: Ok(folder.into()) }
+        Self { folder: Ok(folder.into()), is_inner: false }
     }
 
     /// The folder, if there is one.
@@ -79,8 +80,7 @@ impl KernelCache {
 
     fn get_or_make<E>(&self, key: [u8; 32], make: impl FnOnce() -> Result<Vec<u8>, E>) -> Result<Cubin, E> {
         let name = file_name(&key);
-        let folder =
-            self.folder.clone().and_then(|path| CacheFolder::create(&path).map_err(|why| why.to_string()));
+        let folder = self.open_folder();
         match folder.as_ref().map(|folder| folder.read(&name, MAX_FILE_BYTES)) {
             Ok(Ok(Some(file))) => {
                 if let Some(bytes) = open(file, &key) {
@@ -96,6 +96,18 @@ impl KernelCache {
             .and_then(|folder| folder.replace(&name, &contents(&key, &bytes)).map_err(|why| why.to_string()));
         let origin = stored.map_or_else(Origin::NotStored, |()| Origin::Compiled);
         Ok(Cubin { bytes, origin })
+    }
+
+    /// The folder, created if it does not exist; or why it cannot be used.
+    fn open_folder(&self) -> Result<CacheFolder, String> {
+        let path = self.folder.clone()?;
+        let opened = match path.parent() {
+            Some(parent) if self.is_inner => {
+                CacheFolder::create(parent).and_then(|parent| parent.subfolder(FOLDER))
+            }
+            _ => CacheFolder::create(&path),
+        };
+        opened.map_err(|why| why.to_string())
     }
 }
 
@@ -215,7 +227,7 @@ mod tests {
             matches!(&cubin.origin, Origin::NotStored(why) if why.contains("Not a directory")),
             "{cubin:?}"
         );
-        let cubin = get(&KernelCache { folder: Err("no folder".into()) }, KEY, b"code");
+        let cubin = get(&KernelCache { folder: Err("no folder".into()), is_inner: true }, KEY, b"code");
         assert_eq!(cubin.origin, Origin::NotStored("no folder".into()));
     }
 
@@ -242,16 +254,20 @@ mod tests {
             fs::copy(&elsewhere, &path).unwrap();
             fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
         });
-        // And the folder itself.
-        for mode in [0o777, 0o770] {
-            fs::set_permissions(&kernels, fs::Permissions::from_mode(mode)).unwrap();
-            let cubin = get(&cache, KEY, b"fresh");
-            assert!(
-                matches!(&cubin.origin, Origin::NotStored(why) if why.contains("others may write")),
-                "{cubin:?}"
-            );
+        // And the folder itself, and the one around it.
+        let inner = KernelCache { folder: Ok(kernels.clone()), is_inner: true };
+        for (cache, open) in
+            [(&cache, kernels.as_path()), (&inner, kernels.as_path()), (&inner, folder.path())]
+        {
+            for mode in [0o777, 0o770] {
+                fs::set_permissions(open, fs::Permissions::from_mode(mode)).unwrap();
+                let cubin = get(cache, KEY, b"fresh");
+                let named = format!("others may write {} ", open.display());
+                assert!(matches!(&cubin.origin, Origin::NotStored(why) if why.contains(&named)), "{cubin:?}");
+            }
+            fs::set_permissions(open, fs::Permissions::from_mode(0o700)).unwrap();
         }
-        fs::set_permissions(&kernels, fs::Permissions::from_mode(0o700)).unwrap();
+        assert_eq!(get(&inner, KEY, b"never made").origin, Origin::Cached);
         let link = folder.path().join("link");
         std::os::unix::fs::symlink(&kernels, &link).unwrap();
         for link in [link.clone(), link.join("")] {

@@ -38,6 +38,8 @@ pub enum GaveUp {
     Aborted,
     /// The peer does something else.
     Disagreed,
+    /// Another call of the same rank and tenant ran at the same time.
+    Overlapped,
 }
 
 /// The `wait_report` of the prelude.
@@ -115,6 +117,7 @@ impl WaitBoard {
                 reason: match (*raw).reason {
                     1 => GaveUp::Deadline,
                     2 => GaveUp::Aborted,
+                    5 => GaveUp::Overlapped,
                     _ => GaveUp::Disagreed,
                 },
                 rank: (*raw).rank,

@@ -2,7 +2,7 @@
 
 use std::{
     fmt, ptr,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -114,7 +114,7 @@ impl<'a> StreamRef<'a> {
     }
 
     /// Which capture the stream is in, by a number that no other capture of the process has; none where what is submitted
-    /// runs. Before CUDA 12.3 all captures have the number 0.
+    /// runs.
     ///
     /// # Errors
     /// As [`is_capturing`](Self::is_capturing).
@@ -122,18 +122,36 @@ impl<'a> StreamRef<'a> {
         if !self.is_capturing()? {
             return Ok(None);
         }
-        if !self.context.device().driver().supports(CudaVersion::new(12, 3)) {
-            return Ok(Some(0));
-        }
         let _current = self.context.current()?;
         let (mut status, mut number) = (sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
-        let (graph, nodes, edges, count) =
-            (ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        let (graph, nodes, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        let info = capture_info(self.context)?;
         // SAFETY: the stream lives; writes the status and the number, and nothing where it is given null.
-        unsafe {
-            call!(cuStreamGetCaptureInfo_v3(self.raw, &mut status, &mut number, graph, nodes, edges, count))
-        }?;
+        let code = unsafe { info(self.raw, &mut status, &mut number, graph, nodes, count) };
+        check("cuStreamGetCaptureInfo", code)?;
         Ok(Some(number))
+    }
+
+    /// A number that no other stream of the process has had or will have; unlike the handle, which a new stream may get from one
+    /// that was destroyed. The default stream of each thread has its own.
+    ///
+    /// A stream that is being captured has another number meanwhile, which no other stream of its capture has: the driver tells the first
+    /// one of no such stream, and ends the capture if it is asked.
+    ///
+    /// # Errors
+    /// As [`is_capturing`](Self::is_capturing).
+    #[inline]
+    pub fn id(&self) -> Result<u64, CudaError> {
+        // Numbers count streams, and handles are addresses of the lower half.
+        const IN_CAPTURE: u64 = 1 << 63;
+        if self.is_capturing()? {
+            return Ok(IN_CAPTURE | self.raw as u64);
+        }
+        let _current = self.context.current()?;
+        let mut id = 0;
+        // SAFETY: the stream lives; writes one number.
+        unsafe { call!(cuStreamGetId(self.raw, &mut id)) }?;
+        Ok(id)
     }
 
     /// How many multiprocessors the stream's kernels may use: those of its green context, or all that the context has.
@@ -243,4 +261,36 @@ pub(super) fn ready(function: &'static str, code: sys::CUresult) -> Result<bool,
         sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
         code => check(function, code).map(|()| true),
     }
+}
+
+/// cuStreamGetCaptureInfo as it is since CUDA 11.3: the newer one came with 12.3, and the bindings have that alone.
+type CaptureInfo = unsafe extern "C" fn(
+    sys::CUstream,
+    *mut sys::CUstreamCaptureStatus,
+    *mut u64,
+    *mut sys::CUgraph,
+    *mut *const sys::CUgraphNode,
+    *mut usize,
+) -> sys::CUresult;
+
+fn capture_info(context: &Context) -> Result<CaptureInfo, CudaError> {
+    static FOUND: OnceLock<CaptureInfo> = OnceLock::new();
+    if let Some(found) = FOUND.get() {
+        return Ok(*found);
+    }
+    let mut function = ptr::null_mut();
+    let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SUCCESS;
+    let name = c"cuStreamGetCaptureInfo".as_ptr();
+    // SAFETY: writes one pointer and one status.
+    unsafe { call!(cuGetProcAddress_v2(name, &mut function, 11_030, 0, &mut status)) }?;
+    if function.is_null() {
+        return Err(CudaError::DriverTooOld {
+            what: "the number of a capture",
+            needed: CudaVersion::new(11, 3),
+            found: context.device().driver().version(),
+        });
+    }
+    // SAFETY: the function with this name and version has this type; the driver is never closed.
+    let function = unsafe { std::mem::transmute::<*mut std::ffi::c_void, CaptureInfo>(function) };
+    Ok(*FOUND.get_or_init(|| function))
 }

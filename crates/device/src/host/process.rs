@@ -84,12 +84,21 @@ fn namespace(kind: &str) -> u64 {
     rustix::fs::stat(format!("/proc/self/ns/{kind}")).map_or(0, |s| s.st_ino)
 }
 
-/// The user whose process opened the other end of a connected Unix socket, as this process's user namespace numbers it.
+/// Whose process opened the other end of a connected Unix socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerCredentials {
+    /// The process, as this process's PID namespace numbers it; 0 if it cannot see it.
+    pub process: i32,
+    /// Its user, as this process's user namespace numbers it.
+    pub user: u32,
+}
+
+/// The process that opened the other end of a connected Unix socket, and its user.
 ///
 /// # Errors
 /// The system's, for a socket of another kind.
-pub fn user_at_other_end(socket: BorrowedFd<'_>) -> io::Result<u32> {
-    // Three plain numbers: the process id is 0 when the peer is in a PID namespace that this process cannot see.
+pub fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<PeerCredentials> {
+    // Three plain numbers.
     let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes, which is what `credentials` has, and any bytes are valid there.
@@ -103,7 +112,9 @@ pub fn user_at_other_end(socket: BorrowedFd<'_>) -> io::Result<u32> {
         )
     };
     match result {
-        0 if length as usize == size_of::<libc::ucred>() => Ok(credentials.uid),
+        0 if length as usize == size_of::<libc::ucred>() => {
+            Ok(PeerCredentials { process: credentials.pid, user: credentials.uid })
+        }
         0 => Err(io::ErrorKind::InvalidData.into()),
         _ => Err(io::Error::last_os_error()),
     }
@@ -142,7 +153,11 @@ mod tests {
     fn this_process_runs_and_is_at_both_ends_of_its_sockets() {
         assert!(!ProcessWatch::of_this_process().unwrap().has_ended());
         let (one, _other) = UnixStream::pair().unwrap();
-        assert_eq!(user_at_other_end(one.as_fd()).unwrap(), rustix::process::geteuid().as_raw());
-        assert!(user_at_other_end(std::fs::File::open("/proc/self/stat").unwrap().as_fd()).is_err());
+        let me = PeerCredentials {
+            process: rustix::process::getpid().as_raw_pid(),
+            user: rustix::process::geteuid().as_raw(),
+        };
+        assert_eq!(peer_credentials(one.as_fd()).unwrap(), me);
+        assert!(peer_credentials(std::fs::File::open("/proc/self/stat").unwrap().as_fd()).is_err());
     }
 }

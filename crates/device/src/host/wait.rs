@@ -88,8 +88,8 @@ impl Doorbell {
 
 /// Waits until `ready` returns something, in the three steps of the module's page.
 ///
-/// `check` runs now and then while waiting (about every [`NAP`]) with the time waited so far, and ends the wait with
-/// its error: it is where a deadline, a dead peer or an interrupt is noticed.
+/// `check` runs now and then while waiting (about every [`NAP`], and not before the first has passed) with the time waited so
+/// far, and ends the wait with its error: it is where a deadline, a dead peer or an interrupt is noticed.
 ///
 /// # Errors
 /// Whatever `check` returns.
@@ -128,13 +128,18 @@ fn wait_slowly<T, E>(
         }
         std::thread::yield_now();
     }
+    let mut checked = Duration::ZERO;
     loop {
         bell.arm();
         if let Some(value) = ready() {
             return Ok(value);
         }
         bell.sleep();
-        check(start.elapsed())?;
+        let waited = start.elapsed();
+        if waited - checked >= NAP {
+            checked = waited;
+            check(waited)?;
+        }
     }
 }
 

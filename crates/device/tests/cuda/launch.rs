@@ -5,6 +5,8 @@ use antiphon_device::cuda::{
     memory,
 };
 
+use antiphon_testing::{Need, need, nvrtc, sized};
+
 use crate::{gpu, kernel};
 
 pub const SOURCE: &str = include_str!("kernels/launch.cu");
@@ -76,7 +78,7 @@ fn what_is_not_a_module_or_not_in_it_is_refused() {
     assert_eq!(error, "64 bytes are no machine code that a GPU can load: it is not an ELF file");
     let program =
         antiphon_device::cuda::Program::new("x.cu", SOURCE, context.device().architecture().unwrap());
-    let cubin = crate::nvrtc().unwrap().compile(&program).unwrap().cubin;
+    let cubin = nvrtc().unwrap().compile(&program).unwrap().cubin;
     let error = Module::load(&context, &cubin).unwrap().function("nothing").unwrap_err().to_string();
     assert!(error.starts_with("cuModuleGetFunction failed: CUDA_ERROR_NOT_FOUND (500)"), "{error}");
 }
@@ -86,12 +88,13 @@ fn a_cooperative_grid_runs_all_at_once_or_not_at_all() {
     let Some((context, meet, stream, memory)) = setup("meet", 4096) else { return };
     let most = meet.blocks_per_multiprocessor(512, 0).unwrap()
         * context.device().properties().unwrap().multiprocessors;
+    let blocks = sized(most, 16);
     let (counter, to) = (memory.pointer(), memory.pointer().offset(4));
     let given = [(&counter).into(), (&to).into()];
     // SAFETY: the kernel writes one word per block, and there are fewer than 4095 blocks.
-    unsafe { meet.launch(&stream, &LaunchConfig::new(most, 512).cooperative(), &given) }.unwrap();
+    unsafe { meet.launch(&stream, &LaunchConfig::new(blocks, 512).cooperative(), &given) }.unwrap();
     let seen = words(&stream, &memory);
-    assert!(seen[..=most as usize].iter().all(|&count| count == most), "{seen:?}");
+    assert!(seen[..=blocks as usize].iter().all(|&count| count == blocks), "{seen:?}");
     // SAFETY: refused before anything runs.
     let error =
         unsafe { meet.launch(&stream, &LaunchConfig::new(most + 1, 512).cooperative(), &given) }.unwrap_err();
@@ -101,10 +104,8 @@ fn a_cooperative_grid_runs_all_at_once_or_not_at_all() {
 #[test]
 fn clusters_have_the_size_that_was_asked_for() {
     let Some((context, cluster_size, stream, memory)) = setup("cluster_size", 16) else { return };
-    if !context.device().properties().unwrap().cluster_launch {
-        crate::skip::<()>("clusters", "they need Hopper");
-        return;
-    }
+    let clusters = context.device().properties().unwrap().cluster_launch.then_some(());
+    let Some(()) = need(Need::Hardware("clusters"), clusters.ok_or("they need Hopper")) else { return };
     let (to, config) = (memory.pointer(), LaunchConfig::new(16, 64).cluster(8));
     assert!(cluster_size.active_clusters(&config).unwrap() >= 1);
     // SAFETY: the kernel writes one word for each of 16 blocks.

@@ -1,16 +1,14 @@
 //! What kernels are compiled to, without a GPU.
 
 use antiphon_device::cuda::{Architecture, Program};
-use antiphon_sass::{Disassembler, MachineCode, Rules};
+use antiphon_sass::{MachineCode, Rules};
+use antiphon_testing::{disassembler, nvrtc};
 
-use crate::{
-    compile::{ARCHITECTURES, PRELUDE_USE},
-    nvrtc, skip,
-};
+use crate::compile::{ARCHITECTURES, PRELUDE_USE};
 
 /// The machine code of programs, if there are tools to make and to read it.
 fn machine_code(programs: &[Program]) -> Option<Vec<MachineCode>> {
-    let disassembler = Disassembler::find().map_or_else(|error| skip("disassembler", error), Some)?;
+    let disassembler = disassembler()?;
     let nvrtc = nvrtc()?;
     let cubins: Vec<_> = programs.iter().map(|program| nvrtc.compile(program).unwrap().cubin).collect();
     Some(disassembler.read(&cubins).unwrap())

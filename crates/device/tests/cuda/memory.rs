@@ -3,7 +3,9 @@
 use antiphon_device::cuda::{CudaError, DeviceMemory, MemoryKind, PinnedMemory, PointerInfo, memory};
 use antiphon_tensor::{DType, Device, TensorError};
 
-use crate::{gpu, two_gpus};
+use antiphon_testing::link;
+
+use crate::gpu;
 
 #[test]
 fn bytes_go_there_and_back() {
@@ -73,7 +75,7 @@ fn a_pointer_tells_its_kind_and_its_allocation() {
 
 #[test]
 fn bytes_go_from_one_gpu_to_another() {
-    let Some((first, second)) = two_gpus() else { return };
+    let Some([first, second]) = link() else { return };
     first.enable_peer_access(&second).unwrap();
     first.enable_peer_access(&second).unwrap();
     let (here, there) = (DeviceMemory::allocate(&first, 64), DeviceMemory::allocate(&second, 64));

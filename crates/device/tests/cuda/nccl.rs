@@ -11,7 +11,7 @@ use antiphon_device::{
 };
 use antiphon_tensor::{DType, Element, TensorView, with_dtype};
 
-use crate::{packages, skip, two_gpus};
+use antiphon_testing::{link, nccl, packages};
 
 const WORLD: usize = 2;
 /// Elements of a rank's block.
@@ -20,16 +20,9 @@ const BLOCK: usize = 1000;
 #[test]
 fn the_library_among_the_packages_tells_its_version() {
     let site = packages().map(|site| site.join("nvidia/nccl/lib")).filter(|folder| folder.is_dir());
-    let opened = match site {
-        Some(folder) => Nccl::open(&folder).map(|nccl| nccl.version()),
-        None => Nccl::load().map(Nccl::version),
-    };
-    let Some(version) = opened.map_or_else(|error| skip("NCCL", error), Some) else { return };
+    let opened = site.map(|folder| Nccl::open(&folder).unwrap().version());
+    let Some(version) = opened.or_else(|| Some(nccl()?.version())) else { return };
     assert!(version >= NcclVersion { major: 2, minor: 13, patch: 0 }, "{version}");
-}
-
-fn nccl() -> Option<&'static Nccl> {
-    Nccl::load().map_or_else(|error| skip("NCCL", error), Some)
 }
 
 /// One of the two ranks: a communicator, a stream, and memory for an input and an output of one block for each rank.
@@ -82,7 +75,7 @@ impl Rank {
 
 /// Runs both ranks.
 fn on_two_gpus(each: impl Fn(&Rank) + Sync) {
-    let Some((first, second)) = two_gpus() else { return };
+    let Some([first, second]) = link() else { return };
     let Some(nccl) = nccl() else { return };
     let id = UniqueId::from_bytes(&nccl.unique_id().unwrap().to_bytes()).unwrap();
     let (id, each) = (&id, &each);
@@ -216,7 +209,7 @@ fn a_call_that_makes_no_sense_is_nccls_error_with_its_words() {
 
 #[test]
 fn an_aborted_communicator_leaves_the_device_usable() {
-    let Some((first, second)) = two_gpus() else { return };
+    let Some([first, second]) = link() else { return };
     let Some(nccl) = nccl() else { return };
     let id = &nccl.unique_id().unwrap();
     thread::scope(|scope| {

@@ -11,7 +11,9 @@ use antiphon_device::cuda::{
     MemoryKind, PointerInfo, memory,
 };
 
-use crate::{gpu, two_gpus};
+use antiphon_testing::link;
+
+use crate::gpu;
 
 const EXPORT: &str = "ANTIPHON_TEST_IPC_EXPORT";
 const LENGTH: &str = "ANTIPHON_TEST_VMM_LENGTH";
@@ -167,7 +169,7 @@ fn a_peer_opens_the_middle_of_an_allocation() {
 
 #[test]
 fn two_gpus_map_one_allocation() {
-    let Some((first, second)) = two_gpus() else { return };
+    let Some([first, second]) = link() else { return };
     let devices = [first.device(), second.device()];
     let mapping = Allocation::create(&second, 1 << 20).unwrap().map(&devices).unwrap();
     write(&first, mapping.pointer(), 6);

@@ -93,8 +93,26 @@ impl Builder {
     ///
     /// # Errors
     /// [`FabricError::Rendezvous`].
-    pub fn from_env(mut self) -> Result<Communicator, FabricError> {
-        let environment = Environment::read()?;
+    pub fn from_env(self) -> Result<Communicator, FabricError> {
+        self.at(Environment::read()?)
+    }
+
+    /// Makes a world of this rank alone, as [`from_env`](Self::from_env) does where a launcher starts a single rank: for
+    /// notebooks, unit tests and models that are not sharded.
+    ///
+    /// ```
+    /// let comm = antiphon_fabric::Communicator::builder().alone()?;
+    /// assert_eq!((comm.rank(), comm.world_size()), (0, 1));
+    /// # Ok::<(), antiphon_fabric::FabricError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`FabricError::Rendezvous`].
+    pub fn alone(self) -> Result<Communicator, FabricError> {
+        self.at(Environment::alone()?)
+    }
+
+    fn at(mut self, environment: Environment) -> Result<Communicator, FabricError> {
         self.timeout = self.timeout.or(environment.timeout);
         self.arena_bytes = self.arena_bytes.or(environment.arena_bytes);
         self.with_ticket(environment.rank, environment.world_size, &environment.ticket)

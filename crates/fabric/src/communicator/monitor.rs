@@ -122,6 +122,16 @@ impl Monitor {
         }
     }
 
+    /// Whether no peer has given up in this communicator: for calls that ended elsewhere with all they waited for. A rank that gave up
+    /// has no result of them, and so this rank has none. It takes a load for every peer.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check), for a peer that gave up and not for one that is gone.
+    #[inline]
+    pub fn check_given_up(&self, doing: Signature) -> Result<(), FabricError> {
+        self.endpoint().health.find_given_up(&self.endpoint().regions, doing).map_or(Ok(()), Err)
+    }
+
     /// Says on standard error that this rank waits, if it was asked to by SIGUSR1 since the last time: for work that waits
     /// elsewhere, at each look around.
     pub fn answer(&self, doing: Signature, missing: impl Fn() -> Vec<usize>, waited: Duration) {
@@ -149,6 +159,11 @@ impl Monitor {
     /// The error for a peer that does something else than this rank.
     pub fn disagreement(&self, mine: Signature, peer: usize, theirs: Signature) -> FabricError {
         self.endpoint().health.disagreement(mine, peer, theirs)
+    }
+
+    /// The error for two calls of this rank that ran at the same time.
+    pub fn overlap(&self, doing: Signature) -> FabricError {
+        self.endpoint().health.overlap(doing)
     }
 
     /// Makes the communicator unusable because of something that went wrong elsewhere, and lets the peers know.

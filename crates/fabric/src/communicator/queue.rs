@@ -3,7 +3,7 @@
 use std::{
     cell::Cell,
     collections::BTreeSet,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
+    sync::{Arc, Condvar, MutexGuard, PoisonError, mpsc},
     thread::{self, ThreadId},
     time::Duration,
 };
@@ -13,6 +13,7 @@ use super::{
     background::{Job, job},
 };
 use crate::FabricError;
+use antiphon_device::sync::Mutex;
 
 /// How often a caller that waits for its turn looks for an interrupt.
 const LOOK: Duration = Duration::from_millis(10);

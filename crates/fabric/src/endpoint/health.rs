@@ -59,6 +59,8 @@ enum Fault {
     TimedOut(usize),
     Disagreed(usize),
     Interrupted,
+    /// It launched a graph beside a call.
+    Overlapped,
     /// Its program, or that of this rank, called abort.
     Aborted(usize),
     Other,
@@ -73,6 +75,7 @@ impl Fault {
             }
             FabricError::Mismatch { peer, members, .. } => Self::Disagreed(members.world_rank(*peer)),
             FabricError::Interrupted { .. } => Self::Interrupted,
+            FabricError::Overlap { .. } => Self::Overlapped,
             FabricError::AbortCalled { by, members, .. } => Self::Aborted(members.world_rank(*by)),
             _ => Self::Other,
         }
@@ -86,6 +89,7 @@ impl Fault {
             Self::Other => (4, 0),
             Self::Interrupted => (5, 0),
             Self::Aborted(rank) => (6, rank),
+            Self::Overlapped => (7, 0),
         };
         kind << 32 | rank as u64
     }
@@ -99,6 +103,7 @@ impl Fault {
             3 => Some(Self::Disagreed(rank)),
             5 => Some(Self::Interrupted),
             6 => Some(Self::Aborted(rank)),
+            7 => Some(Self::Overlapped),
             _ => Some(Self::Other),
         }
     }
@@ -279,6 +284,11 @@ impl Health {
         FabricError::Mismatch { rank: self.rank, mine, peer, theirs, members: self.members.clone() }
     }
 
+    /// The error when two calls of this rank ran at once.
+    pub(crate) fn overlap(&self, operation: Signature) -> FabricError {
+        FabricError::Overlap { operation, rank: self.rank, members: self.members.clone() }
+    }
+
     /// The error when a peer has given up.
     pub(crate) fn aborted(&self, operation: Signature, by: usize, reason: String) -> FabricError {
         FabricError::Aborted { operation, by, reason, members: self.members.clone() }
@@ -332,39 +342,72 @@ impl Health {
         self.world.as_ref().map_or((self, regions), |world| (&world.health, &world.regions))
     }
 
+    /// The error of a rank that has all it waited for, when a rank gave up before.
+    #[cold]
+    pub(crate) fn given_up(&self, regions: &Regions, operation: Signature) -> FabricError {
+        // Every rank writes its reason before the mark; a broken process may have written the mark alone.
+        let unknown = || self.aborted(operation, usize::from(self.rank == 0), "gave up".to_owned());
+        self.find_given_up(regions, operation).unwrap_or_else(unknown)
+    }
+
+    /// Why a peer gave up, if one did.
+    #[inline]
+    pub(crate) fn find_given_up(&self, regions: &Regions, operation: Signature) -> Option<FabricError> {
+        (0..self.peers.len()).find_map(|peer| self.given_up_by(regions, operation, peer))
+    }
+
+    /// The error of a rank whose message a peer will not take, because the peer gave up.
+    pub(crate) fn given_up_by(
+        &self,
+        regions: &Regions,
+        operation: Signature,
+        peer: usize,
+    ) -> Option<FabricError> {
+        let fault = fault_of(regions, peer).filter(|_| peer != self.rank)?;
+        Some(self.explain(operation, peer, fault))
+    }
+
     /// Why nothing more will come from rank `by`, if so. What made it give up goes before its being gone: the cause
     /// spreads. (One that gave up later than what is awaited of it is not asked: that has arrived.)
     fn why_lost(&self, regions: &Regions, operation: Signature, by: usize) -> Option<FabricError> {
         let left = regions.control(by).has_departed();
         let gone = left || self.has_ended(by);
         let how = if left { Loss::Left } else { Loss::ProcessEnded };
+        match self.reason(regions, by) {
+            None => gone.then(|| self.lost(by, operation, how)),
+            // Our own deadline will name all ranks that this rank misses.
+            Some(Fault::TimedOut(rank)) if rank != self.members.world_rank(self.rank) && !gone => None,
+            Some(fault) => Some(self.explain(operation, by, fault)),
+        }
+    }
+
+    /// The error that a peer's reason to give up is for this rank.
+    fn explain(&self, operation: Signature, by: usize, fault: Fault) -> FabricError {
         let own = self.members.world_rank(self.rank);
         // Members are named in both ways, as everywhere.
         let name = |world_rank| match self.members.rank(world_rank) {
             Some(rank) => self.members.name(rank),
             None => format!("rank {world_rank} of the world"),
         };
-        let reason = match self.reason(regions, by) {
-            None => return gone.then(|| self.lost(by, operation, how)),
-            Some(Fault::Lost(world_rank)) if world_rank != own => {
-                return Some(match self.members.rank(world_rank) {
+        let reason = match fault {
+            Fault::Lost(world_rank) if world_rank != own => {
+                return match self.members.rank(world_rank) {
                     Some(rank) => self.lost(rank, operation, Loss::Reported { by }),
                     None => self.lost(by, operation, Loss::Followed { world_rank }),
-                });
+                };
             }
-            Some(Fault::Lost(_)) => "took this rank for lost".to_owned(),
-            // Our own deadline will name all ranks that this rank misses.
-            Some(Fault::TimedOut(rank)) if rank != own && !gone => return None,
-            Some(Fault::TimedOut(rank)) => format!("gave up waiting for {}", name(rank)),
-            Some(Fault::Disagreed(rank)) => format!("disagreed with {} about what to do", name(rank)),
-            Some(Fault::Interrupted) => "was interrupted".to_owned(),
-            Some(Fault::Aborted(world_rank)) => match self.members.rank(world_rank) {
-                Some(by) => return Some(self.aborted_by(Some(operation), by)),
+            Fault::Lost(_) => "took this rank for lost".to_owned(),
+            Fault::TimedOut(rank) => format!("gave up waiting for {}", name(rank)),
+            Fault::Disagreed(rank) => format!("disagreed with {} about what to do", name(rank)),
+            Fault::Interrupted => "was interrupted".to_owned(),
+            Fault::Overlapped => "launched a graph at the same time as another call".to_owned(),
+            Fault::Aborted(world_rank) => match self.members.rank(world_rank) {
+                Some(by) => return self.aborted_by(Some(operation), by),
                 None => format!("left when {} had called abort", name(world_rank)),
             },
-            Some(Fault::Other) => "failed".to_owned(),
+            Fault::Other => "failed".to_owned(),
         };
-        Some(self.aborted(operation, by, reason))
+        self.aborted(operation, by, reason)
     }
 
     /// Makes this communicator unusable, and leaves the reason for all to see. Only the first error counts: others

@@ -12,10 +12,11 @@ use antiphon_device::{
 
 use super::{
     OnFailure, UntilIdle, most_blocks,
+    room::{Room, Where},
     staging::MAX_BLOCKS,
     watch::{Watch, explain},
 };
-use crate::{Communicator, FabricError, Monitor};
+use crate::{Communicator, FabricError, Monitor, Operation, Signature};
 
 /// The engine of one communicator on one GPU.
 pub(super) struct Engine {
@@ -32,11 +33,24 @@ pub(super) struct Engine {
 #[derive(Debug, Clone)]
 pub(super) struct Properties {
     pub(super) name: String,
+    uuid: String,
     /// The multiprocessors that the context's kernels may use.
     multiprocessors: u32,
+    /// Those that there are.
+    all_multiprocessors: u32,
     /// Whether blocks can reach each other's shared memory.
     pub(super) has_clusters: bool,
     pub(super) programmatic: Programmatic,
+}
+
+/// What calls may use of the ranks' GPUs.
+pub(super) struct CommonRoom {
+    pub(super) room: Arc<Room>,
+    /// The multiprocessors that a kernel of every rank may use, while other ranks that share its GPU use as many. Blocks of one index
+    /// meet, so grids are equal though GPUs may not be.
+    pub(super) multiprocessors: u32,
+    /// Those that it might use alone.
+    pub(super) usable_multiprocessors: u32,
 }
 
 /// The engines of a communicator that have tenants, by the ordinals of their GPUs.
@@ -78,12 +92,23 @@ impl Engine {
         })
     }
 
-    /// The multiprocessors that a kernel of every rank may use. Blocks of one index meet, so grids are equal though GPUs may
-    /// not be. All ranks call it together.
-    pub(super) fn common_multiprocessors(&self, comm: &Communicator) -> Result<u32, FabricError> {
-        let mine = self.properties.multiprocessors;
-        let least = comm.exchange_objects(&mine)?.into_iter().min().unwrap_or(mine);
-        Ok(least.min(MAX_BLOCKS / most_blocks(comm.world_size())))
+    /// What the calls of a new tenant may use of the ranks' GPUs. All ranks call it together.
+    pub(super) fn common_room(&self, comm: &Communicator) -> Result<CommonRoom, FabricError> {
+        let Properties { multiprocessors, all_multiprocessors, ref uuid, .. } = self.properties;
+        let mine = (uuid.clone(), std::process::id(), [multiprocessors, all_multiprocessors]);
+        let ranks = comm.exchange_objects(&mine)?;
+        let most = MAX_BLOCKS / most_blocks(comm.world_size());
+        let usable = ranks.iter().map(|(.., [usable, _])| *usable).min().unwrap_or(multiprocessors);
+        let shared = ranks.iter().map(|(gpu, _, [usable, all])| {
+            let sharing = ranks.iter().filter(|(other, ..)| other == gpu).count() as u32;
+            (*usable).min(all / sharing).max(1)
+        });
+        let each = shared.min().unwrap_or(usable);
+        let is_mine = |(gpu, process, _): &&(String, u32, [u32; 2])| (gpu, process) == (&mine.0, &mine.1);
+        let thread = (ranks.iter().filter(is_mine).count() > 1).then(|| std::thread::current().id());
+        let place = Where { ordinal: self.context.device().ordinal(), thread };
+        let room = Room::at(place, &self.context);
+        Ok(CommonRoom { room, multiprocessors: each.min(most), usable_multiprocessors: usable.min(most) })
     }
 
     #[inline]
@@ -113,7 +138,12 @@ impl Engine {
     #[inline]
     pub(super) fn check(&self) -> Result<(), FabricError> {
         match self.board.report() {
-            None => self.monitor.check_usable(),
+            None => {
+                self.monitor.check_usable()?;
+                // The last look, behind the kernels: a peer that gave up has no result.
+                let given_up = self.monitor.check_given_up(Signature::new(Operation::Barrier));
+                given_up.or_else(|error| self.fail(error))
+            }
             Some(report) => self.fail(explain(&self.monitor, &report, self.watch.lost())),
         }
     }
@@ -146,6 +176,8 @@ impl Properties {
         let properties = context.device().properties()?;
         Ok(Self {
             multiprocessors: context.multiprocessors()?,
+            all_multiprocessors: properties.multiprocessors,
+            uuid: properties.uuid,
             has_clusters: properties.cluster_launch,
             programmatic: Programmatic::of(
                 properties.compute_capability,

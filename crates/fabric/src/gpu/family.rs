@@ -9,6 +9,7 @@ use antiphon_device::cuda::{
 
 use super::{
     MAX_WORLD, most_blocks,
+    room::Share,
     staging::{MAX_BLOCKS, SLOTS_AT},
 };
 use crate::FabricError;
@@ -83,14 +84,14 @@ pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
         1
     }
 
-    /// The most bytes of dynamic shared memory that a launch asks for.
-    fn shared_bytes(&self) -> u32 {
+    /// The most bytes of dynamic shared memory of a block, where each multiprocessor runs [`most_blocks`](Self::most_blocks).
+    fn shared_bytes(&self, _world_size: usize) -> u32 {
         0
     }
 
     /// A launch of so many blocks of [`threads`](Self::threads), with [`shared_bytes`](Self::shared_bytes).
-    fn blocks(&self, blocks: u32) -> LaunchConfig {
-        LaunchConfig::new(blocks, self.threads()).shared_bytes(self.shared_bytes())
+    fn blocks(&self, blocks: u32, world_size: usize) -> LaunchConfig {
+        LaunchConfig::new(blocks, self.threads()).shared_bytes(self.shared_bytes(world_size))
     }
 }
 
@@ -161,6 +162,14 @@ pub fn most_registers<F: Family>(family: &F, world_size: usize) -> u32 {
     REGISTERS / (2 * family.most_blocks(world_size) * bound(family)) / 8 * 8
 }
 
+/// The most shared memory of a block of a family's kernels, static and dynamic, in bytes, of which twice the blocks of a grid fit a
+/// multiprocessor. The system reserves a KiB for each.
+pub fn most_shared_bytes<F: Family>(family: &F, architecture: Architecture, world_size: usize) -> u32 {
+    const RESERVED: u32 = 1 << 10;
+    let all = if architecture < Architecture::SM_90A { 164 << 10 } else { 228 << 10 };
+    all / (2 * family.most_blocks(world_size)) - RESERVED
+}
+
 /// The program of a family for a world of this size.
 pub fn program<F: Family>(family: &F, architecture: Architecture, world_size: usize) -> Program {
     let program = Program::new(F::NAME, "", architecture).include(SLOTS.name, SLOTS.text);
@@ -183,8 +192,10 @@ pub fn program<F: Family>(family: &F, architecture: Architecture, world_size: us
 pub(super) struct Resident<K> {
     kernel: K,
     pub(super) function: Function,
-    /// Blocks of a grid for each multiprocessor, which run at once beside as many of another grid.
+    /// Blocks of a grid for each multiprocessor, which run at once: beside those of another grid, unless they take the
+    /// [whole](Share::Whole) of it.
     pub(super) blocks: u32,
+    share: Share,
 }
 
 /// A family's kernels, loaded on a device.
@@ -202,6 +213,25 @@ impl<F: Family> Loaded<F> {
     pub(super) fn get(&self, kernel: F::Kernel) -> &Resident<F::Kernel> {
         let found = self.0.iter().find(|resident| resident.kernel == kernel);
         found.expect("a program is loaded with all of its kernels")
+    }
+
+    /// The largest share of a multiprocessor that a grid of the family takes.
+    #[inline]
+    pub(super) fn share(&self) -> Share {
+        match self.0.iter().any(|resident| resident.share == Share::Whole) {
+            true => Share::Whole,
+            false => Share::Half,
+        }
+    }
+}
+
+/// How many blocks of a grid each multiprocessor runs, of which so many fit at once, and the share of it that they take; none if
+/// fewer fit than a grid needs.
+fn room_for(least: u32, most: u32, fitting: u32) -> Option<(u32, Share)> {
+    match fitting {
+        _ if fitting / 2 >= least => Some((most.min(fitting / 2), Share::Half)),
+        _ if fitting >= least => Some((most.min(fitting), Share::Whole)),
+        _ => None,
     }
 }
 
@@ -245,7 +275,8 @@ impl Programs {
     #[cold]
     fn compile<F: Family>(&mut self, family: F) -> Result<Loaded<F>, FabricError> {
         let world_size = self.world_size;
-        let most = family.most_blocks(world_size);
+        let (least, most) = (family.least_blocks(world_size), family.most_blocks(world_size));
+        let (threads, shared) = (family.threads(), family.shared_bytes(world_size));
         let load = || -> Result<_, CudaError> {
             let architecture = self.context.device().architecture()?;
             let program = program(&family, architecture, world_size);
@@ -257,25 +288,25 @@ impl Programs {
                 // A kernel that waits on every multiprocessor must leave each other kernel its place: peers may call them in
                 // another order, on several streams.
                 function.prefer_shared()?;
-                if family.shared_bytes() > 0 {
-                    function.allow_dynamic_shared(family.shared_bytes())?;
+                if shared > 0 {
+                    function.allow_dynamic_shared(shared)?;
                 }
-                let fitting = function.blocks_per_multiprocessor(family.threads(), 0)?;
-                Ok((Resident { kernel, function, blocks: most.min(fitting / 2) }, fitting))
+                let fitting = function.blocks_per_multiprocessor(threads, shared)?;
+                Ok((kernel, function, fitting))
             };
             F::Kernel::ALL.iter().map(resident).collect::<Result<Vec<_>, CudaError>>()
         };
-        let loaded = load()?;
-        let needed = family.least_blocks(world_size);
-        if let Some((resident, fitting)) = loaded.iter().find(|(resident, _)| resident.blocks < needed) {
-            let (kernel, threads) = (resident.kernel.name(), family.threads());
-            return Err(FabricError::invalid(format!(
-                "a multiprocessor of the GPU runs {fitting} blocks of {threads} threads of the kernel {kernel} at once, \
-                 and {} are needed: {needed} for each of two communicators",
-                2 * needed
-            )));
-        }
-        let loaded = Loaded::<F>(loaded.into_iter().map(|(resident, _)| resident).collect());
+        let residents = load()?.into_iter().map(|(kernel, function, fitting)| {
+            let Some((blocks, share)) = room_for(least, most, fitting) else {
+                let kernel = kernel.name();
+                return Err(FabricError::invalid(format!(
+                    "a multiprocessor of the GPU runs {fitting} blocks of {threads} threads, with {shared} bytes of dynamic shared \
+                     memory, of the kernel {kernel} at once, and {least} are needed"
+                )));
+            };
+            Ok(Resident { kernel, function, blocks, share })
+        });
+        let loaded = Loaded::<F>(residents.collect::<Result<_, _>>()?);
         self.loaded.insert(family, loaded.clone());
         Ok(loaded)
     }
@@ -284,6 +315,15 @@ impl Programs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_grid_takes_half_of_a_multiprocessor_or_the_whole_of_it() {
+        assert_eq!(room_for(1, 4, 9), Some((4, Share::Half)));
+        assert_eq!(room_for(1, 4, 5), Some((2, Share::Half)));
+        assert_eq!(room_for(1, 1, 1), Some((1, Share::Whole)));
+        assert_eq!(room_for(2, 4, 3), Some((3, Share::Whole)));
+        assert_eq!(room_for(2, 4, 1), None);
+    }
 
     #[test]
     fn keys_of_different_types_are_different_keys() {

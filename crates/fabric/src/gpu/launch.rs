@@ -1,7 +1,9 @@
 //! Putting the kernels of a family into a stream.
 
+use std::cell::RefCell;
+
 use antiphon_device::cuda::{
-    Context, CudaError, DevicePointer, Event, KernelArgument, LaunchConfig, Stream, StreamRef,
+    Context, CudaError, DevicePointer, Event, KernelArgument, LaunchConfig, Stream, StreamRef, relaxed,
 };
 
 use super::{
@@ -160,14 +162,47 @@ enum Dependents {
 
 /// What a call of several pieces needs to use both channels: a stream for the second one, and events that join it to the
 /// caller's.
-pub(super) struct SideStream {
+struct SideStream {
     stream: Stream,
     forked: Event,
     joined: Event,
 }
 
-impl SideStream {
+/// A side stream for calls that run, and one for each capture that is open at the same time: a stream that was forked into a capture
+/// belongs to it until it ends.
+pub(super) struct SideStreams {
+    context: Context,
+    streams: RefCell<Vec<SideStream>>,
+}
+
+impl SideStreams {
     pub(super) fn new(context: &Context) -> Result<Self, CudaError> {
+        let first = SideStream::new(context)?;
+        Ok(Self { context: context.clone(), streams: RefCell::new(vec![first]) })
+    }
+
+    /// Calls `work` with the side stream for a call on `stream`.
+    fn with<T>(
+        &self,
+        stream: StreamRef<'_>,
+        work: impl FnOnce(&SideStream) -> Result<T, FabricError>,
+    ) -> Result<T, FabricError> {
+        let capture = stream.capture()?;
+        let mut streams = self.streams.borrow_mut();
+        for side in streams.iter() {
+            let of_side = side.stream.borrow().capture()?;
+            if of_side.is_none() || of_side == capture {
+                return work(side);
+            }
+        }
+        // A capture that is open may forbid what a new stream needs.
+        streams.push(relaxed(|| SideStream::new(&self.context))??);
+        work(streams.last().expect("it was pushed"))
+    }
+}
+
+impl SideStream {
+    fn new(context: &Context) -> Result<Self, CudaError> {
         Ok(Self { stream: context.stream()?, forked: Event::new(context)?, joined: Event::new(context)? })
     }
 }
@@ -213,18 +248,19 @@ impl Tenant {
         launch: impl Fn(usize, usize, usize) -> Launch<F>,
     ) -> Result<(), FabricError> {
         let channels = self.staging().channels;
-        let SideStream { stream: second, forked, joined } = self.side();
-        let second = second.borrow();
-        forked.record(stream).and_then(|()| second.wait(forked))?;
-        let launched = pieces.split().enumerate().try_for_each(|(index, (start, len))| {
-            let channel = index % channels;
-            let stream = if channel == 0 { stream } else { second };
-            // SAFETY: passed on.
-            unsafe { self.launch(loaded, (channel, channels), &launch(start, len, channels), stream) }
-        });
-        // Whatever happened: a capture may not end with a stream that was forked and not joined.
-        let joined = joined.record(second).and_then(|()| stream.wait(joined)).map_err(FabricError::from);
-        launched.and(joined)
+        self.sides().with(stream, |SideStream { stream: second, forked, joined }| {
+            let second = second.borrow();
+            forked.record(stream).and_then(|()| second.wait(forked))?;
+            let launched = pieces.split().enumerate().try_for_each(|(index, (start, len))| {
+                let channel = index % channels;
+                let stream = if channel == 0 { stream } else { second };
+                // SAFETY: passed on.
+                unsafe { self.launch(loaded, (channel, channels), &launch(start, len, channels), stream) }
+            });
+            // Whatever happened: a capture may not end with a stream that was forked and not joined.
+            let joined = joined.record(second).and_then(|()| stream.wait(joined)).map_err(FabricError::from);
+            launched.and(joined)
+        })
     }
 
     /// Launches a kernel in one of so many channels.

@@ -12,7 +12,8 @@
 //!   any tenant returns the error. [`OnFailure`] sets the further action.
 //!
 //! Two grids, of any tenants and communicators, fit on a GPU at once. More of them could wait for multiprocessors that they keep
-//! from each other. So at most two calls run at once on a GPU, on two streams.
+//! from each other. So a call on a third stream comes behind an earlier call, of whatever tenant and communicator of the process.
+//! Ranks that share a GPU each use a part of its multiprocessors.
 //!
 //! ## Writing a family
 //!
@@ -90,13 +91,16 @@ mod idle;
 mod launch;
 mod order;
 mod reduction;
+mod room;
 mod staging;
 mod tenant;
+mod used;
 mod watch;
 
 pub use crate::gpu_kernels as kernels;
 pub use family::{
-    FORMATS, Family, Kernel, Loaded, NoArguments, ROWS, SLOTS, Source, THREADS, most_registers, program,
+    FORMATS, Family, Kernel, Loaded, NoArguments, ROWS, SLOTS, Source, THREADS, most_registers,
+    most_shared_bytes, program,
 };
 pub use idle::UntilIdle;
 pub use launch::{Grid, Launch, Pieces, Work};

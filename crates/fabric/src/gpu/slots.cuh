@@ -9,6 +9,11 @@
 // this kernel has ended. This word is the tag: in every call every rank sends each peer a tag, which also describes the call, so
 // that ranks detect calls that disagree.
 //
+// Calls of a tenant follow each other, but a program may launch a graph beside a call, which takes the same slot. So every block writes the
+// number of its grid into the tag of its own rank, which no peer uses, and finds another grid's number there if there is one
+// (`advance`). Where the second grid began a little later it has a slot of its own; then the first one, if the second has emptied what
+// it waits for, finds that a later call has begun (`find_overlap`). So two such grids end with the right data, or with an error.
+//
 // A slot begins with WORLD tags and has 2 × WORLD lanes, lower and upper; lane p is written by peer p.
 //
 // The number of the next slot is in device memory, so that graphs may be replayed between other calls. There is a copy of it for
@@ -31,7 +36,7 @@ constexpr u32 OWN_TOO = 0x80000000u; // beside a number of vectors: in the lane 
 struct control {
     u32 slot;                     // of this call
     u32 dirty_lower, dirty_upper; // vectors of the lower and upper lanes that the call before has used
-    u32 failed;                   // whether a call has failed: then no call sends any more
+    u32 failed;                   // whether a call has failed: then no call sends any more. Only `stop_calls` writes it
 };
 
 // The arguments of a kernel. Rust's `Arguments` has the same layout.
@@ -157,20 +162,49 @@ DEVICE bool has_tag() { return blockIdx.x == 0 && threadIdx.x < PEERS; }
 // are several peers.
 DEVICE bool serves_its_senders() { return PEERS == 1 || blockIdx.x != 0; }
 
+// The number of this grid, which differs from those of all grids that run on this GPU at the same time.
+DEVICE u32 grid_number() {
+    u64 number;
+    asm volatile("mov.u64 %0, %%gridid;" : "=l"(number));
+    return (u32)number;
+}
+
+// Where the grid that has a slot writes its number.
+DEVICE u32* owner_of(const arguments& a, u32 slot) { return (u32*)(a.own + slot + a.rank * 16); }
+
+// Two grids have the same slot.
+static __device__ __noinline__ void stop_calls(control* own, control* other);
+static __device__ __noinline__ void stop_overlap(const arguments& a) {
+    stop_calls((control*)a.own, (control*)a.other);
+    record_wait(a.board, OVERLAPPED, a.rank, a.rank, a.doing, 0, tag{0, 0});
+}
+
 // While data travels: sends the tags, empties the slot of the call before, and stores the state for the next call, which reads
 // it after this one has ended: the next slot, and the `lower` and `upper` vectors of this call's lanes, which that call empties. The
 // first `busy` blocks empty nothing.
 DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0) {
+    // One thread of each block, which looks at the answer when it has done the rest. If blocks of two grids have begun one call, one of
+    // them finds the other's number: also where each grid has begun two calls, as blocks of both are in either. The number stays until
+    // the call after the next begins.
+    const bool claims = threadIdx.x == 31; // of a warp that waits for peers, in most kernels
+    const u32 mine = grid_number(), owner = claims ? atomicCAS(owner_of(a, t.slot), EMPTY, mine) : EMPTY;
     if (has_tag()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
         store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
     }
-    const uint4 handed = make_uint4(t.words.x == SLOTS - 1 ? 0 : t.words.x + 1, lower, upper, 0);
+    const u32 next = t.words.x == SLOTS - 1 ? 0 : t.words.x + 1;
+    if (blockIdx.x == 0 && claims) *owner_of(a, SLOTS_AT + next * a.slot_stride) = EMPTY;
     __syncthreads(); // all threads have read the block's own copy
-    for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x)
-        store16((control*)a.own + copy, handed);
+    for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x) {
+        // Not the whole vector: another block, or one of the other channel, may have failed meanwhile.
+        control* const handed = (control*)a.own + copy;
+        st_relaxed_sys(&handed->slot, next);
+        st_relaxed_sys(&handed->dirty_lower, lower);
+        st_relaxed_sys(&handed->dirty_upper, upper);
+    }
     empty_rest(a, t, busy, 0, t.words.y);
     if (t.words.z != 0) empty_rest(a, t, busy, WORLD, t.words.z);
+    if (owner != EMPTY && owner != mine) stop_overlap(a);
 }
 
 // Whether all tags in a slot equal this rank's; reports the first that differs.
@@ -185,13 +219,19 @@ static __device__ __noinline__ void compare_tags(const u8* tags, wait_board* boa
 }
 
 // After a failed call no later call sends, because the peers may not have read their slots. Marks all copies of both
-// channels, the last one last. If another block has marked them, marks those that this block may have advanced since.
+// channels, the last one last. Nothing takes a mark away, so a thread that finds the last one has nothing to do.
 static __device__ __noinline__ void stop_calls(control* own, control* other) {
-    const bool marked = ld_relaxed_sys(&own[MAX_BLOCKS - 1].failed) && ld_relaxed_sys(&other[MAX_BLOCKS - 1].failed);
-    for (u32 copy = marked ? blockIdx.x : 0; copy < MAX_BLOCKS; copy += marked ? gridDim.x : 1) {
+    if (ld_relaxed_sys(&own[MAX_BLOCKS - 1].failed) && ld_relaxed_sys(&other[MAX_BLOCKS - 1].failed)) return;
+    for (u32 copy = 0; copy < MAX_BLOCKS; ++copy) {
         st_relaxed_sys(&own[copy].failed, 1u);
         st_relaxed_sys(&other[copy].failed, 1u);
     }
+}
+
+// For a wait in vain: whether a call behind this one has begun, which empties the slot that this one reads.
+static __device__ __noinline__ void find_overlap(const arguments& a, u32 slot) {
+    const u32 current = (slot - SLOTS_AT) / a.slot_stride, next = ld_relaxed_sys(&((control*)a.own + blockIdx.x)->slot);
+    if ((next + SLOTS - current) % SLOTS == 2) stop_overlap(a);
 }
 
 // One thread's wait for its peers.
@@ -223,7 +263,10 @@ struct reader {
             missing = a.rank; // a thread that is ready while others of the warp wait names no peer
             return ready(missing);
         };
-        const auto look = [&] { compare_tags(a.own + slot, a.board, a.rank, a.doing); };
+        const auto look = [&] {
+            compare_tags(a.own + slot, a.board, a.rank, a.doing);
+            find_overlap(a, slot);
+        };
         const bool came = wait_until<TOGETHER>(patience, missing, 0, is_ready, look);
         if (!came) stop_calls((control*)a.own, (control*)a.other);
         return came;

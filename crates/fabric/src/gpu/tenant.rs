@@ -10,10 +10,11 @@ use antiphon_device::cuda::{Context, DevicePointer, StreamRef, WaitBoard, memory
 
 use super::{
     Family, Loaded, MAX_WORLD, OnFailure, UntilIdle,
-    engine::{Engine, Programmatic},
+    engine::{CommonRoom, Engine, Programmatic},
     family::Programs,
-    launch::SideStream,
+    launch::SideStreams,
     order::Order,
+    room::Share,
     staging::{CHANNELS, LEAST_BYTES, SLOTS_AT, Staging},
 };
 use crate::{Communicator, CudaArena, FabricError, Monitor};
@@ -23,8 +24,11 @@ use crate::{Communicator, CudaArena, FabricError, Monitor};
 /// The calls of a tenant are ordered, on whatever streams they come: a call on another stream than the call before waits for
 /// that one. So a framework's stream must live until the next call is made, or the tenant is dropped; a [`Stream`](antiphon_device::cuda::Stream) is kept alive
 /// until then. All ranks make the same calls in the
-/// same order. Calls that are captured are ordered within their graph; the program orders the launch of the graph behind other
-/// calls, and other calls behind it.
+/// same order.
+///
+/// Calls that are captured are ordered within their capture, and do not touch the order of calls that run. The program orders the launch
+/// of the graph behind other calls, and other calls behind it. If it does not, and two of them run at once, their kernels find that:
+/// the communicator ends with [`FabricError::Overlap`] on every rank.
 ///
 /// Several tenants of one communicator and GPU may work at once, on streams of their own: each has its own slots, tags and
 /// order. All ranks make the calls of all tenants in the same order, as streams may share a queue of the hardware. They share the rank's deadline, watch and failure: when a kernel of one gives up, the communicator has failed, and
@@ -34,8 +38,7 @@ use crate::{Communicator, CudaArena, FabricError, Monitor};
 pub struct Tenant {
     resources: UntilIdle<Resources>,
     engine: Arc<Engine>,
-    /// The multiprocessors that the kernels of every rank may use.
-    multiprocessors: u32,
+    room: CommonRoom,
     starts_dependents: Cell<bool>,
     /// Whether the memory of the arena is released now.
     is_released: Cell<bool>,
@@ -50,7 +53,7 @@ struct Resources {
     staging: Staging,
     order: Order,
     second_order: Order,
-    side: SideStream,
+    sides: SideStreams,
     programs: RefCell<Programs>,
 }
 
@@ -121,11 +124,11 @@ impl Tenant {
         let resources = Resources::new(context, arena, staging, comm.rank());
         let resources = comm.agree("cannot prepare its GPU", resources)?;
         let engine = Engine::of(comm, context)?;
-        let multiprocessors = engine.common_multiprocessors(comm)?;
+        let room = engine.common_room(comm)?;
         Ok(Self {
             resources: UntilIdle::new(context, resources),
             engine,
-            multiprocessors,
+            room,
             starts_dependents: Cell::new(false),
             is_released: Cell::new(false),
         })
@@ -196,11 +199,25 @@ impl Tenant {
     ///
     /// # Errors
     /// As [`check_ready`](Self::check_ready); [`FabricError::InvalidArgument`] while the memory is
-    /// [released](Self::release_memory); [`FabricError::Device`].
+    /// [released](Self::release_memory), and where the stream of the call before, another one, is being captured since;
+    /// [`FabricError::Device`].
     #[inline]
     pub fn enter(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
+        self.enter_for(stream, Share::Half)
+    }
+
+    #[inline]
+    fn enter_for(&self, stream: StreamRef<'_>, share: Share) -> Result<(), FabricError> {
         self.check_callable()?;
-        self.fail_if_err(self.resources.order.enter(stream).map_err(FabricError::from))
+        self.fail_unless_refused(self.take_turn(&self.resources.order, stream, share))
+    }
+
+    /// Makes what follows on `stream` come after the call before in an order, and where there is room for its grids.
+    #[inline]
+    fn take_turn(&self, order: &Order, stream: StreamRef<'_>, share: Share) -> Result<(), FabricError> {
+        let id = stream.id()?;
+        order.enter(stream, id)?;
+        self.room.room.enter(stream, id, share)
     }
 
     /// Begins a call, as [`enter`](Self::enter), in an order of its own: for kernels that may work beside those of the first order,
@@ -210,17 +227,19 @@ impl Tenant {
     /// As [`enter`](Self::enter).
     pub fn enter_second(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
         self.check_callable()?;
-        self.fail_if_err(self.resources.second_order.enter(stream).map_err(FabricError::from))
+        self.fail_unless_refused(self.take_turn(&self.resources.second_order, stream, Share::Half))
     }
 
-    /// [`enter`](Self::enter), then [`load`](Self::load).
+    /// [`load`](Self::load), then [`enter`](Self::enter).
     ///
     /// # Errors
     /// As these.
     #[inline]
     pub fn ready<F: Family>(&self, family: F, stream: StreamRef<'_>) -> Result<Loaded<F>, FabricError> {
-        self.enter(stream)?;
-        self.load(family)
+        self.check_callable()?;
+        let loaded = self.load(family)?;
+        self.enter_for(stream, loaded.share())?;
+        Ok(loaded)
     }
 
     /// Whether all calls that are over have done what they should, of every tenant of this communicator on this GPU. It does
@@ -243,10 +262,29 @@ impl Tenant {
         self.engine.check_ready()
     }
 
+    /// Ends the communicator with this error, and returns it: for a rank that cannot go on with what its peers count on. They get an
+    /// error that names this rank within milliseconds.
+    ///
+    /// # Errors
+    /// The error; [`FabricError::Failed`] if the communicator has failed before.
+    #[cold]
+    pub fn fail<T>(&self, error: FabricError) -> Result<T, FabricError> {
+        self.engine.fail(error)
+    }
+
     /// Ends the communicator with this rank's own failure, if there is one: the peers count on the call.
     #[inline]
     pub(super) fn fail_if_err<T>(&self, outcome: Result<T, FabricError>) -> Result<T, FabricError> {
         outcome.or_else(|error| self.engine.fail(error))
+    }
+
+    /// As [`fail_if_err`](Self::fail_if_err), but for a call that was refused before anything was done: it may be made again.
+    #[inline]
+    fn fail_unless_refused(&self, outcome: Result<(), FabricError>) -> Result<(), FabricError> {
+        match outcome {
+            Err(FabricError::InvalidArgument(_)) | Ok(()) => outcome,
+            Err(error) => self.engine.fail(error),
+        }
     }
 
     /// Whether small kernels let a kernel behind them that is launched programmatically start at once, instead of when they are
@@ -291,16 +329,21 @@ impl Tenant {
         self.engine.properties().has_clusters
     }
 
-    /// The multiprocessors that the kernels of every rank may use.
+    /// The multiprocessors that the kernels of every rank may use: a part of those of a GPU that several ranks share.
     #[inline]
     pub fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
+        self.room.multiprocessors
+    }
+
+    /// The multiprocessors that the kernels of every rank could use if no ranks shared a GPU.
+    pub fn usable_multiprocessors(&self) -> u32 {
+        self.room.usable_multiprocessors
     }
 
     /// The multiprocessors of the stream that was [entered](Self::enter) last, of those that every rank's GPU has.
     #[inline]
     pub fn multiprocessors_here(&self) -> u32 {
-        self.resources.order.multiprocessors().min(self.multiprocessors)
+        self.resources.order.multiprocessors().min(self.room.multiprocessors)
     }
 
     /// The most bytes of one rank that a lane of a slot takes: those that one launch sends to one peer.
@@ -326,8 +369,8 @@ impl Tenant {
     }
 
     #[inline]
-    pub(super) fn side(&self) -> &SideStream {
-        &self.resources.side
+    pub(super) fn sides(&self) -> &SideStreams {
+        &self.resources.sides
     }
 
     #[inline]
@@ -363,7 +406,7 @@ impl Resources {
         Ok(Self {
             order: Order::new(context)?,
             second_order: Order::new(context)?,
-            side: SideStream::new(context)?,
+            sides: SideStreams::new(context)?,
             programs: RefCell::new(Programs::new(context, arena.world_size())),
             arena,
             staging,

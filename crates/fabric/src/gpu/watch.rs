@@ -3,12 +3,15 @@
 use std::{
     mem::ManuallyDrop,
     process,
-    sync::{Arc, Mutex, OnceLock, PoisonError, mpsc},
+    sync::{Arc, OnceLock, PoisonError, mpsc},
     thread::JoinHandle,
     time::Duration,
 };
 
-use antiphon_device::cuda::{GaveUp, WaitBoard, WaitReport};
+use antiphon_device::{
+    cuda::{GaveUp, WaitBoard, WaitReport},
+    sync::Mutex,
+};
 
 use crate::{FabricError, Monitor, Operation, Signature};
 
@@ -161,6 +164,7 @@ pub(super) fn explain(monitor: &Monitor, report: &WaitReport, lost: Option<&Fabr
             let theirs = Signature::from_words(report.seen).unwrap_or(unknown);
             monitor.disagreement(mine, peer, theirs)
         }
+        (GaveUp::Overlapped, _) => monitor.overlap(mine),
         (
             _,
             Some(

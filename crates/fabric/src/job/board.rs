@@ -2,10 +2,11 @@
 
 use std::{
     os::fd::OwnedFd,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
 
+use antiphon_device::sync::Mutex;
 use antiphon_device::{
     host::memory::SharedMemory,
     sync::{AtomicU64, Ordering},

@@ -2,7 +2,7 @@
 
 use std::{
     os::{
-        fd::OwnedFd,
+        fd::{AsRawFd, OwnedFd},
         linux::net::SocketAddrExt,
         unix::{
             fs::{FileTypeExt, MetadataExt},
@@ -13,12 +13,15 @@ use std::{
 };
 
 use rustix::{
-    fs::{Access, AtFlags, CWD},
+    fs::{Access, AtFlags, CWD, FileType, Mode, OFlags, chmod, fchmod, fstat},
     io::Errno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
 };
 
 use super::RendezvousError;
+
+/// How many connections may wait to be accepted: as many as the kernel allows.
+const QUEUE: i32 = i32::MAX;
 
 /// The name of the socket on which rank 0 awaits the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,7 +98,7 @@ impl Address {
             }
             Self::Path(path) => {
                 self.reclaim(path);
-                (UnixListener::bind(path), Some(path.clone()))
+                (bind_for_this_user(path).map_err(Into::into), Some(path.clone()))
             }
         };
         match bound {
@@ -135,4 +138,30 @@ impl Address {
         rustix::net::connect(&socket, &address)?;
         Ok(socket)
     }
+}
+
+/// Listens at a path with mode 0600, whatever the umask.
+fn bind_for_this_user(path: &Path) -> Result<UnixListener, Errno> {
+    const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    // The file gets the socket's own mode, less the umask: at no time can another user open it.
+    fchmod(&socket, MODE)?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    give_back_bits(path, MODE)?;
+    rustix::net::listen(&socket, QUEUE)?;
+    Ok(socket.into())
+}
+
+/// Gives a socket's file the bits of `mode` that the umask took from its owner. What has taken its place is left alone.
+fn give_back_bits(path: &Path, mode: Mode) -> Result<(), Errno> {
+    let file = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    let stat = fstat(&file)?;
+    let is_ours = FileType::from_raw_mode(stat.st_mode) == FileType::Socket
+        && stat.st_uid == rustix::process::geteuid().as_raw();
+    if !is_ours || Mode::from_raw_mode(stat.st_mode) == mode {
+        return Ok(());
+    }
+    // Linux has no fchmod for such a descriptor.
+    chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), mode)
 }

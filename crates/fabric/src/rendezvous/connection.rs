@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use antiphon_device::host::process::user_at_other_end;
+use antiphon_device::host::process::peer_credentials;
 use rustix::{
     cmsg_space,
     event::{PollFd, PollFlags, Timespec, poll},
@@ -60,8 +60,13 @@ impl Connection {
 
     /// The user at the other end, if it is not this process's own (or cannot be known).
     pub(super) fn other_user(&self) -> Option<u32> {
-        let peer = user_at_other_end(self.socket.as_fd()).unwrap_or(u32::MAX);
+        let peer = peer_credentials(self.socket.as_fd()).map_or(u32::MAX, |peer| peer.user);
         Some(peer).filter(|&user| user != rustix::process::geteuid().as_raw())
+    }
+
+    /// The number of the process at the other end; 0 if it cannot be known.
+    pub(super) fn other_process(&self) -> i32 {
+        peer_credentials(self.socket.as_fd()).map_or(0, |peer| peer.process)
     }
 
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {

@@ -38,6 +38,31 @@ impl Environment {
         Self::from_lookup(|name| std::env::var(name).ok())
     }
 
+    /// The variables by which launchers describe a world.
+    pub const LAUNCHERS: [&'static str; 8] = [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "ANTIPHON_RENDEZVOUS",
+    ];
+
+    /// A world of this rank alone, for a process that no launcher has started, with the settings of its environment.
+    ///
+    /// # Errors
+    /// [`RendezvousError::Environment`] that names the variable.
+    pub fn alone() -> Result<Self, RendezvousError> {
+        Self::from_lookup(|name| match name {
+            "RANK" => Some("0".to_owned()),
+            "WORLD_SIZE" => Some("1".to_owned()),
+            _ if Self::LAUNCHERS.contains(&name) => None,
+            _ => std::env::var(name).ok(),
+        })
+    }
+
     /// Reads the environment that `lookup` describes.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
 use rustix::io::Errno;
 
 use super::{
-    Address, Meeting, PATIENCE, RETRY, RendezvousError, TICK, Ticket, Watch,
+    Address, Meeting, PATIENCE, RETRY, RendezvousError, TICK, Ticket, TurnedAway, Watch,
     connection::{Connection, Ended},
     frame::{Card, Frame},
     secret::random_hex,
@@ -96,6 +96,7 @@ impl Member<'_> {
             waited: self.start.elapsed(),
             missing,
             last_refusal: self.last_refusal.take(),
+            turned_away: TurnedAway::default(),
         }
     }
 

@@ -22,6 +22,7 @@ pub mod frame;
 mod member;
 mod root;
 mod secret;
+mod strangers;
 mod user_secret;
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
@@ -40,6 +41,7 @@ pub(crate) use exchange::exchange_ticket;
 pub use frame::Card;
 pub use secret::Secret;
 pub(crate) use secret::{random_hex, random_word};
+pub use strangers::TurnedAway;
 
 /// How long both sides wait before they look again for something that gives no signal.
 const RETRY: Duration = Duration::from_millis(2);
@@ -74,7 +76,7 @@ impl Ticket {
 pub enum RendezvousError {
     /// Not all ranks came in time.
     #[error(
-        "rank {rank} of {world_size} waited {waited:.1?} at {address}: ranks {missing:?} never arrived{}",
+        "rank {rank} of {world_size} waited {waited:.1?} at {address}: ranks {missing:?} never arrived{}{turned_away}",
         last_word(.last_refusal)
     )]
     Missing {
@@ -90,6 +92,8 @@ pub enum RendezvousError {
         missing: Vec<usize>,
         /// What rank 0 last said, if it said anything.
         last_refusal: Option<String>,
+        /// Whom this rank turned away meanwhile; nobody if it is not rank 0.
+        turned_away: TurnedAway,
     },
     /// Rank 0 turned this rank away.
     #[error("rank {rank} was turned away at {address}: {reason}")]

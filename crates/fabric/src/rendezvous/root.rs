@@ -15,6 +15,7 @@ use super::{
     connection::{Connection, Ended},
     frame::{Card, Frame, Nonce},
     secret::random_hex,
+    strangers::Strangers,
 };
 
 /// Most connections that have not proved the secret. When there are more, the oldest of them is closed.
@@ -41,7 +42,8 @@ pub(super) fn await_all(
     let start = Instant::now();
     let world_size = card.world_size;
     let ranks = (0..world_size).map(|_| None).collect();
-    let mut server = Server { ticket, ranks, world_size, clients: Vec::new(), start, timeout };
+    let strangers = Strangers::default();
+    let mut server = Server { ticket, ranks, world_size, clients: Vec::new(), strangers, start, timeout };
     let process = ProcessWatch::of_this_process().ok();
     server.ranks[0] = Some(JoinedRank { card, process: process.map(Arc::new) });
     let listener = server.open()?;
@@ -78,6 +80,7 @@ struct Server<'a> {
     ranks: Vec<Option<JoinedRank>>,
     world_size: usize,
     clients: Vec<Client>,
+    strangers: Strangers,
     start: Instant,
     timeout: Duration,
 }
@@ -154,6 +157,7 @@ impl Server<'_> {
             waited: self.start.elapsed(),
             missing,
             last_refusal,
+            turned_away: self.strangers.turned_away(),
         }
     }
 
@@ -255,6 +259,7 @@ impl Server<'_> {
     fn challenge(&mut self, socket: OwnedFd) {
         let connection = Connection::new(socket, 1);
         if connection.other_user().is_some() {
+            self.strangers.of_another_user(&connection);
             return;
         }
         let mut client = Client { connection, nonce: random_hex(), since: Instant::now(), joined: None };
@@ -290,6 +295,7 @@ impl Server<'_> {
                 _ => return Err(Ended::Closed),
             };
             if !self.ticket.secret.verify_join(&client.nonce, &nonce, &card, &proof) {
+                self.strangers.without_the_secret(&client.connection);
                 return refuse(
                     client,
                     "the secret differs: is ANTIPHON_SECRET the same everywhere?".into(),

@@ -1,17 +1,14 @@
 //! The secret of ranks whose environment has none: random bytes in a file that only their user can read.
 
 use std::{
-    fs::{DirBuilder, File},
-    io::{Read, Write},
-    os::unix::fs::{DirBuilderExt, MetadataExt},
+    fs::File,
+    io::{ErrorKind, Read, Write},
     path::{Path, PathBuf},
     time::Instant,
 };
 
-use rustix::{
-    fs::{FlockOperation, Mode, OFlags},
-    io::Errno,
-};
+use antiphon_tuning::{CacheFolder, TuningError};
+use rustix::{fs::FlockOperation, io::Errno};
 
 use super::{PATIENCE, RETRY, RendezvousError, Secret, secret::random_hex};
 
@@ -20,11 +17,11 @@ const FILE: &str = "secret";
 /// How long the file is: 32 bytes in hexadecimal.
 const LENGTH: usize = 64;
 
-/// The secret of this process's user on this machine, made by the first process that needs it: in the cache folder, or, if that cannot
-/// be used, in a folder of the user's among the temporary files.
+/// The secret of this process's user on this machine, made by the first process that needs it: in the cache folder, or, if there is
+/// none and none can be made, in a folder of the user's among the temporary files.
 ///
 /// # Errors
-/// [`RendezvousError::UserSecret`] with the file and what is wrong with it.
+/// [`RendezvousError::UserSecret`] with the file or folder and what is wrong with it.
 pub(super) fn of_user() -> Result<Secret, RendezvousError> {
     let user = rustix::process::geteuid().as_raw();
     let temporary = std::env::temp_dir().join(format!("antiphon-{user}"));
@@ -32,41 +29,37 @@ pub(super) fn of_user() -> Result<Secret, RendezvousError> {
     first_usable(folders)
 }
 
-/// The secret in the first of the folders in which a file can be opened.
+/// The secret in the first of the folders that this user can have. Ranks that pass over different folders would have different
+/// secrets, so what stands in a folder's or a file's place is an error and not passed over.
 fn first_usable(folders: impl IntoIterator<Item = PathBuf>) -> Result<Secret, RendezvousError> {
     let mut failed = None;
     for folder in folders {
         let path = folder.join(FILE);
-        match open(&folder, &path) {
+        match CacheFolder::create_private(&folder).and_then(|folder| folder.open_private(FILE)) {
             Ok(file) => return of_file(file, &path),
-            Err(error) => drop(failed.get_or_insert(problem(&path, error.to_string()))),
+            Err(error) if is_passed_over(&error, &folder) => {
+                failed.get_or_insert(problem(&path, error.to_string()));
+            }
+            Err(error) => return Err(problem(&path, error.to_string())),
         }
     }
     Err(failed.expect("at least one folder was tried"))
 }
 
-fn open(folder: &Path, path: &Path) -> std::io::Result<File> {
-    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    // A symbolic link or a pipe that another process has put there is refused.
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
+/// Whether a folder cannot have the secret, and nothing that another process put there is the reason: it cannot be created or
+/// reached, or is on a file system that is only read, or root keeps it for all users.
+fn is_passed_over(error: &TuningError, folder: &Path) -> bool {
+    match error {
+        TuningError::Io { source, .. } => {
+            source.kind() == ErrorKind::ReadOnlyFilesystem || folder.symlink_metadata().is_err()
+        }
+        TuningError::Owner { path, owner: 0, .. } => path == folder,
+        _ => false,
+    }
 }
 
 fn of_file(mut file: File, path: &Path) -> Result<Secret, RendezvousError> {
     let failed = |error: std::io::Error| problem(path, error.to_string());
-    let (metadata, user) = (file.metadata().map_err(failed)?, rustix::process::geteuid().as_raw());
-    if !metadata.is_file() {
-        return Err(problem(path, "it is not a file".into()));
-    }
-    if metadata.uid() != user {
-        return Err(problem(path, format!("it belongs to user {}, and this is user {user}", metadata.uid())));
-    }
-    if metadata.mode() & 0o077 != 0 {
-        return Err(problem(
-            path,
-            format!("others may use it (mode {:03o}): remove it", metadata.mode() & 0o777),
-        ));
-    }
     lock(&file, path)?;
     let mut text = String::new();
     (&mut file).take(LENGTH as u64 + 1).read_to_string(&mut text).map_err(failed)?;
@@ -102,62 +95,131 @@ fn problem(path: &Path, problem: String) -> RendezvousError {
 #[cfg(test)]
 mod tests {
     use std::{
-        fs::Permissions,
-        os::unix::fs::{PermissionsExt, symlink},
+        fs::{Permissions, create_dir, metadata, remove_dir, remove_file, set_permissions},
+        os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink},
     };
 
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
     use super::*;
+
+    fn private_folder() -> tempfile::TempDir {
+        tempfile::Builder::new().permissions(Permissions::from_mode(0o700)).tempdir().unwrap()
+    }
 
     fn of(folder: &Path) -> Result<Secret, RendezvousError> {
         first_usable([folder.to_owned()])
     }
 
+    /// What is said of a folder, in front of one that would serve.
+    fn refused(folder: &Path) -> String {
+        let good = private_folder();
+        let told = first_usable([folder.to_owned(), good.path().to_owned()]).unwrap_err().to_string();
+        assert!(!good.path().join(FILE).exists(), "no other secret is made");
+        told
+    }
+
     #[test]
     fn concurrent_callers_get_the_same_random_secret() {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = private_folder();
         let inner = folder.path().join("not/there/yet");
         let secrets: Vec<Secret> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..16).map(|_| scope.spawn(|| of(&inner).unwrap())).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert!(secrets.iter().all(|secret| *secret == secrets[0]));
-        assert_eq!(std::fs::metadata(inner.join(FILE)).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(metadata(inner.join(FILE)).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(metadata(&inner).unwrap().mode() & 0o777, 0o700);
         assert_ne!(secrets[0], of(folder.path()).unwrap(), "another folder has another one");
     }
 
     #[test]
-    fn a_file_that_is_not_the_users_alone_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
+    fn what_stands_in_the_files_place_is_an_error_that_names_it() {
+        let folder = private_folder();
         let path = folder.path().join(FILE);
-        let told = || of(folder.path()).unwrap_err().to_string();
-        std::fs::write(&path, random_hex()).unwrap();
-        std::fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
-        assert!(told().contains("mode 640"), "{}", told());
-
-        std::fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
-        of(folder.path()).unwrap();
-        std::fs::write(&path, "short").unwrap();
-        assert!(told().contains("not 64 hexadecimal digits"), "{}", told());
-        assert_eq!(std::fs::read(&path).unwrap(), b"short", "it is left alone");
-
-        std::fs::remove_file(&path).unwrap();
+        let told = |what: &str| {
+            let told = refused(folder.path());
+            assert!(told.contains(what) && told.contains(path.to_str().unwrap()), "{told}");
+        };
         symlink("elsewhere", &path).unwrap();
-        assert!(told().contains("symbolic link"), "{}", told());
+        told("is a symbolic link");
         assert!(!folder.path().join("elsewhere").exists());
 
-        std::fs::remove_file(&path).unwrap();
-        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
-        std::fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
-        assert!(told().contains("it is not a file"), "{}", told());
+        remove_file(&path).unwrap();
+        create_dir(&path).unwrap();
+        told("is a folder");
+
+        remove_dir(&path).unwrap();
+        for (kind, name) in [(FileType::Fifo, "is a FIFO"), (FileType::Socket, "is a socket")] {
+            mknodat(CWD, &path, kind, Mode::RUSR | Mode::WUSR, 0).unwrap();
+            told(name);
+            remove_file(&path).unwrap();
+        }
     }
 
     #[test]
-    fn a_folder_of_no_use_is_passed_over() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("file");
+    fn a_file_that_is_not_the_users_alone_is_refused_and_left_alone() {
+        let folder = private_folder();
+        let path = folder.path().join(FILE);
+        std::fs::write(&path, random_hex()).unwrap();
+        for mode in [0o640, 0o604, 0o620] {
+            set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            let told = refused(folder.path());
+            assert!(told.contains(&format!("mode is {mode:04o}")), "{told}");
+        }
+        set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        of(folder.path()).unwrap();
+        std::fs::write(&path, "short").unwrap();
+        assert!(refused(folder.path()).contains("not 64 hexadecimal digits"));
+        assert_eq!(std::fs::read(&path).unwrap(), b"short");
+    }
+
+    #[test]
+    fn a_folder_that_is_not_the_users_alone_is_refused_by_name() {
+        let around = private_folder();
+        let folder = around.path().join("folder");
+        create_dir(&folder).unwrap();
+        let told = |place: &Path, what: &str| {
+            let told = refused(place);
+            assert!(told.contains(what) && told.contains(place.to_str().unwrap()), "{told}");
+            assert!(!folder.join(FILE).exists());
+        };
+        for mode in [0o755, 0o750, 0o777, 0o1777] {
+            set_permissions(&folder, Permissions::from_mode(mode)).unwrap();
+            told(&folder, &format!("mode is {mode:04o}"));
+        }
+        set_permissions(&folder, Permissions::from_mode(0o700)).unwrap();
+        let link = around.path().join("link");
+        symlink(&folder, &link).unwrap();
+        told(&link, "is a symbolic link");
+        let file = around.path().join("file");
         std::fs::write(&file, "").unwrap();
-        let good = folder.path().join("good");
-        assert_eq!(first_usable([file.clone(), good.clone()]).unwrap(), of(&good).unwrap());
-        assert!(matches!(of(&file), Err(RendezvousError::UserSecret { .. })));
+        told(&file, "is a regular file, not a folder");
+        // Only root can give a folder away.
+        if chown(&folder, Some(12_345), None).is_ok() {
+            told(&folder, "belongs to user 12345");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_passed_over() {
+        let folder = private_folder();
+        let (nowhere, good) = (Path::new("/dev/null/cache").to_owned(), folder.path().join("good"));
+        assert_eq!(first_usable([nowhere.clone(), good.clone()]).unwrap(), of(&good).unwrap());
+        assert!(matches!(of(&nowhere), Err(RendezvousError::UserSecret { .. })));
+    }
+
+    #[test]
+    fn folders_of_root_and_file_systems_that_are_only_read_are_passed_over() {
+        let around = private_folder();
+        let folder = around.path();
+        let owned = |path: PathBuf, owner| TuningError::Owner { path, owner, user: 1000 };
+        let io = |error: Errno| TuningError::Io { action: "open", path: folder.into(), source: error.into() };
+        for error in [owned(folder.into(), 0), io(Errno::ROFS)] {
+            assert!(is_passed_over(&error, folder), "{error}");
+        }
+        for error in [owned(folder.into(), 1001), owned(folder.join(FILE), 0), io(Errno::ACCESS)] {
+            assert!(!is_passed_over(&error, folder), "{error}");
+        }
     }
 }

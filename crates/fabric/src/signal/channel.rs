@@ -4,11 +4,12 @@ use std::{
     any::Any,
     cell::RefCell,
     ops::{Deref, DerefMut},
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
 use antiphon_device::host::wait::{Patience, wait_for};
+use antiphon_device::sync::Mutex;
 
 use super::matching::{Incoming, Outgoing, Source};
 use crate::{
@@ -322,20 +323,14 @@ impl Messages {
         }
         // Under the lock: a transfer that was cancelled half-way, which takes a failure, is the last of its stream.
         endpoint.health.check_usable()?;
-        for peer in 0..endpoint.world_size {
-            while state.send_packet(endpoint, peer) {}
-            loop {
-                match state.receive_packet(endpoint, peer) {
-                    Ok(true) => {}
-                    Ok(false) => break,
-                    Err(error) => {
-                        endpoint.health.report(&endpoint.regions, &error);
-                        return Err(error);
-                    }
-                }
+        let mut advance_all = || {
+            for peer in 0..endpoint.world_size {
+                while state.send_packet(endpoint, peer)? {}
+                while state.receive_packet(endpoint, peer)? {}
             }
-        }
-        Ok(())
+            Ok(())
+        };
+        advance_all().inspect_err(|error| endpoint.health.report(&endpoint.regions, error))
     }
 
     /// The ranks without which a transfer does not move.
@@ -386,12 +381,14 @@ impl State {
         }
     }
 
-    /// Sends the next packet to `peer`, if there is one and room for it.
-    fn send_packet(&mut self, endpoint: &Endpoint, peer: usize) -> bool {
+    /// Sends the next packet to `peer`, if there is one and room for it. Fails if the peer gave up before it took the last packet of a
+    /// message.
+    fn send_packet(&mut self, endpoint: &Endpoint, peer: usize) -> Result<bool, FabricError> {
         let outbox = &mut self.outgoing[peer];
-        let Some(transfer) = outbox.queue.front_mut() else { return false };
-        if !has_room(outbox.sequence, endpoint.regions.consumed(endpoint.rank, peer).count(), RING) {
-            return false;
+        let Some(transfer) = outbox.queue.front_mut() else { return Ok(false) };
+        let consumed = endpoint.regions.consumed(endpoint.rank, peer);
+        if !has_room(outbox.sequence, consumed.count(), RING) {
+            return Ok(false);
         }
         let packet = endpoint.regions.ring(endpoint.rank, peer, place(outbox.sequence, RING));
         let part = transfer.part();
@@ -404,10 +401,15 @@ impl State {
         packet.head.publish(outbox.sequence, transfer.signature.to_words());
         endpoint.regions.control(peer).bells[MESSAGE_BELL].0.ring();
         if transfer.is_over() {
+            // The last look: the peer says that it gave up before it leaves.
+            let given_up = endpoint.health.given_up_by(&endpoint.regions, transfer.signature, peer);
+            if let Some(error) = given_up.filter(|_| consumed.count() < outbox.sequence) {
+                return Err(error);
+            }
             let sent = outbox.queue.pop_front();
             self.end(sent);
         }
-        true
+        Ok(true)
     }
 
     /// Takes the next packet of `peer`, if it has arrived and a receive awaits a message of that rank.

@@ -12,6 +12,7 @@
 
 pub(crate) mod arena_offsets;
 pub(crate) mod channel;
+pub(crate) mod given_up;
 pub(crate) mod matching;
 #[cfg(all(test, loom))]
 mod model;

@@ -10,6 +10,7 @@
 //! RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p antiphon-fabric --lib -- model
 //! ```
 
+mod given_up;
 mod rounds;
 
 use std::sync::Arc;

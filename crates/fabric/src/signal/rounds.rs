@@ -167,7 +167,8 @@ impl Rounds {
         }
     }
 
-    /// Waits until every rank has posted this round, with the same signature.
+    /// Waits until every rank has posted this round, with the same signature. A rank that gives up in the round tells the others before
+    /// this returns, and every rank that ends its wait after that fails too.
     ///
     /// # Errors
     /// [`FabricError::Mismatch`], [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout) or
@@ -193,6 +194,11 @@ impl Rounds {
                 Err(error) => return Err(self.fail(error)),
             }
         }
+        // The last look, behind all packets: see `given_up`.
+        if self.endpoint.regions.given_up(self.lane).includes(self.sequence) {
+            let error = self.endpoint.health.given_up(&self.endpoint.regions, *signature);
+            return Err(self.fail(error));
+        }
         Ok(())
     }
 
@@ -214,6 +220,7 @@ impl Rounds {
             None => error,
         };
         self.endpoint.health.report(&self.endpoint.regions, &error);
+        self.endpoint.regions.given_up(self.lane).mark(self.sequence);
         error
     }
 

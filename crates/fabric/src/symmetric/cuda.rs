@@ -2,10 +2,11 @@
 
 use std::{
     os::fd::{AsFd, OwnedFd},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{MutexGuard, PoisonError},
 };
 
 use antiphon_device::cuda::{Allocation, Context, CudaError, DevicePointer, Mapping, memory};
+use antiphon_device::sync::Mutex;
 
 use crate::{Communicator, FabricError};
 

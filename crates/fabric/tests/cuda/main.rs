@@ -1,12 +1,15 @@
-//! The engine of the GPUs with two small families. Ranks are threads, with a GPU each; without enough GPUs a test says so and
-//! skips.
+//! The engine of the GPUs with two small families. Ranks are threads, with a GPU each; without enough GPUs a test is
+//! recorded as skipped.
 
+mod late;
+mod order;
+mod room;
 mod rotation;
 
 use std::time::Duration;
 
 use antiphon_device::cuda::{
-    Architecture, Context, DeviceMemory, DevicePointer, Driver, Nvrtc, Program, Stream, StreamRef,
+    Architecture, Context, DeviceMemory, DevicePointer, Graph, Program, Stream, StreamRef,
 };
 use antiphon_fabric::{
     Communicator, FabricError, LocalWorld, Operation, Signature,
@@ -16,6 +19,7 @@ use antiphon_fabric::{
 };
 use antiphon_operation::ReduceOp;
 use antiphon_tensor::DType;
+use antiphon_testing::{gpus, nvrtc};
 use rotation::{Rotation, rotate};
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -24,6 +28,23 @@ kernels! {
     enum SumKernel {
         Sum = "sum",
     }
+}
+
+kernels! {
+    enum DelayedKernel {
+        Delayed = "delayed",
+    }
+}
+
+/// Blocks that are late between two steps of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Delayed;
+
+impl Family for Delayed {
+    type Kernel = DelayedKernel;
+    type Arguments = NoArguments;
+    const NAME: &'static str = "delays.cuh";
+    const SOURCES: &'static [Source] = &[Source { name: "delayed.cuh", text: include_str!("delayed.cuh") }];
 }
 
 /// Sums of f32.
@@ -67,10 +88,7 @@ unsafe fn sum(
 
 #[test]
 fn families_compile_without_a_warning() {
-    let nvrtc = match Nvrtc::load() {
-        Ok(nvrtc) => nvrtc,
-        Err(error) => return eprintln!("skipped: {error}"),
-    };
+    let Some(nvrtc) = nvrtc() else { return };
     for architecture in [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A] {
         for world_size in [2, 8] {
             for program in
@@ -114,21 +132,14 @@ impl Rank {
     }
 }
 
-/// Runs `body` on two GPUs.
-fn on_gpus<T: Send>(timeout: Duration, body: impl Fn(Rank) -> Outcome<T> + Sync) -> Vec<T> {
-    let driver = match Driver::load() {
-        Ok(driver) => driver,
-        Err(error) => {
-            eprintln!("skipped: no CUDA driver: {error}");
-            return Vec::new();
-        }
-    };
-    let count = driver.device_count().unwrap();
-    if count < 2 {
-        eprintln!("skipped: {count} GPUs, 2 needed");
-        return Vec::new();
-    }
-    let outcomes = LocalWorld::run_with(2, timeout, |comm| -> Outcome<T> {
+/// Runs `body` on so many GPUs.
+fn on_gpus<T: Send>(
+    world_size: usize,
+    timeout: Duration,
+    body: impl Fn(Rank) -> Outcome<T> + Sync,
+) -> Vec<T> {
+    let Some(driver) = gpus(world_size) else { return Vec::new() };
+    let outcomes = LocalWorld::run_with(world_size, timeout, |comm| -> Outcome<T> {
         let context = Context::primary(driver.device(comm.rank() as u32)?)?;
         body(Rank::new(comm, &context)?)
     });
@@ -144,7 +155,7 @@ fn values(rank: usize, round: usize, count: usize) -> Vec<f32> {
 /// would take each other's data, or disagree; with an order in common the second would not begin.
 #[test]
 fn two_tenants_work_beside_each_other() {
-    on_gpus(Duration::from_secs(20), |rank| {
+    on_gpus(2, Duration::from_secs(20), |rank| {
         let me = rank.comm.rank();
         // Some are larger than the staging of either tenant, and go in pieces.
         for (round, count) in [4, 1000, 400_000, 64, 8_000_000, 12].into_iter().enumerate() {
@@ -176,7 +187,7 @@ fn two_tenants_work_beside_each_other() {
 /// One tenant's ranks disagree; the other tenant gets the error too.
 #[test]
 fn a_failure_of_one_tenant_is_one_of_all() {
-    let texts = on_gpus(Duration::from_secs(10), |rank| {
+    let texts = on_gpus(2, Duration::from_secs(10), |rank| {
         let me = rank.comm.rank();
         let memory = rank.upload(&vec![1.0; 1024])?;
         let at = [memory.pointer(); 2];
@@ -196,9 +207,46 @@ fn a_failure_of_one_tenant_is_one_of_all() {
     }
 }
 
+/// A block that goes on behind another block's failure hands the call behind its state, and that it has failed.
+#[test]
+fn a_failure_is_not_undone_by_a_late_block() {
+    on_gpus(2, Duration::from_secs(60), |rank| {
+        let (tenant, stream) = (&rank.rotations, &rank.streams[0]);
+        tenant.load_together(&rank.comm, Delayed)?;
+        const BLOCKS: u32 = 40;
+        let found = rank.upload(&[0.0; BLOCKS as usize])?;
+        rank.comm.monitor().set_timeout(Duration::from_millis(300));
+        let call = |root: usize| -> Result<(), FabricError> {
+            let loaded = tenant.ready(Delayed, stream.borrow())?;
+            let launch = |_, _, _| Launch {
+                kernel: DelayedKernel::Delayed,
+                grid: Grid::Exact { config: Delayed.blocks(BLOCKS, 2), is_small: false },
+                work: Work {
+                    output: found.pointer().0 as usize,
+                    root,
+                    ..Work::new(Signature::new(Operation::Barrier))
+                },
+                arguments: NoArguments,
+            };
+            let once = Pieces { total: 1, most: 1, unit: 1 };
+            // SAFETY: the memory lives until the stream has been waited for, and has a word for each block.
+            unsafe { tenant.run(&loaded, once, stream.borrow(), launch) }
+        };
+        let look = Graph::capture(stream, |_| call(1))?.instantiate()?;
+        call(0)?;
+        // SAFETY: as above.
+        unsafe { look.launch(stream) }?;
+        let words = rank.download(&found, stream)?;
+        let late = words.iter().filter(|word| word.to_bits() != 1).count();
+        assert_eq!(late, 0, "blocks of the call behind do not know of the failure");
+        rank.rotations.check().expect_err("no rank sent anything");
+        Ok(())
+    });
+}
+
 #[test]
 fn staging_that_makes_no_sense_is_refused_everywhere() {
-    on_gpus(Duration::from_secs(10), |rank| {
+    on_gpus(2, Duration::from_secs(10), |rank| {
         let context = rank.sums.context();
         let least = Tenant::LEAST_STAGING_BYTES;
         let error = Tenant::new(&rank.comm, context, least - 1).unwrap_err().to_string();

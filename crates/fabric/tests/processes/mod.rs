@@ -173,7 +173,7 @@ impl Start<'_> {
             .env("WORLD_SIZE", world_size.to_string())
             .env("TORCHELASTIC_RUN_ID", folder)
             .env("TMPDIR", folder)
-            .env("ANTIPHON_CACHE_DIR", env!("CARGO_TARGET_TMPDIR"))
+            .env("ANTIPHON_CACHE_DIR", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"))
             .env("ANTIPHON_ARENA_BYTES", (16 << 20).to_string())
             .env("ANTIPHON_TIMEOUT", self.timeout.as_secs_f64().to_string())
             .stdin(Stdio::null())

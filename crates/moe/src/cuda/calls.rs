@@ -6,7 +6,7 @@ use antiphon_device::{
     cuda::StreamRef,
     sync::{AtomicU32, Ordering},
 };
-use antiphon_fabric::{Operation, Signature};
+use antiphon_fabric::{FabricError, Operation, Signature};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use super::{
@@ -97,7 +97,23 @@ impl CudaMoe {
         }
         let tokens = check_routing(routing, self.world_size())?;
         let (plan, sources) = self.memory(routing, tokens, memory)?;
+        let sources = match (sources, routing.capacity) {
+            (None, Some(rows)) => Some(Memory::Pooled(self.pool.take(rows * 4)?)),
+            (sources, _) => sources,
+        };
         self.exchange_counts(routing, &plan, stream)?;
+        // The peers go on to the dispatch.
+        self.or_fail(self.with_counts(routing, plan, sources, stream))
+    }
+
+    /// The handle, when the counts are exchanged.
+    fn with_counts(
+        &self,
+        routing: &Routing<'_>,
+        plan: Plan,
+        sources: Option<Memory>,
+        stream: StreamRef<'_>,
+    ) -> Result<CudaHandle> {
         let arrived = match routing.capacity {
             Some(_) => None,
             None => Some(self.wait_for_counts(plan.words.local, stream)?),
@@ -266,6 +282,18 @@ impl CudaMoe {
             });
         }
         self.sum_rows(handle, &call, stream)
+    }
+
+    /// The outcome of a step of a call on which the peers count, as they have heard from this rank: if it fails, so does the
+    /// communicator, on all ranks.
+    pub(crate) fn or_fail<T>(&self, outcome: Result<T>) -> Result<T> {
+        outcome.or_else(|error| match error {
+            MoeError::Fabric(error) => Ok(self.tenant.fail(error)?),
+            error => {
+                let reported = self.tenant.fail::<T>(FabricError::invalid(error.to_string()));
+                reported.map_err(|_| error)
+            }
+        })
     }
 
     /// The number of a new handle.

@@ -74,7 +74,7 @@ impl CudaMoe {
     pub fn new(comm: &Communicator, context: &Context, config: MoeConfig) -> Result<Self> {
         check_num_sms("CudaMoe::new", config.num_sms, u32::MAX)?;
         let tenant = Tenant::with_region(comm, context, Tenant::LEAST_STAGING_BYTES, config.region_bytes)?;
-        check_num_sms("CudaMoe::new", config.num_sms, tenant.multiprocessors())?;
+        check_num_sms("CudaMoe::new", config.num_sms, tenant.usable_multiprocessors())?;
         if config.region_bytes > 0 {
             tenant.load_together(comm, Counting)?;
             tenant.load_together(comm, Notifying)?;
@@ -141,7 +141,7 @@ impl CudaMoe {
     /// # Errors
     /// [`MoeError::Refused`](crate::MoeError::Refused) for none, or more than there are.
     pub fn set_num_sms(&self, num_sms: u32) -> Result<()> {
-        check_num_sms("num_sms", num_sms, self.tenant.multiprocessors())?;
+        check_num_sms("num_sms", num_sms, self.tenant.usable_multiprocessors())?;
         self.num_sms.set(num_sms);
         Ok(())
     }
@@ -222,7 +222,7 @@ impl CudaMoe {
             Blocks::One => 1,
             Blocks::All => self.blocks(),
         };
-        let config = family.blocks(blocks);
+        let config = family.blocks(blocks, self.tenant.world_size());
         let launch = |_, _, _| Launch {
             kernel,
             grid: Grid::Exact { config, is_small: false },

@@ -90,18 +90,14 @@ struct terms {
 
 DEVICE u32 padded_words(u32 words) { return (words + 3) / 4 * 4; }
 
-// Sends the warp's share of what this rank has of peers' tokens.
-DEVICE bool send_sums(reader& r, pipeline& copies, const hybrid_sums_call& k, const region_call& g, const counts& n, const turn& t, rows mine) {
+// Sends what this rank has of peers' tokens.
+DEVICE bool send_sums(reader& r, pipeline& copies, const hybrid_sums_call& k, const region_call& g, const counts& n, const turn& t) {
     const arguments& a = r.a;
     const u32 probs = k.probs == nullptr ? 0 : *k.most;
-    u32 most = 0, piece = 0;
-    for (u32 next = 0; next < PEERS; ++next) most = max(most, n.rows[rank_of(a, next)][a.rank]);
-    for (u32 i = mine.first; i < most * PEERS; i += mine.step) {
-        const u32 next = i % at_least_one(PEERS), to = rank_of(a, next), number = i / at_least_one(PEERS);
-        if (number >= n.rows[to][a.rank]) continue;
-        const terms its(k, true, n.starts[to] + number);
-        if (!wait_for_place(r, copies, g, t, to, number)) return false;
-        u8* place = a.peer[next] + record_at(g, t, a.rank, to, number);
+    u32 piece = 0;
+    const auto send = [&](u32 next, u32 number) {
+        const terms its(k, true, n.starts[rank_of(a, next)] + number);
+        u8* place = a.peer[next] + record_at(g, t, a.rank, rank_of(a, next), number);
         const signals after{(u32*)(a.peer[next] + flag_at(a, g, t, a.rank, number)), nullptr, round_of(g, number)};
         for (u32 at = 0; at < k.row_bytes; at += STAGE_BYTES, ++piece) {
             const u32 size = min(STAGE_BYTES, k.row_bytes - at), end = (at + size) / 16;
@@ -115,13 +111,18 @@ DEVICE bool send_sums(reader& r, pipeline& copies, const hybrid_sums_call& k, co
             }
             copies.copy_piece(place + at, piece, size, probs == 0 && at + size == k.row_bytes ? after : NO_SIGNALS);
         }
-        if (probs == 0) continue;
+        if (probs == 0) return;
         copies.before_gathering();
         for (u32 index = lane_id(); index < padded_words(probs); index += 32) ((u32*)copies.gathered)[index] = its.prob(k, index);
         copies.after_gathering();
         copies.copy_gathered(place + k.row_bytes, 0, padded_words(probs) * 4, after);
-    }
-    return true;
+    };
+    return send_as_places_are_free(r, copies, g, t, [&](u32 to) { return n.rows[to][a.rank]; }, [&](u32 ready, u32 number) {
+        for (u32 left = ready; left != 0; left &= left - 1) {
+            const u32 next = __ffs(left) - 1;
+            send(next, __shfl_sync(WHOLE_WARP, number, next));
+        }
+    });
 }
 
 // Where the record of a rank's part of a token is; null for none, and for this rank's own.
@@ -130,13 +131,21 @@ DEVICE const u8* record_of(const arguments& a, const hybrid_sums_call& k, const 
     return rank == a.rank || head >= n.rows[a.rank][rank] ? nullptr : a.own + record_at(g, t, rank, a.rank, head); // -1 too
 }
 
+// Of every `step`-th token from `first` on.
+DEVICE void leave_nan(const hybrid_sums_call& k, u32 first, u32 step) {
+    leave_nan(k.output, k.row_bytes, k.probs == nullptr ? nullptr : k.to_probs, WORLD * k.local, first, step, k.tokens);
+}
+
 // The warp's share of this rank's tokens.
 DEVICE bool sum_tokens(reader& r, const hybrid_sums_call& k, const region_call& g, const counts& n, const turn& t, rows mine) {
     const arguments& a = r.a;
     const choices c{k.all, k.number, k.local};
     const u32 vectors = k.row_bytes / 16, experts = WORLD * k.local;
     for (u32 token = mine.first; token < k.tokens; token += mine.step) {
-        if (!r.wait<true>([&](u32& missing) { return are_there(a, k.heads, g, n, t, token, missing); })) return false;
+        if (!wait_for_rows(r, k.heads, g, n, t, token)) {
+            leave_nan(k, token, mine.step);
+            return false;
+        }
         const u32 held = held_of(a, k.heads, n, token);
         const u8* records[WORLD];
 #pragma unroll
@@ -182,14 +191,14 @@ hybrid_combine_kernel(const __grid_constant__ arguments a, const __grid_constant
     extern __shared__ uint4 memory[];
     pdl_wait();
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
+    if (t.has_failed()) return leave_nan(k, grid_thread() / 32, grid_threads() / 32);
     pipeline::prepare();
     const counts n(k.counts, k.starts);
     const region_call g = with_words(a, k.region, k.probs == nullptr ? 0 : *k.most);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[a.rank][from]);
-    advance(a, t, flag_vectors(g, most), 1);
+    advance(a, t, flag_vectors(g, most), UPPER_VECTORS | OWN_TOO);
 
     // Warps of a block: some send, one raises flags, the others sum.
     reader r(a, t);
@@ -198,11 +207,11 @@ hybrid_combine_kernel(const __grid_constant__ arguments a, const __grid_constant
     bool came;
     if (warp < SENDING) {
         pipeline copies(memory);
-        came = send_sums(r, copies, k, g, n, t, share_of_warp(0, SENDING));
+        came = send_sums(r, copies, k, g, n, t);
         copies.finish();
     } else {
         constexpr u32 OTHERS = RINGS + FLAG_WARPS;
         came = sum_tokens(r, k, g, n, t, share_of_warp(OTHERS, THREADS / 32 - OTHERS));
     }
-    if (came) r.finish();
+    if (came && !__all_sync(WHOLE_WARP, r.finish())) leave_nan(k, 0, 1);
 }

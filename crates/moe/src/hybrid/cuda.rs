@@ -314,28 +314,45 @@ impl CudaMoe {
             places: Memory::Callers(0),
             has_rows: AtomicU32::new(0),
         };
+        // With a capacity the number of places is known. What may be refused comes before what peers wait for.
+        if capacity.is_some() {
+            handle.places = self.memory_of_places(&handle, &places)?;
+        }
         self.exchange_choices(&handle, routing, capacity, stream)?;
         if capacity.is_none() {
-            let Arrived { traffic, tokens_per_expert } = self.wait_for_counts(sizes.local(), stream)?;
-            let num_received = traffic.kept_at(traffic.rank);
-            let segments = Segments::new(routing.order, &tokens_per_expert, sizes.local());
-            handle.along.rows = segments.as_ref().map_or(num_received, |segments| segments.rows);
-            let rows_per_expert =
-                segments.map_or_else(|| tokens_per_expert.clone(), |segments| segments.padded);
-            handle.arrived = Some(Known { num_received, tokens_per_expert, rows_per_expert });
+            // The peers go on to the dispatch.
+            self.or_fail(self.add_counts(&mut handle, stream).and_then(|()| {
+                handle.places = self.memory_of_places(&handle, &places)?;
+                Ok(())
+            }))?;
         }
-        handle.places = match places {
-            Some(places) => {
-                let shape = [handle.places(), sizes.local()];
-                callers("places", &places.as_view(), &shape, "[N, L]", self.device())?
-            }
-            None => {
-                let bytes = handle.places() * sizes.local() * 4;
-                Memory::Pooled(self.pool.take(bytes)?)
-            }
-        };
         handle.along.number = self.next_handle();
         Ok(handle)
+    }
+
+    /// Memory for the places of a handle: the caller's, or else this instance's.
+    fn memory_of_places(
+        &self,
+        handle: &CudaHybridHandle,
+        places: &Option<TensorViewMut<'_>>,
+    ) -> Result<Memory> {
+        let shape = [handle.places(), handle.along.sizes.local()];
+        match places {
+            Some(places) => callers("places", &places.as_view(), &shape, "[N, L]", self.device()),
+            None => Ok(Memory::Pooled(self.pool.take(shape[0] * shape[1] * 4)?)),
+        }
+    }
+
+    /// Waits for the counts of all ranks, and adds what follows from them.
+    fn add_counts(&self, handle: &mut CudaHybridHandle, stream: StreamRef<'_>) -> Result<()> {
+        let Along { sizes, order, .. } = handle.along;
+        let Arrived { traffic, tokens_per_expert } = self.wait_for_counts(sizes.local(), stream)?;
+        let num_received = traffic.kept_at(traffic.rank);
+        let segments = Segments::new(order, &tokens_per_expert, sizes.local());
+        handle.along.rows = segments.as_ref().map_or(num_received, |segments| segments.rows);
+        let rows_per_expert = segments.map_or_else(|| tokens_per_expert.clone(), |segments| segments.padded);
+        handle.arrived = Some(Known { num_received, tokens_per_expert, rows_per_expert });
+        Ok(())
     }
 
     /// Lists the choices, and exchanges their counts.

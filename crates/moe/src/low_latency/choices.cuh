@@ -52,6 +52,9 @@ DEVICE u32 own_entry(const low_latency_call& k, u32 choice) {
     return 0 <= id && id < k.experts ? (u32)id + 1 : 0;
 }
 
+// Whether nobody wants what a second half receives: the half was dropped. It has no outputs then, and empties the slot alone.
+DEVICE bool discards(const low_latency_call& k) { return !SENDS && k.to_x == nullptr; }
+
 // Words of marks of a rank's tokens.
 DEVICE u32 words_of_rank(const low_latency_call& k) { return (k.most_tokens + 31) / 32; }
 

@@ -57,6 +57,18 @@ DEVICE void send_rows(const arguments& a, const turn& t, const low_latency_call&
     }
 }
 
+// Sums that a call cannot make are NaN, so that their users notice: the warp's share, or ALL. Of the whole warp. Not inlined, and given
+// what is in memory anyway, so that it costs no registers.
+template <bool ALL> static __device__ __noinline__ void leave_nan(u8* sums, u32 tokens, u32 hidden) {
+    if (sums == nullptr) return;
+    const u32 of_row = hidden / 8, pieces = (of_row + 31) / 32, nan = 0x7FC07FC0u;
+    const u32 first = ALL ? 0 : threadIdx.x / 32 * gridDim.x + blockIdx.x, step = ALL ? 1 : RECEIVERS * gridDim.x;
+    for (u32 item = first; item < tokens * pieces; item += step) {
+        const u32 at = item % pieces * 32 + lane_id();
+        if (at < of_row) store16(sums + ((u64)(item / pieces) * of_row + at) * 16, make_uint4(nan, nan, nan, nan));
+    }
+}
+
 // Profilers show the kernel by this name, and tools that were made for DeepEP look for "::combine" there.
 namespace low_latency {
 __global__ void __launch_bounds__(BOUND, RESIDENT)
@@ -64,7 +76,10 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency
     pdl_wait();
     const u32 lane = lane_id(), of_row = k.hidden / 8, mine = threadIdx.x / 32;
     const turn t = begin_phase(a, load_control(a));
-    if (t.has_failed()) return;
+    if (t.has_failed()) {
+        if (RECEIVES) leave_nan<false>(k.to_x, k.tokens, k.hidden);
+        return;
+    }
     if (SENDS) advance(a, t, 0, 0);
     // Neighbours are on different multiprocessors.
     if (mine + SENDERS >= WARPS) return send_rows(a, t, k, (mine - RECEIVERS) * gridDim.x + blockIdx.x, SENDERS * gridDim.x);
@@ -82,8 +97,10 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency
         if (lane < k.top_k) {
             const u32 choice = token * k.top_k + lane;
             my_place = k.places[((u64)a.rank * k.most_tokens) * k.top_k + choice];
-            my_weight = k.weights[choice];
-            counts = own_entry(k, choice) != 0;
+            if (!discards(k)) {
+                my_weight = k.weights[choice];
+                counts = own_entry(k, choice) != 0;
+            }
         }
         const u32 counting = __ballot_sync(WHOLE_WARP, counts);
         float sum[8];
@@ -122,7 +139,7 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency
                     }
                 return complete;
             });
-            if (!came) return;
+            if (!came) return leave_nan<false>(k.to_x, k.tokens, k.hidden);
 #pragma unroll
             for (u32 n = 0; n < GROUP; ++n) {
                 const float weight = __shfl_sync(WHOLE_WARP, my_weight, first + n);
@@ -137,13 +154,13 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency
         wide_vec<bf16> sums;
 #pragma unroll
         for (u32 n = 0; n < 8; ++n) sums.lane[n] = sum[n];
-        if (at < of_row) store16(k.to_x + ((u64)token * of_row + at) * 16, narrow_vec<bf16>(sums).words);
+        if (at < of_row && !discards(k)) store16(k.to_x + ((u64)token * of_row + at) * 16, narrow_vec<bf16>(sums).words);
         // When all is read: a row may be of two choices.
         for (u32 n = 0; n < k.top_k; ++n)
             if (has_own_place(__shfl_sync(WHOLE_WARP, my_place, n), n) && at < of_row)
                 store16(a.own + row_at(a, k, t.slot, token * k.top_k + n) + at * 16,
                         make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
     }
-    r.finish();
+    if (!__all_sync(WHOLE_WARP, r.finish())) leave_nan<true>(k.to_x, k.tokens, k.hidden);
 }
 } // namespace low_latency

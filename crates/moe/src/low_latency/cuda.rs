@@ -1,8 +1,11 @@
 //! The low-latency form between GPUs: the launches of its kernels.
 
-use std::{cell::Cell, sync::Arc};
+use std::{borrow::Borrow, cell::Cell, sync::Arc};
 
-use antiphon_device::cuda::{Context, StreamRef, relaxed};
+use antiphon_device::{
+    cuda::{Context, StreamRef, relaxed},
+    sync::{AtomicU32, Ordering},
+};
 use antiphon_fabric::{
     Communicator, Signature,
     gpu::{Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, Work},
@@ -33,11 +36,30 @@ const SMALL: u32 = 32;
 /// it waits for the context's kernels, and communicates nothing.
 pub struct CudaLowLatency {
     tenant: Tenant,
-    token: Arc<()>,
+    token: Arc<Token>,
     handles: Cell<u32>,
     pool: Arc<Pool>,
+    halves: Cell<u32>,
     /// The call that has sent and not received yet.
-    unreceived: Cell<Option<&'static str>>,
+    unreceived: Cell<Option<Sent>>,
+}
+
+/// Distinguishes handles and halves of an instance from those of others.
+struct Token {
+    /// The number of the half that was dropped last.
+    dropped: AtomicU32,
+}
+
+/// A call that has sent and not received yet.
+#[derive(Clone, Copy)]
+struct Sent {
+    /// Of the half among those of the instance.
+    number: u32,
+    half: Half,
+    signature: Signature,
+    arguments: LowLatencyCall,
+    /// Which capture the first half is part of.
+    capture: Option<u64>,
 }
 
 impl std::fmt::Debug for CudaLowLatency {
@@ -48,7 +70,7 @@ impl std::fmt::Debug for CudaLowLatency {
 
 /// The routes of a [`CudaLowLatency::dispatch`], for its combine. A captured call uses the handle as long as its graph lives.
 pub struct CudaLowLatencyHandle {
-    owner: Arc<()>,
+    owner: Arc<Token>,
     number: u32,
     sizes: Sizes,
     /// The number of tokens of each rank, `[R]`, and the place of every choice, `[R, M, K]`.
@@ -56,22 +78,48 @@ pub struct CudaLowLatencyHandle {
 }
 
 /// The second half of a call that has sent: what [`CudaLowLatency::receive`] launches.
-#[derive(Debug)]
+///
+/// When it is dropped before that, the next call of the instance first receives in its place, into no output. A graph whose capture
+/// has the first half alone must not be launched.
 #[must_use = "the next call is refused before this one has received"]
 pub struct CudaReceive {
-    owner: Arc<()>,
-    half: Half,
-    signature: Signature,
-    arguments: LowLatencyCall,
-    /// Which capture the first half is part of.
-    capture: Option<u64>,
+    owner: Arc<Token>,
+    number: u32,
+    call: &'static str,
+}
+
+impl std::fmt::Debug for CudaReceive {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaReceive {{ number: {}, call: {} }}", self.number, self.call)
+    }
+}
+
+impl Drop for CudaReceive {
+    fn drop(&mut self) {
+        self.owner.dropped.store(self.number, Ordering::Release);
+    }
 }
 
 /// The kernel of a second half.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 enum Half {
     Dispatch(Dispatching),
     Combine(Combining),
+}
+
+impl Half {
+    fn call(self) -> &'static str {
+        match self {
+            Self::Dispatch(_) => DISPATCH,
+            Self::Combine(_) => COMBINE,
+        }
+    }
+}
+
+/// Counts on, past 0.
+fn next(count: &Cell<u32>) -> u32 {
+    count.set(count.get().wrapping_add(1).max(1));
+    count.get()
 }
 
 impl std::fmt::Debug for CudaLowLatencyHandle {
@@ -120,8 +168,9 @@ impl CudaLowLatency {
             tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size, marks))?;
         }
         tenant.load_together(comm, Combining { phases: Phases::Both })?;
-        let (handles, unreceived) = (Cell::new(0), Cell::new(None));
-        Ok(Self { tenant, token: Arc::new(()), handles, pool: Pool::new(context), unreceived })
+        let (handles, halves, unreceived) = (Cell::new(0), Cell::new(0), Cell::new(None));
+        let token = Arc::new(Token { dropped: AtomicU32::new(0) });
+        Ok(Self { tenant, token, handles, pool: Pool::new(context), halves, unreceived })
     }
 
     /// The context of this rank's GPU.
@@ -165,10 +214,12 @@ impl CudaLowLatency {
         call: &LowLatencyDispatch<'_>,
         stream: StreamRef<'_>,
     ) -> Result<CudaLowLatencyHandle> {
-        let (handle, arguments) = self.prepare_dispatch(call)?;
+        let (mut handle, arguments) = self.prepare_dispatch(call)?;
         let (family, signature) = self.dispatching(call, &handle.sizes)?;
+        self.receive_dropped(stream)?;
         // SAFETY: the handle's memory and the tensors are as the kernel takes them; the caller answers for how long.
         unsafe { self.launch(family, &signature, arguments, stream) }?;
+        handle.number = next(&self.handles);
         Ok(handle)
     }
 
@@ -187,10 +238,11 @@ impl CudaLowLatency {
         call: &LowLatencyDispatch<'_>,
         stream: StreamRef<'_>,
     ) -> Result<(CudaLowLatencyHandle, CudaReceive)> {
-        let (handle, arguments) = self.prepare_dispatch(call)?;
+        let (mut handle, arguments) = self.prepare_dispatch(call)?;
         let (family, signature) = self.dispatching(call, &handle.sizes)?;
         // SAFETY: as in `dispatch`.
-        let half = unsafe { self.send(DISPATCH, Half::Dispatch(family), signature, arguments, stream) }?;
+        let half = unsafe { self.send(Half::Dispatch(family), signature, arguments, stream) }?;
+        handle.number = next(&self.handles);
         Ok((handle, half))
     }
 
@@ -209,6 +261,7 @@ impl CudaLowLatency {
     ) -> Result<()> {
         let arguments = self.prepare_combine(handle, call)?;
         let signature = combine_signature(&handle.sizes, handle.number);
+        self.receive_dropped(stream)?;
         // SAFETY: as in `dispatch`.
         unsafe { self.launch(Combining { phases: Phases::Both }, &signature, arguments, stream) }
     }
@@ -232,33 +285,54 @@ impl CudaLowLatency {
         let signature = combine_signature(&handle.sizes, handle.number);
         let half = Half::Combine(Combining { phases: Phases::Both });
         // SAFETY: as in `dispatch`.
-        unsafe { self.send(COMBINE, half, signature, arguments, stream) }
+        unsafe { self.send(half, signature, arguments, stream) }
     }
 
-    /// Launches the second half of a call. A later call on another stream comes behind it.
+    /// Launches the second half of a call, once. A later call on another stream comes behind it.
+    ///
+    /// A call that is refused has changed nothing: it may be made again, with a half that was lent.
     ///
     /// # Errors
-    /// [`MoeError::Captured`] if a graph that is captured has one half of the call and not the other; as
-    /// [`dispatch`](Self::dispatch).
+    /// [`MoeError::Captured`] if a graph that is captured has one half of the call and not the other; [`MoeError::Handle`] for a half
+    /// of another instance, and for one that has been received; as [`dispatch`](Self::dispatch).
     ///
     /// # Safety
     /// As promised to the first half.
-    pub unsafe fn receive(&self, receive: CudaReceive, stream: StreamRef<'_>) -> Result<()> {
-        let CudaReceive { owner, half, signature, arguments, capture } = receive;
-        let call = match half {
-            Half::Dispatch(_) => DISPATCH,
-            Half::Combine(_) => COMBINE,
-        };
-        if !Arc::ptr_eq(&owner, &self.token) {
+    pub unsafe fn receive(&self, receive: impl Borrow<CudaReceive>, stream: StreamRef<'_>) -> Result<()> {
+        let CudaReceive { owner, number, call } = receive.borrow();
+        if !Arc::ptr_eq(owner, &self.token) {
             return Err(MoeError::Handle { call, problem: "of another instance" });
         }
-        self.unreceived.set(None);
-        if capture != stream.capture()? {
+        let Some(sent) = self.unreceived.get().filter(|sent| sent.number == *number) else {
+            return Err(MoeError::Handle { call, problem: "of a call that has received already" });
+        };
+        if sent.capture != stream.capture()? {
             let problem = "one half of the call is captured in a graph and the other is not: capture both";
             return Err(MoeError::Captured { call, problem });
         }
         // SAFETY: passed on.
-        unsafe { self.launch_half(&half, Phases::Receive, &signature, arguments, stream) }
+        unsafe { self.launch_half(sent.half, Phases::Receive, &sent.signature, sent.arguments, stream) }?;
+        self.unreceived.set(None);
+        Ok(())
+    }
+
+    /// Before a call: refuses it if an earlier one has not received; if nobody can receive that any more, empties the slot.
+    fn receive_dropped(&self, stream: StreamRef<'_>) -> Result<()> {
+        let Some(sent) = self.unreceived.get() else { return Ok(()) };
+        let is_dropped = self.token.dropped.load(Ordering::Acquire) == sent.number;
+        let capture = if is_dropped { stream.capture()? } else { None };
+        match (sent.capture, capture) {
+            _ if !is_dropped => return Err(MoeError::Unreceived { sent: sent.half.call() }),
+            (None, Some(_)) => return Err(MoeError::Unreceived { sent: sent.half.call() }),
+            (sent_in, now_in) if sent_in == now_in => {
+                let arguments = sent.arguments.without_outputs();
+                // SAFETY: the kernel uses the memory of the handle, which the pool keeps, and no tensor.
+                unsafe { self.launch_half(sent.half, Phases::Receive, &sent.signature, arguments, stream) }?;
+            }
+            _ => {} // only a graph has the first half
+        }
+        self.unreceived.set(None);
+        Ok(())
     }
 
     /// Launches the first half of a call.
@@ -267,17 +341,18 @@ impl CudaLowLatency {
     /// As [`launch`](Self::launch).
     unsafe fn send(
         &self,
-        call: &'static str,
         half: Half,
         signature: Signature,
         arguments: LowLatencyCall,
         stream: StreamRef<'_>,
     ) -> Result<CudaReceive> {
         let capture = stream.capture()?;
+        self.receive_dropped(stream)?;
         // SAFETY: passed on.
-        unsafe { self.launch_half(&half, Phases::Send, &signature, arguments, stream) }?;
-        self.unreceived.set(Some(call));
-        Ok(CudaReceive { owner: self.token.clone(), half, signature, arguments, capture })
+        unsafe { self.launch_half(half, Phases::Send, &signature, arguments, stream) }?;
+        let number = next(&self.halves);
+        self.unreceived.set(Some(Sent { number, half, signature, arguments, capture }));
+        Ok(CudaReceive { owner: self.token.clone(), number, call: half.call() })
     }
 
     /// Launches one half of a call.
@@ -286,7 +361,7 @@ impl CudaLowLatency {
     /// As [`launch`](Self::launch).
     unsafe fn launch_half(
         &self,
-        half: &Half,
+        half: Half,
         phases: Phases,
         signature: &Signature,
         arguments: LowLatencyCall,
@@ -336,9 +411,8 @@ impl CudaLowLatency {
             ..LowLatencyCall::of(&sizes)
         };
         let memory = relaxed(|| self.pool.take(bytes))??;
-        self.handles.set(self.handles.get().wrapping_add(1).max(1));
-        let owner = self.token.clone();
-        let handle = CudaLowLatencyHandle { owner, number: self.handles.get(), sizes, memory };
+        // A call that is made draws the number.
+        let handle = CudaLowLatencyHandle { owner: self.token.clone(), number: 0, sizes, memory };
         let (held_tokens, places) = (handle.held_tokens(), handle.places());
         Ok((handle, LowLatencyCall { held_tokens, places, ..arguments }))
     }
@@ -391,13 +465,10 @@ impl CudaLowLatency {
         arguments: LowLatencyCall,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        if let Some(sent) = self.unreceived.get() {
-            return Err(MoeError::Unreceived { sent });
-        }
         let loaded = self.tenant.ready(family, stream)?;
         let all = self.tenant.multiprocessors_here().max(1);
         let is_small = family.is_released() && arguments.tokens <= SMALL && all > 1;
-        let config = family.blocks(if is_small { all / 2 } else { all });
+        let config = family.blocks(if is_small { all / 2 } else { all }, self.tenant.world_size());
         let launch = |_, _, _| Launch {
             kernel: F::Kernel::ALL[0],
             grid: Grid::Exact { config, is_small },

@@ -118,6 +118,7 @@ DEVICE bool receive_chunk(reader& r, u32 from, u8* at, bool is_loaded, chunk& go
 
 // Stores a chunk in a slot of an expert.
 DEVICE void store_chunk(const low_latency_call& k, u32 expert, u32 slot, u32 slots, u32 index, const chunk& got) {
+    if (discards(k)) return;
     const u32 lane = lane_id(), of_row = k.hidden / (IS_CODED ? 16 : 8);
     const u32 at = index * (IS_CODED ? 32 : ROW) + lane;
     if (at < of_row && (IS_CODED || lane < ROW))
@@ -146,7 +147,7 @@ DEVICE u32 ranks_of(const arguments& a, const low_latency_call& k, u32 token) {
 DEVICE void describe(const arguments& a, const low_latency_call& k, const choices& all) {
     const marks& m = all.chose;
     const u32 local = k.experts / WORLD, thread = THREADS - 1 - threadIdx.x; // the last warps have the fewest rows
-    for (u32 i = blockIdx.x + thread * gridDim.x; i < local * WORLD; i += gridDim.x * THREADS) {
+    for (u32 i = blockIdx.x + thread * gridDim.x; i < local * WORLD && !discards(k); i += gridDim.x * THREADS) {
         const u32 expert = i / WORLD, from = i % WORLD;
         const u32 begin = m.among(expert, 0, from * m.of_rank), count = m.among(expert, from * m.of_rank, m.of_rank);
         k.layout_range[i] = (u64)begin << 32 | count;
@@ -232,7 +233,7 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latenc
                 i32 place = has_row ? row : NOWHERE;
                 if (from == a.rank && entry != 0 && !is_here) place = ELSEWHERE - (i32)((entry - 1) / local * 32 + earliest);
                 k.places[((u64)from * k.most_tokens + token) * k.top_k + lane] = place;
-                if (is_here && earliest == lane) k.source_tokens[row] = token;
+                if (is_here && earliest == lane && !discards(k)) k.source_tokens[row] = token;
             }
             if (here == 0) continue;
             if (from == a.rank && !IS_SPLIT) {

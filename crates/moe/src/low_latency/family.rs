@@ -114,7 +114,7 @@ impl Family for Dispatching {
         self.threads
     }
 
-    fn shared_bytes(&self) -> u32 {
+    fn shared_bytes(&self, _world_size: usize) -> u32 {
         if self.phases == Phases::Send { 0 } else { self.marks.words() * 4 }
     }
 
@@ -179,6 +179,12 @@ impl LowLatencyFamily for Combining {
 }
 
 impl LowLatencyCall {
+    /// The second half of a call that nobody wants any more: it empties the slot.
+    pub(super) fn without_outputs(self) -> Self {
+        let Self { held_tokens, places, tokens, most_tokens, hidden, top_k, id_bytes, experts, .. } = self;
+        Self { held_tokens, places, tokens, most_tokens, hidden, top_k, id_bytes, experts, ..Self::default() }
+    }
+
     /// A call of these numbers, without addresses.
     pub(super) fn of(sizes: &Sizes) -> Self {
         Self {

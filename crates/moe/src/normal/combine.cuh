@@ -19,6 +19,31 @@ struct sums_call {
     u32 tokens, row_bytes, top_k;
 };
 
+// Sends this rank's rows of peers' tokens, with their weights.
+DEVICE bool send_rows(reader& r, pipeline& copies, const sums_call& k, const counts& n, const turn& t) {
+    const arguments& a = r.a;
+    const u32 padded = (k.top_k + 3) / 4 * 4;
+    const parts from{{k.rows, nullptr}, {k.row_bytes, 0}};
+    const auto weight = [&](u32, u32 row, u32 index) { return __ldg(k.weights + (u64)row * k.top_k + index); };
+    u32 used = 0; // of the words that fit where weights are gathered
+    return send_as_places_are_free(r, copies, k.region, t, [&](u32 to) { return n.rows[to][a.rank]; }, [&](u32 ready, u32 number) {
+        const bool is_mine = ready >> lane_id() & 1;
+        const u32 row = is_mine ? n.starts[rank_of(a, lane_id())] + number : ~0u;
+        if (padded != 0) {
+            if (used + PEERS * padded > BESIDE_BYTES / 4) {
+                copies.before_gathering();
+                used = 0;
+            }
+            gather(copies, (u32*)copies.gathered + used, PEERS, k.top_k, 0, row, weight);
+        }
+        for (u32 left = ready; left != 0; left &= left - 1) {
+            const u32 next = __ffs(left) - 1, its_row = __shfl_sync(WHOLE_WARP, row, next), its_number = __shfl_sync(WHOLE_WARP, number, next);
+            send_record(a, copies, k.region, t, next, its_number, from.row(its_row), (used + next * padded) * 4, padded * 4);
+        }
+        used += PEERS * padded;
+    });
+}
+
 // Where a rank's row of a token of this rank is; null if it has none.
 DEVICE const u8* row_at(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token, u32 rank) {
     const u32 head = (u32)k.heads[(u64)token * WORLD + rank];
@@ -57,11 +82,19 @@ DEVICE void store_weights(const arguments& a, const sums_call& k, const counts& 
     }
 }
 
+// Of every `step`-th token from `first` on.
+DEVICE void leave_nan(const sums_call& k, u32 first, u32 step) {
+    leave_nan(k.output, k.row_bytes, k.to_weights, k.top_k, first, step, k.tokens);
+}
+
 // The warp's share of this rank's tokens.
 DEVICE bool sum_tokens(reader& r, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
     const arguments& a = r.a;
     for (u32 token = blockIdx.x * warps + warp; token < k.tokens; token += gridDim.x * warps) {
-        if (!r.wait<true>([&](u32& missing) { return are_there(a, k.heads, k.region, n, t, token, missing); })) return false;
+        if (!wait_for_rows(r, k.heads, k.region, n, t, token)) {
+            leave_nan(k, token, gridDim.x * warps);
+            return false;
+        }
         const u32 held = held_of(a, k.heads, n, token);
         const u8* rows[WORLD];
 #pragma unroll
@@ -89,13 +122,13 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
     extern __shared__ uint4 memory[];
     pdl_wait();
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
+    if (t.has_failed()) return leave_nan(k, grid_thread() / 32, grid_threads() / 32);
     pipeline::prepare();
     const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[a.rank][from]);
-    advance(a, t, flag_vectors(k.region, most), 1 | OWN_TOO);
+    advance(a, t, flag_vectors(k.region, most), UPPER_VECTORS | OWN_TOO);
 
     // Warps of a block: some send, the others sum.
     reader r(a, t);
@@ -104,16 +137,11 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k
     bool came;
     if (warp < SENDING) {
         pipeline copies(memory);
-        const auto count = [&](u32 to) { return n.rows[to][a.rank]; };
-        const auto row = [&](u32 to, u32 number) { return n.starts[to] + number; };
-        const auto weight = [&](u32, u32 row, u32 index) { return __ldg(k.weights + (u64)row * k.top_k + index); };
-        const auto keep = [](u32, u32, const u32*) {};
-        const parts from{{k.rows, nullptr}, {k.row_bytes, 0}};
-        came = send_records<false>(r, copies, k.region, t, claims(a, t), from, k.top_k, count, row, weight, keep);
+        came = send_rows(r, copies, k, n, t);
         copies.finish();
     } else {
         constexpr u32 OTHERS = RINGS + FLAG_WARPS;
         came = sum_tokens(r, k, n, t, warp - OTHERS, THREADS / 32 - OTHERS);
     }
-    if (came) r.finish();
+    if (came && !__all_sync(WHOLE_WARP, r.finish())) leave_nan(k, 0, 1);
 }

@@ -240,7 +240,7 @@ macro_rules! family {
                 threads(self)
             }
 
-            fn shared_bytes(&self) -> u32 {
+            fn shared_bytes(&self, _world_size: usize) -> u32 {
                 let shared: fn(&Self) -> u32 = $shared;
                 shared(self)
             }

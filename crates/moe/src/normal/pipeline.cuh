@@ -75,7 +75,8 @@ DEVICE void bulk_fence_shared() { asm volatile("fence.proxy.async.shared::cta;" 
 constexpr u32 AHEAD = STAGES - 1; // loads that are under way
 constexpr u32 LAG = FLAG_WARPS ? 8 : 4;    // stores that may be, when a sender looks which are done
 constexpr u32 EVERY = FLAG_WARPS ? 1 : 8;  // stores: how often it looks
-constexpr u32 PENDING = 16;                // pieces that are begun and not stored yet, at least AHEAD + 1
+// Pieces that are begun and not stored yet, at least AHEAD + 1: those that are loaded, and those that are gathered beside them.
+constexpr u32 PENDING = AHEAD == 1 ? 4 : 16;
 constexpr u32 FLAGS = FLAG_WARPS ? 16 : 32; // that are not raised yet, more than LAG + EVERY
 
 // A fence between GPUs takes as long as some rows do. With FLAG_WARPS the senders of a block leave it to one warp to raise their

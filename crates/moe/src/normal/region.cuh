@@ -70,6 +70,7 @@ template <class Copies, class Ready> DEVICE bool wait_for_peer(reader& r, Copies
         });
         if (!came) return false;
     }
+    __syncwarp(); // a vote orders nothing: what one lane has acquired another overwrites
     copies.see();
     return true;
 }
@@ -78,12 +79,6 @@ template <class Copies, class Ready> DEVICE bool wait_for_peer(reader& r, Copies
 DEVICE bool is_free(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
     const u32 filled = round_of(g, number);
     return filled == 0 || ld_acquire_sys((const u32*)(a.own + count_at(a, g, t, peer, number))) + 1 >= filled * g.half;
-}
-
-// Waits until it is.
-template <class Copies>
-DEVICE bool wait_for_place(reader& r, Copies& copies, const region_call& g, const turn& t, u32 peer, u32 number) {
-    return round_of(g, number) == 0 || wait_for_peer(r, copies, peer, [&] { return is_free(r.a, g, t, peer, number); });
 }
 
 // For a receiver: whether a record is there. Lanes may ask for different ones.
@@ -96,14 +91,19 @@ struct window {
     u32 first, step, count;
 };
 
+// The counters from which warps claim records are words of this rank's own upper lane of the slot, which no peer writes. They begin as
+// EMPTY, one before 0, and the next call empties them (OWN_TOO).
+DEVICE u32* counters(const arguments& a, const turn& t) { return (u32*)(a.own + lane_at(a, t.slot, WORLD + a.rank)); }
+// The vectors of upper lanes that a call uses: counts of what has been read, and counters.
+constexpr u32 UPPER_VECTORS = (PEERS + 3) / 4 > 0 ? (PEERS + 3) / 4 : 1;
+
 // Records as warps claim them, for each rank those of one number. What a multiprocessor can send to peers differs, as some share a
-// port; so each warp takes the next ones when it is ready. The counter is a word of this rank's own upper lane of the slot: it begins
-// as EMPTY, one before 0, and the next call empties it (OWN_TOO).
+// port; so each warp takes the next ones when it is ready.
 struct claims {
     u32* counter;
     u32 next; // of the first lane; claimed in advance, as that takes as long as a record
 
-    DEVICE claims(const arguments& a, const turn& t) : counter((u32*)(a.own + lane_at(a, t.slot, WORLD + a.rank))), next(0) { claim(); }
+    DEVICE claims(const arguments& a, const turn& t) : counter(counters(a, t)), next(0) { claim(); }
     DEVICE void claim() {
         if (lane_id() == 0) next = atomicAdd(counter, 1u) + 1;
     }
@@ -132,6 +132,30 @@ DEVICE bool is_waited_for(const region_call& g, u32 number, u32 records) { retur
 
 // What has come of a step of some work.
 enum progress { MOVED, WAITS, OVER };
+
+// What some lanes have beside a row, word(to, row, index) of `words` words for the row `its_row` of the lane's record for rank `its_to`,
+// one record behind the other where the warp gathers; zeros for lanes whose row is ~0.
+template <class Word>
+DEVICE void gather(pipeline& copies, u32* gathered, u32 count, u32 words, u32 its_to, u32 its_row, Word word) {
+    const u32 padded = (words + 3) / 4 * 4;
+#pragma unroll 4
+    for (u32 at = 0; at < count * padded; at += 32) {
+        const u32 index = at + lane_id(), record = index / padded, which = index % padded;
+        const u32 row = __shfl_sync(WHOLE_WARP, its_row, record), to = __shfl_sync(WHOLE_WARP, its_to, record);
+        if (record < count) gathered[index] = row != ~0u && which < words ? word(to, row, which) : 0;
+    }
+    copies.after_gathering();
+}
+
+// Sends a record to the peer with this index: a row and, from `gathered` on, the bytes beside it.
+DEVICE void send_record(const arguments& a, pipeline& copies, const region_call& g, const turn& t, u32 next, u32 number, parts row,
+                        u32 gathered, u32 bytes_beside) {
+    u8* peer = a.peer[next];
+    u8* place = peer + record_at(g, t, a.rank, rank_of(a, next), number);
+    const signals after{(u32*)(peer + flag_at(a, g, t, a.rank, number)), nullptr, round_of(g, number)};
+    copy_parts(copies, row, place, place + row.bytes[0], bytes_beside == 0 ? after : NO_SIGNALS);
+    if (bytes_beside != 0) copies.copy_gathered(place + row.bytes[0] + row.bytes[1], gathered, bytes_beside, after);
+}
 
 // Sends records to all peers in turn, those of `mine`; or if KEEPS to this rank too, where keep(number, row, words) puts them where
 // they belong.
@@ -182,14 +206,7 @@ template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep
             copies.before_gathering();
             used = 0;
         }
-        u32* gathered = (u32*)copies.gathered + used * padded();
-#pragma unroll 4
-        for (u32 at = 0; at < some.count * padded(); at += 32) {
-            const u32 index = at + lane_id(), record = index / padded(), which = index % padded();
-            const u32 of = __shfl_sync(WHOLE_WARP, its_row, record);
-            if (record < some.count) gathered[index] = of != ~0u && which < words ? word(rank_of(a, next_of(record)), of, which) : 0;
-        }
-        copies.after_gathering();
+        gather(copies, (u32*)copies.gathered + used * padded(), some.count, words, to, its_row, word);
     }
     // Sends the next record, if there is a place for it. Not called again when it is OVER.
     DEVICE progress step() {
@@ -207,19 +224,15 @@ template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep
                 keep(number(), of, (const u32*)(copies.gathered + gathered));
             } else {
                 if (!__all_sync(WHOLE_WARP, has_place())) return WAITS;
-                if (round_of(g, number()) != 0) copies.see();
-                send(of, gathered);
+                if (round_of(g, number()) != 0) {
+                    __syncwarp(); // as in `wait_for_peer`
+                    copies.see();
+                }
+                send_record(a, copies, g, t, next_of(record), number(), from.row(of), gathered, padded() * 4);
             }
             ++record;
             return MOVED;
         }
-    }
-    DEVICE void send(u32 of, u32 gathered) {
-        u8* peer = a.peer[next_of(record)];
-        u8* place = peer + record_at(g, t, a.rank, to(), number());
-        const signals after{(u32*)(peer + flag_at(a, g, t, a.rank, number())), nullptr, round_of(g, number())};
-        copy_parts(copies, from.row(of), place, place + from.bytes[0], words == 0 ? after : NO_SIGNALS);
-        if (words != 0) copies.copy_gathered(place + from.bytes[0] + from.bytes[1], gathered, padded() * 4, after);
     }
 };
 template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep>
@@ -237,6 +250,51 @@ DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, cons
         const progress come = records.step();
         if (come == OVER) return true;
         if (come == WAITS && !wait_for_peer(r, copies, records.to(), [&] { return records.has_place(); })) return false;
+    }
+}
+
+// Sends the records of all peers, each as soon as its place is free, whatever the rings to other peers do: send(ready, number) sends,
+// with the whole warp, a record to each peer whose bit is set in `ready`; `number` is the lane's, of the peer with the lane's index.
+// `count(to)` is how many there are.
+//
+// A receiver that reads tokens in order waits for a record of every rank that holds one, so a warp that waited at one full ring could
+// hold back the record that another receiver needs before it reads on: from three ranks on, all would wait in a circle. Instead
+// each peer has a counter of its own, and a warp holds one claimed record for each peer. That cannot stop. Consider the first token of
+// a rank that is not summed. All records before its own were read in every ring, so each of its records has a free place. The lowest
+// record of a ring that is not sent is held by a warp, because a warp claims in ascending order; and the warp sends it, because it
+// waits only while none of the records that it holds has a free place.
+template <class Count, class Send>
+DEVICE bool send_as_places_are_free(reader& r, pipeline& copies, const region_call& g, const turn& t, Count count, Send send) {
+    const arguments& a = r.a;
+    const bool has_peer = lane_id() < PEERS;
+    const u32 to = rank_of(a, has_peer ? lane_id() : 0), end = has_peer ? count(to) : 0;
+    const auto claim = [&] { return atomicAdd(counters(a, t) + lane_id(), 1u) + 1; };
+    u32 next = end == 0 ? 0 : claim(); // claimed in advance, as that takes as long as a record
+    u32 number = end;                  // of the record that the lane holds; `end` or more if it holds none
+    for (;;) {
+        if (number >= end && next < end) {
+            number = next;
+            next = claim();
+        }
+        if (!__any_sync(WHOLE_WARP, number < end)) return true;
+        const auto poll = [&] { return __ballot_sync(WHOLE_WARP, number < end && is_free(a, g, t, to, number)); };
+        u32 ready = poll();
+        if (ready == 0) {
+            copies.drain(); // others may wait for that
+            const bool came = r.wait<true>([&](u32& missing) {
+                ready = poll();
+                if (ready == 0 && number < end) missing = to;
+                return ready != 0;
+            });
+            if (!came) return false;
+        }
+        const bool is_mine = ready >> lane_id() & 1;
+        if (__any_sync(WHOLE_WARP, is_mine && round_of(g, number) != 0)) {
+            __syncwarp(); // as in `wait_for_peer`
+            copies.see();
+        }
+        send(ready, number);
+        if (is_mine) number = end;
     }
 }
 
@@ -272,6 +330,7 @@ DEVICE bool take_records(reader& r, pipeline& copies, const region_call& g, cons
                 });
                 if (!came) return false;
             }
+            __syncwarp(); // a vote orders nothing: what one lane has acquired another reads
             copies.see();
             left &= ~come;
             while (come != 0) {

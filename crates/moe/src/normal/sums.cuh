@@ -37,6 +37,23 @@ DEVICE bool are_there(const arguments& a, const i32* heads, const region_call& g
     return __all_sync(WHOLE_WARP, is_ready);
 }
 
+// Waits until they are. Of the whole warp.
+DEVICE bool wait_for_rows(reader& r, const i32* heads, const region_call& g, const counts& n, const turn& t, u32 token) {
+    const bool came = r.wait<true>([&](u32& missing) { return are_there(r.a, heads, g, n, t, token, missing); });
+    __syncwarp(); // a vote orders nothing: what one lane has acquired another reads
+    return came;
+}
+
+// The sums of tokens that a call cannot make are NaN, so that their users notice: those of every `step`-th token from `first` on, with
+// so many f32 beside each. Of the whole warp. Not inlined, so that it costs no registers.
+static __device__ __noinline__ void leave_nan(u8* sums, u32 row_bytes, u32* beside, u32 words, u32 first, u32 step, u32 tokens) {
+    for (u32 token = first; token < tokens; token += step) {
+        write_nan((u64)sums + (u64)token * row_bytes, row_bytes, lane_id(), 32, row_bytes / 16);
+        if (beside == nullptr) continue;
+        for (u32 i = lane_id(); i < words; i += 32) st_relaxed_sys(beside + (u64)token * words + i, 0x7FC00000u);
+    }
+}
+
 // Tells the peers that the rows of a token have been read, where they wait for that.
 DEVICE void count_read(const arguments& a, const i32* heads, const region_call& g, const counts& n, const turn& t, u32 token) {
     __syncwarp();

@@ -21,6 +21,14 @@ pub enum Choice {
     Nobody,
     /// Any number whatever: the same one twice, and numbers that are no expert's.
     Wild,
+    /// As [`in_halves`] says.
+    InHalves,
+}
+
+/// The rank that a token chooses whose rank's first half of tokens goes to the next rank, and its second half to the one behind: each rank
+/// is sent two runs of tokens, of two sources, in the other order than its neighbours.
+pub fn in_halves(rank: usize, token: usize, tokens: usize, world: usize) -> usize {
+    (rank + if 2 * token < tokens { 1 } else { 2 }) % world
 }
 
 #[derive(Debug, Clone)]
@@ -98,6 +106,10 @@ impl Case {
                 Choice::Spread => (spread * self.stride() % self.num_experts) as i64,
                 Choice::AllTo(to) => (to * local + hash % local) as i64,
                 Choice::Nobody => -1,
+                Choice::InHalves => {
+                    let to = in_halves(rank, token, self.tokens[rank], self.world_size());
+                    (to * local + hash % local) as i64
+                }
                 Choice::Wild if hash.is_multiple_of(5) => {
                     [i64::from(i32::MIN), -7, self.num_experts as i64, 1 << 30][hash / 5 % 4]
                 }

@@ -21,7 +21,9 @@ pub fn every_form(comm: &Communicator) {
     let world = comm.world_size();
     let mut moe = moe(comm);
     for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged(world, 0), ragged(world, 3)] {
-        for choice in [Choice::Spread, Choice::AllTo(world - 1), Choice::Nobody, Choice::Wild] {
+        for choice in
+            [Choice::Spread, Choice::AllTo(world - 1), Choice::Nobody, Choice::Wild, Choice::InHalves]
+        {
             for (local, top_k) in [(4, 2), (2, 5), (1, 1), (8, 8)] {
                 let case = Case::new(world, local * world, top_k);
                 Case { tokens: tokens.clone(), choice, biases: top_k % 3, ..case }.check(comm, &mut moe);

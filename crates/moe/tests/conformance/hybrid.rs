@@ -9,7 +9,7 @@ use antiphon_moe::{
 use antiphon_tensor::DType;
 
 use crate::{
-    case::hash,
+    case::{hash, in_halves},
     tensor::{Tensor, add, element, value},
 };
 
@@ -21,6 +21,8 @@ pub enum Choice {
     /// All those of one rank, and no others.
     AllTo(usize),
     Nobody,
+    /// All those of the rank that [`in_halves`] says.
+    InHalves,
 }
 
 #[derive(Debug, Clone)]
@@ -95,6 +97,10 @@ impl HybridCase {
             Choice::OneIn(many) => (self.hash("map", [rank, place, 0]) >> 9).is_multiple_of(many),
             Choice::AllTo(to) => place % self.num_experts / local == to,
             Choice::Nobody => false,
+            Choice::InHalves => {
+                let (token, tokens) = (place / self.num_experts, self.tokens[rank]);
+                place % self.num_experts / local == in_halves(rank, token, tokens, self.tokens.len())
+            }
         };
         (0..self.tokens[rank] * self.num_experts).map(chooses).collect()
     }
@@ -345,7 +351,9 @@ pub fn hybrid_forms(comm: &Communicator) {
     let world = comm.world_size();
     let mut moe = moe(comm);
     for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged(world, 0), ragged(world, 3)] {
-        for choice in [Choice::OneIn(3), Choice::AllTo(world - 1), Choice::Nobody, Choice::OneIn(1)] {
+        for choice in
+            [Choice::OneIn(3), Choice::AllTo(world - 1), Choice::Nobody, Choice::OneIn(1), Choice::InHalves]
+        {
             for (local, pad_multiple) in [(4, Some(1)), (3, Some(16)), (1, Some(7)), (4, None), (1, None)] {
                 let case = HybridCase {
                     tokens: tokens.clone(),

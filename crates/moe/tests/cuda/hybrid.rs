@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// What comes of a case: rows, scales, probs, sums, and probs that came back.
-struct Expected {
+pub struct Expected {
     rows: Vec<Tensor>,
     sums: [Tensor; 2],
     /// Overflow, how many tokens arrive, tokens of each expert, rows of each expert.
@@ -24,7 +24,7 @@ struct Expected {
     places: Vec<i32>,
 }
 
-fn on_host(rank: &mut Rank, case: &HybridCase) -> Outcome<Expected> {
+pub fn on_host(rank: &mut Rank, case: &HybridCase) -> Outcome<Expected> {
     let me = rank.comm.rank();
     let Inputs { map, x, probs, scales } = case.inputs(me);
     let routing = HybridRouting { map: map.view(), order: case.order(me), format: case.format() };
@@ -82,7 +82,7 @@ fn summed(case: &HybridCase) -> HybridCase {
 }
 
 /// A case on a rank's GPU.
-struct Calls {
+pub struct Calls {
     case: HybridCase,
     map: OnGpu,
     x: OnGpu,
@@ -92,12 +92,12 @@ struct Calls {
     places: OnGpu,
     received: Vec<OnGpu>,
     made: OnGpu,
-    sums: [OnGpu; 2],
+    pub sums: [OnGpu; 2],
     handle: CudaHybridHandle,
 }
 
 impl Calls {
-    fn new(rank: &Rank, case: &HybridCase) -> Outcome<Self> {
+    pub fn new(rank: &Rank, case: &HybridCase) -> Outcome<Self> {
         let me = rank.comm.rank();
         let inputs = case.inputs(me);
         let (map, x, probs) =
@@ -132,8 +132,13 @@ impl Calls {
         Ok(unsafe { rank.moe.hybrid_notify(&routing, memory, rank.stream.borrow()) }?)
     }
 
-    fn run(&mut self, rank: &Rank) -> Outcome {
-        let Self { case, x, probs, scales, received, made, sums: [sums, back], handle, .. } = self;
+    pub fn run(&mut self, rank: &Rank) -> Outcome {
+        self.dispatch(rank)?;
+        self.combine(rank)
+    }
+
+    pub fn dispatch(&mut self, rank: &Rank) -> Outcome {
+        let Self { case, x, probs, scales, received, handle, .. } = self;
         let (to_probs, rest) = received.split_last_mut().expect("there are x and probs");
         let (to_x, to_scales) = rest.split_first_mut().expect("there is x");
         let call = HybridDispatch {
@@ -149,7 +154,12 @@ impl Calls {
             },
         };
         // SAFETY: as above.
-        unsafe { rank.moe.hybrid_dispatch(handle, call, rank.stream.borrow()) }?;
+        Ok(unsafe { rank.moe.hybrid_dispatch(handle, call, rank.stream.borrow()) }?)
+    }
+
+    pub fn combine(&mut self, rank: &Rank) -> Outcome {
+        let Self { case, received, made, sums: [sums, back], handle, .. } = self;
+        let to_probs = received.last().expect("there are x and probs");
         let call = HybridCombine {
             rows: made.view(),
             probs: case.probs.then(|| to_probs.view()),
@@ -160,7 +170,7 @@ impl Calls {
         Ok(unsafe { rank.moe.hybrid_combine(handle, call, rank.stream.borrow()) }?)
     }
 
-    fn compare(&self, rank: &Rank, expected: &Expected) -> Outcome {
+    pub fn compare(&self, rank: &Rank, expected: &Expected) -> Outcome {
         let me = rank.comm.rank();
         let integers = |bytes: Vec<u8>| -> Vec<i32> {
             bytes.chunks(4).map(|word| i32::from_ne_bytes(word.try_into().unwrap())).collect()
@@ -187,7 +197,7 @@ impl Calls {
     }
 }
 
-fn check(rank: &mut Rank, case: &HybridCase) -> Outcome {
+pub fn check(rank: &mut Rank, case: &HybridCase) -> Outcome {
     let expected = on_host(rank, case)?;
     let mut calls = Calls::new(rank, case)?;
     for _ in 0..2 {

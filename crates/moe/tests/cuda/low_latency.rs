@@ -6,7 +6,7 @@ use antiphon_moe::{
     cuda::CudaMoe,
     low_latency::{
         LowLatency,
-        cuda::{CudaLowLatency, CudaLowLatencyHandle},
+        cuda::{CudaLowLatency, CudaLowLatencyHandle, CudaReceive},
     },
 };
 use antiphon_tensor::DType;
@@ -19,27 +19,33 @@ use crate::{
     tensor::Tensor,
 };
 
-const MOST: LowLatency = LowLatency { max_tokens: 129, hidden: 7168, num_experts: 60, top_k: 8 };
+pub const MOST: LowLatency = LowLatency { max_tokens: 129, hidden: 7168, num_experts: 60, top_k: 8 };
 /// Of what the ranks have for the normal form.
-const SMALL: MoeConfig = MoeConfig { region_bytes: 16 << 20, num_sms: 24, low_latency: Some(MOST) };
+pub const SMALL: MoeConfig = MoeConfig { region_bytes: 16 << 20, num_sms: 24, low_latency: Some(MOST) };
 
 /// A case on a rank's GPU.
-struct Calls<'a> {
+pub struct Calls<'a> {
     case: &'a LowLatencyCase,
     x: OnGpu,
     ids: OnGpu,
     weights: OnGpu,
     rows: OnGpu,
-    sums: OnGpu,
+    pub sums: OnGpu,
     scales: Option<OnGpu>,
     /// x, counts, source tokens, layout range, statistics.
     received: [OnGpu; 5],
     /// Whether calls are made in halves.
-    halves: bool,
+    pub halves: bool,
+    /// Whether what a half has sent is written anew before the next half.
+    pub overwrites: bool,
+    /// What happens between them, if anything. Instead of the second half, if it takes that.
+    pub between: Option<&'a Between<'a>>,
 }
 
+pub type Between<'a> = dyn Fn(&mut Option<CudaReceive>) -> Outcome + 'a;
+
 impl<'a> Calls<'a> {
-    fn new(rank: &Rank, case: &'a LowLatencyCase) -> Outcome<Self> {
+    pub fn new(rank: &Rank, case: &'a LowLatencyCase) -> Outcome<Self> {
         let [x, ids, weights] = case.inputs(rank.comm.rank());
         let Received { x: to_x, scales, counts, source_tokens, layout_range, statistics } = case.unwritten();
         Ok(Self {
@@ -58,10 +64,12 @@ impl<'a> Calls<'a> {
                 rank.upload(&statistics)?,
             ],
             halves: false,
+            overwrites: true,
+            between: None,
         })
     }
 
-    fn dispatch(&mut self, rank: &Rank, moe: &CudaLowLatency) -> Outcome<CudaLowLatencyHandle> {
+    pub fn dispatch(&mut self, rank: &Rank, moe: &CudaLowLatency) -> Outcome<CudaLowLatencyHandle> {
         let [x, counts, source_tokens, layout_range, statistics] = &mut self.received;
         let call = LowLatencyDispatch {
             max_tokens: self.case.max_tokens,
@@ -82,17 +90,17 @@ impl<'a> Calls<'a> {
         if self.halves {
             // SAFETY: the tensors live until the stream has been waited for, here and below.
             let (handle, receive) = unsafe { moe.send_dispatch(&call, rank.stream.borrow()) }?;
-            let bytes = self.x.memory.len();
-            self.x.memory.write(&rank.stream, 0, &vec![0x55; bytes])?; // it may be written by now
-            // SAFETY: as above.
-            unsafe { moe.receive(receive, rank.stream.borrow()) }?;
+            if self.overwrites {
+                rank.spoil(&self.x)?;
+            }
+            self.receive(rank, moe, receive)?;
             return Ok(handle);
         }
         // SAFETY: the tensors live until the stream has been waited for, here and below.
         Ok(unsafe { moe.dispatch(&call, rank.stream.borrow()) }?)
     }
 
-    fn combine(&mut self, rank: &Rank, moe: &CudaLowLatency, handle: &CudaLowLatencyHandle) -> Outcome {
+    pub fn combine(&mut self, rank: &Rank, moe: &CudaLowLatency, handle: &CudaLowLatencyHandle) -> Outcome {
         let call = LowLatencyCombine {
             rows: self.rows.view(),
             ids: self.ids.view(),
@@ -103,17 +111,29 @@ impl<'a> Calls<'a> {
         if self.halves {
             // SAFETY: as above.
             let receive = unsafe { moe.send_combine(handle, &call, rank.stream.borrow()) }?;
-            let bytes = self.rows.memory.len();
-            self.rows.memory.write(&rank.stream, 0, &vec![0x55; bytes])?;
-            // SAFETY: as above.
-            return Ok(unsafe { moe.receive(receive, rank.stream.borrow()) }?);
+            if self.overwrites {
+                rank.spoil(&self.rows)?;
+            }
+            return self.receive(rank, moe, receive);
         }
         // SAFETY: as above.
         Ok(unsafe { moe.combine(handle, &call, rank.stream.borrow()) }?)
     }
 
+    fn receive(&self, rank: &Rank, moe: &CudaLowLatency, receive: CudaReceive) -> Outcome {
+        let mut receive = Some(receive);
+        if let Some(between) = self.between {
+            between(&mut receive)?;
+        }
+        if let Some(receive) = receive {
+            // SAFETY: as above.
+            unsafe { moe.receive(receive, rank.stream.borrow()) }?;
+        }
+        Ok(())
+    }
+
     /// Compares what came, of so many calls of which all but the last are counted by the statistics alone.
-    fn compare(&self, rank: &Rank, moe: &CudaLowLatency, calls: u8) -> Outcome {
+    pub fn compare(&self, rank: &Rank, moe: &CudaLowLatency, calls: u8) -> Outcome {
         rank.stream.borrow().synchronize()?;
         moe.check()?;
         let me = rank.comm.rank();
@@ -129,6 +149,14 @@ impl<'a> Calls<'a> {
             let what = || format!("{part} of rank {me} in {:?}, {:?}", self.case.case, self.case.format);
             assert!(rank.download(got)? == wanted, "{}", what());
         }
+        self.compare_sums(rank, moe)
+    }
+
+    /// Of the combine alone.
+    pub fn compare_sums(&self, rank: &Rank, moe: &CudaLowLatency) -> Outcome {
+        rank.stream.borrow().synchronize()?;
+        moe.check()?;
+        let me = rank.comm.rank();
         let sums = self.case.expected_sums(me, |_| false);
         assert!(rank.download(&self.sums)? == sums.content(), "sums of rank {me} in {:?}", self.case.case);
         Ok(())
@@ -347,9 +375,9 @@ fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
                 // SAFETY: the memory of the calls lives until the stream has been waited for.
                 unsafe { graph.launch(&rank.stream) }?;
             }
-            let compared = Calls { case: &case, ..calls };
+            let compared = Calls { case: &case, between: None, ..calls };
             compared.compare(rank, moe, 100)?;
-            calls = Calls { case: &first, ..compared };
+            calls = Calls { case: &first, between: None, ..compared };
         }
         drop(graph);
         rank.comm.barrier()?;

@@ -1,10 +1,11 @@
 //! Dispatch and combine between GPUs against the host, bit by bit. Ranks are threads, one for each GPU; without a GPU for every
-//! rank a test says so and skips. Threads cannot share a GPU here: a rank that loads a kernel or frees memory waits for all kernels
+//! rank a test is recorded as skipped. Threads cannot share a GPU here: a rank that loads a kernel or frees memory waits for all kernels
 //! of the process, and a kernel of the other rank may wait for this rank. The Python tests have processes, which can.
 
 #[allow(dead_code)] // the tests of the host use all of it
 #[path = "../conformance/case.rs"]
 mod case;
+mod failures;
 mod hybrid;
 #[allow(dead_code)]
 #[path = "../conformance/hybrid.rs"]
@@ -13,6 +14,9 @@ mod low_latency;
 #[allow(dead_code)]
 #[path = "../conformance/low_latency.rs"]
 mod low_latency_case;
+mod orders;
+mod refused;
+mod rings;
 #[path = "../../../fabric/tests/cuda/rotation.rs"]
 mod rotation;
 #[allow(dead_code)]
@@ -21,7 +25,7 @@ mod tensor;
 
 use std::{ops::Range, time::Duration};
 
-use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
+use antiphon_device::cuda::{Context, DeviceMemory, Graph, Stream};
 use antiphon_fabric::{Communicator, FabricError, LocalWorld, gpu::Tenant};
 use antiphon_moe::{
     Choices, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, Tokens,
@@ -30,6 +34,7 @@ use antiphon_moe::{
     normal::reference,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use antiphon_testing::gpus;
 use case::{Case, Choice, hash};
 use rotation::{Rotation, rotate};
 use tensor::{Tensor, UNWRITTEN};
@@ -89,6 +94,11 @@ impl Rank {
         Ok(OnGpu { memory, dtype, shape: shape.to_vec(), device })
     }
 
+    /// Makes a result wrong.
+    fn spoil(&self, gpu: &OnGpu) -> Outcome {
+        Ok(gpu.memory.write(&self.stream, 0, &vec![UNWRITTEN; gpu.bytes()])?)
+    }
+
     /// Comes up to 2 ms later than the other ranks, or they do.
     fn is_late(&self, seed: u64) {
         std::thread::sleep(Duration::from_micros(hash(seed, "late", [self.comm.rank(), 0, 0]) % 2000));
@@ -102,34 +112,26 @@ impl Rank {
     }
 }
 
-/// The GPUs' driver, if there are enough of them for a test; it says so if not.
-fn gpus(world_size: usize) -> Option<&'static Driver> {
-    let driver = match Driver::load() {
-        Ok(driver) => driver,
-        Err(error) => {
-            eprintln!("skipped: no CUDA driver: {error}");
-            return None;
-        }
-    };
-    let count = driver.device_count().unwrap() as usize;
-    if count < world_size {
-        eprintln!("skipped: {count} GPUs, {world_size} needed");
-        return None;
-    }
-    Some(driver)
-}
-
 /// Runs `body` on so many ranks with GPUs; skips where there are fewer.
 fn on_gpus(world_size: usize, config: MoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
+    that_may_fail(world_size, config, |rank| {
+        body(rank)?;
+        Ok(rank.stream.borrow().synchronize()?)
+    });
+}
+
+/// After so long a rank that does not come is named.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// As `on_gpus`, for a body after which a communicator may have failed.
+fn that_may_fail(world_size: usize, config: MoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
     let Some(driver) = gpus(world_size) else { return };
-    let outcomes = LocalWorld::run_with(world_size, Duration::from_secs(20), |comm| -> Outcome {
+    let outcomes = LocalWorld::run_with(world_size, DEADLINE, |comm| -> Outcome {
         let device = driver.device(comm.rank() as u32)?;
         let context = Context::primary(device)?;
         let moe = CudaMoe::new(&comm, &context, config)?;
         let (stream, host) = (context.stream()?, Moe::new(&comm, MoeConfig::default())?);
-        let mut rank = Rank { comm, context, stream, host, moe };
-        body(&mut rank)?;
-        Ok(rank.stream.borrow().synchronize()?)
+        body(&mut Rank { comm, context, stream, host, moe })
     });
     for (rank, outcome) in outcomes.into_iter().enumerate() {
         outcome.unwrap_or_else(|error| panic!("rank {rank}: {error}"));
@@ -237,9 +239,13 @@ impl Calls {
     }
 
     fn run(&mut self, rank: &Rank) -> Outcome {
+        self.dispatch(rank)?;
+        self.combine(rank)
+    }
+
+    fn dispatch(&mut self, rank: &Rank) -> Outcome {
         let stream = rank.stream.borrow();
-        let Self { x, ids, weights, received: [to_x, to_ids, to_weights], sums: [sums, weight_sums], .. } =
-            self;
+        let Self { x, ids, weights, received: [to_x, to_ids, to_weights], .. } = self;
         let from = Choices { ids: ids.view(), weights: weights.view() };
         let to = Choices { ids: to_ids.view_mut(), weights: to_weights.view_mut() };
         let call = Dispatch {
@@ -247,7 +253,12 @@ impl Calls {
             received: Tokens { x: to_x.view_mut(), scales: None, choices: Some(to) },
         };
         // SAFETY: all memory lives until the stream has been waited for.
-        unsafe { rank.moe.dispatch(&self.handle, call, stream) }?;
+        Ok(unsafe { rank.moe.dispatch(&self.handle, call, stream) }?)
+    }
+
+    fn combine(&mut self, rank: &Rank) -> Outcome {
+        let stream = rank.stream.borrow();
+        let Self { x, received: [to_x, _, to_weights], sums: [sums, weight_sums], .. } = self;
         let call = Combine {
             rows: to_x.view(),
             weights: Some(to_weights.view()),

@@ -3,15 +3,34 @@
 use std::collections::BTreeMap;
 
 use crate::error::PlanError;
-use crate::ids::{ChannelIndex, Rank};
+use crate::ids::{ChannelIndex, OriginId, Rank};
 use crate::op::{ChannelType, Notify, NotifyKind, Op, OpKind, Put, PutKind};
-use crate::plan::Plan;
+use crate::plan::{Origin, Plan};
 use crate::resolve::Block;
 
+/// The signals of a rank to another, and the waits for them: the lines that made them, as far as they are known.
 #[derive(Default)]
 struct Count {
-    signals: u64,
-    waits: u64,
+    signals: Vec<Option<OriginId>>,
+    waits: Vec<Option<OriginId>>,
+}
+
+impl Count {
+    fn is_paired(&self) -> bool {
+        self.signals.len() == self.waits.len()
+    }
+
+    /// The lines of those that there are too many of, each once.
+    fn lines(&self, plan: &Plan) -> Vec<Origin> {
+        let more = if self.signals.len() > self.waits.len() { &self.signals } else { &self.waits };
+        let mut lines: Vec<Origin> = Vec::new();
+        for origin in more.iter().filter_map(|&origin| plan.origin(origin)) {
+            if !lines.contains(origin) {
+                lines.push(origin.clone());
+            }
+        }
+        lines
+    }
 }
 
 /// Checks that each rank waits as often for another as that one signals it, for memory and port channels each.
@@ -31,10 +50,12 @@ pub fn check_pairing(plan: &Plan) -> Result<(), PlanError> {
             count(&block, op, &mut counts);
         }
     }
-    let wrong = counts.into_iter().find(|(_, count)| count.signals != count.waits);
+    let wrong = counts.into_iter().find(|(_, count)| !count.is_paired());
     match wrong {
-        Some(((from, to, channel_type), Count { signals, waits })) => {
-            Err(PlanError::Pairing { from, to, channel_type, signals, waits })
+        Some(((from, to, channel_type), count)) => {
+            let (signals, waits) = (count.signals.len() as u64, count.waits.len() as u64);
+            let lines = count.lines(plan);
+            Err(PlanError::Pairing { from, to, channel_type, signals, waits, lines })
         }
         None => Ok(()),
     }
@@ -45,8 +66,8 @@ fn count(block: &Block, op: &Op, counts: &mut BTreeMap<(Rank, Rank, ChannelType)
         for &channel in channels {
             let (own, peer) = (block.rank(), block.peer(channel_type, channel));
             match wait {
-                true => counts.entry((peer, own, channel_type)).or_default().waits += 1,
-                false => counts.entry((own, peer, channel_type)).or_default().signals += 1,
+                true => counts.entry((peer, own, channel_type)).or_default().waits.push(op.origin),
+                false => counts.entry((own, peer, channel_type)).or_default().signals.push(op.origin),
             }
         }
     };

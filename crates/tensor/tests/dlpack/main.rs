@@ -5,45 +5,21 @@ mod header;
 mod round_trip;
 mod strided;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use antiphon_tensor::TensorError;
 use antiphon_tensor::dlpack::{Imported, sys};
-
-/// Counts this thread's allocations and frees.
-struct Counting;
-
-thread_local! {
-    static ALLOCATED: Cell<usize> = const { Cell::new(0) };
-    static FREED: Cell<usize> = const { Cell::new(0) };
-}
-
-// SAFETY: the system's allocator does the work.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATED.set(ALLOCATED.get() + 1);
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        FREED.set(FREED.get() + 1);
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
+use antiphon_testing::{CountingAllocator, allocations, frees};
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 /// Runs something that must free all that it allocates, and gives the number of allocations.
-fn leak_free(run: impl FnOnce()) -> usize {
-    let (allocated, freed) = (ALLOCATED.get(), FREED.get());
+fn leak_free(run: impl FnOnce()) -> u64 {
+    let (allocated, freed) = (allocations(), frees());
     run();
-    let (allocated, freed) = (ALLOCATED.get() - allocated, FREED.get() - freed);
+    let (allocated, freed) = (allocations() - allocated, frees() - freed);
     assert_eq!(allocated, freed, "allocations and frees");
     allocated
 }

@@ -1,30 +1,34 @@
 //! Folders of cache files, and the users that may write to them.
 
-use std::fs::{self, DirBuilder, File, TryLockError};
+use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{CWD, FileType, Mode, OFlags, Stat, fstat, openat};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, Stat, fstat, mkdirat, openat, renameat, statat, unlinkat,
+};
 use rustix::io::Errno;
-use rustix::process::{Resource, geteuid, getrlimit};
+use rustix::process::{Resource, geteuid, getpid, getrlimit};
 
 use crate::error::TuningError;
 
 /// How long to wait for another writer before going ahead without the lock.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// An open folder of cache files, in which only this user and root can have created files.
+/// An open folder of this library's files, in which only this user and root can have created files.
 ///
-/// What a cache holds decides what is computed and, for kernels, what is executed. So the folder and each file must
-/// belong to this process's effective user or to root, and no other user may have the right to write them. Neither
-/// the folder nor a file may be a symbolic link, and a file must be a regular one: opening a FIFO would wait for its
-/// writer. The folders around this one are the caller's choice, and symbolic links among them are followed.
+/// What a cache holds decides what is computed and, for kernels, what is executed. So the folder belongs to this
+/// process's effective user or to root, and so does each file, and no other user may write them. A folder that is made
+/// here has mode 0700. Neither the folder nor a file may be a symbolic link, and a file must be a regular one: opening a
+/// FIFO would wait for its writer. The folders around this one are the caller's choice, and symbolic links among them
+/// are followed.
 ///
-/// Names are those of files in the folder, without a slash.
+/// Names are those of files in the folder, without a slash. Files are opened relative to the open folder, so it does
+/// no harm if another folder takes its path in between.
 #[derive(Debug)]
 pub struct CacheFolder {
     path: PathBuf,
@@ -42,14 +46,16 @@ impl CacheFolder {
         // Without a slash at the end, behind which a symbolic link would be followed.
         let path: PathBuf =
             if path.as_os_str().is_empty() { ".".into() } else { path.components().collect() };
+        Self::open_in(CWD, &path.clone(), path)
+    }
+
+    /// Opens the folder `name` of the open folder `parent`; the two together are at `path`.
+    fn open_in(parent: BorrowedFd<'_>, name: &Path, path: PathBuf) -> Result<Option<Self>, TuningError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let folder = match openat(CWD, &path, flags, Mode::empty()) {
+        let folder = match openat(parent, name, flags, Mode::empty()) {
             Ok(folder) => folder,
             Err(Errno::NOENT) => return Ok(None),
-            Err(_) if path.is_symlink() => {
-                return Err(TuningError::Kind { path, found: "a symbolic link", wanted: "a folder" });
-            }
-            Err(error) => return Err(io_error("open", &path)(error.into())),
+            Err(error) => return Err(refusal(parent, name, path, FileType::Directory, error)),
         };
         let stat = fstat(&folder).map_err(|error| io_error("look at", &path)(error.into()))?;
         trust(&path, &stat, geteuid().as_raw())?;
@@ -68,6 +74,34 @@ impl CacheFolder {
         let created = DirBuilder::new().recursive(true).mode(0o700).create(path);
         created.map_err(io_error("create", path))?;
         Self::open(path)?.ok_or_else(|| io_error("open", path)(io::ErrorKind::NotFound.into()))
+    }
+
+    /// Opens a folder as [`create`](Self::create) does, for files that nobody else may see: it must be this user's, with
+    /// mode 0700.
+    ///
+    /// # Errors
+    ///
+    /// As [`create`](Self::create); [`TuningError::Owner`] or [`TuningError::Shared`] if it is not this user's alone.
+    pub fn create_private(path: &Path) -> Result<Self, TuningError> {
+        let folder = Self::create(path)?;
+        let stat = fstat(&folder.folder).map_err(|error| io_error("look at", path)(error.into()))?;
+        private(path, &stat, geteuid().as_raw())?;
+        Ok(folder)
+    }
+
+    /// Opens a folder of this folder; one that does not exist is created, for this user alone.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open).
+    pub fn subfolder(&self, name: &str) -> Result<Self, TuningError> {
+        let path = self.path(name);
+        match mkdirat(&self.folder, name, Mode::RWXU) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(io_error("create", &path)(error.into())),
+        }
+        Self::open_in(self.as_fd(), Path::new(name), path.clone())?
+            .ok_or_else(|| io_error("open", &path)(io::ErrorKind::NotFound.into()))
     }
 
     /// Where a file of the folder is.
@@ -102,23 +136,37 @@ impl CacheFolder {
     ///
     /// [`TuningError::Io`].
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), TuningError> {
-        let path = self.path(name);
         let write = || {
             // The kernel would send SIGXFSZ, which kills the program that uses this library.
             if getrlimit(Resource::Fsize).current.is_some_and(|limit| limit < bytes.len() as u64) {
                 return Err(Errno::FBIG.into());
             }
-            // Only within a folder is renaming atomic. The temporary file goes away if it is not renamed; one that a
-            // killed process left is never looked at. Others may read: root may keep a cache for all users.
-            let mut builder = tempfile::Builder::new();
-            builder.prefix(".cache-").suffix(".tmp").permissions(fs::Permissions::from_mode(0o644));
-            let mut file = builder.tempfile_in(&self.path)?;
-            file.write_all(bytes)?;
-            file.as_file().sync_all()?;
-            file.persist(&path)?;
-            Ok(())
+            // Only within a folder is renaming atomic.
+            let (mut file, temporary) = self.temporary()?;
+            let replaced = file.write_all(bytes).and_then(|()| file.sync_all());
+            let replaced =
+                replaced.and_then(|()| Ok(renameat(&self.folder, &temporary, &self.folder, name)?));
+            replaced.inspect_err(|_| {
+                let _ = unlinkat(&self.folder, &temporary, AtFlags::empty());
+            })
         };
-        write().map_err(io_error("write", &path))
+        write().map_err(io_error("write", &self.path(name)))
+    }
+
+    /// A new file and its name. A file that a killed process left under such a name is never looked at.
+    fn temporary(&self) -> io::Result<(File, String)> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut attempt = 0;
+        loop {
+            // Other threads, and processes of other PID namespaces, may have made a file of this name.
+            let name = format!(".cache-{}-{attempt}.tmp", getpid());
+            // Others may read: root may keep a cache for all users.
+            match openat(&self.folder, &name, flags, Mode::from_raw_mode(0o644)) {
+                Ok(file) => return Ok((file.into(), name)),
+                Err(Errno::EXIST) => attempt += 1,
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// Renames a file.
@@ -127,7 +175,8 @@ impl CacheFolder {
     ///
     /// [`TuningError::Io`].
     pub fn rename(&self, from: &str, to: &str) -> Result<(), TuningError> {
-        fs::rename(self.path(from), self.path(to)).map_err(io_error("set aside", &self.path(from)))
+        renameat(&self.folder, from, &self.folder, to)
+            .map_err(|error| io_error("set aside", &self.path(from))(error.into()))
     }
 
     /// Keeps other writers out for as long as the result lives, by a lock on a file of this name.
@@ -152,6 +201,18 @@ impl CacheFolder {
         }
     }
 
+    /// Opens a file for reading and writing that this user alone may read and write; creates it if it does not exist.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read); [`TuningError::Owner`] or [`TuningError::Shared`] if it is not this user's alone.
+    pub fn open_private(&self, name: &str) -> Result<File, TuningError> {
+        let file = self.open_file(name, OFlags::RDWR | OFlags::CREATE)?;
+        let stat = fstat(&file).map_err(|error| io_error("look at", &self.path(name))(error.into()))?;
+        private(&self.path(name), &stat, geteuid().as_raw())?;
+        Ok(file)
+    }
+
     /// Opens a regular file that can be trusted, without following a symbolic link and without waiting for the writer
     /// of a FIFO.
     fn open_file(&self, name: &str, flags: OFlags) -> Result<File, TuningError> {
@@ -159,25 +220,52 @@ impl CacheFolder {
         let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match openat(&self.folder, name, flags, Mode::from_raw_mode(0o600)) {
             Ok(file) => file,
-            Err(Errno::LOOP) => {
-                return Err(TuningError::Kind { path, found: "a symbolic link", wanted: "a regular file" });
+            Err(error) => {
+                return Err(refusal(self.as_fd(), Path::new(name), path, FileType::RegularFile, error));
             }
-            Err(error) => return Err(io_error("open", &path)(error.into())),
         };
         let stat = fstat(&file).map_err(|error| io_error("look at", &path)(error.into()))?;
-        let found = match FileType::from_raw_mode(stat.st_mode) {
-            FileType::RegularFile => None,
-            FileType::Fifo => Some("a FIFO"),
-            FileType::Directory => Some("a folder"),
-            FileType::CharacterDevice | FileType::BlockDevice => Some("a device"),
-            _ => Some("something else"),
-        };
-        if let Some(found) = found {
-            return Err(TuningError::Kind { path, found, wanted: "a regular file" });
+        if let Some(error) = wrong_kind(&path, &stat, FileType::RegularFile) {
+            return Err(error);
         }
         trust(&path, &stat, geteuid().as_raw())?;
         Ok(file.into())
     }
+
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&self.folder)
+    }
+}
+
+/// Why something could not be opened: it is of another kind than `wanted`, or another user's, or what the system says.
+fn refusal(
+    parent: BorrowedFd<'_>,
+    name: &Path,
+    path: PathBuf,
+    wanted: FileType,
+    error: Errno,
+) -> TuningError {
+    let found = |stat| {
+        let untrusted = || trust(&path, &stat, geteuid().as_raw()).err();
+        wrong_kind(&path, &stat, wanted).or_else(untrusted)
+    };
+    let found = statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).ok().and_then(found);
+    found.unwrap_or_else(|| io_error("open", &path)(error.into()))
+}
+
+/// The error if it is of another kind than `wanted`.
+fn wrong_kind(path: &Path, stat: &Stat, wanted: FileType) -> Option<TuningError> {
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    let name = |kind| match kind {
+        FileType::RegularFile => "a regular file",
+        FileType::Directory => "a folder",
+        FileType::Symlink => "a symbolic link",
+        FileType::Fifo => "a FIFO",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice | FileType::BlockDevice => "a device",
+        FileType::Unknown => "something else",
+    };
+    (kind != wanted).then(|| TuningError::Kind { path: path.into(), found: name(kind), wanted: name(wanted) })
 }
 
 /// Whether only `user` and root can have written it.
@@ -189,6 +277,19 @@ fn trust(path: &Path, stat: &Stat, user: u32) -> Result<(), TuningError> {
     }
     if mode & OTHERS_WRITE != 0 {
         return Err(TuningError::Writable { path: path.into(), mode });
+    }
+    Ok(())
+}
+
+/// Whether only `user` can use it.
+fn private(path: &Path, stat: &Stat, user: u32) -> Result<(), TuningError> {
+    const OTHERS_USE: u32 = 0o077;
+    let (owner, mode) = (stat.st_uid, stat.st_mode & 0o7777);
+    if owner != user {
+        return Err(TuningError::Owner { path: path.into(), owner, user });
+    }
+    if mode & OTHERS_USE != 0 {
+        return Err(TuningError::Shared { path: path.into(), mode });
     }
     Ok(())
 }
@@ -218,5 +319,19 @@ mod tests {
         assert_eq!(said(1000, 0o100664).unwrap(), open);
         assert!(said(0, 0o1777).unwrap().contains("1777"));
         assert!(said(1000, 0o602).is_some());
+    }
+
+    #[test]
+    fn only_what_the_user_alone_can_use_is_private() {
+        let said = |owner, mode| {
+            let mut stat = fstat(File::open("/").unwrap()).unwrap();
+            (stat.st_uid, stat.st_mode) = (owner, mode);
+            private(Path::new("/cache"), &stat, 1000).err().map(|error| error.to_string())
+        };
+        assert_eq!([said(1000, 0o40700), said(1000, 0o100600)], [None, None]);
+        let shared = "others may use /cache (its mode is 0755): `chmod go=` it";
+        assert_eq!(said(1000, 0o40755).unwrap(), shared);
+        assert!(said(1000, 0o40710).is_some() && said(1000, 0o100604).is_some());
+        assert!(said(0, 0o40700).unwrap().contains("belongs to user 0"));
     }
 }

@@ -61,7 +61,7 @@ impl Drop for Memory {
     }
 }
 
-/// Calls the behaviour if there are as many GPUs, and says so if not.
+/// Calls the behaviour if there are as many GPUs.
 pub fn on_gpus(name: &str, behaviour: fn(usize)) {
     let world_size = super::world_size(name);
     if gpus(world_size).is_some() {

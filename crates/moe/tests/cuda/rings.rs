@@ -1,0 +1,70 @@
+//! Rings of few places, which a call fills many times over. Ranks then wait for room at each other: no order of tokens, and no
+//! number of multiprocessors, may make them wait in a circle.
+
+use antiphon_moe::MoeConfig;
+use antiphon_tensor::DType;
+
+use crate::{
+    case::{Case, Choice},
+    check,
+    hybrid::check as check_hybrid,
+    hybrid_case::{Choice as HybridChoice, HybridCase},
+    on_gpus,
+};
+
+/// The bytes of a record of the cases below: a row of 64 × f32, with what lies beside it, in whole lines of 128 bytes.
+const RECORD_BYTES: usize = 384;
+const TOKENS: usize = 96;
+
+fn config(world: usize, places: usize, num_sms: u32) -> MoeConfig {
+    let region_bytes = 3 * (world - 1) * places * RECORD_BYTES; // a ring for each peer in each of three slots
+    MoeConfig { region_bytes, num_sms, ..MoeConfig::for_gpus() }
+}
+
+/// Tokens that choose one rank, in halves; or two at random; or all.
+fn rows_come_back(world: usize, places: usize, num_sms: u32) {
+    on_gpus(world, config(world, places, num_sms), |rank| {
+        for (choice, top_k) in [(Choice::InHalves, 1), (Choice::Wild, 2), (Choice::Spread, world.min(4))] {
+            let tokens = vec![TOKENS; world];
+            check(rank, &Case { choice, tokens, hidden: 64, seed: 7, ..Case::new(world, world, top_k) })?;
+        }
+        Ok(())
+    });
+}
+
+fn sums_come_back(world: usize, places: usize, num_sms: u32) {
+    on_gpus(world, config(world, places, num_sms), |rank| {
+        for choice in [HybridChoice::InHalves, HybridChoice::OneIn(3), HybridChoice::OneIn(1)] {
+            for pad_multiple in [Some(1), None] {
+                let tokens = vec![TOKENS; world];
+                let case =
+                    HybridCase { choice, tokens, hidden: 64, pad_multiple, ..HybridCase::new(world, 1) };
+                check_hybrid(rank, &HybridCase { dtype: DType::F32, ..case })?;
+            }
+        }
+        Ok(())
+    });
+}
+
+macro_rules! worlds {
+    ($($rows:ident $sums:ident of $world:literal: $cases:expr;)*) => {$(
+        #[test]
+        fn $rows() {
+            $cases.into_iter().for_each(|(places, num_sms)| rows_come_back($world, places, num_sms));
+        }
+
+        #[test]
+        fn $sums() {
+            $cases.into_iter().for_each(|(places, num_sms)| sums_come_back($world, places, num_sms));
+        }
+    )*};
+}
+
+worlds! {
+    wrapped_rings_end_on_2_gpus hybrid_wrapped_rings_end_on_2_gpus of 2: [(2, 1), (16, 2)];
+    wrapped_rings_end_on_3_gpus hybrid_wrapped_rings_end_on_3_gpus of 3: [(2, 1), (16, 1), (4, 2)];
+    wrapped_rings_end_on_4_gpus hybrid_wrapped_rings_end_on_4_gpus of 4: [(2, 2), (16, 1)];
+    wrapped_rings_end_on_8_gpus hybrid_wrapped_rings_end_on_8_gpus of 8: [(2, 1), (6, 2)];
+    // Most warps have nothing to send, and wait beside those that have.
+    rings_of_24_multiprocessors_end_on_3_gpus hybrid_rings_of_24_multiprocessors_end_on_3_gpus of 3: [(2, 24), (16, 24)];
+}

@@ -1,0 +1,118 @@
+//! What a machine has.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
+
+use antiphon_device::cuda::{Context, CudaError, Driver, Nccl, Nvrtc};
+use antiphon_sass::Disassembler;
+
+use crate::{Need, need};
+
+/// Codes of `cuInit` where there is no GPU, or a libcuda that is only there to link with.
+const NO_DEVICE: u32 = 100;
+const STUB_LIBRARY: u32 = 34;
+
+/// The GPUs' driver, if there are so many GPUs.
+///
+/// # Panics
+/// If the driver is there and does not work: no test may pass because a machine is broken.
+pub fn gpus(needed: usize) -> Option<&'static Driver> {
+    let driver = whole(Driver::load());
+    need(
+        Need::Gpus(needed),
+        driver.and_then(|driver| {
+            let count =
+                driver.device_count().unwrap_or_else(|error| panic!("the CUDA driver is broken: {error}"))
+                    as usize;
+            if count < needed { Err(format!("{count} found")) } else { Ok(driver) }
+        }),
+    )
+}
+
+/// The contexts of two GPUs that reach each other's memory.
+pub fn link() -> Option<[Context; 2]> {
+    let driver = gpus(2)?;
+    let contexts = [0, 1].map(|ordinal| driver.device(ordinal).and_then(Context::primary).unwrap());
+    let access = contexts[0].device().link_to(contexts[1].device()).unwrap().access;
+    need(Need::Link, if access { Ok(contexts) } else { Err("peer access is not supported") })
+}
+
+/// Whether the GPUs are those of `antiphon-emulator`, where blocks are threads and speed says nothing.
+pub fn is_emulated() -> bool {
+    static ANSWER: OnceLock<bool> = OnceLock::new();
+    *ANSWER.get_or_init(|| {
+        let properties = Driver::load().and_then(|driver| driver.device(0)?.properties());
+        properties.is_ok_and(|properties| properties.name == "Emulated GPU")
+    })
+}
+
+/// A size for GPUs, and the smaller one for the emulator.
+pub fn sized<T>(real: T, emulated: T) -> T {
+    if is_emulated() { emulated } else { real }
+}
+
+/// NVRTC, from wherever it is found, or from the workspace's virtual environment.
+pub fn nvrtc() -> Option<&'static Nvrtc> {
+    static PACKAGED: OnceLock<Option<Nvrtc>> = OnceLock::new();
+    let packaged = || {
+        let open = || Nvrtc::open(&packages()?.join("nvidia/cu13/lib")).ok();
+        PACKAGED.get_or_init(open).as_ref()
+    };
+    need(Need::Nvrtc, whole(Nvrtc::load()).or_else(|error| packaged().ok_or(error)))
+}
+
+/// The disassembler of kernels, which the emulator compiles for the processor.
+pub fn disassembler() -> Option<Disassembler> {
+    let found = Disassembler::find().map_err(|error| error.to_string());
+    need(Need::Nvdisasm, if is_emulated() { Err("kernels are emulated".to_owned()) } else { found })
+}
+
+/// NCCL.
+pub fn nccl() -> Option<&'static Nccl> {
+    need(Need::Nccl, whole(Nccl::load()))
+}
+
+/// The packages of the workspace's virtual environment, if it is there.
+pub fn packages() -> Option<PathBuf> {
+    let lib = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv/lib");
+    let python = std::fs::read_dir(lib).ok()?.flatten().map(|entry| entry.path().join("site-packages"));
+    python.into_iter().find(|path| path.is_dir())
+}
+
+/// A library that is not there is an answer; one that is there and does not work is a defect.
+fn whole<T>(loaded: Result<T, CudaError>) -> Result<T, String> {
+    loaded.map_err(
+        |error| if is_absent(&error) { error.to_string() } else { panic!("a library is broken: {error}") },
+    )
+}
+
+fn is_absent(error: &CudaError) -> bool {
+    match error {
+        CudaError::MissingLibrary { .. } => true,
+        CudaError::Call { function: "cuInit", code, .. } => [NO_DEVICE, STUB_LIBRARY].contains(code),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn init_fails_with(code: u32) -> CudaError {
+        CudaError::Call { function: "cuInit", code, name: "CUDA_ERROR_UNKNOWN", text: "unknown" }
+    }
+
+    #[test]
+    fn a_machine_without_gpus_has_no_broken_driver() {
+        assert!(is_absent(&init_fails_with(NO_DEVICE)));
+        assert!(is_absent(&init_fails_with(STUB_LIBRARY)));
+    }
+
+    #[test]
+    #[should_panic = "a library is broken: cuInit failed: CUDA_ERROR_UNKNOWN (999)"]
+    fn a_broken_driver_fails_the_test() {
+        let _ = whole::<()>(Err(init_fails_with(999)));
+    }
+}

@@ -1,0 +1,32 @@
+//! # antiphon-testing: what tests need of a machine, and what calls take of it
+//!
+//! This crate is for tests of any floor. Some tests need what not every machine has: GPUs, NVRTC, root. Libtest decides before a
+//! test runs whether it is ignored, so such a test asks [`need`] (or [`gpus`], [`nvrtc`], [`disassembler`], [`nccl`]), and returns
+//! if the answer is `None`. Libtest then prints "ok"; the record tells the truth.
+//!
+//! | variable | effect |
+//! | --- | --- |
+//! | `ANTIPHON_SKIPPED` | the file to which each answer is appended: `ran` or `skipped`, the need, the test, the reason |
+//! | `ANTIPHON_REQUIRE` | the needs, by name and separated by commas, without which a test fails rather than skips; `all` is every need |
+//!
+//! `scripts/skipped.py` counts the records, and compares them with the sets in `tests/skipped/`. The Python tests write the same
+//! records (`tests/conftest.py`).
+//!
+//! ```no_run
+//! use antiphon_testing::gpus;
+//!
+//! // In a test:
+//! let Some(driver) = gpus(2) else { return };
+//! assert!(driver.device_count().unwrap() >= 2);
+//! ```
+//!
+//! [`Taken`] counts the allocations and the locks of calls, so that the documentation's numbers are tested.
+#![cfg(not(loom))] // no test of a model needs anything
+
+mod found;
+mod record;
+mod taken;
+
+pub use found::{disassembler, gpus, is_emulated, link, nccl, nvrtc, packages, sized};
+pub use record::{Need, need};
+pub use taken::{CountingAllocator, Taken, allocations, frees};
