@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import antiphon
+import needs
 import ranks
 
 #: What every rank runs: ``body(comm, device)``.
@@ -37,9 +38,10 @@ class Checks(dict[str, Body]):
 def need(device: str, world_size: int) -> None:
     """Skips a test for which there are too few GPUs. With ``ANTIPHON_TEST_RANKS_PER_GPU=2`` half as many are enough, which
     takes much longer: processes that share a GPU take turns on it."""
-    found = torch.cuda.device_count()
-    if device == "cuda" and found * int(os.environ.get("ANTIPHON_TEST_RANKS_PER_GPU", "1")) < world_size:
-        pytest.skip(f"no CUDA device for each rank: {found} of {world_size}")
+    if device == "cuda":
+        found, ranks_per_gpu = torch.cuda.device_count(), int(os.environ.get("ANTIPHON_TEST_RANKS_PER_GPU", "1"))
+        needed = -(-world_size // ranks_per_gpu)
+        needs.need(f"gpus {needed}", found >= needed, f"{found} found")
 
 
 def place(device: str, rank: int) -> torch.device:

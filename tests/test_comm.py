@@ -248,9 +248,9 @@ def test_the_size_of_swizzled_scales() -> None:
 
 def test_what_is_not_served_is_absent_and_says_so() -> None:
     assert not hasattr(peer, "UlyssesCommunicator")
-    with pytest.raises(AttributeError, match="'UlyssesCommunicator' of flashinfer.comm yet; it serves .*Mapping"):
+    with pytest.raises(AttributeError, match="'UlyssesCommunicator' of flashinfer.comm yet; it serves .* more$"):
         peer.UlyssesCommunicator
-    with pytest.raises(ImportError, match="'MoeAlltoAll' of flashinfer.comm yet; it serves .*create_shared_buffer"):
+    with pytest.raises(ImportError, match="'MoeAlltoAll' of flashinfer.comm yet; it serves .* more$"):
         from antiphon.comm import MoeAlltoAll  # noqa: F401
     for name in peer.__all__:
         assert hasattr(peer, name)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,9 @@ def test_our_module_keeps_its_own_name() -> None:
 
 def test_what_is_not_served_says_so_and_lists_what_is() -> None:
     compat.install()
-    with pytest.raises(ImportError, match="Antiphon does not serve 'UlyssesCommunicator' .* it serves .*Mapping"):
+    with pytest.raises(ImportError, match="Antiphon does not serve 'UlyssesCommunicator' .* it serves .* more$"):
         from flashinfer.comm import UlyssesCommunicator  # noqa: F401
-    with pytest.raises(ImportError, match="not serve the module flashinfer.comm.nvshmem yet; it serves .*comm.mapping"):
+    with pytest.raises(ImportError, match="not serve the module flashinfer.comm.nvshmem yet; it serves .*flashinfer.comm"):
         import flashinfer.comm.nvshmem
     import flashinfer.comm
 
@@ -313,6 +314,48 @@ def test_a_script_of_spawned_ranks_runs_unchanged(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = run(file(tmp_path / "script.py", SCRIPT), tmp_path, OMP_NUM_THREADS="1")
     assert done.stdout == "all ranks agree\n", done.stderr
+
+
+class World:
+    """Rank 1 of a communicator of mpi4py, of three ranks that all pass the same."""
+
+    def __init__(self, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
+        self.ranks, self.barriers = ranks, 0
+
+    def Get_rank(self) -> int:
+        return self.ranks.index(1)
+
+    def Get_size(self) -> int:
+        return len(self.ranks)
+
+    def allgather(self, data: object) -> list[object]:
+        return [data] * len(self.ranks)
+
+    def bcast(self, data: object, root: int) -> object:
+        return data, root
+
+    def Barrier(self) -> None:
+        self.barriers += 1
+
+    def Split(self, color: int, key: int) -> "World":
+        return World((1, 2)) if (color, key) == (1, 5) else World((1,))
+
+
+def test_a_group_of_mpi_is_imported_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from antiphon.comm.comm_backend import MPIBackend
+
+    backend = MPIBackend()
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    with pytest.raises(ImportError):
+        backend.Get_rank()
+    world = World()
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.SimpleNamespace(COMM_WORLD=world))
+    assert (backend.Get_rank(), backend.Get_size()) == (1, 3)
+    assert backend.allgather("x") == ("x", "x", "x") and backend.bcast("x", 2) == ("x", 2)
+    backend.barrier()
+    assert world.barriers == 1
+    part = backend.Split(1, 5)
+    assert (part.Get_rank(), part.Get_size()) == (0, 2)
 
 
 def test_backends_of_groups_are_found_where_flashinfer_has_them(tmp_path: Path) -> None:

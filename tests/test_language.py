@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from inspect import currentframe
@@ -278,6 +279,16 @@ def test_the_verifier_names_lines_of_the_script() -> None:
     assert findings[1].message in report
     (place,) = findings[1].places
     assert (place.rank, place.threadblock, place.operation, place.origin) == (1, 0, "wait", f"{__file__}:{line}")
+
+
+def test_a_mispaired_plan_names_the_line_of_the_script() -> None:
+    with CollectiveProgram("unpaired", SendRecv(2, 1, False), 2) as program:
+        line = sys._getframe().f_lineno + 1
+        MemoryChannel(1, 0).signal(tb=0)
+    said = f"rank 0 signals rank 1 1 times .* waits for it 0 times; the signals are made at {re.escape(__file__)}:{line}$"
+    for finish in program.validate_signal_wait_pairing, program.to_json:
+        with pytest.raises(RuntimeError, match=said):
+            finish()
 
 
 def test_what_cannot_be_is_refused_when_it_is_built() -> None:

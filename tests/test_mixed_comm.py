@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import harness
+import needs
 import pytest
 import ranks
 import torch
@@ -271,7 +272,7 @@ def what_is_wrong_with_a_handler(device: torch.device) -> None:
         (dict(grid_size=2.0), ValueError, "grid_size is 2.0"),
         (dict(device="foo"), ValueError, "device is 'foo'"),
         (dict(device=None), ValueError, "device is None"),
-        (dict(dtype=None), ValueError, "dtype is None"),
+        (dict(dtype=None), TypeError, "dtype must be a torch.dtype or its name, not None"),
         (dict(world_size=2**70), ValueError, f"{2**70} has more than 64 bits"),
         (dict(local_size=2, local_rank=rank % 2, inter_size=2, inter_rank=rank // 2, local_dp_size=1), NotImplementedError, "inter_size is 2"),
     ]  # fmt: skip
@@ -582,8 +583,8 @@ def unlike_batches_are_an_error_on_all_ranks(device: torch.device) -> None:
 )
 def test_on(name: str, backend: str, device: str) -> None:
     harness.need(device, WORLD)
-    if backend == "nccl" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"NCCL needs a GPU for each rank: {torch.cuda.device_count()} of {WORLD}")
+    if backend == "nccl":  # which has no two ranks on a GPU
+        needs.need(f"gpus {WORLD}", torch.cuda.device_count() >= WORLD, f"{torch.cuda.device_count()} found")
     failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(backend, device)) if of[name]]
     assert not failures, "\n".join(failures)
 

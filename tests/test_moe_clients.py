@@ -11,7 +11,7 @@ from ranks import processes
 MEGATRON = os.environ.get("MEGATRON_LM", "")
 
 
-@pytest.mark.skipif(not MEGATRON, reason="the variable MEGATRON_LM names no checkout of Megatron-LM")
+@pytest.mark.skipif(not MEGATRON, reason="needs megatron: the variable MEGATRON_LM names no checkout of Megatron-LM")
 def test_megatrons_dispatcher_runs_unmodified() -> None:
     assert processes(2, moe_clients.dispatchers, os.path.abspath(MEGATRON), "cpu") == [4, 4]
 

@@ -279,6 +279,8 @@ def test_what_is_refused_is_named_with_its_numbers() -> None:
             (ValueError, "num_of_experts_per_rank must be at least 1, not 0", {"num_of_experts_per_rank": 0}),
             (ValueError, r"2 experts of each of 1 ranks need a routing map .* \[T, 2\]", {"num_of_experts_per_rank": 2}),
             (ValueError, "non_blocking needs num_permuted_tokens", {"non_blocking": True}),
+            (ValueError, "non_blocking needs num_permuted_tokens", {"use_host_meta": False}),
+            (ValueError, "use_fp8 is True, and the tokens are torch.bfloat16", {"use_fp8": True}),
             (ValueError, "pass a handle, a routing_map, or topk_idx", {"routing_map": None}),
             (ValueError, "tokens of torch.uint8 need a scaling_factor", {"hidden": torch.zeros(5, 512, dtype=torch.uint8)}),
         ):
@@ -295,6 +297,8 @@ def test_what_is_refused_is_named_with_its_numbers() -> None:
             buffer.combine(rows, handle=(1, 2))
         with pytest.raises(ValueError, match=f"num_permuted_tokens is 1; the handle has {len(rows)} rows"):
             fused_a2a.hybrid_ep_combine(rows, handle, 1, None)
+        with pytest.raises(ValueError, match="per_nvlink_domain is 2; all 1 ranks must be in one domain"):
+            deep_ep.HybridEPBuffer(comm, H, 4, LOCAL, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
         with pytest.raises(ValueError, match="fp8_dispatch is not served"):
             fused_a2a.init_hybrid_ep_buffer(comm, H, 4, LOCAL, 24, 24, True)
         shape = [len(rows) + 1, H]

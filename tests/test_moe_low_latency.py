@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,22 +194,36 @@ def test_a_hook_tells_of_a_rank_that_does_not_come() -> None:
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_waits_name_the_late_rank(late: int) -> None:
+    begun = threading.Semaphore(0), threading.Semaphore(0)
+
     def body(comm: antiphon.Communicator) -> None:
         buffer = deep_ep.Buffer(comm, low_latency_mode=True)
         x, ids, weights = inputs(comm.rank, 6)
         _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, 6, use_fp8=False)
         waits = torch.full((3,), 7, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-        if comm.rank == late:
-            time.sleep(0.2)
-        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, 6, use_fp8=False, dispatch_wait_recv_cost_stats=waits[0])
-        if comm.rank == late:
-            time.sleep(0.2)
+
+        def timed(turn: int, call: Callable[[], Any]) -> tuple[Any, int]:
+            """What a call gives and its nanoseconds. The late rank comes when the others have been in it for a while."""
+            if comm.rank == late:
+                for _ in range(2):
+                    assert begun[turn].acquire(timeout=20)
+                time.sleep(0.2)
+            begun[turn].release()
+            start = time.monotonic_ns()
+            return call(), time.monotonic_ns() - start
+
+        (_, _, handle, _, _), dispatched = timed(
+            0, lambda: buffer.low_latency_dispatch(x, ids, M, 6, use_fp8=False, dispatch_wait_recv_cost_stats=waits[0])
+        )
         rows = handle.new_rows().zero_()
-        buffer.low_latency_combine(rows, ids, weights, handle, combine_wait_recv_cost_stats=waits[1])
-        for own, measured in zip((7, 0), waits, strict=True):
+        _, combined = timed(
+            1, lambda: buffer.low_latency_combine(rows, ids, weights, handle, combine_wait_recv_cost_stats=waits[1])
+        )
+        for own, measured, took in zip((7, 0), waits, (dispatched, combined), strict=True):
             assert measured[comm.rank] == own
+            assert measured.sum() - 3 * own <= took
             if comm.rank != late:
-                assert measured.argmax() == late and measured[late] > 50_000_000
+                assert measured.argmax() == late and measured[late] > took / 2
 
     threads(3, body)
 

@@ -23,8 +23,9 @@ def test_arguments_are_refused_with_their_numbers() -> None:
         wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
             (ValueError, "5 experts cannot be divided among 2 ranks", lambda: ExpertParallel(comm, 5, H)),
             (ValueError, r"\[T, H\] = \[T, 8\], not \[5, 9\]", lambda: parallel.dispatch(torch.ones(5, 9), ids, weights)),
-            (ValueError, "multiple of 16", lambda: ExpertParallel(comm, 4, 3).dispatch(torch.ones(5, 3), ids, weights)),
-            (TypeError, "float32, not torch.float64", lambda: parallel.dispatch(x, ids, weights.double())),
+            (ValueError, "whole 16 bytes, not 3", lambda: ExpertParallel(comm, 4, 3)),
+            (ValueError, "multiple of 16", lambda: ExpertParallel(comm, 4, 6).dispatch(torch.ones(5, 6), ids, weights)),
+            (TypeError, "floating-point dtype, not torch.int64", lambda: parallel.dispatch(x, ids, weights.long())),
             (TypeError, "not torch.float32", lambda: parallel.dispatch(x, ids.float(), weights)),
             (ValueError, r"\[T, K\]", lambda: parallel.dispatch(x, ids[0], weights)),
             (ValueError, "for 5 tokens", lambda: parallel.dispatch(x, ids[:4], weights[:4])),
@@ -87,21 +88,25 @@ def test_a_call_that_is_refused_on_one_rank_may_be_made_again() -> None:
         x, ids, weights = torch.ones(3, 128, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
         routing_map = torch.ones(3, 4, dtype=torch.bool)
         counts = torch.zeros(2, dtype=torch.int32)
-        calls: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = [
-            (experts.dispatch, {"x": x, "ids": ids, "weights": weights}, {"weights": weights[:2]}),
-            (experts.dispatch, {"x": x, "ids": ids, "weights": weights, "capacity": 9}, {"capacity": -1}),
-            (experts.dispatch, {"x": x, "ids": ids, "weights": weights, "capacity": 9}, {"ids": ids.expand(3, 2)[:, :0]}),
-            (experts.dispatch_by_expert, {"x": x, "routing_map": routing_map}, {"pad_multiple": 2**30}),
-            (experts.dispatch_by_expert, {"x": x, "routing_map": routing_map, "capacity": 9}, {"capacity": -1}),
+        plain = {"x": x, "ids": ids, "weights": weights}
+        by_expert = {"x": x, "routing_map": routing_map}
+        calls: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Exception], str]] = [
+            (experts.dispatch, plain, {"weights": weights[:2]}, ValueError, "weights"),
+            (experts.dispatch, plain | {"capacity": 9}, {"capacity": -1}, ValueError, "capacity must be at least 0, not -1"),
+            (experts.dispatch, plain | {"capacity": 9}, {"ids": ids[:, :0]}, ValueError, "K"),
+            (experts.dispatch_by_expert, by_expert, {"pad_multiple": 2**30}, ValueError, "pad_multiple"),
+            (experts.dispatch_by_expert, by_expert | {"capacity": 9}, {"capacity": -1}, ValueError, "at least 0, not -1"),
             (
                 experts.dispatch_low_latency,
                 {"x": x, "ids": ids, "max_tokens": 3, "statistics": counts},
                 {"statistics": counts.long()},
+                TypeError,
+                "the statistics must be i32, not i64",
             ),
         ]
-        for call, arguments, wrong in calls:
+        for call, arguments, wrong, kind, text in calls:
             if comm.rank == 1:
-                with pytest.raises((TypeError, ValueError, RuntimeError)):
+                with pytest.raises(kind, match=text):
                     call(**arguments | wrong)
             received = call(**arguments)
             assert received.handle is not None

@@ -27,7 +27,7 @@ BUILD = {
     "MATURIN_PEP517_ARGS": "--profile dev",
 }
 
-pytestmark = pytest.mark.skipif(not (ROOT / "Cargo.toml").exists(), reason="only in a checkout")
+pytestmark = pytest.mark.skipif(not (ROOT / "Cargo.toml").exists(), reason="needs checkout: there is no Cargo.toml")
 
 
 def run(*command: "str | Path", cwd: Path | None = None) -> str:
@@ -139,7 +139,10 @@ total: bytearray = comm.all_reduce(bytearray(8), "max")
 total = comm.all_reduce(bytearray(8), ReduceOp.MAX)
 name: str = "max"
 total = antiphon.all_reduce(total, ReduceOp(name))
-handle: antiphon.Handle = comm.start_all_reduce(total)
+handle: antiphon.Handle[bytearray] = comm.start_all_reduce(total)
+total = handle.wait()
+total = comm.all_reduce(total, "MEAN")
+normed: bytearray = comm.all_reduce_rms_norm(total).norm
 lost: type[RuntimeError] = antiphon.PeerLostError
 """
 

@@ -21,7 +21,7 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROME = os.environ.get("CHROME") or next(filter(None, map(shutil.which, NAMES)), None)
 SCREENSHOTS = Path(__file__).resolve().parent.parent / "target" / "screenshots"
-needs_chromium = pytest.mark.skipif(CHROME is None, reason=f"no Chromium: none of {', '.join(NAMES)} in PATH, nor CHROME")
+needs_chromium = pytest.mark.skipif(CHROME is None, reason=f"needs chromium: none of {', '.join(NAMES)} in PATH, nor CHROME")
 
 
 def chunk(index: int, size: int, kind: str = "i") -> dict[str, Any]:

@@ -30,7 +30,7 @@ def train_until(left: int) -> list[int]:
         except antiphon.PeerLostError:
             start, old = time.monotonic(), comm
             comm = old.shrink()
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < comm.timeout / 2, "the deadline has nothing to do with it"
             old.close()
         else:
             assert gradient[0] == len(members) == comm.world_size and members[comm.rank] == first
@@ -64,12 +64,15 @@ def test_abort_from_another_thread_ends_waits_everywhere_and_all_go_on() -> None
 
 
 def test_a_rank_that_lives_and_does_not_shrink_is_named() -> None:
+    is_over = threading.Event()
+
     def body(comm: antiphon.Communicator) -> str:
         if comm.rank == 1:
-            time.sleep(1)
+            assert is_over.wait(20), "rank 0 waits for ever"
             return ""
         with pytest.raises(TimeoutError) as raised:
             comm.shrink()
+        is_over.set()
         return str(raised.value)
 
     text, _ = ranks.threads(2, body, timeout=0.3)

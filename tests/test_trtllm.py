@@ -156,7 +156,7 @@ def tensors_that_a_pattern_lacks(comm: Comm, device: Device) -> None:
     refused("no workspace", workspace_ptrs=torch.zeros_like(call.workspace.tensor), metadata=None)
     refused("metadata lacks tp_size", metadata={"max_token_num": 1, "hidden_dim": 1, "use_fp32_lamport": False})
     refused("512 tokens of 2048 are more than", token_num=512, hidden_dim=2048)
-    refused("use_fp32_lamport is True", metadata={**call.workspace.metadata, "use_fp32_lamport": True})
+    refused("was made with use_fp32_lamport=True", metadata={**call.workspace.metadata, "use_fp32_lamport": True})
     for changes in ({}, {"metadata": None}):  # a copy of the tensor is as good
         call(workspace_ptrs=call.workspace.tensor.clone(), **changes)
         assert torch.equal(call.sum.cpu(), call.layer.total.flatten())

@@ -39,6 +39,17 @@ with hanging_job(Path(sys.argv[1])) as ranks:
 """
 
 
+def until_settled(pid: int) -> None:
+    """Waits until ranks 0 and 1 of a process's job wait, rank 2 is stopped, and rank 3 sleeps."""
+    end = time.monotonic() + 30
+    while True:
+        shown = doctor("--job", str(pid)).stdout
+        if shown.count("waits in") == 2 and "is stopped" in shown and "its process sleeps" in shown:
+            return
+        assert time.monotonic() < end, shown
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def hanging_job(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Rank 0 waits for all: for rank 1, which waits for a message, for rank 2, which is stopped, and for rank 3, which sleeps."""
@@ -49,7 +60,7 @@ def hanging_job(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
         for process in started:
             assert process.stdout.readline() == "ready\n"
         started[2].send_signal(signal.SIGSTOP)
-        time.sleep(0.5)  # all wait
+        until_settled(started[3].pid)
         yield started
     finally:
         for process in started:

@@ -12,12 +12,27 @@ Each blocking call ``x`` has a form ``start_x`` that returns a :class:`Handle`. 
 need not be named: :func:`all_reduce` and :func:`all_reduce_rms_norm` are calls of the :func:`default` one.
 """
 
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from antiphon._core import AbortedError, Communicator, CudaBuffer, Handle, Memory, PeerLostError, Plan, SharedBuffer, __version__, after_fork
+from antiphon._core import (
+    AbortedError,
+    Communicator,
+    CudaBuffer,
+    Handle,
+    Memory,
+    PeerLostError,
+    Plan,
+    SharedBuffer,
+    __version__,
+    after_fork,
+    launcher_variables,
+)
 from antiphon._default import all_reduce, all_reduce_rms_norm, default, set_default
 from antiphon._handles import wait_all
 from antiphon._results import RmsNormResult
@@ -46,12 +61,22 @@ __all__ = [
     "wait_all",
 ]
 
-#: Modules that a program imports separately.
-_PARTS = ("comm", "compat", "language", "torch")
+#: Modules that are imported when a program first names them.
+_PARTS = ("comm", "compat", "language", "lowering", "moe", "torch")
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(part for part in _PARTS if part in globals())})
+    return sorted({*__all__, *_PARTS})
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _PARTS:
+        return importlib.import_module(f"antiphon.{name}")
+    raise AttributeError(f"module 'antiphon' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+#: The variables by which launchers describe a world.
+_LAUNCHERS = launcher_variables()
 
 
 # The child of a fork must not act for its parent's rank.
@@ -73,7 +98,8 @@ def init(
     """Joins the other ranks and returns this rank's communicator. All ranks must pass corresponding arguments.
 
     Without ``path``, ``group`` and ``exchange`` the environment describes the world (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-    ``MASTER_PORT``, as ``antiphon run`` and torchrun set them). Otherwise pass exactly one of these:
+    ``MASTER_PORT``, as ``antiphon run`` and torchrun set them). If no launcher has set any of it, as in a notebook, the world is this
+    rank alone, and a line on standard error says so; ``rank=0, world_size=1`` does the same. Otherwise pass exactly one of these:
 
     * ``path``: the path of a Unix socket, which exists until all ranks have joined. Needs ``rank`` and ``world_size``. A rank
       must know ``secret`` to join. By default it is the path itself: then any process of this user that can open the socket
@@ -106,6 +132,10 @@ def init(
     if secret is not None and path is None:
         raise ValueError("init: secret is for meeting at a path")
     if not ways:
+        launched = any(name in os.environ for name in _LAUNCHERS)
+        if parent is None and not launched and (rank, world_size) in ((None, None), (0, 1)):
+            print("antiphon: a world of this rank alone; `antiphon run -n RANKS program.py` starts several", file=sys.stderr)
+            return Communicator.alone(timeout, arena_bytes)
         if rank is not None or world_size is not None:
             raise ValueError("init: rank and world_size need path or exchange; from the environment both are read")
         if parent is not None:

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final, overload
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
 from typing_extensions import Buffer, CapsuleType, Self, disjoint_base
 
 from antiphon._results import RmsNormResult
-from antiphon._types import Algorithm, Op, Quantize, ScaleLayout
+from antiphon._types import Algorithm, DTypeName, Op, Quantize, ScaleLayout
 from antiphon.language.internal.types import BufferType, ReduceOperationType, SyncType
 from antiphon.language.utils import ReplicationPolicy
 
@@ -24,6 +24,7 @@ _Array: TypeAlias = Buffer | _SupportsDLPack
 _A = TypeVar("_A", bound=_Array)
 _O = TypeVar("_O", bound=_Array)
 _T = TypeVar("_T")
+_R = TypeVar("_R", covariant=True)
 
 __all__ = [
     "AbortedError",
@@ -34,6 +35,7 @@ __all__ = [
     "CudaBuffer",
     "FinishedPlan",
     "Handle",
+    "Lowering",
     "Mapping",
     "MixedHandler",
     "ParallelInfo",
@@ -52,11 +54,10 @@ __all__ = [
     "ThreadBlockGroup",
     "__version__",
     "after_fork",
-    "check_lowering",
     "compute_fp4_swizzled_layout_sf_size",
     "library_names",
     "library_plan",
-    "lower",
+    "launcher_variables",
     "spelled",
     "main",
     "operations",
@@ -71,6 +72,9 @@ def operations() -> list[tuple[str, str, str, bool, str | None]]:
     """The rows of the table of operations; each operation is a method of :class:`Communicator`. A row has: the name; the extents of
     the input and of the output (``"block"``; ``"row"``: a block for each rank; ``"part"``: this rank's of uneven
     parts; ``"parts"``: all of them); whether it reduces; whether the root alone ``"gives"`` or ``"gets"``."""
+
+def launcher_variables() -> list[str]:
+    """The environment variables by which launchers describe a world."""
 
 def after_fork() -> None:
     """Tells the library that this process is the child of a fork."""
@@ -93,11 +97,12 @@ class PeerLostError(RuntimeError):
     made it leave."""
 
 @final
-class Handle:
+class Handle(Generic[_R]):
     """A started operation. It keeps its arrays alive, even if the handle and all other references are dropped. Do not
     write the input, or use the output, before the operation has finished."""
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def __class_getitem__(cls, _result: Any) -> type[Self]: ...
+    def wait(self, timeout: float | None = None) -> _R:
         """Waits until the operation has finished and returns the result of the blocking form. May be called again.
 
         Raises the errors of the blocking form, and ``TimeoutError`` if the operation has not finished after ``timeout`` seconds.
@@ -124,7 +129,10 @@ class Communicator:
     Without ``out=`` the result is a new array of the input's library (a NumPy array for plain buffers).
     ``out=`` may be any writable array of the right dtype and number of elements. ``out=x`` works in place. ``all_gather`` also
     works in place if ``x`` is this rank's block of ``out``, and ``reduce_scatter`` if ``out`` is this
-    rank's block of ``x``. Gradients are not tracked.
+    rank's block of ``x``. Gradients are not tracked: a tensor that requires grad raises ``ValueError`` unless grad mode is off, and names the
+    operator of ``torch.ops.antiphon`` that tracks it. What a call writes counts as written for autograd.
+
+    An operator is its name in any case, an :class:`antiphon.ReduceOp`, or one of ``torch.distributed``.
 
     Reductions take float64, float32, float16, bfloat16, int64, int32, int8 and uint8, and give the same bits on
     every rank; ``"band"``, ``"bor"`` and ``"bxor"`` take only the integers. All other operations take elements of any whole
@@ -132,7 +140,7 @@ class Communicator:
 
     Invalid arguments raise ``ValueError`` and ``TypeError`` before the call has any effect. Failures between ranks raise
     :class:`PeerLostError`, ``TimeoutError`` or ``RuntimeError``; after such a failure every call raises the same error
-    (``RuntimeError`` after Ctrl-C). A closed communicator, or one in the child of a fork, raises ``RuntimeError``. Other threads
+    (``RuntimeError`` after Ctrl-C). A rank that ends a call after another one gave up in it raises too. A closed communicator, or one in the child of a fork, raises ``RuntimeError``. Other threads
     run while a call waits, and Ctrl-C ends the wait.
 
     **On CUDA.** All operations except plans, :meth:`recv_any` and messages with tags also take tensors on
@@ -141,15 +149,20 @@ class Communicator:
     rank the calls of a communicator belong to one stream, or to several that wait for each other. With ``stream`` the
     caller orders the call against other uses of the tensors, and keeps them until the stream has passed the call; it needs
     ``out`` (else ``ValueError``) unless it is the library's current stream. A communicator must outlive the replays of its
-    graphs: a later replay accesses unmapped memory, a fatal CUDA error. Of the communicators on the same GPUs, at most two may
-    run large calls at once; more may wait for each other until the timeout. The first CUDA call connects the ranks'
+    graphs: a later replay accesses unmapped memory, a fatal CUDA error. All ranks make the calls of all
+    communicators in one order. Calls on two streams run at once; a call on a third stream comes behind an earlier one, of whatever
+    communicator, since a GPU has room for two grids that wait. The first CUDA call connects the ranks'
     GPUs and compiles kernels: :meth:`prepare_cuda` does this in advance. A later call, or :meth:`check`, raises failures between
     ranks. Operations without a CUDA form raise ``NotImplementedError``.
     """
 
     @staticmethod
     def from_env(timeout: float | None = None, arena_bytes: int | None = None) -> Communicator:
-        """See :func:`antiphon.init`, which calls this method and the two below."""
+        """See :func:`antiphon.init`, which calls this method and the three below."""
+
+    @staticmethod
+    def alone(timeout: float | None = None, arena_bytes: int | None = None) -> Communicator:
+        """A world of this rank alone."""
 
     @staticmethod
     def at_path(
@@ -227,7 +240,7 @@ class Communicator:
         self,
         device: int | None = None,
         *,
-        dtypes: Sequence[str] | None = None,
+        dtypes: Sequence[DTypeName] | None = None,
         ops: Sequence[Op] | None = None,
         staging_bytes: int | None = None,
     ) -> None:
@@ -273,11 +286,13 @@ class Communicator:
         """The bytes of all ranks, in rank order. Lengths may differ."""
 
     def exchange_objects(self, object: _T) -> list[_T]:
-        """The objects of all ranks, in rank order; they are pickled, so trust your peers."""
+        """The objects of all ranks, in rank order; they are pickled, so trust your peers. ``TypeError`` that names an object that
+        cannot be pickled, and ``RuntimeError`` with the reason on the other ranks; the communicator stays usable."""
 
     def broadcast_object(self, object: _T, root: int = 0) -> _T:
-        """The root's object, which is pickled, so trust your peers. Other ranks may pass anything. ``RuntimeError`` if the root
-        cannot pickle it, or calls it with another root; the communicator stays usable."""
+        """The root's object, which is pickled, so trust your peers. Other ranks may pass anything. ``TypeError`` on the root if it
+        cannot be pickled; ``RuntimeError`` elsewhere, with the reason, and for a root that calls it with another root. The
+        communicator stays usable."""
 
     def all_reduce(
         self,
@@ -299,7 +314,7 @@ class Communicator:
 
     def all_reduce_rms_norm(
         self,
-        x: _Array,
+        x: _A,
         residual: _Array | None = None,
         weight: _Array | None = None,
         *,
@@ -320,7 +335,7 @@ class Communicator:
         rounded: bool = False,
         algorithm: Algorithm | None = None,
         stream: int | None = None,
-    ) -> RmsNormResult:
+    ) -> RmsNormResult[_A]:
         """The sum of all ranks' ``x`` and the residual, and its RMS norm, in one pass: the operations behind each matrix
         product of a tensor-parallel transformer layer.
 
@@ -500,52 +515,52 @@ class Communicator:
     def send_recv(self, x: _Array, to: int, out: _O, source: int, *, stream: int | None = None) -> _O:
         """Sends one array and receives another at the same time, as rings do. On CUDA both have one dtype."""
 
-    def start_barrier(self) -> Handle:
+    def start_barrier(self) -> Handle[None]:
         """Starts :meth:`barrier`."""
 
     def start_all_reduce(
         self, x: _A, op: Op | None = None, *, out: _O | None = None, algorithm: Algorithm | None = None
-    ) -> Handle:
+    ) -> Handle[_A | _O]:
         """Starts :meth:`all_reduce`."""
 
-    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle:
+    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle[_A | _O]:
         """Starts :meth:`all_gather`."""
 
-    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle:
+    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle[_A | _O]:
         """Starts :meth:`reduce_scatter`."""
 
-    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle:
+    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle[_A | _O]:
         """Starts :meth:`all_to_all`."""
 
     def start_all_to_all_v(
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
-    ) -> Handle:
+    ) -> Handle[_A | _O]:
         """Starts :meth:`all_to_all_v`."""
 
-    def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Handle:
+    def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Handle[_A | _O]:
         """Starts :meth:`all_gather_v`."""
 
     def start_reduce_scatter_v(
         self, x: _A, counts: Sequence[int], op: Op | None = None, *, out: _O | None = None
-    ) -> Handle:
+    ) -> Handle[_A | _O]:
         """Starts :meth:`reduce_scatter_v`."""
 
-    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle:
+    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle[_A | _O]:
         """Starts :meth:`broadcast`."""
 
-    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle:
+    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle[_A | _O | None]:
         """Starts :meth:`reduce`."""
 
-    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle:
+    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle[_A | _O | None]:
         """Starts :meth:`gather`."""
 
-    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle:
+    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle[_A | _O]:
         """Starts :meth:`scatter`."""
 
-    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle:
+    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle[None]:
         """Starts :meth:`send`."""
 
-    def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle:
+    def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle[_O]:
         """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank
         (host memory only)."""
 
@@ -605,7 +620,7 @@ class SharedBuffer:
     def pointer(self, rank: int) -> int:
         """The address, in this process, of a rank's copy."""
 
-    def memory(self, dtype: str, shape: Sequence[int] | None = None, rank: int | None = None) -> Memory:
+    def memory(self, dtype: DTypeName, shape: Sequence[int] | None = None, rank: int | None = None) -> Memory:
         """The start of a rank's copy (by default this rank's) as a tensor of this dtype (``"float32"``,
         ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given)."""
 
@@ -672,6 +687,10 @@ class Moe:
     def closed(self) -> bool: ...
     def check(self) -> None:
         """Raises what has gone wrong in calls on CUDA arrays that are over by now."""
+
+    def give_up(self, reason: str) -> None:
+        """Ends the communicator: for a rank that cannot go on between two steps of a call. All later calls of this rank raise
+        ``RuntimeError`` with the reason, and calls of the other ranks raise an error that names this rank, within milliseconds."""
 
     @staticmethod
     def handle_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
@@ -964,7 +983,7 @@ class MoeLowLatency:
         statistics: _Array | None = None,
         waits: _Array | None = None,
         start: bool = False,
-    ) -> tuple[MoeLowLatencyHandle, Handle | None]:
+    ) -> tuple[MoeLowLatencyHandle, Handle[None] | None]:
         """Moves the tokens ``x`` (bfloat16 ``[T, H]``) to the slots of the experts ``ids`` (``[T, K]``) that they choose:
         ``received_x`` ``[L, R * M, H]``, bfloat16 or 8 bits as ``format`` (``bf16``, ``fp8``, ``fp8_powers_of_two``,
         ``fp8_packed``) says, with ``received_scales``, float32 ``[L, H / 128, R * M]`` or int32 ``[L, H / 512, R * M]``.
@@ -986,7 +1005,7 @@ class MoeLowLatency:
         *,
         waits: _Array | None = None,
         start: bool = False,
-    ) -> Handle | None:
+    ) -> Handle[None] | None:
         """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along a handle, and sums those of each token with its ``weights``
         (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``waits`` and
         ``start`` are as for :meth:`dispatch`."""
@@ -1593,14 +1612,26 @@ def library_plan(
 ) -> str:
     """The plan's text; see ``antiphon.language.library.build``."""
 
-def lower(program: bytes, request: str) -> bytes:
-    """What becomes of a graph of torch, which ``antiphon.lowering`` exported, as JSON: ``edits``, ``plan``, ``report``,
-    its ``text``, and ``digests``: for each group what its ranks compare. The request has a ``world`` and ``options``. Raises ``ValueError`` for what is neither."""
+@final
+class Lowering:
+    """A graph of torch, which ``antiphon.lowering`` exported, and what becomes of it. The request is JSON with a ``world`` and
+    ``options``. Raises ``ValueError`` for what is neither a graph nor a request."""
+
+    def __new__(cls, program: bytes, request: str) -> Self: ...
+    def answer(self) -> bytes:
+        """What became of the graph, as JSON: ``edits``, ``plan``, ``report``, its ``text``, and ``digests``: for each group what
+        its ranks compare."""
+
+    def check(self, after: bytes) -> list[str]:
+        """Why another graph of torch is not shown to compute what this one does, under its plan; empty if it is. Raises
+        ``ValueError`` for what is no graph."""
+
+    def second_opinion(self, after: bytes) -> tuple[bool, str]:
+        """Whether another graph of torch gives what this one does, on small integers and on fractions, as far as the numerics go,
+        and a text that says so, or names the output that differs. Symbolic sizes are small; graphs that compute more than 2²⁰ elements
+        are not run, which the text says. Raises ``ValueError`` for what is no graph."""
 
 def spelled(operator: str, meaning: str, roles: dict[str, int]) -> str:
-    """A spelling for :func:`lower`'s programs: an operator, and its meaning with the places of its arguments. ``ValueError`` names what
+    """A spelling for :class:`Lowering`'s programs: an operator, and its meaning with the places of its arguments. ``ValueError`` names what
     is unknown, and what is known."""
 
-def check_lowering(before: bytes, plan: bytes, after: bytes) -> list[str]:
-    """Why a graph of torch is not shown to compute what another does, under a plan; empty if it is. Raises ``ValueError``
-    for what is no graph or no plan."""

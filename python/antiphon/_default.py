@@ -63,6 +63,7 @@ def all_reduce(x: _A, op: Op | None = None, **options: Any) -> _A:
     return result
 
 
-def all_reduce_rms_norm(x: Any, residual: Any = None, weight: Any = None, **options: Any) -> RmsNormResult:
+def all_reduce_rms_norm(x: _A, residual: Any = None, weight: Any = None, **options: Any) -> "RmsNormResult[_A]":
     """:meth:`antiphon.Communicator.all_reduce_rms_norm` of the default communicator."""
-    return default().all_reduce_rms_norm(x, residual, weight, **options)
+    result: RmsNormResult[_A] = default().all_reduce_rms_norm(x, residual, weight, **options)  # type: ignore[type-var]
+    return result

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeVar
 
 from antiphon._core import Handle
 
+_T = TypeVar("_T")
 
-def wait_all(handles: Iterable[Handle], timeout: float | None = None) -> list[Any]:
+
+def wait_all(handles: Iterable[Handle[_T]], timeout: float | None = None) -> list[_T]:
     """Waits until all operations are over and returns what each returns, in the order of the handles.
 
     If some fail, the error of the first of them is raised, when all are over. ``TimeoutError`` if some still go on after
@@ -15,7 +17,8 @@ def wait_all(handles: Iterable[Handle], timeout: float | None = None) -> list[An
     """
     all_handles = list(handles)
     end = None if timeout is None else time.monotonic() + timeout
-    results, first = [], None
+    results: list[_T] = []
+    first: Exception | None = None
     for handle in all_handles:
         try:
             results.append(handle.wait(None if end is None else max(0.0, end - time.monotonic())))
@@ -28,6 +31,6 @@ def wait_all(handles: Iterable[Handle], timeout: float | None = None) -> list[An
     return results
 
 
-def _still(handles: list[Handle], timeout: float | None) -> str:
+def _still(handles: list[Handle[_T]], timeout: float | None) -> str:
     count = sum(not handle.is_finished() for handle in handles)
     return f"{count} of {len(handles)} operations still under way after {timeout} s: wait again"

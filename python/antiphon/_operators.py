@@ -8,7 +8,7 @@ Torch's own ordered effects (``torch.library._register_effectful_op``) are not e
 fuses what calls read, and operators that write arguments have none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Operators:
 
     def __init__(self) -> None:
         self._library = torch.library.Library("antiphon", "FRAGMENT")  # type: ignore[no-untyped-call]
+        self._differentiable: set[str] = set()
 
     def define(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
         """An operator for tensors on the host and on GPUs, whose first argument is a tensor and whose results are tensors, or one list of them.
@@ -33,6 +34,7 @@ class Operators:
         that are defined here.
         """
         operator = self._define(schema, kernel, fake)
+        name = schema.partition("(")[0]
         head, count = schema.partition(" -> ")[0], len(operator._schema.returns)
         types = [str(result.type).replace("List[Tensor]", "Tensor[]") for result in operator._schema.returns]
         ordered = self._define(
@@ -45,6 +47,8 @@ class Operators:
         def in_turn(mode: FunctionalTensorMode, x: Tensor, *arguments: Any, **named: Any) -> Any:
             trace = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
             place = vars(mode if trace is None else trace.tracer)
+            if name not in self._differentiable:
+                _refuse_gradients(name, (x, *arguments, *named.values()))
             with mode:
                 ticket = place.get(_TICKET)
                 results = ordered(x.new_empty(0) if ticket is None else ticket, x, *arguments, **named)
@@ -57,6 +61,7 @@ class Operators:
 
     def differentiate(self, name: str, backward: Callable[..., Any], save: Callable[..., None]) -> None:
         """Gives an operator a gradient: ``backward(ctx, *grads)``, of what ``save(ctx, inputs, output)`` has kept."""
+        self._differentiable.add(name)
         torch.library.register_autograd(f"antiphon::{name}", backward, setup_context=save, lib=self._library)
 
     def _define(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
@@ -69,6 +74,15 @@ class Operators:
         operator: OpOverload = getattr(torch.ops.antiphon, name).default
         has_side_effect(operator)
         return operator
+
+
+def _refuse_gradients(name: str, arguments: Sequence[Any]) -> None:
+    """As the communicator's methods, which a compiled program calls where grad mode is off."""
+    if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments):
+        raise ValueError(
+            f"{name}: a tensor requires grad, and {name} tracks no gradient: use an operator that returns a tensor, such as"
+            " torch.ops.antiphon.all_reduce, pass x.detach(), or call it under torch.no_grad()"
+        )
 
 
 #: The name under which a trace keeps the ticket for its next call.

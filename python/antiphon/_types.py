@@ -1,9 +1,9 @@
 """The names that calls take, as types: a type checker refuses others, and calls raise ``ValueError``."""
 
 import enum
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-__all__ = ["Algorithm", "Op", "Quantize", "ReduceOp", "ScaleLayout"]
+__all__ = ["Algorithm", "DTypeName", "Op", "OpName", "Quantize", "ReduceOp", "ScaleLayout"]
 
 
 class ReduceOp(str, enum.Enum):
@@ -24,10 +24,40 @@ class ReduceOp(str, enum.Enum):
     BXOR = "bxor"
 
 
-#: ``ReduceOp(name)`` makes one of any string.
-Op: TypeAlias = Literal["sum", "prod", "min", "max", "avg", "band", "bor", "bxor"] | ReduceOp
+    @classmethod
+    def _missing_(cls, value: object) -> "ReduceOp | None":
+        """As calls read names: in any case, and ``"mean"`` too."""
+        name = value.lower() if isinstance(value, str) else value
+        return cls.AVG if name == "mean" else next((op for op in cls if op.value == name), None)
+
+
+class _TorchReduceOp(Protocol):
+    """An operator of ``torch.distributed``, whether or not torch is installed."""
+
+    @property
+    def PREMUL_SUM(self) -> Any: ...
+
+
+class _DType(Protocol):
+    """A dtype of torch or NumPy, likewise."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+OpName: TypeAlias = Literal["sum", "prod", "min", "max", "avg", "mean", "band", "bor", "bxor"]
+#: What every call takes as an operator. ``ReduceOp(name)`` makes one of any string.
+Op: TypeAlias = (
+    OpName
+    | Literal["SUM", "PROD", "MIN", "MAX", "AVG", "MEAN", "BAND", "BOR", "BXOR"]
+    | ReduceOp
+    | _TorchReduceOp
+    | enum.Enum  # that of torch, which torch's own types do not tell from others
+)
 Algorithm: TypeAlias = Literal["one-shot", "two-shot"]
 #: The quantisations of a norm.
 Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-tokens-reciprocal", "fp8-groups", "nvfp4"]
 #: The layouts of the scales of FP4.
 ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"]
+#: A dtype: its name in torch or NumPy, or a dtype of one of the two.
+DTypeName: TypeAlias = str | _DType

@@ -5,6 +5,7 @@
 //! * [`mod@bench`] verifies and times collectives; [`tune`] measures which algorithm is fastest at which size.
 //! * [`plan`] has the tools for execution plans; [`lower`] those for compilers' graphs.
 //! * [`doctor`] reports the features that this machine supports, and those that it lacks.
+//! * [`completions`] prints what shells complete.
 //! * [`report`] writes measured rows as a table, a JSON file and a plot.
 //! * [`sizes`] reads message sizes such as `1K..64M`.
 //! * [`machine`] reads the machine's properties from Linux.
@@ -14,6 +15,7 @@ use std::ffi::OsString;
 use clap::{Parser, Subcommand};
 
 pub mod bench;
+pub mod completions;
 pub mod doctor;
 pub mod launch;
 pub mod lower;
@@ -46,6 +48,7 @@ enum Command {
     Tune(tune::Args),
     Plan(plan::Args),
     Lower(lower::Args),
+    Completions(completions::Args),
 }
 
 /// Runs the command with the arguments that follow its name, and returns its exit status. Commands that start ranks
@@ -60,6 +63,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitStatus {
             Command::Tune(args) => tune::execute(args),
             Command::Plan(args) => plan::execute(args),
             Command::Lower(args) => lower::execute(args),
+            Command::Completions(args) => completions::execute(args),
         },
         Err(error) => {
             // Help goes to standard output. If that takes none, nothing is left to tell but that it failed.
@@ -67,6 +71,11 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitStatus {
             error.print().map_or(FAILURE, |()| asked)
         }
     }
+}
+
+/// The Python that runs scripts: the one that has this package, where the package itself is the command.
+fn python() -> OsString {
+    std::env::var_os("ANTIPHON_PYTHON").unwrap_or_else(|| "python3".into())
 }
 
 /// A file, or a shared memory, that would grow beyond RLIMIT_FSIZE makes the kernel send SIGXFSZ, which kills without a

@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use antiphon_lowering::{
-    Arithmetic, Costs, Device, Graph, Kind, Numerics, Options, Plan, Realize, Tables, Tensor, World, check,
-    interpret, lower,
+    Costs, Device, Graph, Numerics, Options, Plan, Realize, Tables, World, check, compare, lower, verify,
 };
 use antiphon_plan::{escaped, read_text};
 use clap::ValueEnum;
@@ -14,7 +13,8 @@ use crate::{ExitStatus, FAILURE, SUCCESS};
 /// Fuse, order and place the collectives of a compiler's graph, and prove that the result computes the same.
 ///
 /// The report lists each rewrite, the reason for each rewrite that was not made, the calls, the predicted times and the bytes
-/// of symmetric memory. The exit status is 1 if the graph is invalid or the result is not proved.
+/// of symmetric memory. The exit status is 1 if the graph is invalid, the result is not proved, or `--run` finds
+/// a difference.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -57,7 +57,8 @@ pub struct Args {
     /// Lower nothing, but prove that under a plan another graph computes the same as this one
     #[arg(long, num_args = 2, value_names = ["PLAN", "AFTER"])]
     check: Option<Vec<PathBuf>>,
-    /// Interpret both graphs on random numbers that follow from this seed, and compare their results
+    /// Interpret both graphs on numbers that follow from this seed; the exit status is 1 if a result differs by more than the
+    /// numerics allow, and the output is named
     #[arg(long, value_name = "SEED")]
     run: Option<u64>,
 }
@@ -100,19 +101,24 @@ pub fn execute(args: Args) -> ExitStatus {
 }
 
 fn run(args: &Args) -> Result<ExitStatus> {
-    let mut before = read(&args.file, args.from)?;
+    let mut source = Source::read(&args.file, args.from)?;
     if let Some(world) = args.world {
-        before.groups.iter_mut().for_each(|group| group.size = world);
+        source.graph.groups.iter_mut().for_each(|group| group.size = world);
     }
+    source.tell_what_makes_no_sense();
+    let before = &source.graph;
     if let Some([plan, after]) = args.check.as_deref() {
         let plan = Plan::from_json(&read_text(plan)?).map_err(|error| about(plan, error))?;
-        let findings = check(&before, &plan, &read(after, args.from)?);
+        let after = Source::read(after, args.from)?;
+        after.tell_what_makes_no_sense();
+        let findings = check(before, &plan, &after.graph);
         findings.iter().for_each(|finding| println!("{}", escaped(&finding.to_string())));
-        return Ok(if findings.is_empty() { SUCCESS } else { FAILURE });
+        let agrees = agree(args.run, before, &after.graph, plan.numerics)?;
+        return Ok(if findings.is_empty() && agrees { SUCCESS } else { FAILURE });
     }
     let options = options(args);
     let costs = Costs::new(args.device, &options.tables)?;
-    let lowered = lower(&before, &World { device: args.device, groups: None }, &costs, &options);
+    let lowered = lower(before, &World { device: args.device, groups: None }, &costs, &options);
     match args.emit {
         None => println!("{}", lowered.report),
         Some(Emit::Text) => print!("{}", lowered.graph.to_text()),
@@ -122,13 +128,17 @@ fn run(args: &Args) -> Result<ExitStatus> {
     if args.report && args.emit.is_some() {
         eprintln!("{}", lowered.report);
     }
-    if let Some(seed) = args.run {
-        let worst = difference(&before, &lowered.graph, seed)?;
-        eprintln!(
-            "the largest difference of a result is {worst:e}, relative to the larger of the result and 1"
-        );
-    }
-    Ok(if lowered.report.findings.is_empty() { SUCCESS } else { FAILURE })
+    let agrees = agree(args.run, before, &lowered.graph, options.numerics)?;
+    Ok(if lowered.report.findings.is_empty() && agrees { SUCCESS } else { FAILURE })
+}
+
+/// Whether two graphs' results agree on numbers that follow from a seed, if one is given.
+fn agree(seed: Option<u64>, before: &Graph, after: &Graph, numerics: Numerics) -> Result<bool> {
+    let Some(seed) = seed else { return Ok(true) };
+    let Some(found) = compare(before, after, numerics, seed)? else { return Ok(true) };
+    let what = if found.is_too_large() { "the results differ" } else { "the results agree" };
+    eprintln!("{what}: {}", escaped(&found.to_string()));
+    Ok(!found.is_too_large())
 }
 
 fn options(args: &Args) -> Options {
@@ -149,72 +159,57 @@ fn options(args: &Args) -> Options {
     Options { numerics, realize, tables, overlap: args.overlap, ..Options::default() }
 }
 
-fn read(file: &Path, form: Option<Form>) -> Result<Graph> {
-    let text = read_text(file)?;
-    let name = file.file_name().unwrap_or_default().to_string_lossy();
-    let usual = match () {
-        () if name.ends_with(".txt") => Form::Text,
-        () if name.ends_with(".torch.json") => Form::Torch,
-        () => Form::Json,
-    };
-    let graph = match form.unwrap_or(usual) {
-        Form::Torch => Graph::from_torch(&text),
-        Form::Json => Graph::from_json(&text),
-        Form::Text => Graph::from_text(std::str::from_utf8(&text).map_err(|error| about(file, error))?),
-    };
-    Ok(graph.map_err(|error| about(file, error))?)
+/// A graph, and the file that it was read from.
+struct Source<'f> {
+    file: &'f Path,
+    form: Form,
+    text: Vec<u8>,
+    graph: Graph,
+}
+
+impl<'f> Source<'f> {
+    fn read(file: &'f Path, form: Option<Form>) -> Result<Self> {
+        let text = read_text(file)?;
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        let usual = match () {
+            () if name.ends_with(".txt") => Form::Text,
+            () if name.ends_with(".torch.json") => Form::Torch,
+            () => Form::Json,
+        };
+        let form = form.unwrap_or(usual);
+        let graph = match form {
+            Form::Torch => Graph::from_torch(&text),
+            Form::Json => Graph::from_json(&text),
+            Form::Text => Graph::from_text(std::str::from_utf8(&text).map_err(|error| about(file, error))?),
+        };
+        Ok(Self { file, form, graph: graph.map_err(|error| about(file, error))?, text })
+    }
+
+    /// Prints what has no meaning, with its places in the file.
+    fn tell_what_makes_no_sense(&self) {
+        for finding in verify(&self.graph) {
+            let text = match finding.ops.first().and_then(|op| self.place(op)) {
+                Some(place) => format!("{place}: {finding}"),
+                None => finding.to_string(),
+            };
+            eprintln!("antiphon lower: {}", escaped(&about(self.file, text)));
+        }
+    }
+
+    /// Where an operation stands. In a graph of torch its name says so.
+    fn place(&self, op: &str) -> Option<String> {
+        let index = self.graph.ops.iter().position(|other| other.name == op)?;
+        match self.form {
+            Form::Text => {
+                let line = Graph::line_of(std::str::from_utf8(&self.text).ok()?, index)?;
+                Some(format!("line {line}"))
+            }
+            Form::Json => Some(format!("ops[{index}]")),
+            Form::Torch => None,
+        }
+    }
 }
 
 fn about(file: &Path, error: impl std::fmt::Display) -> String {
     format!("{}: {error}", file.display())
-}
-
-/// The most elements that the inputs of all simulated ranks have together.
-const MOST_ELEMENTS: usize = 1 << 26;
-
-/// The largest difference of two graphs' results on the same numbers, which differ from rank to rank.
-fn difference(before: &Graph, after: &Graph, seed: u64) -> Result<f64> {
-    let world = before.groups.iter().map(|group| group.size as usize).max().unwrap_or(1);
-    let mut state = seed;
-    let mut number = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) as f64 / f64::from(1u32 << 29) - 2.0
-    };
-    let hint = |name: &str| before.syms.iter().find(|sym| sym.name == name)?.hint;
-    let mut tensor = |op: &antiphon_lowering::Op| {
-        let ty = before.ty(op.outs[0]);
-        let size =
-            |size: &antiphon_lowering::SymExpr| size.value(&hint).and_then(|size| usize::try_from(size).ok());
-        let shape = ty.shape.iter().map(size).collect::<Option<Vec<_>>>().ok_or("a size without a hint")?;
-        let count = shape
-            .iter()
-            .try_fold(1usize, |count, size| count.checked_mul(*size).filter(|count| *count < 1 << 26));
-        let count = count.ok_or("the inputs have too many elements to be interpreted")?;
-        // Every floating-point dtype has multiples of 1/16.
-        let data = (0..count).map(|_| (number() * 16.0).round() / 16.0).collect();
-        Ok::<_, &str>(Tensor { dtype: ty.dtype, shape, data })
-    };
-    let inputs = |op: &&antiphon_lowering::Op| matches!(op.kind, Kind::Input | Kind::Constant);
-    let elements = before.ops.iter().filter(inputs).try_fold(0usize, |sum, op| {
-        let shape = &before.ty(op.outs[0]).shape;
-        let sizes = shape.iter().map(|size| usize::try_from(size.value(&hint)?).ok());
-        let count = sizes.into_iter().try_fold(1usize, |count, size| count.checked_mul(size?))?;
-        sum.checked_add(count.max(1))
-    });
-    if elements
-        .and_then(|elements| elements.checked_mul(world))
-        .is_none_or(|elements| elements > MOST_ELEMENTS)
-    {
-        let found = elements.map_or("too many".into(), |elements| elements.to_string());
-        let text = format!(
-            "{found} elements of inputs on each of {world} ranks; at most {MOST_ELEMENTS} are interpreted"
-        );
-        return Err(text.into());
-    }
-    let mut rank = || before.ops.iter().filter(inputs).map(&mut tensor).collect();
-    let ranks: Vec<Vec<Tensor>> = (0..world).map(|_| rank()).collect::<std::result::Result<_, _>>()?;
-    let [old, new] = [before, after].map(|graph| interpret(graph, &ranks, Arithmetic::Kernels));
-    let (old, new) = (old?, new?);
-    let pairs = old.iter().flatten().zip(new.iter().flatten()).flat_map(|(x, y)| x.data.iter().zip(&y.data));
-    Ok(pairs.map(|(x, y)| if x == y { 0.0 } else { (x - y).abs() / x.abs().max(1.0) }).fold(0.0, f64::max))
 }

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::{self, Write};
+use std::path::Path;
 use std::time::Duration;
 
 use anstream::{AutoStream, ColorChoice};
@@ -17,6 +18,8 @@ use crate::launch::{Launch, Stream};
 /// ANTIPHON_SECRET with its peers. Lines of output carry the rank that wrote them. Signals are passed on.
 /// Rank 0 reads standard input, the others find it empty.
 ///
+/// A program that ends in .py is run by Python, as torchrun does: by the Python that ANTIPHON_PYTHON names, else python3.
+///
 /// When a rank fails, the others have the grace time to end by themselves, then they get SIGTERM and, after
 /// the same time again, SIGKILL. The last line then says which rank failed first and how: the order is that in which the
 /// processes ended, and a rank that a signal holds stopped failed before those that gave it up. Ranks that had left with
@@ -24,7 +27,7 @@ use crate::launch::{Launch, Stream};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  antiphon run -n 4 python train.py --lr 0.1
+  antiphon run -n 4 train.py --lr 0.1
   antiphon run -n 2 --timeout 60 -- ./worker --verbose
   antiphon run -n 8 --bind --no-prefix ./server
 
@@ -84,7 +87,7 @@ pub fn execute(args: Args) -> ExitStatus {
 
 impl Args {
     fn launch(self) -> Launch {
-        let mut command = self.command.into_iter();
+        let mut command = by_python(&self.command).into_iter().chain(self.command);
         let program = command.next().unwrap_or_default(); // clap requires one
         Launch {
             args: command.collect(),
@@ -97,6 +100,13 @@ impl Args {
             ..Launch::new(program, self.ranks)
         }
     }
+}
+
+/// The words in front of a Python script. Its output is not buffered, so that lines of ranks come when they are written.
+fn by_python(command: &[OsString]) -> Vec<OsString> {
+    let is_script =
+        command.first().is_some_and(|program| Path::new(program).extension() == Some("py".as_ref()));
+    if is_script { vec![crate::python(), "-u".into()] } else { Vec::new() }
 }
 
 fn tell(report: &str) -> String {

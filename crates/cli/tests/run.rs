@@ -6,6 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use antiphon_testing::{Need, need};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -16,15 +17,12 @@ fn run(options: &[&str], script: &str) -> Command {
     command
 }
 
-/// Says so where SIGINT is ignored, as by what a script starts with `&`: the launcher rightly ignores it then.
-fn ignores_interrupts() -> bool {
+/// Whether SIGINT is heeded. What a script starts with `&` ignores it, and then the launcher rightly does too.
+fn heeds_interrupts() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
     let ignores = u64::from_str_radix(ignored.trim(), 16).unwrap() & 1 << (Signal::INT.as_raw() - 1) != 0;
-    if ignores {
-        eprintln!("skipped: SIGINT is ignored here");
-    }
-    ignores
+    need(Need::Interrupts, if ignores { Err("it is ignored here") } else { Ok(()) }).is_some()
 }
 
 fn output(options: &[&str], script: &str) -> Output {
@@ -179,7 +177,7 @@ fn signals_reach_every_rank_once() {
 
 #[test]
 fn an_interrupt_ends_ranks_and_launcher() {
-    if ignores_interrupts() {
+    if !heeds_interrupts() {
         return;
     }
     let launch = ready(run(&["-n", "2"], "echo ready; exec sleep 60"), 2);
@@ -230,7 +228,7 @@ fn unread() -> ChildStdout {
 
 #[test]
 fn a_reader_that_stalls_stops_no_signal() {
-    if ignores_interrupts() {
+    if !heeds_interrupts() {
         return;
     }
     let mut launch = ready(run(&["-n", "2"], "echo $$; exec yes"), 1);
@@ -337,4 +335,24 @@ fn a_rank_that_left_early_without_an_error_is_named_beside_the_first_failure() {
     let blamed = blamed(&output);
     assert!(blamed.contains(" failed first: pid "), "{blamed}");
     assert!(blamed.contains("; before it, rank 1 left with exit code 0 (the first after 0."), "{blamed}");
+}
+
+/// As torchrun, whether or not the script may be executed, and wherever it lies.
+#[test]
+fn a_script_of_python_is_run_by_python() {
+    if !Command::new("python3")
+        .arg("--version")
+        .stdout(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+    {
+        return eprintln!("skipped: there is no python3");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("hello.py"), "import os, sys\nprint(os.environ['RANK'], *sys.argv[1:])\n")
+        .unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+    command.args(["run", "-n", "2", "hello.py", "--lr", "1"]).current_dir(folder.path());
+    let output = command.stdin(Stdio::null()).env_remove("ANTIPHON_PYTHON").output().unwrap();
+    assert_eq!(sorted(&output.stdout), ["[0] 0 --lr 1", "[1] 1 --lr 1"], "{output:?}");
 }

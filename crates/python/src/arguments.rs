@@ -5,7 +5,9 @@ use std::{ops::Range, time::Duration};
 use antiphon::operation::InPlace;
 use pyo3::{
     exceptions::{PyOverflowError, PyTypeError, PyValueError},
+    intern,
     prelude::*,
+    types::PyType,
 };
 
 use crate::{
@@ -63,9 +65,9 @@ pub(crate) fn prepare<'py>(
     let out = out.expect("an output that was not given has been made");
     let in_place = what.operation.row().in_place;
     if out.is(input) && in_place == InPlace::Same {
-        return Ok(Prepared::in_place(what, read.writable("the output")?, out.clone()));
+        return Ok(Prepared::in_place(what, read.written(out, "the output")?, out.clone()));
     }
-    let write = Operand::import(out, "the output", usage)?.writable("the output")?;
+    let write = Operand::import_output(out, "the output", usage)?;
     same_device(&read.tensor, &write.tensor)?;
     if read.element != write.element {
         let text = format!("the input is {}, the output is {}", read.element, write.element);
@@ -73,7 +75,7 @@ pub(crate) fn prepare<'py>(
     }
     if lie_in_place(&what, &read.tensor, &write.tensor, rank, world_size) {
         let whole = match in_place {
-            InPlace::OutputBlock => read.writable("the input")?,
+            InPlace::OutputBlock => read.written(input, "the input")?,
             _ => write,
         };
         return Ok(Prepared::in_place(what, whole, out.clone()));
@@ -106,7 +108,7 @@ pub(crate) fn prepare_output<'py>(
     out: &Bound<'py, PyAny>,
     usage: Usage,
 ) -> Result<Prepared<'py>> {
-    let write = Operand::import(out, "the output", usage)?.writable("the output")?;
+    let write = Operand::import_output(out, "the output", usage)?;
     Ok(Prepared::apart(what, None, Some(write), Some(out.clone())))
 }
 
@@ -185,6 +187,28 @@ impl<'py> FromPyObject<'_, 'py> for Whole {
             false => error,
         };
         object.extract().map(Self).map_err(too_large)
+    }
+}
+
+/// The name of a dtype, from the name itself or a dtype of torch or NumPy.
+#[derive(Debug, Clone)]
+pub(crate) struct DTypeName(pub(crate) String);
+
+impl<'py> FromPyObject<'_, 'py> for DTypeName {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(name) = object.extract::<String>() {
+            return Ok(Self(name));
+        }
+        if let Ok(kind) = object.cast::<PyType>() {
+            return Ok(Self(kind.name()?.to_string())); // numpy.float32
+        }
+        let text = match object.getattr_opt(intern!(object.py(), "name"))? {
+            Some(name) => name.extract()?, // of numpy.dtype
+            None => object.str()?.to_string(),
+        };
+        Ok(Self(text.trim_start_matches("torch.").to_owned()))
     }
 }
 

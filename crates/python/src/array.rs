@@ -36,12 +36,12 @@ impl Array {
     }
 
     pub(crate) fn write(array: &Bound<'_, PyAny>, name: &'static str) -> Result<Self> {
-        Self::read(array, name)?.writable()
+        Self::read(array, name)?.written(array)
     }
 
-    pub(crate) fn writable(self) -> Result<Self> {
+    pub(crate) fn written(self, array: &Bound<'_, PyAny>) -> Result<Self> {
         let Self { name, operand, shape } = self;
-        Ok(Self { name, operand: operand.writable(name)?, shape })
+        Ok(Self { name, operand: operand.written(array, name)?, shape })
     }
 
     pub(crate) fn given(

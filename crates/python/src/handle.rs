@@ -1,14 +1,15 @@
 //! The handle that `start_…` returns.
 
 use std::{
-    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
+use antiphon::device::sync::Mutex;
 use antiphon::prelude::{FabricError, Pending};
-use pyo3::{exceptions::PyTimeoutError, prelude::*};
+use pyo3::{exceptions::PyTimeoutError, prelude::*, types::PyType};
 
-use crate::{arguments::seconds, cuda::Started, error::Error, fork::Process};
+use crate::{arguments::seconds, cuda::Started, error::Error, fork::Process, operand::note_write};
 
 /// How long a wait lasts before Python's signal handlers run.
 const LOOK: Duration = Duration::from_millis(10);
@@ -24,6 +25,8 @@ pub(crate) struct Handle {
     result: Option<Py<PyAny>>,
     /// The rank that sent the message, once it has arrived.
     source: OnceLock<usize>,
+    /// The operation.
+    name: &'static str,
 }
 
 enum State {
@@ -50,7 +53,23 @@ pub(crate) trait Work: Send {
     }
 
     /// Ends it, and lets go of what it kept alive.
-    fn finish(self: Box<Self>) -> Result<(), Error>;
+    ///
+    /// # Errors
+    /// What went wrong; with the work itself if it was refused, and may be ended later.
+    fn finish(self: Box<Self>) -> Result<(), Unfinished>;
+}
+
+/// Why work was not ended well.
+pub(crate) struct Unfinished {
+    pub(crate) error: Error,
+    /// The work, if nothing of it has happened.
+    pub(crate) refused: Option<Box<dyn Work>>,
+}
+
+impl<E: Into<Error>> From<E> for Unfinished {
+    fn from(error: E) -> Self {
+        Self { error: error.into(), refused: None }
+    }
 }
 
 impl<T: Send, E: Into<Error> + From<FabricError> + Send> Work for Pending<T, E> {
@@ -62,8 +81,8 @@ impl<T: Send, E: Into<Error> + From<FabricError> + Send> Work for Pending<T, E> 
         Pending::source(self)
     }
 
-    fn finish(self: Box<Self>) -> Result<(), Error> {
-        self.wait().map(drop).map_err(Into::into)
+    fn finish(self: Box<Self>) -> Result<(), Unfinished> {
+        Ok(self.wait().map(drop)?)
     }
 }
 
@@ -76,20 +95,21 @@ impl Work for Started {
         self.is_passed()
     }
 
-    fn finish(self: Box<Self>) -> Result<(), Error> {
-        (*self).finish().map(drop)
+    fn finish(self: Box<Self>) -> Result<(), Unfinished> {
+        Ok((*self).finish().map(drop)?)
     }
 }
 
 impl Handle {
     /// The handle of an operation in a stream.
-    pub(crate) fn on_cuda(started: Started, result: Option<Bound<'_, PyAny>>) -> Self {
-        Self::of(Box::new(started), result)
+    pub(crate) fn on_cuda(name: &'static str, started: Started, result: Option<Bound<'_, PyAny>>) -> Self {
+        Self::of(name, Box::new(started), result)
     }
 
     /// The handle of any work.
-    pub(crate) fn of(work: Box<dyn Work>, result: Option<Bound<'_, PyAny>>) -> Self {
+    pub(crate) fn of(name: &'static str, work: Box<dyn Work>, result: Option<Bound<'_, PyAny>>) -> Self {
         Self {
+            name,
             process: Process::current(),
             state: Mutex::new(State::Pending(work)),
             result: result.map(Bound::unbind),
@@ -97,12 +117,16 @@ impl Handle {
         }
     }
 
-    pub(crate) fn new<T, E>(pending: Pending<T, E>, result: Option<Bound<'_, PyAny>>) -> Self
+    pub(crate) fn new<T, E>(
+        name: &'static str,
+        pending: Pending<T, E>,
+        result: Option<Bound<'_, PyAny>>,
+    ) -> Self
     where
         T: Send + 'static,
         E: Into<Error> + From<FabricError> + Send + 'static,
     {
-        Self::of(Box::new(pending), result)
+        Self::of(name, Box::new(pending), result)
     }
 
     /// Waits for at most `limit`; returns whether it is over. As with all accesses of the state, the caller is detached from
@@ -137,14 +161,31 @@ impl Handle {
         }
     }
 
-    /// How it ended, if that is known.
+    /// How it ended, if that is known; or why it could not be ended now.
     fn outcome(&self, py: Python<'_>) -> Option<PyResult<()>> {
         if let Some(work) = py.detach(|| self.take_ended()) {
             if let Some(source) = work.source() {
                 let _ = self.source.set(source); // once, as work is ended once
             }
-            let outcome = work.finish().map_err(|error| PyErr::from(error).into_value(py).into_any());
-            py.detach(|| *self.state() = State::Over(outcome));
+            // What is saved for a backward pass between the start and the end would have other values.
+            let written = || self.result.as_ref().map_or(Ok(()), |result| note_write(result.bind(py)));
+            let mut refusal = None;
+            let next = match work.finish() {
+                Ok(()) => {
+                    State::Over(written().map_err(|error| PyErr::from(error).into_value(py).into_any()))
+                }
+                Err(Unfinished { error, refused: Some(work) }) => {
+                    refusal = Some(PyErr::from(error));
+                    State::Pending(work)
+                }
+                Err(Unfinished { error, .. }) => {
+                    State::Over(Err(PyErr::from(error).into_value(py).into_any()))
+                }
+            };
+            py.detach(|| *self.state() = next);
+            if let Some(refusal) = refusal {
+                return Some(Err(refusal));
+            }
         }
         // No thread waits while it holds the lock any more.
         match &*self.state() {
@@ -177,6 +218,22 @@ impl Handle {
                 return Err(PyTimeoutError::new_err(text));
             }
         }
+    }
+
+    /// Type checkers know the result of a handle's operation: `Handle[T]` is for them.
+    #[classmethod]
+    fn __class_getitem__<'py>(class: &Bound<'py, PyType>, _result: &Bound<'py, PyAny>) -> Bound<'py, PyType> {
+        class.clone()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let state = py.detach(|| match &mut *self.state() {
+            State::Pending(work) => ["under way", "finished"][usize::from(work.is_over())],
+            State::Ending => "under way",
+            State::Over(Ok(())) => "finished",
+            State::Over(Err(_)) => "failed",
+        });
+        format!("<antiphon.Handle: {} {state}>", self.name)
     }
 
     #[doc = stub!("Handle.source")]

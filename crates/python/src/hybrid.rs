@@ -1,7 +1,8 @@
 //! Mixtures of experts: the calls of the hybrid form.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{MutexGuard, PoisonError};
 
+use antiphon::device::sync::Mutex;
 use antiphon::moe::{
     HybridCapacity, HybridCombine, HybridDispatch, HybridHandle, HybridOrder, HybridRouting, HybridTokens,
     RowFormat,

@@ -45,12 +45,14 @@ mod stream;
 /// See the crate's page.
 #[pyo3::pymodule(gil_used = false)]
 mod _core {
+    use pyo3::pyfunction;
+
     #[pymodule_export]
     use crate::{
         call::operations,
         comm::{compute_fp4_swizzled_layout_sf_size, strided_memory},
         command::main,
-        communicator::{Communicator, Plan},
+        communicator::{Communicator, Plan, launcher_variables},
         cuda::CudaBuffer,
         error::{AbortedError, PeerLostError},
         fork::after_fork,
@@ -61,7 +63,7 @@ mod _core {
             library_plan,
         },
         low_latency::{MoeLowLatency, MoeLowLatencyHandle},
-        lowering::{check_lowering, lower, spelled},
+        lowering::{Lowering, spelled},
         mapping::Mapping,
         mixed::MixedHandler,
         moe::{Moe, MoeHandle},
@@ -72,4 +74,10 @@ mod _core {
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
     const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    /// For tests: how many locks this thread has taken, in a build with debug assertions.
+    #[pyfunction]
+    fn _locks_taken() -> Option<u64> {
+        antiphon::device::sync::locks_taken()
+    }
 }

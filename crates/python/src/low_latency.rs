@@ -1,10 +1,11 @@
 //! Mixtures of experts: the low-latency calls.
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    sync::{Arc, MutexGuard, OnceLock, PoisonError, Weak},
     time::Duration,
 };
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     device::cuda::StreamRef,
     fabric::Queue,
@@ -31,7 +32,7 @@ use crate::{
     cuda::primary,
     error::Result,
     fork::Process,
-    handle::{Handle, Work},
+    handle::{Handle, Unfinished, Work},
     interrupt,
     operand::Usage,
     stream::stream_or_current,
@@ -76,7 +77,7 @@ struct Receiving {
     device: u32,
     receive: CudaReceive,
     /// Keeps the memory until the second half is in a stream, in whose order libraries give memory back.
-    arrays: Vec<Array>,
+    _arrays: Vec<Array>,
 }
 
 impl Work for Receiving {
@@ -88,16 +89,23 @@ impl Work for Receiving {
         false
     }
 
-    fn finish(self: Box<Self>) -> Result<()> {
-        let Self { engine, device, receive, arrays } = *self;
-        let stream = Python::attach(|py| stream_or_current(py, device, None))?;
-        let engine = lock(&engine);
+    fn finish(self: Box<Self>) -> Result<(), Unfinished> {
+        match self.launch() {
+            Ok(()) => Ok(()),
+            // Nothing was launched: the hook may be called again.
+            Err(error) => Err(Unfinished { error, refused: Some(self) }),
+        }
+    }
+}
+
+impl Receiving {
+    fn launch(&self) -> Result<()> {
+        let stream = Python::attach(|py| stream_or_current(py, self.device, None))?;
+        let engine = lock(&self.engine);
         let Some(Engine::Cuda(engine)) = &*engine else { return Err(closed().into()) };
         let engine = engine.low_latency()?;
         // SAFETY: the stream is that of the library whose tensors are used, and so of the device; the arrays live.
-        unsafe { engine.receive(receive, engine.context().borrow_stream(stream)) }?;
-        drop(arrays);
-        Ok(())
+        Ok(unsafe { engine.receive(&self.receive, engine.context().borrow_stream(stream)) }?)
     }
 }
 
@@ -145,7 +153,7 @@ impl MoeLowLatency {
         };
         if starts {
             let pending = queue.start(move |comm| run(comm).map(|_| arrays))?;
-            return Ok(Some(Handle::new(pending, None)));
+            return Ok(Some(Handle::new("dispatch_low_latency", pending, None)));
         }
         match interrupt::detached(py, || queue.run(run))? {
             true => Ok(None),
@@ -173,8 +181,8 @@ impl MoeLowLatency {
         })?;
         let receive = receive.ok_or_else(closed)?;
         let engine = self.engine.clone();
-        let half = receive.map(|receive| Receiving { engine, device, receive, arrays });
-        Ok(half.map(|half| Handle::of(Box::new(half), None)))
+        let half = receive.map(|receive| Receiving { engine, device, receive, _arrays: arrays });
+        Ok(half.map(|half| Handle::of("dispatch_low_latency", Box::new(half), None)))
     }
 }
 
@@ -219,7 +227,7 @@ impl<const READ: usize> Arrays<READ, 0> {
     ) -> Result<Arrays<READ, WRITTEN>> {
         let Self { call, usage, read, .. } = self;
         let import = |(array, name): (Given<'_, '_>, _)| {
-            array.map(|array| Array::import(array, name, usage)?.writable()).transpose()
+            array.map(|array| Array::import(array, name, usage)?.written(array)).transpose()
         };
         let written = try_each(arrays, import)?;
         check_apart(call, &read.each_ref().map(Some), &written.each_ref().map(Option::as_ref))?;

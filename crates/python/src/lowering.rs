@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use antiphon_lowering::{Costs, Edits, Graph, LoweringError, Options, Plan, World, check, lower as lowered};
+use antiphon_lowering::{
+    Costs, Edits, Graph, LoweringError, Opinion, Options, Plan, World, check, lower, second_opinion,
+};
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 fn refused(error: LoweringError) -> PyErr {
@@ -19,33 +21,68 @@ struct Request {
 
 /// What came of it, as JSON.
 #[derive(serde::Serialize)]
-struct Answer {
+struct Answer<'l> {
     edits: Edits,
-    plan: Plan,
+    plan: &'l Plan,
     /// For each group that has calls, what its ranks compare.
     digests: BTreeMap<String, String>,
     report: antiphon_lowering::Report,
     text: String,
 }
 
-#[doc = stub!("lower")]
-#[pyfunction]
-pub(crate) fn lower<'py>(py: Python<'py>, program: &[u8], request: &str) -> PyResult<Bound<'py, PyBytes>> {
-    let request: Request =
-        serde_json::from_str(request).map_err(|error| PyValueError::new_err(error.to_string()))?;
-    let answer = py.detach(|| {
-        let before = Graph::from_torch(program).map_err(refused)?;
-        let costs = Costs::new(request.world.device, &request.options.tables)
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let lowered = lowered(&before, &request.world, &costs, &request.options);
-        let groups = lowered.plan.calls.iter().map(|call| call.group.as_str());
-        let digests = groups.map(|group| (group.to_owned(), lowered.plan.digest(group))).collect();
-        let text = lowered.report.to_string();
-        let edits = Edits::between(&before, &lowered.graph);
-        Ok::<_, PyErr>(Answer { edits, plan: lowered.plan, digests, report: lowered.report, text })
-    });
-    let answer = serde_json::to_vec(&answer?).expect("plain values with names");
-    Ok(PyBytes::new(py, &answer))
+#[doc = stub!("Lowering")]
+#[pyclass(frozen, module = "antiphon")]
+pub(crate) struct Lowering {
+    before: Graph,
+    plan: Plan,
+    answer: Vec<u8>,
+}
+
+#[pymethods]
+impl Lowering {
+    #[new]
+    fn new(py: Python<'_>, program: &[u8], request: &str) -> PyResult<Self> {
+        let request: Request =
+            serde_json::from_str(request).map_err(|error| PyValueError::new_err(error.to_string()))?;
+        py.detach(|| {
+            let before = Graph::from_torch(program).map_err(refused)?;
+            let costs = Costs::new(request.world.device, &request.options.tables)
+                .map_err(|error| PyValueError::new_err(error.to_string()))?;
+            let lowered = lower(&before, &request.world, &costs, &request.options);
+            let groups = lowered.plan.calls.iter().map(|call| call.group.as_str());
+            let digests = groups.map(|group| (group.to_owned(), lowered.plan.digest(group))).collect();
+            let text = lowered.report.to_string();
+            let edits = Edits::between(&before, &lowered.graph);
+            let answer = Answer { edits, plan: &lowered.plan, digests, report: lowered.report, text };
+            let answer = serde_json::to_vec(&answer).expect("plain values with names");
+            Ok(Self { before, plan: lowered.plan, answer })
+        })
+    }
+
+    #[doc = stub!(Lowering.answer)]
+    fn answer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.answer)
+    }
+
+    #[doc = stub!(Lowering.check)]
+    fn check(&self, py: Python<'_>, after: &[u8]) -> PyResult<Vec<String>> {
+        let findings =
+            py.detach(|| Ok(check(&self.before, &self.plan, &Graph::from_torch(after)?))).map_err(refused)?;
+        Ok(findings.iter().map(ToString::to_string).collect())
+    }
+
+    #[doc = stub!(Lowering.second_opinion)]
+    fn second_opinion(&self, py: Python<'_>, after: &[u8]) -> PyResult<(bool, String)> {
+        let opinion = py.detach(|| {
+            let after = Graph::from_torch(after)?;
+            Ok(second_opinion(&self.before, &after, self.plan.numerics))
+        });
+        Ok(match opinion.map_err(refused)? {
+            Opinion::Equal => (true, "the programs were run, and agree".into()),
+            Opinion::Different(difference) => (false, difference.to_string()),
+            Opinion::None(reason) => (true, format!("the programs were not run: {reason}")),
+        })
+    }
 }
 
 #[doc = stub!("spelled")]
@@ -53,19 +90,4 @@ pub(crate) fn lower<'py>(py: Python<'py>, program: &[u8], request: &str) -> PyRe
 pub(crate) fn spelled(operator: &str, meaning: &str, roles: BTreeMap<String, usize>) -> PyResult<String> {
     let roles: Vec<(String, usize)> = roles.into_iter().collect();
     antiphon_lowering::spelled(operator, meaning, &roles).map_err(refused)
-}
-
-#[doc = stub!("check_lowering")]
-#[pyfunction]
-pub(crate) fn check_lowering(
-    py: Python<'_>,
-    before: &[u8],
-    plan: &[u8],
-    after: &[u8],
-) -> PyResult<Vec<String>> {
-    let findings = py.detach(|| {
-        let (before, after) = (Graph::from_torch(before)?, Graph::from_torch(after)?);
-        Ok(check(&before, &Plan::from_json(plan)?, &after))
-    });
-    Ok(findings.map_err(refused)?.iter().map(ToString::to_string).collect())
 }

@@ -1,7 +1,8 @@
 //! The class `MixedHandler`.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::mixed::{self, MixedMode, MixedOp},
     cuda::CudaCollectives,

@@ -1,7 +1,8 @@
 //! Mixtures of experts: the arrays of a call as the crate's tensors.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     device::cuda::{Event, StreamRef},
     fabric::Queue,
@@ -9,6 +10,7 @@ use antiphon::{
         self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
         cuda::{CudaHandle, CudaMoe, HandleMemory},
     },
+    prelude::FabricError,
     tensor::Device,
 };
 use pyo3::{
@@ -264,6 +266,13 @@ impl Moe {
     fn check(&self) -> Result<()> {
         let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(gpus.iter().try_for_each(|gpu| gpu.moe.check())?)
+    }
+
+    #[doc = stub!("Moe.give_up")]
+    fn give_up(&self, py: Python<'_>, reason: &str) {
+        if let Some(queue) = self.queue.upgrade() {
+            py.detach(|| queue.monitor().report(&FabricError::invalid(reason)));
+        }
     }
 
     #[getter]

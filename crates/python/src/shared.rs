@@ -1,7 +1,8 @@
 //! Symmetric memory as Python sees it.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     fabric::{self, FabricError, Mapped, Queue},
     tensor::{
@@ -15,7 +16,7 @@ use pyo3::{
     types::{PyCapsule, PyTuple},
 };
 
-use crate::{error::Result, fork::Process};
+use crate::{arguments::DTypeName, error::Result, fork::Process};
 
 #[doc = stub!("SharedBuffer")]
 #[pyclass(frozen, module = "antiphon")]
@@ -91,8 +92,9 @@ impl SharedBuffer {
 
     #[doc = stub!("SharedBuffer.memory")]
     #[pyo3(signature = (dtype, shape = None, rank = None))]
-    fn memory(&self, dtype: &str, shape: Option<Vec<usize>>, rank: Option<usize>) -> Result<Memory> {
-        let element = ElementType::named(dtype).ok_or_else(|| {
+    fn memory(&self, dtype: DTypeName, shape: Option<Vec<usize>>, rank: Option<usize>) -> Result<Memory> {
+        let DTypeName(dtype) = dtype;
+        let element = ElementType::named(&dtype).ok_or_else(|| {
             PyValueError::new_err(format!("unknown dtype {dtype:?}: pass a name such as \"float32\""))
         })?;
         let size = element.bytes().ok_or_else(|| {

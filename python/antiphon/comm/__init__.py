@@ -13,6 +13,7 @@ import sys
 from importlib.util import find_spec
 from typing import NoReturn
 
+from antiphon._names import listed
 from antiphon.comm.allreduce import (
     AllReduceFusionWorkspace,
     TRTLLMAllReduceFusionWorkspace,
@@ -99,7 +100,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    text = f"Antiphon does not serve {name!r} of flashinfer.comm yet; it serves {', '.join(__all__)}"
+    text = f"Antiphon does not serve {name!r} of flashinfer.comm yet; it serves {listed(__all__, name)}"
     # `from antiphon.comm import name` looks here before it imports a module of that name. If there is none, it would put a
     # poorer text in place of this one.
     if sys._getframe(1).f_code.co_name == "_handle_fromlist" and find_spec(f"{__name__}.{name}") is None:

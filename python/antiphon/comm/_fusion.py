@@ -228,8 +228,11 @@ def _refuse(pattern: int) -> NoReturn:
     raise ValueError(f"{_NAME}: pattern {pattern} {instead if pattern in moe else 'is unknown'}")
 
 
-def check(metadata: dict[str, Any], x: "torch.Tensor", world_size: int, tokens: int, hidden: int) -> int | None:
-    """Refuses what FlashInfer's workspace would not hold. The number of the workspace."""
+def check(
+    metadata: dict[str, Any], x: "torch.Tensor", world_size: int, tokens: int, hidden: int, caller: str = _NAME, made_with: str = ""
+) -> int | None:
+    """Refuses what FlashInfer's workspace would not hold. The number of the workspace. Errors name the caller, and what the workspace was
+    ``made_with``: ``use_fp32_lamport`` unless given."""
     import torch
 
     try:
@@ -238,12 +241,13 @@ def check(metadata: dict[str, Any], x: "torch.Tensor", world_size: int, tokens: 
     except KeyError:
         needed = "tp_size", "max_token_num", "hidden_dim", "use_fp32_lamport"
         absent = [name for name in needed if name not in metadata]
-        raise ValueError(f"{_NAME}: metadata lacks {', '.join(absent)}") from None
+        raise ValueError(f"{caller}: metadata lacks {', '.join(absent)}") from None
     if ranks != world_size:
-        raise ValueError(f"{_NAME}: the workspace is of {ranks} ranks, not {world_size}")
+        raise ValueError(f"{caller}: the workspace is of {ranks} ranks, not {world_size}")
     if tokens * hidden > most_tokens * most_hidden:
         most = f"{most_tokens} tokens of {most_hidden}"
-        raise ValueError(f"{_NAME}: {tokens} tokens of {hidden} are more than the workspace's {most}")
+        raise ValueError(f"{caller}: {tokens} tokens of {hidden} are more than the workspace's {most}")
     if (x.dtype == torch.float32) != is_fp32:
-        raise ValueError(f"{_NAME}: use_fp32_lamport is {is_fp32}, and the input {x.dtype}")
+        made_with = made_with or f"use_fp32_lamport={is_fp32}"
+        raise ValueError(f"{caller}: the workspace was made with {made_with}, and the input is of {x.dtype}")
     return metadata.get("workspace_id")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from antiphon._operators import Operators
+from antiphon.comm._tensors import dtype_of
 from antiphon.comm.mixed_comm import (
     FUSED,
     SCATTERS,
@@ -62,7 +63,8 @@ def check_world(info: ParallelInfo) -> None:
         )
 
 
-def check_kind(dtype: torch.dtype, device: "torch.device | str") -> tuple[torch.dtype, torch.device]:
+def check_kind(dtype: torch.dtype | str, device: "torch.device | str") -> tuple[torch.dtype, torch.device]:
+    dtype = dtype_of("MixedCommHandler", dtype)
     if dtype not in _DTYPES:
         raise ValueError(f"MixedCommHandler: dtype is {dtype}, not float16, bfloat16 or float32")
     try:

@@ -17,6 +17,16 @@ def missing(caller: str, **tensors: object) -> ValueError:
     return ValueError(f"{caller}: {names} must be given")
 
 
+def dtype_of(caller: str, dtype: "torch.dtype | str") -> "torch.dtype":
+    """A dtype of torch, or the one of this name, such as ``"bfloat16"``."""
+    import torch
+
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{caller}: dtype must be a torch.dtype or its name, not {dtype!r}")
+    return found
+
+
 def apart(x: "torch.Tensor", *outputs: "torch.Tensor | None") -> "torch.Tensor":
     """The input, or a copy if an output takes its place."""
     at = x.data_ptr()

@@ -56,6 +56,8 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     create_metadata: bool = False,
     comm_backend: Any = None,
     use_symm_dev_mem: bool = False,
+    *,
+    caller: str = "trtllm_create_ipc_workspace_for_all_reduce_fusion",
 ) -> Any:
     """A workspace for the ``trtllm_…_fusion`` functions: three lists of an address for each rank, and a tensor.
 
@@ -64,7 +66,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     sizes as FlashInfer's memory would need it; with ``use_symm_dev_mem`` an empty list comes before it. All ranks of
     the group call it together. Without a ``group`` it is that of ``comm_backend``, such as
     :class:`antiphon.comm.mnnvl.TorchDistBackend`; for one of another kind the ranks meet anew, and part when both the
-    backend and the workspace are gone.
+    backend and the workspace are gone. Errors name ``caller``.
 
     Raises ``ValueError`` if the group has another rank or size, and for ``use_symm_dev_mem`` without
     ``create_metadata``.
@@ -72,8 +74,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     import torch
 
     if use_symm_dev_mem and not create_metadata:
-        raise ValueError("use_symm_dev_mem needs create_metadata=True")
-    caller = "trtllm_create_ipc_workspace_for_all_reduce_fusion"
+        raise ValueError(f"{caller}: use_symm_dev_mem needs create_metadata=True")
     comm = _meet(caller, tp_rank, tp_size, group, comm_backend)
     lamport = tp_size * max_token_num * hidden_dim * (4 if use_fp32_lamport else 2)
     if lamport > MAX_COMM_SIZE:
@@ -212,7 +213,7 @@ def _meet(caller: str, rank: int, tp_size: int, group: _Group, comm_backend: Any
 
     import antiphon.comm._operators  # noqa: F401  (so that what is compiled from now on finds them)
 
-    comm = communicator(caller, group) if comm_backend is None or group is not None else communicator_of(comm_backend)
+    comm = communicator(caller, group) if comm_backend is None or group is not None else communicator_of(caller, comm_backend)
     if (comm.rank, comm.world_size) != (rank, tp_size):
         raise ValueError(f"{caller}: rank {rank} of {tp_size} was passed in, but the group has {comm}")
     if uses_cuda() and tp_size > 1:

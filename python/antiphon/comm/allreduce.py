@@ -6,7 +6,7 @@ from antiphon.comm import _fusion
 from antiphon.comm._fusion import PATTERNS
 from antiphon.comm._integers import AllReduceFusionPattern
 from antiphon.comm._moe import trtllm_moe_allreduce_fusion, trtllm_moe_finalize_allreduce_fusion
-from antiphon.comm._tensors import fp4_scale_bytes, missing, parted
+from antiphon.comm._tensors import dtype_of, fp4_scale_bytes, missing, parted
 from antiphon.comm._workspaces import (
     trtllm_create_ipc_workspace_for_all_reduce_fusion,
     trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
@@ -45,24 +45,33 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         tp_rank: int,
         max_token_num: int,
         hidden_dim: int,
-        dtype: "torch.dtype | None" = None,
+        dtype: "torch.dtype | str | None" = None,
         comm_backend: Any = None,
         group: _Group = None,
+        *,
+        caller: str = "TRTLLMAllReduceFusionWorkspace",
     ) -> None:
         import torch
 
         super().__init__(tp_size, tp_rank)
+        self.dtype = torch.float16 if dtype is None else dtype_of(caller, dtype)
         self.mem_handles: list[Any] = []  # scripts read it
         self.ipc_handles, self.workspace_tensor, self.metadata = trtllm_create_ipc_workspace_for_all_reduce_fusion(
             tp_rank,
             tp_size,
             max_token_num,
             hidden_dim,
-            use_fp32_lamport=dtype == torch.float32,
+            use_fp32_lamport=self.dtype == torch.float32,
             group=group,
             create_metadata=True,
             comm_backend=comm_backend,
+            caller=caller,
         )
+
+    def __repr__(self) -> str:
+        most, hidden = self.metadata["max_token_num"], self.metadata["hidden_dim"]
+        place = f"rank {self.rank} of {self.world_size}"
+        return f"<antiphon.comm workspace {self.backend!r}: {place}, at most {most} tokens of {hidden}, {self.dtype}>"
 
     @property
     def backend(self) -> str:
@@ -78,11 +87,13 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         tp_size: int,
         num_tokens: int,
         hidden_dim: int,
-        dtype: "torch.dtype",
+        dtype: "torch.dtype | str",
         use_oneshot: bool | None = None,
     ) -> bool:
         """Whether calls may be of this size and dtype; ``use_oneshot`` makes no difference."""
         import torch
+
+        dtype = dtype_of("is_buffer_size_sufficient", dtype)
 
         most = self.metadata["max_token_num"] * self.metadata["hidden_dim"]
         is_fp32 = bool(dtype == torch.float32)
@@ -96,7 +107,7 @@ def create_allreduce_fusion_workspace(
     rank: int | None = None,
     max_token_num: int | None = None,
     hidden_dim: int | None = None,
-    dtype: "torch.dtype | None" = None,
+    dtype: "torch.dtype | str | None" = None,
     gpus_per_node: int | None = None,
     comm_backend: Any = None,
     force_oneshot_support: bool = False,
@@ -114,7 +125,16 @@ def create_allreduce_fusion_workspace(
     if world_size is None or rank is None or max_token_num is None or hidden_dim is None:
         needed = {"world_size": world_size, "rank": rank, "max_token_num": max_token_num, "hidden_dim": hidden_dim}
         raise missing("create_allreduce_fusion_workspace", **needed)
-    return TRTLLMAllReduceFusionWorkspace(world_size, rank, max_token_num, hidden_dim, dtype, comm_backend, group)
+    return TRTLLMAllReduceFusionWorkspace(
+        world_size,
+        rank,
+        max_token_num,
+        hidden_dim,
+        dtype,
+        comm_backend,
+        group,
+        caller="create_allreduce_fusion_workspace",
+    )
 
 
 def allreduce_fusion(
@@ -231,6 +251,10 @@ def allreduce_fusion(
         return _result(norm_out, quant_out)
     tokens, hidden = shape
     quantize, gives_norm = PATTERNS.get(pattern, (None, False))
+    if pattern in PATTERNS and pattern != _SUM and (residual_in is None or rms_gamma is None):
+        raise missing(_NAME, residual_in=residual_in, rms_gamma=rms_gamma)
+    if quantize in ("fp8", "nvfp4") and scale_factor is None:
+        raise missing(_NAME, scale_factor=scale_factor)
     if pattern == _SUM:
         output = _like(input) if output is None else output
     else:
@@ -265,7 +289,7 @@ def allreduce_fusion(
         layout_code,
         block_quant_group_size,
         weight_bias,
-        _fusion.check(workspace.metadata, input, world_size, tokens, hidden),
+        _fusion.check(workspace.metadata, input, world_size, tokens, hidden, _NAME, f"dtype={workspace.dtype}"),
     )
     if pattern == _SUM:
         return _result(output, None)

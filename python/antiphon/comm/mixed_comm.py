@@ -162,7 +162,7 @@ class MixedCommHandler:
         local_dp_size: int | None,
         inter_tp_size: int | None,
         inter_dp_size: int | None,
-        dtype: "torch.dtype",
+        dtype: "torch.dtype | str",
         device: "torch.device | str",
         grid_size: int | None = None,
         max_block_size: int | None = None,

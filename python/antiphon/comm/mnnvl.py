@@ -30,10 +30,10 @@ class MnnvlMemory:
         return False
 
 
-def communicator_of(backend: Any) -> Communicator:
-    """The communicator of the ranks of a backend, which meet for it the first time."""
+def communicator_of(caller: str, backend: Any) -> Communicator:
+    """The communicator of the ranks of a backend, which meet for it the first time. Errors name the caller."""
     if isinstance(backend, TorchDistBackend):
-        return communicator("comm_backend", backend.group)
+        return communicator(caller, backend.group)
     comm = _communicators.get(backend)
     if comm is None:
         rank, world_size = backend.Get_rank(), backend.Get_size()

@@ -31,7 +31,7 @@ class AllReduceFusionWorkspace(ABC):
         tp_size: int,
         num_tokens: int,
         hidden_dim: int,
-        dtype: "torch.dtype",
+        dtype: "torch.dtype | str",
         use_oneshot: bool | None = None,
     ) -> bool:
         """Whether calls may be of this size and dtype."""

@@ -30,6 +30,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from antiphon._names import listed
+
 __all__ = ["BY_NAME", "PEERS", "install", "uninstall"]
 
 #: Our module for each module of a peer.
@@ -193,8 +195,7 @@ class _Parents(MetaPathFinder):
 def _not_served(name: str, peer: str) -> str:
     modules = pkgutil.iter_modules(getattr(importlib.import_module(PEERS[peer]), "__path__", []), f"{peer}.")
     names = [module.name for module in modules if "._" not in module.name]
-    served = ", ".join([peer, *names])
-    return f"Antiphon does not serve the module {name} yet; it serves {served}"
+    return f"Antiphon does not serve the module {name} yet; it serves {listed([peer, *names], name)}"
 
 
 _finder = _Finder()

@@ -1,5 +1,6 @@
 """Programs."""
 
+import inspect
 import json
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
@@ -153,23 +154,10 @@ class CollectiveProgram:
 
     @classmethod
     def from_spec(cls, spec: AlgoSpec) -> "CollectiveProgram":
-        """A program with what a specification says; ``nranks_per_node``, ``in_place`` and ``tags`` say nothing about it."""
-        return cls(
-            spec.name,
-            spec.collective,
-            spec.world_size,
-            instances=spec.instances,
-            protocol=spec.protocol,
-            instr_fusion=spec.instr_fusion,
-            auto_sync=spec.auto_sync,
-            replication_policy=spec.replication_policy,
-            reuse_resources=spec.reuse_resources,
-            num_threads_per_block=spec.num_threads_per_block,
-            use_double_scratch_buffer=spec.use_double_scratch_buffer,
-            buffer_alignment=spec.buffer_alignment,
-            min_message_size=spec.min_message_size,
-            max_message_size=spec.max_message_size,
-        )
+        """A program of ``world_size`` ranks with the options of the same names; ``nranks_per_node``, ``in_place`` and ``tags`` say nothing about
+        it."""
+        options = {name: getattr(spec, name) for name in inspect.signature(cls).parameters if hasattr(spec, name)}
+        return cls(num_ranks=spec.world_size, **options)
 
     def __enter__(self) -> "CollectiveProgram":
         set_program(self)

@@ -9,7 +9,18 @@ from torch import Tensor
 
 from antiphon._core import Moe
 
-__all__ = ["check_handle", "check_ids", "check_rows", "check_scales", "check_tensors", "experts", "whole"]
+__all__ = [
+    "Routes",
+    "check_handle",
+    "check_ids",
+    "check_rows",
+    "check_scales",
+    "check_tensors",
+    "experts",
+    "hidden_size",
+    "router_weights",
+    "whole",
+]
 
 #: Numbers of rows, tokens and bytes are counted in 32 bits.
 MOST = 2**31 - 1
@@ -35,6 +46,31 @@ def experts(call: str, num_experts: Any, world_size: int) -> int:
     if number % world_size:
         raise ValueError(f"{call}: {number} experts cannot be divided among {world_size} ranks")
     return number
+
+
+def hidden_size(call: str, hidden: Any) -> int:
+    """The elements of a row. Rows are whole 16 bytes: no dtype has a row of an odd number."""
+    number = whole(call, "hidden", hidden, 1)
+    if number % 2:
+        raise ValueError(f"{call}: hidden must be even, as rows are whole 16 bytes, not {number}")
+    return number
+
+
+def router_weights(call: str, weights: Tensor) -> Tensor:
+    """Weights of a router as calls take them, in float32. Raises ``TypeError`` for weights that are no floating-point numbers."""
+    if weights.dtype == torch.float32:
+        return weights
+    if not weights.dtype.is_floating_point:
+        raise TypeError(f"{call}: the weights must be of a floating-point dtype, not {weights.dtype}")
+    return weights.float()
+
+
+class Routes:
+    """What the handles of all forms have in common: they are tuples, whose fields tell of the routes of one dispatch."""
+
+    def _replace(self, **fields: Any) -> Any:
+        """Raises ``ValueError``: a call along the handle would not see other fields."""
+        raise ValueError(f"{type(self).__name__}: {', '.join(fields) or 'a copy'}: the routes are those of one dispatch and cannot be replaced")
 
 
 def check_tensors(call: str, tensors: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:

@@ -13,8 +13,10 @@ from antiphon.moe._arguments import (
     check_ids,
     check_rows,
     check_scales,
+    Routes,
     check_tensors,
     experts,
+    router_weights,
     whole,
 )
 
@@ -71,7 +73,7 @@ class _Fields(NamedTuple):
     """int32 ``[1]``: 1 if rows were dropped because more were routed here than the capacity, else 0."""
 
 
-class Handle(_Fields):
+class Handle(Routes, _Fields):
     """Along which rows go: a tuple of tensors as DeepEP's, of one channel, with ``overflow_flag`` last. It belongs to the
     communicator whose dispatch made it, and serves any number of dispatches and combines."""
 
@@ -80,6 +82,10 @@ class Handle(_Fields):
     counts: Tensor | None = None
     #: All that a handle with a capacity has on a GPU.
     routes: Tensor | None = None
+
+    def __repr__(self) -> str:
+        received = "rows of a capacity" if self.num_received is None else "rows"
+        return f"<antiphon.moe.Handle: {self.core.num_tokens} tokens, {self.rows} {received}, {self.core.num_experts} experts>"
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -133,11 +139,12 @@ class Calls:
         """Raises what has gone wrong in calls on GPUs that are over by now."""
         self._core.check()
 
-    def layout(self, ids: Tensor, num_experts: int, side: Side | None = None) -> Layout:
-        """The layout of ``ids``, int64 or int32 ``[T, K]``. On a GPU it is made on ``side``, or else in the current stream."""
-        check_tensors("layout", {"ids": ids})
-        check_ids("layout", ids)
-        num_experts = experts("layout", num_experts, self.world_size)
+    def layout(self, ids: Tensor, num_experts: int, side: Side | None = None, *, call: str = "layout") -> Layout:
+        """The layout of ``ids``, int64 or int32 ``[T, K]``. On a GPU it is made on ``side``, or else in the current stream. Errors
+        name ``call``."""
+        check_tensors(call, {"ids": ids})
+        check_ids(call, ids)
+        num_experts = experts(call, num_experts, self.world_size)
         layout = Layout(
             ids.new_empty(self.world_size, dtype=torch.int32),
             ids.new_empty(num_experts, dtype=torch.int32),
@@ -177,8 +184,7 @@ class Calls:
             capacity = whole("dispatch", "the capacity", capacity)
         if ids is not None and weights is not None:
             check_ids("dispatch", ids)
-            if weights.dtype != torch.float32:
-                raise TypeError(f"dispatch: the weights must be torch.float32, not {weights.dtype}")
+            weights = router_weights("dispatch", weights)
             if ids.shape != weights.shape or len(ids) != len(x):
                 shapes = f"{list(ids.shape)} and {list(weights.shape)} for {len(x)} tokens"
                 raise ValueError(f"dispatch: ids and weights must both be of shape [T, K], not {shapes}")
@@ -210,14 +216,15 @@ class Calls:
             sources=sources,
             side=_raw(side),
         )
-        if side is not None:
-            side.keep(words.get("all"), per_expert, is_token_in_rank)
-        if words and sources is None:
-            sources = words["all"].new_empty(core.rows)
-            core.keep_sources_in(sources)
-        if received is None:
-            received = _rows(core.rows, x, scales, ids, weights)
-        self._move(core, received, x, scales, ids, weights, side)
+        with on_all_ranks(self._core, "dispatch"):
+            if side is not None:
+                side.keep(words.get("all"), per_expert, is_token_in_rank)
+            if words and sources is None:
+                sources = words["all"].new_empty(core.rows)
+                core.keep_sources_in(sources)
+            if received is None:
+                received = _rows(core.rows, x, scales, ids, weights)
+            self._move(core, received, x, scales, ids, weights, side)
         if side is not None:
             side.keep(sources)
         if sources is None:
@@ -378,6 +385,21 @@ def routes_size(device: torch.device, world_size: int, num_experts: int, num_tok
 
     alone = size(0, 0)
     return alone + (size(1, 0) - alone) * num_tokens + (size(0, 1) - alone) * capacity
+
+
+class on_all_ranks:
+    """Between two steps of a call an error of this rank is one of all: the peers go on to the second step, and would wait."""
+
+    __slots__ = ("_call", "_core")
+
+    def __init__(self, core: Moe, call: str) -> None:
+        self._core, self._call = core, call
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._core.give_up(f"{self._call}: {type(error).__name__}: {error}")
 
 
 class _Shared(NamedTuple):

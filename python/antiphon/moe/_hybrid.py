@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from antiphon._core import Communicator, Moe, MoeHybrid, MoeHybridHandle
-from antiphon.moe._arguments import check_handle, check_rows, check_scales, check_tensors, whole
-from antiphon.moe._calls import _codes, core_of
+from antiphon.moe._arguments import Routes, check_handle, check_rows, check_scales, check_tensors, whole
+from antiphon.moe._calls import _codes, core_of, on_all_ranks
 
 __all__ = ["HybridCalls", "HybridHandle", "HybridReceived", "hybrid_calls_of"]
 
@@ -41,7 +41,7 @@ class _Fields(NamedTuple):
     """int32 ``[1]``: 1 if rows were dropped because there are more than the capacity, else 0."""
 
 
-class HybridHandle(_Fields):
+class HybridHandle(Routes, _Fields):
     """Along which rows go: a tuple as DeepEP's, with ``overflow_flag`` last. It belongs to the communicator whose dispatch made it,
     and serves any number of dispatches and combines."""
 
@@ -53,6 +53,10 @@ class HybridHandle(_Fields):
     rows_per_expert: Tensor
     #: What the handle keeps on a GPU.
     words: Tensor | None = None
+
+    def __repr__(self) -> str:
+        order = "token" if self.pad_multiple is None else "expert"
+        return f"<antiphon.moe.HybridHandle: {self.num_tokens} tokens, {self.rows} rows by {order}, {self.core.num_experts} experts>"
 
     @property
     def rows(self) -> int:
@@ -94,10 +98,10 @@ class HybridCalls:
         pad_multiple: int | None,
         capacity: int | None = None,
         max_tokens: int | None = None,
+        call: str = "hybrid_dispatch",
     ) -> HybridReceived:
         """Dispatches tokens as a routing map, bool ``[T, E]``, says. ``pad_multiple`` is ``None`` for rows by token, of which
-        ``probs`` are ``[N, L]``."""
-        call = "hybrid_dispatch"
+        ``probs`` are ``[N, L]``. Errors name ``call``."""
         check_tensors(call, {"x": x, "routing_map": routing_map}, {"probs": probs, "scales": scales})
         check_rows(call, x)
         check_scales(call, x, scales)
@@ -132,12 +136,14 @@ class HybridCalls:
             words=parts.get("all"),
         )
         places = None
-        if parts:
-            places = x.new_empty(core.num_places, core.num_experts // self.world_size, dtype=torch.int32)
-            core.keep_places_in(places)
-        if received is None:
-            received = _rows(core.rows, core.num_experts // self.world_size if is_by_token else 0, x, probs, scales)
-        self._move(core, received, x, probs, scales)
+        with on_all_ranks(self._moe, call):
+            if parts:
+                places = x.new_empty(core.num_places, core.num_experts // self.world_size, dtype=torch.int32)
+                core.keep_places_in(places)
+            if received is None:
+                local = core.num_experts // self.world_size if is_by_token else 0
+                received = _rows(core.rows, local, x, probs, scales)
+            self._move(core, received, x, probs, scales)
         world_size = self.world_size
         handle = _handle(core, world_size) if places is None else _cuda_handle(core, parts, places, self.rank, world_size)
         handle.core, handle.calls, handle.pad_multiple = core, self, pad_multiple
@@ -178,10 +184,9 @@ class HybridCalls:
         )
 
     def combine(
-        self, x: Tensor, handle: HybridHandle, probs: Tensor | None = None
+        self, x: Tensor, handle: HybridHandle, probs: Tensor | None = None, *, call: str = "hybrid_combine"
     ) -> tuple[Tensor, Tensor | None]:
-        """Brings rows back along a handle; the sums, ``[T, H]``, and ``probs`` in their places, ``[T, E]``."""
-        call = "hybrid_combine"
+        """Brings rows back along a handle; the sums, ``[T, H]``, and ``probs`` in their places, ``[T, E]``. Errors name ``call``."""
         self._check_handle(call, handle)
         check_tensors(call, {"x": x}, {"probs": probs})
         check_rows(call, x)
@@ -328,7 +333,7 @@ class CombineByMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, handle: HybridHandle) -> Any:
         ctx.handle = handle
-        return handle.calls.combine(x, handle)[0]
+        return handle.calls.combine(x, handle, call="combine_by_expert")[0]
 
     @staticmethod
     @once_differentiable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from antiphon._core import Communicator, Handle, MoeLowLatency, MoeLowLatencyHandle
-from antiphon.moe._arguments import check_handle, check_ids, check_tensors, experts, whole
+from antiphon.moe._arguments import Routes, check_handle, check_ids, check_tensors, experts, router_weights, whole
 from antiphon.moe._calls import _codes
 
 __all__ = ["Hook", "LowLatencyCalls", "LowLatencyHandle", "LowLatencyReceived", "Options", "low_latency_calls_of"]
@@ -45,7 +45,7 @@ class _Fields(NamedTuple):
     """``E``"""
 
 
-class LowLatencyHandle(_Fields):
+class LowLatencyHandle(Routes, _Fields):
     """The routes of a dispatch, along which a combine sends rows back: a tuple as DeepEP's. It belongs to the communicator whose
     dispatch made it."""
 
@@ -53,6 +53,10 @@ class LowLatencyHandle(_Fields):
     engine: MoeLowLatency
     #: What :meth:`antiphon.moe.deep_ep.Buffer.get_next_low_latency_combine_buffer` gave.
     combine_buffer: Tensor | None = None
+
+    def __repr__(self) -> str:
+        slots = f"{self.num_max_dispatch_tokens_per_rank} tokens of each rank"
+        return f"<antiphon.moe.LowLatencyHandle: at most {slots}, rows of {self.hidden}, {self.num_experts} experts>"
 
     def new_rows(self) -> Tensor:
         """A tensor for the experts' outputs: bfloat16 ``[L, R * M, H]``."""
@@ -84,7 +88,7 @@ class LowLatencyCalls:
         self._world_size = comm.world_size
         self._engines: dict[tuple[int, int, int, int, int | None], MoeLowLatency] = {}
         #: Of each engine on a GPU the call that may not have received yet.
-        self._started: dict[MoeLowLatency, Handle] = {}
+        self._started: dict[MoeLowLatency, Handle[None]] = {}
 
     def _engine(self, x: Tensor, max_tokens: int, num_experts: int, top_k: int) -> MoeLowLatency:
         device = x.device.index if x.is_cuda else None
@@ -111,11 +115,20 @@ class LowLatencyCalls:
 
     def _receive(self, engine: MoeLowLatency) -> None:
         """Receives the data of the call before, if its hook has not been called."""
-        started = self._started.pop(engine, None)
-        if started is not None:
+        started = self._started.get(engine)
+        if started is None:
+            return
+        try:
             started.wait()
+        except RuntimeError:
+            # A refusal leaves the half to a later call or its hook. Outside of a capture none can follow: the half is of a graph.
+            if torch.cuda.is_current_stream_capturing():
+                raise
+            del self._started[engine]
+            raise
+        del self._started[engine]
 
-    def _hook(self, engine: MoeLowLatency, started: Handle | None, is_cuda: bool) -> Hook | None:
+    def _hook(self, engine: MoeLowLatency, started: Handle[None] | None, is_cuda: bool) -> Hook | None:
         if started is None:
             return None
         if is_cuda:
@@ -135,9 +148,12 @@ class LowLatencyCalls:
         num_experts: int,
         format: str,
         options: Options = Options(),
+        *,
+        call: str = "low_latency_dispatch",
+        limit: str = "num_max_dispatch_tokens_per_rank",
     ) -> tuple[LowLatencyReceived, Hook | None]:
-        """Moves tokens to the slots of their experts."""
-        call, world_size = "low_latency_dispatch", self._world_size
+        """Moves tokens to the slots of their experts. Errors name ``call``, and its argument ``limit``."""
+        world_size = self._world_size
         statistics, waits, start = options
         check_tensors(call, {"x": x, "ids": ids}, {"statistics": statistics, "waits": waits})
         check_ids(call, ids)
@@ -147,9 +163,9 @@ class LowLatencyCalls:
         if x.dtype != torch.bfloat16:
             raise TypeError(f"{call}: x must be torch.bfloat16, not {x.dtype}")
         num_experts = experts(call, num_experts, world_size)
-        max_tokens = whole(call, "num_max_dispatch_tokens_per_rank", max_tokens)
+        max_tokens = whole(call, limit, max_tokens)
         if len(x) > max_tokens:
-            raise ValueError(f"{call}: {len(x)} tokens; num_max_dispatch_tokens_per_rank is {max_tokens}")
+            raise ValueError(f"{call}: {len(x)} tokens; {limit} is {max_tokens}")
         _check_written(call, statistics=statistics, waits=waits)
         group = _GROUPS.get(format)
         if group is None:
@@ -195,9 +211,10 @@ class LowLatencyCalls:
         handle: LowLatencyHandle,
         out: Tensor | None = None,
         options: Options = Options(),
+        *,
+        call: str = "low_latency_combine",
     ) -> tuple[Tensor, Hook | None]:
-        """Moves rows back along a handle, weighs and sums them."""
-        call = "low_latency_combine"
+        """Moves rows back along a handle, weighs and sums them. Errors name ``call``."""
         check_handle(call, handle, LowLatencyHandle)
         if not any(handle.engine is engine for engine in self._engines.values()):
             raise ValueError(f"{call}: the handle is of another communicator")
@@ -205,9 +222,9 @@ class LowLatencyCalls:
         check_tensors(call, given, {"out": out, "waits": options.waits})
         check_ids(call, ids)
         _check_written(call, waits=options.waits)
-        for name, tensor, dtype in (("x", rows, torch.bfloat16), ("weights", weights, torch.float32)):
-            if tensor.dtype != dtype:
-                raise TypeError(f"{call}: {name} must be {dtype}, not {tensor.dtype}")
+        if rows.dtype != torch.bfloat16:
+            raise TypeError(f"{call}: x must be torch.bfloat16, not {rows.dtype}")
+        weights = router_weights(call, weights)
         if out is None:
             out = rows.new_empty(len(ids), handle.hidden, dtype=torch.bfloat16)
         elif not out.is_contiguous() or out.dtype != torch.bfloat16:

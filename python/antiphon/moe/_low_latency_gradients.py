@@ -26,7 +26,7 @@ class DispatchLowLatency(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ids: Tensor, calls: LowLatencyCalls, plain: list[Any], call: tuple[Any, ...]) -> Tensor:
-        received, _ = calls.dispatch(x, ids, *call)
+        received, _ = calls.dispatch(x, ids, *call, call="dispatch_low_latency", limit="max_tokens")
         plain.append(received)
         ctx.calls, ctx.handle, ctx.ids = calls, received.handle, ids
         return received.x

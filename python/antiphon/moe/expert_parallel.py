@@ -8,7 +8,15 @@ from torch.autograd.function import once_differentiable
 
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
-from antiphon.moe._arguments import check_handle, check_rows, check_tensors, experts, whole
+from antiphon.moe._arguments import (
+    check_handle,
+    check_rows,
+    check_tensors,
+    experts,
+    hidden_size,
+    router_weights,
+    whole,
+)
 from antiphon.moe._calls import Calls, Handle, Layout, calls_of, is_code, rows_of_gradient
 from antiphon.moe._hybrid import CombineByMap, DispatchByMap, HybridHandle, HybridReceived, hybrid_calls_of
 from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
@@ -43,9 +51,9 @@ class ExpertParallel:
 
     ``comm_or_group`` is an :class:`antiphon.Communicator` or a torch process group of any backend, whose ranks meet for the
     first such object of it. Calls are collective: all ranks make the same ones in the same order. Any number of tokens is
-    served, a different one on each rank, zero too.
+    served, a different one on each rank, zero too. Weights of routers may be of any floating-point dtype: they are cast to float32.
 
-    Raises ``ValueError`` if the experts cannot be divided among the ranks, for more than 1024 of each, and for a ``hidden`` below 1;
+    Raises ``ValueError`` if the experts cannot be divided among the ranks, for more than 1024 of each, and for a ``hidden`` below 1 or odd, as rows are whole 16 bytes;
     ``TypeError`` for numbers that are no integers. Methods raise ``TypeError`` for what is no dense tensor, or of a dtype that is
     not served, and ``ValueError`` for shapes and numbers that do not suit each other, before anything is sent.
     """
@@ -53,8 +61,12 @@ class ExpertParallel:
     def __init__(self, comm_or_group: "Communicator | ProcessGroup | None", num_experts: int, hidden: int) -> None:
         self.comm = communicator("ExpertParallel", comm_or_group)
         self.num_experts = experts("ExpertParallel", num_experts, self.comm.world_size)
-        self.hidden = whole("ExpertParallel", "hidden", hidden, 1)
+        self.hidden = hidden_size("ExpertParallel", hidden)
         self._calls = calls_of(self.comm)
+
+    def __repr__(self) -> str:
+        place = f"rank {self.comm.rank} of {self.comm.world_size}"
+        return f"<antiphon.moe.ExpertParallel: {self.num_experts} experts, hidden {self.hidden}, {place}>"
 
     def layout(self, ids: Tensor) -> Layout:
         """The counts of this rank's choices (int64 or int32 ``[T, K]``). It does not communicate."""
@@ -86,7 +98,7 @@ class ExpertParallel:
         check_tensors("dispatch", {"x": x, "ids": ids, "weights": weights}, {"scales": scales})
         check_rows("dispatch", x, self.hidden)
         if layout is None:
-            layout = self.layout(ids)
+            layout = self._calls.layout(ids, self.num_experts, call="dispatch")
         elif not isinstance(layout, Layout):
             raise TypeError(f"dispatch: the layout must be one that ExpertParallel.layout gave, not {type(layout).__name__}")
         elif len(layout.tokens_per_expert) != self.num_experts:
@@ -95,7 +107,7 @@ class ExpertParallel:
             )
         plain: list[Any] = []
         received_x, received_weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            x, weights, self._calls, plain, (layout, ids, scales, capacity)
+            x, router_weights("dispatch", weights), self._calls, plain, (layout, ids, scales, capacity)
         )
         received_ids, received_scales, handle = plain
         return Dispatched(
@@ -139,11 +151,12 @@ class ExpertParallel:
 
         Gradients flow to ``x`` and ``probs``.
         """
-        check_tensors("dispatch", {"x": x, "routing_map": routing_map}, {"probs": probs, "scales": scales})
-        check_rows("dispatch", x, self.hidden)
+        name = "dispatch_by_expert"
+        check_tensors(name, {"x": x, "routing_map": routing_map}, {"probs": probs, "scales": scales})
+        check_rows(name, x, self.hidden)
         if routing_map.dim() != 2 or routing_map.shape[1] != self.num_experts:
             shape = list(routing_map.shape)
-            raise ValueError(f"dispatch: the routing map must be of shape [T, {self.num_experts}], not {shape}")
+            raise ValueError(f"{name}: the routing map must be of shape [T, {self.num_experts}], not {shape}")
         plain: list[HybridReceived] = []
         call = {
             "routing_map": routing_map,
@@ -151,8 +164,10 @@ class ExpertParallel:
             "pad_multiple": pad_multiple,
             "capacity": capacity,
             "max_tokens": max_tokens,
+            "call": name,
         }
         calls = hybrid_calls_of(self.comm)
+        probs = None if probs is None else router_weights(name, probs)
         rows, row_probs = DispatchByMap.apply(x, probs, calls, plain, call)  # type: ignore[no-untyped-call]
         return plain[0]._replace(x=rows, probs=row_probs)
 
@@ -189,13 +204,13 @@ class ExpertParallel:
         """
         check_tensors("dispatch_low_latency", {"x": x})
         max_tokens = whole("dispatch_low_latency", "max_tokens", max_tokens)
-        check_rows("dispatch", x, self.hidden)
+        check_rows("dispatch_low_latency", x, self.hidden)
         calls = low_latency_calls_of(self.comm)
         call = (max_tokens, self.num_experts, format, Options(statistics))
         if not needs_gradient(x):
-            return calls.dispatch(x, ids, *call)[0]
+            return calls.dispatch(x, ids, *call, call="dispatch_low_latency", limit="max_tokens")[0]
         if format != "bf16":
-            raise ValueError(f"dispatch: rows of {format} have no gradient: use the format bf16, or pass x.detach()")
+            raise ValueError(f"dispatch_low_latency: rows of {format} have no gradient: use the format bf16, or pass x.detach()")
         plain: list[Any] = []
         rows = DispatchLowLatency.apply(x, ids, calls, plain, call)  # type: ignore[no-untyped-call]
         received: LowLatencyReceived = plain[0]._replace(x=rows)
@@ -214,11 +229,11 @@ class ExpertParallel:
         """
         check_handle("combine_low_latency", handle, LowLatencyHandle)
         check_tensors("combine_low_latency", {"x": x, "ids": ids, "weights": weights}, {"out": out})
-        calls = low_latency_calls_of(self.comm)
+        calls, weights = low_latency_calls_of(self.comm), router_weights("combine_low_latency", weights)
         if not needs_gradient(x, weights):
-            return calls.combine(x, ids, weights, handle, out)[0]
+            return calls.combine(x, ids, weights, handle, out, call="combine_low_latency")[0]
         if out is not None:
-            raise ValueError("combine: with out there is no gradient: pass no out, or detached tensors")
+            raise ValueError("combine_low_latency: with out there is no gradient: pass no out, or detached tensors")
         result: Tensor = CombineLowLatency.apply(x, weights, ids, calls, self._calls, handle)  # type: ignore[no-untyped-call]
         return result
 

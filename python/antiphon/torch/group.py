@@ -29,6 +29,8 @@ from antiphon.torch.tensors import (
     reduction,
     scaled,
     unsupported,
+    untracked,
+    warn_of_lost_gradients,
 )
 from antiphon.torch.work import Completed, Futures, Sends, Work
 
@@ -61,6 +63,7 @@ class Group(dist.ProcessGroup):
 
     def _run(self, name: str, opts: Any, calls: list[Call], result: Sequence[Tensor], copies: Copies) -> dist.Work:
         """Makes the calls of an operation in order, then the copies."""
+        calls = [_untracked(*call) for call in calls]
         if not events.is_watched():
             return self._make(opts, calls, result, copies)
         read = [tensor for call in calls for tensor in call[1] if isinstance(tensor, Tensor)]
@@ -106,7 +109,7 @@ class Group(dist.ProcessGroup):
         if opts is not None and not opts.asyncOp and tensor.dtype in NUMERIC and not events.is_watched():
             op = OPS.get(int(opts.reduceOp.op))
             served = tensor.is_cpu or tensor.is_cuda
-            if op is not None and served and tensor.layout is torch.strided and is_plain(tensor):
+            if op is not None and served and tensor.layout is torch.strided and is_plain(tensor) and not tensor.requires_grad:
                 self.enter(tensor).all_reduce(tensor, op, out=tensor)
                 return self._done
         return self._all_reduce("all_reduce", tensors, opts)
@@ -116,6 +119,7 @@ class Group(dist.ProcessGroup):
 
     def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> dist.Work:
         if any(tensor.layout is not torch.strided for tensor in tensors):
+            warn_of_lost_gradients("all_reduce", *tensors)
             sparse = SparseSum(self.comm, tensors, SUM if opts is None else opts.reduceOp)
             return self._run(name, opts, sparse.calls(), tensors, sparse)
         copies, calls = Copies(), list[Call]()
@@ -312,7 +316,7 @@ class Group(dist.ProcessGroup):
     def _message(self, what: str, tensors: list[Tensor]) -> Tensor:
         tensor = only(what, tensors)
         check(what, tensor)
-        return tensor  # type: ignore[no-any-return]
+        return untracked(tensor)  # type: ignore[no-any-return]
 
     def _check_list(self, what: str, tensors: Sequence[Tensor]) -> None:
         if len(tensors) != self.size():
@@ -419,6 +423,15 @@ class Group(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"<antiphon.torch group {self._name!r}: rank {self.rank()} of {self.size()}>"
+
+
+def _untracked(name: str, arguments: tuple[Any, ...], out: Any) -> Call:
+    """The same call, of tensors that autograd does not track."""
+    first, *others = arguments
+    if isinstance(first, list):  # of a call in one launch
+        return name, ([*map(untracked, first)], *others), [*map(untracked, out)]
+    read = untracked(first)
+    return name, (read, *others), read if first is out else untracked(out)
 
 
 def _refuse(method: str, instead: str) -> None:

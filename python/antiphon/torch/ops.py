@@ -45,7 +45,10 @@ weight_bias=0., bool round_before_weight=False, str quantize="fp8", Tensor? scal
 :mod:`antiphon.lowering` sets. The ranks compare a digest when they first meet it, and all get ``RuntimeError`` if they differ.
 
 They are the methods of :class:`antiphon.Communicator`, on host and CUDA tensors, with contiguous results; an ``x`` that
-is not contiguous is copied. Gradients are not tracked. A compiler keeps a call whose result is unused, because the other
+is not contiguous is copied. Gradients flow through those that return a tensor, as ``torch.distributed.nn`` defines them: the gradient is
+that of the sum of all ranks' losses. They are those of ``"sum"`` and ``"avg"``; other reductions raise ``NotImplementedError`` in the
+backward pass. The operators in place, and the fused ones, track no gradient, and raise ``ValueError`` for a tensor that requires grad
+unless grad mode is off. A compiler keeps a call whose result is unused, because the other
 ranks wait for it, and keeps the order of the calls, those of :mod:`antiphon.comm` among them. It does not know that order for
 ``torch.distributed``'s own operators: a program that compiles those too gives them another group.
 """
@@ -63,6 +66,7 @@ import antiphon
 from antiphon._core import operations
 from antiphon._operators import Operators
 from antiphon._types import Op, Quantize
+from antiphon.torch._gradients import differentiate
 from antiphon.torch.comm_buffers import comm_buffer, is_comm_buffer
 from antiphon.torch.group import Group
 
@@ -435,3 +439,4 @@ _operators.define_ordered(
     _comm_buffer,
     _empty_comm_buffer,
 )
+differentiate(_operators, named_communicator, named_world_size)

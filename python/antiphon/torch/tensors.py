@@ -1,5 +1,7 @@
 """Preparing torch's tensors and operators for the communicator."""
 
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from antiphon._types import Op
+from antiphon._types import OpName
 
 #: The type is Any, because torch's types distinguish the members of this enum from the operators that hold one.
 SUM: Any = dist.ReduceOp(dist.ReduceOp.SUM)
 #: By number, as comparing operators takes microseconds.
 PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)  # type: ignore[call-overload]
-_NAMES: list[tuple[Any, Op]] = [
+_NAMES: list[tuple[Any, OpName]] = [
     (dist.ReduceOp.SUM, "sum"),
     (dist.ReduceOp.AVG, "avg"),
     (dist.ReduceOp.PRODUCT, "prod"),
@@ -80,6 +82,29 @@ class Copies(list[tuple[Tensor, Tensor]]):
         self.clear()
 
 
+#: The calls whose first tensor is written in place: a leaf has no gradient to lose there.
+_IN_PLACE = {"all_reduce", "broadcast", "recv", "reduce"}
+
+
+def warn_of_lost_gradients(what: str, *tensors: Tensor) -> None:
+    """Warns, at the caller's line, if a call would lose the gradient of a tensor: it tracks none."""
+    if not any(tensor.requires_grad and not (tensor.is_leaf and what in _IN_PLACE) for tensor in tensors) or not torch.is_grad_enabled():
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("antiphon", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{what} of a tensor that requires grad tracks no gradient: use torch.ops.antiphon (antiphon.torch.ops),"
+        " torch.distributed.nn or the functional collectives, or call it under torch.no_grad()",
+        stacklevel=level,
+    )
+
+
+def untracked(tensor: Any) -> Any:
+    """What a call works on in place of a tensor that requires grad: the same memory, outside of autograd."""
+    return tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor
+
+
 def contiguous(tensor: Tensor) -> Tensor:
     """The tensor, or a contiguous copy."""
     return tensor if is_plain(tensor) else tensor.detach().contiguous().resolve_conj().resolve_neg()
@@ -90,7 +115,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def check(what: str, *tensors: Tensor) -> None:
-    """Refuses tensors that are not of this backend, or not of one type on one device."""
+    """Refuses tensors that are not of this backend, or not of one type on one device; warns of those whose gradient is lost."""
     for tensor in tensors:
         served = tensor.is_cpu or tensor.is_cuda
         if not served or tensor.layout is not torch.strided:
@@ -100,6 +125,7 @@ def check(what: str, *tensors: Tensor) -> None:
             raise ValueError(f"{what}: tensors on {tensors[0].device} and on {tensor.device} in one call")
         if tensor.dtype is not tensors[0].dtype:
             raise TypeError(f"{what}: tensors of {tensors[0].dtype} and of {tensor.dtype} in one call")
+    warn_of_lost_gradients(what, *tensors)
 
 
 def only(what: str, items: Sequence[Any]) -> Any:

@@ -1,6 +1,5 @@
 //! `antiphon plan build`: the plan of a program, or of an algorithm of the library.
 
-use std::env;
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -107,7 +106,7 @@ pub fn execute(args: Args) -> Result<ExitStatus> {
 
 /// The output of a script.
 fn run(script: &Path, arguments: &[OsString]) -> Result<Plan> {
-    let python = env::var_os("ANTIPHON_PYTHON").unwrap_or_else(|| "python3".into());
+    let python = crate::python();
     let mut command = Command::new(&python);
     command.args(["-m", "antiphon.compat", "run", "--peer", "mscclpp.language"]);
     command.arg(script).args(arguments);

@@ -3,9 +3,10 @@
 use std::{
     fmt,
     ops::Range,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, MutexGuard, PoisonError},
 };
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::mixed::{self, CudaMixedHandler, MixedCall, MixedMode, MixedOp, operation_of},
     cuda::{CudaCollectives, StreamRef},

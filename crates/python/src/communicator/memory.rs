@@ -5,7 +5,7 @@ use pyo3::{exceptions::PyValueError, prelude::*};
 
 use super::{Communicator, prepare};
 use crate::{
-    arguments::Count,
+    arguments::{Count, DTypeName},
     cuda::{self, CudaBuffer},
     error::Result,
     interrupt,
@@ -21,7 +21,7 @@ impl Communicator {
         &self,
         py: Python<'_>,
         device: Option<u32>,
-        dtypes: Option<Vec<String>>,
+        dtypes: Option<Vec<DTypeName>>,
         ops: Option<Vec<Bound<'_, PyAny>>>,
         staging_bytes: Option<Count>,
     ) -> Result<()> {

@@ -13,7 +13,7 @@ use crate::{
     error::Result,
     handle::Handle,
     interrupt,
-    operand::{Operand, Usage},
+    operand::{Operand, Usage, refuse_gradient},
     stream::RawStream,
 };
 
@@ -29,6 +29,7 @@ impl Communicator {
         tag: i64,
         stream: Option<RawStream>,
     ) -> Result<()> {
+        refuse_gradient(x, "send")?;
         let operand = Operand::import(x, "the input", Usage::Call(stream))?;
         self.exchange(py, Some((operand, to.0)), None, Tag::try_from(tag)?, stream)
     }
@@ -43,7 +44,8 @@ impl Communicator {
         tag: i64,
         stream: Option<RawStream>,
     ) -> Result<Bound<'py, PyAny>> {
-        let operand = Operand::import(&out, "the output", Usage::Call(stream))?.writable("the output")?;
+        refuse_gradient(&out, "recv")?;
+        let operand = Operand::import_output(&out, "the output", Usage::Call(stream))?;
         self.exchange(py, None, Some((operand, source.0)), Tag::try_from(tag)?, stream)?;
         Ok(out)
     }
@@ -65,8 +67,9 @@ impl Communicator {
         source: Count,
         stream: Option<RawStream>,
     ) -> Result<Bound<'py, PyAny>> {
+        [x, &out].into_iter().try_for_each(|array| refuse_gradient(array, "send_recv"))?;
         let read = Operand::import(x, "the input", Usage::Call(stream))?;
-        let write = Operand::import(&out, "the output", Usage::Call(stream))?.writable("the output")?;
+        let write = Operand::import_output(&out, "the output", Usage::Call(stream))?;
         if overlap(&read.tensor, &write.tensor) {
             return Err(PyValueError::new_err("input and output overlap").into());
         }
@@ -78,6 +81,7 @@ impl Communicator {
     #[pyo3(signature = (x, to, *, tag = 0))]
     fn start_send(&self, py: Python<'_>, x: &Bound<'_, PyAny>, to: Count, tag: i64) -> Result<Handle> {
         let tag = Tag::try_from(tag)?;
+        refuse_gradient(x, "start_send")?;
         let operand = Operand::import(x, "the input", Usage::Started)?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         if let Some(device) = tensor.device.cuda_ordinal() {
@@ -89,7 +93,7 @@ impl Communicator {
                     self.gpus.start_message(&queue, device, stream, message, None, [Some(operand), None])
                 }
             })?;
-            return Ok(Handle::on_cuda(started, None));
+            return Ok(Handle::on_cuda("send", started, None));
         }
         // Detached, as no lock is taken while attached that others hold while they attach.
         let pending = py.detach(|| {
@@ -99,7 +103,7 @@ impl Communicator {
                 queue.messenger().start_send::<Operands>(view, [Some(operand), None], to.0, tag.0)
             }
         })?;
-        Ok(Handle::new(pending, None))
+        Ok(Handle::new("send", pending, None))
     }
 
     #[doc = stub!("Communicator.start_recv")]
@@ -112,7 +116,8 @@ impl Communicator {
         tag: i64,
     ) -> Result<Handle> {
         let tag = Tag::try_from(tag)?;
-        let operand = Operand::import(&out, "the output", Usage::Started)?.writable("the output")?;
+        refuse_gradient(&out, "start_recv")?;
+        let operand = Operand::import_output(&out, "the output", Usage::Started)?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         if let Some(device) = tensor.device.cuda_ordinal() {
             untagged(tag, device)?;
@@ -124,7 +129,7 @@ impl Communicator {
                     self.gpus.start_message(&queue, device, stream, None, message, [None, Some(operand)])
                 }
             })?;
-            return Ok(Handle::on_cuda(started, Some(out)));
+            return Ok(Handle::on_cuda("recv", started, Some(out)));
         }
         let source = source.map_or(Source::Any, |rank| Source::Rank(rank.0));
         let pending = py.detach(|| {
@@ -134,16 +139,17 @@ impl Communicator {
                 queue.messenger().start_recv::<Operands>(view, [None, Some(operand)], source, tag.0)
             }
         })?;
-        Ok(Handle::new(pending, Some(out)))
+        Ok(Handle::new("recv", pending, Some(out)))
     }
 }
 
 impl Communicator {
     /// Receives a message; returns the rank that sent it.
     fn receive(&self, py: Python<'_>, out: &Bound<'_, PyAny>, source: Source, tag: Tag) -> Result<usize> {
+        refuse_gradient(out, "recv_any")?;
         let operand = Operand::import(out, "the output", Usage::Call(None))?
             .on_host("recv_any")?
-            .writable("the output")?;
+            .written(out, "the output")?;
         let (queue, tensor) = (self.queue()?, operand.tensor);
         Ok(interrupt::detached(py, || {
             // SAFETY: the operand and the caller's reference live until this returns.

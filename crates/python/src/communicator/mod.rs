@@ -11,12 +11,13 @@ mod prepare;
 mod run;
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, PoisonError},
     time::Duration,
 };
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
-    fabric::{self, Builder, Queue},
+    fabric::{self, Builder, Queue, rendezvous::Environment},
     operation::Operation,
 };
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
@@ -54,6 +55,14 @@ impl Communicator {
     fn from_env(py: Python<'_>, timeout: Option<f64>, arena_bytes: Option<usize>) -> Result<Self> {
         let builder = builder(timeout, arena_bytes)?;
         Ok(Self::new(interrupt::detached(py, || builder.from_env())?))
+    }
+
+    #[doc = stub!("Communicator.alone")]
+    #[staticmethod]
+    #[pyo3(signature = (timeout = None, arena_bytes = None))]
+    fn alone(py: Python<'_>, timeout: Option<f64>, arena_bytes: Option<usize>) -> Result<Self> {
+        let builder = builder(timeout, arena_bytes)?;
+        Ok(Self::new(interrupt::detached(py, || builder.alone())?))
     }
 
     #[staticmethod]
@@ -211,6 +220,12 @@ impl Communicator {
     fn load_plan(&self, py: Python<'_>, plan: &Bound<'_, PyAny>) -> Result<Plan> {
         self.load(py, plan)
     }
+}
+
+#[doc = stub!("launcher_variables")]
+#[pyfunction]
+pub(crate) fn launcher_variables() -> Vec<&'static str> {
+    Environment::LAUNCHERS.to_vec()
 }
 
 fn builder(timeout: Option<f64>, arena_bytes: Option<usize>) -> Result<Builder> {

@@ -3,9 +3,10 @@
 use std::{
     io,
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, PoisonError, Weak},
 };
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     fabric::{self, Queue},
     prelude::FabricError,
@@ -29,7 +30,7 @@ use crate::{
     fork::Process,
     interrupt,
     language::FinishedPlan,
-    operand::{Operand, Tensor, Usage},
+    operand::{Operand, Tensor, Usage, refuse_gradient},
 };
 
 #[doc = stub!("Plan")]
@@ -149,17 +150,19 @@ impl Plan {
         x: &Bound<'py, PyAny>,
         out: Given<'_, 'py>,
     ) -> Result<(Operands, Bound<'py, PyAny>)> {
+        [Some(x), out].into_iter().flatten().try_for_each(|array| refuse_gradient(array, "execute"))?;
         let usage = Usage::Call(None);
         let read = Operand::import(x, "the input", usage)?.on_host("a plan")?;
         let read = if self.reduces { read.numeric()? } else { read };
         let Some(out) = out.filter(|out| !out.is(x)) else {
             if out.is_some() || self.plan.inplace {
-                return Ok((Operands::in_place(read.writable("the output")?), x.clone()));
+                return Ok((Operands::in_place(read.written(x, "the output")?), x.clone()));
             }
             let (new, write) = read.new_like(x, &self.output_shape(read.shape())?, usage)?;
             return Ok((Operands { input: Some(read), output: write }, new));
         };
-        let write = Operand::import(out, "the output", usage)?.on_host("a plan")?.writable("the output")?;
+        let write =
+            Operand::import(out, "the output", usage)?.on_host("a plan")?.written(out, "the output")?;
         same_device(&read.tensor, &write.tensor)?;
         if read.element != write.element {
             let text = format!("the input is {}, the output is {}", read.element, write.element);

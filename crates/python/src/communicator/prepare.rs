@@ -8,28 +8,46 @@ use antiphon::{
 };
 use pyo3::{
     exceptions::{PyTypeError, PyValueError},
+    intern,
     prelude::*,
     types::PyString,
 };
 
 use super::Communicator;
 use crate::{
-    arguments::{Count, Given, Prepared, prepare, prepare_input, prepare_output},
+    arguments::{Count, DTypeName, Given, Prepared, prepare, prepare_input, prepare_output},
     call::What,
     cuda::REDUCED,
     error::Result,
-    operand::Usage,
+    operand::{Usage, refuse_gradient},
 };
 
-/// An operator as its name or its enum, whose values are the names.
+/// An operator as its name, in any case; as the enum, whose values are the names; or as torch's.
 fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> PyResult<ReduceOp> {
     let Some(op) = op else { return Ok(ReduceOp::Sum) };
-    let name = op.cast::<PyString>().map_err(|_| {
-        PyTypeError::new_err(format!("op is {op:?}: pass a name such as \"sum\", or an antiphon.ReduceOp"))
-    })?;
-    name.to_cow()?
-        .parse()
-        .map_err(|e: antiphon::device::UnknownReduceOp| PyValueError::new_err(e.to_string()))
+    let unknown = |e: antiphon::device::UnknownReduceOp| PyValueError::new_err(e.to_string());
+    match op.cast::<PyString>() {
+        Ok(name) => name.to_cow()?.parse().map_err(unknown),
+        Err(_) => match torch_name(op)?.as_deref() {
+            Some("PRODUCT") => Ok(ReduceOp::Prod),
+            Some(name) => name.parse().map_err(unknown),
+            None => {
+                let known = "a name such as \"sum\", an antiphon.ReduceOp or a torch.distributed.ReduceOp";
+                Err(PyTypeError::new_err(format!("op is {op:?}: pass {known}")))
+            }
+        },
+    }
+}
+
+/// The name of an operator of `torch.distributed`: a member of its enum, or an object that holds one.
+fn torch_name(op: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
+    let py = op.py();
+    let module = op.get_type().module()?;
+    if !module.to_cow()?.starts_with("torch.") {
+        return Ok(None);
+    }
+    let member = op.getattr_opt(intern!(py, "op"))?.unwrap_or_else(|| op.clone());
+    member.getattr_opt(intern!(py, "name"))?.map(|name| name.extract()).transpose()
 }
 
 pub(super) fn algorithm(name: &str) -> PyResult<Algorithm> {
@@ -41,10 +59,10 @@ pub(super) fn algorithm(name: &str) -> PyResult<Algorithm> {
 
 /// The kernels of these dtypes by these operators: of all dtypes, and sums, unless given.
 pub(super) fn kernels(
-    dtypes: Option<Vec<String>>,
+    dtypes: Option<Vec<DTypeName>>,
     ops: Option<Vec<Bound<'_, PyAny>>>,
 ) -> Result<Vec<(DType, ReduceOp)>> {
-    let find = |name: String| {
+    let find = |DTypeName(name): DTypeName| {
         let found = REDUCED.into_iter().find(|dtype| ElementType::from(*dtype).to_string() == name);
         found.ok_or_else(|| {
             PyValueError::new_err(format!(
@@ -89,6 +107,7 @@ impl Communicator {
         usage: Usage,
     ) -> Result<Prepared<'py>> {
         let (operation, row) = (what.operation, what.operation.row());
+        [input, out].into_iter().flatten().try_for_each(|array| refuse_gradient(array, row.name))?;
         if row.root.is_some() && what.root >= self.world_size {
             return Err(FabricError::no_such_rank("root", what.root, self.world_size).into());
         }

@@ -1,7 +1,8 @@
 //! Running collectives: blocking or started on the host, or in a stream of a GPU.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::cuda::CudaCollectives,
     fabric::{self, Queue},
@@ -134,9 +135,10 @@ impl Communicator {
     /// Begins an operation: in the background of the host, or in a stream beside the current one.
     pub(super) fn start(&self, py: Python<'_>, prepared: Prepared<'_>) -> Result<Handle> {
         let Prepared { call, result, operands } = prepared;
+        let name = call.name();
         if let Some(device) = call.cuda_device() {
             if call.mixed.is_none() && !CudaCollectives::has_operation(call.what.operation) {
-                return Err(not_on_cuda(call.name(), device));
+                return Err(not_on_cuda(name, device));
             }
             let queue = self.queue()?;
             let stream = operands.iter().flatten().find_map(|operand| operand.stream).unwrap_or(0);
@@ -144,14 +146,14 @@ impl Communicator {
                 // SAFETY: the operands were made to last as long as they live, and what is started keeps them.
                 unsafe { self.gpus.start(&queue, device, stream, &call, operands) }
             })?;
-            return Ok(Handle::on_cuda(started, result));
+            return Ok(Handle::on_cuda(name, started, result));
         }
         let pending = self.queue()?.start(move |comm| {
             // SAFETY: the operands were made to last as long as they live, which is until this is over.
             unsafe { call.run(comm) }?;
             Ok::<Operands, CollectiveError>(operands)
         })?;
-        Ok(Handle::new(pending, result))
+        Ok(Handle::new(name, pending, result))
     }
 }
 

@@ -1,7 +1,8 @@
 //! Symmetric memory on GPUs as Python sees it.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     device::{DeviceError, cuda::Context},
     fabric::{CudaArena, FabricError, Queue},

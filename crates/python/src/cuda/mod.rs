@@ -9,8 +9,9 @@ mod register;
 mod started;
 mod work;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
+use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::{
         cuda::{CudaBuilder, CudaCollectives},

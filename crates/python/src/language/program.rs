@@ -1,7 +1,8 @@
 //! The class `Program`.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{MutexGuard, PoisonError};
 
+use antiphon::device::sync::Mutex;
 use antiphon_language::{
     self as language, BufferChunks, BufferType, Collective, Options, SemaphoreId, SwitchEnds,
 };

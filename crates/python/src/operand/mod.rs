@@ -1,5 +1,6 @@
 //! Arrays of any library as plain memory.
 
+mod autograd;
 mod buffer;
 mod exchange;
 mod protocol;
@@ -25,6 +26,7 @@ use crate::{
     error::{Error, Result},
     stream::{LEGACY_DEFAULT, RawStream},
 };
+pub(crate) use autograd::{note_write, refuse_gradient};
 use buffer::Buffer;
 use exchange::ExchangeApi;
 pub(crate) use protocol::capsule;
@@ -91,6 +93,11 @@ impl Operand {
             None => Ok(operand),
             Some(strides) => Err(not_contiguous(name, operand.shape(), strides)),
         }
+    }
+
+    /// As [`import`](Self::import), of an array that the call writes.
+    pub(crate) fn import_output(array: &Bound<'_, PyAny>, name: &str, usage: Usage) -> Result<Self> {
+        Self::import(array, name, usage)?.written(array, name)
     }
 
     /// Finds the memory of `array` from its first element to its last, in whatever order.
@@ -216,11 +223,12 @@ impl Operand {
         if self.element.dtype().is_some() { 1 } else { self.element.bytes().unwrap_or(1) }
     }
 
-    /// Refuses memory that must not be written.
-    pub(crate) fn writable(self, name: &str) -> Result<Self> {
+    /// The operand of an array that the call writes: refuses memory that must not be written, and lets autograd know.
+    pub(crate) fn written(self, array: &Bound<'_, PyAny>, name: &str) -> Result<Self> {
         if self.read_only {
             return Err(PyValueError::new_err(format!("{name} is read-only")).into());
         }
+        note_write(array)?;
         Ok(self)
     }
 

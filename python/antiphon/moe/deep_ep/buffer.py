@@ -66,7 +66,7 @@ class Config:
         return -(-size // 128) * 128
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: ranks are on one machine."""
+        """0, whatever ``hidden_bytes`` and ``num_ranks``: ranks are on one machine."""
         return 0
 
 
@@ -76,6 +76,10 @@ class Buffer(LowLatencyBuffer):
     All ranks make it together, from a torch process group of any backend, an :class:`antiphon.Communicator`, or ``comm``, an
     mpi4py communicator. Memory does not depend on ``num_nvl_bytes``, which is only kept for those who ask. Buffers of one
     group share their memory, and dropping one communicates nothing.
+
+    These have no effect: ``low_latency_mode`` (every buffer has the low-latency calls), ``num_qps_per_rank`` and
+    ``allow_nvlink_for_low_latency_mode`` (all ranks are reached by NVLink), ``allow_mnnvl`` and ``use_fabric`` (they are on one
+    machine).
 
     With ``enable_shrink`` low-latency calls go on without ranks that are lost: see
     :class:`antiphon.moe.deep_ep.shrink.ShrinkingCalls`.
@@ -105,7 +109,7 @@ class Buffer(LowLatencyBuffer):
             if whole("Buffer", name, size, most=2**63 - 1) % 128:
                 raise ValueError(f"Buffer: {name} must be a multiple of 128, not {size}")
         self.group = group if group is not None else comm
-        self._comm = communicator("Buffer", group) if group is not None else communicator_of(comm)
+        self._comm = communicator("Buffer", group) if group is not None else communicator_of("Buffer", comm)
         self.rank, self.group_size = self._comm.rank, self._comm.world_size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.explicitly_destroy = explicitly_destroy
@@ -197,7 +201,7 @@ class Buffer(LowLatencyBuffer):
         A fresh dispatch takes what :meth:`get_dispatch_layout` gave, and optionally both ``topk_idx`` and ``topk_weights``
         (float32). It gives the rows, ``[N, H]``; the experts of this rank that each chose and their weights, ``[N, K]``, if they
         were passed; how many tokens each expert has, as a list, each rounded up to ``expert_alignment``; a handle; and an
-        event. With ``num_worst_tokens`` all have so many rows, and the list is empty. With a ``handle``, rows go as they did
+        event. ``num_tokens_per_rdma_rank`` has no effect, as there is one machine. With ``num_worst_tokens`` all have so many rows, and the list is empty. With a ``handle``, rows go as they did
         then, and the outputs between are ``None``.
 
         Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
@@ -267,7 +271,8 @@ class Buffer(LowLatencyBuffer):
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> Tensor:
-        """Raises ``NotImplementedError``: a buffer has no memory of its own that callers might write."""
+        """Raises ``NotImplementedError``, whatever ``dtype``, ``size``, ``offset`` and ``use_rdma_buffer``: a buffer has no memory
+        of its own that callers might write."""
         raise NotImplementedError(
             "get_local_buffer_tensor: buffers of a group share the region through which rows travel, and none can be "
             "written: pass tensors to dispatch and combine"

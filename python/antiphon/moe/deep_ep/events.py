@@ -37,7 +37,7 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event, with tensors that must last until it is reached. As a context manager, the current stream waits for it when
+    """An event, with ``extra_tensors`` that must last until it is reached. As a context manager, the current stream waits for it when
     the block ends."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None) -> None:

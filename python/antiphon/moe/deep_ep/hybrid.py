@@ -26,7 +26,12 @@ class HybridEPBuffer:
     number that a rank passed, at least 512, as a multiple of 64. It grows with a call of more tokens, which all ranks must have then:
     ranks whose numbers differ get an error.
 
-    Raises ``ValueError`` for numbers below 1, and for more than 8 ranks.
+    These have no effect: ``use_fp8`` (tokens are moved as they are), ``num_sms_preprocessing_api``, ``num_blocks_permute`` and
+    ``num_blocks_unpermute`` (rows go to their places without kernels between), ``load_cached_kernels`` (compiled kernels are kept
+    always), ``use_shared_buffer``, ``enable_custom_allgather`` and ``use_mnnvl``.
+
+    Raises ``ValueError`` for numbers below 1, for more than 8 ranks, and unless all of them are in one NVLink domain
+    (``num_of_hybrid_ep_ranks_per_nvlink_domain``).
     """
 
     def __init__(
@@ -57,6 +62,11 @@ class HybridEPBuffer:
         self.group = group
         self._comm = communicator("HybridEPBuffer", group)
         self.rank, self.group_size = self._comm.rank, self._comm.world_size
+        if num_of_hybrid_ep_ranks_per_nvlink_domain not in (None, self.group_size):
+            raise ValueError(
+                f"{call}: num_of_hybrid_ep_ranks_per_nvlink_domain is {num_of_hybrid_ep_ranks_per_nvlink_domain}; all "
+                f"{self.group_size} ranks must be in one domain"
+            )
         self.hidden_dim, self.num_local_experts, self.use_fp8 = hidden_dim, num_local_experts, use_fp8
         self.num_sms_dispatch_api = Moe.NUM_SMS if num_sms_dispatch_api is None else num_sms_dispatch_api
         self.num_sms_combine_api = Moe.NUM_SMS if num_sms_combine_api is None else num_sms_combine_api
@@ -82,7 +92,8 @@ class HybridEPBuffer:
 
         Experts are those of ``routing_map`` (bool ``[T, E]``) with ``probs`` (float32 ``[T, E]``), or of ``topk_idx`` (``[T, K]``)
         with ``topk_weights``, which needs ``num_of_experts``. Tokens of 8 bits have a ``scaling_factor``, float32
-        ``[T, H / 128]``; of others it is ignored.
+        ``[T, H / 128]``; of others it is ignored. ``num_dispatched_tokens`` and ``num_dispatched_tokens_tensor`` have no effect: a
+        handle knows the number.
 
         Gives the rows ``[N, H]``, their probs ``[N, E]`` (0 but for chosen experts of this rank), their scales, and a handle:
         a tuple of seven, of which ``[3]`` is ``N`` and ``[4]`` the routing map of this rank's experts.
@@ -152,10 +163,16 @@ class HybridEPBuffer:
         Rows to which no token comes are 0. Without ``num_permuted_tokens`` the call waits for the counts of all ranks. With it
         ``P`` is that number, and what belongs to later rows is dropped, which ``handle.overflow_flag`` says.
 
-        With a ``handle`` tokens go as they did then.
+        With a ``handle`` tokens go as they did then. ``non_blocking`` needs ``num_permuted_tokens`` or a handle, and
+        ``use_host_meta`` is its opposite under an older name. ``use_fp8`` says whether tokens are of 8 bits, which they must be then.
+        ``num_dispatched_tokens`` and ``fuse_permute_dispatch`` have no effect: rows are counted, and go to their places at once.
         """
         call = "dispatch_with_permute"
         _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
+        if use_fp8 is not None and use_fp8 != (hidden.element_size() == 1):
+            raise ValueError(f"{call}: use_fp8 is {use_fp8}, and the tokens are {hidden.dtype}")
+        if use_host_meta is not None:
+            non_blocking = not use_host_meta
         scales = _scales_of(call, hidden, scaling_factor)
         received: HybridReceived
         if handle is not None:
@@ -197,7 +214,9 @@ class HybridEPBuffer:
         fuse_unpermute_combine: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Sums the rows (``[P, H]``) of each token: on each rank in the order of experts, rounded, then in the order of ranks:
-        ``[T, H]``. ``probs``, ``[P]``, come back in the places of their experts, ``[T, E]``. Padding is not read."""
+        ``[T, H]``. ``probs``, ``[P]``, come back in the places of their experts, ``[T, E]``. Padding is not read.
+        ``num_dispatched_tokens`` and ``fuse_unpermute_combine`` have no effect: the handle knows the number, and rows are summed
+        where they come."""
         check_tensors("combine_with_unpermute", {"hidden": hidden}, {"probs": probs})
         inner = _inner(handle)
         self._check_along("combine_with_unpermute", inner, None, pad_multiple)
@@ -256,6 +275,9 @@ class HybridTokenHandle(tuple[Any, ...]):
         handle = cls((*inner[:5], inner.num_tokens, None))
         handle.inner = inner
         return handle
+
+    def __repr__(self) -> str:
+        return f"<antiphon.moe.deep_ep.HybridTokenHandle of {self.inner!r}>"
 
 
 def _inner(handle: Any) -> HybridHandle:

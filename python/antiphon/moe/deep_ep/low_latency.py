@@ -46,7 +46,8 @@ class LowLatencyBuffer:
         return -(-taken // 128) * 128
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Does nothing: normal and low-latency calls share no memory, so nothing needs to be cleaned between them."""
+        """Does nothing, whatever ``num_max_dispatch_tokens_per_rank``, ``hidden`` and ``num_experts``: normal and low-latency calls
+        share no memory, so nothing needs to be cleaned between them."""
 
     def low_latency_dispatch(
         self,

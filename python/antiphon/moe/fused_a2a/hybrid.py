@@ -150,7 +150,8 @@ class HybridEPCombine(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, handle: HybridHandle, num_permuted_tokens: Any = None, pad_multiple: int | None = None
     ) -> Tensor:
-        """``x`` ``[P, H]``. Gives the sums ``[T, H]``. ``num_permuted_tokens``, anything that is an integer, must be ``P``."""
+        """``x`` ``[P, H]``. Gives the sums ``[T, H]``. ``num_permuted_tokens``, anything that is an integer, must be ``P``.
+        ``pad_multiple`` has no effect: the handle knows it."""
         check_handle("hybrid_ep_combine", handle, HybridHandle)
         _check_count(handle, num_permuted_tokens)
         ctx.handle = handle
@@ -188,8 +189,8 @@ def hybrid_ep_dispatch(
     fused: bool = False,
     num_sms_preprocessing_api: int | None = 108,
 ) -> Any:
-    """:class:`HybridEPDispatch`: a tuple of five. The receiving copy always permutes, so ``fused`` and the numbers of blocks change
-    nothing."""
+    """:class:`HybridEPDispatch`: a tuple of five. The receiving copy always permutes, so ``fused``, ``num_blocks_permute``,
+    ``num_blocks_unpermute`` and ``num_sms_preprocessing_api`` have no effect."""
     return HybridEPDispatch.apply(  # type: ignore[no-untyped-call]
         x,
         routing_map,
@@ -206,7 +207,7 @@ def hybrid_ep_dispatch(
 def hybrid_ep_combine(
     x: Tensor, handle: HybridHandle, num_permuted_tokens: Any, pad_multiple: int | None, fused: bool = False
 ) -> Tensor:
-    """:class:`HybridEPCombine`: the sums."""
+    """:class:`HybridEPCombine`: the sums. ``fused`` has no effect."""
     result: Tensor = HybridEPCombine.apply(  # type: ignore[no-untyped-call]
         x, handle, num_permuted_tokens, pad_multiple
     )

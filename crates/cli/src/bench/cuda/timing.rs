@@ -162,9 +162,7 @@ mod tests {
 
     #[test]
     fn the_kernels_compile() {
-        match Nvrtc::load() {
-            Ok(nvrtc) => assert_eq!(nvrtc.compile(&program(Architecture::SM_90A)).unwrap().log, ""),
-            Err(error) => eprintln!("skipped: {error}"),
-        }
+        let Some(nvrtc) = antiphon_testing::nvrtc() else { return };
+        assert_eq!(nvrtc.compile(&program(Architecture::SM_90A)).unwrap().log, "");
     }
 }

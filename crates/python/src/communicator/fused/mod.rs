@@ -23,7 +23,7 @@ use crate::{
     error::Result,
     fused::{Fused, check_overlap, cuda_device},
     interrupt,
-    operand::{Operand, Tensor, Usage},
+    operand::{Operand, Tensor, Usage, refuse_gradient},
     stream::RawStream,
 };
 
@@ -98,6 +98,7 @@ impl Found {
 
     fn need(&mut self, name: &str, array: Given<'_, '_>) -> Result<Tensor> {
         let array = array.ok_or_else(|| PyTypeError::new_err(format!("all_reduce_fused: pass {name}")))?;
+        refuse_gradient(array, "all_reduce_fused")?;
         let operand = Operand::import(array, name, self.usage)?.numeric()?;
         Ok(self.keep(operand))
     }
@@ -108,7 +109,7 @@ impl Found {
 
     fn write(&mut self, name: &str, array: Given<'_, '_>) -> Result<Option<Tensor>> {
         let Some(array) = array else { return Ok(None) };
-        let operand = Operand::import(array, name, self.usage)?.writable(name)?;
+        let operand = Operand::import_output(array, name, self.usage)?;
         Ok(Some(self.keep(operand)))
     }
 
@@ -133,7 +134,7 @@ impl Found {
     /// Something of which only the bytes count, in whatever order its elements are.
     fn write_bytes(&mut self, name: &str, array: Given<'_, '_>) -> Result<Option<Tensor>> {
         let Some(array) = array else { return Ok(None) };
-        let operand = Operand::import_span(array, name, self.usage)?.writable(name)?;
+        let operand = Operand::import_span(array, name, self.usage)?.written(array, name)?;
         Ok(Some(self.keep(operand)))
     }
 

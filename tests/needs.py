@@ -1,0 +1,36 @@
+"""What tests need of a machine, and the record of it: see ``conftest.py``."""
+
+import os
+import re
+
+import pytest
+
+
+def need(what: str, found: bool, why: str) -> None:
+    """Skips the test that runs unless something was found. The first word is its name in ``ANTIPHON_REQUIRE``."""
+    if not found:
+        pytest.skip(f"needs {what}: {why}")
+    test, _, _ = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")
+    record("ran", what, test, "")
+
+
+def split(reason: str) -> tuple[str, str]:
+    """The need and the rest of a reason: those of :func:`need`, of marks with the same words, and of ``pytest.importorskip``."""
+    if found := re.fullmatch(r"needs ([^:]+): (.*)", reason, re.DOTALL):
+        return found[1], found[2]
+    if found := re.match(r"could not import '([^']+)'", reason):
+        return f"module {found[1]}", reason
+    return "something", reason
+
+
+def record(outcome: str, what: str, test: str, why: str) -> None:
+    """Appends a line to the record, if there is to be one."""
+    if file := os.environ.get("ANTIPHON_SKIPPED"):
+        fields = (re.sub(r"[\t\r\n]", " ", field) for field in (outcome, what, test, why))
+        with open(file, "a") as records:
+            records.write("\t".join(fields) + "\n")
+
+
+def is_required(what: str) -> bool:
+    required = [name.strip() for name in os.environ.get("ANTIPHON_REQUIRE", "").split(",")]
+    return what.split()[0] in required or "all" in required
