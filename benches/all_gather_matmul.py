@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from antiphon.comm.dlpack_utils import pack_strided_memory
-from cuda_vs_torch import add_times, become_ranks, measure, ranks, record, table
+from cuda_vs_torch import add_times, become_ranks, measure, ranks, table, write_record
 from torch import Tensor
 
 HIDDEN, INNER = 4096, 14336
@@ -240,7 +240,7 @@ def main() -> None:
                 if comm.rank == 0:
                     print(table(rows[-1]), flush=True)
         if comm.rank == 0 and arguments.record:
-            record(comm, arguments.record, f"bfloat16, µs a call, hidden {HIDDEN}, inner {INNER} / ranks", rows)
+            write_record(comm, arguments.record, f"bfloat16, µs a call, hidden {HIDDEN}, inner {INNER} / ranks", rows)
 
 
 if __name__ == "__main__":

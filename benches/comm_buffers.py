@@ -7,14 +7,12 @@ Both contenders compute ``x + 1``, sum it over the ranks and leave the sum in pl
 """
 
 import argparse
-import datetime
-import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import antiphon
+import record
 import torch
 from antiphon.torch.comm_buffers import comm_buffer
 
@@ -56,18 +54,16 @@ def timed(comm: antiphon.Communicator, call: Callable[[], None], repeats: int) -
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--record", type=Path, help="a file for the figures")
-    record = parser.parse_args().record
+    given = parser.parse_args()
     torch.set_num_threads(1)
     with antiphon.init() as comm:
         found = rows(comm)
         if comm.rank == 0:
             for row in found:
                 print("{bytes} bytes: {plain_us:.1f} µs plain, {symmetric_us:.1f} µs symmetric, {ratio:.2f}".format(**row))
-        if comm.rank == 0 and record:
-            date = datetime.date.today().isoformat()
-            figures = {"command": "antiphon run -n 2 python benches/comm_buffers.py", "figures": f"the fastest of {ROUNDS}"}
-            about = {"date": date, "torch": torch.__version__, "load": os.getloadavg()[0]}
-            record.write_text(json.dumps({**figures, **about, "rows": found}, indent=1) + "\n")
+        if comm.rank == 0 and given.record:
+            about = {"ranks": comm.world_size, "figures": f"the fastest of {ROUNDS}", "torch": torch.__version__}
+            record.write(given.record, about | {"rows": found})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""All-reduce on GPUs beside NCCL and torch's symmetric memory, in the same processes; benches/README.md says how to read it.
+"""All-reduce on GPUs beside NCCL and torch's paths, in the same processes; benches/README.md says how to read it.
 
     python benches/cuda_vs_torch.py --record benches/results/MACHINE/DATE-cuda-all-reduce.json
 
@@ -6,14 +6,12 @@ It starts a process for every GPU, by `antiphon run`, if it is not one of them.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,11 @@ for name, value in {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST":
     os.environ.setdefault(name, value)
 
 import antiphon
+import record
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+from nccl import Nccl, grids
 
 SIZES = [14336, 57344, 229376, 917504, 3670016, 7340032, 29360128, 268435456]
 REPLAYS = 7
@@ -37,14 +37,36 @@ def calls_for(size: int) -> int:
     return 100 if size < 1 << 20 else 40 if size < 16 << 20 else 15
 
 
-def capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+def capture(call: Callable[[], object], calls: int, keep_graph: bool = False) -> torch.cuda.CUDAGraph:
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
     return graph
+
+
+def blocks(contenders: dict[str, Callable[[], object]]) -> dict[str, list[int]]:
+    """The blocks of each kernel of a call, by contender: how many multiprocessors it can be on at once, if they are fewer."""
+    return {name: grids(capture(call, 1, keep_graph=True)) for name, call in contenders.items()}
+
+
+class Limited:
+    """NCCL with no more blocks than ours: a communicator for each number."""
+
+    #: More channels than this NCCL does not have between GPUs of one host.
+    MOST = 32
+
+    def __init__(self, comm: antiphon.Communicator) -> None:
+        self.comm, self.made = comm, dict[int, Nccl]()
+
+    def to(self, ours: list[int]) -> Nccl:
+        """As many as the largest kernel of ours has."""
+        count = min(max(ours), self.MOST)
+        if count not in self.made:
+            self.made[count] = Nccl(self.comm, count)
+        return self.made[count]
 
 
 def measure(comm: antiphon.Communicator, contenders: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
@@ -68,18 +90,25 @@ def measure(comm: antiphon.Communicator, contenders: dict[str, Callable[[], obje
     return {name: round(statistics.median(found), 2) for name, found in times.items()}
 
 
-def contenders_for(comm: antiphon.Communicator, size: int) -> dict[str, Callable[[], object]]:
+def contenders_for(
+    comm: antiphon.Communicator, nccl: Nccl, limited: Limited, size: int
+) -> dict[str, Callable[[], object]]:
     count, group = size // 2, dist.group.WORLD.group_name
     x = (torch.arange(count, device="cuda") % 61).to(torch.bfloat16)
-    out, for_nccl = torch.empty_like(x), x.clone()
+    out, for_torch = torch.empty_like(x), x.clone()
     shared = symmetric.empty(count, dtype=torch.bfloat16, device=x.device)
     shared.copy_(x)
     symmetric.rendezvous(shared, group)
     comm.all_reduce(x, out=out)
     assert out.equal(x * comm.world_size), "the sum is wrong"
+    nccl.all_reduce(x, out)
+    assert out.equal(x * comm.world_size), "NCCL's sum is wrong"
+    as_ours = limited.to(blocks({"ours": lambda: comm.all_reduce(x, out=out)})["ours"])
     contenders: dict[str, Callable[[], object]] = {
         "antiphon": lambda: comm.all_reduce(x, out=out),
-        "nccl": lambda: dist.all_reduce(for_nccl),
+        "nccl": lambda: nccl.all_reduce(x, out),
+        "nccl limited": lambda: as_ours.all_reduce(x, out),
+        "torch.distributed": lambda: dist.all_reduce(for_torch),
     }
     if size <= ONE_SHOT_MOST:
         contenders["torch one-shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group)
@@ -107,12 +136,11 @@ def ranks(device: str = "cuda") -> Iterator[antiphon.Communicator]:
         dist.destroy_process_group()
 
 
-def record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[str, Any]]) -> None:
-    machine = {"gpus": f"{comm.world_size} × {torch.cuda.get_device_name()}", "torch": torch.__version__}
-    machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    figures = {"date": date.today().isoformat(), **machine, "dtype": what, "rows": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+def write_record(comm: antiphon.Communicator, path: Path, what: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Records rows of figures of all ranks' GPUs; ``what`` says of what, in which unit."""
+    libraries = {"antiphon": antiphon.__version__, "torch": torch.__version__}
+    libraries["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    record.write(path, {"ranks": comm.world_size, "libraries": libraries, "figures": what, **more, "rows": rows})
 
 
 def add_times(row: dict[str, Any], times: dict[str, float], references: tuple[str, ...]) -> None:
@@ -154,17 +182,18 @@ def main() -> None:
     arguments = parser.parse_args()
     become_ranks()
     with ranks() as comm:
-        rows = []
+        rows, nccl, limited = [], Nccl(comm), Limited(comm)
         for size in arguments.sizes:
-            row = measure(comm, contenders_for(comm, size), calls_for(size))
-            peers = {name: time for name, time in row.items() if name != "antiphon"}
-            row = {"bytes": size, **row, "ratio to nccl": round(row["antiphon"] / row["nccl"], 3)}
-            row["ratio to best"] = round(row["antiphon"] / min(peers.values()), 3)
+            contenders = contenders_for(comm, nccl, limited, size)
+            times = measure(comm, contenders, calls_for(size))
+            best = min(time for name, time in times.items() if name != "antiphon")
+            ratios = {"ratio to nccl": round(times["antiphon"] / times["nccl"], 3), "ratio to best": round(times["antiphon"] / best, 3)}
+            row: dict[str, Any] = {"bytes": size, **times, **ratios, "blocks": blocks(contenders)}
             rows.append(row)
             if comm.rank == 0:
                 print(row, flush=True)
         if comm.rank == 0 and arguments.record:
-            record(comm, arguments.record, "bfloat16, sum, µs", rows)
+            write_record(comm, arguments.record, "bfloat16, sum, µs", rows)
 
 
 if __name__ == "__main__":

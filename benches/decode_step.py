@@ -18,7 +18,9 @@ import antiphon
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from cuda_vs_torch import become_ranks, ranks, record
+from cuda_vs_torch import Limited, become_ranks, blocks, ranks, write_record
+from kernels import add_norm
+from nccl import Nccl
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
@@ -53,21 +55,25 @@ class Layer:
         return reduce((silu(gate) * up) @ self.down.T, residual, self.norms[1])
 
 
-def contenders(comm: antiphon.Communicator, batch: int) -> dict[str, Reduce]:
-    """What reduces, adds and norms: ours at once, the others with torch's kernels behind it."""
+def contenders(comm: antiphon.Communicator, nccl: Nccl, limited: Nccl, batch: int) -> dict[str, Reduce]:
+    """What reduces, adds and norms: ours at once, the others with one kernel behind it, or, as torch does by itself, with two."""
 
     def norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + total
-        return rms_norm(residual, (HIDDEN,), weight, EPS), residual
+        out, summed = torch.empty_like(total), torch.empty_like(total)
+        add_norm(total, residual, weight, summed, out, EPS)
+        return out, summed
 
-    def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        out, total = torch.empty_like(x), torch.empty_like(x)
-        comm.all_reduce_rms_norm(x, residual, weight, eps=EPS, residual_out=total, out=out)
-        return out, total
+    def by(library: Nccl) -> Reduce:
+        def reduce(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            library.all_reduce(x, x)
+            return norm(x, residual, weight)
 
-    def nccl(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return reduce
+
+    def by_torch(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         dist.all_reduce(x)
-        return norm(x, residual, weight)
+        residual = residual + x
+        return rms_norm(residual, (HIDDEN,), weight, EPS), residual
 
     staged = symmetric_memory.empty(batch, HIDDEN, device="cuda", dtype=torch.bfloat16)
     symmetric_memory.rendezvous(staged, dist.group.WORLD)
@@ -80,7 +86,25 @@ def contenders(comm: antiphon.Communicator, batch: int) -> dict[str, Reduce]:
             return norm(torch.ops.symm_mem.one_shot_all_reduce(staged, "sum", name), residual, weight)
         return norm(torch.ops.symm_mem.two_shot_all_reduce_(staged, "sum", name), residual, weight)
 
-    return {"antiphon": ours, "nccl": nccl, "torch symmetric": symmetric}
+    peers = {"nccl": by(nccl), "nccl limited": by(limited), "torch.distributed": by_torch, "torch symmetric": symmetric}
+    return {"antiphon": fused(comm), **peers}
+
+
+def fused(comm: antiphon.Communicator) -> Reduce:
+    """Ours."""
+
+    def reduce(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        comm.all_reduce_rms_norm(x, residual, weight, eps=EPS, residual_out=total, out=out)
+        return out, total
+
+    return reduce
+
+
+def blocks_of_ours(comm: antiphon.Communicator, layer: Layer, batch: int) -> list[int]:
+    """How many blocks the kernel of a fused call has."""
+    x = torch.randn(batch, HIDDEN, device="cuda").bfloat16()
+    return blocks({"ours": lambda: fused(comm)(x, x, layer.norms[0])})["ours"]
 
 
 def quantile(times: list[float], part: float) -> float:
@@ -135,10 +159,11 @@ def main() -> None:
     with ranks() as comm, contextlib.suppress(KeyboardInterrupt):
         torch.manual_seed(comm.rank)
         layers = [Layer(comm.world_size) for _ in range(arguments.layers)]
-        rows = []
+        rows, nccl, limits = [], Nccl(comm), Limited(comm)
         for batch in arguments.batches:
-            row: dict[str, float] = {"batch": batch}
-            ways = contenders(comm, batch)  # kept, as are the graphs' inputs: graphs hold no memory
+            of_ours = blocks_of_ours(comm, layers[0], batch)
+            row: dict[str, float] = {"batch": batch, "blocks of ours": max(of_ours)}
+            ways = contenders(comm, nccl, limits.to(of_ours), batch)  # kept, as are the graphs' inputs: graphs hold no memory
             captured = {name: capture(layers, batch, reduce) for name, reduce in ways.items()}
             expected = captured["nccl"][1].float()
             for name, (_, result, _) in captured.items():
@@ -162,7 +187,7 @@ def main() -> None:
             if comm.rank == 0:
                 print(rows[-1], flush=True)
         if comm.rank == 0 and arguments.record:
-            record(comm, arguments.record, f"{arguments.layers} layers, bfloat16, µs a step", rows)
+            write_record(comm, arguments.record, f"{arguments.layers} layers, bfloat16, µs a step", rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fused all-reduces on GPUs beside NCCL's and torch's kernels behind it, in the same processes, all in CUDA graphs.
+"""Fused all-reduces on GPUs beside NCCL's with one kernel behind it, and torch's path, in the same processes, all in CUDA graphs.
 
     python benches/fusion_vs_torch.py --record benches/results/MACHINE/DATE-cuda-fusion.json
 
@@ -9,11 +9,15 @@ a process for every GPU, by `antiphon run`, if it is not one of them.
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import antiphon
 import torch
 import torch.distributed as dist
-from cuda_vs_torch import become_ranks, calls_for, measure, ranks, record
+from cuda_vs_torch import Limited, become_ranks, blocks, calls_for, measure, ranks, write_record
+from kernels import add_norm
+from kernels import check as check_kernels
+from nccl import Nccl
 from torch.nn.functional import rms_norm
 
 TOKENS = [1, 4, 16, 64, 256, 512, 2048]
@@ -31,7 +35,7 @@ class Layer:
         self.weight = torch.rand(hidden, device="cuda").to(torch.bfloat16)
         self.norm, self.sum = torch.empty_like(self.x), torch.empty_like(self.x)
         self.codes = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
-        self.for_nccl = self.x.clone()
+        self.for_torch, self.total = self.x.clone(), torch.empty_like(self.x)
 
     def fused(self, quantize: str | None = None) -> None:
         if quantize:
@@ -48,28 +52,45 @@ class Layer:
         norm = rms_norm(total, (total.shape[-1],), self.weight, EPS)
         return total, (norm * (1 / SCALE)).to(torch.float8_e4m3fn) if fp8 else norm
 
-    def separate(self, fp8: bool = False) -> None:
-        dist.all_reduce(self.for_nccl)
-        self.after_the_sum(self.for_nccl, fp8)
+    def by_torch(self, fp8: bool = False) -> None:
+        dist.all_reduce(self.for_torch)
+        self.after_the_sum(self.for_torch, fp8)
 
-    def check(self) -> None:
+    def by_nccl(self, nccl: Nccl, fp8: bool = False) -> None:
+        """The all-reduce of libnccl, and one kernel for all behind it."""
+        nccl.all_reduce(self.x, self.total)
+        out = self.codes if fp8 else self.norm
+        add_norm(self.total, self.residual, self.weight, self.sum, out, EPS, SCALE)
+
+    def check(self, nccl: Nccl) -> None:
         """The same but for roundings: of the norm one by each, and of the codes what that makes of them."""
         summed = self.comm.all_reduce(self.x)
         for fp8 in (False, True):
-            self.fused("fp8" if fp8 else None)
             total, expected = self.after_the_sum(summed, fp8)
-            assert self.sum.equal(total), "the sum is wrong"
-            found = self.codes if fp8 else self.norm
-            torch.testing.assert_close(found.float(), expected.float(), rtol=1 / 8 if fp8 else 1 / 64, atol=1 / 512)
+            for is_ours in (True, False):
+                if is_ours:
+                    self.fused("fp8" if fp8 else None)
+                    assert self.sum.equal(total), "the sum is wrong"
+                else:
+                    self.by_nccl(nccl, fp8)
+                    torch.testing.assert_close(self.sum, total, rtol=1 / 64, atol=1 / 64)
+                found = self.codes if fp8 else self.norm
+                torch.testing.assert_close(found.float(), expected.float(), rtol=1 / 8 if fp8 else 1 / 64, atol=1 / 512)
 
-    def contenders(self) -> dict[str, Callable[[], object]]:
+    def contenders(self, nccl: Nccl, limited: Nccl) -> dict[str, Callable[[], object]]:
         return {
             "antiphon norm": self.fused,
-            "nccl, torch norm": self.separate,
+            "nccl norm": lambda: self.by_nccl(nccl),
+            "nccl limited norm": lambda: self.by_nccl(limited),
+            "torch.distributed norm": self.by_torch,
             "antiphon fp8": lambda: self.fused("fp8"),
-            "nccl, torch fp8": lambda: self.separate(fp8=True),
+            "nccl fp8": lambda: self.by_nccl(nccl, fp8=True),
+            "nccl limited fp8": lambda: self.by_nccl(limited, fp8=True),
+            "torch.distributed fp8": lambda: self.by_torch(fp8=True),
             "antiphon sum": lambda: self.comm.all_reduce(self.x, out=self.sum),
-            "nccl sum": lambda: dist.all_reduce(self.for_nccl),
+            "nccl sum": lambda: nccl.all_reduce(self.x, self.total),
+            "nccl limited sum": lambda: limited.all_reduce(self.x, self.total),
+            "torch.distributed sum": lambda: dist.all_reduce(self.for_torch),
         }
 
 
@@ -81,19 +102,23 @@ def main() -> None:
     arguments = parser.parse_args()
     become_ranks()
     with ranks() as comm:
-        rows = []
+        check_kernels()
+        rows, nccl, limits = [], Nccl(comm), Limited(comm)
         for tokens in arguments.tokens:
             layer = Layer(comm, tokens, arguments.hidden)
-            layer.check()
-            times = measure(comm, layer.contenders(), calls_for(2 * tokens * arguments.hidden))
-            row = {"tokens": tokens, "hidden": arguments.hidden, **times}
-            for what, peer in {"norm": "nccl, torch norm", "fp8": "nccl, torch fp8", "sum": "nccl sum"}.items():
-                row[f"ratio {what}"] = round(times[f"antiphon {what}"] / times[peer], 3)
+            layer.check(nccl)
+            limited = limits.to(blocks({"ours": layer.fused})["ours"])
+            contenders = layer.contenders(nccl, limited)
+            times = measure(comm, contenders, calls_for(2 * tokens * arguments.hidden))
+            row: dict[str, Any] = {"tokens": tokens, "hidden": arguments.hidden, **times}
+            for what in ("norm", "fp8", "sum"):
+                row[f"ratio {what}"] = round(times[f"antiphon {what}"] / times[f"nccl {what}"], 3)
+            row["blocks"] = blocks(contenders)
             rows.append(row)
             if comm.rank == 0:
                 print(row, flush=True)
         if comm.rank == 0 and arguments.record:
-            record(comm, arguments.record, "bfloat16, µs", rows)
+            write_record(comm, arguments.record, "bfloat16, µs", rows)
 
 
 if __name__ == "__main__":

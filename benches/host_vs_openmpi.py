@@ -8,8 +8,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
+
+import record
 
 HERE = Path(__file__).resolve().parent
 ANTIPHON = HERE.parent / "target" / "release" / "antiphon"
@@ -100,7 +101,7 @@ def further(ranks: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--record", type=Path, help="folder, relative to benches/, to write the figures to")
+    parser.add_argument("--record", type=Path, help="file to write the figures to")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         programs = peers(folder)
@@ -110,22 +111,14 @@ def main() -> None:
     for what, figure in summary.items():
         print(f"{figure:>8}  {what}")
     if arguments.record:
-        folder = HERE / arguments.record
-        folder.mkdir(parents=True, exist_ok=True)
-        model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "unknown")
         version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-        record = {
-            "command": "python benches/host_vs_openmpi.py",
-            "date": date.today().isoformat(),
-            "machine": {"cpu": model, "cores": len(os.sched_getaffinity(0)), "kernel": os.uname().release},
+        figures = {
             "peer": version,
             "unit": "microseconds per call, median of 11 batches, slowest rank",
             "summary": summary,
             "rows": rows,
         }
-        path = folder / f"{record['date']}-host-vs-openmpi.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"recorded in {path}")
+        record.write(arguments.record, figures)
 
 
 main()

@@ -18,6 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+
+import record
 
 CALLS, BATCHES, ROWS = 200, 9, 4
 
@@ -121,7 +124,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--record", type=Path, help="file to write the figures to")
     parser.add_argument("--tune", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -134,10 +137,9 @@ def main() -> None:
             of = options.ranks, options.tp, options.hidden, options.device, cache
             results[name] = world(*of, tunes=name == "cold")
             print(f"{name}: {json.dumps(results[name])}", flush=True)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            shape = {"ranks": options.ranks, "tp": options.tp, "hidden": options.hidden, "device": options.device}
-            json.dump({**shape, **results}, file, indent=1)
+    if options.record:
+        shape = {"ranks": options.ranks, "tp": options.tp, "hidden": options.hidden, "device": options.device}
+        record.write(options.record, {**shape, **results})
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def main() -> None:
                 print(rows[-1], flush=True)
         if comm.rank == 0 and arguments.record:
             what = f"{TOKENS} tokens a rank of {HIDDEN}, {EXPERTS} experts, top-{TOP_K}: µs of the host for a call"
-            cuda_vs_torch.record(comm, arguments.record, what, rows)
+            cuda_vs_torch.write_record(comm, arguments.record, what, rows)
 
 
 if __name__ == "__main__":

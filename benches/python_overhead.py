@@ -2,15 +2,15 @@
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
+
+import record
 
 HERE = Path(__file__).resolve().parent
 ANTIPHON = [sys.executable, "-m", "antiphon"]
@@ -82,7 +82,7 @@ def import_time() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--record", type=Path, help="folder, relative to benches/, to write the figures to")
+    parser.add_argument("--record", type=Path, help="file to write the figures to")
     arguments = parser.parse_args()
     if arguments.worker:
         return worker()
@@ -94,22 +94,14 @@ def main() -> None:
     imported = round(import_time(), 1)
     print(f"{'import antiphon':<32} {imported:>8.1f} ms")
     if arguments.record:
-        folder = HERE / arguments.record
-        folder.mkdir(parents=True, exist_ok=True)
-        model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "unknown")
-        record: dict[str, Any] = {
-            "command": "python benches/python_overhead.py",
-            "date": date.today().isoformat(),
-            "machine": {"cpu": model, "cores": len(os.sched_getaffinity(0)), "kernel": os.uname().release},
+        figures: dict[str, Any] = {
             "python": sys.version.split()[0],
             "unit": f"microseconds per call, median of {BATCHES} batches of {CALLS}, slowest rank, median of {ROUNDS} rounds",
             "rows": rows,
             "import antiphon, ms": imported,
             "rounds": rounds,
         }
-        path = folder / f"{record['date']}-python-overhead.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"recorded in {path}")
+        record.write(arguments.record, figures)
 
 
 main()

@@ -4,16 +4,14 @@
 """
 
 import argparse
-import json
-import os
 import platform
 import statistics
 import time
-from datetime import date
 from pathlib import Path
 
 import antiphon
 import antiphon.torch
+import record
 import torch
 import torch.distributed as dist
 
@@ -75,11 +73,8 @@ def main() -> None:
     summary = {"median ratio to gloo": round(statistics.median(row["ratio"] for row in rows), 3)}
     say(f"median ratio {summary['median ratio to gloo']}")
     if arguments.record and rank == 0:
-        model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "unknown")
-        record = {
-            "command": f"python -m antiphon run -n {world_size} python benches/python_vs_gloo.py",
-            "date": date.today().isoformat(),
-            "machine": {"cpu": model, "cores": len(os.sched_getaffinity(0)), "kernel": os.uname().release},
+        figures = {
+            "ranks": world_size,
             "versions": {
                 "antiphon": antiphon.__version__,
                 "torch": torch.__version__,
@@ -89,9 +84,7 @@ def main() -> None:
             "summary": summary,
             "rows": rows,
         }
-        arguments.record.parent.mkdir(parents=True, exist_ok=True)
-        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"recorded in {arguments.record}")
+        record.write(arguments.record, figures)
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@
 #   gpu-bundle/examples/   every example named cuda_*
 #   gpu-bundle/wheels/     the Python package, and pytest with what it needs
 #   gpu-bundle/python/     the Python tests, their settings, and the benchmarks
+#   gpu-bundle/COMMIT      what it was built from
 #
 # Build on a distribution whose glibc is not newer than the other machine's.
 set -euo pipefail
@@ -55,7 +56,10 @@ cp tests/*.py "$bundle/python/tests/"
 cp docs/*.md "$bundle/python/docs/"
 cp -r examples "$bundle/python/"
 cp benches/*.py "$bundle/python/benches/"
-cp scripts/gpu-bundle/run.sh "$bundle/"
+cp scripts/gpu-bundle/run.sh scripts/skipped.py "$bundle/"
+cp -r tests/skipped "$bundle/"
+# Of which the records of benchmarks tell.
+"$python" -c 'import sys; sys.path.insert(0, "benches"); import record; print(record.commit())' >"$bundle/COMMIT"
 
 size_mib=$(($(du --apparent-size --summarize --block-size 1K "$bundle" | cut -f 1) / 1024 + 1))
 echo "$bundle: $size_mib MiB, at most $limit_mib"
