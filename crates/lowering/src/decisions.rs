@@ -14,7 +14,7 @@ use crate::{
     types::{Class, CommReq},
 };
 
-/// The result of [`lower`].
+/// The result of [`lower`](crate::lower()).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lowered {
     /// The rewritten graph; the original, if the rewritten one was not proved.

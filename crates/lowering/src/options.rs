@@ -30,7 +30,7 @@ pub struct World {
     pub groups: Option<Vec<String>>,
 }
 
-/// The options of [`lower`].
+/// The options of [`lower`](crate::lower()).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Options {
@@ -44,7 +44,7 @@ pub struct Options {
     pub realize: Realize,
     /// Whether collectives run beside computation: the rules `bucket` and `schedule`.
     pub overlap: bool,
-    /// Which measurements [`Costs::new`] takes. [`lower`] itself is given costs.
+    /// Which measurements [`Costs::new`](crate::Costs::new) takes. [`lower`](crate::lower()) itself is given costs.
     pub tables: Tables,
     /// The most bytes by which an overlapped program's live tensors may exceed those of the program before.
     pub overlap_bytes: u64,

@@ -30,7 +30,7 @@ impl CudaMoe {
     /// `is_token_in_rank`, u8 `[T, R]`. No other rank has a part in it.
     ///
     /// # Errors
-    /// As [`layout`](crate::layout()); [`FabricError::Device`](antiphon_fabric::FabricError::Device).
+    /// As [`layout`](crate::layout()); [`FabricError::Device`].
     ///
     /// # Safety
     /// No other code writes the ids, or uses the outputs, until the stream has passed this call.
