@@ -89,8 +89,7 @@ fn a_run_of_too_many_ranks_or_elements_is_refused() {
         let file = written(folder.path(), "large.txt", text.as_bytes());
         let output = antiphon(&[&file, "--run", "7"]);
         let (_, error) = says(&output);
-        let expected =
-            format!("elements of inputs on each of {size} ranks; at most {} are interpreted", 1 << 26);
+        let expected = format!("elements of {size} ranks; at most {} are computed", 1 << 26);
         assert!(!output.status.success() && error.contains(&expected), "{error}");
     }
 }
@@ -212,7 +211,8 @@ fn a_run_that_differs_fails_and_names_the_output() {
     let text = String::from_utf8(antiphon(&[&block, "--emit", "text"]).stdout).unwrap();
     let same = written(folder.path(), "same.txt", text.as_bytes());
     assert!(antiphon(&[&block, "--check", &plan, &same, "--run", "3"]).status.success());
-    let other = written(folder.path(), "other.txt", text.replace("eps=", "weight_bias=1 eps=").as_bytes());
+    let other =
+        written(folder.path(), "other.txt", text.replace("weight_bias=0.0", "weight_bias=1.0").as_bytes());
     let refused = antiphon(&[&block, "--check", &plan, &other, "--run", "3"]);
     assert_eq!(refused.status.code(), Some(1));
     let (out, err) = says(&refused);
