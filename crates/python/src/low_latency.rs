@@ -7,7 +7,8 @@ use std::{
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
-    device::cuda::StreamRef,
+    collectives::cuda::OnFailure,
+    device::cuda::{Context, StreamRef},
     fabric::Queue,
     moe::{
         self, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived,
@@ -29,27 +30,22 @@ use crate::{
     arguments::Given,
     array::{Array, check_apart},
     communicator::Communicator,
-    cuda::primary,
+    cuda::{List as _, Part, Parts},
     error::Result,
     fork::Process,
     handle::{Handle, Unfinished, Work},
     interrupt,
     operand::Usage,
-    stream::stream_or_current,
+    stream::{RawStream, stream_or_current},
 };
 
 #[doc = stub!("MoeLowLatency")]
 #[pyclass(frozen, module = "antiphon", weakref)]
 pub(crate) struct MoeLowLatency {
-    engine: SharedEngine,
-    /// The number of the GPU.
-    device: Option<u32>,
+    engine: Engine,
     queue: Weak<Queue>,
     process: Process,
 }
-
-/// Absent when closed.
-type SharedEngine = Arc<Mutex<Option<Engine>>>;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -57,8 +53,33 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// What makes the calls.
 enum Engine {
-    Host(moe::Moe),
-    Cuda(Box<CudaMoe>),
+    /// Absent when closed.
+    Host(Arc<Mutex<Option<moe::Moe>>>),
+    Cuda(OnGpu),
+}
+
+/// What makes the calls on a GPU.
+#[derive(Clone)]
+struct OnGpu {
+    device: u32,
+    /// Empty when closed.
+    parts: Arc<Parts<CudaMoe>>,
+}
+
+impl OnGpu {
+    /// What `work` returns with what makes the calls and a stream of the GPU.
+    fn with<T>(
+        &self,
+        stream: RawStream,
+        work: impl FnOnce(&CudaLowLatency, StreamRef<'_>) -> Result<T, MoeError>,
+    ) -> Result<T> {
+        let outcome = self.parts.with_open(self.device, |moe| {
+            // SAFETY: the stream is that of the library whose tensors are used, and so of the device.
+            let stream = unsafe { moe.context().borrow_stream(stream) };
+            work(moe.low_latency()?, stream)
+        });
+        Ok(outcome.ok_or_else(closed)??)
+    }
 }
 
 #[doc = stub!("MoeLowLatencyHandle")]
@@ -73,8 +94,7 @@ enum Routes {
 
 /// The second half of a call on a GPU.
 struct Receiving {
-    engine: SharedEngine,
-    device: u32,
+    engine: OnGpu,
     receive: CudaReceive,
     /// Keeps the memory until the second half is in a stream, in whose order libraries give memory back.
     _arrays: Vec<Array>,
@@ -100,12 +120,9 @@ impl Work for Receiving {
 
 impl Receiving {
     fn launch(&self) -> Result<()> {
-        let stream = Python::attach(|py| stream_or_current(py, self.device, None))?;
-        let engine = lock(&self.engine);
-        let Some(Engine::Cuda(engine)) = &*engine else { return Err(closed().into()) };
-        let engine = engine.low_latency()?;
-        // SAFETY: the stream is that of the library whose tensors are used, and so of the device; the arrays live.
-        Ok(unsafe { engine.receive(&self.receive, engine.context().borrow_stream(stream)) }?)
+        let stream = Python::attach(|py| stream_or_current(py, self.engine.device, None))?;
+        // SAFETY: the arrays live.
+        self.engine.with(stream, |engine, stream| unsafe { engine.receive(&self.receive, stream) })
     }
 }
 
@@ -139,6 +156,7 @@ impl MoeLowLatency {
     fn on_host<C: Send + 'static>(
         &self,
         py: Python<'_>,
+        moe: &Arc<Mutex<Option<moe::Moe>>>,
         prepared: Prepared<C>,
         call: impl FnOnce(&mut moe::Moe, &antiphon::prelude::Communicator, C) -> Result<(), MoeError>
         + Send
@@ -146,10 +164,10 @@ impl MoeLowLatency {
     ) -> Result<Option<Handle>> {
         let queue = self.queue()?;
         let Prepared { call: operands, arrays, starts } = prepared;
-        let engine = self.engine.clone();
-        let run = move |comm: &antiphon::prelude::Communicator| match &mut *lock(&engine) {
-            Some(Engine::Host(moe)) => call(moe, comm, operands).map(|()| true),
-            _ => Ok(false),
+        let moe = moe.clone();
+        let run = move |comm: &antiphon::prelude::Communicator| match &mut *lock(&moe) {
+            Some(moe) => call(moe, comm, operands).map(|()| true),
+            None => Ok(false),
         };
         if starts {
             let pending = queue.start(move |comm| run(comm).map(|_| arrays))?;
@@ -165,23 +183,14 @@ impl MoeLowLatency {
     fn on_cuda(
         &self,
         py: Python<'_>,
-        device: u32,
+        gpu: &OnGpu,
         arrays: Vec<Array>,
         call: impl FnOnce(&CudaLowLatency, StreamRef<'_>) -> Result<Option<CudaReceive>, MoeError> + Send,
     ) -> Result<Option<Handle>> {
         let _queue = self.queue()?;
-        let stream = stream_or_current(py, device, None)?;
-        let receive = interrupt::detached(py, || match &*lock(&self.engine) {
-            Some(Engine::Cuda(engine)) => {
-                // SAFETY: the stream is that of the library whose tensors are used, and so of the device.
-                let stream = unsafe { engine.context().borrow_stream(stream) };
-                call(engine.low_latency()?, stream).map(Some)
-            }
-            _ => Ok(None),
-        })?;
-        let receive = receive.ok_or_else(closed)?;
-        let engine = self.engine.clone();
-        let half = receive.map(|receive| Receiving { engine, device, receive, _arrays: arrays });
+        let stream = stream_or_current(py, gpu.device, None)?;
+        let receive = interrupt::detached(py, || gpu.with(stream, call))?;
+        let half = receive.map(|receive| Receiving { engine: gpu.clone(), receive, _arrays: arrays });
         Ok(half.map(|half| Handle::of("dispatch_low_latency", Box::new(half), None)))
     }
 }
@@ -272,20 +281,23 @@ impl MoeLowLatency {
         let queue = comm.queue()?;
         let most = LowLatency { max_tokens, hidden, num_experts, top_k };
         let config = MoeConfig { low_latency: Some(most), ..MoeConfig::default() };
-        let engine = interrupt::detached(py, || {
-            queue.run(|comm| match device {
-                None => moe::Moe::new(comm, config).map(Engine::Host),
-                Some(device) => {
-                    let config = MoeConfig { region_bytes: 0, ..config };
-                    CudaMoe::new(comm, &primary(device)?, config).map(Box::new).map(Engine::Cuda)
-                }
-            })
-        })?;
-        let engine = Arc::new(Mutex::new(Some(engine)));
-        if device.is_some() {
-            comm.gpus().add(&engine);
-        }
-        Ok(Self { engine, device, queue: Arc::downgrade(&queue), process: Process::current() })
+        let engine = match device {
+            None => {
+                let moe = interrupt::detached(py, || queue.run(|comm| moe::Moe::new(comm, config)))?;
+                Engine::Host(Arc::new(Mutex::new(Some(moe))))
+            }
+            Some(device) => {
+                let (stream, parts) = (stream_or_current(py, device, None)?, comm.gpus().parts());
+                let config = MoeConfig { region_bytes: 0, ..config };
+                let make = |comm: &_, context: &Context| CudaMoe::new(comm, context, config);
+                // SAFETY: the stream is one of the device.
+                interrupt::detached(py, || unsafe {
+                    parts.with((&queue, device, Some(stream)), "low-latency instance", make, |_| Ok(()))
+                })?;
+                Engine::Cuda(OnGpu { device, parts })
+            }
+        };
+        Ok(Self { engine, queue: Arc::downgrade(&queue), process: Process::current() })
     }
 
     #[doc = stub!("MoeLowLatency.bytes")]
@@ -296,10 +308,10 @@ impl MoeLowLatency {
     }
 
     #[doc = stub!("MoeLowLatency.check")]
-    fn check(&self) -> Result<()> {
-        match &*lock(&self.engine) {
-            Some(Engine::Cuda(engine)) => Ok(engine.check()?),
-            _ => Ok(()),
+    fn check(&self, py: Python<'_>) -> Result<()> {
+        match &self.engine {
+            Engine::Host(_) => Ok(()),
+            Engine::Cuda(gpu) => py.detach(|| gpu.parts.check()),
         }
     }
 
@@ -307,9 +319,12 @@ impl MoeLowLatency {
     fn close(&self, py: Python<'_>) -> Result<()> {
         let (Some(queue), true) = (self.queue.upgrade(), self.process.is_current()) else { return Ok(()) };
         let closed = interrupt::detached(py, || {
-            queue.run(|comm| match lock(&self.engine).take() {
-                Some(Engine::Host(moe)) => moe.close(comm),
-                _ => Ok(()),
+            queue.run(|comm| match &self.engine {
+                Engine::Host(moe) => lock(moe).take().map_or(Ok(()), |moe| moe.close(comm)),
+                Engine::Cuda(gpu) => {
+                    gpu.parts.close();
+                    Ok(())
+                }
             })
         });
         Ok(closed?)
@@ -368,17 +383,20 @@ impl MoeLowLatency {
             },
         };
         let arrays = arrays.into_vec();
-        let Some(device) = self.device else {
-            let routes = Arc::new(OnceLock::new());
-            let (prepared, made) = (Prepared { call, arrays, starts: start }, routes.clone());
-            let handle = self.on_host(py, prepared, move |moe, comm, call| {
-                let _ = made.set(moe.low_latency_dispatch(comm, call)?); // once, by this call
-                Ok(())
-            })?;
-            return Ok((MoeLowLatencyHandle(Routes::Host(routes)), handle));
+        let gpu = match &self.engine {
+            Engine::Cuda(gpu) => gpu,
+            Engine::Host(moe) => {
+                let routes = Arc::new(OnceLock::new());
+                let (prepared, made) = (Prepared { call, arrays, starts: start }, routes.clone());
+                let handle = self.on_host(py, moe, prepared, move |moe, comm, call| {
+                    let _ = made.set(moe.low_latency_dispatch(comm, call)?); // once, by this call
+                    Ok(())
+                })?;
+                return Ok((MoeLowLatencyHandle(Routes::Host(routes)), handle));
+            }
         };
         let mut routes = None;
-        let handle = self.on_cuda(py, device, arrays, |engine, stream| {
+        let handle = self.on_cuda(py, gpu, arrays, |engine, stream| {
             // SAFETY: as above.
             let (handle, receive) = unsafe {
                 match start {
@@ -414,16 +432,16 @@ impl MoeLowLatency {
         let output = output.expect("it was given");
         let call = LowLatencyCombine { rows, ids, weights, output, waits };
         let arrays = arrays.into_vec();
-        match (&handle.0, self.device) {
-            (Routes::Host(routes), None) => {
+        match (&handle.0, &self.engine) {
+            (Routes::Host(routes), Engine::Host(moe)) => {
                 let routes = routes.clone();
-                self.on_host(py, Prepared { call, arrays, starts: start }, move |moe, comm, call| {
+                self.on_host(py, moe, Prepared { call, arrays, starts: start }, move |moe, comm, call| {
                     let missing =
                         MoeError::Handle { call: COMBINE, problem: "of a dispatch that has failed" };
                     moe.low_latency_combine(comm, routes.get().ok_or(missing)?, call)
                 })
             }
-            (Routes::Cuda(routes), Some(device)) => self.on_cuda(py, device, arrays, |engine, stream| {
+            (Routes::Cuda(routes), Engine::Cuda(gpu)) => self.on_cuda(py, gpu, arrays, |engine, stream| {
                 let routes = lock(routes);
                 // SAFETY: as in `dispatch`.
                 unsafe {
@@ -447,5 +465,19 @@ impl MoeLowLatencyHandle {
             Routes::Host(routes) => routes.get().map(LowLatencyHandle::num_tokens),
             Routes::Cuda(routes) => Some(lock(routes).num_tokens()),
         }
+    }
+}
+
+impl Part for CudaMoe {
+    fn ordinal(&self) -> u32 {
+        self.context().device().ordinal()
+    }
+
+    fn on_failure(&self, action: OnFailure) {
+        CudaMoe::on_failure(self, action);
+    }
+
+    fn check(&self) -> Result<()> {
+        Ok(CudaMoe::check(self)?)
     }
 }

@@ -4,14 +4,14 @@ use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
-    device::cuda::{Event, StreamRef},
+    collectives::cuda::OnFailure,
+    device::cuda::{Context, Event, StreamRef},
     fabric::Queue,
     moe::{
         self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
         cuda::{CudaHandle, CudaMoe, HandleMemory},
     },
     prelude::FabricError,
-    tensor::Device,
 };
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError, PyValueError},
@@ -23,7 +23,7 @@ use crate::{
     arguments::Given,
     array::{Array, check_apart},
     communicator::Communicator,
-    cuda::{Tenant, primary},
+    cuda::{List as _, Part, Parts},
     error::Result,
     fork::Process,
     interrupt,
@@ -35,8 +35,7 @@ use crate::{
 pub(crate) struct Moe {
     /// Absent when closed.
     moe: Mutex<Option<moe::Moe>>,
-    /// The GPUs that were used; one, as a rule.
-    gpus: Arc<Mutex<Vec<Gpu>>>,
+    gpus: Arc<Parts<Gpu>>,
     num_sms: Mutex<u32>,
     queue: Weak<Queue>,
     process: Process,
@@ -49,6 +48,20 @@ struct Gpu {
     moe: CudaMoe,
     /// Orders a call on a stream beside the current one.
     order: Event,
+}
+
+impl Part for Gpu {
+    fn ordinal(&self) -> u32 {
+        Part::ordinal(&self.moe)
+    }
+
+    fn on_failure(&self, action: OnFailure) {
+        self.moe.on_failure(action);
+    }
+
+    fn check(&self) -> Result<()> {
+        Ok(self.moe.check()?)
+    }
 }
 
 /// A stream beside the current one, and whether the current one waits for the end of a call on it.
@@ -106,21 +119,16 @@ impl Moe {
         let queue = self.queue.upgrade().ok_or_else(closed)?;
         let stream = stream_or_current(py, device, None)?;
         let num_sms = *self.num_sms.lock().unwrap_or_else(PoisonError::into_inner);
-        let lock = || self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
-        let serves = |gpu: &&Gpu| gpu.moe.device() == Device::Cuda(device);
-        let outcome = interrupt::detached(py, || -> Result<_, MoeError> {
-            if !lock().iter().any(|gpu| serves(&gpu)) {
-                let context = primary(device)?;
-                let moe = queue.run(|comm| CudaMoe::new(comm, &context, MoeConfig::for_gpus()))?;
-                lock().push(Gpu { moe, order: Event::new(&context)? });
-            }
-            let gpus = lock();
-            let Some(Gpu { moe, order }) = gpus.iter().find(serves) else { return Ok(None) };
+        let make = |comm: &_, context: &Context| {
+            let moe = CudaMoe::new(comm, context, MoeConfig::for_gpus())?;
+            Ok::<_, MoeError>(Gpu { moe, order: Event::new(context)? })
+        };
+        let work = |Gpu { moe, order }: &mut Gpu| {
             moe.set_num_sms(num_sms)?;
             // SAFETY: the streams are those of the library whose tensors are used, and so of the device.
             let borrow = |stream| unsafe { moe.context().borrow_stream(stream) };
             let current = borrow(stream);
-            let Some((side, joins)) = side else { return call(moe, current).map(Some) };
+            let Some((side, joins)) = side else { return call(moe, current) };
             let side = borrow(side);
             order.record(current)?;
             side.wait(order)?;
@@ -129,9 +137,12 @@ impl Moe {
                 order.record(side)?;
                 current.wait(order)?;
             }
-            Ok(Some(result))
-        })?;
-        Ok(outcome.ok_or_else(closed)?)
+            Ok(result)
+        };
+        Ok(interrupt::detached(py, || {
+            // SAFETY: as above.
+            unsafe { self.gpus.with((&queue, device, Some(stream)), "MoE call", make, work) }
+        })?)
     }
 
     /// Waits for a call in the order of the communicator's.
@@ -167,12 +178,10 @@ impl Moe {
         let default = MoeConfig::default();
         let config = MoeConfig { region_bytes: region_bytes.unwrap_or(default.region_bytes), ..default };
         let moe = interrupt::detached(py, || queue.run(|comm| moe::Moe::new(comm, config)))?;
-        let gpus = Arc::default();
-        comm.gpus().add(&gpus);
         Ok(Self {
             region_bytes: moe.region_bytes(),
             moe: Mutex::new(Some(moe)),
-            gpus,
+            gpus: comm.gpus().parts(),
             num_sms: Mutex::new(MoeConfig::NUM_SMS),
             world_size: queue.messenger().world_size(),
             queue: Arc::downgrade(&queue),
@@ -263,9 +272,8 @@ impl Moe {
     }
 
     #[doc = stub!("Moe.check")]
-    fn check(&self) -> Result<()> {
-        let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(gpus.iter().try_for_each(|gpu| gpu.moe.check())?)
+    fn check(&self, py: Python<'_>) -> Result<()> {
+        py.detach(|| self.gpus.check())
     }
 
     #[doc = stub!("Moe.give_up")]

@@ -17,7 +17,7 @@ use super::{
     room::Share,
     staging::{CHANNELS, LEAST_BYTES, SLOTS_AT, Staging},
 };
-use crate::{Communicator, CudaArena, FabricError, Monitor};
+use crate::{Communicator, CudaArena, FabricError, Monitor, Signature};
 
 /// One user of a communicator's GPUs: calls that come one after the other, through memory of their own.
 ///
@@ -260,6 +260,14 @@ impl Tenant {
     #[inline]
     pub fn check_ready(&self) -> Result<(), FabricError> {
         self.engine.check_ready()
+    }
+
+    /// Whether this rank's program asks a wait of the host to end; see [`Monitor::check_interrupt`](crate::Monitor::check_interrupt).
+    ///
+    /// # Errors
+    /// [`FabricError::Interrupted`].
+    pub fn check_interrupt(&self, doing: Signature) -> Result<(), FabricError> {
+        self.monitor().check_interrupt(doing)
     }
 
     /// Ends the communicator with this error, and returns it: for a rank that cannot go on with what its peers count on. They get an

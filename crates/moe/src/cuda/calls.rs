@@ -1,6 +1,9 @@
 //! The calls of the layout and of the normal form between GPUs.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use antiphon_device::{
     cuda::StreamRef,
@@ -24,6 +27,9 @@ use crate::{
     normal::check_routing,
     tensors::{ID_TYPES, Name},
 };
+
+/// How often a rank that waits for counts looks for an interrupt.
+const INTERRUPT_LOOK: Duration = Duration::from_millis(10);
 
 impl CudaMoe {
     /// The layout of `ids`, i64 or i32 `[T, K]`: `tokens_per_rank`, i32 `[R]`; `tokens_per_expert`, i32 `[E]`; and
@@ -212,10 +218,15 @@ impl CudaMoe {
         let result = self.result.host().as_ptr().cast::<u32>();
         // SAFETY: an aligned word of memory that lasts, which only the kernel writes.
         let written = unsafe { &*result.cast::<AtomicU32>() };
+        let mut next_look = Instant::now() + INTERRUPT_LOOK;
         // A kernel that gives up, by the communicator's deadline, writes nothing.
         for looks in 1u64.. {
             if written.load(Ordering::Acquire) == number || (looks % 64 == 0 && self.arrived.is_passed()?) {
                 break;
+            }
+            if looks % 64 == 0 && Instant::now() >= next_look {
+                self.tenant.check_interrupt(Signature::new(Operation::Dispatch))?;
+                next_look = Instant::now() + INTERRUPT_LOOK;
             }
             std::thread::yield_now();
         }

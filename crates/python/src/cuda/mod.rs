@@ -5,19 +5,20 @@
 
 mod buffer;
 mod failure;
+mod parts;
 mod register;
 mod started;
 mod work;
 
-use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError};
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::{
-        cuda::{CudaBuilder, CudaCollectives},
+        cuda::{CudaBuilder, CudaCollectives, OnFailure},
         mixed::CudaMixedHandler,
     },
-    device::cuda::{Context, CudaError, Driver, Stream, StreamRef},
+    device::cuda::{Context, Stream},
     fabric::Queue,
     operation::Operation,
     prelude::{CollectiveError, DType, FabricError, MixedLayout, ReduceOp},
@@ -26,11 +27,14 @@ use pyo3::{intern, prelude::*};
 
 pub(crate) use buffer::CudaBuffer;
 pub(crate) use failure::Action;
+pub(crate) use parts::{List, Part, Parts, primary};
 pub(crate) use register::Registrable;
 pub(crate) use started::Started;
 
+use self::parts::{Shared, closed};
 use crate::{
     call::Call,
+    error::Result,
     fused::Fused,
     operand::Tensor,
     stream::{RawStream, imported},
@@ -60,39 +64,29 @@ impl Order {
 }
 
 /// The GPUs that a communicator of this rank has been used with; one, as a rule.
-#[derive(Default)]
 pub(crate) struct Gpus {
-    state: Mutex<State>,
+    collectives: Arc<Parts<Gpu>>,
+    shared: Arc<Shared>,
+    /// The memory for data under way on GPUs that are opened from now on; the usual size without one.
+    staging_bytes: Mutex<Option<usize>>,
     /// CuPy's stream of the last call, which the next call on another stream waits for. CuPy destroys a stream with its last
     /// reference; torch never destroys one.
     last_streams: Mutex<[Option<Py<PyAny>>; 3]>,
 }
 
-#[derive(Default)]
-struct State {
-    open: Vec<Gpu>,
-    /// The action after a kernel has given up; without one, the action of the environment.
-    on_failure: Option<Action>,
-    /// Nothing is opened any more.
-    is_closed: bool,
-    /// The memory for data under way on GPUs that are opened from now on; the usual size without one.
-    staging_bytes: Option<usize>,
-    tenants: Vec<Weak<dyn Tenant>>,
-}
-
-/// What uses GPUs together with the peers of a communicator, beside its collectives.
-pub(crate) trait Tenant: Send + Sync {
-    /// Leaves the peers, once the kernels under way are over.
-    fn close(&self);
-}
-
-impl<T: Default + Send> Tenant for Mutex<T> {
-    fn close(&self) {
-        let open = std::mem::take(&mut *self.lock().unwrap_or_else(PoisonError::into_inner));
-        drop(open); // without the lock, as it waits
+impl Default for Gpus {
+    fn default() -> Self {
+        let shared = Arc::<Shared>::default();
+        Self {
+            collectives: Parts::new(&shared),
+            shared,
+            staging_bytes: Mutex::default(),
+            last_streams: Mutex::default(),
+        }
     }
 }
 
+/// What the collectives have on a GPU.
 struct Gpu {
     context: Context,
     collectives: CudaCollectives,
@@ -187,7 +181,7 @@ impl Gpus {
         staging_bytes: Option<usize>,
     ) -> Outcome {
         if staging_bytes.is_some() {
-            self.lock().staging_bytes = staging_bytes;
+            *self.staging_bytes.lock().unwrap_or_else(PoisonError::into_inner) = staging_bytes;
         }
         self.with(queue, device, None, |gpu| kernels.iter().try_for_each(|&(dtype, op)| gpu.load(dtype, op)))
     }
@@ -223,44 +217,25 @@ impl Gpus {
         })
     }
 
-    /// From now on this happens when a kernel gives up, on every GPU.
+    /// From now on this happens when a kernel gives up, on every GPU and in calls of every kind.
     pub(crate) fn on_failure(&self, py: Python<'_>, action: Action) {
-        let before = py.detach(|| {
-            let mut state = self.lock();
-            for gpu in &state.open {
-                gpu.collectives.on_failure(Python::attach(|py| action.on_failure(py)));
-            }
-            state.on_failure.replace(action)
-        });
-        drop(before); // attached, as it may be a callable
+        self.shared.on_failure(py, action);
     }
 
-    /// Returns the failure that kernels have reported, if any.
-    pub(crate) fn check(&self) -> Outcome {
-        self.lock().open.iter().try_for_each(|gpu| gpu.collectives.check())
+    /// Returns the failure that kernels have reported, if any, in calls of every kind.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.shared.check()
     }
 
-    /// From now on [`close`](Self::close) closes this too: as long as any part of a rank uses GPUs with its peers, they take the rank
-    /// for present.
-    pub(crate) fn add<T: Tenant + 'static>(&self, tenant: &Arc<T>) {
-        let mut state = self.lock();
-        if state.is_closed {
-            drop(state);
-            return tenant.close();
-        }
-        state.tenants.retain(|tenant| tenant.strong_count() > 0);
-        let tenant: Weak<T> = Arc::downgrade(tenant);
-        state.tenants.push(tenant);
+    /// An empty list of another kind of calls on the communicator's GPUs. As long as a part of any kind is open, the peers take the
+    /// rank for present; [`close`](Self::close) closes them all.
+    pub(crate) fn parts<P: Part + 'static>(&self) -> Arc<Parts<P>> {
+        Parts::new(&self.shared)
     }
 
     /// Leaves the peers, once the kernels under way are over.
     pub(crate) fn close(&self) {
-        let mut state = self.lock();
-        state.is_closed = true;
-        let (gpus, tenants) = (std::mem::take(&mut state.open), std::mem::take(&mut state.tenants));
-        drop(state);
-        drop(gpus); // without the lock, as it waits
-        tenants.iter().filter_map(Weak::upgrade).for_each(|tenant| tenant.close());
+        self.shared.close();
     }
 
     fn with<T>(
@@ -270,52 +245,19 @@ impl Gpus {
         stream: Option<RawStream>,
         work: impl FnOnce(&mut Gpu) -> Outcome<T>,
     ) -> Outcome<T> {
-        let serves = |gpu: &&mut Gpu| gpu.context.device().ordinal() == device;
-        if let Some(gpu) = self.lock().open.iter_mut().find(serves) {
-            return work(gpu);
-        }
-        self.open(queue, device, stream)?;
-        self.with_open(device, work)
+        let make = |comm: &_, context: &Context| {
+            let staging_bytes = *self.staging_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            let staging_bytes = staging_bytes.unwrap_or(CudaBuilder::STAGING_BYTES);
+            let collectives = CudaCollectives::builder(comm, context).staging_bytes(staging_bytes).build()?;
+            Ok(Gpu { context: context.clone(), collectives, sides: [const { None }; 3], loaded: Vec::new() })
+        };
+        // SAFETY: the stream is one of the device, as all that call this are promised.
+        unsafe { self.collectives.with((queue, device, stream), "CUDA call", make, work) }
     }
 
     /// With a device that has been opened before.
     fn with_open<T>(&self, device: u32, work: impl FnOnce(&mut Gpu) -> Outcome<T>) -> Outcome<T> {
-        match self.lock().open.iter_mut().find(|gpu| gpu.context.device().ordinal() == device) {
-            Some(gpu) => work(gpu),
-            None => Err(FabricError::invalid("the communicator was closed meanwhile").into()),
-        }
-    }
-
-    #[cold]
-    fn open(&self, queue: &Queue, device: u32, stream: Option<RawStream>) -> Outcome {
-        let context = primary(device)?;
-        if let Some(stream) = stream {
-            // SAFETY: the caller's stream.
-            not_captured(unsafe { context.borrow_stream(stream) }, "the first CUDA call of a communicator")?;
-        }
-        queue.run(|comm| {
-            if self.lock().open.iter().any(|gpu| gpu.context == context) {
-                return Ok(()); // another thread was faster
-            }
-            let staging_bytes = self.lock().staging_bytes.unwrap_or(CudaBuilder::STAGING_BYTES);
-            let collectives =
-                CudaCollectives::builder(comm, &context).staging_bytes(staging_bytes).build()?;
-            let gpu = Gpu { context, collectives, sides: [const { None }; 3], loaded: Vec::new() };
-            let mut state = self.lock();
-            if state.is_closed {
-                drop(state); // first, as the end of the GPU's part waits
-                return Err(FabricError::invalid("the communicator was closed meanwhile").into());
-            }
-            if let Some(action) = &state.on_failure {
-                gpu.collectives.on_failure(Python::attach(|py| action.on_failure(py)));
-            }
-            state.open.push(gpu);
-            Ok(())
-        })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.collectives.with_open(device, work).unwrap_or_else(|| Err(closed().into()))
     }
 
     /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call of the same order has been made.
@@ -343,6 +285,20 @@ impl Drop for Gpus {
     }
 }
 
+impl Part for Gpu {
+    fn ordinal(&self) -> u32 {
+        self.context.device().ordinal()
+    }
+
+    fn on_failure(&self, action: OnFailure) {
+        self.collectives.on_failure(action);
+    }
+
+    fn check(&self) -> Result<()> {
+        Ok(self.collectives.check()?)
+    }
+}
+
 impl Gpu {
     /// Loads the kernels that reduce a dtype, unless they are.
     fn load(&mut self, dtype: DType, op: ReduceOp) -> Outcome {
@@ -353,20 +309,4 @@ impl Gpu {
         self.loaded.push((dtype, op));
         Ok(())
     }
-}
-
-/// Refuses to set up in the middle of a capture, which would end it.
-fn not_captured(stream: StreamRef<'_>, what: &str) -> Outcome {
-    if stream.is_capturing()? {
-        let text = format!(
-            "{what} sets up memory or kernels, and this stream is being captured: call comm.prepare_cuda() before \
-             the capture, with the dtypes and operators that it will use"
-        );
-        return Err(FabricError::invalid(text).into());
-    }
-    Ok(())
-}
-
-pub(crate) fn primary(device: u32) -> std::result::Result<Context, CudaError> {
-    Context::primary(Driver::load()?.device(device)?)
 }
