@@ -225,9 +225,9 @@ fn twins(text: &mut String, pair: usize, chance: &mut Chance) -> Twins {
         ),
         "columns" => (
             "f32",
-            "[2]",
+            "[1]",
             "%@c: f32[16,8] = unary(%tall) op=A\n%@s: f32[2,s0] strides [16,1] = view(%@c) view=strided\n\
-             %@w: f32[2,s0] strides [16,1] = assign(%@s, %across)\n%@v: f32[2] offset 19 = view(%@w) view=strided\n%@: f32[2] = copy(%@v)",
+             %@w: f32[2,s0] strides [16,1] = assign(%@s, %across)\n%@v: f32[1] offset 19 = view(%@w) view=strided\n%@: f32[1] = copy(%@v)",
             ["neg", pick(&["abs", "relu"])],
         ),
         "copied" => (

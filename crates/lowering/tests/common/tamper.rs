@@ -110,7 +110,9 @@ pub const KINDS: &[(&str, Tamper)] = &[
         Some(())
     }),
     ("a shape is another", |graph, _, chance| {
-        let value = any_value(graph, chance)?;
+        let is_any = chance.below(2) == 0;
+        let op = any_op(graph, chance, |kind| kind.coll().is_some() || (is_any && *kind != Kind::Input))?;
+        let value = *graph.ops[op].outs.first()?;
         let shape = &mut graph.values[value.index()].ty.shape;
         let (from, to) = (chance.below(shape.len().max(1)), chance.below(shape.len().max(1)));
         let half = shape.get(from)?.as_constant().filter(|size| size % 2 == 0)? / 2;
