@@ -232,7 +232,7 @@ impl Names {
     }
 }
 
-/// Without a key, so that equal graphs get equal names in all processes.
+/// The hash has no key, so that equal graphs get equal names in all processes.
 fn hash_of(name: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     name.hash(&mut hasher);
