@@ -95,7 +95,7 @@ pub fn compare(
         }
     }
     let pair = Pair { before, after, world, seed };
-    let found = [pair.as_functions()?, pair.as_kernels(numerics)?];
+    let found = [pair.as_kernels(numerics)?, pair.as_functions()?];
     Ok(found.into_iter().flatten().max_by(|a, b| a.excess().total_cmp(&b.excess())))
 }
 

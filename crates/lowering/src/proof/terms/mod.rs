@@ -59,7 +59,7 @@ pub(crate) enum Node {
     /// An input or a constant of the program: its name, and its elements.
     Leaf(Id<str>, Element),
     /// Memory beside the elements of an input or a constant, by its name; of what the program computed, which nobody wrote, by
-    /// a number that no other has.
+    /// a number that no other has. Also what no operation of a program gives.
     Gap(Option<Id<str>>, u32),
     /// The bits of an f64, repeated as often as it takes.
     Number(u64),
