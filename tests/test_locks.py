@@ -22,14 +22,20 @@ def locks_of(call: Callable[[], Any], calls: int = CALLS) -> float:
     """How many locks each of so many calls takes on this thread."""
     for _ in range(3):
         call()
-    before = _core._locks_taken()  # type: ignore[attr-defined]
+    before = locks_taken()
     for _ in range(calls):
         call()
-    return (_core._locks_taken() - before) / calls  # type: ignore[attr-defined, no-any-return]
+    return (locks_taken() - before) / calls
+
+
+def locks_taken() -> int:
+    taken = _core._locks_taken()
+    assert taken is not None
+    return taken
 
 
 def need_a_count() -> None:
-    counted = _core._locks_taken() is not None  # type: ignore[attr-defined]
+    counted = _core._locks_taken() is not None
     needs.need("debug build", counted, "only builds with debug assertions count locks")
 
 

@@ -62,6 +62,7 @@ __all__ = [
     "main",
     "operations",
     "strided_memory",
+    "_locks_taken",
 ]
 __version__: str
 
@@ -78,6 +79,9 @@ def launcher_variables() -> list[str]:
 
 def after_fork() -> None:
     """Tells the library that this process is the child of a fork."""
+
+def _locks_taken() -> int | None:
+    """For tests: how many locks this thread has taken, in a build with debug assertions."""
 
 class AbortedError(RuntimeError):
     """A rank, perhaps this one, called :meth:`Communicator.abort`."""

@@ -107,6 +107,17 @@ fn sums_of_sums_are_one() {
 }
 
 #[test]
+fn sums_that_cancel_each_other_out_merge() {
+    let parts =
+        "%p: f32[4,8] = binary(%x) op=sub scalar=1\n%q: f32[4,8] = binary(%x) op=sub scalar=1 swapped=true\n";
+    let uses = "%d: f32[4,8] = binary(%a, %b) op=add\nreturn %d";
+    let before = program(&(parts.to_owned() + &sum("a", "%p", "tp", 0) + &sum("b", "%q", "tp", 1) + uses));
+    let after = lowered(&before, &Options::default());
+    assert_eq!(after.report.calls, [2, 1], "{}", after.report);
+    same_numbers(&before, &after.graph);
+}
+
+#[test]
 fn integers_wrap_so_that_their_sums_merge_exactly() {
     let text = format!(
         "{HEAD}{}{}%p: f32[4,8] = binary(%a, %b) op=add\nreturn %p",

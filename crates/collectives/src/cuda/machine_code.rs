@@ -42,9 +42,12 @@ impl Variant {
             program: Box::new(move |architecture| program(&family, architecture, world_size)),
             kernels: F::Kernel::ALL.iter().map(|kernel| kernel.name()).collect(),
             registers: most_registers(&family, world_size),
-            // A fused call's launch adds what it needs, within its own bounds.
+            // A launch adds the dynamic shared memory. A grid takes the whole of a multiprocessor whose half has too little for that.
             shared_bytes: Box::new(move |architecture| {
-                most_shared_bytes(&family, architecture, world_size) - family.shared_bytes(world_size)
+                let (half, dynamic) =
+                    (most_shared_bytes(&family, architecture, world_size), family.shared_bytes(world_size));
+                let most = if dynamic <= half { half } else { 2 * half + (1 << 10) };
+                most - dynamic
             }),
             is_fused: F::NAME == Fusion::NAME,
         }
