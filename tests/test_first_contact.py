@@ -20,10 +20,13 @@ from test_plans import all_gather
 
 LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ANTIPHON_RENDEZVOUS"}
 
+#: How the variables of MPI's and Slurm's launchers begin.
+FOREIGN = ("OMPI_", "PMI_", "PMIX_", "SLURM_")
+
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program that no launcher has started, but for what ``environment`` says."""
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS and not name.startswith(FOREIGN)}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=inherited | environment)
 
@@ -44,6 +47,14 @@ def test_a_part_of_a_launchers_environment_is_an_error(name: str) -> None:
     assert run.returncode == 1 and "environment variable" in run.stderr and "antiphon run" in run.stderr, run.stderr
     run = python("import antiphon; antiphon.init(rank=0, world_size=1)", **{name: "1"})
     assert run.returncode == 1 and "rank and world_size need path or exchange" in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"])
+def test_a_rank_of_mpi_or_slurm_is_not_alone(name: str) -> None:
+    for call in "antiphon.init()", "antiphon.init(rank=0, world_size=1)":
+        run = python(f"import antiphon; {call}", **{name: "3"})
+        assert run.returncode == 1 and f"{name}=3" in run.stderr and "exchange=MPI.COMM_WORLD.allgather" in run.stderr, run.stderr
+        assert "a world of this rank alone" not in run.stderr
 
 
 def test_other_worlds_need_a_way_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
