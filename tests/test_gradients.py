@@ -132,6 +132,27 @@ def test_in_place_operators_refuse_gradients_when_they_run_and_when_they_are_com
                 run(w, group)
 
 
+def test_forward_mode_derivatives_are_refused_and_not_0() -> None:
+    from torch.autograd import forward_ad
+
+    with alone() as comm:
+        group, x = antiphon.torch.ops.register(comm), torch.ones(4, 8)
+        for name in ("all_reduce", "all_gather", "all_reduce_rms_norm"):
+            operator: Any = getattr(ops, name)
+            with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
+                torch.func.jvp(lambda x: operator(x * 3, group), (x,), (x,))
+            with forward_ad.dual_level():
+                with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
+                    operator(forward_ad.make_dual(x, x), group)
+            operator(x, group)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x)
+            for name, call in {**REFUSED, **ALONE}.items():
+                with pytest.raises(NotImplementedError, match=f"{name}: a tensor has a tangent of forward mode"):
+                    call(comm, dual)
+            assert torch.equal(comm.all_reduce(forward_ad.unpack_dual(dual).primal), x)
+
+
 #: What each call writes in place.
 WRITES: dict[str, Callable[[Comm, Tensor], object]] = {
     "all_reduce": lambda comm, out: comm.all_reduce(out, out=out),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from antiphon._core import Moe
+from antiphon._operators import refuse_gradients
 
 __all__ = [
     "Routes",
@@ -18,6 +19,7 @@ __all__ = [
     "check_tensors",
     "experts",
     "hidden_size",
+    "refuse_derivatives",
     "router_weights",
     "whole",
 ]
@@ -63,6 +65,11 @@ def router_weights(call: str, weights: Tensor) -> Tensor:
     if not weights.dtype.is_floating_point:
         raise TypeError(f"{call}: the weights must be of a floating-point dtype, not {weights.dtype}")
     return weights.float()
+
+
+def refuse_derivatives(call: str, *tensors: Any) -> None:
+    """Raises ``ValueError`` for a tensor that requires grad, unless grad mode is off. Megatron calls DeepEP's names where it is."""
+    refuse_gradients(call, tensors, "antiphon.moe.ExpertParallel or antiphon.moe.fused_a2a, whose calls have gradients")
 
 
 class Routes:
