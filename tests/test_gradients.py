@@ -99,7 +99,8 @@ REFUSED: dict[str, Callable[[Comm, Tensor], object]] = {
 ALONE: dict[str, Callable[[Comm, Tensor], object]] = {
     "reduce": lambda comm, x: comm.reduce(x),
     "gather": lambda comm, x: comm.gather(x),
-    "all_reduce_fused": lambda comm, x: comm.all_reduce_rms_norm(x),
+    "all_reduce_rms_norm": lambda comm, x: comm.all_reduce_rms_norm(x),
+    "all_reduce_fused": lambda comm, x: comm.all_reduce_fused(x=x, sum_out=torch.empty_like(x)),
     "send_recv": lambda comm, x: comm.send_recv(x, 0, torch.empty_like(x), 0),
     "start_send": lambda comm, x: comm.start_send(x, 0),
     "execute": lambda comm, x: comm.load_plan(all_gather(1)).execute(x),

@@ -517,6 +517,7 @@ class Elsewhere(CommBackend):
 def parameters_and_negated_views(device: torch.device) -> None:
     """No mode loses gradients in silence, or takes bits for numbers."""
     mixed = handler(2, device)
+    assert repr(mixed).startswith(f"<antiphon.comm.MixedCommHandler: rank {dist.get_rank()} of {WORLD}, tp_size 2, dp_size ")
     for mode, op in itertools.product(mixed.valid_mode_list, mixed.valid_op_list):
         x = torch.nn.Parameter(torch.ones(4, HIDDEN, device=device))
         wanted = 4.0 if op in SCATTERS else 2.0

@@ -226,6 +226,12 @@ class MixedCommHandler:
         if self.use_autotune:
             self._read_tables()
 
+    def __repr__(self) -> str:
+        info = self.para_info
+        state = "" if self.is_running else ", not running"
+        sizes = f"rank {info.world_rank} of {info.world_size}, tp_size {info.tp_size}, dp_size {info.dp_size}"
+        return f"<antiphon.comm.MixedCommHandler: {sizes}, {self.dtype} on {self.device}{state}>"
+
     def _agree(self, problem: Exception | None, grid_size: int | None) -> "tuple[Communicator, Any]":
         """The communicator of the default group, with the group if that is ours. Raises on all ranks if one has a problem, or they
         differ."""

@@ -1,6 +1,6 @@
 """What callers pass, checked before anything is sent. Errors name the call, the argument, and what was found."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any
 
@@ -78,6 +78,11 @@ class Routes:
     def _replace(self, **fields: Any) -> Any:
         """Raises ``ValueError``: a call along the handle would not see other fields."""
         raise ValueError(f"{type(self).__name__}: {', '.join(fields) or 'a copy'}: the routes are those of one dispatch and cannot be replaced")
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Any:
+        """Raises ``ValueError``: only a dispatch makes routes."""
+        raise ValueError(f"{cls.__name__}: the routes are those of one dispatch and cannot be made from fields")
 
 
 def check_tensors(call: str, tensors: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:

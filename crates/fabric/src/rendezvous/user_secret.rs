@@ -188,7 +188,7 @@ mod tests {
         };
         for mode in [0o755, 0o750, 0o777, 0o1777] {
             set_permissions(&folder, Permissions::from_mode(mode)).unwrap();
-            told(&folder, &format!("mode is {mode:04o}"));
+            told(&folder, &format!("mode is {mode:04o}): `chmod go=` it"));
         }
         set_permissions(&folder, Permissions::from_mode(0o700)).unwrap();
         let link = around.path().join("link");

@@ -119,6 +119,11 @@ class Buffer(LowLatencyBuffer):
         if enable_shrink:
             self._shrinking = ShrinkingCalls(self._comm)
 
+    def __repr__(self) -> str:
+        kind = "low latency and normal calls" if self.low_latency_mode else "normal calls"
+        state = ", destroyed" if self._calls is None else ""
+        return f"<antiphon.moe.deep_ep.Buffer: {kind}, rank {self.rank} of {self.group_size}{state}>"
+
     @property
     def runtime(self) -> Any:
         """The object that makes the calls; ``None`` when destroyed."""

@@ -77,6 +77,10 @@ class HybridEPBuffer:
         self._calls = hybrid_calls_of(self._comm)
         self._calls.dispatch_sms, self._calls.combine_sms = self.num_sms_dispatch_api, self.num_sms_combine_api
 
+    def __repr__(self) -> str:
+        rows = f"{self.num_local_experts} experts of each rank, hidden {self.hidden_dim}"
+        return f"<antiphon.moe.deep_ep.HybridEPBuffer: {rows}, rank {self.rank} of {self.group_size}>"
+
     def dispatch(
         self,
         hidden: Tensor,
