@@ -1,6 +1,6 @@
 """What callers pass, checked before anything is sent. Errors name the call, the argument, and what was found."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import index
 from typing import Any
 
@@ -80,7 +80,7 @@ class Routes:
         raise ValueError(f"{type(self).__name__}: {', '.join(fields) or 'a copy'}: the routes are those of one dispatch and cannot be replaced")
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Any:
+    def _make(cls, *fields: Any, **named: Any) -> Any:
         """Raises ``ValueError``: only a dispatch makes routes."""
         raise ValueError(f"{cls.__name__}: the routes are those of one dispatch and cannot be made from fields")
 
