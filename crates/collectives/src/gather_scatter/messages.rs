@@ -317,6 +317,12 @@ impl CudaCollectives {
             return Ok(());
         }
         let tenant = &self.messages;
+        let multiprocessors = stream.multiprocessors()?.min(tenant.multiprocessors());
+        let too_few = || {
+            let text = format!("{multiprocessors} multiprocessors are too few for messages to every peer");
+            FabricError::InvalidArgument(text)
+        };
+        grid(0, self.world_size(), multiprocessors).ok_or_else(too_few)?; // before the call takes its turn
         // Sending and receiving use different words of a ring's state, and so have an order each: two ranks may both send,
         // on one stream, before they receive, on another.
         if !sends.is_empty() {
@@ -335,12 +341,7 @@ impl CudaCollectives {
             if messages.to | messages.from == 0 {
                 break;
             }
-            let multiprocessors = stream.multiprocessors()?.min(tenant.multiprocessors());
-            let Some(blocks) = grid(messages.longest(), self.world_size(), multiprocessors) else {
-                let text =
-                    format!("{multiprocessors} multiprocessors are too few for messages to every peer");
-                return Err(FabricError::InvalidArgument(text).into());
-            };
+            let blocks = grid(messages.longest(), self.world_size(), multiprocessors).ok_or_else(too_few)?;
             let config = LaunchConfig::new(blocks, THREADS);
             let work = Work::new(Signature { count: 0, ..signature });
             let launch = |_, _, _| Launch {

@@ -176,3 +176,54 @@ fn mixed_calls_keep_their_order_around_captures_on_4_gpus() {
         Ok(())
     });
 }
+
+/// Each rank receives on one stream, then reduces on another, then sends on a third one: the sends, for which the receives wait, find room.
+fn receives_before_sends(world: usize) {
+    on_gpus(world, |rank| {
+        let (me, context) = (rank.comm.rank(), rank.collectives.context());
+        let device = Device::Cuda(context.device().ordinal());
+        let [sums, receives, sends] = [context.stream()?, context.stream()?, context.stream()?];
+        let (to, from) = ((me + 1) % world, (me + world - 1) % world);
+        let (ones, sum) = (rank.upload(&vec![1.0f32; COUNT])?, rank.allocate(4 * COUNT)?);
+        let (sent, received) = (rank.upload(&values::<f32>(me, COUNT))?, rank.allocate(4 * COUNT)?);
+        rank.collectives.prepare(DType::F32, ReduceOp::Sum)?;
+        for _ in 0..3 {
+            // SAFETY: the memory lives until the streams have been waited for.
+            unsafe {
+                let reduce = || -> Outcome {
+                    let (input, mut output) =
+                        (tensor::<f32>(&ones, 0, COUNT, device), tensor::<f32>(&sum, 0, COUNT, device));
+                    Ok(rank.collectives.all_reduce(
+                        input.as_view(),
+                        &mut output,
+                        ReduceOp::Sum,
+                        sums.borrow(),
+                    )?)
+                };
+                reduce()?;
+                let mut output = tensor::<f32>(&received, 0, COUNT, device);
+                rank.collectives.recv(&mut output, from, receives.borrow())?;
+                reduce()?;
+                let input = tensor::<f32>(&sent, 0, COUNT, device);
+                rank.collectives.send(&input.as_view(), to, sends.borrow())?;
+                reduce()?;
+            }
+            for stream in [&sums, &receives, &sends] {
+                stream.borrow().synchronize()?;
+            }
+            rank.same("the sum", &rank.download(&sum, 0, 4 * COUNT)?, &vec![world as f32; COUNT])?;
+            rank.same("the message", &rank.download(&received, 0, 4 * COUNT)?, &values::<f32>(from, COUNT))?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_receive_delays_no_send_on_2_gpus() {
+    receives_before_sends(2);
+}
+
+#[test]
+fn a_receive_delays_no_send_on_4_gpus() {
+    receives_before_sends(4);
+}

@@ -1,21 +1,27 @@
 //! The room of a GPU for grids that wait.
 //!
 //! Blocks of a grid wait for blocks of other GPUs, and hold their place meanwhile. If more grids wait than find room, each may wait for
-//! one that finds none, on all GPUs in turn. So every grid takes at most half of a multiprocessor (of its threads, registers, shared
-//! memory and blocks) on each of those that it uses, or it takes [all](Share::Whole) of it; and at most so many grids are under way at
-//! once as find room.
+//! one that finds none, on all GPUs in turn. So the grids that are under way at once find room on every multiprocessor: each takes at
+//! most a [share](Share) of it (of its threads, registers, shared memory and blocks), and the shares come to no more than the whole.
 //!
-//! A room has two *places*. A call takes the place of an earlier call, of whatever communicator and tenant, and comes behind it in
-//! stream order; a call that takes whole multiprocessors takes both. So every call waits for calls only that its program made before.
-//! All ranks make the calls of all communicators in one order. Consider the first call in that order that is not over on all ranks:
-//! every call before it is over, so no rank waits before it, and each rank has a place for it. It runs, and ends.
+//! The calls on one stream have a *place*, with the largest of their shares. A call on a stream without a place takes the places of
+//! earlier calls, of whatever communicator and tenant, and comes behind them in stream order, until its share is free. So every call
+//! waits for calls only that its program made before. All ranks make the calls of all communicators in one order. Consider the first
+//! call in that order that is not over on all ranks: every call before it is over, so no rank waits before it, and each rank has a
+//! place for it. It runs, and ends.
 //!
-//! Calls on one stream share a place, so a program with two streams never waits here.
+//! A message is no call that all ranks make: it may wait for one that its peer makes after calls for which others wait here. So no call
+//! comes behind a place with a message. Such a place is free once its stream is done; while it is not, and a call finds too little
+//! room, that call is refused. The messages of one communicator, with a stream each for sends and receives, leave a place for calls
+//! that all ranks make.
+//!
+//! Calls on one stream share a place, so a program with two streams, and others for messages, is never refused here.
 //!
 //! Calls that are captured have places in their graph. The room does not count launches of graphs: a program that launches graphs
 //! beside other calls, of other tenants, has at most one of them under way beside at most one other grid.
 
 use std::{
+    process,
     sync::{Arc, PoisonError, Weak},
     thread::ThreadId,
 };
@@ -29,11 +35,26 @@ use super::used::Used;
 use crate::FabricError;
 
 /// The share of each multiprocessor that a grid takes at most.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Share {
+    /// That of a message.
+    Quarter,
     Half,
     Whole,
 }
+
+impl Share {
+    fn quarters(self) -> u32 {
+        match self {
+            Self::Quarter => 1,
+            Self::Half => 2,
+            Self::Whole => QUARTERS,
+        }
+    }
+}
+
+/// The shares of all places come to no more.
+const QUARTERS: u32 = 4;
 
 /// Where a room is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +69,10 @@ pub(super) struct Where {
 /// The room that the calls of a rank have on a GPU.
 pub(super) struct Room {
     context: Context,
-    /// The stream of the call before, if that took one place and no capture is open: [`Stream::id`](StreamRef::id). Else 0.
+    /// The process that made it: a child that was forked has no driver, and perhaps a thread's lock.
+    process: u32,
+    /// The stream of the call before, if that was no message and took half, and no capture is open: [`Stream::id`](StreamRef::id).
+    /// Else 0.
     last: AtomicU64,
     places: Mutex<State>,
 }
@@ -59,17 +83,16 @@ struct State {
     captured: Vec<(u64, Places)>,
 }
 
-/// The two places of the calls that run, or of those of one capture.
+/// The places of the calls that run, or of those of one capture: that of the call before is the last one.
 #[derive(Default)]
-struct Places {
-    places: [Option<Place>; 2],
-    /// That of the call before.
-    last: usize,
-}
+struct Places(Vec<Place>);
 
 /// The calls on one stream.
 struct Place {
     stream: Used,
+    /// The largest of them.
+    share: Share,
+    has_message: bool,
     /// Stands behind the calls, if `is_recorded`.
     behind: Event,
     is_recorded: bool,
@@ -87,7 +110,7 @@ impl Room {
         known.unwrap_or_else(|| {
             let state = State { running: Places::default(), captured: Vec::new() };
             let (last, places) = (AtomicU64::new(0), Mutex::new(state));
-            let room = Arc::new(Self { context: context.clone(), last, places });
+            let room = Arc::new(Self { context: context.clone(), process: process::id(), last, places });
             rooms.push((place, Arc::downgrade(&room)));
             room
         })
@@ -96,8 +119,8 @@ impl Room {
     /// Makes what follows on `stream` come behind as many earlier calls as that there is room for its grids. `id` is the stream's.
     ///
     /// # Errors
-    /// [`FabricError::InvalidArgument`] where both places are of streams that are being captured, so that nothing can be put behind
-    /// their calls; [`FabricError::Device`].
+    /// [`FabricError::InvalidArgument`] where too many of them are messages, or on streams that are being captured, so that nothing can
+    /// be put behind them: nothing has changed then. [`FabricError::Device`].
     #[inline]
     pub(super) fn enter(&self, stream: StreamRef<'_>, id: u64, share: Share) -> Result<(), FabricError> {
         match self.last.load(Ordering::Relaxed) == id && share == Share::Half {
@@ -132,6 +155,16 @@ impl Room {
         Ok(())
     }
 
+    /// Forgets the streams of frameworks, which may be gone: for a tenant that ends, when the context has no work left.
+    pub(super) fn leave(&self) {
+        if self.process != process::id() {
+            return;
+        }
+        self.last.store(0, Ordering::Relaxed);
+        let mut state = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        state.running.0.retain(|place| place.stream.is_kept());
+    }
+
     fn forget_captures_that_ended(&self, state: &mut State) -> Result<(), FabricError> {
         let mut index = 0;
         while let Some((number, places)) = state.captured.get(index) {
@@ -147,7 +180,7 @@ impl Room {
 impl Places {
     /// Whether the stream of the call before is in a capture.
     fn is_in(&self, context: &Context, number: u64) -> Result<bool, FabricError> {
-        let Some(place) = &self.places[self.last] else { return Ok(false) };
+        let Some(place) = self.0.last() else { return Ok(false) };
         Ok(place.stream.capture(context)? == Some(number))
     }
 
@@ -158,85 +191,118 @@ impl Places {
         id: u64,
         share: Share,
     ) -> Result<(), FabricError> {
-        let is_its = |place: &Option<Place>| place.as_ref().is_some_and(|place| place.stream.id == id);
-        match share {
-            Share::Half => {
-                let its = (0..2).find(|&index| is_its(&self.places[index]));
-                let index = match its {
-                    Some(index) => index,
-                    None => self.leave_for(context, stream)?,
-                };
-                self.switch_to(index, context)?;
-                if its.is_none() {
-                    self.places[index] = Some(Place::of(Used::new(stream, id), context)?);
-                }
+        let left = self.to_leave(context, stream, id, share)?;
+        let mut events = Vec::new();
+        for index in left.into_iter().rev() {
+            let place = self.0.remove(index);
+            if !place.has_message {
+                place.record(context)?;
+                stream.wait(&place.behind)?;
             }
-            Share::Whole => {
-                for index in 0..2 {
-                    if !is_its(&self.places[index]) {
-                        self.wait_for(index, context, stream)?;
-                    }
-                }
-                for place in &mut self.places {
-                    *place = Some(Place::of(Used::new(stream, id), context)?);
-                }
-            }
+            events.push(place.behind);
         }
-        let last = self.last;
-        if let Some(place) = &mut self.places[last] {
-            place.is_recorded = false;
-        }
+        self.leave_stream_of_last(context, id)?;
+        let mut place = match self.0.iter().position(|place| place.stream.id == id) {
+            Some(index) => self.0.remove(index),
+            None => Place::of(Used::new(stream, id), share, events.pop(), context)?,
+        };
+        place.share = place.share.max(share);
+        place.has_message |= share == Share::Quarter;
+        place.is_recorded = false;
+        self.0.push(place);
         Ok(())
     }
 
-    /// The place that `stream` may have, behind whose calls it comes: the older one, or the other one while nothing can be put behind
-    /// the older one.
-    fn leave_for(&mut self, context: &Context, stream: StreamRef<'_>) -> Result<usize, FabricError> {
-        let older = 1 - self.last;
-        match self.wait_for(older, context, stream) {
-            Ok(()) => Ok(older),
-            Err(FabricError::InvalidArgument(_)) => {
-                self.wait_for(self.last, context, stream).map(|()| self.last)
+    /// The places, in ascending order, that a call must leave so that its share is free: the oldest ones that it can come behind. Nothing
+    /// changes.
+    fn to_leave(
+        &self,
+        context: &Context,
+        stream: StreamRef<'_>,
+        id: u64,
+        share: Share,
+    ) -> Result<Vec<usize>, FabricError> {
+        let others = || self.0.iter().enumerate().filter(|(_, place)| place.stream.id != id);
+        let own = self.0.iter().find(|place| place.stream.id == id);
+        let needed = own.map_or(share, |own| own.share.max(share)).quarters();
+        let mut taken = needed + others().map(|(_, place)| place.share.quarters()).sum::<u32>();
+        let (mut left, is_captured) = (Vec::new(), stream.capture()?.is_some());
+        for (index, place) in others() {
+            if taken <= QUARTERS {
+                break;
             }
-            Err(error) => Err(error),
+            if place.can_be_left(context, is_captured)? {
+                taken -= place.share.quarters();
+                left.push(index);
+            }
+        }
+        match taken <= QUARTERS {
+            true => Ok(left),
+            false => Err(self.refusal(context, id, needed)?),
         }
     }
 
-    fn wait_for(&self, index: usize, context: &Context, stream: StreamRef<'_>) -> Result<(), FabricError> {
-        let Some(place) = &self.places[index] else { return Ok(()) };
-        if !place.is_recorded {
-            if stream.capture()?.is_none() && place.stream.capture(context)?.is_some() {
-                return Err(FabricError::invalid(
-                    "the GPU has room for the grids of two calls at once, and the streams of two calls before this one are being \
-                     captured, so this call, on another stream, cannot be ordered behind them: make it before the captures begin, \
-                     or after they have ended",
-                ));
-            }
-            place.stream.record(context, &place.behind)?;
+    fn refusal(&self, context: &Context, id: u64, needed: u32) -> Result<FabricError, FabricError> {
+        let (mut messages, mut captured) = (0, 0);
+        for place in self.0.iter().filter(|place| place.stream.id != id) {
+            messages += u32::from(place.has_message);
+            captured += u32::from(!place.has_message && place.stream.capture(context)?.is_some());
         }
-        Ok(stream.wait(&place.behind)?)
+        Ok(FabricError::invalid(format!(
+            "the GPU has no room for the grid of this call, which takes {needed} quarters of each multiprocessor: of the streams of              calls before it, {captured} are being captured and {messages} have messages under way, so this call, on another stream,              cannot be ordered behind them: make it before, or after the captures have ended and the messages have arrived"
+        )))
     }
 
-    /// The next call has this place. A framework's stream may be gone when its place is wanted, so the event comes now.
-    fn switch_to(&mut self, index: usize, context: &Context) -> Result<(), FabricError> {
-        if index != self.last
-            && let Some(place) = &mut self.places[self.last]
+    /// A framework's stream may be gone when its place is wanted, so the event comes as soon as a call is made on another stream.
+    fn leave_stream_of_last(&mut self, context: &Context, id: u64) -> Result<(), FabricError> {
+        if let Some(place) = self.0.last_mut()
+            && place.stream.id != id
             && !place.stream.is_kept()
             && !place.is_recorded
             && place.stream.capture(context)?.is_none()
         {
-            place.stream.record(context, &place.behind)?;
+            place.record(context)?;
             place.is_recorded = true;
         }
-        self.last = index;
         Ok(())
     }
 }
 
 impl Place {
-    fn of(stream: Used, context: &Context) -> Result<Self, FabricError> {
-        // A capture that is open may forbid what a new event needs.
-        let behind = relaxed(|| Event::new(context)).and_then(|made: Result<_, CudaError>| made)?;
-        Ok(Self { stream, behind, is_recorded: false })
+    fn of(stream: Used, share: Share, behind: Option<Event>, context: &Context) -> Result<Self, FabricError> {
+        let behind = match behind {
+            Some(behind) => behind,
+            // A capture that is open may forbid what a new event needs.
+            None => relaxed(|| Event::new(context)).and_then(|made: Result<_, CudaError>| made)?,
+        };
+        Ok(Self { stream, share, has_message: false, behind, is_recorded: false })
+    }
+
+    /// Whether a call on another stream can come behind these; for messages, whether they are over.
+    fn can_be_left(&self, context: &Context, by_captured: bool) -> Result<bool, FabricError> {
+        let is_captured =
+            || Ok::<_, FabricError>(!self.is_recorded && self.stream.capture(context)?.is_some());
+        match (self.has_message, by_captured) {
+            (false, true) => Ok(true),
+            (false, false) => Ok(!is_captured()?),
+            // What is captured has not begun.
+            (true, true) => Ok(false),
+            (true, false) => Ok(!is_captured()? && self.is_over(context)?),
+        }
+    }
+
+    fn is_over(&self, context: &Context) -> Result<bool, FabricError> {
+        // Another stream's capture may forbid a question.
+        relaxed(|| match self.is_recorded {
+            true => Ok(self.behind.is_passed()?),
+            false => self.stream.is_done(context),
+        })?
+    }
+
+    fn record(&self, context: &Context) -> Result<(), FabricError> {
+        if !self.is_recorded {
+            self.stream.record(context, &self.behind)?;
+        }
+        Ok(())
     }
 }

@@ -247,3 +247,50 @@ fn replays_that_overlap_end_in_an_error_on_every_rank_of_2() {
 fn replays_that_overlap_end_in_an_error_on_every_rank_of_4() {
     replays_that_overlap(4, SIZES[0]);
 }
+
+/// Rank 0 launches a graph of several calls beside one that waits, on another stream and without an order; the others come `after` so
+/// many milliseconds. Each rank has its data, or an error.
+fn a_graph_beside_a_call(world: usize, calls: usize, after: u64) {
+    let heard = on_gpus(world, Duration::from_secs(20), |rank| {
+        let [a, b] = &rank.streams;
+        let call = Rotated::new(&rank, 0, SIZES[0])?;
+        let within = (1..=calls).map(|round| Rotated::new(&rank, round, SIZES[0]));
+        let within = within.collect::<Outcome<Vec<_>>>()?;
+        let record = |_: StreamRef<'_>| within.iter().try_for_each(|call| call.call(&rank, b.borrow()));
+        let graph = Graph::capture(b, record)?.instantiate()?;
+        rank.comm.barrier()?;
+        let is_first = rank.comm.rank() == 0;
+        if !is_first {
+            std::thread::sleep(Duration::from_millis(after));
+        }
+        call.call(&rank, a.borrow())?;
+        match is_first {
+            true => std::thread::sleep(Duration::from_millis(5)), // so that the call has begun
+            false => wait_for(&[a])?,
+        }
+        // SAFETY: what the graph uses lives until the streams have been waited for.
+        unsafe { graph.launch(b) }?;
+        wait_for(&[a, b])?;
+        let error = rank.rotations.check_ready().err();
+        if error.is_none() {
+            call.check(&rank, "the call")?;
+            within.iter().try_for_each(|call| call.check(&rank, "a call of the graph"))?;
+        }
+        Ok(error)
+    });
+    for error in heard.into_iter().flatten() {
+        assert!(!matches!(error, FabricError::InvalidArgument(_)), "{error}");
+    }
+}
+
+#[test]
+fn a_graph_beside_a_call_leaves_data_or_an_error_on_2_gpus() {
+    for after in [5, 6, 10] {
+        (1..=4).for_each(|calls| a_graph_beside_a_call(2, calls, after));
+    }
+}
+
+#[test]
+fn a_graph_beside_a_call_leaves_data_or_an_error_on_3_gpus() {
+    (2..=4).for_each(|calls| a_graph_beside_a_call(3, calls, 6));
+}

@@ -25,7 +25,7 @@ pub use handle::{CudaHandle, HandleMemory, HandleWords};
 
 use crate::{
     MoeConfig,
-    error::{Result, refused},
+    error::{MoeError, Result, refused},
     layout::{MAX_LOCAL_EXPERTS, cuda::Counting},
     low_latency::cuda::CudaLowLatency,
     normal::cuda::{Moving, Notifying, Staging},
@@ -74,7 +74,8 @@ impl CudaMoe {
     pub fn new(comm: &Communicator, context: &Context, config: MoeConfig) -> Result<Self> {
         check_num_sms("CudaMoe::new", config.num_sms, u32::MAX)?;
         let tenant = Tenant::with_region(comm, context, Tenant::LEAST_STAGING_BYTES, config.region_bytes)?;
-        check_num_sms("CudaMoe::new", config.num_sms, tenant.usable_multiprocessors())?;
+        let usable = check_num_sms("CudaMoe::new", config.num_sms, tenant.usable_multiprocessors());
+        comm.agree("asks for too much", usable)?;
         if config.region_bytes > 0 {
             tenant.load_together(comm, Counting)?;
             tenant.load_together(comm, Notifying)?;
@@ -83,15 +84,20 @@ impl CudaMoe {
         let low_latency =
             config.low_latency.map(|most| CudaLowLatency::new(comm, context, most)).transpose()?;
         let words = 1 + comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
+        let own = || {
+            let result = PinnedMemory::allocate(context, words * 4)?;
+            Ok::<_, MoeError>((UntilIdle::new(context, result), Event::new(context)?))
+        };
+        let (result, arrived) = comm.agree("cannot prepare its GPU", own())?;
         Ok(Self {
             tenant,
             region_bytes: config.region_bytes,
             num_sms: Cell::new(config.num_sms),
             token: Arc::new(()),
             handles: Cell::new(0),
-            result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4)?),
+            result,
             waited: Cell::new(0),
-            arrived: Event::new(context)?,
+            arrived,
             pool: Pool::new(context),
             low_latency,
         })
