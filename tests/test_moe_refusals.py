@@ -133,8 +133,8 @@ def test_deep_eps_calls_refuse_tensors_that_require_grad() -> None:
             "dispatch: ": (x, lambda x: buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, weights)),
             "dispatch:": (weights, lambda w: buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, w)),
             "combine: ": (rows, lambda rows: buffer.combine(rows, handle)),
-            "low_latency_dispatch": (few, lambda x: buffer.low_latency_dispatch(x, ids, 3, 4, use_fp8=False)),
             "low_latency_combine": (weights, lambda w: buffer.low_latency_combine(slots, ids, w, low)),  # type: ignore[arg-type]
+            "low_latency_dispatch": (few, lambda x: buffer.low_latency_dispatch(x, ids, 3, 4, use_fp8=False)),
             "dispatch": (x, lambda x: hybrid.dispatch(x, routing_map=routing_map)),
             "combine": (by_token[0], lambda rows: hybrid.combine(rows, handle=by_token[3])),
             "dispatch_with_permute": (x, lambda x: hybrid.dispatch_with_permute(hidden=x, routing_map=routing_map)),

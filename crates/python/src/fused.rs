@@ -37,8 +37,8 @@ fn keyword(role: Role) -> &'static str {
     }
 }
 
-/// Refuses outputs of the method `call` that share memory with something else, but for those that [`FusedAllReduce`] does in place: one in the place
-/// of `x`, and `residual_out` in that of the residual.
+/// Refuses outputs of the method `call` that share memory with something else, but for those that [`FusedAllReduce`] does in place:
+/// one in the place of `x`, and `residual_out` in that of the residual.
 pub(crate) fn check_overlap(call: &str, fused: &Fused) -> PyResult<()> {
     let mut tensors = Vec::with_capacity(16);
     fused.for_each(|role, tensor| tensors.push((role, *tensor)));
