@@ -44,7 +44,7 @@ enum Factor {
 pub struct Sym {
     /// Its name, such as `s0`.
     pub name: String,
-    /// Its least value.
+    /// Its least value, which is not negative.
     #[serde(default)]
     pub min: i64,
     /// Its greatest value, if there is one.

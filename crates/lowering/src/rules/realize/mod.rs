@@ -74,11 +74,11 @@ pub fn can_realize(graph: &Graph, analysis: &Analysis, value: ValueId, domain: &
     if analysis.values(store).iter().any(alias) {
         return no("an operation that is not known may keep hold of it");
     }
+    let Some(bytes) = analysis.bytes(graph, store) else { return no("its size overflows") };
     let root = graph.ty(storage.root);
     if !analysis.values(store).iter().all(|view| is_within(graph.ty(*view), root, &graph.syms)) {
         return no("a view of it is not known to end where it does");
     }
-    let Some(bytes) = analysis.bytes(graph, store) else { return no("its size overflows") };
     match (bytes.as_constant(), bytes.range(&graph.syms).max) {
         (Some(_), _) => CanRealize::Yes,
         (None, Some(most)) => {
