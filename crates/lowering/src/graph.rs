@@ -246,7 +246,7 @@ fn shortened(text: &str, most: usize) -> &str {
     &text[..(0..=most.min(text.len())).rev().find(is_end).unwrap_or(0)]
 }
 
-/// Without a key, so that equal graphs get equal names in all processes.
+/// The hash has no key, so that equal graphs get equal names in all processes.
 fn hash_of(name: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     name.hash(&mut hasher);

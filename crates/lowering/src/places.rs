@@ -68,9 +68,10 @@ impl Places {
 
     /// A value's places in its storage.
     pub(crate) fn of(ty: &Type) -> Option<Self> {
-        match &ty.strides {
-            None => Some(Self { offset: ty.offset.clone(), ..Self::all(&ty.numel()?) }),
-            Some(strides) => Self::new(ty.offset.clone(), ty.shape.iter().zip(strides.iter().cloned())),
+        let Type { dtype: _, shape, strides, offset } = ty;
+        match strides {
+            None => Some(Self { offset: offset.clone(), ..Self::all(&SymExpr::product(shape)?) }),
+            Some(strides) => Self::new(offset.clone(), shape.iter().zip(strides.iter().cloned())),
         }
     }
 

@@ -77,6 +77,8 @@ struct turn {
     uint4 words;      // a control
     u32 emptied;      // vectors of each lane of `before` that this thread has emptied
 
+    // Which of the slots it is, from 0.
+    DEVICE u32 index() const { return slot_of(words.x); }
     DEVICE bool has_failed() const { return words.w != 0; }
 };
 

@@ -41,7 +41,7 @@ pub enum Arithmetic {
     /// As kernels do: halves widened to f32, each step rounded to f32, results to their type; sums over ranks accumulated in
     /// ascending order and rounded once; sums over rows in f64, as their order is free; the fused all-reduce to the bit.
     Kernels,
-    /// Floating-point numbers not at all, beyond f64. What [`Numerics::Close`](crate::Numerics::Close) leaves equal, is.
+    /// Floating-point numbers are not rounded beyond f64. What [`Numerics::Close`](crate::Numerics::Close) leaves equal, is.
     Exact,
 }
 

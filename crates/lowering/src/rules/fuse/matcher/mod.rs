@@ -7,13 +7,13 @@
 //! nothing, reshapes that keep rows, the order of commuting operands. Under [`Numerics::Close`] it also leaves out where f32,
 //! f16, bf16 and f64 are rounded, so that equal terms are equal real functions.
 
-mod bag;
 mod fused;
-mod intern;
 mod program;
 
 use crate::{
+    bag::{Bag, Bags},
     hash::HashMap,
+    intern::{Id, Table},
     numerics::{Numerics, rounded},
     op::{Binary, Reduction, Unary},
     sym::SymExpr,
@@ -21,8 +21,6 @@ use crate::{
     verify::F32,
 };
 use antiphon_tensor::DType;
-use bag::{Bag, Bags};
-use intern::{Id, Table};
 
 /// A term: a place in [`Terms::nodes`].
 pub(crate) type Term = u32;
@@ -37,6 +35,8 @@ pub(crate) enum Node {
     /// Rounded, or converted, to these elements.
     Round(Element, Term),
     Unary(Unary, Term),
+    /// The least power of two that is not less, of each element.
+    PowerAbove(Term),
     Binary(Binary, Term, Term),
     /// Terms added in any order, and a number.
     Sum(Bag, Option<Term>),

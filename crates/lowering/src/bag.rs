@@ -1,4 +1,4 @@
-//! Multisets of terms in which equal multisets are the same number.
+//! Multisets of terms in which equal multisets are the same number. A term is a place in a table, of any kind.
 //!
 //! The residual stream of a model is a sum of as many terms as the model has layers, and each layer adds one. A multiset is
 //! therefore a binary trie over the bits of its terms, whose subtries are shared: adding one term to a multiset of `n` makes
@@ -7,7 +7,8 @@
 
 use crate::hash::HashMap;
 
-use super::Term;
+/// A place in the table of whoever has the multiset.
+type Term = u32;
 
 /// A multiset that is not empty: a place in [`Bags::nodes`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
