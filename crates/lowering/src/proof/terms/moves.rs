@@ -98,20 +98,20 @@ impl Terms {
         self.opaque(Node::Gap(None, self.gaps), elements)
     }
 
-    /// Memory in which a new value lies, of that type and as large as its type needs.
-    pub(super) fn memory(&mut self, name: Option<&str>, ty: &Type, value: Term) -> Term {
+    /// What lies between the elements of a program's own value of this name.
+    pub(super) fn gap(&mut self, name: &str, elements: Element) -> Term {
+        let name = self.names.intern(name);
+        self.opaque(Node::Gap(Some(name), 0), elements)
+    }
+
+    /// Memory in which a new value lies, of that type and as large as its type needs. `between` lies between the elements, if that is known.
+    pub(super) fn memory(&mut self, between: Option<Term>, ty: &Type, value: Term) -> Term {
         let (Some(places), Some(count)) = (Places::of(ty), ty.numel()) else { return value };
         if places.is_all(&count) {
             return value;
         }
-        let gap = match name {
-            Some(name) => {
-                let name = self.names.intern(name);
-                self.opaque(Node::Gap(Some(name), 0), ty.dtype)
-            }
-            None => self.fresh(ty.dtype),
-        };
-        self.written(gap, &places, None, value)
+        let between = between.unwrap_or_else(|| self.fresh(ty.dtype));
+        self.written(between, &places, None, value)
     }
 
     /// Memory in which the elements at some places have been replaced: all of them, if it has so many.

@@ -138,7 +138,12 @@ impl Terms {
         match op.kind.result_memory(index) {
             ResultMemory::Fresh => {
                 let is_given = matches!(op.kind, Kind::Input | Kind::Constant);
-                self.memory(is_given.then(|| graph.name(out)), ty, value)
+                // An unknown operation leaves the same between the elements wherever it gives the same elements.
+                let between = match op.kind {
+                    Kind::Opaque { .. } => Some(unknown(self)),
+                    _ => is_given.then(|| self.gap(graph.name(out), ty.dtype)),
+                };
+                self.memory(between, ty, value)
             }
             ResultMemory::Alias(arg) if graph.ty(op.args[arg]).dtype == ty.dtype => args[arg].memory,
             ResultMemory::Alias(_) => unknown(self),
