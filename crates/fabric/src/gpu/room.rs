@@ -28,7 +28,7 @@ use std::{
 
 use antiphon_device::{
     cuda::{Context, CudaError, Event, StreamRef, relaxed},
-    sync::{AtomicU64, Mutex, Ordering},
+    sync::{AtomicU32, AtomicU64, Mutex, Ordering},
 };
 
 use super::used::Used;
@@ -44,6 +44,10 @@ pub(super) enum Share {
 }
 
 impl Share {
+    fn bit(self) -> u32 {
+        1 << self as u32
+    }
+
     fn quarters(self) -> u32 {
         match self {
             Self::Quarter => 1,
@@ -71,9 +75,10 @@ pub(super) struct Room {
     context: Context,
     /// The process that made it: a child that was forked has no driver, and perhaps a thread's lock.
     process: u32,
-    /// The stream of the call before, if that was no message and took half, and no capture is open: [`Stream::id`](StreamRef::id).
-    /// Else 0.
+    /// The stream of the call before, if no capture is open: [`Stream::id`](StreamRef::id). Else 0.
     last: AtomicU64,
+    /// The shares of calls that change nothing about the place of that stream, as [bits](Share::bit).
+    known: AtomicU32,
     places: Mutex<State>,
 }
 
@@ -109,8 +114,9 @@ impl Room {
         let known = rooms.iter().find_map(|(known, room)| (*known == place).then(|| room.upgrade())?);
         known.unwrap_or_else(|| {
             let state = State { running: Places::default(), captured: Vec::new() };
-            let (last, places) = (AtomicU64::new(0), Mutex::new(state));
-            let room = Arc::new(Self { context: context.clone(), process: process::id(), last, places });
+            let (last, known, places) = (AtomicU64::new(0), AtomicU32::new(0), Mutex::new(state));
+            let room =
+                Arc::new(Self { context: context.clone(), process: process::id(), last, known, places });
             rooms.push((place, Arc::downgrade(&room)));
             room
         })
@@ -123,7 +129,8 @@ impl Room {
     /// be put behind them: nothing has changed then. [`FabricError::Device`].
     #[inline]
     pub(super) fn enter(&self, stream: StreamRef<'_>, id: u64, share: Share) -> Result<(), FabricError> {
-        match self.last.load(Ordering::Relaxed) == id && share == Share::Half {
+        let is_known = self.known.load(Ordering::Relaxed) & share.bit() != 0;
+        match self.last.load(Ordering::Relaxed) == id && is_known {
             true => Ok(()),
             false => self.take_place(stream, id, share),
         }
@@ -149,7 +156,10 @@ impl Room {
                 captured[index].1.take(&self.context, stream, id, share)?;
             }
         }
-        if captured.is_empty() && share == Share::Half {
+        if captured.is_empty()
+            && let Some(place) = running.0.last()
+        {
+            self.known.store(place.known(), Ordering::Relaxed);
             self.last.store(id, Ordering::Relaxed);
         }
         Ok(())
@@ -276,6 +286,15 @@ impl Place {
             None => relaxed(|| Event::new(context)).and_then(|made: Result<_, CudaError>| made)?,
         };
         Ok(Self { stream, share, has_message: false, behind, is_recorded: false })
+    }
+
+    /// The shares of calls that change nothing here, as bits.
+    fn known(&self) -> u32 {
+        let messages = if self.has_message { Share::Quarter.bit() } else { 0 };
+        [Share::Half, Share::Whole]
+            .into_iter()
+            .filter(|share| *share <= self.share)
+            .fold(messages, |all, share| all | share.bit())
     }
 
     /// Whether a call on another stream can come behind these; for messages, whether they are over.
