@@ -18,7 +18,7 @@ import ranks
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, FUSED, BACKEND, PROFILED, GOING_ON, PEER, MIXED = PROGRAMS
+HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, GRADIENT, FUSED, BACKEND, PROFILED, GOING_ON, PEER, MIXED = PROGRAMS
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -90,12 +90,15 @@ def test_the_fused_calls_run() -> None:
 
 def compiled() -> bool:
     with antiphon.init() as comm:
-        names = {"comm": comm, "torch": torch}
+        names: dict[str, Any] = {"comm": comm, "torch": torch}
         exec(COMPILED, names)
-        return bool(names["layer"](torch.ones(2, 3), torch.ones(3, 2)).eq(6).all())
+        assert names["layer"](torch.ones(2, 3), torch.ones(3, 2)).eq(6).all()
+        exec(GRADIENT, names)
+        # That of the sum of both ranks' losses, each of which is the sum of both exponentials.
+        return bool(torch.allclose(names["weight"].grad, 2 * torch.ones(4).exp()))
 
 
-def test_the_compiled_program_runs() -> None:
+def test_the_compiled_program_and_the_gradient_run() -> None:
     assert ranks.processes(2, compiled) == [True, True]
 
 

@@ -22,14 +22,20 @@ def locks_of(call: Callable[[], Any], calls: int = CALLS) -> float:
     """How many locks each of so many calls takes on this thread."""
     for _ in range(3):
         call()
-    before = _core._locks_taken()  # type: ignore[attr-defined]
+    before = locks_taken()
     for _ in range(calls):
         call()
-    return (_core._locks_taken() - before) / calls  # type: ignore[attr-defined, no-any-return]
+    return (locks_taken() - before) / calls
+
+
+def locks_taken() -> int:
+    taken = _core._locks_taken()
+    assert taken is not None
+    return taken
 
 
 def need_a_count() -> None:
-    counted = _core._locks_taken() is not None  # type: ignore[attr-defined]
+    counted = _core._locks_taken() is not None
     needs.need("debug build", counted, "only builds with debug assertions count locks")
 
 
@@ -55,7 +61,8 @@ def test_a_call_on_the_host_takes_five_locks(operation: str) -> None:
         x, row = np.ones(COUNT, np.float32), np.ones(2 * COUNT, np.float32)
         return locks_of(lambda: HOST[operation](comm, x, row))
 
-    assert ranks.threads(2, body) == [5, 5]
+    # A rank that waits for long locks once more, to sleep.
+    assert all(5 <= locks < 5.1 for locks in ranks.threads(2, body))
 
 
 @pytest.mark.cuda

@@ -203,7 +203,14 @@ pub enum FabricError {
 #[cfg(not(loom))]
 impl From<CudaError> for FabricError {
     fn from(error: CudaError) -> Self {
-        DeviceError::from(error).into()
+        match error.is_implicit_capture() {
+            // Nothing has happened.
+            true => Self::invalid(
+                "the legacy default stream waits for a stream that is being captured, so no call can be made on it, or ordered behind \
+                 one that was: capture a stream that was made as a non-blocking one, or make the calls on another stream",
+            ),
+            false => DeviceError::from(error).into(),
+        }
     }
 }
 

@@ -75,7 +75,7 @@ mod _core {
     #[allow(non_upper_case_globals)]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
-    /// For tests: how many locks this thread has taken, in a build with debug assertions.
+    #[doc = stub!("_locks_taken")]
     #[pyfunction]
     fn _locks_taken() -> Option<u64> {
         antiphon::device::sync::locks_taken()

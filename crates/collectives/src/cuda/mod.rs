@@ -91,7 +91,7 @@ impl CudaCollectives {
     /// With at most so many bytes of each GPU for staging.
     fn with_staging(comm: &Communicator, context: &Context, bytes: usize) -> Result<Self> {
         let tenant = Tenant::new(comm, context, bytes)?;
-        let messages = Tenant::new(comm, context, Tenant::LEAST_STAGING_BYTES)?;
+        let messages = Tenant::of_messages(comm, context, Tenant::LEAST_STAGING_BYTES)?;
         if comm.world_size() > 1 {
             tenant.load_together(comm, Movement)?;
             messages.load_together(comm, Messaging)?;

@@ -98,9 +98,18 @@ pub(crate) unsafe fn run(
     call: Validated,
     stream: StreamRef<'_>,
 ) -> Result<()> {
+    let parts_of = |algorithm| if algorithm == Algorithm::OneShot { 1 } else { tenant.world_size() };
+    let rows = tenant.lane_bytes() / call.row_bytes();
+    if rows == 0 && call.tokens > 0 {
+        return Err(too_long_for_staging(&call, tenant.lane_bytes()));
+    }
+    // What is refused has not taken its turn. Another stream may have other multiprocessors.
+    let before = tenant.multiprocessors_here();
+    let planned = plan(tenant, table, &call)?;
     tenant.enter(stream)?;
-    let (algorithm, teams) = plan(tenant, table, &call)?;
-    let loaded = tenant.load(call.family(algorithm, teams.shape)?)?;
+    let is_planned = tenant.multiprocessors_here() == before;
+    let (algorithm, teams) = if is_planned { planned } else { plan(tenant, table, &call)? };
+    let loaded = tenant.load_entered(call.family(algorithm, teams.shape)?, stream)?;
     let work = Work::new(call.signature(algorithm as u8));
     let launch = |start: usize, rows: usize, channels: usize| {
         let room = Room::here(tenant, channels);
@@ -110,11 +119,7 @@ pub(crate) unsafe fn run(
         let grid = Grid::Exact { config: teams.config(), is_small: teams.is_small };
         Launch { kernel: Kernel::FusedAllReduce, grid, work, arguments }
     };
-    let parts = if algorithm == Algorithm::OneShot { 1 } else { tenant.world_size() };
-    let rows = tenant.lane_bytes() / call.row_bytes();
-    if rows == 0 && call.tokens > 0 {
-        return Err(too_long_for_staging(&call, tenant.lane_bytes()));
-    }
+    let parts = parts_of(algorithm);
     let pieces = Pieces { total: call.tokens, most: rows * parts, unit: parts };
     // SAFETY: passed on.
     unsafe { tenant.run(&loaded, pieces, stream, launch) }?;

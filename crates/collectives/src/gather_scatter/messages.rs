@@ -317,13 +317,25 @@ impl CudaCollectives {
             return Ok(());
         }
         let tenant = &self.messages;
+        let multiprocessors = stream.multiprocessors()?.min(tenant.multiprocessors());
+        let too_few = || {
+            let text = format!("{multiprocessors} multiprocessors are too few for messages to every peer");
+            FabricError::InvalidArgument(text)
+        };
+        grid(0, self.world_size(), multiprocessors).ok_or_else(too_few)?; // before the call takes its turn
         // Sending and receiving use different words of a ring's state, and so have an order each: two ranks may both send,
         // on one stream, before they receive, on another.
-        if !sends.is_empty() {
-            tenant.enter(stream)?;
-        }
-        if !receives.is_empty() {
-            tenant.enter_second(stream)?;
+        let (sends_any, receives_any) = (!sends.is_empty(), !receives.is_empty());
+        if signature.operation == Operation::Message {
+            tenant.enter_message(stream, sends_any, receives_any)?;
+        } else {
+            // A call that all ranks make.
+            if sends_any {
+                tenant.enter(stream)?;
+            }
+            if receives_any {
+                tenant.enter_second(stream)?;
+            }
         }
         let loaded = tenant.load(Messaging)?;
         for number in 0.. {
@@ -335,12 +347,7 @@ impl CudaCollectives {
             if messages.to | messages.from == 0 {
                 break;
             }
-            let multiprocessors = stream.multiprocessors()?.min(tenant.multiprocessors());
-            let Some(blocks) = grid(messages.longest(), self.world_size(), multiprocessors) else {
-                let text =
-                    format!("{multiprocessors} multiprocessors are too few for messages to every peer");
-                return Err(FabricError::InvalidArgument(text).into());
-            };
+            let blocks = grid(messages.longest(), self.world_size(), multiprocessors).ok_or_else(too_few)?;
             let config = LaunchConfig::new(blocks, THREADS);
             let work = Work::new(Signature { count: 0, ..signature });
             let launch = |_, _, _| Launch {

@@ -5,7 +5,7 @@ mod in_every_order;
 
 use antiphon_collectives::{
     ReduceOp,
-    cuda::Algorithm,
+    cuda::{Algorithm, CudaBuilder, CudaCollectives},
     mixed::{MixedCall, MixedOp},
 };
 use antiphon_device::cuda::{Stream, memory};
@@ -173,6 +173,104 @@ fn mixed_calls_keep_their_order_around_captures_on_4_gpus() {
             };
             rank.in_every_order(call, check)?;
         }
+        Ok(())
+    });
+}
+
+/// Each rank receives on one stream, then reduces on another, then sends on a third one: the sends, for which the receives wait, find room.
+fn receives_before_sends(world: usize) {
+    on_gpus(world, |rank| {
+        let (me, context) = (rank.comm.rank(), rank.collectives.context());
+        let device = Device::Cuda(context.device().ordinal());
+        let [sums, receives, sends] = [context.stream()?, context.stream()?, context.stream()?];
+        let (to, from) = ((me + 1) % world, (me + world - 1) % world);
+        let (ones, sum) = (rank.upload(&vec![1.0f32; COUNT])?, rank.allocate(4 * COUNT)?);
+        let (sent, received) = (rank.upload(&values::<f32>(me, COUNT))?, rank.allocate(4 * COUNT)?);
+        rank.collectives.prepare(DType::F32, ReduceOp::Sum)?;
+        for _ in 0..3 {
+            // SAFETY: the memory lives until the streams have been waited for.
+            unsafe {
+                let reduce = || -> Outcome {
+                    let (input, mut output) =
+                        (tensor::<f32>(&ones, 0, COUNT, device), tensor::<f32>(&sum, 0, COUNT, device));
+                    Ok(rank.collectives.all_reduce(
+                        input.as_view(),
+                        &mut output,
+                        ReduceOp::Sum,
+                        sums.borrow(),
+                    )?)
+                };
+                reduce()?;
+                let mut output = tensor::<f32>(&received, 0, COUNT, device);
+                rank.collectives.recv(&mut output, from, receives.borrow())?;
+                reduce()?;
+                let input = tensor::<f32>(&sent, 0, COUNT, device);
+                rank.collectives.send(&input.as_view(), to, sends.borrow())?;
+                reduce()?;
+            }
+            for stream in [&sums, &receives, &sends] {
+                stream.borrow().synchronize()?;
+            }
+            rank.same("the sum", &rank.download(&sum, 0, 4 * COUNT)?, &vec![world as f32; COUNT])?;
+            rank.same("the message", &rank.download(&received, 0, 4 * COUNT)?, &values::<f32>(from, COUNT))?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_receive_delays_no_send_on_2_gpus() {
+    receives_before_sends(2);
+}
+
+#[test]
+fn a_receive_delays_no_send_on_4_gpus() {
+    receives_before_sends(4);
+}
+
+/// A call for which there is no room comes behind the stream of a message that is over, and not behind a receive that waits: the send for
+/// that follows the call.
+#[test]
+fn a_message_that_is_over_holds_no_room_on_2_gpus() {
+    on_gpus(2, |rank| {
+        let (me, context) = (rank.comm.rank(), rank.collectives.context());
+        let device = Device::Cuda(context.device().ordinal());
+        let [first, receives, others] = [context.stream()?, context.stream()?, context.stream()?];
+        let group = rank.comm.split(Some(0), 0)?.expect("all ranks have a color");
+        let least = CudaBuilder::LEAST_STAGING_BYTES;
+        let beside = CudaCollectives::builder(&group, context).staging_bytes(least).build()?;
+        for collectives in [&rank.collectives, &beside] {
+            collectives.prepare(DType::F32, ReduceOp::Sum)?;
+        }
+        let (ones, sum) = (rank.upload(&vec![1.0f32; COUNT])?, rank.allocate(4 * COUNT)?);
+        let (sent, received) = (rank.upload(&values::<f32>(me, COUNT))?, rank.allocate(4 * COUNT)?);
+        // SAFETY: the memory lives until the streams have been waited for; calls that overlap write the same.
+        unsafe {
+            let input = tensor::<f32>(&sent, 0, COUNT, device);
+            let view = || tensor::<f32>(&received, 0, COUNT, device);
+            let reduce = |collectives: &CudaCollectives, stream: &Stream| {
+                let (input, mut output) =
+                    (tensor::<f32>(&ones, 0, COUNT, device), tensor::<f32>(&sum, 0, COUNT, device));
+                collectives.all_reduce(input.as_view(), &mut output, ReduceOp::Sum, stream.borrow())
+            };
+            rank.collectives.send_recv(&input.as_view(), 1 - me, &mut view(), 1 - me, first.borrow())?;
+            reduce(&rank.collectives, &first)?;
+            first.borrow().synchronize()?;
+            rank.collectives.recv(&mut view(), 1 - me, receives.borrow())?;
+            // On rank 0 this call waits while the next one needs its place.
+            if me == 1 {
+                std::thread::sleep(std::time::Duration::from_millis(50));
+            }
+            reduce(&rank.collectives, &first)?;
+            reduce(&beside, &others)?;
+            rank.collectives.send(&input.as_view(), 1 - me, others.borrow())?;
+        }
+        for stream in [&first, &receives, &others] {
+            stream.borrow().synchronize()?;
+        }
+        beside.check()?;
+        rank.same("the sum", &rank.download(&sum, 0, 4 * COUNT)?, &vec![2.0f32; COUNT])?;
+        rank.same("the message", &rank.download(&received, 0, 4 * COUNT)?, &values::<f32>(1 - me, COUNT))?;
         Ok(())
     });
 }

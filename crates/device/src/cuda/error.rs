@@ -196,6 +196,11 @@ impl CudaError {
         }
     }
 
+    /// Whether the legacy default stream was used while a stream that waits for it is being captured.
+    pub fn is_implicit_capture(&self) -> bool {
+        self.code() == Some(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as u32)
+    }
+
     /// Whether there was not enough device memory.
     pub fn is_out_of_memory(&self) -> bool {
         self.code() == Some(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32)

@@ -53,6 +53,12 @@ pub(super) struct CommonRoom {
     pub(super) usable_multiprocessors: u32,
 }
 
+impl Drop for CommonRoom {
+    fn drop(&mut self) {
+        self.room.leave();
+    }
+}
+
 /// The engines of a communicator that have tenants, by the ordinals of their GPUs.
 #[derive(Default)]
 struct Engines(RefCell<Vec<(u32, Weak<Engine>)>>);

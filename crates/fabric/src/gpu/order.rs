@@ -54,6 +54,34 @@ impl Order {
         })
     }
 
+    /// Whether [`enter`](Self::enter) would order a call on `stream` behind the one before, so that it can be refused before anything
+    /// changes.
+    ///
+    /// # Errors
+    /// As there.
+    #[inline]
+    pub(super) fn check(&self, stream: StreamRef<'_>, id: u64) -> Result<(), FabricError> {
+        match self.last_id.get() == id {
+            true => Ok(()),
+            false => self.check_last(stream, id),
+        }
+    }
+
+    #[cold]
+    fn check_last(&self, stream: StreamRef<'_>, id: u64) -> Result<(), FabricError> {
+        match &*self.last.borrow() {
+            Some(last)
+                if last.id != id && stream.capture()?.is_none() && last.capture(&self.context)?.is_some() =>
+            {
+                Err(FabricError::invalid(
+                    "the stream of the call before is being captured, so this call, on another stream, cannot be \
+                     ordered behind it: make it before that capture begins, or after it has ended",
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Makes what follows on `stream` come after the call before of its chain. `id` is the stream's.
     ///
     /// # Errors
@@ -85,15 +113,10 @@ impl Order {
     }
 
     fn follow_running(&self, stream: StreamRef<'_>, id: u64) -> Result<(), FabricError> {
+        self.check_last(stream, id)?;
         let mut last = self.last.borrow_mut();
         match &*last {
             Some(last) if last.id == id => return Ok(()),
-            Some(last) if last.capture(&self.context)?.is_some() => {
-                return Err(FabricError::invalid(
-                    "the stream of the call before is being captured, so this call, on another stream, cannot be \
-                     ordered behind it: make it before that capture begins, or after it has ended",
-                ));
-            }
             Some(last) => {
                 last.record(&self.context, &self.passed)?;
                 stream.wait(&self.passed)?;
@@ -132,7 +155,7 @@ impl Order {
     fn leave_stream_of_last(&self) -> Result<(), FabricError> {
         let mut last = self.last.borrow_mut();
         if let Some(running) = &*last
-            && running.capture(&self.context)?.is_none()
+            && running.can_be_recorded(&self.context)?
         {
             running.record(&self.context, &self.passed)?;
             self.is_recorded.set(true);

@@ -172,12 +172,13 @@ DEVICE u32 grid_number() {
 // Where the grid that has a slot writes its number.
 DEVICE u32* owner_of(const arguments& a, u32 slot) { return (u32*)(a.own + slot + a.rank * 16); }
 
-// Two grids have the same slot.
+// Two grids have the same slot. What is passed is copied: the compiler knows of a copy that it is in no memory but registers.
 static __device__ __noinline__ void stop_calls(control* own, control* other);
-static __device__ __noinline__ void stop_overlap(const arguments& a) {
-    stop_calls((control*)a.own, (control*)a.other);
-    record_wait(a.board, OVERLAPPED, a.rank, a.rank, a.doing, 0, tag{0, 0});
+static __device__ __noinline__ void stop_overlap(u8* own, u8* other, wait_board* board, u32 rank, tag doing) {
+    stop_calls((control*)own, (control*)other);
+    record_wait(board, OVERLAPPED, rank, rank, doing, 0, tag{0, 0});
 }
+DEVICE void stop_overlap(const arguments& a) { stop_overlap(a.own, a.other, a.board, a.rank, a.doing); }
 
 // While data travels: sends the tags, empties the slot of the call before, and stores the state for the next call, which reads
 // it after this one has ended: the next slot, and the `lower` and `upper` vectors of this call's lanes, which that call empties. The
@@ -229,7 +230,7 @@ static __device__ __noinline__ void stop_calls(control* own, control* other) {
 }
 
 // For a wait in vain: whether a call behind this one has begun, which empties the slot that this one reads.
-static __device__ __noinline__ void find_overlap(const arguments& a, u32 slot) {
+DEVICE void find_overlap(const arguments& a, u32 slot) {
     const u32 current = (slot - SLOTS_AT) / a.slot_stride, next = ld_relaxed_sys(&((control*)a.own + blockIdx.x)->slot);
     if ((next + SLOTS - current) % SLOTS == 2) stop_overlap(a);
 }

@@ -14,7 +14,7 @@ use super::{
     family::Programs,
     launch::SideStreams,
     order::Order,
-    room::Share,
+    room::{Entry, MadeBy, Share},
     staging::{CHANNELS, LEAST_BYTES, SLOTS_AT, Staging},
 };
 use crate::{Communicator, CudaArena, FabricError, Monitor, Signature};
@@ -22,9 +22,9 @@ use crate::{Communicator, CudaArena, FabricError, Monitor, Signature};
 /// One user of a communicator's GPUs: calls that come one after the other, through memory of their own.
 ///
 /// The calls of a tenant are ordered, on whatever streams they come: a call on another stream than the call before waits for
-/// that one. So a framework's stream must live until the next call is made, or the tenant is dropped; a [`Stream`](antiphon_device::cuda::Stream) is kept alive
-/// until then. All ranks make the same calls in the
-/// same order.
+/// that one. So a framework's stream must live until the tenant's next call is made (in each [order](Self::enter_second) that used the
+/// stream), or the tenant is dropped; a [`Stream`](antiphon_device::cuda::Stream) is kept alive until then. All ranks make the same calls
+/// in the same order.
 ///
 /// Calls that are captured are ordered within their capture, and do not touch the order of calls that run. The program orders the launch
 /// of the graph behind other calls, and other calls behind it. If it does not, and two of them run at once, their kernels find that:
@@ -37,8 +37,11 @@ use crate::{Communicator, CudaArena, FabricError, Monitor, Signature};
 /// A tenant takes part in the communicator as long as it lives. Dropping it waits for the context's kernels.
 pub struct Tenant {
     resources: UntilIdle<Resources>,
-    engine: Arc<Engine>,
+    // Behind the resources, which are dropped when the context has no work left.
     room: CommonRoom,
+    engine: Arc<Engine>,
+    /// The share that its calls take, unless their kernels need more.
+    share: Share,
     starts_dependents: Cell<bool>,
     /// Whether the memory of the arena is released now.
     is_released: Cell<bool>,
@@ -77,6 +80,18 @@ impl Tenant {
     /// variable that [`OnFailure`] does not know. As [`CudaArena::new`]; [`FabricError::Device`].
     pub fn new(comm: &Communicator, context: &Context, staging_bytes: usize) -> Result<Self, FabricError> {
         Self::with(comm, context, (staging_bytes, CHANNELS), 0)
+    }
+
+    /// As [`new`](Self::new), for kernels that carry messages: a grid takes at most a quarter of a multiprocessor.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_messages(
+        comm: &Communicator,
+        context: &Context,
+        staging_bytes: usize,
+    ) -> Result<Self, FabricError> {
+        Ok(Self { share: Share::Quarter, ..Self::new(comm, context, staging_bytes)? })
     }
 
     /// As [`new`](Self::new), for calls that are not in pieces: one of them at a time has all of the memory.
@@ -127,8 +142,9 @@ impl Tenant {
         let room = engine.common_room(comm)?;
         Ok(Self {
             resources: UntilIdle::new(context, resources),
-            engine,
             room,
+            engine,
+            share: Share::Half,
             starts_dependents: Cell::new(false),
             is_released: Cell::new(false),
         })
@@ -203,21 +219,23 @@ impl Tenant {
     /// [`FabricError::Device`].
     #[inline]
     pub fn enter(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
-        self.enter_for(stream, Share::Half)
+        self.enter_for(stream, self.share)
     }
 
     #[inline]
     fn enter_for(&self, stream: StreamRef<'_>, share: Share) -> Result<(), FabricError> {
         self.check_callable()?;
-        self.fail_unless_refused(self.take_turn(&self.resources.order, stream, share))
+        let entry = Entry { share, made_by: MadeBy::All };
+        self.fail_unless_refused(self.take_turn(&self.resources.order, stream, entry))
     }
 
     /// Makes what follows on `stream` come after the call before in an order, and where there is room for its grids.
     #[inline]
-    fn take_turn(&self, order: &Order, stream: StreamRef<'_>, share: Share) -> Result<(), FabricError> {
+    fn take_turn(&self, order: &Order, stream: StreamRef<'_>, entry: Entry) -> Result<(), FabricError> {
         let id = stream.id()?;
-        order.enter(stream, id)?;
-        self.room.room.enter(stream, id, share)
+        order.check(stream, id)?; // before the room, so that a call that is refused has changed neither
+        self.room.room.enter(stream, id, entry)?;
+        order.enter(stream, id)
     }
 
     /// Begins a call, as [`enter`](Self::enter), in an order of its own: for kernels that may work beside those of the first order,
@@ -227,7 +245,51 @@ impl Tenant {
     /// As [`enter`](Self::enter).
     pub fn enter_second(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
         self.check_callable()?;
-        self.fail_unless_refused(self.take_turn(&self.resources.second_order, stream, Share::Half))
+        let entry = Entry { share: self.share, made_by: MadeBy::All };
+        self.fail_unless_refused(self.take_turn(&self.resources.second_order, stream, entry))
+    }
+
+    /// Begins a message, which two ranks make: in the first order if it sends, in the [second](Self::enter_second) if it receives. It may
+    /// wait for a call that its peer makes after others, so no call of another stream comes behind it for want of room.
+    ///
+    /// # Errors
+    /// As [`enter`](Self::enter).
+    pub fn enter_message(
+        &self,
+        stream: StreamRef<'_>,
+        sends: bool,
+        receives: bool,
+    ) -> Result<(), FabricError> {
+        self.check_callable()?;
+        let entry = Entry { share: self.share, made_by: MadeBy::Two };
+        let orders = [(sends, &self.resources.order), (receives, &self.resources.second_order)];
+        orders
+            .into_iter()
+            .filter(|(takes_part, _)| *takes_part)
+            .try_for_each(|(_, order)| self.fail_unless_refused(self.take_turn(order, stream, entry)))
+    }
+
+    /// [`load`](Self::load) for a call that has been [entered](Self::enter): it takes the room that the family's kernels need.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); [`FabricError::InvalidArgument`] where there is no such room.
+    #[inline]
+    pub fn load_entered<F: Family>(
+        &self,
+        family: F,
+        stream: StreamRef<'_>,
+    ) -> Result<Loaded<F>, FabricError> {
+        let loaded = self.load(family)?;
+        if loaded.share() > self.share.max(Share::Half) {
+            self.fail_unless_refused(self.take_room(&loaded, stream))?;
+        }
+        Ok(loaded)
+    }
+
+    #[cold]
+    fn take_room<F: Family>(&self, loaded: &Loaded<F>, stream: StreamRef<'_>) -> Result<(), FabricError> {
+        let entry = Entry { share: loaded.share(), made_by: MadeBy::All };
+        self.room.room.enter(stream, stream.id()?, entry)
     }
 
     /// [`load`](Self::load), then [`enter`](Self::enter).

@@ -28,12 +28,34 @@ impl Used {
         Ok(self.borrow(context).capture()?)
     }
 
+    /// Whether an event can be put behind the work of the stream now: it is not captured, nor the legacy default stream while another
+    /// stream that waits for that one is.
+    pub(super) fn can_be_recorded(&self, context: &Context) -> Result<bool, FabricError> {
+        match self.borrow(context).capture() {
+            Ok(capture) => Ok(capture.is_none()),
+            Err(error) if error.is_implicit_capture() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether all work of the stream is done.
+    pub(super) fn is_done(&self, context: &Context) -> Result<bool, FabricError> {
+        Ok(self.borrow(context).is_done()?)
+    }
+
     /// Puts an event behind the work of the stream; or waits for all work, if another stream has got the handle of this one, which is
     /// gone, or which is the default stream of another thread.
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] if a capture that is open forbids that wait; [`FabricError::Device`].
     pub(super) fn record(&self, context: &Context, event: &Event) -> Result<(), FabricError> {
         let stream = self.borrow(context);
         if self.kept.is_none() && stream.id()? != self.id {
-            relaxed(|| context.synchronize())??;
+            relaxed(|| context.synchronize())?.map_err(|error| {
+                FabricError::invalid(format!(
+                    "the stream of an earlier call is gone, and its work cannot be waited for now: {error}"
+                ))
+            })?;
         }
         Ok(event.record(stream)?)
     }

@@ -299,6 +299,8 @@ impl CudaMoe {
     /// communicator, on all ranks.
     pub(crate) fn or_fail<T>(&self, outcome: Result<T>) -> Result<T> {
         outcome.or_else(|error| match error {
+            // The communicator has failed, and the peers have heard of it.
+            error if self.tenant.check().is_err() => Err(error),
             MoeError::Fabric(error) => Ok(self.tenant.fail(error)?),
             error => {
                 let reported = self.tenant.fail::<T>(FabricError::invalid(error.to_string()));

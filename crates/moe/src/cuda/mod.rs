@@ -25,7 +25,7 @@ pub use handle::{CudaHandle, HandleMemory, HandleWords};
 
 use crate::{
     MoeConfig,
-    error::{Result, refused},
+    error::{MoeError, Result, refused},
     layout::{MAX_LOCAL_EXPERTS, cuda::Counting},
     low_latency::cuda::CudaLowLatency,
     normal::cuda::{Moving, Notifying, Staging},
@@ -69,12 +69,13 @@ impl CudaMoe {
     /// Shares memory between the ranks' GPUs. All ranks call it together, each with the context of its GPU.
     ///
     /// # Errors
-    /// As [`Tenant::new`]; [`MoeError::Refused`](crate::MoeError::Refused) for no multiprocessors, or more than there are, and for low-latency calls of a
+    /// As [`Tenant::new`]; [`MoeError::Refused`] for no multiprocessors, or more than there are, and for low-latency calls of a
     /// size that none can have.
     pub fn new(comm: &Communicator, context: &Context, config: MoeConfig) -> Result<Self> {
         check_num_sms("CudaMoe::new", config.num_sms, u32::MAX)?;
         let tenant = Tenant::with_region(comm, context, Tenant::LEAST_STAGING_BYTES, config.region_bytes)?;
-        check_num_sms("CudaMoe::new", config.num_sms, tenant.usable_multiprocessors())?;
+        let usable = check_num_sms("CudaMoe::new", config.num_sms, tenant.usable_multiprocessors());
+        comm.agree("asks for too much", usable)?;
         if config.region_bytes > 0 {
             tenant.load_together(comm, Counting)?;
             tenant.load_together(comm, Notifying)?;
@@ -83,15 +84,20 @@ impl CudaMoe {
         let low_latency =
             config.low_latency.map(|most| CudaLowLatency::new(comm, context, most)).transpose()?;
         let words = 1 + comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
+        let own = || {
+            let result = PinnedMemory::allocate(context, words * 4)?;
+            Ok::<_, MoeError>((UntilIdle::new(context, result), Event::new(context)?))
+        };
+        let (result, arrived) = comm.agree("cannot prepare its GPU", own())?;
         Ok(Self {
             tenant,
             region_bytes: config.region_bytes,
             num_sms: Cell::new(config.num_sms),
             token: Arc::new(()),
             handles: Cell::new(0),
-            result: UntilIdle::new(context, PinnedMemory::allocate(context, words * 4)?),
+            result,
             waited: Cell::new(0),
-            arrived: Event::new(context)?,
+            arrived,
             pool: Pool::new(context),
             low_latency,
         })
@@ -124,7 +130,7 @@ impl CudaMoe {
     /// What makes the low-latency calls.
     ///
     /// # Errors
-    /// [`MoeError::Refused`](crate::MoeError::Refused) if this was made without [`MoeConfig::low_latency`].
+    /// [`MoeError::Refused`] if this was made without [`MoeConfig::low_latency`].
     pub fn low_latency(&self) -> Result<&CudaLowLatency> {
         let problem =
             "the instance was made without low_latency: MoeConfig's, which says how large such calls are";
@@ -139,7 +145,7 @@ impl CudaMoe {
     /// From now on a call uses at most `num_sms` multiprocessors.
     ///
     /// # Errors
-    /// [`MoeError::Refused`](crate::MoeError::Refused) for none, or more than there are.
+    /// [`MoeError::Refused`] for none, or more than there are.
     pub fn set_num_sms(&self, num_sms: u32) -> Result<()> {
         check_num_sms("num_sms", num_sms, self.tenant.usable_multiprocessors())?;
         self.num_sms.set(num_sms);

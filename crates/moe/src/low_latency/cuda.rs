@@ -4,7 +4,7 @@ use std::{borrow::Borrow, cell::Cell, sync::Arc};
 
 use antiphon_device::{
     cuda::{Context, StreamRef, relaxed},
-    sync::{AtomicU32, Ordering},
+    sync::{AtomicU64, Ordering},
 };
 use antiphon_fabric::{
     Communicator, Signature,
@@ -39,22 +39,23 @@ pub struct CudaLowLatency {
     token: Arc<Token>,
     handles: Cell<u32>,
     pool: Arc<Pool>,
-    halves: Cell<u32>,
+    /// Counts the calls that have sent.
+    halves: Cell<u64>,
     /// The call that has sent and not received yet.
     unreceived: Cell<Option<Sent>>,
 }
 
 /// Distinguishes handles and halves of an instance from those of others.
 struct Token {
-    /// The number of the half that was dropped last.
-    dropped: AtomicU32,
+    /// The largest number of a half that was dropped; an older half may be dropped after a newer one.
+    dropped: AtomicU64,
 }
 
 /// A call that has sent and not received yet.
 #[derive(Clone, Copy)]
 struct Sent {
     /// Of the half among those of the instance.
-    number: u32,
+    number: u64,
     half: Half,
     signature: Signature,
     arguments: LowLatencyCall,
@@ -84,7 +85,7 @@ pub struct CudaLowLatencyHandle {
 #[must_use = "the next call is refused before this one has received"]
 pub struct CudaReceive {
     owner: Arc<Token>,
-    number: u32,
+    number: u64,
     call: &'static str,
 }
 
@@ -96,7 +97,7 @@ impl std::fmt::Debug for CudaReceive {
 
 impl Drop for CudaReceive {
     fn drop(&mut self) {
-        self.owner.dropped.store(self.number, Ordering::Release);
+        self.owner.dropped.raise(self.number, Ordering::Release);
     }
 }
 
@@ -169,7 +170,7 @@ impl CudaLowLatency {
         }
         tenant.load_together(comm, Combining { phases: Phases::Both })?;
         let (handles, halves, unreceived) = (Cell::new(0), Cell::new(0), Cell::new(None));
-        let token = Arc::new(Token { dropped: AtomicU32::new(0) });
+        let token = Arc::new(Token { dropped: AtomicU64::new(0) });
         Ok(Self { tenant, token, handles, pool: Pool::new(context), halves, unreceived })
     }
 
@@ -350,7 +351,8 @@ impl CudaLowLatency {
         self.receive_dropped(stream)?;
         // SAFETY: passed on.
         unsafe { self.launch_half(half, Phases::Send, &signature, arguments, stream) }?;
-        let number = next(&self.halves);
+        let number = self.halves.get() + 1;
+        self.halves.set(number);
         self.unreceived.set(Some(Sent { number, half, signature, arguments, capture }));
         Ok(CudaReceive { owner: self.token.clone(), number, call: half.call() })
     }

@@ -1,5 +1,7 @@
 //! Refusals between the halves of a low-latency call. They change nothing: the right call follows, and gives the right bits.
 
+use std::cell::RefCell;
+
 use antiphon_device::cuda::Graph;
 use antiphon_moe::{
     MoeConfig, MoeError,
@@ -158,4 +160,36 @@ fn a_dropped_half_leaves_nothing_behind_on_2_gpus() {
 #[test]
 fn a_dropped_half_leaves_nothing_behind_on_4_gpus() {
     dropped_halves(4);
+}
+
+/// The half of a dispatch, which has been received, outlives that of its combine, which is dropped.
+#[test]
+fn halves_are_dropped_in_any_order_on_2_gpus() {
+    on_gpus(2, SMALL, |rank| {
+        let moe = rank.moe.low_latency()?;
+        let received = RefCell::new(None);
+        let receive = |half: &mut Option<CudaReceive>| -> Outcome {
+            let half = half.take().expect("it has not been received");
+            // SAFETY: the tensors live until the stream has been waited for.
+            unsafe { moe.receive(&half, rank.stream.borrow()) }?;
+            *received.borrow_mut() = Some(half);
+            Ok(())
+        };
+        let drop_it = |half: &mut Option<CudaReceive>| -> Outcome {
+            *half = None;
+            *received.borrow_mut() = None;
+            Ok(())
+        };
+        let case = case(2, 1);
+        let mut calls = Calls::new(rank, &case)?;
+        calls.halves = true;
+        calls.between = Some(&receive);
+        let handle = calls.dispatch(rank, moe)?;
+        calls.between = Some(&drop_it);
+        calls.combine(rank, moe, &handle)?;
+        let mut calls = Calls::new(rank, &case)?;
+        let handle = calls.dispatch(rank, moe)?;
+        calls.combine(rank, moe, &handle)?;
+        calls.compare(rank, moe, 1)
+    });
 }
