@@ -48,10 +48,12 @@ emulator:
 	mkdir -p -m 700 $(EMULATOR)/cache
 	for name in libcuda.so.1 libnvrtc.so.13; do ln -sf ../debug/libantiphon_emulator.so $(EMULATOR)/$$name; done
 
-emulated: emulator
+emulated: emulator $(VENV)/installed
 	$(EMULATED) cargo test $(TESTS)
 ifeq ($(origin TESTS),file)
 	$(EMULATED) cargo test -p antiphon-collectives --test cuda --test cuda_warm -- --test-threads 1 orders:: takes_nothing
+	$(PYTHON) -m maturin develop --quiet
+	$(EMULATED) $(PYTHON) -m pytest -m cuda tests/test_moe_first_calls.py tests/test_cuda_arrays.py -k "first_calls or disagree or fused"
 endif
 
 # Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.

@@ -129,7 +129,10 @@ class Array:
 
 @contextlib.contextmanager
 def arrays(comm: antiphon.Communicator, num_bytes: int) -> Iterator[Callable[..., Array]]:
-    """Makes arrays of values, or of a shape and a dtype, in a buffer of the communicator on the GPU of the rank's number."""
+    """Makes arrays of values, or of a shape and a dtype, in a buffer of the communicator on the GPU of the rank's number.
+
+    After an error the buffer goes with the communicator, as the ranks may not come together any more.
+    """
     driver, device = Driver(), comm.rank
     buffer = comm.create_cuda_buffer(num_bytes, device)
     used = 0
@@ -146,8 +149,6 @@ def arrays(comm: antiphon.Communicator, num_bytes: int) -> Iterator[Callable[...
             array.write(values)
         return array
 
-    try:
-        yield make
-    finally:
-        comm.barrier()
-        comm.free_cuda_buffer(buffer)
+    yield make
+    comm.barrier()
+    comm.free_cuda_buffer(buffer)

@@ -107,13 +107,12 @@ def test_a_norm_is_fused() -> None:
 
 def test_ranks_that_disagree_get_an_error() -> None:
     def body(comm: Comm) -> str:
-        with arrays(comm, ROOM) as make:
+        with pytest.raises(RuntimeError) as raised, arrays(comm, ROOM) as make:
             x = make(np.ones(COUNT + 4 * comm.rank, np.float32))
-            with pytest.raises(RuntimeError) as raised:
-                comm.all_reduce(x, out=x, stream=STREAM)
-                x.read()
-                comm.check()
-            return str(raised.value)
+            comm.all_reduce(x, out=x, stream=STREAM)
+            x.read()
+            comm.check()
+        return str(raised.value)
 
     for text in on_gpus(2, body):
         assert "ranks disagree" in text and f"all_reduce({COUNT} × f32" in text, text

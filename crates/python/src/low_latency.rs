@@ -287,7 +287,7 @@ impl MoeLowLatency {
                 Engine::Host(Arc::new(Mutex::new(Some(moe))))
             }
             Some(device) => {
-                let (stream, parts) = (stream_or_current(py, device, None)?, comm.gpus().parts());
+                let (stream, parts) = (stream_or_current(py, device, None)?, comm.gpus().parts(py));
                 let config = MoeConfig { region_bytes: 0, ..config };
                 let make = |comm: &_, context: &Context| CudaMoe::new(comm, context, config);
                 // SAFETY: the stream is one of the device.

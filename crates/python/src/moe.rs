@@ -181,7 +181,7 @@ impl Moe {
         Ok(Self {
             region_bytes: moe.region_bytes(),
             moe: Mutex::new(Some(moe)),
-            gpus: comm.gpus().parts(),
+            gpus: comm.gpus().parts(py),
             num_sms: Mutex::new(MoeConfig::NUM_SMS),
             world_size: queue.messenger().world_size(),
             queue: Arc::downgrade(&queue),

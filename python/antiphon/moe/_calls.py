@@ -1,5 +1,6 @@
 """The normal form's calls on torch tensors. They allocate their outputs."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -408,14 +409,28 @@ class _Shared(NamedTuple):
     """int32 ``[R, 1]``: where the rows of one channel begin."""
 
 
-_of_communicators: "WeakKeyDictionary[Communicator, _Shared]" = WeakKeyDictionary()
+class _Slot:
+    """Where the threads of a rank find what its calls share: the first one makes it, together with the peers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shared: _Shared | None = None
+
+    def get(self, comm: Communicator) -> _Shared:
+        with self._lock:
+            if self._shared is None:
+                self._shared = _Shared(Moe(comm), {})
+            return self._shared
+
+
+_of_communicators: "WeakKeyDictionary[Communicator, _Slot]" = WeakKeyDictionary()
+_adding = threading.Lock()
 
 
 def _shared(comm: Communicator) -> _Shared:
-    shared = _of_communicators.get(comm)
-    if shared is None:
-        shared = _of_communicators[comm] = _Shared(Moe(comm), {})
-    return shared
+    with _adding:
+        slot = _of_communicators.setdefault(comm, _Slot())
+    return slot.get(comm)
 
 
 def core_of(comm: Communicator) -> Moe:

@@ -24,7 +24,7 @@ use crate::{
         check_limits,
         cuda::{Counting, Kernel, LayoutCall},
     },
-    normal::check_routing,
+    normal::{check_routing, signature_of_routing},
     tensors::{ID_TYPES, Name},
 };
 
@@ -122,7 +122,7 @@ impl CudaMoe {
     ) -> Result<CudaHandle> {
         let arrived = match routing.capacity {
             Some(_) => None,
-            None => Some(self.wait_for_counts(plan.words.local, stream)?),
+            None => Some(self.wait_for_counts(&signature_of_routing(routing), plan.words.local, stream)?),
         };
         let rows = match (&arrived, routing.capacity) {
             (Some(Arrived { traffic, .. }), _) => traffic.kept_at(traffic.rank),
@@ -210,8 +210,13 @@ impl CudaMoe {
         }
     }
 
-    /// Waits for the counts of Notify.
-    pub(crate) fn wait_for_counts(&self, local: usize, stream: StreamRef<'_>) -> Result<Arrived> {
+    /// Waits for the counts of Notify, which has this signature.
+    pub(crate) fn wait_for_counts(
+        &self,
+        signature: &Signature,
+        local: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<Arrived> {
         let number = self.result_number();
         self.waited.set(number);
         self.arrived.record(stream)?;
@@ -225,7 +230,7 @@ impl CudaMoe {
                 break;
             }
             if looks % 64 == 0 && Instant::now() >= next_look {
-                self.tenant.check_interrupt(Signature::new(Operation::Dispatch))?;
+                self.tenant.check_interrupt(*signature)?;
                 next_look = Instant::now() + INTERRUPT_LOOK;
             }
             std::thread::yield_now();

@@ -321,7 +321,8 @@ impl CudaMoe {
         self.exchange_choices(&handle, routing, capacity, stream)?;
         if capacity.is_none() {
             // The peers go on to the dispatch.
-            self.or_fail(self.add_counts(&mut handle, stream).and_then(|()| {
+            let signature = signature_of_routing(routing, &sizes);
+            self.or_fail(self.add_counts(&mut handle, &signature, stream).and_then(|()| {
                 handle.places = self.memory_of_places(&handle, &places)?;
                 Ok(())
             }))?;
@@ -344,9 +345,15 @@ impl CudaMoe {
     }
 
     /// Waits for the counts of all ranks, and adds what follows from them.
-    fn add_counts(&self, handle: &mut CudaHybridHandle, stream: StreamRef<'_>) -> Result<()> {
+    fn add_counts(
+        &self,
+        handle: &mut CudaHybridHandle,
+        signature: &Signature,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
         let Along { sizes, order, .. } = handle.along;
-        let Arrived { traffic, tokens_per_expert } = self.wait_for_counts(sizes.local(), stream)?;
+        let Arrived { traffic, tokens_per_expert } =
+            self.wait_for_counts(signature, sizes.local(), stream)?;
         let num_received = traffic.kept_at(traffic.rank);
         let segments = Segments::new(order, &tokens_per_expert, sizes.local());
         handle.along.rows = segments.as_ref().map_or(num_received, |segments| segments.rows);

@@ -211,7 +211,7 @@ pub(crate) fn check_routing(routing: &Routing<'_>, world_size: usize) -> Result<
 }
 
 /// The signature of [`Moe::notify`].
-fn signature_of_routing(routing: &Routing<'_>) -> Signature {
+pub(crate) fn signature_of_routing(routing: &Routing<'_>) -> Signature {
     let form = if routing.capacity.is_some() { Form::Capacity } else { Form::Blocking };
     let Routing { num_experts, top_k, format, .. } = routing;
     signature(Operation::Dispatch, format, form as u8 + format.code(), *num_experts, *top_k, 0)

@@ -229,8 +229,9 @@ impl Gpus {
 
     /// An empty list of another kind of calls on the communicator's GPUs. As long as a part of any kind is open, the peers take the
     /// rank for present; [`close`](Self::close) closes them all.
-    pub(crate) fn parts<P: Part + 'static>(&self) -> Arc<Parts<P>> {
-        Parts::new(&self.shared)
+    pub(crate) fn parts<P: Part + 'static>(&self, py: Python<'_>) -> Arc<Parts<P>> {
+        // Detached, as another thread may hold the lock while it attaches.
+        py.detach(|| Parts::new(&self.shared))
     }
 
     /// Leaves the peers, once the kernels under way are over.
