@@ -34,12 +34,13 @@ loom:
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p antiphon-fabric --lib -- model
 
 # GPU tests without a GPU: crates/emulator takes the places of libcuda and NVRTC. `make emulated` runs some tests of each family,
-# in about six minutes; others run as `make emulated TESTS='-p antiphon-collectives --test cuda -- --test-threads 1 --exact NAME'`.
+# in about six minutes, from the build of `make rust`; others run as `make emulated TESTS='-p antiphon-collectives --test cuda -- --test-threads 1
+# --exact NAME'`.
 EMULATOR = $(abspath $(or $(CARGO_TARGET_DIR),target))/emulator
 EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
-TESTS = -p antiphon-device -p antiphon-fabric -p antiphon-moe --test cuda -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
+TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
 	order:: orders:: room:: late_block failures:: refused:: wrapped_rings hybrid_scales many_experts many_tokens region_of_two \
-	rows_and_sums_have_the_hosts_bits_on_2 --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2 --skip have_room_on_8 --skip without_memory_on_8
+	rows_and_sums_have_the_hosts_bits_on_2 takes_nothing --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2 --skip have_room_on_8 --skip without_memory_on_8
 NO_EMULATOR = $(if $(filter-out x86_64,$(shell uname -m)),an x86-64 processor)$(if $(shell command -v g++),, g++)
 
 ifeq ($(strip $(NO_EMULATOR)),)
@@ -51,7 +52,6 @@ emulator:
 emulated: emulator $(VENV)/installed
 	$(EMULATED) cargo test $(TESTS)
 ifeq ($(origin TESTS),file)
-	$(EMULATED) cargo test -p antiphon-collectives --test cuda --test cuda_warm -- --test-threads 1 orders:: takes_nothing
 	$(PYTHON) -m maturin develop --quiet
 	$(EMULATED) $(PYTHON) -m pytest -m cuda tests/test_moe_first_calls.py tests/test_cuda_arrays.py -k "first_calls or disagree or fused"
 endif

@@ -1398,7 +1398,7 @@ class ThreadBlockGroup:
 
 @final
 class Channel:
-    """A memory or port channel of a program. Operations are noted as the line's at which the frame is."""
+    """A memory or port channel of a program. Each operation is recorded with the line of the program that makes it."""
 
     @property
     def dst(self) -> int:

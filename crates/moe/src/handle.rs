@@ -1,4 +1,4 @@
-//! Who gets which rows of whom.
+//! Routes: the rows that each rank sends to each other rank.
 
 use std::{
     ops::Range,

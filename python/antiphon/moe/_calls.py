@@ -25,8 +25,8 @@ __all__ = ["Calls", "Handle", "Layout", "Received", "Side", "calls_of", "core_of
 
 
 class Side(NamedTuple):
-    """A stream beside the current one, where calls are made. A call comes behind the work of the current stream: new tensors are of
-    that, and their memory may be what its work still uses."""
+    """A stream beside the current one, for calls. A call waits for the work of the current stream, as the allocator takes the memory of
+    new tensors from that stream, whose earlier work may still use it."""
 
     stream: torch.cuda.Stream
     joins: bool

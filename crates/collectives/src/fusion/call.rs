@@ -105,9 +105,9 @@ pub struct RmsNorm<T> {
 /// [`TensorHandle`](super::TensorHandle) of a binding's own.
 ///
 /// Tensors are contiguous, where the collectives' tensors are; on GPUs they begin at multiples of 16 bytes. `hidden` is a
-/// multiple of 16 bytes. Outputs are apart from each other and from what is read, but for two: the residual may have
-/// the sum with it put [in its place](Self::residual_in_place), and a tensor one of the outputs [in its
-/// own](Self::of_in_place), by every algorithm. What is in the way of an output is read before, on all ranks.
+/// multiple of 16 bytes. Outputs do not overlap each other or the inputs, with two exceptions: the sum with the residual may
+/// replace [the residual](Self::residual_in_place), and one output may replace [the input](Self::of_in_place), with every
+/// algorithm. All ranks read such an input before an output replaces it.
 ///
 /// All ranks pass the same shape, dtype, accumulation and algorithm. What is done with the sum is each rank's own affair.
 #[derive(Debug, Clone, Copy)]

@@ -71,8 +71,7 @@ impl Tenant {
     pub const LEAST_STAGING_BYTES: usize = LEAST_BYTES;
 
     /// Shares memory between the ranks' GPUs: at most `staging_bytes` of each, for data that is under way between ranks. Larger
-    /// messages go through it in pieces, which are the smaller the less there is. All ranks call it together, with the same
-    /// number.
+    /// messages go through it in pieces; less memory makes smaller pieces. All ranks call it together, with the same number.
     ///
     /// # Errors
     /// [`FabricError::InvalidArgument`] for more than [`MAX_WORLD`] ranks; for less than

@@ -1,4 +1,4 @@
-//! Who gets which rows of whom, and where they go there.
+//! Routes by expert: the rows that each rank sends to each other rank, and their places there.
 
 use std::sync::{Arc, OnceLock};
 

@@ -99,8 +99,8 @@ impl<V> HybridTokens<V> {
     }
 }
 
-/// What goes and what comes, for [`Moe::hybrid_dispatch`]. `received` has the same parts as `tokens`. Rows by expert to which
-/// no token comes, which padding and rests of a capacity are, become 0 in all parts.
+/// What a rank sends and receives in [`Moe::hybrid_dispatch`]. `received` has the same parts as `tokens`. Rows by expert that receive
+/// no token, such as padding and the unused rest of a capacity, are filled with 0 in all parts.
 #[derive(Debug)]
 pub struct HybridDispatch<'a> {
     /// This rank's tokens.

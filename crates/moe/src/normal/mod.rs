@@ -108,8 +108,8 @@ pub struct Routing<'a> {
     pub tokens_per_expert: TensorView<'a>,
     /// What the rows of the first dispatch will be.
     pub format: RowFormat,
-    /// How many rows this rank has room for; the same on all ranks is whether there is such a number. Rows beyond it, in the
-    /// order of arrival, are dropped.
+    /// The number of rows that this rank has room for. Either all ranks give a capacity, which may differ, or none does. Rows beyond
+    /// the capacity, in the order of arrival, are dropped.
     pub capacity: Option<usize>,
 }
 

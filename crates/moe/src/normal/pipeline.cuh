@@ -24,7 +24,7 @@ struct parts {
 // Whether this warp of a block does nothing but raise flags.
 DEVICE bool raises_flags(u32 warp) { return FLAG_WARPS != 0 && warp == RINGS; }
 
-// What travels beside some rows a warp that sends gathers at once, in BESIDE_BYTES.
+// A sending warp gathers, in BESIDE_BYTES, what travels beside several rows at once.
 
 // Between warps of a block.
 DEVICE u32 ld_acquire_block(const u32* p) {

@@ -36,7 +36,7 @@ struct Class {
     cap: f64,
     /// The present rate of each flow.
     rate: f64,
-    /// Bytes that a flow has got which is there since the class was last empty; as of `since`.
+    /// The bytes that a flow has received, at the time `since`, if it is as old as the class: if the class has not been empty since.
     served: f64,
     since: f64,
     /// When `served` has risen to the number, the flow is done. Equal ones in the order in which they began.

@@ -41,8 +41,8 @@ pub(super) enum Goal {
     Together,
     /// The end of a rank, the held piece not being done.
     Ended(Rank),
-    /// The first held piece under way, and plain data in the bytes of the packets that are watched; also what the launch
-    /// before left there, if it leaves such.
+    /// The first held piece under way, while plain data are in the bytes of the packets that are watched. With `true` the data
+    /// may also be left over from the launch before.
     Mistaken(bool),
 }
 

@@ -81,7 +81,7 @@ fn contribution(parts: &Parts) -> Contribution {
     }
 }
 
-/// Each scale is right for some amax that may be, and each code for some norm that may be and the scale that is there.
+/// Each scale follows from an amax within the bounds, and each code from a norm within the bounds and the scale that was written.
 fn check_quantized(case: &Case, form: Form, norm: &[Expected], codes: &[u8], scales: &[u8]) {
     let e4m3 = |x: f32| E4M3::from_f32(x).to_f32();
     let code = |i: usize| E4M3::from_bits(codes[i]).to_f32();
