@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all fuzz-lowering lint doc deny bench gpu-bundle
+.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all mutants fuzz-lowering lint doc deny bench gpu-bundle
 
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer. At the end stands what ran and what was
 # skipped, by what the tests need. With EXPECT=tests/skipped/cpu.txt exactly those tests must have been skipped, and none of the
@@ -54,6 +54,10 @@ ifeq ($(origin TESTS),file)
 	$(EMULATED) cargo test -p antiphon-collectives --test cuda --test cuda_warm -- --test-threads 1 orders:: takes_nothing
 endif
 
+# Whether the tests notice kernels that lack a release, an acquire, a fence, a wait or a barrier: scripts/mutants.py. The tests are built once.
+mutants: emulator
+	$(EMULATED) python3 scripts/mutants.py $(MUTANTS)
+
 # Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.
 emulated-all: emulator $(VENV)/installed
 	rm -f $(SKIPPED)-emulated-all
@@ -64,7 +68,7 @@ emulated-all: emulator $(VENV)/installed
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) $(PYTHON) -m pytest -m cuda
 	python3 scripts/skipped.py $(SKIPPED)-emulated-all --expect tests/skipped/emulator.txt
 else
-emulated emulated-all:
+emulated emulated-all mutants:
 	$(call not_run,emulator,$(strip $(NO_EMULATOR)))
 endif
 

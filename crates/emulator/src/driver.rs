@@ -19,6 +19,7 @@ use crate::{
     execution::{Grid, Parameter, Run},
     lock,
     memory::{self, Kind},
+    races::{self, order},
     stream::{self, Event, Graph, Stream, Work},
 };
 
@@ -305,6 +306,7 @@ unsafe fn submit(stream: *const Stream, work: impl Fn() + Send + Sync + 'static)
 fn copy(to: u64, from: u64, len: usize) {
     // SAFETY: ranges that the caller keeps until the stream is done.
     unsafe { ptr::copy(from as *const u8, to as *mut u8, len) }
+    order::copied(0, to, Some(from), len);
 }
 
 functions! {
@@ -388,16 +390,22 @@ functions! {
         submit(stream, move || copy(to, from, len))
     }
     fn cuMemsetD8Async(to: u64, value: u8, len: usize, stream: *const Stream) {
-        submit(stream, move || ptr::write_bytes(to as *mut u8, value, len))
+        submit(stream, move || {
+            ptr::write_bytes(to as *mut u8, value, len);
+            order::copied(0, to, None, len);
+        })
     }
     fn cuMemsetD32Async(to: u64, value: u32, count: usize, stream: *const Stream) {
-        submit(stream, move || std::slice::from_raw_parts_mut(to as *mut u32, count).fill(value))
+        submit(stream, move || {
+            std::slice::from_raw_parts_mut(to as *mut u32, count).fill(value);
+            order::copied(0, to, None, 4 * count);
+        })
     }
 }
 
 // --------------------------------------------------------------------------------------------------------- modules and launches
 
-/// As in device.hpp.
+/// As in device/fibers.hpp.
 #[repr(C)]
 struct KernelEntry {
     address: *const c_void,
@@ -417,14 +425,15 @@ pub struct Module {
 
 /// A kernel.
 pub struct Function {
-    run: Run,
-    call: unsafe extern "C" fn(*mut *mut c_void),
+    pub(crate) run: Run,
+    pub(crate) call: unsafe extern "C" fn(*mut *mut c_void),
     sizes: Vec<usize>,
+    name: String,
     /// The largest dynamic shared memory that it was allowed.
     shared_bytes: AtomicU32,
 }
 
-unsafe fn load(image: *const u8) -> Result<*const Module, Code> {
+pub(crate) unsafe fn load(image: *const u8) -> Result<*const Module, Code> {
     // SAFETY: an ELF file: the table of sections, at the offset in word 40, is its end.
     let len = unsafe {
         let number = |at: usize, len: usize| {
@@ -449,16 +458,27 @@ unsafe fn load(image: *const u8) -> Result<*const Module, Code> {
         let kernels = *library
             .get::<unsafe extern "C" fn() -> *const KernelEntry>(b"emulator_kernels\0")
             .map_err(|_| Code::INVALID_IMAGE)?;
+        if races::is_on() {
+            let check = library.get::<unsafe extern "C" fn(*const races::Checks)>(b"emulator_check\0");
+            check.map_err(|_| Code::INVALID_IMAGE)?(&raw const races::CHECKS);
+            let allowed = library.get::<*const c_char>(b"emulator_allowed_races\0");
+            let allowed = allowed.map_err(|_| Code::INVALID_IMAGE)?.into_raw();
+            races::allow(&CStr::from_ptr(allowed.cast_const().cast()).to_string_lossy());
+        }
         Ok(Box::into_raw(Box::new(Module { library, run, kernels: kernels() })))
     }
 }
 
-unsafe fn function(module: *const Module, name: *const c_char) -> Result<*const Function, Code> {
-    // SAFETY: a module that was loaded, and its list of kernels, whose layout is that of device.hpp.
+pub(crate) unsafe fn function(module: *const Module, name: *const c_char) -> Result<*const Function, Code> {
+    // SAFETY: a module that was loaded, and its list of kernels, whose layout is that of fibers.hpp.
     unsafe {
         let module = &*module;
-        let name = CStr::from_ptr(name).to_bytes_with_nul();
-        let address = module.library.get::<*const c_void>(name).map_err(|_| Code::NOT_FOUND)?.into_raw();
+        let name = CStr::from_ptr(name);
+        let address = module
+            .library
+            .get::<*const c_void>(name.to_bytes_with_nul())
+            .map_err(|_| Code::NOT_FOUND)?
+            .into_raw();
         let mut entry = module.kernels;
         while !entry.is_null() && (*entry).address != address.cast_const() {
             entry = (*entry).next;
@@ -466,7 +486,8 @@ unsafe fn function(module: *const Module, name: *const c_char) -> Result<*const 
         let entry = entry.as_ref().ok_or(Code::NOT_FOUND)?;
         let sizes = std::slice::from_raw_parts(entry.sizes, entry.parameters).to_vec();
         let shared_bytes = AtomicU32::new(48 << 10);
-        Ok(Box::into_raw(Box::new(Function { run: module.run, call: entry.call, sizes, shared_bytes })))
+        let name = name.to_string_lossy().into_owned();
+        Ok(Box::into_raw(Box::new(Function { run: module.run, call: entry.call, sizes, name, shared_bytes })))
     }
 }
 
@@ -494,6 +515,14 @@ unsafe fn is_cooperative(config: &sys::CUlaunchConfig) -> bool {
     unsafe {
         attribute(config, Attribute::CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
             .is_some_and(|value| value.cooperative != 0)
+    }
+}
+
+unsafe fn is_programmatic(config: &sys::CUlaunchConfig) -> bool {
+    // SAFETY: the value of this attribute.
+    unsafe {
+        attribute(config, Attribute::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            .is_some_and(|value| value.programmaticStreamSerializationAllowed != 0)
     }
 }
 
@@ -526,6 +555,9 @@ unsafe fn launch(
         unsafe { (*parameters.add(index)).cast::<u8>().copy_to(parameter.0.as_mut_ptr(), *size) };
         parameter
     };
+    // SAFETY: passed on to the caller.
+    let (stream, is_programmatic) =
+        unsafe { (stream_of(config.hStream as *const Stream), is_programmatic(config)) };
     let grid = Arc::new(Grid {
         run: function.run,
         call: function.call,
@@ -535,9 +567,11 @@ unsafe fn launch(
         cluster_size,
         shared_bytes: config.sharedMemBytes,
         capacity,
+        device: stream.device,
+        name: function.name.clone(),
+        is_programmatic,
     });
-    // SAFETY: passed on to the caller.
-    unsafe { stream_of(config.hStream as *const Stream) }.submit(Arc::new(move || grid.run()));
+    stream.submit(Arc::new(move || grid.run()));
     Ok(())
 }
 

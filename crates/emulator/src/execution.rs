@@ -6,13 +6,19 @@ use std::{
     sync::{Arc, Condvar, Mutex, mpsc},
 };
 
-use crate::lock;
+use crate::{
+    lock,
+    races::{
+        self, order,
+        threads::{self, Block, ClusterOrder, Knowledge},
+    },
+};
 
 const MAX_THREADS: usize = 1024;
 /// Bytes of a fiber's stack, and a little so that the stacks do not share lines of the cache.
 const STACK_BYTES: usize = (64 << 10) + 320;
 
-/// As in device.hpp.
+/// As in device/fibers.hpp.
 #[repr(C)]
 struct Cluster {
     arrived: u32,
@@ -20,12 +26,12 @@ struct Cluster {
     anchors: [*mut c_void; 16],
 }
 
-// SAFETY: plain words, which the device side accesses atomically.
+// SAFETY: plain words, which the device's side accesses atomically.
 unsafe impl Send for Cluster {}
 // SAFETY: as above.
 unsafe impl Sync for Cluster {}
 
-/// As in device.hpp.
+/// As in device/fibers.hpp.
 #[repr(C)]
 struct Launch {
     call: unsafe extern "C" fn(*mut *mut c_void),
@@ -39,6 +45,7 @@ struct Launch {
     stacks: *mut u8,
     stack_bytes: usize,
     shared_bytes: u32,
+    running: *mut u32,
 }
 
 /// A module's function that runs a block.
@@ -56,6 +63,19 @@ pub(crate) struct Grid {
     pub shared_bytes: u32,
     /// How many blocks run at a time.
     pub capacity: u32,
+    pub device: usize,
+    pub name: String,
+    /// Whether it may start before the grid ahead has ended.
+    pub is_programmatic: bool,
+}
+
+/// What the checks of races know of a grid that runs.
+struct Checked {
+    grid: Arc<threads::Grid>,
+    /// At its start, and behind `griddepcontrol.wait`.
+    start: [Knowledge; 2],
+    /// What its threads have learned.
+    learned: Mutex<Knowledge>,
 }
 
 /// The bytes of a parameter.
@@ -68,6 +88,12 @@ impl Grid {
         let [x, y, z] = self.grid;
         let in_flight = Arc::new((Mutex::new(0u32), Condvar::new()));
         let size = self.cluster_size;
+        let checked = races::is_on().then(|| {
+            let name = Some(self.name.clone());
+            let grid = threads::Grid::new(name, self.device, size, [self.grid, self.block]);
+            let start = order::start(self.is_programmatic);
+            Arc::new(Checked { grid, start, learned: Mutex::default() })
+        });
         for first in (0..x * y * z).step_by(size as usize) {
             let (count, changed) = &*in_flight;
             let mut running = lock(count);
@@ -78,10 +104,12 @@ impl Grid {
             drop(running);
             let cluster = (size > 1)
                 .then(|| Arc::new(Cluster { arrived: 0, generation: 0, anchors: [ptr::null_mut(); 16] }));
+            let order = (size > 1).then(Arc::<Mutex<ClusterOrder>>::default);
             for rank in 0..size {
                 let (grid, cluster, in_flight) = (self.clone(), cluster.clone(), in_flight.clone());
+                let checked = checked.clone().map(|checked| (checked, order.clone()));
                 spawn(Box::new(move |stacks| {
-                    grid.run_block(first + rank, rank, cluster.as_deref(), stacks);
+                    grid.run_block(first + rank, rank, cluster.as_deref(), checked, stacks);
                     *lock(&in_flight.0) -= 1;
                     in_flight.1.notify_all();
                 }));
@@ -91,12 +119,27 @@ impl Grid {
         while *running != 0 {
             running = in_flight.1.wait(running).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
+        if let Some(checked) = checked {
+            order::end(&checked.grid, checked.start[0].clone(), &lock(&checked.learned));
+        }
     }
 
-    fn run_block(&self, number: u32, rank: u32, cluster: Option<&Cluster>, stacks: *mut u8) {
+    fn run_block(
+        &self,
+        number: u32,
+        rank: u32,
+        cluster: Option<&Cluster>,
+        checked: Option<(Arc<Checked>, Option<Arc<Mutex<ClusterOrder>>>)>,
+        stacks: *mut u8,
+    ) {
         let [x, y, _] = self.grid;
         let mut parameters: Vec<*mut c_void> =
             self.parameters.iter().map(|parameter| ptr::from_ref(&parameter.0).cast_mut().cast()).collect();
+        let checked = checked.map(|(checked, cluster)| {
+            let [start, ahead] = &checked.start;
+            let block = Block::new(&checked.grid, number, start, ahead, cluster);
+            (checked, block)
+        });
         let launch = Launch {
             call: self.call,
             parameters: parameters.as_mut_ptr(),
@@ -109,9 +152,17 @@ impl Grid {
             stacks,
             stack_bytes: STACK_BYTES,
             shared_bytes: self.shared_bytes,
+            running: checked.as_ref().map_or(ptr::null_mut(), |(_, block)| block.running()),
         };
-        // SAFETY: the layout is that of device.hpp; the kernel's parameters are as many and as large as it says.
-        unsafe { (self.run)(ptr::from_ref(&launch).cast()) };
+        // SAFETY: the layout is that of fibers.hpp; the kernel's parameters are as many and as large as it says.
+        let run = || unsafe { (self.run)(ptr::from_ref(&launch).cast()) };
+        match checked {
+            Some((checked, block)) => {
+                let known = block.run(run);
+                lock(&checked.learned).join(&known);
+            }
+            None => run(),
+        }
     }
 }
 

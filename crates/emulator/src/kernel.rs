@@ -3,91 +3,23 @@
 use std::{
     ffi::{CStr, c_char, c_int},
     fs,
+    path::Path,
     process::Command,
     sync::atomic::{AtomicU32, Ordering},
 };
 
-/// The device side of the emulator, ahead of every program.
-const DEVICE: &str = include_str!("device.hpp");
+use crate::{mutant, ptx, races};
 
-/// What the instructions do that kernels contain as assembly: the text, and C++ in which `$0` is the first operand.
-#[rustfmt::skip]
-const INSTRUCTIONS: &[(&str, &str)] = &[
-    ("", ""),
-    // Conversions.
-    ("cvt.rn.f16x2.f32 %0, %1, %2;", "$0 = emulator::pair<uint32_t>(emulator::narrow_f16($2), emulator::narrow_f16($1));"),
-    ("cvt.rn.bf16x2.f32 %0, %1, %2;", "$0 = emulator::pair<uint32_t>(emulator::narrow_bf16($2), emulator::narrow_bf16($1));"),
-    ("cvt.rn.f16.f32 %0, %1;", "$0 = emulator::narrow_f16($1);"),
-    ("cvt.rn.bf16.f32 %0, %1;", "$0 = emulator::narrow_bf16($1);"),
-    ("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }",
-     "$0 = emulator::widen_f16($2 & 0xFFFF); $1 = emulator::widen_f16($2 >> 16);"),
-    ("min.NaN.f32 %0, %1, %2;", "$0 = emulator::minimum($1, $2);"),
-    ("max.NaN.f32 %0, %1, %2;", "$0 = emulator::maximum($1, $2);"),
-    // Vectors.
-    ("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];", "emulator::split(emulator::get16($4), $0, $1, $2, $3);"),
-    ("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];", "emulator::split(emulator::get16($4), $0, $1, $2, $3);"),
-    ("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];", "emulator::split(emulator::poll16($4), $0, $1, $2, $3);"),
-    ("st.global.v4.u32 [%0], {%1,%2,%3,%4};", "emulator::put16($0, make_uint4($1, $2, $3, $4));"),
-    ("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};", "emulator::put16($0, make_uint4($1, $2, $3, $4));"),
-    ("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }", "emulator::put16($0, emulator::join($1, $2));"),
-    ("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }", "emulator::split(emulator::poll16($2), $0, $1);"),
-    ("st.global.u8 [%0], %1;", "*(unsigned char*)$0 = (unsigned char)$1;"),
-    // Words.
-    ("ld.acquire.sys.global.u32 %0, [%1];", "$0 = emulator::poll<uint32_t>($1);"),
-    ("ld.acquire.sys.global.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>($1);"),
-    ("ld.acquire.gpu.global.u32 %0, [%1];", "$0 = emulator::poll<uint32_t>($1);"),
-    ("ld.acquire.gpu.global.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>($1);"),
-    ("ld.relaxed.sys.global.u32 %0, [%1];", "$0 = emulator::poll<uint32_t>($1);"),
-    ("ld.relaxed.sys.global.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>($1);"),
-    ("st.release.sys.global.u32 [%0], %1;", "emulator::put<uint32_t>($0, $1);"),
-    ("st.release.sys.global.u64 [%0], %1;", "emulator::put<uint64_t>($0, $1);"),
-    ("st.relaxed.sys.global.u32 [%0], %1;", "emulator::put<uint32_t>($0, $1);"),
-    ("st.relaxed.sys.global.u64 [%0], %1;", "emulator::put<uint64_t>($0, $1);"),
-    ("red.release.sys.global.add.u32 [%0], %1;", "emulator::add<uint32_t>($0, $1);"),
-    ("red.release.sys.global.add.u64 [%0], %1;", "emulator::add<uint64_t>($0, $1);"),
-    ("red.relaxed.sys.global.add.u32 [%0], %1;", "emulator::add<uint32_t>($0, $1);"),
-    ("red.relaxed.sys.global.add.u64 [%0], %1;", "emulator::add<uint64_t>($0, $1);"),
-    ("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;", "$0 = emulator::add<uint32_t>($1, $2);"),
-    ("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;", "$0 = emulator::add<uint64_t>($1, $2);"),
-    ("fence.acq_rel.sys;", "__threadfence();"),
-    ("fence.acq_rel.gpu;", "__threadfence();"),
-    // Shared memory, clusters, bulk copies.
-    ("ld.acquire.cta.shared.u32 %0, [%1];", "$0 = emulator::poll<uint32_t>(emulator::shared($1));"),
-    ("st.release.cta.shared.u32 [%0], %1;", "emulator::put<uint32_t>(emulator::shared($0), $1);"),
-    ("ld.volatile.shared.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>(emulator::shared($1));"),
-    ("st.volatile.shared.u64 [%0], %1;", "emulator::put<uint64_t>(emulator::shared($0), $1);"),
-    ("ld.relaxed.cluster.shared.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>(emulator::shared($1));"),
-    ("{ .reg .b32 place; mapa.shared::cluster.u32 place, %0, %1; st.relaxed.cluster.shared::cluster.u64 [place], %2; }",
-     "emulator::put<uint64_t>(emulator::shared_of_block($0, $1), $2);"),
-    ("mov.u32 %0, %%cluster_ctarank;", "$0 = emulator::cluster_rank();"),
-    ("mov.u32 %0, %%cluster_nctaid.x;", "$0 = emulator::cluster_size();"),
-    ("mov.u32 %0, %%clusterid.x;", "$0 = emulator::cluster_index();"),
-    ("mov.u32 %0, %%nclusterid.x;", "$0 = emulator::cluster_count();"),
-    ("barrier.cluster.arrive.release.aligned;", "emulator::cluster_arrive();"),
-    ("barrier.cluster.wait.acquire.aligned;", "emulator::cluster_wait();"),
-    ("cp.async.cg.shared.global [%0], [%1], 16;", "emulator::current->small.begin(emulator::shared($0), $1, 16);"),
-    ("cp.async.commit_group;", "emulator::current->small.end_group();"),
-    ("cp.async.wait_all;", "emulator::current->small.wait_all();"),
-    ("cp.async.wait_group %0;", "emulator::current->small.wait($0, false);"),
-    ("mbarrier.init.shared::cta.b64 [%0], 1;", "emulator::barrier_init($0, 1);"),
-    ("fence.mbarrier_init.release.cluster;", ""),
-    ("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "emulator::barrier_expect($0, $1);"),
-    ("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }",
-     "$0 = emulator::barrier_try_wait($1, $2);"),
-    ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];", "emulator::bulk_load($0, $1, $2, $3);"),
-    ("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", "emulator::bulk_store($0, $1, $2);"),
-    ("cp.async.bulk.commit_group;", "emulator::current->bulk.end_group();"),
-    ("cp.async.bulk.wait_group %0;", "emulator::current->bulk.wait($0, false);"),
-    ("cp.async.bulk.wait_group.read %0;", "emulator::current->bulk.wait($0, true);"),
-    ("fence.proxy.async;", ""),
-    ("fence.proxy.async.global;", ""),
-    ("fence.proxy.async.shared::cta;", ""),
-    ("mov.u64 %0, %%gridid;", "$0 = emulator::grid_number();"),
-    // Time.
-    ("mov.u64 %0, %%globaltimer;", "$0 = emulator::global_timer();"),
-    ("griddepcontrol.wait;", ""),
-    ("griddepcontrol.launch_dependents;", ""),
-];
+/// The device side of the emulator, ahead of every program.
+const DEVICE: &str = concat!(
+    include_str!("device/fibers.hpp"),
+    include_str!("device/memory.hpp"),
+    include_str!("device/functions.hpp")
+);
+
+/// Calls a function at each access, and has the lines of the program.
+const CHECKED: [&str; 5] =
+    ["-DANTIPHON_EMULATOR_CHECKED", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1", "-g1"];
 
 pub struct Program {
     source: String,
@@ -96,19 +28,23 @@ pub struct Program {
 }
 
 /// Compiles a program of CUDA into a shared library.
-fn compile(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
+pub(crate) fn compile(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
+    let source = match mutant::wanted() {
+        Some(mutant) => mutant::apply(source, &mutant)?,
+        None => source.to_owned(),
+    };
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let folder = std::env::temp_dir().join(format!("antiphon-emulator-{}-{number}", std::process::id()));
     fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
-    let result = compile_in(&folder, source, options);
+    let result = compile_in(&folder, &source, options);
     if std::env::var_os("ANTIPHON_EMULATOR_KEEP").is_none() {
         let _ = fs::remove_dir_all(&folder);
     }
     result
 }
 
-fn compile_in(folder: &std::path::Path, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
+fn compile_in(folder: &Path, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
     let text = |error: std::io::Error| error.to_string();
     let [cuda, cpp, library] = ["program.cu", "program.cpp", "program.so"].map(|name| folder.join(name));
     fs::write(&cuda, source).map_err(text)?;
@@ -127,19 +63,12 @@ fn compile_in(folder: &std::path::Path, source: &str, options: &[String]) -> Res
         .arg(format!("-D__CUDA_ARCH__={architecture}0"))
         .args(defines)
         .arg(&cuda))?;
-    fs::write(&cpp, format!("{DEVICE}\n#line 1 \"program\"\n{}", translate(&expanded)?)).map_err(text)?;
+    let program = translate(&expanded)?;
+    let allowed = allowed_races(source);
+    fs::write(&cpp, format!("{DEVICE}\n{allowed}\n#line 1 \"program\"\n{program}")).map_err(text)?;
+    let object = folder.join("program.o");
     run(Command::new("g++")
-        .args([
-            "-std=c++17",
-            "-O1",
-            "-w",
-            "-fPIC",
-            "-shared",
-            "-mavx",
-            "-mfma",
-            "-mf16c",
-            "-ffp-contract=off",
-        ])
+        .args(["-std=c++17", "-O1", "-w", "-fPIC", "-c", "-mavx", "-mfma", "-mf16c", "-ffp-contract=off"])
         .args([
             "-fno-strict-aliasing",
             "-fno-exceptions",
@@ -148,9 +77,33 @@ fn compile_in(folder: &std::path::Path, source: &str, options: &[String]) -> Res
             "-fno-threadsafe-statics",
             "-fno-ipa-reference",
         ])
-        .args(["-fmax-errors=20", "-Wl,-Bsymbolic", "-o"])
-        .args([&library, &cpp]))?;
+        .args(if races::is_on() { &CHECKED[..] } else { &[] })
+        // Some distributions check the sizes of objects, of which shared memory's anchor is none.
+        .args(["-U_FORTIFY_SOURCE", "-fmax-errors=20", "-o"])
+        .args([&object, &cpp]))?;
+    // Apart, so that g++ does not add the sanitizer's own library.
+    run(Command::new("g++").args(["-shared", "-Wl,-Bsymbolic", "-o"]).args([&library, &object]))?;
     fs::read(&library).map_err(text)
+}
+
+/// The lines that may race, because the text says why behind `// races:`; of such a pair no race is reported.
+fn allowed_races(source: &str) -> String {
+    let (mut file, mut number) = ("", 0);
+    let mut places = String::new();
+    for line in source.lines() {
+        if let Some((from, name)) = line.strip_prefix("#line ").and_then(|rest| rest.split_once(' ')) {
+            (file, number) = (name.trim_matches('"'), from.parse::<usize>().unwrap_or(1) - 1);
+            continue;
+        }
+        number += 1;
+        if line.contains("// races:") {
+            let name = file.rsplit('/').next().unwrap_or(file);
+            places.push_str(&format!("{name}:{number} "));
+        }
+    }
+    format!(
+        "extern \"C\" __attribute__((visibility(\"default\"))) const char emulator_allowed_races[] = \"{places}\";"
+    )
 }
 
 /// Replaces what only CUDA has: assembly, shared memory of dynamic size; and registers the kernels.
@@ -160,6 +113,7 @@ fn translate(source: &str) -> Result<String, String> {
     // Kernels whose bodies have not ended: the depth of their braces, and what follows.
     let (mut depth, mut kernels) = (0usize, Vec::new());
     while let Some(next) = rest.chars().next() {
+        let at = source.len() - rest.len();
         if next == '"' || next == '\'' {
             let len = literal(rest);
             result.push_str(&rest[..len]);
@@ -176,7 +130,8 @@ fn translate(source: &str) -> Result<String, String> {
                 "asm" => {
                     let open = rest.find('(').ok_or("assembly without operands")?;
                     let len = closing(&rest[open..]).ok_or("assembly without an end")?;
-                    result.push_str(&instruction(&rest[open + 1..open + len - 1])?);
+                    let code = instruction(&rest[open + 1..open + len - 1]);
+                    result.push_str(&code.map_err(|error| format!("{}: {error}", place(&source[..at])))?);
                     rest = &rest[open + len..];
                 }
                 "extern" if rest.trim_start().starts_with("__shared__") => {
@@ -212,6 +167,21 @@ fn translate(source: &str) -> Result<String, String> {
         }
     }
     Ok(result)
+}
+
+/// The file and the line at which a text of `g++ -E` ends.
+fn place(text: &str) -> String {
+    let (mut file, mut line) = ("program", 1);
+    for this in text.split_inclusive('\n') {
+        // `# 12 "name"` is about the line behind it.
+        let marker = this.strip_prefix("# ").and_then(|rest| rest.split_once(' '));
+        match marker.and_then(|(number, name)| Some((number.parse().ok()?, name.split('"').nth(1)?))) {
+            Some((number, name)) => (line, file) = (number, name),
+            None if this.ends_with('\n') => line += 1,
+            None => {}
+        }
+    }
+    format!("{file}:{line}")
 }
 
 fn word(text: &str) -> usize {
@@ -292,9 +262,7 @@ fn instruction(text: &str) -> Result<String, String> {
         .flatten()
         .filter_map(|operand| operand.find('(').map(|open| operand[open..].trim()))
         .collect();
-    let known = INSTRUCTIONS.iter().find(|(ptx, _)| *ptx == template);
-    let (_, cpp) = known.ok_or_else(|| format!("the emulator does not know the instruction: {template}"))?;
-    let mut code = (*cpp).to_owned();
+    let mut code = ptx::translate(&template)?;
     for (index, operand) in operands.iter().enumerate().rev() {
         code = code.replace(&format!("${index}"), operand);
     }
@@ -305,10 +273,22 @@ const COMPILATION: c_int = 6;
 
 /// A number of this emulator: the cache of compiled kernels asks for NVRTC's version.
 fn build() -> c_int {
-    let instructions = INSTRUCTIONS.iter().flat_map(|(ptx, cpp)| ptx.bytes().chain(cpp.bytes()));
-    let hash = DEVICE.bytes().chain(instructions).fold(0xCBF2_9CE4_8422_2325, |hash: u64, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3)
-    });
+    let mutant = mutant::wanted().unwrap_or_default();
+    let sources = [
+        &mutant,
+        DEVICE,
+        include_str!("kernel.rs"),
+        include_str!("ptx/mod.rs"),
+        include_str!("ptx/meaning.rs"),
+    ];
+    let mode = if races::is_on() { 1 } else { 0 };
+    let hash = sources
+        .iter()
+        .flat_map(|text| text.bytes())
+        .chain([mode])
+        .fold(0xCBF2_9CE4_8422_2325, |hash: u64, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3)
+        });
     1000 + (hash % 1_000_000) as c_int
 }
 

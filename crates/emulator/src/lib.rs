@@ -1,18 +1,20 @@
 //! A CUDA driver and an NVRTC without a GPU, for tests: `make emulated` runs the GPU tests on any machine with an x86-64 processor
 //! and g++.
 //!
-//! The library exports the functions of libcuda and libnvrtc that Antiphon calls. g++ compiles the kernels, with `device.hpp` in
+//! The library exports the functions of libcuda and libnvrtc that Antiphon calls. g++ compiles the kernels, with the files of `device/` in
 //! front, for the processor. A block of a kernel is a thread of the operating system, and its threads are fibers. All blocks of
 //! all GPUs run at the same time. Device memory is memory of the process, and a file descriptor hands it to other processes.
 //!
 //! The emulator shows waits that never end, wrong addresses, copies that are read too early, memory that is reused too early, missing
-//! barriers within a block, and wrong bits. It does not show speed, the use of registers and shared memory, and what
-//! follows from weakly ordered memory: the processor orders its accesses strongly.
+//! barriers within a block, and wrong bits. It does not show speed, nor the use of registers and shared memory. The processor orders memory
+//! strongly, so what follows from a missing fence is not seen; with `ANTIPHON_EMULATOR_RACES` the missing fence itself is.
 //!
 //! | variable | effect |
 //! | --- | --- |
 //! | `ANTIPHON_EMULATOR_GPUS` | the number of GPUs, 4 without it |
 //! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number; in ascending order without it |
+//! | `ANTIPHON_EMULATOR_RACES` | `first` or `all` races are reported: docs/emulator.md |
+//! | `ANTIPHON_EMULATOR_MUTANT` | `FILE:LINE:FROM=>TO` changes a line of the kernels, as `make mutants` does |
 //! | `ANTIPHON_EMULATOR_KEEP` | the compiled programs stay in the folder for temporary files |
 
 #![allow(clippy::disallowed_types)] // not part of the library, nor of its models under loom
@@ -22,6 +24,9 @@ mod driver;
 mod execution;
 mod kernel;
 mod memory;
+mod mutant;
+mod ptx;
+mod races;
 mod stream;
 
 use std::sync::{Condvar, Mutex, MutexGuard};

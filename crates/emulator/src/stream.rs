@@ -9,7 +9,14 @@ use std::{
     time::Instant,
 };
 
-use crate::{Code, lock, wait};
+use crate::{
+    Code, lock,
+    races::{
+        order::{self, Order},
+        threads::Knowledge,
+    },
+    wait,
+};
 
 /// Work of a stream, which a graph repeats.
 pub(crate) type Work = Arc<dyn Fn() + Send + Sync>;
@@ -25,12 +32,15 @@ pub(crate) struct Stream {
 
 #[derive(Default)]
 struct State {
-    queue: VecDeque<Work>,
+    /// Work, and what the host knew when it was submitted.
+    queue: VecDeque<(Work, Knowledge)>,
     /// Submitted and not done.
     pending: usize,
     has_worker: bool,
     is_closed: bool,
     capture: Option<Capturing>,
+    /// What is known behind all work that is done.
+    done: Knowledge,
 }
 
 #[derive(Clone)]
@@ -92,7 +102,7 @@ impl Stream {
     }
 
     fn push(self: &Arc<Self>, mut state: MutexGuard<'_, State>, work: Work) {
-        state.queue.push_back(work);
+        state.queue.push_back((work, order::host()));
         state.pending += 1;
         if !state.has_worker {
             state.has_worker = true;
@@ -106,7 +116,7 @@ impl Stream {
     fn work(&self) {
         loop {
             let mut state = lock(&self.state);
-            let work = loop {
+            let (work, known) = loop {
                 match state.queue.pop_front() {
                     Some(work) => break work,
                     None if state.is_closed => return,
@@ -114,9 +124,13 @@ impl Stream {
                 }
             };
             drop(state);
+            order::submitted(&known);
             work();
             drop(work);
-            lock(&self.state).pending -= 1;
+            let mut state = lock(&self.state);
+            state.pending -= 1;
+            state.done = order::get().known;
+            drop(state);
             self.changed.notify_all();
         }
     }
@@ -131,7 +145,10 @@ impl Stream {
         let state = self.state();
         match (&state.capture, state.pending) {
             (Some(_), _) => Err(Code::CAPTURE_UNSUPPORTED),
-            (None, 0) => Ok(()),
+            (None, 0) => {
+                order::join(&state.done);
+                Ok(())
+            }
             (None, _) => Err(Code::NOT_READY),
         }
     }
@@ -144,6 +161,7 @@ impl Stream {
         while state.pending != 0 {
             state = wait(&self.changed, state);
         }
+        order::join(&state.done);
         Ok(())
     }
 
@@ -272,25 +290,31 @@ impl Graph {
         for (index, node) in self.nodes.iter().enumerate() {
             lanes.entry(node.lane).or_default().push(index);
         }
-        let (done, changed) = (&Mutex::new(vec![false; self.nodes.len()]), &Condvar::new());
+        let start = &order::get();
+        // What is known behind each node that is done.
+        let (done, changed) = (&Mutex::new(vec![None::<Order>; self.nodes.len()]), &Condvar::new());
         std::thread::scope(|scope| {
             for lane in lanes.values() {
                 let run = move || {
                     for &index in lane {
                         let node = &self.nodes[index];
                         let mut ready = lock(done);
-                        while !node.after.iter().all(|&before| ready[before]) {
+                        while node.after.iter().any(|&before| ready[before].is_none()) {
                             ready = wait(changed, ready);
                         }
+                        let before = node.after.iter().filter_map(|&before| ready[before].clone());
+                        order::set(order::behind(start, before.collect()));
                         drop(ready);
                         (node.work)();
-                        lock(done)[index] = true;
+                        lock(done)[index] = Some(order::get());
                         changed.notify_all();
                     }
                 };
                 if lanes.len() == 1 { run() } else { _ = scope.spawn(run) }
             }
         });
+        let all = lock(done).iter().flatten().cloned().collect();
+        order::set(order::behind(start, all));
     }
 }
 
@@ -307,13 +331,15 @@ enum Recorded {
 /// A point in a stream.
 #[derive(Default)]
 struct Mark {
-    passed: Mutex<Option<Instant>>,
+    passed: Mutex<Option<(Instant, Knowledge)>>,
     changed: Condvar,
 }
 
 impl Mark {
     fn set(&self) {
-        *lock(&self.passed) = Some(Instant::now());
+        let known = order::get().known;
+        order::join(&known);
+        *lock(&self.passed) = Some((Instant::now(), known));
         self.changed.notify_all();
     }
 
@@ -321,6 +347,9 @@ impl Mark {
         let mut passed = lock(&self.passed);
         while passed.is_none() {
             passed = wait(&self.changed, passed);
+        }
+        if let Some((_, known)) = &*passed {
+            order::join(known);
         }
     }
 }
@@ -340,8 +369,14 @@ impl Event {
 
     pub(crate) fn query(&self) -> Result<(), Code> {
         match self.mark()? {
-            Some(mark) if lock(&mark.passed).is_none() => Err(Code::NOT_READY),
-            _ => Ok(()),
+            Some(mark) => match &*lock(&mark.passed) {
+                Some((_, known)) => {
+                    order::join(known);
+                    Ok(())
+                }
+                None => Err(Code::NOT_READY),
+            },
+            None => Ok(()),
         }
     }
 
@@ -359,8 +394,8 @@ impl Event {
     pub(crate) fn milliseconds_since(&self, start: &Event) -> Result<f32, Code> {
         let at = |event: &Event| {
             let mark = event.mark()?.filter(|_| event.1).ok_or(Code::INVALID_HANDLE)?;
-            let passed = *lock(&mark.passed);
-            passed.ok_or(Code::NOT_READY)
+            let passed = lock(&mark.passed);
+            passed.as_ref().map(|(at, _)| *at).ok_or(Code::NOT_READY)
         };
         Ok(at(self)?.saturating_duration_since(at(start)?).as_secs_f32() * 1e3)
     }

@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""Whether the emulated tests notice a kernel that lacks a release, an acquire, a fence, a wait, a barrier or a scope.
+
+    scripts/mutants.py --list                      the mutants: FILE:LINE:FROM=>TO, one a line
+    scripts/mutants.py [--only TEXT] [--jobs N]    runs the tests of each mutant's family up to the first failure, and prints a table
+    scripts/mutants.py --record FILE               writes the results as JSON too; survivors have the reason of REASONS
+
+The emulator's NVRTC changes the text (crates/emulator/src/mutant.rs), so nothing is rebuilt: the test programs are those of
+`make emulated`, in the environment that it sets. Without a mutant all of the tests must pass first.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CHANGES = [
+    ("acquire", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_relaxed_sys("),
+    ("acquire", r"ld_acquire_gpu\(", "ld_acquire_gpu(", "ld_relaxed_sys("),
+    ("scope", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_acquire_gpu("),
+    ("release", r"st_release_sys\(", "st_release_sys(", "st_relaxed_sys("),
+    ("release", r"red_add_release_sys\(", "red_add_release_sys(", "red_add_relaxed_sys("),
+    ("release", r"atom_add_acq_rel_gpu\(", "atom_add_acq_rel_gpu(", "atomicAdd("),
+    ("release", r"st\.release\.cta", "st.release.cta", "st.relaxed.cta"),
+    ("acquire", r"ld\.acquire\.cta", "ld.acquire.cta", "ld.relaxed.cta"),
+    ("fence", r"\bfence_(sys|gpu)\(\);", None, ";"),
+    ("scope", r"\bfence_sys\(\);", "fence_sys()", "fence_gpu()"),
+    ("fence", r"\b__threadfence(_system)?\(\);", None, ";"),
+    ("proxy fence", r"\bbulk_fence(_shared)?\(\);", None, ";"),
+    ("wait", r"\bbulk_stores_(read|done)<\w+>\(\);", None, ";"),
+    ("wait", r"\bcopies_wait(_all|<\w+>)\(\);", None, ";"),
+    ("barrier", r"__syncthreads\(\);", None, ";"),
+    ("barrier", r"__syncwarp\(\w*\);", None, ";"),
+    ("barrier", r"barrier\.cluster\.arrive\.release", "arrive.release", "arrive.relaxed"),
+    ("pdl_wait", r"\bpdl_wait\(\);", None, ";"),
+]
+"""What is changed: its kind, the pattern of a place, and what stands there instead of which text (None: all of it)."""
+
+FAMILIES = [
+    ("crates/fabric/src/gpu/", "fabric", ["two_tenants", "order::", "late_block"]),
+    ("crates/collectives/src/fusion/", "collectives", ["fusion::"]),
+    ("crates/collectives/src/mixed/", "collectives", ["mixed::"]),
+    ("crates/collectives/src/gather_scatter/", "collectives", ["orders::", "captured::"]),
+    ("crates/collectives/src/all_reduce/", "collectives", ["orders::", "registered::"]),
+    ("crates/moe/src/normal/", "moe", ["rows_and_sums_have_the_hosts_bits_on_2"]),
+    ("crates/moe/src/hybrid/", "moe", ["hybrid_rows_and_sums_have_the_hosts_bits_on_2"]),
+    ("crates/moe/src/low_latency/", "moe", ["as_defined_on_2"]),
+    ("crates/moe/src/layout/", "moe", ["rows_and_sums_have_the_hosts_bits_on_2"]),
+]
+"""Of each folder of kernels: the package and the tests that run them."""
+
+REASONS = ROOT / "benches" / "mutants.json"
+"""Why each survivor is equivalent, or what would catch it: {MUTANT: TEXT}."""
+
+
+@dataclass
+class Mutant:
+    kind: str
+    change: str
+    package: str
+    tests: list[str]
+    outcome: str = ""
+    seconds: float = 0.0
+    report: str = ""
+
+
+def mutants() -> list[Mutant]:
+    found = []
+    for folder, package, tests in FAMILIES:
+        for file in sorted((ROOT / folder).glob("*.cuh")):
+            name = marker(file)
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                code = line.split("//")[0]
+                for kind, pattern, old, new in CHANGES:
+                    for text in dict.fromkeys(match.group(0) for match in re.finditer(pattern, code)):
+                        found.append(Mutant(kind, f"{name}:{number}:{old or text}=>{new}", package, tests))
+    return found
+
+
+def marker(file: Path) -> str:
+    """The name under which a program includes the file, which its source says."""
+    for source in file.parent.glob("*.rs"):
+        text = source.read_text()
+        for name, path in re.findall(r'"([^"]+\.cuh)",\s*(?:text:\s*)?include_str!\("([^"]+)"\)', text):
+            if path == file.name:
+                return name
+    for source in file.parent.parent.rglob("*.rs"):
+        for name, path in re.findall(r'"([^"]+\.cuh)",\s*(?:text:\s*)?include_str!\(\s*"([^"]+)"', source.read_text()):
+            if path.endswith(file.name) and name.endswith(file.name):
+                return name
+    return file.name
+
+
+def programs() -> dict[str, str]:
+    """The test program of each package, which Cargo has built."""
+    found = {}
+    for package in sorted({package for _, package, _ in FAMILIES}):
+        command = ["cargo", "test", "-p", f"antiphon-{package}", "--test", "cuda", "--no-run", "--message-format", "json"]
+        output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for line in output.splitlines():
+            message = json.loads(line)
+            if message.get("executable") and message["target"]["name"] == "cuda":
+                found[package] = message["executable"]
+    return found
+
+
+def run(program: str, tests: list[str], mutant: str, limit: float) -> tuple[str, float, str]:
+    environment = os.environ | {"ANTIPHON_EMULATOR_RACES": "first", "ANTIPHON_EMULATOR_MUTANT": mutant}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [program, "--test-threads", "1", *tests], env=environment, capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return "hangs", time.monotonic() - start, ""
+    output = done.stdout + done.stderr
+    race = re.search(r"emulator: race.*?missing:[^\n]*", output, re.S)
+    outcome = "survives" if done.returncode == 0 else "race" if race else "fails"
+    return outcome, time.monotonic() - start, race.group(0) if race else output[-400:] if done.returncode else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose change contains this")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mutant")
+    parser.add_argument("--programs", type=json.loads, metavar="JSON", help="the test program of each package, already built")
+    parser.add_argument("--record", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    chosen = [mutant for mutant in mutants() if arguments.only in mutant.change]
+    if arguments.list:
+        print(*(mutant.change for mutant in chosen), sep="\n")
+        return 0
+    built = arguments.programs or programs()
+    for package, tests in {(mutant.package, tuple(mutant.tests)) for mutant in chosen}:
+        outcome, seconds, report = run(built[package], list(tests), "", arguments.limit)
+        print(f"{package} {' '.join(tests)}: {seconds:.0f} s without a mutant", flush=True)
+        if outcome != "survives":
+            print(f"{outcome} without a mutant:\n{report}", file=sys.stderr)
+            return 1
+
+    def judge(mutant: Mutant) -> Mutant:
+        mutant.outcome, mutant.seconds, mutant.report = run(built[mutant.package], mutant.tests, mutant.change, arguments.limit)
+        print(f"{mutant.outcome:9} {mutant.seconds:5.0f} s  {mutant.kind:12} {mutant.change}", flush=True)
+        return mutant
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        judged = list(pool.map(judge, chosen))
+    caught = [mutant for mutant in judged if mutant.outcome != "survives"]
+    reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
+    print(f"{len(caught)} of {len(judged)} are caught, in {time.monotonic() - start:.0f} s")
+    for mutant in judged:
+        if mutant.outcome == "survives":
+            print(f"survives: {mutant.change}: {reasons.get(mutant.change, 'not explained')}")
+    if arguments.record:
+        rows = [asdict(mutant) | {"reason": reasons.get(mutant.change)} for mutant in judged]
+        arguments.record.write_text(json.dumps({"command": sys.argv, "mutants": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
