@@ -174,7 +174,7 @@ impl Pair<'_> {
             })
         };
         let mut found = worst(&errors);
-        // Few elements may have small errors by chance, so that others are looked at before a difference is told.
+        // The errors of a few elements may be small by chance. So the comparison looks at other elements before it reports a difference.
         for turn in 1..5 {
             if !found.as_ref().is_some_and(Difference::is_too_large) {
                 break;

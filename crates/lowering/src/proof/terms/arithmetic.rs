@@ -184,7 +184,7 @@ impl Terms {
             Node::Unary(Unary::Sqrt, _, inner) => self.unary(Unary::Rsqrt, element, inner),
             Node::Unary(Unary::Rsqrt, _, inner) => self.unary(Unary::Sqrt, element, inner),
             Node::Product(_, bag, number) => {
-                let factors = self.parts(bag, number)?;
+                let factors = self.bags.listed(bag, number)?;
                 let one = self.number(1.0);
                 factors.into_iter().fold(one, |product, factor| {
                     let inverse = self.unary(Unary::Reciprocal, element, factor);

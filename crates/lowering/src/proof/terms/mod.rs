@@ -126,8 +126,6 @@ struct Facts {
     weight: u32,
 }
 
-/// The most summands or factors that are looked at one by one.
-const MAX_PARTS: usize = 512;
 /// Up to here an f64 has every integer.
 const MOST_EXACT: f64 = (1u64 << 53) as f64;
 
@@ -236,22 +234,9 @@ impl Terms {
     /// The summands of a term, each as often as it occurs; the term itself if it is no sum, or one of very many.
     pub(crate) fn summands(&self, term: Term) -> Vec<Term> {
         match self.node(term) {
-            Node::Sum(_, bag, number) => self.parts(bag, number).unwrap_or_else(|| vec![term]),
+            Node::Sum(_, bag, number) => self.bags.listed(bag, number).unwrap_or_else(|| vec![term]),
             _ => vec![term],
         }
-    }
-
-    fn parts(&self, bag: Bag, number: Option<Term>) -> Option<Vec<Term>> {
-        let mut parts = Vec::new();
-        for (term, count) in self.bags.iter(bag) {
-            if parts.len() + count as usize > MAX_PARTS {
-                return None;
-            }
-            parts.extend(std::iter::repeat_n(term, count as usize));
-        }
-        parts.extend(number);
-        parts.sort_unstable();
-        Some(parts)
     }
 
     /// Elements of one type converted to another, as a cast does.
@@ -317,7 +302,7 @@ impl Terms {
             let minus = self.number(-1.0);
             match self.node(x) {
                 Node::Sum(element, bag, number) if element == self.kept(of) => {
-                    if let Some(parts) = self.parts(bag, number) {
+                    if let Some(parts) = self.bags.listed(bag, number) {
                         let sums = parts.into_iter().map(|term| self.group_sum(group, size, of, term));
                         let sums: Vec<Term> = sums.collect();
                         return sums

@@ -68,12 +68,12 @@ impl Terms {
             }
             Node::Sum(element, bag, number) => {
                 let parts: Vec<Term> =
-                    self.parts(bag, number)?.into_iter().map(|term| part(self, term)).collect();
+                    self.bags.listed(bag, number)?.into_iter().map(|term| part(self, term)).collect();
                 parts.into_iter().reduce(|x, y| self.sum(element, x, y))?
             }
             Node::Product(element, bag, number) => {
                 let parts: Vec<Term> =
-                    self.parts(bag, number)?.into_iter().map(|term| part(self, term)).collect();
+                    self.bags.listed(bag, number)?.into_iter().map(|term| part(self, term)).collect();
                 parts.into_iter().reduce(|x, y| self.product(element, x, y))?
             }
             _ => return None,

@@ -69,9 +69,6 @@ pub(crate) struct Terms {
     lists: Table<[Term]>,
 }
 
-/// The most summands or factors that are looked at one by one.
-const MAX_PARTS: usize = 512;
-
 impl Terms {
     pub(crate) fn new(numerics: Numerics) -> Self {
         let (nodes, exact, table) = Default::default();
@@ -132,7 +129,7 @@ impl Terms {
     /// The summands of a term, each as often as it occurs; the term itself if it is no sum, or one of very many.
     pub(crate) fn summands(&self, term: Term) -> Vec<Term> {
         match self.node(term) {
-            Node::Sum(bag, number) => self.parts(bag, number).unwrap_or_else(|| vec![term]),
+            Node::Sum(bag, number) => self.bags.listed(bag, number).unwrap_or_else(|| vec![term]),
             _ => vec![term],
         }
     }
@@ -140,22 +137,9 @@ impl Terms {
     /// The factors of a term, each as often as it occurs; the term itself if it is no product, or one of very many.
     pub(crate) fn factors(&self, term: Term) -> Vec<Term> {
         match self.node(term) {
-            Node::Product(bag, number) => self.parts(bag, number).unwrap_or_else(|| vec![term]),
+            Node::Product(bag, number) => self.bags.listed(bag, number).unwrap_or_else(|| vec![term]),
             _ => vec![term],
         }
-    }
-
-    fn parts(&self, bag: Bag, number: Option<Term>) -> Option<Vec<Term>> {
-        let mut parts = Vec::new();
-        for (term, count) in self.bags.iter(bag) {
-            if parts.len() + count as usize > MAX_PARTS {
-                return None;
-            }
-            parts.extend(std::iter::repeat_n(term, count as usize));
-        }
-        parts.extend(number);
-        parts.sort_unstable();
-        Some(parts)
     }
 
     /// A value rounded to other elements.
@@ -270,7 +254,7 @@ impl Terms {
                     return self.unary(Unary::Sqrt, inner);
                 }
                 (Unary::Reciprocal, Node::Product(bag, number)) => {
-                    if let Some(factors) = self.parts(bag, number) {
+                    if let Some(factors) = self.bags.listed(bag, number) {
                         return factors.into_iter().fold(self.number(1.0), |product, factor| {
                             let inverse = self.unary(Unary::Reciprocal, factor);
                             self.product(product, inverse)
@@ -360,7 +344,7 @@ impl Terms {
         let minus = self.number(-1.0);
         match self.node(x) {
             Node::Sum(bag, number) if is_linear => {
-                if let Some(parts) = self.parts(bag, number) {
+                if let Some(parts) = self.bags.listed(bag, number) {
                     let sums = parts.into_iter().map(|term| self.group_sum(group, size, of, term));
                     let sums: Vec<Term> = sums.collect();
                     return sums.into_iter().reduce(|x, y| self.sum(x, y)).expect("a sum is not empty");
