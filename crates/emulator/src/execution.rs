@@ -9,8 +9,8 @@ use std::{
 use crate::{
     lock,
     races::{
-        self, order,
-        threads::{self, Block, ClusterOrder, Knowledge},
+        self, grids, order,
+        threads::{Block, ClusterOrder, Knowledge},
     },
 };
 
@@ -71,7 +71,7 @@ pub(crate) struct Grid {
 
 /// What the checks of races know of a grid that runs.
 struct Checked {
-    grid: Arc<threads::Grid>,
+    grid: Arc<grids::Grid>,
     /// At its start, and behind `griddepcontrol.wait`.
     start: [Knowledge; 2],
     /// What its threads have learned.
@@ -90,7 +90,7 @@ impl Grid {
         let size = self.cluster_size;
         let checked = races::is_on().then(|| {
             let name = Some(self.name.clone());
-            let grid = threads::Grid::new(name, self.device, size, [self.grid, self.block]);
+            let grid = grids::Grid::new(name, self.device, size, [self.grid, self.block]);
             let start = order::start(self.is_programmatic);
             Arc::new(Checked { grid, start, learned: Mutex::default() })
         });

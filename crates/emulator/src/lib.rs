@@ -21,10 +21,12 @@
 #![allow(missing_docs, non_snake_case)] // the names and the documentation are CUDA's
 
 mod driver;
+mod event;
 mod execution;
 mod kernel;
 mod memory;
 mod mutant;
+mod nvrtc;
 mod ptx;
 mod races;
 mod stream;

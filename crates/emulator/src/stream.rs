@@ -1,4 +1,4 @@
-//! Streams, events and graphs.
+//! Streams and graphs.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -6,11 +6,12 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, Weak,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
 };
 
 use crate::{
-    Code, lock,
+    Code,
+    event::{Event, Mark, Recorded},
+    lock,
     races::{
         order::{self, Order},
         threads::Knowledge,
@@ -51,7 +52,7 @@ struct Capturing {
     is_origin: bool,
 }
 
-struct Capture {
+pub(crate) struct Capture {
     number: u64,
     /// None when it has ended.
     nodes: Mutex<Option<Vec<Node>>>,
@@ -315,88 +316,5 @@ impl Graph {
         });
         let all = lock(done).iter().flatten().cloned().collect();
         order::set(order::behind(start, all));
-    }
-}
-
-/// An event; with time or without.
-pub(crate) struct Event(Mutex<Recorded>, bool);
-
-#[derive(Clone)]
-enum Recorded {
-    Never,
-    Mark(Arc<Mark>),
-    Captured(Arc<Capture>, Vec<usize>),
-}
-
-/// A point in a stream.
-#[derive(Default)]
-struct Mark {
-    passed: Mutex<Option<(Instant, Knowledge)>>,
-    changed: Condvar,
-}
-
-impl Mark {
-    fn set(&self) {
-        let known = order::get().known;
-        order::join(&known);
-        *lock(&self.passed) = Some((Instant::now(), known));
-        self.changed.notify_all();
-    }
-
-    fn wait(&self) {
-        let mut passed = lock(&self.passed);
-        while passed.is_none() {
-            passed = wait(&self.changed, passed);
-        }
-        if let Some((_, known)) = &*passed {
-            order::join(known);
-        }
-    }
-}
-
-impl Event {
-    pub(crate) fn new(has_time: bool) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Recorded::Never), has_time))
-    }
-
-    fn mark(&self) -> Result<Option<Arc<Mark>>, Code> {
-        match &*lock(&self.0) {
-            Recorded::Never => Ok(None),
-            Recorded::Mark(mark) => Ok(Some(mark.clone())),
-            Recorded::Captured(..) => Err(Code::CAPTURED_EVENT),
-        }
-    }
-
-    pub(crate) fn query(&self) -> Result<(), Code> {
-        match self.mark()? {
-            Some(mark) => match &*lock(&mark.passed) {
-                Some((_, known)) => {
-                    order::join(known);
-                    Ok(())
-                }
-                None => Err(Code::NOT_READY),
-            },
-            None => Ok(()),
-        }
-    }
-
-    fn wait(&self) {
-        if let Ok(Some(mark)) = self.mark() {
-            mark.wait();
-        }
-    }
-
-    pub(crate) fn synchronize(&self) -> Result<(), Code> {
-        self.mark()?.iter().for_each(|mark| mark.wait());
-        Ok(())
-    }
-
-    pub(crate) fn milliseconds_since(&self, start: &Event) -> Result<f32, Code> {
-        let at = |event: &Event| {
-            let mark = event.mark()?.filter(|_| event.1).ok_or(Code::INVALID_HANDLE)?;
-            let passed = lock(&mark.passed);
-            passed.as_ref().map(|(at, _)| *at).ok_or(Code::NOT_READY)
-        };
-        Ok(at(self)?.saturating_duration_since(at(start)?).as_secs_f32() * 1e3)
     }
 }

@@ -44,7 +44,7 @@ constexpr bool CHECKED = false;
     abort();
 }
 
-// What the driver passes; lib.rs has the same layouts.
+// What the driver passes; execution.rs has the same layouts.
 constexpr unsigned MAX_CLUSTER = 16;
 struct cluster {
     unsigned arrived, generation;

@@ -1,14 +1,17 @@
-//! What instructions do, as C++ over the functions of `device.hpp`.
+//! What instructions do, as C++ over the functions of `device/memory.hpp`.
 
-use super::{Instruction, Operand};
+use super::{
+    Instruction, Operand,
+    copies::{copied, mbarrier},
+};
 
 /// The modifiers of an instruction that nothing has asked for yet.
-struct Modifiers<'i> {
-    left: Vec<&'i str>,
+pub(super) struct Modifiers<'i> {
+    pub left: Vec<&'i str>,
 }
 
 impl<'i> Modifiers<'i> {
-    fn take(&mut self, name: &str) -> bool {
+    pub(super) fn take(&mut self, name: &str) -> bool {
         let at = self.left.iter().position(|modifier| *modifier == name);
         at.map(|at| self.left.remove(at)).is_some()
     }
@@ -18,18 +21,18 @@ impl<'i> Modifiers<'i> {
     }
 
     /// The type, which is the last modifier: the C++ type and its bits.
-    fn kind(&mut self) -> Result<(&'static str, u32), String> {
+    pub(super) fn kind(&mut self) -> Result<(&'static str, u32), String> {
         let name = self.left.pop().ok_or("a type is missing")?;
         kind(name).ok_or_else(|| format!("the emulator does not know the type .{name}"))
     }
 
-    /// The scope as a constant of device.hpp, or what holds without one.
+    /// The scope as a constant of device/memory.hpp, or what holds without one.
     fn scope(&mut self, without: &'static str) -> &'static str {
         self.take_of(&[("cta", "CTA"), ("cluster", "CLUSTER"), ("gpu", "GPU"), ("sys", "SYSTEM")])
             .unwrap_or(without)
     }
 
-    fn space(&mut self) -> Space {
+    pub(super) fn space(&mut self) -> Space {
         let known = [
             ("global", Space::Global),
             ("shared", Space::Shared),
@@ -41,7 +44,7 @@ impl<'i> Modifiers<'i> {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Space {
+pub(super) enum Space {
     /// Global and generic addresses are pointers.
     Global,
     Shared,
@@ -72,7 +75,7 @@ pub(super) fn registers(name: &str, names: &[String]) -> Result<String, String> 
 }
 
 /// The C++ of a value.
-fn value(operand: &Operand) -> Result<String, String> {
+pub(super) fn value(operand: &Operand) -> Result<String, String> {
     Ok(match operand {
         Operand::Argument(index) => format!("${index}"),
         Operand::Register(name) => format!("ptx_{name}"),
@@ -100,7 +103,7 @@ fn special(name: &str) -> Result<&'static str, String> {
 }
 
 /// The C++ of an address in a space: a pointer.
-fn pointer(operand: &Operand, space: Space) -> Result<String, String> {
+pub(super) fn pointer(operand: &Operand, space: Space) -> Result<String, String> {
     let Operand::Address(base, offset) = operand else { return Err(format!("{operand:?} is no address")) };
     let base = value(base)?;
     Ok(match (space, offset) {
@@ -113,7 +116,7 @@ fn pointer(operand: &Operand, space: Space) -> Result<String, String> {
 }
 
 /// An address of shared memory, as a number.
-fn number_of(operand: &Operand) -> Result<String, String> {
+pub(super) fn number_of(operand: &Operand) -> Result<String, String> {
     match operand {
         Operand::Address(base, 0) => value(base),
         Operand::Address(base, offset) => Ok(format!("({} + {offset})", value(base)?)),
@@ -190,7 +193,7 @@ fn code(instruction: &Instruction, modifiers: &mut Modifiers<'_>) -> Result<Stri
     })
 }
 
-/// What an access is, as constants of device.hpp: its order and its scope.
+/// What an access is, as constants of device/memory.hpp: its order and its scope.
 fn order(modifiers: &mut Modifiers<'_>, without: &'static str) -> String {
     if modifiers.take("volatile") {
         return "emulator::STRONG | emulator::SYSTEM".to_owned();
@@ -359,83 +362,4 @@ fn converted(operands: &[Operand], modifiers: &mut Modifiers<'_>) -> Result<Stri
         ["f32", "f16"] => format!("{} = emulator::widen_f16({});", value(0)?, value(1)?),
         _ => return Err(format!("the emulator does not know the conversion .{}", kinds.join("."))),
     })
-}
-
-fn mbarrier(operands: &[Operand], modifiers: &mut Modifiers<'_>) -> Result<String, String> {
-    let operand = |at: usize| operands.get(at).ok_or_else(|| format!("operand {at} is missing"));
-    modifiers.kind()?;
-    if modifiers.space() == Space::Cluster {
-        return Err("the emulator knows barriers of the own block only".to_owned());
-    }
-    if modifiers.take("init") {
-        return Ok(format!("emulator::barrier_init({}, {});", number_of(operand(0)?)?, value(operand(1)?)?));
-    }
-    if modifiers.take("arrive") {
-        let bytes = if modifiers.take("expect_tx") { value(operand(2)?)? } else { "0".to_owned() };
-        return match operand(0)? {
-            Operand::Register(name) if name == "_" => {
-                Ok(format!("emulator::barrier_expect({}, {bytes});", number_of(operand(1)?)?))
-            }
-            _ => Err("the emulator keeps no state of an arrival".to_owned()),
-        };
-    }
-    if modifiers.take("try_wait") && modifiers.take("parity") {
-        let (to, parity) = (value(operand(0)?)?, value(operand(2)?)?);
-        return Ok(format!("{to} = emulator::barrier_try_wait({}, {parity});", number_of(operand(1)?)?));
-    }
-    Err("the emulator does not know this operation of a barrier".to_owned())
-}
-
-fn copied(operands: &[Operand], modifiers: &mut Modifiers<'_>) -> Result<String, String> {
-    let operand = |at: usize| operands.get(at).ok_or_else(|| format!("operand {at} is missing"));
-    if !modifiers.take("async") {
-        return Err("the emulator does not know this copy".to_owned());
-    }
-    let copies = if modifiers.take("bulk") { "bulk" } else { "small" };
-    if modifiers.take("commit_group") {
-        return Ok(format!("emulator::current->{copies}.end_group();"));
-    }
-    if modifiers.take("wait_all") {
-        return Ok(format!("emulator::wait_copies(emulator::current->{copies}, 0, false, true);"));
-    }
-    if modifiers.take("wait_group") {
-        let only_read = modifiers.take("read");
-        return Ok(format!(
-            "emulator::wait_copies(emulator::current->{copies}, {}, {only_read}, false);",
-            value(operand(0)?)?
-        ));
-    }
-    if copies == "small" {
-        (modifiers.take("ca"), modifiers.take("cg"));
-        let (to, from) =
-            (modifiers.take("shared") || modifiers.take("shared::cta"), modifiers.take("global"));
-        let bytes = value(operand(2)?)?;
-        return match (to, from) {
-            (true, true) => {
-                let to = pointer(operand(0)?, Space::Shared)?;
-                Ok(format!("emulator::small_load({to}, {}, {bytes});", pointer(operand(1)?, Space::Global)?))
-            }
-            _ => Err("the emulator copies from global to shared memory".to_owned()),
-        };
-    }
-    // The first space is the target's.
-    let spaces: Vec<&str> =
-        modifiers.left.iter().copied().filter(|name| name.contains("shared") || *name == "global").collect();
-    modifiers.left.retain(|name| !spaces.contains(name));
-    let (first, second) = (operand(0)?, operand(1)?);
-    let bytes = value(operand(2)?)?;
-    match (&spaces[..], modifiers.take("mbarrier::complete_tx::bytes"), modifiers.take("bulk_group")) {
-        (["shared::cluster" | "shared::cta", "global"], true, false) => Ok(format!(
-            "emulator::bulk_load({}, {}, {bytes}, {});",
-            number_of(first)?,
-            pointer(second, Space::Global)?,
-            number_of(operand(3)?)?
-        )),
-        (["global", "shared::cta"], false, true) => Ok(format!(
-            "emulator::bulk_store({}, {}, {bytes});",
-            pointer(first, Space::Global)?,
-            number_of(second)?
-        )),
-        _ => Err("the emulator does not know this bulk copy".to_owned()),
-    }
 }

@@ -1,8 +1,9 @@
 //! PTX in `asm`: a text becomes statements, and each statement C++ for the processor.
 //!
 //! The grammar is PTX's (ISA 9.0, chapter 4) as far as inline assembly has it: blocks, `.reg`, guards, opcodes with modifiers, and operands.
-//! What a statement does follows from its opcode and its modifiers, in [`meaning`].
+//! What a statement does follows from its opcode and its modifiers, in [`meaning`] and [`copies`].
 
+mod copies;
 mod meaning;
 
 /// What an instruction works on.

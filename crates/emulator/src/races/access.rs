@@ -1,12 +1,11 @@
 //! Whether an access is ordered behind those that the shadow remembers, and what it remembers then.
 
-use std::sync::Arc;
-
 use super::{
     clocks::{ENDED, Id, LANES, Time},
+    grids::{Grid, Scope},
     report,
     shadow::{Cell, GRANULE, Locked, Page, Record, WORD, page},
-    threads::{Block, Knowledge, Message, Place, Scope},
+    threads::{Block, Knowledge},
 };
 
 // What an access is, as in device/memory.hpp; its bytes are in the low byte.
@@ -21,7 +20,7 @@ pub(super) const COPY: u32 = 1 << 14;
 pub(super) const ASYNC: u32 = 1 << 15;
 
 /// In place of a reader: there were more than are remembered.
-const CROWD: Id = Id::MAX;
+pub(super) const CROWD: Id = Id::MAX;
 
 pub(super) fn scope_of(what: u32) -> Scope {
     (what >> 16 & 3) as Scope
@@ -37,12 +36,12 @@ pub(super) struct Access {
 }
 
 impl Access {
-    fn is(&self, what: u32) -> bool {
+    pub(super) fn is(&self, what: u32) -> bool {
         self.what & what != 0
     }
 
     /// Of these bytes of a word; `carries` says whether the word carries a release then.
-    fn record(&self, mask: u8, carries: bool) -> Record {
+    pub(super) fn record(&self, mask: u8, carries: bool) -> Record {
         let what = u64::from(self.what >> 8 & 0xFF) | u64::from(self.what >> 16 & 3) << 8;
         let above = u64::from(mask) | what << 4 | u64::from(carries) << 14;
         Record { id: self.id, time: self.time, word: self.pc & ((1 << 48) - 1) | above << 48 }
@@ -64,15 +63,15 @@ impl Record {
         (above & 0xFF) << 8 | (above >> 8 & 3) << 16
     }
 
-    fn is(&self, what: u32) -> bool {
+    pub(super) fn is(&self, what: u32) -> bool {
         self.what() & what != 0
     }
 
-    fn carries_release(&self) -> bool {
+    pub(super) fn carries_release(&self) -> bool {
         self.word >> 62 & 1 != 0
     }
 
-    fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.word == 0
     }
 }
@@ -190,7 +189,7 @@ impl Block {
     /// A strong store is ordered before what comes behind a strong load of it, whatever else it releases: causality order goes over the
     /// observation order.
     fn is_observed(&self, cell: &Cell, store: &Record, access: &Access) -> bool {
-        let place = |id| super::threads::Grid::of(id).map(|grid| grid.place(id));
+        let place = |id| Grid::of(id).map(|grid| grid.place(id));
         store.is(STRONG)
             && cell.readers.iter().any(|load| {
                 let is_strong = || {
@@ -238,8 +237,7 @@ impl Block {
         } else if knows {
             return None;
         }
-        let scope = super::threads::Grid::of(record.id)
-            .map_or(3, |grid| grid.place(record.id).scope_with(self.place));
+        let scope = Grid::of(record.id).map_or(3, |grid| grid.place(record.id).scope_with(self.place));
         if record.is(STRONG) && access.is(STRONG) {
             let least = scope_of(record.what()).min(scope_of(access.what));
             return (least < scope).then_some(Missing::Scope(least, scope));
@@ -284,152 +282,5 @@ impl Block {
                 cell.readers[(access.time ^ access.id) as usize % last] = record;
             }
         }
-    }
-
-    /// Acquires what the words carry, and lets them carry what this access releases.
-    fn synchronise(
-        &mut self,
-        locked: &mut Locked,
-        at: usize,
-        bytes: usize,
-        access: Access,
-        seen: u8,
-        own: u8,
-    ) {
-        let words = (at % GRANULE / WORD)..(at % GRANULE + bytes).div_ceil(WORD);
-        let mask = words.clone().fold(0u8, |mask, word| mask | 1 << word);
-        let thread = self.current();
-        let place = self.place;
-        let (messages, key) = locked.messages();
-        if access.is(READ) && access.is(STRONG) && seen != 0 {
-            for (of, message) in messages.get(&key).into_iter().flatten() {
-                let scope = message.from.scope_with(place);
-                if of & mask & seen == 0 || message.scope < scope || scope_of(access.what) < scope {
-                    continue;
-                }
-                let lane = &mut self.lanes[thread];
-                let into = if access.is(ACQUIRE) { &mut lane.known } else { &mut lane.observed[scope] };
-                into.join(&message.knowledge);
-            }
-        }
-        if !access.is(WRITE) {
-            return;
-        }
-        let mut carried: Vec<(u8, Message)> = Vec::new();
-        if access.is(STRONG) {
-            let released = access.is(RELEASE).then(|| Arc::new(self.release()));
-            carried
-                .extend(self.releases(scope_of(access.what), released, place).map(|message| (mask, message)));
-        }
-        // A release goes on through atomics, and through later stores of its own thread.
-        let goes_on = if access.is(READ) {
-            seen
-        } else if access.is(STRONG) {
-            own
-        } else {
-            0
-        };
-        if seen != 0 {
-            let old = messages.remove(&key).unwrap_or_default();
-            for (of, message) in old {
-                let left = of & (!mask | goes_on);
-                if left != 0 && !carried.iter().any(|(of, new)| of & left == left && covers(new, &message)) {
-                    carried.push((left, message));
-                }
-            }
-        } else if let Some(old) = messages.remove(&key) {
-            carried.extend(
-                old.into_iter()
-                    .filter_map(|(of, message)| (of & !mask != 0).then_some((of & !mask, message))),
-            );
-        }
-        let all = carried.iter().fold(0, |all, (of, _)| all | of);
-        if !carried.is_empty() {
-            messages.insert(key, carried);
-        }
-        for word in words {
-            let writer = &mut locked.cells()[word].writer;
-            writer.word = writer.word & !(1 << 62) | u64::from(all >> word & 1) << 62;
-        }
-    }
-
-    /// What a strong store at this scope releases: itself, and by fences before it.
-    fn releases(
-        &self,
-        scope: Scope,
-        released: Option<Arc<Knowledge>>,
-        from: Place,
-    ) -> impl Iterator<Item = Message> + use<> {
-        let mut all: Vec<Message> = Vec::new();
-        if let Some(knowledge) = released {
-            all.push(Message { scope, from, knowledge });
-        } else {
-            for scope in (0..=scope).rev() {
-                if let Some(knowledge) = &self.lanes[self.current()].fences[scope] {
-                    if !all.last().is_some_and(|last| Arc::ptr_eq(&last.knowledge, knowledge)) {
-                        all.push(Message { scope, from, knowledge: knowledge.clone() });
-                    }
-                }
-            }
-        }
-        all.into_iter()
-    }
-}
-
-/// Whether the new message of a place makes the old one needless.
-fn covers(new: &Message, old: &Message) -> bool {
-    new.from == old.from && new.scope >= old.scope
-}
-
-/// A copy of a stream reads and writes whole ranges, with nobody but its stream's order before it.
-pub(super) fn of_stream(
-    known: &Knowledge,
-    access: Access,
-    at: usize,
-    bytes: usize,
-    grid: &Arc<super::threads::Grid>,
-) {
-    let (end, mut from) = (at + bytes, at);
-    while from < end {
-        let to = end.min((from / 4096 + 1) * 4096);
-        if let Some(page) = page(from) {
-            let is_ordered = |record: &Record| {
-                record.is_empty() || record.id == CROWD || known.all.time(record.id) >= record.time
-            };
-            let race = |first: Record, at: usize| {
-                report::race(&Race { first, second: access, at, missing: Missing::Edge }, grid);
-            };
-            let whole =
-                (access.is(WRITE) && to - from == 4096).then(|| page.write_whole(access.record(0xF, false)));
-            match whole.flatten() {
-                Some(first) if !is_ordered(&first) => race(first, from),
-                Some(_) => {}
-                None => {
-                    for granule in (from / GRANULE * GRANULE..to).step_by(GRANULE) {
-                        let mut locked = Locked::new(page, granule);
-                        for index in 0..GRANULE / WORD {
-                            let word = granule + index * WORD;
-                            if word + WORD <= from || word >= to {
-                                continue;
-                            }
-                            let cell = &mut locked.cells()[index];
-                            let readers = if access.is(WRITE) { &cell.readers[..] } else { &[] };
-                            let first = std::iter::once(&cell.writer)
-                                .chain(readers)
-                                .find(|record| !is_ordered(record));
-                            if let Some(first) = first {
-                                race(*first, word);
-                            }
-                            if access.is(WRITE) {
-                                *cell = Cell { writer: access.record(0xF, false), ..Cell::default() };
-                            } else {
-                                cell.readers[0] = access.record(0xF, false);
-                            }
-                        }
-                    }
-                }
-            }
-        }
-        from = to;
     }
 }

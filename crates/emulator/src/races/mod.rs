@@ -7,17 +7,21 @@
 //! | --- | --- |
 //! | [`clocks`] | vector clocks, as trees |
 //! | [`shadow`] | what is remembered of each word of memory |
+//! | [`grids`] | grids, and where their threads run |
 //! | [`threads`] | what the threads of a block know; fences and barriers |
 //! | [`access`] | whether an access is ordered behind those before it |
+//! | [`messages`] | releases that memory carries |
 //! | [`order`] | streams, events and the host |
 //! | [`hooks`] | what kernels call |
 //! | [`report`] | the text of a race |
 
 mod access;
 mod clocks;
+pub(crate) mod grids;
 mod hooks;
 #[cfg(test)]
 mod litmus;
+mod messages;
 pub(crate) mod order;
 mod report;
 pub(crate) mod shadow;

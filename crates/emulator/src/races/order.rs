@@ -9,9 +9,11 @@ use std::{
 };
 
 use super::{
-    access::{Access, READ, WRITE, of_stream},
-    is_checking,
-    threads::{Grid, Knowledge},
+    access::{Access, CROWD, Missing, READ, Race, WRITE},
+    grids::Grid,
+    is_checking, report,
+    shadow::{Cell, GRANULE, Locked, Record, WORD, page},
+    threads::Knowledge,
 };
 use crate::lock;
 
@@ -121,4 +123,51 @@ pub(crate) fn copied(device: usize, to: u64, from: Option<u64>, bytes: usize) {
         order.known.all.end(grid.range);
         order.beside = None;
     });
+}
+
+/// A copy of a stream reads and writes whole ranges, with nobody but its stream's order before it.
+fn of_stream(known: &Knowledge, access: Access, at: usize, bytes: usize, grid: &Arc<Grid>) {
+    let (end, mut from) = (at + bytes, at);
+    while from < end {
+        let to = end.min((from / 4096 + 1) * 4096);
+        if let Some(page) = page(from) {
+            let is_ordered = |record: &Record| {
+                record.is_empty() || record.id == CROWD || known.all.time(record.id) >= record.time
+            };
+            let race = |first: Record, at: usize| {
+                report::race(&Race { first, second: access, at, missing: Missing::Edge }, grid);
+            };
+            let whole =
+                (access.is(WRITE) && to - from == 4096).then(|| page.write_whole(access.record(0xF, false)));
+            match whole.flatten() {
+                Some(first) if !is_ordered(&first) => race(first, from),
+                Some(_) => {}
+                None => {
+                    for granule in (from / GRANULE * GRANULE..to).step_by(GRANULE) {
+                        let mut locked = Locked::new(page, granule);
+                        for index in 0..GRANULE / WORD {
+                            let word = granule + index * WORD;
+                            if word + WORD <= from || word >= to {
+                                continue;
+                            }
+                            let cell = &mut locked.cells()[index];
+                            let readers = if access.is(WRITE) { &cell.readers[..] } else { &[] };
+                            let first = std::iter::once(&cell.writer)
+                                .chain(readers)
+                                .find(|record| !is_ordered(record));
+                            if let Some(first) = first {
+                                race(*first, word);
+                            }
+                            if access.is(WRITE) {
+                                *cell = Cell { writer: access.record(0xF, false), ..Cell::default() };
+                            } else {
+                                cell.readers[0] = access.record(0xF, false);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        from = to;
+    }
 }

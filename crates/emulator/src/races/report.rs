@@ -11,8 +11,8 @@ use super::{
     Mode,
     access::{ACQUIRE, ASYNC, CONSTANT, COPY, Missing, READ, RELEASE, Race, STRONG, WRITE, scope_of},
     clocks::{Id, LANES},
+    grids::{Grid, SCOPES},
     mode,
-    threads::{Grid, SCOPES},
 };
 use crate::lock;
 

@@ -9,9 +9,10 @@ use std::{ffi::CString, ptr, sync::Arc};
 
 use crate::{
     driver,
+    event::Event,
     execution::{Grid, Parameter},
     kernel, memory,
-    stream::{Event, Stream},
+    stream::Stream,
 };
 
 const PRELUDE: &str = r#"
