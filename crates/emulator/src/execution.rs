@@ -78,6 +78,9 @@ struct Checked {
     learned: Mutex<Knowledge>,
 }
 
+/// With the order of a cluster of several blocks.
+type CheckedCluster = (Arc<Checked>, Option<Arc<Mutex<ClusterOrder>>>);
+
 /// The bytes of a parameter.
 #[repr(C, align(64))]
 pub(crate) struct Parameter(pub [u8; 4096]);
@@ -129,7 +132,7 @@ impl Grid {
         number: u32,
         rank: u32,
         cluster: Option<&Cluster>,
-        checked: Option<(Arc<Checked>, Option<Arc<Mutex<ClusterOrder>>>)>,
+        checked: Option<CheckedCluster>,
         stacks: *mut u8,
     ) {
         let [x, y, _] = self.grid;

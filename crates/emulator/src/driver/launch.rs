@@ -2,7 +2,7 @@
 #![allow(clippy::missing_safety_doc)] // as cuda.h says
 
 use std::{
-    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    ffi::{CStr, c_char, c_int, c_void},
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},

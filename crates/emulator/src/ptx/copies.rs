@@ -50,7 +50,7 @@ pub(super) fn copied(operands: &[Operand], modifiers: &mut Modifiers<'_>) -> Res
         ));
     }
     if copies == "small" {
-        (modifiers.take("ca"), modifiers.take("cg"));
+        modifiers.skip(&["ca", "cg"]);
         let (to, from) =
             (modifiers.take("shared") || modifiers.take("shared::cta"), modifiers.take("global"));
         let bytes = value(operand(2)?)?;

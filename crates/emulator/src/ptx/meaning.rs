@@ -16,6 +16,11 @@ impl<'i> Modifiers<'i> {
         at.map(|at| self.left.remove(at)).is_some()
     }
 
+    /// These change nothing here.
+    pub(super) fn skip(&mut self, names: &[&str]) {
+        self.left.retain(|name| !names.contains(name));
+    }
+
     fn take_of<T: Copy>(&mut self, known: &[(&str, T)]) -> Option<T> {
         known.iter().find(|(name, _)| self.take(name)).map(|(_, value)| *value)
     }
@@ -125,7 +130,7 @@ pub(super) fn number_of(operand: &Operand) -> Result<String, String> {
 }
 
 pub(super) fn instruction(instruction: &Instruction) -> Result<String, String> {
-    let whole = || [&[instruction.opcode.clone()], &instruction.modifiers[..]].concat().join(".");
+    let whole = || [std::slice::from_ref(&instruction.opcode), &instruction.modifiers[..]].concat().join(".");
     let left = instruction.modifiers.iter().map(String::as_str).collect();
     let mut modifiers = Modifiers { left };
     let code = code(instruction, &mut modifiers).map_err(|error| format!("{error}, in {}", whole()))?;
@@ -163,7 +168,7 @@ fn code(instruction: &Instruction, modifiers: &mut Modifiers<'_>) -> Result<Stri
         }
         "cvt" => converted(operands, modifiers)?,
         "mapa" => {
-            (modifiers.take("shared::cluster"), modifiers.take("u32"));
+            modifiers.skip(&["shared::cluster", "u32"]);
             format!("{} = emulator::address_in_block({}, {});", v(0)?, v(1)?, v(2)?)
         }
         "barrier" => {
@@ -284,7 +289,7 @@ fn atomic(at: &Operand, with: &[Operand], modifiers: &mut Modifiers<'_>) -> Resu
 
 fn fence(opcode: &str, modifiers: &mut Modifiers<'_>) -> Result<String, String> {
     if modifiers.take("mbarrier_init") {
-        (modifiers.take("release"), modifiers.take("cluster"));
+        modifiers.skip(&["release", "cluster"]);
         return Ok(String::new());
     }
     if modifiers.take("proxy") {
@@ -305,7 +310,7 @@ fn fence(opcode: &str, modifiers: &mut Modifiers<'_>) -> Result<String, String> 
             .ok_or("a level is missing")?;
         return Ok(format!("emulator::fence(emulator::{scope});"));
     }
-    (modifiers.take("acq_rel"), modifiers.take("sc"));
+    modifiers.skip(&["acq_rel", "sc"]);
     Ok(format!("emulator::fence(emulator::{});", modifiers.scope("GPU")))
 }
 

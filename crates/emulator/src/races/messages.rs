@@ -89,10 +89,10 @@ impl Block {
             all.push(Message { scope, from, knowledge });
         } else {
             for scope in (0..=scope).rev() {
-                if let Some(knowledge) = &self.lanes[self.current()].fences[scope] {
-                    if !all.last().is_some_and(|last| Arc::ptr_eq(&last.knowledge, knowledge)) {
-                        all.push(Message { scope, from, knowledge: knowledge.clone() });
-                    }
+                if let Some(knowledge) = &self.lanes[self.current()].fences[scope]
+                    && !all.last().is_some_and(|last| Arc::ptr_eq(&last.knowledge, knowledge))
+                {
+                    all.push(Message { scope, from, knowledge: knowledge.clone() });
                 }
             }
         }

@@ -108,8 +108,11 @@ pub(crate) struct Shadow {
     pages: Box<[Page]>,
 }
 
-/// The shadows of files, by device and inode: two descriptors may lead to one memory.
-static SHADOWS: Mutex<Option<HashMap<(u64, u64), Weak<Shadow>>>> = Mutex::new(None);
+/// By device and inode.
+type Files = HashMap<(u64, u64), Weak<Shadow>>;
+
+/// The shadows of files: two descriptors may lead to one memory.
+static SHADOWS: Mutex<Option<Files>> = Mutex::new(None);
 
 impl Shadow {
     /// Of a new file.

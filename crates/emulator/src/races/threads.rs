@@ -105,7 +105,7 @@ impl Block {
         start: &Knowledge,
         ahead: &Knowledge,
         cluster: Option<Arc<Mutex<ClusterOrder>>>,
-    ) -> Box<Self> {
+    ) -> Self {
         let threads: u32 = grid.dimensions[1].iter().product();
         // The end of what is ahead is a fence of the system.
         let fence = Some(Arc::new(start.clone()));
@@ -119,7 +119,7 @@ impl Block {
             arrivals: 0,
             is_over: false,
         };
-        Box::new(Self {
+        Self {
             grid: grid.clone(),
             index,
             place: grid.place(grid.range.start + index * grid.range.per_block),
@@ -130,7 +130,7 @@ impl Block {
             start: start.clone(),
             ahead: ahead.clone(),
             behind_wait: None,
-        })
+        }
     }
 
     /// Where the number of the running thread goes.
@@ -139,8 +139,8 @@ impl Block {
     }
 
     /// Makes it this thread's block while the function runs, and returns what its threads knew in the end.
-    pub(crate) fn run(mut self: Box<Self>, function: impl FnOnce()) -> Knowledge {
-        BLOCK.set(&raw mut *self);
+    pub(crate) fn run(mut self, function: impl FnOnce()) -> Knowledge {
+        BLOCK.set(&raw mut self);
         function();
         BLOCK.set(ptr::null_mut());
         self.known_to_all()

@@ -89,8 +89,7 @@ fn a_bulk_load_is_waited_for_at_its_barrier() {
     cases.is_right("bulk_load_waited_by_one_and_a_barrier", &bulk_load(&all), BLOCK);
     // Written by the generic proxy before: a fence lies between.
     let written = |fence: &str| {
-        bulk_load(&format!("{WAIT}"))
-            .replace("__syncthreads();", &format!("box[t] = 1; {fence} __syncthreads();"))
+        bulk_load(WAIT).replace("__syncthreads();", &format!("box[t] = 1; {fence} __syncthreads();"))
     };
     cases.is_right("bulk_load_over_fenced_writes", &written(FENCE), BLOCK);
     cases.is_wrong("bulk_load_over_writes", &written(""), BLOCK, "no fence.proxy.async");
@@ -122,7 +121,7 @@ fn small_copies_are_waited_for() {
         "missing",
     );
     // They are of the generic proxy: no fence lies between.
-    let over = text(&format!("{ALL}")).replace("if (t < 16)", "box[t] = 1; __syncthreads(); if (t < 16)");
+    let over = text(ALL).replace("if (t < 16)", "box[t] = 1; __syncthreads(); if (t < 16)");
     cases.is_right("small_copies_over_writes", &over, BLOCK);
     cases.check();
 }
