@@ -191,7 +191,7 @@ DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32
     const u32 mine = grid_number(), owner = claims ? atomicCAS(owner_of(a, t.slot), EMPTY, mine) : EMPTY;
     if (has_tag()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
-        store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+        store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)); // races: a hint may have seen the tag
     }
     const u32 next = t.words.x == SLOTS - 1 ? 0 : t.words.x + 1;
     if (blockIdx.x == 0 && claims) *owner_of(a, SLOTS_AT + next * a.slot_stride) = EMPTY;
