@@ -21,18 +21,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benches"))
+
+import record  # noqa: E402
 
 CHANGES = [
     ("acquire", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_relaxed_sys("),
     ("acquire", r"ld_acquire_gpu\(", "ld_acquire_gpu(", "ld_relaxed_sys("),
-    ("scope", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_acquire_gpu("),
+    ("acquire", r"ld\.acquire\.cta", "ld.acquire.cta", "ld.relaxed.cta"),
     ("release", r"st_release_sys\(", "st_release_sys(", "st_relaxed_sys("),
     ("release", r"red_add_release_sys\(", "red_add_release_sys(", "red_add_relaxed_sys("),
     ("release", r"atom_add_acq_rel_gpu\(", "atom_add_acq_rel_gpu(", "atomicAdd("),
     ("release", r"st\.release\.cta", "st.release.cta", "st.relaxed.cta"),
-    ("acquire", r"ld\.acquire\.cta", "ld.acquire.cta", "ld.relaxed.cta"),
-    ("fence", r"\bfence_(sys|gpu)\(\);", None, ";"),
+    ("scope", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_acquire_gpu("),
     ("scope", r"\bfence_sys\(\);", "fence_sys()", "fence_gpu()"),
+    ("scope", r"load16_volatile\(", "load16_volatile(", "load16("),
+    ("scope", r"store16_volatile\(", "store16_volatile(", "store16("),
+    ("fence", r"\bfence_(sys|gpu)\(\);", None, ";"),
     ("fence", r"\b__threadfence(_system)?\(\);", None, ";"),
     ("proxy fence", r"\bbulk_fence(_shared)?\(\);", None, ";"),
     ("wait", r"\bbulk_stores_(read|done)<\w+>\(\);", None, ";"),
@@ -42,23 +47,26 @@ CHANGES = [
     ("barrier", r"barrier\.cluster\.arrive\.release", "arrive.release", "arrive.relaxed"),
     ("pdl_wait", r"\bpdl_wait\(\);", None, ";"),
 ]
-"""What is changed: its kind, the pattern of a place, and what stands there instead of which text (None: all of it)."""
+"""What is changed: its kind, the pattern of a place, and what stands there instead of which text (None: all of it). The scope of a volatile
+access is the system; without it the access is weak."""
 
 FAMILIES = [
-    ("crates/fabric/src/gpu/", "fabric", ["two_tenants", "order::", "late_block"]),
-    ("crates/collectives/src/fusion/", "collectives", ["fusion::"]),
-    ("crates/collectives/src/mixed/", "collectives", ["mixed::"]),
-    ("crates/collectives/src/gather_scatter/", "collectives", ["orders::", "captured::"]),
-    ("crates/collectives/src/all_reduce/", "collectives", ["orders::", "registered::"]),
-    ("crates/moe/src/normal/", "moe", ["rows_and_sums_have_the_hosts_bits_on_2"]),
-    ("crates/moe/src/hybrid/", "moe", ["hybrid_rows_and_sums_have_the_hosts_bits_on_2"]),
-    ("crates/moe/src/low_latency/", "moe", ["as_defined_on_2"]),
-    ("crates/moe/src/layout/", "moe", ["rows_and_sums_have_the_hosts_bits_on_2"]),
+    ("crates/fabric/src/gpu/", "collectives", ["fusion::rows_of_one_vector", "captured::what_a_rank_sends_itself_is_captured"]),
+    ("crates/collectives/src/fusion/", "collectives", ["fusion::rows_of_one_vector", "fusion::every_source_has_the_hosts_bits"]),
+    ("crates/collectives/src/mixed/", "collectives", ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus"]),
+    ("crates/collectives/src/gather_scatter/", "collectives", ["streams::both_ranks_may_send_before_they_receive"]),
+    ("crates/collectives/src/all_reduce/", "collectives", ["registered::symmetric_memory_is_reduced_in_place_and_out_of_it"]),
+    ("crates/moe/src/normal/", "moe", ["orders::rows_keep_their_order_around_captures_on_2_gpus", "rings::wrapped_rings_end_on_2_gpus"]),
+    ("crates/moe/src/hybrid/", "moe", ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]),
+    ("crates/moe/src/low_latency/", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
+    ("crates/moe/src/layout/", "moe", ["orders::rows_keep_their_order_around_captures_on_2_gpus"]),
 ]
 """Of each folder of kernels: the package and the tests that run them."""
 
 REASONS = ROOT / "benches" / "mutants.json"
 """Why each survivor is equivalent, or what would catch it: {MUTANT: TEXT}."""
+
+VARIABLES = ["ANTIPHON_EMULATOR_GPUS", "ANTIPHON_EMULATOR_MULTIPROCESSORS"]
 
 
 @dataclass
@@ -117,7 +125,7 @@ def run(program: str, tests: list[str], mutant: str, limit: float) -> tuple[str,
     start = time.monotonic()
     try:
         done = subprocess.run(
-            [program, "--test-threads", "1", *tests], env=environment, capture_output=True, text=True, timeout=limit
+            [program, "--test-threads", "1", "--exact", *tests], env=environment, capture_output=True, text=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
         return "hangs", time.monotonic() - start, ""
@@ -153,18 +161,20 @@ def main() -> int:
         print(f"{mutant.outcome:9} {mutant.seconds:5.0f} s  {mutant.kind:12} {mutant.change}", flush=True)
         return mutant
 
+    facts = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     start = time.monotonic()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         judged = list(pool.map(judge, chosen))
     caught = [mutant for mutant in judged if mutant.outcome != "survives"]
     reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
-    print(f"{len(caught)} of {len(judged)} are caught, in {time.monotonic() - start:.0f} s")
+    seconds = round(time.monotonic() - start)
+    print(f"{len(caught)} of {len(judged)} are caught, in {seconds} s")
     for mutant in judged:
         if mutant.outcome == "survives":
             print(f"survives: {mutant.change}: {reasons.get(mutant.change, 'not explained')}")
     if arguments.record:
         rows = [asdict(mutant) | {"reason": reasons.get(mutant.change)} for mutant in judged]
-        arguments.record.write_text(json.dumps({"command": sys.argv, "mutants": rows}, indent=1) + "\n")
+        record.write(arguments.record, facts | {"caught": len(caught), "of": len(judged), "seconds": seconds, "mutants": rows})
     return 0
 
 

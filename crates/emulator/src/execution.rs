@@ -1,4 +1,4 @@
-//! Kernels at work: each block on a thread of the operating system, as many at a time as a GPU holds.
+//! Kernels at work: each block on a thread of the operating system, while its GPU has room for it.
 
 use std::{
     ffi::c_void,
@@ -12,6 +12,8 @@ use crate::{
         self, grids, order,
         threads::{Block, ClusterOrder, Knowledge},
     },
+    room::{Needs, Ticket, Watch},
+    wait,
 };
 
 const MAX_THREADS: usize = 1024;
@@ -46,6 +48,7 @@ struct Launch {
     stack_bytes: usize,
     shared_bytes: u32,
     running: *mut u32,
+    watch: *const Watch,
 }
 
 /// A module's function that runs a block.
@@ -60,10 +63,12 @@ pub(crate) struct Grid {
     pub grid: [u32; 3],
     pub block: [u32; 3],
     pub cluster_size: u32,
+    /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
-    /// How many blocks run at a time.
-    pub capacity: u32,
+    pub needs: Needs,
     pub device: usize,
+    /// The number of its stream, and the priority.
+    pub stream: (u64, i32),
     pub name: String,
     /// Whether it may start before the grid ahead has ended.
     pub is_programmatic: bool,
@@ -97,22 +102,21 @@ impl Grid {
             let start = order::start(self.is_programmatic);
             Arc::new(Checked { grid, start, learned: Mutex::default() })
         });
+        let (stream, priority) = self.stream;
+        let ticket = Arc::new(Ticket::new(&self.name, self.device, stream, priority, x * y * z, self.needs));
         for first in (0..x * y * z).step_by(size as usize) {
-            let (count, changed) = &*in_flight;
-            let mut running = lock(count);
-            while *running != 0 && *running + size > self.capacity {
-                running = changed.wait(running).unwrap_or_else(|poisoned| poisoned.into_inner());
-            }
-            *running += size;
-            drop(running);
+            let places = ticket.place();
+            *lock(&in_flight.0) += size;
             let cluster = (size > 1)
                 .then(|| Arc::new(Cluster { arrived: 0, generation: 0, anchors: [ptr::null_mut(); 16] }));
             let order = (size > 1).then(Arc::<Mutex<ClusterOrder>>::default);
-            for rank in 0..size {
+            for (rank, (place, watch)) in (0..size).zip(places) {
                 let (grid, cluster, in_flight) = (self.clone(), cluster.clone(), in_flight.clone());
+                let ticket = ticket.clone();
                 let checked = checked.clone().map(|checked| (checked, order.clone()));
                 spawn(Box::new(move |stacks| {
-                    grid.run_block(first + rank, rank, cluster.as_deref(), checked, stacks);
+                    grid.run_block(first + rank, rank, cluster.as_deref(), checked, (stacks, &watch));
+                    ticket.leave(place, &watch);
                     *lock(&in_flight.0) -= 1;
                     in_flight.1.notify_all();
                 }));
@@ -120,7 +124,7 @@ impl Grid {
         }
         let mut running = lock(&in_flight.0);
         while *running != 0 {
-            running = in_flight.1.wait(running).unwrap_or_else(|poisoned| poisoned.into_inner());
+            running = wait(&in_flight.1, running);
         }
         if let Some(checked) = checked {
             order::end(&checked.grid, checked.start[0].clone(), &lock(&checked.learned));
@@ -133,7 +137,7 @@ impl Grid {
         rank: u32,
         cluster: Option<&Cluster>,
         checked: Option<CheckedCluster>,
-        stacks: *mut u8,
+        (stacks, watch): (*mut u8, &Watch),
     ) {
         let [x, y, _] = self.grid;
         let mut parameters: Vec<*mut c_void> =
@@ -156,6 +160,7 @@ impl Grid {
             stack_bytes: STACK_BYTES,
             shared_bytes: self.shared_bytes,
             running: checked.as_ref().map_or(ptr::null_mut(), |(_, block)| block.running()),
+            watch,
         };
         // SAFETY: the layout is that of fibers.hpp; the kernel's parameters are as many and as large as it says.
         let run = || unsafe { (self.run)(ptr::from_ref(&launch).cast()) };

@@ -2,12 +2,13 @@
 
 use std::{
     fs,
-    path::Path,
+    hash::{DefaultHasher, Hash, Hasher},
+    path::{Path, PathBuf},
     process::Command,
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use crate::{mutant, ptx, races};
+use crate::{mutant, nvrtc, ptx, races};
 
 /// The device side of the emulator, ahead of every program.
 pub(crate) const DEVICE: &str = concat!(
@@ -22,15 +23,30 @@ const CHECKED: [&str; 5] =
 
 /// Compiles a program of CUDA into a shared library.
 pub(crate) fn compile(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
+    let Some(mutant) = mutant::wanted() else { return compile_anew(source, options) };
+    // Most programs do not have the mutant's file, and are those of other mutants, too.
+    let source = mutant::apply(source, &mutant)?;
+    let mut key = DefaultHasher::new();
+    (nvrtc::build(""), &source, options).hash(&mut key);
+    let folder = std::env::var_os("ANTIPHON_CACHE_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
+    let kept = folder.join(format!("emulated-{:016x}.so", key.finish()));
+    if let Ok(library) = fs::read(&kept) {
+        return Ok(library);
+    }
+    let library = compile_anew(&source, options)?;
+    let part = kept.with_extension(std::process::id().to_string());
+    if fs::write(&part, &library).is_ok() {
+        let _ = fs::rename(part, kept);
+    }
+    Ok(library)
+}
+
+fn compile_anew(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
-    let source = match mutant::wanted() {
-        Some(mutant) => mutant::apply(source, &mutant)?,
-        None => source.to_owned(),
-    };
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let folder = std::env::temp_dir().join(format!("antiphon-emulator-{}-{number}", std::process::id()));
     fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
-    let result = compile_in(&folder, &source, options);
+    let result = compile_in(&folder, source, options);
     if std::env::var_os("ANTIPHON_EMULATOR_KEEP").is_none() {
         let _ = fs::remove_dir_all(&folder);
     }
@@ -135,12 +151,10 @@ fn translate(source: &str) -> Result<String, String> {
                     rest = &rest[end..];
                 }
                 "__global__" => {
-                    if let Some((name, parameters)) = kernel_signature(rest) {
+                    if let Some((name, parameters, bounds)) = kernel_signature(rest) {
                         let address = format!("static_cast<void (*){parameters}>(&{name})");
-                        kernels.push((
-                            depth,
-                            format!("static emulator::registration<{address}> emulated_{name};"),
-                        ));
+                        let kernel = format!("emulator::registration<{address}> emulated_{name}");
+                        kernels.push((depth, format!("static {kernel}(\"{name}\"{bounds});")));
                     }
                     result.push_str(this);
                 }
@@ -212,17 +226,18 @@ fn closing(text: &str) -> Option<usize> {
     None
 }
 
-/// The name and the parameters of the kernel that is defined behind `__global__`.
-fn kernel_signature(text: &str) -> Option<(&str, &str)> {
-    let mut at = 0;
+/// The name and the parameters of the kernel that is defined behind `__global__`, and what `__launch_bounds__` says behind a comma.
+fn kernel_signature(text: &str) -> Option<(&str, &str, String)> {
+    let (mut at, mut bounds) = (0, String::new());
     loop {
         let open = at + text[at..].find('(')?;
         let before = text[..open].trim_end();
         let name = &before[before.rfind(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))? + 1..];
         let end = open + closing(&text[open..])?;
         if name != "__launch_bounds__" {
-            return text[end..].trim_start().starts_with('{').then(|| (name, &text[open..end]));
+            return text[end..].trim_start().starts_with('{').then(|| (name, &text[open..end], bounds));
         }
+        bounds = format!(", {}", &text[open + 1..end - 1]);
         at = end;
     }
 }

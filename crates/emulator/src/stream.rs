@@ -12,11 +12,12 @@ use crate::{
     Code,
     event::{Event, Mark, Recorded},
     lock,
+    queue::Turn,
     races::{
         order::{self, Order},
         threads::Knowledge,
     },
-    wait,
+    room, wait,
 };
 
 /// Work of a stream, which a graph repeats.
@@ -27,14 +28,15 @@ pub(crate) struct Stream {
     pub device: usize,
     /// No other stream has it, also when this one is gone.
     pub id: u64,
+    /// The least number is the highest priority.
+    pub priority: i32,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    /// Work, and what the host knew when it was submitted.
-    queue: VecDeque<(Work, Knowledge)>,
+    queue: VecDeque<Submitted>,
     /// Submitted and not done.
     pending: usize,
     has_worker: bool,
@@ -42,6 +44,15 @@ struct State {
     capture: Option<Capturing>,
     /// What is known behind all work that is done.
     done: Knowledge,
+}
+
+struct Submitted {
+    work: Work,
+    /// What the host knew then.
+    known: Knowledge,
+    turn: Turn,
+    /// Whether it only waits for an event.
+    is_wait: bool,
 }
 
 #[derive(Clone)]
@@ -75,10 +86,11 @@ pub(crate) fn synchronize_device(device: usize) -> Result<(), Code> {
 }
 
 impl Stream {
-    pub(crate) fn new(device: usize) -> Arc<Self> {
+    pub(crate) fn new(device: usize, priority: i32) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        let stream = Arc::new(Self { device, id, state: Mutex::default(), changed: Condvar::new() });
+        let stream =
+            Arc::new(Self { device, id, priority, state: Mutex::default(), changed: Condvar::new() });
         let mut all = lock(&ALL);
         all.retain(|stream| stream.strong_count() > 0);
         all.push(Arc::downgrade(&stream));
@@ -98,12 +110,13 @@ impl Stream {
         let mut state = self.state();
         match &mut state.capture {
             Some(capturing) => capturing.add(work, Arc::as_ptr(self) as usize),
-            None => self.push(state, work),
+            None => self.push(state, work, false),
         }
     }
 
-    fn push(self: &Arc<Self>, mut state: MutexGuard<'_, State>, work: Work) {
-        state.queue.push_back((work, order::host()));
+    fn push(self: &Arc<Self>, mut state: MutexGuard<'_, State>, work: Work, is_wait: bool) {
+        let turn = Turn::new(self.device, self.id);
+        state.queue.push_back(Submitted { work, known: order::host(), turn, is_wait });
         state.pending += 1;
         if !state.has_worker {
             state.has_worker = true;
@@ -117,7 +130,7 @@ impl Stream {
     fn work(&self) {
         loop {
             let mut state = lock(&self.state);
-            let (work, known) = loop {
+            let Submitted { work, known, turn, is_wait } = loop {
                 match state.queue.pop_front() {
                     Some(work) => break work,
                     None if state.is_closed => return,
@@ -125,8 +138,11 @@ impl Stream {
                 }
             };
             drop(state);
+            turn.wait(room::PATIENCE, room::look_for_circle);
+            let waits = is_wait.then_some(turn);
             order::submitted(&known);
             work();
+            drop(waits);
             drop(work);
             let mut state = lock(&self.state);
             state.pending -= 1;
@@ -227,7 +243,7 @@ impl Stream {
             None => {
                 let mark = Arc::new(Mark::default());
                 *lock(&event.0) = Recorded::Mark(mark.clone());
-                self.push(state, Arc::new(move || mark.set()));
+                self.push(state, Arc::new(move || mark.set()), false);
             }
         }
     }
@@ -251,7 +267,7 @@ impl Stream {
                 Some(_) => return Err(Code::CAPTURE_MERGE),
             },
             (Recorded::Mark(_), Some(_)) => return Err(Code::CAPTURE_ISOLATION),
-            (Recorded::Mark(mark), None) => self.push(state, Arc::new(move || mark.wait())),
+            (Recorded::Mark(mark), None) => self.push(state, Arc::new(move || mark.wait()), true),
             (Recorded::Never, _) => {}
         }
         Ok(())

@@ -50,6 +50,11 @@ struct cluster {
     unsigned arrived, generation;
     char* anchors[MAX_CLUSTER];
 };
+// What a block says of itself; room.rs has the same layout.
+struct watch {
+    unsigned rests, moves;
+    size_t looks_at, pc;
+};
 struct launch {
     void (*call)(void**);
     void** parameters;
@@ -61,6 +66,7 @@ struct launch {
     unsigned shared_bytes;
     // Where the number of the thread that runs is written.
     unsigned* running;
+    emulator::watch* watch;
 };
 
 // What checks the order of accesses, in the library: races/hooks.rs has the same layout. Null without checks.
@@ -166,6 +172,7 @@ struct block {
     bool vote, votes[2]; // of __syncthreads_and
     bool progress;       // whether a fiber has written memory in this round
     unsigned looks;      // fibers that have looked at memory
+    size_t looks_at, looks_pc; // the last of them
     void* scheduler;
     fiber* fibers;
     warp* warps;
@@ -371,6 +378,10 @@ RUNTIME void run(const launch& l) {
             emulator_switch(&b.scheduler, f.stack_pointer);
         }
         rests = b.progress || b.looks * 3 < switches ? 0 : rests + 1;
+        if (rests == 0) __atomic_store_n(&l.watch->moves, l.watch->moves + 1, __ATOMIC_RELAXED);
+        __atomic_store_n(&l.watch->looks_at, b.looks_at, __ATOMIC_RELAXED);
+        __atomic_store_n(&l.watch->pc, b.looks_pc, __ATOMIC_RELAXED);
+        __atomic_store_n(&l.watch->rests, rests, __ATOMIC_RELAXED);
         const timespec pause{0, 10000l << (rests / 8 < 6 ? rests / 8 : 6)};
         if (rests > 4) nanosleep(&pause, nullptr);
         else if (rests) sched_yield();

@@ -5,7 +5,8 @@ struct kernel {
     void (*call)(void**);
     const size_t* sizes;
     size_t parameters;
-    const char* launch_bounds;
+    const char* name;
+    unsigned bounds[2]; // of __launch_bounds__, 0 without them
     kernel* next;
 };
 static kernel* kernels;
@@ -18,9 +19,9 @@ template <class... A, void (*FUNCTION)(A...)> struct registration<FUNCTION> {
     template <size_t... I> static void call(void** p, indices<I...>) { FUNCTION(*(A*)p[I]...); }
     static void call(void** p) { call(p, typename up_to<sizeof...(A)>::type{}); }
     kernel entry;
-    registration() {
+    registration(const char* name, unsigned threads = 0, unsigned blocks = 0) {
         static const size_t sizes[] = {sizeof(A)..., 0};
-        entry = kernel{(const void*)FUNCTION, call, sizes, sizeof...(A), nullptr, kernels};
+        entry = kernel{(const void*)FUNCTION, call, sizes, sizeof...(A), name, {threads, blocks}, kernels};
         kernels = &entry;
     }
 };
@@ -74,7 +75,11 @@ template <> struct bits_of<8> { typedef uint64_t type; };
 // A strong load is for memory that somebody else writes. 16 bytes are whole: one instruction, of a processor that has AVX.
 template <class T> RUNTIME T load(const volatile void* at, unsigned what) {
     if ((uintptr_t)at % sizeof(T)) fail("an access is not aligned");
-    if (what & STRONG) look();
+    if (what & STRONG) {
+        current_block->looks_at = (size_t)at;
+        current_block->looks_pc = current->pc;
+        look();
+    }
     access checked(at, sizeof(T), what | READ);
     T value;
     if constexpr (sizeof(T) == 16) {

@@ -3,6 +3,7 @@
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
+    ptr,
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -12,16 +13,16 @@ use std::{
 use cudarc::driver::sys::{self, CUlaunchAttributeID as Attribute};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-use super::{
-    MULTIPROCESSORS, SHARED_BYTES_PER_BLOCK, SHARED_BYTES_PER_MULTIPROCESSOR, THREADS_PER_MULTIPROCESSOR,
-    answer, code, streams::stream_of,
-};
+use super::{SHARED_BYTES_PER_BLOCK, answer, code, streams::stream_of, symbols};
 use crate::{
     Code,
     execution::{Grid, Parameter, Run},
     races,
+    room::Needs,
     stream::Stream,
 };
+
+const MAX_THREADS: u32 = 1024;
 
 /// As in device/fibers.hpp.
 #[repr(C)]
@@ -30,7 +31,8 @@ struct KernelEntry {
     call: unsafe extern "C" fn(*mut *mut c_void),
     sizes: *const usize,
     parameters: usize,
-    launch_bounds: *const c_char,
+    name: *const c_char,
+    bounds: [u32; 2],
     next: *const KernelEntry,
 }
 
@@ -39,6 +41,8 @@ pub struct Module {
     library: Library,
     run: Run,
     kernels: *const KernelEntry,
+    /// The static shared memory of each.
+    shared_bytes: Vec<(*const KernelEntry, u32)>,
 }
 
 /// A kernel.
@@ -47,6 +51,10 @@ pub struct Function {
     pub(crate) call: unsafe extern "C" fn(*mut *mut c_void),
     sizes: Vec<usize>,
     name: String,
+    /// The threads of the largest block, and the registers of a thread.
+    threads: u32,
+    registers: u32,
+    static_shared_bytes: u32,
     /// The largest dynamic shared memory that it was allowed.
     shared_bytes: AtomicU32,
 }
@@ -83,7 +91,13 @@ pub(crate) unsafe fn load(image: *const u8) -> Result<*const Module, Code> {
             let allowed = allowed.map_err(|_| Code::INVALID_IMAGE)?.into_raw();
             races::allow(&CStr::from_ptr(allowed.cast_const().cast()).to_string_lossy());
         }
-        Ok(Box::into_raw(Box::new(Module { library, run, kernels: kernels() })))
+        let kernels = kernels();
+        let all: Vec<_> = std::iter::successors(kernels.as_ref(), |kernel| kernel.next.as_ref()).collect();
+        let names: Vec<_> = all.iter().map(|kernel| CStr::from_ptr(kernel.name).to_string_lossy()).collect();
+        let names: Vec<&str> = names.iter().map(|name| &**name).collect();
+        let bytes = symbols::shared_bytes(std::slice::from_raw_parts(image, len), &names);
+        let shared_bytes = all.into_iter().map(ptr::from_ref).zip(bytes).collect();
+        Ok(Box::into_raw(Box::new(Module { library, run, kernels, shared_bytes })))
     }
 }
 
@@ -103,15 +117,34 @@ pub(crate) unsafe fn function(module: *const Module, name: *const c_char) -> Res
         }
         let entry = entry.as_ref().ok_or(Code::NOT_FOUND)?;
         let sizes = std::slice::from_raw_parts(entry.sizes, entry.parameters).to_vec();
-        let shared_bytes = AtomicU32::new(48 << 10);
-        let name = name.to_string_lossy().into_owned();
-        Ok(Box::into_raw(Box::new(Function { run: module.run, call: entry.call, sizes, name, shared_bytes })))
+        let known = module.shared_bytes.iter().find(|(kernel, _)| ptr::eq(*kernel, entry));
+        let [threads, _] = entry.bounds;
+        Ok(Box::into_raw(Box::new(Function {
+            run: module.run,
+            call: entry.call,
+            sizes,
+            name: name.to_string_lossy().into_owned(),
+            threads: if threads == 0 { MAX_THREADS } else { threads },
+            registers: registers(entry.bounds),
+            static_shared_bytes: known.map_or(0, |(_, bytes)| *bytes),
+            shared_bytes: AtomicU32::new(48 << 10),
+        })))
     }
 }
 
-fn blocks_per_multiprocessor(threads: u32, shared_bytes: u32) -> u32 {
-    let by_threads = THREADS_PER_MULTIPROCESSOR / threads.max(1).next_multiple_of(32);
-    by_threads.min(SHARED_BYTES_PER_MULTIPROCESSOR / (shared_bytes + 1024)).min(32)
+/// The registers of a thread: as many as the bounds leave, which NVRTC may use; an assumption without them.
+fn registers(bounds: [u32; 2]) -> u32 {
+    match bounds {
+        [_, 0] | [0, _] => 32,
+        [threads, blocks] => ((64 << 10) / (threads.next_multiple_of(32) * blocks) / 8 * 8).min(255),
+    }
+}
+
+impl Function {
+    fn needs(&self, threads: u32, dynamic_shared_bytes: u32, cluster_size: u32) -> Needs {
+        let shared_bytes = self.static_shared_bytes + dynamic_shared_bytes;
+        Needs { threads, registers: self.registers, shared_bytes, cluster_size }
+    }
 }
 
 unsafe fn attribute(config: &sys::CUlaunchConfig, id: Attribute) -> Option<&sys::CUlaunchAttributeValue> {
@@ -157,14 +190,17 @@ unsafe fn launch(
     let allowed = function.shared_bytes.load(Ordering::Relaxed);
     if grid.contains(&0)
         || threads == 0
-        || threads > 1024
+        || threads > MAX_THREADS
         || config.sharedMemBytes > allowed
         || !grid[0].is_multiple_of(cluster_size)
     {
         return Err(Code::INVALID_VALUE);
     }
-    let capacity = MULTIPROCESSORS * blocks_per_multiprocessor(threads, config.sharedMemBytes);
-    if is_cooperative && grid.iter().product::<u32>() > capacity {
+    let needs = function.needs(threads, config.sharedMemBytes, cluster_size);
+    if threads > function.threads || needs.clusters() == 0 {
+        return Err(Code::LAUNCH_OUT_OF_RESOURCES);
+    }
+    if is_cooperative && grid.iter().product::<u32>() > needs.clusters() * cluster_size {
         return Err(Code::COOPERATIVE_LAUNCH_TOO_LARGE);
     }
     let copy = |(index, size): (usize, &usize)| {
@@ -184,8 +220,9 @@ unsafe fn launch(
         block,
         cluster_size,
         shared_bytes: config.sharedMemBytes,
-        capacity,
+        needs,
         device: stream.device,
+        stream: (stream.id, stream.priority),
         name: function.name.clone(),
         is_programmatic,
     });
@@ -207,8 +244,9 @@ functions! {
     }
     fn cuFuncGetAttribute(value: *mut c_int, attribute: u32, function: *const Function) {
         answer(value, Ok(match attribute {
-            0 => 1024,
-            4 => 32,
+            0 => (*function).threads as c_int,
+            1 => (*function).static_shared_bytes as c_int,
+            4 => (*function).registers as c_int,
             6 => 90,
             8 => (*function).shared_bytes.load(Ordering::Relaxed) as c_int,
             _ => 0,
@@ -223,14 +261,13 @@ functions! {
         }
         Code::OK
     }
-    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut c_int, _function: *const Function, threads: c_int, shared: usize) {
-        answer(blocks, Ok(blocks_per_multiprocessor(threads as u32, shared as u32) as c_int))
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: *mut c_int, function: *const Function, threads: c_int, shared: usize) {
+        answer(blocks, Ok((*function).needs(threads as u32, shared as u32, 1).blocks_per_multiprocessor() as c_int))
     }
-    fn cuOccupancyMaxActiveClusters(count: *mut c_int, _function: *const Function, config: *const sys::CUlaunchConfig) {
+    fn cuOccupancyMaxActiveClusters(count: *mut c_int, function: *const Function, config: *const sys::CUlaunchConfig) {
         let config = &*config;
         let threads = config.blockDimX * config.blockDimY * config.blockDimZ;
-        let blocks = MULTIPROCESSORS * blocks_per_multiprocessor(threads, config.sharedMemBytes);
-        answer(count, Ok((blocks / cluster_of(config)) as c_int))
+        answer(count, Ok((*function).needs(threads, config.sharedMemBytes, cluster_of(config)).clusters() as c_int))
     }
     fn cuLaunchKernelEx(config: *const sys::CUlaunchConfig, function: *const Function, parameters: *mut *mut c_void, _extra: usize) {
         code(launch(&*config, &*function, parameters))

@@ -5,6 +5,7 @@
 //! | this one | the driver, devices, contexts and memory |
 //! | [`streams`] | streams, events and graphs |
 //! | [`launch`] | modules and launches |
+//! | [`symbols`] | what programs say of their kernels |
 #![allow(clippy::missing_safety_doc)] // as cuda.h says
 
 use std::{
@@ -19,13 +20,11 @@ use cudarc::driver::sys;
 use crate::{
     Code, lock,
     memory::{self, Kind},
+    room::{THREADS_PER_MULTIPROCESSOR, multiprocessors},
     stream,
 };
 
-const MULTIPROCESSORS: u32 = 132;
 const SHARED_BYTES_PER_BLOCK: u32 = 232_448;
-const SHARED_BYTES_PER_MULTIPROCESSOR: u32 = 233_472;
-const THREADS_PER_MULTIPROCESSOR: u32 = 2048;
 
 fn device_count() -> usize {
     std::env::var("ANTIPHON_EMULATOR_GPUS").ok().and_then(|count| count.parse().ok()).unwrap_or(4)
@@ -60,6 +59,7 @@ macro_rules! functions {
 
 mod launch;
 mod streams;
+mod symbols;
 
 #[cfg(test)]
 pub(crate) use launch::{Module, function, load};
@@ -106,7 +106,7 @@ functions! {
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: u32, _device: c_int) {
         answer(value, Ok(match attribute {
             75 => 9,
-            16 => MULTIPROCESSORS as c_int,
+            16 => multiprocessors() as c_int,
             38 => 50 << 20,
             97 => SHARED_BYTES_PER_BLOCK as c_int,
             39 => THREADS_PER_MULTIPROCESSOR as c_int,
@@ -150,6 +150,7 @@ functions! {
             401 => c"CUDA_ERROR_ILLEGAL_STATE",
             500 => c"CUDA_ERROR_NOT_FOUND",
             600 => c"CUDA_ERROR_NOT_READY",
+            701 => c"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
             720 => c"CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
             801 => c"CUDA_ERROR_NOT_SUPPORTED",
             900 => c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",

@@ -40,7 +40,7 @@ pub(super) unsafe fn stream_of(handle: *const Stream) -> Arc<Stream> {
     }
     let mut all = lock(&DEFAULT);
     while all.len() < device_count() {
-        let stream = Stream::new(all.len());
+        let stream = Stream::new(all.len(), 0);
         all.push(stream);
     }
     all[current()].clone()
@@ -60,8 +60,8 @@ fn copy(to: u64, from: u64, len: usize) {
 }
 
 functions! {
-    fn cuStreamCreateWithPriority(to: *mut *const Stream, _flags: c_uint, _priority: c_int) {
-        answer(to, Ok(handle(Stream::new(current()))))
+    fn cuStreamCreateWithPriority(to: *mut *const Stream, _flags: c_uint, priority: c_int) {
+        answer(to, Ok(handle(Stream::new(current(), priority))))
     }
     fn cuStreamDestroy_v2(stream: *const Stream) {
         let stream = Arc::from_raw(stream);

@@ -33,7 +33,7 @@ use std::sync::{
 };
 
 pub(crate) use hooks::{CHECKS, Checks};
-pub(crate) use report::allow;
+pub(crate) use report::{allow, line_of};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {

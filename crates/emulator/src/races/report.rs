@@ -40,6 +40,11 @@ pub(crate) fn allow(places: &str) {
     lock(&REPORTS).get_or_insert_default().allowed.extend(places);
 }
 
+/// The file and the line of an instruction.
+pub(crate) fn line_of(pc: u64) -> String {
+    place(&mut lock(&REPORTS).get_or_insert_default().places, pc)
+}
+
 /// Reports a race, unless one of the same two places was. `grid` is the second one's.
 pub(super) fn race(race: &Race, grid: &Arc<Grid>) {
     let mut reports = lock(&REPORTS);

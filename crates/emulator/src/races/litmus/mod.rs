@@ -12,6 +12,7 @@ use crate::{
     event::Event,
     execution::{Grid, Parameter},
     kernel, memory,
+    room::Needs,
     stream::Stream,
 };
 
@@ -124,7 +125,7 @@ impl Case {
         let (mut streams, mut events): (Vec<Arc<Stream>>, Vec<Arc<Event>>) = (Vec::new(), Vec::new());
         for (who, launch) in launches.iter().enumerate() {
             let stream =
-                launch.behind.map_or_else(|| Stream::new(launch.device), |other| streams[other].clone());
+                launch.behind.map_or_else(|| Stream::new(launch.device, 0), |other| streams[other].clone());
             if let Some(after) = launch.after {
                 stream.wait_for(&events[after], false).unwrap();
             }
@@ -141,8 +142,14 @@ impl Case {
                 block: [launch.threads, 1, 1],
                 cluster_size: launch.cluster,
                 shared_bytes: 0,
-                capacity: 128,
+                needs: Needs {
+                    threads: launch.threads,
+                    registers: 32,
+                    shared_bytes: 0,
+                    cluster_size: launch.cluster,
+                },
                 device: launch.device,
+                stream: (stream.id, 0),
                 name: self.name.clone(),
                 is_programmatic: launch.is_programmatic,
             });
