@@ -4,12 +4,14 @@
     scripts/mutants.py --list                      the mutants: FILE:LINE:FROM=>TO, one a line
     scripts/mutants.py [--only TEXT] [--jobs N]    runs the tests of each mutant's family up to the first failure, and prints a table
     scripts/mutants.py --record FILE               writes the results as JSON too; survivors have the reason of REASONS
+    scripts/mutants.py --explain FILE              puts reasons that were found since into such a file
 
 The emulator's NVRTC changes the text (crates/emulator/src/mutant.rs), so nothing is rebuilt: the test programs are those of
 `make emulated`, in the environment that it sets. Without a mutant all of the tests must pass first.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -135,6 +137,17 @@ def run(program: str, tests: list[str], mutant: str, limit: float) -> tuple[str,
     return outcome, time.monotonic() - start, race.group(0) if race else output[-400:] if done.returncode else ""
 
 
+def explain(path: Path) -> int:
+    """Puts the reasons of survivors into a record."""
+    reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
+    content = json.loads(path.read_text())
+    for row in content["mutants"]:
+        if row["outcome"] == "survives":
+            row["reason"] = reasons.get(row["change"], "not explained")
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
@@ -142,29 +155,41 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mutant")
     parser.add_argument("--programs", type=json.loads, metavar="JSON", help="the test program of each package, already built")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other mutant begins")
     parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--explain", type=Path, metavar="FILE", help="puts the reasons of survivors into a record")
     arguments = parser.parse_args()
+    if arguments.explain:
+        return explain(arguments.explain)
     chosen = [mutant for mutant in mutants() if arguments.only in mutant.change]
+    # Mixed, so that a run that is cut short has some of all files.
+    chosen.sort(key=lambda mutant: hashlib.sha1(mutant.change.encode()).digest())
     if arguments.list:
         print(*(mutant.change for mutant in chosen), sep="\n")
         return 0
     built = arguments.programs or programs()
+    limits = {}
     for package, tests in {(mutant.package, tuple(mutant.tests)) for mutant in chosen}:
         outcome, seconds, report = run(built[package], list(tests), "", arguments.limit)
         print(f"{package} {' '.join(tests)}: {seconds:.0f} s without a mutant", flush=True)
         if outcome != "survives":
             print(f"{outcome} without a mutant:\n{report}", file=sys.stderr)
             return 1
+        limits[package, tests] = max(arguments.limit, 4 * seconds)
 
     def judge(mutant: Mutant) -> Mutant:
-        mutant.outcome, mutant.seconds, mutant.report = run(built[mutant.package], mutant.tests, mutant.change, arguments.limit)
+        if time.monotonic() - start > arguments.seconds:
+            return mutant
+        limit = limits[mutant.package, tuple(mutant.tests)]
+        mutant.outcome, mutant.seconds, mutant.report = run(built[mutant.package], mutant.tests, mutant.change, limit)
+        mutant.seconds = round(mutant.seconds, 1)
         print(f"{mutant.outcome:9} {mutant.seconds:5.0f} s  {mutant.kind:12} {mutant.change}", flush=True)
         return mutant
 
     facts = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     start = time.monotonic()
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        judged = list(pool.map(judge, chosen))
+        judged = [mutant for mutant in pool.map(judge, chosen) if mutant.outcome]
     caught = [mutant for mutant in judged if mutant.outcome != "survives"]
     reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
     seconds = round(time.monotonic() - start)
@@ -173,8 +198,9 @@ def main() -> int:
         if mutant.outcome == "survives":
             print(f"survives: {mutant.change}: {reasons.get(mutant.change, 'not explained')}")
     if arguments.record:
-        rows = [asdict(mutant) | {"reason": reasons.get(mutant.change)} for mutant in judged]
-        record.write(arguments.record, facts | {"caught": len(caught), "of": len(judged), "seconds": seconds, "mutants": rows})
+        counts = {"caught": len(caught), "of": len(judged), "not begun": len(chosen) - len(judged), "seconds": seconds}
+        record.write(arguments.record, facts | counts | {"mutants": [asdict(mutant) for mutant in judged]})
+        explain(arguments.record)
     return 0
 
 
