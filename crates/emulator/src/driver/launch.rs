@@ -23,6 +23,7 @@ use crate::{
 };
 
 const MAX_THREADS: u32 = 1024;
+const FEW_REGISTERS: u32 = 32;
 
 /// As in device/fibers.hpp.
 #[repr(C)]
@@ -132,11 +133,17 @@ pub(crate) unsafe fn function(module: *const Module, name: *const c_char) -> Res
     }
 }
 
-/// The registers of a thread: as many as the bounds leave, which NVRTC may use; an assumption without them.
+/// The registers of a thread, which nobody knows without NVRTC: 32, or as many as the bounds leave with
+/// `ANTIPHON_EMULATOR_REGISTERS=most`, and in any case no more.
 fn registers(bounds: [u32; 2]) -> u32 {
-    match bounds {
-        [_, 0] | [0, _] => 32,
+    let most = match bounds {
+        [_, 0] | [0, _] => return FEW_REGISTERS,
         [threads, blocks] => ((64 << 10) / (threads.next_multiple_of(32) * blocks) / 8 * 8).min(255),
+    };
+    match std::env::var("ANTIPHON_EMULATOR_REGISTERS").as_deref() {
+        Ok("most") => most,
+        Ok("few" | "") | Err(_) => most.min(FEW_REGISTERS),
+        Ok(other) => panic!("ANTIPHON_EMULATOR_REGISTERS is few or most, not {other}"),
     }
 }
 
