@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all fuzz-lowering lint doc deny bench gpu-bundle
+.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all mutants soak fuzz-lowering lint doc deny bench gpu-bundle
 
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer. At the end stands what ran and what was
 # skipped, by what the tests need. With EXPECT=tests/skipped/cpu.txt exactly those tests must have been skipped, and none of the
@@ -56,6 +56,18 @@ ifeq ($(origin TESTS),file)
 	$(EMULATED) $(PYTHON) -m pytest -m cuda tests/test_moe_first_calls.py tests/test_cuda_arrays.py -k "first_calls or disagree or fused"
 endif
 
+# Whether the tests notice kernels that lack a release, an acquire, a fence, a wait or a barrier: scripts/mutants.py. The tests are built once.
+mutants: emulator
+	$(EMULATED) python3 scripts/mutants.py $(MUTANTS)
+
+# The emulated tests, up to the first race, in other orders of threads for each seed: `make soak SEEDS="$$(seq 100)"` for hours. The tests of
+# replays that overlap race on purpose.
+SEEDS ?= 1 2 3 4
+soak: emulator
+	for seed in $(SEEDS); do \
+		echo "seed $$seed" && ANTIPHON_EMULATOR_SEED=$$seed ANTIPHON_EMULATOR_RACES=first $(EMULATED) cargo test $(TESTS) --skip replays_that_overlap || exit 1; \
+	done
+
 # Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.
 emulated-all: emulator $(VENV)/installed
 	rm -f $(SKIPPED)-emulated-all
@@ -66,7 +78,7 @@ emulated-all: emulator $(VENV)/installed
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) $(PYTHON) -m pytest -m cuda
 	python3 scripts/skipped.py $(SKIPPED)-emulated-all --expect tests/skipped/emulator.txt
 else
-emulated emulated-all:
+emulated emulated-all mutants soak:
 	$(call not_run,emulator,$(strip $(NO_EMULATOR)))
 endif
 

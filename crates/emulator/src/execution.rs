@@ -1,4 +1,4 @@
-//! Kernels at work: each block on a thread of the operating system, as many at a time as a GPU holds.
+//! Kernels at work: each block on a thread of the operating system, while its GPU has room for it.
 
 use std::{
     ffi::c_void,
@@ -6,13 +6,21 @@ use std::{
     sync::{Arc, Condvar, Mutex, mpsc},
 };
 
-use crate::lock;
+use crate::{
+    lock,
+    races::{
+        self, grids, order,
+        threads::{Block, ClusterOrder, Knowledge},
+    },
+    room::{Needs, Ticket, Watch},
+    wait,
+};
 
 const MAX_THREADS: usize = 1024;
 /// Bytes of a fiber's stack, and a little so that the stacks do not share lines of the cache.
 const STACK_BYTES: usize = (64 << 10) + 320;
 
-/// As in device.hpp.
+/// As in device/fibers.hpp.
 #[repr(C)]
 struct Cluster {
     arrived: u32,
@@ -20,12 +28,12 @@ struct Cluster {
     anchors: [*mut c_void; 16],
 }
 
-// SAFETY: plain words, which the device side accesses atomically.
+// SAFETY: plain words, which the device's side accesses atomically.
 unsafe impl Send for Cluster {}
 // SAFETY: as above.
 unsafe impl Sync for Cluster {}
 
-/// As in device.hpp.
+/// As in device/fibers.hpp.
 #[repr(C)]
 struct Launch {
     call: unsafe extern "C" fn(*mut *mut c_void),
@@ -39,6 +47,8 @@ struct Launch {
     stacks: *mut u8,
     stack_bytes: usize,
     shared_bytes: u32,
+    running: *mut u32,
+    watch: *const Watch,
 }
 
 /// A module's function that runs a block.
@@ -53,10 +63,28 @@ pub(crate) struct Grid {
     pub grid: [u32; 3],
     pub block: [u32; 3],
     pub cluster_size: u32,
+    /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
-    /// How many blocks run at a time.
-    pub capacity: u32,
+    pub needs: Needs,
+    pub device: usize,
+    /// The number of its stream, and the priority.
+    pub stream: (u64, i32),
+    pub name: String,
+    /// Whether it may start before the grid ahead has ended.
+    pub is_programmatic: bool,
 }
+
+/// What the checks of races know of a grid that runs.
+struct Checked {
+    grid: Arc<grids::Grid>,
+    /// At its start, and behind `griddepcontrol.wait`.
+    start: [Knowledge; 2],
+    /// What its threads have learned.
+    learned: Mutex<Knowledge>,
+}
+
+/// With the order of a cluster of several blocks.
+type CheckedCluster = (Arc<Checked>, Option<Arc<Mutex<ClusterOrder>>>);
 
 /// The bytes of a parameter.
 #[repr(C, align(64))]
@@ -68,20 +96,27 @@ impl Grid {
         let [x, y, z] = self.grid;
         let in_flight = Arc::new((Mutex::new(0u32), Condvar::new()));
         let size = self.cluster_size;
+        let checked = races::is_on().then(|| {
+            let name = Some(self.name.clone());
+            let grid = grids::Grid::new(name, self.device, size, [self.grid, self.block]);
+            let start = order::start(self.is_programmatic);
+            Arc::new(Checked { grid, start, learned: Mutex::default() })
+        });
+        let (stream, priority) = self.stream;
+        let ticket = Arc::new(Ticket::new(&self.name, self.device, stream, priority, x * y * z, self.needs));
         for first in (0..x * y * z).step_by(size as usize) {
-            let (count, changed) = &*in_flight;
-            let mut running = lock(count);
-            while *running != 0 && *running + size > self.capacity {
-                running = changed.wait(running).unwrap_or_else(|poisoned| poisoned.into_inner());
-            }
-            *running += size;
-            drop(running);
+            let places = ticket.place();
+            *lock(&in_flight.0) += size;
             let cluster = (size > 1)
                 .then(|| Arc::new(Cluster { arrived: 0, generation: 0, anchors: [ptr::null_mut(); 16] }));
-            for rank in 0..size {
+            let order = (size > 1).then(Arc::<Mutex<ClusterOrder>>::default);
+            for (rank, (place, watch)) in (0..size).zip(places) {
                 let (grid, cluster, in_flight) = (self.clone(), cluster.clone(), in_flight.clone());
+                let ticket = ticket.clone();
+                let checked = checked.clone().map(|checked| (checked, order.clone()));
                 spawn(Box::new(move |stacks| {
-                    grid.run_block(first + rank, rank, cluster.as_deref(), stacks);
+                    grid.run_block(first + rank, rank, cluster.as_deref(), checked, (stacks, &watch));
+                    ticket.leave(place, &watch);
                     *lock(&in_flight.0) -= 1;
                     in_flight.1.notify_all();
                 }));
@@ -89,14 +124,29 @@ impl Grid {
         }
         let mut running = lock(&in_flight.0);
         while *running != 0 {
-            running = in_flight.1.wait(running).unwrap_or_else(|poisoned| poisoned.into_inner());
+            running = wait(&in_flight.1, running);
+        }
+        if let Some(checked) = checked {
+            order::end(&checked.grid, checked.start[0].clone(), &lock(&checked.learned));
         }
     }
 
-    fn run_block(&self, number: u32, rank: u32, cluster: Option<&Cluster>, stacks: *mut u8) {
+    fn run_block(
+        &self,
+        number: u32,
+        rank: u32,
+        cluster: Option<&Cluster>,
+        checked: Option<CheckedCluster>,
+        (stacks, watch): (*mut u8, &Watch),
+    ) {
         let [x, y, _] = self.grid;
         let mut parameters: Vec<*mut c_void> =
             self.parameters.iter().map(|parameter| ptr::from_ref(&parameter.0).cast_mut().cast()).collect();
+        let checked = checked.map(|(checked, cluster)| {
+            let [start, ahead] = &checked.start;
+            let block = Block::new(&checked.grid, number, start, ahead, cluster);
+            (checked, block)
+        });
         let launch = Launch {
             call: self.call,
             parameters: parameters.as_mut_ptr(),
@@ -109,9 +159,18 @@ impl Grid {
             stacks,
             stack_bytes: STACK_BYTES,
             shared_bytes: self.shared_bytes,
+            running: checked.as_ref().map_or(ptr::null_mut(), |(_, block)| block.running()),
+            watch,
         };
-        // SAFETY: the layout is that of device.hpp; the kernel's parameters are as many and as large as it says.
-        unsafe { (self.run)(ptr::from_ref(&launch).cast()) };
+        // SAFETY: the layout is that of fibers.hpp; the kernel's parameters are as many and as large as it says.
+        let run = || unsafe { (self.run)(ptr::from_ref(&launch).cast()) };
+        match checked {
+            Some((checked, block)) => {
+                let known = block.run(run);
+                lock(&checked.learned).join(&known);
+            }
+            None => run(),
+        }
     }
 }
 

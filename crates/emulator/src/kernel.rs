@@ -1,102 +1,47 @@
-//! NVRTC: kernels become C++ for the processor, and a shared library.
+//! Kernels become C++ for the processor, and a shared library.
 
 use std::{
-    ffi::{CStr, c_char, c_int},
     fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    path::{Path, PathBuf},
     process::Command,
     sync::atomic::{AtomicU32, Ordering},
 };
 
+use crate::{mutant, nvrtc, ptx, races};
+
 /// The device side of the emulator, ahead of every program.
-const DEVICE: &str = include_str!("device.hpp");
+pub(crate) const DEVICE: &str = concat!(
+    include_str!("device/fibers.hpp"),
+    include_str!("device/memory.hpp"),
+    include_str!("device/functions.hpp")
+);
 
-/// What the instructions do that kernels contain as assembly: the text, and C++ in which `$0` is the first operand.
-#[rustfmt::skip]
-const INSTRUCTIONS: &[(&str, &str)] = &[
-    ("", ""),
-    // Conversions.
-    ("cvt.rn.f16x2.f32 %0, %1, %2;", "$0 = emulator::pair<uint32_t>(emulator::narrow_f16($2), emulator::narrow_f16($1));"),
-    ("cvt.rn.bf16x2.f32 %0, %1, %2;", "$0 = emulator::pair<uint32_t>(emulator::narrow_bf16($2), emulator::narrow_bf16($1));"),
-    ("cvt.rn.f16.f32 %0, %1;", "$0 = emulator::narrow_f16($1);"),
-    ("cvt.rn.bf16.f32 %0, %1;", "$0 = emulator::narrow_bf16($1);"),
-    ("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }",
-     "$0 = emulator::widen_f16($2 & 0xFFFF); $1 = emulator::widen_f16($2 >> 16);"),
-    ("min.NaN.f32 %0, %1, %2;", "$0 = emulator::minimum($1, $2);"),
-    ("max.NaN.f32 %0, %1, %2;", "$0 = emulator::maximum($1, $2);"),
-    // Vectors.
-    ("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];", "emulator::split(emulator::get16($4), $0, $1, $2, $3);"),
-    ("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];", "emulator::split(emulator::get16($4), $0, $1, $2, $3);"),
-    ("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];", "emulator::split(emulator::poll16($4), $0, $1, $2, $3);"),
-    ("st.global.v4.u32 [%0], {%1,%2,%3,%4};", "emulator::put16($0, make_uint4($1, $2, $3, $4));"),
-    ("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};", "emulator::put16($0, make_uint4($1, $2, $3, $4));"),
-    ("{ .reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v; }", "emulator::put16($0, emulator::join($1, $2));"),
-    ("{ .reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v; }", "emulator::split(emulator::poll16($2), $0, $1);"),
-    ("st.global.u8 [%0], %1;", "*(unsigned char*)$0 = (unsigned char)$1;"),
-    // Words.
-    ("ld.acquire.sys.global.u32 %0, [%1];", "$0 = emulator::poll<uint32_t>($1);"),
-    ("ld.acquire.sys.global.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>($1);"),
-    ("ld.acquire.gpu.global.u32 %0, [%1];", "$0 = emulator::poll<uint32_t>($1);"),
-    ("ld.acquire.gpu.global.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>($1);"),
-    ("ld.relaxed.sys.global.u32 %0, [%1];", "$0 = emulator::poll<uint32_t>($1);"),
-    ("ld.relaxed.sys.global.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>($1);"),
-    ("st.release.sys.global.u32 [%0], %1;", "emulator::put<uint32_t>($0, $1);"),
-    ("st.release.sys.global.u64 [%0], %1;", "emulator::put<uint64_t>($0, $1);"),
-    ("st.relaxed.sys.global.u32 [%0], %1;", "emulator::put<uint32_t>($0, $1);"),
-    ("st.relaxed.sys.global.u64 [%0], %1;", "emulator::put<uint64_t>($0, $1);"),
-    ("red.release.sys.global.add.u32 [%0], %1;", "emulator::add<uint32_t>($0, $1);"),
-    ("red.release.sys.global.add.u64 [%0], %1;", "emulator::add<uint64_t>($0, $1);"),
-    ("red.relaxed.sys.global.add.u32 [%0], %1;", "emulator::add<uint32_t>($0, $1);"),
-    ("red.relaxed.sys.global.add.u64 [%0], %1;", "emulator::add<uint64_t>($0, $1);"),
-    ("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;", "$0 = emulator::add<uint32_t>($1, $2);"),
-    ("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;", "$0 = emulator::add<uint64_t>($1, $2);"),
-    ("fence.acq_rel.sys;", "__threadfence();"),
-    ("fence.acq_rel.gpu;", "__threadfence();"),
-    // Shared memory, clusters, bulk copies.
-    ("ld.acquire.cta.shared.u32 %0, [%1];", "$0 = emulator::poll<uint32_t>(emulator::shared($1));"),
-    ("st.release.cta.shared.u32 [%0], %1;", "emulator::put<uint32_t>(emulator::shared($0), $1);"),
-    ("ld.volatile.shared.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>(emulator::shared($1));"),
-    ("st.volatile.shared.u64 [%0], %1;", "emulator::put<uint64_t>(emulator::shared($0), $1);"),
-    ("ld.relaxed.cluster.shared.u64 %0, [%1];", "$0 = emulator::poll<uint64_t>(emulator::shared($1));"),
-    ("{ .reg .b32 place; mapa.shared::cluster.u32 place, %0, %1; st.relaxed.cluster.shared::cluster.u64 [place], %2; }",
-     "emulator::put<uint64_t>(emulator::shared_of_block($0, $1), $2);"),
-    ("mov.u32 %0, %%cluster_ctarank;", "$0 = emulator::cluster_rank();"),
-    ("mov.u32 %0, %%cluster_nctaid.x;", "$0 = emulator::cluster_size();"),
-    ("mov.u32 %0, %%clusterid.x;", "$0 = emulator::cluster_index();"),
-    ("mov.u32 %0, %%nclusterid.x;", "$0 = emulator::cluster_count();"),
-    ("barrier.cluster.arrive.release.aligned;", "emulator::cluster_arrive();"),
-    ("barrier.cluster.wait.acquire.aligned;", "emulator::cluster_wait();"),
-    ("cp.async.cg.shared.global [%0], [%1], 16;", "emulator::current->small.begin(emulator::shared($0), $1, 16);"),
-    ("cp.async.commit_group;", "emulator::current->small.end_group();"),
-    ("cp.async.wait_all;", "emulator::current->small.wait_all();"),
-    ("cp.async.wait_group %0;", "emulator::current->small.wait($0, false);"),
-    ("mbarrier.init.shared::cta.b64 [%0], 1;", "emulator::barrier_init($0, 1);"),
-    ("fence.mbarrier_init.release.cluster;", ""),
-    ("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;", "emulator::barrier_expect($0, $1);"),
-    ("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }",
-     "$0 = emulator::barrier_try_wait($1, $2);"),
-    ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];", "emulator::bulk_load($0, $1, $2, $3);"),
-    ("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", "emulator::bulk_store($0, $1, $2);"),
-    ("cp.async.bulk.commit_group;", "emulator::current->bulk.end_group();"),
-    ("cp.async.bulk.wait_group %0;", "emulator::current->bulk.wait($0, false);"),
-    ("cp.async.bulk.wait_group.read %0;", "emulator::current->bulk.wait($0, true);"),
-    ("fence.proxy.async;", ""),
-    ("fence.proxy.async.global;", ""),
-    ("fence.proxy.async.shared::cta;", ""),
-    ("mov.u64 %0, %%gridid;", "$0 = emulator::grid_number();"),
-    // Time.
-    ("mov.u64 %0, %%globaltimer;", "$0 = emulator::global_timer();"),
-    ("griddepcontrol.wait;", ""),
-    ("griddepcontrol.launch_dependents;", ""),
-];
-
-pub struct Program {
-    source: String,
-    library: Vec<u8>,
-    log: String,
-}
+/// Calls a function at each access, and has the lines of the program.
+const CHECKED: [&str; 5] =
+    ["-DANTIPHON_EMULATOR_CHECKED", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1", "-g1"];
 
 /// Compiles a program of CUDA into a shared library.
-fn compile(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
+pub(crate) fn compile(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
+    let Some(mutant) = mutant::wanted() else { return compile_anew(source, options) };
+    // Most programs do not have the mutant's file, and are those of other mutants, too.
+    let source = mutant::apply(source, &mutant)?;
+    let mut key = DefaultHasher::new();
+    (nvrtc::build(""), &source, options).hash(&mut key);
+    let folder = std::env::var_os("ANTIPHON_CACHE_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
+    let kept = folder.join(format!("emulated-{:016x}.so", key.finish()));
+    if let Ok(library) = fs::read(&kept) {
+        return Ok(library);
+    }
+    let library = compile_anew(&source, options)?;
+    let part = kept.with_extension(std::process::id().to_string());
+    if fs::write(&part, &library).is_ok() {
+        let _ = fs::rename(part, kept);
+    }
+    Ok(library)
+}
+
+fn compile_anew(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let folder = std::env::temp_dir().join(format!("antiphon-emulator-{}-{number}", std::process::id()));
@@ -108,7 +53,7 @@ fn compile(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
     result
 }
 
-fn compile_in(folder: &std::path::Path, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
+fn compile_in(folder: &Path, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
     let text = |error: std::io::Error| error.to_string();
     let [cuda, cpp, library] = ["program.cu", "program.cpp", "program.so"].map(|name| folder.join(name));
     fs::write(&cuda, source).map_err(text)?;
@@ -127,19 +72,12 @@ fn compile_in(folder: &std::path::Path, source: &str, options: &[String]) -> Res
         .arg(format!("-D__CUDA_ARCH__={architecture}0"))
         .args(defines)
         .arg(&cuda))?;
-    fs::write(&cpp, format!("{DEVICE}\n#line 1 \"program\"\n{}", translate(&expanded)?)).map_err(text)?;
+    let program = translate(&expanded)?;
+    let allowed = allowed_races(source);
+    fs::write(&cpp, format!("{DEVICE}\n{allowed}\n#line 1 \"program\"\n{program}")).map_err(text)?;
+    let object = folder.join("program.o");
     run(Command::new("g++")
-        .args([
-            "-std=c++17",
-            "-O1",
-            "-w",
-            "-fPIC",
-            "-shared",
-            "-mavx",
-            "-mfma",
-            "-mf16c",
-            "-ffp-contract=off",
-        ])
+        .args(["-std=c++17", "-O1", "-w", "-fPIC", "-c", "-mavx", "-mfma", "-mf16c", "-ffp-contract=off"])
         .args([
             "-fno-strict-aliasing",
             "-fno-exceptions",
@@ -148,9 +86,33 @@ fn compile_in(folder: &std::path::Path, source: &str, options: &[String]) -> Res
             "-fno-threadsafe-statics",
             "-fno-ipa-reference",
         ])
-        .args(["-fmax-errors=20", "-Wl,-Bsymbolic", "-o"])
-        .args([&library, &cpp]))?;
+        .args(if races::is_on() { &CHECKED[..] } else { &[] })
+        // Some distributions check the sizes of objects, of which shared memory's anchor is none.
+        .args(["-U_FORTIFY_SOURCE", "-fmax-errors=20", "-o"])
+        .args([&object, &cpp]))?;
+    // Apart, so that g++ does not add the sanitizer's own library.
+    run(Command::new("g++").args(["-shared", "-Wl,-Bsymbolic", "-o"]).args([&library, &object]))?;
     fs::read(&library).map_err(text)
+}
+
+/// The lines that may race, because the text says why behind `// races:`; of such a pair no race is reported.
+fn allowed_races(source: &str) -> String {
+    let (mut file, mut number) = ("", 0);
+    let mut places = String::new();
+    for line in source.lines() {
+        if let Some((from, name)) = line.strip_prefix("#line ").and_then(|rest| rest.split_once(' ')) {
+            (file, number) = (name.trim_matches('"'), from.parse::<usize>().unwrap_or(1) - 1);
+            continue;
+        }
+        number += 1;
+        if line.contains("// races:") {
+            let name = file.rsplit('/').next().unwrap_or(file);
+            places.push_str(&format!("{name}:{number} "));
+        }
+    }
+    format!(
+        "extern \"C\" __attribute__((visibility(\"default\"))) const char emulator_allowed_races[] = \"{places}\";"
+    )
 }
 
 /// Replaces what only CUDA has: assembly, shared memory of dynamic size; and registers the kernels.
@@ -160,6 +122,7 @@ fn translate(source: &str) -> Result<String, String> {
     // Kernels whose bodies have not ended: the depth of their braces, and what follows.
     let (mut depth, mut kernels) = (0usize, Vec::new());
     while let Some(next) = rest.chars().next() {
+        let at = source.len() - rest.len();
         if next == '"' || next == '\'' {
             let len = literal(rest);
             result.push_str(&rest[..len]);
@@ -176,7 +139,8 @@ fn translate(source: &str) -> Result<String, String> {
                 "asm" => {
                     let open = rest.find('(').ok_or("assembly without operands")?;
                     let len = closing(&rest[open..]).ok_or("assembly without an end")?;
-                    result.push_str(&instruction(&rest[open + 1..open + len - 1])?);
+                    let code = instruction(&rest[open + 1..open + len - 1]);
+                    result.push_str(&code.map_err(|error| format!("{}: {error}", place(&source[..at])))?);
                     rest = &rest[open + len..];
                 }
                 "extern" if rest.trim_start().starts_with("__shared__") => {
@@ -187,12 +151,10 @@ fn translate(source: &str) -> Result<String, String> {
                     rest = &rest[end..];
                 }
                 "__global__" => {
-                    if let Some((name, parameters)) = kernel_signature(rest) {
+                    if let Some((name, parameters, bounds)) = kernel_signature(rest) {
                         let address = format!("static_cast<void (*){parameters}>(&{name})");
-                        kernels.push((
-                            depth,
-                            format!("static emulator::registration<{address}> emulated_{name};"),
-                        ));
+                        let kernel = format!("emulator::registration<{address}> emulated_{name}");
+                        kernels.push((depth, format!("static {kernel}(\"{name}\"{bounds});")));
                     }
                     result.push_str(this);
                 }
@@ -212,6 +174,21 @@ fn translate(source: &str) -> Result<String, String> {
         }
     }
     Ok(result)
+}
+
+/// The file and the line at which a text of `g++ -E` ends.
+fn place(text: &str) -> String {
+    let (mut file, mut line) = ("program", 1);
+    for this in text.split_inclusive('\n') {
+        // `# 12 "name"` is about the line behind it.
+        let marker = this.strip_prefix("# ").and_then(|rest| rest.split_once(' '));
+        match marker.and_then(|(number, name)| Some((number.parse().ok()?, name.split('"').nth(1)?))) {
+            Some((number, name)) => (line, file) = (number, name),
+            None if this.ends_with('\n') => line += 1,
+            None => {}
+        }
+    }
+    format!("{file}:{line}")
 }
 
 fn word(text: &str) -> usize {
@@ -249,17 +226,18 @@ fn closing(text: &str) -> Option<usize> {
     None
 }
 
-/// The name and the parameters of the kernel that is defined behind `__global__`.
-fn kernel_signature(text: &str) -> Option<(&str, &str)> {
-    let mut at = 0;
+/// The name and the parameters of the kernel that is defined behind `__global__`, and what `__launch_bounds__` says behind a comma.
+fn kernel_signature(text: &str) -> Option<(&str, &str, String)> {
+    let (mut at, mut bounds) = (0, String::new());
     loop {
         let open = at + text[at..].find('(')?;
         let before = text[..open].trim_end();
         let name = &before[before.rfind(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))? + 1..];
         let end = open + closing(&text[open..])?;
         if name != "__launch_bounds__" {
-            return text[end..].trim_start().starts_with('{').then(|| (name, &text[open..end]));
+            return text[end..].trim_start().starts_with('{').then(|| (name, &text[open..end], bounds));
         }
+        bounds = format!(", {}", &text[open + 1..end - 1]);
         at = end;
     }
 }
@@ -292,144 +270,9 @@ fn instruction(text: &str) -> Result<String, String> {
         .flatten()
         .filter_map(|operand| operand.find('(').map(|open| operand[open..].trim()))
         .collect();
-    let known = INSTRUCTIONS.iter().find(|(ptx, _)| *ptx == template);
-    let (_, cpp) = known.ok_or_else(|| format!("the emulator does not know the instruction: {template}"))?;
-    let mut code = (*cpp).to_owned();
+    let mut code = ptx::translate(&template)?;
     for (index, operand) in operands.iter().enumerate().rev() {
         code = code.replace(&format!("${index}"), operand);
     }
     Ok(format!("do {{ emulator::other_threads run; {code} }} while (0)"))
-}
-
-const COMPILATION: c_int = 6;
-
-/// A number of this emulator: the cache of compiled kernels asks for NVRTC's version.
-fn build() -> c_int {
-    let instructions = INSTRUCTIONS.iter().flat_map(|(ptx, cpp)| ptx.bytes().chain(cpp.bytes()));
-    let hash = DEVICE.bytes().chain(instructions).fold(0xCBF2_9CE4_8422_2325, |hash: u64, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01B3)
-    });
-    1000 + (hash % 1_000_000) as c_int
-}
-
-/// # Safety
-/// As nvrtc.h says; so for all functions of this module.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcVersion(major: *mut c_int, minor: *mut c_int) -> c_int {
-    // SAFETY: two places for a number.
-    unsafe { (*major, *minor) = (13, build()) };
-    0
-}
-
-/// # Safety
-/// See [`nvrtcVersion`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcCreateProgram(
-    program: *mut *mut Program,
-    source: *const c_char,
-    _name: *const c_char,
-    _headers: c_int,
-    _texts: *const *const c_char,
-    _names: *const *const c_char,
-) -> c_int {
-    // SAFETY: a text that ends with NUL, and a place for a pointer.
-    unsafe {
-        let source = CStr::from_ptr(source).to_string_lossy().into_owned();
-        *program = Box::into_raw(Box::new(Program { source, library: Vec::new(), log: String::new() }));
-    }
-    0
-}
-
-/// # Safety
-/// See [`nvrtcVersion`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcDestroyProgram(program: *mut *mut Program) -> c_int {
-    // SAFETY: made above.
-    unsafe { drop(Box::from_raw(*program)) };
-    0
-}
-
-/// # Safety
-/// See [`nvrtcVersion`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcCompileProgram(
-    program: *mut Program,
-    count: c_int,
-    options: *const *const c_char,
-) -> c_int {
-    // SAFETY: as many texts as said.
-    let (program, options) = unsafe {
-        let options = (0..count as usize).map(|index| CStr::from_ptr(*options.add(index)));
-        (&mut *program, options.map(|text| text.to_string_lossy().into_owned()).collect::<Vec<_>>())
-    };
-    match compile(&program.source, &options) {
-        Ok(library) => {
-            program.library = library;
-            0
-        }
-        Err(log) => {
-            program.log = log;
-            COMPILATION
-        }
-    }
-}
-
-/// # Safety
-/// See [`nvrtcVersion`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcGetCUBINSize(program: *mut Program, size: *mut usize) -> c_int {
-    // SAFETY: a program and a place for a size.
-    unsafe {
-        let library = &(*program).library;
-        *size = library.len();
-    }
-    0
-}
-
-/// # Safety
-/// See [`nvrtcVersion`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcGetCUBIN(program: *mut Program, to: *mut c_char) -> c_int {
-    // SAFETY: room for as many bytes as were announced.
-    unsafe {
-        let library = &(*program).library;
-        library.as_ptr().copy_to(to.cast(), library.len());
-    }
-    0
-}
-
-/// # Safety
-/// See [`nvrtcVersion`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcGetProgramLogSize(program: *mut Program, size: *mut usize) -> c_int {
-    // SAFETY: a program and a place for a size.
-    unsafe {
-        let log = &(*program).log;
-        *size = log.len() + 1;
-    }
-    0
-}
-
-/// # Safety
-/// See [`nvrtcVersion`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcGetProgramLog(program: *mut Program, to: *mut c_char) -> c_int {
-    // SAFETY: room for as many bytes as were announced, with a NUL.
-    unsafe {
-        let log = &(*program).log;
-        log.as_ptr().copy_to(to.cast(), log.len());
-        *to.add(log.len()) = 0;
-    }
-    0
-}
-
-/// # Safety
-/// See [`nvrtcVersion`].
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvrtcGetErrorString(result: c_int) -> *const c_char {
-    match result {
-        0 => c"NVRTC_SUCCESS".as_ptr(),
-        COMPILATION => c"NVRTC_ERROR_COMPILATION".as_ptr(),
-        _ => c"NVRTC_ERROR".as_ptr(),
-    }
 }

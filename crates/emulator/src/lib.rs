@@ -1,30 +1,42 @@
 //! A CUDA driver and an NVRTC without a GPU, for tests: `make emulated` runs the GPU tests on any machine with an x86-64 processor
 //! and g++.
 //!
-//! The library exports the functions of libcuda and libnvrtc that Antiphon calls. g++ compiles the kernels, with `device.hpp` in
-//! front, for the processor. A block of a kernel is a thread of the operating system, and its threads are fibers. All blocks of
-//! all GPUs run at the same time. Device memory is memory of the process, and a file descriptor hands it to other processes.
+//! The library exports the functions of libcuda and libnvrtc that Antiphon calls. g++ compiles the kernels, with the files of `device/` in
+//! front, for the processor. A block of a kernel is a thread of the operating system, and its threads are fibers. All blocks for which
+//! their GPUs have room run at the same time. Device memory is memory of the process, and a file descriptor hands it to other processes.
 //!
 //! The emulator shows waits that never end, wrong addresses, copies that are read too early, memory that is reused too early, missing
-//! barriers within a block, and wrong bits. It does not show speed, the use of registers and shared memory, and what
-//! follows from weakly ordered memory: the processor orders its accesses strongly.
+//! barriers within a block, circles of waits for room, and wrong bits. It does not show speed. The processor orders memory
+//! strongly, so what follows from a missing fence is not seen; with `ANTIPHON_EMULATOR_RACES` the missing fence itself is.
 //!
 //! | variable | effect |
 //! | --- | --- |
 //! | `ANTIPHON_EMULATOR_GPUS` | the number of GPUs, 4 without it |
-//! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number; in ascending order without it |
+//! | `ANTIPHON_EMULATOR_MULTIPROCESSORS` | the multiprocessors of each, 132 without it |
+//! | `ANTIPHON_EMULATOR_REGISTERS` | `most`: a thread has as many as `__launch_bounds__` leaves it, and not 32 |
+//! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number, in ascending order without it; and other streams share a queue |
+//! | `ANTIPHON_EMULATOR_RACES` | `first` or `all` races are reported: docs/emulator.md |
+//! | `ANTIPHON_EMULATOR_MUTANT` | `FILE:LINE:FROM=>TO` changes a line of the kernels, as `make mutants` does |
 //! | `ANTIPHON_EMULATOR_KEEP` | the compiled programs stay in the folder for temporary files |
 
 #![allow(clippy::disallowed_types)] // not part of the library, nor of its models under loom
 #![allow(missing_docs, non_snake_case)] // the names and the documentation are CUDA's
 
+mod circle;
 mod driver;
+mod event;
 mod execution;
 mod kernel;
 mod memory;
+mod mutant;
+mod nvrtc;
+mod ptx;
+mod queue;
+mod races;
+mod room;
 mod stream;
 
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 
 /// The driver's codes.
 #[repr(transparent)]
@@ -41,6 +53,7 @@ impl Code {
     const ILLEGAL_STATE: Self = Self(401);
     const NOT_FOUND: Self = Self(500);
     const NOT_READY: Self = Self(600);
+    const LAUNCH_OUT_OF_RESOURCES: Self = Self(701);
     const PEER_ACCESS_ALREADY_ENABLED: Self = Self(704);
     const COOPERATIVE_LAUNCH_TOO_LARGE: Self = Self(720);
     const NOT_SUPPORTED: Self = Self(801);
@@ -50,6 +63,14 @@ impl Code {
     const CAPTURE_UNJOINED: Self = Self(904);
     const CAPTURE_ISOLATION: Self = Self(905);
     const CAPTURED_EVENT: Self = Self(907);
+}
+
+/// What `ANTIPHON_EMULATOR_SEED` says, 0 without it.
+fn seed() -> u64 {
+    static SEED: OnceLock<u64> = OnceLock::new();
+    *SEED.get_or_init(|| {
+        std::env::var("ANTIPHON_EMULATOR_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0)
+    })
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -10,7 +10,10 @@ use std::{
     },
 };
 
-use crate::{Code, lock};
+use crate::{
+    Code, lock, races,
+    races::shadow::{self, Shadow},
+};
 
 const PAGE: usize = 4096;
 /// Memory that is created has multiples of this.
@@ -30,9 +33,30 @@ pub(crate) struct Physical {
     file: OwnedFd,
     len: usize,
     is_mine: bool,
+    /// If races are checked.
+    shadow: Option<Arc<Shadow>>,
+}
+
+/// What tells files apart.
+fn identity(file: &OwnedFd) -> (u64, u64) {
+    // SAFETY: an open descriptor, and a place for what is known of it.
+    unsafe {
+        let mut about: libc::stat = std::mem::zeroed();
+        libc::fstat(file.as_raw_fd(), &raw mut about);
+        (about.st_dev, about.st_ino)
+    }
 }
 
 impl Physical {
+    /// Memory that somebody has made, who may be another process.
+    fn of_file(file: OwnedFd, len: usize) -> Arc<Self> {
+        let shadow = if races::is_on() { Shadow::find(identity(&file)) } else { None };
+        if shadow.is_none() {
+            races::stop_checking();
+        }
+        Arc::new(Self { file, len, is_mine: false, shadow })
+    }
+
     fn create(len: usize) -> Result<Arc<Self>, Code> {
         if len == 0 {
             return Err(Code::INVALID_VALUE);
@@ -49,7 +73,8 @@ impl Physical {
             OwnedFd::from_raw_fd(file)
         };
         USED.fetch_add(len, Ordering::Relaxed);
-        Ok(Arc::new(Self { file, len, is_mine: true }))
+        let shadow = races::is_on().then(|| Shadow::create(identity(&file), len));
+        Ok(Arc::new(Self { file, len, is_mine: true, shadow }))
     }
 
     fn map_at(&self, at: *mut libc::c_void) -> Result<(), Code> {
@@ -58,7 +83,13 @@ impl Physical {
         let mapped = unsafe {
             libc::mmap(at, self.len, access, libc::MAP_SHARED | libc::MAP_FIXED, self.file.as_raw_fd(), 0)
         };
-        if mapped == libc::MAP_FAILED { Err(Code::OUT_OF_MEMORY) } else { Ok(()) }
+        if mapped == libc::MAP_FAILED {
+            return Err(Code::OUT_OF_MEMORY);
+        }
+        if let Some(shadow) = &self.shadow {
+            shadow.map(at as usize);
+        }
+        Ok(())
     }
 }
 
@@ -146,6 +177,9 @@ pub(crate) fn allocate(device: usize, len: usize, kind: Kind) -> Result<u64, Cod
 /// Frees memory of [`allocate`] or [`import`].
 pub(crate) fn free(base: u64) -> Result<(), Code> {
     let region = lock(&REGIONS).remove(&base).ok_or(Code::INVALID_VALUE)?;
+    if races::is_on() {
+        shadow::unmap(region.range.0, region.range.1);
+    }
     // SAFETY: reserved for this region.
     unsafe { libc::munmap(region.range.0 as *mut _, region.range.1) };
     Ok(())
@@ -163,7 +197,7 @@ pub(crate) fn import(device: usize, [process, file, offset, len, pages]: [u64; 5
     let path = format!("/proc/{process}/fd/{file}");
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path);
     let file = file.map_err(|_| Code::INVALID_HANDLE)?.into();
-    let physical = Arc::new(Physical { file, len: pages as usize, is_mine: false });
+    let physical = Physical::of_file(file, pages as usize);
     let start = reserve_range(pages as usize, PAGE)?;
     physical.map_at(start as *mut _)?;
     let (base, range, offset) = (start as u64 + offset, (start, pages as usize), offset as usize);
@@ -230,7 +264,7 @@ pub(crate) fn from_descriptor(descriptor: RawFd) -> Result<u64, Code> {
     if !name.to_string_lossy().starts_with("/memfd:emulated") {
         return Err(Code::INVALID_VALUE);
     }
-    Ok(add_handle(Arc::new(Physical { file, len, is_mine: false }), true))
+    Ok(add_handle(Physical::of_file(file, len), true))
 }
 
 pub(crate) fn reserve(len: usize) -> Result<u64, Code> {
@@ -257,6 +291,9 @@ pub(crate) fn map(device: usize, address: u64, len: usize, number: u64) -> Resul
 
 pub(crate) fn unmap(address: u64, len: usize) -> Result<(), Code> {
     lock(&REGIONS).remove(&address).ok_or(Code::INVALID_VALUE)?;
+    if races::is_on() {
+        shadow::unmap(address as usize, len);
+    }
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: keeps the addresses reserved.
     unsafe { libc::mmap(address as *mut _, len, libc::PROT_NONE, flags, -1, 0) };

@@ -1,4 +1,4 @@
-//! Streams, events and graphs.
+//! Streams and graphs.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -6,10 +6,19 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, Weak,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
 };
 
-use crate::{Code, lock, wait};
+use crate::{
+    Code,
+    event::{Event, Mark, Recorded},
+    lock,
+    queue::Turn,
+    races::{
+        order::{self, Order},
+        threads::Knowledge,
+    },
+    room, wait,
+};
 
 /// Work of a stream, which a graph repeats.
 pub(crate) type Work = Arc<dyn Fn() + Send + Sync>;
@@ -19,18 +28,31 @@ pub(crate) struct Stream {
     pub device: usize,
     /// No other stream has it, also when this one is gone.
     pub id: u64,
+    /// The least number is the highest priority.
+    pub priority: i32,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    queue: VecDeque<Work>,
+    queue: VecDeque<Submitted>,
     /// Submitted and not done.
     pending: usize,
     has_worker: bool,
     is_closed: bool,
     capture: Option<Capturing>,
+    /// What is known behind all work that is done.
+    done: Knowledge,
+}
+
+struct Submitted {
+    work: Work,
+    /// What the host knew then.
+    known: Knowledge,
+    turn: Turn,
+    /// Whether it only waits for an event.
+    is_wait: bool,
 }
 
 #[derive(Clone)]
@@ -41,7 +63,7 @@ struct Capturing {
     is_origin: bool,
 }
 
-struct Capture {
+pub(crate) struct Capture {
     number: u64,
     /// None when it has ended.
     nodes: Mutex<Option<Vec<Node>>>,
@@ -64,10 +86,11 @@ pub(crate) fn synchronize_device(device: usize) -> Result<(), Code> {
 }
 
 impl Stream {
-    pub(crate) fn new(device: usize) -> Arc<Self> {
+    pub(crate) fn new(device: usize, priority: i32) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        let stream = Arc::new(Self { device, id, state: Mutex::default(), changed: Condvar::new() });
+        let stream =
+            Arc::new(Self { device, id, priority, state: Mutex::default(), changed: Condvar::new() });
         let mut all = lock(&ALL);
         all.retain(|stream| stream.strong_count() > 0);
         all.push(Arc::downgrade(&stream));
@@ -87,12 +110,13 @@ impl Stream {
         let mut state = self.state();
         match &mut state.capture {
             Some(capturing) => capturing.add(work, Arc::as_ptr(self) as usize),
-            None => self.push(state, work),
+            None => self.push(state, work, false),
         }
     }
 
-    fn push(self: &Arc<Self>, mut state: MutexGuard<'_, State>, work: Work) {
-        state.queue.push_back(work);
+    fn push(self: &Arc<Self>, mut state: MutexGuard<'_, State>, work: Work, is_wait: bool) {
+        let turn = Turn::new(self.device, self.id);
+        state.queue.push_back(Submitted { work, known: order::host(), turn, is_wait });
         state.pending += 1;
         if !state.has_worker {
             state.has_worker = true;
@@ -106,7 +130,7 @@ impl Stream {
     fn work(&self) {
         loop {
             let mut state = lock(&self.state);
-            let work = loop {
+            let Submitted { work, known, turn, is_wait } = loop {
                 match state.queue.pop_front() {
                     Some(work) => break work,
                     None if state.is_closed => return,
@@ -114,9 +138,16 @@ impl Stream {
                 }
             };
             drop(state);
+            turn.wait(room::PATIENCE, room::look_for_circle);
+            let waits = is_wait.then_some(turn);
+            order::submitted(&known);
             work();
+            drop(waits);
             drop(work);
-            lock(&self.state).pending -= 1;
+            let mut state = lock(&self.state);
+            state.pending -= 1;
+            state.done = order::get().known;
+            drop(state);
             self.changed.notify_all();
         }
     }
@@ -131,7 +162,10 @@ impl Stream {
         let state = self.state();
         match (&state.capture, state.pending) {
             (Some(_), _) => Err(Code::CAPTURE_UNSUPPORTED),
-            (None, 0) => Ok(()),
+            (None, 0) => {
+                order::join(&state.done);
+                Ok(())
+            }
             (None, _) => Err(Code::NOT_READY),
         }
     }
@@ -144,6 +178,7 @@ impl Stream {
         while state.pending != 0 {
             state = wait(&self.changed, state);
         }
+        order::join(&state.done);
         Ok(())
     }
 
@@ -208,7 +243,7 @@ impl Stream {
             None => {
                 let mark = Arc::new(Mark::default());
                 *lock(&event.0) = Recorded::Mark(mark.clone());
-                self.push(state, Arc::new(move || mark.set()));
+                self.push(state, Arc::new(move || mark.set()), false);
             }
         }
     }
@@ -232,7 +267,7 @@ impl Stream {
                 Some(_) => return Err(Code::CAPTURE_MERGE),
             },
             (Recorded::Mark(_), Some(_)) => return Err(Code::CAPTURE_ISOLATION),
-            (Recorded::Mark(mark), None) => self.push(state, Arc::new(move || mark.wait())),
+            (Recorded::Mark(mark), None) => self.push(state, Arc::new(move || mark.wait()), true),
             (Recorded::Never, _) => {}
         }
         Ok(())
@@ -272,96 +307,30 @@ impl Graph {
         for (index, node) in self.nodes.iter().enumerate() {
             lanes.entry(node.lane).or_default().push(index);
         }
-        let (done, changed) = (&Mutex::new(vec![false; self.nodes.len()]), &Condvar::new());
+        let start = &order::get();
+        // What is known behind each node that is done.
+        let (done, changed) = (&Mutex::new(vec![None::<Order>; self.nodes.len()]), &Condvar::new());
         std::thread::scope(|scope| {
             for lane in lanes.values() {
                 let run = move || {
                     for &index in lane {
                         let node = &self.nodes[index];
                         let mut ready = lock(done);
-                        while !node.after.iter().all(|&before| ready[before]) {
+                        while node.after.iter().any(|&before| ready[before].is_none()) {
                             ready = wait(changed, ready);
                         }
+                        let before = node.after.iter().filter_map(|&before| ready[before].clone());
+                        order::set(order::behind(start, before.collect()));
                         drop(ready);
                         (node.work)();
-                        lock(done)[index] = true;
+                        lock(done)[index] = Some(order::get());
                         changed.notify_all();
                     }
                 };
                 if lanes.len() == 1 { run() } else { _ = scope.spawn(run) }
             }
         });
-    }
-}
-
-/// An event; with time or without.
-pub(crate) struct Event(Mutex<Recorded>, bool);
-
-#[derive(Clone)]
-enum Recorded {
-    Never,
-    Mark(Arc<Mark>),
-    Captured(Arc<Capture>, Vec<usize>),
-}
-
-/// A point in a stream.
-#[derive(Default)]
-struct Mark {
-    passed: Mutex<Option<Instant>>,
-    changed: Condvar,
-}
-
-impl Mark {
-    fn set(&self) {
-        *lock(&self.passed) = Some(Instant::now());
-        self.changed.notify_all();
-    }
-
-    fn wait(&self) {
-        let mut passed = lock(&self.passed);
-        while passed.is_none() {
-            passed = wait(&self.changed, passed);
-        }
-    }
-}
-
-impl Event {
-    pub(crate) fn new(has_time: bool) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Recorded::Never), has_time))
-    }
-
-    fn mark(&self) -> Result<Option<Arc<Mark>>, Code> {
-        match &*lock(&self.0) {
-            Recorded::Never => Ok(None),
-            Recorded::Mark(mark) => Ok(Some(mark.clone())),
-            Recorded::Captured(..) => Err(Code::CAPTURED_EVENT),
-        }
-    }
-
-    pub(crate) fn query(&self) -> Result<(), Code> {
-        match self.mark()? {
-            Some(mark) if lock(&mark.passed).is_none() => Err(Code::NOT_READY),
-            _ => Ok(()),
-        }
-    }
-
-    fn wait(&self) {
-        if let Ok(Some(mark)) = self.mark() {
-            mark.wait();
-        }
-    }
-
-    pub(crate) fn synchronize(&self) -> Result<(), Code> {
-        self.mark()?.iter().for_each(|mark| mark.wait());
-        Ok(())
-    }
-
-    pub(crate) fn milliseconds_since(&self, start: &Event) -> Result<f32, Code> {
-        let at = |event: &Event| {
-            let mark = event.mark()?.filter(|_| event.1).ok_or(Code::INVALID_HANDLE)?;
-            let passed = *lock(&mark.passed);
-            passed.ok_or(Code::NOT_READY)
-        };
-        Ok(at(self)?.saturating_duration_since(at(start)?).as_secs_f32() * 1e3)
+        let all = lock(done).iter().flatten().cloned().collect();
+        order::set(order::behind(start, all));
     }
 }

@@ -66,7 +66,7 @@ DEVICE bool reduce_ahead(reader& r, const turn& t, const fused& f, const row_tea
     const auto is_tensor = [&](u32 k) { return !KEEPS_OWN && k == a.rank; };
     const auto copy = [&](u32 i, u32 n, u32 k) {
         const u8* tensor = f.input + ((u64)f.first * f.vectors + own + i) * 16;
-        copy_async16(place(n, k), is_tensor(k) ? tensor : lanes + k * a.lane_stride + i * 16);
+        copy_async16(place(n, k), is_tensor(k) ? tensor : lanes + k * a.lane_stride + i * 16); // races: each word tells whether it came
     };
     bool alive = true;
     each_vector(first, step, end, copy);

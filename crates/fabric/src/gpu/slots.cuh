@@ -191,7 +191,7 @@ DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32
     const u32 mine = grid_number(), owner = claims ? atomicCAS(owner_of(a, t.slot), EMPTY, mine) : EMPTY;
     if (has_tag()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
-        store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+        store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)); // races: a hint may have seen the tag
     }
     const u32 next = t.words.x == SLOTS - 1 ? 0 : t.words.x + 1;
     if (blockIdx.x == 0 && claims) *owner_of(a, SLOTS_AT + next * a.slot_stride) = EMPTY;
@@ -248,7 +248,8 @@ struct reader {
     // Loads the tag for which `finish` waits in advance, without a register. The loaded tag is only a hint, because such a copy is
     // not indivisible.
     DEVICE void ask_for_tag() {
-        if (has_tag()) copy_async16(hint(), a.own + slot + rank_of(a, threadIdx.x) * 16);
+        const u8* const place = a.own + slot + rank_of(a, threadIdx.x) * 16;
+        if (has_tag()) copy_async16(hint(), place); // races: `finish` takes it only if all of it equals the tag, and waits otherwise
         has_asked = true;
     }
     static DEVICE uint4* hint() {

@@ -1,0 +1,145 @@
+//! What programs call: the functions of `checks` in device/fibers.hpp.
+
+use std::ffi::c_void;
+
+use super::{
+    access::{READ, WRITE},
+    is_checking,
+    shadow::{self, Shard},
+    threads,
+};
+
+/// As in device/fibers.hpp.
+#[repr(C)]
+pub(crate) struct Checks {
+    begin_block: unsafe extern "C" fn(*const c_void),
+    end_thread: unsafe extern "C" fn(),
+    weak: unsafe extern "C" fn(usize, usize, u32),
+    enter: unsafe extern "C" fn(usize, usize, u32, u32) -> *const Shard,
+    leave: unsafe extern "C" fn(*const Shard),
+    fence: unsafe extern "C" fn(u32),
+    proxy_fence: unsafe extern "C" fn(u32),
+    block_barrier: unsafe extern "C" fn(),
+    warp_barrier: unsafe extern "C" fn(u32, u32),
+    cluster_arrive: unsafe extern "C" fn(bool),
+    cluster_wait: unsafe extern "C" fn(),
+    copy: unsafe extern "C" fn(usize, usize, usize, usize, bool) -> u32,
+    copies_done: unsafe extern "C" fn(u32, bool),
+    barrier_arrive: unsafe extern "C" fn(usize),
+    barrier_complete: unsafe extern "C" fn(usize, u32, u32),
+    barrier_wait: unsafe extern "C" fn(usize),
+    grid_wait: unsafe extern "C" fn(),
+}
+
+pub(crate) static CHECKS: Checks = Checks {
+    begin_block,
+    end_thread,
+    weak,
+    enter,
+    leave,
+    fence,
+    proxy_fence,
+    block_barrier,
+    warp_barrier,
+    cluster_arrive,
+    cluster_wait,
+    copy,
+    copies_done,
+    barrier_arrive,
+    barrier_complete,
+    barrier_wait,
+    grid_wait,
+};
+
+/// The address is of the module's memory of this thread: where its shared memory is.
+unsafe extern "C" fn begin_block(address: *const c_void) {
+    unsafe extern "C" fn add(info: *mut libc::dl_phdr_info, _: usize, address: *mut c_void) -> i32 {
+        // SAFETY: the linker's description of a library; `dlpi_tls_data` is this thread's.
+        unsafe {
+            let info = &*info;
+            let start = info.dlpi_tls_data as usize;
+            let headers = (0..info.dlpi_phnum as usize).map(|at| &*info.dlpi_phdr.add(at));
+            for header in headers.filter(|header| header.p_type == libc::PT_TLS && start != 0) {
+                let len = header.p_memsz as usize;
+                if (start..start + len).contains(&(address as usize)) {
+                    shadow::add_shared(start, len);
+                    return 1;
+                }
+            }
+        }
+        0
+    }
+    // SAFETY: a function for each library.
+    unsafe { libc::dl_iterate_phdr(Some(add), address.cast_mut()) };
+}
+
+unsafe extern "C" fn end_thread() {
+    threads::with(|block| block.end_thread());
+}
+
+unsafe extern "C" fn weak(at: usize, pc: usize, what: u32) {
+    // Most accesses are of a fiber's stack.
+    if shadow::page(at).is_some() && what & (READ | WRITE) != 0 && is_checking() {
+        threads::with(|block| block.access(at, (what & 0xFF) as usize, pc as u64 - 1, what));
+    }
+}
+
+unsafe extern "C" fn enter(at: usize, pc: usize, what: u32, bytes: u32) -> *const Shard {
+    let is_there = shadow::page(at).is_some() && is_checking();
+    let locked = is_there.then(|| threads::with(|block| block.locked(at, bytes as usize, pc as u64, what)));
+    locked.flatten().flatten().map_or(std::ptr::null(), shadow::Locked::keep)
+}
+
+unsafe extern "C" fn leave(entered: *const Shard) {
+    // SAFETY: of `enter`, once.
+    unsafe { shadow::unlock(entered) };
+}
+
+unsafe extern "C" fn fence(scope: u32) {
+    threads::with(|block| block.fence((scope >> 16 & 3) as usize));
+}
+
+unsafe extern "C" fn proxy_fence(spaces: u32) {
+    threads::with(|block| block.proxy_fence(spaces));
+}
+
+unsafe extern "C" fn block_barrier() {
+    threads::with(|block| block.barrier());
+}
+
+unsafe extern "C" fn warp_barrier(warp: u32, lanes: u32) {
+    threads::with(|block| block.warp_barrier(warp, lanes));
+}
+
+unsafe extern "C" fn cluster_arrive(orders: bool) {
+    threads::with(|block| block.cluster_arrive(orders));
+}
+
+unsafe extern "C" fn cluster_wait() {
+    threads::with(|block| block.cluster_wait());
+}
+
+unsafe extern "C" fn copy(to: usize, from: usize, bytes: usize, pc: usize, is_bulk: bool) -> u32 {
+    let copy = |block: &mut threads::Block| block.copy([to, from], bytes, pc as u64, is_bulk);
+    if is_checking() { threads::with(copy).unwrap_or(0) } else { 0 }
+}
+
+unsafe extern "C" fn copies_done(number: u32, only_read: bool) {
+    threads::with(|block| block.copies_done(number, only_read));
+}
+
+unsafe extern "C" fn barrier_arrive(barrier: usize) {
+    threads::with(|block| block.barrier_arrive(barrier));
+}
+
+unsafe extern "C" fn barrier_complete(barrier: usize, thread: u32, number: u32) {
+    threads::with(|block| block.barrier_complete(barrier, thread, number));
+}
+
+unsafe extern "C" fn barrier_wait(barrier: usize) {
+    threads::with(|block| block.barrier_wait(barrier));
+}
+
+unsafe extern "C" fn grid_wait() {
+    threads::with(|block| block.grid_wait());
+}

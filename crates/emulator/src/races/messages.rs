@@ -1,0 +1,106 @@
+//! Releases that words of memory carry, and who acquires them.
+
+use std::sync::Arc;
+
+use super::{
+    access::{ACQUIRE, Access, READ, RELEASE, STRONG, WRITE, scope_of},
+    grids::{Place, Scope},
+    shadow::{GRANULE, Locked, WORD},
+    threads::{Block, Knowledge, Message},
+};
+
+impl Block {
+    /// Acquires what the words carry, and lets them carry what this access releases.
+    pub(super) fn synchronise(
+        &mut self,
+        locked: &mut Locked,
+        at: usize,
+        bytes: usize,
+        access: Access,
+        seen: u8,
+        own: u8,
+    ) {
+        let words = (at % GRANULE / WORD)..(at % GRANULE + bytes).div_ceil(WORD);
+        let mask = words.clone().fold(0u8, |mask, word| mask | 1 << word);
+        let thread = self.current();
+        let place = self.place;
+        let (messages, key) = locked.messages();
+        if access.is(READ) && access.is(STRONG) && seen != 0 {
+            for (of, message) in messages.get(&key).into_iter().flatten() {
+                let scope = message.from.scope_with(place);
+                if of & mask & seen == 0 || message.scope < scope || scope_of(access.what) < scope {
+                    continue;
+                }
+                let lane = &mut self.lanes[thread];
+                let into = if access.is(ACQUIRE) { &mut lane.known } else { &mut lane.observed[scope] };
+                into.join(&message.knowledge);
+            }
+        }
+        if !access.is(WRITE) {
+            return;
+        }
+        let mut carried: Vec<(u8, Message)> = Vec::new();
+        if access.is(STRONG) {
+            let released = access.is(RELEASE).then(|| Arc::new(self.release()));
+            carried
+                .extend(self.releases(scope_of(access.what), released, place).map(|message| (mask, message)));
+        }
+        // A release goes on through atomics, and through later stores of its own thread.
+        let goes_on = if access.is(READ) {
+            seen
+        } else if access.is(STRONG) {
+            own
+        } else {
+            0
+        };
+        if seen != 0 {
+            let old = messages.remove(&key).unwrap_or_default();
+            for (of, message) in old {
+                let left = of & (!mask | goes_on);
+                if left != 0 && !carried.iter().any(|(of, new)| of & left == left && covers(new, &message)) {
+                    carried.push((left, message));
+                }
+            }
+        } else if let Some(old) = messages.remove(&key) {
+            carried.extend(
+                old.into_iter()
+                    .filter_map(|(of, message)| (of & !mask != 0).then_some((of & !mask, message))),
+            );
+        }
+        let all = carried.iter().fold(0, |all, (of, _)| all | of);
+        if !carried.is_empty() {
+            messages.insert(key, carried);
+        }
+        for word in words {
+            let writer = &mut locked.cells()[word].writer;
+            writer.word = writer.word & !(1 << 62) | u64::from(all >> word & 1) << 62;
+        }
+    }
+
+    /// What a strong store at this scope releases: itself, and by fences before it.
+    fn releases(
+        &self,
+        scope: Scope,
+        released: Option<Arc<Knowledge>>,
+        from: Place,
+    ) -> impl Iterator<Item = Message> + use<> {
+        let mut all: Vec<Message> = Vec::new();
+        if let Some(knowledge) = released {
+            all.push(Message { scope, from, knowledge });
+        } else {
+            for scope in (0..=scope).rev() {
+                if let Some(knowledge) = &self.lanes[self.current()].fences[scope]
+                    && !all.last().is_some_and(|last| Arc::ptr_eq(&last.knowledge, knowledge))
+                {
+                    all.push(Message { scope, from, knowledge: knowledge.clone() });
+                }
+            }
+        }
+        all.into_iter()
+    }
+}
+
+/// Whether the new message of a place makes the old one needless.
+fn covers(new: &Message, old: &Message) -> bool {
+    new.from == old.from && new.scope >= old.scope
+}

@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Whether the emulated tests notice a kernel that lacks a release, an acquire, a fence, a wait, a barrier or a scope.
+
+    scripts/mutants.py --list                      the mutants: FILE:LINE:FROM=>TO, one a line
+    scripts/mutants.py [--only TEXT] [--jobs N]    runs the tests of each mutant's family up to the first failure, and prints a table
+    scripts/mutants.py --record FILE               writes the results as JSON too; survivors have the reason of REASONS
+    scripts/mutants.py --explain FILE              puts reasons that were found since into such a file
+
+The emulator's NVRTC changes the text (crates/emulator/src/mutant.rs), so nothing is rebuilt: the test programs are those of
+`make emulated`, in the environment that it sets. Without a mutant all of the tests must pass first.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benches"))
+
+import record  # noqa: E402
+
+CHANGES = [
+    ("acquire", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_relaxed_sys("),
+    ("acquire", r"ld_acquire_gpu\(", "ld_acquire_gpu(", "ld_relaxed_sys("),
+    ("acquire", r"ld\.acquire\.cta", "ld.acquire.cta", "ld.relaxed.cta"),
+    ("release", r"st_release_sys\(", "st_release_sys(", "st_relaxed_sys("),
+    ("release", r"red_add_release_sys\(", "red_add_release_sys(", "red_add_relaxed_sys("),
+    ("release", r"atom_add_acq_rel_gpu\(", "atom_add_acq_rel_gpu(", "atomicAdd("),
+    ("release", r"st\.release\.cta", "st.release.cta", "st.relaxed.cta"),
+    ("scope", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_acquire_gpu("),
+    ("scope", r"\bfence_sys\(\);", "fence_sys()", "fence_gpu()"),
+    ("scope", r"load16_volatile\(", "load16_volatile(", "load16("),
+    ("scope", r"store16_volatile\(", "store16_volatile(", "store16("),
+    ("fence", r"\bfence_(sys|gpu)\(\);", None, ";"),
+    ("fence", r"\b__threadfence(_system)?\(\);", None, ";"),
+    ("proxy fence", r"\bbulk_fence(_shared)?\(\);", None, ";"),
+    ("wait", r"\bbulk_stores_(read|done)<\w+>\(\);", None, ";"),
+    ("wait", r"\bcopies_wait(_all|<\w+>)\(\);", None, ";"),
+    ("barrier", r"__syncthreads\(\);", None, ";"),
+    ("barrier", r"__syncwarp\(\w*\);", None, ";"),
+    ("barrier", r"barrier\.cluster\.arrive\.release", "arrive.release", "arrive.relaxed"),
+    ("pdl_wait", r"\bpdl_wait\(\);", None, ";"),
+]
+"""What is changed: its kind, the pattern of a place, and what stands there instead of which text (None: all of it). The scope of a volatile
+access is the system; without it the access is weak."""
+
+FAMILIES = [
+    ("crates/fabric/src/gpu/", "collectives", ["fusion::rows_of_one_vector", "captured::what_a_rank_sends_itself_is_captured"]),
+    ("crates/collectives/src/fusion/", "collectives", ["fusion::rows_of_one_vector", "fusion::every_source_has_the_hosts_bits"]),
+    ("crates/collectives/src/mixed/", "collectives", ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus"]),
+    ("crates/collectives/src/gather_scatter/", "collectives", ["streams::both_ranks_may_send_before_they_receive"]),
+    ("crates/collectives/src/all_reduce/", "collectives", ["registered::symmetric_memory_is_reduced_in_place_and_out_of_it"]),
+    ("crates/moe/src/normal/", "moe", ["orders::rows_keep_their_order_around_captures_on_2_gpus", "rings::wrapped_rings_end_on_2_gpus"]),
+    ("crates/moe/src/hybrid/", "moe", ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]),
+    ("crates/moe/src/low_latency/", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
+    ("crates/moe/src/layout/", "moe", ["orders::rows_keep_their_order_around_captures_on_2_gpus"]),
+]
+"""Of each folder of kernels: the package and the tests that run them."""
+
+REASONS = ROOT / "benches" / "mutants.json"
+"""Why each survivor is equivalent, or what would catch it: {MUTANT: TEXT}."""
+
+VARIABLES = ["ANTIPHON_EMULATOR_GPUS", "ANTIPHON_EMULATOR_MULTIPROCESSORS"]
+
+
+@dataclass
+class Mutant:
+    kind: str
+    change: str
+    package: str
+    tests: list[str]
+    outcome: str = ""
+    seconds: float = 0.0
+    report: str = ""
+
+
+def mutants() -> list[Mutant]:
+    found = []
+    for folder, package, tests in FAMILIES:
+        for file in sorted((ROOT / folder).glob("*.cuh")):
+            name = marker(file)
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                code = line.split("//")[0]
+                for kind, pattern, old, new in CHANGES:
+                    for text in dict.fromkeys(match.group(0) for match in re.finditer(pattern, code)):
+                        found.append(Mutant(kind, f"{name}:{number}:{old or text}=>{new}", package, tests))
+    return found
+
+
+def marker(file: Path) -> str:
+    """The name under which a program includes the file, which its source says."""
+    for source in file.parent.glob("*.rs"):
+        text = source.read_text()
+        for name, path in re.findall(r'"([^"]+\.cuh)",\s*(?:text:\s*)?include_str!\("([^"]+)"\)', text):
+            if path == file.name:
+                return name
+    for source in file.parent.parent.rglob("*.rs"):
+        for name, path in re.findall(r'"([^"]+\.cuh)",\s*(?:text:\s*)?include_str!\(\s*"([^"]+)"', source.read_text()):
+            if path.endswith(file.name) and name.endswith(file.name):
+                return name
+    return file.name
+
+
+def programs() -> dict[str, str]:
+    """The test program of each package, which Cargo has built."""
+    # Of all packages that `make emulated` tests, so that nothing is built with other features.
+    packages = ["device", "fabric", "moe", "collectives"]
+    command = ["cargo", "test", *(f"-pantiphon-{package}" for package in packages), "--test", "cuda", "--no-run", "--message-format", "json"]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    found = {}
+    for message in map(json.loads, output.splitlines()):
+        if message.get("executable") and message["target"]["name"] == "cuda":
+            found[Path(message["manifest_path"]).parent.name] = message["executable"]
+    return found
+
+
+def run(program: str, tests: list[str], mutant: str, limit: float) -> tuple[str, float, str]:
+    """The outcome, the seconds and the report. What hangs is not counted as caught: a machine that is busy is slow, too."""
+    environment = os.environ | {"ANTIPHON_EMULATOR_RACES": "first", "ANTIPHON_EMULATOR_MUTANT": mutant}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [program, "--test-threads", "1", "--exact", *tests], env=environment, capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return "hangs", time.monotonic() - start, ""
+    output = done.stdout + done.stderr
+    race = re.search(r"emulator: race.*?missing:[^\n]*", output, re.S)
+    is_late = "was not done after" in output
+    outcome = "survives" if done.returncode == 0 else "race" if race else "hangs" if is_late else "fails"
+    return outcome, time.monotonic() - start, race.group(0) if race else output[-400:] if done.returncode else ""
+
+
+def explain(path: Path) -> int:
+    """Puts the reasons of survivors into a record."""
+    reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
+    content = json.loads(path.read_text())
+    for row in content["mutants"]:
+        if row["outcome"] == "survives":
+            row["reason"] = reasons.get(row["change"], "not explained")
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose change contains this")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mutant")
+    parser.add_argument("--programs", type=json.loads, metavar="JSON", help="the test program of each package, already built")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other mutant begins")
+    parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--explain", type=Path, metavar="FILE", help="puts the reasons of survivors into a record")
+    arguments = parser.parse_args()
+    if arguments.explain:
+        return explain(arguments.explain)
+    chosen = [mutant for mutant in mutants() if arguments.only in mutant.change]
+    # Mixed, so that a run that is cut short has some of all files.
+    chosen.sort(key=lambda mutant: hashlib.sha1(mutant.change.encode()).digest())
+    if arguments.list:
+        print(*(mutant.change for mutant in chosen), sep="\n")
+        return 0
+    built = arguments.programs or programs()
+    limits = {}
+    for package, tests in {(mutant.package, tuple(mutant.tests)) for mutant in chosen}:
+        outcome, seconds, report = run(built[package], list(tests), "", arguments.limit)
+        print(f"{package} {' '.join(tests)}: {seconds:.0f} s without a mutant", flush=True)
+        if outcome != "survives":
+            print(f"{outcome} without a mutant:\n{report}", file=sys.stderr)
+            return 1
+        limits[package, tests] = max(arguments.limit, 4 * seconds)
+
+    def judge(mutant: Mutant) -> Mutant:
+        if time.monotonic() - start > arguments.seconds:
+            return mutant
+        limit = limits[mutant.package, tuple(mutant.tests)]
+        mutant.outcome, mutant.seconds, mutant.report = run(built[mutant.package], mutant.tests, mutant.change, limit)
+        mutant.seconds = round(mutant.seconds, 1)
+        print(f"{mutant.outcome:9} {mutant.seconds:5.0f} s  {mutant.kind:12} {mutant.change}", flush=True)
+        return mutant
+
+    facts = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    start = time.monotonic()
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        judged = [mutant for mutant in pool.map(judge, chosen) if mutant.outcome]
+    caught = [mutant for mutant in judged if mutant.outcome in ("race", "fails")]
+    reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
+    seconds = round(time.monotonic() - start)
+    print(f"{len(caught)} of {len(judged)} are caught, in {seconds} s")
+    for mutant in judged:
+        if mutant.outcome == "survives":
+            print(f"survives: {mutant.change}: {reasons.get(mutant.change, 'not explained')}")
+    if arguments.record:
+        counts = {"caught": len(caught), "of": len(judged), "not begun": len(chosen) - len(judged), "seconds": seconds}
+        record.write(arguments.record, facts | counts | {"mutants": [asdict(mutant) for mutant in judged]})
+        explain(arguments.record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
