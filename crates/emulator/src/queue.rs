@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use crate::lock;
+use crate::{lock, room};
 
 const QUEUES: u64 = 8;
 
@@ -35,7 +35,9 @@ pub(crate) struct Turn {
 impl Turn {
     /// Behind all that was submitted to the queue. Streams take queues in turn, the first of them by the seed.
     pub(crate) fn new(device: usize, stream: u64) -> Self {
-        let queue = (device, (stream + crate::seed()) % QUEUES);
+        // Where grids have GPUs of their own, streams have queues of their own.
+        let number = if room::is_shared() { (stream + crate::seed()) % QUEUES } else { stream };
+        let queue = (device, number);
         let mut all = lock(&ALL);
         let all = all.get_or_insert_default();
         all.submitted += 1;

@@ -45,6 +45,17 @@ fn processing_clusters(all: u32) -> Vec<u32> {
     clusters
 }
 
+/// Whether the grids of a GPU share its room, as `ANTIPHON_EMULATOR_ROOM=shared` says; else each grid has a GPU of its own. This crate's own
+/// tests share.
+pub(crate) fn is_shared() -> bool {
+    static IS_SHARED: OnceLock<bool> = OnceLock::new();
+    *IS_SHARED.get_or_init(|| match std::env::var("ANTIPHON_EMULATOR_ROOM").as_deref() {
+        Ok("shared") => true,
+        Ok("" | "own") | Err(_) => cfg!(test),
+        Ok(other) => panic!("ANTIPHON_EMULATOR_ROOM is shared or own, not {other}"),
+    })
+}
+
 /// What the blocks of a grid need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Needs {
@@ -219,7 +230,8 @@ pub(crate) struct Place {
 struct Room {
     /// How much was done when nothing had moved, and since when.
     still: Option<(u64, Instant)>,
-    gpus: HashMap<usize, Gpu>,
+    /// By device, and by the grid if it has its own.
+    gpus: HashMap<(usize, Option<u64>), Gpu>,
     /// The grids that have not ended.
     grids: BTreeMap<u64, Resident>,
 }
@@ -253,7 +265,7 @@ impl Room {
 pub(crate) struct Ticket {
     number: u64,
     priority: i32,
-    device: usize,
+    gpu: (usize, Option<u64>),
     needs: Needs,
 }
 
@@ -271,10 +283,11 @@ impl Ticket {
         let mut room = lock(&ROOM);
         let room = room.get_or_insert_default();
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        room.gpus.entry(device).or_insert_with(Gpu::new).queue.insert((priority, number));
+        let gpu = (device, (!is_shared()).then_some(number));
+        room.gpus.entry(gpu).or_insert_with(Gpu::new).queue.insert((priority, number));
         let (name, running) = (name.to_owned(), Vec::new());
         room.grids.insert(number, Resident { name, device, stream, needs, waiting: blocks, running });
-        Self { number, priority, device, needs }
+        Self { number, priority, gpu, needs }
     }
 
     /// Waits for room for the next cluster: the place of each block, and where it says what it does.
@@ -295,7 +308,7 @@ impl Ticket {
     }
 
     fn try_place(&self, room: &mut Room) -> Option<Vec<(Place, Arc<Watch>)>> {
-        let gpu = room.gpus.get_mut(&self.device)?;
+        let gpu = room.gpus.get_mut(&self.gpu)?;
         if gpu.queue.first() != Some(&(self.priority, self.number)) {
             return None;
         }
@@ -315,7 +328,7 @@ impl Ticket {
     pub(crate) fn leave(&self, place: Place, watch: &Arc<Watch>) {
         let mut room = lock(&ROOM);
         let room = room.get_or_insert_default();
-        if let Some(gpu) = room.gpus.get_mut(&self.device) {
+        if let Some(gpu) = room.gpus.get_mut(&self.gpu) {
             gpu.leave(&self.needs, &[place]);
         }
         if let Some(grid) = room.grids.get_mut(&self.number) {
@@ -327,7 +340,12 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        lock(&ROOM).get_or_insert_default().grids.remove(&self.number);
+        let mut room = lock(&ROOM);
+        let room = room.get_or_insert_default();
+        room.grids.remove(&self.number);
+        if self.gpu.1.is_some() {
+            room.gpus.remove(&self.gpu);
+        }
     }
 }
 
