@@ -5,7 +5,10 @@ use std::{
     sync::OnceLock,
 };
 
-use antiphon_device::cuda::{Context, CudaError, Driver, Nccl, Nvrtc};
+use antiphon_device::{
+    cuda::{Context, CudaError, Driver, Nccl, Nvrtc},
+    library::LibraryError,
+};
 use antiphon_sass::Disassembler;
 
 use crate::{Need, need};
@@ -90,7 +93,7 @@ fn whole<T>(loaded: Result<T, CudaError>) -> Result<T, String> {
 
 fn is_absent(error: &CudaError) -> bool {
     match error {
-        CudaError::MissingLibrary { .. } => true,
+        CudaError::Library(LibraryError::Missing { .. }) => true,
         CudaError::Call { function: "cuInit", code, .. } => [NO_DEVICE, STUB_LIBRARY].contains(code),
         _ => false,
     }
